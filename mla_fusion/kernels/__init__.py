@@ -1,0 +1,109 @@
+"""The fused region of one MLA layer as a function, and the choice of who computes it.
+
+This package knows torch and Triton, not vLLM: a kernel engineer can use it alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mla_fusion.kernels import reference
+
+PROVIDERS = ("reference", "triton", "aiter")
+
+
+class ProviderUnavailable(RuntimeError):
+    """A provider was asked for that cannot run here; the message says what to do."""
+
+
+def get_provider(name: str) -> Any:
+    """The module that implements provider `name`, after its `require()` found all it needs.
+
+    A provider module has `require() -> None`, which raises `ProviderUnavailable`, and
+    `fused_mla_decode_prep` with the signature below less `provider`. Nothing falls back:
+    an operator who asked for a kernel gets that kernel or an error.
+    """
+    if name == "reference":
+        return reference
+    if name == "triton":
+        from mla_fusion.kernels import triton as module
+    elif name == "aiter":
+        from mla_fusion.kernels import aiter as module
+    else:
+        raise ValueError(f"unknown provider {name!r}: choose one of {', '.join(PROVIDERS)}")
+    module.require()
+    return module
+
+
+def fused_mla_decode_prep(
+    q: torch.Tensor,
+    w_uk_t: torch.Tensor,
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor | None,
+    k_scale: torch.Tensor,
+    q_scale: torch.Tensor,
+    *,
+    is_neox: bool,
+    q_out: torch.Tensor,
+    provider: str,
+) -> torch.Tensor:
+    """Rotate, absorb, concatenate, quantize the query and write the latent KV cache.
+
+    For every token t and head h, with P = qk_nope_head_dim, R = qk_rope_head_dim and
+    L = kv_lora_rank:
+
+        q_out[t, h]          = cast_q(q[t, h, :P] @ w_uk_t[h]  |  rope(q[t, h, P:], positions[t]))
+        kv_cache[slot_of(t)] = cast_k(kv_c[t]                  |  rope(k_pe[t],     positions[t]))
+
+    Arguments:
+        q: [T, H, P + R], activation type (bf16, fp16 or fp32); token and head strides are free,
+            the last dimension is dense. It is not modified.
+        w_uk_t: [H, P, L], activation type: W_UK of the layer, transposed as vLLM keeps it.
+        kv_c: [T, L], activation type, normalized; rows may be strided. Not modified.
+        k_pe: [T, R], activation type; rows may be strided. Not modified.
+        kv_cache: [blocks, block_size, L + R], activation type, or fp8 (torch.uint8 is viewed as
+            the fp8 type of the platform by the caller). Blocks and entries may be strided.
+        slot_mapping: [T], int64. A row with slot < 0 is padding: it writes no cache, and its
+            query row is zero.
+        positions: [T], int64. Positions of padded rows are never used as an index.
+        cos_sin_cache: [max_position, R], the cosines then the sines of R / 2 angles, activation
+            type or fp32; None for a model without RoPE in the attention.
+        k_scale, q_scale: one fp32 element each, on the device of q: dequantization scales,
+            stored = value / scale. Read only where the target is fp8.
+        is_neox: pairs are (i, i + R / 2) if true (NeoX), else (2 i, 2 i + 1) (GPT-J).
+        q_out: [T, H, L + R], dense, activation type or fp8; written in full and returned.
+        provider: who computes it, one of `PROVIDERS`.
+
+    Numerics: the product accumulates in fp32 and is rounded to the activation type; RoPE is
+    computed in fp32 from the stored cosines and sines; fp8 targets multiply by 1 / scale in
+    fp32, clamp to the largest finite value (NaN stays NaN) and round to nearest even; every
+    other target is rounded to nearest even once.
+
+    Raises:
+        ProviderUnavailable: the provider cannot run here.
+        ValueError: an argument breaks the table above.
+    """
+    module = get_provider(provider)
+    reference.validate(
+        q, w_uk_t, kv_c, k_pe, kv_cache, slot_mapping, positions, cos_sin_cache, q_out
+    )
+    return module.fused_mla_decode_prep(
+        q,
+        w_uk_t,
+        kv_c,
+        k_pe,
+        kv_cache,
+        slot_mapping,
+        positions,
+        cos_sin_cache,
+        k_scale,
+        q_scale,
+        is_neox=is_neox,
+        q_out=q_out,
+    )
