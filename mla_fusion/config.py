@@ -1,0 +1,145 @@
+"""The flag, the plugin's options, the decode bucket, and whether fusion applies to an engine.
+
+Everything here reads vLLM's config objects and changes none; `plugin.py` does that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mla_fusion import kernels, vllm_compat
+
+FLAG = "fuse_aiter_qk_rope_kvcache_mla"
+THRESHOLD = "aiter_qk_rope_kvcache_fusion_max_token_num"
+OPTIONS_KEY = "mla_fusion"
+
+
+class OptionError(ValueError):
+    """additional_config["mla_fusion"] holds something unknown."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """additional_config["mla_fusion"].
+
+    provider: who computes the fused op: "aiter" (default), "triton" or "reference".
+    explicit: whether the provider was chosen, rather than the default.
+    """
+
+    provider: str
+    explicit: bool
+
+
+def read_options(additional_config: Any) -> Options:
+    """The options of this plugin in vLLM's `additional_config`.
+
+    Raises:
+        OptionError: an unknown option or provider.
+    """
+    raw = additional_config.get(OPTIONS_KEY, {}) if isinstance(additional_config, dict) else {}
+    if not isinstance(raw, dict):
+        raise OptionError(
+            f'additional_config["{OPTIONS_KEY}"] must be a dictionary such as '
+            f'{{"provider": "triton"}}, got {raw!r}'
+        )
+    unknown = sorted(set(raw) - {"provider"})
+    if unknown:
+        raise OptionError(
+            f'unknown option {", ".join(unknown)} in additional_config["{OPTIONS_KEY}"]; '
+            f"the only one is provider ({', '.join(kernels.PROVIDERS)})"
+        )
+    provider = raw.get("provider", "aiter")
+    if provider not in kernels.PROVIDERS:
+        raise OptionError(
+            f"unknown provider {provider!r} in additional_config["
+            f'"{OPTIONS_KEY}"]: choose one of {", ".join(kernels.PROVIDERS)}'
+        )
+    return Options(provider, "provider" in raw)
+
+
+def is_on(vllm_config: Any) -> bool:
+    """Whether the flag is set; a config built before the plugin was loaded has no such field."""
+    return bool(getattr(vllm_config.compilation_config.pass_config, FLAG, False))
+
+
+def decode_bucket(vllm_config: Any) -> int:
+    """The largest number of tokens of a graph in which the passes run.
+
+    max_num_seqs * (1 + num_speculative_tokens), with which vLLM itself tells a decode CUDA graph,
+    unless the operator overrides it; never more than max_num_batched_tokens.
+    """
+    scheduler = vllm_config.scheduler_config
+    bucket = getattr(vllm_config.compilation_config.pass_config, THRESHOLD, None)
+    if bucket is None:
+        speculative = vllm_config.speculative_config
+        drafts = (speculative.num_speculative_tokens or 0) if speculative is not None else 0
+        bucket = scheduler.max_num_seqs * (1 + drafts)
+    return min(bucket, scheduler.max_num_batched_tokens)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Whether the passes can fire in an engine; if not, `code` is a key of reasons.REASONS."""
+
+    provider: str
+    bucket: int
+    code: str = ""
+    detail: str = ""
+
+    @property
+    def applies(self) -> bool:
+        """Whether there is no reason against it."""
+        return not self.code
+
+
+def decide(vllm_config: Any, *, is_rocm: bool, partition_refused: bool) -> Decision:
+    """Whether fusion applies to an engine whose flag is on.
+
+    Args:
+        vllm_config: vLLM's, after its defaults and its platform were applied.
+        is_rocm: whether vLLM runs on ROCm.
+        partition_refused: whether the operator set use_inductor_graph_partition=False.
+
+    Raises:
+        OptionError: as `read_options`.
+    """
+    options = read_options(vllm_config.additional_config)
+    code, detail = _why_not(vllm_config, options, is_rocm, partition_refused)
+    return Decision(options.provider, decode_bucket(vllm_config), code, detail)
+
+
+def _why_not(
+    vllm_config: Any, options: Options, is_rocm: bool, partition_refused: bool
+) -> tuple[str, str]:
+    version = vllm_compat.installed_version()
+    if not vllm_compat.is_supported(version):
+        return "vllm-version", f"{version}, supported are {vllm_compat.window()}"
+    model, compilation = vllm_config.model_config, vllm_config.compilation_config
+    if model is None or not model.use_mla:
+        return "no-mla", getattr(model, "architecture", "") or ""
+    if compilation.mode != 3 or compilation.backend not in ("", "inductor"):
+        return "not-compiled", f"mode {compilation.mode}, backend {compilation.backend!r}"
+    parallel = vllm_config.parallel_config
+    if (
+        parallel.decode_context_parallel_size > 1
+        or getattr(parallel, "prefill_context_parallel_size", 1) > 1
+    ):
+        return "context-parallel", ""
+    if partition_refused and compilation.splitting_ops != []:
+        return "graph-partition", ""
+    cudagraph_mode = getattr(compilation.cudagraph_mode, "name", None)
+    # vLLM turns the second into FULL when there is nothing to split at.
+    if cudagraph_mode == "FULL" or (
+        cudagraph_mode == "FULL_AND_PIECEWISE" and compilation.splitting_ops == []
+    ):
+        return "cudagraph-full", ""
+    if compilation.inductor_compile_config.get("enable_auto_functionalized_v2"):
+        return "functionalization-v2", ""
+    if options.provider == "aiter" and not options.explicit and not is_rocm:
+        return "provider-platform", ""
+    try:
+        kernels.get_provider(options.provider)
+    except kernels.ProviderUnavailable as error:
+        return "provider-unavailable", f"{options.provider}: {error}"
+    return "", ""

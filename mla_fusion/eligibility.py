@@ -1,0 +1,75 @@
+"""Which MLA layers the fused op can serve: facts read from vLLM's layer, and the verdict."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mla_fusion import vllm_compat
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+# Opaque per-token byte formats, int8 and fp4 caches are written by kernels of their own.
+FUSABLE_CACHES = {"auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3"}
+_CACHE_TYPES = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+}
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    """What the passes need to know of one layer, free of references to the model.
+
+    `decline` is a key of `reasons.REASONS`, or empty; `quantized_query` tells whether the backend
+    takes its query in fp8 when the cache is fp8.
+    """
+
+    decline: str
+    detail: str
+    quantized_query: bool
+
+    def query_dtype(self, activation: torch.dtype) -> torch.dtype:
+        """The type of the prepared query."""
+        return vllm_compat.fp8_dtype() if self.quantized_query else activation
+
+
+def facts(layer: Any, provider: str) -> LayerFacts:
+    """The facts of one `MLAAttention` layer of vLLM after its weights were loaded."""
+    code, detail = _decline(layer, provider)
+    fp8 = layer.kv_cache_dtype.startswith("fp8")
+    return LayerFacts(code, detail, fp8 and bool(layer.impl.supports_quant_query_input))
+
+
+def common(layers: Iterable[LayerFacts]) -> LayerFacts | None:
+    """The facts shared by all layers; None if they differ or there is none."""
+    distinct = set(layers)
+    return distinct.pop() if len(distinct) == 1 else None
+
+
+def _decline(layer: Any, provider: str) -> tuple[str, str]:
+    impl = layer.impl
+    if getattr(impl, "is_sparse", False) or getattr(layer, "use_sparse", False):
+        return "sparse-attention", type(impl).__name__
+    if getattr(layer, "hisparse_cache", None) is not None:
+        return "hisparse", ""
+    if getattr(impl, "dcp_world_size", 1) > 1 or getattr(layer, "use_pcp", False):
+        return "context-parallel", ""
+    padded = getattr(layer, "q_pad_num_heads", None)
+    if padded not in (None, layer.num_heads):
+        return "padded-heads", f"{layer.num_heads} to {padded}"
+    if layer.kv_cache_dtype not in FUSABLE_CACHES:
+        return "kv-cache-dtype", layer.kv_cache_dtype
+    if getattr(layer, "is_amx_bmm_enabled", False):
+        return "packed-weights", "AMX"
+    weight = getattr(layer, "W_UK_T", None)
+    if weight is None and provider != "aiter":
+        return "packed-weights", "no plain W_UK_T"
+    stored = _CACHE_TYPES.get(layer.kv_cache_dtype)
+    if weight is not None and stored not in (None, weight.dtype):
+        return "kv-cache-dtype", f"{layer.kv_cache_dtype} cache, {weight.dtype} activations"
+    return "", ""

@@ -1,0 +1,24 @@
+"""A hash of this library's source: compiled graphs must not outlive the code that wrote them."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from importlib import import_module
+from pathlib import Path
+
+_PACKAGES = ("mla_fusion", "mla_fusion.kernels", "mla_fusion.passes", "mla_fusion.patterns")
+
+
+@functools.cache
+def source_hash() -> str:
+    """The first 12 hex digits of SHA-256 over every source and data file of the library."""
+    digest = hashlib.sha256()
+    for package in _PACKAGES:
+        module_file = import_module(package).__file__
+        assert module_file is not None
+        for path in sorted(Path(module_file).parent.glob("*")):
+            if path.is_file():
+                digest.update(f"{package}/{path.name}".encode())
+                digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]

@@ -1,0 +1,40 @@
+"""The flag's two fields as a subclass of vLLM's PassConfig."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def extend(base: type) -> type:
+    """`base`, vLLM's PassConfig, with the fields of this library."""
+    from pydantic import Field
+    from vllm.config.utils import config, get_hash_factors, hash_factors
+
+    from mla_fusion.config import FLAG, THRESHOLD
+    from mla_fusion.identity import source_hash
+
+    class PassConfig(base):  # type: ignore[misc,valid-type]
+        __doc__ = base.__doc__
+
+        fuse_aiter_qk_rope_kvcache_mla: bool = False
+        """Fuse MLA QK-RoPE, KV-cache write, q-absorb, q-concat and q-quant in decode graphs
+        (mla-fusion)."""
+
+        aiter_qk_rope_kvcache_fusion_max_token_num: int | None = Field(default=None, gt=0)
+        """The largest number of tokens of a graph that is fused; by default
+        max_num_seqs * (1 + num_speculative_tokens) (mla-fusion)."""
+
+        def compute_hash(self) -> str:
+            """vLLM's hash while the flag is off; else it also covers this library's source.
+
+            vLLM finds compiled graphs by this hash, not by the uuid of its passes.
+            """
+            factors = get_hash_factors(self, {FLAG, THRESHOLD})
+            if getattr(self, FLAG):
+                factors[FLAG] = [getattr(self, THRESHOLD), source_hash()]
+            return hash_factors(factors)
+
+    PassConfig.__qualname__ = base.__qualname__
+    PassConfig.__module__ = base.__module__
+    extended: Any = config(PassConfig)
+    return extended

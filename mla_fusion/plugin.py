@@ -1,0 +1,257 @@
+"""Entry point of `vllm.general_plugins`: the one file that changes objects of vLLM.
+
+Each change says why it is needed, how it is made, and until when. `register` may be called any
+number of times, in any process. While the flag is off, nothing here changes what vLLM does.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mla_fusion import config, ops, reasons, report, vllm_compat
+from mla_fusion.identity import source_hash
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+logger = logging.getLogger("mla_fusion")
+
+_MARK = "_mla_fusion"
+_VLLM_COMPILE = 3
+_registered = False
+
+
+def register() -> None:
+    """Make the flag known to vLLM and the passes available. Called by vLLM in every process."""
+    global _registered
+    if _registered:
+        return
+    _adopt_vllm_logging()
+    _add_fields_to_pass_config()
+    _decide_in_vllm_config()
+    _add_passes_to_pass_manager()
+    _keep_vllm_compile_on_cpu()
+    _publish_report_after_warm_up()
+    _registered = True
+
+
+def _adopt_vllm_logging() -> None:
+    """Show this library's log lines where vLLM shows its own.
+
+    Why: vLLM configures only the logger "vllm". How: share its handlers. Until: never needed if
+    the application configures logging itself; then the logger has handlers and is left alone.
+    """
+    vllm_logger = logging.getLogger("vllm")
+    if not logger.handlers and vllm_logger.handlers:
+        logger.handlers = list(vllm_logger.handlers)
+        logger.setLevel(vllm_logger.level)
+        logger.propagate = False
+
+
+def _wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace method `name` of `owner` by make(original), once."""
+    original = getattr(owner, name)
+    if getattr(original, _MARK, False):
+        return
+    wrapper = functools.wraps(original)(make(original))
+    setattr(wrapper, _MARK, True)
+    setattr(owner, name, wrapper)
+
+
+def _add_fields_to_pass_config() -> None:
+    """Why: vLLM's PassConfig forbids unknown fields, so `pass_config.fuse_aiter_...` is an error.
+
+    How: put a subclass with the two fields in its place, and rebuild the validators that hold the
+    old class. Until: vLLM lets a plugin declare pass options.
+    """
+    import vllm.config
+    import vllm.config.compilation as compilation
+
+    from mla_fusion.pass_config import extend
+
+    if not hasattr(compilation.PassConfig, config.FLAG):
+        compilation.PassConfig = vllm.config.PassConfig = extend(compilation.PassConfig)
+
+
+def _decide_in_vllm_config() -> None:
+    """Why: the decode bucket must be a compile-range endpoint, and RoPE, cache write and attention
+    must end up in one graph, before vLLM freezes both.
+
+    How: note what the operator set before `VllmConfig.__post_init__`, decide in
+    `_set_compile_ranges` (the defaults and the platform are applied by then, the ranges and the
+    splitting ops are not), and add the ops to splitting_ops afterwards. Until: vLLM lets a plugin
+    take part in config resolution.
+    """
+    from vllm.config import VllmConfig
+
+    def post_init(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
+            if config.is_on(self):
+                partition = self.compilation_config.use_inductor_graph_partition
+                setattr(self, _MARK, {"partition_refused": partition is False})
+            original(self, *args, **kwargs)
+            if config.is_on(self):
+                _extend_splitting_ops(self.compilation_config)
+
+        return wrapper
+
+    def set_compile_ranges(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(self: Any) -> None:
+            if config.is_on(self):
+                _apply_decision(self)
+            original(self)
+
+        return wrapper
+
+    _wrap(VllmConfig, "__post_init__", post_init)
+    _wrap(VllmConfig, "_set_compile_ranges", set_compile_ranges)
+
+
+def _apply_decision(vllm_config: Any) -> None:
+    """Switch the prerequisites on, or the flag off."""
+    from vllm.platforms import current_platform
+
+    compilation = vllm_config.compilation_config
+    refused = getattr(vllm_config, _MARK, {}).get("partition_refused", False)
+    decision = config.decide(
+        vllm_config, is_rocm=current_platform.is_rocm(), partition_refused=refused
+    )
+    if not decision.applies:
+        setattr(compilation.pass_config, config.FLAG, False)
+        logger.warning(
+            "%s is switched off: %s", config.FLAG, reasons.explain(decision.code, decision.detail)
+        )
+        return
+    if compilation.splitting_ops != [] and not compilation.use_inductor_graph_partition:
+        compilation.use_inductor_graph_partition = True
+        logger.info("%s needs use_inductor_graph_partition, now on", config.FLAG)
+    pass_config = compilation.pass_config
+    if current_platform.is_cuda_alike() and not pass_config.fuse_rope_kvcache_cat_mla:
+        pass_config.fuse_rope_kvcache_cat_mla = True
+        logger.info("%s needs fuse_rope_kvcache_cat_mla, now on", config.FLAG)
+    endpoints = set(compilation.compile_ranges_endpoints or [])
+    if decision.bucket not in endpoints:
+        compilation.compile_ranges_endpoints = sorted({*endpoints, decision.bucket})
+        logger.info(
+            "%s: graphs for up to %d tokens are fused by the %s provider",
+            config.FLAG,
+            decision.bucket,
+            decision.provider,
+        )
+
+
+def _extend_splitting_ops(compilation: Any) -> None:
+    if "vllm::unified_mla_attention_with_output" in (compilation.splitting_ops or []):
+        missing = [op for op in ops.RUNTIME_OPS if op not in compilation.splitting_ops]
+        compilation.splitting_ops = [*compilation.splitting_ops, *missing]
+
+
+def _add_passes_to_pass_manager() -> None:
+    """Why: vLLM's hook for custom passes has one slot, which belongs to the user, and its last
+    step cannot be extended.
+
+    How: after `PostGradPassManager.configure`, append the passes and put pass 5 in place of
+    `fix_functionalization`. Until: vLLM takes several custom passes.
+    """
+    from vllm.compilation.passes.pass_manager import PostGradPassManager
+    from vllm.platforms import current_platform
+
+    def configure(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(self: Any, vllm_config: Any) -> None:
+            original(self, vllm_config)
+            if not config.is_on(vllm_config):
+                return
+            from mla_fusion.passes.pipeline import LastStep, MLAFusionPass
+
+            provider = config.read_options(vllm_config.additional_config).provider
+            self.add(MLAFusionPass(provider, config.decode_bucket(vllm_config)))
+            # vLLM's last step names CUDA-only ops and raises on a CPU build.
+            rest = None if current_platform.is_cpu() else self.fix_functionalization
+            self.fix_functionalization = LastStep(rest)
+
+        return wrapper
+
+    _wrap(PostGradPassManager, "configure", configure)
+
+
+def _keep_vllm_compile_on_cpu() -> None:
+    """Why: on a CPU vLLM replaces its piecewise backend, which runs passes, by a single trace.
+
+    How: if the flag is on and a provider was chosen, put the mode and backend back after the
+    platform's check. Until: vLLM keeps VLLM_COMPILE on a CPU.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    platform = type(current_platform)
+    original = platform.check_and_update_config
+    if hasattr(platform, _MARK):
+        return
+
+    def check_and_update_config(cls: type, vllm_config: Any) -> None:
+        compilation = vllm_config.compilation_config
+        asked = compilation.mode, compilation.backend, compilation.ir_enable_torch_wrap
+        original(vllm_config)
+        if wants_cpu_compile(vllm_config) and asked[0] == _VLLM_COMPILE and compilation.mode:
+            compilation.mode, compilation.backend, compilation.ir_enable_torch_wrap = asked
+            logger.info("%s needs compilation mode VLLM_COMPILE, kept on the CPU", config.FLAG)
+
+    platform.check_and_update_config = classmethod(check_and_update_config)
+    setattr(platform, _MARK, True)
+
+
+def wants_cpu_compile(vllm_config: Any) -> bool:
+    """Whether the flag is on and a provider that may run on a CPU was chosen."""
+    return config.is_on(vllm_config) and (
+        config.read_options(vllm_config.additional_config).explicit
+    )
+
+
+def _publish_report_after_warm_up() -> None:
+    """Why: the operator must read what fused, also when the compile cache is warm.
+
+    How: after `compile_or_warm_up_model` of the worker's class, which is known once a worker is
+    made. Until: vLLM offers a hook after compilation.
+    """
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    def warm_up(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(self, *args, **kwargs)
+            if config.is_on(self.vllm_config):
+                publish(self.vllm_config)
+            return result
+
+        return wrapper
+
+    def init(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
+            _wrap(type(self), "compile_or_warm_up_model", warm_up)
+            original(self, *args, **kwargs)
+
+        return wrapper
+
+    _wrap(WorkerBase, "__init__", init)
+
+
+def publish(vllm_config: Any) -> report.Report | None:
+    """Log and store the report of this process's start; `mla-fusion report` reads it again."""
+    return report.publish(
+        report_path(vllm_config),
+        config.read_options(vllm_config.additional_config).provider,
+        config.decode_bucket(vllm_config),
+        vllm_config.model_config.architecture,
+    )
+
+
+def report_path(vllm_config: Any) -> Path:
+    """Where the report of an engine with this config is stored, beside vLLM's compile cache."""
+    from vllm import envs
+
+    parallel = vllm_config.parallel_config
+    name = f"{vllm_config.compute_hash()}-{source_hash()}-rank{parallel.rank}.json"
+    return Path(envs.VLLM_CACHE_ROOT) / "torch_compile_cache" / "mla_fusion" / name

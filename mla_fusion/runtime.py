@@ -1,0 +1,182 @@
+"""What the custom ops do in a step: which layer, which batch, which provider.
+
+A compile range counts tokens, so a decode graph also meets mixed batches, short prompts and the
+profile run. Both runtime ops ask `is_decode_only` of the same metadata and so cannot disagree:
+
+    decode-only    the provider prepares the query and writes the cache; the attention op hands
+                   the prepared query to the backend's decode and projects the result up
+    anything else  q and k_pe are rotated in place and the cache is written by vLLM's own op; the
+                   attention op calls the layer as vLLM does
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mla_fusion import kernels, vllm_compat
+from mla_fusion.kernels import reference
+from mla_fusion.ops import Rope
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def is_decode_only(metadata: Any) -> bool:
+    """Whether every token of the batch is a decode token; False in the profile run (None)."""
+    return metadata is not None and metadata.num_actual_tokens == metadata.num_decode_tokens > 0
+
+
+def fused_decode_prep(
+    q: torch.Tensor,
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    positions: torch.Tensor | None,
+    cos_sin_cache: torch.Tensor | None,
+    k_scale: torch.Tensor,
+    layer_name: Any,
+    kv_cache_dtype: str,
+    rope: str,
+    is_neox: bool,
+    provider: str,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """Prepare the decode query into `out` [T, H, L + R], or rotate q and k_pe in place.
+
+    Either way the KV cache is written. `out` is only defined for a decode-only batch; rows that
+    are padding are zero then. k_pe is [T, 1, R]; the other shapes are those of
+    `mla_fusion.kernels.fused_mla_decode_prep`.
+    """
+    metadata, layer, kv_cache, slot_mapping = vllm_compat.attention_context(layer_name)
+    if slot_mapping is None or not is_decode_only(metadata):
+        rope_and_cache_update(
+            q, kv_c, k_pe, positions, cos_sin_cache, k_scale, layer_name, kv_cache_dtype, rope,
+            is_neox,
+        )  # fmt: skip
+        return out
+    # vLLM may pass fewer slots than padded rows; such rows are padding too.
+    rows = slot_mapping.shape[0]
+    if rows < out.shape[0]:
+        out[rows:].zero_()
+    if cos_sin_cache is not None:
+        cos_sin_cache = _table(cos_sin_cache, rope, q.dtype)
+    kernels.get_provider(provider).fused_mla_decode_prep(
+        q[:rows],
+        layer.W_UK_T,
+        kv_c[:rows],
+        k_pe[:rows].squeeze(1),
+        _cache_view(kv_cache, layer.kv_cache_dtype),
+        slot_mapping,
+        slot_mapping if positions is None else positions[:rows],
+        cos_sin_cache,
+        k_scale,
+        layer._q_scale,
+        is_neox=is_neox,
+        q_out=out[:rows],
+    )
+    return out
+
+
+def rope_and_cache_update(
+    q: torch.Tensor,
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    positions: torch.Tensor | None,
+    cos_sin_cache: torch.Tensor | None,
+    k_scale: torch.Tensor,
+    layer_name: Any,
+    kv_cache_dtype: str,
+    rope: str,
+    is_neox: bool,
+) -> None:
+    """Rotate q [T, H, P + R] and k_pe [T, 1, R] in place and write the cache, as vLLM does.
+
+    Each spelling calls what the unfused graph called, so the result is the same to the bit.
+    """
+    q_pe = q[..., q.shape[-1] - k_pe.shape[-1] :]
+    if rope == Rope.CAT_FUSED:
+        torch.ops.vllm.fused_rope_unified_mla_kv_cache_update(
+            positions, q_pe, k_pe.squeeze(1), kv_c, cos_sin_cache, is_neox, kv_cache_dtype,
+            k_scale, layer_name,
+        )  # fmt: skip
+        return
+    if rope in (Rope.NATIVE, Rope.NATIVE_FP32):
+        assert positions is not None and cos_sin_cache is not None
+        table = _table(cos_sin_cache, rope, q.dtype)
+        q_pe.copy_(reference.rotate(q_pe, positions, table, is_neox))
+        k_pe.copy_(reference.rotate(k_pe, positions, table, is_neox))
+    elif rope != Rope.NONE:
+        namespace, name = rope.split(".")
+        op = getattr(getattr(torch.ops, namespace), name)
+        op(positions, q_pe, k_pe, k_pe.shape[-1], cos_sin_cache, is_neox)
+    torch.ops.vllm.unified_mla_kv_cache_update(kv_c, k_pe, layer_name, kv_cache_dtype, k_scale)
+
+
+def decode_q_prep(q: torch.Tensor, layer_name: Any, out: torch.Tensor) -> torch.Tensor:
+    """Absorb, concatenate and quantize a rotated query into `out`, in plain torch.
+
+    The op exists so that each pass leaves a graph that runs; `fused_decode_prep` replaces it.
+    """
+    metadata, layer, _, _ = vllm_compat.attention_context(layer_name)
+    if not is_decode_only(metadata):
+        return out
+    nope = layer.W_UK_T.shape[1]
+    latent = layer.W_UK_T.shape[2]
+    absorbed = reference.absorb(q[..., :nope], layer.W_UK_T)
+    out[..., :latent] = reference.cast(absorbed, out.dtype, layer._q_scale)
+    out[..., latent:] = reference.cast(q[..., nope:], out.dtype, layer._q_scale)
+    return out
+
+
+@functools.cache
+def attention() -> Callable[..., None]:
+    """The body of the attention op inside the hooks of vLLM's own attention op."""
+    return vllm_compat.with_attention_hooks(_attention)
+
+
+def _attention(
+    q: torch.Tensor,
+    prepared_q: torch.Tensor,
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    output: torch.Tensor,
+    layer_name: Any,
+) -> None:
+    metadata, layer, kv_cache, _ = vllm_compat.attention_context(layer_name)
+    if not is_decode_only(metadata):
+        layer.forward_impl(q, kv_c, k_pe, kv_cache, metadata, output=output)
+        return
+    rows = metadata.num_actual_tokens
+    attended, _ = layer.impl.forward_mqa(
+        prepared_q[:rows], _typed_cache(kv_cache, layer.kv_cache_dtype), metadata, layer
+    )
+    layer._v_up_proj(attended, out=output[:rows])
+
+
+def _typed_cache(kv_cache: torch.Tensor, kv_cache_dtype: str) -> torch.Tensor:
+    """vLLM keeps an fp8 cache as bytes; kernels want the platform's fp8 type."""
+    if kv_cache_dtype.startswith("fp8"):
+        return kv_cache.view(vllm_compat.fp8_dtype())
+    return kv_cache
+
+
+def _cache_view(kv_cache: torch.Tensor, kv_cache_dtype: str) -> torch.Tensor:
+    """The cache as [blocks, block_size, L + R]; some releases keep a head dimension of one."""
+    cache = _typed_cache(kv_cache, kv_cache_dtype)
+    return cache.squeeze(1) if cache.dim() == 4 else cache
+
+
+# id of vLLM's table -> (that table, so that the id stays its own; the table rounded).
+_tables: dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
+
+
+def _table(cos_sin_cache: torch.Tensor, rope: str, dtype: torch.dtype) -> torch.Tensor:
+    """The cosines and sines as the spelling uses them, converted once per table."""
+    if rope != Rope.NATIVE or cos_sin_cache.dtype == dtype:
+        return cos_sin_cache
+    key = (cos_sin_cache.data_ptr(), dtype)
+    if key not in _tables:
+        _tables[key] = (cos_sin_cache, cos_sin_cache.to(dtype))
+    return _tables[key][1]

@@ -1,0 +1,107 @@
+"""The supported window of vLLM, and every name or behaviour that moved inside it.
+
+Other files ask here instead of importing from vLLM by path, so that a new release is one file
+to read. Nothing is imported from vLLM until it is needed.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+# vLLM 0.26 is the first release whose MLA layer has the split KV-update and attention ops this
+# library rewrites together with `VllmFusionPatternMatcherPass`; 0.33 the last one read.
+OLDEST, NEWEST = (0, 26), (0, 33)
+
+
+def installed_version() -> str:
+    """The version string of the vLLM in this environment."""
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def is_supported(version: str) -> bool:
+    """Whether a version such as "0.32.0+cpu" lies in the supported window."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    return numbers is not None and OLDEST <= (int(numbers[1]), int(numbers[2])) <= NEWEST
+
+
+def window() -> str:
+    """The supported window as text."""
+    return f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+
+
+def layer_name_type() -> str:
+    """How vLLM's ops type the `layer_name` argument: "PyObject" (torch >= 2.11) or "str"."""
+    from vllm.utils.torch_utils import _USE_LAYERNAME
+
+    return "PyObject" if _USE_LAYERNAME else "str"
+
+
+def layer_name_str(layer_name: Any) -> str:
+    """The layer's name, from a string or from vLLM's opaque LayerName."""
+    return layer_name if isinstance(layer_name, str) else layer_name.value
+
+
+def encode_layer_name(name: str) -> Any:
+    """The form in which vLLM's own ops take this layer name."""
+    from vllm.utils.torch_utils import _encode_layer_name
+
+    return _encode_layer_name(name)
+
+
+def attention_context(layer_name: Any) -> tuple[Any, Any, torch.Tensor, torch.Tensor | None]:
+    """(metadata or None, layer, KV cache, slot mapping or None) of one layer in this step."""
+    from vllm.model_executor.layers.attention.attention import get_attention_context
+
+    return get_attention_context(layer_name_str(layer_name))
+
+
+def with_attention_hooks(body: Callable[..., None]) -> Callable[..., None]:
+    """`body` with the decorators of vLLM's own MLA attention op, in vLLM's order.
+
+    The KV-transfer hook waits for and saves the layer's cache (prefill/decode disaggregation);
+    the other ends a breakable CUDA graph around the op.
+    """
+    from vllm.compilation.breakable_cudagraph import eager_break_during_capture
+    from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
+
+    return eager_break_during_capture(maybe_transfer_kv_layer(body))
+
+
+def fp8_dtype() -> torch.dtype:
+    """The fp8 type of vLLM's platform: e4m3fnuz on gfx942, else e4m3fn."""
+    from vllm.platforms import current_platform
+
+    return current_platform.fp8_dtype()
+
+
+def mla_layers(layers: Mapping[str, Any]) -> dict[str, Any]:
+    """The MLA attention layers of vLLM's `static_forward_context`, by name."""
+    from vllm.model_executor.layers.attention import MLAAttention
+
+    return {name: layer for name, layer in layers.items() if isinstance(layer, MLAAttention)}
+
+
+def current_layers() -> Mapping[str, Any]:
+    """All layers of the model that is being run or compiled, by name."""
+    from vllm.forward_context import get_forward_context
+
+    return get_forward_context().no_compile_layers
+
+
+def traced_layer_name(layer_name: Any) -> str | None:
+    """The layer's name behind a `layer_name` argument in a graph; None if it is not known.
+
+    It is a string constant, or a graph input that holds vLLM's opaque LayerName.
+    """
+    if isinstance(layer_name, str):
+        return layer_name
+    traced = getattr(layer_name, "meta", {}).get("val", layer_name)
+    return getattr(getattr(traced, "real_obj", traced), "value", None)

@@ -1,0 +1,108 @@
+"""Pass 2: every spelling of "rotate q and k_pe, then write the cache" becomes one node.
+
+    before   q ─► rotate ───────────────────────────► attention
+             k_pe ─► rotate ─► cache_update ─► dummy ─►
+
+    after    q, kv_c, k_pe, positions, cos_sin_cache ─► rope_mla_kv_cache_update
+                                    [0] dummy, [1] q, [2] k_pe ─► attention
+
+Safe because the new op rotates and writes exactly what the old nodes did (`patterns/` proves it)
+and because nothing else reads the rotated values. Declines, with a reason, a layer whose spelling
+is unknown, whose rotated values are shared, or which the fused op cannot serve anyway.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mla_fusion import ops
+from mla_fusion.passes.result import PassResult
+from mla_fusion.passes.rewrite import call, functionalized_call, redirect
+from mla_fusion.patterns import probe, spellings
+from mla_fusion.patterns.site import Decline, attention_calls, output, read_site
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import fx
+
+    from mla_fusion.eligibility import LayerFacts
+    from mla_fusion.patterns.rope import RopeMatch
+    from mla_fusion.patterns.site import Site
+
+
+class CanonicalizeMLARoPEPass:
+    """`facts_of` maps the layer_name argument of an attention call to that layer's facts."""
+
+    def __init__(self, facts_of: Callable[[Any], LayerFacts | None]) -> None:
+        self.facts_of = facts_of
+
+    def __call__(self, graph: fx.Graph) -> PassResult:
+        result = PassResult()
+        for attention in list(attention_calls(graph)):
+            try:
+                site = read_site(attention)
+                self._check_layer(site.layer_name)
+                match = spellings.match(site)
+                _check_unshared(site, match)
+            except Decline as decline:
+                result.declined[attention.name] = decline
+                continue
+            _rewrite(graph, site, match)
+            result.rewritten.append(attention.name)
+        return result
+
+    def _check_layer(self, layer_name: Any) -> None:
+        facts = self.facts_of(layer_name)
+        if facts is None:
+            raise Decline("unknown-layer", str(layer_name))
+        if facts.decline:
+            raise Decline(facts.decline, facts.detail)
+
+
+def _check_unshared(site: Site, match: RopeMatch) -> None:
+    """Raise Decline if a rotated value, or the cache update, has a reader besides the attention."""
+    allowed = {site.attention, site.cache_update}
+    seen, stack = set(), list(match.rotated)
+    while stack:
+        node = stack.pop()
+        for user in node.users:
+            if user in allowed or user in seen:
+                continue
+            if user.target not in probe.PURE:
+                raise Decline("shared-rotation", f"{node.name} is read by {user.name}")
+            seen.add(user)
+            stack.append(user)
+    written = output(site.cache_update, 0) or site.cache_update
+    readers = [user for user in written.users if user is not site.attention]
+    if readers:
+        raise Decline("shared-rotation", f"{written.name} is read by {readers[0].name}")
+
+
+def _rewrite(graph: fx.Graph, site: Site, match: RopeMatch) -> None:
+    with graph.inserting_before(site.attention):
+        k_pe = match.k_pe
+        if k_pe.meta["val"].dim() == 2:
+            val = k_pe.meta["val"].unsqueeze(1)
+            k_pe = call(graph, torch.ops.aten.unsqueeze.default, (k_pe, 1), val)
+        _, (dummy, q, rotated_k) = functionalized_call(
+            graph,
+            ops.get(ops.ROPE_UPDATE),
+            {
+                "q": match.q,
+                "kv_c": site.kv_c,
+                "k_pe": k_pe,
+                "positions": match.positions,
+                "cos_sin_cache": match.cos_sin_cache,
+                "k_scale": site.k_scale,
+                "layer_name": site.layer_name,
+                "kv_cache_dtype": site.kv_cache_dtype,
+                "rope": str(match.rope),
+                "is_neox": match.is_neox,
+            },
+            returned=(site.kv_c.meta["val"].new_empty(0),),
+            mutated=("q", "k_pe"),
+        )
+    redirect(site.attention, {"q": q, "k_pe": rotated_k, "kv_cache_dummy_dep": dummy})

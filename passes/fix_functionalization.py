@@ -1,0 +1,168 @@
+"""Pass 5: in-place ops leave `auto_functionalized` without a copy.
+
+    before   out = auto_functionalized(op, q=view(x), ...); y = out[1]
+             z = slice_scatter(view(x), copy(slice(view(x)), y))
+    after    op(view(x), ...); y is view(x), z is x's view
+
+This is the last pass, in place of vLLM's own, which it calls for every op that is not named here.
+vLLM's handles its `fused_rope_unified_mla_kv_cache_update` only if all of getitem 1, copy and
+slice_scatter are there, and raises otherwise; here each of them may be missing.
+
+Safe because an op is made in-place only if nothing reads the old value, through any alias,
+after it. If something does, the call stays functional: Inductor then copies, and is right.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from mla_fusion import ops
+from mla_fusion.passes.result import PassResult
+from mla_fusion.patterns import probe
+from mla_fusion.patterns.site import FUSED_ROPE_UPDATE, functionalized_op, output
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+aten = torch.ops.aten
+
+OWN = {
+    *(f"{ops.NAMESPACE}::{name}" for name in (ops.ROPE_UPDATE, ops.FUSED, ops.ATTENTION)),
+    FUSED_ROPE_UPDATE,
+}
+
+
+class MLAFixFunctionalizationPass:
+    """`rest` is vLLM's own pass for all other ops; None where it cannot run (CPU builds)."""
+
+    def __init__(self, rest: Callable[[fx.Graph], None] | None) -> None:
+        self.rest = rest
+
+    def __call__(self, graph: fx.Graph) -> PassResult:
+        result = PassResult()
+        order = {node: index for index, node in enumerate(graph.nodes)}
+        for node in list(graph.nodes):
+            if functionalized_op(node) in OWN and _make_in_place(graph, node, order):
+                result.rewritten.append(node.name)
+        if self.rest is not None:
+            self.rest(graph)
+        return result
+
+
+def _make_in_place(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int]) -> bool:
+    op = node.args[0]
+    assert isinstance(op, torch._ops.OpOverload)
+    returns = max(len(op._schema.returns), 1)
+    mutated = [a.name for a in op._schema.arguments if a.alias_info and a.alias_info.is_write]
+    targets: dict[int, Any] = {returns + i: node.kwargs[name] for i, name in enumerate(mutated)}
+    scatters = {
+        index: _scatter_back(output(node, index), target) for index, target in targets.items()
+    }
+    for index, target in targets.items():
+        scattered = [scatter for scatter, _ in scatters[index]]
+        if isinstance(target, fx.Node) and _read_later(target, node, order, scattered):
+            return False
+    with graph.inserting_before(node):
+        call = graph.call_function(op, (), dict(node.kwargs))
+    value = node.meta["val"]
+    call.meta["val"] = value[0] if len(op._schema.returns) else None
+    order[call] = order[node]
+    for index, target in targets.items():
+        for scatter, whole in scatters[index]:
+            scatter.replace_all_uses_with(whole)
+            graph.erase_node(scatter)
+        _replace_output(graph, node, index, target)
+    _replace_output(graph, node, 0, call)
+    graph.erase_node(node)
+    return True
+
+
+def _replace_output(graph: fx.Graph, node: fx.Node, index: int, value: Any) -> None:
+    read = output(node, index)
+    if read is None:
+        return
+    users = list(read.users)
+    read.replace_all_uses_with(value)
+    graph.erase_node(read)
+    for user in users:
+        # copy(slice(x), slice(x)) of a scatter that is gone
+        if user.target is aten.copy.default and not user.users:
+            graph.erase_node(user)
+
+
+def _scatter_back(mutated: fx.Node | None, target: Any) -> list[tuple[fx.Node, fx.Node]]:
+    """(slice_scatter, whole) pairs that only put a mutated slice back where it lies.
+
+    `target` is slice(whole, dim, start, ...), perhaps followed by views that keep the slice as it
+    is; the scatter writes the mutated value to the same place of a value equal to `whole`.
+    """
+    if mutated is None or not isinstance(target, fx.Node):
+        return []
+    if target.target is not aten.slice.Tensor:
+        return []
+    whole, *place = target.args
+    assert isinstance(whole, fx.Node)
+    found = []
+    for user in mutated.users:
+        copies = list(user.users) if user.target is aten.copy.default else [user]
+        for scatter in copies:
+            if scatter.target is not aten.slice_scatter.default:
+                continue
+            base, _, *where = scatter.args
+            if _normal(where, whole) == _normal(place, whole) and _same_value(base, whole):
+                found.append((scatter, whole))
+    return found
+
+
+def _normal(place: Any, whole: fx.Node) -> tuple:
+    """dim, start, end, step of a slice, with defaults filled in and the dim counted from 0."""
+    dim, start, end, step = (*place, *(0, None, None, 1)[len(place) :])
+    return (dim % whole.meta["val"].dim(), start or 0, end, step)
+
+
+def _same_value(a: Any, b: Any) -> bool:
+    """Whether two nodes are the same chain of views of the same node."""
+    while a is not b:
+        if not (isinstance(a, fx.Node) and isinstance(b, fx.Node)):
+            return False
+        if a.target not in probe.VIEWS or a.target is not b.target or a.args[1:] != b.args[1:]:
+            return False
+        a, b = a.args[0], b.args[0]
+    return True
+
+
+def _read_later(
+    target: fx.Node, node: fx.Node, order: dict[fx.Node, int], ignored: list[fx.Node]
+) -> bool:
+    """Whether a node after `node` reads the memory of `target` as it was before."""
+    base = probe.strip(target, probe.VIEWS)
+    if base.op in ("placeholder", "get_attr"):
+        return True  # the caller's memory: somebody else may read it
+    seen, stack = {base}, [base]
+    while stack:
+        for user in stack.pop().users:
+            if user is node or user in seen or user in ignored:
+                continue
+            seen.add(user)
+            if user.target in probe.VIEWS:
+                stack.append(user)
+            elif order[user] > order[node] and _is_live(user) and not _feeds_only(user, ignored):
+                return True
+    return False
+
+
+def _is_live(node: fx.Node) -> bool:
+    return bool(node.users) or node.op == "output" or node.is_impure()
+
+
+def _feeds_only(node: fx.Node, ignored: list[fx.Node]) -> bool:
+    """A `copy` into a slice that only feeds a scatter about to be removed."""
+    return (
+        node.target is aten.copy.default
+        and bool(node.users)
+        and all(user in ignored for user in node.users)
+    )

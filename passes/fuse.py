@@ -1,0 +1,66 @@
+"""Pass 4: the canonical RoPE node and the query preparation of one layer become one node.
+
+    before   q, kv_c, k_pe, ... ─► rope_mla_kv_cache_update ─► [1] q ─► mla_decode_q_prep ─►
+                                                                                   attention
+    after    q, kv_c, k_pe, ... ─► fused_aiter_qk_rope_kvcache_q_concat_quant_mla
+                                     [0] prepared query, [1] q, [2] k_pe ─► attention
+
+The fused node reads the query before rotation, so that it can do all in one launch. It returns q
+and k_pe, which it rotates in place for a batch that is not decode-only and leaves alone otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mla_fusion import ops
+from mla_fusion.passes.result import PassResult
+from mla_fusion.passes.rewrite import functionalized_call
+from mla_fusion.patterns.fused_pair import pairs
+from mla_fusion.patterns.site import output
+
+if TYPE_CHECKING:
+    from torch import fx
+
+    from mla_fusion.patterns.fused_pair import Pair
+
+
+class MLAAiterQkRopeKVCacheFusionPass:
+    """`provider` is who computes the fused op: "aiter", "triton" or "reference"."""
+
+    def __init__(self, provider: str) -> None:
+        self.provider = provider
+
+    def __call__(self, graph: fx.Graph) -> PassResult:
+        result = PassResult()
+        for pair in list(pairs(graph)):
+            self._rewrite(graph, pair)
+            result.rewritten.append(pair.prep.name)
+        return result
+
+    def _rewrite(self, graph: fx.Graph, pair: Pair) -> None:
+        dummy, q, k_pe = (output(pair.rope, index) for index in range(3))
+        with graph.inserting_before(pair.rope):
+            _, (prepared, new_q, new_k_pe) = functionalized_call(
+                graph,
+                ops.get(ops.FUSED),
+                {
+                    **pair.rope.kwargs,
+                    "query_dtype": pair.prep.meta["val"].dtype,
+                    "provider": self.provider,
+                },
+                returned=(pair.prep.meta["val"],),
+                mutated=("q", "k_pe"),
+            )
+        pair.prep.replace_all_uses_with(prepared)
+        graph.erase_node(pair.prep)
+        for old, new in ((q, new_q), (k_pe, new_k_pe)):
+            if old is not None:
+                old.replace_all_uses_with(new)
+                graph.erase_node(old)
+        if dummy is not None:
+            # It ordered the cache write before the attention; the prepared query does so now.
+            for user in list(dummy.users):
+                user.kwargs = {k: None if v is dummy else v for k, v in user.kwargs.items()}
+            graph.erase_node(dummy)
+        graph.erase_node(pair.rope)

@@ -1,0 +1,84 @@
+"""Pass 3: the decode query preparation leaves the attention op and becomes a node of its own.
+
+    before   q ─────────────────► unified_mla_attention_with_output
+
+    after    q ─┬───────────────► mla_attention_with_prepared_query
+                └► mla_decode_q_prep ─►
+
+Safe because vLLM's op does the same inside, for the decode tokens of the batch, and the new op
+falls through to vLLM's code for any other batch. Only calls that pass 2 made canonical are lifted:
+alone, the lift would cost a launch and save none.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+
+from mla_fusion import ops
+from mla_fusion.passes.result import PassResult
+from mla_fusion.passes.rewrite import call, functionalized_call, replace_call
+from mla_fusion.patterns.site import attention_calls, functionalized_op
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mla_fusion.eligibility import LayerFacts
+
+
+class MLADecodeQPrepLiftPass:
+    """`facts_of` as for pass 2; it tells the type of the prepared query."""
+
+    def __init__(self, facts_of: Callable[[Any], LayerFacts | None]) -> None:
+        self.facts_of = facts_of
+
+    def __call__(self, graph: fx.Graph) -> PassResult:
+        result = PassResult()
+        for attention in list(attention_calls(graph)):
+            facts = self.facts_of(attention.kwargs["layer_name"])
+            if facts is not None and _is_canonical(attention):
+                _rewrite(graph, attention, facts)
+                result.rewritten.append(attention.name)
+        return result
+
+
+def _is_canonical(attention: fx.Node) -> bool:
+    q = attention.kwargs["q"]
+    return (
+        isinstance(q, fx.Node)
+        and q.target is operator.getitem
+        and functionalized_op(q.args[0]) == f"{ops.NAMESPACE}::{ops.ROPE_UPDATE}"
+    )
+
+
+def _rewrite(graph: fx.Graph, attention: fx.Node, facts: LayerFacts) -> None:
+    args = attention.kwargs
+    q, kv_c, k_pe = args["q"], args["kv_c_normed"], args["k_pe"]
+    latent, rope = kv_c.meta["val"].shape[-1], k_pe.meta["val"].shape[-1]
+    value = q.meta["val"]
+    dtype = facts.query_dtype(value.dtype)
+    with graph.inserting_before(attention):
+        prepared = call(
+            graph,
+            ops.get(ops.Q_PREP),
+            (q, args["layer_name"], latent, rope, dtype),
+            value.new_empty((*value.shape[:2], latent + rope), dtype=dtype),
+        )
+        new, (_, output) = functionalized_call(
+            graph,
+            ops.get(ops.ATTENTION),
+            {
+                "q": q,
+                "prepared_q": prepared,
+                "kv_c": kv_c,
+                "k_pe": k_pe,
+                "output": args["output"],
+                "layer_name": args["layer_name"],
+                "kv_cache_dummy_dep": args["kv_cache_dummy_dep"],
+            },
+            returned=(None,),
+            mutated=("output",),
+        )
+    replace_call(attention, new, {1: output})

@@ -1,0 +1,165 @@
+"""The passes in order, as one vLLM pass: gate on the compile range, run, undo, report.
+
+    1  (vLLM) MLARoPEKVCacheCatFusionPass          runs before, where it exists
+    2  CanonicalizeMLARoPEPass                     canonicalize.py
+    3  MLADecodeQPrepLiftPass                      lift.py
+    4  MLAAiterQkRopeKVCacheFusionPass             fuse.py
+    5  MLAFixFunctionalizationPass                 fix_functionalization.py, after the cleanup
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import time
+from typing import TYPE_CHECKING, Any
+
+from vllm.compilation.passes.inductor_pass import InductorPass, get_pass_context
+
+from mla_fusion import eligibility, ops, report, vllm_compat
+from mla_fusion.identity import source_hash
+from mla_fusion.passes.canonicalize import CanonicalizeMLARoPEPass
+from mla_fusion.passes.fix_functionalization import MLAFixFunctionalizationPass
+from mla_fusion.passes.fuse import MLAAiterQkRopeKVCacheFusionPass
+from mla_fusion.passes.lift import MLADecodeQPrepLiftPass
+from mla_fusion.passes.rewrite import (
+    Snapshot,
+    drop_dead,
+    replaced_call,
+    restore_call,
+    restore_inputs,
+)
+from mla_fusion.patterns.site import Decline, attention_calls, functionalized_op
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import fx
+
+logger = logging.getLogger("mla_fusion")
+
+
+class MLAFusionPass(InductorPass):
+    """Passes 2 to 4 on every graph whose token range lies inside the decode bucket.
+
+    The mla_fusion plugin adds it to vLLM's pass manager. Without the plugin it is one object for
+    vLLM's hook for custom passes:
+
+        CompilationConfig(inductor_compile_config={
+            "post_grad_custom_post_pass": MLAFusionPass(provider="triton", max_tokens=256)})
+
+    Args:
+        provider: who computes the fused op: "aiter", "triton" or "reference".
+        max_tokens: the decode bucket: graphs for more tokens are left as they are.
+    """
+
+    def __init__(self, provider: str, max_tokens: int) -> None:
+        ops.register(vllm_compat.layer_name_type())
+        self.provider = provider
+        self.max_tokens = max_tokens
+
+    def uuid(self) -> str:
+        """Changes with the source of this library and with both arguments."""
+        return f"mla_fusion-{source_hash()}-{self.provider}-{self.max_tokens}"
+
+    def __call__(self, graph: fx.Graph) -> None:
+        compile_range = get_pass_context().compile_range
+        record = report.GraphRecord(start=compile_range.start, end=compile_range.end)
+        calls = list(attention_calls(graph))
+        record.layers = len(calls)
+        if compile_range.end <= self.max_tokens and calls:
+            report.show("before", graph)
+            began = time.perf_counter()
+            self._run(graph, calls, record)
+            record.pass_ms = (time.perf_counter() - began) * 1e3
+            report.show("after", graph)
+        report.add(record)
+
+    def _run(self, graph: fx.Graph, calls: list[fx.Node], record: report.GraphRecord) -> None:
+        layers = vllm_compat.mla_layers(vllm_compat.current_layers())
+        facts = {name: eligibility.facts(layer, self.provider) for name, layer in layers.items()}
+        fuse(graph, calls, facts, self.provider, record)
+
+
+class LastStep(InductorPass):
+    """Pass 5 in vLLM's form; `rest` is vLLM's own last step, or None where it cannot run."""
+
+    def __init__(self, rest: InductorPass | None) -> None:
+        self.rest = rest
+        self.fix = MLAFixFunctionalizationPass(rest)
+
+    def uuid(self) -> str:
+        """Changes with the source of this library and with vLLM's own step."""
+        return f"mla_fusion-{source_hash()}-{self.rest.uuid() if self.rest else ''}"
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.fix(graph)
+
+
+def fuse(
+    graph: fx.Graph,
+    calls: list[fx.Node],
+    facts: Mapping[str, eligibility.LayerFacts],
+    provider: str,
+    record: report.GraphRecord,
+) -> None:
+    """Run passes 2 to 4 on `graph`, whose attention calls are `calls`, and fill in `record`.
+
+    A layer that cannot be fused is left, or put back, as it was. An error in a pass puts the
+    whole graph back: the engine then runs unfused, and the report says why.
+    """
+    everything = eligibility.common(facts.values())
+
+    def facts_of(layer_name: Any) -> eligibility.LayerFacts | None:
+        name = vllm_compat.traced_layer_name(layer_name)
+        return everything if name is None else facts.get(name)
+
+    snapshot = Snapshot(graph)
+    census = report.Census(graph, calls)
+    try:
+        record.declined = CanonicalizeMLARoPEPass(facts_of)(graph).declined
+        MLADecodeQPrepLiftPass(facts_of)(graph)
+        MLAAiterQkRopeKVCacheFusionPass(provider)(graph)
+        fused, dead = _settle(graph, calls, record)
+        graph.lint()
+    except Exception as error:
+        logger.exception("mla_fusion: a pass failed; this graph stays unfused")
+        snapshot.restore()
+        record.declined = {call.name: Decline("pass-error", repr(error)) for call in calls}
+        return
+    drop_dead(graph, dead)
+    record.fused = len(fused)
+    record.census = census.after(fused)
+
+
+def _settle(
+    graph: fx.Graph, calls: list[fx.Node], record: report.GraphRecord
+) -> tuple[list[fx.Node], list[fx.Node]]:
+    """(fused attention calls, dead nodes), after putting back what could not be fused."""
+    own = f"{ops.NAMESPACE}::{ops.ATTENTION}"
+    stand_ins = {replaced_call(n): n for n in graph.nodes if functionalized_op(n) == own}
+    fused: list[fx.Node] = []
+    dead: list[fx.Node] = []
+    for call in calls:
+        new = stand_ins.get(call)
+        if new is not None and _reads_fused_query(new):
+            fused.append(new)
+            dead += [*call.users, call]
+            continue
+        if new is not None:
+            restore_call(new)
+            dead += [*new.users, new]
+        dead += [node for node in call.all_input_nodes if _is_own(node)]
+        restore_inputs(call)
+        record.declined.setdefault(call.name, Decline("unfused-pair"))
+    return fused, dead
+
+
+def _reads_fused_query(attention: fx.Node) -> bool:
+    prepared = attention.kwargs["prepared_q"]
+    return functionalized_op(prepared.args[0]) == f"{ops.NAMESPACE}::{ops.FUSED}"
+
+
+def _is_own(node: fx.Node) -> bool:
+    producer = node.args[0] if node.target is operator.getitem else node
+    return functionalized_op(producer).startswith(f"{ops.NAMESPACE}::")

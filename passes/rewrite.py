@@ -1,0 +1,124 @@
+"""Building blocks of the passes: new nodes with metadata, and undoing a rewrite.
+
+A rewrite redirects the attention's inputs to new nodes and leaves the old nodes where they are,
+dead, until `drop_dead` at the end. So undoing one is redirecting the inputs back, and undoing all
+of them, after an error, is a `Snapshot`.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+from torch._higher_order_ops.auto_functionalize import auto_functionalized
+
+from mla_fusion.patterns.site import output
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+_ORIGIN = "mla_fusion_origin"
+
+
+def call(graph: fx.Graph, target: Any, args: tuple, val: Any) -> fx.Node:
+    """A call at the insertion point, with its metadata."""
+    node = graph.call_function(target, args)
+    node.meta["val"] = val
+    return node
+
+
+def functionalized_call(
+    graph: fx.Graph,
+    op: torch._ops.OpOverload,
+    kwargs: Mapping[str, Any],
+    returned: Sequence[Any],
+    mutated: Sequence[str],
+) -> tuple[fx.Node, list[Any]]:
+    """`auto_functionalized(op, ...)` at the insertion point, and a getitem for each output.
+
+    Args:
+        returned: fake values of what the op returns; (None,) if it returns nothing, and then the
+            first output is None too.
+        mutated: names of its mutated arguments, in schema order; they follow the returned values.
+    """
+    values = (*returned, *(fake_like(kwargs[name].meta["val"]) for name in mutated))
+    node = graph.call_function(auto_functionalized, (op,), dict(kwargs))
+    node.meta["val"] = values
+    outputs = [
+        None if value is None else call(graph, operator.getitem, (node, index), value)
+        for index, value in enumerate(values)
+    ]
+    return node, outputs
+
+
+def fake_like(value: torch.Tensor) -> torch.Tensor:
+    """A new value with the shape, strides and type of `value`, fake if `value` is."""
+    return torch.empty_strided(
+        value.shape, value.stride(), dtype=value.dtype, device=value.device
+    )
+
+
+def redirect(user: fx.Node, replacements: Mapping[str, fx.Node]) -> None:
+    """Let keyword arguments of `user` read other nodes, remembering what they read before."""
+    user.meta[_ORIGIN] = {name: user.kwargs[name] for name in replacements}
+    user.kwargs = {**user.kwargs, **replacements}
+
+
+def replace_call(old: fx.Node, new: fx.Node, outputs: Mapping[int, fx.Node]) -> None:
+    """Let the readers of output i of `old` read outputs[i] of `new`, remembering `old`."""
+    for index, value in outputs.items():
+        read = output(old, index)
+        if read is not None:
+            read.replace_all_uses_with(value)
+    new.meta[_ORIGIN] = (old, dict(outputs))
+
+
+def replaced_call(new: fx.Node) -> fx.Node | None:
+    """The call that `new` stands for, if `replace_call` put it there."""
+    return new.meta[_ORIGIN][0] if _ORIGIN in new.meta else None
+
+
+def restore_call(new: fx.Node) -> None:
+    """Undo `replace_call`."""
+    old, outputs = new.meta.pop(_ORIGIN)
+    for index, value in outputs.items():
+        read = output(old, index)
+        if read is not None:
+            value.replace_all_uses_with(read)
+
+
+def restore_inputs(user: fx.Node) -> None:
+    """Undo `redirect`; nothing happens if `user` was not redirected."""
+    user.kwargs = {**user.kwargs, **user.meta.pop(_ORIGIN, {})}
+
+
+class Snapshot:
+    """The arguments of every node of a graph, to go back to while no old node was erased."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.saved = {node: (node.args, node.kwargs) for node in graph.nodes}
+
+    def restore(self) -> None:
+        """Give the old nodes their arguments back and erase the new nodes."""
+        for node, (args, kwargs) in self.saved.items():
+            node.args, node.kwargs = args, kwargs
+            node.meta.pop(_ORIGIN, None)
+        for node in reversed([n for n in self.graph.nodes if n not in self.saved]):
+            self.graph.erase_node(node)
+
+
+def drop_dead(graph: fx.Graph, roots: Iterable[fx.Node]) -> None:
+    """Erase those of `roots` that nothing uses any more, and what only they used."""
+    worklist = list(roots)
+    while worklist:
+        node = worklist.pop()
+        if node._erased or node.users or node.op != "call_function":
+            continue
+        if node.target is not auto_functionalized and node.is_impure():
+            continue
+        inputs = node.all_input_nodes
+        graph.erase_node(node)
+        worklist.extend(inputs)

@@ -1,0 +1,219 @@
+"""Recognizes what a piece of graph computes by computing it.
+
+The same RoPE is written in many ways: by vLLM's classes, by releases of vLLM, by how torch
+decomposes and de-duplicates views. A textual pattern for each is brittle, and a missed one is
+silent. So a cone of the graph is run, on a few random tokens in float64, and its result compared
+with the formula. The cone may hold only the ops below: data movement, and addition, negation and
+multiplication. Its result is then a polynomial of the inputs, and two polynomials that agree at a
+random point are the same one (Schwartz-Zippel lemma), up to float64 rounding.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+TOKENS = 3
+TABLE_ROWS = 7
+
+VIEWS = {
+    operator.getitem,
+    aten.reshape.default,
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.expand.default,
+    aten.permute.default,
+    aten.transpose.int,
+    aten.alias.default,
+}
+MOVES = {
+    aten.cat.default,
+    aten.stack.default,
+    aten.clone.default,
+    aten.copy.default,
+    aten.slice_scatter.default,
+    aten.index.Tensor,
+    aten.index_select.default,
+    aten.embedding.default,
+}
+ARITHMETIC = {
+    aten.mul.Tensor,
+    aten.add.Tensor,
+    aten.sub.Tensor,
+    aten.neg.default,
+}
+CASTS = {prims.convert_element_type.default, aten._to_copy.default}
+SIZES = {aten.sym_size.int}
+PURE = VIEWS | MOVES | ARITHMETIC | CASTS | SIZES
+LOOKUPS = {
+    aten.index.Tensor: lambda node: (node.args[0], node.args[1][0]),
+    aten.index_select.default: lambda node: (node.args[0], node.args[2]),
+    aten.embedding.default: lambda node: (node.args[0], node.args[1]),
+}
+
+
+class NotPolynomial(Exception):  # noqa: N818 - an answer, not an error
+    """The cone holds something that probing cannot judge."""
+
+
+def cone(outputs: Iterable[fx.Node], stop: Iterable[fx.Node] = ()) -> tuple[list, list]:
+    """(interior nodes in order, leaves) of what `outputs` are computed from by `PURE` ops.
+
+    `stop` are nodes to treat as leaves although they are pure.
+    """
+    stops, interior, leaves, seen = set(stop), [], [], set()
+
+    # Iterative post-order: a chain of views may be longer than Python's recursion limit.
+    stack = [(node, False) for node in reversed(list(outputs))]
+    while stack:
+        node, expanded = stack.pop()
+        if expanded:
+            interior.append(node)
+            continue
+        if node in seen:
+            continue
+        seen.add(node)
+        pure = node.op == "call_function" and node.target in PURE and node not in stops
+        if pure and node.target is operator.getitem:
+            pure = node.args[0].target in PURE
+        if not pure:
+            leaves.append(node)
+            continue
+        stack.append((node, True))
+        stack.extend((n, False) for n in reversed(node.all_input_nodes))
+    return interior, leaves
+
+
+def concrete(size: Any) -> int:
+    """A size of the graph with every symbol, that is the number of tokens, set to `TOKENS`."""
+    if isinstance(size, int):
+        return size
+    expr = size.node.expr
+    return int(expr.subs(dict.fromkeys(expr.free_symbols, TOKENS)))
+
+
+def concrete_shape(node: fx.Node) -> tuple[int, ...]:
+    """The shape of `node`'s value with the symbols set as in `concrete`."""
+    return tuple(concrete(s) for s in node.meta["val"].shape)
+
+
+def run(interior: Iterable[fx.Node], env: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
+    """Run the interior of a cone on `env`, the values of its leaves; floating casts are no-ops.
+
+    Raises:
+        NotPolynomial: a node does not run on the probing values.
+    """
+    values = dict(env)
+    try:
+        for node in interior:
+            if node.target in CASTS:
+                values[node] = values[node.args[0]]
+                continue
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = node.target(*args, **kwargs)
+    except (RuntimeError, IndexError, TypeError, KeyError) as error:
+        raise NotPolynomial(f"{node.name}: {error}") from error
+    return values
+
+
+def leaf_value(node: fx.Node, generator: torch.Generator) -> Any:
+    """A random value for a leaf: a size, token positions, or float64 numbers of its shape."""
+    value = node.meta.get("val")
+    if isinstance(value, int | torch.SymInt):
+        return concrete(value)
+    if not isinstance(value, torch.Tensor):
+        raise NotPolynomial(f"{node.name} has no tensor metadata")
+    shape = concrete_shape(node)
+    if not value.dtype.is_floating_point:
+        return torch.randint(0, TABLE_ROWS, shape, generator=generator)
+    if shape and shape[0] > TABLE_ROWS and _is_table(node):
+        shape = (TABLE_ROWS, *shape[1:])
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def _is_table(node: fx.Node) -> bool:
+    """Whether rows of `node` are looked up by position; then a few rows stand for them all."""
+    for user in node.users:
+        if user.target in CASTS and _is_table(user):
+            return True
+        if user.target in LOOKUPS and LOOKUPS[user.target](user)[0] is node:
+            return True
+    return False
+
+
+def leaf_values(leaves: Iterable[fx.Node]) -> dict[fx.Node, Any]:
+    """Random values for all leaves of a cone, the same ones at every call."""
+    # A fixed seed: whether a layer fuses must not depend on luck.
+    generator = torch.Generator().manual_seed(0x5EED)
+    return {leaf: leaf_value(leaf, generator) for leaf in leaves}
+
+
+def same(a: Any, b: torch.Tensor) -> bool:
+    """Whether two float64 results are equal up to the rounding of a handful of operations."""
+    return a.shape == b.shape and torch.allclose(a, b, rtol=1e-9, atol=1e-9)
+
+
+def unmodified(node: fx.Node) -> fx.Node | None:
+    """The value of `node`'s shape, among those it is computed from, that is a mere view.
+
+    For a rotated query that is the query before rotation, a view of its projection.
+    """
+    shape = concrete_shape(node)
+    interior, leaves = cone([node])
+    views = set(leaves)
+    for candidate in (*leaves, *interior):
+        if candidate.target in VIEWS and all(n in views for n in candidate.all_input_nodes):
+            views.add(candidate)
+        value = candidate.meta.get("val")
+        if (
+            candidate in views
+            and isinstance(value, torch.Tensor)
+            and value.dtype == node.meta["val"].dtype
+            and concrete_shape(candidate) == shape
+        ):
+            return candidate
+    return None
+
+
+def strip(node: fx.Node, targets: frozenset | set) -> fx.Node:
+    """Walk back through single-input ops of `targets`."""
+    while node.op == "call_function" and node.target in targets and node.args:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def signature(interior: list[fx.Node], leaves: list[fx.Node], outputs: list[fx.Node]) -> tuple:
+    """What `run` depends on, so that equal layers are probed once."""
+    index = {node: i for i, node in enumerate((*leaves, *interior))}
+
+    def name(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return ("node", index[value])
+        if isinstance(value, list | tuple):
+            return tuple(map(name, value))
+        if isinstance(value, dict):
+            return tuple((k, name(v)) for k, v in value.items())
+        return repr(value)
+
+    described = []
+    for leaf in leaves:
+        value = leaf.meta.get("val")
+        shape = concrete_shape(leaf) if isinstance(value, torch.Tensor) else repr(value)
+        described.append((shape, str(getattr(value, "dtype", "")), _is_table(leaf)))
+    body = [(str(n.target), name(n.args), name(n.kwargs)) for n in interior]
+    return (tuple(described), tuple(body), tuple(index[n] for n in outputs))

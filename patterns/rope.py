@@ -1,0 +1,52 @@
+"""What every spelling of RoPE + cache write is reduced to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import fx
+
+    from mla_fusion.ops import Rope
+
+
+@dataclass(frozen=True)
+class RopeMatch:
+    """The values before rotation, and how the graph rotates them.
+
+    q is [T, H, P + R]; k_pe is [T, 1, R] or [T, R]; positions [T] and cos_sin_cache [max_position, R] are
+    None where nothing is rotated. `rotated` are the nodes whose values no longer exist once the
+    rotation is part of another op.
+    """
+
+    rope: Rope
+    is_neox: bool
+    q: fx.Node
+    k_pe: fx.Node
+    positions: fx.Node | None
+    cos_sin_cache: fx.Node | None
+    rotated: tuple[fx.Node, ...]
+
+
+def expected_rotation(
+    q: torch.Tensor,
+    k_pe: torch.Tensor,
+    table: torch.Tensor,
+    positions: torch.Tensor,
+    is_neox: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """RoPE of the last R columns of q [T, H, P + R] and of k_pe [T, 1, R], in float64."""
+    width = k_pe.shape[-1]
+    cos, sin = table[positions].unsqueeze(1).chunk(2, dim=-1)
+
+    def rotate(x: torch.Tensor) -> torch.Tensor:
+        if is_neox:
+            a, b = x.chunk(2, dim=-1)
+            return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+        a, b = x[..., ::2], x[..., 1::2]
+        return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+
+    return torch.cat((q[..., :-width], rotate(q[..., -width:])), dim=-1), rotate(k_pe)

@@ -1,0 +1,135 @@
+"""One MLA attention call in a functionalized graph, with the cache update that feeds it.
+
+    kv_c ────────────┬───────────────┐
+    k_pe (rotated) ──┼──► cache_update ──► dummy ┐
+                     ├──────────────────────────►│
+    q (rotated) ─────────────────────────────────► attention ──► output
+    output buffer ───────────────────────────────┘
+
+Every pass starts at the attention call, so no layer is missed without a reason.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+from torch._higher_order_ops.auto_functionalize import auto_functionalized
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ATTENTION = "vllm::unified_mla_attention_with_output"
+CACHE_UPDATE = "vllm::unified_mla_kv_cache_update"
+FUSED_ROPE_UPDATE = "vllm::fused_rope_unified_mla_kv_cache_update"
+
+# Arguments of vLLM's attention op that this library's op takes over. Any other argument that is
+# set (a quantized output, a query replicated for context parallelism) is a layer to leave alone.
+_TAKEN_OVER = {"q", "kv_c_normed", "k_pe", "output", "layer_name", "kv_cache_dummy_dep"}
+
+
+class Decline(Exception):  # noqa: N818 - an answer of the matcher, not an error
+    """This layer keeps its graph; `code` is a key of `mla_fusion.reasons.REASONS`."""
+
+    def __init__(self, code: str, detail: str = "") -> None:
+        super().__init__(f"{code}: {detail}" if detail else code)
+        self.code = code
+        self.detail = detail
+
+
+def op_name(target: Any) -> str:
+    """ "namespace::name" of an op overload, else an empty string."""
+    return target._schema.name if isinstance(target, torch._ops.OpOverload) else ""
+
+
+def functionalized_op(node: Any) -> str:
+    """The op's name if `node` is auto_functionalized(op, ...), else an empty string."""
+    if isinstance(node, fx.Node) and node.target is auto_functionalized:
+        return op_name(node.args[0])
+    return ""
+
+
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of a call, direct or functionalized, by their names in the schema."""
+    if node.target is auto_functionalized:
+        return dict(node.kwargs)
+    assert isinstance(node.target, torch._ops.OpOverload)
+    schema = node.target._schema.arguments
+    named = {a.name: a.default_value for a in schema if a.has_default_value()}
+    named.update({a.name: value for a, value in zip(schema, node.args, strict=False)})
+    named.update(node.kwargs)
+    return named
+
+
+def output(node: fx.Node, index: int) -> fx.Node | None:
+    """The getitem that reads output `index` of `node`; None if there is none."""
+    for user in node.users:
+        if user.target is operator.getitem and user.args[1] == index:
+            return user
+    return None
+
+
+@dataclass(frozen=True)
+class Site:
+    """The nodes of one MLA attention call; `k_pe` and `q` are rotated."""
+
+    attention: fx.Node
+    cache_update: fx.Node
+    q: fx.Node
+    kv_c: fx.Node
+    k_pe: fx.Node
+    layer_name: Any
+    kv_cache_dtype: str
+    k_scale: fx.Node
+
+
+def attention_calls(graph: fx.Graph) -> Iterator[fx.Node]:
+    """Every functionalized call of vLLM's MLA attention op, in graph order."""
+    for node in graph.nodes:
+        if functionalized_op(node) == ATTENTION:
+            yield node
+
+
+def read_site(attention: fx.Node) -> Site:
+    """The site around one attention call.
+
+    Raises:
+        Decline: the call uses an argument that this library's attention op does not take, or its
+            cache update is not one of vLLM's.
+    """
+    args = arguments(attention)
+    extra = sorted(name for name, v in args.items() if v is not None and name not in _TAKEN_OVER)
+    if {"output_scale", "output_block_scale"} & set(extra):
+        raise Decline("quantized-output", ", ".join(extra))
+    if extra:
+        raise Decline("attention-argument", ", ".join(extra))
+    update = args["kv_cache_dummy_dep"]
+    if isinstance(update, fx.Node) and update.target is operator.getitem and update.args[1] == 0:
+        update = update.args[0]
+    name = functionalized_op(update) or op_name(getattr(update, "target", None))
+    if name not in (CACHE_UPDATE, FUSED_ROPE_UPDATE):
+        raise Decline("cache-update", f"written by {name or update}")
+    written = arguments(update)
+    kv_c = written["kv_c_normed" if name == CACHE_UPDATE else "kv_c"]
+    if kv_c is not args["kv_c_normed"] or written["layer_name"] != args["layer_name"]:
+        raise Decline("cache-update", "the attention reads other values than were written")
+    nodes = (args["q"], kv_c, args["k_pe"])
+    for node in nodes:
+        if not isinstance(node.meta.get("val"), torch.Tensor):
+            raise Decline("missing-metadata", f"node {node.name}")
+    q, kv_c, k_pe = nodes
+    if q.meta["val"].dim() != 3 or k_pe.meta["val"].dim() != 3 or kv_c.meta["val"].dim() != 2:
+        raise Decline("shape", f"q {list(q.meta['val'].shape)}, k_pe {list(k_pe.meta['val'].shape)}")
+    return Site(
+        attention=attention,
+        cache_update=update,
+        q=q,
+        kv_c=kv_c,
+        k_pe=k_pe,
+        layer_name=args["layer_name"],
+        kv_cache_dtype=written["kv_cache_dtype"],
+        k_scale=written["k_scale" if name == CACHE_UPDATE else "kv_cache_scale"],
+    )
