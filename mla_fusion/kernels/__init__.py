@@ -5,6 +5,7 @@ This package knows torch and Triton, not vLLM: a kernel engineer can use it alon
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
@@ -27,12 +28,10 @@ def get_provider(name: str) -> Any:
     """
     if name == "reference":
         return reference
-    if name == "triton":
-        from mla_fusion.kernels import triton as module
-    elif name == "aiter":
-        from mla_fusion.kernels import aiter as module
-    else:
+    if name not in PROVIDERS:
         raise ValueError(f"unknown provider {name!r}: choose one of {', '.join(PROVIDERS)}")
+    # Imported when chosen: each needs what the others do without.
+    module = importlib.import_module(f"mla_fusion.kernels.{name}")
     module.require()
     return module
 

