@@ -7,7 +7,7 @@ The bodies live in `mla_fusion.runtime` and are imported when an op first runs.
                                                     write: the one canonical spelling
     mla_decode_q_prep                               absorb, concatenate and quantize a rotated query
     fused_aiter_qk_rope_kvcache_q_concat_quant_mla  both in one: what a decode graph runs
-    mla_attention_with_prepared_query               vLLM's MLA attention, query prepared by the above
+    mla_attention_with_prepared_query               vLLM's MLA attention with that query
 
 An op that takes `layer_name` finds the layer, its KV cache and the batch's metadata in vLLM's
 forward context. vLLM passes the name as an opaque object on some torch versions and as a string
@@ -17,6 +17,7 @@ on others, so the type of that argument is chosen at registration.
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Any
 
 import torch
 
@@ -25,7 +26,6 @@ ROPE_UPDATE = "rope_mla_kv_cache_update"
 Q_PREP = "mla_decode_q_prep"
 FUSED = "fused_aiter_qk_rope_kvcache_q_concat_quant_mla"
 ATTENTION = "mla_attention_with_prepared_query"
-
 
 
 class Rope(StrEnum):
@@ -73,7 +73,7 @@ _registered_type: str | None = None
 
 
 def register(layer_name_type: str) -> None:
-    """Define the ops; `layer_name_type` is "str" or "PyObject" (an opaque type of torch).
+    """Define the ops; `layer_name_type` is "str" or the name of an opaque class of torch.
 
     Calling it again with the same type does nothing.
 
@@ -106,66 +106,58 @@ def get(name: str) -> torch._ops.OpOverload:
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
-def _rope_update(
-    q, kv_c, k_pe, positions, cos_sin_cache, k_scale, layer_name, kv_cache_dtype, rope, is_neox
-):  # type: ignore[no-untyped-def]
+# torch hands the arguments over by position, in the order of the schema.
+
+
+def _rope_update(*args: Any) -> torch.Tensor:
     from mla_fusion import runtime
 
-    runtime.rope_and_cache_update(
-        q, kv_c, k_pe, positions, cos_sin_cache, k_scale, layer_name, kv_cache_dtype, rope, is_neox
-    )
+    runtime.rope_and_cache_update(*args)
+    return _rope_update_fake(*args)
+
+
+def _rope_update_fake(q: torch.Tensor, kv_c: torch.Tensor, *rest: Any) -> torch.Tensor:
     return kv_c.new_empty(0)
 
 
-def _rope_update_fake(
-    q, kv_c, k_pe, positions, cos_sin_cache, k_scale, layer_name, kv_cache_dtype, rope, is_neox
-):  # type: ignore[no-untyped-def]
-    return kv_c.new_empty(0)
-
-
-def _q_prep(q, layer_name, kv_lora_rank, qk_rope_head_dim, query_dtype):  # type: ignore[no-untyped-def]
+def _q_prep(*args: Any) -> torch.Tensor:
     from mla_fusion import runtime
 
-    out = _q_prep_fake(q, layer_name, kv_lora_rank, qk_rope_head_dim, query_dtype)
-    return runtime.decode_q_prep(q, layer_name, out)
+    return runtime.decode_q_prep(args[0], args[1], _q_prep_fake(*args))
 
 
-def _q_prep_fake(q, layer_name, kv_lora_rank, qk_rope_head_dim, query_dtype):  # type: ignore[no-untyped-def]
-    return q.new_empty((q.shape[0], q.shape[1], kv_lora_rank + qk_rope_head_dim), dtype=query_dtype)
+def _q_prep_fake(
+    q: torch.Tensor,
+    layer_name: Any,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    query_dtype: torch.dtype,
+) -> torch.Tensor:
+    return q.new_empty((*q.shape[:2], kv_lora_rank + qk_rope_head_dim), dtype=query_dtype)
 
 
-def _fused(
-    q, kv_c, k_pe, positions, cos_sin_cache, k_scale, layer_name, kv_cache_dtype, rope, is_neox,
-    query_dtype, provider,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+def _fused(*args: Any) -> torch.Tensor:
     from mla_fusion import runtime
 
-    out = _fused_fake(
-        q, kv_c, k_pe, positions, cos_sin_cache, k_scale, layer_name, kv_cache_dtype, rope,
-        is_neox, query_dtype, provider,
-    )  # fmt: skip
-    return runtime.fused_decode_prep(
-        q, kv_c, k_pe, positions, cos_sin_cache, k_scale, layer_name, kv_cache_dtype, rope,
-        is_neox, provider, out,
-    )  # fmt: skip
+    *step, _, provider = args
+    return runtime.fused_decode_prep(_fused_fake(*args), provider, *step)
 
 
 def _fused_fake(
-    q, kv_c, k_pe, positions, cos_sin_cache, k_scale, layer_name, kv_cache_dtype, rope, is_neox,
-    query_dtype, provider,
-):  # type: ignore[no-untyped-def]  # fmt: skip
-    width = kv_c.shape[-1] + k_pe.shape[-1]
-    return q.new_empty((q.shape[0], q.shape[1], width), dtype=query_dtype)
+    q: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor, *rest: Any
+) -> torch.Tensor:
+    query_dtype = rest[-2]
+    return q.new_empty((*q.shape[:2], kv_c.shape[-1] + k_pe.shape[-1]), dtype=query_dtype)
 
 
-def _attention(q, prepared_q, kv_c, k_pe, output, layer_name, kv_cache_dummy_dep=None):  # type: ignore[no-untyped-def]
+def _attention(*args: Any) -> None:
     from mla_fusion import runtime
 
-    # Positional: vLLM's KV-transfer hook finds layer_name by its place among the arguments.
-    runtime.attention()(q, prepared_q, kv_c, k_pe, output, layer_name)
+    # The last one only orders; vLLM's KV-transfer hook finds layer_name by its position.
+    runtime.attention()(*args[:6])
 
 
-def _attention_fake(q, prepared_q, kv_c, k_pe, output, layer_name, kv_cache_dummy_dep=None):  # type: ignore[no-untyped-def]
+def _attention_fake(*args: Any) -> None:
     return None
 
 

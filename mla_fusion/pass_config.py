@@ -13,7 +13,7 @@ def extend(base: type) -> type:
     from mla_fusion.config import FLAG, THRESHOLD
     from mla_fusion.identity import source_hash
 
-    class PassConfig(base):  # type: ignore[misc,valid-type]
+    class PassConfig(base):
         __doc__ = base.__doc__
 
         fuse_aiter_qk_rope_kvcache_mla: bool = False

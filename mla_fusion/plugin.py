@@ -11,13 +11,14 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mla_fusion import config, ops, reasons, report, vllm_compat
+from mla_fusion import config, ops, reasons, report
 from mla_fusion.identity import source_hash
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-logger = logging.getLogger("mla_fusion")
+# Below vLLM's logger, so that its handlers and its level apply.
+logger = logging.getLogger("vllm.mla_fusion")
 
 _MARK = "_mla_fusion"
 _VLLM_COMPILE = 3
@@ -29,26 +30,12 @@ def register() -> None:
     global _registered
     if _registered:
         return
-    _adopt_vllm_logging()
     _add_fields_to_pass_config()
     _decide_in_vllm_config()
     _add_passes_to_pass_manager()
     _keep_vllm_compile_on_cpu()
     _publish_report_after_warm_up()
     _registered = True
-
-
-def _adopt_vllm_logging() -> None:
-    """Show this library's log lines where vLLM shows its own.
-
-    Why: vLLM configures only the logger "vllm". How: share its handlers. Until: never needed if
-    the application configures logging itself; then the logger has handlers and is left alone.
-    """
-    vllm_logger = logging.getLogger("vllm")
-    if not logger.handlers and vllm_logger.handlers:
-        logger.handlers = list(vllm_logger.handlers)
-        logger.setLevel(vllm_logger.level)
-        logger.propagate = False
 
 
 def _wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -198,6 +185,8 @@ def _keep_vllm_compile_on_cpu() -> None:
         original(vllm_config)
         if wants_cpu_compile(vllm_config) and asked[0] == _VLLM_COMPILE and compilation.mode:
             compilation.mode, compilation.backend, compilation.ir_enable_torch_wrap = asked
+            # Otherwise derived from CUDA graph sizes, which a CPU does not have.
+            compilation.compile_sizes = compilation.compile_sizes or []
             logger.info("%s needs compilation mode VLLM_COMPILE, kept on the CPU", config.FLAG)
 
     platform.check_and_update_config = classmethod(check_and_update_config)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from mla_fusion.patterns.site import Decline
 
-logger = logging.getLogger("mla_fusion")
+logger = logging.getLogger("vllm.mla_fusion")
 
 
 @dataclass
@@ -189,4 +189,4 @@ def _label(node: fx.Node) -> str:
 def show(stage: str, graph: fx.Graph) -> None:
     """Hand the graph to depyf, which writes it as Python if vLLM's debug_dump_path is set."""
     # By attribute: depyf replaces the function while it records.
-    torch._dynamo.utils.lazy_format_graph_code(f"mla_fusion.{stage}", graph.owning_module)
+    torch._dynamo.utils.lazy_format_graph_code(f"mla_fusion.{stage}", graph.owning_module)  # type: ignore[arg-type]

@@ -30,6 +30,8 @@ def is_decode_only(metadata: Any) -> bool:
 
 
 def fused_decode_prep(
+    out: torch.Tensor,
+    provider: str,
     q: torch.Tensor,
     kv_c: torch.Tensor,
     k_pe: torch.Tensor,
@@ -40,8 +42,6 @@ def fused_decode_prep(
     kv_cache_dtype: str,
     rope: str,
     is_neox: bool,
-    provider: str,
-    out: torch.Tensor,
 ) -> torch.Tensor:
     """Prepare the decode query into `out` [T, H, L + R], or rotate q and k_pe in place.
 

@@ -38,10 +38,14 @@ def window() -> str:
 
 
 def layer_name_type() -> str:
-    """How vLLM's ops type the `layer_name` argument: "PyObject" (torch >= 2.11) or "str"."""
-    from vllm.utils.torch_utils import _USE_LAYERNAME
+    """How the schemas of vLLM's ops type `layer_name`: an opaque class (torch >= 2.11) or str."""
+    from vllm.utils.torch_utils import LayerNameType
 
-    return "PyObject" if _USE_LAYERNAME else "str"
+    if LayerNameType is str:
+        return "str"
+    from torch._library.opaque_object import get_opaque_type_name
+
+    return get_opaque_type_name(LayerNameType)
 
 
 def layer_name_str(layer_name: Any) -> str:

@@ -14,7 +14,6 @@ after it. If something does, the call stays functional: Inductor then copies, an
 
 from __future__ import annotations
 
-import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -118,9 +117,9 @@ def _scatter_back(mutated: fx.Node | None, target: Any) -> list[tuple[fx.Node, f
     return found
 
 
-def _normal(place: Any, whole: fx.Node) -> tuple:
+def _normal(place: list[Any], whole: fx.Node) -> tuple[Any, ...]:
     """dim, start, end, step of a slice, with defaults filled in and the dim counted from 0."""
-    dim, start, end, step = (*place, *(0, None, None, 1)[len(place) :])
+    dim, start, end, step = place + [0, None, None, 1][len(place) :]
     return (dim % whole.meta["val"].dim(), start or 0, end, step)
 
 

@@ -1,10 +1,10 @@
 """The passes in order, as one vLLM pass: gate on the compile range, run, undo, report.
 
-    1  (vLLM) MLARoPEKVCacheCatFusionPass          runs before, where it exists
-    2  CanonicalizeMLARoPEPass                     canonicalize.py
-    3  MLADecodeQPrepLiftPass                      lift.py
-    4  MLAAiterQkRopeKVCacheFusionPass             fuse.py
-    5  MLAFixFunctionalizationPass                 fix_functionalization.py, after the cleanup
+1  (vLLM) MLARoPEKVCacheCatFusionPass          runs before, where it exists
+2  CanonicalizeMLARoPEPass                     canonicalize.py
+3  MLADecodeQPrepLiftPass                      lift.py
+4  MLAAiterQkRopeKVCacheFusionPass             fuse.py
+5  MLAFixFunctionalizationPass                 fix_functionalization.py, after the cleanup
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from torch import fx
 
-logger = logging.getLogger("mla_fusion")
+logger = logging.getLogger("vllm.mla_fusion")
 
 
 class MLAFusionPass(InductorPass):
@@ -144,6 +144,7 @@ def _settle(
         new = stand_ins.get(call)
         if new is not None and _reads_fused_query(new):
             fused.append(new)
+            restore_inputs(call)  # so that what only the old call read is dead with it
             dead += [*call.users, call]
             continue
         if new is not None:

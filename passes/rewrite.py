@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _ORIGIN = "mla_fusion_origin"
 
 
-def call(graph: fx.Graph, target: Any, args: tuple, val: Any) -> fx.Node:
+def call(graph: fx.Graph, target: Any, args: tuple[Any, ...], val: Any) -> fx.Node:
     """A call at the insertion point, with its metadata."""
     node = graph.call_function(target, args)
     node.meta["val"] = val
@@ -55,9 +55,7 @@ def functionalized_call(
 
 def fake_like(value: torch.Tensor) -> torch.Tensor:
     """A new value with the shape, strides and type of `value`, fake if `value` is."""
-    return torch.empty_strided(
-        value.shape, value.stride(), dtype=value.dtype, device=value.device
-    )
+    return value.new_empty_strided(value.shape, value.stride())
 
 
 def redirect(user: fx.Node, replacements: Mapping[str, fx.Node]) -> None:

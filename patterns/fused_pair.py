@@ -1,8 +1,9 @@
 """The pair that the fusion pass replaces: the canonical RoPE node and the query preparation.
 
-    q, kv_c, k_pe, ... ─► auto_functionalized(rope_mla_kv_cache_update) ─► [0] dummy
-                                                                       ├─► [1] q ─► mla_decode_q_prep
-                                                                       └─► [2] k_pe
+q, kv_c, k_pe, ... ─► auto_functionalized(rope_mla_kv_cache_update)
+                        ├─► [0] dummy
+                        ├─► [1] q ─► mla_decode_q_prep
+                        └─► [2] k_pe
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def pairs(graph: fx.Graph) -> Iterator[Pair]:
             continue
         rope = q.args[0]
         if (
-            functionalized_op(rope) == f"{ops.NAMESPACE}::{ops.ROPE_UPDATE}"
+            isinstance(rope, fx.Node)
+            and functionalized_op(rope) == f"{ops.NAMESPACE}::{ops.ROPE_UPDATE}"
             and rope.kwargs["layer_name"] == layer_name
         ):
             yield Pair(rope, node)

@@ -88,4 +88,3 @@ def match(found: Site) -> RopeMatch | None:
 def _is_output(node: fx.Node) -> bool:
     call = node.args[0] if node.args else None
     return site.functionalized_op(call) in OPS
-

@@ -4,12 +4,13 @@
     cos_sin_cache ──► index(positions) ─────┤
     k_pe ───────────────────────────────► rotate ─────────────────► cache update, attention
 
-vLLM writes `q[..., nope:], k_pe = rotary_emb(positions, q[..., nope:], k_pe)`, and functionalization
-turns the assignment into `slice_scatter`; both sides are recognized by what they compute.
+vLLM assigns the rotated part into a slice of q, which functionalization turns into
+`slice_scatter`; both sides are recognized by what they compute.
 """
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from mla_fusion.patterns.site import Site
 
 # signature of a probed cone -> is_neox, or None if it is not RoPE
-_known: dict[tuple, bool | None] = {}
+_known: dict[probe.Signature, bool | None] = {}
 
 
 def match(site: Site) -> RopeMatch | None:
@@ -79,15 +80,13 @@ def _judge(
     if key in _known:
         return _known[key]
     verdict = None
-    try:
+    with contextlib.suppress(probe.NotPolynomial):
         values = probe.run(interior, probe.leaf_values(leaves))
-    except probe.NotPolynomial:
-        values = None
-    for is_neox in (False, True) if values else ():
-        want_q, want_k = expected_rotation(
-            values[q], values[k_pe], values[table], values[positions], is_neox
-        )
-        if probe.same(values[site.q], want_q) and probe.same(values[site.k_pe], want_k):
-            verdict = is_neox
+        for is_neox in (False, True):
+            want_q, want_k = expected_rotation(
+                values[q], values[k_pe], values[table], values[positions], is_neox
+            )
+            if probe.same(values[site.q], want_q) and probe.same(values[site.k_pe], want_k):
+                verdict = is_neox
     _known[key] = verdict
     return verdict

@@ -67,11 +67,17 @@ LOOKUPS = {
 }
 
 
-class NotPolynomial(Exception):  # noqa: N818 - an answer, not an error
+# What `signature` returns: hashable, compared for equality only.
+Signature = tuple[Any, ...]
+
+
+class NotPolynomial(Exception):
     """The cone holds something that probing cannot judge."""
 
 
-def cone(outputs: Iterable[fx.Node], stop: Iterable[fx.Node] = ()) -> tuple[list, list]:
+def cone(
+    outputs: Iterable[fx.Node], stop: Iterable[fx.Node] = ()
+) -> tuple[list[fx.Node], list[fx.Node]]:
     """(interior nodes in order, leaves) of what `outputs` are computed from by `PURE` ops.
 
     `stop` are nodes to treat as leaves although they are pure.
@@ -122,10 +128,10 @@ def run(interior: Iterable[fx.Node], env: Mapping[fx.Node, Any]) -> dict[fx.Node
     try:
         for node in interior:
             if node.target in CASTS:
-                values[node] = values[node.args[0]]
+                values[node] = values[node.all_input_nodes[0]]
                 continue
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-            values[node] = node.target(*args, **kwargs)
+            values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
     except (RuntimeError, IndexError, TypeError, KeyError) as error:
         raise NotPolynomial(f"{node.name}: {error}") from error
     return values
@@ -190,14 +196,14 @@ def unmodified(node: fx.Node) -> fx.Node | None:
     return None
 
 
-def strip(node: fx.Node, targets: frozenset | set) -> fx.Node:
+def strip(node: fx.Node, targets: set[Any]) -> fx.Node:
     """Walk back through single-input ops of `targets`."""
     while node.op == "call_function" and node.target in targets and node.args:
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
-def signature(interior: list[fx.Node], leaves: list[fx.Node], outputs: list[fx.Node]) -> tuple:
+def signature(interior: list[fx.Node], leaves: list[fx.Node], outputs: list[fx.Node]) -> Signature:
     """What `run` depends on, so that equal layers are probed once."""
     index = {node: i for i, node in enumerate((*leaves, *interior))}
 

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 class RopeMatch:
     """The values before rotation, and how the graph rotates them.
 
-    q is [T, H, P + R]; k_pe is [T, 1, R] or [T, R]; positions [T] and cos_sin_cache [max_position, R] are
-    None where nothing is rotated. `rotated` are the nodes whose values no longer exist once the
-    rotation is part of another op.
+    q is [T, H, P + R]; k_pe is [T, 1, R] or [T, R]; positions [T] and cos_sin_cache
+    [max_position, R] are None where nothing is rotated. `rotated` are the nodes whose values no
+    longer exist once the rotation is part of another op.
     """
 
     rope: Rope

@@ -31,7 +31,7 @@ FUSED_ROPE_UPDATE = "vllm::fused_rope_unified_mla_kv_cache_update"
 _TAKEN_OVER = {"q", "kv_c_normed", "k_pe", "output", "layer_name", "kv_cache_dummy_dep"}
 
 
-class Decline(Exception):  # noqa: N818 - an answer of the matcher, not an error
+class Decline(Exception):
     """This layer keeps its graph; `code` is a key of `mla_fusion.reasons.REASONS`."""
 
     def __init__(self, code: str, detail: str = "") -> None:
@@ -122,7 +122,7 @@ def read_site(attention: fx.Node) -> Site:
             raise Decline("missing-metadata", f"node {node.name}")
     q, kv_c, k_pe = nodes
     if q.meta["val"].dim() != 3 or k_pe.meta["val"].dim() != 3 or kv_c.meta["val"].dim() != 2:
-        raise Decline("shape", f"q {list(q.meta['val'].shape)}, k_pe {list(k_pe.meta['val'].shape)}")
+        raise Decline("shape", ", ".join(f"{n.name} {list(n.meta['val'].shape)}" for n in nodes))
     return Site(
         attention=attention,
         cache_update=update,
