@@ -64,7 +64,7 @@ def fused_decode_prep(
         cos_sin_cache = _table(cos_sin_cache, rope, q.dtype)
     kernels.get_provider(provider).fused_mla_decode_prep(
         q[:rows],
-        layer.W_UK_T,
+        _absorb_weight(layer),
         kv_c[:rows],
         k_pe[:rows].squeeze(1),
         _cache_view(kv_cache, layer.kv_cache_dtype),
@@ -153,6 +153,16 @@ def _attention(
         prepared_q[:rows], _typed_cache(kv_cache, layer.kv_cache_dtype), metadata, layer
     )
     layer._v_up_proj(attended, out=output[:rows])
+
+
+def _absorb_weight(layer: Any) -> Any:
+    """W_UK in the form vLLM's own product takes it from this layer, in vLLM's precedence."""
+    for kind in ("fp4", "fp8"):
+        if getattr(layer, f"is_aiter_triton_{kind}_bmm_enabled", False):
+            from mla_fusion.kernels.aiter import PackedWeight
+
+            return PackedWeight(kind, layer.W_K, layer.W_K_scale)
+    return layer.W_UK_T
 
 
 def _typed_cache(kv_cache: torch.Tensor, kv_cache_dtype: str) -> torch.Tensor:
