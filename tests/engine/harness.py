@@ -11,6 +11,7 @@ in vLLM's hook, without the plugin); prompts; max_tokens; dump (debug_dump_path)
 import json
 import os
 import sys
+from typing import Any
 
 BUCKET = 4
 
@@ -67,9 +68,9 @@ def main(job):
         import mla_fusion
 
         mla_fusion.register()
-    graphs = {}
+    graphs: dict[str, str] = {}
     record_graphs(graphs, job.get("flag", False))
-    compilation = {
+    compilation: dict[str, Any] = {
         "mode": 3,
         "backend": "inductor",
         "use_inductor_graph_partition": True,
@@ -77,7 +78,7 @@ def main(job):
         "compile_ranges_endpoints": [BUCKET],
         "pass_config": {"fuse_rope_kvcache_cat_mla": False},
     }
-    extra = {}
+    extra: dict[str, Any] = {}
     if job.get("flag"):
         compilation["pass_config"]["fuse_aiter_qk_rope_kvcache_mla"] = True
         extra["additional_config"] = {"mla_fusion": {"provider": "reference"}}
