@@ -60,7 +60,9 @@ def tiles(tokens: int, heads: int) -> Iterator[Plan]:
     widths = {1: (32, 64), 8: (32, 64, 128), 32: (32, 64, 128), 64: (64, 128)}.get(
         tokens, (64, 128, 256)
     )
-    for block_m, block_n, m_tiles, warps in itertools.product(heights, widths, (1, 2, 4), (4, 8)):
+    for block_m, block_n, m_tiles, warps in itertools.product(
+        heights, widths, (1, 2, 4, 8), (4, 8)
+    ):
         programs = heads * bench.LATENT // block_n * -(-tokens // (block_m * m_tiles))
         too_few = programs < 64 and m_tiles > 1
         if block_m * (m_tiles - 1) >= tokens or too_few or block_m * block_n < 512:
@@ -69,15 +71,13 @@ def tiles(tokens: int, heads: int) -> Iterator[Plan]:
             continue
         if programs > 4096:
             continue
-        for stages in (2, 3) if m_tiles > 1 else (2,):
-            yield Plan(
-                block_m=block_m,
-                block_n=block_n,
-                m_tiles=m_tiles,
-                num_warps=warps,
-                num_stages=stages,
-                **rest,
-            )
+        yield Plan(
+            block_m=block_m,
+            block_n=block_n,
+            m_tiles=m_tiles,
+            num_warps=warps,
+            **rest,
+        )
 
 
 def variations(best: Plan, tokens: int) -> Iterator[Plan]:

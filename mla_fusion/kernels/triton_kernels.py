@@ -39,6 +39,28 @@ def _cast(x, inverse, DTYPE: tl.constexpr, LIMIT: tl.constexpr):
 
 
 @triton.jit
+def _product_cast(y, ACT: tl.constexpr, inverse, OUT: tl.constexpr, LIMIT: tl.constexpr):
+    """fp32 sums `y` rounded to the activation type and then cast to OUT."""
+    if LIMIT > 0:
+        y = y.to(ACT).to(tl.float32)
+    return _cast(y, inverse, OUT, LIMIT)
+
+
+@triton.jit
+def _query_tile(
+    q_ptrs, q_row, m_start, end, P: tl.constexpr, P_PAD: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """q_nope of one head for tokens m_start ... m_start + BLOCK_M, zero from token `end` on."""
+    m = m_start + tl.arange(0, BLOCK_M)
+    k = tl.arange(0, P_PAD)
+    return tl.load(
+        q_ptrs + m[:, None] * q_row + k[None, :],
+        mask=(m < end)[:, None] & (k < P)[None, :],
+        other=0.0,
+    )
+
+
+@triton.jit
 def _rope_rows(
     src,
     dst,
@@ -212,18 +234,20 @@ def _query_rows(
         Q_LIMIT,
         True,
     )
-    if PRODUCT != "here":
-        cols = tl.arange(0, L_PAD)[None, :]
-        latent_mask = inside & (cols < L)
-        out = out_ptr + row * WIDTH + cols
-        if PRODUCT == "staged":
-            y = tl.load(latent_ptr + row * L + cols, mask=latent_mask, other=0.0)
-            y = _cast(y.to(tl.float32), inverse, tl.float32, Q_LIMIT)
-            y = tl.where(valid, y, 0.0)
-            tl.store(out, y.to(OUT), mask=latent_mask)
-        else:
+    cols = tl.arange(0, L_PAD)[None, :]
+    out = out_ptr + row * WIDTH + cols
+    if PRODUCT == "staged":
+        staged = latent_ptr + row * L + cols
+        y = tl.load(staged, mask=inside & (cols < L), other=0.0).to(tl.float32)
+        y = tl.where(valid, _cast(y, inverse, tl.float32, Q_LIMIT), 0.0)
+        tl.store(out, y.to(OUT), mask=inside & (cols < L))
+    else:
+        # The product leaves the latents of padded rows to us: a mask on its stores is cheaper
+        # than a select for each of its elements.
+        padded = inside & (slot < 0)
+        if tl.max(tl.reshape(padded.to(tl.int32), (ROPE_ROWS,)), axis=0) > 0:
             zero = tl.zeros((ROPE_ROWS, L_PAD), tl.float32).to(OUT)
-            tl.store(out, zero, mask=latent_mask & (slot < 0))
+            tl.store(out, zero, mask=padded & (cols < L))
 
 
 @triton.jit(
@@ -369,7 +393,7 @@ def prep_kernel(
         m_groups = tl.cdiv(tokens, BLOCK_M * M_TILES)
         n_start = (work % n_tiles) * BLOCK_N
         n = n_start + tl.arange(0, BLOCK_N)
-        group = (work // n_tiles) % m_groups
+        m_start = ((work // n_tiles) % m_groups) * BLOCK_M * M_TILES
         head = work // n_tiles // m_groups
         k = tl.arange(0, P_PAD)
         w_ptrs = w_ptr + head * w_head + k[:, None] * w_row + n[None, :] * w_col
@@ -381,43 +405,39 @@ def prep_kernel(
             # Weights do not change between launches; everything below may.
             tl.extra.cuda.gdc_wait()
         inverse = _inverse(q_scale_ptr, Q_LIMIT)
+        q_ptrs = q_ptr + head * q_head
+        out_ptrs = out_ptr + head * WIDTH
         if BLOCK_M == 1:
             for i in tl.static_range(M_TILES):
-                token = group * M_TILES + i
+                token = m_start + i
                 inside = token < tokens
-                q = tl.load(
-                    q_ptr + token * q_row + head * q_head + k,
-                    mask=inside & (k < P),
-                    other=0.0,
-                )
+                q = tl.load(q_ptrs + token * q_row + k, mask=inside & (k < P), other=0.0)
                 slot = tl.load(slot_ptr + token, mask=inside, other=-1)
                 y = tl.sum(q.to(tl.float32)[:, None] * w.to(tl.float32), axis=0)
-                if Q_LIMIT > 0:
-                    y = y.to(q_ptr.dtype.element_ty).to(tl.float32)
-                y = tl.where(slot >= 0, _cast(y, inverse, tl.float32, Q_LIMIT), 0.0)
-                out = out_ptr + (token * heads + head) * WIDTH + n
-                tl.store(out, y.to(OUT), mask=inside & (n < L))
+                y = _product_cast(y, q_ptr.dtype.element_ty, inverse, OUT, Q_LIMIT)
+                out = out_ptrs + token * heads * WIDTH + n
+                tl.store(out, y, mask=(slot >= 0) & (n < L))
         else:
-            for i in tl.range(0, M_TILES):
-                token = (group * M_TILES + i) * BLOCK_M + tl.arange(0, BLOCK_M)
-                inside = token < tokens
-                q = tl.load(
-                    q_ptr + token[:, None] * q_row + head * q_head + k[None, :],
-                    mask=inside[:, None] & (k < P)[None, :],
-                    other=0.0,
-                )
-                slot = tl.load(slot_ptr + token, mask=inside, other=-1)
+            q = _query_tile(q_ptrs, q_row, m_start, tokens, P, P_PAD, BLOCK_M)
+            for i in tl.range(0, M_TILES, num_stages=1):
+                m = m_start + i * BLOCK_M
+                if M_TILES > 1:
+                    # Loads the next tile while this one is multiplied and stored.
+                    end = tl.minimum(tokens, m_start + M_TILES * BLOCK_M)
+                    following = _query_tile(q_ptrs, q_row, m + BLOCK_M, end, P, P_PAD, BLOCK_M)
                 y = tl.dot(q, w, input_precision="ieee")
-                if Q_LIMIT > 0:
-                    y = y.to(q_ptr.dtype.element_ty).to(tl.float32)
-                y = _cast(y, inverse, tl.float32, Q_LIMIT)
-                y = tl.where((slot >= 0)[:, None], y, 0.0).to(OUT)
-                # Stored as [2 BLOCK_M, BLOCK_N / 2]: a store of the shape of the q or W tile would
-                # make Triton load those with the store's 16 elements per thread, which for 16-bit
-                # operands halves the use of every memory transaction.
-                y = tl.reshape(y, (2 * BLOCK_M, BLOCK_N // 2))
-                half = tl.arange(0, 2 * BLOCK_M)[:, None]
-                row = (group * M_TILES + i) * BLOCK_M + half // 2
-                column = n_start + (half % 2) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)[None, :]
-                out = out_ptr + (row * heads + head) * WIDTH + column
-                tl.store(out, y, mask=(row < tokens) & (column < L))
+                y = _product_cast(y, q_ptr.dtype.element_ty, inverse, OUT, Q_LIMIT)
+                # A store of the shape of the q or W tile would make Triton load that tile with the
+                # store's 16 elements per thread, which for 16-bit operands halves the use of
+                # every memory transaction: such a tile is stored as [2 BLOCK_M, BLOCK_N / 2].
+                FOLD: tl.constexpr = 2 if BLOCK_N == P_PAD or BLOCK_M == P_PAD else 1
+                y = tl.reshape(y, (FOLD * BLOCK_M, BLOCK_N // FOLD))
+                part = tl.arange(0, FOLD * BLOCK_M)[:, None]
+                row = m + part // FOLD
+                slot = tl.load(slot_ptr + row, mask=row < tokens, other=-1)
+                column = tl.arange(0, BLOCK_N // FOLD)[None, :]
+                column += n_start + (part % FOLD) * (BLOCK_N // FOLD)
+                out = out_ptrs + row * heads * WIDTH + column
+                tl.store(out, y, mask=(slot >= 0) & (column < L))
+                if M_TILES > 1:
+                    q = following
