@@ -126,7 +126,8 @@ def make_region(case: Case, weights: list[torch.Tensor]) -> Region:
             for _ in weights
         ],
         sets=sets,
-        cos_sin=torch.cat((angles.cos(), angles.sin()), dim=-1),
+        # Exact in bf16 too, so that peers which want bf16 angles compute the same rotation.
+        cos_sin=torch.cat((angles.cos(), angles.sin()), dim=-1).bfloat16().float(),
         k_scale=torch.full((1,), 0.02, device=device),
         q_scale=torch.full((1,), 0.02, device=device),
     )
