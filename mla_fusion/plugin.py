@@ -11,7 +11,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mla_fusion import config, ops, reasons, report, vllm_compat
+from mla_fusion import config, ops, reasons, report, runtime, vllm_compat
 from mla_fusion.identity import source_hash
 
 if TYPE_CHECKING:
@@ -234,18 +234,25 @@ def keeps_vllm_compile(vllm_config: Any) -> bool:
 
 
 def _prepare_workers() -> None:
-    """Why: the operator must read what fused, also when the compile cache is warm.
+    """Why: the operator must read what fused, also when the compile cache is warm, and no kernel
+    may be compiled by a request or during graph capture.
 
-    How: register the ops when a worker is made, and publish after `compile_or_warm_up_model` of
-    its class. Until: vLLM offers a hook for plugins after compilation.
+    How: register the ops when a worker is made; compile the provider's kernels before and publish
+    after `compile_or_warm_up_model` of its class. Until: vLLM offers a hook after compilation.
     """
     from vllm.v1.worker.worker_base import WorkerBase
 
     def warm_up(original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not config.is_on(self.vllm_config):
+                return original(self, *args, **kwargs)
+            made = collect(self.vllm_config)
+            if made is not None:
+                layers = self.vllm_config.compilation_config.static_forward_context
+                for compiled in made.ranges:
+                    runtime.warm_up(layers, compiled.variants, made.provider, made.bucket)
             result = original(self, *args, **kwargs)
-            if config.is_on(self.vllm_config):
-                publish(self.vllm_config)
+            report.publish(made, self.vllm_config.model_config.architecture)
             return result
 
         return wrapper
@@ -263,13 +270,12 @@ def _prepare_workers() -> None:
     _wrap(WorkerBase, "__init__", init)
 
 
-def publish(vllm_config: Any) -> report.Report | None:
-    """Log and store the report of this process's start; `mla-fusion report` reads it again."""
-    return report.publish(
+def collect(vllm_config: Any) -> report.Report | None:
+    """The report of this process's start; `mla-fusion report` reads it again."""
+    return report.collect(
         report_path(vllm_config),
         config.read_options(vllm_config.additional_config).provider,
         config.decode_bucket(vllm_config),
-        vllm_config.model_config.architecture,
     )
 
 

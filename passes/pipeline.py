@@ -139,6 +139,7 @@ def fuse(
         return
     drop_dead(graph, dead)
     record.fused = len(fused)
+    record.variants = {_variant(call) for call in fused}
     record.census = census.after(fused)
 
 
@@ -164,6 +165,19 @@ def _settle(
         restore_inputs(call)
         record.declined.setdefault(call.name, Decline("unfused-pair"))
     return fused, dead
+
+
+def _variant(attention: fx.Node) -> report.Variant:
+    """What a warm-up must know of the fused node that feeds `attention`."""
+    args: dict[str, Any] = dict(attention.kwargs["prepared_q"].args[0].kwargs)
+    table = args["cos_sin_cache"]
+    return report.Variant(
+        is_neox=args["is_neox"],
+        rope_dim=args["k_pe"].meta["val"].shape[-1],
+        table_dtype="" if table is None else str(table.meta["val"].dtype).removeprefix("torch."),
+        query_dtype=str(args["query_dtype"]).removeprefix("torch."),
+        kv_cache_dtype=args["kv_cache_dtype"],
+    )
 
 
 def _reads_fused_query(attention: fx.Node) -> bool:
