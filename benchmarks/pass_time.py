@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import logging
 import os
 import platform
 import re
@@ -41,7 +40,14 @@ def main() -> None:
         found = re.search(r"^RESULT (.*)$", done.stdout, re.M)
         if found is None:
             sys.exit(f"{layers} layers failed:\n{(done.stdout + done.stderr)[-3000:]}")
+        compiled = re.search(
+            r"compile range \(1, \d+\) takes ([\d.]+) s", done.stdout + done.stderr
+        )
+        if compiled is None:
+            sys.exit(f"{layers} layers: vLLM logged no compile time; did a cache answer?")
         row = json.loads(found[1])
+        row["compile_s"] = float(compiled[1])
+        row["share"] = round(row["pass_ms"] / 1e3 / row["compile_s"], 5)
         rows.append(row)
         print(
             f"{layers} layers: passes {row['pass_ms']:.0f} ms, compile {row['compile_s']:.1f} s: "
@@ -71,16 +77,6 @@ def measure(layers: int) -> dict[str, Any]:
         from mla_fusion import plugin, report
 
         mla_fusion.register()
-        times: dict[str, float] = {}
-
-        class Listener(logging.Handler):
-            def emit(self, record: logging.LogRecord) -> None:
-                pattern = r"compile range \((\d+), \d+\) takes ([\d.]+) s"
-                found = re.search(pattern, record.getMessage())
-                if found:
-                    times[found[1]] = float(found[2])
-
-        logging.getLogger("vllm").addHandler(Listener())
         (Path(folder) / "config.json").write_text(json.dumps(model(layers)))
         llm = vllm.LLM(
             model=folder,
@@ -97,8 +93,6 @@ def measure(layers: int) -> dict[str, Any]:
         return {
             "layers": layers,
             "pass_ms": round(made.pass_ms, 1),
-            "compile_s": times["1"],
-            "share": round(made.pass_ms / 1e3 / times["1"], 5),
             "ms_per_layer": round(made.pass_ms / layers, 3),
             "cpu": platform.processor() or platform.machine(),
             "cores": len(os.sched_getaffinity(0)),

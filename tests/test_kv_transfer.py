@@ -1,4 +1,4 @@
-"""The attention op carries vLLM's KV-transfer hook, without which disaggregation breaks silently."""
+"""The attention op carries vLLM's KV-transfer hook: disaggregated serving breaks without it."""
 
 from types import SimpleNamespace
 
@@ -40,7 +40,7 @@ def test_hook_runs_around_the_attention(monkeypatch, decode_tokens):
         events.append("vllm")
 
     layer = SimpleNamespace(
-        impl=SimpleNamespace(forward_mqa=forward_mqa),
+        impl=SimpleNamespace(forward_mqa=forward_mqa, dcp_world_size=1),
         forward_impl=forward_impl,
         kv_cache_dtype="auto",
         _v_up_proj=lambda attended, out: out.fill_(1),
