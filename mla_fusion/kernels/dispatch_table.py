@@ -16,9 +16,18 @@ TABLE: dict[str, Any] = {
                 [1, {"block_m": 1, "block_n": 32, "num_warps": 2, "pdl": True}],
                 [16, {"block_n": 32, "pdl": True}],
                 [32, {"block_m": 32, "cache_tokens": 2, "pdl": True}],
-                [64, {"block_m": 32, "cache_tokens": 2, "pdl": True}],
+                [64, {"block_m": 32, "rope_rows": 32, "rest_last": True, "pdl": True}],
                 [128, {"block_m": 64, "cache_tokens": 4, "pdl": True}],
-                [256, {"block_m": 64, "rope_rows": 32, "cache_tokens": 4, "pdl": True}],
+                [
+                    256,
+                    {
+                        "block_m": 64,
+                        "block_n": 128,
+                        "rope_rows": 32,
+                        "cache_tokens": 4,
+                        "pdl": True,
+                    },
+                ],
                 [
                     2147483647,
                     {
@@ -32,14 +41,14 @@ TABLE: dict[str, Any] = {
                 ],
             ],
             16: [
-                [1, {"block_m": 1, "block_n": 32, "rest_last": True, "num_warps": 2, "pdl": True}],
+                [1, {"block_m": 1, "block_n": 32, "num_warps": 2, "pdl": True}],
                 [16, {"block_n": 32, "pdl": True}],
-                [32, {"block_m": 32, "block_n": 32, "rope_rows": 32, "pdl": True}],
+                [32, {"block_m": 32, "rope_rows": 32, "rest_last": True, "pdl": True}],
                 [
                     64,
                     {
                         "block_m": 64,
-                        "cache_tokens": 2,
+                        "rope_rows": 32,
                         "rest_last": True,
                         "num_warps": 8,
                         "pdl": True,
@@ -74,8 +83,19 @@ TABLE: dict[str, Any] = {
                 [1, {"block_m": 1, "num_warps": 2, "pdl": True}],
                 [16, {"block_n": 32, "pdl": True}],
                 [32, {"block_m": 32, "cache_tokens": 2, "pdl": True}],
-                [64, {"block_m": 64, "num_warps": 8, "pdl": True}],
-                [128, {"block_m": 64, "m_tiles": 2, "cache_tokens": 2, "pdl": True}],
+                [64, {"block_m": 64, "rope_rows": 32, "pdl": True}],
+                [
+                    128,
+                    {
+                        "block_m": 64,
+                        "m_tiles": 2,
+                        "rope_rows": 32,
+                        "cache_tokens": 2,
+                        "rest_last": True,
+                        "num_warps": 8,
+                        "pdl": True,
+                    },
+                ],
                 [
                     256,
                     {
@@ -102,9 +122,18 @@ TABLE: dict[str, Any] = {
                 ],
             ],
             64: [
-                [1, {"block_m": 1, "num_warps": 2, "pdl": True}],
+                [1, {"block_m": 1, "block_n": 32, "num_warps": 2, "pdl": True}],
                 [16, {"pdl": True}],
-                [32, {"block_m": 32, "cache_tokens": 2, "rest_last": True}],
+                [
+                    32,
+                    {
+                        "block_m": 32,
+                        "rope_rows": 32,
+                        "rest_last": True,
+                        "num_warps": 8,
+                        "pdl": True,
+                    },
+                ],
                 [
                     64,
                     {
@@ -144,10 +173,11 @@ TABLE: dict[str, Any] = {
                     {
                         "block_m": 64,
                         "block_n": 128,
-                        "m_tiles": 4,
+                        "m_tiles": 8,
                         "rope_rows": 128,
                         "cache_tokens": 16,
                         "rest_last": True,
+                        "num_warps": 8,
                         "pdl": True,
                     },
                 ],
@@ -155,7 +185,17 @@ TABLE: dict[str, Any] = {
             128: [
                 [1, {"block_m": 1, "num_warps": 2, "pdl": True}],
                 [16, {"block_n": 128, "rest_last": True, "pdl": True}],
-                [32, {"m_tiles": 2, "cache_tokens": 2, "pdl": True}],
+                [
+                    32,
+                    {
+                        "block_m": 32,
+                        "block_n": 128,
+                        "rope_rows": 32,
+                        "rest_last": True,
+                        "num_warps": 8,
+                        "pdl": True,
+                    },
+                ],
                 [
                     64,
                     {
@@ -174,8 +214,8 @@ TABLE: dict[str, Any] = {
                         "block_m": 64,
                         "block_n": 128,
                         "m_tiles": 2,
-                        "rope_rows": 64,
-                        "cache_tokens": 4,
+                        "rope_rows": 32,
+                        "cache_tokens": 2,
                         "rest_last": True,
                         "pdl": True,
                     },
@@ -185,7 +225,7 @@ TABLE: dict[str, Any] = {
                     {
                         "block_m": 64,
                         "block_n": 128,
-                        "m_tiles": 4,
+                        "m_tiles": 2,
                         "rope_rows": 128,
                         "cache_tokens": 8,
                         "rest_last": True,
@@ -198,9 +238,10 @@ TABLE: dict[str, Any] = {
                         "block_m": 64,
                         "block_n": 256,
                         "m_tiles": 8,
-                        "rope_rows": 128,
+                        "rope_rows": 256,
                         "cache_tokens": 8,
                         "rest_last": True,
+                        "num_warps": 8,
                         "pdl": True,
                     },
                 ],
@@ -212,14 +253,35 @@ TABLE: dict[str, Any] = {
                 [16, {"block_n": 32, "pdl": True}],
                 [32, {"block_m": 32, "block_n": 32, "pdl": True}],
                 [64, {"block_m": 32, "cache_tokens": 2, "pdl": True}],
-                [128, {"block_m": 64, "m_tiles": 2, "cache_tokens": 2}],
-                [256, {"block_m": 64, "block_n": 128, "m_tiles": 2, "cache_tokens": 8}],
-                [2147483647, {"block_m": 64, "m_tiles": 2, "cache_tokens": 8}],
+                [128, {"block_m": 64, "cache_tokens": 4, "pdl": True}],
+                [
+                    256,
+                    {
+                        "block_m": 64,
+                        "block_n": 128,
+                        "m_tiles": 2,
+                        "rope_rows": 32,
+                        "cache_tokens": 4,
+                        "num_warps": 8,
+                        "pdl": True,
+                    },
+                ],
+                [
+                    2147483647,
+                    {
+                        "block_m": 64,
+                        "m_tiles": 2,
+                        "rope_rows": 32,
+                        "cache_tokens": 8,
+                        "num_warps": 8,
+                        "pdl": True,
+                    },
+                ],
             ],
             16: [
                 [1, {"block_m": 1, "block_n": 32, "rest_last": True, "num_warps": 2, "pdl": True}],
                 [16, {"block_n": 32, "pdl": True}],
-                [32, {"block_m": 32, "block_n": 32, "rope_rows": 32, "pdl": True}],
+                [32, {"block_m": 32, "block_n": 32, "rope_rows": 32, "num_warps": 8, "pdl": True}],
                 [
                     64,
                     {
@@ -230,8 +292,27 @@ TABLE: dict[str, Any] = {
                         "pdl": True,
                     },
                 ],
-                [128, {"block_m": 64, "cache_tokens": 4, "num_warps": 8, "pdl": True}],
-                [256, {"block_m": 64, "m_tiles": 2, "cache_tokens": 8, "pdl": True}],
+                [
+                    128,
+                    {
+                        "block_m": 64,
+                        "rope_rows": 32,
+                        "cache_tokens": 2,
+                        "rest_last": True,
+                        "pdl": True,
+                    },
+                ],
+                [
+                    256,
+                    {
+                        "block_m": 64,
+                        "m_tiles": 2,
+                        "rope_rows": 32,
+                        "cache_tokens": 4,
+                        "num_warps": 8,
+                        "pdl": True,
+                    },
+                ],
                 [
                     2147483647,
                     {
@@ -247,9 +328,28 @@ TABLE: dict[str, Any] = {
             32: [
                 [1, {"block_m": 1, "num_warps": 2, "pdl": True}],
                 [16, {"block_n": 32, "pdl": True}],
-                [32, {"block_m": 32, "cache_tokens": 2, "pdl": True}],
+                [
+                    32,
+                    {
+                        "block_m": 32,
+                        "rope_rows": 32,
+                        "rest_last": True,
+                        "num_warps": 8,
+                        "pdl": True,
+                    },
+                ],
                 [64, {"block_m": 64, "cache_tokens": 2, "num_warps": 8, "pdl": True}],
-                [128, {"block_m": 64, "m_tiles": 2, "cache_tokens": 4, "pdl": True}],
+                [
+                    128,
+                    {
+                        "block_m": 64,
+                        "m_tiles": 2,
+                        "rope_rows": 32,
+                        "cache_tokens": 2,
+                        "num_warps": 8,
+                        "pdl": True,
+                    },
+                ],
                 [
                     256,
                     {
@@ -276,16 +376,7 @@ TABLE: dict[str, Any] = {
             64: [
                 [1, {"block_m": 1, "block_n": 32, "num_warps": 2, "pdl": True}],
                 [16, {"pdl": True}],
-                [
-                    32,
-                    {
-                        "block_m": 32,
-                        "cache_tokens": 2,
-                        "rest_last": True,
-                        "num_warps": 8,
-                        "pdl": True,
-                    },
-                ],
+                [32, {"block_m": 32, "rest_last": True, "num_warps": 8, "pdl": True}],
                 [64, {"block_m": 64, "rope_rows": 32, "num_warps": 8, "pdl": True}],
                 [
                     128,
@@ -343,6 +434,7 @@ TABLE: dict[str, Any] = {
                         "block_n": 128,
                         "rope_rows": 64,
                         "rest_last": True,
+                        "num_warps": 8,
                         "pdl": True,
                     },
                 ],
@@ -375,7 +467,7 @@ TABLE: dict[str, Any] = {
                         "block_m": 64,
                         "block_n": 256,
                         "m_tiles": 8,
-                        "rope_rows": 128,
+                        "rope_rows": 256,
                         "cache_tokens": 8,
                         "rest_last": True,
                         "pdl": True,
