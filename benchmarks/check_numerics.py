@@ -126,6 +126,7 @@ def extremes() -> None:
     inputs = cases.build(case, "cuda")
     a = inputs.arguments
     a["q"][0], a["q"][1, 0, 0], a["q"][1, 1, -1] = 1e6, torch.nan, torch.nan
+    a["q"][2, 2, -3:], a["kv_c"][1, 5] = torch.inf, -torch.inf
     a["kv_c"][0], a["kv_c"][2, 3] = -1e9, torch.nan
     for tokens_plan in (Plan(block_m=1, block_n=32), Plan(block_m=64, block_n=256), None):
         got, _ = cases.run(provider, inputs, plan=tokens_plan)

@@ -92,6 +92,8 @@ def main() -> None:
                         if name not in bench_peers.NOT_A_RESULT:
                             checks[name] = bench.agreement(region, layer)
                         graphs[name] = bench.capture(region, layer)
+                        graphs[name].replay()
+                        torch.cuda.synchronize()
                     except (ImportError, RuntimeError, AttributeError, ValueError) as error:
                         print(f"{name} left out: {type(error).__name__} {str(error)[:300]}")
                         missing.add(name)

@@ -82,16 +82,14 @@ def tiles(tokens: int, heads: int) -> Iterator[Plan]:
 
 def variations(best: Plan, tokens: int) -> Iterator[Plan]:
     """Second round: what does not touch the product, around the `best` tile."""
-    rests = (
-        [{}]
-        if tokens < 32
-        else [
-            {},
-            {"rope_rows": min(128, 2 * best.rope_rows)},
+    rests: list[dict[str, int]] = [{}]
+    if tokens >= 32:
+        rests += [
+            {"rope_rows": min(256, 2 * best.rope_rows)},
             {"rope_rows": max(16, best.rope_rows // 2)},
+            {"rope_rows": min(256, 2 * best.rope_rows), "num_warps": 12 - best.num_warps},
             {"cache_tokens": 2 * best.cache_tokens},
         ]
-    )
     for rest, last, pdl in itertools.product(rests, (False, True), (False, True)):
         yield dataclasses.replace(best, **rest, rest_last=last, pdl=pdl)
 

@@ -39,9 +39,16 @@ def require() -> None:
         )
 
 
-def _limit(dtype: torch.dtype) -> float:
-    """Largest finite value of an fp8 type, 0 for every other type."""
-    return torch.finfo(dtype).max if dtype in FP8_DTYPES else 0.0
+def _limit(tensor: torch.Tensor) -> float:
+    """Largest finite value of an fp8 tensor's type, 0 for every other type.
+
+    Negative on NVIDIA, where the instruction that converts to fp8 clamps (cvt.rn.satfinite): an
+    explicit clamp would cost large batches 4 % of their time.
+    """
+    if tensor.dtype not in FP8_DTYPES:
+        return 0.0
+    limit = torch.finfo(tensor.dtype).max
+    return -limit if tensor.is_cuda and torch.version.hip is None else limit
 
 
 def _pad(size: int) -> int:
@@ -236,8 +243,8 @@ def launch_arguments(
         "BLOCK_SIZE": kv_cache.shape[1],
         "ROPE": cos_sin_cache is not None,
         "NEOX": is_neox,
-        "Q_LIMIT": _limit(q_out.dtype),
-        "K_LIMIT": _limit(kv_cache.dtype),
+        "Q_LIMIT": _limit(q_out),
+        "K_LIMIT": _limit(kv_cache),
         "ALIGN": align,
         "PRODUCT": product,
         "BLOCK_M": plan.block_m,

@@ -23,8 +23,8 @@ import triton.language as tl
 
 @triton.jit
 def _inverse(scale_ptr, LIMIT: tl.constexpr):
-    """1 / scale with IEEE rounding where the target is fp8 (LIMIT > 0), else unused."""
-    if LIMIT > 0:
+    """1 / scale with IEEE rounding where the target is fp8 (LIMIT not 0), else unused."""
+    if LIMIT != 0:
         return tl.div_rn(1.0, tl.load(scale_ptr).to(tl.float32))
     else:
         return 1.0
@@ -32,16 +32,21 @@ def _inverse(scale_ptr, LIMIT: tl.constexpr):
 
 @triton.jit
 def _cast(x, inverse, DTYPE: tl.constexpr, LIMIT: tl.constexpr):
-    """fp32 `x` in DTYPE: scaled, clamped (NaN stays NaN) and rounded to nearest even."""
+    """fp32 `x` in DTYPE: scaled, clamped (NaN stays NaN) and rounded to nearest even.
+
+    A negative LIMIT says that the conversion of this device clamps by itself.
+    """
+    if LIMIT != 0:
+        x = x * inverse
     if LIMIT > 0:
-        x = tl.clamp(x * inverse, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        x = tl.clamp(x, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
     return x.to(DTYPE)
 
 
 @triton.jit
 def _product_cast(y, ACT: tl.constexpr, inverse, OUT: tl.constexpr, LIMIT: tl.constexpr):
     """fp32 sums `y` rounded to the activation type and then cast to OUT."""
-    if LIMIT > 0:
+    if LIMIT != 0:
         y = y.to(ACT).to(tl.float32)
     return _cast(y, inverse, OUT, LIMIT)
 
@@ -305,7 +310,8 @@ def prep_kernel(
         "here"     the product programs of this launch;
         "done"     a product that has already written it into q_out: only padded rows are zeroed;
         "staged"   a product that left it in `latent_ptr` [T, H, L]: it is cast into q_out.
-    Q_LIMIT and K_LIMIT are the largest finite fp8 values, 0 for a target that is not fp8. The row
+    Q_LIMIT and K_LIMIT are the largest finite fp8 values, 0 for a target that is not fp8, and
+    negative where conversions saturate by themselves. The row
     strides of q, kv_c and k_pe come divided by ALIGN. PDL: the launch carries the
     programmatic-dependent-launch attribute.
     """
