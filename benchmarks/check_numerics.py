@@ -19,11 +19,11 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/kernels"))
-import cases  # noqa: E402
+import cases
 
-from mla_fusion.kernels import dispatch, reference  # noqa: E402
-from mla_fusion.kernels import triton as provider  # noqa: E402
-from mla_fusion.kernels.dispatch import Plan  # noqa: E402
+from mla_fusion.kernels import dispatch, reference
+from mla_fusion.kernels import triton as provider
+from mla_fusion.kernels.dispatch import Plan
 
 FN, BF16, FP16 = torch.float8_e4m3fn, torch.bfloat16, torch.float16
 SUM_ERROR = 2e-5

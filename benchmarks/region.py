@@ -21,10 +21,28 @@ import torch
 
 from mla_fusion import bench, bench_peers
 
-COLUMNS = (
-    "gpu driver torch triton vllm flashinfer commit command query tokens heads candidate p20_us "
-    "p50_us p80_us floor_us gbps equal worst_step plan"
-).split()
+COLUMNS = [
+    "gpu",
+    "driver",
+    "torch",
+    "triton",
+    "vllm",
+    "flashinfer",
+    "commit",
+    "command",
+    "query",
+    "tokens",
+    "heads",
+    "candidate",
+    "p20_us",
+    "p50_us",
+    "p80_us",
+    "floor_us",
+    "gbps",
+    "equal",
+    "worst_step",
+    "plan",
+]
 
 
 def output_of(*command: str) -> str:
@@ -119,7 +137,7 @@ def main() -> None:
                         plan=dataclasses.asdict(plan) if plan else "",
                     )
                     writer.writerow(row)
-                    bad = "" if equal == "" or equal >= 0.995 and worst <= 1 else "!"
+                    bad = "" if equal == "" or (equal >= 0.995 and worst <= 1) else "!"
                     line.append(f"{name} {p50:.2f}{bad}")
                 file.flush()
                 print(f"T={tokens:4d} H={heads:4d} floor {floor:6.2f} | {' | '.join(line)}")

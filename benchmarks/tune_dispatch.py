@@ -67,7 +67,7 @@ def tiles(tokens: int, heads: int) -> Iterator[Plan]:
         too_few = programs < 64 and m_tiles > 1
         if block_m * (m_tiles - 1) >= tokens or too_few or block_m * block_n < 512:
             continue
-        if warps == 8 and block_m * block_n < 2048 or warps == 4 and block_m * block_n > 16384:
+        if (warps == 8 and block_m * block_n < 2048) or (warps == 4 and block_m * block_n > 16384):
             continue
         if programs > 4096:
             continue
