@@ -119,6 +119,13 @@ def take(provider: str, bucket: int) -> Report | None:
     return Report(provider, bucket, [ranges[key] for key in sorted(ranges)])
 
 
+def load(path: Path) -> Report:
+    """The report stored at `path`."""
+    stored = json.loads(path.read_text())
+    stored["ranges"] = [RangeReport(**{**r, "range": tuple(r["range"])}) for r in stored["ranges"]]
+    return Report(**stored)
+
+
 def publish(path: Path, provider: str, bucket: int, model: str) -> Report | None:
     """Log the report of this start and store it at `path`, or load it from there.
 
@@ -126,11 +133,7 @@ def publish(path: Path, provider: str, bucket: int, model: str) -> Report | None
     """
     report = take(provider, bucket)
     if report is None and path.exists():
-        stored = json.loads(path.read_text())
-        stored["ranges"] = [
-            RangeReport(**{**r, "range": tuple(r["range"])}) for r in stored["ranges"]
-        ]
-        report = Report(**stored)
+        report = load(path)
         logger.info("The compiled graphs come from vLLM's cache; their report:")
     elif report is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
