@@ -48,6 +48,7 @@ def run(settings: Settings) -> bool:
     if settings.dump:
         engine.require("depyf", purpose="--dump")
         _claim(settings.dump)
+    _check_cache_type(settings.kv_cache_dtype)
     print(f"checked as: {cut.changed}")
     work = Path(tempfile.mkdtemp(prefix="mla-fusion-check-"))
     ran = cut.head_size == _CPU_HEAD_SIZE and settings.kv_cache_dtype in _CPU_CACHES
@@ -93,11 +94,12 @@ def _print_limits(settings: Settings, cut: shrink.Cut, ran: bool) -> None:
         f"takes a head size of {_CPU_HEAD_SIZE} (kv_lora_rank + qk_rope_head_dim), not "
         f"{cut.head_size}"
         if cut.head_size != _CPU_HEAD_SIZE
-        else f"takes no {settings.kv_cache_dtype} cache, and wants its query unquantized"
+        else f"takes no {settings.kv_cache_dtype} cache"
     )
     print(
-        f"not run: vLLM's CPU attention {why}. The graphs were compiled for this engine and the "
-        "report is theirs; no token was generated"
+        f"not run: vLLM's CPU attention {why}. The graphs were compiled for it and the report is "
+        "theirs; no token was generated. Backends for a GPU may take the query in fp8 too: that "
+        "changes the type of the fused op's output, not what fuses"
     )
 
 
@@ -111,6 +113,18 @@ def _verdict(stored: report.Report | None) -> bool:
     else:
         print(f"check: {layers - fused} of {layers} MLA layers of the decode range do not fuse")
     return 0 < fused == layers
+
+
+def _check_cache_type(name: str) -> None:
+    if name in (*_CPU_CACHES, "fp8"):
+        return
+    from typing import get_args
+
+    from vllm.config.cache import CacheDType
+
+    known = get_args(CacheDType)
+    if name not in known:
+        raise UserError(f"unknown --kv-cache-dtype {name!r}; vLLM has {', '.join(known)}")
 
 
 def _claim(folder: Path) -> None:

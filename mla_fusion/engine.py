@@ -103,8 +103,8 @@ def run(job: Job) -> Outcome:
     done = subprocess.run([sys.executable, "-m", "mla_fusion.engine", job.workdir], env=environment)
     if done.returncode != 0 or not (workdir / _RESULT).exists():
         raise UserError(
-            f"vLLM could not run {job.model}: {last_error(workdir / LOG)} "
-            f"(exit status {done.returncode}; its log: {workdir / LOG})"
+            f"vLLM could not start or run its engine on {job.model}: {last_error(workdir / LOG)} "
+            f"(exit status {done.returncode}). What led to it: {workdir / LOG}"
         )
     outcome = Outcome(**json.loads((workdir / _RESULT).read_text()))
     outcome.reports = stored_reports(workdir / CACHE)
@@ -149,7 +149,7 @@ def _generate(job: Job, progress: Any) -> dict[str, Any]:
 
     began = time.perf_counter()
     engine = _build(job)
-    print(f"    compiled in {time.perf_counter() - began:.0f} s", file=progress)
+    print(f"    engine ready after {time.perf_counter() - began:.0f} s", file=progress)
     if job.prompts:
         tokens, logprobs, steps = _step(engine, job)
         count = sum(map(len, tokens))

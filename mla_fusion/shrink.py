@@ -102,7 +102,7 @@ def cut(model: dict[str, Any], layers: int, tensor_parallel_size: int) -> Cut:
     small = {key: value for key, value in model.items() if key not in _DROPPED}
     small[layer_key] = layers
     if "n_routed_experts" in model or "first_k_dense_replace" in model:
-        small["first_k_dense_replace"] = layers  # the experts say nothing about attention
+        small["first_k_dense_replace"] = layers - 1  # the last has experts, as vLLM expects
     for key in _HEAD_KEYS:
         if isinstance(model.get(key), int):
             small[key] = max(model[key] // tensor_parallel_size, 1)
@@ -121,9 +121,9 @@ def cut(model: dict[str, Any], layers: int, tensor_parallel_size: int) -> Cut:
         head_size=model["kv_lora_rank"] + model["qk_rope_head_dim"],
         found=f"{_name(model)}, {all_layers} layers, {heads} heads",
         changed=(
-            f"{layers} layers without experts where the model allows it, "
-            f"{small['num_attention_heads']} heads (one rank of {tensor_parallel_size}), hidden "
-            f"size {small.get('hidden_size')}, random weights in bfloat16{dropped}"
+            f"{layers} layers, {small['num_attention_heads']} heads (one rank of "
+            f"{tensor_parallel_size}), hidden size {small.get('hidden_size')}, at most "
+            f"{_LIMITS['n_routed_experts']} experts, dummy weights in bfloat16{dropped}"
         ),
     )
 
