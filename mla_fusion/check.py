@@ -72,6 +72,7 @@ def _job(settings: Settings, cut: shrink.Cut, work: Path, run_it: bool) -> engin
     return engine.Job(
         model=str(model),
         workdir=str(work),
+        cache=str(work / "cache"),
         fuse=True,
         provider=settings.provider,
         max_num_seqs=settings.max_num_seqs,

@@ -102,6 +102,9 @@ def _run_engine(folder: Path, model: Path, fuse: bool) -> engine.Outcome:
         engine.Job(
             model=str(model),
             workdir=str(folder / flag),
+            # Shared: vLLM keeps there what it learned of the model class, which takes seconds. The
+            # compiled graphs of the two engines lie in it under different hashes.
+            cache=str(folder / "cache"),
             fuse=fuse,
             provider="reference",
             max_num_seqs=MAX_NUM_SEQS,

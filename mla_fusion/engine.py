@@ -1,7 +1,7 @@
 """One vLLM engine in a process of its own: what to run goes in as JSON, what came out comes back.
 
-`demo` and `check` start engines through `run`. A fresh process and a fresh vLLM cache for each, so
-that no engine sees what another compiled. This file is also the child: python -m mla_fusion.engine.
+`demo` and `check` start engines through `run`: a fresh process for each, and not the user's vLLM
+cache, so that the passes run. This file is also the child: python -m mla_fusion.engine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from mla_fusion import config
 
 LOG = "engine.log"
-_JOB, _RESULT, CACHE = "job.json", "result.json", "cache"
+_JOB, _RESULT = "job.json", "result.json"
 # vLLM's own settings for a small engine without a network, inside one process.
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -34,10 +34,11 @@ class UserError(Exception):
 
 @dataclass
 class Job:
-    """What one engine does. `workdir` takes its log, its cache and its result."""
+    """What one engine does. `workdir` takes its log and result, `cache` is its vLLM cache root."""
 
     model: str
     workdir: str
+    cache: str
     fuse: bool
     provider: str
     max_num_seqs: int
@@ -95,7 +96,7 @@ def run(job: Job) -> Outcome:
     workdir.mkdir(parents=True, exist_ok=True)
     (workdir / _JOB).write_text(json.dumps(asdict(job)))
     (workdir / _RESULT).unlink(missing_ok=True)
-    environment = {**os.environ, **_ENVIRONMENT, "VLLM_CACHE_ROOT": str(workdir / CACHE)}
+    environment = {**os.environ, **_ENVIRONMENT, "VLLM_CACHE_ROOT": str(Path(job.cache).resolve())}
     environment.pop("VLLM_DEBUG_DUMP_PATH", None)
     # With the flag off it is stock vLLM: not even the plugin is loaded.
     environment["VLLM_PLUGINS"] = "mla_fusion" if job.fuse else ""
@@ -107,7 +108,7 @@ def run(job: Job) -> Outcome:
             f"(exit status {done.returncode}). What led to it: {workdir / LOG}"
         )
     outcome = Outcome(**json.loads((workdir / _RESULT).read_text()))
-    outcome.reports = stored_reports(workdir / CACHE)
+    outcome.reports = stored_reports(Path(job.cache))
     return outcome
 
 
@@ -132,6 +133,9 @@ def _child(workdir: Path) -> None:
     os.dup2(log, 2)
     outcome = _generate(job, progress)
     (workdir / _RESULT).write_text(json.dumps(outcome))
+    # Nothing is left to save, and taking vLLM down in order takes seconds.
+    progress.flush()
+    os._exit(0)
 
 
 def _generate(job: Job, progress: Any) -> dict[str, Any]:

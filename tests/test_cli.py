@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 from dataclasses import asdict
@@ -55,7 +56,12 @@ def test_wrong_arguments_are_usage_errors(
 
 def test_check_passes_every_argument_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[check.Settings] = []
-    monkeypatch.setattr(check, "run", lambda settings: bool(seen.append(settings)))
+
+    def run(settings: check.Settings) -> bool:
+        seen.append(settings)
+        return False
+
+    monkeypatch.setattr(check, "run", run)
     argv = "check m --max-num-seqs 8 --speculative-tokens 3 --tensor-parallel-size 2"
     argv += f" --kv-cache-dtype fp8 --layers 4 --provider triton --dump {tmp_path}"
     assert cli.main(argv.split()) == 1
@@ -117,9 +123,9 @@ def test_a_missing_package_is_named(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    find = engine.importlib.util.find_spec
+    find = importlib.util.find_spec
     monkeypatch.setattr(
-        engine.importlib.util, "find_spec", lambda name: None if name == missing else find(name)
+        importlib.util, "find_spec", lambda name: None if name == missing else find(name)
     )
     write_config(tmp_path, V3)
     text = fail(capsys, "check", tmp_path, "--dump", tmp_path / "dump")
