@@ -67,7 +67,8 @@ def decode_bucket(vllm_config: Any) -> int:
     """The largest number of tokens of a graph in which the passes run.
 
     max_num_seqs * (1 + num_speculative_tokens), with which vLLM itself tells a decode CUDA graph,
-    unless the operator overrides it; never more than max_num_batched_tokens.
+    unless the operator overrides it; never more than max_num_batched_tokens. vLLM has no compile
+    range for one token alone, so the smallest bucket is 2.
     """
     scheduler = vllm_config.scheduler_config
     bucket = getattr(vllm_config.compilation_config.pass_config, THRESHOLD, None)
@@ -75,7 +76,7 @@ def decode_bucket(vllm_config: Any) -> int:
         speculative = vllm_config.speculative_config
         drafts = (speculative.num_speculative_tokens or 0) if speculative is not None else 0
         bucket = scheduler.max_num_seqs * (1 + drafts)
-    return min(bucket, scheduler.max_num_batched_tokens)
+    return min(max(bucket, 2), scheduler.max_num_batched_tokens)
 
 
 @dataclass(frozen=True)
@@ -118,8 +119,12 @@ def _why_not(
     model, compilation = vllm_config.model_config, vllm_config.compilation_config
     if model is None or not model.use_mla:
         return "no-mla", getattr(model, "architecture", "") or ""
-    if compilation.mode != 3 or compilation.backend not in ("", "inductor"):
-        return "not-compiled", f"mode {compilation.mode}, backend {compilation.backend!r}"
+    if options.provider == "aiter" and not options.explicit and not is_rocm:
+        return "provider-platform", ""
+    try:
+        kernels.get_provider(options.provider)
+    except kernels.ProviderUnavailable as error:
+        return "provider-unavailable", f"{options.provider}: {error}"
     parallel = vllm_config.parallel_config
     if (
         parallel.decode_context_parallel_size > 1
@@ -136,10 +141,7 @@ def _why_not(
         return "cudagraph-full", ""
     if compilation.inductor_compile_config.get("enable_auto_functionalized_v2"):
         return "functionalization-v2", ""
-    if options.provider == "aiter" and not options.explicit and not is_rocm:
-        return "provider-platform", ""
-    try:
-        kernels.get_provider(options.provider)
-    except kernels.ProviderUnavailable as error:
-        return "provider-unavailable", f"{options.provider}: {error}"
+    # Last: on a CPU the mode is only kept if nothing else speaks against fusion.
+    if compilation.mode != 3 or compilation.backend not in ("", "inductor"):
+        return "not-compiled", f"mode {compilation.mode}, backend {compilation.backend!r}"
     return "", ""

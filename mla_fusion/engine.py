@@ -96,7 +96,9 @@ def run(job: Job) -> Outcome:
     workdir.mkdir(parents=True, exist_ok=True)
     (workdir / _JOB).write_text(json.dumps(asdict(job)))
     (workdir / _RESULT).unlink(missing_ok=True)
-    environment = {**os.environ, **_ENVIRONMENT, "VLLM_CACHE_ROOT": str(Path(job.cache).resolve())}
+    cache = Path(job.cache).resolve()
+    environment = {**os.environ, **_ENVIRONMENT, "VLLM_CACHE_ROOT": str(cache)}
+    environment["TORCHINDUCTOR_CACHE_DIR"] = str(cache / "inductor")
     environment.pop("VLLM_DEBUG_DUMP_PATH", None)
     # With the flag off it is stock vLLM: not even the plugin is loaded.
     environment["VLLM_PLUGINS"] = "mla_fusion" if job.fuse else ""
@@ -108,7 +110,7 @@ def run(job: Job) -> Outcome:
             f"(exit status {done.returncode}). What led to it: {workdir / LOG}"
         )
     outcome = Outcome(**json.loads((workdir / _RESULT).read_text()))
-    outcome.reports = stored_reports(Path(job.cache))
+    outcome.reports = stored_reports(cache)
     return outcome
 
 

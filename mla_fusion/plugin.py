@@ -11,7 +11,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mla_fusion import config, ops, reasons, report
+from mla_fusion import config, ops, reasons, report, runtime, vllm_compat
 from mla_fusion.identity import source_hash
 
 if TYPE_CHECKING:
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.mla_fusion")
 
 _MARK = "_mla_fusion"
-_VLLM_COMPILE = 3
+# CompilationMode.DYNAMO_TRACE_ONCE, an IntEnum
+_SINGLE_TRACE = 2
+_PARTITION, _ROPE_CAT = "use_inductor_graph_partition", "fuse_rope_kvcache_cat_mla"
 _registered = False
 
 
@@ -30,12 +32,22 @@ def register() -> None:
     global _registered
     if _registered:
         return
-    _add_fields_to_pass_config()
-    _decide_in_vllm_config()
-    _add_passes_to_pass_manager()
-    _keep_vllm_compile_on_cpu()
-    _publish_report_after_warm_up()
     _registered = True
+    version = vllm_compat.installed_version()
+    if vllm_compat.is_supported(version):
+        _add_fields_to_pass_config()
+        _decide_in_vllm_config()
+        _add_passes_to_pass_manager()
+        _keep_vllm_compile_on_cpu()
+        _prepare_workers()
+        return
+    # Only what lets the flag be set, and switched off with its reason, as far as that works there.
+    try:
+        _add_fields_to_pass_config()
+        _decide_in_vllm_config()
+    except (ImportError, AttributeError, TypeError) as error:
+        detail = f"{version}, supported are {vllm_compat.window()}; {error}"
+        logger.warning("mla_fusion is inactive: %s", reasons.explain("vllm-version", detail))
 
 
 def _wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -77,8 +89,7 @@ def _decide_in_vllm_config() -> None:
     def post_init(original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
             if config.is_on(self):
-                partition = self.compilation_config.use_inductor_graph_partition
-                setattr(self, _MARK, {"partition_refused": partition is False})
+                setattr(self, _MARK, _refused_by_operator(self.compilation_config))
             original(self, *args, **kwargs)
             if config.is_on(self):
                 _extend_splitting_ops(self.compilation_config)
@@ -97,15 +108,32 @@ def _decide_in_vllm_config() -> None:
     _wrap(VllmConfig, "_set_compile_ranges", set_compile_ranges)
 
 
+def _refused_by_operator(compilation: Any) -> frozenset[str]:
+    """The prerequisites that are False before vLLM's defaults fill in what is None."""
+    values = {
+        _PARTITION: compilation.use_inductor_graph_partition,
+        _ROPE_CAT: compilation.pass_config.fuse_rope_kvcache_cat_mla,
+    }
+    return frozenset(name for name, value in values.items() if value is False)
+
+
+def _decide(vllm_config: Any) -> config.Decision:
+    from vllm.platforms import current_platform
+
+    return config.decide(
+        vllm_config,
+        is_rocm=current_platform.is_rocm(),
+        partition_refused=_PARTITION in getattr(vllm_config, _MARK, frozenset()),
+    )
+
+
 def _apply_decision(vllm_config: Any) -> None:
     """Switch the prerequisites on, or the flag off."""
     from vllm.platforms import current_platform
 
     compilation = vllm_config.compilation_config
-    refused = getattr(vllm_config, _MARK, {}).get("partition_refused", False)
-    decision = config.decide(
-        vllm_config, is_rocm=current_platform.is_rocm(), partition_refused=refused
-    )
+    refused: frozenset[str] = getattr(vllm_config, _MARK, frozenset())
+    decision = _decide(vllm_config)
     if not decision.applies:
         setattr(compilation.pass_config, config.FLAG, False)
         logger.warning(
@@ -116,7 +144,11 @@ def _apply_decision(vllm_config: Any) -> None:
         compilation.use_inductor_graph_partition = True
         logger.info("%s needs use_inductor_graph_partition, now on", config.FLAG)
     pass_config = compilation.pass_config
-    if current_platform.is_cuda_alike() and not pass_config.fuse_rope_kvcache_cat_mla:
+    if (
+        current_platform.is_cuda_alike()
+        and not pass_config.fuse_rope_kvcache_cat_mla
+        and _ROPE_CAT not in refused
+    ):
         pass_config.fuse_rope_kvcache_cat_mla = True
         logger.info("%s needs fuse_rope_kvcache_cat_mla, now on", config.FLAG)
     endpoints = set(compilation.compile_ranges_endpoints or [])
@@ -167,8 +199,8 @@ def _add_passes_to_pass_manager() -> None:
 def _keep_vllm_compile_on_cpu() -> None:
     """Why: on a CPU vLLM replaces its piecewise backend, which runs passes, by a single trace.
 
-    How: if the flag is on and a provider was chosen, put the mode and backend back after the
-    platform's check. Until: vLLM keeps VLLM_COMPILE on a CPU.
+    How: if fusion would apply but for the mode, put mode and backend back after the platform's
+    check. Until: vLLM keeps VLLM_COMPILE on a CPU.
     """
     from vllm.platforms import current_platform
 
@@ -183,36 +215,44 @@ def _keep_vllm_compile_on_cpu() -> None:
         compilation = vllm_config.compilation_config
         asked = compilation.mode, compilation.backend, compilation.ir_enable_torch_wrap
         original(vllm_config)
-        if wants_cpu_compile(vllm_config) and asked[0] == _VLLM_COMPILE and compilation.mode:
-            compilation.mode, compilation.backend, compilation.ir_enable_torch_wrap = asked
+        became = compilation.mode, compilation.backend, compilation.ir_enable_torch_wrap
+        compilation.mode, compilation.backend, compilation.ir_enable_torch_wrap = asked
+        if became[0] == _SINGLE_TRACE and keeps_vllm_compile(vllm_config):
             # Otherwise derived from CUDA graph sizes, which a CPU does not have.
             compilation.compile_sizes = compilation.compile_sizes or []
             logger.info("%s needs compilation mode VLLM_COMPILE, kept on the CPU", config.FLAG)
+        else:
+            compilation.mode, compilation.backend, compilation.ir_enable_torch_wrap = became
 
     platform.check_and_update_config = classmethod(check_and_update_config)
     setattr(platform, _MARK, True)
 
 
-def wants_cpu_compile(vllm_config: Any) -> bool:
-    """Whether the flag is on and a provider that may run on a CPU was chosen."""
-    return config.is_on(vllm_config) and (
-        config.read_options(vllm_config.additional_config).explicit
-    )
+def keeps_vllm_compile(vllm_config: Any) -> bool:
+    """Whether fusion would apply to this engine if its compilation mode stayed as it was."""
+    return config.is_on(vllm_config) and _decide(vllm_config).applies
 
 
-def _publish_report_after_warm_up() -> None:
-    """Why: the operator must read what fused, also when the compile cache is warm.
+def _prepare_workers() -> None:
+    """Why: the operator must read what fused, also when the compile cache is warm, and no kernel
+    may be compiled by a request or during graph capture.
 
-    How: after `compile_or_warm_up_model` of the worker's class, which is known once a worker is
-    made. Until: vLLM offers a hook after compilation.
+    How: register the ops when a worker is made; compile the provider's kernels before and publish
+    after `compile_or_warm_up_model` of its class. Until: vLLM offers a hook after compilation.
     """
     from vllm.v1.worker.worker_base import WorkerBase
 
     def warm_up(original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not config.is_on(self.vllm_config):
+                return original(self, *args, **kwargs)
+            made = collect(self.vllm_config)
+            if made is not None:
+                layers = self.vllm_config.compilation_config.static_forward_context
+                for compiled in made.ranges:
+                    runtime.warm_up(layers, compiled.variants, made.provider, made.bucket)
             result = original(self, *args, **kwargs)
-            if config.is_on(self.vllm_config):
-                publish(self.vllm_config)
+            report.publish(made, self.vllm_config.model_config.architecture)
             return result
 
         return wrapper
@@ -221,19 +261,21 @@ def _publish_report_after_warm_up() -> None:
         def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
             _wrap(type(self), "compile_or_warm_up_model", warm_up)
             original(self, *args, **kwargs)
+            if config.is_on(self.vllm_config):
+                # A graph from a warm compile cache calls the ops, and then no pass registers them.
+                ops.register(vllm_compat.layer_name_type())
 
         return wrapper
 
     _wrap(WorkerBase, "__init__", init)
 
 
-def publish(vllm_config: Any) -> report.Report | None:
-    """Log and store the report of this process's start; `mla-fusion report` reads it again."""
-    return report.publish(
+def collect(vllm_config: Any) -> report.Report | None:
+    """The report of this process's start; `mla-fusion report` reads it again."""
+    return report.collect(
         report_path(vllm_config),
         config.read_options(vllm_config.additional_config).provider,
         config.decode_bucket(vllm_config),
-        vllm_config.model_config.architecture,
     )
 
 

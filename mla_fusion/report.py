@@ -30,6 +30,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.mla_fusion")
 
 
+@dataclass(frozen=True)
+class Variant:
+    """What tells one fused op from another, so that a kernel can be compiled before it is needed.
+
+    Types are names in torch; `table_dtype` is that of the cosines, empty where nothing rotates.
+    """
+
+    is_neox: bool
+    rope_dim: int
+    table_dtype: str
+    query_dtype: str
+    kv_cache_dtype: str
+
+
 @dataclass
 class GraphRecord:
     """One compiled graph: its token range, and what became of its MLA layers."""
@@ -40,6 +54,7 @@ class GraphRecord:
     fused: int = 0
     declined: dict[str, Decline] = field(default_factory=dict)
     census: dict[str, dict[str, int]] = field(default_factory=dict)
+    variants: set[Variant] = field(default_factory=set)
     pass_ms: float = 0.0
 
 
@@ -54,6 +69,7 @@ class RangeReport:
     declined: dict[str, dict[str, Any]] = field(default_factory=dict)
     # op -> calls in one layer, under "before" and "after"
     census: dict[str, dict[str, int]] = field(default_factory=dict)
+    variants: list[Variant] = field(default_factory=list)
     pass_ms: float = 0.0
 
 
@@ -112,6 +128,7 @@ def take(provider: str, bucket: int) -> Report | None:
         total.fused += record.fused
         total.pass_ms += record.pass_ms
         total.census = total.census or record.census
+        total.variants += [v for v in record.variants if v not in total.variants]
         for decline in record.declined.values():
             entry = total.declined.setdefault(decline.code, {"layers": 0, "detail": decline.detail})
             entry["layers"] += 1
@@ -122,22 +139,27 @@ def take(provider: str, bucket: int) -> Report | None:
 def load(path: Path) -> Report:
     """The report stored at `path`."""
     stored = json.loads(path.read_text())
-    stored["ranges"] = [RangeReport(**{**r, "range": tuple(r["range"])}) for r in stored["ranges"]]
+    for entry in stored["ranges"]:
+        entry["range"] = tuple(entry["range"])
+        entry["variants"] = [Variant(**variant) for variant in entry["variants"]]
+    stored["ranges"] = [RangeReport(**entry) for entry in stored["ranges"]]
     return Report(**stored)
 
 
-def publish(path: Path, provider: str, bucket: int, model: str) -> Report | None:
-    """Log the report of this start and store it at `path`, or load it from there.
-
-    Nothing fused, or nothing known, is a warning that says why.
-    """
+def collect(path: Path, provider: str, bucket: int) -> Report | None:
+    """The report of this start, stored at `path`, or the one stored there by an earlier start."""
     report = take(provider, bucket)
-    if report is None and path.exists():
-        report = load(path)
-        logger.info("The compiled graphs come from vLLM's cache; their report:")
-    elif report is not None:
+    if report is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(report), indent=1))
+    elif path.exists():
+        report = load(path)
+        logger.info("The compiled graphs come from vLLM's cache, and so does the report on them:")
+    return report
+
+
+def publish(report: Report | None, model: str) -> None:
+    """Log a report; nothing fused, or nothing known, is a warning that says why."""
     if report is None or not any(r.layers for r in report.ranges):
         logger.warning(
             "fuse_aiter_qk_rope_kvcache_mla is on and fused nothing: no MLA layer was found in a "
@@ -146,13 +168,12 @@ def publish(path: Path, provider: str, bucket: int, model: str) -> Report | None
             "VLLM_DISABLE_COMPILE_CACHE=1 once).",
             model,
         )
-        return report
+        return
     level = logging.INFO if report.fused else logging.WARNING
     if not report.fused:
         logger.warning("fuse_aiter_qk_rope_kvcache_mla is on and fused no layer; the reasons:")
     for line in report.lines():
         logger.log(level, line)
-    return report
 
 
 class Census:

@@ -21,7 +21,9 @@ from mla_fusion.kernels import reference
 from mla_fusion.ops import Rope
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Mapping
+
+    from mla_fusion.report import Variant
 
 
 def is_decode_only(metadata: Any) -> bool:
@@ -64,7 +66,7 @@ def fused_decode_prep(
         cos_sin_cache = _table(cos_sin_cache, rope, q.dtype)
     kernels.get_provider(provider).fused_mla_decode_prep(
         q[:rows],
-        layer.W_UK_T,
+        _absorb_weight(layer),
         kv_c[:rows],
         k_pe[:rows].squeeze(1),
         _cache_view(kv_cache, layer.kv_cache_dtype),
@@ -153,6 +155,52 @@ def _attention(
         prepared_q[:rows], _typed_cache(kv_cache, layer.kv_cache_dtype), metadata, layer
     )
     layer._v_up_proj(attended, out=output[:rows])
+
+
+def warm_up(
+    layers: Mapping[str, Any], variants: Iterable[Variant], provider: str, max_tokens: int
+) -> None:
+    """Let the provider compile what batches of up to `max_tokens` tokens need, if it compiles.
+
+    `layers` are all layers of the model; one of each shape is used, with every slot negative, so
+    that no cache changes.
+    """
+    module = kernels.get_provider(provider)
+    if not hasattr(module, "warmup"):
+        return
+    for variant in variants:
+        shapes = set()
+        for layer in vllm_compat.mla_layers(layers).values():
+            shape = (tuple(layer.W_UK_T.shape), layer.kv_cache_dtype)
+            if shape in shapes or layer.kv_cache.numel() == 0:
+                continue
+            shapes.add(shape)
+            weight = _absorb_weight(layer)
+            table = None
+            if variant.table_dtype:
+                dtype = getattr(torch, variant.table_dtype)
+                table = torch.zeros((1, variant.rope_dim), dtype=dtype, device=weight.device)
+            module.warmup(
+                weight,
+                _cache_view(layer.kv_cache, layer.kv_cache_dtype),
+                table,
+                layer._k_scale,
+                layer._q_scale,
+                rope_dim=variant.rope_dim,
+                is_neox=variant.is_neox,
+                q_dtype=getattr(torch, variant.query_dtype),
+                max_tokens=max_tokens,
+            )
+
+
+def _absorb_weight(layer: Any) -> Any:
+    """W_UK in the form vLLM's own product takes it from this layer, in vLLM's precedence."""
+    for kind in ("fp4", "fp8"):
+        if getattr(layer, f"is_aiter_triton_{kind}_bmm_enabled", False):
+            from mla_fusion.kernels.aiter import PackedWeight
+
+            return PackedWeight(kind, layer.W_K, layer.W_K_scale)
+    return layer.W_UK_T
 
 
 def _typed_cache(kv_cache: torch.Tensor, kv_cache_dtype: str) -> torch.Tensor:

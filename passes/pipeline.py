@@ -14,6 +14,8 @@ import operator
 import time
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch._inductor.config
 from vllm.compilation.passes.inductor_pass import InductorPass, get_pass_context
 
 from mla_fusion import eligibility, ops, report, vllm_compat
@@ -29,7 +31,7 @@ from mla_fusion.passes.rewrite import (
     restore_call,
     restore_inputs,
 )
-from mla_fusion.patterns.site import Decline, attention_calls, functionalized_op
+from mla_fusion.patterns.site import ATTENTION, Decline, attention_calls, functionalized_op
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -58,6 +60,10 @@ class MLAFusionPass(InductorPass):
         self.provider = provider
         self.max_tokens = max_tokens
 
+    def __reduce__(self) -> tuple[type, tuple[str, int]]:
+        """Built anew in a worker process, so that the ops are registered there too."""
+        return type(self), (self.provider, self.max_tokens)
+
     def uuid(self) -> str:
         """Changes with the source of this library and with both arguments."""
         return f"mla_fusion-{source_hash()}-{self.provider}-{self.max_tokens}"
@@ -76,6 +82,10 @@ class MLAFusionPass(InductorPass):
         report.add(record)
 
     def _run(self, graph: fx.Graph, calls: list[fx.Node], record: report.GraphRecord) -> None:
+        partition_ops = torch._inductor.config.custom_should_partition_ops
+        if ATTENTION in partition_ops and not {*ops.RUNTIME_OPS} <= {*partition_ops}:
+            record.declined = {call.name: Decline("splitting-ops") for call in calls}
+            return
         layers = vllm_compat.mla_layers(vllm_compat.current_layers())
         facts = {name: eligibility.facts(layer, self.provider) for name, layer in layers.items()}
         fuse(graph, calls, facts, self.provider, record)
@@ -129,6 +139,7 @@ def fuse(
         return
     drop_dead(graph, dead)
     record.fused = len(fused)
+    record.variants = {_variant(call) for call in fused}
     record.census = census.after(fused)
 
 
@@ -154,6 +165,19 @@ def _settle(
         restore_inputs(call)
         record.declined.setdefault(call.name, Decline("unfused-pair"))
     return fused, dead
+
+
+def _variant(attention: fx.Node) -> report.Variant:
+    """What a warm-up must know of the fused node that feeds `attention`."""
+    args: dict[str, Any] = dict(attention.kwargs["prepared_q"].args[0].kwargs)
+    table = args["cos_sin_cache"]
+    return report.Variant(
+        is_neox=args["is_neox"],
+        rope_dim=args["k_pe"].meta["val"].shape[-1],
+        table_dtype="" if table is None else str(table.meta["val"].dtype).removeprefix("torch."),
+        query_dtype=str(args["query_dtype"]).removeprefix("torch."),
+        kv_cache_dtype=args["kv_cache_dtype"],
+    )
 
 
 def _reads_fused_query(attention: fx.Node) -> bool:

@@ -5,6 +5,7 @@ This package knows torch and Triton, not vLLM: a kernel engineer can use it alon
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import Any
 
@@ -19,6 +20,7 @@ class ProviderUnavailable(RuntimeError):
     """A provider was asked for that cannot run here; the message says what to do."""
 
 
+@functools.cache
 def get_provider(name: str) -> Any:
     """The module that implements provider `name`, after its `require()` found all it needs.
 

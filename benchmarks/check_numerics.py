@@ -1,0 +1,260 @@
+#!/usr/bin/env python3
+"""The Triton provider on this GPU against the reference, on fresh random inputs.
+
+    python benchmarks/check_numerics.py
+
+The reference's product is computed in float64 here, so that no library's summation order is part
+of the comparison. Activation types: one step at most, or an absolute difference that an fp32 sum
+explains. fp8: one step at most and 99.9 % equal. Exits with 1 if a check fails.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/kernels"))
+import cases  # noqa: E402
+
+from mla_fusion.kernels import dispatch, reference  # noqa: E402
+from mla_fusion.kernels import triton as provider  # noqa: E402
+from mla_fusion.kernels.dispatch import Plan  # noqa: E402
+
+FN, BF16, FP16 = torch.float8_e4m3fn, torch.bfloat16, torch.float16
+SUM_ERROR = 2e-5
+failures: list[str] = []
+
+
+def absorb(q_nope: torch.Tensor, w_uk_t: torch.Tensor) -> torch.Tensor:
+    """`reference.absorb` in float64, rounded once."""
+    out = torch.einsum("thp,hpl->thl", q_nope.double(), w_uk_t.double())
+    return out.to(q_nope.dtype)
+
+
+def expect(name: str, ok: bool, detail: str) -> None:
+    """Record one check."""
+    if not ok:
+        failures.append(f"{name}: {detail}")
+    print(f"{'ok  ' if ok else 'FAIL'} {name}: {detail}", flush=True)
+
+
+def compare(name: str, got: torch.Tensor, want: torch.Tensor) -> None:
+    """One output against the reference."""
+    distance = cases.steps(got, want)
+    equal = float((distance == 0).double().mean())
+    if got.element_size() == 1:
+        ok = equal >= 0.999 and int(distance.max()) <= 1
+        expect(name, ok, f"equal {equal:.6f} worst step {int(distance.max())}")
+        return
+    error = (got.double() - want.double()).abs().nan_to_num(nan=0.0)
+    beyond = (distance > 1) & (error > SUM_ERROR)
+    detail = f"equal {equal:.6f}, over one step {int((distance > 1).sum())}, not explained "
+    expect(name, not bool(beyond.any()), detail + str(int(beyond.sum())))
+
+
+def check(name: str, case: cases.Case, plan: Plan | None = None) -> None:
+    """Query, cache, padded rows and untouched bytes of one case."""
+    inputs = cases.build(case, "cuda")
+    got, got_storage = cases.run(provider, inputs, plan=plan)
+    want, want_storage = cases.run(reference, inputs)
+    cache = inputs.arguments["kv_cache"]
+    view = [
+        s.view(cache.dtype).as_strided(cache.shape, cache.stride())
+        for s in (got_storage, want_storage)
+    ]
+    slots = inputs.arguments["slot_mapping"]
+    rows = slots[slots >= 0]
+    index = rows // cache.shape[1], rows % cache.shape[1]
+    compare(f"{name} query", got, want)
+    if len(rows):
+        raw = torch.uint8
+        compare(f"{name} cache", *(v.view(raw)[index].view(cache.dtype).contiguous() for v in view))
+        for v in view:
+            v.view(raw)[index] = cases.POISON
+    stray = int((got_storage != cases.POISON).sum())
+    padded = bool(got.view(torch.uint8)[slots < 0].any())
+    expect(f"{name} elsewhere", stray == 0 and not padded, f"{stray} stray bytes")
+
+
+def shapes() -> None:
+    """Real shapes with the measured plans, and every option on small ones."""
+    real = cases.Case(nope=128, rope=64, latent=512, block_size=64)
+    for seed, (tokens, heads) in enumerate(
+        [(1, 8), (1, 16), (1, 128), (3, 16), (16, 32), (17, 16), (33, 64), (64, 128), (100, 16),
+         (128, 128), (200, 8), (256, 16), (512, 16), (512, 128), (1000, 16)]
+    ):  # fmt: skip
+        case = dataclasses.replace(real, tokens=tokens, heads=heads, seed=seed)
+        check(f"T={tokens} H={heads} fp8", case)
+        if tokens in (1, 17, 256):
+            check(f"T={tokens} H={heads} bf16", dataclasses.replace(case, kv=BF16, query=BF16))
+    options = {
+        "neox": {"neox": True},
+        "no rope": {"angles": None},
+        "fp16": {"act": FP16},
+        "fp16 all": {"act": FP16, "kv": FP16, "query": FP16},
+        "bf16 query": {"query": BF16},
+        "bf16 angles": {"angles": BF16},
+        "fp32": {"act": torch.float32, "kv": torch.float32, "query": torch.float32},
+        "strided": {"strided": True, "neox": True},
+        "P=192": {"nope": 192},
+        "odd": {"nope": 24, "rope": 12, "latent": 40, "block_size": 3},
+        "padded": {"padded": tuple(range(0, 40, 3))},
+        "all padded": {"padded": tuple(range(40))},
+    }
+    for (name, fields), tokens in itertools.product(options.items(), (1, 40)):
+        case = dataclasses.replace(real, tokens=tokens, heads=16, seed=tokens, **fields)
+        check(f"{name} T={tokens}", case)
+    for name, plan in {
+        "split": Plan(mode="split"),
+        "sum": Plan(block_m=1, block_n=64),
+        "walk": Plan(block_m=64, block_n=128, m_tiles=2, rest_last=True, cache_tokens=4),
+        "pdl": Plan(block_m=16, block_n=64, pdl=True),
+    }.items():
+        case = dataclasses.replace(real, tokens=150, heads=16, padded=(0, 149))
+        check(f"plan {name}", case, plan)
+        check(f"plan {name} bf16", dataclasses.replace(case, kv=BF16, query=BF16), plan)
+
+
+def extremes() -> None:
+    """Saturation, NaN, no tokens, and a cache of more than 2^31 elements."""
+    case = cases.Case(nope=128, rope=64, latent=512, block_size=64, padded=(), tokens=3)
+    inputs = cases.build(case, "cuda")
+    a = inputs.arguments
+    a["q"][0], a["q"][1, 0, 0], a["q"][1, 1, -1] = 1e6, torch.nan, torch.nan
+    a["kv_c"][0], a["kv_c"][2, 3] = -1e9, torch.nan
+    for tokens_plan in (Plan(block_m=1, block_n=32), Plan(block_m=64, block_n=256), None):
+        got, _ = cases.run(provider, inputs, plan=tokens_plan)
+        want, _ = cases.run(reference, inputs)
+        compare("overflow and NaN", got, want)
+        nan = got.float().isnan()
+        expect("saturation", not bool(nan[0].any()), f"largest {float(got[0].float().abs().max())}")
+        expect("NaN out", bool(nan[1, 0, :512].all() and nan[1, 1, -1]), "where NaN went in")
+    out, storage = cases.run(provider, cases.build(dataclasses.replace(case, tokens=0), "cuda"))
+    expect("T=0", out.shape[0] == 0 and bool((storage == cases.POISON).all()), "nothing written")
+
+    blocks = 2**31 // (64 * 576) + 100
+    inputs = cases.build(dataclasses.replace(case, tokens=40, padded=(1,)), "cuda")
+    inputs.storage = torch.full(
+        (blocks * 64 * 576,), cases.POISON, dtype=torch.uint8, device="cuda"
+    )
+    inputs.arguments["kv_cache"] = inputs.storage.view(FN).view(blocks, 64, 576)
+    slots = blocks * 64 - 1 - torch.arange(40, device="cuda") * 70
+    slots[1], slots[2] = -1, 0
+    inputs.arguments["slot_mapping"] = slots
+    (got, got_storage), (want, want_storage) = (cases.run(m, inputs) for m in (provider, reference))
+    compare("huge cache query", got, want)
+    different = int((got_storage != want_storage).sum())
+    expect(
+        "huge cache", different <= 2, f"{got_storage.numel()} elements, {different} bytes differ"
+    )
+
+
+def graphs() -> None:
+    """Capture at both ends of the bucket after a warm-up, replay with changed inputs."""
+    case = cases.Case(nope=128, rope=64, latent=512, block_size=64, heads=16, padded=())
+    for kv in (FN, BF16):
+        ends = [
+            cases.build(dataclasses.replace(case, tokens=tokens, kv=kv, query=kv), "cuda")
+            for tokens in (1, 512)
+        ]
+        a, lines = ends[1].arguments, []
+        names = ("w_uk_t", "kv_cache", "cos_sin_cache", "k_scale", "q_scale")
+        started = time.perf_counter()
+        provider.warmup(
+            *(a[name] for name in names),
+            rope_dim=64,
+            is_neox=False,
+            q_dtype=kv,
+            max_tokens=512,
+            progress=lines.append,
+        )
+        seconds = time.perf_counter() - started
+        print(f"     {lines[0]} ... {len(lines)} lines, {seconds:.1f} s")
+        untouched = bool((ends[1].storage == cases.POISON).all())
+        expect("warm-up", untouched, f"{len(lines)} configurations, cache untouched {untouched}")
+        from mla_fusion.kernels import triton_kernels
+
+        def compiled() -> int:
+            caches = triton_kernels.prep_kernel.device_caches.values()
+            return sum(len(entry[0]) for entry in caches)
+
+        before = compiled()
+        for inputs in ends:
+            a = inputs.arguments
+            out = torch.empty(*a["q"].shape[:2], 576, dtype=kv, device="cuda")
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                provider.fused_mla_decode_prep(**a, is_neox=False, q_out=out)
+            for _ in range(3):
+                a["q"].normal_()
+                a["kv_c"].normal_()
+                a["positions"].random_(0, 64)
+                a["slot_mapping"].copy_(
+                    torch.randperm(a["kv_cache"].shape[0] * 64, device="cuda")[: len(out)]
+                )
+                inputs.storage.fill_(cases.POISON)
+                graph.replay()
+                want, want_storage = cases.run(
+                    reference, dataclasses.replace(inputs, storage=torch.full_like(
+                        inputs.storage, cases.POISON)))  # fmt: skip
+                compare(f"graph T={len(out)}", out, want)
+                same = float((inputs.storage == want_storage).double().mean())
+                expect(f"graph T={len(out)} cache", same >= 0.999, f"equal bytes {same:.6f}")
+        expect("no compilation at capture", compiled() == before, f"{compiled()} variants")
+
+
+def programmatic_launch() -> None:
+    """A producer, the region and a consumer, many times in one graph: nothing is read too early."""
+    case = cases.Case(nope=128, rope=64, latent=512, block_size=64, heads=16, tokens=8, padded=())
+    plans = {dispatch.choose(8, 16, True, dispatch.device_table(torch.device("cuda", 0)))}
+    for plan in plans | {Plan(pdl=True), Plan(block_m=1, block_n=32, num_warps=2, pdl=True)}:
+        layers = [cases.build(dataclasses.replace(case, seed=seed), "cuda") for seed in range(40)]
+        shared = torch.empty_like(layers[0].arguments["q"])
+        outs = [torch.empty(8, 16, 576, dtype=FN, device="cuda") for _ in layers]
+        buffer = torch.empty_like(outs[0])
+
+        def step(plan: Plan = plan, layers: list = layers, shared: torch.Tensor = shared,
+                 outs: list = outs, buffer: torch.Tensor = buffer) -> None:  # fmt: skip
+            for inputs, out in zip(layers, outs, strict=True):
+                shared.copy_(inputs.arguments["q"])
+                arguments = {**inputs.arguments, "q": shared}
+                provider.fused_mla_decode_prep(**arguments, is_neox=False, q_out=buffer, plan=plan)
+                out.view(torch.uint8).copy_(buffer.view(torch.uint8))
+
+        step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        wrong = 0
+        for _ in range(20):
+            for out in outs:
+                out.view(torch.uint8).zero_()
+            graph.replay()
+            torch.cuda.synchronize()
+            for inputs, out in zip(layers, outs, strict=True):
+                want, _ = cases.run(reference, inputs)
+                wrong += int(cases.steps(out, want).max()) > 1
+        expect(f"between other kernels, {plan}", wrong == 0, f"{wrong} of 800 layers wrong")
+
+
+def main() -> None:
+    """Run every check."""
+    reference.absorb = absorb
+    print(torch.cuda.get_device_name(), torch.__version__)
+    shapes()
+    extremes()
+    graphs()
+    programmatic_launch()
+    print(f"{len(failures)} failures")
+    for line in failures:
+        print(line)
+    sys.exit(bool(failures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+#!/usr/bin/env python3
+"""Measure launch plans on this GPU and write mla_fusion/kernels/dispatch_table.py.
+
+    python benchmarks/tune_dispatch.py --csv benchmarks/results/tune.csv --table table.py
+
+For every shape a first round measures tile shapes, a second one varies the rest around the best
+of them. A plan whose output does not agree with the reference is reported and never chosen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import itertools
+import multiprocessing
+import pprint
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mla_fusion import bench
+from mla_fusion.kernels import triton as provider
+from mla_fusion.kernels.dispatch import Plan
+
+TOKENS = (1, 8, 32, 64, 128, 256, 512)
+HEADS = (8, 16, 32, 64, 128)
+# A plan measured at `TOKENS[i]` serves batches up to LIMITS[i].
+LIMITS = (1, 16, 32, 64, 128, 256, 2**31 - 1)
+# A programmatic dependent launch is chosen if it is this much faster than the best without.
+PDL_GAIN = 0.02
+
+
+def power_of_two(size: int, low: int, high: int) -> int:
+    """The power of two at or above `size`, between `low` and `high`."""
+    return min(high, max(low, 1 << max(0, size - 1).bit_length()))
+
+
+def rest_tiles(tokens: int, heads: int) -> dict[str, int]:
+    """Rest programs for the first round: a few hundred of them at most."""
+    return {
+        "rope_rows": power_of_two(tokens * heads // 256, 16, 128),
+        "cache_tokens": power_of_two(tokens // 64, 1, 8),
+    }
+
+
+def tiles(tokens: int, heads: int) -> Iterator[Plan]:
+    """First round: product tiles for batches of `tokens`, and the split form."""
+    rest = rest_tiles(tokens, heads)
+    yield Plan(mode="split", rope_rows=16, cache_tokens=rest["cache_tokens"])
+    if tokens == 1:
+        for block_n, warps in itertools.product((32, 64, 128), (2, 4, 8)):
+            yield Plan(block_m=1, block_n=block_n, num_warps=warps, **rest)
+    heights = {1: (16,), 8: (16,), 32: (16, 32), 64: (32, 64)}.get(tokens, (64, 128))
+    widths = {1: (32, 64), 8: (32, 64, 128), 32: (32, 64, 128), 64: (64, 128)}.get(
+        tokens, (64, 128, 256)
+    )
+    for block_m, block_n, m_tiles, warps in itertools.product(
+        heights, widths, (1, 2, 4, 8), (4, 8)
+    ):
+        programs = heads * bench.LATENT // block_n * -(-tokens // (block_m * m_tiles))
+        too_few = programs < 64 and m_tiles > 1
+        if block_m * (m_tiles - 1) >= tokens or too_few or block_m * block_n < 512:
+            continue
+        if warps == 8 and block_m * block_n < 2048 or warps == 4 and block_m * block_n > 16384:
+            continue
+        if programs > 4096:
+            continue
+        yield Plan(
+            block_m=block_m,
+            block_n=block_n,
+            m_tiles=m_tiles,
+            num_warps=warps,
+            **rest,
+        )
+
+
+def variations(best: Plan, tokens: int) -> Iterator[Plan]:
+    """Second round: what does not touch the product, around the `best` tile."""
+    rests = (
+        [{}]
+        if tokens < 32
+        else [
+            {},
+            {"rope_rows": min(128, 2 * best.rope_rows)},
+            {"rope_rows": max(16, best.rope_rows // 2)},
+            {"cache_tokens": 2 * best.cache_tokens},
+        ]
+    )
+    for rest, last, pdl in itertools.product(rests, (False, True), (False, True)):
+        yield dataclasses.replace(best, **rest, rest_last=last, pdl=pdl)
+
+
+def compile_plan(job: tuple[Plan, bool]) -> None:
+    """Compile a plan into Triton's cache on disk; runs in a worker process."""
+    plan, fp8 = job
+    region = bench.make_region(bench.Case(2, 16, fp8), bench.make_weights(16, 1))
+    try:
+        layer = bench.provider_layer(region, provider.fused_mla_decode_prep, plan=plan)
+        layer(region.weights[0], region.caches[0], region.sets[0])
+        torch.cuda.synchronize()
+    except Exception as error:
+        print(f"{plan}: {error}", flush=True)
+
+
+def measure(
+    region: bench.Region, plans: list[Plan], rounds: int
+) -> Iterator[tuple[Plan, float, float, int]]:
+    """Median microseconds, share of elements equal to the reference, and worst step, per plan."""
+    graphs, checks = {}, {}
+    for plan in plans:
+        layer = bench.provider_layer(region, provider.fused_mla_decode_prep, plan=plan)
+        try:
+            checks[plan] = bench.agreement(region, layer)
+            graphs[plan] = bench.capture(region, layer)
+        except Exception as error:
+            print(f"{region.case} {plan}: {type(error).__name__} {str(error)[:200]}", flush=True)
+    times = bench.interleave(graphs, len(region.weights), rounds)  # type: ignore[arg-type]
+    for plan, samples in times.items():
+        yield plan, statistics.median(samples), *checks[plan]  # type: ignore[index, misc]
+
+
+def changed(plan: Plan) -> dict[str, Any]:
+    """The fields of `plan` that differ from the defaults."""
+    default = Plan()
+    return {
+        field.name: getattr(plan, field.name)
+        for field in dataclasses.fields(Plan)
+        if getattr(plan, field.name) != getattr(default, field.name)
+    }
+
+
+def main() -> None:
+    """Tune every shape asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    parser.add_argument("--heads", type=int, nargs="+", default=HEADS)
+    parser.add_argument("--layers", type=int, default=61)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--workers", type=int, default=12)
+    parser.add_argument("--queries", nargs="+", default=("fp8", "bf16"))
+    parser.add_argument("--seconds", type=float, default=480, help="stop after this long")
+    parser.add_argument("--csv", type=Path, required=True, help="every measurement")
+    parser.add_argument("--table", type=Path, help="the table to write")
+    options = parser.parse_args()
+    started = time.monotonic()
+    pool = multiprocessing.get_context("spawn").Pool(options.workers)
+    name = torch.cuda.get_device_name()
+    entry: dict[str, Any] = {"arch": "sm_{}{}".format(*torch.cuda.get_device_capability())}
+    fields = ["query", "tokens", "heads", "us", "equal", "worst_step", "plan"]
+    with options.csv.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(fields)
+        for query in options.queries:
+            fp8 = query == "fp8"
+            known = {p for t in options.tokens for h in options.heads for p in tiles(t, h)}
+            pool.map(compile_plan, [(plan, fp8) for plan in sorted(known, key=str)], chunksize=1)
+            print(f"{query}: {len(known)} plans, {time.monotonic() - started:.0f} s", flush=True)
+            rows: dict[int, list[Any]] = {}
+            for heads in options.heads:
+                weights = bench.make_weights(heads, options.layers)
+                for tokens in options.tokens:
+                    if time.monotonic() - started > options.seconds:
+                        print("out of time")
+                        sys.exit(1)
+                    region = bench.make_region(bench.Case(tokens, heads, fp8), weights)
+                    results = list(measure(region, list(tiles(tokens, heads)), options.rounds))
+                    good = [r for r in results if r[2] >= 0.999 and r[3] <= 1]
+                    one = min((r for r in good if r[0].mode == "one"), key=lambda r: r[1])
+                    plans = sorted(set(variations(one[0], tokens)), key=str)
+                    pool.map(compile_plan, [(plan, fp8) for plan in plans], chunksize=1)
+                    more = list(measure(region, plans, options.rounds))
+                    results += more
+                    good += [r for r in more if r[2] >= 0.999 and r[3] <= 1]
+                    best = min((r for r in good if not r[0].pdl), key=lambda r: r[1])
+                    pdl = min((r for r in good if r[0].pdl), key=lambda r: r[1])
+                    chosen = pdl if pdl[1] < best[1] * (1 - PDL_GAIN) else best
+                    limit = LIMITS[TOKENS.index(tokens)] if tokens in TOKENS else tokens
+                    rows.setdefault(heads, []).append([limit, changed(chosen[0])])
+                    split = min(r[1] for r in results if r[0].mode == "split")
+                    print(
+                        f"{query} T={tokens:4d} H={heads:4d} split {split:7.2f} best "
+                        f"{best[1]:7.2f} pdl {pdl[1]:7.2f} bad {len(results) - len(good)} "
+                        f"{changed(best[0])} PDL {changed(pdl[0])} "
+                        f"equal {chosen[2]:.6f} worst {chosen[3]}",
+                        flush=True,
+                    )
+                    for plan, us, equal, worst in results:
+                        writer.writerow(
+                            [
+                                query,
+                                tokens,
+                                heads,
+                                f"{us:.3f}",
+                                f"{equal:.6f}",
+                                worst,
+                                changed(plan),
+                            ]
+                        )
+                    file.flush()
+                    del region
+                    torch.cuda.empty_cache()
+            entry["fp8_query" if fp8 else "activation_query"] = rows
+    if options.table:
+        head = Path(provider.__file__).with_name("dispatch_table.py").read_text()
+        head = head.split("TABLE:")[0]
+        literal = pprint.pformat({name: entry}, width=98, sort_dicts=False)
+        options.table.write_text(f"{head}TABLE: dict[str, Any] = {literal}\n")
+    print(f"done in {time.monotonic() - started:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

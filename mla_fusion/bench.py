@@ -1,0 +1,269 @@
+"""Time of the fused region alone: many layers in one CUDA graph, with distinct weights per layer.
+
+Distinct weights and caches keep the L2 cache from holding what a real model would have to fetch
+from memory in every layer; the activations rotate over a few sets, because in a model the layer
+before has just produced them. Candidates take turns round by round, so that clock changes and
+neighbours meet all of them alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+
+from mla_fusion.kernels import reference
+
+NOPE, ROPE, LATENT, BLOCK = 128, 64, 512, 64
+ACTIVATION_SETS = 4
+MAX_POSITION = 8192
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One shape of the benchmark: bf16 activations, and fp8 or bf16 for cache and query."""
+
+    tokens: int
+    heads: int
+    fp8: bool = True
+
+    @property
+    def target(self) -> torch.dtype:
+        """Type of the cache and of the query."""
+        return torch.float8_e4m3fn if self.fp8 else torch.bfloat16
+
+    def bytes(self) -> int:
+        """Fewest bytes of one layer: every input read once, every output written once."""
+        out = 1 if self.fp8 else 2
+        per_token = (
+            2 * self.heads * (NOPE + ROPE)
+            + out * self.heads * (LATENT + ROPE)
+            + (2 + out) * (LATENT + ROPE)
+            + 4 * ROPE  # one fp32 row of cosines and sines
+            + 16  # slot and position
+        )
+        return 2 * self.heads * NOPE * LATENT + self.tokens * per_token
+
+    def flops(self) -> int:
+        """Floating-point operations of one layer's product; RoPE and casts are noise beside it."""
+        return 2 * self.tokens * self.heads * NOPE * LATENT
+
+
+@dataclasses.dataclass
+class Ceilings:
+    """What this GPU was measured to do: GB/s of a copy (read plus write) and bf16 TFLOP/s."""
+
+    gbps: float
+    tflops: float
+
+    def floor_us(self, case: Case) -> float:
+        """No version of the region runs faster than this, in microseconds per layer."""
+        return max(case.bytes() / self.gbps / 1e3, case.flops() / self.tflops / 1e6)
+
+
+@dataclasses.dataclass
+class Activations:
+    """The per-step inputs of a layer and its output buffer; shapes as in `kernels`."""
+
+    q: torch.Tensor
+    kv_c: torch.Tensor
+    k_pe: torch.Tensor
+    slots: torch.Tensor
+    positions: torch.Tensor
+    q_out: torch.Tensor
+
+
+@dataclasses.dataclass
+class Region:
+    """Inputs of all layers of one case, on the current CUDA device."""
+
+    case: Case
+    weights: list[torch.Tensor]
+    caches: list[torch.Tensor]
+    sets: list[Activations]
+    cos_sin: torch.Tensor
+    k_scale: torch.Tensor
+    q_scale: torch.Tensor
+
+
+def make_weights(heads: int, layers: int) -> list[torch.Tensor]:
+    """`layers` random W_UK of [heads, P, L], bf16."""
+    return [
+        torch.randn(heads, NOPE, LATENT, device="cuda", dtype=torch.bfloat16) / NOPE**0.5
+        for _ in range(layers)
+    ]
+
+
+def make_region(case: Case, weights: list[torch.Tensor]) -> Region:
+    """Random inputs for `case`; tokens go to distinct random slots."""
+    device, act = "cuda", torch.bfloat16
+    blocks = max(16, 2 * -(-case.tokens // BLOCK))
+    angles = torch.randn(MAX_POSITION, ROPE // 2, device=device)
+    sets = [
+        Activations(
+            q=torch.randn(case.tokens, case.heads, NOPE + ROPE, device=device, dtype=act),
+            kv_c=torch.randn(case.tokens, LATENT, device=device, dtype=act),
+            k_pe=torch.randn(case.tokens, ROPE, device=device, dtype=act),
+            slots=torch.randperm(blocks * BLOCK, device=device)[: case.tokens],
+            positions=torch.randint(0, MAX_POSITION, (case.tokens,), device=device),
+            q_out=torch.empty(
+                case.tokens, case.heads, LATENT + ROPE, device=device, dtype=case.target
+            ),
+        )
+        for _ in range(ACTIVATION_SETS)
+    ]
+    return Region(
+        case=case,
+        weights=weights,
+        caches=[
+            torch.zeros(blocks, BLOCK, LATENT + ROPE, device=device, dtype=torch.uint8).view(
+                case.target
+            )
+            if case.fp8
+            else torch.zeros(blocks, BLOCK, LATENT + ROPE, device=device, dtype=case.target)
+            for _ in weights
+        ],
+        sets=sets,
+        # Exact in bf16 too, so that peers which want bf16 angles compute the same rotation.
+        cos_sin=torch.cat((angles.cos(), angles.sin()), dim=-1).bfloat16().float(),
+        k_scale=torch.full((1,), 0.02, device=device),
+        q_scale=torch.full((1,), 0.02, device=device),
+    )
+
+
+Layer = Callable[[torch.Tensor, torch.Tensor, Activations], None]
+"""One layer of a candidate: (w_uk_t, kv_cache, activations); the query goes to `q_out`."""
+
+
+def provider_layer(region: Region, function: Callable[..., torch.Tensor], **extra: object) -> Layer:
+    """A candidate from a function with the signature of `kernels.fused_mla_decode_prep`."""
+
+    def layer(w_uk_t: torch.Tensor, kv_cache: torch.Tensor, a: Activations) -> None:
+        function(
+            a.q,
+            w_uk_t,
+            a.kv_c,
+            a.k_pe,
+            kv_cache,
+            a.slots,
+            a.positions,
+            region.cos_sin,
+            region.k_scale,
+            region.q_scale,
+            is_neox=False,
+            q_out=a.q_out,
+            **extra,
+        )
+
+    return layer
+
+
+def agreement(region: Region, layer: Layer) -> tuple[float, int]:
+    """One layer of a candidate against the reference, on the GPU and from fresh buffers.
+
+    Returns the share of equal elements, and the largest distance in units in the last place (fp8
+    or bf16 steps) over query and cache. The inputs are copied, because some peers rotate q in
+    place.
+    """
+    source, weight = region.sets[0], region.weights[0]
+    results = []
+    for run in (layer, provider_layer(region, reference.fused_mla_decode_prep)):
+        a = dataclasses.replace(
+            source,
+            q=source.q.clone(),
+            k_pe=source.k_pe.clone(),
+            q_out=torch.full_like(source.q_out.view(torch.uint8), 0x55).view(source.q_out.dtype),
+        )
+        cache = torch.full_like(region.caches[0].view(torch.uint8), 0x33).view(
+            region.caches[0].dtype
+        )
+        run(weight, cache, a)
+        results.append((a.q_out, cache))
+    equal = total = worst = 0
+    for got, want in zip(*results, strict=True):
+        steps = (ordinal(got) - ordinal(want)).abs()
+        equal += int((steps == 0).sum())
+        total += steps.numel()
+        worst = max(worst, int(steps.max()))
+    return equal / total, worst
+
+
+def ordinal(x: torch.Tensor) -> torch.Tensor:
+    """Position of every element in the order of its type's values, for counting steps (ulp)."""
+    if x.element_size() == 1:
+        raw = x.view(torch.uint8).to(torch.int32)
+        return torch.where(raw >= 0x80, 0x80 - raw, raw)
+    if x.element_size() == 2:
+        raw = x.view(torch.int16).to(torch.int32) & 0xFFFF
+        return torch.where(raw >= 0x8000, 0x8000 - raw, raw)
+    raw = x.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    return torch.where(raw >= 0x80000000, 0x80000000 - raw, raw)
+
+
+def capture(region: Region, layer: Layer) -> torch.cuda.CUDAGraph:
+    """All layers of one candidate in a CUDA graph."""
+
+    def step() -> None:
+        for i, (weight, cache) in enumerate(zip(region.weights, region.caches, strict=True)):
+            layer(weight, cache, region.sets[i % len(region.sets)])
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        layer(region.weights[0], region.caches[0], region.sets[0])
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph
+
+
+def interleave(
+    graphs: dict[str, torch.cuda.CUDAGraph], layers: int, rounds: int
+) -> dict[str, list[float]]:
+    """Microseconds per layer of every graph, one sample per round."""
+    samples: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in graphs}
+    for _ in range(rounds):
+        for name, graph in graphs.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            # The first replay keeps the GPU busy while the CPU enqueues the second.
+            graph.replay()
+            begin.record()
+            graph.replay()
+            end.record()
+            samples[name].append((begin, end))
+        torch.cuda.synchronize()
+    return {
+        name: [begin.elapsed_time(end) * 1e3 / layers for begin, end in pairs]
+        for name, pairs in samples.items()
+    }
+
+
+def quantiles(samples: Sequence[float]) -> tuple[float, float, float]:
+    """p20, median and p80."""
+    cuts = statistics.quantiles(samples, n=10, method="inclusive")
+    return cuts[1], cuts[4], cuts[7]
+
+
+def measure_ceilings() -> Ceilings:
+    """Copy bandwidth and bf16 matrix rate of this GPU, on random data."""
+
+    def seconds(step: Callable[[], object], repeat: int = 10) -> float:
+        for _ in range(3):
+            step()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(repeat):
+            step()
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) / 1e3 / repeat
+
+    source = torch.randint(0, 256, (2**31,), device="cuda", dtype=torch.uint8)
+    target = torch.empty_like(source)
+    copy = seconds(lambda: target.copy_(source))
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    product = seconds(lambda: a @ b)
+    return Ceilings(gbps=2 * source.numel() / copy / 1e9, tflops=2 * 8192**3 / product / 1e12)

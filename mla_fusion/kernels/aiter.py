@@ -1,0 +1,203 @@
+"""The ROCm provider: AITER's `fused_qk_rope_concat_and_cache_mla` behind the absorb product.
+
+AITER's kernel takes an already absorbed query, so the region is two launches here and a memset.
+The contract below was read in AITER's sources from v0.1.8 to v0.1.20 and is tested against a
+double of the module; it has not been run on AMD hardware.
+
+From v0.1.14 on a failed check of AITER aborts the process, and several assumptions are not checked
+at all (type of slots, positions, cosines and scales, density of the cosines and of q_out). So
+`validate` checks all of them in Python first. What the arguments avoid, rather than check:
+
+* 14 positional arguments in the order every release takes, k_scale before q_scale;
+* a dense absorbed query: before v0.1.17 its head stride was ignored;
+* q_out zeroed before the call: a row with slot < 0 is left as it was;
+* position 0 and one row of cosines where nothing is rotated: not every kernel clamps positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from mla_fusion.kernels import ProviderUnavailable, reference
+
+_OP = "fused_qk_rope_concat_and_cache_mla"
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """W_UK as vLLM keeps it for AITER's Triton products.
+
+    kind: "fp4" (weight [H, L, P / 2], a scale for each group of 32) or "fp8" (weight [H, L, P],
+    one scale for each head).
+    """
+
+    kind: str
+    weight: torch.Tensor
+    scale: torch.Tensor
+
+
+def require() -> None:
+    """Raise ProviderUnavailable unless AMD's AITER is here and has the op."""
+    if find_spec("aiter") is None:
+        raise ProviderUnavailable("the module aiter is missing: install ROCm's AITER")
+    if find_spec("aiter.jit") is None:
+        raise ProviderUnavailable(
+            "the module aiter found here is not AMD's (another project on PyPI has the same "
+            "name): uninstall it and install ROCm's AITER"
+        )
+    try:
+        import aiter
+    except Exception as error:
+        raise ProviderUnavailable(f"importing aiter fails ({error}): reinstall AITER") from error
+    if not hasattr(aiter, _OP):
+        raise ProviderUnavailable(f"this AITER has no {_OP}: install v0.1.8 or newer")
+
+
+def fused_mla_decode_prep(
+    q: torch.Tensor,
+    w_uk_t: torch.Tensor | PackedWeight,
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor | None,
+    k_scale: torch.Tensor,
+    q_scale: torch.Tensor,
+    *,
+    is_neox: bool,
+    q_out: torch.Tensor,
+) -> torch.Tensor:
+    """See `mla_fusion.kernels.fused_mla_decode_prep`; `w_uk_t` may be packed.
+
+    Raises:
+        ValueError: an argument that AITER would reject, by aborting, or silently misread.
+    """
+    import aiter
+
+    rope = k_pe.shape[-1]
+    cos, sin = _tables(cos_sin_cache, q, rope)
+    if cos_sin_cache is None:
+        positions = torch.zeros_like(slot_mapping)
+    validate(
+        q, kv_c, k_pe, kv_cache, slot_mapping, positions, k_scale, q_scale, q_out, aiter.dtypes.fp8
+    )
+    q_out.zero_()
+    if q.shape[0] == 0:
+        return q_out
+    nope = q.shape[-1] - rope
+    getattr(aiter, _OP)(
+        _absorb(q[..., :nope], w_uk_t),
+        q[..., nope:],
+        kv_c,
+        k_pe,
+        kv_cache,
+        q_out,
+        slot_mapping,
+        k_scale,
+        q_scale,
+        positions,
+        cos,
+        sin,
+        is_neox,
+        True,  # is_nope_first: rows are [latent | rope]
+    )
+    return q_out
+
+
+def validate(
+    q: torch.Tensor,
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor,
+    k_scale: torch.Tensor,
+    q_scale: torch.Tensor,
+    q_out: torch.Tensor,
+    arch_fp8: torch.dtype,
+) -> None:
+    """Raise ValueError for whatever AITER's op does not take; `arch_fp8` is the GPU's fp8 type."""
+    act, tokens = q.dtype, slot_mapping.shape[0]
+    heads, (latent, rope) = q.shape[1], (kv_c.shape[-1], k_pe.shape[-1])
+    general = not (rope == 64 and latent == 512 and latent * heads >= 2048)
+    rules: list[tuple[str, bool, str]] = [
+        ("q", act in (torch.float32, torch.float16, torch.bfloat16), "fp32, fp16 or bf16"),
+        ("q", q.dim() == 3 and q.stride(-1) == 1 and q.shape[0] >= tokens, "[T, H, P + R], dense"),
+        ("kv_c", kv_c.dim() == 2 and kv_c.stride(-1) == 1, "[T, L] with a dense last dimension"),
+        ("k_pe", k_pe.dim() == 2 and k_pe.stride(-1) == 1, "[T, R] with a dense last dimension"),
+        ("kv_c and k_pe", kv_c.dtype == act == k_pe.dtype, f"{act} as q"),
+        ("kv_c and k_pe", min(kv_c.shape[0], k_pe.shape[0]) >= tokens, f"{tokens} rows or more"),
+        ("k_pe", rope % 2 == 0 and latent % 8 == 0, "of even width beside a latent of 8 n"),
+        ("slot_mapping", _dense_int64(slot_mapping), "dense int64 [T]"),
+        ("positions", _dense_int64(positions), "dense int64 [T]"),
+        ("positions", positions.shape[0] >= tokens, f"{tokens} long or more"),
+        ("k_scale and q_scale", _device_fp32(k_scale, q) and _device_fp32(q_scale, q),
+         "fp32 on the device of q"),
+        ("kv_cache", kv_cache.dim() == 3 and kv_cache.stride(-1) == 1, "[blocks, size, L + R]"),
+        ("kv_cache", kv_cache.shape[-1] == latent + rope, f"{latent + rope} wide"),
+        ("kv_cache", kv_cache.dtype in (act, arch_fp8), f"{act} or {arch_fp8} (view uint8 first)"),
+        ("q_out", q_out.shape == (tokens, heads, latent + rope), "[T, H, L + R]"),
+        ("q_out", q_out.is_contiguous(), "dense"),
+        ("q_out", q_out.dtype in (act, kv_cache.dtype), f"{act}, or fp8 as the cache"),
+        # The kernel for blocks of one token rotates with threads that such a latent leaves out.
+        ("kv_cache", kv_cache.shape[1] != 1 or latent == 128 or latent >= 256,
+         "of blocks larger than 1 for this latent"),
+        ("q", not general or tokens * q.stride(0) < 2**31, "small enough for 32-bit offsets"),
+    ]  # fmt: skip
+    for name, ok, want in rules:
+        if not ok:
+            raise ValueError(f"AITER's {_OP}: {name} must be {want}")
+
+
+def _dense_int64(x: torch.Tensor) -> bool:
+    return x.dtype == torch.int64 and x.dim() == 1 and x.is_contiguous()
+
+
+def _device_fp32(x: torch.Tensor, like: torch.Tensor) -> bool:
+    return x.dtype == torch.float32 and x.numel() >= 1 and x.device == like.device
+
+
+def _absorb(q_nope: torch.Tensor, w_uk_t: torch.Tensor | PackedWeight) -> torch.Tensor:
+    """The absorbed query [T, H, L], dense, by the product that fits the weight's form."""
+    if isinstance(w_uk_t, torch.Tensor):
+        return reference.absorb(q_nope, w_uk_t)
+    heads_first = q_nope.transpose(0, 1)
+    if w_uk_t.kind == "fp4":
+        from aiter.ops.triton.batched_gemm_a16wfp4 import batched_gemm_a16wfp4
+
+        out = batched_gemm_a16wfp4(
+            heads_first, w_uk_t.weight, w_uk_t.scale, transpose_bm=True, prequant=True
+        )
+    else:
+        from aiter.ops.triton import (
+            batched_gemm_a8w8_a_per_token_group_prequant_w_per_batched_tensor_quant as fp8,
+        )
+
+        product: Any = getattr(fp8, fp8.__name__.rpartition(".")[2])
+        out = product(heads_first, w_uk_t.weight, w_uk_t.scale, group_size=128, transpose_bm=True)
+    return out.contiguous()
+
+
+# (address, type) of a table -> (the table, kept alive so that the address stays its own; its
+# dense halves).
+_halves: dict[tuple[int, torch.dtype], tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]] = {}
+
+
+def _tables(
+    cos_sin_cache: torch.Tensor | None, q: torch.Tensor, rope: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines [max_position, R / 2], dense, in the type of q: split and cast once."""
+    address = 0 if cos_sin_cache is None else cos_sin_cache.data_ptr()
+    key = (address, q.dtype)
+    if key not in _halves:
+        if cos_sin_cache is None:
+            cos, sin = q.new_ones((1, rope // 2)), q.new_zeros((1, rope // 2))
+        else:
+            cos, sin = (h.to(q.dtype).contiguous() for h in cos_sin_cache.chunk(2, dim=-1))
+        _halves[key] = (cos_sin_cache, cos, sin)
+    return _halves[key][1:]

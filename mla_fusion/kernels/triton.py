@@ -1,0 +1,310 @@
+"""The Triton provider: the fused region in one launch, or a torch product and one launch.
+
+`dispatch.choose` says which. The kernel itself is in `triton_kernels.py`, which is imported on
+first use, so that this module can be imported where Triton is not installed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mla_fusion.kernels import dispatch
+from mla_fusion.kernels.dispatch import Plan
+
+logger = logging.getLogger(__name__)
+
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+
+
+def require() -> None:
+    """Raise `ProviderUnavailable` unless Triton kernels can run in this process."""
+    from mla_fusion.kernels import ProviderUnavailable
+
+    try:
+        import triton
+    except ImportError as error:
+        raise ProviderUnavailable(
+            "provider 'triton' needs the triton package (pip install triton; GPU builds of "
+            "PyTorch bring it), or choose provider 'reference'"
+        ) from error
+    if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
+        raise ProviderUnavailable(
+            "provider 'triton' needs a GPU that torch.cuda can see; without one choose provider "
+            "'reference', or set TRITON_INTERPRET=1 before Python starts to run Triton's "
+            "interpreter (for tests: it is slow, and it rounds bf16 and fp8 wrongly)"
+        )
+
+
+def _limit(dtype: torch.dtype) -> float:
+    """Largest finite value of an fp8 type, 0 for every other type."""
+    return torch.finfo(dtype).max if dtype in FP8_DTYPES else 0.0
+
+
+def _pad(size: int) -> int:
+    """The next power of two, at least 16 (the smallest side of a matrix instruction)."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def _check(
+    q: torch.Tensor, w_uk_t: torch.Tensor, q_out: torch.Tensor, **rows: torch.Tensor
+) -> None:
+    """Raise ValueError for what the table of shapes allows and this provider does not."""
+    for name, tensor in {"q": q, **rows}.items():
+        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+            raise ValueError(f"{name} must have a dense last dimension, got {tensor.stride()}")
+    for name, tensor in {"q": q, "w_uk_t": w_uk_t, "q_out": q_out, **rows}.items():
+        if name == "kv_cache":
+            continue
+        span = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        if span >= 2**31:
+            raise ValueError(f"{name} spans {span} elements; the Triton provider allows 2^31 - 1")
+    for name, tensor in {"kv_cache": rows["kv_cache"], "q_out": q_out}.items():
+        if tensor.dtype == torch.float8_e4m3fnuz and tensor.is_cuda and torch.version.hip is None:
+            raise ValueError(f"{name} is float8_e4m3fnuz, a type of AMD GPUs; use float8_e4m3fn")
+
+
+def fused_mla_decode_prep(
+    q: torch.Tensor,
+    w_uk_t: torch.Tensor,
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor | None,
+    k_scale: torch.Tensor,
+    q_scale: torch.Tensor,
+    *,
+    is_neox: bool,
+    q_out: torch.Tensor,
+    plan: Plan | None = None,
+) -> torch.Tensor:
+    """See `mla_fusion.kernels.fused_mla_decode_prep`. `plan` overrides the measured choice."""
+    tokens, heads, _ = q.shape
+    if tokens == 0:
+        return q_out
+    rows = {"kv_c": kv_c, "k_pe": k_pe, "kv_cache": kv_cache}
+    if cos_sin_cache is not None:
+        rows["cos_sin_cache"] = cos_sin_cache
+    _check(q, w_uk_t, q_out, **rows)
+    if plan is None:
+        table = dispatch.device_table(q.device)
+        plan = dispatch.choose(tokens, heads, q_out.dtype in FP8_DTYPES, table)
+    plan = dispatch.fit(plan, _pad(w_uk_t.shape[1]), q.element_size())
+    product, staged = "here", q_out
+    if plan.mode == "split":
+        nope, latent = w_uk_t.shape[1:]
+        product, target = "done", q_out[..., :latent]
+        if q_out.dtype != q.dtype:
+            # The one allocation of this provider, and only where the table asks for it: torch's
+            # product cannot write fp8. Under capture it comes from the graph's own pool.
+            product, target = "staged", q.new_empty((tokens, heads, latent))
+            staged = target
+        torch.bmm(q[..., :nope].transpose(0, 1), w_uk_t, out=target.transpose(0, 1))
+    _launch(
+        plan,
+        product,
+        staged,
+        q,
+        w_uk_t,
+        kv_c,
+        k_pe,
+        kv_cache,
+        slot_mapping,
+        positions,
+        cos_sin_cache,
+        k_scale,
+        q_scale,
+        is_neox,
+        q_out,
+    )
+    return q_out
+
+
+def _launch(
+    plan: Plan,
+    product: str,
+    staged: torch.Tensor,
+    q: torch.Tensor,
+    w_uk_t: torch.Tensor,
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor | None,
+    k_scale: torch.Tensor,
+    q_scale: torch.Tensor,
+    is_neox: bool,
+    q_out: torch.Tensor,
+) -> None:
+    """Launch `prep_kernel`; `product` and `staged` are its PRODUCT and `latent_ptr`."""
+    from mla_fusion.kernels import triton_kernels
+
+    args, options = launch_arguments(
+        plan,
+        product,
+        staged,
+        q,
+        w_uk_t,
+        kv_c,
+        k_pe,
+        kv_cache,
+        slot_mapping,
+        positions,
+        cos_sin_cache,
+        k_scale,
+        q_scale,
+        is_neox,
+        q_out,
+    )
+    grid = (programs(plan, product, q.shape[0], q.shape[1], w_uk_t.shape[2]),)
+    triton_kernels.prep_kernel[grid](*args, **options)
+
+
+def programs(plan: Plan, product: str, tokens: int, heads: int, latent: int) -> int:
+    """Size of the launch: rest programs, and product programs if the product is done here."""
+    rest = -(-tokens // plan.cache_tokens) + -(-tokens * heads // plan.rope_rows)
+    if product != "here":
+        return rest
+    return rest + heads * -(-latent // plan.block_n) * -(-tokens // (plan.block_m * plan.m_tiles))
+
+
+def launch_arguments(
+    plan: Plan,
+    product: str,
+    staged: torch.Tensor,
+    q: torch.Tensor,
+    w_uk_t: torch.Tensor,
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor | None,
+    k_scale: torch.Tensor,
+    q_scale: torch.Tensor,
+    is_neox: bool,
+    q_out: torch.Tensor,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional arguments and keywords of `prep_kernel` (also for compiling without a GPU)."""
+    tokens, heads, _ = q.shape
+    _, nope, latent = w_uk_t.shape
+    rope = k_pe.shape[1]
+    # With one token the row strides mean nothing; a fixed value keeps them from costing the
+    # aligned variant, so that every batch size of a bucket runs what the warm-up compiled.
+    strides = [q.stride(0), kv_c.stride(0), k_pe.stride(0)] if tokens > 1 else [0, 0, 0]
+    align = 16 // q.element_size()
+    if any(stride % align for stride in strides):
+        align = 1
+    strides = [stride // align for stride in strides]
+    args = (
+        q,
+        w_uk_t,
+        kv_c,
+        k_pe,
+        kv_cache,
+        slot_mapping,
+        positions,
+        positions if cos_sin_cache is None else cos_sin_cache,
+        k_scale,
+        q_scale,
+        q_out,
+        staged,
+        tokens,
+        heads,
+        strides[0],
+        q.stride(1),
+        *w_uk_t.stride(),
+        strides[1],
+        strides[2],
+        kv_cache.stride(0),
+        kv_cache.stride(1),
+        0 if cos_sin_cache is None else cos_sin_cache.stride(0),
+    )
+    options: dict[str, Any] = {
+        "P": nope,
+        "R": rope,
+        "L": latent,
+        "P_PAD": _pad(nope),
+        "R_PAD": _pad(rope),
+        "L_PAD": _pad(latent),
+        "BLOCK_SIZE": kv_cache.shape[1],
+        "ROPE": cos_sin_cache is not None,
+        "NEOX": is_neox,
+        "Q_LIMIT": _limit(q_out.dtype),
+        "K_LIMIT": _limit(kv_cache.dtype),
+        "ALIGN": align,
+        "PRODUCT": product,
+        "BLOCK_M": plan.block_m,
+        "BLOCK_N": plan.block_n,
+        "M_TILES": plan.m_tiles,
+        "ROPE_ROWS": plan.rope_rows,
+        "CACHE_TOKENS": plan.cache_tokens,
+        "REST_LAST": plan.rest_last,
+        "PDL": plan.pdl,
+        "num_warps": plan.num_warps,
+        "num_stages": plan.num_stages,
+    }
+    if plan.pdl:
+        options["launch_pdl"] = True
+    return args, options
+
+
+def warmup(
+    w_uk_t: torch.Tensor,
+    kv_cache: torch.Tensor,
+    cos_sin_cache: torch.Tensor | None,
+    k_scale: torch.Tensor,
+    q_scale: torch.Tensor,
+    *,
+    rope_dim: int,
+    is_neox: bool,
+    q_dtype: torch.dtype,
+    max_tokens: int,
+    progress: Callable[[str], None] = logger.info,
+) -> int:
+    """Compile every configuration that batches of 1 to `max_tokens` tokens can use.
+
+    It launches them on the layer's own weights and cache with every slot below 0, so that nothing
+    of the cache changes. Call it once per layer shape, before the first request and before graph
+    capture; a second call costs only the launches.
+
+    Arguments are those of `fused_mla_decode_prep`, and:
+        rope_dim: R.
+        q_dtype: the type of q_out.
+        max_tokens: the largest batch of the decode bucket.
+        progress: called with one line per configuration.
+
+    Returns: the number of configurations.
+    """
+    heads, nope, latent = w_uk_t.shape
+    table = dispatch.device_table(w_uk_t.device)
+    plans = dispatch.representatives(max_tokens, heads, q_dtype in FP8_DTYPES, table)
+    for done, (plan, tokens) in enumerate(plans.items(), start=1):
+        progress(
+            f"mla-fusion: compiling Triton configuration {done} of {len(plans)} "
+            f"({heads} heads, from {tokens} tokens, {plan.mode})"
+        )
+        fused_mla_decode_prep(
+            w_uk_t.new_zeros((tokens, heads, nope + rope_dim)),
+            w_uk_t,
+            w_uk_t.new_zeros((tokens, latent)),
+            w_uk_t.new_zeros((tokens, rope_dim)),
+            kv_cache,
+            torch.full((tokens,), -1, dtype=torch.int64, device=w_uk_t.device),
+            torch.zeros((tokens,), dtype=torch.int64, device=w_uk_t.device),
+            cos_sin_cache,
+            k_scale,
+            q_scale,
+            is_neox=is_neox,
+            q_out=w_uk_t.new_empty((tokens, heads, latent + rope_dim), dtype=q_dtype),
+            plan=plan,
+        )
+    if w_uk_t.is_cuda:
+        torch.cuda.synchronize(w_uk_t.device)
+    return len(plans)

@@ -1,0 +1,128 @@
+"""Runs one real vLLM engine on a CPU in a process of its own and prints what it did as JSON.
+
+    python harness.py '{"plugin": true, "flag": true, ...}'
+
+The engine always runs vLLM's piecewise backend with graph partition and a compile range for the
+decode bucket, the prerequisites of the flag, so that runs with and without the flag compare.
+Keys of the job: model (folder); plugin (register mla_fusion); flag; custom_pass (the pass object
+in vLLM's hook, without the plugin); prompts; max_tokens; dump (debug_dump_path).
+"""
+
+import json
+import os
+import sys
+from typing import Any
+
+BUCKET = 4
+
+
+def keep_vllm_compile():
+    """What the plugin does for the flag on a CPU, for engines that run without it."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    original = CpuPlatform.check_and_update_config.__func__
+
+    def check(cls, vllm_config):
+        compilation = vllm_config.compilation_config
+        asked = compilation.mode, compilation.backend, compilation.ir_enable_torch_wrap
+        original(cls, vllm_config)
+        compilation.mode, compilation.backend, compilation.ir_enable_torch_wrap = asked
+
+    CpuPlatform.check_and_update_config = classmethod(check)
+
+
+def record_graphs(graphs, with_plugin):
+    """Keep the printed code of every graph after all passes, by its token range."""
+    from vllm.compilation.passes import pass_manager
+    from vllm.compilation.passes.inductor_pass import InductorPass, get_pass_context
+
+    class Nothing(InductorPass):
+        def __init__(self, *args):
+            pass
+
+        def __call__(self, graph):
+            pass
+
+    if not with_plugin:
+        # vLLM's own last step names CUDA-only ops and raises on a CPU build.
+        pass_manager.FixFunctionalizationPass = Nothing
+    original = pass_manager.PostGradPassManager.__call__
+
+    def call(self, graph):
+        original(self, graph)
+        r = get_pass_context().compile_range
+        graphs[f"{r.start}-{r.end}"] = graph.python_code("self").src
+
+    pass_manager.PostGradPassManager.__call__ = call
+
+
+def main(job):
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1")
+    if not job.get("plugin"):
+        os.environ["VLLM_PLUGINS"] = ""
+    import vllm
+
+    keep_vllm_compile()
+    if job.get("plugin"):
+        import mla_fusion
+
+        mla_fusion.register()
+    graphs: dict[str, str] = {}
+    record_graphs(graphs, job.get("flag", False))
+    compilation: dict[str, Any] = {
+        "mode": 3,
+        "backend": "inductor",
+        "use_inductor_graph_partition": True,
+        "compile_sizes": [],
+        "compile_ranges_endpoints": [BUCKET],
+        "pass_config": {"fuse_rope_kvcache_cat_mla": False},
+    }
+    extra: dict[str, Any] = {}
+    if job.get("flag"):
+        compilation["pass_config"]["fuse_aiter_qk_rope_kvcache_mla"] = True
+        extra["additional_config"] = {"mla_fusion": {"provider": "reference"}}
+    if job.get("custom_pass"):
+        from vllm.config import CompilationConfig
+
+        from mla_fusion import ops
+        from mla_fusion.passes.pipeline import MLAFusionPass
+
+        compilation["inductor_compile_config"] = {
+            "post_grad_custom_post_pass": MLAFusionPass("reference", BUCKET)
+        }
+        compilation["splitting_ops"] = [*CompilationConfig._attention_ops, *ops.RUNTIME_OPS]
+    llm = vllm.LLM(
+        model=job["model"],
+        load_format=job.get("load_format", "dummy"),
+        skip_tokenizer_init=True,
+        max_model_len=256,
+        max_num_seqs=BUCKET,
+        attention_backend="CPU_MLA",
+        compilation_config=compilation,
+        **extra,
+    )
+    sampling = vllm.SamplingParams(
+        max_tokens=job.get("max_tokens", 8),
+        temperature=0,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=1,
+    )
+    prompts = job.get("prompts", [[1, 2, 3], [7], list(range(9, 60)), [5, 6]])
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], sampling)
+    completions = [output.outputs[0] for output in outputs]
+    chosen = [
+        [seen[token].logprob for seen, token in zip(c.logprobs, c.token_ids, strict=True)]
+        for c in completions
+    ]
+    result = {
+        "graphs": graphs,
+        "tokens": [list(c.token_ids) for c in completions],
+        "logprobs": chosen,
+    }
+    print("RESULT " + json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,102 @@
+"""The passes in a real vLLM engine on a CPU: what they leave alone, and what they survive."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mla_fusion import ops
+from tests.models import DEEPSEEK_V2
+
+pytestmark = pytest.mark.engine
+HARNESS = Path(__file__).with_name("harness.py")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("deepseek_v2")
+    (folder / "config.json").write_text(json.dumps(DEEPSEEK_V2))
+    return str(folder)
+
+
+def run(job, tmp_path, **environment):
+    # A cache of Inductor's own would keep the passes from running, as a warm vLLM cache does.
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"), **environment}
+    environment = {"VLLM_CACHE_ROOT": str(tmp_path / "vllm"), **environment}
+    done = subprocess.run(
+        [sys.executable, str(HARNESS), json.dumps(job)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, **environment},
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    return json.loads(line.removeprefix("RESULT ")) | {"log": done.stdout + done.stderr}
+
+
+@pytest.fixture(scope="module")
+def alone(model, tmp_path_factory):
+    """vLLM without this library."""
+    return run({"model": model}, tmp_path_factory.mktemp("alone"))
+
+
+@pytest.fixture(scope="module")
+def fused_caches(tmp_path_factory):
+    return tmp_path_factory.mktemp("fused")
+
+
+@pytest.fixture(scope="module")
+def fused(model, fused_caches):
+    """The flag on."""
+    return run({"model": model, "plugin": True, "flag": True}, fused_caches)
+
+
+def prefill_range(result):
+    [name] = [name for name in result["graphs"] if not name.startswith("1-")]
+    return name
+
+
+def test_flag_off_leaves_every_graph_as_it_is(model, alone, tmp_path):
+    off = run({"model": model, "plugin": True}, tmp_path)
+    assert off["graphs"] == alone["graphs"]
+    assert len(alone["graphs"]) == 2
+
+
+def test_invariant_2_prefill_graph_is_the_same_code_with_the_flag_on(alone, fused):
+    name = prefill_range(alone)
+    assert fused["graphs"][name] == alone["graphs"][name]
+    assert "mla_fusion" not in fused["graphs"][name]
+
+
+def test_decode_graph_runs_the_fused_op_and_no_functional_wrapper_of_it(fused):
+    code = fused["graphs"]["1-4"]
+    assert code.count(f"torch.ops.mla_fusion.{ops.FUSED}.default(") == 2
+    assert code.count(f"torch.ops.mla_fusion.{ops.ATTENTION}.default(") == 2
+    assert "unified_mla" not in code
+
+
+def test_tokens_and_logprobs_are_those_of_vllm_alone_to_the_bit(alone, fused):
+    assert fused["tokens"] == alone["tokens"]
+    assert fused["logprobs"] == alone["logprobs"]
+
+
+def test_warm_compile_cache_still_yields_the_report(model, fused_caches, fused):
+    warm = run({"model": model, "plugin": True, "flag": True}, fused_caches)
+    assert not warm["graphs"], "a pass ran: the cache was cold and this test shows nothing"
+    assert "come from vLLM's cache, and so does" in warm["log"]
+    for result in (fused, warm):
+        assert "tokens 1 to 4: 2 MLA layers, 2 fused, 0 declined" in result["log"]
+    assert warm["tokens"] == fused["tokens"]
+
+
+def test_custom_pass_hook_without_the_plugin(model, alone, tmp_path):
+    custom = run({"model": model, "custom_pass": True}, tmp_path)
+    assert ops.FUSED in custom["graphs"]["1-4"]
+    name = prefill_range(alone)
+    assert custom["graphs"][name] == alone["graphs"][name]
+    assert custom["tokens"] == alone["tokens"]
+    assert custom["logprobs"] == alone["logprobs"]

@@ -1,0 +1,145 @@
+"""Inputs and comparisons that the tests of all providers share."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from mla_fusion.kernels import reference
+
+POISON = 0x5A
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call of the fused region. `kv` is the type of the cache, `query` that of q_out."""
+
+    tokens: int = 5
+    heads: int = 3
+    nope: int = 32
+    rope: int = 16
+    latent: int = 64
+    act: torch.dtype = torch.bfloat16
+    kv: torch.dtype = torch.float8_e4m3fn
+    query: torch.dtype = torch.float8_e4m3fn
+    angles: torch.dtype | None = torch.float32
+    neox: bool = False
+    block_size: int = 4
+    strided: bool = False
+    padded: tuple[int, ...] = (1,)
+    seed: int = 0
+
+
+@dataclasses.dataclass
+class Inputs:
+    """Arguments of `fused_mla_decode_prep`, with the storage behind the cache."""
+
+    arguments: dict[str, torch.Tensor | None]
+    is_neox: bool
+    query: torch.dtype
+    storage: torch.Tensor
+
+
+def build(case: Case, device: str = "cpu") -> Inputs:
+    """Random inputs; the cache and all gaps of its storage are poisoned."""
+    generator = torch.Generator().manual_seed(case.seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    def rows(*shape: int) -> torch.Tensor:
+        """A tensor of `shape`, cut out of wider rows if the case is strided."""
+        extra = 8 if case.strided else 0
+        wide = random(shape[0], *shape[1:-1], shape[-1] + extra).to(case.act).to(device)
+        return wide[..., extra:]
+
+    width = case.latent + case.rope
+    blocks = -(-case.tokens // case.block_size) + 3
+    entry, gap = (width + 16, 32) if case.strided else (width, 0)
+    size = torch.empty((), dtype=case.kv).element_size()
+    block_stride = case.block_size * entry + gap
+    storage = torch.full((blocks * block_stride * size,), POISON, dtype=torch.uint8, device=device)
+    cache = storage.view(case.kv).as_strided(
+        (blocks, case.block_size, width), (block_stride, entry, 1)
+    )
+    slots = torch.randperm(blocks * case.block_size, generator=generator)[: case.tokens]
+    positions = torch.randint(0, 64, (case.tokens,), generator=generator)
+    for row in case.padded:
+        if row < case.tokens:
+            slots[row], positions[row] = -1, 10**12
+    return Inputs(
+        arguments={
+            "q": rows(case.tokens, case.heads, case.nope + case.rope),
+            "w_uk_t": (random(case.heads, case.nope, case.latent) / case.nope**0.5)
+            .to(case.act)
+            .to(device),
+            "kv_c": rows(case.tokens, case.latent),
+            "k_pe": rows(case.tokens, case.rope),
+            "kv_cache": cache,
+            "slot_mapping": slots.to(device),
+            "positions": positions.to(device),
+            "cos_sin_cache": None
+            if case.angles is None
+            else random(64, case.rope).clamp(-1, 1).to(case.angles).to(device),
+            "k_scale": torch.tensor([0.031], device=device),
+            "q_scale": torch.tensor([0.017], device=device),
+        },
+        is_neox=case.neox,
+        query=case.query,
+        storage=storage,
+    )
+
+
+def run(module: object, inputs: Inputs, **extra: object) -> tuple[torch.Tensor, torch.Tensor]:
+    """Call a provider on a copy of the cache; returns the query and the raw cache storage."""
+    q, w = inputs.arguments["q"], inputs.arguments["w_uk_t"]
+    rope = inputs.arguments["k_pe"].shape[1]
+    out = torch.empty(*q.shape[:2], w.shape[2] + rope, dtype=inputs.query, device=q.device)
+    out.view(torch.uint8).fill_(POISON)
+    cache = inputs.arguments["kv_cache"]
+    storage = inputs.storage.clone()
+    copy = storage.view(cache.dtype).as_strided(cache.shape, cache.stride())
+    result = module.fused_mla_decode_prep(
+        **{**inputs.arguments, "kv_cache": copy}, is_neox=inputs.is_neox, q_out=out, **extra
+    )
+    assert result is out
+    return out, storage
+
+
+def steps(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    """Distance in representable values (ulp) per element; NaN is at distance 0 from NaN."""
+
+    def ordinal(x: torch.Tensor) -> torch.Tensor:
+        bits = 8 * x.element_size()
+        raw = x.view({8: torch.uint8, 16: torch.int16, 32: torch.int32}[bits]).long()
+        raw = raw & ((1 << bits) - 1)
+        sign = 1 << (bits - 1)
+        return torch.where(raw >= sign, sign - raw, raw)
+
+    both_nan = got.float().isnan() & want.float().isnan()
+    one_nan = got.float().isnan() ^ want.float().isnan()
+    distance = (ordinal(got) - ordinal(want)).abs()
+    return distance.masked_fill(both_nan, 0).masked_fill(one_nan, 1 << 40)
+
+
+def check_against_reference(module: object, inputs: Inputs, **extra: object) -> None:
+    """Query and cache within one step of the reference, nearly all equal, no stray bytes."""
+    got, got_cache = run(module, inputs, **extra)
+    want, want_cache = run(reference, inputs)
+    cache_type = inputs.arguments["kv_cache"].dtype
+    for a, b in ((got, want), (got_cache.view(cache_type), want_cache.view(cache_type))):
+        if a.dtype == torch.float32:
+            # Sums of fp32 products depend on their order; every other type hides that.
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, equal_nan=True)
+            continue
+        distance = steps(a, b)
+        assert int(distance.max()) <= 1
+        assert float((distance == 0).double().mean()) >= 0.99
+    untouched = want_cache == POISON
+    stray = untouched & (got_cache != POISON)
+    # A byte that the reference wrote as the poison value may differ by a rounding step.
+    slots = inputs.arguments["slot_mapping"]
+    assert int(stray.sum()) <= int((slots >= 0).sum())
+    padded = slots < 0
+    assert not got.view(torch.uint8)[padded].any()

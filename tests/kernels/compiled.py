@@ -1,0 +1,120 @@
+"""Compile a Triton kernel for a GPU that is not there, and read what came out.
+
+Triton brings the code generators, assemblers and disassemblers of both vendors; nothing runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import mangle_type
+
+TARGETS = {
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+    "gfx950": GPUTarget("hip", "gfx950", 64),
+    "sm_90": GPUTarget("cuda", 90, 32),
+}
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Resources and instructions of one compiled kernel.
+
+    registers: of one thread (vector registers on AMD). spills: spilled registers, or bytes of
+    stack on NVIDIA. shared: bytes of shared memory (LDS). matrix: kinds of matrix instructions.
+    fp8_converts: packed conversions to fp8. wide_loads: 16-byte global loads. narrow_loads:
+    global loads of 2 bytes or fewer.
+    """
+
+    registers: int
+    spills: int
+    shared: int
+    matrix: tuple[str, ...]
+    fp8_converts: int
+    wide_loads: int
+    narrow_loads: int
+
+
+def specialize(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> ASTSource:
+    """The source as a launch with these arguments would specialize it."""
+    values = dict(zip(kernel.arg_names, arguments, strict=False)) | options
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(kernel.params):
+        value = values[parameter.name]
+        free = parameter.do_not_specialize
+        if parameter.is_constexpr or (isinstance(value, int) and value == 1 and not free):
+            signature[parameter.name] = "constexpr"
+            constants[parameter.name] = value
+            continue
+        signature[parameter.name] = mangle_type(value)
+        aligned = value.data_ptr() if hasattr(value, "data_ptr") else value
+        if aligned % 16 == 0 and not free:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    return ASTSource(kernel, signature, constants, attributes)
+
+
+def compile_for(
+    target: str, kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]
+) -> Any:
+    """The compiled kernel for one of `TARGETS`; tensors may be meta tensors."""
+    compiler = {name: options[name] for name in OPTIONS if name in options}
+    rest = {name: value for name, value in options.items() if name not in OPTIONS}
+    source = specialize(kernel, arguments, rest)
+    return triton.compile(source, target=TARGETS[target], options=compiler)
+
+
+def report(target: str, compiled: Any) -> Report:
+    """Read a compiled kernel."""
+    if target.startswith("gfx"):
+        return read_amd(compiled.asm["amdgcn"], compiled.metadata.shared)
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage, sass = (
+            subprocess.run([tools / tool, *flags, file.name], capture_output=True, text=True)
+            for tool, flags in (("cuobjdump", ["-res-usage"]), ("nvdisasm", []))
+        )
+    return read_nvidia(usage.stdout + usage.stderr, sass.stdout, compiled.metadata.shared)
+
+
+def read_amd(assembly: str, shared: int) -> Report:
+    """Report from AMD assembly text."""
+
+    def field(name: str) -> int:
+        return int(re.search(rf"\.{name}:\s+(\d+)", assembly)[1])
+
+    return Report(
+        registers=field("vgpr_count"),
+        spills=field("vgpr_spill_count")
+        + field("sgpr_spill_count")
+        + field("private_segment_fixed_size"),
+        shared=shared,
+        matrix=tuple(sorted(set(re.findall(r"v_mfma_\w+", assembly)))),
+        fp8_converts=len(re.findall(r"v_cvt_(?:scalef32_)?pk_fp8_\w+", assembly)),
+        wide_loads=len(re.findall(r"(?:global|buffer)_load_dwordx4", assembly)),
+        narrow_loads=len(re.findall(r"(?:global|buffer)_load_(?:u|s)?(?:byte|short)", assembly)),
+    )
+
+
+def read_nvidia(usage: str, sass: str, shared: int) -> Report:
+    """Report from the text of cuobjdump -res-usage and of nvdisasm."""
+    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
+    return Report(
+        registers=registers,
+        spills=stack + len(re.findall(r"\b(?:LDL|STL)\b", sass)),
+        shared=shared,
+        matrix=tuple(sorted(set(re.findall(r"\b(HGMMA|HMMA)\b", sass)))),
+        fp8_converts=len(re.findall(r"F2FP\.\S*E4M3", sass)),
+        wide_loads=len(re.findall(r"(?:LDG|LDGSTS)\.E\S*\.128", sass)),
+        narrow_loads=len(re.findall(r"LDG\.E\.[US](?:8|16)\b", sass)),
+    )

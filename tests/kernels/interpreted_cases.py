@@ -1,0 +1,234 @@
+"""Kernels under the repaired interpreter; test_interpreted.py runs this in its own process.
+
+The interpreter is chosen when `@triton.jit` decorates, so this file must be loaded with
+TRITON_INTERPRET=1; its name keeps it out of a plain pytest run.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "run this file through test_interpreted.py"
+
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).parent))
+import cases  # noqa: E402
+import interpreter  # noqa: E402
+
+from mla_fusion.kernels import dispatch  # noqa: E402
+from mla_fusion.kernels import triton as provider  # noqa: E402
+from mla_fusion.kernels.dispatch import Plan  # noqa: E402
+
+interpreter.install(bounds=True, races=True)
+FN, FNUZ, BF16, FP16 = (
+    torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
+    torch.bfloat16,
+    torch.float16,
+)
+
+
+@triton.jit
+def convert(source, target, N: tl.constexpr):
+    """target[i] = source[i] in the type of target."""
+    i = tl.arange(0, N)
+    tl.store(target + i, tl.load(source + i).to(target.dtype.element_ty))
+
+
+@triton.jit
+def arithmetic(a, b, out, N: tl.constexpr):
+    """out[0] = a + b, out[1] = a * b, out[2] = max(a, b), out[3] = where(a < b, a, b)."""
+    i = tl.arange(0, N)
+    x, y = tl.load(a + i), tl.load(b + i)
+    tl.store(out + i, x + y)
+    tl.store(out + N + i, x * y)
+    tl.store(out + 2 * N + i, tl.maximum(x, y))
+    tl.store(out + 3 * N + i, tl.where(x < y, x, y))
+
+
+@triton.jit
+def stray(out, OFFSET: tl.constexpr, STEP: tl.constexpr):
+    """Every program stores 4 elements at OFFSET + STEP * program."""
+    tl.store(out + OFFSET + STEP * tl.program_id(0) + tl.arange(0, 4), 1.0)
+
+
+def nearest(x: np.ndarray, codes: torch.Tensor) -> np.ndarray:
+    """Code of the value of an fp8 type nearest to `x`: a search over all of them in float64.
+
+    Independent of the repair: the values come from torch, ties are found by comparing distances.
+    """
+    values = codes.float().double().numpy()
+    finite = np.flatnonzero(np.isfinite(values))
+    order = finite[np.argsort(np.abs(values[finite]), kind="stable")]
+    result = np.empty(x.shape, np.uint8)
+    for i, v in enumerate(x.astype(np.float64)):
+        if np.isnan(v):
+            result[i] = np.flatnonzero(np.isnan(values))[0]
+            continue
+        clamped = np.clip(v, values[finite].min(), values[finite].max())
+        distance = np.abs(values[order] - clamped)
+        best = order[distance == distance.min()]
+        if len(best) > 1:
+            # Ties go to even codes; of two zeros, to the one with the sign of the input.
+            even = [c for c in best if c % 2 == 0]
+            best = sorted(even, key=lambda c: bool(c & 0x80) != bool(np.signbit(v)))
+        result[i] = best[0]
+    return result
+
+
+def hard_values(codes: torch.Tensor) -> torch.Tensor:
+    """fp32 inputs: all fp8 values, their midpoints and neighbours, extremes and random ones."""
+    values = codes.float()
+    values = values[values.isfinite()].sort().values
+    middle = (values[1:] + values[:-1]) / 2
+    around = torch.cat((middle, values, middle.nextafter(middle + 1), middle.nextafter(middle - 1)))
+    extremes = torch.tensor([0.0, -0.0, 1e-45, -1e-40, 465.0, 1e38, -1e38, torch.nan])
+    infinite = torch.tensor([torch.inf, -torch.inf])
+    random = torch.randn(1024) * torch.exp2(torch.randint(-14, 12, (1024,)).float())
+    x = torch.cat((around, extremes, infinite, random))
+    return torch.nn.functional.pad(x, (0, 4096 - len(x)))
+
+
+@pytest.mark.parametrize("dtype", [FN, FNUZ], ids=["fn", "fnuz"])
+def test_fp8_conversion_is_the_nearest_value(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    codes = torch.arange(256).to(torch.uint8).view(dtype)
+    x = hard_values(codes)
+    out = torch.empty(len(x), dtype=dtype)
+    convert[(1,)](x, out, len(x))
+    want = torch.from_numpy(nearest(x.numpy(), codes))
+    got, nan = out.view(torch.uint8), x.isnan()
+    assert out[nan].float().isnan().all()
+    assert torch.equal(got[~nan], want[~nan])
+    back = torch.empty(256, dtype=torch.float32)
+    convert[(1,)](codes, back, 256)
+    assert torch.equal(back.nan_to_num(nan=1e9), codes.float().nan_to_num(nan=1e9))
+
+
+def test_bf16_conversion_and_arithmetic() -> None:
+    torch.manual_seed(2)
+    x = torch.randint(-(2**31), 2**31, (4096,)).int().view(torch.float32)
+    out = torch.empty(4096, dtype=BF16)
+    convert[(1,)](x, out, 4096)
+    assert int(cases.steps(out, x.to(BF16)).max()) == 0
+    a, b = torch.randn(2, 1024).to(BF16)
+    got = torch.empty(4, 1024, dtype=BF16)
+    arithmetic[(1,)](a, b, got, 1024)
+    want = torch.stack((a + b, a * b, torch.maximum(a, b), torch.minimum(a, b)))
+    assert torch.equal(got, want)
+
+
+def test_bounds_check_bites() -> None:
+    out = torch.zeros(8)
+    stray[(2,)](out, 0, 4)
+    with pytest.raises(triton.runtime.errors.InterpreterError, match="out of bounds"):
+        stray[(2,)](out, 4, 4)
+
+
+def test_race_check_bites() -> None:
+    with pytest.raises(triton.runtime.errors.InterpreterError, match="store to one byte"):
+        stray[(2,)](torch.zeros(8), 0, 2)
+
+
+CASES = {
+    "gptj-fp8": cases.Case(),
+    "neox-fp8": cases.Case(neox=True),
+    "nope-fp8": cases.Case(angles=None),
+    "fnuz": cases.Case(kv=FNUZ, query=FNUZ),
+    "activation-query": cases.Case(query=BF16),
+    "bf16-all": cases.Case(kv=BF16, query=BF16, neox=True),
+    "fp16": cases.Case(act=FP16, kv=FP16, query=FP16),
+    "fp16-fp8": cases.Case(act=FP16),
+    "bf16-angles": cases.Case(angles=BF16),
+    "fp32": cases.Case(act=torch.float32, kv=torch.float32, query=torch.float32),
+    "strided": cases.Case(strided=True, neox=True),
+    "odd-sizes": cases.Case(nope=24, rope=12, latent=40, block_size=3, strided=True),
+    "all-padded": cases.Case(padded=(0, 1, 2, 3, 4)),
+    "one-token": cases.Case(tokens=1, padded=()),
+    "one-padded-token": cases.Case(tokens=1, padded=(0,)),
+    "many-tokens": cases.Case(tokens=37, heads=2, padded=(0, 17, 36)),
+}
+PLANS = {
+    "sum": Plan(block_m=1, block_n=32, num_warps=2),
+    "dot": Plan(block_m=16, block_n=32),
+    "walk": Plan(block_m=16, block_n=32, m_tiles=2, cache_tokens=2, rope_rows=4, rest_last=True),
+    "folded": Plan(block_m=32, block_n=32, cache_tokens=4),
+    "split": Plan(mode="split", cache_tokens=2),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_provider_agrees_with_the_reference(case: cases.Case, plan: Plan) -> None:
+    cases.check_against_reference(provider, cases.build(case), plan=plan)
+
+
+def test_default_plans_agree() -> None:
+    for tokens in (1, 2, 20):
+        cases.check_against_reference(provider, cases.build(cases.Case(tokens=tokens, seed=tokens)))
+
+
+def test_no_tokens_no_launch() -> None:
+    inputs = cases.build(cases.Case(tokens=0, padded=()))
+    out, storage = cases.run(provider, inputs)
+    assert out.shape[0] == 0 and bool((storage == cases.POISON).all())
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_overflow_saturates_and_nan_stays_nan(plan: Plan) -> None:
+    inputs = cases.build(cases.Case(tokens=3, padded=()))
+    q, kv_c = inputs.arguments["q"], inputs.arguments["kv_c"]
+    q[0] = 1e6
+    q[1, 0, 0] = torch.nan
+    q[1, 1, -1] = torch.nan
+    kv_c[0], kv_c[2, 3] = -1e9, torch.nan
+    cases.check_against_reference(provider, inputs, plan=plan)
+    out, _ = cases.run(provider, inputs, plan=plan)
+    assert not out[0].float().isnan().any() and out[0].float().abs().max() == 448
+    assert out[1, 0, :64].float().isnan().all()
+
+
+def test_a_planted_bug_is_seen() -> None:
+    """The comparison bites: a kernel that believes NeoX is GPT-J does not pass."""
+    inputs = cases.build(cases.Case(neox=True))
+    wrong = type("Wrong", (), {})()
+    wrong.fused_mla_decode_prep = lambda **k: provider.fused_mla_decode_prep(
+        **{**k, "is_neox": False}
+    )
+    with pytest.raises(AssertionError):
+        cases.check_against_reference(wrong, inputs)
+
+
+def test_warmup_covers_the_bucket_and_leaves_the_cache_alone() -> None:
+    inputs = cases.build(cases.Case())
+    arguments, lines = inputs.arguments, []
+    count = provider.warmup(
+        arguments["w_uk_t"],
+        arguments["kv_cache"],
+        arguments["cos_sin_cache"],
+        arguments["k_scale"],
+        arguments["q_scale"],
+        rope_dim=16,
+        is_neox=False,
+        q_dtype=FN,
+        max_tokens=20,
+        progress=lines.append,
+    )
+    plans = {dispatch.choose(tokens, 3, True, None) for tokens in range(1, 21)}
+    assert count == len(lines) == len(plans)
+    assert bool((inputs.storage == cases.POISON).all())
+
+
+def test_rejects_what_it_cannot_address() -> None:
+    inputs = cases.build(cases.Case())
+    inputs.arguments["kv_c"] = inputs.arguments["kv_c"].t().contiguous().t()
+    with pytest.raises(ValueError, match="kv_c must have a dense last dimension"):
+        cases.run(provider, inputs)

@@ -1,0 +1,121 @@
+"""The Triton kernel compiled (not run) for AMD and NVIDIA: registers, spills, instructions."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from compiled import Report, compile_for, read_amd, report
+
+from mla_fusion.kernels import dispatch, dispatch_table, triton_kernels
+from mla_fusion.kernels import triton as provider
+from mla_fusion.kernels.dispatch import Plan
+
+FP8 = {
+    "gfx942": torch.float8_e4m3fnuz,
+    "gfx950": torch.float8_e4m3fn,
+    "sm_90": torch.float8_e4m3fn,
+}
+LDS = {"gfx942": 64 * 1024, "gfx950": 160 * 1024, "sm_90": 227 * 1024}
+DEFAULTS = {tokens: dispatch.default_plan(tokens, 16) for tokens in (1, 8, 64, 512)}
+
+
+def arguments(
+    plan: Plan, tokens: int, fp8: torch.dtype, neox: bool = False, act: torch.dtype = torch.bfloat16
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Launch arguments of a DeepSeek-shaped layer of 16 heads, on the meta device."""
+
+    def meta(*shape: int, dtype: torch.dtype = act) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    q_out = meta(tokens, 16, 576, dtype=fp8)
+    return provider.launch_arguments(
+        dispatch.fit(plan, 128, 2),
+        "done" if plan.mode == "split" else "here",
+        q_out,
+        meta(tokens, 16, 192),
+        meta(16, 128, 512),
+        meta(tokens, 512),
+        meta(tokens, 2112)[:, -64:],
+        meta(64, 64, 576, dtype=fp8),
+        meta(tokens, dtype=torch.int64),
+        meta(tokens, dtype=torch.int64),
+        meta(4096, 64, dtype=torch.float32),
+        meta(1, dtype=torch.float32),
+        meta(1, dtype=torch.float32),
+        neox,
+        q_out,
+    )
+
+
+@functools.cache
+def compiled(target: str, plan: Plan, tokens: int, fp8: torch.dtype, neox: bool = False) -> Report:
+    """Report of one configuration."""
+    args, options = arguments(plan, tokens, fp8, neox)
+    return report(target, compile_for(target, triton_kernels.prep_kernel, args, options))
+
+
+@pytest.mark.parametrize("neox", [False, True], ids=["gptj", "neox"])
+@pytest.mark.parametrize("tokens", DEFAULTS)
+@pytest.mark.parametrize("target", FP8)
+def test_default_plans_compile_without_spills(target: str, tokens: int, neox: bool) -> None:
+    plan = DEFAULTS[tokens]
+    result = compiled(target, plan, tokens, FP8[target], neox)
+    assert result.spills == 0, result
+    assert result.shared <= LDS[target], result
+    assert result.registers <= (255 if target == "sm_90" else 512), result
+    assert result.fp8_converts > 0, result
+    assert result.wide_loads > 0, result
+    if plan.block_m > 1:
+        kind = ("HGMMA" if plan.block_m >= 64 else "HMMA") if target == "sm_90" else "v_mfma"
+        assert any(name.startswith(kind) for name in result.matrix), result
+
+
+@pytest.mark.parametrize("target", ["gfx942", "sm_90"])
+def test_activation_query_and_split_compile(target: str) -> None:
+    for plan in (DEFAULTS[64], Plan(mode="split")):
+        result = compiled(target, plan, 64, torch.bfloat16)
+        assert result.spills == 0 and result.fp8_converts == 0, result
+
+
+def test_measured_plans_compile_without_spills() -> None:
+    """Every plan of the tables measured on sm_90 that differs from the ones above."""
+    plans = {
+        Plan(**fields)
+        for entry in dispatch_table.TABLE.values()
+        if entry["arch"] == "sm_90"
+        for rows in entry["fp8_query"].values()
+        for _, fields in rows
+    }
+    for plan in plans:
+        result = compiled("sm_90", plan, 1 if plan.block_m == 1 else 512, torch.float8_e4m3fn)
+        assert result.spills == 0, (plan, result)
+
+
+def test_aligned_strides_give_wide_query_loads() -> None:
+    """An unaligned row stride must cost its own variant, not the aligned one's width."""
+    plan = DEFAULTS[64]
+    args, options = arguments(plan, 64, torch.float8_e4m3fn)
+    wide = report("sm_90", compile_for("sm_90", triton_kernels.prep_kernel, args, options))
+    options["ALIGN"] = 1
+    narrow = report("sm_90", compile_for("sm_90", triton_kernels.prep_kernel, args, options))
+    assert wide.narrow_loads < narrow.narrow_loads, (wide, narrow)
+
+
+def test_spills_are_seen() -> None:
+    """The reader bites: with 40 registers a large tile has to spill."""
+    plan = Plan(block_m=32, block_n=256, num_warps=4)
+    args, options = arguments(plan, 64, torch.float8_e4m3fn)
+    options["maxnreg"] = 40
+    result = report("sm_90", compile_for("sm_90", triton_kernels.prep_kernel, args, options))
+    assert result.spills > 0, result
+    assembly = (
+        ".vgpr_count: 64\n.vgpr_spill_count: 3\n.sgpr_spill_count: 0\n"
+        ".private_segment_fixed_size: 12\n"
+    )
+    assert read_amd(assembly, 0).spills == 15

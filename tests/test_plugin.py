@@ -1,0 +1,321 @@
+"""The flag in vLLM's configuration: every way to set it, what it switches on, when it declines.
+
+Real VllmConfig objects of the installed vLLM on a CPU; no engine is started.
+"""
+
+import json
+import logging
+import pickle
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import mla_fusion
+from mla_fusion import config, ops, plugin, reasons, vllm_compat
+from tests.models import DEEPSEEK_V2, LLAMA
+
+mla_fusion.register()
+
+from vllm.config import CompilationConfig, PassConfig  # noqa: E402
+from vllm.engine.arg_utils import EngineArgs  # noqa: E402
+from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: E402
+
+FLAG_ON = {config.FLAG: True}
+REFERENCE = {"mla_fusion": {"provider": "reference"}}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    for name, model in (("mla", DEEPSEEK_V2), ("llama", LLAMA)):
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(model))
+    return folder
+
+
+@pytest.fixture
+def make(models):
+    """make(pass_config=..., **engine arguments) -> VllmConfig."""
+
+    def build(pass_config=None, compilation=None, model="mla", options=REFERENCE, **kwargs):
+        compilation_config = dict(compilation or {})
+        if pass_config is not None:
+            compilation_config["pass_config"] = pass_config
+        arguments = {
+            "model": str(models / model),
+            "skip_tokenizer_init": True,
+            "max_model_len": 256,
+            "max_num_seqs": 4,
+            "additional_config": options,
+            "compilation_config": CompilationConfig(**compilation_config),
+            **kwargs,
+        }
+        return EngineArgs(**arguments).create_engine_config()
+
+    return build
+
+
+@pytest.fixture
+def log(caplog):
+    """The log lines of this library."""
+    caplog.set_level(logging.INFO, logger="vllm.mla_fusion")
+    return caplog
+
+
+def own(log, level):
+    return [
+        r.getMessage() for r in log.records if r.name == "vllm.mla_fusion" and r.levelno == level
+    ]
+
+
+def parse(*arguments):
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    return EngineArgs.from_cli_args(parser.parse_args(list(arguments)))
+
+
+class TestWaysToSetTheFlag:
+    def test_dotted_command_line(self, models):
+        args = parse(
+            *("--model", str(models / "mla"), "--skip-tokenizer-init"),
+            *(f"-cc.pass_config.{config.FLAG}=True", f"-cc.pass_config.{config.THRESHOLD}=64"),
+            *("--additional-config", json.dumps(REFERENCE), "--max-model-len", "256"),
+        )
+        made = args.create_engine_config()
+        assert config.is_on(made)
+        assert config.decode_bucket(made) == 64
+
+    def test_json_command_line(self, models):
+        args = parse(
+            *("--model", str(models / "mla"), "--skip-tokenizer-init", "--max-model-len", "256"),
+            *("--compilation-config", json.dumps({"pass_config": FLAG_ON})),
+            *("--additional-config", json.dumps(REFERENCE)),
+        )
+        assert config.is_on(args.create_engine_config())
+
+    def test_compilation_config_object(self, make):
+        assert config.is_on(make(FLAG_ON))
+
+    def test_pass_config_object(self, make):
+        assert config.is_on(make(PassConfig(**FLAG_ON)))
+
+    def test_dictionary_as_llm_takes_it(self, models):
+        args = EngineArgs(
+            model=str(models / "mla"),
+            skip_tokenizer_init=True,
+            max_model_len=256,
+            additional_config=REFERENCE,
+            compilation_config={"pass_config": FLAG_ON},
+        )
+        assert config.is_on(args.create_engine_config())
+
+    def test_it_survives_the_pickle_to_a_worker(self, make):
+        assert config.is_on(pickle.loads(pickle.dumps(make(FLAG_ON))))
+
+
+class TestWhatItSwitchesOn:
+    def test_prerequisites_with_one_line_each(self, make, log):
+        made = make(FLAG_ON)
+        compilation = made.compilation_config
+        assert compilation.mode == 3
+        assert compilation.use_inductor_graph_partition
+        assert 4 in compilation.compile_ranges_endpoints
+        assert set(ops.RUNTIME_OPS) <= set(compilation.splitting_ops)
+        lines = own(log, logging.INFO)
+        for word in ("VLLM_COMPILE", "use_inductor_graph_partition", "up to 4 tokens"):
+            assert len([line for line in lines if word in line]) == 1, (word, lines)
+        assert not own(log, logging.WARNING)
+
+    @pytest.mark.parametrize("seqs, override, bucket", [(4, None, 4), (1, None, 2), (4, 64, 64)])
+    def test_decode_bucket(self, make, seqs, override, bucket):
+        made = make({**FLAG_ON, config.THRESHOLD: override}, max_num_seqs=seqs)
+        assert config.decode_bucket(made) == bucket
+        assert bucket in made.compilation_config.compile_ranges_endpoints
+
+    def test_speculative_tokens_widen_the_bucket(self, make):
+        made = make(FLAG_ON, speculative_config={"method": "ngram", "num_speculative_tokens": 3})
+        assert config.decode_bucket(made) == 16
+
+    def test_a_bucket_as_large_as_the_batch_adds_no_endpoint(self, make):
+        off = make()
+        tokens = off.scheduler_config.max_num_batched_tokens
+        made = make({**FLAG_ON, config.THRESHOLD: 10 * tokens})
+        assert config.decode_bucket(made) == tokens
+        assert made.compilation_config.compile_ranges_endpoints == [tokens]
+
+    def test_endpoints_of_the_operator_stay(self, make):
+        made = make(FLAG_ON, {"compile_ranges_endpoints": [32]})
+        assert {4, 32} <= set(made.compilation_config.compile_ranges_endpoints)
+
+
+DECLINES: dict[str, dict[str, Any]] = {
+    "no-mla": {"model": "llama"},
+    "not-compiled": {"enforce_eager": True},
+    "graph-partition": {"compilation": {"use_inductor_graph_partition": False}},
+    "functionalization-v2": {
+        "compilation": {"inductor_compile_config": {"enable_auto_functionalized_v2": True}}
+    },
+    "provider-platform": {"options": {}},
+    "provider-unavailable": {"options": {"mla_fusion": {"provider": "aiter"}}},
+}
+
+
+class TestDeclines:
+    @pytest.mark.parametrize("code", DECLINES)
+    def test_one_warning_that_names_the_reason_and_the_help(self, make, log, code):
+        made = make(FLAG_ON, **DECLINES[code])
+        assert not config.is_on(made)
+        [warning] = own(log, logging.WARNING)
+        assert f"[{code}]" in warning
+        assert reasons.REASONS[code].help in warning
+
+    def test_nothing_is_charged(self, make):
+        declined, off = make(FLAG_ON, model="llama"), make(model="llama")
+        for name in (
+            *("mode", "compile_ranges_endpoints", "splitting_ops"),
+            *("compile_sizes", "use_inductor_graph_partition"),
+        ):
+            assert getattr(declined.compilation_config, name) == getattr(
+                off.compilation_config, name
+            )
+
+    def test_full_cudagraphs(self):
+        # A CPU has no CUDA graphs and resets the mode, so only the decision is asked here.
+        from types import SimpleNamespace as Config
+
+        compilation = Config(
+            mode=3,
+            backend="inductor",
+            splitting_ops=None,
+            cudagraph_mode=Config(name="FULL"),
+            inductor_compile_config={},
+            pass_config=Config(**FLAG_ON),
+        )
+        vllm_config = Config(
+            compilation_config=compilation,
+            model_config=Config(use_mla=True),
+            parallel_config=Config(decode_context_parallel_size=1),
+            scheduler_config=Config(max_num_seqs=4, max_num_batched_tokens=64),
+            speculative_config=None,
+            additional_config=REFERENCE,
+        )
+
+        def code():
+            return config.decide(vllm_config, is_rocm=False, partition_refused=False).code
+
+        assert code() == "cudagraph-full"
+        compilation.cudagraph_mode.name = "FULL_AND_PIECEWISE"
+        assert code() == ""
+        compilation.splitting_ops = []
+        assert code() == "cudagraph-full"
+        compilation.cudagraph_mode.name = "FULL_DECODE_ONLY"
+        assert code() == ""
+        vllm_config.parallel_config.decode_context_parallel_size = 2
+        assert code() == "context-parallel"
+
+    def test_unsupported_vllm(self, make, log, monkeypatch):
+        monkeypatch.setattr(vllm_compat, "installed_version", lambda: "0.99.0")
+        assert not config.is_on(make(FLAG_ON))
+        [warning] = own(log, logging.WARNING)
+        assert "[vllm-version]" in warning and "0.99.0" in warning
+
+
+class TestBadInput:
+    def test_unknown_key(self):
+        with pytest.raises(Exception, match="fuse_aiter_qk_rope_kvcache_mal"):
+            CompilationConfig(pass_config={"fuse_aiter_qk_rope_kvcache_mal": True})
+
+    @pytest.mark.parametrize("value", [0, -1, 2.5, "many"])
+    def test_threshold_that_is_no_positive_integer(self, value):
+        with pytest.raises(Exception, match=config.THRESHOLD):
+            CompilationConfig(pass_config={config.THRESHOLD: value})
+
+    @pytest.mark.parametrize(
+        "options, names",
+        [
+            ({"mla_fusion": {"provider": "cuda"}}, "reference, triton, aiter"),
+            ({"mla_fusion": {"provder": "triton"}}, "provder"),
+            ({"mla_fusion": "triton"}, "must be a dictionary"),
+        ],
+    )
+    def test_options(self, make, options, names):
+        with pytest.raises(Exception, match=names):
+            make(FLAG_ON, options=options)
+
+    def test_config_object_from_before_the_plugin(self, models):
+        # In a process of its own: the plugin must not be loaded yet.
+        code = f"""
+from vllm.config import CompilationConfig
+early = CompilationConfig()
+try:
+    CompilationConfig(pass_config={FLAG_ON!r})
+except Exception as error:
+    assert {config.FLAG!r} in str(error), error
+else:
+    raise SystemExit("accepted without the plugin")
+import mla_fusion
+mla_fusion.register()
+from vllm.engine.arg_utils import EngineArgs
+made = EngineArgs(model={str(models / "mla")!r}, skip_tokenizer_init=True, max_model_len=256,
+                  compilation_config=early).create_engine_config()
+from mla_fusion import config
+assert not config.is_on(made)
+CompilationConfig(pass_config={FLAG_ON!r})
+"""
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+class TestHarmlessWhenOff:
+    def test_config_hash_is_that_of_vllm_alone(self, models):
+        code = f"""
+import sys
+if sys.argv[1] == "with":
+    import mla_fusion
+    mla_fusion.register()
+from vllm.engine.arg_utils import EngineArgs
+from vllm import plugins
+plugins.load_general_plugins = lambda: None
+import vllm.engine.arg_utils as arg_utils
+if hasattr(arg_utils, "load_general_plugins"):
+    arg_utils.load_general_plugins = lambda: None
+made = EngineArgs(model={str(models / "mla")!r}, skip_tokenizer_init=True,
+                  max_model_len=256).create_engine_config()
+from vllm.config import PassConfig
+print("fields", len(PassConfig.__dataclass_fields__))
+print("hash", made.compute_hash(), made.compilation_config.pass_config.compute_hash())
+"""
+        printed = {}
+        for which in ("with", "without"):
+            done = subprocess.run(
+                [sys.executable, "-c", code, which],
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=300,
+            )
+            lines = done.stdout.splitlines()
+            printed[which] = {
+                line.split()[0]: line.split()[1:] for line in lines if line[:1] in "fh"
+            }
+        assert printed["with"]["hash"] == printed["without"]["hash"]
+        # The two runs must differ in what this test is about.
+        assert int(printed["with"]["fields"][0]) == int(printed["without"]["fields"][0]) + 2
+
+    def test_hash_covers_the_flag_and_the_threshold(self):
+        hashes = {
+            PassConfig(**kwargs).compute_hash()
+            for kwargs in ({}, FLAG_ON, {**FLAG_ON, config.THRESHOLD: 8})
+        }
+        assert len(hashes) == 3
+        assert PassConfig(**{config.THRESHOLD: 8}).compute_hash() == PassConfig().compute_hash()
+
+    def test_registering_twice_changes_nothing(self):
+        from vllm.config import VllmConfig
+
+        before = VllmConfig.__post_init__, PassConfig
+        plugin._registered = False
+        plugin.register()
+        import vllm.config
+
+        assert (VllmConfig.__post_init__, vllm.config.PassConfig) == before
