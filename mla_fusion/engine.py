@@ -97,33 +97,37 @@ def run(job: Job) -> Outcome:
     (workdir / _JOB).write_text(json.dumps(asdict(job)))
     (workdir / _RESULT).unlink(missing_ok=True)
     cache = Path(job.cache).resolve()
+    older = stored_reports(cache)
     environment = {**os.environ, **_ENVIRONMENT, "VLLM_CACHE_ROOT": str(cache)}
     environment["TORCHINDUCTOR_CACHE_DIR"] = str(cache / "inductor")
     environment.pop("VLLM_DEBUG_DUMP_PATH", None)
     # With the flag off it is stock vLLM: not even the plugin is loaded.
     environment["VLLM_PLUGINS"] = "mla_fusion" if job.fuse else ""
     sys.stdout.flush()
-    done = subprocess.run([sys.executable, "-m", "mla_fusion.engine", job.workdir], env=environment)
+    # -P: the installed package, whatever lies in the current folder.
+    command = [sys.executable, "-P", "-m", "mla_fusion.engine", job.workdir]
+    done = subprocess.run(command, env=environment)
     if done.returncode != 0 or not (workdir / _RESULT).exists():
         raise UserError(
             f"vLLM could not start or run its engine on {job.model}: {last_error(workdir / LOG)} "
             f"(exit status {done.returncode}). What led to it: {workdir / LOG}"
         )
     outcome = Outcome(**json.loads((workdir / _RESULT).read_text()))
-    outcome.reports = stored_reports(cache)
+    outcome.reports = [path for path in stored_reports(cache) if path not in older]
     return outcome
 
 
 def last_error(log: Path) -> str:
-    """The line of a log that names the error: of the last traceback, the root cause."""
+    """What the last error in a log says, in one line."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     # "[rank0]: ValueError: why" and "(EngineCore pid=1) ERROR ... ValueError: why"
-    errors = [line for line in lines if "Error: " in line and "  File " not in line]
-    if not errors:
+    found = [i for i, line in enumerate(lines) if "Error: " in line and "  File " not in line]
+    if not found:
         return lines[-1] if lines else "it ended before it wrote anything"
-    text = errors[-1]
-    start = max(text.rfind(" ", 0, text.index("Error: ")), text.rfind("]", 0, text.index("Error")))
-    return text[start + 1 :]
+    text = lines[found[-1]]
+    if "ValidationError: " in text and found[-1] + 1 < len(lines):
+        return lines[found[-1] + 1].strip()  # pydantic says what is wrong one line below
+    return text[text.rfind(" ", 0, text.index("Error: ")) + 1 :]
 
 
 def _child(workdir: Path) -> None:

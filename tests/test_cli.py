@@ -177,6 +177,61 @@ def test_the_language_part_of_a_multimodal_model_is_read(tmp_path: Path) -> None
     assert shrink.read(tmp_path) == V3
 
 
+# --- check: what is run, and the verdict
+
+
+def check_with(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fused: int, *argv: str
+) -> tuple[int, engine.Job]:
+    """Check a model with an engine that is played: (exit status, its job)."""
+    jobs: list[engine.Job] = []
+
+    def play(job: engine.Job) -> engine.Outcome:
+        jobs.append(job)
+        return engine.Outcome([], [], [], 0, [store(Path(job.cache), "a.json", fused)])
+
+    monkeypatch.setattr(engine, "run", play)
+    monkeypatch.setattr(engine, "require", lambda *modules, purpose: None)
+    status = cli.main(["check", str(write_config(tmp_path, V3)), *argv])
+    return status, jobs[0]
+
+
+def test_check_runs_prompts_and_derives_the_bucket(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    status, job = check_with(monkeypatch, tmp_path, 2, "--max-num-seqs", "8")
+    assert status == 0 and job.prompts and job.bucket is None and job.fuse
+
+
+def test_check_widens_the_bucket_by_draft_tokens(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    argv = ("--max-num-seqs", "512", "--speculative-tokens", "3")
+    _, job = check_with(monkeypatch, tmp_path, 2, *argv)
+    assert job.bucket == 2048 < job.max_num_batched_tokens
+
+
+@pytest.mark.parametrize("fused", [0, 1])
+def test_check_fails_when_a_layer_does_not_fuse(
+    fused: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    status, _ = check_with(monkeypatch, tmp_path, fused)
+    assert status == 1
+    assert f"{2 - fused} of 2 MLA layers of the decode range do not" in capsys.readouterr().out
+
+
+def test_check_runs_no_head_size_the_cpu_lacks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(V3, "kv_lora_rank", 256)
+    status, job = check_with(monkeypatch, tmp_path, 2)
+    assert status == 0 and not job.prompts
+    assert "no token was generated" in capsys.readouterr().out
+
+
 # --- the engine's errors
 
 
@@ -184,6 +239,7 @@ def test_the_language_part_of_a_multimodal_model_is_read(tmp_path: Path) -> None
     ("log", "message"),
     [
         ("Traceback:\nValueError: a\n[rank0]: RuntimeError: b\nbye", "RuntimeError: b"),
+        ("ValidationError: 1 error\n  Value error, d\nfor more", "Value error, d"),
         ("(EngineCore pid=1) ERROR 01-01 vllm.NotAnError: c", "vllm.NotAnError: c"),
         ("Killed", "Killed"),
         ("", "it ended before it wrote anything"),
