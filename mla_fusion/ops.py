@@ -9,6 +9,10 @@ The bodies live in `mla_fusion.runtime` and are imported when an op first runs.
     fused_aiter_qk_rope_kvcache_q_concat_quant_mla  both in one: what a decode graph runs
     mla_attention_with_prepared_query               vLLM's MLA attention with that query
 
+The last two are what runs. They write into buffers of the graph and return nothing: under
+piecewise CUDA graphs they run between captured pieces, which read fixed addresses, and Inductor
+hands a returned tensor on through such a piece.
+
 An op that takes `layer_name` finds the layer, its KV cache and the batch's metadata in vLLM's
 forward context. vLLM passes the name as an opaque object on some torch versions and as a string
 on others, so the type of that argument is chosen at registration.
@@ -58,9 +62,9 @@ _SCHEMAS = {
         "ScalarType query_dtype) -> Tensor"
     ),
     FUSED: (
-        "(Tensor(a!) q, Tensor kv_c, Tensor(b!) k_pe, Tensor? positions, Tensor? cos_sin_cache, "
-        "Tensor k_scale, {layer_name} layer_name, str kv_cache_dtype, str rope, bool is_neox, "
-        "ScalarType query_dtype, str provider) -> Tensor"
+        "(Tensor(a!) q, Tensor kv_c, Tensor(b!) k_pe, Tensor(c!) prepared_q, Tensor? positions, "
+        "Tensor? cos_sin_cache, Tensor k_scale, {layer_name} layer_name, str kv_cache_dtype, "
+        "str rope, bool is_neox, str provider) -> ()"
     ),
     ATTENTION: (
         "(Tensor q, Tensor prepared_q, Tensor kv_c, Tensor k_pe, Tensor(a!) output, "
@@ -136,18 +140,14 @@ def _q_prep_fake(
     return q.new_empty((*q.shape[:2], kv_lora_rank + qk_rope_head_dim), dtype=query_dtype)
 
 
-def _fused(*args: Any) -> torch.Tensor:
+def _fused(*args: Any) -> None:
     from mla_fusion import runtime
 
-    *step, _, provider = args
-    return runtime.fused_decode_prep(_fused_fake(*args), provider, *step)
+    runtime.fused_decode_prep(*args)
 
 
-def _fused_fake(
-    q: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor, *rest: Any
-) -> torch.Tensor:
-    query_dtype = rest[-2]
-    return q.new_empty((*q.shape[:2], kv_c.shape[-1] + k_pe.shape[-1]), dtype=query_dtype)
+def _no_output(*args: Any) -> None:
+    return None
 
 
 def _attention(*args: Any) -> None:
@@ -157,14 +157,10 @@ def _attention(*args: Any) -> None:
     runtime.attention()(*args[:6])
 
 
-def _attention_fake(*args: Any) -> None:
-    return None
-
-
 _BODIES = {ROPE_UPDATE: _rope_update, Q_PREP: _q_prep, FUSED: _fused, ATTENTION: _attention}
 _FAKES = {
     ROPE_UPDATE: _rope_update_fake,
     Q_PREP: _q_prep_fake,
-    FUSED: _fused_fake,
-    ATTENTION: _attention_fake,
+    FUSED: _no_output,
+    ATTENTION: _no_output,
 }

@@ -32,11 +32,10 @@ def is_decode_only(metadata: Any) -> bool:
 
 
 def fused_decode_prep(
-    out: torch.Tensor,
-    provider: str,
     q: torch.Tensor,
     kv_c: torch.Tensor,
     k_pe: torch.Tensor,
+    prepared_q: torch.Tensor,
     positions: torch.Tensor | None,
     cos_sin_cache: torch.Tensor | None,
     k_scale: torch.Tensor,
@@ -44,11 +43,12 @@ def fused_decode_prep(
     kv_cache_dtype: str,
     rope: str,
     is_neox: bool,
-) -> torch.Tensor:
-    """Prepare the decode query into `out` [T, H, L + R], or rotate q and k_pe in place.
+    provider: str,
+) -> None:
+    """Prepare the decode query into `prepared_q` [T, H, L + R], or rotate q and k_pe in place.
 
-    Either way the KV cache is written. `out` is only defined for a decode-only batch; rows that
-    are padding are zero then. k_pe is [T, 1, R]; the other shapes are those of
+    Either way the KV cache is written. `prepared_q` is only written for a decode-only batch; rows
+    that are padding are zero then. k_pe is [T, 1, R]; the other shapes are those of
     `mla_fusion.kernels.fused_mla_decode_prep`.
     """
     metadata, layer, kv_cache, slot_mapping = vllm_compat.attention_context(layer_name)
@@ -57,11 +57,11 @@ def fused_decode_prep(
             q, kv_c, k_pe, positions, cos_sin_cache, k_scale, layer_name, kv_cache_dtype, rope,
             is_neox,
         )  # fmt: skip
-        return out
+        return
     # vLLM may pass fewer slots than padded rows; such rows are padding too.
     rows = slot_mapping.shape[0]
-    if rows < out.shape[0]:
-        out[rows:].zero_()
+    if rows < prepared_q.shape[0]:
+        prepared_q[rows:].zero_()
     if cos_sin_cache is not None:
         cos_sin_cache = _table(cos_sin_cache, rope, q.dtype)
     kernels.get_provider(provider).fused_mla_decode_prep(
@@ -76,9 +76,8 @@ def fused_decode_prep(
         k_scale,
         layer._q_scale,
         is_neox=is_neox,
-        q_out=out[:rows],
+        q_out=prepared_q[:rows],
     )
-    return out
 
 
 def rope_and_cache_update(
@@ -150,6 +149,7 @@ def _attention(
     if not is_decode_only(metadata):
         layer.forward_impl(q, kv_c, k_pe, kv_cache, metadata, output=output)
         return
+    vllm_compat.resolve_context_parallel(layer)
     rows = metadata.num_actual_tokens
     attended, _ = layer.impl.forward_mqa(
         prepared_q[:rows], _typed_cache(kv_cache, layer.kv_cache_dtype), metadata, layer

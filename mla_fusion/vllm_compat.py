@@ -79,6 +79,14 @@ def with_attention_hooks(body: Callable[..., None]) -> Callable[..., None]:
     return eager_break_during_capture(maybe_transfer_kv_layer(body))
 
 
+def resolve_context_parallel(layer: Any) -> None:
+    """Set what vLLM 0.26 sets on the first call of `forward_impl`, which decode steps now skip."""
+    if layer.impl.dcp_world_size == -1:
+        from vllm.distributed.parallel_state import get_dcp_group
+
+        layer.impl.dcp_world_size = get_dcp_group().world_size
+
+
 def fp8_dtype() -> torch.dtype:
     """The fp8 type of vLLM's platform: e4m3fnuz on gfx942, else e4m3fn."""
     from vllm.platforms import current_platform

@@ -2,8 +2,8 @@
 
     before   q, kv_c, k_pe, ... ─► rope_mla_kv_cache_update ─► [1] q ─► mla_decode_q_prep ─►
                                                                                    attention
-    after    q, kv_c, k_pe, ... ─► fused_aiter_qk_rope_kvcache_q_concat_quant_mla
-                                     [0] prepared query, [1] q, [2] k_pe ─► attention
+    after    q, kv_c, k_pe, an empty buffer, ... ─► fused_aiter_qk_rope_kvcache_q_concat_quant_mla
+                                     [1] q, [2] k_pe, [3] prepared query ─► attention
 
 The fused node reads the query before rotation, so that it can do all in one launch. It returns q
 and k_pe, which it rotates in place for a batch that is not decode-only and leaves alone otherwise.
@@ -13,9 +13,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from mla_fusion import ops
 from mla_fusion.passes.result import PassResult
-from mla_fusion.passes.rewrite import functionalized_call
+from mla_fusion.passes.rewrite import call, functionalized_call
 from mla_fusion.patterns.fused_pair import pairs
 from mla_fusion.patterns.site import output
 
@@ -41,16 +43,16 @@ class MLAAiterQkRopeKVCacheFusionPass:
     def _rewrite(self, graph: fx.Graph, pair: Pair) -> None:
         dummy, q, k_pe = (output(pair.rope, index) for index in range(3))
         with graph.inserting_before(pair.rope):
-            _, (prepared, new_q, new_k_pe) = functionalized_call(
+            _, (_, new_q, new_k_pe, prepared) = functionalized_call(
                 graph,
                 ops.get(ops.FUSED),
                 {
                     **pair.rope.kwargs,
-                    "query_dtype": pair.prep.meta["val"].dtype,
+                    "prepared_q": _buffer(graph, pair),
                     "provider": self.provider,
                 },
-                returned=(pair.prep.meta["val"],),
-                mutated=("q", "k_pe"),
+                returned=(None,),
+                mutated=("q", "k_pe", "prepared_q"),
             )
         pair.prep.replace_all_uses_with(prepared)
         graph.erase_node(pair.prep)
@@ -64,3 +66,18 @@ class MLAAiterQkRopeKVCacheFusionPass:
                 user.kwargs = {k: None if v is dummy else v for k, v in user.kwargs.items()}
             graph.erase_node(dummy)
         graph.erase_node(pair.rope)
+
+
+def _buffer(graph: fx.Graph, pair: Pair) -> fx.Node:
+    """An empty tensor for the prepared query."""
+    q, value = pair.rope.kwargs["q"], pair.prep.meta["val"]
+    tokens = value.shape[0]
+    if not isinstance(tokens, int):
+        tokens = call(graph, torch.ops.aten.sym_size.int, (q, 0), tokens)
+    buffer = graph.call_function(
+        torch.ops.aten.empty.memory_format,
+        ([tokens, *value.shape[1:]],),
+        {"dtype": value.dtype, "device": value.device, "pin_memory": False},
+    )
+    buffer.meta["val"] = value
+    return buffer

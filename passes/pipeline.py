@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch._inductor.config
+from torch._inductor.pattern_matcher import stable_topological_sort
 from vllm.compilation.passes.inductor_pass import InductorPass, get_pass_context
 
 from mla_fusion import eligibility, ops, report, vllm_compat
@@ -103,7 +104,11 @@ class LastStep(InductorPass):
         return f"mla_fusion-{source_hash()}-{self.rest.uuid() if self.rest else ''}"
 
     def __call__(self, graph: fx.Graph) -> None:
+        compile_range = get_pass_context().compile_range
+        began = time.perf_counter()
         self.fix(graph)
+        milliseconds = (time.perf_counter() - began) * 1e3
+        report.add(report.GraphRecord(compile_range.start, compile_range.end, pass_ms=milliseconds))
 
 
 def fuse(
@@ -124,6 +129,8 @@ def fuse(
         name = vllm_compat.traced_layer_name(layer_name)
         return everything if name is None else facts.get(name)
 
+    # vLLM's own passes leave nodes before what they read; its cleanup after this pass sorts too.
+    stable_topological_sort(graph)
     snapshot = Snapshot(graph)
     census = report.Census(graph, calls)
     try:
@@ -175,7 +182,7 @@ def _variant(attention: fx.Node) -> report.Variant:
         is_neox=args["is_neox"],
         rope_dim=args["k_pe"].meta["val"].shape[-1],
         table_dtype="" if table is None else str(table.meta["val"].dtype).removeprefix("torch."),
-        query_dtype=str(args["query_dtype"]).removeprefix("torch."),
+        query_dtype=str(args["prepared_q"].meta["val"].dtype).removeprefix("torch."),
         kv_cache_dtype=args["kv_cache_dtype"],
     )
 
