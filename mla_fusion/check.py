@@ -58,7 +58,8 @@ def run(settings: Settings) -> bool:
         _collect(work / "depyf", settings.dump, stored)
     shutil.rmtree(work)
     lines = stored.lines() if stored else []
-    print(*[text for text in outcome.warnings if text not in lines], *lines, sep="\n")
+    for line in [*(text for text in outcome.warnings if text not in lines), *lines]:
+        print(line)
     _print_limits(settings, cut, ran)
     return _verdict(stored)
 

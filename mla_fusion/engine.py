@@ -153,9 +153,14 @@ def _generate(job: Job, progress: Any) -> dict[str, Any]:
         from mla_fusion.plugin import register
 
         register()
-        keeper = logging.Handler(logging.WARNING)
-        keeper.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
-        logging.getLogger("vllm.mla_fusion").addHandler(keeper)
+
+        def keep(record: logging.LogRecord) -> bool:
+            if record.levelno >= logging.WARNING:
+                warnings.append(record.getMessage())
+            return True
+
+        # A filter: vLLM configures logging while it starts, and that drops handlers.
+        logging.getLogger("vllm.mla_fusion").addFilter(keep)
 
     began = time.perf_counter()
     engine = _build(job)

@@ -83,3 +83,11 @@ def test_check_of_a_model_vllm_does_not_know_is_one_line(tmp_path, capsys):
     assert cli.main(["check", str(tmp_path)]) == 2
     text = capsys.readouterr().err
     assert text.count("\n") == 1 and "no_such_model" in text
+
+
+def test_check_says_why_the_flag_is_switched_off(shown, capsys):
+    """The triton provider has no GPU here."""
+    model = shown[1] / V3 / "model"
+    assert cli.main(["check", str(model), "--layers", "1", "--provider", "triton"]) == 1
+    text = capsys.readouterr().out
+    assert "[provider-unavailable]" in text and "check: nothing fuses" in text
