@@ -1,0 +1,133 @@
+"""Read a model's config.json and cut it to a few small layers with the same attention.
+
+What decides about fusion is kept: the model class, the latent, rope and head sizes, the head count
+of one tensor-parallel rank, the rope scaling, q_lora. What does not is made small.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mla_fusion.engine import UserError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layers")
+_HEAD_KEYS = ("num_attention_heads", "num_key_value_heads")
+_VOCABULARY = 1024
+# Key -> the largest value the cut model has.
+_LIMITS = {
+    "hidden_size": 512,
+    "intermediate_size": 512,
+    "ffn_hidden_size": 512,
+    "moe_intermediate_size": 256,
+    "expert_ffn_hidden_size": 256,
+    "vocab_size": _VOCABULARY,
+    "n_routed_experts": 8,
+    "num_experts": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_topk": 2,
+    "zero_expert_num": 2,
+    "num_nextn_predict_layers": 0,
+}
+# Of weights that are not read, and of Python files that are not run.
+_DROPPED = ("quantization_config", "compression_config", "auto_map")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A model cut to `layers`, and in words what was read and what was changed."""
+
+    config: dict[str, Any]
+    layers: int
+    head_size: int
+    found: str
+    changed: str
+
+
+def read(model_dir: Path) -> dict[str, Any]:
+    """The language model's part of MODEL_DIR/config.json.
+
+    Raises:
+        UserError: there is no such file, it is no JSON object, or the model has no MLA.
+    """
+    path = model_dir / "config.json" if model_dir.is_dir() else model_dir
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(
+            f"no config.json at {path}: give the folder of a downloaded Hugging Face model "
+            "(its config.json is enough)"
+        ) from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"cannot read {path}: {error}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is not a model's config.json: it holds no JSON object")
+    model = content
+    if "kv_lora_rank" not in content and isinstance(content.get("text_config"), dict):
+        model = {**content["text_config"]}  # a multimodal model: its language part
+    if not model.get("model_type"):
+        raise UserError(f'{path} is not a model\'s config.json: it has no "model_type"')
+    if not isinstance(model.get("kv_lora_rank"), int):
+        raise UserError(
+            f"{path} ({model['model_type']}) describes no model with multi-head latent attention "
+            '(MLA): it has no "kv_lora_rank", so there is nothing to fuse'
+        )
+    return model
+
+
+def cut(model: dict[str, Any], layers: int, tensor_parallel_size: int) -> Cut:
+    """`model` cut to `layers` layers with the heads of one rank.
+
+    Raises:
+        UserError: a key is missing, or the heads do not divide.
+    """
+    layer_key = next((key for key in _LAYER_KEYS if isinstance(model.get(key), int)), None)
+    missing = [k for k in ("num_attention_heads", "qk_rope_head_dim") if k not in model]
+    missing += [] if layer_key else [_LAYER_KEYS[0]]
+    if layer_key is None or missing:
+        raise UserError(f"config.json has no {', '.join(map(repr, missing))}, which MLA needs")
+    all_layers, heads = model[layer_key], model["num_attention_heads"]
+    if heads % tensor_parallel_size:
+        raise UserError(
+            f"--tensor-parallel-size {tensor_parallel_size} does not divide the model's "
+            f"{heads} attention heads"
+        )
+    layers = min(layers, all_layers)
+    small = {key: value for key, value in model.items() if key not in _DROPPED}
+    small[layer_key] = layers
+    if "n_routed_experts" in model or "first_k_dense_replace" in model:
+        small["first_k_dense_replace"] = layers - 1  # the last has experts, as vLLM expects
+    for key in _HEAD_KEYS:
+        if isinstance(model.get(key), int):
+            small[key] = max(model[key] // tensor_parallel_size, 1)
+    for key, limit in _LIMITS.items():
+        if isinstance(model.get(key), int):
+            small[key] = min(model[key], limit)
+    for key, value in small.items():
+        if isinstance(value, list) and len(value) == all_layers:
+            small[key] = value[:layers]  # one entry a layer
+        if key.endswith("_token_id") and isinstance(value, int) and value >= _VOCABULARY:
+            small[key] = 0
+    dropped = "".join(f", no {key}" for key in _DROPPED if key in model)
+    return Cut(
+        config=small,
+        layers=layers,
+        head_size=model["kv_lora_rank"] + model["qk_rope_head_dim"],
+        found=f"{_name(model)}, {all_layers} layers, {heads} heads",
+        changed=(
+            f"{layers} layers, {small['num_attention_heads']} heads (one rank of "
+            f"{tensor_parallel_size}), hidden size {small.get('hidden_size')}, at most "
+            f"{_LIMITS['n_routed_experts']} experts, dummy weights in bfloat16{dropped}"
+        ),
+    )
+
+
+def _name(model: dict[str, Any]) -> str:
+    architectures = model.get("architectures") or []
+    return str(architectures[0]) if architectures else str(model["model_type"])

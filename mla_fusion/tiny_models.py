@@ -1,0 +1,129 @@
+"""Small DeepSeek-V2- and V3-shaped models with random weights, written as vLLM reads them.
+
+The weights are of unit gain, not vLLM's dummy ones of about 1e-3: with those every attention score
+is nearly zero, and the tokens would not notice a wrong rotation or a wrong cache entry.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_COMMON: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 3,  # every layer dense: the experts below are never built
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    # The only latent and rope sizes vLLM's CPU attention takes; also those of the real models.
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "vocab_size": 1024,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+}
+_V2: dict[str, Any] = {
+    "model_type": "deepseek_v2",
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "q_lora_rank": None,
+    "topk_method": "greedy",
+    "max_position_embeddings": 4096,
+}
+_V3: dict[str, Any] = {
+    "model_type": "deepseek_v3",
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "q_lora_rank": 128,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "max_position_embeddings": 163840,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "deepseek-v2-shaped": {**_COMMON, **_V2},
+    "deepseek-v3-shaped": {**_COMMON, **_V3},
+}
+
+
+def write(name: str, folder: Path, seed: int = 0) -> Path:
+    """Write config.json and model.safetensors of `MODELS[name]` into `folder`, and return it."""
+    from safetensors.torch import save_file
+
+    model = MODELS[name]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(model, indent=1))
+    save_file(weights(model, seed), folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def weights(model: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
+    """All weights of a dense model by their checkpoint names; the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden, heads, latent = (
+        model["hidden_size"],
+        model["num_attention_heads"],
+        model["kv_lora_rank"],
+    )
+    nope, rope, value = (
+        model["qk_nope_head_dim"],
+        model["qk_rope_head_dim"],
+        model["v_head_dim"],
+    )
+
+    def linear(out: int, into: int, gain: float = 1.0) -> torch.Tensor:
+        random = torch.randn(out, into, generator=generator)
+        return (random * gain * into**-0.5).to(torch.bfloat16)
+
+    def norm(size: int) -> torch.Tensor:
+        return (1 + 0.1 * torch.randn(size, generator=generator)).to(torch.bfloat16)
+
+    tensors = {"model.embed_tokens.weight": linear(model["vocab_size"], hidden, hidden**0.5)}
+    for layer in range(model["num_hidden_layers"]):
+        at = f"model.layers.{layer}."
+        # Attention is peaked, so that a token depends on where and what its keys are.
+        query, sharp = heads * (nope + rope), 2.0
+        if model["q_lora_rank"] is None:
+            tensors[f"{at}self_attn.q_proj.weight"] = linear(query, hidden, sharp)
+        else:
+            rank = model["q_lora_rank"]
+            tensors[f"{at}self_attn.q_a_proj.weight"] = linear(rank, hidden)
+            tensors[f"{at}self_attn.q_a_layernorm.weight"] = norm(rank)
+            tensors[f"{at}self_attn.q_b_proj.weight"] = linear(query, rank, sharp)
+        tensors |= {
+            f"{at}input_layernorm.weight": norm(hidden),
+            f"{at}post_attention_layernorm.weight": norm(hidden),
+            f"{at}self_attn.kv_a_proj_with_mqa.weight": linear(latent + rope, hidden),
+            f"{at}self_attn.kv_a_layernorm.weight": norm(latent),
+            f"{at}self_attn.kv_b_proj.weight": linear(heads * (nope + value), latent),
+            f"{at}self_attn.o_proj.weight": linear(hidden, heads * value),
+            f"{at}mlp.gate_proj.weight": linear(model["intermediate_size"], hidden),
+            f"{at}mlp.up_proj.weight": linear(model["intermediate_size"], hidden),
+            f"{at}mlp.down_proj.weight": linear(hidden, model["intermediate_size"]),
+        }
+    tensors["model.norm.weight"] = norm(hidden)
+    tensors["lm_head.weight"] = linear(model["vocab_size"], hidden, 4.0)
+    return tensors

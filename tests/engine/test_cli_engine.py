@@ -1,0 +1,93 @@
+"""`mla-fusion demo` and `mla-fusion check` end to end, on real vLLM engines."""
+
+import ast
+import json
+import math
+
+import pytest
+
+from mla_fusion import cli, demo
+from tests.models import LLAMA
+
+pytestmark = pytest.mark.engine
+V3 = "deepseek-v3-shaped"
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory):
+    """One model of the demo: (whether it succeeded, its folder)."""
+    out = tmp_path_factory.mktemp("demo")
+    return demo.run(out, names=[V3]), out
+
+
+def test_the_demo_writes_what_fused(shown):
+    succeeded, out = shown
+    assert succeeded
+    assert json.loads((out / "report.json").read_text()) == {
+        "models": [
+            {
+                "name": V3,
+                "tokens_equal": True,
+                "ranges": [
+                    {"range": [1, demo.MAX_NUM_SEQS], "layers": 3, "fused": 3, "declined": 0},
+                    {"range": [9, 2048], "layers": 3, "fused": 0, "declined": 0},
+                ],
+            }
+        ]
+    }
+
+
+def test_the_tokens_of_the_demo_could_differ(shown):
+    """A model that says the same whatever it reads, or knows nothing, would hide an error."""
+    for flag in ("off", "on"):
+        result = json.loads((shown[1] / V3 / flag / "result.json").read_text())
+        tokens, logprobs = result["tokens"], [x for prompt in result["logprobs"] for x in prompt]
+        assert all(len(set(prompt)) > demo.NEW_TOKENS / 2 for prompt in tokens)
+        assert len({tuple(prompt[-4:]) for prompt in tokens}) == len(demo.ARRIVALS)
+        assert sum(logprobs) / len(logprobs) > -math.log(1024) / 2
+
+
+def test_the_report_of_the_demo_is_stored(shown, capsys):
+    assert cli.main(["report", str(shown[1] / "cache")]) == 0
+    assert "tokens 1 to 8: 3 MLA layers, 3 fused, 0 declined" in capsys.readouterr().out
+
+
+def test_check_dumps_graphs_and_compiles_what_a_cpu_cannot_run(shown, tmp_path, capsys):
+    """Readable Python before and after the passes, for a bucket widened by draft tokens."""
+    model, dump = shown[1] / V3 / "model", tmp_path / "dump"
+    argv = ["check", str(model), "--max-num-seqs", "4", "--speculative-tokens", "2"]
+    argv += ["--tensor-parallel-size", "2", "--kv-cache-dtype", "fp8", "--dump", str(dump)]
+    assert cli.main(argv) == 0
+    text = capsys.readouterr().out
+    assert "every MLA layer of the decode range fuses (2 of 2)" in text
+    assert "tokens 1 to 12: 2 MLA layers, 2 fused" in text
+    assert "no token was generated" in text and "ran:" not in text
+    calls = {
+        "before": "torch.ops.vllm.unified_mla_attention_with_output",
+        "after": "torch.ops.mla_fusion.fused_aiter_qk_rope_kvcache_q_concat_quant_mla",
+    }
+    assert {p.name for p in dump.iterdir()} == {f"tokens_1_12.{stage}.py" for stage in calls}
+    for stage in calls:
+        tree = ast.parse((dump / f"tokens_1_12.{stage}.py").read_text())
+        [module] = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+        assert module.name == "GraphModule"
+        code = ast.unparse(module)  # without the comments, which quote vLLM's source
+        assert {op: code.count(op) for op in calls.values()} == {
+            op: 2 if op == calls[stage] else 0 for op in calls.values()
+        }
+
+
+def test_check_of_a_model_vllm_does_not_know_is_one_line(tmp_path, capsys):
+    strange = {**LLAMA, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "model_type": "no_such_model"}
+    (tmp_path / "config.json").write_text(json.dumps(strange))
+    assert cli.main(["check", str(tmp_path)]) == 2
+    text = capsys.readouterr().err
+    assert text.count("\n") == 1 and "no_such_model" in text
+
+
+def test_check_says_why_the_flag_is_switched_off(shown, capsys):
+    """The triton provider has no GPU here."""
+    model = shown[1] / V3 / "model"
+    assert cli.main(["check", str(model), "--layers", "1", "--provider", "triton"]) == 1
+    text = capsys.readouterr().out
+    assert "[provider-unavailable]" in text and "check: nothing fuses" in text
