@@ -102,7 +102,7 @@ def compile_plan(job: tuple[Plan, bool]) -> None:
         layer = bench.provider_layer(region, provider.fused_mla_decode_prep, plan=plan)
         layer(region.weights[0], region.caches[0], region.sets[0])
         torch.cuda.synchronize()
-    except Exception as error:
+    except (RuntimeError, ValueError) as error:
         print(f"{plan}: {error}", flush=True)
 
 
@@ -116,7 +116,7 @@ def measure(
         try:
             checks[plan] = bench.agreement(region, layer)
             graphs[plan] = bench.capture(region, layer)
-        except Exception as error:
+        except (RuntimeError, ValueError) as error:
             print(f"{region.case} {plan}: {type(error).__name__} {str(error)[:200]}", flush=True)
     times = bench.interleave(graphs, len(region.weights), rounds)  # type: ignore[arg-type]
     for plan, samples in times.items():

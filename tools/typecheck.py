@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TREE = ROOT / "build" / "types"
 INSIDE = ("passes", "patterns")
-BESIDE = ("tests", "tools")
+BESIDE = ("tools",)
 
 
 def link_tree() -> None:
