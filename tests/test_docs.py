@@ -1,0 +1,103 @@
+"""Every flag, file, command and reason that the docs name exists, and every one is documented."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mla_fusion import cli, config, kernels, reasons
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXT = {page.name: page.read_text() for page in PAGES}
+# Written by the commands the docs describe.
+MADE = ("build/",)
+
+
+def code_of(text):
+    """Inline code and code blocks."""
+    blocks = re.findall(r"```\w*\n(.*?)```", text, re.S)
+    inline = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.S))
+    return blocks, inline
+
+
+def makefile_targets():
+    return set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), re.M))
+
+
+@pytest.mark.parametrize("name", TEXT)
+def test_links_and_paths_exist(name):
+    folder = next(page for page in PAGES if page.name == name).parent
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", TEXT[name]):
+        if not target.startswith("http"):
+            assert (folder / target).exists(), target
+    _, inline = code_of(TEXT[name])
+    for word in inline:
+        looks_like_path = re.fullmatch(r"[\w.-]+(/[\w.-]+)*/?", word) and (
+            "/" in word or word.endswith((".py", ".md", ".toml"))
+        )
+        if looks_like_path and not word.startswith(MADE):
+            assert (ROOT / word).exists() or (ROOT / "docs" / word).exists(), word
+
+
+@pytest.mark.parametrize("name", TEXT)
+def test_make_targets_exist(name):
+    blocks, inline = code_of(TEXT[name])
+    for snippet in (*blocks, *inline):
+        for target in re.findall(r"^make ([a-z][\w-]*)", snippet, re.M):
+            assert target in makefile_targets(), target
+
+
+@pytest.mark.parametrize("name", TEXT)
+def test_commands_and_their_options_exist(name):
+    commands = cli._parser()._subparsers._group_actions[0].choices
+    blocks, inline = code_of(TEXT[name])
+    for snippet in (*blocks, *inline):
+        for line in re.findall(r"^mla-fusion (.+)$", snippet, re.M):
+            command, *words = line.split()
+            assert command in commands, line
+            known = commands[command]._option_string_actions
+            for word in words:
+                if word.startswith("--"):
+                    assert word in known, line
+
+
+def test_every_command_is_documented():
+    commands = cli._parser()._subparsers._group_actions[0].choices
+    for command in commands:
+        assert f"mla-fusion {command}" in "".join(TEXT.values()) or f"make {command}" in "".join(
+            TEXT.values()
+        ), command
+
+
+def test_flags():
+    for field in (config.FLAG, config.THRESHOLD):
+        assert f"## `{field}`" in TEXT["flags.md"]
+    for provider in kernels.PROVIDERS:
+        assert f"`{provider}`" in TEXT["flags.md"]
+    named = set(re.findall(r"\b((?:fuse_)?aiter_qk_rope_kvcache\w+)\b", "".join(TEXT.values())))
+    assert named <= {config.FLAG, config.THRESHOLD}
+
+
+def test_reasons_page_says_what_the_log_says():
+    page = TEXT["reasons.md"]
+    assert re.findall(r"^### `(.+)`$", page, re.M) == [
+        code
+        for scope in ("engine", "layer")
+        for code, reason in reasons.REASONS.items()
+        if reason.scope == scope
+    ]
+    for code, reason in reasons.REASONS.items():
+        section = page.split(f"### `{code}`")[1].split("###")[0]
+        assert f"Why: {reason.why}." in section
+        assert f"What would help: {reason.help}." in section
+
+
+def test_every_reason_code_in_the_source_is_in_the_table():
+    folders = (ROOT / "mla_fusion", ROOT / "passes", ROOT / "patterns")
+    source = "".join(path.read_text() for folder in folders for path in folder.glob("*.py"))
+    for code in re.findall(r'Decline\(\s*"([\w-]+)"', source):
+        assert code in reasons.REASONS, code
+    for code in reasons.REASONS:
+        uses = source.count(f'"{code}"')
+        assert uses >= 2, f"{code} is explained and never given"
