@@ -102,11 +102,13 @@ def main() -> None:
                 case = bench.Case(tokens, heads, not options.bf16)
                 region = bench.make_region(case, weights)
                 graphs, checks = {}, {}
+                # A captured graph does not keep its candidate's workspaces alive.
+                layers = {}
                 for name in options.peers:
                     if name in missing:
                         continue
                     try:
-                        layer = bench_peers.PEERS[name](region)
+                        layer = layers[name] = bench_peers.PEERS[name](region)
                         if name not in bench_peers.NOT_A_RESULT:
                             checks[name] = bench.agreement(region, layer)
                         graphs[name] = bench.capture(region, layer)
