@@ -21,8 +21,9 @@ from torch import fx
 
 from mla_fusion import ops
 from mla_fusion.passes.result import PassResult
+from mla_fusion.passes.rewrite import drop_dead
 from mla_fusion.patterns import probe
-from mla_fusion.patterns.site import FUSED_ROPE_UPDATE, functionalized_op, output
+from mla_fusion.patterns.site import FUSED_ROPE_UPDATE, functionalized_op, outputs, same_view
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,7 +60,8 @@ def _make_in_place(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int]) ->
     mutated = [a.name for a in op._schema.arguments if a.alias_info and a.alias_info.is_write]
     targets: dict[int, Any] = {returns + i: node.kwargs[name] for i, name in enumerate(mutated)}
     scatters = {
-        index: _scatter_back(output(node, index), target) for index, target in targets.items()
+        index: [pair for read in outputs(node, index) for pair in _scatter_back(read, target)]
+        for index, target in targets.items()
     }
     for index, target in targets.items():
         scattered = [scatter for scatter, _ in scatters[index]]
@@ -67,13 +69,15 @@ def _make_in_place(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int]) ->
             return False
     with graph.inserting_before(node):
         call = graph.call_function(op, (), dict(node.kwargs))
-    value = node.meta["val"]
-    call.meta["val"] = value[0] if len(op._schema.returns) else None
+    if "val" in node.meta:
+        call.meta["val"] = node.meta["val"][0] if op._schema.returns else None
     order[call] = order[node]
     for index, target in targets.items():
         for scatter, whole in scatters[index]:
             scatter.replace_all_uses_with(whole)
+            inputs = scatter.all_input_nodes
             graph.erase_node(scatter)
+            drop_dead(graph, inputs)
         _replace_output(graph, node, index, target)
     _replace_output(graph, node, 0, call)
     graph.erase_node(node)
@@ -81,27 +85,21 @@ def _make_in_place(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int]) ->
 
 
 def _replace_output(graph: fx.Graph, node: fx.Node, index: int, value: Any) -> None:
-    read = output(node, index)
-    if read is None:
-        return
-    users = list(read.users)
-    read.replace_all_uses_with(value)
-    graph.erase_node(read)
-    for user in users:
-        # copy(slice(x), slice(x)) of a scatter that is gone
-        if user.target is aten.copy.default and not user.users:
-            graph.erase_node(user)
+    for read in outputs(node, index):
+        users = list(read.users)
+        read.replace_all_uses_with(value)
+        graph.erase_node(read)
+        # copy(slice(x), slice(x)) of a scatter that is gone, and its slice
+        drop_dead(graph, [u for u in users if u.target is aten.copy.default])
 
 
-def _scatter_back(mutated: fx.Node | None, target: Any) -> list[tuple[fx.Node, fx.Node]]:
+def _scatter_back(mutated: fx.Node, target: Any) -> list[tuple[fx.Node, fx.Node]]:
     """(slice_scatter, whole) pairs that only put a mutated slice back where it lies.
 
     `target` is slice(whole, dim, start, ...), perhaps followed by views that keep the slice as it
     is; the scatter writes the mutated value to the same place of a value equal to `whole`.
     """
-    if mutated is None or not isinstance(target, fx.Node):
-        return []
-    if target.target is not aten.slice.Tensor:
+    if not isinstance(target, fx.Node) or target.target is not aten.slice.Tensor:
         return []
     whole, *place = target.args
     assert isinstance(whole, fx.Node)
@@ -112,26 +110,15 @@ def _scatter_back(mutated: fx.Node | None, target: Any) -> list[tuple[fx.Node, f
             if scatter.target is not aten.slice_scatter.default:
                 continue
             base, _, *where = scatter.args
-            if _normal(where, whole) == _normal(place, whole) and _same_value(base, whole):
+            if _normal(where) == _normal(place) and same_view(base, whole):
                 found.append((scatter, whole))
     return found
 
 
-def _normal(place: list[Any], whole: fx.Node) -> tuple[Any, ...]:
-    """dim, start, end, step of a slice, with defaults filled in and the dim counted from 0."""
+def _normal(place: list[Any]) -> tuple[Any, ...]:
+    """dim, start, end, step of a slice, with defaults filled in."""
     dim, start, end, step = place + [0, None, None, 1][len(place) :]
-    return (dim % whole.meta["val"].dim(), start or 0, end, step)
-
-
-def _same_value(a: Any, b: Any) -> bool:
-    """Whether two nodes are the same chain of views of the same node."""
-    while a is not b:
-        if not (isinstance(a, fx.Node) and isinstance(b, fx.Node)):
-            return False
-        if a.target not in probe.VIEWS or a.target is not b.target or a.args[1:] != b.args[1:]:
-            return False
-        a, b = a.args[0], b.args[0]
-    return True
+    return (dim, start or 0, end, step)
 
 
 def _read_later(

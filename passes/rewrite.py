@@ -14,7 +14,8 @@ import torch
 from torch import fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 
-from mla_fusion.patterns.site import output
+from mla_fusion.patterns import probe
+from mla_fusion.patterns.site import outputs as readers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -66,11 +67,12 @@ def redirect(user: fx.Node, replacements: Mapping[str, fx.Node]) -> None:
 
 def replace_call(old: fx.Node, new: fx.Node, outputs: Mapping[int, fx.Node]) -> None:
     """Let the readers of output i of `old` read outputs[i] of `new`, remembering `old`."""
+    moved = []
     for index, value in outputs.items():
-        read = output(old, index)
-        if read is not None:
+        for read in readers(old, index):
+            moved.append((value, read, list(read.users)))
             read.replace_all_uses_with(value)
-    new.meta[_ORIGIN] = (old, dict(outputs))
+    new.meta[_ORIGIN] = (old, moved)
 
 
 def replaced_call(new: fx.Node) -> fx.Node | None:
@@ -80,11 +82,10 @@ def replaced_call(new: fx.Node) -> fx.Node | None:
 
 def restore_call(new: fx.Node) -> None:
     """Undo `replace_call`."""
-    old, outputs = new.meta.pop(_ORIGIN)
-    for index, value in outputs.items():
-        read = output(old, index)
-        if read is not None:
-            value.replace_all_uses_with(read)
+    _, moved = new.meta.pop(_ORIGIN)
+    for value, read, users in moved:
+        for user in users:
+            user.replace_input_with(value, read)
 
 
 def restore_inputs(user: fx.Node) -> None:
@@ -108,15 +109,37 @@ class Snapshot:
             self.graph.erase_node(node)
 
 
+def _unread_users(node: fx.Node) -> list[fx.Node] | None:
+    """All that is computed from `node`, last first; None if any of it is read."""
+    found: dict[fx.Node, None] = {}
+    stack = [node]
+    while stack:
+        for user in stack.pop().users:
+            if user.target not in probe.PURE:
+                return None
+            if user not in found:
+                found[user] = None
+                stack.append(user)
+    return sorted(found, reverse=True)
+
+
 def drop_dead(graph: fx.Graph, roots: Iterable[fx.Node]) -> None:
-    """Erase those of `roots` that nothing uses any more, and what only they used."""
+    """Erase those of `roots` that nothing uses any more, and what only they used.
+
+    A graph may hold views that nothing reads (AOT autograd leaves some); they are no use.
+    """
     worklist = list(roots)
     while worklist:
         node = worklist.pop()
-        if node._erased or node.users or node.op != "call_function":
+        if node._erased or node.op != "call_function":
             continue
         if node.target is not auto_functionalized and node.is_impure():
             continue
+        unread = _unread_users(node)
+        if unread is None:
+            continue
+        for user in unread:
+            graph.erase_node(user)
         inputs = node.all_input_nodes
         graph.erase_node(node)
         worklist.extend(inputs)

@@ -12,6 +12,7 @@ compared by value, as in `probe`, with the op's outputs as free variables.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ from torch import fx
 
 from mla_fusion.ops import Rope
 from mla_fusion.patterns import probe, site
-from mla_fusion.patterns.rope import RopeMatch
+from mla_fusion.patterns.rope import RopeMatch, is_rope_table
 
 if TYPE_CHECKING:
     from mla_fusion.patterns.site import Site
@@ -40,14 +41,14 @@ OPS = {
     site.FUSED_ROPE_UPDATE: _Op(Rope.CAT_FUSED, "q_pe", "k_pe"),
 }
 
-# Arguments of the newer `_C.rotary_embedding` that change its meaning when set.
-_MUST_BE_UNSET = ("rope_dim_offset", "inverse")
+# Arguments of `_C.rotary_embedding` and of AITER's op that change their meaning when set.
+_MUST_BE_UNSET = ("rope_dim_offset", "inverse", "offsets")
 
 
 def match(found: Site) -> RopeMatch | None:
     """The unrotated values if an in-place op of `OPS` rotates q and k_pe of the site, else None."""
     interior, leaves = probe.cone([found.q, found.k_pe])
-    calls = {n.args[0] for n in leaves if n.op == "call_function" and _is_output(n)}
+    calls = {n.args[0] for n in leaves if _is_output(n)}
     if len(calls) != 1:
         return None
     call = calls.pop()
@@ -56,16 +57,24 @@ def match(found: Site) -> RopeMatch | None:
     args = site.arguments(call)
     if any(args.get(name) for name in _MUST_BE_UNSET):
         return None
+    width = probe.concrete_shape(found.k_pe)[-1]
+    if args.get("head_size", width) != width:
+        return None
+    if not is_rope_table(args["cos_sin_cache"], args["positions"], found):
+        return None
+    if op.rope is Rope.CAT_FUSED and call is not found.cache_update:
+        return None
     q, k_pe = probe.unmodified(found.q), args[op.key]
-    rotated_q, rotated_k = site.output(call, 1), site.output(call, 2)
+    # Only outputs that reach the attention count: either may be computed and not be used.
+    read = {leaf.args[1]: leaf for leaf in leaves if _is_output(leaf)}
+    rotated_q, rotated_k = read.get(1), read.get(2)
     if q is None or rotated_q is None or rotated_k is None:
         return None
     interior, leaves = probe.cone([found.q, found.k_pe, args[op.query], k_pe, q])
     try:
-        values = probe.run(interior, probe.leaf_values(leaves))
+        values = probe.run(interior, probe.leaf_values(leaves), found.q.meta["val"].dtype)
     except probe.NotPolynomial:
         return None
-    width = values[k_pe].shape[-1]
     tail = values[rotated_q].reshape(*values[q].shape[:-1], width)
     want = {
         args[op.query]: values[q][..., -width:].reshape(values[args[op.query]].shape),
@@ -86,5 +95,4 @@ def match(found: Site) -> RopeMatch | None:
 
 
 def _is_output(node: fx.Node) -> bool:
-    call = node.args[0] if node.args else None
-    return site.functionalized_op(call) in OPS
+    return node.target is operator.getitem and site.functionalized_op(node.args[0]) in OPS

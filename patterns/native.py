@@ -17,7 +17,7 @@ import torch
 
 from mla_fusion.ops import Rope
 from mla_fusion.patterns import probe
-from mla_fusion.patterns.rope import RopeMatch, expected_rotation
+from mla_fusion.patterns.rope import RopeMatch, expected_rotation, is_rope_table
 
 if TYPE_CHECKING:
     from torch import fx
@@ -36,12 +36,16 @@ def match(site: Site) -> RopeMatch | None:
     if len(sources) != 1 or q is None or k_pe is None:
         return None
     table, positions = sources.pop()
-    if not _is_rope_table(table, positions, site):
+    if not is_rope_table(table, positions, site):
+        return None
+    if probe.strip(table, probe.CASTS).op not in ("placeholder", "get_attr"):
+        return None
+    rounded = _rounded(interior, table, site.q.meta["val"].dtype)
+    if rounded is None:
         return None
     is_neox = _judge(interior, leaves, site, q, k_pe, table, positions)
     if is_neox is None:
         return None
-    rounded = table.meta["val"].dtype == site.q.meta["val"].dtype
     return RopeMatch(
         rope=Rope.NATIVE if rounded else Rope.NATIVE_FP32,
         is_neox=is_neox,
@@ -53,17 +57,30 @@ def match(site: Site) -> RopeMatch | None:
     )
 
 
-def _is_rope_table(table: fx.Node, positions: fx.Node, site: Site) -> bool:
-    value, pos = table.meta.get("val"), positions.meta.get("val")
-    return (
-        isinstance(value, torch.Tensor)
-        and isinstance(pos, torch.Tensor)
-        and value.dim() == 2
-        and pos.dim() == 1
-        and pos.dtype == torch.int64
-        and value.shape[1] == site.k_pe.meta["val"].shape[-1]
-        and probe.strip(table, probe.CASTS).op in ("placeholder", "get_attr")
-    )
+def _rounded(interior: list[fx.Node], table: fx.Node, activation: torch.dtype) -> bool | None:
+    """Whether cosines and sines are rounded to the activation type; None if some of them are.
+
+    Wherever the cast stands, before or after the lookup, it rounds the same numbers.
+    """
+    angles = {table: table.meta["val"].dtype == activation}
+    used: set[bool] = set()
+    for node in interior:
+        inputs = [n for n in node.all_input_nodes if n in angles]
+        if not inputs:
+            continue
+        others = [n for n in node.all_input_nodes if n not in angles and _is_float(n)]
+        if others:
+            used.update(angles[n] for n in inputs)
+        else:
+            value = node.meta.get("val")
+            cast = isinstance(value, torch.Tensor) and value.dtype == activation
+            angles[node] = cast or all(angles[n] for n in inputs)
+    return used.pop() if len(used) == 1 else None
+
+
+def _is_float(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype.is_floating_point
 
 
 def _judge(
@@ -81,7 +98,7 @@ def _judge(
         return _known[key]
     verdict = None
     with contextlib.suppress(probe.NotPolynomial):
-        values = probe.run(interior, probe.leaf_values(leaves))
+        values = probe.run(interior, probe.leaf_values(leaves), site.q.meta["val"].dtype)
         for is_neox in (False, True):
             want_q, want_k = expected_rotation(
                 values[q], values[k_pe], values[table], values[positions], is_neox

@@ -118,16 +118,22 @@ def concrete_shape(node: fx.Node) -> tuple[int, ...]:
     return tuple(concrete(s) for s in node.meta["val"].shape)
 
 
-def run(interior: Iterable[fx.Node], env: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
-    """Run the interior of a cone on `env`, the values of its leaves; floating casts are no-ops.
+def run(
+    interior: Iterable[fx.Node], env: Mapping[fx.Node, Any], activation: torch.dtype
+) -> dict[fx.Node, Any]:
+    """Run the interior of a cone on `env`, the values of its leaves.
+
+    Casts are no-ops if they lose no more than a value of type `activation` would.
 
     Raises:
-        NotPolynomial: a node does not run on the probing values.
+        NotPolynomial: a node does not run on the probing values, or casts to a lesser type.
     """
     values = dict(env)
     try:
         for node in interior:
             if node.target in CASTS:
+                if not _keeps_precision(node, activation):
+                    raise NotPolynomial(f"{node.name} loses precision")
                 values[node] = values[node.all_input_nodes[0]]
                 continue
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
@@ -135,6 +141,15 @@ def run(interior: Iterable[fx.Node], env: Mapping[fx.Node, Any]) -> dict[fx.Node
     except (RuntimeError, IndexError, TypeError, KeyError) as error:
         raise NotPolynomial(f"{node.name}: {error}") from error
     return values
+
+
+def _keeps_precision(cast: fx.Node, activation: torch.dtype) -> bool:
+    source, target = (n.meta.get("val") for n in (cast.all_input_nodes[0], cast))
+    if not (isinstance(source, torch.Tensor) and isinstance(target, torch.Tensor)):
+        return False
+    if not source.dtype.is_floating_point:
+        return target.dtype in (torch.int32, torch.int64)
+    return target.dtype in (activation, torch.float32, torch.float64)
 
 
 def leaf_value(node: fx.Node, generator: torch.Generator) -> Any:
@@ -221,5 +236,8 @@ def signature(interior: list[fx.Node], leaves: list[fx.Node], outputs: list[fx.N
         value = leaf.meta.get("val")
         shape = concrete_shape(leaf) if isinstance(value, torch.Tensor) else repr(value)
         described.append((shape, str(getattr(value, "dtype", "")), _is_table(leaf)))
-    body = [(str(n.target), name(n.args), name(n.kwargs)) for n in interior]
+    body = [
+        (str(n.target), name(n.args), name(n.kwargs), str(getattr(n.meta.get("val"), "dtype", "")))
+        for n in interior
+    ]
     return (tuple(described), tuple(body), tuple(index[n] for n in outputs))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import fx
 
 if TYPE_CHECKING:
-    from torch import fx
-
     from mla_fusion.ops import Rope
+    from mla_fusion.patterns.site import Site
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,27 @@ class RopeMatch:
     positions: fx.Node | None
     cos_sin_cache: fx.Node | None
     rotated: tuple[fx.Node, ...]
+
+
+def is_rope_table(table: Any, positions: Any, site: Site) -> bool:
+    """Whether these are the arguments of a rotation of all of k_pe [T, 1, R].
+
+    The table [max_position, R] is of the activation type or fp32, positions [T] are int64.
+    """
+    value, pos, k_pe = (
+        node.meta.get("val") if isinstance(node, fx.Node) else None
+        for node in (table, positions, site.k_pe)
+    )
+    return (
+        isinstance(value, torch.Tensor)
+        and isinstance(pos, torch.Tensor)
+        and isinstance(k_pe, torch.Tensor)
+        and value.dim() == 2
+        and value.shape[1] == k_pe.shape[-1]
+        and value.dtype in (k_pe.dtype, torch.float32)
+        and pos.dim() == 1
+        and pos.dtype == torch.int64
+    )
 
 
 def expected_rotation(

@@ -19,6 +19,8 @@ import torch
 from torch import fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 
+from mla_fusion.patterns import probe
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -64,12 +66,26 @@ def arguments(node: fx.Node) -> dict[str, Any]:
     return named
 
 
+def outputs(node: fx.Node, index: int) -> list[fx.Node]:
+    """Every getitem that reads output `index` of `node`: nothing forbids more than one."""
+    return [u for u in node.users if u.target is operator.getitem and u.args[1] == index]
+
+
 def output(node: fx.Node, index: int) -> fx.Node | None:
-    """The getitem that reads output `index` of `node`; None if there is none."""
-    for user in node.users:
-        if user.target is operator.getitem and user.args[1] == index:
-            return user
-    return None
+    """The first getitem that reads output `index` of `node`; None if there is none."""
+    return next(iter(outputs(node, index)), None)
+
+
+def same_view(a: Any, b: Any) -> bool:
+    """Whether two nodes are the same chain of views of the same node."""
+    while a is not b:
+        if not (isinstance(a, fx.Node) and isinstance(b, fx.Node)):
+            return False
+        same = a.target is b.target and a.args[1:] == b.args[1:] and a.kwargs == b.kwargs
+        if a.target not in probe.VIEWS or not same:
+            return False
+        a, b = a.args[0], b.args[0]
+    return True
 
 
 @dataclass(frozen=True)
@@ -98,7 +114,7 @@ def read_site(attention: fx.Node) -> Site:
 
     Raises:
         Decline: the call uses an argument that this library's attention op does not take, or its
-            cache update is not one of vLLM's.
+            cache update is not one of vLLM's or wrote other values than it reads.
     """
     args = arguments(attention)
     extra = sorted(name for name, v in args.items() if v is not None and name not in _TAKEN_OVER)
@@ -116,8 +132,11 @@ def read_site(attention: fx.Node) -> Site:
     kv_c = written["kv_c_normed" if name == CACHE_UPDATE else "kv_c"]
     if kv_c is not args["kv_c_normed"] or written["layer_name"] != args["layer_name"]:
         raise Decline("cache-update", "the attention reads other values than were written")
+    # The fused op of vLLM rotates k_pe itself: the spelling relates the two.
+    if name == CACHE_UPDATE and not same_view(written["k_pe"], args["k_pe"]):
+        raise Decline("cache-update", "the attention reads another k_pe than was written")
     nodes = (args["q"], kv_c, args["k_pe"])
-    for node in nodes:
+    for node in (*nodes, args["output"]):
         if not isinstance(node.meta.get("val"), torch.Tensor):
             raise Decline("missing-metadata", f"node {node.name}")
     q, kv_c, k_pe = nodes

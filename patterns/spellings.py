@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING
 
-from mla_fusion.patterns import inplace, native, nope
-from mla_fusion.patterns.site import Decline
+from mla_fusion.ops import Rope
+from mla_fusion.patterns import inplace, native, nope, probe
+from mla_fusion.patterns.site import FUSED_ROPE_UPDATE, Decline, functionalized_op
 
 if TYPE_CHECKING:
     from mla_fusion.patterns.rope import RopeMatch
@@ -23,5 +25,22 @@ def match(site: Site) -> RopeMatch:
     for spelling in SPELLINGS:
         found = spelling(site)
         if found is not None:
+            _check(site, found)
             return found
+    interior, leaves = probe.cone([site.q, site.k_pe])
+    calls = {leaf.args[0] for leaf in leaves if leaf.target is operator.getitem}
+    arguments = [node for call in calls for node in call.all_input_nodes]
+    for node in (*leaves, *interior, *calls, *arguments):
+        if "val" not in node.meta:
+            raise Decline("missing-metadata", f"node {node.name}")
     raise Decline("unknown-rope", f"q comes from {site.q.format_node()}")
+
+
+def _check(site: Site, found: RopeMatch) -> None:
+    """Raise Decline for what every spelling must fulfil."""
+    for node in (found.q, found.k_pe):
+        if "val" not in node.meta:
+            raise Decline("missing-metadata", f"node {node.name}")
+    rotates = functionalized_op(site.cache_update) == FUSED_ROPE_UPDATE
+    if rotates != (found.rope is Rope.CAT_FUSED):
+        raise Decline("cache-update", "k_pe is rotated by the cache update and outside of it")

@@ -27,7 +27,7 @@ def rotate(
     NeoX and (2 i, 2 i + 1) for GPT-J; the rotated pair stays in its place.
     """
     cos, sin = cos_sin_cache[positions].float().chunk(2, dim=-1)
-    shape = (x.shape[0], *(1,) * (x.dim() - 2), -1)
+    shape = (x.shape[0], *(1,) * (x.dim() - 2), cos.shape[-1])
     cos, sin = cos.view(shape), sin.view(shape)
     x = x.float()
     if is_neox:

@@ -1,0 +1,373 @@
+"""The part of an engine that a decode graph needs to run: layers, KV caches and a batch.
+
+`run` executes a graph inside vLLM's own forward context, so vLLM's ops and this library's find
+the same layers. What vLLM's backends do (cache write, attention) is written here in plain torch.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+from vllm.forward_context import ForwardContext, override_forward_context
+from vllm.model_executor.layers.attention import MLAAttention
+from vllm.utils.torch_utils import _encode_layer_name
+
+from mla_fusion import eligibility, report, vllm_compat
+from mla_fusion.kernels import reference
+from mla_fusion.passes import pipeline
+from mla_fusion.patterns.site import attention_calls
+from tests.passes import graphs
+from tests.passes.graphs import HEADS, LATENT, NOPE, ROPE, VALUE, Spec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    import pytest
+
+    from mla_fusion.eligibility import LayerFacts
+    from mla_fusion.passes.result import PassResult
+
+BLOCKS, BLOCK_SIZE = 6, 4
+POISON = 0xA5  # every byte of a cache before a step
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A step: `rows` in the graph, of which `actual` are tokens and `decode` decode tokens.
+
+    Attributes:
+        slots: how many slots vLLM passes: all rows, or the actual tokens only.
+        holes: rows whose slot is -1 although they are not padding.
+        profile: the profile run, which has no metadata and no slots.
+    """
+
+    rows: int
+    actual: int
+    decode: int
+    slots: int | None = None
+    holes: tuple[int, ...] = ()
+    profile: bool = False
+
+    @property
+    def decode_only(self) -> bool:
+        return not self.profile and self.actual == self.decode > 0
+
+    def slot_mapping(self) -> torch.Tensor | None:
+        """Distinct slots, -1 for rows that are padding or holes."""
+        if self.profile:
+            return None
+        slots = torch.randperm(BLOCKS * BLOCK_SIZE, generator=torch.Generator().manual_seed(7))
+        slots = slots[: self.rows].clone()
+        slots[self.actual :] = -1
+        slots[list(self.holes)] = -1
+        return slots if self.slots is None else slots[: self.slots]
+
+
+DECODE = Batch(rows=5, actual=5, decode=5)
+PADDED = Batch(rows=5, actual=3, decode=3)
+SHORT_SLOTS = Batch(rows=5, actual=3, decode=3, slots=3)
+HOLES = Batch(rows=5, actual=5, decode=5, holes=(1,))
+MIXED = Batch(rows=5, actual=5, decode=2)
+PREFILL = Batch(rows=5, actual=4, decode=0)
+PROFILE = Batch(rows=5, actual=5, decode=5, profile=True)
+BATCHES = {
+    "decode": DECODE,
+    "padded": PADDED,
+    "short slots": SHORT_SLOTS,
+    "holes": HOLES,
+    "mixed": MIXED,
+    "prefill": PREFILL,
+    "profile": PROFILE,
+}
+
+
+class Impl:
+    """A backend: the cache write and the decode attention, in plain torch."""
+
+    def __init__(self, quantized_query: bool) -> None:
+        self.supports_quant_query_input = quantized_query
+        self.dcp_world_size = 1
+
+    def do_kv_cache_update(
+        self,
+        kv_c: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_cache_dtype: str,
+        k_scale: torch.Tensor,
+    ) -> None:
+        cache = kv_cache.view(torch.float8_e4m3fn) if kv_cache_dtype == "fp8" else kv_cache
+        for row, slot in enumerate(slot_mapping.tolist()):
+            if slot >= 0:
+                entry = torch.cat((kv_c[row], k_pe[row].flatten()))
+                entry = reference.cast(entry, cache.dtype, k_scale)
+                cache.view(torch.uint8)[slot // BLOCK_SIZE, slot % BLOCK_SIZE] = entry.view(
+                    torch.uint8
+                )
+
+    def forward_mqa(
+        self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, layer: Any
+    ) -> tuple[torch.Tensor, None]:
+        """Attention of each row to the batch's entries in the cache, in float64."""
+        slots = metadata.slots[metadata.slots >= 0]
+        keys = kv_cache.flatten(0, 1).float()[slots].double()
+        weights = torch.einsum("thd,sd->ths", q.double(), keys).softmax(-1)
+        return torch.einsum("ths,sl->thl", weights, keys[:, :LATENT]).to(layer.W_UK_T.dtype), None
+
+
+class Layer(MLAAttention):
+    """An MLA layer of vLLM without its set-up; what the fused ops read of it is real."""
+
+    def __init__(self, name: str, spec: Spec, quantized_query: bool = False) -> None:
+        torch.nn.Module.__init__(self)
+        generator = torch.Generator().manual_seed(len(name))
+        self.layer_name, self.num_heads, self.q_pad_num_heads = name, HEADS, None
+        self.kv_cache_dtype = spec.kv_cache_dtype
+        self.hisparse_cache, self.use_sparse, self.use_pcp = None, False, False
+        self.pcp_shard_decode_requests = False
+        self.impl = Impl(quantized_query)
+        self._k_scale = torch.tensor(0.5)
+        self._q_scale = torch.tensor(0.25)
+        self.W_UK_T = torch.randn((HEADS, NOPE, LATENT), generator=generator).to(spec.dtype)
+        self.W_UV = torch.randn((HEADS, LATENT, VALUE), generator=generator).to(spec.dtype)
+        stored = torch.uint8 if spec.kv_cache_dtype == "fp8" else spec.dtype
+        size = torch.empty((), dtype=stored).element_size()
+        poison = torch.full((BLOCKS, BLOCK_SIZE, (LATENT + ROPE) * size), POISON, dtype=torch.uint8)
+        self.kv_cache = poison.view(stored)
+
+    def forward_impl(
+        self,
+        q: torch.Tensor,
+        k_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        **unused: Any,
+    ) -> torch.Tensor:
+        """Decode rows by `forward_mqa`; a formula that reads all of q, kv_c and k_pe for others."""
+        if attn_metadata is None:
+            return output.fill_(0)
+        decode, actual = attn_metadata.num_decode_tokens, attn_metadata.num_actual_tokens
+        if decode:
+            absorbed = reference.absorb(q[:decode, :, :NOPE], self.W_UK_T)
+            query = torch.cat((absorbed, q[:decode, :, NOPE:]), dim=-1)
+            if self.impl.supports_quant_query_input:
+                query = reference.cast(query, torch.float8_e4m3fn, self._q_scale)
+            cache = kv_cache
+            if self.kv_cache_dtype == "fp8":
+                cache = kv_cache.view(torch.float8_e4m3fn)
+            attended, _ = self.impl.forward_mqa(query, cache, attn_metadata, self)
+            self._v_up_proj(attended, output[:decode])
+        rest = slice(decode, actual)
+        mixed = torch.cat((q[rest].flatten(1), k_c_normed[rest], k_pe[rest].flatten(1)), dim=-1)
+        output[rest] = torch.tanh(mixed)[:, -HEADS * VALUE :] + torch.tanh(mixed.sum(-1, True))
+        return output
+
+    def _v_up_proj(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(torch.einsum("thl,hlv->thv", x, self.W_UV).flatten(1))
+
+
+@dataclass
+class Engine:
+    """The layers of a graph, with poisoned caches."""
+
+    spec: Spec
+    quantized_query: bool = False
+    layers: dict[str, Layer] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.layers = {
+            name: Layer(name, self.spec, self.quantized_query)
+            for name in graphs.layer_names(self.spec)
+        }
+
+    def context(self, batch: Batch) -> ForwardContext:
+        """vLLM's forward context for a step."""
+        slots = batch.slot_mapping()
+        metadata = None
+        if slots is not None:
+            metadata = SimpleNamespace(
+                num_actual_tokens=batch.actual, num_decode_tokens=batch.decode, slots=slots
+            )
+        return ForwardContext(
+            no_compile_layers=dict(self.layers),
+            attn_metadata=dict.fromkeys(self.layers, metadata),
+            slot_mapping=dict.fromkeys(self.layers, slots) if slots is not None else {},
+        )
+
+    def facts(self, provider: str = "reference") -> dict[str, LayerFacts]:
+        """The facts of all layers, as `MLAFusionPass` reads them."""
+        return {name: eligibility.facts(layer, provider) for name, layer in self.layers.items()}
+
+    def caches(self) -> list[torch.Tensor]:
+        """The bytes of all caches."""
+        return [layer.kv_cache.view(torch.uint8) for layer in self.layers.values()]
+
+
+class _Interpreter(fx.Interpreter):
+    """Runs a graph; memory that torch leaves undefined gets a fixed value."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        args = tuple(_encode(a) for a in args)
+        kwargs = {k: _encode(v) if k == "layer_name" else v for k, v in kwargs.items()}
+        result = super().call_function(target, args, kwargs)
+        if target is torch.ops.aten.empty.memory_format:
+            result.fill_(7.0)
+        return result
+
+
+def _encode(value: Any) -> Any:
+    """Layer names baked into a graph, in the form in which this process's ops take them."""
+    is_name = isinstance(value, str) and value.startswith("model.layers.")
+    return _encode_layer_name(value) if is_name else value
+
+
+@dataclass
+class Outcome:
+    """What a step leaves: the graph's outputs, and the bytes of the caches."""
+
+    outputs: list[torch.Tensor]
+    caches: list[torch.Tensor]
+
+
+def run(
+    module: fx.GraphModule,
+    spec: Spec,
+    batch: Batch = DECODE,
+    quantized_query: bool = False,
+    seed: int = 0,
+) -> Outcome:
+    """Execute a graph of `graphs.build(spec)`, before or after passes, on fresh caches.
+
+    Use the `plain_kernels` fixture around it.
+    """
+    engine = Engine(spec, quantized_query)
+    values = graphs.inputs(spec, batch.rows, seed)
+    slots = batch.slot_mapping()
+    if slots is not None:
+        # vLLM leaves garbage there, which must never be an index.
+        values["positions"][: len(slots)][slots < 0] = 0
+    flat = []
+    for node in module.graph.find_nodes(op="placeholder"):
+        if node.name.startswith("tokens"):
+            flat.append(batch.rows)
+        elif node.name.startswith("layer_name"):
+            flat.append(_encode_layer_name(f"model.layers.{node.name.split('_')[-1]}.attn"))
+        else:
+            flat.append(values[node.name].clone())
+    with override_forward_context(engine.context(batch)), torch.no_grad():
+        outputs = _Interpreter(module).run(*flat)
+    return Outcome([o.clone() for o in outputs if isinstance(o, torch.Tensor)], engine.caches())
+
+
+# element size of a cache -> its type
+_STORED = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32}
+
+
+def assert_same(
+    before: Outcome, after: Outcome, batch: Batch, *, tolerance: float | None = None
+) -> None:
+    """Outputs of real rows and all cache bytes are equal, or close if `tolerance` is given.
+
+    A row without a slot is padding, whose query is zero after the passes.
+    """
+    slots = batch.slot_mapping()
+    real = slice(None) if slots is None else slots >= 0
+    assert len(before.outputs) == len(after.outputs)
+    for a, b in zip(before.outputs, after.outputs, strict=True):
+        if slots is not None and a.dim() and a.shape[0] == batch.rows:
+            a, b = a[: len(slots)][real], b[: len(slots)][real]
+        _assert_close(a, b, tolerance)
+    for a, b in zip(before.caches, after.caches, strict=True):
+        written_a, written_b = ((x != POISON).any(-1) for x in (a, b))
+        assert torch.equal(written_a, written_b), "other slots were written"
+        if tolerance is None:
+            assert torch.equal(a, b)
+        else:
+            stored = _STORED[a.shape[-1] // (LATENT + ROPE)]
+            _assert_close(a.view(stored).float(), b.view(stored).float(), tolerance)
+
+
+def _assert_close(a: torch.Tensor, b: torch.Tensor, tolerance: float | None) -> None:
+    if tolerance is None:
+        same = torch.equal(a.nan_to_num(), b.nan_to_num())
+        assert same, f"differ by {(a.double() - b.double()).abs().max()}"
+    else:
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Plain torch bodies for the RoPE kernels, while the generator is suspended.
+
+    FlashInfer is not installed on a CPU, the fused RoPE and cache write has no CPU kernel, and
+    `_C.rotary_embedding` on a CPU rotates a query [T, H, R] as if it had one head.
+    """
+    rope = types.ModuleType("flashinfer.rope")
+
+    def flashinfer_rope(**kwargs: Any) -> None:
+        graphs.rotate_in_place(**kwargs)
+
+    def concat_and_cache_mla_rope_fused(
+        positions: torch.Tensor,
+        q_pe: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_c: torch.Tensor,
+        cos_sin_cache: torch.Tensor,
+        is_neox: bool,
+        slot_mapping: torch.Tensor,
+        kv_cache: torch.Tensor,
+        kv_cache_dtype: str,
+        scale: torch.Tensor,
+    ) -> None:
+        graphs.rotate_in_place(positions, q_pe, k_pe, ROPE, cos_sin_cache, is_neox)
+        Impl(False).do_kv_cache_update(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale)
+
+    rope.apply_rope_with_cos_sin_cache_inplace = flashinfer_rope  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flashinfer", types.ModuleType("flashinfer"))
+    monkeypatch.setitem(sys.modules, "flashinfer.rope", rope)
+    monkeypatch.setattr(
+        "vllm._custom_ops.concat_and_cache_mla_rope_fused", concat_and_cache_mla_rope_fused
+    )
+    library = torch.library.Library("_C", "IMPL")
+    library.impl("rotary_embedding", _rotary_embedding, "CPU", allow_override=True)
+    yield
+    library._destroy()
+
+
+def _rotary_embedding(*args: Any, rope_dim_offset: int = 0, inverse: bool = False) -> None:
+    assert rope_dim_offset == 0 and not inverse
+    graphs.rotate_in_place(*args[:6])
+
+
+def facts_of(spec: Spec, quantized_query: bool = False) -> Callable[[Any], LayerFacts | None]:
+    """What passes 2 and 3 take: the facts of the layer that a graph argument names."""
+    facts = Engine(spec, quantized_query).facts()
+    return lambda layer_name: facts.get(vllm_compat.traced_layer_name(layer_name) or "")
+
+
+def fuse(
+    module: fx.GraphModule,
+    spec: Spec,
+    facts: Mapping[str, LayerFacts] | None = None,
+    quantized_query: bool = False,
+) -> report.GraphRecord:
+    """Passes 2 to 4 on a graph, as `MLAFusionPass` runs them; what became of its layers."""
+    calls = list(attention_calls(module.graph))
+    record = report.GraphRecord(start=1, end=4, layers=len(calls))
+    if facts is None:
+        facts = Engine(spec, quantized_query).facts()
+    pipeline.fuse(module.graph, calls, facts, "reference", record)
+    return record
+
+
+def reasons(record: report.GraphRecord | PassResult) -> list[str]:
+    """The codes of the layers that were declined."""
+    return [decline.code for decline in record.declined.values()]

@@ -1,0 +1,354 @@
+"""MLA decode graphs as vLLM's pass manager hands them over, traced from vLLM's own RoPE code.
+
+`build(Spec(...))` runs Dynamo, AOT autograd and Inductor's post-grad passes over a small model of
+MLA layers and stops where vLLM's passes would run. So views are repeated, slices are assigned and
+in-place ops are functionalized as in an engine. A trace takes 0.3 s and is kept; every call of
+`build` returns a copy of its own. Inputs have readable names, see `inputs`.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import vllm.compilation.passes.fusion.mla_rope_kvcache_cat_fusion  # noqa: F401  registers its op
+from torch import fx
+from torch._higher_order_ops.auto_functionalize import auto_functionalized
+from torch._inductor.compile_fx import compile_fx
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import (
+    DeepseekScalingRotaryEmbedding,
+)
+from vllm.utils.torch_utils import _encode_layer_name
+
+from mla_fusion import ops, vllm_compat
+
+if TYPE_CHECKING:
+    pass
+
+ops.register(vllm_compat.layer_name_type())
+
+HIDDEN, HEADS, NOPE, ROPE, LATENT, VALUE, Q_LORA = 24, 2, 12, 8, 16, 6, 20
+MAX_POSITION = 32
+TRACED_TOKENS = 5
+
+ROPES = ("native", "deepseek", "vllm_c", "flashinfer", "aiter", "cat_fused", "nope")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Which graph to build.
+
+    Attributes:
+        rope: one of `ROPES`; "cat_fused" is what vLLM's own fusion pass leaves of "native".
+            Or "native_late_cast": an fp32 table is rounded after the lookup.
+        layer_name: "input" (vLLM's opaque object) or "constant" (a string).
+        dynamic: whether the number of tokens is a symbol or `TRACED_TOKENS`.
+    """
+
+    rope: str = "native"
+    is_neox: bool = False
+    layers: int = 1
+    q_lora: bool = False
+    layer_name: str = "input"
+    dynamic: bool = True
+    dtype: torch.dtype = torch.float32
+    table_dtype: torch.dtype | None = None
+    kv_cache_dtype: str = "auto"
+
+    def __str__(self) -> str:
+        words = [self.rope, "neox" if self.is_neox else "gptj", f"x{self.layers}"]
+        words += ["q_lora"] * self.q_lora + ["static"] * (not self.dynamic)
+        words += [self.layer_name, str(self.dtype).removeprefix("torch.")]
+        return "-".join(words)
+
+
+def layer_names(spec: Spec) -> list[str]:
+    """The names of the layers of a graph."""
+    return [f"model.layers.{i}.attn" for i in range(spec.layers)]
+
+
+def shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
+    """The weights of a graph, by the name of its input."""
+    out: dict[str, tuple[int, ...]] = {"table": (MAX_POSITION, ROPE), "k_scale": ()}
+    for i in range(spec.layers):
+        out |= {f"w_o_{i}": (HEADS * VALUE, HIDDEN), f"gain_{i}": (LATENT,)}
+        if spec.q_lora:
+            out[f"w_a_{i}"] = (HIDDEN, Q_LORA + LATENT + ROPE)
+            out[f"w_q_{i}"] = (Q_LORA, HEADS * (NOPE + ROPE))
+        else:
+            out[f"w_kv_{i}"] = (HIDDEN, LATENT + ROPE)
+            out[f"w_q_{i}"] = (HIDDEN, HEADS * (NOPE + ROPE))
+    return out
+
+
+def inputs(spec: Spec, tokens: int, seed: int = 0) -> dict[str, Any]:
+    """Random values for the tensor inputs of a graph."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(spec.dtype)
+
+    values = {"hidden": random(tokens, HIDDEN)}
+    for name, shape in shapes(spec).items():
+        values[name] = random(*shape) * 0.3
+    angles = torch.rand((MAX_POSITION, ROPE // 2), generator=generator) * 6
+    table = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    values["table"] = table.to(spec.table_dtype or spec.dtype)
+    values["k_scale"] = torch.tensor(0.5, dtype=torch.float32)
+    values["positions"] = torch.randint(0, MAX_POSITION, (tokens,), generator=generator)
+    return values
+
+
+def build(spec: Spec) -> fx.GraphModule:
+    """A fresh copy of the graph of `spec`."""
+    return copy(_trace(spec))
+
+
+def copy(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy with nodes of its own; fake values are shared."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    return fx.GraphModule(module, graph)
+
+
+def printed(module: fx.GraphModule | fx.Graph) -> str:
+    """The graph's printed code."""
+    graph = module.graph if isinstance(module, fx.GraphModule) else module
+    return str(graph.python_code("self").src)
+
+
+def find(module: fx.GraphModule, target: Any, index: int = 0) -> fx.Node:
+    """The `index`-th call of `target`; for an op name, a call of it or its functionalized call."""
+    return find_all(module, target)[index]
+
+
+def find_all(module: fx.GraphModule, target: Any) -> list[fx.Node]:
+    """All calls as in `find`, in graph order."""
+
+    def is_call(node: fx.Node) -> bool:
+        if not isinstance(target, str):
+            return node.target is target
+        callee = node.args[0] if node.target is auto_functionalized else node.target
+        return isinstance(callee, torch._ops.OpOverload) and callee._schema.name == target
+
+    return [node for node in module.graph.nodes if node.op == "call_function" and is_call(node)]
+
+
+def _rms_norm(x: torch.Tensor, gain: torch.Tensor | float) -> torch.Tensor:
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype) * gain
+
+
+def _layer(spec: Spec, i: int, t: dict[str, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+    """One MLA layer, step by step as in vLLM's `MultiHeadLatentAttentionWrapper`."""
+    q_in = hidden
+    if spec.q_lora:
+        q_in, kv = torch.mm(hidden, t[f"w_a_{i}"]).split([Q_LORA, LATENT + ROPE], dim=-1)
+        q_in = _rms_norm(q_in, 1.5)
+    else:
+        kv = torch.mm(hidden, t[f"w_kv_{i}"])
+    kv_c, k_pe = kv.split([LATENT, ROPE], dim=-1)
+    kv_c = _rms_norm(kv_c, t[f"gain_{i}"])
+    k_pe = k_pe.unsqueeze(1)
+    q = torch.mm(q_in, t[f"w_q_{i}"]).view(-1, HEADS, NOPE + ROPE)
+    name = _encode_layer_name(layer_names(spec)[i])
+    dtype, scale = spec.kv_cache_dtype, t["k_scale"]
+    if spec.rope == "cat_fused":
+        written, q[..., NOPE:], k_pe = torch.ops.mla_fusion_tests.rope_update(
+            t["positions"], q[..., NOPE:], k_pe.squeeze(1), kv_c, t["table"], spec.is_neox,
+            dtype, scale, name,
+        )  # fmt: skip
+        k_pe = k_pe.unsqueeze(1)
+    else:
+        if spec.rope != "nope":
+            q[..., NOPE:], k_pe = _rotate(spec, t["positions"], q[..., NOPE:], k_pe, t["table"])
+        written = torch.ops.vllm.unified_mla_kv_cache_update(kv_c, k_pe, name, dtype, scale)
+    out = torch.empty((hidden.shape[0], HEADS * VALUE), dtype=q.dtype)
+    torch.ops.vllm.unified_mla_attention_with_output(
+        q, kv_c, k_pe, out, name, kv_cache_dummy_dep=written
+    )
+    return hidden + torch.mm(out, t[f"w_o_{i}"])
+
+
+def _rotate(
+    spec: Spec, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, table: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `RotaryEmbedding.forward_native`, `forward_cuda` and `forward_hip` do."""
+    if spec.rope.startswith("native"):
+        if spec.rope == "native":  # else the cosines are rounded after the lookup
+            table = table.to(q.dtype)
+        return RotaryEmbedding.forward_static(positions, q, k, ROPE, ROPE, table, spec.is_neox)
+    if spec.rope == "deepseek":
+        static = DeepseekScalingRotaryEmbedding.forward_static
+        return static(positions, q, k, ROPE, ROPE, table, spec.is_neox)
+    op = {
+        "vllm_c": torch.ops._C.rotary_embedding,
+        "flashinfer": torch.ops.vllm.flashinfer_rotary_embedding,
+        "aiter": torch.ops.vllm.rocm_aiter_triton_rotary_embedding,
+    }[spec.rope]
+    op(positions, q, k, ROPE, table, spec.is_neox)
+    return q, k
+
+
+class _Captured(Exception):
+    """Ends a compilation once the graph is known."""
+
+
+@functools.cache
+def _trace(spec: Spec) -> fx.GraphModule:
+    """The graph of `spec` at the place where vLLM's passes run."""
+
+    def model(t: dict[str, torch.Tensor]) -> torch.Tensor:
+        hidden = t["hidden"]
+        if t["positions"].shape[0] != hidden.shape[0]:  # one symbol for both, as in vLLM
+            raise ValueError
+        for i in range(spec.layers):
+            hidden = _layer(spec, i, t, hidden)
+        return hidden
+
+    values = inputs(spec, TRACED_TOKENS)
+    if spec.dynamic:
+        for name in ("hidden", "positions"):
+            torch._dynamo.mark_dynamic(values[name], 0)
+    names: list[str] = []
+    graphs: list[fx.Graph] = []
+
+    def stop(graph: fx.Graph) -> None:
+        graphs.append(graph)
+        raise _Captured
+
+    def backend(module: fx.GraphModule, example_inputs: list[Any]) -> Any:
+        names.extend(_input_names(module, example_inputs))
+        with torch._inductor.config.patch(
+            post_grad_custom_post_pass=stop,
+            enable_auto_functionalized_v2=False,
+            force_disable_caches=True,
+        ):
+            return compile_fx(module, example_inputs)
+
+    torch._dynamo.reset()
+    dynamic = None if spec.dynamic else False
+    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)
+    try:
+        with torch.no_grad():
+            compiled(values)
+    except Exception:
+        if not graphs:
+            raise
+    module = fx.GraphModule(torch.nn.Module(), graphs[0])
+    _rename_inputs(module, names)
+    if spec.rope == "cat_fused":
+        _functionalize_cat_fused(module)
+    if spec.layer_name == "constant":
+        _bake_layer_names(module, spec)
+    module.graph.lint()
+    return copy(module)
+
+
+def _input_names(module: fx.GraphModule, values: list[Any]) -> list[str]:
+    """Readable names of the flat inputs: by the key in the model's dict, or by what they are."""
+    names = []
+    for node, value in zip(module.graph.find_nodes(op="placeholder"), values, strict=True):
+        source = node.meta["grapharg"].source.name
+        key = re.fullmatch(r"L\['t'\]\['(\w+)'\]", source)
+        if key:
+            names.append(key[1])
+        elif "size()" in source:
+            names.append("tokens" if "tokens" not in names else f"tokens_{len(names)}")
+        else:
+            names.append(f"layer_name_{vllm_compat.traced_layer_name(value).split('.')[2]}")
+    return names
+
+
+def _rename_inputs(module: fx.GraphModule, names: list[str]) -> None:
+    for node, name in zip(module.graph.find_nodes(op="placeholder"), names, strict=True):
+        node.target = node.name = name
+
+
+def _functionalize_cat_fused(module: fx.GraphModule) -> None:
+    """Put vLLM's fused op, functionalized, where the functional stand-in was traced."""
+    fused = torch.ops.vllm.fused_rope_unified_mla_kv_cache_update.default
+    names = [a.name for a in fused._schema.arguments]
+    for node in find_all(module, "mla_fusion_tests::rope_update"):
+        with module.graph.inserting_before(node):
+            kwargs = dict(zip(names, node.args, strict=True))
+            new = module.graph.call_function(auto_functionalized, (fused,), kwargs)
+        new.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(new)
+        module.graph.erase_node(node)
+
+
+def _bake_layer_names(module: fx.GraphModule, spec: Spec) -> None:
+    for i, name in enumerate(layer_names(spec)):
+        placeholder = next(n for n in module.graph.nodes if n.name == f"layer_name_{i}")
+        for user in list(placeholder.users):
+            user.args = tuple(name if a is placeholder else a for a in user.args)
+            user.kwargs = {k: name if a is placeholder else a for k, a in user.kwargs.items()}
+        module.graph.erase_node(placeholder)
+
+
+def _declare_ops() -> None:
+    """Ops that vLLM registers on ROCm only, and the stand-in for vLLM's fused op."""
+    name = vllm_compat.layer_name_type()
+    library = torch.library.Library("mla_fusion_tests", "DEF")
+    library.define(
+        "rope_update(Tensor positions, Tensor q_pe, Tensor k_pe, Tensor kv_c, Tensor table, "
+        f"bool is_neox, str kv_cache_dtype, Tensor scale, {name} layer_name) "
+        "-> (Tensor, Tensor, Tensor)"
+    )
+
+    def fake(positions: Any, q_pe: torch.Tensor, k_pe: torch.Tensor, kv_c: Any, *rest: Any) -> Any:
+        return kv_c.new_empty(0), torch.empty_like(q_pe), torch.empty_like(k_pe)
+
+    library._register_fake("rope_update", fake)
+    library.define("mystery_rope(Tensor q, Tensor positions) -> Tensor")
+    library._register_fake("mystery_rope", lambda q, positions: torch.empty_like(q))
+    library.impl("mystery_rope", lambda q, positions: q * positions.cos().view(-1, 1, 1), "CPU")
+    _LIBRARIES.append(library)
+    if hasattr(torch.ops.vllm, "rocm_aiter_triton_rotary_embedding"):
+        return
+    rocm = torch.library.Library("vllm", "FRAGMENT")
+    rocm.define(
+        "rocm_aiter_triton_rotary_embedding(Tensor positions, Tensor(a!) query, Tensor(b!) key, "
+        "SymInt head_size, Tensor cos_sin_cache, bool is_neox, Tensor? offsets=None) -> ()"
+    )
+    rocm._register_fake("rocm_aiter_triton_rotary_embedding", lambda *args: None)
+    rocm.impl("rocm_aiter_triton_rotary_embedding", rotate_in_place, "CPU")
+    _LIBRARIES.append(rocm)
+
+
+def rotate_in_place(
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    head_size: int,
+    cos_sin_cache: torch.Tensor,
+    is_neox: bool,
+    offsets: torch.Tensor | None = None,
+) -> None:
+    """RoPE by complex numbers, in place, for [T, H, R] and [T, R]; written apart from the library.
+
+    It stands in for the kernels of AITER, FlashInfer and vLLM that a CPU does not have.
+    """
+    assert offsets is None
+    half = head_size // 2
+    cos, sin = cos_sin_cache[positions].double().split(half, dim=-1)
+    turn = torch.complex(cos, sin)
+    for x in (query, key):
+        wide = x.double()
+        pairs = wide.unflatten(-1, (2, half)) if is_neox else wide.unflatten(-1, (half, 2))
+        if is_neox:
+            pairs = pairs.transpose(-1, -2)
+        turned = torch.view_as_complex(pairs.contiguous()) * (
+            turn if x.dim() == 2 else turn.unsqueeze(1)
+        )
+        back = torch.view_as_real(turned)
+        x.copy_((back.transpose(-1, -2) if is_neox else back).flatten(-2))
+
+
+_LIBRARIES: list[torch.library.Library] = []
+_declare_ops()

@@ -1,0 +1,230 @@
+"""Pass 5, `MLAFixFunctionalizationPass`: the seven cases, and the graphs vLLM's own step fails on.
+
+vLLM's step takes its fused RoPE and cache write out of `auto_functionalized` if the rotated query
+goes through copy and slice_scatter, as in its own models, and raises on any other use of it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import fx
+from vllm.compilation.passes.utility.fix_functionalization import FixFunctionalizationPass
+
+from mla_fusion import ops
+from mla_fusion.passes.fix_functionalization import MLAFixFunctionalizationPass
+from mla_fusion.patterns.site import functionalized_op, output
+from tests.passes import edits, graphs
+from tests.passes.fake_engine import BATCHES, assert_same, fuse, run
+from tests.passes.graphs import NOPE, ROPES, Spec, build, find, find_all, printed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+aten = torch.ops.aten
+FUSED, ATTENTION = (f"{ops.NAMESPACE}::{name}" for name in (ops.FUSED, ops.ATTENTION))
+CAT = Spec("cat_fused")
+
+
+def fix(module: fx.GraphModule) -> list[str]:
+    result = MLAFixFunctionalizationPass(None)(module.graph)
+    module.graph.lint()
+    return result.rewritten
+
+
+@pytest.fixture
+def vllm_step() -> Iterator[FixFunctionalizationPass]:
+    """vLLM's own last step, with the CUDA ops that it names and a CPU build lacks."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    library = torch.library.Library("_C", "FRAGMENT")
+    for name in (
+        "fused_add_rms_norm_static_fp8_quant",
+        "rms_norm_dynamic_per_token_quant",
+        "rms_norm_static_fp8_quant",
+        "silu_and_mul_quant",
+        "fused_qk_norm_rope",
+    ):
+        if not hasattr(torch.ops._C, name):
+            library.define(f"{name}(Tensor x) -> ()")
+    config = VllmConfig()
+    with set_current_vllm_config(config):
+        yield FixFunctionalizationPass(config)
+    library._destroy()
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_matched(rope: str) -> None:
+    spec = Spec(rope)
+    module = build(spec)
+    fuse(module, spec)
+    assert len(fix(module)) == 2
+    assert not [n for n in module.graph.nodes if functionalized_op(n)]
+    fused, attention = find(module, FUSED), find(module, ATTENTION)
+    assert attention.kwargs["prepared_q"] is fused.kwargs["prepared_q"]
+    assert attention.kwargs["q"] is fused.kwargs["q"]
+    assert attention.kwargs["k_pe"] is fused.kwargs["k_pe"]
+    assert not find_all(module, aten.slice_scatter.default)
+    assert not find_all(module, aten.copy.default)
+    assert fused.meta["val"] is None
+
+
+def test_near_miss_old_value_is_read_later(plain_kernels: None) -> None:
+    """In place, the reader of the unrotated query would see the rotated one: stays functional."""
+    spec = Spec("native")
+    module = build(spec)
+    edits.read_also(module, find(module, aten.mm.default, 1))
+    before = graphs.copy(module)
+    fuse(module, spec)
+    assert [functionalized_op(n) for n in module.graph.nodes if functionalized_op(n)]
+    fix(module)
+    assert functionalized_op(find(module, FUSED)) == FUSED
+    for batch in BATCHES.values():
+        assert_same(run(before, spec, batch), run(module, spec, batch), batch, tolerance=1e-5)
+
+
+def test_near_miss_scatter_elsewhere(plain_kernels: None) -> None:
+    """A slice_scatter to another place is no copy back."""
+    module = build(CAT)
+    scatter = find(module, aten.slice_scatter.default)
+    scatter.args = (*scatter.args[:3], 0, graphs.ROPE)
+    before = graphs.copy(module)
+    fix(module)
+    assert find_all(module, aten.slice_scatter.default)
+    assert_same(run(before, CAT), run(module, CAT), BATCHES["decode"])
+
+
+def test_graph_without_own_ops_is_the_same_object() -> None:
+    module = build(Spec("deepseek"))
+    graph, before = module.graph, printed(module)
+    assert fix(module) == []
+    assert module.graph is graph
+    assert printed(module) == before
+
+
+def test_rest_of_the_ops_is_left_to_vllm() -> None:
+    """Whatever is not named here goes to the step that this pass wraps."""
+    seen: list[fx.Graph] = []
+    module = build(CAT)
+    MLAFixFunctionalizationPass(seen.append)(module.graph)
+    assert seen == [module.graph]
+    assert functionalized_op(edits.attention(module)) == edits.ATTENTION
+
+
+def test_missing_metadata_does_not_matter(plain_kernels: None) -> None:
+    module = build(CAT)
+    for node in module.graph.nodes:
+        node.meta.pop("val", None)
+    assert len(fix(module)) == 1
+    assert_same(run(build(CAT), CAT), run(module, CAT), BATCHES["decode"])
+
+
+def test_output_read_by_several_getitems(plain_kernels: None) -> None:
+    module = build(CAT)
+    call = find(module, edits.CAT_FUSED)
+    for index in (0, 1, 2):
+        twin = edits.add(module, call.next, edits.operator.getitem, call, index)
+        edits.read_also(module, twin)
+    before = graphs.copy(module)
+    fix(module)
+    for batch in BATCHES.values():
+        assert_same(run(before, CAT, batch), run(module, CAT, batch), batch)
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_chain_of_layers(rope: str, plain_kernels: None) -> None:
+    spec = Spec(rope, layers=3)
+    module = build(spec)
+    fuse(module, spec)
+    assert len(fix(module)) == 6
+    assert not [n for n in module.graph.nodes if functionalized_op(n)]
+    before = build(spec)
+    for batch in (BATCHES["mixed"], BATCHES["holes"]):
+        assert_same(run(before, spec, batch), run(module, spec, batch), batch, tolerance=1e-4)
+
+
+def test_second_run_changes_nothing() -> None:
+    module = build(Spec("cat_fused", layers=2))
+    assert len(fix(module)) == 2
+    before = printed(module)
+    assert fix(module) == []
+    assert printed(module) == before
+
+
+@pytest.mark.parametrize("spec", [CAT, Spec("cat_fused", True, 2, q_lora=True)], ids=str)
+def test_regular_chain_as_vllm_does(
+    spec: Spec, vllm_step: FixFunctionalizationPass, plain_kernels: None
+) -> None:
+    """On the graph that vLLM's step was written for, both write the same code."""
+    theirs, ours = build(spec), build(spec)
+    vllm_step(theirs.graph)
+    fix(ours)
+    assert printed(ours) == printed(theirs)
+    assert_same(run(build(spec), spec), run(ours, spec), BATCHES["decode"])
+
+
+def _query_without_users(module: fx.GraphModule) -> None:
+    """Nothing reads the rotated query: it has no getitem 1."""
+    read = output(find(module, edits.CAT_FUSED), 1)
+    assert read is not None
+    edits.set_argument(edits.attention(module), q=find(module, aten.slice_scatter.default).args[0])
+    for target in (aten.slice_scatter.default, aten.copy.default):
+        module.graph.erase_node(find(module, target))
+    module.graph.erase_node(read)
+
+
+def _query_used_directly(module: fx.GraphModule) -> None:
+    """The rotated query is joined to the rest without copy and slice_scatter."""
+    read = output(find(module, edits.CAT_FUSED), 1)
+    scatter = find(module, aten.slice_scatter.default)
+    rest = edits.add(module, scatter, aten.slice.Tensor, scatter.args[0], 2, 0, NOPE)
+    edits.set_argument(
+        edits.attention(module),
+        q=edits.add(module, scatter, aten.cat.default, [rest, read], -1),
+    )
+    for target in (aten.slice_scatter.default, aten.copy.default):
+        module.graph.erase_node(find(module, target))
+
+
+def _without_copy(module: fx.GraphModule) -> None:
+    copy = find(module, aten.copy.default)
+    copy.replace_all_uses_with(copy.args[1])
+    module.graph.erase_node(copy)
+
+
+def _key_without_users(module: fx.GraphModule) -> None:
+    read = output(find(module, edits.CAT_FUSED), 2)
+    assert read is not None
+    call = edits.attention(module)
+    edits.set_argument(
+        call, k_pe=edits.add(module, call, aten.unsqueeze.default,
+                             find(module, edits.CAT_FUSED).kwargs["k_pe"], 1),
+    )  # fmt: skip
+    module.graph.eliminate_dead_code()
+    assert read._erased
+
+
+CRASHES = {
+    "query without users": (_query_without_users, KeyError, "1"),
+    "query used directly": (_query_used_directly, UnboundLocalError, "copy_temp"),
+    "slice_scatter without copy": (_without_copy, UnboundLocalError, "copy_temp"),
+    "key without users": (_key_without_users, KeyError, "2"),
+}
+
+
+@pytest.mark.parametrize("name", CRASHES)
+def test_vllm_raises_and_this_pass_survives(
+    name: str, vllm_step: FixFunctionalizationPass, plain_kernels: None
+) -> None:
+    edit, error, message = CRASHES[name]
+    module = build(CAT)
+    edit(module)
+    module.graph.lint()
+    with pytest.raises(error, match=message):
+        vllm_step(graphs.copy(module).graph)
+    before = graphs.copy(module)
+    fix(module)
+    for batch in BATCHES.values():
+        assert_same(run(before, CAT, batch), run(module, CAT, batch), batch)

@@ -1,0 +1,397 @@
+"""Invariants 2, 3, 4, 9 and 10 of the design, by number. The first is in test_ops.py."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import fx
+from vllm.compilation.passes.inductor_pass import pass_context
+from vllm.config.utils import Range
+from vllm.forward_context import override_forward_context
+
+from mla_fusion import identity, ops, report
+from mla_fusion.passes import pipeline
+from mla_fusion.passes.pipeline import LastStep, MLAFusionPass
+from mla_fusion.patterns.site import functionalized_op
+from mla_fusion.reasons import REASONS, explain
+from tests.passes import edits, graphs
+from tests.passes.fake_engine import (
+    BATCHES,
+    DECODE,
+    MIXED,
+    PREFILL,
+    PROFILE,
+    Engine,
+    Layer,
+    assert_same,
+    fuse,
+    reasons,
+    run,
+)
+from tests.passes.graphs import ROPES, Spec, build, printed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+BUCKET = 4
+LAYER_REASONS = {code for code, reason in REASONS.items() if reason.scope == "layer"}
+
+
+@pytest.fixture(autouse=True)
+def no_records() -> None:
+    """Each test sees its own records only."""
+    report._records.clear()
+
+
+def last_step(module: fx.GraphModule) -> None:
+    """`LastStep` as vLLM's pass manager calls it."""
+    with pass_context(Range(start=1, end=BUCKET)):
+        LastStep(None)(module.graph)
+
+
+def run_pass(module: fx.GraphModule, spec: Spec, start: int, end: int) -> report.GraphRecord:
+    """`MLAFusionPass` as vLLM's pass manager calls it for one compile range."""
+    with (
+        override_forward_context(Engine(spec).context(DECODE)),
+        pass_context(Range(start=start, end=end)),
+    ):
+        MLAFusionPass("reference", BUCKET)(module.graph)
+    (record,) = report._records
+    return record
+
+
+def test_pass_fuses_inside_the_bucket() -> None:
+    spec = Spec("deepseek", layers=2)
+    record = run_pass(build(spec), spec, 1, BUCKET)
+    assert (record.start, record.end, record.layers, record.fused) == (1, BUCKET, 2, 2)
+    assert record.declined == {}
+    assert record.pass_ms > 0
+
+
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("start, end", [(BUCKET + 1, 64), (1, BUCKET + 1), (8, 8)])
+def test_invariant_2_graph_outside_the_bucket_is_untouched(rope: str, start: int, end: int) -> None:
+    spec = Spec(rope, layers=2)
+    module = build(spec)
+    graph, nodes, before = module.graph, list(module.graph.nodes), printed(module)
+    record = run_pass(module, spec, start, end)
+    assert module.graph is graph
+    assert list(graph.nodes) == nodes
+    assert printed(module) == before
+    assert (record.layers, record.fused, record.declined, record.census) == (2, 0, {}, {})
+
+
+def test_invariant_2_last_step_changes_no_graph_without_own_ops() -> None:
+    module = build(Spec("native", layers=2))
+    before = printed(module)
+    last_step(module)
+    assert printed(module) == before
+
+
+def test_invariant_2_graph_without_mla_is_untouched() -> None:
+    module = fx.symbolic_trace(lambda x: torch.relu(x))
+    before = printed(module)
+    record = run_pass(module, Spec(), 1, BUCKET)
+    assert printed(module) == before
+    assert (record.layers, record.declined) == (0, {})
+
+
+@pytest.mark.parametrize("batch", [MIXED, PREFILL, PROFILE], ids=["mixed", "prefill", "profile"])
+@pytest.mark.parametrize("rope", ROPES)
+def test_invariant_3_batch_that_is_not_decode_only_is_bit_identical(
+    rope: str, batch: Any, plain_kernels: None
+) -> None:
+    """Also after the last step made everything in-place."""
+    spec = Spec(rope, is_neox=True, layers=2)
+    module = build(spec)
+    assert fuse(module, spec).fused == 2
+    before = run(build(spec), spec, batch)
+    assert_same(before, run(module, spec, batch), batch)
+    last_step(module)
+    assert_same(before, run(module, spec, batch), batch)
+
+
+class _Exploding:
+    """A pass that fails after it changed the graph."""
+
+    def __init__(self, inner: Callable[[fx.Graph], Any]) -> None:
+        self.inner = inner
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.inner(graph)
+        raise ValueError("planted")
+
+
+def explode(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Let one of the passes raise at its end."""
+    original = getattr(pipeline, name)
+    monkeypatch.setattr(pipeline, name, lambda *args: _Exploding(original(*args)))
+
+
+PASSES = (
+    "CanonicalizeMLARoPEPass",
+    "MLADecodeQPrepLiftPass",
+    "MLAAiterQkRopeKVCacheFusionPass",
+    "_settle",
+)
+
+
+@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize("rope", ["native", "flashinfer", "cat_fused"])
+def test_invariant_4_failing_pass_puts_the_graph_back(
+    name: str, rope: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = Spec(rope, layers=2)
+    module = build(spec)
+    nodes, before = list(module.graph.nodes), printed(module)
+    metas = [dict(node.meta) for node in nodes]
+    if name == "_settle":
+        settle = pipeline._settle
+
+        def fail(*args: Any) -> None:
+            settle(*args)
+            raise ValueError("planted")
+
+        monkeypatch.setattr(pipeline, name, fail)
+    else:
+        explode(monkeypatch, name)
+    with caplog.at_level(logging.ERROR):
+        record = fuse(module, spec)
+    assert (record.fused, reasons(record)) == (0, ["pass-error"] * 2)
+    assert list(module.graph.nodes) == nodes
+    assert printed(module) == before
+    assert [dict(node.meta) for node in nodes] == metas
+    module.graph.lint()
+    # The graph is as good as new.
+    monkeypatch.undo()
+    assert fuse(module, spec).fused == 2
+
+
+def test_invariant_4_invalid_graph_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that does not pass lint counts as an error of a pass."""
+    spec = Spec("native")
+    module = build(spec)
+    before = printed(module)
+    monkeypatch.setattr(fx.Graph, "lint", lambda graph: (_ for _ in ()).throw(RuntimeError("x")))
+    assert reasons(fuse(module, spec)) == ["pass-error"]
+    assert printed(module) == before
+
+
+def _layer(**attributes: Any) -> Callable[[Layer], None]:
+    def change(layer: Layer) -> None:
+        for name, value in attributes.items():
+            setattr(layer, name, value)
+
+    return change
+
+
+def _impl(**attributes: Any) -> Callable[[Layer], None]:
+    def change(layer: Layer) -> None:
+        for name, value in attributes.items():
+            setattr(layer.impl, name, value)
+
+    return change
+
+
+# reason -> layers that decline for it
+LAYERS: dict[str, list[Callable[[Layer], None]]] = {
+    "sparse-attention": [_impl(is_sparse=True), _layer(use_sparse=True)],
+    "hisparse": [_layer(hisparse_cache=SimpleNamespace())],
+    "context-parallel": [_impl(dcp_world_size=2), _layer(use_pcp=True)],
+    "padded-heads": [_layer(q_pad_num_heads=16)],
+    "kv-cache-dtype": [_layer(kv_cache_dtype="fp8_ds_mla"), _layer(kv_cache_dtype="bfloat16")],
+    "packed-weights": [_layer(is_amx_bmm_enabled=True), _layer(W_UK_T=None)],
+}
+
+
+@pytest.mark.parametrize(
+    "reason, index", [(reason, i) for reason, many in LAYERS.items() for i in range(len(many))]
+)
+def test_invariant_4_layer_that_cannot_be_served_is_left(reason: str, index: int) -> None:
+    """One of two layers declines, whole: the other is fused."""
+    spec = Spec("deepseek", layers=2)
+    engine, module = Engine(spec), build(spec)
+    names = graphs.layer_names(spec)
+    LAYERS[reason][index](engine.layers[names[1]])
+    record = fuse(module, spec, engine.facts())
+    assert (record.fused, reasons(record)) == (1, [reason])
+    for name in names:
+        LAYERS[reason][index](engine.layers[name])
+    module = build(spec)
+    before = printed(module)
+    record = fuse(module, spec, engine.facts())
+    assert (record.fused, reasons(record)) == (0, [reason] * 2)
+    assert printed(module) == before
+
+
+def _quantized_output(module: fx.GraphModule) -> None:
+    edits.set_argument(edits.attention(module), output_scale=edits.node_named(module, "k_scale"))
+
+
+def _replicated_query(module: fx.GraphModule) -> None:
+    call = edits.attention(module)
+    edits.set_argument(call, q_dcp_replicated=call.kwargs["q"])
+
+
+def _flat_query(module: fx.GraphModule) -> None:
+    call = edits.attention(module)
+    flat = edits.add(module, call, edits.aten.flatten.using_ints, call.kwargs["q"], 1)
+    edits.set_argument(call, q=flat)
+
+
+def _drop_metadata(module: fx.GraphModule) -> None:
+    del edits.attention(module).kwargs["q"].meta["val"]
+
+
+def _share(module: fx.GraphModule) -> None:
+    edits.read_also(module, edits.attention(module).kwargs["q"])
+
+
+GRAPHS: dict[str, Callable[[fx.GraphModule], None]] = {
+    "quantized-output": _quantized_output,
+    "attention-argument": _replicated_query,
+    "shape": _flat_query,
+    "missing-metadata": _drop_metadata,
+    "shared-rotation": _share,
+    "unknown-rope": edits.NEAR_MISSES["sign of q flipped"][1],
+    "cache-update": edits.NEAR_MISSES["unknown cache update"][1],
+}
+
+
+@pytest.mark.parametrize("reason", GRAPHS)
+def test_invariant_4_graph_that_cannot_be_matched_is_left(reason: str) -> None:
+    spec = Spec("native")
+    module = build(spec)
+    GRAPHS[reason](module)
+    before = printed(module)
+    record = fuse(module, spec)
+    assert (record.fused, reasons(record)) == (0, [reason])
+    assert printed(module) == before
+
+
+def test_invariant_4_unknown_layer_is_left() -> None:
+    spec = Spec("native")
+    module = build(spec)
+    before = printed(module)
+    assert reasons(fuse(module, spec, facts={})) == ["unknown-layer"]
+    assert printed(module) == before
+
+
+@pytest.mark.parametrize("skipped", PASSES[1:3])
+@pytest.mark.parametrize("rope", ["native", "flashinfer", "cat_fused", "nope"])
+def test_invariant_4_unfused_pair_is_put_back(
+    rope: str, skipped: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What pass 2 or 3 changed and pass 4 could not use goes back to what it was."""
+    spec = Spec(rope, layers=2)
+    module = build(spec)
+    before = printed(module)
+    monkeypatch.setattr(pipeline, skipped, lambda *args: lambda graph: None)
+    record = fuse(module, spec)
+    assert (record.fused, reasons(record)) == (0, ["unfused-pair"] * 2)
+    assert printed(module) == before
+
+
+def test_invariant_4_every_layer_reason_has_a_test() -> None:
+    elsewhere = {"pass-error", "unfused-pair", "unknown-layer"}
+    covered = {*LAYERS, *GRAPHS, *elsewhere}
+    assert covered >= LAYER_REASONS
+    assert covered <= set(REASONS)
+    for code in covered:
+        assert f"[{code}]" in explain(code, "detail")
+
+
+def test_invariant_9_uuid_changes_with_provider_bucket_and_source(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def uuids() -> list[Any]:
+        arguments = [("triton", 4), ("reference", 4), ("triton", 8)]
+        steps = [MLAFusionPass(provider, bucket) for provider, bucket in arguments]
+        return [*(step.uuid() for step in steps), LastStep(None).uuid()]
+
+    first = uuids()
+    assert len(set(first)) == len(first)
+    assert uuids() == first
+    monkeypatch.setattr(pipeline, "source_hash", lambda: "another")
+    assert not set(uuids()) & set(first)
+
+
+def test_invariant_9_source_hash_covers_every_package(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    """A changed byte in any file of any package is another hash."""
+    files = []
+    for package in identity._PACKAGES:
+        folder = tmp_path / package
+        folder.mkdir()
+        for name in ("__init__.py", "table.json"):
+            (folder / name).write_text("1")
+            files.append(folder / name)
+    fake = {p: SimpleNamespace(__file__=str(tmp_path / p / "__init__.py")) for p in
+            identity._PACKAGES}  # fmt: skip
+    monkeypatch.setattr(identity, "import_module", fake.__getitem__)
+    compute = identity.source_hash.__wrapped__
+    seen = {compute()}
+    for file in files:
+        file.write_text("2")
+        seen.add(compute())
+    assert len(seen) == len(files) + 1
+
+
+def test_invariant_9_last_step_covers_the_step_it_wraps() -> None:
+    class Rest:
+        def uuid(self) -> str:
+            return "vllm-step"
+
+        def __call__(self, graph: fx.Graph) -> None: ...
+
+    assert LastStep(Rest()).uuid() != LastStep(None).uuid()
+    assert "vllm-step" in LastStep(Rest()).uuid()
+
+
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_invariant_10_new_nodes_carry_metadata(rope: str, dynamic: bool) -> None:
+    """Each new node has a value of the right shape, from its op's own fake."""
+    spec = Spec(rope, layers=2, dynamic=dynamic)
+    module = build(spec)
+    old = set(module.graph.nodes)
+    fuse(module, spec)
+    module.graph.lint()
+    check_metadata(module, old)
+    last_step(module)
+    module.graph.lint()
+    check_metadata(module, old)
+
+
+def check_metadata(module: fx.GraphModule, old: set[fx.Node]) -> None:
+    new = [n for n in module.graph.nodes if n not in old]
+    assert new
+    for node in new:
+        assert "val" in node.meta, node.name
+        if functionalized_op(node) == f"{ops.NAMESPACE}::{ops.FUSED}":
+            kwargs = {k: v.meta["val"] if isinstance(v, fx.Node) else v for k, v in
+                      node.kwargs.items()}  # fmt: skip
+            q, k_pe, buffer = kwargs["q"], kwargs["k_pe"], kwargs["prepared_q"]
+            assert list(buffer.shape[1:]) == [graphs.HEADS, graphs.LATENT + graphs.ROPE]
+            values = node.meta["val"]
+            for value, want in zip(values[1:], (q, k_pe, buffer), strict=True):
+                assert (value.shape, value.dtype) == (want.shape, want.dtype)
+            for user in node.users:
+                assert user.meta["val"] is values[user.args[1]]
+
+
+def test_invariant_10_after_each_batch_the_graph_still_runs(plain_kernels: None) -> None:
+    """The printed code compiles, and a graph with concrete sizes runs like one with symbols."""
+    for dynamic in (True, False):
+        spec = Spec("native", dynamic=dynamic)
+        module = build(spec)
+        fuse(module, spec)
+        module.recompile()
+        for batch in BATCHES.values():
+            before = run(build(spec), spec, batch)
+            assert_same(before, run(module, spec, batch), batch, tolerance=1e-5)

@@ -1,0 +1,135 @@
+"""Every custom op passes torch's own checks: schema, fake shapes, mutation, functionalization."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from vllm.forward_context import override_forward_context
+from vllm.utils.torch_utils import _encode_layer_name
+
+from mla_fusion import ops
+from tests.passes.fake_engine import Batch, Engine
+from tests.passes.graphs import HEADS, LATENT, MAX_POSITION, NOPE, ROPE, VALUE, Spec, layer_names
+
+SPEC = Spec("native")
+TOKENS = (0, 1, 3, 17)
+ALL = (ops.ROPE_UPDATE, ops.Q_PREP, ops.FUSED, ops.ATTENTION)
+
+
+def arguments(name: str, tokens: int, rope: str = "native") -> dict[str, Any]:
+    """Arguments of an op by name, in the order of its schema."""
+    torch.manual_seed(tokens)
+    layer = _encode_layer_name(layer_names(SPEC)[0])
+    q, kv_c = torch.randn(tokens, HEADS, NOPE + ROPE), torch.randn(tokens, LATENT)
+    k_pe, prepared = torch.randn(tokens, 1, ROPE), torch.randn(tokens, HEADS, LATENT + ROPE)
+    step = {
+        "q": q,
+        "kv_c": kv_c,
+        "k_pe": k_pe,
+        "positions": None if rope == "none" else torch.arange(tokens),
+        "cos_sin_cache": None if rope == "none" else torch.randn(MAX_POSITION, ROPE),
+        "k_scale": torch.tensor(0.5),
+        "layer_name": layer,
+        "kv_cache_dtype": "auto",
+        "rope": rope,
+        "is_neox": False,
+    }
+    if name == ops.ROPE_UPDATE:
+        return step
+    if name == ops.FUSED:
+        names = list(step)
+        before = {k: step[k] for k in names[:3]}
+        after = {k: step[k] for k in names[3:]}
+        return {**before, "prepared_q": prepared, **after, "provider": "reference"}
+    if name == ops.Q_PREP:
+        return {
+            "q": q,
+            "layer_name": layer,
+            "kv_lora_rank": LATENT,
+            "qk_rope_head_dim": ROPE,
+            "query_dtype": torch.float32,
+        }
+    return {
+        "q": q,
+        "prepared_q": prepared,
+        "kv_c": kv_c,
+        "k_pe": k_pe,
+        "output": torch.zeros(tokens, HEADS * VALUE),
+        "layer_name": layer,
+        "kv_cache_dummy_dep": None,
+    }
+
+
+def batch(tokens: int, decode_only: bool) -> Batch:
+    return Batch(rows=tokens, actual=tokens, decode=tokens if decode_only else tokens // 2)
+
+
+@pytest.mark.parametrize("decode_only", [True, False])
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("name", ALL)
+def test_invariant_1_real_shape_is_the_fake_shape(
+    name: str, tokens: int, decode_only: bool
+) -> None:
+    args = arguments(name, tokens)
+    op = ops.get(name)
+    with override_forward_context(Engine(SPEC).context(batch(tokens, decode_only))):
+        real = op(**args)
+    with FakeTensorMode() as mode:
+        fake = op(**{
+            k: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for k, v in args.items()
+        })  # fmt: skip
+    if name in (ops.FUSED, ops.ATTENTION):  # they write into buffers of the graph
+        assert real is fake is None
+        return
+    assert real.shape == fake.shape
+    assert real.stride() == fake.stride()
+    assert real.dtype == fake.dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16])
+def test_invariant_1_query_type_is_the_one_asked_for(dtype: torch.dtype) -> None:
+    args = {**arguments(ops.Q_PREP, 3), "query_dtype": dtype}
+    with FakeTensorMode() as mode:
+        fake = ops.get(ops.Q_PREP)(**{
+            k: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for k, v in args.items()
+        })  # fmt: skip
+    assert (fake.dtype, tuple(fake.shape)) == (dtype, (3, HEADS, LATENT + ROPE))
+
+
+@pytest.mark.parametrize("decode_only", [True, False])
+@pytest.mark.parametrize("rope", ["native", "none"])
+@pytest.mark.parametrize("name", ALL)
+def test_opcheck(name: str, rope: str, decode_only: bool) -> None:
+    tokens = 3
+    checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    # Only a decode batch reads the prepared query; otherwise it is undefined, so never equal.
+    if decode_only or name != ops.Q_PREP:
+        checks.append("test_aot_dispatch_dynamic")
+    with override_forward_context(Engine(SPEC).context(batch(tokens, decode_only))):
+        torch.library.opcheck(
+            ops.get(name), (), arguments(name, tokens, rope), test_utils=tuple(checks)
+        )
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_schema_names_what_is_mutated(name: str) -> None:
+    """A mixed batch rotates q and k_pe in place; what is not declared changes in no batch."""
+    args = arguments(name, 5)
+    kept = {k: v.clone() for k, v in args.items() if isinstance(v, torch.Tensor)}
+    changed = set()
+    for decode_only in (False, True):
+        with override_forward_context(Engine(SPEC).context(batch(5, decode_only))):
+            ops.get(name)(**args)
+        changed |= {k for k, v in kept.items() if not torch.equal(args[k], v)}
+    schema = ops.get(name)._schema
+    declared = {a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write}
+    assert changed == declared
+    assert schema.is_mutable is bool(declared)
+
+
+def test_ops_are_registered_once() -> None:
+    with pytest.raises(RuntimeError, match="use one vLLM configuration per process"):
+        ops.register("some.OtherType")
