@@ -5,6 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 
+def _restore(fields: dict[str, Any]) -> Any:
+    """A PassConfig with these fields, in a process that may not have loaded the plugin."""
+    from mla_fusion.plugin import register
+
+    register()
+    import vllm.config.compilation as compilation
+
+    restored = object.__new__(compilation.PassConfig)
+    restored.__dict__.update(fields)
+    return restored
+
+
 def extend(base: type) -> type:
     """`base`, vLLM's PassConfig, with the fields of this library."""
     from pydantic import Field
@@ -33,6 +45,16 @@ def extend(base: type) -> type:
             if getattr(self, FLAG):
                 factors[FLAG] = [getattr(self, THRESHOLD), source_hash()]
             return hash_factors(factors)
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            """A worker process unpickles its config before it loads plugins.
+
+            By reference it would then get vLLM's class, which has the flag's value but hashes as
+            if it were off, and take compiled graphs of an engine without the fusion.
+            """
+            if getattr(self, FLAG):
+                return _restore, (dict(self.__dict__),)
+            return super().__reduce_ex__(protocol)
 
     PassConfig.__qualname__ = base.__qualname__
     PassConfig.__module__ = base.__module__

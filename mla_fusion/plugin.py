@@ -63,16 +63,26 @@ def _wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[.
 def _add_fields_to_pass_config() -> None:
     """Why: vLLM's PassConfig forbids unknown fields, so `pass_config.fuse_aiter_...` is an error.
 
-    How: put a subclass with the two fields in its place, and rebuild the validators that hold the
-    old class. Until: vLLM lets a plugin declare pass options.
+    How: put a subclass with the two fields in its place. vLLM also holds the class itself, as a
+    default factory, so calling it gives the subclass too: an instance of a class that is no
+    longer found under its name could not be pickled to a worker, with the flag or without.
+    Until: vLLM lets a plugin declare pass options.
     """
     import vllm.config
     import vllm.config.compilation as compilation
 
     from mla_fusion.pass_config import extend
 
-    if not hasattr(compilation.PassConfig, config.FLAG):
-        compilation.PassConfig = vllm.config.PassConfig = extend(compilation.PassConfig)
+    base = compilation.PassConfig
+    if hasattr(base, config.FLAG):
+        return
+    extended = extend(base)
+
+    def new(cls: type, *args: Any, **kwargs: Any) -> Any:
+        return object.__new__(extended if cls is base else cls)
+
+    base.__new__ = new
+    compilation.PassConfig = vllm.config.PassConfig = extended
 
 
 def _decide_in_vllm_config() -> None:
@@ -88,6 +98,7 @@ def _decide_in_vllm_config() -> None:
 
     def post_init(original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
+            _adopt(self.compilation_config.pass_config)
             if config.is_on(self):
                 setattr(self, _MARK, _refused_by_operator(self.compilation_config))
             original(self, *args, **kwargs)
@@ -106,6 +117,16 @@ def _decide_in_vllm_config() -> None:
 
     _wrap(VllmConfig, "__post_init__", post_init)
     _wrap(VllmConfig, "_set_compile_ranges", set_compile_ranges)
+
+
+def _adopt(pass_config: Any) -> None:
+    """Make a PassConfig that was built before the plugin was loaded one of ours."""
+    import vllm.config
+
+    if not isinstance(pass_config, vllm.config.PassConfig):
+        unset = {config.FLAG: False, config.THRESHOLD: None}
+        pass_config.__dict__ = {**unset, **pass_config.__dict__}
+        pass_config.__class__ = vllm.config.PassConfig
 
 
 def _refused_by_operator(compilation: Any) -> frozenset[str]:

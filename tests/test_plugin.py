@@ -3,6 +3,7 @@
 Real VllmConfig objects of the installed vLLM on a CPU; no engine is started.
 """
 
+import copy
 import json
 import logging
 import pickle
@@ -110,8 +111,31 @@ class TestWaysToSetTheFlag:
         )
         assert config.is_on(args.create_engine_config())
 
-    def test_it_survives_the_pickle_to_a_worker(self, make):
-        assert config.is_on(pickle.loads(pickle.dumps(make(FLAG_ON))))
+    def test_it_survives_the_pickle_to_a_worker_that_has_not_loaded_the_plugin(
+        self, make, tmp_path
+    ):
+        made = make(FLAG_ON)
+        path = tmp_path / "config.pickle"
+        path.write_bytes(pickle.dumps(made))
+        code = f"""
+import pickle
+made = pickle.load(open({str(path)!r}, "rb"))
+from mla_fusion import config
+assert config.is_on(made)
+print("hash", made.compute_hash())
+"""
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
+        )
+        assert f"hash {made.compute_hash()}" in done.stdout
+
+    @pytest.mark.parametrize("pass_config", [None, {}, {"fuse_norm_quant": False}])
+    def test_off_it_is_pickled_as_vllms_own(self, make, pass_config):
+        pickled = pickle.dumps(make(pass_config).compilation_config)
+        assert b"mla_fusion" not in pickled
+        assert not pickle.loads(pickled).pass_config.fuse_aiter_qk_rope_kvcache_mla
+        assert copy.deepcopy(make(pass_config)).compute_hash() == make(pass_config).compute_hash()
+        pickle.dumps(CompilationConfig())
 
 
 class TestWhatItSwitchesOn:
@@ -246,6 +270,7 @@ class TestBadInput:
     def test_config_object_from_before_the_plugin(self, models):
         # In a process of its own: the plugin must not be loaded yet.
         code = f"""
+import pickle
 from vllm.config import CompilationConfig
 early = CompilationConfig()
 try:
@@ -261,6 +286,7 @@ made = EngineArgs(model={str(models / "mla")!r}, skip_tokenizer_init=True, max_m
                   compilation_config=early).create_engine_config()
 from mla_fusion import config
 assert not config.is_on(made)
+pickle.dumps(made)
 CompilationConfig(pass_config={FLAG_ON!r})
 """
         subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

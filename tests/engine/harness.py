@@ -5,7 +5,8 @@
 The engine always runs vLLM's piecewise backend with graph partition and a compile range for the
 decode bucket, the prerequisites of the flag, so that runs with and without the flag compare.
 Keys of the job: model (folder); plugin (register mla_fusion); flag; custom_pass (the pass object
-in vLLM's hook, without the plugin); prompts; max_tokens; dump (debug_dump_path).
+in vLLM's hook, without the plugin); processes (engine core and worker in processes of their own, as
+vLLM serves; no graphs are recorded then); prompts; max_tokens.
 """
 
 import json
@@ -58,12 +59,14 @@ def record_graphs(graphs, with_plugin):
 
 def main(job):
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1")
+    os.environ.update(HF_HUB_OFFLINE="1")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if job.get("processes") else "0"
     if not job.get("plugin"):
         os.environ["VLLM_PLUGINS"] = ""
     import vllm
 
-    keep_vllm_compile()
+    if not job.get("processes"):
+        keep_vllm_compile()
     if job.get("plugin"):
         import mla_fusion
 

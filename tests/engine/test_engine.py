@@ -93,6 +93,13 @@ def test_warm_compile_cache_still_yields_the_report(model, fused_caches, fused):
     assert warm["tokens"] == fused["tokens"]
 
 
+def test_engine_and_worker_in_processes_of_their_own(model, fused, tmp_path):
+    apart = run({"model": model, "plugin": True, "flag": True, "processes": True}, tmp_path)
+    assert "tokens 1 to 4: 2 MLA layers, 2 fused, 0 declined" in apart["log"]
+    assert apart["tokens"] == fused["tokens"]
+    assert apart["logprobs"] == fused["logprobs"]
+
+
 def test_custom_pass_hook_without_the_plugin(model, alone, tmp_path):
     custom = run({"model": model, "custom_pass": True}, tmp_path)
     assert ops.FUSED in custom["graphs"]["1-4"]
