@@ -138,8 +138,6 @@ def drop_dead(graph: fx.Graph, roots: Iterable[fx.Node]) -> None:
         unread = _unread_users(node)
         if unread is None:
             continue
-        for user in unread:
-            graph.erase_node(user)
-        inputs = node.all_input_nodes
-        graph.erase_node(node)
-        worklist.extend(inputs)
+        for dead in (*unread, node):
+            worklist.extend(dead.all_input_nodes)
+            graph.erase_node(dead)

@@ -52,6 +52,17 @@ def test_fused_node_reads_the_query_before_rotation(spec: Spec) -> None:
     assert q.args[0].target is torch.ops.aten.mm.default
 
 
+@pytest.mark.parametrize("spec", ALL, ids=str)
+def test_nothing_dead_is_left_behind(spec: Spec) -> None:
+    module = build(spec)
+    # What AOT autograd itself leaves unread is not ours to count.
+    module.graph.eliminate_dead_code()
+    fuse(module, spec)
+    before = printed(module)
+    module.graph.eliminate_dead_code()
+    assert printed(module) == before
+
+
 @pytest.mark.parametrize("name", edits.NEAR_MISSES)
 def test_near_miss_is_kept(name: str) -> None:
     module, spec, reason = edits.near_miss(name)
