@@ -94,7 +94,9 @@ def rope_and_cache_update(
 ) -> None:
     """Rotate q [T, H, P + R] and k_pe [T, 1, R] in place and write the cache, as vLLM does.
 
-    Each spelling calls what the unfused graph called, so the result is the same to the bit.
+    Each in-place spelling calls the op that the unfused graph called, so the result is the same to
+    the bit. A native rotation is computed in fp32 and rounded once, as Inductor's C++ does; its
+    Triton code may contract to FMA and round a tie otherwise.
     """
     q_pe = q[..., q.shape[-1] - k_pe.shape[-1] :]
     if rope == Rope.CAT_FUSED:

@@ -37,6 +37,14 @@ def test_the_demo_writes_what_fused(shown):
     }
 
 
+def test_invariant_3_logprobs_are_bit_equal_in_decode_mixed_and_prefill_batches(shown):
+    off, on = (
+        json.loads((shown[1] / V3 / flag / "result.json").read_text())["logprobs"]
+        for flag in ("off", "on")
+    )
+    assert on == off
+
+
 def test_the_tokens_of_the_demo_could_differ(shown):
     """A model that says the same whatever it reads, or knows nothing, would hide an error."""
     for flag in ("off", "on"):

@@ -236,7 +236,7 @@ def _trace(spec: Spec) -> fx.GraphModule:
     try:
         with torch.no_grad():
             compiled(values)
-    except Exception:
+    except torch._dynamo.exc.BackendCompilerFailed:
         if not graphs:
             raise
     module = fx.GraphModule(torch.nn.Module(), graphs[0])
