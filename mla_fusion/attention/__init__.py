@@ -1,0 +1,124 @@
+"""Persistent MLA decode: a plan for each step, and who executes it.
+
+This package knows torch and Triton, not vLLM: a kernel engineer can use it alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+import torch
+
+from mla_fusion.attention.plan import PersistentDecodePlan
+from mla_fusion.attention.validate import validate
+from mla_fusion.kernels import ProviderUnavailable
+
+__all__ = [
+    "PROVIDERS",
+    "PersistentDecodePlan",
+    "ProviderUnavailable",
+    "get_provider",
+    "persistent_mla_decode",
+]
+
+PROVIDERS = ("reference", "triton", "aiter")
+
+
+@functools.cache
+def get_provider(name: str) -> Any:
+    """The module that implements provider `name`, after its `require()` found all it needs.
+
+    A provider module has `require() -> None`, which raises `ProviderUnavailable`, and
+
+        persistent_mla_decode(q, kv_cache, plan, *, block_table, softmax_scale, q_scale,
+                              kv_scale, out, lse) -> None
+
+    with the arguments of `persistent_mla_decode` below, validated, where `out` is a tensor and
+    `lse` a tensor or None; both are written in place. It raises ValueError, before any launch,
+    for what it does not support. Nothing falls back.
+
+    Raises:
+        ValueError: no such provider.
+        ProviderUnavailable: it cannot run here.
+    """
+    if name not in PROVIDERS:
+        raise ValueError(f"unknown provider {name!r}: choose one of {', '.join(PROVIDERS)}")
+    # Imported when chosen: each needs what the others do without.
+    module = importlib.import_module(f"mla_fusion.attention.{name}")
+    module.require()
+    return module
+
+
+def default_provider(plan: PersistentDecodePlan) -> str:
+    """Who executes `plan` where nobody is named: the reference on a CPU, Triton on a GPU."""
+    return "reference" if plan.device.type == "cpu" else "triton"
+
+
+def persistent_mla_decode(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    plan: PersistentDecodePlan,
+    *,
+    block_table: torch.Tensor,
+    softmax_scale: float,
+    q_scale: torch.Tensor | None = None,
+    kv_scale: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+    provider: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention of absorbed decode queries over the latent cache, causal at its end.
+
+    For row i of the n query rows of a sequence of s KV tokens, with L = v_head_dim:
+
+        out = softmax(softmax_scale * q . k[:s - (n - 1 - i)]) @ k[:s - (n - 1 - i), :L]
+
+    where k is the sequence's cached [latent | rope] rows. A row that sees no key is zero, with an
+    LSE of -inf. Rows of `out` behind the last sequence of the plan are not written.
+
+    Args:
+        q: [T, H, L + R], bf16, fp16 or fp8, dense in the last dimension; the rows of sequence b
+            are qo_indptr[b] ... qo_indptr[b + 1] - 1 of the step the plan was refreshed for.
+        kv_cache: [blocks, page_size, L + R], the type the plan was allocated for; dense in the last
+            dimension. Blocks and entries may be strided.
+        plan: refreshed for this step. Sequence lengths are read from it alone.
+        block_table: [batch, max_blocks] int32, the blocks of each sequence in order; entries
+            behind a sequence's end are not read.
+        softmax_scale: of the scores; the scales below come on top.
+        q_scale, kv_scale: one fp32 element each, on the device: dequantization scales,
+            value = stored * scale. Needed, and read, where q or the cache is fp8.
+        out: [T, H, L], bf16, fp16 or fp32; by default new, of q's type, bf16 for fp8.
+        return_lse: also return the log-sum-exp of the scaled scores, natural logarithm.
+        provider: who computes it, one of `PROVIDERS`, or "auto": `default_provider`.
+
+    Returns:
+        (out, lse [T, H] fp32, or None unless asked for).
+
+    Raises:
+        ProviderUnavailable: the provider cannot run here.
+        ValueError: an argument breaks the table above, the plan was refreshed for another step,
+            or the provider does not support the combination.
+    """
+    module = get_provider(default_provider(plan) if provider == "auto" else provider)
+    latent = plan.settings.v_head_dim
+    if out is None:
+        dtype = q.dtype if q.dtype.itemsize > 1 else torch.bfloat16
+        out = torch.empty((*q.shape[:2], latent), dtype=dtype, device=q.device)
+    validate(q, kv_cache, plan, block_table, softmax_scale, q_scale, kv_scale, out)
+    lse = None
+    if return_lse:
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    module.persistent_mla_decode(
+        q,
+        kv_cache,
+        plan,
+        block_table=block_table,
+        softmax_scale=softmax_scale,
+        q_scale=q_scale,
+        kv_scale=kv_scale,
+        out=out,
+        lse=lse,
+    )
+    return out, lse

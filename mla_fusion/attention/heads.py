@@ -1,0 +1,51 @@
+"""How many heads a work item of a plan holds: the one place that pads and folds heads.
+
+The size of a plan, the padding of a query and the launch of a kernel all ask here, so that they
+cannot disagree. Heads that one work item cannot hold are folded into the batch, as AITER does: a
+sequence becomes `fold` sequences of `per_work` heads each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+# Rows (heads x query tokens) of the largest tile of one work item of the portable kernel.
+MAX_ROWS = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadLayout:
+    """`heads` of the query, padded to `padded`, in blocks of `per_work`.
+
+    Head block f of a sequence holds the heads f * per_work ... (f + 1) * per_work - 1; heads from
+    `heads` on are padding.
+    """
+
+    heads: int
+    padded: int
+    per_work: int
+
+    @property
+    def fold(self) -> int:
+        """Head blocks of a sequence."""
+        return self.padded // self.per_work
+
+
+def layout(heads: int, max_query_len: int, per_work: int | None = None) -> HeadLayout:
+    """The layout of the portable kernel, for sequences of up to `max_query_len` query rows.
+
+    Heads are padded to a multiple of 16, the height of a matrix instruction. Unless `per_work`
+    says otherwise, a work item holds them all if they are 64 at most, else the largest block of
+    64, 32 or 16 that divides them; and fewer where its tile would exceed `MAX_ROWS`.
+
+    Raises:
+        ValueError: `per_work` is not a positive multiple of 16.
+    """
+    padded = -(-heads // 16) * 16
+    if per_work is not None:
+        if per_work < 16 or per_work % 16:
+            raise ValueError(f"heads_per_work must be a multiple of 16, got {per_work}")
+        return HeadLayout(heads, -(-heads // per_work) * per_work, per_work)
+    blocks = (padded if padded <= 64 else 64, 32, 16)
+    fits = (n for n in blocks if padded % n == 0 and n * max_query_len <= MAX_ROWS)
+    return HeadLayout(heads, padded, next(fits, 16))

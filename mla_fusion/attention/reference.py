@@ -1,0 +1,93 @@
+"""Executes a plan literally, item by item, in plain torch: the oracle of every other provider.
+
+It runs on any device, reads the plan back to the host, and is not fast. Arithmetic is fp32 (the
+dot products of the definition, no online softmax), rounded once to the output type.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from mla_fusion.attention.plan import PersistentDecodePlan
+
+
+def require() -> None:
+    """The reference needs nothing but torch."""
+
+
+def persistent_mla_decode(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    plan: PersistentDecodePlan,
+    *,
+    block_table: torch.Tensor,
+    softmax_scale: float,
+    q_scale: torch.Tensor | None,
+    kv_scale: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """See `mla_fusion.attention.persistent_mla_decode`."""
+    query, scale = dequantize(q, q_scale), softmax_scale
+    layout, latent = plan.settings.layout, plan.settings.v_head_dim
+    qo_indptr, kv_indptr = plan.qo_indptr.tolist(), plan.kv_indptr.tolist()
+    rows = int(plan.reduce_indptr[-1]) * plan.settings.max_query_len
+    partial_output = torch.zeros((rows, layout.per_work, latent), device=q.device)
+    partial_lse = torch.full((rows, layout.per_work), -torch.inf, device=q.device)
+
+    def write(tile: int, count: int, output: torch.Tensor, logsumexp: torch.Tensor) -> None:
+        """Store the rows of a tile, less its padded heads."""
+        sequence, block = divmod(tile, layout.fold)
+        first = block * layout.per_work
+        last = min(first + layout.per_work, layout.heads)
+        tokens = slice(qo_indptr[sequence], qo_indptr[sequence] + count)
+        out[tokens, first:last] = output[:, : last - first].to(out.dtype)
+        if lse is not None:
+            lse[tokens, first:last] = logsumexp[:, : last - first]
+
+    items = plan.work_info_set[: int(plan.work_indptr[-1])].tolist()
+    for tile, partial, qo_start, qo_end, kv_start, kv_end, kv_offset, _ in items:
+        sequence, block = divmod(tile, layout.fold)
+        count, first = qo_end - qo_start, block * layout.per_work
+        piece = query.new_zeros((count, layout.per_work, query.shape[2]))
+        token = qo_indptr[sequence]
+        real = query[token : token + count, first : first + layout.per_work]
+        piece[:, : real.shape[1]] = real
+        positions = torch.arange(kv_start, kv_end, device=q.device)
+        at = positions - kv_indptr[sequence]
+        blocks = block_table[sequence, at // kv_cache.shape[1]].long()
+        keys = dequantize(kv_cache[blocks, at % kv_cache.shape[1]], kv_scale)
+        ends = kv_end + kv_offset - torch.arange(count - 1, -1, -1, device=q.device)
+        visible = positions < ends[:, None]
+        scores = torch.einsum("nhd,kd->nhk", piece, keys) * scale
+        scores = scores.masked_fill(~visible[:, None], -torch.inf)
+        logsumexp = scores.logsumexp(-1)
+        # exp(-inf - -inf) is NaN where a row sees nothing: such rows are zero.
+        weights = (scores - logsumexp[..., None]).exp().nan_to_num(nan=0.0)
+        output = weights @ keys[:, :latent]
+        if partial < 0:
+            write(tile, count, output, logsumexp)
+        else:
+            partial_output[partial : partial + count] = output
+            partial_lse[partial : partial + count] = logsumexp
+
+    reduce_indptr, final = plan.reduce_indptr.tolist(), plan.reduce_final_map.tolist()
+    starts = plan.reduce_partial_map.tolist()
+    for tile in range(len(reduce_indptr) - 1):
+        pieces = range(reduce_indptr[tile], reduce_indptr[tile + 1])
+        if not pieces:
+            continue
+        count = final[tile][1] - final[tile][0]
+        outputs = torch.stack([partial_output[starts[p] : starts[p] + count] for p in pieces])
+        lses = torch.stack([partial_lse[starts[p] : starts[p] + count] for p in pieces])
+        total = lses.logsumexp(0)
+        weights = (lses - total).exp().nan_to_num(nan=0.0)
+        write(tile, count, (weights[..., None] * outputs).sum(0), total)
+
+
+def dequantize(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """`x` in fp32, times its scale if it is fp8."""
+    return x.float() * scale if x.dtype.itemsize == 1 and scale is not None else x.float()

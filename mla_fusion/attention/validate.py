@@ -1,0 +1,81 @@
+"""What a persistent decode is called with, checked before anything is launched."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from mla_fusion.kernels.reference import FP8_DTYPES
+
+if TYPE_CHECKING:
+    from mla_fusion.attention.plan import PersistentDecodePlan
+
+OUTPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def validate(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    plan: PersistentDecodePlan,
+    block_table: torch.Tensor,
+    softmax_scale: float,
+    q_scale: torch.Tensor | None,
+    kv_scale: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """Raise ValueError unless the arguments of `persistent_mla_decode` fit each other.
+
+    Nothing here reads a value from the device: block numbers and lengths are the caller's word.
+    """
+    settings, step = plan.settings, plan.step
+    if step is None:
+        raise ValueError("the plan was never refreshed: call plan.refresh(...) once a step")
+
+    def check(name: str, ok: bool, want: str, got: object) -> None:
+        if not ok:
+            raise ValueError(f"{name} must be {want}, got {got}")
+
+    heads, latent = settings.layout.heads, settings.v_head_dim
+    check("q", q.dim() == 3, "[T, H, L + R]", tuple(q.shape))
+    tokens, width = q.shape[0], q.shape[2]
+    if tokens != step.num_tokens:
+        raise ValueError(
+            f"the plan was refreshed for {step.num_tokens} query rows in {step.batch} sequences, "
+            f"q has {tokens}: refresh it for this step"
+        )
+    check("q", q.shape[1] == heads, f"of {heads} heads, as the plan", q.shape[1])
+    check("q", width >= latent, f"{latent} wide or wider, as the plan", width)
+    check("q", q.dtype == settings.q_dtype, f"{settings.q_dtype}, as the plan", q.dtype)
+    check("q", q.stride(2) == 1, "dense in its last dimension", q.stride())
+    check(
+        "kv_cache",
+        kv_cache.dim() == 3 and kv_cache.shape[2] == width,
+        f"[blocks, page_size, {width}]",
+        tuple(kv_cache.shape),
+    )
+    kv_dtype = settings.kv_dtype
+    check("kv_cache", kv_cache.dtype == kv_dtype, f"{kv_dtype}, as the plan", kv_cache.dtype)
+    check("kv_cache", kv_cache.stride(2) == 1, "dense in its last dimension", kv_cache.stride())
+    check(
+        "block_table",
+        block_table.dim() == 2 and block_table.shape[0] == step.batch,
+        f"[{step.batch}, max_blocks]: the plan was refreshed for {step.batch} sequences",
+        tuple(block_table.shape),
+    )
+    check("block_table", block_table.dtype == torch.int32, "int32", block_table.dtype)
+    check("block_table", block_table.stride(1) == 1, "dense in its rows", block_table.stride())
+    check("out", out.shape == (tokens, heads, latent), f"{(tokens, heads, latent)}", out.shape)
+    check("out", out.dtype in OUTPUT_DTYPES, "bf16, fp16 or fp32", out.dtype)
+    check("out", out.stride(2) == 1, "dense in its last dimension", out.stride())
+    check("softmax_scale", math.isfinite(softmax_scale), "finite", softmax_scale)
+    for name, scale, scaled in (("q_scale", q_scale, q), ("kv_scale", kv_scale, kv_cache)):
+        if scaled.dtype in FP8_DTYPES:
+            ok = scale is not None and scale.dtype == torch.float32 and scale.numel() == 1
+            got = scale if scale is None else f"{scale.dtype} {tuple(scale.shape)}"
+            check(name, ok, f"one fp32 element: {scaled.dtype} values have a scale", got)
+    tensors = {"q": q, "kv_cache": kv_cache, "block_table": block_table, "out": out}
+    scales = {"q_scale": q_scale, "kv_scale": kv_scale}
+    for name, tensor in (tensors | {k: v for k, v in scales.items() if v is not None}).items():
+        check(name, tensor.device == plan.device, f"on {plan.device}, as the plan", tensor.device)
