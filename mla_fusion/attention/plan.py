@@ -194,6 +194,9 @@ class PersistentDecodePlan:
     ) -> None:
         """Plan one step, in place: no allocation, no host sync, the same addresses.
 
+        On a GPU this is one kernel, which reads `qo_indptr` and `seq_lens` when it runs: a
+        captured refresh replays with whatever lengths the two hold then.
+
         Args:
             qo_indptr: [batch + 1] int32 (vLLM's query_start_loc), from 0, not decreasing.
                 Sequences without rows are padding.
@@ -226,13 +229,18 @@ class PersistentDecodePlan:
                 f"{max_query_len} query rows do not fit a plan for up to "
                 f"{settings.max_query_len} a sequence: allocate it for the longest query"
             )
-        planner.fill(
-            SimpleNamespace(**{name: getattr(self, name).numpy() for name in PLANNED}),
-            settings.rules,
-            qo_indptr.numpy(),
-            seq_lens.numpy(),
-            max_query_len,
-        )
+        if self.device.type == "cpu":
+            planner.fill(
+                SimpleNamespace(**{name: getattr(self, name).numpy() for name in PLANNED}),
+                settings.rules,
+                qo_indptr.numpy(),
+                seq_lens.numpy(),
+                max_query_len,
+            )
+        else:
+            from mla_fusion.attention import planner_triton
+
+            planner_triton.fill(self, qo_indptr, seq_lens, max_query_len)
         self.step = Step(batch, num_tokens, max_query_len)
 
 
