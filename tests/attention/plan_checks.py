@@ -1,0 +1,109 @@
+"""What must hold of every plan, whoever made it; all of it checked from the buffers alone."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from mla_fusion.attention import planner
+
+
+def buffers(rules: planner.Rules, max_batch: int) -> Any:
+    """Buffers of exactly the sizes a plan has, full of rubbish."""
+    tiles = max_batch * rules.fold
+
+    def rubbish(*shape: int) -> np.ndarray:
+        return np.full(shape, -77, np.int32)
+
+    return SimpleNamespace(
+        work_indptr=rubbish(rules.workers + 1),
+        work_info_set=rubbish(rules.max_works(max_batch), planner.WORK_COLUMNS),
+        reduce_indptr=rubbish(tiles + 1),
+        reduce_final_map=rubbish(tiles, 2),
+        reduce_partial_map=rubbish(rules.partial_map_size(max_batch)),
+        qo_indptr=rubbish(max_batch + 1),
+        kv_indptr=rubbish(max_batch + 1),
+    )
+
+
+def check_plan(
+    plan: Any, rules: planner.Rules, query_lens: list[int], seq_lens: list[int], max_query_len: int
+) -> None:
+    """Assert every property of a plan for sequences of these lengths."""
+    batch, fold = len(seq_lens), rules.fold
+    max_batch = len(plan.qo_indptr) - 1
+    query = np.concatenate(([0], np.cumsum(query_lens)))
+    tokens = np.concatenate(([0], np.cumsum(seq_lens)))
+    assert (plan.qo_indptr == np.pad(query, (0, max_batch - batch), mode="edge")).all()
+    assert (plan.kv_indptr == np.pad(tokens, (0, max_batch - batch), mode="edge")).all()
+
+    assert plan.work_indptr[0] == 0 and (np.diff(plan.work_indptr) >= 0).all()
+    count = int(plan.work_indptr[-1])
+    assert count <= rules.max_works(max_batch)
+    items = plan.work_info_set[:count].tolist()
+    by_tile: dict[int, list[list[int]]] = {}
+    for item in items:
+        by_tile.setdefault(item[planner.BATCH], []).append(item)
+    assert [item[planner.BATCH] for item in items] == sorted(i[planner.BATCH] for i in items)
+
+    pieces = []
+    for sequence, (rows, length) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        for block in range(fold):
+            tile = sequence * fold + block
+            mine = by_tile.pop(tile, [])
+            assert mine or rows == 0
+            first_row = int(query[sequence]) * fold + block * rows
+            seen = np.zeros((rows, length), int)
+            for item in mine:
+                _, partial, qo_start, qo_end, kv_start, kv_end, kv_offset, padding = item
+                assert padding == 0
+                assert (qo_start, qo_end) == (first_row, first_row + rows)
+                assert tokens[sequence] <= kv_start <= kv_end <= tokens[sequence + 1]
+                assert rows == 0 or kv_offset == tokens[sequence + 1] - kv_end
+                assert (partial >= 0) == (len(mine) > 1)
+                start, end = kv_start - tokens[sequence], kv_end - tokens[sequence]
+                for row in range(rows):
+                    causal_end = end + kv_offset - (rows - 1 - row)
+                    seen[row, start : max(0, min(end, causal_end))] += 1
+            expected = np.arange(length) < length - (rows - 1 - np.arange(rows))[:, None]
+            assert (seen == expected).all(), "each visible (row, token) once, no other"
+            starts = [item[planner.KV_START] for item in mine]
+            assert starts == sorted(starts)
+            begin, end = plan.reduce_indptr[tile : tile + 2]
+            partials = [item[planner.PARTIAL_ROW] for item in mine if len(mine) > 1]
+            assert plan.reduce_partial_map[begin:end].tolist() == partials
+            if partials:
+                assert plan.reduce_final_map[tile].tolist() == [first_row, first_row + rows]
+                # No piece but the last may lie where the first row of the query sees nothing.
+                assert all(length - (i[planner.KV_START] - tokens[sequence]) >= max_query_len
+                           for i in mine[1:])  # fmt: skip
+            pieces += partials
+    assert not by_tile, "items of sequences that are not there"
+    assert plan.reduce_indptr[0] == 0 and (np.diff(plan.reduce_indptr) >= 0).all()
+    assert (plan.reduce_indptr[batch * fold :] == len(pieces)).all()
+    assert len(pieces) <= rules.max_partials(max_batch)
+    rows = sorted(pieces)
+    assert all(b - a >= max_query_len for a, b in itertools.pairwise(rows))
+    assert not rows or rows[-1] + max_query_len <= rules.max_partials(max_batch) * max_query_len
+
+    load = np.array(worker_load(plan, rules))
+    busy = rules.busy_workers(batch)
+    assert not load[busy:].any()
+    tail = -(-(max_query_len - 1) // rules.granularity)
+    if load.any():
+        assert load.max() <= load[:busy].mean() + rules.overhead + 1 + tail
+
+
+def worker_load(plan: Any, rules: planner.Rules) -> list[int]:
+    """Cost of each worker's items in blocks, with the fixed cost of each."""
+    load = []
+    for begin, end in zip(plan.work_indptr, plan.work_indptr[1:], strict=False):
+        items = plan.work_info_set[begin:end]
+        tokens = items[:, planner.KV_END] - items[:, planner.KV_START]
+        has_rows = items[:, planner.QO_END] > items[:, planner.QO_START]
+        blocks = -(-tokens // rules.granularity) + rules.overhead
+        load.append(int((blocks * has_rows).sum()))
+    return load

@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import collections
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mla_fusion.attention import PersistentDecodePlan, planner
+
+from .plan_checks import buffers, check_plan, worker_load
+
+BF16 = torch.bfloat16
+EXAMPLES = 2600  # each is two batches
+seen: collections.Counter[str] = collections.Counter()
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[planner.Rules, int, list[list[tuple[int, int]]]]:
+    """Rules, the longest query, and two ragged batches of (query rows, KV tokens)."""
+    rules = planner.Rules(
+        workers=draw(st.integers(1, 40)),
+        fold=draw(st.sampled_from((1, 1, 2, 8))),
+        granularity=draw(st.sampled_from((1, 16, 64))),
+        overhead=draw(st.sampled_from((1, 2, 16))),
+        max_split_per_batch=draw(st.sampled_from((-1, -1, 1, 4, 16))),
+    )
+    longest = draw(st.sampled_from((1, 1, 2, 4, 8)))
+    rows = st.sampled_from((longest, longest, 1, 0)) | st.integers(0, longest)
+    tokens = st.integers(0, 70) | st.integers(0, 2000) | st.sampled_from((0, 1, 15, 16, 17, 512))
+    batch = st.lists(st.tuples(rows, tokens), min_size=1, max_size=9)
+    return rules, longest, [draw(batch), draw(batch)]
+
+
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+@given(batches())
+def check_ragged_batches(case: tuple[planner.Rules, int, list[list[tuple[int, int]]]]) -> None:
+    rules, longest, steps = case
+    max_batch = max(map(len, steps))
+    plan = buffers(rules, max_batch)
+    for step in steps:
+        query_lens, seq_lens = map(list, zip(*step, strict=True))
+        indptr = np.concatenate(([0], np.cumsum(query_lens))).astype(np.int32)
+        planner.fill(plan, rules, indptr, np.array(seq_lens, np.int32), longest)
+        check_plan(plan, rules, query_lens, seq_lens, longest)
+        seen["batches"] += 1
+        seen["split"] += int(plan.reduce_indptr[-1] > 0)
+        seen["smaller than before"] += step is steps[1] and len(step) < len(steps[0])
+
+
+def test_every_plan_covers_its_batch_once(capsys: pytest.CaptureFixture[str]) -> None:
+    seen.clear()
+    check_ragged_batches()
+    with capsys.disabled():
+        print(f"\n{seen['batches']} ragged batches planned: {dict(seen)}")
+    assert seen["batches"] >= 5000
+    assert min(seen["split"], seen["smaller than before"]) > 500
+
+
+def plan_of(rules: planner.Rules, seq_lens: list[int]) -> object:
+    plan = buffers(rules, len(seq_lens))
+    indptr = np.arange(len(seq_lens) + 1, dtype=np.int32)
+    planner.fill(plan, rules, indptr, np.array(seq_lens, np.int32), 1)
+    return plan
+
+
+@pytest.mark.parametrize(
+    "workers, batch, blocks, pieces, rows",
+    # Public figures of AITER's planner, contexts of 8192: blocks of the largest piece, pieces of
+    # one sequence, partial rows in all.
+    [
+        (304, 1, 2, 256, 256),
+        (304, 8, 14, 37, 296),
+        (256, 1, 3, 171, 171),
+        (304, 64, 112, 6, 341),
+        (304, 256, 445, 3, 550),
+        (256, 64, 132, 4, 256),
+        (256, 256, 512, 1, 0),
+    ],
+)
+def test_the_published_examples(
+    workers: int, batch: int, blocks: int, pieces: int, rows: int
+) -> None:
+    plan = plan_of(planner.Rules(workers, 1, 16, 16, -1), [8192] * batch)
+    items = plan.work_info_set[: plan.work_indptr[-1]]
+    counts = np.bincount(items[:, planner.BATCH])
+    tokens = items[:, planner.KV_END] - items[:, planner.KV_START]
+    assert tokens.max() == blocks * 16
+    assert counts.max() == pieces
+    assert plan.reduce_indptr[-1] == rows
+
+
+def test_a_cap_is_a_budget_of_the_whole_batch() -> None:
+    plan = plan_of(planner.Rules(304, 1, 16, 16, 4), [8192, 16])
+    items = plan.work_info_set[: plan.work_indptr[-1]]
+    assert np.bincount(items[:, planner.BATCH]).tolist() == [8, 1]
+
+
+@pytest.mark.parametrize("cap, busy", [(16, 32), (-1, 256)])
+def test_a_cap_of_16_leaves_most_workers_idle(cap: int, busy: int) -> None:
+    rules = planner.Rules(256, 1, 16, 16, cap)
+    load = np.array(worker_load(plan_of(rules, [100_000, 100_000]), rules))
+    assert np.count_nonzero(load) == busy
+
+
+def make(**changes: object) -> PersistentDecodePlan:
+    fields = {
+        "max_batch": 4,
+        "max_query_len": 2,
+        "num_heads": 20,
+        "q_dtype": BF16,
+        "kv_dtype": BF16,
+        "device": "cpu",
+        "workers": 8,
+        "v_head_dim": 32,
+    }
+    return PersistentDecodePlan.allocate(**{**fields, **changes})
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+class TestPlan:
+    def test_buffers_have_the_published_shapes(self) -> None:
+        plan = make(num_heads=128, heads_per_work=64, max_split_per_batch=4)
+        tiles, workers = 4 * 2, 8
+        assert plan.work_metadata_ptrs.dtype == torch.uint64
+        assert plan.work_indptr.shape == (workers + 1,)
+        assert plan.work_info_set.shape == (tiles + workers - 1, 8)
+        assert plan.reduce_indptr.shape == (tiles + 1,)
+        assert plan.reduce_final_map.shape == (tiles, 2)
+        assert plan.reduce_partial_map.shape == (tiles + workers,)
+        assert plan.partial_output.shape == (2 * (workers - 1) * 2, 64, 32)
+        assert make().reduce_partial_map.shape == (4 + workers - 1,)
+
+    def test_refresh_moves_nothing(self) -> None:
+        plan = make()
+
+        def addresses() -> dict[str, int]:
+            tensors = {k: v for k, v in vars(plan).items() if isinstance(v, torch.Tensor)}
+            return {name: tensor.data_ptr() for name, tensor in tensors.items()}
+
+        before = addresses()
+        for lens in ((300, 20, 7, 90), (50,)):
+            seq_lens = ints(*lens)
+            plan.refresh(
+                qo_indptr=torch.arange(len(lens) + 1, dtype=torch.int32), seq_lens=seq_lens,
+                num_tokens=len(lens), max_query_len=1,
+            )  # fmt: skip
+        assert addresses() == before
+        pointers = plan.work_metadata_ptrs.view(torch.int64).tolist()
+        assert pointers == [before["work_indptr"], before["work_info_set"]]
+
+    def test_refresh_copies_the_lengths(self) -> None:
+        """The plan cannot disagree with lengths that change behind its back."""
+        plan, seq_lens = make(), ints(40, 9)
+        plan.refresh(qo_indptr=ints(0, 1, 3), seq_lens=seq_lens, num_tokens=3, max_query_len=2)
+        seq_lens.fill_(1000)
+        assert plan.kv_indptr.tolist() == [0, 40, 49, 49, 49]
+        assert plan.qo_indptr.tolist() == [0, 1, 3, 3, 3]
+
+    @pytest.mark.parametrize(
+        "changes, message",
+        [
+            ({"max_batch": 0}, "max_batch must be at least 1"),
+            ({"workers": None}, "workers must be given on cpu"),
+            ({"heads_per_work": 24}, "multiple of 16"),
+            ({"max_split_per_batch": 0}, "max_split_per_batch must be -1"),
+        ],
+    )
+    def test_allocate_refuses(self, changes: dict[str, object], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            make(**changes)
+
+    @pytest.mark.parametrize(
+        "changes, message",
+        [
+            ({"qo_indptr": ints(0, 1)}, "qo_indptr must be a dense int32 tensor of 3"),
+            ({"seq_lens": torch.tensor([4, 5])}, "seq_lens must be a dense int32"),
+            ({"seq_lens": ints(1, 1, 1, 1, 1), "qo_indptr": ints(0, 1, 2, 3, 4, 5)}, "up to 4"),
+            ({"max_query_len": 3}, "up to 2 a sequence"),
+        ],
+    )
+    def test_refresh_refuses(self, changes: dict[str, object], message: str) -> None:
+        given = {"qo_indptr": ints(0, 1, 2), "seq_lens": ints(4, 5), "num_tokens": 2}
+        with pytest.raises(ValueError, match=message):
+            make().refresh(**{"max_query_len": 1, **given, **changes})
