@@ -52,7 +52,12 @@ def get_provider(name: str) -> Any:
 
 
 def default_provider(plan: PersistentDecodePlan) -> str:
-    """Who executes `plan` where nobody is named: the reference on a CPU, Triton on a GPU."""
+    """Who executes `plan` where nobody is named: its planner's kernel.
+
+    That is AITER's for a plan of AITER's, else Triton on a GPU and the reference on a CPU.
+    """
+    if plan.settings.planner == "aiter":
+        return "aiter"
     return "reference" if plan.device.type == "cpu" else "triton"
 
 
@@ -101,7 +106,15 @@ def persistent_mla_decode(
         ValueError: an argument breaks the table above, the plan was refreshed for another step,
             or the provider does not support the combination.
     """
-    module = get_provider(default_provider(plan) if provider == "auto" else provider)
+    if provider == "auto":
+        provider = default_provider(plan)
+    if provider != "reference" and (provider == "aiter") != (plan.settings.planner == "aiter"):
+        raise ValueError(
+            f"the plan is of the {plan.settings.planner} planner, which the {provider} provider "
+            f"does not execute: allocate it with planner="
+            f'"{"aiter" if provider == "aiter" else "portable"}"'
+        )
+    module = get_provider(provider)
     latent = plan.settings.v_head_dim
     if out is None:
         dtype = q.dtype if q.dtype.itemsize > 1 else torch.bfloat16

@@ -8,25 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
-from mla_fusion.attention import heads, planner
+from mla_fusion.attention.planner import WORK_COLUMNS, fill
+from mla_fusion.attention.settings import Settings, complete
 
-_I32, _F32 = torch.int32, torch.float32
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """What a plan was allocated for; the arguments of `PersistentDecodePlan.allocate`."""
-
-    max_batch: int
-    max_query_len: int
-    layout: heads.HeadLayout
-    q_dtype: torch.dtype
-    kv_dtype: torch.dtype
-    v_head_dim: int
-    rules: planner.Rules
+_I32 = torch.int32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +55,8 @@ class PersistentDecodePlan:
         piece and its natural-log LSE, normalized within the piece; an LSE of -inf stands for
         a row that sees no key of the piece. Empty if the plan is AITER's, which has its own.
 
+    refreshes: how often the plan was refreshed. kept: what a provider keeps beside the plan.
+
     The causal rule: row i of n sees a token of its sequence iff n - 1 - i or more tokens follow
     it, so inside a work item token k of the concatenation iff
     k < kv_end + kv_offset - (n - 1 - i).
@@ -85,6 +76,8 @@ class PersistentDecodePlan:
     partial_lse: torch.Tensor
     settings: Settings
     step: Step | None = None
+    refreshes: int = 0
+    kept: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def fold(self) -> int:
@@ -115,8 +108,9 @@ class PersistentDecodePlan:
         heads_per_work: int | None = None,
         max_split_per_batch: int = -1,
         kv_granularity: int = 16,
-        overhead: int = 16,
+        overhead: int | None = None,
         v_head_dim: int = 512,
+        planner: str = "auto",
     ) -> PersistentDecodePlan:
         """A plan for up to `max_batch` sequences of up to `max_query_len` query rows each.
 
@@ -126,63 +120,54 @@ class PersistentDecodePlan:
             device: where the plan and everything it is used with lives.
             workers: workgroups of the kernel, by default the multiprocessors of the device.
             heads_per_work: heads of a work item, a multiple of 16; by default as
-                `heads.portable_layout`.
+                `heads.layout`.
             max_split_per_batch: -1, or a budget of this many pieces for each sequence (and head
                 block), shared by all of them.
             kv_granularity: sequences are cut at multiples of this many tokens.
-            overhead: fixed cost of a work item in units of kv_granularity tokens.
+            overhead: fixed cost of a work item in units of kv_granularity tokens, by default 16.
             v_head_dim: width of the output, kv_lora_rank.
+            planner: "portable", for this library's kernels; "aiter", for AITER's; or "auto", which
+                is AITER's where `selection.aiter_verdict` has nothing against it.
 
         Raises:
-            ValueError: an argument is out of range; the message says which and why.
+            ValueError: an argument is out of range, or AITER was asked for and has no kernel; the
+                message says why.
+            ProviderUnavailable: AITER was asked for and is not here.
         """
         device = torch.device(device)
-        if workers is None:
-            if device.type != "cuda":
-                raise ValueError(f"workers must be given on {device}: it has no multiprocessors")
-            workers = torch.cuda.get_device_properties(device).multi_processor_count
-        positive = {
-            "max_batch": max_batch,
-            "max_query_len": max_query_len,
-            "num_heads": num_heads,
-            "workers": workers,
-            "kv_granularity": kv_granularity,
-            "overhead": overhead,
-            "v_head_dim": v_head_dim,
-        }
-        for name, value in positive.items():
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        if max_split_per_batch < 1 and max_split_per_batch != -1:
-            raise ValueError(
-                f"max_split_per_batch must be -1 (no cap) or at least 1, got {max_split_per_batch}"
-            )
-        layout = heads.layout(num_heads, max_query_len, heads_per_work)
-        rules = planner.Rules(workers, layout.fold, kv_granularity, overhead, max_split_per_batch)
-        tiles, partial_rows = max_batch * layout.fold, rules.max_partials(max_batch) * max_query_len
-
-        def zeros(*shape: int, dtype: torch.dtype = _I32) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        plan = cls(
-            work_metadata_ptrs=zeros(2, dtype=torch.int64),
-            work_indptr=zeros(workers + 1),
-            work_info_set=zeros(rules.max_works(max_batch), planner.WORK_COLUMNS),
-            reduce_indptr=zeros(tiles + 1),
-            reduce_final_map=zeros(tiles, 2),
-            reduce_partial_map=zeros(rules.partial_map_size(max_batch)),
-            qo_indptr=zeros(max_batch + 1),
-            kv_indptr=zeros(max_batch + 1),
-            partial_output=zeros(partial_rows, layout.per_work, v_head_dim, dtype=_F32),
-            partial_lse=zeros(partial_rows, layout.per_work, dtype=_F32),
-            settings=Settings(
-                max_batch, max_query_len, layout, q_dtype, kv_dtype, v_head_dim, rules
-            ),
+        settings = complete(
+            max_batch=max_batch,
+            max_query_len=max_query_len,
+            num_heads=num_heads,
+            q_dtype=q_dtype,
+            kv_dtype=kv_dtype,
+            device=device,
+            workers=workers,
+            heads_per_work=heads_per_work,
+            max_split_per_batch=max_split_per_batch,
+            kv_granularity=kv_granularity,
+            overhead=overhead,
+            v_head_dim=v_head_dim,
+            planner=planner,
         )
-        addresses = [plan.work_indptr.data_ptr(), plan.work_info_set.data_ptr()]
-        plan.work_metadata_ptrs.copy_(torch.tensor(addresses))
-        plan.work_metadata_ptrs = plan.work_metadata_ptrs.view(torch.uint64)
-        return plan
+        buffers: dict[str, Any]
+        partial_rows = 0
+        if settings.planner == "aiter":
+            from mla_fusion.attention import aiter
+
+            buffers = aiter.allocate(settings, device)
+        else:
+            buffers = _allocate(settings, device)
+            partial_rows = settings.rules.max_partials(max_batch) * max_query_len
+        per_work = settings.layout.per_work
+        return cls(
+            **buffers,
+            qo_indptr=torch.zeros(max_batch + 1, dtype=_I32, device=device),
+            kv_indptr=torch.zeros(max_batch + 1, dtype=_I32, device=device),
+            partial_output=torch.zeros((partial_rows, per_work, v_head_dim), device=device),
+            partial_lse=torch.zeros((partial_rows, per_work), device=device),
+            settings=settings,
+        )
 
     def refresh(
         self,
@@ -229,8 +214,12 @@ class PersistentDecodePlan:
                 f"{max_query_len} query rows do not fit a plan for up to "
                 f"{settings.max_query_len} a sequence: allocate it for the longest query"
             )
-        if self.device.type == "cpu":
-            planner.fill(
+        if settings.planner == "aiter":
+            from mla_fusion.attention import aiter
+
+            aiter.fill(self, qo_indptr, seq_lens, max_query_len)
+        elif self.device.type == "cpu":
+            fill(
                 SimpleNamespace(**{name: getattr(self, name).numpy() for name in PLANNED}),
                 settings.rules,
                 qo_indptr.numpy(),
@@ -242,6 +231,7 @@ class PersistentDecodePlan:
 
             planner_triton.fill(self, qo_indptr, seq_lens, max_query_len)
         self.step = Step(batch, num_tokens, max_query_len)
+        self.refreshes += 1
 
 
 # The buffers that a refresh writes.
@@ -254,3 +244,20 @@ PLANNED = (
     "qo_indptr",
     "kv_indptr",
 )
+
+
+def _allocate(settings: Settings, device: torch.device) -> dict[str, torch.Tensor]:
+    """The six buffers of the portable planner, zeroed."""
+    rules, max_batch = settings.rules, settings.max_batch
+    tiles = max_batch * rules.fold
+    shapes = {
+        "work_indptr": (rules.workers + 1,),
+        "work_info_set": (rules.max_works(max_batch), WORK_COLUMNS),
+        "reduce_indptr": (tiles + 1,),
+        "reduce_final_map": (tiles, 2),
+        "reduce_partial_map": (rules.partial_map_size(max_batch),),
+    }
+    six = {name: torch.zeros(shape, dtype=_I32, device=device) for name, shape in shapes.items()}
+    addresses = [six["work_indptr"].data_ptr(), six["work_info_set"].data_ptr()]
+    six["work_metadata_ptrs"] = torch.tensor(addresses, device=device).view(torch.uint64)
+    return six

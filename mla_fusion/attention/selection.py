@@ -1,0 +1,146 @@
+"""Whether AITER's persistent decode serves a shape, and whether it is worth it.
+
+The tables are those of AITER's kernel manifests and planner up to v0.1.20 and of public reports on
+them, read and not run: nothing here has been tried on AMD hardware.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+
+from mla_fusion.attention import heads
+from mla_fusion.kernels.reference import FP8_DTYPES
+
+if TYPE_CHECKING:
+    from mla_fusion.attention.heads import HeadLayout
+
+FP8_OF = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
+
+# (architecture, query and cache, heads of a work item) -> query lengths with a kernel; for bf16 on
+# gfx950 one kernel takes any number of heads (0).
+_QUERY_LENS = {
+    ("gfx942", "bf16", 16): (1, 2, 3, 4),
+    ("gfx942", "bf16 over fp8", 16): (1, 2, 3, 4),
+    ("gfx942", "fp8", 16): (1, 2, 4),
+    ("gfx942", "fp8", 64): (1,),
+    ("gfx950", "bf16", 0): (1, 2, 3, 4),
+    ("gfx950", "fp8", 16): (1, 2, 4),
+    ("gfx950", "fp8", 32): (1, 4),
+    ("gfx950", "fp8", 64): (1,),
+    ("gfx950", "fp8", 128): (1,),
+}
+# The same key -> query lengths whose kernel also writes the log-sum-exp.
+_LSE_QUERY_LENS = {
+    ("gfx942", "fp8", 64): (1,),
+    ("gfx950", "bf16", 0): (1, 2, 3, 4),
+    ("gfx950", "fp8", 16): (1, 4),
+    ("gfx950", "fp8", 32): (1, 4),
+}
+_SLOW_BATCH = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """AITER's persistent decode for one shape.
+
+    layout: how its heads are padded and folded. unsupported: why there is no kernel, or empty.
+    slower: why another decode is faster, or empty.
+    """
+
+    layout: HeadLayout
+    unsupported: str = ""
+    slower: str = ""
+
+    @property
+    def why_not(self) -> str:
+        """The first reason against it; empty if it is to be used."""
+        return self.unsupported or self.slower
+
+
+def architecture(device: torch.device) -> str:
+    """The AMD architecture of a device, such as "gfx942"; empty for any other device."""
+    if device.type != "cuda" or torch.version.hip is None:
+        return ""
+    return str(torch.cuda.get_device_properties(device).gcnArchName.split(":")[0])
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Compute units of a device: how many workers a plan has unless told otherwise.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if device.type != "cuda":
+        raise ValueError(f"workers must be given on {device}: it has no multiprocessors")
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def aiter_verdict(
+    num_heads: int,
+    query_len: int,
+    q_dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    batch: int,
+    arch: str,
+    *,
+    return_lse: bool = False,
+) -> Verdict:
+    """Whether AITER's persistent kernel serves these shapes on `arch`.
+
+    Args:
+        num_heads: heads of the query on this rank.
+        query_len: most query rows of a sequence.
+        batch: sequences of the step, with padding.
+        arch: as `architecture` gives it.
+        return_lse: whether the log-sum-exp is wanted too.
+    """
+    kind = _kind(q_dtype, kv_dtype)
+    layout = heads.aiter_layout(num_heads, query_len, kind, arch)
+    if arch not in FP8_OF:
+        return Verdict(layout, f"AITER's persistent decode has kernels for {' and '.join(FP8_OF)}")
+    if not kind:
+        return Verdict(
+            layout,
+            f"no kernel takes a {q_dtype} query over a {kv_dtype} cache: queries are bf16, or fp8 "
+            "over an fp8 cache",
+        )
+    wrong = {q_dtype, kv_dtype} & set(FP8_DTYPES) - {FP8_OF[arch]}
+    if wrong:
+        return Verdict(layout, f"{arch} computes in {FP8_OF[arch]}, not in {wrong.pop()}")
+    if layout.padded > 128:
+        return Verdict(layout, f"{layout.padded} heads are more than the 128 of the largest kernel")
+    if (arch, kind, layout.per_work) == ("gfx942", "fp8", 128):
+        return Verdict(layout, "fp8 with 128 heads faults on gfx942 (vllm-project/vllm#43067)")
+    any_heads = (arch, kind, 0) in _QUERY_LENS
+    key = (arch, kind, 0 if any_heads else layout.per_work)
+    if query_len not in _QUERY_LENS.get(key, ()):
+        return Verdict(
+            layout,
+            f"{arch} has no persistent {kind} kernel for {layout.per_work} heads and queries of "
+            f"{query_len} tokens",
+        )
+    if return_lse and query_len not in _LSE_QUERY_LENS.get(key, ()):
+        return Verdict(
+            layout,
+            f"the persistent {kind} kernel of {arch} for {layout.per_work} heads and queries of "
+            f"{query_len} tokens writes no log-sum-exp",
+        )
+    slower = ""
+    if (arch, kind, layout.padded, query_len) == ("gfx950", "bf16", 16, 1) and batch >= _SLOW_BATCH:
+        slower = (
+            f"for bf16, 16 heads and {_SLOW_BATCH} sequences or more AITER's other kernel is 1.4 "
+            "to 1.6 times faster on gfx950 (ROCm/aiter#4144)"
+        )
+    return Verdict(layout, slower=slower)
+
+
+def _kind(q_dtype: torch.dtype, kv_dtype: torch.dtype) -> str:
+    """How AITER names the pair of types; empty if no kernel takes it."""
+    if q_dtype == torch.bfloat16:
+        if kv_dtype == torch.bfloat16:
+            return "bf16"
+        return "bf16 over fp8" if kv_dtype in FP8_DTYPES else ""
+    return "fp8" if q_dtype in FP8_DTYPES and kv_dtype == q_dtype else ""
