@@ -8,7 +8,7 @@ PYTHON ?= python3
 ARGS ?=
 VENV := .venv$(if $(filter-out 0.32.0,$(VLLM)),-$(VLLM))
 
-.PHONY: help setup demo test lint format
+.PHONY: help setup demo test lint format bench
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
 
@@ -36,3 +36,8 @@ lint: setup ## check style, format and types
 format: setup ## rewrite the files in the project's format
 	@$(VENV)/bin/ruff check --fix
 	@$(VENV)/bin/ruff format
+
+# A GPU has its own vLLM: this takes the packages of PYTHON as they are, and sets up nothing.
+bench: ## on a GPU, with the torch and vLLM of PYTHON: time the region and a decode step
+	@benchmarks/on_gpu.sh $(PYTHON) -m mla_fusion.cli bench --csv build/bench/region.csv
+	@benchmarks/on_gpu.sh $(PYTHON) benchmarks/engine.py decode build/bench/decode.csv

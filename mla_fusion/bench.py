@@ -133,8 +133,9 @@ def make_region(case: Case, weights: list[torch.Tensor]) -> Region:
     )
 
 
-Layer = Callable[[torch.Tensor, torch.Tensor, Activations], None]
-"""One layer of a candidate: (w_uk_t, kv_cache, activations); the query goes to `q_out`."""
+Layer = Callable[[torch.Tensor, torch.Tensor, Activations], torch.Tensor | None]
+"""One layer of a candidate: (w_uk_t, kv_cache, activations); the query is what it returns, or else
+it is in `q_out`."""
 
 
 def provider_layer(region: Region, function: Callable[..., torch.Tensor], **extra: object) -> Layer:
@@ -179,8 +180,8 @@ def agreement(region: Region, layer: Layer) -> tuple[float, int]:
         cache = torch.full_like(region.caches[0].view(torch.uint8), 0x33).view(
             region.caches[0].dtype
         )
-        run(weight, cache, a)
-        results.append((a.q_out, cache))
+        query = run(weight, cache, a)
+        results.append((a.q_out if query is None else query, cache))
     equal = total = worst = 0
     for got, want in zip(*results, strict=True):
         steps = (ordinal(got) - ordinal(want)).abs()

@@ -100,12 +100,17 @@ def vllm_unfused(region: Region) -> Layer:
     return layer
 
 
-@torch.compile(dynamic=True)
-def _cat_quant(
-    latent: torch.Tensor, q_pe: torch.Tensor, scale: torch.Tensor, out: torch.Tensor
-) -> None:
-    query = torch.cat((latent, q_pe), dim=-1).float() * scale.reciprocal()
-    out.copy_(query.clamp(-448.0, 448.0).to(torch.float8_e4m3fn))
+def _cat_quant() -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """vLLM's own compiled cat and quantization, as its MLA layer makes it."""
+    from vllm.config import CompilationConfig, CompilationMode, VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.attention.mla_attention import _DecodeConcatQuantFP8
+    from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
+
+    compiled = CompilationConfig(mode=CompilationMode.VLLM_COMPILE, custom_ops=["none"])
+    with set_current_vllm_config(VllmConfig(compilation_config=compiled)):
+        return _DecodeConcatQuantFP8(
+            static=True, group_shape=GroupShape.PER_TENSOR, compile_native=True
+        )
 
 
 def vllm_40392(region: Region) -> Layer:
@@ -113,8 +118,9 @@ def vllm_40392(region: Region) -> Layer:
     from vllm import _custom_ops as ops
 
     latent, angles = workspace(region), region.cos_sin.bfloat16()
+    cat_quant = _cat_quant()
 
-    def layer(w_uk_t: torch.Tensor, kv_cache: torch.Tensor, a: Activations) -> None:
+    def layer(w_uk_t: torch.Tensor, kv_cache: torch.Tensor, a: Activations) -> torch.Tensor:
         q_pe = a.q[..., NOPE:]
         ops.concat_and_cache_mla_rope_fused(
             a.positions,
@@ -129,7 +135,7 @@ def vllm_40392(region: Region) -> Layer:
             region.k_scale,
         )
         product(w_uk_t, a, latent)
-        _cat_quant(latent, q_pe, region.q_scale, a.q_out)
+        return cat_quant(latent, q_pe, region.q_scale)
 
     return layer
 

@@ -1,0 +1,218 @@
+#!/usr/bin/env python3
+"""Writes the tables of docs/performance.md from benchmarks/results/*.csv, and draws its plots.
+
+    python benchmarks/figures.py            tables and plots (needs matplotlib: the extra `bench`)
+    python benchmarks/figures.py --tables   tables alone
+
+A table stands between `<!-- table NAME -->` and `<!-- end -->`; each plot carries the hash of the
+rows it was drawn from, so that a test can tell when either is behind its source.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import hashlib
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "performance.md"
+IMAGES = ROOT / "docs" / "images"
+REGION, DECODE = RESULTS / "region_h200.csv", RESULTS / "engine_decode_h200.csv"
+
+Row = dict[str, str]
+PEERS = {
+    "bmm+1": "bmm + 1",
+    "flashinfer": "bmm + FlashInfer",
+    "vllm-40392": "cat",
+    "vllm-unfused": "unfused",
+}
+ARMS = ("default", "cat", "fused")
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of a result file."""
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def digest(path: Path) -> str:
+    """What a plot says of the rows it was drawn from."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
+class Region:
+    """Medians of the region benchmark, in microseconds per layer."""
+
+    def __init__(self, rows: list[Row]) -> None:
+        self.us = {
+            (int(r["tokens"]), int(r["heads"]), r["candidate"]): float(r["p50_us"]) for r in rows
+        }
+        self.floor = {(int(r["tokens"]), int(r["heads"])): float(r["floor_us"]) for r in rows}
+        self.shapes = list(self.floor)
+
+    def behind(self, shape: tuple[int, int]) -> float:
+        """Ours behind an unrelated kernel, without that kernel's own time."""
+        return self.us[*shape, "plain+triton"] - self.us[*shape, "plain"]
+
+    def best_peer(self, shape: tuple[int, int]) -> float:
+        """Time of the fastest of the others."""
+        return min(self.us[*shape, peer] for peer in PEERS)
+
+
+def region_table(rows: list[Row]) -> list[str]:
+    """Every shape: floor, ours both ways, the peers, and how many times faster ours is."""
+    region = Region(rows)
+    lines = [
+        f"| T, H | floor | back to back | behind another kernel | {' | '.join(PEERS.values())} "
+        "| faster than the best of them, back to back | behind another kernel |",
+        "|" + "---|" * (6 + len(PEERS)),
+    ]
+    for shape in region.shapes:
+        ours, behind = region.us[*shape, "triton"], region.behind(shape)
+        best = region.best_peer(shape)
+        peers = " | ".join(f"{region.us[*shape, peer]:.2f}" for peer in PEERS)
+        lines.append(
+            f"| {shape[0]}, {shape[1]} | {region.floor[shape]:.2f} | {ours:.2f} | {behind:.2f} "
+            f"| {peers} | {best / ours:.2f}x | {best / behind:.2f}x |"
+        )
+    lost = [
+        f"T={t}, H={h}"
+        for t, h in region.shapes
+        if region.best_peer((t, h)) < max(region.us[t, h, "triton"], region.behind((t, h)))
+    ]
+    lines += ["", f"Shapes where the best of the others is faster: {', '.join(lost) or 'none'}."]
+    return lines
+
+
+def decode_table(rows: list[Row]) -> list[str]:
+    """GPU time of a decode step by batch, and the change against both unfused paths."""
+    us = {(r["arm"], int(r["batch"])): r for r in rows}
+    lines = [
+        "| batch | default | cat | fused | against cat | against default |",
+        "|---|---|---|---|---|---|",
+    ]
+    for batch in sorted({batch for _, batch in us}):
+        cells = [
+            f"{float(r['gpu_us']):.0f} ({float(r['gpu_min']):.0f}, {float(r['gpu_max']):.0f})"
+            for r in (us[arm, batch] for arm in ARMS)
+        ]
+        default, cat, fused = (float(us[arm, batch]["gpu_us"]) for arm in ARMS)
+        change = f"{fused / cat - 1:+.1%} | {fused / default - 1:+.1%}".replace("%", " %")
+        lines.append(f"| {batch} | {' | '.join(cells)} | {change} |")
+    return lines
+
+
+def tables() -> dict[str, list[str]]:
+    """Name and lines of every table of the page."""
+    return {"region": region_table(read(REGION)), "decode": decode_table(read(DECODE))}
+
+
+def written(page: str) -> str:
+    """The page with its tables as the results have them."""
+    for name, lines in tables().items():
+        text = "\n".join([f"<!-- table {name} -->", *lines, "<!-- end -->"])
+        page, found = re.subn(
+            rf"<!-- table {name} -->.*?<!-- end -->", lambda _, t=text: t, page, flags=re.S
+        )
+        if found != 1:
+            raise SystemExit(f"{PAGE.name} has {found} places for the table {name!r}, not one")
+    return page
+
+
+def save(figure, name: str, source: Path) -> None:  # type: ignore[no-untyped-def]
+    """Write an SVG that is the same for the same rows."""
+    from matplotlib import pyplot
+
+    IMAGES.mkdir(exist_ok=True)
+    figure.tight_layout(rect=(0, 0.07 if figure.legends else 0, 1, 1))
+    metadata = {"Date": None, "Description": f"rows {digest(source)}"}
+    figure.savefig(IMAGES / f"{name}.svg", metadata=metadata)
+    pyplot.close(figure)
+
+
+def draw_region() -> None:
+    """Times over tokens for a small and a large number of heads, and the factor for all."""
+    from matplotlib import pyplot
+
+    region = Region(read(REGION))
+    figure, axes = pyplot.subplots(1, 3, figsize=(12, 4.4))
+    for axis, heads in zip(axes, (16, 128), strict=False):
+        tokens = sorted(t for t, h in region.shapes if h == heads)
+        axis.plot(tokens, [region.floor[t, heads] for t in tokens], "k--", label="floor")
+        axis.plot(tokens, [region.us[t, heads, "triton"] for t in tokens], "o-", label="fused")
+        axis.plot(
+            tokens,
+            [region.behind((t, heads)) for t in tokens],
+            "o:",
+            color="C0",
+            label="fused, behind another kernel",
+        )
+        for color, (peer, label) in enumerate(PEERS.items(), 1):
+            times = [region.us[t, heads, peer] for t in tokens]
+            axis.plot(tokens, times, ".-", color=f"C{color}", label=label)
+        axis.set(title=f"{heads} heads", xlabel="tokens", ylabel="µs per layer")
+        axis.set(xscale="log", yscale="log")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncols=7, fontsize=8)
+    for heads in sorted({h for _, h in region.shapes}):
+        tokens = sorted(t for t, h in region.shapes if h == heads)
+        axes[2].plot(
+            tokens,
+            [region.best_peer((t, heads)) / region.us[t, heads, "triton"] for t in tokens],
+            "o-",
+            label=f"{heads} heads",
+        )
+    axes[2].axhline(1, color="k", lw=0.8)
+    axes[2].set(title="times faster than the best peer", xlabel="tokens", xscale="log")
+    axes[2].set_ylim(bottom=0)
+    axes[2].legend(fontsize=7)
+    for axis in axes:
+        axis.grid(alpha=0.3)
+        axis.set_xticks(tokens, [str(t) for t in tokens])
+        axis.minorticks_off()
+    save(figure, "region", REGION)
+
+
+def draw_decode() -> None:
+    """GPU time of a decode step of the engine, by batch."""
+    from matplotlib import pyplot
+
+    rows = {(r["arm"], int(r["batch"])): float(r["gpu_us"]) / 1e3 for r in read(DECODE)}
+    batches = sorted({batch for _, batch in rows})
+    figure, axis = pyplot.subplots(figsize=(6, 3.2))
+    for place, arm in enumerate(ARMS):
+        bars = axis.bar(
+            [i + 0.27 * (place - 1) for i in range(len(batches))],
+            [rows[arm, batch] for batch in batches],
+            0.25,
+            label=arm,
+        )
+        axis.bar_label(bars, fmt="%.2f", fontsize=7)
+    axis.set_xticks(range(len(batches)), [f"batch {batch}" for batch in batches])
+    axis.set(ylabel="ms per decode step")
+    axis.legend(fontsize=8)
+    save(figure, "decode", DECODE)
+
+
+PLOTS = {"region": (draw_region, REGION), "decode": (draw_decode, DECODE)}
+
+
+def main() -> None:
+    """Bring page and plots up to their source."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tables", action="store_true", help="do not draw")
+    options = parser.parse_args()
+    PAGE.write_text(written(PAGE.read_text()))
+    if not options.tables:
+        import matplotlib
+
+        matplotlib.use("svg")
+        matplotlib.rcParams.update({"svg.hashsalt": "mla-fusion", "svg.fonttype": "none"})
+        for draw, _ in PLOTS.values():
+            draw()
+
+
+if __name__ == "__main__":
+    main()

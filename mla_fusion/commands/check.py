@@ -1,0 +1,71 @@
+"""`mla-fusion check`: whether and why a model would fuse."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mla_fusion import kernels
+from mla_fusion.commands import AS_IN_VLLM, declare, positive, zero_or_more
+
+if TYPE_CHECKING:
+    import argparse
+
+    from mla_fusion.commands import Commands
+
+
+def add(commands: Commands) -> None:
+    """Declare the arguments."""
+    parser = declare(
+        commands,
+        "check",
+        run,
+        help="tell whether and why a model would fuse",
+        description="Cuts a model to a few layers with random weights, starts a vLLM engine on it "
+        "with the flag on, and prints which MLA layers fuse and why others do not. Needs "
+        "config.json alone, and no GPU.",
+    )
+    parser.add_argument("model_dir", type=Path, metavar="MODEL_DIR", help="folder of config.json")
+    parser.add_argument("--max-num-seqs", type=positive, default=256, metavar="N", help=AS_IN_VLLM)
+    parser.add_argument(
+        "--speculative-tokens",
+        type=zero_or_more,
+        default=0,
+        metavar="K",
+        help="draft tokens a step: the decode bucket is N * (1 + K) tokens (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tensor-parallel-size",
+        type=positive,
+        default=1,
+        metavar="TP",
+        help="emulated: the heads of one rank of TP (default: %(default)s)",
+    )
+    parser.add_argument("--kv-cache-dtype", default="auto", metavar="T", help=AS_IN_VLLM)
+    parser.add_argument(
+        "--layers",
+        type=positive,
+        default=2,
+        metavar="L",
+        help="layers that are kept (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--provider",
+        choices=kernels.PROVIDERS,
+        default="reference",
+        help="who computes the fused op (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--dump",
+        type=Path,
+        metavar="DIR",
+        help="write the graph before and after the passes as readable Python (needs depyf)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run it; 0 when every layer fused."""
+    from mla_fusion import check
+
+    named = {k: v for k, v in vars(arguments).items() if k not in ("run", "command")}
+    return 0 if check.run(check.Settings(**named)) else 1

@@ -1,0 +1,90 @@
+"""`mla-fusion bench`, with a GPU that is only pretended; what a real one showed is in
+benchmarks/results/."""
+
+from __future__ import annotations
+
+import csv
+
+import pytest
+import torch
+
+from mla_fusion import bench, bench_peers, bench_run, cli
+
+ARGV = ["bench", "--tokens", "1", "8", "--heads", "16", "--layers", "3", "--rounds", "10"]
+
+
+def test_without_a_gpu_it_says_so(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.main([*ARGV, "--csv", str(tmp_path / "rows.csv")]) == 2
+    assert "torch sees none here" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+class Graph:
+    def replay(self) -> None: ...
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A pretended GPU: every candidate takes 2 us, and `agreement` is the given dict's."""
+    agreements = dict.fromkeys(bench_peers.PEERS, (1.0, 0))
+
+    def no_package(region):
+        raise ImportError("No module named 'flashinfer'")
+
+    peers = {name: lambda region, name=name: name for name in bench_peers.PEERS}
+    peers["flashinfer"] = no_package
+    monkeypatch.setattr(bench_peers, "PEERS", peers)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(
+        bench_run,
+        "environment",
+        lambda commit: {
+            "gpu": "none",
+            "driver": "",
+            "torch": "",
+            "triton": "",
+            "vllm": "",
+            "flashinfer": "",
+            "commit": commit,
+        },
+    )
+    monkeypatch.setattr(bench, "measure_ceilings", lambda: bench.Ceilings(4000.0, 800.0))
+    monkeypatch.setattr(bench, "make_weights", lambda heads, layers: [None] * layers)
+    monkeypatch.setattr(bench, "make_region", lambda case, weights: case)
+    monkeypatch.setattr(bench_peers, "chosen_plan", lambda case: bench_peers.Plan(mode="split"))
+    monkeypatch.setattr(bench, "agreement", lambda region, layer: agreements[layer])
+    monkeypatch.setattr(bench, "capture", lambda region, layer: Graph())
+    monkeypatch.setattr(
+        bench, "interleave", lambda graphs, layers, rounds: {n: [2.0] * rounds for n in graphs}
+    )
+    return agreements
+
+
+def test_rows_and_what_is_missing(gpu, capsys, tmp_path):
+    path = tmp_path / "out" / "rows.csv"
+    assert cli.main([*ARGV, "--csv", str(path), "--commit", "abc"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("flashinfer left out: ImportError No module named 'flashinfer'") == 1
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(r["tokens"], r["heads"]) for r in rows if r["candidate"] == "triton"] == [
+        ("1", "16"),
+        ("8", "16"),
+    ]
+    assert {r["candidate"] for r in rows} == set(bench_peers.PEERS) - {"flashinfer"}
+    assert {(r["p50_us"], r["commit"], r["query"]) for r in rows} == {("2.0", "abc", "fp8")}
+    assert {r["candidate"] for r in rows if r["equal"] == ""} == set(bench_peers.NOT_A_RESULT)
+
+
+@pytest.mark.parametrize(
+    ("name", "agreement", "status"),
+    [("triton", (0.99, 1), 1), ("triton", (0.999, 2), 1), ("vllm-40392", (0.99, 40), 0)],
+)
+def test_a_failed_check_is_marked_and_ours_fails_the_run(
+    gpu, capsys, tmp_path, name, agreement, status
+):
+    gpu[name] = agreement
+    assert cli.main([*ARGV, "--csv", str(tmp_path / "rows.csv")]) == status
+    assert f"{name} 2.00!" in capsys.readouterr().out

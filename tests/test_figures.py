@@ -1,0 +1,62 @@
+"""The tables and plots of docs/performance.md are those of the rows in benchmarks/results/."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SPEC = importlib.util.spec_from_file_location("figures", ROOT / "benchmarks" / "figures.py")
+assert SPEC and SPEC.loader
+figures = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(figures)
+
+
+def test_tables_are_current():
+    page = figures.PAGE.read_text()
+    assert figures.written(page) == page, "run python benchmarks/figures.py --tables"
+
+
+@pytest.mark.parametrize("name", figures.PLOTS)
+def test_plots_are_current(name):
+    _, source = figures.PLOTS[name]
+    drawn = (figures.IMAGES / f"{name}.svg").read_text()
+    assert f"rows {figures.digest(source)}" in drawn, "run python benchmarks/figures.py"
+
+
+def region_rows(**us: float) -> list[dict[str, str]]:
+    """One shape; the candidates not named take 10 us, the small kernel 1 us."""
+    times = {"triton": 2.0, "plain": 1.0, "plain+triton": 4.0, **dict.fromkeys(figures.PEERS, 10.0)}
+    return [
+        {
+            "tokens": "8",
+            "heads": "16",
+            "candidate": name,
+            "p50_us": str(time),
+            "floor_us": "1.5",
+        }
+        for name, time in {**times, **us}.items()
+    ]
+
+
+def test_a_region_row_and_no_loss():
+    lines = figures.region_table(region_rows(flashinfer=6.0))
+    assert lines[2].startswith("| 8, 16 | 1.50 | 2.00 | 3.00 | 10.00 | 6.00 | 10.00 | 10.00 |")
+    assert lines[2].endswith("| 3.00x | 2.00x |")
+    assert lines[-1] == "Shapes where the best of the others is faster: none."
+
+
+def test_a_loss_behind_another_kernel_is_named():
+    lines = figures.region_table(region_rows(flashinfer=2.5))
+    assert lines[-1] == "Shapes where the best of the others is faster: T=8, H=16."
+
+
+def test_decode_changes():
+    row = {"gpu_min": "1", "gpu_max": "3"}
+    rows = [
+        {"arm": arm, "batch": "32", "gpu_us": us, **row}
+        for arm, us in (("default", "1000"), ("cat", "800"), ("fused", "900"))
+    ]
+    assert figures.decode_table(rows)[2].endswith("| 900 (1, 3) | +12.5 % | -10.0 % |")
