@@ -10,13 +10,13 @@ import sys
 from typing import TYPE_CHECKING
 
 from mla_fusion import __version__
-from mla_fusion.commands import bench, check, demo, report
+from mla_fusion.commands import bench, check, demo, plan, report
 from mla_fusion.engine import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_COMMANDS = (demo, check, report, bench)
+_COMMANDS = (demo, check, report, bench, plan)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mla_fusion.attention.heads import HeadLayout
 
 PLANNERS = ("auto", "portable", "aiter")
-_OVERHEAD = 16  # AITER's, in blocks
+OVERHEAD = 16  # fixed cost of a work item in blocks: AITER's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,7 @@ def complete(
         workers=selection.multiprocessors(device) if workers is None else workers,
         fold=layout.fold,
         granularity=kv_granularity,
-        overhead=_OVERHEAD if overhead is None else overhead,
+        overhead=OVERHEAD if overhead is None else overhead,
         max_split_per_batch=max_split_per_batch,
     )
     return Settings(

@@ -1,0 +1,166 @@
+"""A plan as text and as a picture: who works on what, and how evenly.
+
+Nothing here needs a GPU: the plan is made by its specification, `planner.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from types import SimpleNamespace
+
+import numpy as np
+
+from mla_fusion.attention import planner
+
+ROWS, WIDTH = 32, 64  # of the plot in text
+_SYMBOLS = "0123456789abcdefghijklmnopqrstuvwxyz"
+_COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377")  # Paul Tol's bright
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """One plan, read back from its buffers.
+
+    Attributes:
+        rules: what it was made by.
+        seq_lens: KV tokens of each sequence.
+        query_len: query rows of each sequence.
+        shares: for each worker its items in order, as (sequence, cost in blocks); the fixed
+            cost of an item is part of it.
+        pieces: for each sequence the most pieces that one of its head blocks is in.
+    """
+
+    rules: planner.Rules
+    seq_lens: tuple[int, ...]
+    query_len: int
+    shares: tuple[tuple[tuple[int, int], ...], ...]
+    pieces: tuple[int, ...]
+
+    @property
+    def loads(self) -> list[int]:
+        """Cost of the items of each worker, in blocks."""
+        return [sum(cost for _, cost in share) for share in self.shares]
+
+    @property
+    def busy(self) -> int:
+        """Workers that have an item."""
+        return sum(bool(share) for share in self.shares)
+
+    @property
+    def utilisation(self) -> float:
+        """Mean load over the largest: the share of the kernel's time that a worker is busy."""
+        return sum(self.loads) / (max(self.loads) * len(self.loads))
+
+
+def make(rules: planner.Rules, seq_lens: tuple[int, ...], query_len: int) -> Drawn:
+    """Plan sequences of `seq_lens` KV tokens with `query_len` query rows each."""
+    batch = len(seq_lens)
+    tiles = batch * rules.fold
+    shapes: dict[str, tuple[int, ...]] = {
+        "work_indptr": (rules.workers + 1,),
+        "work_info_set": (rules.max_works(batch), planner.WORK_COLUMNS),
+        "reduce_indptr": (tiles + 1,),
+        "reduce_final_map": (tiles, 2),
+        "reduce_partial_map": (rules.partial_map_size(batch),),
+        "qo_indptr": (batch + 1,),
+        "kv_indptr": (batch + 1,),
+    }
+    plan = SimpleNamespace(**{name: np.zeros(s, np.int32) for name, s in shapes.items()})
+    qo_indptr = np.arange(batch + 1, dtype=np.int32) * query_len
+    planner.fill(plan, rules, qo_indptr, np.array(seq_lens, np.int32), query_len)
+    shares = []
+    for begin, end in itertools.pairwise(plan.work_indptr.tolist()):
+        items = plan.work_info_set[begin:end]
+        blocks = -(-(items[:, planner.KV_END] - items[:, planner.KV_START]) // rules.granularity)
+        sequences = items[:, planner.BATCH] // rules.fold
+        costs = (blocks + rules.overhead).tolist()
+        shares.append(tuple(zip(sequences.tolist(), costs, strict=True)))
+    items = plan.work_info_set[: plan.work_indptr[-1]]
+    counts = np.bincount(items[:, planner.BATCH], minlength=tiles).reshape(batch, rules.fold)
+    return Drawn(rules, seq_lens, query_len, tuple(shares), tuple(counts.max(1).tolist()))
+
+
+def lines(drawn: Drawn) -> list[str]:
+    """The plan in words and as a plot, a row for each worker or group of workers."""
+    rules, loads = drawn.rules, drawn.loads
+    cap = rules.max_split_per_batch
+    items = sum(map(len, drawn.shares))
+    longest = max(drawn.pieces)
+    text = [
+        f"{len(drawn.seq_lens)} sequences of {_range(drawn.seq_lens)} KV tokens, "
+        f"{drawn.query_len} query rows each, {rules.fold} head blocks; {rules.workers} workers, "
+        + (f"at most {cap} splits per sequence on average" if cap > 0 else "no cap on splits"),
+        "",
+        f"busy workers   {drawn.busy} of {rules.workers}",
+        f"work items     {items}; sequences in {_range(drawn.pieces)} pieces"
+        + (f", {sum(p > 1 for p in drawn.pieces)} of them split" if longest > 1 else ""),
+        f"largest load   {max(loads)} blocks of {rules.granularity} tokens, {rules.overhead} of "
+        "them for each item",
+        f"utilisation    {drawn.utilisation:.1%} (mean load / largest load)",
+    ]
+    if cap > 0:
+        free = make(dataclasses.replace(rules, max_split_per_batch=-1), drawn.seq_lens,
+                    drawn.query_len)  # fmt: skip
+        text += [
+            f"without a cap  {free.busy} of {rules.workers} busy, largest load {max(free.loads)}: "
+            f"{max(loads) / max(free.loads):.1f} times less, utilisation {free.utilisation:.1%}"
+        ]
+    return [*text, "", *_plot(drawn)]
+
+
+def _range(values: tuple[int, ...]) -> str:
+    low, high = min(values), max(values)
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def _plot(drawn: Drawn) -> list[str]:
+    group = -(-drawn.rules.workers // ROWS)
+    top = max(drawn.loads) * group
+    label = 2 * len(str(drawn.rules.workers - 1)) + 1
+    title = f"{'workers':>{label}}   load; digits and letters are sequences"
+    rows = [title if len(drawn.seq_lens) <= len(_SYMBOLS) else f"{title}, modulo {len(_SYMBOLS)}"]
+    for first in range(0, drawn.rules.workers, group):
+        last = min(first + group, drawn.rules.workers) - 1
+        bar, done = "", 0
+        for sequence, cost in itertools.chain(*drawn.shares[first : last + 1]):
+            done += cost
+            bar += _SYMBOLS[sequence % len(_SYMBOLS)] * (round(done * WIDTH / top) - len(bar))
+        name = str(first) if first == last else f"{first}-{last}"
+        rows.append(f"{name:>{label}} |{bar:<{WIDTH}}|")
+    return rows
+
+
+def svg(drawn: Drawn) -> str:
+    """The plan as an SVG picture: a bar for each worker, a colour for each sequence."""
+    height, width, left, top = 12, 720, 40, 44
+    scale = (width - left - 10) / max(drawn.loads)
+    bottom = top + height * drawn.rules.workers
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{bottom + 24}" '
+        'font-family="sans-serif" font-size="10">',
+        f'<rect width="{width}" height="{bottom + 24}" fill="white"/>',
+        f'<text x="{left}" y="16" font-size="12">{len(drawn.seq_lens)} sequences on '
+        f"{drawn.rules.workers} workers: utilisation {drawn.utilisation:.1%}</text>",
+        f'<text x="{left}" y="32">a bar is a worker, a colour a sequence, the dark edge of an item '
+        "its fixed cost</text>",
+    ]
+    for worker, share in enumerate(drawn.shares):
+        y, x = top + worker * height, float(left)
+        parts.append(f'<text x="{left - 6}" y="{y + 9}" text-anchor="end">{worker}</text>')
+        for sequence, cost in share:
+            colour = _COLOURS[sequence % len(_COLOURS)]
+            fixed = drawn.rules.overhead * scale
+            parts += [
+                f'<rect x="{x:.1f}" y="{y}" width="{cost * scale:.1f}" height="{height - 2}" '
+                f'fill="{colour}"><title>sequence {sequence}, {cost - drawn.rules.overhead} blocks'
+                "</title></rect>",
+                f'<rect x="{x:.1f}" y="{y}" width="{fixed:.1f}" height="{height - 2}" '
+                'fill="black" fill-opacity="0.35"/>',
+            ]
+            x += cost * scale
+    parts.append(
+        f'<text x="{left}" y="{bottom + 14}">load in blocks of {drawn.rules.granularity} tokens, '
+        f"0 to {max(drawn.loads)}</text>"
+    )
+    return "\n".join([*parts, "</svg>", ""])
