@@ -8,11 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mla_fusion import kernels, vllm_compat
+from mla_fusion import attention, kernels, vllm_compat
 
 FLAG = "fuse_aiter_qk_rope_kvcache_mla"
 THRESHOLD = "aiter_qk_rope_kvcache_fusion_max_token_num"
 OPTIONS_KEY = "mla_fusion"
+_CHOICES = {"provider": kernels.PROVIDERS, "attention": ("auto", "portable")}
+_DEFAULTS = {"provider": "aiter", "attention": "auto"}
 
 
 class OptionError(ValueError):
@@ -25,17 +27,20 @@ class Options:
 
     provider: who computes the fused op: "aiter" (default), "triton" or "reference".
     explicit: whether the provider was chosen, rather than the default.
+    attention: who decodes with the prepared query: "auto" (default), vLLM's backend, or
+        "portable", this library's persistent decode.
     """
 
     provider: str
     explicit: bool
+    attention: str = "auto"
 
 
 def read_options(additional_config: Any) -> Options:
     """The options of this plugin in vLLM's `additional_config`.
 
     Raises:
-        OptionError: an unknown option or provider.
+        OptionError: an unknown option, or an unknown value of one.
     """
     raw = additional_config.get(OPTIONS_KEY, {}) if isinstance(additional_config, dict) else {}
     if not isinstance(raw, dict):
@@ -43,19 +48,21 @@ def read_options(additional_config: Any) -> Options:
             f'additional_config["{OPTIONS_KEY}"] must be a dictionary such as '
             f'{{"provider": "triton"}}, got {raw!r}'
         )
-    unknown = sorted(set(raw) - {"provider"})
+    unknown = sorted(set(raw) - set(_CHOICES))
     if unknown:
+        known = "; ".join(f"{name} ({', '.join(_CHOICES[name])})" for name in _CHOICES)
         raise OptionError(
             f'unknown option {", ".join(unknown)} in additional_config["{OPTIONS_KEY}"]; '
-            f"the only one is provider ({', '.join(kernels.PROVIDERS)})"
+            f"there are {known}"
         )
-    provider = raw.get("provider", "aiter")
-    if provider not in kernels.PROVIDERS:
-        raise OptionError(
-            f"unknown provider {provider!r} in additional_config["
-            f'"{OPTIONS_KEY}"]: choose one of {", ".join(kernels.PROVIDERS)}'
-        )
-    return Options(provider, "provider" in raw)
+    chosen = {name: raw.get(name, default) for name, default in _DEFAULTS.items()}
+    for name, value in chosen.items():
+        if value not in _CHOICES[name]:
+            raise OptionError(
+                f"unknown {name} {value!r} in additional_config["
+                f'"{OPTIONS_KEY}"]: choose one of {", ".join(_CHOICES[name])}'
+            )
+    return Options(explicit="provider" in raw, **chosen)
 
 
 def is_on(vllm_config: Any) -> bool:
@@ -126,6 +133,14 @@ def _why_not(
     except kernels.ProviderUnavailable as error:
         return "provider-unavailable", f"{options.provider}: {error}"
     parallel = vllm_config.parallel_config
+    if options.attention == "portable":
+        executor = "reference" if vllm_config.device_config.device_type == "cpu" else "triton"
+        try:
+            attention.get_provider(executor)
+        except kernels.ProviderUnavailable as error:
+            return "provider-unavailable", f"attention=portable, {executor}: {error}"
+        if getattr(parallel, "use_ubatching", False):
+            return "microbatches", ""
     if (
         parallel.decode_context_parallel_size > 1
         or getattr(parallel, "prefill_context_parallel_size", 1) > 1

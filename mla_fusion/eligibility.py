@@ -38,9 +38,11 @@ class LayerFacts:
         return vllm_compat.fp8_dtype() if self.quantized_query else activation
 
 
-def facts(layer: Any, provider: str) -> LayerFacts:
+def facts(layer: Any, provider: str, attention: str = "auto") -> LayerFacts:
     """The facts of one `MLAAttention` layer of vLLM after its weights were loaded."""
     code, detail = _decline(layer, provider)
+    if not code and attention == "portable":
+        code, detail = _decline_portable(layer)
     fp8 = layer.kv_cache_dtype.startswith("fp8")
     return LayerFacts(code, detail, fp8 and bool(layer.impl.supports_quant_query_input))
 
@@ -73,3 +75,16 @@ def _decline(layer: Any, provider: str) -> tuple[str, str]:
     if weight is not None and stored not in (None, weight.dtype):
         return "kv-cache-dtype", f"{layer.kv_cache_dtype} cache, {weight.dtype} activations"
     return "", ""
+
+
+def _decline_portable(layer: Any) -> tuple[str, str]:
+    """What the portable decode does not compute, or another decode does from a plan already."""
+    impl = layer.impl
+    found = {
+        "a draft layer without causal mask": getattr(layer, "non_causal_multi_token_decode", False),
+        "a sliding window": getattr(layer, "sliding_window", None) is not None,
+        "attention sinks": getattr(impl, "sinks", None) is not None,
+        f"{type(impl).__name__} has a persistent plan of its own": "Aiter" in type(impl).__name__,
+    }
+    details = [detail for detail, is_so in found.items() if is_so]
+    return ("portable-attention", details[0]) if details else ("", "")

@@ -7,7 +7,13 @@ import hashlib
 from importlib import import_module
 from pathlib import Path
 
-_PACKAGES = ("mla_fusion", "mla_fusion.kernels", "mla_fusion.passes", "mla_fusion.patterns")
+_PACKAGES = (
+    "mla_fusion",
+    "mla_fusion.attention",
+    "mla_fusion.kernels",
+    "mla_fusion.passes",
+    "mla_fusion.patterns",
+)
 
 
 @functools.cache

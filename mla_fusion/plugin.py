@@ -11,7 +11,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mla_fusion import config, ops, reasons, report, runtime, vllm_compat
+from mla_fusion import config, ops, reasons, report, runtime, step_plan, vllm_compat
 from mla_fusion.identity import source_hash
 
 if TYPE_CHECKING:
@@ -206,8 +206,12 @@ def _add_passes_to_pass_manager() -> None:
                 return
             from mla_fusion.passes.pipeline import LastStep, MLAFusionPass
 
-            provider = config.read_options(vllm_config.additional_config).provider
-            self.add(MLAFusionPass(provider, config.decode_bucket(vllm_config)))
+            options = config.read_options(vllm_config.additional_config)
+            self.add(
+                MLAFusionPass(
+                    options.provider, config.decode_bucket(vllm_config), options.attention
+                )
+            )
             # vLLM's last step names CUDA-only ops and raises on a CPU build.
             rest = None if current_platform.is_cpu() else self.fix_functionalization
             self.fix_functionalization = LastStep(rest)
@@ -258,8 +262,11 @@ def _prepare_workers() -> None:
     """Why: the operator must read what fused, also when the compile cache is warm, and no kernel
     may be compiled by a request or during graph capture.
 
-    How: register the ops when a worker is made; compile the provider's kernels before and publish
-    after `compile_or_warm_up_model` of its class. Until: vLLM offers a hook after compilation.
+    Plans of the portable decode must be there before vLLM measures what memory is left.
+
+    How: register the ops when a worker is made; attach the plans after `load_model` of its class;
+    compile the provider's kernels before and publish after its `compile_or_warm_up_model`. Until:
+    vLLM offers hooks after loading and compilation.
     """
     from vllm.v1.worker.worker_base import WorkerBase
 
@@ -268,8 +275,9 @@ def _prepare_workers() -> None:
             if not config.is_on(self.vllm_config):
                 return original(self, *args, **kwargs)
             made = collect(self.vllm_config)
+            layers = self.vllm_config.compilation_config.static_forward_context
+            runtime.warm_up_attention(layers)
             if made is not None:
-                layers = self.vllm_config.compilation_config.static_forward_context
                 for compiled in made.ranges:
                     runtime.warm_up(layers, compiled.variants, made.provider, made.bucket)
             result = original(self, *args, **kwargs)
@@ -278,8 +286,21 @@ def _prepare_workers() -> None:
 
         return wrapper
 
+    def load(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(self, *args, **kwargs)
+            if config.is_on(self.vllm_config):
+                options = config.read_options(self.vllm_config.additional_config)
+                if options.attention == "portable":
+                    layers = self.vllm_config.compilation_config.static_forward_context
+                    step_plan.attach(layers, options.provider, self.vllm_config)
+            return result
+
+        return wrapper
+
     def init(original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
+            _wrap(type(self), "load_model", load)
             _wrap(type(self), "compile_or_warm_up_model", warm_up)
             original(self, *args, **kwargs)
             if config.is_on(self.vllm_config):

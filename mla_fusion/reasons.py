@@ -69,6 +69,12 @@ REASONS: dict[str, Reason] = {
         "decode or prefill context parallelism gathers the query across ranks inside attention",
         "use tensor parallelism instead",
     ),
+    "microbatches": Reason(
+        "engine",
+        "two microbatches run at once (dual batch overlap) and would share the one plan of "
+        "attention=portable",
+        "leave out --enable-dbo and --ubatch-size, or attention",
+    ),
     "functionalization-v2": Reason(
         "engine",
         "enable_auto_functionalized_v2 hides the in-place ops from the patterns",
@@ -130,6 +136,11 @@ REASONS: dict[str, Reason] = {
         "layer",
         "W_UK is kept in a packed form (AMX, AITER fp4 or fp8) this provider cannot read",
         "on a CPU with AMX use --attention-backend CPU_MLA; on ROCm use the aiter provider",
+    ),
+    "portable-attention": Reason(
+        "layer",
+        "attention=portable was chosen, and this layer's decode is not what it computes",
+        'leave attention at "auto"',
     ),
     "unfused-pair": Reason(
         "layer",

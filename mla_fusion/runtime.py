@@ -4,7 +4,8 @@ A compile range counts tokens, so a decode graph also meets mixed batches, short
 profile run. Both runtime ops ask `is_decode_only` of the same metadata and so cannot disagree:
 
     decode-only    the provider prepares the query and writes the cache; the attention op hands
-                   the prepared query to the backend's decode and projects the result up
+                   the prepared query to the backend's decode, or to the portable one where it was
+                   chosen, and projects the result up
     anything else  q and k_pe are rotated in place and the cache is written by vLLM's own op; the
                    attention op calls the layer as vLLM does
 """
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mla_fusion import kernels, vllm_compat
+from mla_fusion import kernels, step_plan, vllm_compat
 from mla_fusion.kernels import reference
 from mla_fusion.ops import Rope
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from mla_fusion.report import Variant
+    from mla_fusion.step_plan import StepPlan
 
 
 def is_decode_only(metadata: Any) -> bool:
@@ -153,9 +155,14 @@ def _attention(
         return
     vllm_compat.resolve_context_parallel(layer)
     rows = metadata.num_actual_tokens
-    attended, _ = layer.impl.forward_mqa(
-        prepared_q[:rows], _typed_cache(kv_cache, layer.kv_cache_dtype), metadata, layer
-    )
+    plan: StepPlan | None = getattr(layer, step_plan.ATTRIBUTE, None)
+    if plan is not None and plan.serves(metadata):
+        cache = _cache_view(kv_cache, layer.kv_cache_dtype)
+        attended = plan.decode(prepared_q[:rows], cache, metadata, layer)
+    else:
+        attended, _ = layer.impl.forward_mqa(
+            prepared_q[:rows], _typed_cache(kv_cache, layer.kv_cache_dtype), metadata, layer
+        )
     layer._v_up_proj(attended, out=output[:rows])
 
 
@@ -193,6 +200,14 @@ def warm_up(
                 q_dtype=getattr(torch, variant.query_dtype),
                 max_tokens=max_tokens,
             )
+
+
+def warm_up_attention(layers: Mapping[str, Any]) -> None:
+    """Run every portable plan of the model `layers` once, so that its kernels are compiled."""
+    planned = {getattr(layer, step_plan.ATTRIBUTE, None): layer for layer in layers.values()}
+    for plan, layer in planned.items():
+        if plan is not None and layer.kv_cache.numel():
+            plan.warm_up(_cache_view(layer.kv_cache, layer.kv_cache_dtype), layer)
 
 
 def _absorb_weight(layer: Any) -> Any:

@@ -67,6 +67,13 @@ def attention_context(layer_name: Any) -> tuple[Any, Any, torch.Tensor, torch.Te
     return get_attention_context(layer_name_str(layer_name))
 
 
+def forward_context() -> Any:
+    """vLLM's context of the forward pass that runs: a new object for each."""
+    from vllm.forward_context import get_forward_context
+
+    return get_forward_context()
+
+
 def with_attention_hooks(body: Callable[..., None]) -> Callable[..., None]:
     """`body` with the decorators of vLLM's own MLA attention op, in vLLM's order.
 

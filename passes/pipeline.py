@@ -54,20 +54,24 @@ class MLAFusionPass(InductorPass):
     Args:
         provider: who computes the fused op: "aiter", "triton" or "reference".
         max_tokens: the decode bucket: graphs for more tokens are left as they are.
+        attention: who decodes, "auto" or "portable"; the latter needs the plugin, which attaches
+            the plans.
     """
 
-    def __init__(self, provider: str, max_tokens: int) -> None:
+    def __init__(self, provider: str, max_tokens: int, attention: str = "auto") -> None:
         ops.register(vllm_compat.layer_name_type())
         self.provider = provider
         self.max_tokens = max_tokens
+        self.attention = attention
 
-    def __reduce__(self) -> tuple[type, tuple[str, int]]:
+    def __reduce__(self) -> tuple[type, tuple[str, int, str]]:
         """Built anew in a worker process, so that the ops are registered there too."""
-        return type(self), (self.provider, self.max_tokens)
+        return type(self), (self.provider, self.max_tokens, self.attention)
 
     def uuid(self) -> str:
-        """Changes with the source of this library and with both arguments."""
-        return f"mla_fusion-{source_hash()}-{self.provider}-{self.max_tokens}"
+        """Changes with the source of this library and with every argument."""
+        arguments = f"{self.provider}-{self.max_tokens}-{self.attention}"
+        return f"mla_fusion-{source_hash()}-{arguments}"
 
     def __call__(self, graph: fx.Graph) -> None:
         compile_range = get_pass_context().compile_range
@@ -88,7 +92,10 @@ class MLAFusionPass(InductorPass):
             record.declined = {call.name: Decline("splitting-ops") for call in calls}
             return
         layers = vllm_compat.mla_layers(vllm_compat.current_layers())
-        facts = {name: eligibility.facts(layer, self.provider) for name, layer in layers.items()}
+        facts = {
+            name: eligibility.facts(layer, self.provider, self.attention)
+            for name, layer in layers.items()
+        }
         fuse(graph, calls, facts, self.provider, record)
 
 

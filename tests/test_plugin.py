@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import mla_fusion
-from mla_fusion import config, ops, plugin, reasons, vllm_compat
+from mla_fusion import attention, config, ops, plugin, reasons, vllm_compat
 from tests.models import DEEPSEEK_V2, LLAMA
 
 mla_fusion.register()
@@ -238,6 +238,23 @@ class TestDeclines:
         vllm_config.parallel_config.decode_context_parallel_size = 2
         assert code() == "context-parallel"
 
+    def test_portable_attention(self, make, log, monkeypatch):
+        options = {"mla_fusion": {"provider": "reference", "attention": "portable"}}
+        made = make(FLAG_ON, options=options)
+        assert config.is_on(made)
+        made.parallel_config.enable_dbo = True
+        decision = config.decide(made, is_rocm=False, partition_refused=False)
+        assert decision.code == "microbatches"
+        made.parallel_config.enable_dbo = False
+
+        def unavailable(name):
+            raise attention.ProviderUnavailable(f"no {name} here")
+
+        monkeypatch.setattr(attention, "get_provider", unavailable)
+        decision = config.decide(made, is_rocm=False, partition_refused=False)
+        assert decision.code == "provider-unavailable"
+        assert "attention=portable, reference: no reference here" in decision.detail
+
     def test_unsupported_vllm(self, make, log, monkeypatch):
         monkeypatch.setattr(vllm_compat, "installed_version", lambda: "0.99.0")
         assert not config.is_on(make(FLAG_ON))
@@ -260,6 +277,7 @@ class TestBadInput:
         [
             ({"mla_fusion": {"provider": "cuda"}}, "reference, triton, aiter"),
             ({"mla_fusion": {"provder": "triton"}}, "provder"),
+            ({"mla_fusion": {"attention": "triton"}}, "choose one of auto, portable"),
             ({"mla_fusion": "triton"}, "must be a dictionary"),
         ],
     )

@@ -5,8 +5,9 @@
 The engine always runs vLLM's piecewise backend with graph partition and a compile range for the
 decode bucket, the prerequisites of the flag, so that runs with and without the flag compare.
 Keys of the job: model (folder); plugin (register mla_fusion); flag; custom_pass (the pass object
-in vLLM's hook, without the plugin); processes (engine core and worker in processes of their own, as
-vLLM serves; no graphs are recorded then); prompts; max_tokens.
+in vLLM's hook, without the plugin); attention (the option of that name); processes (engine core and
+worker in processes of their own, as vLLM serves; no graphs are recorded then); load_format;
+prompts; max_tokens.
 """
 
 import json
@@ -57,6 +58,19 @@ def record_graphs(graphs, with_plugin):
     pass_manager.PostGradPassManager.__call__ = call
 
 
+def count_refreshes(seen):
+    """Note (query rows, sequences) of every refresh of a portable plan."""
+    from mla_fusion.attention import PersistentDecodePlan
+
+    original = PersistentDecodePlan.refresh
+
+    def refresh(self, **arguments):
+        original(self, **arguments)
+        seen.append((self.step.num_tokens, self.step.batch))
+
+    PersistentDecodePlan.refresh = refresh
+
+
 def main(job):
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.update(HF_HUB_OFFLINE="1")
@@ -82,9 +96,12 @@ def main(job):
         "pass_config": {"fuse_rope_kvcache_cat_mla": False},
     }
     extra: dict[str, Any] = {}
+    refreshes: list[tuple[int, int]] = []
     if job.get("flag"):
         compilation["pass_config"]["fuse_aiter_qk_rope_kvcache_mla"] = True
-        extra["additional_config"] = {"mla_fusion": {"provider": "reference"}}
+        options = {"provider": "reference", "attention": job.get("attention", "auto")}
+        extra["additional_config"] = {"mla_fusion": options}
+        count_refreshes(refreshes)
     if job.get("custom_pass"):
         from vllm.config import CompilationConfig
 
@@ -123,6 +140,7 @@ def main(job):
         "graphs": graphs,
         "tokens": [list(c.token_ids) for c in completions],
         "logprobs": chosen,
+        "refreshes": refreshes,
     }
     print("RESULT " + json.dumps(result))
 

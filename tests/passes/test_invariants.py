@@ -297,7 +297,8 @@ def test_invariant_4_unfused_pair_is_put_back(
 
 
 def test_invariant_4_every_layer_reason_has_a_test() -> None:
-    elsewhere = {"pass-error", "unfused-pair", "unknown-layer"}
+    # The last one in tests/test_step_plan.py.
+    elsewhere = {"pass-error", "unfused-pair", "unknown-layer", "portable-attention"}
     covered = {*LAYERS, *GRAPHS, *elsewhere}
     assert covered >= LAYER_REASONS
     assert covered <= set(REASONS)
@@ -309,8 +310,8 @@ def test_invariant_9_uuid_changes_with_provider_bucket_and_source(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def uuids() -> list[Any]:
-        arguments = [("triton", 4), ("reference", 4), ("triton", 8)]
-        steps = [MLAFusionPass(provider, bucket) for provider, bucket in arguments]
+        arguments = [("triton", 4), ("reference", 4), ("triton", 8), ("triton", 4, "portable")]
+        steps = [MLAFusionPass(*given) for given in arguments]
         return [*(step.uuid() for step in steps), LastStep(None).uuid()]
 
     first = uuids()

@@ -1,0 +1,147 @@
+"""The portable persistent decode inside vLLM: one plan for the layers of an engine.
+
+`additional_config={"mla_fusion": {"attention": "portable"}}` attaches a `StepPlan` to each fused
+layer when the model was loaded, before vLLM measures free memory. The first attention of a forward
+pass refreshes it from the batch's metadata, the others of the same pass read it.
+
+In a CUDA graph of a whole decode step nothing of this runs at replay. The refresh is a kernel in
+the graph then: it reads the sequence lengths and query positions where vLLM keeps them for all
+its steps, so that every replay plans anew. Batch, with padding, and longest query are the graph's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mla_fusion import attention, eligibility, vllm_compat
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ATTRIBUTE = "mla_fusion_step_plan"
+_CPU_WORKERS = 8  # the reference runs them one after another
+
+
+class StepPlan:
+    """A plan, whose lengths it was refreshed with, and the buffer that attention writes.
+
+    Rows of `out` behind the batch stay zero: vLLM pads batches, and a later layer may read them.
+    """
+
+    def __init__(self, plan: attention.PersistentDecodePlan, out_dtype: torch.dtype) -> None:
+        settings = plan.settings
+        rows = settings.max_batch * settings.max_query_len
+        shape = (rows, settings.layout.heads, settings.v_head_dim)
+        self.plan = plan
+        self.out = torch.zeros(shape, dtype=out_dtype, device=plan.device)
+        self._planned: tuple[Any, Any] = (None, None)
+
+    def serves(self, metadata: Any) -> bool:
+        """Whether a decode-only batch is this plan's.
+
+        vLLM counts short prompts as decodes for some backends; such a batch, with queries longer
+        than those of a decode step with drafts, stays with the backend.
+        """
+        return int(metadata.max_query_len) <= self.plan.settings.max_query_len
+
+    def decode(
+        self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, layer: Any
+    ) -> torch.Tensor:
+        """Attention [T, H, L] of the prepared query [T, H, L + R] of a decode-only batch.
+
+        The result is overwritten by the next layer's.
+        """
+        # A new context for each forward pass: drafts change the lengths in one metadata object.
+        context = vllm_compat.forward_context()
+        if self._planned[0] is not context or self._planned[1] is not metadata:
+            self._refresh(metadata, q.shape[0])
+            self._planned = context, metadata
+        out = self.out[: q.shape[0]]
+        attention.persistent_mla_decode(
+            q,
+            kv_cache,
+            self.plan,
+            block_table=metadata.decode.block_table,
+            softmax_scale=layer.impl.scale,
+            q_scale=layer._q_scale.view(1),
+            kv_scale=layer._k_scale.view(1),
+            out=out,
+        )
+        return out
+
+    def _refresh(self, metadata: Any, num_tokens: int) -> None:
+        if not getattr(metadata, "causal", True):
+            raise RuntimeError(
+                "the batch is not causal, which the portable decode cannot compute: leave out "
+                'attention from additional_config["mla_fusion"]'
+            )
+        seq_lens = metadata.decode.seq_lens
+        self.plan.refresh(
+            qo_indptr=metadata.query_start_loc[: seq_lens.shape[0] + 1],
+            seq_lens=seq_lens,
+            num_tokens=num_tokens,
+            max_query_len=metadata.max_query_len,
+        )
+        self.out.zero_()
+
+    def warm_up(self, kv_cache: torch.Tensor, layer: Any) -> None:
+        """Run it once for a query of one token and once for the longest, on the first block."""
+        settings = self.plan.settings
+        width = kv_cache.shape[-1]
+        for length in sorted({1, settings.max_query_len}):
+            ints = torch.tensor([0, length], dtype=torch.int32, device=self.plan.device)
+            shape = (length, settings.layout.heads, width)
+            q = torch.zeros(shape, dtype=torch.uint8, device=self.plan.device)
+            if settings.q_dtype.itemsize > 1:
+                q = q.to(settings.q_dtype)
+            self.plan.refresh(
+                qo_indptr=ints, seq_lens=ints[1:], num_tokens=length, max_query_len=length
+            )
+            attention.persistent_mla_decode(
+                q.view(settings.q_dtype),
+                kv_cache,
+                self.plan,
+                block_table=torch.zeros((1, 1), dtype=torch.int32, device=self.plan.device),
+                softmax_scale=layer.impl.scale,
+                q_scale=layer._q_scale.view(1),
+                kv_scale=layer._k_scale.view(1),
+                out=self.out[:length],
+            )
+        self._planned = (None, None)
+
+
+def attach(layers: Mapping[str, Any], provider: str, vllm_config: Any) -> None:
+    """Give every MLA layer that can be fused the plan of its shape.
+
+    `provider` is who computes the fused op, as for `eligibility.facts`.
+    """
+    speculative = vllm_config.speculative_config
+    drafts = (speculative.num_speculative_tokens or 0) if speculative is not None else 0
+    activation = vllm_config.model_config.dtype
+    plans: dict[tuple[Any, ...], StepPlan] = {}
+    for layer in vllm_compat.mla_layers(layers).values():
+        facts = eligibility.facts(layer, provider, "portable")
+        if facts.decline:
+            continue
+        device = layer._k_scale.device
+        fp8 = layer.kv_cache_dtype.startswith("fp8")
+        shape = {
+            "num_heads": layer.num_heads,
+            "q_dtype": facts.query_dtype(activation),
+            "kv_dtype": vllm_compat.fp8_dtype() if fp8 else activation,
+            "v_head_dim": layer.kv_lora_rank,
+            "device": device,
+        }
+        key = tuple(shape.values())
+        if key not in plans:
+            plan = attention.PersistentDecodePlan.allocate(
+                max_batch=vllm_config.scheduler_config.max_num_seqs,
+                max_query_len=1 + drafts,
+                workers=_CPU_WORKERS if device.type == "cpu" else None,
+                planner="portable",
+                **shape,
+            )
+            plans[key] = StepPlan(plan, activation)
+        setattr(layer, ATTRIBUTE, plans[key])

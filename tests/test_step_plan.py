@@ -1,0 +1,205 @@
+"""The portable decode in place of a backend's `forward_mqa`: one plan for all layers of a pass."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.forward_context import ForwardContext, override_forward_context
+
+from mla_fusion import eligibility, runtime, step_plan, vllm_compat
+from tests.passes import fake_engine
+from tests.passes.graphs import HEADS, LATENT, ROPE, VALUE, Spec
+
+SPEC = Spec()
+PAGE = fake_engine.BLOCK_SIZE
+
+
+class Impl(fake_engine.Impl):
+    """A backend whose own decode must not be called."""
+
+    scale = 0.3
+
+    def forward_mqa(self, *args: Any) -> Any:
+        raise AssertionError("the backend's decode was called")
+
+
+class Engine:
+    """Two layers with full caches, and the metadata of a decode-only batch."""
+
+    def __init__(self, drafts: int = 0, max_num_seqs: int = 4) -> None:
+        self.layers = {name: fake_engine.Layer(name, SPEC) for name in ("a", "b")}
+        generator = torch.Generator().manual_seed(0)
+        for layer in self.layers.values():
+            layer.impl = Impl(False)
+            layer.kv_lora_rank = LATENT
+            layer.kv_cache = torch.randn(
+                (fake_engine.BLOCKS, PAGE, LATENT + ROPE), generator=generator
+            ).to(SPEC.dtype)
+        speculative = SimpleNamespace(num_speculative_tokens=drafts) if drafts else None
+        self.vllm_config = SimpleNamespace(
+            speculative_config=speculative,
+            scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs),
+            model_config=SimpleNamespace(dtype=SPEC.dtype),
+        )
+        step_plan.attach(self.layers, "reference", self.vllm_config)
+
+    def metadata(self, query_lens: list[int], seq_lens: list[int]) -> SimpleNamespace:
+        tokens = sum(query_lens)
+        return SimpleNamespace(
+            num_actual_tokens=tokens,
+            num_decode_tokens=tokens,
+            max_query_len=max(query_lens),
+            query_start_loc=torch.tensor([0, *query_lens]).cumsum(0).int(),
+            decode=SimpleNamespace(
+                seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+                block_table=torch.tensor([[4, 1], [0, 2], [3, 5]], dtype=torch.int32),
+            ),
+        )
+
+    def context(self, metadata: Any) -> Any:
+        return ForwardContext(
+            no_compile_layers=dict(self.layers),
+            attn_metadata=dict.fromkeys(self.layers, metadata),
+            slot_mapping={},
+        )
+
+
+def attend(name: str, query: torch.Tensor) -> torch.Tensor:
+    """The attention op on `name` inside the forward context that is set."""
+    tokens = query.shape[0]
+    output = torch.full((tokens, HEADS * VALUE), 7.0).to(SPEC.dtype)
+    unused = torch.empty(0)
+    runtime._attention(unused, query, unused, unused, output, vllm_compat.encode_layer_name(name))
+    return output
+
+
+def expected(engine: Engine, name: str, query: torch.Tensor, metadata: Any) -> torch.Tensor:
+    layer, row = engine.layers[name], 0
+    out = torch.zeros((query.shape[0], HEADS, LATENT), dtype=torch.float64)
+    indptr = metadata.query_start_loc.tolist()
+    for b, length in enumerate(metadata.decode.seq_lens.tolist()):
+        at = torch.arange(length)
+        keys = layer.kv_cache[metadata.decode.block_table[b, at // PAGE].long(), at % PAGE].double()
+        for row in range(indptr[b], indptr[b + 1]):
+            mine = keys[: length - (indptr[b + 1] - 1 - row)]
+            weights = (query[row].double() @ mine.T * Impl.scale).softmax(-1)
+            out[row] = weights @ mine[:, :LATENT]
+    result = torch.empty((query.shape[0], HEADS * VALUE), dtype=SPEC.dtype)
+    layer._v_up_proj(out.to(SPEC.dtype), result)
+    return result
+
+
+def query(tokens: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(tokens)
+    return torch.randn((tokens, HEADS, LATENT + ROPE), generator=generator).to(SPEC.dtype)
+
+
+@pytest.fixture
+def refreshes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Number of tokens of each refresh."""
+    seen: list[int] = []
+    original = step_plan.attention.PersistentDecodePlan.refresh
+
+    def refresh(self: Any, **arguments: Any) -> None:
+        seen.append(arguments["num_tokens"])
+        original(self, **arguments)
+
+    monkeypatch.setattr(step_plan.attention.PersistentDecodePlan, "refresh", refresh)
+    return seen
+
+
+def test_all_layers_of_a_pass_share_one_refresh(refreshes: list[int]) -> None:
+    engine = Engine(drafts=2)
+    assert len({getattr(layer, step_plan.ATTRIBUTE) for layer in engine.layers.values()}) == 1
+    for lengths in (([3, 1, 2], [8, 5, 7]), ([1, 3, 1], [1, 6, 2])):
+        metadata = engine.metadata(*lengths)
+        q = query(metadata.num_actual_tokens)
+        with override_forward_context(engine.context(metadata)):
+            for name in engine.layers:
+                torch.testing.assert_close(
+                    attend(name, q), expected(engine, name, q, metadata), rtol=1e-5, atol=1e-5
+                )
+    assert refreshes == [6, 5]
+
+
+def test_lengths_that_grow_in_place_are_seen_by_the_next_pass(refreshes: list[int]) -> None:
+    """Drafting runs several forward passes with one metadata object."""
+    engine = Engine()
+    metadata, q = engine.metadata([1, 1, 1], [3, 4, 5]), query(3)
+    for _ in range(2):
+        with override_forward_context(engine.context(metadata)):
+            torch.testing.assert_close(
+                attend("a", q), expected(engine, "a", q, metadata), rtol=1e-5, atol=1e-5
+            )
+        metadata.decode.seq_lens += 1
+    assert len(refreshes) == 2
+
+
+def test_padded_rows_are_zero() -> None:
+    """vLLM pads the batch of a CUDA graph with sequences without rows."""
+    engine = Engine()
+    metadata = engine.metadata([1, 1, 1], [8, 8, 8])
+    with override_forward_context(engine.context(metadata)):
+        attend("a", query(3))
+    metadata = engine.metadata([1, 0, 0], [4, 0, 0])
+    metadata.num_actual_tokens = metadata.num_decode_tokens = 3
+    with override_forward_context(engine.context(metadata)):
+        out = attend("a", query(3))
+    assert out[0].any() and not out[1:].any()
+
+
+def test_queries_longer_than_a_draft_stay_with_the_backend() -> None:
+    engine = Engine()
+    metadata = engine.metadata([1, 1, 4], [8, 8, 8])
+    with (
+        override_forward_context(engine.context(metadata)),
+        pytest.raises(AssertionError, match="backend's decode was called"),
+    ):
+        attend("a", query(6))
+
+
+def test_a_batch_without_causal_mask_is_an_error() -> None:
+    engine = Engine()
+    metadata = engine.metadata([1, 1, 1], [8, 8, 8])
+    metadata.causal = False
+    with (
+        override_forward_context(engine.context(metadata)),
+        pytest.raises(RuntimeError, match="not causal"),
+    ):
+        attend("a", query(3))
+
+
+def test_a_warm_up_changes_no_cache() -> None:
+    engine = Engine(drafts=1)
+    before = [layer.kv_cache.clone() for layer in engine.layers.values()]
+    runtime.warm_up_attention(engine.layers)
+    for layer, cache in zip(engine.layers.values(), before, strict=True):
+        assert torch.equal(layer.kv_cache, cache)
+
+
+class AiterMLAImpl(Impl):
+    pass
+
+
+@pytest.mark.parametrize(
+    "change, detail",
+    [
+        ({"sliding_window": 128}, "a sliding window"),
+        ({"non_causal_multi_token_decode": True}, "a draft layer without causal mask"),
+        ({"impl": AiterMLAImpl(False)}, "AiterMLAImpl has a persistent plan of its own"),
+    ],
+)
+def test_layers_that_are_declined(change: dict[str, Any], detail: str) -> None:
+    engine = Engine()
+    layer = engine.layers["a"]
+    for name, value in change.items():
+        setattr(layer, name, value)
+    facts = eligibility.facts(layer, "reference", "portable")
+    assert (facts.decline, facts.detail) == ("portable-attention", detail)
+    assert not eligibility.facts(layer, "reference").decline
+    delattr(layer, step_plan.ATTRIBUTE)
+    step_plan.attach(engine.layers, "reference", engine.vllm_config)
+    assert not hasattr(layer, step_plan.ATTRIBUTE)
