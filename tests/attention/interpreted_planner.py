@@ -1,14 +1,16 @@
 """Both planners on random ragged batches; run with TRITON_INTERPRET=1 by test_planner_triton.py.
 
-Every buffer must be the same, element by element, after two refreshes of different sizes. The
-plan itself is checked too, and every store of the kernel for bounds and races.
+Every buffer must be the same, element by element, after two refreshes of different sizes; every
+load and store of the kernel is checked for bounds and races.
 """
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,38 +26,60 @@ PLANS = 40
 def main() -> None:
     """Compare, and print how many plans were equal."""
     interpreter.install(bounds=True, races=True)
-    rng = random.Random(0)
+    rng, moved = random.Random(0), 0
     for number in range(PLANS // 2):
-        longest = rng.choice((1, 1, 2, 4))
+        longest = rng.choice((1, 2, 4, 8))
         fields = {
             "max_batch": rng.randint(1, 9),
             "max_query_len": longest,
-            "num_heads": rng.choice((8, 16, 32, 128)),
+            "num_heads": rng.choice((8, 32, 128, 128)),
             "q_dtype": torch.bfloat16,
             "kv_dtype": torch.bfloat16,
             "device": "cpu",
             "workers": rng.randint(1, 12),
             "heads_per_work": rng.choice((None, 16)),
             "max_split_per_batch": rng.choice((-1, -1, 1, 4)),
-            "kv_granularity": rng.choice((1, 16, 64)),
+            "kv_granularity": rng.choice((1, 16, 16, 64)),
             "overhead": rng.choice((1, 2, 16)),
             "v_head_dim": 8,
         }
         want, got = (PersistentDecodePlan.allocate(**fields) for _ in range(2))
-        for _ in range(2):
-            batch = rng.randint(1, fields["max_batch"])
-            rows = [rng.choice((longest, 0, rng.randint(0, longest))) for _ in range(batch)]
-            lengths = [rng.choice((0, 1, rng.randint(0, 40), rng.randint(0, 3000))) for _ in rows]
-            qo_indptr = torch.tensor([0, *rows]).cumsum(0).int()
-            seq_lens = torch.tensor(lengths, dtype=torch.int32)
-            want.refresh(
-                qo_indptr=qo_indptr, seq_lens=seq_lens, num_tokens=sum(rows), max_query_len=longest
-            )
-            planner_triton.fill(got, qo_indptr, seq_lens, longest)
+        for rare in (False, longest > 1):
+            for _ in range(200 if rare else 1):
+                step = batch(rng, fields["max_batch"], longest)
+                if rare and moves_a_cut(want, step, longest):
+                    moved += 1
+                    break
+            want.refresh(**step, max_query_len=longest)
+            planner_triton.fill(got, step["qo_indptr"], step["seq_lens"], longest)
             for name in PLANNED:
                 a, b = getattr(want, name), getattr(got, name)
-                assert torch.equal(a, b), (number, name, fields, rows, lengths, a, b)
-    print(f"{PLANS} plans equal")
+                assert torch.equal(a, b), (number, name, fields, step, a, b)
+    assert moved >= 8, moved
+    print(f"{PLANS} plans equal, {moved} of them with a cut moved to the end of its tile")
+
+
+def batch(rng: random.Random, most: int, longest: int) -> dict[str, Any]:
+    """A step of up to `most` sequences."""
+    rows = [rng.choice((longest, 0, rng.randint(0, longest))) for _ in range(rng.randint(1, most))]
+    # The last: a few tokens in the last block, which a cut may not leave alone.
+    few = 16 * rng.randint(1, 99) + rng.randint(1, 3)
+    lengths = [rng.choice((0, 1, rng.randint(0, 3000), few)) for _ in rows]
+    return {
+        "qo_indptr": torch.tensor([0, *rows]).cumsum(0).int(),
+        "seq_lens": torch.tensor(lengths, dtype=torch.int32),
+        "num_tokens": sum(rows),
+    }
+
+
+def moves_a_cut(plan: PersistentDecodePlan, step: dict[str, Any], longest: int) -> bool:
+    """Whether queries of `longest` rows are cut otherwise than single rows are, on a scratch."""
+    scratch = copy.deepcopy(plan)
+    seen = []
+    for length in (1, longest):
+        scratch.refresh(**step, max_query_len=length)
+        seen.append((scratch.work_indptr.clone(), scratch.work_info_set[:, 4:6].clone()))
+    return not all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
 
 
 if __name__ == "__main__":

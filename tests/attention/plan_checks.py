@@ -10,13 +10,15 @@ import numpy as np
 
 from mla_fusion.attention import planner
 
+RUBBISH = -77
+
 
 def buffers(rules: planner.Rules, max_batch: int) -> Any:
     """Buffers of exactly the sizes a plan has, full of rubbish."""
     tiles = max_batch * rules.fold
 
     def rubbish(*shape: int) -> np.ndarray:
-        return np.full(shape, -77, np.int32)
+        return np.full(shape, RUBBISH, np.int32)
 
     return SimpleNamespace(
         work_indptr=rubbish(rules.workers + 1),
@@ -80,6 +82,8 @@ def check_plan(
                 # No piece but the last may lie where the first row of the query sees nothing.
                 assert all(length - (i[planner.KV_START] - tokens[sequence]) >= max_query_len
                            for i in mine[1:])  # fmt: skip
+            else:
+                assert (plan.reduce_final_map[tile] == RUBBISH).all(), "not a split tile"
             pieces += partials
     assert not by_tile, "items of sequences that are not there"
     assert plan.reduce_indptr[0] == 0 and (np.diff(plan.reduce_indptr) >= 0).all()

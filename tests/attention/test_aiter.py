@@ -228,6 +228,8 @@ def test_refresh_moves_nothing(use: Any) -> None:
     for seed in range(2):
         step(plan, seed)
     assert addresses() == before
+    assert plan.qo_indptr.tolist() == [0, 2, 3, 5, 5], "constant behind the batch"
+    assert plan.kv_indptr.tolist() == [0, 700, 733, 734, 734]
 
 
 def test_page_indices_are_made_once_a_step(use: Any) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mla_fusion.attention import PersistentDecodePlan, planner
 
-from .plan_checks import buffers, check_plan, worker_load
+from .plan_checks import RUBBISH, buffers, check_plan, worker_load
 
 BF16 = torch.bfloat16
 EXAMPLES = 2600  # each is two batches
@@ -43,6 +43,7 @@ def check_ragged_batches(case: tuple[planner.Rules, int, list[list[tuple[int, in
     for step in steps:
         query_lens, seq_lens = map(list, zip(*step, strict=True))
         indptr = np.concatenate(([0], np.cumsum(query_lens))).astype(np.int32)
+        plan.reduce_final_map[:] = RUBBISH
         planner.fill(plan, rules, indptr, np.array(seq_lens, np.int32), longest)
         check_plan(plan, rules, query_lens, seq_lens, longest)
         seen["batches"] += 1
