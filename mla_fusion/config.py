@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from mla_fusion import attention, kernels, vllm_compat
 
 FLAG = "fuse_aiter_qk_rope_kvcache_mla"
@@ -134,7 +136,7 @@ def _why_not(
         return "provider-unavailable", f"{options.provider}: {error}"
     parallel = vllm_config.parallel_config
     if options.attention == "portable":
-        executor = "reference" if vllm_config.device_config.device_type == "cpu" else "triton"
+        executor = attention.portable_provider(torch.device(vllm_config.device_config.device_type))
         try:
             attention.get_provider(executor)
         except kernels.ProviderUnavailable as error:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 ATTRIBUTE = "mla_fusion_step_plan"
-_CPU_WORKERS = 8  # the reference runs them one after another
 
 
 class StepPlan:
@@ -136,12 +135,13 @@ def attach(layers: Mapping[str, Any], provider: str, vllm_config: Any) -> None:
         }
         key = tuple(shape.values())
         if key not in plans:
+            executor = attention.get_provider(attention.portable_provider(device))
             plan = attention.PersistentDecodePlan.allocate(
                 max_batch=vllm_config.scheduler_config.max_num_seqs,
                 max_query_len=1 + drafts,
-                workers=_CPU_WORKERS if device.type == "cpu" else None,
                 planner="portable",
                 **shape,
+                **executor.plan_settings(layer.num_heads, shape["kv_dtype"], device),
             )
             plans[key] = StepPlan(plan, activation)
         setattr(layer, ATTRIBUTE, plans[key])

@@ -30,7 +30,9 @@ PROVIDERS = ("reference", "triton", "aiter")
 def get_provider(name: str) -> Any:
     """The module that implements provider `name`, after its `require()` found all it needs.
 
-    A provider module has `require() -> None`, which raises `ProviderUnavailable`, and
+    A provider module has `require() -> None`, which raises `ProviderUnavailable`;
+    `plan_settings(num_heads, kv_dtype, device)`, the arguments of `allocate` that suit its kernel,
+    if it executes plans of the portable planner; and
 
         persistent_mla_decode(q, kv_cache, plan, *, block_table, softmax_scale, q_scale,
                               kv_scale, out, lse) -> None
@@ -51,14 +53,14 @@ def get_provider(name: str) -> Any:
     return module
 
 
-def default_provider(plan: PersistentDecodePlan) -> str:
-    """Who executes `plan` where nobody is named: its planner's kernel.
+def portable_provider(device: torch.device) -> str:
+    """Who executes a plan of the portable planner: the reference on a CPU, Triton on a GPU."""
+    return "reference" if device.type == "cpu" else "triton"
 
-    That is AITER's for a plan of AITER's, else Triton on a GPU and the reference on a CPU.
-    """
-    if plan.settings.planner == "aiter":
-        return "aiter"
-    return "reference" if plan.device.type == "cpu" else "triton"
+
+def default_provider(plan: PersistentDecodePlan) -> str:
+    """Who executes `plan` where nobody is named: its planner's kernel."""
+    return "aiter" if plan.settings.planner == "aiter" else portable_provider(plan.device)
 
 
 def persistent_mla_decode(
