@@ -88,8 +88,9 @@ def lines(drawn: Drawn) -> list[str]:
     items = sum(map(len, drawn.shares))
     longest = max(drawn.pieces)
     text = [
-        f"{len(drawn.seq_lens)} sequences of {_range(drawn.seq_lens)} KV tokens, "
-        f"{drawn.query_len} query rows each, {rules.fold} head blocks; {rules.workers} workers, "
+        f"{_count(len(drawn.seq_lens), 'sequence')} of {_range(drawn.seq_lens)} KV tokens, "
+        f"{_count(drawn.query_len, 'query row')} each, {_count(rules.fold, 'head block')}; "
+        f"{_count(rules.workers, 'worker')}, "
         + (f"at most {cap} splits per sequence on average" if cap > 0 else "no cap on splits"),
         "",
         f"busy workers   {drawn.busy} of {rules.workers}",
@@ -107,6 +108,10 @@ def lines(drawn: Drawn) -> list[str]:
             f"{max(loads) / max(free.loads):.1f} times less, utilisation {free.utilisation:.1%}"
         ]
     return [*text, "", *_plot(drawn)]
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number} {name}{'' if number == 1 else 's'}"
 
 
 def _range(values: tuple[int, ...]) -> str:
