@@ -8,7 +8,7 @@ PYTHON ?= python3
 ARGS ?=
 VENV := .venv$(if $(filter-out 0.32.0,$(VLLM)),-$(VLLM))
 
-.PHONY: help setup demo test lint format bench
+.PHONY: help setup demo test lint format docs bench
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
 
@@ -32,6 +32,9 @@ lint: setup ## check style, format and types
 	@$(VENV)/bin/ruff format --check
 	@echo "lint: mypy"
 	@$(VENV)/bin/python tools/typecheck.py
+
+docs: setup ## build the documentation site into build/site, strict and offline
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 
 format: setup ## rewrite the files in the project's format
 	@$(VENV)/bin/ruff check --fix

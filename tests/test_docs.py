@@ -8,8 +8,11 @@ import pytest
 from mla_fusion import cli, config, kernels, reasons
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-TEXT = {page.name: page.read_text() for page in PAGES}
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md", "examples/README.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+TEXT = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}
 # Written by the commands the docs describe.
 MADE = ("build/",)
 
@@ -27,7 +30,7 @@ def makefile_targets():
 
 @pytest.mark.parametrize("name", TEXT)
 def test_links_and_paths_exist(name):
-    folder = next(page for page in PAGES if page.name == name).parent
+    folder = (ROOT / name).parent
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", TEXT[name]):
         if not target.startswith("http"):
             assert (folder / target).exists(), target
@@ -44,7 +47,7 @@ def test_links_and_paths_exist(name):
 def test_make_targets_exist(name):
     blocks, inline = code_of(TEXT[name])
     for snippet in (*blocks, *inline):
-        for target in re.findall(r"^make ([a-z][\w-]*)", snippet, re.M):
+        for target in re.findall(r"^make (?:-C \S+ )?([a-z][\w-]*)", snippet, re.M):
             assert target in makefile_targets(), target
 
 
@@ -72,15 +75,15 @@ def test_every_command_is_documented():
 
 def test_flags():
     for field in (config.FLAG, config.THRESHOLD):
-        assert f"## `{field}`" in TEXT["flags.md"]
+        assert f"## `{field}`" in TEXT["docs/flags.md"]
     for provider in kernels.PROVIDERS:
-        assert f"`{provider}`" in TEXT["flags.md"]
+        assert f"`{provider}`" in TEXT["docs/flags.md"]
     named = set(re.findall(r"\b((?:fuse_)?aiter_qk_rope_kvcache\w+)\b", "".join(TEXT.values())))
     assert named <= {config.FLAG, config.THRESHOLD}
 
 
 def test_reasons_page_says_what_the_log_says():
-    page = TEXT["reasons.md"]
+    page = TEXT["docs/reasons.md"]
     assert re.findall(r"^### `(.+)`$", page, re.M) == [
         code
         for scope in ("engine", "layer")

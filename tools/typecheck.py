@@ -18,23 +18,23 @@ INSIDE = ("passes", "patterns")
 BESIDE = ("tools",)
 
 
-def link_tree() -> None:
-    """Make the tree anew, so that no link of a file that is gone stays behind."""
-    shutil.rmtree(TREE, ignore_errors=True)
-    package = TREE / "mla_fusion"
-    package.mkdir(parents=True)
-    for entry in (ROOT / "mla_fusion").iterdir():
-        if entry.name != "__pycache__":
-            (package / entry.name).symlink_to(entry)
-    for name in INSIDE:
-        (package / name).symlink_to(ROOT / name)
-    for name in BESIDE:
-        (TREE / name).symlink_to(ROOT / name)
+def link_tree(tree: Path) -> None:
+    """Make the tree anew, so that no link of a file that is gone stays behind.
+
+    Files are linked and folders made: some tools do not descend into a linked folder.
+    """
+    shutil.rmtree(tree, ignore_errors=True)
+    folders = {"mla_fusion": "mla_fusion"} | {name: f"mla_fusion/{name}" for name in INSIDE}
+    for source, target in (folders | {name: name for name in BESIDE}).items():
+        for file in (ROOT / source).rglob("*.py"):
+            link = tree / target / file.relative_to(ROOT / source)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(file)
 
 
 def main() -> int:
     """Check, and report each error at the path the file has in the checkout."""
-    link_tree()
+    link_tree(TREE)
     command = [sys.executable, "-m", "mypy", f"--config-file={ROOT / 'pyproject.toml'}"]
     command += [f"--cache-dir={ROOT / '.mypy_cache'}", "mla_fusion", *BESIDE, *sys.argv[1:]]
     done = subprocess.run(command, cwd=TREE, stdout=subprocess.PIPE, text=True)

@@ -1,0 +1,225 @@
+"""The rules of CONTRIBUTING.md, read from the source with `ast`: imports, and what touches vLLM."""
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = {
+    "mla_fusion": "mla_fusion",
+    "passes": "mla_fusion.passes",
+    "patterns": "mla_fusion.patterns",
+}
+
+# Rooms, the lowest first: a room imports from its own row and from those above it in this list.
+ROWS = (
+    ("kernels", "attention"),
+    ("vllm_compat", "reasons", "identity"),
+    ("ops",),
+    ("patterns",),
+    ("config", "eligibility", "report"),
+    ("runtime",),
+    ("passes",),
+    ("pass_config", "plugin"),
+)
+# Every other module is the command line, above all rows; so is what is not listed yet.
+TOP = len(ROWS)
+ALLOWED = {
+    ("ops", "runtime"): "when an op first runs: the schemas must be readable without vLLM",
+    ("__init__", "plugin"): "when `register()` is called",
+}
+MAY_IMPORT_VLLM = {"vllm_compat", "plugin", "pass_config", "passes.pipeline"}
+KERNEL_PACKAGES = {"torch", "triton", "numpy", "aiter"}
+
+
+def modules():
+    """(dotted name below mla_fusion, source) of every module."""
+    for folder, package in FOLDERS.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            dotted = ".".join([package, *path.relative_to(ROOT / folder).with_suffix("").parts])
+            yield dotted.removeprefix("mla_fusion.").removesuffix(".__init__"), path.read_text()
+
+
+SOURCES = dict(modules())
+NAMES = set(SOURCES)
+
+
+def room(name):
+    return name.split(".")[0]
+
+
+def row(name):
+    return next((i for i, rooms in enumerate(ROWS) if room(name) in rooms), TOP)
+
+
+def imports(name, source):
+    """(module, line) of every import at any depth, absolute; `from a import b` may name a.b."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}:{node.lineno}: imports here are absolute"
+            for alias in node.names:
+                yield f"{node.module}.{alias.name}", node.lineno
+
+
+def own(module):
+    """The module of this library that an import means, below mla_fusion; None for others."""
+    if module.split(".")[0] != "mla_fusion":
+        return None
+    below = module.removeprefix("mla_fusion").removeprefix(".")
+    while below and below not in NAMES:
+        below = below.rpartition(".")[0]
+    return below or "__init__"
+
+
+def wrong_direction(name, source):
+    for module, line in imports(name, source):
+        target = own(module)
+        if target in (None, "__init__") or (room(name), room(target)) in ALLOWED:
+            continue
+        if row(target) > row(name):
+            yield f"{name}:{line} imports {target}, which lies above it"
+
+
+def kernels_know_no_engine(name, source):
+    if row(name) != 0:
+        return
+    for module, line in imports(name, source):
+        package = module.split(".")[0]
+        standard = package in sys.stdlib_module_names
+        if not standard and package not in KERNEL_PACKAGES and package != "mla_fusion":
+            yield f"{name}:{line} imports {package}"
+
+
+def vllm_imported_elsewhere(name, source):
+    if name in MAY_IMPORT_VLLM or row(name) == TOP:
+        return
+    for module, line in imports(name, source):
+        if module.split(".")[0] == "vllm":
+            yield f"{name}:{line} imports {module}; ask vllm_compat"
+
+
+def from_vllm(tree):
+    """The names that imports from vLLM bind, at any depth."""
+    bound = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            bound |= {a.asname or "vllm" for a in node.names if a.name.split(".")[0] == "vllm"}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+            bound |= {a.asname or a.name for a in node.names}
+    return bound
+
+
+def root_name(node):
+    """`a` of `a.b[c].d`, else an empty string."""
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def vllm_changed_elsewhere(name, source):
+    if name == "plugin":
+        return
+    tree = ast.parse(source)
+    bound = from_vllm(tree)
+    for node in ast.walk(tree):
+        changed = []
+        if isinstance(node, ast.Assign | ast.Delete):
+            changed = node.targets
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+            changed = [node.target]
+        roots = [root_name(t) for t in changed if isinstance(t, ast.Attribute | ast.Subscript)]
+        if isinstance(node, ast.Call) and root_name(node.func) in ("setattr", "delattr"):
+            roots = [root_name(node.args[0])]
+        for root in bound.intersection(roots):
+            yield f"{name}:{node.lineno} changes {root} of vLLM"
+
+
+def version_asked_elsewhere(name, source):
+    """A version of vLLM read, or an import from it that may fail."""
+    if name == "vllm_compat":
+        return
+    tree = ast.parse(source)
+    bound = from_vllm(tree)
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Attribute)
+            and node.attr in ("__version__", "__version_tuple__")
+            and root_name(node) in bound
+        ) or (isinstance(node, ast.ImportFrom) and node.module == "vllm.version"):
+            yield f"{name}:{node.lineno} reads vLLM's version"
+        elif isinstance(node, ast.Try) and from_vllm(ast.Module(node.body, [])):
+            caught = {n.id for h in node.handlers if h.type for n in ast.walk(h.type)
+                      if isinstance(n, ast.Name)}  # fmt: skip
+            if caught & {"ImportError", "ModuleNotFoundError", "AttributeError"}:
+                yield f"{name}:{node.lineno} tries an import from vLLM"
+
+
+RULES = (
+    wrong_direction,
+    kernels_know_no_engine,
+    vllm_imported_elsewhere,
+    vllm_changed_elsewhere,
+    version_asked_elsewhere,
+)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("name", SOURCES)
+def test_rule(name, rule):
+    assert list(rule(name, SOURCES[name])) == []
+
+
+@pytest.mark.parametrize(
+    "name, rule, source",
+    [
+        ("patterns.rope", wrong_direction, "from mla_fusion.passes import fuse"),
+        ("kernels.triton", wrong_direction, "from mla_fusion import ops"),
+        ("ops", wrong_direction, "def f():\n    from mla_fusion.plugin import register"),
+        ("report", wrong_direction, "import mla_fusion.commands.check"),
+        ("passes.fuse", wrong_direction, "from mla_fusion.pass_config import extend"),
+        ("runtime", wrong_direction, "from mla_fusion import not_listed_yet, cli"),
+        ("kernels.new", kernels_know_no_engine, "import pydantic"),
+        ("attention.plan", kernels_know_no_engine, "def f():\n    import vllm"),
+        ("kernels.triton", vllm_imported_elsewhere, "from vllm import envs"),
+        ("patterns.rope", vllm_imported_elsewhere, "import vllm.config"),
+        ("passes.fuse", vllm_imported_elsewhere, "if x:\n    from vllm.config import VllmConfig"),
+        ("runtime", vllm_changed_elsewhere, "from vllm import envs\nenvs.X = 1"),
+        ("demo", vllm_changed_elsewhere, "import vllm.config\nvllm.config.A.b = 1"),
+        ("pass_config", vllm_changed_elsewhere, "from vllm.a import B as C\nsetattr(C.d, 'e', 1)"),
+        ("demo", vllm_changed_elsewhere, "import vllm as v\ndef f():\n    del v.a['b']"),
+        ("plugin", version_asked_elsewhere, "import vllm\nif vllm.__version__ > '1': pass"),
+        ("plugin", version_asked_elsewhere, "from vllm.version import __version__"),
+        ("demo", version_asked_elsewhere,
+         "try:\n    from vllm.a import B\nexcept (ImportError, ValueError):\n    B = None"),
+    ],
+)  # fmt: skip
+def test_a_planted_violation_is_found(name, rule, source):
+    assert list(rule(name, source))
+
+
+@pytest.mark.parametrize("source, target", ALLOWED)
+def test_what_is_allowed_is_used_and_imported_late(source, target):
+    assert target in {own(module) for module, _ in imports(source, SOURCES[source])}
+    at_once = [
+        n for n in ast.parse(SOURCES[source]).body if isinstance(n, ast.Import | ast.ImportFrom)
+    ]
+    first = "\n".join(map(ast.unparse, at_once))
+    assert target not in {own(module) for module, _ in imports(source, first)}
+
+
+def test_the_map_of_contributing_is_this_one():
+    [drawn] = re.findall(r"```text\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.S)
+    for rooms, line in zip((*ROWS, ("cli",)), drawn.splitlines(), strict=True):
+        for name in rooms:
+            assert re.search(rf"\b{name}\b", line), f"{name} is not in: {line}"
+
+
+def test_every_room_of_the_rows_exists_or_is_attention():
+    rooms = {room(name) for name in NAMES}
+    assert {name for rooms_ in ROWS for name in rooms_} - rooms <= {"attention"}

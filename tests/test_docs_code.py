@@ -1,0 +1,181 @@
+"""Every code block of the docs is run or checked, and so are the commands of examples/*.sh.
+
+Python is executed; where it starts an engine, vLLM's own check of the arguments stands in for the
+engine. Of shell, every command is known here; `vllm serve` is parsed by vLLM and `mla-fusion` by
+its own parser, down to the value of each flag.
+"""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import mla_fusion
+from mla_fusion import cli, report
+from tests.test_docs import ROOT, TEXT, makefile_targets
+
+mla_fusion.register()
+
+import vllm  # noqa: E402
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs  # noqa: E402
+from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: E402
+
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.S | re.M)
+BLOCKS = [
+    (f"{name}-{index}", language, body)
+    for name, text in TEXT.items()
+    for index, (language, body) in enumerate(FENCE.findall(text))
+]
+COMMANDS = ("make", "pip", "git", "vllm", "mla-fusion", "python", "mkdocs", "pre-commit")
+SHELL = ("bash", "sh", "console")
+PARSERS = {"json": json.loads, "toml": tomllib.loads}
+LANGUAGES = ("", "text", "python", "diff", *PARSERS, *SHELL)
+# Run by tests/test_docs_rope.py, against a changed copy of the source.
+ELSEWHERE = "docs/new-rope.md"
+
+
+def commands(language, body):
+    """The commands of a block, as words without variables in front; none if it is not shell.
+
+    A block without a language is shell if it starts with one of `COMMANDS`.
+    """
+    lines = body.replace("\\\n", " ").splitlines()
+    found = []
+    for line in lines:
+        if language not in SHELL and not found and not line.startswith(COMMANDS):
+            return []
+        words = shlex.split(line, comments=True)
+        while words and re.fullmatch(r"[A-Z][A-Z0-9_]*=.*", words[0]):
+            words.pop(0)
+        if words:
+            found.append([words[0].removeprefix(".venv/bin/"), *words[1:]])
+    return found
+
+
+def check_vllm(words):
+    """vLLM's own parser takes the arguments, and finds the fusion's flag on and its options known.
+
+    Raises:
+        ValueError, SystemExit: it does not.
+    """
+    assert words[0] == "serve", words
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    parser.add_argument("model_tag")
+    engine = AsyncEngineArgs.from_cli_args(parser.parse_args(words[1:]))
+    assert engine.compilation_config.pass_config.fuse_aiter_qk_rope_kvcache_mla
+    assert isinstance(engine.additional_config, dict)  # vLLM takes broken JSON as a string
+    mla_fusion.config.read_options(engine.additional_config)
+
+
+def check_pip(words):
+    assert words[0] == "install"
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    for word in words[1:]:
+        for group in re.findall(r"^(?:\.|mla-fusion)\[(.+)\]$", word):
+            assert set(group.split(",")) <= set(extras), word
+
+
+def check_make(words):
+    if words[0] == "-C":
+        words = words[2:]
+    targets = [word for word in words if "=" not in word]
+    assert targets and set(targets) <= makefile_targets(), words
+
+
+def check_python(words):
+    assert words[0] == "-m" or (ROOT / words[0]).is_file(), words
+
+
+def check(command):
+    name, *words = command
+    assert name in COMMANDS, f"{name}: no check knows this command"
+    if name == "mla-fusion":
+        cli._parser().parse_args(words)
+    checks = {"vllm": check_vllm, "pip": check_pip, "make": check_make, "python": check_python}
+    if name in checks:
+        checks[name](words)
+
+
+@pytest.mark.parametrize("label, language, body", BLOCKS, ids=[block[0] for block in BLOCKS])
+def test_block(label, language, body):
+    """Drawings and output are text; what is not shell, data or Python must not be there."""
+    assert language in LANGUAGES, f"no test knows what {language} is"
+    assert language != "diff" or label.startswith(ELSEWHERE)
+    for command in commands(language, body):
+        check(command)
+    if language in PARSERS:
+        PARSERS[language](body)
+
+
+def test_the_report_of_the_quick_start_is_what_the_demo_prints():
+    ranges = [report.RangeReport((1, 8), 3, 3), report.RangeReport((9, 2048), 3)]
+    printed = "\n".join(report.Report("reference", 8, ranges).lines())
+    assert f"```text\n{printed}\n```" in TEXT["docs/quickstart.md"]
+
+
+PYTHON = [(label, body) for label, language, body in BLOCKS if language == "python"]
+RUN = [block for block in PYTHON if not block[0].startswith(ELSEWHERE)]
+
+
+@pytest.mark.parametrize("label, body", RUN, ids=[block[0] for block in RUN])
+def test_python(label, body, monkeypatch):
+    engines = []
+    monkeypatch.setattr(vllm, "LLM", lambda model, **kw: engines.append(EngineArgs(model, **kw)))
+    exec(compile(body, label, "exec"), {})
+    for engine in engines:
+        assert engine.compilation_config.pass_config.fuse_aiter_qk_rope_kvcache_mla
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.sh")), ids=lambda p: p.name)
+def test_serving_scripts_call_vllm_with_arguments_it_takes(path, tmp_path):
+    """A stand-in for the `vllm` command notes what the script calls it with."""
+    fake = tmp_path / "vllm"
+    fake.write_text("#!/usr/bin/env python3\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n")
+    fake.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    command = ["bash", str(path), "MODEL", "--max-num-seqs", "32"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    words = json.loads(done.stdout)
+    assert words[:4] == ["serve", "MODEL", "--max-num-seqs", "32"]
+    check_vllm(words)
+
+
+SERVE = "vllm serve MODEL -cc.pass_config.fuse_aiter_qk_rope_kvcache_mla=True"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "vllm serve MODEL",
+        "vllm serve MODEL -cc.pass_config.fuse_aiter_qk_rope=True",
+        f"{SERVE} --no-such-flag",
+        f"""{SERVE} --additional-config '{{"mla_fusion": {{"provider": "cuda"}}}}'""",
+        f"""{SERVE} --additional-config '{{"mla_fusion": '""",
+        "mla-fusion check",
+        "mla-fusion check MODEL_DIR --max-num-seqs many",
+        "mla-fusion nothing",
+        "make nothing",
+        "pip install '.[nothing]'",
+        "python benchmarks/nothing.py",
+        "curl nowhere",
+    ],
+)
+def test_the_checks_bite(line):
+    [command] = commands("bash", line)
+    with pytest.raises((AssertionError, ValueError, SystemExit)):
+        check(command)
+
+
+def test_every_shell_page_was_seen():
+    """A change of the fences must not empty the tests above."""
+    assert Path("docs/quickstart.md") in {Path(label.rsplit("-", 1)[0]) for label, _, _ in BLOCKS}
+    assert sum(bool(commands(language, body)) for _, language, body in BLOCKS) >= 8
+    assert len(RUN) >= 2

@@ -1,0 +1,117 @@
+"""Every file of examples/ runs on a CPU; tests/test_docs_code.py runs the shell files."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.passes.conftest import plain_kernels  # noqa: F401  a fixture
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "examples"
+
+
+def run(name, *arguments, cwd, **environment):
+    """An example as a user starts it; what it printed, and its log."""
+    done = subprocess.run(
+        [sys.executable, "-P", str(FOLDER / name), *arguments],
+        cwd=cwd,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def load(name):
+    """An example as a module."""
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_example_is_listed_and_tested():
+    page, tests = (FOLDER / "README.md").read_text(), Path(__file__).read_text()
+    for path in FOLDER.iterdir():
+        if path.suffix == ".py":
+            assert f'"{path.name}"' in tests or f'"{path.stem}"' in tests, path.name
+        if path.suffix in (".py", ".sh"):
+            assert f"`examples/{path.name}`" in page, path.name
+
+
+def test_the_kernel_works_alone_and_without_vllm(tmp_path):
+    """A vllm that cannot be imported stands first on the path."""
+    (tmp_path / "vllm.py").write_text("raise ImportError('vllm must not be imported')")
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    cache = str(tmp_path / "inductor")
+    text = run("kernel_alone.py", cwd=tmp_path, PYTHONPATH=path, TORCHINDUCTOR_CACHE_DIR=cache)
+    # The compiler may order the additions of the two projections otherwise: a rounding of bf16.
+    differences = [float(x) for x in re.findall(r"largest difference (\S+)", text)]
+    assert len(differences) == 2 and max(differences) < 2**-6
+    assert "cache rows written: [0, 64, 65]" in text
+
+
+@pytest.mark.usefixtures("plain_kernels")
+def test_the_passes_work_without_the_plugin():
+    """The config's pass, called as vLLM calls it, on graphs inside and outside the bucket."""
+    from vllm.compilation.passes.inductor_pass import pass_context
+    from vllm.config.utils import Range
+    from vllm.forward_context import override_forward_context
+
+    from mla_fusion import ops
+    from tests.passes import graphs
+    from tests.passes.fake_engine import DECODE, Engine, assert_same
+    from tests.passes.fake_engine import run as run_graph
+
+    config = load("custom_pass").compilation_config("reference", bucket=8)
+    assert config.compile_ranges_endpoints == [8]
+    assert {*ops.RUNTIME_OPS} <= {*config.splitting_ops}
+    fuse = config.inductor_compile_config["post_grad_custom_post_pass"]
+    spec = graphs.Spec("native", layers=2)
+    fused_op = f"{ops.NAMESPACE}::{ops.FUSED}"
+    for tokens, expected in (((1, 8), 2), ((9, 2048), 0)):
+        module = graphs.build(spec)
+        in_a_step = override_forward_context(Engine(spec).context(DECODE))
+        with in_a_step, pass_context(Range(*tokens)):
+            fuse(module.graph)
+        assert len(graphs.find_all(module, fused_op)) == expected
+        assert_same(
+            run_graph(graphs.build(spec), spec), run_graph(module, spec), DECODE, tolerance=1e-5
+        )
+
+
+@pytest.mark.engine
+def test_offline_llm(tmp_path):
+    """A tiny model with a tokenizer of its own, so that the example runs as it stands."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from mla_fusion import engine, report, tiny_models
+
+    model = tiny_models.write("deepseek-v3-shaped", tmp_path / "model")
+    vocabulary = {f"w{i}": i for i in range(1024)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(model)
+    text = run(
+        "offline_llm.py",
+        str(model),
+        "--provider=reference",
+        "--attention-backend=CPU_MLA",
+        cwd=tmp_path,
+        HF_HUB_OFFLINE="1",
+        VLLM_CPU_KVCACHE_SPACE="1",
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_CACHE_ROOT=str(tmp_path / "cache"),
+        TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "inductor"),
+    )
+    assert re.search(r"'A fused kernel is' -> '.+'", text), text
+    [stored] = engine.stored_reports(tmp_path / "cache")
+    ranges = report.load(stored).ranges
+    assert [(r.range[0], r.layers, r.fused) for r in ranges] == [(1, 3, 3), (9, 3, 0)]
