@@ -85,6 +85,7 @@ def shapes() -> None:
         "bf16 angles": {"angles": BF16},
         "fp32": {"act": torch.float32, "kv": torch.float32, "query": torch.float32},
         "strided": {"strided": True, "neox": True},
+        "misaligned": {"strided": True, "gap": 3},
         "P=192": {"nope": 192},
         "odd": {"nope": 24, "rope": 12, "latent": 40, "block_size": 3},
         "padded": {"padded": tuple(range(0, 40, 3))},

@@ -13,7 +13,8 @@ POISON = 0x5A
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call of the fused region. `kv` is the type of the cache, `query` that of q_out."""
+    """One call of the fused region. `kv` is the type of the cache, `query` that of q_out, `gap` the
+    elements before each row of a strided input."""
 
     tokens: int = 5
     heads: int = 3
@@ -27,6 +28,7 @@ class Case:
     neox: bool = False
     block_size: int = 4
     strided: bool = False
+    gap: int = 8
     padded: tuple[int, ...] = (1,)
     seed: int = 0
 
@@ -50,7 +52,7 @@ def build(case: Case, device: str = "cpu") -> Inputs:
 
     def rows(*shape: int) -> torch.Tensor:
         """A tensor of `shape`, cut out of wider rows if the case is strided."""
-        extra = 8 if case.strided else 0
+        extra = case.gap if case.strided else 0
         wide = random(shape[0], *shape[1:-1], shape[-1] + extra).to(case.act).to(device)
         return wide[..., extra:]
 
