@@ -44,6 +44,8 @@ def main() -> None:
     args = parser.parse_args()
     measure = {"tokens": tokens, "ends": ends, "decode": decode}[args.what]
     rows, wrong = measure(args)
+    if not rows:
+        sys.exit("nothing was measured: see above, or --only names no configuration")
     command = " ".join(["benchmarks/engine.py", *sys.argv[1:]])
     facts = {**bench_run.environment(args.commit), "command": command}
     with Path(args.out).open("w", newline="") as file:
@@ -221,7 +223,7 @@ def ends(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
 def decode(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
     """GPU time of a decode step of DeepSeek-R1's TP8 shape, 30 layers, for each arm."""
     rows: list[dict[str, Any]] = []
-    layers = 30
+    wrong, layers = 0, 30
     engines = {}
     for arm in (arm for arm in ARMS if args.only in arm):
         engines[arm] = start(
@@ -245,6 +247,7 @@ def decode(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
         result = finish(engine)
         if "error" in result:
             print(f"== {arm}: FAILED\n{result['error']}")
+            wrong += 1
             continue
         print(f"== {arm}: start {result['start_s']} s, {result.get('ranges')}")
         for batch, r in result["steps"].items():
@@ -257,7 +260,7 @@ def decode(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
                 {"arm": arm, "batch": batch, "gpu_us": gpu[1], "gpu_min": gpu[0],
                  "gpu_max": gpu[-1], "wall_us": wall[2], "wall_min": wall[0], "wall_max": wall[-1]}
             )  # fmt: skip
-    return rows, len(rows) < 3 * len(ARMS)
+    return rows, wrong
 
 
 if __name__ == "__main__":
