@@ -1,12 +1,14 @@
+#!/usr/bin/env python3
 """Runs real vLLM engines on one GPU, with and without the fusion, and compares what they do.
 
-    python benchmarks/engine.py tokens OUT.json     same tokens? many configurations, in parallel
-    python benchmarks/engine.py decode OUT.csv      GPU time of a decode step, one engine at a time
+    python benchmarks/engine.py tokens OUT.csv     same tokens? many configurations, in parallel
+    python benchmarks/engine.py ends OUT.csv       smallest and largest batch of the bucket
+    python benchmarks/engine.py decode OUT.csv     GPU time of a decode step, one engine at a time
 
-Every engine runs in a process of its own with random weights of a scale at which attention
-matters (vLLM's dummy weights are so small that tokens hardly depend on it). Opponents of `fused`
-(the Triton provider) are `default` (vLLM as it comes) and `cat` (graph partition and
-fuse_rope_kvcache_cat_mla, the prerequisites of the fusion).
+Every engine runs in a process of its own. Opponents of `fused` (the Triton provider) are `default`
+(vLLM as it comes) and `cat` (graph partition and fuse_rope_kvcache_cat_mla, the prerequisites of
+the fusion). `tokens` and `ends` exit with 1 if something is wrong. --plant adds an engine to
+configurations in which the provider rotates for the next position: it must be found wrong.
 """
 
 from __future__ import annotations
@@ -17,267 +19,61 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-COMMON = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "deepseek_v3",
-    "intermediate_size": 2304,
-    "moe_intermediate_size": 256,
-    "n_shared_experts": 1,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",
-    "routed_scaling_factor": 2.5,
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 128,
-    "v_head_dim": 128,
-    "vocab_size": 4096,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "torch_dtype": "bfloat16",
-}
-YARN = {
-    "type": "yarn",
-    "factor": 40,
-    "original_max_position_embeddings": 4096,
-    "beta_fast": 32,
-    "beta_slow": 1,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-}
-MODELS: dict[str, dict[str, Any]] = {
-    # DeepSeek-V2-Lite, whole
-    "v2-lite": {
-        **COMMON,
-        "architectures": ["DeepseekV2ForCausalLM"],
-        "model_type": "deepseek_v2",
-        "topk_method": "greedy",
-        "hidden_size": 2048,
-        "num_attention_heads": 16,
-        "q_lora_rank": None,
-        "max_position_embeddings": 16384,
-        "rope_scaling": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
-    },
-    # DeepSeek-R1, one rank of tensor parallel 8
-    "r1-tp8": {
-        **COMMON,
-        "hidden_size": 7168,
-        "num_attention_heads": 16,
-        "q_lora_rank": 1536,
-        "max_position_embeddings": 16384,
-        "rope_scaling": YARN,
-    },
-    # Kimi-K2, one rank of tensor parallel 4
-    "k2-tp4": {
-        **COMMON,
-        "hidden_size": 7168,
-        "num_attention_heads": 16,
-        "q_lora_rank": 1536,
-        "max_position_embeddings": 16384,
-        "rope_theta": 50000.0,
-        "rope_scaling": {**YARN, "factor": 32},
-    },
-}
+import engine_compare
+import torch
+
+from mla_fusion import bench_run
+
 ARMS = ("default", "cat", "fused")
 
 
 def main() -> None:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("tokens", "decode", "one"))
+    parser.add_argument("what", choices=("tokens", "ends", "decode"))
     parser.add_argument("out")
-    parser.add_argument("--jobs", type=int, default=4, help="engines at a time for `tokens`")
-    parser.add_argument("--only", default="", help="run configurations whose name contains this")
+    parser.add_argument("--jobs", type=int, default=4, help="engines at a time, but for `decode`")
+    parser.add_argument("--only", default="", help="names of configurations, or parts, by commas")
+    parser.add_argument("--plant", nargs="*", default=(), help="`tokens`: configurations for it")
+    parser.add_argument("--commit", default="", help="commit, where git does not know it")
     args = parser.parse_args()
-    if args.what == "one":
-        one(json.loads(args.out))
-    elif args.what == "tokens":
-        tokens(Path(args.out), args.jobs, args.only)
-    else:
-        decode(Path(args.out), args.only)
+    measure = {"tokens": tokens, "ends": ends, "decode": decode}[args.what]
+    rows, wrong = measure(args)
+    if not rows:
+        sys.exit("nothing was measured: see above, or --only names no configuration")
+    command = " ".join(["benchmarks/engine.py", *sys.argv[1:]])
+    facts = {**bench_run.environment(args.commit), "command": command}
+    with Path(args.out).open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*rows[0], *facts])
+        writer.writeheader()
+        writer.writerows({**row, **facts} for row in rows)
+    sys.exit(bool(wrong))
 
 
-def engine(job: dict[str, Any]) -> Any:
-    """The vLLM engine of a job, in this process."""
-    os.environ.update(
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
-        VLLM_DISABLE_COMPILE_CACHE="1",
-        VLLM_CACHE_ROOT=tempfile.mkdtemp(),
-        HF_HUB_OFFLINE="1",
+def start(job: dict[str, Any]) -> subprocess.Popen[str]:
+    """A worker, which for "decode" waits for a line on its input before it measures."""
+    return subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("engine_worker.py")), json.dumps(job)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": job["device"]},
     )
-    import mla_fusion
-
-    mla_fusion.register()
-    import vllm
-    import vllm.model_executor.model_loader.dummy_loader as dummy_loader
-
-    uniform = dummy_loader.initialize_dummy_weights
-
-    def initialize(model: Any, *args: Any, **kwargs: Any) -> None:
-        uniform(model, *args, low=-job["scale"], high=job["scale"])
-        for name, weight in model.named_parameters():
-            if "norm" in name:
-                weight.data.fill_(1)
-
-    dummy_loader.initialize_dummy_weights = initialize
-    compilation: dict[str, Any] = {
-        "cudagraph_mode": job["cudagraph_mode"],
-        "cudagraph_capture_sizes": job["capture"],
-        "pass_config": {},
-    }
-    if job["rope"] == "custom":
-        compilation["custom_ops"] = ["+rotary_embedding"]
-    extra: dict[str, Any] = {}
-    if job["arm"] == "cat":
-        compilation["use_inductor_graph_partition"] = True
-        compilation["pass_config"]["fuse_rope_kvcache_cat_mla"] = True
-    if job["arm"] == "fused":
-        compilation["pass_config"]["fuse_aiter_qk_rope_kvcache_mla"] = True
-        extra["additional_config"] = {"mla_fusion": {"provider": "triton"}}
-    if job["drafts"]:
-        extra["speculative_config"] = {
-            "method": "ngram",
-            "num_speculative_tokens": job["drafts"],
-            "prompt_lookup_max": 3,
-            "prompt_lookup_min": 1,
-        }
-    with tempfile.TemporaryDirectory() as folder:
-        model = {**MODELS[job["model"]], "num_hidden_layers": job["layers"]}
-        model["first_k_dense_replace"] = job["layers"]
-        model["num_key_value_heads"] = model["num_attention_heads"]
-        (Path(folder) / "config.json").write_text(json.dumps(model))
-        return vllm.LLM(
-            model=folder,
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            max_model_len=4096,
-            max_num_seqs=job["seqs"],
-            max_num_batched_tokens=2048,
-            kv_cache_dtype=job["cache"],
-            gpu_memory_utilization=job["memory"],
-            # Set, so that vLLM does not measure memory that other engines of this run take.
-            kv_cache_memory_bytes=4 << 30,
-            enable_prefix_caching=False,
-            seed=0,
-            compilation_config=compilation,
-            **extra,
-        )
 
 
-def one(job: dict[str, Any]) -> None:
-    """Run one engine and print its result; called in a process of its own."""
-    began = time.time()
-    llm = engine(job)
-    result: dict[str, Any] = {"start_s": round(time.time() - began, 1)}
-    if job["arm"] == "fused":
-        from mla_fusion import config, plugin, report
-
-        vllm_config = llm.llm_engine.vllm_config
-        result["on"] = config.is_on(vllm_config)
-        newest = max(plugin.report_path(vllm_config).parent.glob("*.json"), key=os.path.getmtime)
-        ranges = report.load(newest).ranges
-        result["ranges"] = [[*r.range, r.layers, r.fused, r.declined] for r in ranges]
-    if job["what"] == "tokens":
-        result.update(generate(llm, job))
-    else:
-        result.update(time_steps(llm, job))
-    print("RESULT " + json.dumps(result), flush=True)
-
-
-def generate(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """Greedy tokens of prompts that arrive one after another, so that batches mix."""
-    import random
-
-    import vllm
-
-    rng = random.Random(7)
-    lengths = [1, 2, 3, 5, 17, 64, 130, 257, 600, 31, 4, 88]
-    params = vllm.SamplingParams(
-        max_tokens=job["tokens"], temperature=0, ignore_eos=True, detokenize=False, logprobs=2
-    )
-    waiting = [[rng.randrange(10, 4000) for _ in range(n)] for n in lengths]
-    done: dict[str, Any] = {}
-    step = 0
-    core = llm.llm_engine
-    while waiting or core.has_unfinished_requests():
-        if waiting and step % 5 == 0:
-            name = str(len(lengths) - len(waiting))
-            core.add_request(name, {"prompt_token_ids": waiting.pop(0)}, params)
-        for output in core.step():
-            if output.finished:
-                done[output.request_id] = output.outputs[0]
-        step += 1
-    names = sorted(done, key=lambda n: int(n.split("-")[0]))
-    return {
-        "tokens": [list(done[n].token_ids) for n in names],
-        "top2": [
-            [sorted((lp.logprob for lp in d.values()), reverse=True)[:2] for d in done[n].logprobs]
-            for n in names
-        ],
-    }
-
-
-def time_steps(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """GPU time of a decode step at each batch size, by the profiler and by the clock."""
-    import torch
-    import vllm
-
-    core, rows = llm.llm_engine, {}
-    for batch in job["batches"]:
-        params = vllm.SamplingParams(
-            max_tokens=400, temperature=0, ignore_eos=True, detokenize=False
-        )
-        for i in range(batch):
-            prompt = [(7 * i + j) % 4000 + 10 for j in range(job["context"])]
-            core.add_request(f"{batch}-{i}", {"prompt_token_ids": prompt}, params)
-        produced = 0
-        while produced < batch:  # prefill until every request decodes
-            produced = sum(bool(o.outputs[0].token_ids) for o in core.step())
-        for _ in range(20):
-            core.step()
-        rounds, kernels = [], []
-        for _ in range(5):
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            for _ in range(20):
-                core.step()
-            torch.cuda.synchronize()
-            rounds.append((time.perf_counter() - began) / 20 * 1e6)
-        for _ in range(3):
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
-                for _ in range(10):
-                    core.step()
-                torch.cuda.synchronize()
-            kernels.append(sum(e.self_device_time_total for e in prof.key_averages()) / 10)
-        rows[batch] = {"wall_us": sorted(rounds), "gpu_us": sorted(kernels)}
-        rows[batch]["top"] = [
-            [e.key[:90], round(e.self_device_time_total / 10, 2), e.count / 10]
-            for e in sorted(prof.key_averages(), key=lambda e: -e.self_device_time_total)[:14]
-        ]
-        core.abort_request([f"{batch}-{i}" for i in range(batch)])
-        while core.has_unfinished_requests():
-            core.step()
-    return {"steps": rows}
-
-
-def run(job: dict[str, Any]) -> dict[str, Any]:
-    """`one` in a process of its own; the log's tail stands in for a result that is missing."""
-    done = subprocess.run(
-        [sys.executable, __file__, "one", json.dumps(job)], capture_output=True, text=True
-    )
-    for line in done.stdout.splitlines():
+def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """Let a process measure; the tail of its log stands in for a result that is missing."""
+    log, _ = process.communicate("go\n")
+    for line in log.splitlines():
         if line.startswith("RESULT "):
             return dict(json.loads(line.removeprefix("RESULT ")))
-    return {"error": (done.stdout + done.stderr)[-3000:]}
+    return {"error": log[-3000:]}
 
 
 def job(**changes: Any) -> dict[str, Any]:
@@ -293,99 +89,178 @@ def job(**changes: Any) -> dict[str, Any]:
         "rope": "native",
         "drafts": 0,
         "seqs": 16,
-        "memory": 0.1,
-        "scale": 0.06,
+        "cache_bytes": 1 << 30,
         "tokens": 256,
+        # Prompt lengths of requests; a phase begins when the one before has ended.
+        "phases": [[1, 2, 3, 5, 17, 64, 130, 257, 600, 31, 4, 88]],
+        "pause": 5,
+        "device": os.environ.get("CUDA_VISIBLE_DEVICES", "0"),
     }
     return {**base, **changes}
 
 
-def tokens(out: Path, parallel: int, only: str) -> None:
-    """Compare the arms of every configuration; write results as JSON."""
-    configurations = {
+def run_arms(
+    configurations: dict[str, dict[str, Any]], args: argparse.Namespace
+) -> dict[tuple[str, str], dict[str, Any]]:
+    """Results by configuration and arm; `args.only` chooses configurations."""
+    wanted = [n for n in configurations if any(part in n for part in args.only.split(","))]
+    work = [(name, arm) for name in wanted for arm in ARMS]
+    work += [(name, "planted") for name in wanted if name in args.plant]
+    began, devices = time.time(), torch.cuda.device_count()
+
+    def measure(index: int) -> dict[str, Any]:
+        name, arm = work[index]
+        changes = {"arm": arm, "device": str(index % devices)}
+        result = finish(start(job(**configurations[name], **changes)))
+        seconds, problem = time.time() - began, result.get("error", "")
+        print(f"   {name}, {arm}: {'FAILED' if problem else 'done'} at {seconds:.0f} s {problem}")
+        return result
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        outcomes = pool.map(measure, range(len(work)))
+        return dict(zip(work, outcomes, strict=True))
+
+
+def layers_of(result: dict[str, Any]) -> tuple[int, int, int]:
+    """MLA layers in the decode bucket's graphs, fused there, and fused in other graphs."""
+    (_, _, layers, fused, _), *others = result["ranges"]
+    return layers, fused, sum(other[3] for other in others)
+
+
+def tokens(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
+    """Compare the arms of every configuration."""
+    configurations: dict[str, dict[str, Any]] = {
         "v2-lite fp8": {"model": "v2-lite"},
-        "v2-lite auto custom-rope": {"model": "v2-lite", "cache": "auto", "rope": "custom"},
-        "r1-tp8 fp8": {},
-        "r1-tp8 auto": {"cache": "auto"},
+        "v2-lite bf16 PIECEWISE custom-rope": {
+            "model": "v2-lite", "cache": "auto", "cudagraph_mode": "PIECEWISE", "rope": "custom"
+        },
         "r1-tp8 fp8 custom-rope": {"rope": "custom"},
-        "r1-tp8 fp8 PIECEWISE": {"cudagraph_mode": "PIECEWISE"},
-        "r1-tp8 fp8 FULL_DECODE_ONLY": {"cudagraph_mode": "FULL_DECODE_ONLY"},
-        "r1-tp8 fp8 drafts": {"drafts": 3, "capture": [4, 8, 16, 32, 64]},
-        "k2-tp4 fp8": {"model": "k2-tp4"},
-    }
-    chosen = {n: c for n, c in configurations.items() if any(o in n for o in only.split(","))}
-    work = [(n, arm) for n in chosen for arm in ARMS]
-    with ThreadPoolExecutor(parallel) as pool:
-        outcomes = list(pool.map(lambda w: run(job(**chosen[w[0]], arm=w[1])), work))
-    results = {f"{n} | {arm}": r for (n, arm), r in zip(work, outcomes, strict=True)}
-    for name in chosen:
-        arms = {arm: results[f"{name} | {arm}"] for arm in ARMS}
-        print(f"== {name}")
-        for arm, r in arms.items():
-            if "error" in r:
-                print(f"   {arm}: FAILED\n{r['error'][-1500:]}")
-        fused = arms["fused"]
-        print("   fused:", fused.get("on"), fused.get("ranges"), "start", fused.get("start_s"))
-        for a, b in (("fused", "cat"), ("fused", "default"), ("cat", "default")):
-            if "tokens" in arms[a] and "tokens" in arms[b]:
-                print(f"   {a} / {b}: {compare(arms[a], arms[b])}")
-    for r in results.values():
-        r.pop("top2", None)
-    out.write_text(json.dumps(results))
-
-
-def compare(a: dict[str, Any], b: dict[str, Any]) -> str:
-    """How many sequences are equal, and the gap of the candidates where one first differs."""
-    gaps, equal = [], 0
-    for x, y, top in zip(a["tokens"], b["tokens"], a["top2"], strict=True):
-        if any(value != value for pair in top for value in pair):
-            return "NaN"
-        if x == y:
-            equal += 1
+        "r1-tp8 bf16 FULL_DECODE_ONLY": {
+            "cache": "auto", "cudagraph_mode": "FULL_DECODE_ONLY"
+        },
+        "k2-tp4 fp8 PIECEWISE": {"model": "k2-tp4", "cudagraph_mode": "PIECEWISE"},
+        "r1-tp8 fp8 mtp-1": {"drafts": 1, "capture": [2, 4, 8, 16, 32]},
+        "k2-tp4 bf16 mtp-2": {
+            "model": "k2-tp4", "cache": "auto", "drafts": 2, "capture": [3, 6, 12, 24, 48]
+        },
+    }  # fmt: skip
+    results = run_arms(configurations, args)
+    rows, wrong = [], 0
+    for name in configurations:
+        arms = [results.get((name, arm), {}) for arm in ARMS]
+        if not all("tokens" in arm for arm in arms):
+            wrong += any(arms)
             continue
-        at = next(i for i in range(len(x)) if x[i] != y[i])
-        gaps.append((round(top[at][0] - top[at][1], 5), at))
-    text = f"{equal} of {len(a['tokens'])} sequences equal"
-    if gaps:
-        text += (
-            f"; gap at first difference: largest {max(gaps)[0]}, positions {[g[1] for g in gaps]}"
-        )
-    return text
+        default, cat, fused = arms
+        pairs = {
+            "fused / default": engine_compare.compare(fused, default),
+            "fused / cat": engine_compare.compare(fused, cat),
+            "cat / default": engine_compare.compare(cat, default),
+        }
+        judged = engine_compare.verdict(pairs["fused / default"], pairs["cat / default"])
+        layers, inside, outside = layers_of(fused)
+        asked = job(**configurations[name])
+        # The drafter has an MLA layer of its own.
+        expected = asked["layers"] + (asked["drafts"] > 0)
+        if not layers == inside == expected or outside:
+            judged = f"WRONG: fused {inside} of {layers} layers, {outside} outside; {judged}"
+        found = ""
+        if name in args.plant:
+            planted = engine_compare.compare(results[name, "planted"], default)
+            found = engine_compare.verdict(planted, pairs["cat / default"])
+            pairs["planted / default"] = planted
+        wrong += judged != "right" or found == "right"
+        print(f"== {name}: {judged}; fused {inside} of {layers} layers; steps {fused['steps']}")
+        print(f"   planted error: {found or 'not tried'}")
+        for pair, difference in pairs.items():
+            print(f"   {pair}: {difference}")
+        rows.append(
+            {"configuration": name, "bucket_layers": layers, "bucket_fused": inside,
+             "other_fused": outside, "verdict": judged, "planted": found, "steps": fused["steps"],
+             **{pair: str(pairs.get(pair, "")) for pair in (*pairs, "planted / default")}}
+        )  # fmt: skip
+    return rows, wrong
 
 
-def decode(out: Path, only: str) -> None:
+def ends(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
+    """One request, and max_num_seqs of them: captured, fused and right at both."""
+    seqs = 8
+    configurations: dict[str, dict[str, Any]] = {
+        f"{mode}, {drafts} drafts": {
+            "what": "ends", "drafts": drafts, "seqs": seqs, "cudagraph_mode": mode,
+            "capture": sorted({1, 1 + drafts, seqs * (1 + drafts)}), "tokens": 96,
+            "phases": [[30], [9 + 5 * i for i in range(seqs)]], "pause": 0,
+        }
+        for drafts, mode in ((0, "FULL_AND_PIECEWISE"), (3, "FULL_AND_PIECEWISE"), (3, "PIECEWISE"))
+    }  # fmt: skip
+    results = run_arms(configurations, args)
+    rows, wrong = [], 0
+    for name, configuration in configurations.items():
+        arms = [results.get((name, arm), {}) for arm in ARMS]
+        if not all("tokens" in arm for arm in arms):
+            wrong += any(arms)
+            continue
+        default, cat, fused = arms
+        unfused = engine_compare.compare(cat, default)
+        judged = engine_compare.verdict(engine_compare.compare(fused, default), unfused)
+        drafts, sizes, count = configuration["drafts"], fused["captured"], fused["launches"]
+        # The target's layers once, and the drafter's layer once for each draft.
+        if set(count.values()) != {job()["layers"] + drafts}:
+            judged = f"WRONG: {count} fused launches a step; {judged}"
+        if not {configuration["capture"][-1], 1 + drafts} <= set(sizes):
+            judged = f"WRONG: {sizes} are captured; {judged}"
+        wrong += judged != "right"
+        rows.append(
+            {"configuration": name, "captured": sizes, "launches_1": count["1"],
+             f"launches_{seqs}": count[str(seqs)], "verdict": judged,
+             "fused / default": str(engine_compare.compare(fused, default)),
+             "cat / default": str(unfused)}
+        )  # fmt: skip
+        print(f"== {name}: {judged}; captured {sizes}, launches {count}\n   {rows[-1]}")
+    return rows, wrong
+
+
+def decode(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
     """GPU time of a decode step of DeepSeek-R1's TP8 shape, 30 layers, for each arm."""
-    rows: list[list[Any]] = []
-    for arm in (a for a in ARMS if only in a):
-        result = run(
+    rows: list[dict[str, Any]] = []
+    wrong, layers = 0, 30
+    engines = {}
+    for arm in (arm for arm in ARMS if args.only in arm):
+        engines[arm] = start(
             job(
                 what="decode",
                 arm=arm,
-                layers=30,
+                layers=layers,
                 seqs=128,
                 capture=[1, 32, 128],
                 batches=[1, 32, 128],
                 context=1000,
-                memory=0.8,
-                scale=0.02,
+                cache_bytes=5 << 30,
             )
         )
+    # They start side by side, and measure one after the other once all have started.
+    for engine in engines.values():
+        assert engine.stdout
+        while (line := engine.stdout.readline()) and not line.startswith("READY"):
+            pass
+    for arm, engine in engines.items():
+        result = finish(engine)
         if "error" in result:
             print(f"== {arm}: FAILED\n{result['error']}")
+            wrong += 1
             continue
         print(f"== {arm}: start {result['start_s']} s, {result.get('ranges')}")
         for batch, r in result["steps"].items():
             gpu, wall = r["gpu_us"], r["wall_us"]
-            print(f"   batch {batch}: GPU {gpu} us, wall {[round(w) for w in wall]} us")
-            for key, time_us, count in r["top"]:
-                print(f"      {time_us:10.1f} us {count:7.1f} x  {key}")
-            rows.append([arm, batch, gpu[1], gpu[0], gpu[-1], wall[2], wall[0], wall[-1]])
-    with out.open("w") as file:
-        writer = csv.writer(file)
-        writer.writerow(
-            ["arm", "batch", "gpu_us", "gpu_min", "gpu_max", "wall_us", "wall_min", "wall_max"]
-        )
-        writer.writerows(rows)
+            print(f"   batch {batch}: GPU {gpu} us, wall {[round(w) for w in wall]} us; per layer:")
+            for key, time_us, count in r["kernels"]:
+                if count >= layers:
+                    print(f"      {time_us / layers:8.2f} us {count / layers:5.1f} x  {key[:110]}")
+            rows.append(
+                {"arm": arm, "batch": batch, "gpu_us": gpu[1], "gpu_min": gpu[0],
+                 "gpu_max": gpu[-1], "wall_us": wall[2], "wall_min": wall[0], "wall_max": wall[-1]}
+            )  # fmt: skip
+    return rows, wrong
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import csv
 import hashlib
+import math
 import re
 from pathlib import Path
 
@@ -59,7 +60,7 @@ class Region:
 
     def best_peer(self, shape: tuple[int, int]) -> float:
         """Time of the fastest of the others."""
-        return min(self.us[*shape, peer] for peer in PEERS)
+        return min(self.us[*shape, peer] for peer in PEERS if (*shape, peer) in self.us)
 
 
 def region_table(rows: list[Row]) -> list[str]:
@@ -73,7 +74,8 @@ def region_table(rows: list[Row]) -> list[str]:
     for shape in region.shapes:
         ours, behind = region.us[*shape, "triton"], region.behind(shape)
         best = region.best_peer(shape)
-        peers = " | ".join(f"{region.us[*shape, peer]:.2f}" for peer in PEERS)
+        measured = (region.us.get((*shape, peer)) for peer in PEERS)
+        peers = " | ".join("-" if time is None else f"{time:.2f}" for time in measured)
         lines.append(
             f"| {shape[0]}, {shape[1]} | {region.floor[shape]:.2f} | {ours:.2f} | {behind:.2f} "
             f"| {peers} | {best / ours:.2f}x | {best / behind:.2f}x |"
@@ -151,7 +153,7 @@ def draw_region() -> None:
             label="fused, behind another kernel",
         )
         for color, (peer, label) in enumerate(PEERS.items(), 1):
-            times = [region.us[t, heads, peer] for t in tokens]
+            times = [region.us.get((t, heads, peer), math.nan) for t in tokens]
             axis.plot(tokens, times, ".-", color=f"C{color}", label=label)
         axis.set(title=f"{heads} heads", xlabel="tokens", ylabel="µs per layer")
         axis.set(xscale="log", yscale="log")

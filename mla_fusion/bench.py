@@ -161,8 +161,9 @@ def provider_layer(region: Region, function: Callable[..., torch.Tensor], **extr
     return layer
 
 
-def agreement(region: Region, layer: Layer) -> tuple[float, int]:
-    """One layer of a candidate against the reference, on the GPU and from fresh buffers.
+def agreement(region: Region, layer: Layer, expected: Layer | None = None) -> tuple[float, int]:
+    """One layer of a candidate against `expected`, which is the reference unless given, on the GPU
+    and from fresh buffers.
 
     Returns the share of equal elements, and the largest distance in units in the last place (fp8
     or bf16 steps) over query and cache. The inputs are copied, because some peers rotate q in
@@ -170,7 +171,7 @@ def agreement(region: Region, layer: Layer) -> tuple[float, int]:
     """
     source, weight = region.sets[0], region.weights[0]
     results = []
-    for run in (layer, provider_layer(region, reference.fused_mla_decode_prep)):
+    for run in (layer, expected or provider_layer(region, reference.fused_mla_decode_prep)):
         a = dataclasses.replace(
             source,
             q=source.q.clone(),

@@ -7,12 +7,13 @@ missing. Peers may rotate q and k_pe in place; none of them is given less than i
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import torch
 
 from mla_fusion.bench import BLOCK, LATENT, NOPE, ROPE, Activations, Layer, Region, provider_layer
-from mla_fusion.kernels import dispatch
+from mla_fusion.kernels import dispatch, reference
 from mla_fusion.kernels import triton as provider
 from mla_fusion.kernels.dispatch import Plan
 
@@ -117,6 +118,8 @@ def vllm_40392(region: Region) -> Layer:
     """vLLM's #40392: concat_and_cache_mla_rope_fused, bmm, one compiled cat and quantization."""
     from vllm import _custom_ops as ops
 
+    # Every shape of the grid is a compilation of its own; beyond the limit they would run eagerly.
+    torch._dynamo.config.recompile_limit = 256
     latent, angles = workspace(region), region.cos_sin.bfloat16()
     cat_quant = _cat_quant()
 
@@ -177,6 +180,43 @@ def flashinfer(region: Region) -> Layer:
     return layer
 
 
+def rotated_first(region: Region, *, every_operation: bool) -> Layer:
+    """The reference with q_pe and k_pe rotated in bf16 before anything else: they round twice.
+
+    every_operation: the products and their sum round to bf16 one by one, else the sum alone.
+    """
+
+    def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        if not every_operation:
+            return reference.rotate(x, positions, region.cos_sin, False).bfloat16()
+        cos, sin = region.cos_sin[positions].bfloat16().chunk(2, dim=-1)
+        shape = (x.shape[0], *(1,) * (x.dim() - 2), cos.shape[-1])
+        cos, sin = cos.view(shape), sin.view(shape)
+        first, second = x[..., ::2], x[..., 1::2]
+        pair = first * cos - second * sin, second * cos + first * sin
+        return torch.stack(pair, dim=-1).flatten(-2)
+
+    def layer(w_uk_t: torch.Tensor, kv_cache: torch.Tensor, a: Activations) -> None:
+        q = a.q.clone()
+        q[..., NOPE:] = rotate(a.q[..., NOPE:], a.positions)
+        reference.fused_mla_decode_prep(
+            q,
+            w_uk_t,
+            a.kv_c,
+            rotate(a.k_pe, a.positions),
+            kv_cache,
+            a.slots,
+            a.positions,
+            None,
+            region.k_scale,
+            region.q_scale,
+            is_neox=False,
+            q_out=a.q_out,
+        )
+
+    return layer
+
+
 PEERS: dict[str, Callable[[Region], Layer]] = {
     "triton": ours,
     "triton-no-pdl": ours_without_pdl,
@@ -189,3 +229,8 @@ PEERS: dict[str, Callable[[Region], Layer]] = {
     "plain+triton": ours_after_plain,
 }
 NOT_A_RESULT = ("bmm", "plain")
+# What vLLM's kernels compute, to the bit: the specification rounds the rotated half once.
+OWN_ROUNDING: dict[str, Callable[[Region], Layer]] = {
+    "vllm-40392": functools.partial(rotated_first, every_operation=True),
+    "vllm-unfused": functools.partial(rotated_first, every_operation=False),
+}

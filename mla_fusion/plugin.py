@@ -99,9 +99,15 @@ def _decide_in_vllm_config() -> None:
     def post_init(original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
             _adopt(self.compilation_config.pass_config)
-            if config.is_on(self):
-                setattr(self, _MARK, _refused_by_operator(self.compilation_config))
-            original(self, *args, **kwargs)
+            if not config.is_on(self):
+                original(self, *args, **kwargs)
+                return
+            setattr(self, _MARK, _refused_by_operator(self.compilation_config))
+            try:
+                original(self, *args, **kwargs)
+            finally:
+                # vLLM's `replace`, which makes a draft model's config, takes known fields alone.
+                delattr(self, _MARK)
             if config.is_on(self):
                 _extend_splitting_ops(self.compilation_config)
 

@@ -19,6 +19,7 @@ import torch
 
 from mla_fusion import kernels, step_plan, vllm_compat
 from mla_fusion.kernels import reference
+from mla_fusion.kernels.capture import refuse_during_capture
 from mla_fusion.ops import Rope
 
 if TYPE_CHECKING:
@@ -243,5 +244,6 @@ def _table(cos_sin_cache: torch.Tensor, rope: str, dtype: torch.dtype) -> torch.
         return cos_sin_cache
     key = (cos_sin_cache.data_ptr(), dtype)
     if key not in _tables:
+        refuse_during_capture("the cosines and sines in the type of the query")
         _tables[key] = (cos_sin_cache, cos_sin_cache.to(dtype))
     return _tables[key][1]

@@ -28,6 +28,7 @@ class Graph:
 def gpu(monkeypatch):
     """A pretended GPU: every candidate takes 2 us, and `agreement` is the given dict's."""
     agreements = dict.fromkeys(bench_peers.PEERS, (1.0, 0))
+    agreements |= dict.fromkeys((f"own {name}" for name in bench_peers.OWN_ROUNDING), (1.0, 0))
 
     def no_package(region):
         raise ImportError("No module named 'flashinfer'")
@@ -54,7 +55,16 @@ def gpu(monkeypatch):
     monkeypatch.setattr(bench, "make_weights", lambda heads, layers: [None] * layers)
     monkeypatch.setattr(bench, "make_region", lambda case, weights: case)
     monkeypatch.setattr(bench_peers, "chosen_plan", lambda case: bench_peers.Plan(mode="split"))
-    monkeypatch.setattr(bench, "agreement", lambda region, layer: agreements[layer])
+    monkeypatch.setattr(
+        bench,
+        "agreement",
+        lambda region, layer, expected=None: agreements[layer if expected is None else expected],
+    )
+    monkeypatch.setattr(
+        bench_peers,
+        "OWN_ROUNDING",
+        {name: lambda region, name=name: f"own {name}" for name in bench_peers.OWN_ROUNDING},
+    )
     monkeypatch.setattr(bench, "capture", lambda region, layer: Graph())
     monkeypatch.setattr(
         bench, "interleave", lambda graphs, layers, rounds: {n: [2.0] * rounds for n in graphs}
@@ -88,3 +98,43 @@ def test_a_failed_check_is_marked_and_ours_fails_the_run(
     gpu[name] = agreement
     assert cli.main([*ARGV, "--csv", str(tmp_path / "rows.csv")]) == status
     assert f"{name} 2.00!" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("own", "mark"), [(1.0, ""), (0.9999, "!")])
+def test_a_peer_that_rounds_twice_counts_if_its_roundings_explain_it(
+    gpu, capsys, tmp_path, own, mark
+):
+    gpu["vllm-40392"], gpu["own vllm-40392"] = (0.996, 44), (own, 0 if own == 1.0 else 1)
+    assert cli.main([*ARGV, "--csv", str(tmp_path / "rows.csv")]) == 0
+    assert f"vllm-40392 2.00{mark} |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("every_operation", [True, False])
+def test_the_roundings_of_vllm_are_another_function(every_operation):
+    """On a CPU, small: the rotated halves differ from the specification's, and nothing else."""
+    torch.manual_seed(0)
+    tokens, heads = 4, 2
+    act = {"dtype": torch.bfloat16}
+    angles = torch.randn(8, bench.ROPE // 2)
+    region = bench.Region(
+        case=bench.Case(tokens, heads),
+        weights=[torch.randn(heads, bench.NOPE, bench.LATENT, **act)],
+        caches=[torch.zeros(1, bench.BLOCK, 576, dtype=torch.uint8).view(torch.float8_e4m3fn)],
+        sets=[
+            bench.Activations(
+                q=torch.randn(tokens, heads, bench.NOPE + bench.ROPE, **act),
+                kv_c=torch.randn(tokens, bench.LATENT, **act),
+                k_pe=torch.randn(tokens, bench.ROPE, **act),
+                slots=torch.arange(tokens),
+                positions=torch.arange(tokens),
+                q_out=torch.zeros(tokens, heads, 576, dtype=torch.uint8).view(torch.float8_e4m3fn),
+            )
+        ],
+        cos_sin=torch.cat((angles.cos(), angles.sin()), dim=-1).bfloat16().float(),
+        k_scale=torch.full((1,), 0.02),
+        q_scale=torch.full((1,), 0.02),
+    )
+    own = bench_peers.rotated_first(region, every_operation=every_operation)
+    equal, worst = bench.agreement(region, own)
+    assert 0.99 < equal < 1 and worst >= 1
+    assert bench.agreement(region, own, own) == (1.0, 0)

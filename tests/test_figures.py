@@ -48,6 +48,13 @@ def test_a_region_row_and_no_loss():
     assert lines[-1] == "Shapes where the best of the others is faster: none."
 
 
+def test_a_peer_that_was_not_measured_is_left_out():
+    rows = [r for r in region_rows(flashinfer=6.0) if r["candidate"] != "vllm-40392"]
+    line = figures.region_table(rows)[2]
+    assert line.startswith("| 8, 16 | 1.50 | 2.00 | 3.00 | 10.00 | 6.00 | - | 10.00 |")
+    assert line.endswith("| 3.00x | 2.00x |")
+
+
 def test_a_loss_behind_another_kernel_is_named():
     lines = figures.region_table(region_rows(flashinfer=2.5))
     assert lines[-1] == "Shapes where the best of the others is faster: T=8, H=16."

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from mla_fusion.kernels import ProviderUnavailable, reference
+from mla_fusion.kernels.capture import refuse_during_capture
 
 _OP = "fused_qk_rope_concat_and_cache_mla"
 
@@ -195,6 +196,7 @@ def _tables(
     address = 0 if cos_sin_cache is None else cos_sin_cache.data_ptr()
     key = (address, q.dtype)
     if key not in _halves:
+        refuse_during_capture("the cosines and the sines in the form AITER takes")
         if cos_sin_cache is None:
             cos, sin = q.new_ones((1, rope // 2)), q.new_zeros((1, rope // 2))
         else:

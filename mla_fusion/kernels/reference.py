@@ -57,6 +57,29 @@ def absorb(q_nope: torch.Tensor, w_uk_t: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def absorb_interval(
+    q_nope: torch.Tensor, w_uk_t: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The smallest and the largest result that `absorb` may have, [T, H, L] each, activation type.
+
+    A sum s of P exact products, accumulated in fp32 in any order, comes out within
+    gamma_P * sum |q_i * w_i| of s, gamma_n = n u / (1 - n u), u = 2^-24 (N. Higham, Accuracy and
+    Stability of Numerical Algorithms, 2nd edition, sections 3.1 and 4.2); rounding to the
+    activation type keeps order. Almost everywhere the two are equal or neighbours. Where the
+    products cancel, s is so small that they are many units in its last place apart: there the
+    order of summation decides, and "within one unit of the last place" would ask for this
+    function's order. s and the bound are computed in float64.
+
+    fp32 products round too, which the same bound covers. Matrix units that truncate have no such
+    proof; they are held to the same interval.
+    """
+    q, w = q_nope.double().transpose(0, 1), w_uk_t.double()
+    terms = w_uk_t.shape[1] * 2.0**-24
+    exact = torch.bmm(q, w).transpose(0, 1)
+    bound = terms / (1 - terms) * torch.bmm(q.abs(), w.abs()).transpose(0, 1)
+    return (exact - bound).to(q_nope.dtype), (exact + bound).to(q_nope.dtype)
+
+
 def fused_mla_decode_prep(
     q: torch.Tensor,
     w_uk_t: torch.Tensor,

@@ -253,9 +253,13 @@ def launch_arguments(
         "ROPE_ROWS": plan.rope_rows,
         "CACHE_TOKENS": plan.cache_tokens,
         "REST_LAST": plan.rest_last,
+        "ONE_TOKEN": heads % plan.rope_rows == 0,
         "PDL": plan.pdl,
         "num_warps": plan.num_warps,
         "num_stages": plan.num_stages,
+        # Contraction of x * cos - y * sin would leave one product unrounded, and near zero that
+        # is many units in the last place away from what the reference computes.
+        "enable_fp_fusion": False,
     }
     if plan.pdl:
         options["launch_pdl"] = True
@@ -280,6 +284,10 @@ def warmup(
     It launches them on the layer's own weights and cache with every slot below 0, so that nothing
     of the cache changes. Call it once per layer shape, before the first request and before graph
     capture; a second call costs only the launches.
+
+    Rows of the activations are dense here. Where those of a batch do not begin at multiples of 16
+    bytes (k_pe cut out of a projection of odd width, say), the first such batch compiles a variant
+    of its own: run one before capture.
 
     Arguments are those of `fused_mla_decode_prep`, and:
         rope_dim: R.

@@ -214,12 +214,18 @@ def _query_rows(
     Q_LIMIT: tl.constexpr,
     PRODUCT: tl.constexpr,
     ROPE_ROWS: tl.constexpr,
+    ONE_TOKEN: tl.constexpr,
 ):
-    """RoPE of ROPE_ROWS rows of q_pe [tokens * heads, R]; what PRODUCT leaves to do besides."""
+    """RoPE of ROPE_ROWS rows of q_pe [tokens * heads, R]; what PRODUCT leaves to do besides.
+
+    ONE_TOKEN: all rows belong to one token, whose slot, position and angles are loaded once and
+    not for each row.
+    """
     OUT: tl.constexpr = out_ptr.dtype.element_ty
     WIDTH: tl.constexpr = L + R
     row = unit * ROPE_ROWS + tl.arange(0, ROPE_ROWS)[:, None]
-    token = row // heads
+    TOKENS: tl.constexpr = 1 if ONE_TOKEN else ROPE_ROWS
+    token = (unit * ROPE_ROWS + tl.arange(0, TOKENS)[:, None]) // heads
     inside = token < tokens
     slot = tl.load(slot_ptr + token, mask=inside, other=-1)
     angles = _angles(cos_sin_ptr, position_ptr, token, inside, slot, cos_sin_stride, ROPE)
@@ -250,7 +256,7 @@ def _query_rows(
         # The product leaves the latents of padded rows to us: a mask on its stores is cheaper
         # than a select for each of its elements.
         padded = inside & (slot < 0)
-        if tl.max(tl.reshape(padded.to(tl.int32), (ROPE_ROWS,)), axis=0) > 0:
+        if tl.max(tl.reshape(padded.to(tl.int32), (padded.shape[0],)), axis=0) > 0:
             zero = tl.zeros((ROPE_ROWS, L_PAD), tl.float32).to(OUT)
             tl.store(out, zero, mask=padded & (cols < L))
 
@@ -302,6 +308,7 @@ def prep_kernel(
     ROPE_ROWS: tl.constexpr,
     CACHE_TOKENS: tl.constexpr,
     REST_LAST: tl.constexpr,
+    ONE_TOKEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """See the module. Shapes and types are those of `kernels.fused_mla_decode_prep`.
@@ -393,6 +400,7 @@ def prep_kernel(
                 Q_LIMIT,
                 PRODUCT,
                 ROPE_ROWS,
+                ONE_TOKEN,
             )
     elif PRODUCT == "here":
         n_tiles: tl.constexpr = (L + BLOCK_N - 1) // BLOCK_N

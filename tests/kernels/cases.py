@@ -13,7 +13,8 @@ POISON = 0x5A
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call of the fused region. `kv` is the type of the cache, `query` that of q_out."""
+    """One call of the fused region. `kv` is the type of the cache, `query` that of q_out, `gap` the
+    elements before each row of a strided input."""
 
     tokens: int = 5
     heads: int = 3
@@ -27,6 +28,7 @@ class Case:
     neox: bool = False
     block_size: int = 4
     strided: bool = False
+    gap: int = 8
     padded: tuple[int, ...] = (1,)
     seed: int = 0
 
@@ -50,7 +52,7 @@ def build(case: Case, device: str = "cpu") -> Inputs:
 
     def rows(*shape: int) -> torch.Tensor:
         """A tensor of `shape`, cut out of wider rows if the case is strided."""
-        extra = 8 if case.strided else 0
+        extra = case.gap if case.strided else 0
         wide = random(shape[0], *shape[1:-1], shape[-1] + extra).to(case.act).to(device)
         return wide[..., extra:]
 
@@ -123,23 +125,54 @@ def steps(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
     return distance.masked_fill(both_nan, 0).masked_fill(one_nan, 1 << 40)
 
 
+@dataclasses.dataclass(frozen=True)
+class Judgement:
+    """A query against the reference.
+
+    equal: share of equal elements. bounded: elements more than one step off, in the absorbed half
+    and inside `reference.absorb_interval`. wrong: elements that nothing excuses. worst: largest
+    distance in steps.
+    """
+
+    equal: float
+    bounded: int
+    wrong: int
+    worst: int
+
+
+def judge(inputs: Inputs, got: torch.Tensor, want: torch.Tensor) -> Judgement:
+    """Hold a query `got` [T, H, L + R] to the specification; `want` is the reference's.
+
+    The rotated half must be equal. The absorbed half must be within one step, or be what an fp32
+    sum in some order gives; in fp8 one step is the limit and one element in a thousand may use it.
+    """
+    q, w = inputs.arguments["q"], inputs.arguments["w_uk_t"]
+    nope, latent = w.shape[1:]
+    distance = steps(got, want)
+    equal = float((distance == 0).double().mean()) if distance.numel() else 1.0
+    absorbed = distance[..., :latent]
+    off = absorbed > 1
+    if got.element_size() > 1:
+        low, high = reference.absorb_interval(q[..., :nope], w)
+        value = got[..., :latent]
+        off = off & ~((low <= value) & (value <= high))
+    wrong = int(off.sum()) + int((distance[..., latent:] > 0).sum())
+    if got.element_size() == 1 and equal < 0.999:
+        wrong += int((absorbed > 0).sum())
+    return Judgement(
+        equal=equal,
+        bounded=int((absorbed > 1).sum()) - int(off.sum()),
+        wrong=wrong,
+        worst=int(distance.max()) if distance.numel() else 0,
+    )
+
+
 def check_against_reference(module: object, inputs: Inputs, **extra: object) -> None:
-    """Query and cache within one step of the reference, nearly all equal, no stray bytes."""
+    """Query as `judge` wants it, cache equal to the reference's, no stray bytes."""
     got, got_cache = run(module, inputs, **extra)
     want, want_cache = run(reference, inputs)
-    cache_type = inputs.arguments["kv_cache"].dtype
-    for a, b in ((got, want), (got_cache.view(cache_type), want_cache.view(cache_type))):
-        if a.dtype == torch.float32:
-            # Sums of fp32 products depend on their order; every other type hides that.
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, equal_nan=True)
-            continue
-        distance = steps(a, b)
-        assert int(distance.max()) <= 1
-        assert float((distance == 0).double().mean()) >= 0.99
-    untouched = want_cache == POISON
-    stray = untouched & (got_cache != POISON)
-    # A byte that the reference wrote as the poison value may differ by a rounding step.
-    slots = inputs.arguments["slot_mapping"]
-    assert int(stray.sum()) <= int((slots >= 0).sum())
-    padded = slots < 0
+    judgement = judge(inputs, got, want)
+    assert judgement.wrong == 0, judgement
+    assert torch.equal(got_cache, want_cache), f"{int((got_cache != want_cache).sum())} bytes"
+    padded = inputs.arguments["slot_mapping"] < 0
     assert not got.view(torch.uint8)[padded].any()

@@ -22,7 +22,7 @@ TARGETS = {
     "gfx950": GPUTarget("hip", "gfx950", 64),
     "sm_90": GPUTarget("cuda", 90, 32),
 }
-OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl", "enable_fp_fusion")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Report:
     registers: of one thread (vector registers on AMD). spills: spilled registers, or bytes of
     stack on NVIDIA. shared: bytes of shared memory (LDS). matrix: kinds of matrix instructions.
     fp8_converts: packed conversions to fp8. wide_loads: 16-byte global loads. narrow_loads:
-    global loads of 2 bytes or fewer.
+    global loads of 2 bytes or fewer. contractions: fused multiply-adds of fp32.
     """
 
     registers: int
@@ -42,6 +42,7 @@ class Report:
     fp8_converts: int
     wide_loads: int
     narrow_loads: int
+    contractions: int
 
 
 def specialize(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> ASTSource:
@@ -103,6 +104,7 @@ def read_amd(assembly: str, shared: int) -> Report:
         fp8_converts=len(re.findall(r"v_cvt_(?:scalef32_)?pk_fp8_\w+", assembly)),
         wide_loads=len(re.findall(r"(?:global|buffer)_load_dwordx4", assembly)),
         narrow_loads=len(re.findall(r"(?:global|buffer)_load_(?:u|s)?(?:byte|short)", assembly)),
+        contractions=len(re.findall(r"v_(?:pk_)?(?:fma|fmac|mad|mac)_(?:legacy_)?f32", assembly)),
     )
 
 
@@ -117,4 +119,5 @@ def read_nvidia(usage: str, sass: str, shared: int) -> Report:
         fp8_converts=len(re.findall(r"F2FP\.\S*E4M3", sass)),
         wide_loads=len(re.findall(r"(?:LDG|LDGSTS)\.E\S*\.128", sass)),
         narrow_loads=len(re.findall(r"LDG\.E\.[US](?:8|16)\b", sass)),
+        contractions=len(re.findall(r"\bFFMA\b", sass)),
     )

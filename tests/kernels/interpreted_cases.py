@@ -151,10 +151,12 @@ CASES = {
     "fp32": cases.Case(act=torch.float32, kv=torch.float32, query=torch.float32),
     "strided": cases.Case(strided=True, neox=True),
     "odd-sizes": cases.Case(nope=24, rope=12, latent=40, block_size=3, strided=True),
+    "misaligned": cases.Case(strided=True, gap=3),
     "all-padded": cases.Case(padded=(0, 1, 2, 3, 4)),
     "one-token": cases.Case(tokens=1, padded=()),
     "one-padded-token": cases.Case(tokens=1, padded=(0,)),
     "many-tokens": cases.Case(tokens=37, heads=2, padded=(0, 17, 36)),
+    "many-heads": cases.Case(heads=16, padded=(0, 3)),
 }
 PLANS = {
     "sum": Plan(block_m=1, block_n=32, num_warps=2),

@@ -107,6 +107,20 @@ def test_aligned_strides_give_wide_query_loads() -> None:
     assert wide.narrow_loads < narrow.narrow_loads, (wide, narrow)
 
 
+@pytest.mark.parametrize("target", ["gfx942", "sm_90"])
+def test_rotation_is_not_contracted(target: str) -> None:
+    """No fused multiply-add rounds x * cos - y * sin otherwise than the reference.
+
+    A bf16 query and cache, so that no division by a scale (which is made of them) is in the way.
+    """
+    args, options = arguments(DEFAULTS[64], 64, torch.bfloat16)
+    for fusion, seen in ((False, False), (True, True)):
+        assert fusion or options["enable_fp_fusion"] is False
+        chosen = {**options, "enable_fp_fusion": fusion}
+        code = compile_for(target, triton_kernels.prep_kernel, args, chosen)
+        assert (report(target, code).contractions > 0) is seen
+
+
 def test_spills_are_seen() -> None:
     """The reader bites: with 40 registers a large tile has to spill."""
     plan = Plan(block_m=32, block_n=256, num_warps=4)

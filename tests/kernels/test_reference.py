@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import types
+from typing import Any
 
 import cases
 import pytest
@@ -86,3 +88,89 @@ def test_wrong_arguments_are_named(name: str, value: torch.Tensor) -> None:
         kernels.fused_mla_decode_prep(
             **{**inputs.arguments, name: value}, is_neox=False, q_out=out, provider="reference"
         )
+
+
+def dropped(q_nope: torch.Tensor, w_uk_t: torch.Tensor) -> torch.Tensor:
+    """A product without its last term."""
+    return absorb(q_nope[..., :-1], w_uk_t[:, :-1])
+
+
+def bf16_sum(q_nope: torch.Tensor, w_uk_t: torch.Tensor) -> torch.Tensor:
+    """A product accumulated in bf16."""
+    total = torch.zeros(*q_nope.shape[:2], w_uk_t.shape[2], dtype=torch.bfloat16)
+    for i in range(w_uk_t.shape[1]):
+        total += q_nope[..., i, None] * w_uk_t[:, i]
+    return total
+
+
+def tf32(q_nope: torch.Tensor, w_uk_t: torch.Tensor) -> torch.Tensor:
+    """A product of fp32 operands cut to 10 bits of mantissa."""
+    q, w = ((x.view(torch.int32) & ~0x1FFF).view(torch.float32) for x in (q_nope, w_uk_t))
+    return absorb(q, w)
+
+
+def contracted(
+    x: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor, is_neox: bool
+) -> torch.Tensor:
+    """A NeoX rotation whose first products are not rounded, as a fused multiply-add leaves them."""
+    cos, sin = (c.double() for c in cos_sin_cache[positions].chunk(2, dim=-1))
+    shape = (x.shape[0], *(1,) * (x.dim() - 2), cos.shape[-1])
+    cos, sin = cos.view(shape), sin.view(shape)
+    a, b = x.double().chunk(2, dim=-1)
+    second = ((b * sin).float(), (a * sin).float())
+    return torch.cat((a * cos - second[0], b * cos + second[1]), dim=-1).float()
+
+
+absorb = reference.absorb
+ALL = {
+    dtype: cases.Case(
+        tokens=64, heads=2, nope=128, latent=256, rope=64, act=dtype, kv=dtype, query=dtype,
+        neox=True,
+    )
+    for dtype in (torch.bfloat16, torch.float32)
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name, function, act",
+    [
+        ("absorb", dropped, torch.bfloat16),
+        ("absorb", bf16_sum, torch.bfloat16),
+        ("absorb", tf32, torch.float32),
+        ("rotate", contracted, torch.float32),
+    ],
+)
+def test_planted_errors_are_seen(
+    name: str, function: Any, act: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(**arguments: Any) -> torch.Tensor:
+        with monkeypatch.context() as patch:
+            patch.setattr(reference, name, function)
+            return reference.fused_mla_decode_prep(**arguments)
+
+    module = types.SimpleNamespace(fused_mla_decode_prep=wrong)
+    with pytest.raises(AssertionError):
+        cases.check_against_reference(module, cases.build(ALL[act]))
+
+
+@pytest.mark.parametrize("act", ALL, ids=str)
+def test_another_order_of_summation_is_right(
+    act: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where products cancel: the first row of the query sums to nearly zero."""
+
+    def backwards(q_nope: torch.Tensor, w_uk_t: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(*q_nope.shape[:2], w_uk_t.shape[2])
+        for i in reversed(range(w_uk_t.shape[1])):
+            total += q_nope[..., i, None].float() * w_uk_t[:, i].float()
+        return total.to(q_nope.dtype)
+
+    inputs = cases.build(ALL[act])
+    q, w = inputs.arguments["q"], inputs.arguments["w_uk_t"]
+    q[..., 64:128], w[:, 64:] = -q[..., :64].flip(-1), w[:, :64].flip(1)
+    want, _ = cases.run(reference, inputs)
+    with monkeypatch.context() as patch:
+        patch.setattr(reference, "absorb", backwards)
+        got, _ = cases.run(reference, inputs)
+    judgement = cases.judge(inputs, got, want)
+    assert judgement.wrong == 0 and judgement.bounded > 0, judgement

@@ -1,0 +1,74 @@
+"""Greedy tokens of several engines that were given the same prompts: are they the same?
+
+`fused` is right if each sequence equals that of an unfused path, or first differs where the two
+candidates were so close that vLLM's own paths cannot tell them apart. How close that is, is
+measured in the same run: `default` and `cat` (see engine.py) compute the same function with
+other roundings, so the gap between the two best tokens moves from one to the other. The largest
+such move in one context is the limit. The moves between `fused` and `default` are also held
+against those between `cat` and `default`: their ratio finds an error too small to change a token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+# Root mean square of the moves, fused / default over cat / default.
+MOVE_RATIO = 1.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """Two arms compared.
+
+    equal, sequences: how many are the same, of how many. gaps: between the two candidates, in
+    log-probability, where a sequence first differs. largest, typical: move of the gap between the
+    best two tokens, over all contexts that both arms met (maximum, root mean square).
+    """
+
+    equal: int
+    sequences: int
+    gaps: list[float]
+    largest: float
+    typical: float
+
+    def __str__(self) -> str:
+        gaps = f", gaps there {[round(g, 3) for g in self.gaps]}" if self.gaps else ""
+        return (
+            f"{self.equal} of {self.sequences} sequences equal{gaps}; "
+            f"gap moves by {self.typical:.4f} (largest {self.largest:.3f})"
+        )
+
+
+def compare(a: dict[str, Any], b: dict[str, Any]) -> Difference:
+    """Compare two results of `generate`: "tokens" and "top", [token, log-probability] pairs."""
+    gaps, moves, equal = [], [], 0
+    for x, y, tops_x, tops_y in zip(a["tokens"], b["tokens"], a["top"], b["top"], strict=True):
+        first = next((i for i in range(len(x)) if x[i] != y[i]), None)
+        equal += first is None
+        contexts = len(x) if first is None else first + 1
+        for at, (top_x, top_y) in enumerate(zip(tops_x[:contexts], tops_y, strict=False)):
+            p, q = dict(top_x), dict(top_y)
+            best, second = sorted(p, key=lambda token: -p[token])[:2]
+            if at == first:
+                gaps.append(abs(p[x[at]] - p[y[at]]) if y[at] in p else math.inf)
+            if best in q and second in q:
+                moves.append(abs((p[best] - p[second]) - (q[best] - q[second])))
+    if not moves or any(map(math.isnan, moves)):
+        return Difference(equal, len(a["tokens"]), gaps, math.nan, math.nan)
+    typical = math.sqrt(sum(move * move for move in moves) / len(moves))
+    return Difference(equal, len(a["tokens"]), gaps, max(moves), typical)
+
+
+def verdict(fused: Difference, unfused: Difference) -> str:
+    """The word "right", or what is wrong with `fused` (to default); `unfused` is cat to default."""
+    limit = max([unfused.largest, *unfused.gaps])
+    if math.isnan(fused.typical + unfused.typical):
+        return "WRONG: NaN"
+    if max(fused.gaps, default=0.0) > limit:
+        return f"WRONG: a token differs at a gap of {max(fused.gaps):.3f}, limit {limit:.3f}"
+    if fused.typical > MOVE_RATIO * unfused.typical:
+        ratio = fused.typical / max(unfused.typical, 1e-9)
+        return f"WRONG: log-probabilities move {ratio:.1f} times as far as between unfused paths"
+    return "right"

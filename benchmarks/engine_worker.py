@@ -1,0 +1,149 @@
+"""One vLLM engine of `benchmarks/engine.py`, in a process of its own: measures and prints a result.
+
+    python benchmarks/engine_worker.py JOB     JOB is JSON, see `job` in engine.py
+
+"decode" jobs print READY and wait for a line before they measure.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+from typing import Any
+
+import engine_model
+import torch
+
+
+def main(job: dict[str, Any]) -> None:
+    """Run one engine and print its result."""
+    began = time.time()
+    llm = engine_model.engine(job)
+    result: dict[str, Any] = {"start_s": round(time.time() - began, 1)}
+    if job["arm"] in ("fused", "planted"):
+        from mla_fusion import config, plugin, report
+
+        vllm_config = llm.llm_engine.vllm_config
+        result["on"] = config.is_on(vllm_config)
+        newest = max(plugin.report_path(vllm_config).parent.glob("*.json"), key=os.path.getmtime)
+        ranges = report.load(newest).ranges
+        result["ranges"] = [[*r.range, r.layers, r.fused, r.declined] for r in ranges]
+    if job["what"] == "decode":
+        print("READY", flush=True)
+        sys.stdin.readline()
+        result.update(time_steps(llm, job))
+    else:
+        result.update(generate(llm, job))
+    if job["what"] == "ends":
+        result["captured"] = llm.llm_engine.vllm_config.compilation_config.cudagraph_capture_sizes
+        result["launches"] = {batch: launches(llm, batch) for batch in (1, job["seqs"])}
+    print("RESULT " + json.dumps(result), flush=True)
+
+
+def generate(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
+    """Greedy tokens of random prompts; of a phase, one arrives every `job["pause"]` steps."""
+    import vllm
+
+    rng = random.Random(7)
+    params = vllm.SamplingParams(
+        max_tokens=job["tokens"], temperature=0, ignore_eos=True, detokenize=False, logprobs=5
+    )
+    core, step, added = llm.llm_engine, 0, 0
+    done: dict[str, Any] = {}
+    for lengths in job["phases"]:
+        waiting, due = list(lengths), step
+        while waiting or core.has_unfinished_requests():
+            while waiting and step >= due:
+                prompt = [rng.randrange(10, 4000) for _ in range(waiting.pop(0))]
+                core.add_request(f"{added:04d}", {"prompt_token_ids": prompt}, params)
+                added, due = added + 1, due + job["pause"]
+            for output in core.step():
+                if output.finished:
+                    done[output.request_id[:4]] = output.outputs[0]
+            step += 1
+    outputs = [done[name] for name in sorted(done)]
+    return {
+        "steps": step,
+        "tokens": [list(output.token_ids) for output in outputs],
+        "top": [
+            [[[t, lp.logprob] for t, lp in top.items()] for top in output.logprobs]
+            for output in outputs
+        ],
+    }
+
+
+def launches(llm: Any, batch: int) -> float:
+    """Launches of the fused kernel in one step with `batch` requests, every one decoding."""
+    import vllm
+
+    core = llm.llm_engine
+    params = vllm.SamplingParams(max_tokens=200, temperature=0, ignore_eos=True, detokenize=False)
+    for i in range(batch):
+        core.add_request(f"p{batch}-{i}", {"prompt_token_ids": [10 + i] * 20}, params)
+    for _ in range(12):
+        core.step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(5):
+            core.step()
+        torch.cuda.synchronize()
+    core.abort_request([f"p{batch}-{i}" for i in range(batch)])
+    while core.has_unfinished_requests():
+        core.step()
+    return sum(e.count for e in profile.key_averages() if e.key.startswith("prep_kernel")) / 5
+
+
+def time_steps(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
+    """GPU time of a decode step at each batch size, by the profiler and by the clock."""
+    import vllm
+
+    core, rows = llm.llm_engine, {}
+    for batch in job["batches"]:
+        params = vllm.SamplingParams(
+            max_tokens=400, temperature=0, ignore_eos=True, detokenize=False
+        )
+        for i in range(batch):
+            prompt = [(7 * i + j) % 4000 + 10 for j in range(job["context"])]
+            core.add_request(f"{batch}-{i}", {"prompt_token_ids": prompt}, params)
+        produced = 0
+        while produced < batch:  # prefill until every request decodes
+            produced = sum(bool(o.outputs[0].token_ids) for o in core.step())
+        for _ in range(20):
+            core.step()
+        rounds, kernels = [], []
+        for _ in range(5):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            for _ in range(20):
+                core.step()
+            torch.cuda.synchronize()
+            rounds.append((time.perf_counter() - began) / 20 * 1e6)
+        for _ in range(3):
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
+                for _ in range(10):
+                    core.step()
+                torch.cuda.synchronize()
+            kernels.append(sum(e.self_device_time_total for e in prof.key_averages()) / 10)
+        rows[batch] = {
+            "wall_us": [round(us, 1) for us in sorted(rounds)],
+            "gpu_us": [round(us, 1) for us in sorted(kernels)],
+        }
+        rows[batch]["kernels"] = [
+            [e.key, e.self_device_time_total / 10, e.count / 10]
+            for e in sorted(prof.key_averages(), key=lambda e: -e.self_device_time_total)
+            if e.self_device_time_total
+        ]
+        rows[batch]["top"] = [
+            [e.key[:90], round(e.self_device_time_total / 10, 2), e.count / 10]
+            for e in sorted(prof.key_averages(), key=lambda e: -e.self_device_time_total)[:14]
+        ]
+        core.abort_request([f"{batch}-{i}" for i in range(batch)])
+        while core.has_unfinished_requests():
+            core.step()
+    return {"steps": rows}
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,44 @@
+"""What is computed once must not be computed while a graph is captured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mla_fusion import runtime
+from mla_fusion.kernels import aiter
+from mla_fusion.ops import Rope
+
+
+@pytest.fixture
+def capturing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """A pretended GPU whose stream is being captured while the list is not empty."""
+    state = [True]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(state))
+    return state
+
+
+def runtime_table(cosines: torch.Tensor) -> object:
+    return runtime._table(cosines, Rope.NATIVE, torch.bfloat16)
+
+
+def aiter_tables(cosines: torch.Tensor) -> object:
+    return aiter._tables(cosines, torch.zeros(1, dtype=torch.bfloat16), cosines.shape[1])
+
+
+@pytest.mark.parametrize("convert", [runtime_table, aiter_tables])
+def test_a_table_met_first_in_capture_is_refused(capturing: list[bool], convert: object) -> None:
+    cosines = torch.rand(4, 8)
+    with pytest.raises(RuntimeError, match="first asked to during CUDA graph capture"):
+        convert(cosines)
+    capturing.clear()
+    converted = convert(cosines)
+    capturing.append(True)
+    again = convert(cosines)
+    assert all(a is b for a, b in zip(converted, again, strict=True)) or converted is again
+
+
+def test_a_table_that_needs_no_conversion_is_served_in_capture(capturing: list[bool]) -> None:
+    cosines = torch.rand(4, 8)
+    assert runtime._table(cosines, Rope.NATIVE_FP32, torch.bfloat16) is cosines

@@ -1,0 +1,91 @@
+"""The token comparison of benchmarks/engine.py, and the weights it is made with."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+import engine_compare
+import engine_model
+
+
+def result(tokens: list[int], gaps: list[float]) -> dict:
+    """One sequence; in every context token 100 + chosen is second, `gap` below."""
+    return {
+        "tokens": [tokens],
+        "top": [[[[t, -0.1], [t + 100, -0.1 - g]] for t, g in zip(tokens, gaps, strict=True)]],
+    }
+
+
+BASE = result([1, 2, 3, 4], [2.0] * 4)
+# Gaps move by 0.1 in one of four contexts: that is the noise.
+NOISE = engine_compare.compare(result([1, 2, 3, 4], [2.0, 2.1, 2.0, 2.0]), BASE)
+
+
+def test_noise_is_measured() -> None:
+    assert (NOISE.equal, NOISE.sequences, NOISE.gaps) == (1, 1, [])
+    assert NOISE.largest == pytest.approx(0.1) and NOISE.typical == pytest.approx(0.05)
+
+
+def test_equal_tokens_and_equal_noise_are_right() -> None:
+    same = engine_compare.compare(result([1, 2, 3, 4], [2.0, 2.0, 1.9, 2.0]), BASE)
+    assert engine_compare.verdict(same, NOISE) == "right"
+
+
+@pytest.mark.parametrize(("gap", "word"), [(0.05, "right"), (0.5, "WRONG: a token differs")])
+def test_a_first_difference_is_right_only_at_a_near_tie(gap: float, word: str) -> None:
+    """Token 3 of one is the second candidate, token 103, of the other."""
+    tied = result([1, 2, 3, 4], [2.0, 2.0, gap, 2.0])
+    other = {"tokens": [[1, 2, 103, 9]], "top": tied["top"]}
+    difference = engine_compare.compare(tied, other)
+    assert difference.gaps == [pytest.approx(gap)] and difference.equal == 0
+    assert engine_compare.verdict(difference, NOISE).startswith(word)
+
+
+def test_a_candidate_out_of_sight_is_no_tie() -> None:
+    other = {"tokens": [[1, 2, 77, 9]], "top": BASE["top"]}
+    difference = engine_compare.compare(BASE, other)
+    assert difference.gaps == [math.inf]
+    assert engine_compare.verdict(difference, NOISE).startswith("WRONG")
+
+
+def test_moved_probabilities_are_wrong_though_tokens_are_equal() -> None:
+    moved = engine_compare.compare(result([1, 2, 3, 4], [2.08] * 4), BASE)
+    assert moved.equal == 1
+    assert "move 1.6 times as far" in engine_compare.verdict(moved, NOISE)
+
+
+def test_nan_is_wrong() -> None:
+    broken = engine_compare.compare(result([1, 2, 3, 4], [math.nan] * 4), BASE)
+    assert engine_compare.verdict(broken, NOISE) == "WRONG: NaN"
+
+
+def test_the_weights_peak_at_the_successor_and_drafter_and_target_share_them() -> None:
+    hidden, vocabulary = 2048, 512
+
+    class Model(torch.nn.Module):
+        def __init__(self, head: str) -> None:
+            super().__init__()
+            self.embed_tokens = torch.nn.Embedding(vocabulary, hidden)
+            self.norm = torch.nn.RMSNorm(hidden)
+            self.add_module(head, torch.nn.Linear(hidden, vocabulary, bias=False))
+
+    target, drafter = Model("lm_head"), Model("shared_head")
+    drafter.shared_head.head = torch.nn.Linear(hidden, vocabulary, bias=False)
+    for model in (target, drafter):
+        engine_model.initialize(model)
+    assert torch.equal(target.embed_tokens.weight, drafter.embed_tokens.weight)
+    assert torch.equal(target.lm_head.weight, drafter.shared_head.head.weight)
+    assert bool((target.norm.weight == 1).all())
+    embedding = target.embed_tokens.weight
+    # What layers add: as much again, three times over, and independent of the token.
+    stream = embedding + 3**0.5 * torch.randn(embedding.shape)
+    logits = target.lm_head(target.norm(stream))
+    successor = torch.arange(vocabulary).add(1) % vocabulary
+    peak = logits[torch.arange(vocabulary), successor].mean() / logits.std()
+    assert 5 < peak.item() < 8
