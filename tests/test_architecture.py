@@ -21,7 +21,7 @@ ROWS = (
     ("ops",),
     ("patterns",),
     ("config", "eligibility", "report"),
-    ("runtime",),
+    ("runtime", "step_plan"),
     ("passes",),
     ("pass_config", "plugin"),
 )
