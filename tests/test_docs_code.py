@@ -42,9 +42,12 @@ ELSEWHERE = "docs/new-rope.md"
 def commands(language, body):
     """The commands of a block, as words without variables in front; none if it is not shell.
 
-    A block without a language is shell if it starts with one of `COMMANDS`.
+    A block without a language is shell if it starts with one of `COMMANDS`; in one of `console`
+    commands have a prompt, and the rest is what they print.
     """
     lines = body.replace("\\\n", " ").splitlines()
+    if language == "console":
+        lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
     found = []
     for line in lines:
         if language not in SHELL and not found and not line.startswith(COMMANDS):

@@ -81,7 +81,7 @@ def test_a_file_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFix
     assert "cannot write" in capsys.readouterr().err
 
 
-DRAWN = re.compile(r"<!-- (plan [^\n]+) -->\n```\n(.*?)```\n", re.S)
+DRAWN = re.compile(r"<!-- (plan [^\n]+) -->\n```console\n(.*?)```\n", re.S)
 
 
 def test_the_drawn_plans_of_the_docs_are_current(
@@ -92,7 +92,7 @@ def test_the_drawn_plans_of_the_docs_are_current(
     pictures = 0
     for line, text in DRAWN.findall(page):
         line, _, picture = line.partition(" --svg ")
-        drawn = [f"mla-fusion {line}", "", *run(capsys, line)]
+        drawn = [f"$ mla-fusion {line}", "", *run(capsys, line)]
         assert text.splitlines() == drawn, f"run mla-fusion {line} and paste what it prints"
         if picture:
             assert main(f"{line} --svg {tmp_path / 'plan.svg'}") == 0
