@@ -152,6 +152,11 @@ REASONS: dict[str, Reason] = {
         "a pass of this library failed on the graph, which was put back as it was",
         "report the traceback in the log above",
     ),
+    "no-graph": Reason(
+        "layer",
+        "vLLM runs the layer's class without compiling it, so there is no graph to rewrite",
+        "none: some model classes, often draft heads, lack support_torch_compile in this vLLM",
+    ),
     "unknown-layer": Reason(
         "layer",
         "the layer named in the graph is not an MLA layer of this engine",
