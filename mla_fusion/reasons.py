@@ -86,6 +86,11 @@ REASONS: dict[str, Reason] = {
         "the graph rotates q and k_pe in a way no pattern knows",
         "report the graph: mla-fusion check --dump DIR writes it",
     ),
+    "scaled-query": Reason(
+        "layer",
+        "the query is scaled by its position after the rotation (llama_4_scaling)",
+        "none yet: the fused kernel does not scale",
+    ),
     "shared-rotation": Reason(
         "layer",
         "the rotated query or key is also used outside the attention",
