@@ -86,6 +86,11 @@ REASONS: dict[str, Reason] = {
         "the graph rotates q and k_pe in a way no pattern knows",
         "report the graph: mla-fusion check --dump DIR writes it",
     ),
+    "computed-angles": Reason(
+        "layer",
+        "the graph computes its cosines from the positions; the fused kernel reads them in a table",
+        "use vLLM's own model class if it has one: --model-impl vllm",
+    ),
     "scaled-query": Reason(
         "layer",
         "the query is scaled by its position after the rotation (llama_4_scaling)",

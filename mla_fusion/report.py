@@ -175,7 +175,7 @@ def publish(report: Report | None, model: str) -> None:
     if report is None or not any(r.layers for r in report.ranges):
         logger.warning(
             "fuse_aiter_qk_rope_kvcache_mla is on and fused nothing: no MLA layer was found in a "
-            "compiled graph. Either %s is a model class that vLLM does not compile, or vLLM found "
+            "compiled graph. Either vLLM does not compile the class of %s [no-graph], or it found "
             "its graphs in a compile cache that was filled without this report (delete it or set "
             "VLLM_DISABLE_COMPILE_CACHE=1 once).",
             model,

@@ -12,6 +12,8 @@ from mla_fusion.patterns import inplace, native, nope, probe
 from mla_fusion.patterns.site import FUSED_ROPE_UPDATE, Decline, functionalized_op
 
 if TYPE_CHECKING:
+    from torch import fx
+
     from mla_fusion.patterns.rope import RopeMatch
     from mla_fusion.patterns.site import Site
 
@@ -32,6 +34,8 @@ def match(site: Site) -> RopeMatch:
     if _is_scaled(site):
         raise Decline("scaled-query", site.q.format_node() or "")
     interior, leaves = probe.cone([site.q, site.k_pe])
+    if not any(node.target in probe.LOOKUPS for node in interior) and _has_angles(site.k_pe):
+        raise Decline("computed-angles")
     calls = {leaf.args[0] for leaf in leaves if leaf.target is operator.getitem}
     arguments = [node for call in calls for node in call.all_input_nodes]
     for node in (*leaves, *interior, *calls, *arguments):
@@ -46,6 +50,19 @@ def _is_scaled(site: Site) -> bool:
     factors = product.all_input_nodes if product.target is torch.ops.aten.mul.Tensor else []
     shapes = [probe.concrete_shape(n) for n in factors if "val" in n.meta]
     return (probe.TOKENS, 1, 1) in shapes and probe.concrete_shape(site.q) in shapes
+
+
+def _has_angles(node: fx.Node) -> bool:
+    """Whether a cosine is computed anywhere before `node`."""
+    seen, stack = {node}, [node]
+    while stack:
+        node = stack.pop()
+        if node.target is torch.ops.aten.cos.default:
+            return True
+        new = set(node.all_input_nodes) - seen
+        seen |= new
+        stack += new
+    return False
 
 
 def _check(site: Site, found: RopeMatch) -> None:

@@ -220,6 +220,10 @@ def _mystery_rope(module: fx.GraphModule) -> None:
     set_argument(call, q=add(module, call, rotate, call.kwargs["q"], positions))
 
 
+def _nothing(module: fx.GraphModule) -> None:
+    """The graph is a near miss as it was traced."""
+
+
 def _scaled_query(module: fx.GraphModule) -> None:
     """As `llama_4_scaling` does: the query times a function of its position."""
     call = attention(module)
@@ -280,6 +284,8 @@ NEAR_MISSES: dict[str, tuple[Spec, Callable[[fx.GraphModule], None], str]] = {
     "other columns given to the op": (Spec("aiter"), _rotate_other_columns, "unknown-rope"),
     "unrotated k_pe written, in place": (Spec("vllm_c"), _write_unrotated, "cache-update"),
     "rotated twice": (_GPTJ, _rotated_again, "cache-update"),
+    "computed angles": (Spec("computed"), _nothing, "computed-angles"),
+    "computed angles, NeoX": (Spec("computed", is_neox=True), _nothing, "computed-angles"),
     "query scaled by position": (_GPTJ, _scaled_query, "scaled-query"),
     "query scaled by position, in place": (Spec("flashinfer"), _scaled_query, "scaled-query"),
     "op with positions": (Spec("nope"), _mystery_rope, "unknown-rope"),

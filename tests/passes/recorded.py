@@ -71,7 +71,10 @@ def load(stored: dict[str, Any]) -> fx.GraphModule:
             node.meta["val"] = value
         nodes[entry["name"]] = node
     graph.lint()
-    return fx.GraphModule(torch.nn.Module(), graph)
+    root = torch.nn.Module()
+    for node in graph.find_nodes(op="get_attr"):
+        setattr(root, node.target, torch.empty(0))  # a constant, whose values were not kept
+    return fx.GraphModule(root, graph)
 
 
 def _value(value: Any) -> Any:
