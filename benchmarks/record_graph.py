@@ -14,6 +14,7 @@ Each engine runs in a process of its own, all at once, and ends as soon as its g
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -23,10 +24,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+TESTS = Path(__file__).resolve().parent.parent / "tests"
 
-from tests.models import config_of, write  # noqa: E402
+
+def _module(path: Path) -> Any:
+    """A module of the tests by its file: another package called `tests` may be installed."""
+    spec = importlib.util.spec_from_file_location(f"mla_fusion_tests_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+models = _module(TESTS / "models" / "__init__.py")
 
 
 @dataclass(frozen=True)
@@ -43,7 +53,7 @@ class Recording:
     @property
     def name(self) -> str:
         """The file's name without its ending."""
-        q_lora = dict(self.changes).get("q_lora_rank", config_of(self.model)["q_lora_rank"])
+        q_lora = dict(self.changes).get("q_lora_rank", models.config_of(self.model)["q_lora_rank"])
         words = [self.spelling, "q_lora" if q_lora else "no_q_lora"]
         return "-".join(words + ["whole"] * (not self.partition))
 
@@ -82,8 +92,8 @@ def record(recording: Recording, path: Path) -> None:
     import mla_fusion
     from mla_fusion.passes.pipeline import MLAFusionPass
     from mla_fusion.patterns.site import attention_calls
-    from tests.passes import recorded
 
+    recorded = _module(TESTS / "passes" / "recorded.py")
     mla_fusion.register()
 
     def dump(self: Any, graph: Any) -> None:
@@ -118,7 +128,7 @@ def record(recording: Recording, path: Path) -> None:
     changes = {"num_hidden_layers": 1, "first_k_dense_replace": 1, **dict(recording.changes)}
     with tempfile.TemporaryDirectory() as folder:
         vllm.LLM(
-            model=write(Path(folder), config_of(recording.model, **changes)),
+            model=models.write(Path(folder), models.config_of(recording.model, **changes)),
             load_format="dummy",
             skip_tokenizer_init=True,
             max_model_len=256,
