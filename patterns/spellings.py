@@ -53,11 +53,11 @@ def _is_scaled(site: Site) -> bool:
 
 
 def _has_angles(node: fx.Node) -> bool:
-    """Whether a cosine is computed anywhere before `node`."""
+    """Whether a cosine, or a complex number from an angle, is computed anywhere before `node`."""
     seen, stack = {node}, [node]
     while stack:
         node = stack.pop()
-        if node.target is torch.ops.aten.cos.default:
+        if node.target in (torch.ops.aten.cos.default, torch.ops.aten.polar.default):
             return True
         new = set(node.all_input_nodes) - seen
         seen |= new

@@ -286,6 +286,7 @@ NEAR_MISSES: dict[str, tuple[Spec, Callable[[fx.GraphModule], None], str]] = {
     "rotated twice": (_GPTJ, _rotated_again, "cache-update"),
     "computed angles": (Spec("computed"), _nothing, "computed-angles"),
     "computed angles, NeoX": (Spec("computed", is_neox=True), _nothing, "computed-angles"),
+    "computed angles, complex": (Spec("computed_complex"), _nothing, "computed-angles"),
     "query scaled by position": (_GPTJ, _scaled_query, "scaled-query"),
     "query scaled by position, in place": (Spec("flashinfer"), _scaled_query, "scaled-query"),
     "op with positions": (Spec("nope"), _mystery_rope, "unknown-rope"),

@@ -45,8 +45,8 @@ class Spec:
 
     Attributes:
         rope: one of `ROPES`; "cat_fused" is what vLLM's own fusion pass leaves of "native".
-            Or "native_late_cast": an fp32 table is rounded after the lookup; or "computed": there
-            is no table, as in models of transformers.
+            Or "native_late_cast": an fp32 table is rounded after the lookup; or "computed" and
+            "computed_complex": there is no table, as in models of transformers.
         layer_name: "input" (vLLM's opaque object) or "constant" (a string).
         dynamic: whether the number of tokens is a symbol or `TRACED_TOKENS`.
     """
@@ -192,6 +192,11 @@ def _rotate(
         turn = angles.cos().to(q.dtype), angles.sin().to(q.dtype)
         rotate = ApplyRotaryEmb.forward_static
         return rotate(q, *turn, spec.is_neox), rotate(k, *turn, spec.is_neox)
+    if spec.rope == "computed_complex":
+        angles = positions.to(torch.float32).unsqueeze(-1) * table[1, : ROPE // 2]
+        turn = torch.polar(torch.ones_like(angles), angles).unsqueeze(1)
+        pairs = [torch.view_as_complex(x.float().unflatten(-1, (-1, 2))) * turn for x in (q, k)]
+        return tuple(torch.view_as_real(pair).flatten(-2).to(q.dtype) for pair in pairs)
     op = {
         "vllm_c": torch.ops._C.rotary_embedding,
         "flashinfer": torch.ops.vllm.flashinfer_rotary_embedding,
