@@ -239,6 +239,9 @@ class TestDeclines:
         assert code() == ""
         vllm_config.parallel_config.decode_context_parallel_size = 2
         assert code() == "context-parallel"
+        vllm_config.parallel_config.decode_context_parallel_size = 1
+        vllm_config.parallel_config.prefill_context_parallel_size = 2
+        assert code() == "context-parallel"
 
     def test_portable_attention(self, make, log, monkeypatch):
         options = {"mla_fusion": {"provider": "reference", "attention": "portable"}}
