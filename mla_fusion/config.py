@@ -119,14 +119,24 @@ def decide(vllm_config: Any, *, is_rocm: bool, partition_refused: bool) -> Decis
     return Decision(options.provider, decode_bucket(vllm_config), code, detail)
 
 
+def _served_model(vllm_config: Any) -> Any:
+    """The config of the model the engine serves.
+
+    A draft model's VllmConfig holds its own model, and shares the compilation config with the
+    engine's: it must not be decided twice, and differently.
+    """
+    target = getattr(vllm_config.speculative_config, "target_model_config", None)
+    return target or vllm_config.model_config
+
+
 def _why_not(
     vllm_config: Any, options: Options, is_rocm: bool, partition_refused: bool
 ) -> tuple[str, str]:
     version = vllm_compat.installed_version()
     if not vllm_compat.is_supported(version):
         return "vllm-version", f"{version}, supported are {vllm_compat.window()}"
-    model, compilation = vllm_config.model_config, vllm_config.compilation_config
-    if model is None or not model.use_mla:
+    model, compilation = _served_model(vllm_config), vllm_config.compilation_config
+    if model is None or not vllm_compat.uses_mla(model):
         return "no-mla", getattr(model, "architecture", "") or ""
     if options.provider == "aiter" and not options.explicit and not is_rocm:
         return "provider-platform", ""

@@ -324,6 +324,7 @@ def collect(vllm_config: Any) -> report.Report | None:
         report_path(vllm_config),
         config.read_options(vllm_config.additional_config).provider,
         config.decode_bucket(vllm_config),
+        len(vllm_compat.mla_layers(vllm_config.compilation_config.static_forward_context)),
     )
 
 

@@ -86,6 +86,16 @@ REASONS: dict[str, Reason] = {
         "the graph rotates q and k_pe in a way no pattern knows",
         "report the graph: mla-fusion check --dump DIR writes it",
     ),
+    "computed-angles": Reason(
+        "layer",
+        "the graph computes its cosines from the positions; the fused kernel reads them in a table",
+        "use vLLM's own model class if it has one: --model-impl vllm",
+    ),
+    "scaled-query": Reason(
+        "layer",
+        "the query is scaled by its position after the rotation (llama_4_scaling)",
+        "none yet: the fused kernel does not scale",
+    ),
     "shared-rotation": Reason(
         "layer",
         "the rotated query or key is also used outside the attention",
@@ -151,6 +161,11 @@ REASONS: dict[str, Reason] = {
         "layer",
         "a pass of this library failed on the graph, which was put back as it was",
         "report the traceback in the log above",
+    ),
+    "no-graph": Reason(
+        "layer",
+        "vLLM runs the layer's class without compiling it, so there is no graph to rewrite",
+        "none: some model classes, often draft heads, lack support_torch_compile in this vLLM",
     ),
     "unknown-layer": Reason(
         "layer",

@@ -75,11 +75,15 @@ class RangeReport:
 
 @dataclass
 class Report:
-    """What an operator is told; `bucket` is the decode bucket in tokens."""
+    """What an operator is told; `bucket` is the decode bucket in tokens.
+
+    `uncompiled` counts the MLA layers of the model that were in no graph.
+    """
 
     provider: str
     bucket: int
     ranges: list[RangeReport]
+    uncompiled: int = 0
 
     @property
     def fused(self) -> int:
@@ -105,6 +109,9 @@ class Report:
                     before, after = r.census["before"].get(op, 0), r.census["after"].get(op, 0)
                     if before != after:
                         out.append(f"      {before:3d} -> {after:<3d} {op}")
+        if self.uncompiled:
+            why = reasons.explain("no-graph")
+            out.append(f"  outside any graph: {self.uncompiled} MLA layers: {why}")
         return out
 
 
@@ -116,8 +123,11 @@ def add(record: GraphRecord) -> None:
     _records.append(record)
 
 
-def take(provider: str, bucket: int) -> Report | None:
-    """The report of all graphs compiled since the last call; None if no pass ran."""
+def take(provider: str, bucket: int, model_layers: int = 0) -> Report | None:
+    """The report of all graphs compiled since the last call; None if no pass ran.
+
+    `model_layers` is the number of the model's MLA layers, with those of its draft head.
+    """
     if not _records:
         return None
     ranges: dict[tuple[int, int], RangeReport] = {}
@@ -133,7 +143,9 @@ def take(provider: str, bucket: int) -> Report | None:
             entry = total.declined.setdefault(decline.code, {"layers": 0, "detail": decline.detail})
             entry["layers"] += 1
     _records.clear()
-    return Report(provider, bucket, [ranges[key] for key in sorted(ranges)])
+    seen = max(r.layers for r in ranges.values())
+    uncompiled = max(model_layers - seen, 0)
+    return Report(provider, bucket, [ranges[key] for key in sorted(ranges)], uncompiled)
 
 
 def load(path: Path) -> Report:
@@ -146,9 +158,9 @@ def load(path: Path) -> Report:
     return Report(**stored)
 
 
-def collect(path: Path, provider: str, bucket: int) -> Report | None:
+def collect(path: Path, provider: str, bucket: int, model_layers: int) -> Report | None:
     """The report of this start, stored at `path`, or the one stored there by an earlier start."""
-    report = take(provider, bucket)
+    report = take(provider, bucket, model_layers)
     if report is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(report), indent=1))
@@ -163,7 +175,7 @@ def publish(report: Report | None, model: str) -> None:
     if report is None or not any(r.layers for r in report.ranges):
         logger.warning(
             "fuse_aiter_qk_rope_kvcache_mla is on and fused nothing: no MLA layer was found in a "
-            "compiled graph. Either %s is a model class that vLLM does not compile, or vLLM found "
+            "compiled graph. Either vLLM does not compile the class of %s [no-graph], or it found "
             "its graphs in a compile cache that was filled without this report (delete it or set "
             "VLLM_DISABLE_COMPILE_CACHE=1 once).",
             model,

@@ -37,6 +37,15 @@ def window() -> str:
     return f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
 
 
+# These build MLA layers without asking `ModelConfig.use_mla`, whose list of types lacks them.
+_UNLISTED_MLA = {"SarvamMLAForCausalLM"}
+
+
+def uses_mla(model_config: Any) -> bool:
+    """Whether a vLLM `ModelConfig` is of a model with MLA layers."""
+    return bool(model_config.use_mla) or model_config.architecture in _UNLISTED_MLA
+
+
 def layer_name_type() -> str:
     """How the schemas of vLLM's ops type `layer_name`: an opaque class (torch >= 2.11) or str."""
     from vllm.utils.torch_utils import LayerNameType

@@ -5,11 +5,15 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING
 
+import torch
+
 from mla_fusion.ops import Rope
 from mla_fusion.patterns import inplace, native, nope, probe
 from mla_fusion.patterns.site import FUSED_ROPE_UPDATE, Decline, functionalized_op
 
 if TYPE_CHECKING:
+    from torch import fx
+
     from mla_fusion.patterns.rope import RopeMatch
     from mla_fusion.patterns.site import Site
 
@@ -20,20 +24,45 @@ def match(site: Site) -> RopeMatch:
     """The first spelling that fits.
 
     Raises:
-        Decline: none fits.
+        Decline: none fits, or the query was scaled after its rotation.
     """
     for spelling in SPELLINGS:
         found = spelling(site)
         if found is not None:
             _check(site, found)
             return found
+    if _is_scaled(site):
+        raise Decline("scaled-query", site.q.format_node() or "")
     interior, leaves = probe.cone([site.q, site.k_pe])
+    if not any(node.target in probe.LOOKUPS for node in interior) and _has_angles(site.k_pe):
+        raise Decline("computed-angles")
     calls = {leaf.args[0] for leaf in leaves if leaf.target is operator.getitem}
     arguments = [node for call in calls for node in call.all_input_nodes]
     for node in (*leaves, *interior, *calls, *arguments):
         if "val" not in node.meta:
             raise Decline("missing-metadata", f"node {node.name}")
     raise Decline("unknown-rope", f"q comes from {site.q.format_node()}")
+
+
+def _is_scaled(site: Site) -> bool:
+    """Whether the query is a product with one factor per token, as llama_4_scaling makes it."""
+    product = probe.strip(site.q, probe.CASTS | probe.VIEWS)
+    factors = product.all_input_nodes if product.target is torch.ops.aten.mul.Tensor else []
+    shapes = [probe.concrete_shape(n) for n in factors if "val" in n.meta]
+    return (probe.TOKENS, 1, 1) in shapes and probe.concrete_shape(site.q) in shapes
+
+
+def _has_angles(node: fx.Node) -> bool:
+    """Whether a cosine, or a complex number from an angle, is computed anywhere before `node`."""
+    seen, stack = {node}, [node]
+    while stack:
+        node = stack.pop()
+        if node.target in (torch.ops.aten.cos.default, torch.ops.aten.polar.default):
+            return True
+        new = set(node.all_input_nodes) - seen
+        seen |= new
+        stack += new
+    return False
 
 
 def _check(site: Site, found: RopeMatch) -> None:

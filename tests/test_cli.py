@@ -289,6 +289,16 @@ def test_report_of_another_file(
     assert "not a stored report" in fail(capsys, "report", path)
 
 
+def test_layers_that_are_in_no_graph_are_reported() -> None:
+    for model_layers, uncompiled in ((2, 0), (3, 1)):
+        report.add(report.GraphRecord(1, 4, layers=2, fused=2))
+        report.add(report.GraphRecord(5, 64, layers=2))
+        report.add(report.GraphRecord(1, 4, pass_ms=1.0))  # of the last step
+        made = report.take("reference", 4, model_layers)
+        assert made is not None and made.uncompiled == uncompiled
+        assert ("[no-graph]" in "".join(made.lines())) is bool(uncompiled)
+
+
 # --- demo
 
 

@@ -9,17 +9,18 @@ import logging
 import pickle
 import subprocess
 import sys
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 import mla_fusion
 from mla_fusion import attention, config, ops, plugin, reasons, vllm_compat
-from tests.models import DEEPSEEK_V2, LLAMA
+from tests.models import DEEPSEEK_V2, LLAMA, config_of, register_configs
 
 mla_fusion.register()
 
 from vllm.config import CompilationConfig, PassConfig  # noqa: E402
+from vllm.config.utils import replace  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: E402
 
@@ -30,7 +31,8 @@ REFERENCE = {"mla_fusion": {"provider": "reference"}}
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    for name, model in (("mla", DEEPSEEK_V2), ("llama", LLAMA)):
+    register_configs()
+    for name, model in (("mla", DEEPSEEK_V2), ("llama", LLAMA), ("sarvam", config_of("sarvam"))):
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(model))
     return folder
@@ -218,7 +220,7 @@ class TestDeclines:
         )
         vllm_config = Config(
             compilation_config=compilation,
-            model_config=Config(use_mla=True),
+            model_config=Config(use_mla=True, architecture=""),
             parallel_config=Config(decode_context_parallel_size=1),
             scheduler_config=Config(max_num_seqs=4, max_num_batched_tokens=64),
             speculative_config=None,
@@ -236,6 +238,9 @@ class TestDeclines:
         compilation.cudagraph_mode.name = "FULL_DECODE_ONLY"
         assert code() == ""
         vllm_config.parallel_config.decode_context_parallel_size = 2
+        assert code() == "context-parallel"
+        vllm_config.parallel_config.decode_context_parallel_size = 1
+        vllm_config.parallel_config.prefill_context_parallel_size = 2
         assert code() == "context-parallel"
 
     def test_portable_attention(self, make, log, monkeypatch):
@@ -260,6 +265,32 @@ class TestDeclines:
         assert not config.is_on(make(FLAG_ON))
         [warning] = own(log, logging.WARNING)
         assert "[vllm-version]" in warning and "0.99.0" in warning
+
+
+class TestDraftModels:
+    """vLLM makes a draft model's config by `replace`; both share one compilation config."""
+
+    DRAFTED: ClassVar = {"method": "ngram", "num_speculative_tokens": 3}
+
+    def test_the_config_can_be_replaced(self, make):
+        made = make(FLAG_ON, speculative_config=self.DRAFTED)
+        again = replace(made, attention_config=replace(made.attention_config, backend=None))
+        assert again.compilation_config is made.compilation_config
+        assert config.is_on(again)
+
+    def test_a_draft_without_mla_does_not_switch_the_flag_off(self, make, log):
+        made = make(FLAG_ON, speculative_config=self.DRAFTED)
+        before = copy.deepcopy(made.compilation_config)
+        replace(made, model_config=make(model="llama").model_config)
+        assert config.is_on(made)
+        assert not own(log, logging.WARNING)
+        for name in ("mode", "backend", "compile_ranges_endpoints", "splitting_ops"):
+            assert getattr(made.compilation_config, name) == getattr(before, name)
+
+
+def test_a_model_with_mla_that_is_not_in_vllms_list_of_types(make, log):
+    assert config.is_on(make(FLAG_ON, model="sarvam"))
+    assert not own(log, logging.WARNING)
 
 
 class TestBadInput:

@@ -220,6 +220,21 @@ def _mystery_rope(module: fx.GraphModule) -> None:
     set_argument(call, q=add(module, call, rotate, call.kwargs["q"], positions))
 
 
+def _nothing(module: fx.GraphModule) -> None:
+    """The graph is a near miss as it was traced."""
+
+
+def _scaled_query(module: fx.GraphModule) -> None:
+    """As `llama_4_scaling` does: the query times a function of its position."""
+    call = attention(module)
+    number = add(module, call, torch.ops.prims.convert_element_type.default,
+                 node_named(module, "positions"), torch.float32)  # fmt: skip
+    factor = add(module, call, aten.log1p.default, number)
+    for _ in range(2):
+        factor = add(module, call, aten.unsqueeze.default, factor, -1)
+    set_argument(call, q=add(module, call, aten.mul.Tensor, call.kwargs["q"], factor))
+
+
 def _other_kv(module: fx.GraphModule) -> None:
     call = attention(module)
     set_argument(
@@ -269,6 +284,11 @@ NEAR_MISSES: dict[str, tuple[Spec, Callable[[fx.GraphModule], None], str]] = {
     "other columns given to the op": (Spec("aiter"), _rotate_other_columns, "unknown-rope"),
     "unrotated k_pe written, in place": (Spec("vllm_c"), _write_unrotated, "cache-update"),
     "rotated twice": (_GPTJ, _rotated_again, "cache-update"),
+    "computed angles": (Spec("computed"), _nothing, "computed-angles"),
+    "computed angles, NeoX": (Spec("computed", is_neox=True), _nothing, "computed-angles"),
+    "computed angles, complex": (Spec("computed_complex"), _nothing, "computed-angles"),
+    "query scaled by position": (_GPTJ, _scaled_query, "scaled-query"),
+    "query scaled by position, in place": (Spec("flashinfer"), _scaled_query, "scaled-query"),
     "op with positions": (Spec("nope"), _mystery_rope, "unknown-rope"),
     "attention to other kv_c": (_GPTJ, _other_kv, "cache-update"),
     "unknown cache update": (_GPTJ, _mystery_write, "cache-update"),

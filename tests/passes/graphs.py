@@ -19,6 +19,7 @@ from torch import fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch._inductor.compile_fx import compile_fx
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.common import ApplyRotaryEmb
 from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import (
     DeepseekScalingRotaryEmbedding,
 )
@@ -44,7 +45,8 @@ class Spec:
 
     Attributes:
         rope: one of `ROPES`; "cat_fused" is what vLLM's own fusion pass leaves of "native".
-            Or "native_late_cast": an fp32 table is rounded after the lookup.
+            Or "native_late_cast": an fp32 table is rounded after the lookup; or "computed" and
+            "computed_complex": there is no table, as in models of transformers.
         layer_name: "input" (vLLM's opaque object) or "constant" (a string).
         dynamic: whether the number of tokens is a symbol or `TRACED_TOKENS`.
     """
@@ -185,6 +187,16 @@ def _rotate(
     if spec.rope == "deepseek":
         static = DeepseekScalingRotaryEmbedding.forward_static
         return static(positions, q, k, ROPE, ROPE, table, spec.is_neox)
+    if spec.rope == "computed":  # a row of the table stands for the inverse frequencies
+        angles = positions.to(torch.float32).unsqueeze(-1) * table[1, : ROPE // 2]
+        turn = angles.cos().to(q.dtype), angles.sin().to(q.dtype)
+        rotate = ApplyRotaryEmb.forward_static
+        return rotate(q, *turn, spec.is_neox), rotate(k, *turn, spec.is_neox)
+    if spec.rope == "computed_complex":
+        angles = positions.to(torch.float32).unsqueeze(-1) * table[1, : ROPE // 2]
+        turn = torch.polar(torch.ones_like(angles), angles).unsqueeze(1)
+        pairs = [torch.view_as_complex(x.float().unflatten(-1, (-1, 2))) * turn for x in (q, k)]
+        return tuple(torch.view_as_real(pair).flatten(-2).to(q.dtype) for pair in pairs)
     op = {
         "vllm_c": torch.ops._C.rotary_embedding,
         "flashinfer": torch.ops.vllm.flashinfer_rotary_embedding,

@@ -1,0 +1,166 @@
+"""Records what real engines on a GPU hand to the passes: one layer's decode graph per spelling.
+
+    python benchmarks/record_graph.py tests/passes/recorded
+
+Each engine runs in a process of its own, all at once, and ends as soon as its graph is written;
+`tests/passes/test_recorded.py` reads the files. Spellings that a CPU build of vLLM cannot produce:
+
+    flashinfer   vllm.flashinfer_rotary_embedding: custom RoPE of DeepSeek's scaling class
+    vllm_c       _C.rotary_embedding: custom RoPE without scaling
+    cat_fused    what vLLM's own pass leaves: fused_rope_unified_mla_kv_cache_update
+    deepseek     DeepSeek's scaling class in aten ops
+    native       RoPE without scaling in aten ops
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).resolve().parent.parent / "tests"
+
+
+def _module(path: Path) -> Any:
+    """A module of the tests by its file: another package called `tests` may be installed."""
+    spec = importlib.util.spec_from_file_location(f"mla_fusion_tests_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+models = _module(TESTS / "models" / "__init__.py")
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One engine: RoPE by a custom op or in aten ops, and whether vLLM's own pass runs before."""
+
+    spelling: str
+    model: str  # of tests/models: V2-Lite has neither q_lora nor scaling, V3 has both
+    custom: bool = False
+    cat: bool = False
+    partition: bool = True
+    changes: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The file's name without its ending."""
+        q_lora = dict(self.changes).get("q_lora_rank", models.config_of(self.model)["q_lora_rank"])
+        words = [self.spelling, "q_lora" if q_lora else "no_q_lora"]
+        return "-".join(words + ["whole"] * (not self.partition))
+
+
+_NO_LORA = (("q_lora_rank", None),)
+_LORA = (("q_lora_rank", 128),)
+RECORDINGS = {
+    recording.name: recording
+    for recording in (
+        Recording("flashinfer", "deepseek_v3", custom=True),
+        Recording("flashinfer", "deepseek_v3", custom=True, changes=_NO_LORA),
+        Recording("flashinfer", "deepseek_v3", custom=True, partition=False),
+        Recording("vllm_c", "deepseek_v2_lite", custom=True),
+        Recording("vllm_c", "deepseek_v2_lite", custom=True, changes=_LORA),
+        Recording("cat_fused", "deepseek_v3", cat=True),
+        Recording("cat_fused", "deepseek_v2_lite", cat=True),
+        Recording("deepseek", "deepseek_v3"),
+        Recording("native", "deepseek_v2_lite"),
+    )
+}
+
+
+def record(recording: Recording, path: Path) -> None:
+    """Start the engine, write its decode graph and end the process."""
+    os.environ.update(
+        HF_HUB_OFFLINE="1",
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_DISABLE_COMPILE_CACHE="1",
+        VLLM_PLUGINS="",
+        TORCHINDUCTOR_COMPILE_THREADS="1",
+    )
+    import torch
+    import vllm
+    from vllm.compilation.passes.inductor_pass import get_pass_context
+
+    import mla_fusion
+    from mla_fusion.passes.pipeline import MLAFusionPass
+    from mla_fusion.patterns.site import attention_calls
+
+    recorded = _module(TESTS / "passes" / "recorded.py")
+    mla_fusion.register()
+
+    def dump(self: Any, graph: Any) -> None:
+        if get_pass_context().compile_range.end > self.max_tokens:
+            return
+        if not list(attention_calls(graph)):
+            return
+        origin = {
+            "spelling": recording.spelling,
+            "command": f"python benchmarks/record_graph.py one {recording.name}",
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+            "torch": torch.__version__,
+            "vllm": vllm.__version__,
+        }
+        recorded.write(path, graph, origin)
+        sys.stdout.flush()
+        os._exit(0)
+
+    MLAFusionPass.__call__ = dump  # type: ignore[method-assign]
+    compilation: dict[str, Any] = {
+        "cudagraph_capture_sizes": [1],
+        "pass_config": {
+            "fuse_aiter_qk_rope_kvcache_mla": True,
+            "fuse_rope_kvcache_cat_mla": recording.cat,
+        },
+    }
+    if recording.custom:
+        compilation["custom_ops"] = ["+rotary_embedding"]
+    if not recording.partition:
+        # One graph and nothing to split at: the other way for RoPE and attention to meet.
+        compilation.update(splitting_ops=[], cudagraph_mode="FULL_DECODE_ONLY")
+    changes = {"num_hidden_layers": 1, "first_k_dense_replace": 1, **dict(recording.changes)}
+    with tempfile.TemporaryDirectory() as folder:
+        vllm.LLM(
+            model=models.write(Path(folder), models.config_of(recording.model, **changes)),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            max_model_len=256,
+            max_num_seqs=4,
+            gpu_memory_utilization=0.08,
+            kv_cache_memory_bytes=1 << 28,
+            additional_config={"mla_fusion": {"provider": "reference"}},
+            compilation_config=compilation,
+        )
+    sys.exit("the engine started and no pass ran")
+
+
+def main(folder: Path) -> int:
+    """Record all; what an engine said last if it wrote nothing."""
+    running = {}
+    for name in RECORDINGS:
+        command = [sys.executable, __file__, "one", name, str(folder / f"{name}.json.gz")]
+        running[name] = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+    failed = 0
+    for name, process in running.items():
+        said, _ = process.communicate()
+        path = folder / f"{name}.json.gz"
+        ok = process.returncode == 0 and path.exists()
+        failed += not ok
+        print(f"{name}: {path.stat().st_size} bytes" if ok else f"{name}: FAILED\n{said[-3000:]}")
+    print(json.dumps({"recorded": len(running) - failed, "failed": failed}))
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "one":
+        record(RECORDINGS[sys.argv[2]], Path(sys.argv[3]))
+    raise SystemExit(main(Path(sys.argv[1])))

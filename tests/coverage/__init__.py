@@ -1,0 +1,1 @@
+"""What fuses on which model, which spelling and beside which neighbour; see __main__.py."""

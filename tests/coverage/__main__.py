@@ -1,0 +1,102 @@
+"""Make docs/coverage.md, step by step: python -m tests.coverage STEP.
+
+models       engines of all compiled classes, with the vLLM of this environment
+neighbours   engines with the fusion off and on beside other features
+             (models and neighbours take names, and then run those alone)
+graphs       the passes on graphs that a feature of a GPU build has changed
+spellings    the passes on every spelling of RoPE and cache write
+sources DIR  which classes the vLLM package in DIR has, read from its sources alone
+page         the tables of docs/coverage.md from the results of all of these
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.coverage import classes, models, neighbours, page
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(jobs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The results of `jobs`, in one process for each set of imitations."""
+    results: dict[str, Any] = {}
+    # -P: the installed package, whatever lies in the current folder.
+    paths = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT))))
+    with tempfile.TemporaryDirectory() as folder:
+        asked, said = Path(folder) / "jobs.json", Path(folder) / "results.json"
+        for imitate in sorted({tuple(job.get("imitate", ())) for job in jobs}):
+            group = [job for job in jobs if tuple(job.get("imitate", ())) == imitate]
+            asked.write_text(json.dumps(group))
+            command = [sys.executable, "-P", "-m", "tests.coverage.engines", str(asked), str(said)]
+            subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": paths})
+            results.update(json.loads(said.read_text()))
+    return {job["name"]: results[job["name"]] for job in jobs}
+
+
+def rerun(jobs: list[dict[str, Any]], only: list[str]) -> dict[str, Any]:
+    """The results of those `jobs` whose name starts with one of `only`, or of all."""
+    return run([job for job in jobs if not only or job["name"].startswith(tuple(only))])
+
+
+def save(name: str, results: dict[str, Any]) -> None:
+    """Keep results under a name."""
+    page.RESULTS.mkdir(exist_ok=True)
+    path = page.RESULTS / f"{name}.json"
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    print(f"coverage: wrote {path.relative_to(ROOT)}")
+
+
+def read_sources(package: Path) -> dict[str, list[str]]:
+    """Architecture -> its compiled classes, without vLLM's list of fallbacks to transformers."""
+    found = classes.architectures(package)
+    return {
+        a.name: list(a.compiled)
+        for a in found
+        if a.name not in page.unreachable.NO_MLA
+        and (page.TRANSFORMERS not in a.compiled or a.name == "TransformersForCausalLM")
+    }
+
+
+def main(command: str, arguments: list[str]) -> None:
+    """Run one command."""
+    if command == "page":
+        page.PAGE.write_text(page.text(page.PAGE.read_text()))
+    elif command == "spellings":
+        from tests.coverage import spellings
+
+        save("spellings", spellings.table())
+    elif command == "graphs":
+        from tests.coverage import on_graphs
+
+        save("graphs", {n.name: n.outcome() for n in on_graphs.ON_GRAPHS})
+    elif command == "sources":
+        [folder] = arguments
+        save(page.SOURCES, {"architectures": read_sources(Path(folder))})
+    elif command == "neighbours":
+        with tempfile.TemporaryDirectory() as folder:
+            model = neighbours.write_model(Path(folder))
+            jobs = [job for n in neighbours.NEIGHBOURS for job in n.jobs(model)]
+            results = rerun(jobs, arguments)
+            save("neighbours", page.stored("neighbours") | results)
+    elif command == "models":
+        import vllm
+
+        version = str(vllm.__version__).split("+")[0]
+        jobs = [engine.job() for engine in models.ENGINES]
+        results = rerun(jobs, arguments)
+        engines = page.stored(version).get("engines", {}) | results
+        package = Path(vllm.__file__).parent
+        save(version, {"architectures": read_sources(package), "engines": engines})
+    else:
+        raise SystemExit(__doc__)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if sys.argv[1:] else "", sys.argv[2:])

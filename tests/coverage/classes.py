@@ -1,0 +1,159 @@
+"""Which model classes of an installed vLLM use the MLA layer, read from its sources.
+
+A class uses it if its body names the layer, a class or function that uses it, or an architecture
+of vLLM's registry that does. Nothing is imported: half of these modules need a GPU.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+LAYERS = {"MultiHeadLatentAttentionWrapper", "MLAAttention"}
+OWN_LAYER = "MLAAttention"  # how the names of layers end that models bring with them
+FOLDERS = ("model_executor/models", "models")
+REGISTRY = "model_executor/models/registry.py"
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One entry of vLLM's registry whose model has MLA layers.
+
+    Attributes:
+        name: as in `architectures` of a config.json.
+        compiled: the classes ("module:name") that it reaches, that use MLA and that vLLM compiles;
+            empty if no graph pass can see its MLA layers.
+    """
+
+    name: str
+    compiled: tuple[str, ...]
+
+
+@dataclass
+class _Definition:
+    refers: set[str]  # "module:name", "layer:..." or "architecture:..."
+    compiled: bool
+
+
+def architectures(vllm: Path) -> list[Architecture]:
+    """All architectures with MLA layers of the vLLM package at `vllm`, in the registry's order."""
+    registry = _registry(vllm / REGISTRY)
+    known = _definitions(vllm, set(registry))
+    for name, target in registry.items():
+        known[f"architecture:{name}"] = _Definition({target}, compiled=False)
+    found = []
+    for name in registry:
+        reached = set(_reach(f"architecture:{name}", known))
+        if not any(node.startswith("layer:") for node in reached):
+            continue
+        compiled = sorted(
+            node.removeprefix("vllm.model_executor.models.")
+            for node in reached
+            if node in known and known[node].compiled and _uses_mla(node, known)
+        )
+        found.append(Architecture(name, tuple(compiled)))
+    return found
+
+
+def compiled_classes(vllm: Path) -> dict[str, list[str]]:
+    """Compiled class -> the architectures that reach it."""
+    out: dict[str, list[str]] = defaultdict(list)
+    for architecture in architectures(vllm):
+        for name in architecture.compiled:
+            out[name].append(architecture.name)
+    return dict(out)
+
+
+def _uses_mla(node: str, known: dict[str, _Definition]) -> bool:
+    return any(seen.startswith("layer:") for seen in _reach(node, known))
+
+
+def _reach(start: str, known: dict[str, _Definition]) -> Iterator[str]:
+    seen, stack = {start}, [start]
+    while stack:
+        node = stack.pop()
+        yield node
+        new = (known[node].refers if node in known else set()) - seen
+        seen |= new
+        stack += new
+
+
+def _registry(path: Path) -> dict[str, str]:
+    """Architecture -> "module:class" from the literal tables of vLLM's registry."""
+    out = {}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Dict):
+            continue
+        for key, value in zip(node.keys, node.values, strict=True):
+            if not (isinstance(key, ast.Constant) and isinstance(value, ast.Tuple)):
+                continue
+            parts = [e.value for e in value.elts if isinstance(e, ast.Constant)]
+            if len(parts) == 2 and all(isinstance(part, str) for part in parts):
+                module = str(parts[0])
+                full = module if "." in module else f"vllm.model_executor.models.{module}"
+                out[str(key.value)] = f"{full}:{parts[1]}"
+    return out
+
+
+def _definitions(vllm: Path, names: set[str]) -> dict[str, _Definition]:
+    out: dict[str, _Definition] = {}
+    for folder in FOLDERS:
+        for path in sorted((vllm / folder).rglob("*.py")):
+            if path.name != "registry.py":
+                parts = ["vllm", *path.relative_to(vllm).with_suffix("").parts]
+                package = parts[-1] == "__init__"
+                out.update(
+                    _module(path, ".".join(parts[:-1] if package else parts), package, names)
+                )
+    return out
+
+
+def _module(
+    path: Path, module: str, package: bool, architectures: set[str]
+) -> dict[str, _Definition]:
+    tree = ast.parse(path.read_text())
+    scope: dict[str, set[str]] = defaultdict(set)
+    out: dict[str, _Definition] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            source = _absolute(node, module, package)
+            for alias in node.names:
+                target = f"{source}:{alias.name}"
+                if alias.name in LAYERS and source.startswith("vllm.model_executor.layers"):
+                    target = f"layer:{alias.name}"
+                scope[alias.asname or alias.name].add(target)
+    for name, targets in scope.items():  # what a package hands on
+        out[f"{module}:{name}"] = _Definition(set(targets), compiled=False)
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            scope[node.name].add(f"{module}:{node.name}")
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            refers: set[str] = set()
+            for inner in ast.walk(node):
+                if isinstance(inner, ast.Name):
+                    refers |= scope.get(inner.id, set())
+                elif isinstance(inner, ast.Constant) and inner.value in architectures:
+                    refers.add(f"architecture:{inner.value}")
+            # As a decorator, or as a function on the class of another package.
+            compiled = isinstance(node, ast.ClassDef) and "support_torch_compile(" in (
+                ast.unparse(node) + "".join(f"{ast.unparse(d)}(" for d in node.decorator_list)
+            )
+            if node.name.endswith(OWN_LAYER):
+                refers.add(f"layer:{node.name}")
+            out[f"{module}:{node.name}"] = _Definition(refers, compiled)
+    return out
+
+
+def _absolute(node: ast.ImportFrom, module: str, package: bool) -> str:
+    if not node.level:
+        return node.module or ""
+    parts = module.split(".")
+    base = parts[: len(parts) - node.level + package]
+    return ".".join([*base, *([node.module] if node.module else [])])

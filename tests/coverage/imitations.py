@@ -1,0 +1,84 @@
+"""Pieces of vLLM that its CPU build lacks, imitated so that what is around them runs as it is.
+
+Nothing that a pass of this library reads is replaced, and an engine with the flag off runs with the
+same imitations.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def longcat_experts() -> None:
+    """LongCat's experts include "zero experts", for which the CPU has no routing kernel.
+
+    A token that is routed to those alone leaves the block as it came.
+    """
+    from vllm.model_executor.models import longcat_flash
+
+    longcat_flash.LongcatMoe.forward = lambda self, hidden_states: hidden_states
+
+
+def pangu_draft_attribute() -> None:
+    """vLLM 0.32's OpenPangu MTP head reads an attribute its decoder layer lacks, on any device."""
+    from vllm.model_executor.models.openpangu import OpenPanguDecoderLayer
+
+    OpenPanguDecoderLayer.use_sequence_parallel_moe = False
+
+
+def hybrid_without_states() -> None:
+    """vLLM aligns the pages of a hybrid model to blocks of 128, and its CPU attention takes 16.
+
+    Every layer of these models is MLA here, so there is no state to align with.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    CpuPlatform.update_block_size_for_backend = classmethod(lambda cls, vllm_config: None)
+
+
+def several_tokens_per_decode() -> None:
+    """A decode kernel that takes several tokens of a request, as most backends for GPUs have.
+
+    vLLM's for the CPU takes one, so drafts could not be verified, nor a prompt continue what is
+    in the cache: prefix caching and chunked prefill are switched off there. Each token becomes a
+    row of its own, which sees the cache up to itself. Prompts go through it too, as with
+    FLASH_ATTN_MLA, whose threshold of 512 tokens is taken.
+    """
+    from vllm.model_executor.layers.attention.mla_attention import (
+        MLACommonMetadataBuilder,
+        QueryLenSupport,
+    )
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
+
+    class Builder(MLACommonMetadataBuilder):
+        query_len_support = QueryLenSupport.VARLEN
+        reorder_batch_threshold = 512
+
+    def forward_mqa(self: Any, q: Any, cache: Any, metadata: Any, layer: Any) -> Any:
+        decode, starts = metadata.decode, metadata.query_start_loc[: metadata.num_decodes + 1]
+        counts = (starts[1:] - starts[:-1]).long()
+        request = torch.repeat_interleave(torch.arange(len(counts)), counts)
+        behind = starts[1:].long()[request] - 1 - torch.arange(len(request))
+        rows = type("Rows", (), {})()
+        rows.block_table = decode.block_table[request]
+        rows.seq_lens = decode.seq_lens[request] - behind.to(decode.seq_lens.dtype)
+        one_each = type("Metadata", (), {"decode": rows})()
+        return one_token(self, q, cache, one_each, layer)
+
+    one_token = CPUMLAImpl.forward_mqa
+    CPUMLAImpl.forward_mqa = forward_mqa
+    CPUMLABackend.get_builder_cls = staticmethod(lambda: Builder)
+    check = CpuPlatform.check_and_update_config
+
+    def keep_scheduling(cls: Any, vllm_config: Any) -> None:
+        scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
+        asked = scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens
+        prefixes = cache.enable_prefix_caching
+        check(vllm_config)
+        scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens = asked
+        cache.enable_prefix_caching = prefixes
+
+    CpuPlatform.check_and_update_config = classmethod(keep_scheduling)

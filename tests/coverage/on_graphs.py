@@ -1,0 +1,119 @@
+"""What features of a GPU build leave of a graph, and what the passes make of that.
+
+vLLM's own passes where a CPU build has them, else an edit that leaves what they leave.
+"""
+
+from __future__ import annotations
+
+import operator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tests.passes import edits
+from tests.passes.fake_engine import BATCHES, assert_same, fuse, plain_kernels, run
+from tests.passes.graphs import ROPES, Spec, build, copy, printed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import fx
+
+
+@dataclass(frozen=True)
+class OnGraphs:
+    """A feature, on traced graphs of several spellings.
+
+    `edit` changes a graph as that pass does; `reason` is the code for which the layer must decline.
+    """
+
+    name: str
+    specs: tuple[Spec, ...]
+    edit: Callable[[fx.GraphModule], None]
+    reason: str = ""
+
+    def outcome(self) -> dict[str, Any]:
+        """Layers, fused and declined of all graphs, and whether their outputs stayed equal.
+
+        Raises:
+            AssertionError: they did not.
+        """
+        out: dict[str, Any] = {"layers": 0, "fused": 0, "declined": {}, "equal": True}
+        for spec in self.specs:
+            before = build(spec)
+            self.edit(before)
+            after = copy(before)
+            record = fuse(after, spec)
+            out["layers"] += record.layers
+            out["fused"] += record.fused
+            for decline in record.declined.values():
+                out["declined"][decline.code] = out["declined"].get(decline.code, 0) + 1
+            if self.reason:
+                out["equal"] &= printed(after) == printed(before)
+                continue
+            out["equal"] &= _same_outputs(before, after, spec)
+        return out
+
+
+def _same_outputs(before: fx.GraphModule, after: fx.GraphModule, spec: Spec) -> bool:
+    with pytest.MonkeyPatch.context() as patch, contextmanager(plain_kernels)(patch):
+        for name in ("mixed", "decode"):
+            batch = BATCHES[name]
+            results = run(before, spec, batch), run(after, spec, batch)
+            assert_same(*results, batch, tolerance=1e-5)
+    return True
+
+
+def _quantized_output(module: fx.GraphModule) -> None:
+    scale = edits.node_named(module, "k_scale")
+    edits.set_argument(edits.attention(module), output_scale=scale)
+
+
+def _vllms_rope_passes(module: fx.GraphModule) -> None:
+    """The two passes that vLLM runs before RopeKVCacheFusionPass, which has no pattern for MLA."""
+    from vllm.compilation.passes.utility.scatter_split_replace import ScatterSplitReplacementPass
+    from vllm.compilation.passes.utility.split_coalescing import SplitCoalescingPass
+    from vllm.config import VllmConfig
+
+    config = VllmConfig()
+    for made in (SplitCoalescingPass(config), ScatterSplitReplacementPass(config)):
+        made(module.graph)
+    module.graph.lint()
+
+
+def _dual_norm(module: fx.GraphModule) -> None:
+    """One op normalizes the query's and the key's latent: kv_c is an output of it."""
+    call = edits.attention(module)
+    kv_c = call.kwargs["kv_c_normed"]
+    both = torch.ops.mla_fusion_tests.both.default
+    with module.graph.inserting_after(kv_c):
+        pair = module.graph.call_function(both, (kv_c, kv_c))
+    value = kv_c.meta["val"]
+    pair.meta["val"] = (value, value)
+    with module.graph.inserting_after(pair):
+        first = module.graph.call_function(operator.getitem, (pair, 0))
+    first.meta["val"] = value
+    kv_c.replace_all_uses_with(first, delete_user_cb=lambda user: user is not pair)
+    module.graph.lint()
+
+
+def _declare_ops() -> torch.library.Library:
+    """A stand-in for AITER's op, which normalizes two tensors at once."""
+    library = torch.library.Library("mla_fusion_tests", "FRAGMENT")
+    library.define("both(Tensor a, Tensor b) -> (Tensor, Tensor)")
+    library.impl("both", lambda a, b: (a.clone(), b.clone()), "CompositeExplicitAutograd")
+    return library
+
+
+_library = _declare_ops()
+
+
+_LORA = tuple(Spec(rope, q_lora=True) for rope in ROPES)
+ON_GRAPHS = (
+    OnGraphs("attention and quantization fused", _LORA, _quantized_output, "quantized-output"),
+    OnGraphs("dual RMSNorm fused", _LORA, _dual_norm),
+    OnGraphs("fuse_rope_kvcache", _LORA, _vllms_rope_passes),
+)

@@ -1,0 +1,176 @@
+"""The tables of docs/coverage.md from the stored results.
+
+A table stands between `<!-- table NAME -->` and `<!-- end -->`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from tests.coverage import unreachable
+from tests.coverage.neighbours import NEIGHBOURS, Neighbour
+from tests.coverage.spellings import SPELLINGS, VARIANTS, source
+
+RESULTS = Path(__file__).with_name("results")
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "coverage.md"
+NEW, OLD, SOURCES = "0.32.0", "0.29.0", "0.26.0"
+TRANSFORMERS = "transformers.base:Base"
+_MODELS = "vllm.model_executor.models."
+_NO_SEQUENCE_PARALLELISM = f"vLLM {NEW} has no such pass (`enable_sp` is gone); not run before it"
+
+
+def stored(name: str) -> dict[str, Any]:
+    """The results kept under a name, if any."""
+    path = RESULTS / f"{name}.json"
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return found
+
+
+def text(page: str) -> str:
+    """The page with its tables as the results have them."""
+    tables = {
+        "models": models_table,
+        "unreachable": unreachable_table,
+        "spellings": spellings_table,
+        "neighbours": neighbours_table,
+    }
+    for name, table in tables.items():
+        made = f"<!-- table {name} -->\n{table()}\n<!-- end -->"
+        place = rf"<!-- table {name} -->.*?<!-- end -->"
+        page, found = re.subn(place, lambda _, made=made: made, page, flags=re.S)
+        if found != 1:
+            raise SystemExit(f"{PAGE.name} has {found} places for the table {name!r}, not one")
+    return page
+
+
+def _rows(header: str, rows: list[list[str]]) -> str:
+    names = header.split("|")
+    lines = [names, ["---"] * len(names), *rows]
+    assert all(len(row) == len(names) and all(cell.strip() for cell in row) for row in rows)
+    return "\n".join("| " + " | ".join(cell.strip() for cell in line) + " |" for line in lines)
+
+
+def compiled(version: str) -> dict[str, list[str]]:
+    """Compiled class -> the architectures that reach it, less those of `unreachable`."""
+    out: dict[str, list[str]] = {}
+    for architecture, classes in stored(version)["architectures"].items():
+        for name in classes:
+            if architecture not in unreachable.OF_ARCHITECTURE:
+                out.setdefault(name, []).append(architecture)
+    return out
+
+
+def shown(version: str) -> dict[str, tuple[list[str], dict[str, Any]]]:
+    """Compiled class -> (engines that had it, its counts in all of them together)."""
+    out: dict[str, tuple[list[str], dict[str, Any]]] = {}
+    for engine, result in stored(version)["engines"].items():
+        for name, counts in result.get("classes", {}).items():
+            if name.startswith("transformers."):
+                name = _MODELS + TRANSFORMERS
+            empty: dict[str, Any] = {"layers": 0, "fused": 0, "declined": {}}
+            engines, total = out.setdefault(name.removeprefix(_MODELS), ([], empty))
+            engines.append(engine)
+            total["layers"] += counts["layers"]
+            total["fused"] += counts["fused"]
+            for code, layers in counts["declined"].items():
+                total["declined"][code] = total["declined"].get(code, 0) + layers
+    return out
+
+
+def models_table() -> str:
+    """One row per compiled class."""
+    rows = []
+    new, old = shown(NEW), shown(OLD)
+    for name, architectures in sorted(compiled(NEW).items()):
+        engines, counts = new[name]
+        before = "not compiled there" if name not in compiled(OLD) else _counts(*old[name])
+        reach = "any, with `model_impl=transformers`" if name == TRANSFORMERS else ""
+        rows.append(
+            [
+                f"`{name.replace(':', '.')}`",
+                reach or ", ".join(f"`{a}`" for a in architectures),
+                ", ".join(engines),
+                _counts(engines, counts),
+                before,
+                "yes" if name in compiled(SOURCES) else "no",
+            ]
+        )
+    header = f"class|architectures|engines|vLLM {NEW}: layers, fused, declined, reason"
+    return _rows(f"{header}|vLLM {OLD}: the same|in the sources of {SOURCES}", rows)
+
+
+def _counts(engines: list[str], counts: dict[str, Any]) -> str:
+    declined = counts["declined"]
+    reason = ", ".join(f"`{code}`" for code in declined) or "none"
+    return f"{counts['layers']}, {counts['fused']}, {sum(declined.values())}, {reason}"
+
+
+def unreachable_table() -> str:
+    """One row per architecture of `unreachable`."""
+    rows = []
+    for name, (code, words) in unreachable.OF_ARCHITECTURE.items():
+        there = []
+        for version in (OLD, SOURCES):
+            classes = stored(version)["architectures"].get(name)
+            there.append("no" if classes is None else "yes, compiled" if classes else "yes")
+        rows.append([f"`{name}`", f"`{code}`", words, *there])
+    return _rows(f"architecture|reason|which|in {OLD}|in the sources of {SOURCES}", rows)
+
+
+def spellings_table() -> str:
+    """One row per spelling, one column per variant."""
+    outcomes = stored("spellings")
+    rows = [
+        [name, source(name), *(outcomes[name][str(variant)] for variant in VARIANTS)]
+        for name in SPELLINGS
+    ]
+    return _rows("|".join(["spelling", "graph", *map(str, VARIANTS)]), rows)
+
+
+def neighbours_table() -> str:
+    """One row per neighbour."""
+    rows = [neighbour_row(n, stored("neighbours")) for n in NEIGHBOURS]
+    for name, outcome in stored("graphs").items():
+        declined = [f"{layers}, `{code}`" for code, layers in outcome["declined"].items()]
+        counts = [str(outcome["layers"]), str(outcome["fused"]), ", ".join(declined) or "0, none"]
+        same = "graph unchanged" if declined else "outputs of the graphs equal"
+        rows.append([name, *counts, same if outcome["equal"] else "DIFFERENT"])
+    rows.append(["sequence parallelism", "none", "none", "none", _NO_SEQUENCE_PARALLELISM])
+    header = "neighbour|layers|fused|declined, reason|tokens with the flag off and on"
+    return _rows(header, rows)
+
+
+def _switched_off(result: dict[str, Any]) -> str:
+    """The code for which the flag was switched off, if it was."""
+    found = re.search(r"\[([a-z-]+)\]", "".join(result["warnings"]))
+    return found[1] if found else ""
+
+
+def neighbour_row(neighbour: Neighbour, results: dict[str, Any]) -> list[str]:
+    """What the engines of one neighbour showed."""
+    on = results.get(f"{neighbour.name} (on)")
+    if on is None:
+        return [neighbour.name, *["not run"] * 4]
+    if "error" in on and neighbour.refused in on["error"] and neighbour.refused:
+        return [neighbour.name, *["none"] * 3, f"vLLM refuses it on a CPU: {neighbour.refused}"]
+    if neighbour.reason:
+        declined = _switched_off(on) == neighbour.reason
+        reason = f"all, `{neighbour.reason}`" if declined else "NOT DECLINED"
+        return [neighbour.name, "all", "0", reason, "nothing is changed"]
+    off = results[f"{neighbour.name} (off)"]
+    errors = [result["error"] for result in (off, on) if "error" in result]
+    if errors:
+        return [neighbour.name, "none", "none", "none", f"FAILED: {errors[0]}"]
+    reports = on["reports"]
+    codes = sorted({code for made in reports for code in made["declined"]})
+    counts = [" + ".join(str(made[key]) for made in reports) or "0" for key in ("layers", "fused")]
+    declined = sum(sum(made["declined"].values()) for made in reports)
+    reason = ", ".join([str(declined), *(f"`{code}`" for code in codes)]) if codes else "0, none"
+    if _switched_off(on):
+        counts, reason = ["all", "0"], f"all, `{_switched_off(on)}`"
+    count = sum(map(len, on["tokens"]))
+    same = f"equal ({count})" if count and on["tokens"] == off["tokens"] else "DIFFERENT"
+    return [neighbour.name, *counts, reason, same]

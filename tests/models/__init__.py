@@ -1,0 +1,77 @@
+"""Small model configurations for tests, as config.json would hold them.
+
+configs.json has one entry for each family of MLA models in vLLM; `_common` holds what all share.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+_TABLE: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("configs.json").read_text())
+NAMES = tuple(name for name in _TABLE if not name.startswith("_"))
+# Types whose configuration class is shipped with the checkpoints and in no package.
+_REMOTE_TYPES = ("bailing_hybrid", "pangu_ultra_moe", "sarvam_mla")
+
+
+def config_of(name: str, **changes: Any) -> dict[str, Any]:
+    """The config.json of one of `NAMES`, with `changes`."""
+    return {**_TABLE["_common"], **_TABLE[name], **changes}
+
+
+def write(folder: Path, config: dict[str, Any]) -> str:
+    """Write config.json into `folder`, which is made, and return the folder as vLLM takes it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    return str(folder)
+
+
+def register_configs() -> None:
+    """Let transformers read the types whose configuration class would be remote code."""
+    from transformers import AutoConfig, PretrainedConfig
+
+    for name in _REMOTE_TYPES:
+        made = type(name, (PretrainedConfig,), {"model_type": name})
+        AutoConfig.register(name, made, exist_ok=True)
+
+
+DEEPSEEK_V2 = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "n_shared_experts": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "vocab_size": 1024,
+    "max_position_embeddings": 4096,
+    "torch_dtype": "bfloat16",
+    "hidden_act": "silu",
+}
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 1024,
+    "max_position_embeddings": 4096,
+    "torch_dtype": "bfloat16",
+    "hidden_act": "silu",
+}

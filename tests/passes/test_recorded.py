@@ -1,0 +1,63 @@
+"""Graphs recorded from real engines on a GPU, and the format they are kept in."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mla_fusion import ops
+from tests.passes import recorded
+from tests.passes.fake_engine import Engine, fuse
+from tests.passes.graphs import ROPES, Spec, build, find, printed
+
+FILES = sorted(recorded.FOLDER.glob("*.json.gz"))
+
+
+def reloaded(spec: Spec):
+    return recorded.load(json.loads(json.dumps(recorded.dump(build(spec).graph))))
+
+
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("layer_name", ["input", "constant"])
+def test_a_graph_survives_the_format(rope: str, layer_name: str) -> None:
+    spec = Spec(rope, layers=2, q_lora=True, layer_name=layer_name)
+    module, again = build(spec), reloaded(spec)
+    assert printed(again) == printed(module)
+    first, second = fuse(module, spec), fuse(again, spec)
+    assert (second.fused, second.declined) == (first.fused, first.declined) == (2, {})
+    assert second.census == first.census
+    assert second.variants == first.variants
+    assert printed(again) == printed(module)
+
+
+def test_what_cannot_be_kept_is_an_error() -> None:
+    module = build(Spec())
+    find(module, "vllm::unified_mla_kv_cache_update").meta["val"] = object()
+    with pytest.raises(TypeError, match="cannot record a value"):
+        recorded.dump(module.graph)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name.removesuffix(".json.gz"))
+def test_recorded_graph_fuses(path) -> None:
+    module, origin = recorded.read(path)
+    assert origin["command"].endswith(f"one {path.name.removesuffix('.json.gz')}")
+    engine = Engine(Spec())
+    [(_, facts)] = engine.facts().items()
+    record = fuse(module, Spec(), facts=_Every(facts))
+    assert record.layers >= 1
+    assert (record.fused, record.declined) == (record.layers, {})
+    module.graph.lint()
+    fused = find(module, f"{ops.NAMESPACE}::{ops.FUSED}")
+    assert fused.kwargs["rope"]
+
+
+class _Every(dict):
+    """The same facts for every layer name."""
+
+    def __init__(self, facts) -> None:
+        super().__init__(any=facts)
+        self.facts = facts
+
+    def get(self, name, default=None):
+        return self.facts
