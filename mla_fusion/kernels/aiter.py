@@ -16,6 +16,7 @@ at all (type of slots, positions, cosines and scales, density of the cosines and
 
 from __future__ import annotations
 
+import importlib
 import sys
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
@@ -35,7 +36,7 @@ class PackedWeight:
     """W_UK as vLLM keeps it for AITER's Triton products.
 
     kind: "fp4" (weight [H, L, P / 2], a scale for each group of 32) or "fp8" (weight [H, L, P],
-    one scale for each head).
+    one scale for all of it).
     """
 
     kind: str
@@ -108,7 +109,7 @@ def fused_mla_decode_prep(
         return q_out
     nope = q.shape[-1] - rope
     getattr(aiter, _OP)(
-        _absorb(q[..., :nope], w_uk_t),
+        _absorb(q[..., :nope], w_uk_t, None if kv_cache.dtype == q.dtype else q_scale),
         q[..., nope:],
         kv_c,
         k_pe,
@@ -186,25 +187,34 @@ def _device_fp32(x: Any, like: torch.Tensor) -> bool:
     )
 
 
-def _absorb(q_nope: torch.Tensor, w_uk_t: torch.Tensor | PackedWeight) -> torch.Tensor:
-    """The absorbed query [T, H, L], dense, by the product that fits the weight's form."""
+def _absorb(
+    q_nope: torch.Tensor, w_uk_t: torch.Tensor | PackedWeight, y_scale: torch.Tensor | None
+) -> torch.Tensor:
+    """The absorbed query [T, H, L], dense, by the product that fits the weight's form.
+
+    The arguments of the packed products are those of vLLM's own calls: with an fp8 cache the fp4
+    product gets the scale of the query as `y_scale`.
+    """
     if isinstance(w_uk_t, torch.Tensor):
         return reference.absorb(q_nope, w_uk_t)
-    heads_first = q_nope.transpose(0, 1)
+    name, arguments = _PRODUCTS[w_uk_t.kind]
+    product = getattr(importlib.import_module(f"aiter.ops.triton.{name}"), name)
     if w_uk_t.kind == "fp4":
-        from aiter.ops.triton.batched_gemm_a16wfp4 import batched_gemm_a16wfp4
-
-        out = batched_gemm_a16wfp4(
-            heads_first, w_uk_t.weight, w_uk_t.scale, transpose_bm=True, prequant=True
-        )
-    else:
-        from aiter.ops.triton import (
-            batched_gemm_a8w8_a_per_token_group_prequant_w_per_batched_tensor_quant as fp8,
-        )
-
-        product: Any = getattr(fp8, fp8.__name__.rpartition(".")[2])
-        out = product(heads_first, w_uk_t.weight, w_uk_t.scale, group_size=128, transpose_bm=True)
+        arguments = {**arguments, "y_scale": y_scale}
+    out = product(
+        q_nope.transpose(0, 1), w_uk_t.weight, w_uk_t.scale, transpose_bm=True, **arguments
+    )
     return out.contiguous()
+
+
+# kind of a packed weight -> AITER's product, in the module of the same name, and its arguments
+_PRODUCTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fp4": ("batched_gemm_a16wfp4", {"prequant": True}),
+    "fp8": (
+        "batched_gemm_a8w8_a_per_token_group_prequant_w_per_batched_tensor_quant",
+        {"group_size": 128},
+    ),
+}
 
 
 # (address, width, type, device) of a table -> (the table, kept alive so that the address stays its
