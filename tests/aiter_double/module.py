@@ -6,6 +6,7 @@ import importlib.machinery
 import inspect
 import sys
 import types
+from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,14 @@ class Double:
     def calls(self, name: str) -> list[dict[str, Any]]:
         """The arguments, by name, of every call of one op."""
         return [arguments for op, arguments in self._calls if op == name]
+
+    def counts(self) -> dict[str, int]:
+        """How often each op was called."""
+        return dict(Counter(op for op, _ in self._calls))
+
+    def forget(self) -> None:
+        """Drop what was called so far."""
+        self._calls.clear()
 
     def _op(self, name: str, signature: str, body: Callable[..., Any], compiled: bool) -> Any:
         """A function with the published signature; a compiled op hides it, as AITER's do."""
@@ -101,6 +110,8 @@ class Double:
         ):
             op = self._op(name, signature, body, False)
             self._module(f"aiter.ops.triton.{name}", **{name: op})
+        quantize = self._op("dynamic_mxfp4_quant", "x", products.quantize, False)
+        self._module("aiter.ops.triton.quant", dynamic_mxfp4_quant=quantize)
         self._module("aiter.ops.triton.gluon")
         gluon = (
             "q_nope, q_pe, kv_c, o, page_table, seq_info, sm_scale, k_pe=None, kv_pe_offset=512, "

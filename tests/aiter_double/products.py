@@ -42,6 +42,14 @@ def fp4(arch: Architecture, release: Release, a: dict[str, Any]) -> torch.Tensor
     return _returned(out, a["dtype"], a["y"], a["transpose_bm"])
 
 
+def quantize(
+    arch: Architecture, release: Release, a: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`dynamic_mxfp4_quant` of x [M, K]: packed values [M, K / 2] and scales [M, K / 32]."""
+    assume(a["x"].dim() == 2, "the values are a matrix")
+    return numbers.to_mxfp4(a["x"])
+
+
 def fp8(arch: Architecture, release: Release, a: dict[str, Any]) -> torch.Tensor:
     """X [B, M, K], quantized for each token and group, times fp8 weights [B, N, K], one scale."""
     x, w, scale = a["X"], a["WQ"], a["w_scale"]

@@ -9,10 +9,11 @@ vLLM's platform stays the CPU one: its model runner, worker, prefill attention a
     get_attn_backend_cls            MLA layers get vLLM's ROCM_AITER_MLA
     vllm._aiter_ops                 believes that AITER is supported, and registers its custom ops,
                                     which call the double
-    FP4 and FP8 products            on or off as asked; everything else of AITER stays off, as with
+    fp4 and fp8 products            on or off as asked; everything else of AITER stays off, as with
                                     VLLM_ROCM_USE_AITER=0 and the backend chosen by name
     concat_and_cache_mla            in plain torch: the CPU build has no such kernel
     _expand_page_indices_kernel     in plain torch: there is no Triton driver on a CPU
+    tqdm in mla_attention           the fp8 product is tried with 1 batch size at loading, not 1024
 
 The metadata builder, `forward_mqa` and `MLAAttention` are vLLM's own; what they call of AITER is
 the double.
@@ -29,11 +30,10 @@ import torch
 from tests.aiter_double import ARCHITECTURES
 
 
-def imitate(architecture: str, products: tuple[str, ...] = ()) -> None:
+def imitate(architecture: str) -> None:
     """Make this process's vLLM use ROCM_AITER_MLA of `architecture`; see the module's words.
 
-    The double of aiter must be installed and stay so. `products` names the packed forms of W_UK
-    that are switched on: "fp4", "fp8".
+    The double of aiter must be installed and stay so.
     """
     # First: with a module amdsmi at hand vLLM would take this machine for one with an AMD GPU.
     from vllm.platforms import current_platform
@@ -51,15 +51,30 @@ def imitate(architecture: str, products: tuple[str, ...] = ()) -> None:
 
     aiter_ops.is_aiter_found_and_supported = lambda: True
     aiter_ops.rocm_aiter_ops.register_ops_once()
-    for form in ("fp4", "fp8"):
-        on = form in products
-        setattr(aiter_ops.rocm_aiter_ops, f"is_{form}bmm_enabled", lambda on=on: on)
+    switch_products("")
 
     import vllm._custom_ops as custom_ops
+    from vllm.model_executor.layers.attention import mla_attention
     from vllm.v1.attention.backends.mla import rocm_aiter_mla
 
+    mla_attention.tqdm = lambda sizes, **kwargs: sizes[:1]
     custom_ops.concat_and_cache_mla = _concat_and_cache_mla
     rocm_aiter_mla._expand_page_indices_kernel = _ExpandPageIndices()
+
+
+def switch_products(on: str) -> None:
+    """Which packed forms of W_UK layers made from now on may use: "", "fp8", "fp4+fp8"."""
+    from vllm._aiter_ops import rocm_aiter_ops
+
+    for form in ("fp4", "fp8"):
+        setattr(rocm_aiter_ops, f"is_{form}bmm_enabled", lambda on=form in on: on)
+
+
+def fp8_of_vllm() -> torch.dtype:
+    """The fp8 type of vLLM's platform as it is now."""
+    from vllm.platforms import current_platform
+
+    return current_platform.fp8_dtype()
 
 
 def _name_the_gpu(architecture: str) -> None:
@@ -99,9 +114,7 @@ def _concat_and_cache_mla(
     live = slot_mapping >= 0
     rows = torch.cat((kv_c, k_pe), dim=-1)[: slot_mapping.shape[0]][live]
     if kv_cache_dtype.startswith("fp8"):
-        from vllm.platforms import current_platform
-
-        fp8 = current_platform.fp8_dtype()
+        fp8 = fp8_of_vllm()
         limit = torch.finfo(fp8).max
         kv_cache = kv_cache.view(fp8)
         rows = (rows.float() / scale).clamp(-limit, limit).to(fp8)
