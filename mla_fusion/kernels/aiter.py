@@ -1,8 +1,8 @@
 """The ROCm provider: AITER's `fused_qk_rope_concat_and_cache_mla` behind the absorb product.
 
 AITER's kernel takes an already absorbed query, so the region is two launches here and a memset.
-The contract is that of AITER's sources from v0.1.8 to v0.1.20; it is tested against a stand-in for
-the module and has not been run on AMD hardware.
+The contract is that of AITER's sources from v0.1.8 to v0.1.20 (docs/aiter.md); it is tested against
+a double of the module and has not been run on AMD hardware.
 
 From v0.1.14 on a failed check of AITER aborts the process, and several assumptions are not checked
 at all (type of slots, positions, cosines and scales, density of the cosines and of q_out). So
