@@ -33,11 +33,14 @@ NAME = "model.layers.0.attn"
 class Backend:
     """One MLA layer of vLLM with its metadata builder and a filled cache."""
 
-    def __init__(self, heads: int, cache: str, drafts: int, products: str, folder: str) -> None:
-        from vllm.config import set_current_vllm_config
+    def __init__(
+        self, heads: int, cache: str, products: str, drafts: int, full_graphs: bool, folder: str
+    ) -> None:
+        from vllm.config import CUDAGraphMode, set_current_vllm_config
         from vllm.engine.arg_utils import EngineArgs
         from vllm.model_executor.layers.attention import MLAAttention
         from vllm.model_executor.layers.linear import ColumnParallelLinear
+        from vllm.utils.torch_utils import set_default_torch_dtype
 
         from mla_fusion import tiny_models
 
@@ -56,8 +59,8 @@ class Backend:
             speculative_config=speculative if drafts else None,
         ).create_engine_config()
         imitation.switch_products(products)
-        with set_current_vllm_config(self.config), _default_type(torch.bfloat16):
-            _one_process()
+        with set_current_vllm_config(self.config), set_default_torch_dtype(torch.bfloat16):
+            _one_process(folder)
             projection = ColumnParallelLinear(LATENT, heads * (NOPE + VALUE), bias=False)
             self.layer = MLAAttention(
                 heads, (NOPE + ROPE) ** -0.5, NOPE, ROPE, VALUE, None, LATENT, projection,
@@ -73,6 +76,8 @@ class Backend:
         spec = self.layer.get_kv_cache_spec(self.config)
         backend = self.layer.attn_backend
         assert backend.get_name() == "ROCM_AITER_MLA"
+        if full_graphs:  # the builder then copies into buffers of fixed addresses
+            self.config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
         with set_current_vllm_config(self.config):
             self.builder = backend.get_builder_cls()(spec, [NAME], self.config, torch.device("cpu"))
         entries = torch.randn((BLOCKS, BLOCK, LATENT + ROPE), generator=generator)
@@ -99,26 +104,12 @@ class Backend:
         )  # fmt: skip
 
 
-class _default_type:
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    def __enter__(self) -> None:
-        self.before = torch.get_default_dtype()
-        torch.set_default_dtype(self.dtype)
-
-    def __exit__(self, *error: object) -> None:
-        torch.set_default_dtype(self.before)
-
-
-def _one_process() -> None:
+def _one_process(folder: str) -> None:
     from vllm.distributed import parallel_state
 
     if not parallel_state.model_parallel_is_initialized():
-        with tempfile.NamedTemporaryFile(delete=False) as file:
-            parallel_state.init_distributed_environment(
-                1, 0, f"file://{file.name}", 0, backend="gloo"
-            )
+        meeting = f"file://{folder}/processes"
+        parallel_state.init_distributed_environment(1, 0, meeting, 0, backend="gloo")
         parallel_state.initialize_model_parallel(1, 1)
 
 
@@ -261,7 +252,8 @@ def main(job: dict[str, Any]) -> None:
         next(kernels)
         backends: dict[Any, Backend] = {}
         for case in (Case(*c) for c in job["cases"]):
-            key = (case.heads, case.cache, BATCHES[case.batch].drafts, case.products)
+            batch = BATCHES[case.batch]
+            key = (case.heads, case.cache, case.products, batch.drafts, batch.dummies > 0)
             if key not in backends:
                 backends[key] = Backend(*key, folder)
             try:
