@@ -31,7 +31,11 @@ def run(arch: Architecture, release: Release, a: dict[str, Any]) -> None:
     for name in ("k_pe", "kv_c"):
         check(release, a[name].stride(-1) == 1, f"{name} has a dense last dimension")
         if a[name].dim() == 3:
-            dense = a[name].shape[1] == 1 and a[name].stride(1) == a[name].shape[2]
+            if a[name].shape[1] > 1:
+                raise NotImplementedError(
+                    "several key heads: the prefill kernels are no part of it"
+                )
+            dense = a[name].stride(1) == a[name].shape[2]
             check(release, dense, f"3-D {name} is [T, 1, n] with stride(1) == n")
             a[name] = a[name].squeeze(1)
     picked = _validate(arch, release, a)
