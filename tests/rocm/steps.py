@@ -240,7 +240,7 @@ def main(job: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     results = []
     with (
-        aiter_double.installed(job["architecture"], job.get("release", "v0.1.20")) as double,
+        aiter_double.installed(job["architecture"]) as double,
         tempfile.TemporaryDirectory() as folder,
     ):
         imitation.imitate(job["architecture"])
