@@ -1,8 +1,8 @@
 """The ROCm provider: AITER's `fused_qk_rope_concat_and_cache_mla` behind the absorb product.
 
 AITER's kernel takes an already absorbed query, so the region is two launches here and a memset.
-The contract is that of AITER's sources from v0.1.8 to v0.1.20; it is tested against a stand-in for
-the module and has not been run on AMD hardware.
+The contract is that of AITER's sources from v0.1.8 to v0.1.20 (docs/aiter.md); it is tested against
+a double of the module and has not been run on AMD hardware.
 
 From v0.1.14 on a failed check of AITER aborts the process, and several assumptions are not checked
 at all (type of slots, positions, cosines and scales, density of the cosines and of q_out). So
@@ -16,7 +16,10 @@ at all (type of slots, positions, cosines and scales, density of the cosines and
 
 from __future__ import annotations
 
+import importlib
+import sys
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from typing import Any
 
@@ -33,7 +36,7 @@ class PackedWeight:
     """W_UK as vLLM keeps it for AITER's Triton products.
 
     kind: "fp4" (weight [H, L, P / 2], a scale for each group of 32) or "fp8" (weight [H, L, P],
-    one scale for each head).
+    one scale for all of it).
     """
 
     kind: str
@@ -42,20 +45,33 @@ class PackedWeight:
 
 
 def require() -> None:
-    """Raise ProviderUnavailable unless AMD's AITER is here and has the op."""
-    if find_spec("aiter") is None:
+    """Raise ProviderUnavailable unless AMD's AITER is here, whole, and has the op."""
+    spec = find_spec("aiter")
+    if spec is None:
         raise ProviderUnavailable("the module aiter is missing: install ROCm's AITER")
-    if find_spec("aiter.jit") is None:
+    # find_spec("aiter.jit") would run the package, whoever wrote it.
+    folders = spec.submodule_search_locations
+    if "aiter.jit" not in sys.modules and not (
+        folders and PathFinder.find_spec("aiter.jit", list(folders))
+    ):
         raise ProviderUnavailable(
-            "the module aiter found here is not AMD's (another project on PyPI has the same "
-            "name): uninstall it and install ROCm's AITER"
+            f"the module aiter found at {spec.origin or folders} is not AMD's (another project on "
+            "PyPI has the same name): uninstall it and install ROCm's AITER"
         )
     try:
         import aiter
     except Exception as error:
-        raise ProviderUnavailable(f"importing aiter fails ({error}): reinstall AITER") from error
+        raise ProviderUnavailable(
+            f"importing aiter fails ({type(error).__name__}: {error}): reinstall AITER"
+        ) from error
     if not hasattr(aiter, _OP):
         raise ProviderUnavailable(f"this AITER has no {_OP}: install v0.1.8 or newer")
+    fp8 = getattr(getattr(aiter, "dtypes", None), "fp8", None)
+    if fp8 not in reference.FP8_DTYPES:
+        raise ProviderUnavailable(
+            f"AITER knows no fp8 type for this GPU (aiter.dtypes.fp8 is {fp8}): it takes gfx942 "
+            "and gfx950; if this is one of them, reinstall AITER"
+        )
 
 
 def fused_mla_decode_prep(
@@ -81,18 +97,19 @@ def fused_mla_decode_prep(
     import aiter
 
     rope = k_pe.shape[-1]
-    cos, sin = _tables(cos_sin_cache, q, rope)
     if cos_sin_cache is None:
         positions = torch.zeros_like(slot_mapping)
     validate(
-        q, kv_c, k_pe, kv_cache, slot_mapping, positions, k_scale, q_scale, q_out, aiter.dtypes.fp8
-    )
+        q, kv_c, k_pe, kv_cache, slot_mapping, positions, cos_sin_cache, k_scale, q_scale, q_out,
+        aiter.dtypes.fp8,
+    )  # fmt: skip
+    cos, sin = _tables(cos_sin_cache, q, rope)
     q_out.zero_()
     if q.shape[0] == 0:
         return q_out
     nope = q.shape[-1] - rope
     getattr(aiter, _OP)(
-        _absorb(q[..., :nope], w_uk_t),
+        _absorb(q[..., :nope], w_uk_t, None if kv_cache.dtype == q.dtype else q_scale),
         q[..., nope:],
         kv_c,
         k_pe,
@@ -117,6 +134,7 @@ def validate(
     kv_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
     positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor | None,
     k_scale: torch.Tensor,
     q_scale: torch.Tensor,
     q_out: torch.Tensor,
@@ -137,6 +155,7 @@ def validate(
         ("slot_mapping", _dense_int64(slot_mapping), "dense int64 [T]"),
         ("positions", _dense_int64(positions), "dense int64 [T]"),
         ("positions", positions.shape[0] >= tokens, f"{tokens} long or more"),
+        ("cos_sin_cache", cos_sin_cache is None or cos_sin_cache.shape[-1] == rope, f"{rope} wide"),
         ("k_scale and q_scale", _device_fp32(k_scale, q) and _device_fp32(q_scale, q),
          "fp32 on the device of q"),
         ("kv_cache", kv_cache.dim() == 3 and kv_cache.stride(-1) == 1, "[blocks, size, L + R]"),
@@ -159,34 +178,48 @@ def _dense_int64(x: torch.Tensor) -> bool:
     return x.dtype == torch.int64 and x.dim() == 1 and x.is_contiguous()
 
 
-def _device_fp32(x: torch.Tensor, like: torch.Tensor) -> bool:
-    return x.dtype == torch.float32 and x.numel() >= 1 and x.device == like.device
+def _device_fp32(x: Any, like: torch.Tensor) -> bool:
+    return (
+        isinstance(x, torch.Tensor)
+        and x.dtype == torch.float32
+        and x.numel() >= 1
+        and x.device == like.device
+    )
 
 
-def _absorb(q_nope: torch.Tensor, w_uk_t: torch.Tensor | PackedWeight) -> torch.Tensor:
-    """The absorbed query [T, H, L], dense, by the product that fits the weight's form."""
+def _absorb(
+    q_nope: torch.Tensor, w_uk_t: torch.Tensor | PackedWeight, y_scale: torch.Tensor | None
+) -> torch.Tensor:
+    """The absorbed query [T, H, L], dense, by the product that fits the weight's form.
+
+    The arguments of the packed products are those of vLLM's own calls: with an fp8 cache the fp4
+    product gets the scale of the query as `y_scale`.
+    """
     if isinstance(w_uk_t, torch.Tensor):
         return reference.absorb(q_nope, w_uk_t)
-    heads_first = q_nope.transpose(0, 1)
+    name, arguments = _PRODUCTS[w_uk_t.kind]
+    product = getattr(importlib.import_module(f"aiter.ops.triton.{name}"), name)
     if w_uk_t.kind == "fp4":
-        from aiter.ops.triton.batched_gemm_a16wfp4 import batched_gemm_a16wfp4
-
-        out = batched_gemm_a16wfp4(
-            heads_first, w_uk_t.weight, w_uk_t.scale, transpose_bm=True, prequant=True
-        )
-    else:
-        from aiter.ops.triton import (
-            batched_gemm_a8w8_a_per_token_group_prequant_w_per_batched_tensor_quant as fp8,
-        )
-
-        product: Any = getattr(fp8, fp8.__name__.rpartition(".")[2])
-        out = product(heads_first, w_uk_t.weight, w_uk_t.scale, group_size=128, transpose_bm=True)
+        arguments = {**arguments, "y_scale": y_scale}
+    out = product(
+        q_nope.transpose(0, 1), w_uk_t.weight, w_uk_t.scale, transpose_bm=True, **arguments
+    )
     return out.contiguous()
 
 
-# (address, type) of a table -> (the table, kept alive so that the address stays its own; its
-# dense halves).
-_halves: dict[tuple[int, torch.dtype], tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]] = {}
+# kind of a packed weight -> AITER's product, in the module of the same name, and its arguments
+_PRODUCTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fp4": ("batched_gemm_a16wfp4", {"prequant": True}),
+    "fp8": (
+        "batched_gemm_a8w8_a_per_token_group_prequant_w_per_batched_tensor_quant",
+        {"group_size": 128},
+    ),
+}
+
+
+# (address, width, type, device) of a table -> (the table, kept alive so that the address stays its
+# own; its dense halves). Without RoPE the address is 0.
+_halves: dict[Any, tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]] = {}
 
 
 def _tables(
@@ -194,7 +227,7 @@ def _tables(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines [max_position, R / 2], dense, in the type of q: split and cast once."""
     address = 0 if cos_sin_cache is None else cos_sin_cache.data_ptr()
-    key = (address, q.dtype)
+    key = (address, rope, q.dtype, q.device)
     if key not in _halves:
         refuse_during_capture("the cosines and the sines in the form AITER takes")
         if cos_sin_cache is None:

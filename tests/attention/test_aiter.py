@@ -130,6 +130,8 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         modules = {"aiter": stand_in.module, "aiter.mla": stand_in.mla}
         modules["aiter.jit"] = types.ModuleType("aiter.jit")
         stand_in.module.__path__ = []
+        fp8 = torch.float8_e4m3fnuz if arch == "gfx942" else torch.float8_e4m3fn
+        stand_in.module.dtypes = SimpleNamespace(fp8=fp8)
         for name, module in modules.items():
             module.__spec__ = importlib.machinery.ModuleSpec(name, None)
             monkeypatch.setitem(sys.modules, name, module)

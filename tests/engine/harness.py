@@ -5,9 +5,10 @@
 The engine always runs vLLM's piecewise backend with graph partition and a compile range for the
 decode bucket, the prerequisites of the flag, so that runs with and without the flag compare.
 Keys of the job: model (folder); plugin (register mla_fusion); flag; custom_pass (the pass object
-in vLLM's hook, without the plugin); attention (the option of that name); processes (engine core and
-worker in processes of their own, as vLLM serves; no graphs are recorded then); load_format;
-prompts; max_tokens.
+in vLLM's hook, without the plugin); attention and provider (the options of those names); processes
+(engine core and worker in processes of their own, as vLLM serves; no graphs are recorded then);
+load_format; prompts; max_tokens; bucket (the decode bucket, if not 4); engine (further arguments of
+vllm.LLM).
 """
 
 import json
@@ -92,14 +93,17 @@ def main(job):
         "backend": "inductor",
         "use_inductor_graph_partition": True,
         "compile_sizes": [],
-        "compile_ranges_endpoints": [BUCKET],
+        "compile_ranges_endpoints": [job.get("bucket", BUCKET)],
         "pass_config": {"fuse_rope_kvcache_cat_mla": False},
     }
     extra: dict[str, Any] = {}
     refreshes: list[tuple[int, int]] = []
     if job.get("flag"):
         compilation["pass_config"]["fuse_aiter_qk_rope_kvcache_mla"] = True
-        options = {"provider": "reference", "attention": job.get("attention", "auto")}
+        options = {
+            "provider": job.get("provider", "reference"),
+            "attention": job.get("attention", "auto"),
+        }
         extra["additional_config"] = {"mla_fusion": options}
         count_refreshes(refreshes)
     if job.get("custom_pass"):
@@ -121,13 +125,14 @@ def main(job):
         attention_backend="CPU_MLA",
         compilation_config=compilation,
         **extra,
+        **job.get("engine", {}),
     )
     sampling = vllm.SamplingParams(
         max_tokens=job.get("max_tokens", 8),
         temperature=0,
         ignore_eos=True,
         detokenize=False,
-        logprobs=1,
+        logprobs=2,
     )
     prompts = job.get("prompts", [[1, 2, 3], [7], list(range(9, 60)), [5, 6]])
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], sampling)
@@ -136,7 +141,14 @@ def main(job):
         [seen[token].logprob for seen, token in zip(c.logprobs, c.token_ids, strict=True)]
         for c in completions
     ]
+    # How far the second candidate of each step lies behind the first.
+    ranked = [
+        [sorted((x.logprob for x in seen.values()), reverse=True) for seen in c.logprobs]
+        for c in completions
+    ]
+    margins = [[best - second for best, second, *_ in steps] for steps in ranked]
     result = {
+        "margins": margins,
         "graphs": graphs,
         "tokens": [list(c.token_ids) for c in completions],
         "logprobs": chosen,

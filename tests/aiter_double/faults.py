@@ -1,0 +1,40 @@
+"""How AITER fails. Both are BaseException: no `except Exception` gets past them, as none gets past
+a process that is gone or a cache that is wrong."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from tests.aiter_double.versions import Release
+
+
+class Fault(BaseException):
+    """What the real AITER would have done to this call."""
+
+
+class Aborted(Fault):
+    """A failed check of the C++ side: std::abort() ends the process."""
+
+
+class SilentlyWrong(Fault):
+    """Nothing is checked; memory is misread, or results are wrong, or writes are lost."""
+
+
+def reject(release: Release, why: str) -> NoReturn:
+    """A failed check: before v0.1.14 a RuntimeError, from then on the end of the process."""
+    if release.aborts:
+        raise Aborted(why)
+    raise RuntimeError(why)
+
+
+def check(release: Release, ok: bool, why: str) -> None:
+    """A check that AITER makes."""
+    if not ok:
+        reject(release, why)
+
+
+def assume(ok: bool, why: str) -> None:
+    """A check that AITER does not make."""
+    if not ok:
+        raise SilentlyWrong(why)

@@ -1,0 +1,156 @@
+"""`fused_qk_rope_concat_and_cache_mla`: its checks, its silent assumptions, its kernels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tests.aiter_double import numbers
+from tests.aiter_double.faults import assume, check, reject
+
+if TYPE_CHECKING:
+    from tests.aiter_double.versions import Architecture, Release
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
+WIDE = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def kernel(tokens: int, heads: int, latent: int, rope: int, block: int, nope_first: bool) -> str:
+    """Which kernel the dispatch picks for 2-D kv_c and k_pe."""
+    if nope_first and latent <= 512 and block == 1 and rope == 64 and tokens < 256:
+        return "per_head"
+    if rope == 64 and latent == 512 and latent * heads >= 2048:
+        return "opt"
+    return "general"
+
+
+def run(arch: Architecture, release: Release, a: dict[str, Any]) -> None:
+    """The op with its arguments by name; writes kv_cache and q_out."""
+    check(release, a["k_pe"].dim() == a["kv_c"].dim(), "kv_c and k_pe have equal ranks")
+    for name in ("k_pe", "kv_c"):
+        check(release, a[name].stride(-1) == 1, f"{name} has a dense last dimension")
+        if a[name].dim() == 3:
+            if a[name].shape[1] > 1:
+                raise NotImplementedError(
+                    "several key heads: the prefill kernels are no part of it"
+                )
+            dense = a[name].stride(1) == a[name].shape[2]
+            check(release, dense, f"3-D {name} is [T, 1, n] with stride(1) == n")
+            a[name] = a[name].squeeze(1)
+    picked = _validate(arch, release, a)
+    _compute(arch, release, a, picked)
+
+
+def _validate(arch: Architecture, release: Release, a: dict[str, Any]) -> str:
+    q_nope, q_pe, kv_c, k_pe = a["q_nope"], a["q_pe"], a["kv_c"], a["k_pe"]
+    cache, q_out, slots = a["kv_cache"], a["q_out"], a["slot_mapping"]
+    tokens, heads, latent, rope = (slots.shape[0], *q_nope.shape[1:], k_pe.shape[-1])
+
+    check(release, q_pe.dim() == q_nope.dim() == 3, "q_nope and q_pe have equal ranks")
+    check(release, q_pe.shape[1] == heads, "q_nope and q_pe have equal heads")
+    check(release, kv_c.shape[-1] == latent, "q_nope is absorbed: as wide as kv_c")
+    check(release, q_out.shape[2] == latent + rope, "q_out is exactly latent + rope wide")
+    _check_types(arch, release, a)
+
+    assume(cache.shape[-1] == latent + rope, "the width of a cache entry is not checked")
+    assume(cache.stride(-1) == 1, "the values of a cache entry must be dense")
+    for name in ("q_nope", "q_pe", "k_pe"):
+        assume(a[name].dtype == kv_c.dtype, f"{name} is reinterpreted as the type of kv_c")
+    for name in ("q_nope", "q_pe", "q_out"):
+        assume(a[name].stride(-1) == 1, f"{name} must have a dense last dimension")
+    for name in ("q_nope", "q_pe", "kv_c", "k_pe", "q_out", "positions"):
+        assume(a[name].shape[0] >= tokens, f"{name} is read for each of {tokens} slots")
+    for name in ("slot_mapping", "positions"):
+        assume(a[name].dtype == torch.int64, f"{name} is reinterpreted as int64")
+        assume(a[name].is_contiguous(), f"{name} must be contiguous")
+    for name in ("cos_cache", "sin_cache"):
+        assume(a[name].dtype == kv_c.dtype, f"{name} is reinterpreted as the type of kv_c")
+        assume(a[name].is_contiguous(), f"{name} has no stride argument: rows must be dense")
+        assume(a[name].shape[-1] * 2 == rope, f"{name} must be half as wide as k_pe")
+    for name in ("k_scale", "q_scale"):
+        ok = isinstance(a[name], torch.Tensor)
+        check(release, ok, f"{name} must be a tensor, not a number of the host")
+        assume(a[name].device == kv_c.device, f"{name} is dereferenced on the device")
+        assume(a[name].dtype == torch.float32, f"{name} is reinterpreted as fp32")
+        assume(a[name].numel() >= 1, f"{name} is dereferenced")
+    assume(q_out.stride(1) <= latent + rope, "stores of high heads fall out of range and are lost")
+    outputs = {t.untyped_storage().data_ptr() for t in (cache, q_out)}
+    inputs = {t.untyped_storage().data_ptr() for t in (q_nope, q_pe, kv_c, k_pe)}
+    assume(not outputs & inputs, "outputs must not alias inputs")
+
+    picked = kernel(tokens, heads, latent, rope, cache.shape[1], a["is_nope_first"])
+    if a.get("compute_all_q_rope"):
+        check(release, picked != "general", "compute_all_q_rope needs the per_head or opt kernel")
+    if picked == "opt" and not release.strided_q_nope:
+        assume(q_nope.stride(1) == latent, "before v0.1.17 opt ignores the head stride of q_nope")
+    if picked == "per_head":
+        lanes = latent // (4 if latent <= 128 or kv_c.dtype == torch.float32 else 8)
+        assume(lanes >= 32, "per_head rotates with its first 32 threads, and there are fewer")
+    if picked == "general":
+        step = 4 if kv_c.dtype == torch.float32 else 8
+        assume(latent % step == 0, f"general handles {step} values of the latent at a time")
+        assume(tokens * q_pe.stride(0) < 2**31, "general computes offsets in 32 bits")
+    return picked
+
+
+def _check_types(arch: Architecture, release: Release, a: dict[str, Any]) -> None:
+    act, cache, q_out = a["kv_c"].dtype, a["kv_cache"].dtype, a["q_out"].dtype
+    check(release, act in WIDE, "kv_c is fp32, fp16 or bf16")
+    for dtype in (cache, q_out):
+        if dtype in FP8 and dtype != arch.fp8:
+            if release.strict_fp8:
+                raise AssertionError(f"Unsupported dtype: {dtype}")
+            assume(False, f"{dtype} is accepted and written as {arch.fp8}")
+    if cache in WIDE:
+        check(release, q_out not in FP8, "an fp8 query needs an fp8 cache")
+        assume(cache == act, "the kernel follows kv_c: a cache of another type is corrupted")
+    elif cache not in FP8:
+        reject(release, f"kv cache data type is not supported: {cache}")
+    assume(q_out in (act, arch.fp8), "q_out is written as the activation or as fp8")
+
+
+def _compute(arch: Architecture, release: Release, a: dict[str, Any], picked: str) -> None:
+    q_nope, q_pe, kv_c, k_pe = a["q_nope"], a["q_pe"], a["kv_c"], a["k_pe"]
+    cache, q_out, cos = a["kv_cache"], a["q_out"], a["cos_cache"]
+    q_inv, k_inv = 1.0 / a["q_scale"].flatten()[0], 1.0 / a["k_scale"].flatten()[0]
+    clamps = release.compute_all and picked != "general"
+    block = cache.shape[1]
+    for token, slot in enumerate(a["slot_mapping"].tolist()):
+        if slot < 0 and not a.get("compute_all_q_rope"):
+            continue  # the whole token returns: its row of q_out keeps what it held
+        at = int(a["positions"][token])
+        if clamps:
+            at = min(max(at, 0), cos.shape[0] - 1)
+        assume(0 <= at < cos.shape[0], "a position outside the table reads other memory")
+        c, s = cos[at], a["sin_cache"][at]
+        query = numbers.rotated(q_pe[token], c, s, a["is_neox"])
+        _store(q_out[token], q_nope[token], query, q_inv, a["is_nope_first"], False)
+        if slot >= 0:
+            assume(slot < cache.shape[0] * block, "a slot outside the cache writes other memory")
+            key = numbers.rotated(k_pe[token], c, s, a["is_neox"])
+            entry = cache[slot // block, slot % block]
+            cut = arch.truncates_key and picked == "opt"
+            _store(entry, kv_c[token], key, k_inv, a["is_nope_first"], cut)
+
+
+def _store(
+    out: torch.Tensor,
+    nope: torch.Tensor,
+    rope: torch.Tensor,
+    inverse: torch.Tensor,
+    nope_first: bool,
+    truncates: bool,
+) -> None:
+    """One row: the nope half is copied or clamped to fp8, the rope half is rounded once."""
+    if out.dtype in FP8:
+        halves = [
+            numbers.clamped_fp8(nope.float() * inverse, out.dtype),
+            numbers.bare_fp8(rope * inverse, out.dtype),
+        ]
+    else:
+        cut = truncates and out.dtype == torch.bfloat16
+        halves = [nope, numbers.truncated_bf16(rope) if cut else rope.to(out.dtype)]
+    if not nope_first:
+        halves.reverse()
+    out.copy_(torch.cat([h.to(out.dtype) for h in halves], dim=-1))

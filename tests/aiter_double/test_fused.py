@@ -1,0 +1,154 @@
+"""Every rule of AITER's fused op: the double enforces it, and the provider keeps it.
+
+No AMD hardware is involved. docs/aiter.md prints the table.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from mla_fusion.kernels import aiter as provider
+from mla_fusion.kernels import reference
+from tests import aiter_double
+from tests.aiter_double import ARCHITECTURES, RELEASES, Aborted, SilentlyWrong, calls
+from tests.aiter_double.module import FUSED
+from tests.aiter_double.rules import ABORTS, AVOIDED, RAISED, RULES, SILENT, Rule
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.aiter_double import Double
+
+ORDER = list(RELEASES)
+# Every release on one architecture, and the other architecture with the first and the last.
+COMBINATIONS = [("gfx942", name) for name in ORDER]
+COMBINATIONS += [("gfx950", ORDER[0]), ("gfx950", ORDER[-1])]
+
+
+@pytest.fixture(params=COMBINATIONS, ids="-".join)
+def double(request: pytest.FixtureRequest) -> Iterator[Double]:
+    provider._halves.clear()
+    with aiter_double.installed(*request.param) as double:
+        yield double
+
+
+def expected(rule: Rule, double: Double) -> type[BaseException]:
+    """What AITER does to a call that breaks a rule."""
+    release = double.release
+    if rule.name == "compute-all" and not release.compute_all:
+        return TypeError
+    if rule.fault == ABORTS:
+        return Aborted if release.aborts else RuntimeError
+    if rule.fault == SILENT:
+        return SilentlyWrong
+    return AssertionError if release.strict_fp8 else SilentlyWrong
+
+
+def holds(rule: Rule, double: Double) -> bool:
+    return not rule.before or ORDER.index(double.release.name) < _first(rule.before)
+
+
+def _first(release: str) -> int:
+    """Where a release, which the double need not have, stands among those it has."""
+    return 2 if release == "v0.1.17" else ORDER.index(release)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_the_double_enforces_the_rule(rule: Rule, double: Double) -> None:
+    given = calls.provider()
+    good = calls.fused(given)
+    both = {"arch_fp8": double.arch.fp8, "both": given["cos_sin_cache"], "q": given["q"]}
+    op = getattr(sys.modules["aiter"], FUSED)
+    bad = {**good, **rule.direct({**good, **both})}
+    if not holds(rule, double):
+        op(**bad)
+        return
+    with pytest.raises(BaseException) as caught:
+        op(**bad)
+    assert type(caught.value) is expected(rule, double), caught.value
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_the_provider_keeps_the_rule(rule: Rule, double: Double) -> None:
+    ours = calls.provider()
+    ours |= rule.hostile({**ours, "arch_fp8": double.arch.fp8})
+    if rule.library == RAISED:
+        with pytest.raises(ValueError, match="must be"):
+            provider.fused_mla_decode_prep(**ours, is_neox=False)
+        assert not double.calls(FUSED)
+        return
+    assert rule.library == AVOIDED
+    theirs = {**ours, "kv_cache": ours["kv_cache"].clone(), "q_out": ours["q_out"].clone()}
+    if theirs["cos_sin_cache"] is not None:
+        # AITER takes cosines in the activation type.
+        theirs["cos_sin_cache"] = theirs["cos_sin_cache"].bfloat16()
+    provider.fused_mla_decode_prep(**ours, is_neox=False)
+    reference.fused_mla_decode_prep(**theirs, is_neox=False)
+    assert len(double.calls(FUSED)) == 1
+    assert_same(double, ours, theirs)
+
+
+def assert_same(double: Double, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """Equal bytes; but gfx942 truncates the rotated key of a bf16 cache, so one unit there."""
+    assert torch.equal(ours["q_out"].view(torch.uint8), theirs["q_out"].view(torch.uint8))
+    a, b = ours["kv_cache"], theirs["kv_cache"]
+    truncates = double.arch.truncates_key and a.dtype == torch.bfloat16
+    rope = calls.L if truncates else a.shape[-1]
+    assert torch.equal(a[..., :rope].view(torch.uint8), b[..., :rope].view(torch.uint8))
+    if truncates:
+        units = a[..., rope:].contiguous().view(torch.int16).int()
+        assert (units - b[..., rope:].contiguous().view(torch.int16)).abs().max() <= 1
+
+
+@pytest.mark.parametrize("is_neox", [False, True])
+@pytest.mark.parametrize("cache, query", [("act", "act"), ("fp8", "act"), ("fp8", "fp8")])
+def test_equal_to_the_reference(double: Double, is_neox: bool, cache: str, query: str) -> None:
+    types = {"act": torch.bfloat16, "fp8": double.arch.fp8}
+    ours = calls.provider(types[cache], types[query])
+    theirs = calls.provider(types[cache], types[query])
+    theirs["cos_sin_cache"] = theirs["cos_sin_cache"].bfloat16()
+    provider.fused_mla_decode_prep(**ours, is_neox=is_neox)
+    reference.fused_mla_decode_prep(**theirs, is_neox=is_neox)
+    assert_same(double, ours, theirs)
+    assert ours["q_out"][2].float().abs().max() == 0  # the padded row
+
+
+def test_a_padded_row_is_left_alone_by_aiter_and_zeroed_by_the_provider(double: Double) -> None:
+    good = calls.fused(calls.provider())
+    getattr(sys.modules["aiter"], FUSED)(**good)
+    assert good["q_out"][2].eq(7).all()
+    ours = calls.provider()
+    ours["positions"][2] = 2**40  # nothing may read it
+    provider.fused_mla_decode_prep(**ours, is_neox=False)
+    assert ours["q_out"][2].eq(0).all()
+    untouched = calls.provider()["kv_cache"].flatten(0, 1)[41:]
+    assert torch.equal(ours["kv_cache"].flatten(0, 1)[41:], untouched)
+
+
+def test_tables_are_split_and_cast_once(double: Double) -> None:
+    given = calls.provider()
+    for _ in range(2):
+        provider.fused_mla_decode_prep(**given, is_neox=False)
+    first, second = (call["cos_cache"] for call in double.calls(FUSED))
+    assert first.data_ptr() == second.data_ptr()
+
+
+def test_tables_of_models_without_rope_fit_each_width(double: Double) -> None:
+    for rope in (calls.R, calls.R // 2):
+        given = {**calls.provider(), "cos_sin_cache": None}
+        given["q"] = given["q"][..., : calls.P + rope]
+        given["k_pe"] = given["k_pe"][:, :rope]
+        given["kv_cache"] = given["kv_cache"][..., : calls.L + rope].contiguous()
+        given["q_out"] = given["q_out"][..., : calls.L + rope].contiguous()
+        provider.fused_mla_decode_prep(**given, is_neox=True)
+    assert [call["cos_cache"].shape for call in double.calls(FUSED)] == [(1, 32), (1, 16)]
+    assert all(call["positions"].eq(0).all() for call in double.calls(FUSED))
+
+
+def test_a_fault_gets_past_every_handler_of_exceptions() -> None:
+    assert not issubclass(aiter_double.Fault, Exception)
+    assert set(ARCHITECTURES) == {"gfx942", "gfx950"}

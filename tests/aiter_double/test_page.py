@@ -1,0 +1,32 @@
+"""docs/aiter.md says what the rules say."""
+
+import re
+from pathlib import Path
+
+from tests.aiter_double import table
+from tests.aiter_double.rules import RULES
+
+HERE = Path(__file__).parent
+
+
+def test_the_tables_of_the_page_are_current():
+    page = table.PAGE.read_text()
+    assert page == table.filled(page), "run: python -m tests.aiter_double.table"
+
+
+def test_every_rule_is_in_the_page_once():
+    names = [rule.name for rule in RULES]
+    assert len(names) == len(set(names))
+    page = table.PAGE.read_text()
+    for name in names:
+        assert page.count(f"| `{name}` |") == 1, name
+
+
+def test_the_tests_that_the_page_names_exist():
+    tests = "".join(
+        path.read_text() for folder in (HERE, HERE.parent / "rocm") for path in folder.glob("*.py")
+    )
+    named = re.findall(r"`(test_\w+)`", table.PAGE.read_text())
+    assert named
+    for name in named:
+        assert f"def {name}(" in tests, name

@@ -1,0 +1,135 @@
+"""The provider with W_UK packed for AITER's Triton products, as vLLM 0.32 packs it on ROCm."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from mla_fusion.kernels import aiter as provider
+from mla_fusion.kernels import reference
+from mla_fusion.kernels.aiter import PackedWeight
+from tests import aiter_double
+from tests.aiter_double import SilentlyWrong, calls, numbers
+from tests.aiter_double.calls import L, P
+from tests.aiter_double.module import FP4_PRODUCT, FP8_PRODUCT, FUSED
+
+if TYPE_CHECKING:
+    from tests.aiter_double import Double
+
+
+def packed(kind: str, w_uk_t: torch.Tensor, fp8: torch.dtype) -> tuple[PackedWeight, torch.Tensor]:
+    """W_UK [H, P, L] packed as vLLM packs it, and what the packed weight says, [H, P, L] fp32."""
+    w = w_uk_t.transpose(1, 2)  # [H, L, P]
+    if kind == "fp8":
+        # One scale for all heads, without a dimension.
+        limit = torch.finfo(fp8).max
+        scale = w.float().abs().max() / limit
+        codes = (w.float() / scale).clamp(-limit, limit).to(fp8)
+        return PackedWeight(kind, codes, scale), (codes.float() * scale).transpose(1, 2)
+    # vLLM quantizes [L, H, P] and keeps a transposed view.
+    codes, scale = (x.transpose(0, 1) for x in numbers.to_mxfp4(w.transpose(0, 1)))
+    return PackedWeight(kind, codes, scale), numbers.from_mxfp4(codes, scale).transpose(1, 2)
+
+
+def rounded_query(kind: str, q_nope: torch.Tensor, fp8: torch.dtype) -> torch.Tensor:
+    """The query as the product sees it: quantized in groups."""
+    if kind == "fp8":
+        return numbers.grouped_fp8(q_nope, fp8, 128)
+    return numbers.from_mxfp4(*numbers.to_mxfp4(q_nope))
+
+
+def run(
+    double: Double, kind: str, cache: torch.dtype, query: torch.dtype
+) -> tuple[dict[str, Any], torch.Tensor]:
+    """Call the provider; its arguments, and the absorbed query [T, H, L] in fp32 it should use."""
+    given = calls.provider(cache, query)
+    fp8 = double.arch.fp8
+    weight, wide = packed(kind, given["w_uk_t"], fp8)
+    q = rounded_query(kind, given["q"][..., :P], fp8)
+    absorbed = torch.einsum("thp,hpl->thl", q, wide)
+    given["w_uk_t"] = weight
+    provider.fused_mla_decode_prep(**given, is_neox=False)
+    return given, absorbed
+
+
+@pytest.mark.parametrize("arch, kind", [("gfx950", "fp4"), ("gfx950", "fp8"), ("gfx942", "fp8")])
+def test_a_bf16_cache_takes_the_product_as_it_is(arch: str, kind: str) -> None:
+    with aiter_double.installed(arch) as double:
+        given, absorbed = run(double, kind, torch.bfloat16, torch.bfloat16)
+        [call] = double.calls(FP4_PRODUCT if kind == "fp4" else FP8_PRODUCT)
+        [fused] = double.calls(FUSED)
+    live = torch.tensor(calls.SLOTS) >= 0
+    torch.testing.assert_close(
+        given["q_out"][live][..., :L].float(), absorbed[live], rtol=2**-7, atol=1e-3
+    )
+    assert fused["q_nope"].is_contiguous(), "the product hands back a transposed view"
+    assert call["transpose_bm"] is True
+    assert kind == "fp8" or (call["prequant"] is True and call["y_scale"] is None)
+
+
+@pytest.mark.parametrize("arch, kind", [("gfx950", "fp4"), ("gfx950", "fp8"), ("gfx942", "fp8")])
+def test_an_fp8_cache_hands_the_query_scale_to_the_fp4_product_as_vllm_does(
+    arch: str, kind: str
+) -> None:
+    with aiter_double.installed(arch) as double:
+        fp8 = double.arch.fp8
+        given, absorbed = run(double, kind, fp8, fp8)
+        fp4_calls = double.calls(FP4_PRODUCT)
+    if kind == "fp4":
+        assert fp4_calls[0]["y_scale"] is given["q_scale"]
+        absorbed = absorbed / given["q_scale"]
+    live = torch.tensor(calls.SLOTS) >= 0
+    expected = reference.cast(absorbed.bfloat16(), fp8, given["q_scale"])
+    a, b = given["q_out"][live][..., :L].float(), expected[live].float()
+    assert (a == b).float().mean() > 0.99  # sums in another order round a bf16 tie otherwise
+    torch.testing.assert_close(a, b, rtol=0.13, atol=0.1)
+
+
+def test_the_packed_forms_of_the_double_are_what_they_say() -> None:
+    x = torch.randn(3, 64)
+    codes, scale = numbers.to_mxfp4(x)
+    assert codes.shape == (3, 32)
+    assert scale.shape == (3, 2)
+    back = numbers.from_mxfp4(codes, scale)
+    assert torch.equal(numbers.from_mxfp4(*numbers.to_mxfp4(back)), back)
+    assert (back - x).abs().max() < 0.26 * x.abs().max()
+    assert torch.equal(numbers.truncated_bf16(torch.tensor([1.0, -1.0]) * 1.0078), torch.tensor(
+        [1.0, -1.0], dtype=torch.bfloat16))  # fmt: skip
+    exact = torch.tensor([448.0, 449.0, float("nan")])
+    assert numbers.bare_fp8(exact, torch.float8_e4m3fn).float().isnan().tolist() == [
+        False,
+        True,
+        True,
+    ]
+    clamped = numbers.clamped_fp8(exact, torch.float8_e4m3fn).float()
+    assert clamped.tolist() == [448.0, 448.0, -448.0]
+
+
+@pytest.mark.parametrize(
+    "arch, kind, change, fault",
+    [
+        ("gfx950", "fp4", {"w": torch.zeros(8, L, P, dtype=torch.uint8)}, SilentlyWrong),
+        ("gfx950", "fp4", {"w_scales": torch.zeros(8, L, 1, dtype=torch.uint8)}, SilentlyWrong),
+        ("gfx942", "fp4", {}, AssertionError),
+        ("gfx942", "fp8", {"WQ": torch.zeros(8, L, P).to(torch.float8_e4m3fn)}, SilentlyWrong),
+        ("gfx942", "fp8", {"w_scale": torch.ones(8)}, SilentlyWrong),
+        ("gfx942", "fp8", {"group_size": 96}, SilentlyWrong),
+    ],
+)
+def test_products_that_break_a_rule(
+    arch: str, kind: str, change: dict[str, Any], fault: type[BaseException]
+) -> None:
+    with aiter_double.installed(arch) as double:
+        given = calls.provider()
+        weight, _ = packed(kind, given["w_uk_t"], double.arch.fp8)
+        x = given["q"][..., :P].transpose(0, 1)
+        name = FP4_PRODUCT if kind == "fp4" else FP8_PRODUCT
+        names = ("x", "w", "w_scales") if kind == "fp4" else ("X", "WQ", "w_scale")
+        good = dict(zip(names, (x, weight.weight, weight.scale), strict=True))
+        op = getattr(double.modules[f"aiter.ops.triton.{name}"], name)
+        if arch == "gfx950" or kind == "fp8":
+            op(**good)
+        with pytest.raises(fault):
+            op(**{**good, **change})

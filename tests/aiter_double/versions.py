@@ -1,0 +1,148 @@
+"""The releases of AITER that the double imitates, and the two architectures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One GPU: its fp8 type, its compute units, and how it rounds to bf16.
+
+    Attributes:
+        truncates_key: the opt kernel truncates the rotated key of a bf16 cache.
+    """
+
+    name: str
+    fp8: torch.dtype
+    compute_units: int
+    truncates_key: bool
+
+
+ARCHITECTURES = {
+    "gfx942": Architecture("gfx942", torch.float8_e4m3fnuz, 304, True),
+    "gfx950": Architecture("gfx950", torch.float8_e4m3fn, 256, False),
+}
+
+
+@dataclass(frozen=True)
+class Release:
+    """What one release has.
+
+    Attributes:
+        aborts: a failed check ends the process (v0.1.14); before, it raised RuntimeError.
+        strict_fp8: only the architecture's own fp8 type is taken (v0.1.14).
+        heads_multiple: of what the planner's sizes want the head count to be a multiple.
+        split_budget: get_mla_metadata_info_v1 takes max_split_per_batch (v0.1.16).
+        reduce_splits: mla_reduce_v1 takes num_kv_splits (v0.1.16).
+        strided_q_nope: the opt kernel honours the head stride of q_nope (v0.1.17).
+        context_parallel: the decode and the planner know about round robin (v0.1.17).
+        planner_wrapper: the planner is a Python function with separate nope and rope types, and
+            the persistent decode is skipped for some batches (v0.1.18).
+        compute_all: compute_all_q_rope exists and positions are clamped (v0.1.19.post1).
+        causal: mla_decode_fwd takes causal (v0.1.20).
+    """
+
+    name: str
+    aborts: bool = True
+    strict_fp8: bool = True
+    heads_multiple: int = 8
+    split_budget: bool = True
+    reduce_splits: bool = True
+    strided_q_nope: bool = True
+    context_parallel: bool = True
+    planner_wrapper: bool = True
+    compute_all: bool = True
+    causal: bool = True
+
+    def missing(self) -> Iterator[str]:
+        """The names of what this release lacks."""
+        return (f.name for f in fields(self) if getattr(self, f.name) is False)
+
+
+_BEFORE_20 = {"causal": False}
+_BEFORE_19 = {**_BEFORE_20, "compute_all": False}
+_BEFORE_17 = {
+    **_BEFORE_19,
+    "planner_wrapper": False,
+    "context_parallel": False,
+    "strided_q_nope": False,
+}
+RELEASES = {
+    release.name: release
+    for release in (
+        Release(
+            "v0.1.10.post2",
+            aborts=False,
+            strict_fp8=False,
+            heads_multiple=16,
+            split_budget=False,
+            reduce_splits=False,
+            **_BEFORE_17,
+        ),
+        Release("v0.1.16", **_BEFORE_17),
+        Release("v0.1.18", **_BEFORE_19),
+        Release("v0.1.19.post1", **_BEFORE_20),
+        Release("v0.1.20"),
+    )
+}
+
+
+def fused_signature(release: Release) -> str:
+    """The arguments of fused_qk_rope_concat_and_cache_mla; k_scale comes before q_scale."""
+    base = (
+        "q_nope, q_pe, kv_c, k_pe, kv_cache, q_out, slot_mapping, k_scale, q_scale, positions, "
+        "cos_cache, sin_cache, is_neox, is_nope_first"
+    )
+    return base + ", compute_all_q_rope=False" * release.compute_all
+
+
+def info_signature(release: Release) -> str:
+    """The arguments of get_mla_metadata_info_v1."""
+    base = (
+        "batch_size, max_seqlen_qo, num_head_qo, q_dtype, kv_dtype, is_sparse, fast_mode=True, "
+        "num_kv_splits=32, intra_batch_mode=False"
+    )
+    return base + ", max_split_per_batch=-1" * release.split_budget
+
+
+def plan_signature(release: Release) -> str:
+    """The arguments of get_mla_metadata_v1; work_info_set comes before work_indptr."""
+    base = (
+        "seqlens_qo_indptr, seqlens_kv_indptr, kv_last_page_lens, num_heads_per_head_k, "
+        "num_heads_k, is_causal, work_metadata_ptrs, work_info_set, work_indptr, reduce_indptr, "
+        "reduce_final_map, reduce_partial_map, page_size=1, kv_granularity=16, max_seqlen_qo=-1, "
+        "uni_seqlen_qo=-1, fast_mode=True, topk=-1, max_split_per_batch=-1, intra_batch_mode=False"
+    )
+    base += ", is_cp_round_robin=False" * release.context_parallel
+    separate = ", mla_version=0, dtype_q_nope=None, dtype_q_rope=None"
+    separate += ", dtype_kv_nope=None, dtype_kv_rope=None"
+    return base + separate * release.planner_wrapper + ", dtype_q=None, dtype_kv=None"
+
+
+def decode_signature(release: Release) -> str:
+    """The arguments of aiter.mla.mla_decode_fwd."""
+    base = (
+        "q, kv_buffer, o, qo_indptr, kv_indptr, kv_indices, kv_last_page_lens, max_seqlen_q, "
+        "page_size=1, nhead_kv=1, sm_scale=None, logit_cap=0.0, num_kv_splits=None, "
+        "num_kv_splits_indptr=None, work_meta_data=None, work_indptr=None, work_info_set=None, "
+        "reduce_indptr=None, reduce_final_map=None, reduce_partial_map=None, q_scale=None, "
+        "kv_scale=None, intra_batch_mode=False, return_logits=False, return_lse=False"
+    )
+    parallel = ", g_kv_indptr=None, cp_world_size=1, cp_rank=0"
+    return base + parallel * release.context_parallel + ", causal=True" * release.causal
+
+
+def reduce_signature(release: Release) -> str:
+    """The arguments of mla_reduce_v1; num_kv_splits was inserted before final_output."""
+    splits = "num_kv_splits, " * release.reduce_splits
+    return (
+        "partial_output, partial_lse, reduce_indptr, reduce_final_map, reduce_partial_map, "
+        f"max_seqlen_q, {splits}final_output, final_lse=None"
+    )

@@ -1,0 +1,11 @@
+"""vLLM's ROCM_AITER_MLA backend on a CPU, over the double of AITER.
+
+imitation.py      what of vLLM's ROCm platform is imitated; all of it
+cases.py          batches and cases
+steps.py          single steps of one MLA layer: vLLM's metadata builder, layer and backend, and
+                  its graph before and after this library's passes
+engine.py         the whole engine: tests/engine/harness.py on the imitated platform
+child.py          starting either in a process of its own
+test_backend.py   the steps over a matrix of batches, head counts and caches
+test_engine.py    the engine with the flag and without
+"""

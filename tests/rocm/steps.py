@@ -1,0 +1,267 @@
+"""Single steps of one MLA layer through vLLM's ROCm backend, before and after the passes.
+
+    python -m tests.rocm.steps '{"architecture": "gfx942", "cases": [...]}'
+
+prints one JSON line: for each case what became of it. The layer, its metadata builder and its
+backend are vLLM's own; the graph is traced from vLLM's code (tests/passes/graphs.py) in the real
+widths, and run three times: as it is, with the aiter provider, and with the reference provider.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tests import aiter_double
+from tests.rocm import imitation
+from tests.rocm.cases import BATCHES, Batch, Case, Result
+
+if TYPE_CHECKING:
+    from torch import fx
+
+HIDDEN, NOPE, ROPE, LATENT, VALUE, MAX_LENGTH = 64, 128, 64, 512, 128, 256
+BLOCKS, BLOCK = 96, 16
+NAME = "model.layers.0.attn"
+
+
+class Backend:
+    """One MLA layer of vLLM with its metadata builder and a filled cache."""
+
+    def __init__(
+        self, heads: int, cache: str, products: str, drafts: int, full_graphs: bool, folder: str
+    ) -> None:
+        from vllm.config import CUDAGraphMode, set_current_vllm_config
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.model_executor.layers.attention import MLAAttention
+        from vllm.model_executor.layers.linear import ColumnParallelLinear
+        from vllm.utils.torch_utils import set_default_torch_dtype
+
+        from mla_fusion import tiny_models
+
+        model = {**tiny_models.MODELS["deepseek-v2-shaped"], "num_attention_heads": heads}
+        model["hidden_size"] = 64 * heads  # transformers wants a multiple
+        with open(f"{folder}/config.json", "w") as file:
+            json.dump({**model, "num_key_value_heads": heads}, file)
+        speculative = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 2}
+        self.config = EngineArgs(
+            model=folder,
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            max_model_len=MAX_LENGTH,
+            max_num_seqs=64,
+            kv_cache_dtype=cache,
+            speculative_config=speculative if drafts else None,
+        ).create_engine_config()
+        imitation.switch_products(products)
+        with set_current_vllm_config(self.config), set_default_torch_dtype(torch.bfloat16):
+            _one_process(folder)
+            projection = ColumnParallelLinear(LATENT, heads * (NOPE + VALUE), bias=False)
+            self.layer = MLAAttention(
+                heads, (NOPE + ROPE) ** -0.5, NOPE, ROPE, VALUE, None, LATENT, projection,
+                cache_config=self.config.cache_config, prefix=NAME,
+            )  # fmt: skip
+        generator = torch.Generator().manual_seed(heads)
+        weight = torch.randn(projection.weight.shape, generator=generator) * LATENT**-0.5
+        projection.weight.data.copy_(weight)
+        projection.quant_method.process_weights_after_loading(projection)
+        self.layer.process_weights_after_loading(torch.bfloat16)
+        self.layer._k_scale.fill_(0.5)
+        self.layer._q_scale.fill_(0.25)
+        spec = self.layer.get_kv_cache_spec(self.config)
+        backend = self.layer.attn_backend
+        assert backend.get_name() == "ROCM_AITER_MLA"
+        if full_graphs:  # the builder then copies into buffers of fixed addresses
+            self.config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+        with set_current_vllm_config(self.config):
+            self.builder = backend.get_builder_cls()(spec, [NAME], self.config, torch.device("cpu"))
+        entries = torch.randn((BLOCKS, BLOCK, LATENT + ROPE), generator=generator)
+        self.stored = spec.dtype if cache == "auto" else imitation.fp8_of_vllm()
+        self.cache = entries.to(self.stored).view(spec.dtype)
+
+    def metadata(self, batch: Batch, slots: torch.Tensor, tables: torch.Tensor) -> Any:
+        """What vLLM's builder makes of a batch."""
+        from vllm.v1.attention.backend import CommonAttentionMetadata
+
+        new = [n for _, n in batch.requests] + [0] * batch.dummies
+        lengths = [c + n for c, n in batch.requests] + [0] * batch.dummies
+        start = torch.tensor([0, *torch.tensor(new).cumsum(0).tolist()], dtype=torch.int32)
+        seq_lens = torch.tensor(lengths, dtype=torch.int32)
+        tokens = batch.live + (batch.rows if batch.dummies else 0)
+        return self.builder.build(
+            0,
+            CommonAttentionMetadata(
+                query_start_loc=start, query_start_loc_cpu=start, seq_lens=seq_lens,
+                seq_lens_cpu_upper_bound=seq_lens, num_reqs=len(new), num_actual_tokens=tokens,
+                max_query_len=max(new), max_seq_len=max(lengths), block_table_tensor=tables,
+                slot_mapping=slots,
+            ),
+        )  # fmt: skip
+
+
+def _one_process(folder: str) -> None:
+    from vllm.distributed import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        meeting = f"file://{folder}/processes"
+        parallel_state.init_distributed_environment(1, 0, meeting, 0, backend="gloo")
+        parallel_state.initialize_model_parallel(1, 1)
+
+
+def places(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(slots of all rows, positions, block tables): each request has blocks of its own."""
+    free = torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(2)).tolist()
+    slots, positions, tables = [], [], []
+    for cached, new in (*batch.requests, *[(0, 0)] * batch.dummies):
+        own = [free.pop() for _ in range(-(-(cached + new) // BLOCK))]
+        tables.append(own + [0] * (MAX_LENGTH // BLOCK - len(own)))
+        for position in range(cached, cached + new):
+            slots.append(own[position // BLOCK] * BLOCK + position % BLOCK)
+            positions.append(position)
+    slots += [-1] * batch.rows
+    positions += [0] * batch.rows
+    return torch.tensor(slots), torch.tensor(positions), torch.tensor(tables, dtype=torch.int32)
+
+
+def graph(case: Case) -> tuple[fx.GraphModule, Any]:
+    """The layer's graph in the real widths, and what it was built from."""
+    from tests.passes import graphs
+
+    sizes = {"HIDDEN": HIDDEN, "NOPE": NOPE, "ROPE": ROPE, "LATENT": LATENT, "VALUE": VALUE}
+    for name, value in {**sizes, "HEADS": case.heads, "MAX_POSITION": MAX_LENGTH}.items():
+        setattr(graphs, name, value)
+    spec = graphs.Spec("vllm_c", dtype=torch.bfloat16, kv_cache_dtype=case.cache)
+    key = case.heads, case.cache
+    if key not in _traced:
+        graphs._trace.cache_clear()  # of other widths
+        _traced[key] = graphs.build(spec)
+    return graphs.copy(_traced[key]), spec
+
+
+_traced: dict[tuple[int, str], fx.GraphModule] = {}
+
+
+def fuse(module: fx.GraphModule, layer: Any, provider: str) -> Any:
+    """The passes on a graph; the record of what they did."""
+    from vllm.compilation.passes.inductor_pass import pass_context
+    from vllm.config.utils import Range
+
+    from mla_fusion import eligibility, report
+    from mla_fusion.passes import pipeline
+    from mla_fusion.patterns.site import attention_calls
+
+    calls = list(attention_calls(module.graph))
+    record = report.GraphRecord(start=1, end=64, layers=len(calls))
+    pipeline.fuse(module.graph, calls, {NAME: eligibility.facts(layer, provider)}, provider, record)
+    with pass_context(Range(start=1, end=64)):
+        pipeline.LastStep(None)(module.graph)
+    return record
+
+
+def run(module: fx.GraphModule, spec: Any, backend: Backend, batch: Batch) -> list[torch.Tensor]:
+    """One step on a fresh cache: the output, and the bytes of the cache [slots, entry]."""
+    from vllm.forward_context import ForwardContext, override_forward_context
+
+    from tests.passes import fake_engine, graphs
+
+    slots, positions, tables = places(batch)
+    values = graphs.inputs(spec, len(slots))
+    values["positions"] = positions
+    layer, cache = backend.layer, backend.cache.clone()
+    layer.kv_cache = cache
+    metadata = backend.metadata(batch, slots, tables)
+    context = ForwardContext(
+        no_compile_layers={NAME: layer}, attn_metadata={NAME: metadata}, slot_mapping={NAME: slots}
+    )
+    flat = []
+    for node in module.graph.find_nodes(op="placeholder"):
+        if node.name.startswith("tokens"):
+            flat.append(len(slots))
+        elif node.name.startswith("layer_name"):
+            flat.append(fake_engine._encode(NAME))
+        else:
+            flat.append(values[node.name].clone())
+    with override_forward_context(context), torch.no_grad():
+        outputs = fake_engine._Interpreter(module).run(*flat)
+    return [outputs[0][: batch.live].clone(), cache.flatten(0, 1).view(torch.uint8)]
+
+
+def compare(case: Case, backend: Backend, double: aiter_double.Double) -> Result:
+    """Run one case and say what came out."""
+    from tests.passes import graphs
+
+    batch, result = BATCHES[case.batch], Result()
+    module, spec = graph(case)
+    fused, by_reference = graphs.copy(module), graphs.copy(module)
+    before_out, before_cache = run(module, spec, backend, batch)
+    record = fuse(fused, backend.layer, "aiter")
+    result.fused = record.fused
+    result.declined = ", ".join(d.code for d in record.declined.values())
+    double.forget()
+    out, cache = run(fused, spec, backend, batch)
+    result.calls = double.counts()
+    if hasattr(backend.layer, "W_UK_T"):
+        fuse(by_reference, backend.layer, "reference")
+        ref_out, ref_cache = run(by_reference, spec, backend, batch)
+        result.same_as_reference = torch.equal(out, ref_out) and torch.equal(cache, ref_cache)
+    result.same = torch.equal(out, before_out)
+    result.error = float((out.float() - before_out.float()).abs().max())
+    result.scale = float(before_out.float().abs().max())
+    slots = places(batch)[0]
+    written = torch.zeros(len(cache), dtype=torch.bool)
+    written[slots[slots >= 0]] = True
+    a, b = cache[written], before_cache[written]
+    result.cache_equal = float((a == b).float().mean())
+    result.cache_steps = _steps(a, b, backend.stored)
+    start = backend.cache.flatten(0, 1).view(torch.uint8)
+    result.elsewhere = torch.equal(cache[~written], start[~written])
+    return result
+
+
+def _steps(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> int:
+    """The largest distance in representable values; codes are sign and magnitude."""
+    raw = torch.int16 if dtype == torch.bfloat16 else torch.int8
+
+    def ordered(x: torch.Tensor) -> torch.Tensor:
+        code = x.contiguous().view(raw).int()
+        return torch.where(code < 0, -(code & torch.iinfo(raw).max), code)
+
+    return int((ordered(a) - ordered(b)).abs().max())
+
+
+def main(job: dict[str, Any]) -> None:
+    """Run all cases of one architecture."""
+    os.environ |= {"VLLM_PLUGINS": "", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    torch.set_num_threads(1)
+    results = []
+    with (
+        aiter_double.installed(job["architecture"]) as double,
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        imitation.imitate(job["architecture"])
+        import pytest
+
+        from tests.passes import fake_engine
+
+        kernels = fake_engine.plain_kernels(pytest.MonkeyPatch())
+        next(kernels)
+        backends: dict[Any, Backend] = {}
+        for case in (Case(*c) for c in job["cases"]):
+            batch = BATCHES[case.batch]
+            key = (case.heads, case.cache, case.products, batch.drafts, batch.dummies > 0)
+            if key not in backends:
+                backends[key] = Backend(*key, folder)
+            try:
+                results.append(compare(case, backends[key], double))
+            except aiter_double.Fault as fault:
+                results.append(Result(fault=f"{type(fault).__name__}: {fault}"))
+    print("RESULT " + json.dumps([asdict(r) for r in results]))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
