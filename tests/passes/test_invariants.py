@@ -82,7 +82,7 @@ def test_invariant_2_graph_outside_the_bucket_is_untouched(rope: str, start: int
     assert module.graph is graph
     assert list(graph.nodes) == nodes
     assert printed(module) == before
-    assert (record.layers, record.fused, record.declined, record.census) == (2, 0, {}, {})
+    assert (record.layers, record.fused, record.declined, record.layer) == (2, 0, {}, None)
 
 
 def test_invariant_2_last_step_changes_no_graph_without_own_ops() -> None:
