@@ -152,6 +152,11 @@ REASONS: dict[str, Reason] = {
         "a pass of this library failed on the graph, which was put back as it was",
         "report the traceback in the log above",
     ),
+    "no-graph": Reason(
+        "layer",
+        "vLLM runs the layer's class without compiling it, so there is no graph to rewrite",
+        "none: some model classes, often draft heads, lack support_torch_compile in this vLLM",
+    ),
     "unknown-layer": Reason(
         "layer",
         "the layer named in the graph is not an MLA layer of this engine",
@@ -165,3 +170,13 @@ def explain(code: str, detail: str = "") -> str:
     reason = REASONS[code]
     seen = f" ({detail})" if detail else ""
     return f"{reason.why}{seen} [{code}]. What would help: {reason.help}."
+
+
+def recognize(text: str) -> tuple[str, str] | None:
+    """(code, detail) of a log line that holds what `explain` said; None if it holds none."""
+    for code, reason in REASONS.items():
+        before, found, _ = text.partition(f" [{code}]. What would help: ")
+        if found:
+            detail = before.rpartition(reason.why)[2]
+            return code, detail.removeprefix(" (").removesuffix(")")
+    return None
