@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from mla_fusion import config, engine, reasons, report, shrink
+from mla_fusion import dumps, engine, model_classes, reasons, report, shrink
+from mla_fusion.answer import Answer
 from mla_fusion.engine import UserError
 
 # All that vLLM's CPU attention can run; other models and caches are compiled, not run.
@@ -22,7 +24,7 @@ _NEW_TOKENS = 4
 class Settings:
     """The engine the user would start, and how it is cut."""
 
-    model_dir: Path
+    model: Path
     max_num_seqs: int = 256
     speculative_tokens: int = 0
     tensor_parallel_size: int = 1
@@ -30,46 +32,85 @@ class Settings:
     layers: int = 2
     provider: str = "reference"
     dump: Path | None = None
+    json: bool = False
+
+    @property
+    def bucket(self) -> int:
+        """As `config.decode_bucket` finds it; drafts of whatever method widen it."""
+        return max(self.max_num_seqs * (1 + self.speculative_tokens), 2)
+
+    def serve(self) -> list[str]:
+        """The arguments of `vllm serve` that differ from vLLM's defaults, the model first."""
+        words = [str(self.model) if self.model.is_dir() else "MODEL"]
+        if self.tensor_parallel_size > 1:
+            words += ["--tensor-parallel-size", str(self.tensor_parallel_size)]
+        if self.max_num_seqs != Settings.max_num_seqs:
+            words += ["--max-num-seqs", str(self.max_num_seqs)]
+        if self.kv_cache_dtype != "auto":
+            words += ["--kv-cache-dtype", self.kv_cache_dtype]
+        return words
 
 
 def run(settings: Settings) -> bool:
-    """Print what fuses and why; whether every MLA layer of the decode range does.
+    """Print the answer; whether every MLA layer of the decode range fuses.
 
     Raises:
         UserError: the model or the settings cannot be used.
     """
-    model = shrink.read(settings.model_dir)
+    answer = find(settings)
+    print(json.dumps(answer.to_json(), indent=1) if settings.json else "\n".join(answer.lines()))
+    return answer.fuses
+
+
+def find(settings: Settings) -> Answer:
+    """The answer, from the configuration if it suffices, else from an engine; errors as `run`."""
+    model, architecture = shrink.read(settings.model)
+    platforms = model_classes.where_compiled(architecture)
+    answer = Answer(
+        model=architecture,
+        platforms=frozenset(model_classes.PLATFORMS) if platforms is None else platforms,
+        bucket=settings.bucket,
+        checked_by="configuration",
+        arguments=settings.serve(),
+    )
+    code, detail = model_classes.decide(model, architecture)
+    if code:
+        answer.why = [(code, detail)]
+        answer.details = ["checked: by its configuration and the source of this vLLM, no engine"]
+        return answer
     cut = shrink.cut(model, settings.layers, settings.tensor_parallel_size)
-    print(f"model: {cut.found}")
-    if model.get("index_topk"):
-        print(f"check: it would not fuse: {reasons.explain('sparse-attention', 'index_topk')}")
-        return False
     engine.require("vllm", purpose="mla-fusion check")
     if settings.dump:
         engine.require("depyf", purpose="--dump")
         _claim(settings.dump)
     _check_cache_type(settings.kv_cache_dtype)
-    print(f"checked as: {cut.changed}")
+    _ask_engine(answer, settings, cut)
+    return answer
+
+
+def _ask_engine(answer: Answer, settings: Settings, cut: shrink.Cut) -> None:
     work = Path(tempfile.mkdtemp(prefix="mla-fusion-check-"))
     ran = cut.head_size == _CPU_HEAD_SIZE and settings.kv_cache_dtype in _CPU_CACHES
-    outcome = engine.run(_job(settings, cut, work, run_it=ran))  # on an error its log is kept
+    # On an error its log is kept.
+    outcome = engine.run(_job(settings, cut, work, run_it=ran), progress=sys.stderr)
     stored = report.load(outcome.reports[0]) if outcome.reports else None
+    answer.checked_by, answer.report = "engine", stored
     if settings.dump and stored:
-        _collect(work / "depyf", settings.dump, stored)
+        _copy_dump(work, settings.dump, outcome.reports[0], stored)
     shutil.rmtree(work)
-    lines = stored.lines() if stored else []
-    for line in [*(text for text in outcome.warnings if text not in lines), *lines]:
-        print(line)
-    _print_limits(settings, cut, ran)
-    return _verdict(stored)
+    answer.why = _reasons(stored, outcome.warnings)
+    answer.details = [
+        f"model: {cut.found}",
+        f"checked as: {cut.changed}; {outcome.seconds:.0f} s in vLLM's engine",
+        _how_run(settings, cut, ran),
+        *(stored.lines() if stored else outcome.warnings),
+    ]
 
 
 def _job(settings: Settings, cut: shrink.Cut, work: Path, run_it: bool) -> engine.Job:
     model = work / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(cut.config, indent=1))
-    # Drafts widen the decode bucket; which method proposes them does not change the graph.
-    bucket = settings.max_num_seqs * (1 + settings.speculative_tokens)
     return engine.Job(
         model=str(model),
         workdir=str(work),
@@ -77,44 +118,40 @@ def _job(settings: Settings, cut: shrink.Cut, work: Path, run_it: bool) -> engin
         fuse=True,
         provider=settings.provider,
         max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=max(2048, 2 * bucket),  # more than the bucket: prefill is seen too
+        # More than the bucket: prefill is seen too.
+        max_num_batched_tokens=max(2048, 2 * settings.bucket),
         max_model_len=256,
         load_format="dummy",
         kv_cache_dtype=settings.kv_cache_dtype,
-        bucket=bucket if settings.speculative_tokens else None,
+        bucket=settings.bucket if settings.speculative_tokens else None,
         dump=str(work / "depyf") if settings.dump else None,
         prompts=_PROMPTS if run_it else [],
         new_tokens=_NEW_TOKENS,
     )
 
 
-def _print_limits(settings: Settings, cut: shrink.Cut, ran: bool) -> None:
+def _reasons(stored: report.Report | None, warnings: list[str]) -> list[tuple[str, str]]:
+    """(code, detail) of what the report declined, or of the warning that switched the flag off."""
+    if stored:
+        declined = [r.declined for r in stored.decode_ranges()]
+        return [(code, entry["detail"]) for by in declined for code, entry in by.items()]
+    return [found for text in warnings if (found := reasons.recognize(text))]
+
+
+def _how_run(settings: Settings, cut: shrink.Cut, ran: bool) -> str:
     if ran:
-        print(f"ran: {len(_PROMPTS)} prompts, {_NEW_TOKENS} tokens each, through these graphs")
-        return
+        return f"ran: {len(_PROMPTS)} prompts, {_NEW_TOKENS} tokens each, through these graphs"
     why = (
         f"takes a head size of {_CPU_HEAD_SIZE} (kv_lora_rank + qk_rope_head_dim), not "
         f"{cut.head_size}"
         if cut.head_size != _CPU_HEAD_SIZE
         else f"takes no {settings.kv_cache_dtype} cache"
     )
-    print(
+    return (
         f"not run: vLLM's CPU attention {why}. The graphs were compiled for it and the report is "
         "theirs; no token was generated. Backends for a GPU may take the query in fp8 too: that "
         "changes the type of the fused op's output, not what fuses"
     )
-
-
-def _verdict(stored: report.Report | None) -> bool:
-    decode = [r for r in stored.ranges if r.range[1] <= stored.bucket] if stored else []
-    layers, fused = sum(r.layers for r in decode), sum(r.fused for r in decode)
-    if not layers:
-        print(f"check: nothing fuses: no graph with an MLA layer was compiled with {config.FLAG}")
-    elif fused == layers:
-        print(f"check: every MLA layer of the decode range fuses ({fused} of {layers})")
-    else:
-        print(f"check: {layers - fused} of {layers} MLA layers of the decode range do not fuse")
-    return 0 < fused == layers
 
 
 def _check_cache_type(name: str) -> None:
@@ -136,20 +173,16 @@ def _claim(folder: Path) -> None:
         raise UserError(f"cannot write to --dump {folder}: {error}") from None
 
 
-def _collect(depyf: Path, folder: Path, stored: report.Report) -> None:
-    """Copy what depyf wrote before and after the passes, named after the token range."""
+def _copy_dump(work: Path, folder: Path, report_path: Path, stored: report.Report) -> None:
+    """Copy what depyf wrote, named after the token range, and the report, into `folder`."""
     # One range lies in the bucket here; vLLM compiles one graph for it, or one for each piece.
-    decode = [r for r in stored.ranges if r.range[1] <= stored.bucket and r.layers]
-    for stage in ("before", "after"):
-        sources = sorted(
-            depyf.rglob(f"*.mla_fusion.{stage}.*.py"),
-            key=lambda path: (path.name.split(".")[0], int(path.name.split(".")[-2])),
-        )
-        if not sources or not decode:
-            raise UserError(f"the passes met no MLA layer: no graph to put in {folder}")
-        first, last = decode[0].range
+    decode = stored.decode_ranges()
+    if not decode:
+        raise UserError(f"the passes met no MLA layer: no graph to put in {folder}")
+    first, last = decode[0].range
+    shutil.copyfile(report_path, folder / "report.json")
+    for stage, sources in dumps.find(work / "depyf").items():
         for index, source in enumerate(sources):
             piece = f".piece{index}" if len(sources) > 1 else ""
-            name = f"tokens_{first}_{last}{piece}.{stage}.py"
-            shutil.copyfile(source, folder / name)
-            print(f"wrote {folder / name}")
+            shutil.copyfile(source, folder / f"tokens_{first}_{last}{piece}.{stage}.py")
+    print(f"wrote the graphs and the report to {folder}", file=sys.stderr)

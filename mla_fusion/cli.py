@@ -6,17 +6,18 @@ Exit status: 0 all fused (and tokens equal), 1 not so, 2 something the user can 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from typing import TYPE_CHECKING
 
 from mla_fusion import __version__
-from mla_fusion.commands import bench, check, demo, plan, report
+from mla_fusion.commands import bench, check, demo, doctor, plan, report
 from mla_fusion.engine import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_COMMANDS = (demo, check, report, bench, plan)
+_COMMANDS = (doctor, check, report, demo, bench, plan)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,6 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"mla-fusion {arguments.command}: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        # The reader has gone, as `head` does; Python would complain again while it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         print(f"mla-fusion {arguments.command}: interrupted", file=sys.stderr)
         return 130

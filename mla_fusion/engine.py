@@ -13,12 +13,13 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from mla_fusion import config
 
 LOG = "engine.log"
 _JOB, _RESULT = "job.json", "result.json"
+_LONGCAT = "longcat_flash"
 # vLLM's own settings for a small engine without a network, inside one process.
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -81,13 +82,14 @@ def require(*modules: str, purpose: str) -> None:
 
 
 def stored_reports(cache_root: Path) -> list[Path]:
-    """The reports stored under a vLLM cache root, newest first."""
-    found = (cache_root / "torch_compile_cache" / "mla_fusion").glob("*.json")
+    """The reports stored under a vLLM cache root, or copied by `check --dump`, newest first."""
+    found = [*(cache_root / "torch_compile_cache" / "mla_fusion").glob("*.json")]
+    found += cache_root.glob("report.json")
     return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
 
 
-def run(job: Job) -> Outcome:
-    """Run `job` in a process of its own.
+def run(job: Job, progress: TextIO | None = None) -> Outcome:
+    """Run `job` in a process of its own; it tells `progress` (sys.stdout) how far it is.
 
     Raises:
         UserError: the engine failed; the message holds vLLM's last word and where its log is.
@@ -103,10 +105,11 @@ def run(job: Job) -> Outcome:
     environment.pop("VLLM_DEBUG_DUMP_PATH", None)
     # With the flag off it is stock vLLM: not even the plugin is loaded.
     environment["VLLM_PLUGINS"] = "mla_fusion" if job.fuse else ""
-    sys.stdout.flush()
+    progress = progress or sys.stdout
+    progress.flush()
     # -P: the installed package, whatever lies in the current folder.
     command = [sys.executable, "-P", "-m", "mla_fusion.engine", job.workdir]
-    done = subprocess.run(command, env=environment)
+    done = subprocess.run(command, env=environment, stdout=_stream(progress))
     if done.returncode != 0 or not (workdir / _RESULT).exists():
         raise UserError(
             f"vLLM could not start or run its engine on {job.model}: {last_error(workdir / LOG)} "
@@ -115,6 +118,14 @@ def run(job: Job) -> Outcome:
     outcome = Outcome(**json.loads((workdir / _RESULT).read_text()))
     outcome.reports = [path for path in stored_reports(cache) if path not in older]
     return outcome
+
+
+def _stream(progress: TextIO) -> int | None:
+    """The file behind `progress`; the child's own where there is none, as under pytest."""
+    try:
+        return progress.fileno()
+    except OSError:
+        return None
 
 
 def last_error(log: Path) -> str:
@@ -163,6 +174,17 @@ def _generate(job: Job, progress: Any) -> dict[str, Any]:
         logging.getLogger("vllm.mla_fusion").addFilter(keep)
 
     began = time.perf_counter()
+
+    def tell(record: logging.LogRecord) -> bool:
+        """vLLM's own lines, one for each graph."""
+        text = record.getMessage()
+        if "ompiling a graph for compile range" in text:
+            where = text[text.index("compile range") :]
+            print(f"    {time.perf_counter() - began:3.0f} s: graph for {where}", file=progress)
+        return True
+
+    print("    starting vLLM", file=progress)
+    logging.getLogger("vllm.compilation.backends").addFilter(tell)
     engine = _build(job)
     print(f"    engine ready after {time.perf_counter() - began:.0f} s", file=progress)
     if job.prompts:
@@ -173,6 +195,13 @@ def _generate(job: Job, progress: Any) -> dict[str, Any]:
         tokens, logprobs = [], []
     seconds = time.perf_counter() - began
     return {"tokens": tokens, "logprobs": logprobs, "warnings": warnings, "seconds": seconds}
+
+
+def _skip_experts_of_longcat() -> None:
+    """Its "zero experts" have no routing kernel on a CPU; the attention does not read them."""
+    from vllm.model_executor.models import longcat_flash
+
+    longcat_flash.LongcatMoe.forward = lambda self, hidden_states: hidden_states
 
 
 def _build(job: Job) -> Any:
@@ -192,6 +221,8 @@ def _build(job: Job) -> Any:
     if current_platform.is_cpu():
         # By name: where the CPU has AMX, vLLM would take another, which packs W_UK.
         arguments["attention_backend"] = "CPU_MLA"
+        if json.loads((Path(job.model) / "config.json").read_text())["model_type"] == _LONGCAT:
+            _skip_experts_of_longcat()
     return LLMEngine.from_engine_args(
         EngineArgs(
             model=job.model,

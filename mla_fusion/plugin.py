@@ -11,7 +11,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mla_fusion import config, ops, reasons, report, runtime, step_plan, vllm_compat
+from mla_fusion import config, metrics, ops, reasons, report, runtime, step_plan, vllm_compat
 from mla_fusion.identity import source_hash
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ def _apply_decision(vllm_config: Any) -> None:
         return
     if compilation.splitting_ops != [] and not compilation.use_inductor_graph_partition:
         compilation.use_inductor_graph_partition = True
-        logger.info("%s needs use_inductor_graph_partition, now on", config.FLAG)
+        logger.debug("%s needs use_inductor_graph_partition, now on", config.FLAG)
     pass_config = compilation.pass_config
     if (
         current_platform.is_cuda_alike()
@@ -177,11 +177,11 @@ def _apply_decision(vllm_config: Any) -> None:
         and _ROPE_CAT not in refused
     ):
         pass_config.fuse_rope_kvcache_cat_mla = True
-        logger.info("%s needs fuse_rope_kvcache_cat_mla, now on", config.FLAG)
+        logger.debug("%s needs fuse_rope_kvcache_cat_mla, now on", config.FLAG)
     endpoints = set(compilation.compile_ranges_endpoints or [])
     if decision.bucket not in endpoints:
         compilation.compile_ranges_endpoints = sorted({*endpoints, decision.bucket})
-        logger.info(
+        logger.debug(
             "%s: graphs for up to %d tokens are fused by the %s provider",
             config.FLAG,
             decision.bucket,
@@ -251,7 +251,7 @@ def _keep_vllm_compile_on_cpu() -> None:
         if became[0] == _SINGLE_TRACE and keeps_vllm_compile(vllm_config):
             # Otherwise derived from CUDA graph sizes, which a CPU does not have.
             compilation.compile_sizes = compilation.compile_sizes or []
-            logger.info("%s needs compilation mode VLLM_COMPILE, kept on the CPU", config.FLAG)
+            logger.debug("%s needs compilation mode VLLM_COMPILE, kept on the CPU", config.FLAG)
         else:
             compilation.mode, compilation.backend, compilation.ir_enable_torch_wrap = became
 
@@ -280,14 +280,16 @@ def _prepare_workers() -> None:
         def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
             if not config.is_on(self.vllm_config):
                 return original(self, *args, **kwargs)
-            made = collect(self.vllm_config)
+            made, cached = collect(self.vllm_config)
             layers = self.vllm_config.compilation_config.static_forward_context
             runtime.warm_up_attention(layers)
             if made is not None:
                 for compiled in made.ranges:
                     runtime.warm_up(layers, compiled.variants, made.provider, made.bucket)
             result = original(self, *args, **kwargs)
-            report.publish(made, self.vllm_config.model_config.architecture)
+            report.publish(made, self.vllm_config.model_config.architecture, cached)
+            sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes or []
+            metrics.start(made, sizes, self.vllm_config.parallel_config.rank)
             return result
 
         return wrapper
@@ -312,20 +314,60 @@ def _prepare_workers() -> None:
             if config.is_on(self.vllm_config):
                 # A graph from a warm compile cache calls the ops, and then no pass registers them.
                 ops.register(vllm_compat.layer_name_type())
+                _count_steps()
 
         return wrapper
 
     _wrap(WorkerBase, "__init__", init)
 
 
-def collect(vllm_config: Any) -> report.Report | None:
-    """The report of this process's start; `mla-fusion report` reads it again."""
-    return report.collect(
-        report_path(vllm_config),
+def _count_steps() -> None:
+    """Why: an operator wants to see how many steps take the fused path, and under full CUDA graphs
+    the ops run no Python.
+
+    How: count what `MLACommonMetadataBuilder.build` returns, under the name of the first layer the
+    builder was made for, and let a worker answer `collective_rpc("mla_fusion_steps")`. Until: vLLM
+    lets a plugin observe steps.
+    """
+    from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    def init(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(
+            self: Any, spec: Any, layer_names: Any, vllm_config: Any, *args: Any, **kwargs: Any
+        ) -> None:
+            original(self, spec, layer_names, vllm_config, *args, **kwargs)
+            setattr(self, _MARK, layer_names[0] if config.is_on(vllm_config) else "")
+
+        return wrapper
+
+    def build(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+            metadata = original(self, *args, **kwargs)
+            if group := getattr(self, _MARK):
+                metrics.count(group, metadata)
+            return metadata
+
+        return wrapper
+
+    def mla_fusion_steps(self: Any) -> dict[str, dict[str, int]]:
+        return metrics.snapshot()
+
+    _wrap(MLACommonMetadataBuilder, "__init__", init)
+    _wrap(MLACommonMetadataBuilder, "build", build)
+    WorkerBase.mla_fusion_steps = mla_fusion_steps
+
+
+def collect(vllm_config: Any) -> tuple[report.Report | None, bool]:
+    """The report of this process's start, and whether it is that of an earlier one."""
+    made = report.take(
         config.read_options(vllm_config.additional_config).provider,
         config.decode_bucket(vllm_config),
+        vllm_config.model_config.architecture,
+        vllm_compat.versions(),
         len(vllm_compat.mla_layers(vllm_config.compilation_config.static_forward_context)),
     )
+    return report.collect(report_path(vllm_config), made)
 
 
 def report_path(vllm_config: Any) -> Path:

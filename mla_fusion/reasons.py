@@ -180,3 +180,13 @@ def explain(code: str, detail: str = "") -> str:
     reason = REASONS[code]
     seen = f" ({detail})" if detail else ""
     return f"{reason.why}{seen} [{code}]. What would help: {reason.help}."
+
+
+def recognize(text: str) -> tuple[str, str] | None:
+    """(code, detail) of a log line that holds what `explain` said; None if it holds none."""
+    for code, reason in REASONS.items():
+        before, found, _ = text.partition(f" [{code}]. What would help: ")
+        if found:
+            detail = before.rpartition(reason.why)[2]
+            return code, detail.removeprefix(" (").removesuffix(")")
+    return None

@@ -1,15 +1,14 @@
-"""What fused where: counts per compile range, reasons, an op census, and readable graphs.
+"""What fused where: counts per compile range, reasons, and one layer before and after.
 
-The passes add one `GraphRecord` per compiled graph. When the worker has compiled, `publish` sums
-them into a `Report`, logs it, and stores it under vLLM's cache root, so that a start from a warm
-compile cache, in which no pass runs, shows the same report.
+The passes add one `GraphRecord` per compiled graph. When the worker has compiled, `collect` sums
+them into a `Report` and stores it under vLLM's cache root, so that a start from a warm compile
+cache, in which no pass runs, has the same report; `publish` logs it.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,16 +17,19 @@ import torch
 import torch._dynamo.utils
 
 from mla_fusion import reasons
-from mla_fusion.patterns.site import functionalized_op, op_name
+from mla_fusion.layer_graph import LayerGraph
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import fx
 
     from mla_fusion.patterns.site import Decline
 
 logger = logging.getLogger("vllm.mla_fusion")
+VERSION = 2  # of the stored format
+
+
+class FormatError(ValueError):
+    """A file is no report, or one that another release stored."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class GraphRecord:
     layers: int = 0
     fused: int = 0
     declined: dict[str, Decline] = field(default_factory=dict)
-    census: dict[str, dict[str, int]] = field(default_factory=dict)
+    layer: LayerGraph | None = None
     variants: set[Variant] = field(default_factory=set)
     pass_ms: float = 0.0
 
@@ -67,8 +69,8 @@ class RangeReport:
     fused: int = 0
     # reason code -> {"layers": how many, "detail": of the first one}
     declined: dict[str, dict[str, Any]] = field(default_factory=dict)
-    # op -> calls in one layer, under "before" and "after"
-    census: dict[str, dict[str, int]] = field(default_factory=dict)
+    # one fused layer of the first graph in which there is one
+    layer: LayerGraph | None = None
     variants: list[Variant] = field(default_factory=list)
     pass_ms: float = 0.0
 
@@ -83,12 +85,19 @@ class Report:
     provider: str
     bucket: int
     ranges: list[RangeReport]
-    uncompiled: int = 0
+    model: str = ""  # the architecture
+    versions: dict[str, str] = field(default_factory=dict)  # of what compiled it
+    uncompiled: int = 0  # MLA layers in no graph
+    version: int = VERSION
 
     @property
     def fused(self) -> int:
         """Fused layers, over all ranges."""
         return sum(r.fused for r in self.ranges)
+
+    def decode_ranges(self) -> list[RangeReport]:
+        """The ranges in which the passes run, as far as they hold MLA layers."""
+        return [r for r in self.ranges if r.range[1] <= self.bucket and r.layers]
 
     def lines(self) -> list[str]:
         """The report as text, one range a line, then the reasons and the census."""
@@ -102,13 +111,10 @@ class Report:
             for code, entry in r.declined.items():
                 text = reasons.explain(code, entry["detail"])
                 out.append(f"    {entry['layers']} declined: {text}")
-            if r.census:
-                ops = sorted({*r.census["before"], *r.census["after"]})
+            if r.layer:
                 out.append("    ops of one layer, before -> after:")
-                for op in ops:
-                    before, after = r.census["before"].get(op, 0), r.census["after"].get(op, 0)
-                    if before != after:
-                        out.append(f"      {before:3d} -> {after:<3d} {op}")
+                for op, before, after in r.layer.changes():
+                    out.append(f"      {before:3d} -> {after:<3d} {op}")
         if self.uncompiled:
             why = reasons.explain("no-graph")
             out.append(f"  outside any graph: {self.uncompiled} MLA layers: {why}")
@@ -123,7 +129,13 @@ def add(record: GraphRecord) -> None:
     _records.append(record)
 
 
-def take(provider: str, bucket: int, model_layers: int = 0) -> Report | None:
+def take(
+    provider: str,
+    bucket: int,
+    model: str = "",
+    versions: dict[str, str] | None = None,
+    model_layers: int = 0,
+) -> Report | None:
     """The report of all graphs compiled since the last call; None if no pass ran.
 
     `model_layers` is the number of the model's MLA layers, with those of its draft head.
@@ -137,7 +149,7 @@ def take(provider: str, bucket: int, model_layers: int = 0) -> Report | None:
         total.layers += record.layers
         total.fused += record.fused
         total.pass_ms += record.pass_ms
-        total.census = total.census or record.census
+        total.layer = total.layer or record.layer
         total.variants += [v for v in record.variants if v not in total.variants]
         for decline in record.declined.values():
             entry = total.declined.setdefault(decline.code, {"layers": 0, "detail": decline.detail})
@@ -145,81 +157,83 @@ def take(provider: str, bucket: int, model_layers: int = 0) -> Report | None:
     _records.clear()
     seen = max(r.layers for r in ranges.values())
     uncompiled = max(model_layers - seen, 0)
-    return Report(provider, bucket, [ranges[key] for key in sorted(ranges)], uncompiled)
+    ordered = [ranges[key] for key in sorted(ranges)]
+    return Report(provider, bucket, ordered, model, versions or {}, uncompiled)
 
 
 def load(path: Path) -> Report:
-    """The report stored at `path`."""
-    stored = json.loads(path.read_text())
-    for entry in stored["ranges"]:
-        entry["range"] = tuple(entry["range"])
-        entry["variants"] = [Variant(**variant) for variant in entry["variants"]]
-    stored["ranges"] = [RangeReport(**entry) for entry in stored["ranges"]]
-    return Report(**stored)
+    """The report stored at `path`.
+
+    Raises:
+        FormatError: it holds something else, or what another release stored.
+    """
+    try:
+        stored = json.loads(path.read_text())
+        if stored["version"] != VERSION:
+            raise FormatError(f"{path} was stored by another release of mla-fusion")
+        for entry in stored["ranges"]:
+            entry["range"] = tuple(entry["range"])
+            entry["variants"] = [Variant(**variant) for variant in entry["variants"]]
+            entry["layer"] = entry["layer"] and LayerGraph.from_json(entry["layer"])
+        stored["ranges"] = [RangeReport(**entry) for entry in stored["ranges"]]
+        return Report(**stored)
+    except (UnicodeDecodeError, json.JSONDecodeError, TypeError, KeyError, AttributeError):
+        raise FormatError(f"{path} is not a stored report") from None
 
 
-def collect(path: Path, provider: str, bucket: int, model_layers: int) -> Report | None:
-    """The report of this start, stored at `path`, or the one stored there by an earlier start."""
-    report = take(provider, bucket, model_layers)
-    if report is not None:
+def collect(path: Path, made: Report | None) -> tuple[Report | None, bool]:
+    """(the report of this start, whether it is that of an earlier one).
+
+    What this start compiled, `made`, is stored at `path`; if it compiled nothing, what an earlier
+    start stored there tells what vLLM's cache holds.
+    """
+    if made is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(report), indent=1))
-    elif path.exists():
-        report = load(path)
-        logger.info("The compiled graphs come from vLLM's cache, and so does the report on them:")
-    return report
+        path.write_text(json.dumps(asdict(made), separators=(",", ":")))
+        return made, False
+    return (load(path), True) if path.exists() else (None, False)
 
 
-def publish(report: Report | None, model: str) -> None:
-    """Log a report; nothing fused, or nothing known, is a warning that says why."""
-    if report is None or not any(r.layers for r in report.ranges):
+def publish(report: Report | None, model: str, cached: bool) -> None:
+    """Log one line for each decode range; if nothing fused, one warning with the reasons instead.
+
+    Args:
+        report: None if no graph was compiled, and none was known.
+        model: the architecture.
+        cached: the graphs come from vLLM's compile cache, the report from an earlier start.
+    """
+    decode = report.decode_ranges() if report else []
+    if report is None or not decode:
         logger.warning(
             "fuse_aiter_qk_rope_kvcache_mla is on and fused nothing: no MLA layer was found in a "
-            "compiled graph. Either vLLM does not compile the class of %s [no-graph], or it found "
-            "its graphs in a compile cache that was filled without this report (delete it or set "
-            "VLLM_DISABLE_COMPILE_CACHE=1 once).",
+            "compiled graph. Either %s is a model class that vLLM does not compile [no-graph] "
+            "(mla-fusion check tells), or vLLM found its graphs in a compile cache that was "
+            "filled without this report (delete it or set VLLM_DISABLE_COMPILE_CACHE=1 once).",
             model,
         )
-        return
-    level = logging.INFO if report.fused else logging.WARNING
-    if not report.fused:
-        logger.warning("fuse_aiter_qk_rope_kvcache_mla is on and fused no layer; the reasons:")
-    for line in report.lines():
-        logger.log(level, line)
+    elif not any(r.fused for r in decode):
+        found = {code: e["detail"] for r in decode for code, e in r.declined.items()}
+        why = " ".join(reasons.explain(code, detail) for code, detail in found.items())
+        layers = max(r.layers for r in decode)
+        logger.warning(
+            "fuse_aiter_qk_rope_kvcache_mla is on and fused none of %d MLA layers: %s", layers, why
+        )
+    else:
+        note = f"; {report.uncompiled} in no graph [no-graph]" if report.uncompiled else ""
+        note += " (graphs from vLLM's compile cache)" if cached else ""
+        for r in decode:
+            logger.info("%s%s", _summary(r), note)
 
 
-class Census:
-    """Counts the ops of one layer: those that lie between two attention calls in a graph.
-
-    The last layer is taken, so that what precedes the first attention does not count; a model of
-    one layer shows what precedes it too.
-    """
-
-    def __init__(self, graph: fx.Graph, calls: Sequence[fx.Node]) -> None:
-        self.graph = graph
-        self.before = self._count(calls)
-
-    def after(self, calls: Sequence[fx.Node]) -> dict[str, dict[str, int]]:
-        """The census, once the graph was rewritten; `calls` are the new attention calls."""
-        return {"before": self.before, "after": self._count(calls)} if calls else {}
-
-    def _count(self, calls: Sequence[fx.Node]) -> dict[str, int]:
-        counts: Counter[str] = Counter()
-        node = calls[-1] if calls else None
-        while node is not None and node.op != "root":
-            if node.op == "call_function" and node.users:
-                counts[_label(node)] += 1
-            node = node.prev
-            if node in calls:
-                break
-        return dict(counts)
-
-
-def _label(node: fx.Node) -> str:
-    functional = functionalized_op(node)
-    if functional:
-        return functional
-    return op_name(node.target) or getattr(node.target, "__name__", str(node.target))
+def _summary(r: RangeReport) -> str:
+    declined = ""
+    if r.declined:
+        codes = ", ".join(f"{e['layers']} [{code}]" for code, e in r.declined.items())
+        declined = f"; declined: {codes}, mla-fusion report says why"
+    return (
+        f"decode range ({r.range[0]}, {r.range[1]}): {r.fused} of {r.layers} MLA layers fused"
+        f"{declined}; prefill ranges untouched"
+    )
 
 
 def show(stage: str, graph: fx.Graph) -> None:

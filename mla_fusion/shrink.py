@@ -50,13 +50,13 @@ class Cut:
     changed: str
 
 
-def read(model_dir: Path) -> dict[str, Any]:
-    """The language model's part of MODEL_DIR/config.json.
+def read(model: Path) -> tuple[dict[str, Any], str]:
+    """(the language model's part of a config.json, its architecture); `model` is it or its folder.
 
     Raises:
-        UserError: there is no such file, it is no JSON object, or the model has no MLA.
+        UserError: there is no such file, or it is no JSON object of a model.
     """
-    path = model_dir / "config.json" if model_dir.is_dir() else model_dir
+    path = model / "config.json" if model.is_dir() else model
     try:
         content = json.loads(path.read_text())
     except FileNotFoundError:
@@ -68,17 +68,12 @@ def read(model_dir: Path) -> dict[str, Any]:
         raise UserError(f"cannot read {path}: {error}") from None
     if not isinstance(content, dict):
         raise UserError(f"{path} is not a model's config.json: it holds no JSON object")
-    model = content
+    part = content
     if "kv_lora_rank" not in content and isinstance(content.get("text_config"), dict):
-        model = {**content["text_config"]}  # a multimodal model: its language part
-    if not model.get("model_type"):
+        part = {**content["text_config"]}  # a multimodal model: its language part
+    if not part.get("model_type"):
         raise UserError(f'{path} is not a model\'s config.json: it has no "model_type"')
-    if not isinstance(model.get("kv_lora_rank"), int):
-        raise UserError(
-            f"{path} ({model['model_type']}) describes no model with multi-head latent attention "
-            '(MLA): it has no "kv_lora_rank", so there is nothing to fuse'
-        )
-    return model
+    return part, _architecture(part) or _architecture(content) or str(part["model_type"])
 
 
 def cut(model: dict[str, Any], layers: int, tensor_parallel_size: int) -> Cut:
@@ -102,7 +97,7 @@ def cut(model: dict[str, Any], layers: int, tensor_parallel_size: int) -> Cut:
     small = {key: value for key, value in model.items() if key not in _DROPPED}
     small[layer_key] = layers
     if "n_routed_experts" in model or "first_k_dense_replace" in model:
-        small["first_k_dense_replace"] = layers - 1  # the last has experts, as vLLM expects
+        small["first_k_dense_replace"] = layers  # no experts: attention does not read them
     for key in _HEAD_KEYS:
         if isinstance(model.get(key), int):
             small[key] = max(model[key] // tensor_parallel_size, 1)
@@ -114,20 +109,22 @@ def cut(model: dict[str, Any], layers: int, tensor_parallel_size: int) -> Cut:
             small[key] = value[:layers]  # one entry a layer
         if key.endswith("_token_id") and isinstance(value, int) and value >= _VOCABULARY:
             small[key] = 0
+    limit = _LIMITS["n_routed_experts"]
+    experts = "no experts" if "first_k_dense_replace" in small else f"at most {limit} experts"
     dropped = "".join(f", no {key}" for key in _DROPPED if key in model)
     return Cut(
         config=small,
         layers=layers,
         head_size=model["kv_lora_rank"] + model["qk_rope_head_dim"],
-        found=f"{_name(model)}, {all_layers} layers, {heads} heads",
+        found=f"{all_layers} layers, {heads} heads",
         changed=(
             f"{layers} layers, {small['num_attention_heads']} heads (one rank of "
-            f"{tensor_parallel_size}), hidden size {small.get('hidden_size')}, at most "
-            f"{_LIMITS['n_routed_experts']} experts, dummy weights in bfloat16{dropped}"
+            f"{tensor_parallel_size}), hidden size {small.get('hidden_size')}, {experts}, dummy "
+            f"weights in bfloat16{dropped}"
         ),
     )
 
 
-def _name(model: dict[str, Any]) -> str:
-    architectures = model.get("architectures") or []
-    return str(architectures[0]) if architectures else str(model["model_type"])
+def _architecture(model: dict[str, Any]) -> str:
+    named = model.get("architectures") or [""]
+    return str(named[0])

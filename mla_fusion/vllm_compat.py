@@ -26,6 +26,23 @@ def installed_version() -> str:
     return str(vllm.__version__)
 
 
+def versions() -> dict[str, str]:
+    """The releases that compile a graph together, and the device they compile it for."""
+    from vllm.platforms import current_platform
+
+    from mla_fusion import __version__
+
+    device = current_platform.device_name
+    if current_platform.is_cuda_alike():
+        device = str(current_platform.get_device_name())
+    return {
+        "mla-fusion": __version__,
+        "vLLM": installed_version(),
+        "torch": str(torch.__version__),
+        "device": device,
+    }
+
+
 def is_supported(version: str) -> bool:
     """Whether a version such as "0.32.0+cpu" lies in the supported window."""
     numbers = re.match(r"(\d+)\.(\d+)", version)

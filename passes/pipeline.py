@@ -21,6 +21,7 @@ from vllm.compilation.passes.inductor_pass import InductorPass, get_pass_context
 
 from mla_fusion import eligibility, ops, report, vllm_compat
 from mla_fusion.identity import source_hash
+from mla_fusion.layer_graph import LayerGraph, of_last_layer
 from mla_fusion.passes.canonicalize import CanonicalizeMLARoPEPass
 from mla_fusion.passes.fix_functionalization import MLAFixFunctionalizationPass
 from mla_fusion.passes.fuse import MLAAiterQkRopeKVCacheFusionPass
@@ -139,7 +140,7 @@ def fuse(
     # vLLM's own passes leave nodes before what they read; its cleanup after this pass sorts too.
     stable_topological_sort(graph)
     snapshot = Snapshot(graph)
-    census = report.Census(graph, calls)
+    before = of_last_layer(calls)
     try:
         record.declined = CanonicalizeMLARoPEPass(facts_of)(graph).declined
         MLADecodeQPrepLiftPass(facts_of)(graph)
@@ -154,7 +155,8 @@ def fuse(
     drop_dead(graph, dead)
     record.fused = len(fused)
     record.variants = {_variant(call) for call in fused}
-    record.census = census.after(fused)
+    if fused:
+        record.layer = LayerGraph(before, of_last_layer(fused))
 
 
 def _settle(

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import os
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from mla_fusion import check, cli, demo, engine, report, shrink, tiny_models
-
-V3 = {**tiny_models.MODELS["deepseek-v3-shaped"], "num_hidden_layers": 61}
+from mla_fusion import cli, demo, engine, report, tiny_models
 
 
 def fail(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
@@ -22,11 +16,6 @@ def fail(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
     text = capsys.readouterr().err
     assert text.count("\n") == 1 and "Traceback" not in text
     return text
-
-
-def write_config(folder: Path, content: dict[str, Any]) -> Path:
-    (folder / "config.json").write_text(json.dumps(content))
-    return folder
 
 
 # --- arguments
@@ -54,182 +43,12 @@ def test_wrong_arguments_are_usage_errors(
     assert "usage: mla-fusion" in capsys.readouterr().err
 
 
-def test_check_passes_every_argument_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    seen: list[check.Settings] = []
-
-    def run(settings: check.Settings) -> bool:
-        seen.append(settings)
-        return False
-
-    monkeypatch.setattr(check, "run", run)
-    argv = "check m --max-num-seqs 8 --speculative-tokens 3 --tensor-parallel-size 2"
-    argv += f" --kv-cache-dtype fp8 --layers 4 --provider triton --dump {tmp_path}"
-    assert cli.main(argv.split()) == 1
-    assert seen == [check.Settings(Path("m"), 8, 3, 2, "fp8", 4, "triton", tmp_path)]
-
-
 def test_demo_exit_status_says_whether_the_tokens_are_equal(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for result, status in ((True, 0), (False, 1)):
         monkeypatch.setattr(demo, "run", lambda out, result=result: result)
         assert cli.main(["demo", "--out", str(tmp_path)]) == status
-
-
-# --- check: what a user gets wrong
-
-
-def test_check_without_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no config.json" in fail(capsys, "check", tmp_path)
-
-
-@pytest.mark.parametrize("content", ["{", "[]", "{}", "\x00", '{"kv_lora_rank": 512}'])
-def test_check_of_something_that_is_no_config(
-    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "config.json").write_text(content)
-    assert str(tmp_path / "config.json") in fail(capsys, "check", tmp_path)
-
-
-def test_check_of_a_model_without_mla(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_config(tmp_path, {"model_type": "llama", "num_hidden_layers": 2})
-    assert "nothing to fuse" in fail(capsys, "check", tmp_path)
-
-
-def test_check_names_a_missing_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_config(tmp_path, {k: v for k, v in V3.items() if k != "num_attention_heads"})
-    assert "'num_attention_heads'" in fail(capsys, "check", tmp_path)
-
-
-def test_check_refuses_heads_that_do_not_divide(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_config(tmp_path, V3)
-    assert "divide" in fail(capsys, "check", tmp_path, "--tensor-parallel-size", 3)
-
-
-def test_check_refuses_an_unknown_cache_type(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("vllm")
-    write_config(tmp_path, V3)
-    assert "fp8_e4m3" in fail(capsys, "check", tmp_path, "--kv-cache-dtype", "fp7")
-
-
-@pytest.mark.parametrize("missing", ["vllm", "depyf"])
-def test_a_missing_package_is_named(
-    missing: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == missing else find(name)
-    )
-    write_config(tmp_path, V3)
-    text = fail(capsys, "check", tmp_path, "--dump", tmp_path / "dump")
-    assert f"package {missing}" in text and "pip install" in text
-
-
-def test_check_of_a_sparse_model_says_why_without_an_engine(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_config(tmp_path, {**V3, "index_topk": 2048})
-    assert cli.main(["check", str(tmp_path)]) == 1
-    assert "[sparse-attention]" in capsys.readouterr().out
-
-
-# --- check: the cut
-
-
-def test_the_cut_keeps_what_decides_about_fusion() -> None:
-    cut = shrink.cut(V3, layers=2, tensor_parallel_size=2)
-    kept = ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
-    assert {k: cut.config[k] for k in kept} == {k: V3[k] for k in kept}
-    assert cut.config["rope_scaling"] == V3["rope_scaling"]
-    assert cut.config["num_attention_heads"] == V3["num_attention_heads"] // 2
-    assert cut.config["num_hidden_layers"] == 2 and cut.config["first_k_dense_replace"] == 1
-    assert cut.head_size == 576
-
-
-def test_the_cut_makes_the_rest_small() -> None:
-    full = {
-        **V3,
-        "hidden_size": 7168,
-        "vocab_size": 129280,
-        "n_routed_experts": 256,
-        "eos_token_id": 129279,
-        "bos_token_id": 1,
-        "layer_types": ["mla"] * 61,
-        "quantization_config": {"quant_method": "fp8"},
-        "auto_map": {"AutoConfig": "code.Config"},
-    }
-    small = shrink.cut(full, layers=3, tensor_parallel_size=1).config
-    assert small["hidden_size"] == 512 and small["n_routed_experts"] == 8
-    assert small["vocab_size"] > small["eos_token_id"] and small["bos_token_id"] == 1
-    assert small["layer_types"] == ["mla"] * 3
-    assert not {"quantization_config", "auto_map"} & set(small)
-
-
-def test_the_language_part_of_a_multimodal_model_is_read(tmp_path: Path) -> None:
-    write_config(tmp_path, {"model_type": "seeing", "text_config": V3})
-    assert shrink.read(tmp_path) == V3
-
-
-# --- check: what is run, and the verdict
-
-
-def check_with(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fused: int, *argv: str
-) -> tuple[int, engine.Job]:
-    """Check a model with an engine that is played: (exit status, its job)."""
-    jobs: list[engine.Job] = []
-
-    def play(job: engine.Job) -> engine.Outcome:
-        jobs.append(job)
-        return engine.Outcome([], [], [], 0, [store(Path(job.cache), "a.json", fused)])
-
-    monkeypatch.setattr(engine, "run", play)
-    monkeypatch.setattr(engine, "require", lambda *modules, purpose: None)
-    status = cli.main(["check", str(write_config(tmp_path, V3)), *argv])
-    return status, jobs[0]
-
-
-def test_check_runs_prompts_and_derives_the_bucket(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    status, job = check_with(monkeypatch, tmp_path, 2, "--max-num-seqs", "8")
-    assert status == 0 and job.prompts and job.bucket is None and job.fuse
-
-
-def test_check_widens_the_bucket_by_draft_tokens(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    argv = ("--max-num-seqs", "512", "--speculative-tokens", "3")
-    _, job = check_with(monkeypatch, tmp_path, 2, *argv)
-    assert job.bucket == 2048 < job.max_num_batched_tokens
-
-
-@pytest.mark.parametrize("fused", [0, 1])
-def test_check_fails_when_a_layer_does_not_fuse(
-    fused: int,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    status, _ = check_with(monkeypatch, tmp_path, fused)
-    assert status == 1
-    assert f"{2 - fused} of 2 MLA layers of the decode range do not" in capsys.readouterr().out
-
-
-def test_check_runs_no_head_size_the_cpu_lacks(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(V3, "kv_lora_rank", 256)
-    status, job = check_with(monkeypatch, tmp_path, 2)
-    assert status == 0 and not job.prompts
-    assert "no token was generated" in capsys.readouterr().out
 
 
 # --- the engine's errors
@@ -260,7 +79,7 @@ def store(root: Path, name: str, fused: int) -> Path:
     stored = report.Report(
         "reference", 8, [report.RangeReport((1, 8), layers=2, fused=fused, declined=declined)]
     )
-    (folder / name).write_text(json.dumps(asdict(stored)))
+    report.collect(folder / name, stored)
     return folder / name
 
 
@@ -294,7 +113,7 @@ def test_layers_that_are_in_no_graph_are_reported() -> None:
         report.add(report.GraphRecord(1, 4, layers=2, fused=2))
         report.add(report.GraphRecord(5, 64, layers=2))
         report.add(report.GraphRecord(1, 4, pass_ms=1.0))  # of the last step
-        made = report.take("reference", 4, model_layers)
+        made = report.take("reference", 4, model_layers=model_layers)
         assert made is not None and made.uncompiled == uncompiled
         assert ("[no-graph]" in "".join(made.lines())) is bool(uncompiled)
 

@@ -12,6 +12,7 @@ import shlex
 import subprocess
 import tomllib
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -56,7 +57,7 @@ def commands(language, body):
         while words and re.fullmatch(r"[A-Z][A-Z0-9_]*=.*", words[0]):
             words.pop(0)
         if words:
-            found.append([words[0].removeprefix(".venv/bin/"), *words[1:]])
+            found.append([re.sub(r"^\.venv[\d.-]*/bin/", "", words[0]), *words[1:]])
     return found
 
 
@@ -130,7 +131,12 @@ RUN = [block for block in PYTHON if not block[0].startswith(ELSEWHERE)]
 @pytest.mark.parametrize("label, body", RUN, ids=[block[0] for block in RUN])
 def test_python(label, body, monkeypatch):
     engines = []
-    monkeypatch.setattr(vllm, "LLM", lambda model, **kw: engines.append(EngineArgs(model, **kw)))
+
+    def engine(model, **arguments):
+        engines.append(EngineArgs(model, **arguments))
+        return Mock()
+
+    monkeypatch.setattr(vllm, "LLM", engine)
     exec(compile(body, label, "exec"), {})
     for engine in engines:
         assert engine.compilation_config.pass_config.fuse_aiter_qk_rope_kvcache_mla

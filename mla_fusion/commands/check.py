@@ -21,11 +21,11 @@ def add(commands: Commands) -> None:
         "check",
         run,
         help="tell whether and why a model would fuse",
-        description="Cuts a model to a few layers with random weights, starts a vLLM engine on it "
-        "with the flag on, and prints which MLA layers fuse and why others do not. Needs "
-        "config.json alone, and no GPU.",
+        description="Reads config.json; where that does not decide, cuts the model to a few layers "
+        "with random weights and starts a vLLM engine on it with the flag on. Prints whether every "
+        "MLA layer fuses, where, and what to type, or why not. Needs no GPU and no network.",
     )
-    parser.add_argument("model_dir", type=Path, metavar="MODEL_DIR", help="folder of config.json")
+    parser.add_argument("model", type=Path, metavar="MODEL", help="config.json, or its folder")
     parser.add_argument("--max-num-seqs", type=positive, default=256, metavar="N", help=AS_IN_VLLM)
     parser.add_argument(
         "--speculative-tokens",
@@ -59,8 +59,10 @@ def add(commands: Commands) -> None:
         "--dump",
         type=Path,
         metavar="DIR",
-        help="write the graph before and after the passes as readable Python (needs depyf)",
+        help="write the report, and the graph before and after the passes as readable Python, for "
+        "mla-fusion report DIR (needs depyf)",
     )
+    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:

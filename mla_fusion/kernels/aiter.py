@@ -17,6 +17,7 @@ at all (type of slots, positions, cosines and scales, density of the cosines and
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
@@ -236,3 +237,21 @@ def _tables(
             cos, sin = (h.to(q.dtype).contiguous() for h in cos_sin_cache.chunk(2, dim=-1))
         _halves[key] = (cos_sin_cache, cos, sin)
     return _halves[key][1:]
+
+
+def capabilities() -> dict[str, bool]:
+    """What this AITER offers beyond what `require` asks for, by what it is called there."""
+    import aiter
+
+    return {
+        "compute_all_q_rope": "compute_all_q_rope" in _parameters(getattr(aiter, _OP)),
+        "get_mla_metadata_v1": hasattr(aiter, "get_mla_metadata_v1"),
+    }
+
+
+def _parameters(function: Any) -> list[str]:
+    """Its parameters, by torch's schema: AITER's decorator hides them from `inspect`."""
+    op = getattr(torch.ops.aiter, function.__name__, None)
+    if op is not None:
+        return [argument.name for argument in op.default._schema.arguments]
+    return [*inspect.signature(function).parameters]

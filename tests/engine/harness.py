@@ -72,6 +72,18 @@ def count_refreshes(seen):
     PersistentDecodePlan.refresh = refresh
 
 
+def exported_steps():
+    """What vLLM's /metrics endpoint says of this library's counter."""
+    from vllm.v1.metrics.prometheus import get_prometheus_registry
+
+    return {
+        sample.labels["path"]: sample.value
+        for metric in get_prometheus_registry().collect()
+        for sample in metric.samples
+        if sample.name == "mla_fusion_steps_total"
+    }
+
+
 def main(job):
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.update(HF_HUB_OFFLINE="1")
@@ -154,6 +166,9 @@ def main(job):
         "logprobs": chosen,
         "refreshes": refreshes,
     }
+    if job.get("flag"):
+        result["steps"] = llm.collective_rpc("mla_fusion_steps")
+        result["exported"] = exported_steps()
     print("RESULT " + json.dumps(result))
 
 

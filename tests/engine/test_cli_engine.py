@@ -3,6 +3,7 @@
 import ast
 import json
 import math
+from pathlib import Path
 
 import pytest
 
@@ -60,6 +61,22 @@ def test_the_report_of_the_demo_is_stored(shown, capsys):
     assert "tokens 1 to 8: 3 MLA layers, 3 fused, 0 declined" in capsys.readouterr().out
 
 
+def test_the_stored_graph_of_a_layer_shows_what_fused(shown, tmp_path, capsys):
+    argv = ["report", str(shown[1] / "cache"), "--graph", "--html", str(tmp_path / "page.html")]
+    assert cli.main(argv) == 0
+    before, after = capsys.readouterr().out.split("after:\n")
+    assert before.count("- unified_mla_kv_cache_update") == 1
+    assert "fused_aiter_qk_rope_kvcache_q_concat_quant_mla" not in before
+    own = [line for line in after.splitlines() if line.startswith("  * ")]
+    assert [line.split(" = ")[1].split("(")[0] for line in own] == [
+        "fused_aiter_qk_rope_kvcache_q_concat_quant_mla",
+        "mla_attention_with_prepared_query",
+    ]
+    assert "bf16[T, 4, 576]" in own[0]
+    page = (tmp_path / "page.html").read_text()
+    assert "3 of 3 MLA layers of the decode graphs fused" in page
+
+
 def test_check_dumps_graphs_and_compiles_what_a_cpu_cannot_run(shown, tmp_path, capsys):
     """Readable Python before and after the passes, for a bucket widened by draft tokens."""
     model, dump = shown[1] / V3 / "model", tmp_path / "dump"
@@ -67,14 +84,15 @@ def test_check_dumps_graphs_and_compiles_what_a_cpu_cannot_run(shown, tmp_path, 
     argv += ["--tensor-parallel-size", "2", "--kv-cache-dtype", "fp8", "--dump", str(dump)]
     assert cli.main(argv) == 0
     text = capsys.readouterr().out
-    assert "every MLA layer of the decode range fuses (2 of 2)" in text
+    assert "fuses. Every MLA layer, in graphs for 1 to 12 tokens" in text.splitlines()[0]
     assert "tokens 1 to 12: 2 MLA layers, 2 fused" in text
     assert "no token was generated" in text and "ran:" not in text
     calls = {
         "before": "torch.ops.vllm.unified_mla_attention_with_output",
         "after": "torch.ops.mla_fusion.fused_aiter_qk_rope_kvcache_q_concat_quant_mla",
     }
-    assert {p.name for p in dump.iterdir()} == {f"tokens_1_12.{stage}.py" for stage in calls}
+    graphs = {f"tokens_1_12.{stage}.py" for stage in calls}
+    assert {p.name for p in dump.iterdir()} == {*graphs, "report.json"}
     for stage in calls:
         tree = ast.parse((dump / f"tokens_1_12.{stage}.py").read_text())
         [module] = [node for node in tree.body if isinstance(node, ast.ClassDef)]
@@ -98,4 +116,28 @@ def test_check_says_why_the_flag_is_switched_off(shown, capsys):
     model = shown[1] / V3 / "model"
     assert cli.main(["check", str(model), "--layers", "1", "--provider", "triton"]) == 1
     text = capsys.readouterr().out
-    assert "[provider-unavailable]" in text and "check: nothing fuses" in text
+    assert "does not fuse" in text.splitlines()[0] and "[provider-unavailable]" in text
+
+
+@pytest.mark.parametrize(
+    "name, heads",
+    [
+        ("deepseek-v2-lite", 16),
+        ("glm-4.7-flash", 20),
+        ("longcat-flash", 64),
+        pytest.param("deepseek-v3", 128, marks=pytest.mark.nightly),
+        pytest.param("kimi-k2", 64, marks=pytest.mark.nightly),
+    ],
+)
+def test_check_of_a_public_model(name, heads, capsys):
+    """Its config.json alone, on a CPU, without a network: an engine compiles it and generates."""
+    config = Path(__file__).parent.parent / "configs" / f"{name}.json"
+    assert cli.main(["check", str(config), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["checked_by"] == "engine" and said["tokens"] == [1, 256]
+    assert said["platforms"] == ["nvidia", "amd"] and not said["reasons"]
+    fused, layers = said["cut_model"].values()
+    # Every layer of LongCat-Flash has two attentions.
+    assert fused == layers == (4 if name == "longcat-flash" else 2)
+    details = "\n".join(said["details"])
+    assert f"{heads} heads (one rank of 1)" in details and "4 tokens each" in details

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,21 @@ def fused(model, fused_caches):
     return run({"model": model, "plugin": True, "flag": True}, fused_caches)
 
 
+SUMMARY = "decode range (1, 4): 2 of 2 MLA layers fused; prefill ranges untouched"
+
+
+def own_log(result):
+    """(level, message) of every line this library logged; vLLM has no files of these names."""
+    line = r"(INFO|WARNING|ERROR) \S+ \S+ \[(?:report|plugin|pipeline)\.py:\d+\] (.*)"
+    return re.findall(line, result["log"])
+
+
+def test_steps_are_counted_by_path(fused):
+    """Four prompts enter in one mixed batch, then all decode: 8 tokens are 1 + 7 passes."""
+    [steps] = fused["steps"]
+    assert list(steps.values()) == [{"fused": 7, "unfused": 1}]
+
+
 def prefill_range(result):
     [name] = [name for name in result["graphs"] if not name.startswith("1-")]
     return name
@@ -87,17 +103,25 @@ def test_tokens_and_logprobs_are_those_of_vllm_alone_to_the_bit(alone, fused):
 def test_warm_compile_cache_still_yields_the_report(model, fused_caches, fused):
     warm = run({"model": model, "plugin": True, "flag": True}, fused_caches)
     assert not warm["graphs"], "a pass ran: the cache was cold and this test shows nothing"
-    assert "come from vLLM's cache, and so does" in warm["log"]
-    for result in (fused, warm):
-        assert "tokens 1 to 4: 2 MLA layers, 2 fused, 0 declined" in result["log"]
+    cached = " (graphs from vLLM's compile cache)"
+    assert own_log(fused) == [("INFO", SUMMARY)]
+    assert own_log(warm) == [("INFO", SUMMARY + cached)]
     assert warm["tokens"] == fused["tokens"]
 
 
 def test_engine_and_worker_in_processes_of_their_own(model, fused, tmp_path):
-    apart = run({"model": model, "plugin": True, "flag": True, "processes": True}, tmp_path)
-    assert "tokens 1 to 4: 2 MLA layers, 2 fused, 0 declined" in apart["log"]
+    (tmp_path / "prometheus").mkdir()
+    exported = {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path / "prometheus")}
+    job = {"model": model, "plugin": True, "flag": True, "processes": True}
+    apart = run(job, tmp_path, **exported)
+    assert own_log(apart) == [("INFO", SUMMARY)]
     assert apart["tokens"] == fused["tokens"]
     assert apart["logprobs"] == fused["logprobs"]
+    # The requests reach the engine core one by one, so prompts may enter in several passes.
+    [[steps]] = [rank.values() for rank in apart["steps"]]
+    assert steps["fused"] >= 6 and steps["unfused"] >= 1
+    # Written by the process of the engine core, and read here as vLLM's /metrics does.
+    assert apart["exported"] == steps
 
 
 def test_custom_pass_hook_without_the_plugin(model, alone, tmp_path):

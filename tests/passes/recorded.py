@@ -7,9 +7,11 @@ from the schema beside the graph, without a body: such a graph can be rewritten,
 
 from __future__ import annotations
 
+import functools
 import gzip
 import importlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,17 +62,23 @@ def load(stored: dict[str, Any]) -> fx.GraphModule:
     """The graph that `dump` was given."""
     for name, schema in stored["schemas"].items():
         _define_if_missing(name, schema)
-    graph, nodes, decoder = fx.Graph(), {}, _Decoder()
-    for entry in stored["nodes"]:
-        decoder.nodes = nodes
+    graph, entries = fx.Graph(), {entry["name"]: entry for entry in stored["nodes"]}
+
+    def create(name: str) -> fx.Node:
+        entry = entries[name]
         target = decoder(entry["target"]) if entry["op"] == "call_function" else entry["target"]
         args, kwargs = decoder(entry["args"]), decoder(entry["kwargs"])
-        node = graph.create_node(entry["op"], target, args, kwargs, name=entry["name"])
+        node = graph.create_node(entry["op"], target, args, kwargs, name=name)
         value = decoder(entry["val"])
         if value is not None:
             node.meta["val"] = value
-        nodes[entry["name"]] = node
+        return node
+
+    decoder = _Decoder(create)
+    nodes = [decoder.node(name) for name in entries]
     graph.lint()
+    for node in nodes:  # vLLM's own passes leave a graph unsorted
+        graph._root.prepend(node)
     root = torch.nn.Module()
     for node in graph.find_nodes(op="get_attr"):
         setattr(root, node.target, torch.empty(0))  # a constant, whose values were not kept
@@ -123,10 +131,13 @@ def _encode(value: Any, schemas: dict[str, str]) -> Any:
 
 
 class _Decoder:
-    """`_encode` backwards; fake values share one mode and one set of symbols."""
+    """`_encode` backwards; fake values share one mode and one set of symbols.
 
-    def __init__(self) -> None:
-        self.nodes: dict[str, fx.Node] = {}
+    `create` makes the node of a name, when it is first asked for.
+    """
+
+    def __init__(self, create: Callable[[str], fx.Node]) -> None:
+        self.node = functools.cache(create)
         self.shapes = ShapeEnv()
         self.mode = FakeTensorMode(shape_env=self.shapes)
         self.symbols: dict[str, sympy.Symbol] = {}
@@ -140,7 +151,7 @@ class _Decoder:
         return getattr(self, f"_{kind}")(content)
 
     def _node(self, name: str) -> fx.Node:
-        return self.nodes[name]
+        return self.node(name)
 
     def _tuple(self, items: list[Any]) -> tuple[Any, ...]:
         return tuple(self(item) for item in items)

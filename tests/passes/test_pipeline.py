@@ -205,7 +205,9 @@ def test_second_run_changes_nothing(rope: str) -> None:
 
 def test_census_counts_one_layer() -> None:
     spec = Spec("deepseek", layers=3)
-    census = fuse(build(spec), spec).census
+    layer = fuse(build(spec), spec).layer
+    assert layer is not None
+    census = layer.census()
     assert census["before"][edits.ATTENTION] == census["before"][edits.UPDATE] == 1
     assert census["after"][FUSED] == census["after"][ATTENTION] == 1
     assert edits.UPDATE not in census["after"]

@@ -26,7 +26,7 @@ def test_a_graph_survives_the_format(rope: str, layer_name: str) -> None:
     assert printed(again) == printed(module)
     first, second = fuse(module, spec), fuse(again, spec)
     assert (second.fused, second.declined) == (first.fused, first.declined) == (2, {})
-    assert second.census == first.census
+    assert second.layer == first.layer
     assert second.variants == first.variants
     assert printed(again) == printed(module)
 

@@ -1,0 +1,325 @@
+"""`mla-fusion check` without an engine: what the configuration decides, the cut, the answer."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mla_fusion import (
+    check,
+    cli,
+    config,
+    engine,
+    model_classes,
+    reasons,
+    shrink,
+    tiny_models,
+)
+from tests.test_cli import fail, store
+
+V3 = {**tiny_models.MODELS["deepseek-v3-shaped"], "num_hidden_layers": 61}
+CONFIGS = Path(__file__).parent / "configs"
+
+
+def write_config(folder: Path, content: dict[str, Any]) -> Path:
+    (folder / "config.json").write_text(json.dumps(content))
+    return folder
+
+
+def test_check_passes_every_argument_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[check.Settings] = []
+
+    def run(settings: check.Settings) -> bool:
+        seen.append(settings)
+        return False
+
+    monkeypatch.setattr(check, "run", run)
+    argv = "check m --max-num-seqs 8 --speculative-tokens 3 --tensor-parallel-size 2"
+    argv += f" --kv-cache-dtype fp8 --layers 4 --provider triton --dump {tmp_path} --json"
+    assert cli.main(argv.split()) == 1
+    assert seen == [check.Settings(Path("m"), 8, 3, 2, "fp8", 4, "triton", tmp_path, True)]
+
+
+# --- check: what a user gets wrong
+
+
+def test_check_without_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no config.json" in fail(capsys, "check", tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", "\x00", '{"kv_lora_rank": 512}'])
+def test_check_of_something_that_is_no_config(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(content)
+    assert str(tmp_path / "config.json") in fail(capsys, "check", tmp_path)
+
+
+def test_check_names_a_missing_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_config(tmp_path, {k: v for k, v in V3.items() if k != "num_attention_heads"})
+    assert "'num_attention_heads'" in fail(capsys, "check", tmp_path)
+
+
+def test_check_refuses_heads_that_do_not_divide(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_config(tmp_path, V3)
+    assert "divide" in fail(capsys, "check", tmp_path, "--tensor-parallel-size", 3)
+
+
+def test_check_refuses_an_unknown_cache_type(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("vllm")
+    write_config(tmp_path, V3)
+    assert "fp8_e4m3" in fail(capsys, "check", tmp_path, "--kv-cache-dtype", "fp7")
+
+
+@pytest.mark.parametrize("missing", ["vllm", "depyf"])
+def test_a_missing_package_is_named(
+    missing: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == missing else find(name)
+    )
+    write_config(tmp_path, V3)
+    text = fail(capsys, "check", tmp_path, "--dump", tmp_path / "dump")
+    assert f"package {missing}" in text and "pip install" in text
+
+
+def test_check_of_a_sparse_model_says_why_without_an_engine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_config(tmp_path, {**V3, "index_topk": 2048})
+    assert cli.main(["check", str(tmp_path)]) == 1
+    assert "[sparse-attention]" in capsys.readouterr().out
+
+
+# --- check: the cut
+
+
+def test_the_cut_keeps_what_decides_about_fusion() -> None:
+    cut = shrink.cut(V3, layers=2, tensor_parallel_size=2)
+    kept = ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    assert {k: cut.config[k] for k in kept} == {k: V3[k] for k in kept}
+    assert cut.config["rope_scaling"] == V3["rope_scaling"]
+    assert cut.config["num_attention_heads"] == V3["num_attention_heads"] // 2
+    assert cut.config["num_hidden_layers"] == 2 and cut.config["first_k_dense_replace"] == 2
+    assert cut.head_size == 576
+
+
+def test_the_cut_makes_the_rest_small() -> None:
+    full = {
+        **V3,
+        "hidden_size": 7168,
+        "vocab_size": 129280,
+        "n_routed_experts": 256,
+        "eos_token_id": 129279,
+        "bos_token_id": 1,
+        "layer_types": ["mla"] * 61,
+        "quantization_config": {"quant_method": "fp8"},
+        "auto_map": {"AutoConfig": "code.Config"},
+    }
+    small = shrink.cut(full, layers=3, tensor_parallel_size=1).config
+    assert small["hidden_size"] == 512 and small["n_routed_experts"] == 8
+    assert small["vocab_size"] > small["eos_token_id"] and small["bos_token_id"] == 1
+    assert small["layer_types"] == ["mla"] * 3
+    assert not {"quantization_config", "auto_map"} & set(small)
+
+
+def test_the_language_part_of_a_multimodal_model_is_read(tmp_path: Path) -> None:
+    write_config(tmp_path, {"model_type": "seeing", "text_config": V3})
+    assert shrink.read(tmp_path) == (V3, "DeepseekV3ForCausalLM")
+
+
+def test_the_class_of_a_multimodal_model_counts_where_its_part_names_none(tmp_path: Path) -> None:
+    part = {k: v for k, v in V3.items() if k != "architectures"}
+    write_config(tmp_path, {"model_type": "s", "architectures": ["Seeing"], "text_config": part})
+    assert shrink.read(tmp_path) == (part, "Seeing")
+
+
+# --- check: what is run, and the verdict
+
+
+def check_with(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fused: int, *argv: str
+) -> tuple[int, engine.Job]:
+    """Check a model with an engine that is played: (exit status, its job)."""
+    jobs: list[engine.Job] = []
+
+    def play(job: engine.Job, progress: Any) -> engine.Outcome:
+        jobs.append(job)
+        return engine.Outcome([], [], [], 0, [store(Path(job.cache), "a.json", fused)])
+
+    monkeypatch.setattr(engine, "run", play)
+    monkeypatch.setattr(engine, "require", lambda *modules, purpose: None)
+    status = cli.main(["check", str(write_config(tmp_path, V3)), *argv])
+    return status, jobs[0]
+
+
+def test_check_runs_prompts_and_derives_the_bucket(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    status, job = check_with(monkeypatch, tmp_path, 2, "--max-num-seqs", "8")
+    assert status == 0 and job.prompts and job.bucket is None and job.fuse
+
+
+def test_check_widens_the_bucket_by_draft_tokens(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    argv = ("--max-num-seqs", "512", "--speculative-tokens", "3")
+    _, job = check_with(monkeypatch, tmp_path, 2, *argv)
+    assert job.bucket == 2048 < job.max_num_batched_tokens
+
+
+@pytest.mark.parametrize("fused", [0, 1])
+def test_check_fails_when_a_layer_does_not_fuse(
+    fused: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    status, _ = check_with(monkeypatch, tmp_path, fused)
+    assert status == 1
+    answer = capsys.readouterr().out.splitlines()
+    first = "does not fuse" if not fused else "1 of 2 MLA layers of the cut model stay unfused"
+    assert answer[0] == f"DeepseekV3ForCausalLM: {first}"
+    assert fused or ("q [7]" in answer[1] and "[shape]" in answer[1])
+
+
+def test_check_runs_no_head_size_the_cpu_lacks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(V3, "kv_lora_rank", 256)
+    status, job = check_with(monkeypatch, tmp_path, 2)
+    assert status == 0 and not job.prompts
+    assert "no token was generated" in capsys.readouterr().out
+
+
+# --- check: what the configuration decides
+
+
+DECIDED = {
+    "llama-3": ("LlamaForCausalLM", "no-mla"),
+    "deepseek-v3.2": ("DeepseekV32ForCausalLM", "no-graph"),
+    "kimi-k3": ("KimiK3ForConditionalGeneration", "no-graph"),
+    "deepseek-v2-lite": ("DeepseekV2ForCausalLM", ""),
+    "deepseek-v3": ("DeepseekV3ForCausalLM", ""),
+    "kimi-k2": ("DeepseekV3ForCausalLM", ""),
+    "glm-4.7-flash": ("Glm4MoeLiteForCausalLM", ""),
+    "longcat-flash": ("LongcatFlashForCausalLM", ""),
+}
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.json")))
+def test_what_the_configuration_decides(name: str) -> None:
+    pytest.importorskip("vllm")
+    model, architecture = shrink.read(CONFIGS / f"{name}.json")
+    assert (architecture, model_classes.decide(model, architecture)[0]) == DECIDED[name]
+
+
+@pytest.mark.parametrize("name", [name for name, (_, code) in DECIDED.items() if code])
+def test_a_decided_answer_starts_no_engine(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("vllm")
+    monkeypatch.setattr(engine, "run", lambda *job, **progress: pytest.fail("an engine"))
+    assert cli.main(["check", str(CONFIGS / f"{name}.json"), "--json"]) == 1
+    said = json.loads(capsys.readouterr().out)
+    architecture, code = DECIDED[name]
+    assert (said["model"], said["fuses"], said["checked_by"]) == (
+        architecture, False, "configuration"
+    )  # fmt: skip
+    assert [reason["code"] for reason in said["reasons"]] == [code]
+    assert said["commands"] == {} and said["tokens"] is None
+
+
+@pytest.mark.parametrize(
+    "architecture, platforms",
+    [
+        ("DeepseekV3ForCausalLM", {"nvidia", "amd"}),
+        ("HYV4ForCausalLM", {"amd"}),
+        ("DeepseekV4ForCausalLM", set()),
+        ("KimiK25ForConditionalGeneration", None),  # runs the class of another file
+        ("NoSuchForCausalLM", None),
+    ],
+)
+def test_where_vllm_0_32_compiles_a_class(architecture: str, platforms: set[str] | None) -> None:
+    vllm = pytest.importorskip("vllm")
+    if not vllm.__version__.startswith("0.32"):
+        pytest.skip(f"the table is that of vLLM 0.32, this is {vllm.__version__}")
+    assert model_classes.where_compiled(architecture) == platforms
+
+
+def test_the_registry_that_is_read_is_the_one_vllm_uses() -> None:
+    registry = pytest.importorskip("vllm.model_executor.models.registry")
+    read = model_classes._registry()
+    prefix = "vllm.model_executor.models."
+    used = {
+        name: known.module_name.removeprefix(prefix)
+        for name, known in registry.ModelRegistry.models.items()
+        if name in read
+    }
+    assert len(used) > 200
+    assert {name: read[name] for name in used} == used
+
+
+# --- check: the answer
+
+
+def answered(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], *argv: str
+) -> list[str]:
+    status, _ = check_with(monkeypatch, tmp_path, 2, *argv)
+    assert status == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_the_answer_comes_first_and_can_be_pasted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ("--max-num-seqs", "64", "--tensor-parallel-size", "2", "--speculative-tokens", "1")
+    lines = answered(monkeypatch, tmp_path, capsys, *argv, "--kv-cache-dtype", "fp8")
+    expected = "DeepseekV3ForCausalLM: fuses. Every MLA layer, in graphs for 1 to 128 tokens"
+    assert lines[0] == expected
+    assert "NVIDIA GPUs" in lines[1] and "AMD GPUs" in lines[1] and "not yet run" in lines[1]
+    nvidia, amd = (shlex.split(line.partition(": ")[2]) for line in lines[3:5])
+    serve = f"vllm serve {tmp_path} --tensor-parallel-size 2 --max-num-seqs 64 --kv-cache-dtype fp8"
+    assert amd == [*serve.split(), f"-cc.pass_config.{config.FLAG}=True"]
+    assert nvidia[:-1] == [*amd, "--additional-config"]
+    assert json.loads(nvidia[-1]) == {"mla_fusion": {"provider": "triton"}}
+    assert config.read_options(json.loads(nvidia[-1])).provider == "triton"
+
+
+def test_a_file_stands_for_a_model_of_any_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answered(monkeypatch, tmp_path, capsys)
+    assert cli.main(["check", str(tmp_path / "config.json")]) == 0
+    assert "vllm serve MODEL -cc." in capsys.readouterr().out
+
+
+def test_the_answer_as_json(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = json.loads("\n".join(answered(monkeypatch, tmp_path, capsys, "--json")))
+    assert said["fuses"] is True and said["checked_by"] == "engine"
+    assert said["tokens"] == [1, 256] and said["platforms"] == ["nvidia", "amd"]
+    assert said["cut_model"] == {"fused": 2, "layers": 2} and said["reasons"] == []
+    assert set(said["commands"]) == {"nvidia", "amd"}
+
+
+def test_reasons_are_read_from_the_warning_that_switched_the_flag_off() -> None:
+    for code in reasons.REASONS:
+        for detail in ("", "q [7] (odd)"):
+            line = f"the flag is switched off: {reasons.explain(code, detail)}"
+            assert check._reasons(None, ["another warning", line]) == [(code, detail)]

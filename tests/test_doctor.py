@@ -1,0 +1,240 @@
+"""`mla-fusion doctor` in environments that are made up where it probes them."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import json
+import sys
+import types
+from importlib import metadata
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from mla_fusion import cli, doctor, kernels, known_issues, vllm_compat
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+platforms = pytest.importorskip("vllm.platforms")
+GPUS = {
+    "gfx942": ("AMD Instinct MI300X", torch.float8_e4m3fnuz),
+    "gfx950": ("AMD Instinct MI355X", torch.float8_e4m3fn),
+    "sm_90": ("NVIDIA H200", torch.float8_e4m3fn),
+}
+
+
+@pytest.fixture(autouse=True)
+def forget_providers() -> Iterator[None]:
+    """What one environment has, the next has not."""
+    kernels.get_provider.cache_clear()
+    yield
+    kernels.get_provider.cache_clear()
+
+
+@pytest.fixture
+def on(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """on(arch): this machine has that GPU, as torch and vLLM would tell it."""
+
+    def install(arch: str) -> None:
+        name, fp8 = GPUS[arch]
+        rocm = arch.startswith("gfx")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.version, "hip", "7.0" if rocm else None)
+        properties = SimpleNamespace(name=name, gcnArchName=f"{arch}:sramecc+", major=9, minor=0)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        platform = platforms.current_platform
+        for method, value in (
+            ("is_rocm", rocm), ("is_cuda", not rocm), ("is_cpu", False), ("fp8_dtype", fp8)
+        ):  # fmt: skip
+            monkeypatch.setattr(type(platform), method, lambda *args, value=value: value)
+
+    return install
+
+
+@pytest.fixture
+def aiter(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """aiter(version, **offers): AMD's AITER is installed; or PyPI's other package of the name."""
+
+    def install(version: str, amd: bool = True, compute_all: bool = True) -> None:
+        def op(q_nope: Any, compute_all_q_rope: bool = False) -> None:
+            pass
+
+        def old_op(q_nope: Any) -> None:
+            pass
+
+        module: Any = types.ModuleType("aiter")
+        module.__spec__ = importlib.machinery.ModuleSpec("aiter", None, is_package=True)
+        module.__path__ = []
+        monkeypatch.setitem(sys.modules, "aiter", module)
+        if amd:
+            module.fused_qk_rope_concat_and_cache_mla = op if compute_all else old_op
+            module.dtypes = SimpleNamespace(fp8=torch.float8_e4m3fn)
+            jit: Any = types.ModuleType("aiter.jit")
+            jit.__spec__ = importlib.machinery.ModuleSpec("aiter.jit", None)
+            monkeypatch.setitem(sys.modules, "aiter.jit", jit)
+        original = metadata.version
+        name = "amd-aiter" if amd else "aiter"
+        monkeypatch.setattr(
+            metadata, "version", lambda asked: version if asked == name else original(asked)
+        )
+
+    return install
+
+
+def threads(diagnosis: doctor.Diagnosis) -> set[str]:
+    return {thread for issue in diagnosis.issues for thread in issue.threads}
+
+
+def test_cpu() -> None:
+    found = doctor.examine()
+    assert found.works and found.serving == ["reference"]
+    assert found.environment.platform == "cpu" and not found.environment.device
+    assert found.environment.vllm == vllm_compat.installed_version()
+    assert found.environment.torch == torch.__version__
+    assert not any("ROCm" in thread for thread in threads(found))
+    assert "for development only" in doctor.lines(found)[0]
+
+
+def test_nvidia(on: Any) -> None:
+    on("sm_90")
+    found = doctor.examine()
+    assert found.works and found.serving == ["triton"]
+    facts = found.environment
+    assert (facts.platform, facts.device, facts.arch) == ("cuda", "NVIDIA H200", "sm_90")
+    assert facts.fp8 == "float8_e4m3fn"
+    assert "aiter is missing" in facts.providers["aiter"]
+    assert "vllm-project/vllm#54933" in threads(found)
+    assert "vllm-project/vllm#55609" not in threads(found)
+
+
+def test_gfx942_with_an_old_aiter(on: Any, aiter: Any) -> None:
+    on("gfx942")
+    aiter("0.1.16.post6", compute_all=False)
+    found = doctor.examine()
+    assert found.works and found.serving == ["aiter", "triton"]
+    facts = found.environment
+    assert (facts.platform, facts.arch, facts.fp8) == ("rocm", "gfx942", "float8_e4m3fnuz")
+    assert facts.aiter == "0.1.16.post6" and facts.aiter_offers["compute_all_q_rope"] is False
+    assert {"ROCm/aiter#4342", "ROCm/aiter#3841", "vllm-project/vllm#25475"} <= threads(found)
+    assert "ROCm/aiter#1380" not in threads(found)
+
+
+def test_gfx950_with_a_new_aiter(on: Any, aiter: Any) -> None:
+    on("gfx950")
+    aiter("0.1.20.post1")
+    found = doctor.examine()
+    assert found.works and found.environment.fp8 == "float8_e4m3fn"
+    assert found.environment.aiter_offers["compute_all_q_rope"] is True
+    assert "ROCm/aiter#4144" in threads(found)
+    assert not {"ROCm/aiter#4342", "vllm-project/vllm#25475"} & threads(found)
+
+
+def test_an_aiter_without_the_op(on: Any, monkeypatch: pytest.MonkeyPatch, aiter: Any) -> None:
+    on("gfx950")
+    aiter("0.1.7.post2.dev18")
+    monkeypatch.delattr(sys.modules["aiter"], "fused_qk_rope_concat_and_cache_mla")
+    found = doctor.examine()
+    assert found.serving == ["triton"] and found.environment.aiter == "0.1.7.post2.dev18"
+    assert "install v0.1.8" in found.environment.providers["aiter"]
+    assert "ROCm/aiter#1380" in threads(found)
+
+
+def test_the_other_aiter_of_pypi(on: Any, aiter: Any) -> None:
+    on("gfx950")
+    aiter("0.13.20191203", amd=False)
+    found = doctor.examine()
+    assert found.serving == ["triton"] and found.environment.aiter == ""
+    assert "not AMD's" in found.environment.providers["aiter"]
+
+
+def test_a_gpu_without_a_provider(on: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    on("sm_90")
+    monkeypatch.setitem(sys.modules, "triton", None)
+    found = doctor.examine()
+    assert not found.works and found.serving == []
+    assert "pip install triton" in found.problems[0]
+
+
+@pytest.mark.parametrize(
+    "versions, works",
+    [("0.25.9", False), ("0.26.0", True), ("0.33.1+rocm700", True), ("0.34.0", False)],
+)
+def test_the_window(versions: str, works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_compat, "installed_version", lambda: versions)
+    found = doctor.examine()
+    assert found.works is works
+    if not works:
+        assert found.problems == [f"vLLM {versions} is outside the window 0.26 to 0.33"]
+
+
+@pytest.mark.parametrize(
+    "plugins, works", [(None, True), ("other,mla_fusion", True), ("other", False), ("", False)]
+)
+def test_the_plugin_filtered_out(
+    plugins: str | None, works: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if plugins is None:
+        monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    else:
+        monkeypatch.setenv("VLLM_PLUGINS", plugins)
+    found = doctor.examine()
+    assert found.works is works
+    if not works:
+        assert found.problems == [
+            f"vLLM does not load the plugin: VLLM_PLUGINS={plugins} leaves it out: add "
+            "mla_fusion, or unset it"
+        ]
+
+
+def test_no_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "entry_points", lambda **asked: ())
+    assert "install mla-fusion in vLLM's environment" in doctor.examine().problems[0]
+
+
+def test_a_plugin_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise AttributeError("moved")
+
+    entry = SimpleNamespace(load=lambda: fail)
+    monkeypatch.setattr(metadata, "entry_points", lambda **asked: (entry,))
+    assert "AttributeError('moved')" in doctor.examine().problems[0]
+
+
+def test_no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    found = doctor.examine()
+    assert not found.works and "vLLM is missing" in found.problems[0]
+
+
+def test_exit_status_and_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["doctor", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["works"] is True and shown["problems"] == []
+    assert shown["vllm"] == vllm_compat.installed_version()
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    assert cli.main(["doctor"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("fusion cannot work here") and "VLLM_PLUGINS=other" in lines[1]
+    assert len(lines) <= 40 and max(map(len, lines)) <= 100  # one screen
+
+
+@pytest.mark.parametrize(
+    "older, newer",
+    [("0.1.7.post2.dev18", "0.1.8"), ("0.1.19", "0.1.19.post1"), ("0.1.9", "0.1.10.post2")],
+)
+def test_versions_are_ordered(older: str, newer: str) -> None:
+    assert known_issues.numbers(older) < known_issues.numbers(newer)
+    assert known_issues.numbers(newer) == known_issues.numbers(f"{newer}+rocm7")
+
+
+def test_every_issue_names_a_public_thread() -> None:
+    for issue in known_issues.ISSUES:
+        assert issue.threads
+        for thread in issue.threads:
+            project, _, number = thread.partition("#")
+            assert project in ("vllm-project/vllm", "ROCm/aiter") and number.isdigit()

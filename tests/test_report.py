@@ -1,0 +1,89 @@
+"""What the log says of a start: one line for each decode range, or one warning with reasons."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from mla_fusion import reasons, report
+from tests.passes.fake_engine import fuse
+from tests.passes.graphs import Spec, build
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.DEBUG, logger="vllm.mla_fusion")
+    return caplog
+
+
+def said(log: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
+    return [(r.levelname, r.getMessage()) for r in log.records]
+
+
+def made(*ranges: report.RangeReport) -> report.Report:
+    return report.Report("triton", 128, list(ranges))
+
+
+PREFILL = report.RangeReport((129, 8192), layers=61)
+
+
+def test_one_line_for_a_decode_range_and_nothing_else(log: pytest.LogCaptureFixture) -> None:
+    report.publish(made(report.RangeReport((1, 128), 61, 61), PREFILL), "V3", cached=False)
+    line = "decode range (1, 128): 61 of 61 MLA layers fused; prefill ranges untouched"
+    assert said(log) == [("INFO", line)]
+
+
+def test_one_line_for_each_decode_range(log: pytest.LogCaptureFixture) -> None:
+    declined = {"shape": {"layers": 2, "detail": ""}, "hisparse": {"layers": 1, "detail": ""}}
+    ranges = report.RangeReport((1, 8), 61, 61), report.RangeReport((9, 128), 61, 58, declined)
+    report.publish(made(*ranges, PREFILL), "V3", cached=True)
+    cached = " (graphs from vLLM's compile cache)"
+    assert said(log) == [
+        (
+            "INFO",
+            "decode range (1, 8): 61 of 61 MLA layers fused; prefill ranges untouched" + cached,
+        ),
+        (
+            "INFO",
+            "decode range (9, 128): 58 of 61 MLA layers fused; declined: 2 [shape], 1 [hisparse], "
+            "mla-fusion report says why; prefill ranges untouched" + cached,
+        ),
+    ]
+
+
+def test_nothing_fused_is_one_warning_with_reasons_and_help(log: pytest.LogCaptureFixture) -> None:
+    declined = {"packed-weights": {"layers": 61, "detail": "AMX"}}
+    report.publish(made(report.RangeReport((1, 128), 61, 0, declined), PREFILL), "V3", cached=False)
+    [(level, text)] = said(log)
+    assert level == "WARNING" and "fused none of 61 MLA layers" in text
+    assert "(AMX) [packed-weights]" in text and reasons.REASONS["packed-weights"].help in text
+
+
+@pytest.mark.parametrize("report_made", [None, made(), made(PREFILL)])
+def test_no_layer_found_is_one_warning(
+    report_made: report.Report | None, log: pytest.LogCaptureFixture
+) -> None:
+    report.publish(report_made, "KimiK3", cached=False)
+    [(level, text)] = said(log)
+    assert level == "WARNING" and "KimiK3" in text and "VLLM_DISABLE_COMPILE_CACHE=1" in text
+
+
+def test_the_report_of_a_graph_survives_its_file(tmp_path: Path) -> None:
+    spec = Spec("deepseek", layers=2)
+    report.add(fuse(build(spec), spec))
+    stored = report.take("reference", 4, "V3", {"vLLM": "0.32.0"})
+    assert stored is not None and stored.ranges[0].layer is not None
+    assert report.collect(tmp_path / "r.json", stored) == (stored, False)
+    assert report.collect(tmp_path / "r.json", None) == (stored, True)
+    assert (tmp_path / "r.json").stat().st_size < 20_000
+    result = {node.op.rpartition("::")[2]: node.result for node in stored.ranges[0].layer.after}
+    latent, rope, heads = 16, 8, 2
+    fused = result["fused_aiter_qk_rope_kvcache_q_concat_quant_mla"]
+    assert fused.endswith(f"[T, {heads}, {latent + rope}]")
+
+
+def test_a_start_without_graphs_or_file_knows_nothing(tmp_path: Path) -> None:
+    assert report.take("reference", 4) is None
+    assert report.collect(tmp_path / "r.json", None) == (None, False)

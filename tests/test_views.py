@@ -1,0 +1,178 @@
+"""The views of a stored report: text, drawing and page."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from mla_fusion import cli, report
+from mla_fusion.layer_graph import LayerGraph, Node
+from mla_fusion.views import FUSED, KEPT, NEW, REMOVED, page, rows, svg, text
+
+OWN = "mla_fusion::fused_aiter_qk_rope_kvcache_q_concat_quant_mla"
+LAYER = LayerGraph(
+    before=[
+        Node("mm", "aten::mm", ["x"], ", ".join(["bf16[T, 128, 192]"] * 3)),
+        Node("other", "aten::relu", ["x"], "bf16[T, 8]"),
+        Node("neg", "aten::neg", ["mm"], "bf16[T, 192]"),
+        Node("auto_functionalized", "vllm::attention", ["neg"], "bf16[T, 512]"),
+    ],
+    after=[
+        Node("mm", "aten::mm", ["x"], ", ".join(["bf16[T, 128, 192]"] * 3)),
+        Node("other", "aten::relu", ["x"], "bf16[T, 8]"),
+        Node("empty", "aten::empty", [], "fp8[T, 576]"),
+        Node("auto_functionalized_1", OWN, ["mm", "empty"], "bf16[T, 192], fp8[T, 576]"),
+        Node("view", "aten::view", ["auto_functionalized_1.1"], "fp8[T, 576]"),
+    ],
+)
+DECLINED = {"shape": {"layers": 1, "detail": "q <b> & more"}}
+
+
+def stored(layer: LayerGraph | None = LAYER) -> report.Report:
+    fused = 2 if layer else 0
+    ranges = [
+        report.RangeReport((1, 8), layers=3, fused=fused, declined=DECLINED, layer=layer),
+        report.RangeReport((9, 2048), layers=3),
+    ]
+    return report.Report("triton", 8, ranges, "Model<V3>", {"vLLM": "0.32.0", "device": "cpu"})
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    report.collect(tmp_path / "report.json", stored())
+    return tmp_path / "report.json"
+
+
+def test_what_is_stored_is_what_is_loaded(path: Path) -> None:
+    assert report.load(path) == stored()
+
+
+def test_another_version_of_the_format_is_refused_by_name(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), "version": 1}))
+    with pytest.raises(report.FormatError, match="another release"):
+        report.load(path)
+    assert cli.main(["report", str(path)]) == 2
+    assert "another release" in capsys.readouterr().err
+
+
+def test_marks_tell_replaced_new_kept_and_own_ops() -> None:
+    before, after = rows(LAYER)
+    assert [row.mark for row in before] == [KEPT, KEPT, REMOVED, REMOVED]
+    assert [row.mark for row in after] == [KEPT, KEPT, NEW, FUSED, NEW]
+
+
+def test_text_marks_the_fused_op_and_leaves_out_what_is_far_from_a_change() -> None:
+    lines = text.graph(LAYER)
+    assert lines[0].startswith("one layer, 4 ops before, 5 after")
+    name = OWN.removeprefix("mla_fusion::")
+    assert f"  * out_1 = {name}(mm, empty) -> bf16[T, 192], fp8[T, 576]" in lines
+    assert "  + view = view(out_1.1) -> fp8[T, 576]" in lines
+    assert "  - neg = neg(mm) -> bf16[T, 192]" in lines
+    assert any(line.startswith("    mm = mm(x) -> bf16[T, 128, 192], ") for line in lines)
+    assert not any("relu" in line for line in lines)
+    assert lines.count("      ... 1 kept") == 2
+
+
+def test_the_drawing_has_a_row_for_each_op_and_an_arc_for_each_input() -> None:
+    tree = ET.fromstring(svg.drawing(LAYER))
+    space = {"s": "http://www.w3.org/2000/svg"}
+    classes = [g.get("class") for g in tree.iterfind(".//s:g[@class]", space)]
+    assert classes == ["kept", "kept", "gone", "gone", "kept", "kept", "new", "fused", "new"]
+    assert len(tree.findall(".//s:path", space)) == 2 + 3
+    # Nothing is drawn outside its panel: a phone shows one panel's width.
+    for shown in tree.iterfind(".//s:g[@class]/s:text", space):
+        characters = len("".join(shown.itertext()))
+        assert float(shown.get("x", "")) + characters * 6.15 <= svg.PANEL_WIDTH
+
+
+class Page(HTMLParser):
+    """The tags, the attributes and the text of a document; fails where tags do not match."""
+
+    VOID = ("meta", "link")
+
+    def __init__(self, content: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.text = ""
+        self._open: list[str] = []
+        self.feed(content)
+        assert not self._open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+        if tag not in self.VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_page_needs_nothing_else() -> None:
+    content = page.page(stored())
+    made = Page(content)
+    assert not {"script", "img", "iframe", "object"} & set(made.tags)
+    links = [value for name, value in made.attributes if name in ("src", "href", "action")]
+    assert links == ["data:,"]
+    assert "@import" not in content and "url(" not in content
+    # The one address in it is the name of a format, which nothing fetches.
+    assert set(re.findall(r"https?://[^\s\"'<]+", content)) == {"http://www.w3.org/2000/svg"}
+    assert ("name", "viewport") in made.attributes
+    assert "prefers-color-scheme: dark" in content
+
+
+def test_the_page_says_what_the_report_says() -> None:
+    made = Page(page.page(stored()))
+    assert "2 of 3 MLA layers of the decode graphs fused" in made.text
+    assert "Model<V3>" in made.text and "q <b> & more" in made.text
+    assert made.text.count("untouched") == 2
+    assert made.tags.count("svg") == 2
+    assert made.tags.count("table") == 4
+
+
+def test_the_page_of_a_report_in_which_nothing_fused_has_the_reasons_and_no_graph() -> None:
+    made = Page(page.page(stored(None)))
+    assert "0 of 3 MLA layers" in made.text and "[shape]" in made.text
+    assert "svg" not in made.tags
+
+
+def test_the_command_writes_them(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drawing, document = path.with_suffix(".svg"), path.with_suffix(".html")
+    argv = ["report", str(path.parent), "--graph", "--svg", str(drawing), "--html", str(document)]
+    assert cli.main(argv) == 0
+    assert capsys.readouterr().out.splitlines() == text.graph(LAYER)
+    assert drawing.read_text() == svg.drawing(LAYER)
+    assert document.read_text() == page.page(stored())
+
+
+def test_without_a_fused_layer_there_is_no_graph_to_show(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report.collect(tmp_path / "report.json", stored(None))
+    assert cli.main(["report", str(tmp_path), "--graph"]) == 2
+    assert "no layer fused" in capsys.readouterr().err
+
+
+def test_python_of_a_dump(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", str(tmp_path), "--python"]) == 2
+    assert "--dump DIR" in capsys.readouterr().err
+    names = ["7.mla_fusion.before.0.py", "7.mla_fusion.after.1.py"]
+    for name in names:
+        (tmp_path / f"__compiled_fn_{name}").write_text(f"# {name}\n")
+    assert cli.main(["report", str(tmp_path), "--python"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.index(names[0]) < shown.index(names[1])
