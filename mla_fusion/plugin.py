@@ -312,6 +312,7 @@ def _prepare_workers() -> None:
             if config.is_on(self.vllm_config):
                 # A graph from a warm compile cache calls the ops, and then no pass registers them.
                 ops.register(vllm_compat.layer_name_type())
+                report.forget()
 
         return wrapper
 

@@ -6,8 +6,9 @@ The engine always runs vLLM's piecewise backend with graph partition and a compi
 decode bucket, the prerequisites of the flag, so that runs with and without the flag compare.
 Keys of the job: model (folder); plugin (register mla_fusion); flag; custom_pass (the pass object
 in vLLM's hook, without the plugin); attention (the option of that name); processes (engine core and
-worker in processes of their own, as vLLM serves; no graphs are recorded then); load_format;
-prompts; max_tokens.
+worker in processes of their own, as vLLM serves; no graphs are recorded then); engines (how many to
+start, one after the other, the first ones still alive); fault (the provider raises in its third
+step); load_format; prompts; max_tokens.
 """
 
 import json
@@ -71,6 +72,21 @@ def count_refreshes(seen):
     PersistentDecodePlan.refresh = refresh
 
 
+def break_provider():
+    """Let the reference provider raise when it is called for the third time from now."""
+    from mla_fusion.kernels import reference
+
+    original, calls = reference.fused_mla_decode_prep, []
+
+    def raise_at_last(*args, **kwargs):
+        calls.append(None)
+        if len(calls) == 3:
+            raise RuntimeError("planted: an illegal memory access was encountered")
+        return original(*args, **kwargs)
+
+    reference.fused_mla_decode_prep = raise_at_last
+
+
 def main(job):
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.update(HF_HUB_OFFLINE="1")
@@ -112,7 +128,7 @@ def main(job):
             "post_grad_custom_post_pass": MLAFusionPass("reference", BUCKET)
         }
         compilation["splitting_ops"] = [*CompilationConfig._attention_ops, *ops.RUNTIME_OPS]
-    llm = vllm.LLM(
+    arguments = dict(
         model=job["model"],
         load_format=job.get("load_format", "dummy"),
         skip_tokenizer_init=True,
@@ -122,6 +138,9 @@ def main(job):
         compilation_config=compilation,
         **extra,
     )
+    engines = [vllm.LLM(**arguments) for _ in range(job.get("engines", 1))]
+    if job.get("fault"):
+        break_provider()
     sampling = vllm.SamplingParams(
         max_tokens=job.get("max_tokens", 8),
         temperature=0,
@@ -130,19 +149,20 @@ def main(job):
         logprobs=1,
     )
     prompts = job.get("prompts", [[1, 2, 3], [7], list(range(9, 60)), [5, 6]])
-    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], sampling)
-    completions = [output.outputs[0] for output in outputs]
-    chosen = [
-        [seen[token].logprob for seen, token in zip(c.logprobs, c.token_ids, strict=True)]
-        for c in completions
-    ]
-    result = {
-        "graphs": graphs,
-        "tokens": [list(c.token_ids) for c in completions],
-        "logprobs": chosen,
-        "refreshes": refreshes,
-    }
-    print("RESULT " + json.dumps(result))
+    for llm in engines:  # a line for each
+        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], sampling)
+        completions = [output.outputs[0] for output in outputs]
+        chosen = [
+            [seen[token].logprob for seen, token in zip(c.logprobs, c.token_ids, strict=True)]
+            for c in completions
+        ]
+        result = {
+            "graphs": graphs,
+            "tokens": [list(c.token_ids) for c in completions],
+            "logprobs": chosen,
+            "refreshes": refreshes,
+        }
+        print("RESULT " + json.dumps(result))
 
 
 if __name__ == "__main__":
