@@ -209,13 +209,17 @@ def change_constant(module: fx.GraphModule, node: fx.Node, pick: int) -> None:
         node.target = aten.add.Tensor if node.target is aten.sub.Tensor else aten.sub.Tensor
     elif "is_neox" in node.kwargs:
         node.kwargs = {**node.kwargs, "is_neox": not node.kwargs["is_neox"]}
-    elif node.target is aten.slice.Tensor and isinstance(node.args[2], int) and node.args[2] >= 2:
-        start, *end = node.args[2:4]
-        ends = [e - 2 if isinstance(e, int) and e < 1 << 30 else e for e in end]
-        if isinstance(end[0], int) and end[0] < 1 << 30:  # of the same length, elsewhere
-            node.args = (*node.args[:2], start - 2, *ends, *node.args[4:])  # type: ignore[operator]
+    elif node.target in PLACES:
+        at = PLACES[node.target]
+        start, end = (*node.args[at:], None, None)[:2]
+        if isinstance(start, int) and start >= 2:
+            # Of the same length, elsewhere; an end beyond the tensor becomes the end less 2.
+            beyond = not isinstance(end, int) or end >= 1 << 30
+            node.args = (*node.args[:at], start - 2, -2 if beyond else end - 2)
 
 
+# Where the start of a slice stands among the arguments.
+PLACES = {aten.slice.Tensor: 2, aten.slice_scatter.default: 3}
 EDITS = (
     duplicate,
     read_elsewhere,
