@@ -149,7 +149,7 @@ def test_cache_with_and_without_a_head_dimension(shape: tuple[int, ...]) -> None
 
 
 VARIANTS = (
-    Variant(False, ROPE, "float32", "bfloat16", "auto"),
+    Variant(False, ROPE, "bfloat16", "bfloat16", "auto"),
     Variant(True, ROPE, "", "float8_e4m3fn", "auto"),
 )
 
@@ -187,7 +187,7 @@ class TestWarmUp:
                 assert kwargs["q_dtype"] is getattr(torch, variant.query_dtype)
                 assert kwargs["max_tokens"] == 4
                 if variant.table_dtype:
-                    assert (table.shape, table.dtype) == ((1, ROPE), torch.float32)
+                    assert (table.shape, table.dtype) == ((1, ROPE), BF16)
                     assert table.device == weight.device
                 else:
                     assert table is None
@@ -204,3 +204,7 @@ class TestWarmUp:
         monkeypatch.setattr(kernels, "get_provider", get_provider)
         runtime.warm_up(Engine(SPEC).layers, VARIANTS, "reference", 4)
         assert asked == ["reference"]
+
+
+def test_cache_of_one_entry_per_block_keeps_its_dimensions() -> None:
+    assert runtime._cache_view(torch.randn(3, 1, 10), "auto").shape == (3, 1, 10)
