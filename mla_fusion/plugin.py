@@ -315,6 +315,7 @@ def _prepare_workers() -> None:
                 # A graph from a warm compile cache calls the ops, and then no pass registers them.
                 ops.register(vllm_compat.layer_name_type())
                 _count_steps()
+                report.forget()
 
         return wrapper
 

@@ -129,6 +129,11 @@ def add(record: GraphRecord) -> None:
     _records.append(record)
 
 
+def forget() -> None:
+    """Drop what an engine of this process left that did not live to its report."""
+    _records.clear()
+
+
 def take(
     provider: str,
     bucket: int,

@@ -67,20 +67,41 @@ def fused_decode_prep(
         prepared_q[rows:].zero_()
     if cos_sin_cache is not None:
         cos_sin_cache = _table(cos_sin_cache, rope, q.dtype)
-    kernels.get_provider(provider).fused_mla_decode_prep(
-        q[:rows],
-        _absorb_weight(layer),
-        kv_c[:rows],
-        k_pe[:rows].squeeze(1),
-        _cache_view(kv_cache, layer.kv_cache_dtype),
-        slot_mapping,
-        slot_mapping if positions is None else positions[:rows],
-        cos_sin_cache,
-        k_scale,
-        layer._q_scale,
-        is_neox=is_neox,
-        q_out=prepared_q[:rows],
+    try:
+        kernels.get_provider(provider).fused_mla_decode_prep(
+            q[:rows],
+            _absorb_weight(layer),
+            kv_c[:rows],
+            k_pe[:rows].squeeze(1),
+            _cache_view(kv_cache, layer.kv_cache_dtype),
+            slot_mapping,
+            slot_mapping if positions is None else positions[:rows],
+            cos_sin_cache,
+            k_scale,
+            layer._q_scale,
+            is_neox=is_neox,
+            q_out=prepared_q[:rows],
+        )
+    except Exception as error:
+        name = vllm_compat.layer_name_str(layer_name)
+        _explain(error, provider, f"in a decode step of {rows} rows, in layer {name}")
+        raise
+
+
+def _explain(error: Exception, provider: str, when: str) -> None:
+    """Add to an error of a provider what it means for the engine, and what to do."""
+    note = (
+        f"mla_fusion: the {provider} provider failed {when}. The compiled graphs call it, so the "
+        "engine cannot go on without it, and nothing falls back silently."
     )
+    if isinstance(error, torch.OutOfMemoryError):
+        note += " It needs memory beside vLLM's: lower gpu_memory_utilization."
+    note += (
+        " Or start with another provider "
+        '(additional_config={"mla_fusion": {"provider": ...}}), or without '
+        "pass_config.fuse_aiter_qk_rope_kvcache_mla."
+    )
+    error.add_note(note)
 
 
 def rope_and_cache_update(
@@ -174,6 +195,10 @@ def warm_up(
 
     `layers` are all layers of the model; one of each shape is used, with every slot negative, so
     that no cache changes.
+
+    Raises:
+        Exception: what the provider raises, with a note that says what to do. The engine then does
+            not start: the compiled graphs call the provider.
     """
     module = kernels.get_provider(provider)
     if not hasattr(module, "warmup"):
@@ -190,17 +215,21 @@ def warm_up(
             if variant.table_dtype:
                 dtype = getattr(torch, variant.table_dtype)
                 table = torch.zeros((1, variant.rope_dim), dtype=dtype, device=weight.device)
-            module.warmup(
-                weight,
-                _cache_view(layer.kv_cache, layer.kv_cache_dtype),
-                table,
-                layer._k_scale,
-                layer._q_scale,
-                rope_dim=variant.rope_dim,
-                is_neox=variant.is_neox,
-                q_dtype=getattr(torch, variant.query_dtype),
-                max_tokens=max_tokens,
-            )
+            try:
+                module.warmup(
+                    weight,
+                    _cache_view(layer.kv_cache, layer.kv_cache_dtype),
+                    table,
+                    layer._k_scale,
+                    layer._q_scale,
+                    rope_dim=variant.rope_dim,
+                    is_neox=variant.is_neox,
+                    q_dtype=getattr(torch, variant.query_dtype),
+                    max_tokens=max_tokens,
+                )
+            except Exception as error:
+                _explain(error, provider, f"to prepare its kernels for up to {max_tokens} tokens")
+                raise
 
 
 def warm_up_attention(layers: Mapping[str, Any]) -> None:

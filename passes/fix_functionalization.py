@@ -86,11 +86,8 @@ def _make_in_place(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int]) ->
 
 def _replace_output(graph: fx.Graph, node: fx.Node, index: int, value: Any) -> None:
     for read in outputs(node, index):
-        users = list(read.users)
         read.replace_all_uses_with(value)
         graph.erase_node(read)
-        # copy(slice(x), slice(x)) of a scatter that is gone, and its slice
-        drop_dead(graph, [u for u in users if u.target is aten.copy.default])
 
 
 def _scatter_back(mutated: fx.Node, target: Any) -> list[tuple[fx.Node, fx.Node]]:
@@ -142,7 +139,7 @@ def _read_later(
 
 
 def _is_live(node: fx.Node) -> bool:
-    return bool(node.users) or node.op == "output" or node.is_impure()
+    return bool(node.users) or node.is_impure()  # what leaves the graph counts as impure
 
 
 def _feeds_only(node: fx.Node, ignored: list[fx.Node]) -> bool:

@@ -19,7 +19,7 @@ from torch import fx
 
 from mla_fusion import ops
 from mla_fusion.passes.result import PassResult
-from mla_fusion.passes.rewrite import call, functionalized_call, replace_call
+from mla_fusion.passes.rewrite import call, functionalized_call, replace_call, replaced_call
 from mla_fusion.patterns.site import attention_calls, functionalized_op
 
 if TYPE_CHECKING:
@@ -36,12 +36,20 @@ class MLADecodeQPrepLiftPass:
 
     def __call__(self, graph: fx.Graph) -> PassResult:
         result = PassResult()
+        # A lifted call stays in the graph, dead, until the end of the pipeline.
+        lifted = lifted_calls(graph)
         for attention in list(attention_calls(graph)):
             facts = self.facts_of(attention.kwargs["layer_name"])
-            if facts is not None and _is_canonical(attention):
+            if facts is not None and attention not in lifted and _is_canonical(attention):
                 _rewrite(graph, attention, facts)
                 result.rewritten.append(attention.name)
         return result
+
+
+def lifted_calls(graph: fx.Graph) -> dict[fx.Node | None, fx.Node]:
+    """vLLM's attention calls that the pass replaced, and the call that stands for each."""
+    own = f"{ops.NAMESPACE}::{ops.ATTENTION}"
+    return {replaced_call(node): node for node in graph.nodes if functionalized_op(node) == own}
 
 
 def _is_canonical(attention: fx.Node) -> bool:

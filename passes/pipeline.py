@@ -25,11 +25,10 @@ from mla_fusion.layer_graph import LayerGraph, of_last_layer
 from mla_fusion.passes.canonicalize import CanonicalizeMLARoPEPass
 from mla_fusion.passes.fix_functionalization import MLAFixFunctionalizationPass
 from mla_fusion.passes.fuse import MLAAiterQkRopeKVCacheFusionPass
-from mla_fusion.passes.lift import MLADecodeQPrepLiftPass
+from mla_fusion.passes.lift import MLADecodeQPrepLiftPass, lifted_calls
 from mla_fusion.passes.rewrite import (
     Snapshot,
     drop_dead,
-    replaced_call,
     restore_call,
     restore_inputs,
 )
@@ -163,8 +162,7 @@ def _settle(
     graph: fx.Graph, calls: list[fx.Node], record: report.GraphRecord
 ) -> tuple[list[fx.Node], list[fx.Node]]:
     """(fused attention calls, dead nodes), after putting back what could not be fused."""
-    own = f"{ops.NAMESPACE}::{ops.ATTENTION}"
-    stand_ins = {replaced_call(n): n for n in graph.nodes if functionalized_op(n) == own}
+    stand_ins = lifted_calls(graph)
     fused: list[fx.Node] = []
     dead: list[fx.Node] = []
     for call in calls:

@@ -104,3 +104,22 @@ def test_every_reason_code_in_the_source_is_in_the_table():
     for code in reasons.REASONS:
         uses = source.count(f'"{code}"')
         assert uses >= 2, f"{code} is explained and never given"
+
+
+def test_tests_that_the_docs_name_exist():
+    source = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    named = set(re.findall(r"`(test_\w+)`", "".join(TEXT.values())))
+    assert len(named) > 10
+    for name in named:
+        assert f"def {name}(" in source, name
+
+
+def test_every_fault_has_a_test():
+    """Each row of the table of faults says what is read, what happens, and where that is tested."""
+    table = TEXT["docs/testing.md"].split("## Faults")[1].split("## ")[0]
+    rows = [row for row in table.splitlines() if row.startswith("|")][2:]
+    assert len(rows) > 10
+    for row in rows:
+        fault, read, happens, test = (cell.strip() for cell in row.strip("|").split("|"))
+        assert fault and read and happens
+        assert re.fullmatch(r"`test_\w+`", test), row

@@ -7,8 +7,9 @@ decode bucket, the prerequisites of the flag, so that runs with and without the 
 Keys of the job: model (folder); plugin (register mla_fusion); flag; custom_pass (the pass object
 in vLLM's hook, without the plugin); attention and provider (the options of those names); processes
 (engine core and worker in processes of their own, as vLLM serves; no graphs are recorded then);
-load_format; prompts; max_tokens; bucket (the decode bucket, if not 4); engine (further arguments of
-vllm.LLM).
+engines (how many to start, one after the other, the first ones still alive); fault (the provider
+raises in its third step); load_format; prompts; max_tokens; bucket (the decode bucket, if not 4);
+engine (further arguments of vllm.LLM).
 """
 
 import json
@@ -84,6 +85,21 @@ def exported_steps():
     }
 
 
+def break_provider():
+    """Let the reference provider raise when it is called for the third time from now."""
+    from mla_fusion.kernels import reference
+
+    original, calls = reference.fused_mla_decode_prep, []
+
+    def raise_at_last(*args, **kwargs):
+        calls.append(None)
+        if len(calls) == 3:
+            raise RuntimeError("planted: an illegal memory access was encountered")
+        return original(*args, **kwargs)
+
+    reference.fused_mla_decode_prep = raise_at_last
+
+
 def main(job):
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.update(HF_HUB_OFFLINE="1")
@@ -128,7 +144,7 @@ def main(job):
             "post_grad_custom_post_pass": MLAFusionPass("reference", BUCKET)
         }
         compilation["splitting_ops"] = [*CompilationConfig._attention_ops, *ops.RUNTIME_OPS]
-    llm = vllm.LLM(
+    arguments = dict(
         model=job["model"],
         load_format=job.get("load_format", "dummy"),
         skip_tokenizer_init=True,
@@ -139,6 +155,9 @@ def main(job):
         **extra,
         **job.get("engine", {}),
     )
+    engines = [vllm.LLM(**arguments) for _ in range(job.get("engines", 1))]
+    if job.get("fault"):
+        break_provider()
     sampling = vllm.SamplingParams(
         max_tokens=job.get("max_tokens", 8),
         temperature=0,
@@ -147,29 +166,30 @@ def main(job):
         logprobs=2,
     )
     prompts = job.get("prompts", [[1, 2, 3], [7], list(range(9, 60)), [5, 6]])
-    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], sampling)
-    completions = [output.outputs[0] for output in outputs]
-    chosen = [
-        [seen[token].logprob for seen, token in zip(c.logprobs, c.token_ids, strict=True)]
-        for c in completions
-    ]
-    # How far the second candidate of each step lies behind the first.
-    ranked = [
-        [sorted((x.logprob for x in seen.values()), reverse=True) for seen in c.logprobs]
-        for c in completions
-    ]
-    margins = [[best - second for best, second, *_ in steps] for steps in ranked]
-    result = {
-        "margins": margins,
-        "graphs": graphs,
-        "tokens": [list(c.token_ids) for c in completions],
-        "logprobs": chosen,
-        "refreshes": refreshes,
-    }
-    if job.get("flag"):
-        result["steps"] = llm.collective_rpc("mla_fusion_steps")
-        result["exported"] = exported_steps()
-    print("RESULT " + json.dumps(result))
+    for llm in engines:  # a line for each
+        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], sampling)
+        completions = [output.outputs[0] for output in outputs]
+        chosen = [
+            [seen[token].logprob for seen, token in zip(c.logprobs, c.token_ids, strict=True)]
+            for c in completions
+        ]
+        # How far the second candidate of each step lies behind the first.
+        ranked = [
+            [sorted((x.logprob for x in seen.values()), reverse=True) for seen in c.logprobs]
+            for c in completions
+        ]
+        margins = [[best - second for best, second, *_ in steps] for steps in ranked]
+        result = {
+            "margins": margins,
+            "graphs": graphs,
+            "tokens": [list(c.token_ids) for c in completions],
+            "logprobs": chosen,
+            "refreshes": refreshes,
+        }
+        if job.get("flag"):
+            result["steps"] = llm.collective_rpc("mla_fusion_steps")
+            result["exported"] = exported_steps()
+        print("RESULT " + json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -23,20 +23,32 @@ def model(tmp_path_factory):
     return str(folder)
 
 
-def run(job, tmp_path, **environment):
+def start(job, tmp_path, **environment):
+    """One run of the harness, however it ends."""
     # A cache of Inductor's own would keep the passes from running, as a warm vLLM cache does.
     environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"), **environment}
     environment = {"VLLM_CACHE_ROOT": str(tmp_path / "vllm"), **environment}
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, str(HARNESS), json.dumps(job)],
         capture_output=True,
         text=True,
         timeout=600,
         env={**os.environ, **environment},
     )
+
+
+def run_all(job, tmp_path, **environment):
+    """What each engine of a job did."""
+    done = start(job, tmp_path, **environment)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    [line] = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    return json.loads(line.removeprefix("RESULT ")) | {"log": done.stdout + done.stderr}
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    log = done.stdout + done.stderr
+    return [json.loads(line.removeprefix("RESULT ")) | {"log": log} for line in lines]
+
+
+def run(job, tmp_path, **environment):
+    [result] = run_all(job, tmp_path, **environment)
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +69,7 @@ def fused(model, fused_caches):
 
 
 SUMMARY = "decode range (1, 4): 2 of 2 MLA layers fused; prefill ranges untouched"
+CACHED = " (graphs from vLLM's compile cache)"
 
 
 def own_log(result):
@@ -103,17 +116,20 @@ def test_tokens_and_logprobs_are_those_of_vllm_alone_to_the_bit(alone, fused):
 def test_warm_compile_cache_still_yields_the_report(model, fused_caches, fused):
     warm = run({"model": model, "plugin": True, "flag": True}, fused_caches)
     assert not warm["graphs"], "a pass ran: the cache was cold and this test shows nothing"
-    cached = " (graphs from vLLM's compile cache)"
     assert own_log(fused) == [("INFO", SUMMARY)]
-    assert own_log(warm) == [("INFO", SUMMARY + cached)]
+    assert own_log(warm) == [("INFO", SUMMARY + CACHED)]
     assert warm["tokens"] == fused["tokens"]
 
 
-def test_engine_and_worker_in_processes_of_their_own(model, fused, tmp_path):
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_engine_and_worker_in_processes_of_their_own(model, fused, tmp_path, method):
     (tmp_path / "prometheus").mkdir()
-    exported = {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path / "prometheus")}
+    environment = {
+        "PROMETHEUS_MULTIPROC_DIR": str(tmp_path / "prometheus"),
+        "VLLM_WORKER_MULTIPROC_METHOD": method,
+    }
     job = {"model": model, "plugin": True, "flag": True, "processes": True}
-    apart = run(job, tmp_path, **exported)
+    apart = run(job, tmp_path, **environment)
     assert own_log(apart) == [("INFO", SUMMARY)]
     assert apart["tokens"] == fused["tokens"]
     assert apart["logprobs"] == fused["logprobs"]
@@ -122,6 +138,26 @@ def test_engine_and_worker_in_processes_of_their_own(model, fused, tmp_path):
     assert steps["fused"] >= 6 and steps["unfused"] >= 1
     # Written by the process of the engine core, and read here as vLLM's /metrics does.
     assert apart["exported"] == steps
+
+
+def test_two_engines_in_one_process(model, fused_caches, fused):
+    both = run_all({"model": model, "plugin": True, "flag": True, "engines": 2}, fused_caches)
+    assert len(both) == 2
+    assert own_log(both[0]) == [("INFO", SUMMARY + CACHED)] * 2
+    for engine in both:
+        assert engine["tokens"] == fused["tokens"]
+        assert engine["logprobs"] == fused["logprobs"]
+
+
+def test_provider_that_raises_in_a_step_ends_the_engine_with_what_to_do(model, fused_caches, fused):
+    """No token of the step is handed out, and the traceback ends with the note."""
+    done = start({"model": model, "plugin": True, "flag": True, "fault": True}, fused_caches)
+    assert done.returncode != 0
+    assert "RESULT" not in done.stdout
+    text = " ".join((done.stdout + done.stderr).split())
+    assert "RuntimeError: planted: an illegal memory access was encountered" in text
+    assert "mla_fusion: the reference provider failed in a decode step of" in text
+    assert "start with another provider" in text
 
 
 def test_custom_pass_hook_without_the_plugin(model, alone, tmp_path):

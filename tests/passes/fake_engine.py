@@ -45,6 +45,7 @@ class Batch:
         slots: how many slots vLLM passes: all rows, or the actual tokens only.
         holes: rows whose slot is -1 although they are not padding.
         profile: the profile run, which has no metadata and no slots.
+        order: the slot of each row; None for a fixed permutation.
     """
 
     rows: int
@@ -53,6 +54,7 @@ class Batch:
     slots: int | None = None
     holes: tuple[int, ...] = ()
     profile: bool = False
+    order: tuple[int, ...] | None = None
 
     @property
     def decode_only(self) -> bool:
@@ -62,8 +64,11 @@ class Batch:
         """Distinct slots, -1 for rows that are padding or holes."""
         if self.profile:
             return None
-        slots = torch.randperm(BLOCKS * BLOCK_SIZE, generator=torch.Generator().manual_seed(7))
-        slots = slots[: self.rows].clone()
+        if self.order is None:
+            generator = torch.Generator().manual_seed(7)
+            slots = torch.randperm(BLOCKS * BLOCK_SIZE, generator=generator)[: self.rows].clone()
+        else:
+            slots = torch.tensor(self.order, dtype=torch.int64)
         slots[self.actual :] = -1
         slots[list(self.holes)] = -1
         return slots if self.slots is None else slots[: self.slots]

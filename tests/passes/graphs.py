@@ -18,6 +18,7 @@ import vllm.compilation.passes.fusion.mla_rope_kvcache_cat_fusion  # noqa: F401 
 from torch import fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch._inductor.compile_fx import compile_fx
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.common import ApplyRotaryEmb
 from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import (
@@ -114,7 +115,14 @@ def copy(module: fx.GraphModule) -> fx.GraphModule:
     """A copy with nodes of its own; fake values are shared."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
-    return fx.GraphModule(module, graph)
+    # Its Python code is written when it is asked for: tests run the nodes.
+    with _use_lazy_graph_module(True):
+        return _make_graph_module(module, graph)
+
+
+def state(graph: fx.Graph) -> list[tuple[Any, ...]]:
+    """All that makes up a graph, to compare it with itself later; `printed` compares two graphs."""
+    return [(n, n.op, n.target, n.args, n.kwargs) for n in graph.nodes]
 
 
 def printed(module: fx.GraphModule | fx.Graph) -> str:

@@ -6,6 +6,7 @@ import pytest
 from torch import fx
 
 from mla_fusion import ops
+from mla_fusion.eligibility import LayerFacts
 from mla_fusion.ops import Rope
 from mla_fusion.passes.canonicalize import CanonicalizeMLARoPEPass
 from mla_fusion.passes.result import PassResult
@@ -126,3 +127,39 @@ def test_numerics_are_equal(rope: str, plain_kernels: None) -> None:
     canonicalize(module, spec)
     for batch in (BATCHES["decode"], BATCHES["mixed"], BATCHES["profile"]):
         assert_same(run(build(spec), spec, batch), run(module, spec, batch), batch)
+
+
+def test_details_name_what_stands_in_the_way() -> None:
+    spec = Spec("native")
+    module = build(spec)
+    [unknown] = CanonicalizeMLARoPEPass(lambda name: None)(module.graph).declined.values()
+    assert (unknown.code, unknown.detail) == ("unknown-layer", "layer_name_0")
+    facts = LayerFacts("padded-heads", "12 to 16", False)
+    [refused] = CanonicalizeMLARoPEPass(lambda name: facts)(module.graph).declined.values()
+    assert (refused.code, refused.detail) == ("padded-heads", "12 to 16")
+    for argument in ("q", "kv_cache_dummy_dep"):
+        module = build(spec)
+        value = edits.attention(module).kwargs[argument]
+        edits.read_also(module, value)
+        [shared] = canonicalize(module, spec).declined.values()
+        [reader] = [n for n in value.users if n.target is edits.aten.neg.default]
+        # What is computed from a rotated value by moving and adding is followed to its reader.
+        pair = (reader.name, "output") if argument == "q" else (value.name, reader.name)
+        assert shared.detail == "{} is read by {}".format(*pair)
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_new_nodes_have_the_metadata_of_what_they_replace(rope: str) -> None:
+    spec = Spec(rope)
+    module = build(spec)
+    attention = edits.attention(module)
+    old = {name: attention.kwargs[name].meta["val"] for name in ("q", "k_pe")}
+    canonicalize(module, spec)
+    node = find(module, CANONICAL)
+    for name, value in old.items():
+        new = attention.kwargs[name].meta["val"]
+        assert (str(new.shape), new.dtype) == (str(value.shape), value.dtype)
+        given = node.kwargs[name].meta["val"]
+        assert (str(given.shape), given.dtype) == (str(value.shape), value.dtype)
+    dummy = attention.kwargs["kv_cache_dummy_dep"].meta["val"]
+    assert (tuple(dummy.shape), dummy.dtype) == ((0,), spec.dtype)

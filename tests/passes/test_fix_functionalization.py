@@ -14,7 +14,9 @@ from torch import fx
 from vllm.compilation.passes.utility.fix_functionalization import FixFunctionalizationPass
 
 from mla_fusion import ops
+from mla_fusion.passes import fix_functionalization
 from mla_fusion.passes.fix_functionalization import MLAFixFunctionalizationPass
+from mla_fusion.patterns import probe
 from mla_fusion.patterns.site import functionalized_op, output
 from tests.passes import edits, graphs
 from tests.passes.fake_engine import BATCHES, assert_same, fuse, run
@@ -224,6 +226,113 @@ def test_vllm_raises_and_this_pass_survives(
     module.graph.lint()
     with pytest.raises(error, match=message):
         vllm_step(graphs.copy(module).graph)
+    before = graphs.copy(module)
+    fix(module)
+    for batch in BATCHES.values():
+        assert_same(run(before, CAT, batch), run(module, CAT, batch), batch)
+
+
+def test_slice_scatter_without_copy_is_taken_out_too() -> None:
+    module = build(CAT)
+    _without_copy(module)
+    assert len(fix(module)) == 1
+    assert not find_all(module, aten.slice_scatter.default)
+
+
+def test_rewritten_names_the_calls_that_are_in_place_now() -> None:
+    spec = Spec("native")
+    module = build(spec)
+    edits.read_also(module, find(module, aten.mm.default, 1))
+    fuse(module, spec)
+    attention = find(module, ATTENTION)
+    assert fix(module) == [attention.name]
+
+
+def test_metadata_is_that_of_the_ops_own_result() -> None:
+    module = build(CAT)
+    call = find(module, edits.CAT_FUSED)
+    values = call.meta["val"]
+    fix(module)
+    assert find(module, edits.CAT_FUSED).meta["val"] is values[0]
+
+
+@pytest.mark.parametrize(
+    "place, normal",
+    [
+        ([], (0, 0, None, 1)),
+        ([2], (2, 0, None, 1)),
+        ([2, None], (2, 0, None, 1)),
+        ([2, 3], (2, 3, None, 1)),
+        ([2, 3, 5], (2, 3, 5, 1)),
+        ([2, 3, 5, 2], (2, 3, 5, 2)),
+    ],
+)
+def test_place_of_a_slice(place: list[int | None], normal: tuple[int | None, ...]) -> None:
+    assert fix_functionalization._normal(place) == normal
+
+
+def _in_place_on(module: fx.GraphModule, target: fx.Node) -> None:
+    """The op rotates `target` [T, H, R] and nothing reads the rotated value."""
+    _query_without_users(module)
+    edits.set_argument(find(module, edits.CAT_FUSED), q_pe=target)
+
+
+@pytest.mark.parametrize("kind", ["placeholder", "get_attr"])
+def test_memory_of_the_caller_is_not_written(kind: str) -> None:
+    module = build(CAT)
+    q_pe = find(module, edits.CAT_FUSED).kwargs["q_pe"]
+    module.register_buffer("given", torch.zeros(1))
+    with module.graph.inserting_before(next(iter(module.graph.nodes))):
+        target = getattr(module.graph, kind)("given")
+    target.meta["val"] = q_pe.meta["val"]
+    _in_place_on(module, target)
+    assert fix(module) == []
+
+
+def _base(module: fx.GraphModule) -> fx.Node:
+    """The projection whose memory the op writes into."""
+    return probe.strip(find(module, edits.CAT_FUSED).kwargs["q_pe"], probe.VIEWS)
+
+
+def test_old_value_leaves_the_graph() -> None:
+    module = build(CAT)
+    edits.also_return(module, _base(module))
+    assert fix(module) == []
+
+
+def test_old_value_is_copied_later() -> None:
+    """Of the query: a copy that feeds more than the scatter is a reader like any other."""
+    module = build(CAT)
+    base = _base(module)
+    edits.also_return(
+        module, edits.add(module, module.graph.output_node(), aten.copy.default, base, base)
+    )
+    assert fix(module) == []
+
+
+def test_a_reader_that_nothing_reads_does_not_count() -> None:
+    module = build(CAT)
+    edits.add(module, module.graph.output_node(), aten.neg.default, _base(module))
+    assert len(fix(module)) == 1
+
+
+def test_memory_that_two_ops_write_one_after_the_other(plain_kernels: None) -> None:
+    """The second op rotates what the first one rotated."""
+    module = build(CAT)
+    first = find(module, edits.CAT_FUSED)
+    reads = [output(first, index) for index in range(3)]
+    users = [list(read.users) for read in reads if read is not None]
+    last = max(read for read in reads if read is not None)
+    with module.graph.inserting_after(last):
+        second = module.graph.node_copy(first)
+    edits.set_argument(second, q_pe=reads[1], k_pe=reads[2])
+    for index, readers in reversed(list(enumerate(users))):
+        with module.graph.inserting_after(second):
+            read = module.graph.call_function(edits.operator.getitem, (second, index))
+        read.meta["val"] = first.meta["val"][index]
+        for reader in readers:
+            reader.replace_input_with(reads[index], read)  # type: ignore[arg-type]
+    module.graph.lint()
     before = graphs.copy(module)
     fix(module)
     for batch in BATCHES.values():

@@ -111,3 +111,28 @@ def test_numerics_are_equal(batch: str, plain_kernels: None) -> None:
     module = lifted(spec)
     fuse_pairs(module)
     assert_same(run(build(spec), spec, step), run(module, spec, step), step, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_buffer_is_allocated_by_the_graph(dynamic: bool) -> None:
+    spec = Spec("native", dynamic=dynamic)
+    module = lifted(spec)
+    value = find(module, Q_PREP).meta["val"]
+    fuse_pairs(module)
+    node = find(module, FUSED)
+    buffer = node.kwargs["prepared_q"]
+    assert dict(buffer.kwargs) == {
+        "dtype": value.dtype,
+        "device": value.device,
+        "pin_memory": False,
+    }
+    [sizes] = buffer.args
+    tokens, *rest = sizes
+    assert rest == list(value.shape[1:])
+    if dynamic:
+        assert (tokens.target, tokens.args) == (edits.aten.sym_size.int, (node.kwargs["q"], 0))
+        assert str(tokens.meta["val"]) == str(value.shape[0])
+    else:
+        assert tokens == value.shape[0]
+    assert buffer.meta["val"] is value
+    assert node.meta["val"][0] is None

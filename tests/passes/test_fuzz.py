@@ -2,178 +2,177 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import Counter
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
-from torch import fx
+from torch._inductor.pattern_matcher import stable_topological_sort
 
+from mla_fusion.passes.canonicalize import CanonicalizeMLARoPEPass
 from mla_fusion.passes.fix_functionalization import MLAFixFunctionalizationPass
+from mla_fusion.passes.fuse import MLAAiterQkRopeKVCacheFusionPass
+from mla_fusion.passes.lift import MLADecodeQPrepLiftPass
 from mla_fusion.patterns.site import attention_calls
 from mla_fusion.reasons import REASONS
-from tests.passes import edits, graphs
-from tests.passes.fake_engine import DECODE, HOLES, MIXED, Outcome, assert_same, fuse, run
-from tests.passes.graphs import Spec, build, printed
+from tests import tally
+from tests.passes import grammar, graphs
+from tests.passes.fake_engine import BATCHES, Batch, Outcome, assert_same, facts_of, fuse, run
+from tests.passes.graphs import Spec, build, printed, state
 
-aten = torch.ops.aten
+if TYPE_CHECKING:
+    from torch import fx
 
-SPECS = [
-    Spec("native", layers=2),
-    Spec("deepseek", is_neox=True, layers=2, q_lora=True),
-    Spec("flashinfer", layers=2),
-    Spec("vllm_c", is_neox=True, dynamic=False),
-    Spec("cat_fused", layers=2, layer_name="constant"),
-    Spec("nope", layers=2),
-]
+# fp32: the order of a sum. bf16: a rounding of 2**-9 to either side, which the attention and the
+# projection after it carry on. fp8: one step of the type.
+TOLERANCE = {"float32": 1e-3, "bfloat16": 6e-2, "fp8": 0.13}
+# An error of this library is never a reason for a decline.
+ERRORS = {"pass-error", "unfused-pair", "unknown-layer"}
 
-
-def is_float(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.dtype.is_floating_point and value.dim() > 0
+# The oracle is strictest where nothing is rounded: such graphs come twice as often.
+SPECS = [s for s in grammar.SPECS for _ in range(2 if s.dtype is torch.float32 else 1)]
 
 
-def is_pure(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten"
-
-
-def duplicate(module: fx.GraphModule, node: fx.Node, pick: int) -> None:
-    """Some readers of a node read a twin of it."""
-    if not (is_pure(node) or node.target is edits.operator.getitem):
-        return
-    users = list(node.users)
-    with module.graph.inserting_after(node):
-        twin = module.graph.node_copy(node)
-    for index, user in enumerate(users):
-        if pick >> index & 1:
-            user.replace_input_with(node, twin)
-
-
-def read_elsewhere(module: fx.GraphModule, node: fx.Node, pick: int) -> None:
-    """A node has one more reader, whose result leaves the graph."""
-    if is_float(node):
-        target = (aten.neg.default, aten.clone.default, aten.relu.default)[pick % 3]
-        edits.also_return(module, edits.add(module, module.graph.output_node(), target, node))
-
-
-def splice(module: fx.GraphModule, node: fx.Node, pick: int) -> None:
-    """Readers of a node read another value than before."""
-    if not is_float(node) or node.op != "call_function":
-        return
-    target, *args = (
-        (aten.mul.Tensor, 1.0),
-        (aten.mul.Tensor, 1.5),
-        (aten.neg.default,),
-        (aten.clone.default,),
-        (aten.tanh.default,),
-        (aten.add.Tensor, 0.25),
-    )[pick % 6]
-    users = list(node.users)
-    new = edits.add(module, node.next, target, node, *args)
-    for index, user in enumerate(users):
-        if pick // 6 >> index & 1 or len(users) == 1:
-            user.replace_input_with(node, new)
-
-
-def bypass(module: fx.GraphModule, node: fx.Node, pick: int) -> None:
-    """A node is dropped: its readers read an input of the same shape and type."""
-    if not (is_pure(node) and is_float(node)):
-        return
-    value = node.meta["val"]
-    for source in node.all_input_nodes:
-        other = source.meta.get("val")
-        same = isinstance(other, torch.Tensor) and other.dtype == value.dtype
-        if same and list(map(str, other.shape)) == list(map(str, value.shape)):
-            node.replace_all_uses_with(source)
-            return
-
-
-def swap(module: fx.GraphModule, node: fx.Node, pick: int) -> None:
-    """A node moves down as far as its first reader, or a few places."""
-    after = node
-    for _ in range(pick % 8 + 1):
-        following = after.next
-        if following in node.users or following.op in ("output", "placeholder"):
-            break
-        after = following
-    if after is not node and is_pure(node):
-        after.append(node)
-
-
-def drop_metadata(module: fx.GraphModule, node: fx.Node, pick: int) -> None:
-    """A node loses its metadata."""
-    if not node.name.startswith(("layer_name", "tokens")):
-        node.meta.pop("val", None)
-
-
-def change_constant(module: fx.GraphModule, node: fx.Node, pick: int) -> None:
-    """A slice starts elsewhere, halves are swapped, a flag of the op is flipped."""
-    if node.target is edits.operator.getitem and node.args[0].target is aten.split.Tensor:
-        node.args = (node.args[0], 1 - node.args[1])  # type: ignore[operator]
-    elif node.target in (aten.sub.Tensor, aten.add.Tensor):
-        node.target = aten.add.Tensor if node.target is aten.sub.Tensor else aten.sub.Tensor
-    elif "is_neox" in node.kwargs:
-        node.kwargs = {**node.kwargs, "is_neox": not node.kwargs["is_neox"]}
-
-
-MUTATIONS = (duplicate, read_elsewhere, splice, bypass, swap, drop_metadata, change_constant)
-STEPS = st.lists(
-    st.tuples(
-        st.sampled_from(MUTATIONS), st.integers(0, 1 << 12), st.integers(0, 255)
-    ),
-    min_size=1,
-    max_size=4,
-)  # fmt: skip
-
-
-def mutate(module: fx.GraphModule, steps: list[tuple[Any, int, int]]) -> None:
-    for mutation, where, pick in steps:
-        nodes = [n for n in module.graph.nodes if n.op == "call_function"]
-        try:
-            mutation(module, nodes[where % len(nodes)], pick)
-        except KeyError:  # an edit that needs the metadata that another one dropped
-            continue
-
-
-def outcome(module: fx.GraphModule, spec: Spec, batch: Any) -> Outcome | None:
+def outcome(module: fx.GraphModule, spec: Spec, batch: Batch, quantized: bool) -> Outcome | None:
     """What the graph computes; None if the edits made one that does not run."""
     try:
-        return run(module, spec, batch)
-    except RuntimeError:
+        return run(module, spec, batch, quantized)
+    except (RuntimeError, IndexError, ValueError, TypeError, AssertionError):
         return None
 
 
-@pytest.mark.usefixtures("plain_kernels")
-@settings(
-    max_examples=200,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-@given(spec=st.sampled_from(SPECS), steps=STEPS, batch=st.sampled_from((DECODE, MIXED, HOLES)))
-def test_edited_graphs_compute_the_same(
-    spec: Spec, steps: list[tuple[Any, int, int]], batch: Any
-) -> None:
-    module = build(spec)
-    mutate(module, steps)
-    before = outcome(module, spec, batch)
-    if before is None:
-        return
-    original, code = graphs.copy(module), printed(module)
-    names = {call.name for call in attention_calls(module.graph)}
-    record = fuse(module, spec)
+def tolerance(spec: Spec) -> float:
+    """How far the results may lie apart."""
+    name = "fp8" if spec.kv_cache_dtype == "fp8" else str(spec.dtype).removeprefix("torch.")
+    return TOLERANCE[name]
+
+
+def comparable(
+    before: Outcome, after: Outcome, spec: Spec, batch: Batch, quantized: bool
+) -> tuple[Outcome, Outcome]:
+    """Both outcomes; without outputs where the attention amplifies a rounding to fp8.
+
+    A fused decode step rounds a rotated value once, straight to fp8, the unfused one to bf16
+    before. Where that gives the neighbouring fp8 number, in the cache or in a quantized query, a
+    sharp softmax moves the output by any amount; the cache is then all there is to compare.
+    """
+    if spec.kv_cache_dtype != "fp8" or spec.rope == "nope" or not batch.decode_only:
+        return before, after
+    pairs = zip(before.caches, after.caches, strict=True)
+    if not quantized and all(torch.equal(a, b) for a, b in pairs):
+        return before, after
+    return Outcome([], before.caches), Outcome([], after.caches)
+
+
+def twice(graph: fx.Graph, step: Any) -> Any:
+    """Run a pass, then again: the second run must change nothing. What the first one returned."""
+    result = step(graph)
+    graph.lint()
+    once = state(graph)
+    again = step(graph)
+    assert not again.rewritten
+    assert state(graph) == once
+    return result
+
+
+def fuse_twice(
+    module: fx.GraphModule, twin: fx.GraphModule, spec: Spec, quantized: bool
+) -> Counter[str]:
+    """Passes 2 to 4 as vLLM runs them: how many layers fused, and declined by reason.
+
+    `twin` is the same graph, to compare with.
+    """
+    calls = [call.name for call in attention_calls(module.graph)]
+    record = fuse(module, spec, quantized_query=quantized)
     module.graph.lint()
-    assert record.fused + len(record.declined) == record.layers == len(names)
-    assert set(record.declined) <= names
-    codes = {decline.code for decline in record.declined.values()}
-    assert codes <= set(REASONS) - {"pass-error", "unfused-pair", "unknown-layer"}
+    assert record.fused + len(record.declined) == record.layers == len(calls)
+    assert set(record.declined) <= set(calls)
+    codes = Counter(decline.code for decline in record.declined.values())
+    assert set(codes) <= set(REASONS) - ERRORS, record.declined
     if not record.fused:
-        assert printed(module) == code
-    assert_same(before, run(module, spec, batch), batch, tolerance=1e-3)
-    MLAFixFunctionalizationPass(None)(module.graph)
-    module.graph.lint()
-    assert_same(before, run(module, spec, batch), batch, tolerance=1e-3)
+        stable_topological_sort(twin.graph)
+        assert printed(module) == printed(twin)
+    once = state(module.graph)
+    again = fuse(module, spec, quantized_query=quantized)
+    assert again.fused == 0
+    assert again.layers == len(record.declined)
+    assert state(module.graph) == once
+    return Counter({"fused": record.fused, **{f"declined__{k}": n for k, n in codes.items()}})
+
+
+def one_by_one(module: fx.GraphModule, spec: Spec, quantized: bool, last: int) -> None:
+    """Passes 2 to `last`, each on its own and twice."""
+    facts = facts_of(spec, quantized)
+    stable_topological_sort(module.graph)
+    for step in (
+        CanonicalizeMLARoPEPass(facts),
+        MLADecodeQPrepLiftPass(facts),
+        MLAAiterQkRopeKVCacheFusionPass("reference"),
+    )[: last - 1]:
+        twice(module.graph, step)
+
+
+CASES: dict[str, Any] = {
+    "spec": st.sampled_from(SPECS),
+    "steps": grammar.STEPS,
+    "misplaced": st.none() | st.integers(0, 1 << 12),
+    "batch": st.sampled_from([b for b in BATCHES.values() if not b.profile]),
+    "quantized": st.booleans(),
+    "last": st.sampled_from((5, 5, 5, 5, 5, 2, 3, 4)),
+}
+
+
+@pytest.mark.timeout(7200)  # 20,000 graphs in the nightly profile
+@pytest.mark.usefixtures("plain_kernels")
+@given(**CASES)
+def test_edited_graphs_compute_the_same(
+    spec: Spec,
+    steps: list[tuple[Any, int, int]],
+    misplaced: int | None,
+    batch: Batch,
+    quantized: bool,
+    last: int,
+) -> None:
+    """`last` is the pass after which the graph is run: 2 to 4 alone, or all five as in vLLM."""
+    quantized = quantized and spec.kv_cache_dtype == "fp8"
+    module = build(spec)
+    grammar.apply(module, steps)
+    before = outcome(module, spec, batch, quantized)
+    assume(before is not None)
+    assert before is not None
+    original, twin = graphs.copy(module), graphs.copy(module)
+    untouched = state(original.graph)
+    if misplaced is not None:
+        for graph_module in (module, twin):
+            grammar.misplace(graph_module, misplaced)
+    if last < 5:
+        one_by_one(twin, spec, quantized, 4)
+        one_by_one(module, spec, quantized, last)
+        tally.add("graphs of the grammar, passes alone", graphs=1)
+    else:
+        counts = fuse_twice(module, twin, spec, quantized)
+        if all(edit in grammar.HARMLESS for edit, _, _ in steps):
+            assert counts["fused"] == spec.layers, counts
+        twice(module.graph, MLAFixFunctionalizationPass(None))
+        tally.add("graphs of the grammar, as in vLLM", graphs=1, **counts)
+    pair = comparable(before, run(module, spec, batch, quantized), spec, batch, quantized)
+    assert_same(*pair, batch, tolerance=tolerance(spec))
     # Nothing of it touched the nodes of a graph that shares its fake values.
-    assert printed(original) == code
+    assert state(original.graph) == untouched
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("plain_kernels")
+@pytest.mark.parametrize("spec", grammar.every_spec(), ids=grammar.describe)
+def test_every_spelling_of_the_grammar_fuses(spec: Spec) -> None:
+    """All combinations of the options; the default run has every pair of them."""
+    module, quantized = build(spec), spec.kv_cache_dtype == "fp8"
+    before = {batch: run(module, spec, batch, quantized) for batch in BATCHES.values()}
+    record = fuse(module, spec, quantized_query=quantized)
+    assert (record.fused, record.declined) == (spec.layers, {})
+    MLAFixFunctionalizationPass(None)(module.graph)
+    for batch, want in before.items():
+        pair = comparable(want, run(module, spec, batch, quantized), spec, batch, quantized)
+        assert_same(*pair, batch, tolerance=tolerance(spec))

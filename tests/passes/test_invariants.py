@@ -44,7 +44,7 @@ LAYER_REASONS = {code for code, reason in REASONS.items() if reason.scope == "la
 @pytest.fixture(autouse=True)
 def no_records() -> None:
     """Each test sees its own records only."""
-    report._records.clear()
+    report.forget()
 
 
 def last_step(module: fx.GraphModule) -> None:

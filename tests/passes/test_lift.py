@@ -40,6 +40,14 @@ def test_matched(rope: str) -> None:
     assert new.kwargs["prepared_q"] is prep
     assert list(prep.meta["val"].shape[1:]) == [HEADS, LATENT + ROPE]
     assert not [user for read in old.users for user in read.users]
+    q, name = old.kwargs["q"], old.kwargs["layer_name"]
+    assert prep.args == (q, name, LATENT, ROPE, torch.float32)
+    taken = ("q", "k_pe", "output", "layer_name", "kv_cache_dummy_dep")
+    want = {k: old.kwargs[k] for k in taken}
+    assert dict(new.kwargs) == {**want, "prepared_q": prep, "kv_c": old.kwargs["kv_c_normed"]}
+    nothing, output = new.meta["val"]
+    assert nothing is None
+    assert str(output.shape) == str(old.kwargs["output"].meta["val"].shape)
     module.graph.lint()
 
 
@@ -101,3 +109,18 @@ def test_numerics_are_equal(batch: str, plain_kernels: None) -> None:
     module = canonical(spec)
     lift(module, spec)
     assert_same(run(build(spec), spec, step), run(module, spec, step), step, tolerance=1e-5)
+
+
+def test_second_run_changes_nothing() -> None:
+    """Also where some calls, but not all, were lifted before."""
+    spec = Spec("native", layers=2)
+    module = canonical(spec)
+    attention = edits.attention(module, 1)
+    query = attention.kwargs["q"]
+    edits.set_argument(attention, q=edits.add(module, attention, edits.aten.clone.default, query))
+    assert len(lift(module, spec).rewritten) == 1
+    edits.set_argument(attention, q=query)
+    assert lift(module, spec).rewritten == [attention.name]
+    before = printed(module)
+    assert lift(module, spec).rewritten == []
+    assert printed(module) == before

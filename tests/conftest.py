@@ -1,0 +1,57 @@
+"""The counts of the property tests, what a run of them reached, and the known failures."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from tests import ledger, tally
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# The same graphs in every run of a profile: a red build is the change's, not the dice's.
+_COMMON = settings(
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[
+        HealthCheck.function_scoped_fixture,
+        HealthCheck.too_slow,
+        HealthCheck.filter_too_much,
+    ],
+)
+settings.register_profile("default", _COMMON, max_examples=1000)
+settings.register_profile("nightly", _COMMON, max_examples=20_000)
+settings.register_profile("quick", _COMMON, max_examples=100)
+settings.load_profile("default")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The counts of the property tests."""
+    lines = tally.lines()
+    if lines:
+        terminalreporter.section("property tests")
+    for line in lines:
+        terminalreporter.write_line(line)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -k and -m take tests away
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that the ledger lists must fail."""
+    ledger.mark(items, ledger.read(config.rootpath / "tests" / ledger.NAME), config.rootpath)
+
+
+@pytest.fixture
+def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Plain torch bodies for the RoPE kernels that a CPU build of vLLM lacks or has wrong."""
+    import torch
+
+    from tests.passes import fake_engine
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tensors of a few hundred elements: more threads only wait
+    yield from fake_engine.plain_kernels(monkeypatch)
+    torch.set_num_threads(threads)

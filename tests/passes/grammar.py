@@ -1,0 +1,259 @@
+"""A grammar of MLA decode graphs for hypothesis: a spelling, and edits of its graph.
+
+`SPECS` are traced graphs that between them show every pair of values of the options below.
+`STEPS` are edits as data, so that hypothesis can shrink them; `apply` makes them. An edit takes a
+graph, one of its nodes and a number that chooses between its variants, and does nothing where it
+has no meaning. A graph that an edit broke does not run before the passes, and is not counted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import fx
+from torch._higher_order_ops.auto_functionalize import auto_functionalized
+
+from tests.passes import edits
+from tests.passes.graphs import ROPES, Spec
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+BF16, FP32 = torch.bfloat16, torch.float32
+# One layer where a value is rounded to 8 or 16 bits: the next layer would amplify the rounding.
+TYPES: list[dict[str, Any]] = [
+    {},
+    {"dtype": BF16, "table_dtype": FP32, "layers": 1},
+    {"dtype": BF16, "kv_cache_dtype": "fp8", "layers": 1},
+]
+OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "rope": [{"rope": rope} for rope in (*ROPES, "native_late_cast")],
+    "style": [{"is_neox": False}, {"is_neox": True}],
+    "layers": [{"layers": 1}, {"layers": 2}, {"layers": 3}],
+    "q_lora": [{"q_lora": False}, {"q_lora": True}],
+    "name": [{"layer_name": "input"}, {"layer_name": "constant"}],
+    "tokens": [{"dynamic": True}, {"dynamic": False}],
+    "types": TYPES,
+}
+
+
+def every_spec() -> list[Spec]:
+    """All combinations of `OPTIONS`, without repetition."""
+    rows = itertools.product(*OPTIONS.values())
+    return list(dict.fromkeys(spec for spec in map(_spec, rows) if _exists(spec)))
+
+
+def _exists(spec: Spec) -> bool:
+    """Whether vLLM can build it: DeepSeek's form leaves k_pe in the table's type, so both agree."""
+    return not (spec.rope == "deepseek" and spec.table_dtype not in (None, spec.dtype))
+
+
+def _spec(row: tuple[dict[str, Any], ...]) -> Spec:
+    values: dict[str, Any] = {}
+    for choice in row:
+        values |= choice
+    return Spec(**values)
+
+
+def describe(spec: Spec) -> str:
+    """A name that tells every two specs of the grammar apart."""
+    return f"{spec}-{spec.kv_cache_dtype}-{str(spec.table_dtype).removeprefix('torch.')}"
+
+
+def pairwise() -> list[Spec]:
+    """A few combinations among which every two values of two options meet, found greedily."""
+    rows = list(itertools.product(*(range(len(values)) for values in OPTIONS.values())))
+    random.Random(0).shuffle(rows)
+    rows = [row for row in rows if _exists(_spec(_choice(row)))]
+    pairs = {row: set(itertools.combinations(enumerate(row), 2)) for row in rows}
+    missing, chosen = set().union(*pairs.values()), []
+    while missing:
+        best = max(rows, key=lambda row: len(pairs[row] & missing))
+        missing -= pairs[best]
+        chosen.append(best)
+    return list(dict.fromkeys(_spec(_choice(row)) for row in chosen))
+
+
+def _choice(row: tuple[int, ...]) -> tuple[dict[str, Any], ...]:
+    """The values of all options, by their numbers."""
+    return tuple(values[i] for values, i in zip(OPTIONS.values(), row, strict=True))
+
+
+SPECS = pairwise()
+
+
+def is_float(node: fx.Node) -> bool:
+    """Whether the node is a tensor of floating-point numbers with at least one dimension."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype.is_floating_point and value.dim() > 0
+
+
+def is_pure(node: fx.Node) -> bool:
+    """Whether the node is an aten op, which reads its arguments and writes nothing."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten"
+
+
+def duplicate(module: fx.GraphModule, node: fx.Node, pick: int) -> None:
+    """Some readers of a node read a twin of it."""
+    twins = is_pure(node) or node.target in (edits.operator.getitem, auto_functionalized)
+    if not twins:
+        return
+    users = list(node.users)
+    with module.graph.inserting_after(node):
+        twin = module.graph.node_copy(node)
+    for index, user in enumerate(users):
+        if pick >> index & 1:
+            user.replace_input_with(node, twin)
+
+
+def read_elsewhere(module: fx.GraphModule, node: fx.Node, pick: int) -> None:
+    """A node has one more reader, whose result leaves the graph."""
+    if is_float(node):
+        target = (aten.neg.default, aten.clone.default, aten.relu.default)[pick % 3]
+        edits.also_return(module, edits.add(module, module.graph.output_node(), target, node))
+
+
+# Foreign ops, and some that change nothing.
+FOREIGN: tuple[tuple[Any, ...], ...] = (
+    (aten.mul.Tensor, 1.0),
+    (aten.mul.Tensor, 1.5),
+    (aten.neg.default,),
+    (aten.clone.default,),
+    (aten.tanh.default,),
+    (aten.add.Tensor, 0.25),
+    (aten.flip.default, [0]),
+    (aten.flip.default, [-1]),
+    (aten.cumsum.default, 0),
+    (aten.roll.default, [1], [-1]),
+)
+ROUNDED = (torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.float8_e4m3fn)
+
+
+def splice(module: fx.GraphModule, node: fx.Node, pick: int) -> None:
+    """Readers of a node read another value than before."""
+    target, *args = FOREIGN[pick % len(FOREIGN)]
+    if is_float(node) and node.op == "call_function":
+        _put_between(module, node, pick // len(FOREIGN), [(target, *args)])
+
+
+def change_dtype(module: fx.GraphModule, node: fx.Node, pick: int) -> None:
+    """Readers of a node read it in another type, or rounded to it and put back."""
+    if not is_float(node) or node.op != "call_function":
+        return
+    cast = prims.convert_element_type.default
+    calls = [(cast, ROUNDED[pick % len(ROUNDED)]), (cast, node.meta["val"].dtype)]
+    pick //= len(ROUNDED)
+    _put_between(module, node, pick // 4, calls if pick % 4 else calls[:1])
+
+
+def _put_between(
+    module: fx.GraphModule, node: fx.Node, pick: int, calls: list[tuple[Any, ...]]
+) -> None:
+    """Chosen readers of `node` read it through `calls`, (op, further arguments) each."""
+    users = list(node.users)
+    new = node
+    for target, *args in calls:
+        new = edits.add(module, new.next, target, new, *args)
+    for index, user in enumerate(users):
+        if pick >> index & 1 or len(users) == 1:
+            user.replace_input_with(node, new)
+
+
+def bypass(module: fx.GraphModule, node: fx.Node, pick: int) -> None:
+    """A node is dropped: its readers read an input of the same shape and type."""
+    if not (is_pure(node) and is_float(node)):
+        return
+    value = node.meta["val"]
+    for source in node.all_input_nodes:
+        other = source.meta.get("val")
+        same = isinstance(other, torch.Tensor) and other.dtype == value.dtype
+        if same and list(map(str, other.shape)) == list(map(str, value.shape)):
+            node.replace_all_uses_with(source)
+            return
+
+
+def drop_order(module: fx.GraphModule, node: fx.Node, pick: int) -> None:
+    """The attention no longer waits for its cache update, or waits for another layer's."""
+    if "kv_cache_dummy_dep" in node.kwargs:
+        others = [n for n in edits.find_all(module, edits.UPDATE) if n < node]
+        choice = others[pick % len(others)] if others and pick & 1 else None
+        edits.set_argument(node, kv_cache_dummy_dep=choice)
+
+
+def swap(module: fx.GraphModule, node: fx.Node, pick: int) -> None:
+    """A node moves down as far as its first reader, or a few places."""
+    after = node
+    for _ in range(pick % 8 + 1):
+        following = after.next
+        if following in node.users or following.op in ("output", "placeholder"):
+            break
+        after = following
+    if after is not node and is_pure(node):
+        after.append(node)
+
+
+def drop_metadata(module: fx.GraphModule, node: fx.Node, pick: int) -> None:
+    """A node loses its metadata."""
+    if not node.name.startswith(("layer_name", "tokens")):
+        node.meta.pop("val", None)
+
+
+def change_constant(module: fx.GraphModule, node: fx.Node, pick: int) -> None:
+    """Halves are swapped, a sign or a flag of the op is flipped, a slice starts elsewhere."""
+    if node.target is edits.operator.getitem and node.args[0].target is aten.split.Tensor:
+        node.args = (node.args[0], 1 - node.args[1])  # type: ignore[operator]
+    elif node.target in (aten.sub.Tensor, aten.add.Tensor):
+        node.target = aten.add.Tensor if node.target is aten.sub.Tensor else aten.sub.Tensor
+    elif "is_neox" in node.kwargs:
+        node.kwargs = {**node.kwargs, "is_neox": not node.kwargs["is_neox"]}
+    elif node.target in PLACES:
+        at = PLACES[node.target]
+        start, end = (*node.args[at:], None, None)[:2]
+        if isinstance(start, int) and start >= 2:
+            # Of the same length, elsewhere; an end beyond the tensor becomes the end less 2.
+            beyond = not isinstance(end, int) or end >= 1 << 30
+            node.args = (*node.args[:at], start - 2, -2 if beyond else end - 2)
+
+
+# Where the start of a slice stands among the arguments.
+PLACES = {aten.slice.Tensor: 2, aten.slice_scatter.default: 3}
+EDITS = (
+    duplicate,
+    read_elsewhere,
+    splice,
+    change_dtype,
+    bypass,
+    drop_order,
+    swap,
+    drop_metadata,
+    change_constant,
+)
+# Edits after which every layer must still fuse.
+HARMLESS = (swap,)
+STEPS = st.lists(
+    st.tuples(st.sampled_from(EDITS), st.integers(0, 1 << 12), st.integers(0, 255)),
+    max_size=4,
+)
+
+
+def apply(module: fx.GraphModule, steps: list[tuple[Any, int, int]]) -> None:
+    """Make the edits, each at a node chosen by its number."""
+    for edit, where, pick in steps:
+        nodes = [n for n in module.graph.nodes if n.op == "call_function"]
+        try:
+            edit(module, nodes[where % len(nodes)], pick)
+        except (KeyError, RuntimeError):
+            continue  # it needs metadata that an earlier one dropped, or shapes that do not fit
+    module.graph.lint()
+
+
+def misplace(module: fx.GraphModule, where: int) -> None:
+    """Move a pure node in front of what it reads, as some of vLLM's passes leave nodes."""
+    nodes = [n for n in module.graph.nodes if is_pure(n) and n.all_input_nodes]
+    node = nodes[where % len(nodes)]
+    source = node.all_input_nodes[0]
+    if source.op == "call_function":
+        source.prepend(node)

@@ -1,0 +1,116 @@
+"""The property tests find bugs: each one planted here must make them fail."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+
+from mla_fusion import runtime
+from mla_fusion.kernels import reference
+from mla_fusion.passes import fix_functionalization, lift
+from mla_fusion.patterns import native, probe, site
+from tests import tally
+from tests.passes import test_fuzz, test_fuzz_batches
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = pytest.mark.nightly
+
+# No search for the smallest example: that there is one is the point.
+FIRST = settings(max_examples=1000, phases=[Phase.generate])
+
+
+def finds_a_bug(test: Any, cases: dict[str, Any]) -> bool:
+    """Whether a property test fails, of 1,000 examples."""
+    try:
+        FIRST(given(**cases)(test.hypothesis.inner_test))()
+    except Exception:  # noqa: BLE001  whatever the bug makes of it
+        return True
+    return False
+
+
+@pytest.fixture(autouse=True)
+def uncounted(monkeypatch: pytest.MonkeyPatch, plain_kernels: None) -> None:
+    """Nothing is counted, and nothing is remembered from another bug."""
+    monkeypatch.setattr(tally, "add", lambda *args, **counts: None)
+    monkeypatch.setattr(native, "_known", {})
+    test_fuzz_batches.compiled.cache_clear()
+
+
+def _flipped(*args: Any) -> bool | None:
+    verdict = _judge(*args)
+    return None if verdict is None else not verdict
+
+
+_judge = native._judge
+_prep = reference.fused_mla_decode_prep
+
+# name -> (where, what, the bug)
+IN_GRAPHS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "an old value that is read later": (fix_functionalization, "_read_later", lambda *a: False),
+    "another value than was written": (site, "same_view", lambda a, b: True),
+    "anything is a rotation": (probe, "same", lambda a, b: a.shape == b.shape),
+    "NeoX for GPT-J": (native, "_judge", _flipped),
+    "a slice that is put back elsewhere": (fix_functionalization, "_normal", lambda place: ()),
+    "a pass that is not idempotent": (lift, "lifted_calls", lambda graph: {}),
+    "a cast that loses precision": (probe, "_keeps_precision", lambda *a: True),
+}
+
+
+@pytest.mark.parametrize("bug", IN_GRAPHS)
+def test_graphs(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*IN_GRAPHS[bug])
+    assert finds_a_bug(test_fuzz.test_edited_graphs_compute_the_same, test_fuzz.CASES)
+
+
+def _writes_row_without_slot(*args: Any, **kwargs: Any) -> Any:
+    """Slot -1 is the last entry of the cache, as in Python."""
+    result = _prep(*args, **kwargs)
+    cache, slots = args[4], args[5]
+    if (slots < 0).any():
+        cache.view(torch.uint8)[-1, -1] = 0
+    return result
+
+
+def _any_decode(metadata: Any) -> bool:
+    return metadata is not None and metadata.num_decode_tokens > 0
+
+
+def _wrong_slots(*args: Any, **kwargs: Any) -> Any:
+    args = list(args)  # type: ignore[assignment]
+    args[5] = torch.where(args[5] >= 0, args[5].roll(1).clamp(min=0), args[5])  # type: ignore[index]
+    return _prep(*args, **kwargs)
+
+
+IN_BATCHES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "a mixed batch taken for decode": (runtime, "is_decode_only", _any_decode),
+    "a row without a slot is written": (
+        reference, "fused_mla_decode_prep", _writes_row_without_slot
+    ),
+    "rows in the slots of others": (reference, "fused_mla_decode_prep", _wrong_slots),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", IN_BATCHES)
+def test_batches(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*IN_BATCHES[bug])
+    assert finds_a_bug(
+        test_fuzz_batches.test_any_batch_writes_what_the_unfused_graph_writes,
+        test_fuzz_batches.CASES,
+    )
+
+
+def test_without_a_bug_they_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the tests above would prove nothing."""
+    for test, cases in (
+        (test_fuzz.test_edited_graphs_compute_the_same, test_fuzz.CASES),
+        (
+            test_fuzz_batches.test_any_batch_writes_what_the_unfused_graph_writes,
+            test_fuzz_batches.CASES,
+        ),
+    ):
+        assert not finds_a_bug(test, cases)

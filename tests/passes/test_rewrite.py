@@ -1,0 +1,130 @@
+"""The building blocks of the passes on graphs of a few nodes."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from mla_fusion.passes import rewrite
+
+aten = torch.ops.aten
+
+
+def chain(*targets: Any, result: int = 0) -> tuple[fx.Graph, list[fx.Node]]:
+    """x -> targets, one after the other; the graph returns the value after `result` of them."""
+    graph = fx.Graph()
+    values = [graph.placeholder("x")]
+    for target in targets:
+        values.append(graph.call_function(target, (values[-1],)))
+    graph.output(values[result])
+    return graph, values
+
+
+def test_new_value_keeps_strides_and_type() -> None:
+    value = torch.zeros(4, 6, dtype=torch.bfloat16).t()
+    new = rewrite.fake_like(value)
+    assert (new.shape, new.stride(), new.dtype) == (value.shape, value.stride(), value.dtype)
+
+
+def test_functionalized_call_reads_every_output() -> None:
+    graph, (x,) = chain()
+    x.meta["val"] = torch.zeros(3)
+    dummy = torch.zeros(0)
+    with graph.inserting_before(graph.output_node()):
+        node, outputs = rewrite.functionalized_call(
+            graph, aten.neg.default, {"x": x}, returned=(dummy,), mutated=("x",)
+        )
+    assert node.args == (aten.neg.default,) and node.kwargs == {"x": x}
+    assert [(o.target, o.args) for o in outputs] == [
+        (operator.getitem, (node, index)) for index in (0, 1)
+    ]
+    assert outputs[0].meta["val"] is dummy is node.meta["val"][0]
+    assert outputs[1].meta["val"] is node.meta["val"][1]
+    assert node.meta["val"][1].shape == (3,)
+
+
+def test_nothing_returned_has_no_reader() -> None:
+    graph, (x,) = chain()
+    x.meta["val"] = torch.zeros(3)
+    with graph.inserting_before(graph.output_node()):
+        node, outputs = rewrite.functionalized_call(
+            graph, aten.neg.default, {"x": x}, returned=(None,), mutated=("x",)
+        )
+    assert outputs[0] is None
+    assert outputs[1].args == (node, 1)
+
+
+def test_redirect_and_back() -> None:
+    graph, (_, a, b) = chain(aten.neg.default, aten.neg.default)
+    user = graph.call_function(aten.clone.default, (), {"self": a, "memory_format": None})
+    rewrite.redirect(user, {"self": b})
+    assert user.kwargs == {"self": b, "memory_format": None}
+    rewrite.restore_inputs(user)
+    assert user.kwargs == {"self": a, "memory_format": None}
+    rewrite.restore_inputs(user)  # a second time it is not redirected
+    assert user.kwargs == {"self": a, "memory_format": None}
+    assert not user.meta
+
+
+def test_snapshot_goes_back() -> None:
+    graph, (_, a, b) = chain(aten.neg.default, aten.abs.default, result=2)
+    before, arguments = list(graph.nodes), [n.args for n in graph.nodes]
+    snapshot = rewrite.Snapshot(graph)
+    with graph.inserting_before(b):
+        new = graph.call_function(aten.clone.default, (a,))
+        newer = graph.call_function(aten.clone.default, (new,))
+    rewrite.redirect(b, {})
+    b.args = (newer,)
+    snapshot.restore()
+    assert (list(graph.nodes), [n.args for n in graph.nodes]) == (before, arguments)
+    assert not b.meta
+    graph.lint()
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_what_nothing_reads_goes_with_what_only_it_read(length: int) -> None:
+    graph, values = chain(*[aten.neg.default] * (length + 1), result=1)
+    rewrite.drop_dead(graph, [values[-1]])
+    assert list(graph.nodes) == [*values[:2], graph.output_node()]
+
+
+def test_views_that_nothing_reads_go_with_their_source() -> None:
+    graph, (x, a, view, _) = chain(aten.abs.default, aten.alias.default, aten.alias.default)
+    with graph.inserting_before(graph.output_node()):
+        twin = graph.call_function(aten.alias.default, (a,))
+    rewrite.drop_dead(graph, [a, twin, view])  # also where one root falls with another
+    assert list(graph.nodes) == [x, graph.output_node()]
+
+
+def test_what_something_reads_stays() -> None:
+    graph, (x, a, view, _) = chain(aten.abs.default, aten.alias.default, aten.neg.default, result=3)
+    before = list(graph.nodes)
+    rewrite.drop_dead(graph, [a, view, x, graph.output_node()])
+    assert list(graph.nodes) == before
+
+
+def test_a_reader_that_is_no_view_keeps_its_source() -> None:
+    """Whether abs is read is not asked: only what moves data is dropped along."""
+    graph, (_, a, _) = chain(aten.alias.default, aten.abs.default)
+    before = list(graph.nodes)
+    rewrite.drop_dead(graph, [a])
+    assert list(graph.nodes) == before
+
+
+def test_an_op_that_writes_stays() -> None:
+    graph, (_, writes) = chain(aten.neg_.default)
+    before = list(graph.nodes)
+    rewrite.drop_dead(graph, [writes])
+    assert list(graph.nodes) == before
+
+
+def test_the_roots_after_one_that_stays_are_dropped() -> None:
+    graph, (x, a) = chain(aten.neg.default)
+    with graph.inserting_before(graph.output_node()):
+        writes = graph.call_function(aten.abs_.default, (x,))
+    rewrite.drop_dead(graph, [a, writes, x])
+    assert list(graph.nodes) == [x, writes, graph.output_node()]

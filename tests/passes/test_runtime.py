@@ -1,0 +1,210 @@
+"""What the ops do in a step, called one by one on the layers of the fake engine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.forward_context import override_forward_context
+from vllm.utils.torch_utils import _encode_layer_name
+
+from mla_fusion import kernels, runtime
+from mla_fusion.kernels import reference
+from mla_fusion.kernels.aiter import PackedWeight
+from mla_fusion.ops import Rope
+from mla_fusion.report import Variant
+from tests.passes.fake_engine import MIXED, Batch, Engine, Layer
+from tests.passes.graphs import HEADS, LATENT, MAX_POSITION, NOPE, ROPE, Spec, layer_names
+
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+SPEC = Spec("native", dtype=BF16, table_dtype=torch.float32)
+NAME = layer_names(SPEC)[0]
+
+
+def step(tokens: int, seed: int = 0) -> dict[str, Any]:
+    """Arguments of the fused op for bf16 activations and an fp32 table."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(BF16)
+
+    return {
+        "q": random(tokens, HEADS, NOPE + ROPE),
+        "kv_c": random(tokens, LATENT),
+        "k_pe": random(tokens, 1, ROPE),
+        "positions": torch.randint(0, MAX_POSITION, (tokens,), generator=generator),
+        "cos_sin_cache": torch.randn((MAX_POSITION, ROPE), generator=generator),
+        "k_scale": torch.tensor(0.5),
+        "layer_name": _encode_layer_name(NAME),
+        "kv_cache_dtype": "auto",
+        "rope": Rope.NATIVE,
+        "is_neox": False,
+    }
+
+
+@pytest.mark.parametrize(
+    "actual, decode, expected",
+    [(0, 0, False), (1, 1, True), (3, 3, True), (3, 2, False), (3, 0, False)],
+)
+def test_decode_only(actual: int, decode: int, expected: bool) -> None:
+    metadata = SimpleNamespace(num_actual_tokens=actual, num_decode_tokens=decode)
+    assert runtime.is_decode_only(metadata) is expected
+
+
+def test_the_profile_run_is_not_decode_only() -> None:
+    assert not runtime.is_decode_only(None)
+
+
+@pytest.mark.parametrize("rope", [Rope.NATIVE, Rope.NATIVE_FP32])
+def test_cosines_are_rounded_where_the_graph_rounds_them(rope: Rope) -> None:
+    """To the bit, in the decode step and in a mixed one."""
+    args = step(5) | {"rope": rope}
+    table = args["cos_sin_cache"]
+    if rope is Rope.NATIVE:
+        table = table.to(BF16)
+    prepared = torch.zeros(5, HEADS, LATENT + ROPE, dtype=BF16)
+    decode = Batch(rows=5, actual=5, decode=5)
+    with override_forward_context(Engine(SPEC).context(decode)):
+        runtime.fused_decode_prep(**args, prepared_q=prepared, provider="reference")
+    rotated = reference.rotate(args["q"][..., NOPE:], args["positions"], table, False).to(BF16)
+    assert torch.equal(prepared[..., LATENT:], rotated)
+    with override_forward_context(Engine(SPEC).context(MIXED)):
+        runtime.rope_and_cache_update(**args)
+    assert torch.equal(args["q"][..., NOPE:], rotated)
+
+
+def test_a_table_is_converted_once() -> None:
+    one, other = torch.randn(4, ROPE), torch.randn(4, ROPE)
+    first = runtime._table(one, Rope.NATIVE, BF16)
+    assert torch.equal(first, one.to(BF16))
+    assert runtime._table(one, Rope.NATIVE, BF16) is first
+    assert torch.equal(runtime._table(other, Rope.NATIVE, BF16), other.to(BF16))
+    assert torch.equal(runtime._table(one, Rope.NATIVE, torch.float16), one.half())
+    assert runtime._table(one, Rope.NATIVE_FP32, BF16) is one
+    assert runtime._table(one, Rope.NATIVE, torch.float32) is one
+    converted = one.to(BF16)
+    assert runtime._table(converted, Rope.NATIVE, BF16) is converted
+
+
+@pytest.mark.parametrize("slots", [1, 3, 5])
+def test_rows_without_a_slot_are_zero(slots: int) -> None:
+    """vLLM passes fewer slots than there are rows; heads are 2."""
+    prepared = torch.full((5, HEADS, LATENT + ROPE), 7.0, dtype=BF16)
+    batch = Batch(rows=5, actual=slots, decode=slots, slots=slots)
+    with override_forward_context(Engine(SPEC).context(batch)):
+        runtime.fused_decode_prep(**step(5), prepared_q=prepared, provider="reference")
+    assert prepared[slots:].eq(0).all()
+    assert prepared[:slots].ne(0).any(-1).all() and prepared[:slots].ne(7).all()
+
+
+def test_query_preparation_casts_with_the_layers_scale() -> None:
+    spec = Spec("nope", dtype=BF16, kv_cache_dtype="fp8")
+    engine, q = Engine(spec), step(5)["q"]
+    out = torch.zeros(5, HEADS, LATENT + ROPE, dtype=FP8)
+    with override_forward_context(engine.context(Batch(rows=5, actual=5, decode=5))):
+        assert runtime.decode_q_prep(q, _encode_layer_name(NAME), out) is out
+    layer = engine.layers[NAME]
+    both = torch.cat((reference.absorb(q[..., :NOPE], layer.W_UK_T), q[..., NOPE:]), dim=-1)
+    want = reference.cast(both, FP8, layer._q_scale)
+    assert torch.equal(out.view(torch.uint8), want.view(torch.uint8))
+
+
+def test_vllms_fused_rope_op_gets_its_own_shapes_and_the_scale(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: dict[str, Any] = {}
+
+    def record(positions: Any, q_pe: Any, k_pe: Any, kv_c: Any, *rest: Any) -> None:
+        seen.update(q_pe=q_pe, k_pe=k_pe, scale=rest[-1])
+
+    monkeypatch.setattr("vllm._custom_ops.concat_and_cache_mla_rope_fused", record)
+    args = step(5) | {"rope": Rope.CAT_FUSED}
+    with override_forward_context(Engine(SPEC).context(MIXED)):
+        runtime.rope_and_cache_update(**args)
+    assert seen["q_pe"].shape == (5, HEADS, ROPE)
+    assert seen["k_pe"].shape == (5, ROPE)
+    assert seen["scale"] is args["k_scale"] or torch.equal(seen["scale"], args["k_scale"])
+
+
+def test_weights_are_taken_in_the_form_vllm_multiplies_by() -> None:
+    layer = SimpleNamespace(W_UK_T="plain", W_K="packed", W_K_scale="scale")
+    assert runtime._absorb_weight(layer) == "plain"
+    layer.is_aiter_triton_fp4_bmm_enabled = layer.is_aiter_triton_fp8_bmm_enabled = False
+    assert runtime._absorb_weight(layer) == "plain"
+    layer.is_aiter_triton_fp8_bmm_enabled = True
+    assert runtime._absorb_weight(layer) == PackedWeight("fp8", "packed", "scale")  # type: ignore[arg-type]
+    layer.is_aiter_triton_fp4_bmm_enabled = True
+    assert runtime._absorb_weight(layer) == PackedWeight("fp4", "packed", "scale")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shape", [(3, 4, 10), (3, 1, 4, 10), (1, 1, 4, 10)])
+def test_cache_with_and_without_a_head_dimension(shape: tuple[int, ...]) -> None:
+    cache = torch.randn(shape)
+    view = runtime._cache_view(cache, "auto")
+    assert view.shape == (shape[0], 4, 10)
+    assert view.data_ptr() == cache.data_ptr()
+    assert runtime._cache_view(cache.view(torch.uint8), "fp8").dtype is FP8
+
+
+VARIANTS = (
+    Variant(False, ROPE, "bfloat16", "bfloat16", "auto"),
+    Variant(True, ROPE, "", "float8_e4m3fn", "auto"),
+)
+
+
+class TestWarmUp:
+    @pytest.fixture
+    def calls(self, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+        """What the provider was asked to prepare."""
+        seen: list[Any] = []
+
+        def warmup(*args: Any, **kwargs: Any) -> None:
+            seen.append((args, kwargs))
+
+        monkeypatch.setattr(reference, "warmup", warmup, raising=False)
+        return seen
+
+    def test_every_variant_on_one_layer_of_each_shape(self, calls: list[Any]) -> None:
+        layers: dict[str, Any] = dict(Engine(Spec("native", dtype=BF16, layers=3)).layers)
+        odd = Layer("model.layers.9.attn", Spec("native", dtype=BF16, kv_cache_dtype="fp8"))
+        bound = Layer("unbound", SPEC)
+        bound.kv_cache = torch.empty(0)
+        first = layers["model.layers.0.attn"]
+        layers = {"mlp": object(), "unbound": bound, **layers, "odd": odd}
+        runtime.warm_up(layers, VARIANTS, "reference", 4)
+        assert len(calls) == 4
+        for index, variant in enumerate(VARIANTS):
+            for layer, (args, kwargs) in zip((first, odd), calls[2 * index :], strict=False):
+                weight, cache, table, k_scale, q_scale = args
+                assert weight is layer.W_UK_T
+                assert cache.data_ptr() == layer.kv_cache.data_ptr()
+                assert cache.dtype is (FP8 if layer is odd else BF16)
+                assert (k_scale, q_scale) == (layer._k_scale, layer._q_scale)
+                assert k_scale is layer._k_scale and q_scale is layer._q_scale
+                assert (kwargs["rope_dim"], kwargs["is_neox"]) == (ROPE, variant.is_neox)
+                assert kwargs["q_dtype"] is getattr(torch, variant.query_dtype)
+                assert kwargs["max_tokens"] == 4
+                if variant.table_dtype:
+                    assert (table.shape, table.dtype) == ((1, ROPE), BF16)
+                    assert table.device == weight.device
+                else:
+                    assert table is None
+
+    def test_a_provider_that_compiles_nothing_is_left_alone(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked: list[str] = []
+
+        def get_provider(name: str) -> Any:
+            asked.append(name)
+            return SimpleNamespace()
+
+        monkeypatch.setattr(kernels, "get_provider", get_provider)
+        runtime.warm_up(Engine(SPEC).layers, VARIANTS, "reference", 4)
+        assert asked == ["reference"]
+
+
+def test_cache_of_one_entry_per_block_keeps_its_dimensions() -> None:
+    assert runtime._cache_view(torch.randn(3, 1, 10), "auto").shape == (3, 1, 10)

@@ -1,0 +1,208 @@
+"""Faults: what the user reads, and that the engine serves the same tokens or does not start.
+
+`docs/testing.md` lists every fault with its test. The layers, caches and batches are those of
+`tests/passes/fake_engine.py`, the config objects vLLM's own; faults that need whole engines are in
+`tests/engine/test_fault_engines.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import mla_fusion
+from mla_fusion import config, kernels, plugin, report, vllm_compat
+from mla_fusion.kernels import reference
+from tests.models import DEEPSEEK_V2
+from tests.passes.fake_engine import DECODE, MIXED, Engine, assert_same, fuse, run
+from tests.passes.graphs import Spec, build
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from vllm.v1.worker.worker_base import WorkerBase
+
+mla_fusion.register()
+
+from vllm.engine.arg_utils import EngineArgs  # noqa: E402
+
+SPEC = Spec("native", layers=2)
+WHAT_TO_DO = (
+    "start with another provider",
+    "without pass_config.fuse_aiter_qk_rope_kvcache_mla",
+    "nothing falls back silently",
+)
+
+
+class Planted(Exception):
+    """The fault."""
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """make(provider, model=...) -> vLLM's config with the flag on, and its own cache folder."""
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+
+    def build_config(provider: str = "reference") -> Any:
+        (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V2))
+        return EngineArgs(
+            model=str(tmp_path),
+            skip_tokenizer_init=True,
+            max_model_len=256,
+            max_num_seqs=4,
+            additional_config={"mla_fusion": {"provider": provider}},
+            compilation_config={"pass_config": {config.FLAG: True}},
+        ).create_engine_config()
+
+    return build_config
+
+
+def worker(vllm_config: Any, body: Callable[[], Any]) -> WorkerBase:
+    """A worker whose layers are those of `SPEC`, and which runs `body` where vLLM warms up."""
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    class Worker(WorkerBase):
+        def compile_or_warm_up_model(self) -> Any:
+            return body()
+
+    made = Worker(vllm_config, 0, 0, "")
+    vllm_config.compilation_config.static_forward_context = Engine(SPEC).layers
+    return made
+
+
+def compiled() -> Any:
+    """A graph that the passes fused, as vLLM compiles it while it profiles."""
+    module = build(SPEC)
+    report.add(fuse(module, SPEC))
+    return module
+
+
+def fail(*args: Any, **kwargs: Any) -> Any:
+    raise Planted("the kernel did not compile")
+
+
+def notes(caught: pytest.ExceptionInfo[Any]) -> str:
+    """What a traceback shows below the error."""
+    return "\n".join(getattr(caught.value, "__notes__", []))
+
+
+def test_provider_raises_at_warm_up(
+    make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine does not start, and vLLM's own warm-up does not begin."""
+    began: list[str] = []
+    made = worker(make(), lambda: began.append("vLLM"))
+    compiled()
+    monkeypatch.setattr(reference, "warmup", fail, raising=False)
+    caplog.set_level(logging.INFO, logger="vllm.mla_fusion")
+    with pytest.raises(Planted, match="the kernel did not compile") as caught:
+        made.compile_or_warm_up_model()
+    assert "the reference provider failed to prepare its kernels for up to 4 tokens" in notes(
+        caught
+    )
+    assert all(words in notes(caught) for words in WHAT_TO_DO)
+    assert not began
+    assert "layers" not in caplog.text  # nothing is reported as fused
+
+
+def test_out_of_memory_in_warm_up(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def out_of_memory(*args: Any, **kwargs: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+
+    made = worker(make(), lambda: None)
+    compiled()
+    monkeypatch.setattr(reference, "warmup", out_of_memory, raising=False)
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate") as caught:
+        made.compile_or_warm_up_model()
+    assert "lower gpu_memory_utilization" in notes(caught)
+    assert all(words in notes(caught) for words in WHAT_TO_DO)
+
+
+def test_provider_raises_at_capture(
+    make: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    plain_kernels: None,
+) -> None:
+    """vLLM captures by running a decode batch inside its warm-up: the engine stops there."""
+    made = worker(make(), lambda: run(module, SPEC, DECODE))
+    module = compiled()
+    monkeypatch.setattr(reference, "fused_mla_decode_prep", fail)
+    caplog.set_level(logging.INFO, logger="vllm.mla_fusion")
+    with pytest.raises(Planted) as caught:
+        made.compile_or_warm_up_model()
+    assert "in a decode step of 5 rows, in layer model.layers.0.attn" in notes(caught)
+    assert all(words in notes(caught) for words in WHAT_TO_DO)
+    assert "layers" not in caplog.text
+
+
+def test_provider_raises_in_a_step(monkeypatch: pytest.MonkeyPatch, plain_kernels: None) -> None:
+    """A decode step ends with the error; a batch that needs no provider is served as before."""
+    module = build(SPEC)
+    fuse(module, SPEC)
+    monkeypatch.setattr(reference, "fused_mla_decode_prep", fail)
+    with pytest.raises(Planted, match="the kernel did not compile") as caught:
+        run(module, SPEC, DECODE)
+    assert "the reference provider failed in a decode step of 5 rows" in notes(caught)
+    assert all(words in notes(caught) for words in WHAT_TO_DO)
+    assert_same(run(build(SPEC), SPEC, MIXED), run(module, SPEC, MIXED), MIXED)
+    monkeypatch.undo()
+
+
+def test_triton_missing(
+    make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine starts without the fusion, with one warning."""
+    monkeypatch.setitem(sys.modules, "triton", None)
+    kernels.get_provider.cache_clear()
+    caplog.set_level(logging.INFO, logger="vllm.mla_fusion")
+    assert not config.is_on(make("triton"))
+    [warning] = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING
+                 and r.name == "vllm.mla_fusion"]  # fmt: skip
+    assert "[provider-unavailable]" in warning
+    assert "provider 'triton' needs the triton package (pip install triton" in warning
+
+
+def test_vllm_outside_the_window_that_still_takes_the_flag(
+    make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(plugin, "_registered", False)
+    monkeypatch.setattr(vllm_compat, "installed_version", lambda: "0.99.0")
+    plugin.register()
+    assert not config.is_on(make())
+    assert "is switched off: this vLLM release is outside the window" in caplog.text
+    assert "(0.99.0, supported are 0.26 to 0.33) [vllm-version]" in caplog.text
+
+
+def test_vllm_outside_the_window_whose_names_are_gone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is changed and nothing raised: vLLM starts without the plugin."""
+    import vllm.config.compilation as compilation
+
+    monkeypatch.setattr(plugin, "_registered", False)
+    monkeypatch.setattr(vllm_compat, "installed_version", lambda: "0.99.0")
+    monkeypatch.delattr(compilation, "PassConfig")
+    plugin.register()
+    assert "mla_fusion is inactive: this vLLM release is outside the window" in caplog.text
+    assert "0.99.0, supported are 0.26 to 0.33" in caplog.text
+    assert "PassConfig" in caplog.text
+
+
+def test_an_engine_that_died_leaves_nothing_to_the_report_of_the_next(
+    make: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two engines in one process: the first one compiled and ran out of memory."""
+    caplog.set_level(logging.INFO, logger="vllm.mla_fusion")
+    worker(make(), lambda: None)
+    compiled()
+    second = worker(make(), lambda: None)
+    compiled()
+    second.compile_or_warm_up_model()
+    assert "tokens 1 to 4: 2 MLA layers, 2 fused, 0 declined" in caplog.text
