@@ -204,7 +204,7 @@ def _check(
     tokens, heads, latent = step.num_tokens, settings.layout.heads, settings.v_head_dim
     if len(scopes) != len(scratch.widths):
         raise ValueError(f"the scratch is for {len(scratch.widths)} scopes, got {len(scopes)}")
-    expected = {
+    expected: dict[str, tuple[torch.Tensor, Sequence[int], tuple[torch.dtype, ...]]] = {
         "q": (q, (tokens, heads, q.shape[-1]), (settings.q_dtype,)),
         "out": (out, (tokens, heads, latent), (torch.bfloat16, torch.float16, torch.float32)),
     }

@@ -205,6 +205,7 @@ SPARSE = {
     "last scope empty": (16, BF16, ["full", "none"], (20, 70), [None, None], True),
     "duplicates": (16, BF16, ["same", "same"], (20, 70), [None, None], True),
     "lengths": (16, BF16, ["full", "full"], (70, 90), [[1, 0, 70], [0, 0, 90]], True),
+    "split": (16, BF16, ["holes", "full"], (70, 700), [None, None], True),
     "fp8": (128, FN, ["holes", "full"], (20, 70), [None, [70, 1, 0]], True),
 }
 
@@ -223,7 +224,8 @@ def run_sparse(
     tokens, width = 3, LATENT + ROPE
     q_scale, kv_scale = torch.tensor([0.2]), torch.tensor([0.3])
     q = stored(generator, tokens, heads, width, dtype=dtype)
-    sink = torch.randn(heads, generator=generator) if with_sink else None
+    # As large as the sum over hundreds of keys, or it would not show.
+    sink = 5 + 2 * torch.randn(heads, generator=generator) if with_sink else None
     scopes, every = [], [torch.zeros(0, width).double() for _ in range(tokens)]
     given = [None if n is None else torch.tensor(n, dtype=torch.int32) for n in lengths]
     for i, (kind, columns) in enumerate(zip(kinds, scratch.widths, strict=True)):
