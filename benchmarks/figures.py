@@ -22,6 +22,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "performance.md"
 IMAGES = ROOT / "docs" / "images"
 REGION, DECODE = RESULTS / "region_h200.csv", RESULTS / "engine_decode_h200.csv"
+ATTENTION = RESULTS / "attention_h200.csv"
 
 Row = dict[str, str]
 PEERS = {
@@ -31,6 +32,9 @@ PEERS = {
     "vllm-unfused": "unfused",
 }
 ARMS = ("default", "cat", "fused")
+# What a copy moves on this GPU, read plus write, in the run of the attention benchmark.
+COPY_GBPS = 4260
+DECODERS = {"ours": "ours", "triton_mla": "TRITON_MLA", "flashmla": "FlashMLA"}
 
 
 def read(path: Path) -> list[Row]:
@@ -107,9 +111,63 @@ def decode_table(rows: list[Row]) -> list[str]:
     return lines
 
 
+def attention_times(rows: list[Row]) -> dict[tuple[str, str], dict[tuple[str, str], Row]]:
+    """Rows by (heads, dtype) and then by (shape, candidate), of shapes that all have measured."""
+    times: dict[tuple[str, str], dict[tuple[str, str], Row]] = {}
+    for r in rows:
+        if r["candidate"] in DECODERS and r["context"] != "100000":
+            ragged = ", ragged" if r["ragged"] == "1" else ""
+            shape = f"{r['batch']} x {r['context']}{ragged}"
+            times.setdefault((r["heads"], r["dtype"]), {})[shape, r["candidate"]] = r
+    return times
+
+
+def attention_tables(rows: list[Row]) -> dict[str, list[str]]:
+    """Microseconds of every shape for each number of heads, and the means against each peer."""
+    times, result = attention_times(rows), {}
+    means = [
+        "| heads, type | against | geometric mean | least | most | shapes where it is faster |",
+        "|---|---|---|---|---|---|",
+    ]
+    for heads in sorted({h for h, _ in times}, key=int):
+        both = [times[heads, dtype] for dtype in ("bf16", "fp8")]
+        columns = [f"{label}, {t}" for t in ("bf16", "fp8") for label in DECODERS.values()]
+        lines = [
+            f"| batch x context | {' | '.join(columns)} | ours, share of copy bandwidth, bf16 "
+            "| fp8 | ours, TFLOP/s, bf16 | fp8 |",
+            "|" + "---|" * 11,
+        ]
+        for shape in dict.fromkeys(shape for shape, _ in both[0]):
+            times_us = [float(each[shape, c]["p50_us"]) for each in both for c in DECODERS]
+            us = [f"{t:.0f}" if t >= 1000 else f"{t:.1f}" for t in times_us]
+            share = [f"{float(each[shape, 'ours']['gbps']) / COPY_GBPS:.0%}" for each in both]
+            rate = [f"{float(each[shape, 'ours']['tflops']):.0f}" for each in both]
+            cells = [*us, *(part.replace("%", " %") for part in share), *rate]
+            lines.append(f"| {shape} | {' | '.join(cells)} |")
+        result[f"attention-{heads}"] = lines
+        for dtype, each in zip(("bf16", "fp8"), both, strict=True):
+            for peer in ("triton_mla", "flashmla"):
+                factors = {
+                    shape: float(each[shape, peer]["p50_us"]) / float(each[shape, "ours"]["p50_us"])
+                    for shape in dict.fromkeys(shape for shape, _ in each)
+                }
+                lost = [shape for shape, factor in factors.items() if factor < 1]
+                values = [*factors.values()]
+                mean = math.prod(values) ** (1 / len(values))
+                means.append(
+                    f"| {heads}, {dtype} | {DECODERS[peer]} | {mean:.2f}x | {min(values):.2f}x "
+                    f"| {max(values):.2f}x | {len(lost)} of {len(values)} |"
+                )
+    return {"attention-means": means, **result}
+
+
 def tables() -> dict[str, list[str]]:
     """Name and lines of every table of the page."""
-    return {"region": region_table(read(REGION)), "decode": decode_table(read(DECODE))}
+    return {
+        "region": region_table(read(REGION)),
+        "decode": decode_table(read(DECODE)),
+        **attention_tables(read(ATTENTION)),
+    }
 
 
 def written(page: str) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import mangle_type
 
 TARGETS = {
@@ -30,7 +31,10 @@ class Report:
     """Resources and instructions of one compiled kernel.
 
     registers: of one thread (vector registers on AMD). spills: spilled registers, or bytes of
-    stack on NVIDIA. shared: bytes of shared memory (LDS). matrix: kinds of matrix instructions.
+    stack on NVIDIA. memory_spills: those of AMD that go to memory; scalar registers go to lanes of
+    a vector register. hot_spills: memory accesses for spilled registers inside the innermost loop
+    with matrix instructions; NVIDIA alone. shared: bytes of shared memory (LDS). matrix: kinds of
+    matrix instructions.
     fp8_converts: packed conversions to fp8. wide_loads: 16-byte global loads. narrow_loads:
     global loads of 2 bytes or fewer. contractions: fused multiply-adds of fp32.
     """
@@ -43,6 +47,8 @@ class Report:
     wide_loads: int
     narrow_loads: int
     contractions: int
+    hot_spills: int = 0
+    memory_spills: int = 0
 
 
 def specialize(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> ASTSource:
@@ -60,7 +66,8 @@ def specialize(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any])
         aligned = value.data_ptr() if hasattr(value, "data_ptr") else value
         if aligned % 16 == 0 and not free:
             attributes[(index,)] = [["tt.divisibility", 16]]
-    return ASTSource(kernel, signature, constants, attributes)
+    source = GluonASTSource if kernel.is_gluon() else ASTSource
+    return source(kernel, signature, constants, attributes)
 
 
 def compile_for(
@@ -94,11 +101,11 @@ def read_amd(assembly: str, shared: int) -> Report:
     def field(name: str) -> int:
         return int(re.search(rf"\.{name}:\s+(\d+)", assembly)[1])
 
+    to_memory = field("vgpr_spill_count") + field("private_segment_fixed_size")
     return Report(
         registers=field("vgpr_count"),
-        spills=field("vgpr_spill_count")
-        + field("sgpr_spill_count")
-        + field("private_segment_fixed_size"),
+        spills=to_memory + field("sgpr_spill_count"),
+        memory_spills=to_memory,
         shared=shared,
         matrix=tuple(sorted(set(re.findall(r"v_mfma_\w+", assembly)))),
         fp8_converts=len(re.findall(r"v_cvt_(?:scalef32_)?pk_fp8_\w+", assembly)),
@@ -115,9 +122,25 @@ def read_nvidia(usage: str, sass: str, shared: int) -> Report:
         registers=registers,
         spills=stack + len(re.findall(r"\b(?:LDL|STL)\b", sass)),
         shared=shared,
-        matrix=tuple(sorted(set(re.findall(r"\b(HGMMA|HMMA)\b", sass)))),
+        matrix=tuple(sorted(set(re.findall(r"\b(HGMMA|QGMMA|HMMA)\b", sass)))),
         fp8_converts=len(re.findall(r"F2FP\.\S*E4M3", sass)),
         wide_loads=len(re.findall(r"(?:LDG|LDGSTS)\.E\S*\.128", sass)),
         narrow_loads=len(re.findall(r"LDG\.E\.[US](?:8|16)\b", sass)),
         contractions=len(re.findall(r"\bFFMA\b", sass)),
+        hot_spills=hot_spills(sass),
     )
+
+
+def hot_spills(sass: str) -> int:
+    """Local-memory accesses inside the innermost loop with matrix instructions, 0 if none."""
+    lines = sass.split("\n")
+    labels = {m[1]: i for i, line in enumerate(lines) if (m := re.match(r"\s*(\.L_x_\d+):", line))}
+    loops = []
+    for end, line in enumerate(lines):
+        jump = re.search(r"BRA.*`\((\.L_x_\d+)\)", line)
+        begin = labels.get(jump[1], end) if jump else end
+        body = lines[begin:end]
+        if any(re.search(r"\b[HQ]G?MMA\b", each) for each in body):
+            loops.append(body)
+    inner = min(loops, key=len, default=[])
+    return sum(bool(re.search(r"\b(LDL|STL)\b", line)) for line in inner)

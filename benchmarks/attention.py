@@ -1,0 +1,245 @@
+#!/usr/bin/env python3
+"""Decode attention against its peers, on this GPU: a table, and rows in a CSV file.
+
+    python benchmarks/attention.py --csv benchmarks/results/attention.csv
+
+Each shape is checked against float64 attention over the dequantized inputs in the same run; the
+candidates then take turns, each a CUDA graph of calls on distinct caches, so that the L2 cache does
+not hold what an engine would have to fetch. Plans and FlashMLA's metadata are made before: once a
+step, not once a layer. Peers whose package is missing are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+import random
+import time
+from pathlib import Path
+
+import torch
+from attention_cases import (
+    BF16,
+    CANDIDATES,
+    FP8,
+    LATENT,
+    PAGE,
+    SCALE,
+    TOLERANCE,
+    WIDTH,
+    Call,
+    Case,
+    decode,
+    error,
+    make,
+    make_plan,
+    ours,
+)
+
+from mla_fusion.attention.sparse import Scope, sparse_mla_decode, sparse_scratch
+from mla_fusion.bench import interleave, measure_ceilings, quantiles
+from mla_fusion.bench_run import environment
+
+FACTS = ["gpu", "driver", "torch", "triton", "vllm", "commit", "command"]
+CASE = ["batch", "context", "ragged", "heads", "dtype"]
+RESULT = ["candidate", "p20_us", "p50_us", "p80_us", "gbps", "tflops", "error"]
+
+
+def capture(call: Call, count: int) -> torch.cuda.CUDAGraph:
+    """A graph of `count` calls."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call(0)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(count):
+            call(i)
+    return graph
+
+
+def measure(case: Case, candidates: dict, rounds: int) -> list[dict]:
+    """Rows of one case."""
+    inputs = make(case)
+    graphs, errors, calls = {}, {}, {}
+    for name, build in candidates.items():
+        try:
+            call, out = build(inputs)
+            out.fill_(torch.nan)
+            # -1 is the last cache, and the sign for FlashMLA to keep its result.
+            inputs.caches.reverse()
+            call(-1)
+            inputs.caches.reverse()
+            errors[name] = error(inputs, out, case.lengths())
+            calls[name] = call, out
+            graphs[name] = capture(call, len(inputs.caches))
+        except (ImportError, RuntimeError, AttributeError, ValueError) as problem:
+            print(f"{name} left out: {type(problem).__name__} {str(problem)[:300]}")
+    rows = []
+    for name, samples in interleave(graphs, len(inputs.caches), rounds).items():
+        p20, p50, p80 = quantiles(samples)
+        row = {k: getattr(case, k) for k in ("batch", "context", "heads")}
+        row |= {"ragged": int(case.ragged), "dtype": "fp8" if case.dtype == FP8 else "bf16"}
+        row |= {"candidate": name, "p20_us": p20, "p50_us": p50, "p80_us": p80}
+        row |= {"gbps": case.bytes() / p50 / 1e3, "tflops": case.flops() / p50 / 1e6}
+        rows.append(row | {"error": errors[name]})
+    return rows
+
+
+def grid(quick: bool) -> list[Case]:
+    """Every shape, and ragged forms of those that are not all one length by nature."""
+    batches, contexts = ((1, 16), (1024, 8192)) if quick else ((1, 4, 16, 64, 128), KS)
+    shapes = [
+        (b, c, h, d) for d in (BF16, FP8) for h in (16, 128) for b in batches for c in contexts
+    ]
+    cases = [Case(*shape) for shape in shapes]
+    return cases + [Case(*shape, ragged=True) for shape in shapes if shape[0] in (16, 64)]
+
+
+KS = (1024, 8192, 65536)
+
+
+def replayed(dtype: torch.dtype) -> None:
+    """One capture of refresh and decode, replayed with other lengths."""
+    case = Case(16, 4096, 16, dtype)
+    inputs, worst = make(case), 0.0
+    plan, out = make_plan(case), torch.empty(16, 16, LATENT, device="cuda", dtype=BF16)
+    rows = torch.arange(17, dtype=torch.int32, device="cuda")
+
+    def step(i: int) -> None:
+        plan.refresh(qo_indptr=rows, seq_lens=inputs.lens, num_tokens=16, max_query_len=1)
+        decode(inputs, plan, 0, out)
+
+    graph = capture(step, 1)
+    for seed in range(6):
+        lengths = [random.Random(seed * 16 + b).randint(1, 4096) for b in range(16)]
+        inputs.lens.copy_(torch.tensor(lengths))
+        out.fill_(torch.nan)
+        graph.replay()
+        worst = max(worst, error(inputs, out, lengths))
+    print(f"replayed with other lengths, {dtype}: error {worst:.1e}", flush=True)
+    assert worst <= TOLERANCE
+
+
+def replayed_sparse(dtype: torch.dtype) -> None:
+    """Two scopes and a sink, captured once, replayed with other slots and lengths."""
+    tokens, heads, widths, scale = 32, 16, (128, 1024), 0.5 if dtype == FP8 else 1.0
+    scratch = sparse_scratch(
+        max_tokens=tokens, num_heads=heads, widths=widths, q_dtype=dtype, kv_dtype=dtype,
+        device="cuda",
+    )  # fmt: skip
+    caches = [torch.randn(64, PAGE, WIDTH, device="cuda").to(dtype) for _ in widths]
+    tables = [torch.zeros(tokens, n, dtype=torch.int32, device="cuda") for n in widths]
+    lens = [torch.zeros(tokens, dtype=torch.int32, device="cuda") for _ in widths]
+    q = torch.randn(tokens, heads, WIDTH, device="cuda").to(dtype)
+    # As large as the sum over a thousand keys, or it would not show.
+    sink, half = 6 + torch.randn(heads, device="cuda"), torch.full((1,), 0.5, device="cuda")
+    out = torch.empty(tokens, heads, LATENT, device="cuda", dtype=BF16)
+
+    def step(i: int) -> None:
+        if i == 0:
+            scratch.refresh(tokens, lens)
+        scopes = [Scope(c, t) for c, t in zip(caches, tables, strict=True)]
+        sparse_mla_decode(
+            q, scopes, scratch, softmax_scale=SCALE, sink=sink, q_scale=half, kv_scale=half, out=out
+        )
+
+    graph, worst = capture(step, 1), 0.0
+    for _ in range(5):
+        for table, length, width in zip(tables, lens, widths, strict=True):
+            table.copy_(torch.randint(-2000, 64 * PAGE, table.shape).clamp(min=-1))
+            length.copy_(torch.randint(0, width + 1, (tokens,)))
+        lens[0][0] = lens[1][0] = 0
+        out.fill_(torch.nan)
+        graph.replay()
+        for t in range(tokens):
+            slots = [table[t, : int(n[t])] for table, n in zip(tables, lens, strict=True)]
+            keys = torch.cat(
+                [
+                    c.view(-1, WIDTH)[s[s >= 0].long()].double()
+                    for c, s in zip(caches, slots, strict=True)
+                ]
+            )
+            scores = SCALE * scale * scale * q[t].double() @ keys.T
+            total = torch.logaddexp(scores.logsumexp(-1), sink.double())
+            want = (scores - total[:, None]).exp() @ keys[:, :LATENT] * scale
+            distance = (out[t].double() - want).norm() / want.norm().clamp(min=1e-9)
+            worst = max(worst, float(distance) if float(distance) == float(distance) else math.inf)
+    times = interleave({"sparse": capture(lambda i: step(1), 8)}, 8, 9)["sparse"]
+    print(f"sparse, {dtype}, 32 tokens, 128 + 1024 slots at most: error {worst:.1e}, "
+          f"{quantiles(times)[1]:.1f} us", flush=True)  # fmt: skip
+    assert worst <= TOLERANCE
+
+
+def summary(rows: list[dict]) -> None:
+    """Geometric means against each peer, and where a shape of few tokens is slower."""
+    table: dict = {}
+    for row in rows:
+        table.setdefault(tuple(row[k] for k in CASE), {})[row["candidate"]] = row["p50_us"]
+    for heads in (16, 128):
+        for dtype in ("bf16", "fp8"):
+            for peer in ("triton_mla", "flashmla"):
+                pairs = {k: t[peer] / t["ours"] for k, t in table.items()
+                         if k[3:] == (heads, dtype) and peer in t and "ours" in t}  # fmt: skip
+                if not pairs:
+                    continue
+                mean = math.exp(sum(map(math.log, pairs.values())) / len(pairs))
+                lost = {k[:3]: round(v, 2) for k, v in pairs.items() if v < 1}
+                print(
+                    f"H={heads} {dtype} vs {peer}: geometric mean {mean:.2f} of {len(pairs)}, "
+                    f"least {min(pairs.values()):.2f}; slower at (batch, context, ragged) {lost}"
+                )
+    wrong = [row for row in rows if row["candidate"] == "ours" and not row["error"] <= TOLERANCE]
+    print(f"rows of ours that are wrong: {wrong}")
+
+
+def main() -> None:
+    """Measure every shape."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--quick", action="store_true", help="a few shapes")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no shape after these")
+    parser.add_argument("--commit", default="", help="commit, where git does not know it")
+    parser.add_argument("--csv", type=Path, required=True)
+    options = parser.parse_args()
+    start, known = time.monotonic(), environment(options.commit)
+    facts = {name: known[name] for name in FACTS if name in known}
+    facts["command"] = f"benchmarks/attention.py --rounds {options.rounds}"
+    torch.manual_seed(0)
+    print(facts, measure_ceilings(), flush=True)
+    for dtype in (BF16, FP8):
+        replayed(dtype)
+        replayed_sparse(dtype)
+    seed = Case(4, 100_000, 16, FP8)
+    capped = {"ours": ours, "ours, 16 splits": lambda inputs: ours(inputs, 16)}
+    rows = []
+    options.csv.parent.mkdir(parents=True, exist_ok=True)
+    with options.csv.open("w", newline="") as file:
+        writer = csv.DictWriter(file, FACTS + CASE + RESULT)
+        writer.writeheader()
+        for case in [seed, *grid(options.quick)]:
+            if time.monotonic() - start > options.seconds:
+                print(f"no time for {case}")
+                continue
+            new = measure(case, capped if case is seed else CANDIDATES, options.rounds)
+            for row in new:
+                rounded = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()}
+                writer.writerow(facts | rounded)
+            file.flush()
+            if case is not seed:
+                rows += new
+            name = f"{case.batch:4d} x {case.context:6d}{' ragged' if case.ragged else ''}"
+            line = " | ".join(
+                f"{r['candidate']} {r['p50_us']:.1f} ({r['gbps']:.0f} GB/s, {r['tflops']:.0f} TF)"
+                f"{'' if r['error'] <= TOLERANCE else '!'}"
+                for r in new
+            )
+            print(f"{name} H={case.heads} {str(case.dtype)[6:]}: {line}", flush=True)
+            torch.cuda.empty_cache()
+    summary(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""Shapes of the attention benchmark, their inputs and exact results, and who computes them."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+
+import torch
+
+from mla_fusion.attention import PersistentDecodePlan, persistent_mla_decode
+from mla_fusion.attention.triton import plan_settings
+
+LATENT, WIDTH, PAGE = 512, 576, 64
+FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
+SCALE = WIDTH**-0.5
+TOLERANCE = 4e-3
+ROTATED = 2**28  # bytes of caches that a graph walks over, several times the L2 cache
+Call = Callable[[int], object]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Lengths from 16 to twice the context, cubic, if ragged; else all equal to it."""
+
+    batch: int
+    context: int
+    heads: int
+    dtype: torch.dtype
+    ragged: bool = False
+
+    def lengths(self) -> list[int]:
+        """KV tokens of each sequence."""
+        if not self.ragged:
+            return [self.context] * self.batch
+        draw = random.Random(self.batch * self.context)
+        return [16 + int(2 * self.context * draw.random() ** 3) for _ in range(self.batch)]
+
+    def bytes(self) -> int:
+        """Fewest bytes: the KV of every sequence once."""
+        return sum(self.lengths()) * WIDTH * self.dtype.itemsize
+
+    def flops(self) -> int:
+        """Operations of both products."""
+        return 2 * sum(self.lengths()) * self.heads * (WIDTH + LATENT)
+
+
+@dataclasses.dataclass
+class Inputs:
+    """Tensors of one case; `caches` are distinct, one for each call of a graph."""
+
+    case: Case
+    q: torch.Tensor
+    caches: list[torch.Tensor]
+    table: torch.Tensor
+    lens: torch.Tensor
+    scale: torch.Tensor  # of an fp8 query, and of an fp8 cache
+
+
+def make(case: Case) -> Inputs:
+    """Random inputs; blocks in random order."""
+    lengths = case.lengths()
+    blocks = [-(-n // PAGE) for n in lengths]
+    order = torch.randperm(sum(blocks), device="cuda").int()
+    table = torch.zeros(case.batch, max(blocks), dtype=torch.int32, device="cuda")
+    for b, first in enumerate(torch.tensor([0, *blocks]).cumsum(0)[:-1].tolist()):
+        table[b, : blocks[b]] = order[first : first + blocks[b]]
+    caches = []
+    for _ in range(max(1, min(128, ROTATED // case.bytes()))):
+        cache = torch.empty(sum(blocks), PAGE, WIDTH, device="cuda", dtype=case.dtype)
+        for part in cache.split(4096):
+            part.copy_(torch.randn(part.shape, device="cuda", dtype=BF16))
+        caches.append(cache)
+    q = torch.randn(case.batch, case.heads, WIDTH, device="cuda", dtype=BF16).to(case.dtype)
+    lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    return Inputs(case, q, caches, table, lens, torch.full((1,), 0.5, device="cuda"))
+
+
+def exact(inputs: Inputs, b: int, length: int) -> torch.Tensor:
+    """float64 attention of sequence `b` over its first `length` tokens, [H, L]."""
+    scale = 0.5 if inputs.case.dtype == FP8 else 1.0
+    keys = inputs.caches[0][inputs.table[b, : -(-length // PAGE)].long()]
+    keys = keys.view(-1, WIDTH)[:length].double() * scale
+    scores = SCALE * scale * inputs.q[b].double() @ keys.T
+    return scores.softmax(-1) @ keys[:, :LATENT]
+
+
+def error(inputs: Inputs, out: torch.Tensor, lengths: list[int]) -> float:
+    """Largest relative distance of a few sequences' outputs; NaN stays NaN."""
+    worst = torch.zeros((), dtype=torch.float64, device="cuda")
+    for b in {0, len(lengths) // 2, len(lengths) - 1}:
+        want = exact(inputs, b, lengths[b])
+        worst = torch.maximum(worst, (out[b].double() - want).norm() / want.norm())
+    return float(worst)
+
+
+def make_plan(case: Case, cap: int = -1) -> PersistentDecodePlan:
+    """A plan with the settings that suit the kernel."""
+    return PersistentDecodePlan.allocate(
+        max_batch=case.batch,
+        max_query_len=1,
+        num_heads=case.heads,
+        q_dtype=case.dtype,
+        kv_dtype=case.dtype,
+        device="cuda",
+        max_split_per_batch=cap,
+        **plan_settings(case.heads, case.dtype, "cuda"),
+    )
+
+
+def refresh(plan: PersistentDecodePlan, lens: torch.Tensor) -> None:
+    """Plan one query row for each sequence."""
+    rows = torch.arange(len(lens) + 1, dtype=torch.int32, device="cuda")
+    plan.refresh(qo_indptr=rows, seq_lens=lens, num_tokens=len(lens), max_query_len=1)
+
+
+def ours(inputs: Inputs, cap: int = -1) -> tuple[Call, torch.Tensor]:
+    """This library; `cap` as max_split_per_batch."""
+    plan = make_plan(inputs.case, cap)
+    refresh(plan, inputs.lens)
+    out = torch.empty(*inputs.q.shape[:2], LATENT, device="cuda", dtype=BF16)
+    return lambda i: decode(inputs, plan, i, out), out
+
+
+def decode(inputs: Inputs, plan: PersistentDecodePlan, i: int, out: torch.Tensor) -> None:
+    """One call of this library, on cache `i`."""
+    persistent_mla_decode(
+        inputs.q,
+        inputs.caches[i],
+        plan,
+        block_table=inputs.table,
+        softmax_scale=SCALE,
+        q_scale=inputs.scale,
+        kv_scale=inputs.scale,
+        out=out,
+    )
+
+
+def triton_mla(inputs: Inputs) -> tuple[Call, torch.Tensor]:
+    """vLLM's Triton split-KV decode, with a bf16 query, as its backend calls it."""
+    from vllm.v1.attention.backends.mla.triton_mla import _compute_num_kv_splits
+    from vllm.v1.attention.ops.triton_decode_attention import decode_attention_fwd
+
+    fp8 = inputs.case.dtype == FP8
+    q = inputs.q.float().mul(0.5).to(BF16) if fp8 else inputs.q
+    processors = torch.cuda.get_device_properties("cuda").multi_processor_count
+    splits = _compute_num_kv_splits(max(inputs.case.lengths()), processors)
+    out = torch.empty(*q.shape[:2], LATENT, device="cuda", dtype=BF16)
+    lse = torch.empty(q.shape[:2], device="cuda", dtype=BF16)
+    logits = torch.empty(*q.shape[:2], splits, LATENT + 1, device="cuda")
+    one = inputs.scale if fp8 else torch.ones(1, device="cuda")
+
+    def call(i: int) -> None:
+        cache = inputs.caches[i].unsqueeze(2)
+        decode_attention_fwd(
+            q,
+            cache,
+            cache[..., :LATENT],
+            out,
+            lse,
+            inputs.table,
+            inputs.lens,
+            logits,
+            splits,
+            SCALE,
+            PAGE,
+            k_scale=one,
+            v_scale=one,
+            is_mla=True,
+        )
+
+    return call, out
+
+
+def flashmla(inputs: Inputs) -> tuple[Call, torch.Tensor]:
+    """FlashMLA, dense, as vLLM's backend calls it; its metadata is made before."""
+    from vllm.v1.attention.ops import flashmla as ops
+
+    q, heads = inputs.q.unsqueeze(1), inputs.case.heads
+    out = torch.empty(*inputs.q.shape[:2], LATENT, device="cuda", dtype=BF16)
+    shared = {"head_dim_v": LATENT, "softmax_scale": SCALE, "causal": True}
+    shared |= {"block_table": inputs.table, "cache_seqlens": inputs.lens}
+    if inputs.case.dtype == FP8:
+        schedule, splits = ops.get_mla_metadata_dense_fp8(inputs.lens, heads, 1)
+        shared |= {"tile_scheduler_metadata": schedule, "num_splits": splits}
+        shared |= {"descale_q": inputs.scale, "descale_k": inputs.scale}
+        function = ops.flash_mla_with_kvcache_fp8
+    else:
+        shared |= {"tile_scheduler_metadata": ops.get_mla_metadata()[0]}
+        function = ops.flash_mla_with_kvcache
+
+    def call(i: int) -> None:
+        result, _ = function(q=q, k_cache=inputs.caches[i].unsqueeze(-2), **shared)
+        if i < 0:
+            out.copy_(result[:, 0])
+
+    return call, out
+
+
+CANDIDATES = {"ours": ours, "triton_mla": triton_mla, "flashmla": flashmla}

@@ -1,0 +1,236 @@
+"""Sparse MLA decode: attention of each token over a list of cache slots, of one or two scopes.
+
+A scope is a cache and, for each token, a row of slots in it: a sliding window, or what an indexer
+chose, or both (DeepSeek-V3.2, V4). A token becomes a sequence of a persistent plan: the columns of
+the first scope, padded to whole tiles, then those of the last. So both scopes are one launch, one
+softmax runs over them, and the log-sum-exp merge of the pieces is the plan's own reduction.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from mla_fusion.attention import triton as provider
+from mla_fusion.attention.plan import PersistentDecodePlan
+from mla_fusion.attention.triton import Scope
+from mla_fusion.kernels.reference import FP8_DTYPES
+
+# Scopes change between tiles, and both kernels' tiles divide this.
+TILE = 64
+
+
+@dataclasses.dataclass(eq=False)
+class SparseScratch:
+    """The plan and workspaces of sparse decode steps of one shape, at fixed addresses.
+
+    widths: columns of the index rows of each scope. All layers share it: it depends on the number
+    of tokens and on lengths, not on the slots. Make it with `sparse_scratch`.
+    """
+
+    widths: tuple[int, ...]
+    plan: PersistentDecodePlan
+    qo_indptr: torch.Tensor
+    first_lens: torch.Tensor
+    seq_lens: torch.Tensor
+
+    @property
+    def first(self) -> int:
+        """Columns that the first of two scopes takes, whole tiles; 0 for one scope alone."""
+        return -(-self.widths[0] // TILE) * TILE if len(self.widths) == 2 else 0
+
+    def refresh(self, num_tokens: int, lengths: Sequence[torch.Tensor | None]) -> None:
+        """Plan one step, in place, without allocation or host sync; once a step, for all layers.
+
+        Captured in a CUDA graph, a replay reads the lengths that the tensors hold then.
+
+        Args:
+            num_tokens: query rows of the step.
+            lengths: for each scope [num_tokens] int32, how many columns of each row count, at
+                most its width; slots from there on are not read. None: all of them.
+
+        Raises:
+            ValueError: more tokens than the scratch holds, or lengths that are not as above.
+        """
+        if not 1 <= num_tokens <= self.plan.settings.max_batch:
+            raise ValueError(
+                f"{num_tokens} tokens do not fit a scratch for 1 to "
+                f"{self.plan.settings.max_batch}: make it for the largest step"
+            )
+        if len(lengths) != len(self.widths):
+            raise ValueError(f"lengths must have {len(self.widths)} entries, got {len(lengths)}")
+        for scope, given in enumerate(lengths):
+            if given is not None and (given.dtype, given.shape) != (torch.int32, (num_tokens,)):
+                raise ValueError(
+                    f"lengths of scope {scope} must be int32 [{num_tokens}], got {given.dtype} "
+                    f"{tuple(given.shape)}"
+                )
+        seq_lens = self.seq_lens[:num_tokens]
+        if lengths[-1] is None:
+            seq_lens.fill_(self.first + self.widths[-1])
+        else:
+            torch.add(lengths[-1], self.first, out=seq_lens)
+        if len(lengths) == 2:
+            if lengths[0] is None:
+                self.first_lens.fill_(self.widths[0])
+            else:
+                self.first_lens[:num_tokens].copy_(lengths[0])
+        self.plan.refresh(
+            qo_indptr=self.qo_indptr[: num_tokens + 1],
+            seq_lens=seq_lens,
+            num_tokens=num_tokens,
+            max_query_len=1,
+        )
+
+
+@functools.cache
+def sparse_scratch(
+    *,
+    max_tokens: int,
+    num_heads: int,
+    widths: tuple[int, ...],
+    q_dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    device: torch.device | str,
+    workers: int | None = None,
+    v_head_dim: int = 512,
+) -> SparseScratch:
+    """The scratch for steps of up to `max_tokens` tokens: the same object for the same arguments.
+
+    Args:
+        widths: columns of the index rows of one or two scopes.
+        Others as `PersistentDecodePlan.allocate`.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+    if len(widths) not in (1, 2) or min(widths) < 1:
+        raise ValueError(f"widths must be those of one or two scopes, got {widths}")
+    plan = PersistentDecodePlan.allocate(
+        max_batch=max_tokens,
+        max_query_len=1,
+        num_heads=num_heads,
+        q_dtype=q_dtype,
+        kv_dtype=kv_dtype,
+        device=device,
+        workers=workers,
+        kv_granularity=TILE,
+        overhead=4,
+        v_head_dim=v_head_dim,
+    )
+
+    def count(n: int) -> torch.Tensor:
+        return torch.arange(n, dtype=torch.int32, device=device)
+
+    return SparseScratch(
+        widths, plan, count(max_tokens + 1), 0 * count(max_tokens), 0 * count(max_tokens)
+    )
+
+
+def sparse_mla_decode(
+    q: torch.Tensor,
+    scopes: Sequence[Scope],
+    scratch: SparseScratch,
+    *,
+    softmax_scale: float,
+    sink: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
+    kv_scale: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention of token t over the keys in the slots that row t of each scope lists.
+
+    With k the cached [latent | rope] rows of all slots of token t that count and are not -1, one
+    for each time a slot is listed, and L = v_head_dim:
+
+        lse = log sum_k exp(softmax_scale * q . k)
+        out = sum_k exp(softmax_scale * q . k) k[:L] / (exp(lse) + exp(sink))
+
+    without the last term if there is no sink. A row without keys is zero, with an LSE of -inf.
+
+    Args:
+        q: [T, H, L + R], bf16, fp16 or fp8, dense in the last dimension.
+        scopes: one or two. Each cache [blocks, page_size, L + R] is of the scratch's type, dense
+            in its last dimension; each table [T, width] int32 lists slots, block * page_size
+            + entry, or -1 for none, anywhere in the row.
+        scratch: refreshed for this step.
+        softmax_scale: of the scores; the scales below come on top.
+        sink: [H] fp32, one more score for each head, of a key whose value is zero.
+        q_scale, kv_scale: one fp32 element each: value = stored * scale, where it is fp8.
+        out: [T, H, L], bf16, fp16 or fp32; by default new, of q's type, bf16 for fp8.
+        return_lse: also return the log-sum-exp, natural logarithm, without the sink.
+
+    Returns:
+        (out, lse [T, H] fp32, or None unless asked for).
+
+    Raises:
+        ProviderUnavailable: Triton kernels cannot run here.
+        ValueError: an argument breaks the table above, or the scratch is not of this step.
+    """
+    provider.require()
+    latent = scratch.plan.settings.v_head_dim
+    if out is None:
+        dtype = q.dtype if q.dtype.itemsize > 1 else torch.bfloat16
+        out = q.new_empty((*q.shape[:2], latent), dtype=dtype)
+    _check(q, scopes, scratch, sink, q_scale, kv_scale, out)
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
+    sparse = provider.Sparse(scopes[-1], scratch.first, scratch.first_lens, sink)
+    provider.launch(
+        q, scopes[0], scratch.plan, softmax_scale, q_scale, kv_scale, out, lse, sparse=sparse
+    )
+    return out, lse
+
+
+def _check(
+    q: torch.Tensor,
+    scopes: Sequence[Scope],
+    scratch: SparseScratch,
+    sink: torch.Tensor | None,
+    q_scale: torch.Tensor | None,
+    kv_scale: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """Raise ValueError unless the arguments of `sparse_mla_decode` fit each other."""
+    settings, step = scratch.plan.settings, scratch.plan.step
+    if step is None or q.shape[0] != step.num_tokens:
+        raise ValueError(
+            f"the scratch was refreshed for {step and step.num_tokens} tokens, q has "
+            f"{q.shape[0]}: call scratch.refresh(...) once a step"
+        )
+    tokens, heads, latent = step.num_tokens, settings.layout.heads, settings.v_head_dim
+    if len(scopes) != len(scratch.widths):
+        raise ValueError(f"the scratch is for {len(scratch.widths)} scopes, got {len(scopes)}")
+    expected: dict[str, tuple[torch.Tensor, Sequence[int], tuple[torch.dtype, ...]]] = {
+        "q": (q, (tokens, heads, q.shape[-1]), (settings.q_dtype,)),
+        "out": (out, (tokens, heads, latent), (torch.bfloat16, torch.float16, torch.float32)),
+    }
+    if sink is not None:
+        expected["sink"] = (sink, (heads,), (torch.float32,))
+    for i, (scope, width) in enumerate(zip(scopes, scratch.widths, strict=True)):
+        cache = (*scope.kv_cache.shape[:2], q.shape[-1])
+        expected[f"the cache of scope {i}"] = (scope.kv_cache, cache, (settings.kv_dtype,))
+        expected[f"the table of scope {i}"] = (scope.table, (tokens, width), (torch.int32,))
+        provider.check(q, scope.kv_cache, latent)
+    for name, scale, scaled in (
+        ("q_scale", q_scale, q),
+        ("kv_scale", kv_scale, scopes[0].kv_cache),
+    ):
+        if scaled.dtype in FP8_DTYPES:
+            if scale is None:
+                raise ValueError(f"{name} is needed: {scaled.dtype} values have a scale")
+            expected[name] = (scale, scale.shape if scale.numel() == 1 else (1,), (torch.float32,))
+    for name, (tensor, shape, dtypes) in expected.items():
+        if tuple(tensor.shape) != tuple(shape) or tensor.dtype not in dtypes:
+            raise ValueError(
+                f"{name} must be {dtypes[0] if len(dtypes) == 1 else dtypes} of shape "
+                f"{tuple(shape)}, got {tensor.dtype} {tuple(tensor.shape)}"
+            )
+        if tensor.device != scratch.plan.device or (tensor.dim() and tensor.stride(-1) != 1):
+            raise ValueError(
+                f"{name} must be on {scratch.plan.device} and dense in its last dimension, got "
+                f"{tensor.device} and strides {tensor.stride()}"
+            )

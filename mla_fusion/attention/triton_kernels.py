@@ -1,0 +1,255 @@
+"""The portable decode kernel, and the reduction, in Triton.
+
+A program is a worker: it walks over its work items, and in each over tiles of BLOCK_N tokens of
+one sequence, with an online softmax in base 2 and fp32 sums. Tiles start at multiples of
+BLOCK_N of the sequence, so that a tile lies in one page where pages are multiples of tiles.
+
+Scores and output are transposed, tokens by rows and latents by rows, as `hopper_kernel.py` says.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LN2 = tl.constexpr(0.6931471805599453)
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def entries_of(at, wanted, kv_ptr, table, block_stride, ENTRY: tl.constexpr, PAGE: tl.constexpr):
+    """Addresses of the slots that `table` lists for tokens `at`, and which of them are some."""
+    slot = tl.load(table + at, mask=wanted, other=-1)
+    wanted &= slot >= 0
+    slot = tl.where(wanted, slot, 0)
+    return kv_ptr + (slot // PAGE).to(tl.int64) * block_stride + slot % PAGE * ENTRY, wanted
+
+
+@triton.jit
+def decode_kernel(
+    q_ptr,
+    kv_ptr,
+    table_ptr,
+    extra_ptr,
+    extra_table_ptr,
+    first_lens_ptr,
+    sink_ptr,
+    out_ptr,
+    lse_ptr,
+    partial_ptr,
+    partial_lse_ptr,
+    work_indptr_ptr,
+    work_info_ptr,
+    qo_indptr_ptr,
+    kv_indptr_ptr,
+    q_scale_ptr,
+    kv_scale_ptr,
+    scale,
+    heads,
+    q_stride_t,
+    q_stride_h,
+    out_stride_t,
+    out_stride_h,
+    table_stride,
+    block_stride,
+    extra_table_stride,
+    extra_block_stride,
+    ENTRY: tl.constexpr,
+    PAGE: tl.constexpr,
+    EXTRA_ENTRY: tl.constexpr,
+    EXTRA_PAGE: tl.constexpr,
+    FIRST: tl.constexpr,
+    SPARSE: tl.constexpr,
+    SINK: tl.constexpr,
+    L: tl.constexpr,
+    R: tl.constexpr,
+    HEADS: tl.constexpr,
+    FOLD: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LSE: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """One worker (program 0) and one block of ROWS query rows (program 1).
+
+    Tensors are those of `mla_fusion.attention.persistent_mla_decode` and of its plan. scale: of the
+    scores, before the scales of q and the cache. ENTRY: stride of tokens in a page. HEADS, FOLD:
+    `heads_per_work` and `fold` of the plan. A query row is position * HEADS + head. LSE: `lse_ptr`
+    is written. DOT: the type both products are computed in.
+
+    SPARSE: `table_ptr` lists slots, not blocks, with -1 for none, and a sequence is FIRST tokens
+    of one scope, of which `first_lens_ptr` says how many count, and then those of the `extra_` one.
+    SINK: `sink_ptr` [heads] holds one more score for each head, of a key whose value is zero.
+    """
+    scale *= LOG2E
+    value_scale = 1.0
+    if q_ptr.dtype.element_ty.primitive_bitwidth == 8:
+        scale *= tl.load(q_scale_ptr)
+    if kv_ptr.dtype.element_ty.primitive_bitwidth == 8:
+        value_scale = tl.load(kv_scale_ptr)
+        scale *= value_scale
+    first_row = tl.program_id(1) * ROWS
+    row = first_row + tl.arange(0, ROWS)
+    latent = tl.arange(0, L)
+    rope = L + tl.arange(0, R)
+    for work in range(
+        tl.load(work_indptr_ptr + tl.program_id(0)), tl.load(work_indptr_ptr + tl.program_id(0) + 1)
+    ):
+        info = work_info_ptr + 8 * work
+        tile_index = tl.load(info)
+        partial = tl.load(info + 1)
+        count = tl.load(info + 3) - tl.load(info + 2)
+        kv_start = tl.load(info + 4)
+        kv_end = tl.load(info + 5)
+        kv_offset = tl.load(info + 6)
+        sequence = tile_index // FOLD
+        head = tile_index % FOLD * HEADS + row % HEADS
+        real = (row // HEADS < count) & (head < heads)
+        token = tl.load(qo_indptr_ptr + sequence).to(tl.int64) + row // HEADS
+        kv_base = tl.load(kv_indptr_ptr + sequence)
+        table = table_ptr + sequence.to(tl.int64) * table_stride
+        extra_table = extra_table_ptr + sequence.to(tl.int64) * extra_table_stride
+        begin = kv_start - kv_base
+        end = kv_end - kv_base
+        # Row blocks behind the query rows of this sequence have nothing to do.
+        stop = tl.where(first_row < HEADS * count, tl.cdiv(end, BLOCK_N), begin // BLOCK_N)
+
+        query = q_ptr + token * q_stride_t + head * q_stride_h
+        q_latent = tl.load(query[None, :] + latent[:, None], mask=real[None, :], other=0.0)
+        q_rope = tl.load(query[None, :] + rope[:, None], mask=real[None, :], other=0.0)
+        q_latent = q_latent.to(DOT)
+        q_rope = q_rope.to(DOT)
+        # Row i of n sees tokens up to n - 1 - i before the end of the sequence.
+        limit = tl.minimum(end, end + kv_offset - (count - 1 - row // HEADS))
+        peak = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_N, ROWS], tl.float32)
+        acc = tl.zeros([L, ROWS], tl.float32)
+        for tile in tl.range(begin // BLOCK_N, stop):
+            at = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            wanted = (at >= begin) & (at < end)
+            if SPARSE:
+                if tile * BLOCK_N < FIRST:
+                    wanted &= at < tl.load(first_lens_ptr + sequence)
+                    entry, wanted = entries_of(at, wanted, kv_ptr, table, block_stride, ENTRY, PAGE)
+                else:
+                    entry, wanted = entries_of(
+                        at - FIRST, wanted, extra_ptr, extra_table, extra_block_stride,
+                        EXTRA_ENTRY, EXTRA_PAGE,
+                    )  # fmt: skip
+            else:
+                if PAGE % BLOCK_N == 0:
+                    page = tl.load(table + tile * BLOCK_N // PAGE)
+                else:
+                    page = tl.load(table + at // PAGE, mask=wanted, other=0)
+                entry = kv_ptr + page.to(tl.int64) * block_stride + at % PAGE * ENTRY
+            key = tl.load(entry[:, None] + latent[None, :], mask=wanted[:, None], other=0.0)
+            key_rope = tl.load(entry[:, None] + rope[None, :], mask=wanted[:, None], other=0.0)
+            key = key.to(DOT)
+            s = tl.dot(key, q_latent)
+            s = tl.dot(key_rope.to(DOT), q_rope, s)
+            seen = wanted[:, None] & (at[:, None] < limit[None, :])
+            s = tl.where(seen, s * scale, float("-inf"))
+            new_peak = tl.maximum(peak, tl.max(s, 0))
+            # A row that has seen nothing keeps weights of zero, not NaN.
+            base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+            p = tl.exp2(s - base[None, :])
+            decay = tl.exp2(peak - base)
+            total = total * decay[None, :] + p
+            peak = new_peak
+            acc = tl.dot(tl.trans(key), p.to(DOT), acc * decay[None, :])
+
+        divisor = tl.sum(total, 0)
+        lse = tl.where(divisor > 0.0, (peak + tl.log2(divisor)) * LN2, float("-inf"))
+        if SINK:  # noqa: SIM102 (known when compiled; the other one is not)
+            if partial < 0:
+                divisor += tl.exp2(tl.load(sink_ptr + head, mask=real, other=0.0) * LOG2E - peak)
+        output = acc * tl.where(lse > float("-inf"), value_scale / divisor, 0.0)[None, :]
+        if partial < 0:
+            final = out_ptr + token * out_stride_t + head * out_stride_h
+            tl.store(
+                final[None, :] + latent[:, None],
+                output.to(out_ptr.dtype.element_ty),
+                mask=real[None, :],
+            )
+            if LSE:
+                tl.store(lse_ptr + token * heads + head, lse, mask=real)
+        else:
+            at_partial = partial.to(tl.int64) * HEADS + row
+            piece = partial_ptr + at_partial * L
+            tl.store(piece[None, :] + latent[:, None], output, mask=real[None, :])
+            tl.store(partial_lse_ptr + at_partial, lse, mask=real)
+
+
+@triton.jit
+def reduce_kernel(
+    partial_ptr,
+    partial_lse_ptr,
+    reduce_indptr_ptr,
+    reduce_final_map_ptr,
+    reduce_partial_map_ptr,
+    qo_indptr_ptr,
+    sink_ptr,
+    out_ptr,
+    lse_ptr,
+    heads,
+    out_stride_t,
+    out_stride_h,
+    SINK: tl.constexpr,
+    L: tl.constexpr,
+    HEADS: tl.constexpr,
+    FOLD: tl.constexpr,
+    ROWS: tl.constexpr,
+    PIECES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LSE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Merge the pieces of tile `program 0`: ROWS query rows from ROWS * `program 1` on.
+
+    out = sum_i exp(lse_i - lse) out_i with lse = log sum_i exp(lse_i), over PIECES pieces at once
+    and for COLUMNS latents (program 2). Tiles that were not split are written by the decode
+    kernel, and left alone here. PDL: launched before the decode kernel has ended, and waits for it.
+    """
+    tile = tl.program_id(0)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    first = tl.load(reduce_indptr_ptr + tile)
+    last = tl.load(reduce_indptr_ptr + tile + 1)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if first == last:
+        return
+    count = tl.load(reduce_final_map_ptr + 2 * tile + 1) - tl.load(reduce_final_map_ptr + 2 * tile)
+    head = tile % FOLD * HEADS + row % HEADS
+    real = (row // HEADS < count) & (head < heads)
+    token = tl.load(qo_indptr_ptr + tile // FOLD).to(tl.int64) + row // HEADS
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(first, last, PIECES):
+        piece = start + tl.arange(0, PIECES)
+        at = tl.load(reduce_partial_map_ptr + piece, mask=piece < last, other=0).to(tl.int64)
+        at = at[:, None] * HEADS + row[None, :]
+        wanted = (piece < last)[:, None] & real[None, :]
+        lse = tl.load(partial_lse_ptr + at, mask=wanted, other=float("-inf")) * LOG2E
+        part = tl.load(
+            partial_ptr + at[:, :, None] * L + column[None, None, :],
+            mask=wanted[:, :, None],
+            other=0.0,
+        )
+        new_peak = tl.maximum(peak, tl.max(lse, 0))
+        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        p = tl.exp2(lse - base[None, :])
+        decay = tl.exp2(peak - base)
+        total = total * decay + tl.sum(p, 0)
+        acc = acc * decay[:, None] + tl.sum(part * p[:, :, None], 0)
+        peak = new_peak
+    lse = tl.where(total > 0.0, (peak + tl.log2(total)) * LN2, float("-inf"))
+    if SINK:
+        total += tl.exp2(tl.load(sink_ptr + head, mask=real, other=0.0) * LOG2E - peak)
+    acc *= tl.where(lse > float("-inf"), 1.0 / total, 0.0)[:, None]
+    final = out_ptr + token * out_stride_t + head * out_stride_h
+    tl.store(final[:, None] + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=real[:, None])
+    if LSE:  # noqa: SIM102 (known when compiled; the other one is not)
+        if tl.program_id(2) == 0:
+            tl.store(lse_ptr + token * heads + head, lse, mask=real)

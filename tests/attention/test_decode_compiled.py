@@ -1,0 +1,120 @@
+"""The decode kernels compiled (not run) for AMD and NVIDIA: spills, memory, instructions."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
+from compiled import Report, compile_for, report
+
+from mla_fusion.attention import PersistentDecodePlan, hopper_kernel, triton_kernels
+from mla_fusion.attention import triton as provider
+from mla_fusion.attention.triton import Config, Scope, Sparse
+
+BF16, FN, FNUZ = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e4m3fnuz
+FP8 = {"gfx942": FNUZ, "gfx950": FN, "sm_90": FN}
+LDS = {"gfx942": 64 * 1024, "gfx950": 160 * 1024, "sm_90": 227 * 1024}
+
+
+def plan_of(heads: int, dtype: torch.dtype) -> PersistentDecodePlan:
+    """A plan for up to 8 sequences."""
+    return PersistentDecodePlan.allocate(
+        max_batch=8,
+        max_query_len=1,
+        num_heads=heads,
+        q_dtype=dtype,
+        kv_dtype=dtype,
+        device="cpu",
+        workers=8,
+    )
+
+
+def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor without memory."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def decode_report(
+    target: str,
+    config: Config,
+    heads: int,
+    dtype: torch.dtype,
+    *,
+    page: int = 64,
+    sparse: bool = False,
+    **extra: Any,
+) -> Report:
+    """Report of one decode kernel for DeepSeek's widths."""
+    i32, f32 = torch.int32, torch.float32
+    scope = Scope(meta(99, page, 576, dtype=dtype), meta(8, 128, dtype=i32))
+    args, options = provider.decode_arguments(
+        config,
+        meta(8, heads, 576, dtype=dtype),
+        scope,
+        plan_of(heads, dtype),
+        0.1,
+        meta(1, dtype=f32),
+        meta(1, dtype=f32),
+        meta(8, heads, 512, dtype=BF16),
+        meta(8, heads, dtype=f32),
+        Sparse(scope, 128, meta(8, dtype=i32), meta(heads, dtype=f32)) if sparse else None,
+    )
+    module = hopper_kernel if config.hopper else triton_kernels
+    return report(target, compile_for(target, module.decode_kernel, args, options | extra))
+
+
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+@pytest.mark.parametrize("heads", [16, 64])
+@pytest.mark.parametrize("target", FP8)
+def test_portable_kernel(target: str, heads: int, sparse: bool) -> None:
+    warp = 64 if target.startswith("gfx") else 32
+    config = provider.choose(False, heads, warp)
+    for dtype in (BF16, FP8[target]):
+        result = decode_report(target, config, heads, dtype, sparse=sparse)
+        assert result.hot_spills == 0, result
+        if target.startswith("gfx"):
+            # The scalars of two scopes do not all fit; they go to lanes of a vector register.
+            assert (result.memory_spills if sparse else result.spills) == 0, result
+            assert result.registers <= 512, result
+            assert any(name.startswith("v_mfma") for name in result.matrix), result
+        assert result.shared <= LDS[target], result
+        assert result.wide_loads > 0, result
+
+
+@pytest.mark.parametrize("dtype", [BF16, FN], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("heads", [16, 32, 64])
+def test_hopper_kernel(heads: int, dtype: torch.dtype) -> None:
+    config = provider.choose(True, heads)
+    for options in ({"page": 64}, {"page": 1}, {"sparse": True})[: 1 if heads == 32 else 3]:
+        result = decode_report("sm_90", config, heads, dtype, **options)
+        assert result.hot_spills == 0, (options, result)
+        assert result.shared <= LDS["sm_90"], result
+        assert "HGMMA" in result.matrix and "HMMA" not in result.matrix, result
+        # fp8 scores are an fp8 product, not one of widened keys.
+        assert ("QGMMA" in result.matrix) == (dtype == FN), result
+    if dtype == FN and heads == 16:
+        # Two programs fit a multiprocessor, as `plan_settings` has it.
+        assert 2 * result.shared <= LDS["sm_90"] and result.registers * 128 * 2 <= 65536
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("target", FP8)
+def test_reduction(target: str, heads: int) -> None:
+    out, lse = meta(8, heads, 512, dtype=BF16), meta(8, heads, dtype=torch.float32)
+    args, options = provider.reduce_arguments(plan_of(heads, BF16), out, lse)
+    result = report(target, compile_for(target, triton_kernels.reduce_kernel, args, options))
+    assert result.spills == 0 and result.wide_loads > 0, result
+
+
+def test_hot_spills_are_seen() -> None:
+    """The reader bites: with 64 registers the loop over tiles has to spill."""
+    config = provider.choose(False, 16, 32)
+    result = decode_report("sm_90", config, 16, BF16, maxnreg=64)
+    assert result.hot_spills > 0, result
