@@ -42,7 +42,7 @@ def test_with_the_changes_the_test_of_the_page_passes(tmp_path: Path) -> None:
     test = tmp_path / "test_acme.py"
     test.write_text(EXAMPLE)
     command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "mla_fusion"]
-    command += ["-p", "tests.passes.conftest", "-c", os.devnull, f"--rootdir={tmp_path}", test]
+    command += ["-p", "tests.conftest", "-c", os.devnull, f"--rootdir={tmp_path}", test]
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

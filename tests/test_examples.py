@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.passes.conftest import plain_kernels  # noqa: F401  a fixture
-
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "examples"
 
@@ -45,12 +43,22 @@ def test_every_example_is_listed_and_tested():
             assert f"`examples/{path.name}`" in page, path.name
 
 
-def test_the_kernel_works_alone_and_without_vllm(tmp_path):
+def run_without_vllm(name, tmp_path):
     """A vllm that cannot be imported stands first on the path."""
     (tmp_path / "vllm.py").write_text("raise ImportError('vllm must not be imported')")
     path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
     cache = str(tmp_path / "inductor")
-    text = run("kernel_alone.py", cwd=tmp_path, PYTHONPATH=path, TORCHINDUCTOR_CACHE_DIR=cache)
+    return run(name, cwd=tmp_path, PYTHONPATH=path, TORCHINDUCTOR_CACHE_DIR=cache)
+
+
+def test_the_attention_works_alone_and_without_vllm(tmp_path):
+    text = run_without_vllm("attention_alone.py", tmp_path)
+    errors = [float(x) for x in re.findall(r"relative error (\S+);", text)]
+    assert len(errors) == 2 and max(errors) < 4e-3
+
+
+def test_the_kernel_works_alone_and_without_vllm(tmp_path):
+    text = run_without_vllm("kernel_alone.py", tmp_path)
     # The compiler may order the additions of the two projections otherwise: a rounding of bf16.
     differences = [float(x) for x in re.findall(r"largest difference (\S+)", text)]
     assert len(differences) == 2 and max(differences) < 2**-6
