@@ -5,6 +5,8 @@ engine. Of shell, every command is known here; `vllm serve` is parsed by vLLM an
 its own parser, down to the value of each flag.
 """
 
+import builtins
+import inspect
 import json
 import os
 import re
@@ -12,12 +14,13 @@ import shlex
 import subprocess
 import tomllib
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 
 import mla_fusion
 from mla_fusion import cli, report
+from mla_fusion.attention import sparse
 from tests.test_docs import ROOT, TEXT, makefile_targets
 
 mla_fusion.register()
@@ -125,7 +128,37 @@ def test_the_report_of_the_quick_start_is_what_the_demo_prints():
 
 
 PYTHON = [(label, body) for label, language, body in BLOCKS if language == "python"]
-RUN = [block for block in PYTHON if not block[0].startswith(ELSEWHERE)]
+GPU = "# on a GPU\n"
+RUN = [b for b in PYTHON if not b[0].startswith(ELSEWHERE) and not b[1].startswith(GPU)]
+
+
+class Anything(dict):
+    """Names that a block for a GPU takes as given."""
+
+    def __missing__(self, name):
+        if hasattr(builtins, name):
+            raise KeyError(name)
+        return Mock()
+
+
+def test_python_for_a_gpu_calls_what_exists_with_arguments_it_takes(monkeypatch):
+    blocks = [body for _, body in PYTHON if body.startswith(GPU)]
+    called = []
+
+    def stand_in(signature):
+        def call(*args, **kwargs):
+            called.append(signature.bind(*args, **kwargs))
+            return MagicMock(__iter__=lambda self: iter((None, None)))
+
+        return call
+
+    for name in ("sparse_scratch", "sparse_mla_decode"):
+        monkeypatch.setattr(sparse, name, stand_in(inspect.signature(getattr(sparse, name))))
+    for body in blocks:
+        exec(compile(body, "docs", "exec"), {}, Anything())
+        with pytest.raises(TypeError):
+            exec(compile(body.replace("num_heads", "heads"), "docs", "exec"), {}, Anything())
+    assert len(blocks) == 1 and len(called) == 2
 
 
 @pytest.mark.parametrize("label, body", RUN, ids=[block[0] for block in RUN])

@@ -205,4 +205,4 @@ def test_an_engine_that_died_leaves_nothing_to_the_report_of_the_next(
     second = worker(make(), lambda: None)
     compiled()
     second.compile_or_warm_up_model()
-    assert "tokens 1 to 4: 2 MLA layers, 2 fused, 0 declined" in caplog.text
+    assert "decode range (1, 4): 2 of 2 MLA layers fused;" in caplog.text
