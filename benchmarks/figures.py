@@ -71,9 +71,9 @@ def region_table(rows: list[Row]) -> list[str]:
     """Every shape: floor, ours both ways, the peers, and how many times faster ours is."""
     region = Region(rows)
     lines = [
-        f"| T, H | floor | back to back | behind another kernel | {' | '.join(PEERS.values())} "
+        f"| T | H | floor | back to back | behind another kernel | {' | '.join(PEERS.values())} "
         "| faster than the best of them, back to back | behind another kernel |",
-        "|" + "---|" * (6 + len(PEERS)),
+        "|" + "---|" * (7 + len(PEERS)),
     ]
     for shape in region.shapes:
         ours, behind = region.us[*shape, "triton"], region.behind(shape)
@@ -81,7 +81,7 @@ def region_table(rows: list[Row]) -> list[str]:
         measured = (region.us.get((*shape, peer)) for peer in PEERS)
         peers = " | ".join("-" if time is None else f"{time:.2f}" for time in measured)
         lines.append(
-            f"| {shape[0]}, {shape[1]} | {region.floor[shape]:.2f} | {ours:.2f} | {behind:.2f} "
+            f"| {shape[0]} | {shape[1]} | {region.floor[shape]:.2f} | {ours:.2f} | {behind:.2f} "
             f"| {peers} | {best / ours:.2f}x | {best / behind:.2f}x |"
         )
     lost = [
