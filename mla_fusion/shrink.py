@@ -35,6 +35,8 @@ _LIMITS = {
     "zero_expert_num": 2,
     "num_nextn_predict_layers": 0,
 }
+# vLLM refuses these without one layer of experts.
+_NEED_AN_EXPERT_LAYER = ("glm4_moe_lite",)
 # Of weights that are not read, and of Python files that are not run.
 _DROPPED = ("quantization_config", "compression_config", "auto_map")
 
@@ -96,8 +98,10 @@ def cut(model: dict[str, Any], layers: int, tensor_parallel_size: int) -> Cut:
     layers = min(layers, all_layers)
     small = {key: value for key, value in model.items() if key not in _DROPPED}
     small[layer_key] = layers
+    needs_experts = model.get("model_type") in _NEED_AN_EXPERT_LAYER
     if "n_routed_experts" in model or "first_k_dense_replace" in model:
-        small["first_k_dense_replace"] = layers  # no experts: attention does not read them
+        # Without experts: attention does not read them.
+        small["first_k_dense_replace"] = layers - 1 if needs_experts else layers
     for key in _HEAD_KEYS:
         if isinstance(model.get(key), int):
             small[key] = max(model[key] // tensor_parallel_size, 1)
@@ -110,7 +114,8 @@ def cut(model: dict[str, Any], layers: int, tensor_parallel_size: int) -> Cut:
         if key.endswith("_token_id") and isinstance(value, int) and value >= _VOCABULARY:
             small[key] = 0
     limit = _LIMITS["n_routed_experts"]
-    experts = "no experts" if "first_k_dense_replace" in small else f"at most {limit} experts"
+    dense = "first_k_dense_replace" in small and not needs_experts
+    experts = "no experts" if dense else f"at most {limit} experts"
     dropped = "".join(f", no {key}" for key in _DROPPED if key in model)
     return Cut(
         config=small,
