@@ -126,7 +126,8 @@ def attention_tables(rows: list[Row]) -> dict[str, list[str]]:
     """Microseconds of every shape for each number of heads, and the means against each peer."""
     times, result = attention_times(rows), {}
     means = [
-        "| heads, type | against | geometric mean | least | most | shapes where that one is faster |",
+        "| heads, type | against | geometric mean | least | most "
+        "| shapes where that one is faster |",
         "|---|---|---|---|---|---|",
     ]
     for heads in sorted({h for h, _ in times}, key=int):
