@@ -1,0 +1,28 @@
+"""How the Triton kernel converts a value to the type of the query or of the cache."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def inverse_of(scale_ptr, LIMIT: tl.constexpr):
+    """1 / scale with IEEE rounding where the target is fp8 (LIMIT not 0), else unused."""
+    if LIMIT != 0:
+        return tl.div_rn(1.0, tl.load(scale_ptr).to(tl.float32))
+    else:
+        return 1.0
+
+
+@triton.jit
+def cast(x, inverse, DTYPE: tl.constexpr, LIMIT: tl.constexpr):
+    """fp32 `x` in DTYPE: scaled, clamped (NaN stays NaN) and rounded to nearest even.
+
+    A negative LIMIT says that the conversion of this device clamps by itself.
+    """
+    if LIMIT != 0:
+        x = x * inverse
+    if LIMIT > 0:
+        x = tl.clamp(x, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    return x.to(DTYPE)

@@ -1,0 +1,208 @@
+"""RoPE of the query's rotated part, and the cache rows: the programs beside the product.
+
+A program works on a tile and not row after row: it is a chain of loads (slot, position, angles),
+and a chain per row would be most of the time of a large batch.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from mla_fusion.kernels.triton_cast import cast, inverse_of
+
+
+@triton.jit
+def _rope_rows(
+    src,
+    dst,
+    rows,
+    cos_sin,
+    valid,
+    inverse,
+    R: tl.constexpr,
+    R_PAD: tl.constexpr,
+    ROPE: tl.constexpr,
+    NEOX: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ZERO_INVALID: tl.constexpr,
+):
+    """RoPE of rows of R elements; `src`, `dst` and `cos_sin` are [ROWS, 1] pointers to them.
+
+    `rows` [ROWS, 1] masks rows out. Rows that are not `valid` [ROWS, 1] become zeros
+    (ZERO_INVALID) or are not stored.
+    """
+    DTYPE: tl.constexpr = dst.dtype.element_ty
+    HALF: tl.constexpr = R // 2
+    cols = tl.arange(0, R_PAD)[None, :]
+    stored = rows
+    if not ZERO_INVALID:
+        stored = rows & valid
+    if not ROPE:
+        x = tl.load(src + cols, mask=rows & (cols < R), other=0.0).to(tl.float32)
+        y = cast(x, inverse, tl.float32, LIMIT)
+        if ZERO_INVALID:
+            y = tl.where(valid, y, 0.0)
+        tl.store(dst + cols, y.to(DTYPE), mask=stored & (cols < R))
+    else:
+        pair = tl.arange(0, R_PAD // 2)[None, :]
+        inside = rows & (pair < HALF)
+        cos = tl.load(cos_sin + pair, mask=inside, other=0.0).to(tl.float32)
+        sin = tl.load(cos_sin + HALF + pair, mask=inside, other=0.0).to(tl.float32)
+        if NEOX:
+            a = tl.load(src + pair, mask=inside, other=0.0).to(tl.float32)
+            b = tl.load(src + HALF + pair, mask=inside, other=0.0).to(tl.float32)
+            first = cast(a * cos - b * sin, inverse, tl.float32, LIMIT)
+            second = cast(b * cos + a * sin, inverse, tl.float32, LIMIT)
+            if ZERO_INVALID:
+                first = tl.where(valid, first, 0.0)
+                second = tl.where(valid, second, 0.0)
+            tl.store(dst + pair, first.to(DTYPE), mask=stored & (pair < HALF))
+            tl.store(dst + HALF + pair, second.to(DTYPE), mask=stored & (pair < HALF))
+        else:
+            # Load and store whole rows, so that accesses stay wide; split the pairs in registers.
+            ROWS: tl.constexpr = src.shape[0]
+            x = tl.load(src + cols, mask=rows & (cols < R), other=0.0).to(tl.float32)
+            a, b = tl.split(tl.reshape(x, (ROWS, R_PAD // 2, 2)))
+            y = tl.join(a * cos - b * sin, b * cos + a * sin)
+            y = cast(tl.reshape(y, (ROWS, R_PAD)), inverse, tl.float32, LIMIT)
+            if ZERO_INVALID:
+                y = tl.where(valid, y, 0.0)
+            tl.store(dst + cols, y.to(DTYPE), mask=stored & (cols < R))
+
+
+@triton.jit
+def _angles(cos_sin_ptr, position_ptr, token, inside, slot, stride, ROPE: tl.constexpr):
+    """Pointers to the rows of cosines and sines of `token`; a padded row uses position 0."""
+    if ROPE:
+        position = tl.load(position_ptr + token, mask=inside, other=0)
+        return cos_sin_ptr + tl.where(slot >= 0, position, 0) * stride
+    else:
+        return cos_sin_ptr + token * 0
+
+
+@triton.jit
+def cache_rows(
+    kv_c_ptr,
+    k_pe_ptr,
+    cache_ptr,
+    slot_ptr,
+    position_ptr,
+    cos_sin_ptr,
+    k_scale_ptr,
+    unit,
+    tokens,
+    kv_c_row,
+    k_pe_row,
+    cache_block,
+    cache_entry,
+    cos_sin_stride,
+    R: tl.constexpr,
+    L: tl.constexpr,
+    R_PAD: tl.constexpr,
+    L_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROPE: tl.constexpr,
+    NEOX: tl.constexpr,
+    K_LIMIT: tl.constexpr,
+    CACHE_TOKENS: tl.constexpr,
+):
+    """cast(kv_c | rope(k_pe)) of CACHE_TOKENS tokens; a slot below 0 writes nothing."""
+    token = unit * CACHE_TOKENS + tl.arange(0, CACHE_TOKENS)[:, None]
+    inside = token < tokens
+    slot = tl.load(slot_ptr + token, mask=inside, other=-1)
+    angles = _angles(cos_sin_ptr, position_ptr, token, inside, slot, cos_sin_stride, ROPE)
+    valid = slot >= 0
+    inverse = inverse_of(k_scale_ptr, K_LIMIT)
+    cols = tl.arange(0, L_PAD)[None, :]
+    latent = tl.load(kv_c_ptr + token * kv_c_row + cols, mask=inside & (cols < L), other=0.0)
+    slot = tl.where(valid, slot, 0)
+    row = (slot // BLOCK_SIZE) * cache_block + (slot % BLOCK_SIZE) * cache_entry
+    latent = cast(latent.to(tl.float32), inverse, cache_ptr.dtype.element_ty, K_LIMIT)
+    tl.store(cache_ptr + row + cols, latent, mask=valid & (cols < L))
+    _rope_rows(
+        k_pe_ptr + token * k_pe_row,
+        cache_ptr + row + L,
+        inside,
+        angles,
+        valid,
+        inverse,
+        R,
+        R_PAD,
+        ROPE,
+        NEOX,
+        K_LIMIT,
+        False,
+    )
+
+
+@triton.jit
+def query_rows(
+    q_ptr,
+    out_ptr,
+    latent_ptr,
+    slot_ptr,
+    position_ptr,
+    cos_sin_ptr,
+    q_scale_ptr,
+    unit,
+    tokens,
+    heads,
+    q_row,
+    q_head,
+    cos_sin_stride,
+    P: tl.constexpr,
+    R: tl.constexpr,
+    L: tl.constexpr,
+    R_PAD: tl.constexpr,
+    L_PAD: tl.constexpr,
+    ROPE: tl.constexpr,
+    NEOX: tl.constexpr,
+    Q_LIMIT: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    ROPE_ROWS: tl.constexpr,
+    ONE_TOKEN: tl.constexpr,
+):
+    """RoPE of ROPE_ROWS rows of q_pe [tokens * heads, R]; what PRODUCT leaves to do besides.
+
+    ONE_TOKEN: all rows belong to one token, whose slot, position and angles are loaded once and
+    not for each row.
+    """
+    OUT: tl.constexpr = out_ptr.dtype.element_ty
+    WIDTH: tl.constexpr = L + R
+    row = unit * ROPE_ROWS + tl.arange(0, ROPE_ROWS)[:, None]
+    TOKENS: tl.constexpr = 1 if ONE_TOKEN else ROPE_ROWS
+    token = (unit * ROPE_ROWS + tl.arange(0, TOKENS)[:, None]) // heads
+    inside = token < tokens
+    slot = tl.load(slot_ptr + token, mask=inside, other=-1)
+    angles = _angles(cos_sin_ptr, position_ptr, token, inside, slot, cos_sin_stride, ROPE)
+    valid = slot >= 0
+    inverse = inverse_of(q_scale_ptr, Q_LIMIT)
+    _rope_rows(
+        q_ptr + token * q_row + (row % heads) * q_head + P,
+        out_ptr + row * WIDTH + L,
+        inside,
+        angles,
+        valid,
+        inverse,
+        R,
+        R_PAD,
+        ROPE,
+        NEOX,
+        Q_LIMIT,
+        True,
+    )
+    cols = tl.arange(0, L_PAD)[None, :]
+    out = out_ptr + row * WIDTH + cols
+    if PRODUCT == "staged":
+        staged = latent_ptr + row * L + cols
+        y = tl.load(staged, mask=inside & (cols < L), other=0.0).to(tl.float32)
+        y = tl.where(valid, cast(y, inverse, tl.float32, Q_LIMIT), 0.0)
+        tl.store(out, y.to(OUT), mask=inside & (cols < L))
+    else:
+        # The product leaves the latents of padded rows to us: a mask on its stores is cheaper
+        # than a select for each of its elements.
+        padded = inside & (slot < 0)
+        if tl.max(tl.reshape(padded.to(tl.int32), (padded.shape[0],)), axis=0) > 0:
+            zero = tl.zeros((ROPE_ROWS, L_PAD), tl.float32).to(OUT)
+            tl.store(out, zero, mask=padded & (cols < L))
