@@ -120,6 +120,7 @@ def sparse_scratch(
         kv_granularity=TILE,
         overhead=4,
         v_head_dim=v_head_dim,
+        planner="portable",
     )
 
     def count(n: int) -> torch.Tensor:
