@@ -98,6 +98,7 @@ class Impl:
     def __init__(self, quantized_query: bool) -> None:
         self.supports_quant_query_input = quantized_query
         self.dcp_world_size = 1
+        self.queries: list[torch.Tensor] = []  # what `forward_mqa` was given
 
     def do_kv_cache_update(
         self,
@@ -121,6 +122,7 @@ class Impl:
         self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, layer: Any
     ) -> tuple[torch.Tensor, None]:
         """Attention of each row to the batch's entries in the cache, in float64."""
+        self.queries.append(q.clone())
         slots = metadata.slots[metadata.slots >= 0]
         keys = kv_cache.flatten(0, 1).float()[slots].double()
         weights = torch.einsum("thd,sd->ths", q.double(), keys).softmax(-1)
@@ -216,6 +218,10 @@ class Engine:
         """The bytes of all caches."""
         return [layer.kv_cache.view(torch.uint8) for layer in self.layers.values()]
 
+    def queries(self) -> list[torch.Tensor]:
+        """The prepared queries that the decode of each layer was given."""
+        return [query for layer in self.layers.values() for query in layer.impl.queries]
+
 
 class _Interpreter(fx.Interpreter):
     """Runs a graph; memory that torch leaves undefined gets a fixed value."""
@@ -237,9 +243,10 @@ def _encode(value: Any) -> Any:
 
 @dataclass
 class Outcome:
-    """What a step leaves: the graph's outputs, and the bytes of the caches."""
+    """What a step leaves: the graph's outputs, decode queries, and the bytes of the caches."""
 
     outputs: list[torch.Tensor]
+    queries: list[torch.Tensor]
     caches: list[torch.Tensor]
 
 
@@ -270,7 +277,8 @@ def run(
             flat.append(values[node.name].clone())
     with override_forward_context(engine.context(batch)), torch.no_grad():
         outputs = _Interpreter(module).run(*flat)
-    return Outcome([o.clone() for o in outputs if isinstance(o, torch.Tensor)], engine.caches())
+    tensors = [o.clone() for o in outputs if isinstance(o, torch.Tensor)]
+    return Outcome(tensors, engine.queries(), engine.caches())
 
 
 # element size of a cache -> its type
@@ -280,17 +288,20 @@ _STORED = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32}
 def assert_same(
     before: Outcome, after: Outcome, batch: Batch, *, tolerance: float | None = None
 ) -> None:
-    """Outputs of real rows and all cache bytes are equal, or close if `tolerance` is given.
+    """Outputs and queries of real rows and all cache bytes are equal, or close by `tolerance`.
 
     A row without a slot is padding, whose query is zero after the passes.
     """
     slots = batch.slot_mapping()
     real = slice(None) if slots is None else slots >= 0
-    assert len(before.outputs) == len(after.outputs)
     for a, b in zip(before.outputs, after.outputs, strict=True):
         if slots is not None and a.dim() and a.shape[0] == batch.rows:
             a, b = a[: len(slots)][real], b[: len(slots)][real]
         _assert_close(a, b, tolerance)
+    for a, b in zip(before.queries, after.queries, strict=True):
+        assert a.dtype == b.dtype
+        decoded = slots[: len(a)] >= 0  # there is no query without slots
+        _assert_close(a[decoded].float(), b[decoded].float(), tolerance)
     for a, b in zip(before.caches, after.caches, strict=True):
         written_a, written_b = ((x != POISON).any(-1) for x in (a, b))
         assert torch.equal(written_a, written_b), "other slots were written"
