@@ -9,7 +9,8 @@ vLLM's handles its `fused_rope_unified_mla_kv_cache_update` only if all of getit
 slice_scatter are there, and raises otherwise; here each of them may be missing.
 
 Safe because an op is made in-place only if nothing reads the old value, through any alias,
-after it. If something does, the call stays functional: Inductor then copies, and is right.
+after it. If something does, an op of this library stays functional: Inductor then copies, and is
+right. vLLM's would be made in-place by vLLM's pass all the same, so it gets its copies here.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import fx
 
 from mla_fusion import ops
 from mla_fusion.passes.result import PassResult
-from mla_fusion.passes.rewrite import drop_dead
+from mla_fusion.passes.rewrite import drop_dead, fake_like
 from mla_fusion.patterns import probe
 from mla_fusion.patterns.site import FUSED_ROPE_UPDATE, functionalized_op, outputs, same_view
 
@@ -46,19 +47,42 @@ class MLAFixFunctionalizationPass:
         result = PassResult()
         order = {node: index for index, node in enumerate(graph.nodes)}
         for node in list(graph.nodes):
-            if functionalized_op(node) in OWN and _make_in_place(graph, node, order):
+            name = functionalized_op(node)
+            if name in OWN and _make_in_place(graph, node, order):
                 result.rewritten.append(node.name)
+            elif name == FUSED_ROPE_UPDATE:
+                _copy_mutated(graph, node, order)
+                _make_in_place(graph, node, order)
         if self.rest is not None:
             self.rest(graph)
         return result
 
 
-def _make_in_place(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int]) -> bool:
-    op = node.args[0]
+def _mutated(op: Any) -> list[str]:
+    """Names of the arguments that `op` writes to, in schema order."""
     assert isinstance(op, torch._ops.OpOverload)
+    return [a.name for a in op._schema.arguments if a.alias_info and a.alias_info.is_write]
+
+
+def _copy_mutated(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int]) -> None:
+    """Let the op of `node` write to copies, which nothing else reads."""
+    for name in _mutated(node.args[0]):
+        source = node.kwargs[name]
+        assert isinstance(source, fx.Node)
+        with graph.inserting_before(node):
+            copy = graph.call_function(aten.clone.default, (source,))
+        if "val" in source.meta:
+            copy.meta["val"] = fake_like(source.meta["val"])
+        node.update_kwarg(name, copy)
+        order[copy] = order[node]
+
+
+def _make_in_place(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int]) -> bool:
+    op: Any = node.args[0]
     returns = max(len(op._schema.returns), 1)
-    mutated = [a.name for a in op._schema.arguments if a.alias_info and a.alias_info.is_write]
-    targets: dict[int, Any] = {returns + i: node.kwargs[name] for i, name in enumerate(mutated)}
+    targets: dict[int, Any] = {
+        returns + i: node.kwargs[name] for i, name in enumerate(_mutated(op))
+    }
     scatters = {
         index: [pair for read in outputs(node, index) for pair in _scatter_back(read, target)]
         for index, target in targets.items()

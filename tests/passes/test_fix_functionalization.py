@@ -300,6 +300,21 @@ def test_old_value_leaves_the_graph() -> None:
     assert fix(module) == []
 
 
+@pytest.mark.parametrize("with_vllm", [False, True])
+def test_old_value_that_leaves_the_graph_is_the_old_one(
+    with_vllm: bool, vllm_step: FixFunctionalizationPass, plain_kernels: None
+) -> None:
+    """vLLM's step, which this pass calls, makes any call of its op in-place, read later or not."""
+    module = build(CAT)
+    edits.also_return(module, _base(module))
+    before = graphs.copy(module)
+    MLAFixFunctionalizationPass(vllm_step if with_vllm else None)(module.graph)
+    module.graph.lint()
+    assert len(find_all(module, aten.clone.default)) == 2
+    for batch in BATCHES.values():
+        assert_same(run(before, CAT, batch), run(module, CAT, batch), batch)
+
+
 def test_old_value_is_copied_later() -> None:
     """Of the query: a copy that feeds more than the scatter is a reader like any other."""
     module = build(CAT)
