@@ -7,6 +7,7 @@ number of times, in any process. While the flag is off, nothing here changes wha
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -372,9 +373,16 @@ def collect(vllm_config: Any) -> tuple[report.Report | None, bool]:
 
 
 def report_path(vllm_config: Any) -> Path:
-    """Where the report of an engine with this config is stored, beside vLLM's compile cache."""
+    """Where the report of an engine with this config is stored, beside vLLM's compile cache.
+
+    One file for all that vLLM keys its cache by, the sources of the model apart: an engine that
+    takes graphs from the cache must find the report of those.
+    """
     from vllm import envs
 
     parallel = vllm_config.parallel_config
-    name = f"{vllm_config.compute_hash()}-{source_hash()}-rank{parallel.rank}.json"
+    factors = (vllm_config.compute_hash(), vllm_compat.compile_environment())
+    compiled = hashlib.sha256(repr(factors).encode()).hexdigest()[:10]
+    rank = f"rank{parallel.rank}-{parallel.data_parallel_index}"
+    name = f"{compiled}-{source_hash()}-{rank}.json"
     return Path(envs.VLLM_CACHE_ROOT) / "torch_compile_cache" / "mla_fusion" / name

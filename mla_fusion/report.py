@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -190,13 +191,28 @@ def collect(path: Path, made: Report | None) -> tuple[Report | None, bool]:
     """(the report of this start, whether it is that of an earlier one).
 
     What this start compiled, `made`, is stored at `path`; if it compiled nothing, what an earlier
-    start stored there tells what vLLM's cache holds.
+    start stored there tells what vLLM's cache holds. A file that cannot be written or read is a
+    warning, and no reason for an engine not to start.
     """
     if made is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(made), separators=(",", ":")))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # In one step: another start may read it, and this one may be killed.
+            part = path.with_suffix(f".{os.getpid()}")
+            part.write_text(json.dumps(asdict(made), separators=(",", ":")))
+            part.replace(path)
+        except OSError as error:
+            logger.warning("mla_fusion could not store its report at %s: %s", path, error)
         return made, False
-    return (load(path), True) if path.exists() else (None, False)
+    try:
+        return (load(path), True) if path.exists() else (None, False)
+    except (OSError, FormatError) as error:
+        logger.warning(
+            "mla_fusion does not know what fused in the graphs of vLLM's compile cache: %s. Delete "
+            "that file, and set VLLM_DISABLE_COMPILE_CACHE=1 once",
+            error,
+        )
+        return None, False
 
 
 def publish(report: Report | None, model: str, cached: bool) -> None:

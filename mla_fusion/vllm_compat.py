@@ -43,6 +43,13 @@ def versions() -> dict[str, str]:
     }
 
 
+def compile_environment() -> str:
+    """The environment variables that vLLM's compile cache depends on, as text."""
+    from vllm import envs
+
+    return repr(sorted(envs.compile_factors().items()))
+
+
 def is_supported(version: str) -> bool:
     """Whether a version such as "0.32.0+cpu" lies in the supported window."""
     numbers = re.match(r"(\d+)\.(\d+)", version)

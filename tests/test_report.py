@@ -87,3 +87,38 @@ def test_the_report_of_a_graph_survives_its_file(tmp_path: Path) -> None:
 def test_a_start_without_graphs_or_file_knows_nothing(tmp_path: Path) -> None:
     assert report.take("reference", 4) is None
     assert report.collect(tmp_path / "r.json", None) == (None, False)
+
+
+@pytest.mark.parametrize("text", ["", '{"version": 1}'])
+def test_a_file_that_is_no_report_is_a_warning(
+    text: str, tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "r.json"
+    path.write_text(text)
+    assert report.collect(path, None) == (None, False)
+    [(level, said_)] = said(log)
+    assert level == "WARNING" and str(path) in said_ and "VLLM_DISABLE_COMPILE_CACHE=1" in said_
+
+
+def test_a_folder_that_takes_no_file_is_a_warning(
+    tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    new = made()
+    assert report.collect(tmp_path / "file" / "r.json", new) == (new, False)
+    [(level, said_)] = said(log)
+    assert level == "WARNING" and "could not store its report" in said_
+
+
+def test_a_report_is_stored_in_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who reads while another start writes, or after it was killed, reads the report before."""
+    path = tmp_path / "r.json"
+    report.collect(path, made())
+
+    def killed(part: Path, target: Path) -> None:
+        assert report.load(target) == made()
+        raise OSError("killed")
+
+    monkeypatch.setattr(Path, "replace", killed)
+    report.collect(path, made(PREFILL))
+    assert report.load(path) == made()
