@@ -1,4 +1,8 @@
-"""How many forward passes ran fused: `snapshot` in Python, `mla_fusion_steps_total` in Prometheus.
+"""How many forward passes ran fused: `mla_fusion_steps` in Python, `mla_fusion_steps_total` in
+Prometheus.
+
+The workers of a vLLM engine are other processes as a rule: `llm.collective_rpc("mla_fusion_steps")`
+asks them, and gives one `StepCounter.snapshot` for each rank.
 
 Counted where vLLM prepares the attention metadata, which happens in Python in every forward pass
 and once for each group of layers with the same metadata (a KV-cache group). The fused op itself is
@@ -11,8 +15,8 @@ draft model count like any other; the engine's warm-up does not.
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mla_fusion.runtime import is_decode_only
@@ -27,68 +31,58 @@ _HELP = "Forward passes of a group of MLA layers, fused or as vLLM runs them (ml
 _PATHS = ("fused", "unfused")
 
 
-@dataclass
-class _Group:
-    """The counts of one group of layers, and what exports them."""
+class StepCounter:
+    """The counts of one worker. The engine's warm-up is not counted: nothing is before `start`."""
 
-    counts: list[int]  # in the order of _PATHS
-    exported: list[Any]
+    def __init__(self, rank: int) -> None:
+        """`rank` is the label of the exported metric."""
+        self._rank = rank
+        self._started = False
+        self._ranges: list[tuple[int, int]] = []
+        self._capture_sizes: list[int] = []
+        self._counts: dict[str, list[int]] = {}  # in the order of _PATHS
 
+    def start(self, report: Report | None, capture_sizes: Sequence[int]) -> None:
+        """Forget all counts and count from now on.
 
-_groups: dict[str, _Group] = {}
-_ranges: list[tuple[int, int]] = []
-_capture_sizes: list[int] = []
-_rank = 0
-_counter: Any = None
-_started = False
+        Args:
+            report: what fused in which range; None if nothing did.
+            capture_sizes: the token counts of CUDA graphs, empty without them.
+        """
+        self._counts.clear()
+        self._ranges = [r.range for r in report.decode_ranges() if r.fused] if report else []
+        self._capture_sizes = sorted(capture_sizes)
+        self._started = True
 
+    def count(self, group: str, metadata: Any) -> None:
+        """Count one forward pass of the layers whose first is `group`."""
+        if not self._started:
+            return
+        tokens = metadata.num_actual_tokens
+        path = 0 if is_decode_only(metadata) and self._in_fused_range(tokens) else 1
+        self._counts.setdefault(group, [0, 0])[path] += 1
+        _exported(group, _PATHS[path], str(self._rank)).inc()
 
-def start(report: Report | None, capture_sizes: Sequence[int], rank: int) -> None:
-    """Forget all counts and count from now on: the engine's warm-up is over.
+    def snapshot(self) -> dict[str, dict[str, int]]:
+        """{first layer of a group: {"fused": passes, "unfused": passes}}."""
+        return {name: dict(zip(_PATHS, n, strict=True)) for name, n in self._counts.items()}
 
-    Args:
-        report: what fused in which range; None if nothing did.
-        capture_sizes: the token counts of CUDA graphs, empty without them.
-        rank: of this worker; the label "rank" of the exported metric.
-    """
-    global _rank, _started
-    _groups.clear()
-    _ranges[:] = [r.range for r in report.decode_ranges() if r.fused] if report else []
-    _capture_sizes[:] = sorted(capture_sizes)
-    _rank, _started = rank, True
-
-
-def count(group: str, metadata: Any) -> None:
-    """Count one forward pass of the layers whose first is `group`."""
-    if not _started:
-        return
-    found = _groups.get(group) or _add(group)
-    path = 0 if is_decode_only(metadata) and _in_fused_range(metadata.num_actual_tokens) else 1
-    found.counts[path] += 1
-    found.exported[path].inc()
-
-
-def snapshot() -> dict[str, dict[str, int]]:
-    """{first layer of a group: {"fused": passes, "unfused": passes}} of this process.
-
-    The workers of a vLLM engine are other processes as a rule: ask them with
-    `llm.collective_rpc("mla_fusion_steps")`, which gives one such dictionary for each rank.
-    """
-    return {name: dict(zip(_PATHS, group.counts, strict=True)) for name, group in _groups.items()}
+    def _in_fused_range(self, tokens: int) -> bool:
+        larger = bisect_left(self._capture_sizes, tokens)
+        sizes = self._capture_sizes
+        padded = sizes[larger] if larger < len(sizes) else tokens
+        return any(first <= padded <= last for first, last in self._ranges)
 
 
-def _in_fused_range(tokens: int) -> bool:
-    larger = bisect_left(_capture_sizes, tokens)
-    padded = _capture_sizes[larger] if larger < len(_capture_sizes) else tokens
-    return any(first <= padded <= last for first, last in _ranges)
+@functools.cache
+def _exported(*labels: str) -> Any:
+    """What counts for vLLM's endpoint, under the labels group, path and rank."""
+    return _counter().labels(*labels)
 
 
-def _add(name: str) -> _Group:
-    """A new group. vLLM brings prometheus_client, and imports it in every process."""
-    global _counter
-    if _counter is None:
-        from prometheus_client import Counter
+@functools.cache
+def _counter() -> Any:
+    # vLLM brings prometheus_client, and imports it in every process.
+    from prometheus_client import Counter
 
-        _counter = Counter(_NAME, _HELP, ("group", "path", "rank"))
-    exported = [_counter.labels(name, path, str(_rank)) for path in _PATHS]
-    return _groups.setdefault(name, _Group([0, 0], exported))
+    return Counter(_NAME, _HELP, ("group", "path", "rank"))

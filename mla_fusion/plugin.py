@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 # Below vLLM's logger, so that its handlers and its level apply.
 logger = logging.getLogger("vllm.mla_fusion")
 
-_MARK = "_mla_fusion"
+_WRAPPED = "_mla_fusion_wrapped"  # on a method that was replaced, or a platform whose method was
+_REFUSED = "_mla_fusion_refused"  # on a VllmConfig: what the operator switched off
+_STEPS = "_mla_fusion_step_counter"  # on a worker
+_GROUP = "_mla_fusion_group"  # on a metadata builder: (its worker's counter, its first layer)
 # CompilationMode.DYNAMO_TRACE_ONCE, an IntEnum
 _SINGLE_TRACE = 2
 _PARTITION, _ROPE_CAT = "use_inductor_graph_partition", "fuse_rope_kvcache_cat_mla"
@@ -54,10 +57,10 @@ def register() -> None:
 def _wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Replace method `name` of `owner` by make(original), once."""
     original = getattr(owner, name)
-    if getattr(original, _MARK, False):
+    if getattr(original, _WRAPPED, False):
         return
     wrapper = functools.wraps(original)(make(original))
-    setattr(wrapper, _MARK, True)
+    setattr(wrapper, _WRAPPED, True)
     setattr(owner, name, wrapper)
 
 
@@ -103,12 +106,12 @@ def _decide_in_vllm_config() -> None:
             if not config.is_on(self):
                 original(self, *args, **kwargs)
                 return
-            setattr(self, _MARK, _refused_by_operator(self.compilation_config))
+            setattr(self, _REFUSED, _refused_by_operator(self.compilation_config))
             try:
                 original(self, *args, **kwargs)
             finally:
                 # vLLM's `replace`, which makes a draft model's config, takes known fields alone.
-                delattr(self, _MARK)
+                delattr(self, _REFUSED)
             if config.is_on(self):
                 _extend_splitting_ops(self.compilation_config)
 
@@ -151,7 +154,7 @@ def _decide(vllm_config: Any) -> config.Decision:
     return config.decide(
         vllm_config,
         is_rocm=current_platform.is_rocm(),
-        partition_refused=_PARTITION in getattr(vllm_config, _MARK, frozenset()),
+        partition_refused=_PARTITION in getattr(vllm_config, _REFUSED, frozenset()),
     )
 
 
@@ -160,7 +163,7 @@ def _apply_decision(vllm_config: Any) -> None:
     from vllm.platforms import current_platform
 
     compilation = vllm_config.compilation_config
-    refused: frozenset[str] = getattr(vllm_config, _MARK, frozenset())
+    refused: frozenset[str] = getattr(vllm_config, _REFUSED, frozenset())
     decision = _decide(vllm_config)
     if not decision.applies:
         setattr(compilation.pass_config, config.FLAG, False)
@@ -240,7 +243,7 @@ def _keep_vllm_compile_on_cpu() -> None:
         return
     platform = type(current_platform)
     original = platform.check_and_update_config
-    if hasattr(platform, _MARK):
+    if hasattr(platform, _WRAPPED):
         return
 
     def check_and_update_config(cls: type, vllm_config: Any) -> None:
@@ -257,7 +260,7 @@ def _keep_vllm_compile_on_cpu() -> None:
             compilation.mode, compilation.backend, compilation.ir_enable_torch_wrap = became
 
     platform.check_and_update_config = classmethod(check_and_update_config)
-    setattr(platform, _MARK, True)
+    setattr(platform, _WRAPPED, True)
 
 
 def keeps_vllm_compile(vllm_config: Any) -> bool:
@@ -290,7 +293,7 @@ def _prepare_workers() -> None:
             result = original(self, *args, **kwargs)
             report.publish(made, self.vllm_config.model_config.architecture, cached)
             sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes or []
-            metrics.start(made, sizes, self.vllm_config.parallel_config.rank)
+            getattr(self, _STEPS).start(made, sizes)
             return result
 
         return wrapper
@@ -315,7 +318,9 @@ def _prepare_workers() -> None:
             if config.is_on(self.vllm_config):
                 # A graph from a warm compile cache calls the ops, and then no pass registers them.
                 ops.register(vllm_compat.layer_name_type())
-                _count_steps()
+                counter = metrics.StepCounter(self.vllm_config.parallel_config.rank)
+                setattr(self, _STEPS, counter)
+                _count_steps(counter)
                 report.forget()
 
         return wrapper
@@ -323,7 +328,11 @@ def _prepare_workers() -> None:
     _wrap(WorkerBase, "__init__", init)
 
 
-def _count_steps() -> None:
+# Of the worker that was made last: it makes its metadata builders before another one is made.
+_newest_counter: metrics.StepCounter | None = None
+
+
+def _count_steps(counter: metrics.StepCounter) -> None:
     """Why: an operator wants to see how many steps take the fused path, and under full CUDA graphs
     the ops run no Python.
 
@@ -331,29 +340,35 @@ def _count_steps() -> None:
     builder was made for, and let a worker answer `collective_rpc("mla_fusion_steps")`. Until: vLLM
     lets a plugin observe steps.
     """
+    global _newest_counter
     from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
     from vllm.v1.worker.worker_base import WorkerBase
+
+    _newest_counter = counter
 
     def init(original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(
             self: Any, spec: Any, layer_names: Any, vllm_config: Any, *args: Any, **kwargs: Any
         ) -> None:
             original(self, spec, layer_names, vllm_config, *args, **kwargs)
-            setattr(self, _MARK, layer_names[0] if config.is_on(vllm_config) else "")
+            group = (_newest_counter, layer_names[0]) if config.is_on(vllm_config) else None
+            setattr(self, _GROUP, group)
 
         return wrapper
 
     def build(original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
             metadata = original(self, *args, **kwargs)
-            if group := getattr(self, _MARK):
-                metrics.count(group, metadata)
+            if group := getattr(self, _GROUP):
+                steps, name = group
+                steps.count(name, metadata)
             return metadata
 
         return wrapper
 
     def mla_fusion_steps(self: Any) -> dict[str, dict[str, int]]:
-        return metrics.snapshot()
+        steps: metrics.StepCounter = getattr(self, _STEPS)
+        return steps.snapshot()
 
     _wrap(MLACommonMetadataBuilder, "__init__", init)
     _wrap(MLACommonMetadataBuilder, "build", build)

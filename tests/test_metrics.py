@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import timeit
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +17,10 @@ generate_latest = pytest.importorskip("prometheus_client").generate_latest
 GROUP = "model.layers.0.self_attn.attn"
 
 
-@pytest.fixture(autouse=True)
-def stop() -> Iterator[None]:
-    yield
-    metrics._started = False
-    metrics._groups.clear()
+def counter(report_: report.Report | None, sizes: list[int], rank: int = 0) -> metrics.StepCounter:
+    steps = metrics.StepCounter(rank)
+    steps.start(report_, sizes)
+    return steps
 
 
 def batch(tokens: int, decode: int) -> Any:
@@ -49,44 +47,54 @@ def fused_to(last: int) -> report.Report:
     ],
 )
 def test_a_pass_is_fused_if_decode_only_and_in_range(tokens: int, decode: int, fused: bool) -> None:
-    metrics.start(fused_to(8), [], rank=0)
-    metrics.count(GROUP, batch(tokens, decode))
-    assert metrics.snapshot() == {GROUP: {"fused": int(fused), "unfused": int(not fused)}}
+    steps = counter(fused_to(8), [])
+    steps.count(GROUP, batch(tokens, decode))
+    assert steps.snapshot() == {GROUP: {"fused": int(fused), "unfused": int(not fused)}}
 
 
 @pytest.mark.parametrize("sizes, fused", [([4, 8, 16], True), ([16, 4], False), ([4], True)])
 def test_the_graph_that_runs_is_that_of_the_padded_batch(sizes: list[int], fused: bool) -> None:
     """Six tokens of a bucket of eight, padded to the next captured size."""
-    metrics.start(fused_to(8), sizes, rank=0)
-    metrics.count(GROUP, batch(6, 6))
-    assert metrics.snapshot()[GROUP]["fused"] == int(fused)
+    steps = counter(fused_to(8), sizes)
+    steps.count(GROUP, batch(6, 6))
+    assert steps.snapshot()[GROUP]["fused"] == int(fused)
 
 
 def test_where_nothing_fused_every_pass_is_unfused() -> None:
     declined = report.Report("triton", 8, [report.RangeReport((1, 8), layers=2, fused=0)])
     for made in (declined, None):
-        metrics.start(made, [], rank=0)
-        metrics.count(GROUP, batch(4, 4))
-        assert metrics.snapshot() == {GROUP: {"fused": 0, "unfused": 1}}
+        steps = counter(made, [])
+        steps.count(GROUP, batch(4, 4))
+        assert steps.snapshot() == {GROUP: {"fused": 0, "unfused": 1}}
 
 
 def test_the_warm_up_does_not_count_and_groups_count_apart() -> None:
-    metrics.count(GROUP, batch(4, 4))
-    assert metrics.snapshot() == {}
-    metrics.start(fused_to(8), [], rank=0)
-    metrics.count(GROUP, batch(4, 4))
-    metrics.count("draft", batch(4, 3))
-    assert metrics.snapshot() == {
+    steps = metrics.StepCounter(rank=0)
+    steps.count(GROUP, batch(4, 4))
+    assert steps.snapshot() == {}
+    steps.start(fused_to(8), [])
+    steps.count(GROUP, batch(4, 4))
+    steps.count("draft", batch(4, 3))
+    assert steps.snapshot() == {
         GROUP: {"fused": 1, "unfused": 0},
         "draft": {"fused": 0, "unfused": 1},
     }
 
 
+def test_workers_of_one_process_count_apart() -> None:
+    """Two engines in one process, of which the second fused nothing."""
+    first, second = counter(fused_to(8), []), counter(None, [])
+    for steps in (first, second, first):
+        steps.count(GROUP, batch(4, 4))
+    assert first.snapshot() == {GROUP: {"fused": 2, "unfused": 0}}
+    assert second.snapshot() == {GROUP: {"fused": 0, "unfused": 1}}
+
+
 def test_counting_costs_less_than_a_hundredth_of_a_decode_step() -> None:
     """A decode step takes milliseconds; this took 2 us when it was written."""
-    metrics.start(fused_to(8), [*range(8, 512, 8)], rank=0)
+    steps = counter(fused_to(8), [*range(8, 512, 8)])
     metadata = batch(4, 4)
-    best = min(timeit.repeat(lambda: metrics.count(GROUP, metadata), number=1000, repeat=5))
+    best = min(timeit.repeat(lambda: steps.count(GROUP, metadata), number=1000, repeat=5))
     assert best / 1000 < 30e-6
 
 
@@ -94,9 +102,10 @@ _WORKER = f"""
 from types import SimpleNamespace
 from mla_fusion import metrics, report
 made = report.Report("triton", 8, [report.RangeReport((1, 8), layers=2, fused=2)])
-metrics.start(made, [], rank=3)
+steps = metrics.StepCounter(rank=3)
+steps.start(made, [])
 for decode in (4, 4, 0):
-    metrics.count({GROUP!r}, SimpleNamespace(num_actual_tokens=4, num_decode_tokens=decode))
+    steps.count({GROUP!r}, SimpleNamespace(num_actual_tokens=4, num_decode_tokens=decode))
 """
 
 
