@@ -1,7 +1,7 @@
 """What the custom ops do in a step: which layer, which batch, which provider.
 
 A compile range counts tokens, so a decode graph also meets mixed batches, short prompts and the
-profile run. Both runtime ops ask `is_decode_only` of the same metadata and so cannot disagree:
+profile run. Both runtime ops ask `_is_fused` of the same step and so cannot disagree:
 
     decode-only    the provider prepares the query and writes the cache; the attention op hands
                    the prepared query to the backend's decode, or to the portable one where it was
@@ -34,6 +34,11 @@ def is_decode_only(metadata: Any) -> bool:
     return metadata is not None and metadata.num_actual_tokens == metadata.num_decode_tokens > 0
 
 
+def _is_fused(metadata: Any, slot_mapping: torch.Tensor | None) -> bool:
+    """Whether the fused path serves this step: all ops must agree, or one reads what none wrote."""
+    return slot_mapping is not None and is_decode_only(metadata)
+
+
 def fused_decode_prep(
     q: torch.Tensor,
     kv_c: torch.Tensor,
@@ -55,12 +60,13 @@ def fused_decode_prep(
     `mla_fusion.kernels.fused_mla_decode_prep`.
     """
     metadata, layer, kv_cache, slot_mapping = vllm_compat.attention_context(layer_name)
-    if slot_mapping is None or not is_decode_only(metadata):
+    if not _is_fused(metadata, slot_mapping):
         rope_and_cache_update(
             q, kv_c, k_pe, positions, cos_sin_cache, k_scale, layer_name, kv_cache_dtype, rope,
             is_neox,
         )  # fmt: skip
         return
+    assert slot_mapping is not None
     # vLLM may pass fewer slots than padded rows; such rows are padding too.
     rows = slot_mapping.shape[0]
     if rows < prepared_q.shape[0]:
@@ -146,8 +152,8 @@ def decode_q_prep(q: torch.Tensor, layer_name: Any, out: torch.Tensor) -> torch.
 
     The op exists so that each pass leaves a graph that runs; `fused_decode_prep` replaces it.
     """
-    metadata, layer, _, _ = vllm_compat.attention_context(layer_name)
-    if not is_decode_only(metadata):
+    metadata, layer, _, slot_mapping = vllm_compat.attention_context(layer_name)
+    if not _is_fused(metadata, slot_mapping):
         return out
     nope = layer.W_UK_T.shape[1]
     latent = layer.W_UK_T.shape[2]
@@ -171,8 +177,8 @@ def _attention(
     output: torch.Tensor,
     layer_name: Any,
 ) -> None:
-    metadata, layer, kv_cache, _ = vllm_compat.attention_context(layer_name)
-    if not is_decode_only(metadata):
+    metadata, layer, kv_cache, slot_mapping = vllm_compat.attention_context(layer_name)
+    if not _is_fused(metadata, slot_mapping):
         layer.forward_impl(q, kv_c, k_pe, kv_cache, metadata, output=output)
         return
     vllm_compat.resolve_context_parallel(layer)
@@ -233,11 +239,23 @@ def warm_up(
 
 
 def warm_up_attention(layers: Mapping[str, Any]) -> None:
-    """Run every portable plan of the model `layers` once, so that its kernels are compiled."""
+    """Run every portable plan of the model `layers` once, so that its kernels are compiled.
+
+    Raises:
+        Exception: what a kernel raises, with a note on what to do. The engine does not start then.
+    """
     planned = {getattr(layer, step_plan.ATTRIBUTE, None): layer for layer in layers.values()}
     for plan, layer in planned.items():
-        if plan is not None and layer.kv_cache.numel():
+        if plan is None or not layer.kv_cache.numel():
+            continue
+        try:
             plan.warm_up(_cache_view(layer.kv_cache, layer.kv_cache_dtype), layer)
+        except Exception as error:
+            error.add_note(
+                "mla_fusion: the portable decode failed to prepare its kernels. Start without "
+                'attention in additional_config["mla_fusion"].'
+            )
+            raise
 
 
 def _absorb_weight(layer: Any) -> Any:

@@ -26,7 +26,7 @@ ATTRIBUTE = "mla_fusion_step_plan"
 class StepPlan:
     """A plan, whose lengths it was refreshed with, and the buffer that attention writes.
 
-    Rows of `out` behind the batch stay zero: vLLM pads batches, and a later layer may read them.
+    Rows of a step that no sequence of the plan has stay zero: vLLM pads batches.
     """
 
     def __init__(self, plan: attention.PersistentDecodePlan, out_dtype: torch.dtype) -> None:
@@ -83,20 +83,22 @@ class StepPlan:
             num_tokens=num_tokens,
             max_query_len=metadata.max_query_len,
         )
-        self.out.zero_()
+        self.out[:num_tokens].zero_()
 
     def warm_up(self, kv_cache: torch.Tensor, layer: Any) -> None:
         """Run it once for a query of one token and once for the longest, on the first block."""
         settings = self.plan.settings
         width = kv_cache.shape[-1]
         for length in sorted({1, settings.max_query_len}):
-            ints = torch.tensor([0, length], dtype=torch.int32, device=self.plan.device)
+            # Two tensors: part of one would be less aligned than those of a request.
+            qo_indptr = torch.tensor([0, length], dtype=torch.int32, device=self.plan.device)
+            seq_lens = torch.tensor([length], dtype=torch.int32, device=self.plan.device)
             shape = (length, settings.layout.heads, width)
             q = torch.zeros(shape, dtype=torch.uint8, device=self.plan.device)
             if settings.q_dtype.itemsize > 1:
                 q = q.to(settings.q_dtype)
             self.plan.refresh(
-                qo_indptr=ints, seq_lens=ints[1:], num_tokens=length, max_query_len=length
+                qo_indptr=qo_indptr, seq_lens=seq_lens, num_tokens=length, max_query_len=length
             )
             attention.persistent_mla_decode(
                 q.view(settings.q_dtype),

@@ -48,7 +48,7 @@ def test_hook_runs_around_the_attention(monkeypatch, decode_tokens):
     metadata = SimpleNamespace(num_actual_tokens=3, num_decode_tokens=decode_tokens)
 
     def context(name):
-        return metadata, layer, cache, None
+        return metadata, layer, cache, torch.arange(3)
 
     monkeypatch.setattr(vllm_compat, "attention_context", context)
     monkeypatch.setattr(attention, "get_attention_context", context)

@@ -63,7 +63,7 @@ class Engine:
         return ForwardContext(
             no_compile_layers=dict(self.layers),
             attn_metadata=dict.fromkeys(self.layers, metadata),
-            slot_mapping={},
+            slot_mapping=dict.fromkeys(self.layers, torch.arange(metadata.num_actual_tokens)),
         )
 
 
@@ -77,7 +77,7 @@ def attend(name: str, query: torch.Tensor) -> torch.Tensor:
 
 
 def expected(engine: Engine, name: str, query: torch.Tensor, metadata: Any) -> torch.Tensor:
-    layer, row = engine.layers[name], 0
+    layer = engine.layers[name]
     out = torch.zeros((query.shape[0], HEADS, LATENT), dtype=torch.float64)
     indptr = metadata.query_start_loc.tolist()
     for b, length in enumerate(metadata.decode.seq_lens.tolist()):

@@ -189,7 +189,8 @@ def store_output(pointers, acc, odd, wanted, PAIRS: gl.constexpr, layout: gl.con
         gl.store(pointers[None, :] + col[:, None], acc.to(TYPE), mask=wanted[None, :])
 
 
-@gluon.jit
+# A table of one column, in the warm-up, must not compile another variant than the requests'.
+@gluon.jit(do_not_specialize=["table_stride", "extra_table_stride"])
 def decode_kernel(
     q_ptr,
     kv_ptr,

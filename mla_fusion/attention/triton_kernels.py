@@ -25,7 +25,8 @@ def entries_of(at, wanted, kv_ptr, table, block_stride, ENTRY: tl.constexpr, PAG
     return kv_ptr + (slot // PAGE).to(tl.int64) * block_stride + slot % PAGE * ENTRY, wanted
 
 
-@triton.jit
+# A table of one column, in the warm-up, must not compile another variant than the requests'.
+@triton.jit(do_not_specialize=["table_stride", "extra_table_stride"])
 def decode_kernel(
     q_ptr,
     kv_ptr,

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
-from compiled import Report, compile_for, report
+from compiled import Report, compile_for, report, specialize
 
 from mla_fusion.attention import PersistentDecodePlan, hopper_kernel, triton_kernels
 from mla_fusion.attention import triton as provider
@@ -41,20 +41,19 @@ def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def decode_report(
-    target: str,
+def decode_arguments(
     config: Config,
     heads: int,
     dtype: torch.dtype,
     *,
     page: int = 64,
+    columns: int = 128,
     sparse: bool = False,
-    **extra: Any,
-) -> Report:
-    """Report of one decode kernel for DeepSeek's widths."""
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Launch arguments for DeepSeek's widths and a block table of `columns` columns."""
     i32, f32 = torch.int32, torch.float32
-    scope = Scope(meta(99, page, 576, dtype=dtype), meta(8, 128, dtype=i32))
-    args, options = provider.decode_arguments(
+    scope = Scope(meta(99, page, 576, dtype=dtype), meta(8, columns, dtype=i32))
+    return provider.decode_arguments(
         config,
         meta(8, heads, 576, dtype=dtype),
         scope,
@@ -66,8 +65,32 @@ def decode_report(
         meta(8, heads, dtype=f32),
         Sparse(scope, 128, meta(8, dtype=i32), meta(heads, dtype=f32)) if sparse else None,
     )
-    module = hopper_kernel if config.hopper else triton_kernels
-    return report(target, compile_for(target, module.decode_kernel, args, options | extra))
+
+
+def decode_kernel(config: Config) -> Any:
+    """The kernel that a configuration is for."""
+    return (hopper_kernel if config.hopper else triton_kernels).decode_kernel
+
+
+def decode_report(
+    target: str, config: Config, heads: int, dtype: torch.dtype, shape: Any = None, **extra: Any
+) -> Report:
+    """Report of one decode kernel; `shape` are keywords of `decode_arguments`."""
+    args, options = decode_arguments(config, heads, dtype, **(shape or {}))
+    return report(target, compile_for(target, decode_kernel(config), args, options | extra))
+
+
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+@pytest.mark.parametrize("hopper", [False, True], ids=["portable", "hopper"])
+def test_the_width_of_the_table_is_no_variant(hopper: bool, sparse: bool) -> None:
+    """The warm-up runs with a table of one column; no request may compile another kernel."""
+    config = provider.choose(hopper, 16)
+    variants = []
+    for columns in (1, 3, 64):
+        args, options = decode_arguments(config, 16, BF16, columns=columns, sparse=sparse)
+        source = specialize(decode_kernel(config), args, options)
+        variants.append((source.signature, source.constants, source.attrs))
+    assert variants[0] == variants[1] == variants[2]
 
 
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
@@ -77,7 +100,7 @@ def test_portable_kernel(target: str, heads: int, sparse: bool) -> None:
     warp = 64 if target.startswith("gfx") else 32
     config = provider.choose(False, heads, warp)
     for dtype in (BF16, FP8[target]):
-        result = decode_report(target, config, heads, dtype, sparse=sparse)
+        result = decode_report(target, config, heads, dtype, {"sparse": sparse})
         assert result.hot_spills == 0, result
         if target.startswith("gfx"):
             # The scalars of two scopes do not all fit; they go to lanes of a vector register.
@@ -93,7 +116,7 @@ def test_portable_kernel(target: str, heads: int, sparse: bool) -> None:
 def test_hopper_kernel(heads: int, dtype: torch.dtype) -> None:
     config = provider.choose(True, heads)
     for options in ({"page": 64}, {"page": 1}, {"sparse": True})[: 1 if heads == 32 else 3]:
-        result = decode_report("sm_90", config, heads, dtype, **options)
+        result = decode_report("sm_90", config, heads, dtype, options)
         assert result.hot_spills == 0, (options, result)
         assert result.shared <= LDS["sm_90"], result
         assert "HGMMA" in result.matrix and "HMMA" not in result.matrix, result

@@ -147,6 +147,7 @@ def test_two_engines_in_one_process(model, fused_caches, fused):
     for engine in both:
         assert engine["tokens"] == fused["tokens"]
         assert engine["logprobs"] == fused["logprobs"]
+        assert engine["steps"] == fused["steps"]
 
 
 def test_provider_that_raises_in_a_step_ends_the_engine_with_what_to_do(model, fused_caches, fused):

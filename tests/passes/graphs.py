@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import vllm.compilation.passes.fusion.mla_rope_kvcache_cat_fusion  # noqa: F401  registers its op
@@ -27,9 +27,6 @@ from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import (
 from vllm.utils.torch_utils import _encode_layer_name
 
 from mla_fusion import ops, vllm_compat
-
-if TYPE_CHECKING:
-    pass
 
 ops.register(vllm_compat.layer_name_type())
 

@@ -16,7 +16,7 @@ from mla_fusion.kernels.aiter import PackedWeight
 from mla_fusion.ops import Rope
 from mla_fusion.report import Variant
 from tests.passes.fake_engine import MIXED, Batch, Engine, Layer
-from tests.passes.graphs import HEADS, LATENT, MAX_POSITION, NOPE, ROPE, Spec, layer_names
+from tests.passes.graphs import HEADS, LATENT, MAX_POSITION, NOPE, ROPE, VALUE, Spec, layer_names
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 SPEC = Spec("native", dtype=BF16, table_dtype=torch.float32)
@@ -55,6 +55,23 @@ def test_decode_only(actual: int, decode: int, expected: bool) -> None:
 
 def test_the_profile_run_is_not_decode_only() -> None:
     assert not runtime.is_decode_only(None)
+
+
+def test_without_slots_every_op_takes_the_path_of_vllm() -> None:
+    """Else the attention would read a query that nobody prepared."""
+    context = Engine(SPEC).context(Batch(rows=5, actual=5, decode=5))
+    context.slot_mapping = {}
+    args = step(5) | {"rope": Rope.NONE, "positions": None, "cos_sin_cache": None}
+    prepared = torch.full((5, HEADS, LATENT + ROPE), torch.nan, dtype=BF16)
+    output = torch.full((5, HEADS * VALUE), torch.nan, dtype=BF16)
+    with override_forward_context(context):
+        runtime.fused_decode_prep(**args, prepared_q=prepared, provider="reference")
+        runtime.decode_q_prep(args["q"], args["layer_name"], prepared)
+        assert prepared.isnan().all()
+        runtime._attention(
+            args["q"], prepared, args["kv_c"], args["k_pe"], output, args["layer_name"]
+        )
+    assert not output.isnan().any()
 
 
 @pytest.mark.parametrize("rope", [Rope.NATIVE, Rope.NATIVE_FP32])
