@@ -76,16 +76,26 @@ def decode_bucket(vllm_config: Any) -> int:
     """The largest number of tokens of a graph in which the passes run.
 
     max_num_seqs * (1 + num_speculative_tokens), with which vLLM itself tells a decode CUDA graph,
-    unless the operator overrides it; never more than max_num_batched_tokens. vLLM has no compile
-    range for one token alone, so the smallest bucket is 2.
+    or the size of the CUDA graph that it pads such a batch to; unless the operator overrides it.
+    Never more than max_num_batched_tokens. vLLM has no compile range for one token alone, so the
+    smallest bucket is 2.
     """
     scheduler = vllm_config.scheduler_config
-    bucket = getattr(vllm_config.compilation_config.pass_config, THRESHOLD, None)
+    compilation = vllm_config.compilation_config
+    bucket = getattr(compilation.pass_config, THRESHOLD, None)
     if bucket is None:
-        speculative = vllm_config.speculative_config
-        drafts = (speculative.num_speculative_tokens or 0) if speculative is not None else 0
-        bucket = scheduler.max_num_seqs * (1 + drafts)
+        query_len = 1 + draft_tokens(vllm_config)
+        bucket = scheduler.max_num_seqs * query_len
+        sizes = [n for n in compilation.cudagraph_capture_sizes or () if n >= bucket]
+        if sizes:  # vLLM also rounds the sizes of decode graphs up to whole queries
+            bucket = -(-min(sizes) // query_len) * query_len
     return min(max(bucket, 2), scheduler.max_num_batched_tokens)
+
+
+def draft_tokens(vllm_config: Any) -> int:
+    """Draft tokens that speculative decoding adds to each token of a decode step."""
+    speculative = vllm_config.speculative_config
+    return (speculative.num_speculative_tokens or 0) if speculative is not None else 0
 
 
 @dataclass(frozen=True)

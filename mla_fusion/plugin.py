@@ -182,6 +182,8 @@ def _apply_decision(vllm_config: Any) -> None:
     ):
         pass_config.fuse_rope_kvcache_cat_mla = True
         logger.debug("%s needs fuse_rope_kvcache_cat_mla, now on", config.FLAG)
+    # Kept: vLLM may change the sizes of its CUDA graphs later, from which the bucket follows.
+    setattr(pass_config, config.THRESHOLD, decision.bucket)
     endpoints = set(compilation.compile_ranges_endpoints or [])
     if decision.bucket not in endpoints:
         compilation.compile_ranges_endpoints = sorted({*endpoints, decision.bucket})

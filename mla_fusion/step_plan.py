@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mla_fusion import attention, eligibility, vllm_compat
+from mla_fusion import attention, config, eligibility, vllm_compat
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -118,8 +118,6 @@ def attach(layers: Mapping[str, Any], provider: str, vllm_config: Any) -> None:
 
     `provider` is who computes the fused op, as for `eligibility.facts`.
     """
-    speculative = vllm_config.speculative_config
-    drafts = (speculative.num_speculative_tokens or 0) if speculative is not None else 0
     activation = vllm_config.model_config.dtype
     plans: dict[tuple[Any, ...], StepPlan] = {}
     for layer in vllm_compat.mla_layers(layers).values():
@@ -140,7 +138,7 @@ def attach(layers: Mapping[str, Any], provider: str, vllm_config: Any) -> None:
             executor = attention.get_provider(attention.portable_provider(device))
             plan = attention.PersistentDecodePlan.allocate(
                 max_batch=vllm_config.scheduler_config.max_num_seqs,
-                max_query_len=1 + drafts,
+                max_query_len=1 + config.draft_tokens(vllm_config),
                 planner="portable",
                 **shape,
                 **executor.plan_settings(layer.num_heads, shape["kv_dtype"], device),

@@ -167,6 +167,28 @@ class TestWhatItSwitchesOn:
         made = make(FLAG_ON, speculative_config={"method": "ngram", "num_speculative_tokens": 3})
         assert config.decode_bucket(made) == 16
 
+    @pytest.mark.parametrize(
+        "seqs, drafts, sizes, bucket",
+        [
+            (100, 0, [96, 104, 112], 104),
+            (100, 0, [96, 100, 104], 100),
+            (100, 0, [64], 100),  # larger batches run without a CUDA graph
+            (33, 2, [96, 104], 105),  # whole queries of three tokens
+        ],
+    )
+    def test_the_bucket_holds_the_graph_a_full_batch_is_padded_to(
+        self, make, seqs, drafts, sizes, bucket
+    ):
+        speculative = {"method": "ngram", "num_speculative_tokens": drafts} if drafts else None
+        made = make(max_num_seqs=seqs, speculative_config=speculative)
+        made.compilation_config.cudagraph_capture_sizes = sizes
+        assert config.decode_bucket(made) == bucket
+
+    def test_the_bucket_stays_when_vllm_changes_its_graphs_later(self, make):
+        made = make(FLAG_ON)
+        made.compilation_config.cudagraph_capture_sizes = [64]
+        assert config.decode_bucket(made) == 4
+
     def test_a_bucket_as_large_as_the_batch_adds_no_endpoint(self, make):
         off = make()
         tokens = off.scheduler_config.max_num_batched_tokens
@@ -219,6 +241,7 @@ class TestDeclines:
             backend="inductor",
             splitting_ops=None,
             cudagraph_mode=Config(name="FULL"),
+            cudagraph_capture_sizes=None,
             inductor_compile_config={},
             pass_config=Config(**FLAG_ON),
         )
