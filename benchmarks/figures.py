@@ -93,19 +93,23 @@ def region_table(rows: list[Row]) -> list[str]:
     return lines
 
 
-def decode_table(rows: list[Row]) -> list[str]:
-    """GPU time of a decode step by batch, and the change against both unfused paths."""
+def decode_table(rows: list[Row], clock: str) -> list[str]:
+    """Time of a decode step by batch, and the change against both unfused paths.
+
+    `clock` is "gpu" or "wall".
+    """
     us = {(r["arm"], int(r["batch"])): r for r in rows}
     lines = [
         "| batch | default | cat | fused | against cat | against default |",
         "|---|---|---|---|---|---|",
     ]
     for batch in sorted({batch for _, batch in us}):
-        cells = [
-            f"{float(r['gpu_us']):.0f} ({float(r['gpu_min']):.0f}, {float(r['gpu_max']):.0f})"
-            for r in (us[arm, batch] for arm in ARMS)
-        ]
-        default, cat, fused = (float(us[arm, batch]["gpu_us"]) for arm in ARMS)
+        cells = []
+        for arm in ARMS:
+            row = us[arm, batch]
+            middle, low, high = (float(row[f"{clock}_{part}"]) for part in ("us", "min", "max"))
+            cells.append(f"{middle:.0f} ({low:.0f}, {high:.0f})")
+        default, cat, fused = (float(us[arm, batch][f"{clock}_us"]) for arm in ARMS)
         change = f"{fused / cat - 1:+.1%} | {fused / default - 1:+.1%}".replace("%", " %")
         lines.append(f"| {batch} | {' | '.join(cells)} | {change} |")
     return lines
@@ -166,7 +170,8 @@ def tables() -> dict[str, list[str]]:
     """Name and lines of every table of the page."""
     return {
         "region": region_table(read(REGION)),
-        "decode": decode_table(read(DECODE)),
+        "decode": decode_table(read(DECODE), "gpu"),
+        "decode-wall": decode_table(read(DECODE), "wall"),
         **attention_tables(read(ATTENTION)),
     }
 

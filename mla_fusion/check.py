@@ -40,12 +40,14 @@ class Settings:
         return max(self.max_num_seqs * (1 + self.speculative_tokens), 2)
 
     def serve(self) -> list[str]:
-        """The arguments of `vllm serve` that differ from vLLM's defaults, the model first."""
+        """The arguments of `vllm serve`, the model first.
+
+        --max-num-seqs is always named: vLLM's default depends on the GPU, and the bucket on it.
+        """
         words = [str(self.model) if self.model.is_dir() else "MODEL"]
         if self.tensor_parallel_size > 1:
             words += ["--tensor-parallel-size", str(self.tensor_parallel_size)]
-        if self.max_num_seqs != Settings.max_num_seqs:
-            words += ["--max-num-seqs", str(self.max_num_seqs)]
+        words += ["--max-num-seqs", str(self.max_num_seqs)]
         if self.kv_cache_dtype != "auto":
             words += ["--kv-cache-dtype", self.kv_cache_dtype]
         return words

@@ -24,7 +24,7 @@ def find(folder: Path) -> dict[str, list[Path]]:
     if not all(found.values()):
         raise UserError(
             f"no graph before and after the passes under {folder}: write them with "
-            "mla-fusion check MODEL --dump DIR, or by starting vLLM with "
+            "mla-fusion check CONFIG --dump DIR, or by starting vLLM with "
             "-cc.debug_dump_path=DIR and depyf installed (a warm compile cache writes none)"
         )
     return found

@@ -43,9 +43,11 @@ REASONS: dict[str, Reason] = {
     ),
     "cudagraph-full": Reason(
         "engine",
-        "cudagraph_mode=FULL captures one graph for decode and mixed batches alike, and the "
-        "choice between them would be frozen at capture",
-        "use FULL_AND_PIECEWISE (vLLM's default), FULL_DECODE_ONLY or PIECEWISE",
+        "cudagraph_mode=FULL, to which vLLM also turns FULL_AND_PIECEWISE with empty "
+        "splitting_ops, captures one graph for decode and mixed batches alike, and the choice "
+        "between them would be frozen at capture",
+        "use FULL_DECODE_ONLY, or FULL_AND_PIECEWISE (vLLM's default) or PIECEWISE without "
+        "setting splitting_ops",
     ),
     "splitting-ops": Reason(
         "engine",

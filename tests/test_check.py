@@ -305,7 +305,7 @@ def test_a_file_stands_for_a_model_of_any_name(
 ) -> None:
     answered(monkeypatch, tmp_path, capsys)
     assert cli.main(["check", str(tmp_path / "config.json")]) == 0
-    assert "vllm serve MODEL -cc." in capsys.readouterr().out
+    assert "vllm serve MODEL --max-num-seqs 256 -cc." in capsys.readouterr().out
 
 
 def test_the_answer_as_json(

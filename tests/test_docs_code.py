@@ -202,7 +202,7 @@ SERVE = "vllm serve MODEL -cc.pass_config.fuse_aiter_qk_rope_kvcache_mla=True"
         f"""{SERVE} --additional-config '{{"mla_fusion": {{"provider": "cuda"}}}}'""",
         f"""{SERVE} --additional-config '{{"mla_fusion": '""",
         "mla-fusion check",
-        "mla-fusion check MODEL_DIR --max-num-seqs many",
+        "mla-fusion check CONFIG --max-num-seqs many",
         "mla-fusion nothing",
         "make nothing",
         "pip install '.[nothing]'",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 
 import pytest
 
 from mla_fusion import cli, doctor, report
-from mla_fusion.answer import Answer
-from tests.test_views import stored
+from tests import test_check
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "commands.md").read_text()
@@ -20,8 +20,9 @@ def shows(lines: list[str]) -> None:
 
 
 def test_doctor() -> None:
+    """The environment of docs/performance.md, with a VLLM_PLUGINS that lacks the plugin."""
     found = doctor.Environment(
-        vllm="0.32.0",
+        vllm="0.26.0",
         torch="2.11.0+cu130",
         triton="3.6.0",
         aiter="",
@@ -40,12 +41,16 @@ def test_doctor() -> None:
     shows(doctor.lines(doctor.diagnose(found)))
 
 
-def test_check_of_a_model_that_fuses() -> None:
-    made = stored()
-    made.ranges[0].fused = made.ranges[0].layers
-    platforms = frozenset(("nvidia", "amd"))
-    answer = Answer("DeepseekV3ForCausalLM", platforms, 256, "engine", ["MODEL"], report=made)
-    shows(answer.lines())
+def test_check_of_a_model_that_fuses(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The answer to the command that the page shows above it, with an engine that is played."""
+    [arguments] = re.findall(r"^mla-fusion check CONFIG (.+)$", PAGE, re.M)
+    monkeypatch.setitem(test_check.V3, "num_attention_heads", 128)
+    status, _ = test_check.check_with(monkeypatch, tmp_path, 2, *arguments.split())
+    answer = capsys.readouterr().out.replace(str(tmp_path), "MODEL").splitlines()
+    assert status == 0
+    shows(answer[: answer.index("")])
 
 
 def test_check_of_a_model_that_does_not(capsys: pytest.CaptureFixture[str]) -> None:

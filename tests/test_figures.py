@@ -60,10 +60,11 @@ def test_a_loss_behind_another_kernel_is_named():
     assert lines[-1] == "Shapes where the best of the others is faster: T=8, H=16."
 
 
-def test_decode_changes():
-    row = {"gpu_min": "1", "gpu_max": "3"}
+@pytest.mark.parametrize("clock", ["gpu", "wall"])
+def test_decode_changes(clock):
+    row = {f"{clock}_min": "1", f"{clock}_max": "3"}
     rows = [
-        {"arm": arm, "batch": "32", "gpu_us": us, **row}
+        {"arm": arm, "batch": "32", f"{clock}_us": us, **row}
         for arm, us in (("default", "1000"), ("cat", "800"), ("fused", "900"))
     ]
-    assert figures.decode_table(rows)[2].endswith("| 900 (1, 3) | +12.5 % | -10.0 % |")
+    assert figures.decode_table(rows, clock)[2].endswith("| 900 (1, 3) | +12.5 % | -10.0 % |")

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
-AS_IN_VLLM = "as in vLLM (default: %(default)s)"
-
 
 def declare(
     commands: Commands, name: str, run: Callable[[argparse.Namespace], int], **texts: Any

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mla_fusion import kernels
-from mla_fusion.commands import AS_IN_VLLM, declare, positive, zero_or_more
+from mla_fusion.commands import declare, positive, zero_or_more
 
 if TYPE_CHECKING:
     import argparse
@@ -25,8 +25,19 @@ def add(commands: Commands) -> None:
         "with random weights and starts a vLLM engine on it with the flag on. Prints whether every "
         "MLA layer fuses, where, and what to type, or why not. Needs no GPU and no network.",
     )
-    parser.add_argument("model", type=Path, metavar="MODEL", help="config.json, or its folder")
-    parser.add_argument("--max-num-seqs", type=positive, default=256, metavar="N", help=AS_IN_VLLM)
+    parser.add_argument(
+        "model",
+        type=Path,
+        metavar="CONFIG",
+        help="the model's config.json, or its folder; not a name on the Hub",
+    )
+    parser.add_argument(
+        "--max-num-seqs",
+        type=positive,
+        default=256,
+        metavar="N",
+        help="as the server will get it (default: %(default)s; vLLM's own depends on the GPU)",
+    )
     parser.add_argument(
         "--speculative-tokens",
         type=zero_or_more,
@@ -41,7 +52,9 @@ def add(commands: Commands) -> None:
         metavar="TP",
         help="emulated: the heads of one rank of TP (default: %(default)s)",
     )
-    parser.add_argument("--kv-cache-dtype", default="auto", metavar="T", help=AS_IN_VLLM)
+    parser.add_argument(
+        "--kv-cache-dtype", default="auto", metavar="T", help="as in vLLM (default: %(default)s)"
+    )
     parser.add_argument(
         "--layers",
         type=positive,
