@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.nightly
 
 # No search for the smallest example: that there is one is the point.
-FIRST = settings(max_examples=1000, phases=[Phase.generate])
+FIRST = settings(max_examples=5000, phases=[Phase.generate])
 
 
 def finds_a_bug(test: Any, cases: dict[str, Any]) -> bool:
-    """Whether a property test fails, of 1,000 examples."""
+    """Whether a property test fails, of 5,000 examples."""
     try:
         FIRST(given(**cases)(test.hypothesis.inner_test))()
     except Exception:  # noqa: BLE001  whatever the bug makes of it
