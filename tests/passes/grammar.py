@@ -116,6 +116,8 @@ def read_elsewhere(module: fx.GraphModule, node: fx.Node, pick: int) -> None:
         edits.also_return(module, edits.add(module, module.graph.output_node(), target, node))
 
 
+# What one row becomes depends on other rows.
+MIXES_ROWS: tuple[tuple[Any, ...], ...] = ((aten.flip.default, [0]), (aten.cumsum.default, 0))
 # Foreign ops, and some that change nothing.
 FOREIGN: tuple[tuple[Any, ...], ...] = (
     (aten.mul.Tensor, 1.0),
@@ -124,10 +126,9 @@ FOREIGN: tuple[tuple[Any, ...], ...] = (
     (aten.clone.default,),
     (aten.tanh.default,),
     (aten.add.Tensor, 0.25),
-    (aten.flip.default, [0]),
     (aten.flip.default, [-1]),
-    (aten.cumsum.default, 0),
     (aten.roll.default, [1], [-1]),
+    *MIXES_ROWS,
 )
 ROUNDED = (torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.float8_e4m3fn)
 
@@ -137,6 +138,13 @@ def splice(module: fx.GraphModule, node: fx.Node, pick: int) -> None:
     target, *args = FOREIGN[pick % len(FOREIGN)]
     if is_float(node) and node.op == "call_function":
         _put_between(module, node, pick // len(FOREIGN), [(target, *args)])
+
+
+def mixes_rows(steps: list[tuple[Any, int, int]]) -> bool:
+    """Whether these edits let rows without a slot, which hold anything, into others."""
+    return any(
+        edit is splice and FOREIGN[pick % len(FOREIGN)] in MIXES_ROWS for edit, _, pick in steps
+    )
 
 
 def change_dtype(module: fx.GraphModule, node: fx.Node, pick: int) -> None:

@@ -153,6 +153,7 @@ def test_edited_graphs_compute_the_same(
     last: int,
 ) -> None:
     """`last` is the pass after which the graph is run: 2 to 4 alone, or all five as in vLLM."""
+    assume(not (batch.has_rows_without_slot and grammar.mixes_rows(steps)))
     quantized = quantized and spec.kv_cache_dtype == "fp8"
     module = build(spec)
     grammar.apply(module, steps)
