@@ -61,7 +61,7 @@ def make(models):
 
 
 @pytest.fixture
-def log(caplog):
+def log(vllm_loggers, caplog):
     """The log lines of this library."""
     caplog.set_level(logging.INFO, logger="vllm.mla_fusion")
     return caplog
