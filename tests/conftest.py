@@ -67,3 +67,16 @@ def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(1)  # tensors of a few hundred elements: more threads only wait
     yield from fake_engine.plain_kernels(monkeypatch)
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def vllm_loggers() -> None:
+    """vLLM's loggers as its first config sets them up.
+
+    pytest reads a logger that does not propagate from the start of a test: in the test that makes
+    the first config of a process, it would see nothing.
+    """
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging_if_needed
+
+    configure_logging_if_needed(LoggingConfig())

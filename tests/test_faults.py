@@ -1,8 +1,8 @@
 """Faults: what the user reads, and that the engine serves the same tokens or does not start.
 
 `docs/testing.md` lists every fault with its test. The layers, caches and batches are those of
-`tests/passes/fake_engine.py`, the config objects vLLM's own; faults that need whole engines are in
-`tests/engine/test_fault_engines.py`.
+`tests/passes/fake_engine.py`, the config objects vLLM's own; faults in whole engines are in
+`tests/engine/test_engine.py`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 import mla_fusion
 from mla_fusion import config, kernels, plugin, report, vllm_compat
 from mla_fusion.kernels import reference
+from tests.aiter_double.test_require import on_path, write  # noqa: F401  on_path is a fixture
 from tests.models import DEEPSEEK_V2
 from tests.passes.fake_engine import DECODE, MIXED, Engine, assert_same, fuse, run
 from tests.passes.graphs import Spec, build
@@ -45,8 +46,8 @@ class Planted(Exception):
 
 
 @pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """make(provider, model=...) -> vLLM's config with the flag on, and its own cache folder."""
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vllm_loggers: None) -> Callable[..., Any]:
+    """make(provider) -> vLLM's config with the flag on, and its own cache folder."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
 
     def build_config(provider: str = "reference") -> Any:
@@ -152,19 +153,57 @@ def test_provider_raises_in_a_step(monkeypatch: pytest.MonkeyPatch, plain_kernel
     assert "the reference provider failed in a decode step of 5 rows" in notes(caught)
     assert all(words in notes(caught) for words in WHAT_TO_DO)
     assert_same(run(build(SPEC), SPEC, MIXED), run(module, SPEC, MIXED), MIXED)
-    monkeypatch.undo()
+
+
+def switched_off(make: Any, provider: str, caplog: pytest.LogCaptureFixture) -> str:
+    """The one line this library logs about an engine whose flag it switches off: a warning."""
+    caplog.set_level(logging.INFO, logger="vllm.mla_fusion")
+    assert not config.is_on(make(provider))
+    [record] = [r for r in caplog.records if r.name == "vllm.mla_fusion"]
+    assert record.levelno == logging.WARNING
+    message = record.getMessage()
+    assert message.startswith(f"{config.FLAG} is switched off: ")
+    return message
+
+
+# What stands on the path under the name aiter: (files of the package, what the user reads).
+AITERS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
+    "missing": ({}, ("the module aiter is missing", "install ROCm's AITER")),
+    "too old": (
+        {"__init__.py": "", "jit/__init__.py": ""},
+        ("has no fused_qk_rope_concat_and_cache_mla", "install v0.1.8 or newer"),
+    ),
+    "half-installed": (
+        {"__init__.py": "raise ImportError('no libamdhip64.so')\n", "jit/__init__.py": ""},
+        ("importing aiter fails (ImportError: no libamdhip64.so)", "reinstall AITER"),
+    ),
+    "another project's": (
+        {"__init__.py": "raise SystemExit('another project was run')\n"},
+        ("is not AMD's", "uninstall it and install ROCm's AITER"),
+    ),
+}
+
+
+@pytest.mark.usefixtures("on_path")
+@pytest.mark.parametrize("files, words", AITERS.values(), ids=AITERS)
+def test_an_aiter_that_cannot_serve(
+    make: Any,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    files: dict[str, str],
+    words: tuple[str, ...],
+) -> None:
+    write(tmp_path, files)
+    warning = switched_off(make, "aiter", caplog)
+    assert all(said in warning for said in ("[provider-unavailable]", *words))
 
 
 def test_triton_missing(
     make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The engine starts without the fusion, with one warning."""
     monkeypatch.setitem(sys.modules, "triton", None)
     kernels.get_provider.cache_clear()
-    caplog.set_level(logging.INFO, logger="vllm.mla_fusion")
-    assert not config.is_on(make("triton"))
-    [warning] = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING
-                 and r.name == "vllm.mla_fusion"]  # fmt: skip
+    warning = switched_off(make, "triton", caplog)
     assert "[provider-unavailable]" in warning
     assert "provider 'triton' needs the triton package (pip install triton" in warning
 
@@ -175,9 +214,9 @@ def test_vllm_outside_the_window_that_still_takes_the_flag(
     monkeypatch.setattr(plugin, "_registered", False)
     monkeypatch.setattr(vllm_compat, "installed_version", lambda: "0.99.0")
     plugin.register()
-    assert not config.is_on(make())
-    assert "is switched off: this vLLM release is outside the window" in caplog.text
-    assert "(0.99.0, supported are 0.26 to 0.33) [vllm-version]" in caplog.text
+    warning = switched_off(make, "reference", caplog)
+    assert "this vLLM release is outside the window" in warning
+    assert "(0.99.0, supported are 0.26 to 0.33) [vllm-version]" in warning
 
 
 def test_vllm_outside_the_window_whose_names_are_gone(

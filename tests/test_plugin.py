@@ -61,7 +61,7 @@ def make(models):
 
 
 @pytest.fixture
-def log(caplog):
+def log(vllm_loggers, caplog):
     """The log lines of this library."""
     caplog.set_level(logging.INFO, logger="vllm.mla_fusion")
     return caplog
@@ -413,12 +413,25 @@ print("hash", made.compute_hash(), made.compilation_config.pass_config.compute_h
         assert len(hashes) == 3
         assert PassConfig(**{config.THRESHOLD: 8}).compute_hash() == PassConfig().compute_hash()
 
-    def test_registering_twice_changes_nothing(self):
-        from vllm.config import VllmConfig
-
-        before = VllmConfig.__post_init__, PassConfig
-        plugin._registered = False
-        plugin.register()
+    def test_registering_twice_changes_nothing(self, monkeypatch):
         import vllm.config
+        from vllm.compilation.passes.pass_manager import PostGradPassManager
+        from vllm.platforms import current_platform
+        from vllm.v1.worker.worker_base import WorkerBase
 
-        assert (VllmConfig.__post_init__, vllm.config.PassConfig) == before
+        def changed():
+            return [
+                vllm.config.PassConfig,
+                vllm.config.PassConfig.__mro__,
+                vllm.config.VllmConfig.__post_init__,
+                vllm.config.VllmConfig._set_compile_ranges,
+                PostGradPassManager.configure,
+                current_platform.check_and_update_config.__func__,
+                WorkerBase.__init__,
+            ]
+
+        before = changed()
+        monkeypatch.setattr(plugin, "_registered", False)
+        plugin.register()
+        assert plugin._registered
+        assert changed() == before

@@ -172,10 +172,12 @@ def test_a_batch_without_causal_mask_is_an_error() -> None:
         attend("a", query(3))
 
 
-def test_a_warm_up_changes_no_cache() -> None:
+def test_a_warm_up_runs_the_plan_and_changes_no_cache(refreshes: list[int]) -> None:
+    """The plan of both layers, for a query of one token and for the longest."""
     engine = Engine(drafts=1)
     before = [layer.kv_cache.clone() for layer in engine.layers.values()]
     runtime.warm_up_attention(engine.layers)
+    assert refreshes == [1, 2]
     for layer, cache in zip(engine.layers.values(), before, strict=True):
         assert torch.equal(layer.kv_cache, cache)
 

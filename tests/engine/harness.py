@@ -6,13 +6,14 @@ The engine always runs vLLM's piecewise backend with graph partition and a compi
 decode bucket, the prerequisites of the flag, so that runs with and without the flag compare.
 Keys of the job: model (folder); plugin (register mla_fusion); flag; custom_pass (the pass object
 in vLLM's hook, without the plugin); attention and provider (the options of those names); processes
-(engine core and worker in processes of their own, as vLLM serves; no graphs are recorded then);
-engines (how many to start, one after the other, the first ones still alive); fault (the provider
-raises in its third step); load_format; prompts; max_tokens; bucket (the decode bucket, if not 4);
-engine (further arguments of vllm.LLM).
+("spawn" or "fork": how the engine core and the worker start, in processes of their own, as vLLM
+serves; no graphs are recorded then); engines (how many to start, one after the other, the first
+ones still alive); fault (the provider raises in its third step); load_format; prompts; max_tokens;
+bucket (the decode bucket, if not 4); engine (further arguments of vllm.LLM).
 """
 
 import json
+import multiprocessing
 import os
 import sys
 from typing import Any
@@ -31,6 +32,19 @@ def keep_vllm_compile():
         asked = compilation.mode, compilation.backend, compilation.ir_enable_torch_wrap
         original(cls, vllm_config)
         compilation.mode, compilation.backend, compilation.ir_enable_torch_wrap = asked
+
+    CpuPlatform.check_and_update_config = classmethod(check)
+
+
+def start_processes_by(method):
+    """Let vLLM start its processes by `method`: on a CPU it spawns them, whatever is asked."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    original = CpuPlatform.check_and_update_config.__func__
+
+    def check(cls, vllm_config):
+        original(cls, vllm_config)
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = method
 
     CpuPlatform.check_and_update_config = classmethod(check)
 
@@ -108,7 +122,9 @@ def main(job):
         os.environ["VLLM_PLUGINS"] = ""
     import vllm
 
-    if not job.get("processes"):
+    if job.get("processes"):
+        start_processes_by(job["processes"])
+    else:
         keep_vllm_compile()
     if job.get("plugin"):
         import mla_fusion
@@ -185,6 +201,7 @@ def main(job):
             "tokens": [list(c.token_ids) for c in completions],
             "logprobs": chosen,
             "refreshes": refreshes,
+            "children": [type(child).__name__ for child in multiprocessing.active_children()],
         }
         if job.get("flag"):
             result["steps"] = llm.collective_rpc("mla_fusion_steps")

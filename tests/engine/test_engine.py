@@ -80,8 +80,9 @@ def own_log(result):
 
 def test_steps_are_counted_by_path(fused):
     """Four prompts enter in one mixed batch, then all decode: 8 tokens are 1 + 7 passes."""
-    [steps] = fused["steps"]
-    assert list(steps.values()) == [{"fused": 7, "unfused": 1}]
+    counts = {"fused": 7, "unfused": 1}
+    assert fused["steps"] == [{"model.layers.0.self_attn.attn": counts}]
+    assert fused["exported"] == counts  # the engine runs in the process of /metrics
 
 
 def prefill_range(result):
@@ -124,12 +125,9 @@ def test_warm_compile_cache_still_yields_the_report(model, fused_caches, fused):
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_engine_and_worker_in_processes_of_their_own(model, fused, tmp_path, method):
     (tmp_path / "prometheus").mkdir()
-    environment = {
-        "PROMETHEUS_MULTIPROC_DIR": str(tmp_path / "prometheus"),
-        "VLLM_WORKER_MULTIPROC_METHOD": method,
-    }
-    job = {"model": model, "plugin": True, "flag": True, "processes": True}
-    apart = run(job, tmp_path, **environment)
+    job = {"model": model, "plugin": True, "flag": True, "processes": method}
+    apart = run(job, tmp_path, PROMETHEUS_MULTIPROC_DIR=str(tmp_path / "prometheus"))
+    assert apart["children"] == [f"{method.capitalize()}Process"]  # the engine core
     assert own_log(apart) == [("INFO", SUMMARY)]
     assert apart["tokens"] == fused["tokens"]
     assert apart["logprobs"] == fused["logprobs"]

@@ -162,6 +162,8 @@ def test_invariant_4_failing_pass_puts_the_graph_back(
     with caplog.at_level(logging.ERROR):
         record = fuse(module, spec)
     assert (record.fused, reasons(record)) == (0, ["pass-error"] * 2)
+    assert "a pass failed; this graph stays unfused" in caplog.text
+    assert "ValueError: planted" in caplog.text  # the traceback
     assert list(module.graph.nodes) == nodes
     assert printed(module) == before
     assert [dict(node.meta) for node in nodes] == metas

@@ -62,6 +62,8 @@ class Result:
         fused: how many layers the passes fused; declined: why not.
         calls: how often each op of AITER was called in the fused run.
         same_as_reference: whether query, cache and output equal the reference provider's bytes.
+        latent_steps, rope_steps: the largest difference of the two halves of the query that the
+            decode was given, in steps of its type.
         same: whether the live rows of the output equal those without the passes.
         error, scale: the largest difference of them, and the largest value.
         cache_equal: the share of equal bytes in the written cache entries.
@@ -74,6 +76,8 @@ class Result:
     declined: str = ""
     calls: dict[str, int] | None = None
     same_as_reference: bool = False
+    latent_steps: int = 0
+    rope_steps: int = 0
     same: bool = False
     error: float = 0.0
     scale: float = 0.0

@@ -198,13 +198,18 @@ def compare(case: Case, backend: Backend, double: aiter_double.Double) -> Result
     batch, result = BATCHES[case.batch], Result()
     module, spec = graph(case)
     fused, by_reference = graphs.copy(module), graphs.copy(module)
+    double.forget()
     before_out, before_cache = run(module, spec, backend, batch)
+    before_query = attended(double, batch)
     record = fuse(fused, backend.layer, "aiter")
     result.fused = record.fused
     result.declined = ", ".join(d.code for d in record.declined.values())
     double.forget()
     out, cache = run(fused, spec, backend, batch)
     result.calls = double.counts()
+    query = attended(double, batch)
+    result.latent_steps = _steps(query[..., :LATENT], before_query[..., :LATENT])
+    result.rope_steps = _steps(query[..., LATENT:], before_query[..., LATENT:])
     if hasattr(backend.layer, "W_UK_T"):
         fuse(by_reference, backend.layer, "reference")
         ref_out, ref_cache = run(by_reference, spec, backend, batch)
@@ -217,21 +222,34 @@ def compare(case: Case, backend: Backend, double: aiter_double.Double) -> Result
     written[slots[slots >= 0]] = True
     a, b = cache[written], before_cache[written]
     result.cache_equal = float((a == b).float().mean())
-    result.cache_steps = _steps(a, b, backend.stored)
+    result.cache_steps = _steps(a.view(backend.stored), b.view(backend.stored))
     start = backend.cache.flatten(0, 1).view(torch.uint8)
     result.elsewhere = torch.equal(cache[~written], start[~written])
     return result
 
 
-def _steps(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> int:
+def attended(double: aiter_double.Double, batch: Batch) -> torch.Tensor:
+    """The live rows [T, H, L + R] of the query that the decode of the last step was given.
+
+    Heads may be padded. In a mixed batch T counts the decode tokens, and is 0 without any.
+    """
+    for call in double.calls("mla_decode_fwd"):
+        return call["q"][: batch.live]
+    for call in double.calls("mla_gluon"):  # [B, H, *], or [B, n, H, *] for drafts
+        return torch.cat((call["q_nope"], call["q_pe"]), dim=-1).flatten(0, -3)[: batch.live]
+    return torch.empty((0, 1, LATENT + ROPE), dtype=torch.bfloat16)
+
+
+def _steps(a: torch.Tensor, b: torch.Tensor) -> int:
     """The largest distance in representable values; codes are sign and magnitude."""
-    raw = torch.int16 if dtype == torch.bfloat16 else torch.int8
+    assert a.dtype == b.dtype
+    raw = torch.int16 if a.dtype == torch.bfloat16 else torch.int8
 
     def ordered(x: torch.Tensor) -> torch.Tensor:
         code = x.contiguous().view(raw).int()
         return torch.where(code < 0, -(code & torch.iinfo(raw).max), code)
 
-    return int((ordered(a) - ordered(b)).abs().max())
+    return int((ordered(a) - ordered(b)).abs().max()) if a.numel() else 0
 
 
 def main(job: dict[str, Any]) -> None:

@@ -99,6 +99,11 @@ def test_a_step_is_what_it_is_without_the_flag(
     else:
         exact = not decode_only(case) or architecture == "gfx950" or case.cache == "fp8"
         assert got.same_as_reference == exact
+    # What the backend's decode was given. The provider multiplies padded rows too, and the double's
+    # packed products sum in fp32 in an order that depends on the rows. Without the flag an fp8
+    # value of the rope half is rounded to bf16 first.
+    assert got.latent_steps <= bool(case.products and BATCHES[case.batch].rows)
+    assert got.rope_steps <= (decode_only(case) and case.cache == "fp8")
     if not decode_only(case) or (architecture == "gfx950" and case.cache == "auto"):
         assert got.same, got.error
         assert got.cache_equal == 1
