@@ -277,8 +277,10 @@ def _prepare_workers() -> None:
     Plans of the portable decode must be there before vLLM measures what memory is left.
 
     How: register the ops when a worker is made; attach the plans after `load_model` of its class;
-    compile the provider's kernels before and publish after its `compile_or_warm_up_model`. Until:
-    vLLM offers hooks after loading and compilation.
+    compile the provider's kernels before and publish after its `compile_or_warm_up_model`. Every
+    worker answers `collective_rpc("mla_fusion_steps")`: where the flag was switched off nothing is
+    counted, and vLLM would raise NotImplementedError. Until: vLLM offers hooks after loading and
+    compilation.
     """
     from vllm.v1.worker.worker_base import WorkerBase
 
@@ -327,7 +329,12 @@ def _prepare_workers() -> None:
 
         return wrapper
 
+    def mla_fusion_steps(self: Any) -> dict[str, dict[str, int]]:
+        steps: metrics.StepCounter | None = getattr(self, _STEPS, None)
+        return {} if steps is None else steps.snapshot()
+
     _wrap(WorkerBase, "__init__", init)
+    WorkerBase.mla_fusion_steps = mla_fusion_steps
 
 
 # Of the worker that was made last: it makes its metadata builders before another one is made.
@@ -339,12 +346,10 @@ def _count_steps(counter: metrics.StepCounter) -> None:
     the ops run no Python.
 
     How: count what `MLACommonMetadataBuilder.build` returns, under the name of the first layer the
-    builder was made for, and let a worker answer `collective_rpc("mla_fusion_steps")`. Until: vLLM
-    lets a plugin observe steps.
+    builder was made for. Until: vLLM lets a plugin observe steps.
     """
     global _newest_counter
     from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
-    from vllm.v1.worker.worker_base import WorkerBase
 
     _newest_counter = counter
 
@@ -368,13 +373,8 @@ def _count_steps(counter: metrics.StepCounter) -> None:
 
         return wrapper
 
-    def mla_fusion_steps(self: Any) -> dict[str, dict[str, int]]:
-        steps: metrics.StepCounter = getattr(self, _STEPS)
-        return steps.snapshot()
-
     _wrap(MLACommonMetadataBuilder, "__init__", init)
     _wrap(MLACommonMetadataBuilder, "build", build)
-    WorkerBase.mla_fusion_steps = mla_fusion_steps
 
 
 def collect(vllm_config: Any) -> tuple[report.Report | None, bool]:

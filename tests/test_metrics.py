@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mla_fusion import metrics, report
+from mla_fusion import config, metrics, plugin, report
 
 generate_latest = pytest.importorskip("prometheus_client").generate_latest
 GROUP = "model.layers.0.self_attn.attn"
@@ -90,6 +90,41 @@ def test_workers_of_one_process_count_apart() -> None:
     assert second.snapshot() == {GROUP: {"fused": 0, "unfused": 1}}
 
 
+def flagged(on: bool) -> Any:
+    pass_config = SimpleNamespace(**{config.FLAG: on})
+    return SimpleNamespace(compilation_config=SimpleNamespace(pass_config=pass_config))
+
+
+def test_what_builders_of_vllm_build_is_counted_under_their_first_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A model of two groups and its draft, whose metadata vLLM builds by another method."""
+    mla_attention = pytest.importorskip("vllm.model_executor.layers.attention.mla_attention")
+    builder = mla_attention.MLACommonMetadataBuilder
+    monkeypatch.setattr(builder, "__init__", lambda *args: None)
+    monkeypatch.setattr(builder, "build", lambda *args, **kwargs: batch(4, 4))
+    monkeypatch.setattr(plugin, "_newest_counter", None)
+    steps = counter(fused_to(8), [])
+    plugin._count_steps(steps)
+    names = [["a.0", "a.1"], ["b.0", "b.1"], ["draft.0"]]
+    first, second, draft = (builder(None, group, flagged(True)) for group in names)
+    other_engines = builder(None, ["c.0"], flagged(False))
+    for made in (first, first, second, other_engines):
+        assert made.build(0, None).num_decode_tokens == 4
+    draft.build_for_drafting(None, 0)
+    assert steps.snapshot() == {
+        "a.0": {"fused": 2, "unfused": 0},
+        "b.0": {"fused": 1, "unfused": 0},
+        "draft.0": {"fused": 1, "unfused": 0},
+    }
+
+
+def test_a_worker_whose_flag_is_off_answers_that_it_counted_nothing() -> None:
+    worker_base = pytest.importorskip("vllm.v1.worker.worker_base")
+    plugin.register()
+    assert worker_base.WorkerBase.mla_fusion_steps(SimpleNamespace()) == {}
+
+
 def test_counting_costs_less_than_a_hundredth_of_a_decode_step() -> None:
     """A decode step takes milliseconds; this took 2 us when it was written."""
     steps = counter(fused_to(8), [*range(8, 512, 8)])
@@ -120,5 +155,6 @@ def test_what_a_worker_counts_is_served_by_vllms_endpoint_if_they_share_a_folder
     subprocess.run([sys.executable, "-c", _WORKER], check=True, timeout=300)
     # What vLLM's /metrics prints.
     shown = generate_latest(prometheus.get_prometheus_registry()).decode()
-    labels = f'group="{GROUP}",path="fused",rank="3"'
-    assert (f"mla_fusion_steps_total{{{labels}}} 2.0" in shown) is shared
+    for path, passes in (("fused", "2.0"), ("unfused", "1.0")):
+        labels = f'group="{GROUP}",path="{path}",rank="3"'
+        assert (f"mla_fusion_steps_total{{{labels}}} {passes}" in shown) is shared

@@ -49,7 +49,7 @@ def start_processes_by(method):
     CpuPlatform.check_and_update_config = classmethod(check)
 
 
-def record_graphs(graphs, with_plugin):
+def record_graphs(graphs):
     """Keep the printed code of every graph after all passes, by its token range."""
     from vllm.compilation.passes import pass_manager
     from vllm.compilation.passes.inductor_pass import InductorPass, get_pass_context
@@ -61,9 +61,9 @@ def record_graphs(graphs, with_plugin):
         def __call__(self, graph):
             pass
 
-    if not with_plugin:
-        # vLLM's own last step names CUDA-only ops and raises on a CPU build.
-        pass_manager.FixFunctionalizationPass = Nothing
+    # vLLM's own last step names CUDA-only ops and raises on a CPU build. Where the flag stays on,
+    # the plugin puts pass 5 in its place.
+    pass_manager.FixFunctionalizationPass = Nothing
     original = pass_manager.PostGradPassManager.__call__
 
     def call(self, graph):
@@ -131,7 +131,7 @@ def main(job):
 
         mla_fusion.register()
     graphs: dict[str, str] = {}
-    record_graphs(graphs, job.get("flag", False))
+    record_graphs(graphs)
     compilation: dict[str, Any] = {
         "mode": 3,
         "backend": "inductor",

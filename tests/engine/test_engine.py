@@ -96,6 +96,19 @@ def test_flag_off_leaves_every_graph_as_it_is(model, alone, tmp_path):
     assert len(alone["graphs"]) == 2
 
 
+def test_provider_that_is_unavailable_leaves_the_engine_as_it_is(model, alone, tmp_path):
+    """No AITER here: one warning, and vLLM's own graphs, tokens and logprobs."""
+    job = {"model": model, "plugin": True, "flag": True, "provider": "aiter"}
+    declined = run(job, tmp_path)
+    [(level, line)] = own_log(declined)
+    assert level == "WARNING"
+    assert "[provider-unavailable]" in line and "install ROCm's AITER" in line
+    assert declined["graphs"] == alone["graphs"]
+    assert declined["tokens"] == alone["tokens"]
+    assert declined["logprobs"] == alone["logprobs"]
+    assert declined["steps"] == [{}]
+
+
 def test_invariant_2_prefill_graph_is_the_same_code_with_the_flag_on(alone, fused):
     name = prefill_range(alone)
     assert fused["graphs"][name] == alone["graphs"][name]
