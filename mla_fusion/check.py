@@ -36,7 +36,7 @@ class Settings:
 
     @property
     def bucket(self) -> int:
-        """As `config.decode_bucket` finds it; drafts of whatever method widen it."""
+        """As `config.decode_bucket` without CUDA graphs; drafts of whatever method widen it."""
         return max(self.max_num_seqs * (1 + self.speculative_tokens), 2)
 
     def serve(self) -> list[str]:

@@ -34,7 +34,7 @@ def extend(base: type) -> type:
 
         aiter_qk_rope_kvcache_fusion_max_token_num: int | None = Field(default=None, gt=0)
         """The largest number of tokens of a graph that is fused; by default
-        max_num_seqs * (1 + num_speculative_tokens) (mla-fusion)."""
+        max_num_seqs * (1 + num_speculative_tokens), padded to its CUDA graph (mla-fusion)."""
 
         def compute_hash(self) -> str:
             """vLLM's hash while the flag is off; else it also covers this library's source.
