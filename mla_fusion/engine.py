@@ -197,7 +197,7 @@ def _generate(job: Job, progress: Any) -> dict[str, Any]:
     return {"tokens": tokens, "logprobs": logprobs, "warnings": warnings, "seconds": seconds}
 
 
-def _skip_experts_of_longcat() -> None:
+def skip_experts_of_longcat() -> None:
     """Its "zero experts" have no routing kernel on a CPU; the attention does not read them."""
     from vllm.model_executor.models import longcat_flash
 
@@ -222,7 +222,7 @@ def _build(job: Job) -> Any:
         # By name: where the CPU has AMX, vLLM would take another, which packs W_UK.
         arguments["attention_backend"] = "CPU_MLA"
         if json.loads((Path(job.model) / "config.json").read_text())["model_type"] == _LONGCAT:
-            _skip_experts_of_longcat()
+            skip_experts_of_longcat()
     return LLMEngine.from_engine_args(
         EngineArgs(
             model=job.model,

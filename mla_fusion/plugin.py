@@ -1,4 +1,4 @@
-"""Entry point of `vllm.general_plugins`: the one file that changes objects of vLLM.
+"""Entry point of `vllm.general_plugins`: the one file that changes objects of a served vLLM.
 
 Each change says why it is needed, how it is made, and until when. `register` may be called any
 number of times, in any process. While the flag is off, nothing here changes what vLLM does.
@@ -271,53 +271,20 @@ def keeps_vllm_compile(vllm_config: Any) -> bool:
 
 
 def _prepare_workers() -> None:
-    """Why: the operator must read what fused, also when the compile cache is warm, and no kernel
-    may be compiled by a request or during graph capture.
+    """Why: a worker must know the ops, have its kernels compiled and its plans made before a
+    request, and the operator must read what fused, also when the compile cache is warm.
 
-    Plans of the portable decode must be there before vLLM measures what memory is left.
-
-    How: register the ops when a worker is made; attach the plans after `load_model` of its class;
-    compile the provider's kernels before and publish after its `compile_or_warm_up_model`. Every
-    worker answers `collective_rpc("mla_fusion_steps")`: where the flag was switched off nothing is
-    counted, and vLLM would raise NotImplementedError. Until: vLLM offers hooks after loading and
-    compilation.
+    How: register the ops and make a step counter when a worker is made; wrap two methods of its
+    class, which overrides them. Every worker answers `collective_rpc("mla_fusion_steps")`: where
+    the flag was switched off nothing is counted, and vLLM would raise NotImplementedError. Until:
+    vLLM offers hooks after loading and compilation.
     """
     from vllm.v1.worker.worker_base import WorkerBase
 
-    def warm_up(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if not config.is_on(self.vllm_config):
-                return original(self, *args, **kwargs)
-            made, cached = collect(self.vllm_config)
-            layers = self.vllm_config.compilation_config.static_forward_context
-            runtime.warm_up_attention(layers)
-            if made is not None:
-                for compiled in made.ranges:
-                    runtime.warm_up(layers, compiled.variants, made.provider, made.bucket)
-            result = original(self, *args, **kwargs)
-            report.publish(made, self.vllm_config.model_config.architecture, cached)
-            sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes or []
-            getattr(self, _STEPS).start(made, sizes)
-            return result
-
-        return wrapper
-
-    def load(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-            result = original(self, *args, **kwargs)
-            if config.is_on(self.vllm_config):
-                options = config.read_options(self.vllm_config.additional_config)
-                if options.attention == "portable":
-                    layers = self.vllm_config.compilation_config.static_forward_context
-                    step_plan.attach(layers, options.provider, self.vllm_config)
-            return result
-
-        return wrapper
-
     def init(original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
-            _wrap(type(self), "load_model", load)
-            _wrap(type(self), "compile_or_warm_up_model", warm_up)
+            _wrap(type(self), "load_model", _attach_plans)
+            _wrap(type(self), "compile_or_warm_up_model", _warm_up_and_publish)
             original(self, *args, **kwargs)
             if config.is_on(self.vllm_config):
                 # A graph from a warm compile cache calls the ops, and then no pass registers them.
@@ -335,6 +302,44 @@ def _prepare_workers() -> None:
 
     _wrap(WorkerBase, "__init__", init)
     WorkerBase.mla_fusion_steps = mla_fusion_steps
+
+
+def _attach_plans(load_model: Callable[..., Any]) -> Callable[..., Any]:
+    """`load_model` of a worker, then the plans of the portable decode: they must be there before
+    vLLM measures what memory is left."""
+
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = load_model(self, *args, **kwargs)
+        if config.is_on(self.vllm_config):
+            options = config.read_options(self.vllm_config.additional_config)
+            if options.attention == "portable":
+                layers = self.vllm_config.compilation_config.static_forward_context
+                step_plan.attach(layers, options.provider, self.vllm_config)
+        return result
+
+    return wrapper
+
+
+def _warm_up_and_publish(compile_or_warm_up_model: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile the kernels, which graph capture must not, before `compile_or_warm_up_model` of a
+    worker captures; then publish the report and count steps."""
+
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not config.is_on(self.vllm_config):
+            return compile_or_warm_up_model(self, *args, **kwargs)
+        made, cached = collect(self.vllm_config)
+        layers = self.vllm_config.compilation_config.static_forward_context
+        runtime.warm_up_attention(layers)
+        if made is not None:
+            for compiled in made.ranges:
+                runtime.warm_up(layers, compiled.variants, made.provider, made.bucket)
+        result = compile_or_warm_up_model(self, *args, **kwargs)
+        report.publish(made, self.vllm_config.model_config.architecture, cached)
+        sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes or []
+        getattr(self, _STEPS).start(made, sizes)
+        return result
+
+    return wrapper
 
 
 # Of the worker that was made last: it makes its metadata builders before another one is made.

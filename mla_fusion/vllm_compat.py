@@ -86,13 +86,6 @@ def layer_name_str(layer_name: Any) -> str:
     return layer_name if isinstance(layer_name, str) else layer_name.value
 
 
-def encode_layer_name(name: str) -> Any:
-    """The form in which vLLM's own ops take this layer name."""
-    from vllm.utils.torch_utils import _encode_layer_name
-
-    return _encode_layer_name(name)
-
-
 def attention_context(layer_name: Any) -> tuple[Any, Any, torch.Tensor, torch.Tensor | None]:
     """(metadata or None, layer, KV cache, slot mapping or None) of one layer in this step."""
     from vllm.model_executor.layers.attention.attention import get_attention_context

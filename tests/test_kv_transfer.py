@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.utils.torch_utils import _encode_layer_name
 
 from mla_fusion import ops, runtime, vllm_compat
 
@@ -65,7 +66,7 @@ def test_hook_runs_around_the_attention(monkeypatch, decode_tokens):
         torch.zeros(4, 8),
         torch.zeros(4, 1, 2),
         output,
-        vllm_compat.encode_layer_name("model.layers.0.attn"),
+        _encode_layer_name("model.layers.0.attn"),
     )
     runtime.attention.cache_clear()
     ran = "decode" if decode_tokens == 3 else "vllm"

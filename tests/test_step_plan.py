@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from vllm.forward_context import ForwardContext, override_forward_context
+from vllm.utils.torch_utils import _encode_layer_name
 
-from mla_fusion import eligibility, runtime, step_plan, vllm_compat
+from mla_fusion import eligibility, runtime, step_plan
 from tests.passes import fake_engine
 from tests.passes.graphs import HEADS, LATENT, ROPE, VALUE, Spec
 
@@ -72,7 +73,7 @@ def attend(name: str, query: torch.Tensor) -> torch.Tensor:
     tokens = query.shape[0]
     output = torch.full((tokens, HEADS * VALUE), 7.0).to(SPEC.dtype)
     unused = torch.empty(0)
-    runtime._attention(unused, query, unused, unused, output, vllm_compat.encode_layer_name(name))
+    runtime._attention(unused, query, unused, unused, output, _encode_layer_name(name))
     return output
 
 

@@ -14,10 +14,9 @@ import torch
 
 from mla_fusion.kernels import dispatch
 from mla_fusion.kernels.dispatch import Plan
+from mla_fusion.kernels.reference import FP8_DTYPES
 
 logger = logging.getLogger(__name__)
-
-FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 
 
 def require() -> None:

@@ -10,15 +10,7 @@ from typing import Any
 
 import torch
 
-
-def longcat_experts() -> None:
-    """LongCat's experts include "zero experts", for which the CPU has no routing kernel.
-
-    A token that is routed to those alone leaves the block as it came.
-    """
-    from vllm.model_executor.models import longcat_flash
-
-    longcat_flash.LongcatMoe.forward = lambda self, hidden_states: hidden_states
+from mla_fusion.engine import skip_experts_of_longcat as longcat_experts  # noqa: F401
 
 
 def pangu_draft_attribute() -> None:

@@ -21,6 +21,7 @@ from torch import fx
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from vllm.utils.torch_utils import _encode_layer_name
 
 from mla_fusion import vllm_compat
 
@@ -158,7 +159,7 @@ class _Decoder:
 
     def _dict(self, content: dict[str, Any]) -> Any:
         if content.keys() == {"layer"}:
-            return vllm_compat.encode_layer_name(content["layer"])
+            return _encode_layer_name(content["layer"])
         if content.keys() != {"shape", "stride", "dtype"}:
             return {key: self(item) for key, item in content.items()}
         shape, stride = self(content["shape"]), self(content["stride"])
