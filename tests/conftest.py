@@ -1,4 +1,7 @@
-"""The counts of the property tests, what a run of them reached, and the known failures."""
+"""The counts of the property tests, what a run of them reached, and the known failures.
+
+With `-n` of pytest-xdist, tests count in its workers, and hand over to the process that reports.
+"""
 
 from __future__ import annotations
 
@@ -27,22 +30,38 @@ settings.register_profile("default", _COMMON, max_examples=1000)
 settings.register_profile("nightly", _COMMON, max_examples=20_000)
 settings.register_profile("quick", _COMMON, max_examples=100)
 settings.load_profile("default")
+_DESELECTED = pytest.StashKey[int]()
 
 
-@pytest.hookimpl(optionalhook=True)  # of pytest-xdist: with `-n`, tests count in its workers
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    """Count them: pytest does, and the workers of xdist keep it to themselves."""
+    if items:
+        stash = items[0].config.stash
+        stash[_DESELECTED] = stash.get(_DESELECTED, 0) + len(items)
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_testnodedown(node: Any) -> None:
-    """Take over what a worker counted."""
-    tally.merge(getattr(node, "workeroutput", {}).get("tally", {}))
+    """Take over what a worker counted; each of them collects, and deselects, the whole."""
+    output = getattr(node, "workeroutput", {})
+    tally.merge(output.get("tally", {}))
+    node.config.stash[_DESELECTED] = output.get("deselected", 0)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """A worker hands over what it counted."""
-    if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["tally"] = tally.counts()
+    config = session.config
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["tally"] = tally.counts()
+        config.workeroutput["deselected"] = config.stash.get(_DESELECTED, 0)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """The counts of the property tests."""
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """How many tests were left out, and the counts of the property tests."""
+    if deselected := config.stash.get(_DESELECTED, 0):
+        terminalreporter.write_line(f"left out by -m and -k: {deselected} tests")
     lines = tally.lines()
     if lines:
         terminalreporter.section("property tests")
