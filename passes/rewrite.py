@@ -77,7 +77,8 @@ def replace_call(old: fx.Node, new: fx.Node, outputs: Mapping[int, fx.Node]) -> 
 
 def replaced_call(new: fx.Node) -> fx.Node | None:
     """The call that `new` stands for, if `replace_call` put it there."""
-    return new.meta[_ORIGIN][0] if _ORIGIN in new.meta else None
+    old, _ = new.meta.get(_ORIGIN, (None, None))
+    return old
 
 
 def restore_call(new: fx.Node) -> None:
@@ -131,7 +132,7 @@ def drop_dead(graph: fx.Graph, roots: Iterable[fx.Node]) -> None:
     worklist = list(roots)
     while worklist:
         node = worklist.pop()
-        if node._erased or node.op != "call_function":
+        if node._erased:
             continue
         if node.target is not auto_functionalized and node.is_impure():
             continue

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 from torch import fx
@@ -58,12 +60,18 @@ def test_query_type_is_that_of_the_backend() -> None:
     assert find(module, Q_PREP).meta["val"].dtype is torch.float8_e4m3fn
 
 
-def test_near_miss_a_query_that_is_not_canonical_is_kept() -> None:
+@pytest.mark.parametrize("through", ["copy", "split"])
+def test_near_miss_a_query_that_is_not_canonical_is_kept(through: str) -> None:
     spec = Spec("native")
     module = canonical(spec)
     attention = edits.attention(module)
-    copied = edits.add(module, attention, edits.aten.clone.default, attention.kwargs["q"])
-    edits.set_argument(attention, q=copied)
+    q = attention.kwargs["q"]
+    if through == "copy":
+        other = edits.add(module, attention, edits.aten.clone.default, q)
+    else:
+        halves = edits.add(module, attention, edits.aten.split.Tensor, q, HEADS)
+        other = edits.add(module, attention, operator.getitem, halves, 0)
+    edits.set_argument(attention, q=other)
     before = printed(module)
     assert lift(module, spec).rewritten == []
     assert printed(module) == before

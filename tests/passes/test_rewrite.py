@@ -85,6 +85,20 @@ def test_snapshot_goes_back() -> None:
     graph.lint()
 
 
+def test_replace_call_and_back() -> None:
+    graph, (_, call) = chain(aten.split.Tensor)
+    with graph.inserting_before(graph.output_node()):
+        read = graph.call_function(operator.getitem, (call, 1))
+        user = graph.call_function(aten.neg.default, (read,))
+        new = graph.call_function(aten.chunk.default, (call,))
+        value = graph.call_function(operator.getitem, (new, 1))
+    assert rewrite.replaced_call(new) is None
+    rewrite.replace_call(call, new, {1: value})
+    assert (rewrite.replaced_call(new), user.args) == (call, (value,))
+    rewrite.restore_call(new)
+    assert (rewrite.replaced_call(new), user.args) == (None, (read,))
+
+
 @pytest.mark.parametrize("length", [1, 3])
 def test_what_nothing_reads_goes_with_what_only_it_read(length: int) -> None:
     graph, values = chain(*[aten.neg.default] * (length + 1), result=1)
@@ -92,6 +106,7 @@ def test_what_nothing_reads_goes_with_what_only_it_read(length: int) -> None:
     assert list(graph.nodes) == [*values[:2], graph.output_node()]
 
 
+@pytest.mark.filterwarnings("error")  # torch warns of a node that is erased twice
 def test_views_that_nothing_reads_go_with_their_source() -> None:
     graph, (x, a, view, _) = chain(aten.abs.default, aten.alias.default, aten.alias.default)
     with graph.inserting_before(graph.output_node()):
