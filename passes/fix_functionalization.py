@@ -163,6 +163,8 @@ def _read_later(
 
 
 def _is_live(node: fx.Node) -> bool:
+    if functionalized_op(node):
+        return True  # what it writes need not be among its results: the KV cache is not
     return bool(node.users) or node.is_impure()  # what leaves the graph counts as impure
 
 

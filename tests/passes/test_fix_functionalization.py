@@ -331,6 +331,18 @@ def test_a_reader_that_nothing_reads_does_not_count() -> None:
     assert len(fix(module)) == 1
 
 
+def test_an_op_whose_results_nothing_reads_reads_the_old_value(plain_kernels: None) -> None:
+    """It writes the cache too, and with the key that it was given."""
+    module = build(CAT)
+    first = find(module, edits.CAT_FUSED)
+    with module.graph.inserting_after(first):
+        module.graph.node_copy(first)
+    before = graphs.copy(module)
+    fix(module)
+    for batch in BATCHES.values():
+        assert_same(run(before, CAT, batch), run(module, CAT, batch), batch)
+
+
 def test_memory_that_two_ops_write_one_after_the_other(plain_kernels: None) -> None:
     """The second op rotates what the first one rotated."""
     module = build(CAT)
