@@ -99,9 +99,7 @@ def _make_in_place(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int]) ->
     for index, target in targets.items():
         for scatter, whole in scatters[index]:
             scatter.replace_all_uses_with(whole)
-            inputs = scatter.all_input_nodes
-            graph.erase_node(scatter)
-            drop_dead(graph, inputs)
+        drop_dead(graph, [scatter for scatter, _ in scatters[index]])
         _replace_output(graph, node, index, target)
     _replace_output(graph, node, 0, call)
     graph.erase_node(node)

@@ -239,6 +239,19 @@ def test_slice_scatter_without_copy_is_taken_out_too() -> None:
     assert not find_all(module, aten.slice_scatter.default)
 
 
+@pytest.mark.filterwarnings("error:erase_node")
+@pytest.mark.parametrize("read", [True, False])
+def test_two_scatters_of_one_slice_are_taken_out_once_each(read: bool) -> None:
+    module = build(CAT)
+    scatter = find(module, aten.slice_scatter.default)
+    with module.graph.inserting_after(scatter):
+        twin = module.graph.node_copy(scatter)
+    if not read:
+        scatter.replace_all_uses_with(twin)
+    assert len(fix(module)) == 1
+    assert not find_all(module, aten.slice_scatter.default)
+
+
 def test_rewritten_names_the_calls_that_are_in_place_now() -> None:
     spec = Spec("native")
     module = build(spec)

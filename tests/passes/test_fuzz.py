@@ -142,6 +142,7 @@ CASES: dict[str, Any] = {
 
 
 @pytest.mark.timeout(7200)  # 20,000 graphs in the nightly profile
+@pytest.mark.filterwarnings("error:erase_node")  # of a node that is gone
 @pytest.mark.usefixtures("plain_kernels")
 @given(**CASES)
 def test_edited_graphs_compute_the_same(
