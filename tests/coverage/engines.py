@@ -181,9 +181,12 @@ def _run(job: dict[str, Any], folder: Path) -> tuple[dict[str, Any], int]:
     from tests.models import write
 
     arguments: dict[str, Any] = dict(job.get("engine", {}))
+    # By name: where the CPU has AMX, vLLM would take another, which packs W_UK.
+    backend = {"attention_backend": "CPU_MLA"}
+    if "speculative_config" in arguments:
+        arguments["speculative_config"] = {**arguments["speculative_config"], **backend}
     if "draft" in job:
-        draft = write(folder / "draft", job["draft"])
-        arguments["speculative_config"] = {**arguments["speculative_config"], "model": draft}
+        arguments["speculative_config"]["model"] = write(folder / "draft", job["draft"])
     pass_config = {config.FLAG: job.get("flag", True)}
     args = EngineArgs(
         **{
@@ -195,8 +198,7 @@ def _run(job: dict[str, Any], folder: Path) -> tuple[dict[str, Any], int]:
             "max_model_len": 256,
             "max_num_seqs": SEQUENCES,
             "disable_log_stats": True,
-            # By name: where the CPU has AMX, vLLM would take another, which packs W_UK.
-            "attention_backend": "CPU_MLA",
+            **backend,
             "compilation_config": {"pass_config": pass_config},
             "additional_config": {config.OPTIONS_KEY: {"provider": "reference"}},
             **arguments,

@@ -55,6 +55,7 @@ class Backend:
             dtype="bfloat16",
             max_model_len=MAX_LENGTH,
             max_num_seqs=64,
+            block_size=BLOCK,  # vLLM's default is another where the CPU has AMX
             kv_cache_dtype=cache,
             speculative_config=speculative if drafts else None,
         ).create_engine_config()
