@@ -313,6 +313,21 @@ def test_old_value_leaves_the_graph() -> None:
     assert fix(module) == []
 
 
+def _shape(node: fx.Node) -> str:
+    return str(node.meta["val"].shape)
+
+
+def test_old_value_without_metadata_is_copied_too() -> None:
+    module = build(CAT)
+    edits.also_return(module, _base(module))
+    call = find(module, edits.CAT_FUSED)
+    del call.kwargs["q_pe"].meta["val"]  # type: ignore[union-attr]
+    fix(module)
+    first, second = find_all(module, aten.clone.default)
+    assert "val" not in first.meta
+    assert _shape(second) == _shape(second.args[0])
+
+
 @pytest.mark.parametrize("with_vllm", [False, True])
 def test_old_value_that_leaves_the_graph_is_the_old_one(
     with_vllm: bool, vllm_step: FixFunctionalizationPass, plain_kernels: None
@@ -323,7 +338,9 @@ def test_old_value_that_leaves_the_graph_is_the_old_one(
     before = graphs.copy(module)
     MLAFixFunctionalizationPass(vllm_step if with_vllm else None)(module.graph)
     module.graph.lint()
-    assert len(find_all(module, aten.clone.default)) == 2
+    copies = find_all(module, aten.clone.default)
+    assert [_shape(copy) for copy in copies] == [_shape(copy.args[0]) for copy in copies]
+    assert len(copies) == 2
     for batch in BATCHES.values():
         assert_same(run(before, CAT, batch), run(module, CAT, batch), batch)
 

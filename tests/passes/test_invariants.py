@@ -53,13 +53,18 @@ def last_step(module: fx.GraphModule) -> None:
         LastStep(None)(module.graph)
 
 
-def run_pass(module: fx.GraphModule, spec: Spec, start: int, end: int) -> report.GraphRecord:
+def run_pass(
+    module: fx.GraphModule, spec: Spec, start: int, end: int, attention: str = "auto"
+) -> report.GraphRecord:
     """`MLAFusionPass` as vLLM's pass manager calls it for one compile range."""
+    engine = Engine(spec)
+    for layer in engine.layers.values():
+        layer.impl.sinks = torch.zeros(1)  # the portable decode has none
     with (
-        override_forward_context(Engine(spec).context(DECODE)),
+        override_forward_context(engine.context(DECODE)),
         pass_context(Range(start=start, end=end)),
     ):
-        MLAFusionPass("reference", BUCKET)(module.graph)
+        MLAFusionPass("reference", BUCKET, attention)(module.graph)
     (record,) = report._records
     return record
 
@@ -70,6 +75,27 @@ def test_pass_fuses_inside_the_bucket() -> None:
     assert (record.start, record.end, record.layers, record.fused) == (1, BUCKET, 2, 2)
     assert record.declined == {}
     assert record.pass_ms > 0
+
+
+def test_pass_asks_whether_the_portable_decode_takes_the_layer() -> None:
+    spec = Spec("deepseek", layers=2)
+    record = run_pass(build(spec), spec, 1, BUCKET, "portable")
+    assert (record.fused, reasons(record)) == (0, ["portable-attention"] * 2)
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_layer_whose_name_is_not_known_gets_the_facts_of_all(alike: bool) -> None:
+    """A graph input without a value: the layers that it may stand for must agree."""
+    spec = Spec("native", layers=2)
+    engine, module = Engine(spec), build(spec)
+    if not alike:
+        next(iter(engine.layers.values())).impl.is_sparse = True
+    for node in module.graph.nodes:
+        if node.name.startswith("layer_name"):
+            del node.meta["val"]
+    record = fuse(module, spec, engine.facts())
+    expected = (2, []) if alike else (0, ["unknown-layer"] * 2)
+    assert (record.fused, reasons(record)) == expected
 
 
 @pytest.mark.parametrize("rope", ROPES)
@@ -162,6 +188,7 @@ def test_invariant_4_failing_pass_puts_the_graph_back(
     with caplog.at_level(logging.ERROR):
         record = fuse(module, spec)
     assert (record.fused, reasons(record)) == (0, ["pass-error"] * 2)
+    assert {decline.detail for decline in record.declined.values()} == {"ValueError('planted')"}
     assert "a pass failed; this graph stays unfused" in caplog.text
     assert "ValueError: planted" in caplog.text  # the traceback
     assert list(module.graph.nodes) == nodes
