@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mla_fusion import vllm_compat
+from mla_fusion.attention import get_provider, portable_provider
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -38,13 +39,27 @@ class LayerFacts:
         return vllm_compat.fp8_dtype() if self.quantized_query else activation
 
 
-def facts(layer: Any, provider: str, attention: str = "auto") -> LayerFacts:
-    """The facts of one `MLAAttention` layer of vLLM after its weights were loaded."""
-    code, detail = _decline(layer, provider)
-    if not code and attention == "portable":
-        code, detail = _decline_portable(layer)
+def facts(
+    layer: Any, provider: str, activation: torch.dtype, attention: str = "auto"
+) -> LayerFacts:
+    """The facts of one `MLAAttention` layer of vLLM after its weights were loaded.
+
+    `activation` is the type of the graph's activations; the other two as in `config.Options`.
+    """
     fp8 = layer.kv_cache_dtype.startswith("fp8")
-    return LayerFacts(code, detail, fp8 and bool(layer.impl.supports_quant_query_input))
+    quantized = fp8 and bool(layer.impl.supports_quant_query_input)
+    code, detail = _decline(layer, provider, activation)
+    if not code and attention == "portable":
+        query = vllm_compat.fp8_dtype() if quantized else activation
+        code, detail = _decline_portable(layer, query, cache_dtype(layer, activation))
+    return LayerFacts(code, detail, quantized)
+
+
+def cache_dtype(layer: Any, activation: torch.dtype) -> torch.dtype:
+    """The type of a layer's cache, one of `FUSABLE_CACHES`."""
+    if layer.kv_cache_dtype.startswith("fp8"):
+        return vllm_compat.fp8_dtype()
+    return _CACHE_TYPES.get(layer.kv_cache_dtype, activation)
 
 
 def common(layers: Iterable[LayerFacts]) -> LayerFacts | None:
@@ -53,7 +68,7 @@ def common(layers: Iterable[LayerFacts]) -> LayerFacts | None:
     return distinct.pop() if len(distinct) == 1 else None
 
 
-def _decline(layer: Any, provider: str) -> tuple[str, str]:
+def _decline(layer: Any, provider: str, activation: torch.dtype) -> tuple[str, str]:
     impl = layer.impl
     if getattr(impl, "is_sparse", False) or getattr(layer, "use_sparse", False):
         return "sparse-attention", type(impl).__name__
@@ -68,23 +83,30 @@ def _decline(layer: Any, provider: str) -> tuple[str, str]:
         return "kv-cache-dtype", layer.kv_cache_dtype
     if getattr(layer, "is_amx_bmm_enabled", False):
         return "packed-weights", "AMX"
-    weight = getattr(layer, "W_UK_T", None)
-    if weight is None and provider != "aiter":
+    packed = vllm_compat.packed_weight(layer)
+    if packed and provider != "aiter":
+        return "packed-weights", f"AITER {packed}"
+    if packed and activation != torch.bfloat16:
+        return "packed-weights", f"AITER's {packed} product is one of bf16, not of {activation}"
+    if not packed and getattr(layer, "W_UK_T", None) is None:
         return "packed-weights", "no plain W_UK_T"
-    stored = _CACHE_TYPES.get(layer.kv_cache_dtype)
-    if weight is not None and stored not in (None, weight.dtype):
-        return "kv-cache-dtype", f"{layer.kv_cache_dtype} cache, {weight.dtype} activations"
+    if cache_dtype(layer, activation) not in (activation, vllm_compat.fp8_dtype()):
+        return "kv-cache-dtype", f"{layer.kv_cache_dtype} cache, {activation} activations"
     return "", ""
 
 
-def _decline_portable(layer: Any) -> tuple[str, str]:
+def _decline_portable(layer: Any, query: torch.dtype, cache: torch.dtype) -> tuple[str, str]:
     """What the portable decode does not compute, or another decode does from a plan already."""
     impl = layer.impl
+    executor = portable_provider(layer._k_scale.device)
+    widths = layer.kv_lora_rank, layer.qk_rope_head_dim
+    unsupported = get_provider(executor).unsupported(query, cache, *widths)
     found = {
         "a draft layer without causal mask": getattr(layer, "non_causal_multi_token_decode", False),
         "a sliding window": getattr(layer, "sliding_window", None) is not None,
         "attention sinks": getattr(impl, "sinks", None) is not None,
         f"{type(impl).__name__} has a persistent plan of its own": "Aiter" in type(impl).__name__,
+        f"{executor}: {unsupported}": bool(unsupported),
     }
     details = [detail for detail, is_so in found.items() if is_so]
     return ("portable-attention", details[0]) if details else ("", "")

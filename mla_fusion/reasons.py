@@ -147,7 +147,8 @@ REASONS: dict[str, Reason] = {
     "packed-weights": Reason(
         "layer",
         "W_UK is kept in a packed form (AMX, AITER fp4 or fp8) this provider cannot read",
-        "on a CPU with AMX use --attention-backend CPU_MLA; on ROCm use the aiter provider",
+        "on a CPU with AMX use --attention-backend CPU_MLA; on ROCm use the aiter provider "
+        "and --dtype bfloat16",
     ),
     "portable-attention": Reason(
         "layer",

@@ -259,12 +259,11 @@ def warm_up_attention(layers: Mapping[str, Any]) -> None:
 
 
 def _absorb_weight(layer: Any) -> Any:
-    """W_UK in the form vLLM's own product takes it from this layer, in vLLM's precedence."""
-    for kind in ("fp4", "fp8"):
-        if getattr(layer, f"is_aiter_triton_{kind}_bmm_enabled", False):
-            from mla_fusion.kernels.aiter import PackedWeight
+    """W_UK in the form in which vLLM's own product takes it from this layer."""
+    if kind := vllm_compat.packed_weight(layer):
+        from mla_fusion.kernels.aiter import PackedWeight
 
-            return PackedWeight(kind, layer.W_K, layer.W_K_scale)
+        return PackedWeight(kind, layer.W_K, layer.W_K_scale)
     return layer.W_UK_T
 
 

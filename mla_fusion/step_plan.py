@@ -121,15 +121,14 @@ def attach(layers: Mapping[str, Any], provider: str, vllm_config: Any) -> None:
     activation = vllm_config.model_config.dtype
     plans: dict[tuple[Any, ...], StepPlan] = {}
     for layer in vllm_compat.mla_layers(layers).values():
-        facts = eligibility.facts(layer, provider, "portable")
+        facts = eligibility.facts(layer, provider, activation, "portable")
         if facts.decline:
             continue
         device = layer._k_scale.device
-        fp8 = layer.kv_cache_dtype.startswith("fp8")
         shape = {
             "num_heads": layer.num_heads,
             "q_dtype": facts.query_dtype(activation),
-            "kv_dtype": vllm_compat.fp8_dtype() if fp8 else activation,
+            "kv_dtype": eligibility.cache_dtype(layer, activation),
             "v_head_dim": layer.kv_lora_rank,
             "device": device,
         }

@@ -127,6 +127,12 @@ def fp8_dtype() -> torch.dtype:
     return current_platform.fp8_dtype()
 
 
+def packed_weight(layer: Any) -> str:
+    """How a layer keeps W_UK for AITER's products, in vLLM's precedence; empty if it is plain."""
+    kinds = (k for k in ("fp4", "fp8") if getattr(layer, f"is_aiter_triton_{k}_bmm_enabled", False))
+    return next(kinds, "")
+
+
 def mla_layers(layers: Mapping[str, Any]) -> dict[str, Any]:
     """The MLA attention layers of vLLM's `static_forward_context`, by name."""
     from vllm.model_executor.layers.attention import MLAAttention

@@ -92,8 +92,9 @@ class MLAFusionPass(InductorPass):
             record.declined = {call.name: Decline("splitting-ops") for call in calls}
             return
         layers = vllm_compat.mla_layers(vllm_compat.current_layers())
+        activation = _activation(calls)
         facts = {
-            name: eligibility.facts(layer, self.provider, self.attention)
+            name: eligibility.facts(layer, self.provider, activation, self.attention)
             for name, layer in layers.items()
         }
         fuse(graph, calls, facts, self.provider, record)
@@ -156,6 +157,12 @@ def fuse(
     record.variants = {_variant(call) for call in fused}
     if fused:
         record.layer = LayerGraph(before, of_last_layer(fused))
+
+
+def _activation(calls: list[fx.Node]) -> torch.dtype:
+    """The type of the activations: that of the latents. If no node tells, pass 2 declines all."""
+    values = [call.kwargs["kv_c_normed"].meta.get("val") for call in calls]
+    return next((value.dtype for value in values if value is not None), torch.get_default_dtype())
 
 
 def _settle(

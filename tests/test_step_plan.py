@@ -35,7 +35,6 @@ class Engine:
         generator = torch.Generator().manual_seed(0)
         for layer in self.layers.values():
             layer.impl = Impl(False)
-            layer.kv_lora_rank = LATENT
             layer.kv_cache = torch.randn(
                 (fake_engine.BLOCKS, PAGE, LATENT + ROPE), generator=generator
             ).to(SPEC.dtype)
@@ -200,9 +199,9 @@ def test_layers_that_are_declined(change: dict[str, Any], detail: str) -> None:
     layer = engine.layers["a"]
     for name, value in change.items():
         setattr(layer, name, value)
-    facts = eligibility.facts(layer, "reference", "portable")
+    facts = eligibility.facts(layer, "reference", SPEC.dtype, "portable")
     assert (facts.decline, facts.detail) == ("portable-attention", detail)
-    assert not eligibility.facts(layer, "reference").decline
+    assert not eligibility.facts(layer, "reference", SPEC.dtype).decline
     delattr(layer, step_plan.ATTRIBUTE)
     step_plan.attach(engine.layers, "reference", engine.vllm_config)
     assert not hasattr(layer, step_plan.ATTRIBUTE)

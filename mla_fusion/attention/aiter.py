@@ -10,6 +10,7 @@ arguments go by keyword: releases inserted new ones in the middle (docs/persiste
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ import torch
 
 from mla_fusion.kernels import ProviderUnavailable
 from mla_fusion.kernels import aiter as fused_region
+from mla_fusion.kernels.capture import capturing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,6 +37,59 @@ BUFFERS = (
     "reduce_partial_map",
 )
 LATENT, ENTRY = 512, 576
+
+
+@dataclasses.dataclass(eq=False)
+class Companions:
+    """What AITER's decode is called with, and what corrects its result, beside the six buffers.
+
+    With N = max_batch * max_query_len query rows; all but `entries` are of fixed addresses, and
+    the last three are written by each refresh, so that a captured decode reads those of its step.
+
+    last_page_lens: [max_batch] int32, ones: a page holds one token.
+    row: [N] int32, counting.
+    written: [N] bool, the row is one of a sequence; blind: [N] bool, it sees no key.
+    entries: of the last decode outside a graph, what its block table was, and what came of it.
+    """
+
+    last_page_lens: torch.Tensor
+    row: torch.Tensor
+    written: torch.Tensor
+    blind: torch.Tensor
+    entries: tuple[tuple[Any, ...], torch.Tensor] | None = None
+
+    @classmethod
+    def allocate(cls, max_batch: int, max_query_len: int, device: torch.device) -> Companions:
+        """Those of a plan that was not refreshed yet."""
+        rows = max_batch * max_query_len
+        return cls(
+            torch.ones(max_batch, dtype=torch.int32, device=device),
+            torch.arange(rows, dtype=torch.int32, device=device),
+            torch.zeros(rows, dtype=torch.bool, device=device),
+            torch.zeros(rows, dtype=torch.bool, device=device),
+        )
+
+    def refresh(self, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor) -> None:
+        """Write them from the indptrs [max_batch + 1] of the plan."""
+        sequence = torch.searchsorted(qo_indptr[1:], self.row, right=True)
+        sequence.clamp_(max=len(self.last_page_lens) - 1)
+        torch.lt(self.row, qo_indptr[-1], out=self.written)
+        length = kv_indptr[sequence + 1] - kv_indptr[sequence]
+        # Row i of n sees all but the last n - 1 - i keys of its sequence.
+        unseen = qo_indptr[sequence + 1] - 1 - self.row
+        torch.le(length, unseen, out=self.blind)
+
+    def store(self, target: torch.Tensor, found: torch.Tensor, nothing: float) -> None:
+        """Copy AITER's result [T, padded heads, ...] for the rows and heads there are.
+
+        AITER leaves rubbish in a row that sees no key, which becomes `nothing`, and in the rows
+        behind the last sequence, which keep what `target` holds.
+        """
+        rows = slice(min(len(target), len(self.row)))
+        shape = (-1, *(1,) * (target.dim() - 1))
+        real = found[rows, : target.shape[1]].to(target.dtype)
+        real = real.masked_fill(self.blind[rows].view(shape), nothing)
+        target[rows] = torch.where(self.written[rows].view(shape), real, target[rows])
 
 
 def require() -> None:
@@ -76,22 +131,22 @@ def allocate(settings: Settings, device: torch.device) -> dict[str, Any]:
         name: torch.zeros(shape, dtype=dtype, device=device)
         for name, (shape, dtype) in zip(BUFFERS, shapes, strict=True)
     }
-    # Pages hold one token, and so does the last page of every sequence.
-    ones = torch.ones(settings.max_batch, dtype=torch.int32, device=device)
-    return six | {"kept": {"last_page_lens": ones}}
+    return six | {"aiter": Companions.allocate(settings.max_batch, settings.max_query_len, device)}
 
 
 def fill(
     plan: PersistentDecodePlan, qo_indptr: torch.Tensor, seq_lens: torch.Tensor, max_query_len: int
 ) -> None:
     """Copy the lengths of the step and let AITER plan it, in place."""
-    batch = seq_lens.shape[0]
-    for kept in (plan.qo_indptr, plan.kv_indptr):
-        kept[0].zero_()
+    batch, companions = seq_lens.shape[0], plan.aiter
+    assert companions is not None  # the plan is AITER's
+    for indptr in (plan.qo_indptr, plan.kv_indptr):
+        indptr[0].zero_()
     plan.qo_indptr[: batch + 1].copy_(qo_indptr)
     torch.cumsum(seq_lens, 0, dtype=torch.int32, out=plan.kv_indptr[1 : batch + 1])
-    for kept in (plan.qo_indptr, plan.kv_indptr):
-        kept[batch + 1 :].copy_(kept[batch].expand_as(kept[batch + 1 :]))
+    for indptr in (plan.qo_indptr, plan.kv_indptr):
+        indptr[batch + 1 :].copy_(indptr[batch].expand_as(indptr[batch + 1 :]))
+    companions.refresh(plan.qo_indptr, plan.kv_indptr)
     settings = plan.settings
     _, write, names = _planner()
     types = {"dtype_q": settings.q_dtype, "dtype_kv": settings.kv_dtype}
@@ -101,7 +156,7 @@ def fill(
     write(
         plan.qo_indptr[: batch + 1],
         plan.kv_indptr[: batch + 1],
-        plan.kept["last_page_lens"][:batch],
+        companions.last_page_lens[:batch],
         settings.layout.padded,
         1,
         True,
@@ -135,8 +190,8 @@ def persistent_mla_decode(
     """
     from mla_fusion.attention import selection
 
-    step, layout = plan.step, plan.settings.layout
-    assert step is not None  # validated
+    step, layout, companions = plan.step, plan.settings.layout, plan.aiter
+    assert step is not None and companions is not None  # validated
     settings = plan.settings
     if (q.shape[2], settings.v_head_dim) != (ENTRY, LATENT):
         raise ValueError(
@@ -166,7 +221,6 @@ def persistent_mla_decode(
             f"this AITER's mla_decode_fwd has no {' and no '.join(lacking)}: install v0.1.10.post2 "
             "or newer"
         )
-    indices, sees_nothing = _derived(plan, block_table, kv_cache.shape[1], q.shape[0])
     padded = torch.nn.functional.pad(q.view(torch.uint8), (0, 0, 0, layout.padded - layout.heads))
     query = padded.view(q.dtype).contiguous()
     result = torch.empty((q.shape[0], layout.padded, LATENT), dtype=torch.bfloat16, device=q.device)
@@ -177,8 +231,8 @@ def persistent_mla_decode(
         result,
         plan.qo_indptr[: batch + 1],
         plan.kv_indptr[: batch + 1],
-        indices,
-        plan.kept["last_page_lens"][:batch],
+        _entries(plan, companions, block_table, kv_cache.shape[1]),
+        companions.last_page_lens[:batch],
         step.max_query_len,
         page_size=1,
         nhead_kv=1,
@@ -189,10 +243,9 @@ def persistent_mla_decode(
         **{name: getattr(plan, name) for name in BUFFERS[1:]},
         **extra,
     )
-    out.copy_(result[:, : layout.heads].masked_fill(sees_nothing[:, None, None], 0))
+    companions.store(out, result, 0)
     if lse is not None:
-        kept = logsumexp[:, : layout.heads]
-        lse.copy_(kept.masked_fill(sees_nothing[:, None], -torch.inf))
+        companions.store(lse, logsumexp, -torch.inf)
 
 
 def parameters(function: Callable[..., Any], name: str) -> tuple[str, ...]:
@@ -221,30 +274,29 @@ def _planner() -> tuple[Callable[..., Any], Callable[..., Any], tuple[str, ...]]
     return size, write, parameters(write, "get_mla_metadata_v1")
 
 
-def _derived(
-    plan: PersistentDecodePlan, block_table: torch.Tensor, page_size: int, tokens: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cache entry of each KV token, whether a query row sees no key), once for all layers.
+def _entries(
+    plan: PersistentDecodePlan, companions: Companions, block_table: torch.Tensor, page_size: int
+) -> torch.Tensor:
+    """Cache entry of each KV token of the plan, [block_table.numel() * page_size] int32.
 
-    Shapes are those of the block table, so that nothing waits for the device.
+    As many as the block table may hold, so that nothing waits for the device; those behind the
+    last token are 0. Computed once a refresh for all layers; but a graph has to compute what its
+    replays read, and until a replay nobody else can read what it computes.
     """
+    if capturing():
+        return _expand(plan, block_table, page_size)
     key = (plan.refreshes, block_table.data_ptr(), block_table.shape, page_size)
-    if plan.kept.get("key") != key:
-        assert plan.step is not None
-        batch = plan.step.batch
-        device = plan.device
+    if companions.entries is None or companions.entries[0] != key:
+        companions.entries = key, _expand(plan, block_table, page_size)
+    return companions.entries[1]
 
-        def sequence_of(indptr: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-            ends = indptr[1 : batch + 1].contiguous()
-            return torch.searchsorted(ends, index, right=True).clamp(max=batch - 1)
 
-        entry = torch.arange(block_table.numel() * page_size, dtype=torch.int32, device=device)
-        sequence = sequence_of(plan.kv_indptr, entry)
-        at = (entry - plan.kv_indptr[sequence]).clamp(max=block_table.shape[1] * page_size - 1)
-        indices = block_table[sequence, at // page_size] * page_size + at % page_size
-        row = torch.arange(tokens, dtype=torch.int32, device=device)
-        sequence = sequence_of(plan.qo_indptr, row)
-        length = plan.kv_indptr[sequence + 1] - plan.kv_indptr[sequence]
-        visible = length - (plan.qo_indptr[sequence + 1] - 1 - row)
-        plan.kept |= {"key": key, "derived": (indices.to(torch.int32), visible <= 0)}
-    return plan.kept["derived"]
+def _expand(plan: PersistentDecodePlan, block_table: torch.Tensor, page_size: int) -> torch.Tensor:
+    """See `_entries`."""
+    batch, columns = block_table.shape
+    token = torch.arange(batch * columns * page_size, dtype=torch.int32, device=block_table.device)
+    ends = plan.kv_indptr[1 : batch + 1]
+    sequence = torch.searchsorted(ends, token, right=True).clamp_(max=batch - 1)
+    at = (token - plan.kv_indptr[sequence]).clamp_(max=columns * page_size - 1)
+    entries = block_table[sequence, at // page_size] * page_size + at % page_size
+    return entries.masked_fill_(token >= ends[-1], 0)

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mla_fusion.attention.planner import WORK_COLUMNS, fill
 from mla_fusion.attention.settings import Settings, complete
+
+if TYPE_CHECKING:
+    from mla_fusion.attention.aiter import Companions
 
 _I32 = torch.int32
 
@@ -55,7 +58,8 @@ class PersistentDecodePlan:
         piece and its natural-log LSE, normalized within the piece; an LSE of -inf stands for
         a row that sees no key of the piece. Empty if the plan is AITER's, which has its own.
 
-    refreshes: how often the plan was refreshed. kept: what a provider keeps beside the plan.
+    refreshes: how often the plan was refreshed. aiter: what AITER's decode is called with beside
+    the plan; None if the plan is portable.
 
     The causal rule: row i of n sees a token of its sequence iff n - 1 - i or more tokens follow
     it, so inside a work item token k of the concatenation iff
@@ -77,7 +81,7 @@ class PersistentDecodePlan:
     settings: Settings
     step: Step | None = None
     refreshes: int = 0
-    kept: dict[str, Any] = dataclasses.field(default_factory=dict)
+    aiter: Companions | None = None
 
     @property
     def fold(self) -> int:

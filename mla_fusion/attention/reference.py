@@ -23,6 +23,11 @@ def plan_settings(num_heads: int, kv_dtype: torch.dtype, device: torch.device) -
     return {"workers": 8}  # one after another: any number is as fast
 
 
+def unsupported(q_dtype: torch.dtype, kv_dtype: torch.dtype, latent: int, rope: int) -> str:
+    """Why it does not decode such queries over such a cache: it decodes all."""
+    return ""
+
+
 def persistent_mla_decode(
     q: torch.Tensor,
     kv_cache: torch.Tensor,

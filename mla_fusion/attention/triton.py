@@ -18,6 +18,8 @@ from mla_fusion.kernels.triton import require as require
 if TYPE_CHECKING:
     from mla_fusion.attention.plan import PersistentDecodePlan
 
+WIDE_DTYPES = (torch.bfloat16, torch.float16)
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -99,20 +101,30 @@ def is_hopper(q: torch.Tensor, scopes: list[Scope], latent: int) -> bool:
     )
 
 
+def unsupported(q_dtype: torch.dtype, kv_dtype: torch.dtype, latent: int, rope: int) -> str:
+    """Why this provider does not decode such queries over such a cache; empty if it does.
+
+    Both are multiplied in one 16-bit type. Another pair of types would compile, and be rounded or
+    overflow on the way there.
+    """
+    for name, size in (("kv_lora_rank", latent), ("the rotated part", rope)):
+        if size < 16 or size & (size - 1):
+            return f"it needs {name} to be a power of two from 16 on, got {size}"
+    if kv_dtype == q_dtype and q_dtype in (*WIDE_DTYPES, *FP8_DTYPES):
+        return ""
+    if kv_dtype in FP8_DTYPES and q_dtype in WIDE_DTYPES:
+        return ""
+    return (
+        "it takes a bf16 or fp16 query over a cache of its type or of fp8 (e4m3), or an fp8 query "
+        f"over a cache of its type, got {q_dtype} over {kv_dtype}"
+    )
+
+
 def check(q: torch.Tensor, kv_cache: torch.Tensor, latent: int) -> None:
     """Raise ValueError for what this provider does not support."""
     rope = kv_cache.shape[2] - latent
-    for name, size in (("kv_lora_rank", latent), ("the rotated part", rope)):
-        if size < 16 or size & (size - 1):
-            raise ValueError(
-                f"provider 'triton' needs {name} to be a power of two from 16 on, got {size}; "
-                "use provider 'reference' for other widths"
-            )
-    if q.dtype in FP8_DTYPES and kv_cache.dtype not in FP8_DTYPES:
-        raise ValueError(
-            f"provider 'triton' takes an fp8 query with an fp8 cache only, got {q.dtype} with "
-            f"{kv_cache.dtype}"
-        )
+    if why := unsupported(q.dtype, kv_cache.dtype, latent, rope):
+        raise ValueError(f"provider 'triton': {why}; convert, or use provider 'reference'")
     if torch.float8_e4m3fnuz in (q.dtype, kv_cache.dtype) and q.is_cuda and not torch.version.hip:
         raise ValueError("float8_e4m3fnuz is a type of AMD GPUs; use float8_e4m3fn")
 

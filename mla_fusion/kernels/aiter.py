@@ -100,6 +100,8 @@ def fused_mla_decode_prep(
     rope = k_pe.shape[-1]
     if cos_sin_cache is None:
         positions = torch.zeros_like(slot_mapping)
+    if isinstance(w_uk_t, PackedWeight) and q.dtype != torch.bfloat16:
+        raise ValueError(f"AITER's {w_uk_t.kind} product is one of bf16: q is {q.dtype}")
     validate(
         q, kv_c, k_pe, kv_cache, slot_mapping, positions, cos_sin_cache, k_scale, q_scale, q_out,
         aiter.dtypes.fp8,

@@ -1,8 +1,13 @@
-"""What must not happen while a CUDA graph is captured."""
+"""Whether a CUDA graph is being captured, and what must not happen then."""
 
 from __future__ import annotations
 
 import torch
+
+
+def capturing() -> bool:
+    """Whether the current stream is being captured: what is launched now runs at replay."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def refuse_during_capture(what: str) -> None:
@@ -11,7 +16,7 @@ def refuse_during_capture(what: str) -> None:
     `what` is computed once and kept. Captured, the computation would belong to that one graph:
     until its first replay, every other reader of the result would get memory nobody wrote.
     """
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if capturing():
         raise RuntimeError(
             f"mla_fusion has to compute {what} once, and was first asked to during CUDA graph "
             "capture, where it would only be recorded. Run one step without a graph before "

@@ -133,3 +133,15 @@ def test_products_that_break_a_rule(
             op(**good)
         with pytest.raises(fault):
             op(**{**good, **change})
+
+
+@pytest.mark.parametrize("kind", ["fp4", "fp8"])
+def test_a_packed_weight_is_refused_for_other_activations_than_bf16(kind: str) -> None:
+    with aiter_double.installed("gfx950") as double:
+        given = calls.provider()
+        given["w_uk_t"], _ = packed(kind, given["w_uk_t"], double.arch.fp8)
+        for name in ("q", "kv_c", "k_pe", "kv_cache", "q_out"):
+            given[name] = given[name].half()
+        with pytest.raises(ValueError, match=f"{kind} product is one of bf16: q is torch.float16"):
+            provider.fused_mla_decode_prep(**given, is_neox=False)
+        assert not double.counts()

@@ -16,6 +16,7 @@ import torch
 from mla_fusion import attention
 from mla_fusion.attention import PersistentDecodePlan, aiter, planner, reference, selection
 from mla_fusion.kernels import ProviderUnavailable
+from tests.attention.captured import Graph, call
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -67,7 +68,7 @@ class StandIn:
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             self.calls.setdefault(name, []).append(bound.arguments)
-            return body(SimpleNamespace(**bound.arguments))
+            return call(body, SimpleNamespace(**bound.arguments))
 
         function.__signature__ = signature
         return function
@@ -247,6 +248,89 @@ def test_page_indices_are_made_once_a_step(use: Any) -> None:
     )  # fmt: skip
     attention.persistent_mla_decode(**given)
     assert stand_in.calls["decode"][2]["kv_indices"] is not first["kv_indices"]
+
+
+def refresh(plan: PersistentDecodePlan, seq_lens: torch.Tensor, query_lens: list[int]) -> None:
+    qo_indptr = torch.tensor([0, *np.cumsum(query_lens)], dtype=torch.int32)
+    plan.refresh(
+        qo_indptr=qo_indptr, seq_lens=seq_lens, num_tokens=5, max_query_len=max(query_lens)
+    )
+
+
+def assert_decoded(given: dict[str, Any], out: torch.Tensor) -> None:
+    """`out` is what the reference makes of the plan and the tables as they are now."""
+    expected = torch.empty_like(out)
+    reference.persistent_mla_decode(**given, out=expected, lse=None)
+    torch.testing.assert_close(out, expected, rtol=1e-2, atol=1e-2)
+
+
+class TestInAGraph:
+    @pytest.mark.parametrize("refreshed_inside", [False, True])
+    @pytest.mark.parametrize("ran_before", [False, True])
+    def test_a_replay_decodes_its_own_step(
+        self,
+        use: Any,
+        monkeypatch: pytest.MonkeyPatch,
+        ran_before: bool,
+        refreshed_inside: bool,
+    ) -> None:
+        """Two layers; lengths and block table change in place between replays, as vLLM's do."""
+        use(StandIn())
+        given = step(allocate())
+        plan, lens = given["plan"], torch.tensor([700, 33, 1], dtype=torch.int32)
+        layers = [given, given | {"kv_cache": given["kv_cache"].flip(0).contiguous()}]
+        outs = [torch.empty(5, 12, 512, dtype=BF16) for _ in layers]
+        if ran_before:
+            for layer, out in zip(layers, outs, strict=True):
+                attention.persistent_mla_decode(**layer, out=out)
+        with Graph(monkeypatch) as graph:
+            if refreshed_inside:
+                refresh(plan, lens, [2, 1, 2])
+            for layer, out in zip(layers, outs, strict=True):
+                attention.persistent_mla_decode(**layer, out=out)
+        for seed, changed in enumerate(([40, 5, 9], [2, 300, 64])):
+            lens.copy_(torch.tensor(changed))
+            given["block_table"].random_(0, BLOCKS, generator=torch.Generator().manual_seed(seed))
+            if not refreshed_inside:
+                refresh(plan, lens, [2, 1, 2])
+            for out in outs:
+                out.fill_(torch.nan)
+            graph.replay()
+            for layer, out in zip(layers, outs, strict=True):
+                assert_decoded(layer, out)
+
+    def test_what_a_graph_would_compute_is_read_by_nobody_else(
+        self, use: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        use(StandIn())
+        given = step(allocate())
+        out = torch.empty(5, 12, 512, dtype=BF16)
+        with Graph(monkeypatch):
+            attention.persistent_mla_decode(**given, out=out)
+        attention.persistent_mla_decode(**given, out=out)
+        assert_decoded(given, out)
+
+
+def test_rows_behind_the_last_sequence_are_not_written(use: Any) -> None:
+    """vLLM pads a batch with rows that are no sequence's; AITER leaves rubbish there."""
+    use(StandIn(), "gfx950")
+    given = step(allocate())
+    refresh(given["plan"], torch.tensor([700, 0, 0], dtype=torch.int32), [2, 0, 0])
+    out = torch.full((5, 12, 512), 7.0, dtype=BF16)
+    _, lse = attention.persistent_mla_decode(**given, out=out, return_lse=True)
+    assert lse is not None and lse[:2].isfinite().all()
+    assert out[2:].eq(7).all()
+    assert_decoded(given | {"q": given["q"][:2]}, out[:2])
+
+
+def test_entries_of_no_token_are_in_the_cache(use: Any) -> None:
+    """Blocks behind the end of a sequence may be anything; AITER is handed all the indices."""
+    stand_in = use(StandIn())
+    given = step(allocate())
+    given["block_table"][2, 1:] = 2**24
+    attention.persistent_mla_decode(**given)
+    [call] = stand_in.calls["decode"]
+    assert call["kv_indices"].min() >= 0 and call["kv_indices"].max() < BLOCKS * PAGE
 
 
 class TestReleases:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 from types import SimpleNamespace
 
+import torch
+
 from mla_fusion import eligibility, reasons, report
 
 SPARSE, NO_GRAPH = "sparse-attention", "no-graph"
@@ -48,7 +50,7 @@ def said(architecture: str) -> str:
             impl=SimpleNamespace(is_sparse=True, supports_quant_query_input=False),
             kv_cache_dtype="auto",
         )
-        facts = eligibility.facts(layer, "reference")
+        facts = eligibility.facts(layer, "reference", torch.bfloat16)
         return reasons.explain(facts.decline, architecture)
     lines: list[str] = []
 

@@ -148,6 +148,7 @@ class Layer(MLAAttention):
         self.impl = Impl(quantized_query)
         self._k_scale = torch.tensor(0.5)
         self._q_scale = torch.tensor(0.25)
+        self.kv_lora_rank, self.qk_rope_head_dim = LATENT, ROPE
         self.W_UK_T = torch.randn((HEADS, NOPE, LATENT), generator=generator).to(spec.dtype)
         self.W_UV = torch.randn((HEADS, LATENT, VALUE), generator=generator).to(spec.dtype)
         stored = torch.uint8 if spec.kv_cache_dtype == "fp8" else spec.dtype
@@ -218,7 +219,10 @@ class Engine:
 
     def facts(self, provider: str = "reference") -> dict[str, LayerFacts]:
         """The facts of all layers, as `MLAFusionPass` reads them."""
-        return {name: eligibility.facts(layer, provider) for name, layer in self.layers.items()}
+        return {
+            name: eligibility.facts(layer, provider, self.spec.dtype)
+            for name, layer in self.layers.items()
+        }
 
     def caches(self) -> list[torch.Tensor]:
         """The bytes of all caches."""

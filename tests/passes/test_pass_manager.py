@@ -100,13 +100,14 @@ def test_ops_must_split_the_graph_where_the_attention_does(
 
 
 def test_provider_reaches_the_layers_facts_and_the_fused_node() -> None:
-    """AITER alone reads packed weights, so only with it a layer without W_UK_T fuses."""
-    spec = Spec()
-    for provider, fused in (("aiter", 1), ("triton", 0)):
+    """AITER alone reads packed weights, and for activations of bf16."""
+    bf16, fp16 = torch.bfloat16, torch.float16
+    for provider, dtype, fused in (("aiter", bf16, 1), ("aiter", fp16, 0), ("triton", bf16, 0)):
+        spec = Spec(dtype=dtype)
         report.forget()
         engine, module = Engine(spec), build(spec)
         for layer in engine.layers.values():
-            layer.W_UK_T = None
+            layer.W_UK_T, layer.is_aiter_triton_fp8_bmm_enabled = None, True
         with (
             override_forward_context(engine.context(DECODE)),
             pass_context(Range(start=1, end=BUCKET)),

@@ -158,7 +158,8 @@ def fuse(module: fx.GraphModule, layer: Any, provider: str) -> Any:
 
     calls = list(attention_calls(module.graph))
     record = report.GraphRecord(start=1, end=64, layers=len(calls))
-    pipeline.fuse(module.graph, calls, {NAME: eligibility.facts(layer, provider)}, provider, record)
+    facts = {NAME: eligibility.facts(layer, provider, torch.bfloat16)}
+    pipeline.fuse(module.graph, calls, facts, provider, record)
     with pass_context(Range(start=1, end=64)):
         pipeline.LastStep(None)(module.graph)
     return record

@@ -1,0 +1,113 @@
+"""Types and widths that a provider cannot serve decline the layer before it is compiled."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mla_fusion import attention, eligibility
+from mla_fusion.attention import triton
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def layer(**changes: Any) -> Any:
+    """What `facts` reads of a layer of DeepSeek-V2-Lite with W_UK as it is."""
+    fields = {
+        "impl": SimpleNamespace(supports_quant_query_input=False),
+        "kv_cache_dtype": "auto",
+        "num_heads": 16,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "W_UK_T": torch.zeros(1),
+        "_k_scale": torch.ones(()),
+    }
+    return SimpleNamespace(**{**fields, **changes})
+
+
+def declined(layer: Any, provider: str, activation: torch.dtype, attention: str = "auto") -> str:
+    facts = eligibility.facts(layer, provider, activation, attention)
+    return f"{facts.decline} {facts.detail}".strip()
+
+
+def packed(*kinds: str) -> dict[str, Any]:
+    return {"W_UK_T": None} | {f"is_aiter_triton_{kind}_bmm_enabled": True for kind in kinds}
+
+
+@pytest.mark.parametrize("provider", ["aiter", "triton", "reference"])
+class TestCache:
+    @pytest.mark.parametrize("activation", [BF16, FP16, FP32])
+    @pytest.mark.parametrize("stored", ["auto", "fp8", "fp8_e4m3"])
+    def test_follows_the_activations_or_is_fp8(
+        self, provider: str, activation: torch.dtype, stored: str
+    ) -> None:
+        assert not declined(layer(kv_cache_dtype=stored), provider, activation)
+
+    @pytest.mark.parametrize("activation", [BF16, FP16, FP32])
+    @pytest.mark.parametrize("stored", ["bfloat16", "float16", "float32"])
+    def test_of_a_named_type(self, provider: str, activation: torch.dtype, stored: str) -> None:
+        """Also where W_UK, whose type would tell, is packed: AITER reads the cache as bf16 then."""
+        found = declined(layer(kv_cache_dtype=stored), provider, activation)
+        if getattr(torch, stored) == activation:
+            assert not found
+        else:
+            assert found == f"kv-cache-dtype {stored} cache, {activation} activations"
+        if provider == "aiter" and stored != "bfloat16":
+            assert "kv-cache-dtype" in declined(
+                layer(kv_cache_dtype=stored, **packed("fp8")), "aiter", BF16
+            )
+
+
+class TestPackedWeight:
+    @pytest.mark.parametrize("kinds, used", [(("fp8",), "fp8"), (("fp8", "fp4"), "fp4")])
+    def test_is_read_by_aiter_and_multiplied_with_bf16(self, kinds: Any, used: str) -> None:
+        given = layer(**packed(*kinds))
+        assert not declined(given, "aiter", BF16)
+        for activation in (FP16, FP32):
+            assert declined(given, "aiter", activation) == (
+                f"packed-weights AITER's {used} product is one of bf16, not of {activation}"
+            )
+        assert declined(given, "triton", BF16) == f"packed-weights AITER {used}"
+
+    @pytest.mark.parametrize("provider", ["aiter", "triton", "reference"])
+    def test_in_a_form_nobody_knows(self, provider: str) -> None:
+        assert declined(layer(W_UK_T=None), provider, BF16) == "packed-weights no plain W_UK_T"
+
+
+class TestPortable:
+    @pytest.fixture(autouse=True)
+    def on_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> Any:
+        """The portable decode of a GPU, which has none here."""
+        attention.get_provider.cache_clear()
+        monkeypatch.setattr(triton, "require", lambda: None)
+        monkeypatch.setattr(eligibility, "portable_provider", lambda device: "triton")
+        yield
+        attention.get_provider.cache_clear()
+
+    @pytest.mark.parametrize(
+        "changes, activation, reason",
+        [
+            ({}, BF16, ""),
+            ({}, FP16, ""),
+            ({"kv_cache_dtype": "fp8"}, BF16, ""),
+            ({"kv_lora_rank": 448}, BF16, "kv_lora_rank to be a power of two from 16 on, got 448"),
+            ({"qk_rope_head_dim": 96}, BF16, "the rotated part to be a power of two"),
+            ({"qk_rope_head_dim": 0}, BF16, "the rotated part to be a power of two"),
+            ({}, FP32, "got torch.float32 over torch.float32"),
+            ({"kv_cache_dtype": "fp8"}, FP32, "got torch.float32 over torch.float8_e4m3fn"),
+        ],
+    )
+    def test_what_the_kernel_takes(
+        self, changes: dict[str, Any], activation: torch.dtype, reason: str
+    ) -> None:
+        found = declined(layer(**changes), "triton", activation, "portable")
+        assert found.startswith("portable-attention triton: ") == bool(reason)
+        assert reason in found and not declined(layer(**changes), "triton", activation)
+
+    def test_an_fp8_query_where_the_backend_takes_one(self) -> None:
+        impl = SimpleNamespace(supports_quant_query_input=True)
+        given = layer(kv_cache_dtype="fp8", impl=impl)
+        assert not declined(given, "triton", FP32, "portable")
