@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -112,7 +111,8 @@ def allocate(settings: Settings, device: torch.device) -> dict[str, Any]:
     size, _, _ = _planner()
     cap = settings.rules.max_split_per_batch
     capped = {"max_split_per_batch": cap} if cap > 0 else {}
-    if capped and "max_split_per_batch" not in parameters(size, "get_mla_metadata_info_v1"):
+    names = fused_region.parameters(size, "get_mla_metadata_info_v1")
+    if capped and "max_split_per_batch" not in names:
         raise ValueError(
             "this AITER sizes its buffers without max_split_per_batch: leave it at -1, or install "
             "v0.1.16 or newer"
@@ -216,7 +216,7 @@ def persistent_mla_decode(
             extra[name] = scale
     if lse is not None:
         extra["return_lse"] = True
-    if lacking := sorted(set(extra) - set(parameters(decode, "mla_decode_fwd"))):
+    if lacking := sorted(set(extra) - set(fused_region.parameters(decode, "mla_decode_fwd"))):
         raise ValueError(
             f"this AITER's mla_decode_fwd has no {' and no '.join(lacking)}: install v0.1.10.post2 "
             "or newer"
@@ -248,19 +248,6 @@ def persistent_mla_decode(
         companions.store(lse, logsumexp, -torch.inf)
 
 
-def parameters(function: Callable[..., Any], name: str) -> tuple[str, ...]:
-    """Names of the arguments of `aiter.name`; a compiled op hides them, so those of its schema."""
-    found = inspect.signature(function).parameters
-    if tuple(found) != ("args", "kwargs"):
-        return tuple(found)
-    op = getattr(torch.ops.aiter, name, None)
-    if op is None:
-        raise ProviderUnavailable(
-            f"the arguments of AITER's {name} cannot be read: reinstall AITER"
-        )
-    return tuple(argument.name for argument in op.default._schema.arguments)
-
-
 def _planner() -> tuple[Callable[..., Any], Callable[..., Any], tuple[str, ...]]:
     """(what sizes the buffers, what fills them, the argument names of the latter)."""
     aiter = importlib.import_module("aiter")
@@ -271,7 +258,7 @@ def _planner() -> tuple[Callable[..., Any], Callable[..., Any], tuple[str, ...]]
         raise ProviderUnavailable(
             f"this AITER has no persistent MLA decode ({error}): install v0.1.10.post2 or newer"
         ) from error
-    return size, write, parameters(write, "get_mla_metadata_v1")
+    return size, write, fused_region.parameters(write, "get_mla_metadata_v1")
 
 
 def _entries(

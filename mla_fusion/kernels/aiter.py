@@ -22,12 +22,15 @@ import sys
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mla_fusion.kernels import ProviderUnavailable, reference
 from mla_fusion.kernels.capture import refuse_during_capture
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _OP = "fused_qk_rope_concat_and_cache_mla"
 
@@ -242,18 +245,34 @@ def _tables(
 
 
 def capabilities() -> dict[str, bool]:
-    """What this AITER offers beyond what `require` asks for, by what it is called there."""
+    """What this AITER offers beyond what `require` asks for, by what it is called there.
+
+    An argument that cannot be seen counts as missing: nothing depends on it.
+    """
     import aiter
 
+    try:
+        arguments = parameters(getattr(aiter, _OP), _OP)
+    except ProviderUnavailable:
+        arguments = ()
     return {
-        "compute_all_q_rope": "compute_all_q_rope" in _parameters(getattr(aiter, _OP)),
+        "compute_all_q_rope": "compute_all_q_rope" in arguments,
         "get_mla_metadata_v1": hasattr(aiter, "get_mla_metadata_v1"),
     }
 
 
-def _parameters(function: Any) -> list[str]:
-    """Its parameters, by torch's schema: AITER's decorator hides them from `inspect`."""
-    op = getattr(torch.ops.aiter, function.__name__, None)
-    if op is not None:
-        return [argument.name for argument in op.default._schema.arguments]
-    return [*inspect.signature(function).parameters]
+def parameters(function: Callable[..., Any], name: str) -> tuple[str, ...]:
+    """Names of the arguments of `aiter.name`; a compiled op hides them, so those of its schema.
+
+    Raises:
+        ProviderUnavailable: it hides them and is not registered with torch.
+    """
+    found = inspect.signature(function).parameters
+    if tuple(found) != ("args", "kwargs"):
+        return tuple(found)
+    op = getattr(torch.ops.aiter, name, None)
+    if op is None:
+        raise ProviderUnavailable(
+            f"the arguments of AITER's {name} cannot be read: reinstall AITER"
+        )
+    return tuple(argument.name for argument in op.default._schema.arguments)

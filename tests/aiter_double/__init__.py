@@ -16,6 +16,7 @@ no port: nothing here was read from, or run beside, AITER's kernels. docs/aiter.
     heads.py      which kernels exist for a head count, query length and type
     decode.py     mla_decode_fwd, mla_reduce_v1 and the small-head Gluon decode
     products.py   the batched products of Triton for fp4 and fp8 weights
+    schemas.py    the schemas under which AITER registers its compiled ops with torch
     module.py     the module tree, and putting it into sys.modules
 """
 

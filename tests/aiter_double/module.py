@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tests.aiter_double import decode, metadata, products, qk_rope, versions
+from tests.aiter_double import decode, metadata, products, qk_rope, schemas, versions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -30,6 +30,7 @@ class Double:
     Attributes:
         modules: by name, what stands in sys.modules.
         signatures: by name of an op, its published arguments.
+        schemas: of the compiled ops, for torch.
     """
 
     def __init__(self, architecture: str, release: str) -> None:
@@ -37,6 +38,7 @@ class Double:
         self.release: Release = versions.RELEASES[release]
         self.modules: dict[str, types.ModuleType] = {}
         self.signatures: dict[str, inspect.Signature] = {}
+        self.schemas: list[str] = []
         self._calls: list[tuple[str, dict[str, Any]]] = []
         self._build()
 
@@ -65,7 +67,9 @@ class Double:
             self._calls.append((name, dict(arguments)))
             return body(self.arch, self.release, arguments)
 
-        if not compiled:
+        if compiled:
+            self.schemas.append(schemas.schema(name, published))
+        else:
             wrapper_custom.__name__ = name
             wrapper_custom.__signature__ = published  # type: ignore[attr-defined]
         return wrapper_custom
@@ -145,9 +149,11 @@ def installed(architecture: str = "gfx942", release: str = "v0.1.20") -> Iterato
         del sys.modules[name]
     double = Double(architecture, release)
     sys.modules.update(double.modules)
+    library = schemas.register(double.schemas)
     try:
         yield double
     finally:
+        library._destroy()
         for name in double.modules:
             sys.modules.pop(name, None)
         sys.modules.update(before)

@@ -364,18 +364,6 @@ class TestReleases:
         with pytest.raises(ValueError, match="return_lse"):
             attention.persistent_mla_decode(**given, return_lse=True)
 
-    def test_a_compiled_op_is_read_from_its_schema(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        arguments = [SimpleNamespace(name="a"), SimpleNamespace(name="page_size")]
-        op = SimpleNamespace(default=SimpleNamespace(_schema=SimpleNamespace(arguments=arguments)))
-        monkeypatch.setattr(torch.ops, "aiter", SimpleNamespace(compiled=op), raising=False)
-
-        def wrapper_custom(*args: Any, **kwargs: Any) -> None:
-            pass
-
-        assert aiter.parameters(wrapper_custom, "compiled") == ("a", "page_size")
-        with pytest.raises(ProviderUnavailable, match="cannot be read"):
-            aiter.parameters(wrapper_custom, "other")
-
 
 class TestRefusedBeforeTheCall:
     @pytest.mark.parametrize(
