@@ -174,6 +174,9 @@ def validate(
         ("kv_cache", kv_cache.shape[1] != 1 or latent == 128 or latent >= 256,
          "of blocks larger than 1 for this latent"),
         ("q", not general or tokens * q.stride(0) < 2**31, "small enough for 32-bit offsets"),
+        ("q, kv_c, k_pe, kv_cache and q_out",
+         _aligned(q, q.shape[-1] - rope) and all(map(_aligned, (kv_c, k_pe, kv_cache, q_out))),
+         "aligned to 4 bytes"),
     ]  # fmt: skip
     for name, ok, want in rules:
         if not ok:
@@ -182,6 +185,12 @@ def validate(
 
 def _dense_int64(x: torch.Tensor) -> bool:
     return x.dtype == torch.int64 and x.dim() == 1 and x.is_contiguous()
+
+
+def _aligned(x: torch.Tensor, first: int = 0) -> bool:
+    """Whether the values from `first` on of every row begin at a multiple of 4 bytes."""
+    steps = [first, *(x.stride(dim) for dim in range(x.dim() - 1) if x.shape[dim] > 1)]
+    return x.data_ptr() % 4 == 0 and not any(step * x.element_size() % 4 for step in steps)
 
 
 def _device_fp32(x: Any, like: torch.Tensor) -> bool:

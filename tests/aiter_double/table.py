@@ -10,7 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.aiter_double.decode_rules import DECODE_RULES, PLAN_RULES
-from tests.aiter_double.rules import ABORTS, RULES, SILENT
+from tests.aiter_double.fused_rules import RULES
+from tests.aiter_double.rule import ABORTS, SILENT
 from tests.aiter_double.versions import RELEASES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "aiter.md"
@@ -20,8 +21,7 @@ def fused() -> str:
     """The rules of the fused op."""
     rows = ["| rule | in words | breaking it | the provider |", "|---|---|---|---|"]
     for rule in RULES:
-        until = f", until {rule.before}" if rule.before else ""
-        rows.append(f"| `{rule.name}` | {rule.says} | {rule.fault}{until} | {rule.library} |")
+        rows.append(f"| `{rule.name}` | {rule.says} | {rule.breaking} | {rule.library} |")
     return "\n".join(rows)
 
 

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from tests.aiter_double import table
-from tests.aiter_double.rules import RULES
+from tests.aiter_double.fused_rules import RULES
 
 HERE = Path(__file__).parent
 
