@@ -6,14 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tests.aiter_double import calls
 from tests.aiter_double.calls import L, P, R, T
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from tests.aiter_double import Double
-    from tests.aiter_double.rule import Rule
 
 FN, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
 
@@ -32,7 +28,7 @@ def cache(dtype: torch.dtype, *shape: int) -> Callable[[dict[str, Any]], torch.T
 
 
 def other_flavour(a: dict[str, Any]) -> torch.Tensor:
-    return torch.zeros(3, 16, L + R).to(FNUZ if a["arch_fp8"] is FN else FN)
+    return torch.zeros(3, 16, L + R).to(FNUZ if a["fp8"] is FN else FN)
 
 
 def every_second(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -103,11 +99,3 @@ def narrow_direct(
 
 def direct_table(make: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return lambda a: {n: make(a[n]) for n in ("cos_cache", "sin_cache")}
-
-
-def broken(rule: Rule, double: Double) -> dict[str, Any]:
-    """The arguments of a direct call of the fused op that breaks `rule`."""
-    given = calls.provider()
-    good = calls.fused(given)
-    extra = {"arch_fp8": double.arch.fp8, "both": given["cos_sin_cache"], "q": given["q"]}
-    return {**good, **rule.direct({**good, **extra})}

@@ -51,7 +51,7 @@ RULES: list[Rule] = [
     # The query that is written.
     Rule("fp8-query-wide-cache", "an fp8 query needs an fp8 cache", ABORTS,
          words="an fp8 query needs an fp8 cache", refused="q_out must be torch.bfloat16, or fp8",
-         **same("q_out", lambda a: torch.zeros(T, H, L + R).to(a["arch_fp8"]))),
+         **same("q_out", lambda a: torch.zeros(T, H, L + R).to(a["fp8"]))),
     Rule("query-type", "the query is of the activation type or fp8", SILENT,
          words="q_out is written as the activation or as fp8",
          refused="q_out must be torch.bfloat16, or fp8",

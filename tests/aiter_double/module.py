@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tests.aiter_double import decode, metadata, products, qk_rope, schemas, versions
+from tests.aiter_double import decode, metadata, products, qk_rope, reduce, schemas, versions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ class Double:
 
     Attributes:
         modules: by name, what stands in sys.modules.
-        signatures: by name of an op, its published arguments.
+        ops: every op by name; signatures: the published arguments of each.
         schemas: of the compiled ops, for torch.
     """
 
@@ -37,6 +37,7 @@ class Double:
         self.arch: Architecture = versions.ARCHITECTURES[architecture]
         self.release: Release = versions.RELEASES[release]
         self.modules: dict[str, types.ModuleType] = {}
+        self.ops: dict[str, Callable[..., Any]] = {}
         self.signatures: dict[str, inspect.Signature] = {}
         self.schemas: list[str] = []
         self._calls: list[tuple[str, dict[str, Any]]] = []
@@ -72,6 +73,7 @@ class Double:
         else:
             wrapper_custom.__name__ = name
             wrapper_custom.__signature__ = published  # type: ignore[attr-defined]
+        self.ops[name] = wrapper_custom
         return wrapper_custom
 
     def _build(self) -> None:
@@ -89,7 +91,7 @@ class Double:
                     not release.planner_wrapper,
                 ),
                 "mla_reduce_v1": self._op(
-                    "mla_reduce_v1", versions.reduce_signature(release), decode.reduce, True
+                    "mla_reduce_v1", versions.reduce_signature(release), reduce.run, True
                 ),
                 "flash_attn_varlen_func": _prefill,
             },

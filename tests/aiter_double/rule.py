@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tests.aiter_double.versions import Release
 
 ABORTS, SILENT = "aborts", "silently wrong"
-TYPE, ASSERTS = "refuses the type", "fails an assertion"
+TYPE, ASSERTS, KEY = "refuses the type", "fails an assertion", "raises KeyError"
 RAISED, AVOIDED, TRUSTED = "refused in Python", "avoided", "the caller's word"
 
 
@@ -25,7 +25,8 @@ class Rule:
     Attributes:
         says: the rule in words.
         fault: what AITER does: `ABORTS` (before v0.1.14 a RuntimeError), `SILENT`, `TYPE` (an
-            AssertionError from v0.1.14, silently wrong before) or `ASSERTS` (an AssertionError).
+            AssertionError from v0.1.14, silently wrong before), `ASSERTS` or `KEY` (errors of its
+            Python side).
         direct: what to change in a good direct call; gets its arguments.
         words: part of what the double then says.
         hostile: how to make the library break the rule; None where it cannot tell, because it would
@@ -34,6 +35,7 @@ class Rule:
             calls AITER so that the result is right.
         before: the first release in which the rule no longer holds, if there is one.
         since: the first release in which it holds.
+        on: the one architecture that has the rule, if not both have.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Rule:
     refused: str = ""
     before: str = "v1"
     since: str = "v0"
+    on: str = ""
 
     @property
     def library(self) -> str:
@@ -55,14 +58,16 @@ class Rule:
 
     @property
     def breaking(self) -> str:
-        """What AITER does, and in which releases."""
+        """What AITER does, where and when."""
         since = f", from {self.since}" if self.since != "v0" else ""
         until = f", until {self.before}" if self.before != "v1" else ""
-        return self.fault + since + until
+        on = f", on {self.on}" if self.on else ""
+        return self.fault + on + since + until
 
-    def holds(self, release: Release) -> bool:
-        """Whether `release` has the rule."""
-        return number(self.since) <= number(release.name) < number(self.before)
+    def holds(self, arch: str, release: str) -> bool:
+        """Whether an architecture and a release have the rule."""
+        since, before = number(self.since), number(self.before)
+        return self.on in ("", arch) and since <= number(release) < before
 
     def expected(self, release: Release) -> type[BaseException]:
         """What the double raises where the rule is broken."""
@@ -70,4 +75,4 @@ class Rule:
             return Aborted if release.aborts else RuntimeError
         if self.fault == SILENT or (self.fault == TYPE and not release.strict_fp8):
             return SilentlyWrong
-        return AssertionError
+        return KeyError if self.fault == KEY else AssertionError

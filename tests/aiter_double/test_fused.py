@@ -1,4 +1,4 @@
-"""Every rule of AITER's fused op: the double enforces it, and the provider keeps it.
+"""The provider keeps every rule of AITER's fused op, and is right.
 
 No AMD hardware is involved. docs/aiter.md prints the table.
 """
@@ -17,7 +17,6 @@ from mla_fusion.kernels import aiter as provider
 from mla_fusion.kernels import reference
 from tests import aiter_double
 from tests.aiter_double import ARCHITECTURES, RELEASES, calls
-from tests.aiter_double.changes import broken
 from tests.aiter_double.fused_rules import RULES
 from tests.aiter_double.module import FUSED
 from tests.aiter_double.rule import AVOIDED, RAISED
@@ -38,24 +37,10 @@ def double(request: pytest.FixtureRequest) -> Iterator[Double]:
         yield double
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-def test_the_double_enforces_the_rule(rule: Rule, double: Double) -> None:
-    op, bad = getattr(sys.modules["aiter"], FUSED), broken(rule, double)
-    if rule.name == "compute-all" and not rule.holds(double.release):
-        with pytest.raises(TypeError, match="compute_all_q_rope"):
-            op(**bad)
-    elif not rule.holds(double.release):
-        op(**bad)
-    else:
-        with pytest.raises(BaseException, match=re.escape(rule.words)) as caught:
-            op(**bad)
-        assert type(caught.value) is rule.expected(double.release)
-
-
 @pytest.mark.parametrize("rule", [r for r in RULES if r.hostile], ids=lambda rule: rule.name)
 def test_the_provider_keeps_the_rule(rule: Rule, double: Double) -> None:
     ours = calls.provider()
-    ours |= rule.hostile({**ours, "arch_fp8": double.arch.fp8})
+    ours |= rule.hostile({**ours, "fp8": double.arch.fp8})
     if rule.library == RAISED:
         with pytest.raises(ValueError, match=re.escape(rule.refused)):
             provider.fused_mla_decode_prep(**ours, is_neox=False)

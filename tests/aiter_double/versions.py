@@ -40,8 +40,10 @@ def number(release: str) -> tuple[int, ...]:
 # What a release has from which one on; see `Release`.
 SINCE = {
     "many_heads": "v0.1.12",
+    "lse_kernels": "v0.1.12",
     "aborts": "v0.1.14",
     "strict_fp8": "v0.1.14",
+    "native_64": "v0.1.15",
     "split_budget": "v0.1.16",
     "reduce_splits": "v0.1.16",
     "strided_q_nope": "v0.1.17",
@@ -58,8 +60,10 @@ class Release:
 
     Attributes:
         many_heads: the planner's sizes take multiples of 8 heads, before of 16.
+        lse_kernels: persistent kernels write the log-sum-exp (inferred from ROCm/aiter#2440).
         aborts: a failed check ends the process; before, it raised RuntimeError.
         strict_fp8: only the architecture's own fp8 type is taken.
+        native_64: gfx942 runs 64 heads in fp8 as they are (inferred from ROCm/aiter#3188).
         split_budget: get_mla_metadata_info_v1 takes max_split_per_batch.
         reduce_splits: mla_reduce_v1 takes num_kv_splits.
         strided_q_nope: the opt and the general kernel honour the head stride of q_nope.
@@ -72,8 +76,10 @@ class Release:
 
     name: str
     many_heads: bool
+    lse_kernels: bool
     aborts: bool
     strict_fp8: bool
+    native_64: bool
     split_budget: bool
     reduce_splits: bool
     strided_q_nope: bool
