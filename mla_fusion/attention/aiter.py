@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,12 +45,14 @@ class Companions:
     With N = max_batch * max_query_len query rows; all but `entries` are of fixed addresses, and
     the last three are written by each refresh, so that a captured decode reads those of its step.
 
+    buffers: the six that AITER asked for, by name: a plan is for these and for their addresses.
     last_page_lens: [max_batch] int32, ones: a page holds one token.
     row: [N] int32, counting.
     written: [N] bool, the row is one of a sequence; blind: [N] bool, it sees no key.
     entries: of the last decode outside a graph, what its block table was, and what came of it.
     """
 
+    buffers: dict[str, torch.Tensor]
     last_page_lens: torch.Tensor
     row: torch.Tensor
     written: torch.Tensor
@@ -59,15 +60,27 @@ class Companions:
     entries: tuple[tuple[Any, ...], torch.Tensor] | None = None
 
     @classmethod
-    def allocate(cls, max_batch: int, max_query_len: int, device: torch.device) -> Companions:
+    def allocate(
+        cls, buffers: dict[str, torch.Tensor], max_batch: int, max_query_len: int
+    ) -> Companions:
         """Those of a plan that was not refreshed yet."""
-        rows = max_batch * max_query_len
+        rows, device = max_batch * max_query_len, buffers["work_indptr"].device
         return cls(
+            buffers,
             torch.ones(max_batch, dtype=torch.int32, device=device),
             torch.arange(rows, dtype=torch.int32, device=device),
             torch.zeros(rows, dtype=torch.bool, device=device),
             torch.zeros(rows, dtype=torch.bool, device=device),
         )
+
+    def check(self, plan: PersistentDecodePlan) -> None:
+        """Raise ValueError unless `plan` still has the buffers it was allocated with."""
+        replaced = [name for name, own in self.buffers.items() if getattr(plan, name) is not own]
+        if replaced:
+            raise ValueError(
+                "AITER takes the six buffers that it sized for the plan, or none; "
+                f"{', '.join(replaced)} is another tensor: allocate a new plan"
+            )
 
     def refresh(self, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor) -> None:
         """Write them from the indptrs [max_batch + 1] of the plan."""
@@ -112,7 +125,7 @@ def allocate(settings: Settings, device: torch.device) -> dict[str, Any]:
     size, _, _ = _planner()
     cap = settings.rules.max_split_per_batch
     capped = {"max_split_per_batch": cap} if cap > 0 else {}
-    if capped and "max_split_per_batch" not in parameters(size, "get_mla_metadata_info_v1"):
+    if capped and not _sizes_with_cap():
         raise ValueError(
             "this AITER sizes its buffers without max_split_per_batch: leave it at -1, or install "
             "v0.1.16 or newer"
@@ -127,11 +140,14 @@ def allocate(settings: Settings, device: torch.device) -> dict[str, Any]:
         fast_mode=True,
         **capped,
     )
-    six: dict[str, Any] = {
+    six = {
         name: torch.zeros(shape, dtype=dtype, device=device)
         for name, (shape, dtype) in zip(BUFFERS, shapes, strict=True)
     }
-    return six | {"aiter": Companions.allocate(settings.max_batch, settings.max_query_len, device)}
+    return {
+        **six,
+        "aiter": Companions.allocate(six, settings.max_batch, settings.max_query_len),
+    }
 
 
 def fill(
@@ -140,6 +156,7 @@ def fill(
     """Copy the lengths of the step and let AITER plan it, in place."""
     batch, companions = seq_lens.shape[0], plan.aiter
     assert companions is not None  # the plan is AITER's
+    companions.check(plan)
     for indptr in (plan.qo_indptr, plan.kv_indptr):
         indptr[0].zero_()
     plan.qo_indptr[: batch + 1].copy_(qo_indptr)
@@ -200,15 +217,18 @@ def persistent_mla_decode(
         )
     if not kv_cache.is_contiguous():
         raise ValueError("AITER reads the cache as dense pages of one token: kv_cache is strided")
-    missing = [name for name in BUFFERS if not getattr(plan, name).numel()]
-    if missing:
-        raise ValueError(f"AITER takes all six buffers or none; {', '.join(missing)} is empty")
+    companions.check(plan)
     verdict = selection.aiter_verdict(
         layout.heads, step.max_query_len, settings.q_dtype, settings.kv_dtype, step.batch,
         selection.architecture(plan.device), return_lse=lse is not None,
     )  # fmt: skip
     if verdict.unsupported:
         raise ValueError(f"{verdict.unsupported}: use the triton provider")
+    if lse is not None and not _sizes_with_cap():
+        raise ValueError(
+            "not all persistent kernels of this AITER write the log-sum-exp: install v0.1.16 or "
+            "newer, or use the triton provider"
+        )
     decode = importlib.import_module("aiter.mla").mla_decode_fwd
     extra: dict[str, Any] = {}
     for name, scale, tensor in (("q_scale", q_scale, q), ("kv_scale", kv_scale, kv_cache)):
@@ -216,7 +236,7 @@ def persistent_mla_decode(
             extra[name] = scale
     if lse is not None:
         extra["return_lse"] = True
-    if lacking := sorted(set(extra) - set(parameters(decode, "mla_decode_fwd"))):
+    if lacking := sorted(set(extra) - set(fused_region.parameters(decode, "mla_decode_fwd"))):
         raise ValueError(
             f"this AITER's mla_decode_fwd has no {' and no '.join(lacking)}: install v0.1.10.post2 "
             "or newer"
@@ -248,19 +268,6 @@ def persistent_mla_decode(
         companions.store(lse, logsumexp, -torch.inf)
 
 
-def parameters(function: Callable[..., Any], name: str) -> tuple[str, ...]:
-    """Names of the arguments of `aiter.name`; a compiled op hides them, so those of its schema."""
-    found = inspect.signature(function).parameters
-    if tuple(found) != ("args", "kwargs"):
-        return tuple(found)
-    op = getattr(torch.ops.aiter, name, None)
-    if op is None:
-        raise ProviderUnavailable(
-            f"the arguments of AITER's {name} cannot be read: reinstall AITER"
-        )
-    return tuple(argument.name for argument in op.default._schema.arguments)
-
-
 def _planner() -> tuple[Callable[..., Any], Callable[..., Any], tuple[str, ...]]:
     """(what sizes the buffers, what fills them, the argument names of the latter)."""
     aiter = importlib.import_module("aiter")
@@ -271,7 +278,14 @@ def _planner() -> tuple[Callable[..., Any], Callable[..., Any], tuple[str, ...]]
         raise ProviderUnavailable(
             f"this AITER has no persistent MLA decode ({error}): install v0.1.10.post2 or newer"
         ) from error
-    return size, write, parameters(write, "get_mla_metadata_v1")
+    return size, write, fused_region.parameters(write, "get_mla_metadata_v1")
+
+
+def _sizes_with_cap() -> bool:
+    """Whether the buffers can be sized for max_split_per_batch, which tells v0.1.16 from older."""
+    size, _, _ = _planner()
+    names = fused_region.parameters(size, "get_mla_metadata_info_v1")
+    return "max_split_per_batch" in names
 
 
 def _entries(

@@ -55,12 +55,14 @@ def aiter_layout(heads: int, max_query_len: int, kind: str, arch: str) -> HeadLa
     """The layout of AITER's persistent kernel for a `kind` of `selection.aiter_verdict`.
 
     Heads are padded to a multiple of 16. Kernels for more than 16 are few; other counts are
-    folded to 16. Source: ROCm/aiter, the native head counts of its planner at v0.1.20.
+    folded to 16, except for a bf16 query over an fp8 cache. Source: ROCm/aiter, the native head
+    counts of its planner at v0.1.20.
     """
     padded = -(-heads // 16) * 16
     native = padded == 16 or {
         ("gfx942", "fp8"): padded == 128 or (padded == 64 and max_query_len == 1),
         ("gfx950", "fp8"): padded in (32, 64, 128),
         ("gfx950", "bf16"): True,
+        (arch, "bf16 over fp8"): True,
     }.get((arch, kind), False)
     return HeadLayout(heads, padded, padded if native else 16)

@@ -127,7 +127,8 @@ class PersistentDecodePlan:
                 `heads.layout`.
             max_split_per_batch: -1, or a budget of this many pieces for each sequence (and head
                 block), shared by all of them.
-            kv_granularity: sequences are cut at multiples of this many tokens.
+            kv_granularity: sequences are cut at multiples of this many tokens; for AITER's planner
+                a power of two.
             overhead: fixed cost of a work item in units of kv_granularity tokens, by default 16.
             v_head_dim: width of the output, kv_lora_rank.
             planner: "portable", for this library's kernels; "aiter", for AITER's; or "auto", which

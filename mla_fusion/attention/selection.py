@@ -122,7 +122,9 @@ def aiter_verdict(
             f"{arch} has no persistent {kind} kernel for {layout.per_work} heads and queries of "
             f"{query_len} tokens",
         )
-    if return_lse and query_len not in _LSE_QUERY_LENS.get(key, ()):
+    # Of the two bf16 kernels of gfx950, the one for many rows writes none.
+    wide = any_heads and (layout.padded > 64 or layout.padded * query_len >= 128)
+    if return_lse and (wide or query_len not in _LSE_QUERY_LENS.get(key, ())):
         return Verdict(
             layout,
             f"the persistent {kind} kernel of {arch} for {layout.per_work} heads and queries of "

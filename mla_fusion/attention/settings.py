@@ -78,7 +78,7 @@ def complete(
         verdict = selection.aiter_verdict(
             num_heads, max_query_len, q_dtype, kv_dtype, max_batch, selection.architecture(device)
         )
-        why_not = _against_aiter(verdict, fixed, optional=planner == "auto")
+        why_not = _against_aiter(verdict, fixed, kv_granularity, optional=planner == "auto")
         if planner == "aiter" and why_not:
             raise ValueError(f'planner="aiter" is not possible: {why_not}')
         planner = "portable" if why_not else "aiter"
@@ -96,12 +96,14 @@ def complete(
 
 
 def _against_aiter(
-    verdict: selection.Verdict, fixed: dict[str, int | None], *, optional: bool
+    verdict: selection.Verdict, fixed: dict[str, int | None], granularity: int, *, optional: bool
 ) -> str:
     """Why AITER's planner cannot be used; where it is optional, also why it should not be."""
     given = [name for name, value in fixed.items() if value is not None]
     if given:
         return f"{' and '.join(given)} can be chosen for the portable planner alone"
+    if granularity & (granularity - 1):
+        return f"AITER's planner takes a power of two as kv_granularity, got {granularity}"
     if verdict.unsupported:
         return verdict.unsupported
     if optional and verdict.slower:

@@ -72,10 +72,14 @@ def validate(
     check("softmax_scale", math.isfinite(softmax_scale), "finite", softmax_scale)
     for name, scale, scaled in (("q_scale", q_scale, q), ("kv_scale", kv_scale, kv_cache)):
         if scaled.dtype in FP8_DTYPES:
-            ok = scale is not None and scale.dtype == torch.float32 and scale.numel() == 1
-            got = scale if scale is None else f"{scale.dtype} {tuple(scale.shape)}"
+            ok, got = False, str(scale)
+            if isinstance(scale, torch.Tensor):
+                ok = scale.dtype == torch.float32 and scale.numel() == 1
+                got = f"{scale.dtype} {tuple(scale.shape)}"
             check(name, ok, f"one fp32 element: {scaled.dtype} values have a scale", got)
     tensors = {"q": q, "kv_cache": kv_cache, "block_table": block_table, "out": out}
-    scales = {"q_scale": q_scale, "kv_scale": kv_scale}
-    for name, tensor in (tensors | {k: v for k, v in scales.items() if v is not None}).items():
+    for name, scale in (("q_scale", q_scale), ("kv_scale", kv_scale)):
+        if isinstance(scale, torch.Tensor):
+            tensors[name] = scale
+    for name, tensor in tensors.items():
         check(name, tensor.device == plan.device, f"on {plan.device}, as the plan", tensor.device)

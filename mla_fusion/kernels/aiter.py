@@ -22,12 +22,15 @@ import sys
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mla_fusion.kernels import ProviderUnavailable, reference
 from mla_fusion.kernels.capture import refuse_during_capture
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _OP = "fused_qk_rope_concat_and_cache_mla"
 
@@ -171,6 +174,9 @@ def validate(
         ("kv_cache", kv_cache.shape[1] != 1 or latent == 128 or latent >= 256,
          "of blocks larger than 1 for this latent"),
         ("q", not general or tokens * q.stride(0) < 2**31, "small enough for 32-bit offsets"),
+        ("q, kv_c, k_pe, kv_cache and q_out",
+         _aligned(q, q.shape[-1] - rope) and all(map(_aligned, (kv_c, k_pe, kv_cache, q_out))),
+         "aligned to 4 bytes"),
     ]  # fmt: skip
     for name, ok, want in rules:
         if not ok:
@@ -179,6 +185,12 @@ def validate(
 
 def _dense_int64(x: torch.Tensor) -> bool:
     return x.dtype == torch.int64 and x.dim() == 1 and x.is_contiguous()
+
+
+def _aligned(x: torch.Tensor, first: int = 0) -> bool:
+    """Whether the values from `first` on of every row begin at a multiple of 4 bytes."""
+    steps = [first, *(x.stride(dim) for dim in range(x.dim() - 1) if x.shape[dim] > 1)]
+    return x.data_ptr() % 4 == 0 and not any(step * x.element_size() % 4 for step in steps)
 
 
 def _device_fp32(x: Any, like: torch.Tensor) -> bool:
@@ -242,18 +254,34 @@ def _tables(
 
 
 def capabilities() -> dict[str, bool]:
-    """What this AITER offers beyond what `require` asks for, by what it is called there."""
+    """What this AITER offers beyond what `require` asks for, by what it is called there.
+
+    An argument that cannot be seen counts as missing: nothing depends on it.
+    """
     import aiter
 
+    try:
+        arguments = parameters(getattr(aiter, _OP), _OP)
+    except ProviderUnavailable:
+        arguments = ()
     return {
-        "compute_all_q_rope": "compute_all_q_rope" in _parameters(getattr(aiter, _OP)),
+        "compute_all_q_rope": "compute_all_q_rope" in arguments,
         "get_mla_metadata_v1": hasattr(aiter, "get_mla_metadata_v1"),
     }
 
 
-def _parameters(function: Any) -> list[str]:
-    """Its parameters, by torch's schema: AITER's decorator hides them from `inspect`."""
-    op = getattr(torch.ops.aiter, function.__name__, None)
-    if op is not None:
-        return [argument.name for argument in op.default._schema.arguments]
-    return [*inspect.signature(function).parameters]
+def parameters(function: Callable[..., Any], name: str) -> tuple[str, ...]:
+    """Names of the arguments of `aiter.name`; a compiled op hides them, so those of its schema.
+
+    Raises:
+        ProviderUnavailable: it hides them and is not registered with torch.
+    """
+    found = inspect.signature(function).parameters
+    if tuple(found) != ("args", "kwargs"):
+        return tuple(found)
+    op = getattr(torch.ops.aiter, name, None)
+    if op is None:
+        raise ProviderUnavailable(
+            f"the arguments of AITER's {name} cannot be read: reinstall AITER"
+        )
+    return tuple(argument.name for argument in op.default._schema.arguments)

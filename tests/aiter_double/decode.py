@@ -1,4 +1,4 @@
-"""`mla_decode_fwd`, `mla_reduce_v1` and the Gluon decode for few heads, in float64 on a CPU."""
+"""`mla_decode_fwd` and the Gluon decode for few heads, in float64 on a CPU."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 
 from tests.aiter_double import heads
 from tests.aiter_double.faults import assume, check
+from tests.aiter_double.reduce import merge
 
 if TYPE_CHECKING:
     from tests.aiter_double.versions import Architecture, Release
@@ -32,8 +33,11 @@ def run(arch: Architecture, release: Release, a: dict[str, Any]) -> tuple[None, 
     planned = a["work_meta_data"] is not None
     if planned and heads.skips_plan(arch, release, batch, count, qlen, kind):
         planned = a["num_kv_splits"] is not None
-    check_kernel = heads.check_persistent if planned else heads.check_plain
-    check_kernel(arch, release, count, qlen, kind)
+    causal = a.get("causal", True)
+    if planned:
+        heads.check_persistent(arch, release, count, qlen, kind, a["return_lse"], causal)
+    else:
+        heads.check_plain(arch, release, count, qlen, kind, a["num_kv_splits"])
     keys = kv.reshape(-1, ENTRY)
     scale = a["sm_scale"] if a["sm_scale"] is not None else ENTRY**-0.5
     wide_q = q.double()
@@ -48,8 +52,7 @@ def run(arch: Architecture, release: Release, a: dict[str, Any]) -> tuple[None, 
         return _attend(wide_q[first_q:last_q], keys[slots].double() * key_scale, after, scale,
                        causal)  # fmt: skip
 
-    causal = a.get("causal", True)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32)
+    lse = torch.zeros(q.shape[:2], dtype=torch.float32)
     if not planned:
         for b in range(batch):
             out, sums = piece(qo[b], qo[b + 1], ends[b], ends[b + 1], 0, causal)
@@ -57,6 +60,10 @@ def run(arch: Architecture, release: Release, a: dict[str, Any]) -> tuple[None, 
             lse[qo[b] : qo[b + 1]] = sums.float()
     else:
         _follow_plan(arch, release, a, kind, piece, lse)
+    # A row that sees no key.
+    nothing = lse.isneginf()
+    o.masked_fill_(nothing.unsqueeze(-1), torch.nan)
+    lse.masked_fill_(nothing, torch.inf)
     return None, lse if a["return_lse"] else None
 
 
@@ -84,6 +91,7 @@ def _validate(arch: Architecture, release: Release, a: dict[str, Any]) -> str:
     check(release, a["logit_cap"] <= 0, "logit_cap is not supported")
     kind = heads.kinds(q.dtype, kv.dtype)
     check(release, q.dtype == torch.bfloat16 or kind == "fp8", "an fp8 query needs an fp8 cache")
+    heads.check_supported(arch, release, q.shape[1], a["max_seqlen_q"], kind)
     check(release, kind != "mixed" or q.shape[1] == 16, "bf16 query, fp8 cache: 16 heads only")
     assume(q.is_contiguous(), "the query is read as packed [T, H, 576]")
     assume(o.is_contiguous() and o.shape == (*q.shape[:2], LATENT), "o is packed [T, H, 512]")
@@ -108,7 +116,7 @@ def _follow_plan(
     written = a["work_meta_data"].view(torch.int64).tolist()
     assume(written == moved, "the planner wrote other addresses: a buffer moved")
     count, o = a["q"].shape[1], a["o"]
-    run_heads = heads.folded(arch, count, a["max_seqlen_q"], kind)
+    run_heads = heads.folded(arch, release, count, a["max_seqlen_q"], kind)
     fold = count // run_heads
     works = a["work_info_set"][: int(a["work_indptr"][-1])].tolist()
     _check_plan(a, works, fold)
@@ -144,32 +152,9 @@ def _check_plan(a: dict[str, Any], works: list[list[int]], fold: int) -> None:
     for batch in range((len(qo) - 1) * fold):
         at, end = kv[batch // fold], kv[batch // fold + 1]
         for first, until in sorted(seen.get(batch, [])):
-            assume(first == at, "stale plan: other KV lengths")
+            assume(first == at, "stale plan: it begins elsewhere")
             at = until
-        assume(at == end, "stale plan: other KV lengths")
-
-
-def merge(pieces: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Flash-style merge of (normalized output, natural-log sum) of the pieces of one tile."""
-    outs = torch.stack([out.double() for out, _ in pieces])
-    sums = torch.stack([total.double() for _, total in pieces])
-    total = sums.logsumexp(0)
-    return (outs * (sums - total).exp().unsqueeze(-1)).sum(0), total
-
-
-def reduce(arch: Architecture, release: Release, a: dict[str, Any]) -> None:
-    """`mla_reduce_v1`: merge the pieces of every split tile into final_output."""
-    starts = a["reduce_indptr"].tolist()
-    for tile in range(len(starts) - 1):
-        rows = a["reduce_partial_map"][starts[tile] : starts[tile + 1]].tolist()
-        if len(rows) < 2:
-            continue
-        q0, q1 = a["reduce_final_map"][tile].tolist()
-        parts = [slice(row, row + q1 - q0) for row in rows]
-        out, total = merge([(a["partial_output"][p], a["partial_lse"][p]) for p in parts])
-        a["final_output"][q0:q1] = out.to(a["final_output"].dtype)
-        if a["final_lse"] is not None:
-            a["final_lse"][q0:q1] = total.float()
+        assume(at == end, "stale plan: it ends elsewhere")
 
 
 def gluon(arch: Architecture, release: Release, a: dict[str, Any]) -> None:

@@ -1,73 +1,157 @@
-"""The rules of AITER's planner and decode: what breaks each, and a word of the double's fault.
+"""The rules of AITER's decode. docs/aiter.md prints them; test_decode_rules.py runs them.
 
-A word that begins with "!" is a check of AITER, which aborts; any other is a silent assumption.
-docs/aiter.md prints the tables; test_decode.py runs them.
+`direct` changes a good call of the decode of 16 heads in fp8 with a plan; it gets the arguments.
+`hostile` is a use of the adapter.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from tests.aiter_double import calls
 from tests.aiter_double.decode import PLAN
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from tests.aiter_double.plan_rules import REPLACED
+from tests.aiter_double.rule import ABORTS, ASSERTS, KEY, SILENT, Rule
+from tests.aiter_double.uses import Use, replace
 
 BF16 = torch.bfloat16
+BUFFER = {name: name.replace("work_meta_data", "work_metadata_ptrs") for name in PLAN}
+UNPLANNED = dict.fromkeys(PLAN)
 
 
-def moved(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    return lambda a: {name: a[name].clone()}
+def shaped(a: dict[str, Any], heads: int, qlen: int, *types: torch.dtype) -> dict[str, Any]:
+    """The arguments of a decode of other shapes, with a plan of its own."""
+    query, cache = types or (a["fp8"], a["fp8"])
+    return calls.decode(a["aiter"], heads, (70, 9, 200), qlen, query, cache)["decode"]
 
 
-# what breaks in a decode of 16 heads in the architecture's fp8: (change, fault)
-DECODE_RULES: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
-    **{
-        f"missing {name}": (lambda a, name=name: {name: None}, "all six buffers or none")
-        for name in PLAN
-    },
-    "moved work_indptr": (moved("work_indptr"), "a buffer moved"),
-    "moved work_info_set": (moved("work_info_set"), "a buffer moved"),
-    "stale lengths": (lambda a: {"kv_indptr": a["kv_indptr"] + torch.tensor([0, 1, 1, 1]).int(),
-                                 "kv_indices": torch.cat((a["kv_indices"], a["kv_indices"]))},
-                      "stale plan"),
-    "stale queries": (lambda a: {n: a[n][:-1] for n in ("qo_indptr", "kv_indptr")}, "stale plan"),
-    "strided query": (lambda a: {"q": torch.cat((a["q"], a["q"]), 1)[:, :16]}, "packed"),
-    "strided output": (lambda a: {"o": torch.cat((a["o"], a["o"]), 1)[:, :16]}, "packed"),
-    "fp32 output": (lambda a: {"o": a["o"].float()}, "writes bf16"),
-    "fp64 scale": (lambda a: {"q_scale": a["q_scale"].double()}, "fp32"),
-    "index -1": (lambda a: {"kv_indices": torch.full_like(a["kv_indices"], -1)}, "outside"),
-    # checked by AITER
-    "no query scale": (lambda a: {"q_scale": None}, "!needs q_scale"),
-    "host scale": (lambda a: {"kv_scale": 0.25}, "!needs kv_scale"),
-    "fp16 query": (lambda a: {"q": a["q"].half()}, "!unsupported query type"),
-    "fp32 cache": (lambda a: {"kv_buffer": a["kv_buffer"].float()}, "!unsupported cache type"),
-    "fp8 query, bf16 cache": (lambda a: {"kv_buffer": a["kv_buffer"].to(BF16)}, "!fp8 cache"),
-    "int64 indices": (lambda a: {"kv_indices": a["kv_indices"].long()}, "!int32"),
-    "int64 indptr": (lambda a: {"qo_indptr": a["qo_indptr"].long()}, "!int32"),
-    "two KV heads": (lambda a: {"nhead_kv": 2}, "!pages"),
-    "logit cap": (lambda a: {"logit_cap": 30.0}, "!logit_cap"),
-    "12 heads": (lambda a: {"q": a["q"][:, :12].contiguous(), "o": a["o"][:, :12].contiguous()},
-                 "!no persistent"),
-    "5 tokens": (lambda a: {"max_seqlen_q": 5}, "!no persistent"),
-}  # fmt: skip
+def half(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """The values of x in a tensor that is twice as large in `dim`."""
+    return torch.cat((x, x), dim).narrow(dim, 0, x.shape[dim])
 
 
-PLAN_RULES: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
-    "int64 indptr": (lambda a: {"seqlens_kv_indptr": a["seqlens_kv_indptr"].long()}, "!int32"),
-    "indptr from 1": (lambda a: {"seqlens_kv_indptr": a["seqlens_kv_indptr"] + 1}, "starts at 0"),
-    "granularity 24": (lambda a: {"kv_granularity": 24}, "!power of two"),
-    "page 3": (lambda a: {"page_size": 3}, "!power of two"),
-    "full last pages": (lambda a: {"kv_last_page_lens": a["kv_last_page_lens"] + 1}, "hold one"),
-    "longer queries": (lambda a: {"max_seqlen_qo": 0}, "longer than max_seqlen_qo"),
-    "uneven queries": (lambda a: {"uni_seqlen_qo": 2}, "all queries are so long"),
-    "large work_indptr": (lambda a: {"work_indptr": torch.empty(999, dtype=torch.int32)}, "grid"),
-    "int64 works": (lambda a: {"work_info_set": a["work_info_set"].long()}, "as torch.int32"),
-    "small reduce_indptr": (lambda a: {"reduce_indptr": a["reduce_indptr"][:2]}, "too small"),
-    "swapped works": (lambda a: {"work_info_set": a["work_indptr"],
-                                 "work_indptr": a["work_info_set"]}, "grid|small|dense"),
-    "fp16 query": (lambda a: {"dtype_q": torch.float16}, "!fp16"),
-    "24 heads": (lambda a: {"num_heads_per_head_k": 24}, "!no persistent"),
-}  # fmt: skip
+def wrong_block(a: dict[str, Any]) -> dict[str, Any]:
+    """Entries of the block table behind the end of a sequence, which nothing may read."""
+    table = a["block_table"].clone()
+    table[1, 1:] = -1
+    return {"block_table": table}
+
+
+DECODE_RULES = [
+    *(Rule(f"missing-{name.replace('_', '-')}", f"with a plan there is {name}", SILENT,
+           words="all six buffers or none", refused=REPLACED.format(BUFFER[name]),
+           direct=lambda a, name=name: {name: None},
+           hostile=Use(after=replace(**{BUFFER[name]: lambda x: x[:0]})))
+      for name in PLAN),
+    *(Rule(f"moved-{name.replace('_', '-')}", f"{name} is where the planner saw it", SILENT,
+           words="a buffer moved", refused=REPLACED.format(name),
+           direct=lambda a, name=name: {name: a[name].clone()},
+           hostile=Use(after=replace(**{name: torch.clone})))
+      for name in ("work_indptr", "work_info_set")),
+    Rule("stale-lengths", "the plan is of this step's lengths", SILENT,
+         words="stale plan: it ends elsewhere",
+         direct=lambda a: {"kv_indptr": a["kv_indptr"] + torch.tensor([0, 1, 1, 1]).int(),
+                           "kv_indices": a["kv_indices"].repeat(2)},
+         hostile=Use(overwrite=True)),
+    Rule("stale-start", "and of these keys", SILENT, words="stale plan: it begins elsewhere",
+         direct=lambda a: {"kv_indptr": a["kv_indptr"] + 1,
+                           "kv_indices": a["kv_indices"].repeat(2)},
+         hostile=Use(overwrite=True)),
+    Rule("stale-queries", "the plan is of this step's queries", SILENT,
+         words="stale plan: other queries",
+         refused="the plan was refreshed for 6 query rows in 3 sequences",
+         direct=lambda a: {n: a[n][:-1] for n in ("qo_indptr", "kv_indptr")},
+         hostile=Use(decode=lambda a: {"q": a["q"][:-2], "block_table": a["block_table"][:-1]})),
+    Rule("strided-query-heads", "the query is packed", SILENT,
+         words="the query is read as packed",
+         direct=lambda a: {"q": half(a["q"], 1)},
+         hostile=Use(decode=lambda a: {"q": half(a["q"], 1)})),
+    Rule("strided-output", "the output is packed", SILENT, words="o is packed",
+         direct=lambda a: {"o": half(a["o"], 1)},
+         hostile=Use(decode=lambda a: {"out": half(torch.empty_like(a["q"][..., :512], dtype=BF16),
+                                                   1)})),
+    Rule("fp32-output", "the output is bf16", SILENT, words="the kernel writes bf16",
+         direct=lambda a: {"o": a["o"].float()},
+         hostile=Use(decode=lambda a: {"out": a["q"][..., :512].float()})),
+    Rule("strided-cache", "the cache is dense", SILENT, words="pages are read as dense",
+         refused="kv_cache is strided",
+         direct=lambda a: {"kv_buffer": half(a["kv_buffer"], 3)},
+         hostile=Use(decode=lambda a: {"kv_cache": half(a["kv_cache"], 2)})),
+    Rule("fp64-scales", "scales are fp32", SILENT, words="q_scale is reinterpreted as fp32",
+         refused="q_scale must be one fp32 element",
+         direct=lambda a: {"q_scale": a["q_scale"].double()},
+         hostile=Use(decode=lambda a: {"q_scale": a["q_scale"].double()})),
+    Rule("no-page", "every key has an entry of the cache", SILENT,
+         words="an index outside the cache reads other memory",
+         direct=lambda a: {"kv_indices": torch.full_like(a["kv_indices"], -1)},
+         hostile=Use(decode=wrong_block)),
+    # Checked by AITER.
+    Rule("no-scale", "an fp8 query has a scale", ABORTS, words="an fp8 query needs q_scale",
+         refused="q_scale must be one fp32 element",
+         direct=lambda a: {"q_scale": None}, hostile=Use(decode=lambda a: {"q_scale": None})),
+    Rule("host-scales", "scales are tensors", ABORTS, words="an fp8 query needs kv_scale",
+         refused="kv_scale must be one fp32 element",
+         direct=lambda a: {"kv_scale": 0.25}, hostile=Use(decode=lambda a: {"kv_scale": 0.25})),
+    Rule("fp16-query", "queries are bf16 or fp8", ABORTS,
+         words="unsupported query type torch.float16", refused="q must be torch.float8",
+         direct=lambda a: {"q": a["q"].half()}, hostile=Use(decode=lambda a: {"q": a["q"].half()})),
+    Rule("fp32-cache", "caches are bf16 or fp8", ABORTS,
+         words="unsupported cache type torch.float32", refused="kv_cache must be torch.float8",
+         direct=lambda a: {"kv_buffer": a["kv_buffer"].float()},
+         hostile=Use(decode=lambda a: {"kv_cache": a["kv_cache"].float()})),
+    Rule("fp8-query-bf16-cache", "an fp8 query needs an fp8 cache", ABORTS,
+         words="an fp8 query needs an fp8 cache", refused="over a torch.bfloat16 cache: queries",
+         direct=lambda a: {"kv_buffer": a["kv_buffer"].to(BF16)},
+         hostile=Use({"kv_dtype": BF16})),
+    Rule("bf16-query-fp8-cache", "a bf16 query over an fp8 cache has 16 heads", ABORTS,
+         words="bf16 query, fp8 cache: 16 heads only",
+         refused="no persistent bf16 over fp8 kernel for 64 heads",
+         direct=lambda a: shaped(a, 64, 1, BF16, a["fp8"]),
+         hostile=Use({"num_heads": 64, "q_dtype": BF16})),
+    Rule("int64-indices", "page indices are int32", ABORTS,
+         words="kv_indices is a dense int32 tensor", refused="block_table must be int32",
+         direct=lambda a: {"kv_indices": a["kv_indices"].long()},
+         hostile=Use(decode=lambda a: {"block_table": a["block_table"].long()})),
+    Rule("two-kv-heads", "there is one KV head", ABORTS, words="kv_buffer is [pages, page, 1, 576]",
+         refused="kv_cache must be [blocks, page_size, 576]",
+         direct=lambda a: {"nhead_kv": 2},
+         hostile=Use(decode=lambda a: {"kv_cache": a["kv_cache"].unsqueeze(2)})),
+    Rule("entry-width", "heads and entries are 576 wide", ABORTS,
+         words="heads and entries are 576 wide", refused="AITER decodes entries of 576",
+         direct=lambda a: {"q": a["q"][..., :512]}, hostile=Use({"v_head_dim": 256})),
+    Rule("logit-cap", "logits are not capped", ABORTS, words="logit_cap is not supported",
+         direct=lambda a: {"logit_cap": 30.0}, hostile=Use()),
+    # Kernels that do not exist.
+    Rule("12-heads", "heads are 8 or a multiple of 16", ASSERTS, words="nhead=12 not supported",
+         direct=lambda a: {n: a[n][:, :12].contiguous() for n in ("q", "o")},
+         hostile=Use({"num_heads": 12})),
+    Rule("3-tokens", "fp8 has no kernel for 3 tokens", ABORTS,
+         words="no persistent fp8 kernel for 16 heads, 3 query tokens",
+         refused="no persistent fp8 kernel for 16 heads and queries of 3",
+         direct=lambda a: shaped(a, 16, 3), hostile=Use({"max_query_len": 3})),
+    Rule("no-lse", "few kernels write the log-sum-exp", ABORTS, words="no LSE from the persistent",
+         refused="writes no log-sum-exp", on="gfx942",
+         direct=lambda a: {"return_lse": True},
+         hostile=Use(return_lse=True)),
+    Rule("no-lse-of-many-rows", "one of two bf16 kernels writes it", ABORTS,
+         words="no LSE from the persistent", refused="writes no log-sum-exp", on="gfx950",
+         direct=lambda a: shaped(a, 128, 1, BF16, BF16) | {"return_lse": True},
+         hostile=Use({"num_heads": 128, "q_dtype": BF16, "kv_dtype": BF16},
+                     return_lse=True)),
+    Rule("no-lse-yet", "first no kernel wrote it (inferred)", ABORTS,
+         words="no LSE from the persistent", refused="not all persistent kernels of this AITER",
+         on="gfx950", before="v0.1.12",
+         direct=lambda a: {"return_lse": True},
+         hostile=Use({"max_query_len": 1}, return_lse=True)),
+    Rule("non-causal", "few kernels see all of a draft", ABORTS, words="no non-causal persistent",
+         direct=lambda a: shaped(a, 16, 2) | {"causal": False}, hostile=Use(), since="v0.1.20"),
+    Rule("no-plan", "fewer kernels do without a plan", ABORTS,
+         words="no plain fp8 kernel for 64 heads",
+         direct=lambda a: shaped(a, 64, 1) | UNPLANNED,
+         hostile=Use({"num_heads": 64, "max_query_len": 1})),
+    Rule("no-splits", "and without a plan few shapes have a number of splits", KEY,
+         words="no splits are known for 80 rows",
+         direct=lambda a: {"max_seqlen_q": 5, **UNPLANNED}, hostile=Use()),
+]  # fmt: skip

@@ -35,11 +35,13 @@ def info(arch: Architecture, release: Release, a: dict[str, Any]) -> list[tuple[
     assert a["num_head_qo"] % many == 0, f"num_head_qo must be a multiple of {many}"
     units, batch, qlen = arch.compute_units, a["batch_size"], a["max_seqlen_qo"]
     kind = heads.kinds(a["q_dtype"], a["kv_dtype"])
-    run = heads.folded(arch, a["num_head_qo"], qlen, kind)
+    run = heads.folded(arch, release, a["num_head_qo"], qlen, kind)
     batch *= (a["num_head_qo"] // run) * (qlen if a["is_sparse"] else 1)
     tiles = 1 if run * qlen <= 128 else -(-run * qlen // 16)
     rows = (batch + units - 1) * tiles
     partial = min(batch + units - 1, 2 * (units - 1)) * tiles
+    if (cap := a.get("max_split_per_batch", -1)) > 0:
+        partial = max(partial, batch * tiles + min(units, cap * batch))
     return [
         (2, torch.uint64),
         (units + 1, torch.int32),
@@ -66,11 +68,11 @@ def plan(arch: Architecture, release: Release, a: dict[str, Any]) -> None:
     assume(max(lengths) <= a["max_seqlen_qo"], "a query is longer than max_seqlen_qo")
     uniform = a["uni_seqlen_qo"]
     assume(uniform < 0 or lengths == {uniform}, "uni_seqlen_qo says that all queries are so long")
-    types = _types(release, a)
+    types = _types(arch, release, a)
     count = a["num_heads_per_head_k"] * a["num_heads_k"]
     qlen, kind = a["max_seqlen_qo"], heads.kinds(*types)
-    heads.check_persistent(arch, release, count, qlen, kind)
-    fold = count // heads.folded(arch, count, qlen, kind)
+    heads.check_planned(arch, release, count, qlen, kind)
+    fold = count // heads.folded(arch, release, count, qlen, kind)
     _check_sizes(arch, release, a, batch, types)
     _write(arch, a, qo, kv, fold)
     a["work_metadata_ptrs"].copy_(
@@ -89,12 +91,14 @@ def _indptr(release: Release, a: dict[str, Any], name: str) -> list[int]:
     return values
 
 
-def _types(release: Release, a: dict[str, Any]) -> tuple[torch.dtype, torch.dtype]:
+def _types(
+    arch: Architecture, release: Release, a: dict[str, Any]
+) -> tuple[torch.dtype, torch.dtype]:
     pair = (
         a["dtype_q"] or a.get("dtype_q_nope") or torch.bfloat16,
         a["dtype_kv"] or a.get("dtype_kv_nope") or torch.bfloat16,
     )
-    check(release, pair[0] != torch.float16, "unsupported query type fp16")
+    check(release, pair[0] in (torch.bfloat16, arch.fp8), f"unsupported query type {pair[0]}")
     return pair
 
 
@@ -106,6 +110,8 @@ def _check_sizes(
     types: tuple[torch.dtype, torch.dtype],
 ) -> None:
     """The grid is read from the sizes: work_indptr is exact, the others hold the batch."""
+    capped = a["max_split_per_batch"] > 0
+    assume(release.split_budget or not capped, "buffers cannot be sized for max_split_per_batch")
     asked = {
         "batch_size": batch,
         "max_seqlen_qo": a["max_seqlen_qo"],
@@ -113,6 +119,7 @@ def _check_sizes(
         "q_dtype": types[0],
         "kv_dtype": types[1],
         "is_sparse": False,
+        "max_split_per_batch": a["max_split_per_batch"],
     }
     for name, (shape, dtype) in zip(BUFFERS, info(arch, release, asked), strict=True):
         given = a[name]

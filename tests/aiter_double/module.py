@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tests.aiter_double import decode, metadata, products, qk_rope, versions
+from tests.aiter_double import decode, metadata, products, qk_rope, reduce, schemas, versions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -29,14 +29,17 @@ class Double:
 
     Attributes:
         modules: by name, what stands in sys.modules.
-        signatures: by name of an op, its published arguments.
+        ops: every op by name; signatures: the published arguments of each.
+        schemas: of the compiled ops, for torch.
     """
 
     def __init__(self, architecture: str, release: str) -> None:
         self.arch: Architecture = versions.ARCHITECTURES[architecture]
         self.release: Release = versions.RELEASES[release]
         self.modules: dict[str, types.ModuleType] = {}
+        self.ops: dict[str, Callable[..., Any]] = {}
         self.signatures: dict[str, inspect.Signature] = {}
+        self.schemas: list[str] = []
         self._calls: list[tuple[str, dict[str, Any]]] = []
         self._build()
 
@@ -65,9 +68,12 @@ class Double:
             self._calls.append((name, dict(arguments)))
             return body(self.arch, self.release, arguments)
 
-        if not compiled:
+        if compiled:
+            self.schemas.append(schemas.schema(name, published))
+        else:
             wrapper_custom.__name__ = name
             wrapper_custom.__signature__ = published  # type: ignore[attr-defined]
+        self.ops[name] = wrapper_custom
         return wrapper_custom
 
     def _build(self) -> None:
@@ -85,7 +91,7 @@ class Double:
                     not release.planner_wrapper,
                 ),
                 "mla_reduce_v1": self._op(
-                    "mla_reduce_v1", versions.reduce_signature(release), decode.reduce, True
+                    "mla_reduce_v1", versions.reduce_signature(release), reduce.run, True
                 ),
                 "flash_attn_varlen_func": _prefill,
             },
@@ -145,9 +151,11 @@ def installed(architecture: str = "gfx942", release: str = "v0.1.20") -> Iterato
         del sys.modules[name]
     double = Double(architecture, release)
     sys.modules.update(double.modules)
+    library = schemas.register(double.schemas)
     try:
         yield double
     finally:
+        library._destroy()
         for name in double.modules:
             sys.modules.pop(name, None)
         sys.modules.update(before)

@@ -59,6 +59,8 @@ def _validate(arch: Architecture, release: Release, a: dict[str, Any]) -> str:
         assume(a[name].dtype == kv_c.dtype, f"{name} is reinterpreted as the type of kv_c")
     for name in ("q_nope", "q_pe", "q_out"):
         assume(a[name].stride(-1) == 1, f"{name} must have a dense last dimension")
+    for name in ("q_nope", "q_pe", "kv_c", "k_pe", "kv_cache", "q_out"):
+        assume(_aligned(a[name]), f"{name} is loaded in vectors of 4 bytes or more")
     for name in ("q_nope", "q_pe", "kv_c", "k_pe", "q_out", "positions"):
         assume(a[name].shape[0] >= tokens, f"{name} is read for each of {tokens} slots")
     for name in ("slot_mapping", "positions"):
@@ -82,8 +84,8 @@ def _validate(arch: Architecture, release: Release, a: dict[str, Any]) -> str:
     picked = kernel(tokens, heads, latent, rope, cache.shape[1], a["is_nope_first"])
     if a.get("compute_all_q_rope"):
         check(release, picked != "general", "compute_all_q_rope needs the per_head or opt kernel")
-    if picked == "opt" and not release.strided_q_nope:
-        assume(q_nope.stride(1) == latent, "before v0.1.17 opt ignores the head stride of q_nope")
+    if picked != "per_head" and not release.strided_q_nope:
+        assume(q_nope.stride(1) == latent, f"{picked} ignores the head stride of q_nope")
     if picked == "per_head":
         lanes = latent // (4 if latent <= 128 or kv_c.dtype == torch.float32 else 8)
         assume(lanes >= 32, "per_head rotates with its first 32 threads, and there are fewer")
@@ -92,6 +94,12 @@ def _validate(arch: Architecture, release: Release, a: dict[str, Any]) -> str:
         assume(latent % step == 0, f"general handles {step} values of the latent at a time")
         assume(tokens * q_pe.stride(0) < 2**31, "general computes offsets in 32 bits")
     return picked
+
+
+def _aligned(x: torch.Tensor) -> bool:
+    """Whether every row begins at a multiple of 4 bytes."""
+    steps = [x.stride(dim) for dim in range(x.dim() - 1) if x.shape[dim] > 1]
+    return x.data_ptr() % 4 == 0 and all(step * x.element_size() % 4 == 0 for step in steps)
 
 
 def _check_types(arch: Architecture, release: Release, a: dict[str, Any]) -> None:

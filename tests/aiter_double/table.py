@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.aiter_double.decode_rules import DECODE_RULES, PLAN_RULES
-from tests.aiter_double.rules import ABORTS, RULES, SILENT
+from tests.aiter_double import broken, heads
+from tests.aiter_double.fused_rules import RULES
 from tests.aiter_double.versions import RELEASES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "aiter.md"
@@ -20,19 +20,40 @@ def fused() -> str:
     """The rules of the fused op."""
     rows = ["| rule | in words | breaking it | the provider |", "|---|---|---|---|"]
     for rule in RULES:
-        until = f", until {rule.before}" if rule.before else ""
-        rows.append(f"| `{rule.name}` | {rule.says} | {rule.fault}{until} | {rule.library} |")
+        rows.append(f"| `{rule.name}` | {rule.says} | {rule.breaking} | {rule.library} |")
     return "\n".join(rows)
 
 
-def decode() -> str:
+def adapter() -> str:
     """The rules of the planner and the decode."""
-    rows = ["| call | broken by | AITER |", "|---|---|---|"]
-    for call, rules in (("get_mla_metadata_v1", PLAN_RULES), ("mla_decode_fwd", DECODE_RULES)):
-        for name, (_, words) in rules.items():
-            fault = ABORTS if words.startswith("!") else SILENT
-            rows.append(f"| `{call}` | {name} | {fault} |")
+    rows = ["| call | rule | in words | breaking it | the adapter |", "|---|---|---|---|---|"]
+    for op, rules in broken.ADAPTER_RULES.items():
+        for rule in rules:
+            words = f"{rule.says} | {rule.breaking} | {rule.library}"
+            rows.append(f"| `{op}` | `{rule.name}` | {words} |")
     return "\n".join(rows)
+
+
+def others() -> str:
+    """The rules of what the adapter does not call."""
+    rows = ["| call | rule | in words | breaking it |", "|---|---|---|---|"]
+    for op, rules in broken.OTHER_RULES.items():
+        rows += [f"| `{op}` | `{r.name}` | {r.says} | {r.breaking} |" for r in rules]
+    return "\n".join(rows)
+
+
+def kernels() -> str:
+    """The kernels of the decode that follow a plan."""
+    rows = ["| architecture | types | heads: query lengths | with LSE |", "|---|---|---|---|"]
+    for (arch, kind), counts in heads.PERSISTENT.items():
+        tables = (counts, heads.LSE.get((arch, kind), {}))
+        shapes = " | ".join("; ".join(map(_shape, t.items())) or "none" for t in tables)
+        rows.append(f"| {arch} | {kind} | {shapes} |")
+    return "\n".join(rows)
+
+
+def _shape(shape: tuple[int, tuple[int, ...]]) -> str:
+    return f"{shape[0]}: {', '.join(map(str, shape[1]))}"
 
 
 def releases() -> str:
@@ -46,10 +67,10 @@ def releases() -> str:
 
 def filled(page: str) -> str:
     """The page with the tables as they are now."""
-    for name, text in (("fused", fused()), ("decode", decode()), ("releases", releases())):
-        begin, end = f"<!-- table: {name} -->\n", "<!-- end -->"
+    for make in (fused, adapter, others, kernels, releases):
+        begin, end = f"<!-- table: {make.__name__} -->\n", "<!-- end -->"
         before, rest = page.split(begin)
-        page = before + begin + text + "\n" + end + rest.partition(end)[2]
+        page = before + begin + make() + "\n" + end + rest.partition(end)[2]
     return page
 
 

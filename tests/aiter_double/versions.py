@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,66 +32,75 @@ ARCHITECTURES = {
 }
 
 
+def number(release: str) -> tuple[int, ...]:
+    """The parts of a release's name, which order releases."""
+    return tuple(int(part) for part in re.findall(r"\d+", release))
+
+
+# What a release has from which one on; see `Release`.
+SINCE = {
+    "many_heads": "v0.1.12",
+    "lse_kernels": "v0.1.12",
+    "aborts": "v0.1.14",
+    "strict_fp8": "v0.1.14",
+    "native_64": "v0.1.15",
+    "split_budget": "v0.1.16",
+    "reduce_splits": "v0.1.16",
+    "strided_q_nope": "v0.1.17",
+    "context_parallel": "v0.1.17",
+    "planner_wrapper": "v0.1.18",
+    "compute_all": "v0.1.19.post1",
+    "causal": "v0.1.20",
+}
+
+
 @dataclass(frozen=True)
 class Release:
     """What one release has.
 
     Attributes:
-        aborts: a failed check ends the process (v0.1.14); before, it raised RuntimeError.
-        strict_fp8: only the architecture's own fp8 type is taken (v0.1.14).
-        heads_multiple: of what the planner's sizes want the head count to be a multiple.
-        split_budget: get_mla_metadata_info_v1 takes max_split_per_batch (v0.1.16).
-        reduce_splits: mla_reduce_v1 takes num_kv_splits (v0.1.16).
-        strided_q_nope: the opt kernel honours the head stride of q_nope (v0.1.17).
-        context_parallel: the decode and the planner know about round robin (v0.1.17).
+        many_heads: the planner's sizes take multiples of 8 heads, before of 16.
+        lse_kernels: persistent kernels write the log-sum-exp (inferred from ROCm/aiter#2440).
+        aborts: a failed check ends the process; before, it raised RuntimeError.
+        strict_fp8: only the architecture's own fp8 type is taken.
+        native_64: gfx942 runs 64 heads in fp8 as they are (inferred from ROCm/aiter#3188).
+        split_budget: get_mla_metadata_info_v1 takes max_split_per_batch.
+        reduce_splits: mla_reduce_v1 takes num_kv_splits.
+        strided_q_nope: the opt and the general kernel honour the head stride of q_nope.
+        context_parallel: the decode and the planner know about round robin.
         planner_wrapper: the planner is a Python function with separate nope and rope types, and
-            the persistent decode is skipped for some batches (v0.1.18).
-        compute_all: compute_all_q_rope exists and positions are clamped (v0.1.19.post1).
-        causal: mla_decode_fwd takes causal (v0.1.20).
+            the persistent decode is skipped for some batches.
+        compute_all: compute_all_q_rope exists and positions are clamped.
+        causal: mla_decode_fwd takes causal.
     """
 
     name: str
-    aborts: bool = True
-    strict_fp8: bool = True
-    heads_multiple: int = 8
-    split_budget: bool = True
-    reduce_splits: bool = True
-    strided_q_nope: bool = True
-    context_parallel: bool = True
-    planner_wrapper: bool = True
-    compute_all: bool = True
-    causal: bool = True
+    many_heads: bool
+    lse_kernels: bool
+    aborts: bool
+    strict_fp8: bool
+    native_64: bool
+    split_budget: bool
+    reduce_splits: bool
+    strided_q_nope: bool
+    context_parallel: bool
+    planner_wrapper: bool
+    compute_all: bool
+    causal: bool
+
+    @property
+    def heads_multiple(self) -> int:
+        """Of what the planner's sizes want the head count to be a multiple."""
+        return 8 if self.many_heads else 16
 
     def missing(self) -> Iterator[str]:
         """The names of what this release lacks."""
-        return (f.name for f in fields(self) if getattr(self, f.name) is False)
+        return (name for name in SINCE if not getattr(self, name))
 
 
-_BEFORE_20 = {"causal": False}
-_BEFORE_19 = {**_BEFORE_20, "compute_all": False}
-_BEFORE_17 = {
-    **_BEFORE_19,
-    "planner_wrapper": False,
-    "context_parallel": False,
-    "strided_q_nope": False,
-}
 RELEASES = {
-    release.name: release
-    for release in (
-        Release(
-            "v0.1.10.post2",
-            aborts=False,
-            strict_fp8=False,
-            heads_multiple=16,
-            split_budget=False,
-            reduce_splits=False,
-            **_BEFORE_17,
-        ),
-        Release("v0.1.16", **_BEFORE_17),
-        Release("v0.1.18", **_BEFORE_19),
-        Release("v0.1.19.post1", **_BEFORE_20),
-        Release("v0.1.20"),
-    )
+    name: Release(name, **{has: number(name) >= number(since) for has, since in SINCE.items()})
+    for name in ("v0.1.10.post2", "v0.1.16", "v0.1.18", "v0.1.19.post1", "v0.1.20")
 }
 
 

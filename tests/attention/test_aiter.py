@@ -364,18 +364,6 @@ class TestReleases:
         with pytest.raises(ValueError, match="return_lse"):
             attention.persistent_mla_decode(**given, return_lse=True)
 
-    def test_a_compiled_op_is_read_from_its_schema(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        arguments = [SimpleNamespace(name="a"), SimpleNamespace(name="page_size")]
-        op = SimpleNamespace(default=SimpleNamespace(_schema=SimpleNamespace(arguments=arguments)))
-        monkeypatch.setattr(torch.ops, "aiter", SimpleNamespace(compiled=op), raising=False)
-
-        def wrapper_custom(*args: Any, **kwargs: Any) -> None:
-            pass
-
-        assert aiter.parameters(wrapper_custom, "compiled") == ("a", "page_size")
-        with pytest.raises(ProviderUnavailable, match="cannot be read"):
-            aiter.parameters(wrapper_custom, "other")
-
 
 class TestRefusedBeforeTheCall:
     @pytest.mark.parametrize(
@@ -397,7 +385,7 @@ class TestRefusedBeforeTheCall:
         stand_in = use(StandIn())
         given = step(allocate())
         given["plan"].reduce_final_map = torch.zeros(0, 2, dtype=torch.int32)
-        with pytest.raises(ValueError, match="all six buffers or none; reduce_final_map"):
+        with pytest.raises(ValueError, match="or none; reduce_final_map is another"):
             attention.persistent_mla_decode(**given)
         assert "decode" not in stand_in.calls
 
@@ -420,6 +408,7 @@ VERDICTS = [
     (16, 3, FNUZ, FNUZ, 8, "gfx942", "queries of 3"),
     (64, 2, FNUZ, FNUZ, 8, "gfx942", ""),  # folded to 16 heads
     (16, 1, BF16, FN, 8, "gfx950", "no persistent bf16 over fp8 kernel"),
+    (64, 1, BF16, FNUZ, 8, "gfx942", "no persistent bf16 over fp8 kernel for 64 heads"),
     (16, 1, BF16, BF16, 32, "gfx950", "1.4 to 1.6 times faster"),
     (16, 1, BF16, BF16, 31, "gfx950", ""),
     (16, 2, BF16, BF16, 32, "gfx950", ""),
@@ -439,6 +428,9 @@ def test_a_verdict_can_change_with_the_log_sum_exp() -> None:
     given = (16, 1, BF16, BF16, 4, "gfx942")
     assert not selection.aiter_verdict(*given).why_not
     assert "no log-sum-exp" in selection.aiter_verdict(*given, return_lse=True).why_not
+    for heads, length, none in ((64, 1, False), (64, 2, True), (128, 1, True), (16, 4, False)):
+        verdict = selection.aiter_verdict(heads, length, BF16, BF16, 4, "gfx950", return_lse=True)
+        assert ("no log-sum-exp" in verdict.why_not) == none
 
 
 class TestAuto:
@@ -453,6 +445,7 @@ class TestAuto:
         [
             ({"max_query_len": 5}, "queries of 5"),
             ({"workers": 8}, "workers can be chosen for the portable planner alone"),
+            ({"kv_granularity": 24}, "power of two as kv_granularity, got 24"),
         ],
     )
     def test_portable_with_the_reason(self, use: Any, changes: dict[str, Any], reason: str) -> None:

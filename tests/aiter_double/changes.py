@@ -1,0 +1,101 @@
+"""How a rule of the fused op spoils a good call: functions of its arguments."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tests.aiter_double.calls import L, P, R, T
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+FN, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
+
+
+def same(name: str, make: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+    """The same change to one argument of both calls."""
+
+    def change(a: dict[str, Any]) -> dict[str, Any]:
+        return {name: make(a)}
+
+    return {"direct": change, "hostile": change}
+
+
+def cache(dtype: torch.dtype, *shape: int) -> Callable[[dict[str, Any]], torch.Tensor]:
+    return lambda a: torch.zeros(shape or (3, 16, L + R)).to(dtype)
+
+
+def other_flavour(a: dict[str, Any]) -> torch.Tensor:
+    return torch.zeros(3, 16, L + R).to(FNUZ if a["fp8"] is FN else FN)
+
+
+def every_second(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """The values of x with a stride of two in `dim`."""
+    return torch.stack((x, x), dim=dim + 1).flatten(dim, dim + 1)[
+        (slice(None),) * dim + (slice(None, None, 2),)
+    ]
+
+
+def padded_heads(x: torch.Tensor, to: int) -> torch.Tensor:
+    out = x.new_zeros((*x.shape[:-1], to))
+    out[..., : x.shape[-1]] = x
+    return out[..., : x.shape[-1]]
+
+
+def by_head(x: torch.Tensor) -> torch.Tensor:
+    """The same values [T, H, n], head by head in memory, as a batched product leaves them."""
+    return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def few(a: dict[str, Any]) -> dict[str, Any]:
+    """The provider's arguments for two heads, which the general kernel serves."""
+    return {
+        "q": a["q"][:, :2],
+        "w_uk_t": a["w_uk_t"][:2],
+        "q_out": a["q_out"][:, :2].contiguous(),
+    }
+
+
+def few_heads(a: dict[str, Any]) -> dict[str, Any]:
+    """The same of AITER's op."""
+    narrow = {name: a[name][:, :2].contiguous() for name in ("q_nope", "q_out")}
+    return {**narrow, "q_pe": a["q_pe"][:, :2]}
+
+
+def huge(a: dict[str, Any], heads: int) -> torch.Tensor:
+    """A view of few rows of more than 2^30 elements each; untouched pages cost nothing."""
+    wide = torch.empty(T * 2**29 + 2**20, dtype=torch.bfloat16)
+    return wide.as_strided((T, heads, P + R), (2**29, P + R, 1))
+
+
+def narrow(latent: int, heads: int, block: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """The provider's arguments for another latent width."""
+
+    def change(a: dict[str, Any]) -> dict[str, Any]:
+        act = torch.bfloat16
+        return {
+            "q": torch.zeros(T, heads, P + R, dtype=act),
+            "w_uk_t": torch.zeros(heads, P, latent, dtype=act),
+            "kv_c": torch.zeros(T, latent, dtype=act),
+            "kv_cache": torch.zeros(50, block, latent + R, dtype=act),
+            "q_out": torch.zeros(T, heads, latent + R, dtype=act),
+        }
+
+    return change
+
+
+def narrow_direct(
+    latent: int, heads: int, block: int
+) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    def change(a: dict[str, Any]) -> dict[str, Any]:
+        b = narrow(latent, heads, block)(a)
+        q, _ = b.pop("q"), b.pop("w_uk_t")
+        return {**b, "q_nope": torch.zeros(T, heads, latent).bfloat16(), "q_pe": q[..., P:]}
+
+    return change
+
+
+def direct_table(make: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    return lambda a: {n: make(a[n]) for n in ("cos_cache", "sin_cache")}
