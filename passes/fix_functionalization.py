@@ -99,10 +99,10 @@ def _make_in_place(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int]) ->
     for index, target in targets.items():
         for scatter, whole in scatters[index]:
             scatter.replace_all_uses_with(whole)
-        drop_dead(graph, [scatter for scatter, _ in scatters[index]])
         _replace_output(graph, node, index, target)
     _replace_output(graph, node, 0, call)
     graph.erase_node(node)
+    drop_dead(graph, [scatter for pairs in scatters.values() for scatter, _ in pairs])
     return True
 
 

@@ -152,7 +152,7 @@ def fuse(
         snapshot.restore()
         record.declined = {call.name: Decline("pass-error", repr(error)) for call in calls}
         return
-    drop_dead(graph, dead)
+    drop_dead(graph, dead, functionalized=True)
     record.fused = len(fused)
     record.variants = {_variant(call) for call in fused}
     if fused:

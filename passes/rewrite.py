@@ -124,17 +124,18 @@ def _unread_users(node: fx.Node) -> list[fx.Node] | None:
     return sorted(found, reverse=True)
 
 
-def drop_dead(graph: fx.Graph, roots: Iterable[fx.Node]) -> None:
+def drop_dead(graph: fx.Graph, roots: Iterable[fx.Node], *, functionalized: bool = False) -> None:
     """Erase those of `roots` that nothing uses any more, and what only they used.
 
-    A graph may hold views that nothing reads (AOT autograd leaves some); they are no use.
+    A graph may hold views that nothing reads (AOT autograd leaves some); they are no use. A
+    functionalized op may write more than its results, a KV cache for one: it goes only where the
+    caller, who put another one in its place, says so.
     """
     worklist = list(roots)
     while worklist:
         node = worklist.pop()
-        if node._erased:
-            continue
-        if node.target is not auto_functionalized and node.is_impure():
+        stays = not functionalized if node.target is auto_functionalized else node.is_impure()
+        if node._erased or stays:
             continue
         unread = _unread_users(node)
         if unread is None:

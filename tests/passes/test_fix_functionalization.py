@@ -373,6 +373,26 @@ def test_an_op_whose_results_nothing_reads_reads_the_old_value(plain_kernels: No
         assert_same(run(before, CAT, batch), run(module, CAT, batch), batch)
 
 
+def test_an_op_stays_if_its_results_go_with_a_scatter(plain_kernels: None) -> None:
+    """It writes the cache, though what reads its query is dead: a scatter of the same base."""
+    module = build(CAT)
+    first, scatter = find(module, edits.CAT_FUSED), find(module, aten.slice_scatter.default)
+    own = {
+        name: edits.add(module, first, aten.clone.default, first.kwargs[name])
+        for name in ("q_pe", "k_pe")
+    }
+    with module.graph.inserting_after(first):
+        second = module.graph.node_copy(first)
+    edits.set_argument(second, **own)
+    query = edits.add(module, scatter, edits.operator.getitem, second, 1)
+    edits.add(module, scatter, scatter.target, scatter.args[0], query, *scatter.args[2:])
+    before = graphs.copy(module)
+    fix(module)
+    assert len(find_all(module, edits.CAT_FUSED)) == 2
+    for batch in BATCHES.values():
+        assert_same(run(before, CAT, batch), run(module, CAT, batch), batch)
+
+
 def test_memory_that_two_ops_write_one_after_the_other(plain_kernels: None) -> None:
     """The second op rotates what the first one rotated."""
     module = build(CAT)
