@@ -13,6 +13,7 @@ profile run. Both runtime ops ask `_is_fused` of the same step and so cannot dis
 from __future__ import annotations
 
 import functools
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
     from mla_fusion.report import Variant
     from mla_fusion.step_plan import StepPlan
+
+# Below vLLM's logger, so that its handlers and its level apply.
+logger = logging.getLogger("vllm.mla_fusion")
 
 
 def is_decode_only(metadata: Any) -> bool:
@@ -199,8 +203,8 @@ def warm_up(
 ) -> None:
     """Let the provider compile what batches of up to `max_tokens` tokens need, if it compiles.
 
-    `layers` are all layers of the model; one of each shape is used, with every slot negative, so
-    that no cache changes.
+    `layers` are all layers of the model; for each variant one of each shape is used, with every
+    slot negative, so that no cache changes.
 
     Raises:
         Exception: what the provider raises, with a note that says what to do. The engine then does
@@ -212,11 +216,14 @@ def warm_up(
     for variant in variants:
         shapes = set()
         for layer in vllm_compat.mla_layers(layers).values():
-            shape = (tuple(layer.W_UK_T.shape), layer.kv_cache_dtype)
-            if shape in shapes or layer.kv_cache.numel() == 0:
+            own = layer.kv_cache_dtype, layer.qk_rope_head_dim
+            if own != (variant.kv_cache_dtype, variant.rope_dim) or layer.kv_cache.numel() == 0:
+                continue
+            weight = _absorb_weight(layer)
+            shape = (type(weight), tuple(weight.shape))
+            if shape in shapes:
                 continue
             shapes.add(shape)
-            weight = _absorb_weight(layer)
             table = None
             if variant.table_dtype:
                 dtype = getattr(torch, variant.table_dtype)
@@ -232,6 +239,7 @@ def warm_up(
                     is_neox=variant.is_neox,
                     q_dtype=getattr(torch, variant.query_dtype),
                     max_tokens=max_tokens,
+                    progress=logger.info,
                 )
             except Exception as error:
                 _explain(error, provider, f"to prepare its kernels for up to {max_tokens} tokens")

@@ -24,8 +24,9 @@ class ProviderUnavailable(RuntimeError):
 def get_provider(name: str) -> Any:
     """The module that implements provider `name`, after its `require()` found all it needs.
 
-    A provider module has `require() -> None`, which raises `ProviderUnavailable`, and
-    `fused_mla_decode_prep` with the signature below less `provider`. Nothing falls back:
+    A provider module has `require() -> None`, which raises `ProviderUnavailable`;
+    `fused_mla_decode_prep` with the signature below less `provider`; and, if a first call compiles
+    or builds something, `warmup` with the signature of `triton.warmup`. Nothing falls back:
     an operator who asked for a kernel gets that kernel or an error.
     """
     if name == "reference":

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import sys
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
@@ -31,6 +32,8 @@ from mla_fusion.kernels.capture import refuse_during_capture
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
 
 _OP = "fused_qk_rope_concat_and_cache_mla"
 
@@ -46,6 +49,22 @@ class PackedWeight:
     kind: str
     weight: torch.Tensor
     scale: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(H, P, L), as that of a plain W_UK."""
+        heads, latent, packed = self.weight.shape
+        return heads, 2 * packed if self.kind == "fp4" else packed, latent
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The activations that the products take."""
+        return torch.bfloat16
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self.weight.device
 
 
 def require() -> None:
@@ -103,7 +122,7 @@ def fused_mla_decode_prep(
     rope = k_pe.shape[-1]
     if cos_sin_cache is None:
         positions = torch.zeros_like(slot_mapping)
-    if isinstance(w_uk_t, PackedWeight) and q.dtype != torch.bfloat16:
+    if isinstance(w_uk_t, PackedWeight) and q.dtype != w_uk_t.dtype:
         raise ValueError(f"AITER's {w_uk_t.kind} product is one of bf16: q is {q.dtype}")
     validate(
         q, kv_c, k_pe, kv_cache, slot_mapping, positions, cos_sin_cache, k_scale, q_scale, q_out,
@@ -251,6 +270,59 @@ def _tables(
             cos, sin = (h.to(q.dtype).contiguous() for h in cos_sin_cache.chunk(2, dim=-1))
         _halves[key] = (cos_sin_cache, cos, sin)
     return _halves[key][1:]
+
+
+def warmup(
+    w_uk_t: torch.Tensor | PackedWeight,
+    kv_cache: torch.Tensor,
+    cos_sin_cache: torch.Tensor | None,
+    k_scale: torch.Tensor,
+    q_scale: torch.Tensor,
+    *,
+    rope_dim: int,
+    is_neox: bool,
+    q_dtype: torch.dtype,
+    max_tokens: int,
+    progress: Callable[[str], None] = logger.info,
+) -> int:
+    """Call AITER as batches of 1 to `max_tokens` tokens do, with every slot below 0.
+
+    AITER builds the module of an op when it is first called, which takes minutes, and Triton
+    compiles the packed products for some sizes. Nothing of the cache changes. AITER may end the
+    process: the last line of `progress` then names the call.
+
+    Arguments are those of `mla_fusion.kernels.triton.warmup`; `w_uk_t` may be packed.
+
+    Returns: the number of batch sizes.
+    """
+    heads, nope, latent = w_uk_t.shape
+    like: dict[str, Any] = {"dtype": w_uk_t.dtype, "device": w_uk_t.device}
+    sizes = sorted({min(2**n, max_tokens) for n in range(max_tokens.bit_length() + 1)})
+    for tokens in sizes:
+        q = torch.zeros((tokens, heads, nope + rope_dim), **like)
+        slots = torch.full((tokens,), -1, dtype=torch.int64, device=w_uk_t.device)
+        of = f"for {tokens} tokens ({heads} heads, {q.dtype}, cache {kv_cache.dtype})"
+        if isinstance(w_uk_t, PackedWeight):
+            progress(f"mla-fusion: calling AITER's {_PRODUCTS[w_uk_t.kind][0]} {of}")
+            _absorb(q[..., :nope], w_uk_t, None if kv_cache.dtype == q.dtype else q_scale)
+        progress(f"mla-fusion: calling AITER's {_OP} {of}; a first call builds it")
+        fused_mla_decode_prep(
+            q,
+            w_uk_t,
+            torch.zeros((tokens, latent), **like),
+            torch.zeros((tokens, rope_dim), **like),
+            kv_cache,
+            slots,
+            torch.zeros_like(slots),
+            cos_sin_cache,
+            k_scale,
+            q_scale,
+            is_neox=is_neox,
+            q_out=q.new_empty((tokens, heads, latent + rope_dim), dtype=q_dtype),
+        )
+    if w_uk_t.device.type == "cuda":
+        torch.cuda.synchronize(w_uk_t.device)
+    return len(sizes)
 
 
 def capabilities() -> dict[str, bool]:

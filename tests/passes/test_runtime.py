@@ -167,7 +167,7 @@ def test_cache_with_and_without_a_head_dimension(shape: tuple[int, ...]) -> None
 
 VARIANTS = (
     Variant(False, ROPE, "bfloat16", "bfloat16", "auto"),
-    Variant(True, ROPE, "", "float8_e4m3fn", "auto"),
+    Variant(True, ROPE, "", "float8_e4m3fn", "fp8"),
 )
 
 
@@ -189,25 +189,48 @@ class TestWarmUp:
         bound = Layer("unbound", SPEC)
         bound.kv_cache = torch.empty(0)
         first = layers["model.layers.0.attn"]
-        layers = {"mlp": object(), "unbound": bound, **layers, "odd": odd}
+        other = Layer("model.layers.8.attn", SPEC)  # of a draft model, say
+        other.qk_rope_head_dim = 2 * ROPE
+        layers = {"mlp": object(), "unbound": bound, "other": other, **layers, "odd": odd}
         runtime.warm_up(layers, VARIANTS, "reference", 4)
-        assert len(calls) == 4
-        for index, variant in enumerate(VARIANTS):
-            for layer, (args, kwargs) in zip((first, odd), calls[2 * index :], strict=False):
-                weight, cache, table, k_scale, q_scale = args
-                assert weight is layer.W_UK_T
-                assert cache.data_ptr() == layer.kv_cache.data_ptr()
-                assert cache.dtype is (FP8 if layer is odd else BF16)
-                assert (k_scale, q_scale) == (layer._k_scale, layer._q_scale)
-                assert k_scale is layer._k_scale and q_scale is layer._q_scale
-                assert (kwargs["rope_dim"], kwargs["is_neox"]) == (ROPE, variant.is_neox)
-                assert kwargs["q_dtype"] is getattr(torch, variant.query_dtype)
-                assert kwargs["max_tokens"] == 4
-                if variant.table_dtype:
-                    assert (table.shape, table.dtype) == ((1, ROPE), BF16)
-                    assert table.device == weight.device
-                else:
-                    assert table is None
+        used = zip(VARIANTS, (first, odd), calls, strict=True)
+        for variant, layer, (args, kwargs) in used:
+            weight, cache, table, k_scale, q_scale = args
+            assert weight is layer.W_UK_T
+            assert cache.data_ptr() == layer.kv_cache.data_ptr()
+            assert cache.dtype is (FP8 if layer is odd else BF16)
+            assert k_scale is layer._k_scale and q_scale is layer._q_scale
+            assert (kwargs["rope_dim"], kwargs["is_neox"]) == (ROPE, variant.is_neox)
+            assert kwargs["q_dtype"] is getattr(torch, variant.query_dtype)
+            assert kwargs["max_tokens"] == 4
+            if variant.table_dtype:
+                assert (table.shape, table.dtype) == ((1, ROPE), BF16)
+                assert table.device == weight.device
+            else:
+                assert table is None
+
+    def test_the_operator_reads_what_is_prepared(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def warmup(*args: Any, progress: Any, **kwargs: Any) -> None:
+            progress("compiling")
+
+        monkeypatch.setattr(reference, "warmup", warmup, raising=False)
+        monkeypatch.setattr(runtime.logger, "propagate", True)
+        with caplog.at_level("INFO", "vllm.mla_fusion"):
+            runtime.warm_up(Engine(SPEC).layers, VARIANTS[:1], "reference", 4)
+        assert [(r.name, r.message) for r in caplog.records] == [("vllm.mla_fusion", "compiling")]
+
+    def test_a_packed_weight_is_prepared_as_one(self, calls: list[Any]) -> None:
+        layer = Layer("model.layers.0.attn", SPEC)
+        del layer.W_UK_T
+        layer.is_aiter_triton_fp8_bmm_enabled = True
+        layer.W_K = torch.zeros(HEADS, LATENT, NOPE, dtype=FP8)
+        layer.W_K_scale = torch.ones(())
+        runtime.warm_up({"a": layer}, VARIANTS[:1], "reference", 4)
+        [(args, _)] = calls
+        assert args[0].kind == "fp8" and args[0].weight is layer.W_K
+        assert args[0].shape == (HEADS, NOPE, LATENT)
 
     def test_a_provider_that_compiles_nothing_is_left_alone(
         self, monkeypatch: pytest.MonkeyPatch

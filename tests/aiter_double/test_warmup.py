@@ -1,0 +1,77 @@
+"""What of AITER is called, built and compiled before the first request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mla_fusion.kernels import aiter as provider
+from tests import aiter_double
+from tests.aiter_double import Aborted, calls
+from tests.aiter_double.calls import H, L, P, R
+from tests.aiter_double.module import FP4_PRODUCT, FP8_PRODUCT, FUSED
+from tests.aiter_double.test_products import packed
+
+BF16 = torch.bfloat16
+PRODUCTS = {"plain": None, "fp4": FP4_PRODUCT, "fp8": FP8_PRODUCT}
+
+
+def arguments(double: Any, kind: str, cache: torch.dtype, query: torch.dtype) -> dict[str, Any]:
+    given = calls.provider(cache, query)
+    kept = ("kv_cache", "cos_sin_cache", "k_scale", "q_scale")
+    weight = given["w_uk_t"]
+    if kind != "plain":
+        weight, _ = packed(kind, weight, double.arch.fp8)
+    others = {"rope_dim": R, "is_neox": False, "q_dtype": query, "max_tokens": 5}
+    return {"w_uk_t": weight} | {name: given[name] for name in kept} | others
+
+
+@pytest.mark.parametrize("rotated", [True, False])
+@pytest.mark.parametrize("types", ["bf16", "fp8 cache", "fp8"])
+@pytest.mark.parametrize("kind", PRODUCTS)
+def test_every_op_is_called_as_a_step_calls_it(kind: str, types: str, rotated: bool) -> None:
+    lines: list[str] = []
+    with aiter_double.installed("gfx950") as double:
+        cache = BF16 if types == "bf16" else double.arch.fp8
+        given = arguments(double, kind, cache, cache if types == "fp8" else BF16)
+        if not rotated:
+            given["cos_sin_cache"] = None
+        before = given["kv_cache"].view(torch.uint8).clone()
+        assert provider.warmup(**given, progress=lines.append) == 4
+        made = double.calls(FUSED)
+        assert [call["q_nope"].shape for call in made] == [(n, H, L) for n in (1, 2, 4, 5)]
+        assert all((call["slot_mapping"] == -1).all() for call in made)
+        assert torch.equal(given["kv_cache"].view(torch.uint8), before)
+        product = PRODUCTS[kind]
+        if product is not None:
+            assert double.counts()[product] == 8  # by itself, and in front of the op
+    named = [FUSED] if product is None else [product, FUSED]
+    assert [name for line in lines for name in named if name in line] == named * 4
+
+
+@pytest.mark.parametrize("kind, op", [("plain", FUSED), ("fp4", FP4_PRODUCT), ("fp4", FUSED)])
+def test_the_last_line_names_the_call_that_ended_the_process(
+    monkeypatch: pytest.MonkeyPatch, kind: str, op: str
+) -> None:
+    lines: list[str] = []
+
+    def abort(*args: Any, **kwargs: Any) -> None:
+        raise Aborted("a check failed")
+
+    with aiter_double.installed("gfx950") as double:
+        given = arguments(double, kind, BF16, BF16)
+        module = "aiter" if op == FUSED else f"aiter.ops.triton.{op}"
+        monkeypatch.setattr(double.modules[module], op, abort)
+        with pytest.raises(Aborted):
+            provider.warmup(**given, progress=lines.append)
+    assert f"AITER's {op} for 1 tokens (8 heads, torch.bfloat16, cache torch.bfloat16)" in lines[-1]
+
+
+def test_a_packed_weight_has_the_shape_of_a_plain_one() -> None:
+    weight = calls.provider()["w_uk_t"]
+    for kind in ("fp4", "fp8"):
+        form, _ = packed(kind, weight, torch.float8_e4m3fn)
+        assert form.shape == tuple(weight.shape) == (H, P, L)
+        assert (form.dtype, form.device) == (weight.dtype, weight.device)
