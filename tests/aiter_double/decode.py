@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -103,6 +104,12 @@ def _validate(arch: Architecture, release: Release, a: dict[str, Any]) -> str:
     for name in ("q_scale", "kv_scale") if q.dtype == arch.fp8 else ():
         check(release, isinstance(a[name], torch.Tensor), f"an fp8 query needs {name}")
         assume(a[name].dtype == torch.float32, f"{name} is reinterpreted as fp32")
+    qo, ends = a["qo_indptr"].tolist(), a["kv_indptr"].tolist()
+    assume(len(qo) == len(ends), "qo_indptr and kv_indptr describe one batch")
+    assume(qo[-1] <= q.shape[0], "queries behind the last row are read")
+    assume(ends[-1] <= a["kv_indices"].numel(), "indices behind the last one are read")
+    longest = max(after - at for at, after in itertools.pairwise(qo))
+    assume(longest <= a["max_seqlen_q"], "a query is longer than max_seqlen_q")
     given = [name for name in PLAN if a[name] is not None]
     assume(len(given) in (0, len(PLAN)), f"all six buffers or none, not {given}")
     return kind

@@ -75,7 +75,7 @@ def _validate(arch: Architecture, release: Release, a: dict[str, Any]) -> str:
         check(release, ok, f"{name} must be a tensor, not a number of the host")
         assume(a[name].device == kv_c.device, f"{name} is dereferenced on the device")
         assume(a[name].dtype == torch.float32, f"{name} is reinterpreted as fp32")
-        assume(a[name].numel() >= 1, f"{name} is dereferenced")
+        assume(a[name].numel() >= 1, f"{name} has no element")
     assume(q_out.stride(1) <= latent + rope, "stores of high heads fall out of range and are lost")
     outputs = {t.untyped_storage().data_ptr() for t in (cache, q_out)}
     inputs = {t.untyped_storage().data_ptr() for t in (q_nope, q_pe, kv_c, k_pe)}
