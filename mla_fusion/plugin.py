@@ -175,11 +175,11 @@ def _apply_decision(vllm_config: Any) -> None:
         compilation.use_inductor_graph_partition = True
         logger.debug("%s needs use_inductor_graph_partition, now on", config.FLAG)
     pass_config = compilation.pass_config
-    if (
-        current_platform.is_cuda_alike()
-        and not pass_config.fuse_rope_kvcache_cat_mla
-        and _ROPE_CAT not in refused
-    ):
+    if not current_platform.is_cuda_alike():
+        # On by vLLM's default where RoPE and cache write share a graph, and its pass manager
+        # imports that pass for GPUs alone.
+        pass_config.fuse_rope_kvcache_cat_mla = False
+    elif not pass_config.fuse_rope_kvcache_cat_mla and _ROPE_CAT not in refused:
         pass_config.fuse_rope_kvcache_cat_mla = True
         logger.debug("%s needs fuse_rope_kvcache_cat_mla, now on", config.FLAG)
     # Kept: vLLM may change the sizes of its CUDA graphs later, from which the bucket follows.

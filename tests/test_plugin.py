@@ -196,6 +196,15 @@ class TestWhatItSwitchesOn:
         assert config.decode_bucket(made) == tokens
         assert made.compilation_config.compile_ranges_endpoints == [tokens]
 
+    @pytest.mark.parametrize(
+        "compilation", [{"splitting_ops": []}, {"use_inductor_graph_partition": True}], ids=str
+    )
+    def test_vllms_own_fusion_stays_off_on_a_cpu(self, make, compilation):
+        """It is vLLM's default here, and its pass manager then raises NameError on a CPU build."""
+        made = make(FLAG_ON, compilation)
+        assert config.is_on(made)
+        assert not made.compilation_config.pass_config.fuse_rope_kvcache_cat_mla
+
     def test_endpoints_of_the_operator_stay(self, make):
         made = make(FLAG_ON, {"compile_ranges_endpoints": [32]})
         assert {4, 32} <= set(made.compilation_config.compile_ranges_endpoints)

@@ -6,7 +6,7 @@ A process starts in ten seconds and its second engine in less than the first, so
 does. Every engine gets a compile cache of its own: from a warm one no pass would run.
 
 Keys of a job: name; model (a config.json) or folder (with weights); draft (a config.json); engine
-(arguments of EngineArgs); flag; prompts (whether to generate); config_only (whether to
+(arguments of EngineArgs); flag; prompts (how many times to generate); config_only (whether to
 stop before the engine); imitate (functions of imitations.py, in force for the whole process).
 """
 
@@ -187,7 +187,8 @@ def _run(job: dict[str, Any], folder: Path) -> tuple[dict[str, Any], int]:
         arguments["speculative_config"] = {**arguments["speculative_config"], **backend}
     if "draft" in job:
         arguments["speculative_config"]["model"] = write(folder / "draft", job["draft"])
-    pass_config = {config.FLAG: job.get("flag", True)}
+    compilation = arguments.pop("compilation_config", {})
+    compilation = {**compilation, "pass_config": {config.FLAG: job.get("flag", True)}}
     args = EngineArgs(
         **{
             "model": job.get("folder") or write(folder / "model", job["model"]),
@@ -199,7 +200,7 @@ def _run(job: dict[str, Any], folder: Path) -> tuple[dict[str, Any], int]:
             "max_num_seqs": SEQUENCES,
             "disable_log_stats": True,
             **backend,
-            "compilation_config": {"pass_config": pass_config},
+            "compilation_config": compilation,
             "additional_config": {config.OPTIONS_KEY: {"provider": "reference"}},
             **arguments,
         }
@@ -211,28 +212,71 @@ def _run(job: dict[str, Any], folder: Path) -> tuple[dict[str, Any], int]:
     try:
         layers = engine.vllm_config.compilation_config.static_forward_context.values()
         count = sum(type(layer).__name__ == LAYER_CLASS for layer in layers)
-        return (_generate(engine) if job.get("prompts") else {}), count
+        return (_generate(engine, job["prompts"]) if job.get("prompts") else {}), count
     finally:
         engine.engine_core.shutdown()
 
 
-def _generate(engine: Any) -> dict[str, Any]:
-    """Tokens of each prompt, steps, and prompt tokens that came from the prefix cache."""
+def _generate(engine: Any, times: int) -> dict[str, Any]:
+    """Tokens of each prompt, and what the engine did to make them.
+
+    cached: prompt tokens from the prefix cache; split: prompts that took several steps; drafts: the
+    most drafts of a request that one step verified; burst: the most tokens of a request that one
+    step gave; passes: for each rank, the forward passes that ran fused and that did not; kv: what
+    the connector of connector.py saved and loaded.
+    """
     from vllm import SamplingParams
 
+    from tests.coverage import connector
+
     params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True, detokenize=False)
+    connector.store = connector.Store()
+    split, drafts = _watch_steps(engine.engine_core.engine_core.scheduler)
     tokens: dict[int, list[int]] = {}
-    waiting, step, cached = dict(enumerate(ARRIVALS)), 0, 0
-    while waiting or engine.has_unfinished_requests():
-        for index in [i for i, (arrival, _) in waiting.items() if arrival <= step]:
-            engine.add_request(str(index), {"prompt_token_ids": waiting.pop(index)[1]}, params)
-        for output in engine.step():
-            if output.finished:
-                tokens[int(output.request_id)] = list(output.outputs[0].token_ids)
-                cached += output.num_cached_tokens or 0
-        step += 1
-    ordered = [tokens[index] for index in sorted(tokens)]
-    return {"tokens": ordered, "steps": step, "cached": cached}
+    step, cached, burst = 0, 0, 0
+    for round_ in range(times):
+        waiting, began = dict(enumerate(ARRIVALS, round_ * len(ARRIVALS))), step
+        while waiting or engine.has_unfinished_requests():
+            for index in [i for i, (after, _) in waiting.items() if began + after <= step]:
+                prompt = {"prompt_token_ids": waiting.pop(index)[1]}
+                engine.add_request(str(index), prompt, params)
+            for output in engine.step():
+                index, made = int(output.request_id), list(output.outputs[0].token_ids)
+                burst = max(burst, len(made) - len(tokens.get(index, [])))
+                tokens[index] = made
+                if output.finished:
+                    cached += output.num_cached_tokens or 0
+            step += 1
+    ranks = [[*counts.values()] for counts in engine.collective_rpc("mla_fusion_steps")]
+    return {
+        "tokens": [tokens[index] for index in sorted(tokens)],
+        "steps": step,
+        "cached": cached,
+        "split": len(split),
+        "drafts": max(drafts, default=0),
+        "burst": burst,
+        "passes": [group for rank in ranks for group in rank],
+        "kv": connector.store.summary(),
+    }
+
+
+def _watch_steps(scheduler: Any) -> tuple[set[str], list[int]]:
+    """As steps come: requests of which one left a part of the prompt; numbers of drafts in them."""
+    split: set[str] = set()
+    drafts: list[int] = []
+    schedule = scheduler.schedule
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        output = schedule(*args, **kwargs)
+        drafts.extend(map(len, output.scheduled_spec_decode_tokens.values()))
+        for name in output.num_scheduled_tokens:
+            request = scheduler.requests[name]
+            if request.num_computed_tokens < request.num_prompt_tokens:
+                split.add(name)
+        return output
+
+    scheduler.schedule = watched
+    return split, drafts
 
 
 if __name__ == "__main__":

@@ -10,8 +10,29 @@ from pathlib import Path
 from typing import Any
 
 from mla_fusion import tiny_models
+from tests.coverage.engines import ARRIVALS, NEW_TOKENS
 
 MODEL = "deepseek-v3-shaped"
+_LAYERS = 3
+
+
+@dataclass(frozen=True)
+class Sign:
+    """What an engine must have done, or the feature was on and did nothing.
+
+    `path` leads to a number of its result, which is at least `least`; `words` say it with {}.
+    """
+
+    path: tuple[str, ...]
+    least: int
+    words: str
+
+    def number(self, result: dict[str, Any]) -> int:
+        """The number of one engine."""
+        for key in self.path:
+            result = result[key]
+        assert isinstance(result, int)
+        return result
 
 
 @dataclass(frozen=True)
@@ -19,6 +40,7 @@ class Neighbour:
     """`engine` are arguments of EngineArgs, `imitate` functions of imitations.py.
 
     `reason` is the code for which it must decline; then no engine is needed, only its config.
+    `signs` are of an engine with the flag off as of one with it on.
     """
 
     name: str
@@ -27,6 +49,8 @@ class Neighbour:
     reason: str = ""
     refused: str = ""  # what vLLM itself says against it on a CPU
     model: str = ""  # a folder below that of the model all others run
+    signs: tuple[Sign, ...] = ()
+    times: int = 1  # how often it is given the prompts
 
     def jobs(self, folder: str) -> list[dict[str, Any]]:
         """The engine with the flag off, and on, as `engines.py` takes them."""
@@ -34,7 +58,7 @@ class Neighbour:
             "folder": str(Path(folder, self.model)),
             "engine": self.engine,
             "imitate": self.imitate,
-            "prompts": True,
+            "prompts": self.times,
             "config_only": bool(self.reason),
         }
         return [
@@ -54,23 +78,52 @@ def _drafts(count: int) -> Neighbour:
         {"speculative_config": {**method, "prompt_lookup_min": 1}},
         imitate=_SEVERAL,
         model=TERSE,
+        signs=(
+            Sign(("drafts",), count, "{} verified in one step"),
+            # The token that is always made, and as many drafts as are ever right.
+            Sign(("burst",), 1 + min(count, 3), "up to {} tokens from it"),
+        ),
     )
 
 
+_CONNECTOR = {
+    "kv_connector": "Connector",
+    "kv_connector_module_path": "tests.coverage.connector",
+    "kv_role": "kv_both",
+}
+
+# The last token of a request is never computed with.
+_LOADED = sum(len(prompt) - 1 for _, prompt in ARRIVALS)
+_COMPUTED = _LOADED + 2 * len(ARRIVALS) * NEW_TOKENS
+
 NEIGHBOURS = (
     Neighbour("none"),
-    Neighbour("prefix caching", {"enable_prefix_caching": True}, imitate=_SEVERAL),
+    # vLLM then takes no graph partition, and runs one graph with the attention in it.
+    Neighbour("empty splitting_ops", {"compilation_config": {"splitting_ops": []}}),
+    Neighbour(
+        "prefix caching",
+        {"enable_prefix_caching": True},
+        imitate=_SEVERAL,
+        signs=(Sign(("cached",), 1, "{} prompt tokens from the cache"),),
+    ),
     Neighbour(
         "chunked prefill",
         {"enable_chunked_prefill": True, "max_num_batched_tokens": 16},
         imitate=_SEVERAL,
+        signs=(Sign(("split",), 2, "{} prompts in several steps"),),
     ),
     *(_drafts(count) for count in range(1, 8)),
     Neighbour("LoRA", {"enable_lora": True, "max_lora_rank": 8}),
     Neighbour("tensor parallel 2", {"tensor_parallel_size": 2}),
     Neighbour(
         "KV-transfer connector",
-        {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+        {"kv_transfer_config": _CONNECTOR},
+        # Every prompt twice: what the first one saved, the second one loads.
+        signs=(
+            Sign(("kv", "saved"), _LAYERS * _COMPUTED, "{} cache entries saved"),
+            Sign(("kv", "loaded"), _LAYERS * _LOADED, "{} loaded"),
+        ),
+        times=2,
     ),
     Neighbour(
         "decode context parallel 2",

@@ -137,10 +137,11 @@ def neighbours_table() -> str:
         declined = [f"{layers}, `{code}`" for code, layers in outcome["declined"].items()]
         counts = [str(outcome["layers"]), str(outcome["fused"]), ", ".join(declined) or "0, none"]
         same = "graph unchanged" if declined else "outputs of the graphs equal"
-        rows.append([name, *counts, same if outcome["equal"] else "DIFFERENT"])
-    rows.append(["sequence parallelism", "none", "none", "none", _NO_SEQUENCE_PARALLELISM])
-    header = "neighbour|layers|fused|declined, reason|tokens with the flag off and on"
-    return _rows(header, rows)
+        same = same if outcome["equal"] else "DIFFERENT"
+        rows.append([name, *counts, "graphs alone", "none", same])
+    rows.append(["sequence parallelism", *["none"] * 5, _NO_SEQUENCE_PARALLELISM])
+    header = "neighbour|layers|fused|declined, reason|passes that ran fused|what the feature did"
+    return _rows(f"{header}|tokens with the flag off and on", rows)
 
 
 def _switched_off(result: dict[str, Any]) -> str:
@@ -153,24 +154,41 @@ def neighbour_row(neighbour: Neighbour, results: dict[str, Any]) -> list[str]:
     """What the engines of one neighbour showed."""
     on = results.get(f"{neighbour.name} (on)")
     if on is None:
-        return [neighbour.name, *["not run"] * 4]
+        return [neighbour.name, *["not run"] * 6]
     if "error" in on and neighbour.refused in on["error"] and neighbour.refused:
-        return [neighbour.name, *["none"] * 3, f"vLLM refuses it on a CPU: {neighbour.refused}"]
+        return [neighbour.name, *["none"] * 5, f"vLLM refuses it on a CPU: {neighbour.refused}"]
     if neighbour.reason:
         declined = _switched_off(on) == neighbour.reason
         reason = f"all, `{neighbour.reason}`" if declined else "NOT DECLINED"
-        return [neighbour.name, "all", "0", reason, "nothing is changed"]
+        return [neighbour.name, "all", "0", reason, "none", "none", "nothing is changed"]
     off = results[f"{neighbour.name} (off)"]
     errors = [result["error"] for result in (off, on) if "error" in result]
     if errors:
-        return [neighbour.name, "none", "none", "none", f"FAILED: {errors[0]}"]
-    reports = on["reports"]
-    codes = sorted({code for made in reports for code in made["declined"]})
-    counts = [" + ".join(str(made[key]) for made in reports) or "0" for key in ("layers", "fused")]
-    declined = sum(sum(made["declined"].values()) for made in reports)
-    reason = ", ".join([str(declined), *(f"`{code}`" for code in codes)]) if codes else "0, none"
+        return [neighbour.name, *["none"] * 5, f"FAILED: {errors[0]}"]
+    did = "; ".join(sign.words.format(sign.number(on)) for sign in neighbour.signs)
+    return [neighbour.name, *_layers(on), _passes(on), did or "none", _sameness(off, on)]
+
+
+def _layers(on: dict[str, Any]) -> list[str]:
+    """MLA layers, those that fused, and those that did not with the reason."""
     if _switched_off(on):
-        counts, reason = ["all", "0"], f"all, `{_switched_off(on)}`"
+        return ["all", "0", f"all, `{_switched_off(on)}`"]
+    reports = on["reports"]
+    counts = [" + ".join(str(made[key]) for made in reports) or "0" for key in ("layers", "fused")]
+    codes = sorted({code for made in reports for code in made["declined"]})
+    declined = sum(sum(made["declined"].values()) for made in reports)
+    return [*counts, f"{declined}, {', '.join(f'`{code}`' for code in codes) or 'none'}"]
+
+
+def _passes(on: dict[str, Any]) -> str:
+    """Of each rank: forward passes that ran fused, of all."""
+    of_ranks = [f"{p['fused']} of {p['fused'] + p['unfused']}" for p in on["passes"]]
+    return " + ".join(of_ranks) or "none"
+
+
+def _sameness(off: dict[str, Any], on: dict[str, Any]) -> str:
+    """Whether both engines said the same, and handed the same to a connector."""
     count = sum(map(len, on["tokens"]))
-    same = f"equal ({count})" if count and on["tokens"] == off["tokens"] else "DIFFERENT"
-    return [neighbour.name, *counts, reason, same]
+    if not count or on["tokens"] != off["tokens"] or on["kv"] != off["kv"]:
+        return "DIFFERENT"
+    return f"equal ({count})" + ("; entries equal to the bit" if on["kv"]["saved"] else "")

@@ -1,36 +1,52 @@
-"""Every spelling of RoPE and cache write, in every variant, through the passes.
+"""Every spelling of RoPE and cache write, in every variant, among the passes of vLLM.
 
-The graphs are traced from vLLM's own code (`tests/passes/graphs.py`) or recorded from an engine on
-a GPU (`tests/passes/recorded.py`).
+The graphs are traced from vLLM's own code (`tests/passes/graphs.py`), and run before and after the
+passes; others were recorded from an engine on a GPU (`tests/passes/recorded.py`).
 """
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+import pytest
 import torch
-from vllm.compilation.passes.inductor_pass import pass_context
-from vllm.config.utils import Range
-from vllm.forward_context import override_forward_context
 
-from mla_fusion import ops, report
-from mla_fusion.passes.pipeline import MLAFusionPass
+from mla_fusion import ops
 from mla_fusion.patterns.site import ATTENTION
+from tests.coverage import vllm_passes
 from tests.passes import recorded
-from tests.passes.fake_engine import DECODE, Engine
-from tests.passes.graphs import Spec, build
+from tests.passes.fake_engine import BATCHES, assert_same, plain_kernels, run
+from tests.passes.graphs import Spec, build, copy
 
-BUCKET = 4
-# spelling -> (rope of a Spec, is_neox of each graph, spelling of a recording)
-SPELLINGS: dict[str, tuple[str, tuple[bool, ...], str]] = {
-    "native, NeoX": ("native", (True,), ""),
-    "native, GPT-J": ("native", (False,), "native"),
-    "native, DeepSeek scaling": ("deepseek", (False, True), "deepseek"),
-    "`_C.rotary_embedding`": ("vllm_c", (False, True), "vllm_c"),
-    "`vllm.flashinfer_rotary_embedding`": ("flashinfer", (False, True), "flashinfer"),
-    "`vllm.rocm_aiter_triton_rotary_embedding`": ("aiter", (False, True), ""),
-    "vLLM's fused RoPE and cache write": ("cat_fused", (False, True), "cat_fused"),
-    "no RoPE": ("nope", (False,), ""),
+
+@dataclass(frozen=True)
+class Spelling:
+    """The graphs of a row.
+
+    Attributes:
+        rope: as in `Spec`.
+        styles: `is_neox` of each graph.
+        recorded: how the names of its recorded graphs begin.
+        by_vllm: whether vLLM's own fusion of RoPE and cache write is on, and must find it.
+    """
+
+    rope: str
+    styles: tuple[bool, ...] = (False, True)
+    recorded: str = ""
+    by_vllm: bool = False
+
+
+TOLERANCE = 1e-5  # of fp32: 2**-24 times a few dozen additions
+SPELLINGS = {
+    "native, NeoX": Spelling("native", (True,)),
+    "native, GPT-J": Spelling("native", (False,), "native"),
+    "native, DeepSeek scaling": Spelling("deepseek", recorded="deepseek"),
+    "`_C.rotary_embedding`": Spelling("vllm_c", recorded="vllm_c"),
+    "`vllm.flashinfer_rotary_embedding`": Spelling("flashinfer", recorded="flashinfer"),
+    "`vllm.rocm_aiter_triton_rotary_embedding`": Spelling("aiter"),
+    "vLLM's fused RoPE and cache write": Spelling("deepseek", recorded="cat_fused", by_vllm=True),
+    "no RoPE": Spelling("nope", (False,)),
 }
 
 
@@ -61,34 +77,39 @@ VARIANTS = [
 ]
 
 
-def outcome(spelling: str, variant: Variant) -> str:
-    """ "fused", or the code of the reason against it."""
-    rope, styles, _ = SPELLINGS[spelling]
-    said = {_run(rope, style, variant) for style in styles}
+def outcome(name: str, variant: Variant) -> str:
+    """ "fused", or the code of the reason against it.
+
+    Raises:
+        AssertionError: what the graph computes has changed, or vLLM's own fusion did not do before
+            what the row says.
+    """
+    spelling = SPELLINGS[name]
+    said = {_run(spelling, style, variant) for style in spelling.styles}
     return " / ".join(sorted(said))
 
 
-def _run(rope: str, is_neox: bool, variant: Variant) -> str:
-    spec = Spec(rope, is_neox, q_lora=variant.q_lora, layer_name=variant.layer_name)
+def _run(spelling: Spelling, is_neox: bool, variant: Variant) -> str:
+    name, q_lora = variant.layer_name, variant.q_lora
+    spec = Spec(spelling.rope, is_neox, q_lora=q_lora, layer_name=name)
     split_at = [ATTENTION, *ops.RUNTIME_OPS] if variant.partition else []
-    report.take("reference", BUCKET)  # of whatever ran before
-    with (
-        torch._inductor.config.patch(custom_should_partition_ops=split_at),
-        override_forward_context(Engine(spec).context(DECODE)),
-        pass_context(Range(1, BUCKET)),
-    ):
-        MLAFusionPass("reference", BUCKET)(build(spec).graph)
-    made = report.take("reference", BUCKET)
-    assert made is not None
-    [only] = made.ranges
-    if only.fused == only.layers == 1 and not only.declined:
+    before = build(spec)
+    after = copy(before)
+    with torch._inductor.config.patch(custom_should_partition_ops=split_at):
+        made, by_vllm = vllm_passes.run_all(after, spec, spelling.by_vllm)
+    assert by_vllm == spelling.by_vllm
+    with pytest.MonkeyPatch.context() as patch, contextmanager(plain_kernels)(patch):
+        for batch in (BATCHES["decode"], BATCHES["mixed"]):
+            results = run(before, spec, batch), run(after, spec, batch)
+            assert_same(*results, batch, tolerance=TOLERANCE)
+    if made.fused == made.layers == 1 and not made.declined:
         return "fused"
-    return " / ".join(only.declined)
+    return " / ".join(made.declined)
 
 
-def source(spelling: str) -> str:
+def source(name: str) -> str:
     """Where the graph of a spelling comes from."""
-    wanted = SPELLINGS[spelling][2]
+    wanted = SPELLINGS[name].recorded
     files = [path for path in recorded.FOLDER.glob("*.json.gz") if path.name.startswith(wanted)]
     return f"traced; {len(files)} recorded" if wanted and files else "traced"
 

@@ -20,7 +20,12 @@ DECLINED = {
     page.TRANSFORMERS: {"computed-angles"},
 }
 QUICK_ENGINES = ("deepseek_v3+mtp", "glm4_moe_lite+mtp")
-QUICK_NEIGHBOURS = ("speculative decoding, 3 draft tokens", "decode context", "prefill context")
+QUICK_NEIGHBOURS = (
+    "speculative decoding, 3 draft tokens",
+    "KV-transfer connector",
+    "decode context",
+    "prefill context",
+)
 
 
 @pytest.fixture(scope="module")
@@ -88,17 +93,29 @@ def check_engine(name: str, found: dict[str, Any]) -> None:
 
 
 def check_neighbour(neighbour: neighbours.Neighbour, results: dict[str, Any]) -> None:
-    for name, result in results.items():
-        if name.startswith(f"{neighbour.name} (") and not neighbour.refused:
-            assert "error" not in result, (name, result["error"])
-            if neighbour.name == "prefix caching":
-                assert result["cached"] > 0
-            if neighbour.name.startswith("speculative"):
-                assert result["steps"] < page.stored("neighbours")["none (on)"]["steps"]
+    """Its row is that of the page, and no engine passed because the feature did nothing."""
     row = page.neighbour_row(neighbour, results)
-    kept = page.neighbour_row(neighbour, page.stored("neighbours"))
-    assert row == kept
+    assert row == page.neighbour_row(neighbour, page.stored("neighbours"))
     assert not [cell for cell in row if cell.startswith(("DIFFERENT", "NOT DECLINED", "FAILED"))]
+    if neighbour.refused or neighbour.reason:
+        return
+    off, on = (results[f"{neighbour.name} ({flag})"] for flag in ("off", "on"))
+    for result in (off, on):
+        for sign in neighbour.signs:
+            assert sign.number(result) >= sign.least, sign.words
+    prompts = len(on["tokens"]) // neighbour.times
+    assert on["tokens"] == on["tokens"][:prompts] * neighbour.times
+    fused = [made["fused"] for made in on["reports"]]
+    assert fused or row[3].startswith("all, ")
+    assert len(on["passes"]) == len(fused)
+    for layers, passes in zip(fused, on["passes"], strict=True):
+        assert layers > 0 and passes["fused"] > len(on["tokens"])
+
+
+@pytest.mark.parametrize("neighbour", neighbours.NEIGHBOURS, ids=lambda n: n.name)
+def test_the_kept_results_of_a_neighbour(neighbour: neighbours.Neighbour) -> None:
+    """The engines of most of them run at night only."""
+    check_neighbour(neighbour, page.stored("neighbours"))
 
 
 @pytest.mark.engine

@@ -7,6 +7,7 @@ the same layers. What vLLM's backends do (cache write, attention) is written her
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import types
 from dataclasses import dataclass, field
@@ -386,6 +387,25 @@ def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def _rotary_embedding(*args: Any, rope_dim_offset: int = 0, inverse: bool = False) -> None:
     assert rope_dim_offset == 0 and not inverse
     graphs.rotate_in_place(*args[:6])
+
+
+@functools.cache
+def define_cuda_ops() -> None:
+    """Define the CUDA ops that vLLM's last step names and a CPU build lacks; nothing calls them."""
+    library = torch.library.Library("_C", "FRAGMENT")
+    for name in (
+        "fused_add_rms_norm_static_fp8_quant",
+        "rms_norm_dynamic_per_token_quant",
+        "rms_norm_static_fp8_quant",
+        "silu_and_mul_quant",
+        "fused_qk_norm_rope",
+    ):
+        if not hasattr(torch.ops._C, name):
+            library.define(f"{name}(Tensor x) -> ()")
+    _libraries.append(library)
+
+
+_libraries: list[torch.library.Library] = []
 
 
 def facts_of(spec: Spec, quantized_query: bool = False) -> Callable[[Any], LayerFacts | None]:

@@ -19,7 +19,7 @@ from mla_fusion.passes.fix_functionalization import MLAFixFunctionalizationPass
 from mla_fusion.patterns import probe
 from mla_fusion.patterns.site import functionalized_op, output
 from tests.passes import edits, graphs
-from tests.passes.fake_engine import BATCHES, assert_same, fuse, run
+from tests.passes.fake_engine import BATCHES, assert_same, define_cuda_ops, fuse, run
 from tests.passes.graphs import NOPE, ROPES, Spec, build, find, find_all, printed
 
 if TYPE_CHECKING:
@@ -41,20 +41,10 @@ def vllm_step() -> Iterator[FixFunctionalizationPass]:
     """vLLM's own last step, with the CUDA ops that it names and a CPU build lacks."""
     from vllm.config import VllmConfig, set_current_vllm_config
 
-    library = torch.library.Library("_C", "FRAGMENT")
-    for name in (
-        "fused_add_rms_norm_static_fp8_quant",
-        "rms_norm_dynamic_per_token_quant",
-        "rms_norm_static_fp8_quant",
-        "silu_and_mul_quant",
-        "fused_qk_norm_rope",
-    ):
-        if not hasattr(torch.ops._C, name):
-            library.define(f"{name}(Tensor x) -> ()")
+    define_cuda_ops()
     config = VllmConfig()
     with set_current_vllm_config(config):
         yield FixFunctionalizationPass(config)
-    library._destroy()
 
 
 @pytest.mark.parametrize("rope", ROPES)

@@ -1,0 +1,76 @@
+"""vLLM's own pass manager on a graph of tests/passes, with the passes of this library in it.
+
+What runs, in vLLM's order: no-op elimination, vLLM's fusion of RoPE and cache write if it is on,
+passes 2 to 4, cleanup, lowering of vLLM's IR, clone elimination, cleanup, pass 5 and vLLM's
+functionalization fix.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from vllm.compilation.passes import pass_manager
+from vllm.compilation.passes.fusion.mla_rope_kvcache_cat_fusion import MLARoPEKVCacheCatFusionPass
+from vllm.compilation.passes.inductor_pass import InductorPass, pass_context
+from vllm.config import VllmConfig
+from vllm.config.utils import Range
+from vllm.forward_context import override_forward_context
+
+from mla_fusion import report
+from mla_fusion.passes.pipeline import LastStep, MLAFusionPass
+from tests.passes.edits import CAT_FUSED
+from tests.passes.fake_engine import DECODE, Engine, define_cuda_ops
+from tests.passes.graphs import LATENT, ROPE, Spec, find_all
+
+if TYPE_CHECKING:
+    from torch import fx
+
+BUCKET = 4
+
+
+class _Look(InductorPass):
+    """Counts the calls of vLLM's fused op in the graph that passes 2 to 4 are given."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.fused_by_vllm = len(find_all(graph.owning_module, CAT_FUSED))
+
+
+def run_all(
+    module: fx.GraphModule, spec: Spec, fused_by_vllm: bool
+) -> tuple[report.RangeReport, int]:
+    """Run them; (what became of the layers, calls of vLLM's own fused op before passes 2 to 4)."""
+    report.forget()
+    manager, look = _manager(fused_by_vllm)
+    with (
+        override_forward_context(Engine(spec).context(DECODE)),
+        pass_context(Range(1, BUCKET)),
+    ):
+        manager(module.graph)
+    module.graph.lint()
+    made = report.take("reference", BUCKET)
+    assert made is not None
+    [only] = made.ranges
+    return only, look.fused_by_vllm
+
+
+@functools.cache
+def _manager(fused_by_vllm: bool) -> tuple[Any, _Look]:
+    """As the plugin sets it up. vLLM leaves its fusion out of a CPU build, where it runs too."""
+    config = VllmConfig()
+    config.compilation_config.pass_config.eliminate_noops = True
+    config.compilation_config.pass_config.fuse_rope_kvcache_cat_mla = fused_by_vllm
+    for name, layer in Engine(Spec()).layers.items():
+        layer.num_kv_heads, layer.kv_lora_rank, layer.qk_rope_head_dim = 1, LATENT, ROPE
+        config.compilation_config.static_forward_context[name] = layer
+    define_cuda_ops()
+    manager, look = pass_manager.PostGradPassManager(), _Look()
+    with pytest.MonkeyPatch.context() as patch:
+        name = "MLARoPEKVCacheCatFusionPass"
+        patch.setattr(pass_manager, name, MLARoPEKVCacheCatFusionPass, raising=False)
+        manager.configure(config)
+    manager.add(look)
+    manager.add(MLAFusionPass("reference", BUCKET))
+    manager.fix_functionalization = LastStep(manager.fix_functionalization)
+    return manager, look
