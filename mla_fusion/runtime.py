@@ -13,7 +13,6 @@ profile run. Both runtime ops ask `_is_fused` of the same step and so cannot dis
 from __future__ import annotations
 
 import functools
-import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,9 +27,6 @@ if TYPE_CHECKING:
 
     from mla_fusion.report import Variant
     from mla_fusion.step_plan import StepPlan
-
-# Below vLLM's logger, so that its handlers and its level apply.
-logger = logging.getLogger("vllm.mla_fusion")
 
 
 def is_decode_only(metadata: Any) -> bool:
@@ -213,6 +209,21 @@ def warm_up(
     module = kernels.get_provider(provider)
     if not hasattr(module, "warmup"):
         return
+    from tqdm import tqdm
+
+    # As vLLM shows its graph capture: one line, of what is compiled now.
+    with tqdm(bar_format="{desc}") as line:
+        _warm_up(module, layers, variants, provider, max_tokens, line.set_description_str)
+
+
+def _warm_up(
+    module: Any,
+    layers: Mapping[str, Any],
+    variants: Iterable[Variant],
+    provider: str,
+    max_tokens: int,
+    progress: Callable[[str], None],
+) -> None:
     for variant in variants:
         shapes = set()
         for layer in vllm_compat.mla_layers(layers).values():
@@ -239,7 +250,7 @@ def warm_up(
                     is_neox=variant.is_neox,
                     q_dtype=getattr(torch, variant.query_dtype),
                     max_tokens=max_tokens,
-                    progress=logger.info,
+                    progress=progress,
                 )
             except Exception as error:
                 _explain(error, provider, f"to prepare its kernels for up to {max_tokens} tokens")

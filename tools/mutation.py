@@ -23,7 +23,8 @@ ROOT = Path(__file__).resolve().parent.parent
 TREE = ROOT / "build" / "mutation"
 MUTATED = ["src/mla_fusion/passes/*.py", "src/mla_fusion/runtime.py"]
 # Those that run in seconds: no engine, and no fuzzer, so the score is that of the written tests.
-TESTS = ["tests/passes", "tests/test_kv_transfer.py", "tests/test_faults.py"]
+FILES = ("kv_transfer", "faults", "step_plan")
+TESTS = ["tests/passes", *(f"tests/test_{name}.py" for name in FILES)]
 FUZZERS = ("tests/passes/test_fuzz.py", "tests/passes/test_fuzz_batches.py")
 # Exit status of pytest under a mutant -> what became of it; as in mutmut's documentation.
 KILLED, SURVIVED, TIMEOUT, UNTESTED = "killed", "survived", "timeout", "no tests"
