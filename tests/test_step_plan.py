@@ -182,6 +182,29 @@ def test_a_warm_up_runs_the_plan_and_changes_no_cache(refreshes: list[int]) -> N
         assert torch.equal(layer.kv_cache, cache)
 
 
+def test_a_warm_up_leaves_out_what_has_no_plan_or_no_cache(refreshes: list[int]) -> None:
+    engine = Engine()
+    delattr(engine.layers["a"], step_plan.ATTRIBUTE)
+    runtime.warm_up_attention(engine.layers)
+    assert refreshes == [1]
+    engine.layers["b"].kv_cache = torch.empty(0)
+    runtime.warm_up_attention(engine.layers)
+    assert refreshes == [1]
+
+
+def test_a_warm_up_that_fails_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise ValueError("planted")
+
+    monkeypatch.setattr(step_plan.attention, "persistent_mla_decode", fail)
+    with pytest.raises(ValueError, match="planted") as caught:
+        runtime.warm_up_attention(Engine().layers)
+    assert caught.value.__notes__ == [
+        "mla_fusion: the portable decode failed to prepare its kernels. Start without attention "
+        'in additional_config["mla_fusion"].'
+    ]
+
+
 class AiterMLAImpl(Impl):
     pass
 

@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parent.parent
 TREE = ROOT / "build" / "mutation"
 MUTATED = ["src/mla_fusion/passes/*.py", "src/mla_fusion/runtime.py"]
 # Those that run in seconds: no engine, and no fuzzer, so the score is that of the written tests.
-FILES = ("kv_transfer", "faults", "step_plan")
-TESTS = ["tests/passes", *(f"tests/test_{name}.py" for name in FILES)]
+FILES = ("test_kv_transfer", "test_faults", "test_step_plan", "kernels/test_capture")
+TESTS = ["tests/passes", *(f"tests/{name}.py" for name in FILES)]
 FUZZERS = ("tests/passes/test_fuzz.py", "tests/passes/test_fuzz_batches.py")
 # Exit status of pytest under a mutant -> what became of it; as in mutmut's documentation.
 KILLED, SURVIVED, TIMEOUT, UNTESTED = "killed", "survived", "timeout", "no tests"

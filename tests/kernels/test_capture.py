@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -27,10 +29,19 @@ def aiter_tables(cosines: torch.Tensor) -> object:
     return aiter._tables(cosines, torch.zeros(1, dtype=torch.bfloat16), cosines.shape[1])
 
 
-@pytest.mark.parametrize("convert", [runtime_table, aiter_tables])
-def test_a_table_met_first_in_capture_is_refused(capturing: list[bool], convert: object) -> None:
+@pytest.mark.parametrize(
+    "convert, what",
+    [
+        (runtime_table, "the cosines and sines in the type of the query"),
+        (aiter_tables, "the cosines and the sines in the form AITER takes"),
+    ],
+)
+def test_a_table_met_first_in_capture_is_refused(
+    capturing: list[bool], convert: Any, what: str
+) -> None:
     cosines = torch.rand(4, 8)
-    with pytest.raises(RuntimeError, match="first asked to during CUDA graph capture"):
+    words = f"mla_fusion has to compute {what} once, and was first asked to during CUDA graph"
+    with pytest.raises(RuntimeError, match=words):
         convert(cosines)
     capturing.clear()
     converted = convert(cosines)
