@@ -299,15 +299,16 @@ def _cache_view(kv_cache: torch.Tensor, kv_cache_dtype: str) -> torch.Tensor:
     return cache.squeeze(1) if cache.dim() == 4 else cache
 
 
-# id of vLLM's table -> (that table, so that the id stays its own; the table rounded).
-_tables: dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
+# (address, rows, type) of vLLM's table -> (that table, kept alive so that the address stays its
+# own; the table rounded).
+_tables: dict[tuple[int, int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
 
 
 def _table(cos_sin_cache: torch.Tensor, rope: str, dtype: torch.dtype) -> torch.Tensor:
     """The cosines and sines as the spelling uses them, converted once per table."""
     if rope != Rope.NATIVE or cos_sin_cache.dtype == dtype:
         return cos_sin_cache
-    key = (cos_sin_cache.data_ptr(), dtype)
+    key = (cos_sin_cache.data_ptr(), len(cos_sin_cache), dtype)
     if key not in _tables:
         refuse_during_capture("the cosines and sines in the type of the query")
         _tables[key] = (cos_sin_cache, cos_sin_cache.to(dtype))

@@ -251,8 +251,8 @@ _PRODUCTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-# (address, width, type, device) of a table -> (the table, kept alive so that the address stays its
-# own; its dense halves). Without RoPE the address is 0.
+# (address, rows, width, type, device) of a table -> (the table, kept alive so that the address
+# stays its own; its dense halves). Without RoPE the address is 0.
 _halves: dict[Any, tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]] = {}
 
 
@@ -260,8 +260,8 @@ def _tables(
     cos_sin_cache: torch.Tensor | None, q: torch.Tensor, rope: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines [max_position, R / 2], dense, in the type of q: split and cast once."""
-    address = 0 if cos_sin_cache is None else cos_sin_cache.data_ptr()
-    key = (address, rope, q.dtype, q.device)
+    where = (0, 1) if cos_sin_cache is None else (cos_sin_cache.data_ptr(), len(cos_sin_cache))
+    key = (*where, rope, q.dtype, q.device)
     if key not in _halves:
         refuse_during_capture("the cosines and the sines in the form AITER takes")
         if cos_sin_cache is None:

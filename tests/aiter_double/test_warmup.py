@@ -7,12 +7,16 @@ from typing import Any
 import pytest
 import torch
 
+from mla_fusion import runtime
 from mla_fusion.kernels import aiter as provider
+from mla_fusion.report import Variant
 from tests import aiter_double
 from tests.aiter_double import Aborted, calls
 from tests.aiter_double.calls import H, L, P, R
 from tests.aiter_double.module import FP4_PRODUCT, FP8_PRODUCT, FUSED
 from tests.aiter_double.test_products import packed
+from tests.passes.fake_engine import Engine
+from tests.passes.graphs import HEADS, LATENT, ROPE, Spec
 
 BF16 = torch.bfloat16
 PRODUCTS = {"plain": None, "fp4": FP4_PRODUCT, "fp8": FP8_PRODUCT}
@@ -75,3 +79,19 @@ def test_a_packed_weight_has_the_shape_of_a_plain_one() -> None:
         form, _ = packed(kind, weight, torch.float8_e4m3fn)
         assert form.shape == tuple(weight.shape) == (H, P, L)
         assert (form.dtype, form.device) == (weight.dtype, weight.device)
+
+
+@pytest.mark.parametrize("rope, table", [("native", "float32"), ("nope", "")])
+def test_an_engine_calls_it_for_each_variant(
+    capsys: pytest.CaptureFixture[str], rope: str, table: str
+) -> None:
+    engine = Engine(Spec(rope, dtype=BF16, layers=2))
+    before = [cache.clone() for cache in engine.caches()]
+    variant = Variant(True, ROPE, table, "bfloat16", "auto")
+    with aiter_double.installed() as double:
+        runtime.warm_up(engine.layers, [variant], "aiter", 2)
+        shapes = [call["q_out"].shape for call in double.calls(FUSED)]
+    assert shapes == [(n, HEADS, LATENT + ROPE) for n in (1, 2)], "one layer of the two"
+    assert all(map(torch.equal, engine.caches(), before))
+    said = capsys.readouterr().err
+    assert all(f"{FUSED} for {n} tokens" in said for n in (1, 2))

@@ -50,6 +50,16 @@ def test_a_table_met_first_in_capture_is_refused(
     assert all(a is b for a, b in zip(converted, again, strict=True)) or converted is again
 
 
+@pytest.mark.parametrize("convert", [runtime_table, aiter_tables])
+def test_a_part_of_a_table_is_another_table(convert: object) -> None:
+    """It begins at the same address; its rows would be read beyond its end, or not found."""
+    whole = torch.rand(4, 8)
+    for table in (whole[:2], whole):
+        converted = convert(table)
+        for half in converted if isinstance(converted, tuple) else (converted,):
+            assert len(half) == len(table)
+
+
 def test_a_table_that_needs_no_conversion_is_served_in_capture(capturing: list[bool]) -> None:
     cosines = torch.rand(4, 8)
     assert runtime._table(cosines, Rope.NATIVE_FP32, torch.bfloat16) is cosines
