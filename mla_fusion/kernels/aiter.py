@@ -208,8 +208,11 @@ def _dense_int64(x: torch.Tensor) -> bool:
 
 def _aligned(x: torch.Tensor, first: int = 0) -> bool:
     """Whether the values from `first` on of every row begin at a multiple of 4 bytes."""
-    steps = [first, *(x.stride(dim) for dim in range(x.dim() - 1) if x.shape[dim] > 1)]
-    return x.data_ptr() % 4 == 0 and not any(step * x.element_size() % 4 for step in steps)
+    offsets = first
+    for size, step in zip(x.shape[:-1], x.stride(), strict=False):
+        if size > 1:
+            offsets |= step
+    return (x.data_ptr() | offsets * x.element_size()) % 4 == 0
 
 
 def _device_fp32(x: Any, like: torch.Tensor) -> bool:

@@ -206,6 +206,11 @@ RULES: list[Rule] = [
            words=f"{name} is loaded in vectors of 4 bytes or more", refused=ALIGNED,
            **same(name, lambda a, name=name: shifted(a[name])))
       for name in ("kv_c", "k_pe", "kv_cache", "q_out")),
+    Rule("alignment-of-rope", "and so is the rotated part of every head", SILENT,
+         words="q_pe is loaded in vectors of 4 bytes or more", refused=ALIGNED,
+         direct=lambda a: {"q_pe": a["q"].new_zeros(T, H, R + 2)[..., 1 : R + 1]},
+         hostile=lambda a: {"q": a["q"].new_zeros(T, H, P + R + 2)[..., : P + R + 1],
+                            "w_uk_t": a["w_uk_t"].new_zeros(H, P + 1, L)}),
     Rule("alignment-of-rows", "and so is every row", SILENT,
          words="k_pe is loaded in vectors of 4 bytes or more", refused=ALIGNED,
          **same("k_pe", lambda a: a["k_pe"].new_zeros(T, 2 * R + 1)[:, :R])),
