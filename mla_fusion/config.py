@@ -178,6 +178,8 @@ def _why_not(
         return "cudagraph-full", ""
     if compilation.inductor_compile_config.get("enable_auto_functionalized_v2"):
         return "functionalization-v2", ""
+    if compilation.mode == 0 and vllm_compat.runs_breakable_cudagraphs():
+        return "breakable-cudagraph", model.architecture
     # Last: on a CPU the mode is only kept if nothing else speaks against fusion.
     if compilation.mode != 3 or compilation.backend not in ("", "inductor"):
         return "not-compiled", f"mode {compilation.mode}, backend {compilation.backend!r}"

@@ -35,6 +35,14 @@ REASONS: dict[str, Reason] = {
         "the model is not compiled by vLLM's piecewise Inductor backend, which runs the passes",
         "leave out --enforce-eager and -O0, and use compilation mode 3 with backend inductor",
     ),
+    "breakable-cudagraph": Reason(
+        "engine",
+        "vLLM runs the model in breakable CUDA graphs (VLLM_USE_BREAKABLE_CUDAGRAPH), for which it "
+        "switches torch.compile off",
+        "unset the variable if you set it; where vLLM set it itself, mla-fusion check says "
+        "whether the model class has a graph at all, and VLLM_USE_BREAKABLE_CUDAGRAPH=0 then "
+        "compiles it",
+    ),
     "graph-partition": Reason(
         "engine",
         "use_inductor_graph_partition=False together with splitting ops puts RoPE, the KV-cache "

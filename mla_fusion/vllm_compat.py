@@ -112,6 +112,16 @@ def with_attention_hooks(body: Callable[..., None]) -> Callable[..., None]:
     return eager_break_during_capture(maybe_transfer_kv_layer(body))
 
 
+def runs_breakable_cudagraphs() -> bool:
+    """Whether vLLM captures models in pieces of its own, for which it switches torch.compile off.
+
+    By VLLM_USE_BREAKABLE_CUDAGRAPH, which it sets itself for a list of architectures.
+    """
+    from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled
+
+    return bool(is_breakable_cudagraph_enabled())
+
+
 def resolve_context_parallel(layer: Any) -> None:
     """Set what vLLM 0.26 sets on the first call of `forward_impl`, which decode steps now skip."""
     if layer.impl.dcp_world_size == -1:

@@ -95,7 +95,10 @@ def vllm_loggers() -> None:
     pytest reads a logger that does not propagate from the start of a test: in the test that makes
     the first config of a process, it would see nothing.
     """
-    from vllm.config.logging import LoggingConfig
-    from vllm.logger import configure_logging_if_needed
+    import vllm.logger
 
-    configure_logging_if_needed(LoggingConfig())
+    if not hasattr(vllm.logger, "configure_logging_if_needed"):
+        return  # an older vLLM sets them up when it is imported
+    from vllm.config.logging import LoggingConfig
+
+    vllm.logger.configure_logging_if_needed(LoggingConfig())

@@ -32,7 +32,12 @@ REFERENCE = {"mla_fusion": {"provider": "reference"}}
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     register_configs()
-    for name, model in (("mla", DEEPSEEK_V2), ("llama", LLAMA), ("sarvam", config_of("sarvam"))):
+    for name, model in (
+        ("mla", DEEPSEEK_V2),
+        ("llama", LLAMA),
+        ("sarvam", config_of("sarvam")),
+        ("deepseek_v4", {**DEEPSEEK_V2, "architectures": ["DeepseekV4ForCausalLM"]}),
+    ):
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(model))
     return folder
@@ -240,6 +245,17 @@ class TestDeclines:
             assert getattr(declined.compilation_config, name) == getattr(
                 off.compilation_config, name
             )
+
+    @pytest.mark.parametrize("asked", [True, False], ids=["by the operator", "by vLLM"])
+    def test_breakable_cudagraphs(self, make, log, monkeypatch, asked):
+        """vLLM sets the variable itself for some architectures, most of them without a graph."""
+        monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
+        if not asked:
+            monkeypatch.delenv("VLLM_USE_BREAKABLE_CUDAGRAPH")
+        assert not config.is_on(make(FLAG_ON, model="mla" if asked else "deepseek_v4"))
+        [warning] = own(log, logging.WARNING)
+        assert "[breakable-cudagraph]" in warning
+        assert f"({'DeepseekV2' if asked else 'DeepseekV4'}ForCausalLM)" in warning
 
     def test_full_cudagraphs(self):
         # A CPU has no CUDA graphs and resets the mode, so only the decision is asked here.

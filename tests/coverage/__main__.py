@@ -53,15 +53,17 @@ def save(name: str, results: dict[str, Any]) -> None:
     print(f"coverage: wrote {path.relative_to(ROOT)}")
 
 
-def read_sources(package: Path) -> dict[str, list[str]]:
-    """Architecture -> its compiled classes, without vLLM's list of fallbacks to transformers."""
-    found = classes.architectures(package)
-    return {
+def read_sources(package: Path) -> dict[str, Any]:
+    """What page.py keeps of a release: its architectures with MLA layers, and those not compiled.
+
+    vLLM's list of fallbacks to transformers is one architecture.
+    """
+    found = {
         a.name: list(a.compiled)
-        for a in found
-        if a.name not in page.unreachable.NO_MLA
-        and (page.TRANSFORMERS not in a.compiled or a.name == "TransformersForCausalLM")
+        for a in classes.architectures(package)
+        if page.TRANSFORMERS not in a.compiled or a.name == "TransformersForCausalLM"
     }
+    return {"architectures": found, "breakable": sorted(classes.breakable(package) & set(found))}
 
 
 def main(command: str, arguments: list[str]) -> None:
@@ -78,7 +80,7 @@ def main(command: str, arguments: list[str]) -> None:
         save("graphs", {n.name: n.outcome() for n in on_graphs.ON_GRAPHS})
     elif command == "sources":
         [folder] = arguments
-        save(page.SOURCES, {"architectures": read_sources(Path(folder))})
+        save(page.SOURCES, read_sources(Path(folder)))
     elif command == "neighbours":
         with tempfile.TemporaryDirectory() as folder:
             model = neighbours.write_model(Path(folder))
@@ -93,7 +95,7 @@ def main(command: str, arguments: list[str]) -> None:
         results = rerun(jobs, arguments)
         engines = page.stored(version).get("engines", {}) | results
         package = Path(vllm.__file__).parent
-        save(version, {"architectures": read_sources(package), "engines": engines})
+        save(version, {**read_sources(package), "engines": engines})
     else:
         raise SystemExit(__doc__)
 

@@ -1,7 +1,8 @@
 """Which model classes of an installed vLLM use the MLA layer, read from its sources.
 
-A class uses it if its body names the layer, a class or function that uses it, or an architecture
-of vLLM's registry that does. Nothing is imported: half of these modules need a GPU.
+A class uses it if it names the layer, a class or function that uses it, or an architecture of
+vLLM's registry that does. Its bases count as well, unless it builds other parts than they do.
+Nothing is imported: half of these modules need a GPU.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ LAYERS = {"MultiHeadLatentAttentionWrapper", "MLAAttention"}
 OWN_LAYER = "MLAAttention"  # how the names of layers end that models bring with them
 FOLDERS = ("model_executor/models", "models")
 REGISTRY = "model_executor/models/registry.py"
+CONFIG = "config/vllm.py"
 
 
 @dataclass(frozen=True)
@@ -61,13 +63,14 @@ def architectures(vllm: Path) -> list[Architecture]:
     return found
 
 
-def compiled_classes(vllm: Path) -> dict[str, list[str]]:
-    """Compiled class -> the architectures that reach it."""
-    out: dict[str, list[str]] = defaultdict(list)
-    for architecture in architectures(vllm):
-        for name in architecture.compiled:
-            out[name].append(architecture.name)
-    return dict(out)
+def breakable(vllm: Path) -> set[str]:
+    """The architectures for which vLLM switches torch.compile off, by the list in its config."""
+    listed: set[str] = set()
+    for node in ast.walk(ast.parse((vllm / CONFIG).read_text())):
+        if isinstance(node, ast.Set | ast.Tuple):
+            names = {str(e.value) for e in node.elts if isinstance(e, ast.Constant)}
+            listed |= names if "DeepSeekV4MTPModel" in names else set()
+    return listed
 
 
 def _uses_mla(node: str, known: dict[str, _Definition]) -> bool:
@@ -136,7 +139,7 @@ def _module(
     for node in tree.body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             refers: set[str] = set()
-            for inner in ast.walk(node):
+            for inner in _parts(node):
                 if isinstance(inner, ast.Name):
                     refers |= scope.get(inner.id, set())
                 elif isinstance(inner, ast.Constant) and inner.value in architectures:
@@ -149,6 +152,22 @@ def _module(
                 refers.add(f"layer:{node.name}")
             out[f"{module}:{node.name}"] = _Definition(refers, compiled)
     return out
+
+
+def _parts(node: ast.ClassDef | ast.FunctionDef) -> Iterator[ast.AST]:
+    """The nodes below it, without the bases of a class that builds nothing of what they build."""
+    bases = node.bases if isinstance(node, ast.ClassDef) and _builds_other_parts(node) else []
+    left_out = {id(inner) for base in bases for inner in ast.walk(base)}
+    return (inner for inner in ast.walk(node) if id(inner) not in left_out)
+
+
+def _builds_other_parts(node: ast.ClassDef) -> bool:
+    """Whether it names its model itself, or sets itself up as a bare module."""
+    named = any(
+        isinstance(inner, ast.Assign) and ast.unparse(inner.targets[0]) == "model_cls"
+        for inner in node.body
+    )
+    return named or "nn.Module.__init__(self)" in ast.unparse(node)
 
 
 def _absolute(node: ast.ImportFrom, module: str, package: bool) -> str:

@@ -53,12 +53,23 @@ def _rows(header: str, rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(cell.strip() for cell in line) + " |" for line in lines)
 
 
+def why_unreached(version: str, architecture: str) -> str:
+    """The reason for which no pass reaches it in a release; empty if engines show its classes."""
+    release = stored(version)
+    if architecture in release["breakable"]:
+        return f"`{unreachable.BREAKABLE}`"
+    if not release["architectures"][architecture]:
+        return f"`{unreachable.NO_GRAPH}`"
+    row = unreachable.OF_ARCHITECTURE.get(architecture)
+    return row.compiled.get(version, "") if row else ""
+
+
 def compiled(version: str) -> dict[str, list[str]]:
-    """Compiled class -> the architectures that reach it, less those of `unreachable`."""
+    """Compiled class -> the architectures that reach it, less those with a reason against it."""
     out: dict[str, list[str]] = {}
     for architecture, classes in stored(version)["architectures"].items():
         for name in classes:
-            if architecture not in unreachable.OF_ARCHITECTURE:
+            if not why_unreached(version, architecture):
                 out.setdefault(name, []).append(architecture)
     return out
 
@@ -83,18 +94,18 @@ def shown(version: str) -> dict[str, tuple[list[str], dict[str, Any]]]:
 def models_table() -> str:
     """One row per compiled class."""
     rows = []
-    new, old = shown(NEW), shown(OLD)
-    for name, architectures in sorted(compiled(NEW).items()):
-        engines, counts = new[name]
-        before = "not compiled there" if name not in compiled(OLD) else _counts(*old[name])
+    found = {version: (compiled(version), shown(version)) for version in (OLD, NEW)}
+    for name, architectures in sorted((found[OLD][0] | found[NEW][0]).items()):
+        there = {v: seen[name] for v, (classes, seen) in found.items() if name in classes}
+        counts = [_counts(*there[v]) if v in there else "not compiled there" for v in (NEW, OLD)]
+        engines, _ = there.get(NEW) or there[OLD]
         reach = "any, with `model_impl=transformers`" if name == TRANSFORMERS else ""
         rows.append(
             [
                 f"`{name.replace(':', '.')}`",
                 reach or ", ".join(f"`{a}`" for a in architectures),
                 ", ".join(engines),
-                _counts(engines, counts),
-                before,
+                *counts,
                 "yes" if name in compiled(SOURCES) else "no",
             ]
         )
@@ -111,13 +122,15 @@ def _counts(engines: list[str], counts: dict[str, Any]) -> str:
 def unreachable_table() -> str:
     """One row per architecture of `unreachable`."""
     rows = []
-    for name, (code, words) in unreachable.OF_ARCHITECTURE.items():
-        there = []
-        for version in (OLD, SOURCES):
-            classes = stored(version)["architectures"].get(name)
-            there.append("no" if classes is None else "yes, compiled" if classes else "yes")
-        rows.append([f"`{name}`", f"`{code}`", words, *there])
-    return _rows(f"architecture|reason|which|in {OLD}|in the sources of {SOURCES}", rows)
+    for name, row in unreachable.OF_ARCHITECTURE.items():
+        cells = [
+            why_unreached(version, name) or "see above"
+            if name in stored(version)["architectures"]
+            else "not there"
+            for version in (NEW, OLD, SOURCES)
+        ]
+        rows.append([f"`{name}`", row.which, *cells])
+    return _rows(f"architecture|which|{NEW}|{OLD}|in the sources of {SOURCES}", rows)
 
 
 def spellings_table() -> str:

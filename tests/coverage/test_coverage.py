@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import vllm
 
-from mla_fusion import reasons
+import mla_fusion
+from mla_fusion import config, reasons
 from tests.coverage import models, neighbours, on_graphs, page, spellings, unreachable
 from tests.coverage.__main__ import read_sources, run
+from tests.models import DEEPSEEK_V2, write
 
+RELEASES = (page.NEW, page.OLD, page.SOURCES)
 VERSION = str(vllm.__version__).split("+")[0]
 # Of all classes on their default configuration: limits of the kernel.
 DECLINED = {
@@ -29,8 +32,19 @@ QUICK_NEIGHBOURS = (
 
 
 @pytest.fixture(scope="module")
-def sources() -> dict[str, list[str]]:
+def sources() -> dict[str, Any]:
     return read_sources(Path(vllm.__file__).parent)
+
+
+@pytest.fixture(scope="module")
+def model_config(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """vLLM's config of a small MLA model."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    mla_fusion.register()
+    folder = write(tmp_path_factory.mktemp("model"), DEEPSEEK_V2)
+    args = EngineArgs(model=folder, skip_tokenizer_init=True, max_model_len=256)
+    return args.create_engine_config().model_config
 
 
 def test_the_page_has_the_tables_of_its_results() -> None:
@@ -50,27 +64,61 @@ def test_every_layer_fused_or_declined_for_a_known_limit(version: str) -> None:
         assert set(declined) <= DECLINED.get(name, set()), name
 
 
-def test_the_installed_vllm_has_no_other_mla_class(sources: dict[str, list[str]]) -> None:
-    known = page.stored(VERSION).get("architectures")
+def test_the_installed_vllm_has_no_other_mla_class(sources: dict[str, Any]) -> None:
+    known = page.stored(VERSION)
     if known:
-        assert sources == known
-    else:  # a release between those of the page
-        assert set(sources) <= set(page.stored(page.NEW)["architectures"])
+        assert sources == {key: known[key] for key in sources}
+        return
+    # A release between those of the page: what is there is also in one of them.
+    kept = [page.stored(version) for version in RELEASES]
+    for name, compiled in sources["architectures"].items():
+        there = [release["architectures"].get(name) for release in kept]
+        assert compiled in there, name
+        known_not_compiled = any(name in release["breakable"] for release in kept)
+        assert known_not_compiled or name not in sources["breakable"], name
 
 
-def test_every_architecture_without_a_graph_has_its_reason(sources: dict[str, list[str]]) -> None:
-    without = {name for name, compiled in sources.items() if not compiled}
-    assert without <= set(unreachable.OF_ARCHITECTURE)
-    if page.NEW == VERSION:
-        assert set(unreachable.OF_ARCHITECTURE) <= set(sources)
+@pytest.mark.parametrize("version", RELEASES)
+def test_every_architecture_is_shown_or_has_its_reason_in_every_release(version: str) -> None:
+    shown = set(page.shown(version) if version != page.SOURCES else page.compiled(page.NEW))
+    for name, compiled in page.stored(version)["architectures"].items():
+        if page.why_unreached(version, name):
+            assert name in unreachable.OF_ARCHITECTURE
+        else:
+            assert set(compiled) <= shown, name
 
 
 @pytest.mark.parametrize("name", unreachable.OF_ARCHITECTURE)
-def test_the_user_is_told_why_an_architecture_is_not_reached(name: str) -> None:
-    code, _ = unreachable.OF_ARCHITECTURE[name]
-    assert code in reasons.REASONS
-    said = unreachable.said(name)
-    assert f"[{code}]" in said and name in said
+def test_no_reason_is_left_of_what_has_gone(name: str) -> None:
+    there = [v for v in RELEASES if name in page.stored(v)["architectures"]]
+    assert any(page.why_unreached(version, name) for version in there)
+    for version in unreachable.OF_ARCHITECTURE[name].compiled:
+        assert page.stored(version)["architectures"][name], "it is not compiled there"
+        assert name not in page.stored(version)["breakable"]
+
+
+@pytest.mark.parametrize("name", unreachable.OF_ARCHITECTURE)
+def test_the_user_is_told_why_an_architecture_is_not_reached(
+    name: str, sources: dict[str, Any], model_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")  # which vLLM sets itself, for good
+    monkeypatch.delenv("VLLM_USE_BREAKABLE_CUDAGRAPH")
+    said = unreachable.switched_off(name, model_config)
+    if name in sources["breakable"]:
+        why = reasons.explain(unreachable.BREAKABLE, name)
+        assert said == f"{config.FLAG} is switched off: {why}"
+    else:
+        assert not said
+    # Where vLLM has another list, as on ROCm.
+    said = unreachable.fused_nothing(name)
+    assert f"[{unreachable.NO_GRAPH}]" in said and name in said
+
+
+@pytest.mark.parametrize("version", [page.NEW, page.OLD])
+@pytest.mark.parametrize("engine", ["glm4_moe_lite+mtp", "longcat_flash+mtp"])
+def test_the_user_is_told_that_a_draft_head_is_in_no_graph(version: str, engine: str) -> None:
+    [line] = [x for x in page.stored(version)["engines"][engine]["log"] if "[no-graph]" in x]
+    assert "outside any graph: 1 MLA layers" in line or "1 in no graph" in line
 
 
 def test_spellings() -> None:

@@ -1,57 +1,101 @@
 """Architectures with MLA layers that no graph pass can reach, and what the user is told.
 
-What is told comes out of the library: `said` asks the code that an engine would run.
+What is told comes out of the library and vLLM: the functions run what an engine would run.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import logging
-from types import SimpleNamespace
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-import torch
+from mla_fusion import report
 
-from mla_fusion import eligibility, reasons, report
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
-SPARSE, NO_GRAPH = "sparse-attention", "no-graph"
+BREAKABLE, NO_GRAPH, SPARSE = "breakable-cudagraph", "no-graph", "sparse-attention"
 
-# architecture -> (code, which of its classes)
-OF_ARCHITECTURE: dict[str, tuple[str, str]] = {
-    "DeepseekV32ForCausalLM": (SPARSE, "compiled on a CPU alone; on GPUs there is no graph either"),
-    "GlmMoeDsaForCausalLM": (SPARSE, "as DeepSeek-V3.2"),
-    "DeepseekV32MTPModel": (SPARSE, "as DeepSeek-V3.2"),
-    "HYV4ForCausalLM": (SPARSE, "compiled on ROCm alone; on NVIDIA there is no graph either"),
-    "HYV4MTPModel": (NO_GRAPH, "draft head"),
-    "DeepseekV4ForCausalLM": (NO_GRAPH, "attention of its own, sparse"),
-    "DeepseekV4ForConditionalGeneration": (NO_GRAPH, "as DeepSeek-V4"),
-    "DeepSeekV4MTPModel": (NO_GRAPH, "draft head"),
-    "DSparkDraftModel": (NO_GRAPH, "draft head"),
-    "DeepseekV41ForCausalLM": (NO_GRAPH, "attention of its own, sparse"),
-    "DSparkV41DraftModel": (NO_GRAPH, "draft head"),
-    "Dots3NoteForCausalLM": (NO_GRAPH, "sparse, and dense with a sliding window"),
-    "Dots3NoteMTPModel": (NO_GRAPH, "draft head"),
-    "Glm5NextForCausalLM": (NO_GRAPH, "attention of its own, sparse"),
-    "Glm5NextForConditionalGeneration": (NO_GRAPH, "as GLM-5-Next"),
-    "Glm5NextMTPModel": (NO_GRAPH, "draft head"),
-    "KimiLinearForCausalLM": (NO_GRAPH, "fused by hand in the model"),
-    "KimiK3ForConditionalGeneration": (NO_GRAPH, "fused by hand in the model"),
-    "KimiK3MTPModel": (NO_GRAPH, "draft head"),
-    "Glm4MoeLiteMTPModel": (NO_GRAPH, "draft head; its target is compiled and fuses"),
-    "LongCatFlashMTPModel": (NO_GRAPH, "draft head; its target is compiled and fuses"),
+
+@dataclass(frozen=True)
+class Unreachable:
+    """Which class an architecture is.
+
+    `compiled` has the releases in which it reaches compiled classes that no engine of models.py
+    shows, with the reason why.
+    """
+
+    which: str
+    compiled: dict[str, str] = field(default_factory=dict)
+
+
+_DRAFT = "draft head; its target is compiled and fuses"
+_GENERIC = {"0.26.0": f"`{SPARSE}`"}  # the classes of DeepSeek-V2, with an indexer
+
+OF_ARCHITECTURE = {
+    "DeepseekV32ForCausalLM": Unreachable("sparse", _GENERIC),
+    "GlmMoeDsaForCausalLM": Unreachable("as DeepSeek-V3.2", _GENERIC),
+    "DeepseekV32MTPModel": Unreachable("draft head"),
+    "HYV4ForCausalLM": Unreachable("sparse"),
+    "HYV4MTPModel": Unreachable("draft head"),
+    "DeepseekV4ForCausalLM": Unreachable("attention of its own, sparse"),
+    "DeepseekV4ForConditionalGeneration": Unreachable("as DeepSeek-V4"),
+    "DeepSeekV4MTPModel": Unreachable("draft head"),
+    "DSparkDraftModel": Unreachable("draft head"),
+    "DeepseekV41ForCausalLM": Unreachable("attention of its own, sparse"),
+    "DSparkV41DraftModel": Unreachable("draft head"),
+    "Dots3NoteForCausalLM": Unreachable("sparse, and dense with a sliding window"),
+    "Dots3NoteMTPModel": Unreachable("draft head"),
+    "Glm5NextForCausalLM": Unreachable("attention of its own, sparse"),
+    "Glm5NextForConditionalGeneration": Unreachable("as GLM-5-Next"),
+    "Glm5NextMTPModel": Unreachable("draft head"),
+    "KimiLinearForCausalLM": Unreachable(
+        "fused by hand in the model since 0.29", {"0.26.0": "compiled; read, not run"}
+    ),
+    "KimiK3ForConditionalGeneration": Unreachable("fused by hand in the model"),
+    "KimiK3MTPModel": Unreachable("draft head"),
+    "SarvamMLAForCausalLM": Unreachable("compiled since 0.32"),
+    "Glm4MoeLiteMTPModel": Unreachable(_DRAFT),
+    "LongCatFlashMTPModel": Unreachable(_DRAFT),
 }
-# Found by name: they inherit from a class with MLA layers and build others, or none.
-NO_MLA = {"GlmOcrMTPModel"}
 
 
-def said(architecture: str) -> str:
-    """The line the user reads when this model is served with the flag on."""
-    code, _ = OF_ARCHITECTURE[architecture]
-    if code == SPARSE:
-        layer = SimpleNamespace(
-            impl=SimpleNamespace(is_sparse=True, supports_quant_query_input=False),
-            kv_cache_dtype="auto",
+def switched_off(architecture: str, model_config: Any) -> str:
+    """The line that switches the flag off for it, if one does.
+
+    `model_config` is of any MLA model: vLLM's own config is made with it, under that name.
+    """
+    from vllm.config import CompilationConfig, VllmConfig
+
+    from mla_fusion import config
+
+    model = copy.copy(model_config)
+    arch_config = model.model_arch_config
+    model.model_arch_config = dataclasses.replace(arch_config, architectures=[architecture])
+    model._architecture = architecture
+    options = {config.OPTIONS_KEY: {"provider": "reference"}}
+    with _lines() as lines:
+        VllmConfig(
+            model_config=model,
+            compilation_config=CompilationConfig(pass_config={config.FLAG: True}),
+            additional_config=options,
         )
-        facts = eligibility.facts(layer, "reference", torch.bfloat16)
-        return reasons.explain(facts.decline, architecture)
+    return " ".join(lines)
+
+
+def fused_nothing(architecture: str) -> str:
+    """The line at start-up if none of its layers was in a graph."""
+    with _lines() as lines:
+        report.publish(None, architecture, cached=False)
+    return " ".join(lines)
+
+
+@contextmanager
+def _lines() -> Iterator[list[str]]:
+    """This library's log lines."""
     lines: list[str] = []
 
     def keep(record: logging.LogRecord) -> bool:
@@ -61,7 +105,6 @@ def said(architecture: str) -> str:
     logger = logging.getLogger("vllm.mla_fusion")
     logger.addFilter(keep)
     try:
-        report.publish(None, architecture, cached=False)
+        yield lines
     finally:
         logger.removeFilter(keep)
-    return " ".join(lines)
