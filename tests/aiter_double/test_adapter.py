@@ -84,6 +84,12 @@ def test_the_adapter_plans_and_decodes(changes: dict[str, Any], double: Double) 
     assert double.counts()["mla_decode_fwd"] == double.counts()["get_mla_metadata_v1"] == 1
 
 
+@pytest.mark.parametrize("double", [("gfx942", r) for r in RELEASES], indirect=True, ids="-".join)
+def test_a_plan_for_drafts_serves_steps_without(double: Double) -> None:
+    """There AITER folds 64 heads in fp8 for two tokens, and not for one."""
+    assert_right(*uses.run(Use({"num_heads": 64}, rows=(1, 1, 1)), double))
+
+
 @pytest.mark.parametrize("double", PLACES, indirect=True, ids="-".join)
 def test_a_row_that_sees_no_key_is_zero(double: Double) -> None:
     """AITER leaves NaN there, and a log-sum-exp of +inf."""
