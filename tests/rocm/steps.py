@@ -59,8 +59,6 @@ class Backend:
             kv_cache_dtype=cache,
             speculative_config=speculative if drafts else None,
         ).create_engine_config()
-        # vLLM's CPU platform chooses another on a CPU with AMX.
-        self.config.cache_config.block_size = BLOCK
         imitation.switch_products(products)
         with set_current_vllm_config(self.config), set_default_torch_dtype(torch.bfloat16):
             _one_process(folder)
