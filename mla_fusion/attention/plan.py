@@ -182,10 +182,10 @@ class PersistentDecodePlan:
         num_tokens: int,
         max_query_len: int,
     ) -> None:
-        """Plan one step, in place: no allocation, no host sync, the same addresses.
+        """Plan one step, in place: no host sync, the same addresses.
 
-        On a GPU this is one kernel, which reads `qo_indptr` and `seq_lens` when it runs: a
-        captured refresh replays with whatever lengths the two hold then.
+        On a GPU `qo_indptr` and `seq_lens` are read by kernels, the portable planner's is one and
+        allocates nothing: a captured refresh replays with whatever lengths the two hold then.
 
         Args:
             qo_indptr: [batch + 1] int32 (vLLM's query_start_loc), from 0, not decreasing.

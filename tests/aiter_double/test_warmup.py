@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from mla_fusion import runtime
+from mla_fusion import kernels, runtime
 from mla_fusion.kernels import aiter as provider
 from mla_fusion.report import Variant
 from tests import aiter_double
@@ -17,6 +17,9 @@ from tests.aiter_double.module import FP4_PRODUCT, FP8_PRODUCT, FUSED
 from tests.aiter_double.test_products import packed
 from tests.passes.fake_engine import Engine
 from tests.passes.graphs import HEADS, LATENT, ROPE, Spec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 BF16 = torch.bfloat16
 PRODUCTS = {"plain": None, "fp4": FP4_PRODUCT, "fp8": FP8_PRODUCT}
@@ -81,6 +84,15 @@ def test_a_packed_weight_has_the_shape_of_a_plain_one() -> None:
         assert (form.dtype, form.device) == (weight.dtype, weight.device)
 
 
+@pytest.fixture
+def ask_again() -> Iterator[None]:
+    """A provider that was found stays found, and the double does not."""
+    kernels.get_provider.cache_clear()
+    yield
+    kernels.get_provider.cache_clear()
+
+
+@pytest.mark.usefixtures("ask_again")
 @pytest.mark.parametrize("rope, table", [("native", "float32"), ("nope", "")])
 def test_an_engine_calls_it_for_each_variant(
     capsys: pytest.CaptureFixture[str], rope: str, table: str

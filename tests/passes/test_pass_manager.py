@@ -99,6 +99,16 @@ def test_ops_must_split_the_graph_where_the_attention_does(
     assert set(record.declined) <= {edits.attention(build(spec)).name}
 
 
+def test_latents_that_tell_no_type_are_declined() -> None:
+    """The facts of a layer depend on the type of the activations, which the latents have."""
+    spec = Spec(layers=2)
+    module = build(spec)
+    for call in (edits.attention(module, layer) for layer in range(2)):
+        call.kwargs["kv_c_normed"].meta.pop("val", None)
+    record = run_pass(module, spec, 1, BUCKET)
+    assert (record.fused, reasons(record)) == (0, ["missing-metadata"] * 2)
+
+
 def test_provider_reaches_the_layers_facts_and_the_fused_node() -> None:
     """AITER alone reads packed weights, and for activations of bf16."""
     bf16, fp16 = torch.bfloat16, torch.float16
