@@ -5,7 +5,8 @@ neighbours   engines with the fusion off and on beside other features
              (models and neighbours take names, and then run those alone)
 graphs       the passes on graphs that a feature of a GPU build has changed
 spellings    the passes on every spelling of RoPE and cache write
-sources DIR  which classes the vLLM package in DIR has, read from its sources alone
+sources RELEASE DIR
+             which classes the vLLM package in DIR has, read from its sources alone
 page         the tables of docs/coverage.md from the results of all of these
 """
 
@@ -79,8 +80,8 @@ def main(command: str, arguments: list[str]) -> None:
 
         save("graphs", {n.name: n.outcome() for n in on_graphs.ON_GRAPHS})
     elif command == "sources":
-        [folder] = arguments
-        save(page.SOURCES, read_sources(Path(folder)))
+        release, folder = arguments
+        save(release, read_sources(Path(folder)))
     elif command == "neighbours":
         with tempfile.TemporaryDirectory() as folder:
             model = neighbours.write_model(Path(folder))

@@ -17,6 +17,7 @@ from tests.coverage.spellings import SPELLINGS, VARIANTS, source
 RESULTS = Path(__file__).with_name("results")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "coverage.md"
 NEW, OLD, SOURCES = "0.32.0", "0.29.0", "0.26.0"
+BETWEEN = ("0.27.0", "0.28.0", "0.30.0", "0.31.0", "0.33.0")  # read alone, and in no column
 TRANSFORMERS = "transformers.base:Base"
 _MODELS = "vllm.model_executor.models."
 _NO_SEQUENCE_PARALLELISM = f"vLLM {NEW} has no such pass (`enable_sp` is gone); not run before it"
