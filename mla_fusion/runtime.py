@@ -211,8 +211,8 @@ def warm_up(
         return
     from tqdm import tqdm
 
-    # As vLLM shows its graph capture: one line, of what is compiled now.
-    with tqdm(bar_format="{desc}") as line:
+    # As vLLM shows its graph capture: one line, of one process, of what is compiled now.
+    with tqdm(bar_format="{desc}", disable=not vllm_compat.is_first_rank()) as line:
         _warm_up(module, layers, variants, provider, max_tokens, line.set_description_str)
 
 

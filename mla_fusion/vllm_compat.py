@@ -122,6 +122,13 @@ def runs_breakable_cudagraphs() -> bool:
     return bool(is_breakable_cudagraph_enabled())
 
 
+def is_first_rank() -> bool:
+    """Whether this worker is the one of an engine that tells the operator what all of them do."""
+    from vllm.distributed.parallel_state import is_global_first_rank
+
+    return bool(is_global_first_rank())
+
+
 def resolve_context_parallel(layer: Any) -> None:
     """Set what vLLM 0.26 sets on the first call of `forward_impl`, which decode steps now skip."""
     if layer.impl.dcp_world_size == -1:

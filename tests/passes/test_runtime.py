@@ -10,7 +10,7 @@ import torch
 from vllm.forward_context import override_forward_context
 from vllm.utils.torch_utils import _encode_layer_name
 
-from mla_fusion import kernels, runtime
+from mla_fusion import kernels, runtime, vllm_compat
 from mla_fusion.kernels import reference
 from mla_fusion.kernels.aiter import PackedWeight
 from mla_fusion.ops import Rope
@@ -224,6 +224,10 @@ class TestWarmUp:
         runtime.warm_up(Engine(SPEC).layers, VARIANTS[:1], "reference", 4)
         assert [text.strip() for text in seen] == ["compiling 1 of 2", "compiling 2 of 2"]
         assert not any("\n" in text for text in seen)
+        monkeypatch.setattr(vllm_compat, "is_first_rank", lambda: False)
+        capsys.readouterr()
+        runtime.warm_up(Engine(SPEC).layers, VARIANTS[:1], "reference", 4)
+        assert seen[2:] == ["", ""]
 
     def test_a_packed_weight_is_prepared_as_one(self, calls: list[Any]) -> None:
         layer = Layer("model.layers.0.attn", SPEC)
