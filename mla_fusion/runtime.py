@@ -13,6 +13,7 @@ profile run. Both runtime ops ask `_is_fused` of the same step and so cannot dis
 from __future__ import annotations
 
 import functools
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -209,21 +210,6 @@ def warm_up(
     module = kernels.get_provider(provider)
     if not hasattr(module, "warmup"):
         return
-    from tqdm import tqdm
-
-    # As vLLM shows its graph capture: one line, of one process, of what is compiled now.
-    with tqdm(bar_format="{desc}", disable=not vllm_compat.is_first_rank()) as line:
-        _warm_up(module, layers, variants, provider, max_tokens, line.set_description_str)
-
-
-def _warm_up(
-    module: Any,
-    layers: Mapping[str, Any],
-    variants: Iterable[Variant],
-    provider: str,
-    max_tokens: int,
-    progress: Callable[[str], None],
-) -> None:
     for variant in variants:
         shapes = set()
         for layer in vllm_compat.mla_layers(layers).values():
@@ -250,11 +236,17 @@ def _warm_up(
                     is_neox=variant.is_neox,
                     q_dtype=getattr(torch, variant.query_dtype),
                     max_tokens=max_tokens,
-                    progress=progress,
+                    progress=_show,
                 )
             except Exception as error:
                 _explain(error, provider, f"to prepare its kernels for up to {max_tokens} tokens")
                 raise
+
+
+def _show(progress: str) -> None:
+    """On the console, as vLLM shows its graph capture: in the log are results alone."""
+    if vllm_compat.is_first_rank():
+        print(progress, file=sys.stderr, flush=True)
 
 
 def warm_up_attention(layers: Mapping[str, Any]) -> None:
