@@ -117,7 +117,8 @@ NEIGHBOURS = (
     Neighbour("tensor parallel 2", {"tensor_parallel_size": 2}),
     Neighbour(
         "KV-transfer connector",
-        {"kv_transfer_config": _CONNECTOR},
+        # In fp32: a decode step must give the token that a prefill gave, on any CPU.
+        {"kv_transfer_config": _CONNECTOR, "dtype": "float32"},
         # Every prompt twice: what the first one saved, the second one loads.
         signs=(
             Sign(("kv", "saved"), _LAYERS * _COMPUTED, "{} cache entries saved"),

@@ -318,6 +318,16 @@ def test_old_value_without_metadata_is_copied_too() -> None:
     assert _shape(second) == _shape(second.args[0])
 
 
+def test_copies_stand_where_their_op_stands() -> None:
+    """A later op asks whether they read its memory before it."""
+    module = build(CAT)
+    call = find(module, edits.CAT_FUSED)
+    order = {node: index for index, node in enumerate(module.graph.nodes)}
+    fix_functionalization._copy_mutated(module.graph, call, order)
+    copies = find_all(module, aten.clone.default)
+    assert [order[copy] for copy in copies] == [order[call]] * 2
+
+
 @pytest.mark.parametrize("with_vllm", [False, True])
 def test_old_value_that_leaves_the_graph_is_the_old_one(
     with_vllm: bool, vllm_step: FixFunctionalizationPass, plain_kernels: None

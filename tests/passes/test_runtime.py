@@ -209,6 +209,19 @@ class TestWarmUp:
             else:
                 assert table is None
 
+    def test_every_form_and_shape_of_the_weight(self, calls: list[Any]) -> None:
+        layers = {name: Layer(f"model.layers.{name}.attn", SPEC) for name in "0123"}
+        layers["2"].W_UK_T = torch.zeros((2 * HEADS, NOPE, LATENT), dtype=BF16)
+        packed = layers["3"]
+        del packed.W_UK_T
+        packed.is_aiter_triton_fp8_bmm_enabled = True
+        packed.W_K, packed.W_K_scale = torch.zeros(HEADS, LATENT, NOPE, dtype=FP8), torch.ones(())
+        runtime.warm_up(layers, VARIANTS[:1], "reference", 4)
+        plain, wide, last = (args[0] for args, _ in calls)
+        assert plain is layers["0"].W_UK_T and wide is layers["2"].W_UK_T
+        assert last.kind == "fp8" and last.weight is packed.W_K
+        assert last.shape == plain.shape
+
     def test_the_operator_reads_what_is_prepared(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -226,17 +239,6 @@ class TestWarmUp:
         monkeypatch.setattr(vllm_compat, "is_first_rank", lambda: False)
         runtime.warm_up(Engine(SPEC).layers, VARIANTS[:1], "reference", 4)
         assert seen[2:] == ["", ""]
-
-    def test_a_packed_weight_is_prepared_as_one(self, calls: list[Any]) -> None:
-        layer = Layer("model.layers.0.attn", SPEC)
-        del layer.W_UK_T
-        layer.is_aiter_triton_fp8_bmm_enabled = True
-        layer.W_K = torch.zeros(HEADS, LATENT, NOPE, dtype=FP8)
-        layer.W_K_scale = torch.ones(())
-        runtime.warm_up({"a": layer}, VARIANTS[:1], "reference", 4)
-        [(args, _)] = calls
-        assert args[0].kind == "fp8" and args[0].weight is layer.W_K
-        assert args[0].shape == (HEADS, NOPE, LATENT)
 
     def test_a_provider_that_compiles_nothing_is_left_alone(
         self, monkeypatch: pytest.MonkeyPatch
