@@ -43,7 +43,7 @@ class Companions:
     """What AITER's decode is called with, and what corrects its result, beside the six buffers.
 
     With N = max_batch * max_query_len query rows; all but `entries` are of fixed addresses, and
-    the last three are written by each refresh, so that a captured decode reads those of its step.
+    `written` and `blind` are written by each refresh: a captured decode reads those of its step.
 
     buffers: the six that AITER asked for, by name: a plan is for these and for their addresses.
     last_page_lens: [max_batch] int32, ones: a page holds one token.
