@@ -396,43 +396,6 @@ class TestRefusedBeforeTheCall:
             attention.persistent_mla_decode(**given)
 
 
-VERDICTS = [
-    # heads, query length, query, cache, batch, architecture, part of the reason
-    (16, 1, BF16, BF16, 8, "", "kernels for gfx942 and gfx950"),
-    (16, 1, torch.float16, BF16, 8, "gfx942", "no kernel takes a torch.float16 query"),
-    (16, 1, FNUZ, BF16, 8, "gfx942", "over a torch.bfloat16 cache"),
-    (16, 1, FN, FN, 8, "gfx942", "computes in torch.float8_e4m3fnuz"),
-    (144, 1, BF16, BF16, 8, "gfx942", "more than the 128"),
-    (128, 1, FNUZ, FNUZ, 8, "gfx942", "faults on gfx942"),
-    (16, 5, BF16, BF16, 8, "gfx942", "no persistent bf16 kernel for 16 heads and queries of 5"),
-    (16, 3, FNUZ, FNUZ, 8, "gfx942", "queries of 3"),
-    (64, 2, FNUZ, FNUZ, 8, "gfx942", ""),  # folded to 16 heads
-    (16, 1, BF16, FN, 8, "gfx950", "no persistent bf16 over fp8 kernel"),
-    (64, 1, BF16, FNUZ, 8, "gfx942", "no persistent bf16 over fp8 kernel for 64 heads"),
-    (16, 1, BF16, BF16, 32, "gfx950", "1.4 to 1.6 times faster"),
-    (16, 1, BF16, BF16, 31, "gfx950", ""),
-    (16, 2, BF16, BF16, 32, "gfx950", ""),
-    (12, 1, BF16, BF16, 32, "gfx942", ""),
-]
-
-
-@pytest.mark.parametrize("heads, length, q, kv, batch, arch, reason", VERDICTS)
-def test_verdicts(
-    heads: int, length: int, q: torch.dtype, kv: torch.dtype, batch: int, arch: str, reason: str
-) -> None:
-    verdict = selection.aiter_verdict(heads, length, q, kv, batch, arch)
-    assert reason in verdict.why_not and bool(reason) == bool(verdict.why_not)
-
-
-def test_a_verdict_can_change_with_the_log_sum_exp() -> None:
-    given = (16, 1, BF16, BF16, 4, "gfx942")
-    assert not selection.aiter_verdict(*given).why_not
-    assert "no log-sum-exp" in selection.aiter_verdict(*given, return_lse=True).why_not
-    for heads, length, none in ((64, 1, False), (64, 2, True), (128, 1, True), (16, 4, False)):
-        verdict = selection.aiter_verdict(heads, length, BF16, BF16, 4, "gfx950", return_lse=True)
-        assert ("no log-sum-exp" in verdict.why_not) == none
-
-
 class TestAuto:
     def test_aiter_where_nothing_speaks_against_it(self, use: Any) -> None:
         use(StandIn())

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from tests.passes import edits
-from tests.passes.fake_engine import BATCHES, assert_same, fuse, plain_kernels, run
+from tests.passes.cuda_ops import plain_kernels
+from tests.passes.fake_engine import BATCHES, assert_same, fuse, run
 from tests.passes.graphs import ROPES, Spec, build, copy, printed
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ from mla_fusion import ops
 from mla_fusion.patterns.site import ATTENTION
 from tests.coverage import vllm_passes
 from tests.passes import recorded
-from tests.passes.fake_engine import BATCHES, assert_same, plain_kernels, run
+from tests.passes.cuda_ops import plain_kernels
+from tests.passes.fake_engine import BATCHES, assert_same, run
 from tests.passes.graphs import Spec, build, copy
 
 

@@ -20,8 +20,9 @@ from vllm.forward_context import override_forward_context
 
 from mla_fusion import report
 from mla_fusion.passes.pipeline import LastStep, MLAFusionPass
+from tests.passes.cuda_ops import define_cuda_ops
 from tests.passes.edits import CAT_FUSED
-from tests.passes.fake_engine import DECODE, Engine, define_cuda_ops
+from tests.passes.fake_engine import DECODE, Engine
 from tests.passes.graphs import LATENT, ROPE, Spec, find_all
 
 if TYPE_CHECKING:

@@ -19,7 +19,8 @@ from mla_fusion.passes.fix_functionalization import MLAFixFunctionalizationPass
 from mla_fusion.patterns import probe
 from mla_fusion.patterns.site import functionalized_op, output
 from tests.passes import edits, graphs
-from tests.passes.fake_engine import BATCHES, assert_same, define_cuda_ops, fuse, run
+from tests.passes.cuda_ops import define_cuda_ops
+from tests.passes.fake_engine import BATCHES, assert_same, fuse, run
 from tests.passes.graphs import NOPE, ROPES, Spec, build, find, find_all, printed
 
 if TYPE_CHECKING:

@@ -266,9 +266,9 @@ def main(job: dict[str, Any]) -> None:
         imitation.imitate(job["architecture"])
         import pytest
 
-        from tests.passes import fake_engine
+        from tests.passes import cuda_ops
 
-        kernels = fake_engine.plain_kernels(pytest.MonkeyPatch())
+        kernels = cuda_ops.plain_kernels(pytest.MonkeyPatch())
         next(kernels)
         backends: dict[Any, Backend] = {}
         for case in (Case(*c) for c in job["cases"]):
