@@ -21,13 +21,18 @@ Call = Callable[[int], object]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Lengths from 16 to twice the context, cubic, if ragged; else all equal to it."""
+    """Lengths from 16 to twice the context, cubic, if ragged; else all equal to it.
+
+    queries: most query rows of a sequence. page: tokens of a block.
+    """
 
     batch: int
     context: int
     heads: int
     dtype: torch.dtype
     ragged: bool = False
+    queries: int = 1
+    page: int = PAGE
 
     def lengths(self) -> list[int]:
         """KV tokens of each sequence."""
@@ -42,12 +47,15 @@ class Case:
 
     def flops(self) -> int:
         """Operations of both products."""
-        return 2 * sum(self.lengths()) * self.heads * (WIDTH + LATENT)
+        return 2 * sum(self.lengths()) * self.queries * self.heads * (WIDTH + LATENT)
 
 
 @dataclasses.dataclass
 class Inputs:
-    """Tensors of one case; `caches` are distinct, one for each call of a graph."""
+    """Tensors of one case; `caches` are distinct, one for each call of a graph.
+
+    q: [batch * queries, H, L + R]. caches: [blocks, page, L + R] each.
+    """
 
     case: Case
     q: torch.Tensor
@@ -60,37 +68,46 @@ class Inputs:
 def make(case: Case) -> Inputs:
     """Random inputs; blocks in random order."""
     lengths = case.lengths()
-    blocks = [-(-n // PAGE) for n in lengths]
+    blocks = [-(-n // case.page) for n in lengths]
     order = torch.randperm(sum(blocks), device="cuda").int()
     table = torch.zeros(case.batch, max(blocks), dtype=torch.int32, device="cuda")
     for b, first in enumerate(torch.tensor([0, *blocks]).cumsum(0)[:-1].tolist()):
         table[b, : blocks[b]] = order[first : first + blocks[b]]
     caches = []
     for _ in range(max(1, min(128, ROTATED // case.bytes()))):
-        cache = torch.empty(sum(blocks), PAGE, WIDTH, device="cuda", dtype=case.dtype)
+        cache = torch.empty(sum(blocks), case.page, WIDTH, device="cuda", dtype=case.dtype)
         for part in cache.split(4096):
             part.copy_(torch.randn(part.shape, device="cuda", dtype=BF16))
         caches.append(cache)
-    q = torch.randn(case.batch, case.heads, WIDTH, device="cuda", dtype=BF16).to(case.dtype)
+    rows = case.batch * case.queries
+    q = torch.randn(rows, case.heads, WIDTH, device="cuda", dtype=BF16).to(case.dtype)
     lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
     return Inputs(case, q, caches, table, lens, torch.full((1,), 0.5, device="cuda"))
 
 
-def exact(inputs: Inputs, b: int, length: int) -> torch.Tensor:
-    """float64 attention of sequence `b` over its first `length` tokens, [H, L]."""
+def exact(inputs: Inputs, b: int, length: int, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """float64 attention of the query rows `rows`, those of sequence `b`, over its first `length`
+    tokens: output [n, H, L] and LSE [n, H]. Row i of the n sees all but the last n - 1 - i.
+    """
     scale = 0.5 if inputs.case.dtype == FP8 else 1.0
-    keys = inputs.caches[0][inputs.table[b, : -(-length // PAGE)].long()]
+    keys = inputs.caches[0][inputs.table[b, : -(-length // inputs.case.page)].long()]
     keys = keys.view(-1, WIDTH)[:length].double() * scale
-    scores = SCALE * scale * inputs.q[b].double() @ keys.T
-    return scores.softmax(-1) @ keys[:, :LATENT]
+    scores = SCALE * scale * inputs.q[rows].double() @ keys.T
+    behind = torch.arange(len(scores) - 1, -1, -1, device="cuda")
+    seen = torch.arange(length, device="cuda") < length - behind[:, None]
+    scores = scores.masked_fill(~seen[:, None], -torch.inf)
+    lse = scores.logsumexp(-1)
+    # exp(-inf - -inf) is NaN where a row sees nothing: such rows are zero.
+    weights = (scores - lse[..., None]).exp().nan_to_num(nan=0.0)
+    return weights @ keys[:, :LATENT], lse
 
 
 def error(inputs: Inputs, out: torch.Tensor, lengths: list[int]) -> float:
     """Largest relative distance of a few sequences' outputs; NaN stays NaN."""
     worst = torch.zeros((), dtype=torch.float64, device="cuda")
     for b in {0, len(lengths) // 2, len(lengths) - 1}:
-        want = exact(inputs, b, lengths[b])
-        worst = torch.maximum(worst, (out[b].double() - want).norm() / want.norm())
+        want, _ = exact(inputs, b, lengths[b], slice(b, b + 1))
+        worst = torch.maximum(worst, (out[b : b + 1].double() - want).norm() / want.norm())
     return float(worst)
 
 
@@ -98,7 +115,7 @@ def make_plan(case: Case, cap: int = -1) -> PersistentDecodePlan:
     """A plan with the settings that suit the kernel."""
     return PersistentDecodePlan.allocate(
         max_batch=case.batch,
-        max_query_len=1,
+        max_query_len=case.queries,
         num_heads=case.heads,
         q_dtype=case.dtype,
         kv_dtype=case.dtype,
@@ -122,10 +139,12 @@ def ours(inputs: Inputs, cap: int = -1) -> tuple[Call, torch.Tensor]:
     return lambda i: decode(inputs, plan, i, out), out
 
 
-def decode(inputs: Inputs, plan: PersistentDecodePlan, i: int, out: torch.Tensor) -> None:
-    """One call of this library, on cache `i`."""
-    persistent_mla_decode(
-        inputs.q,
+def decode(
+    inputs: Inputs, plan: PersistentDecodePlan, i: int, out: torch.Tensor, return_lse: bool = False
+) -> torch.Tensor | None:
+    """One call of this library on cache `i`, for as many query rows as `out` has; its LSE."""
+    _, lse = persistent_mla_decode(
+        inputs.q[: len(out)],
         inputs.caches[i],
         plan,
         block_table=inputs.table,
@@ -133,7 +152,9 @@ def decode(inputs: Inputs, plan: PersistentDecodePlan, i: int, out: torch.Tensor
         q_scale=inputs.scale,
         kv_scale=inputs.scale,
         out=out,
+        return_lse=return_lse,
     )
+    return lse
 
 
 def triton_mla(inputs: Inputs) -> tuple[Call, torch.Tensor]:

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 import torch
+from checks import expect, finish
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/kernels"))
 import cases
@@ -27,20 +28,12 @@ from mla_fusion.kernels import triton as provider
 from mla_fusion.kernels.dispatch import Plan
 
 FN, BF16, FP16 = torch.float8_e4m3fn, torch.bfloat16, torch.float16
-failures: list[str] = []
 
 
 def absorb(q_nope: torch.Tensor, w_uk_t: torch.Tensor) -> torch.Tensor:
     """`reference.absorb` in float64, rounded once."""
     out = torch.einsum("thp,hpl->thl", q_nope.double(), w_uk_t.double())
     return out.to(q_nope.dtype)
-
-
-def expect(name: str, ok: bool, detail: str) -> None:
-    """Record one check."""
-    if not ok:
-        failures.append(f"{name}: {detail}")
-    print(f"{'ok  ' if ok else 'FAIL'} {name}: {detail}", flush=True)
 
 
 def compare(name: str, inputs: cases.Inputs, got: torch.Tensor, want: torch.Tensor) -> None:
@@ -236,10 +229,7 @@ def main() -> None:
     extremes()
     graphs()
     programmatic_launch()
-    print(f"{len(failures)} failures")
-    for line in failures:
-        print(line)
-    sys.exit(bool(failures))
+    finish()
 
 
 if __name__ == "__main__":

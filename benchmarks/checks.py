@@ -1,0 +1,23 @@
+"""Checks of a script on a GPU: printed as they are made, counted, and its exit status."""
+
+from __future__ import annotations
+
+import sys
+from typing import NoReturn
+
+failures: list[str] = []
+
+
+def expect(name: str, ok: bool, detail: str) -> None:
+    """Record one check."""
+    if not ok:
+        failures.append(f"{name}: {detail}")
+    print(f"{'ok  ' if ok else 'FAIL'} {name}: {detail}", flush=True)
+
+
+def finish() -> NoReturn:
+    """Print how many failed, and which; exit with 1 if one did."""
+    print(f"{len(failures)} failures")
+    for line in failures:
+        print(line)
+    sys.exit(bool(failures))
