@@ -9,6 +9,10 @@ Every engine runs in a process of its own. Opponents of `fused` (the Triton prov
 (vLLM as it comes) and `cat` (graph partition and fuse_rope_kvcache_cat_mla, the prerequisites of
 the fusion). `tokens` and `ends` exit with 1 if something is wrong. --plant adds an engine to
 configurations in which the provider rotates for the next position: it must be found wrong.
+
+In three configurations of `tokens` there is an engine `portable` too: `fused`, with this library's
+persistent decode. A profile of decode steps must find that decode in every layer, and one refresh
+of its plan in every forward pass.
 """
 
 from __future__ import annotations
@@ -30,6 +34,8 @@ import torch
 from mla_fusion import bench_run
 
 ARMS = ("default", "cat", "fused")
+# Configurations of `tokens` that `portable` runs in.
+PORTABLE = ("r1-tp8 fp8 custom-rope", "r1-tp8 bf16 FULL_DECODE_ONLY", "r1-tp8 fp8 mtp-1")
 
 
 def main() -> None:
@@ -105,6 +111,7 @@ def run_arms(
     """Results by configuration and arm; `args.only` chooses configurations."""
     wanted = [n for n in configurations if any(part in n for part in args.only.split(","))]
     work = [(name, arm) for name in wanted for arm in ARMS]
+    work += [(name, "portable") for name in wanted if name in PORTABLE]
     work += [(name, "planted") for name in wanted if name in args.plant]
     began, devices = time.time(), torch.cuda.device_count()
 
@@ -127,6 +134,14 @@ def layers_of(result: dict[str, Any]) -> tuple[int, int, int]:
     return layers, fused, sum(other[3] for other in others)
 
 
+def portable_launches(asked: dict[str, Any]) -> dict[str, float]:
+    """Launches of `engine_worker.KERNELS` in a decode step of `portable` with this job."""
+    # Each draft is a forward pass of its own, through a layer of the drafter.
+    layers, passes = asked["layers"] + asked["drafts"], 1 + asked["drafts"]
+    counts = {"prep_kernel": layers, "decode_kernel": layers, "reduce_kernel": layers}
+    return {**counts, "plan_kernel": passes}
+
+
 def tokens(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
     """Compare the arms of every configuration."""
     configurations: dict[str, dict[str, Any]] = {
@@ -145,9 +160,11 @@ def tokens(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
         },
     }  # fmt: skip
     results = run_arms(configurations, args)
+    compared = [(name, "fused") for name in configurations]
+    compared += [(name, "portable") for name in PORTABLE]
     rows, wrong = [], 0
-    for name in configurations:
-        arms = [results.get((name, arm), {}) for arm in ARMS]
+    for name, ours in compared:
+        arms = [results.get((name, arm), {}) for arm in ("default", "cat", ours)]
         if not all("tokens" in arm for arm in arms):
             wrong += any(arms)
             continue
@@ -164,18 +181,25 @@ def tokens(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
         expected = asked["layers"] + (asked["drafts"] > 0)
         if not layers == inside == expected or outside:
             judged = f"WRONG: fused {inside} of {layers} layers, {outside} outside; {judged}"
-        found = ""
-        if name in args.plant:
+        title, found = name, ""
+        if ours == "portable":
+            title = f"{name}, portable"
+            if fused["launches"] != portable_launches(asked):
+                judged = f"WRONG: {fused['launches']} launches a step; {judged}"
+        elif name in args.plant:
             planted = engine_compare.compare(results[name, "planted"], default)
             found = engine_compare.verdict(planted, pairs["cat / default"])
             pairs["planted / default"] = planted
         wrong += judged != "right" or found == "right"
-        print(f"== {name}: {judged}; fused {inside} of {layers} layers; steps {fused['steps']}")
-        print(f"   planted error: {found or 'not tried'}")
+        print(f"== {title}: {judged}; fused {inside} of {layers} layers; steps {fused['steps']}")
+        if ours == "portable":
+            print(f"   launches a step: {fused['launches']}")
+        else:
+            print(f"   planted error: {found or 'not tried'}")
         for pair, difference in pairs.items():
             print(f"   {pair}: {difference}")
         rows.append(
-            {"configuration": name, "bucket_layers": layers, "bucket_fused": inside,
+            {"configuration": title, "bucket_layers": layers, "bucket_fused": inside,
              "other_fused": outside, "verdict": judged, "planted": found, "steps": fused["steps"],
              **{pair: str(pairs.get(pair, "")) for pair in (*pairs, "planted / default")}}
         )  # fmt: skip

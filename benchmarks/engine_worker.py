@@ -17,13 +17,17 @@ from typing import Any
 import engine_model
 import torch
 
+# Kernels of this library: of the fused op; of a refresh, a decode and its reduction.
+PREP = "prep_kernel"
+KERNELS = (PREP, "plan_kernel", "decode_kernel", "reduce_kernel")
+
 
 def main(job: dict[str, Any]) -> None:
     """Run one engine and print its result."""
     began = time.time()
     llm = engine_model.engine(job)
     result: dict[str, Any] = {"start_s": round(time.time() - began, 1)}
-    if job["arm"] in ("fused", "planted"):
+    if job["arm"] in engine_model.OPTIONS:
         from mla_fusion import config, plugin, report
 
         vllm_config = llm.llm_engine.vllm_config
@@ -39,7 +43,10 @@ def main(job: dict[str, Any]) -> None:
         result.update(generate(llm, job))
     if job["what"] == "ends":
         result["captured"] = llm.llm_engine.vllm_config.compilation_config.cudagraph_capture_sizes
-        result["launches"] = {batch: launches(llm, batch) for batch in (1, job["seqs"])}
+        result["launches"] = {batch: launches(llm, batch)[PREP] for batch in (1, job["seqs"])}
+    if job["arm"] == "portable":
+        # Three sequences, so that a full graph, of two or four, is padded.
+        result["launches"] = launches(llm, 3)
     print("RESULT " + json.dumps(result), flush=True)
 
 
@@ -75,8 +82,8 @@ def generate(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def launches(llm: Any, batch: int) -> float:
-    """Launches of the fused kernel in one step with `batch` requests, every one decoding."""
+def launches(llm: Any, batch: int) -> dict[str, float]:
+    """Launches of `KERNELS` in one step with `batch` requests, every one decoding."""
     import vllm
 
     core = llm.llm_engine
@@ -85,6 +92,7 @@ def launches(llm: Any, batch: int) -> float:
         core.add_request(f"p{batch}-{i}", {"prompt_token_ids": [10 + i] * 20}, params)
     for _ in range(12):
         core.step()
+    torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(5):
             core.step()
@@ -92,7 +100,8 @@ def launches(llm: Any, batch: int) -> float:
     core.abort_request([f"p{batch}-{i}" for i in range(batch)])
     while core.has_unfinished_requests():
         core.step()
-    return sum(e.count for e in profile.key_averages() if e.key.startswith("prep_kernel")) / 5
+    events = profile.key_averages()
+    return {name: sum(e.count for e in events if e.key.startswith(name)) / 5 for name in KERNELS}
 
 
 def time_steps(llm: Any, job: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+import engine
 import engine_compare
 import engine_model
 
@@ -89,3 +91,20 @@ def test_the_weights_peak_at_the_successor_and_drafter_and_target_share_them() -
     successor = torch.arange(vocabulary).add(1) % vocabulary
     peak = logits[torch.arange(vocabulary), successor].mean() / logits.std()
     assert 5 < peak.item() < 8
+
+
+@pytest.mark.parametrize(("refreshes", "word"), [(2, "right"), (5, "WRONG: {")])
+def test_portable_is_a_row_of_its_own_and_must_refresh_once_a_pass(
+    monkeypatch: pytest.MonkeyPatch, refreshes: int, word: str
+) -> None:
+    """Two passes, of four layers and of the drafter's: a refresh in each layer would be five."""
+    name, sizes = "r1-tp8 fp8 mtp-1", [1, 16, 5, 5, {}]
+    counts = {"prep_kernel": 5, "plan_kernel": refreshes, "decode_kernel": 5, "reduce_kernel": 5}
+    fused = {**BASE, "steps": 9, "ranges": [sizes]}
+    arms = {"default": BASE, "cat": BASE, "fused": fused, "portable": {**fused, "launches": counts}}
+    results = {(name, arm): each for arm, each in arms.items()}
+    monkeypatch.setattr(engine, "run_arms", lambda *_: results)
+    rows, wrong = engine.tokens(argparse.Namespace(plant=()))
+    assert [row["configuration"] for row in rows] == [name, f"{name}, portable"]
+    assert rows[0].keys() == rows[1].keys() and rows[0]["verdict"] == "right"
+    assert rows[1]["verdict"].startswith(word) and wrong == (word != "right")
