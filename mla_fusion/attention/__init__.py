@@ -31,9 +31,10 @@ def get_provider(name: str) -> Any:
     """The module that implements provider `name`, after its `require()` found all it needs.
 
     A provider module has `require() -> None`, which raises `ProviderUnavailable`. If it executes
-    plans of the portable planner, it has `plan_settings(num_heads, kv_dtype, device)`, the
-    arguments of `allocate` that suit its kernel, and `unsupported(q_dtype, kv_dtype, latent,
-    rope)`, why it does not decode such queries over such a cache, or an empty string. And it has
+    plans of the portable planner, it has `plan_settings(num_heads, max_query_len, kv_dtype,
+    device)`, the arguments of `allocate` that suit its kernel, and `unsupported(q_dtype, kv_dtype,
+    latent, rope)`, why it does not decode such queries over such a cache, or an empty string. And
+    it has
 
         persistent_mla_decode(q, kv_cache, plan, *, block_table, softmax_scale, q_scale,
                               kv_scale, out, lse) -> None

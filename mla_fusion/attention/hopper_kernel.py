@@ -7,7 +7,9 @@ read an fp8 tile as latent vectors across tokens without a trip through shared m
 Scores are computed transposed, as keys [tokens, L] times queries [L, rows], and so is the output,
 as values [L, tokens] times weights [tokens, rows]. The 64 rows that a warpgroup product has at
 least are then tokens and latents, which there are enough of, and not the 16 heads of a rank.
-Keys and values are one tile in shared memory, read once for each product.
+Keys and values are one tile in shared memory, read once for each product. While a tile is used the
+next one is copied: by the tensor copy engine (TMA), for which one thread computes an address, or,
+where that cannot be, by all threads, each its 16 bytes at a time.
 
 An fp8 tile is read a second time as pairs: the two bytes of a 16-bit element are two latents of one
 token. `low` and `high` make fp16 of either byte, exactly but for a factor of 2^-8, by moving the
@@ -16,20 +18,51 @@ sign, and exponent and mantissa, to where fp16 has them.
 
 from __future__ import annotations
 
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
+    mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc
 
 from mla_fusion.attention.triton_kernels import LN2, LOG2E
 
-# Triton 3.9 renamed both.
+# Triton 3.9 renamed all of them.
 RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+
+def bulk_copy(kv_cache: torch.Tensor, latent: int, block_n: int) -> tuple[object, object, int]:
+    """How the tensor copy engine sees `kv_cache` [blocks, page_size, L + R]: one list of rows.
+
+    Returns:
+        Descriptors of tiles of `block_n` tokens, of their latent and of their rotated part, and
+        the rows from one block to the next. That is 0 where the engine cannot copy such tiles,
+        which span pages, or blocks that are not a whole number of rows apart; the
+        descriptors are then the cache, and not used.
+    """
+    blocks, page_size, width = kv_cache.shape
+    step, entry, _ = kv_cache.stride()
+    if page_size % block_n or step % entry:
+        return kv_cache, kv_cache, 0
+    rows = (blocks - 1) * (step // entry) + page_size
+    size = kv_cache.itemsize
+
+    def tiles(columns: int) -> TensorDescriptor:
+        # The layouts of `keys` and `ropes` in the kernel.
+        layout = gl.NVMMASharedLayout(min(128, columns * size), 8 * size, 2)
+        return TensorDescriptor(kv_cache, [rows, width], [entry, 1], [block_n, columns], layout)
+
+    return tiles(latent), tiles(width - latent), step // entry
 
 
 @gluon.jit
@@ -71,25 +104,25 @@ def high(pairs):
 
 @gluon.jit
 def copy_part(
-    target, base, table, token, begin, end, block_stride,
+    target, base, table, token, end, block_stride,
     layout: gl.constexpr, ENTRY: gl.constexpr, PAGE: gl.constexpr, ROWS_ARE: gl.constexpr,
 ):  # fmt: skip
     """Start the copy of some columns of tokens `token` ... into `target` [tokens, width].
 
-    base: of the columns, in the cache, or for token 0, had the sequence no other page than that of
-    the tile. Tokens outside of begin ... end, and those of slot -1, are not read and become zeros.
+    base: of the columns, in the cache, or of token `token` if the tile is in one page. Tokens from
+    `end` on, and those of slot -1, are not read and become zeros.
     """
-    at = token + gl.arange(0, target.shape[0], gl.SliceLayout(1, layout))
+    row = gl.arange(0, target.shape[0], gl.SliceLayout(1, layout))
     col = gl.arange(0, target.shape[1], gl.SliceLayout(0, layout))
-    wanted = (at >= begin) & (at < end)
+    wanted = row < end - token
     if ROWS_ARE == "one page":
-        # Depends on the tile, so that no register holds the offset of a row through the loop.
-        offset = at.to(gl.int64) * ENTRY
+        offset = row * ENTRY
     elif ROWS_ARE == "pages":
+        at = token + row
         page = gl.load(table + at // PAGE, mask=wanted, other=0)
         offset = page.to(gl.int64) * block_stride + at % PAGE * ENTRY
     else:
-        slot = gl.load(table + at, mask=wanted, other=-1)
+        slot = gl.load(table + token + row, mask=wanted, other=-1)
         wanted = slot >= 0
         offset = (slot // PAGE).to(gl.int64) * block_stride + slot % PAGE * ENTRY
     pointers = base + offset[:, None] + col[None, :]
@@ -98,7 +131,7 @@ def copy_part(
 
 @gluon.jit
 def copy_tile(
-    keys, ropes, kv_ptr, table, tile, begin, end, block_stride,
+    keys, ropes, kv_ptr, table, tile, end, block_stride,
     ENTRY: gl.constexpr, PAGE: gl.constexpr, SPARSE: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Start the copy of tile `tile` of a sequence, latent to `keys`, rotated part to `ropes`."""
@@ -112,38 +145,53 @@ def copy_tile(
     token = tile * BLOCK_N
     base = kv_ptr
     if rows == "one page":
-        # Tiles ahead of the end copy nothing; the first page stands in for theirs.
+        # Tiles behind the end copy nothing; the first page stands in for theirs.
         page = gl.load(table + gl.where(token < end, token // PAGE, 0))
-        base += page.to(gl.int64) * block_stride - (token // PAGE * PAGE).to(gl.int64) * ENTRY
-    copy_part(keys, base, table, token, begin, end, block_stride, wide, ENTRY, PAGE, rows)
-    copy_part(ropes, base + L, table, token, begin, end, block_stride, narrow, ENTRY, PAGE, rows)
+        base += page.to(gl.int64) * block_stride + token % PAGE * ENTRY
+    copy_part(keys, base, table, token, end, block_stride, wide, ENTRY, PAGE, rows)
+    copy_part(ropes, base + L, table, token, end, block_stride, narrow, ENTRY, PAGE, rows)
     async_copy.commit_group()
 
 
 @gluon.jit
 def start_copy(
-    keys, ropes, kv_ptr, table, extra_ptr, extra_table, tile, begin, end, first_end,
-    block_stride, extra_block_stride, ENTRY: gl.constexpr, PAGE: gl.constexpr,
-    EXTRA_ENTRY: gl.constexpr, EXTRA_PAGE: gl.constexpr, FIRST: gl.constexpr,
-    SPARSE: gl.constexpr, WARPS: gl.constexpr,
+    keys, ropes, arrived, kv_ptr, table, latents, rotated, block_rows, extra_ptr, extra_table,
+    tile, end, first_end, block_stride, extra_block_stride, ENTRY: gl.constexpr,
+    PAGE: gl.constexpr, EXTRA_ENTRY: gl.constexpr, EXTRA_PAGE: gl.constexpr, FIRST: gl.constexpr,
+    SPARSE: gl.constexpr, BULK: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """`copy_tile` from the scope of the tile: a sparse sequence has FIRST tokens of the first."""
+    """Start the copy of a tile: from its scope, as a sparse sequence has FIRST tokens of the first.
+
+    BULK: the copy engine takes whole tiles, and completes the barrier `arrived`. It cannot leave
+    out the tokens behind an end, which may be NaN.
+    """
+    BLOCK_N: gl.constexpr = keys.shape[0]
     if SPARSE:
-        SKIP: gl.constexpr = FIRST // keys.shape[0]
+        SKIP: gl.constexpr = FIRST // BLOCK_N
         if tile < SKIP:
             copy_tile(
-                keys, ropes, kv_ptr, table, tile, begin, first_end, block_stride,
+                keys, ropes, kv_ptr, table, tile, first_end, block_stride,
                 ENTRY, PAGE, SPARSE, WARPS,
             )  # fmt: skip
         else:
             copy_tile(
-                keys, ropes, extra_ptr, extra_table, tile - SKIP, begin - FIRST, end - FIRST,
+                keys, ropes, extra_ptr, extra_table, tile - SKIP, end - FIRST,
                 extra_block_stride, EXTRA_ENTRY, EXTRA_PAGE, SPARSE, WARPS,
             )  # fmt: skip
+    elif BULK:
+        token = tile * BLOCK_N
+        if token + BLOCK_N <= end:
+            row = gl.load(table + token // PAGE) * block_rows + token % PAGE
+            BITS: gl.constexpr = kv_ptr.dtype.element_ty.primitive_bitwidth
+            mbarrier.expect(arrived, BLOCK_N * (keys.shape[1] + ropes.shape[1]) * BITS // 8)
+            tma_load(latents, [row, 0], arrived, keys)
+            tma_load(rotated, [row, keys.shape[1]], arrived, ropes)
+        else:
+            copy_tile(
+                keys, ropes, kv_ptr, table, tile, end, block_stride, ENTRY, PAGE, SPARSE, WARPS
+            )
     else:
-        copy_tile(
-            keys, ropes, kv_ptr, table, tile, begin, end, block_stride, ENTRY, PAGE, SPARSE, WARPS
-        )
+        copy_tile(keys, ropes, kv_ptr, table, tile, end, block_stride, ENTRY, PAGE, SPARSE, WARPS)
 
 
 @gluon.jit
@@ -219,6 +267,9 @@ def decode_kernel(
     block_stride,
     extra_table_stride,
     extra_block_stride,
+    latents,
+    rotated,
+    block_rows,
     ENTRY: gl.constexpr,
     PAGE: gl.constexpr,
     EXTRA_ENTRY: gl.constexpr,
@@ -233,9 +284,17 @@ def decode_kernel(
     ROWS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     LSE: gl.constexpr,
+    BULK: gl.constexpr,
     WARPS: gl.constexpr,
+    PDL: gl.constexpr,
 ):
-    """Arguments as `triton_kernels.decode_kernel`. While a tile is used the next one is copied."""
+    """Arguments as `triton_kernels.decode_kernel`, and those of `bulk_copy`.
+
+    BULK: the copy engine takes whole tiles. PDL: launched before the kernel in front has ended,
+    and waits for it.
+    """
+    if PDL:
+        gdc.gdc_wait()
     TYPE: gl.constexpr = kv_ptr.dtype.element_ty
     BITS: gl.constexpr = TYPE.primitive_bitwidth
     FP8: gl.constexpr = BITS == 8
@@ -264,6 +323,14 @@ def decode_kernel(
     q_keys = gl.allocate_shared_memory(TYPE, [ROWS, L], wide)
     q_ropes = gl.allocate_shared_memory(TYPE, [ROWS, R], narrow)
     weights = gl.allocate_shared_memory(P_TYPE, [BLOCK_N, ROWS], weight)
+    arrived = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    if BULK:
+        mbarrier.init(arrived.index(0), count=1)
+        mbarrier.init(arrived.index(1), count=1)
+        fence_async_shared()
+        barrier()
+    # For each buffer a bit: which phase of its barrier the next tile of the copy engine completes.
+    phases = 0
 
     scale *= LOG2E
     value_scale = 1.0
@@ -299,11 +366,14 @@ def decode_kernel(
         # Row blocks behind the query rows of this sequence have nothing to do.
         stop = gl.where(first_row < HEADS * count, (end + BLOCK_N - 1) // BLOCK_N, tile)
 
-        start_copy(
-            keys.index(0), ropes.index(0), kv_ptr, table, extra_ptr, extra_table, tile,
-            begin, end, first_end, block_stride, extra_block_stride, ENTRY, PAGE, EXTRA_ENTRY,
-            EXTRA_PAGE, FIRST, SPARSE, WARPS,
-        )  # fmt: skip
+        # A copy that nobody waits for would put its barrier a phase ahead.
+        if tile < stop:
+            start_copy(
+                keys.index(0), ropes.index(0), arrived.index(0), kv_ptr, table, latents, rotated,
+                block_rows, extra_ptr, extra_table, tile, end, first_end, block_stride,
+                extra_block_stride, ENTRY, PAGE, EXTRA_ENTRY, EXTRA_PAGE, FIRST, SPARSE, BULK,
+                WARPS,
+            )  # fmt: skip
         source = q_ptr + token * q_stride_t
         load_query(
             q_keys, source, first_row, first_head, heads, count, q_stride_t, q_stride_h,
@@ -313,6 +383,7 @@ def decode_kernel(
             q_ropes, source + L, first_row, first_head, heads, count, q_stride_t, q_stride_h,
             load_narrow, HEADS,
         )  # fmt: skip
+        fence_async_shared()
 
         # Row i of n sees tokens up to n - 1 - i before the end of the sequence.
         limit = gl.minimum(end, end + kv_offset - (count - 1 - row // HEADS))
@@ -322,14 +393,28 @@ def decode_kernel(
         odd = acc
         current = 0
         for t in range(tile, stop):
-            async_copy.wait_group(0)
+            if BULK:
+                # No warp reads the other buffer any more.
+                barrier()
+            else:
+                async_copy.wait_group(0)
             # Behind the last tile this copies nothing.
             start_copy(
-                keys.index(1 - current), ropes.index(1 - current), kv_ptr, table, extra_ptr,
-                extra_table, t + 1, begin, end, first_end, block_stride, extra_block_stride, ENTRY,
-                PAGE, EXTRA_ENTRY, EXTRA_PAGE, FIRST, SPARSE, WARPS,
+                keys.index(1 - current), ropes.index(1 - current), arrived.index(1 - current),
+                kv_ptr, table, latents, rotated, block_rows, extra_ptr, extra_table, t + 1, end,
+                first_end, block_stride, extra_block_stride, ENTRY, PAGE, EXTRA_ENTRY, EXTRA_PAGE,
+                FIRST, SPARSE, BULK, WARPS,
             )  # fmt: skip
-            fence_async_shared()
+            if BULK:
+                if t * BLOCK_N + BLOCK_N <= end:
+                    mbarrier.wait(arrived.index(current), phases >> current & 1)
+                    phases ^= 1 << current
+                else:
+                    async_copy.wait_group(0)
+                    fence_async_shared()
+                    barrier()
+            else:
+                fence_async_shared()
             key = keys.index(current)
             s = gl.zeros([BLOCK_N, ROWS], gl.float32, score)
             s = warpgroup_mma(key, q_keys.permute((1, 0)), s, use_acc=False, is_async=True)
@@ -371,6 +456,8 @@ def decode_kernel(
                 acc = warpgroup_mma_wait(0, [acc])
             current = 1 - current
         async_copy.wait_group(0)
+        # The zeros behind the last tile, before the copy engine writes there.
+        fence_async_shared()
 
         total = gl.sum(total, 0)
         lse = gl.where(total > 0.0, (peak + gl.log2(total)) * LN2, float("-inf"))

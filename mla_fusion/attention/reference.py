@@ -18,7 +18,9 @@ def require() -> None:
     """The reference needs nothing but torch."""
 
 
-def plan_settings(num_heads: int, kv_dtype: torch.dtype, device: torch.device) -> dict[str, int]:
+def plan_settings(
+    num_heads: int, max_query_len: int, kv_dtype: torch.dtype, device: torch.device
+) -> dict[str, int]:
     """Arguments of `PersistentDecodePlan.allocate` that suit this provider."""
     return {"workers": 8}  # one after another: any number is as fast
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mla_fusion.attention.heads import layout
 from mla_fusion.kernels.reference import FP8_DTYPES
 from mla_fusion.kernels.triton import require as require
 
@@ -74,16 +75,17 @@ def choose(hopper: bool, rows: int, warp: int = 32) -> Config:
 
 
 def plan_settings(
-    num_heads: int, kv_dtype: torch.dtype, device: torch.device | str
+    num_heads: int, max_query_len: int, kv_dtype: torch.dtype, device: torch.device | str
 ) -> dict[str, int]:
     """What to allocate a plan with for the kernel for Hopper: keywords of `allocate`.
 
-    Sequences are cut at tiles of 64 tokens. With fp8 and 16 heads at most, two programs fit a
-    multiprocessor and hide each other's latency: at batch 64 and 8192 tokens that takes 104 us,
-    one program 135. Batches of short sequences pay for it: 128 of 1024 tokens take 47 us, not 39.
+    Sequences are cut at tiles of 64 tokens. With fp8 and 16 query rows at most, two programs fit a
+    multiprocessor and hide each other's latency: at batch 64 and 8192 tokens that takes 97 us,
+    one program 136. Batches of short sequences gain nothing: 128 of 1024 tokens take 39 us.
     """
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    programs = 2 if kv_dtype in FP8_DTYPES and num_heads <= 16 else 1
+    rows = layout(num_heads, max_query_len).per_work * max_query_len
+    programs = 2 if kv_dtype in FP8_DTYPES and rows <= 16 else 1
     return {"workers": programs * processors, "kv_granularity": 64, "overhead": 4}
 
 
@@ -177,12 +179,10 @@ def launch(
         config, q, scope, plan, softmax_scale, q_scale, kv_scale, out, lse, sparse
     )
     kernel[(settings.rules.workers, -(-rows // config.rows))](*args, **options)
-    args, options = reduce_arguments(plan, out, lse, sparse)
-    grid = (
-        plan.reduce_indptr.shape[0] - 1,
-        -(-rows // options["ROWS"]),
-        settings.v_head_dim // options["COLUMNS"],
-    )
+    assert plan.step is not None, "the caller has refreshed the plan"
+    tiles = plan.step.batch * plan.fold
+    args, options = reduce_arguments(plan, tiles, out, lse, sparse)
+    grid = (tiles, -(-rows // options["ROWS"]), settings.v_head_dim // options["COLUMNS"])
     triton_kernels.reduce_kernel[grid](*args, **options)
 
 
@@ -203,7 +203,7 @@ def decode_arguments(
     kv_cache, table = scope.kv_cache, scope.table
     extra = scope if sparse is None else sparse.extra
     sink = None if sparse is None else sparse.sink
-    args = (
+    args: tuple[Any, ...] = (
         q,
         kv_cache,
         table,
@@ -250,7 +250,12 @@ def decode_arguments(
         "num_warps": config.warps,
     }
     if config.hopper:
-        options["WARPS"] = config.warps
+        from mla_fusion.attention.hopper_kernel import bulk_copy
+
+        # Slots of a sparse sequence are rows here and there.
+        bulk = (kv_cache, kv_cache, 0) if sparse else bulk_copy(kv_cache, latent, config.block_n)
+        args += bulk
+        options |= {"BULK": bulk[2] > 0, "WARPS": config.warps, "PDL": True, "launch_pdl": True}
     else:
         import triton.language as tl
 
@@ -259,17 +264,30 @@ def decode_arguments(
     return args, options
 
 
+def reduction(tiles: int, rows: int) -> tuple[int, int, int]:
+    """Rows, pieces and columns of a program that merges `tiles` tiles of `rows` query rows each.
+
+    Few tiles have many pieces, which are loaded at once; many tiles have few, if any. Measured on
+    an H200, where a program has 16 bytes of each of its rows and pieces in a thread.
+    """
+    if tiles * rows <= 64:
+        return 1, 32, 128
+    if tiles * rows <= 512:
+        return 1, 16, 512
+    return (1 if tiles * rows <= 2048 else 4), 4, 512
+
+
 def reduce_arguments(
     plan: PersistentDecodePlan,
+    tiles: int,
     out: torch.Tensor,
     lse: torch.Tensor | None,
     sparse: Sparse | None = None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional arguments and keywords of the reduction."""
+    """Positional arguments and keywords of the reduction of the first `tiles` tiles."""
     latent, unused = plan.settings.v_head_dim, plan.partial_lse
     sink = None if sparse is None else sparse.sink
-    # Few tiles have many pieces each, and leave most of the GPU idle; many tiles have few.
-    few = (plan.reduce_indptr.shape[0] - 1) * plan.heads_per_work <= 512
+    rows, pieces, columns = reduction(tiles, plan.heads_per_work)
     args = (
         plan.partial_output,
         plan.partial_lse,
@@ -291,9 +309,9 @@ def reduce_arguments(
         "L": latent,
         "HEADS": plan.heads_per_work,
         "FOLD": plan.fold,
-        "ROWS": 1 if few else 4,
-        "PIECES": 32 if few else 4,
-        "COLUMNS": min(128 if few else 256, latent),
+        "ROWS": rows,
+        "PIECES": pieces,
+        "COLUMNS": min(columns, latent),
         "LSE": lse is not None,
         "PDL": pdl,
         "num_warps": 4,

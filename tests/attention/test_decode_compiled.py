@@ -120,6 +120,8 @@ def test_hopper_kernel(heads: int, dtype: torch.dtype) -> None:
         assert result.hot_spills == 0, (options, result)
         assert result.shared <= LDS["sm_90"], result
         assert "HGMMA" in result.matrix and "HMMA" not in result.matrix, result
+        # Whole tiles in one page go through the copy engine, one thread's work.
+        assert (result.bulk_copies > 0) == (options.get("page") == 64), (options, result)
         # fp8 scores are an fp8 product, not one of widened keys.
         assert ("QGMMA" in result.matrix) == (dtype == FN), result
     if dtype == FN and heads == 16:
@@ -127,11 +129,12 @@ def test_hopper_kernel(heads: int, dtype: torch.dtype) -> None:
         assert 2 * result.shared <= LDS["sm_90"] and result.registers * 128 * 2 <= 65536
 
 
+@pytest.mark.parametrize("tiles", [1, 8, 32, 256])
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize("target", FP8)
-def test_reduction(target: str, heads: int) -> None:
+def test_reduction(target: str, heads: int, tiles: int) -> None:
     out, lse = meta(8, heads, 512, dtype=BF16), meta(8, heads, dtype=torch.float32)
-    args, options = provider.reduce_arguments(plan_of(heads, BF16), out, lse)
+    args, options = provider.reduce_arguments(plan_of(heads, BF16), tiles, out, lse)
     result = report(target, compile_for(target, triton_kernels.reduce_kernel, args, options))
     assert result.spills == 0 and result.wide_loads > 0, result
 

@@ -16,6 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import mangle_type
 
 TARGETS = {
@@ -37,6 +38,7 @@ class Report:
     matrix instructions.
     fp8_converts: packed conversions to fp8. wide_loads: 16-byte global loads. narrow_loads:
     global loads of 2 bytes or fewer. contractions: fused multiply-adds of fp32.
+    bulk_copies: loads by NVIDIA's tensor copy engine.
     """
 
     registers: int
@@ -49,6 +51,7 @@ class Report:
     contractions: int
     hot_spills: int = 0
     memory_spills: int = 0
+    bulk_copies: int = 0
 
 
 def specialize(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> ASTSource:
@@ -63,6 +66,8 @@ def specialize(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any])
             constants[parameter.name] = value
             continue
         signature[parameter.name] = mangle_type(value)
+        if isinstance(value, TensorDescriptor):
+            continue
         aligned = value.data_ptr() if hasattr(value, "data_ptr") else value
         if aligned % 16 == 0 and not free:
             attributes[(index,)] = [["tt.divisibility", 16]]
@@ -128,6 +133,7 @@ def read_nvidia(usage: str, sass: str, shared: int) -> Report:
         narrow_loads=len(re.findall(r"LDG\.E\.[US](?:8|16)\b", sass)),
         contractions=len(re.findall(r"\bFFMA\b", sass)),
         hot_spills=hot_spills(sass),
+        bulk_copies=len(re.findall(r"\bUTMALDG\b", sass)),
     )
 
 
