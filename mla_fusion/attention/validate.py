@@ -72,11 +72,11 @@ def validate(
     check("softmax_scale", math.isfinite(softmax_scale), "finite", softmax_scale)
     for name, scale, scaled in (("q_scale", q_scale, q), ("kv_scale", kv_scale, kv_cache)):
         if scaled.dtype in FP8_DTYPES:
-            ok, got = False, str(scale)
-            if isinstance(scale, torch.Tensor):
-                ok = scale.dtype == torch.float32 and scale.numel() == 1
-                got = f"{scale.dtype} {tuple(scale.shape)}"
-            check(name, ok, f"one fp32 element: {scaled.dtype} values have a scale", got)
+            want = f"one fp32 element: {scaled.dtype} values have a scale"
+            if not isinstance(scale, torch.Tensor):
+                raise ValueError(f"{name} must be {want}, got {scale}")
+            ok = scale.dtype == torch.float32 and scale.numel() == 1
+            check(name, ok, want, f"{scale.dtype} {tuple(scale.shape)}")
     tensors = {"q": q, "kv_cache": kv_cache, "block_table": block_table, "out": out}
     for name, scale in (("q_scale", q_scale), ("kv_scale", kv_scale)):
         if isinstance(scale, torch.Tensor):

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mla_fusion.attention import PersistentDecodePlan, persistent_mla_decode
+from mla_fusion.attention.validate import validate
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 FN, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
@@ -173,6 +175,29 @@ def test_refused_without_scales() -> None:
     for change in ({"q_scale": None}, {"kv_scale": torch.ones(2)}):
         with pytest.raises(ValueError, match="must be one fp32 element"):
             persistent_mla_decode(**{**given, **change})
+
+
+class NoOperation(TorchDispatchMode):
+    """Refuses every operation on a tensor: inside a graph capture some are errors."""
+
+    def __torch_dispatch__(self, func: Any, *_: Any) -> Any:
+        raise AssertionError(f"{func} was called")
+
+
+@pytest.mark.parametrize("dtype", [BF16, FN])
+def test_validation_reads_nothing_from_the_device(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    given = arguments([1, 2], [20, 30], q_dtype=dtype, kv_dtype=dtype)
+    given["out"] = torch.empty(3, 20, LATENT, dtype=BF16)
+
+    def printed(*_: Any, **__: Any) -> str:
+        raise AssertionError("a tensor was printed")
+
+    # Printing reads values past the mode above.
+    monkeypatch.setattr(torch._tensor_str, "_str", printed)
+    with NoOperation():
+        validate(**given)
 
 
 def test_refused_without_a_refresh() -> None:

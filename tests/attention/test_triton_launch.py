@@ -1,0 +1,86 @@
+"""How the Triton decode is launched on a GPU, from shapes alone."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from mla_fusion.attention import triton as provider
+from mla_fusion.attention.hopper_kernel import bulk_copy
+
+BF16, FN = torch.bfloat16, torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize(
+    ("heads", "rows", "dtype", "programs"),
+    [
+        (16, 1, BF16, 1),
+        (16, 1, FN, 2),
+        (8, 1, FN, 2),
+        (128, 1, FN, 1),
+        # With drafts a program has 32 query rows or more, and fills a multiprocessor.
+        (16, 2, FN, 1),
+    ],
+)
+def test_workers(
+    monkeypatch: pytest.MonkeyPatch, heads: int, rows: int, dtype: torch.dtype, programs: int
+) -> None:
+    properties = SimpleNamespace(multi_processor_count=10)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    assert provider.plan_settings(heads, rows, dtype, "cuda")["workers"] == 10 * programs
+
+
+def cache(blocks: int, page: int, block_rows: int | float = 0, dtype: Any = BF16) -> torch.Tensor:
+    """A cache without memory whose blocks are `block_rows` rows apart, by default its page size."""
+    step = int((block_rows or page) * 576)
+    return torch.empty(blocks * step, dtype=dtype, device="meta").as_strided(
+        (blocks, page, 576), (step, 576, 1)
+    )
+
+
+@pytest.mark.parametrize("dtype", [BF16, FN])
+def test_the_copy_engine_sees_a_cache_as_rows(dtype: torch.dtype) -> None:
+    latent, rotated, step = bulk_copy(cache(10, 64, dtype=dtype), 512, 64)
+    assert (latent.shape, latent.strides, step) == ([640, 576], [576, 1], 64)
+    assert (latent.block_shape, rotated.block_shape) == ([64, 512], [64, 64])
+    # Half of each block is another layer's: the last row is inside the memory all the same.
+    latent, _, step = bulk_copy(cache(10, 128, block_rows=256, dtype=dtype), 512, 64)
+    assert (latent.shape, step) == ([9 * 256 + 128, 576], 256)
+
+
+@pytest.mark.parametrize("strange", [cache(9, 16), cache(9, 96), cache(9, 64, block_rows=64.5)])
+def test_tiles_in_several_pages_are_copied_by_threads(strange: torch.Tensor) -> None:
+    assert bulk_copy(strange, 512, 64)[2] == 0
+
+
+def test_the_grid_of_the_reduction_is_that_of_the_step() -> None:
+    """Not that of the largest batch of the plan, whose tiles would be empty programs."""
+    grids = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            grids.append(grid)
+            return lambda *_, **__: None
+
+    from mla_fusion.attention import PersistentDecodePlan, triton_kernels
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_kernels, "decode_kernel", Kernel())
+        patch.setattr(triton_kernels, "reduce_kernel", Kernel())
+        plan = PersistentDecodePlan.allocate(
+            max_batch=256, max_query_len=1, num_heads=128, q_dtype=BF16, kv_dtype=BF16,
+            device="cpu", workers=132,
+        )  # fmt: skip
+        for batch in (1, 4, 64):
+            ends = torch.arange(batch + 1, dtype=torch.int32)
+            plan.refresh(qo_indptr=ends, seq_lens=ends[1:] + 9, num_tokens=batch, max_query_len=1)
+            scope = provider.Scope(cache(9, 16), torch.empty(batch, 9, dtype=torch.int32))
+            q = torch.empty(batch, 128, 576, dtype=BF16)
+            provider.launch(q, scope, plan, 0.1, None, None, q[..., :512], None)
+    # A program for each row of few tiles, for four rows of many.
+    assert grids[1::2] == [(2, 64, 1), (8, 64, 1), (128, 16, 1)]
