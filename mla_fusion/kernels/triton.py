@@ -6,6 +6,7 @@ first use, so that this module can be imported where Triton is not installed.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -48,6 +49,36 @@ def _limit(tensor: torch.Tensor) -> float:
         return 0.0
     limit = torch.finfo(tensor.dtype).max
     return -limit if tensor.is_cuda and torch.version.hip is None else limit
+
+
+@functools.lru_cache(maxsize=8)
+def _is_hopper(device: torch.device) -> bool:
+    """Whether this is an NVIDIA GPU of compute capability 9.0."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _direct(plan: Plan, w_uk_t: torch.Tensor, q_out: torch.Tensor) -> bool:
+    """Whether product tiles are stored from the registers they are in (see `triton_product.py`).
+
+    A warp has 16 tokens of a tile, and must have 64 latents of them or a multiple. Triton ends the
+    process over the layout of a W_UK that it cannot load 16 aligned elements at a time. The types
+    are those that this was measured with.
+    """
+    sides, rest = divmod(16 * plan.num_warps, plan.block_m)
+    head, row, column = w_uk_t.stride()
+    return (
+        _is_hopper(q_out.device)
+        and w_uk_t.dtype == torch.bfloat16
+        and q_out.dtype in FP8_DTYPES
+        and plan.block_m >= 64
+        and sides > 0
+        and rest == 0
+        and plan.block_n % (64 * sides) == 0
+        and column == 1
+        and all(n % 16 == 0 for n in (head, row, w_uk_t.shape[2], w_uk_t.data_ptr()))
+    )
 
 
 def _pad(size: int) -> int:
@@ -254,6 +285,8 @@ def launch_arguments(
         "REST_LAST": plan.rest_last,
         "ONE_TOKEN": heads % plan.rope_rows == 0,
         "PDL": plan.pdl,
+        "DIRECT": _direct(plan, w_uk_t, q_out),
+        "WARPS": plan.num_warps,
         "num_warps": plan.num_warps,
         "num_stages": plan.num_stages,
         # Contraction of x * cos - y * sin would leave one product unrounded, and near zero that

@@ -70,6 +70,8 @@ def prep_kernel(
     REST_LAST: tl.constexpr,
     ONE_TOKEN: tl.constexpr,
     PDL: tl.constexpr,
+    DIRECT: tl.constexpr,
+    WARPS: tl.constexpr,
 ):
     """See the module. Shapes and types are those of `kernels.fused_mla_decode_prep`.
 
@@ -80,7 +82,8 @@ def prep_kernel(
     Q_LIMIT and K_LIMIT are the largest finite fp8 values, 0 for a target that is not fp8, and
     negative where conversions saturate by themselves. The row
     strides of q, kv_c and k_pe come divided by ALIGN. PDL: the launch carries the
-    programmatic-dependent-launch attribute.
+    programmatic-dependent-launch attribute. DIRECT: see `triton_product.py`; WARPS is
+    num_warps.
     """
     # Products with a constant: Triton sees the alignment (tl.multiple_of does nothing to an
     # argument), which decides between 16-byte and 2-byte loads.
@@ -184,4 +187,6 @@ def prep_kernel(
             BLOCK_N,
             M_TILES,
             PDL,
+            DIRECT,
+            WARPS,
         )

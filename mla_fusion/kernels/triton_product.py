@@ -2,6 +2,20 @@
 
 A program loads its tile of W_UK once and walks over its token tiles, because at decode sizes W_UK
 is most of the bytes.
+
+DIRECT: large tiles of an fp8 query go from the registers of Hopper's matrix instruction straight to
+memory. That instruction leaves a warp with 16 tokens, and a lane with two neighbours of every 8
+columns of the tokens lane / 4 and lane / 4 + 8:
+
+    column      0  1   2  3   4  5   6  7   8  9  10 11  12 13  14 15  16 17 ...
+    lane % 4    0      1      2      3      0      1      2      3      0
+
+Two bytes are too few for a store, and collecting 16 through shared memory costs every token tile
+two or three exchanges of two barriers each. But which latent a column holds is ours to choose, by
+the order of W_UK's columns. In this one a lane has 16 latents in a row of every 64, and stores them
+from its registers:
+
+    latent      0  1  16 17  32 33  48 49   2  3  18 19  34 35  50 51   4  5 ...
 """
 
 from __future__ import annotations
@@ -9,13 +23,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mla_fusion.kernels.triton_cast import cast, inverse_of
+from mla_fusion.kernels.triton_cast import cast, inverse_of, round_bf16_pairs
 
 
 @triton.jit
-def _product_cast(y, ACT: tl.constexpr, inverse, OUT: tl.constexpr, LIMIT: tl.constexpr):
+def _product_cast(
+    y,
+    ACT: tl.constexpr,
+    inverse,
+    OUT: tl.constexpr,
+    LIMIT: tl.constexpr,
+    DIRECT: tl.constexpr,
+):
     """fp32 sums `y` rounded to the activation type and then cast to OUT."""
-    if LIMIT != 0:
+    if DIRECT and LIMIT < 0:
+        y = round_bf16_pairs(y)
+    elif LIMIT != 0:
         y = y.to(ACT).to(tl.float32)
     return cast(y, inverse, OUT, LIMIT)
 
@@ -32,6 +55,78 @@ def _query_tile(
         mask=(m < end)[:, None] & (k < P)[None, :],
         other=0.0,
     )
+
+
+@triton.jit
+def _direct_weights(
+    w_ptrs,
+    w_row,
+    w_col,
+    n_start,
+    P: tl.constexpr,
+    L: tl.constexpr,
+    P_PAD: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """W_UK of one head for latents n_start ... n_start + BLOCK_N, in the order of DIRECT."""
+    # [lane % 4, P_PAD, 64 latents, 16 of a lane]: Triton spreads a warp over the last dimension and
+    # then over the others from the first on, here over 4 rows of 64 latents. These are whole lines
+    # of memory, and rows that the swizzle of shared memory keeps in banks of their own.
+    lane = tl.arange(0, 4)[:, None, None, None]
+    k = tl.arange(0, P_PAD)[None, :, None, None]
+    block = tl.arange(0, BLOCK_N // 64)[None, None, :, None]
+    n = n_start + block * 64 + lane * 16 + tl.arange(0, 16)[None, None, None, :]
+    w_ptrs = w_ptrs + k * w_row + n * w_col
+    if P == P_PAD and L % BLOCK_N == 0:
+        w = tl.load(w_ptrs)
+    else:
+        w = tl.load(w_ptrs, mask=(k < P) & (n < L), other=0.0)
+    w = tl.reshape(w, (4, P_PAD, BLOCK_N // 64, 8, 2))
+    return tl.reshape(tl.permute(w, (1, 2, 3, 0, 4)), (P_PAD, BLOCK_N))
+
+
+@triton.jit
+def _direct_slots(slot_ptr, m, tokens, BLOCK_M: tl.constexpr):
+    """Slots of tokens m ... m + BLOCK_M in the order of `_direct_store`: [2, 1, BLOCK_M / 2]."""
+    row = tl.arange(0, BLOCK_M // 2)[None, None, :]
+    token = m + row % 8 + row // 8 * 16 + tl.arange(0, 2)[:, None, None] * 8
+    return tl.load(slot_ptr + token, mask=token < tokens, other=-1)
+
+
+@triton.jit
+def _direct_store(
+    y,
+    slot,
+    out_ptrs,
+    m,
+    n_start,
+    heads,
+    L: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WARPS: tl.constexpr,
+):
+    """Store a tile of DIRECT as rows of 64 latents, each from the four lanes that hold it.
+
+    The order of the rows is the one that Triton spreads over the program: 8 for a warp, then the
+    next warps (16 tokens further, then in the columns beside), then the next rows of the same warp
+    (64 columns further, then 8 tokens). So the change of layout is one of names alone.
+    """
+    SIDES: tl.constexpr = 16 * WARPS // BLOCK_M
+    BLOCKS: tl.constexpr = BLOCK_N // SIDES // 64
+    ROWS: tl.constexpr = BLOCK_M * BLOCK_N // 64
+    # [16 tokens, half, token, side, 64 columns, 8 columns, lane % 4, 2] of the instruction
+    y = tl.reshape(y, (BLOCK_M // 16, 2, 8, SIDES, BLOCKS, 8, 4, 2))
+    y = tl.reshape(tl.permute(y, (1, 4, 3, 0, 2, 6, 5, 7)), (ROWS, 64))
+    part = tl.arange(0, ROWS)[:, None]
+    row = part % 8 + part // 8 % (BLOCK_M // 16) * 16 + part // (ROWS // 2) * 8
+    side = part // (BLOCK_M // 2) % SIDES
+    block = part // (BLOCK_M // 2 * SIDES) % BLOCKS
+    column = n_start + side * (BLOCK_N // SIDES) + block * 64 + tl.arange(0, 64)[None, :]
+    stored = tl.broadcast_to(slot >= 0, (2, BLOCK_N // 64, BLOCK_M // 2))
+    stored = tl.reshape(stored, (ROWS, 1))
+    tl.store(out_ptrs + (m + row) * heads * WIDTH + column, y, mask=stored & (column < L))
 
 
 @triton.jit
@@ -58,11 +153,14 @@ def product(
     BLOCK_N: tl.constexpr,
     M_TILES: tl.constexpr,
     PDL: tl.constexpr,
+    DIRECT: tl.constexpr,
+    WARPS: tl.constexpr,
 ):
     """q_nope @ W_UK of one head, for M_TILES * BLOCK_M tokens and BLOCK_N latents.
 
     `work` says which: latents of a group of tokens follow each other, then groups, then heads.
     Other arguments are those of `prep_kernel`. Rows without a slot are not stored.
+    DIRECT: see the module.
     """
     OUT: tl.constexpr = out_ptr.dtype.element_ty
     n_tiles: tl.constexpr = (L + BLOCK_N - 1) // BLOCK_N
@@ -73,7 +171,9 @@ def product(
     head = work // n_tiles // m_groups
     k = tl.arange(0, P_PAD)
     w_ptrs = w_ptr + head * w_head + k[:, None] * w_row + n[None, :] * w_col
-    if P == P_PAD and L % BLOCK_N == 0:
+    if DIRECT:
+        w = _direct_weights(w_ptr + head * w_head, w_row, w_col, n_start, P, L, P_PAD, BLOCK_N)
+    elif P == P_PAD and L % BLOCK_N == 0:
         w = tl.load(w_ptrs)
     else:
         w = tl.load(w_ptrs, mask=(k < P)[:, None] & (n < L)[None, :], other=0.0)
@@ -90,7 +190,7 @@ def product(
             q = tl.load(q_ptrs + token * q_row + k, mask=inside & (k < P), other=0.0)
             slot = tl.load(slot_ptr + token, mask=inside, other=-1)
             y = tl.sum(q.to(tl.float32)[:, None] * w.to(tl.float32), axis=0)
-            y = _product_cast(y, q_ptr.dtype.element_ty, inverse, OUT, Q_LIMIT)
+            y = _product_cast(y, q_ptr.dtype.element_ty, inverse, OUT, Q_LIMIT, DIRECT)
             out = out_ptrs + token * heads * WIDTH + n
             tl.store(out, y, mask=(slot >= 0) & (n < L))
     else:
@@ -101,19 +201,27 @@ def product(
                 # Loads the next tile while this one is multiplied and stored.
                 end = tl.minimum(tokens, m_start + M_TILES * BLOCK_M)
                 following = _query_tile(q_ptrs, q_row, m + BLOCK_M, end, P, P_PAD, BLOCK_M)
+            if DIRECT:
+                # Arrives during the product.
+                slot = _direct_slots(slot_ptr, m, tokens, BLOCK_M)
             y = tl.dot(q, w, input_precision="ieee")
-            y = _product_cast(y, q_ptr.dtype.element_ty, inverse, OUT, Q_LIMIT)
-            # A store of the shape of the q or W tile would make Triton load that tile with the
-            # store's 16 elements per thread, which for 16-bit operands halves the use of
-            # every memory transaction: such a tile is stored as [2 BLOCK_M, BLOCK_N / 2].
-            FOLD: tl.constexpr = 2 if BLOCK_N == P_PAD or BLOCK_M == P_PAD else 1
-            y = tl.reshape(y, (FOLD * BLOCK_M, BLOCK_N // FOLD))
-            part = tl.arange(0, FOLD * BLOCK_M)[:, None]
-            row = m + part // FOLD
-            slot = tl.load(slot_ptr + row, mask=row < tokens, other=-1)
-            column = tl.arange(0, BLOCK_N // FOLD)[None, :]
-            column += n_start + (part % FOLD) * (BLOCK_N // FOLD)
-            out = out_ptrs + row * heads * WIDTH + column
-            tl.store(out, y, mask=(slot >= 0) & (column < L))
+            y = _product_cast(y, q_ptr.dtype.element_ty, inverse, OUT, Q_LIMIT, DIRECT)
+            if DIRECT:
+                _direct_store(
+                    y, slot, out_ptrs, m, n_start, heads, L, WIDTH, BLOCK_M, BLOCK_N, WARPS
+                )
+            else:
+                # A store of the shape of the q or W tile would make Triton load that tile with the
+                # store's 16 elements per thread, which for 16-bit operands halves the use of
+                # every memory transaction: such a tile is stored as [2 BLOCK_M, BLOCK_N / 2].
+                FOLD: tl.constexpr = 2 if BLOCK_N == P_PAD or BLOCK_M == P_PAD else 1
+                y = tl.reshape(y, (FOLD * BLOCK_M, BLOCK_N // FOLD))
+                part = tl.arange(0, FOLD * BLOCK_M)[:, None]
+                row = m + part // FOLD
+                slot = tl.load(slot_ptr + row, mask=row < tokens, other=-1)
+                column = tl.arange(0, BLOCK_N // FOLD)[None, :]
+                column += n_start + (part % FOLD) * (BLOCK_N // FOLD)
+                out = out_ptrs + row * heads * WIDTH + column
+                tl.store(out, y, mask=(slot >= 0) & (column < L))
             if M_TILES > 1:
                 q = following

@@ -33,9 +33,9 @@ class Report:
 
     registers: of one thread (vector registers on AMD). spills: spilled registers, or bytes of
     stack on NVIDIA. memory_spills: those of AMD that go to memory; scalar registers go to lanes of
-    a vector register. hot_spills: memory accesses for spilled registers inside the innermost loop
-    with matrix instructions; NVIDIA alone. shared: bytes of shared memory (LDS). matrix: kinds of
-    matrix instructions.
+    a vector register. hot_spills, hot_reads, hot_barriers: memory accesses for spilled registers,
+    loads from shared memory and barriers inside the innermost loop with matrix instructions; NVIDIA
+    alone. shared: bytes of shared memory (LDS). matrix: kinds of matrix instructions.
     fp8_converts: packed conversions to fp8. wide_loads: 16-byte global loads. narrow_loads:
     global loads of 2 bytes or fewer. contractions: fused multiply-adds of fp32.
     bulk_copies: loads by NVIDIA's tensor copy engine.
@@ -50,6 +50,8 @@ class Report:
     narrow_loads: int
     contractions: int
     hot_spills: int = 0
+    hot_reads: int = 0
+    hot_barriers: int = 0
     memory_spills: int = 0
     bulk_copies: int = 0
 
@@ -122,6 +124,7 @@ def read_amd(assembly: str, shared: int) -> Report:
 
 def read_nvidia(usage: str, sass: str, shared: int) -> Report:
     """Report from the text of cuobjdump -res-usage and of nvdisasm."""
+    inner = hot_loop(sass)
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
     return Report(
         registers=registers,
@@ -132,13 +135,15 @@ def read_nvidia(usage: str, sass: str, shared: int) -> Report:
         wide_loads=len(re.findall(r"(?:LDG|LDGSTS)\.E\S*\.128", sass)),
         narrow_loads=len(re.findall(r"LDG\.E\.[US](?:8|16)\b", sass)),
         contractions=len(re.findall(r"\bFFMA\b", sass)),
-        hot_spills=hot_spills(sass),
+        hot_spills=len(re.findall(r"\b(?:LDL|STL)\b", inner)),
+        hot_reads=len(re.findall(r"\bLDSM?\b", inner)),
+        hot_barriers=len(re.findall(r"\bBAR\b", inner)),
         bulk_copies=len(re.findall(r"\bUTMALDG\b", sass)),
     )
 
 
-def hot_spills(sass: str) -> int:
-    """Local-memory accesses inside the innermost loop with matrix instructions, 0 if none."""
+def hot_loop(sass: str) -> str:
+    """The innermost loop with matrix instructions, empty if there is none."""
     lines = sass.split("\n")
     labels = {m[1]: i for i, line in enumerate(lines) if (m := re.match(r"\s*(\.L_x_\d+):", line))}
     loops = []
@@ -148,5 +153,4 @@ def hot_spills(sass: str) -> int:
         body = lines[begin:end]
         if any(re.search(r"\b[HQ]G?MMA\b", each) for each in body):
             loops.append(body)
-    inner = min(loops, key=len, default=[])
-    return sum(bool(re.search(r"\b(LDL|STL)\b", line)) for line in inner)
+    return "\n".join(min(loops, key=len, default=[]))

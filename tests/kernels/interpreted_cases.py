@@ -6,6 +6,7 @@ TRITON_INTERPRET=1; its name keeps it out of a plain pytest run.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -171,6 +172,52 @@ PLANS = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_provider_agrees_with_the_reference(case: cases.Case, plan: Plan) -> None:
     cases.check_against_reference(provider, cases.build(case), plan=plan)
+
+
+DIRECT = {
+    "walk": Plan(block_m=64, block_n=64, m_tiles=2, rope_rows=4, cache_tokens=4),
+    "beside": Plan(block_m=64, block_n=256, m_tiles=2, num_warps=8, rope_rows=4, rest_last=True),
+    "tall": Plan(block_m=128, block_n=128, num_warps=8, cache_tokens=4),
+}
+DIRECT_CASES = {
+    "even": cases.Case(tokens=128, heads=1, latent=256, padded=()),
+    "odd": cases.Case(tokens=150, heads=2, latent=208, nope=24, strided=True, padded=(0, 17, 149)),
+}
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are those of a Hopper GPU; conversions, which are PTX there, stay the interpreter's."""
+    monkeypatch.setattr(provider, "_is_hopper", lambda device: True)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("plan", DIRECT.values(), ids=DIRECT)
+@pytest.mark.parametrize("case", DIRECT_CASES.values(), ids=DIRECT_CASES)
+def test_direct_stores_agree(case: cases.Case, plan: Plan) -> None:
+    inputs = cases.build(case)
+    query = torch.empty(0, dtype=case.query)
+    assert provider._direct(plan, inputs.arguments["w_uk_t"], query)
+    cases.check_against_reference(provider, inputs, plan=plan)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_what_is_not_stored_directly() -> None:
+    plan, query = DIRECT["walk"], torch.empty(0, dtype=FN)
+    w = torch.empty(2, 32, 1024, dtype=BF16)[..., :256]
+    assert provider._direct(plan, w, query)
+    for fields in ({"block_m": 32}, {"block_m": 128}, {"block_n": 32}, {"num_warps": 8}):
+        assert not provider._direct(dataclasses.replace(plan, **fields), w, query)
+    assert not provider._direct(plan, w.to(FP16), query)
+    assert not provider._direct(plan, w, query.to(BF16))
+    unaligned = torch.empty(2, 32, 264, dtype=BF16)
+    for other in (w[..., :200], w[..., 1:241], unaligned[..., :256], w.mT, w[..., ::2]):
+        assert not provider._direct(plan, other, query)
+
+
+def test_only_hopper_stores_directly() -> None:
+    w, query = torch.empty(2, 32, 256, dtype=BF16), torch.empty(0, dtype=FN)
+    assert not provider._direct(DIRECT["walk"], w, query)
 
 
 def test_default_plans_agree() -> None:
