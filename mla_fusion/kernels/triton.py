@@ -62,9 +62,9 @@ def _is_hopper(device: torch.device) -> bool:
 def _direct(plan: Plan, w_uk_t: torch.Tensor, q_out: torch.Tensor) -> bool:
     """Whether product tiles are stored from the registers they are in (see `triton_product.py`).
 
-    A warp has 16 tokens of a tile, and must have 64 latents of them or a multiple. Triton ends the
-    process over the layout of a W_UK that it cannot load 16 aligned elements at a time. The types
-    are those that this was measured with.
+    A warp has 16 tokens of a tile, and must have 64 latents of them or a multiple. Triton does not
+    compile this for a W_UK that it cannot load 16 aligned elements at a time. The types are those
+    that this was measured with.
     """
     sides, rest = divmod(16 * plan.num_warps, plan.block_m)
     head, row, column = w_uk_t.stride()
