@@ -58,6 +58,9 @@ class PersistentDecodePlan:
         piece and its natural-log LSE, normalized within the piece; an LSE of -inf stands for
         a row that sees no key of the piece. Empty if the plan is AITER's, which has its own.
 
+    planner_scratch: [max_batch + W] int64, notes of the portable planner while it runs on a device.
+        Empty if the plan is AITER's.
+
     refreshes: how often the plan was refreshed. aiter: what AITER's decode is called with beside
     the plan; None if the plan is portable.
 
@@ -78,6 +81,7 @@ class PersistentDecodePlan:
     kv_indptr: torch.Tensor
     partial_output: torch.Tensor
     partial_lse: torch.Tensor
+    planner_scratch: torch.Tensor
     settings: Settings
     step: Step | None = None
     refreshes: int = 0
@@ -156,7 +160,7 @@ class PersistentDecodePlan:
             planner=planner,
         )
         buffers: dict[str, Any]
-        partial_rows = 0
+        partial_rows = notes = 0
         if settings.planner == "aiter":
             from mla_fusion.attention import aiter
 
@@ -164,6 +168,7 @@ class PersistentDecodePlan:
         else:
             buffers = _allocate(settings, device)
             partial_rows = settings.rules.max_partials(max_batch) * max_query_len
+            notes = max_batch + settings.rules.workers
         per_work = settings.layout.per_work
         return cls(
             **buffers,
@@ -171,6 +176,7 @@ class PersistentDecodePlan:
             kv_indptr=torch.zeros(max_batch + 1, dtype=_I32, device=device),
             partial_output=torch.zeros((partial_rows, per_work, v_head_dim), device=device),
             partial_lse=torch.zeros((partial_rows, per_work), device=device),
+            planner_scratch=torch.zeros(notes, dtype=torch.int64, device=device),
             settings=settings,
         )
 

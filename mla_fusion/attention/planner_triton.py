@@ -1,14 +1,18 @@
 """The planner of `planner.py` on the device: one Triton program, no host sync, the same plan.
 
-Cost: two integers read for each sequence, 32 bytes written for each work item, and a serial loop
-of one step for each worker: two dependent rounds of reductions over the sequences within a warp.
-The loop bounds it: 0.2 us a worker are expected, 25 us for 132 workers, once a step and not once
-a layer. It has not been measured.
+Cost: two integers read for each sequence, 32 bytes written for each work item, and a serial loop:
+a step for each worker and one for each sequence, once a model step and not once a layer. On an H200
+a refresh of 1 to 256 sequences took 45 to 52 us for 132 workers and 120 to 125 us for 264, when a
+step of the loop was reductions over all sequences and selects over all workers: 224 and 176
+instructions, the latter with 12 barriers. Now it is scalar: 23 instructions for a worker, and 12
+with a read from the nearest cache for a sequence, more with head blocks. At 35 ns each and 3.5 us
+for the rest that is 8 us to 18 us for 132 workers, and 13 us to 23 us for 264, the last where
+256 sequences are walked over: a prediction; this form has not been measured.
 
 How the serial part is that small: lay the costs of all tiles end to end. A worker that starts at
 position p ends at p + share, cutting a tile, unless a tile ends between there and
-p + share + overhead: then it ends with the last such tile. So a worker takes a lookup, however
-many tiles it executes, and the work items are written afterwards, a lane for each worker.
+p + share + overhead: then it ends with the last such tile. So the loop finds ends alone, walking
+forward over the sequences; the rest is done afterwards, a lane for each worker.
 """
 
 from __future__ import annotations
@@ -29,8 +33,6 @@ def fill(
     """As `planner.fill`, from device tensors, which the kernel reads when it runs."""
     settings, batch = plan.settings, seq_lens.shape[0]
     rules = settings.rules
-    sequences = triton.next_power_of_2(settings.max_batch)
-    lanes = triton.next_power_of_2(rules.workers)
     plan_kernel[(1,)](
         qo_indptr,
         seq_lens,
@@ -41,6 +43,7 @@ def fill(
         plan.reduce_partial_map,
         plan.qo_indptr,
         plan.kv_indptr,
+        plan.planner_scratch,
         batch,
         rules.busy_workers(batch),
         max_query_len,
@@ -49,104 +52,130 @@ def fill(
         FOLD=rules.fold,
         GRANULARITY=rules.granularity,
         OVERHEAD=rules.overhead,
-        BLOCK_B=sequences,
-        BLOCK_W=lanes,
-        # One warp reduces without shared memory; more only where its registers would not do.
-        num_warps=1 if max(sequences, lanes) <= 256 else 4,
+        BLOCK_B=triton.next_power_of_2(settings.max_batch),
+        BLOCK_W=triton.next_power_of_2(rules.workers),
+        # The serial loop is the same in all warps; they share the work before and after it.
+        num_warps=4,
     )
 
 
-@triton.jit(do_not_specialize=["batch", "busy", "max_query_len"])
+# Tensors that are read side by side count as unaligned: for wider reads a thread would get several
+# neighbouring lanes, and change to others, through shared memory, at every store of a work item.
+UNALIGNED = ["qo_indptr", "seq_lens", "scratch"]
+
+
+@triton.jit(do_not_specialize=["batch", "busy", "max_query_len", *UNALIGNED])
 def plan_kernel(
     qo_indptr, seq_lens, work_indptr, work_info_set, reduce_indptr, reduce_final_map,
-    reduce_partial_map, plan_qo_indptr, plan_kv_indptr, batch, busy, max_query_len,
+    reduce_partial_map, plan_qo_indptr, plan_kv_indptr, scratch, batch, busy, max_query_len,
     MAX_BATCH: tl.constexpr, WORKERS: tl.constexpr, FOLD: tl.constexpr,
     GRANULARITY: tl.constexpr, OVERHEAD: tl.constexpr, BLOCK_B: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     """One program; `busy` of WORKERS may get work from `batch` of MAX_BATCH sequences."""
-    # Lanes are sequences.
+    # Pairs in the scratch. Of each sequence: where its last tile ends; how many blocks of a tile
+    # leave too little for another piece. Of each worker: its first tile; the blocks of it done.
+    sequences, starts = scratch, scratch + MAX_BATCH
+
     b = tl.arange(0, BLOCK_B)
     query = tl.load(qo_indptr + b, mask=b < batch, other=0)
     query_end = tl.load(qo_indptr + b + 1, mask=b < batch, other=0)
     length = tl.load(seq_lens + b, mask=b < batch, other=0)
     last_query = tl.load(qo_indptr + batch)
-    kv_end = tl.cumsum(length)
     tl.store(plan_qo_indptr, 0)
     tl.store(plan_qo_indptr + 1 + b, tl.where(b < batch, query_end, last_query), mask=b < MAX_BATCH)
     tl.store(plan_kv_indptr, 0)
-    tl.store(plan_kv_indptr + 1 + b, kv_end, mask=b < MAX_BATCH)
+    tl.store(plan_kv_indptr + 1 + b, tl.cumsum(length), mask=b < MAX_BATCH)
 
     is_live = query_end > query
     cost = tl.where(is_live, (length + GRANULARITY - 1) // GRANULARITY + OVERHEAD, 0)
-    end = tl.cumsum(cost) * FOLD  # position of the end of a sequence's last tile
-    live = tl.max(tl.where(is_live, b + 1, 0))
+    uncut = tl.maximum(length - max_query_len, 0) // GRANULARITY + 1
+    tl.store(sequences + b, pack(tl.cumsum(cost) * FOLD, uncut), mask=b < MAX_BATCH)
+    live_tiles = tl.max(tl.where(is_live, b + 1, 0)) * FOLD
+    tl.debug_barrier()
+    # Read back, though it is known: so the loop finds the pairs in the nearest cache.
+    end, _ = unpack(tl.load(sequences + b, mask=b < MAX_BATCH, other=0))
     total = tl.max(end)
-    share = (total + busy - 1) // tl.maximum(busy, 1)
+    share = (total + busy - 1) // busy
 
-    # Lanes are workers: where each starts (tile, blocks of it done, first token of its sequence;
-    # works and partial pieces before) and how it ends (tile, blocks of it done).
+    last = find_starts(sequences, starts, share, total, FOLD, OVERHEAD)
+    tl.debug_barrier()
+
+    # Lanes are workers; those behind the last that gets work start and end behind all tiles.
     w = tl.arange(0, BLOCK_W)
-    start_tile = tl.zeros([BLOCK_W], tl.int32)
-    start_done, start_token, start_work, start_partial = (
-        start_tile, start_tile, start_tile, start_tile,
-    )  # fmt: skip
-    end_tile, end_done = start_tile, start_tile
-    zero = tl.full([], 0, tl.int32)
-    position, tile, done, token, work, partial = zero, zero, zero, zero, zero, zero
-    for worker in range(busy):
-        reach = position + share + OVERHEAD
-        sequence = tl.sum(((end <= reach) & (b < live)).to(tl.int32))
-        here = b == sequence
-        tokens = tl.sum(tl.where(here, length, 0))
-        begin = tl.sum(tl.where(here, end - cost * FOLD, 0))
-        next_token = tl.sum(tl.where(here, kv_end - length, 0))
-        tile_cost = (tokens + GRANULARITY - 1) // GRANULARITY + OVERHEAD
-        block = (reach - begin) // tile_cost
-        begin += block * tile_cost
-        next_done = tl.maximum(reach - begin - OVERHEAD, 0)
-        absorb = (next_done > 0) & (tokens - next_done * GRANULARITY < max_query_len)
-        next_token += tl.where(absorb & (block == FOLD - 1), tokens, 0)
-        next_tile = sequence * FOLD + block + absorb.to(tl.int32)
-        next_done = tl.where(absorb, 0, next_done)
-        position = begin + tl.where(absorb, tile_cost, next_done)
-        finished = reach >= total
-        next_tile = tl.where(finished, live * FOLD, next_tile)
-        next_done = tl.where(finished, 0, next_done)
-        position = tl.where(finished, total, position)
-
-        lane = w == worker
-        start_tile = tl.where(lane, tile, start_tile)
-        start_done = tl.where(lane, done, start_done)
-        start_token = tl.where(lane, token, start_token)
-        start_work = tl.where(lane, work, start_work)
-        start_partial = tl.where(lane, partial, start_partial)
-        end_tile = tl.where(lane, next_tile, end_tile)
-        end_done = tl.where(lane, next_done, end_done)
-        is_resumed, is_cut = (done > 0).to(tl.int32), (next_done > 0).to(tl.int32)
-        work += next_tile - tile + is_cut
-        partial += tl.where(next_tile == tile, tl.maximum(is_resumed, is_cut), is_resumed + is_cut)
-        tile, done, token = next_tile, next_done, next_token
-
-    tl.store(work_indptr + w, tl.where(w < busy, start_work, work), mask=w < WORKERS)
-    tl.store(work_indptr + WORKERS, work)
+    behind_all = live_tiles.to(tl.int64)
+    tile, done = unpack(tl.load(starts + w, mask=w <= last, other=behind_all))
+    end_tile, end_done = unpack(tl.load(starts + 1 + w, mask=w < last, other=behind_all))
+    is_resumed, is_cut = (done > 0).to(tl.int32), (end_done > 0).to(tl.int32)
+    works = end_tile - tile + is_cut
+    pieces = tl.where(end_tile == tile, tl.maximum(is_resumed, is_cut), is_resumed + is_cut)
+    all_pieces = tl.sum(pieces)
     tl.store(reduce_indptr, 0)
     for block in range(FOLD):
         behind = 1 + b * FOLD + block
-        tl.store(reduce_indptr + behind, partial, mask=(b < MAX_BATCH) & (behind > live * FOLD))
+        tl.store(reduce_indptr + behind, all_pieces, mask=(b < MAX_BATCH) & (behind > live_tiles))
 
-    works = tl.where(w < busy, end_tile - start_tile + (end_done > 0).to(tl.int32), 0)
+    work_end = tl.cumsum(works)
+    partial = tl.cumsum(pieces) - pieces
+    tl.store(work_indptr, 0)
+    tl.store(work_indptr + 1 + w, work_end, mask=w < WORKERS)
     write_items(
-        qo_indptr, seq_lens, work_info_set, reduce_indptr, reduce_final_map, reduce_partial_map,
-        max_query_len, works, start_tile, start_done, start_token, start_work, start_partial,
-        end_done, FOLD, GRANULARITY, BLOCK_W,
+        plan_qo_indptr, plan_kv_indptr, work_info_set, reduce_indptr, reduce_final_map,
+        reduce_partial_map, max_query_len, works, tile, done, work_end - works, partial, end_done,
+        FOLD, GRANULARITY, BLOCK_W,
     )  # fmt: skip
 
 
 @triton.jit
+def find_starts(
+    sequences, starts, share, total, FOLD: tl.constexpr, OVERHEAD: tl.constexpr,
+):  # fmt: skip
+    """Write where each worker starts; return the last worker that gets work.
+
+    All is scalar: nothing in the loop but the walk over the sequences waits for memory.
+    """
+    zero = tl.full([], 0, tl.int32)
+    tile, begin, last = zero, zero, zero
+    end, uncut = unpack(tl.load(sequences))
+    tl.store(starts, 0)
+    reach = share + OVERHEAD
+    while reach < total:
+        while end <= reach:
+            tile += FOLD
+            sequences += 1
+            begin = end
+            end, uncut = unpack(tl.load(sequences))
+        # The tile that holds `reach`: the worker gets done with some of its blocks.
+        tile_cost = (end - begin) // FOLD
+        block = zero
+        for i in tl.static_range(1, FOLD):  # a division takes longer
+            block += (begin + i * tile_cost <= reach).to(tl.int32)
+        tile_begin = begin + block * tile_cost
+        done = tl.maximum(reach - OVERHEAD - tile_begin, 0)
+        is_whole = done >= uncut
+        last += 1
+        next_tile = tile + block + is_whole.to(tl.int32)
+        tl.store(starts + last, pack(next_tile, tl.where(is_whole, 0, done)))
+        reach = tile_begin + tl.where(is_whole, tile_cost, done) + share + OVERHEAD
+    return last
+
+
+@triton.jit
+def pack(low, high):
+    """Two numbers, not negative, in one: a pair is read and written at once."""
+    return (high.to(tl.int64) << 32) | low
+
+
+@triton.jit
+def unpack(pair):
+    """The two numbers of `pack`."""
+    return pair.to(tl.int32), (pair >> 32).to(tl.int32)
+
+
+@triton.jit
 def write_items(
-    qo_indptr, seq_lens, work_info_set, reduce_indptr, reduce_final_map, reduce_partial_map,
-    max_query_len, works, tile, done, token, work, partial, end_done,
+    qo_indptr, kv_indptr, work_info_set, reduce_indptr, reduce_final_map, reduce_partial_map,
+    max_query_len, works, tile, done, work, partial, end_done,
     FOLD: tl.constexpr, GRANULARITY: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     """Write the items of all workers, a lane for each, from where its worker starts on."""
@@ -156,7 +185,8 @@ def write_items(
         block = tile % FOLD
         query = tl.load(qo_indptr + sequence, mask=mask, other=0)
         rows = tl.load(qo_indptr + sequence + 1, mask=mask, other=0) - query
-        length = tl.load(seq_lens + sequence, mask=mask, other=0)
+        token = tl.load(kv_indptr + sequence, mask=mask, other=0)
+        length = tl.load(kv_indptr + sequence + 1, mask=mask, other=0) - token
         planned = tl.where(rows > 0, length, 0)
         is_cut = (item == works - 1) & (end_done > 0)
         is_split = (done > 0) | is_cut
@@ -177,7 +207,6 @@ def write_items(
         tl.store(reduce_indptr + 1 + tile, partial, mask=ends)
         tl.store(reduce_final_map + 2 * tile, query, mask=ends & is_split)
         tl.store(reduce_final_map + 2 * tile + 1, query + rows, mask=ends & is_split)
-        token += tl.where(block == FOLD - 1, length, 0)
         done = tl.zeros([BLOCK_W], tl.int32)
         tile += 1
         work += 1

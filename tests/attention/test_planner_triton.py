@@ -31,9 +31,9 @@ def test_the_plan_of_the_specification_under_the_repaired_interpreter() -> None:
 
 @pytest.mark.parametrize("target", ["gfx942", "gfx950", "sm_90"])
 @pytest.mark.parametrize(
-    "sequences, workers, warps", [(256, 132, 1), (256, 304, 4), (1024, 256, 4)]
+    "sequences, workers", [(1, 132), (256, 132), (256, 264), (256, 304), (1024, 264)]
 )
-def test_compiles_without_spills(target: str, sequences: int, workers: int, warps: int) -> None:
+def test_compiles_without_spills(target: str, sequences: int, workers: int) -> None:
     from mla_fusion.attention.planner_triton import plan_kernel
     from tests.kernels import compiled
 
@@ -50,6 +50,7 @@ def test_compiles_without_spills(target: str, sequences: int, workers: int, warp
         ints(9),
         ints(9),
         ints(9),
+        torch.empty(9, dtype=torch.int64, device="meta"),
     )
     options = {
         "MAX_BATCH": sequences,
@@ -57,9 +58,12 @@ def test_compiles_without_spills(target: str, sequences: int, workers: int, warp
         "FOLD": 2,
         "GRANULARITY": 16,
         "OVERHEAD": 16,
-        "BLOCK_B": sequences,
+        "BLOCK_B": sequences,  # powers of two
         "BLOCK_W": 1 << (workers - 1).bit_length(),
-        "num_warps": warps,
+        "num_warps": 4,
     }
     kernel = compiled.compile_for(target, plan_kernel, (*tensors, 8, workers, 1), options)
-    assert compiled.report(target, kernel).spills == 0
+    report = compiled.report(target, kernel)
+    assert report.spills == 0
+    # Reductions alone: a few bytes for each warp. Lanes that change threads take 1 KiB and more.
+    assert report.shared <= 512
