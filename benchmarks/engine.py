@@ -21,6 +21,7 @@ import argparse
 import csv
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -44,6 +45,9 @@ def main() -> None:
     parser.add_argument("what", choices=("tokens", "ends", "decode"))
     parser.add_argument("out")
     parser.add_argument("--jobs", type=int, default=4, help="engines at a time, but for `decode`")
+    parser.add_argument(
+        "--seconds", type=float, default=1e9, help="`tokens`, `ends`: end engines after these"
+    )
     parser.add_argument("--only", default="", help="names of configurations, or parts, by commas")
     parser.add_argument("--plant", nargs="*", default=(), help="`tokens`: configurations for it")
     parser.add_argument("--commit", default="", help="commit, where git does not know it")
@@ -70,12 +74,21 @@ def start(job: dict[str, Any]) -> subprocess.Popen[str]:
         stderr=subprocess.STDOUT,
         text=True,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": job["device"]},
+        start_new_session=True,
     )
 
 
-def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """Let a process measure; the tail of its log stands in for a result that is missing."""
-    log, _ = process.communicate("go\n")
+def finish(process: subprocess.Popen[str], seconds: float | None = None) -> dict[str, Any]:
+    """Let a process measure; the tail of its log stands in for a result that is missing.
+
+    After `seconds` it is ended, with the processes that compile for it.
+    """
+    try:
+        log, _ = process.communicate("go\n", timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        return {"error": "ended: no time left (--seconds)"}
     for line in log.splitlines():
         if line.startswith("RESULT "):
             return dict(json.loads(line.removeprefix("RESULT ")))
@@ -118,7 +131,8 @@ def run_arms(
     def measure(index: int) -> dict[str, Any]:
         name, arm = work[index]
         changes = {"arm": arm, "device": str(index % devices)}
-        result = finish(start(job(**configurations[name], **changes)))
+        left = max(0.0, began + args.seconds - time.time())
+        result = finish(start(job(**configurations[name], **changes)), left)
         seconds, problem = time.time() - began, result.get("error", "")
         print(f"   {name}, {arm}: {'FAILED' if problem else 'done'} at {seconds:.0f} s {problem}")
         return result

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import math
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -91,6 +93,19 @@ def test_the_weights_peak_at_the_successor_and_drafter_and_target_share_them() -
     successor = torch.arange(vocabulary).add(1) % vocabulary
     peak = logits[torch.arange(vocabulary), successor].mean() / logits.std()
     assert 5 < peak.item() < 8
+
+
+def test_an_engine_without_time_is_ended_with_its_children() -> None:
+    """Or a run that is cut off would lose the results of the others."""
+    command = "import subprocess; subprocess.run(['sleep', '600'])"
+    worker = subprocess.Popen(
+        [sys.executable, "-c", command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    began = time.monotonic()
+    assert "no time left" in engine.finish(worker, 1.0)["error"]
+    # The pipe is open as long as a child holds it.
+    assert time.monotonic() - began < 60 and worker.returncode
 
 
 @pytest.mark.parametrize(("refreshes", "word"), [(2, "right"), (5, "WRONG: {")])
