@@ -86,30 +86,34 @@ class StepPlan:
         self.out[:num_tokens].zero_()
 
     def warm_up(self, kv_cache: torch.Tensor, layer: Any) -> None:
-        """Run it once for a query of one token and once for the longest, on the first block."""
-        settings = self.plan.settings
-        width = kv_cache.shape[-1]
+        """Run it for queries of one token and for the longest, on the first block, so often that
+        all is compiled that a step can launch.
+        """
+        settings, device = self.plan.settings, self.plan.device
+        executor = attention.get_provider(attention.portable_provider(device))
         for length in sorted({1, settings.max_query_len}):
-            # Two tensors: part of one would be less aligned than those of a request.
-            qo_indptr = torch.tensor([0, length], dtype=torch.int32, device=self.plan.device)
-            seq_lens = torch.tensor([length], dtype=torch.int32, device=self.plan.device)
-            shape = (length, settings.layout.heads, width)
-            q = torch.zeros(shape, dtype=torch.uint8, device=self.plan.device)
-            if settings.q_dtype.itemsize > 1:
-                q = q.to(settings.q_dtype)
-            self.plan.refresh(
-                qo_indptr=qo_indptr, seq_lens=seq_lens, num_tokens=length, max_query_len=length
-            )
-            attention.persistent_mla_decode(
-                q.view(settings.q_dtype),
-                kv_cache,
-                self.plan,
-                block_table=torch.zeros((1, 1), dtype=torch.int32, device=self.plan.device),
-                softmax_scale=layer.impl.scale,
-                q_scale=layer._q_scale.view(1),
-                kv_scale=layer._k_scale.view(1),
-                out=self.out[:length],
-            )
+            for batch in executor.warm_up_batches(self.plan):
+                tokens = batch * length
+                # Two tensors: part of one would be less aligned than those of a request.
+                qo_indptr = length * torch.arange(batch + 1, dtype=torch.int32, device=device)
+                seq_lens = torch.full((batch,), length, dtype=torch.int32, device=device)
+                shape = (tokens, settings.layout.heads, kv_cache.shape[-1])
+                q = torch.zeros(shape, dtype=torch.uint8, device=device)
+                if settings.q_dtype.itemsize > 1:
+                    q = q.to(settings.q_dtype)
+                self.plan.refresh(
+                    qo_indptr=qo_indptr, seq_lens=seq_lens, num_tokens=tokens, max_query_len=length
+                )
+                attention.persistent_mla_decode(
+                    q.view(settings.q_dtype),
+                    kv_cache,
+                    self.plan,
+                    block_table=torch.zeros((batch, 1), dtype=torch.int32, device=device),
+                    softmax_scale=layer.impl.scale,
+                    q_scale=layer._q_scale.view(1),
+                    kv_scale=layer._k_scale.view(1),
+                    out=self.out[:tokens],
+                )
         self._planned = (None, None)
 
 

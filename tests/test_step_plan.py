@@ -11,6 +11,7 @@ from vllm.forward_context import ForwardContext, override_forward_context
 from vllm.utils.torch_utils import _encode_layer_name
 
 from mla_fusion import eligibility, runtime, step_plan
+from mla_fusion.attention import reference
 from tests.passes import fake_engine
 from tests.passes.graphs import HEADS, LATENT, ROPE, VALUE, Spec
 
@@ -180,6 +181,24 @@ def test_a_warm_up_runs_the_plan_and_changes_no_cache(refreshes: list[int]) -> N
     assert refreshes == [1, 2]
     for layer, cache in zip(engine.layers.values(), before, strict=True):
         assert torch.equal(layer.kv_cache, cache)
+
+
+def test_a_warm_up_runs_what_the_provider_asks_for(
+    refreshes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches that compile something else, each for both query lengths."""
+    monkeypatch.setattr(reference, "warm_up_batches", lambda _: [1, 3])
+    engine, steps = Engine(drafts=1), []
+    decode = step_plan.attention.persistent_mla_decode
+
+    def record(*args: Any, **kwargs: Any) -> None:
+        steps.append((args[2].step.batch, args[0].shape[0], kwargs["block_table"].shape[0]))
+        decode(*args, **kwargs)
+
+    monkeypatch.setattr(step_plan.attention, "persistent_mla_decode", record)
+    runtime.warm_up_attention(engine.layers)
+    assert steps == [(1, 1, 1), (3, 3, 3), (1, 2, 1), (3, 6, 3)]
+    assert refreshes == [1, 3, 2, 6]
 
 
 def test_a_warm_up_leaves_out_what_has_no_plan_or_no_cache(refreshes: list[int]) -> None:

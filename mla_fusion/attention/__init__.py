@@ -32,7 +32,8 @@ def get_provider(name: str) -> Any:
 
     A provider module has `require() -> None`, which raises `ProviderUnavailable`. If it executes
     plans of the portable planner, it has `plan_settings(num_heads, max_query_len, kv_dtype,
-    device)`, the arguments of `allocate` that suit its kernel, and `unsupported(q_dtype, kv_dtype,
+    device)`, the arguments of `allocate` that suit its kernel; `warm_up_batches(plan)`, numbers of
+    sequences that compile, together, all that it launches; and `unsupported(q_dtype, kv_dtype,
     latent, rope)`, why it does not decode such queries over such a cache, or an empty string. And
     it has
 

@@ -25,6 +25,11 @@ def plan_settings(
     return {"workers": 8}  # one after another: any number is as fast
 
 
+def warm_up_batches(plan: PersistentDecodePlan) -> list[int]:
+    """Numbers of sequences to run before the first request: nothing is compiled."""
+    return [1]
+
+
 def unsupported(q_dtype: torch.dtype, kv_dtype: torch.dtype, latent: int, rope: int) -> str:
     """Why it does not decode such queries over such a cache: it decodes all."""
     return ""

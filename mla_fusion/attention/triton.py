@@ -277,6 +277,14 @@ def reduction(tiles: int, rows: int) -> tuple[int, int, int]:
     return (1 if tiles * rows <= 2048 else 4), 4, 512
 
 
+def warm_up_batches(plan: PersistentDecodePlan) -> list[int]:
+    """Numbers of sequences that compile, together, all that steps of `plan` launch."""
+    batches: dict[tuple[int, int, int], int] = {}
+    for batch in range(1, plan.settings.max_batch + 1):
+        batches.setdefault(reduction(batch * plan.fold, plan.heads_per_work), batch)
+    return list(batches.values())
+
+
 def reduce_arguments(
     plan: PersistentDecodePlan,
     tiles: int,

@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from mla_fusion.attention import PersistentDecodePlan, triton_kernels
 from mla_fusion.attention import triton as provider
 from mla_fusion.attention.hopper_kernel import bulk_copy
 
@@ -58,6 +59,18 @@ def test_tiles_in_several_pages_are_copied_by_threads(strange: torch.Tensor) -> 
     assert bulk_copy(strange, 512, 64)[2] == 0
 
 
+@pytest.mark.parametrize(
+    ("heads", "most", "batches"),
+    [(16, 256, [1, 5, 33, 129]), (128, 256, [1, 5, 17]), (128, 16, [1, 5]), (128, 1, [1])],
+)
+def test_a_warm_up_compiles_every_reduction(heads: int, most: int, batches: list[int]) -> None:
+    plan = PersistentDecodePlan.allocate(
+        max_batch=most, max_query_len=1, num_heads=heads, q_dtype=BF16, kv_dtype=BF16,
+        device="cpu", workers=132,
+    )  # fmt: skip
+    assert provider.warm_up_batches(plan) == batches
+
+
 def test_the_grid_of_the_reduction_is_that_of_the_step() -> None:
     """Not that of the largest batch of the plan, whose tiles would be empty programs."""
     grids = []
@@ -66,8 +79,6 @@ def test_the_grid_of_the_reduction_is_that_of_the_step() -> None:
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             grids.append(grid)
             return lambda *_, **__: None
-
-    from mla_fusion.attention import PersistentDecodePlan, triton_kernels
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_kernels, "decode_kernel", Kernel())
