@@ -10,9 +10,9 @@ Every engine runs in a process of its own. Opponents of `fused` (the Triton prov
 the fusion). `tokens` and `ends` exit with 1 if something is wrong. --plant adds an engine to
 configurations in which the provider rotates for the next position: it must be found wrong.
 
-In three configurations of `tokens` there is an engine `portable` too: `fused`, with this library's
-persistent decode. A profile of decode steps must find that decode in every layer, and one refresh
-of its plan in every forward pass.
+In `decode`, and in three configurations of `tokens`, there is an engine `portable` too: `fused`
+with this library's persistent decode. In `tokens` a profile of decode steps must find that decode
+in every layer, and one refresh of its plan in every forward pass.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ def decode(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
     rows: list[dict[str, Any]] = []
     wrong, layers = 0, 30
     engines = {}
-    for arm in (arm for arm in ARMS if args.only in arm):
+    for arm in (arm for arm in (*ARMS, "portable") if args.only in arm):
         engines[arm] = start(
             job(
                 what="decode",

@@ -31,7 +31,7 @@ PEERS = {
     "vllm-40392": "cat",
     "vllm-unfused": "unfused",
 }
-ARMS = ("default", "cat", "fused")
+UNFUSED, OURS = ("default", "cat"), ("fused", "portable")
 # What a copy moves on this GPU, read plus write, in the run of the attention benchmark.
 COPY_GBPS = 4283
 DECODERS = {"ours": "ours", "triton_mla": "TRITON_MLA", "flashmla": "FlashMLA"}
@@ -94,24 +94,26 @@ def region_table(rows: list[Row]) -> list[str]:
 
 
 def decode_table(rows: list[Row], clock: str) -> list[str]:
-    """Time of a decode step by batch, and the change against both unfused paths.
+    """Time of a decode step by batch, and the change of ours against both unfused paths.
 
     `clock` is "gpu" or "wall".
     """
     us = {(r["arm"], int(r["batch"])): r for r in rows}
-    lines = [
-        "| batch | default | cat | fused | against cat | against default |",
-        "|---|---|---|---|---|---|",
-    ]
+    ours = [arm for arm in OURS if any(r["arm"] == arm for r in rows)]
+    pairs = [(arm, peer) for arm in ours for peer in reversed(UNFUSED)]
+    head = ["batch", *UNFUSED, *ours, *(f"{arm} against {peer}" for arm, peer in pairs)]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for batch in sorted({batch for _, batch in us}):
-        cells = []
-        for arm in ARMS:
+        cells = [str(batch)]
+        for arm in (*UNFUSED, *ours):
             row = us[arm, batch]
             middle, low, high = (float(row[f"{clock}_{part}"]) for part in ("us", "min", "max"))
             cells.append(f"{middle:.0f} ({low:.0f}, {high:.0f})")
-        default, cat, fused = (float(us[arm, batch][f"{clock}_us"]) for arm in ARMS)
-        change = f"{fused / cat - 1:+.1%} | {fused / default - 1:+.1%}".replace("%", " %")
-        lines.append(f"| {batch} | {' | '.join(cells)} | {change} |")
+        for arm, peer in pairs:
+            time, base = (float(us[each, batch][f"{clock}_us"]) for each in (arm, peer))
+            change = time / base - 1
+            cells.append(f"{change:+.1%}".replace("%", " %"))
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
@@ -247,12 +249,14 @@ def draw_decode() -> None:
 
     rows = {(r["arm"], int(r["batch"])): float(r["gpu_us"]) / 1e3 for r in read(DECODE)}
     batches = sorted({batch for _, batch in rows})
+    arms = [arm for arm in (*UNFUSED, *OURS) if (arm, batches[0]) in rows]
+    step = 0.81 / len(arms)
     figure, axis = pyplot.subplots(figsize=(6, 3.2))
-    for place, arm in enumerate(ARMS):
+    for place, arm in enumerate(arms):
         bars = axis.bar(
-            [i + 0.27 * (place - 1) for i in range(len(batches))],
+            [i + step * (place - (len(arms) - 1) / 2) for i in range(len(batches))],
             [rows[arm, batch] for batch in batches],
-            0.25,
+            step - 0.02,
             label=arm,
         )
         axis.bar_label(bars, fmt="%.2f", fontsize=7)

@@ -41,6 +41,18 @@ def region_rows(**us: float) -> list[dict[str, str]]:
     ]
 
 
+def test_ours_are_compared_with_both_unfused_paths_where_they_were_measured():
+    times = {"default": "100", "cat": "200", "fused": "90", "portable": "80"}
+    rows = [
+        {"arm": arm, "batch": "1", "gpu_us": us, "gpu_min": us, "gpu_max": us}
+        for arm, us in times.items()
+    ]
+    head, _, line = figures.decode_table(rows, "gpu")
+    assert head.endswith("| portable against cat | portable against default |")
+    assert line.endswith("| 80 (80, 80) | -55.0 % | -10.0 % | -60.0 % | -20.0 % |")
+    assert "portable" not in figures.decode_table(rows[:3], "gpu")[0]
+
+
 def test_a_region_row_and_no_loss():
     lines = figures.region_table(region_rows(flashinfer=6.0))
     assert lines[2].startswith("| 8 | 16 | 1.50 | 2.00 | 3.00 | 10.00 | 6.00 | 10.00 | 10.00 |")
