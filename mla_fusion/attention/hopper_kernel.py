@@ -7,9 +7,8 @@ read an fp8 tile as latent vectors across tokens without a trip through shared m
 Scores are computed transposed, as keys [tokens, L] times queries [L, rows], and so is the output,
 as values [L, tokens] times weights [tokens, rows]. The 64 rows that a warpgroup product has at
 least are then tokens and latents, which there are enough of, and not the 16 heads of a rank.
-Keys and values are one tile in shared memory, read once for each product. While a tile is used the
-next one is copied: by the tensor copy engine (TMA), for which one thread computes an address, or,
-where that cannot be, by all threads, each its 16 bytes at a time.
+Keys and values are one tile in shared memory, read once for each product. While a tile is used
+`hopper_copy.py` copies the next one.
 
 An fp8 tile is read a second time as pairs: the two bytes of a 16-bit element are two latents of one
 token. `low` and `high` make fp16 of either byte, exactly but for a factor of 2^-8, by moving the
@@ -18,51 +17,23 @@ sign, and exponent and mantissa, to where fp16 has them.
 
 from __future__ import annotations
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc
 
+from mla_fusion.attention.hopper_copy import slots_of, start_copy
 from mla_fusion.attention.triton_kernels import LN2, LOG2E
 
-# Triton 3.9 renamed all of them.
+# Triton 3.9 renamed both.
 RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
-async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-
-
-def bulk_copy(kv_cache: torch.Tensor, latent: int, block_n: int) -> tuple[object, object, int]:
-    """How the tensor copy engine sees `kv_cache` [blocks, page_size, L + R]: one list of rows.
-
-    Returns:
-        Descriptors of tiles of `block_n` tokens, of their latent and of their rotated part, and
-        the rows from one block to the next. That is 0 where the engine cannot copy such tiles,
-        which span pages, or blocks that are not a whole number of rows apart; the
-        descriptors are then the cache, and not used.
-    """
-    blocks, page_size, width = kv_cache.shape
-    step, entry, _ = kv_cache.stride()
-    if page_size % block_n or step % entry:
-        return kv_cache, kv_cache, 0
-    rows = (blocks - 1) * (step // entry) + page_size
-    size = kv_cache.itemsize
-
-    def tiles(columns: int) -> TensorDescriptor:
-        # The layouts of `keys` and `ropes` in the kernel.
-        layout = gl.NVMMASharedLayout(min(128, columns * size), 8 * size, 2)
-        return TensorDescriptor(kv_cache, [rows, width], [entry, 1], [block_n, columns], layout)
-
-    return tiles(latent), tiles(width - latent), step // entry
 
 
 @gluon.jit
@@ -100,109 +71,6 @@ def high(pairs):
         is_pure=True,
         pack=2,
     )
-
-
-@gluon.jit
-def copy_part(
-    target, base, table, token, end, block_stride,
-    layout: gl.constexpr, ENTRY: gl.constexpr, PAGE: gl.constexpr, ROWS_ARE: gl.constexpr,
-):  # fmt: skip
-    """Start the copy of some columns of tokens `token` ... into `target` [tokens, width].
-
-    base: of the columns, in the cache, or of token `token` if the tile is in one page. Tokens from
-    `end` on, and those of slot -1, are not read and become zeros.
-    """
-    row = gl.arange(0, target.shape[0], gl.SliceLayout(1, layout))
-    col = gl.arange(0, target.shape[1], gl.SliceLayout(0, layout))
-    wanted = row < end - token
-    if ROWS_ARE == "one page":
-        offset = row * ENTRY
-    elif ROWS_ARE == "pages":
-        at = token + row
-        page = gl.load(table + at // PAGE, mask=wanted, other=0)
-        offset = page.to(gl.int64) * block_stride + at % PAGE * ENTRY
-    else:
-        slot = gl.load(table + token + row, mask=wanted, other=-1)
-        wanted = slot >= 0
-        offset = (slot // PAGE).to(gl.int64) * block_stride + slot % PAGE * ENTRY
-    pointers = base + offset[:, None] + col[None, :]
-    async_load(target, pointers, mask=wanted[:, None])
-
-
-@gluon.jit
-def copy_tile(
-    keys, ropes, kv_ptr, table, tile, end, block_stride,
-    ENTRY: gl.constexpr, PAGE: gl.constexpr, SPARSE: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """Start the copy of tile `tile` of a sequence, latent to `keys`, rotated part to `ropes`."""
-    BLOCK_N: gl.constexpr = keys.shape[0]
-    L: gl.constexpr = keys.shape[1]
-    R: gl.constexpr = ropes.shape[1]
-    VEC: gl.constexpr = 128 // kv_ptr.dtype.element_ty.primitive_bitwidth
-    wide: gl.constexpr = gl.BlockedLayout([1, VEC], [1, 32], [WARPS, 1], [1, 0])
-    narrow: gl.constexpr = gl.BlockedLayout([1, VEC], [32 * VEC // R, R // VEC], [WARPS, 1], [1, 0])
-    rows: gl.constexpr = "slots" if SPARSE else "one page" if PAGE % BLOCK_N == 0 else "pages"
-    token = tile * BLOCK_N
-    base = kv_ptr
-    if rows == "one page":
-        # Tiles behind the end copy nothing; the first page stands in for theirs.
-        page = gl.load(table + gl.where(token < end, token // PAGE, 0))
-        base += page.to(gl.int64) * block_stride + token % PAGE * ENTRY
-    copy_part(keys, base, table, token, end, block_stride, wide, ENTRY, PAGE, rows)
-    copy_part(ropes, base + L, table, token, end, block_stride, narrow, ENTRY, PAGE, rows)
-    async_copy.commit_group()
-
-
-@gluon.jit
-def start_copy(
-    keys, ropes, arrived, kv_ptr, table, latents, rotated, block_rows, extra_ptr, extra_table,
-    tile, end, first_end, block_stride, extra_block_stride, ENTRY: gl.constexpr,
-    PAGE: gl.constexpr, EXTRA_ENTRY: gl.constexpr, EXTRA_PAGE: gl.constexpr, FIRST: gl.constexpr,
-    SPARSE: gl.constexpr, BULK: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """Start the copy of a tile: from its scope, as a sparse sequence has FIRST tokens of the first.
-
-    BULK: the copy engine takes whole tiles, and completes the barrier `arrived`. It cannot leave
-    out the tokens behind an end, which may be NaN.
-    """
-    BLOCK_N: gl.constexpr = keys.shape[0]
-    if SPARSE:
-        SKIP: gl.constexpr = FIRST // BLOCK_N
-        if tile < SKIP:
-            copy_tile(
-                keys, ropes, kv_ptr, table, tile, first_end, block_stride,
-                ENTRY, PAGE, SPARSE, WARPS,
-            )  # fmt: skip
-        else:
-            copy_tile(
-                keys, ropes, extra_ptr, extra_table, tile - SKIP, end - FIRST,
-                extra_block_stride, EXTRA_ENTRY, EXTRA_PAGE, SPARSE, WARPS,
-            )  # fmt: skip
-    elif BULK:
-        token = tile * BLOCK_N
-        if token + BLOCK_N <= end:
-            row = gl.load(table + token // PAGE) * block_rows + token % PAGE
-            BITS: gl.constexpr = kv_ptr.dtype.element_ty.primitive_bitwidth
-            mbarrier.expect(arrived, BLOCK_N * (keys.shape[1] + ropes.shape[1]) * BITS // 8)
-            tma_load(latents, [row, 0], arrived, keys)
-            tma_load(rotated, [row, keys.shape[1]], arrived, ropes)
-        else:
-            copy_tile(
-                keys, ropes, kv_ptr, table, tile, end, block_stride, ENTRY, PAGE, SPARSE, WARPS
-            )
-    else:
-        copy_tile(keys, ropes, kv_ptr, table, tile, end, block_stride, ENTRY, PAGE, SPARSE, WARPS)
-
-
-@gluon.jit
-def slots_of(at, table, extra_table, first_end, end, tile, FIRST: gl.constexpr):
-    """Slots of tokens `at` of a tile of a sparse sequence, -1 for none."""
-    BLOCK_N: gl.constexpr = at.shape[0]
-    if tile * BLOCK_N < FIRST:
-        slots = gl.load(table + at, mask=at < first_end, other=-1)
-    else:
-        slots = gl.load(extra_table + at - FIRST, mask=at < end, other=-1)
-    return slots
 
 
 @gluon.jit
@@ -288,7 +156,7 @@ def decode_kernel(
     WARPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Arguments as `triton_kernels.decode_kernel`, and those of `bulk_copy`.
+    """Arguments as `triton_kernels.decode_kernel`, and those of `hopper_copy.bulk_copy`.
 
     BULK: the copy engine takes whole tiles. PDL: launched before the kernel in front has ended,
     and waits for it.

@@ -250,7 +250,7 @@ def decode_arguments(
         "num_warps": config.warps,
     }
     if config.hopper:
-        from mla_fusion.attention.hopper_kernel import bulk_copy
+        from mla_fusion.attention.hopper_copy import bulk_copy
 
         # Slots of a sparse sequence are rows here and there.
         bulk = (kv_cache, kv_cache, 0) if sparse else bulk_copy(kv_cache, latent, config.block_n)

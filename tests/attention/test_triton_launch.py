@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from mla_fusion.attention import PersistentDecodePlan, triton_kernels
 from mla_fusion.attention import triton as provider
-from mla_fusion.attention.hopper_kernel import bulk_copy
+from mla_fusion.attention.hopper_copy import bulk_copy
 
 BF16, FN = torch.bfloat16, torch.float8_e4m3fn
 
