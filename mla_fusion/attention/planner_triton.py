@@ -1,13 +1,10 @@
 """The planner of `planner.py` on the device: one Triton program, no host sync, the same plan.
 
 Cost: two integers read for each sequence, 32 bytes written for each work item, and a serial loop:
-a step for each worker and one for each sequence, once a model step and not once a layer. On an H200
-a refresh of 1 to 256 sequences took 45 to 52 us for 132 workers and 120 to 125 us for 264, when a
-step of the loop was reductions over all sequences and selects over all workers: 224 and 176
-instructions, the latter with 12 barriers. Now it is scalar: 23 instructions for a worker, and 12
-with a read from the nearest cache for a sequence, more with head blocks. At 35 ns each and 3.5 us
-for the rest that is 8 us to 18 us for 132 workers, and 13 us to 23 us for 264, the last where
-256 sequences are walked over: a prediction; this form has not been measured.
+a step for each worker and one for each sequence, once a model step and not once a layer. That is 23
+instructions for a worker, and 12 with a read from the nearest cache for a sequence, more with head
+blocks. At 35 ns each and 3.5 us for the rest, 1 to 256 sequences should take 8 us to 18 us for 132
+workers and 13 us to 23 us for 264. It has not been measured.
 
 How the serial part is that small: lay the costs of all tiles end to end. A worker that starts at
 position p ends at p + share, cutting a tile, unless a tile ends between there and
