@@ -3,7 +3,7 @@
 
     python benchmarks/engine.py tokens OUT.csv     same tokens? many configurations, in parallel
     python benchmarks/engine.py ends OUT.csv       smallest and largest batch of the bucket
-    python benchmarks/engine.py decode OUT.csv     GPU time of a decode step, one engine at a time
+    python benchmarks/engine.py decode OUT.csv     time of a decode step, one engine at a time
 
 Every engine runs in a process of its own. Opponents of `fused` (the Triton provider) are `default`
 (vLLM as it comes) and `cat` (graph partition and fuse_rope_kvcache_cat_mla, the prerequisites of
@@ -33,6 +33,7 @@ import engine_compare
 import torch
 
 from mla_fusion import bench_run
+from mla_fusion.bench import quantiles
 
 ARMS = ("default", "cat", "fused")
 # Configurations of `tokens` that `portable` runs in.
@@ -289,14 +290,16 @@ def decode(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
             continue
         print(f"== {arm}: start {result['start_s']} s, {result.get('ranges')}")
         for batch, r in result["steps"].items():
-            gpu, wall = r["gpu_us"], r["wall_us"]
-            print(f"   batch {batch}: GPU {gpu} us, wall {[round(w) for w in wall]} us; per layer:")
+            wall = r["wall_us"]
+            p20, p50, p80 = (round(us, 1) for us in quantiles(r["gpu_us"]))
+            print(f"   batch {batch}: GPU {p50} us ({p20} to {p80}, {len(r['gpu_us'])} graphs), "
+                  f"wall {[round(w) for w in wall]} us; kernels of a layer:")  # fmt: skip
             for key, time_us, count in r["kernels"]:
                 if count >= layers:
                     print(f"      {time_us / layers:8.2f} us {count / layers:5.1f} x  {key[:110]}")
             rows.append(
-                {"arm": arm, "batch": batch, "gpu_us": gpu[1], "gpu_min": gpu[0],
-                 "gpu_max": gpu[-1], "wall_us": wall[2], "wall_min": wall[0], "wall_max": wall[-1]}
+                {"arm": arm, "batch": batch, "gpu_us": p50, "gpu_min": p20, "gpu_max": p80,
+                 "wall_us": wall[2], "wall_min": wall[0], "wall_max": wall[-1]}
             )  # fmt: skip
     return rows, wrong
 
