@@ -106,7 +106,7 @@ def store_output(pointers, acc, odd, wanted, PAIRS: gl.constexpr, layout: gl.con
 
 
 # A table of one column, in the warm-up, must not compile another variant than the requests'.
-@gluon.jit(do_not_specialize=["table_stride", "extra_table_stride"])
+@gluon.jit(do_not_specialize=["table_stride", "extra_table_stride", "fresh"])
 def decode_kernel(
     q_ptr,
     kv_ptr,
@@ -138,6 +138,7 @@ def decode_kernel(
     latents,
     rotated,
     block_rows,
+    fresh,
     ENTRY: gl.constexpr,
     PAGE: gl.constexpr,
     EXTRA_ENTRY: gl.constexpr,
@@ -159,9 +160,10 @@ def decode_kernel(
     """Arguments as `triton_kernels.decode_kernel`, and those of `hopper_copy.bulk_copy`.
 
     BULK: the copy engine takes whole tiles. PDL: launched before the kernel in front has ended,
-    and waits for it.
+    and waits for it before it reads anything but the plan; with `fresh` not 0 it waits at once, for
+    then the kernel in front may be writing the plan.
     """
-    if PDL:
+    if PDL and fresh != 0:
         gdc.gdc_wait()
     TYPE: gl.constexpr = kv_ptr.dtype.element_ty
     BITS: gl.constexpr = TYPE.primitive_bitwidth
@@ -200,18 +202,11 @@ def decode_kernel(
     # For each buffer a bit: which phase of its barrier the next tile of the copy engine completes.
     phases = 0
 
-    scale *= LOG2E
-    value_scale = 1.0
-    if FP8:
-        kv_scale = gl.load(kv_scale_ptr)
-        scale *= gl.load(q_scale_ptr) * kv_scale
-        value_scale = 256.0 * kv_scale
     first_row = gl.program_id(1) * ROWS
     row = first_row + gl.arange(0, ROWS, by_row)
 
-    for work in range(
-        gl.load(work_indptr_ptr + gl.program_id(0)), gl.load(work_indptr_ptr + gl.program_id(0) + 1)
-    ):
+    last_work = gl.load(work_indptr_ptr + gl.program_id(0) + 1) - 1
+    for work in range(gl.load(work_indptr_ptr + gl.program_id(0)), last_work + 1):
         info = work_info_ptr + 8 * work
         tile_index = gl.load(info)
         partial = gl.load(info + 1)
@@ -227,6 +222,14 @@ def decode_kernel(
         extra_table = extra_table_ptr + sequence.to(gl.int64) * extra_table_stride
         begin = kv_start - kv_base
         end = kv_end - kv_base
+        if PDL:
+            gdc.gdc_wait()
+        factor = scale * LOG2E
+        value_scale = 1.0
+        if FP8:
+            kv_scale = gl.load(kv_scale_ptr)
+            factor *= gl.load(q_scale_ptr) * kv_scale
+            value_scale = 256.0 * kv_scale
         first_end = end
         if SPARSE:
             first_end = gl.minimum(end, gl.load(first_lens_ptr + sequence))
@@ -294,7 +297,7 @@ def decode_kernel(
             if SPARSE:
                 valid = slots_of(at, table, extra_table, first_end, end, t, FIRST) >= 0
                 seen &= valid[:, None]
-            s = gl.where(seen, s * scale, float("-inf"))
+            s = gl.where(seen, s * factor, float("-inf"))
             new_peak = gl.maximum(peak, gl.max(s, 0))
             # A row that has seen nothing keeps weights of zero, not NaN.
             base = gl.where(new_peak == float("-inf"), 0.0, new_peak)
@@ -326,6 +329,11 @@ def decode_kernel(
         async_copy.wait_group(0)
         # The zeros behind the last tile, before the copy engine writes there.
         fence_async_shared()
+        # The reduction may be launched, and waits. Not yet where it has many rows: its programs
+        # would all go where a multiprocessor is free, to the few that are done first.
+        if PDL and ROWS <= 32:  # noqa: SIM102 (known when compiled; the other one is not)
+            if work == last_work:
+                gdc.gdc_launch_dependents()
 
         total = gl.sum(total, 0)
         lse = gl.where(total > 0.0, (peak + gl.log2(total)) * LN2, float("-inf"))
@@ -351,3 +359,7 @@ def decode_kernel(
             at_partial = (partial.to(gl.int64) * HEADS) + rows
             store_output(partial_ptr + at_partial * L, acc, odd, real, FP8, output)
             gl.store(partial_lse_ptr + at_partial, lse, mask=real)
+    if PDL:
+        # Programs without work too: who waits for this grid counts on all that was before it.
+        gdc.gdc_wait()
+        gdc.gdc_launch_dependents()

@@ -61,8 +61,9 @@ class PersistentDecodePlan:
     planner_scratch: [max_batch + W] int64, notes of the portable planner while it runs on a device.
         Empty if the plan is AITER's.
 
-    refreshes: how often the plan was refreshed. aiter: what AITER's decode is called with beside
-    the plan; None if the plan is portable.
+    refreshes: how often the plan was refreshed. fresh: whether no decode was launched since: the
+    next one may then directly follow the kernel that writes the plan. aiter: what AITER's decode
+    is called with beside the plan; None if the plan is portable.
 
     The causal rule: row i of n sees a token of its sequence iff n - 1 - i or more tokens follow
     it, so inside a work item token k of the concatenation iff
@@ -84,6 +85,7 @@ class PersistentDecodePlan:
     planner_scratch: torch.Tensor
     settings: Settings
     step: Step | None = None
+    fresh: bool = True
     refreshes: int = 0
     aiter: Companions | None = None
 
@@ -242,6 +244,7 @@ class PersistentDecodePlan:
 
             planner_triton.fill(self, qo_indptr, seq_lens, max_query_len)
         self.step = Step(batch, num_tokens, max_query_len)
+        self.fresh = True
         self.refreshes += 1
 
 

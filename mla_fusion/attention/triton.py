@@ -184,6 +184,7 @@ def launch(
     args, options = reduce_arguments(plan, tiles, out, lse, sparse)
     grid = (tiles, -(-rows // options["ROWS"]), settings.v_head_dim // options["COLUMNS"])
     triton_kernels.reduce_kernel[grid](*args, **options)
+    plan.fresh = False
 
 
 def decode_arguments(
@@ -254,7 +255,7 @@ def decode_arguments(
 
         # Slots of a sparse sequence are rows here and there.
         bulk = (kv_cache, kv_cache, 0) if sparse else bulk_copy(kv_cache, latent, config.block_n)
-        args += bulk
+        args += (*bulk, int(plan.fresh))
         options |= {"BULK": bulk[2] > 0, "WARPS": config.warps, "PDL": True, "launch_pdl": True}
     else:
         import triton.language as tl

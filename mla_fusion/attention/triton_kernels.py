@@ -209,16 +209,19 @@ def reduce_kernel(
 
     out = sum_i exp(lse_i - lse) out_i with lse = log sum_i exp(lse_i), over PIECES pieces at once
     and for COLUMNS latents (program 2). Tiles that were not split are written by the decode
-    kernel, and left alone here. PDL: launched before the decode kernel has ended, and waits for it.
+    kernel, and left alone here. PDL: launched before the decode kernel has ended, and waits for it
+    before it reads anything but the plan, which the decode kernel has waited for.
     """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     tile = tl.program_id(0)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     first = tl.load(reduce_indptr_ptr + tile)
     last = tl.load(reduce_indptr_ptr + tile + 1)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
     if first == last:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
         return
     count = tl.load(reduce_final_map_ptr + 2 * tile + 1) - tl.load(reduce_final_map_ptr + 2 * tile)
     head = tile % FOLD * HEADS + row % HEADS
@@ -231,6 +234,8 @@ def reduce_kernel(
         piece = start + tl.arange(0, PIECES)
         at = tl.load(reduce_partial_map_ptr + piece, mask=piece < last, other=0).to(tl.int64)
         at = at[:, None] * HEADS + row[None, :]
+        if PDL:
+            tl.extra.cuda.gdc_wait()
         wanted = (piece < last)[:, None] & real[None, :]
         lse = tl.load(partial_lse_ptr + at, mask=wanted, other=float("-inf")) * LOG2E
         part = tl.load(

@@ -129,6 +129,39 @@ def test_hopper_kernel(heads: int, dtype: torch.dtype) -> None:
         assert 2 * result.shared <= LDS["sm_90"] and result.registers * 128 * 2 <= 65536
 
 
+@pytest.mark.parametrize("dtype", [BF16, FN], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("heads", [16, 64])
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+def test_the_plan_alone_is_read_before_the_kernel_in_front_has_ended(
+    sparse: bool, heads: int, dtype: torch.dtype
+) -> None:
+    """Queries, keys, tables and scales may be what the kernel in front writes."""
+    config = provider.choose(True, heads)
+    order = decode_report("sm_90", config, heads, dtype, {"sparse": sparse}).order
+    # At once if the plan is fresh; then, of each work item, behind what is read of the plan: two
+    # numbers of work_indptr, seven of work_info_set, qo_indptr and kv_indptr.
+    first = order.index("ACQBULK")
+    second = order.index("ACQBULK", first + 1)
+    assert sorted(order[:second]) == ["ACQBULK", *["LDG"] * 11]
+    # No successor is let in before, and programs without work wait too.
+    assert "PREEXIT" not in order[:second]
+    assert order.count("PREEXIT") == (2 if heads == 16 else 1)
+    assert order[-2:] == ("ACQBULK", "PREEXIT")
+
+
+def test_pieces_are_read_when_the_decode_has_ended() -> None:
+    out = meta(8, 16, 512, dtype=BF16)
+    args, options = provider.reduce_arguments(plan_of(16, BF16), 8, out, None)
+    options |= {"PDL": True, "launch_pdl": True}
+    kernel = compile_for("sm_90", triton_kernels.reduce_kernel, args, options)
+    order = report("sm_90", kernel).order
+    # Twice: in programs with nothing to merge, and in the others.
+    assert order[0] == "PREEXIT" and order.count("ACQBULK") == 2
+    last = len(order) - order[::-1].index("ACQBULK")
+    pieces_and_output = {"LDG.128", "STG"}
+    assert pieces_and_output <= {*order[last:]} and not pieces_and_output & {*order[:last]}, order
+
+
 @pytest.mark.parametrize("tiles", [1, 8, 32, 256])
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize("target", FP8)

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from mla_fusion.attention import PersistentDecodePlan, triton_kernels
+from mla_fusion.attention import PersistentDecodePlan, hopper_kernel, triton_kernels
 from mla_fusion.attention import triton as provider
 from mla_fusion.attention.hopper_copy import bulk_copy
 
@@ -71,27 +71,61 @@ def test_a_warm_up_compiles_every_reduction(heads: int, most: int, batches: list
     assert provider.warm_up_batches(plan) == batches
 
 
-def test_the_grid_of_the_reduction_is_that_of_the_step() -> None:
+class Launches:
+    """Stands in for a kernel, and keeps the grid and the arguments of every launch."""
+
+    def __init__(self) -> None:
+        self.grids: list[tuple[int, ...]] = []
+        self.arguments: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        self.grids.append(grid)
+        return lambda *args, **_: self.arguments.append(args)
+
+
+def plan_for(heads: int) -> PersistentDecodePlan:
+    """A plan for up to 256 sequences."""
+    return PersistentDecodePlan.allocate(
+        max_batch=256, max_query_len=1, num_heads=heads, q_dtype=BF16, kv_dtype=BF16,
+        device="cpu", workers=132,
+    )  # fmt: skip
+
+
+def refresh(plan: PersistentDecodePlan, batch: int) -> None:
+    """Plan `batch` sequences."""
+    ends = torch.arange(batch + 1, dtype=torch.int32)
+    plan.refresh(qo_indptr=ends, seq_lens=ends[1:] + 9, num_tokens=batch, max_query_len=1)
+
+
+def launch(plan: PersistentDecodePlan, batch: int, config: provider.Config | None = None) -> None:
+    """One decode of `batch` sequences."""
+    scope = provider.Scope(cache(9, 64), torch.empty(batch, 9, dtype=torch.int32))
+    q = torch.empty(batch, plan.settings.layout.heads, 576, dtype=BF16)
+    provider.launch(q, scope, plan, 0.1, None, None, q[..., :512], None, config=config)
+
+
+def test_the_grid_of_the_reduction_is_that_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not that of the largest batch of the plan, whose tiles would be empty programs."""
-    grids = []
-
-    class Kernel:
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            grids.append(grid)
-            return lambda *_, **__: None
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton_kernels, "decode_kernel", Kernel())
-        patch.setattr(triton_kernels, "reduce_kernel", Kernel())
-        plan = PersistentDecodePlan.allocate(
-            max_batch=256, max_query_len=1, num_heads=128, q_dtype=BF16, kv_dtype=BF16,
-            device="cpu", workers=132,
-        )  # fmt: skip
-        for batch in (1, 4, 64):
-            ends = torch.arange(batch + 1, dtype=torch.int32)
-            plan.refresh(qo_indptr=ends, seq_lens=ends[1:] + 9, num_tokens=batch, max_query_len=1)
-            scope = provider.Scope(cache(9, 16), torch.empty(batch, 9, dtype=torch.int32))
-            q = torch.empty(batch, 128, 576, dtype=BF16)
-            provider.launch(q, scope, plan, 0.1, None, None, q[..., :512], None)
+    reductions = Launches()
+    monkeypatch.setattr(triton_kernels, "decode_kernel", Launches())
+    monkeypatch.setattr(triton_kernels, "reduce_kernel", reductions)
+    plan = plan_for(128)
+    for batch in (1, 4, 64):
+        refresh(plan, batch)
+        launch(plan, batch)
     # A program for each row of few tiles, for four rows of many.
-    assert grids[1::2] == [(2, 64, 1), (8, 64, 1), (128, 16, 1)]
+    assert reductions.grids == [(2, 64, 1), (8, 64, 1), (128, 16, 1)]
+
+
+def test_the_first_decode_of_a_refreshed_plan_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others may read the plan before the kernel in front of them has ended."""
+    decodes, place = Launches(), hopper_kernel.decode_kernel.arg_names.index("fresh")
+    monkeypatch.setattr(hopper_kernel, "decode_kernel", decodes)
+    monkeypatch.setattr(triton_kernels, "reduce_kernel", Launches())
+    plan = plan_for(16)
+    for _ in range(2):
+        refresh(plan, 4)
+        for _ in range(3):
+            launch(plan, 4, provider.choose(True, 16))
+    fresh = [arguments[place] for arguments in decodes.arguments]
+    assert fresh == [1, 0, 0, 1, 0, 0]

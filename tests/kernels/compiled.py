@@ -38,7 +38,8 @@ class Report:
     alone. shared: bytes of shared memory (LDS). matrix: kinds of matrix instructions.
     fp8_converts: packed conversions to fp8. wide_loads: 16-byte global loads. narrow_loads:
     global loads of 2 bytes or fewer. contractions: fused multiply-adds of fp32.
-    bulk_copies: loads by NVIDIA's tensor copy engine.
+    bulk_copies: loads by NVIDIA's tensor copy engine. order: accesses to global memory (with
+    .128 if so wide) and instructions of programmatic launch, as they stand; NVIDIA alone.
     """
 
     registers: int
@@ -54,6 +55,7 @@ class Report:
     hot_barriers: int = 0
     memory_spills: int = 0
     bulk_copies: int = 0
+    order: tuple[str, ...] = ()
 
 
 def specialize(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> ASTSource:
@@ -139,6 +141,12 @@ def read_nvidia(usage: str, sass: str, shared: int) -> Report:
         hot_reads=len(re.findall(r"\bLDSM?\b", inner)),
         hot_barriers=len(re.findall(r"\bBAR\b", inner)),
         bulk_copies=len(re.findall(r"\bUTMALDG\b", sass)),
+        order=tuple(
+            name + wide
+            for name, wide in re.findall(
+                r"\b(LDG|LDGSTS|UTMALDG|STG|ACQBULK|PREEXIT)\b(?:\.\w+)*?(\.128)?(?= |;)", sass
+            )
+        ),
     )
 
 
