@@ -298,7 +298,7 @@ def decode(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
                 if count >= layers:
                     print(f"      {time_us / layers:8.2f} us {count / layers:5.1f} x  {key[:110]}")
             rows.append(
-                {"arm": arm, "batch": batch, "gpu_us": p50, "gpu_min": p20, "gpu_max": p80,
+                {"arm": arm, "batch": batch, "gpu_us": p50, "gpu_p20": p20, "gpu_p80": p80,
                  "wall_us": wall[2], "wall_min": wall[0], "wall_max": wall[-1]}
             )  # fmt: skip
     return rows, wrong

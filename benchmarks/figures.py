@@ -32,6 +32,8 @@ PEERS = {
     "vllm-unfused": "unfused",
 }
 UNFUSED, OURS = ("default", "cat"), ("fused", "portable")
+# Columns with the median of a step's time, and around it.
+STEP = {"gpu": ("gpu_us", "gpu_p20", "gpu_p80"), "wall": ("wall_us", "wall_min", "wall_max")}
 # What a copy moves on this GPU, read plus write, in the run of the attention benchmark.
 COPY_GBPS = 4257
 DECODERS = {"ours": "ours", "triton_mla": "TRITON_MLA", "flashmla": "FlashMLA"}
@@ -96,7 +98,7 @@ def region_table(rows: list[Row]) -> list[str]:
 def decode_table(rows: list[Row], clock: str) -> list[str]:
     """Time of a decode step by batch, and the change of ours against both unfused paths.
 
-    `clock` is "gpu" or "wall".
+    `clock` is a key of `STEP`.
     """
     us = {(r["arm"], int(r["batch"])): r for r in rows}
     ours = [arm for arm in OURS if any(r["arm"] == arm for r in rows)]
@@ -107,10 +109,10 @@ def decode_table(rows: list[Row], clock: str) -> list[str]:
         cells = [str(batch)]
         for arm in (*UNFUSED, *ours):
             row = us[arm, batch]
-            middle, low, high = (float(row[f"{clock}_{part}"]) for part in ("us", "min", "max"))
+            middle, low, high = (float(row[column]) for column in STEP[clock])
             cells.append(f"{middle:.0f} ({low:.0f}, {high:.0f})")
         for arm, peer in pairs:
-            time, base = (float(us[each, batch][f"{clock}_us"]) for each in (arm, peer))
+            time, base = (float(us[each, batch][STEP[clock][0]]) for each in (arm, peer))
             change = time / base - 1
             cells.append(f"{change:+.1%}".replace("%", " %"))
         lines.append(f"| {' | '.join(cells)} |")

@@ -44,7 +44,7 @@ def region_rows(**us: float) -> list[dict[str, str]]:
 def test_ours_are_compared_with_both_unfused_paths_where_they_were_measured():
     times = {"default": "100", "cat": "200", "fused": "90", "portable": "80"}
     rows = [
-        {"arm": arm, "batch": "1", "gpu_us": us, "gpu_min": us, "gpu_max": us}
+        {"arm": arm, "batch": "1", "gpu_us": us, "gpu_p20": us, "gpu_p80": us}
         for arm, us in times.items()
     ]
     head, _, line = figures.decode_table(rows, "gpu")
@@ -74,9 +74,10 @@ def test_a_loss_behind_another_kernel_is_named():
 
 @pytest.mark.parametrize("clock", ["gpu", "wall"])
 def test_decode_changes(clock):
-    row = {f"{clock}_min": "1", f"{clock}_max": "3"}
+    median, low, high = figures.STEP[clock]
+    row = {low: "1", high: "3"}
     rows = [
-        {"arm": arm, "batch": "32", f"{clock}_us": us, **row}
+        {"arm": arm, "batch": "32", median: us, **row}
         for arm, us in (("default", "1000"), ("cat", "800"), ("fused", "900"))
     ]
     assert figures.decode_table(rows, clock)[2].endswith("| 900 (1, 3) | +12.5 % | -10.0 % |")
