@@ -7,6 +7,8 @@ sequence, lists of slots.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -33,14 +35,18 @@ def bulk_copy(kv_cache: torch.Tensor, latent: int, block_n: int) -> tuple[object
     if page_size % block_n or step % entry:
         return kv_cache, kv_cache, 0
     rows = (blocks - 1) * (step // entry) + page_size
-    size = kv_cache.itemsize
 
     def tiles(columns: int) -> TensorDescriptor:
-        # The layouts of `keys` and `ropes` in the kernel.
-        layout = gl.NVMMASharedLayout(min(128, columns * size), 8 * size, 2)
+        layout = tile_layout(columns, kv_cache.itemsize)
         return TensorDescriptor(kv_cache, [rows, width], [entry, 1], [block_n, columns], layout)
 
     return tiles(latent), tiles(width - latent), step // entry
+
+
+@functools.cache
+def tile_layout(columns: int, size: int) -> gl.NVMMASharedLayout:
+    """That of `keys` and `ropes` in the kernel, made once: it is a third of a launch's Python."""
+    return gl.NVMMASharedLayout(min(128, columns * size), 8 * size, 2)
 
 
 @gluon.jit
