@@ -42,7 +42,8 @@ from mla_fusion.attention.plan import PLANNED
 from mla_fusion.bench import interleave, quantiles
 from mla_fusion.bench_run import environment
 
-LSE_TOLERANCE = 1e-3
+# fp8 products of Hopper sum up in fewer bits than fp32 has: 1e-3 at most in five runs; bf16 3.2e-6.
+LSE_TOLERANCE = {BF16: 1e-5, FP8: 2e-3}
 LONGEST = 8  # query rows
 
 # What the planner is compiled for: max_batch, heads (16, 32 and 128 are 1, 2 and 8 head blocks
@@ -229,7 +230,7 @@ def run_decode(name: str, case: Case, rng: random.Random) -> None:
         judge("replayed", lses[-1], rows, lengths)
     seconds = time.monotonic() - started
     for kind, (error, lse_error) in worst.items():
-        ok = error <= TOLERANCE and lse_error <= LSE_TOLERANCE
+        ok = error <= TOLERANCE and lse_error <= LSE_TOLERANCE[case.dtype]
         expect(f"{name}, {kind}", ok, f"error {error:.1e}, LSE {lse_error:.1e}; {seconds:.1f} s")
     expect(f"{name}, rows behind the batch", clean, "not written" if clean else "written")
 
