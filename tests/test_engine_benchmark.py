@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import engine
 import engine_compare
 import engine_model
+import engine_worker
 
 
 def result(tokens: list[int], gaps: list[float]) -> dict:
@@ -123,3 +125,33 @@ def test_portable_is_a_row_of_its_own_and_must_refresh_once_a_pass(
     assert [row["configuration"] for row in rows] == [name, f"{name}, portable"]
     assert rows[0].keys() == rows[1].keys() and rows[0]["verdict"] == "right"
     assert rows[1]["verdict"].startswith(word) and wrong == (word != "right")
+
+
+def test_every_replayed_graph_is_timed_from_an_event_before_it_to_one_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[str] = []
+
+    class Graph:
+        def replay(self) -> None:
+            done.append("replay")
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.at = -1
+
+        def record(self) -> None:
+            self.at = len(done)
+            done.append("event")
+
+        def elapsed_time(self, end: Event) -> float:
+            return float(end.at - self.at)
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda _: done.append("busy"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    replay = Graph.replay
+    times = engine_worker.graph_times(SimpleNamespace(step=lambda: Graph().replay()), 3)
+    assert done == ["busy", "event", "replay", "event"] * 3 and times == [2000.0] * 3
+    assert Graph.replay is replay
