@@ -45,7 +45,7 @@ def bulk_copy(kv_cache: torch.Tensor, latent: int, block_n: int) -> tuple[object
 
 @functools.cache
 def tile_layout(columns: int, size: int) -> gl.NVMMASharedLayout:
-    """That of `keys` and `ropes` in the kernel, made once: it is a third of a launch's Python."""
+    """That of `keys` or `ropes` in the kernel; to make one takes Triton several microseconds."""
     return gl.NVMMASharedLayout(min(128, columns * size), 8 * size, 2)
 
 

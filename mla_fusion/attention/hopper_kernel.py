@@ -223,6 +223,7 @@ def decode_kernel(
         begin = kv_start - kv_base
         end = kv_end - kv_base
         if PDL:
+            # All that follows, scales too, may be what the kernel in front writes.
             gdc.gdc_wait()
         factor = scale * LOG2E
         value_scale = 1.0
