@@ -38,8 +38,8 @@ from attention_cases import (
 )
 
 from mla_fusion.attention.sparse import Scope, sparse_mla_decode, sparse_scratch
-from mla_fusion.bench import interleave, measure_ceilings, quantiles
-from mla_fusion.bench_run import environment
+from mla_fusion.cli.bench import environment
+from mla_fusion.cli.bench_region import interleave, measure_ceilings, quantiles
 
 FACTS = ["gpu", "driver", "torch", "triton", "vllm", "commit", "command"]
 CASE = ["batch", "context", "ragged", "heads", "dtype"]

@@ -39,8 +39,8 @@ from checks import expect, finish
 
 from mla_fusion.attention import PersistentDecodePlan, planner
 from mla_fusion.attention.plan import PLANNED
-from mla_fusion.bench import interleave, quantiles
-from mla_fusion.bench_run import environment
+from mla_fusion.cli.bench import environment
+from mla_fusion.cli.bench_region import interleave, quantiles
 
 # fp8 products of Hopper sum up in fewer bits than fp32 has: 1e-3 at most in five runs; bf16 3.2e-6.
 LSE_TOLERANCE = {BF16: 1e-5, FP8: 2e-3}

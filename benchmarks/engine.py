@@ -32,8 +32,8 @@ from typing import Any
 import engine_compare
 import torch
 
-from mla_fusion import bench_run
-from mla_fusion.bench import quantiles
+from mla_fusion.cli import bench
+from mla_fusion.cli.bench_region import quantiles
 
 ARMS = ("default", "cat", "fused")
 # Configurations of `tokens` that `portable` runs in.
@@ -58,7 +58,7 @@ def main() -> None:
     if not rows:
         sys.exit("nothing was measured: see above, or --only names no configuration")
     command = " ".join(["benchmarks/engine.py", *sys.argv[1:]])
-    facts = {**bench_run.environment(args.commit), "command": command}
+    facts = {**bench.environment(args.commit), "command": command}
     with Path(args.out).open("w", newline="") as file:
         writer = csv.DictWriter(file, [*rows[0], *facts])
         writer.writeheader()

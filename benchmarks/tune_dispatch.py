@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from mla_fusion import bench
+from mla_fusion.cli import bench_region
 from mla_fusion.kernels import triton as provider
 from mla_fusion.kernels.dispatch import Plan
 
@@ -63,7 +63,7 @@ def tiles(tokens: int, heads: int) -> Iterator[Plan]:
     for block_m, block_n, m_tiles, warps in itertools.product(
         heights, widths, (1, 2, 4, 8), (4, 8)
     ):
-        programs = heads * bench.LATENT // block_n * -(-tokens // (block_m * m_tiles))
+        programs = heads * bench_region.LATENT // block_n * -(-tokens // (block_m * m_tiles))
         too_few = programs < 64 and m_tiles > 1
         if block_m * (m_tiles - 1) >= tokens or too_few or block_m * block_n < 512:
             continue
@@ -97,9 +97,11 @@ def variations(best: Plan, tokens: int) -> Iterator[Plan]:
 def compile_plan(job: tuple[Plan, bool]) -> None:
     """Compile a plan into Triton's cache on disk; runs in a worker process."""
     plan, fp8 = job
-    region = bench.make_region(bench.Case(2, 16, fp8), bench.make_weights(16, 1))
+    region = bench_region.make_region(
+        bench_region.Case(2, 16, fp8), bench_region.make_weights(16, 1)
+    )
     try:
-        layer = bench.provider_layer(region, provider.fused_mla_decode_prep, plan=plan)
+        layer = bench_region.provider_layer(region, provider.fused_mla_decode_prep, plan=plan)
         layer(region.weights[0], region.caches[0], region.sets[0])
         torch.cuda.synchronize()
     except (RuntimeError, ValueError) as error:
@@ -107,18 +109,18 @@ def compile_plan(job: tuple[Plan, bool]) -> None:
 
 
 def measure(
-    region: bench.Region, plans: list[Plan], rounds: int
+    region: bench_region.Region, plans: list[Plan], rounds: int
 ) -> Iterator[tuple[Plan, float, float, int]]:
     """Median microseconds, share of elements equal to the reference, and worst step, per plan."""
     graphs, checks = {}, {}
     for plan in plans:
-        layer = bench.provider_layer(region, provider.fused_mla_decode_prep, plan=plan)
+        layer = bench_region.provider_layer(region, provider.fused_mla_decode_prep, plan=plan)
         try:
-            checks[plan] = bench.agreement(region, layer)
-            graphs[plan] = bench.capture(region, layer)
+            checks[plan] = bench_region.agreement(region, layer)
+            graphs[plan] = bench_region.capture(region, layer)
         except (RuntimeError, ValueError) as error:
             print(f"{region.case} {plan}: {type(error).__name__} {str(error)[:200]}", flush=True)
-    times = bench.interleave(graphs, len(region.weights), rounds)  # type: ignore[arg-type]
+    times = bench_region.interleave(graphs, len(region.weights), rounds)  # type: ignore[arg-type]
     for plan, samples in times.items():
         yield plan, statistics.median(samples), *checks[plan]  # type: ignore[index, misc]
 
@@ -161,12 +163,14 @@ def main() -> None:
             print(f"{query}: {len(known)} plans, {time.monotonic() - started:.0f} s", flush=True)
             rows: dict[int, list[Any]] = {}
             for heads in options.heads:
-                weights = bench.make_weights(heads, options.layers)
+                weights = bench_region.make_weights(heads, options.layers)
                 for tokens in options.tokens:
                     if time.monotonic() - started > options.seconds:
                         print("out of time")
                         sys.exit(1)
-                    region = bench.make_region(bench.Case(tokens, heads, fp8), weights)
+                    region = bench_region.make_region(
+                        bench_region.Case(tokens, heads, fp8), weights
+                    )
                     results = list(measure(region, list(tiles(tokens, heads)), options.rounds))
                     good = [r for r in results if r[2] >= 0.999 and r[3] <= 1]
                     one = min((r for r in good if r[0].mode == "one"), key=lambda r: r[1])

@@ -1,7 +1,7 @@
-"""The torch custom ops that the passes put into a graph: schema, fake and dispatch.
+"""The torch custom ops that the passes put into a graph: their schemas and fakes.
 
-This file imports torch alone, so that patterns and passes can be read and tested without vLLM.
-The bodies live in `mla_fusion.runtime` and are imported when an op first runs.
+This file imports only torch, so that patterns and passes can be read and tested without vLLM.
+`mla_fusion.runtime` registers the ops with their bodies.
 
     rope_mla_kv_cache_update                        RoPE of q and k_pe in place, then the KV-cache
                                                     write: the one canonical spelling
@@ -20,10 +20,14 @@ on others, so the type of that argument is chosen at registration.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
 
 NAMESPACE = "mla_fusion"
 ROPE_UPDATE = "rope_mla_kv_cache_update"
@@ -46,6 +50,20 @@ class Rope(StrEnum):
     FLASHINFER = "vllm.flashinfer_rotary_embedding"
     AITER_TRITON = "vllm.rocm_aiter_triton_rotary_embedding"
     CAT_FUSED = "vllm.fused_rope_unified_mla_kv_cache_update"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What tells one fused op from another, so that a kernel can be compiled before it is needed.
+
+    Types are names in torch; `table_dtype` is that of the cosines, empty where nothing rotates.
+    """
+
+    is_neox: bool
+    rope_dim: int
+    table_dtype: str
+    query_dtype: str
+    kv_cache_dtype: str
 
 
 # What a splitting op of vLLM's attention is, these must be too: they read the batch's metadata.
@@ -76,10 +94,13 @@ _library: torch.library.Library | None = None
 _registered_type: str | None = None
 
 
-def register(layer_name_type: str) -> None:
-    """Define the ops; `layer_name_type` is "str" or the name of an opaque class of torch.
+def register(layer_name_type: str, bodies: Mapping[str, Callable[..., Any]]) -> None:
+    """Define the ops. Calling it again with the same type does nothing.
 
-    Calling it again with the same type does nothing.
+    Args:
+        layer_name_type: "str", or the name of an opaque class of torch.
+        bodies: the function of each op name above; torch passes the arguments by position, in the
+            order of the schema.
 
     Raises:
         RuntimeError: the ops exist with the other type.
@@ -98,10 +119,9 @@ def register(layer_name_type: str) -> None:
         library.define(
             name + schema.format(layer_name=layer_name_type), tags=(torch.Tag.flexible_layout,)
         )
-        body, fake = _BODIES[name], _FAKES[name]
         for key in ("CPU", "CUDA"):
-            library.impl(name, body, key)
-        library._register_fake(name, fake)
+            library.impl(name, bodies[name], key)
+        library._register_fake(name, _FAKES[name])
     _library, _registered_type = library, layer_name_type
 
 
@@ -110,27 +130,11 @@ def get(name: str) -> torch._ops.OpOverload:
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
-# torch hands the arguments over by position, in the order of the schema.
-
-
-def _rope_update(*args: Any) -> torch.Tensor:
-    from mla_fusion import runtime
-
-    runtime.rope_and_cache_update(*args)
-    return _rope_update_fake(*args)
-
-
-def _rope_update_fake(q: torch.Tensor, kv_c: torch.Tensor, *rest: Any) -> torch.Tensor:
+def _rope_update(q: torch.Tensor, kv_c: torch.Tensor, *rest: Any) -> torch.Tensor:
     return kv_c.new_empty(0)
 
 
-def _q_prep(*args: Any) -> torch.Tensor:
-    from mla_fusion import runtime
-
-    return runtime.decode_q_prep(args[0], args[1], _q_prep_fake(*args))
-
-
-def _q_prep_fake(
+def _q_prep(
     q: torch.Tensor,
     layer_name: Any,
     kv_lora_rank: int,
@@ -140,27 +144,8 @@ def _q_prep_fake(
     return q.new_empty((*q.shape[:2], kv_lora_rank + qk_rope_head_dim), dtype=query_dtype)
 
 
-def _fused(*args: Any) -> None:
-    from mla_fusion import runtime
-
-    runtime.fused_decode_prep(*args)
-
-
 def _no_output(*args: Any) -> None:
     return None
 
 
-def _attention(*args: Any) -> None:
-    from mla_fusion import runtime
-
-    # The last one only orders; vLLM's KV-transfer hook finds layer_name by its position.
-    runtime.attention()(*args[:6])
-
-
-_BODIES = {ROPE_UPDATE: _rope_update, Q_PREP: _q_prep, FUSED: _fused, ATTENTION: _attention}
-_FAKES = {
-    ROPE_UPDATE: _rope_update_fake,
-    Q_PREP: _q_prep_fake,
-    FUSED: _no_output,
-    ATTENTION: _no_output,
-}
+_FAKES = {ROPE_UPDATE: _rope_update, Q_PREP: _q_prep, FUSED: _no_output, ATTENTION: _no_output}

@@ -12,8 +12,11 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mla_fusion import config, metrics, ops, reasons, report, runtime, step_plan, vllm_compat
-from mla_fusion.identity import source_hash
+from mla_fusion import config, ops, report, runtime
+from mla_fusion.config import vllm_compat
+from mla_fusion.config.identity import source_hash
+from mla_fusion.report import reasons
+from mla_fusion.runtime import metrics, step_plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -75,18 +78,28 @@ def _add_fields_to_pass_config() -> None:
     import vllm.config
     import vllm.config.compilation as compilation
 
-    from mla_fusion.pass_config import extend
+    from mla_fusion.config.pass_config import extend
 
     base = compilation.PassConfig
     if hasattr(base, config.FLAG):
         return
-    extended = extend(base)
+    extended = extend(base, _restore)
 
     def new(cls: type, *args: Any, **kwargs: Any) -> Any:
         return object.__new__(extended if cls is base else cls)
 
     base.__new__ = new
     compilation.PassConfig = vllm.config.PassConfig = extended
+
+
+def _restore(fields: dict[str, Any]) -> Any:
+    """A PassConfig with these fields, in a process that may not have loaded the plugin."""
+    register()
+    import vllm.config.compilation as compilation
+
+    restored = object.__new__(compilation.PassConfig)
+    restored.__dict__.update(fields)
+    return restored
 
 
 def _decide_in_vllm_config() -> None:
@@ -288,7 +301,7 @@ def _prepare_workers() -> None:
             original(self, *args, **kwargs)
             if config.is_on(self.vllm_config):
                 # A graph from a warm compile cache calls the ops, and then no pass registers them.
-                ops.register(vllm_compat.layer_name_type())
+                runtime.register_ops()
                 counter = metrics.StepCounter(self.vllm_config.parallel_config.rank)
                 setattr(self, _STEPS, counter)
                 _count_steps(counter)

@@ -21,14 +21,15 @@ from mla_fusion import ops
 from mla_fusion.passes.result import PassResult
 from mla_fusion.passes.rewrite import call, functionalized_call, redirect
 from mla_fusion.patterns import probe, spellings
-from mla_fusion.patterns.site import Decline, attention_calls, output, read_site
+from mla_fusion.patterns.site import attention_calls, output, read_site
+from mla_fusion.report.reasons import Decline
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import fx
 
-    from mla_fusion.eligibility import LayerFacts
+    from mla_fusion.config.eligibility import LayerFacts
     from mla_fusion.patterns.rope import RopeMatch
     from mla_fusion.patterns.site import Site
 

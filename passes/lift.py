@@ -25,7 +25,7 @@ from mla_fusion.patterns.site import attention_calls, functionalized_op
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from mla_fusion.eligibility import LayerFacts
+    from mla_fusion.config.eligibility import LayerFacts
 
 
 class MLADecodeQPrepLiftPass:

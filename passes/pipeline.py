@@ -15,16 +15,18 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch._dynamo.utils
 import torch._inductor.config
 from torch._inductor.pattern_matcher import stable_topological_sort
 from vllm.compilation.passes.inductor_pass import InductorPass, get_pass_context
 
-from mla_fusion import eligibility, ops, report, vllm_compat
-from mla_fusion.identity import source_hash
-from mla_fusion.layer_graph import LayerGraph, of_last_layer
+from mla_fusion import ops, report, runtime
+from mla_fusion.config import eligibility, vllm_compat
+from mla_fusion.config.identity import source_hash
 from mla_fusion.passes.canonicalize import CanonicalizeMLARoPEPass
 from mla_fusion.passes.fix_functionalization import MLAFixFunctionalizationPass
 from mla_fusion.passes.fuse import MLAAiterQkRopeKVCacheFusionPass
+from mla_fusion.passes.layer import of_last_layer
 from mla_fusion.passes.lift import MLADecodeQPrepLiftPass, lifted_calls
 from mla_fusion.passes.rewrite import (
     Snapshot,
@@ -32,7 +34,9 @@ from mla_fusion.passes.rewrite import (
     restore_call,
     restore_inputs,
 )
-from mla_fusion.patterns.site import ATTENTION, Decline, attention_calls, functionalized_op
+from mla_fusion.patterns.site import ATTENTION, attention_calls, functionalized_op
+from mla_fusion.report.layer_graph import LayerGraph
+from mla_fusion.report.reasons import Decline
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -59,7 +63,7 @@ class MLAFusionPass(InductorPass):
     """
 
     def __init__(self, provider: str, max_tokens: int, attention: str = "auto") -> None:
-        ops.register(vllm_compat.layer_name_type())
+        runtime.register_ops()
         self.provider = provider
         self.max_tokens = max_tokens
         self.attention = attention
@@ -79,11 +83,11 @@ class MLAFusionPass(InductorPass):
         calls = list(attention_calls(graph))
         record.layers = len(calls)
         if compile_range.end <= self.max_tokens and calls:
-            report.show("before", graph)
+            _show("before", graph)
             began = time.perf_counter()
             self._run(graph, calls, record)
             record.pass_ms = (time.perf_counter() - began) * 1e3
-            report.show("after", graph)
+            _show("after", graph)
         report.add(record)
 
     def _run(self, graph: fx.Graph, calls: list[fx.Node], record: report.GraphRecord) -> None:
@@ -159,6 +163,12 @@ def fuse(
         record.layer = LayerGraph(before, of_last_layer(fused))
 
 
+def _show(stage: str, graph: fx.Graph) -> None:
+    """Hand the graph to depyf, which writes it as Python if vLLM's debug_dump_path is set."""
+    # By attribute: depyf replaces the function while it records.
+    torch._dynamo.utils.lazy_format_graph_code(f"mla_fusion.{stage}", graph.owning_module)  # type: ignore[arg-type]
+
+
 def _activation(calls: list[fx.Node]) -> torch.dtype:
     """The type of the activations: that of the latents. If no node tells, pass 2 declines all."""
     values = [call.kwargs["kv_c_normed"].meta.get("val") for call in calls]
@@ -188,11 +198,11 @@ def _settle(
     return fused, dead
 
 
-def _variant(attention: fx.Node) -> report.Variant:
+def _variant(attention: fx.Node) -> ops.Variant:
     """What a warm-up must know of the fused node that feeds `attention`."""
     args: dict[str, Any] = dict(attention.kwargs["prepared_q"].args[0].kwargs)
     table = args["cos_sin_cache"]
-    return report.Variant(
+    return ops.Variant(
         is_neox=args["is_neox"],
         rope_dim=args["k_pe"].meta["val"].shape[-1],
         table_dtype="" if table is None else str(table.meta["val"].dtype).removeprefix("torch."),

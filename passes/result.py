@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mla_fusion.patterns.site import Decline
+    from mla_fusion.report.reasons import Decline
 
 
 @dataclass

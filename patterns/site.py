@@ -20,6 +20,7 @@ from torch import fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 
 from mla_fusion.patterns import probe
+from mla_fusion.report.reasons import Decline
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,15 +32,6 @@ FUSED_ROPE_UPDATE = "vllm::fused_rope_unified_mla_kv_cache_update"
 # Arguments of vLLM's attention op that this library's op takes over. Any other argument that is
 # set (a quantized output, a query replicated for context parallelism) is a layer to leave alone.
 _TAKEN_OVER = {"q", "kv_c_normed", "k_pe", "output", "layer_name", "kv_cache_dummy_dep"}
-
-
-class Decline(Exception):
-    """This layer keeps its graph; `code` is a key of `mla_fusion.reasons.REASONS`."""
-
-    def __init__(self, code: str, detail: str = "") -> None:
-        super().__init__(f"{code}: {detail}" if detail else code)
-        self.code = code
-        self.detail = detail
 
 
 def op_name(target: Any) -> str:

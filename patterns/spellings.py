@@ -9,7 +9,8 @@ import torch
 
 from mla_fusion.ops import Rope
 from mla_fusion.patterns import inplace, native, nope, probe
-from mla_fusion.patterns.site import FUSED_ROPE_UPDATE, Decline, functionalized_op
+from mla_fusion.patterns.site import FUSED_ROPE_UPDATE, functionalized_op
+from mla_fusion.report.reasons import Decline
 
 if TYPE_CHECKING:
     from torch import fx

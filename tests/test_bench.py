@@ -9,7 +9,8 @@ import itertools
 import pytest
 import torch
 
-from mla_fusion import bench, bench_peers, bench_run, cli
+from mla_fusion import cli
+from mla_fusion.cli import bench, bench_peers, bench_region
 from mla_fusion.kernels import reference
 
 ARGV = ["bench", "--tokens", "1", "8", "--heads", "16", "--layers", "3", "--rounds", "10"]
@@ -41,7 +42,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(
-        bench_run,
+        bench,
         "environment",
         lambda commit: {
             "gpu": "none",
@@ -53,12 +54,14 @@ def gpu(monkeypatch):
             "commit": commit,
         },
     )
-    monkeypatch.setattr(bench, "measure_ceilings", lambda: bench.Ceilings(4000.0, 800.0))
-    monkeypatch.setattr(bench, "make_weights", lambda heads, layers: [None] * layers)
-    monkeypatch.setattr(bench, "make_region", lambda case, weights: case)
+    monkeypatch.setattr(
+        bench_region, "measure_ceilings", lambda: bench_region.Ceilings(4000.0, 800.0)
+    )
+    monkeypatch.setattr(bench_region, "make_weights", lambda heads, layers: [None] * layers)
+    monkeypatch.setattr(bench_region, "make_region", lambda case, weights: case)
     monkeypatch.setattr(bench_peers, "chosen_plan", lambda case: bench_peers.Plan(mode="split"))
     monkeypatch.setattr(
-        bench,
+        bench_region,
         "agreement",
         lambda region, layer, expected=None: agreements[layer if expected is None else expected],
     )
@@ -67,9 +70,11 @@ def gpu(monkeypatch):
         "OWN_ROUNDING",
         {name: lambda region, name=name: f"own {name}" for name in bench_peers.OWN_ROUNDING},
     )
-    monkeypatch.setattr(bench, "capture", lambda region, layer: Graph())
+    monkeypatch.setattr(bench_region, "capture", lambda region, layer: Graph())
     monkeypatch.setattr(
-        bench, "interleave", lambda graphs, layers, rounds: {n: [2.0] * rounds for n in graphs}
+        bench_region,
+        "interleave",
+        lambda graphs, layers, rounds: {n: [2.0] * rounds for n in graphs},
     )
     return agreements
 
@@ -116,16 +121,21 @@ def test_the_roundings_of_vllm_are_other_functions():
     torch.manual_seed(0)
     tokens, heads = 4, 2
     act = {"dtype": torch.bfloat16}
-    angles = torch.randn(8, bench.ROPE // 2)
-    region = bench.Region(
-        case=bench.Case(tokens, heads),
-        weights=[torch.randn(heads, bench.NOPE, bench.LATENT, **act) / bench.NOPE**0.5],
-        caches=[torch.zeros(1, bench.BLOCK, 576, dtype=torch.uint8).view(torch.float8_e4m3fn)],
+    angles = torch.randn(8, bench_region.ROPE // 2)
+    region = bench_region.Region(
+        case=bench_region.Case(tokens, heads),
+        weights=[
+            torch.randn(heads, bench_region.NOPE, bench_region.LATENT, **act)
+            / bench_region.NOPE**0.5
+        ],
+        caches=[
+            torch.zeros(1, bench_region.BLOCK, 576, dtype=torch.uint8).view(torch.float8_e4m3fn)
+        ],
         sets=[
-            bench.Activations(
-                q=torch.randn(tokens, heads, bench.NOPE + bench.ROPE, **act),
-                kv_c=torch.randn(tokens, bench.LATENT, **act),
-                k_pe=torch.randn(tokens, bench.ROPE, **act),
+            bench_region.Activations(
+                q=torch.randn(tokens, heads, bench_region.NOPE + bench_region.ROPE, **act),
+                kv_c=torch.randn(tokens, bench_region.LATENT, **act),
+                k_pe=torch.randn(tokens, bench_region.ROPE, **act),
                 slots=torch.arange(tokens),
                 positions=torch.arange(tokens),
                 q_out=torch.zeros(tokens, heads, 576, dtype=torch.uint8).view(torch.float8_e4m3fn),
@@ -136,7 +146,7 @@ def test_the_roundings_of_vllm_are_other_functions():
         q_scale=torch.full((1,), 0.02),
     )
     layers = {
-        "specification": bench.provider_layer(region, reference.fused_mla_decode_prep),
+        "specification": bench_region.provider_layer(region, reference.fused_mla_decode_prep),
         "every operation": bench_peers.rotated_first(region, every_operation=True),
         "the sum": bench_peers.rotated_first(region, every_operation=False),
     }
@@ -145,7 +155,7 @@ def test_the_roundings_of_vllm_are_other_functions():
         [weight], [cache], [a] = region.weights, region.caches, region.sets
         layer(weight, cache, a)
         rows = torch.cat((a.q_out, cache[0, :tokens, None]), dim=1).view(torch.uint8)
-        written[name] = rows.clone().split((bench.LATENT, bench.ROPE), dim=-1)
+        written[name] = rows.clone().split((bench_region.LATENT, bench_region.ROPE), dim=-1)
     for one, other in itertools.combinations(written.values(), 2):
         (latent, rope), (other_latent, other_rope) = one, other
         assert torch.equal(latent, other_latent)
@@ -153,5 +163,5 @@ def test_the_roundings_of_vllm_are_other_functions():
         assert query.any() and key.any()
     # `agreement` sees them as what they are: few values, few steps.
     for name in ("every operation", "the sum"):
-        equal, worst = bench.agreement(region, layers[name])
+        equal, worst = bench_region.agreement(region, layers[name])
         assert 0.99 < equal < 1 and worst >= 1, name

@@ -10,16 +10,10 @@ from typing import Any
 
 import pytest
 
-from mla_fusion import (
-    check,
-    cli,
-    config,
-    engine,
-    model_classes,
-    reasons,
-    shrink,
-    tiny_models,
-)
+from mla_fusion import cli, config
+from mla_fusion.cli import check, child, model_classes, shrink, tiny_models
+from mla_fusion.cli.answer import Answer
+from mla_fusion.report import reasons
 from tests.test_cli import fail, store
 
 V3 = {**tiny_models.MODELS["deepseek-v3-shaped"], "num_hidden_layers": 61}
@@ -34,11 +28,11 @@ def write_config(folder: Path, content: dict[str, Any]) -> Path:
 def test_check_passes_every_argument_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[check.Settings] = []
 
-    def run(settings: check.Settings) -> bool:
+    def find(settings: check.Settings) -> Answer:
         seen.append(settings)
-        return False
+        return Answer("m", frozenset(), 8, "configuration", [])
 
-    monkeypatch.setattr(check, "run", run)
+    monkeypatch.setattr(check, "find", find)
     argv = "check m --max-num-seqs 8 --speculative-tokens 3 --tensor-parallel-size 2"
     argv += f" --kv-cache-dtype fp8 --layers 4 --provider triton --dump {tmp_path} --json"
     assert cli.main(argv.split()) == 1
@@ -152,16 +146,16 @@ def test_the_class_of_a_multimodal_model_counts_where_its_part_names_none(tmp_pa
 
 def check_with(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fused: int, *argv: str
-) -> tuple[int, engine.Job]:
+) -> tuple[int, child.Job]:
     """Check a model with an engine that is played: (exit status, its job)."""
-    jobs: list[engine.Job] = []
+    jobs: list[child.Job] = []
 
-    def play(job: engine.Job, progress: Any) -> engine.Outcome:
+    def play(job: child.Job, progress: Any) -> child.Outcome:
         jobs.append(job)
-        return engine.Outcome([], [], [], 0, [store(Path(job.cache), "a.json", fused)])
+        return child.Outcome([], [], [], 0, [store(Path(job.cache), "a.json", fused)])
 
-    monkeypatch.setattr(engine, "run", play)
-    monkeypatch.setattr(engine, "require", lambda *modules, purpose: None)
+    monkeypatch.setattr(child, "run", play)
+    monkeypatch.setattr(check, "require", lambda *modules, purpose: None)
     status = cli.main(["check", str(write_config(tmp_path, V3)), *argv])
     return status, jobs[0]
 
@@ -232,7 +226,7 @@ def test_a_decided_answer_starts_no_engine(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("vllm")
-    monkeypatch.setattr(engine, "run", lambda *job, **progress: pytest.fail("an engine"))
+    monkeypatch.setattr(child, "run", lambda *job, **progress: pytest.fail("an engine"))
     assert cli.main(["check", str(CONFIGS / f"{name}.json"), "--json"]) == 1
     said = json.loads(capsys.readouterr().out)
     architecture, code = DECIDED[name]

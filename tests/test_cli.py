@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mla_fusion import cli, demo, engine, report, tiny_models
+from mla_fusion import cli, report
+from mla_fusion.cli import child, demo, tiny_models
 
 
 def fail(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
@@ -47,7 +48,7 @@ def test_demo_exit_status_says_whether_the_tokens_are_equal(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for result, status in ((True, 0), (False, 1)):
-        monkeypatch.setattr(demo, "run", lambda out, result=result: result)
+        monkeypatch.setattr(demo, "compare", lambda out, result=result: result)
         assert cli.main(["demo", "--out", str(tmp_path)]) == status
 
 
@@ -66,7 +67,7 @@ def test_demo_exit_status_says_whether_the_tokens_are_equal(
 )
 def test_the_error_of_a_log(log: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "engine.log").write_text(log)
-    assert engine.last_error(tmp_path / "engine.log") == message
+    assert child.last_error(tmp_path / "engine.log") == message
 
 
 # --- report

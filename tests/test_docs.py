@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from mla_fusion import cli, config, kernels, reasons
+from mla_fusion import cli, config, kernels
+from mla_fusion.report import reasons
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
@@ -53,7 +54,7 @@ def test_make_targets_exist(name):
 
 @pytest.mark.parametrize("name", TEXT)
 def test_commands_and_their_options_exist(name):
-    commands = cli._parser()._subparsers._group_actions[0].choices
+    commands = cli._parser(cli._COMMANDS)._subparsers._group_actions[0].choices
     blocks, inline = code_of(TEXT[name])
     for snippet in (*blocks, *inline):
         for line in re.findall(r"^mla-fusion (.+)$", snippet, re.M):
@@ -66,7 +67,7 @@ def test_commands_and_their_options_exist(name):
 
 
 def test_every_command_is_documented():
-    commands = cli._parser()._subparsers._group_actions[0].choices
+    commands = cli._parser(cli._COMMANDS)._subparsers._group_actions[0].choices
     for command in commands:
         assert f"mla-fusion {command}" in "".join(TEXT.values()) or f"make {command}" in "".join(
             TEXT.values()
@@ -98,7 +99,7 @@ def test_reasons_page_says_what_the_log_says():
 
 def test_every_reason_code_in_the_source_is_in_the_table():
     folders = (ROOT / "mla_fusion", ROOT / "passes", ROOT / "patterns")
-    source = "".join(path.read_text() for folder in folders for path in folder.glob("*.py"))
+    source = "".join(path.read_text() for folder in folders for path in folder.rglob("*.py"))
     for code in re.findall(r'Decline\(\s*"([\w-]+)"', source):
         assert code in reasons.REASONS, code
     for code in reasons.REASONS:

@@ -104,7 +104,7 @@ def check(command):
     name, *words = command
     assert name in COMMANDS, f"{name}: no check knows this command"
     if name == "mla-fusion":
-        cli._parser().parse_args(words)
+        cli._parser(cli._COMMANDS).parse_args(words)
     checks = {"vllm": check_vllm, "pip": check_pip, "make": check_make, "python": check_python}
     if name in checks:
         checks[name](words)

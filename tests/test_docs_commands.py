@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mla_fusion import cli, doctor, report
+from mla_fusion import cli, report
+from mla_fusion.cli import doctor
 from tests import test_check
 
 ROOT = Path(__file__).resolve().parent.parent

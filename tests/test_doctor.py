@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from mla_fusion import cli, doctor, kernels, known_issues, vllm_compat
+from mla_fusion import cli, kernels
+from mla_fusion.cli import doctor, environment, known_issues
+from mla_fusion.config import vllm_compat
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -204,7 +206,7 @@ def test_a_plugin_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    monkeypatch.setattr(environment, "find_spec", lambda name: None)
     found = doctor.examine()
     assert not found.works and "vLLM is missing" in found.problems[0]
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from mla_fusion import attention, eligibility
+from mla_fusion import attention
 from mla_fusion.attention import triton
+from mla_fusion.config import eligibility
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

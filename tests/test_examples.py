@@ -100,7 +100,8 @@ def test_offline_llm(tmp_path):
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from mla_fusion import engine, report, tiny_models
+    from mla_fusion import report
+    from mla_fusion.cli import tiny_models
 
     model = tiny_models.write("deepseek-v3-shaped", tmp_path / "model")
     vocabulary = {f"w{i}": i for i in range(1024)}
@@ -120,6 +121,6 @@ def test_offline_llm(tmp_path):
         TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "inductor"),
     )
     assert re.search(r"'A fused kernel is' -> '.+'", text), text
-    [stored] = engine.stored_reports(tmp_path / "cache")
+    [stored] = report.stored_reports(tmp_path / "cache")
     ranges = report.load(stored).ranges
     assert [(r.range[0], r.layers, r.fused) for r in ranges] == [(1, 3, 3), (9, 3, 0)]

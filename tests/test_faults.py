@@ -16,7 +16,8 @@ import pytest
 import torch
 
 import mla_fusion
-from mla_fusion import config, kernels, plugin, report, vllm_compat
+from mla_fusion import config, kernels, plugin, report
+from mla_fusion.config import vllm_compat
 from mla_fusion.kernels import reference
 from tests.aiter_double.test_require import on_path, write  # noqa: F401  on_path is a fixture
 from tests.models import DEEPSEEK_V2

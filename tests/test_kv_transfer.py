@@ -6,7 +6,8 @@ import pytest
 import torch
 from vllm.utils.torch_utils import _encode_layer_name
 
-from mla_fusion import ops, runtime, vllm_compat
+from mla_fusion import ops, runtime
+from mla_fusion.config import vllm_compat
 
 
 class Connector:
@@ -58,7 +59,7 @@ def test_hook_runs_around_the_attention(monkeypatch, decode_tokens):
     monkeypatch.setattr(kv_transfer_utils, "get_kv_transfer_group", lambda: Connector(events))
     runtime.attention.cache_clear()
 
-    ops.register(vllm_compat.layer_name_type())
+    runtime.register_ops()
     output = torch.zeros(4, 6)
     ops.get(ops.ATTENTION)(
         torch.zeros(4, 2, 6),

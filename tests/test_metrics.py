@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from mla_fusion import config, metrics, plugin, report
+from mla_fusion import config, plugin, report
+from mla_fusion.runtime import metrics
 
 generate_latest = pytest.importorskip("prometheus_client").generate_latest
 GROUP = "model.layers.0.self_attn.attn"
@@ -135,7 +136,8 @@ def test_counting_costs_less_than_a_hundredth_of_a_decode_step() -> None:
 
 _WORKER = f"""
 from types import SimpleNamespace
-from mla_fusion import metrics, report
+from mla_fusion import report
+from mla_fusion.runtime import metrics
 made = report.Report("triton", 8, [report.RangeReport((1, 8), layers=2, fused=2)])
 steps = metrics.StepCounter(rank=3)
 steps.start(made, [])

@@ -20,8 +20,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-import mla_fusion
-from mla_fusion import vllm_compat
+from mla_fusion.config import vllm_compat
 
 ROOT = Path(__file__).resolve().parent.parent
 TREES = {
@@ -221,7 +220,7 @@ def test_the_vllm_extra_is_the_supported_window() -> None:
 
 
 def test_the_version_is_one_and_has_a_changelog() -> None:
-    assert mla_fusion.__version__ == PROJECT["version"]
+    assert importlib.metadata.version("mla-fusion") == PROJECT["version"]
     headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert headings and headings[0] in ("Unreleased", PROJECT["version"])
 

@@ -14,7 +14,9 @@ from typing import Any, ClassVar
 import pytest
 
 import mla_fusion
-from mla_fusion import attention, config, ops, plugin, reasons, vllm_compat
+from mla_fusion import attention, config, ops, plugin
+from mla_fusion.config import vllm_compat
+from mla_fusion.report import reasons
 from tests.models import DEEPSEEK_V2, LLAMA, config_of, register_configs
 
 mla_fusion.register()

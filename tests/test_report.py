@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mla_fusion import reasons, report
+from mla_fusion import report
+from mla_fusion.report import reasons
 from tests.passes.fake_engine import fuse
 from tests.passes.graphs import Spec, build
 

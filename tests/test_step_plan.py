@@ -10,8 +10,10 @@ import torch
 from vllm.forward_context import ForwardContext, override_forward_context
 from vllm.utils.torch_utils import _encode_layer_name
 
-from mla_fusion import eligibility, runtime, step_plan
+from mla_fusion import runtime
 from mla_fusion.attention import reference
+from mla_fusion.config import eligibility
+from mla_fusion.runtime import step_plan
 from tests.passes import fake_engine
 from tests.passes.graphs import HEADS, LATENT, ROPE, VALUE, Spec
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from mla_fusion import cli, report
-from mla_fusion.layer_graph import LayerGraph, Node
-from mla_fusion.views import FUSED, KEPT, NEW, REMOVED, page, rows, svg, text
+from mla_fusion.report import page, svg, text
+from mla_fusion.report.layer_graph import LayerGraph, Node
+from mla_fusion.report.rows import FUSED, KEPT, NEW, REMOVED, rows
 
 OWN = "mla_fusion::fused_aiter_qk_rope_kvcache_q_concat_quant_mla"
 LAYER = LayerGraph(

@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TREE = ROOT / "build" / "mutation"
-MUTATED = ["src/mla_fusion/passes/*.py", "src/mla_fusion/runtime.py"]
+MUTATED = ["src/mla_fusion/passes/*.py", "src/mla_fusion/runtime/__init__.py"]
 # Those that run in seconds: no engine, and no fuzzer, so the score is that of the written tests.
 FILES = ("test_kv_transfer", "test_faults", "test_step_plan", "kernels/test_capture")
 TESTS = ["tests/passes", *(f"tests/{name}.py" for name in FILES)]

@@ -7,7 +7,8 @@ from xml.etree import ElementTree
 import pytest
 
 from mla_fusion import cli
-from mla_fusion.attention import draw, planner
+from mla_fusion.attention import planner
+from mla_fusion.cli import draw
 
 COMMAND = "plan --batch 2 --kv 100000 --workers 256"
 

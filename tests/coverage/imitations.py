@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mla_fusion.engine import skip_experts_of_longcat as longcat_experts  # noqa: F401
+from mla_fusion.cli.child import skip_experts_of_longcat as longcat_experts  # noqa: F401
 
 
 def pangu_draft_attribute() -> None:

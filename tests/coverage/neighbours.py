@@ -1,6 +1,6 @@
 """What else an engine may have on, and an engine with the fusion off and on for each of them.
 
-Real weights of unit gain (`mla_fusion.tiny_models`), so that tokens would notice a wrong value.
+Real weights of unit gain (`mla_fusion.cli.tiny_models`), so that tokens would notice a wrong value.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mla_fusion import tiny_models
+from mla_fusion.cli import tiny_models
 from tests.coverage.engines import ARRIVALS, NEW_TOKENS
 
 MODEL = "deepseek-v3-shaped"

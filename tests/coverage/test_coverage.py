@@ -9,7 +9,8 @@ import pytest
 import vllm
 
 import mla_fusion
-from mla_fusion import config, reasons
+from mla_fusion import config
+from mla_fusion.report import reasons
 from tests.coverage import models, neighbours, on_graphs, page, spellings, unreachable
 from tests.coverage.__main__ import read_sources, run
 from tests.models import DEEPSEEK_V2, write

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mla_fusion import cli, demo
+from mla_fusion import cli
+from mla_fusion.cli import demo
 from tests.models import LLAMA
 
 pytestmark = pytest.mark.engine

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mla_fusion import tiny_models
+from mla_fusion.cli import tiny_models
 from tests.engine.test_engine import run
 
 pytestmark = pytest.mark.engine

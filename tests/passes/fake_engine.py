@@ -17,7 +17,8 @@ from vllm.forward_context import ForwardContext, override_forward_context
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.utils.torch_utils import _encode_layer_name
 
-from mla_fusion import eligibility, report, vllm_compat
+from mla_fusion import report
+from mla_fusion.config import eligibility, vllm_compat
 from mla_fusion.kernels import reference
 from mla_fusion.passes import pipeline
 from mla_fusion.patterns.site import attention_calls
@@ -27,7 +28,7 @@ from tests.passes.graphs import HEADS, LATENT, NOPE, ROPE, VALUE, Spec
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from mla_fusion.eligibility import LayerFacts
+    from mla_fusion.config.eligibility import LayerFacts
     from mla_fusion.passes.result import PassResult
 
 BLOCKS, BLOCK_SIZE = 6, 4

@@ -26,9 +26,10 @@ from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import (
 )
 from vllm.utils.torch_utils import _encode_layer_name
 
-from mla_fusion import ops, vllm_compat
+from mla_fusion import runtime
+from mla_fusion.config import vllm_compat
 
-ops.register(vllm_compat.layer_name_type())
+runtime.register_ops()
 
 HIDDEN, HEADS, NOPE, ROPE, LATENT, VALUE, Q_LORA = 24, 2, 12, 8, 16, 6, 20
 MAX_POSITION = 32

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from vllm.utils.torch_utils import _encode_layer_name
 
-from mla_fusion import vllm_compat
+from mla_fusion.config import vllm_compat
 
 FOLDER = Path(__file__).with_name("recorded")
 _TOKENS = 5  # the hint of every symbol

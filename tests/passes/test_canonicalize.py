@@ -6,7 +6,7 @@ import pytest
 from torch import fx
 
 from mla_fusion import ops
-from mla_fusion.eligibility import LayerFacts
+from mla_fusion.config.eligibility import LayerFacts
 from mla_fusion.ops import Rope
 from mla_fusion.passes.canonicalize import CanonicalizeMLARoPEPass
 from mla_fusion.passes.result import PassResult

@@ -17,7 +17,7 @@ from mla_fusion.passes.fix_functionalization import MLAFixFunctionalizationPass
 from mla_fusion.passes.fuse import MLAAiterQkRopeKVCacheFusionPass
 from mla_fusion.passes.lift import MLADecodeQPrepLiftPass
 from mla_fusion.patterns.site import attention_calls
-from mla_fusion.reasons import REASONS
+from mla_fusion.report.reasons import REASONS
 from tests import tally
 from tests.passes import grammar, graphs
 from tests.passes.fake_engine import (

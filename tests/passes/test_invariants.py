@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +15,12 @@ from vllm.compilation.passes.inductor_pass import pass_context
 from vllm.config.utils import Range
 from vllm.forward_context import override_forward_context
 
-from mla_fusion import identity, ops, report
+from mla_fusion import ops, report
+from mla_fusion.config import identity
 from mla_fusion.passes import pipeline
 from mla_fusion.passes.pipeline import LastStep, MLAFusionPass
 from mla_fusion.patterns.site import functionalized_op
-from mla_fusion.reasons import REASONS, explain
+from mla_fusion.report.reasons import REASONS, explain
 from tests.passes import edits, graphs
 from tests.passes.fake_engine import (
     BATCHES,
@@ -357,26 +360,46 @@ def test_invariant_9_uuid_changes_with_provider_bucket_and_source(
     assert not set(uuids()) & set(first)
 
 
-def test_invariant_9_source_hash_covers_every_package(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("path", "changes"),
+    [
+        ("passes/lift.py", True),
+        ("patterns/probe.py", True),
+        ("mla_fusion/kernels/triton.py", True),
+        ("mla_fusion/attention/planner.py", True),
+        ("mla_fusion/runtime/step_plan.py", True),
+        ("mla_fusion/config/eligibility.py", True),
+        ("mla_fusion/ops.py", True),
+        ("mla_fusion/plugin.py", True),
+        ("mla_fusion/kernels/new.csv", True),
+        ("mla_fusion/cli/check.py", False),
+        ("mla_fusion/cli/doctor.py", False),
+        ("mla_fusion/report/svg.py", False),
+    ],
+)
+def test_invariant_9_source_hash(
+    path: str, changes: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A changed byte in any file of any package is another hash."""
-    files = []
-    for package in identity._PACKAGES:
-        folder = tmp_path / package
-        folder.mkdir()
-        for name in ("__init__.py", "table.json"):
-            (folder / name).write_text("1")
-            files.append(folder / name)
-    fake = {p: SimpleNamespace(__file__=str(tmp_path / p / "__init__.py")) for p in
-            identity._PACKAGES}  # fmt: skip
-    monkeypatch.setattr(identity, "import_module", fake.__getitem__)
+    """An edited file that can change a graph or a kernel is another hash; another file is not."""
+    for folder in ("mla_fusion", "passes", "patterns"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+
+    def module(package: str) -> SimpleNamespace:
+        names = package.split(".")
+        beside = len(names) > 1 and names[1] in ("passes", "patterns")
+        folder = tmp_path / names[1] if beside else tmp_path.joinpath(*names)
+        return SimpleNamespace(__file__=str(folder / "__init__.py"))
+
+    monkeypatch.setattr(identity, "import_module", module)
     compute = identity.source_hash.__wrapped__
-    seen = {compute()}
-    for file in files:
-        file.write_text("2")
-        seen.add(compute())
-    assert len(seen) == len(files) + 1
+    before = compute()
+    assert compute() == before
+    with (tmp_path / path).open("a") as file:
+        file.write("#")
+    assert (compute() != before) is changes
 
 
 def test_invariant_9_last_step_covers_the_step_it_wraps() -> None:

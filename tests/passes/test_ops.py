@@ -132,4 +132,4 @@ def test_schema_names_what_is_mutated(name: str) -> None:
 
 def test_ops_are_registered_once() -> None:
     with pytest.raises(RuntimeError, match="use one vLLM configuration per process"):
-        ops.register("some.OtherType")
+        ops.register("some.OtherType", {})

@@ -12,7 +12,8 @@ from vllm.compilation.passes.inductor_pass import pass_context
 from vllm.config.utils import Range
 from vllm.forward_context import override_forward_context
 
-from mla_fusion import identity, ops, report
+from mla_fusion import ops, report
+from mla_fusion.config import identity
 from mla_fusion.passes import pipeline
 from mla_fusion.passes.pipeline import LastStep, MLAFusionPass
 from tests.passes import edits, graphs
@@ -43,18 +44,18 @@ class Clock:
 
 def test_record_of_a_graph_says_what_a_warm_up_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
-    monkeypatch.setattr(report, "show", lambda stage, graph: shown.append(stage))
+    monkeypatch.setattr(pipeline, "_show", lambda stage, graph: shown.append(stage))
     monkeypatch.setattr(pipeline, "time", Clock(0.25))
     spec = Spec("native", is_neox=True, dtype=torch.bfloat16, table_dtype=torch.float32)
     record = run_pass(build(spec), spec, 1, BUCKET)
-    want = report.Variant(True, graphs.ROPE, "float32", "bfloat16", "auto")
+    want = ops.Variant(True, graphs.ROPE, "float32", "bfloat16", "auto")
     assert record.variants == {want}
     assert record.pass_ms == 250
     assert shown == ["before", "after"]
     report.forget()
     nope = Spec("nope", dtype=torch.bfloat16, kv_cache_dtype="fp8")
     record = run_pass(build(nope), nope, 1, BUCKET)
-    assert record.variants == {report.Variant(False, graphs.ROPE, "", "bfloat16", "fp8")}
+    assert record.variants == {ops.Variant(False, graphs.ROPE, "", "bfloat16", "fp8")}
 
 
 def test_record_of_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,8 @@ import torch
 from vllm.forward_context import override_forward_context
 from vllm.utils.torch_utils import _encode_layer_name
 
-from mla_fusion import kernels, runtime, vllm_compat
+from mla_fusion import kernels, runtime
+from mla_fusion.config import vllm_compat
 from mla_fusion.kernels import reference
 from mla_fusion.kernels.aiter import PackedWeight
 from mla_fusion.ops import Rope
@@ -57,17 +58,20 @@ def test_the_profile_run_is_not_decode_only() -> None:
     assert not runtime.is_decode_only(None)
 
 
-def test_without_slots_every_op_takes_the_path_of_vllm() -> None:
+def test_without_slots_every_op_takes_the_path_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the attention would read a query that nobody prepared."""
-    context = Engine(SPEC).context(Batch(rows=5, actual=5, decode=5))
+    engine = Engine(SPEC)
+    context = engine.context(Batch(rows=5, actual=5, decode=5))
     context.slot_mapping = {}
     args = step(5) | {"rope": Rope.NONE, "positions": None, "cos_sin_cache": None}
     prepared = torch.full((5, HEADS, LATENT + ROPE), torch.nan, dtype=BF16)
     output = torch.full((5, HEADS * VALUE), torch.nan, dtype=BF16)
     with override_forward_context(context):
         runtime.fused_decode_prep(**args, prepared_q=prepared, provider="reference")
-        runtime.decode_q_prep(args["q"], args["layer_name"], prepared)
         assert prepared.isnan().all()
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.layers[NAME], "W_UK_T", None)  # no product could be computed
+            runtime.decode_q_prep(args["q"], args["layer_name"], LATENT, ROPE, BF16)
         runtime._attention(
             args["q"], prepared, args["kv_c"], args["k_pe"], output, args["layer_name"]
         )
@@ -119,9 +123,8 @@ def test_rows_without_a_slot_are_zero(slots: int) -> None:
 def test_query_preparation_casts_with_the_layers_scale() -> None:
     spec = Spec("nope", dtype=BF16, kv_cache_dtype="fp8")
     engine, q = Engine(spec), step(5)["q"]
-    out = torch.zeros(5, HEADS, LATENT + ROPE, dtype=FP8)
     with override_forward_context(engine.context(Batch(rows=5, actual=5, decode=5))):
-        assert runtime.decode_q_prep(q, _encode_layer_name(NAME), out) is out
+        out = runtime.decode_q_prep(q, _encode_layer_name(NAME), LATENT, ROPE, FP8)
     layer = engine.layers[NAME]
     both = torch.cat((reference.absorb(q[..., :NOPE], layer.W_UK_T), q[..., NOPE:]), dim=-1)
     want = reference.cast(both, FP8, layer._q_scale)

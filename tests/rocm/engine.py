@@ -29,7 +29,7 @@ def main(job: dict[str, Any]) -> None:
         tempfile.TemporaryDirectory() as folder,
     ):
         imitation.imitate(architecture)
-        from mla_fusion import tiny_models
+        from mla_fusion.cli import tiny_models
 
         model = tiny_models.MODELS["deepseek-v3-shaped"]
         model["num_attention_heads"] = model["num_key_value_heads"] = job.pop("heads")

@@ -42,7 +42,7 @@ class Backend:
         from vllm.model_executor.layers.linear import ColumnParallelLinear
         from vllm.utils.torch_utils import set_default_torch_dtype
 
-        from mla_fusion import tiny_models
+        from mla_fusion.cli import tiny_models
 
         model = {**tiny_models.MODELS["deepseek-v2-shaped"], "num_attention_heads": heads}
         model["hidden_size"] = 64 * heads  # transformers wants a multiple
@@ -152,7 +152,8 @@ def fuse(module: fx.GraphModule, layer: Any, provider: str) -> Any:
     from vllm.compilation.passes.inductor_pass import pass_context
     from vllm.config.utils import Range
 
-    from mla_fusion import eligibility, report
+    from mla_fusion import report
+    from mla_fusion.config import eligibility
     from mla_fusion.passes import pipeline
     from mla_fusion.patterns.site import attention_calls
 

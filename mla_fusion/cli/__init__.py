@@ -1,0 +1,65 @@
+"""The command line `mla-fusion`: one module a command.
+
+A command's module has `declare(parser)`, which adds its arguments, and `run(arguments)`, which does
+the work and returns the exit status: 0 as hoped (all fused, tokens equal), 1 not so. What the user
+can put right is raised as `UserError`, and exits with 2. Only the module of the command that was
+asked for is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+from mla_fusion.cli.arguments import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_COMMANDS = {
+    "doctor": "tell whether fusion can work in this environment",
+    "check": "tell whether and why a model would fuse",
+    "report": "show the stored reports of engines that were started with the flag on",
+    "demo": "run two small models with the fusion off and on, and compare their tokens",
+    "bench": "time the fused region against vLLM's and FlashInfer's kernels, on a GPU",
+    "plan": "draw how a persistent MLA decode shares a batch among its workers",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; `argv` defaults to the command line's."""
+    words = sys.argv[1:] if argv is None else [*argv]
+    arguments = _parser(words[:1]).parse_args(words)
+    try:
+        return int(arguments.run(arguments))
+    except UserError as error:
+        print(f"mla-fusion {arguments.command}: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # The reader has gone, as `head` does; Python would complain again while it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print(f"mla-fusion {arguments.command}: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser(asked: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser, with the arguments of the command in `asked`."""
+    version = metadata.version("mla-fusion")
+    parser = argparse.ArgumentParser(
+        prog="mla-fusion", description="Fused MLA decode query preparation for vLLM."
+    )
+    parser.add_argument("--version", action="version", version=f"mla-fusion {version}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, text in _COMMANDS.items():
+        command = commands.add_parser(name, help=text)
+        if name in asked:
+            module = importlib.import_module(f"mla_fusion.cli.{name}")
+            module.declare(command)
+            command.set_defaults(run=module.run)
+    return parser

@@ -1,0 +1,258 @@
+"""`mla-fusion check`: whether and why the MLA layers of a model would fuse, seen on a CPU."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mla_fusion import kernels, report
+from mla_fusion.cli import child, dumps, model_classes, shrink
+from mla_fusion.cli.answer import Answer
+from mla_fusion.cli.arguments import UserError, positive, require, zero_or_more
+from mla_fusion.report import reasons
+
+if TYPE_CHECKING:
+    import argparse
+
+# All that vLLM's CPU attention can run; other models and caches are compiled, not run.
+_CPU_HEAD_SIZE = 576
+_CPU_CACHES = ("auto", "bfloat16")
+_PROMPTS = [(0, [1, 2, 3]), (1, [4, 5])]
+_NEW_TOKENS = 4
+
+
+def declare(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.description = (
+        "Reads config.json; where that does not decide, cuts the model to a few layers "
+        "with random weights and starts a vLLM engine on it with the flag on. Prints whether every "
+        "MLA layer fuses, where, and what to type, or why not. Needs no GPU and no network."
+    )
+    parser.add_argument(
+        "model",
+        type=Path,
+        metavar="CONFIG",
+        help="the model's config.json, or its folder; not a name on the Hub",
+    )
+    parser.add_argument(
+        "--max-num-seqs",
+        type=positive,
+        default=256,
+        metavar="N",
+        help="as the server will get it (default: %(default)s; vLLM's own depends on the GPU)",
+    )
+    parser.add_argument(
+        "--speculative-tokens",
+        type=zero_or_more,
+        default=0,
+        metavar="K",
+        help="draft tokens a step: the decode bucket is N * (1 + K) tokens (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tensor-parallel-size",
+        type=positive,
+        default=1,
+        metavar="TP",
+        help="emulated: the heads of one rank of TP (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--kv-cache-dtype", default="auto", metavar="T", help="as in vLLM (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--layers",
+        type=positive,
+        default=2,
+        metavar="L",
+        help="layers that are kept (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--provider",
+        choices=kernels.PROVIDERS,
+        default="reference",
+        help="who computes the fused op (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--dump",
+        type=Path,
+        metavar="DIR",
+        help="write the report, and the graph before and after the passes as readable Python, for "
+        "mla-fusion report DIR (needs depyf)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The engine the user would start, and how it is cut."""
+
+    model: Path
+    max_num_seqs: int = 256
+    speculative_tokens: int = 0
+    tensor_parallel_size: int = 1
+    kv_cache_dtype: str = "auto"
+    layers: int = 2
+    provider: str = "reference"
+    dump: Path | None = None
+    json: bool = False
+
+    @property
+    def bucket(self) -> int:
+        """As `config.decode_bucket` without CUDA graphs; drafts of whatever method widen it."""
+        return max(self.max_num_seqs * (1 + self.speculative_tokens), 2)
+
+    def serve(self) -> list[str]:
+        """The arguments of `vllm serve`, the model first.
+
+        --max-num-seqs is always named: vLLM's default depends on the GPU, and the bucket on it.
+        """
+        words = [str(self.model) if self.model.is_dir() else "MODEL"]
+        if self.tensor_parallel_size > 1:
+            words += ["--tensor-parallel-size", str(self.tensor_parallel_size)]
+        words += ["--max-num-seqs", str(self.max_num_seqs)]
+        if self.kv_cache_dtype != "auto":
+            words += ["--kv-cache-dtype", self.kv_cache_dtype]
+        return words
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the answer; 0 if every MLA layer of the decode range fuses, else 1.
+
+    Raises:
+        UserError: the model or the settings cannot be used.
+    """
+    named = {k: v for k, v in vars(arguments).items() if k not in ("run", "command")}
+    settings = Settings(**named)
+    answer = find(settings)
+    print(json.dumps(answer.to_json(), indent=1) if settings.json else "\n".join(answer.lines()))
+    return 0 if answer.fuses else 1
+
+
+def find(settings: Settings) -> Answer:
+    """The answer, from the configuration if it suffices, else from an engine; errors as `run`."""
+    model, architecture = shrink.read(settings.model)
+    platforms = model_classes.where_compiled(architecture)
+    answer = Answer(
+        model=architecture,
+        platforms=frozenset(model_classes.PLATFORMS) if platforms is None else platforms,
+        bucket=settings.bucket,
+        checked_by="configuration",
+        arguments=settings.serve(),
+    )
+    code, detail = model_classes.decide(model, architecture)
+    if code:
+        answer.why = [(code, detail)]
+        answer.details = ["checked: by its configuration and the source of this vLLM, no engine"]
+        return answer
+    cut = shrink.cut(model, settings.layers, settings.tensor_parallel_size)
+    require("vllm", purpose="mla-fusion check")
+    if settings.dump:
+        require("depyf", purpose="--dump")
+        _claim(settings.dump)
+    _check_cache_type(settings.kv_cache_dtype)
+    _ask_engine(answer, settings, cut)
+    return answer
+
+
+def _ask_engine(answer: Answer, settings: Settings, cut: shrink.Cut) -> None:
+    work = Path(tempfile.mkdtemp(prefix="mla-fusion-check-"))
+    ran = cut.head_size == _CPU_HEAD_SIZE and settings.kv_cache_dtype in _CPU_CACHES
+    # On an error its log is kept.
+    outcome = child.run(_job(settings, cut, work, run_it=ran), progress=sys.stderr)
+    stored = report.load(outcome.reports[0]) if outcome.reports else None
+    answer.checked_by, answer.report = "engine", stored
+    if settings.dump and stored:
+        _copy_dump(work, settings.dump, outcome.reports[0], stored)
+    shutil.rmtree(work)
+    answer.why = _reasons(stored, outcome.warnings)
+    answer.details = [
+        f"model: {cut.found}",
+        f"checked as: {cut.changed}; {outcome.seconds:.0f} s in vLLM's engine",
+        _how_run(settings, cut, ran),
+        *(stored.lines() if stored else outcome.warnings),
+    ]
+
+
+def _job(settings: Settings, cut: shrink.Cut, work: Path, run_it: bool) -> child.Job:
+    model = work / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(cut.config, indent=1))
+    return child.Job(
+        model=str(model),
+        workdir=str(work),
+        cache=str(work / "cache"),
+        fuse=True,
+        provider=settings.provider,
+        max_num_seqs=settings.max_num_seqs,
+        # More than the bucket: prefill is seen too.
+        max_num_batched_tokens=max(2048, 2 * settings.bucket),
+        max_model_len=256,
+        load_format="dummy",
+        kv_cache_dtype=settings.kv_cache_dtype,
+        bucket=settings.bucket if settings.speculative_tokens else None,
+        dump=str(work / "depyf") if settings.dump else None,
+        prompts=_PROMPTS if run_it else [],
+        new_tokens=_NEW_TOKENS,
+    )
+
+
+def _reasons(stored: report.Report | None, warnings: list[str]) -> list[tuple[str, str]]:
+    """(code, detail) of what the report declined, or of the warning that switched the flag off."""
+    if stored:
+        declined = [r.declined for r in stored.decode_ranges()]
+        return [(code, entry["detail"]) for by in declined for code, entry in by.items()]
+    return [found for text in warnings if (found := reasons.recognize(text))]
+
+
+def _how_run(settings: Settings, cut: shrink.Cut, ran: bool) -> str:
+    if ran:
+        return f"ran: {len(_PROMPTS)} prompts, {_NEW_TOKENS} tokens each, through these graphs"
+    why = (
+        f"takes a head size of {_CPU_HEAD_SIZE} (kv_lora_rank + qk_rope_head_dim), not "
+        f"{cut.head_size}"
+        if cut.head_size != _CPU_HEAD_SIZE
+        else f"takes no {settings.kv_cache_dtype} cache"
+    )
+    return (
+        f"not run: vLLM's CPU attention {why}. The graphs were compiled for it and the report is "
+        "theirs; no token was generated. Backends for a GPU may take the query in fp8 too: that "
+        "changes the type of the fused op's output, not what fuses"
+    )
+
+
+def _check_cache_type(name: str) -> None:
+    if name in (*_CPU_CACHES, "fp8"):
+        return
+    from typing import get_args
+
+    from vllm.config.cache import CacheDType
+
+    known = get_args(CacheDType)
+    if name not in known:
+        raise UserError(f"unknown --kv-cache-dtype {name!r}; vLLM has {', '.join(known)}")
+
+
+def _claim(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write to --dump {folder}: {error}") from None
+
+
+def _copy_dump(work: Path, folder: Path, report_path: Path, stored: report.Report) -> None:
+    """Copy what depyf wrote, named after the token range, and the report, into `folder`."""
+    # One range lies in the bucket here; vLLM compiles one graph for it, or one for each piece.
+    decode = stored.decode_ranges()
+    if not decode:
+        raise UserError(f"the passes met no MLA layer: no graph to put in {folder}")
+    first, last = decode[0].range
+    shutil.copyfile(report_path, folder / "report.json")
+    for stage, sources in dumps.find(work / "depyf").items():
+        for index, source in enumerate(sources):
+            piece = f".piece{index}" if len(sources) > 1 else ""
+            shutil.copyfile(source, folder / f"tokens_{first}_{last}{piece}.{stage}.py")
+    print(f"wrote the graphs and the report to {folder}", file=sys.stderr)

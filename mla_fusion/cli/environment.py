@@ -1,0 +1,144 @@
+"""The environment as `mla-fusion doctor` finds it: everything is probed, nothing assumed."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from typing import Any
+
+from mla_fusion import config, kernels
+from mla_fusion.config import vllm_compat
+
+_GROUP, _PLUGIN = "vllm.general_plugins", "mla_fusion"
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What was found. A version is empty where the package is missing.
+
+    platform: "cuda", "rocm" or "cpu", vLLM's where it is there, else torch's.
+    arch: such as "sm_90" or "gfx942". fp8: the name of the platform's fp8 type in torch.
+    aiter_offers: what kernels/aiter.py looks for, and whether this AITER has it.
+    providers: why each cannot run, or an empty string.
+    plugin: why vLLM would not load it, or an empty string.
+    """
+
+    vllm: str
+    torch: str
+    triton: str
+    aiter: str
+    aiter_offers: dict[str, bool]
+    platform: str
+    device: str
+    arch: str
+    fp8: str
+    providers: dict[str, str]
+    plugin: str
+
+
+def probe() -> Environment:
+    """Look at all of it."""
+    import torch
+
+    vllm = _vllm_version()
+    platform = _platform(vllm)
+    device, arch = _device()
+    providers = {name: _why_not(name) for name in kernels.PROVIDERS}
+    return Environment(
+        vllm=vllm,
+        torch=str(torch.__version__),
+        triton=_version_of("triton"),
+        aiter=_aiter_version(providers["aiter"]),
+        aiter_offers=_aiter_offers() if not providers["aiter"] else {},
+        platform=platform,
+        device=device,
+        arch=arch,
+        fp8=str(vllm_compat.fp8_dtype()).removeprefix("torch.") if vllm else "",
+        providers=providers,
+        plugin=_why_no_plugin() if vllm else "vLLM is missing",
+    )
+
+
+def _vllm_version() -> str:
+    if find_spec("vllm") is None:
+        return ""
+    try:
+        return vllm_compat.installed_version()
+    except (ImportError, AttributeError, OSError):
+        return ""  # a broken install, such as one built for another torch
+
+
+def _platform(vllm: str) -> str:
+    if vllm:
+        from vllm.platforms import current_platform as platform
+
+        found = {"rocm": platform.is_rocm(), "cuda": platform.is_cuda()}
+        return next((name for name, is_it in found.items() if is_it), "cpu")
+    import torch
+
+    if not torch.cuda.is_available():
+        return "cpu"
+    return "rocm" if torch.version.hip else "cuda"
+
+
+def _device() -> tuple[str, str]:
+    """(name, architecture) of the first GPU; empty without one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "", ""
+    properties: Any = torch.cuda.get_device_properties(0)
+    if torch.version.hip:
+        return properties.name, properties.gcnArchName.partition(":")[0]
+    return properties.name, f"sm_{properties.major}{properties.minor}"
+
+
+def _version_of(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _aiter_version(why_not: str) -> str:
+    """The version of AMD's AITER, "unknown" if it says none; `why_not` is the provider's reason.
+
+    A distribution called aiter may be AMD's or another project's: the provider can tell.
+    """
+    return _version_of("amd-aiter") or ("" if why_not else _version_of("aiter") or "unknown")
+
+
+def _aiter_offers() -> dict[str, bool]:
+    module: Any = importlib.import_module("mla_fusion.kernels.aiter")
+    offers: dict[str, bool] = module.capabilities()
+    return offers
+
+
+def _why_not(provider: str) -> str:
+    try:
+        kernels.get_provider(provider)
+    except kernels.ProviderUnavailable as error:
+        return str(error)
+    return ""
+
+
+def _why_no_plugin() -> str:
+    """Why vLLM would not load the plugin in a process of this environment; empty if it would."""
+    import vllm.config.compilation as compilation
+    from vllm import envs
+
+    entries = metadata.entry_points(group=_GROUP, name=_PLUGIN)
+    if not entries:
+        return f"no entry point {_PLUGIN} in {_GROUP}: install mla-fusion in vLLM's environment"
+    allowed = envs.VLLM_PLUGINS
+    if allowed is not None and _PLUGIN not in allowed:
+        return f"VLLM_PLUGINS={','.join(allowed)} leaves it out: add {_PLUGIN}, or unset it"
+    try:
+        next(iter(entries)).load()()
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer
+        return f"it fails: {error!r}"
+    if not hasattr(compilation.PassConfig, config.FLAG):
+        return "it ran, and vLLM's PassConfig still does not know the flag"
+    return ""

@@ -1,0 +1,81 @@
+"""`mla-fusion plan`: how a persistent decode would share a batch among its workers."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from mla_fusion.cli.arguments import UserError, positive
+
+
+def declare(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.description = (
+        "Plans one step of the persistent MLA decode and prints work per worker, "
+        "utilisation and splits. Needs no GPU and no model."
+    )
+    lengths = parser.add_mutually_exclusive_group(required=True)
+    lengths.add_argument(
+        "--lengths", type=_lengths, metavar="N,N,...", help="KV tokens of each sequence"
+    )
+    lengths.add_argument("--kv", type=positive, metavar="N", help="KV tokens of every sequence")
+    parser.add_argument(
+        "--batch", type=positive, metavar="B", help="sequences, with --kv (default: 1)"
+    )
+    parser.add_argument(
+        "--workers",
+        type=positive,
+        required=True,
+        metavar="W",
+        help="workgroups, one for each compute unit: 132 on an H200, 304 MI300X, 256 MI355X",
+    )
+    parser.add_argument(
+        "--heads",
+        type=positive,
+        default=16,
+        metavar="H",
+        help="query heads of one rank (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--query-len",
+        type=positive,
+        default=1,
+        metavar="Q",
+        help="query tokens of each sequence: 1, and more with drafts (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-split-per-batch",
+        type=positive,
+        default=-1,
+        metavar="N",
+        help="a budget of N pieces for each sequence, shared by all; without it there is no cap",
+    )
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw a picture")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the plan, and draw it where asked; always 0."""
+    from mla_fusion.attention import heads, planner
+    from mla_fusion.attention.settings import OVERHEAD
+    from mla_fusion.cli import draw
+
+    if arguments.lengths is not None and arguments.batch is not None:
+        raise UserError("--batch goes with --kv; --lengths names every sequence")
+    seq_lens = arguments.lengths or (arguments.kv,) * (arguments.batch or 1)
+    layout = heads.layout(arguments.heads, arguments.query_len)
+    rules = planner.Rules(
+        arguments.workers, layout.fold, 16, OVERHEAD, arguments.max_split_per_batch
+    )
+    drawn = draw.make(rules, seq_lens, arguments.query_len)
+    print("\n".join(draw.lines(drawn)))
+    if arguments.svg is not None:
+        try:
+            arguments.svg.write_text(draw.svg(drawn))
+        except OSError as error:
+            raise UserError(f"cannot write {arguments.svg}: {error.strerror}") from None
+        print(f"\n{arguments.svg} written")
+    return 0
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    return tuple(positive(part) for part in text.split(","))

@@ -1,0 +1,187 @@
+"""The flag, the plugin's options, the decode bucket, and whether fusion applies to an engine.
+
+Everything here reads vLLM's config objects and changes none; `plugin.py` does that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mla_fusion import attention, kernels
+from mla_fusion.config import vllm_compat
+
+FLAG = "fuse_aiter_qk_rope_kvcache_mla"
+THRESHOLD = "aiter_qk_rope_kvcache_fusion_max_token_num"
+OPTIONS_KEY = "mla_fusion"
+_CHOICES = {"provider": kernels.PROVIDERS, "attention": ("auto", "portable")}
+_DEFAULTS = {"provider": "aiter", "attention": "auto"}
+
+
+class OptionError(ValueError):
+    """additional_config["mla_fusion"] holds something unknown."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """additional_config["mla_fusion"].
+
+    provider: who computes the fused op: "aiter" (default), "triton" or "reference".
+    explicit: whether the provider was chosen, rather than the default.
+    attention: who decodes with the prepared query: "auto" (default), vLLM's backend, or
+        "portable", this library's persistent decode.
+    """
+
+    provider: str
+    explicit: bool
+    attention: str = "auto"
+
+
+def read_options(additional_config: Any) -> Options:
+    """The options of this plugin in vLLM's `additional_config`.
+
+    Raises:
+        OptionError: an unknown option, or an unknown value of one.
+    """
+    raw = additional_config.get(OPTIONS_KEY, {}) if isinstance(additional_config, dict) else {}
+    if not isinstance(raw, dict):
+        raise OptionError(
+            f'additional_config["{OPTIONS_KEY}"] must be a dictionary such as '
+            f'{{"provider": "triton"}}, got {raw!r}'
+        )
+    unknown = sorted(set(raw) - set(_CHOICES))
+    if unknown:
+        known = "; ".join(f"{name} ({', '.join(_CHOICES[name])})" for name in _CHOICES)
+        raise OptionError(
+            f'unknown option {", ".join(unknown)} in additional_config["{OPTIONS_KEY}"]; '
+            f"there are {known}"
+        )
+    chosen = {name: raw.get(name, default) for name, default in _DEFAULTS.items()}
+    for name, value in chosen.items():
+        if value not in _CHOICES[name]:
+            raise OptionError(
+                f"unknown {name} {value!r} in additional_config["
+                f'"{OPTIONS_KEY}"]: choose one of {", ".join(_CHOICES[name])}'
+            )
+    return Options(explicit="provider" in raw, **chosen)
+
+
+def is_on(vllm_config: Any) -> bool:
+    """Whether the flag is set; a config built before the plugin was loaded has no such field."""
+    return bool(getattr(vllm_config.compilation_config.pass_config, FLAG, False))
+
+
+def decode_bucket(vllm_config: Any) -> int:
+    """The largest number of tokens of a graph in which the passes run.
+
+    max_num_seqs * (1 + num_speculative_tokens), with which vLLM itself tells a decode CUDA graph,
+    or the size of the CUDA graph that it pads such a batch to; unless the operator overrides it.
+    Never more than max_num_batched_tokens. vLLM has no compile range for one token alone, so the
+    smallest bucket is 2.
+    """
+    scheduler = vllm_config.scheduler_config
+    compilation = vllm_config.compilation_config
+    bucket = getattr(compilation.pass_config, THRESHOLD, None)
+    if bucket is None:
+        query_len = 1 + draft_tokens(vllm_config)
+        bucket = scheduler.max_num_seqs * query_len
+        sizes = [n for n in compilation.cudagraph_capture_sizes or () if n >= bucket]
+        if sizes:  # vLLM also rounds the sizes of decode graphs up to whole queries
+            bucket = -(-min(sizes) // query_len) * query_len
+    return min(max(bucket, 2), scheduler.max_num_batched_tokens)
+
+
+def draft_tokens(vllm_config: Any) -> int:
+    """Draft tokens that speculative decoding adds to each token of a decode step."""
+    speculative = vllm_config.speculative_config
+    return (speculative.num_speculative_tokens or 0) if speculative is not None else 0
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Whether the passes can fire in an engine; if not, `code` is a key of reasons.REASONS."""
+
+    provider: str
+    bucket: int
+    code: str = ""
+    detail: str = ""
+
+    @property
+    def applies(self) -> bool:
+        """Whether there is no reason against it."""
+        return not self.code
+
+
+def decide(vllm_config: Any, *, is_rocm: bool, partition_refused: bool) -> Decision:
+    """Whether fusion applies to an engine whose flag is on.
+
+    Args:
+        vllm_config: vLLM's, after its defaults and its platform were applied.
+        is_rocm: whether vLLM runs on ROCm.
+        partition_refused: whether the operator set use_inductor_graph_partition=False.
+
+    Raises:
+        OptionError: as `read_options`.
+    """
+    options = read_options(vllm_config.additional_config)
+    code, detail = _why_not(vllm_config, options, is_rocm, partition_refused)
+    return Decision(options.provider, decode_bucket(vllm_config), code, detail)
+
+
+def _served_model(vllm_config: Any) -> Any:
+    """The config of the model the engine serves.
+
+    A draft model's VllmConfig holds its own model, and shares the compilation config with the
+    engine's: it must not be decided twice, and differently.
+    """
+    target = getattr(vllm_config.speculative_config, "target_model_config", None)
+    return target or vllm_config.model_config
+
+
+def _why_not(
+    vllm_config: Any, options: Options, is_rocm: bool, partition_refused: bool
+) -> tuple[str, str]:
+    version = vllm_compat.installed_version()
+    if not vllm_compat.is_supported(version):
+        return "vllm-version", f"{version}, supported are {vllm_compat.window()}"
+    model, compilation = _served_model(vllm_config), vllm_config.compilation_config
+    if model is None or not vllm_compat.uses_mla(model):
+        return "no-mla", getattr(model, "architecture", "") or ""
+    if options.provider == "aiter" and not options.explicit and not is_rocm:
+        return "provider-platform", ""
+    try:
+        kernels.get_provider(options.provider)
+    except kernels.ProviderUnavailable as error:
+        return "provider-unavailable", f"{options.provider}: {error}"
+    parallel = vllm_config.parallel_config
+    if options.attention == "portable":
+        executor = attention.portable_provider(torch.device(vllm_config.device_config.device_type))
+        try:
+            attention.get_provider(executor)
+        except kernels.ProviderUnavailable as error:
+            return "provider-unavailable", f"attention=portable, {executor}: {error}"
+        if getattr(parallel, "use_ubatching", False):
+            return "microbatches", ""
+    if (
+        parallel.decode_context_parallel_size > 1
+        or getattr(parallel, "prefill_context_parallel_size", 1) > 1
+    ):
+        return "context-parallel", ""
+    if partition_refused and compilation.splitting_ops != []:
+        return "graph-partition", ""
+    cudagraph_mode = getattr(compilation.cudagraph_mode, "name", None)
+    # vLLM turns the second into FULL when there is nothing to split at.
+    if cudagraph_mode == "FULL" or (
+        cudagraph_mode == "FULL_AND_PIECEWISE" and compilation.splitting_ops == []
+    ):
+        return "cudagraph-full", ""
+    if compilation.inductor_compile_config.get("enable_auto_functionalized_v2"):
+        return "functionalization-v2", ""
+    if compilation.mode == 0 and vllm_compat.runs_breakable_cudagraphs():
+        return "breakable-cudagraph", model.architecture
+    # Last: on a CPU the mode is only kept if nothing else speaks against fusion.
+    if compilation.mode != 3 or compilation.backend not in ("", "inductor"):
+        return "not-compiled", f"mode {compilation.mode}, backend {compilation.backend!r}"
+    return "", ""

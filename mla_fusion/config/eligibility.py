@@ -1,0 +1,112 @@
+"""Which MLA layers the fused op can serve: facts read from vLLM's layer, and the verdict."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mla_fusion.attention import get_provider, portable_provider
+from mla_fusion.config import vllm_compat
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+# Opaque per-token byte formats, int8 and fp4 caches are written by kernels of their own.
+FUSABLE_CACHES = {"auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3"}
+_CACHE_TYPES = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+}
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    """What the passes need to know of one layer, free of references to the model.
+
+    `decline` is a key of `reasons.REASONS`, or empty; `quantized_query` tells whether the backend
+    takes its query in fp8 when the cache is fp8.
+    """
+
+    decline: str
+    detail: str
+    quantized_query: bool
+
+    def query_dtype(self, activation: torch.dtype) -> torch.dtype:
+        """The type of the prepared query."""
+        return vllm_compat.fp8_dtype() if self.quantized_query else activation
+
+
+def facts(
+    layer: Any, provider: str, activation: torch.dtype, attention: str = "auto"
+) -> LayerFacts:
+    """The facts of one `MLAAttention` layer of vLLM after its weights were loaded.
+
+    `activation` is the type of the graph's activations; the other two as in `config.Options`.
+    """
+    fp8 = layer.kv_cache_dtype.startswith("fp8")
+    quantized = fp8 and bool(layer.impl.supports_quant_query_input)
+    code, detail = _decline(layer, provider, activation)
+    if not code and attention == "portable":
+        query = vllm_compat.fp8_dtype() if quantized else activation
+        code, detail = _decline_portable(layer, query, cache_dtype(layer, activation))
+    return LayerFacts(code, detail, quantized)
+
+
+def cache_dtype(layer: Any, activation: torch.dtype) -> torch.dtype:
+    """The type of a layer's cache, one of `FUSABLE_CACHES`."""
+    if layer.kv_cache_dtype.startswith("fp8"):
+        return vllm_compat.fp8_dtype()
+    return _CACHE_TYPES.get(layer.kv_cache_dtype, activation)
+
+
+def common(layers: Iterable[LayerFacts]) -> LayerFacts | None:
+    """The facts shared by all layers; None if they differ or there is none."""
+    distinct = set(layers)
+    return distinct.pop() if len(distinct) == 1 else None
+
+
+def _decline(layer: Any, provider: str, activation: torch.dtype) -> tuple[str, str]:
+    impl = layer.impl
+    if getattr(impl, "is_sparse", False) or getattr(layer, "use_sparse", False):
+        return "sparse-attention", type(impl).__name__
+    if getattr(layer, "hisparse_cache", None) is not None:
+        return "hisparse", ""
+    if getattr(impl, "dcp_world_size", 1) > 1 or getattr(layer, "use_pcp", False):
+        return "context-parallel", ""
+    padded = getattr(layer, "q_pad_num_heads", None)
+    if padded not in (None, layer.num_heads):
+        return "padded-heads", f"{layer.num_heads} to {padded}"
+    if layer.kv_cache_dtype not in FUSABLE_CACHES:
+        return "kv-cache-dtype", layer.kv_cache_dtype
+    if getattr(layer, "is_amx_bmm_enabled", False):
+        return "packed-weights", "AMX"
+    packed = vllm_compat.packed_weight(layer)
+    if packed and provider != "aiter":
+        return "packed-weights", f"AITER {packed}"
+    if packed and activation != torch.bfloat16:
+        return "packed-weights", f"AITER's {packed} product is one of bf16, not of {activation}"
+    if not packed and getattr(layer, "W_UK_T", None) is None:
+        return "packed-weights", "no plain W_UK_T"
+    if cache_dtype(layer, activation) not in (activation, vllm_compat.fp8_dtype()):
+        return "kv-cache-dtype", f"{layer.kv_cache_dtype} cache, {activation} activations"
+    return "", ""
+
+
+def _decline_portable(layer: Any, query: torch.dtype, cache: torch.dtype) -> tuple[str, str]:
+    """What the portable decode does not compute, or another decode does from a plan already."""
+    impl = layer.impl
+    executor = portable_provider(layer._k_scale.device)
+    widths = layer.kv_lora_rank, layer.qk_rope_head_dim
+    unsupported = get_provider(executor).unsupported(query, cache, *widths)
+    found = {
+        "a draft layer without causal mask": getattr(layer, "non_causal_multi_token_decode", False),
+        "a sliding window": getattr(layer, "sliding_window", None) is not None,
+        "attention sinks": getattr(impl, "sinks", None) is not None,
+        f"{type(impl).__name__} has a persistent plan of its own": "Aiter" in type(impl).__name__,
+        f"{executor}: {unsupported}": bool(unsupported),
+    }
+    details = [detail for detail, is_so in found.items() if is_so]
+    return ("portable-attention", details[0]) if details else ("", "")

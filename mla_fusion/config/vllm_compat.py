@@ -1,0 +1,174 @@
+"""The supported window of vLLM, and every name or behaviour that moved inside it.
+
+Other files ask here instead of importing from vLLM by path, so that a new release is one file
+to read. Nothing is imported from vLLM until it is needed.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+# vLLM 0.26 is the first release whose MLA layer has the split KV-update and attention ops this
+# library rewrites together with `VllmFusionPatternMatcherPass`; 0.33 the last one read.
+OLDEST, NEWEST = (0, 26), (0, 33)
+
+
+def installed_version() -> str:
+    """The version string of the vLLM in this environment."""
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def versions() -> dict[str, str]:
+    """The releases that compile a graph together, and the device they compile it for."""
+    from vllm.platforms import current_platform
+
+    device = current_platform.device_name
+    if current_platform.is_cuda_alike():
+        device = str(current_platform.get_device_name())
+    return {
+        "mla-fusion": metadata.version("mla-fusion"),
+        "vLLM": installed_version(),
+        "torch": str(torch.__version__),
+        "device": device,
+    }
+
+
+def compile_environment() -> str:
+    """The environment variables that vLLM's compile cache depends on, as text."""
+    from vllm import envs
+
+    return repr(sorted(envs.compile_factors().items()))
+
+
+def is_supported(version: str) -> bool:
+    """Whether a version such as "0.32.0+cpu" lies in the supported window."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    return numbers is not None and OLDEST <= (int(numbers[1]), int(numbers[2])) <= NEWEST
+
+
+def window() -> str:
+    """The supported window as text."""
+    return f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+
+
+# These build MLA layers without asking `ModelConfig.use_mla`, whose list of types lacks them.
+_UNLISTED_MLA = {"SarvamMLAForCausalLM"}
+
+
+def uses_mla(model_config: Any) -> bool:
+    """Whether a vLLM `ModelConfig` is of a model with MLA layers."""
+    return bool(model_config.use_mla) or model_config.architecture in _UNLISTED_MLA
+
+
+def layer_name_type() -> str:
+    """How the schemas of vLLM's ops type `layer_name`: an opaque class (torch >= 2.11) or str."""
+    from vllm.utils.torch_utils import LayerNameType
+
+    if LayerNameType is str:
+        return "str"
+    from torch._library.opaque_object import get_opaque_type_name
+
+    return get_opaque_type_name(LayerNameType)
+
+
+def layer_name_str(layer_name: Any) -> str:
+    """The layer's name, from a string or from vLLM's opaque LayerName."""
+    return layer_name if isinstance(layer_name, str) else layer_name.value
+
+
+def attention_context(layer_name: Any) -> tuple[Any, Any, torch.Tensor, torch.Tensor | None]:
+    """(metadata or None, layer, KV cache, slot mapping or None) of one layer in this step."""
+    from vllm.model_executor.layers.attention.attention import get_attention_context
+
+    return get_attention_context(layer_name_str(layer_name))
+
+
+def forward_context() -> Any:
+    """vLLM's context of the forward pass that runs: a new object for each."""
+    from vllm.forward_context import get_forward_context
+
+    return get_forward_context()
+
+
+def with_attention_hooks(body: Callable[..., None]) -> Callable[..., None]:
+    """`body` with the decorators of vLLM's own MLA attention op, in vLLM's order.
+
+    The KV-transfer hook waits for and saves the layer's cache (prefill/decode disaggregation);
+    the other ends a breakable CUDA graph around the op.
+    """
+    from vllm.compilation.breakable_cudagraph import eager_break_during_capture
+    from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
+
+    return eager_break_during_capture(maybe_transfer_kv_layer(body))
+
+
+def runs_breakable_cudagraphs() -> bool:
+    """Whether vLLM captures models in pieces of its own, for which it switches torch.compile off.
+
+    By VLLM_USE_BREAKABLE_CUDAGRAPH, which it sets itself for a list of architectures.
+    """
+    from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled
+
+    return bool(is_breakable_cudagraph_enabled())
+
+
+def is_first_rank() -> bool:
+    """Whether this worker is the one of an engine that tells the operator what all of them do."""
+    from vllm.distributed.parallel_state import is_global_first_rank
+
+    return bool(is_global_first_rank())
+
+
+def resolve_context_parallel(layer: Any) -> None:
+    """Set what vLLM 0.26 sets on the first call of `forward_impl`, which decode steps now skip."""
+    if layer.impl.dcp_world_size == -1:
+        from vllm.distributed.parallel_state import get_dcp_group
+
+        layer.impl.dcp_world_size = get_dcp_group().world_size
+
+
+def fp8_dtype() -> torch.dtype:
+    """The fp8 type of vLLM's platform: e4m3fnuz on gfx942, else e4m3fn."""
+    from vllm.platforms import current_platform
+
+    return current_platform.fp8_dtype()
+
+
+def packed_weight(layer: Any) -> str:
+    """How a layer keeps W_UK for AITER's products, in vLLM's precedence; empty if it is plain."""
+    kinds = (k for k in ("fp4", "fp8") if getattr(layer, f"is_aiter_triton_{k}_bmm_enabled", False))
+    return next(kinds, "")
+
+
+def mla_layers(layers: Mapping[str, Any]) -> dict[str, Any]:
+    """The MLA attention layers of vLLM's `static_forward_context`, by name."""
+    from vllm.model_executor.layers.attention import MLAAttention
+
+    return {name: layer for name, layer in layers.items() if isinstance(layer, MLAAttention)}
+
+
+def current_layers() -> Mapping[str, Any]:
+    """All layers of the model that is being run or compiled, by name."""
+    from vllm.forward_context import get_forward_context
+
+    return get_forward_context().no_compile_layers
+
+
+def traced_layer_name(layer_name: Any) -> str | None:
+    """The layer's name behind a `layer_name` argument in a graph; None if it is not known.
+
+    It is a string constant, or a graph input that holds vLLM's opaque LayerName.
+    """
+    if isinstance(layer_name, str):
+        return layer_name
+    traced = getattr(layer_name, "meta", {}).get("val", layer_name)
+    return getattr(getattr(traced, "real_obj", traced), "value", None)

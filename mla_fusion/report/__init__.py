@@ -1,0 +1,246 @@
+"""What fused where: counts per compile range, reasons, and one layer before and after.
+
+The passes add one `GraphRecord` per compiled graph. When the worker has compiled, `collect` sums
+them into a `Report` and stores it under vLLM's cache root, so that a start from a warm compile
+cache, in which no pass runs, has the same report; `publish` logs it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mla_fusion.ops import Variant
+from mla_fusion.report import reasons
+from mla_fusion.report.layer_graph import LayerGraph
+
+if TYPE_CHECKING:
+    from mla_fusion.report.reasons import Decline
+
+logger = logging.getLogger("vllm.mla_fusion")
+VERSION = 2  # of the stored format
+
+
+class FormatError(ValueError):
+    """A file is no report, or one that another release stored."""
+
+
+@dataclass
+class GraphRecord:
+    """One compiled graph: its token range, and what became of its MLA layers."""
+
+    start: int
+    end: int
+    layers: int = 0
+    fused: int = 0
+    declined: dict[str, Decline] = field(default_factory=dict)
+    layer: LayerGraph | None = None
+    variants: set[Variant] = field(default_factory=set)
+    pass_ms: float = 0.0
+
+
+@dataclass
+class RangeReport:
+    """All graphs of one compile range."""
+
+    range: tuple[int, int]
+    layers: int = 0
+    fused: int = 0
+    # reason code -> {"layers": how many, "detail": of the first one}
+    declined: dict[str, dict[str, Any]] = field(default_factory=dict)
+    # one fused layer of the first graph in which there is one
+    layer: LayerGraph | None = None
+    variants: list[Variant] = field(default_factory=list)
+    pass_ms: float = 0.0
+
+
+@dataclass
+class Report:
+    """What an operator is told; `bucket` is the decode bucket in tokens.
+
+    `uncompiled` counts the MLA layers of the model that were in no graph.
+    """
+
+    provider: str
+    bucket: int
+    ranges: list[RangeReport]
+    model: str = ""  # the architecture
+    versions: dict[str, str] = field(default_factory=dict)  # of what compiled it
+    uncompiled: int = 0  # MLA layers in no graph
+    version: int = VERSION
+
+    @property
+    def fused(self) -> int:
+        """Fused layers, over all ranges."""
+        return sum(r.fused for r in self.ranges)
+
+    def decode_ranges(self) -> list[RangeReport]:
+        """The ranges in which the passes run, as far as they hold MLA layers."""
+        return [r for r in self.ranges if r.range[1] <= self.bucket and r.layers]
+
+    def lines(self) -> list[str]:
+        """The report as text, one range a line, then the reasons and the census."""
+        out = [f"MLA fusion: provider {self.provider}, decode bucket {self.bucket} tokens"]
+        for r in self.ranges:
+            note = "" if r.range[1] <= self.bucket else "  (outside the decode bucket: untouched)"
+            out.append(
+                f"  tokens {r.range[0]} to {r.range[1]}: {r.layers} MLA layers, "
+                f"{r.fused} fused, {sum(d['layers'] for d in r.declined.values())} declined{note}"
+            )
+            for code, entry in r.declined.items():
+                text = reasons.explain(code, entry["detail"])
+                out.append(f"    {entry['layers']} declined: {text}")
+            if r.layer:
+                out.append("    ops of one layer, before -> after:")
+                for op, before, after in r.layer.changes():
+                    out.append(f"      {before:3d} -> {after:<3d} {op}")
+        if self.uncompiled:
+            why = reasons.explain("no-graph")
+            out.append(f"  outside any graph: {self.uncompiled} MLA layers: {why}")
+        return out
+
+
+_records: list[GraphRecord] = []
+
+
+def add(record: GraphRecord) -> None:
+    """Called by the passes, once per compiled graph."""
+    _records.append(record)
+
+
+def forget() -> None:
+    """Drop what an engine of this process left that did not live to its report."""
+    _records.clear()
+
+
+def take(
+    provider: str,
+    bucket: int,
+    model: str = "",
+    versions: dict[str, str] | None = None,
+    model_layers: int = 0,
+) -> Report | None:
+    """The report of all graphs compiled since the last call; None if no pass ran.
+
+    `model_layers` is the number of the model's MLA layers, with those of its draft head.
+    """
+    if not _records:
+        return None
+    ranges: dict[tuple[int, int], RangeReport] = {}
+    for record in _records:
+        key = (record.start, record.end)
+        total = ranges.setdefault(key, RangeReport(key))
+        total.layers += record.layers
+        total.fused += record.fused
+        total.pass_ms += record.pass_ms
+        total.layer = total.layer or record.layer
+        total.variants += [v for v in record.variants if v not in total.variants]
+        for decline in record.declined.values():
+            entry = total.declined.setdefault(decline.code, {"layers": 0, "detail": decline.detail})
+            entry["layers"] += 1
+    _records.clear()
+    seen = max(r.layers for r in ranges.values())
+    uncompiled = max(model_layers - seen, 0)
+    ordered = [ranges[key] for key in sorted(ranges)]
+    return Report(provider, bucket, ordered, model, versions or {}, uncompiled)
+
+
+def load(path: Path) -> Report:
+    """The report stored at `path`.
+
+    Raises:
+        FormatError: it holds something else, or what another release stored.
+    """
+    try:
+        stored = json.loads(path.read_text())
+        if stored["version"] != VERSION:
+            raise FormatError(f"{path} was stored by another release of mla-fusion")
+        for entry in stored["ranges"]:
+            entry["range"] = tuple(entry["range"])
+            entry["variants"] = [Variant(**variant) for variant in entry["variants"]]
+            entry["layer"] = entry["layer"] and LayerGraph.from_json(entry["layer"])
+        stored["ranges"] = [RangeReport(**entry) for entry in stored["ranges"]]
+        return Report(**stored)
+    except (UnicodeDecodeError, json.JSONDecodeError, TypeError, KeyError, AttributeError):
+        raise FormatError(f"{path} is not a stored report") from None
+
+
+def stored_reports(cache_root: Path) -> list[Path]:
+    """The reports stored under a vLLM cache root, or copied by `check --dump`, newest first."""
+    found = [*(cache_root / "torch_compile_cache" / "mla_fusion").glob("*.json")]
+    found += cache_root.glob("report.json")
+    return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
+
+
+def collect(path: Path, made: Report | None) -> tuple[Report | None, bool]:
+    """(the report of this start, whether it is that of an earlier one).
+
+    What this start compiled, `made`, is stored at `path`; if it compiled nothing, what an earlier
+    start stored there tells what vLLM's cache holds. A file that cannot be written or read is a
+    warning, and no reason for an engine not to start.
+    """
+    if made is not None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # In one step: another start may read it, and this one may be killed.
+            part = path.with_suffix(f".{os.getpid()}")
+            part.write_text(json.dumps(asdict(made), separators=(",", ":")))
+            part.replace(path)
+        except OSError as error:
+            logger.warning("mla_fusion could not store its report at %s: %s", path, error)
+        return made, False
+    try:
+        return (load(path), True) if path.exists() else (None, False)
+    except (OSError, FormatError) as error:
+        logger.warning(
+            "mla_fusion does not know what fused in the graphs of vLLM's compile cache: %s. Delete "
+            "that file, and set VLLM_DISABLE_COMPILE_CACHE=1 once",
+            error,
+        )
+        return None, False
+
+
+def publish(report: Report | None, model: str, cached: bool) -> None:
+    """Log one line for each decode range; if nothing fused, one warning with the reasons instead.
+
+    Args:
+        report: None if no graph was compiled, and none was known.
+        model: the architecture.
+        cached: the graphs come from vLLM's compile cache, the report from an earlier start.
+    """
+    decode = report.decode_ranges() if report else []
+    if report is None or not decode:
+        logger.warning(
+            "fuse_aiter_qk_rope_kvcache_mla is on and fused nothing: no MLA layer was found in a "
+            "compiled graph. Either %s is a model class that vLLM does not compile [no-graph] "
+            "(mla-fusion check tells), or vLLM found its graphs in a compile cache that was "
+            "filled without this report (delete it or set VLLM_DISABLE_COMPILE_CACHE=1 once).",
+            model,
+        )
+    elif not any(r.fused for r in decode):
+        found = {code: e["detail"] for r in decode for code, e in r.declined.items()}
+        why = " ".join(reasons.explain(code, detail) for code, detail in found.items())
+        layers = max(r.layers for r in decode)
+        logger.warning(
+            "fuse_aiter_qk_rope_kvcache_mla is on and fused none of %d MLA layers: %s", layers, why
+        )
+    else:
+        note = f"; {report.uncompiled} in no graph [no-graph]" if report.uncompiled else ""
+        note += " (graphs from vLLM's compile cache)" if cached else ""
+        for r in decode:
+            logger.info("%s%s", _summary(r), note)
+
+
+def _summary(r: RangeReport) -> str:
+    declined = ""
+    if r.declined:
+        codes = ", ".join(f"{e['layers']} [{code}]" for code, e in r.declined.items())
+        declined = f"; declined: {codes}, mla-fusion report says why"
+    return (
+        f"decode range ({r.range[0]}, {r.range[1]}): {r.fused} of {r.layers} MLA layers fused"
+        f"{declined}; prefill ranges untouched"
+    )

@@ -1,0 +1,50 @@
+"""One layer of a compiled graph, before and after the passes, small enough to store in a report."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+
+class Node(NamedTuple):
+    """One op: its name in the graph, what it calls, what it reads, and its result.
+
+    `inputs` are names of nodes, with ".1" for the second output of an op that has several; some
+    lie outside the layer. `result` is text such as "bf16[T, 16, 192]", T being the token count.
+    """
+
+    name: str
+    op: str
+    inputs: list[str]
+    result: str
+
+
+@dataclass
+class LayerGraph:
+    """The ops of one layer in graph order. A node that was kept has the same name in both."""
+
+    before: list[Node]
+    after: list[Node]
+
+    def census(self) -> dict[str, dict[str, int]]:
+        """How often each op is called, under "before" and "after"."""
+        return {
+            stage: dict(Counter(node.op for node in nodes))
+            for stage, nodes in (("before", self.before), ("after", self.after))
+        }
+
+    def changes(self) -> list[tuple[str, int, int]]:
+        """(op, calls before, calls after) of every op whose count changed."""
+        before, after = self.census().values()
+        ops = sorted({*before, *after})
+        return [
+            (op, before.get(op, 0), after.get(op, 0))
+            for op in ops
+            if before.get(op, 0) != after.get(op, 0)
+        ]
+
+    @classmethod
+    def from_json(cls, stored: dict[str, list[list[Any]]]) -> LayerGraph:
+        """What `json.dumps` made of `dataclasses.asdict`."""
+        return cls(*([Node(*row) for row in stored[stage]] for stage in ("before", "after")))

@@ -1,0 +1,112 @@
+"""One layer before and after the passes as a drawing: a row for each op, arcs for what it reads."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING
+
+from mla_fusion.report.rows import FUSED, KEPT, NEW, REMOVED, producers, rows
+
+if TYPE_CHECKING:
+    from mla_fusion.report.layer_graph import LayerGraph
+    from mla_fusion.report.rows import Row
+
+# Pixels. A panel is as wide as the smallest phone shows, and a character of its font 6.15 wide.
+PANEL_WIDTH, _ROW, _GUTTER, _CHARACTER, _GAP = 360, 18, 56, 6.15, 24
+_CLASS = {KEPT: "kept", REMOVED: "gone", NEW: "new", FUSED: "fused"}
+SIGN = {KEPT: "\N{MIDDLE DOT}", REMOVED: "\N{MINUS SIGN}", NEW: "+", FUSED: "\N{BLACK DIAMOND}"}
+
+STYLE = """
+.graph { --ink: #1f2328; --dim: #656d76; --gone: #b42318; --new: #1a7f37; --fused: #0550ae;
+  --fill: #ddf4ff; --edge: #8c959f; --page: #ffffff; }
+@media (prefers-color-scheme: dark) { .graph { --ink: #e6edf3; --dim: #9198a1; --gone: #ff8177;
+  --new: #56d364; --fused: #79c0ff; --fill: #10305a; --edge: #6e7681; --page: #0d1117; } }
+.graph text { font: 10.2px ui-monospace, Menlo, Consolas, monospace; fill: var(--ink); }
+.graph .head { font-weight: bold; font-size: 12px; }
+.graph .dim { fill: var(--dim); }
+.graph .kept .sign { fill: var(--dim); }
+.graph .gone text { fill: var(--gone); }
+.graph .new text { fill: var(--new); }
+.graph .fused text { fill: var(--fused); font-weight: bold; }
+.graph .fused rect { fill: var(--fill); }
+.graph path { fill: none; stroke: var(--edge); stroke-width: 0.8; opacity: 0.75; }
+.graph path.fused { stroke: var(--fused); stroke-width: 1.4; opacity: 1; }
+"""
+
+
+def drawing(layer: LayerGraph) -> str:
+    """A file of its own: before on the left, after on the right."""
+    drawn = [_panel(title, listed) for title, listed in zip(_TITLES, rows(layer), strict=True)]
+    width, height = 2 * PANEL_WIDTH + _GAP, max(height for _, height in drawn)
+    right = f'<g transform="translate({PANEL_WIDTH + _GAP} 0)">{drawn[1][0]}</g>'
+    page = '<rect width="100%" height="100%" style="fill: var(--page)"/>'
+    return _svg(width, height, f"<style>{STYLE}</style>{page}{drawn[0][0]}{right}") + "\n"
+
+
+def panels(layer: LayerGraph) -> tuple[str, str]:
+    """The two halves for a page that has `STYLE`."""
+    before, after = (
+        _svg(PANEL_WIDTH, height, body)
+        for body, height in (
+            _panel(title, listed) for title, listed in zip(_TITLES, rows(layer), strict=True)
+        )
+    )
+    return before, after
+
+
+_TITLES = ("before", "after")
+
+
+def _svg(width: int, height: int, body: str) -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="graph" role="img" width="{width}" '
+        f'height="{height}" viewBox="0 0 {width} {height}">{body}</svg>'
+    )
+
+
+def _panel(title: str, listed: list[Row]) -> tuple[str, int]:
+    """(what is drawn, its height)."""
+    out = [f'<text class="head" x="4" y="14">{title}: {len(listed)} ops</text>']
+    middles: list[int] = []
+    y = 22
+    for row in listed:
+        # An op of ours has its results on a line below, for its name takes the whole width.
+        height = 2 * _ROW if row.mark == FUSED else _ROW
+        middles.append(y + _ROW // 2)
+        out.append(_row(row, y, height))
+        y += height
+    for index, row in enumerate(listed):
+        style = ' class="fused"' if row.mark == FUSED else ""
+        for source in producers(listed, row):
+            out.append(f'<path{style} d="{_arc(middles[source], middles[index])}"/>')
+    return "".join(out), y + 6
+
+
+def _row(row: Row, y: int, height: int) -> str:
+    base, left = y + 12, _GUTTER + 16
+    fits = int((PANEL_WIDTH - left) / _CHARACTER)
+    full = escape(f"{row.node.name} = {row.node.op} -> {row.node.result or 'nothing'}")
+    result = row.node.result if len(row.op) + len(row.node.result) < fits else ""
+    out = [f'<g class="{_CLASS[row.mark]}"><title>{full}</title>']
+    if row.mark == FUSED:
+        box = f'x="{_GUTTER}" y="{y}" width="{PANEL_WIDTH - _GUTTER}" height="{height}"'
+        out.append(f"<rect {box}/>")
+        result = ""
+    out.append(f'<text class="sign" x="{_GUTTER + 4}" y="{base}">{SIGN[row.mark]}</text>')
+    tail = f' <tspan class="dim">{escape(result)}</tspan>' if result else ""
+    out.append(f'<text x="{left}" y="{base}">{escape(row.op)}{tail}</text>')
+    if row.mark == FUSED:
+        below = _shorten(row.node.result, fits)
+        out.append(f'<text class="dim" x="{left}" y="{base + _ROW - 3}">{escape(below)}</text>')
+    return "".join(out) + "</g>"
+
+
+def _shorten(text: str, fits: int) -> str:
+    return text if len(text) <= fits else text[: fits - 1] + "\N{HORIZONTAL ELLIPSIS}"
+
+
+def _arc(start: int, end: int) -> str:
+    """From a producer to a reader below it; the farther, the wider."""
+    bulge = min(8 + (end - start) * 0.16, _GUTTER - 4) * 4 / 3
+    x = _GUTTER + 1
+    return f"M{x} {start} C{x - bulge:.0f} {start} {x - bulge:.0f} {end} {x} {end}"

@@ -1,0 +1,60 @@
+"""One layer before and after the passes as text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mla_fusion.report.rows import FUSED, KEPT, LEGEND, rows
+
+if TYPE_CHECKING:
+    from mla_fusion.report.layer_graph import LayerGraph
+    from mla_fusion.report.rows import Row
+
+
+def graph(layer: LayerGraph) -> list[str]:
+    """The lines: every op that changed, marked, and the kept ops that it reads or that read it."""
+    legend = ", ".join(f"{mark} {word}" for mark, word in LEGEND.items() if mark != KEPT)
+    out = [f"one layer, {len(layer.before)} ops before, {len(layer.after)} after ({legend})"]
+    for stage, listed in zip(("before", "after"), rows(layer), strict=True):
+        out.append(f"{stage}:")
+        names = _names(listed)
+        shown = _near_changes(listed)
+        hidden = 0
+        for index, row in enumerate(listed):
+            if index not in shown:
+                hidden += 1
+                continue
+            out += _gap(hidden)
+            hidden = 0
+            inputs = ", ".join(_rename(name, names) for name in row.node.inputs)
+            out.append(f"  {row.mark} {names[row.node.name]} = {row.op}({inputs})")
+            if row.mark == FUSED or row.node.result:
+                out[-1] += f" -> {row.node.result or 'nothing'}"
+        out += _gap(hidden)
+    return out
+
+
+def _gap(hidden: int) -> list[str]:
+    return [f"      ... {hidden} kept"] if hidden else []
+
+
+def _near_changes(listed: list[Row]) -> set[int]:
+    at = {row.node.name: index for index, row in enumerate(listed)}
+    shown = set()
+    for index, row in enumerate(listed):
+        read = {at[name] for n in row.node.inputs if (name := n.partition(".")[0]) in at}
+        if row.mark != KEPT:
+            shown |= {index, *read}
+        elif any(listed[other].mark != KEPT for other in read):
+            shown.add(index)
+    return shown
+
+
+def _names(listed: list[Row]) -> dict[str, str]:
+    """Names for a reader: torch calls every op that writes into a buffer auto_functionalized_N."""
+    return {row.node.name: row.node.name.replace("auto_functionalized", "out") for row in listed}
+
+
+def _rename(name: str, names: dict[str, str]) -> str:
+    node, dot, index = name.partition(".")
+    return names.get(node, node) + dot + index

@@ -1,0 +1,334 @@
+"""What the custom ops do in a step: which layer, which batch, which provider.
+
+A compile range counts tokens, so a decode graph also meets mixed batches, short prompts and the
+profile run. Both runtime ops ask `_is_fused` of the same step and so cannot disagree:
+
+    decode-only    the provider prepares the query and writes the cache; the attention op hands
+                   the prepared query to the backend's decode, or to the portable one where it was
+                   chosen, and projects the result up
+    anything else  q and k_pe are rotated in place and the cache is written by vLLM's own op; the
+                   attention op calls the layer as vLLM does
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mla_fusion import kernels, ops
+from mla_fusion.config import vllm_compat
+from mla_fusion.kernels import reference
+from mla_fusion.kernels.capture import refuse_during_capture
+from mla_fusion.ops import Rope, Variant
+from mla_fusion.runtime import step_plan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from mla_fusion.runtime.step_plan import StepPlan
+
+
+def is_decode_only(metadata: Any) -> bool:
+    """Whether every token of the batch is a decode token; False in the profile run (None)."""
+    return metadata is not None and metadata.num_actual_tokens == metadata.num_decode_tokens > 0
+
+
+def _is_fused(metadata: Any, slot_mapping: torch.Tensor | None) -> bool:
+    """Whether the fused path serves this step: all ops must agree, or one reads what none wrote."""
+    return slot_mapping is not None and is_decode_only(metadata)
+
+
+def fused_decode_prep(
+    q: torch.Tensor,
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    prepared_q: torch.Tensor,
+    positions: torch.Tensor | None,
+    cos_sin_cache: torch.Tensor | None,
+    k_scale: torch.Tensor,
+    layer_name: Any,
+    kv_cache_dtype: str,
+    rope: str,
+    is_neox: bool,
+    provider: str,
+) -> None:
+    """Prepare the decode query into `prepared_q` [T, H, L + R], or rotate q and k_pe in place.
+
+    Either way the KV cache is written. `prepared_q` is only written for a decode-only batch; rows
+    that are padding are zero then. k_pe is [T, 1, R]; the other shapes are those of
+    `mla_fusion.kernels.fused_mla_decode_prep`.
+    """
+    metadata, layer, kv_cache, slot_mapping = vllm_compat.attention_context(layer_name)
+    if not _is_fused(metadata, slot_mapping):
+        rope_and_cache_update(
+            q, kv_c, k_pe, positions, cos_sin_cache, k_scale, layer_name, kv_cache_dtype, rope,
+            is_neox,
+        )  # fmt: skip
+        return
+    assert slot_mapping is not None
+    # vLLM may pass fewer slots than padded rows; such rows are padding too.
+    rows = slot_mapping.shape[0]
+    if rows < prepared_q.shape[0]:
+        prepared_q[rows:].zero_()
+    if cos_sin_cache is not None:
+        cos_sin_cache = _table(cos_sin_cache, rope, q.dtype)
+    try:
+        kernels.get_provider(provider).fused_mla_decode_prep(
+            q[:rows],
+            _absorb_weight(layer),
+            kv_c[:rows],
+            k_pe[:rows].squeeze(1),
+            _cache_view(kv_cache, layer.kv_cache_dtype),
+            slot_mapping,
+            slot_mapping if positions is None else positions[:rows],
+            cos_sin_cache,
+            k_scale,
+            layer._q_scale,
+            is_neox=is_neox,
+            q_out=prepared_q[:rows],
+        )
+    except Exception as error:
+        name = vllm_compat.layer_name_str(layer_name)
+        _explain(error, provider, f"in a decode step of {rows} rows, in layer {name}")
+        raise
+
+
+def _explain(error: Exception, provider: str, when: str) -> None:
+    """Add to an error of a provider what it means for the engine, and what to do."""
+    note = (
+        f"mla_fusion: the {provider} provider failed {when}. The compiled graphs call it, so the "
+        "engine cannot go on without it, and nothing falls back silently."
+    )
+    if isinstance(error, torch.OutOfMemoryError):
+        note += " It needs memory beside vLLM's: lower gpu_memory_utilization."
+    note += (
+        " Or start with another provider "
+        '(additional_config={"mla_fusion": {"provider": ...}}), or without '
+        "pass_config.fuse_aiter_qk_rope_kvcache_mla."
+    )
+    error.add_note(note)
+
+
+def rope_and_cache_update(
+    q: torch.Tensor,
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    positions: torch.Tensor | None,
+    cos_sin_cache: torch.Tensor | None,
+    k_scale: torch.Tensor,
+    layer_name: Any,
+    kv_cache_dtype: str,
+    rope: str,
+    is_neox: bool,
+) -> torch.Tensor:
+    """Rotate q [T, H, P + R] and k_pe [T, 1, R] in place and write the cache, as vLLM does.
+
+    Returns an empty tensor: readers of the cache take it, so that they run after the write.
+
+    Each in-place spelling calls the op that the unfused graph called, so the result is the same to
+    the bit. A native rotation is computed in fp32 and rounded once, as Inductor's C++ does; its
+    Triton code may contract to FMA and round a tie otherwise.
+    """
+    q_pe = q[..., q.shape[-1] - k_pe.shape[-1] :]
+    if rope == Rope.CAT_FUSED:
+        torch.ops.vllm.fused_rope_unified_mla_kv_cache_update(
+            positions, q_pe, k_pe.squeeze(1), kv_c, cos_sin_cache, is_neox, kv_cache_dtype,
+            k_scale, layer_name,
+        )  # fmt: skip
+        return kv_c.new_empty(0)
+    if rope in (Rope.NATIVE, Rope.NATIVE_FP32):
+        assert positions is not None and cos_sin_cache is not None
+        table = _table(cos_sin_cache, rope, q.dtype)
+        q_pe.copy_(reference.rotate(q_pe, positions, table, is_neox))
+        k_pe.copy_(reference.rotate(k_pe, positions, table, is_neox))
+    elif rope != Rope.NONE:
+        namespace, name = rope.split(".")
+        op = getattr(getattr(torch.ops, namespace), name)
+        op(positions, q_pe, k_pe, k_pe.shape[-1], cos_sin_cache, is_neox)
+    torch.ops.vllm.unified_mla_kv_cache_update(kv_c, k_pe, layer_name, kv_cache_dtype, k_scale)
+    return kv_c.new_empty(0)
+
+
+def decode_q_prep(
+    q: torch.Tensor,
+    layer_name: Any,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    query_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Absorb, concatenate and quantize a rotated query, in plain torch: [T, H, L + R].
+
+    The op exists so that each pass leaves a graph that runs; `fused_decode_prep` replaces it.
+    """
+    out = q.new_empty((*q.shape[:2], kv_lora_rank + qk_rope_head_dim), dtype=query_dtype)
+    metadata, layer, _, slot_mapping = vllm_compat.attention_context(layer_name)
+    if not _is_fused(metadata, slot_mapping):
+        return out
+    nope = layer.W_UK_T.shape[1]
+    latent = layer.W_UK_T.shape[2]
+    absorbed = reference.absorb(q[..., :nope], layer.W_UK_T)
+    out[..., :latent] = reference.cast(absorbed, out.dtype, layer._q_scale)
+    out[..., latent:] = reference.cast(q[..., nope:], out.dtype, layer._q_scale)
+    return out
+
+
+@functools.cache
+def attention() -> Callable[..., None]:
+    """The body of the attention op inside the hooks of vLLM's own attention op."""
+    return vllm_compat.with_attention_hooks(_attention)
+
+
+def _attention_op(*args: Any) -> None:
+    # The last argument only orders; vLLM's KV-transfer hook finds layer_name by its position.
+    attention()(*args[:6])
+
+
+def _attention(
+    q: torch.Tensor,
+    prepared_q: torch.Tensor,
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    output: torch.Tensor,
+    layer_name: Any,
+) -> None:
+    metadata, layer, kv_cache, slot_mapping = vllm_compat.attention_context(layer_name)
+    if not _is_fused(metadata, slot_mapping):
+        layer.forward_impl(q, kv_c, k_pe, kv_cache, metadata, output=output)
+        return
+    vllm_compat.resolve_context_parallel(layer)
+    rows = metadata.num_actual_tokens
+    plan: StepPlan | None = getattr(layer, step_plan.ATTRIBUTE, None)
+    if plan is not None and plan.serves(metadata):
+        cache = _cache_view(kv_cache, layer.kv_cache_dtype)
+        attended = plan.decode(prepared_q[:rows], cache, metadata, layer)
+    else:
+        attended, _ = layer.impl.forward_mqa(
+            prepared_q[:rows], _typed_cache(kv_cache, layer.kv_cache_dtype), metadata, layer
+        )
+    layer._v_up_proj(attended, out=output[:rows])
+
+
+def register_ops() -> None:
+    """Define the ops of this library in this process; see `ops.register`."""
+    bodies: dict[str, Callable[..., Any]] = {
+        ops.ROPE_UPDATE: rope_and_cache_update,
+        ops.Q_PREP: decode_q_prep,
+        ops.FUSED: fused_decode_prep,
+        ops.ATTENTION: _attention_op,
+    }
+    ops.register(vllm_compat.layer_name_type(), bodies)
+
+
+def warm_up(
+    layers: Mapping[str, Any], variants: Iterable[Variant], provider: str, max_tokens: int
+) -> None:
+    """Let the provider compile what batches of up to `max_tokens` tokens need, if it compiles.
+
+    `layers` are all layers of the model; for each variant one of each shape is used, with every
+    slot negative, so that no cache changes.
+
+    Raises:
+        Exception: what the provider raises, with a note that says what to do. The engine then does
+            not start: the compiled graphs call the provider.
+    """
+    module = kernels.get_provider(provider)
+    if not hasattr(module, "warmup"):
+        return
+    for variant in variants:
+        shapes = set()
+        for layer in vllm_compat.mla_layers(layers).values():
+            own = layer.kv_cache_dtype, layer.qk_rope_head_dim
+            if own != (variant.kv_cache_dtype, variant.rope_dim) or layer.kv_cache.numel() == 0:
+                continue
+            weight = _absorb_weight(layer)
+            shape = (type(weight), tuple(weight.shape))
+            if shape in shapes:
+                continue
+            shapes.add(shape)
+            table = None
+            if variant.table_dtype:
+                dtype = getattr(torch, variant.table_dtype)
+                table = torch.zeros((1, variant.rope_dim), dtype=dtype, device=weight.device)
+            try:
+                module.warmup(
+                    weight,
+                    _cache_view(layer.kv_cache, layer.kv_cache_dtype),
+                    table,
+                    layer._k_scale,
+                    layer._q_scale,
+                    rope_dim=variant.rope_dim,
+                    is_neox=variant.is_neox,
+                    q_dtype=getattr(torch, variant.query_dtype),
+                    max_tokens=max_tokens,
+                    progress=_show,
+                )
+            except Exception as error:
+                _explain(error, provider, f"to prepare its kernels for up to {max_tokens} tokens")
+                raise
+
+
+def _show(progress: str) -> None:
+    """On the console, as vLLM shows its graph capture: in the log are results alone."""
+    if vllm_compat.is_first_rank():
+        print(progress, file=sys.stderr, flush=True)
+
+
+def warm_up_attention(layers: Mapping[str, Any]) -> None:
+    """Run every portable plan of the model `layers` once, so that its kernels are compiled.
+
+    Raises:
+        Exception: what a kernel raises, with a note on what to do. The engine does not start then.
+    """
+    planned = {getattr(layer, step_plan.ATTRIBUTE, None): layer for layer in layers.values()}
+    for plan, layer in planned.items():
+        if plan is None or not layer.kv_cache.numel():
+            continue
+        try:
+            plan.warm_up(_cache_view(layer.kv_cache, layer.kv_cache_dtype), layer)
+        except Exception as error:
+            error.add_note(
+                "mla_fusion: the portable decode failed to prepare its kernels. Start without "
+                'attention in additional_config["mla_fusion"].'
+            )
+            raise
+
+
+def _absorb_weight(layer: Any) -> Any:
+    """W_UK in the form in which vLLM's own product takes it from this layer."""
+    if kind := vllm_compat.packed_weight(layer):
+        from mla_fusion.kernels.aiter import PackedWeight
+
+        return PackedWeight(kind, layer.W_K, layer.W_K_scale)
+    return layer.W_UK_T
+
+
+def _typed_cache(kv_cache: torch.Tensor, kv_cache_dtype: str) -> torch.Tensor:
+    """vLLM keeps an fp8 cache as bytes; kernels want the platform's fp8 type."""
+    if kv_cache_dtype.startswith("fp8"):
+        return kv_cache.view(vllm_compat.fp8_dtype())
+    return kv_cache
+
+
+def _cache_view(kv_cache: torch.Tensor, kv_cache_dtype: str) -> torch.Tensor:
+    """The cache as [blocks, block_size, L + R]; some releases keep a head dimension of one."""
+    cache = _typed_cache(kv_cache, kv_cache_dtype)
+    return cache.squeeze(1) if cache.dim() == 4 else cache
+
+
+# (address, rows, type) of vLLM's table -> (that table, kept alive so that the address stays its
+# own; the table rounded).
+_tables: dict[tuple[int, int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
+
+
+def _table(cos_sin_cache: torch.Tensor, rope: str, dtype: torch.dtype) -> torch.Tensor:
+    """The cosines and sines as the spelling uses them, converted once per table."""
+    if rope != Rope.NATIVE or cos_sin_cache.dtype == dtype:
+        return cos_sin_cache
+    key = (cos_sin_cache.data_ptr(), len(cos_sin_cache), dtype)
+    if key not in _tables:
+        refuse_during_capture("the cosines and sines in the type of the query")
+        _tables[key] = (cos_sin_cache, cos_sin_cache.to(dtype))
+    return _tables[key][1]

@@ -1,0 +1,152 @@
+"""The portable persistent decode inside vLLM: one plan for the layers of an engine.
+
+`additional_config={"mla_fusion": {"attention": "portable"}}` attaches a `StepPlan` to each fused
+layer when the model was loaded, before vLLM measures free memory. The first attention of a forward
+pass refreshes it from the batch's metadata, the others of the same pass read it.
+
+In a CUDA graph of a whole decode step nothing of this runs at replay. The refresh is a kernel in
+the graph then: it reads the sequence lengths and query positions where vLLM keeps them for all
+its steps, so that every replay plans anew. Batch, with padding, and longest query are the graph's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mla_fusion import attention, config
+from mla_fusion.config import eligibility, vllm_compat
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ATTRIBUTE = "mla_fusion_step_plan"
+
+
+class StepPlan:
+    """A plan, whose lengths it was refreshed with, and the buffer that attention writes.
+
+    Rows of a step that no sequence of the plan has stay zero: vLLM pads batches.
+    """
+
+    def __init__(self, plan: attention.PersistentDecodePlan, out_dtype: torch.dtype) -> None:
+        settings = plan.settings
+        rows = settings.max_batch * settings.max_query_len
+        shape = (rows, settings.layout.heads, settings.v_head_dim)
+        self.plan = plan
+        self.out = torch.zeros(shape, dtype=out_dtype, device=plan.device)
+        self._planned: tuple[Any, Any] = (None, None)
+
+    def serves(self, metadata: Any) -> bool:
+        """Whether a decode-only batch is this plan's.
+
+        vLLM counts short prompts as decodes for some backends; such a batch, with queries longer
+        than those of a decode step with drafts, stays with the backend.
+        """
+        return int(metadata.max_query_len) <= self.plan.settings.max_query_len
+
+    def decode(
+        self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, layer: Any
+    ) -> torch.Tensor:
+        """Attention [T, H, L] of the prepared query [T, H, L + R] of a decode-only batch.
+
+        The result is overwritten by the next layer's.
+        """
+        # A new context for each forward pass: drafts change the lengths in one metadata object.
+        context = vllm_compat.forward_context()
+        if self._planned[0] is not context or self._planned[1] is not metadata:
+            self._refresh(metadata, q.shape[0])
+            self._planned = context, metadata
+        out = self.out[: q.shape[0]]
+        attention.persistent_mla_decode(
+            q,
+            kv_cache,
+            self.plan,
+            block_table=metadata.decode.block_table,
+            softmax_scale=layer.impl.scale,
+            q_scale=layer._q_scale.view(1),
+            kv_scale=layer._k_scale.view(1),
+            out=out,
+        )
+        return out
+
+    def _refresh(self, metadata: Any, num_tokens: int) -> None:
+        if not getattr(metadata, "causal", True):
+            raise RuntimeError(
+                "the batch is not causal, which the portable decode cannot compute: leave out "
+                'attention from additional_config["mla_fusion"]'
+            )
+        seq_lens = metadata.decode.seq_lens
+        self.plan.refresh(
+            qo_indptr=metadata.query_start_loc[: seq_lens.shape[0] + 1],
+            seq_lens=seq_lens,
+            num_tokens=num_tokens,
+            max_query_len=metadata.max_query_len,
+        )
+        self.out[:num_tokens].zero_()
+
+    def warm_up(self, kv_cache: torch.Tensor, layer: Any) -> None:
+        """Run it for queries of one token and for the longest, on the first block, so often that
+        all is compiled that a step can launch.
+        """
+        settings, device = self.plan.settings, self.plan.device
+        executor = attention.get_provider(attention.portable_provider(device))
+        for length in sorted({1, settings.max_query_len}):
+            for batch in executor.warm_up_batches(self.plan):
+                tokens = batch * length
+                # Two tensors: part of one would be less aligned than those of a request.
+                qo_indptr = length * torch.arange(batch + 1, dtype=torch.int32, device=device)
+                seq_lens = torch.full((batch,), length, dtype=torch.int32, device=device)
+                shape = (tokens, settings.layout.heads, kv_cache.shape[-1])
+                q = torch.zeros(shape, dtype=torch.uint8, device=device)
+                if settings.q_dtype.itemsize > 1:
+                    q = q.to(settings.q_dtype)
+                self.plan.refresh(
+                    qo_indptr=qo_indptr, seq_lens=seq_lens, num_tokens=tokens, max_query_len=length
+                )
+                attention.persistent_mla_decode(
+                    q.view(settings.q_dtype),
+                    kv_cache,
+                    self.plan,
+                    block_table=torch.zeros((batch, 1), dtype=torch.int32, device=device),
+                    softmax_scale=layer.impl.scale,
+                    q_scale=layer._q_scale.view(1),
+                    kv_scale=layer._k_scale.view(1),
+                    out=self.out[:tokens],
+                )
+        self._planned = (None, None)
+
+
+def attach(layers: Mapping[str, Any], provider: str, vllm_config: Any) -> None:
+    """Give every MLA layer that can be fused the plan of its shape.
+
+    `provider` is who computes the fused op, as for `eligibility.facts`.
+    """
+    activation = vllm_config.model_config.dtype
+    plans: dict[tuple[Any, ...], StepPlan] = {}
+    for layer in vllm_compat.mla_layers(layers).values():
+        facts = eligibility.facts(layer, provider, activation, "portable")
+        if facts.decline:
+            continue
+        device = layer._k_scale.device
+        shape = {
+            "num_heads": layer.num_heads,
+            "q_dtype": facts.query_dtype(activation),
+            "kv_dtype": eligibility.cache_dtype(layer, activation),
+            "v_head_dim": layer.kv_lora_rank,
+            "device": device,
+        }
+        key = tuple(shape.values())
+        if key not in plans:
+            executor = attention.get_provider(attention.portable_provider(device))
+            rows = 1 + config.draft_tokens(vllm_config)
+            plan = attention.PersistentDecodePlan.allocate(
+                max_batch=vllm_config.scheduler_config.max_num_seqs,
+                max_query_len=rows,
+                planner="portable",
+                **shape,
+                **executor.plan_settings(layer.num_heads, rows, shape["kv_dtype"], device),
+            )
+            plans[key] = StepPlan(plan, activation)
+        setattr(layer, ATTRIBUTE, plans[key])

@@ -1,0 +1,74 @@
+"""The last layer of a graph, read for the report.
+
+The ops of a layer are those between two attention calls. The last layer is read, so that the ops
+before the first attention do not count; in a model of one layer they do.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mla_fusion.patterns.site import functionalized_op, op_name
+from mla_fusion.report.layer_graph import Node
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import fx
+
+_SHORT = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float32": "fp32",
+    "float8_e4m3fn": "fp8",
+    "float8_e4m3fnuz": "fp8fnuz",
+    "int64": "i64",
+    "int32": "i32",
+    "uint8": "u8",
+}
+
+
+def of_last_layer(calls: Sequence[fx.Node]) -> list[Node]:
+    """The ops of the last layer; `calls` are all attention calls of the graph, in order."""
+    found: list[Node] = []
+    node = calls[-1] if calls else None
+    while node is not None and node.op != "root":
+        # The pieces of an op with several outputs are told by its name.
+        if node.op == "call_function" and node.users and node.target is not operator.getitem:
+            found.append(_describe(node))
+        node = node.prev
+        if node in calls:
+            break
+    return found[::-1]
+
+
+def _describe(node: fx.Node) -> Node:
+    name = functionalized_op(node) or op_name(node.target)
+    label = name or getattr(node.target, "__name__", str(node.target))
+    results = [text for value in _values(node) if (text := _tensor(value))]
+    return Node(node.name, label, [_input(n) for n in node.all_input_nodes], ", ".join(results))
+
+
+def _values(node: fx.Node) -> list[Any]:
+    value = node.meta.get("val")
+    return list(value) if isinstance(value, tuple | list) else [value]
+
+
+def _input(node: fx.Node) -> str:
+    if node.target is operator.getitem:
+        producer: Any = node.args[0]
+        return f"{producer.name}.{node.args[1]}"
+    return node.name
+
+
+def _tensor(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return ""
+    dtype = str(value.dtype).removeprefix("torch.")
+    # The one symbol of a decode graph is the token count.
+    shape = re.sub(r"\bs\d+\b", "T", ", ".join(str(size) for size in value.shape))
+    return f"{_SHORT.get(dtype, dtype)}[{shape}]"
