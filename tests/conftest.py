@@ -1,6 +1,6 @@
-"""The counts of the property tests, what a run of them reached, and the known failures.
+"""How many examples the property tests make, and what a run of them reached.
 
-With `-n` of pytest-xdist, tests count in its workers, and hand over to the process that reports.
+With `-n`, pytest-xdist's workers count and hand their counts to the process that reports.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import ledger, tally
+from tests import tally
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -67,12 +67,6 @@ def pytest_terminal_summary(
         terminalreporter.section("property tests")
     for line in lines:
         terminalreporter.write_line(line)
-
-
-@pytest.hookimpl(tryfirst=True)  # before -k and -m take tests away
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that the ledger lists must fail."""
-    ledger.mark(items, ledger.read(config.rootpath / "tests" / ledger.NAME), config.rootpath)
 
 
 @pytest.fixture
