@@ -6,7 +6,8 @@ neighbours   engines with the fusion off and on beside other features
 graphs       the passes on graphs that a feature of a GPU build has changed
 spellings    the passes on every spelling of RoPE and cache write
 sources RELEASE DIR
-             which classes the vLLM package in DIR has, read from its sources alone
+             which classes the vLLM package in DIR has, read from its sources; an error if the
+             release has no column and needs one
 page         the tables of docs/coverage.md from the results of all of these
 """
 
@@ -81,7 +82,11 @@ def main(command: str, arguments: list[str]) -> None:
         save("graphs", {n.name: n.outcome() for n in on_graphs.ON_GRAPHS})
     elif command == "sources":
         release, folder = arguments
-        save(release, read_sources(Path(folder)))
+        found = read_sources(Path(folder))
+        if release in page.RELEASES:
+            save(release, found)
+        elif own := page.of_its_own(found):
+            raise SystemExit(f"coverage: {release} needs a column for {', '.join(sorted(own))}")
     elif command == "neighbours":
         with tempfile.TemporaryDirectory() as folder:
             model = neighbours.write_model(Path(folder))

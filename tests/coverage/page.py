@@ -16,8 +16,7 @@ from tests.coverage.spellings import SPELLINGS, VARIANTS, source
 
 RESULTS = Path(__file__).with_name("results")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "coverage.md"
-NEW, OLD, SOURCES = "0.32.0", "0.29.0", "0.26.0"
-BETWEEN = ("0.27.0", "0.28.0", "0.30.0", "0.31.0", "0.33.0")  # read alone, and in no column
+NEW, OLD, SOURCES = RELEASES = "0.32.0", "0.29.0", "0.26.0"  # the columns
 TRANSFORMERS = "transformers.base:Base"
 _MODELS = "vllm.model_executor.models."
 _NO_SEQUENCE_PARALLELISM = f"vLLM {NEW} has no such pass (`enable_sp` is gone); not run before it"
@@ -63,6 +62,17 @@ def why_unreached(version: str, architecture: str) -> str:
         return f"`{unreachable.NO_GRAPH}`"
     row = unreachable.OF_ARCHITECTURE.get(architecture)
     return row.compiled.get(version, "") if row else ""
+
+
+def of_its_own(found: dict[str, Any]) -> set[str]:
+    """The architectures of a release that are as in none of the columns; `found` as stored."""
+    columns = [stored(release) for release in RELEASES]
+    return {
+        name
+        for name, classes in found["architectures"].items()
+        if classes not in [column["architectures"].get(name) for column in columns]
+        or (name in found["breakable"] and all(name not in c["breakable"] for c in columns))
+    }
 
 
 def compiled(version: str) -> dict[str, list[str]]:
