@@ -23,10 +23,11 @@ from checks import expect, finish
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/kernels"))
 import cases
 
-from mla_fusion.kernels import dispatch, reference
+from mla_fusion.kernels import dispatch, get_provider
 from mla_fusion.kernels import triton as provider
 from mla_fusion.kernels.dispatch import Plan
 
+reference = get_provider("reference")
 FN, BF16, FP16 = torch.float8_e4m3fn, torch.bfloat16, torch.float16
 
 

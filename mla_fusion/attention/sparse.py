@@ -17,7 +17,7 @@ import torch
 from mla_fusion.attention import triton as provider
 from mla_fusion.attention.plan import PersistentDecodePlan
 from mla_fusion.attention.triton import Scope
-from mla_fusion.kernels.reference import FP8_DTYPES
+from mla_fusion.kernels.arithmetic import FP8_DTYPES
 
 # Scopes change between tiles, and both kernels' tiles divide this.
 TILE = 64

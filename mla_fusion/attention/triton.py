@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mla_fusion.attention.heads import layout
-from mla_fusion.kernels.reference import FP8_DTYPES
+from mla_fusion.kernels.arithmetic import FP8_DTYPES
 from mla_fusion.kernels.triton import require as require
 
 if TYPE_CHECKING:

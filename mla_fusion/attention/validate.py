@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mla_fusion.kernels.reference import FP8_DTYPES
+from mla_fusion.kernels.arithmetic import FP8_DTYPES
 
 if TYPE_CHECKING:
     from mla_fusion.attention.plan import PersistentDecodePlan

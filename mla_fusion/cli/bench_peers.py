@@ -22,7 +22,7 @@ from mla_fusion.cli.bench_region import (
     Region,
     provider_layer,
 )
-from mla_fusion.kernels import dispatch, reference
+from mla_fusion.kernels import dispatch, get_provider
 from mla_fusion.kernels import triton as provider
 from mla_fusion.kernels.dispatch import Plan
 
@@ -195,20 +195,20 @@ def rotated_first(region: Region, *, every_operation: bool) -> Layer:
     every_operation: the products and their sum round to bf16 one by one, else the sum alone.
     """
 
+    dtype = torch.bfloat16 if every_operation else torch.float32
+
     def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        if not every_operation:
-            return reference.rotate(x, positions, region.cos_sin, False).bfloat16()
-        cos, sin = region.cos_sin[positions].bfloat16().chunk(2, dim=-1)
+        cos, sin = region.cos_sin[positions].to(dtype).chunk(2, dim=-1)
         shape = (x.shape[0], *(1,) * (x.dim() - 2), cos.shape[-1])
         cos, sin = cos.view(shape), sin.view(shape)
-        first, second = x[..., ::2], x[..., 1::2]
+        first, second = x[..., ::2].to(dtype), x[..., 1::2].to(dtype)
         pair = first * cos - second * sin, second * cos + first * sin
-        return torch.stack(pair, dim=-1).flatten(-2)
+        return torch.stack(pair, dim=-1).flatten(-2).bfloat16()
 
     def layer(w_uk_t: torch.Tensor, kv_cache: torch.Tensor, a: Activations) -> None:
         q = a.q.clone()
         q[..., NOPE:] = rotate(a.q[..., NOPE:], a.positions)
-        reference.fused_mla_decode_prep(
+        get_provider("reference").fused_mla_decode_prep(
             q,
             w_uk_t,
             a.kv_c,

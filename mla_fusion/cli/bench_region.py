@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from mla_fusion.kernels import reference
+from mla_fusion.kernels import get_provider
 
 NOPE, ROPE, LATENT, BLOCK = 128, 64, 512, 64
 ACTIVATION_SETS = 4
@@ -170,8 +170,10 @@ def agreement(region: Region, layer: Layer, expected: Layer | None = None) -> tu
     place.
     """
     source, weight = region.sets[0], region.weights[0]
+    if expected is None:
+        expected = provider_layer(region, get_provider("reference").fused_mla_decode_prep)
     results = []
-    for run in (layer, expected or provider_layer(region, reference.fused_mla_decode_prep)):
+    for run in (layer, expected):
         a = dataclasses.replace(
             source,
             q=source.q.clone(),

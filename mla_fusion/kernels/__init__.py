@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mla_fusion.kernels import reference
+from mla_fusion.kernels.validate import validate
 
 PROVIDERS = ("reference", "triton", "aiter")
 
@@ -29,11 +29,9 @@ def get_provider(name: str) -> Any:
     or builds something, `warmup` with the signature of `triton.warmup`. Nothing falls back:
     an operator who asked for a kernel gets that kernel or an error.
     """
-    if name == "reference":
-        return reference
     if name not in PROVIDERS:
         raise ValueError(f"unknown provider {name!r}: choose one of {', '.join(PROVIDERS)}")
-    # Imported when chosen: each needs what the others do without.
+    # Imported when chosen: each needs packages that the others do without.
     module = importlib.import_module(f"mla_fusion.kernels.{name}")
     module.require()
     return module
@@ -93,9 +91,7 @@ def fused_mla_decode_prep(
         ValueError: an argument breaks the table above.
     """
     module = get_provider(provider)
-    reference.validate(
-        q, w_uk_t, kv_c, k_pe, kv_cache, slot_mapping, positions, cos_sin_cache, q_out
-    )
+    validate(q, w_uk_t, kv_c, k_pe, kv_cache, slot_mapping, positions, cos_sin_cache, q_out)
     return module.fused_mla_decode_prep(
         q,
         w_uk_t,

@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mla_fusion.kernels import ProviderUnavailable, reference
+from mla_fusion.kernels import ProviderUnavailable
+from mla_fusion.kernels.arithmetic import FP8_DTYPES, absorb
 from mla_fusion.kernels.capture import refuse_during_capture
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def require() -> None:
     if not hasattr(aiter, _OP):
         raise ProviderUnavailable(f"this AITER has no {_OP}: install v0.1.8 or newer")
     fp8 = getattr(getattr(aiter, "dtypes", None), "fp8", None)
-    if fp8 not in reference.FP8_DTYPES:
+    if fp8 not in FP8_DTYPES:
         raise ProviderUnavailable(
             f"AITER knows no fp8 type for this GPU (aiter.dtypes.fp8 is {fp8}): it takes gfx942 "
             "and gfx950; if this is one of them, reinstall AITER"
@@ -233,7 +234,7 @@ def _absorb(
     product gets the scale of the query as `y_scale`.
     """
     if isinstance(w_uk_t, torch.Tensor):
-        return reference.absorb(q_nope, w_uk_t)
+        return absorb(q_nope, w_uk_t)
     name, arguments = _PRODUCTS[w_uk_t.kind]
     product = getattr(importlib.import_module(f"aiter.ops.triton.{name}"), name)
     if w_uk_t.kind == "fp4":

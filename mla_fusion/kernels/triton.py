@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from mla_fusion.kernels import dispatch
+from mla_fusion.kernels.arithmetic import FP8_DTYPES
 from mla_fusion.kernels.dispatch import Plan
-from mla_fusion.kernels.reference import FP8_DTYPES
 
 logger = logging.getLogger(__name__)
 

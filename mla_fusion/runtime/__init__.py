@@ -20,7 +20,7 @@ import torch
 
 from mla_fusion import kernels, ops
 from mla_fusion.config import vllm_compat
-from mla_fusion.kernels import reference
+from mla_fusion.kernels import arithmetic
 from mla_fusion.kernels.capture import refuse_during_capture
 from mla_fusion.ops import Rope, Variant
 from mla_fusion.runtime import step_plan
@@ -142,8 +142,8 @@ def rope_and_cache_update(
     if rope in (Rope.NATIVE, Rope.NATIVE_FP32):
         assert positions is not None and cos_sin_cache is not None
         table = _table(cos_sin_cache, rope, q.dtype)
-        q_pe.copy_(reference.rotate(q_pe, positions, table, is_neox))
-        k_pe.copy_(reference.rotate(k_pe, positions, table, is_neox))
+        q_pe.copy_(arithmetic.rotate(q_pe, positions, table, is_neox))
+        k_pe.copy_(arithmetic.rotate(k_pe, positions, table, is_neox))
     elif rope != Rope.NONE:
         namespace, name = rope.split(".")
         op = getattr(getattr(torch.ops, namespace), name)
@@ -169,9 +169,9 @@ def decode_q_prep(
         return out
     nope = layer.W_UK_T.shape[1]
     latent = layer.W_UK_T.shape[2]
-    absorbed = reference.absorb(q[..., :nope], layer.W_UK_T)
-    out[..., :latent] = reference.cast(absorbed, out.dtype, layer._q_scale)
-    out[..., latent:] = reference.cast(q[..., nope:], out.dtype, layer._q_scale)
+    absorbed = arithmetic.absorb(q[..., :nope], layer.W_UK_T)
+    out[..., :latent] = arithmetic.cast(absorbed, out.dtype, layer._q_scale)
+    out[..., latent:] = arithmetic.cast(q[..., nope:], out.dtype, layer._q_scale)
     return out
 
 

@@ -45,7 +45,7 @@ def fused(given: dict[str, Any]) -> dict[str, Any]:
     cos, sin = (h.contiguous() for h in given["cos_sin_cache"].bfloat16().chunk(2, dim=-1))
     same = ("kv_c", "k_pe", "kv_cache", "q_out", "slot_mapping", "k_scale", "q_scale", "positions")
     return {
-        "q_nope": reference.absorb(given["q"][..., :P], given["w_uk_t"]),
+        "q_nope": reference.absorb(given["q"][..., :P], given["w_uk_t"]).contiguous(),
         "q_pe": given["q"][..., P:],
         **{name: given[name] for name in same},
         "cos_cache": cos,

@@ -11,7 +11,6 @@ import os
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -22,6 +21,7 @@ import triton.language as tl  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parent))
 import cases  # noqa: E402
+import fp8  # noqa: E402
 import interpreter  # noqa: E402
 
 from mla_fusion.kernels import dispatch  # noqa: E402
@@ -61,51 +61,14 @@ def stray(out, OFFSET: tl.constexpr, STEP: tl.constexpr):
     tl.store(out + OFFSET + STEP * tl.program_id(0) + tl.arange(0, 4), 1.0)
 
 
-def nearest(x: np.ndarray, codes: torch.Tensor) -> np.ndarray:
-    """Code of the value of an fp8 type nearest to `x`: a search over all of them in float64.
-
-    Independent of the repair: the values come from torch, ties are found by comparing distances.
-    """
-    values = codes.float().double().numpy()
-    finite = np.flatnonzero(np.isfinite(values))
-    order = finite[np.argsort(np.abs(values[finite]), kind="stable")]
-    result = np.empty(x.shape, np.uint8)
-    for i, v in enumerate(x.astype(np.float64)):
-        if np.isnan(v):
-            result[i] = np.flatnonzero(np.isnan(values))[0]
-            continue
-        clamped = np.clip(v, values[finite].min(), values[finite].max())
-        distance = np.abs(values[order] - clamped)
-        best = order[distance == distance.min()]
-        if len(best) > 1:
-            # Ties go to even codes; of two zeros, to the one with the sign of the input.
-            even = [c for c in best if c % 2 == 0]
-            best = sorted(even, key=lambda c: bool(c & 0x80) != bool(np.signbit(v)))
-        result[i] = best[0]
-    return result
-
-
-def hard_values(codes: torch.Tensor) -> torch.Tensor:
-    """fp32 inputs: all fp8 values, their midpoints and neighbours, extremes and random ones."""
-    values = codes.float()
-    values = values[values.isfinite()].sort().values
-    middle = (values[1:] + values[:-1]) / 2
-    around = torch.cat((middle, values, middle.nextafter(middle + 1), middle.nextafter(middle - 1)))
-    extremes = torch.tensor([0.0, -0.0, 1e-45, -1e-40, 465.0, 1e38, -1e38, torch.nan])
-    infinite = torch.tensor([torch.inf, -torch.inf])
-    random = torch.randn(1024) * torch.exp2(torch.randint(-14, 12, (1024,)).float())
-    x = torch.cat((around, extremes, infinite, random))
-    return torch.nn.functional.pad(x, (0, 4096 - len(x)))
-
-
 @pytest.mark.parametrize("dtype", [FN, FNUZ], ids=["fn", "fnuz"])
 def test_fp8_conversion_is_the_nearest_value(dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     codes = torch.arange(256).to(torch.uint8).view(dtype)
-    x = hard_values(codes)
+    x = fp8.hard_values(codes)
     out = torch.empty(len(x), dtype=dtype)
     convert[(1,)](x, out, len(x))
-    want = torch.from_numpy(nearest(x.numpy(), codes))
+    want = torch.from_numpy(fp8.nearest(x.numpy(), codes))
     got, nan = out.view(torch.uint8), x.isnan()
     assert out[nan].float().isnan().all()
     assert torch.equal(got[~nan], want[~nan])

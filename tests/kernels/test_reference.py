@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mla_fusion import kernels
-from mla_fusion.kernels import reference
+from mla_fusion.kernels import arithmetic, reference
 
 
 def slow_rope(x: list[float], cos_sin: list[float], neox: bool) -> list[float]:
@@ -51,7 +51,7 @@ def test_reference_is_the_formula(neox: bool) -> None:
             torch.testing.assert_close(out[t, h], torch.tensor(want), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", reference.FP8_DTYPES)
+@pytest.mark.parametrize("dtype", arithmetic.FP8_DTYPES)
 def test_cast_saturates_and_keeps_nan(dtype: torch.dtype) -> None:
     x = torch.tensor([1e9, -1e9, torch.nan, 0.5, torch.inf])
     got = reference.cast(x, dtype, torch.tensor([0.5])).float()

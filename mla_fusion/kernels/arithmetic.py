@@ -1,0 +1,52 @@
+"""Arithmetic that providers and `mla_fusion.runtime` share.
+
+`reference.py` uses none of it: an error here must show in a comparison with the specification.
+"""
+
+from __future__ import annotations
+
+import torch
+
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+
+
+def rotate(
+    x: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    is_neox: bool,
+) -> torch.Tensor:
+    """RoPE of `x` [T, ..., R] at `positions` [T], computed and returned in fp32.
+
+    `cos_sin_cache` [max_position, R] holds cosines then sines. Pairs are (i, i + R / 2) for
+    NeoX and (2 i, 2 i + 1) for GPT-J; the rotated pair stays in its place.
+    """
+    cos, sin = cos_sin_cache[positions].float().chunk(2, dim=-1)
+    shape = (x.shape[0], *(1,) * (x.dim() - 2), cos.shape[-1])
+    cos, sin = cos.view(shape), sin.view(shape)
+    x = x.float()
+    if is_neox:
+        a, b = x.chunk(2, dim=-1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    a, b = x[..., ::2], x[..., 1::2]
+    return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+
+
+def absorb(q_nope: torch.Tensor, w_uk_t: torch.Tensor) -> torch.Tensor:
+    """`q_nope` [T, H, P] times `w_uk_t` [H, P, L], as dense [T, H, L] in the activation type.
+
+    torch.bmm accumulates 16-bit operands in fp32 and rounds once. vLLM calls it too, so both agree
+    bit for bit on a CPU.
+    """
+    tokens, heads, _ = q_nope.shape
+    out = q_nope.new_empty((tokens, heads, w_uk_t.shape[-1]))
+    torch.bmm(q_nope.transpose(0, 1), w_uk_t, out=out.transpose(0, 1))
+    return out
+
+
+def cast(x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor) -> torch.Tensor:
+    """`x` in `dtype`; for fp8 it is multiplied by 1 / scale and clamped to the finite range."""
+    if dtype not in FP8_DTYPES:
+        return x.to(dtype)
+    limit = torch.finfo(dtype).max
+    return (x.float() * scale.float().reciprocal()).clamp(-limit, limit).to(dtype)
