@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Measure launch plans on this GPU and write mla_fusion/kernels/dispatch_table.py.
+"""Measure launch plans on this GPU and write mla_fusion/kernels/dispatch.csv.
 
-    python benchmarks/tune_dispatch.py --csv benchmarks/results/tune.csv --table table.py
+    python benchmarks/tune_dispatch.py --csv benchmarks/results/tune.csv --table dispatch.csv
 
 For every shape a first round measures tile shapes, a second one varies the rest around the best
 of them. A plan whose output does not agree with the reference is reported and never chosen.
@@ -14,7 +14,6 @@ import csv
 import dataclasses
 import itertools
 import multiprocessing
-import pprint
 import statistics
 import sys
 import time
@@ -31,7 +30,7 @@ from mla_fusion.kernels.dispatch import Plan
 TOKENS = (1, 8, 32, 64, 128, 256, 512)
 HEADS = (8, 16, 32, 64, 128)
 # A plan measured at `TOKENS[i]` serves batches up to LIMITS[i].
-LIMITS = (1, 16, 32, 64, 128, 256, 2**31 - 1)
+LIMITS = (1, 16, 32, 64, 128, 256, 512)
 # A programmatic dependent launch is chosen if it is this much faster than the best without.
 PDL_GAIN = 0.02
 
@@ -125,6 +124,19 @@ def measure(
         yield plan, statistics.median(samples), *checks[plan]  # type: ignore[index, misc]
 
 
+def row(device: str, arch: str, query: str, heads: int, tokens: int, plan: Plan) -> dict[str, Any]:
+    """A line of dispatch.csv: `plan` serves batches of up to `tokens`."""
+    return {
+        "device": device,
+        "arch": arch,
+        "query": "fp8" if query == "fp8" else "activation",
+        "heads": heads,
+        "tokens": tokens,
+        **{name: value if name == "mode" else int(value)
+           for name, value in dataclasses.asdict(plan).items()},
+    }  # fmt: skip
+
+
 def changed(plan: Plan) -> dict[str, Any]:
     """The fields of `plan` that differ from the defaults."""
     default = Plan()
@@ -151,7 +163,8 @@ def main() -> None:
     started = time.monotonic()
     pool = multiprocessing.get_context("spawn").Pool(options.workers)
     name = torch.cuda.get_device_name()
-    entry: dict[str, Any] = {"arch": "sm_{}{}".format(*torch.cuda.get_device_capability())}
+    arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
+    table: list[dict[str, Any]] = []
     fields = ["query", "tokens", "heads", "us", "equal", "worst_step", "plan"]
     with options.csv.open("w", newline="") as file:
         writer = csv.writer(file)
@@ -161,7 +174,6 @@ def main() -> None:
             known = {p for t in options.tokens for h in options.heads for p in tiles(t, h)}
             pool.map(compile_plan, [(plan, fp8) for plan in sorted(known, key=str)], chunksize=1)
             print(f"{query}: {len(known)} plans, {time.monotonic() - started:.0f} s", flush=True)
-            rows: dict[int, list[Any]] = {}
             for heads in options.heads:
                 weights = bench_region.make_weights(heads, options.layers)
                 for tokens in options.tokens:
@@ -183,7 +195,7 @@ def main() -> None:
                     pdl = min((r for r in good if r[0].pdl), key=lambda r: r[1])
                     chosen = pdl if pdl[1] < best[1] * (1 - PDL_GAIN) else best
                     limit = LIMITS[TOKENS.index(tokens)] if tokens in TOKENS else tokens
-                    rows.setdefault(heads, []).append([limit, changed(chosen[0])])
+                    table.append(row(name, arch, query, heads, limit, chosen[0]))
                     split = min(r[1] for r in results if r[0].mode == "split")
                     print(
                         f"{query} T={tokens:4d} H={heads:4d} split {split:7.2f} best "
@@ -207,12 +219,11 @@ def main() -> None:
                     file.flush()
                     del region
                     torch.cuda.empty_cache()
-            entry["fp8_query" if fp8 else "activation_query"] = rows
     if options.table:
-        head = Path(provider.__file__).with_name("dispatch_table.py").read_text()
-        head = head.split("TABLE:")[0]
-        literal = pprint.pformat({name: entry}, width=98, sort_dicts=False)
-        options.table.write_text(f"{head}TABLE: dict[str, Any] = {literal}\n")
+        with options.table.open("w", newline="") as file:
+            lines = csv.DictWriter(file, table[0], lineterminator="\n")
+            lines.writeheader()
+            lines.writerows(table)
     print(f"done in {time.monotonic() - started:.0f} s", flush=True)
 
 

@@ -1,19 +1,23 @@
 """Which launch computes the fused region: a plan per (tokens, heads, device), from measurements.
 
-`dispatch_table.py` holds what `benchmarks/tune_dispatch.py` measured. Where nothing was measured
-(another GPU, another shape) a default made from the shape alone is used. Nothing is tried out at
-run time, so a captured graph and its warm-up always agree.
+`dispatch.csv` has the plans that `benchmarks/tune_dispatch.py` measured to be fastest. A GPU that
+was not measured gets a default made from the shape. Nothing is tried out at run time, so a captured
+graph and its warm-up always agree.
 """
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import functools
 import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mla_fusion.kernels import dispatch_table
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +47,40 @@ class Plan:
     def __post_init__(self) -> None:
         if self.mode not in ("one", "split"):
             raise ValueError(f"mode must be 'one' or 'split', got {self.mode!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """The plans measured on one device.
+
+    arch: its architecture, as "sm_90" or "gfx942".
+    rows: for an fp8 query and for one of the activation type (the key is whether fp8), by number
+        of heads: (most tokens, plan), in ascending order.
+    """
+
+    arch: str
+    rows: dict[bool, dict[int, list[tuple[int, Plan]]]]
+
+
+def read(lines: Iterable[Mapping[str, str]]) -> dict[str, Measured]:
+    """Plans by device name, from the rows of a file like dispatch.csv."""
+    found: dict[str, Measured] = {}
+    for line in lines:
+        fields: dict[str, Any] = {
+            name: line[name] if name == "mode" else type(default)(int(line[name]))
+            for name, default in dataclasses.asdict(Plan()).items()
+        }
+        device = found.setdefault(line["device"], Measured(line["arch"], {True: {}, False: {}}))
+        rows = device.rows[line["query"] == "fp8"].setdefault(int(line["heads"]), [])
+        rows.append((int(line["tokens"]), Plan(**fields)))
+    return found
+
+
+@functools.cache
+def measured() -> dict[str, Measured]:
+    """Plans by device name, read from dispatch.csv once."""
+    with Path(__file__).with_name("dispatch.csv").open(newline="") as file:
+        return read(csv.DictReader(file))
 
 
 def default_plan(tokens: int, heads: int) -> Plan:
@@ -78,35 +116,31 @@ def fit(plan: Plan, depth: int, itemsize: int) -> Plan:
 
 @functools.lru_cache(maxsize=8)
 def device_table(device: torch.device) -> str | None:
-    """Name of the table measured on this device, else on its architecture, else None."""
+    """The measured device whose plans serve this one: itself, else one of its architecture."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    if name in dispatch_table.TABLE:
+    if name in measured():
         return name
     if torch.version.hip is not None:
         arch = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
     else:
         arch = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
-    for name, entry in dispatch_table.TABLE.items():
-        if entry["arch"] == arch:
-            return name
-    return None
+    return next((name for name, device in measured().items() if device.arch == arch), None)
 
 
 @functools.lru_cache(maxsize=4096)
 def choose(tokens: int, heads: int, fp8_query: bool, table: str | None) -> Plan:
-    """The plan for a batch of `tokens` and `heads`, from `table` (see `device_table`).
+    """The plan for a batch of `tokens` and `heads`; `table` is a device of dispatch.csv.
 
     A head count that was not measured uses the nearest measured one by ratio; more tokens than
-    measured use the last row.
+    were measured use the last row.
     """
     if table is None:
         return default_plan(tokens, heads)
-    rows = dispatch_table.TABLE[table]["fp8_query" if fp8_query else "activation_query"]
-    nearest = min(rows, key=lambda measured: abs(math.log(measured / heads)))
-    fields = next((row[1] for row in rows[nearest] if tokens <= row[0]), rows[nearest][-1][1])
-    return Plan(**fields)
+    by_heads = measured()[table].rows[fp8_query]
+    rows = by_heads[min(by_heads, key=lambda nearest: abs(math.log(nearest / heads)))]
+    return next((plan for limit, plan in rows if tokens <= limit), rows[-1][1])
 
 
 def representatives(

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from compiled import Report, compile_for, read_amd, report
 
-from mla_fusion.kernels import dispatch, dispatch_table, triton_kernels
+from mla_fusion.kernels import dispatch, triton_kernels
 from mla_fusion.kernels import triton as provider
 from mla_fusion.kernels.dispatch import Plan
 
@@ -99,11 +99,11 @@ def test_activation_query_and_split_compile(target: str) -> None:
 def test_measured_plans_compile_without_spills() -> None:
     """Every plan of the tables measured on sm_90 that differs from the ones above."""
     plans = {
-        Plan(**fields)
-        for entry in dispatch_table.TABLE.values()
-        if entry["arch"] == "sm_90"
-        for rows in entry["fp8_query"].values()
-        for _, fields in rows
+        plan
+        for device in dispatch.measured().values()
+        if device.arch == "sm_90"
+        for rows in device.rows[True].values()
+        for _, plan in rows
     }
     for plan in plans:
         result = compiled("sm_90", plan, 1 if plan.block_m == 1 else 512, torch.float8_e4m3fn)

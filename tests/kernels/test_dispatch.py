@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
-from mla_fusion.kernels import ProviderUnavailable, dispatch, dispatch_table, get_provider
+from mla_fusion.kernels import ProviderUnavailable, dispatch, get_provider
 from mla_fusion.kernels.dispatch import Plan
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import tune_dispatch
 
 
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch) -> str:
     """A table with two head counts and two token limits."""
     rows = {
-        8: [[1, {"block_m": 1}], [16, {"block_n": 32}]],
-        64: [[1, {"block_m": 1, "block_n": 128}], [16, {"mode": "split"}]],
+        8: [(1, Plan(block_m=1)), (16, Plan(block_n=32))],
+        64: [(1, Plan(block_m=1, block_n=128)), (16, Plan(mode="split"))],
     }
-    entry = {"arch": "sm_00", "fp8_query": rows, "activation_query": {8: [[1, {}]]}}
-    monkeypatch.setitem(dispatch_table.TABLE, "a gpu", entry)
+    device = dispatch.Measured("sm_00", {True: rows, False: {8: [(1, Plan())]}})
+    monkeypatch.setattr(dispatch, "measured", lambda: {"a gpu": device})
     dispatch.choose.cache_clear()
     return "a gpu"
 
@@ -51,13 +57,27 @@ def test_fit_shrinks_tiles_of_deeper_or_wider_operands() -> None:
 
 
 def test_measured_tables_are_complete() -> None:
-    for name, entry in dispatch_table.TABLE.items():
-        assert entry["arch"], name
-        for query in ("fp8_query", "activation_query"):
-            for rows in entry[query].values():
+    assert dispatch.measured()["NVIDIA H200"].arch == "sm_90"
+    for name, device in dispatch.measured().items():
+        for by_heads in device.rows.values():
+            assert by_heads, name
+            for rows in by_heads.values():
                 limits = [limit for limit, _ in rows]
-                assert limits == sorted(limits) and limits[0] == 1
-                assert all(isinstance(Plan(**fields), Plan) for _, fields in rows)
+                assert limits == sorted(set(limits)) and limits[0] == 1
+
+
+def test_the_table_is_read_as_the_tuner_writes_it() -> None:
+    plan = Plan(mode="split", block_m=64, rest_last=True, num_warps=8)
+    written = [
+        tune_dispatch.row("a gpu", "sm_00", query, 16, tokens, plan if tokens > 1 else Plan())
+        for query in ("fp8", "bf16")
+        for tokens in (1, 32)
+    ]
+    lines = [{name: str(value) for name, value in row.items()} for row in written]
+    rows = {16: [(1, Plan()), (32, plan)]}
+    assert dispatch.read(lines) == {"a gpu": dispatch.Measured("sm_00", {True: rows, False: rows})}
+    file = Path(dispatch.__file__).with_name("dispatch.csv")
+    assert file.read_text().splitlines()[0].split(",") == list(written[0])
 
 
 def test_unknown_names_are_refused() -> None:
