@@ -152,8 +152,16 @@ def version_asked_elsewhere(name, source):
                 yield f"{name}:{node.lineno} tries an import from vLLM"
 
 
+def product_computes_with_its_oracle(name, source):
+    """The specification reaches the product as a provider that the user asked for by name."""
+    for module, line in imports(name, source):
+        if own(module) == "kernels.reference":
+            yield f"{name}:{line} imports {own(module)}; ask kernels.get_provider"
+
+
 RULES = (
     wrong_direction,
+    product_computes_with_its_oracle,
     kernels_know_no_engine,
     vllm_imported_elsewhere,
     vllm_changed_elsewhere,
@@ -178,6 +186,7 @@ def test_rule(name, rule):
         ("runtime", wrong_direction, "from mla_fusion import config, cli"),
         ("report.text", wrong_direction, "from mla_fusion.config import FLAG"),
         ("config", wrong_direction, "from mla_fusion import register"),
+        ("runtime", product_computes_with_its_oracle, "from mla_fusion.kernels import reference"),
         ("kernels.new", kernels_know_no_engine, "import pydantic"),
         ("attention.plan", kernels_know_no_engine, "def f():\n    import vllm"),
         ("kernels.triton", vllm_imported_elsewhere, "from vllm import envs"),
