@@ -2,10 +2,10 @@
 """Writes the tables of docs/performance.md from benchmarks/results/*.csv, and draws its plots.
 
     python benchmarks/figures.py            tables and plots (needs matplotlib: the extra `bench`)
-    python benchmarks/figures.py --tables   tables alone
+    python benchmarks/figures.py --tables   tables only
 
-A table stands between `<!-- table NAME -->` and `<!-- end -->`; each plot carries the hash of the
-rows it was drawn from, so that a test can tell when either is behind its source.
+A table is between `<!-- table NAME -->` and `<!-- end -->`; each plot carries the hash of the rows
+it was drawn from, so that a test fails when either is older than its source.
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ PEERS = {
 UNFUSED, OURS = ("default", "cat"), ("fused", "portable")
 # Columns with the median of a step's time, and around it.
 STEP = {"gpu": ("gpu_us", "gpu_p20", "gpu_p80"), "wall": ("wall_us", "wall_min", "wall_max")}
-# What a copy moves on this GPU, read plus write, in the run of the attention benchmark.
-COPY_GBPS = 4257
 DECODERS = {"ours": "ours", "triton_mla": "TRITON_MLA", "flashmla": "FlashMLA"}
 
 
@@ -60,8 +58,8 @@ class Region:
         self.floor = {(int(r["tokens"]), int(r["heads"])): float(r["floor_us"]) for r in rows}
         self.shapes = list(self.floor)
 
-    def behind(self, shape: tuple[int, int]) -> float:
-        """Ours behind an unrelated kernel, without that kernel's own time."""
+    def after(self, shape: tuple[int, int]) -> float:
+        """Ours after an unrelated kernel, without that kernel's own time."""
         return self.us[*shape, "plain+triton"] - self.us[*shape, "plain"]
 
     def best_peer(self, shape: tuple[int, int]) -> float:
@@ -69,27 +67,30 @@ class Region:
         return min(self.us[*shape, peer] for peer in PEERS if (*shape, peer) in self.us)
 
 
+def mean(factors: list[float]) -> float:
+    """The geometric one."""
+    return math.prod(factors) ** (1 / len(factors))
+
+
 def region_table(rows: list[Row]) -> list[str]:
-    """Every shape: floor, ours both ways, the peers, and how many times faster ours is."""
+    """How many times faster ours is than the best of the others, by heads, both ways."""
     region = Region(rows)
     lines = [
-        f"| T | H | floor | back to back | behind another kernel | {' | '.join(PEERS.values())} "
-        "| faster than the best of them, back to back | behind another kernel |",
-        "|" + "---|" * (7 + len(PEERS)),
+        "| heads | back to back: mean (least, most) | after another kernel |",
+        "|---|---|---|",
     ]
-    for shape in region.shapes:
-        ours, behind = region.us[*shape, "triton"], region.behind(shape)
-        best = region.best_peer(shape)
-        measured = (region.us.get((*shape, peer)) for peer in PEERS)
-        peers = " | ".join("-" if time is None else f"{time:.2f}" for time in measured)
-        lines.append(
-            f"| {shape[0]} | {shape[1]} | {region.floor[shape]:.2f} | {ours:.2f} | {behind:.2f} "
-            f"| {peers} | {best / ours:.2f}x | {best / behind:.2f}x |"
-        )
+    for heads in sorted({h for _, h in region.shapes}):
+        cells = [str(heads)]
+        for ours in (lambda shape: region.us[*shape, "triton"], region.after):
+            factors = [
+                region.best_peer((t, h)) / ours((t, h)) for t, h in region.shapes if h == heads
+            ]
+            cells.append(f"{mean(factors):.2f}x ({min(factors):.2f}, {max(factors):.2f})")
+        lines.append(f"| {' | '.join(cells)} |")
     lost = [
         f"T={t}, H={h}"
         for t, h in region.shapes
-        if region.best_peer((t, h)) < max(region.us[t, h, "triton"], region.behind((t, h)))
+        if region.best_peer((t, h)) < max(region.us[t, h, "triton"], region.after((t, h)))
     ]
     lines += ["", f"Shapes where the best of the others is faster: {', '.join(lost) or 'none'}."]
     return lines
@@ -130,44 +131,25 @@ def attention_times(rows: list[Row]) -> dict[tuple[str, str], dict[tuple[str, st
     return times
 
 
-def attention_tables(rows: list[Row]) -> dict[str, list[str]]:
-    """Microseconds of every shape for each number of heads, and the means against each peer."""
-    times, result = attention_times(rows), {}
-    means = [
+def attention_means(rows: list[Row]) -> list[str]:
+    """How many times faster ours is than each peer, over all shapes of a number of heads."""
+    lines = [
         "| heads, type | against | geometric mean | least | most "
         "| shapes where that one is faster |",
         "|---|---|---|---|---|---|",
     ]
-    for heads in sorted({h for h, _ in times}, key=int):
-        both = [times[heads, dtype] for dtype in ("bf16", "fp8")]
-        columns = [f"{label}, {t}" for t in ("bf16", "fp8") for label in DECODERS.values()]
-        lines = [
-            f"| batch x context | {' | '.join(columns)} | ours, share of copy bandwidth, bf16 "
-            "| fp8 | ours, TFLOP/s, bf16 | fp8 |",
-            "|" + "---|" * 11,
-        ]
-        for shape in dict.fromkeys(shape for shape, _ in both[0]):
-            times_us = [float(each[shape, c]["p50_us"]) for each in both for c in DECODERS]
-            us = [f"{t:.0f}" if t >= 1000 else f"{t:.1f}" for t in times_us]
-            share = [f"{float(each[shape, 'ours']['gbps']) / COPY_GBPS:.0%}" for each in both]
-            rate = [f"{float(each[shape, 'ours']['tflops']):.0f}" for each in both]
-            cells = [*us, *(part.replace("%", " %") for part in share), *rate]
-            lines.append(f"| {shape} | {' | '.join(cells)} |")
-        result[f"attention-{heads}"] = lines
-        for dtype, each in zip(("bf16", "fp8"), both, strict=True):
-            for peer in ("triton_mla", "flashmla"):
-                factors = {
-                    shape: float(each[shape, peer]["p50_us"]) / float(each[shape, "ours"]["p50_us"])
-                    for shape in dict.fromkeys(shape for shape, _ in each)
-                }
-                lost = [shape for shape, factor in factors.items() if factor < 1]
-                values = [*factors.values()]
-                mean = math.prod(values) ** (1 / len(values))
-                means.append(
-                    f"| {heads}, {dtype} | {DECODERS[peer]} | {mean:.2f}x | {min(values):.2f}x "
-                    f"| {max(values):.2f}x | {len(lost)} of {len(values)} |"
-                )
-    return {"attention-means": means, **result}
+    for (heads, dtype), each in sorted(
+        attention_times(rows).items(), key=lambda item: (int(item[0][0]), item[0][1])
+    ):
+        for peer in ("triton_mla", "flashmla"):
+            factors = [
+                float(each[shape, peer]["p50_us"]) / float(each[shape, "ours"]["p50_us"])
+                for shape in dict.fromkeys(shape for shape, _ in each)
+            ]
+            spread = f"{mean(factors):.2f}x | {min(factors):.2f}x | {max(factors):.2f}x"
+            lost = f"{sum(factor < 1 for factor in factors)} of {len(factors)}"
+            lines.append(f"| {heads}, {dtype} | {DECODERS[peer]} | {spread} | {lost} |")
+    return lines
 
 
 def tables() -> dict[str, list[str]]:
@@ -176,7 +158,7 @@ def tables() -> dict[str, list[str]]:
         "region": region_table(read(REGION)),
         "decode": decode_table(read(DECODE), "gpu"),
         "decode-wall": decode_table(read(DECODE), "wall"),
-        **attention_tables(read(ATTENTION)),
+        "attention-means": attention_means(read(ATTENTION)),
     }
 
 
@@ -215,10 +197,10 @@ def draw_region() -> None:
         axis.plot(tokens, [region.us[t, heads, "triton"] for t in tokens], "o-", label="fused")
         axis.plot(
             tokens,
-            [region.behind((t, heads)) for t in tokens],
+            [region.after((t, heads)) for t in tokens],
             "o:",
             color="C0",
-            label="fused, behind another kernel",
+            label="fused, after another kernel",
         )
         for color, (peer, label) in enumerate(PEERS.items(), 1):
             times = [region.us.get((t, heads, peer), math.nan) for t in tokens]

@@ -69,6 +69,6 @@ FP8_RULES = [
 ]  # fmt: skip
 
 QUANTIZE_RULES = [
-    Rule("quantize", "what is quantized is a matrix", SILENT, words="the values are a matrix",
+    Rule("quantize", "the quantized values are a matrix", SILENT, words="the values are a matrix",
          direct=lambda a: {"x": a["x"][None]}),
 ]  # fmt: skip

@@ -1,45 +1,52 @@
-"""The tables of docs/aiter.md, from the rules themselves.
+"""The tables of docs/aiter.md from the rules themselves, and a list of all rules.
 
-    python -m tests.aiter_double.table
+    python -m tests.aiter_double.table          writes the tables between the marks in the page
+    python -m tests.aiter_double.table rules    prints every rule
 
-writes them between the marks in the page; tests/aiter_double/test_page.py fails until it is done.
+tests/aiter_double/test_page.py fails until the page is written.
 """
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from tests.aiter_double import broken, heads
-from tests.aiter_double.fused_rules import RULES
+from tests.aiter_double.module import FUSED
+from tests.aiter_double.rule import AVOIDED, RAISED, TRUSTED
 from tests.aiter_double.versions import RELEASES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "aiter.md"
 
 
-def fused() -> str:
-    """The rules of the fused op."""
-    rows = ["| rule | in words | breaking it | the provider |", "|---|---|---|---|"]
-    for rule in RULES:
-        rows.append(f"| `{rule.name}` | {rule.says} | {rule.breaking} | {rule.library} |")
+def rules() -> str:
+    """How many rules each call has, and how the library keeps them."""
+    kinds = (RAISED, AVOIDED, TRUSTED)
+    rows = [f"| call | rules | {' | '.join(kinds)} |", "|---|---|---|---|---|"]
+    for op in (FUSED, *broken.ADAPTER_RULES):
+        kept = [rule.library for rule in broken.ALL[op]]
+        counts = " | ".join(str(kept.count(kind)) for kind in kinds)
+        rows.append(f"| `{op}` | {len(kept)} | {counts} |")
     return "\n".join(rows)
 
 
-def adapter() -> str:
-    """The rules of the planner and the decode."""
-    rows = ["| call | rule | in words | breaking it | the adapter |", "|---|---|---|---|---|"]
-    for op, rules in broken.ADAPTER_RULES.items():
-        for rule in rules:
-            words = f"{rule.says} | {rule.breaking} | {rule.library}"
-            rows.append(f"| `{op}` | `{rule.name}` | {words} |")
+def trusted() -> str:
+    """The rules that only the caller can keep."""
+    rows = []
+    for op in (FUSED, *broken.ADAPTER_RULES):
+        if says := [rule.says for rule in broken.ALL[op] if rule.library == TRUSTED]:
+            rows.append(f"- `{op}`: {'; '.join(says)}.")
     return "\n".join(rows)
 
 
-def others() -> str:
-    """The rules of what the adapter does not call."""
-    rows = ["| call | rule | in words | breaking it |", "|---|---|---|---|"]
-    for op, rules in broken.OTHER_RULES.items():
-        rows += [f"| `{op}` | `{r.name}` | {r.says} | {r.breaking} |" for r in rules]
-    return "\n".join(rows)
+def listed() -> str:
+    """Every rule in a line: its call and name, the rule, what breaking it does, and the library."""
+    lines = []
+    for op, each in broken.ALL.items():
+        for rule in each:
+            line = f"{op} {rule.name}: {rule.says}. Breaking it: {rule.breaking}."
+            lines.append(line if op in broken.OTHER_RULES else f"{line} Here: {rule.library}.")
+    return "\n".join(lines)
 
 
 def kernels() -> str:
@@ -67,7 +74,7 @@ def releases() -> str:
 
 def filled(page: str) -> str:
     """The page with the tables as they are now."""
-    for make in (fused, adapter, others, kernels, releases):
+    for make in (rules, trusted, kernels, releases):
         begin, end = f"<!-- table: {make.__name__} -->\n", "<!-- end -->"
         before, rest = page.split(begin)
         page = before + begin + make() + "\n" + end + rest.partition(end)[2]
@@ -75,4 +82,7 @@ def filled(page: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(filled(PAGE.read_text()))
+    if sys.argv[1:] == ["rules"]:
+        print(listed())
+    else:
+        PAGE.write_text(filled(PAGE.read_text()))

@@ -1,6 +1,6 @@
 """The tables of docs/coverage.md from the stored results.
 
-A table stands between `<!-- table NAME -->` and `<!-- end -->`.
+A table is between `<!-- table NAME -->` and `<!-- end -->`.
 """
 
 from __future__ import annotations
@@ -8,11 +8,14 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tests.coverage import unreachable
 from tests.coverage.neighbours import NEIGHBOURS, Neighbour
 from tests.coverage.spellings import SPELLINGS, VARIANTS, source
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 RESULTS = Path(__file__).with_name("results")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "coverage.md"
@@ -108,7 +111,7 @@ def models_table() -> str:
     found = {version: (compiled(version), shown(version)) for version in (OLD, NEW)}
     for name, architectures in sorted((found[OLD][0] | found[NEW][0]).items()):
         there = {v: seen[name] for v, (classes, seen) in found.items() if name in classes}
-        counts = [_counts(*there[v]) if v in there else "not compiled there" for v in (NEW, OLD)]
+        counts = [_counts(there[v][1]) if v in there else "not compiled there" for v in (NEW, OLD)]
         engines, _ = there.get(NEW) or there[OLD]
         reach = "any, with `model_impl=transformers`" if name == TRANSFORMERS else ""
         rows.append(
@@ -120,14 +123,18 @@ def models_table() -> str:
                 "yes" if name in compiled(SOURCES) else "no",
             ]
         )
-    header = f"class|architectures|engines|vLLM {NEW}: layers, fused, declined, reason"
-    return _rows(f"{header}|vLLM {OLD}: the same|in the sources of {SOURCES}", rows)
+    header = f"class|architectures|engines|fused in vLLM {NEW}|in {OLD}"
+    return _rows(f"{header}|in the sources of {SOURCES}", rows)
 
 
-def _counts(engines: list[str], counts: dict[str, Any]) -> str:
-    declined = counts["declined"]
-    reason = ", ".join(f"`{code}`" for code in declined) or "none"
-    return f"{counts['layers']}, {counts['fused']}, {sum(declined.values())}, {reason}"
+def _counts(counts: dict[str, Any]) -> str:
+    """Of the layers, how many fused; the reasons of the others."""
+    return _fused(f"{counts['fused']} of {counts['layers']}", counts["declined"])
+
+
+def _fused(counts: str, codes: Iterable[str]) -> str:
+    """How many layers fused, and the reasons of the others."""
+    return ", ".join([counts, *(f"`{code}`" for code in codes)])
 
 
 def unreachable_table() -> str:
@@ -145,26 +152,26 @@ def unreachable_table() -> str:
 
 
 def spellings_table() -> str:
-    """One row per spelling, one column per variant."""
-    outcomes = stored("spellings")
-    rows = [
-        [name, source(name), *(outcomes[name][str(variant)] for variant in VARIANTS)]
-        for name in SPELLINGS
-    ]
-    return _rows("|".join(["spelling", "graph", *map(str, VARIANTS)]), rows)
+    """One row per spelling: how many variants fuse, and what becomes of the others."""
+    rows = []
+    for name in SPELLINGS:
+        outcomes = {str(variant): stored("spellings")[name][str(variant)] for variant in VARIANTS}
+        others = [f"{which}: {became}" for which, became in outcomes.items() if became != "fused"]
+        fused = f"{len(VARIANTS) - len(others)} of {len(VARIANTS)}"
+        rows.append([name, source(name), ", ".join([fused, *others])])
+    return _rows("spelling|graph|fused", rows)
 
 
 def neighbours_table() -> str:
     """One row per neighbour."""
     rows = [neighbour_row(n, stored("neighbours")) for n in NEIGHBOURS]
     for name, outcome in stored("graphs").items():
-        declined = [f"{layers}, `{code}`" for code, layers in outcome["declined"].items()]
-        counts = [str(outcome["layers"]), str(outcome["fused"]), ", ".join(declined) or "0, none"]
+        declined = outcome["declined"]
         same = "graph unchanged" if declined else "outputs of the graphs equal"
         same = same if outcome["equal"] else "DIFFERENT"
-        rows.append([name, *counts, "graphs alone", "none", same])
-    rows.append(["sequence parallelism", *["none"] * 5, _NO_SEQUENCE_PARALLELISM])
-    header = "neighbour|layers|fused|declined, reason|passes that ran fused|what the feature did"
+        rows.append([name, _counts(outcome), "graphs only", "-", same])
+    rows.append(["sequence parallelism", *["-"] * 3, _NO_SEQUENCE_PARALLELISM])
+    header = "neighbour|layers fused|passes fused|what the feature did"
     return _rows(f"{header}|tokens with the flag off and on", rows)
 
 
@@ -178,36 +185,34 @@ def neighbour_row(neighbour: Neighbour, results: dict[str, Any]) -> list[str]:
     """What the engines of one neighbour showed."""
     on = results.get(f"{neighbour.name} (on)")
     if on is None:
-        return [neighbour.name, *["not run"] * 6]
+        return [neighbour.name, *["not run"] * 4]
     if "error" in on and neighbour.refused in on["error"] and neighbour.refused:
-        return [neighbour.name, *["none"] * 5, f"vLLM refuses it on a CPU: {neighbour.refused}"]
+        return [neighbour.name, *["-"] * 3, f"vLLM refuses it on a CPU: {neighbour.refused}"]
     if neighbour.reason:
         declined = _switched_off(on) == neighbour.reason
-        reason = f"all, `{neighbour.reason}`" if declined else "NOT DECLINED"
-        return [neighbour.name, "all", "0", reason, "none", "none", "nothing is changed"]
+        layers = _fused("none", [neighbour.reason]) if declined else "NOT DECLINED"
+        return [neighbour.name, layers, "-", "-", "nothing is changed"]
     off = results[f"{neighbour.name} (off)"]
     errors = [result["error"] for result in (off, on) if "error" in result]
     if errors:
-        return [neighbour.name, *["none"] * 5, f"FAILED: {errors[0]}"]
+        return [neighbour.name, *["-"] * 3, f"FAILED: {errors[0]}"]
     did = "; ".join(sign.words.format(sign.number(on)) for sign in neighbour.signs)
-    return [neighbour.name, *_layers(on), _passes(on), did or "none", _sameness(off, on)]
+    return [neighbour.name, _layers(on), _passes(on), did or "-", _sameness(off, on)]
 
 
-def _layers(on: dict[str, Any]) -> list[str]:
-    """MLA layers, those that fused, and those that did not with the reason."""
-    if _switched_off(on):
-        return ["all", "0", f"all, `{_switched_off(on)}`"]
-    reports = on["reports"]
-    counts = [" + ".join(str(made[key]) for made in reports) or "0" for key in ("layers", "fused")]
-    codes = sorted({code for made in reports for code in made["declined"]})
-    declined = sum(sum(made["declined"].values()) for made in reports)
-    return [*counts, f"{declined}, {', '.join(f'`{code}`' for code in codes) or 'none'}"]
+def _layers(on: dict[str, Any]) -> str:
+    """Of each rank: how many MLA layers fused, of all; the reasons of the others."""
+    if code := _switched_off(on):
+        return _fused("none", [code])
+    counts = [f"{made['fused']} of {made['layers']}" for made in on["reports"]]
+    codes = sorted({code for made in on["reports"] for code in made["declined"]})
+    return _fused(" + ".join(counts) or "0 of 0", codes)
 
 
 def _passes(on: dict[str, Any]) -> str:
     """Of each rank: forward passes that ran fused, of all."""
     of_ranks = [f"{p['fused']} of {p['fused'] + p['unfused']}" for p in on["passes"]]
-    return " + ".join(of_ranks) or "none"
+    return " + ".join(of_ranks) or "-"
 
 
 def _sameness(off: dict[str, Any], on: dict[str, Any]) -> str:
