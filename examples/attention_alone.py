@@ -1,9 +1,9 @@
-"""Persistent MLA decode under plain torch.compile, without vLLM: one plan, two steps.
+"""Persistent MLA decode under torch.compile, without vLLM: one plan, two steps.
 
 python examples/attention_alone.py --provider triton
 
-Three sequences of unlike lengths; the second step has one more token each. Prints how far the
-decode is from softmax attention in fp32, and how the plan shared the work.
+Three sequences of different lengths; the second step has one more token each. Prints the relative
+error against softmax attention in fp32, and how the plan shared the work.
 """
 
 import argparse
@@ -25,7 +25,7 @@ def decode(
     out: torch.Tensor,
     provider: str,
 ) -> None:
-    """One op of the compiled graph; the plan is found as a server would find its step's."""
+    """One op of the compiled graph; it finds the plan as a server's op finds that of its step."""
     persistent_mla_decode(
         q, kv_cache, PLANS[0], block_table=block_table, softmax_scale=SCALE, out=out,
         provider=provider,
@@ -48,7 +48,7 @@ def layer(
 def softmax_attention(
     x: torch.Tensor, w: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, lengths: list[int]
 ) -> torch.Tensor:
-    """What `layer` should give, in fp32 and sequence by sequence."""
+    """The expected result of `layer`, in fp32 and sequence by sequence."""
     q = (x @ w).view(-1, HEADS, LATENT + ROPE).float()
     rows = [
         cache[pages.long()].flatten(0, 1)[:n].float()

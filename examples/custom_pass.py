@@ -2,9 +2,9 @@
 
 VLLM_PLUGINS= python examples/custom_pass.py MODEL
 
-For those who build their CompilationConfig themselves. What the plugin would decide is yours:
-graph partition, the compile range, the splitting ops, and whether the model can fuse at all. The
-report is `mla_fusion.report.take(...)` of the process that compiled; nothing is logged.
+For those who build their CompilationConfig themselves. The plugin's decisions are yours then:
+graph partition, the compile range, the splitting ops, and whether the model can fuse at all.
+`mla_fusion.report.take(...)` in the process that compiled is the report; nothing is logged.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""The fused region of one MLA layer under plain torch.compile, without vLLM.
+"""The fused region of one MLA layer under torch.compile, without vLLM.
 
 python examples/kernel_alone.py --provider triton
 
-Shapes of one rank of DeepSeek-V3 at tensor-parallel size 8. Prints how far the compiled function is
-from the eager one.
+Shapes of one rank of DeepSeek-V3 at tensor-parallel size 8. Prints the largest difference between
+the compiled function and the eager one.
 """
 
 import argparse

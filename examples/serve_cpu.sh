@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Serve an MLA model on a CPU, for development: serve_cpu.sh MODEL [ARGUMENT_OF_VLLM_SERVE...]
-# The provider is plain torch. CPU_MLA by name: with AMX vLLM takes another, which packs W_UK.
+# The provider is plain torch. CPU_MLA is named because with AMX vLLM takes another, which packs W_UK.
 set -euo pipefail
 export VLLM_CPU_KVCACHE_SPACE="${VLLM_CPU_KVCACHE_SPACE:-4}" # GiB
 exec vllm serve "$1" "${@:2}" --dtype bfloat16 --attention-backend CPU_MLA \
