@@ -1,7 +1,8 @@
-"""The supported window of vLLM, and every name or behaviour that moved inside it.
+"""The supported window of vLLM releases, and every name or behaviour that moved inside it.
 
-Other files ask here instead of importing from vLLM by path, so that a new release is one file
-to read. Nothing is imported from vLLM until it is needed.
+A new release is admitted here: `NEWEST` moves, and every difference becomes a function of this
+file, with the release in a comment (the steps are in CONTRIBUTING.md). Other files call these
+functions instead of importing from vLLM by path. Nothing is imported from vLLM until it is needed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 # vLLM 0.26 is the first release whose MLA layer has the split KV-update and attention ops this
-# library rewrites together with `VllmFusionPatternMatcherPass`; 0.33 the last one read.
+# library rewrites together with `VllmFusionPatternMatcherPass`; 0.33 is the last one read.
 OLDEST, NEWEST = (0, 26), (0, 33)
 
 
@@ -93,7 +94,7 @@ def attention_context(layer_name: Any) -> tuple[Any, Any, torch.Tensor, torch.Te
 
 
 def forward_context() -> Any:
-    """vLLM's context of the forward pass that runs: a new object for each."""
+    """vLLM's context of the running forward pass: a new object for each."""
     from vllm.forward_context import get_forward_context
 
     return get_forward_context()
@@ -112,9 +113,9 @@ def with_attention_hooks(body: Callable[..., None]) -> Callable[..., None]:
 
 
 def runs_breakable_cudagraphs() -> bool:
-    """Whether vLLM captures models in pieces of its own, for which it switches torch.compile off.
+    """Whether vLLM captures breakable CUDA graphs, for which it switches torch.compile off.
 
-    By VLLM_USE_BREAKABLE_CUDAGRAPH, which it sets itself for a list of architectures.
+    VLLM_USE_BREAKABLE_CUDAGRAPH says so; vLLM sets it itself for a list of architectures.
     """
     from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled
 
@@ -122,14 +123,14 @@ def runs_breakable_cudagraphs() -> bool:
 
 
 def is_first_rank() -> bool:
-    """Whether this worker is the one of an engine that tells the operator what all of them do."""
+    """Whether this worker is the one of its engine that prints for all of them."""
     from vllm.distributed.parallel_state import is_global_first_rank
 
     return bool(is_global_first_rank())
 
 
 def resolve_context_parallel(layer: Any) -> None:
-    """Set what vLLM 0.26 sets on the first call of `forward_impl`, which decode steps now skip."""
+    """Set what vLLM 0.26 sets in the first `forward_impl`, which fused decode steps skip."""
     if layer.impl.dcp_world_size == -1:
         from vllm.distributed.parallel_state import get_dcp_group
 
@@ -157,14 +158,14 @@ def mla_layers(layers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def current_layers() -> Mapping[str, Any]:
-    """All layers of the model that is being run or compiled, by name."""
+    """All layers of the model that runs or compiles, by name."""
     from vllm.forward_context import get_forward_context
 
     return get_forward_context().no_compile_layers
 
 
 def traced_layer_name(layer_name: Any) -> str | None:
-    """The layer's name behind a `layer_name` argument in a graph; None if it is not known.
+    """The layer's name in a `layer_name` argument of a graph; None if it is unknown.
 
     It is a string constant, or a graph input that holds vLLM's opaque LayerName.
     """

@@ -1,8 +1,11 @@
-"""What fused where: counts per compile range, reasons, and one layer before and after.
+"""What fused, what did not, and why: counts per compile range, reasons, a layer before and after.
 
-The passes add one `GraphRecord` per compiled graph. When the worker has compiled, `collect` sums
-them into a `Report` and stores it under vLLM's cache root, so that a start from a warm compile
+The passes add one `GraphRecord` per compiled graph. When the worker has compiled, `take` sums them
+into a `Report`; `collect` stores it under vLLM's cache root, so that a start from a warm compile
 cache, in which no pass runs, has the same report; `publish` logs it.
+
+`reasons` lists every reason. `layer_graph` is a layer before and after as data, `rows` its layout;
+`text`, `svg` and `page` show it.
 """
 
 from __future__ import annotations
@@ -60,7 +63,7 @@ class RangeReport:
 
 @dataclass
 class Report:
-    """What an operator is told; `bucket` is the decode bucket in tokens.
+    """The report of an engine; `bucket` is the decode bucket in tokens.
 
     `uncompiled` counts the MLA layers of the model that were in no graph.
     """
@@ -79,7 +82,7 @@ class Report:
         return sum(r.fused for r in self.ranges)
 
     def decode_ranges(self) -> list[RangeReport]:
-        """The ranges in which the passes run, as far as they hold MLA layers."""
+        """The ranges inside the bucket that have MLA layers."""
         return [r for r in self.ranges if r.range[1] <= self.bucket and r.layers]
 
     def lines(self) -> list[str]:
@@ -108,12 +111,12 @@ _records: list[GraphRecord] = []
 
 
 def add(record: GraphRecord) -> None:
-    """Called by the passes, once per compiled graph."""
+    """Keep the record of a compiled graph; the passes call it once for each."""
     _records.append(record)
 
 
 def forget() -> None:
-    """Drop what an engine of this process left that did not live to its report."""
+    """Discard records left by an engine of this process that died before it reported."""
     _records.clear()
 
 
@@ -153,7 +156,7 @@ def load(path: Path) -> Report:
     """The report stored at `path`.
 
     Raises:
-        FormatError: it holds something else, or what another release stored.
+        FormatError: it holds something else, or another release stored it.
     """
     try:
         stored = json.loads(path.read_text())
@@ -177,11 +180,11 @@ def stored_reports(cache_root: Path) -> list[Path]:
 
 
 def collect(path: Path, made: Report | None) -> tuple[Report | None, bool]:
-    """(the report of this start, whether it is that of an earlier one).
+    """(the report of this start, whether an earlier start made it).
 
-    What this start compiled, `made`, is stored at `path`; if it compiled nothing, what an earlier
-    start stored there tells what vLLM's cache holds. A file that cannot be written or read is a
-    warning, and no reason for an engine not to start.
+    `made`, the report of the graphs compiled in this start, is stored at `path`. If nothing was
+    compiled, the report stored there describes the graphs of vLLM's cache. A file that cannot be
+    written or read is a warning; the engine starts.
     """
     if made is not None:
         try:

@@ -1,13 +1,16 @@
-"""What the custom ops do in a step: which layer, which batch, which provider.
+"""The bodies of the custom ops: what they do in a step.
 
 A compile range counts tokens, so a decode graph also meets mixed batches, short prompts and the
-profile run. Both runtime ops ask `_is_fused` of the same step and so cannot disagree:
+profile run. `_is_fused` decides whether a batch may be fused. Both runtime ops call it in the same
+step, so they cannot disagree:
 
     decode-only    the provider prepares the query and writes the cache; the attention op hands
-                   the prepared query to the backend's decode, or to the portable one where it was
+                   the prepared query to the backend's decode, or to the portable one if it was
                    chosen, and projects the result up
-    anything else  q and k_pe are rotated in place and the cache is written by vLLM's own op; the
+    anything else  q and k_pe are rotated in place and vLLM's own op writes the cache; the
                    attention op calls the layer as vLLM does
+
+`step_plan` holds the portable decode's plan, `metrics` counts the steps that ran fused.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ def is_decode_only(metadata: Any) -> bool:
 
 
 def _is_fused(metadata: Any, slot_mapping: torch.Tensor | None) -> bool:
-    """Whether the fused path serves this step: all ops must agree, or one reads what none wrote."""
+    """Whether this step is fused. All ops must agree, or one reads what none wrote."""
     return slot_mapping is not None and is_decode_only(metadata)
 
 
@@ -57,8 +60,8 @@ def fused_decode_prep(
 ) -> None:
     """Prepare the decode query into `prepared_q` [T, H, L + R], or rotate q and k_pe in place.
 
-    Either way the KV cache is written. `prepared_q` is only written for a decode-only batch; rows
-    that are padding are zero then. k_pe is [T, 1, R]; the other shapes are those of
+    Either way the KV cache is written. `prepared_q` is written only for a decode-only batch, with
+    zeros in padding rows. k_pe is [T, 1, R]; the other shapes are those of
     `mla_fusion.kernels.fused_mla_decode_prep`.
     """
     metadata, layer, kv_cache, slot_mapping = vllm_compat.attention_context(layer_name)
@@ -97,7 +100,7 @@ def fused_decode_prep(
 
 
 def _explain(error: Exception, provider: str, when: str) -> None:
-    """Add to an error of a provider what it means for the engine, and what to do."""
+    """Note on a provider's error that the engine cannot go on, and what to do."""
     note = (
         f"mla_fusion: the {provider} provider failed {when}. The compiled graphs call it, so the "
         "engine cannot go on without it, and nothing falls back silently."
@@ -212,7 +215,7 @@ def _attention(
 
 
 def register_ops() -> None:
-    """Define the ops of this library in this process; see `ops.register`."""
+    """Define the ops in this process, with the bodies of this module; see `ops.register`."""
     bodies: dict[str, Callable[..., Any]] = {
         ops.ROPE_UPDATE: rope_and_cache_update,
         ops.Q_PREP: decode_q_prep,
@@ -271,7 +274,7 @@ def warm_up(
 
 
 def _show(progress: str) -> None:
-    """On the console, as vLLM shows its graph capture: in the log are results alone."""
+    """On the console, as vLLM shows its graph capture: the log has only results."""
     if vllm_compat.is_first_rank():
         print(progress, file=sys.stderr, flush=True)
 
@@ -297,7 +300,7 @@ def warm_up_attention(layers: Mapping[str, Any]) -> None:
 
 
 def _absorb_weight(layer: Any) -> Any:
-    """W_UK in the form in which vLLM's own product takes it from this layer."""
+    """W_UK as vLLM's own product takes it from this layer."""
     if kind := vllm_compat.packed_weight(layer):
         from mla_fusion.kernels.aiter import PackedWeight
 
@@ -318,8 +321,8 @@ def _cache_view(kv_cache: torch.Tensor, kv_cache_dtype: str) -> torch.Tensor:
     return cache.squeeze(1) if cache.dim() == 4 else cache
 
 
-# (address, rows, type) of vLLM's table -> (that table, kept alive so that the address stays its
-# own; the table rounded).
+# (address, rows, type) of vLLM's table -> (the table, kept alive so that no other takes its
+# address; the table rounded).
 _tables: dict[tuple[int, int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
 
 

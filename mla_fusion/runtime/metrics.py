@@ -1,16 +1,16 @@
 """How many forward passes ran fused: `mla_fusion_steps` in Python, `mla_fusion_steps_total` in
 Prometheus.
 
-The workers of a vLLM engine are other processes as a rule: `llm.collective_rpc("mla_fusion_steps")`
-asks them, and gives one `StepCounter.snapshot` for each rank.
+vLLM's workers are usually other processes: `llm.collective_rpc("mla_fusion_steps")` asks them, and
+returns one `StepCounter.snapshot` for each rank.
 
-Counted where vLLM prepares the attention metadata, which happens in Python in every forward pass
-and once for each group of layers with the same metadata (a KV-cache group). The fused op itself is
-no place to count: a replayed CUDA graph runs no Python. Nothing is read from the device.
+vLLM prepares the attention metadata in Python in every forward pass, once for each group of layers
+that share it (a KV-cache group); passes are counted there. The fused op cannot count: a replayed
+CUDA graph runs no Python. Nothing is read from the device.
 
-A pass is fused if it was decode-only, as `runtime.is_decode_only` tells the ops too, and its token
-count, padded to the next CUDA graph, lies in a compile range in which layers fused. Passes of a
-draft model count like any other; the engine's warm-up does not.
+A pass is fused if `runtime.is_decode_only` says so and its token count, padded to the next CUDA
+graph, is in a compile range in which layers fused. Passes of a draft model count like any other;
+the engine's warm-up does not.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PATHS = ("fused", "unfused")
 
 
 class StepCounter:
-    """The counts of one worker. The engine's warm-up is not counted: nothing is before `start`."""
+    """The counts of one worker. Nothing is counted before `start`, so the warm-up is not."""
 
     def __init__(self, rank: int) -> None:
         """`rank` is the label of the exported metric."""
@@ -76,7 +76,7 @@ class StepCounter:
 
 @functools.cache
 def _exported(*labels: str) -> Any:
-    """What counts for vLLM's endpoint, under the labels group, path and rank."""
+    """The counter of vLLM's endpoint with the labels group, path and rank."""
     return _counter().labels(*labels)
 
 

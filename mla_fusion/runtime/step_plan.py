@@ -1,12 +1,12 @@
 """The portable persistent decode inside vLLM: one plan for the layers of an engine.
 
 `additional_config={"mla_fusion": {"attention": "portable"}}` attaches a `StepPlan` to each fused
-layer when the model was loaded, before vLLM measures free memory. The first attention of a forward
-pass refreshes it from the batch's metadata, the others of the same pass read it.
+layer after the model is loaded, before vLLM measures free memory. The first attention of a forward
+pass refreshes it from the batch's metadata; the others of the same pass read it.
 
-In a CUDA graph of a whole decode step nothing of this runs at replay. The refresh is a kernel in
-the graph then: it reads the sequence lengths and query positions where vLLM keeps them for all
-its steps, so that every replay plans anew. Batch, with padding, and longest query are the graph's.
+The CUDA graph of a whole decode step runs no Python at replay. There the refresh is a kernel of the
+graph: it reads sequence lengths and query positions at the addresses that vLLM keeps for all steps,
+so every replay plans anew. The padded batch and the longest query are constants of the graph.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ ATTRIBUTE = "mla_fusion_step_plan"
 
 
 class StepPlan:
-    """A plan, whose lengths it was refreshed with, and the buffer that attention writes.
+    """A plan, the step it was refreshed for, and the buffer that attention writes.
 
-    Rows of a step that no sequence of the plan has stay zero: vLLM pads batches.
+    Padding rows of a step, which belong to no sequence, stay zero.
     """
 
     def __init__(self, plan: attention.PersistentDecodePlan, out_dtype: torch.dtype) -> None:
@@ -39,10 +39,10 @@ class StepPlan:
         self._planned: tuple[Any, Any] = (None, None)
 
     def serves(self, metadata: Any) -> bool:
-        """Whether a decode-only batch is this plan's.
+        """Whether the plan decodes this decode-only batch.
 
-        vLLM counts short prompts as decodes for some backends; such a batch, with queries longer
-        than those of a decode step with drafts, stays with the backend.
+        vLLM counts short prompts as decodes for some backends. A batch with queries longer than
+        those of a decode step with drafts stays with the backend.
         """
         return int(metadata.max_query_len) <= self.plan.settings.max_query_len
 
@@ -87,8 +87,8 @@ class StepPlan:
         self.out[:num_tokens].zero_()
 
     def warm_up(self, kv_cache: torch.Tensor, layer: Any) -> None:
-        """Run it for queries of one token and for the longest, on the first block, so often that
-        all is compiled that a step can launch.
+        """Run it on the first block, for queries of one token and for the longest, until every
+        kernel that a step can launch is compiled.
         """
         settings, device = self.plan.settings, self.plan.device
         executor = attention.get_provider(attention.portable_provider(device))
