@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mla_fusion import config, ops, report, runtime
 from mla_fusion.config import vllm_compat
 from mla_fusion.config.identity import source_hash
-from mla_fusion.report import reasons
+from mla_fusion.report.reasons import Decline
 from mla_fusion.runtime import metrics, step_plan
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def register() -> None:
         _decide_in_vllm_config()
     except (ImportError, AttributeError, TypeError) as error:
         detail = f"{version}, supported are {vllm_compat.window()}; {error}"
-        logger.warning("mla_fusion is inactive: %s", reasons.explain("vllm-version", detail))
+        logger.warning("mla_fusion is inactive: %s", Decline("vllm-version", detail).explain())
 
 
 def _wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -178,11 +178,9 @@ def _apply_decision(vllm_config: Any) -> None:
     compilation = vllm_config.compilation_config
     refused: frozenset[str] = getattr(vllm_config, _REFUSED, frozenset())
     decision = _decide(vllm_config)
-    if not decision.applies:
+    if decision.decline:
         setattr(compilation.pass_config, config.FLAG, False)
-        logger.warning(
-            "%s is switched off: %s", config.FLAG, reasons.explain(decision.code, decision.detail)
-        )
+        logger.warning("%s is switched off: %s", config.FLAG, decision.decline.explain())
         return
     if compilation.splitting_ops != [] and not compilation.use_inductor_graph_partition:
         compilation.use_inductor_graph_partition = True

@@ -22,7 +22,7 @@ from mla_fusion.passes.result import PassResult
 from mla_fusion.passes.rewrite import call, functionalized_call, redirect
 from mla_fusion.patterns import probe, spellings
 from mla_fusion.patterns.site import attention_calls, output, read_site
-from mla_fusion.report.reasons import Decline
+from mla_fusion.report.reasons import Declined
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,8 +48,8 @@ class CanonicalizeMLARoPEPass:
                 self._check_layer(site.layer_name)
                 match = spellings.match(site)
                 _check_unshared(site, match)
-            except Decline as decline:
-                result.declined[attention.name] = decline
+            except Declined as declined:
+                result.declined[attention.name] = declined.decline
                 continue
             _rewrite(graph, site, match)
             result.rewritten.append(attention.name)
@@ -58,13 +58,13 @@ class CanonicalizeMLARoPEPass:
     def _check_layer(self, layer_name: Any) -> None:
         facts = self.facts_of(layer_name)
         if facts is None:
-            raise Decline("unknown-layer", str(layer_name))
+            raise Declined("unknown-layer", str(layer_name))
         if facts.decline:
-            raise Decline(facts.decline, facts.detail)
+            raise Declined(facts.decline.code, facts.decline.detail)
 
 
 def _check_unshared(site: Site, match: RopeMatch) -> None:
-    """Raise Decline if a rotated value, or the cache update, has a reader besides the attention."""
+    """Raise Declined if more than the attention reads a rotated value or the cache update."""
     allowed = {site.attention, site.cache_update}
     seen, stack = set(), list(match.rotated)
     while stack:
@@ -73,13 +73,13 @@ def _check_unshared(site: Site, match: RopeMatch) -> None:
             if user in allowed or user in seen:
                 continue
             if user.target not in probe.PURE:
-                raise Decline("shared-rotation", f"{node.name} is read by {user.name}")
+                raise Declined("shared-rotation", f"{node.name} is read by {user.name}")
             seen.add(user)
             stack.append(user)
     written = output(site.cache_update, 0) or site.cache_update
     readers = [user for user in written.users if user is not site.attention]
     if readers:
-        raise Decline("shared-rotation", f"{written.name} is read by {readers[0].name}")
+        raise Declined("shared-rotation", f"{written.name} is read by {readers[0].name}")
 
 
 def _rewrite(graph: fx.Graph, site: Site, match: RopeMatch) -> None:

@@ -20,7 +20,7 @@ from torch import fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 
 from mla_fusion.patterns import probe
-from mla_fusion.report.reasons import Decline
+from mla_fusion.report.reasons import Declined
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -105,35 +105,35 @@ def read_site(attention: fx.Node) -> Site:
     """The site around one attention call.
 
     Raises:
-        Decline: the call uses an argument that this library's attention op does not take, or its
+        Declined: the call uses an argument that this library's attention op does not take, or its
             cache update is not one of vLLM's or wrote other values than it reads.
     """
     args = arguments(attention)
     extra = sorted(name for name, v in args.items() if v is not None and name not in _TAKEN_OVER)
     if {"output_scale", "output_block_scale"} & set(extra):
-        raise Decline("quantized-output", ", ".join(extra))
+        raise Declined("quantized-output", ", ".join(extra))
     if extra:
-        raise Decline("attention-argument", ", ".join(extra))
+        raise Declined("attention-argument", ", ".join(extra))
     update = args["kv_cache_dummy_dep"]
     if isinstance(update, fx.Node) and update.target is operator.getitem and update.args[1] == 0:
         update = update.args[0]
     name = functionalized_op(update) or op_name(getattr(update, "target", None))
     if name not in (CACHE_UPDATE, FUSED_ROPE_UPDATE):
-        raise Decline("cache-update", f"written by {name or update}")
+        raise Declined("cache-update", f"written by {name or update}")
     written = arguments(update)
     kv_c = written["kv_c_normed" if name == CACHE_UPDATE else "kv_c"]
     if kv_c is not args["kv_c_normed"] or written["layer_name"] != args["layer_name"]:
-        raise Decline("cache-update", "the attention reads other values than were written")
+        raise Declined("cache-update", "the attention reads other values than were written")
     # The fused op of vLLM rotates k_pe itself: the spelling relates the two.
     if name == CACHE_UPDATE and not same_view(written["k_pe"], args["k_pe"]):
-        raise Decline("cache-update", "the attention reads another k_pe than was written")
+        raise Declined("cache-update", "the attention reads another k_pe than was written")
     nodes = (args["q"], kv_c, args["k_pe"])
     for node in (*nodes, args["output"]):
         if not isinstance(node.meta.get("val"), torch.Tensor):
-            raise Decline("missing-metadata", f"node {node.name}")
+            raise Declined("missing-metadata", f"node {node.name}")
     q, kv_c, k_pe = nodes
     if q.meta["val"].dim() != 3 or k_pe.meta["val"].dim() != 3 or kv_c.meta["val"].dim() != 2:
-        raise Decline("shape", ", ".join(f"{n.name} {list(n.meta['val'].shape)}" for n in nodes))
+        raise Declined("shape", ", ".join(f"{n.name} {list(n.meta['val'].shape)}" for n in nodes))
     return Site(
         attention=attention,
         cache_update=update,

@@ -10,7 +10,7 @@ import torch
 from mla_fusion.ops import Rope
 from mla_fusion.patterns import inplace, native, nope, probe
 from mla_fusion.patterns.site import FUSED_ROPE_UPDATE, functionalized_op
-from mla_fusion.report.reasons import Decline
+from mla_fusion.report.reasons import Declined
 
 if TYPE_CHECKING:
     from torch import fx
@@ -25,7 +25,7 @@ def match(site: Site) -> RopeMatch:
     """The first spelling that fits.
 
     Raises:
-        Decline: none fits, or the query was scaled after its rotation.
+        Declined: none fits, or the query was scaled after its rotation.
     """
     for spelling in SPELLINGS:
         found = spelling(site)
@@ -33,16 +33,16 @@ def match(site: Site) -> RopeMatch:
             _check(site, found)
             return found
     if _is_scaled(site):
-        raise Decline("scaled-query", site.q.format_node() or "")
+        raise Declined("scaled-query", site.q.format_node() or "")
     interior, leaves = probe.cone([site.q, site.k_pe])
     if not any(node.target in probe.LOOKUPS for node in interior) and _has_angles(site.k_pe):
-        raise Decline("computed-angles")
+        raise Declined("computed-angles")
     calls = {leaf.args[0] for leaf in leaves if leaf.target is operator.getitem}
     arguments = [node for call in calls for node in call.all_input_nodes]
     for node in (*leaves, *interior, *calls, *arguments):
         if "val" not in node.meta:
-            raise Decline("missing-metadata", f"node {node.name}")
-    raise Decline("unknown-rope", f"q comes from {site.q.format_node()}")
+            raise Declined("missing-metadata", f"node {node.name}")
+    raise Declined("unknown-rope", f"q comes from {site.q.format_node()}")
 
 
 def _is_scaled(site: Site) -> bool:
@@ -67,10 +67,10 @@ def _has_angles(node: fx.Node) -> bool:
 
 
 def _check(site: Site, found: RopeMatch) -> None:
-    """Raise Decline for what every spelling must fulfil."""
+    """Raise Declined for what every spelling must fulfil."""
     for node in (found.q, found.k_pe):
         if "val" not in node.meta:
-            raise Decline("missing-metadata", f"node {node.name}")
+            raise Declined("missing-metadata", f"node {node.name}")
     rotates = functionalized_op(site.cache_update) == FUSED_ROPE_UPDATE
     if rotates != (found.rope is Rope.CAT_FUSED):
-        raise Decline("cache-update", "k_pe is rotated by the cache update and outside of it")
+        raise Declined("cache-update", "k_pe is rotated by the cache update and outside of it")

@@ -218,7 +218,8 @@ DECIDED = {
 def test_what_the_configuration_decides(name: str) -> None:
     pytest.importorskip("vllm")
     model, architecture = shrink.read(CONFIGS / f"{name}.json")
-    assert (architecture, model_classes.decide(model, architecture)[0]) == DECIDED[name]
+    decline = model_classes.decide(model, architecture)
+    assert (architecture, decline.code if decline else "") == DECIDED[name]
 
 
 @pytest.mark.parametrize("name", [name for name, (_, code) in DECIDED.items() if code])
@@ -315,5 +316,6 @@ def test_the_answer_as_json(
 def test_reasons_are_read_from_the_warning_that_switched_the_flag_off() -> None:
     for code in reasons.REASONS:
         for detail in ("", "q [7] (odd)"):
-            line = f"the flag is switched off: {reasons.explain(code, detail)}"
-            assert check._reasons(None, ["another warning", line]) == [(code, detail)]
+            decline = reasons.Decline(code, detail)
+            line = f"the flag is switched off: {decline.explain()}"
+            assert check._reasons(None, ["another warning", line]) == [decline]

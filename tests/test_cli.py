@@ -9,6 +9,7 @@ import pytest
 
 from mla_fusion import cli, report
 from mla_fusion.cli import child, demo, tiny_models
+from mla_fusion.report.reasons import Decline
 
 
 def fail(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
@@ -76,7 +77,7 @@ def test_the_error_of_a_log(log: str, message: str, tmp_path: Path) -> None:
 def store(root: Path, name: str, fused: int) -> Path:
     folder = root / "torch_compile_cache" / "mla_fusion"
     folder.mkdir(parents=True, exist_ok=True)
-    declined = {} if fused else {"shape": {"layers": 2, "detail": "q [7]"}}
+    declined = {} if fused else {Decline("shape", "q [7]"): 2}
     stored = report.Report(
         "reference", 8, [report.RangeReport((1, 8), layers=2, fused=fused, declined=declined)]
     )

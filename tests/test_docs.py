@@ -100,7 +100,7 @@ def test_reasons_page_says_what_the_log_says():
 def test_every_reason_code_in_the_source_is_in_the_table():
     folders = (ROOT / "mla_fusion", ROOT / "passes", ROOT / "patterns")
     source = "".join(path.read_text() for folder in folders for path in folder.rglob("*.py"))
-    for code in re.findall(r'Decline\(\s*"([\w-]+)"', source):
+    for code in re.findall(r'Declined?\(\s*"([\w-]+)"', source):
         assert code in reasons.REASONS, code
     for code in reasons.REASONS:
         uses = source.count(f'"{code}"')

@@ -30,8 +30,8 @@ def layer(**changes: Any) -> Any:
 
 
 def declined(layer: Any, provider: str, activation: torch.dtype, attention: str = "auto") -> str:
-    facts = eligibility.facts(layer, provider, activation, attention)
-    return f"{facts.decline} {facts.detail}".strip()
+    decline = eligibility.facts(layer, provider, activation, attention).decline
+    return f"{decline.code} {decline.detail}" if decline else ""
 
 
 def packed(*kinds: str) -> dict[str, Any]:

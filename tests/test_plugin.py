@@ -17,6 +17,7 @@ import mla_fusion
 from mla_fusion import attention, config, ops, plugin
 from mla_fusion.config import vllm_compat
 from mla_fusion.report import reasons
+from mla_fusion.report.reasons import Decline
 from tests.models import DEEPSEEK_V2, LLAMA, config_of, register_configs
 
 mla_fusion.register()
@@ -282,7 +283,8 @@ class TestDeclines:
         )
 
         def code():
-            return config.decide(vllm_config, is_rocm=False, partition_refused=False).code
+            decline = config.decide(vllm_config, is_rocm=False, partition_refused=False).decline
+            return decline.code if decline else ""
 
         assert code() == "cudagraph-full"
         compilation.cudagraph_mode.name = "FULL_AND_PIECEWISE"
@@ -303,7 +305,7 @@ class TestDeclines:
         assert config.is_on(made)
         made.parallel_config.enable_dbo = True
         decision = config.decide(made, is_rocm=False, partition_refused=False)
-        assert decision.code == "microbatches"
+        assert decision.decline == Decline("microbatches")
         made.parallel_config.enable_dbo = False
 
         def unavailable(name):
@@ -311,8 +313,9 @@ class TestDeclines:
 
         monkeypatch.setattr(attention, "get_provider", unavailable)
         decision = config.decide(made, is_rocm=False, partition_refused=False)
-        assert decision.code == "provider-unavailable"
-        assert "attention=portable, reference: no reference here" in decision.detail
+        assert decision.decline == Decline(
+            "provider-unavailable", "attention=portable, reference: no reference here"
+        )
 
     def test_unsupported_vllm(self, make, log, monkeypatch):
         monkeypatch.setattr(vllm_compat, "installed_version", lambda: "0.99.0")

@@ -9,6 +9,7 @@ import pytest
 
 from mla_fusion import report
 from mla_fusion.report import reasons
+from mla_fusion.report.reasons import Decline
 from tests.passes.fake_engine import fuse
 from tests.passes.graphs import Spec, build
 
@@ -37,7 +38,7 @@ def test_one_line_for_a_decode_range_and_nothing_else(log: pytest.LogCaptureFixt
 
 
 def test_one_line_for_each_decode_range(log: pytest.LogCaptureFixture) -> None:
-    declined = {"shape": {"layers": 2, "detail": ""}, "hisparse": {"layers": 1, "detail": ""}}
+    declined = {Decline("shape"): 2, Decline("hisparse"): 1}
     ranges = report.RangeReport((1, 8), 61, 61), report.RangeReport((9, 128), 61, 58, declined)
     report.publish(made(*ranges, PREFILL), "V3", cached=True)
     cached = " (graphs from vLLM's compile cache)"
@@ -55,7 +56,7 @@ def test_one_line_for_each_decode_range(log: pytest.LogCaptureFixture) -> None:
 
 
 def test_nothing_fused_is_one_warning_with_reasons_and_help(log: pytest.LogCaptureFixture) -> None:
-    declined = {"packed-weights": {"layers": 61, "detail": "AMX"}}
+    declined = {Decline("packed-weights", "AMX"): 61}
     report.publish(made(report.RangeReport((1, 128), 61, 0, declined), PREFILL), "V3", cached=False)
     [(level, text)] = said(log)
     assert level == "WARNING" and "fused none of 61 MLA layers" in text
@@ -69,6 +70,16 @@ def test_no_layer_found_is_one_warning(
     report.publish(report_made, "KimiK3", cached=False)
     [(level, text)] = said(log)
     assert level == "WARNING" and "KimiK3" in text and "VLLM_DISABLE_COMPILE_CACHE=1" in text
+
+
+def test_layers_are_counted_by_code_with_the_detail_of_the_first() -> None:
+    for name in ("a", "b"):
+        declined = {f"{name}{i}": Decline("shape", f"{name}{i}") for i in range(2)}
+        declined[name] = Decline("hisparse")
+        report.add(report.GraphRecord(1, 4, layers=3, declined=declined))
+    stored = report.take("reference", 4)
+    assert stored is not None
+    assert stored.ranges[0].declined == {Decline("shape", "a0"): 4, Decline("hisparse"): 2}
 
 
 def test_the_report_of_a_graph_survives_its_file(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from vllm.utils.torch_utils import _encode_layer_name
 from mla_fusion import runtime
 from mla_fusion.attention import reference
 from mla_fusion.config import eligibility
+from mla_fusion.report.reasons import Decline
 from mla_fusion.runtime import step_plan
 from tests.passes import fake_engine
 from tests.passes.graphs import HEADS, LATENT, ROPE, VALUE, Spec
@@ -244,7 +245,7 @@ def test_layers_that_are_declined(change: dict[str, Any], detail: str) -> None:
     for name, value in change.items():
         setattr(layer, name, value)
     facts = eligibility.facts(layer, "reference", SPEC.dtype, "portable")
-    assert (facts.decline, facts.detail) == ("portable-attention", detail)
+    assert facts.decline == Decline("portable-attention", detail)
     assert not eligibility.facts(layer, "reference", SPEC.dtype).decline
     delattr(layer, step_plan.ATTRIBUTE)
     step_plan.attach(engine.layers, "reference", engine.vllm_config)

@@ -13,6 +13,7 @@ import pytest
 from mla_fusion import cli, report
 from mla_fusion.report import page, svg, text
 from mla_fusion.report.layer_graph import LayerGraph, Node
+from mla_fusion.report.reasons import Decline
 from mla_fusion.report.rows import FUSED, KEPT, NEW, REMOVED, rows
 
 OWN = "mla_fusion::fused_aiter_qk_rope_kvcache_q_concat_quant_mla"
@@ -31,7 +32,7 @@ LAYER = LayerGraph(
         Node("view", "aten::view", ["auto_functionalized_1.1"], "fp8[T, 576]"),
     ],
 )
-DECLINED = {"shape": {"layers": 1, "detail": "q <b> & more"}}
+DECLINED = {Decline("shape", "q <b> & more"): 1}
 
 
 def stored(layer: LayerGraph | None = LAYER) -> report.Report:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from mla_fusion import config
 from mla_fusion.cli.model_classes import PLATFORMS
-from mla_fusion.report import reasons
 
 if TYPE_CHECKING:
     from mla_fusion.report import Report
+    from mla_fusion.report.reasons import Decline
 
 _PROVIDER = {"nvidia": "triton", "amd": "aiter"}
 _NOTE = {"nvidia": "provider triton", "amd": "provider aiter, the default; not yet run on AMD"}
@@ -25,7 +25,7 @@ class Answer:
     model: the architecture. platforms: where vLLM compiles it.
     bucket: the largest token count of a graph that fuses.
     checked_by: "engine" or "configuration".
-    why: (code, detail) of what speaks against it.
+    why: what speaks against it.
     arguments: further arguments of `vllm serve`, the model first.
     report: of the engine that was run on the cut model.
     details: lines for a reader who wants to know how it was found.
@@ -36,7 +36,7 @@ class Answer:
     bucket: int
     checked_by: str
     arguments: list[str]
-    why: list[tuple[str, str]] = field(default_factory=list)
+    why: list[Decline] = field(default_factory=list)
     report: Report | None = None
     details: list[str] = field(default_factory=list)
 
@@ -82,7 +82,7 @@ class Answer:
             return out + [f"    {_NAME[p]}: {line}" for p, line in self.commands().items()]
         part = f"{layers - fused} of {layers} MLA layers of the cut model stay unfused"
         out = [f"{self.model}: {part if fused else 'does not fuse'}"]
-        out += [f"  {reasons.explain(code, detail)}" for code, detail in self.why]
+        out += [f"  {decline.explain()}" for decline in self.why]
         if not self.why:
             out.append("  no graph with an MLA layer was compiled")
         return out
@@ -97,7 +97,7 @@ class Answer:
             "tokens": [1, self.bucket] if self.fuses else None,
             "platforms": [p for p in PLATFORMS if p in self.platforms] if self.fuses else [],
             "commands": self.commands(),
-            "reasons": [{"code": c, "text": reasons.explain(c, detail)} for c, detail in self.why],
+            "reasons": [{"code": d.code, "text": d.explain()} for d in self.why],
             "cut_model": {"fused": fused, "layers": layers},
             "details": self.details,
         }

@@ -14,7 +14,7 @@ from mla_fusion import kernels, report
 from mla_fusion.cli import child, dumps, model_classes, shrink
 from mla_fusion.cli.answer import Answer
 from mla_fusion.cli.arguments import UserError, positive, require, zero_or_more
-from mla_fusion.report import reasons
+from mla_fusion.report.reasons import Decline, recognize
 
 if TYPE_CHECKING:
     import argparse
@@ -143,9 +143,9 @@ def find(settings: Settings) -> Answer:
         checked_by="configuration",
         arguments=settings.serve(),
     )
-    code, detail = model_classes.decide(model, architecture)
-    if code:
-        answer.why = [(code, detail)]
+    decline = model_classes.decide(model, architecture)
+    if decline:
+        answer.why = [decline]
         answer.details = ["checked: by its configuration and the source of this vLLM, no engine"]
         return answer
     cut = shrink.cut(model, settings.layers, settings.tensor_parallel_size)
@@ -200,12 +200,11 @@ def _job(settings: Settings, cut: shrink.Cut, work: Path, run_it: bool) -> child
     )
 
 
-def _reasons(stored: report.Report | None, warnings: list[str]) -> list[tuple[str, str]]:
-    """(code, detail) of what the report declined, or of the warning that switched the flag off."""
+def _reasons(stored: report.Report | None, warnings: list[str]) -> list[Decline]:
+    """What the report declined, or the warning that switched the flag off."""
     if stored:
-        declined = [r.declined for r in stored.decode_ranges()]
-        return [(code, entry["detail"]) for by in declined for code, entry in by.items()]
-    return [found for text in warnings if (found := reasons.recognize(text))]
+        return [decline for r in stored.decode_ranges() for decline in r.declined]
+    return [found for text in warnings if (found := recognize(text))]
 
 
 def _how_run(settings: Settings, cut: shrink.Cut, ran: bool) -> str:

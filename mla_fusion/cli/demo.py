@@ -114,7 +114,7 @@ def _run_model(name: str, folder: Path) -> dict[str, Any]:
                 "range": list(r.range),
                 "layers": r.layers,
                 "fused": r.fused,
-                "declined": sum(entry["layers"] for entry in r.declined.values()),
+                "declined": sum(r.declined.values()),
             }
             for r in stored.ranges
         ],

@@ -12,12 +12,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from mla_fusion.report.reasons import Decline
+
 PLATFORMS = ("nvidia", "amd")
 _DECORATOR = "@support_torch_compile"
 
 
-def decide(model: dict[str, Any], architecture: str) -> tuple[str, str]:
-    """(code, detail) of the reason for which no layer can fuse; ("", "") if an engine must tell.
+def decide(model: dict[str, Any], architecture: str) -> Decline | None:
+    """Why no layer can fuse; None if only an engine can say.
 
     Args:
         model: config.json's content, of a multimodal model its language part.
@@ -25,12 +27,12 @@ def decide(model: dict[str, Any], architecture: str) -> tuple[str, str]:
     """
     # DeepSeek-V4's latent is compressed along the sequence and goes by another key.
     if not isinstance(model.get("kv_lora_rank"), int) and "compress_ratios" not in model:
-        return "no-mla", architecture
+        return Decline("no-mla", architecture)
     if where_compiled(architecture) == frozenset():
-        return "no-graph", architecture
+        return Decline("no-graph", architecture)
     if model.get("index_topk"):
-        return "sparse-attention", f"index_topk {model['index_topk']}"
-    return "", ""
+        return Decline("sparse-attention", f"index_topk {model['index_topk']}")
+    return None
 
 
 def where_compiled(architecture: str) -> frozenset[str] | None:

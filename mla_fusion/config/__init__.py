@@ -12,6 +12,7 @@ import torch
 
 from mla_fusion import attention, kernels
 from mla_fusion.config import vllm_compat
+from mla_fusion.report.reasons import Decline
 
 FLAG = "fuse_aiter_qk_rope_kvcache_mla"
 THRESHOLD = "aiter_qk_rope_kvcache_fusion_max_token_num"
@@ -101,17 +102,16 @@ def draft_tokens(vllm_config: Any) -> int:
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether the passes can fire in an engine; if not, `code` is a key of reasons.REASONS."""
+    """Whether the passes can fire in an engine; `decline` says why not."""
 
     provider: str
     bucket: int
-    code: str = ""
-    detail: str = ""
+    decline: Decline | None
 
     @property
     def applies(self) -> bool:
         """Whether there is no reason against it."""
-        return not self.code
+        return self.decline is None
 
 
 def decide(vllm_config: Any, *, is_rocm: bool, partition_refused: bool) -> Decision:
@@ -126,8 +126,8 @@ def decide(vllm_config: Any, *, is_rocm: bool, partition_refused: bool) -> Decis
         OptionError: as `read_options`.
     """
     options = read_options(vllm_config.additional_config)
-    code, detail = _why_not(vllm_config, options, is_rocm, partition_refused)
-    return Decision(options.provider, decode_bucket(vllm_config), code, detail)
+    decline = _why_not(vllm_config, options, is_rocm, partition_refused)
+    return Decision(options.provider, decode_bucket(vllm_config), decline)
 
 
 def _served_model(vllm_config: Any) -> Any:
@@ -142,46 +142,46 @@ def _served_model(vllm_config: Any) -> Any:
 
 def _why_not(
     vllm_config: Any, options: Options, is_rocm: bool, partition_refused: bool
-) -> tuple[str, str]:
+) -> Decline | None:
     version = vllm_compat.installed_version()
     if not vllm_compat.is_supported(version):
-        return "vllm-version", f"{version}, supported are {vllm_compat.window()}"
+        return Decline("vllm-version", f"{version}, supported are {vllm_compat.window()}")
     model, compilation = _served_model(vllm_config), vllm_config.compilation_config
     if model is None or not vllm_compat.uses_mla(model):
-        return "no-mla", getattr(model, "architecture", "") or ""
+        return Decline("no-mla", getattr(model, "architecture", "") or "")
     if options.provider == "aiter" and not options.explicit and not is_rocm:
-        return "provider-platform", ""
+        return Decline("provider-platform")
     try:
         kernels.get_provider(options.provider)
     except kernels.ProviderUnavailable as error:
-        return "provider-unavailable", f"{options.provider}: {error}"
+        return Decline("provider-unavailable", f"{options.provider}: {error}")
     parallel = vllm_config.parallel_config
     if options.attention == "portable":
         executor = attention.portable_provider(torch.device(vllm_config.device_config.device_type))
         try:
             attention.get_provider(executor)
         except kernels.ProviderUnavailable as error:
-            return "provider-unavailable", f"attention=portable, {executor}: {error}"
+            return Decline("provider-unavailable", f"attention=portable, {executor}: {error}")
         if getattr(parallel, "use_ubatching", False):
-            return "microbatches", ""
+            return Decline("microbatches")
     if (
         parallel.decode_context_parallel_size > 1
         or getattr(parallel, "prefill_context_parallel_size", 1) > 1
     ):
-        return "context-parallel", ""
+        return Decline("context-parallel")
     if partition_refused and compilation.splitting_ops != []:
-        return "graph-partition", ""
+        return Decline("graph-partition")
     cudagraph_mode = getattr(compilation.cudagraph_mode, "name", None)
     # vLLM turns the second into FULL when there is nothing to split at.
     if cudagraph_mode == "FULL" or (
         cudagraph_mode == "FULL_AND_PIECEWISE" and compilation.splitting_ops == []
     ):
-        return "cudagraph-full", ""
+        return Decline("cudagraph-full")
     if compilation.inductor_compile_config.get("enable_auto_functionalized_v2"):
-        return "functionalization-v2", ""
+        return Decline("functionalization-v2")
     if compilation.mode == 0 and vllm_compat.runs_breakable_cudagraphs():
-        return "breakable-cudagraph", model.architecture
+        return Decline("breakable-cudagraph", model.architecture)
     # Last: on a CPU the mode is only kept if nothing else speaks against fusion.
     if compilation.mode != 3 or compilation.backend not in ("", "inductor"):
-        return "not-compiled", f"mode {compilation.mode}, backend {compilation.backend!r}"
-    return "", ""
+        return Decline("not-compiled", f"mode {compilation.mode}, backend {compilation.backend!r}")
+    return None

@@ -9,6 +9,7 @@ import torch
 
 from mla_fusion.attention import get_provider, portable_provider
 from mla_fusion.config import vllm_compat
+from mla_fusion.report.reasons import Decline
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -26,12 +27,11 @@ _CACHE_TYPES = {
 class LayerFacts:
     """What the passes need to know of one layer, free of references to the model.
 
-    `decline` is a key of `reasons.REASONS`, or empty; `quantized_query` tells whether the backend
-    takes its query in fp8 when the cache is fp8.
+    `decline` says why the fused op cannot serve it; `quantized_query` is whether the backend takes
+    its query in fp8 when the cache is fp8.
     """
 
-    decline: str
-    detail: str
+    decline: Decline | None
     quantized_query: bool
 
     def query_dtype(self, activation: torch.dtype) -> torch.dtype:
@@ -48,11 +48,11 @@ def facts(
     """
     fp8 = layer.kv_cache_dtype.startswith("fp8")
     quantized = fp8 and bool(layer.impl.supports_quant_query_input)
-    code, detail = _decline(layer, provider, activation)
-    if not code and attention == "portable":
+    decline = _decline(layer, provider, activation)
+    if decline is None and attention == "portable":
         query = vllm_compat.fp8_dtype() if quantized else activation
-        code, detail = _decline_portable(layer, query, cache_dtype(layer, activation))
-    return LayerFacts(code, detail, quantized)
+        decline = _decline_portable(layer, query, cache_dtype(layer, activation))
+    return LayerFacts(decline, quantized)
 
 
 def cache_dtype(layer: Any, activation: torch.dtype) -> torch.dtype:
@@ -68,35 +68,37 @@ def common(layers: Iterable[LayerFacts]) -> LayerFacts | None:
     return distinct.pop() if len(distinct) == 1 else None
 
 
-def _decline(layer: Any, provider: str, activation: torch.dtype) -> tuple[str, str]:
+def _decline(layer: Any, provider: str, activation: torch.dtype) -> Decline | None:
     impl = layer.impl
     if getattr(impl, "is_sparse", False) or getattr(layer, "use_sparse", False):
-        return "sparse-attention", type(impl).__name__
+        return Decline("sparse-attention", type(impl).__name__)
     if getattr(layer, "hisparse_cache", None) is not None:
-        return "hisparse", ""
+        return Decline("hisparse")
     if getattr(impl, "dcp_world_size", 1) > 1 or getattr(layer, "use_pcp", False):
-        return "context-parallel", ""
+        return Decline("context-parallel")
     padded = getattr(layer, "q_pad_num_heads", None)
     if padded not in (None, layer.num_heads):
-        return "padded-heads", f"{layer.num_heads} to {padded}"
+        return Decline("padded-heads", f"{layer.num_heads} to {padded}")
     if layer.kv_cache_dtype not in FUSABLE_CACHES:
-        return "kv-cache-dtype", layer.kv_cache_dtype
+        return Decline("kv-cache-dtype", layer.kv_cache_dtype)
     if getattr(layer, "is_amx_bmm_enabled", False):
-        return "packed-weights", "AMX"
+        return Decline("packed-weights", "AMX")
     packed = vllm_compat.packed_weight(layer)
     if packed and provider != "aiter":
-        return "packed-weights", f"AITER {packed}"
+        return Decline("packed-weights", f"AITER {packed}")
     if packed and activation != torch.bfloat16:
-        return "packed-weights", f"AITER's {packed} product is one of bf16, not of {activation}"
+        return Decline(
+            "packed-weights", f"AITER's {packed} product is one of bf16, not of {activation}"
+        )
     if not packed and getattr(layer, "W_UK_T", None) is None:
-        return "packed-weights", "no plain W_UK_T"
+        return Decline("packed-weights", "no plain W_UK_T")
     if cache_dtype(layer, activation) not in (activation, vllm_compat.fp8_dtype()):
-        return "kv-cache-dtype", f"{layer.kv_cache_dtype} cache, {activation} activations"
-    return "", ""
+        return Decline("kv-cache-dtype", f"{layer.kv_cache_dtype} cache, {activation} activations")
+    return None
 
 
-def _decline_portable(layer: Any, query: torch.dtype, cache: torch.dtype) -> tuple[str, str]:
-    """What the portable decode does not compute, or another decode does from a plan already."""
+def _decline_portable(layer: Any, query: torch.dtype, cache: torch.dtype) -> Decline | None:
+    """Why the portable decode cannot serve this layer."""
     impl = layer.impl
     executor = portable_provider(layer._k_scale.device)
     widths = layer.kv_lora_rank, layer.qk_rope_head_dim
@@ -109,4 +111,4 @@ def _decline_portable(layer: Any, query: torch.dtype, cache: torch.dtype) -> tup
         f"{executor}: {unsupported}": bool(unsupported),
     }
     details = [detail for detail, is_so in found.items() if is_so]
-    return ("portable-attention", details[0]) if details else ("", "")
+    return Decline("portable-attention", details[0]) if details else None

@@ -13,16 +13,13 @@ from __future__ import annotations
 import json
 import logging
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mla_fusion.ops import Variant
-from mla_fusion.report import reasons
 from mla_fusion.report.layer_graph import LayerGraph
-
-if TYPE_CHECKING:
-    from mla_fusion.report.reasons import Decline
+from mla_fusion.report.reasons import Decline
 
 logger = logging.getLogger("vllm.mla_fusion")
 VERSION = 2  # of the stored format
@@ -53,8 +50,8 @@ class RangeReport:
     range: tuple[int, int]
     layers: int = 0
     fused: int = 0
-    # reason code -> {"layers": how many, "detail": of the first one}
-    declined: dict[str, dict[str, Any]] = field(default_factory=dict)
+    # how many layers declined, under the first decline of each code
+    declined: dict[Decline, int] = field(default_factory=dict)
     # one fused layer of the first graph in which there is one
     layer: LayerGraph | None = None
     variants: list[Variant] = field(default_factory=list)
@@ -92,17 +89,16 @@ class Report:
             note = "" if r.range[1] <= self.bucket else "  (outside the decode bucket: untouched)"
             out.append(
                 f"  tokens {r.range[0]} to {r.range[1]}: {r.layers} MLA layers, "
-                f"{r.fused} fused, {sum(d['layers'] for d in r.declined.values())} declined{note}"
+                f"{r.fused} fused, {sum(r.declined.values())} declined{note}"
             )
-            for code, entry in r.declined.items():
-                text = reasons.explain(code, entry["detail"])
-                out.append(f"    {entry['layers']} declined: {text}")
+            for decline, layers in r.declined.items():
+                out.append(f"    {layers} declined: {decline.explain()}")
             if r.layer:
                 out.append("    ops of one layer, before -> after:")
                 for op, before, after in r.layer.changes():
                     out.append(f"      {before:3d} -> {after:<3d} {op}")
         if self.uncompiled:
-            why = reasons.explain("no-graph")
+            why = Decline("no-graph").explain()
             out.append(f"  outside any graph: {self.uncompiled} MLA layers: {why}")
         return out
 
@@ -143,8 +139,8 @@ def take(
         total.layer = total.layer or record.layer
         total.variants += [v for v in record.variants if v not in total.variants]
         for decline in record.declined.values():
-            entry = total.declined.setdefault(decline.code, {"layers": 0, "detail": decline.detail})
-            entry["layers"] += 1
+            first = next((d for d in total.declined if d.code == decline.code), decline)
+            total.declined[first] = total.declined.get(first, 0) + 1
     _records.clear()
     seen = max(r.layers for r in ranges.values())
     uncompiled = max(model_layers - seen, 0)
@@ -166,10 +162,25 @@ def load(path: Path) -> Report:
             entry["range"] = tuple(entry["range"])
             entry["variants"] = [Variant(**variant) for variant in entry["variants"]]
             entry["layer"] = entry["layer"] and LayerGraph.from_json(entry["layer"])
+            entry["declined"] = {
+                Decline(code, found["detail"]): found["layers"]
+                for code, found in entry["declined"].items()
+            }
         stored["ranges"] = [RangeReport(**entry) for entry in stored["ranges"]]
         return Report(**stored)
     except (UnicodeDecodeError, json.JSONDecodeError, TypeError, KeyError, AttributeError):
         raise FormatError(f"{path} is not a stored report") from None
+
+
+def _plain(value: Any) -> dict[str, Any]:
+    """A part of a report as JSON takes it, the way `load` reads it."""
+    fields = {**vars(value)}
+    if isinstance(value, RangeReport):
+        fields["declined"] = {
+            decline.code: {"layers": layers, "detail": decline.detail}
+            for decline, layers in value.declined.items()
+        }
+    return fields
 
 
 def stored_reports(cache_root: Path) -> list[Path]:
@@ -191,7 +202,7 @@ def collect(path: Path, made: Report | None) -> tuple[Report | None, bool]:
             path.parent.mkdir(parents=True, exist_ok=True)
             # In one step: another start may read it, and this one may be killed.
             part = path.with_suffix(f".{os.getpid()}")
-            part.write_text(json.dumps(asdict(made), separators=(",", ":")))
+            part.write_text(json.dumps(made, default=_plain, separators=(",", ":")))
             part.replace(path)
         except OSError as error:
             logger.warning("mla_fusion could not store its report at %s: %s", path, error)
@@ -225,8 +236,8 @@ def publish(report: Report | None, model: str, cached: bool) -> None:
             model,
         )
     elif not any(r.fused for r in decode):
-        found = {code: e["detail"] for r in decode for code, e in r.declined.items()}
-        why = " ".join(reasons.explain(code, detail) for code, detail in found.items())
+        found = {decline.code: decline for r in decode for decline in r.declined}
+        why = " ".join(decline.explain() for decline in found.values())
         layers = max(r.layers for r in decode)
         logger.warning(
             "fuse_aiter_qk_rope_kvcache_mla is on and fused none of %d MLA layers: %s", layers, why
@@ -241,7 +252,7 @@ def publish(report: Report | None, model: str, cached: bool) -> None:
 def _summary(r: RangeReport) -> str:
     declined = ""
     if r.declined:
-        codes = ", ".join(f"{e['layers']} [{code}]" for code, e in r.declined.items())
+        codes = ", ".join(f"{layers} [{d.code}]" for d, layers in r.declined.items())
         declined = f"; declined: {codes}, mla-fusion report says why"
     return (
         f"decode range ({r.range[0]}, {r.range[1]}): {r.fused} of {r.layers} MLA layers fused"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
-from mla_fusion.report import reasons, svg
+from mla_fusion.report import svg
 from mla_fusion.report.rows import KEPT, LEGEND
 
 if TYPE_CHECKING:
@@ -88,15 +88,15 @@ def _facts(report: Report) -> list[tuple[str, str]]:
 
 def _range_row(r: RangeReport, bucket: int) -> tuple[object, ...]:
     outside = "" if r.range[1] <= bucket else ", untouched"
-    declined = sum(entry["layers"] for entry in r.declined.values())
+    declined = sum(r.declined.values())
     return f"{r.range[0]}\N{EN DASH}{r.range[1]}{outside}", r.layers, r.fused, declined
 
 
 def _declined(ranges: Iterable[RangeReport]) -> list[str]:
     rows = [
-        (code, entry["layers"], reasons.explain(code, entry["detail"]))
+        (decline.code, layers, decline.explain())
         for r in ranges
-        for code, entry in r.declined.items()
+        for decline, layers in r.declined.items()
     ]
     if not rows:
         return []

@@ -1,7 +1,8 @@
 """Every reason for which a model or a layer stays unfused, and what would help.
 
-A code is stable: it stands in logs, in the report and in docs/reasons.md. An engine reason
-switches the flag off before anything is compiled; a layer reason leaves that layer as it was.
+A code is stable: logs, the report and docs/reasons.md name it. An engine reason switches the flag
+off before anything is compiled; a layer reason leaves that layer as it was. A new reason goes into
+`REASONS` and, in the same words, into docs/reasons.md.
 """
 
 from __future__ import annotations
@@ -186,27 +187,33 @@ REASONS: dict[str, Reason] = {
 }
 
 
-class Decline(Exception):
-    """This layer keeps its graph; `code` is a key of `REASONS`."""
+@dataclass(frozen=True)
+class Decline:
+    """Why an engine or a layer stays unfused: a key of `REASONS`, and what was found."""
+
+    code: str
+    detail: str = ""
+
+    def explain(self) -> str:
+        """One sentence for the log: why, the detail, and what would help."""
+        reason = REASONS[self.code]
+        seen = f" ({self.detail})" if self.detail else ""
+        return f"{reason.why}{seen} [{self.code}]. What would help: {reason.help}."
+
+
+class Declined(Exception):
+    """Raised where a layer cannot be fused; `decline` says why."""
 
     def __init__(self, code: str, detail: str = "") -> None:
-        super().__init__(f"{code}: {detail}" if detail else code)
-        self.code = code
-        self.detail = detail
+        super().__init__(code, detail)
+        self.decline = Decline(code, detail)
 
 
-def explain(code: str, detail: str = "") -> str:
-    """One sentence for the log: why, the detail, and what would help."""
-    reason = REASONS[code]
-    seen = f" ({detail})" if detail else ""
-    return f"{reason.why}{seen} [{code}]. What would help: {reason.help}."
-
-
-def recognize(text: str) -> tuple[str, str] | None:
-    """(code, detail) of a log line that holds what `explain` said; None if it holds none."""
+def recognize(text: str) -> Decline | None:
+    """The decline whose explanation a log line holds; None if it holds none."""
     for code, reason in REASONS.items():
         before, found, _ = text.partition(f" [{code}]. What would help: ")
         if found:
             detail = before.rpartition(reason.why)[2]
-            return code, detail.removeprefix(" (").removesuffix(")")
+            return Decline(code, detail.removeprefix(" (").removesuffix(")"))
     return None

@@ -166,7 +166,7 @@ def _reports(folder: Path) -> list[dict[str, Any]]:
     for path in sorted((folder / "vllm").glob("torch_compile_cache/mla_fusion/*.json")):
         made = report.load(path)
         ranges = [r for r in made.ranges if r.range[1] <= made.bucket]
-        declined = {code: d["layers"] for r in ranges for code, d in r.declined.items()}
+        declined = {d.code: layers for r in ranges for d, layers in r.declined.items()}
         layers, fused = sum(r.layers for r in ranges), sum(r.fused for r in ranges)
         out.append({"layers": layers, "fused": fused, "declined": declined})
     return out

@@ -10,7 +10,7 @@ import vllm
 
 import mla_fusion
 from mla_fusion import config
-from mla_fusion.report import reasons
+from mla_fusion.report.reasons import Decline
 from tests.coverage import models, neighbours, on_graphs, page, spellings, unreachable
 from tests.coverage.__main__ import read_sources, run
 from tests.models import DEEPSEEK_V2, write
@@ -105,7 +105,7 @@ def test_the_user_is_told_why_an_architecture_is_not_reached(
     monkeypatch.delenv("VLLM_USE_BREAKABLE_CUDAGRAPH")
     said = unreachable.switched_off(name, model_config)
     if name in sources["breakable"]:
-        why = reasons.explain(unreachable.BREAKABLE, name)
+        why = Decline(unreachable.BREAKABLE, name).explain()
         assert said == f"{config.FLAG} is switched off: {why}"
     else:
         assert not said

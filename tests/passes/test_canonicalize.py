@@ -10,6 +10,7 @@ from mla_fusion.config.eligibility import LayerFacts
 from mla_fusion.ops import Rope
 from mla_fusion.passes.canonicalize import CanonicalizeMLARoPEPass
 from mla_fusion.passes.result import PassResult
+from mla_fusion.report.reasons import Decline
 from tests.passes import edits
 from tests.passes.fake_engine import BATCHES, assert_same, facts_of, reasons, run
 from tests.passes.graphs import ROPES, Spec, build, find, find_all, printed
@@ -134,7 +135,7 @@ def test_details_name_what_stands_in_the_way() -> None:
     module = build(spec)
     [unknown] = CanonicalizeMLARoPEPass(lambda name: None)(module.graph).declined.values()
     assert (unknown.code, unknown.detail) == ("unknown-layer", "layer_name_0")
-    facts = LayerFacts("padded-heads", "12 to 16", False)
+    facts = LayerFacts(Decline("padded-heads", "12 to 16"), False)
     [refused] = CanonicalizeMLARoPEPass(lambda name: facts)(module.graph).declined.values()
     assert (refused.code, refused.detail) == ("padded-heads", "12 to 16")
     for argument in ("q", "kv_cache_dummy_dep"):

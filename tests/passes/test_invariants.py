@@ -20,7 +20,7 @@ from mla_fusion.config import identity
 from mla_fusion.passes import pipeline
 from mla_fusion.passes.pipeline import LastStep, MLAFusionPass
 from mla_fusion.patterns.site import functionalized_op
-from mla_fusion.report.reasons import REASONS, explain
+from mla_fusion.report.reasons import REASONS, Decline
 from tests.passes import edits, graphs
 from tests.passes.fake_engine import (
     BATCHES,
@@ -342,7 +342,7 @@ def test_invariant_4_every_layer_reason_has_a_test() -> None:
     assert covered >= LAYER_REASONS
     assert covered <= set(REASONS)
     for code in covered:
-        assert f"[{code}]" in explain(code, "detail")
+        assert f"[{code}]" in Decline(code, "detail").explain()
 
 
 def test_invariant_9_uuid_changes_with_provider_bucket_and_source(
