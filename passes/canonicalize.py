@@ -19,7 +19,7 @@ import torch
 
 from mla_fusion import ops
 from mla_fusion.passes.result import PassResult
-from mla_fusion.passes.rewrite import call, functionalized_call, redirect
+from mla_fusion.passes.rewrite import call, functionalized_call
 from mla_fusion.patterns import probe, spellings
 from mla_fusion.patterns.site import attention_calls, output, read_site
 from mla_fusion.report.reasons import Declined
@@ -51,8 +51,8 @@ class CanonicalizeMLARoPEPass:
             except Declined as declined:
                 result.declined[attention.name] = declined.decline
                 continue
-            _rewrite(graph, site, match)
-            result.rewritten.append(attention.name)
+            result.dead += (site.q, site.k_pe, site.cache_update)
+            result.rewritten[attention.name] = _rewrite(graph, site, match)
         return result
 
     def _check_layer(self, layer_name: Any) -> None:
@@ -82,13 +82,13 @@ def _check_unshared(site: Site, match: RopeMatch) -> None:
         raise Declined("shared-rotation", f"{written.name} is read by {readers[0].name}")
 
 
-def _rewrite(graph: fx.Graph, site: Site, match: RopeMatch) -> None:
+def _rewrite(graph: fx.Graph, site: Site, match: RopeMatch) -> fx.Node:
     with graph.inserting_before(site.attention):
         k_pe = match.k_pe
         if k_pe.meta["val"].dim() == 2:
             val = k_pe.meta["val"].unsqueeze(1)
             k_pe = call(graph, torch.ops.aten.unsqueeze.default, (k_pe, 1), val)
-        _, (dummy, q, rotated_k) = functionalized_call(
+        update, (dummy, q, rotated_k) = functionalized_call(
             graph,
             ops.get(ops.ROPE_UPDATE),
             {
@@ -106,4 +106,6 @@ def _rewrite(graph: fx.Graph, site: Site, match: RopeMatch) -> None:
             returned=(site.kv_c.meta["val"].new_empty(0),),
             mutated=("q", "k_pe"),
         )
-    redirect(site.attention, {"q": q, "k_pe": rotated_k, "kv_cache_dummy_dep": dummy})
+    new = {"q": q, "k_pe": rotated_k, "kv_cache_dummy_dep": dummy}
+    site.attention.kwargs = {**site.attention.kwargs, **new}
+    return update

@@ -48,8 +48,8 @@ class MLAFixFunctionalizationPass:
         order = {node: index for index, node in enumerate(graph.nodes)}
         for node in list(graph.nodes):
             name = functionalized_op(node)
-            if name in OWN and _make_in_place(graph, node, order):
-                result.rewritten.append(node.name)
+            if name in OWN and (call := _make_in_place(graph, node, order)):
+                result.rewritten[node.name] = call
             elif name == FUSED_ROPE_UPDATE:
                 _copy_mutated(graph, node, order)
                 _make_in_place(graph, node, order)

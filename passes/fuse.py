@@ -36,14 +36,13 @@ class MLAAiterQkRopeKVCacheFusionPass:
     def __call__(self, graph: fx.Graph) -> PassResult:
         result = PassResult()
         for pair in list(pairs(graph)):
-            self._rewrite(graph, pair)
-            result.rewritten.append(pair.prep.name)
+            result.rewritten[pair.prep.name] = self._rewrite(graph, pair)
         return result
 
-    def _rewrite(self, graph: fx.Graph, pair: Pair) -> None:
+    def _rewrite(self, graph: fx.Graph, pair: Pair) -> fx.Node:
         dummy, q, k_pe = (output(pair.rope, index) for index in range(3))
         with graph.inserting_before(pair.rope):
-            _, (_, new_q, new_k_pe, prepared) = functionalized_call(
+            fused, (_, new_q, new_k_pe, prepared) = functionalized_call(
                 graph,
                 ops.get(ops.FUSED),
                 {
@@ -66,6 +65,7 @@ class MLAAiterQkRopeKVCacheFusionPass:
                 user.kwargs = {k: None if v is dummy else v for k, v in user.kwargs.items()}
             graph.erase_node(dummy)
         graph.erase_node(pair.rope)
+        return fused
 
 
 def _buffer(graph: fx.Graph, pair: Pair) -> fx.Node:

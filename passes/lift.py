@@ -19,8 +19,8 @@ from torch import fx
 
 from mla_fusion import ops
 from mla_fusion.passes.result import PassResult
-from mla_fusion.passes.rewrite import call, functionalized_call, replace_call, replaced_call
-from mla_fusion.patterns.site import attention_calls, functionalized_op
+from mla_fusion.passes.rewrite import call, functionalized_call
+from mla_fusion.patterns.site import attention_calls, functionalized_op, op_name, outputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,27 +29,19 @@ if TYPE_CHECKING:
 
 
 class MLADecodeQPrepLiftPass:
-    """`facts_of` as for pass 2; it tells the type of the prepared query."""
+    """`facts_of` as for pass 2: the type of the prepared query follows from the facts."""
 
     def __init__(self, facts_of: Callable[[Any], LayerFacts | None]) -> None:
         self.facts_of = facts_of
 
     def __call__(self, graph: fx.Graph) -> PassResult:
         result = PassResult()
-        # A lifted call stays in the graph, dead, until the end of the pipeline.
-        lifted = lifted_calls(graph)
         for attention in list(attention_calls(graph)):
             facts = self.facts_of(attention.kwargs["layer_name"])
-            if facts is not None and attention not in lifted and _is_canonical(attention):
-                _rewrite(graph, attention, facts)
-                result.rewritten.append(attention.name)
+            if facts is not None and _is_canonical(attention) and not _is_lifted(attention):
+                result.rewritten[attention.name] = _rewrite(graph, attention, facts)
+                result.dead.append(attention)
         return result
-
-
-def lifted_calls(graph: fx.Graph) -> dict[fx.Node | None, fx.Node]:
-    """vLLM's attention calls that the pass replaced, and the call that stands for each."""
-    own = f"{ops.NAMESPACE}::{ops.ATTENTION}"
-    return {replaced_call(node): node for node in graph.nodes if functionalized_op(node) == own}
 
 
 def _is_canonical(attention: fx.Node) -> bool:
@@ -61,7 +53,13 @@ def _is_canonical(attention: fx.Node) -> bool:
     )
 
 
-def _rewrite(graph: fx.Graph, attention: fx.Node, facts: LayerFacts) -> None:
+def _is_lifted(attention: fx.Node) -> bool:
+    """A lifted call stays in the graph, dead, until the end of the pipeline."""
+    prep = f"{ops.NAMESPACE}::{ops.Q_PREP}"
+    return any(op_name(user.target) == prep for user in attention.kwargs["q"].users)
+
+
+def _rewrite(graph: fx.Graph, attention: fx.Node, facts: LayerFacts) -> fx.Node:
     args = attention.kwargs
     q, kv_c, k_pe = args["q"], args["kv_c_normed"], args["k_pe"]
     latent, rope = kv_c.meta["val"].shape[-1], k_pe.meta["val"].shape[-1]
@@ -89,4 +87,6 @@ def _rewrite(graph: fx.Graph, attention: fx.Node, facts: LayerFacts) -> None:
             returned=(None,),
             mutated=("output",),
         )
-    replace_call(attention, new, {1: output})
+    for read in outputs(attention, 1):
+        read.replace_all_uses_with(output)
+    return new

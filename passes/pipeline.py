@@ -1,4 +1,4 @@
-"""The passes in order, as one vLLM pass: gate on the compile range, run, undo, report.
+"""The passes in order, as one vLLM pass: gate on the compile range, run, undo errors, report.
 
 1  (vLLM) MLARoPEKVCacheCatFusionPass          runs before, where it exists
 2  CanonicalizeMLARoPEPass                     canonicalize.py
@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import logging
-import operator
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -27,16 +26,11 @@ from mla_fusion.passes.canonicalize import CanonicalizeMLARoPEPass
 from mla_fusion.passes.fix_functionalization import MLAFixFunctionalizationPass
 from mla_fusion.passes.fuse import MLAAiterQkRopeKVCacheFusionPass
 from mla_fusion.passes.layer import of_last_layer
-from mla_fusion.passes.lift import MLADecodeQPrepLiftPass, lifted_calls
-from mla_fusion.passes.rewrite import (
-    Snapshot,
-    drop_dead,
-    restore_call,
-    restore_inputs,
-)
-from mla_fusion.patterns.site import ATTENTION, attention_calls, functionalized_op
+from mla_fusion.passes.lift import MLADecodeQPrepLiftPass
+from mla_fusion.passes.rewrite import Snapshot, drop_dead
+from mla_fusion.patterns.site import ATTENTION, attention_calls
 from mla_fusion.report.layer_graph import LayerGraph
-from mla_fusion.report.reasons import Decline
+from mla_fusion.report.reasons import Decline, Declined
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -132,8 +126,9 @@ def fuse(
 ) -> None:
     """Run passes 2 to 4 on `graph`, whose attention calls are `calls`, and fill in `record`.
 
-    A layer that cannot be fused is left, or put back, as it was. An error in a pass puts the
-    whole graph back: the engine then runs unfused, and the report says why.
+    A layer that cannot be fused is left as it was. An error in a pass, or a layer that one pass
+    rewrote and the next one did not, puts the whole graph back: it then runs unfused, and the
+    report says why.
     """
     everything = eligibility.common(facts.values())
 
@@ -146,21 +141,27 @@ def fuse(
     snapshot = Snapshot(graph)
     before = of_last_layer(calls)
     try:
-        record.declined = CanonicalizeMLARoPEPass(facts_of)(graph).declined
-        MLADecodeQPrepLiftPass(facts_of)(graph)
-        MLAAiterQkRopeKVCacheFusionPass(provider)(graph)
-        fused, dead = _settle(graph, calls, record)
+        canonical = CanonicalizeMLARoPEPass(facts_of)(graph)
+        lifted = MLADecodeQPrepLiftPass(facts_of)(graph)
+        fused = MLAAiterQkRopeKVCacheFusionPass(provider)(graph)
+        if not len(canonical.rewritten) == len(lifted.rewritten) == len(fused.rewritten):
+            names = ", ".join(canonical.rewritten)
+            raise Declined("unfused-pair", f"{names}: {len(fused.rewritten)} fused")
         graph.lint()
     except Exception as error:
         logger.exception("mla_fusion: a pass failed; this graph stays unfused")
         snapshot.restore()
-        record.declined = {call.name: Decline("pass-error", repr(error)) for call in calls}
+        decline = (
+            error.decline if isinstance(error, Declined) else Decline("pass-error", repr(error))
+        )
+        record.declined = {call.name: decline for call in calls}
         return
-    drop_dead(graph, dead, functionalized=True)
-    record.fused = len(fused)
-    record.variants = {_variant(call) for call in fused}
-    if fused:
-        record.layer = LayerGraph(before, of_last_layer(fused))
+    drop_dead(graph, [*canonical.dead, *lifted.dead], functionalized=True)
+    record.declined = canonical.declined
+    record.fused = len(fused.rewritten)
+    record.variants = {_variant(node) for node in fused.rewritten.values()}
+    if fused.rewritten:
+        record.layer = LayerGraph(before, of_last_layer(list(lifted.rewritten.values())))
 
 
 def _show(stage: str, graph: fx.Graph) -> None:
@@ -175,32 +176,9 @@ def _activation(calls: list[fx.Node]) -> torch.dtype:
     return next((value.dtype for value in values if value is not None), torch.get_default_dtype())
 
 
-def _settle(
-    graph: fx.Graph, calls: list[fx.Node], record: report.GraphRecord
-) -> tuple[list[fx.Node], list[fx.Node]]:
-    """(fused attention calls, dead nodes), after putting back what could not be fused."""
-    stand_ins = lifted_calls(graph)
-    fused: list[fx.Node] = []
-    dead: list[fx.Node] = []
-    for call in calls:
-        new = stand_ins.get(call)
-        if new is not None and _reads_fused_query(new):
-            fused.append(new)
-            restore_inputs(call)  # so that what only the old call read is dead with it
-            dead += [*call.users, call]
-            continue
-        if new is not None:
-            restore_call(new)
-            dead += [*new.users, new]
-        dead += [node for node in call.all_input_nodes if _is_own(node)]
-        restore_inputs(call)
-        record.declined.setdefault(call.name, Decline("unfused-pair"))
-    return fused, dead
-
-
-def _variant(attention: fx.Node) -> ops.Variant:
-    """What a warm-up must know of the fused node that feeds `attention`."""
-    args: dict[str, Any] = dict(attention.kwargs["prepared_q"].args[0].kwargs)
+def _variant(fused: fx.Node) -> ops.Variant:
+    """What a warm-up must know of a fused node."""
+    args: dict[str, Any] = dict(fused.kwargs)
     table = args["cos_sin_cache"]
     return ops.Variant(
         is_neox=args["is_neox"],
@@ -209,13 +187,3 @@ def _variant(attention: fx.Node) -> ops.Variant:
         query_dtype=str(args["prepared_q"].meta["val"].dtype).removeprefix("torch."),
         kv_cache_dtype=args["kv_cache_dtype"],
     )
-
-
-def _reads_fused_query(attention: fx.Node) -> bool:
-    prepared = attention.kwargs["prepared_q"]
-    return functionalized_op(prepared.args[0]) == f"{ops.NAMESPACE}::{ops.FUSED}"
-
-
-def _is_own(node: fx.Node) -> bool:
-    producer = node.args[0] if node.target is operator.getitem else node
-    return functionalized_op(producer).startswith(f"{ops.NAMESPACE}::")

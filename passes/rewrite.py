@@ -1,8 +1,7 @@
-"""Building blocks of the passes: new nodes with metadata, and undoing a rewrite.
+"""Building blocks of the passes: new nodes with metadata, going back, and dropping dead code.
 
-A rewrite redirects the attention's inputs to new nodes and leaves the old nodes where they are,
-dead, until `drop_dead` at the end. So undoing one is redirecting the inputs back, and undoing all
-of them, after an error, is a `Snapshot`.
+A rewrite lets readers read new nodes and leaves the old nodes where they are, dead, until
+`drop_dead` at the end of the pipeline. So a `Snapshot` of all arguments undoes every rewrite.
 """
 
 from __future__ import annotations
@@ -15,12 +14,9 @@ from torch import fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 
 from mla_fusion.patterns import probe
-from mla_fusion.patterns.site import outputs as readers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
-
-_ORIGIN = "mla_fusion_origin"
 
 
 def call(graph: fx.Graph, target: Any, args: tuple[Any, ...], val: Any) -> fx.Node:
@@ -59,41 +55,6 @@ def fake_like(value: torch.Tensor) -> torch.Tensor:
     return value.new_empty_strided(value.shape, value.stride())
 
 
-def redirect(user: fx.Node, replacements: Mapping[str, fx.Node]) -> None:
-    """Let keyword arguments of `user` read other nodes, remembering what they read before."""
-    user.meta[_ORIGIN] = {name: user.kwargs[name] for name in replacements}
-    user.kwargs = {**user.kwargs, **replacements}
-
-
-def replace_call(old: fx.Node, new: fx.Node, outputs: Mapping[int, fx.Node]) -> None:
-    """Let the readers of output i of `old` read outputs[i] of `new`, remembering `old`."""
-    moved = []
-    for index, value in outputs.items():
-        for read in readers(old, index):
-            moved.append((value, read, list(read.users)))
-            read.replace_all_uses_with(value)
-    new.meta[_ORIGIN] = (old, moved)
-
-
-def replaced_call(new: fx.Node) -> fx.Node | None:
-    """The call that `new` stands for, if `replace_call` put it there."""
-    old, _ = new.meta.get(_ORIGIN, (None, None))
-    return old
-
-
-def restore_call(new: fx.Node) -> None:
-    """Undo `replace_call`."""
-    _, moved = new.meta.pop(_ORIGIN)
-    for value, read, users in moved:
-        for user in users:
-            user.replace_input_with(value, read)
-
-
-def restore_inputs(user: fx.Node) -> None:
-    """Undo `redirect`; nothing happens if `user` was not redirected."""
-    user.kwargs = {**user.kwargs, **user.meta.pop(_ORIGIN, {})}
-
-
 class Snapshot:
     """The arguments of every node of a graph, to go back to while no old node was erased."""
 
@@ -105,7 +66,6 @@ class Snapshot:
         """Give the old nodes their arguments back and erase the new nodes."""
         for node, (args, kwargs) in self.saved.items():
             node.args, node.kwargs = args, kwargs
-            node.meta.pop(_ORIGIN, None)
         for node in reversed([n for n in self.graph.nodes if n not in self.saved]):
             self.graph.erase_node(node)
 

@@ -34,7 +34,7 @@ CAT = Spec("cat_fused")
 def fix(module: fx.GraphModule) -> list[str]:
     result = MLAFixFunctionalizationPass(None)(module.graph)
     module.graph.lint()
-    return result.rewritten
+    return list(result.rewritten)
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ def lifted(spec: Spec) -> fx.GraphModule:
 
 
 def fuse_pairs(module: fx.GraphModule, provider: str = "reference") -> list[str]:
-    return MLAAiterQkRopeKVCacheFusionPass(provider)(module.graph).rewritten
+    return list(MLAAiterQkRopeKVCacheFusionPass(provider)(module.graph).rewritten)
 
 
 @pytest.mark.parametrize("rope", ["native", "flashinfer", "nope"])

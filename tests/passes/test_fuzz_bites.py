@@ -58,7 +58,7 @@ IN_GRAPHS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "anything is a rotation": (probe, "same", lambda a, b: a.shape == b.shape),
     "NeoX for GPT-J": (native, "_judge", _flipped),
     "a slice that is put back elsewhere": (fix_functionalization, "_normal", lambda place: ()),
-    "a pass that is not idempotent": (lift, "lifted_calls", lambda graph: {}),
+    "a pass that is not idempotent": (lift, "_is_lifted", lambda attention: False),
     "a cast that loses precision": (probe, "_keeps_precision", lambda *a: True),
 }  # fmt: skip
 

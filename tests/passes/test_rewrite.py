@@ -58,18 +58,6 @@ def test_nothing_returned_has_no_reader() -> None:
     assert outputs[1].args == (node, 1)
 
 
-def test_redirect_and_back() -> None:
-    graph, (_, a, b) = chain(aten.neg.default, aten.neg.default)
-    user = graph.call_function(aten.clone.default, (), {"self": a, "memory_format": None})
-    rewrite.redirect(user, {"self": b})
-    assert user.kwargs == {"self": b, "memory_format": None}
-    rewrite.restore_inputs(user)
-    assert user.kwargs == {"self": a, "memory_format": None}
-    rewrite.restore_inputs(user)  # a second time it is not redirected
-    assert user.kwargs == {"self": a, "memory_format": None}
-    assert not user.meta
-
-
 def test_snapshot_goes_back() -> None:
     graph, (_, a, b) = chain(aten.neg.default, aten.abs.default, result=2)
     before, arguments = list(graph.nodes), [n.args for n in graph.nodes]
@@ -77,26 +65,10 @@ def test_snapshot_goes_back() -> None:
     with graph.inserting_before(b):
         new = graph.call_function(aten.clone.default, (a,))
         newer = graph.call_function(aten.clone.default, (new,))
-    rewrite.redirect(b, {})
     b.args = (newer,)
     snapshot.restore()
     assert (list(graph.nodes), [n.args for n in graph.nodes]) == (before, arguments)
-    assert not b.meta
     graph.lint()
-
-
-def test_replace_call_and_back() -> None:
-    graph, (_, call) = chain(aten.split.Tensor)
-    with graph.inserting_before(graph.output_node()):
-        read = graph.call_function(operator.getitem, (call, 1))
-        user = graph.call_function(aten.neg.default, (read,))
-        new = graph.call_function(aten.chunk.default, (call,))
-        value = graph.call_function(operator.getitem, (new, 1))
-    assert rewrite.replaced_call(new) is None
-    rewrite.replace_call(call, new, {1: value})
-    assert (rewrite.replaced_call(new), user.args) == (call, (value,))
-    rewrite.restore_call(new)
-    assert (rewrite.replaced_call(new), user.args) == (None, (read,))
 
 
 @pytest.mark.parametrize("length", [1, 3])
