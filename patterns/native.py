@@ -10,7 +10,6 @@ vLLM assigns the rotated part into a slice of q, which functionalization turns i
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,12 +19,11 @@ from mla_fusion.patterns import probe
 from mla_fusion.patterns.rope import RopeMatch, expected_rotation, is_rope_table
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch import fx
 
     from mla_fusion.patterns.site import Site
-
-# signature of a probed cone -> is_neox, or None if it is not RoPE
-_known: dict[probe.Signature, bool | None] = {}
 
 
 def match(site: Site) -> RopeMatch | None:
@@ -38,12 +36,16 @@ def match(site: Site) -> RopeMatch | None:
     table, positions = sources.pop()
     if not is_rope_table(table, positions, site):
         return None
-    if probe.strip(table, probe.CASTS).op not in ("placeholder", "get_attr"):
+    given = probe.strip(table, probe.CASTS)
+    activation = site.q.meta["val"].dtype
+    rounded = _rounded(interior, table, activation)
+    if given.op not in ("placeholder", "get_attr") or rounded is None:
         return None
-    rounded = _rounded(interior, table, site.q.meta["val"].dtype)
-    if rounded is None:
+    try:
+        values = probe.run(interior, probe.leaf_values(leaves), activation)
+    except probe.NotPolynomial:
         return None
-    is_neox = _judge(interior, leaves, site, q, k_pe, table, positions)
+    is_neox = _judge(values, site, (q, k_pe, table, positions))
     if is_neox is None:
         return None
     return RopeMatch(
@@ -52,15 +54,15 @@ def match(site: Site) -> RopeMatch | None:
         q=q,
         k_pe=k_pe,
         positions=positions,
-        cos_sin_cache=probe.strip(table, probe.CASTS),
+        cos_sin_cache=given,
         rotated=(site.q, site.k_pe),
     )
 
 
 def _rounded(interior: list[fx.Node], table: fx.Node, activation: torch.dtype) -> bool | None:
-    """Whether cosines and sines are rounded to the activation type; None if some of them are.
+    """Whether cosines and sines are rounded to the activation type; None if only some of them are.
 
-    Wherever the cast stands, before or after the lookup, it rounds the same numbers.
+    A cast rounds the same numbers before the lookup and after it.
     """
     angles = {table: table.meta["val"].dtype == activation}
     used: set[bool] = set()
@@ -84,26 +86,15 @@ def _is_float(node: fx.Node) -> bool:
 
 
 def _judge(
-    interior: list[fx.Node],
-    leaves: list[fx.Node],
-    site: Site,
-    q: fx.Node,
-    k_pe: fx.Node,
-    table: fx.Node,
-    positions: fx.Node,
+    values: dict[fx.Node, torch.Tensor], site: Site, unrotated: Iterable[fx.Node]
 ) -> bool | None:
-    """is_neox if the cone rotates the tail of q and k_pe, else None."""
-    key = probe.signature(interior, leaves, [site.q, q, site.k_pe, k_pe, table, positions])
-    if key in _known:
-        return _known[key]
-    verdict = None
-    with contextlib.suppress(probe.NotPolynomial):
-        values = probe.run(interior, probe.leaf_values(leaves), site.q.meta["val"].dtype)
-        for is_neox in (False, True):
-            want_q, want_k = expected_rotation(
-                values[q], values[k_pe], values[table], values[positions], is_neox
-            )
-            if probe.same(values[site.q], want_q) and probe.same(values[site.k_pe], want_k):
-                verdict = is_neox
-    _known[key] = verdict
-    return verdict
+    """is_neox if q and k_pe of `site` are the rotation of `unrotated`, else None.
+
+    `values` are those of a probe; `unrotated` are q, k_pe, the table and the positions.
+    """
+    q, k_pe, table, positions = (values[node] for node in unrotated)
+    for is_neox in (True, False):
+        want_q, want_k = expected_rotation(q, k_pe, table, positions, is_neox)
+        if probe.same(values[site.q], want_q) and probe.same(values[site.k_pe], want_k):
+            return is_neox
+    return None

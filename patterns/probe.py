@@ -67,10 +67,6 @@ LOOKUPS = {
 }
 
 
-# What `signature` returns: hashable, compared for equality only.
-Signature = tuple[Any, ...]
-
-
 class NotPolynomial(Exception):
     """The cone holds something that probing cannot judge."""
 
@@ -216,28 +212,3 @@ def strip(node: fx.Node, targets: set[Any]) -> fx.Node:
     while node.op == "call_function" and node.target in targets and node.args:
         node = node.args[0]  # type: ignore[assignment]
     return node
-
-
-def signature(interior: list[fx.Node], leaves: list[fx.Node], outputs: list[fx.Node]) -> Signature:
-    """What `run` depends on, so that equal layers are probed once."""
-    index = {node: i for i, node in enumerate((*leaves, *interior))}
-
-    def name(value: Any) -> Any:
-        if isinstance(value, fx.Node):
-            return ("node", index[value])
-        if isinstance(value, list | tuple):
-            return tuple(map(name, value))
-        if isinstance(value, dict):
-            return tuple((k, name(v)) for k, v in value.items())
-        return repr(value)
-
-    described = []
-    for leaf in leaves:
-        value = leaf.meta.get("val")
-        shape = concrete_shape(leaf) if isinstance(value, torch.Tensor) else repr(value)
-        described.append((shape, str(getattr(value, "dtype", "")), _is_table(leaf)))
-    body = [
-        (str(n.target), name(n.args), name(n.kwargs), str(getattr(n.meta.get("val"), "dtype", "")))
-        for n in interior
-    ]
-    return (tuple(described), tuple(body), tuple(index[n] for n in outputs))

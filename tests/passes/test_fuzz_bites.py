@@ -35,9 +35,8 @@ def finds_a_bug(test: Any, cases: dict[str, Any]) -> bool:
 
 @pytest.fixture(autouse=True)
 def uncounted(monkeypatch: pytest.MonkeyPatch, plain_kernels: None) -> None:
-    """Nothing is counted, and nothing is remembered from another bug."""
+    """Nothing is counted."""
     monkeypatch.setattr(tally, "add", lambda *args, **counts: None)
-    monkeypatch.setattr(native, "_known", {})
     test_fuzz_batches.compiled.cache_clear()
 
 
