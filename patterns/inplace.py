@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -47,51 +47,60 @@ _MUST_BE_UNSET = ("rope_dim_offset", "inverse", "offsets")
 
 def match(found: Site) -> RopeMatch | None:
     """The unrotated values if an in-place op of `OPS` rotates q and k_pe of the site, else None."""
-    interior, leaves = probe.cone([found.q, found.k_pe])
-    calls = {n.args[0] for n in leaves if _is_output(n)}
-    if len(calls) != 1:
+    _, leaves = probe.cone([found.q, found.k_pe])
+    # Only outputs that reach the attention count: either may be computed and not be used.
+    outputs = {leaf.args[1]: leaf for leaf in leaves if _is_output(leaf)}
+    calls = {leaf.args[0] for leaf in leaves if _is_output(leaf)}
+    if len(calls) != 1 or not outputs.keys() >= {1, 2}:
         return None
     call = calls.pop()
     assert isinstance(call, fx.Node)
-    op = OPS[site.functionalized_op(call)]
-    args = site.arguments(call)
-    if any(args.get(name) for name in _MUST_BE_UNSET):
-        return None
-    width = probe.concrete_shape(found.k_pe)[-1]
-    if args.get("head_size", width) != width:
-        return None
-    if not is_rope_table(args["cos_sin_cache"], args["positions"], found):
-        return None
+    op, args = OPS[site.functionalized_op(call)], site.arguments(call)
     if op.rope is Rope.CAT_FUSED and call is not found.cache_update:
         return None
-    q, k_pe = probe.unmodified(found.q), args[op.key]
-    # Only outputs that reach the attention count: either may be computed and not be used.
-    read = {leaf.args[1]: leaf for leaf in leaves if _is_output(leaf)}
-    rotated_q, rotated_k = read.get(1), read.get(2)
-    if q is None or rotated_q is None or rotated_k is None:
+    q, rotated = probe.unmodified(found.q), (outputs[1], outputs[2])
+    if q is None or not _rotates_whole_heads(args, found):
         return None
-    interior, leaves = probe.cone([found.q, found.k_pe, args[op.query], k_pe, q])
-    try:
-        values = probe.run(interior, probe.leaf_values(leaves), found.q.meta["val"].dtype)
-    except probe.NotPolynomial:
-        return None
-    tail = values[rotated_q].reshape(*values[q].shape[:-1], width)
-    want = {
-        args[op.query]: values[q][..., -width:].reshape(values[args[op.query]].shape),
-        found.q: torch.cat((values[q][..., :-width], tail), dim=-1),
-        found.k_pe: values[rotated_k].reshape(values[found.k_pe].shape),
-    }
-    if not all(probe.same(values[node], value) for node, value in want.items()):
+    if not _is_all_that_changes(found, q, args[op.query], args[op.key], rotated):
         return None
     return RopeMatch(
         rope=op.rope,
         is_neox=args["is_neox"],
         q=q,
-        k_pe=k_pe,
+        k_pe=args[op.key],
         positions=args["positions"],
         cos_sin_cache=args["cos_sin_cache"],
-        rotated=(rotated_q, rotated_k),
+        rotated=rotated,
     )
+
+
+def _rotates_whole_heads(args: dict[str, Any], found: Site) -> bool:
+    """Whether the op rotates all R columns it is given, forwards, at the positions it is given."""
+    width = probe.concrete_shape(found.k_pe)[-1]
+    return (
+        not any(args.get(name) for name in _MUST_BE_UNSET)
+        and args.get("head_size", width) == width
+        and is_rope_table(args["cos_sin_cache"], args["positions"], found)
+    )
+
+
+def _is_all_that_changes(
+    found: Site, q: fx.Node, query: fx.Node, k_pe: fx.Node, rotated: tuple[fx.Node, fx.Node]
+) -> bool:
+    """Whether `query` is the tail of q, and q and k_pe of the site have `rotated` in its place."""
+    interior, leaves = probe.cone([found.q, found.k_pe, query, k_pe, q])
+    try:
+        values = probe.run(interior, probe.leaf_values(leaves), found.q.meta["val"].dtype)
+    except probe.NotPolynomial:
+        return False
+    width = probe.concrete_shape(found.k_pe)[-1]
+    tail = values[rotated[0]].reshape(*values[q].shape[:-1], width)
+    want = {
+        query: values[q][..., -width:].reshape(values[query].shape),
+        found.q: torch.cat((values[q][..., :-width], tail), dim=-1),
+        found.k_pe: values[rotated[1]].reshape(values[found.k_pe].shape),
+    }
+    return all(probe.same(values[node], value) for node, value in want.items())
 
 
 def _is_output(node: fx.Node) -> bool:

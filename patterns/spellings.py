@@ -1,4 +1,8 @@
-"""The list of spellings of "rotate q and k_pe, then write the cache", most common first."""
+"""The spellings of "rotate q and k_pe, then write the cache", and why a layer has none of them.
+
+A spelling is a module with `match(site)`, which returns what is rotated and how, or None. A new
+one goes into `SPELLINGS`, most common first; docs/new-rope.md has the steps.
+"""
 
 from __future__ import annotations
 
@@ -25,24 +29,39 @@ def match(site: Site) -> RopeMatch:
     """The first spelling that fits.
 
     Raises:
-        Declined: none fits, or the query was scaled after its rotation.
+        Declined: none fits, or the cache update does not go with the one that does.
     """
     for spelling in SPELLINGS:
         found = spelling(site)
         if found is not None:
             _check(site, found)
             return found
+    raise _diagnosis(site)
+
+
+def _check(site: Site, found: RopeMatch) -> None:
+    """Raise Declined if a match of any spelling cannot be used."""
+    for node in (found.q, found.k_pe):
+        if "val" not in node.meta:
+            raise Declined("missing-metadata", f"node {node.name}")
+    rotates = functionalized_op(site.cache_update) == FUSED_ROPE_UPDATE
+    if rotates != (found.rope is Rope.CAT_FUSED):
+        raise Declined("cache-update", "k_pe is rotated by the cache update and outside of it")
+
+
+def _diagnosis(site: Site) -> Declined:
+    """Why no spelling fits."""
     if _is_scaled(site):
-        raise Declined("scaled-query", site.q.format_node() or "")
+        return Declined("scaled-query", site.q.format_node() or "")
     interior, leaves = probe.cone([site.q, site.k_pe])
     if not any(node.target in probe.LOOKUPS for node in interior) and _has_angles(site.k_pe):
-        raise Declined("computed-angles")
+        return Declined("computed-angles")
     calls = {leaf.args[0] for leaf in leaves if leaf.target is operator.getitem}
     arguments = [node for call in calls for node in call.all_input_nodes]
     for node in (*leaves, *interior, *calls, *arguments):
         if "val" not in node.meta:
-            raise Declined("missing-metadata", f"node {node.name}")
-    raise Declined("unknown-rope", f"q comes from {site.q.format_node()}")
+            return Declined("missing-metadata", f"node {node.name}")
+    return Declined("unknown-rope", f"q comes from {site.q.format_node()}")
 
 
 def _is_scaled(site: Site) -> bool:
@@ -64,13 +83,3 @@ def _has_angles(node: fx.Node) -> bool:
         seen |= new
         stack += new
     return False
-
-
-def _check(site: Site, found: RopeMatch) -> None:
-    """Raise Declined for what every spelling must fulfil."""
-    for node in (found.q, found.k_pe):
-        if "val" not in node.meta:
-            raise Declined("missing-metadata", f"node {node.name}")
-    rotates = functionalized_op(site.cache_update) == FUSED_ROPE_UPDATE
-    if rotates != (found.rope is Rope.CAT_FUSED):
-        raise Declined("cache-update", "k_pe is rotated by the cache update and outside of it")
