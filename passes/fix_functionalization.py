@@ -15,6 +15,7 @@ right. vLLM's would be made in-place by vLLM's pass all the same, so it gets its
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,14 +46,13 @@ class MLAFixFunctionalizationPass:
 
     def __call__(self, graph: fx.Graph) -> PassResult:
         result = PassResult()
-        order = {node: index for index, node in enumerate(graph.nodes)}
         for node in list(graph.nodes):
             name = functionalized_op(node)
-            if name in OWN and (call := _make_in_place(graph, node, order)):
+            if name in OWN and (call := _make_in_place(graph, node)):
                 result.rewritten[node.name] = call
             elif name == FUSED_ROPE_UPDATE:
-                _copy_mutated(graph, node, order)
-                _make_in_place(graph, node, order)
+                _copy_mutated(graph, node)
+                _make_in_place(graph, node)
         if self.rest is not None:
             self.rest(graph)
         return result
@@ -64,7 +64,7 @@ def _mutated(op: Any) -> list[str]:
     return [a.name for a in op._schema.arguments if a.alias_info and a.alias_info.is_write]
 
 
-def _copy_mutated(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int]) -> None:
+def _copy_mutated(graph: fx.Graph, node: fx.Node) -> None:
     """Let the op of `node` write to copies, which nothing else reads."""
     for name in _mutated(node.args[0]):
         source = node.kwargs[name]
@@ -74,51 +74,62 @@ def _copy_mutated(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int]) -> 
         if "val" in source.meta:
             copy.meta["val"] = fake_like(source.meta["val"])
         node.update_kwarg(name, copy)
-        order[copy] = order[node]
 
 
-def _make_in_place(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int]) -> bool:
+@dataclass(frozen=True)
+class _Written:
+    """An argument that an op writes to, and what reads the written value."""
+
+    target: fx.Node
+    reads: list[fx.Node]  # getitems of the functionalized op
+    scatters: list[tuple[fx.Node, fx.Node]]  # as `_scatter_back` finds them
+
+
+def _written(node: fx.Node) -> list[_Written]:
     op: Any = node.args[0]
-    returns = max(len(op._schema.returns), 1)
-    targets: dict[int, Any] = {
-        returns + i: node.kwargs[name] for i, name in enumerate(_mutated(op))
-    }
-    scatters = {
-        index: [pair for read in outputs(node, index) for pair in _scatter_back(read, target)]
-        for index, target in targets.items()
-    }
-    for index, target in targets.items():
-        scattered = [scatter for scatter, _ in scatters[index]]
-        if isinstance(target, fx.Node) and _read_later(target, node, order, scattered):
-            return False
+    found = []
+    for index, name in enumerate(_mutated(op), start=max(len(op._schema.returns), 1)):
+        target, reads = node.kwargs[name], outputs(node, index)
+        assert isinstance(target, fx.Node)
+        scatters = [pair for read in reads for pair in _scatter_back(read, target)]
+        found.append(_Written(target, reads, scatters))
+    return found
+
+
+def _make_in_place(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    """Replace `node` by a call of its op; None, and no change, if an old value is read later."""
+    op: Any = node.args[0]
+    written = _written(node)
+    for each in written:
+        if _read_later(each.target, node, [scatter for scatter, _ in each.scatters]):
+            return None
     with graph.inserting_before(node):
         call = graph.call_function(op, (), dict(node.kwargs))
     if "val" in node.meta:
         call.meta["val"] = node.meta["val"][0] if op._schema.returns else None
-    order[call] = order[node]
-    for index, target in targets.items():
-        for scatter, whole in scatters[index]:
+    for each in written:
+        for scatter, whole in each.scatters:
             scatter.replace_all_uses_with(whole)
-        _replace_output(graph, node, index, target)
-    _replace_output(graph, node, 0, call)
+        _replace(graph, each.reads, each.target)
+    _replace(graph, outputs(node, 0), call)
     graph.erase_node(node)
-    drop_dead(graph, [scatter for pairs in scatters.values() for scatter, _ in pairs])
-    return True
+    drop_dead(graph, [scatter for each in written for scatter, _ in each.scatters])
+    return call
 
 
-def _replace_output(graph: fx.Graph, node: fx.Node, index: int, value: Any) -> None:
-    for read in outputs(node, index):
+def _replace(graph: fx.Graph, reads: list[fx.Node], value: fx.Node) -> None:
+    for read in reads:
         read.replace_all_uses_with(value)
         graph.erase_node(read)
 
 
-def _scatter_back(mutated: fx.Node, target: Any) -> list[tuple[fx.Node, fx.Node]]:
+def _scatter_back(mutated: fx.Node, target: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
     """(slice_scatter, whole) pairs that only put a mutated slice back where it lies.
 
     `target` is slice(whole, dim, start, ...), perhaps followed by views that keep the slice as it
     is; the scatter writes the mutated value to the same place of a value equal to `whole`.
     """
-    if not isinstance(target, fx.Node) or target.target is not aten.slice.Tensor:
+    if target.target is not aten.slice.Tensor:
         return []
     whole, *place = target.args
     assert isinstance(whole, fx.Node)
@@ -140,9 +151,7 @@ def _normal(place: list[Any]) -> tuple[Any, ...]:
     return (dim, start or 0, end, step)
 
 
-def _read_later(
-    target: fx.Node, node: fx.Node, order: dict[fx.Node, int], ignored: list[fx.Node]
-) -> bool:
+def _read_later(target: fx.Node, node: fx.Node, ignored: list[fx.Node]) -> bool:
     """Whether a node after `node` reads the memory of `target` as it was before."""
     base = probe.strip(target, probe.VIEWS)
     if base.op in ("placeholder", "get_attr"):
@@ -155,7 +164,7 @@ def _read_later(
             seen.add(user)
             if user.target in probe.VIEWS:
                 stack.append(user)
-            elif order[user] > order[node] and _is_live(user) and not _feeds_only(user, ignored):
+            elif user > node and _is_live(user) and not _feeds_only(user, ignored):
                 return True
     return False
 
