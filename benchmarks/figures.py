@@ -33,7 +33,7 @@ PEERS = {
 }
 UNFUSED, OURS = ("default", "cat"), ("fused", "portable")
 # Columns with the median of a step's time, and around it.
-STEP = {"gpu": ("gpu_us", "gpu_p20", "gpu_p80"), "wall": ("wall_us", "wall_min", "wall_max")}
+STEP = "gpu_us", "gpu_p20", "gpu_p80"
 DECODERS = {"ours": "ours", "triton_mla": "TRITON_MLA", "flashmla": "FlashMLA"}
 
 
@@ -96,11 +96,8 @@ def region_table(rows: list[Row]) -> list[str]:
     return lines
 
 
-def decode_table(rows: list[Row], clock: str) -> list[str]:
-    """Time of a decode step by batch, and the change of ours against both unfused paths.
-
-    `clock` is a key of `STEP`.
-    """
+def decode_table(rows: list[Row]) -> list[str]:
+    """GPU time of a decode step by batch, and the change of ours against both unfused paths."""
     us = {(r["arm"], int(r["batch"])): r for r in rows}
     ours = [arm for arm in OURS if any(r["arm"] == arm for r in rows)]
     pairs = [(arm, peer) for arm in ours for peer in reversed(UNFUSED)]
@@ -110,10 +107,10 @@ def decode_table(rows: list[Row], clock: str) -> list[str]:
         cells = [str(batch)]
         for arm in (*UNFUSED, *ours):
             row = us[arm, batch]
-            middle, low, high = (float(row[column]) for column in STEP[clock])
+            middle, low, high = (float(row[column]) for column in STEP)
             cells.append(f"{middle:.0f} ({low:.0f}, {high:.0f})")
         for arm, peer in pairs:
-            time, base = (float(us[each, batch][STEP[clock][0]]) for each in (arm, peer))
+            time, base = (float(us[each, batch][STEP[0]]) for each in (arm, peer))
             change = time / base - 1
             cells.append(f"{change:+.1%}".replace("%", " %"))
         lines.append(f"| {' | '.join(cells)} |")
@@ -156,8 +153,7 @@ def tables() -> dict[str, list[str]]:
     """Name and lines of every table of the page."""
     return {
         "region": region_table(read(REGION)),
-        "decode": decode_table(read(DECODE), "gpu"),
-        "decode-wall": decode_table(read(DECODE), "wall"),
+        "decode": decode_table(read(DECODE)),
         "attention-means": attention_means(read(ATTENTION)),
     }
 

@@ -47,10 +47,10 @@ def test_ours_are_compared_with_both_unfused_paths_where_they_were_measured():
         {"arm": arm, "batch": "1", "gpu_us": us, "gpu_p20": us, "gpu_p80": us}
         for arm, us in times.items()
     ]
-    head, _, line = figures.decode_table(rows, "gpu")
+    head, _, line = figures.decode_table(rows)
     assert head.endswith("| portable against cat | portable against default |")
     assert line.endswith("| 80 (80, 80) | -55.0 % | -10.0 % | -60.0 % | -20.0 % |")
-    assert "portable" not in figures.decode_table(rows[:3], "gpu")[0]
+    assert "portable" not in figures.decode_table(rows[:3])[0]
 
 
 def test_region_means_and_no_loss():
@@ -69,12 +69,11 @@ def test_a_loss_after_another_kernel_is_named():
     assert lines[-1] == "Shapes where the best of the others is faster: T=8, H=16."
 
 
-@pytest.mark.parametrize("clock", ["gpu", "wall"])
-def test_decode_changes(clock):
-    median, low, high = figures.STEP[clock]
+def test_decode_changes():
+    median, low, high = figures.STEP
     row = {low: "1", high: "3"}
     rows = [
         {"arm": arm, "batch": "32", median: us, **row}
         for arm, us in (("default", "1000"), ("cat", "800"), ("fused", "900"))
     ]
-    assert figures.decode_table(rows, clock)[2].endswith("| 900 (1, 3) | +12.5 % | -10.0 % |")
+    assert figures.decode_table(rows)[2].endswith("| 900 (1, 3) | +12.5 % | -10.0 % |")
