@@ -14,7 +14,6 @@ from pathlib import Path
 from tests.aiter_double import broken, heads
 from tests.aiter_double.module import FUSED
 from tests.aiter_double.rule import AVOIDED, RAISED, TRUSTED
-from tests.aiter_double.versions import RELEASES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "aiter.md"
 
@@ -63,18 +62,9 @@ def _shape(shape: tuple[int, tuple[int, ...]]) -> str:
     return f"{shape[0]}: {', '.join(map(str, shape[1]))}"
 
 
-def releases() -> str:
-    """What each release of the double lacks of the last one."""
-    rows = ["| release | heads of the planner | without |", "|---|---|---|"]
-    for release in RELEASES.values():
-        missing = ", ".join(name.replace("_", " ") for name in release.missing())
-        rows.append(f"| {release.name} | n x {release.heads_multiple} | {missing or 'nothing'} |")
-    return "\n".join(rows)
-
-
 def filled(page: str) -> str:
     """The page with the tables as they are now."""
-    for make in (rules, trusted, kernels, releases):
+    for make in (rules, trusted, kernels):
         begin, end = f"<!-- table: {make.__name__} -->\n", "<!-- end -->"
         before, rest = page.split(begin)
         page = before + begin + make() + "\n" + end + rest.partition(end)[2]

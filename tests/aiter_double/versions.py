@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @dataclass(frozen=True)
@@ -92,10 +88,6 @@ class Release:
     def heads_multiple(self) -> int:
         """Of what the planner's sizes want the head count to be a multiple."""
         return 8 if self.many_heads else 16
-
-    def missing(self) -> Iterator[str]:
-        """The names of what this release lacks."""
-        return (name for name in SINCE if not getattr(self, name))
 
 
 RELEASES = {
