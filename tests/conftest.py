@@ -5,6 +5,7 @@ With `-n`, pytest-xdist's workers count and hand their counts to the process tha
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,6 +15,10 @@ from tests import tally
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+# Before torch is imported, here and in the processes that tests start. Tensors are small: more
+# threads only spin at each other's barriers, on cores that two pytest processes share.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The same graphs in every run of a profile: a red build is the change's, not the dice's.
 _COMMON = settings(
@@ -72,14 +77,9 @@ def pytest_terminal_summary(
 @pytest.fixture
 def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Plain torch bodies for the RoPE kernels that a CPU build of vLLM lacks or has wrong."""
-    import torch
-
     from tests.passes import cuda_ops
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tensors of a few hundred elements: more threads only wait
     yield from cuda_ops.plain_kernels(monkeypatch)
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")
