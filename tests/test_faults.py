@@ -1,4 +1,4 @@
-"""Faults: what the user reads, and that the engine serves the same tokens or does not start.
+"""Faults: the user reads what happened, and the engine serves the same tokens or does not start.
 
 `docs/testing.md` lists every fault with its test. The layers, caches and batches are those of
 `tests/passes/fake_engine.py`, the config objects vLLM's own; faults in whole engines are in
@@ -19,7 +19,7 @@ import mla_fusion
 from mla_fusion import config, kernels, plugin, report
 from mla_fusion.config import vllm_compat
 from mla_fusion.kernels import reference
-from tests.aiter_double.test_require import on_path, write  # noqa: F401  on_path is a fixture
+from tests.aiter_double.test_require import ABSENT, on_path, write  # noqa: F401  a fixture
 from tests.models import DEEPSEEK_V2
 from tests.passes.fake_engine import DECODE, MIXED, Engine, assert_same, fuse, run
 from tests.passes.graphs import Spec, build
@@ -42,7 +42,7 @@ WHAT_TO_DO = (
 )
 
 
-# Of an error in warm-up; {} is what only lack of memory says.
+# The note of an error in warm-up; {} takes one more sentence where memory ran out.
 WARM_UP_NOTE = (
     "mla_fusion: the reference provider failed to prepare its kernels for up to 4 tokens. The "
     "compiled graphs call it, so the engine cannot go on without it, and nothing falls back "
@@ -58,7 +58,7 @@ class Planted(Exception):
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vllm_loggers: None) -> Callable[..., Any]:
-    """make(provider) -> vLLM's config with the flag on, and its own cache folder."""
+    """make(provider) -> vLLM's config with the flag on and a cache folder of its own."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
 
     def build_config(provider: str = "reference") -> Any:
@@ -76,7 +76,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vllm_loggers: None) ->
 
 
 def worker(vllm_config: Any, body: Callable[[], Any]) -> WorkerBase:
-    """A worker whose layers are those of `SPEC`, and which runs `body` where vLLM warms up."""
+    """A worker with the layers of `SPEC`, which runs `body` where vLLM warms up."""
     from vllm.v1.worker.worker_base import WorkerBase
 
     class Worker(WorkerBase):
@@ -174,33 +174,12 @@ def switched_off(make: Any, provider: str, caplog: pytest.LogCaptureFixture) -> 
     return message
 
 
-# What stands on the path under the name aiter: (files of the package, what the user reads).
-AITERS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
-    "missing": ({}, ("the module aiter is missing", "install ROCm's AITER")),
-    "too old": (
-        {"__init__.py": "", "jit/__init__.py": ""},
-        ("has no fused_qk_rope_concat_and_cache_mla", "install v0.1.8 or newer"),
-    ),
-    "half-installed": (
-        {"__init__.py": "raise ImportError('no libamdhip64.so')\n", "jit/__init__.py": ""},
-        ("importing aiter fails (ImportError: no libamdhip64.so)", "reinstall AITER"),
-    ),
-    "another project's": (
-        {"__init__.py": "raise SystemExit('another project was run')\n"},
-        ("is not AMD's", "uninstall it and install ROCm's AITER"),
-    ),
-}
-
-
 @pytest.mark.usefixtures("on_path")
-@pytest.mark.parametrize("files, words", AITERS.values(), ids=AITERS)
+@pytest.mark.parametrize("why", ["missing", "too old", "half-installed", "another project's"])
 def test_an_aiter_that_cannot_serve(
-    make: Any,
-    caplog: pytest.LogCaptureFixture,
-    tmp_path: Path,
-    files: dict[str, str],
-    words: tuple[str, ...],
+    make: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path, why: str
 ) -> None:
+    files, words = ABSENT[why]
     write(tmp_path, files)
     warning = switched_off(make, "aiter", caplog)
     assert all(said in warning for said in ("[provider-unavailable]", *words))

@@ -15,6 +15,7 @@ from mla_fusion.attention import reference
 from mla_fusion.config import eligibility
 from mla_fusion.report.reasons import Decline
 from mla_fusion.runtime import step_plan
+from tests.aiter_double.uses import causal_attention
 from tests.passes import fake_engine
 from tests.passes.graphs import HEADS, LATENT, ROPE, VALUE, Spec
 
@@ -81,16 +82,13 @@ def attend(name: str, query: torch.Tensor) -> torch.Tensor:
 
 
 def expected(engine: Engine, name: str, query: torch.Tensor, metadata: Any) -> torch.Tensor:
-    layer = engine.layers[name]
-    out = torch.zeros((query.shape[0], HEADS, LATENT), dtype=torch.float64)
-    indptr = metadata.query_start_loc.tolist()
+    layer, keys = engine.layers[name], []
     for b, length in enumerate(metadata.decode.seq_lens.tolist()):
         at = torch.arange(length)
-        keys = layer.kv_cache[metadata.decode.block_table[b, at // PAGE].long(), at % PAGE].double()
-        for row in range(indptr[b], indptr[b + 1]):
-            mine = keys[: length - (indptr[b + 1] - 1 - row)]
-            weights = (query[row].double() @ mine.T * Impl.scale).softmax(-1)
-            out[row] = weights @ mine[:, :LATENT]
+        block = metadata.decode.block_table[b, at // PAGE].long()
+        keys.append(layer.kv_cache[block, at % PAGE].double())
+    queries = metadata.query_start_loc.tolist()
+    out = causal_attention(query.double(), keys, queries, Impl.scale, LATENT)
     result = torch.empty((query.shape[0], HEADS * VALUE), dtype=SPEC.dtype)
     layer._v_up_proj(out.to(SPEC.dtype), result)
     return result

@@ -1,4 +1,4 @@
-"""Good calls of the double and of the provider, which a rule then spoils in one place."""
+"""Good calls of the double and of the provider, which a rule spoils in one place."""
 
 from __future__ import annotations
 

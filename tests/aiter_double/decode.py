@@ -7,44 +7,35 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tests.aiter_double import heads
+from tests.aiter_double import heads, metadata
 from tests.aiter_double.faults import assume, check
 from tests.aiter_double.reduce import merge
 
 if TYPE_CHECKING:
-    from tests.aiter_double.versions import Architecture, Release
+    from tests.aiter_double.versions import Place
 
 ENTRY, LATENT = 576, 512
-PLAN = (
-    "work_meta_data",
-    "work_indptr",
-    "work_info_set",
-    "reduce_indptr",
-    "reduce_final_map",
-    "reduce_partial_map",
-)
+PLAN = ("work_meta_data", *metadata.BUFFERS[1:])  # two names of one buffer
 
 
-def run(arch: Architecture, release: Release, a: dict[str, Any]) -> tuple[None, Any]:
+def run(at: Place, a: dict[str, Any]) -> tuple[None, Any]:
     """Write the attention of q [T, H, 576] over the paged latents into o [T, H, 512]."""
-    q, kv, o, qlen = a["q"], a["kv_buffer"], a["o"], a["max_seqlen_q"]
-    kind = _validate(arch, release, a)
+    q, kv, o = a["q"], a["kv_buffer"], a["o"]
+    shape = _validate(at, a)
     qo, ends = a["qo_indptr"].tolist(), a["kv_indptr"].tolist()
-    batch, count = len(qo) - 1, q.shape[1]
+    batch = len(qo) - 1
     planned = a["work_meta_data"] is not None
-    if planned and heads.skips_plan(arch, release, batch, count, qlen, kind):
+    if planned and shape.skips_plan(batch):
         planned = a["num_kv_splits"] is not None
     causal = a.get("causal", True)
     if planned:
-        heads.check_persistent(arch, release, count, qlen, kind, a["return_lse"], causal)
+        shape.check_persistent(a["return_lse"], causal)
     else:
-        heads.check_plain(arch, release, count, qlen, kind, a["num_kv_splits"])
+        shape.check_plain(a["num_kv_splits"])
     keys = kv.reshape(-1, ENTRY)
     scale = a["sm_scale"] if a["sm_scale"] is not None else ENTRY**-0.5
-    wide_q = q.double()
-    if kind == "fp8":
-        wide_q = wide_q * a["q_scale"].double()
-    key_scale = a["kv_scale"].double() if kind != "bf16" else torch.ones((), dtype=torch.float64)
+    wide_q = q.double() * (a["q_scale"].double() if shape.kind == "fp8" else 1)
+    key_scale = a["kv_scale"].double() if shape.kind != "bf16" else 1
 
     def piece(first_q: int, last_q: int, first: int, until: int, after: int, causal: bool) -> Any:
         slots = a["kv_indices"][first:until].long()
@@ -60,7 +51,7 @@ def run(arch: Architecture, release: Release, a: dict[str, Any]) -> tuple[None, 
             o[qo[b] : qo[b + 1]] = out.to(o.dtype)
             lse[qo[b] : qo[b + 1]] = sums.float()
     else:
-        _follow_plan(arch, release, a, kind, piece, lse)
+        _follow_plan(shape, a, piece, lse)
     # A row that sees no key.
     nothing = lse.isneginf()
     o.masked_fill_(nothing.unsqueeze(-1), torch.nan)
@@ -83,26 +74,27 @@ def _attend(
     return torch.einsum("qhk,kd->qhd", weights, keys[:, :LATENT]), sums
 
 
-def _validate(arch: Architecture, release: Release, a: dict[str, Any]) -> str:
+def _validate(at: Place, a: dict[str, Any]) -> heads.Shape:
     q, kv, o = a["q"], a["kv_buffer"], a["o"]
-    check(release, q.dtype in (torch.bfloat16, arch.fp8), f"unsupported query type {q.dtype}")
-    check(release, kv.dim() == 4 and a["nhead_kv"] == 1, "kv_buffer is [pages, page, 1, 576]")
-    check(release, kv.dtype in (torch.bfloat16, arch.fp8), f"unsupported cache type {kv.dtype}")
-    check(release, q.shape[-1] == kv.shape[-1] == ENTRY, "heads and entries are 576 wide")
-    check(release, a["logit_cap"] <= 0, "logit_cap is not supported")
+    check(at, q.dtype in (torch.bfloat16, at.arch.fp8), f"unsupported query type {q.dtype}")
+    check(at, kv.dim() == 4 and a["nhead_kv"] == 1, "kv_buffer is [pages, page, 1, 576]")
+    check(at, kv.dtype in (torch.bfloat16, at.arch.fp8), f"unsupported cache type {kv.dtype}")
+    check(at, q.shape[-1] == kv.shape[-1] == ENTRY, "heads and entries are 576 wide")
+    check(at, a["logit_cap"] <= 0, "logit_cap is not supported")
     kind = heads.kinds(q.dtype, kv.dtype)
-    check(release, q.dtype == torch.bfloat16 or kind == "fp8", "an fp8 query needs an fp8 cache")
-    heads.check_supported(arch, release, q.shape[1], a["max_seqlen_q"], kind)
-    check(release, kind != "mixed" or q.shape[1] == 16, "bf16 query, fp8 cache: 16 heads only")
+    check(at, q.dtype == torch.bfloat16 or kind == "fp8", "an fp8 query needs an fp8 cache")
+    shape = heads.Shape(at, q.shape[1], a["max_seqlen_q"], kind)
+    shape.check_supported()
+    check(at, kind != "mixed" or q.shape[1] == 16, "bf16 query, fp8 cache: 16 heads only")
     assume(q.is_contiguous(), "the query is read as packed [T, H, 576]")
     assume(o.is_contiguous() and o.shape == (*q.shape[:2], LATENT), "o is packed [T, H, 512]")
     assume(o.dtype == torch.bfloat16, "the kernel writes bf16")
     assume(kv.is_contiguous(), "pages are read as dense")
     for name in ("qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_lens"):
         dense = a[name].dtype == torch.int32 and a[name].is_contiguous()
-        check(release, dense, f"{name} is a dense int32 tensor")
-    for name in ("q_scale", "kv_scale") if q.dtype == arch.fp8 else ():
-        check(release, isinstance(a[name], torch.Tensor), f"an fp8 query needs {name}")
+        check(at, dense, f"{name} is a dense int32 tensor")
+    for name in ("q_scale", "kv_scale") if q.dtype == at.arch.fp8 else ():
+        check(at, isinstance(a[name], torch.Tensor), f"an fp8 query needs {name}")
         assume(a[name].dtype == torch.float32, f"{name} is reinterpreted as fp32")
     qo, ends = a["qo_indptr"].tolist(), a["kv_indptr"].tolist()
     assume(len(qo) == len(ends), "qo_indptr and kv_indptr describe one batch")
@@ -112,19 +104,16 @@ def _validate(arch: Architecture, release: Release, a: dict[str, Any]) -> str:
     assume(longest <= a["max_seqlen_q"], "a query is longer than max_seqlen_q")
     given = [name for name in PLAN if a[name] is not None]
     assume(len(given) in (0, len(PLAN)), f"all six buffers or none, not {given}")
-    return kind
+    return shape
 
 
-def _follow_plan(
-    arch: Architecture, release: Release, a: dict[str, Any], kind: str, piece: Any, lse: Any
-) -> None:
+def _follow_plan(shape: heads.Shape, a: dict[str, Any], piece: Any, lse: Any) -> None:
     """Run every work item, then merge the split tiles by `reduce`."""
     moved = [a["work_indptr"].data_ptr(), a["work_info_set"].data_ptr()]
     written = a["work_meta_data"].view(torch.int64).tolist()
     assume(written == moved, "the planner wrote other addresses: a buffer moved")
-    count, o = a["q"].shape[1], a["o"]
-    run_heads = heads.folded(arch, release, count, a["max_seqlen_q"], kind)
-    fold = count // run_heads
+    o, run_heads = a["o"], shape.folded
+    fold = shape.heads // run_heads
     works = a["work_info_set"][: int(a["work_indptr"][-1])].tolist()
     _check_plan(a, works, fold)
     causal = a.get("causal", True)
@@ -164,11 +153,11 @@ def _check_plan(a: dict[str, Any], works: list[list[int]], fold: int) -> None:
         assume(at == end, "stale plan: it ends elsewhere")
 
 
-def gluon(arch: Architecture, release: Release, a: dict[str, Any]) -> None:
+def gluon(at: Place, a: dict[str, Any]) -> None:
     """`mla_gluon` for fewer than 16 heads: [B, H, *] for one token, [B, n, H, *] for a draft."""
     q_nope, q_pe, o = a["q_nope"], a["q_pe"], a["o"]
-    assert arch.name == "gfx950", "mla_gluon requires gfx950"
-    check(release, q_nope.dtype == torch.bfloat16 == a["kv_c"].dtype, "bf16 query and cache")
+    assert at.arch.name == "gfx950", "mla_gluon requires gfx950"
+    check(at, q_nope.dtype == torch.bfloat16 == a["kv_c"].dtype, "bf16 query and cache")
     q = torch.cat((q_nope, q_pe), dim=-1).double()
     if q.dim() == 3:
         q, o = q.unsqueeze(1), o.unsqueeze(1)

@@ -1,12 +1,15 @@
-"""How AITER fails. Both are BaseException: no `except Exception` gets past them, as none gets past
-a process that is gone or a cache that is wrong."""
+"""How AITER fails.
+
+The faults are BaseException: no `except Exception` may swallow them, as none can undo a process
+that ended or a cache that is wrong.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
-    from tests.aiter_double.versions import Release
+    from tests.aiter_double.versions import Place
 
 
 class Fault(BaseException):
@@ -21,17 +24,17 @@ class SilentlyWrong(Fault):
     """Nothing is checked; memory is misread, or results are wrong, or writes are lost."""
 
 
-def reject(release: Release, why: str) -> NoReturn:
+def reject(at: Place, why: str) -> NoReturn:
     """A failed check: before v0.1.14 a RuntimeError, from then on the end of the process."""
-    if release.aborts:
+    if at.has("aborts"):
         raise Aborted(why)
     raise RuntimeError(why)
 
 
-def check(release: Release, ok: bool, why: str) -> None:
+def check(at: Place, ok: bool, why: str) -> None:
     """A check that AITER makes."""
     if not ok:
-        reject(release, why)
+        reject(at, why)
 
 
 def assume(ok: bool, why: str) -> None:

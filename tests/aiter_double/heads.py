@@ -6,6 +6,7 @@ query lengths for 64 and 128 heads in fp8: those that vLLM asks for are taken.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,10 +14,10 @@ import torch
 from tests.aiter_double.faults import check
 
 if TYPE_CHECKING:
-    from tests.aiter_double.versions import Architecture, Release
+    from tests.aiter_double.versions import Place
 
 # (architecture, types) -> {heads: query lengths} of the kernels that follow a plan; bf16 on gfx950
-# has two kernels for any number of heads, see `check_persistent`.
+# has two kernels for any number of heads, see `Shape.check_persistent`.
 PERSISTENT = {
     ("gfx942", "bf16"): {8: (2,), 16: (1, 2, 3, 4)},
     ("gfx942", "mixed"): {16: (1, 2, 3, 4)},
@@ -48,67 +49,75 @@ def kinds(q: torch.dtype, kv: torch.dtype) -> str:
     return "fp8" if q == kv else "mixed"
 
 
-def native(arch: Architecture, release: Release, heads: int, qlen: int, kind: str) -> bool:
-    """Whether the planner and the decode run so many heads as they are."""
-    if heads == 16 or (arch.name, kind) == ("gfx950", "bf16"):
-        return True
-    if arch.name == "gfx950":
-        return kind == "fp8" and heads in (32, 64, 128)
-    return kind == "fp8" and (heads == 128 or (heads == 64 and qlen == 1 and release.native_64))
+@dataclass(frozen=True)
+class Shape:
+    """A decode of `heads` query heads and `qlen` query tokens, in types as `kinds` names them."""
 
+    at: Place
+    heads: int
+    qlen: int
+    kind: str
 
-def folded(arch: Architecture, release: Release, heads: int, qlen: int, kind: str) -> int:
-    """The heads the kernel runs at: other multiples of 16 become 16 heads of more batches."""
-    return heads if native(arch, release, heads, qlen, kind) or heads % 16 else 16
+    @property
+    def _key(self) -> tuple[str, str]:
+        return self.at.arch.name, self.kind
 
+    @property
+    def native(self) -> bool:
+        """Whether the planner and the decode run so many heads as they are."""
+        if self.heads == 16 or self._key == ("gfx950", "bf16"):
+            return True
+        one_token = (64,) if self.qlen == 1 and self.at.has("native_64") else ()
+        of_fp8 = (32, 64, 128) if self.at.arch.name == "gfx950" else (128, *one_token)
+        return self.kind == "fp8" and self.heads in of_fp8
 
-def check_supported(arch: Architecture, release: Release, heads: int, qlen: int, kind: str) -> None:
-    """The head counts that the Python side of the decode lets through."""
-    ok = native(arch, release, heads, qlen, kind) or heads == 8 or heads in range(16, 129, 16)
-    assert ok, f"nhead={heads} not supported"
+    @property
+    def folded(self) -> int:
+        """The heads the kernel runs at: other multiples of 16 become 16 heads of more batches."""
+        return self.heads if self.native or self.heads % 16 else 16
 
+    def check_supported(self) -> None:
+        """Fail for a head count that the Python side of the decode refuses."""
+        ok = self.native or self.heads == 8 or self.heads in range(16, 129, 16)
+        assert ok, f"nhead={self.heads} not supported"
 
-def check_planned(arch: Architecture, release: Release, heads: int, qlen: int, kind: str) -> None:
-    """The planner folds what is not native, and then knows few shapes."""
-    run = folded(arch, release, heads, qlen, kind)
-    eight = (arch.name, kind, qlen) in (("gfx942", "bf16", 2), ("gfx950", "fp8", 4))
-    ok = native(arch, release, run, qlen, kind) or (run == 8 and eight)
-    check(release, ok, f"the planner knows no {kind} of {heads} heads, {qlen} query tokens")
+    def check_planned(self) -> None:
+        """Fail for a shape that the planner does not know once heads are folded."""
+        run = replace(self, heads=self.folded)
+        eight = (*self._key, self.qlen) in (("gfx942", "bf16", 2), ("gfx950", "fp8", 4))
+        ok = run.native or (run.heads == 8 and eight)
+        what = f"{self.kind} of {self.heads} heads, {self.qlen} query tokens"
+        check(self.at, ok, f"the planner knows no {what}")
 
+    def check_persistent(self, lse: bool, causal: bool) -> None:
+        """Fail where the manifest has no persistent kernel."""
+        run, qlen = self.folded, self.qlen
+        if self._key == ("gfx950", "bf16"):
+            # A kernel of 32 x 4 rows, and one of 64 that can do more.
+            wide = run * qlen >= 128 or run > 64
+            exists = wide or run * qlen >= 64 or run >= 16
+            writes_lse = sees_all = not wide
+        else:
+            exists, writes_lse, sees_all = (
+                qlen in table.get(self._key, {}).get(run, ())
+                for table in (PERSISTENT, LSE, NON_CAUSAL)
+            )
+        what = f"persistent {self.kind} kernel for {self.heads} heads, {qlen} query tokens"
+        check(self.at, exists, f"no {what}")
+        writes_lse = writes_lse and self.at.has("lse_kernels")
+        check(self.at, not lse or writes_lse, f"no LSE from the {what}")
+        check(self.at, causal or qlen == 1 or sees_all, f"no non-causal {what}")
 
-def check_persistent(
-    arch: Architecture, release: Release, heads: int, qlen: int, kind: str, lse: bool, causal: bool
-) -> None:
-    """Fail where the manifest has no persistent kernel."""
-    run, key = folded(arch, release, heads, qlen, kind), (arch.name, kind)
-    if key == ("gfx950", "bf16"):
-        # A kernel of 32 x 4 rows, and one of 64 that can do more.
-        wide = run * qlen >= 128 or run > 64
-        exists = wide or run * qlen >= 64 or run >= 16
-        writes_lse = sees_all = not wide
-    else:
-        exists, writes_lse, sees_all = (
-            qlen in table.get(key, {}).get(run, ()) for table in (PERSISTENT, LSE, NON_CAUSAL)
-        )
-    what = f"persistent {kind} kernel for {heads} heads, {qlen} query tokens"
-    check(release, exists, f"no {what}")
-    check(release, not lse or (writes_lse and release.lse_kernels), f"no LSE from the {what}")
-    check(release, causal or qlen == 1 or sees_all, f"no non-causal {what}")
+    def check_plain(self, splits: int | None) -> None:
+        """Fail where no kernel does without a plan, or its number of splits is unknown."""
+        rows = self.heads * self.qlen
+        if self.kind == "fp8" and splits is None and rows not in SPLITS:
+            raise KeyError(f"no splits are known for {rows} rows")
+        ok = self.qlen in PLAIN.get(self._key, {}).get(self.heads, ())
+        what = f"{self.kind} kernel for {self.heads} heads, {self.qlen} tokens"
+        check(self.at, ok, f"no plain {what}")
 
-
-def check_plain(
-    arch: Architecture, release: Release, heads: int, qlen: int, kind: str, splits: int | None
-) -> None:
-    """Fail where there is no kernel without a plan, or nothing that says its splits."""
-    if kind == "fp8" and splits is None and heads * qlen not in SPLITS:
-        raise KeyError(f"no splits are known for {heads * qlen} rows")
-    ok = qlen in PLAIN.get((arch.name, kind), {}).get(heads, ())
-    check(release, ok, f"no plain {kind} kernel for {heads} heads, {qlen} tokens")
-
-
-def skips_plan(
-    arch: Architecture, release: Release, batch: int, heads: int, qlen: int, kind: str
-) -> bool:
-    """Whether the decode silently ignores a plan."""
-    small = (arch.name, kind, heads, qlen) == ("gfx950", "bf16", 16, 1)
-    return release.planner_wrapper and small and batch >= 32
+    def skips_plan(self, batch: int) -> bool:
+        """Whether the decode silently ignores a plan."""
+        small = (*self._key, self.heads, self.qlen) == ("gfx950", "bf16", 16, 1)
+        return self.at.has("planner_wrapper") and small and batch >= 32

@@ -15,7 +15,7 @@ from tests.aiter_double import heads
 from tests.aiter_double.faults import assume, check
 
 if TYPE_CHECKING:
-    from tests.aiter_double.versions import Architecture, Release
+    from tests.aiter_double.versions import Place
 
 BUFFERS = (
     "work_metadata_ptrs",
@@ -29,13 +29,13 @@ WORK_COLUMNS = 8
 MAX_PIECES = 4
 
 
-def info(arch: Architecture, release: Release, a: dict[str, Any]) -> list[tuple[Any, torch.dtype]]:
+def info(at: Place, a: dict[str, Any]) -> list[tuple[Any, torch.dtype]]:
     """(shape, dtype) of the six buffers, in the order of `BUFFERS`."""
-    many = release.heads_multiple
+    many = at.heads_multiple
     assert a["num_head_qo"] % many == 0, f"num_head_qo must be a multiple of {many}"
-    units, batch, qlen = arch.compute_units, a["batch_size"], a["max_seqlen_qo"]
+    units, batch, qlen = at.arch.compute_units, a["batch_size"], a["max_seqlen_qo"]
     kind = heads.kinds(a["q_dtype"], a["kv_dtype"])
-    run = heads.folded(arch, release, a["num_head_qo"], qlen, kind)
+    run = heads.Shape(at, a["num_head_qo"], qlen, kind).folded
     batch *= (a["num_head_qo"] // run) * (qlen if a["is_sparse"] else 1)
     tiles = 1 if run * qlen <= 128 else -(-run * qlen // 16)
     rows = (batch + units - 1) * tiles
@@ -52,14 +52,14 @@ def info(arch: Architecture, release: Release, a: dict[str, Any]) -> list[tuple[
     ]
 
 
-def plan(arch: Architecture, release: Release, a: dict[str, Any]) -> None:
+def plan(at: Place, a: dict[str, Any]) -> None:
     """Write the plan of a batch into the six buffers."""
-    qo, kv = _indptr(release, a, "seqlens_qo_indptr"), _indptr(release, a, "seqlens_kv_indptr")
+    qo, kv = _indptr(at, a, "seqlens_qo_indptr"), _indptr(at, a, "seqlens_kv_indptr")
     last = a["kv_last_page_lens"]
-    check(release, last.dtype == torch.int32 and last.is_contiguous(), "page lengths are int32")
+    check(at, last.dtype == torch.int32 and last.is_contiguous(), "page lengths are int32")
     for name in ("kv_granularity", "page_size"):
         size = a[name]
-        check(release, size > 0 and size & (size - 1) == 0, f"{name} is a power of two")
+        check(at, size > 0 and size & (size - 1) == 0, f"{name} is a power of two")
     batch = len(qo) - 1
     assume(len(kv) == batch + 1, "the two indptr tensors describe the same batch")
     assume(last.shape[0] >= batch, "a page length for each sequence")
@@ -68,50 +68,40 @@ def plan(arch: Architecture, release: Release, a: dict[str, Any]) -> None:
     assume(max(lengths) <= a["max_seqlen_qo"], "a query is longer than max_seqlen_qo")
     uniform = a["uni_seqlen_qo"]
     assume(uniform < 0 or lengths == {uniform}, "uni_seqlen_qo says that all queries are so long")
-    types = _types(arch, release, a)
+    types = _types(at, a)
     count = a["num_heads_per_head_k"] * a["num_heads_k"]
-    qlen, kind = a["max_seqlen_qo"], heads.kinds(*types)
-    heads.check_planned(arch, release, count, qlen, kind)
-    fold = count // heads.folded(arch, release, count, qlen, kind)
-    _check_sizes(arch, release, a, batch, types)
-    _write(arch, a, qo, kv, fold)
-    a["work_metadata_ptrs"].copy_(
-        torch.tensor([a["work_indptr"].data_ptr(), a["work_info_set"].data_ptr()]).view(
-            torch.uint64
-        )
-    )
+    shape = heads.Shape(at, count, a["max_seqlen_qo"], heads.kinds(*types))
+    shape.check_planned()
+    _check_sizes(at, a, batch, types)
+    _write(at.arch.compute_units, a, qo, kv, count // shape.folded)
+    pointers = [a["work_indptr"].data_ptr(), a["work_info_set"].data_ptr()]
+    a["work_metadata_ptrs"].copy_(torch.tensor(pointers).view(torch.uint64))
 
 
-def _indptr(release: Release, a: dict[str, Any], name: str) -> list[int]:
+def _indptr(at: Place, a: dict[str, Any], name: str) -> list[int]:
     tensor = a[name]
     ok = tensor.dtype == torch.int32 and tensor.is_contiguous()
-    check(release, ok, f"{name} is a dense int32 tensor")
+    check(at, ok, f"{name} is a dense int32 tensor")
     values = tensor.tolist()
     assume(values[0] == 0 and values == sorted(values), f"{name} starts at 0 and never falls")
     return values
 
 
-def _types(
-    arch: Architecture, release: Release, a: dict[str, Any]
-) -> tuple[torch.dtype, torch.dtype]:
-    pair = (
-        a["dtype_q"] or a.get("dtype_q_nope") or torch.bfloat16,
-        a["dtype_kv"] or a.get("dtype_kv_nope") or torch.bfloat16,
+def _types(at: Place, a: dict[str, Any]) -> tuple[torch.dtype, torch.dtype]:
+    """Of the query and the cache."""
+    query, cache = (
+        a[f"dtype_{of}"] or a.get(f"dtype_{of}_nope") or torch.bfloat16 for of in ("q", "kv")
     )
-    check(release, pair[0] in (torch.bfloat16, arch.fp8), f"unsupported query type {pair[0]}")
-    return pair
+    check(at, query in (torch.bfloat16, at.arch.fp8), f"unsupported query type {query}")
+    return query, cache
 
 
 def _check_sizes(
-    arch: Architecture,
-    release: Release,
-    a: dict[str, Any],
-    batch: int,
-    types: tuple[torch.dtype, torch.dtype],
+    at: Place, a: dict[str, Any], batch: int, types: tuple[torch.dtype, torch.dtype]
 ) -> None:
     """The grid is read from the sizes: work_indptr is exact, the others hold the batch."""
     capped = a["max_split_per_batch"] > 0
-    assume(release.split_budget or not capped, "buffers cannot be sized for max_split_per_batch")
+    assume(at.has("split_budget") or not capped, "buffers cannot be sized for max_split_per_batch")
     asked = {
         "batch_size": batch,
         "max_seqlen_qo": a["max_seqlen_qo"],
@@ -121,7 +111,7 @@ def _check_sizes(
         "is_sparse": False,
         "max_split_per_batch": a["max_split_per_batch"],
     }
-    for name, (shape, dtype) in zip(BUFFERS, info(arch, release, asked), strict=True):
+    for name, (shape, dtype) in zip(BUFFERS, info(at, asked), strict=True):
         given = a[name]
         least = shape[0] if isinstance(shape, tuple) else shape
         assume(given.dtype == dtype, f"{name} is reinterpreted as {dtype}")
@@ -131,8 +121,8 @@ def _check_sizes(
         assume(not exact or given.shape[0] == least, f"the grid is read from the size of {name}")
 
 
-def _write(arch: Architecture, a: dict[str, Any], qo: list[int], kv: list[int], fold: int) -> None:
-    granule, units, batch = a["kv_granularity"], arch.compute_units, (len(qo) - 1) * fold
+def _write(units: int, a: dict[str, Any], qo: list[int], kv: list[int], fold: int) -> None:
+    granule, batch = a["kv_granularity"], (len(qo) - 1) * fold
     budget = max(1, min(MAX_PIECES, (units - 1) // max(batch, 1)))
     works, final, partial, cuts = [], [], [], [0]
     for b in range(batch):
@@ -155,8 +145,8 @@ def _write(arch: Architecture, a: dict[str, Any], qo: list[int], kv: list[int], 
     share = -(-len(works) // units)
     starts = [min(c * share, len(works)) for c in range(units + 1)]
     a["work_indptr"].copy_(torch.tensor(starts))
-    a["work_info_set"][: len(works)] = torch.tensor(works, dtype=torch.int32)
     a["reduce_indptr"].fill_(cuts[-1])
-    a["reduce_indptr"][: len(cuts)] = torch.tensor(cuts, dtype=torch.int32)
-    a["reduce_final_map"][: len(final)] = torch.tensor(final, dtype=torch.int32)
-    a["reduce_partial_map"][: len(partial)] = torch.tensor(partial, dtype=torch.int32)
+    filled = {"work_info_set": works, "reduce_indptr": cuts}
+    filled |= {"reduce_final_map": final, "reduce_partial_map": partial}
+    for name, rows in filled.items():
+        a[name][: len(rows)] = torch.tensor(rows, dtype=torch.int32)

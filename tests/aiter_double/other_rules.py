@@ -1,6 +1,6 @@
-"""The rules of what vLLM, or AITER itself, calls besides; test_rules.py runs them.
+"""The rules of the ops that vLLM or AITER itself calls; test_rules.py runs them.
 
-`direct` changes a good call. The library calls the products alone, with weights of vLLM's.
+`direct` changes a good call. Of these ops the library calls only the products, with vLLM's weights.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 from tests.aiter_double.calls import H, L, P
 from tests.aiter_double.rule import ABORTS, ASSERTS, SILENT, Rule
 
-REDUCE_RULES = [
+REDUCE = [
     Rule("reduce-heads", "the head count and the width have a kernel", ABORTS,
          words="no reduction of 12 heads of 512",
          direct=lambda a: {"final_output": torch.zeros((2, 12, L), dtype=torch.bfloat16)}),
@@ -32,7 +32,7 @@ REDUCE_RULES = [
          direct=lambda a: {"reduce_final_map": a["reduce_final_map"] + 2}),
 ]  # fmt: skip
 
-GLUON_RULES = [
+GLUON = [
     Rule("gluon-arch", "few heads have a Gluon kernel on gfx950", ASSERTS,
          words="mla_gluon requires gfx950", on="gfx942", direct=lambda a: {}),
     Rule("gluon-type", "its query and cache are bf16", ABORTS, words="bf16 query and cache",
@@ -42,7 +42,7 @@ GLUON_RULES = [
          direct=lambda a: {"page_table": a["page_table"] - 40}),
 ]  # fmt: skip
 
-FP4_RULES = [
+FP4 = [
     Rule("fp4-arch", "fp4 needs gfx950", ASSERTS, words="fp4 needs gfx950", on="gfx942",
          direct=lambda a: {}),
     Rule("fp4-bytes", "fp4 weights are bytes", SILENT, words="weights are packed bytes",
@@ -56,7 +56,7 @@ FP4_RULES = [
          direct=lambda a: {"prequant": False}),
 ]  # fmt: skip
 
-FP8_RULES = [
+FP8 = [
     Rule("fp8-weights", "fp8 weights are of the architecture's type", SILENT,
          words="weights are read as torch.float8",
          direct=lambda a: {"WQ": a["WQ"].view(torch.uint8)}),
@@ -68,7 +68,7 @@ FP8_RULES = [
          words="K is made of whole groups", direct=lambda a: {"group_size": 96}),
 ]  # fmt: skip
 
-QUANTIZE_RULES = [
+QUANTIZE = [
     Rule("quantize", "the quantized values are a matrix", SILENT, words="the values are a matrix",
          direct=lambda a: {"x": a["x"][None]}),
 ]  # fmt: skip

@@ -10,26 +10,17 @@ from tests.aiter_double import numbers
 from tests.aiter_double.faults import assume
 
 if TYPE_CHECKING:
-    from tests.aiter_double.versions import Architecture, Release
-
-FP4 = (
-    "x, w, w_scales, dtype=None, y=None, config=None, transpose_bm=False, prequant=True, "
-    "y_scale=None"
-)
-FP8 = (
-    "X, WQ, w_scale, group_size=128, bias=None, dtype=None, splitK=None, YQ=None, "
-    "transpose_bm=False, config=None"
-)
+    from tests.aiter_double.versions import Place
 
 
-def fp4(arch: Architecture, release: Release, a: dict[str, Any]) -> torch.Tensor:
+def fp4(at: Place, a: dict[str, Any]) -> torch.Tensor:
     """x [B, M, K] times mxfp4 weights [B, N, K / 2] with scales [B, N, K / 32].
 
-    What y_scale does is not documented; here the result is divided by it, so that a caller who
-    passes it and one who does not are told apart.
+    What y_scale does is not documented. Here it divides the result, so that a test sees whether it
+    was passed.
     """
     x, w, scales = a["x"], a["w"], a["w_scales"]
-    assert arch.name == "gfx950", "fp4 needs gfx950"
+    assert at.arch.name == "gfx950", "fp4 needs gfx950"
     assume(w.dtype == torch.uint8 == scales.dtype, "weights are packed bytes, scales e8m0 bytes")
     batch, _, inner = x.shape
     assume(w.shape[0] == batch and w.shape[2] * 2 == inner, "w is [B, N, K / 2]")
@@ -42,22 +33,20 @@ def fp4(arch: Architecture, release: Release, a: dict[str, Any]) -> torch.Tensor
     return _returned(out, a["dtype"], a["y"], a["transpose_bm"])
 
 
-def quantize(
-    arch: Architecture, release: Release, a: dict[str, Any]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(at: Place, a: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """`dynamic_mxfp4_quant` of x [M, K]: packed values [M, K / 2] and scales [M, K / 32]."""
     assume(a["x"].dim() == 2, "the values are a matrix")
     return numbers.to_mxfp4(a["x"])
 
 
-def fp8(arch: Architecture, release: Release, a: dict[str, Any]) -> torch.Tensor:
+def fp8(at: Place, a: dict[str, Any]) -> torch.Tensor:
     """X [B, M, K], quantized for each token and group, times fp8 weights [B, N, K], one scale."""
     x, w, scale = a["X"], a["WQ"], a["w_scale"]
-    assume(w.dtype == arch.fp8, f"weights are read as {arch.fp8}")
+    assume(w.dtype == at.arch.fp8, f"weights are read as {at.arch.fp8}")
     assume(scale.numel() == 1 and scale.dtype == torch.float32, "one fp32 scale for all weights")
     assume(x.shape[0] == w.shape[0] and x.shape[2] == w.shape[2], "WQ is [B, N, K]")
     assume(x.shape[2] % a["group_size"] == 0, "K is made of whole groups")
-    wide = numbers.grouped_fp8(x, arch.fp8, a["group_size"])
+    wide = numbers.grouped_fp8(x, at.arch.fp8, a["group_size"])
     out = torch.bmm(wide, w.float().transpose(1, 2)) * scale
     return _returned(out, a["dtype"], a["YQ"], a["transpose_bm"])
 

@@ -10,7 +10,7 @@ from tests.aiter_double import numbers
 from tests.aiter_double.faults import assume, check, reject
 
 if TYPE_CHECKING:
-    from tests.aiter_double.versions import Architecture, Release
+    from tests.aiter_double.versions import Place
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
 WIDE = (torch.float32, torch.float16, torch.bfloat16)
@@ -25,33 +25,33 @@ def kernel(tokens: int, heads: int, latent: int, rope: int, block: int, nope_fir
     return "general"
 
 
-def run(arch: Architecture, release: Release, a: dict[str, Any]) -> None:
+def run(at: Place, a: dict[str, Any]) -> None:
     """The op with its arguments by name; writes kv_cache and q_out."""
-    check(release, a["k_pe"].dim() == a["kv_c"].dim(), "kv_c and k_pe have equal ranks")
+    check(at, a["k_pe"].dim() == a["kv_c"].dim(), "kv_c and k_pe have equal ranks")
     for name in ("k_pe", "kv_c"):
-        check(release, a[name].stride(-1) == 1, f"{name} has a dense last dimension")
+        check(at, a[name].stride(-1) == 1, f"{name} has a dense last dimension")
         if a[name].dim() == 3:
             if a[name].shape[1] > 1:
                 raise NotImplementedError(
                     "several key heads: the prefill kernels are no part of it"
                 )
             dense = a[name].stride(1) == a[name].shape[2]
-            check(release, dense, f"3-D {name} is [T, 1, n] with stride(1) == n")
+            check(at, dense, f"3-D {name} is [T, 1, n] with stride(1) == n")
             a[name] = a[name].squeeze(1)
-    picked = _validate(arch, release, a)
-    _compute(arch, release, a, picked)
+    picked = _validate(at, a)
+    _compute(at, a, picked)
 
 
-def _validate(arch: Architecture, release: Release, a: dict[str, Any]) -> str:
+def _validate(at: Place, a: dict[str, Any]) -> str:
     q_nope, q_pe, kv_c, k_pe = a["q_nope"], a["q_pe"], a["kv_c"], a["k_pe"]
     cache, q_out, slots = a["kv_cache"], a["q_out"], a["slot_mapping"]
     tokens, heads, latent, rope = (slots.shape[0], *q_nope.shape[1:], k_pe.shape[-1])
 
-    check(release, q_pe.dim() == q_nope.dim() == 3, "q_nope and q_pe have equal ranks")
-    check(release, q_pe.shape[1] == heads, "q_nope and q_pe have equal heads")
-    check(release, kv_c.shape[-1] == latent, "q_nope is absorbed: as wide as kv_c")
-    check(release, q_out.shape[2] == latent + rope, "q_out is exactly latent + rope wide")
-    _check_types(arch, release, a)
+    check(at, q_pe.dim() == q_nope.dim() == 3, "q_nope and q_pe have equal ranks")
+    check(at, q_pe.shape[1] == heads, "q_nope and q_pe have equal heads")
+    check(at, kv_c.shape[-1] == latent, "q_nope is absorbed: as wide as kv_c")
+    check(at, q_out.shape[2] == latent + rope, "q_out is exactly latent + rope wide")
+    _check_types(at, a)
 
     assume(cache.shape[-1] == latent + rope, "the width of a cache entry is not checked")
     assume(cache.stride(-1) == 1, "the values of a cache entry must be dense")
@@ -72,7 +72,7 @@ def _validate(arch: Architecture, release: Release, a: dict[str, Any]) -> str:
         assume(a[name].shape[-1] * 2 == rope, f"{name} must be half as wide as k_pe")
     for name in ("k_scale", "q_scale"):
         ok = isinstance(a[name], torch.Tensor)
-        check(release, ok, f"{name} must be a tensor, not a number of the host")
+        check(at, ok, f"{name} must be a tensor, not a number of the host")
         assume(a[name].device == kv_c.device, f"{name} is dereferenced on the device")
         assume(a[name].dtype == torch.float32, f"{name} is reinterpreted as fp32")
         assume(a[name].numel() >= 1, f"{name} has no element")
@@ -83,8 +83,8 @@ def _validate(arch: Architecture, release: Release, a: dict[str, Any]) -> str:
 
     picked = kernel(tokens, heads, latent, rope, cache.shape[1], a["is_nope_first"])
     if a.get("compute_all_q_rope"):
-        check(release, picked != "general", "compute_all_q_rope needs the per_head or opt kernel")
-    if picked != "per_head" and not release.strided_q_nope:
+        check(at, picked != "general", "compute_all_q_rope needs the per_head or opt kernel")
+    if picked != "per_head" and not at.has("strided_q_nope"):
         assume(q_nope.stride(1) == latent, f"{picked} ignores the head stride of q_nope")
     if picked == "per_head":
         lanes = latent // (4 if latent <= 128 or kv_c.dtype == torch.float32 else 8)
@@ -102,43 +102,43 @@ def _aligned(x: torch.Tensor) -> bool:
     return x.data_ptr() % 4 == 0 and all(step * x.element_size() % 4 == 0 for step in steps)
 
 
-def _check_types(arch: Architecture, release: Release, a: dict[str, Any]) -> None:
+def _check_types(at: Place, a: dict[str, Any]) -> None:
     act, cache, q_out = a["kv_c"].dtype, a["kv_cache"].dtype, a["q_out"].dtype
-    check(release, act in WIDE, "kv_c is fp32, fp16 or bf16")
+    check(at, act in WIDE, "kv_c is fp32, fp16 or bf16")
     for dtype in (cache, q_out):
-        if dtype in FP8 and dtype != arch.fp8:
-            if release.strict_fp8:
+        if dtype in FP8 and dtype != at.arch.fp8:
+            if at.has("strict_fp8"):
                 raise AssertionError(f"Unsupported dtype: {dtype}")
-            assume(False, f"{dtype} is accepted and written as {arch.fp8}")
+            assume(False, f"{dtype} is accepted and written as {at.arch.fp8}")
     if cache in WIDE:
-        check(release, q_out not in FP8, "an fp8 query needs an fp8 cache")
+        check(at, q_out not in FP8, "an fp8 query needs an fp8 cache")
         assume(cache == act, "the kernel follows kv_c: a cache of another type is corrupted")
     elif cache not in FP8:
-        reject(release, f"kv cache data type is not supported: {cache}")
-    assume(q_out in (act, arch.fp8), "q_out is written as the activation or as fp8")
+        reject(at, f"kv cache data type is not supported: {cache}")
+    assume(q_out in (act, at.arch.fp8), "q_out is written as the activation or as fp8")
 
 
-def _compute(arch: Architecture, release: Release, a: dict[str, Any], picked: str) -> None:
+def _compute(at: Place, a: dict[str, Any], picked: str) -> None:
     q_nope, q_pe, kv_c, k_pe = a["q_nope"], a["q_pe"], a["kv_c"], a["k_pe"]
     cache, q_out, cos = a["kv_cache"], a["q_out"], a["cos_cache"]
     q_inv, k_inv = 1.0 / a["q_scale"].flatten()[0], 1.0 / a["k_scale"].flatten()[0]
-    clamps = release.compute_all and picked != "general"
+    clamps = at.has("compute_all") and picked != "general"
     block = cache.shape[1]
     for token, slot in enumerate(a["slot_mapping"].tolist()):
         if slot < 0 and not a.get("compute_all_q_rope"):
             continue  # the whole token returns: its row of q_out keeps what it held
-        at = int(a["positions"][token])
+        row = int(a["positions"][token])
         if clamps:
-            at = min(max(at, 0), cos.shape[0] - 1)
-        assume(0 <= at < cos.shape[0], "a position outside the table reads other memory")
-        c, s = cos[at], a["sin_cache"][at]
+            row = min(max(row, 0), cos.shape[0] - 1)
+        assume(0 <= row < cos.shape[0], "a position outside the table reads other memory")
+        c, s = cos[row], a["sin_cache"][row]
         query = numbers.rotated(q_pe[token], c, s, a["is_neox"])
         _store(q_out[token], q_nope[token], query, q_inv, a["is_nope_first"], False)
         if slot >= 0:
             assume(slot < cache.shape[0] * block, "a slot outside the cache writes other memory")
             key = numbers.rotated(k_pe[token], c, s, a["is_neox"])
             entry = cache[slot // block, slot % block]
-            cut = arch.truncates_key and picked == "opt"
+            cut = at.arch.truncates_key and picked == "opt"
             _store(entry, kv_c[token], key, k_inv, a["is_nope_first"], cut)
 
 

@@ -9,7 +9,7 @@ import torch
 from tests.aiter_double.faults import assume, check
 
 if TYPE_CHECKING:
-    from tests.aiter_double.versions import Architecture, Release
+    from tests.aiter_double.versions import Place
 
 # width of the values -> head counts with a kernel
 SHAPES = {
@@ -27,7 +27,7 @@ def merge(pieces: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor
     return (outs * (sums - total).exp().unsqueeze(-1)).sum(0), total
 
 
-def run(arch: Architecture, release: Release, a: dict[str, Any]) -> None:
+def run(at: Place, a: dict[str, Any]) -> None:
     """Merge the pieces of every split tile into final_output [T, H, Dv].
 
     partial_output is [rows, 1, H, Dv], partial_lse [rows, 1, H, 1]. A row that sees no key in any
@@ -35,8 +35,8 @@ def run(arch: Architecture, release: Release, a: dict[str, Any]) -> None:
     """
     out, sums = a["final_output"], a["final_lse"]
     heads, width = out.shape[1:]
-    check(release, heads in SHAPES.get(width, ()), f"no reduction of {heads} heads of {width}")
-    check(release, out.dtype in (torch.bfloat16, torch.float16), "the result is bf16 or fp16")
+    check(at, heads in SHAPES.get(width, ()), f"no reduction of {heads} heads of {width}")
+    check(at, out.dtype in (torch.bfloat16, torch.float16), "the result is bf16 or fp16")
     assume(out.is_contiguous(), "final_output is packed")
     for name in ("partial_output", "partial_lse", "final_lse"):
         assume(a[name] is None or a[name].dtype == torch.float32, f"{name} is read as fp32")

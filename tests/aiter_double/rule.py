@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -9,9 +10,9 @@ from tests.aiter_double.faults import Aborted, SilentlyWrong
 from tests.aiter_double.versions import number
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
-    from tests.aiter_double.versions import Release
+    from tests.aiter_double.versions import Place
 
 ABORTS, SILENT = "aborts", "silently wrong"
 TYPE, ASSERTS, KEY = "refuses the type", "fails an assertion", "raises KeyError"
@@ -29,8 +30,8 @@ class Rule:
             Python side).
         direct: what to change in a good direct call; gets its arguments.
         words: part of what the double then says.
-        hostile: how to make the library break the rule; None where it cannot tell, because it would
-            need values of the device: then the rule is the caller's.
+        hostile: how to make the library break the rule; None where only values on the device show
+            it: then the rule is the caller's.
         refused: part of the ValueError with which the library refuses before the call; empty if it
             calls AITER so that the result is right.
         before: the first release in which the rule no longer holds, if there is one.
@@ -64,15 +65,24 @@ class Rule:
         on = f", on {self.on}" if self.on else ""
         return self.fault + on + since + until
 
-    def holds(self, arch: str, release: str) -> bool:
+    def holds(self, at: Place) -> bool:
         """Whether an architecture and a release have the rule."""
         since, before = number(self.since), number(self.before)
-        return self.on in ("", arch) and since <= number(release) < before
+        return self.on in ("", at.arch.name) and since <= number(at.release) < before
 
-    def expected(self, release: Release) -> type[BaseException]:
+    def expected(self, at: Place) -> type[BaseException]:
         """What the double raises where the rule is broken."""
         if self.fault == ABORTS:
-            return Aborted if release.aborts else RuntimeError
-        if self.fault == SILENT or (self.fault == TYPE and not release.strict_fp8):
+            return Aborted if at.has("aborts") else RuntimeError
+        if self.fault == SILENT or (self.fault == TYPE and not at.has("strict_fp8")):
             return SilentlyWrong
         return KeyError if self.fault == KEY else AssertionError
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Name the rule in an error of the block."""
+        try:
+            yield
+        except BaseException as error:
+            error.add_note(f"rule {self.name}")
+            raise

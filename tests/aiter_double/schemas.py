@@ -6,7 +6,7 @@ import inspect
 
 import torch
 
-# Arguments without a default that are no tensors; the others say their type by their default.
+# Arguments without a default that are no tensors; a default shows its type.
 _TYPES = {
     "is_neox": "bool",
     "is_nope_first": "bool",
@@ -35,9 +35,9 @@ def _argument(index: int, parameter: inspect.Parameter) -> str:
     return f"{kind} {name}={default}"
 
 
-def register(schemas: list[str]) -> torch.library.Library:
-    """`torch.ops.aiter.X` for each, until the library is destroyed; nothing implements them."""
+def register(signatures: dict[str, inspect.Signature]) -> torch.library.Library:
+    """`torch.ops.aiter.NAME` for each, until the library is destroyed; nothing implements them."""
     library = torch.library.Library("aiter", "FRAGMENT")
-    for text in schemas:
-        library.define(text)
+    for name, signature in signatures.items():
+        library.define(schema(name, signature))
     return library

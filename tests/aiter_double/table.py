@@ -11,8 +11,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tests.aiter_double import broken, heads
-from tests.aiter_double.module import FUSED
+from tests.aiter_double import broken, heads, versions
 from tests.aiter_double.rule import AVOIDED, RAISED, TRUSTED
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "aiter.md"
@@ -22,7 +21,7 @@ def rules() -> str:
     """How many rules each call has, and how the library keeps them."""
     kinds = (RAISED, AVOIDED, TRUSTED)
     rows = [f"| call | rules | {' | '.join(kinds)} |", "|---|---|---|---|---|"]
-    for op in (FUSED, *broken.ADAPTER_RULES):
+    for op in (versions.FUSED, *broken.ADAPTER_RULES):
         kept = [rule.library for rule in broken.ALL[op]]
         counts = " | ".join(str(kept.count(kind)) for kind in kinds)
         rows.append(f"| `{op}` | {len(kept)} | {counts} |")
@@ -32,7 +31,7 @@ def rules() -> str:
 def trusted() -> str:
     """The rules that only the caller can keep."""
     rows = []
-    for op in (FUSED, *broken.ADAPTER_RULES):
+    for op in (versions.FUSED, *broken.ADAPTER_RULES):
         if says := [rule.says for rule in broken.ALL[op] if rule.library == TRUSTED]:
             rows.append(f"- `{op}`: {'; '.join(says)}.")
     return "\n".join(rows)
@@ -50,16 +49,15 @@ def listed() -> str:
 
 def kernels() -> str:
     """The kernels of the decode that follow a plan."""
+
+    def shapes(counts: dict[int, tuple[int, ...]]) -> str:
+        return "; ".join(f"{n}: {', '.join(map(str, q))}" for n, q in counts.items()) or "none"
+
     rows = ["| architecture | types | heads: query lengths | with LSE |", "|---|---|---|---|"]
-    for (arch, kind), counts in heads.PERSISTENT.items():
-        tables = (counts, heads.LSE.get((arch, kind), {}))
-        shapes = " | ".join("; ".join(map(_shape, t.items())) or "none" for t in tables)
-        rows.append(f"| {arch} | {kind} | {shapes} |")
+    for key, counts in heads.PERSISTENT.items():
+        cells = (*key, shapes(counts), shapes(heads.LSE.get(key, {})))
+        rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
-
-
-def _shape(shape: tuple[int, tuple[int, ...]]) -> str:
-    return f"{shape[0]}: {', '.join(map(str, shape[1]))}"
 
 
 def filled(page: str) -> str:

@@ -1,9 +1,5 @@
 """The provider with W_UK packed for AITER's Triton products, as vLLM 0.32 packs it on ROCm."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
 import pytest
 import torch
 
@@ -13,13 +9,10 @@ from mla_fusion.kernels.aiter import PackedWeight
 from tests import aiter_double
 from tests.aiter_double import calls, numbers
 from tests.aiter_double.calls import L, P
-from tests.aiter_double.module import FP4_PRODUCT, FP8_PRODUCT, FUSED
-
-if TYPE_CHECKING:
-    from tests.aiter_double import Double
+from tests.aiter_double.versions import FP4_PRODUCT, FP8_PRODUCT, FUSED
 
 
-def packed(kind: str, w_uk_t: torch.Tensor, fp8: torch.dtype) -> tuple[PackedWeight, torch.Tensor]:
+def packed(kind, w_uk_t, fp8):
     """W_UK [H, P, L] packed as vLLM packs it, and what the packed weight says, [H, P, L] fp32."""
     w = w_uk_t.transpose(1, 2)  # [H, L, P]
     if kind == "fp8":
@@ -33,16 +26,14 @@ def packed(kind: str, w_uk_t: torch.Tensor, fp8: torch.dtype) -> tuple[PackedWei
     return PackedWeight(kind, codes, scale), numbers.from_mxfp4(codes, scale).transpose(1, 2)
 
 
-def rounded_query(kind: str, q_nope: torch.Tensor, fp8: torch.dtype) -> torch.Tensor:
+def rounded_query(kind, q_nope, fp8):
     """The query as the product sees it: quantized in groups."""
     if kind == "fp8":
         return numbers.grouped_fp8(q_nope, fp8, 128)
     return numbers.from_mxfp4(*numbers.to_mxfp4(q_nope))
 
 
-def run(
-    double: Double, kind: str, cache: torch.dtype, query: torch.dtype
-) -> tuple[dict[str, Any], torch.Tensor]:
+def run(double, kind, cache, query):
     """Call the provider; its arguments, and the absorbed query [T, H, L] in fp32 it should use."""
     given = calls.provider(cache, query)
     fp8 = double.arch.fp8
@@ -55,7 +46,7 @@ def run(
 
 
 @pytest.mark.parametrize("arch, kind", [("gfx950", "fp4"), ("gfx950", "fp8"), ("gfx942", "fp8")])
-def test_a_bf16_cache_takes_the_product_as_it_is(arch: str, kind: str) -> None:
+def test_a_bf16_cache_takes_the_product_as_it_is(arch, kind):
     with aiter_double.installed(arch) as double:
         given, absorbed = run(double, kind, torch.bfloat16, torch.bfloat16)
         [call] = double.calls(FP4_PRODUCT if kind == "fp4" else FP8_PRODUCT)
@@ -70,9 +61,7 @@ def test_a_bf16_cache_takes_the_product_as_it_is(arch: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("arch, kind", [("gfx950", "fp4"), ("gfx950", "fp8"), ("gfx942", "fp8")])
-def test_an_fp8_cache_hands_the_query_scale_to_the_fp4_product_as_vllm_does(
-    arch: str, kind: str
-) -> None:
+def test_an_fp8_cache_hands_the_query_scale_to_the_fp4_product_as_vllm_does(arch, kind):
     with aiter_double.installed(arch) as double:
         fp8 = double.arch.fp8
         given, absorbed = run(double, kind, fp8, fp8)
@@ -87,7 +76,7 @@ def test_an_fp8_cache_hands_the_query_scale_to_the_fp4_product_as_vllm_does(
     torch.testing.assert_close(a, b, rtol=0.13, atol=0.1)
 
 
-def test_the_packed_forms_of_the_double_are_what_they_say() -> None:
+def test_the_packed_forms_of_the_double_are_what_they_say():
     x = torch.randn(3, 64)
     codes, scale = numbers.to_mxfp4(x)
     assert codes.shape == (3, 32)
@@ -108,7 +97,7 @@ def test_the_packed_forms_of_the_double_are_what_they_say() -> None:
 
 
 @pytest.mark.parametrize("kind", ["fp4", "fp8"])
-def test_a_packed_weight_is_refused_for_other_activations_than_bf16(kind: str) -> None:
+def test_a_packed_weight_is_refused_for_other_activations_than_bf16(kind):
     with aiter_double.installed("gfx950") as double:
         given = calls.provider()
         given["w_uk_t"], _ = packed(kind, given["w_uk_t"], double.arch.fp8)

@@ -1,96 +1,80 @@
 """Every rule of every op: the double enforces it, and enforces nothing that is no rule."""
 
-from __future__ import annotations
-
 import ast
+import itertools
 import re
 import traceback
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests import aiter_double
 from tests.aiter_double import ARCHITECTURES, RELEASES, broken
-from tests.aiter_double.module import FP4_PRODUCT
+from tests.aiter_double.versions import FP4_PRODUCT, GLUON
 
 HERE = Path(__file__).parent
-RULES = [(op, rule) for op, rules in broken.ALL.items() for rule in rules]
-PLACES = [(arch, release) for arch in ARCHITECTURES for release in RELEASES]
-CASES = [(op, rule, *at) for op, rule in RULES for at in PLACES if rule.holds(*at)]
-ENDED = [
-    (op, rule, *at)
-    for op, rule in RULES
-    for at in PLACES
-    if rule.before != "v1" and rule.on in ("", at[0]) and not rule.holds(*at)
-]
 # Modules of the double that refuse calls.
 STRICT = ("decode", "heads", "metadata", "products", "qk_rope", "reduce")
 
 
-def names(value: Any) -> str:
-    return value if isinstance(value, str) else value.name
+def rules_of(at):
+    """(op, rule) of an architecture, also where it does not hold in a release."""
+    return [
+        (op, r) for op, rules in broken.ALL.items() for r in rules if r.on in ("", at.arch.name)
+    ]
 
 
-@pytest.mark.parametrize("op, rule, arch, release", CASES, ids=names)
-def test_the_double_enforces_the_rule(op: str, rule: Any, arch: str, release: str) -> None:
-    with aiter_double.installed(arch, release) as double:
-        call = broken.call(rule, op, double)
-        with pytest.raises(BaseException, match=re.escape(rule.words)) as caught:
-            call()
-        assert type(caught.value) is rule.expected(double.release)
+def test_the_double_enforces_every_rule(double):
+    for op, rule in rules_of(double.at):
+        if rule.holds(double.at):
+            with rule.named(), pytest.raises(BaseException, match=re.escape(rule.words)) as caught:
+                broken.call(op, double, rule)
+            assert type(caught.value) is rule.expected(double.at), rule.name
 
 
-@pytest.mark.parametrize("op, rule, arch, release", ENDED, ids=names)
-def test_a_rule_ends_with_its_release(op: str, rule: Any, arch: str, release: str) -> None:
-    with aiter_double.installed(arch, release) as double:
-        broken.call(rule, op, double)()
+def test_a_rule_ends_with_its_release(double):
+    for op, rule in rules_of(double.at):
+        if rule.before != "v1" and not rule.holds(double.at):
+            with rule.named():
+                broken.call(op, double, rule)
 
 
-@pytest.mark.parametrize("arch, release", PLACES)
-def test_what_the_rules_spoil_is_good(arch: str, release: str) -> None:
-    only = {FP4_PRODUCT: "gfx950", "mla_gluon": "gfx950"}
-    with aiter_double.installed(arch, release) as double:
-        for op in broken.ALL:
-            given, taken = broken.good(op, double), double.signatures[op].parameters
-            if only.get(op, arch) == arch:
-                double.ops[op](**{name: given[name] for name in taken if name in given})
+def test_the_calls_that_rules_spoil_are_good(double):
+    only = {FP4_PRODUCT: "gfx950", GLUON: "gfx950"}
+    for op in broken.ALL:
+        if only.get(op, double.arch.name) == double.arch.name:
+            broken.call(op, double)
 
 
-def sites() -> dict[tuple[str, int], int]:
-    """Where the double refuses calls as AITER does: (module, first line) -> last line."""
-    found = {}
-    for module in STRICT:
-        for node in ast.walk(ast.parse((HERE / f"{module}.py").read_text())):
-            if isinstance(node, ast.Raise):
-                refuses = "NotImplementedError" not in ast.unparse(node)
-            elif isinstance(node, ast.Call):
-                refuses = ast.unparse(node.func) in ("check", "assume", "reject")
-            else:
-                refuses = isinstance(node, ast.Assert)
-            if refuses:
-                found[module, node.lineno] = node.end_lineno or node.lineno
-    return found
+def refusals(module):
+    """(first, last) lines of each place where a module refuses a call as AITER does."""
+    for node in ast.walk(ast.parse((HERE / f"{module}.py").read_text())):
+        if isinstance(node, ast.Raise):
+            refuses = "NotImplementedError" not in ast.unparse(node)
+        elif isinstance(node, ast.Call):
+            refuses = ast.unparse(node.func) in ("check", "assume", "reject")
+        else:
+            refuses = isinstance(node, ast.Assert)
+        if refuses:
+            yield node.lineno, node.end_lineno
 
 
-def refused_at(call: Any) -> tuple[str, int]:
-    """The innermost line of those modules that was running when the call was refused."""
-    with pytest.raises(BaseException) as caught:
-        call()
-    frames = traceback.extract_tb(caught.value.__traceback__)
-    lines = [(Path(frame.filename).stem, frame.lineno or 0) for frame in frames]
-    return [line for line in lines if line[0] in STRICT][-1]
-
-
-def test_every_refusal_of_the_double_is_a_rule() -> None:
-    reached = set()
-    for op, rule, arch, release in CASES:
-        if release in (min(RELEASES), max(RELEASES)):
-            with aiter_double.installed(arch, release) as double:
-                reached.add(refused_at(broken.call(rule, op, double)))
+def test_every_refusal_of_the_double_is_a_rule():
+    reached = {module: set() for module in STRICT}  # lines that were running at a refusal
+    for arch, release in itertools.product(ARCHITECTURES, (RELEASES[0], RELEASES[-1])):
+        with aiter_double.installed(arch, release) as double:
+            for op, rule in rules_of(double.at):
+                if rule.holds(double.at):
+                    with pytest.raises(BaseException) as caught:
+                        broken.call(op, double, rule)
+                    frames = traceback.extract_tb(caught.value.__traceback__)
+                    lines = [(Path(frame.filename).stem, frame.lineno) for frame in frames]
+                    module, line = [at for at in lines if at[0] in STRICT][-1]
+                    reached[module].add(line)
     unreached = [
         f"{module}.py:{first}"
-        for (module, first), last in sites().items()
-        if not any(module == where and first <= line <= last for where, line in reached)
+        for module in STRICT
+        for first, last in refusals(module)
+        if not any(first <= line <= last for line in reached[module])
     ]
     assert not unreached

@@ -1,9 +1,6 @@
-"""Compiled ops hide their arguments and say them to torch; the library reads them there."""
-
-from __future__ import annotations
+"""Compiled ops hide their arguments but register them with torch, where the library reads them."""
 
 import inspect
-from typing import Any
 
 import pytest
 import torch
@@ -11,44 +8,38 @@ import torch
 from mla_fusion.kernels import ProviderUnavailable
 from mla_fusion.kernels import aiter as provider
 from tests import aiter_double
-from tests.aiter_double import ARCHITECTURES, RELEASES
-from tests.aiter_double.module import FUSED
-
-PLANNER, REDUCE = "get_mla_metadata_v1", "mla_reduce_v1"
+from tests.aiter_double.versions import DECODE, FUSED, INFO, PLANNER, REDUCE
 
 
-@pytest.mark.parametrize("release", RELEASES)
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_what_is_compiled_is_read_from_its_schema(arch: str, release: str) -> None:
-    with aiter_double.installed(arch, release) as double:
-        compiled = [FUSED, REDUCE, *[PLANNER] * (not double.release.planner_wrapper)]
-        for name, published in double.signatures.items():
-            module = "aiter.mla" if name == "mla_decode_fwd" else "aiter"
-            function = getattr(double.modules[module], name, None)
-            if function is None:
-                continue  # of the Triton package, all Python
-            shown = tuple(inspect.signature(function).parameters)
-            assert (shown == ("args", "kwargs")) == (name in compiled), name
-            assert hasattr(torch.ops.aiter, name) == (name in compiled), name
-            assert provider.parameters(function, name) == tuple(published.parameters)
-    assert not hasattr(torch.ops.aiter, FUSED), "the schema of one release stays for the next"
+def test_the_arguments_of_compiled_ops_are_read_from_their_schemas(double):
+    compiled = {FUSED, REDUCE} | ({PLANNER} if not double.at.has("planner_wrapper") else set())
+    for name in (FUSED, INFO, PLANNER, DECODE, REDUCE):  # the others are all Python
+        published = tuple(double.signatures[name].parameters)
+        shown = tuple(inspect.signature(double.ops[name]).parameters)
+        assert (shown == ("args", "kwargs")) == (name in compiled), name
+        assert hasattr(torch.ops.aiter, name) == (name in compiled), name
+        assert provider.parameters(double.ops[name], name) == published
 
 
-@pytest.mark.parametrize("release", RELEASES)
-def test_capabilities_are_those_of_the_release(release: str) -> None:
-    with aiter_double.installed("gfx942", release) as double:
-        offers = provider.capabilities()
-        assert offers == {"compute_all_q_rope": double.release.compute_all, PLANNER: True}
+def test_schemas_go_with_their_double():
+    with aiter_double.installed():
+        assert hasattr(torch.ops.aiter, FUSED)
+    assert not hasattr(torch.ops.aiter, FUSED)
 
 
-def test_a_capability_that_cannot_be_seen_counts_as_missing() -> None:
+def test_capabilities_are_those_of_the_release(double):
+    offers = provider.capabilities()
+    assert offers == {"compute_all_q_rope": double.at.has("compute_all"), PLANNER: True}
+
+
+def test_a_capability_that_cannot_be_seen_counts_as_missing():
     with aiter_double.installed(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.ops, "aiter", object())
         assert provider.capabilities()["compute_all_q_rope"] is False
 
 
-def test_a_schema_claims_to_change_every_tensor() -> None:
-    """Why no op of AITER's may stand in a graph."""
+def test_a_schema_claims_to_change_every_tensor():
+    """This is why no op of AITER's may be in a graph."""
     with aiter_double.installed():
         given = {a.name: a for a in torch.ops.aiter.mla_reduce_v1.default._schema.arguments}
         fused = getattr(torch.ops.aiter, FUSED).default._schema.arguments
@@ -60,12 +51,10 @@ def test_a_schema_claims_to_change_every_tensor() -> None:
     assert given["final_lse"].default_value is None
 
 
-def test_arguments_that_nothing_tells() -> None:
-    def wrapper_custom(*args: Any, **kwargs: Any) -> None:
+def test_arguments_that_cannot_be_read():
+    def wrapper_custom(*args, **kwargs):
         pass
 
-    with (
-        aiter_double.installed(),
-        pytest.raises(ProviderUnavailable, match="of AITER's other cannot be read"),
-    ):
+    refused = pytest.raises(ProviderUnavailable, match="of AITER's other cannot be read")
+    with aiter_double.installed(), refused:
         provider.parameters(wrapper_custom, "other")

@@ -1,9 +1,5 @@
 """What of AITER is called, built and compiled before the first request."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
 import pytest
 import torch
 
@@ -13,19 +9,16 @@ from mla_fusion.report import Variant
 from tests import aiter_double
 from tests.aiter_double import Aborted, calls
 from tests.aiter_double.calls import H, L, P, R
-from tests.aiter_double.module import FP4_PRODUCT, FP8_PRODUCT, FUSED
 from tests.aiter_double.test_products import packed
+from tests.aiter_double.versions import FP4_PRODUCT, FP8_PRODUCT, FUSED
 from tests.passes.fake_engine import Engine
 from tests.passes.graphs import HEADS, LATENT, ROPE, Spec
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 BF16 = torch.bfloat16
 PRODUCTS = {"plain": None, "fp4": FP4_PRODUCT, "fp8": FP8_PRODUCT}
 
 
-def arguments(double: Any, kind: str, cache: torch.dtype, query: torch.dtype) -> dict[str, Any]:
+def arguments(double, kind, cache, query):
     given = calls.provider(cache, query)
     kept = ("kv_cache", "cos_sin_cache", "k_scale", "q_scale")
     weight = given["w_uk_t"]
@@ -38,7 +31,7 @@ def arguments(double: Any, kind: str, cache: torch.dtype, query: torch.dtype) ->
 @pytest.mark.parametrize("rotated", [True, False])
 @pytest.mark.parametrize("types", ["bf16", "fp8 cache", "fp8"])
 @pytest.mark.parametrize("kind", PRODUCTS)
-def test_every_op_is_called_as_a_step_calls_it(kind: str, types: str, rotated: bool) -> None:
+def test_every_op_is_called_as_a_step_calls_it(kind, types, rotated):
     lines: list[str] = []
     with aiter_double.installed("gfx950") as double:
         cache = BF16 if types == "bf16" else double.arch.fp8
@@ -59,12 +52,10 @@ def test_every_op_is_called_as_a_step_calls_it(kind: str, types: str, rotated: b
 
 
 @pytest.mark.parametrize("kind, op", [("plain", FUSED), ("fp4", FP4_PRODUCT), ("fp4", FUSED)])
-def test_the_last_line_names_the_call_that_ended_the_process(
-    monkeypatch: pytest.MonkeyPatch, kind: str, op: str
-) -> None:
+def test_the_last_line_names_the_call_that_ended_the_process(monkeypatch, kind, op):
     lines: list[str] = []
 
-    def abort(*args: Any, **kwargs: Any) -> None:
+    def abort(*args, **kwargs):
         raise Aborted("a check failed")
 
     with aiter_double.installed("gfx950") as double:
@@ -76,7 +67,7 @@ def test_the_last_line_names_the_call_that_ended_the_process(
     assert f"AITER's {op} for 1 tokens (8 heads, torch.bfloat16, cache torch.bfloat16)" in lines[-1]
 
 
-def test_a_packed_weight_has_the_shape_of_a_plain_one() -> None:
+def test_a_packed_weight_has_the_shape_of_a_plain_one():
     weight = calls.provider()["w_uk_t"]
     for kind in ("fp4", "fp8"):
         form, _ = packed(kind, weight, torch.float8_e4m3fn)
@@ -85,7 +76,7 @@ def test_a_packed_weight_has_the_shape_of_a_plain_one() -> None:
 
 
 @pytest.fixture
-def ask_again() -> Iterator[None]:
+def ask_again():
     """A provider that was found stays found, and the double does not."""
     kernels.get_provider.cache_clear()
     yield
@@ -94,9 +85,7 @@ def ask_again() -> Iterator[None]:
 
 @pytest.mark.usefixtures("ask_again")
 @pytest.mark.parametrize("rope, table", [("native", "float32"), ("nope", "")])
-def test_an_engine_calls_it_for_each_variant(
-    capsys: pytest.CaptureFixture[str], rope: str, table: str
-) -> None:
+def test_an_engine_calls_it_for_each_variant(capsys, rope, table):
     engine = Engine(Spec(rope, dtype=BF16, layers=2))
     before = [cache.clone() for cache in engine.caches()]
     variant = Variant(True, ROPE, table, "bfloat16", "auto")

@@ -1,4 +1,4 @@
-"""Uses of the adapter `mla_fusion.attention.aiter`: a good one, spoilt in one place by a rule."""
+"""Uses of the adapter `mla_fusion.attention.aiter`: a good one, which rules spoil in one place."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     Change = Callable[[dict[str, Any]], dict[str, Any]]
     Spoil = Callable[[PersistentDecodePlan], None]
 
-LENGTHS, DRAFT = (70, 3, 200), 2
+BF16, LENGTHS, DRAFT = torch.bfloat16, (70, 3, 200), 2
 
 
 def nothing(_: Any) -> Any:
@@ -28,7 +28,7 @@ def nothing(_: Any) -> Any:
 
 @dataclass(frozen=True)
 class Use:
-    """What is not as in the good use: 16 heads in the architecture's fp8, 3 sequences of 2 rows.
+    """The differences from the good use: 16 heads in fp8, 3 sequences of 2 rows.
 
     Attributes:
         allocate: arguments of the allocation.
@@ -38,7 +38,7 @@ class Use:
         page: tokens in a block of the cache.
         lengths: keys of each sequence. rows: query rows of each, if not the most there may be.
         return_lse: as the decode takes it.
-        overwrite: the caller uses the tensors of the step for another one before the decode.
+        overwrite: the caller reuses the step's tensors before the decode.
     """
 
     allocate: dict[str, Any] = field(default_factory=dict)
@@ -64,7 +64,7 @@ def replace(**changes: Callable[[torch.Tensor], Any]) -> Spoil:
 
 
 def run(use: Use, double: Double) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the adapter returned [T, H, 512], and dense attention in float64."""
+    """The adapter's output [T, H, 512], and dense attention in float64."""
     g = torch.Generator().manual_seed(5)
     fields = {
         "max_batch": 3, "max_query_len": DRAFT, "num_heads": 16, "q_dtype": double.arch.fp8,
@@ -105,16 +105,28 @@ def run(use: Use, double: Double) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dense(a: dict[str, Any], queries: list[int], lengths: list[int]) -> torch.Tensor:
-    """Causal attention over the blocks of each sequence; a row that sees no key is zero."""
-    wide = torch.bfloat16
-    q = a["q"].double() * (1 if a["q"].dtype == wide else a["q_scale"].double())
-    cache = a["kv_cache"].double() * (1 if a["kv_cache"].dtype == wide else a["kv_scale"].double())
-    out = torch.zeros((*q.shape[:2], L), dtype=torch.float64)
-    for b, length in enumerate(lengths):
-        blocks = a["block_table"][b, : -(-length // cache.shape[1])].long()
-        keys = cache[blocks].flatten(0, 1)[:length]
-        for row in range(queries[b], queries[b + 1]):
-            seen = keys[: max(length - (queries[b + 1] - 1 - row), 0)]
-            weights = torch.softmax(q[row] @ seen.T * a["softmax_scale"], dim=-1)
-            out[row] = weights @ seen[:, :L]
+    """Attention over the blocks of each sequence, from the arguments of the adapter's decode."""
+    cache = a["kv_cache"].double() * (1 if a["kv_cache"].dtype == BF16 else a["kv_scale"].double())
+    size = cache.shape[1]
+    keys = [
+        cache[blocks[: -(-n // size)].long()].flatten(0, 1)[:n]
+        for blocks, n in zip(a["block_table"], lengths, strict=True)
+    ]
+    q = a["q"].double() * (1 if a["q"].dtype == BF16 else a["q_scale"].double())
+    return causal_attention(q, keys, queries, a["softmax_scale"])
+
+
+def causal_attention(
+    q: torch.Tensor, keys: list[torch.Tensor], queries: list[int], scale: float, latent: int = L
+) -> torch.Tensor:
+    """Attention [T, H, latent] in float64 of each query to the keys of its sequence up to itself.
+
+    q is [T, H, L + R]; keys has the [n, L + R] of each sequence, whose last row is that of its last
+    query; queries are the rows of q at which sequences begin and end. No key gives zeros.
+    """
+    out = torch.zeros((*q.shape[:2], latent), dtype=torch.float64)
+    for own, (first, end) in zip(keys, itertools.pairwise(queries), strict=True):
+        for row in range(first, end):
+            seen = own[: max(len(own) - (end - 1 - row), 0)]
+            out[row] = torch.softmax(q[row] @ seen.T * scale, dim=-1) @ seen[:, :latent]
     return out
