@@ -1,4 +1,4 @@
-"""What the property tests reached, printed at the end of a run.
+"""Counts of what the property tests reached, printed at the end of a run.
 
 A property test counts with `add`; `lines` is what `tests/conftest.py` shows.
 """

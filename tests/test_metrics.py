@@ -1,4 +1,4 @@
-"""Steps counted by path: which count where, and where they can be read."""
+"""Steps counted as fused or unfused, and the places where the counts can be read."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
 """A double of AMD's `aiter` module for CPU tensors, written from its contract in words.
 
-It stands in for the ops that this library and vLLM's ROCM_AITER_MLA backend call, computes what
-they are documented to compute, and refuses what the real ones refuse or silently misread. It is
-no port: nothing here was read from, or run beside, AITER's kernels. docs/aiter.md is the contract.
+It replaces the ops that this library and vLLM's ROCM_AITER_MLA backend call, computes what they are
+documented to compute, and refuses the calls that the real ones refuse or silently misread. It is no
+port: nothing here was read from, or run beside, AITER's kernels. docs/aiter.md is the contract.
 
     with aiter_double.installed("gfx942", "v0.1.20") as double:
         ...                       # `import aiter` gives the double
         double.calls("fused_qk_rope_concat_and_cache_mla")
 
-    versions.py   the releases: which arguments each op had, and which behaviour
-    faults.py     how the real thing fails: it aborts, or says nothing and is wrong
+    versions.py   the architectures and releases, and the arguments of each op
+    faults.py     how AITER fails: it aborts, or is silently wrong
     numbers.py    roundings: fp8 by architecture, truncation, fp4 and grouped fp8
     qk_rope.py    fused_qk_rope_concat_and_cache_mla
     metadata.py   get_mla_metadata_info_v1 and get_mla_metadata_v1, with a plan of contiguous cuts

@@ -1,4 +1,4 @@
-"""The rules of AITER's decode. docs/aiter.md prints them; test_decode_rules.py runs them.
+"""The rules of AITER's decode. test_rules.py and test_adapter.py run them.
 
 `direct` changes a good call of the decode of 16 heads in fp8 with a plan; it gets the arguments.
 `hostile` is a use of the adapter.

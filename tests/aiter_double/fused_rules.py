@@ -1,4 +1,4 @@
-"""The rules of AITER's fused op. docs/aiter.md prints this table; test_fused_rules.py runs it.
+"""The rules of AITER's fused op. test_rules.py and test_fused.py run them.
 
 `direct` changes a good call of AITER's op, `hostile` a good call of the provider; each gets the
 arguments. A rule without `hostile` is the caller's word.

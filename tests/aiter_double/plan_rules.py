@@ -1,4 +1,4 @@
-"""The rules of AITER's planner. docs/aiter.md prints them; test_decode_rules.py runs them.
+"""The rules of AITER's planner. test_rules.py and test_adapter.py run them.
 
 `direct` changes a good call of the planner for 16 heads in fp8; it gets the arguments. `hostile` is
 a use of the adapter.

@@ -1,4 +1,4 @@
-"""One rule of AITER: what breaks it, what AITER then does, and what the library does instead."""
+"""One rule of AITER: how to break it, what AITER does then, and what the library does."""
 
 from __future__ import annotations
 

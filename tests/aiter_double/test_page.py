@@ -1,4 +1,4 @@
-"""docs/aiter.md says what the rules say."""
+"""The tables of docs/aiter.md are those of the rules."""
 
 import re
 from pathlib import Path

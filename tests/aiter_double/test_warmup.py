@@ -1,4 +1,4 @@
-"""What of AITER is called, built and compiled before the first request."""
+"""The warm-up calls every op of AITER, so that it is built before the first request."""
 
 import pytest
 import torch

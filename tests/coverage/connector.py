@@ -1,9 +1,9 @@
-"""A KV connector with a store of its own, in which a test can read what was saved and loaded.
+"""A KV connector with a store of its own, which a test can read.
 
-Every cache entry of every layer is saved in the step that computes it, decode steps too. A prompt
-that is in the store is loaded up to its last token, so that its first step decodes that one alone,
-as on the decode side of disaggregated serving: in a fused graph. The entries come layer by layer,
-when the attention waits for them; until then they are NaN, so a layer that did not wait is noticed.
+Every cache entry of every layer is saved in the step that computes it, decode steps too. A stored
+prompt is loaded up to its last token, so that its first step is a decode step of that token, in a
+fused graph, as on the decode side of disaggregated serving. The entries are loaded layer by layer,
+when the attention waits for them. Until then they are NaN, which shows a layer that did not wait.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Part:
 
 @dataclass
 class Plan(KVConnectorMetadata):
-    """What a step loads and saves."""
+    """The loads and saves of a step."""
 
     load: list[Part] = field(default_factory=list)
     save: list[Part] = field(default_factory=list)

@@ -1,7 +1,7 @@
-"""Pieces of vLLM that its CPU build lacks, imitated so that what is around them runs as it is.
+"""Imitations of pieces that vLLM's CPU build lacks, so that its other code runs unchanged.
 
-Nothing that a pass of this library reads is replaced, and an engine with the flag off runs with the
-same imitations.
+No pass of this library reads what is imitated, and an engine with the flag off has the same
+imitations.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Which engine shows which compiled class of vLLM.
+"""The engines that show vLLM's compiled MLA classes.
 
-A draft head is compiled beside its target, in one engine. `OF_CLASS` is the whole list: the test
-compares it with what `classes.py` finds in the installed vLLM.
+A draft head is compiled beside its target, in one engine. A test compares the classes that the
+engines had with those that `classes.py` finds.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Engine:
         return "+".join(filter(None, (self.model, self.method, self.label)))
 
 
-# vLLM takes any other draft of DeepSeek-V3's type for its MTP head.
+# vLLM takes any other draft of DeepSeek-V3's type to be its MTP head.
 _PLAIN = {"model_type": "deepseek_v2", "num_hidden_layers": 1}
 # vLLM's hybrid models take no prefix caching on a CPU.
 _HYBRID = {"enable_prefix_caching": False}
-# What vLLM's CPU platform sets for the models it knows as MLA models, and Sarvam is none of them.
+# vLLM's CPU platform sets this for the models it knows as MLA models; it does not know Sarvam.
 _UNLISTED = {"block_size": 16, "enable_prefix_caching": False, "enable_chunked_prefill": False}
 
 ENGINES = (

@@ -1,6 +1,6 @@
-"""What else an engine may have on, and an engine with the fusion off and on for each of them.
+"""Other features of vLLM, each in an engine with the fusion off and in one with it on.
 
-Real weights of unit gain (`mla_fusion.cli.tiny_models`), so that tokens would notice a wrong value.
+The weights have unit gain (`mla_fusion.cli.tiny_models`), so that a wrong value changes tokens.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _LAYERS = 3
 
 @dataclass(frozen=True)
 class Sign:
-    """What an engine must have done, or the feature was on and did nothing.
+    """Evidence that a feature did something in an engine.
 
-    `path` leads to a number of its result, which is at least `least`; `words` say it with {}.
+    `path` leads to a number in the engine's result, at least `least`; `words` has {} for it.
     """
 
     path: tuple[str, ...]
@@ -39,15 +39,15 @@ class Sign:
 class Neighbour:
     """`engine` are arguments of EngineArgs, `imitate` functions of imitations.py.
 
-    `reason` is the code for which it must decline; then no engine is needed, only its config.
-    `signs` are of an engine with the flag off as of one with it on.
+    `reason` is the code for which it must decline; then only its config is made, and no engine.
+    `signs` hold for the engine with the flag off and for the one with it on.
     """
 
     name: str
     engine: dict[str, Any] = field(default_factory=dict)
     imitate: tuple[str, ...] = ()
     reason: str = ""
-    refused: str = ""  # what vLLM itself says against it on a CPU
+    refused: str = ""  # part of vLLM's own error on a CPU
     model: str = ""  # a folder below that of the model all others run
     signs: tuple[Sign, ...] = ()
     times: int = 1  # how often it is given the prompts
@@ -80,7 +80,7 @@ def _drafts(count: int) -> Neighbour:
         model=TERSE,
         signs=(
             Sign(("drafts",), count, "{} verified in one step"),
-            # The token that is always made, and as many drafts as are ever right.
+            # The token that every step makes, and the most drafts that are ever right.
             Sign(("burst",), 1 + min(count, 3), "up to {} tokens from it"),
         ),
     )
@@ -98,7 +98,7 @@ _COMPUTED = _LOADED + 2 * len(ARRIVALS) * NEW_TOKENS
 
 NEIGHBOURS = (
     Neighbour("none"),
-    # vLLM then takes no graph partition, and runs one graph with the attention in it.
+    # vLLM then runs one graph with the attention in it, without graph partition.
     Neighbour("empty splitting_ops", {"compilation_config": {"splitting_ops": []}}),
     Neighbour(
         "prefix caching",
@@ -119,7 +119,7 @@ NEIGHBOURS = (
         "KV-transfer connector",
         # In fp32: a decode step must give the token that a prefill gave, on any CPU.
         {"kv_transfer_config": _CONNECTOR, "dtype": "float32"},
-        # Every prompt twice: what the first one saved, the second one loads.
+        # Every prompt comes twice: the second one loads the entries that the first one saved.
         signs=(
             Sign(("kv", "saved"), _LAYERS * _COMPUTED, "{} cache entries saved"),
             Sign(("kv", "loaded"), _LAYERS * _LOADED, "{} loaded"),
@@ -141,9 +141,9 @@ NEIGHBOURS = (
 
 
 def write_model(folder: Path) -> str:
-    """Write the model all of them run, and below it, in `TERSE`, one that says eight tokens alone.
+    """Write the model that they run, and below it, in `TERSE`, one with only eight distinct tokens.
 
-    With that one drafts from the prompt are often right; with the other hardly one is ever made.
+    Drafts from the prompt are often right with that one; with the other there is hardly a draft.
     """
     from safetensors.torch import load_file, save_file
 

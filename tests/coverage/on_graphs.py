@@ -1,6 +1,6 @@
-"""What features of a GPU build leave of a graph, and what the passes make of that.
+"""The passes on graphs that a feature of a GPU build has changed.
 
-vLLM's own passes where a CPU build has them, else an edit that leaves what they leave.
+vLLM's own passes change the graph where a CPU build has them, else an edit with the same result.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class OnGraphs:
     """A feature, on traced graphs of several spellings.
 
-    `edit` changes a graph as that pass does; `reason` is the code for which the layer must decline.
+    `edit` changes a graph as the feature does; `reason` is the code if the layer must decline.
     """
 
     name: str

@@ -57,7 +57,7 @@ def _rows(header: str, rows: list[list[str]]) -> str:
 
 
 def why_unreached(version: str, architecture: str) -> str:
-    """The reason for which no pass reaches it in a release; empty if engines show its classes."""
+    """The reason why no pass reaches it in a release; empty if engines show its classes."""
     release = stored(version)
     if architecture in release["breakable"]:
         return f"`{unreachable.BREAKABLE}`"
@@ -182,7 +182,7 @@ def _switched_off(result: dict[str, Any]) -> str:
 
 
 def neighbour_row(neighbour: Neighbour, results: dict[str, Any]) -> list[str]:
-    """What the engines of one neighbour showed."""
+    """The cells of one neighbour, from the results of its engines."""
     on = results.get(f"{neighbour.name} (on)")
     if on is None:
         return [neighbour.name, *["not run"] * 4]
@@ -210,13 +210,13 @@ def _layers(on: dict[str, Any]) -> str:
 
 
 def _passes(on: dict[str, Any]) -> str:
-    """Of each rank: forward passes that ran fused, of all."""
+    """Fused and all forward passes of each rank."""
     of_ranks = [f"{p['fused']} of {p['fused'] + p['unfused']}" for p in on["passes"]]
     return " + ".join(of_ranks) or "-"
 
 
 def _sameness(off: dict[str, Any], on: dict[str, Any]) -> str:
-    """Whether both engines said the same, and handed the same to a connector."""
+    """Whether both engines gave the same tokens, and the same entries to a connector."""
     count = sum(map(len, on["tokens"]))
     if not count or on["tokens"] != off["tokens"] or on["kv"] != off["kv"]:
         return "DIFFERENT"

@@ -1,6 +1,6 @@
-"""Architectures with MLA layers that no graph pass can reach, and what the user is told.
+"""Architectures with MLA layers that no graph pass can reach, and the log lines that say so.
 
-What is told comes out of the library and vLLM: the functions run what an engine would run.
+The lines come from the library and vLLM: the functions run what an engine would run.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ BREAKABLE, NO_GRAPH, SPARSE = "breakable-cudagraph", "no-graph", "sparse-attenti
 
 @dataclass(frozen=True)
 class Unreachable:
-    """Which class an architecture is.
+    """Why no pass reaches an architecture.
 
     `compiled` has the releases in which it reaches compiled classes that no engine of models.py
-    shows, with the reason why.
+    shows, each with the reason.
     """
 
     which: str

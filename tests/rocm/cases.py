@@ -1,4 +1,4 @@
-"""The steps that are run: batches and cases; and what is said of each."""
+"""Batches, cases, and the result of a case."""
 
 from __future__ import annotations
 
@@ -55,20 +55,20 @@ class Case:
 
 @dataclass
 class Result:
-    """What a step left, with the passes against without.
+    """A step with the passes, compared with the same step without them.
 
     Attributes:
-        fault: what the double had against a call, or empty.
+        fault: why the double refused a call, or empty.
         fused: how many layers the passes fused; declined: why not.
         calls: how often each op of AITER was called in the fused run.
         same_as_reference: whether query, cache and output equal the reference provider's bytes.
-        latent_steps, rope_steps: the largest difference of the two halves of the query that the
-            decode was given, in steps of its type.
+        latent_steps, rope_steps: the largest difference of the two halves of the decode's query, in
+            steps of its type.
         same: whether the live rows of the output equal those without the passes.
         error, scale: the largest difference of them, and the largest value.
         cache_equal: the share of equal bytes in the written cache entries.
         cache_steps: the largest difference there in steps of the stored type.
-        elsewhere: whether every other byte of the cache is what it was.
+        elsewhere: whether no other byte of the cache changed.
     """
 
     fault: str = ""

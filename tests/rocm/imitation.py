@@ -1,6 +1,6 @@
-"""What of vLLM's ROCm platform must be imitated for its ROCM_AITER_MLA backend to run on a CPU.
+"""Imitations of vLLM's ROCm platform that let its ROCM_AITER_MLA backend run on a CPU.
 
-vLLM's platform stays the CPU one: its model runner, worker, prefill attention and scheduler rules.
+The platform stays vLLM's for CPUs: model runner, worker, prefill attention and scheduler rules.
 `imitate` changes, before vLLM's layers are imported and for the life of the process:
 
     amdsmi                          a module that names the architecture, which
@@ -31,7 +31,7 @@ from tests.aiter_double import ARCHITECTURES
 
 
 def imitate(architecture: str) -> None:
-    """Make this process's vLLM use ROCM_AITER_MLA of `architecture`; see the module's words.
+    """Make this process's vLLM use ROCM_AITER_MLA of `architecture`; see the module's docstring.
 
     The double of aiter must be installed and stay so.
     """
@@ -92,7 +92,7 @@ def _name_the_gpu(architecture: str) -> None:
     ):
         setattr(module, name, None)
     sys.modules["amdsmi"] = module
-    import vllm.platforms.rocm  # noqa: F401  keeps what it was told
+    import vllm.platforms.rocm  # noqa: F401  it keeps the name
 
     del sys.modules["amdsmi"]
 

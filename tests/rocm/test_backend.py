@@ -1,6 +1,6 @@
 """vLLM's ROCm backend with this library's passes and ops, step by step, over the double of AITER.
 
-The matrix: every batch for 12 and 16 heads, and for 8, 64 and 128 heads those that differ in kind;
+The matrix: every batch with 12 and 16 heads, and one batch of each kind with 8, 64 and 128 heads;
 each with a bf16 and an fp8 cache, on gfx942 and gfx950. No AMD hardware is involved.
 """
 
@@ -48,8 +48,8 @@ CASES = {
     for architecture in ARCHITECTURES
 }
 # gfx942 truncates the rotated key of a bf16 cache, and without the flag an fp8 value is rounded
-# twice. What that step changes in the output, as a share of its largest value: for plain weights,
-# and for packed ones, whose up-projection quantizes its input.
+# twice. The largest change of the output by that, as a share of its largest value: for plain
+# weights, and for packed ones, whose up-projection quantizes its input.
 BOUNDS = {"auto": (0.01, 0.02), "fp8": (0.06, 0.1)}
 ALL = [(architecture, case) for architecture in ARCHITECTURES for case in CASES[architecture]]
 
@@ -99,7 +99,7 @@ def test_a_step_is_what_it_is_without_the_flag(
     else:
         exact = not decode_only(case) or architecture == "gfx950" or case.cache == "fp8"
         assert got.same_as_reference == exact
-    # What the backend's decode was given. The provider multiplies padded rows too, and the double's
+    # The query of the backend's decode. The provider multiplies padded rows too, and the double's
     # packed products sum in fp32 in an order that depends on the rows. Without the flag an fp8
     # value of the rope half is rounded to bf16 first.
     assert got.latent_steps <= bool(case.products and BATCHES[case.batch].rows)
