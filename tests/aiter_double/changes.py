@@ -76,31 +76,28 @@ def huge(a: dict[str, Any], heads: int) -> torch.Tensor:
     return wide.as_strided((T, heads, P + R), (2**29, P + R, 1))
 
 
-def narrow(latent: int, heads: int, block: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """The provider's arguments for another latent width."""
+def narrow(latent: int, heads: int, block: int) -> dict[str, Any]:
+    """Both calls with another latent width."""
 
-    def change(a: dict[str, Any]) -> dict[str, Any]:
-        act = torch.bfloat16
+    def hostile(a: dict[str, Any]) -> dict[str, Any]:
+        shapes = {
+            "q": (T, heads, P + R),
+            "w_uk_t": (heads, P, latent),
+            "kv_c": (T, latent),
+            "kv_cache": (50, block, latent + R),
+            "q_out": (T, heads, latent + R),
+        }
+        return {name: torch.zeros(shape).bfloat16() for name, shape in shapes.items()}
+
+    def direct(a: dict[str, Any]) -> dict[str, Any]:
+        given = hostile(a)
         return {
-            "q": torch.zeros(T, heads, P + R, dtype=act),
-            "w_uk_t": torch.zeros(heads, P, latent, dtype=act),
-            "kv_c": torch.zeros(T, latent, dtype=act),
-            "kv_cache": torch.zeros(50, block, latent + R, dtype=act),
-            "q_out": torch.zeros(T, heads, latent + R, dtype=act),
+            **given,
+            "q_nope": given["q_out"][..., :latent].clone(),
+            "q_pe": given["q"][..., P:],
         }
 
-    return change
-
-
-def narrow_direct(
-    latent: int, heads: int, block: int
-) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    def change(a: dict[str, Any]) -> dict[str, Any]:
-        b = narrow(latent, heads, block)(a)
-        q, _ = b.pop("q"), b.pop("w_uk_t")
-        return {**b, "q_nope": torch.zeros(T, heads, latent).bfloat16(), "q_pe": q[..., P:]}
-
-    return change
+    return {"direct": direct, "hostile": hostile}
 
 
 def direct_table(make: Callable[[torch.Tensor], torch.Tensor]) -> Any:
