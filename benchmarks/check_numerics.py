@@ -26,6 +26,7 @@ import cases
 from mla_fusion.kernels import dispatch, get_provider
 from mla_fusion.kernels import triton as provider
 from mla_fusion.kernels.dispatch import Plan
+from mla_fusion.kernels.inputs import Inputs
 
 reference = get_provider("reference")
 FN, BF16, FP16 = torch.float8_e4m3fn, torch.bfloat16, torch.float16
@@ -37,7 +38,7 @@ def absorb(q_nope: torch.Tensor, w_uk_t: torch.Tensor) -> torch.Tensor:
     return out.to(q_nope.dtype)
 
 
-def compare(name: str, inputs: cases.Inputs, got: torch.Tensor, want: torch.Tensor) -> None:
+def compare(name: str, inputs: Inputs, got: torch.Tensor, want: torch.Tensor) -> None:
     """One query against the reference."""
     result = cases.judge(inputs, got, want)
     detail = (
@@ -49,12 +50,12 @@ def compare(name: str, inputs: cases.Inputs, got: torch.Tensor, want: torch.Tens
 
 def check(name: str, case: cases.Case, plan: Plan | None = None) -> None:
     """Query, cache, padded rows and untouched bytes of one case."""
-    inputs = cases.build(case, "cuda")
-    got, got_storage = cases.run(provider, inputs, plan=plan)
-    want, want_storage = cases.run(reference, inputs)
-    compare(f"{name} query", inputs, got, want)
+    call = cases.build(case, "cuda")
+    got, got_storage = cases.run(provider, call, plan=plan)
+    want, want_storage = cases.run(reference, call)
+    compare(f"{name} query", call.inputs, got, want)
     different = int((got_storage != want_storage).sum())
-    padded = bool(got.view(torch.uint8)[inputs.arguments["slot_mapping"] < 0].any())
+    padded = bool(got.view(torch.uint8)[call.inputs.slot_mapping < 0].any())
     detail = f"{different} bytes differ, padded rows {'written' if padded else 'zero'}"
     expect(f"{name} cache", different == 0 and not padded, detail)
 
@@ -102,15 +103,15 @@ def shapes() -> None:
 def extremes() -> None:
     """Saturation, NaN, no tokens, and a cache of more than 2^31 elements."""
     case = cases.Case(nope=128, rope=64, latent=512, block_size=64, padded=(), tokens=3)
-    inputs = cases.build(case, "cuda")
-    a = inputs.arguments
-    a["q"][0], a["q"][1, 0, 0], a["q"][1, 1, -1] = 1e6, torch.nan, torch.nan
-    a["q"][2, 2, -3:], a["kv_c"][1, 5] = torch.inf, -torch.inf
-    a["kv_c"][0], a["kv_c"][2, 3] = -1e9, torch.nan
+    call = cases.build(case, "cuda")
+    q, kv_c = call.inputs.q, call.inputs.kv_c
+    q[0], q[1, 0, 0], q[1, 1, -1] = 1e6, torch.nan, torch.nan
+    q[2, 2, -3:], kv_c[1, 5] = torch.inf, -torch.inf
+    kv_c[0], kv_c[2, 3] = -1e9, torch.nan
     for tokens_plan in (Plan(block_m=1, block_n=32), Plan(block_m=64, block_n=256), None):
-        got, _ = cases.run(provider, inputs, plan=tokens_plan)
-        want, _ = cases.run(reference, inputs)
-        compare("overflow and NaN", inputs, got, want)
+        got, _ = cases.run(provider, call, plan=tokens_plan)
+        want, _ = cases.run(reference, call)
+        compare("overflow and NaN", call.inputs, got, want)
         nan = got.float().isnan()
         expect("saturation", not bool(nan[0].any()), f"largest {float(got[0].float().abs().max())}")
         expect("NaN out", bool(nan[1, 0, :512].all() and nan[1, 1, -1]), "where NaN went in")
@@ -118,16 +119,14 @@ def extremes() -> None:
     expect("T=0", out.shape[0] == 0 and bool((storage == cases.POISON).all()), "nothing written")
 
     blocks = 2**31 // (64 * 576) + 100
-    inputs = cases.build(dataclasses.replace(case, tokens=40, padded=(1,)), "cuda")
-    inputs.storage = torch.full(
-        (blocks * 64 * 576,), cases.POISON, dtype=torch.uint8, device="cuda"
-    )
-    inputs.arguments["kv_cache"] = inputs.storage.view(FN).view(blocks, 64, 576)
+    call = cases.build(dataclasses.replace(case, tokens=40, padded=(1,)), "cuda")
+    call.storage = torch.full((blocks * 64 * 576,), cases.POISON, dtype=torch.uint8, device="cuda")
     slots = blocks * 64 - 1 - torch.arange(40, device="cuda") * 70
     slots[1], slots[2] = -1, 0
-    inputs.arguments["slot_mapping"] = slots
-    (got, got_storage), (want, want_storage) = (cases.run(m, inputs) for m in (provider, reference))
-    compare("huge cache query", inputs, got, want)
+    cache = call.storage.view(FN).view(blocks, 64, 576)
+    call.inputs = call.inputs._replace(kv_cache=cache, slot_mapping=slots)
+    (got, got_storage), (want, want_storage) = (cases.run(m, call) for m in (provider, reference))
+    compare("huge cache query", call.inputs, got, want)
     different = int((got_storage != want_storage).sum())
     expect(
         "huge cache", different == 0, f"{got_storage.numel()} elements, {different} bytes differ"
@@ -142,17 +141,8 @@ def graphs() -> None:
             cases.build(dataclasses.replace(case, tokens=tokens, kv=kv, query=kv), "cuda")
             for tokens in (1, 512)
         ]
-        a, lines = ends[1].arguments, []
-        names = ("w_uk_t", "kv_cache", "cos_sin_cache", "k_scale", "q_scale")
-        started = time.perf_counter()
-        provider.warmup(
-            *(a[name] for name in names),
-            rope_dim=64,
-            is_neox=False,
-            q_dtype=kv,
-            max_tokens=512,
-            progress=lines.append,
-        )
+        started, lines = time.perf_counter(), []
+        provider.warmup(cases.padded(ends[1]), 512, progress=lines.append)
         seconds = time.perf_counter() - started
         print(f"     {lines[0]} ... {len(lines)} lines, {seconds:.1f} s")
         untouched = bool((ends[1].storage == cases.POISON).all())
@@ -164,26 +154,24 @@ def graphs() -> None:
             return sum(len(entry[0]) for entry in caches)
 
         before = compiled()
-        for inputs in ends:
-            a = inputs.arguments
-            out = torch.empty(*a["q"].shape[:2], 576, dtype=kv, device="cuda")
+        for call in ends:
+            a = call.inputs
+            out = a.q_out
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                provider.fused_mla_decode_prep(**a, is_neox=False, q_out=out)
+                provider.fused_mla_decode_prep(a)
             for _ in range(3):
-                a["q"].normal_()
-                a["kv_c"].normal_()
-                a["positions"].random_(0, 64)
-                a["slot_mapping"].copy_(
-                    torch.randperm(a["kv_cache"].shape[0] * 64, device="cuda")[: len(out)]
-                )
-                inputs.storage.fill_(cases.POISON)
+                a.q.normal_()
+                a.kv_c.normal_()
+                a.positions.random_(0, 64)
+                slots = torch.randperm(a.kv_cache.shape[0] * 64, device="cuda")
+                a.slot_mapping.copy_(slots[: len(out)])
+                call.storage.fill_(cases.POISON)
+                fresh = dataclasses.replace(call, storage=call.storage.clone())
                 graph.replay()
-                want, want_storage = cases.run(
-                    reference, dataclasses.replace(inputs, storage=torch.full_like(
-                        inputs.storage, cases.POISON)))  # fmt: skip
-                compare(f"graph T={len(out)}", inputs, out, want)
-                different = int((inputs.storage != want_storage).sum())
+                want, want_storage = cases.run(reference, fresh)
+                compare(f"graph T={len(out)}", a, out, want)
+                different = int((call.storage != want_storage).sum())
                 expect(f"graph T={len(out)} cache", different == 0, f"{different} bytes differ")
         expect("no compilation at capture", compiled() == before, f"{compiled()} variants")
 
@@ -194,16 +182,16 @@ def programmatic_launch() -> None:
     plans = {dispatch.choose(8, 16, True, dispatch.device_table(torch.device("cuda", 0)))}
     for plan in plans | {Plan(pdl=True), Plan(block_m=1, block_n=32, num_warps=2, pdl=True)}:
         layers = [cases.build(dataclasses.replace(case, seed=seed), "cuda") for seed in range(40)]
-        shared = torch.empty_like(layers[0].arguments["q"])
+        shared = torch.empty_like(layers[0].inputs.q)
         outs = [torch.empty(8, 16, 576, dtype=FN, device="cuda") for _ in layers]
         buffer = torch.empty_like(outs[0])
 
         def step(plan: Plan = plan, layers: list = layers, shared: torch.Tensor = shared,
                  outs: list = outs, buffer: torch.Tensor = buffer) -> None:  # fmt: skip
-            for inputs, out in zip(layers, outs, strict=True):
-                shared.copy_(inputs.arguments["q"])
-                arguments = {**inputs.arguments, "q": shared}
-                provider.fused_mla_decode_prep(**arguments, is_neox=False, q_out=buffer, plan=plan)
+            for call, out in zip(layers, outs, strict=True):
+                shared.copy_(call.inputs.q)
+                inputs = call.inputs._replace(q=shared, q_out=buffer)
+                provider.fused_mla_decode_prep(inputs, plan)
                 out.view(torch.uint8).copy_(buffer.view(torch.uint8))
 
         step()
@@ -216,8 +204,8 @@ def programmatic_launch() -> None:
                 out.view(torch.uint8).zero_()
             graph.replay()
             torch.cuda.synchronize()
-            for inputs, out in zip(layers, outs, strict=True):
-                want, _ = cases.run(reference, inputs)
+            for call, out in zip(layers, outs, strict=True):
+                want, _ = cases.run(reference, call)
                 wrong += int(cases.steps(out, want).max()) > 1
         expect(f"between other kernels, {plan}", wrong == 0, f"{wrong} of 800 layers wrong")
 

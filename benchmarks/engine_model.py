@@ -209,8 +209,8 @@ def _plant_wrong_positions() -> None:
 
     right = provider.launch_arguments
 
-    def wrong(*arguments: Any) -> Any:
-        # positions are the tenth argument; padded rows do not use theirs
-        return right(*arguments[:9], arguments[9] + 1, *arguments[10:])
+    def wrong(plan: Any, product: str, staged: Any, inputs: Any) -> Any:
+        # padded rows do not use their positions
+        return right(plan, product, staged, inputs._replace(positions=inputs.positions + 1))
 
     provider.launch_arguments = wrong

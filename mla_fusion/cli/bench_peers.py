@@ -208,20 +208,9 @@ def rotated_first(region: Region, *, every_operation: bool) -> Layer:
     def layer(w_uk_t: torch.Tensor, kv_cache: torch.Tensor, a: Activations) -> None:
         q = a.q.clone()
         q[..., NOPE:] = rotate(a.q[..., NOPE:], a.positions)
-        get_provider("reference").fused_mla_decode_prep(
-            q,
-            w_uk_t,
-            a.kv_c,
-            rotate(a.k_pe, a.positions),
-            kv_cache,
-            a.slots,
-            a.positions,
-            None,
-            region.k_scale,
-            region.q_scale,
-            is_neox=False,
-            q_out=a.q_out,
-        )
+        inputs = region.inputs(w_uk_t, kv_cache, a)
+        rotated = inputs._replace(q=q, k_pe=rotate(a.k_pe, a.positions), cos_sin_cache=None)
+        get_provider("reference").fused_mla_decode_prep(rotated)
 
     return layer
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from mla_fusion.kernels import get_provider
+from mla_fusion.kernels.inputs import Inputs
 
 NOPE, ROPE, LATENT, BLOCK = 128, 64, 512, 64
 ACTIVATION_SETS = 4
@@ -87,6 +88,23 @@ class Region:
     k_scale: torch.Tensor
     q_scale: torch.Tensor
 
+    def inputs(self, w_uk_t: torch.Tensor, kv_cache: torch.Tensor, a: Activations) -> Inputs:
+        """The arguments of a provider for one layer."""
+        return Inputs(
+            a.q,
+            w_uk_t,
+            a.kv_c,
+            a.k_pe,
+            kv_cache,
+            a.slots,
+            a.positions,
+            self.cos_sin,
+            self.k_scale,
+            self.q_scale,
+            is_neox=False,
+            q_out=a.q_out,
+        )
+
 
 def make_weights(heads: int, layers: int) -> list[torch.Tensor]:
     """`layers` random W_UK of [heads, P, L], bf16."""
@@ -139,24 +157,10 @@ it is in `q_out`."""
 
 
 def provider_layer(region: Region, function: Callable[..., torch.Tensor], **extra: object) -> Layer:
-    """A candidate from a function with the signature of `kernels.fused_mla_decode_prep`."""
+    """A candidate from the function of a provider of `mla_fusion.kernels`."""
 
     def layer(w_uk_t: torch.Tensor, kv_cache: torch.Tensor, a: Activations) -> None:
-        function(
-            a.q,
-            w_uk_t,
-            a.kv_c,
-            a.k_pe,
-            kv_cache,
-            a.slots,
-            a.positions,
-            region.cos_sin,
-            region.k_scale,
-            region.q_scale,
-            is_neox=False,
-            q_out=a.q_out,
-            **extra,
-        )
+        function(region.inputs(w_uk_t, kv_cache, a), **extra)
 
     return layer
 

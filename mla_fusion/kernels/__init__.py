@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from mla_fusion.kernels.inputs import Inputs
 from mla_fusion.kernels.validate import validate
 
 PROVIDERS = ("reference", "triton", "aiter")
@@ -25,9 +26,9 @@ def get_provider(name: str) -> Any:
     """The module that implements provider `name`, after its `require()` found all it needs.
 
     A provider module has `require() -> None`, which raises `ProviderUnavailable`;
-    `fused_mla_decode_prep` with the signature below less `provider`; and, if a first call compiles
-    or builds something, `warmup` with the signature of `triton.warmup`. Nothing falls back:
-    an operator who asked for a kernel gets that kernel or an error.
+    `fused_mla_decode_prep(inputs: Inputs) -> Tensor`, which does not validate; and, if a first call
+    compiles or builds something, `warmup` with the signature of `triton.warmup`. Nothing falls
+    back: an operator who asked for a kernel gets that kernel or an error.
     """
     if name not in PROVIDERS:
         raise ValueError(f"unknown provider {name!r}: choose one of {', '.join(PROVIDERS)}")
@@ -91,18 +92,9 @@ def fused_mla_decode_prep(
         ValueError: an argument breaks the table above.
     """
     module = get_provider(provider)
-    validate(q, w_uk_t, kv_c, k_pe, kv_cache, slot_mapping, positions, cos_sin_cache, q_out)
-    return module.fused_mla_decode_prep(
-        q,
-        w_uk_t,
-        kv_c,
-        k_pe,
-        kv_cache,
-        slot_mapping,
-        positions,
-        cos_sin_cache,
-        k_scale,
-        q_scale,
-        is_neox=is_neox,
-        q_out=q_out,
-    )
+    inputs = Inputs(
+        q, w_uk_t, kv_c, k_pe, kv_cache, slot_mapping, positions, cos_sin_cache, k_scale, q_scale,
+        is_neox, q_out,
+    )  # fmt: skip
+    validate(inputs)
+    return module.fused_mla_decode_prep(inputs)

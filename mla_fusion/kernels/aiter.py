@@ -30,6 +30,7 @@ import torch
 from mla_fusion.kernels import ProviderUnavailable
 from mla_fusion.kernels.arithmetic import FP8_DTYPES, absorb
 from mla_fusion.kernels.capture import refuse_during_capture
+from mla_fusion.kernels.inputs import Inputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -98,21 +99,7 @@ def require() -> None:
         )
 
 
-def fused_mla_decode_prep(
-    q: torch.Tensor,
-    w_uk_t: torch.Tensor | PackedWeight,
-    kv_c: torch.Tensor,
-    k_pe: torch.Tensor,
-    kv_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin_cache: torch.Tensor | None,
-    k_scale: torch.Tensor,
-    q_scale: torch.Tensor,
-    *,
-    is_neox: bool,
-    q_out: torch.Tensor,
-) -> torch.Tensor:
+def fused_mla_decode_prep(inputs: Inputs) -> torch.Tensor:
     """See `mla_fusion.kernels.fused_mla_decode_prep`; `w_uk_t` may be packed.
 
     Raises:
@@ -120,53 +107,42 @@ def fused_mla_decode_prep(
     """
     import aiter
 
-    rope = k_pe.shape[-1]
-    if cos_sin_cache is None:
-        positions = torch.zeros_like(slot_mapping)
+    if inputs.cos_sin_cache is None:
+        inputs = inputs._replace(positions=torch.zeros_like(inputs.slot_mapping))
+    q, w_uk_t, q_out, q_scale = inputs.q, inputs.w_uk_t, inputs.q_out, inputs.q_scale
     if isinstance(w_uk_t, PackedWeight) and q.dtype != w_uk_t.dtype:
         raise ValueError(f"AITER's {w_uk_t.kind} product is one of bf16: q is {q.dtype}")
-    validate(
-        q, kv_c, k_pe, kv_cache, slot_mapping, positions, cos_sin_cache, k_scale, q_scale, q_out,
-        aiter.dtypes.fp8,
-    )  # fmt: skip
-    cos, sin = _tables(cos_sin_cache, q, rope)
+    validate(inputs, aiter.dtypes.fp8)
+    rope = inputs.k_pe.shape[-1]
+    nope = q.shape[-1] - rope
+    cos, sin = _tables(inputs.cos_sin_cache, q, rope)
     q_out.zero_()
     if q.shape[0] == 0:
         return q_out
-    nope = q.shape[-1] - rope
     getattr(aiter, _OP)(
-        _absorb(q[..., :nope], w_uk_t, None if kv_cache.dtype == q.dtype else q_scale),
+        _absorb(q[..., :nope], w_uk_t, None if inputs.kv_cache.dtype == q.dtype else q_scale),
         q[..., nope:],
-        kv_c,
-        k_pe,
-        kv_cache,
+        inputs.kv_c,
+        inputs.k_pe,
+        inputs.kv_cache,
         q_out,
-        slot_mapping,
-        k_scale,
+        inputs.slot_mapping,
+        inputs.k_scale,
         q_scale,
-        positions,
+        inputs.positions,
         cos,
         sin,
-        is_neox,
+        inputs.is_neox,
         True,  # is_nope_first: rows are [latent | rope]
     )
     return q_out
 
 
-def validate(
-    q: torch.Tensor,
-    kv_c: torch.Tensor,
-    k_pe: torch.Tensor,
-    kv_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin_cache: torch.Tensor | None,
-    k_scale: torch.Tensor,
-    q_scale: torch.Tensor,
-    q_out: torch.Tensor,
-    arch_fp8: torch.dtype,
-) -> None:
+def validate(inputs: Inputs, arch_fp8: torch.dtype) -> None:
     """Raise ValueError for whatever AITER's op does not take; `arch_fp8` is the GPU's fp8 type."""
+    q, kv_c, k_pe, kv_cache = inputs.q, inputs.kv_c, inputs.k_pe, inputs.kv_cache
+    positions, slot_mapping = inputs.positions, inputs.slot_mapping
+    cos_sin_cache, q_out = inputs.cos_sin_cache, inputs.q_out
     act, tokens = q.dtype, slot_mapping.shape[0]
     heads, (latent, rope) = q.shape[1], (kv_c.shape[-1], k_pe.shape[-1])
     general = not (rope == 64 and latent == 512 and latent * heads >= 2048)
@@ -182,7 +158,7 @@ def validate(
         ("positions", _dense_int64(positions), "dense int64 [T]"),
         ("positions", positions.shape[0] >= tokens, f"{tokens} long or more"),
         ("cos_sin_cache", cos_sin_cache is None or cos_sin_cache.shape[-1] == rope, f"{rope} wide"),
-        ("k_scale and q_scale", _device_fp32(k_scale, q) and _device_fp32(q_scale, q),
+        ("k_scale and q_scale", _device_fp32(inputs.k_scale, q) and _device_fp32(inputs.q_scale, q),
          "fp32 on the device of q"),
         ("kv_cache", kv_cache.dim() == 3 and kv_cache.stride(-1) == 1, "[blocks, size, L + R]"),
         ("kv_cache", kv_cache.shape[-1] == latent + rope, f"{latent + rope} wide"),
@@ -277,55 +253,33 @@ def _tables(
 
 
 def warmup(
-    w_uk_t: torch.Tensor | PackedWeight,
-    kv_cache: torch.Tensor,
-    cos_sin_cache: torch.Tensor | None,
-    k_scale: torch.Tensor,
-    q_scale: torch.Tensor,
-    *,
-    rope_dim: int,
-    is_neox: bool,
-    q_dtype: torch.dtype,
+    batch: Callable[[int], Inputs],
     max_tokens: int,
     progress: Callable[[str], None] = logger.info,
 ) -> int:
-    """Call AITER as batches of 1 to `max_tokens` tokens do, with every slot below 0.
+    """Call AITER as batches of 1 to `max_tokens` tokens do, with padded rows.
 
     AITER builds the module of an op when it is first called, which takes minutes, and Triton
-    compiles the packed products for some sizes. Nothing of the cache changes. AITER may end the
-    process: the last line of `progress` then names the call.
+    compiles the packed products for some sizes. AITER may end the process: the last line of
+    `progress` then names the call.
 
-    Arguments are those of `mla_fusion.kernels.triton.warmup`; `w_uk_t` may be packed.
+    Arguments are those of `mla_fusion.kernels.triton.warmup`; `w_uk_t` of a batch may be packed.
 
     Returns: the number of batch sizes.
     """
-    heads, nope, latent = w_uk_t.shape
-    like: dict[str, Any] = {"dtype": w_uk_t.dtype, "device": w_uk_t.device}
     sizes = sorted({min(2**n, max_tokens) for n in range(max_tokens.bit_length() + 1)})
     for tokens in sizes:
-        q = torch.zeros((tokens, heads, nope + rope_dim), **like)
-        slots = torch.full((tokens,), -1, dtype=torch.int64, device=w_uk_t.device)
-        of = f"for {tokens} tokens ({heads} heads, {q.dtype}, cache {kv_cache.dtype})"
+        inputs = batch(tokens)
+        q, w_uk_t, cache = inputs.q, inputs.w_uk_t, inputs.kv_cache.dtype
+        of = f"for {tokens} tokens ({q.shape[1]} heads, {q.dtype}, cache {cache})"
         if isinstance(w_uk_t, PackedWeight):
             progress(f"mla-fusion: calling AITER's {_PRODUCTS[w_uk_t.kind][0]} {of}")
-            _absorb(q[..., :nope], w_uk_t, None if kv_cache.dtype == q.dtype else q_scale)
+            nope = w_uk_t.shape[1]
+            _absorb(q[..., :nope], w_uk_t, None if cache == q.dtype else inputs.q_scale)
         progress(f"mla-fusion: calling AITER's {_OP} {of}; a first call builds it")
-        fused_mla_decode_prep(
-            q,
-            w_uk_t,
-            torch.zeros((tokens, latent), **like),
-            torch.zeros((tokens, rope_dim), **like),
-            kv_cache,
-            slots,
-            torch.zeros_like(slots),
-            cos_sin_cache,
-            k_scale,
-            q_scale,
-            is_neox=is_neox,
-            q_out=q.new_empty((tokens, heads, latent + rope_dim), dtype=q_dtype),
-        )
-    if w_uk_t.device.type == "cuda":
-        torch.cuda.synchronize(w_uk_t.device)
+        fused_mla_decode_prep(inputs)
+    if q.device.type == "cuda":
+        torch.cuda.synchronize(q.device)
     return len(sizes)
 
 

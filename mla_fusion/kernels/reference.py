@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from mla_fusion.kernels.inputs import Inputs
+
 
 def require() -> None:
     """The reference provider needs only torch."""
@@ -49,45 +51,24 @@ def cast(x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor) -> torch.Tens
     return torch.where(scaled < -largest, -largest, scaled).to(dtype)
 
 
-def fused_mla_decode_prep(
-    q: torch.Tensor,
-    w_uk_t: torch.Tensor,
-    kv_c: torch.Tensor,
-    k_pe: torch.Tensor,
-    kv_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin_cache: torch.Tensor | None,
-    k_scale: torch.Tensor,
-    q_scale: torch.Tensor,
-    *,
-    is_neox: bool,
-    q_out: torch.Tensor,
-) -> torch.Tensor:
+def fused_mla_decode_prep(inputs: Inputs) -> torch.Tensor:
     """See `mla_fusion.kernels.fused_mla_decode_prep`."""
-    latent = w_uk_t.shape[-1]
-    valid = slot_mapping >= 0
-    q_pe, k_rot = q[..., w_uk_t.shape[1] :], k_pe
-    if cos_sin_cache is not None:
-        safe = torch.where(valid, positions, torch.zeros_like(positions))
-        q_pe = rotate(q_pe, safe, cos_sin_cache, is_neox)
-        k_rot = rotate(k_pe, safe, cos_sin_cache, is_neox)
-    query = torch.cat(
-        (
-            cast(absorb(q[..., : w_uk_t.shape[1]], w_uk_t), q_out.dtype, q_scale),
-            cast(q_pe, q_out.dtype, q_scale),
-        ),
-        dim=-1,
-    )
+    q, w_uk_t, q_out, kv_cache = inputs.q, inputs.w_uk_t, inputs.q_out, inputs.kv_cache
+    nope = w_uk_t.shape[1]
+    valid = inputs.slot_mapping >= 0
+    q_pe, k_pe = q[..., nope:], inputs.k_pe
+    if inputs.cos_sin_cache is not None:
+        positions = torch.where(valid, inputs.positions, 0)
+        q_pe = rotate(q_pe, positions, inputs.cos_sin_cache, inputs.is_neox)
+        k_pe = rotate(k_pe, positions, inputs.cos_sin_cache, inputs.is_neox)
+    absorbed = absorb(q[..., :nope], w_uk_t)
+    halves = [cast(half, q_out.dtype, inputs.q_scale) for half in (absorbed, q_pe)]
     # torch has no `where` for fp8: choose between bytes instead.
-    raw = query.view(torch.uint8).masked_fill(~valid.view(-1, 1, 1), 0)
-    q_out.copy_(raw.view(q_out.dtype))
+    query = torch.cat(halves, dim=-1).view(torch.uint8).masked_fill(~valid.view(-1, 1, 1), 0)
+    q_out.copy_(query.view(q_out.dtype))
 
-    slots = slot_mapping[valid]
-    block, entry = slots // kv_cache.shape[1], slots % kv_cache.shape[1]
-    rows = torch.cat(
-        (cast(kv_c, kv_cache.dtype, k_scale), cast(k_rot, kv_cache.dtype, k_scale)), dim=-1
-    )
-    assert rows.shape[-1] == latent + k_pe.shape[-1]
-    kv_cache.view(torch.uint8)[block, entry] = rows.view(torch.uint8)[valid]
+    halves = [cast(half, kv_cache.dtype, inputs.k_scale) for half in (inputs.kv_c, k_pe)]
+    rows = torch.cat(halves, dim=-1).view(torch.uint8)[valid]
+    slots = inputs.slot_mapping[valid]
+    kv_cache.view(torch.uint8)[slots // kv_cache.shape[1], slots % kv_cache.shape[1]] = rows
     return q_out

@@ -16,6 +16,7 @@ import torch
 from mla_fusion.kernels import dispatch
 from mla_fusion.kernels.arithmetic import FP8_DTYPES
 from mla_fusion.kernels.dispatch import Plan
+from mla_fusion.kernels.inputs import Inputs
 
 logger = logging.getLogger(__name__)
 
@@ -86,121 +87,60 @@ def _pad(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-def _check(
-    q: torch.Tensor, w_uk_t: torch.Tensor, q_out: torch.Tensor, **rows: torch.Tensor
-) -> None:
+def _check(inputs: Inputs) -> None:
     """Raise ValueError for what the table of shapes allows and this provider does not."""
-    for name, tensor in {"q": q, **rows}.items():
-        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-            raise ValueError(f"{name} must have a dense last dimension, got {tensor.stride()}")
-    for name, tensor in {"q": q, "w_uk_t": w_uk_t, "q_out": q_out, **rows}.items():
+    for name in ("q", "kv_c", "k_pe", "cos_sin_cache", "kv_cache", "w_uk_t", "q_out"):
+        tensor = getattr(inputs, name)
+        if tensor is None:
+            continue
+        shape, stride = tensor.shape, tensor.stride()
+        if stride[-1] != 1 and shape[-1] > 1 and name != "w_uk_t":
+            raise ValueError(f"{name} must have a dense last dimension, got {stride}")
         if name == "kv_cache":
             continue
-        span = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        span = sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
         if span >= 2**31:
             raise ValueError(f"{name} spans {span} elements; the Triton provider allows 2^31 - 1")
-    for name, tensor in {"kv_cache": rows["kv_cache"], "q_out": q_out}.items():
+    for name in ("kv_cache", "q_out"):
+        tensor = getattr(inputs, name)
         if tensor.dtype == torch.float8_e4m3fnuz and tensor.is_cuda and torch.version.hip is None:
             raise ValueError(f"{name} is float8_e4m3fnuz, a type of AMD GPUs; use float8_e4m3fn")
 
 
-def fused_mla_decode_prep(
-    q: torch.Tensor,
-    w_uk_t: torch.Tensor,
-    kv_c: torch.Tensor,
-    k_pe: torch.Tensor,
-    kv_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin_cache: torch.Tensor | None,
-    k_scale: torch.Tensor,
-    q_scale: torch.Tensor,
-    *,
-    is_neox: bool,
-    q_out: torch.Tensor,
-    plan: Plan | None = None,
-) -> torch.Tensor:
+def fused_mla_decode_prep(inputs: Inputs, plan: Plan | None = None) -> torch.Tensor:
     """See `mla_fusion.kernels.fused_mla_decode_prep`. `plan` overrides the measured choice."""
+    from mla_fusion.kernels import triton_kernels
+
+    q, w_uk_t, q_out = inputs.q, inputs.w_uk_t, inputs.q_out
     tokens, heads, _ = q.shape
     if tokens == 0:
         return q_out
-    rows = {"kv_c": kv_c, "k_pe": k_pe, "kv_cache": kv_cache}
-    if cos_sin_cache is not None:
-        rows["cos_sin_cache"] = cos_sin_cache
-    _check(q, w_uk_t, q_out, **rows)
+    _check(inputs)
     if plan is None:
         table = dispatch.device_table(q.device)
         plan = dispatch.choose(tokens, heads, q_out.dtype in FP8_DTYPES, table)
     plan = dispatch.fit(plan, _pad(w_uk_t.shape[1]), q.element_size())
     product, staged = "here", q_out
     if plan.mode == "split":
-        nope, latent = w_uk_t.shape[1:]
-        product, target = "done", q_out[..., :latent]
-        if q_out.dtype != q.dtype:
-            # The one allocation of this provider, and only where the table asks for it: torch's
-            # product cannot write fp8. Under capture it comes from the graph's own pool.
-            product, target = "staged", q.new_empty((tokens, heads, latent))
-            staged = target
-        torch.bmm(q[..., :nope].transpose(0, 1), w_uk_t, out=target.transpose(0, 1))
-    _launch(
-        plan,
-        product,
-        staged,
-        q,
-        w_uk_t,
-        kv_c,
-        k_pe,
-        kv_cache,
-        slot_mapping,
-        positions,
-        cos_sin_cache,
-        k_scale,
-        q_scale,
-        is_neox,
-        q_out,
-    )
+        product, staged = _torch_product(inputs)
+    args, options = launch_arguments(plan, product, staged, inputs)
+    grid = (programs(plan, product, tokens, heads, w_uk_t.shape[2]),)
+    triton_kernels.prep_kernel[grid](*args, **options)
     return q_out
 
 
-def _launch(
-    plan: Plan,
-    product: str,
-    staged: torch.Tensor,
-    q: torch.Tensor,
-    w_uk_t: torch.Tensor,
-    kv_c: torch.Tensor,
-    k_pe: torch.Tensor,
-    kv_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin_cache: torch.Tensor | None,
-    k_scale: torch.Tensor,
-    q_scale: torch.Tensor,
-    is_neox: bool,
-    q_out: torch.Tensor,
-) -> None:
-    """Launch `prep_kernel`; `product` and `staged` are its PRODUCT and `latent_ptr`."""
-    from mla_fusion.kernels import triton_kernels
-
-    args, options = launch_arguments(
-        plan,
-        product,
-        staged,
-        q,
-        w_uk_t,
-        kv_c,
-        k_pe,
-        kv_cache,
-        slot_mapping,
-        positions,
-        cos_sin_cache,
-        k_scale,
-        q_scale,
-        is_neox,
-        q_out,
-    )
-    grid = (programs(plan, product, q.shape[0], q.shape[1], w_uk_t.shape[2]),)
-    triton_kernels.prep_kernel[grid](*args, **options)
+def _torch_product(inputs: Inputs) -> tuple[str, torch.Tensor]:
+    """torch.bmm for the absorb product; returns PRODUCT and `latent_ptr` of `prep_kernel`."""
+    q, w_uk_t, q_out = inputs.q, inputs.w_uk_t, inputs.q_out
+    _, nope, latent = w_uk_t.shape
+    product, staged, target = "done", q_out, q_out[..., :latent]
+    if q_out.dtype != q.dtype:
+        # The one allocation of this provider, and only where the table asks for it: torch's
+        # product cannot write fp8. Under capture it comes from the graph's own pool.
+        product, target = "staged", q.new_empty((*q.shape[:2], latent))
+        staged = target
+    torch.bmm(q[..., :nope].transpose(0, 1), w_uk_t, out=target.transpose(0, 1))
+    return product, staged
 
 
 def programs(plan: Plan, product: str, tokens: int, heads: int, latent: int) -> int:
@@ -212,57 +152,36 @@ def programs(plan: Plan, product: str, tokens: int, heads: int, latent: int) -> 
 
 
 def launch_arguments(
-    plan: Plan,
-    product: str,
-    staged: torch.Tensor,
-    q: torch.Tensor,
-    w_uk_t: torch.Tensor,
-    kv_c: torch.Tensor,
-    k_pe: torch.Tensor,
-    kv_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin_cache: torch.Tensor | None,
-    k_scale: torch.Tensor,
-    q_scale: torch.Tensor,
-    is_neox: bool,
-    q_out: torch.Tensor,
+    plan: Plan, product: str, staged: torch.Tensor, inputs: Inputs
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional arguments and keywords of `prep_kernel` (also for compiling without a GPU)."""
+    """Positional arguments and keywords of `prep_kernel` (also for compiling without a GPU).
+
+    `product` and `staged` are its PRODUCT and `latent_ptr`.
+    """
+    q, kv_c, k_pe, angles = inputs.q, inputs.kv_c, inputs.k_pe, inputs.cos_sin_cache
     tokens, heads, _ = q.shape
-    _, nope, latent = w_uk_t.shape
-    rope = k_pe.shape[1]
     # With one token the row strides mean nothing; a fixed value keeps them from costing the
     # aligned variant, so that every batch size of a bucket runs what the warm-up compiled.
     strides = [q.stride(0), kv_c.stride(0), k_pe.stride(0)] if tokens > 1 else [0, 0, 0]
     align = 16 // q.element_size()
     if any(stride % align for stride in strides):
         align = 1
-    strides = [stride // align for stride in strides]
+    q_row, kv_c_row, k_pe_row = (stride // align for stride in strides)
     args = (
-        q,
-        w_uk_t,
-        kv_c,
-        k_pe,
-        kv_cache,
-        slot_mapping,
-        positions,
-        positions if cos_sin_cache is None else cos_sin_cache,
-        k_scale,
-        q_scale,
-        q_out,
-        staged,
-        tokens,
-        heads,
-        strides[0],
-        q.stride(1),
-        *w_uk_t.stride(),
-        strides[1],
-        strides[2],
-        kv_cache.stride(0),
-        kv_cache.stride(1),
-        0 if cos_sin_cache is None else cos_sin_cache.stride(0),
-    )
+        q, inputs.w_uk_t, kv_c, k_pe, inputs.kv_cache, inputs.slot_mapping, inputs.positions,
+        inputs.positions if angles is None else angles,
+        inputs.k_scale, inputs.q_scale, inputs.q_out, staged,
+        tokens, heads, q_row, q.stride(1), *inputs.w_uk_t.stride(), kv_c_row, k_pe_row,
+        *inputs.kv_cache.stride()[:2], 0 if angles is None else angles.stride(0),
+    )  # fmt: skip
+    return args, _options(plan, product, align, inputs)
+
+
+def _options(plan: Plan, product: str, align: int, inputs: Inputs) -> dict[str, Any]:
+    """The constants of `prep_kernel` and the options of its launch."""
+    w_uk_t, kv_cache, q_out = inputs.w_uk_t, inputs.kv_cache, inputs.q_out
+    heads, nope, latent = w_uk_t.shape
+    rope = inputs.k_pe.shape[1]
     options: dict[str, Any] = {
         "P": nope,
         "R": rope,
@@ -271,8 +190,8 @@ def launch_arguments(
         "R_PAD": _pad(rope),
         "L_PAD": _pad(latent),
         "BLOCK_SIZE": kv_cache.shape[1],
-        "ROPE": cos_sin_cache is not None,
-        "NEOX": is_neox,
+        "ROPE": inputs.cos_sin_cache is not None,
+        "NEOX": inputs.is_neox,
         "Q_LIMIT": _limit(q_out),
         "K_LIMIT": _limit(kv_cache),
         "ALIGN": align,
@@ -295,63 +214,40 @@ def launch_arguments(
     }
     if plan.pdl:
         options["launch_pdl"] = True
-    return args, options
+    return options
 
 
 def warmup(
-    w_uk_t: torch.Tensor,
-    kv_cache: torch.Tensor,
-    cos_sin_cache: torch.Tensor | None,
-    k_scale: torch.Tensor,
-    q_scale: torch.Tensor,
-    *,
-    rope_dim: int,
-    is_neox: bool,
-    q_dtype: torch.dtype,
+    batch: Callable[[int], Inputs],
     max_tokens: int,
     progress: Callable[[str], None] = logger.info,
 ) -> int:
     """Compile every configuration that batches of 1 to `max_tokens` tokens can use.
 
-    It launches them on the layer's own weights and cache with every slot below 0, so that nothing
-    of the cache changes. Call it once per layer shape, before the first request and before graph
-    capture; a second call costs only the launches.
+    Call it once per layer shape, before the first request and before graph capture; a second call
+    costs only the launches.
 
-    Rows of the activations are dense here. Where those of a batch do not begin at multiples of 16
-    bytes (k_pe cut out of a projection of odd width, say), the first such batch compiles a variant
-    of its own: run one before capture.
+    The activations of a padded batch are dense. Where the rows of a real one do not begin at
+    multiples of 16 bytes (k_pe cut out of a projection of odd width, say), the first such batch
+    compiles a variant of its own: run one before capture.
 
-    Arguments are those of `fused_mla_decode_prep`, and:
-        rope_dim: R.
-        q_dtype: the type of q_out.
+    Arguments:
+        batch: makes a batch of so many padded rows: `mla_fusion.kernels.padded_batch` for a layer.
         max_tokens: the largest batch of the decode bucket.
         progress: called with one line per configuration.
 
     Returns: the number of configurations.
     """
-    heads, nope, latent = w_uk_t.shape
-    table = dispatch.device_table(w_uk_t.device)
-    plans = dispatch.representatives(max_tokens, heads, q_dtype in FP8_DTYPES, table)
+    one = batch(1)
+    heads, device = one.q.shape[1], one.q.device
+    table = dispatch.device_table(device)
+    plans = dispatch.representatives(max_tokens, heads, one.q_out.dtype in FP8_DTYPES, table)
     for done, (plan, tokens) in enumerate(plans.items(), start=1):
         progress(
             f"mla-fusion: compiling Triton configuration {done} of {len(plans)} "
             f"({heads} heads, from {tokens} tokens, {plan.mode})"
         )
-        fused_mla_decode_prep(
-            w_uk_t.new_zeros((tokens, heads, nope + rope_dim)),
-            w_uk_t,
-            w_uk_t.new_zeros((tokens, latent)),
-            w_uk_t.new_zeros((tokens, rope_dim)),
-            kv_cache,
-            torch.full((tokens,), -1, dtype=torch.int64, device=w_uk_t.device),
-            torch.zeros((tokens,), dtype=torch.int64, device=w_uk_t.device),
-            cos_sin_cache,
-            k_scale,
-            q_scale,
-            is_neox=is_neox,
-            q_out=w_uk_t.new_empty((tokens, heads, latent + rope_dim), dtype=q_dtype),
-            plan=plan,
-        )
-    if w_uk_t.is_cuda:
-        torch.cuda.synchronize(w_uk_t.device)
+        fused_mla_decode_prep(batch(tokens), plan)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return len(plans)

@@ -5,20 +5,13 @@ from __future__ import annotations
 import torch
 
 from mla_fusion.kernels.arithmetic import FP8_DTYPES
+from mla_fusion.kernels.inputs import Inputs
 
 
-def validate(
-    q: torch.Tensor,
-    w_uk_t: torch.Tensor,
-    kv_c: torch.Tensor,
-    k_pe: torch.Tensor,
-    kv_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin_cache: torch.Tensor | None,
-    q_out: torch.Tensor,
-) -> None:
+def validate(inputs: Inputs) -> None:
     """Raise ValueError with the offending argument unless shapes and types fit together."""
+    q, w_uk_t, q_out = inputs.q, inputs.w_uk_t, inputs.q_out
+    kv_cache, angles = inputs.kv_cache, inputs.cos_sin_cache
 
     def check(name: str, ok: bool, want: str, got: object) -> None:
         if not ok:
@@ -30,41 +23,26 @@ def validate(
     _, nope, latent = w_uk_t.shape
     rope = head_dim - nope
     act = q.dtype
-    expected = {
-        "w_uk_t": (w_uk_t, (heads, nope, latent), (act,)),
-        "kv_c": (kv_c, (tokens, latent), (act,)),
-        "k_pe": (k_pe, (tokens, rope), (act,)),
-        "q_out": (q_out, (tokens, heads, latent + rope), (act, *FP8_DTYPES)),
-        "slot_mapping": (slot_mapping, (tokens,), (torch.int64,)),
-        "positions": (positions, (tokens,), (torch.int64,)),
+    expected: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]] = {
+        "w_uk_t": ((heads, nope, latent), (act,)),
+        "kv_c": ((tokens, latent), (act,)),
+        "k_pe": ((tokens, rope), (act,)),
+        "q_out": ((tokens, heads, latent + rope), (act, *FP8_DTYPES)),
+        "slot_mapping": ((tokens,), (torch.int64,)),
+        "positions": ((tokens,), (torch.int64,)),
     }
-    for name, (tensor, shape, dtypes) in expected.items():
+    for name, (shape, dtypes) in expected.items():
+        tensor = getattr(inputs, name)
         check(name, tensor.shape == shape, f"of shape {shape}", tuple(tensor.shape))
         check(name, tensor.dtype in dtypes, " or ".join(map(str, dtypes)), tensor.dtype)
-    check(
-        "kv_cache",
-        kv_cache.dim() == 3 and kv_cache.shape[2] == latent + rope,
-        f"[blocks, block_size, {latent + rope}]",
-        tuple(kv_cache.shape),
-    )
+    entry = kv_cache.dim() == 3 and kv_cache.shape[2] == latent + rope
+    check("kv_cache", entry, f"[blocks, block_size, {latent + rope}]", tuple(kv_cache.shape))
     check("kv_cache", kv_cache.dtype in (act, *FP8_DTYPES), f"{act} or fp8", kv_cache.dtype)
-    check(
-        "q_out",
-        q_out.dtype == act or q_out.dtype == kv_cache.dtype,
-        "fp8 only with a cache of the same fp8 type",
-        q_out.dtype,
-    )
+    typed = q_out.dtype == act or q_out.dtype == kv_cache.dtype
+    check("q_out", typed, "fp8 only with a cache of the same fp8 type", q_out.dtype)
     check("q_out", q_out.is_contiguous(), "dense", q_out.stride())
-    if cos_sin_cache is not None:
-        check(
-            "cos_sin_cache",
-            cos_sin_cache.dim() == 2 and cos_sin_cache.shape[1] == rope,
-            f"[max_position, {rope}]",
-            tuple(cos_sin_cache.shape),
-        )
-        check(
-            "cos_sin_cache",
-            cos_sin_cache.dtype in (act, torch.float32),
-            f"{act} or torch.float32",
-            cos_sin_cache.dtype,
-        )
+    if angles is not None:
+        wide = angles.dim() == 2 and angles.shape[1] == rope
+        check("cos_sin_cache", wide, f"[max_position, {rope}]", tuple(angles.shape))
+        typed = angles.dtype in (act, torch.float32)
+        check("cos_sin_cache", typed, f"{act} or torch.float32", angles.dtype)

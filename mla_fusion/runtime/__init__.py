@@ -25,6 +25,7 @@ from mla_fusion import kernels, ops
 from mla_fusion.config import vllm_compat
 from mla_fusion.kernels import arithmetic
 from mla_fusion.kernels.capture import refuse_during_capture
+from mla_fusion.kernels.inputs import Inputs, padded_batch
 from mla_fusion.ops import Rope, Variant
 from mla_fusion.runtime import step_plan
 
@@ -79,7 +80,7 @@ def fused_decode_prep(
     if cos_sin_cache is not None:
         cos_sin_cache = _table(cos_sin_cache, rope, q.dtype)
     try:
-        kernels.get_provider(provider).fused_mla_decode_prep(
+        inputs = Inputs(
             q[:rows],
             _absorb_weight(layer),
             kv_c[:rows],
@@ -90,9 +91,10 @@ def fused_decode_prep(
             cos_sin_cache,
             k_scale,
             layer._q_scale,
-            is_neox=is_neox,
-            q_out=prepared_q[:rows],
+            is_neox,
+            prepared_q[:rows],
         )
+        kernels.get_provider(provider).fused_mla_decode_prep(inputs)
     except Exception as error:
         name = vllm_compat.layer_name_str(layer_name)
         _explain(error, provider, f"in a decode step of {rows} rows, in layer {name}")
@@ -256,18 +258,18 @@ def warm_up(
                 dtype = getattr(torch, variant.table_dtype)
                 table = torch.zeros((1, variant.rope_dim), dtype=dtype, device=weight.device)
             try:
-                module.warmup(
-                    weight,
-                    _cache_view(layer.kv_cache, layer.kv_cache_dtype),
-                    table,
-                    layer._k_scale,
-                    layer._q_scale,
+                batch = functools.partial(
+                    padded_batch,
+                    w_uk_t=weight,
+                    kv_cache=_cache_view(layer.kv_cache, layer.kv_cache_dtype),
+                    cos_sin_cache=table,
+                    k_scale=layer._k_scale,
+                    q_scale=layer._q_scale,
                     rope_dim=variant.rope_dim,
                     is_neox=variant.is_neox,
                     q_dtype=getattr(torch, variant.query_dtype),
-                    max_tokens=max_tokens,
-                    progress=_show,
                 )
+                module.warmup(batch, max_tokens, progress=_show)
             except Exception as error:
                 _explain(error, provider, f"to prepare its kernels for up to {max_tokens} tokens")
                 raise

@@ -19,7 +19,7 @@ SLOTS, POSITIONS = (3, 17, -1, 40, 0), (3, 1, 99, 4, 0)
 def provider(
     cache: torch.dtype = torch.bfloat16, query: torch.dtype = torch.bfloat16, seed: int = 0
 ) -> dict[str, Any]:
-    """Arguments of `mla_fusion.kernels.aiter.fused_mla_decode_prep`, less is_neox."""
+    """The `Inputs` of the provider, less is_neox."""
     g = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch
 
 from mla_fusion.kernels import aiter as provider
 from mla_fusion.kernels import reference
+from mla_fusion.kernels.inputs import Inputs
 from tests import aiter_double
 from tests.aiter_double import calls
 from tests.aiter_double.fused_rules import RULES
@@ -26,7 +27,7 @@ def test_the_provider_keeps_every_rule(double):
         with rule.named():
             if rule.library == RAISED:
                 with pytest.raises(ValueError, match=re.escape(rule.refused)):
-                    provider.fused_mla_decode_prep(**ours, is_neox=False)
+                    provider.fused_mla_decode_prep(Inputs(**ours, is_neox=False))
                 assert not double.calls(FUSED)
                 continue
             theirs = {**ours, **{name: ours[name].clone() for name in ("kv_cache", "q_out")}}
@@ -38,8 +39,8 @@ def assert_equal_to_the_reference(double, ours, theirs, is_neox):
     """Both compute from equal arguments; AITER takes cosines in the activation type."""
     if theirs["cos_sin_cache"] is not None:
         theirs["cos_sin_cache"] = theirs["cos_sin_cache"].bfloat16()
-    provider.fused_mla_decode_prep(**ours, is_neox=is_neox)
-    reference.fused_mla_decode_prep(**theirs, is_neox=is_neox)
+    provider.fused_mla_decode_prep(Inputs(**ours, is_neox=is_neox))
+    reference.fused_mla_decode_prep(Inputs(**theirs, is_neox=is_neox))
     assert_same(double, ours, theirs)
 
 
@@ -71,7 +72,7 @@ def test_a_padded_row_is_left_alone_by_aiter_and_zeroed_by_the_provider(double):
     assert good["q_out"][2].eq(7).all()
     ours = calls.provider()
     ours["positions"][2] = 2**40  # nothing may read it
-    provider.fused_mla_decode_prep(**ours, is_neox=False)
+    provider.fused_mla_decode_prep(Inputs(**ours, is_neox=False))
     assert ours["q_out"][2].eq(0).all()
     untouched = calls.provider()["kv_cache"].flatten(0, 1)[41:]
     assert torch.equal(ours["kv_cache"].flatten(0, 1)[41:], untouched)
@@ -80,7 +81,7 @@ def test_a_padded_row_is_left_alone_by_aiter_and_zeroed_by_the_provider(double):
 def test_tables_are_split_and_cast_once(double):
     given = calls.provider()
     for _ in range(2):
-        provider.fused_mla_decode_prep(**given, is_neox=False)
+        provider.fused_mla_decode_prep(Inputs(**given, is_neox=False))
     first, second = (call["cos_cache"] for call in double.calls(FUSED))
     assert first.data_ptr() == second.data_ptr()
 
@@ -92,7 +93,7 @@ def test_tables_of_models_without_rope_fit_each_width(double):
         given["k_pe"] = given["k_pe"][:, :rope]
         given["kv_cache"] = given["kv_cache"][..., : calls.L + rope].contiguous()
         given["q_out"] = given["q_out"][..., : calls.L + rope].contiguous()
-        provider.fused_mla_decode_prep(**given, is_neox=True)
+        provider.fused_mla_decode_prep(Inputs(**given, is_neox=True))
     assert [call["cos_cache"].shape for call in double.calls(FUSED)] == [(1, 32), (1, 16)]
     assert all(call["positions"].eq(0).all() for call in double.calls(FUSED))
 
@@ -103,7 +104,7 @@ def test_the_stride_between_rows_does_not_matter_where_there_is_one(double):
     given |= {name: given[name][:1].contiguous() for name in rows}
     given["q_out"] = given["q_out"][:1]
     given["k_pe"] = given["k_pe"].as_strided((1, calls.R), (1, 1))
-    provider.fused_mla_decode_prep(**given, is_neox=False)
+    provider.fused_mla_decode_prep(Inputs(**given, is_neox=False))
     assert len(double.calls(FUSED)) == 1
 
 

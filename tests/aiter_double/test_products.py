@@ -6,6 +6,7 @@ import torch
 from mla_fusion.kernels import aiter as provider
 from mla_fusion.kernels import reference
 from mla_fusion.kernels.aiter import PackedWeight
+from mla_fusion.kernels.inputs import Inputs
 from tests import aiter_double
 from tests.aiter_double import calls, numbers
 from tests.aiter_double.calls import L, P
@@ -41,7 +42,7 @@ def run(double, kind, cache, query):
     q = rounded_query(kind, given["q"][..., :P], fp8)
     absorbed = torch.einsum("thp,hpl->thl", q, wide)
     given["w_uk_t"] = weight
-    provider.fused_mla_decode_prep(**given, is_neox=False)
+    provider.fused_mla_decode_prep(Inputs(**given, is_neox=False))
     return given, absorbed
 
 
@@ -104,5 +105,5 @@ def test_a_packed_weight_is_refused_for_other_activations_than_bf16(kind):
         for name in ("q", "kv_c", "k_pe", "kv_cache", "q_out"):
             given[name] = given[name].half()
         with pytest.raises(ValueError, match=f"{kind} product is one of bf16: q is torch.float16"):
-            provider.fused_mla_decode_prep(**given, is_neox=False)
+            provider.fused_mla_decode_prep(Inputs(**given, is_neox=False))
         assert not double.counts()

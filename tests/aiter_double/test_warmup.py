@@ -1,10 +1,13 @@
 """The warm-up calls every op of AITER, so that it is built before the first request."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from mla_fusion import kernels, runtime
 from mla_fusion.kernels import aiter as provider
+from mla_fusion.kernels.inputs import padded_batch
 from mla_fusion.report import Variant
 from tests import aiter_double
 from tests.aiter_double import Aborted, calls
@@ -18,13 +21,13 @@ BF16 = torch.bfloat16
 PRODUCTS = {"plain": None, "fp4": FP4_PRODUCT, "fp8": FP8_PRODUCT}
 
 
-def arguments(double, kind, cache, query):
+def layer(double, kind, cache, query):
     given = calls.provider(cache, query)
     kept = ("kv_cache", "cos_sin_cache", "k_scale", "q_scale")
     weight = given["w_uk_t"]
     if kind != "plain":
         weight, _ = packed(kind, weight, double.arch.fp8)
-    others = {"rope_dim": R, "is_neox": False, "q_dtype": query, "max_tokens": 5}
+    others = {"rope_dim": R, "is_neox": False, "q_dtype": query}
     return {"w_uk_t": weight} | {name: given[name] for name in kept} | others
 
 
@@ -35,11 +38,11 @@ def test_every_op_is_called_as_a_step_calls_it(kind, types, rotated):
     lines: list[str] = []
     with aiter_double.installed("gfx950") as double:
         cache = BF16 if types == "bf16" else double.arch.fp8
-        given = arguments(double, kind, cache, cache if types == "fp8" else BF16)
+        given = layer(double, kind, cache, cache if types == "fp8" else BF16)
         if not rotated:
             given["cos_sin_cache"] = None
         before = given["kv_cache"].view(torch.uint8).clone()
-        assert provider.warmup(**given, progress=lines.append) == 4
+        assert provider.warmup(partial(padded_batch, **given), 5, progress=lines.append) == 4
         made = double.calls(FUSED)
         assert [call["q_nope"].shape for call in made] == [(n, H, L) for n in (1, 2, 4, 5)]
         assert all((call["slot_mapping"] == -1).all() for call in made)
@@ -59,11 +62,11 @@ def test_the_last_line_names_the_call_that_ended_the_process(monkeypatch, kind, 
         raise Aborted("a check failed")
 
     with aiter_double.installed("gfx950") as double:
-        given = arguments(double, kind, BF16, BF16)
+        given = layer(double, kind, BF16, BF16)
         module = "aiter" if op == FUSED else f"aiter.ops.triton.{op}"
         monkeypatch.setattr(double.modules[module], op, abort)
         with pytest.raises(Aborted):
-            provider.warmup(**given, progress=lines.append)
+            provider.warmup(partial(padded_batch, **given), 5, progress=lines.append)
     assert f"AITER's {op} for 1 tokens (8 heads, torch.bfloat16, cache torch.bfloat16)" in lines[-1]
 
 

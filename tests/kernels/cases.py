@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from mla_fusion.kernels import reference
+from mla_fusion.kernels.inputs import Inputs, padded_batch
 
 POISON = 0x5A
 
@@ -34,16 +38,14 @@ class Case:
 
 
 @dataclasses.dataclass
-class Inputs:
-    """Arguments of `fused_mla_decode_prep`, with the storage behind the cache."""
+class Call:
+    """Arguments of one call, and the storage that `inputs.kv_cache` is a view of."""
 
-    arguments: dict[str, torch.Tensor | None]
-    is_neox: bool
-    query: torch.dtype
+    inputs: Inputs
     storage: torch.Tensor
 
 
-def build(case: Case, device: str = "cpu") -> Inputs:
+def build(case: Case, device: str = "cpu") -> Call:
     """Random inputs; the cache and all gaps of its storage are poisoned."""
     generator = torch.Generator().manual_seed(case.seed)
 
@@ -70,43 +72,42 @@ def build(case: Case, device: str = "cpu") -> Inputs:
     for row in case.padded:
         if row < case.tokens:
             slots[row], positions[row] = -1, 10**12
-    return Inputs(
-        arguments={
-            "q": rows(case.tokens, case.heads, case.nope + case.rope),
-            "w_uk_t": (random(case.heads, case.nope, case.latent) / case.nope**0.5)
-            .to(case.act)
-            .to(device),
-            "kv_c": rows(case.tokens, case.latent),
-            "k_pe": rows(case.tokens, case.rope),
-            "kv_cache": cache,
-            "slot_mapping": slots.to(device),
-            "positions": positions.to(device),
-            "cos_sin_cache": None
-            if case.angles is None
-            else random(64, case.rope).clamp(-1, 1).to(case.angles).to(device),
-            "k_scale": torch.tensor([0.031], device=device),
-            "q_scale": torch.tensor([0.017], device=device),
-        },
+    weight = (random(case.heads, case.nope, case.latent) / case.nope**0.5).to(case.act)
+    angles = case.angles and random(64, case.rope).clamp(-1, 1).to(case.angles).to(device)
+    inputs = Inputs(
+        q=rows(case.tokens, case.heads, case.nope + case.rope),
+        w_uk_t=weight.to(device),
+        kv_c=rows(case.tokens, case.latent),
+        k_pe=rows(case.tokens, case.rope),
+        kv_cache=cache,
+        slot_mapping=slots.to(device),
+        positions=positions.to(device),
+        cos_sin_cache=angles,
+        k_scale=torch.tensor([0.031], device=device),
+        q_scale=torch.tensor([0.017], device=device),
         is_neox=case.neox,
-        query=case.query,
-        storage=storage,
+        q_out=torch.empty(case.tokens, case.heads, width, dtype=case.query, device=device),
     )
+    return Call(inputs, storage)
 
 
-def run(module: object, inputs: Inputs, **extra: object) -> tuple[torch.Tensor, torch.Tensor]:
-    """Call a provider on a copy of the cache; returns the query and the raw cache storage."""
-    q, w = inputs.arguments["q"], inputs.arguments["w_uk_t"]
-    rope = inputs.arguments["k_pe"].shape[1]
-    out = torch.empty(*q.shape[:2], w.shape[2] + rope, dtype=inputs.query, device=q.device)
+def run(module: Any, call: Call, **extra: object) -> tuple[torch.Tensor, torch.Tensor]:
+    """Call a provider on copies of the outputs; returns the query and the raw cache storage."""
+    out = torch.empty_like(call.inputs.q_out)
     out.view(torch.uint8).fill_(POISON)
-    cache = inputs.arguments["kv_cache"]
-    storage = inputs.storage.clone()
+    cache, storage = call.inputs.kv_cache, call.storage.clone()
     copy = storage.view(cache.dtype).as_strided(cache.shape, cache.stride())
-    result = module.fused_mla_decode_prep(
-        **{**inputs.arguments, "kv_cache": copy}, is_neox=inputs.is_neox, q_out=out, **extra
-    )
-    assert result is out
+    inputs = call.inputs._replace(kv_cache=copy, q_out=out)
+    assert module.fused_mla_decode_prep(inputs, **extra) is out
     return out, storage
+
+
+def padded(call: Call) -> Callable[[int], Inputs]:
+    """What makes padded batches for the layer of `call`, as a warm-up takes it."""
+    names = ("w_uk_t", "kv_cache", "cos_sin_cache", "k_scale", "q_scale", "is_neox")
+    layer = {name: getattr(call.inputs, name) for name in names}
+    rope, query = call.inputs.k_pe.shape[1], call.inputs.q_out.dtype
+    return functools.partial(padded_batch, **layer, rope_dim=rope, q_dtype=query)
 
 
 def steps(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
@@ -167,7 +168,7 @@ def judge(inputs: Inputs, got: torch.Tensor, want: torch.Tensor) -> Judgement:
     The rotated half must be equal. The absorbed half must be within one step, or be what an fp32
     sum in some order gives; in fp8 one step is the limit and one element in a thousand may use it.
     """
-    q, w = inputs.arguments["q"], inputs.arguments["w_uk_t"]
+    q, w = inputs.q, inputs.w_uk_t
     nope, latent = w.shape[1:]
     distance = steps(got, want)
     equal = float((distance == 0).double().mean()) if distance.numel() else 1.0
@@ -188,12 +189,12 @@ def judge(inputs: Inputs, got: torch.Tensor, want: torch.Tensor) -> Judgement:
     )
 
 
-def check_against_reference(module: object, inputs: Inputs, **extra: object) -> None:
+def check_against_reference(module: Any, call: Call, **extra: object) -> None:
     """Query as `judge` wants it, cache equal to the reference's, no stray bytes."""
-    got, got_cache = run(module, inputs, **extra)
-    want, want_cache = run(reference, inputs)
-    judgement = judge(inputs, got, want)
+    got, got_cache = run(module, call, **extra)
+    want, want_cache = run(reference, call)
+    judgement = judge(call.inputs, got, want)
     assert judgement.wrong == 0, judgement
     assert torch.equal(got_cache, want_cache), f"{int((got_cache != want_cache).sum())} bytes"
-    padded = inputs.arguments["slot_mapping"] < 0
+    padded = call.inputs.slot_mapping < 0
     assert not got.view(torch.uint8)[padded].any()

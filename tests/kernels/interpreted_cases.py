@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -158,10 +159,9 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("plan", DIRECT.values(), ids=DIRECT)
 @pytest.mark.parametrize("case", DIRECT_CASES.values(), ids=DIRECT_CASES)
 def test_direct_stores_agree(case: cases.Case, plan: Plan) -> None:
-    inputs = cases.build(case)
-    query = torch.empty(0, dtype=case.query)
-    assert provider._direct(plan, inputs.arguments["w_uk_t"], query)
-    cases.check_against_reference(provider, inputs, plan=plan)
+    call = cases.build(case)
+    assert provider._direct(plan, call.inputs.w_uk_t, call.inputs.q_out)
+    cases.check_against_reference(provider, call, plan=plan)
 
 
 @pytest.mark.usefixtures("hopper")
@@ -189,58 +189,45 @@ def test_default_plans_agree() -> None:
 
 
 def test_no_tokens_no_launch() -> None:
-    inputs = cases.build(cases.Case(tokens=0, padded=()))
-    out, storage = cases.run(provider, inputs)
+    out, storage = cases.run(provider, cases.build(cases.Case(tokens=0, padded=())))
     assert out.shape[0] == 0 and bool((storage == cases.POISON).all())
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_overflow_saturates_and_nan_stays_nan(plan: Plan) -> None:
-    inputs = cases.build(cases.Case(tokens=3, padded=()))
-    q, kv_c = inputs.arguments["q"], inputs.arguments["kv_c"]
+    call = cases.build(cases.Case(tokens=3, padded=()))
+    q, kv_c = call.inputs.q, call.inputs.kv_c
     q[0] = 1e6
     q[1, 0, 0] = torch.nan
     q[1, 1, -1] = torch.nan
     kv_c[0], kv_c[2, 3] = -1e9, torch.nan
-    cases.check_against_reference(provider, inputs, plan=plan)
-    out, _ = cases.run(provider, inputs, plan=plan)
+    cases.check_against_reference(provider, call, plan=plan)
+    out, _ = cases.run(provider, call, plan=plan)
     assert not out[0].float().isnan().any() and out[0].float().abs().max() == 448
     assert out[1, 0, :64].float().isnan().all()
 
 
 def test_a_planted_bug_is_seen() -> None:
     """The comparison bites: a kernel that believes NeoX is GPT-J does not pass."""
-    inputs = cases.build(cases.Case(neox=True))
-    wrong = type("Wrong", (), {})()
-    wrong.fused_mla_decode_prep = lambda **k: provider.fused_mla_decode_prep(
-        **{**k, "is_neox": False}
+    wrong = types.SimpleNamespace(
+        fused_mla_decode_prep=lambda inputs: provider.fused_mla_decode_prep(
+            inputs._replace(is_neox=False)
+        )
     )
     with pytest.raises(AssertionError):
-        cases.check_against_reference(wrong, inputs)
+        cases.check_against_reference(wrong, cases.build(cases.Case(neox=True)))
 
 
 def test_warmup_covers_the_bucket_and_leaves_the_cache_alone() -> None:
-    inputs = cases.build(cases.Case())
-    arguments, lines = inputs.arguments, []
-    count = provider.warmup(
-        arguments["w_uk_t"],
-        arguments["kv_cache"],
-        arguments["cos_sin_cache"],
-        arguments["k_scale"],
-        arguments["q_scale"],
-        rope_dim=16,
-        is_neox=False,
-        q_dtype=FN,
-        max_tokens=20,
-        progress=lines.append,
-    )
+    call, lines = cases.build(cases.Case()), []
+    count = provider.warmup(cases.padded(call), 20, progress=lines.append)
     plans = {dispatch.choose(tokens, 3, True, None) for tokens in range(1, 21)}
     assert count == len(lines) == len(plans)
-    assert bool((inputs.storage == cases.POISON).all())
+    assert bool((call.storage == cases.POISON).all())
 
 
 def test_rejects_what_it_cannot_address() -> None:
-    inputs = cases.build(cases.Case())
-    inputs.arguments["kv_c"] = inputs.arguments["kv_c"].t().contiguous().t()
+    call = cases.build(cases.Case())
+    call.inputs = call.inputs._replace(kv_c=call.inputs.kv_c.t().contiguous().t())
     with pytest.raises(ValueError, match="kv_c must have a dense last dimension"):
-        cases.run(provider, inputs)
+        cases.run(provider, call)

@@ -16,6 +16,7 @@ from compiled import Report, compile_for, read_amd, report
 from mla_fusion.kernels import dispatch, triton_kernels
 from mla_fusion.kernels import triton as provider
 from mla_fusion.kernels.dispatch import Plan
+from mla_fusion.kernels.inputs import Inputs
 
 FP8 = {
     "gfx942": torch.float8_e4m3fnuz,
@@ -39,27 +40,24 @@ def arguments(
     def meta(*shape: int, dtype: torch.dtype = act) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    q_out = meta(tokens, 16, 576, dtype=fp8)
-    launch = (
-        dispatch.fit(plan, 128, 2),
-        "done" if plan.mode == "split" else "here",
-        q_out,
-        meta(tokens, 16, 192),
-        meta(16, 128, 512),
-        meta(tokens, 512),
-        meta(tokens, 2112)[:, -64:],
-        meta(64, 64, 576, dtype=fp8),
-        meta(tokens, dtype=torch.int64),
-        meta(tokens, dtype=torch.int64),
-        meta(4096, 64, dtype=torch.float32),
-        meta(1, dtype=torch.float32),
-        meta(1, dtype=torch.float32),
-        neox,
-        q_out,
+    inputs = Inputs(
+        q=meta(tokens, 16, 192),
+        w_uk_t=meta(16, 128, 512),
+        kv_c=meta(tokens, 512),
+        k_pe=meta(tokens, 2112)[:, -64:],
+        kv_cache=meta(64, 64, 576, dtype=fp8),
+        slot_mapping=meta(tokens, dtype=torch.int64),
+        positions=meta(tokens, dtype=torch.int64),
+        cos_sin_cache=meta(4096, 64, dtype=torch.float32),
+        k_scale=meta(1, dtype=torch.float32),
+        q_scale=meta(1, dtype=torch.float32),
+        is_neox=neox,
+        q_out=meta(tokens, 16, 576, dtype=fp8),
     )
+    product = "done" if plan.mode == "split" else "here"
     nvidia = target == "sm_90"
     with mock.patch.object(provider, "_is_hopper", return_value=nvidia):
-        args, options = provider.launch_arguments(*launch)
+        args, options = provider.launch_arguments(plan, product, inputs.q_out, inputs)
     if nvidia:
         # Its conversions saturate by themselves, which the provider sees by the tensor's device.
         options |= {name: -options[name] for name in ("Q_LIMIT", "K_LIMIT")}

@@ -12,6 +12,7 @@ import torch
 
 from mla_fusion import kernels
 from mla_fusion.kernels import arithmetic, reference
+from mla_fusion.kernels.inputs import Inputs
 
 
 def slow_rope(x: list[float], cos_sin: list[float], neox: bool) -> list[float]:
@@ -30,9 +31,9 @@ def test_reference_is_the_formula(neox: bool) -> None:
     case = cases.Case(
         act=torch.float32, kv=torch.float32, query=torch.float32, neox=neox, strided=True
     )
-    inputs = cases.build(case)
-    a = inputs.arguments
-    out, storage = cases.run(reference, inputs)
+    call = cases.build(case)
+    a = call.inputs._asdict()
+    out, storage = cases.run(reference, call)
     cache = storage.view(torch.float32).as_strided(a["kv_cache"].shape, a["kv_cache"].stride())
     for t, slot in enumerate(a["slot_mapping"].tolist()):
         if slot < 0:
@@ -60,12 +61,12 @@ def test_cast_saturates_and_keeps_nan(dtype: torch.dtype) -> None:
 
 
 def test_only_addressed_slots_change() -> None:
-    inputs = cases.build(cases.Case(strided=True))
-    _, storage = cases.run(reference, inputs)
-    cache = inputs.arguments["kv_cache"]
+    call = cases.build(cases.Case(strided=True))
+    _, storage = cases.run(reference, call)
+    cache = call.inputs.kv_cache
     allowed = torch.zeros_like(storage, dtype=torch.bool)
     view = allowed.as_strided(cache.shape, cache.stride())
-    slots = inputs.arguments["slot_mapping"]
+    slots = call.inputs.slot_mapping
     slots = slots[slots >= 0]
     view[slots // cache.shape[1], slots % cache.shape[1]] = True
     assert bool((storage[~allowed] == cases.POISON).all())
@@ -82,12 +83,9 @@ def test_only_addressed_slots_change() -> None:
     ],
 )
 def test_wrong_arguments_are_named(name: str, value: torch.Tensor) -> None:
-    inputs = cases.build(cases.Case())
-    out = torch.empty(5, 3, 80, dtype=torch.float8_e4m3fn)
+    inputs = cases.build(cases.Case()).inputs._replace(**{name: value})
     with pytest.raises(ValueError, match=name):
-        kernels.fused_mla_decode_prep(
-            **{**inputs.arguments, name: value}, is_neox=False, q_out=out, provider="reference"
-        )
+        kernels.fused_mla_decode_prep(**inputs._asdict(), provider="reference")
 
 
 def dropped(q_nope: torch.Tensor, w_uk_t: torch.Tensor) -> torch.Tensor:
@@ -143,10 +141,10 @@ ALL = {
 def test_planted_errors_are_seen(
     name: str, function: Any, act: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def wrong(**arguments: Any) -> torch.Tensor:
+    def wrong(inputs: Inputs) -> torch.Tensor:
         with monkeypatch.context() as patch:
             patch.setattr(reference, name, function)
-            return reference.fused_mla_decode_prep(**arguments)
+            return reference.fused_mla_decode_prep(inputs)
 
     module = types.SimpleNamespace(fused_mla_decode_prep=wrong)
     with pytest.raises(AssertionError):
@@ -165,12 +163,12 @@ def test_another_order_of_summation_is_right(
             total += q_nope[..., i, None].float() * w_uk_t[:, i].float()
         return total.to(q_nope.dtype)
 
-    inputs = cases.build(ALL[act])
-    q, w = inputs.arguments["q"], inputs.arguments["w_uk_t"]
+    call = cases.build(ALL[act])
+    q, w = call.inputs.q, call.inputs.w_uk_t
     q[..., 64:128], w[:, 64:] = -q[..., :64].flip(-1), w[:, :64].flip(1)
-    want, _ = cases.run(reference, inputs)
+    want, _ = cases.run(reference, call)
     with monkeypatch.context() as patch:
         patch.setattr(reference, "absorb", backwards)
-        got, _ = cases.run(reference, inputs)
-    judgement = cases.judge(inputs, got, want)
+        got, _ = cases.run(reference, call)
+    judgement = cases.judge(call.inputs, got, want)
     assert judgement.wrong == 0 and judgement.bounded > 0, judgement

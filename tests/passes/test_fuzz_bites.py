@@ -10,6 +10,7 @@ from hypothesis import Phase, given, settings
 
 from mla_fusion import runtime
 from mla_fusion.kernels import reference
+from mla_fusion.kernels.inputs import Inputs
 from mla_fusion.passes import fix_functionalization, lift
 from mla_fusion.patterns import native, probe
 from tests import tally
@@ -68,12 +69,11 @@ def test_graphs(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert finds_a_bug(test_fuzz.test_edited_graphs_compute_the_same, test_fuzz.CASES)
 
 
-def _writes_row_without_slot(*args: Any, **kwargs: Any) -> Any:
+def _writes_row_without_slot(inputs: Inputs) -> Any:
     """Slot -1 is the last entry of the cache, as in Python."""
-    result = _prep(*args, **kwargs)
-    cache, slots = args[4], args[5]
-    if (slots < 0).any():
-        cache.view(torch.uint8)[-1, -1] = 0
+    result = _prep(inputs)
+    if (inputs.slot_mapping < 0).any():
+        inputs.kv_cache.view(torch.uint8)[-1, -1] = 0
     return result
 
 
@@ -81,18 +81,19 @@ def _any_decode(metadata: Any) -> bool:
     return metadata is not None and metadata.num_decode_tokens > 0
 
 
-def _wrong_slots(*args: Any, **kwargs: Any) -> Any:
-    args = list(args)  # type: ignore[assignment]
-    args[5] = torch.where(args[5] >= 0, args[5].roll(1).clamp(min=0), args[5])  # type: ignore[index]
-    return _prep(*args, **kwargs)
+def _wrong_slots(inputs: Inputs) -> Any:
+    slots = inputs.slot_mapping
+    return _prep(
+        inputs._replace(slot_mapping=torch.where(slots >= 0, slots.roll(1).clamp(min=0), slots))
+    )
 
 
-def _wrong_fp8_query(*args: Any, q_out: torch.Tensor, **kwargs: Any) -> Any:
+def _wrong_fp8_query(inputs: Inputs) -> Any:
     """Seen in the query only: outputs of rounded queries are not compared."""
-    result = _prep(*args, q_out=q_out, **kwargs)
+    q_out = _prep(inputs)
     if q_out.dtype is torch.float8_e4m3fn:
         q_out.copy_((q_out.float() * 1.5).to(q_out.dtype))
-    return result
+    return q_out
 
 
 IN_BATCHES: dict[str, tuple[Any, str, Callable[..., Any]]] = {

@@ -177,11 +177,11 @@ VARIANTS = (
 class TestWarmUp:
     @pytest.fixture
     def calls(self, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-        """What the provider was asked to prepare."""
+        """What the provider was asked to prepare: a batch of one row, and the most tokens."""
         seen: list[Any] = []
 
-        def warmup(*args: Any, **kwargs: Any) -> None:
-            seen.append((args, kwargs))
+        def warmup(batch: Any, max_tokens: int, progress: Any) -> None:
+            seen.append((batch(1), max_tokens))
 
         monkeypatch.setattr(reference, "warmup", warmup, raising=False)
         return seen
@@ -197,18 +197,18 @@ class TestWarmUp:
         layers = {"mlp": object(), "unbound": bound, "other": other, **layers, "odd": odd}
         runtime.warm_up(layers, VARIANTS, "reference", 4)
         used = zip(VARIANTS, (first, odd), calls, strict=True)
-        for variant, layer, (args, kwargs) in used:
-            weight, cache, table, k_scale, q_scale = args
-            assert weight is layer.W_UK_T
-            assert cache.data_ptr() == layer.kv_cache.data_ptr()
-            assert cache.dtype is (FP8 if layer is odd else BF16)
-            assert k_scale is layer._k_scale and q_scale is layer._q_scale
-            assert (kwargs["rope_dim"], kwargs["is_neox"]) == (ROPE, variant.is_neox)
-            assert kwargs["q_dtype"] is getattr(torch, variant.query_dtype)
-            assert kwargs["max_tokens"] == 4
+        for variant, layer, (row, max_tokens) in used:
+            assert row.w_uk_t is layer.W_UK_T
+            assert row.kv_cache.data_ptr() == layer.kv_cache.data_ptr()
+            assert row.kv_cache.dtype is (FP8 if layer is odd else BF16)
+            assert row.k_scale is layer._k_scale and row.q_scale is layer._q_scale
+            assert (row.k_pe.shape[1], row.is_neox) == (ROPE, variant.is_neox)
+            assert row.q_out.dtype is getattr(torch, variant.query_dtype)
+            assert max_tokens == 4
+            table = row.cos_sin_cache
             if variant.table_dtype:
                 assert (table.shape, table.dtype) == ((1, ROPE), BF16)
-                assert table.device == weight.device
+                assert table.device == row.w_uk_t.device
             else:
                 assert table is None
 
@@ -220,7 +220,7 @@ class TestWarmUp:
         packed.is_aiter_triton_fp8_bmm_enabled = True
         packed.W_K, packed.W_K_scale = torch.zeros(HEADS, LATENT, NOPE, dtype=FP8), torch.ones(())
         runtime.warm_up(layers, VARIANTS[:1], "reference", 4)
-        plain, wide, last = (args[0] for args, _ in calls)
+        plain, wide, last = (row.w_uk_t for row, _ in calls)
         assert plain is layers["0"].W_UK_T and wide is layers["2"].W_UK_T
         assert last.kind == "fp8" and last.weight is packed.W_K
         assert last.shape == plain.shape
