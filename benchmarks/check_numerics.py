@@ -23,6 +23,7 @@ from checks import expect, finish
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/kernels"))
 import cases
 
+from mla_fusion.cli.compare import POISON, different_bytes, steps
 from mla_fusion.kernels import dispatch, get_provider
 from mla_fusion.kernels import triton as provider
 from mla_fusion.kernels.dispatch import Plan
@@ -54,7 +55,7 @@ def check(name: str, case: cases.Case, plan: Plan | None = None) -> None:
     got, got_storage = cases.run(provider, call, plan=plan)
     want, want_storage = cases.run(reference, call)
     compare(f"{name} query", call.inputs, got, want)
-    different = int((got_storage != want_storage).sum())
+    different = different_bytes(got_storage, want_storage)
     padded = bool(got.view(torch.uint8)[call.inputs.slot_mapping < 0].any())
     detail = f"{different} bytes differ, padded rows {'written' if padded else 'zero'}"
     expect(f"{name} cache", different == 0 and not padded, detail)
@@ -116,18 +117,18 @@ def extremes() -> None:
         expect("saturation", not bool(nan[0].any()), f"largest {float(got[0].float().abs().max())}")
         expect("NaN out", bool(nan[1, 0, :512].all() and nan[1, 1, -1]), "where NaN went in")
     out, storage = cases.run(provider, cases.build(dataclasses.replace(case, tokens=0), "cuda"))
-    expect("T=0", out.shape[0] == 0 and bool((storage == cases.POISON).all()), "nothing written")
+    expect("T=0", out.shape[0] == 0 and bool((storage == POISON).all()), "nothing written")
 
     blocks = 2**31 // (64 * 576) + 100
     call = cases.build(dataclasses.replace(case, tokens=40, padded=(1,)), "cuda")
-    call.storage = torch.full((blocks * 64 * 576,), cases.POISON, dtype=torch.uint8, device="cuda")
+    call.storage = torch.full((blocks * 64 * 576,), POISON, dtype=torch.uint8, device="cuda")
     slots = blocks * 64 - 1 - torch.arange(40, device="cuda") * 70
     slots[1], slots[2] = -1, 0
     cache = call.storage.view(FN).view(blocks, 64, 576)
     call.inputs = call.inputs._replace(kv_cache=cache, slot_mapping=slots)
     (got, got_storage), (want, want_storage) = (cases.run(m, call) for m in (provider, reference))
     compare("huge cache query", call.inputs, got, want)
-    different = int((got_storage != want_storage).sum())
+    different = different_bytes(got_storage, want_storage)
     expect(
         "huge cache", different == 0, f"{got_storage.numel()} elements, {different} bytes differ"
     )
@@ -145,7 +146,7 @@ def graphs() -> None:
         provider.warmup(cases.padded(ends[1]), 512, progress=lines.append)
         seconds = time.perf_counter() - started
         print(f"     {lines[0]} ... {len(lines)} lines, {seconds:.1f} s")
-        untouched = bool((ends[1].storage == cases.POISON).all())
+        untouched = bool((ends[1].storage == POISON).all())
         expect("warm-up", untouched, f"{len(lines)} configurations, cache untouched {untouched}")
         from mla_fusion.kernels import triton_kernels
 
@@ -166,12 +167,12 @@ def graphs() -> None:
                 a.positions.random_(0, 64)
                 slots = torch.randperm(a.kv_cache.shape[0] * 64, device="cuda")
                 a.slot_mapping.copy_(slots[: len(out)])
-                call.storage.fill_(cases.POISON)
+                call.storage.fill_(POISON)
                 fresh = dataclasses.replace(call, storage=call.storage.clone())
                 graph.replay()
                 want, want_storage = cases.run(reference, fresh)
                 compare(f"graph T={len(out)}", a, out, want)
-                different = int((call.storage != want_storage).sum())
+                different = different_bytes(call.storage, want_storage)
                 expect(f"graph T={len(out)} cache", different == 0, f"{different} bytes differ")
         expect("no compilation at capture", compiled() == before, f"{compiled()} variants")
 
@@ -206,7 +207,7 @@ def programmatic_launch() -> None:
             torch.cuda.synchronize()
             for call, out in zip(layers, outs, strict=True):
                 want, _ = cases.run(reference, call)
-                wrong += int(cases.steps(out, want).max()) > 1
+                wrong += int(steps(out, want).max()) > 1
         expect(f"between other kernels, {plan}", wrong == 0, f"{wrong} of 800 layers wrong")
 
 

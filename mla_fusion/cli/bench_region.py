@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from mla_fusion.cli import compare
 from mla_fusion.kernels import get_provider
 from mla_fusion.kernels.inputs import Inputs
 
@@ -182,32 +183,12 @@ def agreement(region: Region, layer: Layer, expected: Layer | None = None) -> tu
             source,
             q=source.q.clone(),
             k_pe=source.k_pe.clone(),
-            q_out=torch.full_like(source.q_out.view(torch.uint8), 0x55).view(source.q_out.dtype),
+            q_out=compare.poisoned(source.q_out),
         )
-        cache = torch.full_like(region.caches[0].view(torch.uint8), 0x33).view(
-            region.caches[0].dtype
-        )
+        cache = compare.poisoned(region.caches[0])
         query = run(weight, cache, a)
         results.append((a.q_out if query is None else query, cache))
-    equal = total = worst = 0
-    for got, want in zip(*results, strict=True):
-        steps = (ordinal(got) - ordinal(want)).abs()
-        equal += int((steps == 0).sum())
-        total += steps.numel()
-        worst = max(worst, int(steps.max()))
-    return equal / total, worst
-
-
-def ordinal(x: torch.Tensor) -> torch.Tensor:
-    """Position of every element in the order of its type's values, for counting steps (ulp)."""
-    if x.element_size() == 1:
-        raw = x.view(torch.uint8).to(torch.int32)
-        return torch.where(raw >= 0x80, 0x80 - raw, raw)
-    if x.element_size() == 2:
-        raw = x.view(torch.int16).to(torch.int32) & 0xFFFF
-        return torch.where(raw >= 0x8000, 0x8000 - raw, raw)
-    raw = x.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
-    return torch.where(raw >= 0x80000000, 0x80000000 - raw, raw)
+    return compare.agreement(*zip(*results, strict=True))
 
 
 def capture(region: Region, layer: Layer) -> torch.cuda.CUDAGraph:

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
+from mla_fusion.cli.compare import POISON, agreement, different_bytes, poisoned, steps
 from mla_fusion.kernels import reference
 from mla_fusion.kernels.inputs import Inputs, padded_batch
-
-POISON = 0x5A
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,8 +92,7 @@ def build(case: Case, device: str = "cpu") -> Call:
 
 def run(module: Any, call: Call, **extra: object) -> tuple[torch.Tensor, torch.Tensor]:
     """Call a provider on copies of the outputs; returns the query and the raw cache storage."""
-    out = torch.empty_like(call.inputs.q_out)
-    out.view(torch.uint8).fill_(POISON)
+    out = poisoned(call.inputs.q_out)
     cache, storage = call.inputs.kv_cache, call.storage.clone()
     copy = storage.view(cache.dtype).as_strided(cache.shape, cache.stride())
     inputs = call.inputs._replace(kv_cache=copy, q_out=out)
@@ -108,22 +106,6 @@ def padded(call: Call) -> Callable[[int], Inputs]:
     layer = {name: getattr(call.inputs, name) for name in names}
     rope, query = call.inputs.k_pe.shape[1], call.inputs.q_out.dtype
     return functools.partial(padded_batch, **layer, rope_dim=rope, q_dtype=query)
-
-
-def steps(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
-    """Distance in representable values (ulp) per element; NaN is at distance 0 from NaN."""
-
-    def ordinal(x: torch.Tensor) -> torch.Tensor:
-        bits = 8 * x.element_size()
-        raw = x.view({8: torch.uint8, 16: torch.int16, 32: torch.int32}[bits]).long()
-        raw = raw & ((1 << bits) - 1)
-        sign = 1 << (bits - 1)
-        return torch.where(raw >= sign, sign - raw, raw)
-
-    both_nan = got.float().isnan() & want.float().isnan()
-    one_nan = got.float().isnan() ^ want.float().isnan()
-    distance = (ordinal(got) - ordinal(want)).abs()
-    return distance.masked_fill(both_nan, 0).masked_fill(one_nan, 1 << 40)
 
 
 def absorb_interval(
@@ -171,7 +153,7 @@ def judge(inputs: Inputs, got: torch.Tensor, want: torch.Tensor) -> Judgement:
     q, w = inputs.q, inputs.w_uk_t
     nope, latent = w.shape[1:]
     distance = steps(got, want)
-    equal = float((distance == 0).double().mean()) if distance.numel() else 1.0
+    equal, worst = agreement((got, want))
     absorbed = distance[..., :latent]
     off = absorbed > 1
     if got.element_size() > 1:
@@ -185,7 +167,7 @@ def judge(inputs: Inputs, got: torch.Tensor, want: torch.Tensor) -> Judgement:
         equal=equal,
         bounded=int((absorbed > 1).sum()) - int(off.sum()),
         wrong=wrong,
-        worst=int(distance.max()) if distance.numel() else 0,
+        worst=worst,
     )
 
 
@@ -195,6 +177,6 @@ def check_against_reference(module: Any, call: Call, **extra: object) -> None:
     want, want_cache = run(reference, call)
     judgement = judge(call.inputs, got, want)
     assert judgement.wrong == 0, judgement
-    assert torch.equal(got_cache, want_cache), f"{int((got_cache != want_cache).sum())} bytes"
+    assert different_bytes(got_cache, want_cache) == 0
     padded = call.inputs.slot_mapping < 0
     assert not got.view(torch.uint8)[padded].any()

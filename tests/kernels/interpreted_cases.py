@@ -25,6 +25,7 @@ import cases  # noqa: E402
 import fp8  # noqa: E402
 import interpreter  # noqa: E402
 
+from mla_fusion.cli.compare import POISON, steps  # noqa: E402
 from mla_fusion.kernels import dispatch  # noqa: E402
 from mla_fusion.kernels import triton as provider  # noqa: E402
 from mla_fusion.kernels.dispatch import Plan  # noqa: E402
@@ -83,7 +84,7 @@ def test_bf16_conversion_and_arithmetic() -> None:
     x = torch.randint(-(2**31), 2**31, (4096,)).int().view(torch.float32)
     out = torch.empty(4096, dtype=BF16)
     convert[(1,)](x, out, 4096)
-    assert int(cases.steps(out, x.to(BF16)).max()) == 0
+    assert int(steps(out, x.to(BF16)).max()) == 0
     a, b = torch.randn(2, 1024).to(BF16)
     got = torch.empty(4, 1024, dtype=BF16)
     arithmetic[(1,)](a, b, got, 1024)
@@ -190,7 +191,7 @@ def test_default_plans_agree() -> None:
 
 def test_no_tokens_no_launch() -> None:
     out, storage = cases.run(provider, cases.build(cases.Case(tokens=0, padded=())))
-    assert out.shape[0] == 0 and bool((storage == cases.POISON).all())
+    assert out.shape[0] == 0 and bool((storage == POISON).all())
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
@@ -223,7 +224,7 @@ def test_warmup_covers_the_bucket_and_leaves_the_cache_alone() -> None:
     count = provider.warmup(cases.padded(call), 20, progress=lines.append)
     plans = {dispatch.choose(tokens, 3, True, None) for tokens in range(1, 21)}
     assert count == len(lines) == len(plans)
-    assert bool((call.storage == cases.POISON).all())
+    assert bool((call.storage == POISON).all())
 
 
 def test_rejects_what_it_cannot_address() -> None:

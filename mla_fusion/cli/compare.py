@@ -1,0 +1,56 @@
+"""How far results are apart, and which bytes a call wrote: for `bench`, benchmarks and tests."""
+
+from __future__ import annotations
+
+import torch
+
+POISON = 0x5A
+"""The byte that outputs are filled with before a call."""
+
+
+def poisoned(like: torch.Tensor) -> torch.Tensor:
+    """A tensor like `like`, filled with `POISON`: what stays so was not written."""
+    return torch.full_like(like.view(torch.uint8), POISON).view(like.dtype)
+
+
+def steps(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    """Distance in representable values (ulp) per element; NaN is at distance 0 from NaN."""
+
+    def ordinal(x: torch.Tensor) -> torch.Tensor:
+        bits = 8 * x.element_size()
+        raw = x.view({8: torch.uint8, 16: torch.int16, 32: torch.int32}[bits]).long()
+        raw = raw & ((1 << bits) - 1)
+        sign = 1 << (bits - 1)
+        return torch.where(raw >= sign, sign - raw, raw)
+
+    got_nan, want_nan = got.float().isnan(), want.float().isnan()
+    distance = (ordinal(got) - ordinal(want)).abs()
+    return distance.masked_fill(got_nan & want_nan, 0).masked_fill(got_nan ^ want_nan, 1 << 40)
+
+
+def agreement(*pairs: tuple[torch.Tensor, torch.Tensor]) -> tuple[float, int]:
+    """Share of equal elements, and the largest distance in steps, over pairs of tensors."""
+    distances = [steps(got, want).flatten() for got, want in pairs]
+    equal = sum(int((distance == 0).sum()) for distance in distances)
+    total = sum(map(torch.numel, distances))
+    worst = max((int(distance.max()) for distance in distances if distance.numel()), default=0)
+    return equal / total if total else 1.0, worst
+
+
+def different_bytes(got: torch.Tensor, want: torch.Tensor) -> int:
+    """How many bytes differ; NaN equals a NaN of the same bits."""
+    return int((got.view(torch.uint8) != want.view(torch.uint8)).sum())
+
+
+def stray_bytes(storage: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> int:
+    """How many bytes of `storage` were written that no slot addresses.
+
+    storage is flat uint8, filled with `POISON` before; `cache` [blocks, block_size, width], of a
+    type of one byte, has the strides of the view of it that was written; negative slots address
+    nothing.
+    """
+    allowed = torch.zeros_like(storage, dtype=torch.bool)
+    slots = slots[slots >= 0]
+    view = allowed.as_strided(cache.shape, cache.stride())
+    view[slots // cache.shape[1], slots % cache.shape[1]] = True
+    return int((storage[~allowed] != POISON).sum())
