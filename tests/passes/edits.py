@@ -247,6 +247,20 @@ def _mystery_write(module: fx.GraphModule) -> None:
     set_argument(call, kv_cache_dummy_dep=add(module, call, aten.neg.default, call.kwargs["k_pe"]))
 
 
+def _quantized_output(module: fx.GraphModule) -> None:
+    set_argument(attention(module), output_scale=node_named(module, "k_scale"))
+
+
+def _replicated_query(module: fx.GraphModule) -> None:
+    call = attention(module)
+    set_argument(call, q_dcp_replicated=call.kwargs["q"])
+
+
+def _flat_query(module: fx.GraphModule) -> None:
+    call = attention(module)
+    set_argument(call, q=add(module, call, aten.flatten.using_ints, call.kwargs["q"], 1))
+
+
 _GPTJ, _NEOX = Spec("native"), Spec("native", is_neox=True)
 _DEEPSEEK = Spec("deepseek")
 
@@ -292,6 +306,9 @@ NEAR_MISSES: dict[str, tuple[Spec, Callable[[fx.GraphModule], None], str]] = {
     "op with positions": (Spec("nope"), _mystery_rope, "unknown-rope"),
     "attention to other kv_c": (_GPTJ, _other_kv, "cache-update"),
     "unknown cache update": (_GPTJ, _mystery_write, "cache-update"),
+    "quantized output": (_GPTJ, _quantized_output, "quantized-output"),
+    "query replicated across ranks": (_GPTJ, _replicated_query, "attention-argument"),
+    "query of two dimensions": (_GPTJ, _flat_query, "shape"),
 }  # fmt: skip
 
 

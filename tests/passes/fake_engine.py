@@ -21,6 +21,10 @@ from mla_fusion import report
 from mla_fusion.config import eligibility, vllm_compat
 from mla_fusion.kernels import reference
 from mla_fusion.passes import pipeline
+from mla_fusion.passes.canonicalize import CanonicalizeMLARoPEPass
+from mla_fusion.passes.fix_functionalization import MLAFixFunctionalizationPass
+from mla_fusion.passes.fuse import MLAAiterQkRopeKVCacheFusionPass
+from mla_fusion.passes.lift import MLADecodeQPrepLiftPass
 from mla_fusion.patterns.site import attention_calls
 from tests.passes import graphs
 from tests.passes.graphs import HEADS, LATENT, NOPE, ROPE, VALUE, Spec
@@ -346,6 +350,19 @@ def facts_of(spec: Spec, quantized_query: bool = False) -> Callable[[Any], Layer
     """What passes 2 and 3 take: the facts of the layer that a graph argument names."""
     facts = Engine(spec, quantized_query).facts()
     return lambda layer_name: facts.get(vllm_compat.traced_layer_name(layer_name) or "")
+
+
+def passes(
+    spec: Spec, quantized_query: bool = False
+) -> dict[int, Callable[[fx.Graph], PassResult]]:
+    """Passes 2 to 5, by their number, for the layers of a graph."""
+    facts = facts_of(spec, quantized_query)
+    return {
+        2: CanonicalizeMLARoPEPass(facts),
+        3: MLADecodeQPrepLiftPass(facts),
+        4: MLAAiterQkRopeKVCacheFusionPass("reference"),
+        5: MLAFixFunctionalizationPass(None),
+    }
 
 
 def fuse(

@@ -12,10 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch._inductor.pattern_matcher import stable_topological_sort
 
-from mla_fusion.passes.canonicalize import CanonicalizeMLARoPEPass
 from mla_fusion.passes.fix_functionalization import MLAFixFunctionalizationPass
-from mla_fusion.passes.fuse import MLAAiterQkRopeKVCacheFusionPass
-from mla_fusion.passes.lift import MLADecodeQPrepLiftPass
 from mla_fusion.patterns.site import attention_calls
 from mla_fusion.report.reasons import REASONS
 from tests import tally
@@ -26,8 +23,8 @@ from tests.passes.fake_engine import (
     Outcome,
     assert_found,
     assert_same,
-    facts_of,
     fuse,
+    passes,
     run,
 )
 from tests.passes.graphs import Spec, build, printed, state
@@ -121,14 +118,10 @@ def fuse_twice(
 
 def one_by_one(module: fx.GraphModule, spec: Spec, quantized: bool, last: int) -> None:
     """Passes 2 to `last`, each on its own and twice."""
-    facts = facts_of(spec, quantized)
+    steps = passes(spec, quantized)
     stable_topological_sort(module.graph)
-    for step in (
-        CanonicalizeMLARoPEPass(facts),
-        MLADecodeQPrepLiftPass(facts),
-        MLAAiterQkRopeKVCacheFusionPass("reference"),
-    )[: last - 1]:
-        twice(module.graph, step)
+    for number in range(2, last + 1):
+        twice(module.graph, steps[number])
 
 
 CASES: dict[str, Any] = {

@@ -1,0 +1,292 @@
+"""What only pass 2, 3 or 4 does; the cases that all passes share are in test_cases.py."""
+
+from __future__ import annotations
+
+import operator
+
+import pytest
+import torch
+from torch import fx
+
+from mla_fusion import ops
+from mla_fusion.config.eligibility import LayerFacts
+from mla_fusion.ops import Rope
+from mla_fusion.passes.canonicalize import CanonicalizeMLARoPEPass
+from mla_fusion.passes.fuse import MLAAiterQkRopeKVCacheFusionPass
+from mla_fusion.passes.lift import MLADecodeQPrepLiftPass
+from mla_fusion.passes.result import PassResult
+from mla_fusion.report.reasons import Decline
+from tests.passes import edits
+from tests.passes.fake_engine import facts_of, passes, reasons
+from tests.passes.graphs import HEADS, LATENT, ROPE, ROPES, Spec, build, find, find_all, printed
+
+CANONICAL, Q_PREP, FUSED, ATTENTION = (
+    f"{ops.NAMESPACE}::{name}" for name in (ops.ROPE_UPDATE, ops.Q_PREP, ops.FUSED, ops.ATTENTION)
+)
+ROPE_OF = {
+    "native": Rope.NATIVE,
+    "deepseek": Rope.NATIVE,
+    "vllm_c": Rope.VLLM_C,
+    "flashinfer": Rope.FLASHINFER,
+    "aiter": Rope.AITER_TRITON,
+    "cat_fused": Rope.CAT_FUSED,
+    "nope": Rope.NONE,
+}
+
+
+def after(last: int, spec: Spec) -> fx.GraphModule:
+    """A graph after passes 2 to `last`."""
+    module = build(spec)
+    for number in range(2, last + 1):
+        passes(spec)[number](module.graph)
+    return module
+
+
+def canonicalize(module: fx.GraphModule, spec: Spec) -> PassResult:
+    return passes(spec)[2](module.graph)
+
+
+def lift(module: fx.GraphModule, spec: Spec) -> list[str]:
+    return list(passes(spec)[3](module.graph).rewritten)
+
+
+def fuse_pairs(module: fx.GraphModule, provider: str = "reference") -> list[str]:
+    return list(MLAAiterQkRopeKVCacheFusionPass(provider)(module.graph).rewritten)
+
+
+# --- pass 2
+
+
+@pytest.mark.parametrize("is_neox", [False, True])
+@pytest.mark.parametrize("rope", ROPES)
+def test_canonical_node(rope: str, is_neox: bool) -> None:
+    spec = Spec(rope, is_neox)
+    module = build(spec)
+    attention = edits.attention(module)
+    old = {name: attention.kwargs[name].meta["val"] for name in ("q", "k_pe")}
+    result = canonicalize(module, spec)
+    node = find(module, CANONICAL)
+    assert (result.rewritten, result.declined) == ({attention.name: node}, {})
+    names = {k: getattr(v, "name", v) for k, v in node.kwargs.items()}
+    rotates = rope != "nope"
+    assert names["rope"] == ROPE_OF[rope]
+    assert names["is_neox"] is (is_neox and rotates)
+    assert names["positions"] == ("positions" if rotates else None)
+    assert names["cos_sin_cache"] == ("table" if rotates else None)
+    assert (names["k_scale"], names["layer_name"]) == ("k_scale", "layer_name_0")
+    read = [attention.kwargs[a].args for a in ("kv_cache_dummy_dep", "q", "k_pe")]
+    assert read == [(node, 0), (node, 1), (node, 2)]
+    for name, value in old.items():
+        for new in (attention.kwargs[name].meta["val"], node.kwargs[name].meta["val"]):
+            assert (str(new.shape), new.dtype) == (str(value.shape), value.dtype)
+    dummy = attention.kwargs["kv_cache_dummy_dep"].meta["val"]
+    assert (tuple(dummy.shape), dummy.dtype) == ((0,), spec.dtype)
+
+
+@pytest.mark.parametrize("spec", [Spec("native"), Spec("flashinfer"), Spec("nope")], ids=str)
+def test_missing_metadata_anywhere_is_skipped(spec: Spec) -> None:
+    """Without the metadata of one node the layer matches all the same, or says what is missing."""
+    for index in range(len(build(spec).graph.nodes)):
+        module = build(spec)
+        before = printed(module)
+        node = list(module.graph.nodes)[index]
+        if node.name.startswith("layer_name"):
+            continue  # the name of the layer: without it the layer is unknown
+        node.meta.pop("val", None)
+        result = canonicalize(module, spec)
+        assert reasons(result) in ([], ["missing-metadata"]), node.name
+        if result.declined:
+            assert printed(module) == before
+
+
+def test_dead_users_do_not_count() -> None:
+    spec = Spec("deepseek")
+    module = build(spec)
+    q = edits.attention(module).kwargs["q"]
+    edits.add(module, module.graph.output_node(), edits.aten.slice.Tensor, q, 0, 0, 2)
+    assert canonicalize(module, spec).declined == {}
+
+
+def test_a_user_that_reaches_the_output_counts() -> None:
+    spec = Spec("deepseek")
+    module = build(spec)
+    edits.also_return(module, edits.attention(module).kwargs["k_pe"])
+    assert reasons(canonicalize(module, spec)) == ["shared-rotation"]
+
+
+def test_details_name_the_obstacle() -> None:
+    spec = Spec("native")
+    module = build(spec)
+    [unknown] = CanonicalizeMLARoPEPass(lambda name: None)(module.graph).declined.values()
+    assert unknown == Decline("unknown-layer", "layer_name_0")
+    padded = Decline("padded-heads", "12 to 16")
+    facts = LayerFacts(padded, False)
+    [refused] = CanonicalizeMLARoPEPass(lambda name: facts)(module.graph).declined.values()
+    assert refused == padded
+    for argument in ("q", "kv_cache_dummy_dep"):
+        module = build(spec)
+        value = edits.attention(module).kwargs[argument]
+        edits.read_also(module, value)
+        [shared] = canonicalize(module, spec).declined.values()
+        [reader] = [n for n in value.users if n.target is edits.aten.neg.default]
+        # What is computed from a rotated value by moving and adding is followed to its reader.
+        pair = (reader.name, "output") if argument == "q" else (value.name, reader.name)
+        assert shared.detail == "{} is read by {}".format(*pair)
+
+
+# --- pass 3
+
+
+@pytest.mark.parametrize("rope", ["native", "flashinfer", "nope"])
+def test_lifted_call(rope: str) -> None:
+    """All readers of the output read the new call, also where it is taken apart twice."""
+    spec = Spec(rope)
+    module = after(2, spec)
+    old = edits.attention(module)
+    twin = edits.add(module, module.graph.output_node(), operator.getitem, old, 1)
+    edits.read_also(module, twin)
+    assert lift(module, spec) == [old.name]
+    prep, new = find(module, Q_PREP), find(module, ATTENTION)
+    assert list(prep.meta["val"].shape[1:]) == [HEADS, LATENT + ROPE]
+    assert not [user for read in old.users for user in read.users]
+    q, name = old.kwargs["q"], old.kwargs["layer_name"]
+    assert prep.args == (q, name, LATENT, ROPE, torch.float32)
+    taken = ("q", "k_pe", "output", "layer_name", "kv_cache_dummy_dep")
+    want = {k: old.kwargs[k] for k in taken}
+    assert dict(new.kwargs) == {**want, "prepared_q": prep, "kv_c": old.kwargs["kv_c_normed"]}
+    nothing, output = new.meta["val"]
+    assert nothing is None
+    assert str(output.shape) == str(old.kwargs["output"].meta["val"].shape)
+
+
+def test_query_type_is_that_of_the_backend() -> None:
+    spec = Spec("nope", kv_cache_dtype="fp8", dtype=torch.bfloat16)
+    module = after(2, spec)
+    MLADecodeQPrepLiftPass(facts_of(spec, quantized_query=True))(module.graph)
+    assert find(module, Q_PREP).meta["val"].dtype is torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("through", ["copy", "split"])
+def test_near_miss_a_query_that_is_not_canonical_is_kept(through: str) -> None:
+    spec = Spec("native")
+    module = after(2, spec)
+    attention = edits.attention(module)
+    q = attention.kwargs["q"]
+    if through == "copy":
+        other = edits.add(module, attention, edits.aten.clone.default, q)
+    else:
+        halves = edits.add(module, attention, edits.aten.split.Tensor, q, HEADS)
+        other = edits.add(module, attention, operator.getitem, halves, 0)
+    edits.set_argument(attention, q=other)
+    before = printed(module)
+    assert lift(module, spec) == []
+    assert printed(module) == before
+
+
+def test_layer_without_facts_is_skipped() -> None:
+    module = after(2, Spec("native"))
+    before = printed(module)
+    assert not MLADecodeQPrepLiftPass(lambda name: None)(module.graph).rewritten
+    assert printed(module) == before
+
+
+def test_a_graph_that_was_lifted_in_part_is_lifted_whole() -> None:
+    spec = Spec("native", layers=2)
+    module = after(2, spec)
+    attention = edits.attention(module, 1)
+    query = attention.kwargs["q"]
+    edits.set_argument(attention, q=edits.add(module, attention, edits.aten.clone.default, query))
+    assert len(lift(module, spec)) == 1
+    edits.set_argument(attention, q=query)
+    assert lift(module, spec) == [attention.name]
+    assert lift(module, spec) == []
+
+
+def test_a_call_whose_output_nothing_reads_is_lifted() -> None:
+    spec = Spec("native")
+    module = after(2, spec)
+    for read in list(edits.attention(module).users):
+        read.replace_all_uses_with(edits.attention(module).kwargs["output"])
+        module.graph.erase_node(read)
+    assert len(lift(module, spec)) == 1
+
+
+# --- pass 4
+
+
+@pytest.mark.parametrize("rope", ["native", "flashinfer", "nope"])
+@pytest.mark.parametrize("provider", ["reference", "triton", "aiter"])
+def test_fused_node(rope: str, provider: str) -> None:
+    module = after(3, Spec(rope))
+    canonical, prep = find(module, CANONICAL), find(module, Q_PREP)
+    kwargs = dict(canonical.kwargs)
+    assert fuse_pairs(module, provider) == [prep.name]
+    fused = find(module, FUSED)
+    buffer = fused.kwargs["prepared_q"]
+    assert dict(fused.kwargs) == {**kwargs, "prepared_q": buffer, "provider": provider}
+    assert buffer.meta["val"].dtype is prep.meta["val"].dtype
+    assert not find_all(module, CANONICAL) and not find_all(module, Q_PREP)
+    assert find(module, ATTENTION).kwargs["kv_cache_dummy_dep"] is None
+
+
+def test_near_miss_another_layer() -> None:
+    module = after(3, Spec("native", layers=2))
+    prep = find(module, Q_PREP)
+    prep.args = (prep.args[0], edits.node_named(module, "layer_name_1"), *prep.args[2:])
+    other = find(module, Q_PREP, 1).name
+    assert fuse_pairs(module) == [other]
+    assert find_all(module, Q_PREP) == [prep]
+
+
+def test_near_miss_another_output() -> None:
+    """The preparation of something else than the rotated query is kept."""
+    module = after(3, Spec("native"))
+    prep = find(module, Q_PREP)
+    copied = edits.add(module, prep, edits.aten.clone.default, prep.args[0])
+    prep.args = (copied, *prep.args[1:])
+    before = printed(module)
+    assert fuse_pairs(module) == []
+    assert printed(module) == before
+
+
+def test_unread_outputs_may_be_missing() -> None:
+    """An output of the canonical node that nothing reads need not have a getitem."""
+    module = after(3, Spec("native"))
+    dummy = find(module, ATTENTION).kwargs["kv_cache_dummy_dep"]
+    for user in list(dummy.users):
+        edits.set_argument(user, kv_cache_dummy_dep=None)
+    module.graph.erase_node(dummy)
+    assert len(fuse_pairs(module)) == 1
+    module.graph.lint()
+
+
+def test_rotated_values_with_several_users() -> None:
+    """Other readers of the canonical q or k_pe read the fused node's."""
+    module = after(3, Spec("native"))
+    attention = find(module, ATTENTION)
+    for name in ("q", "k_pe"):
+        edits.read_also(module, attention.kwargs[name])
+    fuse_pairs(module)
+    read = {n.args[0].args[0] for n in find_all(module, edits.aten.neg.default)}
+    assert read == {find(module, FUSED)}
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_buffer_is_allocated_by_the_graph(dynamic: bool) -> None:
+    module = after(3, Spec("native", dynamic=dynamic))
+    value = find(module, Q_PREP).meta["val"]
+    fuse_pairs(module)
+    node = find(module, FUSED)
+    buffer = node.kwargs["prepared_q"]
+    assert buffer.target is edits.aten.empty.memory_format
+    options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+    assert dict(buffer.kwargs) == options
+    [[tokens, *rest]] = buffer.args
+    assert rest == list(value.shape[1:])
+    if dynamic:
+        assert (tokens.target, tokens.args) == (edits.aten.sym_size.int, (node.kwargs["q"], 0))
+        assert str(tokens.meta["val"]) == str(value.shape[0])
+    else:
+        assert tokens == value.shape[0]
+    assert buffer.meta["val"] is value
+    assert node.meta["val"][0] is None
