@@ -1,1 +1,1 @@
-"""How an MLA decode graph is rewritten: one file per pass, their order in `pipeline.PASSES`."""
+"""How an MLA decode graph is rewritten: one file per pass; `pipeline` lists and runs them."""

@@ -4,13 +4,13 @@
              z = slice_scatter(view(x), copy(slice(view(x)), y))
     after    op(view(x), ...); y is view(x), z is x's view
 
-This is the last pass, in place of vLLM's own, which it calls for every op that is not named here.
-vLLM's handles its `fused_rope_unified_mla_kv_cache_update` only if all of getitem 1, copy and
-slice_scatter are there, and raises otherwise; here each of them may be missing.
+It replaces vLLM's own last pass, and calls it for every op that is not named here. vLLM's pass
+raises on `fused_rope_unified_mla_kv_cache_update` unless getitem 1, copy and slice_scatter are all
+there; here each may be missing.
 
-Safe because an op is made in-place only if nothing reads the old value, through any alias,
-after it. If something does, an op of this library stays functional: Inductor then copies, and is
-right. vLLM's would be made in-place by vLLM's pass all the same, so it gets its copies here.
+Safe because an op is made in-place only if nothing reads the old value after it, through any alias.
+If something does, an op of this library stays functional, and Inductor copies. vLLM's pass makes
+vLLM's op in-place in any case, so that op writes to copies made here.
 """
 
 from __future__ import annotations

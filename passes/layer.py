@@ -1,7 +1,7 @@
 """The last layer of a graph, read for the report.
 
-The ops of a layer are those between two attention calls. The last layer is read, so that the ops
-before the first attention do not count; in a model of one layer they do.
+The ops of a layer are those between two attention calls. The last layer is the one that is read:
+the ops before the first attention count only in a model of one layer.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def of_last_layer(calls: Sequence[fx.Node]) -> list[Node]:
     found: list[Node] = []
     node = calls[-1] if calls else None
     while node is not None and node.op != "root":
-        # The pieces of an op with several outputs are told by its name.
+        # A getitem is no op: it names one output of its producer.
         if node.op == "call_function" and node.users and node.target is not operator.getitem:
             found.append(_describe(node))
         node = node.prev

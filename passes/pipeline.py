@@ -171,7 +171,7 @@ def _show(stage: str, graph: fx.Graph) -> None:
 
 
 def _activation(calls: list[fx.Node]) -> torch.dtype:
-    """The type of the activations: that of the latents. If no node tells, pass 2 declines all."""
+    """The activations' type, read from the latents; if none has metadata, pass 2 declines all."""
     values = [call.kwargs["kv_c_normed"].meta.get("val") for call in calls]
     return next((value.dtype for value in values if value is not None), torch.get_default_dtype())
 

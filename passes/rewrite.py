@@ -56,7 +56,7 @@ def fake_like(value: torch.Tensor) -> torch.Tensor:
 
 
 class Snapshot:
-    """The arguments of every node of a graph, to go back to while no old node was erased."""
+    """The arguments of every node of a graph; valid until an old node is erased."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
@@ -87,9 +87,9 @@ def _unread_users(node: fx.Node) -> list[fx.Node] | None:
 def drop_dead(graph: fx.Graph, roots: Iterable[fx.Node], *, functionalized: bool = False) -> None:
     """Erase those of `roots` that nothing uses any more, and what only they used.
 
-    A graph may hold views that nothing reads (AOT autograd leaves some); they are no use. A
-    functionalized op may write more than its results, a KV cache for one: it goes only where the
-    caller, who put another one in its place, says so.
+    A view that nothing reads (AOT autograd leaves some) does not keep its source. A functionalized
+    op may write more than its results, such as a KV cache: it is erased only if `functionalized`
+    says that another op took its place.
     """
     worklist = list(roots)
     while worklist:

@@ -5,9 +5,9 @@
 
 The ops are `_C.rotary_embedding`, `vllm.flashinfer_rotary_embedding`,
 `vllm.rocm_aiter_triton_rotary_embedding`, and vLLM's `fused_rope_unified_mla_kv_cache_update`,
-which also writes the cache. Where the key is a slice of the projection (FlashInfer), its rotated
-value comes back through a slice_scatter on the projection; so what reaches the attention is
-compared by value, as in `probe`, with the op's outputs as free variables.
+which also writes the cache. FlashInfer's key is a slice of the projection and comes back through a
+slice_scatter on it; so the attention's inputs are compared by value, as in `probe`, with the op's
+outputs as free variables.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     q_proj(...) ──► reshape ──────────► attention
     kv_proj(...) ─► split ─► unsqueeze ─► cache update, attention
 
-An op that rotates and is not known would look the same from here, so the producers must not take
-token positions: an integer tensor with one element per token.
+An unknown op that rotates looks the same from here, so no producer may take token positions: an
+integer tensor with one element per token.
 """
 
 from __future__ import annotations

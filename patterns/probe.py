@@ -164,7 +164,7 @@ def leaf_value(node: fx.Node, generator: torch.Generator) -> Any:
 
 
 def _is_table(node: fx.Node) -> bool:
-    """Whether rows of `node` are looked up by position; then a few rows stand for them all."""
+    """Whether rows of `node` are looked up by position; then a probe needs only a few rows."""
     for user in node.users:
         if user.target in CASTS and _is_table(user):
             return True

@@ -29,8 +29,8 @@ ATTENTION = "vllm::unified_mla_attention_with_output"
 CACHE_UPDATE = "vllm::unified_mla_kv_cache_update"
 FUSED_ROPE_UPDATE = "vllm::fused_rope_unified_mla_kv_cache_update"
 
-# Arguments of vLLM's attention op that this library's op takes over. Any other argument that is
-# set (a quantized output, a query replicated for context parallelism) is a layer to leave alone.
+# Arguments of vLLM's attention op that this library's op takes too. A layer that sets any other
+# (a quantized output, a query replicated for context parallelism) is declined.
 _TAKEN_OVER = {"q", "kv_c_normed", "k_pe", "output", "layer_name", "kv_cache_dummy_dep"}
 
 

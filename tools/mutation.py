@@ -1,4 +1,4 @@
-"""Mutation testing of the passes and of the runtime: does a test fail when a line is wrong?
+"""Mutation testing of passes, patterns and runtime: does a test fail when a line is wrong?
 
     python tools/mutation.py run [PATTERN ...]   mutate, test, print the score and the survivors
     python tools/mutation.py show                the score and the survivors of the last run
@@ -21,9 +21,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TREE = ROOT / "build" / "mutation"
-MUTATED = ["src/mla_fusion/passes/*.py", "src/mla_fusion/runtime/__init__.py"]
+MUTATED = [f"src/mla_fusion/{room}/*.py" for room in ("passes", "patterns", "runtime")]
 # Those that run in seconds: no engine, and no fuzzer, so the score is that of the written tests.
-FILES = ("test_kv_transfer", "test_faults", "test_step_plan", "kernels/test_capture")
+FILES = (
+    "test_kv_transfer",
+    "test_faults",
+    "test_step_plan",
+    "test_metrics",
+    "kernels/test_capture",
+)
 TESTS = ["tests/passes", *(f"tests/{name}.py" for name in FILES)]
 FUZZERS = ("tests/passes/test_fuzz.py", "tests/passes/test_fuzz_batches.py")
 # Exit status of pytest under a mutant -> what became of it; as in mutmut's documentation.
@@ -75,7 +81,7 @@ def status(code: int | None) -> str:
 
 
 def show() -> None:
-    """Print the score by module, then the mutants that no test told from the original."""
+    """Print the score by module, then the mutants that survived."""
     modules: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     alive = []
     for name, code in sorted(results().items()):
@@ -99,7 +105,7 @@ def mutmut(*arguments: str, capture: bool = False) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "mutmut", *arguments],
         cwd=TREE,
-        # One thread: a forked process must not inherit a pool of them.
+        # One thread: a forked process must not inherit a thread pool.
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE if capture else None,
         text=True,
@@ -108,7 +114,7 @@ def mutmut(*arguments: str, capture: bool = False) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Run what the first argument names."""
+    """Run the command that the first argument names."""
     if not arguments or arguments[0] not in ("run", "show"):
         print(__doc__)
         return 2
