@@ -1,13 +1,17 @@
-"""What vLLM's pass manager hands to the passes, and what they hand to the report."""
+"""The passes in vLLM's form: their gate (invariant 2), cache key (9) and record for the report."""
 
 from __future__ import annotations
 
 import pickle
-from typing import TYPE_CHECKING
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch._inductor.config
+from torch import fx
 from vllm.compilation.passes.inductor_pass import pass_context
 from vllm.config.utils import Range
 from vllm.forward_context import override_forward_context
@@ -18,17 +22,67 @@ from mla_fusion.passes import pipeline
 from mla_fusion.passes.pipeline import LastStep, MLAFusionPass
 from tests.passes import edits, graphs
 from tests.passes.fake_engine import DECODE, Engine, reasons
-from tests.passes.graphs import Spec, build
-from tests.passes.test_invariants import BUCKET, run_pass
+from tests.passes.graphs import ROPES, Spec, build, printed
 
-if TYPE_CHECKING:
-    from torch import fx
+BUCKET = 4
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
 def no_records() -> None:
     """Each test sees its own records only."""
     report.forget()
+
+
+def run_pass(
+    module: fx.GraphModule, spec: Spec, start: int, end: int, attention: str = "auto"
+) -> report.GraphRecord:
+    """`MLAFusionPass` as vLLM's pass manager calls it for one compile range."""
+    engine = Engine(spec)
+    for layer in engine.layers.values():
+        layer.impl.sinks = torch.zeros(1)  # the portable decode has none
+    with (
+        override_forward_context(engine.context(DECODE)),
+        pass_context(Range(start=start, end=end)),
+    ):
+        MLAFusionPass("reference", BUCKET, attention)(module.graph)
+    (record,) = report._records
+    return record
+
+
+def test_pass_fuses_inside_the_bucket() -> None:
+    spec = Spec("deepseek", layers=2)
+    record = run_pass(build(spec), spec, 1, BUCKET)
+    assert (record.start, record.end, record.layers, record.fused) == (1, BUCKET, 2, 2)
+    assert record.declined == {}
+    assert record.pass_ms > 0
+
+
+def test_pass_asks_whether_the_portable_decode_takes_the_layer() -> None:
+    spec = Spec("deepseek", layers=2)
+    record = run_pass(build(spec), spec, 1, BUCKET, "portable")
+    assert (record.fused, reasons(record)) == (0, ["portable-attention"] * 2)
+
+
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("start, end", [(BUCKET + 1, 64), (1, BUCKET + 1), (8, 8)])
+def test_invariant_2_graph_outside_the_bucket_is_untouched(rope: str, start: int, end: int) -> None:
+    spec = Spec(rope, layers=2)
+    module = build(spec)
+    graph, nodes, before = module.graph, list(module.graph.nodes), printed(module)
+    record = run_pass(module, spec, start, end)
+    assert module.graph is graph
+    assert list(graph.nodes) == nodes
+    assert printed(module) == before
+    assert (record.layers, record.fused, record.declined, record.layer) == (2, 0, {}, None)
+
+
+def test_invariant_2_graph_without_mla_is_untouched() -> None:
+    module = fx.symbolic_trace(lambda x: torch.relu(x))
+    before = printed(module)
+    record = run_pass(module, Spec(), 1, BUCKET)
+    assert printed(module) == before
+    assert (record.layers, record.declined) == (0, {})
 
 
 class Clock:
@@ -128,3 +182,64 @@ def test_provider_reaches_the_layers_facts_and_the_fused_node() -> None:
         if fused:
             node = graphs.find(module, f"{ops.NAMESPACE}::{ops.FUSED}")
             assert node.kwargs["provider"] == provider
+
+
+def test_invariant_9_uuid_changes_with_provider_bucket_and_source(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def uuids() -> list[Any]:
+        arguments = [("triton", 4), ("reference", 4), ("triton", 8), ("triton", 4, "portable")]
+        steps = [MLAFusionPass(*given) for given in arguments]
+        return [*(step.uuid() for step in steps), LastStep(None).uuid()]
+
+    first = uuids()
+    assert len(set(first)) == len(first)
+    assert uuids() == first
+    monkeypatch.setattr(pipeline, "source_hash", lambda: "another")
+    assert not set(uuids()) & set(first)
+
+
+def test_invariant_9_source_hash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An edited file that can change a graph or a kernel is another hash; another file is not."""
+    for folder in ("mla_fusion", "passes", "patterns"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+
+    def module(package: str) -> SimpleNamespace:
+        names = package.split(".")
+        beside = len(names) > 1 and names[1] in ("passes", "patterns")
+        folder = tmp_path / names[1] if beside else tmp_path.joinpath(*names)
+        return SimpleNamespace(__file__=str(folder / "__init__.py"))
+
+    monkeypatch.setattr(identity, "import_module", module)
+    compute = identity.source_hash.__wrapped__
+    before = compute()
+    assert compute() == before
+    for path, changes in {
+        "passes/lift.py": True,
+        "patterns/probe.py": True,
+        "mla_fusion/kernels/triton.py": True,
+        "mla_fusion/attention/planner.py": True,
+        "mla_fusion/runtime/step_plan.py": True,
+        "mla_fusion/config/eligibility.py": True,
+        "mla_fusion/ops.py": True,
+        "mla_fusion/plugin.py": True,
+        "mla_fusion/kernels/new.csv": True,
+        "mla_fusion/cli/check.py": False,
+        "mla_fusion/cli/doctor.py": False,
+        "mla_fusion/report/svg.py": False,
+    }.items():
+        with (tmp_path / path).open("a") as file:
+            file.write("#")
+        assert (compute() != before) is changes, path
+        before = compute()
+
+
+def test_invariant_9_last_step_covers_the_step_it_wraps() -> None:
+    class Rest:
+        def uuid(self) -> str:
+            return "vllm-step"
+
+        def __call__(self, graph: fx.Graph) -> None: ...
+
+    assert LastStep(Rest()).uuid() != LastStep(None).uuid()
+    assert "vllm-step" in LastStep(Rest()).uuid()

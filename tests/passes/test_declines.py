@@ -1,0 +1,166 @@
+"""Invariant 4: a layer is fused, or left as it was with one reason; also after an error.
+
+Reasons that the graph gives are in test_cases.py, by `edits.NEAR_MISSES`.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from torch import fx
+
+from mla_fusion.passes import pipeline
+from mla_fusion.passes.result import PassResult
+from mla_fusion.report.reasons import REASONS, Decline
+from tests.passes import edits, graphs
+from tests.passes.fake_engine import Engine, fuse, reasons
+from tests.passes.graphs import Spec, build, printed
+
+if TYPE_CHECKING:
+    from mla_fusion.config.eligibility import LayerFacts
+
+LAYER_REASONS = {code for code, reason in REASONS.items() if reason.scope == "layer"}
+PASSES = (
+    "CanonicalizeMLARoPEPass",
+    "MLADecodeQPrepLiftPass",
+    "MLAAiterQkRopeKVCacheFusionPass",
+)
+
+
+def explode(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Let one of the passes raise after it changed the graph."""
+    original = getattr(pipeline, name)
+
+    def make(*args: Any) -> Any:
+        def step(graph: fx.Graph) -> None:
+            original(*args)(graph)
+            raise ValueError("planted")
+
+        return step
+
+    monkeypatch.setattr(pipeline, name, make)
+
+
+@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize("rope", ["native", "flashinfer", "cat_fused"])
+def test_invariant_4_failing_pass_puts_the_graph_back(
+    name: str, rope: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = Spec(rope, layers=2)
+    module = build(spec)
+    nodes, before = list(module.graph.nodes), printed(module)
+    metas = [dict(node.meta) for node in nodes]
+    explode(monkeypatch, name)
+    with caplog.at_level(logging.ERROR):
+        record = fuse(module, spec)
+    assert (record.fused, reasons(record)) == (0, ["pass-error"] * 2)
+    assert {decline.detail for decline in record.declined.values()} == {"ValueError('planted')"}
+    assert "mla_fusion: a pass failed; this graph stays unfused" in caplog.messages
+    assert "ValueError: planted" in caplog.text  # the traceback
+    assert list(module.graph.nodes) == nodes
+    assert printed(module) == before
+    assert [dict(node.meta) for node in nodes] == metas
+    module.graph.lint()
+    # The graph is as good as new.
+    monkeypatch.undo()
+    assert fuse(module, spec).fused == 2
+
+
+def test_invariant_4_invalid_graph_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that does not pass lint counts as an error of a pass."""
+    spec = Spec("native")
+    module = build(spec)
+    before = printed(module)
+    monkeypatch.setattr(fx.Graph, "lint", lambda graph: (_ for _ in ()).throw(RuntimeError("x")))
+    assert reasons(fuse(module, spec)) == ["pass-error"]
+    assert printed(module) == before
+
+
+# (reason, an attribute of a layer or of its impl, the value for which the layer declines)
+LAYERS: list[tuple[str, str, Any]] = [
+    ("sparse-attention", "impl.is_sparse", True),
+    ("sparse-attention", "use_sparse", True),
+    ("hisparse", "hisparse_cache", object()),
+    ("context-parallel", "impl.dcp_world_size", 2),
+    ("context-parallel", "use_pcp", True),
+    ("padded-heads", "q_pad_num_heads", 16),
+    ("kv-cache-dtype", "kv_cache_dtype", "fp8_ds_mla"),
+    ("kv-cache-dtype", "kv_cache_dtype", "bfloat16"),
+    ("packed-weights", "is_amx_bmm_enabled", True),
+    ("packed-weights", "W_UK_T", None),
+]
+
+
+@pytest.mark.parametrize("reason, attribute, value", LAYERS)
+def test_invariant_4_layer_that_cannot_be_served_is_left(
+    reason: str, attribute: str, value: Any
+) -> None:
+    """One of two layers declines, whole, and the other is fused; then both decline."""
+    spec = Spec("deepseek", layers=2)
+    names = graphs.layer_names(spec)
+
+    def facts(*declining: str) -> dict[str, LayerFacts]:
+        engine = Engine(spec)
+        for name in declining:
+            layer: Any = engine.layers[name]
+            owner = layer.impl if attribute.startswith("impl.") else layer
+            setattr(owner, attribute.removeprefix("impl."), value)
+        return engine.facts()
+
+    record = fuse(build(spec), spec, facts(names[1]))
+    assert (record.fused, reasons(record)) == (1, [reason])
+    module = build(spec)
+    before = printed(module)
+    record = fuse(module, spec, facts(*names))
+    assert (record.fused, reasons(record)) == (0, [reason] * 2)
+    assert printed(module) == before
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_layer_whose_name_is_not_known_gets_the_facts_of_all(alike: bool) -> None:
+    """A graph input without a value: the layers that it may stand for must agree."""
+    spec = Spec("native", layers=2)
+    engine, module = Engine(spec), build(spec)
+    if not alike:
+        next(iter(engine.layers.values())).impl.is_sparse = True
+    for node in module.graph.nodes:
+        if node.name.startswith("layer_name"):
+            del node.meta["val"]
+    record = fuse(module, spec, engine.facts())
+    expected = (2, []) if alike else (0, ["unknown-layer"] * 2)
+    assert (record.fused, reasons(record)) == expected
+
+
+@pytest.mark.parametrize("skipped", PASSES[1:])
+@pytest.mark.parametrize("rope", ["native", "flashinfer", "cat_fused", "nope"])
+def test_invariant_4_unfused_pair_is_put_back(
+    rope: str, skipped: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What pass 2 or 3 changed and the next one left, the graph is put back."""
+    spec = Spec(rope, layers=2)
+    module = build(spec)
+    before = printed(module)
+    monkeypatch.setattr(pipeline, skipped, lambda *args: lambda graph: PassResult())
+    record = fuse(module, spec)
+    assert (record.fused, reasons(record)) == (0, ["unfused-pair"] * 2)
+    assert printed(module) == before
+
+
+def test_invariant_4_every_layer_reason_has_a_test() -> None:
+    elsewhere = {
+        "pass-error",
+        "unfused-pair",
+        "unknown-layer",  # test_cases.py, as are the next two
+        "missing-metadata",
+        "shared-rotation",
+        "portable-attention",  # tests/test_step_plan.py
+        "no-graph",  # tests/test_cli.py
+    }
+    covered = {code for code, _, _ in LAYERS} | elsewhere
+    covered |= {reason for _, _, reason in edits.NEAR_MISSES.values()}
+    assert covered >= LAYER_REASONS
+    assert covered <= set(REASONS)
+    for code in covered:
+        assert f"[{code}]" in Decline(code, "detail").explain()
