@@ -6,7 +6,7 @@
                                      [1] q, [2] k_pe, [3] prepared query ─► attention
 
 The fused node reads the query before rotation, so that it can do all in one launch. It returns q
-and k_pe, which it rotates in place for a batch that is not decode-only and leaves alone otherwise.
+and k_pe: rotated in place for a batch that is not decode-only, unchanged otherwise.
 """
 
 from __future__ import annotations

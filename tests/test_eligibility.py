@@ -50,7 +50,7 @@ class TestCache:
     @pytest.mark.parametrize("activation", [BF16, FP16, FP32])
     @pytest.mark.parametrize("stored", ["bfloat16", "float16", "float32"])
     def test_of_a_named_type(self, provider: str, activation: torch.dtype, stored: str) -> None:
-        """Also where W_UK, whose type would tell, is packed: AITER reads the cache as bf16 then."""
+        """Also where W_UK is packed: AITER then reads the cache as bf16."""
         found = declined(layer(kv_cache_dtype=stored), provider, activation)
         if getattr(torch, stored) == activation:
             assert not found

@@ -77,9 +77,9 @@ def is_on(vllm_config: Any) -> bool:
 def decode_bucket(vllm_config: Any) -> int:
     """The largest number of tokens of a graph in which the passes run.
 
-    max_num_seqs * (1 + num_speculative_tokens), with which vLLM itself tells a decode CUDA graph,
-    or the size of the CUDA graph that it pads such a batch to; unless the operator overrides it.
-    Never more than max_num_batched_tokens. vLLM has no compile range for one token alone, so the
+    It is max_num_seqs * (1 + num_speculative_tokens), vLLM's own bound of a decode CUDA graph, or
+    the size of the CUDA graph that vLLM pads such a batch to, unless the operator overrides it; and
+    never more than max_num_batched_tokens. vLLM has no compile range for a single token, so the
     smallest bucket is 2.
     """
     scheduler = vllm_config.scheduler_config

@@ -231,7 +231,7 @@ def publish(report: Report | None, model: str, cached: bool) -> None:
         logger.warning(
             "fuse_aiter_qk_rope_kvcache_mla is on and fused nothing: no MLA layer was found in a "
             "compiled graph. Either %s is a model class that vLLM does not compile [no-graph] "
-            "(mla-fusion check tells), or vLLM found its graphs in a compile cache that was "
+            "(mla-fusion check says so), or vLLM found its graphs in a compile cache that was "
             "filled without this report (delete it or set VLLM_DISABLE_COMPILE_CACHE=1 once).",
             model,
         )

@@ -59,7 +59,7 @@ def _spec(row: tuple[dict[str, Any], ...]) -> Spec:
 
 
 def describe(spec: Spec) -> str:
-    """A name that tells every two specs of the grammar apart."""
+    """A name that is unique among the specs of the grammar."""
     return f"{spec}-{spec.kv_cache_dtype}-{str(spec.table_dtype).removeprefix('torch.')}"
 
 
@@ -226,7 +226,7 @@ def change_constant(module: fx.GraphModule, node: fx.Node, pick: int) -> None:
             node.args = (*node.args[:at], start - 2, -2 if beyond else end - 2)
 
 
-# Where the start of a slice stands among the arguments.
+# The position of a slice's start among the arguments.
 PLACES = {aten.slice.Tensor: 2, aten.slice_scatter.default: 3}
 EDITS = (
     duplicate,

@@ -193,7 +193,7 @@ def _rotate(
     if spec.rope == "deepseek":
         static = DeepseekScalingRotaryEmbedding.forward_static
         return static(positions, q, k, ROPE, ROPE, table, spec.is_neox)
-    if spec.rope == "computed":  # a row of the table stands for the inverse frequencies
+    if spec.rope == "computed":  # a row of the table serves as inverse frequencies
         angles = positions.to(torch.float32).unsqueeze(-1) * table[1, : ROPE // 2]
         turn = angles.cos().to(q.dtype), angles.sin().to(q.dtype)
         rotate = ApplyRotaryEmb.forward_static

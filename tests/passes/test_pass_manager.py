@@ -154,7 +154,7 @@ def test_ops_must_split_the_graph_where_the_attention_does(
     assert set(record.declined) <= {edits.attention(build(spec)).name}
 
 
-def test_latents_that_tell_no_type_are_declined() -> None:
+def test_latents_without_metadata_are_declined() -> None:
     """The facts of a layer depend on the type of the activations, which the latents have."""
     spec = Spec(layers=2)
     module = build(spec)
@@ -165,7 +165,7 @@ def test_latents_that_tell_no_type_are_declined() -> None:
 
 
 def test_provider_reaches_the_layers_facts_and_the_fused_node() -> None:
-    """AITER alone reads packed weights, and for activations of bf16."""
+    """Only AITER reads packed weights, and only for activations of bf16."""
     bf16, fp16 = torch.bfloat16, torch.float16
     for provider, dtype, fused in (("aiter", bf16, 1), ("aiter", fp16, 0), ("triton", bf16, 0)):
         spec = Spec(dtype=dtype)
