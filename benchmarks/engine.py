@@ -1,29 +1,29 @@
 #!/usr/bin/env python3
-"""Runs real vLLM engines on one GPU, with and without the fusion, and compares what they do.
+"""Run real vLLM engines on one GPU, with and without the fusion, and compare them.
 
     python benchmarks/engine.py tokens OUT.csv     same tokens? many configurations, in parallel
     python benchmarks/engine.py ends OUT.csv       smallest and largest batch of the bucket
     python benchmarks/engine.py decode OUT.csv     time of a decode step, one engine at a time
 
-Every engine runs in a process of its own. Opponents of `fused` (the Triton provider) are `default`
+Every engine runs in a process of its own. `fused` (the Triton provider) is compared with `default`
 (vLLM as it comes) and `cat` (graph partition and fuse_rope_kvcache_cat_mla, the prerequisites of
-the fusion). `tokens` and `ends` exit with 1 if something is wrong. --plant adds an engine to
-configurations in which the provider rotates for the next position: it must be found wrong.
+the fusion). `tokens` and `ends` exit with 1 if a result is wrong. --plant adds an engine whose
+provider rotates for the next position; the comparison must find it wrong.
 
-In `decode`, and in three configurations of `tokens`, there is an engine `portable` too: `fused`
-with this library's persistent decode. In `tokens` a profile of decode steps must find that decode
-in every layer, and one refresh of its plan in every forward pass.
+`decode` and three configurations of `tokens` also run `portable`: `fused` with this library's
+persistent decode. In `tokens` a profile of decode steps must show that decode in every layer, and
+one refresh of its plan in every forward pass.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -32,7 +32,8 @@ from typing import Any
 import engine_compare
 import torch
 
-from mla_fusion.cli import bench
+from mla_fusion.cli import bench, child
+from mla_fusion.cli.arguments import UserError
 from mla_fusion.cli.bench_region import quantiles
 
 ARMS = ("default", "cat", "fused")
@@ -45,11 +46,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=("tokens", "ends", "decode"))
     parser.add_argument("out")
-    parser.add_argument("--jobs", type=int, default=4, help="engines at a time, but for `decode`")
     parser.add_argument(
-        "--seconds", type=float, default=1e9, help="`tokens`, `ends`: end engines after these"
+        "--jobs", type=int, default=4, help="engines at a time, except for `decode`"
     )
-    parser.add_argument("--only", default="", help="names of configurations, or parts, by commas")
+    parser.add_argument(
+        "--seconds", type=float, default=1e9, help="`tokens`, `ends`: end engines after this time"
+    )
+    parser.add_argument(
+        "--only", default="", help="names of configurations, or parts of names, separated by commas"
+    )
     parser.add_argument("--plant", nargs="*", default=(), help="`tokens`: configurations for it")
     parser.add_argument("--commit", default="", help="commit, where git does not know it")
     args = parser.parse_args()
@@ -66,34 +71,41 @@ def main() -> None:
     sys.exit(bool(wrong))
 
 
-def start(job: dict[str, Any]) -> subprocess.Popen[str]:
+def start(options: dict[str, Any]) -> tuple[child.Job, subprocess.Popen[str]]:
     """A worker, which for "decode" waits for a line on its input before it measures."""
-    return subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("engine_worker.py")), json.dumps(job)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": job["device"]},
-        start_new_session=True,
+    folder = tempfile.mkdtemp()
+    # A graph from a cache would not meet the passes.
+    environment = {"CUDA_VISIBLE_DEVICES": options["device"], "VLLM_DISABLE_COMPILE_CACHE": "1"}
+    work = child.Job(
+        workdir=folder,
+        cache=f"{folder}/cache",
+        work="engine_worker:main",
+        path=str(Path(__file__).parent),
+        options=options,
+        environment=environment,
     )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    return work, child.start(work, **pipes, start_new_session=True)
 
 
-def finish(process: subprocess.Popen[str], seconds: float | None = None) -> dict[str, Any]:
-    """Let a process measure; the tail of its log stands in for a result that is missing.
+def finish(
+    work: child.Job, process: subprocess.Popen[str], seconds: float | None = None
+) -> dict[str, Any]:
+    """Let a process measure; without a result, "error" is the end of its log.
 
-    After `seconds` it is ended, with the processes that compile for it.
+    After `seconds` the process is ended, with the processes that compile for it.
     """
     try:
-        log, _ = process.communicate("go\n", timeout=seconds)
+        process.communicate("go\n", timeout=seconds)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
         return {"error": "ended: no time left (--seconds)"}
-    for line in log.splitlines():
-        if line.startswith("RESULT "):
-            return dict(json.loads(line.removeprefix("RESULT ")))
-    return {"error": log[-3000:]}
+    try:
+        return child.result(work, process)
+    except UserError as error:
+        log = Path(work.workdir, child.LOG)
+        return {"error": log.read_text()[-3000:] if log.exists() else str(error)}
 
 
 def job(**changes: Any) -> dict[str, Any]:
@@ -133,7 +145,7 @@ def run_arms(
         name, arm = work[index]
         changes = {"arm": arm, "device": str(index % devices)}
         left = max(0.0, began + args.seconds - time.time())
-        result = finish(start(job(**configurations[name], **changes)), left)
+        result = finish(*start(job(**configurations[name], **changes)), left)
         seconds, problem = time.time() - began, result.get("error", "")
         print(f"   {name}, {arm}: {'FAILED' if problem else 'done'} at {seconds:.0f} s {problem}")
         return result
@@ -278,12 +290,11 @@ def decode(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
             )
         )
     # They start side by side, and measure one after the other once all have started.
-    for engine in engines.values():
-        assert engine.stdout
-        while (line := engine.stdout.readline()) and not line.startswith("READY"):
-            pass
+    for _, process in engines.values():
+        assert process.stdout
+        process.stdout.readline()
     for arm, engine in engines.items():
-        result = finish(engine)
+        result = finish(*engine)
         if "error" in result:
             print(f"== {arm}: FAILED\n{result['error']}")
             wrong += 1

@@ -1,11 +1,11 @@
-"""Greedy tokens of several engines that were given the same prompts: are they the same?
+"""Compare the greedy tokens of several engines for the same prompts.
 
-`fused` is right if each sequence equals that of an unfused path, or first differs where the two
-candidates were so close that vLLM's own paths cannot tell them apart. How close that is, is
-measured in the same run: `default` and `cat` (see engine.py) compute the same function with
-other roundings, so the gap between the two best tokens moves from one to the other. The largest
-such move in one context is the limit. The moves between `fused` and `default` are also held
-against those between `cat` and `default`: their ratio finds an error too small to change a token.
+`fused` is right if each sequence equals that of an unfused path, or first differs at a near tie,
+where two candidates are closer than the rounding of vLLM's own paths. The same run measures that
+rounding: `default` and `cat` (see engine.py) compute the same function with other roundings, so the
+gap between the two best tokens moves from one to the other. The largest such move in one context is
+the limit. The moves between `fused` and `default` are also compared with those between `cat` and
+`default`: their ratio finds an error too small to change a token.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ MOVE_RATIO = 1.5
 class Difference:
     """Two arms compared.
 
-    equal, sequences: how many are the same, of how many. gaps: between the two candidates, in
-    log-probability, where a sequence first differs. largest, typical: move of the gap between the
-    best two tokens, over all contexts that both arms met (maximum, root mean square).
+    equal, sequences: how many sequences are equal, and how many there are. gaps: the difference of
+    log-probability between the two candidates where a sequence first differs. largest, typical: the
+    move of the gap between the best two tokens, over all contexts that both arms met (maximum, root
+    mean square).
     """
 
     equal: int
@@ -62,7 +63,7 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> Difference:
 
 
 def verdict(fused: Difference, unfused: Difference) -> str:
-    """The word "right", or what is wrong with `fused` (to default); `unfused` is cat to default."""
+    """The word "right", or what is wrong; `fused` and `unfused` (cat) are compared to default."""
     limit = max([unfused.largest, *unfused.gaps])
     if math.isnan(fused.typical + unfused.typical):
         return "WRONG: NaN"

@@ -1,29 +1,29 @@
-"""One vLLM engine of `benchmarks/engine.py`, in a process of its own: measures and prints a result.
-
-    python benchmarks/engine_worker.py JOB     JOB is JSON, see `job` in engine.py
-
-"decode" jobs print READY and wait for a line before they measure.
-"""
+"""One vLLM engine of `benchmarks/engine.py`: the work of a process of `mla_fusion.cli.child`."""
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import engine_model
 import torch
+
+if TYPE_CHECKING:
+    from typing import TextIO
+
+    from mla_fusion.cli import child
 
 # Kernels of this library: of the fused op; of a refresh, a decode and its reduction.
 PREP = "prep_kernel"
 KERNELS = (PREP, "plan_kernel", "decode_kernel", "reduce_kernel")
 
 
-def main(job: dict[str, Any]) -> None:
-    """Run one engine and print its result."""
+def main(work: child.Job, progress: TextIO) -> dict[str, Any]:
+    """Run one engine and return what it did; "decode" waits for a line before it measures."""
+    job = work.options
     began = time.time()
     llm = engine_model.engine(job)
     result: dict[str, Any] = {"start_s": round(time.time() - began, 1)}
@@ -36,7 +36,7 @@ def main(job: dict[str, Any]) -> None:
         ranges = report.load(newest).ranges
         result["ranges"] = [[*r.range, r.layers, r.fused, r.declined] for r in ranges]
     if job["what"] == "decode":
-        print("READY", flush=True)
+        print("ready", file=progress)
         sys.stdin.readline()
         result.update(time_steps(llm, job))
     else:
@@ -47,7 +47,7 @@ def main(job: dict[str, Any]) -> None:
     if job["arm"] == "portable":
         # Three sequences, so that a full graph, of two or four, is padded.
         result["launches"] = launches(llm, 3)
-    print("RESULT " + json.dumps(result), flush=True)
+    return result
 
 
 def generate(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
@@ -105,8 +105,8 @@ def launches(llm: Any, batch: int) -> dict[str, float]:
 
 
 def time_steps(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """Time of a decode step at each batch size: of its CUDA graph on the GPU, and by the clock; and
-    what the profiler says of its kernels.
+    """Time of a decode step at each batch size: its CUDA graph on the GPU, the step by the clock,
+    and its kernels by the profiler.
     """
     import vllm
 
@@ -152,17 +152,17 @@ def time_steps(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def graph_times(core: Any, steps: int) -> list[float]:
-    """Microseconds on the GPU of each CUDA graph that `steps` steps replay: with full graphs one a
-    step, its whole forward pass.
+    """Microseconds on the GPU of each CUDA graph that `steps` steps replay; a full graph is a whole
+    forward pass.
 
-    By events around the replay and not by the profiler: that times kernels, which overlap, and what
-    a kernel waits for the one in front counts twice.
+    Events around the replay, not the profiler: kernels overlap, and the profiler counts the time
+    that one waits for its predecessor twice.
     """
     replay, pairs = torch.cuda.CUDAGraph.replay, []
 
     def timed(graph: torch.cuda.CUDAGraph) -> None:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        # The GPU is kept busy until all three are enqueued: the launch is not in the time.
+        # The GPU is busy until all three are enqueued, so the time does not include the launch.
         torch.cuda._sleep(1_000_000)
         begin.record()
         replay(graph)
@@ -177,7 +177,3 @@ def graph_times(core: Any, steps: int) -> list[float]:
         torch.cuda.CUDAGraph.replay = replay
     torch.cuda.synchronize()
     return [begin.elapsed_time(end) * 1e3 for begin, end in pairs]
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))

@@ -1,13 +1,13 @@
-"""Records what real engines on a GPU hand to the passes: one layer's decode graph per spelling.
+"""Record the graphs that real engines on a GPU hand to the passes: one layer per spelling.
 
-    python benchmarks/record_graph.py tests/passes/recorded
+    python benchmarks/record_graph.py tests/passes/recorded [one NAME]
 
 Each engine runs in a process of its own, all at once, and ends as soon as its graph is written;
 `tests/passes/test_recorded.py` reads the files. Spellings that a CPU build of vLLM cannot produce:
 
     flashinfer   vllm.flashinfer_rotary_embedding: custom RoPE of DeepSeek's scaling class
     vllm_c       _C.rotary_embedding: custom RoPE without scaling
-    cat_fused    what vLLM's own pass leaves: fused_rope_unified_mla_kv_cache_update
+    cat_fused    the op of vLLM's own pass: fused_rope_unified_mla_kv_cache_update
     deepseek     DeepSeek's scaling class in aten ops
     native       RoPE without scaling in aten ops
 """
@@ -17,13 +17,19 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from mla_fusion.cli import child
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import TextIO
+
+COMMAND = "python benchmarks/record_graph.py tests/passes/recorded"
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 
 
@@ -76,15 +82,9 @@ RECORDINGS = {
 }
 
 
-def record(recording: Recording, path: Path) -> None:
-    """Start the engine, write its decode graph and end the process."""
-    os.environ.update(
-        HF_HUB_OFFLINE="1",
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
-        VLLM_DISABLE_COMPILE_CACHE="1",
-        VLLM_PLUGINS="",
-        TORCHINDUCTOR_COMPILE_THREADS="1",
-    )
+def record(job: child.Job, progress: TextIO) -> None:
+    """Start the engine of a recording, write its decode graph and end the process."""
+    recording, path = RECORDINGS[job.options["name"]], Path(job.options["path"])
     import torch
     import vllm
     from vllm.compilation.passes.inductor_pass import get_pass_context
@@ -103,7 +103,7 @@ def record(recording: Recording, path: Path) -> None:
             return
         origin = {
             "spelling": recording.spelling,
-            "command": f"python benchmarks/record_graph.py one {recording.name}",
+            "command": f"{COMMAND} one {recording.name}",
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
             "torch": torch.__version__,
             "vllm": vllm.__version__,
@@ -126,41 +126,46 @@ def record(recording: Recording, path: Path) -> None:
         # One graph and nothing to split at: the other way for RoPE and attention to meet.
         compilation.update(splitting_ops=[], cudagraph_mode="FULL_DECODE_ONLY")
     changes = {"num_hidden_layers": 1, "first_k_dense_replace": 1, **dict(recording.changes)}
-    with tempfile.TemporaryDirectory() as folder:
-        vllm.LLM(
-            model=models.write(Path(folder), models.config_of(recording.model, **changes)),
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            max_model_len=256,
-            max_num_seqs=4,
-            gpu_memory_utilization=0.08,
-            kv_cache_memory_bytes=1 << 28,
-            additional_config={"mla_fusion": {"provider": "reference"}},
-            compilation_config=compilation,
-        )
+    vllm.LLM(
+        model=models.write(Path(job.workdir), models.config_of(recording.model, **changes)),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        max_model_len=256,
+        max_num_seqs=4,
+        gpu_memory_utilization=0.08,
+        kv_cache_memory_bytes=1 << 28,
+        additional_config={"mla_fusion": {"provider": "reference"}},
+        compilation_config=compilation,
+    )
     sys.exit("the engine started and no pass ran")
 
 
-def main(folder: Path) -> int:
-    """Record all; what an engine said last if it wrote nothing."""
+def main(folder: Path, names: Sequence[str]) -> int:
+    """Record `names`; print the end of the log of an engine that wrote nothing."""
     running = {}
-    for name in RECORDINGS:
-        command = [sys.executable, __file__, "one", name, str(folder / f"{name}.json.gz")]
-        running[name] = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    for name in names:
+        work, path = tempfile.mkdtemp(), folder / f"{name}.json.gz"
+        job = child.Job(
+            workdir=work,
+            cache=f"{work}/cache",
+            work="record_graph:record",
+            path=str(Path(__file__).parent),
+            options={"name": name, "path": str(path)},
+            environment={"VLLM_DISABLE_COMPILE_CACHE": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"},
+            plugin=False,
         )
+        running[path] = work, child.start(job)
     failed = 0
-    for name, process in running.items():
-        said, _ = process.communicate()
-        path = folder / f"{name}.json.gz"
-        ok = process.returncode == 0 and path.exists()
+    for path, (work, process) in running.items():
+        ok = process.wait() == 0
         failed += not ok
-        print(f"{name}: {path.stat().st_size} bytes" if ok else f"{name}: FAILED\n{said[-3000:]}")
+        log = Path(work, child.LOG)
+        print(f"{path}: " + (f"{path.stat().st_size} bytes" if ok else "FAILED"))
+        if not ok and log.exists():
+            print(log.read_text()[-3000:])
     print(json.dumps({"recorded": len(running) - failed, "failed": failed}))
     return bool(failed)
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "one":
-        record(RECORDINGS[sys.argv[2]], Path(sys.argv[3]))
-    raise SystemExit(main(Path(sys.argv[1])))
+    raise SystemExit(main(Path(sys.argv[1]), sys.argv[3:] or [*RECORDINGS]))

@@ -30,7 +30,7 @@ def test_check_passes_every_argument_on(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
     def find(settings: check.Settings) -> Answer:
         seen.append(settings)
-        return Answer("m", frozenset(), 8, "configuration", [])
+        return Answer("m", frozenset(), 8, "configuration", [], [], None, [])
 
     monkeypatch.setattr(check, "find", find)
     argv = "check m --max-num-seqs 8 --speculative-tokens 3 --tensor-parallel-size 2"
@@ -164,7 +164,8 @@ def test_check_runs_prompts_and_derives_the_bucket(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     status, job = check_with(monkeypatch, tmp_path, 2, "--max-num-seqs", "8")
-    assert status == 0 and job.prompts and job.bucket is None and job.fuse
+    assert status == 0 and job.prompts and job.plugin
+    assert job.engine["compilation_config"]["pass_config"] == {config.FLAG: True}
 
 
 def test_check_widens_the_bucket_by_draft_tokens(
@@ -172,7 +173,8 @@ def test_check_widens_the_bucket_by_draft_tokens(
 ) -> None:
     argv = ("--max-num-seqs", "512", "--speculative-tokens", "3")
     _, job = check_with(monkeypatch, tmp_path, 2, *argv)
-    assert job.bucket == 2048 < job.max_num_batched_tokens
+    bucket = job.engine["compilation_config"]["pass_config"][config.THRESHOLD]
+    assert bucket == 2048 < job.engine["max_num_batched_tokens"]
 
 
 @pytest.mark.parametrize("fused", [0, 1])

@@ -71,6 +71,18 @@ def test_the_error_of_a_log(log: str, message: str, tmp_path: Path) -> None:
     assert child.last_error(tmp_path / "engine.log") == message
 
 
+def test_jobs_share_what_vllm_learns_of_a_model_class_and_no_graph(tmp_path: Path) -> None:
+    first, second, users = (tmp_path / name for name in ("first", "second", "users"))
+    child.share_model_facts(first, users)
+    (first / "modelinfos" / "V3.json").touch()
+    (first / "torch_compile_cache").mkdir()
+    for _ in range(2):
+        child.share_model_facts(second, users)
+    assert [path.name for path in second.rglob("*")] == ["modelinfos"]
+    assert (second / "modelinfos" / "V3.json").exists()
+    assert [path.name for path in users.iterdir()] == ["modelinfos"]
+
+
 # --- report
 
 

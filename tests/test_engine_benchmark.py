@@ -19,6 +19,8 @@ import engine_compare
 import engine_model
 import engine_worker
 
+from mla_fusion.cli import child
+
 
 def result(tokens: list[int], gaps: list[float]) -> dict:
     """One sequence; in every context token 100 + chosen is second, `gap` below."""
@@ -105,7 +107,7 @@ def test_an_engine_without_time_is_ended_with_its_children() -> None:
         start_new_session=True,
     )  # fmt: skip
     began = time.monotonic()
-    assert "no time left" in engine.finish(worker, 1.0)["error"]
+    assert "no time left" in engine.finish(child.Job("", ""), worker, 1.0)["error"]
     # The pipe is open as long as a child holds it.
     assert time.monotonic() - began < 60 and worker.returncode
 

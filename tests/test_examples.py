@@ -44,7 +44,7 @@ def test_every_example_is_listed_and_tested():
 
 
 def run_without_vllm(name, tmp_path):
-    """A vllm that cannot be imported stands first on the path."""
+    """A vllm that cannot be imported comes first on the path."""
     (tmp_path / "vllm.py").write_text("raise ImportError('vllm must not be imported')")
     path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
     cache = str(tmp_path / "inductor")
@@ -96,18 +96,19 @@ def test_the_passes_work_without_the_plugin():
 
 @pytest.mark.engine
 def test_offline_llm(tmp_path):
-    """A tiny model with a tokenizer of its own, so that the example runs as it stands."""
+    """A tiny model with a tokenizer of its own, so that the example runs unchanged."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     from mla_fusion import report
-    from mla_fusion.cli import tiny_models
+    from mla_fusion.cli import child, tiny_models
 
     model = tiny_models.write("deepseek-v3-shaped", tmp_path / "model")
     vocabulary = {f"w{i}": i for i in range(1024)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(model)
+    child.share_model_facts(tmp_path / "cache")
     text = run(
         "offline_llm.py",
         str(model),

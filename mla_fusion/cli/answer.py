@@ -1,9 +1,9 @@
-"""The answer of `mla-fusion check`: whether a model fuses, where, and what to type."""
+"""The answer of `mla-fusion check`: whether a model fuses, where, and the command to type."""
 
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mla_fusion import config
@@ -18,17 +18,17 @@ _NOTE = {"nvidia": "provider triton", "amd": "provider aiter, the default; not y
 _NAME = {"nvidia": "NVIDIA GPUs", "amd": "AMD GPUs"}
 
 
-@dataclass
+@dataclass(frozen=True)
 class Answer:
-    """What is printed, and what `--json` gives.
+    """What `mla-fusion check` prints, as text or as JSON.
 
     model: the architecture. platforms: where vLLM compiles it.
     bucket: the largest token count of a graph that fuses.
     checked_by: "engine" or "configuration".
-    why: what speaks against it.
-    arguments: further arguments of `vllm serve`, the model first.
-    report: of the engine that was run on the cut model.
-    details: lines for a reader who wants to know how it was found.
+    arguments: those of `vllm serve`, the model first.
+    why: each reason against it.
+    report: that of the engine that ran the cut model, if one ran and compiled an MLA layer.
+    details: lines on how it was found.
     """
 
     model: str
@@ -36,9 +36,9 @@ class Answer:
     bucket: int
     checked_by: str
     arguments: list[str]
-    why: list[Decline] = field(default_factory=list)
-    report: Report | None = None
-    details: list[str] = field(default_factory=list)
+    why: list[Decline]
+    report: Report | None
+    details: list[str]
 
     @property
     def layers(self) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""`mla-fusion check`: whether and why the MLA layers of a model would fuse, seen on a CPU."""
+"""`mla-fusion check`: whether the MLA layers of a model would fuse, and why, found on a CPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mla_fusion import kernels, report
 from mla_fusion.cli import child, dumps, model_classes, shrink
@@ -19,7 +19,7 @@ from mla_fusion.report.reasons import Decline, recognize
 if TYPE_CHECKING:
     import argparse
 
-# All that vLLM's CPU attention can run; other models and caches are compiled, not run.
+# What vLLM's CPU attention can run; other models and caches are only compiled.
 _CPU_HEAD_SIZE = 576
 _CPU_CACHES = ("auto", "bfloat16")
 _PROMPTS = [(0, [1, 2, 3]), (1, [4, 5])]
@@ -102,13 +102,13 @@ class Settings:
 
     @property
     def bucket(self) -> int:
-        """As `config.decode_bucket` without CUDA graphs; drafts of whatever method widen it."""
+        """As `config.decode_bucket` without CUDA graphs; draft tokens of any method widen it."""
         return max(self.max_num_seqs * (1 + self.speculative_tokens), 2)
 
     def serve(self) -> list[str]:
         """The arguments of `vllm serve`, the model first.
 
-        --max-num-seqs is always named: vLLM's default depends on the GPU, and the bucket on it.
+        --max-num-seqs is always named: the bucket depends on it, and vLLM's default on the GPU.
         """
         words = [str(self.model) if self.model.is_dir() else "MODEL"]
         if self.tensor_parallel_size > 1:
@@ -135,73 +135,80 @@ def run(arguments: argparse.Namespace) -> int:
 def find(settings: Settings) -> Answer:
     """The answer, from the configuration if it suffices, else from an engine; errors as `run`."""
     model, architecture = shrink.read(settings.model)
+    decline = model_classes.decide(model, architecture)
+    if decline:
+        details = ["checked: by its configuration and the source of this vLLM, no engine"]
+        why, stored = [decline], None
+    else:
+        why, details, stored = _ask_engine(settings, model)
     platforms = model_classes.where_compiled(architecture)
-    answer = Answer(
+    return Answer(
         model=architecture,
         platforms=frozenset(model_classes.PLATFORMS) if platforms is None else platforms,
         bucket=settings.bucket,
-        checked_by="configuration",
+        checked_by="configuration" if decline else "engine",
         arguments=settings.serve(),
+        why=why,
+        report=stored,
+        details=details,
     )
-    decline = model_classes.decide(model, architecture)
-    if decline:
-        answer.why = [decline]
-        answer.details = ["checked: by its configuration and the source of this vLLM, no engine"]
-        return answer
+
+
+def _ask_engine(
+    settings: Settings, model: dict[str, Any]
+) -> tuple[list[Decline], list[str], report.Report | None]:
+    """(reasons, details, report) of an engine that runs the cut model with the flag on."""
     cut = shrink.cut(model, settings.layers, settings.tensor_parallel_size)
     require("vllm", purpose="mla-fusion check")
     if settings.dump:
         require("depyf", purpose="--dump")
         _claim(settings.dump)
     _check_cache_type(settings.kv_cache_dtype)
-    _ask_engine(answer, settings, cut)
-    return answer
-
-
-def _ask_engine(answer: Answer, settings: Settings, cut: shrink.Cut) -> None:
     work = Path(tempfile.mkdtemp(prefix="mla-fusion-check-"))
     ran = cut.head_size == _CPU_HEAD_SIZE and settings.kv_cache_dtype in _CPU_CACHES
     # On an error its log is kept.
     outcome = child.run(_job(settings, cut, work, run_it=ran), progress=sys.stderr)
     stored = report.load(outcome.reports[0]) if outcome.reports else None
-    answer.checked_by, answer.report = "engine", stored
     if settings.dump and stored:
         _copy_dump(work, settings.dump, outcome.reports[0], stored)
     shutil.rmtree(work)
-    answer.why = _reasons(stored, outcome.warnings)
-    answer.details = [
+    details = [
         f"model: {cut.found}",
         f"checked as: {cut.changed}; {outcome.seconds:.0f} s in vLLM's engine",
         _how_run(settings, cut, ran),
         *(stored.lines() if stored else outcome.warnings),
     ]
+    return _reasons(stored, outcome.warnings), details, stored
 
 
 def _job(settings: Settings, cut: shrink.Cut, work: Path, run_it: bool) -> child.Job:
     model = work / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(cut.config, indent=1))
+    engine = child.flag_on(
+        settings.bucket if settings.speculative_tokens else None, provider=settings.provider
+    )
+    if settings.dump:
+        engine["compilation_config"]["debug_dump_path"] = str(work / "depyf")
+    engine |= {
+        "model": str(model),
+        "load_format": "dummy",
+        "kv_cache_dtype": settings.kv_cache_dtype,
+        "max_num_seqs": settings.max_num_seqs,
+        # Above the bucket, so that a prefill graph is compiled too.
+        "max_num_batched_tokens": max(2048, 2 * settings.bucket),
+    }
     return child.Job(
-        model=str(model),
         workdir=str(work),
         cache=str(work / "cache"),
-        fuse=True,
-        provider=settings.provider,
-        max_num_seqs=settings.max_num_seqs,
-        # More than the bucket: prefill is seen too.
-        max_num_batched_tokens=max(2048, 2 * settings.bucket),
-        max_model_len=256,
-        load_format="dummy",
-        kv_cache_dtype=settings.kv_cache_dtype,
-        bucket=settings.bucket if settings.speculative_tokens else None,
-        dump=str(work / "depyf") if settings.dump else None,
+        engine=engine,
         prompts=_PROMPTS if run_it else [],
         new_tokens=_NEW_TOKENS,
     )
 
 
 def _reasons(stored: report.Report | None, warnings: list[str]) -> list[Decline]:
-    """What the report declined, or the warning that switched the flag off."""
+    """The declines in the report, or that of the warning that switched the flag off."""
     if stored:
         return [decline for r in stored.decode_ranges() for decline in r.declined]
     return [found for text in warnings if (found := recognize(text))]
@@ -244,7 +251,7 @@ def _claim(folder: Path) -> None:
 
 def _copy_dump(work: Path, folder: Path, report_path: Path, stored: report.Report) -> None:
     """Copy what depyf wrote, named after the token range, and the report, into `folder`."""
-    # One range lies in the bucket here; vLLM compiles one graph for it, or one for each piece.
+    # One range is in the bucket; vLLM compiles one graph for it, or one for each piece.
     decode = stored.decode_ranges()
     if not decode:
         raise UserError(f"the passes met no MLA layer: no graph to put in {folder}")

@@ -1,22 +1,30 @@
-"""One vLLM engine in a process of its own: what to run goes in as JSON, what came out comes back.
+"""A job in a process of its own: what to do goes in as JSON, and what came out comes back.
 
-`demo` and `check` start engines through `run`: a fresh process for each, and not the user's vLLM
-cache, so that the passes run. This file is also the child: python -m mla_fusion.cli.child.
+`demo` and `check` run vLLM engines through `run`; the tests and benchmarks name other work. A job
+does not use the user's compile cache, so the passes run. This file is also the child:
+python -m mla_fusion.cli.child WORKDIR.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
+import logging
 import os
 import subprocess
 import sys
+import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from mla_fusion import config
 from mla_fusion.cli.arguments import UserError
 from mla_fusion.report import stored_reports
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
 
 LOG = "engine.log"
 _JOB, _RESULT = "job.json", "result.json"
@@ -32,28 +40,36 @@ _ENVIRONMENT = {
 
 @dataclass
 class Job:
-    """What one engine does. `workdir` takes its log and result, `cache` is its vLLM cache root."""
+    """One child process.
 
-    model: str
+    workdir: the folder of its log and its result.
+    cache: its vLLM cache root; from a warm one no pass runs.
+    work: "module:function", called with the job and a stream for its progress. The dictionary that
+        it returns comes back.
+    path: a further folder to import from.
+    engine: arguments of `build`.
+    prompts: (step at which it arrives, token ids) of each.
+    new_tokens: how many tokens each prompt is continued by.
+    plugin: whether vLLM may load this library.
+    options: further input of `work`.
+    environment: further variables.
+    """
+
     workdir: str
     cache: str
-    fuse: bool
-    provider: str
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    load_format: str = "auto"
-    kv_cache_dtype: str = "auto"
-    bucket: int | None = None  # None: the decode bucket is derived, as in production
-    dump: str | None = None  # vLLM's debug_dump_path
-    # (step at which it arrives, token ids); a CPU that cannot run the cache type runs none.
-    prompts: list[tuple[int, list[int]]] = field(default_factory=list)
+    work: str = "mla_fusion.cli.child:generate"
+    path: str = ""
+    engine: dict[str, Any] = field(default_factory=dict)
+    prompts: Sequence[tuple[int, list[int]]] = ()
     new_tokens: int = 0
+    plugin: bool = True
+    options: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
 class Outcome:
-    """What one engine did: per prompt the tokens and their log-probabilities."""
+    """What `generate` returned, with the tokens of each prompt and their log-probabilities."""
 
     tokens: list[list[int]]
     logprobs: list[list[float]]
@@ -63,39 +79,76 @@ class Outcome:
 
 
 def run(job: Job, progress: TextIO | None = None) -> Outcome:
-    """Run `job` in a process of its own; it tells `progress` (sys.stdout) how far it is.
+    """Run a job whose work is `generate`; its progress goes to `progress` (sys.stdout).
 
     Raises:
-        UserError: the engine failed; the message holds vLLM's last word and where its log is.
+        UserError: as `result`.
     """
-    workdir = Path(job.workdir)
-    workdir.mkdir(parents=True, exist_ok=True)
-    (workdir / _JOB).write_text(json.dumps(asdict(job)))
-    (workdir / _RESULT).unlink(missing_ok=True)
-    cache = Path(job.cache).resolve()
-    older = stored_reports(cache)
-    environment = {**os.environ, **_ENVIRONMENT, "VLLM_CACHE_ROOT": str(cache)}
-    environment["TORCHINDUCTOR_CACHE_DIR"] = str(cache / "inductor")
-    environment.pop("VLLM_DEBUG_DUMP_PATH", None)
-    # With the flag off it is stock vLLM: not even the plugin is loaded.
-    environment["VLLM_PLUGINS"] = "mla_fusion" if job.fuse else ""
+    older = stored_reports(Path(job.cache))
     progress = progress or sys.stdout
     progress.flush()
-    # -P: the installed package, whatever lies in the current folder.
-    command = [sys.executable, "-P", "-m", "mla_fusion.cli.child", job.workdir]
-    done = subprocess.run(command, env=environment, stdout=_stream(progress))
-    if done.returncode != 0 or not (workdir / _RESULT).exists():
-        raise UserError(
-            f"vLLM could not start or run its engine on {job.model}: {last_error(workdir / LOG)} "
-            f"(exit status {done.returncode}). What led to it: {workdir / LOG}"
-        )
-    outcome = Outcome(**json.loads((workdir / _RESULT).read_text()))
-    outcome.reports = [path for path in stored_reports(cache) if path not in older]
+    outcome = Outcome(**result(job, start(job, stdout=_stream(progress))))
+    outcome.reports = [path for path in stored_reports(Path(job.cache)) if path not in older]
     return outcome
 
 
+def start(job: Job, **streams: Any) -> subprocess.Popen[str]:
+    """Start the process of a job; `streams` are those of subprocess.Popen."""
+    workdir, cache = Path(job.workdir), Path(job.cache).resolve()
+    workdir.mkdir(parents=True, exist_ok=True)
+    share_model_facts(cache)
+    (workdir / _JOB).write_text(json.dumps(asdict(job)))
+    (workdir / _RESULT).unlink(missing_ok=True)
+    environment = {**os.environ, **_ENVIRONMENT, "VLLM_CACHE_ROOT": str(cache)}
+    environment["TORCHINDUCTOR_CACHE_DIR"] = str(cache / "inductor")
+    environment.pop("VLLM_DEBUG_DUMP_PATH", None)
+    paths = filter(None, (os.environ.get("PYTHONPATH"), job.path))
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    environment["VLLM_PLUGINS"] = "mla_fusion" if job.plugin else ""
+    # -P: the installed package, not one in the current folder.
+    command = [sys.executable, "-P", "-m", "mla_fusion.cli.child", job.workdir]
+    return subprocess.Popen(command, env={**environment, **job.environment}, text=True, **streams)
+
+
+def share_model_facts(cache: Path, root: Path | None = None) -> None:
+    """Let the vLLM cache at `cache` share facts about model classes with the one at `root`.
+
+    By default that is the user's. The facts are no compiled graphs, and vLLM needs a process of ten
+    seconds to find those of one class.
+    """
+    root = root or _users_cache()
+    if cache != root:
+        with contextlib.suppress(OSError):  # shared already, or a folder that takes no file
+            (root / "modelinfos").mkdir(parents=True, exist_ok=True)
+            cache.mkdir(parents=True, exist_ok=True)
+            (cache / "modelinfos").symlink_to(root / "modelinfos")
+
+
+def _users_cache() -> Path:
+    """vLLM's own cache root of this user."""
+    users = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    root = Path(os.environ.get("VLLM_CACHE_ROOT") or Path(users, "vllm"))
+    return root.expanduser().resolve()
+
+
+def result(job: Job, process: subprocess.Popen[str]) -> dict[str, Any]:
+    """What the work of a job returned, once its process has ended.
+
+    Raises:
+        UserError: it failed; the message holds its last error and the path of its log.
+    """
+    process.communicate()
+    path, log = Path(job.workdir, _RESULT), Path(job.workdir, LOG)
+    if process.returncode != 0 or not path.exists():
+        raise UserError(
+            f"vLLM could not start or run its engine on {job.engine.get('model')}: "
+            f"{last_error(log)} (exit status {process.returncode}). What led to it: {log}"
+        )
+    return dict(json.loads(path.read_text()))
+
+
 def _stream(progress: TextIO) -> int | None:
-    """The file behind `progress`; the child's own where there is none, as under pytest."""
+    """The file descriptor of `progress`; None, the child's own, without one, as under pytest."""
     try:
         return progress.fileno()
     except OSError:
@@ -122,35 +175,31 @@ def _child(workdir: Path) -> None:
     progress = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    outcome = _generate(job, progress)
+    module, _, function = job.work.partition(":")
+    outcome = getattr(importlib.import_module(module), function)(job, progress)
     (workdir / _RESULT).write_text(json.dumps(outcome))
     # Nothing is left to save, and taking vLLM down in order takes seconds.
-    progress.flush()
+    for stream in (progress, sys.stdout, sys.stderr):
+        stream.flush()
     os._exit(0)
 
 
-def _generate(job: Job, progress: Any) -> dict[str, Any]:
-    import logging
-    import time
+def flag_on(bucket: int | None = None, **options: str) -> dict[str, Any]:
+    """Arguments of `build` with the flag on; without `bucket` it is derived, as in production."""
+    passes = {config.FLAG: True} | ({} if bucket is None else {config.THRESHOLD: bucket})
+    return {
+        "compilation_config": {"pass_config": passes},
+        "additional_config": {config.OPTIONS_KEY: options},
+    }
 
-    warnings: list[str] = []
-    if job.fuse:
-        from mla_fusion.plugin import register
 
-        register()
-
-        def keep(record: logging.LogRecord) -> bool:
-            if record.levelno >= logging.WARNING:
-                warnings.append(record.getMessage())
-            return True
-
-        # A filter: vLLM configures logging while it starts, and that drops handlers.
-        logging.getLogger("vllm.mla_fusion").addFilter(keep)
-
+def generate(job: Job, progress: TextIO) -> dict[str, Any]:
+    """Build the engine of a job and run its prompts; see `Outcome`."""
+    warnings = [] if not job.plugin else kept_messages(logging.WARNING)
     began = time.perf_counter()
 
-    def tell(record: logging.LogRecord) -> bool:
-        """vLLM's own lines, one for each graph."""
+    def pass_on(record: logging.LogRecord) -> bool:
+        """Print a line for each graph that vLLM compiles."""
         text = record.getMessage()
         if "ompiling a graph for compile range" in text:
             where = text[text.index("compile range") :]
@@ -158,91 +207,110 @@ def _generate(job: Job, progress: Any) -> dict[str, Any]:
         return True
 
     print("    starting vLLM", file=progress)
-    logging.getLogger("vllm.compilation.backends").addFilter(tell)
-    engine = _build(job)
+    logging.getLogger("vllm.compilation.backends").addFilter(pass_on)
+    engine = build(**job.engine)
     print(f"    engine ready after {time.perf_counter() - began:.0f} s", file=progress)
+    tokens, logprobs = [], []
     if job.prompts:
-        tokens, logprobs, steps = _step(engine, job)
-        count = sum(map(len, tokens))
-        print(f"    {len(tokens)} prompts, {count} tokens, {steps} steps", file=progress)
-    else:
-        tokens, logprobs = [], []
+        outputs, count = complete(engine, job)
+        tokens = [list(output.token_ids) for output in outputs]
+        logprobs = [chosen(output) for output in outputs]
+        made = sum(map(len, tokens))
+        print(f"    {len(tokens)} prompts, {made} tokens, {count} steps", file=progress)
     seconds = time.perf_counter() - began
     return {"tokens": tokens, "logprobs": logprobs, "warnings": warnings, "seconds": seconds}
 
 
-def skip_experts_of_longcat() -> None:
+def kept_messages(level: int) -> list[str]:
+    """A list that takes what this library logs from now on, at `level` or above."""
+    messages: list[str] = []
+
+    def keep(record: logging.LogRecord) -> bool:
+        if record.levelno >= level:
+            messages.append(record.getMessage())
+        return True
+
+    # A filter: vLLM configures logging while it starts, and that drops handlers.
+    logging.getLogger("vllm.mla_fusion").addFilter(keep)
+    return messages
+
+
+def build(**arguments: Any) -> Any:
+    """A small vLLM engine in this process, with these arguments of EngineArgs."""
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    return LLMEngine.from_engine_args(engine_arguments(**arguments))
+
+
+def engine_arguments(**arguments: Any) -> Any:
+    """EngineArgs of a small engine; `arguments` come before what is set here."""
+    if "mla_fusion" in os.environ["VLLM_PLUGINS"]:
+        from mla_fusion.plugin import register
+
+        register()
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+
+    small = {
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "seed": 0,
+        "max_model_len": 256,
+        "disable_log_stats": True,
+    }
+    if current_platform.is_cpu():
+        # By name: where the CPU has AMX, vLLM would take another, which packs W_UK.
+        small["attention_backend"] = "CPU_MLA"
+        model = json.loads((Path(arguments["model"]) / "config.json").read_text())
+        if model["model_type"] == _LONGCAT:
+            _skip_experts_of_longcat()
+    return EngineArgs(**{**small, **arguments})
+
+
+def _skip_experts_of_longcat() -> None:
     """Its "zero experts" have no routing kernel on a CPU; the attention does not read them."""
     from vllm.model_executor.models import longcat_flash
 
     longcat_flash.LongcatMoe.forward = lambda self, hidden_states: hidden_states
 
 
-def _build(job: Job) -> Any:
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.platforms import current_platform
-    from vllm.v1.engine.llm_engine import LLMEngine
+def complete(engine: Any, job: Job, logprobs: int = 0) -> tuple[list[Any], int]:
+    """(vLLM's completion of each prompt, steps).
 
-    compilation: dict[str, Any] = {}
-    arguments: dict[str, Any] = {}
-    if job.fuse:
-        compilation["pass_config"] = {config.FLAG: True}
-        if job.bucket is not None:
-            compilation["pass_config"][config.THRESHOLD] = job.bucket
-        arguments["additional_config"] = {config.OPTIONS_KEY: {"provider": job.provider}}
-    if job.dump:
-        compilation["debug_dump_path"] = job.dump
-    if current_platform.is_cpu():
-        # By name: where the CPU has AMX, vLLM would take another, which packs W_UK.
-        arguments["attention_backend"] = "CPU_MLA"
-        if json.loads((Path(job.model) / "config.json").read_text())["model_type"] == _LONGCAT:
-            skip_experts_of_longcat()
-    return LLMEngine.from_engine_args(
-        EngineArgs(
-            model=job.model,
-            load_format=job.load_format,
-            skip_tokenizer_init=True,
-            dtype="bfloat16",
-            seed=0,
-            kv_cache_dtype=job.kv_cache_dtype,
-            max_model_len=job.max_model_len,
-            max_num_seqs=job.max_num_seqs,
-            max_num_batched_tokens=job.max_num_batched_tokens,
-            disable_log_stats=True,
-            compilation_config=compilation,
-            **arguments,
-        )
-    )
+    `logprobs` is how many candidates of each step come with the one that was chosen.
+    """
+    finished: dict[int, Any] = {}
+    count = 0
+    for outputs in steps(engine, job.prompts, job.new_tokens, logprobs=logprobs):
+        finished |= {int(o.request_id): o.outputs[0] for o in outputs if o.finished}
+        count += 1
+    return [finished[index] for index in range(len(job.prompts))], count
 
 
-def _step(engine: Any, job: Job) -> tuple[list[list[int]], list[list[float]], int]:
-    """(tokens, their log-probabilities, steps): each prompt enters at its step, then greedily."""
+def chosen(completion: Any) -> list[float]:
+    """The log-probability of each token of a completion."""
+    pairs = zip(completion.token_ids, completion.logprobs, strict=True)
+    return [candidates[token].logprob for token, candidates in pairs]
+
+
+def steps(
+    engine: Any, prompts: Sequence[tuple[int, list[int]]], new_tokens: int, **sampling: Any
+) -> Iterator[list[Any]]:
+    """What each step of the engine gives, until all prompts are continued greedily.
+
+    The request of a prompt has its index as id, and enters at the prompt's step.
+    """
     from vllm import SamplingParams
 
-    params = SamplingParams(
-        max_tokens=job.new_tokens, temperature=0, ignore_eos=True, detokenize=False, logprobs=0
-    )
-    finished: dict[int, Any] = {}
-    waiting = dict(enumerate(job.prompts))
-    step = 0
+    greedy = {"temperature": 0, "ignore_eos": True, "detokenize": False}
+    params = SamplingParams(max_tokens=new_tokens, **greedy, **sampling)
+    waiting, step = dict(enumerate(prompts)), 0
     while waiting or engine.has_unfinished_requests():
         for index in [index for index, (arrival, _) in waiting.items() if arrival <= step]:
             _, prompt = waiting.pop(index)
             engine.add_request(str(index), {"prompt_token_ids": prompt}, params)
-        for output in engine.step():
-            if output.finished:
-                finished[int(output.request_id)] = output.outputs[0]
+        yield engine.step()
         step += 1
-    outputs = [finished[index] for index in range(len(job.prompts))]
-    tokens = [list(output.token_ids) for output in outputs]
-    logprobs = [
-        [
-            entry[token].logprob
-            for token, entry in zip(output.token_ids, output.logprobs, strict=True)
-        ]
-        for output in outputs
-    ]
-    return tokens, logprobs, step
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """`mla-fusion demo`: two small MLA models, each served by vLLM with the flag off and on.
 
-The prompts arrive while others decode, so that all kinds of batch occur: prefill alone and decode
-alone, short prompts that land in the decode bucket, and prefill mixed with decode inside the bucket
-and above it. Both engines decode greedily, and must produce the same tokens.
+Prompts arrive while others decode, so every kind of batch occurs: only prefill, only decode, short
+prompts that fall into the decode bucket, and prefill mixed with decode inside the bucket and above
+it. Both engines decode greedily, and must produce the same tokens.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ NEW_TOKENS = 24
 # (step at which the prompt arrives, its tokens)
 ARRIVALS = [(0, 5), (0, 40), (2, 1), (4, 2), (6, 3), (9, 100), (20, 2)]
 
-# One for all four engines, made anew by each demo. What they share in it is what vLLM learned of a
-# model class and Inductor of the compiler, which takes a minute; their graphs have different keys.
+# One for all four engines, made anew by each demo. They share facts about the model class; their
+# graphs have different keys.
 _CACHE = "cache"
 
 
@@ -72,7 +72,7 @@ def compare(out: Path, names: Sequence[str] = tuple(tiny_models.MODELS)) -> bool
         for result in results
     )
     if not fused:
-        print("not every MLA layer of the decode range fused; the reasons stand above")
+        print("not every MLA layer of the decode range fused; the reasons are above")
     equal = all(result["tokens_equal"] for result in results)
     print(f"tokens equal: {'yes' if equal else 'no'}")
     return equal and fused
@@ -125,18 +125,19 @@ def _run_engine(folder: Path, model: Path, fuse: bool) -> child.Outcome:
     flag = "on" if fuse else "off"
     print(f"  flag {flag}: {'fused decode' if fuse else 'vLLM as it is'}, starting an engine")
     began = time.perf_counter()
+    limits = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": 256}
     outcome = child.run(
         child.Job(
-            model=str(model),
             workdir=str(folder / flag),
             cache=str(folder.parent / _CACHE),
-            fuse=fuse,
-            provider="reference",
-            max_num_seqs=MAX_NUM_SEQS,
-            max_num_batched_tokens=256,
-            max_model_len=256,
+            engine={
+                "model": str(model),
+                **limits,
+                **(child.flag_on(provider="reference") if fuse else {}),
+            },
             prompts=_prompts(),
             new_tokens=NEW_TOKENS,
+            plugin=fuse,  # with the flag off it is stock vLLM
         )
     )
     print(f"    done in {time.perf_counter() - began:.0f} s")

@@ -1,7 +1,7 @@
 """Small DeepSeek-V2- and V3-shaped models with random weights, written as vLLM reads them.
 
-The weights are of unit gain, not vLLM's dummy ones of about 1e-3: with those every attention score
-is nearly zero, and the tokens would not notice a wrong rotation or a wrong cache entry.
+The weights have unit gain. With vLLM's dummy weights of about 1e-3 every attention score is nearly
+zero, and a wrong rotation or cache entry would not change a token.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _COMMON: dict[str, Any] = {
     "routed_scaling_factor": 1.0,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
-    # The only latent and rope sizes vLLM's CPU attention takes; also those of the real models.
+    # The latent and rope sizes of the real models; vLLM's CPU attention takes no others.
     "kv_lora_rank": 512,
     "qk_rope_head_dim": 64,
     "qk_nope_head_dim": 128,
@@ -69,11 +69,11 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def write(name: str, folder: Path, seed: int = 0) -> Path:
-    """Write config.json and model.safetensors of `MODELS[name]` into `folder`, and return it."""
+def write(name: str, folder: Path, seed: int = 0, **changes: Any) -> Path:
+    """Write `MODELS[name]` with `changes` into `folder` as vLLM reads it, and return the folder."""
     from safetensors.torch import save_file
 
-    model = MODELS[name]
+    model = {**MODELS[name], **changes}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(model, indent=1))
     save_file(weights(model, seed), folder / "model.safetensors", metadata={"format": "pt"})
@@ -81,7 +81,7 @@ def write(name: str, folder: Path, seed: int = 0) -> Path:
 
 
 def weights(model: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
-    """All weights of a dense model by their checkpoint names; the same for the same seed."""
+    """All weights of a dense model by checkpoint name; a seed always gives the same ones."""
     generator = torch.Generator().manual_seed(seed)
     hidden, heads, latent = (
         model["hidden_size"],
@@ -104,7 +104,7 @@ def weights(model: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
     tensors = {"model.embed_tokens.weight": linear(model["vocab_size"], hidden, hidden**0.5)}
     for layer in range(model["num_hidden_layers"]):
         at = f"model.layers.{layer}."
-        # Attention is peaked, so that a token depends on where and what its keys are.
+        # Peaked attention: a token depends on the position and the content of its keys.
         query, sharp = heads * (nope + rope), 2.0
         if model["q_lora_rank"] is None:
             tensors[f"{at}self_attn.q_proj.weight"] = linear(query, hidden, sharp)

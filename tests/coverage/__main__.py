@@ -14,32 +14,28 @@ page         the tables of docs/coverage.md from the results of all of these
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from tests import child as children
 from tests.coverage import classes, models, neighbours, page
 
 ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # else two ranks want two NUMA nodes
 
 
-def run(jobs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The results of `jobs`, in one process for each set of imitations."""
+def run(engines: list[dict[str, Any]]) -> dict[str, Any]:
+    """What became of each of `engines`, in one process for each set of imitations."""
     results: dict[str, Any] = {}
-    # -P: the installed package, whatever lies in the current folder.
-    paths = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT))))
-    with tempfile.TemporaryDirectory() as folder:
-        asked, said = Path(folder) / "jobs.json", Path(folder) / "results.json"
-        for imitate in sorted({tuple(job.get("imitate", ())) for job in jobs}):
-            group = [job for job in jobs if tuple(job.get("imitate", ())) == imitate]
-            asked.write_text(json.dumps(group))
-            command = [sys.executable, "-P", "-m", "tests.coverage.engines", str(asked), str(said)]
-            subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": paths})
-            results.update(json.loads(said.read_text()))
-    return {job["name"]: results[job["name"]] for job in jobs}
+    for imitate in sorted({tuple(engine.get("imitate", ())) for engine in engines}):
+        group = [engine for engine in engines if tuple(engine.get("imitate", ())) == imitate]
+        with tempfile.TemporaryDirectory(prefix="mla-fusion-coverage-") as folder:
+            work = "tests.coverage.engines:run_all"
+            results |= children.run(children.job(work, Path(folder), options={"engines": group},
+                                                 environment=ENVIRONMENT))  # fmt: skip
+    return {engine["name"]: results[engine["name"]] for engine in engines}
 
 
 def rerun(jobs: list[dict[str, Any]], only: list[str]) -> dict[str, Any]:

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-from mla_fusion.cli.child import skip_experts_of_longcat as longcat_experts  # noqa: F401
-
 
 def pangu_draft_attribute() -> None:
     """vLLM 0.32's OpenPangu MTP head reads an attribute its decoder layer lacks, on any device."""

@@ -58,7 +58,7 @@ ENGINES = (
         "mistral_large_3", "eagle", {**_PLAIN, "architectures": ["EagleMistralLarge3ForCausalLM"]}
     ),
     Engine("glm4_moe_lite", "mtp"),
-    Engine("longcat_flash", "mtp", imitate=("longcat_experts",)),
+    Engine("longcat_flash", "mtp"),
     Engine("openpangu", "mtp", imitate=("pangu_draft_attribute",)),
     Engine("bailing_moe_linear", "mtp", engine=_HYBRID, imitate=("hybrid_without_states",)),
     Engine("bailing_moe_v3", "mtp", engine=_HYBRID, imitate=("hybrid_without_states",)),

@@ -19,7 +19,7 @@ V3 = "deepseek-v3-shaped"
 def shown(tmp_path_factory):
     """One model of the demo: (whether it succeeded, its folder)."""
     out = tmp_path_factory.mktemp("demo")
-    return demo.run(out, names=[V3]), out
+    return demo.compare(out, names=[V3]), out
 
 
 def test_the_demo_writes_what_fused(shown):

@@ -1,74 +1,62 @@
-"""The passes in a real vLLM engine on a CPU: what they leave alone, and what they survive."""
+"""The passes in real vLLM engines on a CPU: the same tokens, in every way to start an engine."""
 
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from mla_fusion import ops
-from tests.models import DEEPSEEK_V2
+from mla_fusion.cli import child, tiny_models
+from mla_fusion.cli.arguments import UserError
+from tests import child as children
+from tests.engine.work import PROMPTS
 
 pytestmark = pytest.mark.engine
-HARNESS = Path(__file__).with_name("harness.py")
+FLAG = {"flag": True}
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("deepseek_v2")
-    (folder / "config.json").write_text(json.dumps(DEEPSEEK_V2))
-    return str(folder)
+def job(tmp_path_factory):
+    """job(options, cache=..., plugin=..., ...), a job of `work.serve`.
+
+    Weights are of unit gain: another key, length or scale gives other tokens.
+    """
+    model = tiny_models.write("deepseek-v2-shaped", tmp_path_factory.mktemp("model"))
+
+    def make(options, dtype="bfloat16", **fields):
+        folder = tmp_path_factory.mktemp("engine")
+        fields = {"prompts": PROMPTS, "new_tokens": NEW_TOKENS, "options": options} | fields
+        engine = {"model": str(model), "dtype": dtype}
+        return children.job("tests.engine.work:serve", folder, engine=engine, **fields)
+
+    return make
 
 
-def start(job, tmp_path, **environment):
-    """One run of the harness, however it ends."""
-    # A cache of Inductor's own would keep the passes from running, as a warm vLLM cache does.
-    environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"), **environment}
-    environment = {"VLLM_CACHE_ROOT": str(tmp_path / "vllm"), **environment}
-    return subprocess.run(
-        [sys.executable, str(HARNESS), json.dumps(job)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={**os.environ, **environment},
-    )
-
-
-def run_all(job, tmp_path, **environment):
-    """What each engine of a job did."""
-    done = start(job, tmp_path, **environment)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    log = done.stdout + done.stderr
-    return [json.loads(line.removeprefix("RESULT ")) | {"log": log} for line in lines]
-
-
-def run(job, tmp_path, **environment):
-    [result] = run_all(job, tmp_path, **environment)
-    return result
+def run(asked):
+    """What its work returned, with the results of its first engine and its log."""
+    result = children.run(asked)
+    return result | result["engines"][0] | {"log": Path(asked.workdir, child.LOG).read_text()}
 
 
 @pytest.fixture(scope="module")
-def alone(model, tmp_path_factory):
+def alone(job):
     """vLLM without this library."""
-    return run({"model": model}, tmp_path_factory.mktemp("alone"))
+    return run(job({}, plugin=False))
 
 
 @pytest.fixture(scope="module")
-def fused_caches(tmp_path_factory):
+def fused_cache(tmp_path_factory):
     return tmp_path_factory.mktemp("fused")
 
 
 @pytest.fixture(scope="module")
-def fused(model, fused_caches):
+def fused(job, fused_cache):
     """The flag on."""
-    return run({"model": model, "plugin": True, "flag": True}, fused_caches)
+    return run(job(FLAG, cache=fused_cache))
 
 
-SUMMARY = "decode range (1, 4): 2 of 2 MLA layers fused; prefill ranges untouched"
+NEW_TOKENS = 12
+SUMMARY = "decode range (1, 4): 3 of 3 MLA layers fused; prefill ranges untouched"
 CACHED = " (graphs from vLLM's compile cache)"
 
 
@@ -79,8 +67,8 @@ def own_log(result):
 
 
 def test_steps_are_counted_by_path(fused):
-    """Four prompts enter in one mixed batch, then all decode: 8 tokens are 1 + 7 passes."""
-    counts = {"fused": 7, "unfused": 1}
+    """Four prompts enter in one mixed batch, then all decode."""
+    counts = {"fused": NEW_TOKENS - 1, "unfused": 1}
     assert fused["steps"] == [{"model.layers.0.self_attn.attn": counts}]
     assert fused["exported"] == counts  # the engine runs in the process of /metrics
 
@@ -90,16 +78,15 @@ def prefill_range(result):
     return name
 
 
-def test_flag_off_leaves_every_graph_as_it_is(model, alone, tmp_path):
-    off = run({"model": model, "plugin": True}, tmp_path)
+def test_flag_off_leaves_every_graph_as_it_is(job, alone):
+    off = run(job({}))
     assert off["graphs"] == alone["graphs"]
     assert len(alone["graphs"]) == 2
 
 
-def test_provider_that_is_unavailable_leaves_the_engine_as_it_is(model, alone, tmp_path):
+def test_provider_that_is_unavailable_leaves_the_engine_as_it_is(job, alone):
     """No AITER here: one warning, and vLLM's own graphs, tokens and logprobs."""
-    job = {"model": model, "plugin": True, "flag": True, "provider": "aiter"}
-    declined = run(job, tmp_path)
+    declined = run(job(FLAG | {"provider": "aiter"}))
     [(level, line)] = own_log(declined)
     assert level == "WARNING"
     assert "[provider-unavailable]" in line and "install ROCm's AITER" in line
@@ -117,8 +104,8 @@ def test_invariant_2_prefill_graph_is_the_same_code_with_the_flag_on(alone, fuse
 
 def test_decode_graph_runs_the_fused_op_and_no_functional_wrapper_of_it(fused):
     code = fused["graphs"]["1-4"]
-    assert code.count(f"torch.ops.mla_fusion.{ops.FUSED}.default(") == 2
-    assert code.count(f"torch.ops.mla_fusion.{ops.ATTENTION}.default(") == 2
+    assert code.count(f"torch.ops.mla_fusion.{ops.FUSED}.default(") == 3
+    assert code.count(f"torch.ops.mla_fusion.{ops.ATTENTION}.default(") == 3
     assert "unified_mla" not in code
 
 
@@ -127,8 +114,8 @@ def test_tokens_and_logprobs_are_those_of_vllm_alone_to_the_bit(alone, fused):
     assert fused["logprobs"] == alone["logprobs"]
 
 
-def test_warm_compile_cache_still_yields_the_report(model, fused_caches, fused):
-    warm = run({"model": model, "plugin": True, "flag": True}, fused_caches)
+def test_warm_compile_cache_still_yields_the_report(job, fused_cache, fused):
+    warm = run(job(FLAG, cache=fused_cache))
     assert not warm["graphs"], "a pass ran: the cache was cold and this test shows nothing"
     assert own_log(fused) == [("INFO", SUMMARY)]
     assert own_log(warm) == [("INFO", SUMMARY + CACHED)]
@@ -136,46 +123,64 @@ def test_warm_compile_cache_still_yields_the_report(model, fused_caches, fused):
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])
-def test_engine_and_worker_in_processes_of_their_own(model, fused, tmp_path, method):
-    (tmp_path / "prometheus").mkdir()
-    job = {"model": model, "plugin": True, "flag": True, "processes": method}
-    apart = run(job, tmp_path, PROMETHEUS_MULTIPROC_DIR=str(tmp_path / "prometheus"))
+def test_engine_and_worker_in_processes_of_their_own(job, fused, tmp_path, method):
+    apart = run(
+        job(
+            FLAG | {"processes": method},
+            environment={
+                "PROMETHEUS_MULTIPROC_DIR": str(tmp_path),
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+            },
+        )
+    )
     assert apart["children"] == [f"{method.capitalize()}Process"]  # the engine core
     assert own_log(apart) == [("INFO", SUMMARY)]
     assert apart["tokens"] == fused["tokens"]
     assert apart["logprobs"] == fused["logprobs"]
     # The requests reach the engine core one by one, so prompts may enter in several passes.
     [[steps]] = [rank.values() for rank in apart["steps"]]
-    assert steps["fused"] >= 6 and steps["unfused"] >= 1
+    assert steps["fused"] >= NEW_TOKENS - 2 and steps["unfused"] >= 1
     # Written by the process of the engine core, and read here as vLLM's /metrics does.
     assert apart["exported"] == steps
 
 
-def test_two_engines_in_one_process(model, fused_caches, fused):
-    both = run_all({"model": model, "plugin": True, "flag": True, "engines": 2}, fused_caches)
-    assert len(both) == 2
-    assert own_log(both[0]) == [("INFO", SUMMARY + CACHED)] * 2
-    for engine in both:
+def test_two_engines_in_one_process(job, fused_cache, fused):
+    both = run(job(FLAG | {"engines": 2}, cache=fused_cache))
+    assert len(both["engines"]) == 2
+    assert own_log(both) == [("INFO", SUMMARY + CACHED)] * 2
+    for engine in both["engines"]:
         assert engine["tokens"] == fused["tokens"]
         assert engine["logprobs"] == fused["logprobs"]
         assert engine["steps"] == fused["steps"]
 
 
-def test_provider_that_raises_in_a_step_ends_the_engine_with_what_to_do(model, fused_caches, fused):
+def test_provider_that_raises_in_a_step_ends_the_engine_with_what_to_do(job, fused_cache, fused):
     """No token of the step is handed out, and the traceback ends with the note."""
-    done = start({"model": model, "plugin": True, "flag": True, "fault": True}, fused_caches)
-    assert done.returncode != 0
-    assert "RESULT" not in done.stdout
-    text = " ".join((done.stdout + done.stderr).split())
-    assert "RuntimeError: planted: an illegal memory access was encountered" in text
+    asked = job(FLAG | {"fault": True}, cache=fused_cache)
+    with pytest.raises(UserError, match="planted: an illegal memory access was encountered"):
+        children.run(asked)
+    text = " ".join(Path(asked.workdir, child.LOG).read_text().split())
     assert "mla_fusion: the reference provider failed in a decode step of" in text
     assert "start with another provider" in text
 
 
-def test_custom_pass_hook_without_the_plugin(model, alone, tmp_path):
-    custom = run({"model": model, "custom_pass": True}, tmp_path)
+def test_custom_pass_hook_without_the_plugin(job, alone):
+    custom = run(job({"custom_pass": True}, plugin=False))
     assert ops.FUSED in custom["graphs"]["1-4"]
     name = prefill_range(alone)
     assert custom["graphs"][name] == alone["graphs"][name]
     assert custom["tokens"] == alone["tokens"]
     assert custom["logprobs"] == alone["logprobs"]
+
+
+def test_the_portable_decode_gives_the_same_tokens_from_one_refresh_a_step(job):
+    backend, portable = (
+        run(job(FLAG | {"attention": name}, dtype="float32")) for name in ("auto", "portable")
+    )
+    assert backend["refreshes"] == []
+    # All four prompts are prefilled in one step; then every step decodes four tokens, and the
+    # three layers share its plan. Before them, a warm-up of one token.
+    assert portable["refreshes"] == [[1, 1]] + [[4, 4]] * (NEW_TOKENS - 1)
+    assert portable["tokens"] == backend["tokens"]
+    for ours, theirs in zip(portable["logprobs"], backend["logprobs"], strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-3)

@@ -4,8 +4,7 @@ imitation.py      what of vLLM's ROCm platform is imitated; all of it
 cases.py          batches and cases
 steps.py          single steps of one MLA layer: vLLM's metadata builder, layer and backend, and
                   its graph before and after this library's passes
-engine.py         the whole engine: tests/engine/harness.py on the imitated platform
-child.py          starting either in a process of its own
+engine.py         the whole engine: tests/engine/work.py on the imitated platform
 test_backend.py   the steps over a matrix of batches, head counts and caches
 test_engine.py    the engine with the flag and without
 """

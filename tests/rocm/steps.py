@@ -1,18 +1,13 @@
 """Single steps of one MLA layer through vLLM's ROCm backend, before and after the passes.
 
-    python -m tests.rocm.steps '{"architecture": "gfx942", "cases": [...]}'
-
-prints one JSON line: for each case what became of it. The layer, its metadata builder and its
-backend are vLLM's own; the graph is traced from vLLM's code (tests/passes/graphs.py) in the real
-widths, and run three times: as it is, with the aiter provider, and with the reference provider.
+`run_all` is the work of a child process. The layer, its metadata builder and its backend are
+vLLM's own. The graph is traced from vLLM's code (tests/passes/graphs.py) in the real widths, and
+runs three times: unchanged, with the aiter provider, and with the reference provider.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import sys
-import tempfile
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +18,11 @@ from tests.rocm import imitation
 from tests.rocm.cases import BATCHES, Batch, Case, Result
 
 if TYPE_CHECKING:
+    from typing import TextIO
+
     from torch import fx
+
+    from mla_fusion.cli import child
 
 HIDDEN, NOPE, ROPE, LATENT, VALUE, MAX_LENGTH = 64, 128, 64, 512, 128, 256
 BLOCKS, BLOCK = 96, 16
@@ -86,7 +85,7 @@ class Backend:
         self.cache = entries.to(self.stored).view(spec.dtype)
 
     def metadata(self, batch: Batch, slots: torch.Tensor, tables: torch.Tensor) -> Any:
-        """What vLLM's builder makes of a batch."""
+        """The metadata of a batch, by vLLM's builder."""
         from vllm.v1.attention.backend import CommonAttentionMetadata
 
         new = [n for _, n in batch.requests] + [0] * batch.dummies
@@ -195,7 +194,7 @@ def run(module: fx.GraphModule, spec: Any, backend: Backend, batch: Batch) -> li
 
 
 def compare(case: Case, backend: Backend, double: aiter_double.Double) -> Result:
-    """Run one case and say what came out."""
+    """Run one case with the passes and without."""
     from tests.passes import graphs
 
     batch, result = BATCHES[case.batch], Result()
@@ -255,16 +254,12 @@ def _steps(a: torch.Tensor, b: torch.Tensor) -> int:
     return int((ordered(a) - ordered(b)).abs().max()) if a.numel() else 0
 
 
-def main(job: dict[str, Any]) -> None:
-    """Run all cases of one architecture."""
-    os.environ |= {"VLLM_PLUGINS": "", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+def run_all(job: child.Job, progress: TextIO) -> dict[str, Any]:
+    """The results of the `cases` of one `architecture`."""
     torch.set_num_threads(1)
-    results = []
-    with (
-        aiter_double.installed(job["architecture"]) as double,
-        tempfile.TemporaryDirectory() as folder,
-    ):
-        imitation.imitate(job["architecture"])
+    architecture, results = job.options["architecture"], []
+    with aiter_double.installed(architecture) as double:
+        imitation.imitate(architecture)
         import pytest
 
         from tests.passes import cuda_ops
@@ -272,17 +267,13 @@ def main(job: dict[str, Any]) -> None:
         kernels = cuda_ops.plain_kernels(pytest.MonkeyPatch())
         next(kernels)
         backends: dict[Any, Backend] = {}
-        for case in (Case(*c) for c in job["cases"]):
+        for case in (Case(*c) for c in job.options["cases"]):
             batch = BATCHES[case.batch]
             key = (case.heads, case.cache, case.products, batch.drafts, batch.dummies > 0)
             if key not in backends:
-                backends[key] = Backend(*key, folder)
+                backends[key] = Backend(*key, job.workdir)
             try:
                 results.append(compare(case, backends[key], double))
             except aiter_double.Fault as fault:
                 results.append(Result(fault=f"{type(fault).__name__}: {fault}"))
-    print("RESULT " + json.dumps([asdict(r) for r in results]))
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    return {"results": [asdict(r) for r in results]}

@@ -7,12 +7,13 @@ each with a bf16 and an fp8 cache, on gfx942 and gfx950. No AMD hardware is invo
 from __future__ import annotations
 
 from dataclasses import astuple
-from functools import cache
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.rocm import child
+from mla_fusion.cli import child
+from tests import child as children
 from tests.rocm.cases import BATCHES, Case, Result
 
 if TYPE_CHECKING:
@@ -55,21 +56,29 @@ ALL = [(architecture, case) for architecture in ARCHITECTURES for case in CASES[
 
 
 @pytest.fixture(scope="module")
-def children() -> Iterator[dict[str, subprocess.Popen[str]]]:
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Started]]:
     """A process for each architecture, both at once."""
     made = {}
     for architecture in ARCHITECTURES:
-        cases = [astuple(case) for case in CASES[architecture]]
-        made[architecture] = child.start("steps", {"architecture": architecture, "cases": cases})
+        options = {"architecture": architecture, "cases": [*map(astuple, CASES[architecture])]}
+        folder = tmp_path_factory.mktemp(architecture)
+        job = children.job("tests.rocm.steps:run_all", folder, options=options, plugin=False)
+        made[architecture] = Started(job, child.start(job))
     yield made
-    for process in made.values():
-        process.kill()
+    for one in made.values():
+        one.process.kill()
 
 
-@cache
-def results(process: subprocess.Popen[str]) -> list[Result]:
-    [found] = child.answer(process, "RESULT")
-    return [Result(**result) for result in found]
+class Started:
+    """The process of one architecture."""
+
+    def __init__(self, job: child.Job, process: subprocess.Popen[str]) -> None:
+        self.job, self.process = job, process
+
+    @cached_property
+    def results(self) -> list[Result]:
+        """What became of each case."""
+        return [Result(**result) for result in child.result(self.job, self.process)["results"]]
 
 
 def decode_only(case: Case) -> bool:
@@ -82,9 +91,9 @@ def words(value: str | Case) -> str:
 
 @pytest.mark.parametrize("architecture, case", ALL, ids=words)
 def test_a_step_is_what_it_is_without_the_flag(
-    children: dict[str, subprocess.Popen[str]], architecture: str, case: Case
+    started: dict[str, Started], architecture: str, case: Case
 ) -> None:
-    got = results(children[architecture])[CASES[architecture].index(case)]
+    got = started[architecture].results[CASES[architecture].index(case)]
     assert not got.fault
     assert (got.fused, got.declined) == (1, "")
     assert got.elsewhere, "bytes outside the addressed slots changed"
@@ -115,8 +124,8 @@ def test_a_step_is_what_it_is_without_the_flag(
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_matrix_reaches_every_decode_of_the_backend(
-    children: dict[str, subprocess.Popen[str]], architecture: str
+    started: dict[str, Started], architecture: str
 ) -> None:
-    called = {op for got in results(children[architecture]) for op in got.calls or ()}
+    called = {op for got in started[architecture].results for op in got.calls or ()}
     assert {FUSED, DECODE, "get_mla_metadata_v1"} <= called
     assert (GLUON in called) == (architecture == "gfx950")

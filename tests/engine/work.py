@@ -1,0 +1,186 @@
+"""What the engines of these tests do, in a process of `mla_fusion.cli.child`.
+
+Each runs vLLM's piecewise backend with graph partition and a compile range for the decode bucket,
+the prerequisites of the flag, so that runs with the flag and without compare.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from typing import Any, TextIO
+
+from mla_fusion import config
+from mla_fusion.cli import child
+
+BUCKET = 4
+PROMPTS = [(0, prompt) for prompt in ([1, 2, 3], [7], [*range(9, 60)], [5, 6])]
+
+
+def serve(job: child.Job, progress: TextIO) -> dict[str, Any]:
+    """Build the engines of a job, then run its prompts in one after the other.
+
+    Options: flag; custom_pass (the pass object in vLLM's hook); provider and attention (the options
+    of those names); bucket; engines (how many); processes ("spawn" or "fork": how the engine core
+    starts in a process of its own, in which no graph is recorded); fault (the provider raises in
+    its third step).
+    """
+    options = job.options
+    if options.get("processes"):
+        _start_processes_by(options["processes"])
+    else:
+        _keep_vllm_compile()
+    graphs, refreshes = _record_graphs(), _count_refreshes() if options.get("flag") else []
+    arguments = {**_arguments(options), **job.engine}
+    engines = [child.build(**arguments) for _ in range(options.get("engines", 1))]
+    if options.get("fault"):
+        _break_provider()
+    served = [_serve_one(engine, job) for engine in engines]
+    children = [type(process).__name__ for process in multiprocessing.active_children()]
+    for engine in engines:
+        engine.engine_core.shutdown()
+    return {"engines": served, "graphs": graphs, "refreshes": refreshes, "children": children}
+
+
+def _serve_one(engine: Any, job: child.Job) -> dict[str, Any]:
+    completions, _ = child.complete(engine, job, logprobs=2)
+    ranked = [
+        [sorted((x.logprob for x in seen.values()), reverse=True) for seen in c.logprobs]
+        for c in completions
+    ]
+    result = {
+        "tokens": [list(c.token_ids) for c in completions],
+        "logprobs": [child.chosen(c) for c in completions],
+        # How far the second candidate of each step lies below the first.
+        "margins": [[best - second for best, second, *_ in steps] for steps in ranked],
+    }
+    if job.options.get("flag"):
+        result["steps"] = engine.collective_rpc("mla_fusion_steps")
+        result["exported"] = _exported_steps()
+    return result
+
+
+def _arguments(options: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `child.build`."""
+    compilation: dict[str, Any] = {
+        "mode": 3,
+        "backend": "inductor",
+        "use_inductor_graph_partition": True,
+        "compile_sizes": [],
+        "compile_ranges_endpoints": [options.get("bucket", BUCKET)],
+        "pass_config": {"fuse_rope_kvcache_cat_mla": False},
+    }
+    arguments = {"max_num_seqs": BUCKET, "compilation_config": compilation}
+    if options.get("flag"):
+        compilation["pass_config"][config.FLAG] = True
+        chosen = {"provider": "reference", "attention": "auto"}
+        chosen |= {name: options[name] for name in chosen if name in options}
+        arguments["additional_config"] = {config.OPTIONS_KEY: chosen}
+    if options.get("custom_pass"):
+        from vllm.config import CompilationConfig
+
+        from mla_fusion import ops
+        from mla_fusion.passes.pipeline import MLAFusionPass
+
+        compilation["inductor_compile_config"] = {
+            "post_grad_custom_post_pass": MLAFusionPass("reference", BUCKET)
+        }
+        compilation["splitting_ops"] = [*CompilationConfig._attention_ops, *ops.RUNTIME_OPS]
+    return arguments
+
+
+def _keep_vllm_compile() -> None:
+    """Do what the plugin does for the flag on a CPU, for engines that run without it."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    original = CpuPlatform.check_and_update_config.__func__
+
+    def check(cls: type, vllm_config: Any) -> None:
+        compilation = vllm_config.compilation_config
+        asked = compilation.mode, compilation.backend, compilation.ir_enable_torch_wrap
+        original(cls, vllm_config)
+        compilation.mode, compilation.backend, compilation.ir_enable_torch_wrap = asked
+
+    CpuPlatform.check_and_update_config = classmethod(check)
+
+
+def _start_processes_by(method: str) -> None:
+    """Let vLLM start its processes by `method`; on a CPU it spawns them otherwise."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    original = CpuPlatform.check_and_update_config.__func__
+
+    def check(cls: type, vllm_config: Any) -> None:
+        original(cls, vllm_config)
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = method
+
+    CpuPlatform.check_and_update_config = classmethod(check)
+
+
+def _record_graphs() -> dict[str, str]:
+    """The printed code of every graph after all passes, by its token range."""
+    from vllm.compilation.passes import pass_manager
+    from vllm.compilation.passes.inductor_pass import InductorPass, get_pass_context
+
+    class Nothing(InductorPass):
+        def __init__(self, *args: Any) -> None:
+            pass
+
+        def __call__(self, graph: Any) -> None:
+            pass
+
+    graphs: dict[str, str] = {}
+    # vLLM's own last step names CUDA-only ops and raises on a CPU build. Where the flag stays on,
+    # the plugin puts pass 5 in its place.
+    pass_manager.FixFunctionalizationPass = Nothing
+    original = pass_manager.PostGradPassManager.__call__
+
+    def call(self: Any, graph: Any) -> None:
+        original(self, graph)
+        r = get_pass_context().compile_range
+        graphs[f"{r.start}-{r.end}"] = graph.python_code("self").src
+
+    pass_manager.PostGradPassManager.__call__ = call
+    return graphs
+
+
+def _count_refreshes() -> list[tuple[int, int]]:
+    """(query rows, sequences) of every refresh of a portable plan."""
+    from mla_fusion.attention import PersistentDecodePlan
+
+    seen: list[tuple[int, int]] = []
+    original = PersistentDecodePlan.refresh
+
+    def refresh(self: Any, **arguments: Any) -> None:
+        original(self, **arguments)
+        seen.append((self.step.num_tokens, self.step.batch))
+
+    PersistentDecodePlan.refresh = refresh
+    return seen
+
+
+def _exported_steps() -> dict[str, float]:
+    """This library's counter as vLLM's /metrics endpoint shows it."""
+    from vllm.v1.metrics.prometheus import get_prometheus_registry
+
+    return {
+        sample.labels["path"]: sample.value
+        for metric in get_prometheus_registry().collect()
+        for sample in metric.samples
+        if sample.name == "mla_fusion_steps_total"
+    }
+
+
+def _break_provider() -> None:
+    """Let the reference provider raise when it is called for the third time from now."""
+    from mla_fusion.kernels import reference
+
+    original, calls = reference.fused_mla_decode_prep, []
+
+    def raise_at_last(*args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        if len(calls) == 3:
+            raise RuntimeError("planted: an illegal memory access was encountered")
+        return original(*args, **kwargs)
+
+    reference.fused_mla_decode_prep = raise_at_last
