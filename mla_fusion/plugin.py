@@ -26,7 +26,7 @@ logger = logging.getLogger("vllm.mla_fusion")
 
 _WRAPPED = "_mla_fusion_wrapped"  # on a method that was replaced, or a platform whose method was
 _REFUSED = "_mla_fusion_refused"  # on a VllmConfig: what the operator switched off
-_STEPS = "_mla_fusion_step_counter"  # on a worker
+_STEPS = "_mla_fusion_step_counter"  # on a worker and on its MLA layers
 _GROUP = "_mla_fusion_group"  # on a metadata builder: (its worker's counter, its first layer)
 # CompilationMode.DYNAMO_TRACE_ONCE, an IntEnum
 _SINGLE_TRACE = 2
@@ -48,7 +48,7 @@ def register() -> None:
         _keep_vllm_compile_on_cpu()
         _prepare_workers()
         return
-    # Only what lets the flag be set, and switched off with its reason, as far as that works there.
+    # Let the flag be set, and switch it off with its reason, if this release allows that.
     try:
         _add_fields_to_pass_config()
         _decide_in_vllm_config()
@@ -123,7 +123,7 @@ def _decide_in_vllm_config() -> None:
             try:
                 original(self, *args, **kwargs)
             finally:
-                # vLLM's `replace`, which makes a draft model's config, takes known fields alone.
+                # `replace`, with which vLLM makes a draft model's config, only takes known fields.
                 delattr(self, _REFUSED)
             if config.is_on(self):
                 _extend_splitting_ops(self.compilation_config)
@@ -187,13 +187,13 @@ def _apply_decision(vllm_config: Any) -> None:
         logger.debug("%s needs use_inductor_graph_partition, now on", config.FLAG)
     pass_config = compilation.pass_config
     if not current_platform.is_cuda_alike():
-        # On by vLLM's default where RoPE and cache write share a graph, and its pass manager
-        # imports that pass for GPUs alone.
+        # vLLM switches it on where RoPE and cache write share a graph, but its pass manager only
+        # imports that pass for GPUs.
         pass_config.fuse_rope_kvcache_cat_mla = False
     elif not pass_config.fuse_rope_kvcache_cat_mla and _ROPE_CAT not in refused:
         pass_config.fuse_rope_kvcache_cat_mla = True
         logger.debug("%s needs fuse_rope_kvcache_cat_mla, now on", config.FLAG)
-    # Kept: vLLM may change the sizes of its CUDA graphs later, from which the bucket follows.
+    # Kept: the bucket depends on the sizes of CUDA graphs, which vLLM may change later.
     setattr(pass_config, config.THRESHOLD, decision.bucket)
     endpoints = set(compilation.compile_ranges_endpoints or [])
     if decision.bucket not in endpoints:
@@ -247,7 +247,7 @@ def _add_passes_to_pass_manager() -> None:
 def _keep_vllm_compile_on_cpu() -> None:
     """Why: on a CPU vLLM replaces its piecewise backend, which runs passes, by a single trace.
 
-    How: if fusion would apply but for the mode, put mode and backend back after the platform's
+    How: if only the mode speaks against fusion, restore mode and backend after the platform's
     check. Until: vLLM keeps VLLM_COMPILE on a CPU.
     """
     from vllm.platforms import current_platform
@@ -266,7 +266,7 @@ def _keep_vllm_compile_on_cpu() -> None:
         became = compilation.mode, compilation.backend, compilation.ir_enable_torch_wrap
         compilation.mode, compilation.backend, compilation.ir_enable_torch_wrap = asked
         if became[0] == _SINGLE_TRACE and keeps_vllm_compile(vllm_config):
-            # Otherwise derived from CUDA graph sizes, which a CPU does not have.
+            # vLLM would derive them from the sizes of CUDA graphs, which a CPU does not have.
             compilation.compile_sizes = compilation.compile_sizes or []
             logger.debug("%s needs compilation mode VLLM_COMPILE, kept on the CPU", config.FLAG)
         else:
@@ -283,26 +283,25 @@ def keeps_vllm_compile(vllm_config: Any) -> bool:
 
 def _prepare_workers() -> None:
     """Why: a worker must know the ops, have its kernels compiled and its plans made before a
-    request, and the operator must read what fused, also when the compile cache is warm.
+    request. The operator must read what fused, even from a warm compile cache.
 
     How: register the ops and make a step counter when a worker is made; wrap two methods of its
-    class, which overrides them. Every worker answers `collective_rpc("mla_fusion_steps")`: where
-    the flag was switched off nothing is counted, and vLLM would raise NotImplementedError. Until:
-    vLLM offers hooks after loading and compilation.
+    class, which overrides them. Every worker answers `collective_rpc("mla_fusion_steps")`, even if
+    the flag was switched off: vLLM would raise NotImplementedError. Until: vLLM offers hooks after
+    loading and compilation.
     """
     from vllm.v1.worker.worker_base import WorkerBase
 
     def init(original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
-            _wrap(type(self), "load_model", _attach_plans)
+            _wrap(type(self), "load_model", _prepare_layers)
             _wrap(type(self), "compile_or_warm_up_model", _warm_up_and_publish)
             original(self, *args, **kwargs)
             if config.is_on(self.vllm_config):
-                # A graph from a warm compile cache calls the ops, and then no pass registers them.
+                # No pass registers the ops if a graph that calls them comes from a warm cache.
                 runtime.register_ops()
-                counter = metrics.StepCounter(self.vllm_config.parallel_config.rank)
-                setattr(self, _STEPS, counter)
-                _count_steps(counter)
+                setattr(self, _STEPS, metrics.StepCounter(self.vllm_config.parallel_config.rank))
+                _count_steps()
                 report.forget()
 
         return wrapper
@@ -315,16 +314,18 @@ def _prepare_workers() -> None:
     WorkerBase.mla_fusion_steps = mla_fusion_steps
 
 
-def _attach_plans(load_model: Callable[..., Any]) -> Callable[..., Any]:
-    """`load_model` of a worker, then the plans of the portable decode: they must be there before
-    vLLM measures what memory is left."""
+def _prepare_layers(load_model: Callable[..., Any]) -> Callable[..., Any]:
+    """`load_model` of a worker, after which its layers have its step counter and the plans of the
+    portable decode: they must be there before vLLM measures what memory is left."""
 
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = load_model(self, *args, **kwargs)
         if config.is_on(self.vllm_config):
+            layers = self.vllm_config.compilation_config.static_forward_context
+            for layer in vllm_compat.mla_layers(layers).values():
+                setattr(layer, _STEPS, getattr(self, _STEPS))
             options = config.read_options(self.vllm_config.additional_config)
             if options.attention == "portable":
-                layers = self.vllm_config.compilation_config.static_forward_context
                 step_plan.attach(layers, options.provider, self.vllm_config)
         return result
 
@@ -332,8 +333,8 @@ def _attach_plans(load_model: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _warm_up_and_publish(compile_or_warm_up_model: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile the kernels, which graph capture must not, before `compile_or_warm_up_model` of a
-    worker captures; then publish the report and count steps."""
+    """Compile the kernels before `compile_or_warm_up_model` of a worker captures graphs, because
+    nothing may compile during capture; then publish the report and count steps."""
 
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not config.is_on(self.vllm_config):
@@ -353,37 +354,32 @@ def _warm_up_and_publish(compile_or_warm_up_model: Callable[..., Any]) -> Callab
     return wrapper
 
 
-# Of the worker that was made last: it makes its metadata builders before another one is made.
-_newest_counter: metrics.StepCounter | None = None
-
-
-def _count_steps(counter: metrics.StepCounter) -> None:
+def _count_steps() -> None:
     """Why: an operator wants to see how many steps take the fused path, and under full CUDA graphs
     the ops run no Python.
 
     How: count what `MLACommonMetadataBuilder.build` returns, under the name of the first layer the
-    builder was made for. Until: vLLM lets a plugin observe steps.
+    builder was made for. That layer holds the counter of its worker. Until: vLLM lets a plugin
+    observe steps.
     """
-    global _newest_counter
     from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
-
-    _newest_counter = counter
 
     def init(original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(
             self: Any, spec: Any, layer_names: Any, vllm_config: Any, *args: Any, **kwargs: Any
         ) -> None:
             original(self, spec, layer_names, vllm_config, *args, **kwargs)
-            group = (_newest_counter, layer_names[0]) if config.is_on(vllm_config) else None
-            setattr(self, _GROUP, group)
+            layers = vllm_config.compilation_config.static_forward_context
+            steps = getattr(layers.get(layer_names[0]), _STEPS, None)
+            setattr(self, _GROUP, (steps, layer_names[0]))
 
         return wrapper
 
     def build(original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
             metadata = original(self, *args, **kwargs)
-            if group := getattr(self, _GROUP):
-                steps, name = group
+            steps, name = getattr(self, _GROUP)
+            if steps is not None:
                 steps.count(name, metadata)
             return metadata
 
@@ -394,7 +390,7 @@ def _count_steps(counter: metrics.StepCounter) -> None:
 
 
 def collect(vllm_config: Any) -> tuple[report.Report | None, bool]:
-    """The report of this process's start, and whether it is that of an earlier one."""
+    """(report, whether it was stored by an earlier start) for this process."""
     made = report.take(
         config.read_options(vllm_config.additional_config).provider,
         config.decode_bucket(vllm_config),
@@ -408,8 +404,8 @@ def collect(vllm_config: Any) -> tuple[report.Report | None, bool]:
 def report_path(vllm_config: Any) -> Path:
     """Where the report of an engine with this config is stored, beside vLLM's compile cache.
 
-    One file for all that vLLM keys its cache by, the sources of the model apart: an engine that
-    takes graphs from the cache must find the report of those.
+    Its name covers what vLLM's cache key covers, except the model's sources: an engine that takes
+    graphs from the cache must find their report.
     """
     from vllm import envs
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mla_fusion import config, plugin, report
+from mla_fusion import plugin, report
 from mla_fusion.runtime import metrics
 
 generate_latest = pytest.importorskip("prometheus_client").generate_latest
@@ -91,9 +91,12 @@ def test_workers_of_one_process_count_apart() -> None:
     assert second.snapshot() == {GROUP: {"fused": 0, "unfused": 1}}
 
 
-def flagged(on: bool) -> Any:
-    pass_config = SimpleNamespace(**{config.FLAG: on})
-    return SimpleNamespace(compilation_config=SimpleNamespace(pass_config=pass_config))
+def engine(*names: str, steps: metrics.StepCounter | None) -> Any:
+    """The config of an engine with these layers, which hold the counter of its worker."""
+    layers = {name: SimpleNamespace() for name in names}
+    for layer in layers.values() if steps else ():
+        setattr(layer, plugin._STEPS, steps)
+    return SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
 
 
 def test_what_builders_of_vllm_build_is_counted_under_their_first_layers(
@@ -104,13 +107,16 @@ def test_what_builders_of_vllm_build_is_counted_under_their_first_layers(
     builder = mla_attention.MLACommonMetadataBuilder
     monkeypatch.setattr(builder, "__init__", lambda *args: None)
     monkeypatch.setattr(builder, "build", lambda *args, **kwargs: batch(4, 4))
-    monkeypatch.setattr(plugin, "_newest_counter", None)
-    steps = counter(fused_to(8), [])
-    plugin._count_steps(steps)
+    plugin._count_steps()
+    steps, others = counter(fused_to(8), []), counter(None, [])
     names = [["a.0", "a.1"], ["b.0", "b.1"], ["draft.0"]]
-    first, second, draft = (builder(None, group, flagged(True)) for group in names)
-    other_engines = builder(None, ["c.0"], flagged(False))
-    for made in (first, first, second, other_engines):
+    config = engine(*(name for group in names for name in group), steps=steps)
+    # Made before its builders: a second engine of the process, and one whose flag is off.
+    second_engine = engine("a.0", steps=others)
+    first, second, draft = (builder(None, group, config) for group in names)
+    elsewhere = builder(None, ["a.0"], second_engine)
+    off = builder(None, ["c.0"], engine("c.0", steps=None))
+    for made in (first, first, second, elsewhere, off):
         assert made.build(0, None).num_decode_tokens == 4
     draft.build_for_drafting(None, 0)
     assert steps.snapshot() == {
@@ -118,6 +124,7 @@ def test_what_builders_of_vllm_build_is_counted_under_their_first_layers(
         "b.0": {"fused": 1, "unfused": 0},
         "draft.0": {"fused": 1, "unfused": 0},
     }
+    assert others.snapshot() == {"a.0": {"fused": 0, "unfused": 1}}
 
 
 def test_a_worker_whose_flag_is_off_answers_that_it_counted_nothing() -> None:
