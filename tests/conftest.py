@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 # Before torch is imported, here and in the processes that tests start. Tensors are small: more
 # threads only spin at each other's barriers, on cores that two pytest processes share.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Inductor probes the compiler for each vector extension of the CPU in every fresh cache, ten seconds
-# of an engine's start. The answer is known: the compiler of the tests has them.
+# Inductor probes the compiler for each vector extension of the CPU in every fresh cache, ten
+# seconds of an engine's start. The answer is known: the compiler of the tests has them.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 # The same graphs in every run of a profile: a red build is the change's, not the dice's.

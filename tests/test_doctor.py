@@ -38,7 +38,7 @@ def forget_providers() -> Iterator[None]:
 
 @pytest.fixture
 def on(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """on(arch): this machine has that GPU, as torch and vLLM would tell it."""
+    """on(arch): this machine has that GPU, as torch and vLLM report it."""
 
     def install(arch: str) -> None:
         name, fp8 = GPUS[arch]

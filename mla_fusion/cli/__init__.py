@@ -1,9 +1,9 @@
 """The command line `mla-fusion`: one module a command.
 
 A command's module has `declare(parser)`, which adds its arguments, and `run(arguments)`, which does
-the work and returns the exit status: 0 as hoped (all fused, tokens equal), 1 not so. What the user
-can put right is raised as `UserError`, and exits with 2. Only the module of the command that was
-asked for is imported.
+the work and returns the exit status: 0 for success (all fused, tokens equal), else 1. A `UserError`
+is an error that the user can fix; its exit status is 2. Only the module of the requested command is
+imported.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _COMMANDS = {
-    "doctor": "tell whether fusion can work in this environment",
-    "check": "tell whether and why a model would fuse",
+    "doctor": "say whether fusion can work in this environment",
+    "check": "say whether a model would fuse, and why",
     "report": "show the stored reports of engines that were started with the flag on",
     "demo": "run two small models with the fusion off and on, and compare their tokens",
     "bench": "time the fused region against vLLM's and FlashInfer's kernels, on a GPU",
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"mla-fusion {arguments.command}: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
-        # The reader has gone, as `head` does; Python would complain again while it ends.
+        # The reader of a pipe has gone, as `head` does. Python would report it again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:

@@ -7,7 +7,7 @@ import importlib.util
 
 
 class UserError(Exception):
-    """Something the user can put right; the message says what happened, why, and what to do."""
+    """An error that the user can fix; the message says what happened, why, and what to do."""
 
 
 def positive(text: str) -> int:

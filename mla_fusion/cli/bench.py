@@ -32,7 +32,7 @@ EQUAL, STEPS = 0.995, 1  # least share of equal elements, and most steps, of a r
 def declare(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.description = (
-        "Times the fused region alone, many layers in one CUDA graph with distinct "
+        "Times only the fused region, many layers in one CUDA graph with distinct "
         "weights, against vLLM unfused, vLLM's fuse_rope_kvcache_cat_mla, torch's product with one "
         "kernel, and FlashInfer, each checked in the same run. Needs a GPU; what is not installed "
         "is left out."

@@ -1,4 +1,4 @@
-"""Whether fusion can work in this environment: everything is probed, nothing assumed."""
+"""`mla-fusion doctor`: whether fusion can work in this environment."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterable
 
-# What serves on each platform; `reference` is plain torch and no faster than vLLM.
+# The providers that serve on each platform; `reference` is plain torch, no faster than vLLM.
 _SERVING = {"rocm": ("aiter", "triton"), "cuda": ("triton",), "cpu": ("reference",)}
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The environment, and what follows: problems that rule fusion out, and known trouble."""
+    """The environment, the problems that rule fusion out, and known trouble."""
 
     environment: Environment
     problems: list[str]
@@ -56,7 +56,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run it; 0 if fusion can work here, else 1."""
+    """Print the diagnosis; 0 if fusion can work here, else 1."""
     diagnosis = examine()
     if arguments.json:
         print(json.dumps(diagnosis.to_json(), indent=1))
@@ -71,7 +71,7 @@ def examine() -> Diagnosis:
 
 
 def diagnose(found: Environment) -> Diagnosis:
-    """What follows from what was found."""
+    """The diagnosis of an environment."""
     serving = [name for name in _SERVING[found.platform] if not found.providers[name]]
     problems = []
     if not found.vllm:
@@ -122,7 +122,7 @@ def _columns(facts: dict[str, str]) -> list[str]:
 
 
 def _wrapped(start: str, texts: Iterable[str]) -> list[str]:
-    """Each text behind `start`, in lines of at most 100 characters."""
+    """Each text after `start`, in lines of at most 100 characters."""
     indent = " " * max(len(start), 4)
     return [
         line

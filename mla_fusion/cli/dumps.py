@@ -1,4 +1,4 @@
-"""The graphs that depyf wrote before and after the passes, under vLLM's debug_dump_path."""
+"""The graphs before and after the passes, which depyf wrote under vLLM's debug_dump_path."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ STAGES = ("before", "after")
 
 
 def find(folder: Path) -> dict[str, list[Path]]:
-    """Under "before" and "after" the files in `folder` and below, one for each compiled graph.
+    """{"before" or "after": files at or below `folder`, one for each compiled graph}.
 
-    They are depyf's, or those that `mla-fusion check --dump` copied from it.
+    depyf wrote them, or `mla-fusion check --dump` copied them.
 
     Raises:
         UserError: there are none.

@@ -1,4 +1,4 @@
-"""The environment as `mla-fusion doctor` finds it: everything is probed, nothing assumed."""
+"""The environment, as `mla-fusion doctor` probes it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _GROUP, _PLUGIN = "vllm.general_plugins", "mla_fusion"
 
 @dataclass(frozen=True)
 class Environment:
-    """What was found. A version is empty where the package is missing.
+    """The result of `probe`. The version of a missing package is empty.
 
-    platform: "cuda", "rocm" or "cpu", vLLM's where it is there, else torch's.
+    platform: "cuda", "rocm" or "cpu"; vLLM's if it is installed, else torch's.
     arch: such as "sm_90" or "gfx942". fp8: the name of the platform's fp8 type in torch.
-    aiter_offers: what kernels/aiter.py looks for, and whether this AITER has it.
-    providers: why each cannot run, or an empty string.
-    plugin: why vLLM would not load it, or an empty string.
+    aiter_offers: each feature that kernels/aiter.py looks for, and whether this AITER has it.
+    providers: why each provider cannot run; empty if it can.
+    plugin: why vLLM would not load the plugin; empty if it would.
     """
 
     vllm: str
@@ -39,7 +39,7 @@ class Environment:
 
 
 def probe() -> Environment:
-    """Look at all of it."""
+    """Probe this environment."""
     import torch
 
     vllm = _vllm_version()
@@ -103,9 +103,9 @@ def _version_of(package: str) -> str:
 
 
 def _aiter_version(why_not: str) -> str:
-    """The version of AMD's AITER, "unknown" if it says none; `why_not` is the provider's reason.
+    """The version of AMD's AITER, "unknown" without one; `why_not` is the provider's reason.
 
-    A distribution called aiter may be AMD's or another project's: the provider can tell.
+    A distribution called aiter may be another project's; then the provider cannot run.
     """
     return _version_of("amd-aiter") or ("" if why_not else _version_of("aiter") or "unknown")
 

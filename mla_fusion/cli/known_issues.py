@@ -1,7 +1,7 @@
 """Combinations of versions, hardware and settings with known trouble, and where it is reported.
 
-States as read in September 2026. An entry applies to what `doctor` can see; settings it cannot see
-(a model, a flag of vLLM) stand in its text.
+As of September 2026. `applies` covers what `doctor` can see; the text names the settings that it
+cannot see (a model, a flag of vLLM).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Issue:
-    """One combination: its public threads, what happens and what to do, and where it applies."""
+    """One combination: its public threads, the trouble with its remedy, and where it applies."""
 
     threads: tuple[str, ...]
     text: str
@@ -132,7 +132,7 @@ ISSUES: tuple[Issue, ...] = (
     Issue(
         ("vllm-project/vllm#52190",),
         "Kimi-K3 and other classes without torch.compile run no fusion pass although vLLM logs "
-        "them as enabled: mla-fusion check tells before you start",
+        "them as enabled: mla-fusion check says so before you start",
         lambda e: bool(e.vllm),
     ),
 )

@@ -1,7 +1,7 @@
-"""What a model's configuration alone decides about fusion, with the source of the installed vLLM.
+"""What a model's configuration and the source of the installed vLLM decide about fusion.
 
 vLLM is read, not imported: its registry says which file has a model class, and the file says
-whether the class is compiled. So the answer is that of the installed release, and takes no time.
+whether the class is compiled. The answer holds for the installed release, and takes no time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def decide(model: dict[str, Any], architecture: str) -> Decline | None:
     """Why no layer can fuse; None if only an engine can say.
 
     Args:
-        model: config.json's content, of a multimodal model its language part.
+        model: the content of config.json; for a multimodal model, its language part.
         architecture: the class that vLLM would run.
     """
     # DeepSeek-V4's latent is compressed along the sequence and goes by another key.
@@ -36,7 +36,7 @@ def decide(model: dict[str, Any], architecture: str) -> Decline | None:
 
 
 def where_compiled(architecture: str) -> frozenset[str] | None:
-    """On which of `PLATFORMS` vLLM compiles a model class; None where its source does not tell.
+    """The `PLATFORMS` on which vLLM compiles a model class; None if its source does not say.
 
     A file under vllm/model_executor/models without the decorator may run the class of another
     file. A package under vllm/models is complete, with a folder for each platform.

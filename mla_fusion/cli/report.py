@@ -24,7 +24,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.description = (
         "Prints what fused in the engines of this machine, the latest start first. "
-        "With an option below, shows the latest alone."
+        "With an option below, shows only the latest."
     )
     parser.add_argument(
         "path",
@@ -50,7 +50,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Show them; always 0, for what was found is what is shown."""
+    """Show the reports; always 0."""
     root = arguments.path or _cache_root()
     if arguments.python:
         _print_python(root)
@@ -90,7 +90,7 @@ def _load(path: Path) -> Report:
         raise UserError(f"{path} does not exist") from None
     except (OSError, report.FormatError) as error:
         raise UserError(
-            f"{error}; reports lie in VLLM_CACHE_ROOT/torch_compile_cache/mla_fusion"
+            f"{error}; reports are in VLLM_CACHE_ROOT/torch_compile_cache/mla_fusion"
         ) from None
 
 

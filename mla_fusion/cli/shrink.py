@@ -1,7 +1,7 @@
 """Read a model's config.json and cut it to a few small layers with the same attention.
 
-What decides about fusion is kept: the model class, the latent, rope and head sizes, the head count
-of one tensor-parallel rank, the rope scaling, q_lora. What does not is made small.
+The cut model keeps what decides about fusion: the model class, the latent, rope and head sizes, the
+head count of one tensor-parallel rank, the rope scaling, q_lora. Everything else is made small.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _LIMITS = {
 }
 # vLLM refuses these without one layer of experts.
 _NEED_AN_EXPERT_LAYER = ("glm4_moe_lite",)
-# Of weights that are not read, and of Python files that are not run.
+# They describe weights that are not read and Python files that are not run.
 _DROPPED = ("quantization_config", "compression_config", "auto_map")
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A model cut to `layers`, and in words what was read and what was changed."""
+    """A model cut to `layers`; `found` and `changed` say what was read and what was changed."""
 
     config: dict[str, Any]
     layers: int
@@ -53,7 +53,7 @@ class Cut:
 
 
 def read(model: Path) -> tuple[dict[str, Any], str]:
-    """(the language model's part of a config.json, its architecture); `model` is it or its folder.
+    """(language model's part of a config.json, architecture); `model` is that file or its folder.
 
     Raises:
         UserError: there is no such file, or it is no JSON object of a model.
@@ -100,7 +100,7 @@ def cut(model: dict[str, Any], layers: int, tensor_parallel_size: int) -> Cut:
     small[layer_key] = layers
     needs_experts = model.get("model_type") in _NEED_AN_EXPERT_LAYER
     if "n_routed_experts" in model or "first_k_dense_replace" in model:
-        # Without experts: attention does not read them.
+        # No experts: attention does not read them.
         small["first_k_dense_replace"] = layers - 1 if needs_experts else layers
     for key in _HEAD_KEYS:
         if isinstance(model.get(key), int):

@@ -26,12 +26,12 @@ VERSION = 2  # of the stored format
 
 
 class FormatError(ValueError):
-    """A file is no report, or one that another release stored."""
+    """A file is not a report, or another release stored it."""
 
 
 @dataclass
 class GraphRecord:
-    """One compiled graph: its token range, and what became of its MLA layers."""
+    """One compiled graph: its token range, and which of its MLA layers fused or declined."""
 
     start: int
     end: int
@@ -83,7 +83,7 @@ class Report:
         return [r for r in self.ranges if r.range[1] <= self.bucket and r.layers]
 
     def lines(self) -> list[str]:
-        """The report as text, one range a line, then the reasons and the census."""
+        """The report as text: for each range its counts, reasons and changed ops."""
         out = [f"MLA fusion: provider {self.provider}, decode bucket {self.bucket} tokens"]
         for r in self.ranges:
             note = "" if r.range[1] <= self.bucket else "  (outside the decode bucket: untouched)"
@@ -125,7 +125,7 @@ def take(
 ) -> Report | None:
     """The report of all graphs compiled since the last call; None if no pass ran.
 
-    `model_layers` is the number of the model's MLA layers, with those of its draft head.
+    `model_layers` counts the MLA layers of the model and of its draft head.
     """
     if not _records:
         return None
@@ -200,7 +200,7 @@ def collect(path: Path, made: Report | None) -> tuple[Report | None, bool]:
     if made is not None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # In one step: another start may read it, and this one may be killed.
+            # In one step: another start may read it, and this process may be killed.
             part = path.with_suffix(f".{os.getpid()}")
             part.write_text(json.dumps(made, default=_plain, separators=(",", ":")))
             part.replace(path)
@@ -222,9 +222,9 @@ def publish(report: Report | None, model: str, cached: bool) -> None:
     """Log one line for each decode range; if nothing fused, one warning with the reasons instead.
 
     Args:
-        report: None if no graph was compiled, and none was known.
+        report: None if no graph was compiled and no earlier report was found.
         model: the architecture.
-        cached: the graphs come from vLLM's compile cache, the report from an earlier start.
+        cached: whether graphs come from vLLM's compile cache, and the report from an earlier start.
     """
     decode = report.decode_ranges() if report else []
     if report is None or not decode:

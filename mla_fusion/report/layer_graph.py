@@ -1,4 +1,4 @@
-"""One layer of a compiled graph, before and after the passes, small enough to store in a report."""
+"""One layer of a compiled graph before and after the passes, small enough to store in a report."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 class Node(NamedTuple):
     """One op: its name in the graph, what it calls, what it reads, and its result.
 
-    `inputs` are names of nodes, with ".1" for the second output of an op that has several; some
-    lie outside the layer. `result` is text such as "bf16[T, 16, 192]", T being the token count.
+    `inputs` are names of nodes, with ".1" for the second output of an op; some are outside the
+    layer. `result` is text such as "bf16[T, 16, 192]", where T is the token count.
     """
 
     name: str
@@ -22,7 +22,7 @@ class Node(NamedTuple):
 
 @dataclass
 class LayerGraph:
-    """The ops of one layer in graph order. A node that was kept has the same name in both."""
+    """The ops of one layer in graph order. A kept node has the same name in both."""
 
     before: list[Node]
     after: list[Node]
@@ -46,5 +46,5 @@ class LayerGraph:
 
     @classmethod
     def from_json(cls, stored: dict[str, list[list[Any]]]) -> LayerGraph:
-        """What `json.dumps` made of `dataclasses.asdict`."""
+        """Read what `json.dumps` wrote of `dataclasses.asdict`."""
         return cls(*([Node(*row) for row in stored[stage]] for stage in ("before", "after")))

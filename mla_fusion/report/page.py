@@ -1,4 +1,4 @@
-"""A report as one HTML page that needs nothing else: no script, no font, no picture to load."""
+"""A report as one HTML page that loads nothing: no script, no font, no picture."""
 
 from __future__ import annotations
 

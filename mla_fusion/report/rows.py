@@ -1,4 +1,4 @@
-"""A stored report as text, SVG and one HTML page; what they show of a layer is decided here."""
+"""The ops of one layer with their marks, which the text, the drawing and the page share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mla_fusion.ops import NAMESPACE
 if TYPE_CHECKING:
     from mla_fusion.report.layer_graph import LayerGraph, Node
 
-# What became of an op, as a mark in front of it, and in words.
+# The marks of ops, and the same in words.
 KEPT, REMOVED, NEW, FUSED = " ", "-", "+", "*"
 LEGEND = {REMOVED: "replaced", NEW: "new", FUSED: "new op of mla-fusion", KEPT: "kept"}
 
@@ -24,7 +24,7 @@ class Row:
 
     @property
     def op(self) -> str:
-        """The op without its namespace, as torch's and vLLM's have different names anyway."""
+        """The op without its namespace: names of torch and vLLM do not clash."""
         return self.node.op.rpartition("::")[2]
 
 
@@ -44,7 +44,7 @@ def _mark(node: Node, kept: set[str]) -> str:
 
 
 def producers(all_rows: list[Row], row: Row) -> list[int]:
-    """Where in `all_rows` the ops stand whose results `row` reads."""
+    """The indices in `all_rows` of the ops whose results `row` reads."""
     at = {other.node.name: index for index, other in enumerate(all_rows)}
     names = [name.partition(".")[0] for name in row.node.inputs]
     return sorted({at[name] for name in names if name in at})

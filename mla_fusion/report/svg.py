@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from mla_fusion.report.layer_graph import LayerGraph
     from mla_fusion.report.rows import Row
 
-# Pixels. A panel is as wide as the smallest phone shows, and a character of its font 6.15 wide.
+# Pixels. A panel fits the smallest phone, and a character of its font is 6.15 wide.
 PANEL_WIDTH, _ROW, _GUTTER, _CHARACTER, _GAP = 360, 18, 56, 6.15, 24
 _CLASS = {KEPT: "kept", REMOVED: "gone", NEW: "new", FUSED: "fused"}
 SIGN = {KEPT: "\N{MIDDLE DOT}", REMOVED: "\N{MINUS SIGN}", NEW: "+", FUSED: "\N{BLACK DIAMOND}"}
@@ -35,7 +35,7 @@ STYLE = """
 
 
 def drawing(layer: LayerGraph) -> str:
-    """A file of its own: before on the left, after on the right."""
+    """A whole SVG file: before on the left, after on the right."""
     drawn = [_panel(title, listed) for title, listed in zip(_TITLES, rows(layer), strict=True)]
     width, height = 2 * PANEL_WIDTH + _GAP, max(height for _, height in drawn)
     right = f'<g transform="translate({PANEL_WIDTH + _GAP} 0)">{drawn[1][0]}</g>'
@@ -44,7 +44,7 @@ def drawing(layer: LayerGraph) -> str:
 
 
 def panels(layer: LayerGraph) -> tuple[str, str]:
-    """The two halves for a page that has `STYLE`."""
+    """The drawings before and after, for a page that has `STYLE`."""
     before, after = (
         _svg(PANEL_WIDTH, height, body)
         for body, height in (
@@ -70,7 +70,7 @@ def _panel(title: str, listed: list[Row]) -> tuple[str, int]:
     middles: list[int] = []
     y = 22
     for row in listed:
-        # An op of ours has its results on a line below, for its name takes the whole width.
+        # The name of an op of ours takes the whole width, so its results are on a line below.
         height = 2 * _ROW if row.mark == FUSED else _ROW
         middles.append(y + _ROW // 2)
         out.append(_row(row, y, height))
@@ -106,7 +106,7 @@ def _shorten(text: str, fits: int) -> str:
 
 
 def _arc(start: int, end: int) -> str:
-    """From a producer to a reader below it; the farther, the wider."""
+    """The path from a producer to a reader below it, wider for a longer distance."""
     bulge = min(8 + (end - start) * 0.16, _GUTTER - 4) * 4 / 3
     x = _GUTTER + 1
     return f"M{x} {start} C{x - bulge:.0f} {start} {x - bulge:.0f} {end} {x} {end}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mla_fusion.report.rows import FUSED, KEPT, LEGEND, rows
+from mla_fusion.report.rows import FUSED, KEPT, LEGEND, producers, rows
 
 if TYPE_CHECKING:
     from mla_fusion.report.layer_graph import LayerGraph
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def graph(layer: LayerGraph) -> list[str]:
-    """The lines: every op that changed, marked, and the kept ops that it reads or that read it."""
+    """Lines with every changed op, marked, and the kept ops that it reads or that read it."""
     legend = ", ".join(f"{mark} {word}" for mark, word in LEGEND.items() if mark != KEPT)
     out = [f"one layer, {len(layer.before)} ops before, {len(layer.after)} after ({legend})"]
     for stage, listed in zip(("before", "after"), rows(layer), strict=True):
@@ -39,10 +39,9 @@ def _gap(hidden: int) -> list[str]:
 
 
 def _near_changes(listed: list[Row]) -> set[int]:
-    at = {row.node.name: index for index, row in enumerate(listed)}
     shown = set()
     for index, row in enumerate(listed):
-        read = {at[name] for n in row.node.inputs if (name := n.partition(".")[0]) in at}
+        read = producers(listed, row)
         if row.mark != KEPT:
             shown |= {index, *read}
         elif any(listed[other].mark != KEPT for other in read):
@@ -51,7 +50,7 @@ def _near_changes(listed: list[Row]) -> set[int]:
 
 
 def _names(listed: list[Row]) -> dict[str, str]:
-    """Names for a reader: torch calls every op that writes into a buffer auto_functionalized_N."""
+    """Shorter names: torch calls every op that writes into a buffer auto_functionalized_N."""
     return {row.node.name: row.node.name.replace("auto_functionalized", "out") for row in listed}
 
 
