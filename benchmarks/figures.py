@@ -44,7 +44,7 @@ def read(path: Path) -> list[Row]:
 
 
 def digest(path: Path) -> str:
-    """What a plot says of the rows it was drawn from."""
+    """The hash that a plot carries of its rows."""
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
@@ -68,7 +68,7 @@ class Region:
 
 
 def mean(factors: list[float]) -> float:
-    """The geometric one."""
+    """The geometric mean."""
     return math.prod(factors) ** (1 / len(factors))
 
 
@@ -118,7 +118,7 @@ def decode_table(rows: list[Row]) -> list[str]:
 
 
 def attention_times(rows: list[Row]) -> dict[tuple[str, str], dict[tuple[str, str], Row]]:
-    """Rows by (heads, dtype) and then by (shape, candidate), of shapes that all have measured."""
+    """Rows by (heads, dtype) and then by (shape, candidate), for the decoders of `DECODERS`."""
     times: dict[tuple[str, str], dict[tuple[str, str], Row]] = {}
     for r in rows:
         if r["candidate"] in DECODERS and r["context"] != "100000":

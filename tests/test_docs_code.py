@@ -1,8 +1,7 @@
 """Every code block of the docs is run or checked, and so are the commands of examples/*.sh.
 
-Python is executed; where it starts an engine, vLLM's own check of the arguments stands in for the
-engine. Of shell, every command is known here; `vllm serve` is parsed by vLLM and `mla-fusion` by
-its own parser, down to the value of each flag.
+Python is executed; vLLM's own check of the arguments replaces an engine. Every shell command is
+known here: vLLM parses `vllm serve` and the library `mla-fusion`, down to the value of each flag.
 """
 
 import builtins
@@ -46,8 +45,8 @@ ELSEWHERE = "docs/new-rope.md"
 def commands(language, body):
     """The commands of a block, as words without variables in front; none if it is not shell.
 
-    A block without a language is shell if it starts with one of `COMMANDS`; in one of `console`
-    commands have a prompt, and the rest is what they print.
+    A block without a language is shell if it starts with one of `COMMANDS`. In a `console` block
+    commands have a prompt, and the rest is their output.
     """
     lines = body.replace("\\\n", " ").splitlines()
     if language == "console":
@@ -65,7 +64,7 @@ def commands(language, body):
 
 
 def check_vllm(words):
-    """vLLM's own parser takes the arguments, and finds the fusion's flag on and its options known.
+    """vLLM's own parser takes the arguments; the fusion's flag is on and its options are known.
 
     Raises:
         ValueError, SystemExit: it does not.
@@ -112,7 +111,7 @@ def check(command):
 
 @pytest.mark.parametrize("label, language, body", BLOCKS, ids=[block[0] for block in BLOCKS])
 def test_block(label, language, body):
-    """Drawings and output are text; what is not shell, data or Python must not be there."""
+    """Every block is shell, data, Python or text (drawings and output)."""
     assert language in LANGUAGES, f"no test knows what {language} is"
     assert language != "diff" or label.startswith(ELSEWHERE)
     for command in commands(language, body):
@@ -133,7 +132,7 @@ RUN = [b for b in PYTHON if not b[0].startswith(ELSEWHERE) and not b[1].startswi
 
 
 class Anything(dict):
-    """Names that a block for a GPU takes as given."""
+    """Mocks for the names that a block for a GPU does not define."""
 
     def __missing__(self, name):
         if hasattr(builtins, name):
@@ -177,7 +176,7 @@ def test_python(label, body, monkeypatch):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.sh")), ids=lambda p: p.name)
 def test_serving_scripts_call_vllm_with_arguments_it_takes(path, tmp_path):
-    """A stand-in for the `vllm` command notes what the script calls it with."""
+    """A mock of the `vllm` command prints the arguments of the script."""
     fake = tmp_path / "vllm"
     fake.write_text("#!/usr/bin/env python3\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n")
     fake.chmod(0o755)
@@ -217,7 +216,7 @@ def test_the_checks_bite(line):
 
 
 def test_every_shell_page_was_seen():
-    """A change of the fences must not empty the tests above."""
+    """A change of the fences must not leave the tests above without blocks."""
     assert Path("docs/quickstart.md") in {Path(label.rsplit("-", 1)[0]) for label, _, _ in BLOCKS}
     assert sum(bool(commands(language, body)) for _, language, body in BLOCKS) >= 8
     assert len(RUN) >= 2

@@ -45,7 +45,7 @@ def test_doctor() -> None:
 def test_check_of_a_model_that_fuses(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The answer to the command that the page shows above it, with an engine that is played."""
+    """The answer to the command that the page shows above it, with a mocked engine."""
     [arguments] = re.findall(r"^mla-fusion check CONFIG (.+)$", PAGE, re.M)
     monkeypatch.setitem(test_check.V3, "num_attention_heads", 128)
     status, _ = test_check.check_with(monkeypatch, tmp_path, 2, *arguments.split())

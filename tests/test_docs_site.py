@@ -27,7 +27,7 @@ def build(folder):
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A copy of what the site is made of, to plant errors in."""
+    """A copy of the site's sources, to plant errors in."""
     for name in SOURCES:
         skip = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, tmp_path / name, ignore=skip)
@@ -36,7 +36,7 @@ def checkout(tmp_path):
 
 
 class Fetched(HTMLParser):
-    """What a browser fetches by itself when it shows a page; links to click on are not."""
+    """The addresses that a browser fetches when it shows a page; links to click on are not."""
 
     def __init__(self, text):
         super().__init__()
