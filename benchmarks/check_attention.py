@@ -38,7 +38,7 @@ from attention_cases import (
 from checks import expect, finish
 
 from mla_fusion.attention import PersistentDecodePlan, planner
-from mla_fusion.attention.plan import PLANNED
+from mla_fusion.attention.buffers import PLANNED
 from mla_fusion.cli.bench import environment
 from mla_fusion.cli.bench_region import interleave, quantiles
 
@@ -155,7 +155,7 @@ def refresh_times() -> list[dict[str, Any]]:
                 "num_tokens": batch, "max_query_len": 1,
             }  # fmt: skip
             graphs[str(batch)] = capture(lambda i, p=plan, s=step: p.refresh(**s), REFRESHES)
-        workers = plan.settings.rules.workers
+        workers = plan.rules.workers
         for name, samples in interleave(graphs, REFRESHES, ROUNDS).items():
             p20, p50, p80 = (f"{us:.4g}" for us in quantiles(samples))
             print(f"     a refresh, {name} sequences, {workers} workers: {p50} us ({p20} to {p80})")

@@ -61,11 +61,6 @@ def portable_provider(device: torch.device) -> str:
     return "reference" if device.type == "cpu" else "triton"
 
 
-def default_provider(plan: PersistentDecodePlan) -> str:
-    """Who executes `plan` where nobody is named: its planner's kernel."""
-    return "aiter" if plan.settings.planner == "aiter" else portable_provider(plan.device)
-
-
 def persistent_mla_decode(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -101,7 +96,7 @@ def persistent_mla_decode(
             value = stored * scale. Needed, and read, where q or the cache is fp8.
         out: [T, H, L], bf16, fp16 or fp32; by default new, of q's type, bf16 for fp8.
         return_lse: also return the log-sum-exp of the scaled scores, natural logarithm.
-        provider: who computes it, one of `PROVIDERS`, or "auto": `default_provider`.
+        provider: who computes it, one of `PROVIDERS`, or "auto": the first of its planner's.
 
     Returns:
         (out, lse [T, H] fp32, or None unless asked for).
@@ -112,12 +107,11 @@ def persistent_mla_decode(
             or the provider does not support the combination.
     """
     if provider == "auto":
-        provider = default_provider(plan)
-    if provider != "reference" and (provider == "aiter") != (plan.settings.planner == "aiter"):
+        provider = plan.planner.PROVIDERS[0]
+    if provider in PROVIDERS and provider not in plan.planner.PROVIDERS:
         raise ValueError(
-            f"the plan is of the {plan.settings.planner} planner, which the {provider} provider "
-            f"does not execute: allocate it with planner="
-            f'"{"aiter" if provider == "aiter" else "portable"}"'
+            f"the plan is for {' and '.join(plan.planner.PROVIDERS)}, not for {provider}: allocate "
+            'it with planner="aiter" for aiter, with planner="portable" for the others'
         )
     module = get_provider(provider)
     latent = plan.settings.v_head_dim

@@ -20,72 +20,86 @@ numbered in order, that a reduction merges.
 
 from __future__ import annotations
 
-import dataclasses
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+
+from mla_fusion.attention import heads
+from mla_fusion.attention.buffers import PLANNED, common_buffers
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from mla_fusion.attention.buffers import PlanBuffers, Rules, Settings
+
+PROVIDERS = ("reference", "triton")
 WORK_COLUMNS = 8
 (BATCH, PARTIAL_ROW, QO_START, QO_END, KV_START, KV_END, KV_OFFSET, PADDING) = range(WORK_COLUMNS)
 
 
-@dataclasses.dataclass(frozen=True)
-class Rules:
-    """What a plan depends on besides the lengths of its sequences.
+def require(settings: Settings) -> None:
+    """It plans for all settings, on any device that NumPy reads: a CPU."""
 
-    workers: workgroups of the persistent kernel. fold: head blocks of a sequence. granularity:
-    tokens of a block. overhead: fixed cost of a work item, in blocks. max_split_per_batch: a
-    budget of this many pieces for each (folded) sequence, shared by all of them; -1 for none.
+
+def allocate(settings: Settings) -> dict[str, Any]:
+    """The fields of a plan, its buffers zeroed.
+
+    Raises:
+        ValueError: `heads_per_work` is no multiple of 16, or `workers` has no default.
     """
+    layout = heads.layout(settings.num_heads, settings.max_query_len, settings.heads_per_work)
+    rules = settings.rules(layout.fold)
+    partials = rules.max_partials(settings.max_batch)
+    scratch = settings.max_batch + rules.workers
+    common = common_buffers(settings, layout, rules, partials=partials, scratch=scratch)
+    planned = {
+        name: torch.zeros(shape, dtype=torch.int32, device=settings.device)
+        for name, shape in shapes(rules, settings.max_batch).items()
+    }
+    addresses = [planned[name].data_ptr() for name in ("work_indptr", "work_info_set")]
+    pointers = torch.tensor(addresses, device=settings.device).view(torch.uint64)
+    return {**common, **planned, "work_metadata_ptrs": pointers}
 
-    workers: int
-    fold: int
-    granularity: int
-    overhead: int
-    max_split_per_batch: int
 
-    def busy_workers(self, batch: int) -> int:
-        """Workers that may get work from `batch` sequences."""
-        if self.max_split_per_batch < 0:
-            return self.workers
-        return min(self.workers, self.max_split_per_batch * batch * self.fold)
-
-    def max_works(self, max_batch: int) -> int:
-        """Most work items of a plan: every sequence ends once, every worker but one cuts once."""
-        return max_batch * self.fold + self.workers - 1
-
-    def max_partials(self, max_batch: int) -> int:
-        """Most pieces of split sequences: a worker holds two at most, the outer ones one."""
-        return min(self.max_works(max_batch), 2 * (self.workers - 1))
-
-    def partial_map_size(self, max_batch: int) -> int:
-        """Length of reduce_partial_map, which AITER makes larger than needed with a cap."""
-        tiles, cap = max_batch * self.fold, self.max_split_per_batch
-        size = self.max_partials(max_batch)
-        return size if cap <= 0 else max(size, tiles + min(self.workers, cap * tiles))
+def shapes(rules: Rules, max_batch: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of the buffers that a refresh writes, by name."""
+    tiles = max_batch * rules.fold
+    return {
+        "work_indptr": (rules.workers + 1,),
+        "work_info_set": (rules.max_works(max_batch), WORK_COLUMNS),
+        "reduce_indptr": (tiles + 1,),
+        "reduce_final_map": (tiles, 2),
+        "reduce_partial_map": (rules.partial_map_size(max_batch),),
+        "qo_indptr": (max_batch + 1,),
+        "kv_indptr": (max_batch + 1,),
+    }
 
 
 def fill(
+    plan: PlanBuffers, qo_indptr: torch.Tensor, seq_lens: torch.Tensor, max_query_len: int
+) -> None:
+    """Write the plan of one step in place: `fill_arrays` for tensors on the CPU."""
+    arrays = SimpleNamespace(**{name: getattr(plan, name).numpy() for name in PLANNED})
+    fill_arrays(arrays, plan.rules, qo_indptr.numpy(), seq_lens.numpy(), max_query_len)
+
+
+def fill_arrays(
     plan: Any,
     rules: Rules,
     qo_indptr: NDArray[np.int32],
     seq_lens: NDArray[np.int32],
     max_query_len: int,
 ) -> None:
-    """Write the plan of one step into the buffers of `plan`, in place.
+    """Write the plan of one step, in place.
 
     Args:
-        plan: has the buffers of `PersistentDecodePlan` as NumPy arrays; those of the portable
-            planner are work_indptr, work_info_set, reduce_indptr, reduce_final_map,
-            reduce_partial_map, qo_indptr and kv_indptr.
+        plan: has the buffers `PLANNED` as NumPy arrays.
         qo_indptr: [batch + 1], first query row of each sequence, from 0; sequences without rows
             cost nothing, and those at the end get no work item.
         seq_lens: [batch], KV tokens of each sequence, those of the query rows included.
-        max_query_len: largest number of query rows of a sequence; also the distance of partial
-            rows.
+        max_query_len: most query rows of a sequence; also the distance of partial rows.
     """
     batch = len(seq_lens)
     plan.qo_indptr[: batch + 1] = qo_indptr
@@ -109,44 +123,44 @@ def fill(
         left = share + rules.overhead if worker < busy else -1
         while tile < live * rules.fold and left >= 0:
             sequence, block = divmod(tile, rules.fold)
-            rest = int(costs[sequence]) - done
-            if left >= rest:
-                taken, left = int(blocks[sequence]) - done, left - rest
+            remaining = int(blocks[sequence]) - done
+            if left >= int(costs[sequence]) - done:
+                taken, left = remaining, left - (int(costs[sequence]) - done)
             elif left > rules.overhead:
                 taken, left = left - rules.overhead, -1
-                uncovered = int(seq_lens[sequence]) - (done + taken) * rules.granularity
-                if uncovered < max_query_len:
-                    taken = int(blocks[sequence]) - done
+                if int(seq_lens[sequence]) - (done + taken) * rules.granularity < max_query_len:
+                    taken = remaining
             else:
                 break
-            ends = done + taken == blocks[sequence]
-            split = done > 0 or not ends
-            first = int(plan.kv_indptr[sequence])
-            end = int(plan.kv_indptr[sequence + 1])
-            if rows[sequence] == 0:
-                end = first
-            stop = min(first + (done + taken) * rules.granularity, end)
-            query = int(qo_indptr[sequence]) * rules.fold + block * int(rows[sequence])
-            plan.work_info_set[work] = (
-                tile,
-                partial * max_query_len if split else -1,
-                query,
-                query + rows[sequence],
-                first + done * rules.granularity,
-                stop,
-                end - stop,
-                0,
-            )
+            begin, done = done, done + taken
+            ends = taken == remaining
+            split = begin > 0 or not ends
+            span = _rows_and_tokens(plan, rules, sequence, block, begin, done)
+            row = partial * max_query_len
+            plan.work_info_set[work] = (tile, row if split else -1, *span, 0)
             work += 1
             if split:
-                plan.reduce_partial_map[partial] = partial * max_query_len
+                plan.reduce_partial_map[partial] = row
                 partial += 1
-            done += taken
             if ends:
                 if partial > first_partial:
-                    plan.reduce_final_map[tile] = (query, query + rows[sequence])
+                    plan.reduce_final_map[tile] = span[:2]
                 first_partial = partial
                 tile, done = tile + 1, 0
                 plan.reduce_indptr[tile] = partial
     plan.work_indptr[rules.workers] = work
     plan.reduce_indptr[tile + 1 :] = partial
+
+
+def _rows_and_tokens(
+    plan: Any, rules: Rules, sequence: int, block: int, begin: int, end: int
+) -> tuple[int, int, int, int, int]:
+    """Columns QO_START to KV_OFFSET of an item: the KV blocks `begin` to `end` of a sequence."""
+    token, rows_end = plan.qo_indptr[sequence : sequence + 2].tolist()
+    first, last = plan.kv_indptr[sequence : sequence + 2].tolist()
+    rows = rows_end - token
+    if rows == 0:
+        last = first
+    query = token * rules.fold + block * rows
+    stop = min(first + end * rules.granularity, last)
+    return query, query + rows, first + begin * rules.granularity, stop, last - stop

@@ -19,16 +19,20 @@ import torch
 import triton
 import triton.language as tl
 
+from mla_fusion.attention.planner import allocate as allocate
+from mla_fusion.attention.planner import require as require
+
 if TYPE_CHECKING:
-    from mla_fusion.attention.plan import PersistentDecodePlan
+    from mla_fusion.attention.buffers import PlanBuffers
+
+PROVIDERS = ("triton", "reference")
 
 
 def fill(
-    plan: PersistentDecodePlan, qo_indptr: torch.Tensor, seq_lens: torch.Tensor, max_query_len: int
+    plan: PlanBuffers, qo_indptr: torch.Tensor, seq_lens: torch.Tensor, max_query_len: int
 ) -> None:
     """As `planner.fill`, from device tensors, which the kernel reads when it runs."""
-    settings, batch = plan.settings, seq_lens.shape[0]
-    rules = settings.rules
+    rules, max_batch, batch = plan.rules, plan.settings.max_batch, seq_lens.shape[0]
     plan_kernel[(1,)](
         qo_indptr,
         seq_lens,
@@ -43,12 +47,12 @@ def fill(
         batch,
         rules.busy_workers(batch),
         max_query_len,
-        MAX_BATCH=settings.max_batch,
+        MAX_BATCH=max_batch,
         WORKERS=rules.workers,
         FOLD=rules.fold,
         GRANULARITY=rules.granularity,
         OVERHEAD=rules.overhead,
-        BLOCK_B=triton.next_power_of_2(settings.max_batch),
+        BLOCK_B=triton.next_power_of_2(max_batch),
         BLOCK_W=triton.next_power_of_2(rules.workers),
         # The serial loop is the same in all warps; they share the work before and after it.
         num_warps=4,

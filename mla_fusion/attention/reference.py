@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from mla_fusion.attention.plan import PersistentDecodePlan
+    from mla_fusion.attention.buffers import PlanBuffers
 
 
 def require() -> None:
@@ -25,7 +25,7 @@ def plan_settings(
     return {"workers": 8}  # one after another: any number is as fast
 
 
-def warm_up_batches(plan: PersistentDecodePlan) -> list[int]:
+def warm_up_batches(plan: PlanBuffers) -> list[int]:
     """Numbers of sequences to run before the first request: nothing is compiled."""
     return [1]
 
@@ -38,7 +38,7 @@ def unsupported(q_dtype: torch.dtype, kv_dtype: torch.dtype, latent: int, rope: 
 def persistent_mla_decode(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
-    plan: PersistentDecodePlan,
+    plan: PlanBuffers,
     *,
     block_table: torch.Tensor,
     softmax_scale: float,
@@ -49,7 +49,7 @@ def persistent_mla_decode(
 ) -> None:
     """See `mla_fusion.attention.persistent_mla_decode`."""
     query, scale = dequantize(q, q_scale), softmax_scale
-    layout, latent = plan.settings.layout, plan.settings.v_head_dim
+    layout, latent = plan.layout, plan.settings.v_head_dim
     qo_indptr, kv_indptr = plan.qo_indptr.tolist(), plan.kv_indptr.tolist()
     rows = int(plan.reduce_indptr[-1]) * plan.settings.max_query_len
     partial_output = torch.zeros((rows, layout.per_work, latent), device=q.device)

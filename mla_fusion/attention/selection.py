@@ -1,20 +1,25 @@
-"""Whether AITER's persistent decode serves a shape, and whether it is worth it.
+"""Which shapes AITER's persistent decode serves, and how well; and what the installed AITER has.
 
-The tables are those of AITER's kernel manifests and planner up to v0.1.20 and of public reports on
-them, read and not run: nothing here has been tried on AMD hardware.
+The tables follow AITER's kernel manifests and planner up to v0.1.20, and public reports on them.
+They were read, not run: nothing here has run on AMD hardware.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+import importlib
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mla_fusion.attention import heads
+from mla_fusion.kernels import ProviderUnavailable
+from mla_fusion.kernels import aiter as fused_region
 from mla_fusion.kernels.arithmetic import FP8_DTYPES
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from mla_fusion.attention.heads import HeadLayout
 
 FP8_OF = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
@@ -65,17 +70,6 @@ def architecture(device: torch.device) -> str:
     if device.type != "cuda" or torch.version.hip is None:
         return ""
     return str(torch.cuda.get_device_properties(device).gcnArchName.split(":")[0])
-
-
-def multiprocessors(device: torch.device) -> int:
-    """Compute units of a device: how many workers a plan has unless told otherwise.
-
-    Raises:
-        ValueError: it has none.
-    """
-    if device.type != "cuda":
-        raise ValueError(f"workers must be given on {device}: it has no multiprocessors")
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def aiter_verdict(
@@ -146,3 +140,34 @@ def _kind(q_dtype: torch.dtype, kv_dtype: torch.dtype) -> str:
             return "bf16"
         return "bf16 over fp8" if kv_dtype in FP8_DTYPES else ""
     return "fp8" if q_dtype in FP8_DTYPES and kv_dtype == q_dtype else ""
+
+
+def require() -> None:
+    """Raise ProviderUnavailable unless AITER is here and plans as the adapter expects."""
+    fused_region.require()
+    _, _, names = installed_planner()
+    if "kv_last_page_lens" not in names:
+        raise ProviderUnavailable(
+            "this AITER's get_mla_metadata_v1 has no kv_last_page_lens: install v0.1.10.post2 or "
+            "newer"
+        )
+
+
+def installed_planner() -> tuple[Callable[..., Any], Callable[..., Any], tuple[str, ...]]:
+    """(what sizes the buffers, what fills them, the argument names of the latter)."""
+    aiter = importlib.import_module("aiter")
+    try:
+        size, write = aiter.get_mla_metadata_info_v1, aiter.get_mla_metadata_v1
+        importlib.import_module("aiter.mla")
+    except (AttributeError, ImportError) as error:
+        raise ProviderUnavailable(
+            f"this AITER has no persistent MLA decode ({error}): install v0.1.10.post2 or newer"
+        ) from error
+    return size, write, fused_region.parameters(write, "get_mla_metadata_v1")
+
+
+def sizes_with_cap() -> bool:
+    """Whether the buffers can be sized for max_split_per_batch: v0.1.16 or newer."""
+    size, _, _ = installed_planner()
+    names = fused_region.parameters(size, "get_mla_metadata_info_v1")
+    return "max_split_per_batch" in names

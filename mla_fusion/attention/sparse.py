@@ -202,7 +202,7 @@ def _check(
             f"the scratch was refreshed for {step and step.num_tokens} tokens, q has "
             f"{q.shape[0]}: call scratch.refresh(...) once a step"
         )
-    tokens, heads, latent = step.num_tokens, settings.layout.heads, settings.v_head_dim
+    tokens, heads, latent = step.num_tokens, settings.num_heads, settings.v_head_dim
     if len(scopes) != len(scratch.widths):
         raise ValueError(f"the scratch is for {len(scratch.widths)} scopes, got {len(scopes)}")
     expected: dict[str, tuple[torch.Tensor, Sequence[int], tuple[torch.dtype, ...]]] = {

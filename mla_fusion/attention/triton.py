@@ -17,7 +17,7 @@ from mla_fusion.kernels.arithmetic import FP8_DTYPES
 from mla_fusion.kernels.triton import require as require
 
 if TYPE_CHECKING:
-    from mla_fusion.attention.plan import PersistentDecodePlan
+    from mla_fusion.attention.buffers import PlanBuffers
 
 WIDE_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -134,7 +134,7 @@ def check(q: torch.Tensor, kv_cache: torch.Tensor, latent: int) -> None:
 def persistent_mla_decode(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
-    plan: PersistentDecodePlan,
+    plan: PlanBuffers,
     *,
     block_table: torch.Tensor,
     softmax_scale: float,
@@ -152,7 +152,7 @@ def persistent_mla_decode(
 def launch(
     q: torch.Tensor,
     scope: Scope,
-    plan: PersistentDecodePlan,
+    plan: PlanBuffers,
     softmax_scale: float,
     q_scale: torch.Tensor | None,
     kv_scale: torch.Tensor | None,
@@ -178,7 +178,7 @@ def launch(
     args, options = decode_arguments(
         config, q, scope, plan, softmax_scale, q_scale, kv_scale, out, lse, sparse
     )
-    kernel[(settings.rules.workers, -(-rows // config.rows))](*args, **options)
+    kernel[(plan.rules.workers, -(-rows // config.rows))](*args, **options)
     assert plan.step is not None, "the caller has refreshed the plan"
     tiles = plan.step.batch * plan.fold
     args, options = reduce_arguments(plan, tiles, out, lse, sparse)
@@ -191,7 +191,7 @@ def decode_arguments(
     config: Config,
     q: torch.Tensor,
     scope: Scope,
-    plan: PersistentDecodePlan,
+    plan: PlanBuffers,
     softmax_scale: float,
     q_scale: torch.Tensor | None,
     kv_scale: torch.Tensor | None,
@@ -278,7 +278,7 @@ def reduction(tiles: int, rows: int) -> tuple[int, int, int]:
     return (1 if tiles * rows <= 2048 else 4), 4, 512
 
 
-def warm_up_batches(plan: PersistentDecodePlan) -> list[int]:
+def warm_up_batches(plan: PlanBuffers) -> list[int]:
     """Numbers of sequences that compile, together, all that steps of `plan` launch."""
     batches: dict[tuple[int, int, int], int] = {}
     for batch in range(1, plan.settings.max_batch + 1):
@@ -287,7 +287,7 @@ def warm_up_batches(plan: PersistentDecodePlan) -> list[int]:
 
 
 def reduce_arguments(
-    plan: PersistentDecodePlan,
+    plan: PlanBuffers,
     tiles: int,
     out: torch.Tensor,
     lse: torch.Tensor | None,

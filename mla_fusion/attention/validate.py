@@ -10,7 +10,7 @@ import torch
 from mla_fusion.kernels.arithmetic import FP8_DTYPES
 
 if TYPE_CHECKING:
-    from mla_fusion.attention.plan import PersistentDecodePlan
+    from mla_fusion.attention.buffers import PlanBuffers
 
 OUTPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -18,7 +18,7 @@ OUTPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def validate(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
-    plan: PersistentDecodePlan,
+    plan: PlanBuffers,
     block_table: torch.Tensor,
     softmax_scale: float,
     q_scale: torch.Tensor | None,
@@ -37,7 +37,7 @@ def validate(
         if not ok:
             raise ValueError(f"{name} must be {want}, got {got}")
 
-    heads, latent = settings.layout.heads, settings.v_head_dim
+    heads, latent = settings.num_heads, settings.v_head_dim
     check("q", q.dim() == 3, "[T, H, L + R]", tuple(q.shape))
     tokens, width = q.shape[0], q.shape[2]
     if tokens != step.num_tokens:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from mla_fusion.attention import planner
+from mla_fusion.attention.buffers import Rules
 
 ROWS, WIDTH = 32, 64  # of the plot in text
 _SYMBOLS = "0123456789abcdefghijklmnopqrstuvwxyz"
@@ -31,7 +32,7 @@ class Drawn:
         pieces: for each sequence the most pieces that one of its head blocks is in.
     """
 
-    rules: planner.Rules
+    rules: Rules
     seq_lens: tuple[int, ...]
     query_len: int
     shares: tuple[tuple[tuple[int, int], ...], ...]
@@ -53,22 +54,13 @@ class Drawn:
         return sum(self.loads) / (max(self.loads) * len(self.loads))
 
 
-def make(rules: planner.Rules, seq_lens: tuple[int, ...], query_len: int) -> Drawn:
+def make(rules: Rules, seq_lens: tuple[int, ...], query_len: int) -> Drawn:
     """Plan sequences of `seq_lens` KV tokens with `query_len` query rows each."""
     batch = len(seq_lens)
-    tiles = batch * rules.fold
-    shapes: dict[str, tuple[int, ...]] = {
-        "work_indptr": (rules.workers + 1,),
-        "work_info_set": (rules.max_works(batch), planner.WORK_COLUMNS),
-        "reduce_indptr": (tiles + 1,),
-        "reduce_final_map": (tiles, 2),
-        "reduce_partial_map": (rules.partial_map_size(batch),),
-        "qo_indptr": (batch + 1,),
-        "kv_indptr": (batch + 1,),
-    }
+    shapes = planner.shapes(rules, batch)
     plan = SimpleNamespace(**{name: np.zeros(s, np.int32) for name, s in shapes.items()})
     qo_indptr = np.arange(batch + 1, dtype=np.int32) * query_len
-    planner.fill(plan, rules, qo_indptr, np.array(seq_lens, np.int32), query_len)
+    planner.fill_arrays(plan, rules, qo_indptr, np.array(seq_lens, np.int32), query_len)
     shares = []
     for begin, end in itertools.pairwise(plan.work_indptr.tolist()):
         items = plan.work_info_set[begin:end]
@@ -77,8 +69,10 @@ def make(rules: planner.Rules, seq_lens: tuple[int, ...], query_len: int) -> Dra
         costs = (blocks + rules.overhead).tolist()
         shares.append(tuple(zip(sequences.tolist(), costs, strict=True)))
     items = plan.work_info_set[: plan.work_indptr[-1]]
-    counts = np.bincount(items[:, planner.BATCH], minlength=tiles).reshape(batch, rules.fold)
-    return Drawn(rules, seq_lens, query_len, tuple(shares), tuple(counts.max(1).tolist()))
+    counts = np.bincount(items[:, planner.BATCH], minlength=batch * rules.fold)
+    return Drawn(
+        rules, seq_lens, query_len, tuple(shares), tuple(counts.reshape(batch, -1).max(1).tolist())
+    )
 
 
 def lines(drawn: Drawn) -> list[str]:

@@ -55,17 +55,15 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan, and draw it where asked; always 0."""
-    from mla_fusion.attention import heads, planner
-    from mla_fusion.attention.settings import OVERHEAD
+    from mla_fusion.attention import heads
+    from mla_fusion.attention.buffers import OVERHEAD, Rules
     from mla_fusion.cli import draw
 
     if arguments.lengths is not None and arguments.batch is not None:
         raise UserError("--batch goes with --kv; --lengths names every sequence")
     seq_lens = arguments.lengths or (arguments.kv,) * (arguments.batch or 1)
     layout = heads.layout(arguments.heads, arguments.query_len)
-    rules = planner.Rules(
-        arguments.workers, layout.fold, 16, OVERHEAD, arguments.max_split_per_batch
-    )
+    rules = Rules(arguments.workers, layout.fold, 16, OVERHEAD, arguments.max_split_per_batch)
     drawn = draw.make(rules, seq_lens, arguments.query_len)
     print("\n".join(draw.lines(drawn)))
     if arguments.svg is not None:

@@ -33,7 +33,7 @@ class StepPlan:
     def __init__(self, plan: attention.PersistentDecodePlan, out_dtype: torch.dtype) -> None:
         settings = plan.settings
         rows = settings.max_batch * settings.max_query_len
-        shape = (rows, settings.layout.heads, settings.v_head_dim)
+        shape = (rows, settings.num_heads, settings.v_head_dim)
         self.plan = plan
         self.out = torch.zeros(shape, dtype=out_dtype, device=plan.device)
         self._planned: tuple[Any, Any] = (None, None)
@@ -98,7 +98,7 @@ class StepPlan:
                 # Two tensors: part of one would be less aligned than those of a request.
                 qo_indptr = length * torch.arange(batch + 1, dtype=torch.int32, device=device)
                 seq_lens = torch.full((batch,), length, dtype=torch.int32, device=device)
-                shape = (tokens, settings.layout.heads, kv_cache.shape[-1])
+                shape = (tokens, settings.num_heads, kv_cache.shape[-1])
                 q = torch.zeros(shape, dtype=torch.uint8, device=device)
                 if settings.q_dtype.itemsize > 1:
                     q = q.to(settings.q_dtype)

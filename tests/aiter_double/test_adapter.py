@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mla_fusion import attention
-from mla_fusion.attention import selection
+from mla_fusion.attention import buffers, selection
 from tests.aiter_double import broken, uses
 from tests.aiter_double.rule import RAISED
 from tests.aiter_double.uses import Use
@@ -19,7 +19,7 @@ def machine(double, monkeypatch):
     """The library finds the architecture of the double."""
     attention.get_provider.cache_clear()
     monkeypatch.setattr(selection, "architecture", lambda device: double.arch.name)
-    monkeypatch.setattr(selection, "multiprocessors", lambda device: double.arch.compute_units)
+    monkeypatch.setattr(buffers, "multiprocessors", lambda device: double.arch.compute_units)
     yield
     attention.get_provider.cache_clear()
 

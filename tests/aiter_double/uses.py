@@ -87,7 +87,7 @@ def run(use: Use, double: Double) -> tuple[torch.Tensor, torch.Tensor]:
     if use.overwrite:
         step["qo_indptr"].zero_()
         step["seq_lens"].fill_(1)
-    heads, columns = settings.layout.heads, -(-longest // use.page)
+    heads, columns = settings.num_heads, -(-longest // use.page)
     table = torch.arange(batch * columns, dtype=torch.int32).view(batch, columns)
     cache = torch.randn((batch * columns, use.page, ENTRY), generator=g)
     given = {

@@ -9,30 +9,19 @@ from typing import Any
 import numpy as np
 
 from mla_fusion.attention import planner
+from mla_fusion.attention.buffers import Rules
 
 RUBBISH = -77
 
 
-def buffers(rules: planner.Rules, max_batch: int) -> Any:
+def buffers(rules: Rules, max_batch: int) -> Any:
     """Buffers of exactly the sizes a plan has, full of rubbish."""
-    tiles = max_batch * rules.fold
-
-    def rubbish(*shape: int) -> np.ndarray:
-        return np.full(shape, RUBBISH, np.int32)
-
-    return SimpleNamespace(
-        work_indptr=rubbish(rules.workers + 1),
-        work_info_set=rubbish(rules.max_works(max_batch), planner.WORK_COLUMNS),
-        reduce_indptr=rubbish(tiles + 1),
-        reduce_final_map=rubbish(tiles, 2),
-        reduce_partial_map=rubbish(rules.partial_map_size(max_batch)),
-        qo_indptr=rubbish(max_batch + 1),
-        kv_indptr=rubbish(max_batch + 1),
-    )
+    shapes = planner.shapes(rules, max_batch)
+    return SimpleNamespace(**{n: np.full(s, RUBBISH, np.int32) for n, s in shapes.items()})
 
 
 def check_plan(
-    plan: Any, rules: planner.Rules, query_lens: list[int], seq_lens: list[int], max_query_len: int
+    plan: Any, rules: Rules, query_lens: list[int], seq_lens: list[int], max_query_len: int
 ) -> None:
     """Assert every property of a plan for sequences of these lengths."""
     batch, fold = len(seq_lens), rules.fold
@@ -101,7 +90,7 @@ def check_plan(
         assert load.max() <= load[:busy].mean() + rules.overhead + 1 + tail
 
 
-def worker_load(plan: Any, rules: planner.Rules) -> list[int]:
+def worker_load(plan: Any, rules: Rules) -> list[int]:
     """Cost of each worker's items in blocks, with the fixed cost of each."""
     load = []
     for begin, end in zip(plan.work_indptr, plan.work_indptr[1:], strict=False):

@@ -14,7 +14,15 @@ import pytest
 import torch
 
 from mla_fusion import attention
-from mla_fusion.attention import PersistentDecodePlan, aiter, planner, reference, selection
+from mla_fusion.attention import (
+    PersistentDecodePlan,
+    buffers,
+    planner,
+    planner_aiter,
+    reference,
+    selection,
+)  # fmt: skip
+from mla_fusion.attention.buffers import AITER_BUFFERS, Rules
 from mla_fusion.kernels import ProviderUnavailable
 from tests.attention.captured import Graph, call
 
@@ -73,8 +81,8 @@ class StandIn:
         function.__signature__ = signature
         return function
 
-    def _rules(self, heads: int, cap: int) -> planner.Rules:
-        return planner.Rules(WORKERS, heads // 16, 16, 16, cap)
+    def _rules(self, heads: int, cap: int) -> Rules:
+        return Rules(WORKERS, heads // 16, 16, 16, cap)
 
     def _info(self, a: Any) -> list[tuple[Any, torch.dtype]]:
         # Only folded head counts and up to 16 heads are asked for here.
@@ -90,13 +98,13 @@ class StandIn:
         ]
 
     def _plan(self, a: Any) -> None:
-        names = [name for name in aiter.BUFFERS if name != "work_metadata_ptrs"]
+        names = [name for name in AITER_BUFFERS if name != "work_metadata_ptrs"]
         arrays = {name: getattr(a, name).numpy() for name in names}
         indptr = np.zeros(a.seqlens_qo_indptr.shape, np.int32)
         arrays |= {"qo_indptr": indptr, "kv_indptr": indptr.copy()}
         rules = self._rules(a.num_heads_per_head_k, a.max_split_per_batch)
         lens = a.seqlens_kv_indptr.diff().numpy()
-        planner.fill(
+        planner.fill_arrays(
             SimpleNamespace(**arrays), rules, a.seqlens_qo_indptr.numpy(), lens, a.max_seqlen_qo
         )
 
@@ -127,7 +135,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     def install(stand_in: StandIn, arch: str = "gfx942") -> StandIn:
         monkeypatch.setattr(selection, "architecture", lambda device: arch)
-        monkeypatch.setattr(selection, "multiprocessors", lambda device: WORKERS)
+        monkeypatch.setattr(buffers, "multiprocessors", lambda device: WORKERS)
         modules = {"aiter": stand_in.module, "aiter.mla": stand_in.mla}
         modules["aiter.jit"] = types.ModuleType("aiter.jit")
         stand_in.module.__path__ = []
@@ -165,7 +173,7 @@ def step(plan: PersistentDecodePlan, seed: int = 0) -> dict[str, Any]:
         qo_indptr=qo_indptr, seq_lens=torch.tensor([700, 33, 1], dtype=torch.int32),
         num_tokens=tokens, max_query_len=settings.max_query_len,
     )  # fmt: skip
-    q = torch.randn((tokens, settings.layout.heads, 576), generator=g)
+    q = torch.randn((tokens, settings.num_heads, 576), generator=g)
     cache = torch.randn((BLOCKS, PAGE, 576), generator=g)
     return {
         "q": q.to(settings.q_dtype),
@@ -205,10 +213,10 @@ def test_equal_to_the_reference(use: Any, arch: str, changes: dict[str, Any]) ->
         assert lse[-2].isneginf().all() and not out[-2].any() and lse[-1].isfinite().all()
     [call] = stand_in.calls["decode"]
     buffers = {"work_meta_data": plan.work_metadata_ptrs}
-    buffers |= {name: getattr(plan, name) for name in aiter.BUFFERS[1:]}
+    buffers |= {name: getattr(plan, name) for name in AITER_BUFFERS[1:]}
     assert all(call[name] is tensor for name, tensor in buffers.items())
     assert call["num_kv_splits"] == WORKERS, "else AITER may leave the plan aside"
-    assert call["q"].shape[1] == plan.settings.layout.padded == call["o"].shape[1]
+    assert call["q"].shape[1] == plan.layout.padded == call["o"].shape[1]
 
 
 def test_the_cap_goes_to_sizing_and_planning_alike(use: Any) -> None:
@@ -371,7 +379,7 @@ class TestRefusedBeforeTheCall:
         [
             (lambda given: {"kv_cache": torch.zeros(60, 16, 640).to(BF16)[..., :576]}, "strided"),
             (lambda given: {"return_lse": True}, "writes no log-sum-exp"),
-            (lambda given: {"provider": "triton"}, "aiter planner"),
+            (lambda given: {"provider": "triton"}, "for aiter and reference, not for triton"),
         ],
     )
     def test_value_error(self, use: Any, change: Any, message: str) -> None:
@@ -399,35 +407,35 @@ class TestRefusedBeforeTheCall:
 class TestAuto:
     def test_aiter_where_nothing_speaks_against_it(self, use: Any) -> None:
         use(StandIn())
-        settings = allocate(planner="auto").settings
-        assert (settings.planner, settings.why_not_aiter) == ("aiter", "")
-        assert settings.layout.padded == 16
+        plan = allocate(planner="auto")
+        assert (plan.planner, plan.why_not_aiter) == (planner_aiter, "")
+        assert plan.layout.padded == 16
 
     @pytest.mark.parametrize(
         "changes, reason",
         [
             ({"max_query_len": 5}, "queries of 5"),
-            ({"workers": 8}, "workers can be chosen for the portable planner alone"),
+            ({"workers": 8}, "only the portable planner takes workers"),
             ({"kv_granularity": 24}, "power of two as kv_granularity, got 24"),
         ],
     )
     def test_portable_with_the_reason(self, use: Any, changes: dict[str, Any], reason: str) -> None:
         use(StandIn())
-        settings = allocate(planner="auto", **changes).settings
-        assert settings.planner == "portable" and reason in settings.why_not_aiter
+        plan = allocate(planner="auto", **changes)
+        assert plan.planner is planner and reason in plan.why_not_aiter
         with pytest.raises(ValueError, match=reason):
             allocate(**changes)
 
     def test_slower_is_still_possible_when_asked_for(self, use: Any) -> None:
         use(StandIn(), "gfx950")
         changes = {"num_heads": 16, "max_query_len": 1, "max_batch": 32}
-        assert "faster on gfx950" in allocate(planner="auto", **changes).settings.why_not_aiter
-        assert allocate(**changes).settings.planner == "aiter"
+        assert "faster on gfx950" in allocate(planner="auto", **changes).why_not_aiter
+        assert allocate(**changes).planner is planner_aiter
 
     def test_without_aiter(self, use: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         use(StandIn())
         monkeypatch.delitem(sys.modules, "aiter")
         monkeypatch.delitem(sys.modules, "aiter.jit")
-        assert "missing" in allocate(planner="auto").settings.why_not_aiter
+        assert "missing" in allocate(planner="auto").why_not_aiter
         with pytest.raises(ProviderUnavailable, match="missing"):
             allocate()

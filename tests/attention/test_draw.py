@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 from mla_fusion import cli
-from mla_fusion.attention import planner
+from mla_fusion.attention.buffers import Rules
 from mla_fusion.cli import draw
 
 COMMAND = "plan --batch 2 --kv 100000 --workers 256"
@@ -51,7 +51,7 @@ def test_ragged_lengths_with_drafts_and_many_heads(capsys: pytest.CaptureFixture
 def test_the_picture_has_a_bar_for_each_item(tmp_path: Path) -> None:
     file = tmp_path / "plan.svg"
     assert main(f"plan --lengths 100,9000,1 --workers 4 --svg {file}") == 0
-    rules = planner.Rules(4, 1, 16, 16, -1)
+    rules = Rules(4, 1, 16, 16, -1)
     items = sum(map(len, draw.make(rules, (100, 9000, 1), 1).shares))
     names = [element.tag for element in ElementTree.parse(file).iter()]
     assert sum(name.endswith("title") for name in names) == items

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mla_fusion.attention import PersistentDecodePlan, planner
+from mla_fusion.attention.buffers import Rules
 
 from .plan_checks import RUBBISH, buffers, check_plan, worker_load
 
@@ -18,9 +19,9 @@ seen: collections.Counter[str] = collections.Counter()
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> tuple[planner.Rules, int, list[list[tuple[int, int]]]]:
+def batches(draw: st.DrawFn) -> tuple[Rules, int, list[list[tuple[int, int]]]]:
     """Rules, the longest query, and two ragged batches of (query rows, KV tokens)."""
-    rules = planner.Rules(
+    rules = Rules(
         workers=draw(st.integers(1, 40)),
         fold=draw(st.sampled_from((1, 1, 2, 8))),
         granularity=draw(st.sampled_from((1, 16, 64))),
@@ -36,7 +37,7 @@ def batches(draw: st.DrawFn) -> tuple[planner.Rules, int, list[list[tuple[int, i
 
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(batches())
-def check_ragged_batches(case: tuple[planner.Rules, int, list[list[tuple[int, int]]]]) -> None:
+def check_ragged_batches(case: tuple[Rules, int, list[list[tuple[int, int]]]]) -> None:
     rules, longest, steps = case
     max_batch = max(map(len, steps))
     plan = buffers(rules, max_batch)
@@ -44,7 +45,7 @@ def check_ragged_batches(case: tuple[planner.Rules, int, list[list[tuple[int, in
         query_lens, seq_lens = map(list, zip(*step, strict=True))
         indptr = np.concatenate(([0], np.cumsum(query_lens))).astype(np.int32)
         plan.reduce_final_map[:] = RUBBISH
-        planner.fill(plan, rules, indptr, np.array(seq_lens, np.int32), longest)
+        planner.fill_arrays(plan, rules, indptr, np.array(seq_lens, np.int32), longest)
         check_plan(plan, rules, query_lens, seq_lens, longest)
         seen["batches"] += 1
         seen["split"] += int(plan.reduce_indptr[-1] > 0)
@@ -60,10 +61,10 @@ def test_every_plan_covers_its_batch_once(capsys: pytest.CaptureFixture[str]) ->
     assert min(seen["split"], seen["smaller than before"]) > 500
 
 
-def plan_of(rules: planner.Rules, seq_lens: list[int]) -> object:
+def plan_of(rules: Rules, seq_lens: list[int]) -> object:
     plan = buffers(rules, len(seq_lens))
     indptr = np.arange(len(seq_lens) + 1, dtype=np.int32)
-    planner.fill(plan, rules, indptr, np.array(seq_lens, np.int32), 1)
+    planner.fill_arrays(plan, rules, indptr, np.array(seq_lens, np.int32), 1)
     return plan
 
 
@@ -84,7 +85,7 @@ def plan_of(rules: planner.Rules, seq_lens: list[int]) -> object:
 def test_the_published_examples(
     workers: int, batch: int, blocks: int, pieces: int, rows: int
 ) -> None:
-    plan = plan_of(planner.Rules(workers, 1, 16, 16, -1), [8192] * batch)
+    plan = plan_of(Rules(workers, 1, 16, 16, -1), [8192] * batch)
     items = plan.work_info_set[: plan.work_indptr[-1]]
     counts = np.bincount(items[:, planner.BATCH])
     tokens = items[:, planner.KV_END] - items[:, planner.KV_START]
@@ -94,14 +95,14 @@ def test_the_published_examples(
 
 
 def test_a_cap_is_a_budget_of_the_whole_batch() -> None:
-    plan = plan_of(planner.Rules(304, 1, 16, 16, 4), [8192, 16])
+    plan = plan_of(Rules(304, 1, 16, 16, 4), [8192, 16])
     items = plan.work_info_set[: plan.work_indptr[-1]]
     assert np.bincount(items[:, planner.BATCH]).tolist() == [8, 1]
 
 
 @pytest.mark.parametrize("cap, busy", [(16, 32), (-1, 256)])
 def test_a_cap_of_16_leaves_most_workers_idle(cap: int, busy: int) -> None:
-    rules = planner.Rules(256, 1, 16, 16, cap)
+    rules = Rules(256, 1, 16, 16, cap)
     load = np.array(worker_load(plan_of(rules, [100_000, 100_000]), rules))
     assert np.count_nonzero(load) == busy
 

@@ -160,7 +160,7 @@ BAD = [
     ({"out": torch.zeros(2, 20, 32).to(FN)}, "out must be bf16, fp16 or fp32"),
     ({"softmax_scale": float("nan")}, "softmax_scale must be finite"),
     ({"provider": "cuda"}, "unknown provider 'cuda'"),
-    ({"provider": "aiter"}, 'allocate it with planner="aiter"'),
+    ({"provider": "aiter"}, 'planner="aiter" for aiter'),
 ]
 
 

@@ -100,7 +100,7 @@ def refresh(plan: PersistentDecodePlan, batch: int) -> None:
 def launch(plan: PersistentDecodePlan, batch: int, config: provider.Config | None = None) -> None:
     """One decode of `batch` sequences."""
     scope = provider.Scope(cache(9, 64), torch.empty(batch, 9, dtype=torch.int32))
-    q = torch.empty(batch, plan.settings.layout.heads, 576, dtype=BF16)
+    q = torch.empty(batch, plan.settings.num_heads, 576, dtype=BF16)
     provider.launch(q, scope, plan, 0.1, None, None, q[..., :512], None, config=config)
 
 
