@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mla_fusion.attention.plan import PersistentDecodePlan
-from mla_fusion.attention.validate import validate
+from mla_fusion.attention.validate import Inputs, validate
 from mla_fusion.kernels import ProviderUnavailable
 
 __all__ = [
@@ -35,14 +35,9 @@ def get_provider(name: str) -> Any:
     device)`, the arguments of `allocate` that suit its kernel; `warm_up_batches(plan)`, numbers of
     sequences that compile, together, all that it launches; and `unsupported(q_dtype, kv_dtype,
     latent, rope)`, why it does not decode such queries over such a cache, or an empty string. And
-    it has
-
-        persistent_mla_decode(q, kv_cache, plan, *, block_table, softmax_scale, q_scale,
-                              kv_scale, out, lse) -> None
-
-    with the arguments of `persistent_mla_decode` below, validated, where `out` is a tensor and
-    `lse` a tensor or None; both are written in place. It raises ValueError, before any launch,
-    for what it does not support. Nothing falls back.
+    it has `persistent_mla_decode(given) -> None`, which gets validated `Inputs` and writes their
+    `out` and `lse` in place. It raises ValueError, before any launch, for what it does not support.
+    Nothing falls back.
 
     Raises:
         ValueError: no such provider.
@@ -118,19 +113,10 @@ def persistent_mla_decode(
     if out is None:
         dtype = q.dtype if q.dtype.itemsize > 1 else torch.bfloat16
         out = torch.empty((*q.shape[:2], latent), dtype=dtype, device=q.device)
-    validate(q, kv_cache, plan, block_table, softmax_scale, q_scale, kv_scale, out)
     lse = None
     if return_lse:
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    module.persistent_mla_decode(
-        q,
-        kv_cache,
-        plan,
-        block_table=block_table,
-        softmax_scale=softmax_scale,
-        q_scale=q_scale,
-        kv_scale=kv_scale,
-        out=out,
-        lse=lse,
-    )
+    given = Inputs(q, kv_cache, plan, block_table, softmax_scale, q_scale, kv_scale, out, lse)
+    validate(given)
+    module.persistent_mla_decode(given)
     return out, lse

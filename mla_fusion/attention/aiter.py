@@ -20,27 +20,20 @@ from mla_fusion.kernels.capture import capturing
 
 if TYPE_CHECKING:
     from mla_fusion.attention.buffers import Companions, PlanBuffers
+    from mla_fusion.attention.validate import Inputs
 
 LATENT, ENTRY = 512, 576
 
 
 def persistent_mla_decode(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    plan: PlanBuffers,
-    *,
-    block_table: torch.Tensor,
-    softmax_scale: float,
-    q_scale: torch.Tensor | None,
-    kv_scale: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
+    given: Inputs,
 ) -> None:
     """See `mla_fusion.attention.persistent_mla_decode`.
 
     Raises:
         ValueError: an argument that AITER would reject, by aborting, or silently misread.
     """
+    q, kv_cache, plan, lse = given.q, given.kv_cache, given.plan, given.lse
     step, layout, companions = plan.step, plan.layout, plan.aiter
     assert step is not None and companions is not None  # validated
     settings = plan.settings
@@ -65,7 +58,8 @@ def persistent_mla_decode(
         )
     decode = importlib.import_module("aiter.mla").mla_decode_fwd
     extra: dict[str, Any] = {}
-    for name, scale, tensor in (("q_scale", q_scale, q), ("kv_scale", kv_scale, kv_cache)):
+    scales = (("q_scale", given.q_scale, q), ("kv_scale", given.kv_scale, kv_cache))
+    for name, scale, tensor in scales:
         if tensor.dtype != torch.bfloat16:
             extra[name] = scale
     if lse is not None:
@@ -85,19 +79,19 @@ def persistent_mla_decode(
         result,
         plan.qo_indptr[: batch + 1],
         plan.kv_indptr[: batch + 1],
-        _entries(plan, companions, block_table, kv_cache.shape[1]),
+        _entries(plan, companions, given.block_table, kv_cache.shape[1]),
         companions.last_page_lens[:batch],
         step.max_query_len,
         page_size=1,
         nhead_kv=1,
-        sm_scale=softmax_scale,
+        sm_scale=given.softmax_scale,
         # Without it AITER may leave the plan aside for some shapes, silently.
         num_kv_splits=plan.rules.workers,
         work_meta_data=plan.work_metadata_ptrs,
         **{name: getattr(plan, name) for name in AITER_BUFFERS[1:]},
         **extra,
     )
-    _store(companions, out, result, 0)
+    _store(companions, given.out, result, 0)
     if lse is not None:
         _store(companions, lse, logsumexp, -torch.inf)
 

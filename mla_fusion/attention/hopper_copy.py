@@ -8,17 +8,52 @@ sequence, lists of slots.
 from __future__ import annotations
 
 import functools
+from typing import Any, NamedTuple
 
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-# Triton 3.9 renamed both.
+# Triton 3.9 renamed all three.
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+
+
+class Source(NamedTuple):
+    """A cache and the row of its table for one sequence: blocks, or slots; strides in elements."""
+
+    pointer: Any
+    table: Any
+    block_stride: Any
+
+
+class Copies(NamedTuple):
+    """What the tiles of a sequence are copied from.
+
+    first, extra: its scopes; the other is for sparse sequences. latents, rotated, block_rows: as
+    `bulk_copy` returns them.
+    """
+
+    first: Source
+    extra: Source
+    latents: Any
+    rotated: Any
+    block_rows: Any
+
+
+class Buffers(NamedTuple):
+    """Two tiles in shared memory, and a barrier for each, which the copy engine completes.
+
+    keys: [2, tokens, L]. ropes: [2, tokens, R].
+    """
+
+    keys: Any
+    ropes: Any
+    arrived: Any
 
 
 def bulk_copy(kv_cache: torch.Tensor, latent: int, block_n: int) -> tuple[object, object, int]:
@@ -50,9 +85,17 @@ def tile_layout(columns: int, size: int) -> gl.NVMMASharedLayout:
 
 
 @gluon.jit
+def one_of(buffers, buffer):
+    """Buffer 0 or 1 of the two."""
+    return Buffers(
+        buffers.keys.index(buffer), buffers.ropes.index(buffer), buffers.arrived.index(buffer)
+    )
+
+
+@gluon.jit
 def copy_part(
-    target, base, table, token, end, block_stride,
-    layout: gl.constexpr, ENTRY: gl.constexpr, PAGE: gl.constexpr, ROWS_ARE: gl.constexpr,
+    target, base, source, token, end, layout: gl.constexpr, ENTRY: gl.constexpr,
+    PAGE: gl.constexpr, ROWS_ARE: gl.constexpr,
 ):  # fmt: skip
     """Start the copy of some columns of tokens `token` ... into `target` [tokens, width].
 
@@ -66,87 +109,99 @@ def copy_part(
         offset = row * ENTRY
     elif ROWS_ARE == "pages":
         at = token + row
-        page = gl.load(table + at // PAGE, mask=wanted, other=0)
-        offset = page.to(gl.int64) * block_stride + at % PAGE * ENTRY
+        page = gl.load(source.table + at // PAGE, mask=wanted, other=0)
+        offset = page.to(gl.int64) * source.block_stride + at % PAGE * ENTRY
     else:
-        slot = gl.load(table + token + row, mask=wanted, other=-1)
+        slot = gl.load(source.table + token + row, mask=wanted, other=-1)
         wanted = slot >= 0
-        offset = (slot // PAGE).to(gl.int64) * block_stride + slot % PAGE * ENTRY
+        page = (slot // PAGE).to(gl.int64)
+        offset = page * source.block_stride + slot % PAGE * ENTRY
     pointers = base + offset[:, None] + col[None, :]
     async_load(target, pointers, mask=wanted[:, None])
 
 
 @gluon.jit
 def copy_tile(
-    keys, ropes, kv_ptr, table, tile, end, block_stride,
-    ENTRY: gl.constexpr, PAGE: gl.constexpr, SPARSE: gl.constexpr, WARPS: gl.constexpr,
+    keys, ropes, source, tile, end, ENTRY: gl.constexpr, PAGE: gl.constexpr, SPARSE: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
     """Start the copy of tile `tile` of a sequence, latent to `keys`, rotated part to `ropes`."""
     BLOCK_N: gl.constexpr = keys.shape[0]
     L: gl.constexpr = keys.shape[1]
     R: gl.constexpr = ropes.shape[1]
-    VEC: gl.constexpr = 128 // kv_ptr.dtype.element_ty.primitive_bitwidth
+    VEC: gl.constexpr = 128 // keys.dtype.primitive_bitwidth
     wide: gl.constexpr = gl.BlockedLayout([1, VEC], [1, 32], [WARPS, 1], [1, 0])
     narrow: gl.constexpr = gl.BlockedLayout([1, VEC], [32 * VEC // R, R // VEC], [WARPS, 1], [1, 0])
     rows: gl.constexpr = "slots" if SPARSE else "one page" if PAGE % BLOCK_N == 0 else "pages"
     token = tile * BLOCK_N
-    base = kv_ptr
+    base = source.pointer
     if rows == "one page":
-        # Tiles behind the end copy nothing; the first page stands in for theirs.
-        page = gl.load(table + gl.where(token < end, token // PAGE, 0))
-        base += page.to(gl.int64) * block_stride + token % PAGE * ENTRY
-    copy_part(keys, base, table, token, end, block_stride, wide, ENTRY, PAGE, rows)
-    copy_part(ropes, base + L, table, token, end, block_stride, narrow, ENTRY, PAGE, rows)
+        # Tiles after the end copy nothing; the first page stands in for theirs.
+        page = gl.load(source.table + gl.where(token < end, token // PAGE, 0))
+        base += page.to(gl.int64) * source.block_stride + token % PAGE * ENTRY
+    copy_part(keys, base, source, token, end, wide, ENTRY, PAGE, rows)
+    copy_part(ropes, base + L, source, token, end, narrow, ENTRY, PAGE, rows)
     async_copy.commit_group()
 
 
 @gluon.jit
 def start_copy(
-    keys, ropes, arrived, kv_ptr, table, latents, rotated, block_rows, extra_ptr, extra_table,
-    tile, end, first_end, block_stride, extra_block_stride, ENTRY: gl.constexpr,
-    PAGE: gl.constexpr, EXTRA_ENTRY: gl.constexpr, EXTRA_PAGE: gl.constexpr, FIRST: gl.constexpr,
+    buffer, copies, tile, end, first_end, ENTRY: gl.constexpr, PAGE: gl.constexpr,
+    EXTRA_ENTRY: gl.constexpr, EXTRA_PAGE: gl.constexpr, FIRST: gl.constexpr,
     SPARSE: gl.constexpr, BULK: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Start the copy of a tile: from its scope, as a sparse sequence has FIRST tokens of the first.
+    """Start the copy of tile `tile` of a sequence into `buffer`, which is `one_of` the two.
 
-    BULK: the copy engine takes whole tiles, and completes the barrier `arrived`. It cannot leave
-    out the tokens behind an end, which may be NaN.
+    A SPARSE sequence has FIRST tokens of the first scope, then those of the other. BULK: the copy
+    engine takes whole tiles. It cannot leave out the tokens after an end, which may be NaN.
     """
+    keys, ropes, arrived = buffer.keys, buffer.ropes, buffer.arrived
     BLOCK_N: gl.constexpr = keys.shape[0]
     if SPARSE:
         SKIP: gl.constexpr = FIRST // BLOCK_N
         if tile < SKIP:
-            copy_tile(
-                keys, ropes, kv_ptr, table, tile, first_end, block_stride,
-                ENTRY, PAGE, SPARSE, WARPS,
-            )  # fmt: skip
+            copy_tile(keys, ropes, copies.first, tile, first_end, ENTRY, PAGE, SPARSE, WARPS)
         else:
             copy_tile(
-                keys, ropes, extra_ptr, extra_table, tile - SKIP, end - FIRST,
-                extra_block_stride, EXTRA_ENTRY, EXTRA_PAGE, SPARSE, WARPS,
+                keys, ropes, copies.extra, tile - SKIP, end - FIRST, EXTRA_ENTRY, EXTRA_PAGE,
+                SPARSE, WARPS,
             )  # fmt: skip
     elif BULK:
         token = tile * BLOCK_N
         if token + BLOCK_N <= end:
-            row = gl.load(table + token // PAGE) * block_rows + token % PAGE
-            BITS: gl.constexpr = kv_ptr.dtype.element_ty.primitive_bitwidth
+            row = gl.load(copies.first.table + token // PAGE) * copies.block_rows + token % PAGE
+            BITS: gl.constexpr = keys.dtype.primitive_bitwidth
             mbarrier.expect(arrived, BLOCK_N * (keys.shape[1] + ropes.shape[1]) * BITS // 8)
-            tma_load(latents, [row, 0], arrived, keys)
-            tma_load(rotated, [row, keys.shape[1]], arrived, ropes)
+            tma_load(copies.latents, [row, 0], arrived, keys)
+            tma_load(copies.rotated, [row, keys.shape[1]], arrived, ropes)
         else:
-            copy_tile(
-                keys, ropes, kv_ptr, table, tile, end, block_stride, ENTRY, PAGE, SPARSE, WARPS
-            )
+            copy_tile(keys, ropes, copies.first, tile, end, ENTRY, PAGE, SPARSE, WARPS)
     else:
-        copy_tile(keys, ropes, kv_ptr, table, tile, end, block_stride, ENTRY, PAGE, SPARSE, WARPS)
+        copy_tile(keys, ropes, copies.first, tile, end, ENTRY, PAGE, SPARSE, WARPS)
 
 
 @gluon.jit
-def slots_of(at, table, extra_table, first_end, end, tile, FIRST: gl.constexpr):
+def wait_for_tile(buffers, buffer, phases, is_whole, BULK: gl.constexpr):
+    """Wait until a tile has arrived; return the next phases of both barriers."""
+    if BULK:
+        if is_whole:
+            mbarrier.wait(buffers.arrived.index(buffer), phases >> buffer & 1)
+            phases ^= 1 << buffer
+        else:
+            async_copy.wait_group(0)
+            fence_async_shared()
+            barrier()
+    else:
+        fence_async_shared()
+    return phases
+
+
+@gluon.jit
+def slots_of(at, copies, tile, end, first_end, FIRST: gl.constexpr):
     """Slots of tokens `at` of a tile of a sparse sequence, -1 for none."""
     BLOCK_N: gl.constexpr = at.shape[0]
     if tile * BLOCK_N < FIRST:
-        slots = gl.load(table + at, mask=at < first_end, other=-1)
+        slots = gl.load(copies.first.table + at, mask=at < first_end, other=-1)
     else:
-        slots = gl.load(extra_table + at - FIRST, mask=at < end, other=-1)
+        slots = gl.load(copies.extra.table + at - FIRST, mask=at < end, other=-1)
     return slots

@@ -17,6 +17,8 @@ sign, and exponent and mantissa, to where fp16 has them.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -28,62 +30,61 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc
 
-from mla_fusion.attention.hopper_copy import slots_of, start_copy
+from mla_fusion.attention.hopper_copy import (
+    Buffers,
+    Copies,
+    Source,
+    barrier,
+    one_of,
+    slots_of,
+    start_copy,
+    wait_for_tile,
+)
 from mla_fusion.attention.triton_kernels import LN2, LOG2E
 
-# Triton 3.9 renamed both.
+# Triton 3.9 renamed it.
 RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
-@gluon.jit
-def low(pairs):
-    """Low bytes of int16 `pairs` as fp16, times 2^-8; two elements at a time. A NaN becomes 480."""
-    return gl.inline_asm_elementwise(
-        """{
+def _to_fp16(moves: str) -> gl.constexpr:
+    """PTX that widens a byte of each int16, two at a time; `moves` put sign and rest in place."""
+    return gl.constexpr(
+        f"""{{
         .reg .b32 sign, rest;
-        shl.b32 sign, $1, 8;
+        {moves}
+        lop3.b32 $0, rest, 0x3F803F80, sign, 0xEA;
+        }}"""
+    )
+
+
+LOW = _to_fp16(
+    """shl.b32 sign, $1, 8;
         shl.b32 rest, $1, 7;
-        and.b32 sign, sign, 0x80008000;
-        lop3.b32 $0, rest, 0x3F803F80, sign, 0xEA;
-        }""",
-        "=r,r",
-        [pairs],
-        dtype=gl.float16,
-        is_pure=True,
-        pack=2,
-    )
+        and.b32 sign, sign, 0x80008000;"""
+)
+HIGH = _to_fp16(
+    """shr.u32 rest, $1, 1;
+        and.b32 sign, $1, 0x80008000;"""
+)
 
 
 @gluon.jit
-def high(pairs):
-    """High bytes of int16 `pairs`, as `low`."""
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .b32 sign, rest;
-        shr.u32 rest, $1, 1;
-        and.b32 sign, $1, 0x80008000;
-        lop3.b32 $0, rest, 0x3F803F80, sign, 0xEA;
-        }""",
-        "=r,r",
-        [pairs],
-        dtype=gl.float16,
-        is_pure=True,
-        pack=2,
-    )
+def widen(pairs, BYTE: gl.constexpr):
+    """The LOW or HIGH bytes of int16 `pairs` as fp16, times 2^-8. A NaN becomes 480."""
+    return gl.inline_asm_elementwise(BYTE, "=r,r", [pairs], dtype=gl.float16, is_pure=True, pack=2)
 
 
 @gluon.jit
 def load_query(
-    target, source, row, first_head, heads, count, stride_t, stride_h,
-    layout: gl.constexpr, HEADS: gl.constexpr,
+    target, q_ptr, item, first_row, heads, stride_t, stride_h, layout: gl.constexpr,
+    HEADS: gl.constexpr,
 ):  # fmt: skip
-    """Rows of the query [rows, width] into shared memory; zeros for rows that are none."""
-    rows = row + gl.arange(0, target.shape[0], gl.SliceLayout(1, layout))
+    """Rows of the query [rows, width] into shared memory; zeros for rows of padding."""
+    rows = first_row + gl.arange(0, target.shape[0], gl.SliceLayout(1, layout))
     cols = gl.arange(0, target.shape[1], gl.SliceLayout(0, layout))
-    head = first_head + rows % HEADS
-    pointers = source + (rows // HEADS).to(gl.int64) * stride_t + head * stride_h
-    wanted = (rows // HEADS < count) & (head < heads)
+    head = item.first_head + rows % HEADS
+    pointers = q_ptr + (rows // HEADS).to(gl.int64) * stride_t + head * stride_h
+    wanted = (rows // HEADS < item.count) & (head < heads)
     target.store(gl.load(pointers[:, None] + cols[None, :], mask=wanted[:, None], other=0.0))
 
 
@@ -105,262 +106,294 @@ def store_output(pointers, acc, odd, wanted, PAIRS: gl.constexpr, layout: gl.con
         gl.store(pointers[None, :] + col[:, None], acc.to(TYPE), mask=wanted[None, :])
 
 
+class Item(NamedTuple):
+    """A work item: KV tokens `begin` to `end` of a sequence, `after` more follow; `partial` row.
+
+    Its query is the heads from `first_head` on, of the `count` rows from `token` on.
+    """
+
+    sequence: Any
+    first_head: Any
+    partial: Any
+    count: Any
+    token: Any
+    begin: Any
+    end: Any
+    after: Any
+
+
+@gluon.jit
+def read_item(info, qo_indptr_ptr, kv_indptr_ptr, HEADS: gl.constexpr, FOLD: gl.constexpr):
+    """The work item in row `info` of work_info_set."""
+    tile_index = gl.load(info)
+    partial = gl.load(info + 1)
+    count = gl.load(info + 3) - gl.load(info + 2)
+    kv_start = gl.load(info + 4)
+    kv_end = gl.load(info + 5)
+    after = gl.load(info + 6)
+    sequence = tile_index // FOLD
+    first_head = tile_index % FOLD * HEADS
+    token = gl.load(qo_indptr_ptr + sequence).to(gl.int64)
+    kv_base = gl.load(kv_indptr_ptr + sequence)
+    begin, end = kv_start - kv_base, kv_end - kv_base
+    return Item(sequence, first_head, partial, count, token, begin, end, after)
+
+
+@gluon.jit
+def read_scales(scale, q_scale_ptr, kv_scale_ptr, FP8: gl.constexpr):
+    """The factor of the scores, in base 2, and that of the output."""
+    factor = scale * LOG2E
+    value_scale = 1.0
+    if FP8:
+        kv_scale = gl.load(kv_scale_ptr)
+        factor *= gl.load(q_scale_ptr) * kv_scale
+        value_scale = 256.0 * kv_scale
+    return factor, value_scale
+
+
+@gluon.jit
+def scores_of(buffers, buffer, q_keys, q_ropes, layout: gl.constexpr):
+    """Products [tokens, rows] of a tile with the query."""
+    key = buffers.keys.index(buffer)
+    s = gl.zeros([key.shape[0], q_keys.shape[0]], gl.float32, layout)
+    s = warpgroup_mma(key, q_keys.permute((1, 0)), s, use_acc=False, is_async=True)
+    rope = buffers.ropes.index(buffer)
+    s = warpgroup_mma(rope, q_ropes.permute((1, 0)), s, is_async=True)
+    return warpgroup_mma_wait(0, [s])
+
+
+@gluon.jit
+def softmax_step(s, seen, factor, peak, total):
+    """One step of the online softmax: weights [tokens, rows], decay of earlier sums, new state."""
+    s = gl.where(seen, s * factor, float("-inf"))
+    new_peak = gl.maximum(peak, gl.max(s, 0))
+    # A row that has seen nothing keeps weights of zero, not NaN.
+    base = gl.where(new_peak == float("-inf"), 0.0, new_peak)
+    p = gl.exp2(s - base[None, :])
+    decay = gl.exp2(peak - base)
+    return p, decay, new_peak, total * decay[None, :] + p
+
+
+@gluon.jit
+def add_values(acc, odd, decay, key, weights, FP8: gl.constexpr):
+    """Decay the sums [latents, rows] and add the weighted values of a tile."""
+    acc = acc * decay[None, :]
+    if FP8:
+        odd = odd * decay[None, :]
+        layout: gl.constexpr = acc.type.layout
+        pairs: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+        if RENAMED:
+            view = key.reinterpret(gl.int16, [key.shape[0], key.shape[1] // 2], pairs)
+        else:
+            view = key._reinterpret(gl.int16, [key.shape[0], key.shape[1] // 2], pairs)
+        for j in gl.static_range(key.shape[0] // 32):
+            value = view.slice(32 * j, 32).permute((1, 0))
+            value = value.load(gl.DotOperandLayout(0, layout, 2))
+            weight_part = weights.slice(32 * j, 32)
+            acc = warpgroup_mma(widen(value, LOW), weight_part, acc, is_async=True)
+            odd = warpgroup_mma(widen(value, HIGH), weight_part, odd, is_async=True)
+            acc, odd = warpgroup_mma_wait(0, [acc, odd])
+    else:
+        acc = warpgroup_mma(key.permute((1, 0)), weights, acc, is_async=True)
+        acc = warpgroup_mma_wait(0, [acc])
+    return acc, odd
+
+
+@gluon.jit
+def attend(
+    buffers, q_keys, q_ropes, weights, copies, item, row, factor, first_end, stop, phases,
+    ENTRY: gl.constexpr, PAGE: gl.constexpr, EXTRA_ENTRY: gl.constexpr, EXTRA_PAGE: gl.constexpr,
+    FIRST: gl.constexpr, SPARSE: gl.constexpr, BULK: gl.constexpr, WARPS: gl.constexpr,
+    HEADS: gl.constexpr, PAIRS: gl.constexpr,
+):  # fmt: skip
+    """The online softmax over the tiles of an item, whose first one is on its way.
+
+    row: query rows of the program, in the layout of columns of the scores.
+
+    Returns:
+        (sums [latents, rows], those of odd latents with PAIRS, peak [rows], totals [tokens, rows],
+        the next phases of both barriers).
+    """
+    BLOCK_N: gl.constexpr = weights.shape[0]
+    ROWS: gl.constexpr = weights.shape[1]
+    L: gl.constexpr = q_keys.shape[1]
+    score: gl.constexpr = row.type.layout.parent
+    output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
+    # Row i of n sees tokens up to n - 1 - i before the end of the sequence.
+    limit = gl.minimum(item.end, item.end + item.after - (item.count - 1 - row // HEADS))
+    peak = gl.full([ROWS], float("-inf"), gl.float32, row.type.layout)
+    total = gl.zeros([BLOCK_N, ROWS], gl.float32, score)
+    acc = gl.zeros([L // 2 if PAIRS else L, ROWS], gl.float32, output)
+    odd = acc
+    current = 0
+    for t in range(item.begin // BLOCK_N, stop):
+        if BULK:
+            # No warp reads the other buffer any more.
+            barrier()
+        else:
+            async_copy.wait_group(0)
+        # After the last tile this copies nothing.
+        start_copy(
+            one_of(buffers, 1 - current), copies, t + 1, item.end, first_end, ENTRY, PAGE,
+            EXTRA_ENTRY, EXTRA_PAGE, FIRST, SPARSE, BULK, WARPS,
+        )  # fmt: skip
+        is_whole = t * BLOCK_N + BLOCK_N <= item.end
+        phases = wait_for_tile(buffers, current, phases, is_whole, BULK)
+        s = scores_of(buffers, current, q_keys, q_ropes, score)
+        at = t * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, score))
+        seen = (at >= item.begin)[:, None] & (at[:, None] < limit[None, :])
+        if SPARSE:
+            seen &= (slots_of(at, copies, t, item.end, first_end, FIRST) >= 0)[:, None]
+        p, decay, peak, total = softmax_step(s, seen, factor, peak, total)
+        weights.store(p.to(weights.dtype))
+        fence_async_shared()
+        decay = gl.convert_layout(decay, gl.SliceLayout(0, output))
+        acc, odd = add_values(acc, odd, decay, buffers.keys.index(current), weights, PAIRS)
+        current = 1 - current
+    return acc, odd, peak, total, phases
+
+
+@gluon.jit
+def store_item(
+    acc, odd, peak, total, value_scale, item, first_row, heads, sink_ptr, out_ptr, lse_ptr,
+    partial_ptr, partial_lse_ptr, out_stride_t, out_stride_h, L: gl.constexpr,
+    HEADS: gl.constexpr, PAIRS: gl.constexpr, SINK: gl.constexpr, LSE: gl.constexpr,
+):  # fmt: skip
+    """Normalize the sums and write them: to the output, or to partial rows for a piece."""
+    output: gl.constexpr = acc.type.layout
+    out_row: gl.constexpr = gl.SliceLayout(0, output)
+    total = gl.sum(total, 0)
+    lse = gl.where(total > 0.0, (peak + gl.log2(total)) * LN2, float("-inf"))
+    rows = first_row + gl.arange(0, acc.shape[1], out_row)
+    head = item.first_head + rows % HEADS
+    real = (rows // HEADS < item.count) & (head < heads)
+    lse = gl.convert_layout(lse, out_row)
+    divisor = gl.convert_layout(total, out_row)
+    if SINK:  # noqa: SIM102 (known when compiled; the other one is not)
+        if item.partial < 0:
+            sink = gl.load(sink_ptr + head, mask=real, other=0.0) * LOG2E
+            divisor += gl.exp2(sink - gl.convert_layout(peak, out_row))
+    inverse = gl.where(lse > float("-inf"), value_scale / divisor, 0.0)
+    acc = acc * inverse[None, :]
+    odd = odd * inverse[None, :]
+    if item.partial < 0:
+        at_token = item.token + rows // HEADS
+        final = out_ptr + at_token * out_stride_t + head * out_stride_h
+        store_output(final, acc, odd, real, PAIRS, output)
+        if LSE:
+            gl.store(lse_ptr + at_token * heads + head, lse, mask=real)
+    else:
+        at_partial = (item.partial.to(gl.int64) * HEADS) + rows
+        store_output(partial_ptr + at_partial * L, acc, odd, real, PAIRS, output)
+        gl.store(partial_lse_ptr + at_partial, lse, mask=real)
+
+
 # A table of one column, in the warm-up, must not compile another variant than the requests'.
 @gluon.jit(do_not_specialize=["table_stride", "extra_table_stride", "fresh"])
 def decode_kernel(
-    q_ptr,
-    kv_ptr,
-    table_ptr,
-    extra_ptr,
-    extra_table_ptr,
-    first_lens_ptr,
-    sink_ptr,
-    out_ptr,
-    lse_ptr,
-    partial_ptr,
-    partial_lse_ptr,
-    work_indptr_ptr,
-    work_info_ptr,
-    qo_indptr_ptr,
-    kv_indptr_ptr,
-    q_scale_ptr,
-    kv_scale_ptr,
-    scale,
-    heads,
-    q_stride_t,
-    q_stride_h,
-    out_stride_t,
-    out_stride_h,
-    table_stride,
-    block_stride,
-    extra_table_stride,
-    extra_block_stride,
-    latents,
-    rotated,
-    block_rows,
-    fresh,
-    ENTRY: gl.constexpr,
-    PAGE: gl.constexpr,
-    EXTRA_ENTRY: gl.constexpr,
-    EXTRA_PAGE: gl.constexpr,
-    FIRST: gl.constexpr,
-    SPARSE: gl.constexpr,
-    SINK: gl.constexpr,
-    L: gl.constexpr,
-    R: gl.constexpr,
-    HEADS: gl.constexpr,
-    FOLD: gl.constexpr,
-    ROWS: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    LSE: gl.constexpr,
-    BULK: gl.constexpr,
-    WARPS: gl.constexpr,
+    q_ptr, kv_ptr, table_ptr, extra_ptr, extra_table_ptr, first_lens_ptr, sink_ptr, out_ptr,
+    lse_ptr, partial_ptr, partial_lse_ptr, work_indptr_ptr, work_info_ptr, qo_indptr_ptr,
+    kv_indptr_ptr, q_scale_ptr, kv_scale_ptr, scale, heads, q_stride_t, q_stride_h, out_stride_t,
+    out_stride_h, table_stride, block_stride, extra_table_stride, extra_block_stride, latents,
+    rotated, block_rows, fresh,
+    ENTRY: gl.constexpr, PAGE: gl.constexpr, EXTRA_ENTRY: gl.constexpr, EXTRA_PAGE: gl.constexpr,
+    FIRST: gl.constexpr, SPARSE: gl.constexpr, SINK: gl.constexpr, L: gl.constexpr,
+    R: gl.constexpr, HEADS: gl.constexpr, FOLD: gl.constexpr, ROWS: gl.constexpr,
+    BLOCK_N: gl.constexpr, LSE: gl.constexpr, BULK: gl.constexpr, WARPS: gl.constexpr,
     PDL: gl.constexpr,
-):
+):  # fmt: skip
     """Arguments as `triton_kernels.decode_kernel`, and those of `hopper_copy.bulk_copy`.
 
-    BULK: the copy engine takes whole tiles. PDL: launched before the kernel in front has ended,
-    and waits for it before it reads anything but the plan; with `fresh` not 0 it waits at once, for
-    then the kernel in front may be writing the plan.
+    BULK: the copy engine takes whole tiles. PDL: the launch precedes the end of the kernel in
+    front, and the kernel waits for that one before it reads anything but the plan. With `fresh` not
+    0 it waits at once: the kernel in front may be writing the plan.
     """
     if PDL and fresh != 0:
         gdc.gdc_wait()
     TYPE: gl.constexpr = kv_ptr.dtype.element_ty
     BITS: gl.constexpr = TYPE.primitive_bitwidth
     FP8: gl.constexpr = BITS == 8
-    P_TYPE: gl.constexpr = gl.float16 if FP8 else TYPE
     VEC: gl.constexpr = 128 // BITS
-    # More warps than a tile has 16 tokens for share them by rows.
-    SPLIT: gl.constexpr = WARPS * 16 // BLOCK_N
-    score: gl.constexpr = gl.NVMMADistributedLayout(
-        [3, 0], [WARPS // SPLIT, SPLIT], [16, ROWS // SPLIT, 256 // BITS]
-    )
-    output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
-    by_row: gl.constexpr = gl.SliceLayout(0, score)
-    by_token: gl.constexpr = gl.SliceLayout(1, score)
-    out_row: gl.constexpr = gl.SliceLayout(0, output)
     wide: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2)
     narrow: gl.constexpr = gl.NVMMASharedLayout(R * BITS // 8, BITS, 2)
-    pairs: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     weight: gl.constexpr = gl.NVMMASharedLayout(2 * ROWS, 16, 2)
     load_wide: gl.constexpr = gl.BlockedLayout([1, VEC], [1, 32], [WARPS, 1], [1, 0])
     load_narrow: gl.constexpr = gl.BlockedLayout(
         [1, VEC], [32 * VEC // R, R // VEC], [WARPS, 1], [1, 0]
     )
-
     keys = gl.allocate_shared_memory(TYPE, [2, BLOCK_N, L], wide)
     ropes = gl.allocate_shared_memory(TYPE, [2, BLOCK_N, R], narrow)
     q_keys = gl.allocate_shared_memory(TYPE, [ROWS, L], wide)
     q_ropes = gl.allocate_shared_memory(TYPE, [ROWS, R], narrow)
-    weights = gl.allocate_shared_memory(P_TYPE, [BLOCK_N, ROWS], weight)
+    weights = gl.allocate_shared_memory(gl.float16 if FP8 else TYPE, [BLOCK_N, ROWS], weight)
     arrived = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    buffers = Buffers(keys, ropes, arrived)
     if BULK:
         mbarrier.init(arrived.index(0), count=1)
         mbarrier.init(arrived.index(1), count=1)
         fence_async_shared()
         barrier()
-    # For each buffer a bit: which phase of its barrier the next tile of the copy engine completes.
+    # For each buffer a bit: the phase of its barrier that the next tile by the engine completes.
     phases = 0
 
+    # More warps than a tile has 16 tokens for share them by rows.
+    SPLIT: gl.constexpr = WARPS * 16 // BLOCK_N
+    score: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [WARPS // SPLIT, SPLIT], [16, ROWS // SPLIT, 256 // BITS]
+    )
     first_row = gl.program_id(1) * ROWS
-    row = first_row + gl.arange(0, ROWS, by_row)
-
+    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(0, score))
     last_work = gl.load(work_indptr_ptr + gl.program_id(0) + 1) - 1
     for work in range(gl.load(work_indptr_ptr + gl.program_id(0)), last_work + 1):
-        info = work_info_ptr + 8 * work
-        tile_index = gl.load(info)
-        partial = gl.load(info + 1)
-        count = gl.load(info + 3) - gl.load(info + 2)
-        kv_start = gl.load(info + 4)
-        kv_end = gl.load(info + 5)
-        kv_offset = gl.load(info + 6)
-        sequence = tile_index // FOLD
-        first_head = tile_index % FOLD * HEADS
-        token = gl.load(qo_indptr_ptr + sequence).to(gl.int64)
-        kv_base = gl.load(kv_indptr_ptr + sequence)
-        table = table_ptr + sequence.to(gl.int64) * table_stride
-        extra_table = extra_table_ptr + sequence.to(gl.int64) * extra_table_stride
-        begin = kv_start - kv_base
-        end = kv_end - kv_base
+        item = read_item(work_info_ptr + 8 * work, qo_indptr_ptr, kv_indptr_ptr, HEADS, FOLD)
+        sequence = item.sequence.to(gl.int64)
+        table, extra_table = (
+            table_ptr + sequence * table_stride,
+            extra_table_ptr + sequence * extra_table_stride,
+        )
+        first = Source(kv_ptr, table, block_stride)
+        extra = Source(extra_ptr, extra_table, extra_block_stride)
+        copies = Copies(first, extra, latents, rotated, block_rows)
         if PDL:
-            # All that follows, scales too, may be what the kernel in front writes.
+            # All that follows, scales too, may be written by the kernel in front.
             gdc.gdc_wait()
-        factor = scale * LOG2E
-        value_scale = 1.0
-        if FP8:
-            kv_scale = gl.load(kv_scale_ptr)
-            factor *= gl.load(q_scale_ptr) * kv_scale
-            value_scale = 256.0 * kv_scale
-        first_end = end
+        factor, value_scale = read_scales(scale, q_scale_ptr, kv_scale_ptr, FP8)
+        first_end = item.end
         if SPARSE:
-            first_end = gl.minimum(end, gl.load(first_lens_ptr + sequence))
-        tile = begin // BLOCK_N
-        # Row blocks behind the query rows of this sequence have nothing to do.
-        stop = gl.where(first_row < HEADS * count, (end + BLOCK_N - 1) // BLOCK_N, tile)
-
+            first_end = gl.minimum(item.end, gl.load(first_lens_ptr + item.sequence))
+        tile = item.begin // BLOCK_N
+        # Row blocks after the query rows of this sequence have nothing to do.
+        has_rows = first_row < HEADS * item.count
+        stop = gl.where(has_rows, (item.end + BLOCK_N - 1) // BLOCK_N, tile)
         # A copy that nobody waits for would put its barrier a phase ahead.
         if tile < stop:
             start_copy(
-                keys.index(0), ropes.index(0), arrived.index(0), kv_ptr, table, latents, rotated,
-                block_rows, extra_ptr, extra_table, tile, end, first_end, block_stride,
-                extra_block_stride, ENTRY, PAGE, EXTRA_ENTRY, EXTRA_PAGE, FIRST, SPARSE, BULK,
-                WARPS,
+                one_of(buffers, 0), copies, tile, item.end, first_end, ENTRY, PAGE,
+                EXTRA_ENTRY, EXTRA_PAGE, FIRST, SPARSE, BULK, WARPS,
             )  # fmt: skip
-        source = q_ptr + token * q_stride_t
+        query = q_ptr + item.token * q_stride_t
+        load_query(q_keys, query, item, first_row, heads, q_stride_t, q_stride_h, load_wide, HEADS)
         load_query(
-            q_keys, source, first_row, first_head, heads, count, q_stride_t, q_stride_h,
-            load_wide, HEADS,
-        )  # fmt: skip
-        load_query(
-            q_ropes, source + L, first_row, first_head, heads, count, q_stride_t, q_stride_h,
-            load_narrow, HEADS,
-        )  # fmt: skip
+            q_ropes, query + L, item, first_row, heads, q_stride_t, q_stride_h, load_narrow, HEADS
+        )
         fence_async_shared()
-
-        # Row i of n sees tokens up to n - 1 - i before the end of the sequence.
-        limit = gl.minimum(end, end + kv_offset - (count - 1 - row // HEADS))
-        peak = gl.full([ROWS], float("-inf"), gl.float32, by_row)
-        total = gl.zeros([BLOCK_N, ROWS], gl.float32, score)
-        acc = gl.zeros([L // 2 if FP8 else L, ROWS], gl.float32, output)
-        odd = acc
-        current = 0
-        for t in range(tile, stop):
-            if BULK:
-                # No warp reads the other buffer any more.
-                barrier()
-            else:
-                async_copy.wait_group(0)
-            # Behind the last tile this copies nothing.
-            start_copy(
-                keys.index(1 - current), ropes.index(1 - current), arrived.index(1 - current),
-                kv_ptr, table, latents, rotated, block_rows, extra_ptr, extra_table, t + 1, end,
-                first_end, block_stride, extra_block_stride, ENTRY, PAGE, EXTRA_ENTRY, EXTRA_PAGE,
-                FIRST, SPARSE, BULK, WARPS,
-            )  # fmt: skip
-            if BULK:
-                if t * BLOCK_N + BLOCK_N <= end:
-                    mbarrier.wait(arrived.index(current), phases >> current & 1)
-                    phases ^= 1 << current
-                else:
-                    async_copy.wait_group(0)
-                    fence_async_shared()
-                    barrier()
-            else:
-                fence_async_shared()
-            key = keys.index(current)
-            s = gl.zeros([BLOCK_N, ROWS], gl.float32, score)
-            s = warpgroup_mma(key, q_keys.permute((1, 0)), s, use_acc=False, is_async=True)
-            s = warpgroup_mma(ropes.index(current), q_ropes.permute((1, 0)), s, is_async=True)
-            s = warpgroup_mma_wait(0, [s])
-
-            at = t * BLOCK_N + gl.arange(0, BLOCK_N, by_token)
-            seen = (at >= begin)[:, None] & (at[:, None] < limit[None, :])
-            if SPARSE:
-                valid = slots_of(at, table, extra_table, first_end, end, t, FIRST) >= 0
-                seen &= valid[:, None]
-            s = gl.where(seen, s * factor, float("-inf"))
-            new_peak = gl.maximum(peak, gl.max(s, 0))
-            # A row that has seen nothing keeps weights of zero, not NaN.
-            base = gl.where(new_peak == float("-inf"), 0.0, new_peak)
-            p = gl.exp2(s - base[None, :])
-            decay = gl.exp2(peak - base)
-            total = total * decay[None, :] + p
-            peak = new_peak
-            weights.store(p.to(P_TYPE))
-            fence_async_shared()
-            decay = gl.convert_layout(decay, out_row)
-            acc = acc * decay[None, :]
-            if FP8:
-                odd = odd * decay[None, :]
-                if RENAMED:
-                    view = key.reinterpret(gl.int16, [BLOCK_N, L // 2], pairs)
-                else:
-                    view = key._reinterpret(gl.int16, [BLOCK_N, L // 2], pairs)
-                for j in gl.static_range(BLOCK_N // 32):
-                    value = view.slice(32 * j, 32).permute((1, 0))
-                    value = value.load(gl.DotOperandLayout(0, output, 2))
-                    weight_part = weights.slice(32 * j, 32)
-                    acc = warpgroup_mma(low(value), weight_part, acc, is_async=True)
-                    odd = warpgroup_mma(high(value), weight_part, odd, is_async=True)
-                    acc, odd = warpgroup_mma_wait(0, [acc, odd])
-            else:
-                acc = warpgroup_mma(key.permute((1, 0)), weights, acc, is_async=True)
-                acc = warpgroup_mma_wait(0, [acc])
-            current = 1 - current
+        acc, odd, peak, total, phases = attend(
+            buffers, q_keys, q_ropes, weights, copies, item, row, factor, first_end, stop,
+            phases, ENTRY, PAGE, EXTRA_ENTRY, EXTRA_PAGE, FIRST, SPARSE, BULK, WARPS, HEADS, FP8,
+        )  # fmt: skip
         async_copy.wait_group(0)
-        # The zeros behind the last tile, before the copy engine writes there.
+        # The zeros after the last tile, before the copy engine writes there.
         fence_async_shared()
-        # The reduction may be launched, and waits. Not yet where it has many rows: its programs
-        # would all go where a multiprocessor is free, to the few that are done first.
+        # The reduction may be launched, and waits. Not yet where it has many rows: all its programs
+        # would go to the few multiprocessors that are done first.
         if PDL and ROWS <= 32:  # noqa: SIM102 (known when compiled; the other one is not)
             if work == last_work:
                 gdc.gdc_launch_dependents()
-
-        total = gl.sum(total, 0)
-        lse = gl.where(total > 0.0, (peak + gl.log2(total)) * LN2, float("-inf"))
-        rows = first_row + gl.arange(0, ROWS, out_row)
-        head = first_head + rows % HEADS
-        real = (rows // HEADS < count) & (head < heads)
-        lse = gl.convert_layout(lse, out_row)
-        divisor = gl.convert_layout(total, out_row)
-        if SINK:  # noqa: SIM102 (known when compiled; the other one is not)
-            if partial < 0:
-                sink = gl.load(sink_ptr + head, mask=real, other=0.0) * LOG2E
-                divisor += gl.exp2(sink - gl.convert_layout(peak, out_row))
-        inverse = gl.where(lse > float("-inf"), value_scale / divisor, 0.0)
-        acc = acc * inverse[None, :]
-        odd = odd * inverse[None, :]
-        if partial < 0:
-            at_token = token + rows // HEADS
-            final = out_ptr + at_token * out_stride_t + head * out_stride_h
-            store_output(final, acc, odd, real, FP8, output)
-            if LSE:
-                gl.store(lse_ptr + at_token * heads + head, lse, mask=real)
-        else:
-            at_partial = (partial.to(gl.int64) * HEADS) + rows
-            store_output(partial_ptr + at_partial * L, acc, odd, real, FP8, output)
-            gl.store(partial_lse_ptr + at_partial, lse, mask=real)
+        store_item(
+            acc, odd, peak, total, value_scale, item, first_row, heads, sink_ptr, out_ptr, lse_ptr,
+            partial_ptr, partial_lse_ptr, out_stride_t, out_stride_h, L, HEADS, FP8, SINK, LSE,
+        )  # fmt: skip
     if PDL:
-        # Programs without work too: who waits for this grid counts on all that was before it.
+        # Idle programs must signal too: a dependent grid waits for all of them.
         gdc.gdc_wait()
         gdc.gdc_launch_dependents()

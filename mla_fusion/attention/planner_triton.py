@@ -64,6 +64,31 @@ def fill(
 UNALIGNED = ["qo_indptr", "seq_lens", "scratch"]
 
 
+@triton.jit
+def store_costs(
+    qo_indptr, seq_lens, plan_qo_indptr, plan_kv_indptr, sequences, b, batch, max_query_len,
+    MAX_BATCH: tl.constexpr, FOLD: tl.constexpr, GRANULARITY: tl.constexpr,
+    OVERHEAD: tl.constexpr,
+):  # fmt: skip
+    """Copy the lengths and write the pairs of all sequences; return the tiles up to the last one
+    that has query rows.
+    """
+    query = tl.load(qo_indptr + b, mask=b < batch, other=0)
+    query_end = tl.load(qo_indptr + b + 1, mask=b < batch, other=0)
+    length = tl.load(seq_lens + b, mask=b < batch, other=0)
+    last_query = tl.load(qo_indptr + batch)
+    tl.store(plan_qo_indptr, 0)
+    tl.store(plan_qo_indptr + 1 + b, tl.where(b < batch, query_end, last_query), mask=b < MAX_BATCH)
+    tl.store(plan_kv_indptr, 0)
+    tl.store(plan_kv_indptr + 1 + b, tl.cumsum(length), mask=b < MAX_BATCH)
+
+    is_live = query_end > query
+    cost = tl.where(is_live, (length + GRANULARITY - 1) // GRANULARITY + OVERHEAD, 0)
+    uncut = tl.maximum(length - max_query_len, 0) // GRANULARITY + 1
+    tl.store(sequences + b, pack(tl.cumsum(cost) * FOLD, uncut), mask=b < MAX_BATCH)
+    return tl.max(tl.where(is_live, b + 1, 0)) * FOLD
+
+
 @triton.jit(do_not_specialize=["batch", "busy", "max_query_len", *UNALIGNED])
 def plan_kernel(
     qo_indptr, seq_lens, work_indptr, work_info_set, reduce_indptr, reduce_final_map,
@@ -78,20 +103,10 @@ def plan_kernel(
     sequences, starts = scratch, scratch + MAX_BATCH
 
     b = tl.arange(0, BLOCK_B)
-    query = tl.load(qo_indptr + b, mask=b < batch, other=0)
-    query_end = tl.load(qo_indptr + b + 1, mask=b < batch, other=0)
-    length = tl.load(seq_lens + b, mask=b < batch, other=0)
-    last_query = tl.load(qo_indptr + batch)
-    tl.store(plan_qo_indptr, 0)
-    tl.store(plan_qo_indptr + 1 + b, tl.where(b < batch, query_end, last_query), mask=b < MAX_BATCH)
-    tl.store(plan_kv_indptr, 0)
-    tl.store(plan_kv_indptr + 1 + b, tl.cumsum(length), mask=b < MAX_BATCH)
-
-    is_live = query_end > query
-    cost = tl.where(is_live, (length + GRANULARITY - 1) // GRANULARITY + OVERHEAD, 0)
-    uncut = tl.maximum(length - max_query_len, 0) // GRANULARITY + 1
-    tl.store(sequences + b, pack(tl.cumsum(cost) * FOLD, uncut), mask=b < MAX_BATCH)
-    live_tiles = tl.max(tl.where(is_live, b + 1, 0)) * FOLD
+    live_tiles = store_costs(
+        qo_indptr, seq_lens, plan_qo_indptr, plan_kv_indptr, sequences, b, batch, max_query_len,
+        MAX_BATCH, FOLD, GRANULARITY, OVERHEAD,
+    )  # fmt: skip
     tl.debug_barrier()
     # Read back, though it is known: so the loop finds the pairs in the nearest cache.
     end, _ = unpack(tl.load(sequences + b, mask=b < MAX_BATCH, other=0))

@@ -12,6 +12,7 @@ import torch
 
 if TYPE_CHECKING:
     from mla_fusion.attention.buffers import PlanBuffers
+    from mla_fusion.attention.validate import Inputs
 
 
 def require() -> None:
@@ -36,24 +37,16 @@ def unsupported(q_dtype: torch.dtype, kv_dtype: torch.dtype, latent: int, rope: 
 
 
 def persistent_mla_decode(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    plan: PlanBuffers,
-    *,
-    block_table: torch.Tensor,
-    softmax_scale: float,
-    q_scale: torch.Tensor | None,
-    kv_scale: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
+    given: Inputs,
 ) -> None:
     """See `mla_fusion.attention.persistent_mla_decode`."""
-    query, scale = dequantize(q, q_scale), softmax_scale
-    layout, latent = plan.layout, plan.settings.v_head_dim
+    plan, kv_cache, out, lse = given.plan, given.kv_cache, given.out, given.lse
+    query, scale = dequantize(given.q, given.q_scale), given.softmax_scale
+    layout, latent, device = plan.layout, plan.settings.v_head_dim, given.q.device
     qo_indptr, kv_indptr = plan.qo_indptr.tolist(), plan.kv_indptr.tolist()
     rows = int(plan.reduce_indptr[-1]) * plan.settings.max_query_len
-    partial_output = torch.zeros((rows, layout.per_work, latent), device=q.device)
-    partial_lse = torch.full((rows, layout.per_work), -torch.inf, device=q.device)
+    partial_output = torch.zeros((rows, layout.per_work, latent), device=device)
+    partial_lse = torch.full((rows, layout.per_work), -torch.inf, device=device)
 
     def write(tile: int, count: int, output: torch.Tensor, logsumexp: torch.Tensor) -> None:
         """Store the rows of a tile, less its padded heads."""
@@ -73,11 +66,11 @@ def persistent_mla_decode(
         token = qo_indptr[sequence]
         real = query[token : token + count, first : first + layout.per_work]
         piece[:, : real.shape[1]] = real
-        positions = torch.arange(kv_start, kv_end, device=q.device)
+        positions = torch.arange(kv_start, kv_end, device=device)
         at = positions - kv_indptr[sequence]
-        blocks = block_table[sequence, at // kv_cache.shape[1]].long()
-        keys = dequantize(kv_cache[blocks, at % kv_cache.shape[1]], kv_scale)
-        ends = kv_end + kv_offset - torch.arange(count - 1, -1, -1, device=q.device)
+        blocks = given.block_table[sequence, at // kv_cache.shape[1]].long()
+        keys = dequantize(kv_cache[blocks, at % kv_cache.shape[1]], given.kv_scale)
+        ends = kv_end + kv_offset - torch.arange(count - 1, -1, -1, device=device)
         visible = positions < ends[:, None]
         scores = torch.einsum("nhd,kd->nhk", piece, keys) * scale
         scores = scores.masked_fill(~visible[:, None], -torch.inf)

@@ -17,6 +17,7 @@ import torch
 from mla_fusion.attention import triton as provider
 from mla_fusion.attention.plan import PersistentDecodePlan
 from mla_fusion.attention.triton import Scope
+from mla_fusion.attention.validate import Inputs
 from mla_fusion.kernels.arithmetic import FP8_DTYPES
 
 # Scopes change between tiles, and both kernels' tiles divide this.
@@ -180,9 +181,9 @@ def sparse_mla_decode(
     _check(q, scopes, scratch, sink, q_scale, kv_scale, out)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
     sparse = provider.Sparse(scopes[-1], scratch.first, scratch.first_lens, sink)
-    provider.launch(
-        q, scopes[0], scratch.plan, softmax_scale, q_scale, kv_scale, out, lse, sparse=sparse
-    )
+    cache, table = scopes[0].kv_cache, scopes[0].table
+    given = Inputs(q, cache, scratch.plan, table, softmax_scale, q_scale, kv_scale, out, lse)
+    provider.launch(given, sparse)
     return out, lse
 
 

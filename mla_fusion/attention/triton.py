@@ -18,6 +18,7 @@ from mla_fusion.kernels.triton import require as require
 
 if TYPE_CHECKING:
     from mla_fusion.attention.buffers import PlanBuffers
+    from mla_fusion.attention.validate import Inputs
 
 WIDE_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -89,11 +90,10 @@ def plan_settings(
     return {"workers": programs * processors, "kv_granularity": 64, "overhead": 4}
 
 
-def is_hopper(q: torch.Tensor, scopes: list[Scope], latent: int) -> bool:
+def is_hopper(q: torch.Tensor, caches: list[torch.Tensor], latent: int) -> bool:
     """Whether the kernel for Hopper takes these tensors: its copies move 16 aligned bytes."""
     if not q.is_cuda or torch.version.hip or torch.cuda.get_device_capability(q.device) != (9, 0):
         return False
-    caches = [scope.kv_cache for scope in scopes]
     strides = [stride for tensor in (q, *caches) for stride in tensor.stride()[:2]]
     return (
         (latent, q.shape[2]) == (512, 576)
@@ -132,78 +132,49 @@ def check(q: torch.Tensor, kv_cache: torch.Tensor, latent: int) -> None:
 
 
 def persistent_mla_decode(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    plan: PlanBuffers,
-    *,
-    block_table: torch.Tensor,
-    softmax_scale: float,
-    q_scale: torch.Tensor | None,
-    kv_scale: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
+    given: Inputs,
 ) -> None:
     """See `mla_fusion.attention.persistent_mla_decode`."""
-    check(q, kv_cache, plan.settings.v_head_dim)
-    scope = Scope(kv_cache, block_table)
-    launch(q, scope, plan, softmax_scale, q_scale, kv_scale, out, lse)
+    check(given.q, given.kv_cache, given.plan.settings.v_head_dim)
+    launch(given)
 
 
-def launch(
-    q: torch.Tensor,
-    scope: Scope,
-    plan: PlanBuffers,
-    softmax_scale: float,
-    q_scale: torch.Tensor | None,
-    kv_scale: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    sparse: Sparse | None = None,
-    config: Config | None = None,
-) -> None:
+def launch(given: Inputs, sparse: Sparse | None = None, config: Config | None = None) -> None:
     """Both launches; arguments are checked. `config` overrides the measured choice."""
     from mla_fusion.attention import triton_kernels
 
-    settings = plan.settings
+    plan, settings = given.plan, given.plan.settings
     rows = plan.heads_per_work * settings.max_query_len
     if config is None:
-        scopes = [scope] if sparse is None else [scope, sparse.extra]
-        hopper = is_hopper(q, scopes, settings.v_head_dim)
+        caches = [given.kv_cache, *([] if sparse is None else [sparse.extra.kv_cache])]
+        hopper = is_hopper(given.q, caches, settings.v_head_dim)
         config = choose(hopper, rows, 64 if torch.version.hip else 32)
     kernel: Any = triton_kernels.decode_kernel
     if config.hopper:
         from mla_fusion.attention import hopper_kernel
 
         kernel = hopper_kernel.decode_kernel
-    args, options = decode_arguments(
-        config, q, scope, plan, softmax_scale, q_scale, kv_scale, out, lse, sparse
-    )
+    args, options = decode_arguments(config, given, sparse)
     kernel[(plan.rules.workers, -(-rows // config.rows))](*args, **options)
     assert plan.step is not None, "the caller has refreshed the plan"
     tiles = plan.step.batch * plan.fold
-    args, options = reduce_arguments(plan, tiles, out, lse, sparse)
+    args, options = reduce_arguments(plan, tiles, given.out, given.lse, sparse)
     grid = (tiles, -(-rows // options["ROWS"]), settings.v_head_dim // options["COLUMNS"])
     triton_kernels.reduce_kernel[grid](*args, **options)
     plan.fresh = False
 
 
 def decode_arguments(
-    config: Config,
-    q: torch.Tensor,
-    scope: Scope,
-    plan: PlanBuffers,
-    softmax_scale: float,
-    q_scale: torch.Tensor | None,
-    kv_scale: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    sparse: Sparse | None = None,
+    config: Config, given: Inputs, sparse: Sparse | None = None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional arguments and keywords of a decode kernel (also for compiling without a GPU)."""
-    latent, unused = plan.settings.v_head_dim, plan.partial_lse
-    kv_cache, table = scope.kv_cache, scope.table
-    extra = scope if sparse is None else sparse.extra
-    sink = None if sparse is None else sparse.sink
+    q, kv_cache, table = given.q, given.kv_cache, given.block_table
+    plan, out, unused = given.plan, given.out, given.plan.partial_lse
+    extra = Scope(kv_cache, table) if sparse is None else sparse.extra
+
+    def or_unused(tensor: torch.Tensor | None) -> torch.Tensor:
+        return unused if tensor is None else tensor
+
     args: tuple[Any, ...] = (
         q,
         kv_cache,
@@ -211,49 +182,32 @@ def decode_arguments(
         extra.kv_cache,
         extra.table,
         plan.kv_indptr if sparse is None else sparse.lens,
-        unused if sink is None else sink,
+        or_unused(sparse.sink if sparse else None),
         out,
-        unused if lse is None else lse,
+        or_unused(given.lse),
         plan.partial_output,
         plan.partial_lse,
         plan.work_indptr,
         plan.work_info_set,
         plan.qo_indptr,
         plan.kv_indptr,
-        unused if q_scale is None else q_scale,
-        unused if kv_scale is None else kv_scale,
-        float(softmax_scale),
+        or_unused(given.q_scale),
+        or_unused(given.kv_scale),
+        float(given.softmax_scale),
         q.shape[1],
-        q.stride(0),
-        q.stride(1),
-        out.stride(0),
-        out.stride(1),
+        *q.stride()[:2],
+        *out.stride()[:2],
         table.stride(0),
         kv_cache.stride(0),
         extra.table.stride(0),
         extra.kv_cache.stride(0),
     )
-    options: dict[str, Any] = {
-        "ENTRY": kv_cache.stride(1),
-        "PAGE": kv_cache.shape[1],
-        "EXTRA_ENTRY": extra.kv_cache.stride(1),
-        "EXTRA_PAGE": extra.kv_cache.shape[1],
-        "FIRST": 0 if sparse is None else sparse.first,
-        "SPARSE": sparse is not None,
-        "SINK": sink is not None,
-        "L": latent,
-        "R": kv_cache.shape[2] - latent,
-        "HEADS": plan.heads_per_work,
-        "FOLD": plan.fold,
-        "ROWS": config.rows,
-        "BLOCK_N": config.block_n,
-        "LSE": lse is not None,
-        "num_warps": config.warps,
-    }
+    options = decode_options(config, given, extra, sparse)
     if config.hopper:
         from mla_fusion.attention.hopper_copy import bulk_copy
 
-        # Slots of a sparse sequence are rows here and there.
+        # The slots of a sparse sequence are scattered rows.
+        latent = plan.settings.v_head_dim
         bulk = (kv_cache, kv_cache, 0) if sparse else bulk_copy(kv_cache, latent, config.block_n)
         args += (*bulk, int(plan.fresh))
         options |= {"BULK": bulk[2] > 0, "WARPS": config.warps, "PDL": True, "launch_pdl": True}
@@ -263,6 +217,30 @@ def decode_arguments(
         half = torch.float16 in (q.dtype, kv_cache.dtype)
         options |= {"DOT": tl.float16 if half else tl.bfloat16, "num_stages": 1}
     return args, options
+
+
+def decode_options(
+    config: Config, given: Inputs, extra: Scope, sparse: Sparse | None
+) -> dict[str, Any]:
+    """The keywords of both decode kernels: how they are compiled."""
+    kv_cache, plan = given.kv_cache, given.plan
+    return {
+        "ENTRY": kv_cache.stride(1),
+        "PAGE": kv_cache.shape[1],
+        "EXTRA_ENTRY": extra.kv_cache.stride(1),
+        "EXTRA_PAGE": extra.kv_cache.shape[1],
+        "FIRST": 0 if sparse is None else sparse.first,
+        "SPARSE": sparse is not None,
+        "SINK": sparse is not None and sparse.sink is not None,
+        "L": plan.settings.v_head_dim,
+        "R": kv_cache.shape[2] - plan.settings.v_head_dim,
+        "HEADS": plan.heads_per_work,
+        "FOLD": plan.fold,
+        "ROWS": config.rows,
+        "BLOCK_N": config.block_n,
+        "LSE": given.lse is not None,
+        "num_warps": config.warps,
+    }
 
 
 def reduction(tiles: int, rows: int) -> tuple[int, int, int]:

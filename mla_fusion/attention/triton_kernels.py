@@ -9,6 +9,8 @@ Scores and output are transposed, tokens by rows and latents by rows, as `hopper
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -16,70 +18,145 @@ LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
+class Item(NamedTuple):
+    """A work item: KV tokens `begin` to `end` of a sequence, `after` more follow; `partial` row.
+
+    Of each query row of the program: head, token, and whether it is real, none of padding.
+    """
+
+    sequence: Any
+    partial: Any
+    count: Any
+    head: Any
+    real: Any
+    token: Any
+    begin: Any
+    end: Any
+    after: Any
+
+
+class Source(NamedTuple):
+    """A cache and the row of its table for one sequence: blocks, or slots; strides in elements."""
+
+    pointer: Any
+    table: Any
+    block_stride: Any
+
+
 @triton.jit
-def entries_of(at, wanted, kv_ptr, table, block_stride, ENTRY: tl.constexpr, PAGE: tl.constexpr):
-    """Addresses of the slots that `table` lists for tokens `at`, and which of them are some."""
-    slot = tl.load(table + at, mask=wanted, other=-1)
+def read_item(
+    info, qo_indptr_ptr, kv_indptr_ptr, row, heads, HEADS: tl.constexpr, FOLD: tl.constexpr
+):  # fmt: skip
+    """The work item in row `info` of work_info_set, for query rows `row`."""
+    tile_index = tl.load(info)
+    partial = tl.load(info + 1)
+    count = tl.load(info + 3) - tl.load(info + 2)
+    kv_start = tl.load(info + 4)
+    kv_end = tl.load(info + 5)
+    after = tl.load(info + 6)
+    sequence = tile_index // FOLD
+    head = tile_index % FOLD * HEADS + row % HEADS
+    real = (row // HEADS < count) & (head < heads)
+    token = tl.load(qo_indptr_ptr + sequence).to(tl.int64) + row // HEADS
+    kv_base = tl.load(kv_indptr_ptr + sequence)
+    begin, end = kv_start - kv_base, kv_end - kv_base
+    return Item(sequence, partial, count, head, real, token, begin, end, after)
+
+
+@triton.jit
+def listed_entries(at, wanted, source, ENTRY: tl.constexpr, PAGE: tl.constexpr):
+    """Addresses of the slots that the table lists for tokens `at`, and a mask of the valid ones."""
+    slot = tl.load(source.table + at, mask=wanted, other=-1)
     wanted &= slot >= 0
     slot = tl.where(wanted, slot, 0)
-    return kv_ptr + (slot // PAGE).to(tl.int64) * block_stride + slot % PAGE * ENTRY, wanted
+    page = (slot // PAGE).to(tl.int64)
+    return source.pointer + page * source.block_stride + slot % PAGE * ENTRY, wanted
 
 
-# A table of one column, in the warm-up, must not compile another variant than the requests'.
+@triton.jit
+def tile_entries(
+    tile, at, item, source, extra, first_lens_ptr, ENTRY: tl.constexpr, PAGE: tl.constexpr,
+    EXTRA_ENTRY: tl.constexpr, EXTRA_PAGE: tl.constexpr, FIRST: tl.constexpr,
+    SPARSE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Addresses of tokens `at` of a tile in the cache, and a mask of those there are."""
+    wanted = (at >= item.begin) & (at < item.end)
+    if SPARSE:
+        if tile * BLOCK_N < FIRST:
+            wanted &= at < tl.load(first_lens_ptr + item.sequence)
+            entry, wanted = listed_entries(at, wanted, source, ENTRY, PAGE)
+        else:
+            entry, wanted = listed_entries(at - FIRST, wanted, extra, EXTRA_ENTRY, EXTRA_PAGE)
+    else:
+        if PAGE % BLOCK_N == 0:
+            page = tl.load(source.table + tile * BLOCK_N // PAGE)
+        else:
+            page = tl.load(source.table + at // PAGE, mask=wanted, other=0)
+        entry = source.pointer + page.to(tl.int64) * source.block_stride + at % PAGE * ENTRY
+    return entry, wanted
+
+
+@triton.jit
+def softmax_step(s, seen, scale, peak, total):
+    """One step of the online softmax: weights [tokens, rows], decay of earlier sums, new state."""
+    s = tl.where(seen, s * scale, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(s, 0))
+    # A row that has seen nothing keeps weights of zero, not NaN.
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    p = tl.exp2(s - base[None, :])
+    decay = tl.exp2(peak - base)
+    return p, decay, new_peak, total * decay[None, :] + p
+
+
+@triton.jit
+def store_item(
+    acc, peak, total, value_scale, item, row, heads, sink_ptr, out_ptr, lse_ptr, partial_ptr,
+    partial_lse_ptr, out_stride_t, out_stride_h, L: tl.constexpr, HEADS: tl.constexpr,
+    SINK: tl.constexpr, LSE: tl.constexpr,
+):  # fmt: skip
+    """Normalize the sums and write them: to the output, or to partial rows for a piece."""
+    latent = tl.arange(0, L)
+    head, real, partial = item.head, item.real, item.partial
+    divisor = tl.sum(total, 0)
+    lse = tl.where(divisor > 0.0, (peak + tl.log2(divisor)) * LN2, float("-inf"))
+    if SINK:  # noqa: SIM102 (known when compiled; the other one is not)
+        if partial < 0:
+            divisor += tl.exp2(tl.load(sink_ptr + head, mask=real, other=0.0) * LOG2E - peak)
+    output = acc * tl.where(lse > float("-inf"), value_scale / divisor, 0.0)[None, :]
+    if partial < 0:
+        final = out_ptr + item.token * out_stride_t + head * out_stride_h
+        final = final[None, :] + latent[:, None]
+        tl.store(final, output.to(out_ptr.dtype.element_ty), mask=real[None, :])
+        if LSE:
+            tl.store(lse_ptr + item.token * heads + head, lse, mask=real)
+    else:
+        at_partial = partial.to(tl.int64) * HEADS + row
+        piece = partial_ptr + at_partial * L
+        tl.store(piece[None, :] + latent[:, None], output, mask=real[None, :])
+        tl.store(partial_lse_ptr + at_partial, lse, mask=real)
+
+
+# Do not specialize on stride 1: the warm-up's one-column table would compile another variant.
 @triton.jit(do_not_specialize=["table_stride", "extra_table_stride"])
 def decode_kernel(
-    q_ptr,
-    kv_ptr,
-    table_ptr,
-    extra_ptr,
-    extra_table_ptr,
-    first_lens_ptr,
-    sink_ptr,
-    out_ptr,
-    lse_ptr,
-    partial_ptr,
-    partial_lse_ptr,
-    work_indptr_ptr,
-    work_info_ptr,
-    qo_indptr_ptr,
-    kv_indptr_ptr,
-    q_scale_ptr,
-    kv_scale_ptr,
-    scale,
-    heads,
-    q_stride_t,
-    q_stride_h,
-    out_stride_t,
-    out_stride_h,
-    table_stride,
-    block_stride,
-    extra_table_stride,
-    extra_block_stride,
-    ENTRY: tl.constexpr,
-    PAGE: tl.constexpr,
-    EXTRA_ENTRY: tl.constexpr,
-    EXTRA_PAGE: tl.constexpr,
-    FIRST: tl.constexpr,
-    SPARSE: tl.constexpr,
-    SINK: tl.constexpr,
-    L: tl.constexpr,
-    R: tl.constexpr,
-    HEADS: tl.constexpr,
-    FOLD: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    LSE: tl.constexpr,
-    DOT: tl.constexpr,
-):
+    q_ptr, kv_ptr, table_ptr, extra_ptr, extra_table_ptr, first_lens_ptr, sink_ptr, out_ptr,
+    lse_ptr, partial_ptr, partial_lse_ptr, work_indptr_ptr, work_info_ptr, qo_indptr_ptr,
+    kv_indptr_ptr, q_scale_ptr, kv_scale_ptr, scale, heads, q_stride_t, q_stride_h, out_stride_t,
+    out_stride_h, table_stride, block_stride, extra_table_stride, extra_block_stride,
+    ENTRY: tl.constexpr, PAGE: tl.constexpr, EXTRA_ENTRY: tl.constexpr, EXTRA_PAGE: tl.constexpr,
+    FIRST: tl.constexpr, SPARSE: tl.constexpr, SINK: tl.constexpr, L: tl.constexpr,
+    R: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr, LSE: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
     """One worker (program 0) and one block of ROWS query rows (program 1).
 
     Tensors are those of `mla_fusion.attention.persistent_mla_decode` and of its plan. scale: of the
     scores, before the scales of q and the cache. ENTRY: stride of tokens in a page. HEADS, FOLD:
     `heads_per_work` and `fold` of the plan. A query row is position * HEADS + head. LSE: `lse_ptr`
-    is written. DOT: the type both products are computed in.
+    is written. DOT: the type of both products.
 
-    SPARSE: `table_ptr` lists slots, not blocks, with -1 for none, and a sequence is FIRST tokens
-    of one scope, of which `first_lens_ptr` says how many count, and then those of the `extra_` one.
+    SPARSE: `table_ptr` lists slots instead of blocks, -1 for none. A sequence is FIRST tokens of
+    the first scope, of which the first `first_lens_ptr` count, then those of the `extra_` scope.
     SINK: `sink_ptr` [heads] holds one more score for each head, of a key whose value is zero.
     """
     scale *= LOG2E
@@ -97,120 +174,72 @@ def decode_kernel(
         tl.load(work_indptr_ptr + tl.program_id(0)), tl.load(work_indptr_ptr + tl.program_id(0) + 1)
     ):
         info = work_info_ptr + 8 * work
-        tile_index = tl.load(info)
-        partial = tl.load(info + 1)
-        count = tl.load(info + 3) - tl.load(info + 2)
-        kv_start = tl.load(info + 4)
-        kv_end = tl.load(info + 5)
-        kv_offset = tl.load(info + 6)
-        sequence = tile_index // FOLD
-        head = tile_index % FOLD * HEADS + row % HEADS
-        real = (row // HEADS < count) & (head < heads)
-        token = tl.load(qo_indptr_ptr + sequence).to(tl.int64) + row // HEADS
-        kv_base = tl.load(kv_indptr_ptr + sequence)
-        table = table_ptr + sequence.to(tl.int64) * table_stride
-        extra_table = extra_table_ptr + sequence.to(tl.int64) * extra_table_stride
-        begin = kv_start - kv_base
-        end = kv_end - kv_base
-        # Row blocks behind the query rows of this sequence have nothing to do.
-        stop = tl.where(first_row < HEADS * count, tl.cdiv(end, BLOCK_N), begin // BLOCK_N)
+        item = read_item(info, qo_indptr_ptr, kv_indptr_ptr, row, heads, HEADS, FOLD)
+        sequence = item.sequence.to(tl.int64)
+        source = Source(kv_ptr, table_ptr + sequence * table_stride, block_stride)
+        extra_table = extra_table_ptr + sequence * extra_table_stride
+        extra = Source(extra_ptr, extra_table, extra_block_stride)
+        # Row blocks after the query rows of this sequence have nothing to do.
+        has_rows = first_row < HEADS * item.count
+        stop = tl.where(has_rows, tl.cdiv(item.end, BLOCK_N), item.begin // BLOCK_N)
 
-        query = q_ptr + token * q_stride_t + head * q_stride_h
-        q_latent = tl.load(query[None, :] + latent[:, None], mask=real[None, :], other=0.0)
-        q_rope = tl.load(query[None, :] + rope[:, None], mask=real[None, :], other=0.0)
+        query = q_ptr + item.token * q_stride_t + item.head * q_stride_h
+        real = item.real[None, :]
+        q_latent = tl.load(query[None, :] + latent[:, None], mask=real, other=0.0)
+        q_rope = tl.load(query[None, :] + rope[:, None], mask=real, other=0.0)
         q_latent = q_latent.to(DOT)
         q_rope = q_rope.to(DOT)
         # Row i of n sees tokens up to n - 1 - i before the end of the sequence.
-        limit = tl.minimum(end, end + kv_offset - (count - 1 - row // HEADS))
+        limit = tl.minimum(item.end, item.end + item.after - (item.count - 1 - row // HEADS))
         peak = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_N, ROWS], tl.float32)
         acc = tl.zeros([L, ROWS], tl.float32)
-        for tile in tl.range(begin // BLOCK_N, stop):
+        for tile in tl.range(item.begin // BLOCK_N, stop):
             at = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-            wanted = (at >= begin) & (at < end)
-            if SPARSE:
-                if tile * BLOCK_N < FIRST:
-                    wanted &= at < tl.load(first_lens_ptr + sequence)
-                    entry, wanted = entries_of(at, wanted, kv_ptr, table, block_stride, ENTRY, PAGE)
-                else:
-                    entry, wanted = entries_of(
-                        at - FIRST, wanted, extra_ptr, extra_table, extra_block_stride,
-                        EXTRA_ENTRY, EXTRA_PAGE,
-                    )  # fmt: skip
-            else:
-                if PAGE % BLOCK_N == 0:
-                    page = tl.load(table + tile * BLOCK_N // PAGE)
-                else:
-                    page = tl.load(table + at // PAGE, mask=wanted, other=0)
-                entry = kv_ptr + page.to(tl.int64) * block_stride + at % PAGE * ENTRY
+            entry, wanted = tile_entries(
+                tile, at, item, source, extra, first_lens_ptr, ENTRY, PAGE, EXTRA_ENTRY,
+                EXTRA_PAGE, FIRST, SPARSE, BLOCK_N,
+            )  # fmt: skip
             key = tl.load(entry[:, None] + latent[None, :], mask=wanted[:, None], other=0.0)
             key_rope = tl.load(entry[:, None] + rope[None, :], mask=wanted[:, None], other=0.0)
             key = key.to(DOT)
             s = tl.dot(key, q_latent)
             s = tl.dot(key_rope.to(DOT), q_rope, s)
             seen = wanted[:, None] & (at[:, None] < limit[None, :])
-            s = tl.where(seen, s * scale, float("-inf"))
-            new_peak = tl.maximum(peak, tl.max(s, 0))
-            # A row that has seen nothing keeps weights of zero, not NaN.
-            base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-            p = tl.exp2(s - base[None, :])
-            decay = tl.exp2(peak - base)
-            total = total * decay[None, :] + p
-            peak = new_peak
+            p, decay, peak, total = softmax_step(s, seen, scale, peak, total)
             acc = tl.dot(tl.trans(key), p.to(DOT), acc * decay[None, :])
+        store_item(
+            acc, peak, total, value_scale, item, row, heads, sink_ptr, out_ptr, lse_ptr,
+            partial_ptr, partial_lse_ptr, out_stride_t, out_stride_h, L, HEADS, SINK, LSE,
+        )  # fmt: skip
 
-        divisor = tl.sum(total, 0)
-        lse = tl.where(divisor > 0.0, (peak + tl.log2(divisor)) * LN2, float("-inf"))
-        if SINK:  # noqa: SIM102 (known when compiled; the other one is not)
-            if partial < 0:
-                divisor += tl.exp2(tl.load(sink_ptr + head, mask=real, other=0.0) * LOG2E - peak)
-        output = acc * tl.where(lse > float("-inf"), value_scale / divisor, 0.0)[None, :]
-        if partial < 0:
-            final = out_ptr + token * out_stride_t + head * out_stride_h
-            tl.store(
-                final[None, :] + latent[:, None],
-                output.to(out_ptr.dtype.element_ty),
-                mask=real[None, :],
-            )
-            if LSE:
-                tl.store(lse_ptr + token * heads + head, lse, mask=real)
-        else:
-            at_partial = partial.to(tl.int64) * HEADS + row
-            piece = partial_ptr + at_partial * L
-            tl.store(piece[None, :] + latent[:, None], output, mask=real[None, :])
-            tl.store(partial_lse_ptr + at_partial, lse, mask=real)
+
+@triton.jit
+def merge_step(lse, part, peak, total, acc):
+    """Merge PIECES more pieces: their LSE [pieces, rows] in base 2, outputs [..., columns]."""
+    new_peak = tl.maximum(peak, tl.max(lse, 0))
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    p = tl.exp2(lse - base[None, :])
+    decay = tl.exp2(peak - base)
+    total = total * decay + tl.sum(p, 0)
+    acc = acc * decay[:, None] + tl.sum(part * p[:, :, None], 0)
+    return new_peak, total, acc
 
 
 @triton.jit
 def reduce_kernel(
-    partial_ptr,
-    partial_lse_ptr,
-    reduce_indptr_ptr,
-    reduce_final_map_ptr,
-    reduce_partial_map_ptr,
-    qo_indptr_ptr,
-    sink_ptr,
-    out_ptr,
-    lse_ptr,
-    heads,
-    out_stride_t,
-    out_stride_h,
-    SINK: tl.constexpr,
-    L: tl.constexpr,
-    HEADS: tl.constexpr,
-    FOLD: tl.constexpr,
-    ROWS: tl.constexpr,
-    PIECES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    LSE: tl.constexpr,
+    partial_ptr, partial_lse_ptr, reduce_indptr_ptr, reduce_final_map_ptr, reduce_partial_map_ptr,
+    qo_indptr_ptr, sink_ptr, out_ptr, lse_ptr, heads, out_stride_t, out_stride_h,
+    SINK: tl.constexpr, L: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr,
+    ROWS: tl.constexpr, PIECES: tl.constexpr, COLUMNS: tl.constexpr, LSE: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Merge the pieces of tile `program 0`: ROWS query rows from ROWS * `program 1` on.
 
     out = sum_i exp(lse_i - lse) out_i with lse = log sum_i exp(lse_i), over PIECES pieces at once
-    and for COLUMNS latents (program 2). Tiles that were not split are written by the decode
-    kernel, and left alone here. PDL: launched before the decode kernel has ended, and waits for it
-    before it reads anything but the plan, which the decode kernel has waited for.
+    and for COLUMNS latents (program 2). The decode kernel writes tiles that were not split. PDL:
+    the launch precedes the end of the decode kernel, which has waited for the plan; this kernel
+    waits for the decode before it reads anything else.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -238,18 +267,9 @@ def reduce_kernel(
             tl.extra.cuda.gdc_wait()
         wanted = (piece < last)[:, None] & real[None, :]
         lse = tl.load(partial_lse_ptr + at, mask=wanted, other=float("-inf")) * LOG2E
-        part = tl.load(
-            partial_ptr + at[:, :, None] * L + column[None, None, :],
-            mask=wanted[:, :, None],
-            other=0.0,
-        )
-        new_peak = tl.maximum(peak, tl.max(lse, 0))
-        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        p = tl.exp2(lse - base[None, :])
-        decay = tl.exp2(peak - base)
-        total = total * decay + tl.sum(p, 0)
-        acc = acc * decay[:, None] + tl.sum(part * p[:, :, None], 0)
-        peak = new_peak
+        values = partial_ptr + at[:, :, None] * L + column[None, None, :]
+        part = tl.load(values, mask=wanted[:, :, None], other=0.0)
+        peak, total, acc = merge_step(lse, part, peak, total, acc)
     lse = tl.where(total > 0.0, (peak + tl.log2(total)) * LN2, float("-inf"))
     if SINK:
         total += tl.exp2(tl.load(sink_ptr + head, mask=real, other=0.0) * LOG2E - peak)

@@ -1,7 +1,8 @@
-"""What a persistent decode is called with, checked before anything is launched."""
+"""The arguments of a persistent decode, checked before anything is launched."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import TYPE_CHECKING
 
@@ -15,21 +16,28 @@ if TYPE_CHECKING:
 OUTPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def validate(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    plan: PlanBuffers,
-    block_table: torch.Tensor,
-    softmax_scale: float,
-    q_scale: torch.Tensor | None,
-    kv_scale: torch.Tensor | None,
-    out: torch.Tensor,
-) -> None:
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """The arguments of `persistent_mla_decode`, with `out` and, if wanted, `lse` allocated."""
+
+    q: torch.Tensor
+    kv_cache: torch.Tensor
+    plan: PlanBuffers
+    block_table: torch.Tensor
+    softmax_scale: float
+    q_scale: torch.Tensor | None
+    kv_scale: torch.Tensor | None
+    out: torch.Tensor
+    lse: torch.Tensor | None
+
+
+def validate(given: Inputs) -> None:
     """Raise ValueError unless the arguments of `persistent_mla_decode` fit each other.
 
-    Nothing here reads a value from the device: block numbers and lengths are the caller's word.
+    Nothing here reads a value from the device: block numbers and lengths are trusted.
     """
-    settings, step = plan.settings, plan.step
+    q, kv_cache, block_table, out = given.q, given.kv_cache, given.block_table, given.out
+    plan, settings, step = given.plan, given.plan.settings, given.plan.step
     if step is None:
         raise ValueError("the plan was never refreshed: call plan.refresh(...) once a step")
 
@@ -69,16 +77,16 @@ def validate(
     check("out", out.shape == (tokens, heads, latent), f"{(tokens, heads, latent)}", out.shape)
     check("out", out.dtype in OUTPUT_DTYPES, "bf16, fp16 or fp32", out.dtype)
     check("out", out.stride(2) == 1, "dense in its last dimension", out.stride())
-    check("softmax_scale", math.isfinite(softmax_scale), "finite", softmax_scale)
-    for name, scale, scaled in (("q_scale", q_scale, q), ("kv_scale", kv_scale, kv_cache)):
+    check("softmax_scale", math.isfinite(given.softmax_scale), "finite", given.softmax_scale)
+    tensors = {"q": q, "kv_cache": kv_cache, "block_table": block_table, "out": out}
+    scales = (("q_scale", given.q_scale, q), ("kv_scale", given.kv_scale, kv_cache))
+    for name, scale, scaled in scales:
         if scaled.dtype in FP8_DTYPES:
             want = f"one fp32 element: {scaled.dtype} values have a scale"
             if not isinstance(scale, torch.Tensor):
                 raise ValueError(f"{name} must be {want}, got {scale}")
             ok = scale.dtype == torch.float32 and scale.numel() == 1
             check(name, ok, want, f"{scale.dtype} {tuple(scale.shape)}")
-    tensors = {"q": q, "kv_cache": kv_cache, "block_table": block_table, "out": out}
-    for name, scale in (("q_scale", q_scale), ("kv_scale", kv_scale)):
         if isinstance(scale, torch.Tensor):
             tensors[name] = scale
     for name, tensor in tensors.items():

@@ -23,6 +23,7 @@ from mla_fusion.attention import (
     selection,
 )  # fmt: skip
 from mla_fusion.attention.buffers import AITER_BUFFERS, Rules
+from mla_fusion.attention.validate import Inputs
 from mla_fusion.kernels import ProviderUnavailable
 from tests.attention.captured import Graph, call
 
@@ -204,7 +205,7 @@ def test_equal_to_the_reference(use: Any, arch: str, changes: dict[str, Any]) ->
     given = step(plan)
     out, lse = attention.persistent_mla_decode(**given, return_lse=lse_too)
     expected, expected_lse = torch.empty_like(out), torch.empty(out.shape[:2])
-    reference.persistent_mla_decode(**given, out=expected, lse=expected_lse)
+    reference.persistent_mla_decode(Inputs(**given, out=expected, lse=expected_lse))
     error = (out.double() - expected.double()).norm() / expected.double().norm()
     assert error < 4e-3
     if lse_too:
@@ -268,7 +269,7 @@ def refresh(plan: PersistentDecodePlan, seq_lens: torch.Tensor, query_lens: list
 def assert_decoded(given: dict[str, Any], out: torch.Tensor) -> None:
     """`out` is what the reference makes of the plan and the tables as they are now."""
     expected = torch.empty_like(out)
-    reference.persistent_mla_decode(**given, out=expected, lse=None)
+    reference.persistent_mla_decode(Inputs(**given, out=expected, lse=None))
     torch.testing.assert_close(out, expected, rtol=1e-2, atol=1e-2)
 
 

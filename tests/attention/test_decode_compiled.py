@@ -17,6 +17,7 @@ from compiled import Report, compile_for, report, specialize
 from mla_fusion.attention import PersistentDecodePlan, hopper_kernel, triton_kernels
 from mla_fusion.attention import triton as provider
 from mla_fusion.attention.triton import Config, Scope, Sparse
+from mla_fusion.attention.validate import Inputs
 
 BF16, FN, FNUZ = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e4m3fnuz
 FP8 = {"gfx942": FNUZ, "gfx950": FN, "sm_90": FN}
@@ -53,18 +54,19 @@ def decode_arguments(
     """Launch arguments for DeepSeek's widths and a block table of `columns` columns."""
     i32, f32 = torch.int32, torch.float32
     scope = Scope(meta(99, page, 576, dtype=dtype), meta(8, columns, dtype=i32))
-    return provider.decode_arguments(
-        config,
+    given = Inputs(
         meta(8, heads, 576, dtype=dtype),
-        scope,
+        scope.kv_cache,
         plan_of(heads, dtype),
+        scope.table,
         0.1,
         meta(1, dtype=f32),
         meta(1, dtype=f32),
         meta(8, heads, 512, dtype=BF16),
         meta(8, heads, dtype=f32),
-        Sparse(scope, 128, meta(8, dtype=i32), meta(heads, dtype=f32)) if sparse else None,
     )
+    scopes = Sparse(scope, 128, meta(8, dtype=i32), meta(heads, dtype=f32)) if sparse else None
+    return provider.decode_arguments(config, given, scopes)
 
 
 def decode_kernel(config: Config) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mla_fusion.attention import PersistentDecodePlan, persistent_mla_decode
-from mla_fusion.attention.validate import validate
+from mla_fusion.attention.validate import Inputs, validate
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 FN, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
@@ -197,7 +197,7 @@ def test_validation_reads_nothing_from_the_device(
     # Printing reads values past the mode above.
     monkeypatch.setattr(torch._tensor_str, "_str", printed)
     with NoOperation():
-        validate(**given)
+        validate(Inputs(**given, lse=None))
 
 
 def test_refused_without_a_refresh() -> None:

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from mla_fusion.attention import PersistentDecodePlan, hopper_kernel, triton_kernels
 from mla_fusion.attention import triton as provider
 from mla_fusion.attention.hopper_copy import bulk_copy
+from mla_fusion.attention.validate import Inputs
 
 BF16, FN = torch.bfloat16, torch.float8_e4m3fn
 
@@ -99,9 +100,10 @@ def refresh(plan: PersistentDecodePlan, batch: int) -> None:
 
 def launch(plan: PersistentDecodePlan, batch: int, config: provider.Config | None = None) -> None:
     """One decode of `batch` sequences."""
-    scope = provider.Scope(cache(9, 64), torch.empty(batch, 9, dtype=torch.int32))
+    table = torch.empty(batch, 9, dtype=torch.int32)
     q = torch.empty(batch, plan.settings.num_heads, 576, dtype=BF16)
-    provider.launch(q, scope, plan, 0.1, None, None, q[..., :512], None, config=config)
+    given = Inputs(q, cache(9, 64), plan, table, 0.1, None, None, q[..., :512], None)
+    provider.launch(given, config=config)
 
 
 def test_the_grid_of_the_reduction_is_that_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
