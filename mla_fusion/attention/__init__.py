@@ -1,6 +1,6 @@
 """Persistent MLA decode: a plan for each step, and who executes it.
 
-This package knows torch and Triton, not vLLM: a kernel engineer can use it alone.
+This package imports torch and Triton, not vLLM: a kernel engineer can use it without vLLM.
 """
 
 from __future__ import annotations
@@ -76,16 +76,16 @@ def persistent_mla_decode(
         out = softmax(softmax_scale * q . k[:s - (n - 1 - i)]) @ k[:s - (n - 1 - i), :L]
 
     where k is the sequence's cached [latent | rope] rows. A row that sees no key is zero, with an
-    LSE of -inf. Rows of `out` behind the last sequence of the plan are not written.
+    LSE of -inf. Rows of `out` after the last sequence of the plan are not written.
 
     Args:
         q: [T, H, L + R], bf16, fp16 or fp8, dense in the last dimension; the rows of sequence b
             are qo_indptr[b] ... qo_indptr[b + 1] - 1 of the step the plan was refreshed for.
         kv_cache: [blocks, page_size, L + R], the type the plan was allocated for; dense in the last
             dimension. Blocks and entries may be strided.
-        plan: refreshed for this step. Sequence lengths are read from it alone.
+        plan: refreshed for this step. Sequence lengths are read only from it.
         block_table: [batch, max_blocks] int32, the blocks of each sequence in order; entries
-            behind a sequence's end are not read.
+            after a sequence's end are not read.
         softmax_scale: of the scores; the scales below come on top.
         q_scale, kv_scale: one fp32 element each, on the device: dequantization scales,
             value = stored * scale. Needed, and read, where q or the cache is fp8.

@@ -1,4 +1,4 @@
-"""How many heads a work item of a plan holds: the one place that pads and folds heads.
+"""The heads of a work item: the one place that pads and folds heads.
 
 The size of a plan, the padding of a query and the launch of a kernel all ask here, so that they
 cannot disagree. Heads that one work item cannot hold are folded into the batch, as AITER does: a

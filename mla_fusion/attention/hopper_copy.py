@@ -1,8 +1,7 @@
 """How the decode kernel for Hopper gets tiles of keys into shared memory, in Gluon.
 
-A whole tile goes by the tensor copy engine (TMA), for which one thread computes an address. Where
-that cannot be, all threads copy, 16 bytes at a time each: tiles over several pages, the last of a
-sequence, lists of slots.
+The tensor copy engine (TMA) copies whole tiles; one thread computes the address. All threads copy
+the others, 16 bytes each at a time: over several pages, the last of a sequence, lists of slots.
 """
 
 from __future__ import annotations
@@ -57,13 +56,13 @@ class Buffers(NamedTuple):
 
 
 def bulk_copy(kv_cache: torch.Tensor, latent: int, block_n: int) -> tuple[object, object, int]:
-    """How the tensor copy engine sees `kv_cache` [blocks, page_size, L + R]: one list of rows.
+    """`kv_cache` [blocks, page_size, L + R] as the tensor copy engine sees it: one list of rows.
 
     Returns:
         Descriptors of tiles of `block_n` tokens, of their latent and of their rotated part, and
-        the rows from one block to the next. That is 0 where the engine cannot copy such tiles,
-        which span pages, or blocks that are not a whole number of rows apart; the
-        descriptors are then the cache, and not used.
+        the rows from one block to the next. 0 if the engine cannot copy such tiles: they span
+        pages, or blocks are not a whole number of rows apart. The descriptors are then the cache,
+        and unused.
     """
     blocks, page_size, width = kv_cache.shape
     step, entry, _ = kv_cache.stride()
@@ -80,7 +79,7 @@ def bulk_copy(kv_cache: torch.Tensor, latent: int, block_n: int) -> tuple[object
 
 @functools.cache
 def tile_layout(columns: int, size: int) -> gl.NVMMASharedLayout:
-    """That of `keys` or `ropes` in the kernel; to make one takes Triton several microseconds."""
+    """The layout of `keys` or `ropes` in the kernel; Triton takes microseconds to make it."""
     return gl.NVMMASharedLayout(min(128, columns * size), 8 * size, 2)
 
 

@@ -1,18 +1,17 @@
 """The decode kernel for Hopper (sm_90), in Gluon: the layouts and copies are spelled out.
 
-Why not the portable kernel alone: its pipeliner copies the next tile of keys only when the current
-one has been used, where two tiles in flight are all that shared memory holds, and it cannot
-read an fp8 tile as latent vectors across tokens without a trip through shared memory.
+Why not only the portable kernel: shared memory holds two tiles, and its pipeliner then copies the
+next one only when the current one has been used. Nor can it read an fp8 tile as latent vectors
+across tokens without a trip through shared memory.
 
 Scores are computed transposed, as keys [tokens, L] times queries [L, rows], and so is the output,
-as values [L, tokens] times weights [tokens, rows]. The 64 rows that a warpgroup product has at
-least are then tokens and latents, which there are enough of, and not the 16 heads of a rank.
-Keys and values are one tile in shared memory, read once for each product. While a tile is used
-`hopper_copy.py` copies the next one.
+as values [L, tokens] times weights [tokens, rows]. WGMMA needs M >= 64: transposed, M is tokens or
+latents (always enough) instead of a rank's 16 heads. Keys and values are one tile in shared
+memory, read once for each product, while `hopper_copy.py` copies the next tile.
 
-An fp8 tile is read a second time as pairs: the two bytes of a 16-bit element are two latents of one
-token. `low` and `high` make fp16 of either byte, exactly but for a factor of 2^-8, by moving the
-sign, and exponent and mantissa, to where fp16 has them.
+The second product reads an fp8 tile as pairs: the two bytes of a 16-bit element are two latents of
+one token. `widen` makes fp16 of either byte, exact except for a factor of 2^-8: it moves the sign,
+and exponent and mantissa, to where fp16 has them.
 """
 
 from __future__ import annotations
@@ -90,11 +89,11 @@ def load_query(
 
 @gluon.jit
 def store_output(pointers, acc, odd, wanted, PAIRS: gl.constexpr, layout: gl.constexpr):
-    """acc [width, rows] to the columns behind `pointers` [rows]; with PAIRS `odd` between them."""
+    """Store acc [width, rows] in columns from `pointers` [rows] on, `odd` between with PAIRS."""
     TYPE: gl.constexpr = pointers.dtype.element_ty
     col = gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout))
     if PAIRS:
-        # Two neighbours go out in one store: alone each would fill half of a memory sector.
+        # One store for two neighbours: one of them would fill only half of a memory sector.
         BITS: gl.constexpr = TYPE.primitive_bitwidth
         part: gl.constexpr = gl.int32 if BITS == 32 else gl.int16
         pair: gl.constexpr = gl.int64 if BITS == 32 else gl.int32
@@ -288,7 +287,7 @@ def store_item(
         gl.store(partial_lse_ptr + at_partial, lse, mask=real)
 
 
-# A table of one column, in the warm-up, must not compile another variant than the requests'.
+# Do not specialize on stride 1: the warm-up's one-column table would compile another variant.
 @gluon.jit(do_not_specialize=["table_stride", "extra_table_stride", "fresh"])
 def decode_kernel(
     q_ptr, kv_ptr, table_ptr, extra_ptr, extra_table_ptr, first_lens_ptr, sink_ptr, out_ptr,

@@ -10,8 +10,8 @@ The KV of a sequence is counted in blocks of `granularity` tokens; a work item c
 
 1. what is left of the sequence fits into the worker's budget: the worker takes it all;
 2. else, if more than `overhead` of the budget is left: the worker takes that many blocks, less
-   the overhead, and is full. If fewer tokens than a query has rows would be left then, it takes
-   them too: no later piece lies within the causal edge alone;
+   the overhead, and is full. If this leaves fewer tokens than a query has rows, it takes them
+   too: every later piece has a key that the first row sees;
 3. else the worker is full.
 
 A sequence that one worker took whole is written by it; pieces of others go to partial rows,

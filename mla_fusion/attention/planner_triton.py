@@ -1,14 +1,14 @@
 """The planner of `planner.py` on the device: one Triton program, no host sync, the same plan.
 
-Cost: two integers read for each sequence, 32 bytes written for each work item, and a serial loop:
-a step for each worker and one for each sequence, once a model step and not once a layer. That is 23
-instructions for a worker, and 12 with a read from the nearest cache for a sequence, more with head
-blocks. On an H200 1 to 256 sequences take 4 us to 19 us for 132 workers and 4 us to 25 us for 264.
+Cost, once a model step: two integers read for each sequence, 32 bytes written for each work item,
+and a serial loop. The loop takes about 23 instructions per worker, and 12 plus one L1 load per
+sequence; more when heads are folded. On an H200 1 to 256 sequences take 4 us to 19 us for 132
+workers and 4 us to 25 us for 264.
 
-How the serial part is that small: lay the costs of all tiles end to end. A worker that starts at
+Why the serial part is small: lay the costs of all tiles end to end. A worker that starts at
 position p ends at p + share, cutting a tile, unless a tile ends between there and
-p + share + overhead: then it ends with the last such tile. So the loop finds ends alone, walking
-forward over the sequences; the rest is done afterwards, a lane for each worker.
+p + share + overhead: then it ends with the last such tile. So the loop only finds ends, walking
+forward over the sequences; the rest follows in parallel, a lane for each worker.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def plan_kernel(
         MAX_BATCH, FOLD, GRANULARITY, OVERHEAD,
     )  # fmt: skip
     tl.debug_barrier()
-    # Read back, though it is known: so the loop finds the pairs in the nearest cache.
+    # Read back although known, so that the loop finds the pairs in L1.
     end, _ = unpack(tl.load(sequences + b, mask=b < MAX_BATCH, other=0))
     total = tl.max(end)
     share = (total + busy - 1) // busy
@@ -116,19 +116,19 @@ def plan_kernel(
     last = find_starts(sequences, starts, share, total, FOLD, OVERHEAD)
     tl.debug_barrier()
 
-    # Lanes are workers; those behind the last that gets work start and end behind all tiles.
+    # Lanes are workers; those after the last one with work start and end after all tiles.
     w = tl.arange(0, BLOCK_W)
-    behind_all = live_tiles.to(tl.int64)
-    tile, done = unpack(tl.load(starts + w, mask=w <= last, other=behind_all))
-    end_tile, end_done = unpack(tl.load(starts + 1 + w, mask=w < last, other=behind_all))
+    after_all = live_tiles.to(tl.int64)
+    tile, done = unpack(tl.load(starts + w, mask=w <= last, other=after_all))
+    end_tile, end_done = unpack(tl.load(starts + 1 + w, mask=w < last, other=after_all))
     is_resumed, is_cut = (done > 0).to(tl.int32), (end_done > 0).to(tl.int32)
     works = end_tile - tile + is_cut
     pieces = tl.where(end_tile == tile, tl.maximum(is_resumed, is_cut), is_resumed + is_cut)
     all_pieces = tl.sum(pieces)
     tl.store(reduce_indptr, 0)
     for block in range(FOLD):
-        behind = 1 + b * FOLD + block
-        tl.store(reduce_indptr + behind, all_pieces, mask=(b < MAX_BATCH) & (behind > live_tiles))
+        at = 1 + b * FOLD + block
+        tl.store(reduce_indptr + at, all_pieces, mask=(b < MAX_BATCH) & (at > live_tiles))
 
     work_end = tl.cumsum(works)
     partial = tl.cumsum(pieces) - pieces

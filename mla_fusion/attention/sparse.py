@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -40,7 +41,7 @@ class SparseScratch:
 
     @property
     def first(self) -> int:
-        """Columns that the first of two scopes takes, whole tiles; 0 for one scope alone."""
+        """Columns that the first of two scopes takes, whole tiles; 0 if there is only one."""
         return -(-self.widths[0] // TILE) * TILE if len(self.widths) == 2 else 0
 
     def refresh(self, num_tokens: int, lengths: Sequence[torch.Tensor | None]) -> None:
@@ -88,22 +89,13 @@ class SparseScratch:
 
 
 @functools.cache
-def sparse_scratch(
-    *,
-    max_tokens: int,
-    num_heads: int,
-    widths: tuple[int, ...],
-    q_dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-    device: torch.device | str,
-    workers: int | None = None,
-    v_head_dim: int = 512,
-) -> SparseScratch:
+def sparse_scratch(*, max_tokens: int, widths: tuple[int, ...], **settings: Any) -> SparseScratch:
     """The scratch for steps of up to `max_tokens` tokens: the same object for the same arguments.
 
     Args:
         widths: columns of the index rows of one or two scopes.
-        Others as `PersistentDecodePlan.allocate`.
+        settings: num_heads, q_dtype, kv_dtype, device and, if not the default, workers and
+            v_head_dim, as for `PersistentDecodePlan.allocate`.
 
     Raises:
         ValueError: an argument is out of range.
@@ -113,19 +105,14 @@ def sparse_scratch(
     plan = PersistentDecodePlan.allocate(
         max_batch=max_tokens,
         max_query_len=1,
-        num_heads=num_heads,
-        q_dtype=q_dtype,
-        kv_dtype=kv_dtype,
-        device=device,
-        workers=workers,
         kv_granularity=TILE,
         overhead=4,
-        v_head_dim=v_head_dim,
         planner="portable",
+        **settings,
     )
 
     def count(n: int) -> torch.Tensor:
-        return torch.arange(n, dtype=torch.int32, device=device)
+        return torch.arange(n, dtype=torch.int32, device=plan.device)
 
     return SparseScratch(
         widths, plan, count(max_tokens + 1), 0 * count(max_tokens), 0 * count(max_tokens)

@@ -51,7 +51,7 @@ class Scope:
 class Sparse:
     """What sparse decode adds: see `triton_kernels.decode_kernel`.
 
-    extra: the scope behind the first one; lens: [B] int32, how many of the first scope's `first`
+    extra: the scope after the first one; lens: [B] int32, how many of the first scope's `first`
     columns count; sink: [H] fp32 or None.
     """
 
@@ -64,7 +64,7 @@ class Sparse:
 def choose(hopper: bool, rows: int, warp: int = 32) -> Config:
     """The configuration for work items of `rows` query rows on a GPU with warps of `warp` threads.
 
-    Those of the Hopper kernel are measured; the others are the largest that compile for gfx942,
+    Hopper's are measured; the others are the largest that compile for gfx942,
     gfx950 and sm_90 without spilling registers inside the loop over tiles.
     """
     if hopper:
