@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 from typing import Any
@@ -74,12 +75,21 @@ def decode_kernel(config: Config) -> Any:
     return (hopper_kernel if config.hopper else triton_kernels).decode_kernel
 
 
+@functools.cache
 def decode_report(
-    target: str, config: Config, heads: int, dtype: torch.dtype, shape: Any = None, **extra: Any
+    target: str,
+    config: Config,
+    heads: int,
+    dtype: torch.dtype,
+    *,
+    page: int = 64,
+    sparse: bool = False,
+    maxnreg: int | None = None,
 ) -> Report:
-    """Report of one decode kernel; `shape` are keywords of `decode_arguments`."""
-    args, options = decode_arguments(config, heads, dtype, **(shape or {}))
-    return report(target, compile_for(target, decode_kernel(config), args, options | extra))
+    """Report of one decode kernel, compiled and disassembled once for all tests."""
+    args, options = decode_arguments(config, heads, dtype, page=page, sparse=sparse)
+    options |= {"maxnreg": maxnreg}
+    return report(target, compile_for(target, decode_kernel(config), args, options))
 
 
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
@@ -102,7 +112,7 @@ def test_portable_kernel(target: str, heads: int, sparse: bool) -> None:
     warp = 64 if target.startswith("gfx") else 32
     config = provider.choose(False, heads, warp)
     for dtype in (BF16, FP8[target]):
-        result = decode_report(target, config, heads, dtype, {"sparse": sparse})
+        result = decode_report(target, config, heads, dtype, sparse=sparse)
         assert result.hot_spills == 0, result
         if target.startswith("gfx"):
             # The scalars of two scopes do not all fit; they go to lanes of a vector register.
@@ -118,7 +128,7 @@ def test_portable_kernel(target: str, heads: int, sparse: bool) -> None:
 def test_hopper_kernel(heads: int, dtype: torch.dtype) -> None:
     config = provider.choose(True, heads)
     for options in ({"page": 64}, {"page": 1}, {"sparse": True})[: 1 if heads == 32 else 3]:
-        result = decode_report("sm_90", config, heads, dtype, options)
+        result = decode_report("sm_90", config, heads, dtype, **options)
         assert result.hot_spills == 0, (options, result)
         assert result.shared <= LDS["sm_90"], result
         assert "HGMMA" in result.matrix and "HMMA" not in result.matrix, result
@@ -139,7 +149,7 @@ def test_the_plan_alone_is_read_before_the_kernel_in_front_has_ended(
 ) -> None:
     """Queries, keys, tables and scales may be what the kernel in front writes."""
     config = provider.choose(True, heads)
-    order = decode_report("sm_90", config, heads, dtype, {"sparse": sparse}).order
+    order = decode_report("sm_90", config, heads, dtype, sparse=sparse).order
     # At once if the plan is fresh; then, of each work item, behind what is read of the plan: two
     # numbers of work_indptr, seven of work_info_set, qo_indptr and kv_indptr.
     first = order.index("ACQBULK")
