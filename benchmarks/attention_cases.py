@@ -93,8 +93,8 @@ def exact(inputs: Inputs, b: int, length: int, rows: slice) -> tuple[torch.Tenso
     keys = inputs.caches[0][inputs.table[b, : -(-length // inputs.case.page)].long()]
     keys = keys.view(-1, WIDTH)[:length].double() * scale
     scores = SCALE * scale * inputs.q[rows].double() @ keys.T
-    behind = torch.arange(len(scores) - 1, -1, -1, device="cuda")
-    seen = torch.arange(length, device="cuda") < length - behind[:, None]
+    after = torch.arange(len(scores) - 1, -1, -1, device="cuda")
+    seen = torch.arange(length, device="cuda") < length - after[:, None]
     scores = scores.masked_fill(~seen[:, None], -torch.inf)
     lse = scores.logsumexp(-1)
     # exp(-inf - -inf) is NaN where a row sees nothing: such rows are zero.

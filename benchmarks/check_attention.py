@@ -133,7 +133,7 @@ def ragged_batch(
     def length(kind: str) -> int:
         if kind == "long":
             return rng.randint(1, 100_000)
-        if kind == "few":  # tokens in the last block, which a cut may not leave alone
+        if kind == "few":  # tokens in the last block, which a cut may not leave to a piece
             return granularity * rng.randint(1, 99) + rng.randint(1, 3)
         return rng.randint(0, 64)
 
@@ -214,7 +214,7 @@ def run_decode(name: str, case: Case, rng: random.Random) -> None:
         set_batch(rows, lengths)
         judge("eager", step(sum(rows), longest), rows, lengths)
     lses: list[torch.Tensor] = []
-    # As in a graph of vLLM: for the largest batch, replayed for smaller ones behind it.
+    # As in a graph of vLLM: for the largest batch, replayed for smaller ones after it.
     set_batch([case.queries] * case.batch, decode_lengths(rng, case))
     graph = capture(lambda i: lses.extend(step(rows_of_plan, case.queries)), 1)
     for _ in range(REPLAYS):
@@ -230,7 +230,7 @@ def run_decode(name: str, case: Case, rng: random.Random) -> None:
     for kind, (error, lse_error) in worst.items():
         ok = error <= TOLERANCE and lse_error <= LSE_TOLERANCE[case.dtype]
         expect(f"{name}, {kind}", ok, f"error {error:.1e}, LSE {lse_error:.1e}; {seconds:.1f} s")
-    expect(f"{name}, rows behind the batch", clean, "not written" if clean else "written")
+    expect(f"{name}, rows after the batch", clean, "not written" if clean else "written")
 
 
 def decode_lengths(rng: random.Random, case: Case) -> list[int]:

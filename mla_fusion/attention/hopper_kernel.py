@@ -364,7 +364,7 @@ def decode_kernel(
         # Row blocks after the query rows of this sequence have nothing to do.
         has_rows = first_row < HEADS * item.count
         stop = gl.where(has_rows, (item.end + BLOCK_N - 1) // BLOCK_N, tile)
-        # A copy that nobody waits for would put its barrier a phase ahead.
+        # Without a wait this copy would put its barrier a phase ahead.
         if tile < stop:
             start_copy(
                 one_of(buffers, 0), copies, tile, item.end, first_end, ENTRY, PAGE,

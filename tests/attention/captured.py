@@ -5,7 +5,7 @@
     graph.replay()
 
 Until its first replay a real graph has computed nothing, so what its calls returned is overwritten
-with rubbish when the recording ends.
+with garbage when the recording ends.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Graph(TorchDispatchMode):
 
 
 def call(function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)`, which stands for one kernel: a graph records it, not the ops inside."""
+    """`function(*args)` as one kernel: a graph records it, not the ops inside."""
     if Graph.recording is None:
         return function(*args)
     with _disable_current_modes():

@@ -39,7 +39,7 @@ def stored(generator: torch.Generator, *shape: int, dtype: torch.dtype) -> torch
 
 
 def exact(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The values `x` stands for, float64."""
+    """The dequantized values of `x`, float64."""
     return x.double() * (scale.double() if x.dtype.itemsize == 1 else 1)
 
 

@@ -61,7 +61,7 @@ def main() -> None:
 def batch(rng: random.Random, most: int, longest: int) -> dict[str, Any]:
     """A step of up to `most` sequences."""
     rows = [rng.choice((longest, 0, rng.randint(0, longest))) for _ in range(rng.randint(1, most))]
-    # The last: a few tokens in the last block, which a cut may not leave alone.
+    # The last: a few tokens in the last block, which a cut may not leave to a piece.
     few = 16 * rng.randint(1, 99) + rng.randint(1, 3)
     lengths = [rng.choice((0, 1, rng.randint(0, 3000), few)) for _ in rows]
     return {

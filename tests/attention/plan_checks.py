@@ -1,4 +1,4 @@
-"""What must hold of every plan, whoever made it; all of it checked from the buffers alone."""
+"""The properties of every plan, by any planner, checked only from its buffers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import numpy as np
 from mla_fusion.attention import planner
 from mla_fusion.attention.buffers import Rules
 
-RUBBISH = -77
+GARBAGE = -77
 
 
 def buffers(rules: Rules, max_batch: int) -> Any:
-    """Buffers of exactly the sizes a plan has, full of rubbish."""
+    """Buffers of exactly the sizes a plan has, full of garbage."""
     shapes = planner.shapes(rules, max_batch)
-    return SimpleNamespace(**{n: np.full(s, RUBBISH, np.int32) for n, s in shapes.items()})
+    return SimpleNamespace(**{n: np.full(s, GARBAGE, np.int32) for n, s in shapes.items()})
 
 
 def check_plan(
@@ -72,7 +72,7 @@ def check_plan(
                 assert all(length - (i[planner.KV_START] - tokens[sequence]) >= max_query_len
                            for i in mine[1:])  # fmt: skip
             else:
-                assert (plan.reduce_final_map[tile] == RUBBISH).all(), "not a split tile"
+                assert (plan.reduce_final_map[tile] == GARBAGE).all(), "not a split tile"
             pieces += partials
     assert not by_tile, "items of sequences that are not there"
     assert plan.reduce_indptr[0] == 0 and (np.diff(plan.reduce_indptr) >= 0).all()

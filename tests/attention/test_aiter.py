@@ -56,7 +56,7 @@ class StandIn:
     """`aiter` with three functions; `calls` holds the arguments of each call by name.
 
     The plan is this library's. The decode ignores it: it computes attention in float64 from the
-    page indices, and leaves rubbish where a row sees no key, as AITER does.
+    page indices, and leaves garbage where a row sees no key, as AITER does.
     """
 
     def __init__(self, info: str = INFO, plan: str = PLAN, decode: str = DECODE) -> None:
@@ -240,7 +240,7 @@ def test_refresh_moves_nothing(use: Any) -> None:
     for seed in range(2):
         step(plan, seed)
     assert addresses() == before
-    assert plan.qo_indptr.tolist() == [0, 2, 3, 5, 5], "constant behind the batch"
+    assert plan.qo_indptr.tolist() == [0, 2, 3, 5, 5], "constant after the batch"
     assert plan.kv_indptr.tolist() == [0, 700, 733, 734, 734]
 
 
@@ -308,7 +308,7 @@ class TestInAGraph:
             for layer, out in zip(layers, outs, strict=True):
                 assert_decoded(layer, out)
 
-    def test_what_a_graph_would_compute_is_read_by_nobody_else(
+    def test_only_replays_read_what_a_graph_computes(
         self, use: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         use(StandIn())
@@ -320,8 +320,8 @@ class TestInAGraph:
         assert_decoded(given, out)
 
 
-def test_rows_behind_the_last_sequence_are_not_written(use: Any) -> None:
-    """vLLM pads a batch with rows that are no sequence's; AITER leaves rubbish there."""
+def test_rows_after_the_last_sequence_are_not_written(use: Any) -> None:
+    """vLLM pads a batch with rows of no sequence; AITER leaves garbage there."""
     use(StandIn(), "gfx950")
     given = step(allocate())
     refresh(given["plan"], torch.tensor([700, 0, 0], dtype=torch.int32), [2, 0, 0])
@@ -333,7 +333,7 @@ def test_rows_behind_the_last_sequence_are_not_written(use: Any) -> None:
 
 
 def test_entries_of_no_token_are_in_the_cache(use: Any) -> None:
-    """Blocks behind the end of a sequence may be anything; AITER is handed all the indices."""
+    """Blocks after the end of a sequence may be anything; AITER gets all the indices."""
     stand_in = use(StandIn())
     given = step(allocate())
     given["block_table"][2, 1:] = 2**24

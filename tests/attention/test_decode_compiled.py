@@ -144,13 +144,13 @@ def test_hopper_kernel(heads: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [BF16, FN], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("heads", [16, 64])
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
-def test_the_plan_alone_is_read_before_the_kernel_in_front_has_ended(
+def test_only_the_plan_is_read_before_the_kernel_in_front_has_ended(
     sparse: bool, heads: int, dtype: torch.dtype
 ) -> None:
     """Queries, keys, tables and scales may be what the kernel in front writes."""
     config = provider.choose(True, heads)
     order = decode_report("sm_90", config, heads, dtype, sparse=sparse).order
-    # At once if the plan is fresh; then, of each work item, behind what is read of the plan: two
+    # At once if the plan is fresh; then, for each work item, after the reads of the plan: two
     # numbers of work_indptr, seven of work_info_set, qo_indptr and kv_indptr.
     first = order.index("ACQBULK")
     second = order.index("ACQBULK", first + 1)
@@ -167,7 +167,7 @@ def test_pieces_are_read_when_the_decode_has_ended() -> None:
     options |= {"PDL": True, "launch_pdl": True}
     kernel = compile_for("sm_90", triton_kernels.reduce_kernel, args, options)
     order = report("sm_90", kernel).order
-    # Two waits: one in programs with nothing to merge, before or behind all this as it stands.
+    # Two waits: one in programs with nothing to merge, before or after all this.
     assert order[0] == "PREEXIT" and order.count("ACQBULK") == 2
     pieces = [i for i, name in enumerate(order) if name in ("LDG.128", "STG")]
     assert order.index("ACQBULK") < pieces[0] and order[pieces[0]] == "LDG.128", order

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mla_fusion.attention import PersistentDecodePlan, planner
 from mla_fusion.attention.buffers import Rules
 
-from .plan_checks import RUBBISH, buffers, check_plan, worker_load
+from .plan_checks import GARBAGE, buffers, check_plan, worker_load
 
 BF16 = torch.bfloat16
 EXAMPLES = 2600  # each is two batches
@@ -44,7 +44,7 @@ def check_ragged_batches(case: tuple[Rules, int, list[list[tuple[int, int]]]]) -
     for step in steps:
         query_lens, seq_lens = map(list, zip(*step, strict=True))
         indptr = np.concatenate(([0], np.cumsum(query_lens))).astype(np.int32)
-        plan.reduce_final_map[:] = RUBBISH
+        plan.reduce_final_map[:] = GARBAGE
         planner.fill_arrays(plan, rules, indptr, np.array(seq_lens, np.int32), longest)
         check_plan(plan, rules, query_lens, seq_lens, longest)
         seen["batches"] += 1
@@ -157,7 +157,7 @@ class TestPlan:
         assert pointers == [before["work_indptr"], before["work_info_set"]]
 
     def test_refresh_copies_the_lengths(self) -> None:
-        """The plan cannot disagree with lengths that change behind its back."""
+        """Lengths that change after the refresh do not change the plan."""
         plan, seq_lens = make(), ints(40, 9)
         plan.refresh(qo_indptr=ints(0, 1, 3), seq_lens=seq_lens, num_tokens=3, max_query_len=2)
         seq_lens.fill_(1000)

@@ -65,5 +65,5 @@ def test_compiles_without_spills(target: str, sequences: int, workers: int) -> N
     kernel = compiled.compile_for(target, plan_kernel, (*tensors, 8, workers, 1), options)
     report = compiled.report(target, kernel)
     assert report.spills == 0
-    # Reductions alone: a few bytes for each warp. Lanes that change threads take 1 KiB and more.
+    # Only reductions: a few bytes for each warp. Lanes that change threads take 1 KiB and more.
     assert report.shared <= 512

@@ -1,4 +1,4 @@
-"""How the Triton decode is launched on a GPU, from shapes alone."""
+"""How the Triton decode is launched on a GPU, only from shapes."""
 
 from __future__ import annotations
 
