@@ -83,6 +83,14 @@ def tile_layout(columns: int, size: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(min(128, columns * size), 8 * size, 2)
 
 
+@gluon.constexpr_function
+def load_layout(width, bits, warps):
+    """The layout in which threads read 16 bytes each of rows of `width` elements."""
+    vector = 128 // bits
+    threads = min(32, width // vector)
+    return gl.BlockedLayout([1, vector], [32 // threads, threads], [warps, 1], [1, 0])
+
+
 @gluon.jit
 def one_of(buffers, buffer):
     """Buffer 0 or 1 of the two."""
@@ -93,14 +101,15 @@ def one_of(buffers, buffer):
 
 @gluon.jit
 def copy_part(
-    target, base, source, token, end, layout: gl.constexpr, ENTRY: gl.constexpr,
-    PAGE: gl.constexpr, ROWS_ARE: gl.constexpr,
+    target, base, source, token, end, ENTRY: gl.constexpr, PAGE: gl.constexpr,
+    ROWS_ARE: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Start the copy of some columns of tokens `token` ... into `target` [tokens, width].
 
     base: of the columns, in the cache, or of token `token` if the tile is in one page. Tokens from
     `end` on, and those of slot -1, are not read and become zeros.
     """
+    layout: gl.constexpr = load_layout(target.shape[1], target.dtype.primitive_bitwidth, WARPS)
     row = gl.arange(0, target.shape[0], gl.SliceLayout(1, layout))
     col = gl.arange(0, target.shape[1], gl.SliceLayout(0, layout))
     wanted = row < end - token
@@ -126,11 +135,6 @@ def copy_tile(
 ):  # fmt: skip
     """Start the copy of tile `tile` of a sequence, latent to `keys`, rotated part to `ropes`."""
     BLOCK_N: gl.constexpr = keys.shape[0]
-    L: gl.constexpr = keys.shape[1]
-    R: gl.constexpr = ropes.shape[1]
-    VEC: gl.constexpr = 128 // keys.dtype.primitive_bitwidth
-    wide: gl.constexpr = gl.BlockedLayout([1, VEC], [1, 32], [WARPS, 1], [1, 0])
-    narrow: gl.constexpr = gl.BlockedLayout([1, VEC], [32 * VEC // R, R // VEC], [WARPS, 1], [1, 0])
     rows: gl.constexpr = "slots" if SPARSE else "one page" if PAGE % BLOCK_N == 0 else "pages"
     token = tile * BLOCK_N
     base = source.pointer
@@ -138,8 +142,8 @@ def copy_tile(
         # Tiles after the end copy nothing; the first page stands in for theirs.
         page = gl.load(source.table + gl.where(token < end, token // PAGE, 0))
         base += page.to(gl.int64) * source.block_stride + token % PAGE * ENTRY
-    copy_part(keys, base, source, token, end, wide, ENTRY, PAGE, rows)
-    copy_part(ropes, base + L, source, token, end, narrow, ENTRY, PAGE, rows)
+    copy_part(keys, base, source, token, end, ENTRY, PAGE, rows, WARPS)
+    copy_part(ropes, base + keys.shape[1], source, token, end, ENTRY, PAGE, rows, WARPS)
     async_copy.commit_group()
 
 

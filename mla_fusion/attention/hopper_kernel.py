@@ -34,6 +34,7 @@ from mla_fusion.attention.hopper_copy import (
     Copies,
     Source,
     barrier,
+    load_layout,
     one_of,
     slots_of,
     start_copy,
@@ -75,10 +76,11 @@ def widen(pairs, BYTE: gl.constexpr):
 
 @gluon.jit
 def load_query(
-    target, q_ptr, item, first_row, heads, stride_t, stride_h, layout: gl.constexpr,
-    HEADS: gl.constexpr,
+    target, q_ptr, item, first_row, heads, stride_t, stride_h, HEADS: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
     """Rows of the query [rows, width] into shared memory; zeros for rows of padding."""
+    layout: gl.constexpr = load_layout(target.shape[1], target.dtype.primitive_bitwidth, WARPS)
     rows = first_row + gl.arange(0, target.shape[0], gl.SliceLayout(1, layout))
     cols = gl.arange(0, target.shape[1], gl.SliceLayout(0, layout))
     head = item.first_head + rows % HEADS
@@ -287,6 +289,30 @@ def store_item(
         gl.store(partial_lse_ptr + at_partial, lse, mask=real)
 
 
+@gluon.jit
+def allocate(
+    TYPE: gl.constexpr, L: gl.constexpr, R: gl.constexpr, ROWS: gl.constexpr,
+    BLOCK_N: gl.constexpr, BULK: gl.constexpr,
+):  # fmt: skip
+    """Shared memory: two tiles of keys, the query's two parts, and the weights of a tile."""
+    BITS: gl.constexpr = TYPE.primitive_bitwidth
+    wide: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2)
+    narrow: gl.constexpr = gl.NVMMASharedLayout(R * BITS // 8, BITS, 2)
+    weight: gl.constexpr = gl.NVMMASharedLayout(2 * ROWS, 16, 2)
+    keys = gl.allocate_shared_memory(TYPE, [2, BLOCK_N, L], wide)
+    ropes = gl.allocate_shared_memory(TYPE, [2, BLOCK_N, R], narrow)
+    q_keys = gl.allocate_shared_memory(TYPE, [ROWS, L], wide)
+    q_ropes = gl.allocate_shared_memory(TYPE, [ROWS, R], narrow)
+    weights = gl.allocate_shared_memory(gl.float16 if BITS == 8 else TYPE, [BLOCK_N, ROWS], weight)
+    arrived = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    if BULK:
+        mbarrier.init(arrived.index(0), count=1)
+        mbarrier.init(arrived.index(1), count=1)
+        fence_async_shared()
+        barrier()
+    return Buffers(keys, ropes, arrived), q_keys, q_ropes, weights
+
+
 # Do not specialize on stride 1: the warm-up's one-column table would compile another variant.
 @gluon.jit(do_not_specialize=["table_stride", "extra_table_stride", "fresh"])
 def decode_kernel(
@@ -312,26 +338,7 @@ def decode_kernel(
     TYPE: gl.constexpr = kv_ptr.dtype.element_ty
     BITS: gl.constexpr = TYPE.primitive_bitwidth
     FP8: gl.constexpr = BITS == 8
-    VEC: gl.constexpr = 128 // BITS
-    wide: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2)
-    narrow: gl.constexpr = gl.NVMMASharedLayout(R * BITS // 8, BITS, 2)
-    weight: gl.constexpr = gl.NVMMASharedLayout(2 * ROWS, 16, 2)
-    load_wide: gl.constexpr = gl.BlockedLayout([1, VEC], [1, 32], [WARPS, 1], [1, 0])
-    load_narrow: gl.constexpr = gl.BlockedLayout(
-        [1, VEC], [32 * VEC // R, R // VEC], [WARPS, 1], [1, 0]
-    )
-    keys = gl.allocate_shared_memory(TYPE, [2, BLOCK_N, L], wide)
-    ropes = gl.allocate_shared_memory(TYPE, [2, BLOCK_N, R], narrow)
-    q_keys = gl.allocate_shared_memory(TYPE, [ROWS, L], wide)
-    q_ropes = gl.allocate_shared_memory(TYPE, [ROWS, R], narrow)
-    weights = gl.allocate_shared_memory(gl.float16 if FP8 else TYPE, [BLOCK_N, ROWS], weight)
-    arrived = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    buffers = Buffers(keys, ropes, arrived)
-    if BULK:
-        mbarrier.init(arrived.index(0), count=1)
-        mbarrier.init(arrived.index(1), count=1)
-        fence_async_shared()
-        barrier()
+    buffers, q_keys, q_ropes, weights = allocate(TYPE, L, R, ROWS, BLOCK_N, BULK)
     # For each buffer a bit: the phase of its barrier that the next tile by the engine completes.
     phases = 0
 
@@ -371,10 +378,8 @@ def decode_kernel(
                 EXTRA_ENTRY, EXTRA_PAGE, FIRST, SPARSE, BULK, WARPS,
             )  # fmt: skip
         query = q_ptr + item.token * q_stride_t
-        load_query(q_keys, query, item, first_row, heads, q_stride_t, q_stride_h, load_wide, HEADS)
-        load_query(
-            q_ropes, query + L, item, first_row, heads, q_stride_t, q_stride_h, load_narrow, HEADS
-        )
+        load_query(q_keys, query, item, first_row, heads, q_stride_t, q_stride_h, HEADS, WARPS)
+        load_query(q_ropes, query + L, item, first_row, heads, q_stride_t, q_stride_h, HEADS, WARPS)
         fence_async_shared()
         acc, odd, peak, total, phases = attend(
             buffers, q_keys, q_ropes, weights, copies, item, row, factor, first_end, stop,

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -89,13 +88,22 @@ class SparseScratch:
 
 
 @functools.cache
-def sparse_scratch(*, max_tokens: int, widths: tuple[int, ...], **settings: Any) -> SparseScratch:
+def sparse_scratch(
+    *,
+    max_tokens: int,
+    num_heads: int,
+    widths: tuple[int, ...],
+    q_dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    device: torch.device | str,
+    workers: int | None = None,
+    v_head_dim: int = 512,
+) -> SparseScratch:
     """The scratch for steps of up to `max_tokens` tokens: the same object for the same arguments.
 
     Args:
         widths: columns of the index rows of one or two scopes.
-        settings: num_heads, q_dtype, kv_dtype, device and, if not the default, workers and
-            v_head_dim, as for `PersistentDecodePlan.allocate`.
+        Others as `PersistentDecodePlan.allocate`.
 
     Raises:
         ValueError: an argument is out of range.
@@ -105,14 +113,19 @@ def sparse_scratch(*, max_tokens: int, widths: tuple[int, ...], **settings: Any)
     plan = PersistentDecodePlan.allocate(
         max_batch=max_tokens,
         max_query_len=1,
+        num_heads=num_heads,
+        q_dtype=q_dtype,
+        kv_dtype=kv_dtype,
+        device=device,
+        workers=workers,
         kv_granularity=TILE,
         overhead=4,
+        v_head_dim=v_head_dim,
         planner="portable",
-        **settings,
     )
 
     def count(n: int) -> torch.Tensor:
-        return torch.arange(n, dtype=torch.int32, device=plan.device)
+        return torch.arange(n, dtype=torch.int32, device=device)
 
     return SparseScratch(
         widths, plan, count(max_tokens + 1), 0 * count(max_tokens), 0 * count(max_tokens)
