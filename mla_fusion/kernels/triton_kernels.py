@@ -21,58 +21,39 @@ from mla_fusion.kernels.triton_product import product
 from mla_fusion.kernels.triton_rows import cache_rows, query_rows
 
 
+@triton.jit
+def _my_work(
+    tokens, heads, CACHE_TOKENS: tl.constexpr, ROPE_ROWS: tl.constexpr, REST_LAST: tl.constexpr
+):
+    """Of this program: whether it is one of the rest, which of those (cache rows come first), which
+    of the product programs, and how many programs write cache rows."""
+    cache_programs = tl.cdiv(tokens, CACHE_TOKENS)
+    rest = cache_programs + tl.cdiv(tokens * heads, ROPE_ROWS)
+    work = tl.program_id(0)
+    products = tl.num_programs(0) - rest
+    if REST_LAST:
+        return work >= products, work - products, work, cache_programs
+    else:
+        return work < rest, work, work - rest, cache_programs
+
+
 @triton.jit(
     do_not_specialize=["tokens", "heads", "q_row", "kv_c_row", "k_pe_row"],
 )
 def prep_kernel(
-    q_ptr,
-    w_ptr,
-    kv_c_ptr,
-    k_pe_ptr,
-    cache_ptr,
-    slot_ptr,
-    position_ptr,
-    cos_sin_ptr,
-    k_scale_ptr,
-    q_scale_ptr,
-    out_ptr,
-    latent_ptr,
-    tokens,
-    heads,
-    q_row,
-    q_head,
-    w_head,
-    w_row,
-    w_col,
-    kv_c_row,
-    k_pe_row,
-    cache_block,
-    cache_entry,
+    q_ptr, w_ptr, kv_c_ptr, k_pe_ptr, cache_ptr, slot_ptr, position_ptr, cos_sin_ptr,
+    k_scale_ptr, q_scale_ptr, out_ptr, latent_ptr,
+    tokens, heads,
+    q_row, q_head, w_head, w_row, w_col, kv_c_row, k_pe_row, cache_block, cache_entry,
     cos_sin_stride,
-    P: tl.constexpr,
-    R: tl.constexpr,
-    L: tl.constexpr,
-    P_PAD: tl.constexpr,
-    R_PAD: tl.constexpr,
-    L_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROPE: tl.constexpr,
-    NEOX: tl.constexpr,
-    Q_LIMIT: tl.constexpr,
-    K_LIMIT: tl.constexpr,
-    ALIGN: tl.constexpr,
-    PRODUCT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    M_TILES: tl.constexpr,
-    ROPE_ROWS: tl.constexpr,
-    CACHE_TOKENS: tl.constexpr,
-    REST_LAST: tl.constexpr,
-    ONE_TOKEN: tl.constexpr,
-    PDL: tl.constexpr,
-    DIRECT: tl.constexpr,
-    WARPS: tl.constexpr,
-):
+    P: tl.constexpr, R: tl.constexpr, L: tl.constexpr,
+    P_PAD: tl.constexpr, R_PAD: tl.constexpr, L_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, ROPE: tl.constexpr, NEOX: tl.constexpr,
+    Q_LIMIT: tl.constexpr, K_LIMIT: tl.constexpr, ALIGN: tl.constexpr,
+    PRODUCT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, M_TILES: tl.constexpr,
+    ROPE_ROWS: tl.constexpr, CACHE_TOKENS: tl.constexpr, REST_LAST: tl.constexpr,
+    ONE_TOKEN: tl.constexpr, PDL: tl.constexpr, DIRECT: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
     """See the module. Shapes and types are those of `kernels.fused_mla_decode_prep`.
 
     PRODUCT says who computes the latent part of the query:
@@ -80,10 +61,9 @@ def prep_kernel(
         "done"     a product that has already written it into q_out: only padded rows are zeroed;
         "staged"   a product that left it in `latent_ptr` [T, H, L]: it is cast into q_out.
     Q_LIMIT and K_LIMIT are the largest finite fp8 values, 0 for a target that is not fp8, and
-    negative where conversions saturate by themselves. The row
-    strides of q, kv_c and k_pe come divided by ALIGN. PDL: the launch carries the
-    programmatic-dependent-launch attribute. DIRECT: see `triton_product.py`; WARPS is
-    num_warps.
+    negative where conversions saturate by themselves. The row strides of q, kv_c and k_pe come
+    divided by ALIGN. PDL: the launch has the programmatic-dependent-launch attribute. DIRECT: see
+    `triton_product.py`; WARPS is num_warps.
     """
     # Products with a constant: Triton sees the alignment (tl.multiple_of does nothing to an
     # argument), which decides between 16-byte and 2-byte loads.
@@ -94,99 +74,27 @@ def prep_kernel(
         # The next kernel may start loading its weights; it waits for this grid before it reads
         # or writes anything else.
         tl.extra.cuda.gdc_launch_dependents()
-
-    cache_programs = tl.cdiv(tokens, CACHE_TOKENS)
-    rest = cache_programs + tl.cdiv(tokens * heads, ROPE_ROWS)
-    work = tl.program_id(0)
-    products = tl.num_programs(0) - rest
-    if REST_LAST:
-        is_rest = work >= products
-        unit = work - products
-    else:
-        is_rest = work < rest
-        unit = work
-        work = work - rest
-
+    is_rest, unit, work, cache_programs = _my_work(
+        tokens, heads, CACHE_TOKENS, ROPE_ROWS, REST_LAST
+    )
     if is_rest:
         if PDL:
             tl.extra.cuda.gdc_wait()
         if unit < cache_programs:
             cache_rows(
-                kv_c_ptr,
-                k_pe_ptr,
-                cache_ptr,
-                slot_ptr,
-                position_ptr,
-                cos_sin_ptr,
-                k_scale_ptr,
-                unit,
-                tokens,
-                kv_c_row,
-                k_pe_row,
-                cache_block,
-                cache_entry,
-                cos_sin_stride,
-                R,
-                L,
-                R_PAD,
-                L_PAD,
-                BLOCK_SIZE,
-                ROPE,
-                NEOX,
-                K_LIMIT,
-                CACHE_TOKENS,
-            )
+                kv_c_ptr, k_pe_ptr, cache_ptr, slot_ptr, position_ptr, cos_sin_ptr, k_scale_ptr,
+                unit, tokens, kv_c_row, k_pe_row, cache_block, cache_entry, cos_sin_stride,
+                R, L, R_PAD, L_PAD, BLOCK_SIZE, ROPE, NEOX, K_LIMIT, CACHE_TOKENS,
+            )  # fmt: skip
         else:
             query_rows(
-                q_ptr,
-                out_ptr,
-                latent_ptr,
-                slot_ptr,
-                position_ptr,
-                cos_sin_ptr,
-                q_scale_ptr,
-                unit - cache_programs,
-                tokens,
-                heads,
-                q_row,
-                q_head,
-                cos_sin_stride,
-                P,
-                R,
-                L,
-                R_PAD,
-                L_PAD,
-                ROPE,
-                NEOX,
-                Q_LIMIT,
-                PRODUCT,
-                ROPE_ROWS,
-                ONE_TOKEN,
-            )
+                q_ptr, out_ptr, latent_ptr, slot_ptr, position_ptr, cos_sin_ptr, q_scale_ptr,
+                unit - cache_programs, tokens, heads, q_row, q_head, cos_sin_stride,
+                P, R, L, R_PAD, L_PAD, ROPE, NEOX, Q_LIMIT, PRODUCT, ROPE_ROWS, ONE_TOKEN,
+            )  # fmt: skip
     elif PRODUCT == "here":
         product(
-            q_ptr,
-            w_ptr,
-            slot_ptr,
-            q_scale_ptr,
-            out_ptr,
-            work,
-            tokens,
-            heads,
-            q_row,
-            q_head,
-            w_head,
-            w_row,
-            w_col,
-            P,
-            L,
-            L + R,
-            P_PAD,
-            Q_LIMIT,
-            BLOCK_M,
-            BLOCK_N,
-            M_TILES,
-            PDL,
-            DIRECT,
-            WARPS,
-        )
+            q_ptr, w_ptr, slot_ptr, q_scale_ptr, out_ptr,
+            work, tokens, heads, q_row, q_head, w_head, w_row, w_col,
+            P, L, L + R, P_PAD, Q_LIMIT, BLOCK_M, BLOCK_N, M_TILES, PDL, DIRECT, WARPS,
+        )  # fmt: skip

@@ -68,7 +68,7 @@ def _direct_weights(
     P_PAD: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """W_UK of one head for latents n_start ... n_start + BLOCK_N, in the order of DIRECT."""
+    """W_UK of one head for latents n_start ... n_start + BLOCK_N, in DIRECT order."""
     # [lane % 4, P_PAD, 64 latents, 16 of a lane]: Triton spreads a warp over the last dimension and
     # then over the others from the first on, here over 4 rows of 64 latents. These are whole lines
     # of memory, and rows that the swizzle of shared memory keeps in banks of their own.
@@ -107,11 +107,11 @@ def _direct_store(
     BLOCK_N: tl.constexpr,
     WARPS: tl.constexpr,
 ):
-    """Store a tile of DIRECT as rows of 64 latents, each from the four lanes that hold it.
+    """Store a tile in DIRECT order as rows of 64 latents, each from the four lanes that hold it.
 
     The order of the rows is the one that Triton spreads over the program: 8 for a warp, then the
     next warps (16 tokens further, then in the columns beside), then the next rows of the same warp
-    (64 columns further, then 8 tokens). So the change of layout is one of names alone.
+    (64 columns further, then 8 tokens). So the layout changes without moving data.
     """
     SIDES: tl.constexpr = 16 * WARPS // BLOCK_M
     BLOCKS: tl.constexpr = BLOCK_N // SIDES // 64
@@ -130,39 +130,110 @@ def _direct_store(
 
 
 @triton.jit
-def product(
-    q_ptr,
-    w_ptr,
-    slot_ptr,
-    q_scale_ptr,
-    out_ptr,
-    work,
-    tokens,
-    heads,
-    q_row,
-    q_head,
-    w_head,
-    w_row,
-    w_col,
-    P: tl.constexpr,
-    L: tl.constexpr,
-    WIDTH: tl.constexpr,
-    P_PAD: tl.constexpr,
-    Q_LIMIT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    M_TILES: tl.constexpr,
-    PDL: tl.constexpr,
+def _weights(
+    w_ptrs, w_row, w_col, n_start, k, n,
+    P: tl.constexpr, L: tl.constexpr, P_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
     DIRECT: tl.constexpr,
-    WARPS: tl.constexpr,
-):
+):  # fmt: skip
+    """W_UK of one head for rows k and latents n (those from `n_start` on), zero outside of it."""
+    tile = w_ptrs + k[:, None] * w_row + n[None, :] * w_col
+    if DIRECT:
+        return _direct_weights(w_ptrs, w_row, w_col, n_start, P, L, P_PAD, BLOCK_N)
+    elif P == P_PAD and L % BLOCK_N == 0:
+        return tl.load(tile)
+    else:
+        return tl.load(tile, mask=(k < P)[:, None] & (n < L)[None, :], other=0.0)
+
+
+@triton.jit
+def _store(
+    y, slot_ptr, out_ptrs, m, tokens, n_start, heads,
+    L: tl.constexpr, WIDTH: tl.constexpr, P_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Store a tile of the tokens m ... m + BLOCK_M and the latents n_start ... n_start + BLOCK_N.
+
+    A store of the shape of the q or W tile would make Triton load that tile with the store's 16
+    elements per thread, which for 16-bit operands halves the use of every memory transaction: such
+    a tile is stored as [2 BLOCK_M, BLOCK_N / 2].
+    """
+    FOLD: tl.constexpr = 2 if BLOCK_N == P_PAD or BLOCK_M == P_PAD else 1
+    y = tl.reshape(y, (FOLD * BLOCK_M, BLOCK_N // FOLD))
+    part = tl.arange(0, FOLD * BLOCK_M)[:, None]
+    row = m + part // FOLD
+    slot = tl.load(slot_ptr + row, mask=row < tokens, other=-1)
+    column = tl.arange(0, BLOCK_N // FOLD)[None, :]
+    column += n_start + (part % FOLD) * (BLOCK_N // FOLD)
+    out = out_ptrs + row * heads * WIDTH + column
+    tl.store(out, y, mask=(slot >= 0) & (column < L))
+
+
+@triton.jit
+def _sum_rows(
+    w, q_ptrs, slot_ptr, out_ptrs, inverse, m_start, tokens, k, n, q_row, heads,
+    P: tl.constexpr, L: tl.constexpr, WIDTH: tl.constexpr,
+    Q_LIMIT: tl.constexpr, M_TILES: tl.constexpr,
+):  # fmt: skip
+    """M_TILES rows of the product, each as a sum over k without matrix instructions."""
+    for i in tl.static_range(M_TILES):
+        token = m_start + i
+        inside = token < tokens
+        q = tl.load(q_ptrs + token * q_row + k, mask=inside & (k < P), other=0.0)
+        slot = tl.load(slot_ptr + token, mask=inside, other=-1)
+        y = tl.sum(q.to(tl.float32)[:, None] * w.to(tl.float32), axis=0)
+        y = _product_cast(
+            y, q_ptrs.dtype.element_ty, inverse, out_ptrs.dtype.element_ty, Q_LIMIT, False
+        )
+        out = out_ptrs + token * heads * WIDTH + n
+        tl.store(out, y, mask=(slot >= 0) & (n < L))
+
+
+@triton.jit
+def _walk_tiles(
+    w, q_ptrs, slot_ptr, out_ptrs, inverse, m_start, tokens, n_start, q_row, heads,
+    P: tl.constexpr, L: tl.constexpr, WIDTH: tl.constexpr, P_PAD: tl.constexpr,
+    Q_LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, M_TILES: tl.constexpr,
+    DIRECT: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """M_TILES tiles of the product, of BLOCK_M tokens each, by matrix instructions."""
+    q = _query_tile(q_ptrs, q_row, m_start, tokens, P, P_PAD, BLOCK_M)
+    for i in tl.range(0, M_TILES, num_stages=1):
+        m = m_start + i * BLOCK_M
+        if M_TILES > 1:
+            # Loads the next tile while this one is multiplied and stored.
+            end = tl.minimum(tokens, m_start + M_TILES * BLOCK_M)
+            following = _query_tile(q_ptrs, q_row, m + BLOCK_M, end, P, P_PAD, BLOCK_M)
+        if DIRECT:
+            # Arrives during the product.
+            slot = _direct_slots(slot_ptr, m, tokens, BLOCK_M)
+        y = tl.dot(q, w, input_precision="ieee")
+        y = _product_cast(
+            y, q_ptrs.dtype.element_ty, inverse, out_ptrs.dtype.element_ty, Q_LIMIT, DIRECT
+        )
+        if DIRECT:
+            _direct_store(y, slot, out_ptrs, m, n_start, heads, L, WIDTH, BLOCK_M, BLOCK_N, WARPS)
+        else:
+            _store(
+                y, slot_ptr, out_ptrs, m, tokens, n_start, heads, L, WIDTH, P_PAD, BLOCK_M, BLOCK_N
+            )
+        if M_TILES > 1:
+            q = following
+
+
+@triton.jit
+def product(
+    q_ptr, w_ptr, slot_ptr, q_scale_ptr, out_ptr,
+    work, tokens, heads, q_row, q_head, w_head, w_row, w_col,
+    P: tl.constexpr, L: tl.constexpr, WIDTH: tl.constexpr, P_PAD: tl.constexpr,
+    Q_LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, M_TILES: tl.constexpr,
+    PDL: tl.constexpr, DIRECT: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
     """q_nope @ W_UK of one head, for M_TILES * BLOCK_M tokens and BLOCK_N latents.
 
     `work` says which: latents of a group of tokens follow each other, then groups, then heads.
     Other arguments are those of `prep_kernel`. Rows without a slot are not stored.
     DIRECT: see the module.
     """
-    OUT: tl.constexpr = out_ptr.dtype.element_ty
     n_tiles: tl.constexpr = (L + BLOCK_N - 1) // BLOCK_N
     m_groups = tl.cdiv(tokens, BLOCK_M * M_TILES)
     n_start = (work % n_tiles) * BLOCK_N
@@ -170,13 +241,7 @@ def product(
     m_start = ((work // n_tiles) % m_groups) * BLOCK_M * M_TILES
     head = work // n_tiles // m_groups
     k = tl.arange(0, P_PAD)
-    w_ptrs = w_ptr + head * w_head + k[:, None] * w_row + n[None, :] * w_col
-    if DIRECT:
-        w = _direct_weights(w_ptr + head * w_head, w_row, w_col, n_start, P, L, P_PAD, BLOCK_N)
-    elif P == P_PAD and L % BLOCK_N == 0:
-        w = tl.load(w_ptrs)
-    else:
-        w = tl.load(w_ptrs, mask=(k < P)[:, None] & (n < L)[None, :], other=0.0)
+    w = _weights(w_ptr + head * w_head, w_row, w_col, n_start, k, n, P, L, P_PAD, BLOCK_N, DIRECT)
     if PDL:
         # Weights do not change between launches; everything below may.
         tl.extra.cuda.gdc_wait()
@@ -184,44 +249,12 @@ def product(
     q_ptrs = q_ptr + head * q_head
     out_ptrs = out_ptr + head * WIDTH
     if BLOCK_M == 1:
-        for i in tl.static_range(M_TILES):
-            token = m_start + i
-            inside = token < tokens
-            q = tl.load(q_ptrs + token * q_row + k, mask=inside & (k < P), other=0.0)
-            slot = tl.load(slot_ptr + token, mask=inside, other=-1)
-            y = tl.sum(q.to(tl.float32)[:, None] * w.to(tl.float32), axis=0)
-            y = _product_cast(y, q_ptr.dtype.element_ty, inverse, OUT, Q_LIMIT, DIRECT)
-            out = out_ptrs + token * heads * WIDTH + n
-            tl.store(out, y, mask=(slot >= 0) & (n < L))
+        _sum_rows(
+            w, q_ptrs, slot_ptr, out_ptrs, inverse, m_start, tokens, k, n, q_row, heads,
+            P, L, WIDTH, Q_LIMIT, M_TILES,
+        )  # fmt: skip
     else:
-        q = _query_tile(q_ptrs, q_row, m_start, tokens, P, P_PAD, BLOCK_M)
-        for i in tl.range(0, M_TILES, num_stages=1):
-            m = m_start + i * BLOCK_M
-            if M_TILES > 1:
-                # Loads the next tile while this one is multiplied and stored.
-                end = tl.minimum(tokens, m_start + M_TILES * BLOCK_M)
-                following = _query_tile(q_ptrs, q_row, m + BLOCK_M, end, P, P_PAD, BLOCK_M)
-            if DIRECT:
-                # Arrives during the product.
-                slot = _direct_slots(slot_ptr, m, tokens, BLOCK_M)
-            y = tl.dot(q, w, input_precision="ieee")
-            y = _product_cast(y, q_ptr.dtype.element_ty, inverse, OUT, Q_LIMIT, DIRECT)
-            if DIRECT:
-                _direct_store(
-                    y, slot, out_ptrs, m, n_start, heads, L, WIDTH, BLOCK_M, BLOCK_N, WARPS
-                )
-            else:
-                # A store of the shape of the q or W tile would make Triton load that tile with the
-                # store's 16 elements per thread, which for 16-bit operands halves the use of
-                # every memory transaction: such a tile is stored as [2 BLOCK_M, BLOCK_N / 2].
-                FOLD: tl.constexpr = 2 if BLOCK_N == P_PAD or BLOCK_M == P_PAD else 1
-                y = tl.reshape(y, (FOLD * BLOCK_M, BLOCK_N // FOLD))
-                part = tl.arange(0, FOLD * BLOCK_M)[:, None]
-                row = m + part // FOLD
-                slot = tl.load(slot_ptr + row, mask=row < tokens, other=-1)
-                column = tl.arange(0, BLOCK_N // FOLD)[None, :]
-                column += n_start + (part % FOLD) * (BLOCK_N // FOLD)
-                out = out_ptrs + row * heads * WIDTH + column
-                tl.store(out, y, mask=(slot >= 0) & (column < L))
-            if M_TILES > 1:
-                q = following
+        _walk_tiles(
+            w, q_ptrs, slot_ptr, out_ptrs, inverse, m_start, tokens, n_start, q_row, heads,
+            P, L, WIDTH, P_PAD, Q_LIMIT, BLOCK_M, BLOCK_N, M_TILES, DIRECT, WARPS,
+        )  # fmt: skip

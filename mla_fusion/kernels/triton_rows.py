@@ -1,7 +1,7 @@
 """RoPE of the query's rotated part, and the cache rows: the programs beside the product.
 
-A program works on a tile and not row after row: it is a chain of loads (slot, position, angles),
-and a chain per row would be most of the time of a large batch.
+A program works on a tile of rows: the loads of slot, position and angles depend on each other, and
+such a chain for each row would take most of the time of a large batch.
 """
 
 from __future__ import annotations
@@ -14,19 +14,10 @@ from mla_fusion.kernels.triton_cast import cast, inverse_of
 
 @triton.jit
 def _rope_rows(
-    src,
-    dst,
-    rows,
-    cos_sin,
-    valid,
-    inverse,
-    R: tl.constexpr,
-    R_PAD: tl.constexpr,
-    ROPE: tl.constexpr,
-    NEOX: tl.constexpr,
-    LIMIT: tl.constexpr,
-    ZERO_INVALID: tl.constexpr,
-):
+    src, dst, rows, cos_sin, valid, inverse,
+    R: tl.constexpr, R_PAD: tl.constexpr, ROPE: tl.constexpr, NEOX: tl.constexpr,
+    LIMIT: tl.constexpr, ZERO_INVALID: tl.constexpr,
+):  # fmt: skip
     """RoPE of rows of R elements; `src`, `dst` and `cos_sin` are [ROWS, 1] pointers to them.
 
     `rows` [ROWS, 1] masks rows out. Rows that are not `valid` [ROWS, 1] become zeros
@@ -60,7 +51,7 @@ def _rope_rows(
             tl.store(dst + pair, first.to(DTYPE), mask=stored & (pair < HALF))
             tl.store(dst + HALF + pair, second.to(DTYPE), mask=stored & (pair < HALF))
         else:
-            # Load and store whole rows, so that accesses stay wide; split the pairs in registers.
+            # Accesses of whole rows are wide; pairs are split in registers.
             ROWS: tl.constexpr = src.shape[0]
             x = tl.load(src + cols, mask=rows & (cols < R), other=0.0).to(tl.float32)
             a, b = tl.split(tl.reshape(x, (ROWS, R_PAD // 2, 2)))
@@ -83,30 +74,12 @@ def _angles(cos_sin_ptr, position_ptr, token, inside, slot, stride, ROPE: tl.con
 
 @triton.jit
 def cache_rows(
-    kv_c_ptr,
-    k_pe_ptr,
-    cache_ptr,
-    slot_ptr,
-    position_ptr,
-    cos_sin_ptr,
-    k_scale_ptr,
-    unit,
-    tokens,
-    kv_c_row,
-    k_pe_row,
-    cache_block,
-    cache_entry,
-    cos_sin_stride,
-    R: tl.constexpr,
-    L: tl.constexpr,
-    R_PAD: tl.constexpr,
-    L_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROPE: tl.constexpr,
-    NEOX: tl.constexpr,
-    K_LIMIT: tl.constexpr,
+    kv_c_ptr, k_pe_ptr, cache_ptr, slot_ptr, position_ptr, cos_sin_ptr, k_scale_ptr,
+    unit, tokens, kv_c_row, k_pe_row, cache_block, cache_entry, cos_sin_stride,
+    R: tl.constexpr, L: tl.constexpr, R_PAD: tl.constexpr, L_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, ROPE: tl.constexpr, NEOX: tl.constexpr, K_LIMIT: tl.constexpr,
     CACHE_TOKENS: tl.constexpr,
-):
+):  # fmt: skip
     """cast(kv_c | rope(k_pe)) of CACHE_TOKENS tokens; a slot below 0 writes nothing."""
     token = unit * CACHE_TOKENS + tl.arange(0, CACHE_TOKENS)[:, None]
     inside = token < tokens
@@ -121,52 +94,22 @@ def cache_rows(
     latent = cast(latent.to(tl.float32), inverse, cache_ptr.dtype.element_ty, K_LIMIT)
     tl.store(cache_ptr + row + cols, latent, mask=valid & (cols < L))
     _rope_rows(
-        k_pe_ptr + token * k_pe_row,
-        cache_ptr + row + L,
-        inside,
-        angles,
-        valid,
-        inverse,
-        R,
-        R_PAD,
-        ROPE,
-        NEOX,
-        K_LIMIT,
-        False,
-    )
+        k_pe_ptr + token * k_pe_row, cache_ptr + row + L, inside, angles, valid, inverse,
+        R, R_PAD, ROPE, NEOX, K_LIMIT, False,
+    )  # fmt: skip
 
 
 @triton.jit
 def query_rows(
-    q_ptr,
-    out_ptr,
-    latent_ptr,
-    slot_ptr,
-    position_ptr,
-    cos_sin_ptr,
-    q_scale_ptr,
-    unit,
-    tokens,
-    heads,
-    q_row,
-    q_head,
-    cos_sin_stride,
-    P: tl.constexpr,
-    R: tl.constexpr,
-    L: tl.constexpr,
-    R_PAD: tl.constexpr,
-    L_PAD: tl.constexpr,
-    ROPE: tl.constexpr,
-    NEOX: tl.constexpr,
-    Q_LIMIT: tl.constexpr,
-    PRODUCT: tl.constexpr,
-    ROPE_ROWS: tl.constexpr,
-    ONE_TOKEN: tl.constexpr,
-):
-    """RoPE of ROPE_ROWS rows of q_pe [tokens * heads, R]; what PRODUCT leaves to do besides.
+    q_ptr, out_ptr, latent_ptr, slot_ptr, position_ptr, cos_sin_ptr, q_scale_ptr,
+    unit, tokens, heads, q_row, q_head, cos_sin_stride,
+    P: tl.constexpr, R: tl.constexpr, L: tl.constexpr, R_PAD: tl.constexpr, L_PAD: tl.constexpr,
+    ROPE: tl.constexpr, NEOX: tl.constexpr, Q_LIMIT: tl.constexpr,
+    PRODUCT: tl.constexpr, ROPE_ROWS: tl.constexpr, ONE_TOKEN: tl.constexpr,
+):  # fmt: skip
+    """RoPE of ROPE_ROWS rows of q_pe [tokens * heads, R], and the latent part that PRODUCT leaves.
 
-    ONE_TOKEN: all rows belong to one token, whose slot, position and angles are loaded once and
-    not for each row.
+    ONE_TOKEN: all rows belong to one token, whose slot, position and angles are loaded once.
     """
     OUT: tl.constexpr = out_ptr.dtype.element_ty
     WIDTH: tl.constexpr = L + R
@@ -179,19 +122,9 @@ def query_rows(
     valid = slot >= 0
     inverse = inverse_of(q_scale_ptr, Q_LIMIT)
     _rope_rows(
-        q_ptr + token * q_row + (row % heads) * q_head + P,
-        out_ptr + row * WIDTH + L,
-        inside,
-        angles,
-        valid,
-        inverse,
-        R,
-        R_PAD,
-        ROPE,
-        NEOX,
-        Q_LIMIT,
-        True,
-    )
+        q_ptr + token * q_row + (row % heads) * q_head + P, out_ptr + row * WIDTH + L,
+        inside, angles, valid, inverse, R, R_PAD, ROPE, NEOX, Q_LIMIT, True,
+    )  # fmt: skip
     cols = tl.arange(0, L_PAD)[None, :]
     out = out_ptr + row * WIDTH + cols
     if PRODUCT == "staged":
@@ -200,8 +133,8 @@ def query_rows(
         y = tl.where(valid, cast(y, inverse, tl.float32, Q_LIMIT), 0.0)
         tl.store(out, y.to(OUT), mask=inside & (cols < L))
     else:
-        # The product leaves the latents of padded rows to us: a mask on its stores is cheaper
-        # than a select for each of its elements.
+        # The product does not store padded rows: a mask on its stores is cheaper than a select
+        # for each element.
         padded = inside & (slot < 0)
         if tl.max(tl.reshape(padded.to(tl.int32), (padded.shape[0],)), axis=0) > 0:
             zero = tl.zeros((ROPE_ROWS, L_PAD), tl.float32).to(OUT)
