@@ -110,7 +110,8 @@ def store_output(pointers, acc, odd, wanted, PAIRS: gl.constexpr, layout: gl.con
 class Item(NamedTuple):
     """A work item: KV tokens `begin` to `end` of a sequence, `after` more follow; `partial` row.
 
-    Its query is the heads from `first_head` on, of the `count` rows from `token` on.
+    Its query is the heads from `first_head` on, of the `count` rows from `token` on; the tables are
+    the rows of the sequence.
     """
 
     sequence: Any
@@ -121,10 +122,15 @@ class Item(NamedTuple):
     begin: Any
     end: Any
     after: Any
+    table: Any
+    extra_table: Any
 
 
 @gluon.jit
-def read_item(info, qo_indptr_ptr, kv_indptr_ptr, HEADS: gl.constexpr, FOLD: gl.constexpr):
+def read_item(
+    info, qo_indptr_ptr, kv_indptr_ptr, table_ptr, extra_table_ptr, table_stride,
+    extra_table_stride, HEADS: gl.constexpr, FOLD: gl.constexpr,
+):  # fmt: skip
     """The work item in row `info` of work_info_set."""
     tile_index = gl.load(info)
     partial = gl.load(info + 1)
@@ -136,8 +142,10 @@ def read_item(info, qo_indptr_ptr, kv_indptr_ptr, HEADS: gl.constexpr, FOLD: gl.
     first_head = tile_index % FOLD * HEADS
     token = gl.load(qo_indptr_ptr + sequence).to(gl.int64)
     kv_base = gl.load(kv_indptr_ptr + sequence)
+    table = table_ptr + sequence.to(gl.int64) * table_stride
+    extra_table = extra_table_ptr + sequence.to(gl.int64) * extra_table_stride
     begin, end = kv_start - kv_base, kv_end - kv_base
-    return Item(sequence, first_head, partial, count, token, begin, end, after)
+    return Item(sequence, first_head, partial, count, token, begin, end, after, table, extra_table)
 
 
 @gluon.jit
@@ -156,7 +164,9 @@ def read_scales(scale, q_scale_ptr, kv_scale_ptr, FP8: gl.constexpr):
 def scores_of(buffers, buffer, q_keys, q_ropes, layout: gl.constexpr):
     """Products [tokens, rows] of a tile with the query."""
     key = buffers.keys.index(buffer)
-    s = gl.zeros([key.shape[0], q_keys.shape[0]], gl.float32, layout)
+    BLOCK_N: gl.constexpr = key.shape[0]
+    ROWS: gl.constexpr = q_keys.shape[0]
+    s = gl.zeros([BLOCK_N, ROWS], gl.float32, layout)
     s = warpgroup_mma(key, q_keys.permute((1, 0)), s, use_acc=False, is_async=True)
     rope = buffers.ropes.index(buffer)
     s = warpgroup_mma(rope, q_ropes.permute((1, 0)), s, is_async=True)
@@ -183,11 +193,13 @@ def add_values(acc, odd, decay, key, weights, FP8: gl.constexpr):
         odd = odd * decay[None, :]
         layout: gl.constexpr = acc.type.layout
         pairs: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+        BLOCK_N: gl.constexpr = key.shape[0]
+        L: gl.constexpr = key.shape[1]
         if RENAMED:
-            view = key.reinterpret(gl.int16, [key.shape[0], key.shape[1] // 2], pairs)
+            view = key.reinterpret(gl.int16, [BLOCK_N, L // 2], pairs)
         else:
-            view = key._reinterpret(gl.int16, [key.shape[0], key.shape[1] // 2], pairs)
-        for j in gl.static_range(key.shape[0] // 32):
+            view = key._reinterpret(gl.int16, [BLOCK_N, L // 2], pairs)
+        for j in gl.static_range(BLOCK_N // 32):
             value = view.slice(32 * j, 32).permute((1, 0))
             value = value.load(gl.DotOperandLayout(0, layout, 2))
             weight_part = weights.slice(32 * j, 32)
@@ -351,14 +363,12 @@ def decode_kernel(
     row = first_row + gl.arange(0, ROWS, gl.SliceLayout(0, score))
     last_work = gl.load(work_indptr_ptr + gl.program_id(0) + 1) - 1
     for work in range(gl.load(work_indptr_ptr + gl.program_id(0)), last_work + 1):
-        item = read_item(work_info_ptr + 8 * work, qo_indptr_ptr, kv_indptr_ptr, HEADS, FOLD)
-        sequence = item.sequence.to(gl.int64)
-        table, extra_table = (
-            table_ptr + sequence * table_stride,
-            extra_table_ptr + sequence * extra_table_stride,
-        )
-        first = Source(kv_ptr, table, block_stride)
-        extra = Source(extra_ptr, extra_table, extra_block_stride)
+        item = read_item(
+            work_info_ptr + 8 * work, qo_indptr_ptr, kv_indptr_ptr, table_ptr, extra_table_ptr,
+            table_stride, extra_table_stride, HEADS, FOLD,
+        )  # fmt: skip
+        first = Source(kv_ptr, item.table, block_stride)
+        extra = Source(extra_ptr, item.extra_table, extra_block_stride)
         copies = Copies(first, extra, latents, rotated, block_rows)
         if PDL:
             # All that follows, scales too, may be written by the kernel in front.
@@ -371,7 +381,7 @@ def decode_kernel(
         # Row blocks after the query rows of this sequence have nothing to do.
         has_rows = first_row < HEADS * item.count
         stop = gl.where(has_rows, (item.end + BLOCK_N - 1) // BLOCK_N, tile)
-        # Without a wait this copy would put its barrier a phase ahead.
+        # A copy without a wait would put its barrier a phase ahead.
         if tile < stop:
             start_copy(
                 one_of(buffers, 0), copies, tile, item.end, first_end, ENTRY, PAGE,
