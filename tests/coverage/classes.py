@@ -120,7 +120,8 @@ def _definitions(vllm: Path, names: set[str]) -> dict[str, _Definition]:
 def _module(
     path: Path, module: str, package: bool, architectures: set[str]
 ) -> dict[str, _Definition]:
-    tree = ast.parse(path.read_text())
+    text = path.read_text()
+    tree, lines = ast.parse(text), text.splitlines()
     scope: dict[str, set[str]] = defaultdict(set)
     out: dict[str, _Definition] = {}
     for node in ast.walk(tree):
@@ -139,35 +140,35 @@ def _module(
     for node in tree.body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             refers: set[str] = set()
-            for inner in _parts(node):
+            first = min(part.lineno for part in (node, *node.decorator_list))
+            source = "\n".join(lines[first - 1 : node.end_lineno])
+            for inner in _parts(node, source):
                 if isinstance(inner, ast.Name):
                     refers |= scope.get(inner.id, set())
                 elif isinstance(inner, ast.Constant) and inner.value in architectures:
                     refers.add(f"architecture:{inner.value}")
             # As a decorator, or as a function on the class of another package.
-            compiled = isinstance(node, ast.ClassDef) and "support_torch_compile(" in (
-                ast.unparse(node) + "".join(f"{ast.unparse(d)}(" for d in node.decorator_list)
-            )
+            compiled = isinstance(node, ast.ClassDef) and "support_torch_compile" in source
             if node.name.endswith(OWN_LAYER):
                 refers.add(f"layer:{node.name}")
             out[f"{module}:{node.name}"] = _Definition(refers, compiled)
     return out
 
 
-def _parts(node: ast.ClassDef | ast.FunctionDef) -> Iterator[ast.AST]:
-    """The nodes below it, without the bases of a class that builds nothing of what they build."""
-    bases = node.bases if isinstance(node, ast.ClassDef) and _builds_other_parts(node) else []
+def _parts(node: ast.ClassDef | ast.FunctionDef, text: str) -> Iterator[ast.AST]:
+    """The nodes below it, less the bases of a class that does not build their parts."""
+    bases = node.bases if isinstance(node, ast.ClassDef) and _builds_other_parts(node, text) else []
     left_out = {id(inner) for base in bases for inner in ast.walk(base)}
     return (inner for inner in ast.walk(node) if id(inner) not in left_out)
 
 
-def _builds_other_parts(node: ast.ClassDef) -> bool:
+def _builds_other_parts(node: ast.ClassDef, text: str) -> bool:
     """Whether it names its model itself, or sets itself up as a bare module."""
     named = any(
         isinstance(inner, ast.Assign) and ast.unparse(inner.targets[0]) == "model_cls"
         for inner in node.body
     )
-    return named or "nn.Module.__init__(self)" in ast.unparse(node)
+    return named or "nn.Module.__init__(self)" in text
 
 
 def _absolute(node: ast.ImportFrom, module: str, package: bool) -> str:
