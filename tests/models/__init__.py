@@ -9,6 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from mla_fusion.cli import tiny_models
+
 _TABLE: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("configs.json").read_text())
 NAMES = tuple(name for name in _TABLE if not name.startswith("_"))
 # Types whose configuration class is shipped with the checkpoints and in no package.
@@ -36,32 +38,7 @@ def register_configs() -> None:
         AutoConfig.register(name, made, exist_ok=True)
 
 
-DEEPSEEK_V2 = {
-    "architectures": ["DeepseekV2ForCausalLM"],
-    "model_type": "deepseek_v2",
-    "hidden_size": 256,
-    "intermediate_size": 256,
-    "moe_intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "n_shared_experts": 1,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "first_k_dense_replace": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "topk_method": "greedy",
-    "q_lora_rank": None,
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 128,
-    "v_head_dim": 128,
-    "vocab_size": 1024,
-    "max_position_embeddings": 4096,
-    "torch_dtype": "bfloat16",
-    "hidden_act": "silu",
-}
+DEEPSEEK_V2 = {**tiny_models.MODELS["deepseek-v2-shaped"], "num_hidden_layers": 2}
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
