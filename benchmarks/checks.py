@@ -1,4 +1,4 @@
-"""Checks of a script on a GPU: printed as they are made, counted, and its exit status."""
+"""Checks of a GPU script: each is printed and counted, and a failure sets the exit status."""
 
 from __future__ import annotations
 

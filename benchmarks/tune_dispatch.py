@@ -3,8 +3,8 @@
 
     python benchmarks/tune_dispatch.py --csv benchmarks/results/tune.csv --table dispatch.csv
 
-For every shape a first round measures tile shapes, a second one varies the rest around the best
-of them. A plan whose output does not agree with the reference is reported and never chosen.
+For every shape a first round measures tile shapes, a second one varies the rest of the best plan.
+A plan whose output does not agree with the reference is counted as bad and never chosen.
 """
 
 from __future__ import annotations

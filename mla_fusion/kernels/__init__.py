@@ -18,7 +18,7 @@ PROVIDERS = ("reference", "triton", "aiter")
 
 
 class ProviderUnavailable(RuntimeError):
-    """A provider was asked for that cannot run here; the message says what to do."""
+    """The chosen provider cannot run here; the message says what to do."""
 
 
 @functools.cache

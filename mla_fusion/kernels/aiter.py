@@ -1,17 +1,17 @@
-"""The ROCm provider: AITER's `fused_qk_rope_concat_and_cache_mla` behind the absorb product.
+"""The ROCm provider: the absorb product, then AITER's `fused_qk_rope_concat_and_cache_mla`.
 
-AITER's kernel takes an already absorbed query, so the region is two launches here and a memset.
-The contract is that of AITER's sources from v0.1.8 to v0.1.20 (docs/aiter.md); it is tested against
-a double of the module and has not been run on AMD hardware.
+AITER's kernel takes an absorbed query: the region is two launches and a memset.
+Its contract was read from AITER's sources, v0.1.8 to v0.1.20 (docs/aiter.md). It is tested against
+a mock of the module, not on AMD hardware.
 
-From v0.1.14 on a failed check of AITER aborts the process, and several assumptions are not checked
-at all (type of slots, positions, cosines and scales, density of the cosines and of q_out). So
-`validate` checks all of them in Python first. What the arguments avoid, rather than check:
+From v0.1.14 on a failed check in AITER aborts the process, and AITER does not check the types of
+slots, positions, cosines and scales, nor that the cosines and q_out are dense. `validate` checks
+all of it in Python first. Four pitfalls are avoided instead of checked:
 
 * 14 positional arguments in the order every release takes, k_scale before q_scale;
 * a dense absorbed query: before v0.1.17 its head stride was ignored;
 * q_out zeroed before the call: a row with slot < 0 is left as it was;
-* position 0 and one row of cosines where nothing is rotated: not every kernel clamps positions.
+* position 0 and one row of cosines without RoPE: not every kernel clamps positions.
 """
 
 from __future__ import annotations
@@ -204,10 +204,10 @@ def _device_fp32(x: Any, like: torch.Tensor) -> bool:
 def _absorb(
     q_nope: torch.Tensor, w_uk_t: torch.Tensor | PackedWeight, y_scale: torch.Tensor | None
 ) -> torch.Tensor:
-    """The absorbed query [T, H, L], dense, by the product that fits the weight's form.
+    """The absorbed query [T, H, L], dense, by the product for this form of weight.
 
-    The arguments of the packed products are those of vLLM's own calls: with an fp8 cache the fp4
-    product gets the scale of the query as `y_scale`.
+    The packed products are called as vLLM calls them: with an fp8 cache the fp4 product gets the
+    scale of the query as `y_scale`.
     """
     if isinstance(w_uk_t, torch.Tensor):
         return absorb(q_nope, w_uk_t)
@@ -231,8 +231,8 @@ _PRODUCTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-# (address, rows, width, type, device) of a table -> (the table, kept alive so that the address
-# stays its own; its dense halves). Without RoPE the address is 0.
+# (address, rows, width, type, device) of a table -> (the table, kept so that no other table gets
+# its address; its dense halves). Without RoPE the address is 0.
 _halves: dict[Any, tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]] = {}
 
 
@@ -284,9 +284,9 @@ def warmup(
 
 
 def capabilities() -> dict[str, bool]:
-    """What this AITER offers beyond what `require` asks for, by what it is called there.
+    """Whether this AITER has what `require` does not ask for, by AITER's names.
 
-    An argument that cannot be seen counts as missing: nothing depends on it.
+    An argument that cannot be read counts as missing: nothing depends on it.
     """
     import aiter
 
@@ -301,7 +301,7 @@ def capabilities() -> dict[str, bool]:
 
 
 def parameters(function: Callable[..., Any], name: str) -> tuple[str, ...]:
-    """Names of the arguments of `aiter.name`; a compiled op hides them, so those of its schema.
+    """Names of the arguments of `aiter.name`, from its schema if a compiled op hides them.
 
     Raises:
         ProviderUnavailable: it hides them and is not registered with torch.

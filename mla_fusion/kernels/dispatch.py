@@ -27,7 +27,7 @@ class Plan:
     mode: "one" launch, or "split": torch.bmm and a launch for the rest.
     block_m, block_n: tokens and latents of a product tile; block_m 1 sums products instead of
         using matrix instructions.
-    m_tiles: token tiles one product program walks over with its tile of W_UK.
+    m_tiles: token tiles of one product program, which loads its tile of W_UK once.
     rope_rows, cache_tokens: rows of [tokens * heads] and tokens of one rest program.
     rest_last: the rest programs come after the product programs in the grid.
     pdl: programmatic dependent launch (NVIDIA, compute capability 9 and later).
@@ -84,7 +84,7 @@ def measured() -> dict[str, Measured]:
 
 
 def default_plan(tokens: int, heads: int) -> Plan:
-    """A plan from the shape alone: tiles as tall as the batch, wide enough to fill a GPU."""
+    """A plan from the shape: tiles as tall as the batch, as many as fill a GPU."""
     if tokens == 1:
         return Plan(block_m=1, block_n=32, num_warps=2)
     block_m = min(64, max(16, 1 << (tokens - 1).bit_length()))
@@ -99,10 +99,10 @@ def default_plan(tokens: int, heads: int) -> Plan:
 
 
 def fit(plan: Plan, depth: int, itemsize: int) -> Plan:
-    """`plan` with tiles small enough for a reduction `depth` and type it was not measured at.
+    """`plan` with smaller tiles if the reduction is deeper or its type wider than measured.
 
-    Plans are made for 128 elements of 16 bits: wider or deeper tiles shrink by the same factor,
-    which keeps the operands within the same shared memory (LDS).
+    Plans are measured with 128 elements of 16 bits. Tiles shrink by the excess factor, so that the
+    operands fit the same shared memory (LDS).
     """
     factor = max(1, depth * itemsize // 256)
     if factor == 1 or plan.mode == "split":
@@ -146,7 +146,7 @@ def choose(tokens: int, heads: int, fp8_query: bool, table: str | None) -> Plan:
 def representatives(
     max_tokens: int, heads: int, fp8_query: bool, table: str | None
 ) -> dict[Plan, int]:
-    """Every plan that a bucket of 1 to `max_tokens` tokens can use, with a token count for it."""
+    """Every plan that batches of 1 to `max_tokens` tokens use, with a token count that uses it."""
     plans: dict[Plan, int] = {}
     for tokens in range(1, max_tokens + 1):
         plans.setdefault(choose(tokens, heads, fp8_query, table), tokens)

@@ -43,8 +43,8 @@ def require() -> None:
 def _limit(tensor: torch.Tensor) -> float:
     """Largest finite value of an fp8 tensor's type, 0 for every other type.
 
-    Negative on NVIDIA, where the instruction that converts to fp8 clamps (cvt.rn.satfinite): an
-    explicit clamp would cost large batches 4 % of their time.
+    Negative on NVIDIA, whose conversion to fp8 saturates (cvt.rn.satfinite): an explicit clamp
+    costs large batches 4 % of their time.
     """
     if tensor.dtype not in FP8_DTYPES:
         return 0.0
@@ -61,11 +61,11 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def _direct(plan: Plan, w_uk_t: torch.Tensor, q_out: torch.Tensor) -> bool:
-    """Whether product tiles are stored from the registers they are in (see `triton_product.py`).
+    """Whether product tiles are stored straight from registers (see `triton_product.py`).
 
-    A warp has 16 tokens of a tile, and must have 64 latents of them or a multiple. Triton does not
-    compile this for a W_UK that it cannot load 16 aligned elements at a time. The types are those
-    that this was measured with.
+    A warp has 16 tokens of a tile, and must have a multiple of 64 latents. Triton compiles this
+    only for a W_UK of which it can load 16 aligned elements at a time. Only these types were
+    measured.
     """
     sides, rest = divmod(16 * plan.num_warps, plan.block_m)
     head, row, column = w_uk_t.stride()
@@ -88,7 +88,7 @@ def _pad(size: int) -> int:
 
 
 def _check(inputs: Inputs) -> None:
-    """Raise ValueError for what the table of shapes allows and this provider does not."""
+    """Raise ValueError for valid inputs that this provider does not take."""
     for name in ("q", "kv_c", "k_pe", "cos_sin_cache", "kv_cache", "w_uk_t", "q_out"):
         tensor = getattr(inputs, name)
         if tensor is None:
@@ -135,8 +135,8 @@ def _torch_product(inputs: Inputs) -> tuple[str, torch.Tensor]:
     _, nope, latent = w_uk_t.shape
     product, staged, target = "done", q_out, q_out[..., :latent]
     if q_out.dtype != q.dtype:
-        # The one allocation of this provider, and only where the table asks for it: torch's
-        # product cannot write fp8. Under capture it comes from the graph's own pool.
+        # This provider's only allocation: torch.bmm cannot write fp8. Under capture it comes from
+        # the graph's own pool.
         product, target = "staged", q.new_empty((*q.shape[:2], latent))
         staged = target
     torch.bmm(q[..., :nope].transpose(0, 1), w_uk_t, out=target.transpose(0, 1))
@@ -160,8 +160,8 @@ def launch_arguments(
     """
     q, kv_c, k_pe, angles = inputs.q, inputs.kv_c, inputs.k_pe, inputs.cos_sin_cache
     tokens, heads, _ = q.shape
-    # With one token the row strides mean nothing; a fixed value keeps them from costing the
-    # aligned variant, so that every batch size of a bucket runs what the warm-up compiled.
+    # Row strides of one token have no meaning. Fixed, they select the aligned variant, which the
+    # warm-up compiled.
     strides = [q.stride(0), kv_c.stride(0), k_pe.stride(0)] if tokens > 1 else [0, 0, 0]
     align = 16 // q.element_size()
     if any(stride % align for stride in strides):
@@ -208,8 +208,8 @@ def _options(plan: Plan, product: str, align: int, inputs: Inputs) -> dict[str, 
         "WARPS": plan.num_warps,
         "num_warps": plan.num_warps,
         "num_stages": plan.num_stages,
-        # Contraction of x * cos - y * sin would leave one product unrounded, and near zero that
-        # is many units in the last place away from what the reference computes.
+        # Contraction would leave one product of x * cos - y * sin unrounded: near zero the result
+        # would be many units in the last place off the reference's.
         "enable_fp_fusion": False,
     }
     if plan.pdl:

@@ -1,7 +1,6 @@
 """The Triton kernel of the fused region: one source for NVIDIA and AMD.
 
-One launch holds two kinds of programs, so that they run side by side instead of one after the
-other:
+One launch holds two kinds of programs, which run side by side:
 
     product   `triton_product.py`, [block_m tokens, one head, block_n latents]: q_nope @ W_UK,
               rounded to the activation type, cast into q_out
@@ -65,8 +64,8 @@ def prep_kernel(
     divided by ALIGN. PDL: the launch has the programmatic-dependent-launch attribute. DIRECT: see
     `triton_product.py`; WARPS is num_warps.
     """
-    # Products with a constant: Triton sees the alignment (tl.multiple_of does nothing to an
-    # argument), which decides between 16-byte and 2-byte loads.
+    # The factor shows Triton the alignment, which decides between 16-byte and 2-byte loads;
+    # tl.multiple_of has no effect on an argument.
     q_row = q_row * ALIGN
     kv_c_row = kv_c_row * ALIGN
     k_pe_row = k_pe_row * ALIGN

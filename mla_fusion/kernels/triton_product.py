@@ -1,19 +1,18 @@
 """The q-absorb product: q_nope @ W_UK, written into the latent part of the query.
 
-A program loads its tile of W_UK once and walks over its token tiles, because at decode sizes W_UK
-is most of the bytes.
+A program loads its tile of W_UK once for several token tiles: at decode sizes W_UK is most of the
+bytes.
 
-DIRECT: large tiles of an fp8 query go from the registers of Hopper's matrix instruction straight to
-memory. That instruction leaves a warp with 16 tokens, and a lane with two neighbours of every 8
-columns of the tokens lane / 4 and lane / 4 + 8:
+DIRECT: large tiles of an fp8 query are stored straight from the registers of WGMMA, which leaves a
+warp with 16 tokens, and a lane with two neighbours of every 8 columns of the tokens lane / 4 and
+lane / 4 + 8:
 
     column      0  1   2  3   4  5   6  7   8  9  10 11  12 13  14 15  16 17 ...
     lane % 4    0      1      2      3      0      1      2      3      0
 
 Two bytes are too few for a store, and collecting 16 through shared memory costs every token tile
-two or three exchanges of two barriers each. But which latent a column holds is ours to choose, by
-the order of W_UK's columns. In this one a lane has 16 latents in a row of every 64, and stores them
-from its registers:
+two or three exchanges of two barriers each. But the order of W_UK's columns decides which latent a
+column holds. In this order a lane has 16 consecutive latents of every 64:
 
     latent      0  1  16 17  32 33  48 49   2  3  18 19  34 35  50 51   4  5 ...
 """

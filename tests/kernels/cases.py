@@ -16,8 +16,8 @@ from mla_fusion.kernels.inputs import Inputs, padded_batch
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call of the fused region. `kv` is the type of the cache, `query` that of q_out, `gap` the
-    elements before each row of a strided input."""
+    """One call of the fused region. kv: type of the cache; query: type of q_out; gap: elements
+    before each row of a strided input."""
 
     tokens: int = 5
     heads: int = 3
@@ -133,9 +133,8 @@ def absorb_interval(
 class Judgement:
     """A query against the reference.
 
-    equal: share of equal elements. bounded: elements more than one step off, in the absorbed half
-    and inside `absorb_interval`. wrong: elements that nothing excuses. worst: largest
-    distance in steps.
+    equal: share of equal elements. bounded: elements of the absorbed half more than one step off,
+    but inside `absorb_interval`. wrong: all other deviations. worst: largest distance in steps.
     """
 
     equal: float
@@ -147,8 +146,8 @@ class Judgement:
 def judge(inputs: Inputs, got: torch.Tensor, want: torch.Tensor) -> Judgement:
     """Hold a query `got` [T, H, L + R] to the specification; `want` is the reference's.
 
-    The rotated half must be equal. The absorbed half must be within one step, or be what an fp32
-    sum in some order gives; in fp8 one step is the limit and one element in a thousand may use it.
+    The rotated half must be equal. The absorbed half must be within one step, or within what an
+    fp32 sum in some order gives; in fp8 within one step, and equal in 99.9 % of the elements.
     """
     q, w = inputs.q, inputs.w_uk_t
     nope, latent = w.shape[1:]

@@ -1,6 +1,6 @@
-"""Compile a Triton kernel for a GPU that is not there, and read what came out.
+"""Compile a Triton kernel for a GPU that is not installed, and read its machine code.
 
-Triton brings the code generators, assemblers and disassemblers of both vendors; nothing runs.
+Triton has code generators, assemblers and disassemblers for both vendors; nothing runs.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Report:
     """Resources and instructions of one compiled kernel.
 
     registers: of one thread (vector registers on AMD). spills: spilled registers, or bytes of
-    stack on NVIDIA. memory_spills: those of AMD that go to memory; scalar registers go to lanes of
-    a vector register. hot_spills, hot_reads, hot_barriers: memory accesses for spilled registers,
-    loads from shared memory and barriers inside the innermost loop with matrix instructions; NVIDIA
-    alone. shared: bytes of shared memory (LDS). matrix: kinds of matrix instructions.
-    fp8_converts: packed conversions to fp8. wide_loads: 16-byte global loads. narrow_loads:
-    global loads of 2 bytes or fewer. contractions: fused multiply-adds of fp32.
-    bulk_copies: loads by NVIDIA's tensor copy engine. order: accesses to global memory (with
-    .128 if so wide) and instructions of programmatic launch, as they stand; NVIDIA alone.
+    stack on NVIDIA. memory_spills (AMD): spills to memory; scalar registers spill to lanes of a
+    vector register. hot_spills, hot_reads, hot_barriers (NVIDIA): accesses for spilled registers,
+    loads from shared memory and barriers in the innermost loop with matrix instructions. shared:
+    bytes of shared memory (LDS). matrix: kinds of matrix instructions. fp8_converts: packed
+    conversions to fp8. wide_loads: 16-byte global loads. narrow_loads: global loads of 2 bytes or
+    fewer. contractions: fused multiply-adds of fp32. bulk_copies: loads by TMA. order (NVIDIA):
+    accesses to global memory (with .128 if so wide) and instructions of programmatic launch, in
+    program order.
     """
 
     registers: int

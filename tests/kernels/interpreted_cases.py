@@ -152,7 +152,7 @@ DIRECT_CASES = {
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans are those of a Hopper GPU; conversions, which are PTX there, stay the interpreter's."""
+    """Plans of a Hopper GPU; conversions, PTX there, are the interpreter's."""
     monkeypatch.setattr(provider, "_is_hopper", lambda device: True)
 
 
@@ -209,7 +209,7 @@ def test_overflow_saturates_and_nan_stays_nan(plan: Plan) -> None:
 
 
 def test_a_planted_bug_is_seen() -> None:
-    """The comparison bites: a kernel that believes NeoX is GPT-J does not pass."""
+    """A kernel that takes NeoX for GPT-J fails the comparison."""
     wrong = types.SimpleNamespace(
         fused_mla_decode_prep=lambda inputs: provider.fused_mla_decode_prep(
             inputs._replace(is_neox=False)

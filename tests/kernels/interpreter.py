@@ -2,12 +2,12 @@
 
 Triton's CPU interpreter (3.6 to 3.9) is silently wrong for small floating-point types: bf16
 arithmetic runs on the bit patterns as integers, fp32 -> bf16 truncates, conversions to fp8
-neither round to even nor saturate, and comparisons of a scalar lose their boolean type when they
-are broadcast. `install()` replaces those operations in this process. Every other small value is
-computed in fp32 from its exact value and rounded once, as a GPU does.
+neither round to even nor saturate, and a broadcast comparison of a scalar loses its boolean type.
+`install()` replaces those operations in this process: small values are computed in fp32 and rounded
+once, as on a GPU.
 
 Checks, off unless asked for:
-    bounds   every lane that a mask lets through addresses the storage of a tensor argument
+    bounds   every unmasked lane addresses the storage of a tensor argument
     races    no two programs of one launch store to the same byte
 Both raise `CheckFailed`. An address is a byte address of host memory.
 
@@ -28,7 +28,7 @@ BITWISE = (np.bitwise_and, np.bitwise_or, np.bitwise_xor)
 
 
 class CheckFailed(Exception):
-    """A kernel addressed memory that it should not have."""
+    """A kernel accessed memory that it must not access."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +105,7 @@ def is_small(dtype: tl.dtype) -> bool:
 
 
 def decode(handle: stock.TensorHandle) -> np.ndarray:
-    """The values behind a handle, in fp32 if its type is small."""
+    """The values of a handle, in fp32 if its type is small."""
     dtype = handle.dtype.scalar
     if dtype == tl.bfloat16:
         return bf16_decode(handle.data)
@@ -129,7 +129,7 @@ def encode(values: np.ndarray, dtype: tl.dtype) -> stock.TensorHandle:
 
 @dataclasses.dataclass
 class Launch:
-    """What the checks know about the launch in progress."""
+    """The launch in progress: storages of its arguments, and which program wrote each byte."""
 
     spans: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     writers: dict[int, tuple[int, int, int]] = dataclasses.field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What is computed once must not be computed while a graph is captured."""
+"""A table that is computed once must not be computed during graph capture."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mla_fusion.ops import Rope
 
 @pytest.fixture
 def capturing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """A pretended GPU whose stream is being captured while the list is not empty."""
+    """A mocked GPU whose stream is being captured while the list is not empty."""
     state = [True]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(state))

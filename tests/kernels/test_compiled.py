@@ -95,7 +95,7 @@ def test_activation_query_and_split_compile(target: str) -> None:
 
 
 def test_measured_plans_compile_without_spills() -> None:
-    """Every plan of the tables measured on sm_90 that differs from the ones above."""
+    """Every plan of dispatch.csv that was measured on sm_90 with an fp8 query."""
     plans = {
         plan
         for device in dispatch.measured().values()
@@ -110,14 +110,14 @@ def test_measured_plans_compile_without_spills() -> None:
 
 @pytest.mark.parametrize("block_n, num_warps", [(128, 4), (128, 8), (256, 8)])
 def test_large_tiles_are_stored_from_registers(block_n: int, num_warps: int) -> None:
-    """The loop over token tiles has the barriers of the query's tile, and none for the output."""
+    """The loop over token tiles has barriers for the query's tile only, not for the output."""
     plan = Plan(block_m=64, block_n=block_n, m_tiles=8, rope_rows=32, num_warps=num_warps, pdl=True)
     args, options = arguments("sm_90", plan, 512, torch.float8_e4m3fn)
     assert options["DIRECT"]
     code = compile_for("sm_90", triton_kernels.prep_kernel, args, options)
     direct = report("sm_90", code)
     assert direct.spills == direct.hot_reads == 0 and direct.hot_barriers <= 2, direct
-    # The reader bites: without DIRECT the output goes through shared memory.
+    # A planted error: without DIRECT the output goes through shared memory.
     options["DIRECT"] = False
     code = compile_for("sm_90", triton_kernels.prep_kernel, args, options)
     exchanged = report("sm_90", code)
@@ -125,7 +125,7 @@ def test_large_tiles_are_stored_from_registers(block_n: int, num_warps: int) -> 
 
 
 def test_aligned_strides_give_wide_query_loads() -> None:
-    """An unaligned row stride must cost its own variant, not the aligned one's width."""
+    """An unaligned row stride gets a variant of its own; the aligned one keeps wide loads."""
     plan = DEFAULTS[64]
     args, options = arguments("sm_90", plan, 64, torch.float8_e4m3fn)
     wide = report("sm_90", compile_for("sm_90", triton_kernels.prep_kernel, args, options))
@@ -136,9 +136,9 @@ def test_aligned_strides_give_wide_query_loads() -> None:
 
 @pytest.mark.parametrize("target", ["gfx942", "sm_90"])
 def test_rotation_is_not_contracted(target: str) -> None:
-    """No fused multiply-add rounds x * cos - y * sin otherwise than the reference.
+    """No fused multiply-add: it would round x * cos - y * sin unlike the reference.
 
-    A bf16 query and cache, so that no division by a scale (which is made of them) is in the way.
+    With a bf16 query and cache no division by a scale is left, which consists of them.
     """
     args, options = arguments(target, DEFAULTS[64], 64, torch.bfloat16)
     for fusion, seen in ((False, False), (True, True)):
@@ -149,7 +149,7 @@ def test_rotation_is_not_contracted(target: str) -> None:
 
 
 def test_spills_are_seen() -> None:
-    """The reader bites: with 40 registers a large tile has to spill."""
+    """A planted error: with 40 registers a large tile has to spill."""
     plan = Plan(block_m=32, block_n=256, num_warps=4)
     args, options = arguments("sm_90", plan, 64, torch.float8_e4m3fn)
     options["maxnreg"] = 40
