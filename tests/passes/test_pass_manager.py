@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
 import shutil
 from pathlib import Path
@@ -201,32 +202,34 @@ def test_invariant_9_uuid_changes_with_provider_bucket_and_source(
 
 def test_invariant_9_source_hash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An edited file that can change a graph or a kernel is another hash; another file is not."""
-    for folder in ("mla_fusion", "passes", "patterns"):
-        shutil.copytree(ROOT / folder, tmp_path / folder)
-
-    def module(package: str) -> SimpleNamespace:
-        names = package.split(".")
-        beside = len(names) > 1 and names[1] in ("passes", "patterns")
-        folder = tmp_path / names[1] if beside else tmp_path.joinpath(*names)
-        return SimpleNamespace(__file__=str(folder / "__init__.py"))
-
-    monkeypatch.setattr(identity, "import_module", module)
+    for package in (*identity._PACKAGES, "mla_fusion.cli", "mla_fusion.report"):
+        source = importlib.import_module(package).__file__
+        assert source is not None
+        (tmp_path / package).mkdir()
+        for file in Path(source).parent.iterdir():
+            if file.is_file():
+                shutil.copy(file, tmp_path / package)
+    monkeypatch.setattr(
+        identity,
+        "import_module",
+        lambda package: SimpleNamespace(__file__=str(tmp_path / package / "__init__.py")),
+    )
     compute = identity.source_hash.__wrapped__
     before = compute()
     assert compute() == before
     for path, changes in {
-        "passes/lift.py": True,
-        "patterns/probe.py": True,
-        "mla_fusion/kernels/triton.py": True,
-        "mla_fusion/attention/planner.py": True,
-        "mla_fusion/runtime/step_plan.py": True,
-        "mla_fusion/config/eligibility.py": True,
+        "mla_fusion.passes/lift.py": True,
+        "mla_fusion.patterns/probe.py": True,
+        "mla_fusion.kernels/triton.py": True,
+        "mla_fusion.attention/planner.py": True,
+        "mla_fusion.runtime/step_plan.py": True,
+        "mla_fusion.config/eligibility.py": True,
         "mla_fusion/ops.py": True,
         "mla_fusion/plugin.py": True,
-        "mla_fusion/kernels/new.csv": True,
-        "mla_fusion/cli/check.py": False,
-        "mla_fusion/cli/doctor.py": False,
-        "mla_fusion/report/svg.py": False,
+        "mla_fusion.kernels/new.csv": True,
+        "mla_fusion.cli/check.py": False,
+        "mla_fusion.cli/doctor.py": False,
+        "mla_fusion.report/svg.py": False,
     }.items():
         with (tmp_path / path).open("a") as file:
             file.write("#")
