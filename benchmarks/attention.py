@@ -28,7 +28,6 @@ from attention_cases import (
     SCALE,
     TOLERANCE,
     WIDTH,
-    Call,
     Case,
     decode,
     error,
@@ -39,25 +38,12 @@ from attention_cases import (
 
 from mla_fusion.attention.sparse import Scope, sparse_mla_decode, sparse_scratch
 from mla_fusion.cli.bench import environment
-from mla_fusion.cli.bench_region import interleave, measure_ceilings, quantiles
+from mla_fusion.cli.bench_region import capture_calls, interleave, measure_ceilings, quantiles
+from mla_fusion.cli.compare import distance
 
 FACTS = ["gpu", "driver", "torch", "triton", "vllm", "commit", "command"]
 CASE = ["batch", "context", "ragged", "heads", "dtype"]
 RESULT = ["candidate", "p20_us", "p50_us", "p80_us", "gbps", "tflops", "error"]
-
-
-def capture(call: Call, count: int) -> torch.cuda.CUDAGraph:
-    """A graph of `count` calls."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call(0)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(count):
-            call(i)
-    return graph
 
 
 def measure(case: Case, candidates: dict, rounds: int) -> list[dict]:
@@ -74,7 +60,7 @@ def measure(case: Case, candidates: dict, rounds: int) -> list[dict]:
             inputs.caches.reverse()
             errors[name] = error(inputs, out, case.lengths())
             calls[name] = call, out
-            graphs[name] = capture(call, len(inputs.caches))
+            graphs[name] = capture_calls(call, len(inputs.caches))
         except (ImportError, RuntimeError, AttributeError, ValueError) as problem:
             print(f"{name} left out: {type(problem).__name__} {str(problem)[:300]}")
     rows = []
@@ -112,7 +98,7 @@ def replayed(dtype: torch.dtype) -> None:
         plan.refresh(qo_indptr=rows, seq_lens=inputs.lens, num_tokens=16, max_query_len=1)
         decode(inputs, plan, 0, out)
 
-    graph = capture(step, 1)
+    graph = capture_calls(step, 1)
     for seed in range(6):
         lengths = [random.Random(seed * 16 + b).randint(1, 4096) for b in range(16)]
         inputs.lens.copy_(torch.tensor(lengths))
@@ -146,7 +132,7 @@ def replayed_sparse(dtype: torch.dtype) -> None:
             q, scopes, scratch, softmax_scale=SCALE, sink=sink, q_scale=half, kv_scale=half, out=out
         )
 
-    graph, worst = capture(step, 1), 0.0
+    graph, worst = capture_calls(step, 1), 0.0
     for _ in range(5):
         for table, length, width in zip(tables, lens, widths, strict=True):
             table.copy_(torch.randint(-2000, 64 * PAGE, table.shape).clamp(min=-1))
@@ -165,9 +151,9 @@ def replayed_sparse(dtype: torch.dtype) -> None:
             scores = SCALE * scale * scale * q[t].double() @ keys.T
             total = torch.logaddexp(scores.logsumexp(-1), sink.double())
             want = (scores - total[:, None]).exp() @ keys[:, :LATENT] * scale
-            distance = (out[t].double() - want).norm() / want.norm().clamp(min=1e-9)
-            worst = max(worst, float(distance) if float(distance) == float(distance) else math.inf)
-    times = interleave({"sparse": capture(lambda i: step(1), 8)}, 8, 9)["sparse"]
+            apart = distance(out[t], want)
+            worst = max(worst, math.inf if math.isnan(apart) else apart)
+    times = interleave({"sparse": capture_calls(lambda i: step(1), 8)}, 8, 9)["sparse"]
     print(f"sparse, {dtype}, 32 tokens, 128 + 1024 slots at most: error {worst:.1e}, "
           f"{quantiles(times)[1]:.1f} us", flush=True)  # fmt: skip
     assert worst <= TOLERANCE

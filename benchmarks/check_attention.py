@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attention import FACTS, capture
+from attention import FACTS
 from attention_cases import (
     BF16,
     FP8,
@@ -40,7 +40,8 @@ from checks import expect, finish
 from mla_fusion.attention import PersistentDecodePlan, planner
 from mla_fusion.attention.buffers import PLANNED
 from mla_fusion.cli.bench import environment
-from mla_fusion.cli.bench_region import interleave, quantiles
+from mla_fusion.cli.bench_region import capture_calls, interleave, quantiles
+from mla_fusion.cli.compare import distance
 
 # fp8 products of Hopper sum up in fewer bits than fp32 has: 1e-3 at most in five runs; bf16 3.2e-6.
 LSE_TOLERANCE = {BF16: 1e-5, FP8: 2e-3}
@@ -80,10 +81,7 @@ def starts_of(rows: list[int]) -> list[int]:
 
 def refresh(plan: PersistentDecodePlan, rows: list[int], lengths: list[int], longest: int) -> None:
     """Plan sequences of `rows` query rows and `lengths` KV tokens, where the plan is."""
-    starts, lens = (
-        torch.tensor(values, dtype=torch.int32, device=plan.device)
-        for values in (starts_of(rows), lengths)
-    )
+    starts, lens = (ints(values).to(plan.device) for values in (starts_of(rows), lengths))
     plan.refresh(qo_indptr=starts, seq_lens=lens, num_tokens=sum(rows), max_query_len=longest)
 
 
@@ -154,7 +152,7 @@ def refresh_times() -> list[dict[str, Any]]:
                 "qo_indptr": ints(list(range(batch + 1))), "seq_lens": lens,
                 "num_tokens": batch, "max_query_len": 1,
             }  # fmt: skip
-            graphs[str(batch)] = capture(lambda i, p=plan, s=step: p.refresh(**s), REFRESHES)
+            graphs[str(batch)] = capture_calls(lambda i, p=plan, s=step: p.refresh(**s), REFRESHES)
         workers = plan.rules.workers
         for name, samples in interleave(graphs, REFRESHES, ROUNDS).items():
             p20, p50, p80 = (f"{us:.4g}" for us in quantiles(samples))
@@ -205,7 +203,6 @@ def run_decode(name: str, case: Case, rng: random.Random) -> None:
         nonlocal clean
         for out, lse in zip(outs, lses, strict=True):
             errors = distances(inputs, out, lse, starts_of(rows), lengths)
-            # max() may lose a NaN; torch keeps it.
             worst[kind] = torch.tensor([worst[kind], errors]).amax(0).tolist()
         clean &= bool(outs[:, sum(rows) :].isnan().all())
 
@@ -216,7 +213,7 @@ def run_decode(name: str, case: Case, rng: random.Random) -> None:
     lses: list[torch.Tensor] = []
     # As in a graph of vLLM: for the largest batch, replayed for smaller ones after it.
     set_batch([case.queries] * case.batch, decode_lengths(rng, case))
-    graph = capture(lambda i: lses.extend(step(rows_of_plan, case.queries)), 1)
+    graph = capture_calls(lambda i: lses.extend(step(rows_of_plan, case.queries)), 1)
     for _ in range(REPLAYS):
         rows = [rng.choice((case.queries, rng.randint(0, case.queries))) for _ in range(BATCH)]
         lengths = decode_lengths(rng, case)
@@ -254,17 +251,17 @@ def distances(
     inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, starts: list[int], lengths: list[int]
 ) -> list[float]:
     """Largest relative distance of a sequence's output, and largest of an LSE; NaN stays NaN."""
-    worst = torch.zeros(2, dtype=torch.float64, device="cuda")
+    found = [[0.0, 0.0]]
     for b, length in enumerate(lengths):
         rows = slice(starts[b], starts[b + 1])
         if rows.start == rows.stop:
             continue
         want, want_lse = exact(inputs, b, length, rows)
-        distance = (out[rows].double() - want).norm() / want.norm().clamp(min=1e-9)
         # Rows that see no key: -inf minus -inf is NaN, and the one right distance of zero.
         moved = torch.where(lse[rows] == want_lse, 0.0, (lse[rows].double() - want_lse).abs())
-        worst = torch.maximum(worst, torch.stack((distance, moved.amax())))
-    return worst.tolist()
+        found.append([distance(out[rows], want), float(moved.amax())])
+    # max() may lose a NaN; torch keeps it.
+    return torch.tensor(found).amax(0).tolist()
 
 
 def main() -> None:

@@ -53,3 +53,12 @@ def test_a_stray_write_is_counted() -> None:
     storage[5] = 4  # the gap after an entry
     assert compare.stray_bytes(storage, cache, slots) == 2
     assert compare.poisoned(torch.ones(3).bfloat16()).view(torch.uint8).eq(compare.POISON).all()
+
+
+def test_the_distance_is_relative_and_keeps_nan() -> None:
+    want = torch.tensor([3.0, 4.0])
+    assert compare.distance(want, want) == 0
+    assert compare.distance(want + torch.tensor([0.0, 0.5]), want) == 0.1
+    for got in (torch.tensor([torch.nan, 4.0]), want / 0):
+        assert not compare.distance(got, want) <= 1e300
+    assert compare.distance(torch.zeros(2), torch.zeros(2)) == 0 < compare.distance(want, want * 0)

@@ -194,18 +194,23 @@ def agreement(region: Region, layer: Layer, expected: Layer | None = None) -> tu
 def capture(region: Region, layer: Layer) -> torch.cuda.CUDAGraph:
     """All layers of one candidate in a CUDA graph."""
 
-    def step() -> None:
-        for i, (weight, cache) in enumerate(zip(region.weights, region.caches, strict=True)):
-            layer(weight, cache, region.sets[i % len(region.sets)])
+    def call(i: int) -> None:
+        layer(region.weights[i], region.caches[i], region.sets[i % len(region.sets)])
 
+    return capture_calls(call, len(region.weights))
+
+
+def capture_calls(call: Callable[[int], object], count: int) -> torch.cuda.CUDAGraph:
+    """A graph of `count` calls, after a first one that is not captured."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        layer(region.weights[0], region.caches[0], region.sets[0])
+        call(0)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        step()
+        for i in range(count):
+            call(i)
     return graph
 
 

@@ -28,6 +28,12 @@ def steps(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
     return distance.masked_fill(got_nan & want_nan, 0).masked_fill(got_nan ^ want_nan, 1 << 40)
 
 
+def distance(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Relative distance of two tensors, in float64; NaN if either holds one."""
+    want = want.double()
+    return float((got.double() - want).norm() / want.norm().clamp(min=1e-9))
+
+
 def agreement(*pairs: tuple[torch.Tensor, torch.Tensor]) -> tuple[float, int]:
     """Share of equal elements, and the largest distance in steps, over pairs of tensors."""
     distances = [steps(got, want).flatten() for got, want in pairs]
