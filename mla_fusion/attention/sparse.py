@@ -17,8 +17,7 @@ import torch
 from mla_fusion.attention import triton as provider
 from mla_fusion.attention.plan import PersistentDecodePlan
 from mla_fusion.attention.triton import Scope
-from mla_fusion.attention.validate import Inputs
-from mla_fusion.kernels.arithmetic import FP8_DTYPES
+from mla_fusion.attention.validate import Inputs, validate
 
 # Scopes change between tiles, and both kernels' tiles divide this.
 TILE = 64
@@ -178,61 +177,34 @@ def sparse_mla_decode(
     if out is None:
         dtype = q.dtype if q.dtype.itemsize > 1 else torch.bfloat16
         out = q.new_empty((*q.shape[:2], latent), dtype=dtype)
-    _check(q, scopes, scratch, sink, q_scale, kv_scale, out)
+    if len(scopes) != len(scratch.widths):
+        raise ValueError(f"the scratch is for {len(scratch.widths)} scopes, got {len(scopes)}")
     lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
-    sparse = provider.Sparse(scopes[-1], scratch.first, scratch.first_lens, sink)
-    cache, table = scopes[0].kv_cache, scopes[0].table
-    given = Inputs(q, cache, scratch.plan, table, softmax_scale, q_scale, kv_scale, out, lse)
-    provider.launch(given, sparse)
+    every = []
+    for number, (scope, width) in enumerate(zip(scopes, scratch.widths, strict=True)):
+        cache, table = scope.kv_cache, scope.table
+        given = Inputs(q, cache, scratch.plan, table, softmax_scale, q_scale, kv_scale, out, lse)
+        try:
+            _check(given, width, sink)
+        except ValueError as error:
+            raise ValueError(f"scope {number}: {error}") from None
+        every.append(given)
+    provider.launch(every[0], provider.Sparse(scopes[-1], scratch.first, scratch.first_lens, sink))
     return out, lse
 
 
-def _check(
-    q: torch.Tensor,
-    scopes: Sequence[Scope],
-    scratch: SparseScratch,
-    sink: torch.Tensor | None,
-    q_scale: torch.Tensor | None,
-    kv_scale: torch.Tensor | None,
-    out: torch.Tensor,
-) -> None:
-    """Raise ValueError unless the arguments of `sparse_mla_decode` fit each other."""
-    settings, step = scratch.plan.settings, scratch.plan.step
-    if step is None or q.shape[0] != step.num_tokens:
+def _check(given: Inputs, width: int, sink: torch.Tensor | None) -> None:
+    """Raise ValueError unless the arguments for one scope fit each other."""
+    validate(given)
+    latent, heads = given.plan.settings.v_head_dim, given.plan.settings.num_heads
+    provider.check(given.q, given.kv_cache, latent)
+    if given.block_table.shape[1] != width:
+        raise ValueError(f"the table must have {width} columns, got {given.block_table.shape[1]}")
+    if sink is None:
+        return
+    dense = sink.shape == (heads,) and sink.is_contiguous()
+    if not dense or sink.dtype != torch.float32 or sink.device != given.plan.device:
         raise ValueError(
-            f"the scratch was refreshed for {step and step.num_tokens} tokens, q has "
-            f"{q.shape[0]}: call scratch.refresh(...) once a step"
+            f"sink must be dense fp32 [{heads}] on {given.plan.device}, got {sink.dtype} "
+            f"{tuple(sink.shape)} on {sink.device}"
         )
-    tokens, heads, latent = step.num_tokens, settings.num_heads, settings.v_head_dim
-    if len(scopes) != len(scratch.widths):
-        raise ValueError(f"the scratch is for {len(scratch.widths)} scopes, got {len(scopes)}")
-    expected: dict[str, tuple[torch.Tensor, Sequence[int], tuple[torch.dtype, ...]]] = {
-        "q": (q, (tokens, heads, q.shape[-1]), (settings.q_dtype,)),
-        "out": (out, (tokens, heads, latent), (torch.bfloat16, torch.float16, torch.float32)),
-    }
-    if sink is not None:
-        expected["sink"] = (sink, (heads,), (torch.float32,))
-    for i, (scope, width) in enumerate(zip(scopes, scratch.widths, strict=True)):
-        cache = (*scope.kv_cache.shape[:2], q.shape[-1])
-        expected[f"the cache of scope {i}"] = (scope.kv_cache, cache, (settings.kv_dtype,))
-        expected[f"the table of scope {i}"] = (scope.table, (tokens, width), (torch.int32,))
-        provider.check(q, scope.kv_cache, latent)
-    for name, scale, scaled in (
-        ("q_scale", q_scale, q),
-        ("kv_scale", kv_scale, scopes[0].kv_cache),
-    ):
-        if scaled.dtype in FP8_DTYPES:
-            if scale is None:
-                raise ValueError(f"{name} is needed: {scaled.dtype} values have a scale")
-            expected[name] = (scale, scale.shape if scale.numel() == 1 else (1,), (torch.float32,))
-    for name, (tensor, shape, dtypes) in expected.items():
-        if tuple(tensor.shape) != tuple(shape) or tensor.dtype not in dtypes:
-            raise ValueError(
-                f"{name} must be {dtypes[0] if len(dtypes) == 1 else dtypes} of shape "
-                f"{tuple(shape)}, got {tensor.dtype} {tuple(tensor.shape)}"
-            )
-        if tensor.device != scratch.plan.device or (tensor.dim() and tensor.stride(-1) != 1):
-            raise ValueError(
-                f"{name} must be on {scratch.plan.device} and dense in its last dimension, got "
-                f"{tensor.device} and strides {tensor.stride()}"
-            )

@@ -90,7 +90,7 @@ def _indptr(at: Place, a: dict[str, Any], name: str) -> list[int]:
 def _types(at: Place, a: dict[str, Any]) -> tuple[torch.dtype, torch.dtype]:
     """Of the query and the cache."""
     query, cache = (
-        a[f"dtype_{of}"] or a.get(f"dtype_{of}_nope") or torch.bfloat16 for of in ("q", "kv")
+        a.get(f"dtype_{of}") or a.get(f"dtype_{of}_nope") or torch.bfloat16 for of in ("q", "kv")
     )
     check(at, query in (torch.bfloat16, at.arch.fp8), f"unsupported query type {query}")
     return query, cache

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mla_fusion import attention
-from mla_fusion.attention import buffers, selection
+from mla_fusion.cli.compare import distance
 from tests.aiter_double import broken, uses
 from tests.aiter_double.rule import RAISED
 from tests.aiter_double.uses import Use
@@ -16,17 +15,11 @@ from tests.aiter_double.versions import DECODE, PLANNER
 
 @pytest.fixture(autouse=True)
 def machine(double, monkeypatch):
-    """The library finds the architecture of the double."""
-    attention.get_provider.cache_clear()
-    monkeypatch.setattr(selection, "architecture", lambda device: double.arch.name)
-    monkeypatch.setattr(buffers, "multiprocessors", lambda device: double.arch.compute_units)
-    yield
-    attention.get_provider.cache_clear()
+    uses.found(double, monkeypatch)
 
 
 def assert_right(out, expected):
-    error = (out.double() - expected).norm() / expected.norm()
-    assert error < 4e-3  # one rounding to bf16
+    assert distance(out, expected) < 4e-3  # one rounding to bf16
 
 
 def test_the_adapter_keeps_every_rule(double):

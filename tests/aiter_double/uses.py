@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mla_fusion.attention import PersistentDecodePlan, persistent_mla_decode
+from mla_fusion import attention as persistent
+from mla_fusion.attention import PersistentDecodePlan, buffers, persistent_mla_decode, selection
 from tests.aiter_double.calls import ENTRY, L
 
 if TYPE_CHECKING:
@@ -61,6 +62,14 @@ def replace(**changes: Callable[[torch.Tensor], Any]) -> Spoil:
             setattr(plan, name, make(getattr(plan, name)))
 
     return spoil
+
+
+def found(double: Double, monkeypatch: Any) -> None:
+    """The library finds the architecture of the double."""
+    # Uncached: a test without AITER must not be given the module of this one.
+    monkeypatch.setattr(persistent, "get_provider", persistent.get_provider.__wrapped__)
+    monkeypatch.setattr(selection, "architecture", lambda device: double.arch.name)
+    monkeypatch.setattr(buffers, "multiprocessors", lambda device: double.arch.compute_units)
 
 
 def run(use: Use, double: Double) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,38 +8,29 @@ Until its first replay a real graph has computed nothing, so what its calls retu
 with garbage when the recording ends.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import pytest
 
 
 class Graph(TorchDispatchMode):
     """Records while it is entered; to the code inside, the stream of a GPU is being captured."""
 
-    recording: Graph | None = None
+    recording = None
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch):
         super().__init__()
-        self._calls: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]] = []
+        self._calls = []
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(
             torch.cuda, "is_current_stream_capturing", lambda: Graph.recording is not None
         )
 
-    def __enter__(self) -> Graph:
+    def __enter__(self):
         Graph.recording = self
-        return super().__enter__()  # type: ignore[return-value]
+        return super().__enter__()
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception):
         super().__exit__(*exception)
         Graph.recording = None
         for _, args, kwargs, result in self._calls:
@@ -48,17 +39,15 @@ class Graph(TorchDispatchMode):
                 if tensor.untyped_storage().data_ptr() not in given:
                     tensor.view(torch.uint8).fill_(0x5A if tensor.dtype != torch.bool else 1)
 
-    def __torch_dispatch__(
-        self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         return self._record(op, args, kwargs or {})
 
-    def _record(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _record(self, function, args, kwargs):
         result = function(*args, **kwargs)
         self._calls.append((function, args, kwargs, result))
         return result
 
-    def replay(self) -> None:
+    def replay(self):
         """Run the recorded calls on the recorded tensors, into the recorded results."""
         for function, args, kwargs, result in self._calls:
             again = function(*args, **kwargs)
@@ -66,13 +55,13 @@ class Graph(TorchDispatchMode):
                 old.copy_(new)
 
 
-def call(function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)` as one kernel: a graph records it, not the ops inside."""
+def call(function, *args, **kwargs):
+    """`function(*args, **kwargs)` as one kernel: a graph records it, not the ops inside."""
     if Graph.recording is None:
-        return function(*args)
+        return function(*args, **kwargs)
     with _disable_current_modes():
-        return Graph.recording._record(function, args, {})
+        return Graph.recording._record(function, args, kwargs)
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
+def _tensors(tree):
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

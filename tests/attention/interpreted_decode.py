@@ -1,70 +1,26 @@
-"""Decode kernels under the repaired interpreter; test_decode.py runs this in its own process.
+"""Decode kernels under the repaired interpreter; test_interpreted.py runs this.
 
 Every result is compared with float64 attention over the dequantized inputs; every slot of a cache
 that no sequence addresses holds NaN.
 """
 
-from __future__ import annotations
-
-import os
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-assert os.environ.get("TRITON_INTERPRET") == "1", "run this file through test_decode.py"
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
-import interpreter  # noqa: E402
-
-from mla_fusion.attention import PersistentDecodePlan, persistent_mla_decode  # noqa: E402
-from mla_fusion.attention.sparse import (  # noqa: E402
-    Scope,
-    SparseScratch,
-    sparse_mla_decode,
-    sparse_scratch,
-)
+from mla_fusion.attention import persistent_mla_decode
+from mla_fusion.attention.sparse import Scope, sparse_mla_decode, sparse_scratch
+from mla_fusion.cli.compare import distance
+from tests.attention import decodes
+from tests.attention.decodes import BF16, FN, FNUZ, FP16, SCALE
+from tests.kernels import interpreter
 
 interpreter.install(bounds=True, races=True)
-BF16, FP16, FN, FNUZ = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e4m3fnuz
-LATENT, ROPE, SCALE = 64, 16, 0.1
-TOLERANCE = 4e-3
+LATENT, ROPE, TOLERANCE = 64, 16, 4e-3
 
 
-def stored(generator: torch.Generator, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Random values of `dtype`, larger where a scale shrinks them."""
-    spread = 4 if dtype.itemsize == 1 else 1
-    return (spread * torch.randn(*shape, generator=generator)).to(dtype)
-
-
-def exact(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The dequantized values of `x`, float64."""
-    return x.double() * (scale.double() if x.dtype.itemsize == 1 else 1)
-
-
-def attention(
-    q: torch.Tensor, keys: torch.Tensor, latent: int, sink: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One row of queries [H, D] over keys [N, D], float64: output [H, latent] and LSE [H]."""
-    scores = SCALE * q @ keys.T
-    lse = scores.logsumexp(-1)
-    total = lse if sink is None else torch.logaddexp(lse, sink.double())
-    weights = (scores - total[:, None]).exp()
-    return weights @ keys[:, :latent], lse
-
-
-def close(got: torch.Tensor, want: torch.Tensor) -> None:
-    """Relative distance of two tensors within the tolerance; NaN never passes."""
-    distance = (got.double() - want).norm() / want.norm().clamp(min=1e-9)
-    assert distance <= TOLERANCE, f"relative distance {distance:.2e}"
-
-
-def same_lse(got: torch.Tensor, want: torch.Tensor) -> None:
+def same_lse(got, want):
     """Log-sum-exps within 1e-3, and -inf where the other is."""
-    assert torch.equal(got == -torch.inf, want == -torch.inf)
-    finite = want > -torch.inf
-    assert (got.double() - want)[finite].abs().max() < 1e-3 if finite.any() else True
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-3)
 
 
 DENSE = {
@@ -78,6 +34,7 @@ DENSE = {
     "eight rows": (16, [8, 2], [9, 70], BF16, BF16, 64, 3),
     "folded heads": (128, [1, 1], [80, 20], BF16, BF16, 32, 5),
     "padded heads": (24, [2], [70], BF16, BF16, 32, 3),
+    "full width": (16, [1], [100], BF16, BF16, 64, 2),
     "fp8": (16, [1, 2], [90, 40], FN, FN, 32, 4),
     "fp8 fnuz": (16, [1], [90], FNUZ, FNUZ, 16, 3),
     "fp8 cache": (16, [1, 1], [90, 2], BF16, FN, 64, 3),
@@ -86,101 +43,22 @@ DENSE = {
 
 
 @pytest.mark.parametrize("name", DENSE)
-def test_dense(name: str) -> None:
+def test_dense(name):
     heads, rows, lens, q_dtype, kv_dtype, page, workers = DENSE[name]
-    generator = torch.Generator().manual_seed(len(name))
-    width, batch, tokens = LATENT + ROPE, len(lens), sum(rows)
-    blocks = [-(-n // page) for n in lens]
-    order = torch.randperm(sum(blocks) + 2, generator=generator).int()
-    table = torch.full((batch, max(blocks) + 1), 2**30, dtype=torch.int32)
-    cache = torch.full((sum(blocks) + 2, page, width), torch.nan).to(kv_dtype)
-    keys = []
-    for b, n in enumerate(lens):
-        mine, order = order[: blocks[b]], order[blocks[b] :]
-        table[b, : blocks[b]] = mine
-        keys.append(stored(generator, n, width, dtype=kv_dtype))
-        at = torch.arange(n)
-        cache[mine[at // page].long(), at % page] = keys[-1]
-    q = stored(generator, tokens, heads, width, dtype=q_dtype)
-    q_scale, kv_scale = torch.tensor([0.2]), torch.tensor([0.3])
-    plan = PersistentDecodePlan.allocate(
-        max_batch=batch + 1,
-        max_query_len=max(rows),
-        num_heads=heads,
-        q_dtype=q_dtype,
-        kv_dtype=kv_dtype,
-        device="cpu",
-        workers=workers,
-        overhead=1,
-        v_head_dim=LATENT,
-    )
-    ends = torch.tensor([0, *rows]).cumsum(0)
-    plan.refresh(
-        qo_indptr=ends.int(),
-        seq_lens=torch.tensor(lens, dtype=torch.int32),
-        num_tokens=tokens,
-        max_query_len=max(rows),
-    )
-    plan.partial_output.fill_(torch.nan)
-    plan.partial_lse.fill_(torch.nan)
-    out = torch.full((tokens, heads, LATENT), torch.nan, dtype=BF16)
-    _, lse = persistent_mla_decode(
-        q,
-        cache,
-        plan,
-        block_table=table,
-        softmax_scale=SCALE,
-        q_scale=q_scale,
-        kv_scale=kv_scale,
-        out=out,
-        return_lse=True,
-        provider="triton",
-    )
-    want, want_lse = torch.zeros(out.shape).double(), torch.zeros(lse.shape).double()
-    for b, n in enumerate(lens):
-        for i in range(rows[b]):
-            seen = exact(keys[b], kv_scale)[: max(0, n - (rows[b] - 1 - i))]
-            row = int(ends[b]) + i
-            query = exact(q[row], q_scale)
-            want[row], want_lse[row] = attention(query, seen, LATENT)
-    close(out, want)
+    # DeepSeek's own widths, once.
+    widths = {"v_head_dim": 512, "rope": 64} if name == "full width" else {}
+    given = decodes.arguments(
+        rows, lens, page, num_heads=heads, q_dtype=q_dtype, kv_dtype=kv_dtype, workers=workers,
+        overhead=1, **widths,
+    )  # fmt: skip
+    want, want_lse = decodes.definition(given, rows, lens)
+    out = torch.full(want.shape, torch.nan, dtype=BF16)
+    _, lse = persistent_mla_decode(**given, out=out, return_lse=True, provider="triton")
+    assert distance(out, want) <= TOLERANCE
     same_lse(lse, want_lse)
 
 
-def test_full_width() -> None:
-    """DeepSeek's own 512 + 64, once."""
-    generator = torch.Generator().manual_seed(1)
-    q = stored(generator, 1, 16, 576, dtype=BF16)
-    cache = stored(generator, 2, 64, 576, dtype=BF16)
-    plan = PersistentDecodePlan.allocate(
-        max_batch=1,
-        max_query_len=1,
-        num_heads=16,
-        q_dtype=BF16,
-        kv_dtype=BF16,
-        device="cpu",
-        workers=2,
-        overhead=1,
-    )
-    plan.refresh(
-        qo_indptr=torch.tensor([0, 1], dtype=torch.int32),
-        seq_lens=torch.tensor([100], dtype=torch.int32),
-        num_tokens=1,
-        max_query_len=1,
-    )
-    out, _ = persistent_mla_decode(
-        q,
-        cache,
-        plan,
-        block_table=torch.tensor([[1, 0]], dtype=torch.int32),
-        softmax_scale=SCALE,
-        provider="triton",
-    )
-    keys = cache.flip(0).reshape(-1, 576)[:100].double()
-    close(out[0], attention(q[0].double(), keys, 512)[0])
-
-
-def lists(kind: str, width: int, tokens: int, generator: torch.Generator) -> torch.Tensor:
+def lists(kind, width, tokens, generator):
     """Index rows of slots 0 ... 39."""
     rows = torch.randint(0, 40, (tokens, width), generator=generator).int()
     if kind == "holes":
@@ -210,20 +88,12 @@ SPARSE = {
 }
 
 
-def run_sparse(
-    scratch: SparseScratch,
-    heads: int,
-    dtype: torch.dtype,
-    kinds: list[str],
-    lengths: list[list[int] | None],
-    with_sink: bool,
-    seed: int,
-) -> None:
+def run_sparse(scratch, heads, dtype, kinds, lengths, with_sink, seed):
     """One layer of sparse decode against the direct computation, after a refresh."""
     generator = torch.Generator().manual_seed(seed)
     tokens, width = 3, LATENT + ROPE
     q_scale, kv_scale = torch.tensor([0.2]), torch.tensor([0.3])
-    q = stored(generator, tokens, heads, width, dtype=dtype)
+    q = decodes.random(generator, tokens, heads, width, dtype=dtype)
     # As large as the sum over hundreds of keys, or it would not show.
     sink = 5 + 2 * torch.randn(heads, generator=generator) if with_sink else None
     scopes, every = [], [torch.zeros(0, width).double() for _ in range(tokens)]
@@ -238,8 +108,8 @@ def run_sparse(
             slots = rows[t, :count]
             slots = slots[slots >= 0].long()
             fresh = slots[flat[slots].float().isnan().any(1)].unique()
-            flat[fresh] = stored(generator, len(fresh), width, dtype=dtype)
-            every[t] = torch.cat((every[t], exact(flat[slots], kv_scale)))
+            flat[fresh] = decodes.random(generator, len(fresh), width, dtype=dtype)
+            every[t] = torch.cat((every[t], decodes.exact(flat[slots], kv_scale)))
         scopes.append(Scope(cache, rows))
     scratch.refresh(tokens, given)
     scratch.plan.partial_output.fill_(torch.nan)
@@ -255,15 +125,18 @@ def run_sparse(
         out=out,
         return_lse=True,
     )
-    pairs = [attention(exact(q[t], q_scale), every[t], LATENT, sink) for t in range(tokens)]
-    close(out, torch.stack([o for o, _ in pairs]))
+    pairs = [
+        decodes.attention(decodes.exact(q[t], q_scale), every[t], LATENT, sink)
+        for t in range(tokens)
+    ]
+    assert distance(out, torch.stack([o for o, _ in pairs])) <= TOLERANCE
     same_lse(lse, torch.stack([each for _, each in pairs]))
     for t in range(tokens):
         if not len(every[t]):
             assert (out[t] == 0).all()
 
 
-def scratch_of(name: str) -> SparseScratch:
+def scratch_of(name):
     """The scratch of a case, with few workers so that rows are split."""
     heads, dtype, _, widths, _, _ = SPARSE[name]
     return sparse_scratch(
@@ -279,38 +152,39 @@ def scratch_of(name: str) -> SparseScratch:
 
 
 @pytest.mark.parametrize("name", SPARSE)
-def test_sparse(name: str) -> None:
+def test_sparse(name):
     heads, dtype, kinds, _, lengths, sink = SPARSE[name]
     run_sparse(scratch_of(name), heads, dtype, kinds, lengths, sink, seed=len(name))
 
 
-def test_sparse_is_replanned_in_place() -> None:
+def test_sparse_is_replanned_in_place():
     """Lengths change from step to step; the buffers stay, and are those of every layer."""
     name = "lengths"
     scratch = scratch_of(name)
     assert scratch_of(name) is scratch
-    addresses = [scratch.plan.work_info_set.data_ptr(), scratch.plan.partial_output.data_ptr()]
+    before = decodes.addresses(scratch.plan)
     for seed, lengths in enumerate(([[70] * 3, [90] * 3], [[0] * 3, [1] * 3], [[3] * 3, [0] * 3])):
         run_sparse(scratch, 16, BF16, ["full", "full"], lengths, True, seed)
-    assert addresses == [
-        scratch.plan.work_info_set.data_ptr(),
-        scratch.plan.partial_output.data_ptr(),
-    ]
+    assert decodes.addresses(scratch.plan) == before
 
 
-def test_sparse_refuses_what_does_not_fit() -> None:
+def test_sparse_refuses_what_does_not_fit():
     scratch = scratch_of("one scope")
-    q = torch.zeros(2, 16, LATENT + ROPE, dtype=BF16)
-    scope = Scope(torch.zeros(4, 16, LATENT + ROPE, dtype=BF16), torch.zeros(2, 50).int())
+    q, table = torch.zeros(2, 16, LATENT + ROPE, dtype=BF16), torch.zeros(2, 50).int()
+    cache = torch.zeros(4, 16, LATENT + ROPE, dtype=BF16)
+
+    def refused(message, *tables, **options):
+        with pytest.raises(ValueError, match=message):
+            scopes = [Scope(cache, table) for table in tables]
+            sparse_mla_decode(q, scopes, scratch, softmax_scale=1.0, **options)
+
     scratch.refresh(3, [None])
-    with pytest.raises(ValueError, match="refresh"):
-        sparse_mla_decode(q, [scope], scratch, softmax_scale=1.0)
+    refused("refresh", table)
     scratch.refresh(2, [None])
-    with pytest.raises(ValueError, match="1 scopes, got 2"):
-        sparse_mla_decode(q, [scope, scope], scratch, softmax_scale=1.0)
-    with pytest.raises(ValueError, match="table of scope 0"):
-        wrong = Scope(scope.kv_cache, scope.table.long())
-        sparse_mla_decode(q, [wrong], scratch, softmax_scale=1.0)
+    refused("1 scopes, got 2", table, table)
+    refused("scope 0: block_table must be int32", table.long())
+    refused("scope 0: the table must have 50 columns, got 49", table[:, 1:])
+    refused(r"sink must be dense fp32 \[16\] on cpu", table, sink=torch.zeros(8))
     with pytest.raises(ValueError, match="do not fit a scratch"):
         scratch.refresh(5, [None])
     with pytest.raises(ValueError, match="lengths of scope 0"):

@@ -1,30 +1,23 @@
-"""Both planners on random ragged batches; run with TRITON_INTERPRET=1 by test_planner_triton.py.
+"""Both planners on random ragged batches; test_interpreted.py runs this.
 
 Every buffer must be the same, element by element, after two refreshes of different sizes; every
 load and store of the kernel is checked for bounds and races.
 """
 
-from __future__ import annotations
-
 import random
-import sys
-from pathlib import Path
-from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
-import interpreter
-
-from mla_fusion.attention import PersistentDecodePlan, planner_triton
+from mla_fusion.attention import planner_triton
 from mla_fusion.attention.buffers import PLANNED
+from tests.attention.decodes import plan_for
+from tests.kernels import interpreter
 
+interpreter.install(bounds=True, races=True)
 PLANS = 40
 
 
-def main() -> None:
-    """Compare, and print how many plans were equal."""
-    interpreter.install(bounds=True, races=True)
+def test_the_kernel_plans_as_the_specification():
     rng, moved = random.Random(0), 0
     for number in range(PLANS // 2):
         longest = rng.choice((1, 2, 4, 8))
@@ -32,9 +25,6 @@ def main() -> None:
             "max_batch": rng.randint(1, 9),
             "max_query_len": longest,
             "num_heads": rng.choice((8, 32, 128, 128)),
-            "q_dtype": torch.bfloat16,
-            "kv_dtype": torch.bfloat16,
-            "device": "cpu",
             "workers": rng.randint(1, 12),
             "heads_per_work": rng.choice((None, 16)),
             "max_split_per_batch": rng.choice((-1, -1, 1, 4)),
@@ -42,7 +32,7 @@ def main() -> None:
             "overhead": rng.choice((1, 2, 16)),
             "v_head_dim": 8,
         }
-        want, got, scratch = (PersistentDecodePlan.allocate(**fields) for _ in range(3))
+        want, got, scratch = (plan_for(**fields) for _ in range(3))
         for rare in (False, longest > 1):
             for _ in range(200 if rare else 1):
                 step = batch(rng, fields["max_batch"], longest)
@@ -54,11 +44,10 @@ def main() -> None:
             for name in PLANNED:
                 a, b = getattr(want, name), getattr(got, name)
                 assert torch.equal(a, b), (number, name, fields, step, a, b)
-    assert moved >= 8, moved
-    print(f"{PLANS} plans equal, {moved} of them with a cut moved to the end of its tile")
+    assert moved >= 8, "too few plans with a cut moved to the end of its tile"
 
 
-def batch(rng: random.Random, most: int, longest: int) -> dict[str, Any]:
+def batch(rng, most, longest):
     """A step of up to `most` sequences."""
     rows = [rng.choice((longest, 0, rng.randint(0, longest))) for _ in range(rng.randint(1, most))]
     # The last: a few tokens in the last block, which a cut may not leave to a piece.
@@ -71,14 +60,10 @@ def batch(rng: random.Random, most: int, longest: int) -> dict[str, Any]:
     }
 
 
-def moves_a_cut(scratch: PersistentDecodePlan, step: dict[str, Any], longest: int) -> bool:
+def moves_a_cut(scratch, step, longest):
     """Whether queries of `longest` rows are cut otherwise than single rows are."""
     seen = []
     for length in (1, longest):
         scratch.refresh(**step, max_query_len=length)
         seen.append((scratch.work_indptr.clone(), scratch.work_info_set[:, 4:6].clone()))
     return not all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
-
-
-if __name__ == "__main__":
-    main()

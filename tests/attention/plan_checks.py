@@ -1,28 +1,22 @@
 """The properties of every plan, by any planner, checked only from its buffers."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 
 from mla_fusion.attention import planner
-from mla_fusion.attention.buffers import Rules
 
 GARBAGE = -77
 
 
-def buffers(rules: Rules, max_batch: int) -> Any:
+def buffers(rules, max_batch):
     """Buffers of exactly the sizes a plan has, full of garbage."""
     shapes = planner.shapes(rules, max_batch)
     return SimpleNamespace(**{n: np.full(s, GARBAGE, np.int32) for n, s in shapes.items()})
 
 
-def check_plan(
-    plan: Any, rules: Rules, query_lens: list[int], seq_lens: list[int], max_query_len: int
-) -> None:
+def check_plan(plan, rules, query_lens, seq_lens, max_query_len):
     """Assert every property of a plan for sequences of these lengths."""
     batch, fold = len(seq_lens), rules.fold
     max_batch = len(plan.qo_indptr) - 1
@@ -35,7 +29,7 @@ def check_plan(
     count = int(plan.work_indptr[-1])
     assert count <= rules.max_works(max_batch)
     items = plan.work_info_set[:count].tolist()
-    by_tile: dict[int, list[list[int]]] = {}
+    by_tile = {}
     for item in items:
         by_tile.setdefault(item[planner.BATCH], []).append(item)
     assert [item[planner.BATCH] for item in items] == sorted(i[planner.BATCH] for i in items)
@@ -90,7 +84,7 @@ def check_plan(
         assert load.max() <= load[:busy].mean() + rules.overhead + 1 + tail
 
 
-def worker_load(plan: Any, rules: Rules) -> list[int]:
+def worker_load(plan, rules):
     """Cost of each worker's items in blocks, with the fixed cost of each."""
     load = []
     for begin, end in zip(plan.work_indptr, plan.work_indptr[1:], strict=False):

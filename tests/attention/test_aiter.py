@@ -1,413 +1,209 @@
-"""AITER's adapter against a stand-in that records calls, with the published argument lists."""
+"""AITER's adapter on the double of AITER: what its rules (test_adapter.py there) do not show."""
 
-from __future__ import annotations
-
-import importlib.machinery
-import inspect
+import contextlib
+import functools
 import sys
-import types
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import torch
 
 from mla_fusion import attention
-from mla_fusion.attention import (
-    PersistentDecodePlan,
-    buffers,
-    planner,
-    planner_aiter,
-    reference,
-    selection,
-)  # fmt: skip
-from mla_fusion.attention.buffers import AITER_BUFFERS, Rules
-from mla_fusion.attention.validate import Inputs
+from mla_fusion.attention import planner, planner_aiter
+from mla_fusion.attention.buffers import AITER_BUFFERS
+from mla_fusion.cli.compare import distance
 from mla_fusion.kernels import ProviderUnavailable
+from tests import aiter_double
+from tests.aiter_double import uses, versions
+from tests.aiter_double.versions import DECODE, INFO, PLANNER
+from tests.attention import decodes
 from tests.attention.captured import Graph, call
+from tests.attention.decodes import BF16, addresses, refresh
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-BF16, FN, FNUZ = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e4m3fnuz
-WORKERS, PAGE, BLOCKS = 8, 16, 60
-INFO = (
-    "batch_size, max_seqlen_qo, num_head_qo, q_dtype, kv_dtype, is_sparse, fast_mode=True, "
-    "num_kv_splits=32, intra_batch_mode=False, max_split_per_batch=-1"
-)
-PLAN = (
-    "seqlens_qo_indptr, seqlens_kv_indptr, kv_last_page_lens, num_heads_per_head_k, num_heads_k, "
-    "is_causal, work_metadata_ptrs, work_info_set, work_indptr, reduce_indptr, reduce_final_map, "
-    "reduce_partial_map, page_size=1, kv_granularity=16, max_seqlen_qo=-1, uni_seqlen_qo=-1, "
-    "fast_mode=True, topk=-1, max_split_per_batch=-1, intra_batch_mode=False, dtype_q=None, "
-    "dtype_kv=None"
-)
-DECODE = (
-    "q, kv_buffer, o, qo_indptr, kv_indptr, kv_indices, kv_last_page_lens, max_seqlen_q, "
-    "page_size=1, nhead_kv=1, sm_scale=None, logit_cap=0.0, num_kv_splits=None, "
-    "num_kv_splits_indptr=None, work_meta_data=None, work_indptr=None, work_info_set=None, "
-    "reduce_indptr=None, reduce_final_map=None, reduce_partial_map=None, q_scale=None, "
-    "kv_scale=None, intra_batch_mode=False, return_logits=False, return_lse=False"
-)
-
-
-class StandIn:
-    """`aiter` with three functions; `calls` holds the arguments of each call by name.
-
-    The plan is this library's. The decode ignores it: it computes attention in float64 from the
-    page indices, and leaves garbage where a row sees no key, as AITER does.
-    """
-
-    def __init__(self, info: str = INFO, plan: str = PLAN, decode: str = DECODE) -> None:
-        self.calls: dict[str, list[dict[str, Any]]] = {}
-        self.module = types.ModuleType("aiter")
-        self.mla = types.ModuleType("aiter.mla")
-        self.module.get_mla_metadata_info_v1 = self._op("info", info, self._info)
-        self.module.get_mla_metadata_v1 = self._op("plan", plan, self._plan)
-        self.mla.mla_decode_fwd = self._op("decode", decode, self._decode)
-        self.module.fused_qk_rope_concat_and_cache_mla = None
-
-    def _op(self, name: str, parameters: str, body: Any) -> Any:
-        namespace: dict[str, Any] = {}
-        exec(f"def {name}({parameters}): pass", namespace)
-        signature = inspect.signature(namespace[name])
-
-        def function(*args: Any, **kwargs: Any) -> Any:
-            bound = signature.bind(*args, **kwargs)
-            bound.apply_defaults()
-            self.calls.setdefault(name, []).append(bound.arguments)
-            return call(body, SimpleNamespace(**bound.arguments))
-
-        function.__signature__ = signature
-        return function
-
-    def _rules(self, heads: int, cap: int) -> Rules:
-        return Rules(WORKERS, heads // 16, 16, 16, cap)
-
-    def _info(self, a: Any) -> list[tuple[Any, torch.dtype]]:
-        # Only folded head counts and up to 16 heads are asked for here.
-        rules = self._rules(a.num_head_qo, getattr(a, "max_split_per_batch", -1))
-        tiles, i32 = a.batch_size * rules.fold, torch.int32
-        return [
-            (2, torch.uint64),
-            (WORKERS + 1, i32),
-            ((rules.max_works(a.batch_size), 8), i32),
-            (tiles + 1, i32),
-            ((tiles, 2), i32),
-            (rules.partial_map_size(a.batch_size), i32),
-        ]
-
-    def _plan(self, a: Any) -> None:
-        names = [name for name in AITER_BUFFERS if name != "work_metadata_ptrs"]
-        arrays = {name: getattr(a, name).numpy() for name in names}
-        indptr = np.zeros(a.seqlens_qo_indptr.shape, np.int32)
-        arrays |= {"qo_indptr": indptr, "kv_indptr": indptr.copy()}
-        rules = self._rules(a.num_heads_per_head_k, a.max_split_per_batch)
-        lens = a.seqlens_kv_indptr.diff().numpy()
-        planner.fill_arrays(
-            SimpleNamespace(**arrays), rules, a.seqlens_qo_indptr.numpy(), lens, a.max_seqlen_qo
-        )
-
-    def _decode(self, a: Any) -> tuple[None, torch.Tensor]:
-        query, keys = a.q.double(), a.kv_buffer.double().view(-1, 576)
-        if a.q_scale is not None and a.q.dtype != BF16:
-            query = query * a.q_scale
-        if a.kv_scale is not None:
-            keys = keys * a.kv_scale
-        lse = torch.full(a.q.shape[:2], torch.inf)
-        a.o.fill_(torch.nan)
-        for b in range(len(a.qo_indptr) - 1):
-            begin, end = a.qo_indptr[b : b + 2].tolist()
-            rows = a.kv_indices[a.kv_indptr[b] : a.kv_indptr[b + 1]].long()
-            for token in range(begin, end):
-                mine = keys[rows[: max(0, len(rows) - (end - 1 - token))]]
-                if len(mine):
-                    scores = query[token] @ mine.T * a.sm_scale
-                    a.o[token] = (scores.softmax(-1) @ mine[:, :512]).to(a.o.dtype)
-                    lse[token] = scores.logsumexp(-1)
-        return None, lse if getattr(a, "return_lse", False) else None
+ROWS, LENGTHS = [2, 1, 2], [700, 33, 1]
+WIDTHS = {"v_head_dim": 512, "rope": 64}
+allocate = functools.partial(decodes.plan_for, planner="aiter", num_heads=12, max_query_len=2)
 
 
 @pytest.fixture
-def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Install a stand-in as the AITER of an architecture."""
-    attention.get_provider.cache_clear()
+def use(monkeypatch):
+    """Install the double of v0.1.20 as the AITER of an architecture."""
+    with contextlib.ExitStack() as stack:
 
-    def install(stand_in: StandIn, arch: str = "gfx942") -> StandIn:
-        monkeypatch.setattr(selection, "architecture", lambda device: arch)
-        monkeypatch.setattr(buffers, "multiprocessors", lambda device: WORKERS)
-        modules = {"aiter": stand_in.module, "aiter.mla": stand_in.mla}
-        modules["aiter.jit"] = types.ModuleType("aiter.jit")
-        stand_in.module.__path__ = []
-        fp8 = torch.float8_e4m3fnuz if arch == "gfx942" else torch.float8_e4m3fn
-        stand_in.module.dtypes = SimpleNamespace(fp8=fp8)
-        for name, module in modules.items():
-            module.__spec__ = importlib.machinery.ModuleSpec(name, None)
-            monkeypatch.setitem(sys.modules, name, module)
-        return stand_in
+        def install(arch="gfx942"):
+            double = stack.enter_context(aiter_double.installed(arch))
+            uses.found(double, monkeypatch)
+            return double
 
-    yield install
-    attention.get_provider.cache_clear()
+        yield install
 
 
-def allocate(**changes: Any) -> PersistentDecodePlan:
-    fields = {
-        "max_batch": 4,
-        "max_query_len": 2,
-        "num_heads": 12,
-        "q_dtype": BF16,
-        "kv_dtype": BF16,
-        "device": "cpu",
-        "planner": "aiter",
-    }
-    return PersistentDecodePlan.allocate(**{**fields, **changes})
+@pytest.fixture
+def published(monkeypatch):
+    """Change the text of the arguments that a function of AITER takes."""
+
+    def change(name, old, new=""):
+        text = versions._ARGUMENTS[name]
+        assert old in text
+        monkeypatch.setitem(versions._ARGUMENTS, name, text.replace(old, new))
+
+    return change
 
 
-def step(plan: PersistentDecodePlan, seed: int = 0) -> dict[str, Any]:
-    """Refresh `plan` for a ragged batch of three, and the arguments of its decode."""
-    settings, g = plan.settings, torch.Generator().manual_seed(seed)
-    query_lens = [settings.max_query_len, 1, settings.max_query_len]
-    qo_indptr = torch.tensor([0, *np.cumsum(query_lens)], dtype=torch.int32)
-    tokens = int(qo_indptr[-1])
-    plan.refresh(
-        qo_indptr=qo_indptr, seq_lens=torch.tensor([700, 33, 1], dtype=torch.int32),
-        num_tokens=tokens, max_query_len=settings.max_query_len,
-    )  # fmt: skip
-    q = torch.randn((tokens, settings.num_heads, 576), generator=g)
-    cache = torch.randn((BLOCKS, PAGE, 576), generator=g)
-    return {
-        "q": q.to(settings.q_dtype),
-        "kv_cache": cache.to(settings.kv_dtype),
-        "plan": plan,
-        "block_table": torch.randint(0, BLOCKS, (3, 44), generator=g, dtype=torch.int32),
-        "softmax_scale": 0.05,
-        "q_scale": torch.tensor([0.5]),
-        "kv_scale": torch.tensor([0.25]),
-    }
+def arguments(**changes):
+    """The arguments of a decode of a ragged batch of three."""
+    options = {"planner": "aiter", "num_heads": 12} | changes
+    return decodes.arguments(ROWS, LENGTHS, **WIDTHS, **options)
 
 
-CASES = [
-    ("gfx942", {}),
-    ("gfx942", {"num_heads": 64, "max_query_len": 4}),
-    ("gfx942", {"num_heads": 16, "max_query_len": 1, "q_dtype": FNUZ, "kv_dtype": FNUZ}),
-    ("gfx942", {"num_heads": 16, "kv_dtype": FNUZ}),
-    ("gfx950", {"num_heads": 16, "max_query_len": 4, "q_dtype": FN, "kv_dtype": FN}),
-    ("gfx950", {"num_heads": 12, "max_split_per_batch": 2}),
-]
+def assert_decoded(given, out, rows, lengths):
+    """`out` is what the tensors as they are now give."""
+    expected, _ = decodes.definition(given, rows, lengths)
+    assert distance(out, expected) < 4e-3
 
 
-@pytest.mark.parametrize("arch, changes", CASES)
-def test_equal_to_the_reference(use: Any, arch: str, changes: dict[str, Any]) -> None:
-    stand_in = use(StandIn(), arch)
-    plan = allocate(**changes)
-    lse_too = arch == "gfx950"
-    given = step(plan)
-    out, lse = attention.persistent_mla_decode(**given, return_lse=lse_too)
-    expected, expected_lse = torch.empty_like(out), torch.empty(out.shape[:2])
-    reference.persistent_mla_decode(Inputs(**given, out=expected, lse=expected_lse))
-    error = (out.double() - expected.double()).norm() / expected.double().norm()
-    assert error < 4e-3
-    if lse_too:
-        torch.testing.assert_close(lse, expected_lse)
-        # The last sequence has one key: all but its last row see none.
-        assert lse[-2].isneginf().all() and not out[-2].any() and lse[-1].isfinite().all()
-    [call] = stand_in.calls["decode"]
-    buffers = {"work_meta_data": plan.work_metadata_ptrs}
-    buffers |= {name: getattr(plan, name) for name in AITER_BUFFERS[1:]}
-    assert all(call[name] is tensor for name, tensor in buffers.items())
-    assert call["num_kv_splits"] == WORKERS, "else AITER may leave the plan aside"
-    assert call["q"].shape[1] == plan.layout.padded == call["o"].shape[1]
-
-
-def test_the_cap_goes_to_sizing_and_planning_alike(use: Any) -> None:
-    stand_in = use(StandIn())
-    step(allocate(max_split_per_batch=3))
-    [size], [plan] = stand_in.calls["info"], stand_in.calls["plan"]
-    assert size["max_split_per_batch"] == plan["max_split_per_batch"] == 3
+def test_equal_to_the_definition(use):
+    """With the log-sum-exp and a cap; test_adapter.py has the other shapes."""
+    double = use("gfx950")
+    given = arguments(max_split_per_batch=2)
+    out, lse = attention.persistent_mla_decode(**given, return_lse=True)
+    assert_decoded(given, out, ROWS, LENGTHS)
+    _, expected_lse = decodes.definition(given, ROWS, LENGTHS)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
+    # The last sequence has one key: all but its last row see none.
+    assert lse[-2].isneginf().all() and not out[-2].any() and lse[-1].isfinite().all()
+    [size], [plan], [decode] = map(double.calls, (INFO, PLANNER, DECODE))
+    buffers = {"work_meta_data": given["plan"].work_metadata_ptrs}
+    buffers |= {name: getattr(given["plan"], name) for name in AITER_BUFFERS[1:]}
+    assert all(decode[name] is tensor for name, tensor in buffers.items())
+    assert decode["num_kv_splits"] == 256, "else AITER may leave the plan aside"
+    assert decode["q"].shape[1] == given["plan"].layout.padded == decode["o"].shape[1]
+    assert size["max_split_per_batch"] == plan["max_split_per_batch"] == 2
     assert plan["max_seqlen_qo"] == 2 and plan["uni_seqlen_qo"] == -1
     assert plan["dtype_q"] == plan["dtype_kv"] == BF16
 
 
-def test_refresh_moves_nothing(use: Any) -> None:
-    use(StandIn())
+def test_refresh_moves_nothing(use):
+    use()
     plan = allocate()
-
-    def addresses() -> list[int]:
-        return [x.data_ptr() for x in vars(plan).values() if isinstance(x, torch.Tensor)]
-
-    before = addresses()
-    for seed in range(2):
-        step(plan, seed)
-    assert addresses() == before
+    before = addresses(plan)
+    for _ in range(2):
+        refresh(plan, ROWS, LENGTHS)
+    assert addresses(plan) == before
     assert plan.qo_indptr.tolist() == [0, 2, 3, 5, 5], "constant after the batch"
     assert plan.kv_indptr.tolist() == [0, 700, 733, 734, 734]
 
 
-def test_page_indices_are_made_once_a_step(use: Any) -> None:
-    stand_in = use(StandIn())
-    given = step(allocate())
+def test_page_indices_are_made_once_a_step(use):
+    double = use()
+    given = arguments()
+    # Blocks after the end of a sequence may be anything; AITER gets all the indices.
+    given["block_table"][2, 1:] = 2**24
     for _ in range(2):
         attention.persistent_mla_decode(**given)
-    first, second = stand_in.calls["decode"]
-    assert first["kv_indices"] is second["kv_indices"]
-    given["plan"].refresh(
-        qo_indptr=torch.tensor([0, 2, 3, 5], dtype=torch.int32),
-        seq_lens=torch.tensor([9, 9, 9], dtype=torch.int32), num_tokens=5, max_query_len=2,
-    )  # fmt: skip
+    refresh(given["plan"], ROWS, [9, 9, 9])
     attention.persistent_mla_decode(**given)
-    assert stand_in.calls["decode"][2]["kv_indices"] is not first["kv_indices"]
-
-
-def refresh(plan: PersistentDecodePlan, seq_lens: torch.Tensor, query_lens: list[int]) -> None:
-    qo_indptr = torch.tensor([0, *np.cumsum(query_lens)], dtype=torch.int32)
-    plan.refresh(
-        qo_indptr=qo_indptr, seq_lens=seq_lens, num_tokens=5, max_query_len=max(query_lens)
-    )
-
-
-def assert_decoded(given: dict[str, Any], out: torch.Tensor) -> None:
-    """`out` is what the reference makes of the plan and the tables as they are now."""
-    expected = torch.empty_like(out)
-    reference.persistent_mla_decode(Inputs(**given, out=expected, lse=None))
-    torch.testing.assert_close(out, expected, rtol=1e-2, atol=1e-2)
+    first, second, third = (made["kv_indices"] for made in double.calls(DECODE))
+    assert first is second is not third
+    assert first.min() >= 0 and first.max() < given["kv_cache"].shape[:2].numel()
 
 
 class TestInAGraph:
+    @pytest.fixture(autouse=True)
+    def kernels(self, use):
+        """A graph records a call of AITER, not what the double computes it with."""
+        double = use()
+        for module, name in (("aiter", PLANNER), ("aiter.mla", DECODE)):
+            op = functools.wraps(double.ops[name])(functools.partial(call, double.ops[name]))
+            setattr(double.modules[module], name, op)
+
     @pytest.mark.parametrize("refreshed_inside", [False, True])
     @pytest.mark.parametrize("ran_before", [False, True])
-    def test_a_replay_decodes_its_own_step(
-        self,
-        use: Any,
-        monkeypatch: pytest.MonkeyPatch,
-        ran_before: bool,
-        refreshed_inside: bool,
-    ) -> None:
+    def test_a_replay_decodes_its_own_step(self, monkeypatch, ran_before, refreshed_inside):
         """Two layers; lengths and block table change in place between replays, as vLLM's do."""
-        use(StandIn())
-        given = step(allocate())
-        plan, lens = given["plan"], torch.tensor([700, 33, 1], dtype=torch.int32)
+        given = arguments()
+        plan, lens = given["plan"], torch.tensor(LENGTHS, dtype=torch.int32)
+        # Every block, as a replay may name any.
+        given["kv_cache"].nan_to_num_(nan=1.0)
+        blocks = len(given["kv_cache"])
         layers = [given, given | {"kv_cache": given["kv_cache"].flip(0).contiguous()}]
         outs = [torch.empty(5, 12, 512, dtype=BF16) for _ in layers]
-        if ran_before:
+
+        def decode():
             for layer, out in zip(layers, outs, strict=True):
                 attention.persistent_mla_decode(**layer, out=out)
+
+        if ran_before:
+            decode()
         with Graph(monkeypatch) as graph:
             if refreshed_inside:
-                refresh(plan, lens, [2, 1, 2])
-            for layer, out in zip(layers, outs, strict=True):
-                attention.persistent_mla_decode(**layer, out=out)
+                refresh(plan, ROWS, lens)
+            decode()
         for seed, changed in enumerate(([40, 5, 9], [2, 300, 64])):
             lens.copy_(torch.tensor(changed))
-            given["block_table"].random_(0, BLOCKS, generator=torch.Generator().manual_seed(seed))
+            given["block_table"].random_(0, blocks, generator=torch.Generator().manual_seed(seed))
             if not refreshed_inside:
-                refresh(plan, lens, [2, 1, 2])
+                refresh(plan, ROWS, lens)
             for out in outs:
                 out.fill_(torch.nan)
             graph.replay()
             for layer, out in zip(layers, outs, strict=True):
-                assert_decoded(layer, out)
+                assert_decoded(layer, out, ROWS, changed)
 
-    def test_only_replays_read_what_a_graph_computes(
-        self, use: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        use(StandIn())
-        given = step(allocate())
-        out = torch.empty(5, 12, 512, dtype=BF16)
+    def test_only_replays_read_what_a_graph_computes(self, monkeypatch):
+        given, out = arguments(), torch.empty(5, 12, 512, dtype=BF16)
         with Graph(monkeypatch):
             attention.persistent_mla_decode(**given, out=out)
         attention.persistent_mla_decode(**given, out=out)
-        assert_decoded(given, out)
+        assert_decoded(given, out, ROWS, LENGTHS)
 
 
-def test_rows_after_the_last_sequence_are_not_written(use: Any) -> None:
+def test_rows_after_the_last_sequence_are_not_written(use):
     """vLLM pads a batch with rows of no sequence; AITER leaves garbage there."""
-    use(StandIn(), "gfx950")
-    given = step(allocate())
-    refresh(given["plan"], torch.tensor([700, 0, 0], dtype=torch.int32), [2, 0, 0])
+    use("gfx950")
+    given = arguments()
+    refresh(given["plan"], [2, 0, 0], [700, 0, 0], num_tokens=5)
     out = torch.full((5, 12, 512), 7.0, dtype=BF16)
     _, lse = attention.persistent_mla_decode(**given, out=out, return_lse=True)
-    assert lse is not None and lse[:2].isfinite().all()
+    assert lse[:2].isfinite().all()
     assert out[2:].eq(7).all()
-    assert_decoded(given | {"q": given["q"][:2]}, out[:2])
-
-
-def test_entries_of_no_token_are_in_the_cache(use: Any) -> None:
-    """Blocks after the end of a sequence may be anything; AITER gets all the indices."""
-    stand_in = use(StandIn())
-    given = step(allocate())
-    given["block_table"][2, 1:] = 2**24
-    attention.persistent_mla_decode(**given)
-    [call] = stand_in.calls["decode"]
-    assert call["kv_indices"].min() >= 0 and call["kv_indices"].max() < BLOCKS * PAGE
+    assert_decoded(given, out[:2], [2, 0, 0], [700, 0, 0])
 
 
 class TestReleases:
-    def test_types_have_four_names_in_some(self, use: Any) -> None:
-        parts = "dtype_q_nope=None, dtype_q_rope=None, dtype_kv_nope=None, dtype_kv_rope=None"
-        stand_in = use(StandIn(plan=PLAN.replace("dtype_q=None, dtype_kv=None", parts)))
-        step(allocate())
-        [call] = stand_in.calls["plan"]
-        assert call["dtype_q_rope"] == call["dtype_kv_nope"] == BF16
+    def test_types_have_four_names_in_some(self, use, published):
+        published(PLANNER, "dtype_q=None, dtype_kv=None", "unused=None")
+        double = use()
+        refresh(allocate(), ROWS, LENGTHS)
+        [made] = double.calls(PLANNER)
+        assert made["dtype_q_rope"] == made["dtype_kv_nope"] == BF16
 
-    def test_a_cap_needs_a_release_that_sizes_with_it(self, use: Any) -> None:
-        use(StandIn(info=INFO.replace(", max_split_per_batch=-1", "")))
-        allocate()
-        with pytest.raises(ValueError, match=r"v0\.1\.16"):
-            allocate(max_split_per_batch=4)
-
-    def test_the_first_planners_are_refused(self, use: Any) -> None:
-        use(StandIn(plan=PLAN.replace("kv_last_page_lens, ", "")))
+    def test_the_first_planners_are_refused(self, use, published):
+        published(PLANNER, "kv_last_page_lens, ")
+        use()
         with pytest.raises(ProviderUnavailable, match=r"v0\.1\.10\.post2"):
             allocate()
 
-    def test_without_the_decode(self, use: Any) -> None:
-        stand_in = use(StandIn())
-        del stand_in.module.get_mla_metadata_info_v1
+    def test_without_the_decode(self, use):
+        delattr(use().modules["aiter"], INFO)
         with pytest.raises(ProviderUnavailable, match="no persistent MLA decode"):
             allocate()
 
-    def test_the_log_sum_exp_is_newer(self, use: Any) -> None:
-        use(StandIn(decode=DECODE.replace(", return_lse=False", "")), "gfx950")
-        given = step(allocate())
+    def test_the_log_sum_exp_is_newer(self, use, published):
+        published(DECODE, ", return_lse=False")
+        use("gfx950")
         with pytest.raises(ValueError, match="return_lse"):
-            attention.persistent_mla_decode(**given, return_lse=True)
+            attention.persistent_mla_decode(**arguments(), return_lse=True)
 
 
-class TestRefusedBeforeTheCall:
-    @pytest.mark.parametrize(
-        "change, message",
-        [
-            (lambda given: {"kv_cache": torch.zeros(60, 16, 640).to(BF16)[..., :576]}, "strided"),
-            (lambda given: {"return_lse": True}, "writes no log-sum-exp"),
-            (lambda given: {"provider": "triton"}, "for aiter and reference, not for triton"),
-        ],
-    )
-    def test_value_error(self, use: Any, change: Any, message: str) -> None:
-        stand_in = use(StandIn())
-        given = step(allocate())
-        with pytest.raises(ValueError, match=message):
-            attention.persistent_mla_decode(**{**given, **change(given)})
-        assert "decode" not in stand_in.calls
-
-    def test_all_six_or_none(self, use: Any) -> None:
-        stand_in = use(StandIn())
-        given = step(allocate())
-        given["plan"].reduce_final_map = torch.zeros(0, 2, dtype=torch.int32)
-        with pytest.raises(ValueError, match="or none; reduce_final_map is another"):
-            attention.persistent_mla_decode(**given)
-        assert "decode" not in stand_in.calls
-
-    def test_another_width(self, use: Any) -> None:
-        use(StandIn())
-        given = step(allocate(v_head_dim=256))
-        with pytest.raises(ValueError, match="entries of 576 with values of 512"):
-            attention.persistent_mla_decode(**given)
+def test_only_its_own_providers_take_the_plan(use):
+    use()
+    with pytest.raises(ValueError, match="for aiter and reference, not for triton"):
+        attention.persistent_mla_decode(**arguments(), provider="triton")
 
 
 class TestAuto:
-    def test_aiter_where_nothing_speaks_against_it(self, use: Any) -> None:
-        use(StandIn())
+    def test_aiter_where_nothing_speaks_against_it(self, use):
+        use()
         plan = allocate(planner="auto")
         assert (plan.planner, plan.why_not_aiter) == (planner_aiter, "")
         assert plan.layout.padded == 16
@@ -420,23 +216,23 @@ class TestAuto:
             ({"kv_granularity": 24}, "power of two as kv_granularity, got 24"),
         ],
     )
-    def test_portable_with_the_reason(self, use: Any, changes: dict[str, Any], reason: str) -> None:
-        use(StandIn())
+    def test_portable_with_the_reason(self, use, changes, reason):
+        use()
         plan = allocate(planner="auto", **changes)
         assert plan.planner is planner and reason in plan.why_not_aiter
         with pytest.raises(ValueError, match=reason):
             allocate(**changes)
 
-    def test_slower_is_still_possible_when_asked_for(self, use: Any) -> None:
-        use(StandIn(), "gfx950")
+    def test_slower_is_still_possible_when_asked_for(self, use):
+        use("gfx950")
         changes = {"num_heads": 16, "max_query_len": 1, "max_batch": 32}
         assert "faster on gfx950" in allocate(planner="auto", **changes).why_not_aiter
         assert allocate(**changes).planner is planner_aiter
 
-    def test_without_aiter(self, use: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        use(StandIn())
-        monkeypatch.delitem(sys.modules, "aiter")
-        monkeypatch.delitem(sys.modules, "aiter.jit")
+    def test_without_aiter(self, use, monkeypatch):
+        use()
+        for name in [name for name in sys.modules if name.split(".")[0] == "aiter"]:
+            monkeypatch.delitem(sys.modules, name)
         assert "missing" in allocate(planner="auto").why_not_aiter
         with pytest.raises(ProviderUnavailable, match="missing"):
             allocate()

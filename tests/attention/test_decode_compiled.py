@@ -1,64 +1,33 @@
 """The decode kernels compiled (not run) for AMD and NVIDIA: spills, memory, instructions."""
 
-from __future__ import annotations
-
 import functools
-import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
-from compiled import Report, compile_for, report, specialize
-
-from mla_fusion.attention import PersistentDecodePlan, hopper_kernel, triton_kernels
+from mla_fusion.attention import hopper_kernel, triton_kernels
 from mla_fusion.attention import triton as provider
-from mla_fusion.attention.triton import Config, Scope, Sparse
+from mla_fusion.attention.triton import Scope, Sparse
 from mla_fusion.attention.validate import Inputs
-
-BF16, FN, FNUZ = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e4m3fnuz
-FP8 = {"gfx942": FNUZ, "gfx950": FN, "sm_90": FN}
-LDS = {"gfx942": 64 * 1024, "gfx950": 160 * 1024, "sm_90": 227 * 1024}
+from tests.attention.decodes import BF16, FN, plan_for
+from tests.kernels.compiled import FP8, LDS, compile_report, specialize
 
 
-def plan_of(heads: int, dtype: torch.dtype) -> PersistentDecodePlan:
-    """A plan for up to 8 sequences."""
-    return PersistentDecodePlan.allocate(
-        max_batch=8,
-        max_query_len=1,
-        num_heads=heads,
-        q_dtype=dtype,
-        kv_dtype=dtype,
-        device="cpu",
-        workers=8,
-    )
-
-
-def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+def meta(*shape, dtype):
     """A tensor without memory."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def decode_arguments(
-    config: Config,
-    heads: int,
-    dtype: torch.dtype,
-    *,
-    page: int = 64,
-    columns: int = 128,
-    sparse: bool = False,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def decode_arguments(config, heads, dtype, *, page=64, columns=128, sparse=False):
     """Launch arguments for DeepSeek's widths and a block table of `columns` columns."""
     i32, f32 = torch.int32, torch.float32
     scope = Scope(meta(99, page, 576, dtype=dtype), meta(8, columns, dtype=i32))
     given = Inputs(
         meta(8, heads, 576, dtype=dtype),
         scope.kv_cache,
-        plan_of(heads, dtype),
+        plan_for(num_heads=heads, q_dtype=dtype, kv_dtype=dtype),
         scope.table,
         0.1,
         meta(1, dtype=f32),
@@ -70,31 +39,22 @@ def decode_arguments(
     return provider.decode_arguments(config, given, scopes)
 
 
-def decode_kernel(config: Config) -> Any:
+def decode_kernel(config):
     """The kernel that a configuration is for."""
     return (hopper_kernel if config.hopper else triton_kernels).decode_kernel
 
 
 @functools.cache
-def decode_report(
-    target: str,
-    config: Config,
-    heads: int,
-    dtype: torch.dtype,
-    *,
-    page: int = 64,
-    sparse: bool = False,
-    maxnreg: int | None = None,
-) -> Report:
+def decode_report(target, config, heads, dtype, *, page=64, sparse=False, maxnreg=None):
     """Report of one decode kernel, compiled and disassembled once for all tests."""
     args, options = decode_arguments(config, heads, dtype, page=page, sparse=sparse)
     options |= {"maxnreg": maxnreg}
-    return report(target, compile_for(target, decode_kernel(config), args, options))
+    return compile_report(target, decode_kernel(config), args, options)
 
 
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
 @pytest.mark.parametrize("hopper", [False, True], ids=["portable", "hopper"])
-def test_the_width_of_the_table_is_no_variant(hopper: bool, sparse: bool) -> None:
+def test_the_width_of_the_table_is_no_variant(hopper, sparse):
     """The warm-up runs with a table of one column; no request may compile another kernel."""
     config = provider.choose(hopper, 16)
     variants = []
@@ -108,7 +68,7 @@ def test_the_width_of_the_table_is_no_variant(hopper: bool, sparse: bool) -> Non
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
 @pytest.mark.parametrize("heads", [16, 64])
 @pytest.mark.parametrize("target", FP8)
-def test_portable_kernel(target: str, heads: int, sparse: bool) -> None:
+def test_portable_kernel(target, heads, sparse):
     warp = 64 if target.startswith("gfx") else 32
     config = provider.choose(False, heads, warp)
     for dtype in (BF16, FP8[target]):
@@ -125,7 +85,7 @@ def test_portable_kernel(target: str, heads: int, sparse: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, FN], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("heads", [16, 32, 64])
-def test_hopper_kernel(heads: int, dtype: torch.dtype) -> None:
+def test_hopper_kernel(heads, dtype):
     config = provider.choose(True, heads)
     for options in ({"page": 64}, {"page": 1}, {"sparse": True})[: 1 if heads == 32 else 3]:
         result = decode_report("sm_90", config, heads, dtype, **options)
@@ -144,9 +104,7 @@ def test_hopper_kernel(heads: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [BF16, FN], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("heads", [16, 64])
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
-def test_only_the_plan_is_read_before_the_kernel_in_front_has_ended(
-    sparse: bool, heads: int, dtype: torch.dtype
-) -> None:
+def test_only_the_plan_is_read_before_the_kernel_in_front_has_ended(sparse, heads, dtype):
     """Queries, keys, tables and scales may be what the kernel in front writes."""
     config = provider.choose(True, heads)
     order = decode_report("sm_90", config, heads, dtype, sparse=sparse).order
@@ -161,12 +119,11 @@ def test_only_the_plan_is_read_before_the_kernel_in_front_has_ended(
     assert order[-2:] == ("ACQBULK", "PREEXIT")
 
 
-def test_pieces_are_read_when_the_decode_has_ended() -> None:
+def test_pieces_are_read_when_the_decode_has_ended():
     out = meta(8, 16, 512, dtype=BF16)
-    args, options = provider.reduce_arguments(plan_of(16, BF16), 8, out, None)
+    args, options = provider.reduce_arguments(plan_for(num_heads=16), 8, out, None)
     options |= {"PDL": True, "launch_pdl": True}
-    kernel = compile_for("sm_90", triton_kernels.reduce_kernel, args, options)
-    order = report("sm_90", kernel).order
+    order = compile_report("sm_90", triton_kernels.reduce_kernel, args, options).order
     # Two waits: one in programs with nothing to merge, before or after all this.
     assert order[0] == "PREEXIT" and order.count("ACQBULK") == 2
     pieces = [i for i, name in enumerate(order) if name in ("LDG.128", "STG")]
@@ -177,14 +134,14 @@ def test_pieces_are_read_when_the_decode_has_ended() -> None:
 @pytest.mark.parametrize("tiles", [1, 8, 32, 256])
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize("target", FP8)
-def test_reduction(target: str, heads: int, tiles: int) -> None:
+def test_reduction(target, heads, tiles):
     out, lse = meta(8, heads, 512, dtype=BF16), meta(8, heads, dtype=torch.float32)
-    args, options = provider.reduce_arguments(plan_of(heads, BF16), tiles, out, lse)
-    result = report(target, compile_for(target, triton_kernels.reduce_kernel, args, options))
+    args, options = provider.reduce_arguments(plan_for(num_heads=heads), tiles, out, lse)
+    result = compile_report(target, triton_kernels.reduce_kernel, args, options)
     assert result.spills == 0 and result.wide_loads > 0, result
 
 
-def test_hot_spills_are_seen() -> None:
+def test_hot_spills_are_seen():
     """The reader bites: with 64 registers the loop over tiles has to spill."""
     config = provider.choose(False, 16, 32)
     result = decode_report("sm_90", config, 16, BF16, maxnreg=64)

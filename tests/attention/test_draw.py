@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from xml.etree import ElementTree
@@ -13,28 +11,28 @@ from mla_fusion.cli import draw
 COMMAND = "plan --batch 2 --kv 100000 --workers 256"
 
 
-def main(line: str) -> int:
+def main(line):
     return cli.main(line.split())
 
 
-def run(capsys: pytest.CaptureFixture[str], line: str) -> list[str]:
+def run(capsys, line):
     assert main(line) == 0
     return capsys.readouterr().out.splitlines()
 
 
-def test_a_cap_of_16_leaves_32_of_256_busy(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cap_of_16_leaves_32_of_256_busy(capsys):
     text = "\n".join(run(capsys, f"{COMMAND} --max-split-per-batch 16"))
     assert "busy workers   32 of 256" in text
     assert "utilisation    12.5%" in text
     assert "without a cap  256 of 256 busy, largest load 65: 6.3 times less" in text
 
 
-def test_without_a_cap_all_are_busy(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_cap_all_are_busy(capsys):
     text = "\n".join(run(capsys, COMMAND))
     assert "busy workers   256 of 256" in text and "without a cap" not in text
 
 
-def test_the_plot_shows_the_idle_workers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plot_shows_the_idle_workers(capsys):
     rows = run(capsys, f"{COMMAND} --max-split-per-batch 16")
     plot = {row.split("|")[0].strip(): row.split("|")[1] for row in rows if "|" in row}
     assert len(plot) == draw.ROWS
@@ -42,13 +40,13 @@ def test_the_plot_shows_the_idle_workers(capsys: pytest.CaptureFixture[str]) -> 
     assert all(not bar.strip() for name, bar in plot.items() if int(name.split("-")[0]) >= 32)
 
 
-def test_ragged_lengths_with_drafts_and_many_heads(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ragged_lengths_with_drafts_and_many_heads(capsys):
     rows = run(capsys, "plan --lengths 100,9000,1 --workers 7 --heads 128 --query-len 4")
     assert "4 query rows each, 4 head blocks; 7 workers" in rows[0]
     assert sum("|" in row for row in rows) == 7
 
 
-def test_the_picture_has_a_bar_for_each_item(tmp_path: Path) -> None:
+def test_the_picture_has_a_bar_for_each_item(tmp_path):
     file = tmp_path / "plan.svg"
     assert main(f"plan --lengths 100,9000,1 --workers 4 --svg {file}") == 0
     rules = Rules(4, 1, 16, 16, -1)
@@ -65,18 +63,18 @@ def test_the_picture_has_a_bar_for_each_item(tmp_path: Path) -> None:
         ("plan --workers 2", "one of the arguments --lengths --kv is required"),
     ],
 )
-def test_refused(capsys: pytest.CaptureFixture[str], arguments: str, message: str) -> None:
+def test_refused(capsys, arguments, message):
     with pytest.raises(SystemExit):
         main(arguments)
     assert re.search(message, capsys.readouterr().err)
 
 
-def test_two_ways_to_name_a_batch(capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_ways_to_name_a_batch(capsys):
     assert main("plan --lengths 5,5 --batch 2 --workers 2") == 2
     assert "--batch goes with --kv" in capsys.readouterr().err
 
 
-def test_a_file_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_cannot_be_written(tmp_path, capsys):
     missing = tmp_path / "no" / "plan.svg"
     assert main(f"{COMMAND} --svg {missing}") == 2
     assert "cannot write" in capsys.readouterr().err
@@ -85,9 +83,7 @@ def test_a_file_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFix
 DRAWN = re.compile(r"<!-- (plan [^\n]+) -->\n```console\n(.*?)```\n", re.S)
 
 
-def test_the_drawn_plans_of_the_docs_are_current(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_drawn_plans_of_the_docs_are_current(tmp_path, capsys):
     root = Path(__file__).parents[2]
     page = (root / "docs" / "persistent-decode.md").read_text()
     pictures = 0

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 
 import numpy as np
 import pytest
@@ -8,18 +9,18 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mla_fusion.attention import PersistentDecodePlan, planner
+from mla_fusion.attention import planner
 from mla_fusion.attention.buffers import Rules
 
+from .decodes import addresses, plan_for, refresh
 from .plan_checks import GARBAGE, buffers, check_plan, worker_load
 
-BF16 = torch.bfloat16
-EXAMPLES = 2600  # each is two batches
+EXAMPLES = 600  # each is two batches
 seen: collections.Counter[str] = collections.Counter()
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> tuple[Rules, int, list[list[tuple[int, int]]]]:
+def batches(draw):
     """Rules, the longest query, and two ragged batches of (query rows, KV tokens)."""
     rules = Rules(
         workers=draw(st.integers(1, 40)),
@@ -37,7 +38,7 @@ def batches(draw: st.DrawFn) -> tuple[Rules, int, list[list[tuple[int, int]]]]:
 
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(batches())
-def check_ragged_batches(case: tuple[Rules, int, list[list[tuple[int, int]]]]) -> None:
+def check_ragged_batches(case):
     rules, longest, steps = case
     max_batch = max(map(len, steps))
     plan = buffers(rules, max_batch)
@@ -52,16 +53,14 @@ def check_ragged_batches(case: tuple[Rules, int, list[list[tuple[int, int]]]]) -
         seen["smaller than before"] += step is steps[1] and len(step) < len(steps[0])
 
 
-def test_every_plan_covers_its_batch_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_plan_covers_its_batch_once():
     seen.clear()
     check_ragged_batches()
-    with capsys.disabled():
-        print(f"\n{seen['batches']} ragged batches planned: {dict(seen)}")
-    assert seen["batches"] >= 5000
-    assert min(seen["split"], seen["smaller than before"]) > 500
+    assert seen["batches"] >= 1200
+    assert min(seen["split"], seen["smaller than before"]) > 100, seen
 
 
-def plan_of(rules: Rules, seq_lens: list[int]) -> object:
+def plan_of(rules, seq_lens):
     plan = buffers(rules, len(seq_lens))
     indptr = np.arange(len(seq_lens) + 1, dtype=np.int32)
     planner.fill_arrays(plan, rules, indptr, np.array(seq_lens, np.int32), 1)
@@ -82,9 +81,7 @@ def plan_of(rules: Rules, seq_lens: list[int]) -> object:
         (256, 256, 512, 1, 0),
     ],
 )
-def test_the_published_examples(
-    workers: int, batch: int, blocks: int, pieces: int, rows: int
-) -> None:
+def test_the_published_examples(workers, batch, blocks, pieces, rows):
     plan = plan_of(Rules(workers, 1, 16, 16, -1), [8192] * batch)
     items = plan.work_info_set[: plan.work_indptr[-1]]
     counts = np.bincount(items[:, planner.BATCH])
@@ -94,39 +91,28 @@ def test_the_published_examples(
     assert plan.reduce_indptr[-1] == rows
 
 
-def test_a_cap_is_a_budget_of_the_whole_batch() -> None:
+def test_a_cap_is_a_budget_of_the_whole_batch():
     plan = plan_of(Rules(304, 1, 16, 16, 4), [8192, 16])
     items = plan.work_info_set[: plan.work_indptr[-1]]
     assert np.bincount(items[:, planner.BATCH]).tolist() == [8, 1]
 
 
 @pytest.mark.parametrize("cap, busy", [(16, 32), (-1, 256)])
-def test_a_cap_of_16_leaves_most_workers_idle(cap: int, busy: int) -> None:
+def test_a_cap_of_16_leaves_most_workers_idle(cap, busy):
     rules = Rules(256, 1, 16, 16, cap)
     load = np.array(worker_load(plan_of(rules, [100_000, 100_000]), rules))
     assert np.count_nonzero(load) == busy
 
 
-def make(**changes: object) -> PersistentDecodePlan:
-    fields = {
-        "max_batch": 4,
-        "max_query_len": 2,
-        "num_heads": 20,
-        "q_dtype": BF16,
-        "kv_dtype": BF16,
-        "device": "cpu",
-        "workers": 8,
-        "v_head_dim": 32,
-    }
-    return PersistentDecodePlan.allocate(**{**fields, **changes})
+make = functools.partial(plan_for, max_query_len=2, v_head_dim=32)
 
 
-def ints(*values: int) -> torch.Tensor:
+def ints(*values):
     return torch.tensor(values, dtype=torch.int32)
 
 
 class TestPlan:
-    def test_buffers_have_the_published_shapes(self) -> None:
+    def test_buffers_have_the_published_shapes(self):
         plan = make(num_heads=128, heads_per_work=64, max_split_per_batch=4)
         tiles, workers = 4 * 2, 8
         assert plan.work_metadata_ptrs.dtype == torch.uint64
@@ -138,25 +124,16 @@ class TestPlan:
         assert plan.partial_output.shape == (2 * (workers - 1) * 2, 64, 32)
         assert make().reduce_partial_map.shape == (4 + workers - 1,)
 
-    def test_refresh_moves_nothing(self) -> None:
+    def test_refresh_moves_nothing(self):
         plan = make()
-
-        def addresses() -> dict[str, int]:
-            tensors = {k: v for k, v in vars(plan).items() if isinstance(v, torch.Tensor)}
-            return {name: tensor.data_ptr() for name, tensor in tensors.items()}
-
-        before = addresses()
+        before = addresses(plan)
         for lens in ((300, 20, 7, 90), (50,)):
-            seq_lens = ints(*lens)
-            plan.refresh(
-                qo_indptr=torch.arange(len(lens) + 1, dtype=torch.int32), seq_lens=seq_lens,
-                num_tokens=len(lens), max_query_len=1,
-            )  # fmt: skip
-        assert addresses() == before
+            refresh(plan, [1] * len(lens), lens)
+        assert addresses(plan) == before
         pointers = plan.work_metadata_ptrs.view(torch.int64).tolist()
         assert pointers == [before["work_indptr"], before["work_info_set"]]
 
-    def test_refresh_copies_the_lengths(self) -> None:
+    def test_refresh_copies_the_lengths(self):
         """Lengths that change after the refresh do not change the plan."""
         plan, seq_lens = make(), ints(40, 9)
         plan.refresh(qo_indptr=ints(0, 1, 3), seq_lens=seq_lens, num_tokens=3, max_query_len=2)
@@ -173,7 +150,7 @@ class TestPlan:
             ({"max_split_per_batch": 0}, "max_split_per_batch must be -1"),
         ],
     )
-    def test_allocate_refuses(self, changes: dict[str, object], message: str) -> None:
+    def test_allocate_refuses(self, changes, message):
         with pytest.raises(ValueError, match=message):
             make(**changes)
 
@@ -186,7 +163,7 @@ class TestPlan:
             ({"max_query_len": 3}, "up to 2 a sequence"),
         ],
     )
-    def test_refresh_refuses(self, changes: dict[str, object], message: str) -> None:
+    def test_refresh_refuses(self, changes, message):
         given = {"qo_indptr": ints(0, 1, 2), "seq_lens": ints(4, 5), "num_tokens": 2}
         with pytest.raises(ValueError, match=message):
             make().refresh(**{"max_query_len": 1, **given, **changes})

@@ -1,7 +1,5 @@
 """Whether AITER's persistent kernel is supported, and faster: each "no" with its reason."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -30,14 +28,12 @@ VERDICTS = [
 
 
 @pytest.mark.parametrize("heads, length, q, kv, batch, arch, reason", VERDICTS)
-def test_verdicts(
-    heads: int, length: int, q: torch.dtype, kv: torch.dtype, batch: int, arch: str, reason: str
-) -> None:
+def test_verdicts(heads, length, q, kv, batch, arch, reason):
     verdict = selection.aiter_verdict(heads, length, q, kv, batch, arch)
     assert reason in verdict.why_not and bool(reason) == bool(verdict.why_not)
 
 
-def test_a_verdict_can_change_with_the_log_sum_exp() -> None:
+def test_a_verdict_can_change_with_the_log_sum_exp():
     given = (16, 1, BF16, BF16, 4, "gfx942")
     assert not selection.aiter_verdict(*given).why_not
     assert "no log-sum-exp" in selection.aiter_verdict(*given, return_lse=True).why_not

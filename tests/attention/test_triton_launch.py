@@ -10,12 +10,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from mla_fusion.attention import PersistentDecodePlan, hopper_kernel, triton_kernels
+from mla_fusion.attention import hopper_kernel, triton_kernels
 from mla_fusion.attention import triton as provider
 from mla_fusion.attention.hopper_copy import bulk_copy
 from mla_fusion.attention.validate import Inputs
-
-BF16, FN = torch.bfloat16, torch.float8_e4m3fn
+from tests.attention.decodes import BF16, FN, plan_for, refresh
 
 
 @pytest.mark.parametrize(
@@ -29,15 +28,13 @@ BF16, FN = torch.bfloat16, torch.float8_e4m3fn
         (16, 2, FN, 1),
     ],
 )
-def test_workers(
-    monkeypatch: pytest.MonkeyPatch, heads: int, rows: int, dtype: torch.dtype, programs: int
-) -> None:
+def test_workers(monkeypatch, heads, rows, dtype, programs):
     properties = SimpleNamespace(multi_processor_count=10)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     assert provider.plan_settings(heads, rows, dtype, "cuda")["workers"] == 10 * programs
 
 
-def cache(blocks: int, page: int, block_rows: int | float = 0, dtype: Any = BF16) -> torch.Tensor:
+def cache(blocks, page, block_rows=0, dtype=BF16):
     """A cache without memory whose blocks are `block_rows` rows apart, by default its page size."""
     step = int((block_rows or page) * 576)
     return torch.empty(blocks * step, dtype=dtype, device="meta").as_strided(
@@ -46,7 +43,7 @@ def cache(blocks: int, page: int, block_rows: int | float = 0, dtype: Any = BF16
 
 
 @pytest.mark.parametrize("dtype", [BF16, FN])
-def test_the_copy_engine_sees_a_cache_as_rows(dtype: torch.dtype) -> None:
+def test_the_copy_engine_sees_a_cache_as_rows(dtype):
     latent, rotated, step = bulk_copy(cache(10, 64, dtype=dtype), 512, 64)
     assert (latent.shape, latent.strides, step) == ([640, 576], [576, 1], 64)
     assert (latent.block_shape, rotated.block_shape) == ([64, 512], [64, 64])
@@ -56,7 +53,7 @@ def test_the_copy_engine_sees_a_cache_as_rows(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("strange", [cache(9, 16), cache(9, 96), cache(9, 64, block_rows=64.5)])
-def test_tiles_in_several_pages_are_copied_by_threads(strange: torch.Tensor) -> None:
+def test_tiles_in_several_pages_are_copied_by_threads(strange):
     assert bulk_copy(strange, 512, 64)[2] == 0
 
 
@@ -64,70 +61,52 @@ def test_tiles_in_several_pages_are_copied_by_threads(strange: torch.Tensor) -> 
     ("heads", "most", "batches"),
     [(16, 256, [1, 5, 33, 129]), (128, 256, [1, 5, 17]), (128, 16, [1, 5]), (128, 1, [1])],
 )
-def test_a_warm_up_compiles_every_reduction(heads: int, most: int, batches: list[int]) -> None:
-    plan = PersistentDecodePlan.allocate(
-        max_batch=most, max_query_len=1, num_heads=heads, q_dtype=BF16, kv_dtype=BF16,
-        device="cpu", workers=132,
-    )  # fmt: skip
+def test_a_warm_up_compiles_every_reduction(heads, most, batches):
+    plan = plan_for(max_batch=most, num_heads=heads, workers=132)
     assert provider.warm_up_batches(plan) == batches
 
 
 class Launches:
     """Stands in for a kernel, and keeps the grid and the arguments of every launch."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.grids: list[tuple[int, ...]] = []
         self.arguments: list[tuple[Any, ...]] = []
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+    def __getitem__(self, grid):
         self.grids.append(grid)
         return lambda *args, **_: self.arguments.append(args)
 
 
-def plan_for(heads: int) -> PersistentDecodePlan:
-    """A plan for up to 256 sequences."""
-    return PersistentDecodePlan.allocate(
-        max_batch=256, max_query_len=1, num_heads=heads, q_dtype=BF16, kv_dtype=BF16,
-        device="cpu", workers=132,
-    )  # fmt: skip
-
-
-def refresh(plan: PersistentDecodePlan, batch: int) -> None:
-    """Plan `batch` sequences."""
-    ends = torch.arange(batch + 1, dtype=torch.int32)
-    plan.refresh(qo_indptr=ends, seq_lens=ends[1:] + 9, num_tokens=batch, max_query_len=1)
-
-
-def launch(plan: PersistentDecodePlan, batch: int, config: provider.Config | None = None) -> None:
-    """One decode of `batch` sequences."""
+def launch(plan, batch, config=None, refreshed=True):
+    """One decode of `batch` sequences, if so after a refresh of the plan."""
+    if refreshed:
+        refresh(plan, [1] * batch, range(10, 10 + batch))
     table = torch.empty(batch, 9, dtype=torch.int32)
     q = torch.empty(batch, plan.settings.num_heads, 576, dtype=BF16)
     given = Inputs(q, cache(9, 64), plan, table, 0.1, None, None, q[..., :512], None)
     provider.launch(given, config=config)
 
 
-def test_the_grid_of_the_reduction_is_that_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_grid_of_the_reduction_is_that_of_the_step(monkeypatch):
     """Not that of the largest batch of the plan, whose tiles would be empty programs."""
     reductions = Launches()
     monkeypatch.setattr(triton_kernels, "decode_kernel", Launches())
     monkeypatch.setattr(triton_kernels, "reduce_kernel", reductions)
-    plan = plan_for(128)
+    plan = plan_for(max_batch=256, num_heads=128, workers=132)
     for batch in (1, 4, 64):
-        refresh(plan, batch)
         launch(plan, batch)
     # A program for each row of few tiles, for four rows of many.
     assert reductions.grids == [(2, 64, 1), (8, 64, 1), (128, 16, 1)]
 
 
-def test_the_first_decode_of_a_refreshed_plan_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_decode_of_a_refreshed_plan_waits_for_it(monkeypatch):
     """The others may read the plan before the kernel in front of them has ended."""
     decodes, place = Launches(), hopper_kernel.decode_kernel.arg_names.index("fresh")
     monkeypatch.setattr(hopper_kernel, "decode_kernel", decodes)
     monkeypatch.setattr(triton_kernels, "reduce_kernel", Launches())
-    plan = plan_for(16)
-    for _ in range(2):
-        refresh(plan, 4)
-        for _ in range(3):
-            launch(plan, 4, provider.choose(True, 16))
+    plan = plan_for(num_heads=16)
+    for refreshed in (True, False, False) * 2:
+        launch(plan, 4, provider.choose(True, 16), refreshed)
     fresh = [arguments[place] for arguments in decodes.arguments]
     assert fresh == [1, 0, 0, 1, 0, 0]

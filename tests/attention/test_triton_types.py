@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
 from mla_fusion import attention
-from mla_fusion.attention import PersistentDecodePlan
 from mla_fusion.attention import triton as provider
+from tests.attention.decodes import BF16, FN, FNUZ, FP16, FP32, arguments
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-FN, FNUZ, E5M2 = torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2
+E5M2 = torch.float8_e5m2
 TAKEN = {
     (BF16, BF16), (FP16, FP16), (FN, FN), (FNUZ, FNUZ),
     (BF16, FN), (BF16, FNUZ), (FP16, FN), (FP16, FNUZ),
@@ -23,7 +19,7 @@ TAKEN = {
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+def launches(monkeypatch):
     """The arguments of each launch, which is not made."""
     made: list[Any] = []
     attention.get_provider.cache_clear()
@@ -33,32 +29,15 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     attention.get_provider.cache_clear()
 
 
-def decode(q_dtype: torch.dtype, kv_dtype: torch.dtype, latent: int = 512, rope: int = 64) -> None:
-    plan = PersistentDecodePlan.allocate(
-        max_batch=1, max_query_len=1, num_heads=16, q_dtype=q_dtype, kv_dtype=kv_dtype,
-        device="cpu", workers=2, v_head_dim=latent,
-    )  # fmt: skip
-    plan.refresh(
-        qo_indptr=torch.tensor([0, 1], dtype=torch.int32),
-        seq_lens=torch.tensor([3], dtype=torch.int32), num_tokens=1, max_query_len=1,
-    )  # fmt: skip
-    one = torch.ones(1)
-    attention.persistent_mla_decode(
-        torch.zeros(1, 16, latent + rope).to(q_dtype),
-        torch.zeros(2, 16, latent + rope).to(kv_dtype),
-        plan,
-        block_table=torch.zeros((1, 1), dtype=torch.int32),
-        softmax_scale=0.1,
-        q_scale=one,
-        kv_scale=one,
-        out=torch.empty(1, 16, latent, dtype=BF16),
-        provider="triton",
-    )
+def decode(q_dtype, kv_dtype, **widths):
+    given = arguments([1], [3], q_dtype=q_dtype, kv_dtype=kv_dtype, **widths)
+    out = torch.empty(1, 20, given["plan"].settings.v_head_dim, dtype=BF16)
+    attention.persistent_mla_decode(**given, out=out, provider="triton")
 
 
 @pytest.mark.parametrize("kv_dtype", [BF16, FP16, FP32, FN, FNUZ, E5M2])
 @pytest.mark.parametrize("q_dtype", [BF16, FP16, FP32, FN, FNUZ, E5M2])
-def test_types(launches: list[Any], q_dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+def test_types(launches, q_dtype, kv_dtype):
     if (q_dtype, kv_dtype) in TAKEN:
         decode(q_dtype, kv_dtype)
         assert len(launches) == 1
@@ -69,7 +48,7 @@ def test_types(launches: list[Any], q_dtype: torch.dtype, kv_dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("latent, rope", [(448, 64), (512, 48), (512, 0), (8, 64)])
-def test_widths(launches: list[Any], latent: int, rope: int) -> None:
+def test_widths(launches, latent, rope):
     with pytest.raises(ValueError, match="a power of two from 16 on, got"):
-        decode(BF16, BF16, latent, rope)
+        decode(BF16, BF16, v_head_dim=latent, rope=rope)
     assert not launches

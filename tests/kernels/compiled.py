@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -24,6 +25,12 @@ TARGETS = {
     "gfx950": GPUTarget("hip", "gfx950", 64),
     "sm_90": GPUTarget("cuda", 90, 32),
 }
+FP8 = {
+    "gfx942": torch.float8_e4m3fnuz,
+    "gfx950": torch.float8_e4m3fn,
+    "sm_90": torch.float8_e4m3fn,
+}
+LDS = {"gfx942": 64 * 1024, "gfx950": 160 * 1024, "sm_90": 227 * 1024}
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl", "enable_fp_fusion")
 
 
@@ -79,18 +86,14 @@ def specialize(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any])
     return source(kernel, signature, constants, attributes)
 
 
-def compile_for(
+def compile_report(
     target: str, kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]
-) -> Any:
-    """The compiled kernel for one of `TARGETS`; tensors may be meta tensors."""
+) -> Report:
+    """Compile a kernel for one of `TARGETS`, and read it; tensors may be meta tensors."""
     compiler = {name: options[name] for name in OPTIONS if name in options}
     rest = {name: value for name, value in options.items() if name not in OPTIONS}
     source = specialize(kernel, arguments, rest)
-    return triton.compile(source, target=TARGETS[target], options=compiler)
-
-
-def report(target: str, compiled: Any) -> Report:
-    """Read a compiled kernel."""
+    compiled = triton.compile(source, target=TARGETS[target], options=compiler)
     if target.startswith("gfx"):
         return read_amd(compiled.asm["amdgcn"], compiled.metadata.shared)
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"

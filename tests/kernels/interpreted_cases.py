@@ -7,36 +7,24 @@ TRITON_INTERPRET=1; its name keeps it out of a plain pytest run.
 from __future__ import annotations
 
 import dataclasses
-import os
-import sys
 import types
-from pathlib import Path
 
+import cases
+import fp8
+import interpreter
 import pytest
 import torch
+import triton
+import triton.language as tl
 
-assert os.environ.get("TRITON_INTERPRET") == "1", "run this file through test_interpreted.py"
-
-import triton  # noqa: E402
-import triton.language as tl  # noqa: E402
-
-sys.path.insert(0, str(Path(__file__).parent))
-import cases  # noqa: E402
-import fp8  # noqa: E402
-import interpreter  # noqa: E402
-
-from mla_fusion.cli.compare import POISON, steps  # noqa: E402
-from mla_fusion.kernels import dispatch  # noqa: E402
-from mla_fusion.kernels import triton as provider  # noqa: E402
-from mla_fusion.kernels.dispatch import Plan  # noqa: E402
+from mla_fusion.cli.compare import POISON, steps
+from mla_fusion.kernels import dispatch
+from mla_fusion.kernels import triton as provider
+from mla_fusion.kernels.dispatch import Plan
 
 interpreter.install(bounds=True, races=True)
-FN, FNUZ, BF16, FP16 = (
-    torch.float8_e4m3fn,
-    torch.float8_e4m3fnuz,
-    torch.bfloat16,
-    torch.float16,
-)
+FN, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
+BF16, FP16 = torch.bfloat16, torch.float16
 
 
 @triton.jit
@@ -64,7 +52,7 @@ def stray(out, OFFSET: tl.constexpr, STEP: tl.constexpr):
 
 
 @pytest.mark.parametrize("dtype", [FN, FNUZ], ids=["fn", "fnuz"])
-def test_fp8_conversion_is_the_nearest_value(dtype: torch.dtype) -> None:
+def test_fp8_conversion_is_the_nearest_value(dtype):
     torch.manual_seed(1)
     codes = torch.arange(256).to(torch.uint8).view(dtype)
     x = fp8.hard_values(codes)
@@ -79,7 +67,7 @@ def test_fp8_conversion_is_the_nearest_value(dtype: torch.dtype) -> None:
     assert torch.equal(back.nan_to_num(nan=1e9), codes.float().nan_to_num(nan=1e9))
 
 
-def test_bf16_conversion_and_arithmetic() -> None:
+def test_bf16_conversion_and_arithmetic():
     torch.manual_seed(2)
     x = torch.randint(-(2**31), 2**31, (4096,)).int().view(torch.float32)
     out = torch.empty(4096, dtype=BF16)
@@ -92,14 +80,14 @@ def test_bf16_conversion_and_arithmetic() -> None:
     assert torch.equal(got, want)
 
 
-def test_bounds_check_bites() -> None:
+def test_bounds_check_bites():
     out = torch.zeros(8)
     stray[(2,)](out, 0, 4)
     with pytest.raises(triton.runtime.errors.InterpreterError, match="out of bounds"):
         stray[(2,)](out, 4, 4)
 
 
-def test_race_check_bites() -> None:
+def test_race_check_bites():
     with pytest.raises(triton.runtime.errors.InterpreterError, match="store to one byte"):
         stray[(2,)](torch.zeros(8), 0, 2)
 
@@ -135,7 +123,7 @@ PLANS = {
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_provider_agrees_with_the_reference(case: cases.Case, plan: Plan) -> None:
+def test_provider_agrees_with_the_reference(case, plan):
     cases.check_against_reference(provider, cases.build(case), plan=plan)
 
 
@@ -151,7 +139,7 @@ DIRECT_CASES = {
 
 
 @pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+def hopper(monkeypatch):
     """Plans of a Hopper GPU; conversions, PTX there, are the interpreter's."""
     monkeypatch.setattr(provider, "_is_hopper", lambda device: True)
 
@@ -159,14 +147,14 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("plan", DIRECT.values(), ids=DIRECT)
 @pytest.mark.parametrize("case", DIRECT_CASES.values(), ids=DIRECT_CASES)
-def test_direct_stores_agree(case: cases.Case, plan: Plan) -> None:
+def test_direct_stores_agree(case, plan):
     call = cases.build(case)
     assert provider._direct(plan, call.inputs.w_uk_t, call.inputs.q_out)
     cases.check_against_reference(provider, call, plan=plan)
 
 
 @pytest.mark.usefixtures("hopper")
-def test_what_is_not_stored_directly() -> None:
+def test_what_is_not_stored_directly():
     plan, query = DIRECT["walk"], torch.empty(0, dtype=FN)
     w = torch.empty(2, 32, 1024, dtype=BF16)[..., :256]
     assert provider._direct(plan, w, query)
@@ -179,23 +167,23 @@ def test_what_is_not_stored_directly() -> None:
         assert not provider._direct(plan, other, query)
 
 
-def test_only_hopper_stores_directly() -> None:
+def test_only_hopper_stores_directly():
     w, query = torch.empty(2, 32, 256, dtype=BF16), torch.empty(0, dtype=FN)
     assert not provider._direct(DIRECT["walk"], w, query)
 
 
-def test_default_plans_agree() -> None:
+def test_default_plans_agree():
     for tokens in (1, 2, 20):
         cases.check_against_reference(provider, cases.build(cases.Case(tokens=tokens, seed=tokens)))
 
 
-def test_no_tokens_no_launch() -> None:
+def test_no_tokens_no_launch():
     out, storage = cases.run(provider, cases.build(cases.Case(tokens=0, padded=())))
     assert out.shape[0] == 0 and bool((storage == POISON).all())
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_overflow_saturates_and_nan_stays_nan(plan: Plan) -> None:
+def test_overflow_saturates_and_nan_stays_nan(plan):
     call = cases.build(cases.Case(tokens=3, padded=()))
     q, kv_c = call.inputs.q, call.inputs.kv_c
     q[0] = 1e6
@@ -208,7 +196,7 @@ def test_overflow_saturates_and_nan_stays_nan(plan: Plan) -> None:
     assert out[1, 0, :64].float().isnan().all()
 
 
-def test_a_planted_bug_is_seen() -> None:
+def test_a_planted_bug_is_seen():
     """A kernel that takes NeoX for GPT-J fails the comparison."""
     wrong = types.SimpleNamespace(
         fused_mla_decode_prep=lambda inputs: provider.fused_mla_decode_prep(
@@ -219,7 +207,7 @@ def test_a_planted_bug_is_seen() -> None:
         cases.check_against_reference(wrong, cases.build(cases.Case(neox=True)))
 
 
-def test_warmup_covers_the_bucket_and_leaves_the_cache_alone() -> None:
+def test_warmup_covers_the_bucket_and_leaves_the_cache_alone():
     call, lines = cases.build(cases.Case()), []
     count = provider.warmup(cases.padded(call), 20, progress=lines.append)
     plans = {dispatch.choose(tokens, 3, True, None) for tokens in range(1, 21)}
@@ -227,7 +215,7 @@ def test_warmup_covers_the_bucket_and_leaves_the_cache_alone() -> None:
     assert bool((call.storage == POISON).all())
 
 
-def test_rejects_what_it_cannot_address() -> None:
+def test_rejects_what_it_cannot_address():
     call = cases.build(cases.Case())
     call.inputs = call.inputs._replace(kv_c=call.inputs.kv_c.t().contiguous().t())
     with pytest.raises(ValueError, match="kv_c must have a dense last dimension"):

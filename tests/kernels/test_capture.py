@@ -1,9 +1,5 @@
 """A table that is computed once must not be computed during graph capture."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
@@ -13,7 +9,7 @@ from mla_fusion.ops import Rope
 
 
 @pytest.fixture
-def capturing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+def capturing(monkeypatch):
     """A mocked GPU whose stream is being captured while the list is not empty."""
     state = [True]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -21,11 +17,11 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return state
 
 
-def runtime_table(cosines: torch.Tensor) -> object:
+def runtime_table(cosines):
     return runtime._table(cosines, Rope.NATIVE, torch.bfloat16)
 
 
-def aiter_tables(cosines: torch.Tensor) -> object:
+def aiter_tables(cosines):
     return aiter._tables(cosines, torch.zeros(1, dtype=torch.bfloat16), cosines.shape[1])
 
 
@@ -36,9 +32,7 @@ def aiter_tables(cosines: torch.Tensor) -> object:
         (aiter_tables, "the cosines and the sines in the form AITER takes"),
     ],
 )
-def test_a_table_met_first_in_capture_is_refused(
-    capturing: list[bool], convert: Any, what: str
-) -> None:
+def test_a_table_met_first_in_capture_is_refused(capturing, convert, what):
     cosines = torch.rand(4, 8)
     words = f"mla_fusion has to compute {what} once, and was first asked to during CUDA graph"
     with pytest.raises(RuntimeError, match=words):
@@ -51,7 +45,7 @@ def test_a_table_met_first_in_capture_is_refused(
 
 
 @pytest.mark.parametrize("convert", [runtime_table, aiter_tables])
-def test_a_part_of_a_table_is_another_table(convert: object) -> None:
+def test_a_part_of_a_table_is_another_table(convert):
     """It begins at the same address; its rows would be read beyond its end, or not found."""
     whole = torch.rand(4, 8)
     for table in (whole[:2], whole):
@@ -60,6 +54,6 @@ def test_a_part_of_a_table_is_another_table(convert: object) -> None:
             assert len(half) == len(table)
 
 
-def test_a_table_that_needs_no_conversion_is_served_in_capture(capturing: list[bool]) -> None:
+def test_a_table_that_needs_no_conversion_is_served_in_capture(capturing):
     cosines = torch.rand(4, 8)
     assert runtime._table(cosines, Rope.NATIVE_FP32, torch.bfloat16) is cosines

@@ -1,9 +1,6 @@
 """The Triton kernel compiled (not run) for AMD and NVIDIA: registers, spills, instructions."""
 
-from __future__ import annotations
-
 import functools
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -11,33 +8,20 @@ import torch
 
 pytest.importorskip("triton")
 
-from compiled import Report, compile_for, read_amd, report
+from compiled import FP8, LDS, compile_report, read_amd
 
 from mla_fusion.kernels import dispatch, triton_kernels
 from mla_fusion.kernels import triton as provider
 from mla_fusion.kernels.dispatch import Plan
 from mla_fusion.kernels.inputs import Inputs
 
-FP8 = {
-    "gfx942": torch.float8_e4m3fnuz,
-    "gfx950": torch.float8_e4m3fn,
-    "sm_90": torch.float8_e4m3fn,
-}
-LDS = {"gfx942": 64 * 1024, "gfx950": 160 * 1024, "sm_90": 227 * 1024}
 DEFAULTS = {tokens: dispatch.default_plan(tokens, 16) for tokens in (1, 8, 64, 512)}
 
 
-def arguments(
-    target: str,
-    plan: Plan,
-    tokens: int,
-    fp8: torch.dtype,
-    neox: bool = False,
-    act: torch.dtype = torch.bfloat16,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments(target, plan, tokens, fp8, neox=False, act=torch.bfloat16):
     """Launch arguments of a DeepSeek-shaped layer of 16 heads for a GPU, on the meta device."""
 
-    def meta(*shape: int, dtype: torch.dtype = act) -> torch.Tensor:
+    def meta(*shape, dtype=act):
         return torch.empty(shape, dtype=dtype, device="meta")
 
     inputs = Inputs(
@@ -65,16 +49,16 @@ def arguments(
 
 
 @functools.cache
-def compiled(target: str, plan: Plan, tokens: int, fp8: torch.dtype, neox: bool = False) -> Report:
+def compiled(target, plan, tokens, fp8, neox=False):
     """Report of one configuration."""
     args, options = arguments(target, plan, tokens, fp8, neox)
-    return report(target, compile_for(target, triton_kernels.prep_kernel, args, options))
+    return compile_report(target, triton_kernels.prep_kernel, args, options)
 
 
 @pytest.mark.parametrize("neox", [False, True], ids=["gptj", "neox"])
 @pytest.mark.parametrize("tokens", DEFAULTS)
 @pytest.mark.parametrize("target", FP8)
-def test_default_plans_compile_without_spills(target: str, tokens: int, neox: bool) -> None:
+def test_default_plans_compile_without_spills(target, tokens, neox):
     plan = DEFAULTS[tokens]
     result = compiled(target, plan, tokens, FP8[target], neox)
     assert result.spills == 0, result
@@ -88,13 +72,13 @@ def test_default_plans_compile_without_spills(target: str, tokens: int, neox: bo
 
 
 @pytest.mark.parametrize("target", ["gfx942", "sm_90"])
-def test_activation_query_and_split_compile(target: str) -> None:
+def test_activation_query_and_split_compile(target):
     for plan in (DEFAULTS[64], Plan(mode="split")):
         result = compiled(target, plan, 64, torch.bfloat16)
         assert result.spills == 0 and result.fp8_converts == 0, result
 
 
-def test_measured_plans_compile_without_spills() -> None:
+def test_measured_plans_compile_without_spills():
     """Every plan of dispatch.csv that was measured on sm_90 with an fp8 query."""
     plans = {
         plan
@@ -109,33 +93,31 @@ def test_measured_plans_compile_without_spills() -> None:
 
 
 @pytest.mark.parametrize("block_n, num_warps", [(128, 4), (128, 8), (256, 8)])
-def test_large_tiles_are_stored_from_registers(block_n: int, num_warps: int) -> None:
+def test_large_tiles_are_stored_from_registers(block_n, num_warps):
     """The loop over token tiles has barriers for the query's tile only, not for the output."""
     plan = Plan(block_m=64, block_n=block_n, m_tiles=8, rope_rows=32, num_warps=num_warps, pdl=True)
-    args, options = arguments("sm_90", plan, 512, torch.float8_e4m3fn)
+    args, options = arguments("sm_90", plan, 512, FP8["sm_90"])
     assert options["DIRECT"]
-    code = compile_for("sm_90", triton_kernels.prep_kernel, args, options)
-    direct = report("sm_90", code)
+    direct = compile_report("sm_90", triton_kernels.prep_kernel, args, options)
     assert direct.spills == direct.hot_reads == 0 and direct.hot_barriers <= 2, direct
     # A planted error: without DIRECT the output goes through shared memory.
     options["DIRECT"] = False
-    code = compile_for("sm_90", triton_kernels.prep_kernel, args, options)
-    exchanged = report("sm_90", code)
+    exchanged = compile_report("sm_90", triton_kernels.prep_kernel, args, options)
     assert exchanged.hot_reads > 0 and exchanged.hot_barriers > 2, exchanged
 
 
-def test_aligned_strides_give_wide_query_loads() -> None:
+def test_aligned_strides_give_wide_query_loads():
     """An unaligned row stride gets a variant of its own; the aligned one keeps wide loads."""
     plan = DEFAULTS[64]
     args, options = arguments("sm_90", plan, 64, torch.float8_e4m3fn)
-    wide = report("sm_90", compile_for("sm_90", triton_kernels.prep_kernel, args, options))
+    wide = compile_report("sm_90", triton_kernels.prep_kernel, args, options)
     options["ALIGN"] = 1
-    narrow = report("sm_90", compile_for("sm_90", triton_kernels.prep_kernel, args, options))
+    narrow = compile_report("sm_90", triton_kernels.prep_kernel, args, options)
     assert wide.narrow_loads < narrow.narrow_loads, (wide, narrow)
 
 
 @pytest.mark.parametrize("target", ["gfx942", "sm_90"])
-def test_rotation_is_not_contracted(target: str) -> None:
+def test_rotation_is_not_contracted(target):
     """No fused multiply-add: it would round x * cos - y * sin unlike the reference.
 
     With a bf16 query and cache no division by a scale is left, which consists of them.
@@ -144,16 +126,16 @@ def test_rotation_is_not_contracted(target: str) -> None:
     for fusion, seen in ((False, False), (True, True)):
         assert fusion or options["enable_fp_fusion"] is False
         chosen = {**options, "enable_fp_fusion": fusion}
-        code = compile_for(target, triton_kernels.prep_kernel, args, chosen)
-        assert (report(target, code).contractions > 0) is seen
+        result = compile_report(target, triton_kernels.prep_kernel, args, chosen)
+        assert (result.contractions > 0) is seen
 
 
-def test_spills_are_seen() -> None:
+def test_spills_are_seen():
     """A planted error: with 40 registers a large tile has to spill."""
     plan = Plan(block_m=32, block_n=256, num_warps=4)
     args, options = arguments("sm_90", plan, 64, torch.float8_e4m3fn)
     options["maxnreg"] = 40
-    result = report("sm_90", compile_for("sm_90", triton_kernels.prep_kernel, args, options))
+    result = compile_report("sm_90", triton_kernels.prep_kernel, args, options)
     assert result.spills > 0, result
     assembly = (
         ".vgpr_count: 64\n.vgpr_spill_count: 3\n.sgpr_spill_count: 0\n"

@@ -1,7 +1,5 @@
 """The choice of a launch plan."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -16,7 +14,7 @@ import tune_dispatch
 
 
 @pytest.fixture
-def table(monkeypatch: pytest.MonkeyPatch) -> str:
+def table(monkeypatch):
     """A table with two head counts and two token limits."""
     rows = {
         8: [(1, Plan(block_m=1)), (16, Plan(block_n=32))],
@@ -28,20 +26,20 @@ def table(monkeypatch: pytest.MonkeyPatch) -> str:
     return "a gpu"
 
 
-def test_choose_uses_the_row_of_the_batch(table: str) -> None:
+def test_choose_uses_the_row_of_the_batch(table):
     assert dispatch.choose(1, 8, True, table) == Plan(block_m=1)
     assert dispatch.choose(2, 8, True, table) == Plan(block_n=32)
     assert dispatch.choose(16, 64, True, table) == Plan(mode="split")
 
 
-def test_choose_extends_to_unmeasured_shapes(table: str) -> None:
+def test_choose_extends_to_unmeasured_shapes(table):
     assert dispatch.choose(500, 8, True, table) == Plan(block_n=32)
     assert dispatch.choose(2, 16, True, table) == Plan(block_n=32)
     assert dispatch.choose(2, 128, True, table) == Plan(mode="split")
     assert dispatch.choose(7, 3, False, table) == Plan()
 
 
-def test_representatives_cover_every_batch_of_the_bucket(table: str) -> None:
+def test_representatives_cover_every_batch_of_the_bucket(table):
     plans = dispatch.representatives(20, 8, True, table)
     assert plans == {Plan(block_m=1): 1, Plan(block_n=32): 2}
     for measured in (None, table):
@@ -49,14 +47,14 @@ def test_representatives_cover_every_batch_of_the_bucket(table: str) -> None:
         assert {dispatch.choose(t, 16, True, measured) for t in range(1, 65)} == set(covered)
 
 
-def test_fit_shrinks_tiles_of_deeper_or_wider_operands() -> None:
+def test_fit_shrinks_tiles_of_deeper_or_wider_operands():
     plan = Plan(block_m=64, block_n=256)
     assert dispatch.fit(plan, 128, 2) == plan
     assert dispatch.fit(plan, 256, 4) == Plan(block_m=16, block_n=64)
     assert dispatch.fit(Plan(block_m=1), 128, 4).block_m == 1
 
 
-def test_measured_tables_are_complete() -> None:
+def test_measured_tables_are_complete():
     assert dispatch.measured()["NVIDIA H200"].arch == "sm_90"
     for name, device in dispatch.measured().items():
         for by_heads in device.rows.values():
@@ -66,7 +64,7 @@ def test_measured_tables_are_complete() -> None:
                 assert limits == sorted(set(limits)) and limits[0] == 1
 
 
-def test_the_table_is_read_as_the_tuner_writes_it() -> None:
+def test_the_table_is_read_as_the_tuner_writes_it():
     plan = Plan(mode="split", block_m=64, rest_last=True, num_warps=8)
     written = [
         tune_dispatch.row("a gpu", "sm_00", query, 16, tokens, plan if tokens > 1 else Plan())
@@ -80,14 +78,14 @@ def test_the_table_is_read_as_the_tuner_writes_it() -> None:
     assert file.read_text().splitlines()[0].split(",") == list(written[0])
 
 
-def test_unknown_names_are_refused() -> None:
+def test_unknown_names_are_refused():
     with pytest.raises(ValueError, match="mode must be"):
         Plan(mode="maybe")
     with pytest.raises(ValueError, match="unknown provider"):
         get_provider("fastest")
 
 
-def test_triton_without_a_gpu_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_without_a_gpu_says_what_to_do(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ProviderUnavailable, match="reference"):
         get_provider("triton")

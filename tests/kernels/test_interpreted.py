@@ -1,6 +1,4 @@
-"""Runs interpreted_cases.py under Triton's interpreter, in a process of its own."""
-
-from __future__ import annotations
+"""Runs each interpreted_*.py of the tests under Triton's interpreter, in a process of its own."""
 
 import os
 import subprocess
@@ -10,7 +8,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
-HERE = Path(__file__).parent
+FILES = sorted(Path(__file__).parents[1].glob("*/interpreted_*.py"))
 STOCK = """
 import torch, triton, triton.language as tl
 
@@ -26,7 +24,7 @@ raise SystemExit(0 if torch.equal(out, x.to(torch.bfloat16)) else 3)
 """
 
 
-def interpreted(*command: str) -> subprocess.CompletedProcess[str]:
+def interpreted(*command):
     """Run Python with the interpreter on."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
@@ -34,13 +32,13 @@ def interpreted(*command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_kernels_under_the_repaired_interpreter() -> None:
-    path = str(HERE / "interpreted_cases.py")
-    result = interpreted("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", path)
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_kernels_under_the_repaired_interpreter(path):
+    result = interpreted("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(path))
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
 
 
-def test_the_stock_interpreter_is_why(tmp_path: Path) -> None:
+def test_the_stock_interpreter_is_why(tmp_path):
     """Without the repair fp32 -> bf16 truncates; when this fails, Triton was fixed."""
     script = tmp_path / "stock.py"
     script.write_text(STOCK)
