@@ -70,13 +70,7 @@ def tiles(tokens: int, heads: int) -> Iterator[Plan]:
             continue
         if programs > 4096:
             continue
-        yield Plan(
-            block_m=block_m,
-            block_n=block_n,
-            m_tiles=m_tiles,
-            num_warps=warps,
-            **rest,
-        )
+        yield Plan(block_m=block_m, block_n=block_n, m_tiles=m_tiles, num_warps=warps, **rest)
 
 
 def variations(best: Plan, tokens: int) -> Iterator[Plan]:
@@ -139,12 +133,9 @@ def row(device: str, arch: str, query: str, heads: int, tokens: int, plan: Plan)
 
 def changed(plan: Plan) -> dict[str, Any]:
     """The fields of `plan` that differ from the defaults."""
-    default = Plan()
-    return {
-        field.name: getattr(plan, field.name)
-        for field in dataclasses.fields(Plan)
-        if getattr(plan, field.name) != getattr(default, field.name)
-    }
+    default = dataclasses.asdict(Plan())
+    fields = dataclasses.asdict(plan).items()
+    return {name: value for name, value in fields if value != default[name]}
 
 
 def main() -> None:

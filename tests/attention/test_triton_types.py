@@ -25,8 +25,7 @@ def launches(monkeypatch):
     attention.get_provider.cache_clear()
     monkeypatch.setattr(provider, "require", lambda: None)
     monkeypatch.setattr(provider, "launch", lambda *args: made.append(args))
-    yield made
-    attention.get_provider.cache_clear()
+    return made
 
 
 def decode(q_dtype, kv_dtype, **widths):
