@@ -3,18 +3,12 @@
 With `-n`, pytest-xdist's workers count and hand their counts to the process that reports.
 """
 
-from __future__ import annotations
-
 import os
-from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests import tally
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 # Before torch is imported, here and in the processes that tests start. Tensors are small: more
 # threads only spin at each other's barriers, on cores that two pytest processes share.
@@ -41,7 +35,7 @@ settings.load_profile("default")
 _DESELECTED = pytest.StashKey[int]()
 
 
-def pytest_deselected(items: list[pytest.Item]) -> None:
+def pytest_deselected(items):
     """Count them: pytest does, and the workers of xdist keep it to themselves."""
     if items:
         stash = items[0].config.stash
@@ -49,14 +43,14 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
-def pytest_testnodedown(node: Any) -> None:
+def pytest_testnodedown(node):
     """Take over what a worker counted; each of them collects, and deselects, the whole."""
     output = getattr(node, "workeroutput", {})
     tally.merge(output.get("tally", {}))
     node.config.stash[_DESELECTED] = output.get("deselected", 0)
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
+def pytest_sessionfinish(session):
     """A worker hands over what it counted."""
     config = session.config
     if hasattr(config, "workeroutput"):
@@ -64,9 +58,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         config.workeroutput["deselected"] = config.stash.get(_DESELECTED, 0)
 
 
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> None:
+def pytest_terminal_summary(terminalreporter, config):
     """How many tests were left out, and the counts of the property tests."""
     if deselected := config.stash.get(_DESELECTED, 0):
         terminalreporter.write_line(f"left out by -m and -k: {deselected} tests")
@@ -78,7 +70,7 @@ def pytest_terminal_summary(
 
 
 @pytest.fixture
-def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def plain_kernels(monkeypatch):
     """Plain torch bodies for the RoPE kernels that a CPU build of vLLM lacks or has wrong."""
     from tests.passes import cuda_ops
 
@@ -86,7 +78,7 @@ def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def vllm_loggers() -> None:
+def vllm_loggers():
     """vLLM's loggers as its first config sets them up.
 
     pytest reads a logger that does not propagate from the start of a test: in the test that makes

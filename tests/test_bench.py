@@ -1,8 +1,6 @@
 """`mla-fusion bench`, with a GPU that is only pretended; what a real one showed is in
 benchmarks/results/."""
 
-from __future__ import annotations
-
 import csv
 import itertools
 
@@ -24,7 +22,7 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys, tmp_path):
 
 
 class Graph:
-    def replay(self) -> None: ...
+    def replay(self): ...
 
 
 @pytest.fixture

@@ -1,12 +1,9 @@
 """`mla-fusion check` without an engine: what the configuration decides, the cut, the answer."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,15 +17,15 @@ V3 = {**tiny_models.MODELS["deepseek-v3-shaped"], "num_hidden_layers": 61}
 CONFIGS = Path(__file__).parent / "configs"
 
 
-def write_config(folder: Path, content: dict[str, Any]) -> Path:
+def write_config(folder, content):
     (folder / "config.json").write_text(json.dumps(content))
     return folder
 
 
-def test_check_passes_every_argument_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    seen: list[check.Settings] = []
+def test_check_passes_every_argument_on(monkeypatch, tmp_path):
+    seen = []
 
-    def find(settings: check.Settings) -> Answer:
+    def find(settings):
         seen.append(settings)
         return Answer("m", frozenset(), 8, "configuration", [], [], None, [])
 
@@ -42,45 +39,34 @@ def test_check_passes_every_argument_on(monkeypatch: pytest.MonkeyPatch, tmp_pat
 # --- check: what a user gets wrong
 
 
-def test_check_without_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_without_a_config(tmp_path, capsys):
     assert "no config.json" in fail(capsys, "check", tmp_path)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", "\x00", '{"kv_lora_rank": 512}'])
-def test_check_of_something_that_is_no_config(
-    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_of_something_that_is_no_config(content, tmp_path, capsys):
     (tmp_path / "config.json").write_text(content)
     assert str(tmp_path / "config.json") in fail(capsys, "check", tmp_path)
 
 
-def test_check_names_a_missing_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_names_a_missing_key(tmp_path, capsys):
     write_config(tmp_path, {k: v for k, v in V3.items() if k != "num_attention_heads"})
     assert "'num_attention_heads'" in fail(capsys, "check", tmp_path)
 
 
-def test_check_refuses_heads_that_do_not_divide(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_refuses_heads_that_do_not_divide(tmp_path, capsys):
     write_config(tmp_path, V3)
     assert "divide" in fail(capsys, "check", tmp_path, "--tensor-parallel-size", 3)
 
 
-def test_check_refuses_an_unknown_cache_type(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_refuses_an_unknown_cache_type(tmp_path, capsys):
     pytest.importorskip("vllm")
     write_config(tmp_path, V3)
     assert "fp8_e4m3" in fail(capsys, "check", tmp_path, "--kv-cache-dtype", "fp7")
 
 
 @pytest.mark.parametrize("missing", ["vllm", "depyf"])
-def test_a_missing_package_is_named(
-    missing: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_missing_package_is_named(missing, tmp_path, capsys, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == missing else find(name)
@@ -90,9 +76,7 @@ def test_a_missing_package_is_named(
     assert f"package {missing}" in text and "pip install" in text
 
 
-def test_check_of_a_sparse_model_says_why_without_an_engine(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_of_a_sparse_model_says_why_without_an_engine(tmp_path, capsys):
     write_config(tmp_path, {**V3, "index_topk": 2048})
     assert cli.main(["check", str(tmp_path)]) == 1
     assert "[sparse-attention]" in capsys.readouterr().out
@@ -101,7 +85,7 @@ def test_check_of_a_sparse_model_says_why_without_an_engine(
 # --- check: the cut
 
 
-def test_the_cut_keeps_what_decides_about_fusion() -> None:
+def test_the_cut_keeps_what_decides_about_fusion():
     cut = shrink.cut(V3, layers=2, tensor_parallel_size=2)
     kept = ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
     assert {k: cut.config[k] for k in kept} == {k: V3[k] for k in kept}
@@ -111,7 +95,7 @@ def test_the_cut_keeps_what_decides_about_fusion() -> None:
     assert cut.head_size == 576
 
 
-def test_the_cut_makes_the_rest_small() -> None:
+def test_the_cut_makes_the_rest_small():
     full = {
         **V3,
         "hidden_size": 7168,
@@ -130,12 +114,12 @@ def test_the_cut_makes_the_rest_small() -> None:
     assert not {"quantization_config", "auto_map"} & set(small)
 
 
-def test_the_language_part_of_a_multimodal_model_is_read(tmp_path: Path) -> None:
+def test_the_language_part_of_a_multimodal_model_is_read(tmp_path):
     write_config(tmp_path, {"model_type": "seeing", "text_config": V3})
     assert shrink.read(tmp_path) == (V3, "DeepseekV3ForCausalLM")
 
 
-def test_the_class_of_a_multimodal_model_counts_where_its_part_names_none(tmp_path: Path) -> None:
+def test_the_class_of_a_multimodal_model_counts_where_its_part_names_none(tmp_path):
     part = {k: v for k, v in V3.items() if k != "architectures"}
     write_config(tmp_path, {"model_type": "s", "architectures": ["Seeing"], "text_config": part})
     assert shrink.read(tmp_path) == (part, "Seeing")
@@ -144,13 +128,11 @@ def test_the_class_of_a_multimodal_model_counts_where_its_part_names_none(tmp_pa
 # --- check: what is run, and the verdict
 
 
-def check_with(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fused: int, *argv: str
-) -> tuple[int, child.Job]:
+def check_with(monkeypatch, tmp_path, fused, *argv):
     """Check a model with an engine that is played: (exit status, its job)."""
-    jobs: list[child.Job] = []
+    jobs = []
 
-    def play(job: child.Job, progress: Any) -> child.Outcome:
+    def play(job, progress):
         jobs.append(job)
         return child.Outcome([], [], [], 0, [store(Path(job.cache), "a.json", fused)])
 
@@ -160,17 +142,13 @@ def check_with(
     return status, jobs[0]
 
 
-def test_check_runs_prompts_and_derives_the_bucket(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_check_runs_prompts_and_derives_the_bucket(monkeypatch, tmp_path):
     status, job = check_with(monkeypatch, tmp_path, 2, "--max-num-seqs", "8")
     assert status == 0 and job.prompts and job.plugin
     assert job.engine["compilation_config"]["pass_config"] == {config.FLAG: True}
 
 
-def test_check_widens_the_bucket_by_draft_tokens(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_check_widens_the_bucket_by_draft_tokens(monkeypatch, tmp_path):
     argv = ("--max-num-seqs", "512", "--speculative-tokens", "3")
     _, job = check_with(monkeypatch, tmp_path, 2, *argv)
     bucket = job.engine["compilation_config"]["pass_config"][config.THRESHOLD]
@@ -178,12 +156,7 @@ def test_check_widens_the_bucket_by_draft_tokens(
 
 
 @pytest.mark.parametrize("fused", [0, 1])
-def test_check_fails_when_a_layer_does_not_fuse(
-    fused: int,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_check_fails_when_a_layer_does_not_fuse(fused, monkeypatch, tmp_path, capsys):
     status, _ = check_with(monkeypatch, tmp_path, fused)
     assert status == 1
     answer = capsys.readouterr().out.splitlines()
@@ -192,9 +165,7 @@ def test_check_fails_when_a_layer_does_not_fuse(
     assert fused or ("q [7]" in answer[1] and "[shape]" in answer[1])
 
 
-def test_check_runs_no_head_size_the_cpu_lacks(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_runs_no_head_size_the_cpu_lacks(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(V3, "kv_lora_rank", 256)
     status, job = check_with(monkeypatch, tmp_path, 2)
     assert status == 0 and not job.prompts
@@ -217,7 +188,7 @@ DECIDED = {
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.json")))
-def test_what_the_configuration_decides(name: str) -> None:
+def test_what_the_configuration_decides(name):
     pytest.importorskip("vllm")
     model, architecture = shrink.read(CONFIGS / f"{name}.json")
     decline = model_classes.decide(model, architecture)
@@ -225,9 +196,7 @@ def test_what_the_configuration_decides(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, (_, code) in DECIDED.items() if code])
-def test_a_decided_answer_starts_no_engine(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_decided_answer_starts_no_engine(name, monkeypatch, capsys):
     pytest.importorskip("vllm")
     monkeypatch.setattr(child, "run", lambda *job, **progress: pytest.fail("an engine"))
     assert cli.main(["check", str(CONFIGS / f"{name}.json"), "--json"]) == 1
@@ -250,14 +219,14 @@ def test_a_decided_answer_starts_no_engine(
         ("NoSuchForCausalLM", None),
     ],
 )
-def test_where_vllm_0_32_compiles_a_class(architecture: str, platforms: set[str] | None) -> None:
+def test_where_vllm_0_32_compiles_a_class(architecture, platforms):
     vllm = pytest.importorskip("vllm")
     if not vllm.__version__.startswith("0.32"):
         pytest.skip(f"the table is that of vLLM 0.32, this is {vllm.__version__}")
     assert model_classes.where_compiled(architecture) == platforms
 
 
-def test_the_registry_that_is_read_is_the_one_vllm_uses() -> None:
+def test_the_registry_that_is_read_is_the_one_vllm_uses():
     registry = pytest.importorskip("vllm.model_executor.models.registry")
     read = model_classes._registry()
     prefix = "vllm.model_executor.models."
@@ -273,17 +242,13 @@ def test_the_registry_that_is_read_is_the_one_vllm_uses() -> None:
 # --- check: the answer
 
 
-def answered(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], *argv: str
-) -> list[str]:
+def answered(monkeypatch, tmp_path, capsys, *argv):
     status, _ = check_with(monkeypatch, tmp_path, 2, *argv)
     assert status == 0
     return capsys.readouterr().out.splitlines()
 
 
-def test_the_answer_comes_first_and_can_be_pasted(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_answer_comes_first_and_can_be_pasted(monkeypatch, tmp_path, capsys):
     argv = ("--max-num-seqs", "64", "--tensor-parallel-size", "2", "--speculative-tokens", "1")
     lines = answered(monkeypatch, tmp_path, capsys, *argv, "--kv-cache-dtype", "fp8")
     expected = "DeepseekV3ForCausalLM: fuses. Every MLA layer, in graphs for 1 to 128 tokens"
@@ -297,17 +262,13 @@ def test_the_answer_comes_first_and_can_be_pasted(
     assert config.read_options(json.loads(nvidia[-1])).provider == "triton"
 
 
-def test_a_file_stands_for_a_model_of_any_name(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_stands_for_a_model_of_any_name(monkeypatch, tmp_path, capsys):
     answered(monkeypatch, tmp_path, capsys)
     assert cli.main(["check", str(tmp_path / "config.json")]) == 0
     assert "vllm serve MODEL --max-num-seqs 256 -cc." in capsys.readouterr().out
 
 
-def test_the_answer_as_json(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_answer_as_json(monkeypatch, tmp_path, capsys):
     said = json.loads("\n".join(answered(monkeypatch, tmp_path, capsys, "--json")))
     assert said["fuses"] is True and said["checked_by"] == "engine"
     assert said["tokens"] == [1, 256] and said["platforms"] == ["nvidia", "amd"]
@@ -315,7 +276,7 @@ def test_the_answer_as_json(
     assert set(said["commands"]) == {"nvidia", "amd"}
 
 
-def test_reasons_are_read_from_the_warning_that_switched_the_flag_off() -> None:
+def test_reasons_are_read_from_the_warning_that_switched_the_flag_off():
     for code in reasons.REASONS:
         for detail in ("", "q [7] (odd)"):
             decline = reasons.Decline(code, detail)

@@ -1,9 +1,6 @@
 """The command line without an engine: arguments, errors for the reader, stored reports."""
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +9,7 @@ from mla_fusion.cli import child, demo, tiny_models
 from mla_fusion.report.reasons import Decline
 
 
-def fail(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
+def fail(capsys, *argv):
     """Run a command that must fail as a user error; its one line."""
     assert cli.main([str(a) for a in argv]) == 2
     text = capsys.readouterr().err
@@ -36,18 +33,14 @@ def fail(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
         ["check", "m", "--unknown"],
     ],
 )
-def test_wrong_arguments_are_usage_errors(
-    argv: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_arguments_are_usage_errors(argv, capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(argv)
     assert stopped.value.code == 2
     assert "usage: mla-fusion" in capsys.readouterr().err
 
 
-def test_demo_exit_status_says_whether_the_tokens_are_equal(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_demo_exit_status_says_whether_the_tokens_are_equal(monkeypatch, tmp_path):
     for result, status in ((True, 0), (False, 1)):
         monkeypatch.setattr(demo, "compare", lambda out, result=result: result)
         assert cli.main(["demo", "--out", str(tmp_path)]) == status
@@ -66,12 +59,12 @@ def test_demo_exit_status_says_whether_the_tokens_are_equal(
         ("", "it ended before it wrote anything"),
     ],
 )
-def test_the_error_of_a_log(log: str, message: str, tmp_path: Path) -> None:
+def test_the_error_of_a_log(log, message, tmp_path):
     (tmp_path / "engine.log").write_text(log)
     assert child.last_error(tmp_path / "engine.log") == message
 
 
-def test_jobs_share_what_vllm_learns_of_a_model_class_and_no_graph(tmp_path: Path) -> None:
+def test_jobs_share_what_vllm_learns_of_a_model_class_and_no_graph(tmp_path):
     first, second, users = (tmp_path / name for name in ("first", "second", "users"))
     child.share_model_facts(first, users)
     (first / "modelinfos" / "V3.json").touch()
@@ -86,7 +79,7 @@ def test_jobs_share_what_vllm_learns_of_a_model_class_and_no_graph(tmp_path: Pat
 # --- report
 
 
-def store(root: Path, name: str, fused: int) -> Path:
+def store(root, name, fused):
     folder = root / "torch_compile_cache" / "mla_fusion"
     folder.mkdir(parents=True, exist_ok=True)
     declined = {} if fused else {Decline("shape", "q [7]"): 2}
@@ -97,7 +90,7 @@ def store(root: Path, name: str, fused: int) -> Path:
     return folder / name
 
 
-def test_report_prints_the_newest_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_prints_the_newest_first(tmp_path, capsys):
     old, new = store(tmp_path, "a.json", fused=2), store(tmp_path, "b.json", fused=0)
     os.utime(old, (1, 1))
     assert cli.main(["report", str(tmp_path)]) == 0
@@ -108,21 +101,19 @@ def test_report_prints_the_newest_first(tmp_path: Path, capsys: pytest.CaptureFi
     assert str(new) not in capsys.readouterr().out
 
 
-def test_report_without_any(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_without_any(tmp_path, capsys):
     assert "start vLLM once" in fail(capsys, "report", tmp_path)
     assert "does not exist" in fail(capsys, "report", tmp_path / "absent.json")
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"provider": 1}'])
-def test_report_of_another_file(
-    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_of_another_file(content, tmp_path, capsys):
     path = tmp_path / "other.json"
     path.write_text(content)
     assert "not a stored report" in fail(capsys, "report", path)
 
 
-def test_layers_that_are_in_no_graph_are_reported() -> None:
+def test_layers_that_are_in_no_graph_are_reported():
     for model_layers, uncompiled in ((2, 0), (3, 1)):
         report.add(report.GraphRecord(1, 4, layers=2, fused=2))
         report.add(report.GraphRecord(5, 64, layers=2))
@@ -135,12 +126,12 @@ def test_layers_that_are_in_no_graph_are_reported() -> None:
 # --- demo
 
 
-def test_the_first_difference_is_found() -> None:
+def test_the_first_difference_is_found():
     assert demo.first_difference([[1, 2], [3, 4]], [[1, 2], [3, 4]]) is None
     assert demo.first_difference([[1, 2], [3, 4]], [[1, 2], [3, 5]]) == (1, 1)
 
 
-def test_the_demo_models_differ_where_the_real_ones_do() -> None:
+def test_the_demo_models_differ_where_the_real_ones_do():
     v2, v3 = (tiny_models.weights(model, seed=0) for model in tiny_models.MODELS.values())
     assert "model.layers.0.self_attn.q_proj.weight" in v2
     assert "model.layers.0.self_attn.q_b_proj.weight" in v3

@@ -1,7 +1,5 @@
 """The comparisons bite: errors of known size, planted."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -11,7 +9,7 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_neighbours_are_one_step_apart(dtype: torch.dtype) -> None:
+def test_neighbours_are_one_step_apart(dtype):
     x = torch.cat((torch.randn(100).to(dtype), torch.tensor([0.0, 1.0, -2.0], dtype=dtype)))
     above = torch.nextafter(x, torch.full_like(x, torch.inf))
     assert compare.steps(x, x).eq(0).all()
@@ -19,21 +17,21 @@ def test_neighbours_are_one_step_apart(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", FP8, ids=str)
-def test_steps_of_fp8_count_its_values(dtype: torch.dtype) -> None:
+def test_steps_of_fp8_count_its_values(dtype):
     values = torch.arange(256).to(torch.uint8).view(dtype).float()
     values = values[values.isfinite()].unique().to(dtype)
     assert compare.steps(values[1:], values[:-1]).eq(1).all()
     assert compare.steps(values[-1:], values[:1]).item() == len(values) - 1
 
 
-def test_zeros_are_equal_and_nan_is_nan_only() -> None:
+def test_zeros_are_equal_and_nan_is_nan_only():
     got = torch.tensor([0.0, torch.nan, torch.nan, 1.0])
     want = torch.tensor([-0.0, torch.nan, 1.0, torch.nan])
     assert compare.steps(got, want)[:2].tolist() == [0, 0]
     assert compare.steps(got, want)[2:].gt(2**32).all()
 
 
-def test_a_planted_error_is_counted() -> None:
+def test_a_planted_error_is_counted():
     want = torch.randn(40).bfloat16()
     got = want.clone()
     got.view(torch.int16)[7] += 3
@@ -43,7 +41,7 @@ def test_a_planted_error_is_counted() -> None:
     assert compare.different_bytes(got, want) >= 1 and compare.different_bytes(want, want) == 0
 
 
-def test_a_stray_write_is_counted() -> None:
+def test_a_stray_write_is_counted():
     storage = compare.poisoned(torch.empty(100, dtype=torch.uint8))
     cache = storage.as_strided((3, 4, 5), (30, 6, 1))
     slots = torch.tensor([0, 5, -1])

@@ -1,7 +1,5 @@
 """The output that docs/commands.md shows is what the commands print."""
 
-from __future__ import annotations
-
 import logging
 import re
 from pathlib import Path
@@ -16,11 +14,11 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "commands.md").read_text()
 
 
-def shows(lines: list[str]) -> None:
+def shows(lines):
     assert "\n".join(["```", *lines, "```"]) in PAGE, "\n".join(lines)
 
 
-def test_doctor() -> None:
+def test_doctor():
     """The environment of docs/performance.md, with a VLLM_PLUGINS that lacks the plugin."""
     found = doctor.Environment(
         vllm="0.26.0",
@@ -42,9 +40,7 @@ def test_doctor() -> None:
     shows(doctor.lines(doctor.diagnose(found)))
 
 
-def test_check_of_a_model_that_fuses(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_of_a_model_that_fuses(monkeypatch, tmp_path, capsys):
     """The answer to the command that the page shows above it, with a mocked engine."""
     [arguments] = re.findall(r"^mla-fusion check CONFIG (.+)$", PAGE, re.M)
     monkeypatch.setitem(test_check.V3, "num_attention_heads", 128)
@@ -54,13 +50,13 @@ def test_check_of_a_model_that_fuses(
     shows(answer[: answer.index("")])
 
 
-def test_check_of_a_model_that_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_of_a_model_that_does_not(capsys):
     pytest.importorskip("vllm")
     assert cli.main(["check", str(ROOT / "tests" / "configs" / "kimi-k3.json")]) == 1
     shows(capsys.readouterr().out.splitlines())
 
 
-def test_the_log_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_line(caplog):
     caplog.set_level(logging.INFO, logger="vllm.mla_fusion")
     report.publish(
         report.Report("triton", 128, [report.RangeReport((1, 128), 61, 61)]), "V3", False

@@ -1,7 +1,5 @@
 """The worked example of docs/new-rope.md: its changes apply, and its test passes only with them."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -13,7 +11,7 @@ PAGE = (ROOT / "docs" / "new-rope.md").read_text()
 [EXAMPLE] = re.findall(r"```python\n(.*?)```", PAGE, re.S)
 
 
-def changes() -> list[tuple[str, str, str]]:
+def changes():
     """(file, old lines, new lines) of each diff on the page; hunks are found by their context."""
     found = []
     for block in re.findall(r"```diff\n(.*?)```", PAGE, re.S):
@@ -24,7 +22,7 @@ def changes() -> list[tuple[str, str, str]]:
     return found
 
 
-def test_with_the_changes_the_test_of_the_page_passes(tmp_path: Path) -> None:
+def test_with_the_changes_the_test_of_the_page_passes(tmp_path):
     sys.path.insert(0, str(ROOT / "tools"))
     try:
         from typecheck import INSIDE, link_tree
@@ -49,10 +47,10 @@ def test_with_the_changes_the_test_of_the_page_passes(tmp_path: Path) -> None:
     assert re.search(r"\d+ passed", done.stdout), done.stdout
 
 
-def test_without_them_the_spelling_is_unknown() -> None:
+def test_without_them_the_spelling_is_unknown():
     from tests.passes.fake_engine import fuse, reasons
 
-    page: dict[str, object] = {}
+    page = {}
     exec(compile(EXAMPLE, "docs/new-rope.md", "exec"), page)
     record = fuse(page["acme_graph"](), page["SPEC"])  # type: ignore[operator, arg-type]
     assert (record.fused, reasons(record)) == (0, ["unknown-rope"])

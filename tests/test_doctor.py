@@ -1,14 +1,11 @@
 """`mla-fusion doctor` in environments that are made up where it probes them."""
 
-from __future__ import annotations
-
 import importlib.machinery
 import json
 import sys
 import types
 from importlib import metadata
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -16,9 +13,6 @@ import torch
 from mla_fusion import cli, kernels
 from mla_fusion.cli import doctor, environment, known_issues
 from mla_fusion.config import vllm_compat
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 platforms = pytest.importorskip("vllm.platforms")
 GPUS = {
@@ -29,7 +23,7 @@ GPUS = {
 
 
 @pytest.fixture(autouse=True)
-def forget_providers() -> Iterator[None]:
+def forget_providers():
     """What one environment has, the next has not."""
     kernels.get_provider.cache_clear()
     yield
@@ -37,10 +31,10 @@ def forget_providers() -> Iterator[None]:
 
 
 @pytest.fixture
-def on(monkeypatch: pytest.MonkeyPatch) -> Any:
+def on(monkeypatch):
     """on(arch): this machine has that GPU, as torch and vLLM report it."""
 
-    def install(arch: str) -> None:
+    def install(arch):
         name, fp8 = GPUS[arch]
         rocm = arch.startswith("gfx")
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -57,24 +51,24 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture
-def aiter(monkeypatch: pytest.MonkeyPatch) -> Any:
+def aiter(monkeypatch):
     """aiter(version, **offers): AMD's AITER is installed; or PyPI's other package of the name."""
 
-    def install(version: str, amd: bool = True, compute_all: bool = True) -> None:
-        def op(q_nope: Any, compute_all_q_rope: bool = False) -> None:
+    def install(version, amd=True, compute_all=True):
+        def op(q_nope, compute_all_q_rope=False):
             pass
 
-        def old_op(q_nope: Any) -> None:
+        def old_op(q_nope):
             pass
 
-        module: Any = types.ModuleType("aiter")
+        module = types.ModuleType("aiter")
         module.__spec__ = importlib.machinery.ModuleSpec("aiter", None, is_package=True)
         module.__path__ = []
         monkeypatch.setitem(sys.modules, "aiter", module)
         if amd:
             module.fused_qk_rope_concat_and_cache_mla = op if compute_all else old_op
             module.dtypes = SimpleNamespace(fp8=torch.float8_e4m3fn)
-            jit: Any = types.ModuleType("aiter.jit")
+            jit = types.ModuleType("aiter.jit")
             jit.__spec__ = importlib.machinery.ModuleSpec("aiter.jit", None)
             monkeypatch.setitem(sys.modules, "aiter.jit", jit)
         original = metadata.version
@@ -86,11 +80,11 @@ def aiter(monkeypatch: pytest.MonkeyPatch) -> Any:
     return install
 
 
-def threads(diagnosis: doctor.Diagnosis) -> set[str]:
+def threads(diagnosis):
     return {thread for issue in diagnosis.issues for thread in issue.threads}
 
 
-def test_cpu() -> None:
+def test_cpu():
     found = doctor.examine()
     assert found.works and found.serving == ["reference"]
     assert found.environment.platform == "cpu" and not found.environment.device
@@ -100,7 +94,7 @@ def test_cpu() -> None:
     assert "for development only" in doctor.lines(found)[0]
 
 
-def test_nvidia(on: Any) -> None:
+def test_nvidia(on):
     on("sm_90")
     found = doctor.examine()
     assert found.works and found.serving == ["triton"]
@@ -112,7 +106,7 @@ def test_nvidia(on: Any) -> None:
     assert "vllm-project/vllm#55609" not in threads(found)
 
 
-def test_gfx942_with_an_old_aiter(on: Any, aiter: Any) -> None:
+def test_gfx942_with_an_old_aiter(on, aiter):
     on("gfx942")
     aiter("0.1.16.post6", compute_all=False)
     found = doctor.examine()
@@ -124,7 +118,7 @@ def test_gfx942_with_an_old_aiter(on: Any, aiter: Any) -> None:
     assert "ROCm/aiter#1380" not in threads(found)
 
 
-def test_gfx950_with_a_new_aiter(on: Any, aiter: Any) -> None:
+def test_gfx950_with_a_new_aiter(on, aiter):
     on("gfx950")
     aiter("0.1.20.post1")
     found = doctor.examine()
@@ -134,7 +128,7 @@ def test_gfx950_with_a_new_aiter(on: Any, aiter: Any) -> None:
     assert not {"ROCm/aiter#4342", "vllm-project/vllm#25475"} & threads(found)
 
 
-def test_an_aiter_without_the_op(on: Any, monkeypatch: pytest.MonkeyPatch, aiter: Any) -> None:
+def test_an_aiter_without_the_op(on, monkeypatch, aiter):
     on("gfx950")
     aiter("0.1.7.post2.dev18")
     monkeypatch.delattr(sys.modules["aiter"], "fused_qk_rope_concat_and_cache_mla")
@@ -144,7 +138,7 @@ def test_an_aiter_without_the_op(on: Any, monkeypatch: pytest.MonkeyPatch, aiter
     assert "ROCm/aiter#1380" in threads(found)
 
 
-def test_the_other_aiter_of_pypi(on: Any, aiter: Any) -> None:
+def test_the_other_aiter_of_pypi(on, aiter):
     on("gfx950")
     aiter("0.13.20191203", amd=False)
     found = doctor.examine()
@@ -152,7 +146,7 @@ def test_the_other_aiter_of_pypi(on: Any, aiter: Any) -> None:
     assert "not AMD's" in found.environment.providers["aiter"]
 
 
-def test_a_gpu_without_a_provider(on: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_a_provider(on, monkeypatch):
     on("sm_90")
     monkeypatch.setitem(sys.modules, "triton", None)
     found = doctor.examine()
@@ -164,7 +158,7 @@ def test_a_gpu_without_a_provider(on: Any, monkeypatch: pytest.MonkeyPatch) -> N
     "versions, works",
     [("0.25.9", False), ("0.26.0", True), ("0.33.1+rocm700", True), ("0.34.0", False)],
 )
-def test_the_window(versions: str, works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_window(versions, works, monkeypatch):
     monkeypatch.setattr(vllm_compat, "installed_version", lambda: versions)
     found = doctor.examine()
     assert found.works is works
@@ -175,9 +169,7 @@ def test_the_window(versions: str, works: bool, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     "plugins, works", [(None, True), ("other,mla_fusion", True), ("other", False), ("", False)]
 )
-def test_the_plugin_filtered_out(
-    plugins: str | None, works: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_plugin_filtered_out(plugins, works, monkeypatch):
     if plugins is None:
         monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     else:
@@ -191,13 +183,13 @@ def test_the_plugin_filtered_out(
         ]
 
 
-def test_no_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_entry_point(monkeypatch):
     monkeypatch.setattr(metadata, "entry_points", lambda **asked: ())
     assert "install mla-fusion in vLLM's environment" in doctor.examine().problems[0]
 
 
-def test_a_plugin_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
+def test_a_plugin_that_fails(monkeypatch):
+    def fail():
         raise AttributeError("moved")
 
     entry = SimpleNamespace(load=lambda: fail)
@@ -205,15 +197,13 @@ def test_a_plugin_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "AttributeError('moved')" in doctor.examine().problems[0]
 
 
-def test_no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_vllm(monkeypatch):
     monkeypatch.setattr(environment, "find_spec", lambda name: None)
     found = doctor.examine()
     assert not found.works and "vLLM is missing" in found.problems[0]
 
 
-def test_exit_status_and_json(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_exit_status_and_json(monkeypatch, capsys):
     assert cli.main(["doctor", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["works"] is True and shown["problems"] == []
@@ -229,12 +219,12 @@ def test_exit_status_and_json(
     "older, newer",
     [("0.1.7.post2.dev18", "0.1.8"), ("0.1.19", "0.1.19.post1"), ("0.1.9", "0.1.10.post2")],
 )
-def test_versions_are_ordered(older: str, newer: str) -> None:
+def test_versions_are_ordered(older, newer):
     assert known_issues.numbers(older) < known_issues.numbers(newer)
     assert known_issues.numbers(newer) == known_issues.numbers(f"{newer}+rocm7")
 
 
-def test_every_issue_names_a_public_thread() -> None:
+def test_every_issue_names_a_public_thread():
     for issue in known_issues.ISSUES:
         assert issue.threads
         for thread in issue.threads:

@@ -1,9 +1,6 @@
 """Types and widths that a provider cannot serve decline the layer before it is compiled."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +12,7 @@ from mla_fusion.config import eligibility
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
-def layer(**changes: Any) -> Any:
+def layer(**changes):
     """What `facts` reads of a layer of DeepSeek-V2-Lite with W_UK as it is."""
     fields = {
         "impl": SimpleNamespace(supports_quant_query_input=False),
@@ -29,12 +26,12 @@ def layer(**changes: Any) -> Any:
     return SimpleNamespace(**{**fields, **changes})
 
 
-def declined(layer: Any, provider: str, activation: torch.dtype, attention: str = "auto") -> str:
+def declined(layer, provider, activation, attention="auto"):
     decline = eligibility.facts(layer, provider, activation, attention).decline
     return f"{decline.code} {decline.detail}" if decline else ""
 
 
-def packed(*kinds: str) -> dict[str, Any]:
+def packed(*kinds):
     return {"W_UK_T": None} | {f"is_aiter_triton_{kind}_bmm_enabled": True for kind in kinds}
 
 
@@ -42,14 +39,12 @@ def packed(*kinds: str) -> dict[str, Any]:
 class TestCache:
     @pytest.mark.parametrize("activation", [BF16, FP16, FP32])
     @pytest.mark.parametrize("stored", ["auto", "fp8", "fp8_e4m3"])
-    def test_follows_the_activations_or_is_fp8(
-        self, provider: str, activation: torch.dtype, stored: str
-    ) -> None:
+    def test_follows_the_activations_or_is_fp8(self, provider, activation, stored):
         assert not declined(layer(kv_cache_dtype=stored), provider, activation)
 
     @pytest.mark.parametrize("activation", [BF16, FP16, FP32])
     @pytest.mark.parametrize("stored", ["bfloat16", "float16", "float32"])
-    def test_of_a_named_type(self, provider: str, activation: torch.dtype, stored: str) -> None:
+    def test_of_a_named_type(self, provider, activation, stored):
         """Also where W_UK is packed: AITER then reads the cache as bf16."""
         found = declined(layer(kv_cache_dtype=stored), provider, activation)
         if getattr(torch, stored) == activation:
@@ -64,7 +59,7 @@ class TestCache:
 
 class TestPackedWeight:
     @pytest.mark.parametrize("kinds, used", [(("fp8",), "fp8"), (("fp8", "fp4"), "fp4")])
-    def test_is_read_by_aiter_and_multiplied_with_bf16(self, kinds: Any, used: str) -> None:
+    def test_is_read_by_aiter_and_multiplied_with_bf16(self, kinds, used):
         given = layer(**packed(*kinds))
         assert not declined(given, "aiter", BF16)
         for activation in (FP16, FP32):
@@ -74,13 +69,13 @@ class TestPackedWeight:
         assert declined(given, "triton", BF16) == f"packed-weights AITER {used}"
 
     @pytest.mark.parametrize("provider", ["aiter", "triton", "reference"])
-    def test_in_a_form_nobody_knows(self, provider: str) -> None:
+    def test_in_a_form_nobody_knows(self, provider):
         assert declined(layer(W_UK_T=None), provider, BF16) == "packed-weights no plain W_UK_T"
 
 
 class TestPortable:
     @pytest.fixture(autouse=True)
-    def on_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> Any:
+    def on_a_gpu(self, monkeypatch):
         """The portable decode of a GPU, which has none here."""
         attention.get_provider.cache_clear()
         monkeypatch.setattr(triton, "require", lambda: None)
@@ -101,14 +96,12 @@ class TestPortable:
             ({"kv_cache_dtype": "fp8"}, FP32, "got torch.float32 over torch.float8_e4m3fn"),
         ],
     )
-    def test_what_the_kernel_takes(
-        self, changes: dict[str, Any], activation: torch.dtype, reason: str
-    ) -> None:
+    def test_what_the_kernel_takes(self, changes, activation, reason):
         found = declined(layer(**changes), "triton", activation, "portable")
         assert found.startswith("portable-attention triton: ") == bool(reason)
         assert reason in found and not declined(layer(**changes), "triton", activation)
 
-    def test_an_fp8_query_where_the_backend_takes_one(self) -> None:
+    def test_an_fp8_query_where_the_backend_takes_one(self):
         impl = SimpleNamespace(supports_quant_query_input=True)
         given = layer(kv_cache_dtype="fp8", impl=impl)
         assert not declined(given, "triton", FP32, "portable")

@@ -1,7 +1,5 @@
 """The token comparison of benchmarks/engine.py, and the weights it is made with."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import subprocess
@@ -22,7 +20,7 @@ import engine_worker
 from mla_fusion.cli import child
 
 
-def result(tokens: list[int], gaps: list[float]) -> dict:
+def result(tokens, gaps):
     """One sequence; in every context token 100 + chosen is second, `gap` below."""
     return {
         "tokens": [tokens],
@@ -35,18 +33,18 @@ BASE = result([1, 2, 3, 4], [2.0] * 4)
 NOISE = engine_compare.compare(result([1, 2, 3, 4], [2.0, 2.1, 2.0, 2.0]), BASE)
 
 
-def test_noise_is_measured() -> None:
+def test_noise_is_measured():
     assert (NOISE.equal, NOISE.sequences, NOISE.gaps) == (1, 1, [])
     assert NOISE.largest == pytest.approx(0.1) and NOISE.typical == pytest.approx(0.05)
 
 
-def test_equal_tokens_and_equal_noise_are_right() -> None:
+def test_equal_tokens_and_equal_noise_are_right():
     same = engine_compare.compare(result([1, 2, 3, 4], [2.0, 2.0, 1.9, 2.0]), BASE)
     assert engine_compare.verdict(same, NOISE) == "right"
 
 
 @pytest.mark.parametrize(("gap", "word"), [(0.05, "right"), (0.5, "WRONG: a token differs")])
-def test_a_first_difference_is_right_only_at_a_near_tie(gap: float, word: str) -> None:
+def test_a_first_difference_is_right_only_at_a_near_tie(gap, word):
     """Token 3 of one is the second candidate, token 103, of the other."""
     tied = result([1, 2, 3, 4], [2.0, 2.0, gap, 2.0])
     other = {"tokens": [[1, 2, 103, 9]], "top": tied["top"]}
@@ -55,29 +53,29 @@ def test_a_first_difference_is_right_only_at_a_near_tie(gap: float, word: str) -
     assert engine_compare.verdict(difference, NOISE).startswith(word)
 
 
-def test_a_candidate_out_of_sight_is_no_tie() -> None:
+def test_a_candidate_out_of_sight_is_no_tie():
     other = {"tokens": [[1, 2, 77, 9]], "top": BASE["top"]}
     difference = engine_compare.compare(BASE, other)
     assert difference.gaps == [math.inf]
     assert engine_compare.verdict(difference, NOISE).startswith("WRONG")
 
 
-def test_moved_probabilities_are_wrong_though_tokens_are_equal() -> None:
+def test_moved_probabilities_are_wrong_though_tokens_are_equal():
     moved = engine_compare.compare(result([1, 2, 3, 4], [2.08] * 4), BASE)
     assert moved.equal == 1
     assert "move 1.6 times as far" in engine_compare.verdict(moved, NOISE)
 
 
-def test_nan_is_wrong() -> None:
+def test_nan_is_wrong():
     broken = engine_compare.compare(result([1, 2, 3, 4], [math.nan] * 4), BASE)
     assert engine_compare.verdict(broken, NOISE) == "WRONG: NaN"
 
 
-def test_the_weights_peak_at_the_successor_and_drafter_and_target_share_them() -> None:
+def test_the_weights_peak_at_the_successor_and_drafter_and_target_share_them():
     hidden, vocabulary = 2048, 512
 
     class Model(torch.nn.Module):
-        def __init__(self, head: str) -> None:
+        def __init__(self, head):
             super().__init__()
             self.embed_tokens = torch.nn.Embedding(vocabulary, hidden)
             self.norm = torch.nn.RMSNorm(hidden)
@@ -99,7 +97,7 @@ def test_the_weights_peak_at_the_successor_and_drafter_and_target_share_them() -
     assert 5 < peak.item() < 8
 
 
-def test_an_engine_without_time_is_ended_with_its_children() -> None:
+def test_an_engine_without_time_is_ended_with_its_children():
     """Or a run that is cut off would lose the results of the others."""
     command = "import subprocess; subprocess.run(['sleep', '600'])"
     worker = subprocess.Popen(
@@ -113,9 +111,7 @@ def test_an_engine_without_time_is_ended_with_its_children() -> None:
 
 
 @pytest.mark.parametrize(("refreshes", "word"), [(2, "right"), (5, "WRONG: {")])
-def test_portable_is_a_row_of_its_own_and_must_refresh_once_a_pass(
-    monkeypatch: pytest.MonkeyPatch, refreshes: int, word: str
-) -> None:
+def test_portable_is_a_row_of_its_own_and_must_refresh_once_a_pass(monkeypatch, refreshes, word):
     """Two passes, of four layers and of the drafter's: a refresh in each layer would be five."""
     name, sizes = "r1-tp8 fp8 mtp-1", [1, 16, 5, 5, {}]
     counts = {"prep_kernel": 5, "plan_kernel": refreshes, "decode_kernel": 5, "reduce_kernel": 5}
@@ -129,24 +125,22 @@ def test_portable_is_a_row_of_its_own_and_must_refresh_once_a_pass(
     assert rows[1]["verdict"].startswith(word) and wrong == (word != "right")
 
 
-def test_every_replayed_graph_is_timed_from_an_event_before_it_to_one_behind(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    done: list[str] = []
+def test_every_replayed_graph_is_timed_from_an_event_before_it_to_one_behind(monkeypatch):
+    done = []
 
     class Graph:
-        def replay(self) -> None:
+        def replay(self):
             done.append("replay")
 
     class Event:
-        def __init__(self, enable_timing: bool) -> None:
+        def __init__(self, enable_timing):
             self.at = -1
 
-        def record(self) -> None:
+        def record(self):
             self.at = len(done)
             done.append("event")
 
-        def elapsed_time(self, end: Event) -> float:
+        def elapsed_time(self, end):
             return float(end.at - self.at)
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)

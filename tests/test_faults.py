@@ -5,12 +5,9 @@
 `tests/engine/test_engine.py`.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import sys
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -23,12 +20,6 @@ from tests.aiter_double.test_require import ABSENT, on_path, write  # noqa: F401
 from tests.models import DEEPSEEK_V2
 from tests.passes.fake_engine import DECODE, MIXED, Engine, assert_same, fuse, run
 from tests.passes.graphs import Spec, build
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from vllm.v1.worker.worker_base import WorkerBase
 
 mla_fusion.register()
 
@@ -57,11 +48,11 @@ class Planted(Exception):
 
 
 @pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vllm_loggers: None) -> Callable[..., Any]:
+def make(tmp_path, monkeypatch, vllm_loggers):
     """make(provider) -> vLLM's config with the flag on and a cache folder of its own."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
 
-    def build_config(provider: str = "reference") -> Any:
+    def build_config(provider="reference"):
         (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V2))
         return EngineArgs(
             model=str(tmp_path),
@@ -75,12 +66,12 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vllm_loggers: None) ->
     return build_config
 
 
-def worker(vllm_config: Any, body: Callable[[], Any]) -> WorkerBase:
+def worker(vllm_config, body):
     """A worker with the layers of `SPEC`, which runs `body` where vLLM warms up."""
     from vllm.v1.worker.worker_base import WorkerBase
 
     class Worker(WorkerBase):
-        def compile_or_warm_up_model(self) -> Any:
+        def compile_or_warm_up_model(self):
             return body()
 
     made = Worker(vllm_config, 0, 0, "")
@@ -88,27 +79,25 @@ def worker(vllm_config: Any, body: Callable[[], Any]) -> WorkerBase:
     return made
 
 
-def compiled() -> Any:
+def compiled():
     """A graph that the passes fused, as vLLM compiles it while it profiles."""
     module = build(SPEC)
     report.add(fuse(module, SPEC))
     return module
 
 
-def fail(*args: Any, **kwargs: Any) -> Any:
+def fail(*args, **kwargs):
     raise Planted("the kernel did not compile")
 
 
-def notes(caught: pytest.ExceptionInfo[Any]) -> str:
+def notes(caught):
     """What a traceback shows below the error."""
     return "\n".join(getattr(caught.value, "__notes__", []))
 
 
-def test_provider_raises_at_warm_up(
-    make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_provider_raises_at_warm_up(make, monkeypatch, caplog):
     """The engine does not start, and vLLM's own warm-up does not begin."""
-    began: list[str] = []
+    began = []
     made = worker(make(), lambda: began.append("vLLM"))
     compiled()
     monkeypatch.setattr(reference, "warmup", fail, raising=False)
@@ -120,8 +109,8 @@ def test_provider_raises_at_warm_up(
     assert "layers" not in caplog.text  # nothing is reported as fused
 
 
-def test_out_of_memory_in_warm_up(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def out_of_memory(*args: Any, **kwargs: Any) -> None:
+def test_out_of_memory_in_warm_up(make, monkeypatch):
+    def out_of_memory(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
 
     made = worker(make(), lambda: None)
@@ -133,12 +122,7 @@ def test_out_of_memory_in_warm_up(make: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert notes(caught) == WARM_UP_NOTE.format(memory)
 
 
-def test_provider_raises_at_capture(
-    make: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    plain_kernels: None,
-) -> None:
+def test_provider_raises_at_capture(make, monkeypatch, caplog, plain_kernels):
     """vLLM captures by running a decode batch inside its warm-up: the engine stops there."""
     made = worker(make(), lambda: run(module, SPEC, DECODE))
     module = compiled()
@@ -151,7 +135,7 @@ def test_provider_raises_at_capture(
     assert "layers" not in caplog.text
 
 
-def test_provider_raises_in_a_step(monkeypatch: pytest.MonkeyPatch, plain_kernels: None) -> None:
+def test_provider_raises_in_a_step(monkeypatch, plain_kernels):
     """A decode step ends with the error; a batch that needs no provider is served as before."""
     module = build(SPEC)
     fuse(module, SPEC)
@@ -163,7 +147,7 @@ def test_provider_raises_in_a_step(monkeypatch: pytest.MonkeyPatch, plain_kernel
     assert_same(run(build(SPEC), SPEC, MIXED), run(module, SPEC, MIXED), MIXED)
 
 
-def switched_off(make: Any, provider: str, caplog: pytest.LogCaptureFixture) -> str:
+def switched_off(make, provider, caplog):
     """The one line this library logs about an engine whose flag it switches off: a warning."""
     caplog.set_level(logging.INFO, logger="vllm.mla_fusion")
     assert not config.is_on(make(provider))
@@ -176,18 +160,14 @@ def switched_off(make: Any, provider: str, caplog: pytest.LogCaptureFixture) -> 
 
 @pytest.mark.usefixtures("on_path")
 @pytest.mark.parametrize("why", ["missing", "too old", "half-installed", "another project's"])
-def test_an_aiter_that_cannot_serve(
-    make: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path, why: str
-) -> None:
+def test_an_aiter_that_cannot_serve(make, caplog, tmp_path, why):
     files, words = ABSENT[why]
     write(tmp_path, files)
     warning = switched_off(make, "aiter", caplog)
     assert all(said in warning for said in ("[provider-unavailable]", *words))
 
 
-def test_triton_missing(
-    make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_triton_missing(make, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "triton", None)
     kernels.get_provider.cache_clear()
     warning = switched_off(make, "triton", caplog)
@@ -195,9 +175,7 @@ def test_triton_missing(
     assert "provider 'triton' needs the triton package (pip install triton" in warning
 
 
-def test_vllm_outside_the_window_that_still_takes_the_flag(
-    make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_vllm_outside_the_window_that_still_takes_the_flag(make, monkeypatch, caplog):
     monkeypatch.setattr(plugin, "_registered", False)
     monkeypatch.setattr(vllm_compat, "installed_version", lambda: "0.99.0")
     plugin.register()
@@ -206,9 +184,7 @@ def test_vllm_outside_the_window_that_still_takes_the_flag(
     assert "(0.99.0, supported are 0.26 to 0.33) [vllm-version]" in warning
 
 
-def test_vllm_outside_the_window_whose_names_are_gone(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_vllm_outside_the_window_whose_names_are_gone(monkeypatch, caplog):
     """Nothing is changed and nothing raised: vLLM starts without the plugin."""
     import vllm.config.compilation as compilation
 
@@ -221,9 +197,7 @@ def test_vllm_outside_the_window_whose_names_are_gone(
     assert "PassConfig" in caplog.text
 
 
-def test_an_engine_that_died_leaves_nothing_to_the_report_of_the_next(
-    make: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_engine_that_died_leaves_nothing_to_the_report_of_the_next(make, caplog):
     """Two engines in one process: the first one compiled and ran out of memory."""
     caplog.set_level(logging.INFO, logger="vllm.mla_fusion")
     worker(make(), lambda: None)

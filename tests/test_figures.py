@@ -1,7 +1,5 @@
 """The tables and plots of docs/performance.md are those of the rows in benchmarks/results/."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 
@@ -26,7 +24,7 @@ def test_plots_are_current(name):
     assert f"rows {figures.digest(source)}" in drawn, "run python benchmarks/figures.py"
 
 
-def region_rows(tokens: str = "8", **us: float) -> list[dict[str, str]]:
+def region_rows(tokens="8", **us):
     """One shape of 16 heads; the candidates not named take 10 us, the small kernel 1 us."""
     times = {"triton": 2.0, "plain": 1.0, "plain+triton": 4.0, **dict.fromkeys(figures.PEERS, 10.0)}
     return [

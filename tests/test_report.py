@@ -1,7 +1,5 @@
 """What the log says of a start: one line for each decode range, or one warning with reasons."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 
@@ -15,29 +13,29 @@ from tests.passes.graphs import Spec, build
 
 
 @pytest.fixture
-def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+def log(caplog):
     caplog.set_level(logging.DEBUG, logger="vllm.mla_fusion")
     return caplog
 
 
-def said(log: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
+def said(log):
     return [(r.levelname, r.getMessage()) for r in log.records]
 
 
-def made(*ranges: report.RangeReport) -> report.Report:
+def made(*ranges):
     return report.Report("triton", 128, list(ranges))
 
 
 PREFILL = report.RangeReport((129, 8192), layers=61)
 
 
-def test_one_line_for_a_decode_range_and_nothing_else(log: pytest.LogCaptureFixture) -> None:
+def test_one_line_for_a_decode_range_and_nothing_else(log):
     report.publish(made(report.RangeReport((1, 128), 61, 61), PREFILL), "V3", cached=False)
     line = "decode range (1, 128): 61 of 61 MLA layers fused; prefill ranges untouched"
     assert said(log) == [("INFO", line)]
 
 
-def test_one_line_for_each_decode_range(log: pytest.LogCaptureFixture) -> None:
+def test_one_line_for_each_decode_range(log):
     declined = {Decline("shape"): 2, Decline("hisparse"): 1}
     ranges = report.RangeReport((1, 8), 61, 61), report.RangeReport((9, 128), 61, 58, declined)
     report.publish(made(*ranges, PREFILL), "V3", cached=True)
@@ -55,7 +53,7 @@ def test_one_line_for_each_decode_range(log: pytest.LogCaptureFixture) -> None:
     ]
 
 
-def test_nothing_fused_is_one_warning_with_reasons_and_help(log: pytest.LogCaptureFixture) -> None:
+def test_nothing_fused_is_one_warning_with_reasons_and_help(log):
     declined = {Decline("packed-weights", "AMX"): 61}
     report.publish(made(report.RangeReport((1, 128), 61, 0, declined), PREFILL), "V3", cached=False)
     [(level, text)] = said(log)
@@ -64,15 +62,13 @@ def test_nothing_fused_is_one_warning_with_reasons_and_help(log: pytest.LogCaptu
 
 
 @pytest.mark.parametrize("report_made", [None, made(), made(PREFILL)])
-def test_no_layer_found_is_one_warning(
-    report_made: report.Report | None, log: pytest.LogCaptureFixture
-) -> None:
+def test_no_layer_found_is_one_warning(report_made, log):
     report.publish(report_made, "KimiK3", cached=False)
     [(level, text)] = said(log)
     assert level == "WARNING" and "KimiK3" in text and "VLLM_DISABLE_COMPILE_CACHE=1" in text
 
 
-def test_layers_are_counted_by_code_with_the_detail_of_the_first() -> None:
+def test_layers_are_counted_by_code_with_the_detail_of_the_first():
     for name in ("a", "b"):
         declined = {f"{name}{i}": Decline("shape", f"{name}{i}") for i in range(2)}
         declined[name] = Decline("hisparse")
@@ -82,7 +78,7 @@ def test_layers_are_counted_by_code_with_the_detail_of_the_first() -> None:
     assert stored.ranges[0].declined == {Decline("shape", "a0"): 4, Decline("hisparse"): 2}
 
 
-def test_the_report_of_a_graph_survives_its_file(tmp_path: Path) -> None:
+def test_the_report_of_a_graph_survives_its_file(tmp_path):
     spec = Spec("deepseek", layers=2)
     report.add(fuse(build(spec), spec))
     stored = report.take("reference", 4, "V3", {"vLLM": "0.32.0"})
@@ -96,15 +92,13 @@ def test_the_report_of_a_graph_survives_its_file(tmp_path: Path) -> None:
     assert fused.endswith(f"[T, {heads}, {latent + rope}]")
 
 
-def test_a_start_without_graphs_or_file_knows_nothing(tmp_path: Path) -> None:
+def test_a_start_without_graphs_or_file_knows_nothing(tmp_path):
     assert report.take("reference", 4) is None
     assert report.collect(tmp_path / "r.json", None) == (None, False)
 
 
 @pytest.mark.parametrize("text", ["", '{"version": 1}'])
-def test_a_file_that_is_no_report_is_a_warning(
-    text: str, tmp_path: Path, log: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_that_is_no_report_is_a_warning(text, tmp_path, log):
     path = tmp_path / "r.json"
     path.write_text(text)
     assert report.collect(path, None) == (None, False)
@@ -112,9 +106,7 @@ def test_a_file_that_is_no_report_is_a_warning(
     assert level == "WARNING" and str(path) in said_ and "VLLM_DISABLE_COMPILE_CACHE=1" in said_
 
 
-def test_a_folder_that_takes_no_file_is_a_warning(
-    tmp_path: Path, log: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_that_takes_no_file_is_a_warning(tmp_path, log):
     (tmp_path / "file").touch()
     new = made()
     assert report.collect(tmp_path / "file" / "r.json", new) == (new, False)
@@ -122,12 +114,12 @@ def test_a_folder_that_takes_no_file_is_a_warning(
     assert level == "WARNING" and "could not store its report" in said_
 
 
-def test_a_report_is_stored_in_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_is_stored_in_one_step(tmp_path, monkeypatch):
     """Who reads while another start writes, or after it was killed, reads the report before."""
     path = tmp_path / "r.json"
     report.collect(path, made())
 
-    def killed(part: Path, target: Path) -> None:
+    def killed(part, target):
         assert report.load(target) == made()
         raise OSError("killed")
 

@@ -1,9 +1,6 @@
 """The portable decode in place of a backend's `forward_mqa`: one plan for all layers of a pass."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -28,14 +25,14 @@ class Impl(fake_engine.Impl):
 
     scale = 0.3
 
-    def forward_mqa(self, *args: Any) -> Any:
+    def forward_mqa(self, *args):
         raise AssertionError("the backend's decode was called")
 
 
 class Engine:
     """Two layers with full caches, and the metadata of a decode-only batch."""
 
-    def __init__(self, drafts: int = 0, max_num_seqs: int = 4) -> None:
+    def __init__(self, drafts=0, max_num_seqs=4):
         self.layers = {name: fake_engine.Layer(name, SPEC) for name in ("a", "b")}
         generator = torch.Generator().manual_seed(0)
         for layer in self.layers.values():
@@ -51,7 +48,7 @@ class Engine:
         )
         step_plan.attach(self.layers, "reference", self.vllm_config)
 
-    def metadata(self, query_lens: list[int], seq_lens: list[int]) -> SimpleNamespace:
+    def metadata(self, query_lens, seq_lens):
         tokens = sum(query_lens)
         return SimpleNamespace(
             num_actual_tokens=tokens,
@@ -64,7 +61,7 @@ class Engine:
             ),
         )
 
-    def context(self, metadata: Any) -> Any:
+    def context(self, metadata):
         return ForwardContext(
             no_compile_layers=dict(self.layers),
             attn_metadata=dict.fromkeys(self.layers, metadata),
@@ -72,7 +69,7 @@ class Engine:
         )
 
 
-def attend(name: str, query: torch.Tensor) -> torch.Tensor:
+def attend(name, query):
     """The attention op on `name` inside the forward context that is set."""
     tokens = query.shape[0]
     output = torch.full((tokens, HEADS * VALUE), 7.0).to(SPEC.dtype)
@@ -81,7 +78,7 @@ def attend(name: str, query: torch.Tensor) -> torch.Tensor:
     return output
 
 
-def expected(engine: Engine, name: str, query: torch.Tensor, metadata: Any) -> torch.Tensor:
+def expected(engine, name, query, metadata):
     layer, keys = engine.layers[name], []
     for b, length in enumerate(metadata.decode.seq_lens.tolist()):
         at = torch.arange(length)
@@ -94,18 +91,18 @@ def expected(engine: Engine, name: str, query: torch.Tensor, metadata: Any) -> t
     return result
 
 
-def query(tokens: int) -> torch.Tensor:
+def query(tokens):
     generator = torch.Generator().manual_seed(tokens)
     return torch.randn((tokens, HEADS, LATENT + ROPE), generator=generator).to(SPEC.dtype)
 
 
 @pytest.fixture
-def refreshes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def refreshes(monkeypatch):
     """Number of tokens of each refresh."""
-    seen: list[int] = []
+    seen = []
     original = step_plan.attention.PersistentDecodePlan.refresh
 
-    def refresh(self: Any, **arguments: Any) -> None:
+    def refresh(self, **arguments):
         seen.append(arguments["num_tokens"])
         original(self, **arguments)
 
@@ -113,7 +110,7 @@ def refreshes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-def test_all_layers_of_a_pass_share_one_refresh(refreshes: list[int]) -> None:
+def test_all_layers_of_a_pass_share_one_refresh(refreshes):
     engine = Engine(drafts=2)
     assert len({getattr(layer, step_plan.ATTRIBUTE) for layer in engine.layers.values()}) == 1
     for lengths in (([3, 1, 2], [8, 5, 7]), ([1, 3, 1], [1, 6, 2])):
@@ -127,7 +124,7 @@ def test_all_layers_of_a_pass_share_one_refresh(refreshes: list[int]) -> None:
     assert refreshes == [6, 5]
 
 
-def test_lengths_that_grow_in_place_are_seen_by_the_next_pass(refreshes: list[int]) -> None:
+def test_lengths_that_grow_in_place_are_seen_by_the_next_pass(refreshes):
     """Drafting runs several forward passes with one metadata object."""
     engine = Engine()
     metadata, q = engine.metadata([1, 1, 1], [3, 4, 5]), query(3)
@@ -140,7 +137,7 @@ def test_lengths_that_grow_in_place_are_seen_by_the_next_pass(refreshes: list[in
     assert len(refreshes) == 2
 
 
-def test_padded_rows_are_zero() -> None:
+def test_padded_rows_are_zero():
     """vLLM pads the batch of a CUDA graph with sequences without rows."""
     engine = Engine()
     metadata = engine.metadata([1, 1, 1], [8, 8, 8])
@@ -153,7 +150,7 @@ def test_padded_rows_are_zero() -> None:
     assert out[0].any() and not out[1:].any()
 
 
-def test_queries_longer_than_a_draft_stay_with_the_backend() -> None:
+def test_queries_longer_than_a_draft_stay_with_the_backend():
     engine = Engine()
     metadata = engine.metadata([1, 1, 4], [8, 8, 8])
     with (
@@ -163,7 +160,7 @@ def test_queries_longer_than_a_draft_stay_with_the_backend() -> None:
         attend("a", query(6))
 
 
-def test_a_batch_without_causal_mask_is_an_error() -> None:
+def test_a_batch_without_causal_mask_is_an_error():
     engine = Engine()
     metadata = engine.metadata([1, 1, 1], [8, 8, 8])
     metadata.causal = False
@@ -174,7 +171,7 @@ def test_a_batch_without_causal_mask_is_an_error() -> None:
         attend("a", query(3))
 
 
-def test_a_warm_up_runs_the_plan_and_changes_no_cache(refreshes: list[int]) -> None:
+def test_a_warm_up_runs_the_plan_and_changes_no_cache(refreshes):
     """The plan of both layers, for a query of one token and for the longest."""
     engine = Engine(drafts=1)
     before = [layer.kv_cache.clone() for layer in engine.layers.values()]
@@ -184,15 +181,13 @@ def test_a_warm_up_runs_the_plan_and_changes_no_cache(refreshes: list[int]) -> N
         assert torch.equal(layer.kv_cache, cache)
 
 
-def test_a_warm_up_runs_what_the_provider_asks_for(
-    refreshes: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_warm_up_runs_what_the_provider_asks_for(refreshes, monkeypatch):
     """Batches that compile something else, each for both query lengths."""
     monkeypatch.setattr(reference, "warm_up_batches", lambda _: [1, 3])
     engine, steps = Engine(drafts=1), []
     decode = step_plan.attention.persistent_mla_decode
 
-    def record(*args: Any, **kwargs: Any) -> None:
+    def record(*args, **kwargs):
         steps.append((args[2].step.batch, args[0].shape[0], kwargs["block_table"].shape[0]))
         decode(*args, **kwargs)
 
@@ -202,7 +197,7 @@ def test_a_warm_up_runs_what_the_provider_asks_for(
     assert refreshes == [1, 3, 2, 6]
 
 
-def test_a_warm_up_leaves_out_what_has_no_plan_or_no_cache(refreshes: list[int]) -> None:
+def test_a_warm_up_leaves_out_what_has_no_plan_or_no_cache(refreshes):
     engine = Engine()
     delattr(engine.layers["a"], step_plan.ATTRIBUTE)
     runtime.warm_up_attention(engine.layers)
@@ -212,8 +207,8 @@ def test_a_warm_up_leaves_out_what_has_no_plan_or_no_cache(refreshes: list[int])
     assert refreshes == [1]
 
 
-def test_a_warm_up_that_fails_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any, **kwargs: Any) -> None:
+def test_a_warm_up_that_fails_says_what_to_do(monkeypatch):
+    def fail(*args, **kwargs):
         raise ValueError("planted")
 
     monkeypatch.setattr(step_plan.attention, "persistent_mla_decode", fail)
@@ -237,7 +232,7 @@ class AiterMLAImpl(Impl):
         ({"impl": AiterMLAImpl(False)}, "AiterMLAImpl has a persistent plan of its own"),
     ],
 )
-def test_layers_that_are_declined(change: dict[str, Any], detail: str) -> None:
+def test_layers_that_are_declined(change, detail):
     engine = Engine()
     layer = engine.layers["a"]
     for name, value in change.items():

@@ -1,12 +1,9 @@
 """The views of a stored report: text, drawing and page."""
 
-from __future__ import annotations
-
 import json
 import re
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 
@@ -35,7 +32,7 @@ LAYER = LayerGraph(
 DECLINED = {Decline("shape", "q <b> & more"): 1}
 
 
-def stored(layer: LayerGraph | None = LAYER) -> report.Report:
+def stored(layer=LAYER):
     fused = 2 if layer else 0
     ranges = [
         report.RangeReport((1, 8), layers=3, fused=fused, declined=DECLINED, layer=layer),
@@ -45,18 +42,16 @@ def stored(layer: LayerGraph | None = LAYER) -> report.Report:
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path):
     report.collect(tmp_path / "report.json", stored())
     return tmp_path / "report.json"
 
 
-def test_what_is_stored_is_what_is_loaded(path: Path) -> None:
+def test_what_is_stored_is_what_is_loaded(path):
     assert report.load(path) == stored()
 
 
-def test_another_version_of_the_format_is_refused_by_name(
-    path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_version_of_the_format_is_refused_by_name(path, capsys):
     path.write_text(json.dumps({**json.loads(path.read_text()), "version": 1}))
     with pytest.raises(report.FormatError, match="another release"):
         report.load(path)
@@ -64,13 +59,13 @@ def test_another_version_of_the_format_is_refused_by_name(
     assert "another release" in capsys.readouterr().err
 
 
-def test_marks_tell_replaced_new_kept_and_own_ops() -> None:
+def test_marks_tell_replaced_new_kept_and_own_ops():
     before, after = rows(LAYER)
     assert [row.mark for row in before] == [KEPT, KEPT, REMOVED, REMOVED]
     assert [row.mark for row in after] == [KEPT, KEPT, NEW, FUSED, NEW]
 
 
-def test_text_marks_the_fused_op_and_leaves_out_what_is_far_from_a_change() -> None:
+def test_text_marks_the_fused_op_and_leaves_out_what_is_far_from_a_change():
     lines = text.graph(LAYER)
     assert lines[0].startswith("one layer, 4 ops before, 5 after")
     name = OWN.removeprefix("mla_fusion::")
@@ -82,7 +77,7 @@ def test_text_marks_the_fused_op_and_leaves_out_what_is_far_from_a_change() -> N
     assert lines.count("      ... 1 kept") == 2
 
 
-def test_the_drawing_has_a_row_for_each_op_and_an_arc_for_each_input() -> None:
+def test_the_drawing_has_a_row_for_each_op_and_an_arc_for_each_input():
     tree = ET.fromstring(svg.drawing(LAYER))
     space = {"s": "http://www.w3.org/2000/svg"}
     classes = [g.get("class") for g in tree.iterfind(".//s:g[@class]", space)]
@@ -99,32 +94,32 @@ class Page(HTMLParser):
 
     VOID = ("meta", "link")
 
-    def __init__(self, content: str) -> None:
+    def __init__(self, content):
         super().__init__()
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str]] = []
+        self.tags = []
+        self.attributes = []
         self.text = ""
-        self._open: list[str] = []
+        self._open = []
         self.feed(content)
         assert not self._open
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
         self.attributes += [(name, value or "") for name, value in attrs]
         if tag not in self.VOID:
             self._open.append(tag)
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_startendtag(self, tag, attrs):
         self.tags.append(tag)
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag):
         assert self._open.pop() == tag
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         self.text += data
 
 
-def test_the_page_needs_nothing_else() -> None:
+def test_the_page_needs_nothing_else():
     content = page.page(stored())
     made = Page(content)
     assert not {"script", "img", "iframe", "object"} & set(made.tags)
@@ -137,7 +132,7 @@ def test_the_page_needs_nothing_else() -> None:
     assert "prefers-color-scheme: dark" in content
 
 
-def test_the_page_says_what_the_report_says() -> None:
+def test_the_page_says_what_the_report_says():
     made = Page(page.page(stored()))
     assert "2 of 3 MLA layers of the decode graphs fused" in made.text
     assert "Model<V3>" in made.text and "q <b> & more" in made.text
@@ -146,13 +141,13 @@ def test_the_page_says_what_the_report_says() -> None:
     assert made.tags.count("table") == 4
 
 
-def test_the_page_of_a_report_in_which_nothing_fused_has_the_reasons_and_no_graph() -> None:
+def test_the_page_of_a_report_in_which_nothing_fused_has_the_reasons_and_no_graph():
     made = Page(page.page(stored(None)))
     assert "0 of 3 MLA layers" in made.text and "[shape]" in made.text
     assert "svg" not in made.tags
 
 
-def test_the_command_writes_them(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_them(path, capsys):
     drawing, document = path.with_suffix(".svg"), path.with_suffix(".html")
     argv = ["report", str(path.parent), "--graph", "--svg", str(drawing), "--html", str(document)]
     assert cli.main(argv) == 0
@@ -161,15 +156,13 @@ def test_the_command_writes_them(path: Path, capsys: pytest.CaptureFixture[str])
     assert document.read_text() == page.page(stored())
 
 
-def test_without_a_fused_layer_there_is_no_graph_to_show(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_fused_layer_there_is_no_graph_to_show(tmp_path, capsys):
     report.collect(tmp_path / "report.json", stored(None))
     assert cli.main(["report", str(tmp_path), "--graph"]) == 2
     assert "no layer fused" in capsys.readouterr().err
 
 
-def test_python_of_a_dump(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_of_a_dump(tmp_path, capsys):
     assert cli.main(["report", str(tmp_path), "--python"]) == 2
     assert "--dump DIR" in capsys.readouterr().err
     names = ["7.mla_fusion.before.0.py", "7.mla_fusion.after.1.py"]

@@ -3,33 +3,30 @@
 configs.json has one entry for each family of MLA models in vLLM; `_common` holds what all share.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 from mla_fusion.cli import tiny_models
 
-_TABLE: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("configs.json").read_text())
+_TABLE = json.loads(Path(__file__).with_name("configs.json").read_text())
 NAMES = tuple(name for name in _TABLE if not name.startswith("_"))
 # Types whose configuration class is shipped with the checkpoints and in no package.
 _REMOTE_TYPES = ("bailing_hybrid", "pangu_ultra_moe", "sarvam_mla")
 
 
-def config_of(name: str, **changes: Any) -> dict[str, Any]:
+def config_of(name, **changes):
     """The config.json of one of `NAMES`, with `changes`."""
     return {**_TABLE["_common"], **_TABLE[name], **changes}
 
 
-def write(folder: Path, config: dict[str, Any]) -> str:
+def write(folder, config):
     """Write config.json into `folder`, which is made, and return the folder as vLLM takes it."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     return str(folder)
 
 
-def register_configs() -> None:
+def register_configs():
     """Let transformers read the types whose configuration class would be remote code."""
     from transformers import AutoConfig, PretrainedConfig
 
