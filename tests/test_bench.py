@@ -3,6 +3,7 @@ benchmarks/results/."""
 
 import csv
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,59 +22,42 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-class Graph:
-    def replay(self): ...
-
-
 @pytest.fixture
 def gpu(monkeypatch):
     """A pretended GPU: every candidate takes 2 us, and `agreement` is the given dict's."""
-    agreements = dict.fromkeys(bench_peers.PEERS, (1.0, 0))
-    agreements |= dict.fromkeys((f"own {name}" for name in bench_peers.OWN_ROUNDING), (1.0, 0))
 
     def no_package(region):
         raise ImportError("No module named 'flashinfer'")
 
     peers = {name: lambda region, name=name: name for name in bench_peers.PEERS}
-    peers["flashinfer"] = no_package
-    monkeypatch.setattr(bench_peers, "PEERS", peers)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(
-        bench,
-        "environment",
-        lambda commit: {
-            "gpu": "none",
-            "driver": "",
-            "torch": "",
-            "triton": "",
-            "vllm": "",
-            "flashinfer": "",
-            "commit": commit,
-        },
-    )
-    monkeypatch.setattr(
-        bench_region, "measure_ceilings", lambda: bench_region.Ceilings(4000.0, 800.0)
-    )
-    monkeypatch.setattr(bench_region, "make_weights", lambda heads, layers: [None] * layers)
-    monkeypatch.setattr(bench_region, "make_region", lambda case, weights: case)
-    monkeypatch.setattr(bench_peers, "chosen_plan", lambda case: bench_peers.Plan(mode="split"))
-    monkeypatch.setattr(
-        bench_region,
-        "agreement",
-        lambda region, layer, expected=None: agreements[layer if expected is None else expected],
-    )
-    monkeypatch.setattr(
-        bench_peers,
-        "OWN_ROUNDING",
-        {name: lambda region, name=name: f"own {name}" for name in bench_peers.OWN_ROUNDING},
-    )
-    monkeypatch.setattr(bench_region, "capture", lambda region, layer: Graph())
-    monkeypatch.setattr(
-        bench_region,
-        "interleave",
-        lambda graphs, layers, rounds: {n: [2.0] * rounds for n in graphs},
-    )
+    own = {name: lambda region, name=name: f"own {name}" for name in bench_peers.OWN_ROUNDING}
+    agreements = dict.fromkeys((*peers, *(f"own {name}" for name in own)), (1.0, 0))
+    facts = dict.fromkeys(("gpu", "driver", "torch", "triton", "vllm", "flashinfer"), "")
+    for module, pretended in (
+        (torch.cuda, {"is_available": lambda: True, "synchronize": lambda: None}),
+        (bench, {"environment": lambda commit: {**facts, "commit": commit}}),
+        (
+            bench_peers,
+            {
+                "PEERS": {**peers, "flashinfer": no_package},
+                "OWN_ROUNDING": own,
+                "chosen_plan": lambda case: bench_peers.Plan(mode="split"),
+            },
+        ),
+        (
+            bench_region,
+            {
+                "measure_ceilings": lambda: bench_region.Ceilings(4000.0, 800.0),
+                "make_weights": lambda heads, layers: [None] * layers,
+                "make_region": lambda case, weights: case,
+                "agreement": lambda region, layer, expected=None: agreements[expected or layer],
+                "capture": lambda region, layer: SimpleNamespace(replay=lambda: None),
+                "interleave": lambda graphs, _, rounds: dict.fromkeys(graphs, [2.0] * rounds),
+            },
+        ),
+    ):
+        for name, value in pretended.items():
+            monkeypatch.setattr(module, name, value)
     return agreements
 
 
@@ -118,31 +102,8 @@ def test_the_roundings_of_vllm_are_other_functions():
     """On a CPU, small: from the specification and from each other, in the rotated halves alone."""
     torch.manual_seed(0)
     tokens, heads = 4, 2
-    act = {"dtype": torch.bfloat16}
-    angles = torch.randn(8, bench_region.ROPE // 2)
-    region = bench_region.Region(
-        case=bench_region.Case(tokens, heads),
-        weights=[
-            torch.randn(heads, bench_region.NOPE, bench_region.LATENT, **act)
-            / bench_region.NOPE**0.5
-        ],
-        caches=[
-            torch.zeros(1, bench_region.BLOCK, 576, dtype=torch.uint8).view(torch.float8_e4m3fn)
-        ],
-        sets=[
-            bench_region.Activations(
-                q=torch.randn(tokens, heads, bench_region.NOPE + bench_region.ROPE, **act),
-                kv_c=torch.randn(tokens, bench_region.LATENT, **act),
-                k_pe=torch.randn(tokens, bench_region.ROPE, **act),
-                slots=torch.arange(tokens),
-                positions=torch.arange(tokens),
-                q_out=torch.zeros(tokens, heads, 576, dtype=torch.uint8).view(torch.float8_e4m3fn),
-            )
-        ],
-        cos_sin=torch.cat((angles.cos(), angles.sin()), dim=-1).bfloat16().float(),
-        k_scale=torch.full((1,), 0.02),
-        q_scale=torch.full((1,), 0.02),
-    )
+    weight = torch.randn(heads, bench_region.NOPE, bench_region.LATENT) / bench_region.NOPE**0.5
+    region = bench_region.make_region(bench_region.Case(tokens, heads), [weight.bfloat16()])
     layers = {
         "specification": bench_region.provider_layer(region, reference.fused_mla_decode_prep),
         "every operation": bench_peers.rotated_first(region, every_operation=True),
@@ -150,9 +111,9 @@ def test_the_roundings_of_vllm_are_other_functions():
     }
     written = {}
     for name, layer in layers.items():
-        [weight], [cache], [a] = region.weights, region.caches, region.sets
+        [weight], [cache], [a, *_] = region.weights, region.caches, region.sets
         layer(weight, cache, a)
-        rows = torch.cat((a.q_out, cache[0, :tokens, None]), dim=1).view(torch.uint8)
+        rows = torch.cat((a.q_out, cache.flatten(0, 1)[a.slots, None]), dim=1).view(torch.uint8)
         written[name] = rows.clone().split((bench_region.LATENT, bench_region.ROPE), dim=-1)
     for one, other in itertools.combinations(written.values(), 2):
         (latent, rope), (other_latent, other_rope) = one, other

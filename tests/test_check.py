@@ -11,15 +11,11 @@ from mla_fusion import cli, config
 from mla_fusion.cli import check, child, model_classes, shrink, tiny_models
 from mla_fusion.cli.answer import Answer
 from mla_fusion.report import reasons
+from tests.models import write
 from tests.test_cli import fail, store
 
 V3 = {**tiny_models.MODELS["deepseek-v3-shaped"], "num_hidden_layers": 61}
 CONFIGS = Path(__file__).parent / "configs"
-
-
-def write_config(folder, content):
-    (folder / "config.json").write_text(json.dumps(content))
-    return folder
 
 
 def test_check_passes_every_argument_on(monkeypatch, tmp_path):
@@ -49,20 +45,17 @@ def test_check_of_something_that_is_no_config(content, tmp_path, capsys):
     assert str(tmp_path / "config.json") in fail(capsys, "check", tmp_path)
 
 
-def test_check_names_a_missing_key(tmp_path, capsys):
-    write_config(tmp_path, {k: v for k, v in V3.items() if k != "num_attention_heads"})
-    assert "'num_attention_heads'" in fail(capsys, "check", tmp_path)
-
-
-def test_check_refuses_heads_that_do_not_divide(tmp_path, capsys):
-    write_config(tmp_path, V3)
-    assert "divide" in fail(capsys, "check", tmp_path, "--tensor-parallel-size", 3)
-
-
-def test_check_refuses_an_unknown_cache_type(tmp_path, capsys):
-    pytest.importorskip("vllm")
-    write_config(tmp_path, V3)
-    assert "fp8_e4m3" in fail(capsys, "check", tmp_path, "--kv-cache-dtype", "fp7")
+@pytest.mark.parametrize(
+    "without, argv, said",
+    [
+        ("num_attention_heads", (), "'num_attention_heads'"),
+        ("", ("--tensor-parallel-size", 3), "divide"),
+        ("", ("--kv-cache-dtype", "fp7"), "fp8_e4m3"),
+    ],
+)
+def test_what_check_refuses(without, argv, said, tmp_path, capsys):
+    write(tmp_path, {k: v for k, v in V3.items() if k != without})
+    assert said in fail(capsys, "check", tmp_path, *argv)
 
 
 @pytest.mark.parametrize("missing", ["vllm", "depyf"])
@@ -71,13 +64,13 @@ def test_a_missing_package_is_named(missing, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == missing else find(name)
     )
-    write_config(tmp_path, V3)
+    write(tmp_path, V3)
     text = fail(capsys, "check", tmp_path, "--dump", tmp_path / "dump")
     assert f"package {missing}" in text and "pip install" in text
 
 
 def test_check_of_a_sparse_model_says_why_without_an_engine(tmp_path, capsys):
-    write_config(tmp_path, {**V3, "index_topk": 2048})
+    write(tmp_path, {**V3, "index_topk": 2048})
     assert cli.main(["check", str(tmp_path)]) == 1
     assert "[sparse-attention]" in capsys.readouterr().out
 
@@ -115,61 +108,67 @@ def test_the_cut_makes_the_rest_small():
 
 
 def test_the_language_part_of_a_multimodal_model_is_read(tmp_path):
-    write_config(tmp_path, {"model_type": "seeing", "text_config": V3})
+    write(tmp_path, {"model_type": "seeing", "text_config": V3})
     assert shrink.read(tmp_path) == (V3, "DeepseekV3ForCausalLM")
 
 
 def test_the_class_of_a_multimodal_model_counts_where_its_part_names_none(tmp_path):
     part = {k: v for k, v in V3.items() if k != "architectures"}
-    write_config(tmp_path, {"model_type": "s", "architectures": ["Seeing"], "text_config": part})
+    write(tmp_path, {"model_type": "s", "architectures": ["Seeing"], "text_config": part})
     assert shrink.read(tmp_path) == (part, "Seeing")
 
 
 # --- check: what is run, and the verdict
 
 
-def check_with(monkeypatch, tmp_path, fused, *argv):
-    """Check a model with an engine that is played: (exit status, its job)."""
-    jobs = []
+@pytest.fixture
+def checked(monkeypatch, tmp_path, capsys):
+    """checked(fused, *argv) checks V3 with a mocked engine: (exit status, its job, the output)."""
 
-    def play(job, progress):
-        jobs.append(job)
-        return child.Outcome([], [], [], 0, [store(Path(job.cache), "a.json", fused)])
+    def run(fused, *argv):
+        jobs = []
 
-    monkeypatch.setattr(child, "run", play)
-    monkeypatch.setattr(check, "require", lambda *modules, purpose: None)
-    status = cli.main(["check", str(write_config(tmp_path, V3)), *argv])
-    return status, jobs[0]
+        def play(job, progress):
+            jobs.append(job)
+            return child.Outcome([], [], [], 0, [store(Path(job.cache), "a.json", fused)])
+
+        monkeypatch.setattr(child, "run", play)
+        monkeypatch.setattr(check, "require", lambda *modules, purpose: None)
+        status = cli.main(["check", write(tmp_path, V3), *argv])
+        return status, jobs[0], capsys.readouterr().out
+
+    return run
 
 
-def test_check_runs_prompts_and_derives_the_bucket(monkeypatch, tmp_path):
-    status, job = check_with(monkeypatch, tmp_path, 2, "--max-num-seqs", "8")
+def test_check_runs_prompts_and_derives_the_bucket(checked):
+    status, job, _ = checked(2, "--max-num-seqs", "8")
     assert status == 0 and job.prompts and job.plugin
     assert job.engine["compilation_config"]["pass_config"] == {config.FLAG: True}
 
 
-def test_check_widens_the_bucket_by_draft_tokens(monkeypatch, tmp_path):
-    argv = ("--max-num-seqs", "512", "--speculative-tokens", "3")
-    _, job = check_with(monkeypatch, tmp_path, 2, *argv)
+def test_check_widens_the_bucket_by_draft_tokens(checked):
+    _, job, _ = checked(2, "--max-num-seqs", "512", "--speculative-tokens", "3")
     bucket = job.engine["compilation_config"]["pass_config"][config.THRESHOLD]
     assert bucket == 2048 < job.engine["max_num_batched_tokens"]
 
 
-@pytest.mark.parametrize("fused", [0, 1])
-def test_check_fails_when_a_layer_does_not_fuse(fused, monkeypatch, tmp_path, capsys):
-    status, _ = check_with(monkeypatch, tmp_path, fused)
+@pytest.mark.parametrize(
+    "fused, first",
+    [(0, "does not fuse"), (1, "1 of 2 MLA layers of the cut model stay unfused")],
+)
+def test_check_fails_when_a_layer_does_not_fuse(fused, first, checked):
+    status, _, printed = checked(fused)
+    answer = printed.splitlines()
     assert status == 1
-    answer = capsys.readouterr().out.splitlines()
-    first = "does not fuse" if not fused else "1 of 2 MLA layers of the cut model stay unfused"
     assert answer[0] == f"DeepseekV3ForCausalLM: {first}"
     assert fused or ("q [7]" in answer[1] and "[shape]" in answer[1])
 
 
-def test_check_runs_no_head_size_the_cpu_lacks(monkeypatch, tmp_path, capsys):
+def test_check_runs_no_head_size_the_cpu_lacks(monkeypatch, checked):
     monkeypatch.setitem(V3, "kv_lora_rank", 256)
-    status, job = check_with(monkeypatch, tmp_path, 2)
+    status, job, printed = checked(2)
     assert status == 0 and not job.prompts
-    assert "no token was generated" in capsys.readouterr().out
+    assert "no token was generated" in printed
 
 
 # --- check: what the configuration decides
@@ -189,7 +188,6 @@ DECIDED = {
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.json")))
 def test_what_the_configuration_decides(name):
-    pytest.importorskip("vllm")
     model, architecture = shrink.read(CONFIGS / f"{name}.json")
     decline = model_classes.decide(model, architecture)
     assert (architecture, decline.code if decline else "") == DECIDED[name]
@@ -197,7 +195,6 @@ def test_what_the_configuration_decides(name):
 
 @pytest.mark.parametrize("name", [name for name, (_, code) in DECIDED.items() if code])
 def test_a_decided_answer_starts_no_engine(name, monkeypatch, capsys):
-    pytest.importorskip("vllm")
     monkeypatch.setattr(child, "run", lambda *job, **progress: pytest.fail("an engine"))
     assert cli.main(["check", str(CONFIGS / f"{name}.json"), "--json"]) == 1
     said = json.loads(capsys.readouterr().out)
@@ -242,35 +239,32 @@ def test_the_registry_that_is_read_is_the_one_vllm_uses():
 # --- check: the answer
 
 
-def answered(monkeypatch, tmp_path, capsys, *argv):
-    status, _ = check_with(monkeypatch, tmp_path, 2, *argv)
-    assert status == 0
-    return capsys.readouterr().out.splitlines()
-
-
-def test_the_answer_comes_first_and_can_be_pasted(monkeypatch, tmp_path, capsys):
+def test_the_answer_comes_first_and_can_be_pasted(checked, tmp_path):
     argv = ("--max-num-seqs", "64", "--tensor-parallel-size", "2", "--speculative-tokens", "1")
-    lines = answered(monkeypatch, tmp_path, capsys, *argv, "--kv-cache-dtype", "fp8")
-    expected = "DeepseekV3ForCausalLM: fuses. Every MLA layer, in graphs for 1 to 128 tokens"
-    assert lines[0] == expected
+    status, _, printed = checked(2, *argv, "--kv-cache-dtype", "fp8")
+    lines = printed.splitlines()
+    assert status == 0
+    assert lines[0] == (
+        "DeepseekV3ForCausalLM: fuses. Every MLA layer, in graphs for 1 to 128 tokens"
+    )
     assert "NVIDIA GPUs" in lines[1] and "AMD GPUs" in lines[1] and "not yet run" in lines[1]
     nvidia, amd = (shlex.split(line.partition(": ")[2]) for line in lines[3:5])
     serve = f"vllm serve {tmp_path} --tensor-parallel-size 2 --max-num-seqs 64 --kv-cache-dtype fp8"
     assert amd == [*serve.split(), f"-cc.pass_config.{config.FLAG}=True"]
     assert nvidia[:-1] == [*amd, "--additional-config"]
     assert json.loads(nvidia[-1]) == {"mla_fusion": {"provider": "triton"}}
-    assert config.read_options(json.loads(nvidia[-1])).provider == "triton"
 
 
-def test_a_file_stands_for_a_model_of_any_name(monkeypatch, tmp_path, capsys):
-    answered(monkeypatch, tmp_path, capsys)
+def test_a_file_stands_for_a_model_of_any_name(checked, tmp_path, capsys):
+    checked(2)
     assert cli.main(["check", str(tmp_path / "config.json")]) == 0
     assert "vllm serve MODEL --max-num-seqs 256 -cc." in capsys.readouterr().out
 
 
-def test_the_answer_as_json(monkeypatch, tmp_path, capsys):
-    said = json.loads("\n".join(answered(monkeypatch, tmp_path, capsys, "--json")))
-    assert said["fuses"] is True and said["checked_by"] == "engine"
+def test_the_answer_as_json(checked):
+    status, _, printed = checked(2, "--json")
+    said = json.loads(printed)
+    assert status == 0 and said["fuses"] is True and said["checked_by"] == "engine"
     assert said["tokens"] == [1, 256] and said["platforms"] == ["nvidia", "amd"]
     assert said["cut_model"] == {"fused": 2, "layers": 2} and said["reasons"] == []
     assert set(said["commands"]) == {"nvidia", "amd"}

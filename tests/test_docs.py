@@ -18,11 +18,13 @@ TEXT = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}
 MADE = ("build/",)
 
 
+def inline_code_of(text):
+    return re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.S))
+
+
 def code_of(text):
     """Inline code and code blocks."""
-    blocks = re.findall(r"```\w*\n(.*?)```", text, re.S)
-    inline = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.S))
-    return blocks, inline
+    return [*re.findall(r"```\w*\n(.*?)```", text, re.S), *inline_code_of(text)]
 
 
 def makefile_targets():
@@ -35,8 +37,7 @@ def test_links_and_paths_exist(name):
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", TEXT[name]):
         if not target.startswith("http"):
             assert (folder / target).exists(), target
-    _, inline = code_of(TEXT[name])
-    for word in inline:
+    for word in inline_code_of(TEXT[name]):
         looks_like_path = re.fullmatch(r"[\w.-]+(/[\w.-]+)*/?", word) and (
             "/" in word or word.endswith((".py", ".md", ".toml"))
         )
@@ -44,34 +45,24 @@ def test_links_and_paths_exist(name):
             assert (ROOT / word).exists() or (ROOT / "docs" / word).exists(), word
 
 
+COMMANDS = cli._parser(cli._COMMANDS)._subparsers._group_actions[0].choices
+
+
 @pytest.mark.parametrize("name", TEXT)
-def test_make_targets_exist(name):
-    blocks, inline = code_of(TEXT[name])
-    for snippet in (*blocks, *inline):
+def test_commands_make_targets_and_options_exist(name):
+    for snippet in code_of(TEXT[name]):
         for target in re.findall(r"^make (?:-C \S+ )?([a-z][\w-]*)", snippet, re.M):
             assert target in makefile_targets(), target
-
-
-@pytest.mark.parametrize("name", TEXT)
-def test_commands_and_their_options_exist(name):
-    commands = cli._parser(cli._COMMANDS)._subparsers._group_actions[0].choices
-    blocks, inline = code_of(TEXT[name])
-    for snippet in (*blocks, *inline):
         for line in re.findall(r"^mla-fusion (.+)$", snippet, re.M):
             command, *words = line.split()
-            assert command in commands, line
-            known = commands[command]._option_string_actions
-            for word in words:
-                if word.startswith("--"):
-                    assert word in known, line
+            assert command in COMMANDS, line
+            options = {word for word in words if word.startswith("--")}
+            assert options <= COMMANDS[command]._option_string_actions.keys(), line
 
 
-def test_every_command_is_documented():
-    commands = cli._parser(cli._COMMANDS)._subparsers._group_actions[0].choices
-    for command in commands:
-        assert f"mla-fusion {command}" in "".join(TEXT.values()) or f"make {command}" in "".join(
-            TEXT.values()
-        ), command
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_is_documented(command):
+    assert re.search(rf"(mla-fusion|make) {command}", "".join(TEXT.values()))
 
 
 def test_flags():

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import tomllib
 from pathlib import Path
 from unittest.mock import MagicMock, Mock
@@ -20,6 +19,7 @@ import pytest
 import mla_fusion
 from mla_fusion import cli, report
 from mla_fusion.attention import sparse
+from tests.command import run
 from tests.test_docs import ROOT, TEXT, makefile_targets
 
 mla_fusion.register()
@@ -174,17 +174,14 @@ def test_python(label, body, monkeypatch):
         assert engine.compilation_config.pass_config.fuse_aiter_qk_rope_kvcache_mla
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.sh")), ids=lambda p: p.name)
-def test_serving_scripts_call_vllm_with_arguments_it_takes(path, tmp_path):
+@pytest.mark.parametrize("script", sorted((ROOT / "examples").glob("*.sh")), ids=lambda p: p.name)
+def test_serving_scripts_call_vllm_with_arguments_it_takes(script, tmp_path):
     """A mock of the `vllm` command prints the arguments of the script."""
     fake = tmp_path / "vllm"
     fake.write_text("#!/usr/bin/env python3\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n")
     fake.chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
-    command = ["bash", str(path), "MODEL", "--max-num-seqs", "32"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    words = json.loads(done.stdout)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    words = json.loads(run("bash", script, "MODEL", "--max-num-seqs", "32", PATH=path))
     assert words[:4] == ["serve", "MODEL", "--max-num-seqs", "32"]
     check_vllm(words)
 

@@ -4,11 +4,9 @@ import logging
 import re
 from pathlib import Path
 
-import pytest
-
 from mla_fusion import cli, report
 from mla_fusion.cli import doctor
-from tests import test_check
+from tests.test_check import V3, checked  # noqa: F401  a fixture
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "commands.md").read_text()
@@ -40,18 +38,17 @@ def test_doctor():
     shows(doctor.lines(doctor.diagnose(found)))
 
 
-def test_check_of_a_model_that_fuses(monkeypatch, tmp_path, capsys):
+def test_check_of_a_model_that_fuses(monkeypatch, tmp_path, checked):  # noqa: F811
     """The answer to the command that the page shows above it, with a mocked engine."""
     [arguments] = re.findall(r"^mla-fusion check CONFIG (.+)$", PAGE, re.M)
-    monkeypatch.setitem(test_check.V3, "num_attention_heads", 128)
-    status, _ = test_check.check_with(monkeypatch, tmp_path, 2, *arguments.split())
-    answer = capsys.readouterr().out.replace(str(tmp_path), "MODEL").splitlines()
+    monkeypatch.setitem(V3, "num_attention_heads", 128)
+    status, _, printed = checked(2, *arguments.split())
+    answer = printed.replace(str(tmp_path), "MODEL").splitlines()
     assert status == 0
     shows(answer[: answer.index("")])
 
 
 def test_check_of_a_model_that_does_not(capsys):
-    pytest.importorskip("vllm")
     assert cli.main(["check", str(ROOT / "tests" / "configs" / "kimi-k3.json")]) == 1
     shows(capsys.readouterr().out.splitlines())
 

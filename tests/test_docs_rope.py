@@ -2,9 +2,12 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
+
+from typecheck import INSIDE, link_tree
+
+from tests.command import run
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "new-rope.md").read_text()
@@ -23,11 +26,6 @@ def changes():
 
 
 def test_with_the_changes_the_test_of_the_page_passes(tmp_path):
-    sys.path.insert(0, str(ROOT / "tools"))
-    try:
-        from typecheck import INSIDE, link_tree
-    finally:
-        sys.path.pop(0)
     link_tree(tmp_path)
     assert len(changes()) == 2
     for name, old, new in changes():
@@ -41,10 +39,9 @@ def test_with_the_changes_the_test_of_the_page_passes(tmp_path):
     test.write_text(EXAMPLE)
     command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "mla_fusion"]
     command += ["-p", "tests.conftest", "-c", os.devnull, f"--rootdir={tmp_path}", test]
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert re.search(r"\d+ passed", done.stdout), done.stdout
+    path = f"{tmp_path}{os.pathsep}{ROOT}"
+    printed = run(*command, cwd=tmp_path, PYTHONPATH=path)
+    assert re.search(r"\d+ passed", printed), printed
 
 
 def test_without_them_the_spelling_is_unknown():

@@ -1,25 +1,29 @@
 """`mla-fusion doctor` in environments that are made up where it probes them."""
 
-import importlib.machinery
 import json
 import sys
-import types
 from importlib import metadata
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
+from vllm import platforms
 
 from mla_fusion import cli, kernels
 from mla_fusion.cli import doctor, environment, known_issues
 from mla_fusion.config import vllm_compat
+from tests.aiter_double.test_require import ABSENT, on_path, write  # noqa: F401  a fixture
 
-platforms = pytest.importorskip("vllm.platforms")
 GPUS = {
     "gfx942": ("AMD Instinct MI300X", torch.float8_e4m3fnuz),
     "gfx950": ("AMD Instinct MI355X", torch.float8_e4m3fn),
     "sm_90": ("NVIDIA H200", torch.float8_e4m3fn),
 }
+
+
+# The entry point of a plugin that raises when vLLM calls it.
+BROKEN = SimpleNamespace(load=lambda: Mock(side_effect=AttributeError("moved")))
 
 
 @pytest.fixture(autouse=True)
@@ -51,31 +55,15 @@ def on(monkeypatch):
 
 
 @pytest.fixture
-def aiter(monkeypatch):
-    """aiter(version, **offers): AMD's AITER is installed; or PyPI's other package of the name."""
+def aiter(on_path):  # noqa: F811
+    """aiter(version, arguments of its op, or None) installs AMD's AITER."""
 
-    def install(version, amd=True, compute_all=True):
-        def op(q_nope, compute_all_q_rope=False):
-            pass
-
-        def old_op(q_nope):
-            pass
-
-        module = types.ModuleType("aiter")
-        module.__spec__ = importlib.machinery.ModuleSpec("aiter", None, is_package=True)
-        module.__path__ = []
-        monkeypatch.setitem(sys.modules, "aiter", module)
-        if amd:
-            module.fused_qk_rope_concat_and_cache_mla = op if compute_all else old_op
-            module.dtypes = SimpleNamespace(fp8=torch.float8_e4m3fn)
-            jit = types.ModuleType("aiter.jit")
-            jit.__spec__ = importlib.machinery.ModuleSpec("aiter.jit", None)
-            monkeypatch.setitem(sys.modules, "aiter.jit", jit)
-        original = metadata.version
-        name = "amd-aiter" if amd else "aiter"
-        monkeypatch.setattr(
-            metadata, "version", lambda asked: version if asked == name else original(asked)
-        )
+    def install(version, arguments="q_nope, compute_all_q_rope=False"):
+        source = "import torch, types\ndtypes = types.SimpleNamespace(fp8=torch.float8_e4m3fn)\n"
+        if arguments:
+            source += f"def fused_qk_rope_concat_and_cache_mla({arguments}): pass\n"
+        metadata = {f"amd_aiter-{version}.dist-info/METADATA": f"Version: {version}\n"}
+        write(on_path, {"aiter/__init__.py": source, "aiter/jit/__init__.py": "", **metadata})
 
     return install
 
@@ -108,7 +96,7 @@ def test_nvidia(on):
 
 def test_gfx942_with_an_old_aiter(on, aiter):
     on("gfx942")
-    aiter("0.1.16.post6", compute_all=False)
+    aiter("0.1.16.post6", "q_nope")
     found = doctor.examine()
     assert found.works and found.serving == ["aiter", "triton"]
     facts = found.environment
@@ -128,19 +116,19 @@ def test_gfx950_with_a_new_aiter(on, aiter):
     assert not {"ROCm/aiter#4342", "vllm-project/vllm#25475"} & threads(found)
 
 
-def test_an_aiter_without_the_op(on, monkeypatch, aiter):
+def test_an_aiter_without_the_op(on, aiter):
     on("gfx950")
-    aiter("0.1.7.post2.dev18")
-    monkeypatch.delattr(sys.modules["aiter"], "fused_qk_rope_concat_and_cache_mla")
+    aiter("0.1.7.post2.dev18", None)
     found = doctor.examine()
     assert found.serving == ["triton"] and found.environment.aiter == "0.1.7.post2.dev18"
     assert "install v0.1.8" in found.environment.providers["aiter"]
     assert "ROCm/aiter#1380" in threads(found)
 
 
-def test_the_other_aiter_of_pypi(on, aiter):
+def test_the_other_aiter_of_pypi(on, on_path):  # noqa: F811
     on("gfx950")
-    aiter("0.13.20191203", amd=False)
+    metadata = {"aiter-0.13.dist-info/METADATA": "Version: 0.13\n"}
+    write(on_path, {**ABSENT["another project's"][0], **metadata})
     found = doctor.examine()
     assert found.serving == ["triton"] and found.environment.aiter == ""
     assert "not AMD's" in found.environment.providers["aiter"]
@@ -155,52 +143,39 @@ def test_a_gpu_without_a_provider(on, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "versions, works",
+    "version, works",
     [("0.25.9", False), ("0.26.0", True), ("0.33.1+rocm700", True), ("0.34.0", False)],
 )
-def test_the_window(versions, works, monkeypatch):
-    monkeypatch.setattr(vllm_compat, "installed_version", lambda: versions)
+def test_the_window(version, works, monkeypatch):
+    monkeypatch.setattr(vllm_compat, "installed_version", lambda: version)
     found = doctor.examine()
-    assert found.works is works
-    if not works:
-        assert found.problems == [f"vLLM {versions} is outside the window 0.26 to 0.33"]
+    problem = f"vLLM {version} is outside the window 0.26 to 0.33"
+    assert found.works is works and found.problems == ([] if works else [problem])
+
+
+@pytest.mark.parametrize("plugins", ["other,mla_fusion", "other", ""])
+def test_the_plugin_filtered_out(plugins, monkeypatch):
+    monkeypatch.setenv("VLLM_PLUGINS", plugins)
+    found = doctor.examine()
+    assert found.works is ("mla_fusion" in plugins)
+    assert found.works or found.problems == [
+        f"vLLM does not load the plugin: VLLM_PLUGINS={plugins} leaves it out: add mla_fusion, or "
+        "unset it"
+    ]
 
 
 @pytest.mark.parametrize(
-    "plugins, works", [(None, True), ("other,mla_fusion", True), ("other", False), ("", False)]
+    "module, name, value, problem",
+    [
+        (metadata, "entry_points", lambda **asked: (), "install mla-fusion in vLLM's environment"),
+        (metadata, "entry_points", lambda **asked: [BROKEN], "AttributeError('moved')"),
+        (environment, "find_spec", lambda name: None, "vLLM is missing"),
+    ],
 )
-def test_the_plugin_filtered_out(plugins, works, monkeypatch):
-    if plugins is None:
-        monkeypatch.delenv("VLLM_PLUGINS", raising=False)
-    else:
-        monkeypatch.setenv("VLLM_PLUGINS", plugins)
+def test_what_keeps_the_plugin_from_working(module, name, value, problem, monkeypatch):
+    monkeypatch.setattr(module, name, value)
     found = doctor.examine()
-    assert found.works is works
-    if not works:
-        assert found.problems == [
-            f"vLLM does not load the plugin: VLLM_PLUGINS={plugins} leaves it out: add "
-            "mla_fusion, or unset it"
-        ]
-
-
-def test_no_entry_point(monkeypatch):
-    monkeypatch.setattr(metadata, "entry_points", lambda **asked: ())
-    assert "install mla-fusion in vLLM's environment" in doctor.examine().problems[0]
-
-
-def test_a_plugin_that_fails(monkeypatch):
-    def fail():
-        raise AttributeError("moved")
-
-    entry = SimpleNamespace(load=lambda: fail)
-    monkeypatch.setattr(metadata, "entry_points", lambda **asked: (entry,))
-    assert "AttributeError('moved')" in doctor.examine().problems[0]
-
-
-def test_no_vllm(monkeypatch):
-    monkeypatch.setattr(environment, "find_spec", lambda name: None)
-    found = doctor.examine()
-    assert not found.works and "vLLM is missing" in found.problems[0]
+    assert not found.works and problem in found.problems[0]
 
 
 def test_exit_status_and_json(monkeypatch, capsys):

@@ -36,25 +36,12 @@ def packed(*kinds):
 
 
 @pytest.mark.parametrize("provider", ["aiter", "triton", "reference"])
-class TestCache:
-    @pytest.mark.parametrize("activation", [BF16, FP16, FP32])
-    @pytest.mark.parametrize("stored", ["auto", "fp8", "fp8_e4m3"])
-    def test_follows_the_activations_or_is_fp8(self, provider, activation, stored):
-        assert not declined(layer(kv_cache_dtype=stored), provider, activation)
-
-    @pytest.mark.parametrize("activation", [BF16, FP16, FP32])
-    @pytest.mark.parametrize("stored", ["bfloat16", "float16", "float32"])
-    def test_of_a_named_type(self, provider, activation, stored):
-        """Also where W_UK is packed: AITER then reads the cache as bf16."""
-        found = declined(layer(kv_cache_dtype=stored), provider, activation)
-        if getattr(torch, stored) == activation:
-            assert not found
-        else:
-            assert found == f"kv-cache-dtype {stored} cache, {activation} activations"
-        if provider == "aiter" and stored != "bfloat16":
-            assert "kv-cache-dtype" in declined(
-                layer(kv_cache_dtype=stored, **packed("fp8")), "aiter", BF16
-            )
+@pytest.mark.parametrize("activation", [BF16, FP16, FP32])
+@pytest.mark.parametrize("stored", ["auto", "fp8", "fp8_e4m3", "bfloat16", "float16", "float32"])
+def test_a_cache_follows_the_activations_or_is_fp8(provider, activation, stored):
+    declines = getattr(torch, stored, activation) != activation
+    expected = f"kv-cache-dtype {stored} cache, {activation} activations" if declines else ""
+    assert declined(layer(kv_cache_dtype=stored), provider, activation) == expected
 
 
 class TestPackedWeight:
@@ -67,6 +54,11 @@ class TestPackedWeight:
                 f"packed-weights AITER's {used} product is one of bf16, not of {activation}"
             )
         assert declined(given, "triton", BF16) == f"packed-weights AITER {used}"
+
+    @pytest.mark.parametrize("stored", ["float16", "float32"])
+    def test_beside_a_cache_that_aiter_would_read_as_bf16(self, stored):
+        given = layer(kv_cache_dtype=stored, **packed("fp8"))
+        assert "kv-cache-dtype" in declined(given, "aiter", BF16)
 
     @pytest.mark.parametrize("provider", ["aiter", "triton", "reference"])
     def test_in_a_form_nobody_knows(self, provider):

@@ -5,17 +5,14 @@ import math
 import subprocess
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import engine
 import engine_compare
 import engine_model
 import engine_worker
+import pytest
+import torch
 
 from mla_fusion.cli import child
 
@@ -28,9 +25,10 @@ def result(tokens, gaps):
     }
 
 
-BASE = result([1, 2, 3, 4], [2.0] * 4)
+TOKENS = [1, 2, 3, 4]
+BASE = result(TOKENS, [2.0] * 4)
 # Gaps move by 0.1 in one of four contexts: that is the noise.
-NOISE = engine_compare.compare(result([1, 2, 3, 4], [2.0, 2.1, 2.0, 2.0]), BASE)
+NOISE = engine_compare.compare(result(TOKENS, [2.0, 2.1, 2.0, 2.0]), BASE)
 
 
 def test_noise_is_measured():
@@ -38,37 +36,30 @@ def test_noise_is_measured():
     assert NOISE.largest == pytest.approx(0.1) and NOISE.typical == pytest.approx(0.05)
 
 
-def test_equal_tokens_and_equal_noise_are_right():
-    same = engine_compare.compare(result([1, 2, 3, 4], [2.0, 2.0, 1.9, 2.0]), BASE)
-    assert engine_compare.verdict(same, NOISE) == "right"
+@pytest.mark.parametrize(
+    "gaps, tokens, verdict",
+    [
+        ([2.0, 2.0, 1.9, 2.0], [1, 2, 3, 4], "right"),
+        ([2.0] * 4, [1, 2, 77, 9], "WRONG: a token differs at a gap of inf"),  # no candidate
+        # The tokens are equal and their probabilities are not.
+        ([2.08] * 4, [1, 2, 3, 4], "WRONG: log-probabilities move 1.6 times as far"),
+        ([math.nan] * 4, [1, 2, 3, 4], "WRONG: NaN"),
+    ],
+)
+def test_verdict(gaps, tokens, verdict):
+    difference = engine_compare.compare(result(TOKENS, gaps), {**BASE, "tokens": [tokens]})
+    assert difference.equal == (tokens == TOKENS)
+    assert engine_compare.verdict(difference, NOISE).startswith(verdict)
 
 
 @pytest.mark.parametrize(("gap", "word"), [(0.05, "right"), (0.5, "WRONG: a token differs")])
 def test_a_first_difference_is_right_only_at_a_near_tie(gap, word):
     """Token 3 of one is the second candidate, token 103, of the other."""
-    tied = result([1, 2, 3, 4], [2.0, 2.0, gap, 2.0])
+    tied = result(TOKENS, [2.0, 2.0, gap, 2.0])
     other = {"tokens": [[1, 2, 103, 9]], "top": tied["top"]}
     difference = engine_compare.compare(tied, other)
     assert difference.gaps == [pytest.approx(gap)] and difference.equal == 0
     assert engine_compare.verdict(difference, NOISE).startswith(word)
-
-
-def test_a_candidate_out_of_sight_is_no_tie():
-    other = {"tokens": [[1, 2, 77, 9]], "top": BASE["top"]}
-    difference = engine_compare.compare(BASE, other)
-    assert difference.gaps == [math.inf]
-    assert engine_compare.verdict(difference, NOISE).startswith("WRONG")
-
-
-def test_moved_probabilities_are_wrong_though_tokens_are_equal():
-    moved = engine_compare.compare(result([1, 2, 3, 4], [2.08] * 4), BASE)
-    assert moved.equal == 1
-    assert "move 1.6 times as far" in engine_compare.verdict(moved, NOISE)
-
-
-def test_nan_is_wrong():
-    broken = engine_compare.compare(result([1, 2, 3, 4], [math.nan] * 4), BASE)
-    assert engine_compare.verdict(broken, NOISE) == "WRONG: NaN"
 
 
 def test_the_weights_peak_at_the_successor_and_drafter_and_target_share_them():
@@ -133,9 +124,6 @@ def test_every_replayed_graph_is_timed_from_an_event_before_it_to_one_behind(mon
             done.append("replay")
 
     class Event:
-        def __init__(self, enable_timing):
-            self.at = -1
-
         def record(self):
             self.at = len(done)
             done.append("event")
@@ -144,7 +132,7 @@ def test_every_replayed_graph_is_timed_from_an_event_before_it_to_one_behind(mon
             return float(end.at - self.at)
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event())
     monkeypatch.setattr(torch.cuda, "_sleep", lambda _: done.append("busy"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     replay = Graph.replay

@@ -1,44 +1,29 @@
 """Every file of examples/ runs on a CPU; tests/test_docs_code.py runs the shell files."""
 
-import importlib.util
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
+import custom_pass
 import pytest
+
+from tests.command import run
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "examples"
 
 
-def run(name, *arguments, cwd, **environment):
-    """An example as a user starts it; what it printed, and its log."""
-    done = subprocess.run(
-        [sys.executable, "-P", str(FOLDER / name), *arguments],
-        cwd=cwd,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return done.stdout
-
-
-def load(name):
-    """An example as a module."""
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def run_example(name, *arguments, cwd, **environment):
+    """What an example prints when a user starts it."""
+    return run(sys.executable, "-P", FOLDER / name, *arguments, cwd=cwd, **environment)
 
 
 def test_every_example_is_listed_and_tested():
     page, tests = (FOLDER / "README.md").read_text(), Path(__file__).read_text()
     for path in FOLDER.iterdir():
         if path.suffix == ".py":
-            assert f'"{path.name}"' in tests or f'"{path.stem}"' in tests, path.name
+            assert f'"{path.name}"' in tests or f"import {path.stem}\n" in tests, path.name
         if path.suffix in (".py", ".sh"):
             assert f"`examples/{path.name}`" in page, path.name
 
@@ -48,7 +33,7 @@ def run_without_vllm(name, tmp_path):
     (tmp_path / "vllm.py").write_text("raise ImportError('vllm must not be imported')")
     path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
     cache = str(tmp_path / "inductor")
-    return run(name, cwd=tmp_path, PYTHONPATH=path, TORCHINDUCTOR_CACHE_DIR=cache)
+    return run_example(name, cwd=tmp_path, PYTHONPATH=path, TORCHINDUCTOR_CACHE_DIR=cache)
 
 
 def test_the_attention_works_alone_and_without_vllm(tmp_path):
@@ -77,7 +62,7 @@ def test_the_passes_work_without_the_plugin():
     from tests.passes.fake_engine import DECODE, Engine, assert_same
     from tests.passes.fake_engine import run as run_graph
 
-    config = load("custom_pass").compilation_config("reference", bucket=8)
+    config = custom_pass.compilation_config("reference", bucket=8)
     assert config.compile_ranges_endpoints == [8]
     assert {*ops.RUNTIME_OPS} <= {*config.splitting_ops}
     fuse = config.inductor_compile_config["post_grad_custom_post_pass"]
@@ -109,7 +94,7 @@ def test_offline_llm(tmp_path):
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(model)
     child.share_model_facts(tmp_path / "cache")
-    text = run(
+    text = run_example(
         "offline_llm.py",
         str(model),
         "--provider=reference",

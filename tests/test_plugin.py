@@ -7,27 +7,27 @@ import copy
 import json
 import logging
 import pickle
-import subprocess
 import sys
-from typing import ClassVar
 
 import pytest
 
 import mla_fusion
 from mla_fusion import attention, config, ops, plugin
-from mla_fusion.config import vllm_compat
 from mla_fusion.report import reasons
 from mla_fusion.report.reasons import Decline
-from tests.models import DEEPSEEK_V2, LLAMA, config_of, register_configs
+from tests.command import run
+from tests.models import DEEPSEEK_V2, LLAMA, config_of, register_configs, write
 
 mla_fusion.register()
 
-from vllm.config import CompilationConfig, PassConfig  # noqa: E402
+from vllm.config import CompilationConfig, CUDAGraphMode, PassConfig  # noqa: E402
 from vllm.config.utils import replace  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: E402
 
 FLAG_ON = {config.FLAG: True}
+# Fields of the compilation config that the flag sets.
+CHARGED = ("mode", "compile_ranges_endpoints", "splitting_ops")
 REFERENCE = {"mla_fusion": {"provider": "reference"}}
 
 
@@ -35,14 +35,10 @@ REFERENCE = {"mla_fusion": {"provider": "reference"}}
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     register_configs()
-    for name, model in (
-        ("mla", DEEPSEEK_V2),
-        ("llama", LLAMA),
-        ("sarvam", config_of("sarvam")),
-        ("deepseek_v4", {**DEEPSEEK_V2, "architectures": ["DeepseekV4ForCausalLM"]}),
-    ):
-        (folder / name).mkdir()
-        (folder / name / "config.json").write_text(json.dumps(model))
+    v4 = {**DEEPSEEK_V2, "architectures": ["DeepseekV4ForCausalLM"]}
+    for name, model in (("mla", DEEPSEEK_V2), ("llama", LLAMA), ("deepseek_v4", v4)):
+        write(folder / name, model)
+    write(folder / "sarvam", config_of("sarvam"))
     return folder
 
 
@@ -75,69 +71,60 @@ def log(vllm_loggers, caplog):
     return caplog
 
 
-def own(log, level):
-    return [
-        r.getMessage() for r in log.records if r.name == "vllm.mla_fusion" and r.levelno == level
-    ]
+def warnings(log):
+    """This library's."""
+    records = [r for r in log.records if (r.name, r.levelname) == ("vllm.mla_fusion", "WARNING")]
+    return [r.getMessage() for r in records]
 
 
-def parse(*arguments):
-    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-    return EngineArgs.from_cli_args(parser.parse_args(list(arguments)))
+def alone(code, *arguments):
+    """What `code` prints in a process of its own, where nothing has loaded the plugin yet."""
+    return run(sys.executable, "-c", code, *arguments)
+
+
+def decided(made):
+    """The code that the config is declined for, or an empty string."""
+    decline = config.decide(made, is_rocm=False, partition_refused=False).decline
+    return decline.code if decline else ""
+
+
+def drafted(tokens):
+    return {"method": "ngram", "num_speculative_tokens": tokens} if tokens else None
 
 
 class TestWaysToSetTheFlag:
-    def test_dotted_command_line(self, models):
-        args = parse(
-            *("--model", str(models / "mla"), "--skip-tokenizer-init"),
-            *(f"-cc.pass_config.{config.FLAG}=True", f"-cc.pass_config.{config.THRESHOLD}=64"),
-            *("--additional-config", json.dumps(REFERENCE), "--max-model-len", "256"),
-        )
-        made = args.create_engine_config()
+    @pytest.mark.parametrize(
+        "line",
+        [
+            [f"-cc.pass_config.{config.FLAG}=True", f"-cc.pass_config.{config.THRESHOLD}=64"],
+            [f'-cc={{"pass_config": {{"{config.FLAG}": true, "{config.THRESHOLD}": 64}}}}'],
+        ],
+        ids=["dotted", "json"],
+    )
+    def test_command_line(self, models, line):
+        parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+        line += ["--model", str(models / "mla"), "--skip-tokenizer-init", "--max-model-len", "256"]
+        line += ["--additional-config", json.dumps(REFERENCE)]
+        made = EngineArgs.from_cli_args(parser.parse_args(line)).create_engine_config()
         assert config.is_on(made)
         assert config.decode_bucket(made) == 64
-
-    def test_json_command_line(self, models):
-        args = parse(
-            *("--model", str(models / "mla"), "--skip-tokenizer-init", "--max-model-len", "256"),
-            *("--compilation-config", json.dumps({"pass_config": FLAG_ON})),
-            *("--additional-config", json.dumps(REFERENCE)),
-        )
-        assert config.is_on(args.create_engine_config())
-
-    def test_compilation_config_object(self, make):
-        assert config.is_on(make(FLAG_ON))
 
     def test_pass_config_object(self, make):
         assert config.is_on(make(PassConfig(**FLAG_ON)))
 
-    def test_dictionary_as_llm_takes_it(self, models):
-        args = EngineArgs(
-            model=str(models / "mla"),
-            skip_tokenizer_init=True,
-            max_model_len=256,
-            additional_config=REFERENCE,
-            compilation_config={"pass_config": FLAG_ON},
-        )
-        assert config.is_on(args.create_engine_config())
+    def test_dictionary_as_llm_takes_it(self, make):
+        assert config.is_on(make(compilation_config={"pass_config": FLAG_ON}))
 
-    def test_it_survives_the_pickle_to_a_worker_that_has_not_loaded_the_plugin(
-        self, make, tmp_path
-    ):
+    def test_it_survives_the_pickle_to_a_worker_that_has_not_loaded_the_plugin(self, make):
         made = make(FLAG_ON)
-        path = tmp_path / "config.pickle"
-        path.write_bytes(pickle.dumps(made))
         code = f"""
 import pickle
-made = pickle.load(open({str(path)!r}, "rb"))
+made = pickle.loads({pickle.dumps(made)!r})
 from mla_fusion import config
 assert config.is_on(made)
 print("hash", made.compute_hash())
 """
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
-        )
-        assert f"hash {made.compute_hash()}" in done.stdout
+        assert f"hash {made.compute_hash()}" in alone(code)
 
     @pytest.mark.parametrize("pass_config", [None, {}, {"fuse_norm_quant": False}])
     def test_off_it_is_pickled_as_vllms_own(self, make, pass_config):
@@ -165,15 +152,15 @@ class TestWhatItSwitchesOn:
             assert len([line for line in lines if word in line]) == 1, (word, lines)
         assert {r.levelno for r in records} == {logging.DEBUG}
 
-    @pytest.mark.parametrize("seqs, override, bucket", [(4, None, 4), (1, None, 2), (4, 64, 64)])
-    def test_decode_bucket(self, make, seqs, override, bucket):
-        made = make({**FLAG_ON, config.THRESHOLD: override}, max_num_seqs=seqs)
+    @pytest.mark.parametrize(
+        "seqs, drafts, override, bucket",
+        [(4, 0, None, 4), (1, 0, None, 2), (4, 0, 64, 64), (4, 3, None, 16)],
+    )
+    def test_decode_bucket(self, make, seqs, drafts, override, bucket):
+        pass_config = {**FLAG_ON, config.THRESHOLD: override}
+        made = make(pass_config, max_num_seqs=seqs, speculative_config=drafted(drafts))
         assert config.decode_bucket(made) == bucket
         assert bucket in made.compilation_config.compile_ranges_endpoints
-
-    def test_speculative_tokens_widen_the_bucket(self, make):
-        made = make(FLAG_ON, speculative_config={"method": "ngram", "num_speculative_tokens": 3})
-        assert config.decode_bucket(made) == 16
 
     @pytest.mark.parametrize(
         "seqs, drafts, sizes, bucket",
@@ -187,8 +174,7 @@ class TestWhatItSwitchesOn:
     def test_the_bucket_holds_the_graph_a_full_batch_is_padded_to(
         self, make, seqs, drafts, sizes, bucket
     ):
-        speculative = {"method": "ngram", "num_speculative_tokens": drafts} if drafts else None
-        made = make(max_num_seqs=seqs, speculative_config=speculative)
+        made = make(max_num_seqs=seqs, speculative_config=drafted(drafts))
         made.compilation_config.cudagraph_capture_sizes = sizes
         assert config.decode_bucket(made) == bucket
 
@@ -235,19 +221,15 @@ class TestDeclines:
     def test_one_warning_that_names_the_reason_and_the_help(self, make, log, code):
         made = make(FLAG_ON, **DECLINES[code])
         assert not config.is_on(made)
-        [warning] = own(log, logging.WARNING)
+        [warning] = warnings(log)
         assert f"[{code}]" in warning
         assert reasons.REASONS[code].help in warning
 
     def test_nothing_is_charged(self, make):
         declined, off = make(FLAG_ON, model="llama"), make(model="llama")
-        for name in (
-            *("mode", "compile_ranges_endpoints", "splitting_ops"),
-            *("compile_sizes", "use_inductor_graph_partition"),
-        ):
-            assert getattr(declined.compilation_config, name) == getattr(
-                off.compilation_config, name
-            )
+        for name in (*CHARGED, "compile_sizes", "use_inductor_graph_partition"):
+            of_declined, of_off = (getattr(c.compilation_config, name) for c in (declined, off))
+            assert of_declined == of_off
 
     @pytest.mark.parametrize("asked", [True, False], ids=["by the operator", "by vLLM"])
     def test_breakable_cudagraphs(self, make, log, monkeypatch, asked):
@@ -256,56 +238,38 @@ class TestDeclines:
         if not asked:
             monkeypatch.delenv("VLLM_USE_BREAKABLE_CUDAGRAPH")
         assert not config.is_on(make(FLAG_ON, model="mla" if asked else "deepseek_v4"))
-        [warning] = own(log, logging.WARNING)
+        [warning] = warnings(log)
         assert "[breakable-cudagraph]" in warning
         assert f"({'DeepseekV2' if asked else 'DeepseekV4'}ForCausalLM)" in warning
 
-    def test_full_cudagraphs(self):
-        # A CPU has no CUDA graphs and resets the mode, so only the decision is asked here.
-        from types import SimpleNamespace as Config
-
-        compilation = Config(
-            mode=3,
-            backend="inductor",
-            splitting_ops=None,
-            cudagraph_mode=Config(name="FULL"),
-            cudagraph_capture_sizes=None,
-            inductor_compile_config={},
-            pass_config=Config(**FLAG_ON),
-        )
-        vllm_config = Config(
-            compilation_config=compilation,
-            model_config=Config(use_mla=True, architecture=""),
-            parallel_config=Config(decode_context_parallel_size=1),
-            scheduler_config=Config(max_num_seqs=4, max_num_batched_tokens=64),
-            speculative_config=None,
-            additional_config=REFERENCE,
-        )
-
-        def code():
-            decline = config.decide(vllm_config, is_rocm=False, partition_refused=False).decline
-            return decline.code if decline else ""
-
-        assert code() == "cudagraph-full"
-        compilation.cudagraph_mode.name = "FULL_AND_PIECEWISE"
-        assert code() == ""
-        compilation.splitting_ops = []
-        assert code() == "cudagraph-full"
-        compilation.cudagraph_mode.name = "FULL_DECODE_ONLY"
-        assert code() == ""
-        vllm_config.parallel_config.decode_context_parallel_size = 2
-        assert code() == "context-parallel"
-        vllm_config.parallel_config.decode_context_parallel_size = 1
-        vllm_config.parallel_config.prefill_context_parallel_size = 2
-        assert code() == "context-parallel"
+    @pytest.mark.parametrize(
+        "mode, splitting_ops, parallel, code",
+        [
+            ("FULL", None, "", "cudagraph-full"),
+            ("FULL_AND_PIECEWISE", None, "", ""),
+            ("FULL_AND_PIECEWISE", [], "", "cudagraph-full"),
+            ("FULL_DECODE_ONLY", [], "", ""),
+            ("FULL_DECODE_ONLY", [], "decode_context_parallel_size", "context-parallel"),
+            ("FULL_DECODE_ONLY", [], "prefill_context_parallel_size", "context-parallel"),
+        ],
+    )
+    def test_full_cudagraphs_and_context_parallelism(
+        self, make, mode, splitting_ops, parallel, code
+    ):
+        """Asked of `decide`: vLLM on a CPU resets the mode, and knows no context parallelism."""
+        made = make(FLAG_ON)
+        made.compilation_config.cudagraph_mode = CUDAGraphMode[mode]
+        made.compilation_config.splitting_ops = splitting_ops
+        if parallel:
+            setattr(made.parallel_config, parallel, 2)
+        assert decided(made) == code
 
     def test_portable_attention(self, make, log, monkeypatch):
         options = {"mla_fusion": {"provider": "reference", "attention": "portable"}}
         made = make(FLAG_ON, options=options)
         assert config.is_on(made)
         made.parallel_config.enable_dbo = True
-        decision = config.decide(made, is_rocm=False, partition_refused=False)
-        assert decision.decline == Decline("microbatches")
+        assert decided(made) == "microbatches"
         made.parallel_config.enable_dbo = False
 
         def unavailable(name):
@@ -317,37 +281,29 @@ class TestDeclines:
             "provider-unavailable", "attention=portable, reference: no reference here"
         )
 
-    def test_unsupported_vllm(self, make, log, monkeypatch):
-        monkeypatch.setattr(vllm_compat, "installed_version", lambda: "0.99.0")
-        assert not config.is_on(make(FLAG_ON))
-        [warning] = own(log, logging.WARNING)
-        assert "[vllm-version]" in warning and "0.99.0" in warning
-
 
 class TestDraftModels:
     """vLLM makes a draft model's config by `replace`; both share one compilation config."""
 
-    DRAFTED: ClassVar = {"method": "ngram", "num_speculative_tokens": 3}
-
     def test_the_config_can_be_replaced(self, make):
-        made = make(FLAG_ON, speculative_config=self.DRAFTED)
+        made = make(FLAG_ON, speculative_config=drafted(3))
         again = replace(made, attention_config=replace(made.attention_config, backend=None))
         assert again.compilation_config is made.compilation_config
         assert config.is_on(again)
 
     def test_a_draft_without_mla_does_not_switch_the_flag_off(self, make, log):
-        made = make(FLAG_ON, speculative_config=self.DRAFTED)
+        made = make(FLAG_ON, speculative_config=drafted(3))
         before = copy.deepcopy(made.compilation_config)
         replace(made, model_config=make(model="llama").model_config)
         assert config.is_on(made)
-        assert not own(log, logging.WARNING)
-        for name in ("mode", "backend", "compile_ranges_endpoints", "splitting_ops"):
+        assert not warnings(log)
+        for name in ("backend", *CHARGED):
             assert getattr(made.compilation_config, name) == getattr(before, name)
 
 
 def test_a_model_with_mla_that_is_not_in_vllms_list_of_types(make, log):
     assert config.is_on(make(FLAG_ON, model="sarvam"))
-    assert not own(log, logging.WARNING)
+    assert not warnings(log)
 
 
 class TestBadInput:
@@ -374,7 +330,6 @@ class TestBadInput:
             make(FLAG_ON, options=options)
 
     def test_config_object_from_before_the_plugin(self, models):
-        # In a process of its own: the plugin must not be loaded yet.
         code = f"""
 import pickle
 from pydantic import ValidationError
@@ -396,7 +351,7 @@ assert not config.is_on(made)
 pickle.dumps(made)
 CompilationConfig(pass_config={FLAG_ON!r})
 """
-        subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+        alone(code)
 
 
 class TestHarmlessWhenOff:
@@ -415,25 +370,15 @@ if hasattr(arg_utils, "load_general_plugins"):
 made = EngineArgs(model={str(models / "mla")!r}, skip_tokenizer_init=True,
                   max_model_len=256).create_engine_config()
 from vllm.config import PassConfig
-print("fields", len(PassConfig.__dataclass_fields__))
-print("hash", made.compute_hash(), made.compilation_config.pass_config.compute_hash())
+print(len(PassConfig.__dataclass_fields__))
+print(made.compute_hash(), made.compilation_config.pass_config.compute_hash())
 """
-        printed = {}
-        for which in ("with", "without"):
-            done = subprocess.run(
-                [sys.executable, "-c", code, which],
-                capture_output=True,
-                text=True,
-                check=True,
-                timeout=300,
-            )
-            lines = done.stdout.splitlines()
-            printed[which] = {
-                line.split()[0]: line.split()[1:] for line in lines if line[:1] in "fh"
-            }
-        assert printed["with"]["hash"] == printed["without"]["hash"]
+        (fields, hashes), (fields_alone, hashes_alone) = (
+            alone(code, which).splitlines()[-2:] for which in ("with", "without")
+        )
+        assert hashes == hashes_alone
         # The two runs must differ in what this test is about.
-        assert int(printed["with"]["fields"][0]) == int(printed["without"]["fields"][0]) + 2
+        assert int(fields) == int(fields_alone) + 2
 
     def test_hash_covers_the_flag_and_the_threshold(self):
         hashes = {

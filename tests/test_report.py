@@ -23,34 +23,30 @@ def said(log):
 
 
 def made(*ranges):
-    return report.Report("triton", 128, list(ranges))
+    return report.Report("triton", 256, list(ranges))
 
 
-PREFILL = report.RangeReport((129, 8192), layers=61)
+PREFILL = report.RangeReport((257, 8192), layers=61)
+
+
+FUSED = "decode range (1, 128): 61 of 61 MLA layers fused; prefill ranges untouched"
 
 
 def test_one_line_for_a_decode_range_and_nothing_else(log):
     report.publish(made(report.RangeReport((1, 128), 61, 61), PREFILL), "V3", cached=False)
-    line = "decode range (1, 128): 61 of 61 MLA layers fused; prefill ranges untouched"
-    assert said(log) == [("INFO", line)]
+    assert said(log) == [("INFO", FUSED)]
 
 
 def test_one_line_for_each_decode_range(log):
     declined = {Decline("shape"): 2, Decline("hisparse"): 1}
-    ranges = report.RangeReport((1, 8), 61, 61), report.RangeReport((9, 128), 61, 58, declined)
+    ranges = report.RangeReport((1, 128), 61, 61), report.RangeReport((129, 256), 61, 58, declined)
     report.publish(made(*ranges, PREFILL), "V3", cached=True)
+    second = (
+        "decode range (129, 256): 58 of 61 MLA layers fused; declined: 2 [shape], 1 [hisparse], "
+        "mla-fusion report says why; prefill ranges untouched"
+    )
     cached = " (graphs from vLLM's compile cache)"
-    assert said(log) == [
-        (
-            "INFO",
-            "decode range (1, 8): 61 of 61 MLA layers fused; prefill ranges untouched" + cached,
-        ),
-        (
-            "INFO",
-            "decode range (9, 128): 58 of 61 MLA layers fused; declined: 2 [shape], 1 [hisparse], "
-            "mla-fusion report says why; prefill ranges untouched" + cached,
-        ),
-    ]
+    assert said(log) == [("INFO", line + cached) for line in (FUSED, second)]
 
 
 def test_nothing_fused_is_one_warning_with_reasons_and_help(log):

@@ -1,6 +1,7 @@
 """The portable decode in place of a backend's `forward_mqa`: one plan for all layers of a pass."""
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ class Impl(fake_engine.Impl):
 class Engine:
     """Two layers with full caches, and the metadata of a decode-only batch."""
 
-    def __init__(self, drafts=0, max_num_seqs=4):
+    def __init__(self, drafts=0):
         self.layers = {name: fake_engine.Layer(name, SPEC) for name in ("a", "b")}
         generator = torch.Generator().manual_seed(0)
         for layer in self.layers.values():
@@ -43,7 +44,7 @@ class Engine:
         speculative = SimpleNamespace(num_speculative_tokens=drafts) if drafts else None
         self.vllm_config = SimpleNamespace(
             speculative_config=speculative,
-            scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs),
+            scheduler_config=SimpleNamespace(max_num_seqs=4),
             model_config=SimpleNamespace(dtype=SPEC.dtype),
         )
         step_plan.attach(self.layers, "reference", self.vllm_config)
@@ -61,11 +62,15 @@ class Engine:
             ),
         )
 
-    def context(self, metadata):
-        return ForwardContext(
-            no_compile_layers=dict(self.layers),
-            attn_metadata=dict.fromkeys(self.layers, metadata),
-            slot_mapping=dict.fromkeys(self.layers, torch.arange(metadata.num_actual_tokens)),
+    def step(self, metadata):
+        """vLLM's context of a forward pass over this batch."""
+        slots = torch.arange(metadata.num_actual_tokens)
+        return override_forward_context(
+            ForwardContext(
+                no_compile_layers=dict(self.layers),
+                attn_metadata=dict.fromkeys(self.layers, metadata),
+                slot_mapping=dict.fromkeys(self.layers, slots),
+            )
         )
 
 
@@ -78,17 +83,21 @@ def attend(name, query):
     return output
 
 
-def expected(engine, name, query, metadata):
-    layer, keys = engine.layers[name], []
-    for b, length in enumerate(metadata.decode.seq_lens.tolist()):
-        at = torch.arange(length)
-        block = metadata.decode.block_table[b, at // PAGE].long()
-        keys.append(layer.kv_cache[block, at % PAGE].double())
-    queries = metadata.query_start_loc.tolist()
-    out = causal_attention(query.double(), keys, queries, Impl.scale, LATENT)
-    result = torch.empty((query.shape[0], HEADS * VALUE), dtype=SPEC.dtype)
-    layer._v_up_proj(out.to(SPEC.dtype), result)
-    return result
+def check(engine, metadata, *names):
+    """The attention of these layers in one step against a formula over gathered keys."""
+    q = query(metadata.num_actual_tokens)
+    with engine.step(metadata):
+        for name in names:
+            layer, keys = engine.layers[name], []
+            for b, length in enumerate(metadata.decode.seq_lens.tolist()):
+                at = torch.arange(length)
+                block = metadata.decode.block_table[b, at // PAGE].long()
+                keys.append(layer.kv_cache[block, at % PAGE].double())
+            starts = metadata.query_start_loc.tolist()
+            out = causal_attention(q.double(), keys, starts, Impl.scale, LATENT)
+            expected = torch.empty((q.shape[0], HEADS * VALUE), dtype=SPEC.dtype)
+            layer._v_up_proj(out.to(SPEC.dtype), expected)
+            torch.testing.assert_close(attend(name, q), expected, rtol=1e-5, atol=1e-5)
 
 
 def query(tokens):
@@ -114,25 +123,16 @@ def test_all_layers_of_a_pass_share_one_refresh(refreshes):
     engine = Engine(drafts=2)
     assert len({getattr(layer, step_plan.ATTRIBUTE) for layer in engine.layers.values()}) == 1
     for lengths in (([3, 1, 2], [8, 5, 7]), ([1, 3, 1], [1, 6, 2])):
-        metadata = engine.metadata(*lengths)
-        q = query(metadata.num_actual_tokens)
-        with override_forward_context(engine.context(metadata)):
-            for name in engine.layers:
-                torch.testing.assert_close(
-                    attend(name, q), expected(engine, name, q, metadata), rtol=1e-5, atol=1e-5
-                )
+        check(engine, engine.metadata(*lengths), *engine.layers)
     assert refreshes == [6, 5]
 
 
 def test_lengths_that_grow_in_place_are_seen_by_the_next_pass(refreshes):
     """Drafting runs several forward passes with one metadata object."""
     engine = Engine()
-    metadata, q = engine.metadata([1, 1, 1], [3, 4, 5]), query(3)
+    metadata = engine.metadata([1, 1, 1], [3, 4, 5])
     for _ in range(2):
-        with override_forward_context(engine.context(metadata)):
-            torch.testing.assert_close(
-                attend("a", q), expected(engine, "a", q, metadata), rtol=1e-5, atol=1e-5
-            )
+        check(engine, metadata, "a")
         metadata.decode.seq_lens += 1
     assert len(refreshes) == 2
 
@@ -141,34 +141,28 @@ def test_padded_rows_are_zero():
     """vLLM pads the batch of a CUDA graph with sequences without rows."""
     engine = Engine()
     metadata = engine.metadata([1, 1, 1], [8, 8, 8])
-    with override_forward_context(engine.context(metadata)):
+    with engine.step(metadata):
         attend("a", query(3))
     metadata = engine.metadata([1, 0, 0], [4, 0, 0])
     metadata.num_actual_tokens = metadata.num_decode_tokens = 3
-    with override_forward_context(engine.context(metadata)):
+    with engine.step(metadata):
         out = attend("a", query(3))
     assert out[0].any() and not out[1:].any()
 
 
-def test_queries_longer_than_a_draft_stay_with_the_backend():
+@pytest.mark.parametrize(
+    "query_lens, causal, error, said",
+    [
+        ([1, 1, 4], True, AssertionError, "backend's decode was called"),  # longer than a draft
+        ([1, 1, 1], False, RuntimeError, "not causal"),
+    ],
+)
+def test_batches_that_the_plan_does_not_serve(query_lens, causal, error, said):
     engine = Engine()
-    metadata = engine.metadata([1, 1, 4], [8, 8, 8])
-    with (
-        override_forward_context(engine.context(metadata)),
-        pytest.raises(AssertionError, match="backend's decode was called"),
-    ):
-        attend("a", query(6))
-
-
-def test_a_batch_without_causal_mask_is_an_error():
-    engine = Engine()
-    metadata = engine.metadata([1, 1, 1], [8, 8, 8])
-    metadata.causal = False
-    with (
-        override_forward_context(engine.context(metadata)),
-        pytest.raises(RuntimeError, match="not causal"),
-    ):
-        attend("a", query(3))
+    metadata = engine.metadata(query_lens, [8, 8, 8])
+    metadata.causal = causal
+    with engine.step(metadata), pytest.raises(error, match=said):
+        attend("a", query(sum(query_lens)))
 
 
 def test_a_warm_up_runs_the_plan_and_changes_no_cache(refreshes):
@@ -184,15 +178,14 @@ def test_a_warm_up_runs_the_plan_and_changes_no_cache(refreshes):
 def test_a_warm_up_runs_what_the_provider_asks_for(refreshes, monkeypatch):
     """Batches that compile something else, each for both query lengths."""
     monkeypatch.setattr(reference, "warm_up_batches", lambda _: [1, 3])
-    engine, steps = Engine(drafts=1), []
-    decode = step_plan.attention.persistent_mla_decode
+    decode, steps = step_plan.attention.persistent_mla_decode, []
 
     def record(*args, **kwargs):
         steps.append((args[2].step.batch, args[0].shape[0], kwargs["block_table"].shape[0]))
         decode(*args, **kwargs)
 
     monkeypatch.setattr(step_plan.attention, "persistent_mla_decode", record)
-    runtime.warm_up_attention(engine.layers)
+    runtime.warm_up_attention(Engine(drafts=1).layers)
     assert steps == [(1, 1, 1), (3, 3, 3), (1, 2, 1), (3, 6, 3)]
     assert refreshes == [1, 3, 2, 6]
 
@@ -208,9 +201,7 @@ def test_a_warm_up_leaves_out_what_has_no_plan_or_no_cache(refreshes):
 
 
 def test_a_warm_up_that_fails_says_what_to_do(monkeypatch):
-    def fail(*args, **kwargs):
-        raise ValueError("planted")
-
+    fail = Mock(side_effect=ValueError("planted"))
     monkeypatch.setattr(step_plan.attention, "persistent_mla_decode", fail)
     with pytest.raises(ValueError, match="planted") as caught:
         runtime.warm_up_attention(Engine().layers)

@@ -117,7 +117,7 @@ def make_weights(heads: int, layers: int) -> list[torch.Tensor]:
 
 def make_region(case: Case, weights: list[torch.Tensor]) -> Region:
     """Random inputs for `case`; tokens go to distinct random slots."""
-    device, act = "cuda", torch.bfloat16
+    device, act = weights[0].device, torch.bfloat16
     blocks = max(16, 2 * -(-case.tokens // BLOCK))
     angles = torch.randn(MAX_POSITION, ROPE // 2, device=device)
     sets = [

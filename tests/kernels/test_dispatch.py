@@ -1,16 +1,13 @@
 """The choice of a launch plan."""
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+import tune_dispatch
 
 from mla_fusion.kernels import ProviderUnavailable, dispatch, get_provider
 from mla_fusion.kernels.dispatch import Plan
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-import tune_dispatch
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Small model configurations for tests, as config.json would hold them.
 
-configs.json has one entry for each family of MLA models in vLLM; `_common` holds what all share.
+configs.json has one entry for each family of MLA models in vLLM; `_common` holds what all
+share, and `_llama` is a model without MLA.
 """
 
 import json
@@ -36,16 +37,4 @@ def register_configs():
 
 
 DEEPSEEK_V2 = {**tiny_models.MODELS["deepseek-v2-shaped"], "num_hidden_layers": 2}
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 256,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "vocab_size": 1024,
-    "max_position_embeddings": 4096,
-    "torch_dtype": "bfloat16",
-    "hidden_act": "silu",
-}
+LLAMA = _TABLE["_llama"]
