@@ -39,7 +39,6 @@ def modules():
 
 
 SOURCES = dict(modules())
-NAMES = set(SOURCES)
 
 
 def room(name):
@@ -67,7 +66,7 @@ def own(module):
     if module.split(".")[0] != "mla_fusion":
         return None
     below = module.removeprefix("mla_fusion").removeprefix(".")
-    while below and below not in NAMES:
+    while below and below not in SOURCES:
         below = below.rpartition(".")[0]
     return below or "__init__"
 
@@ -209,7 +208,7 @@ def test_a_planted_violation_is_found(name, rule, source):
 
 def edges():
     """{room: the other rooms that its modules import, at any depth}."""
-    found = {room(name): set() for name in NAMES}
+    found = {room(name): set() for name in SOURCES}
     for name, source in SOURCES.items():
         found[room(name)] |= {room(t) for m, _ in imports(name, source) if (t := own(m))}
     return {name: targets - {name} for name, targets in found.items()}
@@ -232,4 +231,4 @@ def test_the_map_of_contributing_is_this_one():
 
 
 def test_the_rooms_are_those_of_the_rows():
-    assert {room(name) for name in NAMES} == {name for rooms in ROWS for name in rooms}
+    assert {room(name) for name in SOURCES} == {name for rooms in ROWS for name in rooms}

@@ -2,14 +2,13 @@
 
 import logging
 import re
-from pathlib import Path
 
 from mla_fusion import cli, report
 from mla_fusion.cli import doctor
-from tests.test_check import V3, checked  # noqa: F401  a fixture
+from tests.test_check import CONFIGS, V3, checked  # noqa: F401  a fixture
+from tests.test_docs import TEXT
 
-ROOT = Path(__file__).resolve().parent.parent
-PAGE = (ROOT / "docs" / "commands.md").read_text()
+PAGE = TEXT["docs/commands.md"]
 
 
 def shows(lines):
@@ -49,7 +48,7 @@ def test_check_of_a_model_that_fuses(monkeypatch, tmp_path, checked):  # noqa: F
 
 
 def test_check_of_a_model_that_does_not(capsys):
-    assert cli.main(["check", str(ROOT / "tests" / "configs" / "kimi-k3.json")]) == 1
+    assert cli.main(["check", str(CONFIGS / "kimi-k3.json")]) == 1
     shows(capsys.readouterr().out.splitlines())
 
 

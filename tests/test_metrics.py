@@ -1,6 +1,5 @@
 """Steps counted as fused or unfused, and the places where the counts can be read."""
 
-import subprocess
 import sys
 import timeit
 from types import SimpleNamespace
@@ -9,6 +8,7 @@ import pytest
 
 from mla_fusion import plugin, report
 from mla_fusion.runtime import metrics
+from tests.command import run
 
 generate_latest = pytest.importorskip("prometheus_client").generate_latest
 GROUP = "model.layers.0.self_attn.attn"
@@ -149,7 +149,7 @@ def test_what_a_worker_counts_is_served_by_vllms_endpoint_if_they_share_a_folder
     monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
     if shared:
         monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
-    subprocess.run([sys.executable, "-c", _WORKER], check=True, timeout=300)
+    run(sys.executable, "-c", _WORKER)
     # What vLLM's /metrics prints.
     shown = generate_latest(prometheus.get_prometheus_registry()).decode()
     for path, passes in (("fused", "2.0"), ("unfused", "1.0")):
