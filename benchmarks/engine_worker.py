@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import sys
@@ -11,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import engine_model
 import torch
 
-if TYPE_CHECKING:
-    from typing import TextIO
+from mla_fusion.cli import child
 
-    from mla_fusion.cli import child
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import TextIO
 
 # Kernels of this library: of the fused op; of a refresh, a decode and its reduction.
 PREP = "prep_kernel"
@@ -52,28 +54,17 @@ def main(work: child.Job, progress: TextIO) -> dict[str, Any]:
 
 def generate(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
     """Greedy tokens of random prompts; of a phase, one arrives every `job["pause"]` steps."""
-    import vllm
-
     rng = random.Random(7)
-    params = vllm.SamplingParams(
-        max_tokens=job["tokens"], temperature=0, ignore_eos=True, detokenize=False, logprobs=5
-    )
-    core, step, added = llm.llm_engine, 0, 0
-    done: dict[str, Any] = {}
+    outputs, count = [], 0
     for lengths in job["phases"]:
-        waiting, due = list(lengths), step
-        while waiting or core.has_unfinished_requests():
-            while waiting and step >= due:
-                prompt = [rng.randrange(10, 4000) for _ in range(waiting.pop(0))]
-                core.add_request(f"{added:04d}", {"prompt_token_ids": prompt}, params)
-                added, due = added + 1, due + job["pause"]
-            for output in core.step():
-                if output.finished:
-                    done[output.request_id[:4]] = output.outputs[0]
-            step += 1
-    outputs = [done[name] for name in sorted(done)]
+        prompts = [
+            (i * job["pause"], [rng.randrange(10, 4000) for _ in range(length)])
+            for i, length in enumerate(lengths)
+        ]
+        completions, steps = child.complete(llm.llm_engine, prompts, job["tokens"], logprobs=5)
+        outputs, count = outputs + completions, count + steps
     return {
-        "steps": step,
+        "steps": count,
         "tokens": [list(output.token_ids) for output in outputs],
         "top": [
             [[[t, lp.logprob] for t, lp in top.items()] for top in output.logprobs]
@@ -84,75 +75,81 @@ def generate(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
 
 def launches(llm: Any, batch: int) -> dict[str, float]:
     """Launches of `KERNELS` in one step with `batch` requests, every one decoding."""
+    with requests(llm, [[10 + i] * 20 for i in range(batch)], 200) as step:
+        step(12)
+        events = profiled(step, 5)
+    return {name: sum(e.count for e in events if e.key.startswith(name)) / 5 for name in KERNELS}
+
+
+@contextlib.contextmanager
+def requests(llm: Any, prompts: list[list[int]], tokens: int) -> Iterator[Callable[[int], None]]:
+    """Add a request of `tokens` tokens for each prompt; abort them at the end.
+
+    Yields a function that runs so many steps, once every request decodes.
+    """
     import vllm
 
     core = llm.llm_engine
-    params = vllm.SamplingParams(max_tokens=200, temperature=0, ignore_eos=True, detokenize=False)
-    for i in range(batch):
-        core.add_request(f"p{batch}-{i}", {"prompt_token_ids": [10 + i] * 20}, params)
-    for _ in range(12):
-        core.step()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(5):
+    greedy = {"temperature": 0, "ignore_eos": True, "detokenize": False}
+    params = vllm.SamplingParams(max_tokens=tokens, **greedy)
+    names = [f"{len(prompts)}-{i}" for i in range(len(prompts))]
+    for name, prompt in zip(names, prompts, strict=True):
+        core.add_request(name, {"prompt_token_ids": prompt}, params)
+
+    def step(count: int) -> None:
+        for _ in range(count):
             core.step()
-        torch.cuda.synchronize()
-    core.abort_request([f"p{batch}-{i}" for i in range(batch)])
+
+    produced = 0
+    while produced < len(prompts):
+        produced = sum(bool(o.outputs[0].token_ids) for o in core.step())
+    yield step
+    core.abort_request(names)
     while core.has_unfinished_requests():
         core.step()
-    events = profile.key_averages()
-    return {name: sum(e.count for e in events if e.key.startswith(name)) / 5 for name in KERNELS}
+
+
+def profiled(step: Callable[[int], None], count: int) -> Any:
+    """What the profiler saw on the GPU in `count` steps, by kernel."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step(count)
+        torch.cuda.synchronize()
+    return profile.key_averages()
 
 
 def time_steps(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
     """Time of a decode step at each batch size: its CUDA graph on the GPU, the step by the clock,
     and its kernels by the profiler.
     """
-    import vllm
-
-    core, rows = llm.llm_engine, {}
+    rows = {}
     for batch in job["batches"]:
-        params = vllm.SamplingParams(
-            max_tokens=400, temperature=0, ignore_eos=True, detokenize=False
-        )
-        for i in range(batch):
-            prompt = [(7 * i + j) % 4000 + 10 for j in range(job["context"])]
-            core.add_request(f"{batch}-{i}", {"prompt_token_ids": prompt}, params)
-        produced = 0
-        while produced < batch:  # prefill until every request decodes
-            produced = sum(bool(o.outputs[0].token_ids) for o in core.step())
-        for _ in range(20):
-            core.step()
+        prompts = [[(7 * i + j) % 4000 + 10 for j in range(job["context"])] for i in range(batch)]
         rounds = []
-        for _ in range(5):
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            for _ in range(20):
-                core.step()
-            torch.cuda.synchronize()
-            rounds.append((time.perf_counter() - began) / 20 * 1e6)
-        graphs = graph_times(core, 100)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
-            for _ in range(10):
-                core.step()
-            torch.cuda.synchronize()
+        with requests(llm, prompts, 400) as step:
+            step(20)
+            for _ in range(5):
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                step(20)
+                torch.cuda.synchronize()
+                rounds.append((time.perf_counter() - began) / 20 * 1e6)
+            graphs = graph_times(step, 100)
+            events = profiled(step, 10)
         rows[batch] = {
             "wall_us": [round(us, 1) for us in sorted(rounds)],
             "gpu_us": [round(us, 1) for us in sorted(graphs)],
             "kernels": [
                 [e.key, e.self_device_time_total / 10, e.count / 10]
-                for e in sorted(prof.key_averages(), key=lambda e: -e.self_device_time_total)
+                for e in sorted(events, key=lambda e: -e.self_device_time_total)
                 if e.self_device_time_total
             ],
         }
-        core.abort_request([f"{batch}-{i}" for i in range(batch)])
-        while core.has_unfinished_requests():
-            core.step()
     return {"steps": rows}
 
 
-def graph_times(core: Any, steps: int) -> list[float]:
-    """Microseconds on the GPU of each CUDA graph that `steps` steps replay; a full graph is a whole
+def graph_times(step: Callable[[int], None], count: int) -> list[float]:
+    """Microseconds on the GPU of each CUDA graph that `count` steps replay; a full graph is a whole
     forward pass.
 
     Events around the replay, not the profiler: kernels overlap, and the profiler counts the time
@@ -171,8 +168,7 @@ def graph_times(core: Any, steps: int) -> list[float]:
 
     torch.cuda.CUDAGraph.replay = timed
     try:
-        for _ in range(steps):
-            core.step()
+        step(count)
     finally:
         torch.cuda.CUDAGraph.replay = replay
     torch.cuda.synchronize()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+from typing import Any
 
 
 class UserError(Exception):
@@ -21,6 +22,19 @@ def positive(text: str) -> int:
 def zero_or_more(text: str) -> int:
     """An argument that is a whole number, 0 included."""
     return 0 if text == "0" else positive(text)
+
+
+def count(
+    parser: argparse._ActionsContainer, name: str, metavar: str, text: str, default: Any = None
+) -> None:
+    """Add an option that takes a positive whole number, or several if its default is several."""
+    several = isinstance(default, tuple)
+    if default is not None:
+        text += f" (default: {' '.join(map(str, default)) if several else default})"
+    nargs = "+" if several else None
+    parser.add_argument(
+        name, type=positive, nargs=nargs, default=default, metavar=metavar, help=text.strip()
+    )
 
 
 def require(*modules: str, purpose: str) -> None:

@@ -12,20 +12,18 @@ import importlib.metadata
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mla_fusion.cli import bench_region
-from mla_fusion.cli.arguments import UserError, positive
+from mla_fusion.cli.arguments import UserError, count
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
 
-_TOKENS = (1, 8, 32, 64, 128, 256, 512)
-_HEADS = (8, 16, 32, 64, 128)
 EQUAL, STEPS = 0.995, 1  # least share of equal elements, and most steps, of a result that counts
 
 
@@ -43,29 +41,10 @@ def declare(parser: argparse.ArgumentParser) -> None:
         default=Path("build/bench/region.csv"),
         help="file for the rows (default: %(default)s)",
     )
-    for name, default in (("tokens", _TOKENS), ("heads", _HEADS)):
-        parser.add_argument(
-            f"--{name}",
-            type=positive,
-            nargs="+",
-            default=default,
-            metavar=name[0].upper(),
-            help="(default: " + " ".join(map(str, default)) + ")",
-        )
-    parser.add_argument(
-        "--layers",
-        type=positive,
-        default=61,
-        metavar="L",
-        help="layers in one CUDA graph (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--rounds",
-        type=positive,
-        default=15,
-        metavar="N",
-        help="samples of each candidate, taken in turns (default: %(default)s)",
-    )
+    count(parser, "--tokens", "T", "", (1, 8, 32, 64, 128, 256, 512))
+    count(parser, "--heads", "H", "", (8, 16, 32, 64, 128))
+    count(parser, "--layers", "L", "layers in one CUDA graph", 61)
+    count(parser, "--rounds", "N", "samples of each candidate, taken in turns", 15)
     parser.add_argument("--bf16", action="store_true", help="bf16 cache and query, not fp8")
     parser.add_argument(
         "--peers", nargs="+", default=(), metavar="NAME", help="candidates (default: all)"
@@ -75,64 +54,20 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run it; 0 if the provider's results passed every check, else 1."""
-    named = {k: v for k, v in vars(arguments).items() if k not in ("run", "command")}
-    command = " ".join(["mla-fusion", *sys.argv[1:]])
-    return 0 if measure(Settings(**named, command=command)) else 1
+    return 0 if measure(arguments) else 1
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """What to measure: the options of the command, and the command itself; no peers: all."""
+def counts(row: dict[str, Any]) -> bool:
+    """Whether the correctness check of a row allows its time to count.
 
-    csv: Path
-    tokens: Sequence[int]
-    heads: Sequence[int]
-    layers: int
-    rounds: int
-    bf16: bool
-    peers: Sequence[str]
-    commit: str
-    command: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One line of the CSV file: one candidate at one shape, and what it was measured with."""
-
-    gpu: str
-    driver: str
-    torch: str
-    triton: str
-    vllm: str
-    flashinfer: str
-    commit: str
-    command: str
-    query: str  # type of query and cache: fp8 or bf16
-    tokens: int
-    heads: int
-    candidate: str
-    p20_us: float
-    p50_us: float
-    p80_us: float
-    floor_us: float
-    gbps: int
-    equal: float | str  # share of elements that equal the reference; "" for a part of the work
-    worst_step: int | str
-    own_rounding: float | str  # share that equals what the candidate's own roundings give, if known
-    plan: str
-
-    @property
-    def counts(self) -> bool:
-        """Whether its correctness check allows the time to count.
-
-        Equal to the specification in nearly all elements, and no element more than a step off. A
-        peer that rounds the rotated half twice is many steps off where the sum cancels; it counts
-        if every element is what its own roundings give.
-        """
-        if self.equal == "":
-            return True
-        near = int(self.worst_step) <= STEPS or self.own_rounding == 1.0
-        return float(self.equal) >= EQUAL and near
+    Equal to the specification in nearly all elements, and no element more than a step off. A peer
+    that rounds the rotated half twice is many steps off where the sum cancels; it counts if every
+    element is what its own roundings give.
+    """
+    if row["equal"] == "":
+        return True
+    near = row["worst_step"] <= STEPS or row["own_rounding"] == 1.0
+    return bool(row["equal"] >= EQUAL and near)
 
 
 def _output(*command: str) -> str:
@@ -162,7 +97,7 @@ def environment(commit: str = "") -> dict[str, str]:
     }
 
 
-def measure(settings: Settings) -> bool:
+def measure(settings: argparse.Namespace) -> bool:
     """Measure, print a line for each shape, write the rows; whether ours passed every check."""
     if not torch.cuda.is_available():
         raise UserError(
@@ -170,32 +105,40 @@ def measure(settings: Settings) -> bool:
             "one by the test suite, but only a GPU has times worth reading"
         )
 
-    facts = {**environment(settings.commit), "command": settings.command}
+    command = " ".join(["mla-fusion", *sys.argv[1:]])
+    facts = {**environment(settings.commit), "command": command}
     ceilings = bench_region.measure_ceilings()
     print(*(f"{name} {value}" for name, value in facts.items() if value), sep=", ")
     print(f"ceilings: copy {ceilings.gbps:.0f} GB/s, bf16 product {ceilings.tflops:.0f} TFLOP/s")
     settings.csv.parent.mkdir(parents=True, exist_ok=True)
     right = True
     with settings.csv.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(Row)])
-        writer.writeheader()
+        writer = None
         for rows in _shapes(settings, facts, ceilings):
-            writer.writerows(map(dataclasses.asdict, rows))
-            file.flush()
             first = rows[0]
+            if writer is None:
+                writer = csv.DictWriter(file, first)
+                writer.writeheader()
+            writer.writerows(rows)
+            file.flush()
             times = " | ".join(
-                f"{row.candidate} {row.p50_us:.2f}{'' if row.counts else '!'}" for row in rows
+                f"{r['candidate']} {r['p50_us']:.2f}{'' if counts(r) else '!'}" for r in rows
             )
-            print(f"T={first.tokens:4d} H={first.heads:4d} floor {first.floor_us:6.2f} | {times}")
-            right &= all(row.counts for row in rows if row.candidate.endswith("triton"))
+            print("T={tokens:4d} H={heads:4d} floor {floor_us:6.2f} |".format(**first), times)
+            right &= all(counts(r) for r in rows if r["candidate"].endswith("triton"))
     print(f"microseconds per layer; ! marks a failed check. Rows: {settings.csv}")
     return right
 
 
 def _shapes(
-    settings: Settings, facts: dict[str, str], ceilings: bench_region.Ceilings
-) -> Iterator[list[Row]]:
-    """The rows of one shape after the other."""
+    settings: argparse.Namespace, facts: dict[str, str], ceilings: bench_region.Ceilings
+) -> Iterator[list[dict[str, Any]]]:
+    """The rows of one shape after the other: a candidate, and what it was measured with.
+
+    "query" is the type of query and cache, "equal" the share of elements that equal the reference
+    ("" for a part of the work), "own_rounding" the share that equals what the candidate's own
+    roundings give, if they are known.
+    """
     from mla_fusion.cli import bench_peers
 
     missing: set[str] = set()
@@ -228,22 +171,22 @@ def _shapes(
             for name, samples in times.items():
                 p20, p50, p80 = (round(x, 3) for x in bench_region.quantiles(samples))
                 equal, worst = checks.get(name, ("", ""))
-                row = Row(
+                row = {
                     **facts,
-                    query="bf16" if settings.bf16 else "fp8",
-                    tokens=tokens,
-                    heads=heads,
-                    candidate=name,
-                    p20_us=p20,
-                    p50_us=p50,
-                    p80_us=p80,
-                    floor_us=round(ceilings.floor_us(case), 3),
-                    gbps=round(case.bytes() / p50 / 1e3),
-                    equal=equal,
-                    worst_step=worst,
-                    own_rounding=own.get(name, ""),
-                    plan=str(plan) if name == "triton" else "",
-                )
+                    "query": "bf16" if settings.bf16 else "fp8",
+                    "tokens": tokens,
+                    "heads": heads,
+                    "candidate": name,
+                    "p20_us": p20,
+                    "p50_us": p50,
+                    "p80_us": p80,
+                    "floor_us": round(ceilings.floor_us(case), 3),
+                    "gbps": round(case.bytes() / p50 / 1e3),
+                    "equal": equal,
+                    "worst_step": worst,
+                    "own_rounding": own.get(name, ""),
+                    "plan": str(plan) if name == "triton" else "",
+                }
                 rows.append(row)
             yield rows
             del layers, graphs, region

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mla_fusion import kernels, report
 from mla_fusion.cli import child, dumps, model_classes, shrink
 from mla_fusion.cli.answer import Answer
-from mla_fusion.cli.arguments import UserError, positive, require, zero_or_more
+from mla_fusion.cli.arguments import UserError, count, positive, require, zero_or_more
 from mla_fusion.report.reasons import Decline, recognize
 
 if TYPE_CHECKING:
@@ -53,23 +53,12 @@ def declare(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="draft tokens a step: the decode bucket is N * (1 + K) tokens (default: %(default)s)",
     )
-    parser.add_argument(
-        "--tensor-parallel-size",
-        type=positive,
-        default=1,
-        metavar="TP",
-        help="emulated: the heads of one rank of TP (default: %(default)s)",
-    )
+    text = "emulated: the heads of one rank of TP"
+    count(parser, "--tensor-parallel-size", "TP", text, 1)
     parser.add_argument(
         "--kv-cache-dtype", default="auto", metavar="T", help="as in vLLM (default: %(default)s)"
     )
-    parser.add_argument(
-        "--layers",
-        type=positive,
-        default=2,
-        metavar="L",
-        help="layers that are kept (default: %(default)s)",
-    )
+    count(parser, "--layers", "L", "layers that are kept", 2)
     parser.add_argument(
         "--provider",
         choices=kernels.PROVIDERS,

@@ -212,7 +212,7 @@ def generate(job: Job, progress: TextIO) -> dict[str, Any]:
     print(f"    engine ready after {time.perf_counter() - began:.0f} s", file=progress)
     tokens, logprobs = [], []
     if job.prompts:
-        outputs, count = complete(engine, job)
+        outputs, count = complete(engine, job.prompts, job.new_tokens)
         tokens = [list(output.token_ids) for output in outputs]
         logprobs = [chosen(output) for output in outputs]
         made = sum(map(len, tokens))
@@ -274,17 +274,19 @@ def _skip_experts_of_longcat() -> None:
     longcat_flash.LongcatMoe.forward = lambda self, hidden_states: hidden_states
 
 
-def complete(engine: Any, job: Job, logprobs: int = 0) -> tuple[list[Any], int]:
+def complete(
+    engine: Any, prompts: Sequence[tuple[int, list[int]]], new_tokens: int, logprobs: int = 0
+) -> tuple[list[Any], int]:
     """(vLLM's completion of each prompt, steps).
 
     `logprobs` is how many candidates of each step come with the one that was chosen.
     """
     finished: dict[int, Any] = {}
     count = 0
-    for outputs in steps(engine, job.prompts, job.new_tokens, logprobs=logprobs):
+    for outputs in steps(engine, prompts, new_tokens, logprobs=logprobs):
         finished |= {int(o.request_id): o.outputs[0] for o in outputs if o.finished}
         count += 1
-    return [finished[index] for index in range(len(job.prompts))], count
+    return [finished[index] for index in range(len(prompts))], count
 
 
 def chosen(completion: Any) -> list[float]:

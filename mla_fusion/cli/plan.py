@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from mla_fusion.cli.arguments import UserError, positive
+from mla_fusion.cli.arguments import UserError, count, positive
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -18,10 +18,8 @@ def declare(parser: argparse.ArgumentParser) -> None:
     lengths.add_argument(
         "--lengths", type=_lengths, metavar="N,N,...", help="KV tokens of each sequence"
     )
-    lengths.add_argument("--kv", type=positive, metavar="N", help="KV tokens of every sequence")
-    parser.add_argument(
-        "--batch", type=positive, metavar="B", help="sequences, with --kv (default: 1)"
-    )
+    count(lengths, "--kv", "N", "KV tokens of every sequence")
+    count(parser, "--batch", "B", "sequences, with --kv (default: 1)")
     parser.add_argument(
         "--workers",
         type=positive,
@@ -29,20 +27,9 @@ def declare(parser: argparse.ArgumentParser) -> None:
         metavar="W",
         help="workgroups, one for each compute unit: 132 on an H200, 304 MI300X, 256 MI355X",
     )
-    parser.add_argument(
-        "--heads",
-        type=positive,
-        default=16,
-        metavar="H",
-        help="query heads of one rank (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--query-len",
-        type=positive,
-        default=1,
-        metavar="Q",
-        help="query tokens of each sequence: 1, and more with drafts (default: %(default)s)",
-    )
+    count(parser, "--heads", "H", "query heads of one rank", 16)
+    text = "query tokens of each sequence: 1, and more with drafts"
+    count(parser, "--query-len", "Q", text, 1)
     parser.add_argument(
         "--max-split-per-batch",
         type=positive,

@@ -26,10 +26,7 @@ def serve(job: child.Job, progress: TextIO) -> dict[str, Any]:
     its third step).
     """
     options = job.options
-    if options.get("processes"):
-        _start_processes_by(options["processes"])
-    else:
-        _keep_vllm_compile()
+    _configure_cpu(options.get("processes"))
     graphs, refreshes = _record_graphs(), _count_refreshes() if options.get("flag") else []
     arguments = {**_arguments(options), **job.engine}
     engines = [child.build(**arguments) for _ in range(options.get("engines", 1))]
@@ -43,7 +40,7 @@ def serve(job: child.Job, progress: TextIO) -> dict[str, Any]:
 
 
 def _serve_one(engine: Any, job: child.Job) -> dict[str, Any]:
-    completions, _ = child.complete(engine, job, logprobs=2)
+    completions, _ = child.complete(engine, job.prompts, job.new_tokens, logprobs=2)
     ranked = [
         [sorted((x.logprob for x in seen.values()), reverse=True) for seen in c.logprobs]
         for c in completions
@@ -89,30 +86,22 @@ def _arguments(options: dict[str, Any]) -> dict[str, Any]:
     return arguments
 
 
-def _keep_vllm_compile() -> None:
-    """Do what the plugin does for the flag on a CPU, for engines that run without it."""
+def _configure_cpu(method: str | None) -> None:
+    """Let vLLM start its processes by `method`, which on a CPU it spawns. Without one, do what the
+    plugin does for the flag on a CPU, for engines that run without it.
+    """
     from vllm.platforms.cpu import CpuPlatform
 
     original = CpuPlatform.check_and_update_config.__func__
 
-    def check(cls: type, vllm_config: Any) -> None:
+    def check(cls, vllm_config):
         compilation = vllm_config.compilation_config
         asked = compilation.mode, compilation.backend, compilation.ir_enable_torch_wrap
         original(cls, vllm_config)
-        compilation.mode, compilation.backend, compilation.ir_enable_torch_wrap = asked
-
-    CpuPlatform.check_and_update_config = classmethod(check)
-
-
-def _start_processes_by(method: str) -> None:
-    """Let vLLM start its processes by `method`; on a CPU it spawns them otherwise."""
-    from vllm.platforms.cpu import CpuPlatform
-
-    original = CpuPlatform.check_and_update_config.__func__
-
-    def check(cls: type, vllm_config: Any) -> None:
-        original(cls, vllm_config)
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = method
+        if method:
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = method
+        else:
+            compilation.mode, compilation.backend, compilation.ir_enable_torch_wrap = asked
 
     CpuPlatform.check_and_update_config = classmethod(check)
 
