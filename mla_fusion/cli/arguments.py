@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 class UserError(Exception):
@@ -35,6 +38,18 @@ def count(
     parser.add_argument(
         name, type=positive, nargs=nargs, default=default, metavar=metavar, help=text.strip()
     )
+
+
+def make_folder(folder: Path, option: str) -> None:
+    """Make the folder that `option` names, unless it is there.
+
+    Raises:
+        UserError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write to {option} {folder}: {error}") from None
 
 
 def require(*modules: str, purpose: str) -> None:

@@ -119,6 +119,7 @@ def make_region(case: Case, weights: list[torch.Tensor]) -> Region:
     """Random inputs for `case`; tokens go to distinct random slots."""
     device, act = weights[0].device, torch.bfloat16
     blocks = max(16, 2 * -(-case.tokens // BLOCK))
+    entries = blocks, BLOCK, (LATENT + ROPE) * case.target.itemsize  # in bytes
     angles = torch.randn(MAX_POSITION, ROPE // 2, device=device)
     sets = [
         Activations(
@@ -137,11 +138,7 @@ def make_region(case: Case, weights: list[torch.Tensor]) -> Region:
         case=case,
         weights=weights,
         caches=[
-            torch.zeros(blocks, BLOCK, LATENT + ROPE, device=device, dtype=torch.uint8).view(
-                case.target
-            )
-            if case.fp8
-            else torch.zeros(blocks, BLOCK, LATENT + ROPE, device=device, dtype=case.target)
+            torch.zeros(entries, device=device, dtype=torch.uint8).view(case.target)
             for _ in weights
         ],
         sets=sets,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mla_fusion import kernels, report
 from mla_fusion.cli import child, dumps, model_classes, shrink
 from mla_fusion.cli.answer import Answer
-from mla_fusion.cli.arguments import UserError, count, positive, require, zero_or_more
+from mla_fusion.cli.arguments import UserError, count, make_folder, positive, require, zero_or_more
 from mla_fusion.report.reasons import Decline, recognize
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def _ask_engine(
     require("vllm", purpose="mla-fusion check")
     if settings.dump:
         require("depyf", purpose="--dump")
-        _claim(settings.dump)
+        make_folder(settings.dump, "--dump")
     _check_cache_type(settings.kv_cache_dtype)
     work = Path(tempfile.mkdtemp(prefix="mla-fusion-check-"))
     ran = cut.head_size == _CPU_HEAD_SIZE and settings.kv_cache_dtype in _CPU_CACHES
@@ -229,13 +229,6 @@ def _check_cache_type(name: str) -> None:
     known = get_args(CacheDType)
     if name not in known:
         raise UserError(f"unknown --kv-cache-dtype {name!r}; vLLM has {', '.join(known)}")
-
-
-def _claim(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write to --dump {folder}: {error}") from None
 
 
 def _copy_dump(work: Path, folder: Path, report_path: Path, stored: report.Report) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from mla_fusion import report
 from mla_fusion.cli import child, tiny_models
-from mla_fusion.cli.arguments import UserError, require
+from mla_fusion.cli.arguments import UserError, make_folder, require
 
 if TYPE_CHECKING:
     import argparse
@@ -58,7 +58,7 @@ def compare(out: Path, names: Sequence[str] = tuple(tiny_models.MODELS)) -> bool
         UserError: an engine failed, or a package is missing.
     """
     require("vllm", "safetensors", purpose="mla-fusion demo")
-    _make_folder(out)
+    make_folder(out, "--out")
     shutil.rmtree(out / _CACHE, ignore_errors=True)
     results = []
     for index, name in enumerate(names):
@@ -76,13 +76,6 @@ def compare(out: Path, names: Sequence[str] = tuple(tiny_models.MODELS)) -> bool
     equal = all(result["tokens_equal"] for result in results)
     print(f"tokens equal: {'yes' if equal else 'no'}")
     return equal and fused
-
-
-def _make_folder(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write to --out {out}: {error}") from None
 
 
 def _run_model(name: str, folder: Path) -> dict[str, Any]:

@@ -36,7 +36,7 @@ STYLE = """
 
 def drawing(layer: LayerGraph) -> str:
     """A whole SVG file: before on the left, after on the right."""
-    drawn = [_panel(title, listed) for title, listed in zip(_TITLES, rows(layer), strict=True)]
+    drawn = _panels(layer)
     width, height = 2 * PANEL_WIDTH + _GAP, max(height for _, height in drawn)
     right = f'<g transform="translate({PANEL_WIDTH + _GAP} 0)">{drawn[1][0]}</g>'
     page = '<rect width="100%" height="100%" style="fill: var(--page)"/>'
@@ -45,16 +45,12 @@ def drawing(layer: LayerGraph) -> str:
 
 def panels(layer: LayerGraph) -> tuple[str, str]:
     """The drawings before and after, for a page that has `STYLE`."""
-    before, after = (
-        _svg(PANEL_WIDTH, height, body)
-        for body, height in (
-            _panel(title, listed) for title, listed in zip(_TITLES, rows(layer), strict=True)
-        )
-    )
+    before, after = (_svg(PANEL_WIDTH, height, body) for body, height in _panels(layer))
     return before, after
 
 
-_TITLES = ("before", "after")
+def _panels(layer: LayerGraph) -> list[tuple[str, int]]:
+    return [_panel(*each) for each in zip(("before", "after"), rows(layer), strict=True)]
 
 
 def _svg(width: int, height: int, body: str) -> str:
