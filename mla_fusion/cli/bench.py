@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import importlib.metadata
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 
 from mla_fusion.cli import bench_region
 from mla_fusion.cli.arguments import UserError, count
+from mla_fusion.cli.environment import version_of
 
 if TYPE_CHECKING:
     import argparse
@@ -77,22 +77,15 @@ def _output(*command: str) -> str:
         return ""
 
 
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
 def environment(commit: str = "") -> dict[str, str]:
     """GPU, driver, versions and commit; what is not there is an empty string."""
     return {
         "gpu": torch.cuda.get_device_name(),
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "torch": torch.__version__,
-        "triton": _version("triton"),
-        "vllm": _version("vllm"),
-        "flashinfer": _version("flashinfer-python"),
+        "triton": version_of("triton"),
+        "vllm": version_of("vllm"),
+        "flashinfer": version_of("flashinfer-python"),
         "commit": commit or _output("git", "rev-parse", "--short", "HEAD"),
     }
 

@@ -49,7 +49,7 @@ def probe() -> Environment:
     return Environment(
         vllm=vllm,
         torch=str(torch.__version__),
-        triton=_version_of("triton"),
+        triton=version_of("triton"),
         aiter=_aiter_version(providers["aiter"]),
         aiter_offers=_aiter_offers() if not providers["aiter"] else {},
         platform=platform,
@@ -95,7 +95,8 @@ def _device() -> tuple[str, str]:
     return properties.name, f"sm_{properties.major}{properties.minor}"
 
 
-def _version_of(package: str) -> str:
+def version_of(package: str) -> str:
+    """The version of an installed package; empty if it is missing."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -107,7 +108,7 @@ def _aiter_version(why_not: str) -> str:
 
     A distribution called aiter may be another project's; then the provider cannot run.
     """
-    return _version_of("amd-aiter") or ("" if why_not else _version_of("aiter") or "unknown")
+    return version_of("amd-aiter") or ("" if why_not else version_of("aiter") or "unknown")
 
 
 def _aiter_offers() -> dict[str, bool]:

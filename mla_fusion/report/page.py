@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mla_fusion.report import svg
@@ -13,25 +14,7 @@ if TYPE_CHECKING:
 
     from mla_fusion.report import RangeReport, Report
 
-_STYLE = """
-:root { color-scheme: light dark; --ink: #1f2328; --dim: #59636e; --page: #ffffff;
-  --line: #d1d9e0; --good: #1a7f37; --bad: #b42318; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6edf3; --dim: #9198a1; --page: #0d1117;
-  --line: #3d444d; --good: #56d364; --bad: #ff8177; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1rem; max-width: 62rem; background: var(--page);
-  color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.5rem; margin: 0.5rem 0; } h2 { font-size: 1.15rem; margin: 2rem 0 0.5rem; }
-.verdict { font-size: 1.1rem; font-weight: 600; } .good { color: var(--good); }
-.bad { color: var(--bad); } .dim { color: var(--dim); }
-table { border-collapse: collapse; width: 100%; }
-th, td { text-align: left; padding: 0.3rem 0.6rem 0.3rem 0; border-bottom: 1px solid var(--line);
-  vertical-align: top; }
-td { overflow-wrap: anywhere; }
-td.number, th.number { text-align: right; white-space: nowrap; }
-code { font: 0.9em ui-monospace, Menlo, Consolas, monospace; }
-.panels { display: flex; flex-wrap: wrap; gap: 1.5rem; } .panels svg { max-width: 100%; }
-"""
+_STYLE = "\n" + Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
 
 
 def page(report: Report) -> str:

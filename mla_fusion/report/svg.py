@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mla_fusion.report.rows import FUSED, KEPT, NEW, REMOVED, producers, rows
@@ -16,22 +17,7 @@ PANEL_WIDTH, _ROW, _GUTTER, _CHARACTER, _GAP = 360, 18, 56, 6.15, 24
 _CLASS = {KEPT: "kept", REMOVED: "gone", NEW: "new", FUSED: "fused"}
 SIGN = {KEPT: "\N{MIDDLE DOT}", REMOVED: "\N{MINUS SIGN}", NEW: "+", FUSED: "\N{BLACK DIAMOND}"}
 
-STYLE = """
-.graph { --ink: #1f2328; --dim: #656d76; --gone: #b42318; --new: #1a7f37; --fused: #0550ae;
-  --fill: #ddf4ff; --edge: #8c959f; --page: #ffffff; }
-@media (prefers-color-scheme: dark) { .graph { --ink: #e6edf3; --dim: #9198a1; --gone: #ff8177;
-  --new: #56d364; --fused: #79c0ff; --fill: #10305a; --edge: #6e7681; --page: #0d1117; } }
-.graph text { font: 10.2px ui-monospace, Menlo, Consolas, monospace; fill: var(--ink); }
-.graph .head { font-weight: bold; font-size: 12px; }
-.graph .dim { fill: var(--dim); }
-.graph .kept .sign { fill: var(--dim); }
-.graph .gone text { fill: var(--gone); }
-.graph .new text { fill: var(--new); }
-.graph .fused text { fill: var(--fused); font-weight: bold; }
-.graph .fused rect { fill: var(--fill); }
-.graph path { fill: none; stroke: var(--edge); stroke-width: 0.8; opacity: 0.75; }
-.graph path.fused { stroke: var(--fused); stroke-width: 1.4; opacity: 1; }
-"""
+STYLE = "\n" + Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
 
 
 def drawing(layer: LayerGraph) -> str:

@@ -58,12 +58,17 @@ class StepPlan:
         if self._planned[0] is not context or self._planned[1] is not metadata:
             self._refresh(metadata, q.shape[0])
             self._planned = context, metadata
+        return self._attend(q, kv_cache, layer, metadata.decode.block_table)
+
+    def _attend(
+        self, q: torch.Tensor, kv_cache: torch.Tensor, layer: Any, block_table: torch.Tensor
+    ) -> torch.Tensor:
         out = self.out[: q.shape[0]]
         attention.persistent_mla_decode(
             q,
             kv_cache,
             self.plan,
-            block_table=metadata.decode.block_table,
+            block_table=block_table,
             softmax_scale=layer.impl.scale,
             q_scale=layer._q_scale.view(1),
             kv_scale=layer._k_scale.view(1),
@@ -105,16 +110,8 @@ class StepPlan:
                 self.plan.refresh(
                     qo_indptr=qo_indptr, seq_lens=seq_lens, num_tokens=tokens, max_query_len=length
                 )
-                attention.persistent_mla_decode(
-                    q.view(settings.q_dtype),
-                    kv_cache,
-                    self.plan,
-                    block_table=torch.zeros((batch, 1), dtype=torch.int32, device=device),
-                    softmax_scale=layer.impl.scale,
-                    q_scale=layer._q_scale.view(1),
-                    kv_scale=layer._k_scale.view(1),
-                    out=self.out[:tokens],
-                )
+                table = torch.zeros((batch, 1), dtype=torch.int32, device=device)
+                self._attend(q.view(settings.q_dtype), kv_cache, layer, table)
         self._planned = (None, None)
 
 
