@@ -4,11 +4,8 @@ Each runs vLLM's piecewise backend with graph partition and a compile range for 
 the prerequisites of the flag, so that runs with the flag and without compare.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
-from typing import Any, TextIO
 
 from mla_fusion import config
 from mla_fusion.cli import child
@@ -17,7 +14,7 @@ BUCKET = 4
 PROMPTS = [(0, prompt) for prompt in ([1, 2, 3], [7], [*range(9, 60)], [5, 6])]
 
 
-def serve(job: child.Job, progress: TextIO) -> dict[str, Any]:
+def serve(job, progress):
     """Build the engines of a job, then run its prompts in one after the other.
 
     Options: flag; custom_pass (the pass object in vLLM's hook); provider and attention (the options
@@ -39,7 +36,7 @@ def serve(job: child.Job, progress: TextIO) -> dict[str, Any]:
     return {"engines": served, "graphs": graphs, "refreshes": refreshes, "children": children}
 
 
-def _serve_one(engine: Any, job: child.Job) -> dict[str, Any]:
+def _serve_one(engine, job):
     completions, _ = child.complete(engine, job.prompts, job.new_tokens, logprobs=2)
     ranked = [
         [sorted((x.logprob for x in seen.values()), reverse=True) for seen in c.logprobs]
@@ -57,9 +54,9 @@ def _serve_one(engine: Any, job: child.Job) -> dict[str, Any]:
     return result
 
 
-def _arguments(options: dict[str, Any]) -> dict[str, Any]:
+def _arguments(options):
     """Arguments of `child.build`."""
-    compilation: dict[str, Any] = {
+    compilation = {
         "mode": 3,
         "backend": "inductor",
         "use_inductor_graph_partition": True,
@@ -86,7 +83,7 @@ def _arguments(options: dict[str, Any]) -> dict[str, Any]:
     return arguments
 
 
-def _configure_cpu(method: str | None) -> None:
+def _configure_cpu(method):
     """Let vLLM start its processes by `method`, which on a CPU it spawns. Without one, do what the
     plugin does for the flag on a CPU, for engines that run without it.
     """
@@ -106,25 +103,25 @@ def _configure_cpu(method: str | None) -> None:
     CpuPlatform.check_and_update_config = classmethod(check)
 
 
-def _record_graphs() -> dict[str, str]:
+def _record_graphs():
     """The printed code of every graph after all passes, by its token range."""
     from vllm.compilation.passes import pass_manager
     from vllm.compilation.passes.inductor_pass import InductorPass, get_pass_context
 
     class Nothing(InductorPass):
-        def __init__(self, *args: Any) -> None:
+        def __init__(self, *args):
             pass
 
-        def __call__(self, graph: Any) -> None:
+        def __call__(self, graph):
             pass
 
-    graphs: dict[str, str] = {}
+    graphs = {}
     # vLLM's own last step names CUDA-only ops and raises on a CPU build. Where the flag stays on,
     # the plugin puts pass 5 in its place.
     pass_manager.FixFunctionalizationPass = Nothing
     original = pass_manager.PostGradPassManager.__call__
 
-    def call(self: Any, graph: Any) -> None:
+    def call(self, graph):
         original(self, graph)
         r = get_pass_context().compile_range
         graphs[f"{r.start}-{r.end}"] = graph.python_code("self").src
@@ -133,14 +130,14 @@ def _record_graphs() -> dict[str, str]:
     return graphs
 
 
-def _count_refreshes() -> list[tuple[int, int]]:
+def _count_refreshes():
     """(query rows, sequences) of every refresh of a portable plan."""
     from mla_fusion.attention import PersistentDecodePlan
 
-    seen: list[tuple[int, int]] = []
+    seen = []
     original = PersistentDecodePlan.refresh
 
-    def refresh(self: Any, **arguments: Any) -> None:
+    def refresh(self, **arguments):
         original(self, **arguments)
         seen.append((self.step.num_tokens, self.step.batch))
 
@@ -148,7 +145,7 @@ def _count_refreshes() -> list[tuple[int, int]]:
     return seen
 
 
-def _exported_steps() -> dict[str, float]:
+def _exported_steps():
     """This library's counter as vLLM's /metrics endpoint shows it."""
     from vllm.v1.metrics.prometheus import get_prometheus_registry
 
@@ -160,13 +157,13 @@ def _exported_steps() -> dict[str, float]:
     }
 
 
-def _break_provider() -> None:
+def _break_provider():
     """Let the reference provider raise when it is called for the third time from now."""
     from mla_fusion.kernels import reference
 
     original, calls = reference.fused_mla_decode_prep, []
 
-    def raise_at_last(*args: Any, **kwargs: Any) -> Any:
+    def raise_at_last(*args, **kwargs):
         calls.append(None)
         if len(calls) == 3:
             raise RuntimeError("planted: an illegal memory access was encountered")

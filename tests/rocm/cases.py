@@ -1,4 +1,4 @@
-"""Batches, cases, and the result of a case."""
+"""Batches and cases."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Batch:
     drafts: int = 0
 
     @property
-    def live(self) -> int:
+    def live(self):
         return sum(new for _, new in self.requests)
 
 
@@ -51,36 +51,3 @@ class Case:
     cache: str
     batch: str
     products: str = ""
-
-
-@dataclass
-class Result:
-    """A step with the passes, compared with the same step without them.
-
-    Attributes:
-        fault: why the double refused a call, or empty.
-        fused: how many layers the passes fused; declined: why not.
-        calls: how often each op of AITER was called in the fused run.
-        same_as_reference: whether query, cache and output equal the reference provider's bytes.
-        latent_steps, rope_steps: the largest difference of the two halves of the decode's query, in
-            steps of its type.
-        same: whether the live rows of the output equal those without the passes.
-        error, scale: the largest difference of them, and the largest value.
-        cache_equal: the share of equal bytes in the written cache entries.
-        cache_steps: the largest difference there in steps of the stored type.
-        elsewhere: whether no other byte of the cache changed.
-    """
-
-    fault: str = ""
-    fused: int = 0
-    declined: str = ""
-    calls: dict[str, int] | None = None
-    same_as_reference: bool = False
-    latent_steps: int = 0
-    rope_steps: int = 0
-    same: bool = False
-    error: float = 0.0
-    scale: float = 0.0
-    cache_equal: float = 0.0
-    cache_steps: int = 0
-    elsewhere: bool = False

@@ -1,24 +1,16 @@
 """`tests/engine/work.py` on vLLM's ROCm backend: the same job, on the imitated platform."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from tests import aiter_double
 from tests.engine import work
 from tests.rocm import imitation
 
-if TYPE_CHECKING:
-    from typing import TextIO
-
-    from mla_fusion.cli import child
-
 MODEL = "deepseek-v3-shaped"
 
 
-def serve(job: child.Job, progress: TextIO) -> dict[str, Any]:
+def serve(job, progress):
     """Serve, and count the calls of AITER's ops.
 
     Further options: architecture; heads (of the model, which has two layers and weights of unit

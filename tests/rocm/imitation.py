@@ -19,18 +19,15 @@ The metadata builder, `forward_mqa` and `MLAAttention` are vLLM's own; what they
 the double.
 """
 
-from __future__ import annotations
-
 import sys
 import types
-from typing import Any
 
 import torch
 
 from tests.aiter_double import ARCHITECTURES
 
 
-def imitate(architecture: str) -> None:
+def imitate(architecture):
     """Make this process's vLLM use ROCM_AITER_MLA of `architecture`; see the module's docstring.
 
     The double of aiter must be installed and stay so.
@@ -62,7 +59,7 @@ def imitate(architecture: str) -> None:
     rocm_aiter_mla._expand_page_indices_kernel = _ExpandPageIndices()
 
 
-def switch_products(on: str) -> None:
+def switch_products(on):
     """Which packed forms of W_UK layers made from now on may use: "", "fp8", "fp4+fp8"."""
     from vllm._aiter_ops import rocm_aiter_ops
 
@@ -70,15 +67,15 @@ def switch_products(on: str) -> None:
         setattr(rocm_aiter_ops, f"is_{form}bmm_enabled", lambda on=form in on: on)
 
 
-def fp8_of_vllm() -> torch.dtype:
+def fp8_of_vllm():
     """The fp8 type of vLLM's platform as it is now."""
     from vllm.platforms import current_platform
 
     return current_platform.fp8_dtype()
 
 
-def _name_the_gpu(architecture: str) -> None:
-    module: Any = types.ModuleType("amdsmi")
+def _name_the_gpu(architecture):
+    module = types.ModuleType("amdsmi")
     module.AmdSmiException = type("AmdSmiException", (Exception,), {})
     module.AmdSmiMemoryType = types.SimpleNamespace(VRAM=0)
     module.amdsmi_init = module.amdsmi_shut_down = lambda: None
@@ -97,14 +94,7 @@ def _name_the_gpu(architecture: str) -> None:
     del sys.modules["amdsmi"]
 
 
-def _concat_and_cache_mla(
-    kv_c: torch.Tensor,
-    k_pe: torch.Tensor,
-    kv_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    kv_cache_dtype: str,
-    scale: torch.Tensor,
-) -> None:
+def _concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale):
     """vLLM's cache write [blocks, size, 576]: rows with slot < 0 are skipped.
 
     An fp8 cache stores value / scale, computed in fp32, clamped to the finite range.
@@ -126,20 +116,14 @@ def _concat_and_cache_mla(
 class _ExpandPageIndices:
     """The Triton kernel of that name: block tables to one flat index for each cached token."""
 
-    def __getitem__(self, grid: tuple[int, int]) -> Any:
+    def __getitem__(self, grid):
         def launch(
-            page_indices: torch.Tensor,
-            block_table: torch.Tensor,
-            stride_0: int,
-            stride_1: int,
-            cu_num_tokens: torch.Tensor,
-            KERNEL_BLOCK_SIZE: int,
-            BLOCK_SIZE: int,
-        ) -> None:
+            page_indices, table, stride_0, stride_1, cu_num_tokens, KERNEL_BLOCK_SIZE, BLOCK_SIZE
+        ):
             ends = cu_num_tokens.tolist()
             for request in range(grid[0]):
                 token = torch.arange(ends[request + 1] - ends[request])
-                block = block_table[request, token // KERNEL_BLOCK_SIZE]
+                block = table[request, token // KERNEL_BLOCK_SIZE]
                 flat = block * KERNEL_BLOCK_SIZE + token % KERNEL_BLOCK_SIZE
                 page_indices[ends[request] : ends[request + 1]] = flat.to(torch.int32)
 

@@ -5,24 +5,14 @@ vLLM's own. The graph is traced from vLLM's code (tests/passes/graphs.py) in the
 runs three times: unchanged, with the aiter provider, and with the reference provider.
 """
 
-from __future__ import annotations
-
 import json
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mla_fusion.cli.compare import agreement
 from tests import aiter_double
 from tests.rocm import imitation
-from tests.rocm.cases import BATCHES, Batch, Case, Result
-
-if TYPE_CHECKING:
-    from typing import TextIO
-
-    from torch import fx
-
-    from mla_fusion.cli import child
+from tests.rocm.cases import BATCHES, Case
 
 HIDDEN, NOPE, ROPE, LATENT, VALUE, MAX_LENGTH = 64, 128, 64, 512, 128, 256
 BLOCKS, BLOCK = 96, 16
@@ -32,9 +22,7 @@ NAME = "model.layers.0.attn"
 class Backend:
     """One MLA layer of vLLM with its metadata builder and a filled cache."""
 
-    def __init__(
-        self, heads: int, cache: str, products: str, drafts: int, full_graphs: bool, folder: str
-    ) -> None:
+    def __init__(self, heads, cache, products, drafts, full_graphs, folder):
         from vllm.config import CUDAGraphMode, set_current_vllm_config
         from vllm.engine.arg_utils import EngineArgs
         from vllm.model_executor.layers.attention import MLAAttention
@@ -84,7 +72,7 @@ class Backend:
         self.stored = spec.dtype if cache == "auto" else imitation.fp8_of_vllm()
         self.cache = entries.to(self.stored).view(spec.dtype)
 
-    def metadata(self, batch: Batch, slots: torch.Tensor, tables: torch.Tensor) -> Any:
+    def metadata(self, batch, slots, tables):
         """The metadata of a batch, by vLLM's builder."""
         from vllm.v1.attention.backend import CommonAttentionMetadata
 
@@ -104,7 +92,7 @@ class Backend:
         )  # fmt: skip
 
 
-def _one_process(folder: str) -> None:
+def _one_process(folder):
     from vllm.distributed import parallel_state
 
     if not parallel_state.model_parallel_is_initialized():
@@ -113,7 +101,7 @@ def _one_process(folder: str) -> None:
         parallel_state.initialize_model_parallel(1, 1)
 
 
-def places(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def places(batch):
     """(slots of all rows, positions, block tables): each request has blocks of its own."""
     free = torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(2)).tolist()
     slots, positions, tables = [], [], []
@@ -128,7 +116,7 @@ def places(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.tensor(slots), torch.tensor(positions), torch.tensor(tables, dtype=torch.int32)
 
 
-def graph(case: Case) -> tuple[fx.GraphModule, Any]:
+def graph(case):
     """The layer's graph in the real widths, and what it was built from."""
     from tests.passes import graphs
 
@@ -143,10 +131,10 @@ def graph(case: Case) -> tuple[fx.GraphModule, Any]:
     return graphs.copy(_traced[key]), spec
 
 
-_traced: dict[tuple[int, str], fx.GraphModule] = {}
+_traced = {}
 
 
-def fuse(module: fx.GraphModule, layer: Any, provider: str) -> Any:
+def fuse(module, layer, provider):
     """The passes on a graph; the record of what they did."""
     from vllm.compilation.passes.inductor_pass import pass_context
     from vllm.config.utils import Range
@@ -165,7 +153,7 @@ def fuse(module: fx.GraphModule, layer: Any, provider: str) -> Any:
     return record
 
 
-def run(module: fx.GraphModule, spec: Any, backend: Backend, batch: Batch) -> list[torch.Tensor]:
+def run(module, spec, backend, batch):
     """One step on a fresh cache: the output, and the bytes of the cache [slots, entry]."""
     from vllm.forward_context import ForwardContext, override_forward_context
 
@@ -193,44 +181,57 @@ def run(module: fx.GraphModule, spec: Any, backend: Backend, batch: Batch) -> li
     return [outputs[0][: batch.live].clone(), cache.flatten(0, 1).view(torch.uint8)]
 
 
-def compare(case: Case, backend: Backend, double: aiter_double.Double) -> Result:
-    """Run one case with the passes and without."""
+def compare(case, backend, double):
+    """A step with the passes, compared with the same step without them.
+
+    fault: why the double refused a call, or empty. fused: how many layers the passes fused;
+    declined: why not. calls: how often each op of AITER was called in the fused run.
+    same_as_reference: whether cache and output equal the reference provider's bytes.
+    latent_steps, rope_steps: the largest difference of the two halves of the decode's query, in
+    steps of its type. same: whether the live rows of the output equal those without the passes.
+    error, scale: the largest difference of them, and the largest value. cache_equal, cache_steps:
+    the share of equal bytes in the written cache entries, and the largest difference there in steps
+    of the stored type. elsewhere: whether no other byte of the cache changed.
+    """
     from tests.passes import graphs
 
-    batch, result = BATCHES[case.batch], Result()
+    batch, same_as_reference = BATCHES[case.batch], False
     module, spec = graph(case)
     fused, by_reference = graphs.copy(module), graphs.copy(module)
     double.forget()
     before_out, before_cache = run(module, spec, backend, batch)
     before_query = attended(double, batch)
     record = fuse(fused, backend.layer, "aiter")
-    result.fused = record.fused
-    result.declined = ", ".join(d.code for d in record.declined.values())
     double.forget()
     out, cache = run(fused, spec, backend, batch)
-    result.calls = double.counts()
-    query = attended(double, batch)
-    result.latent_steps = _steps(query[..., :LATENT], before_query[..., :LATENT])
-    result.rope_steps = _steps(query[..., LATENT:], before_query[..., LATENT:])
+    calls, query = double.counts(), attended(double, batch)
     if hasattr(backend.layer, "W_UK_T"):
         fuse(by_reference, backend.layer, "reference")
         ref_out, ref_cache = run(by_reference, spec, backend, batch)
-        result.same_as_reference = torch.equal(out, ref_out) and torch.equal(cache, ref_cache)
-    result.same = torch.equal(out, before_out)
-    result.error = float((out.float() - before_out.float()).abs().max())
-    result.scale = float(before_out.float().abs().max())
+        same_as_reference = torch.equal(out, ref_out) and torch.equal(cache, ref_cache)
     slots = places(batch)[0]
     written = torch.zeros(len(cache), dtype=torch.bool)
     written[slots[slots >= 0]] = True
     a, b = cache[written], before_cache[written]
-    result.cache_equal = float((a == b).float().mean())
-    result.cache_steps = _steps(a.view(backend.stored), b.view(backend.stored))
     start = backend.cache.flatten(0, 1).view(torch.uint8)
-    result.elsewhere = torch.equal(cache[~written], start[~written])
-    return result
+    return {
+        "fault": "",
+        "fused": record.fused,
+        "declined": ", ".join(d.code for d in record.declined.values()),
+        "calls": calls,
+        "same_as_reference": same_as_reference,
+        "latent_steps": _steps(query[..., :LATENT], before_query[..., :LATENT]),
+        "rope_steps": _steps(query[..., LATENT:], before_query[..., LATENT:]),
+        "same": torch.equal(out, before_out),
+        "error": float((out.float() - before_out.float()).abs().max()),
+        "scale": float(before_out.float().abs().max()),
+        "cache_equal": float((a == b).float().mean()),
+        "cache_steps": _steps(a.view(backend.stored), b.view(backend.stored)),
+        "elsewhere": torch.equal(cache[~written], start[~written]),
+    }
 
 
-def attended(double: aiter_double.Double, batch: Batch) -> torch.Tensor:
+def attended(double, batch):
     """The live rows [T, H, L + R] of the query that the decode of the last step was given.
 
     Heads may be padded. In a mixed batch T counts the decode tokens, and is 0 without any.
@@ -242,19 +243,13 @@ def attended(double: aiter_double.Double, batch: Batch) -> torch.Tensor:
     return torch.empty((0, 1, LATENT + ROPE), dtype=torch.bfloat16)
 
 
-def _steps(a: torch.Tensor, b: torch.Tensor) -> int:
-    """The largest distance in representable values; codes are sign and magnitude."""
+def _steps(a, b):
+    """The largest distance in representable values."""
     assert a.dtype == b.dtype
-    raw = torch.int16 if a.dtype == torch.bfloat16 else torch.int8
-
-    def ordered(x: torch.Tensor) -> torch.Tensor:
-        code = x.contiguous().view(raw).int()
-        return torch.where(code < 0, -(code & torch.iinfo(raw).max), code)
-
-    return int((ordered(a) - ordered(b)).abs().max()) if a.numel() else 0
+    return agreement((a.contiguous(), b.contiguous()))[1]
 
 
-def run_all(job: child.Job, progress: TextIO) -> dict[str, Any]:
+def run_all(job, progress):
     """The results of the `cases` of one `architecture`."""
     torch.set_num_threads(1)
     architecture, results = job.options["architecture"], []
@@ -266,7 +261,7 @@ def run_all(job: child.Job, progress: TextIO) -> dict[str, Any]:
 
         kernels = cuda_ops.plain_kernels(pytest.MonkeyPatch())
         next(kernels)
-        backends: dict[Any, Backend] = {}
+        backends = {}
         for case in (Case(*c) for c in job.options["cases"]):
             batch = BATCHES[case.batch]
             key = (case.heads, case.cache, case.products, batch.drafts, batch.dummies > 0)
@@ -275,5 +270,5 @@ def run_all(job: child.Job, progress: TextIO) -> dict[str, Any]:
             try:
                 results.append(compare(case, backends[key], double))
             except aiter_double.Fault as fault:
-                results.append(Result(fault=f"{type(fault).__name__}: {fault}"))
-    return {"results": [asdict(r) for r in results]}
+                results.append({"fault": f"{type(fault).__name__}: {fault}", "calls": {}})
+    return {"results": results}

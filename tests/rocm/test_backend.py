@@ -4,21 +4,15 @@ The matrix: every batch with 12 and 16 heads, and one batch of each kind with 8,
 each with a bf16 and an fp8 cache, on gfx942 and gfx950. No AMD hardware is involved.
 """
 
-from __future__ import annotations
-
+import functools
 from dataclasses import astuple
-from functools import cached_property
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
 
 import pytest
 
 from mla_fusion.cli import child
 from tests import child as children
-from tests.rocm.cases import BATCHES, Case, Result
-
-if TYPE_CHECKING:
-    import subprocess
-    from collections.abc import Iterator
+from tests.rocm.cases import BATCHES, Case
 
 pytestmark = pytest.mark.engine
 FUSED, GLUON, DECODE = "fused_qk_rope_concat_and_cache_mla", "mla_gluon", "mla_decode_fwd"
@@ -56,48 +50,39 @@ ALL = [(architecture, case) for architecture in ARCHITECTURES for case in CASES[
 
 
 @pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Started]]:
-    """A process for each architecture, both at once."""
+def results(tmp_path_factory):
+    """results(architecture), of its cases; a process for each, both at once."""
     made = {}
     for architecture in ARCHITECTURES:
         options = {"architecture": architecture, "cases": [*map(astuple, CASES[architecture])]}
         folder = tmp_path_factory.mktemp(architecture)
         job = children.job("tests.rocm.steps:run_all", folder, options=options, plugin=False)
-        made[architecture] = Started(job, child.start(job))
-    yield made
-    for one in made.values():
-        one.process.kill()
+        made[architecture] = job, child.start(job)
+
+    @functools.cache
+    def of(architecture):
+        found = child.result(*made[architecture])["results"]
+        return [SimpleNamespace(**result) for result in found]
+
+    yield of
+    for _, process in made.values():
+        process.kill()
 
 
-class Started:
-    """The process of one architecture."""
-
-    def __init__(self, job: child.Job, process: subprocess.Popen[str]) -> None:
-        self.job, self.process = job, process
-
-    @cached_property
-    def results(self) -> list[Result]:
-        """What became of each case."""
-        return [Result(**result) for result in child.result(self.job, self.process)["results"]]
-
-
-def decode_only(case: Case) -> bool:
+def decode_only(case):
     return all(cached for cached, _ in BATCHES[case.batch].requests)
 
 
-def words(value: str | Case) -> str:
+def words(value):
     return value if isinstance(value, str) else "-".join(map(str, astuple(value)))
 
 
 @pytest.mark.parametrize("architecture, case", ALL, ids=words)
-def test_a_step_is_what_it_is_without_the_flag(
-    started: dict[str, Started], architecture: str, case: Case
-) -> None:
-    got = started[architecture].results[CASES[architecture].index(case)]
+def test_a_step_is_what_it_is_without_the_flag(results, architecture, case):
+    got = results(architecture)[CASES[architecture].index(case)]
     assert not got.fault
     assert (got.fused, got.declined) == (1, "")
     assert got.elsewhere, "bytes outside the addressed slots changed"
-    assert got.calls is not None
     assert got.calls.get(FUSED, 0) == decode_only(case)
     decodes = got.calls.get(GLUON, 0) + got.calls.get(DECODE, 0)
     assert decodes == (case.batch != "prefill")
@@ -123,9 +108,7 @@ def test_a_step_is_what_it_is_without_the_flag(
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_matrix_reaches_every_decode_of_the_backend(
-    started: dict[str, Started], architecture: str
-) -> None:
-    called = {op for got in started[architecture].results for op in got.calls or ()}
+def test_the_matrix_reaches_every_decode_of_the_backend(results, architecture):
+    called = {op for got in results(architecture) for op in got.calls}
     assert {FUSED, DECODE, "get_mla_metadata_v1"} <= called
     assert (GLUON in called) == (architecture == "gfx950")

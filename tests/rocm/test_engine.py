@@ -3,18 +3,11 @@
 Prompts of several lengths mixed with decode, and speculative decoding. No AMD hardware is involved.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
 import pytest
 
 from mla_fusion.cli import child
 from tests import child as children
 from tests.engine.work import BUCKET
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.engine
 FUSED = "fused_qk_rope_concat_and_cache_mla"
@@ -28,7 +21,7 @@ MAX_TOKENS = 6
 DRAFTS = 3
 SPECULATIVE = {"method": "ngram", "num_speculative_tokens": DRAFTS, "prompt_lookup_max": 2}
 # (options, arguments of the engine)
-ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+ENGINES = {
     "gfx950, bf16 cache, 16 heads, speculating": (
         {"architecture": "gfx950", "heads": 16, "bucket": BUCKET * (1 + DRAFTS)},
         {"speculative_config": SPECULATIVE},
@@ -44,7 +37,7 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 BOUND = 0.2
 
 
-def pair(name: str, folder: Path) -> list[dict[str, Any]]:
+def pair(name, folder):
     """What the engine did with the flag and without, both at once."""
     options, engine = ENGINES[name]
     started = []
@@ -63,7 +56,7 @@ def pair(name: str, folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_the_engine_serves_what_it_serves_without_the_flag(name: str, tmp_path: Path) -> None:
+def test_the_engine_serves_what_it_serves_without_the_flag(name, tmp_path):
     on, off = pair(name, tmp_path)
     assert on["calls"][FUSED] > 0
     assert FUSED not in off["calls"]
