@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 LOG = "engine.log"
 _JOB, _RESULT = "job.json", "result.json"
-_LONGCAT = "longcat_flash"
 # vLLM's own settings for a small engine without a network, inside one process.
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -262,16 +261,12 @@ def engine_arguments(**arguments: Any) -> Any:
         # By name: where the CPU has AMX, vLLM would take another, which packs W_UK.
         small["attention_backend"] = "CPU_MLA"
         model = json.loads((Path(arguments["model"]) / "config.json").read_text())
-        if model["model_type"] == _LONGCAT:
-            _skip_experts_of_longcat()
+        if model["model_type"] == "longcat_flash":
+            from vllm.model_executor.models import longcat_flash
+
+            # Its "zero experts" have no routing kernel on a CPU; the attention does not read them.
+            longcat_flash.LongcatMoe.forward = lambda self, hidden_states: hidden_states
     return EngineArgs(**{**small, **arguments})
-
-
-def _skip_experts_of_longcat() -> None:
-    """Its "zero experts" have no routing kernel on a CPU; the attention does not read them."""
-    from vllm.model_executor.models import longcat_flash
-
-    longcat_flash.LongcatMoe.forward = lambda self, hidden_states: hidden_states
 
 
 def complete(

@@ -83,16 +83,9 @@ def write(name: str, folder: Path, seed: int = 0, **changes: Any) -> Path:
 def weights(model: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
     """All weights of a dense model by checkpoint name; a seed always gives the same ones."""
     generator = torch.Generator().manual_seed(seed)
-    hidden, heads, latent = (
-        model["hidden_size"],
-        model["num_attention_heads"],
-        model["kv_lora_rank"],
-    )
-    nope, rope, value = (
-        model["qk_nope_head_dim"],
-        model["qk_rope_head_dim"],
-        model["v_head_dim"],
-    )
+    hidden, heads = model["hidden_size"], model["num_attention_heads"]
+    latent, rope = model["kv_lora_rank"], model["qk_rope_head_dim"]
+    nope, value = model["qk_nope_head_dim"], model["v_head_dim"]
 
     def linear(out: int, into: int, gain: float = 1.0) -> torch.Tensor:
         random = torch.randn(out, into, generator=generator)

@@ -14,13 +14,9 @@ from mla_fusion.report.reasons import Decline
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+_CACHE_TYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32")}
 # Opaque per-token byte formats, int8 and fp4 caches are written by kernels of their own.
-FUSABLE_CACHES = {"auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3"}
-_CACHE_TYPES = {
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-}
+FUSABLE_CACHES = {"auto", "fp8", "fp8_e4m3", *_CACHE_TYPES}
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ def graph(layer: LayerGraph) -> list[str]:
     out = [f"one layer, {len(layer.before)} ops before, {len(layer.after)} after ({legend})"]
     for stage, listed in zip(("before", "after"), rows(layer), strict=True):
         out.append(f"{stage}:")
-        names = _names(listed)
         shown = _near_changes(listed)
         hidden = 0
         for index, row in enumerate(listed):
@@ -26,8 +25,8 @@ def graph(layer: LayerGraph) -> list[str]:
                 continue
             out += _gap(hidden)
             hidden = 0
-            inputs = ", ".join(_rename(name, names) for name in row.node.inputs)
-            out.append(f"  {row.mark} {names[row.node.name]} = {row.op}({inputs})")
+            inputs = ", ".join(map(_short, row.node.inputs))
+            out.append(f"  {row.mark} {_short(row.node.name)} = {row.op}({inputs})")
             if row.mark == FUSED or row.node.result:
                 out[-1] += f" -> {row.node.result or 'nothing'}"
         out += _gap(hidden)
@@ -49,11 +48,6 @@ def _near_changes(listed: list[Row]) -> set[int]:
     return shown
 
 
-def _names(listed: list[Row]) -> dict[str, str]:
-    """Shorter names: torch calls every op that writes into a buffer auto_functionalized_N."""
-    return {row.node.name: row.node.name.replace("auto_functionalized", "out") for row in listed}
-
-
-def _rename(name: str, names: dict[str, str]) -> str:
-    node, dot, index = name.partition(".")
-    return names.get(node, node) + dot + index
+def _short(name: str) -> str:
+    """A shorter name: torch calls every op that writes into a buffer auto_functionalized_N."""
+    return name.replace("auto_functionalized", "out")
