@@ -53,7 +53,7 @@ def test_a_stray_write_is_counted():
     assert compare.poisoned(torch.ones(3).bfloat16()).view(torch.uint8).eq(compare.POISON).all()
 
 
-def test_the_distance_is_relative_and_keeps_nan() -> None:
+def test_the_distance_is_relative_and_keeps_nan():
     want = torch.tensor([3.0, 4.0])
     assert compare.distance(want, want) == 0
     assert compare.distance(want + torch.tensor([0.0, 0.5]), want) == 0.1

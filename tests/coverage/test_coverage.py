@@ -1,9 +1,6 @@
 """docs/coverage.md is true: of its results, of the installed vLLM, and of the library as it is."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import pytest
 import vllm
@@ -32,12 +29,12 @@ QUICK_NEIGHBOURS = (
 
 
 @pytest.fixture(scope="module")
-def sources() -> dict[str, Any]:
+def sources():
     return read_sources(Path(vllm.__file__).parent)
 
 
 @pytest.fixture(scope="module")
-def model_config(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def model_config(tmp_path_factory):
     """vLLM's config of a small MLA model."""
     from vllm.engine.arg_utils import EngineArgs
 
@@ -47,30 +44,30 @@ def model_config(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return args.create_engine_config().model_config
 
 
-def test_the_page_has_the_tables_of_its_results() -> None:
+def test_the_page_has_the_tables_of_its_results():
     assert page.text(page.PAGE.read_text()) == page.PAGE.read_text()
 
 
 @pytest.mark.parametrize("version", [page.NEW, page.OLD])
-def test_every_compiled_class_was_shown_by_an_engine(version: str) -> None:
+def test_every_compiled_class_was_shown_by_an_engine(version):
     assert set(page.shown(version)) == set(page.compiled(version))
 
 
 @pytest.mark.parametrize("version", [page.NEW, page.OLD])
-def test_every_layer_fused_or_declined_for_a_known_limit(version: str) -> None:
+def test_every_layer_fused_or_declined_for_a_known_limit(version):
     for name, (_, counts) in page.shown(version).items():
         declined = counts["declined"]
         assert counts["layers"] == counts["fused"] + sum(declined.values()) > 0, name
         assert set(declined) <= DECLINED.get(name, set()), name
 
 
-def test_the_installed_vllm_has_no_other_mla_class(sources: dict[str, Any]) -> None:
+def test_the_installed_vllm_has_no_other_mla_class(sources):
     if known := page.stored(VERSION):
         assert sources == {key: known[key] for key in sources}
     assert not page.of_its_own(sources)
 
 
-def test_what_a_release_has_of_its_own_is_found() -> None:
+def test_what_a_release_has_of_its_own_is_found():
     found = page.stored(page.NEW)
     found["architectures"] |= {"DeepseekV3ForCausalLM": [], "NewForCausalLM": ["new:Model"]}
     found["breakable"].append("AXK1ForCausalLM")
@@ -79,7 +76,7 @@ def test_what_a_release_has_of_its_own_is_found() -> None:
 
 
 @pytest.mark.parametrize("version", page.RELEASES)
-def test_every_architecture_is_shown_or_has_its_reason_in_every_release(version: str) -> None:
+def test_every_architecture_is_shown_or_has_its_reason_in_every_release(version):
     shown = set(page.shown(version) if version != page.SOURCES else page.compiled(page.NEW))
     for name, compiled in page.stored(version)["architectures"].items():
         if page.why_unreached(version, name):
@@ -89,7 +86,7 @@ def test_every_architecture_is_shown_or_has_its_reason_in_every_release(version:
 
 
 @pytest.mark.parametrize("name", unreachable.OF_ARCHITECTURE)
-def test_no_reason_is_left_of_what_has_gone(name: str) -> None:
+def test_no_reason_is_left_of_what_has_gone(name):
     there = [v for v in page.RELEASES if name in page.stored(v)["architectures"]]
     assert any(page.why_unreached(version, name) for version in there)
     for version in unreachable.OF_ARCHITECTURE[name].compiled:
@@ -99,8 +96,8 @@ def test_no_reason_is_left_of_what_has_gone(name: str) -> None:
 
 @pytest.mark.parametrize("name", unreachable.OF_ARCHITECTURE)
 def test_the_user_is_told_why_an_architecture_is_not_reached(
-    name: str, sources: dict[str, Any], model_config: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    name, sources, model_config, monkeypatch
+):
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")  # which vLLM sets itself, for good
     monkeypatch.delenv("VLLM_USE_BREAKABLE_CUDAGRAPH")
     said = unreachable.switched_off(name, model_config)
@@ -116,31 +113,31 @@ def test_the_user_is_told_why_an_architecture_is_not_reached(
 
 @pytest.mark.parametrize("version", [page.NEW, page.OLD])
 @pytest.mark.parametrize("engine", ["glm4_moe_lite+mtp", "longcat_flash+mtp"])
-def test_the_user_is_told_that_a_draft_head_is_in_no_graph(version: str, engine: str) -> None:
+def test_the_user_is_told_that_a_draft_head_is_in_no_graph(version, engine):
     [line] = [x for x in page.stored(version)["engines"][engine]["log"] if "[no-graph]" in x]
     assert "outside any graph: 1 MLA layers" in line or "1 in no graph" in line
 
 
-def test_spellings() -> None:
+def test_spellings():
     found = spellings.table()
     assert found == page.stored("spellings")
     assert {outcome for row in found.values() for outcome in row.values()} == {"fused"}
 
 
 @pytest.mark.parametrize("neighbour", on_graphs.ON_GRAPHS, ids=lambda n: n.name)
-def test_graphs_of_a_neighbour(neighbour: on_graphs.OnGraphs) -> None:
+def test_graphs_of_a_neighbour(neighbour):
     outcome = neighbour.outcome()
     assert outcome == page.stored("graphs")[neighbour.name]
     assert outcome["equal"]
     assert set(outcome["declined"]) == ({neighbour.reason} if neighbour.reason else set())
 
 
-def check_engine(name: str, found: dict[str, Any]) -> None:
+def check_engine(name, found):
     kept = page.stored(VERSION).get("engines") or page.stored(page.NEW)["engines"]
     assert found.get("classes") == kept[name]["classes"], (name, found.get("error"))
 
 
-def check_neighbour(neighbour: neighbours.Neighbour, results: dict[str, Any]) -> None:
+def check_neighbour(neighbour, results):
     """Its row is that of the page, and no engine passed because the feature did nothing."""
     row = page.neighbour_row(neighbour, results)
     assert row == page.neighbour_row(neighbour, page.stored("neighbours"))
@@ -161,13 +158,13 @@ def check_neighbour(neighbour: neighbours.Neighbour, results: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("neighbour", neighbours.NEIGHBOURS, ids=lambda n: n.name)
-def test_the_kept_results_of_a_neighbour(neighbour: neighbours.Neighbour) -> None:
+def test_the_kept_results_of_a_neighbour(neighbour):
     """The engines of most of them run at night only."""
     check_neighbour(neighbour, page.stored("neighbours"))
 
 
 @pytest.mark.engine
-def test_quick_engines() -> None:
+def test_quick_engines():
     jobs = [e.job() for e in models.ENGINES if e.name in QUICK_ENGINES]
     assert len(jobs) == len(QUICK_ENGINES)
     for name, result in run(jobs).items():
@@ -177,7 +174,7 @@ def test_quick_engines() -> None:
 
 
 @pytest.mark.engine
-def test_quick_neighbours(tmp_path: Path) -> None:
+def test_quick_neighbours(tmp_path):
     chosen = [n for n in neighbours.NEIGHBOURS if n.name.startswith(QUICK_NEIGHBOURS)]
     assert len(chosen) == len(QUICK_NEIGHBOURS)
     model = neighbours.write_model(tmp_path)
@@ -189,7 +186,7 @@ def test_quick_neighbours(tmp_path: Path) -> None:
 @pytest.mark.engine
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-def test_all_engines() -> None:
+def test_all_engines():
     for name, result in run([engine.job() for engine in models.ENGINES]).items():
         check_engine(name, result)
 
@@ -197,7 +194,7 @@ def test_all_engines() -> None:
 @pytest.mark.engine
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-def test_all_neighbours(tmp_path: Path) -> None:
+def test_all_neighbours(tmp_path):
     model = neighbours.write_model(tmp_path)
     results = run([job for n in neighbours.NEIGHBOURS for job in n.jobs(model)])
     for neighbour in neighbours.NEIGHBOURS:

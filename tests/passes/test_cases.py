@@ -4,8 +4,6 @@ The graphs are traced from vLLM's own RoPE code. What only one pass does is in
 test_single_passes.py and test_fix_functionalization.py.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import fx
@@ -41,7 +39,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-def test_nothing_to_do_is_the_same_object(number: int) -> None:
+def test_nothing_to_do_is_the_same_object(number):
     """No MLA layer, or none that the pass before this one rewrote."""
     modules = [fx.symbolic_trace(lambda x: x + 1)]
     modules += [build(Spec("deepseek"))] if number > 2 else []
@@ -54,9 +52,7 @@ def test_nothing_to_do_is_the_same_object(number: int) -> None:
 
 @pytest.mark.parametrize("rope", ROPES)
 @pytest.mark.parametrize("number", NUMBERS)
-def test_a_pass_alone_keeps_the_results_of_a_chain(
-    number: int, rope: str, plain_kernels: None
-) -> None:
+def test_a_pass_alone_keeps_the_results_of_a_chain(number, rope, plain_kernels):
     spec = Spec(rope, layers=2)
     module, step = build(spec), passes(spec)[number]
     if number == 5:
@@ -83,7 +79,7 @@ def test_a_pass_alone_keeps_the_results_of_a_chain(
 
 
 @pytest.mark.parametrize("spec", ALL, ids=str)
-def test_matched(spec: Spec) -> None:
+def test_matched(spec):
     module = build(spec)
     module.graph.eliminate_dead_code()  # AOT autograd leaves dead code of its own
     old = set(module.graph.nodes)
@@ -107,7 +103,7 @@ def test_matched(spec: Spec) -> None:
 
 
 @pytest.mark.parametrize("spec", ALL, ids=str)
-def test_matched_by_the_last_step(spec: Spec) -> None:
+def test_matched_by_the_last_step(spec):
     module = build(spec)
     old = set(module.graph.nodes)
     fuse(module, spec)
@@ -123,7 +119,7 @@ def test_matched_by_the_last_step(spec: Spec) -> None:
     check_metadata(module, old)
 
 
-def check_metadata(module: fx.GraphModule, old: set[fx.Node]) -> None:
+def check_metadata(module, old):
     """Invariant 10: each new node has a value of the right shape, from its op's own fake."""
     new = [n for n in module.graph.nodes if n not in old]
     assert new
@@ -141,7 +137,7 @@ def check_metadata(module: fx.GraphModule, old: set[fx.Node]) -> None:
                 assert user.meta["val"] is values[user.args[1]]
 
 
-def assert_kept(module: fx.GraphModule, spec: Spec, reason: str) -> None:
+def assert_kept(module, spec, reason):
     """No layer fuses, each declines for `reason`, and the graph is the same code."""
     before = printed(module)
     record = fuse(module, spec)
@@ -151,12 +147,12 @@ def assert_kept(module: fx.GraphModule, spec: Spec, reason: str) -> None:
 
 
 @pytest.mark.parametrize("name", edits.NEAR_MISSES)
-def test_near_miss_is_kept(name: str) -> None:
+def test_near_miss_is_kept(name):
     assert_kept(*edits.near_miss(name))
 
 
 @pytest.mark.parametrize("spec", SPELLINGS, ids=str)
-def test_missing_metadata_is_a_decline(spec: Spec) -> None:
+def test_missing_metadata_is_a_decline(spec):
     for argument in ("q", "kv_c_normed", "k_pe", "output"):
         module = build(spec)
         del edits.attention(module).kwargs[argument].meta["val"]
@@ -164,7 +160,7 @@ def test_missing_metadata_is_a_decline(spec: Spec) -> None:
 
 
 @pytest.mark.parametrize("spec", SPELLINGS, ids=str)
-def test_a_value_that_something_else_reads_is_kept(spec: Spec) -> None:
+def test_a_value_that_something_else_reads_is_kept(spec):
     rotated = () if spec.rope == "nope" else ("q", "k_pe")
     for argument in (*rotated, "kv_cache_dummy_dep"):
         module = build(spec)
@@ -172,7 +168,7 @@ def test_a_value_that_something_else_reads_is_kept(spec: Spec) -> None:
         assert_kept(module, spec, "shared-rotation")
 
 
-def test_unrotated_values_may_have_other_users(plain_kernels: None) -> None:
+def test_unrotated_values_may_have_other_users(plain_kernels):
     spec = Spec("native")
     module = build(spec)
     for projection in find_all(module, aten.mm.default):
@@ -182,7 +178,7 @@ def test_unrotated_values_may_have_other_users(plain_kernels: None) -> None:
     assert_same(run(before, spec), run(module, spec), BATCHES["decode"])
 
 
-def test_nope_may_have_other_users() -> None:
+def test_nope_may_have_other_users():
     """Nothing is rotated, so q and k_pe are the same values before and after."""
     spec = Spec("nope")
     module = build(spec)
@@ -192,7 +188,7 @@ def test_nope_may_have_other_users() -> None:
 
 
 @pytest.mark.parametrize("rope", ROPES)
-def test_chain_of_layers(rope: str, plain_kernels: None) -> None:
+def test_chain_of_layers(rope, plain_kernels):
     spec = Spec(rope, layers=2)
     module = build(spec)
     record = fuse(module, spec)
@@ -208,7 +204,7 @@ def test_chain_of_layers(rope: str, plain_kernels: None) -> None:
     assert printed(module) == before
 
 
-def test_one_layer_of_a_chain_is_kept(plain_kernels: None) -> None:
+def test_one_layer_of_a_chain_is_kept(plain_kernels):
     spec = Spec("deepseek", layers=3)
     module = build(spec)
     kept = edits.attention(module, 1)
@@ -223,7 +219,7 @@ def test_one_layer_of_a_chain_is_kept(plain_kernels: None) -> None:
 
 
 @pytest.mark.parametrize("spec", [Spec("native"), Spec("flashinfer", layers=2)], ids=str)
-def test_unchanged_graph_is_the_same_object(spec: Spec) -> None:
+def test_unchanged_graph_is_the_same_object(spec):
     module = build(spec)
     graph, nodes, before = module.graph, list(module.graph.nodes), printed(module)
     metas = [dict(node.meta) for node in nodes]
@@ -236,7 +232,7 @@ def test_unchanged_graph_is_the_same_object(spec: Spec) -> None:
 
 
 @pytest.mark.parametrize("spec", ALL, ids=str)
-def test_numerics_are_equal(spec: Spec, plain_kernels: None) -> None:
+def test_numerics_are_equal(spec, plain_kernels):
     """Invariant 3: a batch that is not decode-only is exact, also after everything is in-place."""
     module = build(spec)
     fuse(module, spec)
@@ -255,7 +251,7 @@ def test_numerics_are_equal(spec: Spec, plain_kernels: None) -> None:
 
 @pytest.mark.parametrize("rope", ["flashinfer", "nope"])
 @pytest.mark.parametrize("quantized", [False, True])
-def test_fp8_cache(rope: str, quantized: bool, plain_kernels: None) -> None:
+def test_fp8_cache(rope, quantized, plain_kernels):
     """Equal to the byte, but for a rotated value: it is rounded once, and not twice as before."""
     spec = Spec(rope, dtype=torch.bfloat16, kv_cache_dtype="fp8")
     module = build(spec)
@@ -268,7 +264,7 @@ def test_fp8_cache(rope: str, quantized: bool, plain_kernels: None) -> None:
         assert_same(before, after, batch, tolerance=tolerance)
 
 
-def test_census_counts_one_layer() -> None:
+def test_census_counts_one_layer():
     spec = Spec("deepseek", layers=3)
     layer = fuse(build(spec), spec).layer
     assert layer is not None

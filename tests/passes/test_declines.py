@@ -6,7 +6,7 @@ Reasons that the graph gives are in test_cases.py, by `edits.NEAR_MISSES`.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from torch import fx
@@ -18,9 +18,6 @@ from tests.passes import edits, graphs
 from tests.passes.fake_engine import Engine, fuse, reasons
 from tests.passes.graphs import Spec, build, printed
 
-if TYPE_CHECKING:
-    from mla_fusion.config.eligibility import LayerFacts
-
 LAYER_REASONS = {code for code, reason in REASONS.items() if reason.scope == "layer"}
 PASSES = (
     "CanonicalizeMLARoPEPass",
@@ -29,12 +26,12 @@ PASSES = (
 )
 
 
-def explode(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def explode(monkeypatch, name):
     """Let one of the passes raise after it changed the graph."""
     original = getattr(pipeline, name)
 
-    def make(*args: Any) -> Any:
-        def step(graph: fx.Graph) -> None:
+    def make(*args):
+        def step(graph):
             original(*args)(graph)
             raise ValueError("planted")
 
@@ -45,9 +42,7 @@ def explode(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
 @pytest.mark.parametrize("name", PASSES)
 @pytest.mark.parametrize("rope", ["native", "flashinfer", "cat_fused"])
-def test_invariant_4_failing_pass_puts_the_graph_back(
-    name: str, rope: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_invariant_4_failing_pass_puts_the_graph_back(name, rope, monkeypatch, caplog):
     spec = Spec(rope, layers=2)
     module = build(spec)
     nodes, before = list(module.graph.nodes), printed(module)
@@ -68,7 +63,7 @@ def test_invariant_4_failing_pass_puts_the_graph_back(
     assert fuse(module, spec).fused == 2
 
 
-def test_invariant_4_invalid_graph_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invariant_4_invalid_graph_is_put_back(monkeypatch):
     """A graph that does not pass lint counts as an error of a pass."""
     spec = Spec("native")
     module = build(spec)
@@ -94,14 +89,12 @@ LAYERS: list[tuple[str, str, Any]] = [
 
 
 @pytest.mark.parametrize("reason, attribute, value", LAYERS)
-def test_invariant_4_layer_that_cannot_be_served_is_left(
-    reason: str, attribute: str, value: Any
-) -> None:
+def test_invariant_4_layer_that_cannot_be_served_is_left(reason, attribute, value):
     """One of two layers declines, whole, and the other is fused; then both decline."""
     spec = Spec("deepseek", layers=2)
     names = graphs.layer_names(spec)
 
-    def facts(*declining: str) -> dict[str, LayerFacts]:
+    def facts(*declining):
         engine = Engine(spec)
         for name in declining:
             layer: Any = engine.layers[name]
@@ -119,7 +112,7 @@ def test_invariant_4_layer_that_cannot_be_served_is_left(
 
 
 @pytest.mark.parametrize("alike", [True, False])
-def test_layer_whose_name_is_not_known_gets_the_facts_of_all(alike: bool) -> None:
+def test_layer_whose_name_is_not_known_gets_the_facts_of_all(alike):
     """A graph input without a value: the layers that it may stand for must agree."""
     spec = Spec("native", layers=2)
     engine, module = Engine(spec), build(spec)
@@ -135,9 +128,7 @@ def test_layer_whose_name_is_not_known_gets_the_facts_of_all(alike: bool) -> Non
 
 @pytest.mark.parametrize("skipped", PASSES[1:])
 @pytest.mark.parametrize("rope", ["native", "flashinfer", "cat_fused", "nope"])
-def test_invariant_4_unfused_pair_is_put_back(
-    rope: str, skipped: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_invariant_4_unfused_pair_is_put_back(rope, skipped, monkeypatch):
     """What pass 2 or 3 changed and the next one left, the graph is put back."""
     spec = Spec(rope, layers=2)
     module = build(spec)
@@ -148,7 +139,7 @@ def test_invariant_4_unfused_pair_is_put_back(
     assert printed(module) == before
 
 
-def test_invariant_4_every_layer_reason_has_a_test() -> None:
+def test_invariant_4_every_layer_reason_has_a_test():
     elsewhere = {
         "pass-error",
         "unfused-pair",

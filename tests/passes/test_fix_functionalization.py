@@ -6,8 +6,6 @@ goes through copy and slice_scatter, as in its own models, and raises on any oth
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 import torch
 from torch import fx
@@ -23,21 +21,18 @@ from tests.passes.cuda_ops import define_cuda_ops
 from tests.passes.fake_engine import BATCHES, assert_same, fuse, run
 from tests.passes.graphs import NOPE, Spec, build, find, find_all, printed
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 aten = torch.ops.aten
 FUSED, ATTENTION = (f"{ops.NAMESPACE}::{name}" for name in (ops.FUSED, ops.ATTENTION))
 CAT = Spec("cat_fused")
 
 
-def fix(module: fx.GraphModule) -> list[str]:
+def fix(module):
     result = MLAFixFunctionalizationPass(None)(module.graph)
     module.graph.lint()
     return list(result.rewritten)
 
 
-def fix_and_compare(module: fx.GraphModule) -> None:
+def fix_and_compare(module):
     """Run the pass on a graph of `CAT`: equal results, and nothing left for a second run."""
     before = graphs.copy(module)
     fix(module)
@@ -48,7 +43,7 @@ def fix_and_compare(module: fx.GraphModule) -> None:
 
 
 @pytest.fixture
-def vllm_step() -> Iterator[FixFunctionalizationPass]:
+def vllm_step():
     """vLLM's own last step, with the CUDA ops that it names and a CPU build lacks."""
     from vllm.config import VllmConfig, set_current_vllm_config
 
@@ -58,7 +53,7 @@ def vllm_step() -> Iterator[FixFunctionalizationPass]:
         yield FixFunctionalizationPass(config)
 
 
-def test_near_miss_old_value_is_read_later(plain_kernels: None) -> None:
+def test_near_miss_old_value_is_read_later(plain_kernels):
     """In place, the reader of the unrotated query would see the rotated one: stays functional."""
     spec = Spec("native")
     module = build(spec)
@@ -72,7 +67,7 @@ def test_near_miss_old_value_is_read_later(plain_kernels: None) -> None:
         assert_same(run(before, spec, batch), run(module, spec, batch), batch, tolerance=1e-5)
 
 
-def test_near_miss_scatter_elsewhere(plain_kernels: None) -> None:
+def test_near_miss_scatter_elsewhere(plain_kernels):
     """A slice_scatter to another place is no copy back."""
     module = build(CAT)
     scatter = find(module, aten.slice_scatter.default)
@@ -81,7 +76,7 @@ def test_near_miss_scatter_elsewhere(plain_kernels: None) -> None:
     assert find_all(module, aten.slice_scatter.default)
 
 
-def test_rest_of_the_ops_is_left_to_vllm() -> None:
+def test_rest_of_the_ops_is_left_to_vllm():
     """Whatever is not named here goes to the step that this pass wraps."""
     seen: list[fx.Graph] = []
     module = build(CAT)
@@ -90,7 +85,7 @@ def test_rest_of_the_ops_is_left_to_vllm() -> None:
     assert functionalized_op(edits.attention(module)) == edits.ATTENTION
 
 
-def test_missing_metadata_does_not_matter(plain_kernels: None) -> None:
+def test_missing_metadata_does_not_matter(plain_kernels):
     module = build(CAT)
     for node in module.graph.nodes:
         node.meta.pop("val", None)
@@ -98,7 +93,7 @@ def test_missing_metadata_does_not_matter(plain_kernels: None) -> None:
     assert_same(run(build(CAT), CAT), run(module, CAT), BATCHES["decode"])
 
 
-def test_output_read_by_several_getitems(plain_kernels: None) -> None:
+def test_output_read_by_several_getitems(plain_kernels):
     module = build(CAT)
     call = find(module, edits.CAT_FUSED)
     for index in (0, 1, 2):
@@ -108,9 +103,7 @@ def test_output_read_by_several_getitems(plain_kernels: None) -> None:
 
 
 @pytest.mark.parametrize("spec", [CAT, Spec("cat_fused", True, 2, q_lora=True)], ids=str)
-def test_regular_chain_as_vllm_does(
-    spec: Spec, vllm_step: FixFunctionalizationPass, plain_kernels: None
-) -> None:
+def test_regular_chain_as_vllm_does(spec, vllm_step, plain_kernels):
     """On the graph that vLLM's step was written for, both write the same code."""
     theirs, ours = build(spec), build(spec)
     vllm_step(theirs.graph)
@@ -119,7 +112,7 @@ def test_regular_chain_as_vllm_does(
     assert_same(run(build(spec), spec), run(ours, spec), BATCHES["decode"])
 
 
-def _query_without_users(module: fx.GraphModule) -> None:
+def _query_without_users(module):
     """Nothing reads the rotated query: it has no getitem 1."""
     read = output(find(module, edits.CAT_FUSED), 1)
     assert read is not None
@@ -129,7 +122,7 @@ def _query_without_users(module: fx.GraphModule) -> None:
     module.graph.erase_node(read)
 
 
-def _query_used_directly(module: fx.GraphModule) -> None:
+def _query_used_directly(module):
     """The rotated query is joined to the rest without copy and slice_scatter."""
     read = output(find(module, edits.CAT_FUSED), 1)
     scatter = find(module, aten.slice_scatter.default)
@@ -142,13 +135,13 @@ def _query_used_directly(module: fx.GraphModule) -> None:
         module.graph.erase_node(find(module, target))
 
 
-def _without_copy(module: fx.GraphModule) -> None:
+def _without_copy(module):
     copy = find(module, aten.copy.default)
     copy.replace_all_uses_with(copy.args[1])
     module.graph.erase_node(copy)
 
 
-def _key_without_users(module: fx.GraphModule) -> None:
+def _key_without_users(module):
     read = output(find(module, edits.CAT_FUSED), 2)
     assert read is not None
     call = edits.attention(module)
@@ -169,9 +162,7 @@ CRASHES = {
 
 
 @pytest.mark.parametrize("name", CRASHES)
-def test_vllm_raises_and_this_pass_survives(
-    name: str, vllm_step: FixFunctionalizationPass, plain_kernels: None
-) -> None:
+def test_vllm_raises_and_this_pass_survives(name, vllm_step, plain_kernels):
     edit, error, message = CRASHES[name]
     module = build(CAT)
     edit(module)
@@ -181,7 +172,7 @@ def test_vllm_raises_and_this_pass_survives(
     fix_and_compare(module)
 
 
-def test_slice_scatter_without_copy_is_taken_out_too() -> None:
+def test_slice_scatter_without_copy_is_taken_out_too():
     module = build(CAT)
     _without_copy(module)
     assert len(fix(module)) == 1
@@ -190,7 +181,7 @@ def test_slice_scatter_without_copy_is_taken_out_too() -> None:
 
 @pytest.mark.filterwarnings("error:erase_node")
 @pytest.mark.parametrize("read", [True, False])
-def test_two_scatters_of_one_slice_are_taken_out_once_each(read: bool) -> None:
+def test_two_scatters_of_one_slice_are_taken_out_once_each(read):
     module = build(CAT)
     scatter = find(module, aten.slice_scatter.default)
     with module.graph.inserting_after(scatter):
@@ -201,7 +192,7 @@ def test_two_scatters_of_one_slice_are_taken_out_once_each(read: bool) -> None:
     assert not find_all(module, aten.slice_scatter.default)
 
 
-def test_rewritten_names_the_calls_that_are_in_place_now() -> None:
+def test_rewritten_names_the_calls_that_are_in_place_now():
     spec = Spec("native")
     module = build(spec)
     edits.read_also(module, find(module, aten.mm.default, 1))
@@ -210,7 +201,7 @@ def test_rewritten_names_the_calls_that_are_in_place_now() -> None:
     assert fix(module) == [attention.name]
 
 
-def test_metadata_is_that_of_the_ops_own_result() -> None:
+def test_metadata_is_that_of_the_ops_own_result():
     module = build(CAT)
     call = find(module, edits.CAT_FUSED)
     values = call.meta["val"]
@@ -229,18 +220,18 @@ def test_metadata_is_that_of_the_ops_own_result() -> None:
         ([2, 3, 5, 2], (2, 3, 5, 2)),
     ],
 )
-def test_place_of_a_slice(place: list[int | None], normal: tuple[int | None, ...]) -> None:
+def test_place_of_a_slice(place, normal):
     assert fix_functionalization._normal(place) == normal
 
 
-def _in_place_on(module: fx.GraphModule, target: fx.Node) -> None:
+def _in_place_on(module, target):
     """The op rotates `target` [T, H, R] and nothing reads the rotated value."""
     _query_without_users(module)
     edits.set_argument(find(module, edits.CAT_FUSED), q_pe=target)
 
 
 @pytest.mark.parametrize("kind", ["placeholder", "get_attr"])
-def test_memory_of_the_caller_is_not_written(kind: str) -> None:
+def test_memory_of_the_caller_is_not_written(kind):
     module = build(CAT)
     q_pe = find(module, edits.CAT_FUSED).kwargs["q_pe"]
     module.register_buffer("given", torch.zeros(1))
@@ -251,22 +242,22 @@ def test_memory_of_the_caller_is_not_written(kind: str) -> None:
     assert fix(module) == []
 
 
-def _base(module: fx.GraphModule) -> fx.Node:
+def _base(module):
     """The projection whose memory the op writes into."""
     return probe.strip(find(module, edits.CAT_FUSED).kwargs["q_pe"], probe.VIEWS)
 
 
-def test_old_value_leaves_the_graph() -> None:
+def test_old_value_leaves_the_graph():
     module = build(CAT)
     edits.also_return(module, _base(module))
     assert fix(module) == []
 
 
-def _shape(node: fx.Node) -> str:
+def _shape(node):
     return str(node.meta["val"].shape)
 
 
-def test_old_value_without_metadata_is_copied_too() -> None:
+def test_old_value_without_metadata_is_copied_too():
     module = build(CAT)
     edits.also_return(module, _base(module))
     call = find(module, edits.CAT_FUSED)
@@ -277,7 +268,7 @@ def test_old_value_without_metadata_is_copied_too() -> None:
     assert _shape(second) == _shape(second.args[0])
 
 
-def test_copies_are_made_right_before_their_op() -> None:
+def test_copies_are_made_right_before_their_op():
     """A later op asks whether they read its memory before it."""
     module = build(CAT)
     call = find(module, edits.CAT_FUSED)
@@ -286,9 +277,7 @@ def test_copies_are_made_right_before_their_op() -> None:
 
 
 @pytest.mark.parametrize("with_vllm", [False, True])
-def test_old_value_that_leaves_the_graph_is_the_old_one(
-    with_vllm: bool, vllm_step: FixFunctionalizationPass, plain_kernels: None
-) -> None:
+def test_old_value_that_leaves_the_graph_is_the_old_one(with_vllm, vllm_step, plain_kernels):
     """vLLM's step, which this pass calls, makes any call of its op in-place, read later or not."""
     module = build(CAT)
     edits.also_return(module, _base(module))
@@ -302,7 +291,7 @@ def test_old_value_that_leaves_the_graph_is_the_old_one(
         assert_same(run(before, CAT, batch), run(module, CAT, batch), batch)
 
 
-def test_old_value_is_copied_later() -> None:
+def test_old_value_is_copied_later():
     """Of the query: a copy that feeds more than the scatter is a reader like any other."""
     module = build(CAT)
     base = _base(module)
@@ -312,13 +301,13 @@ def test_old_value_is_copied_later() -> None:
     assert fix(module) == []
 
 
-def test_a_reader_that_nothing_reads_does_not_count() -> None:
+def test_a_reader_that_nothing_reads_does_not_count():
     module = build(CAT)
     edits.add(module, module.graph.output_node(), aten.neg.default, _base(module))
     assert len(fix(module)) == 1
 
 
-def test_an_op_whose_results_nothing_reads_reads_the_old_value(plain_kernels: None) -> None:
+def test_an_op_whose_results_nothing_reads_reads_the_old_value(plain_kernels):
     """It writes the cache too, and with the key that it was given."""
     module = build(CAT)
     first = find(module, edits.CAT_FUSED)
@@ -327,7 +316,7 @@ def test_an_op_whose_results_nothing_reads_reads_the_old_value(plain_kernels: No
     fix_and_compare(module)
 
 
-def test_an_op_stays_if_its_results_go_with_a_scatter(plain_kernels: None) -> None:
+def test_an_op_stays_if_its_results_go_with_a_scatter(plain_kernels):
     """It writes the cache, though what reads its query is dead: a scatter of the same base."""
     module = build(CAT)
     first, scatter = find(module, edits.CAT_FUSED), find(module, aten.slice_scatter.default)
@@ -344,7 +333,7 @@ def test_an_op_stays_if_its_results_go_with_a_scatter(plain_kernels: None) -> No
     assert len(find_all(module, edits.CAT_FUSED)) == 2
 
 
-def test_memory_that_two_ops_write_one_after_the_other(plain_kernels: None) -> None:
+def test_memory_that_two_ops_write_one_after_the_other(plain_kernels):
     """The second op rotates what the first one rotated."""
     module = build(CAT)
     first = find(module, edits.CAT_FUSED)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -19,18 +19,13 @@ from tests import tally
 from tests.passes import grammar, graphs
 from tests.passes.fake_engine import (
     BATCHES,
-    Batch,
-    Outcome,
     assert_found,
     assert_same,
     fuse,
     passes,
     run,
 )
-from tests.passes.graphs import Spec, build, printed, state
-
-if TYPE_CHECKING:
-    from torch import fx
+from tests.passes.graphs import build, printed, state
 
 # fp32: the order of a sum. bf16: a rounding of 2**-9 to either side, which the attention and the
 # projection after it carry on. fp8: one step of the type.
@@ -42,7 +37,7 @@ ERRORS = {"pass-error", "unfused-pair", "unknown-layer"}
 SPECS = [s for s in grammar.SPECS for _ in range(2 if s.dtype is torch.float32 else 1)]
 
 
-def outcome(module: fx.GraphModule, spec: Spec, batch: Batch, quantized: bool) -> Outcome | None:
+def outcome(module, spec, batch, quantized):
     """What the graph computes; None if the edits made one that does not run."""
     try:
         return run(module, spec, batch, quantized)
@@ -50,13 +45,13 @@ def outcome(module: fx.GraphModule, spec: Spec, batch: Batch, quantized: bool) -
         return None
 
 
-def tolerance(spec: Spec) -> float:
+def tolerance(spec):
     """How far the results may lie apart."""
     name = "fp8" if spec.kv_cache_dtype == "fp8" else str(spec.dtype).removeprefix("torch.")
     return TOLERANCE[name]
 
 
-def comparable(before: Outcome, after: Outcome, spec: Spec) -> tuple[Outcome, Outcome]:
+def comparable(before, after, spec):
     """Both outcomes; without outputs where the attention amplifies a rounding to fp8.
 
     A fused decode step rounds a rotated value once, straight to fp8, the unfused one to bf16
@@ -69,7 +64,7 @@ def comparable(before: Outcome, after: Outcome, spec: Spec) -> tuple[Outcome, Ou
     return replace(before, outputs=[]), replace(after, outputs=[])
 
 
-def _same_given(before: Outcome, after: Outcome) -> bool:
+def _same_given(before, after):
     """Whether the attention is given the same queries and caches, to the bit."""
     try:
         for wanted, found in zip(before.queries, after.queries, strict=True):
@@ -80,7 +75,7 @@ def _same_given(before: Outcome, after: Outcome) -> bool:
     return all(torch.equal(a, b) for a, b in zip(before.caches, after.caches, strict=True))
 
 
-def twice(graph: fx.Graph, step: Any) -> Any:
+def twice(graph, step):
     """Run a pass, then again: the second run must change nothing. What the first one returned."""
     result = step(graph)
     graph.lint()
@@ -91,9 +86,7 @@ def twice(graph: fx.Graph, step: Any) -> Any:
     return result
 
 
-def fuse_twice(
-    module: fx.GraphModule, twin: fx.GraphModule, spec: Spec, quantized: bool
-) -> Counter[str]:
+def fuse_twice(module, twin, spec, quantized):
     """Passes 2 to 4 as vLLM runs them: how many layers fused, and declined by reason.
 
     `twin` is the same graph, to compare with.
@@ -116,7 +109,7 @@ def fuse_twice(
     return Counter({"fused": record.fused, **{f"declined__{k}": n for k, n in codes.items()}})
 
 
-def one_by_one(module: fx.GraphModule, spec: Spec, quantized: bool, last: int) -> None:
+def one_by_one(module, spec, quantized, last):
     """Passes 2 to `last`, each on its own and twice."""
     steps = passes(spec, quantized)
     stable_topological_sort(module.graph)
@@ -138,14 +131,7 @@ CASES: dict[str, Any] = {
 @pytest.mark.filterwarnings("error:erase_node")  # of a node that is gone
 @pytest.mark.usefixtures("plain_kernels")
 @given(**CASES)
-def test_edited_graphs_compute_the_same(
-    spec: Spec,
-    steps: list[tuple[Any, int, int]],
-    misplaced: int | None,
-    batch: Batch,
-    quantized: bool,
-    last: int,
-) -> None:
+def test_edited_graphs_compute_the_same(spec, steps, misplaced, batch, quantized, last):
     """`last` is the pass after which the graph is run: 2 to 4 alone, or all five as in vLLM."""
     assume(not (batch.has_rows_without_slot and grammar.mixes_rows(steps)))
     quantized = quantized and spec.kv_cache_dtype == "fp8"
@@ -178,7 +164,7 @@ def test_edited_graphs_compute_the_same(
 @pytest.mark.nightly
 @pytest.mark.usefixtures("plain_kernels")
 @pytest.mark.parametrize("spec", grammar.every_spec(), ids=grammar.describe)
-def test_every_spelling_of_the_grammar_fuses(spec: Spec) -> None:
+def test_every_spelling_of_the_grammar_fuses(spec):
     """All combinations of the options; the default run has every pair of them."""
     module, quantized = build(spec), spec.kv_cache_dtype == "fp8"
     before = {batch: run(module, spec, batch, quantized) for batch in BATCHES.values()}

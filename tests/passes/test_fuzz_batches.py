@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -14,15 +14,12 @@ from mla_fusion.passes.fix_functionalization import MLAFixFunctionalizationPass
 from tests import tally
 from tests.passes import grammar
 from tests.passes.fake_engine import BLOCK_SIZE, BLOCKS, POISON, Batch, assert_same, fuse, run
-from tests.passes.graphs import TRACED_TOKENS, Spec, build
+from tests.passes.graphs import TRACED_TOKENS, build
 from tests.passes.test_fuzz import comparable, tolerance
-
-if TYPE_CHECKING:
-    from torch import fx
 
 
 @st.composite
-def batches(draw: Any, spec: Spec) -> Batch:
+def batches(draw, spec):
     """Any step: `actual` of `rows` are tokens, `decode` of them decode tokens, in any slots."""
     rows = draw(st.integers(0, 7)) if spec.dynamic else TRACED_TOKENS
     if draw(st.integers(0, 9)) == 9:
@@ -40,7 +37,7 @@ def batches(draw: Any, spec: Spec) -> Batch:
     )
 
 
-def kind(batch: Batch) -> str:
+def kind(batch):
     """What the step is, for the count."""
     if batch.profile:
         return "profile_run"
@@ -52,7 +49,7 @@ def kind(batch: Batch) -> str:
 
 
 @functools.cache
-def compiled(spec: Spec, quantized: bool) -> tuple[fx.GraphModule, fx.GraphModule]:
+def compiled(spec, quantized):
     """A graph as it was, and as vLLM would compile it."""
     module = build(spec)
     assert fuse(module, spec, quantized_query=quantized).fused == spec.layers
@@ -60,7 +57,7 @@ def compiled(spec: Spec, quantized: bool) -> tuple[fx.GraphModule, fx.GraphModul
     return build(spec), module
 
 
-def assert_untouched(caches: list[torch.Tensor], batch: Batch) -> None:
+def assert_untouched(caches, batch):
     """Every byte of a slot that no row addresses is as it was before the step."""
     slots = batch.slot_mapping()
     addressed = torch.zeros(BLOCKS * BLOCK_SIZE, dtype=torch.bool)
@@ -82,9 +79,7 @@ CASES: dict[str, Any] = {
 @pytest.mark.timeout(7200)  # 20,000 steps in the nightly profile
 @pytest.mark.usefixtures("plain_kernels")
 @given(**CASES)
-def test_any_batch_writes_what_the_unfused_graph_writes(
-    data: Any, spec: Spec, quantized: bool
-) -> None:
+def test_any_batch_writes_what_the_unfused_graph_writes(data, spec, quantized):
     quantized = quantized and spec.kv_cache_dtype == "fp8"
     batch = data.draw(batches(spec))
     unfused, fused = compiled(spec, quantized)

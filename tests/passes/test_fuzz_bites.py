@@ -10,7 +10,6 @@ from hypothesis import Phase, given, settings
 
 from mla_fusion import runtime
 from mla_fusion.kernels import reference
-from mla_fusion.kernels.inputs import Inputs
 from mla_fusion.passes import fix_functionalization, lift
 from mla_fusion.patterns import native, probe
 from tests import tally
@@ -25,7 +24,7 @@ pytestmark = pytest.mark.nightly
 FIRST = settings(max_examples=5000, phases=[Phase.generate])
 
 
-def finds_a_bug(test: Any, cases: dict[str, Any]) -> bool:
+def finds_a_bug(test, cases):
     """Whether a property test fails, of 5,000 examples."""
     try:
         FIRST(given(**cases)(test.hypothesis.inner_test))()
@@ -35,13 +34,13 @@ def finds_a_bug(test: Any, cases: dict[str, Any]) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def uncounted(monkeypatch: pytest.MonkeyPatch, plain_kernels: None) -> None:
+def uncounted(monkeypatch, plain_kernels):
     """Nothing is counted."""
     monkeypatch.setattr(tally, "add", lambda *args, **counts: None)
     test_fuzz_batches.compiled.cache_clear()
 
 
-def _flipped(*args: Any) -> bool | None:
+def _flipped(*args):
     verdict = _judge(*args)
     return None if verdict is None else not verdict
 
@@ -64,12 +63,12 @@ IN_GRAPHS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 
 
 @pytest.mark.parametrize("bug", IN_GRAPHS)
-def test_graphs(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs(bug, monkeypatch):
     monkeypatch.setattr(*IN_GRAPHS[bug])
     assert finds_a_bug(test_fuzz.test_edited_graphs_compute_the_same, test_fuzz.CASES)
 
 
-def _writes_row_without_slot(inputs: Inputs) -> Any:
+def _writes_row_without_slot(inputs):
     """Slot -1 is the last entry of the cache, as in Python."""
     result = _prep(inputs)
     if (inputs.slot_mapping < 0).any():
@@ -77,18 +76,18 @@ def _writes_row_without_slot(inputs: Inputs) -> Any:
     return result
 
 
-def _any_decode(metadata: Any) -> bool:
+def _any_decode(metadata):
     return metadata is not None and metadata.num_decode_tokens > 0
 
 
-def _wrong_slots(inputs: Inputs) -> Any:
+def _wrong_slots(inputs):
     slots = inputs.slot_mapping
     return _prep(
         inputs._replace(slot_mapping=torch.where(slots >= 0, slots.roll(1).clamp(min=0), slots))
     )
 
 
-def _wrong_fp8_query(inputs: Inputs) -> Any:
+def _wrong_fp8_query(inputs):
     """Seen in the query only: outputs of rounded queries are not compared."""
     q_out = _prep(inputs)
     if q_out.dtype is torch.float8_e4m3fn:
@@ -107,7 +106,7 @@ IN_BATCHES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 
 
 @pytest.mark.parametrize("bug", IN_BATCHES)
-def test_batches(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches(bug, monkeypatch):
     monkeypatch.setattr(*IN_BATCHES[bug])
     assert finds_a_bug(
         test_fuzz_batches.test_any_batch_writes_what_the_unfused_graph_writes,
@@ -115,7 +114,7 @@ def test_batches(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_without_a_bug_they_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_bug_they_pass(monkeypatch):
     """Else the tests above would prove nothing."""
     for test, cases in (
         (test_fuzz.test_edited_graphs_compute_the_same, test_fuzz.CASES),

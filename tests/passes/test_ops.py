@@ -1,9 +1,5 @@
 """Every custom op passes torch's own checks: schema, fake shapes, mutation, functionalization."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -19,7 +15,7 @@ TOKENS = (0, 1, 3, 17)
 ALL = (ops.ROPE_UPDATE, ops.Q_PREP, ops.FUSED, ops.ATTENTION)
 
 
-def arguments(name: str, tokens: int, rope: str = "native") -> dict[str, Any]:
+def arguments(name, tokens, rope="native"):
     """Arguments of an op by name, in the order of its schema."""
     torch.manual_seed(tokens)
     layer = _encode_layer_name(layer_names(SPEC)[0])
@@ -63,16 +59,14 @@ def arguments(name: str, tokens: int, rope: str = "native") -> dict[str, Any]:
     }
 
 
-def batch(tokens: int, decode_only: bool) -> Batch:
+def batch(tokens, decode_only):
     return Batch(rows=tokens, actual=tokens, decode=tokens if decode_only else tokens // 2)
 
 
 @pytest.mark.parametrize("decode_only", [True, False])
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("name", ALL)
-def test_invariant_1_real_shape_is_the_fake_shape(
-    name: str, tokens: int, decode_only: bool
-) -> None:
+def test_invariant_1_real_shape_is_the_fake_shape(name, tokens, decode_only):
     args = arguments(name, tokens)
     op = ops.get(name)
     with override_forward_context(Engine(SPEC).context(batch(tokens, decode_only))):
@@ -90,7 +84,7 @@ def test_invariant_1_real_shape_is_the_fake_shape(
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16])
-def test_invariant_1_query_type_is_the_one_asked_for(dtype: torch.dtype) -> None:
+def test_invariant_1_query_type_is_the_one_asked_for(dtype):
     args = {**arguments(ops.Q_PREP, 3), "query_dtype": dtype}
     with FakeTensorMode() as mode:
         fake = ops.get(ops.Q_PREP)(**{
@@ -102,7 +96,7 @@ def test_invariant_1_query_type_is_the_one_asked_for(dtype: torch.dtype) -> None
 @pytest.mark.parametrize("decode_only", [True, False])
 @pytest.mark.parametrize("rope", ["native", "none"])
 @pytest.mark.parametrize("name", ALL)
-def test_opcheck(name: str, rope: str, decode_only: bool) -> None:
+def test_opcheck(name, rope, decode_only):
     tokens = 3
     checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
     # Only a decode batch reads the prepared query; otherwise it is undefined, so never equal.
@@ -115,7 +109,7 @@ def test_opcheck(name: str, rope: str, decode_only: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_schema_names_what_is_mutated(name: str) -> None:
+def test_schema_names_what_is_mutated(name):
     """A mixed batch rotates q and k_pe in place; what is not declared changes in no batch."""
     args = arguments(name, 5)
     kept = {k: v.clone() for k, v in args.items() if isinstance(v, torch.Tensor)}
@@ -130,6 +124,6 @@ def test_schema_names_what_is_mutated(name: str) -> None:
     assert schema.is_mutable is bool(declared)
 
 
-def test_ops_are_registered_once() -> None:
+def test_ops_are_registered_once():
     with pytest.raises(RuntimeError, match="use one vLLM configuration per process"):
         ops.register("some.OtherType", {})

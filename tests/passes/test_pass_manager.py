@@ -7,7 +7,6 @@ import pickle
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -30,14 +29,12 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
-def no_records() -> None:
+def no_records():
     """Each test sees its own records only."""
     report.forget()
 
 
-def run_pass(
-    module: fx.GraphModule, spec: Spec, start: int, end: int, attention: str = "auto"
-) -> report.GraphRecord:
+def run_pass(module, spec, start, end, attention="auto"):
     """`MLAFusionPass` as vLLM's pass manager calls it for one compile range."""
     engine = Engine(spec)
     for layer in engine.layers.values():
@@ -51,7 +48,7 @@ def run_pass(
     return record
 
 
-def test_pass_fuses_inside_the_bucket() -> None:
+def test_pass_fuses_inside_the_bucket():
     spec = Spec("deepseek", layers=2)
     record = run_pass(build(spec), spec, 1, BUCKET)
     assert (record.start, record.end, record.layers, record.fused) == (1, BUCKET, 2, 2)
@@ -59,7 +56,7 @@ def test_pass_fuses_inside_the_bucket() -> None:
     assert record.pass_ms > 0
 
 
-def test_pass_asks_whether_the_portable_decode_takes_the_layer() -> None:
+def test_pass_asks_whether_the_portable_decode_takes_the_layer():
     spec = Spec("deepseek", layers=2)
     record = run_pass(build(spec), spec, 1, BUCKET, "portable")
     assert (record.fused, reasons(record)) == (0, ["portable-attention"] * 2)
@@ -67,7 +64,7 @@ def test_pass_asks_whether_the_portable_decode_takes_the_layer() -> None:
 
 @pytest.mark.parametrize("rope", ROPES)
 @pytest.mark.parametrize("start, end", [(BUCKET + 1, 64), (1, BUCKET + 1), (8, 8)])
-def test_invariant_2_graph_outside_the_bucket_is_untouched(rope: str, start: int, end: int) -> None:
+def test_invariant_2_graph_outside_the_bucket_is_untouched(rope, start, end):
     spec = Spec(rope, layers=2)
     module = build(spec)
     graph, nodes, before = module.graph, list(module.graph.nodes), printed(module)
@@ -78,7 +75,7 @@ def test_invariant_2_graph_outside_the_bucket_is_untouched(rope: str, start: int
     assert (record.layers, record.fused, record.declined, record.layer) == (2, 0, {}, None)
 
 
-def test_invariant_2_graph_without_mla_is_untouched() -> None:
+def test_invariant_2_graph_without_mla_is_untouched():
     module = fx.symbolic_trace(lambda x: torch.relu(x))
     before = printed(module)
     record = run_pass(module, Spec(), 1, BUCKET)
@@ -89,15 +86,15 @@ def test_invariant_2_graph_without_mla_is_untouched() -> None:
 class Clock:
     """Seconds that pass between one look and the next."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds):
         self.now, self.seconds = 100.0, seconds
 
-    def perf_counter(self) -> float:
+    def perf_counter(self):
         self.now += self.seconds
         return self.now
 
 
-def test_record_of_a_graph_says_what_a_warm_up_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_record_of_a_graph_says_what_a_warm_up_needs(monkeypatch):
     shown: list[str] = []
     monkeypatch.setattr(pipeline, "_show", lambda stage, graph: shown.append(stage))
     monkeypatch.setattr(pipeline, "time", Clock(0.25))
@@ -113,12 +110,12 @@ def test_record_of_a_graph_says_what_a_warm_up_needs(monkeypatch: pytest.MonkeyP
     assert record.variants == {ops.Variant(False, graphs.ROPE, "", "bfloat16", "fp8")}
 
 
-def test_record_of_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_record_of_the_last_step(monkeypatch):
     monkeypatch.setattr(pipeline, "time", Clock(0.25))
     seen: list[fx.Graph] = []
 
     class Rest:
-        def __call__(self, graph: fx.Graph) -> None:
+        def __call__(self, graph):
             seen.append(graph)
 
     module = build(Spec())
@@ -130,7 +127,7 @@ def test_record_of_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert LastStep(None).uuid() == f"mla_fusion-{identity.source_hash()}-"
 
 
-def test_pass_is_built_anew_in_a_worker() -> None:
+def test_pass_is_built_anew_in_a_worker():
     again = pickle.loads(pickle.dumps(MLAFusionPass("triton", 7)))
     assert (type(again), again.provider, again.max_tokens) == (MLAFusionPass, "triton", 7)
 
@@ -144,9 +141,7 @@ def test_pass_is_built_anew_in_a_worker() -> None:
         ([edits.UPDATE], 1),
     ],
 )
-def test_ops_must_split_the_graph_where_the_attention_does(
-    partition: list[str], fused: int
-) -> None:
+def test_ops_must_split_the_graph_where_the_attention_does(partition, fused):
     spec = Spec()
     with torch._inductor.config.patch(custom_should_partition_ops=partition):
         record = run_pass(build(spec), spec, 1, BUCKET)
@@ -155,7 +150,7 @@ def test_ops_must_split_the_graph_where_the_attention_does(
     assert set(record.declined) <= {edits.attention(build(spec)).name}
 
 
-def test_latents_without_metadata_are_declined() -> None:
+def test_latents_without_metadata_are_declined():
     """The facts of a layer depend on the type of the activations, which the latents have."""
     spec = Spec(layers=2)
     module = build(spec)
@@ -165,7 +160,7 @@ def test_latents_without_metadata_are_declined() -> None:
     assert (record.fused, reasons(record)) == (0, ["missing-metadata"] * 2)
 
 
-def test_provider_reaches_the_layers_facts_and_the_fused_node() -> None:
+def test_provider_reaches_the_layers_facts_and_the_fused_node():
     """Only AITER reads packed weights, and only for activations of bf16."""
     bf16, fp16 = torch.bfloat16, torch.float16
     for provider, dtype, fused in (("aiter", bf16, 1), ("aiter", fp16, 0), ("triton", bf16, 0)):
@@ -185,10 +180,8 @@ def test_provider_reaches_the_layers_facts_and_the_fused_node() -> None:
             assert node.kwargs["provider"] == provider
 
 
-def test_invariant_9_uuid_changes_with_provider_bucket_and_source(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def uuids() -> list[Any]:
+def test_invariant_9_uuid_changes_with_provider_bucket_and_source(monkeypatch):
+    def uuids():
         arguments = [("triton", 4), ("reference", 4), ("triton", 8), ("triton", 4, "portable")]
         steps = [MLAFusionPass(*given) for given in arguments]
         return [*(step.uuid() for step in steps), LastStep(None).uuid()]
@@ -200,7 +193,7 @@ def test_invariant_9_uuid_changes_with_provider_bucket_and_source(
     assert not set(uuids()) & set(first)
 
 
-def test_invariant_9_source_hash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_invariant_9_source_hash(monkeypatch, tmp_path):
     """An edited file that can change a graph or a kernel is another hash; another file is not."""
     for package in (*identity._PACKAGES, "mla_fusion.cli", "mla_fusion.report"):
         source = importlib.import_module(package).__file__
@@ -237,12 +230,12 @@ def test_invariant_9_source_hash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         before = compute()
 
 
-def test_invariant_9_last_step_covers_the_step_it_wraps() -> None:
+def test_invariant_9_last_step_covers_the_step_it_wraps():
     class Rest:
-        def uuid(self) -> str:
+        def uuid(self):
             return "vllm-step"
 
-        def __call__(self, graph: fx.Graph) -> None: ...
+        def __call__(self, graph): ...
 
     assert LastStep(Rest()).uuid() != LastStep(None).uuid()
     assert "vllm-step" in LastStep(Rest()).uuid()

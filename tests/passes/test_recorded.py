@@ -1,7 +1,5 @@
 """Graphs recorded from real engines on a GPU, and the format they are kept in."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -14,7 +12,7 @@ from tests.passes.graphs import ROPES, Spec, build, find, printed
 FILES = sorted(recorded.FOLDER.glob("*.json.gz"))
 
 
-def reloaded(spec: Spec):
+def reloaded(spec):
     return recorded.load(json.loads(json.dumps(recorded.dump(build(spec).graph))))
 
 
@@ -24,7 +22,7 @@ SPECS += [Spec(rope, q_lora=True, layer_name="constant", dynamic=False) for rope
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_a_graph_survives_the_format(spec: Spec) -> None:
+def test_a_graph_survives_the_format(spec):
     module, again = build(spec), reloaded(spec)
     assert printed(again) == printed(module)
     first, second = fuse(module, spec), fuse(again, spec)
@@ -35,7 +33,7 @@ def test_a_graph_survives_the_format(spec: Spec) -> None:
     assert printed(again) == printed(module)
 
 
-def test_what_cannot_be_kept_is_an_error() -> None:
+def test_what_cannot_be_kept_is_an_error():
     module = build(Spec())
     find(module, "vllm::unified_mla_kv_cache_update").meta["val"] = object()
     with pytest.raises(TypeError, match="cannot record a value"):
@@ -43,7 +41,7 @@ def test_what_cannot_be_kept_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name.removesuffix(".json.gz"))
-def test_recorded_graph_fuses(path) -> None:
+def test_recorded_graph_fuses(path):
     module, origin = recorded.read(path)
     assert origin["command"].endswith(f"one {path.name.removesuffix('.json.gz')}")
     engine = Engine(Spec())
@@ -59,7 +57,7 @@ def test_recorded_graph_fuses(path) -> None:
 class _Every(dict):
     """The same facts for every layer name."""
 
-    def __init__(self, facts) -> None:
+    def __init__(self, facts):
         super().__init__(any=facts)
         self.facts = facts
 

@@ -1,9 +1,6 @@
 """The building blocks of the passes on graphs of a few nodes."""
 
-from __future__ import annotations
-
 import operator
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +11,7 @@ from mla_fusion.passes import rewrite
 aten = torch.ops.aten
 
 
-def chain(*targets: Any, result: int = 0) -> tuple[fx.Graph, list[fx.Node]]:
+def chain(*targets, result=0):
     """x -> targets, one after the other; the graph returns the value after `result` of them."""
     graph = fx.Graph()
     values = [graph.placeholder("x")]
@@ -24,13 +21,13 @@ def chain(*targets: Any, result: int = 0) -> tuple[fx.Graph, list[fx.Node]]:
     return graph, values
 
 
-def test_new_value_keeps_strides_and_type() -> None:
+def test_new_value_keeps_strides_and_type():
     value = torch.zeros(4, 6, dtype=torch.bfloat16).t()
     new = rewrite.fake_like(value)
     assert (new.shape, new.stride(), new.dtype) == (value.shape, value.stride(), value.dtype)
 
 
-def test_functionalized_call_reads_every_output() -> None:
+def test_functionalized_call_reads_every_output():
     graph, (x,) = chain()
     x.meta["val"] = torch.zeros(3)
     dummy = torch.zeros(0)
@@ -47,7 +44,7 @@ def test_functionalized_call_reads_every_output() -> None:
     assert node.meta["val"][1].shape == (3,)
 
 
-def test_nothing_returned_has_no_reader() -> None:
+def test_nothing_returned_has_no_reader():
     graph, (x,) = chain()
     x.meta["val"] = torch.zeros(3)
     with graph.inserting_before(graph.output_node()):
@@ -58,7 +55,7 @@ def test_nothing_returned_has_no_reader() -> None:
     assert outputs[1].args == (node, 1)
 
 
-def test_snapshot_goes_back() -> None:
+def test_snapshot_goes_back():
     graph, (_, a, b) = chain(aten.neg.default, aten.abs.default, result=2)
     before, arguments = list(graph.nodes), [n.args for n in graph.nodes]
     snapshot = rewrite.Snapshot(graph)
@@ -72,14 +69,14 @@ def test_snapshot_goes_back() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 3])
-def test_what_nothing_reads_goes_with_what_only_it_read(length: int) -> None:
+def test_what_nothing_reads_goes_with_what_only_it_read(length):
     graph, values = chain(*[aten.neg.default] * (length + 1), result=1)
     rewrite.drop_dead(graph, [values[-1]])
     assert list(graph.nodes) == [*values[:2], graph.output_node()]
 
 
 @pytest.mark.filterwarnings("error")  # torch warns of a node that is erased twice
-def test_views_that_nothing_reads_go_with_their_source() -> None:
+def test_views_that_nothing_reads_go_with_their_source():
     graph, (x, a, view, _) = chain(aten.abs.default, aten.alias.default, aten.alias.default)
     with graph.inserting_before(graph.output_node()):
         twin = graph.call_function(aten.alias.default, (a,))
@@ -87,14 +84,14 @@ def test_views_that_nothing_reads_go_with_their_source() -> None:
     assert list(graph.nodes) == [x, graph.output_node()]
 
 
-def test_what_something_reads_stays() -> None:
+def test_what_something_reads_stays():
     graph, (x, a, view, _) = chain(aten.abs.default, aten.alias.default, aten.neg.default, result=3)
     before = list(graph.nodes)
     rewrite.drop_dead(graph, [a, view, x, graph.output_node()])
     assert list(graph.nodes) == before
 
 
-def test_a_reader_that_is_no_view_keeps_its_source() -> None:
+def test_a_reader_that_is_no_view_keeps_its_source():
     """Whether abs is read is not asked: only what moves data is dropped along."""
     graph, (_, a, _) = chain(aten.alias.default, aten.abs.default)
     before = list(graph.nodes)
@@ -102,14 +99,14 @@ def test_a_reader_that_is_no_view_keeps_its_source() -> None:
     assert list(graph.nodes) == before
 
 
-def test_an_op_that_writes_stays() -> None:
+def test_an_op_that_writes_stays():
     graph, (_, writes) = chain(aten.neg_.default)
     before = list(graph.nodes)
     rewrite.drop_dead(graph, [writes])
     assert list(graph.nodes) == before
 
 
-def test_the_roots_after_one_that_stays_are_dropped() -> None:
+def test_the_roots_after_one_that_stays_are_dropped():
     graph, (x, a) = chain(aten.neg.default)
     with graph.inserting_before(graph.output_node()):
         writes = graph.call_function(aten.abs_.default, (x,))

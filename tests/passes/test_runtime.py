@@ -24,11 +24,11 @@ SPEC = Spec("native", dtype=BF16, table_dtype=torch.float32)
 NAME = layer_names(SPEC)[0]
 
 
-def step(tokens: int, seed: int = 0) -> dict[str, Any]:
+def step(tokens, seed=0):
     """Arguments of the fused op for bf16 activations and an fp32 table."""
     generator = torch.Generator().manual_seed(seed)
 
-    def random(*shape: int) -> torch.Tensor:
+    def random(*shape):
         return torch.randn(shape, generator=generator).to(BF16)
 
     return {
@@ -49,16 +49,16 @@ def step(tokens: int, seed: int = 0) -> dict[str, Any]:
     "actual, decode, expected",
     [(0, 0, False), (1, 1, True), (3, 3, True), (3, 2, False), (3, 0, False)],
 )
-def test_decode_only(actual: int, decode: int, expected: bool) -> None:
+def test_decode_only(actual, decode, expected):
     metadata = SimpleNamespace(num_actual_tokens=actual, num_decode_tokens=decode)
     assert runtime.is_decode_only(metadata) is expected
 
 
-def test_the_profile_run_is_not_decode_only() -> None:
+def test_the_profile_run_is_not_decode_only():
     assert not runtime.is_decode_only(None)
 
 
-def test_without_slots_every_op_takes_the_path_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_slots_every_op_takes_the_path_of_vllm(monkeypatch):
     """Else the attention would read a query that nobody prepared."""
     engine = Engine(SPEC)
     context = engine.context(Batch(rows=5, actual=5, decode=5))
@@ -79,7 +79,7 @@ def test_without_slots_every_op_takes_the_path_of_vllm(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("rope", [Rope.NATIVE, Rope.NATIVE_FP32])
-def test_cosines_are_rounded_where_the_graph_rounds_them(rope: Rope) -> None:
+def test_cosines_are_rounded_where_the_graph_rounds_them(rope):
     """To the bit, in the decode step and in a mixed one."""
     args = step(5) | {"rope": rope}
     table = args["cos_sin_cache"]
@@ -96,7 +96,7 @@ def test_cosines_are_rounded_where_the_graph_rounds_them(rope: Rope) -> None:
     assert torch.equal(args["q"][..., NOPE:], rotated)
 
 
-def test_a_table_is_converted_once() -> None:
+def test_a_table_is_converted_once():
     one, other = torch.randn(4, ROPE), torch.randn(4, ROPE)
     first = runtime._table(one, Rope.NATIVE, BF16)
     assert torch.equal(first, one.to(BF16))
@@ -110,7 +110,7 @@ def test_a_table_is_converted_once() -> None:
 
 
 @pytest.mark.parametrize("slots", [1, 3, 5])
-def test_rows_without_a_slot_are_zero(slots: int) -> None:
+def test_rows_without_a_slot_are_zero(slots):
     """vLLM passes fewer slots than there are rows; heads are 2."""
     prepared = torch.full((5, HEADS, LATENT + ROPE), 7.0, dtype=BF16)
     batch = Batch(rows=5, actual=slots, decode=slots, slots=slots)
@@ -120,7 +120,7 @@ def test_rows_without_a_slot_are_zero(slots: int) -> None:
     assert prepared[:slots].ne(0).any(-1).all() and prepared[:slots].ne(7).all()
 
 
-def test_query_preparation_casts_with_the_layers_scale() -> None:
+def test_query_preparation_casts_with_the_layers_scale():
     spec = Spec("nope", dtype=BF16, kv_cache_dtype="fp8")
     engine, q = Engine(spec), step(5)["q"]
     with override_forward_context(engine.context(Batch(rows=5, actual=5, decode=5))):
@@ -131,12 +131,10 @@ def test_query_preparation_casts_with_the_layers_scale() -> None:
     assert torch.equal(out.view(torch.uint8), want.view(torch.uint8))
 
 
-def test_vllms_fused_rope_op_gets_its_own_shapes_and_the_scale(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_vllms_fused_rope_op_gets_its_own_shapes_and_the_scale(monkeypatch):
     seen: dict[str, Any] = {}
 
-    def record(positions: Any, q_pe: Any, k_pe: Any, kv_c: Any, *rest: Any) -> None:
+    def record(positions, q_pe, k_pe, kv_c, *rest):
         seen.update(q_pe=q_pe, k_pe=k_pe, scale=rest[-1])
 
     monkeypatch.setattr("vllm._custom_ops.concat_and_cache_mla_rope_fused", record)
@@ -148,7 +146,7 @@ def test_vllms_fused_rope_op_gets_its_own_shapes_and_the_scale(
     assert seen["scale"] is args["k_scale"] or torch.equal(seen["scale"], args["k_scale"])
 
 
-def test_weights_are_taken_in_the_form_vllm_multiplies_by() -> None:
+def test_weights_are_taken_in_the_form_vllm_multiplies_by():
     layer = SimpleNamespace(W_UK_T="plain", W_K="packed", W_K_scale="scale")
     assert runtime._absorb_weight(layer) == "plain"
     layer.is_aiter_triton_fp4_bmm_enabled = layer.is_aiter_triton_fp8_bmm_enabled = False
@@ -160,7 +158,7 @@ def test_weights_are_taken_in_the_form_vllm_multiplies_by() -> None:
 
 
 @pytest.mark.parametrize("shape", [(3, 4, 10), (3, 1, 4, 10), (1, 1, 4, 10)])
-def test_cache_with_and_without_a_head_dimension(shape: tuple[int, ...]) -> None:
+def test_cache_with_and_without_a_head_dimension(shape):
     cache = torch.randn(shape)
     view = runtime._cache_view(cache, "auto")
     assert view.shape == (shape[0], 4, 10)
@@ -176,17 +174,17 @@ VARIANTS = (
 
 class TestWarmUp:
     @pytest.fixture
-    def calls(self, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    def calls(self, monkeypatch):
         """What the provider was asked to prepare: a batch of one row, and the most tokens."""
         seen: list[Any] = []
 
-        def warmup(batch: Any, max_tokens: int, progress: Any) -> None:
+        def warmup(batch, max_tokens, progress):
             seen.append((batch(1), max_tokens))
 
         monkeypatch.setattr(reference, "warmup", warmup, raising=False)
         return seen
 
-    def test_every_variant_on_one_layer_of_each_shape(self, calls: list[Any]) -> None:
+    def test_every_variant_on_one_layer_of_each_shape(self, calls):
         layers: dict[str, Any] = dict(Engine(Spec("native", dtype=BF16, layers=3)).layers)
         odd = Layer("model.layers.9.attn", Spec("native", dtype=BF16, kv_cache_dtype="fp8"))
         bound = Layer("unbound", SPEC)
@@ -212,7 +210,7 @@ class TestWarmUp:
             else:
                 assert table is None
 
-    def test_every_form_and_shape_of_the_weight(self, calls: list[Any]) -> None:
+    def test_every_form_and_shape_of_the_weight(self, calls):
         layers = {name: Layer(f"model.layers.{name}.attn", SPEC) for name in "0123"}
         layers["2"].W_UK_T = torch.zeros((2 * HEADS, NOPE, LATENT), dtype=BF16)
         packed = layers["3"]
@@ -225,13 +223,11 @@ class TestWarmUp:
         assert last.kind == "fp8" and last.weight is packed.W_K
         assert last.shape == plain.shape
 
-    def test_the_operator_reads_what_is_prepared(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_the_operator_reads_what_is_prepared(self, monkeypatch, capsys):
         """Before it is done: AITER may end the process. Of all ranks the first one says it."""
         seen: list[str] = []
 
-        def warmup(*args: Any, progress: Any, **kwargs: Any) -> None:
+        def warmup(*args, progress, **kwargs):
             for what in ("compiling 1 of 2", "compiling 2 of 2"):
                 progress(what)
                 seen.append(capsys.readouterr().err)
@@ -243,12 +239,10 @@ class TestWarmUp:
         runtime.warm_up(Engine(SPEC).layers, VARIANTS[:1], "reference", 4)
         assert seen[2:] == ["", ""]
 
-    def test_a_provider_that_compiles_nothing_is_left_alone(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_provider_that_compiles_nothing_is_left_alone(self, monkeypatch):
         asked: list[str] = []
 
-        def get_provider(name: str) -> Any:
+        def get_provider(name):
             asked.append(name)
             return SimpleNamespace()
 
@@ -257,5 +251,5 @@ class TestWarmUp:
         assert asked == ["reference"]
 
 
-def test_cache_of_one_entry_per_block_keeps_its_dimensions() -> None:
+def test_cache_of_one_entry_per_block_keeps_its_dimensions():
     assert runtime._cache_view(torch.randn(3, 1, 10), "auto").shape == (3, 1, 10)

@@ -1,12 +1,9 @@
 """What only pass 2, 3 or 4 does; the cases that all passes share are in test_cases.py."""
 
-from __future__ import annotations
-
 import operator
 
 import pytest
 import torch
-from torch import fx
 
 from mla_fusion import ops
 from mla_fusion.config.eligibility import LayerFacts
@@ -14,7 +11,6 @@ from mla_fusion.ops import Rope
 from mla_fusion.passes.canonicalize import CanonicalizeMLARoPEPass
 from mla_fusion.passes.fuse import MLAAiterQkRopeKVCacheFusionPass
 from mla_fusion.passes.lift import MLADecodeQPrepLiftPass
-from mla_fusion.passes.result import PassResult
 from mla_fusion.report.reasons import Decline
 from tests.passes import edits
 from tests.passes.fake_engine import facts_of, passes, reasons
@@ -34,7 +30,7 @@ ROPE_OF = {
 }
 
 
-def after(last: int, spec: Spec) -> fx.GraphModule:
+def after(last, spec):
     """A graph after passes 2 to `last`."""
     module = build(spec)
     for number in range(2, last + 1):
@@ -42,15 +38,15 @@ def after(last: int, spec: Spec) -> fx.GraphModule:
     return module
 
 
-def canonicalize(module: fx.GraphModule, spec: Spec) -> PassResult:
+def canonicalize(module, spec):
     return passes(spec)[2](module.graph)
 
 
-def lift(module: fx.GraphModule, spec: Spec) -> list[str]:
+def lift(module, spec):
     return list(passes(spec)[3](module.graph).rewritten)
 
 
-def fuse_pairs(module: fx.GraphModule, provider: str = "reference") -> list[str]:
+def fuse_pairs(module, provider="reference"):
     return list(MLAAiterQkRopeKVCacheFusionPass(provider)(module.graph).rewritten)
 
 
@@ -59,7 +55,7 @@ def fuse_pairs(module: fx.GraphModule, provider: str = "reference") -> list[str]
 
 @pytest.mark.parametrize("is_neox", [False, True])
 @pytest.mark.parametrize("rope", ROPES)
-def test_canonical_node(rope: str, is_neox: bool) -> None:
+def test_canonical_node(rope, is_neox):
     spec = Spec(rope, is_neox)
     module = build(spec)
     attention = edits.attention(module)
@@ -84,7 +80,7 @@ def test_canonical_node(rope: str, is_neox: bool) -> None:
 
 
 @pytest.mark.parametrize("spec", [Spec("native"), Spec("flashinfer"), Spec("nope")], ids=str)
-def test_missing_metadata_anywhere_is_skipped(spec: Spec) -> None:
+def test_missing_metadata_anywhere_is_skipped(spec):
     """Without the metadata of one node the layer matches all the same, or says what is missing."""
     for index in range(len(build(spec).graph.nodes)):
         module = build(spec)
@@ -99,7 +95,7 @@ def test_missing_metadata_anywhere_is_skipped(spec: Spec) -> None:
             assert printed(module) == before
 
 
-def test_dead_users_do_not_count() -> None:
+def test_dead_users_do_not_count():
     spec = Spec("deepseek")
     module = build(spec)
     q = edits.attention(module).kwargs["q"]
@@ -107,14 +103,14 @@ def test_dead_users_do_not_count() -> None:
     assert canonicalize(module, spec).declined == {}
 
 
-def test_a_user_that_reaches_the_output_counts() -> None:
+def test_a_user_that_reaches_the_output_counts():
     spec = Spec("deepseek")
     module = build(spec)
     edits.also_return(module, edits.attention(module).kwargs["k_pe"])
     assert reasons(canonicalize(module, spec)) == ["shared-rotation"]
 
 
-def test_details_name_the_obstacle() -> None:
+def test_details_name_the_obstacle():
     spec = Spec("native")
     module = build(spec)
     [unknown] = CanonicalizeMLARoPEPass(lambda name: None)(module.graph).declined.values()
@@ -138,7 +134,7 @@ def test_details_name_the_obstacle() -> None:
 
 
 @pytest.mark.parametrize("rope", ["native", "flashinfer", "nope"])
-def test_lifted_call(rope: str) -> None:
+def test_lifted_call(rope):
     """All readers of the output read the new call, also where it is taken apart twice."""
     spec = Spec(rope)
     module = after(2, spec)
@@ -159,7 +155,7 @@ def test_lifted_call(rope: str) -> None:
     assert str(output.shape) == str(old.kwargs["output"].meta["val"].shape)
 
 
-def test_query_type_is_that_of_the_backend() -> None:
+def test_query_type_is_that_of_the_backend():
     spec = Spec("nope", kv_cache_dtype="fp8", dtype=torch.bfloat16)
     module = after(2, spec)
     MLADecodeQPrepLiftPass(facts_of(spec, quantized_query=True))(module.graph)
@@ -167,7 +163,7 @@ def test_query_type_is_that_of_the_backend() -> None:
 
 
 @pytest.mark.parametrize("through", ["copy", "split"])
-def test_near_miss_a_query_that_is_not_canonical_is_kept(through: str) -> None:
+def test_near_miss_a_query_that_is_not_canonical_is_kept(through):
     spec = Spec("native")
     module = after(2, spec)
     attention = edits.attention(module)
@@ -183,14 +179,14 @@ def test_near_miss_a_query_that_is_not_canonical_is_kept(through: str) -> None:
     assert printed(module) == before
 
 
-def test_layer_without_facts_is_skipped() -> None:
+def test_layer_without_facts_is_skipped():
     module = after(2, Spec("native"))
     before = printed(module)
     assert not MLADecodeQPrepLiftPass(lambda name: None)(module.graph).rewritten
     assert printed(module) == before
 
 
-def test_a_graph_that_was_lifted_in_part_is_lifted_whole() -> None:
+def test_a_graph_that_was_lifted_in_part_is_lifted_whole():
     spec = Spec("native", layers=2)
     module = after(2, spec)
     attention = edits.attention(module, 1)
@@ -202,7 +198,7 @@ def test_a_graph_that_was_lifted_in_part_is_lifted_whole() -> None:
     assert lift(module, spec) == []
 
 
-def test_a_call_whose_output_nothing_reads_is_lifted() -> None:
+def test_a_call_whose_output_nothing_reads_is_lifted():
     spec = Spec("native")
     module = after(2, spec)
     for read in list(edits.attention(module).users):
@@ -216,7 +212,7 @@ def test_a_call_whose_output_nothing_reads_is_lifted() -> None:
 
 @pytest.mark.parametrize("rope", ["native", "flashinfer", "nope"])
 @pytest.mark.parametrize("provider", ["reference", "triton", "aiter"])
-def test_fused_node(rope: str, provider: str) -> None:
+def test_fused_node(rope, provider):
     module = after(3, Spec(rope))
     canonical, prep = find(module, CANONICAL), find(module, Q_PREP)
     kwargs = dict(canonical.kwargs)
@@ -229,7 +225,7 @@ def test_fused_node(rope: str, provider: str) -> None:
     assert find(module, ATTENTION).kwargs["kv_cache_dummy_dep"] is None
 
 
-def test_near_miss_another_layer() -> None:
+def test_near_miss_another_layer():
     module = after(3, Spec("native", layers=2))
     prep = find(module, Q_PREP)
     prep.args = (prep.args[0], edits.node_named(module, "layer_name_1"), *prep.args[2:])
@@ -238,7 +234,7 @@ def test_near_miss_another_layer() -> None:
     assert find_all(module, Q_PREP) == [prep]
 
 
-def test_near_miss_another_output() -> None:
+def test_near_miss_another_output():
     """The preparation of something else than the rotated query is kept."""
     module = after(3, Spec("native"))
     prep = find(module, Q_PREP)
@@ -249,7 +245,7 @@ def test_near_miss_another_output() -> None:
     assert printed(module) == before
 
 
-def test_unread_outputs_may_be_missing() -> None:
+def test_unread_outputs_may_be_missing():
     """An output of the canonical node that nothing reads need not have a getitem."""
     module = after(3, Spec("native"))
     dummy = find(module, ATTENTION).kwargs["kv_cache_dummy_dep"]
@@ -260,7 +256,7 @@ def test_unread_outputs_may_be_missing() -> None:
     module.graph.lint()
 
 
-def test_rotated_values_with_several_users() -> None:
+def test_rotated_values_with_several_users():
     """Other readers of the canonical q or k_pe read the fused node's."""
     module = after(3, Spec("native"))
     attention = find(module, ATTENTION)
@@ -272,7 +268,7 @@ def test_rotated_values_with_several_users() -> None:
 
 
 @pytest.mark.parametrize("dynamic", [True, False])
-def test_buffer_is_allocated_by_the_graph(dynamic: bool) -> None:
+def test_buffer_is_allocated_by_the_graph(dynamic):
     module = after(3, Spec("native", dynamic=dynamic))
     value = find(module, Q_PREP).meta["val"]
     fuse_pairs(module)
