@@ -1,21 +1,11 @@
 """Every rule with the op it is of, and a direct call of that op which breaks it."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
 import torch
 
 from tests.aiter_double import calls, other_rules, versions
 from tests.aiter_double.decode_rules import DECODE_RULES
 from tests.aiter_double.fused_rules import RULES
 from tests.aiter_double.plan_rules import INFO_RULES, PLAN_RULES
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.aiter_double import Double
-    from tests.aiter_double.rule import Rule
 
 ADAPTER_RULES = {
     versions.INFO: INFO_RULES,
@@ -30,7 +20,7 @@ OTHER_RULES = {
     versions.FP8_PRODUCT: other_rules.FP8,
     versions.QUANTIZE: other_rules.QUANTIZE,
 }
-_GOOD: dict[str, Callable[[torch.dtype], dict[str, Any]]] = {
+_GOOD = {
     versions.INFO: calls.sizes,
     versions.REDUCE: calls.reduce,
     versions.GLUON: calls.gluon,
@@ -41,7 +31,7 @@ _GOOD: dict[str, Callable[[torch.dtype], dict[str, Any]]] = {
 ALL = {versions.FUSED: RULES, **ADAPTER_RULES, **OTHER_RULES}
 
 
-def good(op: str, double: Double) -> dict[str, Any]:
+def good(op, double):
     """The arguments of a good call of `op`, and what a rule may build others from."""
     aiter, fp8 = double.modules["aiter"], double.arch.fp8
     extra = {"aiter": aiter, "fp8": fp8}
@@ -54,7 +44,7 @@ def good(op: str, double: Double) -> dict[str, Any]:
     return {**_GOOD[op](fp8), **extra}
 
 
-def call(op: str, double: Double, rule: Rule | None = None) -> None:
+def call(op, double, rule=None):
     """Call `op` directly: a good call, or one that breaks `rule`."""
     given = good(op, double)
     if rule:

@@ -1,9 +1,5 @@
 """Good calls of the double and of the provider, which a rule spoils in one place."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 
 from mla_fusion.kernels import reference
@@ -16,13 +12,11 @@ MAX_POSITION = 100
 SLOTS, POSITIONS = (3, 17, -1, 40, 0), (3, 1, 99, 4, 0)
 
 
-def provider(
-    cache: torch.dtype = torch.bfloat16, query: torch.dtype = torch.bfloat16, seed: int = 0
-) -> dict[str, Any]:
+def provider(cache=torch.bfloat16, query=torch.bfloat16, seed=0):
     """The `Inputs` of the provider, less is_neox."""
     g = torch.Generator().manual_seed(seed)
 
-    def random(*shape: int) -> torch.Tensor:
+    def random(*shape):
         return torch.randn(shape, generator=g).bfloat16()
 
     return {
@@ -40,7 +34,7 @@ def provider(
     }
 
 
-def fused(given: dict[str, Any]) -> dict[str, Any]:
+def fused(given):
     """The arguments of AITER's op, by name, for the arguments of the provider."""
     cos, sin = (h.contiguous() for h in given["cos_sin_cache"].bfloat16().chunk(2, dim=-1))
     same = ("kv_c", "k_pe", "kv_cache", "q_out", "slot_mapping", "k_scale", "q_scale", "positions")
@@ -56,13 +50,8 @@ def fused(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def decode(
-    aiter: Any,
-    heads: int = 16,
-    lengths: tuple[int, ...] = (70, 3, 200),
-    qlen: int = 1,
-    query: torch.dtype = torch.bfloat16,
-    cache: torch.dtype = torch.bfloat16,
-) -> dict[str, Any]:
+    aiter, heads=16, lengths=(70, 3, 200), qlen=1, query=torch.bfloat16, cache=torch.bfloat16
+):
     """The arguments of `mla_decode_fwd`, with a plan for them in the six buffers."""
     g = torch.Generator().manual_seed(1)
     batch = len(lengths)
@@ -95,13 +84,13 @@ def decode(
     return {"plan": plan, "decode": arguments}
 
 
-def sizes(fp8: torch.dtype) -> dict[str, Any]:
+def sizes(fp8):
     """The arguments of `get_mla_metadata_info_v1`."""
     shape = {"batch_size": 3, "max_seqlen_qo": 1, "num_head_qo": 16}
     return {**shape, "q_dtype": fp8, "kv_dtype": fp8, "is_sparse": False}
 
 
-def reduce(fp8: torch.dtype) -> dict[str, Any]:
+def reduce(fp8):
     """The arguments of `mla_reduce_v1` for a tile of three pieces and one of a single piece."""
     g = torch.Generator().manual_seed(2)
     maps = {"reduce_indptr": [0, 3, 3], "reduce_final_map": [[0, 1], [1, 2]],
@@ -117,7 +106,7 @@ def reduce(fp8: torch.dtype) -> dict[str, Any]:
     }
 
 
-def gluon(fp8: torch.dtype) -> dict[str, Any]:
+def gluon(fp8):
     """The arguments of `mla_gluon` for two sequences of one token."""
     query = torch.randn(2, H, ENTRY).bfloat16()
     return {
@@ -127,13 +116,13 @@ def gluon(fp8: torch.dtype) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def fp4_product(fp8: torch.dtype) -> dict[str, Any]:
+def fp4_product(fp8):
     """The arguments of the product with fp4 weights."""
     codes, scale = numbers.to_mxfp4(torch.randn(H, L, P))
     return {"x": torch.randn(H, T, P).bfloat16(), "w": codes, "w_scales": scale}
 
 
-def fp8_product(fp8: torch.dtype) -> dict[str, Any]:
+def fp8_product(fp8):
     """The arguments of the product with fp8 weights."""
     weight = torch.randn(H, L, P).to(fp8)
     return {"X": torch.randn(H, T, P).bfloat16(), "WQ": weight, "w_scale": torch.ones(1)}

@@ -1,9 +1,6 @@
 """`mla_decode_fwd` and the Gluon decode for few heads, in float64 on a CPU."""
 
-from __future__ import annotations
-
 import itertools
-from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,14 +8,11 @@ from tests.aiter_double import heads, metadata
 from tests.aiter_double.faults import assume, check
 from tests.aiter_double.reduce import merge
 
-if TYPE_CHECKING:
-    from tests.aiter_double.versions import Place
-
 ENTRY, LATENT = 576, 512
 PLAN = ("work_meta_data", *metadata.BUFFERS[1:])  # two names of one buffer
 
 
-def run(at: Place, a: dict[str, Any]) -> tuple[None, Any]:
+def run(at, a):
     """Write the attention of q [T, H, 576] over the paged latents into o [T, H, 512]."""
     q, kv, o = a["q"], a["kv_buffer"], a["o"]
     shape = _validate(at, a)
@@ -37,7 +31,7 @@ def run(at: Place, a: dict[str, Any]) -> tuple[None, Any]:
     wide_q = q.double() * (a["q_scale"].double() if shape.kind == "fp8" else 1)
     key_scale = a["kv_scale"].double() if shape.kind != "bf16" else 1
 
-    def piece(first_q: int, last_q: int, first: int, until: int, after: int, causal: bool) -> Any:
+    def piece(first_q, last_q, first, until, after, causal):
         slots = a["kv_indices"][first:until].long()
         assume(bool((slots >= 0).all()) and bool((slots < keys.shape[0]).all()),
                "an index outside the cache reads other memory")  # fmt: skip
@@ -59,9 +53,7 @@ def run(at: Place, a: dict[str, Any]) -> tuple[None, Any]:
     return None, lse if a["return_lse"] else None
 
 
-def _attend(
-    q: torch.Tensor, keys: torch.Tensor, after: int, scale: float, causal: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend(q, keys, after, scale, causal):
     """(normalized output, natural-log sum) of one piece; `after` keys of the sequence follow it."""
     scores = torch.einsum("qhd,kd->qhk", q, keys) * scale
     if causal:
@@ -74,7 +66,7 @@ def _attend(
     return torch.einsum("qhk,kd->qhd", weights, keys[:, :LATENT]), sums
 
 
-def _validate(at: Place, a: dict[str, Any]) -> heads.Shape:
+def _validate(at, a):
     q, kv, o = a["q"], a["kv_buffer"], a["o"]
     check(at, q.dtype in (torch.bfloat16, at.arch.fp8), f"unsupported query type {q.dtype}")
     check(at, kv.dim() == 4 and a["nhead_kv"] == 1, "kv_buffer is [pages, page, 1, 576]")
@@ -107,7 +99,7 @@ def _validate(at: Place, a: dict[str, Any]) -> heads.Shape:
     return shape
 
 
-def _follow_plan(shape: heads.Shape, a: dict[str, Any], piece: Any, lse: Any) -> None:
+def _follow_plan(shape, a, piece, lse):
     """Run every work item, then merge the split tiles by `reduce`."""
     moved = [a["work_indptr"].data_ptr(), a["work_info_set"].data_ptr()]
     written = a["work_meta_data"].view(torch.int64).tolist()
@@ -137,7 +129,7 @@ def _follow_plan(shape: heads.Shape, a: dict[str, Any], piece: Any, lse: Any) ->
         lse[q0:q1, part] = total.float()
 
 
-def _check_plan(a: dict[str, Any], works: list[list[int]], fold: int) -> None:
+def _check_plan(a, works, fold):
     """A plan of another batch makes the kernel read and write elsewhere."""
     qo, kv = a["qo_indptr"].tolist(), a["kv_indptr"].tolist()
     seen: dict[int, list[tuple[int, int]]] = {}
@@ -153,7 +145,7 @@ def _check_plan(a: dict[str, Any], works: list[list[int]], fold: int) -> None:
         assume(at == end, "stale plan: it ends elsewhere")
 
 
-def gluon(at: Place, a: dict[str, Any]) -> None:
+def gluon(at, a):
     """`mla_gluon` for fewer than 16 heads: [B, H, *] for one token, [B, n, H, *] for a draft."""
     q_nope, q_pe, o = a["q_nope"], a["q_pe"], a["o"]
     assert at.arch.name == "gfx950", "mla_gluon requires gfx950"

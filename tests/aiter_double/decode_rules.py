@@ -4,10 +4,6 @@
 `hostile` is a use of the adapter.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 
 from tests.aiter_double import calls
@@ -21,18 +17,18 @@ BUFFER = {name: name.replace("work_meta_data", "work_metadata_ptrs") for name in
 UNPLANNED = dict.fromkeys(PLAN)
 
 
-def shaped(a: dict[str, Any], heads: int, qlen: int, *types: torch.dtype) -> dict[str, Any]:
+def shaped(a, heads, qlen, *types):
     """The arguments of a decode of other shapes, with a plan of its own."""
     query, cache = types or (a["fp8"], a["fp8"])
     return calls.decode(a["aiter"], heads, (70, 9, 200), qlen, query, cache)["decode"]
 
 
-def half(x: torch.Tensor, dim: int) -> torch.Tensor:
+def half(x, dim):
     """The values of x in a tensor that is twice as large in `dim`."""
     return torch.cat((x, x), dim).narrow(dim, 0, x.shape[dim])
 
 
-def wrong_block(a: dict[str, Any]) -> dict[str, Any]:
+def wrong_block(a):
     """Entries of the block table behind the end of a sequence, which nothing may read."""
     table = a["block_table"].clone()
     table[1, 1:] = -1

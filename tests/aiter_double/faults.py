@@ -4,13 +4,6 @@ The faults are BaseException: no `except Exception` may swallow them, as none ca
 that ended or a cache that is wrong.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, NoReturn
-
-if TYPE_CHECKING:
-    from tests.aiter_double.versions import Place
-
 
 class Fault(BaseException):
     """What the real AITER would have done to this call."""
@@ -24,20 +17,20 @@ class SilentlyWrong(Fault):
     """Nothing is checked; memory is misread, or results are wrong, or writes are lost."""
 
 
-def reject(at: Place, why: str) -> NoReturn:
+def reject(at, why):
     """A failed check: before v0.1.14 a RuntimeError, from then on the end of the process."""
     if at.has("aborts"):
         raise Aborted(why)
     raise RuntimeError(why)
 
 
-def check(at: Place, ok: bool, why: str) -> None:
+def check(at, ok, why):
     """A check that AITER makes."""
     if not ok:
         reject(at, why)
 
 
-def assume(ok: bool, why: str) -> None:
+def assume(ok, why):
     """A check that AITER does not make."""
     if not ok:
         raise SilentlyWrong(why)

@@ -4,8 +4,6 @@
 arguments. A rule without `hostile` is the caller's word.
 """
 
-from __future__ import annotations
-
 import torch
 
 from tests.aiter_double.calls import H, L, P, R, T

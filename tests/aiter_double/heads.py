@@ -42,7 +42,7 @@ PLAIN = {
 SPLITS = (8, 16, 24, 32, 48, 64, 128, 256, 384, 512)
 
 
-def kinds(q: torch.dtype, kv: torch.dtype) -> str:
+def kinds(q, kv):
     """The types of query and cache as the manifests name them: "bf16", "fp8" or "mixed"."""
     if q == torch.bfloat16 and kv == torch.bfloat16:
         return "bf16"
@@ -59,11 +59,11 @@ class Shape:
     kind: str
 
     @property
-    def _key(self) -> tuple[str, str]:
+    def _key(self):
         return self.at.arch.name, self.kind
 
     @property
-    def native(self) -> bool:
+    def native(self):
         """Whether the planner and the decode run so many heads as they are."""
         if self.heads == 16 or self._key == ("gfx950", "bf16"):
             return True
@@ -72,16 +72,16 @@ class Shape:
         return self.kind == "fp8" and self.heads in of_fp8
 
     @property
-    def folded(self) -> int:
+    def folded(self):
         """The heads the kernel runs at: other multiples of 16 become 16 heads of more batches."""
         return self.heads if self.native or self.heads % 16 else 16
 
-    def check_supported(self) -> None:
+    def check_supported(self):
         """Fail for a head count that the Python side of the decode refuses."""
         ok = self.native or self.heads == 8 or self.heads in range(16, 129, 16)
         assert ok, f"nhead={self.heads} not supported"
 
-    def check_planned(self) -> None:
+    def check_planned(self):
         """Fail for a shape that the planner does not know once heads are folded."""
         run = replace(self, heads=self.folded)
         eight = (*self._key, self.qlen) in (("gfx942", "bf16", 2), ("gfx950", "fp8", 4))
@@ -89,7 +89,7 @@ class Shape:
         what = f"{self.kind} of {self.heads} heads, {self.qlen} query tokens"
         check(self.at, ok, f"the planner knows no {what}")
 
-    def check_persistent(self, lse: bool, causal: bool) -> None:
+    def check_persistent(self, lse, causal):
         """Fail where the manifest has no persistent kernel."""
         run, qlen = self.folded, self.qlen
         if self._key == ("gfx950", "bf16"):
@@ -108,7 +108,7 @@ class Shape:
         check(self.at, not lse or writes_lse, f"no LSE from the {what}")
         check(self.at, causal or qlen == 1 or sees_all, f"no non-causal {what}")
 
-    def check_plain(self, splits: int | None) -> None:
+    def check_plain(self, splits):
         """Fail where no kernel does without a plan, or its number of splits is unknown."""
         rows = self.heads * self.qlen
         if self.kind == "fp8" and splits is None and rows not in SPLITS:
@@ -117,7 +117,7 @@ class Shape:
         what = f"{self.kind} kernel for {self.heads} heads, {self.qlen} tokens"
         check(self.at, ok, f"no plain {what}")
 
-    def skips_plan(self, batch: int) -> bool:
+    def skips_plan(self, batch):
         """Whether the decode silently ignores a plan."""
         small = (*self._key, self.heads, self.qlen) == ("gfx950", "bf16", 16, 1)
         return self.at.has("planner_wrapper") and small and batch >= 32

@@ -4,18 +4,12 @@ The plan is not AITER's: every sequence is cut into up to four equal pieces of w
 obeys the same meaning of the buffers and the same bounds, which is all that a caller may rely on.
 """
 
-from __future__ import annotations
-
 import itertools
-from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tests.aiter_double import heads
 from tests.aiter_double.faults import assume, check
-
-if TYPE_CHECKING:
-    from tests.aiter_double.versions import Place
 
 BUFFERS = (
     "work_metadata_ptrs",
@@ -29,7 +23,7 @@ WORK_COLUMNS = 8
 MAX_PIECES = 4
 
 
-def info(at: Place, a: dict[str, Any]) -> list[tuple[Any, torch.dtype]]:
+def info(at, a):
     """(shape, dtype) of the six buffers, in the order of `BUFFERS`."""
     many = at.heads_multiple
     assert a["num_head_qo"] % many == 0, f"num_head_qo must be a multiple of {many}"
@@ -52,7 +46,7 @@ def info(at: Place, a: dict[str, Any]) -> list[tuple[Any, torch.dtype]]:
     ]
 
 
-def plan(at: Place, a: dict[str, Any]) -> None:
+def plan(at, a):
     """Write the plan of a batch into the six buffers."""
     qo, kv = _indptr(at, a, "seqlens_qo_indptr"), _indptr(at, a, "seqlens_kv_indptr")
     last = a["kv_last_page_lens"]
@@ -78,7 +72,7 @@ def plan(at: Place, a: dict[str, Any]) -> None:
     a["work_metadata_ptrs"].copy_(torch.tensor(pointers).view(torch.uint64))
 
 
-def _indptr(at: Place, a: dict[str, Any], name: str) -> list[int]:
+def _indptr(at, a, name):
     tensor = a[name]
     ok = tensor.dtype == torch.int32 and tensor.is_contiguous()
     check(at, ok, f"{name} is a dense int32 tensor")
@@ -87,7 +81,7 @@ def _indptr(at: Place, a: dict[str, Any], name: str) -> list[int]:
     return values
 
 
-def _types(at: Place, a: dict[str, Any]) -> tuple[torch.dtype, torch.dtype]:
+def _types(at, a):
     """Of the query and the cache."""
     query, cache = (
         a.get(f"dtype_{of}") or a.get(f"dtype_{of}_nope") or torch.bfloat16 for of in ("q", "kv")
@@ -96,9 +90,7 @@ def _types(at: Place, a: dict[str, Any]) -> tuple[torch.dtype, torch.dtype]:
     return query, cache
 
 
-def _check_sizes(
-    at: Place, a: dict[str, Any], batch: int, types: tuple[torch.dtype, torch.dtype]
-) -> None:
+def _check_sizes(at, a, batch, types):
     """The grid is read from the sizes: work_indptr is exact, the others hold the batch."""
     capped = a["max_split_per_batch"] > 0
     assume(at.has("split_budget") or not capped, "buffers cannot be sized for max_split_per_batch")
@@ -121,7 +113,7 @@ def _check_sizes(
         assume(not exact or given.shape[0] == least, f"the grid is read from the size of {name}")
 
 
-def _write(units: int, a: dict[str, Any], qo: list[int], kv: list[int], fold: int) -> None:
+def _write(units, a, qo, kv, fold):
     granule, batch = a["kv_granularity"], (len(qo) - 1) * fold
     budget = max(1, min(MAX_PIECES, (units - 1) // max(batch, 1)))
     works, final, partial, cuts = [], [], [], [0]

@@ -1,25 +1,20 @@
 """The module tree of the double, and putting it into sys.modules."""
 
-from __future__ import annotations
-
 import importlib.machinery
 import inspect
 import sys
 import types
 from collections import Counter
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from tests.aiter_double import decode, metadata, products, qk_rope, reduce, schemas, versions
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
 _TRITON = "aiter.ops.triton"
 # Op -> its body, and the modules that have it.
-_OPS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+_OPS = {
     versions.FUSED: (qk_rope.run, ("aiter", "aiter.ops.cache")),
     versions.INFO: (metadata.info, ("aiter",)),
     versions.PLANNER: (metadata.plan, ("aiter",)),
@@ -41,11 +36,11 @@ class Double:
         compiled: the ops that hide their arguments, as AITER's compiled ops do.
     """
 
-    def __init__(self, architecture: str, release: str) -> None:
+    def __init__(self, architecture, release):
         self.arch = versions.ARCHITECTURES[architecture]
         self.at = versions.Place(self.arch, release)
         self.modules: dict[str, types.ModuleType] = {}
-        self.ops: dict[str, Callable[..., Any]] = {}
+        self.ops = {}
         self.signatures: dict[str, inspect.Signature] = {}
         self.compiled = [versions.FUSED, versions.REDUCE] + [versions.PLANNER] * (
             not self.at.has("planner_wrapper")
@@ -62,25 +57,25 @@ class Double:
             for module in modules:
                 setattr(self._module(module), name, self.ops[name])
 
-    def calls(self, name: str) -> list[dict[str, Any]]:
+    def calls(self, name):
         """The arguments, by name, of every call of one op."""
         return [arguments for op, arguments in self._calls if op == name]
 
-    def counts(self) -> dict[str, int]:
+    def counts(self):
         """How often each op was called."""
         return dict(Counter(op for op, _ in self._calls))
 
-    def forget(self) -> None:
+    def forget(self):
         """Drop the calls so far."""
         self._calls.clear()
 
-    def _op(self, name: str, body: Callable[..., Any]) -> Any:
+    def _op(self, name, body):
         """A function with the published signature, which a compiled op hides."""
         namespace: dict[str, Any] = {}
         exec(f"def {name}({versions.arguments(name, self.at)}): pass", namespace)  # our own text
         published = self.signatures[name] = inspect.signature(namespace[name])
 
-        def wrapper_custom(*args: Any, **kwargs: Any) -> Any:
+        def wrapper_custom(*args, **kwargs):
             bound = published.bind(*args, **kwargs)
             bound.apply_defaults()
             arguments = dict(bound.arguments)
@@ -92,7 +87,7 @@ class Double:
             wrapper_custom.__signature__ = published  # type: ignore[attr-defined]
         return wrapper_custom
 
-    def _module(self, name: str) -> types.ModuleType:
+    def _module(self, name):
         """The module of that name, made with its parents if need be."""
         if name not in self.modules:
             module = self.modules[name] = types.ModuleType(name)
@@ -104,12 +99,12 @@ class Double:
         return self.modules[name]
 
 
-def _prefill(*args: Any, **kwargs: Any) -> Any:
+def _prefill(*args, **kwargs):
     raise AssertionError("the prefill of ROCm is not part of the double")
 
 
 @contextmanager
-def installed(architecture: str = "gfx942", release: str = "v0.1.20") -> Iterator[Double]:
+def installed(architecture="gfx942", release="v0.1.20"):
     """`import aiter` and its submodules give the double while the block runs."""
     before = {name: m for name, m in sys.modules.items() if name.split(".")[0] == "aiter"}
     for name in before:

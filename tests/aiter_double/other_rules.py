@@ -3,8 +3,6 @@
 `direct` changes a good call. Of these ops the library calls only the products, with vLLM's weights.
 """
 
-from __future__ import annotations
-
 import torch
 
 from tests.aiter_double.calls import H, L, P

@@ -4,8 +4,6 @@
 a use of the adapter.
 """
 
-from __future__ import annotations
-
 import torch
 
 from tests.aiter_double.rule import ABORTS, ASSERTS, SILENT, Rule
@@ -14,7 +12,7 @@ from tests.aiter_double.uses import Use, replace
 REPLACED = "or none; {} is another tensor: allocate a new plan"
 
 
-def twice(x: torch.Tensor) -> torch.Tensor:
+def twice(x):
     """A buffer of twice the size."""
     return torch.cat((x, x))
 

@@ -1,19 +1,12 @@
 """The batched products of AITER's Triton package that vLLM keeps W_UK and W_UV for."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
 import torch
 
 from tests.aiter_double import numbers
 from tests.aiter_double.faults import assume
 
-if TYPE_CHECKING:
-    from tests.aiter_double.versions import Place
 
-
-def fp4(at: Place, a: dict[str, Any]) -> torch.Tensor:
+def fp4(at, a):
     """x [B, M, K] times mxfp4 weights [B, N, K / 2] with scales [B, N, K / 32].
 
     What y_scale does is not documented. Here it divides the result, so that a test sees whether it
@@ -33,13 +26,13 @@ def fp4(at: Place, a: dict[str, Any]) -> torch.Tensor:
     return _returned(out, a["dtype"], a["y"], a["transpose_bm"])
 
 
-def quantize(at: Place, a: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(at, a):
     """`dynamic_mxfp4_quant` of x [M, K]: packed values [M, K / 2] and scales [M, K / 32]."""
     assume(a["x"].dim() == 2, "the values are a matrix")
     return numbers.to_mxfp4(a["x"])
 
 
-def fp8(at: Place, a: dict[str, Any]) -> torch.Tensor:
+def fp8(at, a):
     """X [B, M, K], quantized for each token and group, times fp8 weights [B, N, K], one scale."""
     x, w, scale = a["X"], a["WQ"], a["w_scale"]
     assume(w.dtype == at.arch.fp8, f"weights are read as {at.arch.fp8}")
@@ -51,9 +44,7 @@ def fp8(at: Place, a: dict[str, Any]) -> torch.Tensor:
     return _returned(out, a["dtype"], a["YQ"], a["transpose_bm"])
 
 
-def _returned(
-    out: torch.Tensor, dtype: torch.dtype | None, into: torch.Tensor | None, transposed: bool
-) -> torch.Tensor:
+def _returned(out, dtype, into, transposed):
     """[B, M, N], or a view [M, B, N] that is not dense; written into a buffer if one is given."""
     out = out.to(dtype or torch.bfloat16)
     out = out.transpose(0, 1) if transposed else out

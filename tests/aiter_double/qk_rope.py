@@ -1,22 +1,15 @@
 """`fused_qk_rope_concat_and_cache_mla`: its checks, its silent assumptions, its kernels."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
 import torch
 
 from tests.aiter_double import numbers
 from tests.aiter_double.faults import assume, check, reject
 
-if TYPE_CHECKING:
-    from tests.aiter_double.versions import Place
-
 FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
 WIDE = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def kernel(tokens: int, heads: int, latent: int, rope: int, block: int, nope_first: bool) -> str:
+def kernel(tokens, heads, latent, rope, block, nope_first):
     """Which kernel the dispatch picks for 2-D kv_c and k_pe."""
     if nope_first and latent <= 512 and block == 1 and rope == 64 and tokens < 256:
         return "per_head"
@@ -25,7 +18,7 @@ def kernel(tokens: int, heads: int, latent: int, rope: int, block: int, nope_fir
     return "general"
 
 
-def run(at: Place, a: dict[str, Any]) -> None:
+def run(at, a):
     """The op with its arguments by name; writes kv_cache and q_out."""
     check(at, a["k_pe"].dim() == a["kv_c"].dim(), "kv_c and k_pe have equal ranks")
     for name in ("k_pe", "kv_c"):
@@ -42,7 +35,7 @@ def run(at: Place, a: dict[str, Any]) -> None:
     _compute(at, a, picked)
 
 
-def _validate(at: Place, a: dict[str, Any]) -> str:
+def _validate(at, a):
     q_nope, q_pe, kv_c, k_pe = a["q_nope"], a["q_pe"], a["kv_c"], a["k_pe"]
     cache, q_out, slots = a["kv_cache"], a["q_out"], a["slot_mapping"]
     tokens, heads, latent, rope = (slots.shape[0], *q_nope.shape[1:], k_pe.shape[-1])
@@ -96,13 +89,13 @@ def _validate(at: Place, a: dict[str, Any]) -> str:
     return picked
 
 
-def _aligned(x: torch.Tensor) -> bool:
+def _aligned(x):
     """Whether every row begins at a multiple of 4 bytes."""
     steps = [x.stride(dim) for dim in range(x.dim() - 1) if x.shape[dim] > 1]
     return x.data_ptr() % 4 == 0 and all(step * x.element_size() % 4 == 0 for step in steps)
 
 
-def _check_types(at: Place, a: dict[str, Any]) -> None:
+def _check_types(at, a):
     act, cache, q_out = a["kv_c"].dtype, a["kv_cache"].dtype, a["q_out"].dtype
     check(at, act in WIDE, "kv_c is fp32, fp16 or bf16")
     for dtype in (cache, q_out):
@@ -118,7 +111,7 @@ def _check_types(at: Place, a: dict[str, Any]) -> None:
     assume(q_out in (act, at.arch.fp8), "q_out is written as the activation or as fp8")
 
 
-def _compute(at: Place, a: dict[str, Any], picked: str) -> None:
+def _compute(at, a, picked):
     q_nope, q_pe, kv_c, k_pe = a["q_nope"], a["q_pe"], a["kv_c"], a["k_pe"]
     cache, q_out, cos = a["kv_cache"], a["q_out"], a["cos_cache"]
     q_inv, k_inv = 1.0 / a["q_scale"].flatten()[0], 1.0 / a["k_scale"].flatten()[0]
@@ -142,14 +135,7 @@ def _compute(at: Place, a: dict[str, Any], picked: str) -> None:
             _store(entry, kv_c[token], key, k_inv, a["is_nope_first"], cut)
 
 
-def _store(
-    out: torch.Tensor,
-    nope: torch.Tensor,
-    rope: torch.Tensor,
-    inverse: torch.Tensor,
-    nope_first: bool,
-    truncates: bool,
-) -> None:
+def _store(out, nope, rope, inverse, nope_first, truncates):
     """One row: the nope half is copied or clamped to fp8, the rope half is rounded once."""
     if out.dtype in FP8:
         halves = [

@@ -1,15 +1,8 @@
 """`mla_reduce_v1`: the pieces of a split sequence become one row."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
 import torch
 
 from tests.aiter_double.faults import assume, check
-
-if TYPE_CHECKING:
-    from tests.aiter_double.versions import Place
 
 # width of the values -> head counts with a kernel
 SHAPES = {
@@ -19,7 +12,7 @@ SHAPES = {
 }
 
 
-def merge(pieces: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+def merge(pieces):
     """Flash-style merge of (normalized output, natural-log sum) of the pieces of one tile."""
     outs = torch.stack([out.double() for out, _ in pieces])
     sums = torch.stack([total.double() for _, total in pieces])
@@ -27,7 +20,7 @@ def merge(pieces: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor
     return (outs * (sums - total).exp().unsqueeze(-1)).sum(0), total
 
 
-def run(at: Place, a: dict[str, Any]) -> None:
+def run(at, a):
     """Merge the pieces of every split tile into final_output [T, H, Dv].
 
     partial_output is [rows, 1, H, Dv], partial_lse [rows, 1, H, 1]. A row that sees no key in any

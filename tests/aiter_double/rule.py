@@ -10,9 +10,8 @@ from tests.aiter_double.faults import Aborted, SilentlyWrong
 from tests.aiter_double.versions import number
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
-    from tests.aiter_double.versions import Place
 
 ABORTS, SILENT = "aborts", "silently wrong"
 TYPE, ASSERTS, KEY = "refuses the type", "fails an assertion", "raises KeyError"
@@ -51,26 +50,26 @@ class Rule:
     on: str = ""
 
     @property
-    def library(self) -> str:
+    def library(self):
         """What the library does."""
         if self.hostile is None:
             return TRUSTED
         return RAISED if self.refused else AVOIDED
 
     @property
-    def breaking(self) -> str:
+    def breaking(self):
         """What AITER does, where and when."""
         since = f", from {self.since}" if self.since != "v0" else ""
         until = f", until {self.before}" if self.before != "v1" else ""
         on = f", on {self.on}" if self.on else ""
         return self.fault + on + since + until
 
-    def holds(self, at: Place) -> bool:
+    def holds(self, at):
         """Whether an architecture and a release have the rule."""
         since, before = number(self.since), number(self.before)
         return self.on in ("", at.arch.name) and since <= number(at.release) < before
 
-    def expected(self, at: Place) -> type[BaseException]:
+    def expected(self, at):
         """What the double raises where the rule is broken."""
         if self.fault == ABORTS:
             return Aborted if at.has("aborts") else RuntimeError
@@ -79,7 +78,7 @@ class Rule:
         return KeyError if self.fault == KEY else AssertionError
 
     @contextmanager
-    def named(self) -> Iterator[None]:
+    def named(self):
         """Name the rule in an error of the block."""
         try:
             yield

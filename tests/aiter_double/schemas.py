@@ -1,7 +1,5 @@
 """Torch schemas of the compiled ops, as AITER registers them beside its Python wrappers."""
 
-from __future__ import annotations
-
 import inspect
 
 import torch
@@ -18,13 +16,13 @@ _TYPES = {
 }
 
 
-def schema(name: str, signature: inspect.Signature) -> str:
+def schema(name, signature):
     """The schema of one op: it claims to change every tensor, and returns nothing."""
     arguments = [_argument(i, p) for i, p in enumerate(signature.parameters.values())]
     return f"{name}({', '.join(arguments)}) -> ()"
 
 
-def _argument(index: int, parameter: inspect.Parameter) -> str:
+def _argument(index, parameter):
     name, default = parameter.name, parameter.default
     if default is inspect.Parameter.empty:
         return f"{_TYPES.get(name, f'Tensor(a{index}!)')} {name}"
@@ -35,7 +33,7 @@ def _argument(index: int, parameter: inspect.Parameter) -> str:
     return f"{kind} {name}={default}"
 
 
-def register(signatures: dict[str, inspect.Signature]) -> torch.library.Library:
+def register(signatures):
     """`torch.ops.aiter.NAME` for each, until the library is destroyed; nothing implements them."""
     library = torch.library.Library("aiter", "FRAGMENT")
     for name, signature in signatures.items():

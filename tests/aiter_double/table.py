@@ -6,8 +6,6 @@
 tests/aiter_double/test_page.py fails until the page is written.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from tests.aiter_double.rule import AVOIDED, RAISED, TRUSTED
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "aiter.md"
 
 
-def rules() -> str:
+def rules():
     """How many rules each call has, and how the library keeps them."""
     kinds = (RAISED, AVOIDED, TRUSTED)
     rows = [f"| call | rules | {' | '.join(kinds)} |", "|---|---|---|---|---|"]
@@ -28,7 +26,7 @@ def rules() -> str:
     return "\n".join(rows)
 
 
-def trusted() -> str:
+def trusted():
     """The rules that only the caller can keep."""
     rows = []
     for op in (versions.FUSED, *broken.ADAPTER_RULES):
@@ -37,7 +35,7 @@ def trusted() -> str:
     return "\n".join(rows)
 
 
-def listed() -> str:
+def listed():
     """Every rule in a line: its call and name, the rule, what breaking it does, and the library."""
     lines = []
     for op, each in broken.ALL.items():
@@ -47,10 +45,10 @@ def listed() -> str:
     return "\n".join(lines)
 
 
-def kernels() -> str:
+def kernels():
     """The kernels of the decode that follow a plan."""
 
-    def shapes(counts: dict[int, tuple[int, ...]]) -> str:
+    def shapes(counts):
         return "; ".join(f"{n}: {', '.join(map(str, q))}" for n, q in counts.items()) or "none"
 
     rows = ["| architecture | types | heads: query lengths | with LSE |", "|---|---|---|---|"]
@@ -60,7 +58,7 @@ def kernels() -> str:
     return "\n".join(rows)
 
 
-def filled(page: str) -> str:
+def filled(page):
     """The page with the tables as they are now."""
     for make in (rules, trusted, kernels):
         begin, end = f"<!-- table: {make.__name__} -->\n", "<!-- end -->"

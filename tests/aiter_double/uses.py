@@ -15,15 +15,13 @@ from tests.aiter_double.calls import ENTRY, L
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.aiter_double import Double
-
     Change = Callable[[dict[str, Any]], dict[str, Any]]
     Spoil = Callable[[PersistentDecodePlan], None]
 
 BF16, LENGTHS, DRAFT = torch.bfloat16, (70, 3, 200), 2
 
 
-def nothing(_: Any) -> Any:
+def nothing(_):
     return {}
 
 
@@ -54,17 +52,17 @@ class Use:
     overwrite: bool = False
 
 
-def replace(**changes: Callable[[torch.Tensor], Any]) -> Spoil:
+def replace(**changes):
     """Put other tensors, made of its own, into the plan."""
 
-    def spoil(plan: PersistentDecodePlan) -> None:
+    def spoil(plan):
         for name, make in changes.items():
             setattr(plan, name, make(getattr(plan, name)))
 
     return spoil
 
 
-def found(double: Double, monkeypatch: Any) -> None:
+def found(double, monkeypatch):
     """The library finds the architecture of the double."""
     # Uncached: a test without AITER must not be given the module of this one.
     monkeypatch.setattr(persistent, "get_provider", persistent.get_provider.__wrapped__)
@@ -72,7 +70,7 @@ def found(double: Double, monkeypatch: Any) -> None:
     monkeypatch.setattr(buffers, "multiprocessors", lambda device: double.arch.compute_units)
 
 
-def run(use: Use, double: Double) -> tuple[torch.Tensor, torch.Tensor]:
+def run(use, double):
     """The adapter's output [T, H, 512], and dense attention in float64."""
     g = torch.Generator().manual_seed(5)
     fields = {
@@ -113,7 +111,7 @@ def run(use: Use, double: Double) -> tuple[torch.Tensor, torch.Tensor]:
     return out, dense(given, queries, lengths)
 
 
-def dense(a: dict[str, Any], queries: list[int], lengths: list[int]) -> torch.Tensor:
+def dense(a, queries, lengths):
     """Attention over the blocks of each sequence, from the arguments of the adapter's decode."""
     cache = a["kv_cache"].double() * (1 if a["kv_cache"].dtype == BF16 else a["kv_scale"].double())
     size = cache.shape[1]
@@ -125,9 +123,7 @@ def dense(a: dict[str, Any], queries: list[int], lengths: list[int]) -> torch.Te
     return causal_attention(q, keys, queries, a["softmax_scale"])
 
 
-def causal_attention(
-    q: torch.Tensor, keys: list[torch.Tensor], queries: list[int], scale: float, latent: int = L
-) -> torch.Tensor:
+def causal_attention(q, keys, queries, scale, latent=L):
     """Attention [T, H, latent] in float64 of each query to the keys of its sequence up to itself.
 
     q is [T, H, L + R]; keys has the [n, L + R] of each sequence, whose last row is that of its last

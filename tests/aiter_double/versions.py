@@ -1,7 +1,5 @@
 """The releases of AITER that the double imitates, the two architectures, and the ops' arguments."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 
@@ -47,7 +45,7 @@ SINCE = {
 }
 
 
-def number(release: str) -> tuple[int, ...]:
+def number(release):
     """The parts of a release's name, which order releases."""
     return tuple(int(part) for part in re.findall(r"\d+", release))
 
@@ -59,12 +57,12 @@ class Place:
     arch: Architecture
     release: str
 
-    def has(self, feature: str) -> bool:
+    def has(self, feature):
         """Whether the release has a feature of `SINCE`."""
         return number(self.release) >= number(SINCE[feature])
 
     @property
-    def heads_multiple(self) -> int:
+    def heads_multiple(self):
         """The planner's sizes need a multiple of this many heads."""
         return 8 if self.has("many_heads") else 16
 
@@ -111,7 +109,7 @@ _ARGUMENTS = {
 }
 
 
-def arguments(op: str, at: Place) -> str:
+def arguments(op, at):
     """The arguments of an op in a release, as Python writes them."""
     split = (part.strip().partition(" @") for part in _ARGUMENTS[op].split(","))
     return ", ".join(text for text, _, feature in split if not feature or at.has(feature))

@@ -1,7 +1,5 @@
 """How the Triton decode is launched on a GPU, only from shapes."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the Triton decode does not take is refused in Python, before a kernel is compiled for it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -11,8 +11,6 @@ sources RELEASE DIR
 page         the tables of docs/coverage.md from the results of all of these
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile
@@ -26,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # else two ranks want two NUMA nodes
 
 
-def run(engines: list[dict[str, Any]]) -> dict[str, Any]:
+def run(engines):
     """What became of each of `engines`, in one process for each set of imitations."""
     results: dict[str, Any] = {}
     for imitate in sorted({tuple(engine.get("imitate", ())) for engine in engines}):
@@ -38,12 +36,12 @@ def run(engines: list[dict[str, Any]]) -> dict[str, Any]:
     return {engine["name"]: results[engine["name"]] for engine in engines}
 
 
-def rerun(jobs: list[dict[str, Any]], only: list[str]) -> dict[str, Any]:
+def rerun(jobs, only):
     """The results of those `jobs` whose name starts with one of `only`, or of all."""
     return run([job for job in jobs if not only or job["name"].startswith(tuple(only))])
 
 
-def save(name: str, results: dict[str, Any]) -> None:
+def save(name, results):
     """Keep results under a name."""
     page.RESULTS.mkdir(exist_ok=True)
     path = page.RESULTS / f"{name}.json"
@@ -51,7 +49,7 @@ def save(name: str, results: dict[str, Any]) -> None:
     print(f"coverage: wrote {path.relative_to(ROOT)}")
 
 
-def read_sources(package: Path) -> dict[str, Any]:
+def read_sources(package):
     """What page.py keeps of a release: its architectures with MLA layers, and those not compiled.
 
     vLLM's list of fallbacks to transformers is one architecture.
@@ -64,7 +62,7 @@ def read_sources(package: Path) -> dict[str, Any]:
     return {"architectures": found, "breakable": sorted(classes.breakable(package) & set(found))}
 
 
-def main(command: str, arguments: list[str]) -> None:
+def main(command, arguments):
     """Run one command."""
     if command == "page":
         page.PAGE.write_text(page.text(page.PAGE.read_text()))

@@ -5,16 +5,9 @@ vLLM's registry that does. Its bases count as well, unless it builds other parts
 Nothing is imported: half of these modules need a GPU.
 """
 
-from __future__ import annotations
-
 import ast
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 LAYERS = {"MultiHeadLatentAttentionWrapper", "MLAAttention"}
 OWN_LAYER = "MLAAttention"  # how the names of layers end that models bring with them
@@ -43,7 +36,7 @@ class _Definition:
     compiled: bool
 
 
-def architectures(vllm: Path) -> list[Architecture]:
+def architectures(vllm):
     """All architectures with MLA layers of the vLLM package at `vllm`, in the registry's order."""
     registry = _registry(vllm / REGISTRY)
     known = _definitions(vllm, set(registry))
@@ -63,7 +56,7 @@ def architectures(vllm: Path) -> list[Architecture]:
     return found
 
 
-def breakable(vllm: Path) -> set[str]:
+def breakable(vllm):
     """The architectures for which vLLM switches torch.compile off, by the list in its config."""
     listed: set[str] = set()
     for node in ast.walk(ast.parse((vllm / CONFIG).read_text())):
@@ -73,11 +66,11 @@ def breakable(vllm: Path) -> set[str]:
     return listed
 
 
-def _uses_mla(node: str, known: dict[str, _Definition]) -> bool:
+def _uses_mla(node, known):
     return any(seen.startswith("layer:") for seen in _reach(node, known))
 
 
-def _reach(start: str, known: dict[str, _Definition]) -> Iterator[str]:
+def _reach(start, known):
     seen, stack = {start}, [start]
     while stack:
         node = stack.pop()
@@ -87,7 +80,7 @@ def _reach(start: str, known: dict[str, _Definition]) -> Iterator[str]:
         stack += new
 
 
-def _registry(path: Path) -> dict[str, str]:
+def _registry(path):
     """Architecture -> "module:class" from the literal tables of vLLM's registry."""
     out = {}
     for node in ast.walk(ast.parse(path.read_text())):
@@ -104,7 +97,7 @@ def _registry(path: Path) -> dict[str, str]:
     return out
 
 
-def _definitions(vllm: Path, names: set[str]) -> dict[str, _Definition]:
+def _definitions(vllm, names):
     out: dict[str, _Definition] = {}
     for folder in FOLDERS:
         for path in sorted((vllm / folder).rglob("*.py")):
@@ -117,9 +110,7 @@ def _definitions(vllm: Path, names: set[str]) -> dict[str, _Definition]:
     return out
 
 
-def _module(
-    path: Path, module: str, package: bool, architectures: set[str]
-) -> dict[str, _Definition]:
+def _module(path, module, package, architectures):
     text = path.read_text()
     tree, lines = ast.parse(text), text.splitlines()
     scope: dict[str, set[str]] = defaultdict(set)
@@ -155,14 +146,14 @@ def _module(
     return out
 
 
-def _parts(node: ast.ClassDef | ast.FunctionDef, text: str) -> Iterator[ast.AST]:
+def _parts(node, text):
     """The nodes below it, less the bases of a class that does not build their parts."""
     bases = node.bases if isinstance(node, ast.ClassDef) and _builds_other_parts(node, text) else []
     left_out = {id(inner) for base in bases for inner in ast.walk(base)}
     return (inner for inner in ast.walk(node) if id(inner) not in left_out)
 
 
-def _builds_other_parts(node: ast.ClassDef, text: str) -> bool:
+def _builds_other_parts(node, text):
     """Whether it names its model itself, or sets itself up as a bare module."""
     named = any(
         isinstance(inner, ast.Assign) and ast.unparse(inner.targets[0]) == "model_cls"
@@ -171,7 +162,7 @@ def _builds_other_parts(node: ast.ClassDef, text: str) -> bool:
     return named or "nn.Module.__init__(self)" in text
 
 
-def _absolute(node: ast.ImportFrom, module: str, package: bool) -> str:
+def _absolute(node, module, package):
     if not node.level:
         return node.module or ""
     parts = module.split(".")

@@ -6,11 +6,8 @@ fused graph, as on the decode side of disaggregated serving. The entries are loa
 when the attention waits for them. Until then they are NaN, which shows a layer that did not wait.
 """
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -30,11 +27,11 @@ class Store:
     saved: int = 0
     loaded: int = 0
 
-    def has(self, prompt: Prompt) -> bool:
+    def has(self, prompt):
         """Whether the last token of the prompt was saved in some layer, and so all before it."""
         return any(key[1:] == (prompt, len(prompt) - 1) for key in self.entries)
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self):
         """Counts, and one digest of all that is stored."""
         digest = hashlib.sha256()
         for key in sorted(self.entries):
@@ -66,7 +63,7 @@ class Plan(KVConnectorMetadata):
 class Connector(KVConnectorBase_V1):
     """`kv_connector` of the engine."""
 
-    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+    def __init__(self, vllm_config, role, kv_cache_config):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self._block_size = vllm_config.cache_config.block_size
         self._prompts: dict[str, Prompt] = {}
@@ -74,17 +71,15 @@ class Connector(KVConnectorBase_V1):
 
     # In the scheduler.
 
-    def get_num_new_matched_tokens(
-        self, request: Any, num_computed_tokens: int
-    ) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
         """All but the last token of a prompt that is stored; in the step that asks for it."""
         prompt = tuple(request.prompt_token_ids)
         return (len(prompt) - 1 - num_computed_tokens if store.has(prompt) else 0), False
 
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+    def update_state_after_alloc(self, request, blocks, num_external_tokens):
         """What is loaded follows from the tokens that count as computed."""
 
-    def build_connector_meta(self, scheduler_output: Any) -> Plan:
+    def build_connector_meta(self, scheduler_output):
         """The plan of a step."""
         plan, computed = Plan(), {}
         for new in scheduler_output.scheduled_new_reqs:
@@ -101,21 +96,21 @@ class Connector(KVConnectorBase_V1):
             plan.save.append(self._part(name, computed[name], computed[name] + count))
         return plan
 
-    def _part(self, name: str, start: int, end: int) -> Part:
+    def _part(self, name, start, end):
         size, positions = self._block_size, range(start, end)
         slots = [self._blocks[name][p // size] * size + p % size for p in positions]
         return Part(self._prompts[name], positions, slots)
 
     # In the worker.
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+    def start_load_kv(self, forward_context, **kwargs):
         """What is to be loaded is not there yet. vLLM calls it after steps that load nothing."""
         for layer in forward_context.no_compile_layers.values():
             if hasattr(layer, "kv_cache"):
                 for part in self._plan().load:
                     _entries(layer.kv_cache)[part.slots] = torch.nan
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
+    def wait_for_layer_load(self, layer_name):
         """Load a layer."""
         cache = _entries(get_forward_context().no_compile_layers[layer_name].kv_cache)
         for part in self._plan().load:
@@ -123,9 +118,7 @@ class Connector(KVConnectorBase_V1):
                 cache[slot] = store.entries[layer_name, part.prompt, position]
                 store.loaded += 1
 
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
-    ) -> None:
+    def save_kv_layer(self, layer_name, kv_layer, attn_metadata, **kwargs):
         """Save a layer."""
         for part in self._plan().save:
             for position, slot in zip(part.positions, part.slots, strict=True):
@@ -133,15 +126,15 @@ class Connector(KVConnectorBase_V1):
                 store.entries[layer_name, part.prompt, position] = entry
                 store.saved += 1
 
-    def wait_for_save(self) -> None:
+    def wait_for_save(self):
         """Nothing is pending."""
 
-    def _plan(self) -> Plan:
+    def _plan(self):
         plan = self._get_connector_metadata()
         assert isinstance(plan, Plan)
         return plan
 
 
-def _entries(cache: torch.Tensor) -> torch.Tensor:
+def _entries(cache):
     """An MLA layer's cache, one row for each slot."""
     return cache.view(-1, cache.shape[-1])

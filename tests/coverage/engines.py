@@ -4,8 +4,6 @@ A process takes ten seconds to start and its second engine takes less than the f
 share one where they can. Each engine has its own compile cache: from a warm one no pass would run.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys
@@ -13,13 +11,9 @@ import time
 import traceback
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mla_fusion.cli import child
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from typing import TextIO
 
 SEQUENCES = 4  # and, without drafts, the decode bucket
 LAYER_CLASS = "MLAAttention"
@@ -34,7 +28,7 @@ ARRIVALS = [
 NEW_TOKENS = 12
 
 
-def run_all(job: child.Job, progress: TextIO) -> dict[str, Any]:
+def run_all(job, progress):
     """The result of each engine of `job.options["engines"]`, by its name.
 
     Keys of an engine: name; model (a config.json) or folder (with weights); draft (a config.json);
@@ -62,7 +56,7 @@ def run_all(job: child.Job, progress: TextIO) -> dict[str, Any]:
     return done
 
 
-def _keep_kernels() -> None:
+def _keep_kernels():
     """vLLM's CPU kernels are registered with the first engine of a process.
 
     With the next engine it searches all loaded modules again, and fails on numba, which drafts from
@@ -73,7 +67,7 @@ def _keep_kernels() -> None:
     CpuPlatform.register_triton_kernel_overrides = classmethod(lambda cls: None)
 
 
-def _outcome(asked: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _outcome(asked, folder):
     import torch
     from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -102,7 +96,7 @@ def _outcome(asked: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _watch(records: list[tuple[str, Any]]) -> Iterator[None]:
+def _watch(records):
     """Keep each graph's record beside the class it belongs to."""
     import torch
     from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
@@ -111,7 +105,7 @@ def _watch(records: list[tuple[str, Any]]) -> Iterator[None]:
 
     original = report.add
 
-    def add(record: Any) -> None:
+    def add(record):
         frame: Any = sys._getframe(1)
         while frame is not None:
             owner = frame.f_locals.get("self")
@@ -130,7 +124,7 @@ def _watch(records: list[tuple[str, Any]]) -> Iterator[None]:
         report.add = original
 
 
-def _classes(records: list[tuple[str, Any]]) -> dict[str, Any]:
+def _classes(records):
     """Per compiled class: its MLA layers in the decode range, how many fused, and the declines."""
     out: dict[str, Any] = {}
     for name, record in records:
@@ -144,7 +138,7 @@ def _classes(records: list[tuple[str, Any]]) -> dict[str, Any]:
     return out
 
 
-def _reports(folder: Path) -> list[dict[str, Any]]:
+def _reports(folder):
     """The decode range of the report of each rank, as `_classes` counts."""
     from mla_fusion import report
 
@@ -158,7 +152,7 @@ def _reports(folder: Path) -> list[dict[str, Any]]:
     return out
 
 
-def _run(asked: dict[str, Any], folder: Path) -> tuple[dict[str, Any], int]:
+def _run(asked, folder):
     """(what `_generate` returns, MLA layers of the engine)."""
     from mla_fusion import config
     from tests.models import write
@@ -191,7 +185,7 @@ def _run(asked: dict[str, Any], folder: Path) -> tuple[dict[str, Any], int]:
         engine.engine_core.shutdown()
 
 
-def _generate(engine: Any, times: int) -> dict[str, Any]:
+def _generate(engine, times):
     """Tokens of each prompt, and counts of what the engine did for them.
 
     cached: prompt tokens from the prefix cache; split: prompts that took several steps; drafts: the
@@ -229,13 +223,13 @@ def _generate(engine: Any, times: int) -> dict[str, Any]:
     }
 
 
-def _watch_steps(scheduler: Any) -> tuple[set[str], list[int]]:
+def _watch_steps(scheduler):
     """(requests whose prompt took several steps, drafts of each request in each step)."""
     split: set[str] = set()
     drafts: list[int] = []
     schedule = scheduler.schedule
 
-    def watched(*args: Any, **kwargs: Any) -> Any:
+    def watched(*args, **kwargs):
         output = schedule(*args, **kwargs)
         drafts.extend(map(len, output.scheduled_spec_decode_tokens.values()))
         for name in output.num_scheduled_tokens:

@@ -4,21 +4,17 @@ No pass of this library reads what is imitated, and an engine with the flag off 
 imitations.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 
 
-def pangu_draft_attribute() -> None:
+def pangu_draft_attribute():
     """vLLM 0.32's OpenPangu MTP head reads an attribute its decoder layer lacks, on any device."""
     from vllm.model_executor.models.openpangu import OpenPanguDecoderLayer
 
     OpenPanguDecoderLayer.use_sequence_parallel_moe = False
 
 
-def hybrid_without_states() -> None:
+def hybrid_without_states():
     """vLLM aligns the pages of a hybrid model to blocks of 128, and its CPU attention takes 16.
 
     Every layer of these models is MLA here, so there is no state to align with.
@@ -28,7 +24,7 @@ def hybrid_without_states() -> None:
     CpuPlatform.update_block_size_for_backend = classmethod(lambda cls, vllm_config: None)
 
 
-def several_tokens_per_decode() -> None:
+def several_tokens_per_decode():
     """A decode kernel that takes several tokens of a request, as most backends for GPUs have.
 
     vLLM's for the CPU takes one, so drafts could not be verified, nor a prompt continue what is
@@ -47,7 +43,7 @@ def several_tokens_per_decode() -> None:
         query_len_support = QueryLenSupport.VARLEN
         reorder_batch_threshold = 512
 
-    def forward_mqa(self: Any, q: Any, cache: Any, metadata: Any, layer: Any) -> Any:
+    def forward_mqa(self, q, cache, metadata, layer):
         decode, starts = metadata.decode, metadata.query_start_loc[: metadata.num_decodes + 1]
         counts = (starts[1:] - starts[:-1]).long()
         request = torch.repeat_interleave(torch.arange(len(counts)), counts)
@@ -63,7 +59,7 @@ def several_tokens_per_decode() -> None:
     CPUMLABackend.get_builder_cls = staticmethod(lambda: Builder)
     check = CpuPlatform.check_and_update_config
 
-    def keep_scheduling(cls: Any, vllm_config: Any) -> None:
+    def keep_scheduling(cls, vllm_config):
         scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
         asked = scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens
         prefixes = cache.enable_prefix_caching

@@ -4,8 +4,6 @@ A draft head is compiled beside its target, in one engine. A test compares the c
 engines had with those that `classes.py` finds.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +23,7 @@ class Engine:
     imitate: tuple[str, ...] = ()
     label: str = ""
 
-    def job(self) -> dict[str, Any]:
+    def job(self):
         """As `engines.py` takes it."""
         arguments = dict(self.engine)
         job: dict[str, Any] = {"name": self.name, "model": config_of(self.model)}
@@ -36,7 +34,7 @@ class Engine:
         return job | {"engine": arguments, "imitate": self.imitate}
 
     @property
-    def name(self) -> str:
+    def name(self):
         return "+".join(filter(None, (self.model, self.method, self.label)))
 
 

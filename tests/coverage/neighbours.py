@@ -3,8 +3,6 @@
 The weights have unit gain (`mla_fusion.cli.tiny_models`), so that a wrong value changes tokens.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,7 @@ class Sign:
     least: int
     words: str
 
-    def number(self, result: dict[str, Any]) -> int:
+    def number(self, result):
         """The number of one engine."""
         for key in self.path:
             result = result[key]
@@ -52,7 +50,7 @@ class Neighbour:
     signs: tuple[Sign, ...] = ()
     times: int = 1  # how often it is given the prompts
 
-    def jobs(self, folder: str) -> list[dict[str, Any]]:
+    def jobs(self, folder):
         """The engine with the flag off, and on, as `engines.py` takes them."""
         common = {
             "folder": str(Path(folder, self.model)),
@@ -71,7 +69,7 @@ TERSE = "terse"
 _SEVERAL = ("several_tokens_per_decode",)
 
 
-def _drafts(count: int) -> Neighbour:
+def _drafts(count):
     method = {"method": "ngram", "num_speculative_tokens": count, "prompt_lookup_max": 3}
     return Neighbour(
         f"speculative decoding, {count} draft token{'s' * (count > 1)}",
@@ -140,7 +138,7 @@ NEIGHBOURS = (
 )
 
 
-def write_model(folder: Path) -> str:
+def write_model(folder):
     """Write the model that they run, and below it, in `TERSE`, one with only eight distinct tokens.
 
     Drafts from the prompt are often right with that one; with the other there is hardly a draft.

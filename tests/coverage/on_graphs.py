@@ -36,7 +36,7 @@ class OnGraphs:
     edit: Callable[[fx.GraphModule], None]
     reason: str = ""
 
-    def outcome(self) -> dict[str, Any]:
+    def outcome(self):
         """Layers, fused and declined of all graphs, and whether their outputs stayed equal.
 
         Raises:
@@ -59,7 +59,7 @@ class OnGraphs:
         return out
 
 
-def _same_outputs(before: fx.GraphModule, after: fx.GraphModule, spec: Spec) -> bool:
+def _same_outputs(before, after, spec):
     with pytest.MonkeyPatch.context() as patch, contextmanager(plain_kernels)(patch):
         for name in ("mixed", "decode"):
             batch = BATCHES[name]
@@ -68,12 +68,12 @@ def _same_outputs(before: fx.GraphModule, after: fx.GraphModule, spec: Spec) -> 
     return True
 
 
-def _quantized_output(module: fx.GraphModule) -> None:
+def _quantized_output(module):
     scale = edits.node_named(module, "k_scale")
     edits.set_argument(edits.attention(module), output_scale=scale)
 
 
-def _vllms_rope_passes(module: fx.GraphModule) -> None:
+def _vllms_rope_passes(module):
     """The two passes that vLLM runs before RopeKVCacheFusionPass, which has no pattern for MLA."""
     from vllm.compilation.passes.utility.scatter_split_replace import ScatterSplitReplacementPass
     from vllm.compilation.passes.utility.split_coalescing import SplitCoalescingPass
@@ -85,7 +85,7 @@ def _vllms_rope_passes(module: fx.GraphModule) -> None:
     module.graph.lint()
 
 
-def _dual_norm(module: fx.GraphModule) -> None:
+def _dual_norm(module):
     """One op normalizes the query's and the key's latent: kv_c is an output of it."""
     call = edits.attention(module)
     kv_c = call.kwargs["kv_c_normed"]
@@ -101,7 +101,7 @@ def _dual_norm(module: fx.GraphModule) -> None:
     module.graph.lint()
 
 
-def _declare_ops() -> torch.library.Library:
+def _declare_ops():
     """A stand-in for AITER's op, which normalizes two tensors at once."""
     library = torch.library.Library("mla_fusion_tests", "FRAGMENT")
     library.define("both(Tensor a, Tensor b) -> (Tensor, Tensor)")

@@ -3,19 +3,14 @@
 A table is between `<!-- table NAME -->` and `<!-- end -->`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.coverage import unreachable
-from tests.coverage.neighbours import NEIGHBOURS, Neighbour
+from tests.coverage.neighbours import NEIGHBOURS
 from tests.coverage.spellings import SPELLINGS, VARIANTS, source
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 RESULTS = Path(__file__).with_name("results")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "coverage.md"
@@ -25,14 +20,14 @@ _MODELS = "vllm.model_executor.models."
 _NO_SEQUENCE_PARALLELISM = f"vLLM {NEW} has no such pass (`enable_sp` is gone); not run before it"
 
 
-def stored(name: str) -> dict[str, Any]:
+def stored(name):
     """The results kept under a name, if any."""
     path = RESULTS / f"{name}.json"
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     return found
 
 
-def text(page: str) -> str:
+def text(page):
     """The page with its tables as the results have them."""
     tables = {
         "models": models_table,
@@ -49,14 +44,14 @@ def text(page: str) -> str:
     return page
 
 
-def _rows(header: str, rows: list[list[str]]) -> str:
+def _rows(header, rows):
     names = header.split("|")
     lines = [names, ["---"] * len(names), *rows]
     assert all(len(row) == len(names) and all(cell.strip() for cell in row) for row in rows)
     return "\n".join("| " + " | ".join(cell.strip() for cell in line) + " |" for line in lines)
 
 
-def why_unreached(version: str, architecture: str) -> str:
+def why_unreached(version, architecture):
     """The reason why no pass reaches it in a release; empty if engines show its classes."""
     release = stored(version)
     if architecture in release["breakable"]:
@@ -67,7 +62,7 @@ def why_unreached(version: str, architecture: str) -> str:
     return row.compiled.get(version, "") if row else ""
 
 
-def of_its_own(found: dict[str, Any]) -> set[str]:
+def of_its_own(found):
     """The architectures of a release that are as in none of the columns; `found` as stored."""
     columns = [stored(release) for release in RELEASES]
     return {
@@ -78,7 +73,7 @@ def of_its_own(found: dict[str, Any]) -> set[str]:
     }
 
 
-def compiled(version: str) -> dict[str, list[str]]:
+def compiled(version):
     """Compiled class -> the architectures that reach it, less those with a reason against it."""
     out: dict[str, list[str]] = {}
     for architecture, classes in stored(version)["architectures"].items():
@@ -88,7 +83,7 @@ def compiled(version: str) -> dict[str, list[str]]:
     return out
 
 
-def shown(version: str) -> dict[str, tuple[list[str], dict[str, Any]]]:
+def shown(version):
     """Compiled class -> (engines that had it, its counts in all of them together)."""
     out: dict[str, tuple[list[str], dict[str, Any]]] = {}
     for engine, result in stored(version)["engines"].items():
@@ -105,7 +100,7 @@ def shown(version: str) -> dict[str, tuple[list[str], dict[str, Any]]]:
     return out
 
 
-def models_table() -> str:
+def models_table():
     """One row per compiled class."""
     rows = []
     found = {version: (compiled(version), shown(version)) for version in (OLD, NEW)}
@@ -127,17 +122,17 @@ def models_table() -> str:
     return _rows(f"{header}|in the sources of {SOURCES}", rows)
 
 
-def _counts(counts: dict[str, Any]) -> str:
+def _counts(counts):
     """Of the layers, how many fused; the reasons of the others."""
     return _fused(f"{counts['fused']} of {counts['layers']}", counts["declined"])
 
 
-def _fused(counts: str, codes: Iterable[str]) -> str:
+def _fused(counts, codes):
     """How many layers fused, and the reasons of the others."""
     return ", ".join([counts, *(f"`{code}`" for code in codes)])
 
 
-def unreachable_table() -> str:
+def unreachable_table():
     """One row per architecture of `unreachable`."""
     rows = []
     for name, row in unreachable.OF_ARCHITECTURE.items():
@@ -151,7 +146,7 @@ def unreachable_table() -> str:
     return _rows(f"architecture|which|{NEW}|{OLD}|in the sources of {SOURCES}", rows)
 
 
-def spellings_table() -> str:
+def spellings_table():
     """One row per spelling: how many variants fuse, and what becomes of the others."""
     rows = []
     for name in SPELLINGS:
@@ -162,7 +157,7 @@ def spellings_table() -> str:
     return _rows("spelling|graph|fused", rows)
 
 
-def neighbours_table() -> str:
+def neighbours_table():
     """One row per neighbour."""
     rows = [neighbour_row(n, stored("neighbours")) for n in NEIGHBOURS]
     for name, outcome in stored("graphs").items():
@@ -175,13 +170,13 @@ def neighbours_table() -> str:
     return _rows(f"{header}|tokens with the flag off and on", rows)
 
 
-def _switched_off(result: dict[str, Any]) -> str:
+def _switched_off(result):
     """The code for which the flag was switched off, if it was."""
     found = re.search(r"\[([a-z-]+)\]", "".join(result["warnings"]))
     return found[1] if found else ""
 
 
-def neighbour_row(neighbour: Neighbour, results: dict[str, Any]) -> list[str]:
+def neighbour_row(neighbour, results):
     """The cells of one neighbour, from the results of its engines."""
     on = results.get(f"{neighbour.name} (on)")
     if on is None:
@@ -200,7 +195,7 @@ def neighbour_row(neighbour: Neighbour, results: dict[str, Any]) -> list[str]:
     return [neighbour.name, _layers(on), _passes(on), did or "-", _sameness(off, on)]
 
 
-def _layers(on: dict[str, Any]) -> str:
+def _layers(on):
     """Of each rank: how many MLA layers fused, of all; the reasons of the others."""
     if code := _switched_off(on):
         return _fused("none", [code])
@@ -209,13 +204,13 @@ def _layers(on: dict[str, Any]) -> str:
     return _fused(" + ".join(counts) or "0 of 0", codes)
 
 
-def _passes(on: dict[str, Any]) -> str:
+def _passes(on):
     """Fused and all forward passes of each rank."""
     of_ranks = [f"{p['fused']} of {p['fused'] + p['unfused']}" for p in on["passes"]]
     return " + ".join(of_ranks) or "-"
 
 
-def _sameness(off: dict[str, Any], on: dict[str, Any]) -> str:
+def _sameness(off, on):
     """Whether both engines gave the same tokens, and the same entries to a connector."""
     count = sum(map(len, on["tokens"]))
     if not count or on["tokens"] != off["tokens"] or on["kv"] != off["kv"]:

@@ -4,8 +4,6 @@ The graphs are traced from vLLM's own code (`tests/passes/graphs.py`), and run b
 passes; others were recorded from an engine on a GPU (`tests/passes/recorded.py`).
 """
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -65,7 +63,7 @@ class Variant:
     layer_name: str
     partition: bool
 
-    def __str__(self) -> str:
+    def __str__(self):
         words = "q_lora" if self.q_lora else "no q_lora", f"name {self.layer_name}"
         return ", ".join((*words, "partition" if self.partition else "whole"))
 
@@ -78,7 +76,7 @@ VARIANTS = [
 ]
 
 
-def outcome(name: str, variant: Variant) -> str:
+def outcome(name, variant):
     """ "fused", or the code of the reason against it.
 
     Raises:
@@ -90,7 +88,7 @@ def outcome(name: str, variant: Variant) -> str:
     return " / ".join(sorted(said))
 
 
-def _run(spelling: Spelling, is_neox: bool, variant: Variant) -> str:
+def _run(spelling, is_neox, variant):
     name, q_lora = variant.layer_name, variant.q_lora
     spec = Spec(spelling.rope, is_neox, q_lora=q_lora, layer_name=name)
     split_at = [ATTENTION, *ops.RUNTIME_OPS] if variant.partition else []
@@ -108,13 +106,13 @@ def _run(spelling: Spelling, is_neox: bool, variant: Variant) -> str:
     return " / ".join(made.declined)
 
 
-def source(name: str) -> str:
+def source(name):
     """Where the graph of a spelling comes from."""
     wanted = SPELLINGS[name].recorded
     files = [path for path in recorded.FOLDER.glob("*.json.gz") if path.name.startswith(wanted)]
     return f"traced; {len(files)} recorded" if wanted and files else "traced"
 
 
-def table() -> dict[str, dict[str, str]]:
+def table():
     """Spelling -> {variant: outcome}."""
     return {name: {str(v): outcome(name, v) for v in VARIANTS} for name in SPELLINGS}

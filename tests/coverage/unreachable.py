@@ -3,19 +3,13 @@
 The lines come from the library and vLLM: the functions run what an engine would run.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import logging
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
 
 from mla_fusion import report
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 BREAKABLE, NO_GRAPH, SPARSE = "breakable-cudagraph", "no-graph", "sparse-attention"
 
@@ -63,7 +57,7 @@ OF_ARCHITECTURE = {
 }
 
 
-def switched_off(architecture: str, model_config: Any) -> str:
+def switched_off(architecture, model_config):
     """The line that switches the flag off for it, if one does.
 
     `model_config` is of any MLA model: vLLM's own config is made with it, under that name.
@@ -86,7 +80,7 @@ def switched_off(architecture: str, model_config: Any) -> str:
     return " ".join(lines)
 
 
-def fused_nothing(architecture: str) -> str:
+def fused_nothing(architecture):
     """The line at start-up if none of its layers was in a graph."""
     with _lines() as lines:
         report.publish(None, architecture, cached=False)
@@ -94,11 +88,11 @@ def fused_nothing(architecture: str) -> str:
 
 
 @contextmanager
-def _lines() -> Iterator[list[str]]:
+def _lines():
     """This library's log lines."""
     lines: list[str] = []
 
-    def keep(record: logging.LogRecord) -> bool:
+    def keep(record):
         lines.append(record.getMessage())
         return False
 

@@ -5,10 +5,7 @@ passes 2 to 4, cleanup, lowering of vLLM's IR, clone elimination, cleanup, pass 
 functionalization fix.
 """
 
-from __future__ import annotations
-
 import functools
-from typing import TYPE_CHECKING, Any
 
 import pytest
 from vllm.compilation.passes import pass_manager
@@ -25,22 +22,17 @@ from tests.passes.edits import CAT_FUSED
 from tests.passes.fake_engine import DECODE, Engine
 from tests.passes.graphs import LATENT, ROPE, Spec, find_all
 
-if TYPE_CHECKING:
-    from torch import fx
-
 BUCKET = 4
 
 
 class _Look(InductorPass):
     """Counts the calls of vLLM's fused op in the graph that passes 2 to 4 are given."""
 
-    def __call__(self, graph: fx.Graph) -> None:
+    def __call__(self, graph):
         self.fused_by_vllm = len(find_all(graph.owning_module, CAT_FUSED))
 
 
-def run_all(
-    module: fx.GraphModule, spec: Spec, fused_by_vllm: bool
-) -> tuple[report.RangeReport, int]:
+def run_all(module, spec, fused_by_vllm):
     """Run them; (what became of the layers, calls of vLLM's own fused op before passes 2 to 4)."""
     report.forget()
     manager, look = _manager(fused_by_vllm)
@@ -57,7 +49,7 @@ def run_all(
 
 
 @functools.cache
-def _manager(fused_by_vllm: bool) -> tuple[Any, _Look]:
+def _manager(fused_by_vllm):
     """As the plugin sets it up. vLLM leaves its fusion out of a CPU build, where it runs too."""
     config = VllmConfig()
     config.compilation_config.pass_config.eliminate_noops = True

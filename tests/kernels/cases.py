@@ -1,11 +1,7 @@
 """Inputs and comparisons that the tests of all providers share."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -44,14 +40,14 @@ class Call:
     storage: torch.Tensor
 
 
-def build(case: Case, device: str = "cpu") -> Call:
+def build(case, device="cpu"):
     """Random inputs; the cache and all gaps of its storage are poisoned."""
     generator = torch.Generator().manual_seed(case.seed)
 
-    def random(*shape: int) -> torch.Tensor:
+    def random(*shape):
         return torch.randn(shape, generator=generator)
 
-    def rows(*shape: int) -> torch.Tensor:
+    def rows(*shape):
         """A tensor of `shape`, cut out of wider rows if the case is strided."""
         extra = case.gap if case.strided else 0
         wide = random(shape[0], *shape[1:-1], shape[-1] + extra).to(case.act).to(device)
@@ -90,7 +86,7 @@ def build(case: Case, device: str = "cpu") -> Call:
     return Call(inputs, storage)
 
 
-def run(module: Any, call: Call, **extra: object) -> tuple[torch.Tensor, torch.Tensor]:
+def run(module, call, **extra):
     """Call a provider on copies of the outputs; returns the query and the raw cache storage."""
     out = poisoned(call.inputs.q_out)
     cache, storage = call.inputs.kv_cache, call.storage.clone()
@@ -100,7 +96,7 @@ def run(module: Any, call: Call, **extra: object) -> tuple[torch.Tensor, torch.T
     return out, storage
 
 
-def padded(call: Call) -> Callable[[int], Inputs]:
+def padded(call):
     """What makes padded batches for the layer of `call`, as a warm-up takes it."""
     names = ("w_uk_t", "kv_cache", "cos_sin_cache", "k_scale", "q_scale", "is_neox")
     layer = {name: getattr(call.inputs, name) for name in names}
@@ -108,9 +104,7 @@ def padded(call: Call) -> Callable[[int], Inputs]:
     return functools.partial(padded_batch, **layer, rope_dim=rope, q_dtype=query)
 
 
-def absorb_interval(
-    q_nope: torch.Tensor, w_uk_t: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def absorb_interval(q_nope, w_uk_t):
     """The smallest and the largest result of the absorb product, [T, H, L] each, activation type.
 
     An fp32 sum of P exact products is within gamma_P * sum |q_i * w_i| of the exact sum s, in any
@@ -143,7 +137,7 @@ class Judgement:
     worst: int
 
 
-def judge(inputs: Inputs, got: torch.Tensor, want: torch.Tensor) -> Judgement:
+def judge(inputs, got, want):
     """Hold a query `got` [T, H, L + R] to the specification; `want` is the reference's.
 
     The rotated half must be equal. The absorbed half must be within one step, or within what an
@@ -170,7 +164,7 @@ def judge(inputs: Inputs, got: torch.Tensor, want: torch.Tensor) -> Judgement:
     )
 
 
-def check_against_reference(module: Any, call: Call, **extra: object) -> None:
+def check_against_reference(module, call, **extra):
     """Query as `judge` wants it, cache equal to the reference's, no stray bytes."""
     got, got_cache = run(module, call, **extra)
     want, want_cache = run(reference, call)

@@ -3,14 +3,11 @@
 Triton has code generators, assemblers and disassemblers for both vendors; nothing runs.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 import triton
@@ -65,7 +62,7 @@ class Report:
     order: tuple[str, ...] = ()
 
 
-def specialize(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> ASTSource:
+def specialize(kernel, arguments, options):
     """The source as a launch with these arguments would specialize it."""
     values = dict(zip(kernel.arg_names, arguments, strict=False)) | options
     signature, constants, attributes = {}, {}, {}
@@ -86,9 +83,7 @@ def specialize(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any])
     return source(kernel, signature, constants, attributes)
 
 
-def compile_report(
-    target: str, kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]
-) -> Report:
+def compile_report(target, kernel, arguments, options):
     """Compile a kernel for one of `TARGETS`, and read it; tensors may be meta tensors."""
     compiler = {name: options[name] for name in OPTIONS if name in options}
     rest = {name: value for name, value in options.items() if name not in OPTIONS}
@@ -107,10 +102,10 @@ def compile_report(
     return read_nvidia(usage.stdout + usage.stderr, sass.stdout, compiled.metadata.shared)
 
 
-def read_amd(assembly: str, shared: int) -> Report:
+def read_amd(assembly, shared):
     """Report from AMD assembly text."""
 
-    def field(name: str) -> int:
+    def field(name):
         return int(re.search(rf"\.{name}:\s+(\d+)", assembly)[1])
 
     to_memory = field("vgpr_spill_count") + field("private_segment_fixed_size")
@@ -127,7 +122,7 @@ def read_amd(assembly: str, shared: int) -> Report:
     )
 
 
-def read_nvidia(usage: str, sass: str, shared: int) -> Report:
+def read_nvidia(usage, sass, shared):
     """Report from the text of cuobjdump -res-usage and of nvdisasm."""
     inner = hot_loop(sass)
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
@@ -153,7 +148,7 @@ def read_nvidia(usage: str, sass: str, shared: int) -> Report:
     )
 
 
-def hot_loop(sass: str) -> str:
+def hot_loop(sass):
     """The innermost loop with matrix instructions, empty if there is none."""
     lines = sass.split("\n")
     labels = {m[1]: i for i, line in enumerate(lines) if (m := re.match(r"\s*(\.L_x_\d+):", line))}

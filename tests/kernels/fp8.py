@@ -1,12 +1,10 @@
 """Conversion to fp8 by search, and inputs on which conversions go wrong."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 
 
-def nearest(x: np.ndarray, codes: torch.Tensor) -> np.ndarray:
+def nearest(x, codes):
     """The code nearest to each of `x`, of all 256 `codes` of an fp8 type; a search in float64.
 
     It saturates. torch gives only the values of the codes; ties are equal distances.
@@ -30,7 +28,7 @@ def nearest(x: np.ndarray, codes: torch.Tensor) -> np.ndarray:
     return result
 
 
-def hard_values(codes: torch.Tensor) -> torch.Tensor:
+def hard_values(codes):
     """fp32 inputs: all fp8 values, their midpoints and neighbours, extremes and random ones."""
     values = codes.float()
     values = values[values.isfinite()].sort().values

@@ -4,8 +4,6 @@ The interpreter is chosen when `@triton.jit` decorates, so this file must be loa
 TRITON_INTERPRET=1; its name keeps it out of a plain pytest run.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import types
 

@@ -14,10 +14,7 @@ Both raise `CheckFailed`. An address is a byte address of host memory.
 Only processes started with TRITON_INTERPRET=1 can use this module.
 """
 
-from __future__ import annotations
-
 import dataclasses
-from typing import Any
 
 import numpy as np
 import triton.language as tl
@@ -43,11 +40,11 @@ class Fp8:
     fnuz: bool
 
     @property
-    def nan(self) -> int:
+    def nan(self):
         """The NaN code."""
         return 0x80 if self.fnuz else 0x7F
 
-    def values(self) -> np.ndarray:
+    def values(self):
         """The value of every code 0 ... 255, float64."""
         code = np.arange(256)
         mantissa_bits = 7 - self.exponent
@@ -64,7 +61,7 @@ class Fp8:
             value[0xFF] = np.nan
         return value
 
-    def encode(self, x: np.ndarray) -> np.ndarray:
+    def encode(self, x):
         """fp32 `x` as codes: nearest, ties to the even code, saturating, NaN to NaN."""
         positive = self.values()[:0x80]
         positive = positive[np.isfinite(positive)]
@@ -87,24 +84,24 @@ FORMATS = {
 TABLES = {dtype: form.values().astype(np.float32) for dtype, form in FORMATS.items()}
 
 
-def bf16_decode(raw: np.ndarray) -> np.ndarray:
+def bf16_decode(raw):
     """fp32 values of bf16 bit patterns."""
     return (raw.astype(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
 
-def bf16_encode(x: np.ndarray) -> np.ndarray:
+def bf16_encode(x):
     """bf16 bit patterns of fp32 `x`, nearest with ties to even; NaN becomes the quiet NaN."""
     bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
     rounded = (bits + (0x7FFF + ((bits >> 16) & 1)).astype(np.uint32)) >> 16
     return np.where(np.isnan(x), 0x7FC0, rounded).astype(np.uint16)
 
 
-def is_small(dtype: tl.dtype) -> bool:
+def is_small(dtype):
     """Whether the stock interpreter keeps `dtype` as bit patterns."""
     return dtype.scalar == tl.bfloat16 or dtype.scalar in FORMATS
 
 
-def decode(handle: stock.TensorHandle) -> np.ndarray:
+def decode(handle):
     """The values of a handle, in fp32 if its type is small."""
     dtype = handle.dtype.scalar
     if dtype == tl.bfloat16:
@@ -114,7 +111,7 @@ def decode(handle: stock.TensorHandle) -> np.ndarray:
     return handle.data
 
 
-def encode(values: np.ndarray, dtype: tl.dtype) -> stock.TensorHandle:
+def encode(values, dtype):
     """A handle of type `dtype` with `values` rounded to it."""
     dtype = dtype.scalar
     values = np.asarray(values)
@@ -138,10 +135,10 @@ class Launch:
 class Checker:
     """Bounds and race checks, called for every load and store."""
 
-    def __init__(self, bounds: bool, races: bool) -> None:
+    def __init__(self, bounds, races):
         self.bounds, self.races, self.launch = bounds, races, Launch()
 
-    def begin(self, arguments: list[Any]) -> None:
+    def begin(self, arguments):
         """Start a launch whose tensor arguments may be addressed."""
         self.launch = Launch()
         for argument in arguments:
@@ -151,9 +148,7 @@ class Checker:
                     (storage.data_ptr(), storage.data_ptr() + storage.nbytes())
                 )
 
-    def access(
-        self, pointers: stock.TensorHandle, mask: np.ndarray, program: tuple, store: bool
-    ) -> None:
+    def access(self, pointers, mask, program, store):
         """Check one load or store; `mask` says which lanes take part."""
         addresses, mask = np.broadcast_arrays(pointers.data, mask)
         addresses = addresses[mask.astype(bool)].astype(np.int64)
@@ -175,7 +170,7 @@ class Checker:
                         raise CheckFailed(f"programs {other} and {program} store to one byte")
 
 
-def install(bounds: bool = False, races: bool = False) -> None:
+def install(bounds=False, races=False):
     """Repair the interpreter of this process. Call it once, before the first launch."""
     builder, checker = stock.InterpreterBuilder, Checker(bounds, races)
     stock_binary, stock_unary, stock_ternary = (
@@ -185,44 +180,44 @@ def install(bounds: bool = False, races: bool = False) -> None:
     )
     stock_cast, stock_sum = builder.cast_impl, stock.ReduceOps.sum
 
-    def cast(self: Any, source: stock.TensorHandle, target: tl.dtype) -> stock.TensorHandle:
+    def cast(self, source, target):
         if source.dtype.scalar == target.scalar:
             return stock.TensorHandle(source.data, target.scalar)
         if is_small(source.dtype) or is_small(target):
             return encode(decode(source), target)
         return stock_cast(self, source, target)
 
-    def convert(self: Any, source: stock.TensorHandle, target: tl.dtype, rounding: Any) -> Any:
+    def convert(self, source, target, rounding):
         return cast(self, source, target)
 
-    def binary(self: Any, left: stock.TensorHandle, right: stock.TensorHandle, op: Any) -> Any:
+    def binary(self, left, right, op):
         if op in COMPARISONS:
             return stock.TensorHandle(op(decode(left), decode(right)), tl.int1)
         if is_small(left.dtype) and op not in BITWISE:
             return encode(op(decode(left), decode(right)), left.dtype)
         return stock_binary(self, left, right, op)
 
-    def unary(self: Any, value: stock.TensorHandle, op: Any) -> stock.TensorHandle:
+    def unary(self, value, op):
         if is_small(value.dtype):
             return encode(op(decode(value)), value.dtype)
         return stock_unary(self, value, op)
 
-    def ternary(self: Any, a: Any, b: Any, c: Any, op: Any) -> stock.TensorHandle:
+    def ternary(self, a, b, c, op):
         if is_small(c.dtype) and op is not np.where:
             return encode(op(decode(a), decode(b), decode(c)), c.dtype)
         return stock_ternary(self, a, b, c, op)
 
-    def dot(self: Any, a: Any, b: Any, c: Any, *precision: Any) -> stock.TensorHandle:
+    def dot(self, a, b, c, *precision):
         product = np.matmul(decode(a), decode(b), dtype=c.data.dtype)
         return stock.TensorHandle(product + c.data, c.dtype.scalar)
 
-    def reduce_sum(self: Any, value: Any) -> Any:
+    def reduce_sum(self, value):
         if not is_small(value.dtype):
             return stock_sum(self, value)
         total = np.sum(decode(value.handle), axis=self.axis, keepdims=self.keep_dims)
         return self.to_tensor(encode(total, value.dtype).data, value.dtype)
 
-    def fma(self: Any, x: Any, y: Any, z: Any) -> stock.TensorHandle:
+    def fma(self, x, y, z):
         wide = decode(x).astype(np.float64) * decode(y) + decode(z)
         return encode(wide.astype(np.float32), z.dtype)
 
@@ -243,16 +238,16 @@ def install(bounds: bool = False, races: bool = False) -> None:
         builder.create_masked_store,
     )
 
-    def initialize(self: Any, arguments: Any, keywords: dict[str, Any]) -> Any:
+    def initialize(self, arguments, keywords):
         result = stock_init(self, arguments, keywords)
         checker.begin([*result[0], *result[1].values()])
         return result
 
-    def load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+    def load(self, pointers, mask, *rest):
         checker.access(pointers, mask.data, self.grid_idx, store=False)
         return stock_load(self, pointers, mask, *rest)
 
-    def store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+    def store(self, pointers, value, mask, *rest):
         checker.access(pointers, mask.data, self.grid_idx, store=True)
         return stock_store(self, pointers, value, mask, *rest)
 

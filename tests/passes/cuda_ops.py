@@ -1,11 +1,8 @@
 """Kernels that vLLM's graphs and passes name and a CPU build lacks, or has wrong."""
 
-from __future__ import annotations
-
 import functools
 import sys
 import types
-from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,13 +10,8 @@ from tests.passes import graphs
 from tests.passes.fake_engine import Impl
 from tests.passes.graphs import ROPE
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
-    import pytest
-
-
-def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def plain_kernels(monkeypatch):
     """Plain torch bodies for the RoPE kernels, while the generator is suspended.
 
     FlashInfer is not installed on a CPU, the fused RoPE and cache write has no CPU kernel, and
@@ -27,21 +19,21 @@ def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """
     rope = types.ModuleType("flashinfer.rope")
 
-    def flashinfer_rope(**kwargs: Any) -> None:
+    def flashinfer_rope(**kwargs):
         graphs.rotate_in_place(**kwargs)
 
     def concat_and_cache_mla_rope_fused(
-        positions: torch.Tensor,
-        q_pe: torch.Tensor,
-        k_pe: torch.Tensor,
-        kv_c: torch.Tensor,
-        cos_sin_cache: torch.Tensor,
-        is_neox: bool,
-        slot_mapping: torch.Tensor,
-        kv_cache: torch.Tensor,
-        kv_cache_dtype: str,
-        scale: torch.Tensor,
-    ) -> None:
+        positions,
+        q_pe,
+        k_pe,
+        kv_c,
+        cos_sin_cache,
+        is_neox,
+        slot_mapping,
+        kv_cache,
+        kv_cache_dtype,
+        scale,
+    ):
         graphs.rotate_in_place(positions, q_pe, k_pe, ROPE, cos_sin_cache, is_neox)
         Impl(False).do_kv_cache_update(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale)
 
@@ -57,13 +49,13 @@ def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     library._destroy()
 
 
-def _rotary_embedding(*args: Any, rope_dim_offset: int = 0, inverse: bool = False) -> None:
+def _rotary_embedding(*args, rope_dim_offset=0, inverse=False):
     assert rope_dim_offset == 0 and not inverse
     graphs.rotate_in_place(*args[:6])
 
 
 @functools.cache
-def define_cuda_ops() -> None:
+def define_cuda_ops():
     """Define the CUDA ops that vLLM's last step names and a CPU build lacks; nothing calls them."""
     library = torch.library.Library("_C", "FRAGMENT")
     for name in (

@@ -4,10 +4,7 @@ Each near miss is a graph that looks like a spelling the patterns know and compu
 else, or computes it where it may not be moved. `NEAR_MISSES` names the reason it must decline for.
 """
 
-from __future__ import annotations
-
 import operator
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -15,9 +12,6 @@ from torch._guards import detect_fake_mode
 
 from tests.passes import graphs
 from tests.passes.graphs import NOPE, ROPE, Spec, find, find_all
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -32,7 +26,7 @@ IN_PLACE = {
 }
 
 
-def add(module: fx.GraphModule, before: fx.Node, target: Any, *args: Any) -> fx.Node:
+def add(module, before, target, *args):
     """A new call in front of `before`, with fake metadata."""
     with module.graph.inserting_before(before):
         node = module.graph.call_function(target, args)
@@ -44,33 +38,33 @@ def add(module: fx.GraphModule, before: fx.Node, target: Any, *args: Any) -> fx.
     return node
 
 
-def node_named(module: fx.GraphModule, name: str) -> fx.Node:
+def node_named(module, name):
     """The node of that name."""
     return next(n for n in module.graph.nodes if n.name == name)
 
 
-def attention(module: fx.GraphModule, layer: int = 0) -> fx.Node:
+def attention(module, layer=0):
     """The attention call of a layer."""
     return find(module, ATTENTION, layer)
 
 
-def set_argument(node: fx.Node, **values: Any) -> None:
+def set_argument(node, **values):
     """Replace keyword arguments of a functionalized call."""
     node.kwargs = {**node.kwargs, **values}
 
 
-def also_return(module: fx.GraphModule, *nodes: fx.Node) -> None:
+def also_return(module, *nodes):
     """Append values to what the graph returns."""
     output = module.graph.output_node()
     output.args = ((*output.args[0], *nodes),)  # type: ignore[misc]
 
 
-def read_also(module: fx.GraphModule, node: fx.Node) -> None:
+def read_also(module, node):
     """Give `node` one more reader whose result leaves the graph."""
     also_return(module, add(module, module.graph.output_node(), aten.neg.default, node))
 
 
-def unrotated_k(module: fx.GraphModule) -> fx.Node:
+def unrotated_k(module):
     """k_pe [T, 1, R] as it left the projection, in front of the cache update."""
     split = next(n for n in find_all(module, aten.split_with_sizes.default) if n.args[1] == [16, 8])
     before = find(module, UPDATE)
@@ -78,32 +72,32 @@ def unrotated_k(module: fx.GraphModule) -> fx.Node:
     return add(module, before, aten.unsqueeze.default, k_pe, 1)
 
 
-def _swap_sin_cos(module: fx.GraphModule) -> None:
+def _swap_sin_cos(module):
     for half in list(find(module, aten.split.Tensor).users):
         half.args = (half.args[0], 1 - half.args[1])  # type: ignore[operator]
 
 
-def _flip_sign(module: fx.GraphModule, index: int) -> None:
+def _flip_sign(module, index):
     find(module, aten.sub.Tensor, index).target = aten.add.Tensor
 
 
-def _flip_both_signs(module: fx.GraphModule) -> None:
+def _flip_both_signs(module):
     for node in find_all(module, aten.neg.default):
         node.replace_all_uses_with(node.args[0])
 
 
-def _scatter_elsewhere(module: fx.GraphModule) -> None:
+def _scatter_elsewhere(module):
     scatter = find(module, aten.slice_scatter.default)
     scatter.args = (*scatter.args[:3], NOPE - ROPE, NOPE)
 
 
-def _rotate_other_columns(module: fx.GraphModule) -> None:
+def _rotate_other_columns(module):
     for node in find_all(module, aten.slice.Tensor):
         if node.args[1:3] == (2, NOPE):
             node.args = (node.args[0], 2, 0, ROPE)
 
 
-def _k_at_other_positions(module: fx.GraphModule) -> None:
+def _k_at_other_positions(module):
     """cos and sin of k_pe are looked up at positions + 1."""
     lookup, split = find(module, aten.index.Tensor), find(module, aten.split.Tensor)
     before = split.next
@@ -118,7 +112,7 @@ def _k_at_other_positions(module: fx.GraphModule) -> None:
         last.replace_input_with(old, new)
 
 
-def _k_scaled(module: fx.GraphModule) -> None:
+def _k_scaled(module):
     update, call = find(module, UPDATE), attention(module)
     k_pe = update.args[1]
     twice = add(module, update, aten.mul.Tensor, k_pe, 2.0)
@@ -126,16 +120,16 @@ def _k_scaled(module: fx.GraphModule) -> None:
     set_argument(call, k_pe=twice)
 
 
-def _write_unrotated(module: fx.GraphModule) -> None:
+def _write_unrotated(module):
     update = find(module, UPDATE)
     update.args = (update.args[0], unrotated_k(module), *update.args[2:])
 
 
-def _attend_to_unrotated(module: fx.GraphModule) -> None:
+def _attend_to_unrotated(module):
     set_argument(attention(module), k_pe=unrotated_k(module))
 
 
-def _round_query(module: fx.GraphModule, dtype: torch.dtype) -> None:
+def _round_query(module, dtype):
     """The query is rounded to `dtype` before it is rotated."""
     for node in find_all(module, aten.slice.Tensor):
         if node.args[1:3] == (2, NOPE) and aten.copy.default not in {u.target for u in node.users}:
@@ -147,18 +141,18 @@ def _round_query(module: fx.GraphModule, dtype: torch.dtype) -> None:
                 user.replace_input_with(node, back)
 
 
-def _set_op_argument(rope: str, **values: Any) -> Callable[[fx.GraphModule], None]:
+def _set_op_argument(rope, **values):
     return lambda module: set_argument(find(module, IN_PLACE[rope]), **values)
 
 
-def _offsets(module: fx.GraphModule) -> None:
+def _offsets(module):
     set_argument(find(module, IN_PLACE["aiter"]), offsets=node_named(module, "positions"))
 
 
-def _short_table(rope: str) -> Callable[[fx.GraphModule], None]:
+def _short_table(rope):
     """The table holds fewer angles than k_pe has pairs: part of it is rotated."""
 
-    def edit(module: fx.GraphModule) -> None:
+    def edit(module):
         call = find(module, IN_PLACE[rope])
         table = node_named(module, "table")
         half = add(module, call, aten.slice.Tensor, table, 1, 0, ROPE // 2)
@@ -167,10 +161,10 @@ def _short_table(rope: str) -> Callable[[fx.GraphModule], None]:
     return edit
 
 
-def _second_call(rope: str) -> Callable[[fx.GraphModule], None]:
+def _second_call(rope):
     """q and k_pe are rotated by two calls of the op."""
 
-    def edit(module: fx.GraphModule) -> None:
+    def edit(module):
         call = find(module, IN_PLACE[rope])
         with module.graph.inserting_after(call):
             twin = module.graph.node_copy(call)
@@ -180,7 +174,7 @@ def _second_call(rope: str) -> Callable[[fx.GraphModule], None]:
     return edit
 
 
-def _rotated_again(module: fx.GraphModule) -> None:
+def _rotated_again(module):
     """vLLM's fused op writes the cache after q and k_pe were rotated in aten ops."""
     update, call = find(module, UPDATE), attention(module)
     q = add(module, update, aten.slice.Tensor, call.kwargs["q"], 2, NOPE, NOPE + ROPE)
@@ -209,7 +203,7 @@ def _rotated_again(module: fx.GraphModule) -> None:
     module.graph.erase_node(update)
 
 
-def _mystery_rope(module: fx.GraphModule) -> None:
+def _mystery_rope(module):
     """An op that takes positions makes the query."""
     call = attention(module)
     hidden = node_named(module, "hidden").meta["val"]
@@ -220,11 +214,11 @@ def _mystery_rope(module: fx.GraphModule) -> None:
     set_argument(call, q=add(module, call, rotate, call.kwargs["q"], positions))
 
 
-def _nothing(module: fx.GraphModule) -> None:
+def _nothing(module):
     """The graph is a near miss as it was traced."""
 
 
-def _scaled_query(module: fx.GraphModule) -> None:
+def _scaled_query(module):
     """As `llama_4_scaling` does: the query times a function of its position."""
     call = attention(module)
     number = add(module, call, torch.ops.prims.convert_element_type.default,
@@ -235,28 +229,28 @@ def _scaled_query(module: fx.GraphModule) -> None:
     set_argument(call, q=add(module, call, aten.mul.Tensor, call.kwargs["q"], factor))
 
 
-def _other_kv(module: fx.GraphModule) -> None:
+def _other_kv(module):
     call = attention(module)
     set_argument(
         call, kv_c_normed=add(module, call, aten.mul.Tensor, call.kwargs["kv_c_normed"], 2.0)
     )
 
 
-def _mystery_write(module: fx.GraphModule) -> None:
+def _mystery_write(module):
     call = attention(module)
     set_argument(call, kv_cache_dummy_dep=add(module, call, aten.neg.default, call.kwargs["k_pe"]))
 
 
-def _quantized_output(module: fx.GraphModule) -> None:
+def _quantized_output(module):
     set_argument(attention(module), output_scale=node_named(module, "k_scale"))
 
 
-def _replicated_query(module: fx.GraphModule) -> None:
+def _replicated_query(module):
     call = attention(module)
     set_argument(call, q_dcp_replicated=call.kwargs["q"])
 
 
-def _flat_query(module: fx.GraphModule) -> None:
+def _flat_query(module):
     call = attention(module)
     set_argument(call, q=add(module, call, aten.flatten.using_ints, call.kwargs["q"], 1))
 
@@ -265,7 +259,7 @@ _GPTJ, _NEOX = Spec("native"), Spec("native", is_neox=True)
 _DEEPSEEK = Spec("deepseek")
 
 # name -> (graph, edit, the reason it must decline for)
-NEAR_MISSES: dict[str, tuple[Spec, Callable[[fx.GraphModule], None], str]] = {
+NEAR_MISSES = {
     "sin and cos swapped": (_GPTJ, _swap_sin_cos, "unknown-rope"),
     "sin and cos swapped, NeoX": (_NEOX, _swap_sin_cos, "unknown-rope"),
     "sin and cos swapped, DeepSeek": (_DEEPSEEK, _swap_sin_cos, "unknown-rope"),
@@ -312,7 +306,7 @@ NEAR_MISSES: dict[str, tuple[Spec, Callable[[fx.GraphModule], None], str]] = {
 }  # fmt: skip
 
 
-def near_miss(name: str) -> tuple[fx.GraphModule, Spec, str]:
+def near_miss(name):
     """The graph of a near miss, its spec, and the reason it must decline for."""
     spec, edit, reason = NEAR_MISSES[name]
     module = graphs.build(spec)

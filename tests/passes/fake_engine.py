@@ -4,12 +4,9 @@
 the same layers. What vLLM's backends do (cache write, attention) is written here in plain torch.
 """
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -28,12 +25,6 @@ from mla_fusion.passes.lift import MLADecodeQPrepLiftPass
 from mla_fusion.patterns.site import attention_calls
 from tests.passes import graphs
 from tests.passes.graphs import HEADS, LATENT, NOPE, ROPE, VALUE, Spec
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from mla_fusion.config.eligibility import LayerFacts
-    from mla_fusion.passes.result import PassResult
 
 BLOCKS, BLOCK_SIZE = 6, 4
 POISON = 0xA5  # every byte of a cache before a step
@@ -59,15 +50,15 @@ class Batch:
     order: tuple[int, ...] | None = None
 
     @property
-    def decode_only(self) -> bool:
+    def decode_only(self):
         return not self.profile and self.actual == self.decode > 0
 
     @property
-    def has_rows_without_slot(self) -> bool:
+    def has_rows_without_slot(self):
         slots = self.slot_mapping()
         return slots is not None and (len(slots) < self.rows or bool((slots < 0).any()))
 
-    def slot_mapping(self) -> torch.Tensor | None:
+    def slot_mapping(self):
         """Distinct slots, -1 for rows that are padding or holes."""
         if self.profile:
             return None
@@ -102,20 +93,12 @@ BATCHES = {
 class Impl:
     """A backend: the cache write and the decode attention, in plain torch."""
 
-    def __init__(self, quantized_query: bool) -> None:
+    def __init__(self, quantized_query):
         self.supports_quant_query_input = quantized_query
         self.dcp_world_size = 1
         self.queries: list[torch.Tensor] = []  # what `forward_mqa` was given
 
-    def do_kv_cache_update(
-        self,
-        kv_c: torch.Tensor,
-        k_pe: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        kv_cache_dtype: str,
-        k_scale: torch.Tensor,
-    ) -> None:
+    def do_kv_cache_update(self, kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale):
         cache = kv_cache.view(torch.float8_e4m3fn) if kv_cache_dtype == "fp8" else kv_cache
         for row, slot in enumerate(slot_mapping.tolist()):
             if slot >= 0:
@@ -125,9 +108,7 @@ class Impl:
                     torch.uint8
                 )
 
-    def forward_mqa(
-        self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, layer: Any
-    ) -> tuple[torch.Tensor, None]:
+    def forward_mqa(self, q, kv_cache, metadata, layer):
         """Attention of each row to the batch's entries in the cache, in float64."""
         self.queries.append(q.clone())
         slots = metadata.slots[metadata.slots >= 0]
@@ -139,7 +120,7 @@ class Impl:
 class Layer(MLAAttention):
     """An MLA layer of vLLM without its set-up; what the fused ops read of it is real."""
 
-    def __init__(self, name: str, spec: Spec, quantized_query: bool = False) -> None:
+    def __init__(self, name, spec, quantized_query=False):
         torch.nn.Module.__init__(self)
         generator = torch.Generator().manual_seed(len(name))
         self.layer_name, self.num_heads, self.q_pad_num_heads = name, HEADS, None
@@ -157,16 +138,7 @@ class Layer(MLAAttention):
         poison = torch.full((BLOCKS, BLOCK_SIZE, (LATENT + ROPE) * size), POISON, dtype=torch.uint8)
         self.kv_cache = poison.view(stored)
 
-    def forward_impl(
-        self,
-        q: torch.Tensor,
-        k_c_normed: torch.Tensor,
-        k_pe: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: Any,
-        output: torch.Tensor,
-        **unused: Any,
-    ) -> torch.Tensor:
+    def forward_impl(self, q, k_c_normed, k_pe, kv_cache, attn_metadata, output, **unused):
         """Decode rows by `forward_mqa`; a formula that reads all of q, kv_c and k_pe for others."""
         if attn_metadata is None:
             return output.fill_(0)
@@ -186,7 +158,7 @@ class Layer(MLAAttention):
         output[rest] = torch.tanh(mixed)[:, -HEADS * VALUE :] + torch.tanh(mixed.sum(-1, True))
         return output
 
-    def _v_up_proj(self, x: torch.Tensor, out: torch.Tensor) -> None:
+    def _v_up_proj(self, x, out):
         out.copy_(torch.einsum("thl,hlv->thv", x, self.W_UV).flatten(1))
 
 
@@ -198,13 +170,13 @@ class Engine:
     quantized_query: bool = False
     layers: dict[str, Layer] = field(init=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.layers = {
             name: Layer(name, self.spec, self.quantized_query)
             for name in graphs.layer_names(self.spec)
         }
 
-    def context(self, batch: Batch) -> ForwardContext:
+    def context(self, batch):
         """vLLM's forward context for a step."""
         slots = batch.slot_mapping()
         metadata = None
@@ -218,18 +190,18 @@ class Engine:
             slot_mapping=dict.fromkeys(self.layers, slots) if slots is not None else {},
         )
 
-    def facts(self, provider: str = "reference") -> dict[str, LayerFacts]:
+    def facts(self, provider="reference"):
         """The facts of all layers, as `MLAFusionPass` reads them."""
         return {
             name: eligibility.facts(layer, provider, self.spec.dtype)
             for name, layer in self.layers.items()
         }
 
-    def caches(self) -> list[torch.Tensor]:
+    def caches(self):
         """The bytes of all caches."""
         return [layer.kv_cache.view(torch.uint8) for layer in self.layers.values()]
 
-    def queries(self) -> list[list[torch.Tensor]]:
+    def queries(self):
         """The prepared queries that the decode of each layer was given."""
         return [layer.impl.queries for layer in self.layers.values()]
 
@@ -237,7 +209,7 @@ class Engine:
 class _Interpreter(fx.Interpreter):
     """Runs a graph; memory that torch leaves undefined gets a fixed value."""
 
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+    def call_function(self, target, args, kwargs):
         args = tuple(_encode(a) for a in args)
         kwargs = {k: _encode(v) if k == "layer_name" else v for k, v in kwargs.items()}
         result = super().call_function(target, args, kwargs)
@@ -246,7 +218,7 @@ class _Interpreter(fx.Interpreter):
         return result
 
 
-def _encode(value: Any) -> Any:
+def _encode(value):
     """Layer names baked into a graph, in the form in which this process's ops take them."""
     is_name = isinstance(value, str) and value.startswith("model.layers.")
     return _encode_layer_name(value) if is_name else value
@@ -261,13 +233,7 @@ class Outcome:
     caches: list[torch.Tensor]
 
 
-def run(
-    module: fx.GraphModule,
-    spec: Spec,
-    batch: Batch = DECODE,
-    quantized_query: bool = False,
-    seed: int = 0,
-) -> Outcome:
+def run(module, spec, batch=DECODE, quantized_query=False, seed=0):
     """Execute a graph of `graphs.build(spec)`, before or after passes, on fresh caches.
 
     Use the `plain_kernels` fixture around it.
@@ -296,9 +262,7 @@ def run(
 _STORED = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32}
 
 
-def assert_same(
-    before: Outcome, after: Outcome, batch: Batch, *, tolerance: float | None = None
-) -> None:
+def assert_same(before, after, batch, *, tolerance=None):
     """Outputs and queries of real rows and all cache bytes are equal, or close by `tolerance`.
 
     A row without a slot is padding, whose query is zero after the passes.
@@ -323,7 +287,7 @@ def assert_same(
             _assert_close(a.view(stored), b.view(stored), tolerance)
 
 
-def assert_found(query: torch.Tensor, queries: list[torch.Tensor], tolerance: float | None) -> None:
+def assert_found(query, queries, tolerance):
     """One of `queries` is like `query`. A lifted call decodes too, until it is dropped."""
     assert queries, "no decode was given a query"
     *first, last = queries
@@ -334,7 +298,7 @@ def assert_found(query: torch.Tensor, queries: list[torch.Tensor], tolerance: fl
     _assert_close(query, last, tolerance)
 
 
-def _assert_close(a: torch.Tensor, b: torch.Tensor, tolerance: float | None) -> None:
+def _assert_close(a, b, tolerance):
     assert a.dtype == b.dtype
     x, y = a.double(), b.double()
     if tolerance is None:
@@ -346,15 +310,13 @@ def _assert_close(a: torch.Tensor, b: torch.Tensor, tolerance: float | None) -> 
         torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
-def facts_of(spec: Spec, quantized_query: bool = False) -> Callable[[Any], LayerFacts | None]:
+def facts_of(spec, quantized_query=False):
     """What passes 2 and 3 take: the facts of the layer that a graph argument names."""
     facts = Engine(spec, quantized_query).facts()
     return lambda layer_name: facts.get(vllm_compat.traced_layer_name(layer_name) or "")
 
 
-def passes(
-    spec: Spec, quantized_query: bool = False
-) -> dict[int, Callable[[fx.Graph], PassResult]]:
+def passes(spec, quantized_query=False):
     """Passes 2 to 5, by their number, for the layers of a graph."""
     facts = facts_of(spec, quantized_query)
     return {
@@ -365,12 +327,7 @@ def passes(
     }
 
 
-def fuse(
-    module: fx.GraphModule,
-    spec: Spec,
-    facts: Mapping[str, LayerFacts] | None = None,
-    quantized_query: bool = False,
-) -> report.GraphRecord:
+def fuse(module, spec, facts=None, quantized_query=False):
     """Passes 2 to 4 on a graph, as `MLAFusionPass` runs them; what became of its layers."""
     calls = list(attention_calls(module.graph))
     record = report.GraphRecord(start=1, end=4, layers=len(calls))
@@ -380,6 +337,6 @@ def fuse(
     return record
 
 
-def reasons(record: report.GraphRecord | PassResult) -> list[str]:
+def reasons(record):
     """The codes of the layers that were declined."""
     return [decline.code for decline in record.declined.values()]

@@ -6,15 +6,12 @@ graph, one of its nodes and a number that chooses between its variants, and does
 has no meaning. A graph that an edit broke does not run before the passes, and is not counted.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from torch import fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 
 from tests.passes import edits
@@ -40,30 +37,30 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def every_spec() -> list[Spec]:
+def every_spec():
     """All combinations of `OPTIONS`, without repetition."""
     rows = itertools.product(*OPTIONS.values())
     return list(dict.fromkeys(spec for spec in map(_spec, rows) if _exists(spec)))
 
 
-def _exists(spec: Spec) -> bool:
+def _exists(spec):
     """Whether vLLM can build it: DeepSeek's form leaves k_pe in the table's type, so both agree."""
     return not (spec.rope == "deepseek" and spec.table_dtype not in (None, spec.dtype))
 
 
-def _spec(row: tuple[dict[str, Any], ...]) -> Spec:
+def _spec(row):
     values: dict[str, Any] = {}
     for choice in row:
         values |= choice
     return Spec(**values)
 
 
-def describe(spec: Spec) -> str:
+def describe(spec):
     """A name that is unique among the specs of the grammar."""
     return f"{spec}-{spec.kv_cache_dtype}-{str(spec.table_dtype).removeprefix('torch.')}"
 
 
-def pairwise() -> list[Spec]:
+def pairwise():
     """A few combinations among which every two values of two options meet, found greedily."""
     rows = list(itertools.product(*(range(len(values)) for values in OPTIONS.values())))
     random.Random(0).shuffle(rows)
@@ -77,7 +74,7 @@ def pairwise() -> list[Spec]:
     return list(dict.fromkeys(_spec(_choice(row)) for row in chosen))
 
 
-def _choice(row: tuple[int, ...]) -> tuple[dict[str, Any], ...]:
+def _choice(row):
     """The values of all options, by their numbers."""
     return tuple(values[i] for values, i in zip(OPTIONS.values(), row, strict=True))
 
@@ -85,18 +82,18 @@ def _choice(row: tuple[int, ...]) -> tuple[dict[str, Any], ...]:
 SPECS = pairwise()
 
 
-def is_float(node: fx.Node) -> bool:
+def is_float(node):
     """Whether the node is a tensor of floating-point numbers with at least one dimension."""
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.dtype.is_floating_point and value.dim() > 0
 
 
-def is_pure(node: fx.Node) -> bool:
+def is_pure(node):
     """Whether the node is an aten op, which reads its arguments and writes nothing."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten"
 
 
-def duplicate(module: fx.GraphModule, node: fx.Node, pick: int) -> None:
+def duplicate(module, node, pick):
     """Some readers of a node read a twin of it."""
     twins = is_pure(node) or node.target in (edits.operator.getitem, auto_functionalized)
     if not twins:
@@ -109,7 +106,7 @@ def duplicate(module: fx.GraphModule, node: fx.Node, pick: int) -> None:
             user.replace_input_with(node, twin)
 
 
-def read_elsewhere(module: fx.GraphModule, node: fx.Node, pick: int) -> None:
+def read_elsewhere(module, node, pick):
     """A node has one more reader, whose result leaves the graph."""
     if is_float(node):
         target = (aten.neg.default, aten.clone.default, aten.relu.default)[pick % 3]
@@ -133,21 +130,21 @@ FOREIGN: tuple[tuple[Any, ...], ...] = (
 ROUNDED = (torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.float8_e4m3fn)
 
 
-def splice(module: fx.GraphModule, node: fx.Node, pick: int) -> None:
+def splice(module, node, pick):
     """Readers of a node read another value than before."""
     target, *args = FOREIGN[pick % len(FOREIGN)]
     if is_float(node) and node.op == "call_function":
         _put_between(module, node, pick // len(FOREIGN), [(target, *args)])
 
 
-def mixes_rows(steps: list[tuple[Any, int, int]]) -> bool:
+def mixes_rows(steps):
     """Whether these edits let rows without a slot, which hold anything, into others."""
     return any(
         edit is splice and FOREIGN[pick % len(FOREIGN)] in MIXES_ROWS for edit, _, pick in steps
     )
 
 
-def change_dtype(module: fx.GraphModule, node: fx.Node, pick: int) -> None:
+def change_dtype(module, node, pick):
     """Readers of a node read it in another type, or rounded to it and put back."""
     if not is_float(node) or node.op != "call_function":
         return
@@ -157,9 +154,7 @@ def change_dtype(module: fx.GraphModule, node: fx.Node, pick: int) -> None:
     _put_between(module, node, pick // 4, calls if pick % 4 else calls[:1])
 
 
-def _put_between(
-    module: fx.GraphModule, node: fx.Node, pick: int, calls: list[tuple[Any, ...]]
-) -> None:
+def _put_between(module, node, pick, calls):
     """Chosen readers of `node` read it through `calls`, (op, further arguments) each."""
     users = list(node.users)
     new = node
@@ -170,7 +165,7 @@ def _put_between(
             user.replace_input_with(node, new)
 
 
-def bypass(module: fx.GraphModule, node: fx.Node, pick: int) -> None:
+def bypass(module, node, pick):
     """A node is dropped: its readers read an input of the same shape and type."""
     if not (is_pure(node) and is_float(node)):
         return
@@ -183,7 +178,7 @@ def bypass(module: fx.GraphModule, node: fx.Node, pick: int) -> None:
             return
 
 
-def drop_order(module: fx.GraphModule, node: fx.Node, pick: int) -> None:
+def drop_order(module, node, pick):
     """The attention no longer waits for its cache update, or waits for another layer's."""
     if "kv_cache_dummy_dep" in node.kwargs:
         others = [n for n in edits.find_all(module, edits.UPDATE) if n < node]
@@ -191,7 +186,7 @@ def drop_order(module: fx.GraphModule, node: fx.Node, pick: int) -> None:
         edits.set_argument(node, kv_cache_dummy_dep=choice)
 
 
-def swap(module: fx.GraphModule, node: fx.Node, pick: int) -> None:
+def swap(module, node, pick):
     """A node moves down as far as its first reader, or a few places."""
     after = node
     for _ in range(pick % 8 + 1):
@@ -203,13 +198,13 @@ def swap(module: fx.GraphModule, node: fx.Node, pick: int) -> None:
         after.append(node)
 
 
-def drop_metadata(module: fx.GraphModule, node: fx.Node, pick: int) -> None:
+def drop_metadata(module, node, pick):
     """A node loses its metadata."""
     if not node.name.startswith(("layer_name", "tokens")):
         node.meta.pop("val", None)
 
 
-def change_constant(module: fx.GraphModule, node: fx.Node, pick: int) -> None:
+def change_constant(module, node, pick):
     """Halves are swapped, a sign or a flag of the op is flipped, a slice starts elsewhere."""
     if node.target is edits.operator.getitem and node.args[0].target is aten.split.Tensor:
         node.args = (node.args[0], 1 - node.args[1])  # type: ignore[operator]
@@ -247,7 +242,7 @@ STEPS = st.lists(
 )
 
 
-def apply(module: fx.GraphModule, steps: list[tuple[Any, int, int]]) -> None:
+def apply(module, steps):
     """Make the edits, each at a node chosen by its number."""
     for edit, where, pick in steps:
         nodes = [n for n in module.graph.nodes if n.op == "call_function"]
@@ -258,7 +253,7 @@ def apply(module: fx.GraphModule, steps: list[tuple[Any, int, int]]) -> None:
     module.graph.lint()
 
 
-def misplace(module: fx.GraphModule, where: int) -> None:
+def misplace(module, where):
     """Move a pure node in front of what it reads, as some of vLLM's passes leave nodes."""
     nodes = [n for n in module.graph.nodes if is_pure(n) and n.all_input_nodes]
     node = nodes[where % len(nodes)]

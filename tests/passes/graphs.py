@@ -6,12 +6,9 @@ in-place ops are functionalized as in an engine. A trace takes 0.3 s and is kept
 `build` returns a copy of its own. Inputs have readable names, see `inputs`.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import vllm.compilation.passes.fusion.mla_rope_kvcache_cat_fusion  # noqa: F401  registers its op
@@ -60,19 +57,19 @@ class Spec:
     table_dtype: torch.dtype | None = None
     kv_cache_dtype: str = "auto"
 
-    def __str__(self) -> str:
+    def __str__(self):
         words = [self.rope, "neox" if self.is_neox else "gptj", f"x{self.layers}"]
         words += ["q_lora"] * self.q_lora + ["static"] * (not self.dynamic)
         words += [self.layer_name, str(self.dtype).removeprefix("torch.")]
         return "-".join(words)
 
 
-def layer_names(spec: Spec) -> list[str]:
+def layer_names(spec):
     """The names of the layers of a graph."""
     return [f"model.layers.{i}.attn" for i in range(spec.layers)]
 
 
-def shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
+def shapes(spec):
     """The weights of a graph, by the name of its input."""
     out: dict[str, tuple[int, ...]] = {"table": (MAX_POSITION, ROPE), "k_scale": ()}
     for i in range(spec.layers):
@@ -86,11 +83,11 @@ def shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
     return out
 
 
-def inputs(spec: Spec, tokens: int, seed: int = 0) -> dict[str, Any]:
+def inputs(spec, tokens, seed=0):
     """Random values for the tensor inputs of a graph."""
     generator = torch.Generator().manual_seed(seed)
 
-    def random(*shape: int) -> torch.Tensor:
+    def random(*shape):
         return torch.randn(shape, generator=generator).to(spec.dtype)
 
     values = {"hidden": random(tokens, HIDDEN)}
@@ -104,12 +101,12 @@ def inputs(spec: Spec, tokens: int, seed: int = 0) -> dict[str, Any]:
     return values
 
 
-def build(spec: Spec) -> fx.GraphModule:
+def build(spec):
     """A fresh copy of the graph of `spec`."""
     return copy(_trace(spec))
 
 
-def copy(module: fx.GraphModule) -> fx.GraphModule:
+def copy(module):
     """A copy with nodes of its own; fake values are shared."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
@@ -118,26 +115,26 @@ def copy(module: fx.GraphModule) -> fx.GraphModule:
         return _make_graph_module(module, graph)
 
 
-def state(graph: fx.Graph) -> list[tuple[Any, ...]]:
+def state(graph):
     """All that makes up a graph, to compare it with itself later; `printed` compares two graphs."""
     return [(n, n.op, n.target, n.args, n.kwargs) for n in graph.nodes]
 
 
-def printed(module: fx.GraphModule | fx.Graph) -> str:
+def printed(module):
     """The graph's printed code."""
     graph = module.graph if isinstance(module, fx.GraphModule) else module
     return str(graph.python_code("self").src)
 
 
-def find(module: fx.GraphModule, target: Any, index: int = 0) -> fx.Node:
+def find(module, target, index=0):
     """The `index`-th call of `target`; for an op name, a call of it or its functionalized call."""
     return find_all(module, target)[index]
 
 
-def find_all(module: fx.GraphModule, target: Any) -> list[fx.Node]:
+def find_all(module, target):
     """All calls as in `find`, in graph order."""
 
-    def is_call(node: fx.Node) -> bool:
+    def is_call(node):
         if not isinstance(target, str):
             return node.target is target
         callee = node.args[0] if node.target is auto_functionalized else node.target
@@ -146,12 +143,12 @@ def find_all(module: fx.GraphModule, target: Any) -> list[fx.Node]:
     return [node for node in module.graph.nodes if node.op == "call_function" and is_call(node)]
 
 
-def _rms_norm(x: torch.Tensor, gain: torch.Tensor | float) -> torch.Tensor:
+def _rms_norm(x, gain):
     wide = x.float()
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype) * gain
 
 
-def _layer(spec: Spec, i: int, t: dict[str, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+def _layer(spec, i, t, hidden):
     """One MLA layer, step by step as in vLLM's `MultiHeadLatentAttentionWrapper`."""
     q_in = hidden
     if spec.q_lora:
@@ -182,9 +179,7 @@ def _layer(spec: Spec, i: int, t: dict[str, torch.Tensor], hidden: torch.Tensor)
     return hidden + torch.mm(out, t[f"w_o_{i}"])
 
 
-def _rotate(
-    spec: Spec, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, table: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _rotate(spec, positions, q, k, table):
     """What `RotaryEmbedding.forward_native`, `forward_cuda` and `forward_hip` do."""
     if spec.rope.startswith("native"):
         if spec.rope == "native":  # else the cosines are rounded after the lookup
@@ -217,10 +212,10 @@ class _Captured(Exception):
 
 
 @functools.cache
-def _trace(spec: Spec) -> fx.GraphModule:
+def _trace(spec):
     """The graph of `spec` at the place where vLLM's passes run."""
 
-    def model(t: dict[str, torch.Tensor]) -> torch.Tensor:
+    def model(t):
         hidden = t["hidden"]
         if t["positions"].shape[0] != hidden.shape[0]:  # one symbol for both, as in vLLM
             raise ValueError
@@ -235,11 +230,11 @@ def _trace(spec: Spec) -> fx.GraphModule:
     names: list[str] = []
     graphs: list[fx.Graph] = []
 
-    def stop(graph: fx.Graph) -> None:
+    def stop(graph):
         graphs.append(graph)
         raise _Captured
 
-    def backend(module: fx.GraphModule, example_inputs: list[Any]) -> Any:
+    def backend(module, example_inputs):
         names.extend(_input_names(module, example_inputs))
         with torch._inductor.config.patch(
             post_grad_custom_post_pass=stop,
@@ -267,7 +262,7 @@ def _trace(spec: Spec) -> fx.GraphModule:
     return copy(module)
 
 
-def _input_names(module: fx.GraphModule, values: list[Any]) -> list[str]:
+def _input_names(module, values):
     """Readable names of the flat inputs: by the key in the model's dict, or by what they are."""
     names = []
     for node, value in zip(module.graph.find_nodes(op="placeholder"), values, strict=True):
@@ -282,12 +277,12 @@ def _input_names(module: fx.GraphModule, values: list[Any]) -> list[str]:
     return names
 
 
-def _rename_inputs(module: fx.GraphModule, names: list[str]) -> None:
+def _rename_inputs(module, names):
     for node, name in zip(module.graph.find_nodes(op="placeholder"), names, strict=True):
         node.target = node.name = name
 
 
-def _functionalize_cat_fused(module: fx.GraphModule) -> None:
+def _functionalize_cat_fused(module):
     """Put vLLM's fused op, functionalized, where the functional stand-in was traced."""
     fused = torch.ops.vllm.fused_rope_unified_mla_kv_cache_update.default
     names = [a.name for a in fused._schema.arguments]
@@ -300,7 +295,7 @@ def _functionalize_cat_fused(module: fx.GraphModule) -> None:
         module.graph.erase_node(node)
 
 
-def _bake_layer_names(module: fx.GraphModule, spec: Spec) -> None:
+def _bake_layer_names(module, spec):
     for i, name in enumerate(layer_names(spec)):
         placeholder = next(n for n in module.graph.nodes if n.name == f"layer_name_{i}")
         for user in list(placeholder.users):
@@ -309,7 +304,7 @@ def _bake_layer_names(module: fx.GraphModule, spec: Spec) -> None:
         module.graph.erase_node(placeholder)
 
 
-def _declare_ops() -> None:
+def _declare_ops():
     """Ops that vLLM registers on ROCm only, and the stand-in for vLLM's fused op."""
     name = vllm_compat.layer_name_type()
     library = torch.library.Library("mla_fusion_tests", "DEF")
@@ -319,7 +314,7 @@ def _declare_ops() -> None:
         "-> (Tensor, Tensor, Tensor)"
     )
 
-    def fake(positions: Any, q_pe: torch.Tensor, k_pe: torch.Tensor, kv_c: Any, *rest: Any) -> Any:
+    def fake(positions, q_pe, k_pe, kv_c, *rest):
         return kv_c.new_empty(0), torch.empty_like(q_pe), torch.empty_like(k_pe)
 
     library._register_fake("rope_update", fake)
@@ -339,15 +334,7 @@ def _declare_ops() -> None:
     _LIBRARIES.append(rocm)
 
 
-def rotate_in_place(
-    positions: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    head_size: int,
-    cos_sin_cache: torch.Tensor,
-    is_neox: bool,
-    offsets: torch.Tensor | None = None,
-) -> None:
+def rotate_in_place(positions, query, key, head_size, cos_sin_cache, is_neox, offsets=None):
     """RoPE by complex numbers, in place, for [T, H, R] and [T, R]; written apart from the library.
 
     It stands in for the kernels of AITER, FlashInfer and vLLM that a CPU does not have.

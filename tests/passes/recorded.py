@@ -5,15 +5,11 @@ with fake values for one symbolic number of tokens. An op that this build of vLL
 from the schema beside the graph, without a body: such a graph can be rewritten, not run.
 """
 
-from __future__ import annotations
-
 import functools
 import gzip
 import importlib
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import sympy
 import torch
@@ -29,20 +25,20 @@ FOLDER = Path(__file__).with_name("recorded")
 _TOKENS = 5  # the hint of every symbol
 
 
-def write(path: Path, graph: fx.Graph, origin: dict[str, str]) -> None:
+def write(path, graph, origin):
     """Write `graph` with where it comes from: the command, the machine, the versions."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"origin": origin, **dump(graph)}, indent=0)
     path.write_bytes(gzip.compress(text.encode(), mtime=0))
 
 
-def read(path: Path) -> tuple[fx.GraphModule, dict[str, str]]:
+def read(path):
     """The graph in a file, and where it comes from."""
     stored = json.loads(gzip.decompress(path.read_bytes()))
     return load(stored), stored["origin"]
 
 
-def dump(graph: fx.Graph) -> dict[str, Any]:
+def dump(graph):
     """`graph` as plain data."""
     schemas: dict[str, str] = {}
     nodes = [
@@ -59,13 +55,13 @@ def dump(graph: fx.Graph) -> dict[str, Any]:
     return {"schemas": schemas, "nodes": nodes}
 
 
-def load(stored: dict[str, Any]) -> fx.GraphModule:
+def load(stored):
     """The graph that `dump` was given."""
     for name, schema in stored["schemas"].items():
         _define_if_missing(name, schema)
     graph, entries = fx.Graph(), {entry["name"]: entry for entry in stored["nodes"]}
 
-    def create(name: str) -> fx.Node:
+    def create(name):
         entry = entries[name]
         target = decoder(entry["target"]) if entry["op"] == "call_function" else entry["target"]
         args, kwargs = decoder(entry["args"]), decoder(entry["kwargs"])
@@ -86,7 +82,7 @@ def load(stored: dict[str, Any]) -> fx.GraphModule:
     return fx.GraphModule(root, graph)
 
 
-def _value(value: Any) -> Any:
+def _value(value):
     """What of a node's fake value a pass may read."""
     if isinstance(value, torch.Tensor):
         return {
@@ -104,7 +100,7 @@ def _value(value: Any) -> Any:
     return {"layer": name}
 
 
-def _encode(value: Any, schemas: dict[str, str]) -> Any:
+def _encode(value, schemas):
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, fx.Node):
@@ -137,13 +133,13 @@ class _Decoder:
     `create` makes the node of a name, when it is first asked for.
     """
 
-    def __init__(self, create: Callable[[str], fx.Node]) -> None:
+    def __init__(self, create):
         self.node = functools.cache(create)
         self.shapes = ShapeEnv()
         self.mode = FakeTensorMode(shape_env=self.shapes)
         self.symbols: dict[str, sympy.Symbol] = {}
 
-    def __call__(self, value: Any) -> Any:
+    def __call__(self, value):
         if isinstance(value, list):
             return [self(item) for item in value]
         if not isinstance(value, dict):
@@ -151,13 +147,13 @@ class _Decoder:
         [(kind, content)] = value.items()
         return getattr(self, f"_{kind}")(content)
 
-    def _node(self, name: str) -> fx.Node:
+    def _node(self, name):
         return self.node(name)
 
-    def _tuple(self, items: list[Any]) -> tuple[Any, ...]:
+    def _tuple(self, items):
         return tuple(self(item) for item in items)
 
-    def _dict(self, content: dict[str, Any]) -> Any:
+    def _dict(self, content):
         if content.keys() == {"layer"}:
             return _encode_layer_name(content["layer"])
         if content.keys() != {"shape", "stride", "dtype"}:
@@ -166,7 +162,7 @@ class _Decoder:
         with self.mode:
             return torch.empty_strided(shape, stride, dtype=self(content["dtype"]))
 
-    def _size(self, text: str) -> torch.SymInt:
+    def _size(self, text):
         expression = sympy.sympify(text, locals=self.symbols)
         for symbol in expression.free_symbols - set(self.symbols.values()):
             source = ConstantSource(f"recorded_{symbol}")
@@ -176,20 +172,20 @@ class _Decoder:
         hint = int(expression.subs(dict.fromkeys(expression.free_symbols, _TOKENS)))
         return self.shapes.create_symintnode(expression, hint=hint)
 
-    def _overload(self, name: str) -> Any:
+    def _overload(self, name):
         namespace, op, overload = name.split(".")
         return getattr(getattr(getattr(torch.ops, namespace), op), overload)
 
-    def _higher(self, name: str) -> Any:
+    def _higher(self, name):
         return getattr(torch.ops.higher_order, name)
 
-    def _device(self, kind: str) -> torch.device:
+    def _device(self, kind):
         return torch.device("cpu")  # whatever it was recorded on
 
-    def _torch(self, name: str) -> Any:
+    def _torch(self, name):
         return getattr(torch, name)
 
-    def _function(self, name: str) -> Any:
+    def _function(self, name):
         module, function = name.split(".")
         return getattr(importlib.import_module(module), function)
 
@@ -197,7 +193,7 @@ class _Decoder:
 _libraries: list[torch.library.Library] = []
 
 
-def _define_if_missing(name: str, schema: str) -> None:
+def _define_if_missing(name, schema):
     namespace, op = name.split(".")[:2]
     if hasattr(getattr(torch.ops, namespace), op):
         return

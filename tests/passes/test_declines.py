@@ -3,8 +3,6 @@
 Reasons that the graph gives are in test_cases.py, by `edits.NEAR_MISSES`.
 """
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

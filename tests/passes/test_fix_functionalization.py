@@ -4,8 +4,6 @@ vLLM's step takes its fused RoPE and cache write out of `auto_functionalized` if
 goes through copy and slice_scatter, as in its own models, and raises on any other use of it.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import fx

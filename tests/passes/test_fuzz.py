@@ -1,7 +1,5 @@
 """Random edits of real graphs: no exception, the same results, no layer lost without a reason."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from typing import Any

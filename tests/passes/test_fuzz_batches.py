@@ -1,7 +1,5 @@
 """Random batches through fused graphs: equal results, and no byte outside the addressed slots."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,9 +1,5 @@
 """The property tests find bugs: each one planted here must make them fail."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
 import pytest
 import torch
 from hypothesis import Phase, given, settings
@@ -14,9 +10,6 @@ from mla_fusion.passes import fix_functionalization, lift
 from mla_fusion.patterns import native, probe
 from tests import tally
 from tests.passes import test_fuzz, test_fuzz_batches
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 pytestmark = pytest.mark.nightly
 
@@ -49,7 +42,7 @@ _judge = native._judge
 _prep = reference.fused_mla_decode_prep
 
 # name -> (where, what, the bug)
-IN_GRAPHS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+IN_GRAPHS = {
     "an old value that is read later": (fix_functionalization, "_read_later", lambda *a: False),
     "a slice put back into another value": (
         fix_functionalization, "same_view", lambda a, b: True
@@ -95,7 +88,7 @@ def _wrong_fp8_query(inputs):
     return q_out
 
 
-IN_BATCHES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+IN_BATCHES = {
     "a mixed batch taken for decode": (runtime, "is_decode_only", _any_decode),
     "a row without a slot is written": (
         reference, "fused_mla_decode_prep", _writes_row_without_slot

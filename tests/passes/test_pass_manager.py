@@ -1,7 +1,5 @@
 """The passes in vLLM's form: their gate (invariant 2), cache key (9) and record for the report."""
 
-from __future__ import annotations
-
 import importlib
 import pickle
 import shutil

@@ -1,7 +1,5 @@
 """What the ops do in a step, called one by one on the layers of the fake engine."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

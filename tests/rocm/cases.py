@@ -1,7 +1,5 @@
 """Batches and cases."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 
