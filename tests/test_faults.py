@@ -99,20 +99,17 @@ def notes(caught):
 @pytest.mark.parametrize(
     "error, remedy",
     [
-        (Planted("the kernel did not compile"), ""),
-        (
-            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB."),
-            " It needs memory beside vLLM's: lower gpu_memory_utilization.",
-        ),
+        (Planted, ""),
+        (torch.OutOfMemoryError, " It needs memory beside vLLM's: lower gpu_memory_utilization."),
     ],
 )
 def test_provider_raises_at_warm_up(make, monkeypatch, caplog, error, remedy):
     """The engine does not start, and vLLM's own warm-up does not begin."""
     made = worker(make(), lambda: pytest.fail("vLLM's warm-up"))
     compiled()
-    monkeypatch.setattr(reference, "warmup", Mock(side_effect=error), raising=False)
+    monkeypatch.setattr(reference, "warmup", Mock(side_effect=error("planted")), raising=False)
     caplog.set_level(logging.INFO, logger="vllm.mla_fusion")
-    with pytest.raises(type(error), match=str(error)) as caught:
+    with pytest.raises(error, match="planted") as caught:
         made.compile_or_warm_up_model()
     assert notes(caught) == WARM_UP_NOTE.format(remedy)
     assert "layers" not in caplog.text  # nothing is reported as fused

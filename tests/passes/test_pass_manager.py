@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch._dynamo.utils
 import torch._inductor.config
 from torch import fx
 from vllm.compilation.passes.inductor_pass import pass_context
@@ -93,15 +94,20 @@ class Clock:
 
 
 def test_record_of_a_graph_says_what_a_warm_up_needs(monkeypatch):
-    shown: list[str] = []
-    monkeypatch.setattr(pipeline, "_show", lambda stage, graph: shown.append(stage))
+    shown = []
+    monkeypatch.setattr(
+        torch._dynamo.utils, "lazy_format_graph_code", lambda *given: shown.append(given)
+    )
     monkeypatch.setattr(pipeline, "time", Clock(0.25))
     spec = Spec("native", is_neox=True, dtype=torch.bfloat16, table_dtype=torch.float32)
-    record = run_pass(build(spec), spec, 1, BUCKET)
+    module = build(spec)
+    owner = module.graph.owning_module
+    record = run_pass(module, spec, 1, BUCKET)
     want = ops.Variant(True, graphs.ROPE, "float32", "bfloat16", "auto")
     assert record.variants == {want}
     assert record.pass_ms == 250
-    assert shown == ["before", "after"]
+    assert shown == [("mla_fusion.before", owner), ("mla_fusion.after", owner)]
+    assert record.layer.before and record.layer.before != record.layer.after
     report.forget()
     nope = Spec("nope", dtype=torch.bfloat16, kv_cache_dtype="fp8")
     record = run_pass(build(nope), nope, 1, BUCKET)
