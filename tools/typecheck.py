@@ -26,7 +26,9 @@ def link_tree(tree: Path) -> None:
     shutil.rmtree(tree, ignore_errors=True)
     folders = {"mla_fusion": "mla_fusion"} | {name: f"mla_fusion/{name}" for name in INSIDE}
     for source, target in (folders | {name: name for name in BESIDE}).items():
-        for file in (ROOT / source).rglob("*.py"):
+        for file in (ROOT / source).rglob("*.*"):
+            if "__pycache__" in file.parts:
+                continue
             link = tree / target / file.relative_to(ROOT / source)
             link.parent.mkdir(parents=True, exist_ok=True)
             link.symlink_to(file)

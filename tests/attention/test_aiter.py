@@ -229,10 +229,10 @@ class TestAuto:
         assert "faster on gfx950" in allocate(planner="auto", **changes).why_not_aiter
         assert allocate(**changes).planner is planner_aiter
 
-    def test_without_aiter(self, use, monkeypatch):
+    def test_without_aiter(self, use):
         use()
         for name in [name for name in sys.modules if name.split(".")[0] == "aiter"]:
-            monkeypatch.delitem(sys.modules, name)
+            del sys.modules[name]
         assert "missing" in allocate(planner="auto").why_not_aiter
         with pytest.raises(ProviderUnavailable, match="missing"):
             allocate()

@@ -61,8 +61,9 @@ CACHED = " (graphs from vLLM's compile cache)"
 
 
 def own_log(result):
-    """(level, message) of every line this library logged; vLLM has no files of these names."""
-    line = r"(INFO|WARNING|ERROR) \S+ \S+ \[(?:report|plugin|pipeline)\.py:\d+\] (.*)"
+    """(level, message) of every line this library logged; each begins with one of these words."""
+    words = "decode range|fuse_aiter|mla_fusion|MLA fusion"
+    line = rf"(INFO|WARNING|ERROR) \S+ \S+ \[(?:__init__|plugin|pipeline)\.py:\d+\] ((?:{words}).*)"
     return re.findall(line, result["log"])
 
 
