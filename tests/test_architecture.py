@@ -207,14 +207,14 @@ def test_a_planted_violation_is_found(name, rule, source):
 
 
 def edges():
-    """{room: the other rooms that its modules import, at any depth}."""
-    found = {room(name): set() for name in SOURCES}
-    for name, source in SOURCES.items():
-        found[room(name)] |= {room(t) for m, _ in imports(name, source) if (t := own(m))}
-    return {name: targets - {name} for name, targets in found.items()}
+    """{module: the other modules of this library that it imports, at any depth}."""
+    return {
+        name: {own(module) for module, _ in imports(name, source)} - {None, name}
+        for name, source in SOURCES.items()
+    }
 
 
-def test_no_rooms_import_each_other():
+def test_no_modules_import_each_other():
     TopologicalSorter(edges()).prepare()
 
 
