@@ -28,8 +28,9 @@ def test_check_passes_every_argument_on(monkeypatch, tmp_path):
     monkeypatch.setattr(check, "find", find)
     argv = "check m --max-num-seqs 8 --speculative-tokens 3 --tensor-parallel-size 2"
     argv += f" --kv-cache-dtype fp8 --layers 4 --provider triton --dump {tmp_path} --json"
-    assert cli.main(argv.split()) == 1
-    assert seen == [check.Settings(Path("m"), 8, 3, 2, "fp8", 4, "triton", tmp_path, True)]
+    assert cli.main(argv.split()) == cli.main(["check", "m"]) == 1
+    given = check.Settings(Path("m"), 8, 3, 2, "fp8", 4, "triton", tmp_path, True)
+    assert seen == [given, check.Settings(Path("m"))]
 
 
 # --- check: what a user gets wrong
