@@ -119,14 +119,19 @@ def _plot(drawn: Drawn) -> list[str]:
     label = 2 * len(str(drawn.rules.workers - 1)) + 1
     title = f"{'workers':>{label}}   load; digits and letters are sequences"
     rows = [title if len(drawn.seq_lens) <= len(_SYMBOLS) else f"{title}, modulo {len(_SYMBOLS)}"]
-    for first in range(0, drawn.rules.workers, group):
-        last = min(first + group, drawn.rules.workers) - 1
+    workers = drawn.rules.workers
+    used = max(worker + 1 for worker, share in enumerate(drawn.shares) if share)
+    for first in range(0, used, group):
+        last = min(first + group, workers) - 1
         bar, done = "", 0
         for sequence, cost in itertools.chain(*drawn.shares[first : last + 1]):
             done += cost
             bar += _SYMBOLS[sequence % len(_SYMBOLS)] * (round(done * WIDTH / top) - len(bar))
         name = str(first) if first == last else f"{first}-{last}"
         rows.append(f"{name:>{label}} |{bar:<{WIDTH}}|")
+    # The planner takes workers in order: those without an item are the last.
+    if (first := -(-used // group) * group) < workers:
+        rows.append(f"{f'{first}-{workers - 1}':>{label}} |{'idle':^{WIDTH}}|")
     return rows
 
 
