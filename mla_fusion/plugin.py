@@ -70,34 +70,38 @@ def _wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[.
 def _add_fields_to_pass_config() -> None:
     """Why: vLLM's PassConfig forbids unknown fields, so `pass_config.fuse_aiter_...` is an error.
 
-    How: put a subclass with the two fields in its place. vLLM also holds the class itself, as a
-    default factory, so calling it gives the subclass too: an instance of a class that is no
-    longer found under its name could not be pickled to a worker, with the flag or without.
-    Until: vLLM lets a plugin declare pass options.
+    How: `PassConfig(...)` with one of the two fields makes an instance of a subclass that has them,
+    and from then on CompilationConfig prints them. Without them it stays vLLM's own: whatever
+    prints, compares, copies, hashes or pickles a config never meets the plugin. Until: vLLM lets a
+    plugin declare pass options.
     """
-    import vllm.config
     import vllm.config.compilation as compilation
 
-    from mla_fusion.config.pass_config import extend
+    from mla_fusion.config import pass_config
 
     base = compilation.PassConfig
-    if hasattr(base, config.FLAG):
+    if hasattr(base, _WRAPPED):
         return
-    extended = extend(base, _restore)
+    fields = {config.FLAG, config.THRESHOLD}
+    extended = pass_config.extend(base, _restore)
+    show = functools.cache(pass_config.show_subclass)
 
     def new(cls: type, *args: Any, **kwargs: Any) -> Any:
-        return object.__new__(extended if cls is base else cls)
+        if cls is not base or fields.isdisjoint(kwargs):
+            return object.__new__(cls)
+        show(compilation.CompilationConfig, base)
+        return object.__new__(extended)
 
     base.__new__ = new
-    compilation.PassConfig = vllm.config.PassConfig = extended
+    setattr(base, _WRAPPED, True)
 
 
 def _restore(fields: dict[str, Any]) -> Any:
     """A PassConfig with these fields, in a process that may not have loaded the plugin."""
     register()
-    import vllm.config.compilation as compilation
+    from vllm.config import PassConfig
 
-    restored = object.__new__(compilation.PassConfig)
+    restored = PassConfig.__new__(PassConfig, **fields)
     restored.__dict__.update(fields)
     return restored
 
@@ -143,13 +147,11 @@ def _decide_in_vllm_config() -> None:
 
 
 def _adopt(pass_config: Any) -> None:
-    """Make a PassConfig that was built before the plugin was loaded one of ours."""
-    import vllm.config
-
-    if not isinstance(pass_config, vllm.config.PassConfig):
-        unset = {config.FLAG: False, config.THRESHOLD: None}
-        pass_config.__dict__ = {**unset, **pass_config.__dict__}
-        pass_config.__class__ = vllm.config.PassConfig
+    """Make vLLM's PassConfig one of ours if the flag was set on it as an attribute."""
+    if config.FLAG in vars(pass_config):
+        fields = {config.FLAG: False, config.THRESHOLD: None, **vars(pass_config)}
+        pass_config.__class__ = type(_restore(fields))
+        pass_config.__dict__ = fields
 
 
 def _refused_by_operator(compilation: Any) -> frozenset[str]:

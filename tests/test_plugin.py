@@ -4,6 +4,7 @@ Real VllmConfig objects of the installed vLLM on a CPU; no engine is started.
 """
 
 import copy
+import dataclasses
 import json
 import logging
 import pickle
@@ -20,6 +21,7 @@ from tests.models import DEEPSEEK_V2, LLAMA, config_of, register_configs, write
 
 mla_fusion.register()
 
+from pydantic import TypeAdapter  # noqa: E402
 from vllm.config import CompilationConfig, CUDAGraphMode, PassConfig  # noqa: E402
 from vllm.config.utils import replace  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
@@ -126,13 +128,43 @@ print("hash", made.compute_hash())
 """
         assert f"hash {made.compute_hash()}" in alone(code)
 
-    @pytest.mark.parametrize("pass_config", [None, {}, {"fuse_norm_quant": False}])
-    def test_off_it_is_pickled_as_vllms_own(self, make, pass_config):
-        pickled = pickle.dumps(make(pass_config).compilation_config)
-        assert b"mla_fusion" not in pickled
-        assert not pickle.loads(pickled).pass_config.fuse_aiter_qk_rope_kvcache_mla
-        assert copy.deepcopy(make(pass_config)).compute_hash() == make(pass_config).compute_hash()
-        pickle.dumps(CompilationConfig())
+    def test_it_is_printed_and_dumped_with_the_other_fields(self):
+        made = CompilationConfig(pass_config={**FLAG_ON, "eliminate_noops": False})
+        dumped = TypeAdapter(CompilationConfig).dump_python(made)["pass_config"]
+        assert dumped[config.FLAG] is True and dumped["eliminate_noops"] is False
+        for text in (repr(made), str(made), repr(made.pass_config)):
+            assert f"{config.FLAG}': True" in text or f"{config.FLAG}=True" in text
+            assert "eliminate_noops" in text
+
+    def test_set_as_an_attribute_of_vllms_own_object(self, make):
+        given = PassConfig()
+        setattr(given, config.FLAG, True)
+        made = make(given)
+        assert config.is_on(made)
+        assert made.compilation_config.pass_config.compute_hash() != PassConfig().compute_hash()
+
+    @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, replace, dataclasses.replace])
+    def test_it_survives_a_copy(self, make, copied):
+        made = make(FLAG_ON).compilation_config
+        again = copied(made)
+        assert again.pass_config == made.pass_config
+        assert again.compute_hash() == made.compute_hash()
+
+    def test_without_the_plugin_it_is_refused(self):
+        code = f"""
+from pydantic import ValidationError
+from vllm.config import CompilationConfig
+try:
+    CompilationConfig(pass_config={FLAG_ON!r})
+except ValidationError as error:
+    assert {config.FLAG!r} in str(error), error
+else:
+    raise SystemExit("accepted without the plugin")
+import mla_fusion
+mla_fusion.register()
+CompilationConfig(pass_config={FLAG_ON!r})
+"""
+        alone(code)
 
 
 class TestWhatItSwitchesOn:
@@ -329,57 +361,8 @@ class TestBadInput:
         with pytest.raises(Exception, match=names):
             make(FLAG_ON, options=options)
 
-    def test_config_object_from_before_the_plugin(self, models):
-        code = f"""
-import pickle
-from pydantic import ValidationError
-from vllm.config import CompilationConfig
-early = CompilationConfig()
-try:
-    CompilationConfig(pass_config={FLAG_ON!r})
-except ValidationError as error:
-    assert {config.FLAG!r} in str(error), error
-else:
-    raise SystemExit("accepted without the plugin")
-import mla_fusion
-mla_fusion.register()
-from vllm.engine.arg_utils import EngineArgs
-made = EngineArgs(model={str(models / "mla")!r}, skip_tokenizer_init=True, max_model_len=256,
-                  compilation_config=early).create_engine_config()
-from mla_fusion import config
-assert not config.is_on(made)
-pickle.dumps(made)
-CompilationConfig(pass_config={FLAG_ON!r})
-"""
-        alone(code)
 
-
-class TestHarmlessWhenOff:
-    def test_config_hash_is_that_of_vllm_alone(self, models):
-        code = f"""
-import sys
-if sys.argv[1] == "with":
-    import mla_fusion
-    mla_fusion.register()
-from vllm.engine.arg_utils import EngineArgs
-from vllm import plugins
-plugins.load_general_plugins = lambda: None
-import vllm.engine.arg_utils as arg_utils
-if hasattr(arg_utils, "load_general_plugins"):
-    arg_utils.load_general_plugins = lambda: None
-made = EngineArgs(model={str(models / "mla")!r}, skip_tokenizer_init=True,
-                  max_model_len=256).create_engine_config()
-from vllm.config import PassConfig
-print(len(PassConfig.__dataclass_fields__))
-print(made.compute_hash(), made.compilation_config.pass_config.compute_hash())
-"""
-        (fields, hashes), (fields_alone, hashes_alone) = (
-            alone(code, which).splitlines()[-2:] for which in ("with", "without")
-        )
-        assert hashes == hashes_alone
-        # The two runs must differ in what this test is about.
-        assert int(fields) == int(fields_alone) + 2
-
+class TestHashes:
     def test_hash_covers_the_flag_and_the_threshold(self):
         hashes = {
             PassConfig(**kwargs).compute_hash()

@@ -242,12 +242,18 @@ def build(**arguments: Any) -> Any:
 
 
 def engine_arguments(**arguments: Any) -> Any:
-    """EngineArgs of a small engine; `arguments` come before what is set here."""
+    """EngineArgs of a small engine; `arguments` come before those of `small_engine`."""
     if "mla_fusion" in os.environ["VLLM_PLUGINS"]:
         from mla_fusion.plugin import register
 
         register()
     from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(**small_engine(arguments))
+
+
+def small_engine(arguments: dict[str, Any]) -> dict[str, Any]:
+    """`arguments`, of EngineArgs or LLM, and what makes an engine small where they are silent."""
     from vllm.platforms import current_platform
 
     small = {
@@ -266,7 +272,7 @@ def engine_arguments(**arguments: Any) -> Any:
 
             # Its "zero experts" have no routing kernel on a CPU; the attention does not read them.
             longcat_flash.LongcatMoe.forward = lambda self, hidden_states: hidden_states
-    return EngineArgs(**{**small, **arguments})
+    return {**small, **arguments}
 
 
 def complete(

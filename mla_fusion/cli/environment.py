@@ -127,8 +127,8 @@ def _why_not(provider: str) -> str:
 
 def _why_no_plugin() -> str:
     """Why vLLM would not load the plugin in a process of this environment; empty if it would."""
-    import vllm.config.compilation as compilation
     from vllm import envs
+    from vllm.config import PassConfig
 
     entries = metadata.entry_points(group=_GROUP, name=_PLUGIN)
     if not entries:
@@ -140,6 +140,8 @@ def _why_no_plugin() -> str:
         next(iter(entries)).load()()
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer
         return f"it fails: {error!r}"
-    if not hasattr(compilation.PassConfig, config.FLAG):
+    try:
+        PassConfig(**{config.FLAG: True})
+    except ValueError:
         return "it ran, and vLLM's PassConfig still does not know the flag"
     return ""

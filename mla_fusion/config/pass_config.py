@@ -1,8 +1,12 @@
-"""The flag's two fields as a subclass of vLLM's PassConfig."""
+"""The flag's two fields: a subclass of vLLM's PassConfig, for who sets one of them."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
+
+from mla_fusion.config import FLAG, THRESHOLD
+from mla_fusion.config.identity import source_hash
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,9 +19,6 @@ def extend(base: type, restore: Callable[[dict[str, Any]], Any]) -> type:
     """
     from pydantic import Field
     from vllm.config.utils import config, get_hash_factors, hash_factors
-
-    from mla_fusion.config import FLAG, THRESHOLD
-    from mla_fusion.config.identity import source_hash
 
     class PassConfig(base):
         __doc__ = base.__doc__
@@ -41,16 +42,26 @@ def extend(base: type, restore: Callable[[dict[str, Any]], Any]) -> type:
             return hash_factors(factors)
 
         def __reduce_ex__(self, protocol: Any) -> Any:
-            """A worker process unpickles its config before it loads plugins.
+            """A worker process unpickles its config before it loads plugins, which make this class.
 
-            By reference it would then get vLLM's class, which has the flag's value but hashes as
-            if it were off, and take compiled graphs of an engine without the fusion.
+            The class itself is not found under its name: vLLM's is.
             """
-            if getattr(self, FLAG):
-                return restore, (dict(self.__dict__),)
-            return super().__reduce_ex__(protocol)
+            return restore, (dict(self.__dict__),)
 
     PassConfig.__qualname__ = base.__qualname__
     PassConfig.__module__ = base.__module__
     extended: Any = config(PassConfig)
     return extended
+
+
+def show_subclass(compilation_config: Any, base: type) -> None:
+    """Let vLLM's CompilationConfig print and dump all fields of its pass config.
+
+    pydantic compiled its schema for `base`, whose fields alone it would show.
+    """
+    from pydantic import SerializeAsAny
+    from pydantic.dataclasses import rebuild_dataclass
+
+    [declared] = [f for f in dataclasses.fields(compilation_config) if f.name == "pass_config"]
+    declared.type = SerializeAsAny[base]  # type: ignore[misc, valid-type]
+    rebuild_dataclass(compilation_config, force=True)

@@ -79,10 +79,19 @@ def prefill_range(result):
     return name
 
 
-def test_flag_off_leaves_every_graph_as_it_is(job, alone):
+def test_flag_off_leaves_graphs_cache_key_and_log_as_they_are(job, alone):
+    """The plugin is loaded by its entry point, between the configs of one engine."""
     off = run(job({}))
     assert off["graphs"] == alone["graphs"]
     assert len(alone["graphs"]) == 2
+    assert off["key"] == alone["key"]
+    assert messages(off) == messages(alone)
+    assert any("non-default args" in line for line in messages(alone))
+
+
+def messages(result):
+    """The log without times, sizes and paths."""
+    return sorted(re.sub(r"/tmp/\S+|\d+", "#", line) for line in result["log"].splitlines())
 
 
 def test_provider_that_is_unavailable_leaves_the_engine_as_it_is(job, alone):

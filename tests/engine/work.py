@@ -26,7 +26,7 @@ def serve(job, progress):
     _configure_cpu(options.get("processes"))
     graphs, refreshes = _record_graphs(), _count_refreshes() if options.get("flag") else []
     arguments = {**_arguments(options), **job.engine}
-    engines = [child.build(**arguments) for _ in range(options.get("engines", 1))]
+    engines = [_build(arguments, options) for _ in range(options.get("engines", 1))]
     if options.get("fault"):
         _break_provider()
     served = [_serve_one(engine, job) for engine in engines]
@@ -34,6 +34,16 @@ def serve(job, progress):
     for engine in engines:
         engine.engine_core.shutdown()
     return {"engines": served, "graphs": graphs, "refreshes": refreshes, "children": children}
+
+
+def _build(arguments, options):
+    """Without the flag as a user of vLLM does, who knows nothing of this library: some configs are
+    made before vLLM loads plugins."""
+    if "flag" in options or "custom_pass" in options:
+        return child.build(**arguments)
+    from vllm import LLM
+
+    return LLM(**child.small_engine(arguments)).llm_engine
 
 
 def _serve_one(engine, job):
@@ -47,6 +57,7 @@ def _serve_one(engine, job):
         "logprobs": [child.chosen(c) for c in completions],
         # How far the second candidate of each step lies below the first.
         "margins": [[best - second for best, second, *_ in steps] for steps in ranked],
+        "key": engine.vllm_config.compute_hash(),
     }
     if job.options.get("flag"):
         result["steps"] = engine.collective_rpc("mla_fusion_steps")
