@@ -7,7 +7,7 @@ import torch
 
 from mla_fusion import attention
 from mla_fusion.attention import triton
-from mla_fusion.config import eligibility
+from mla_fusion.config import eligibility, vllm_compat
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -61,8 +61,20 @@ class TestPackedWeight:
         assert "kv-cache-dtype" in declined(given, "aiter", BF16)
 
     @pytest.mark.parametrize("provider", ["aiter", "triton", "reference"])
-    def test_in_a_form_nobody_knows(self, provider):
-        assert declined(layer(W_UK_T=None), provider, BF16) == "packed-weights no plain W_UK_T"
+    @pytest.mark.parametrize(
+        "kept", [None, SimpleNamespace(), SimpleNamespace(weight=torch.zeros(1, dtype=torch.uint8))]
+    )
+    def test_in_a_form_nobody_knows(self, provider, kept):
+        assert declined(layer(W_UK_T=kept), provider, BF16) == (
+            "packed-weights neither W_UK_T nor W_UK_T.weight is a plain tensor"
+        )
+
+    def test_plain_in_an_object_of_its_own(self):
+        """As vllm#55741, which is open, describes it."""
+        weight = torch.zeros(2, 3, 4)
+        given = layer(W_UK_T=SimpleNamespace(weight=weight))
+        assert not declined(given, "triton", BF16)
+        assert vllm_compat.absorb_weight(given) is weight
 
 
 class TestPortable:

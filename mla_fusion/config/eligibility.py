@@ -86,8 +86,8 @@ def _decline(layer: Any, provider: str, activation: torch.dtype) -> Decline | No
         return Decline(
             "packed-weights", f"AITER's {packed} product is one of bf16, not of {activation}"
         )
-    if not packed and getattr(layer, "W_UK_T", None) is None:
-        return Decline("packed-weights", "no plain W_UK_T")
+    if not packed and vllm_compat.absorb_weight(layer) is None:
+        return Decline("packed-weights", "neither W_UK_T nor W_UK_T.weight is a plain tensor")
     if cache_dtype(layer, activation) not in (activation, vllm_compat.fp8_dtype()):
         return Decline("kv-cache-dtype", f"{layer.kv_cache_dtype} cache, {activation} activations")
     return None

@@ -122,6 +122,18 @@ def runs_breakable_cudagraphs() -> bool:
     return bool(is_breakable_cudagraph_enabled())
 
 
+def gather(value: Any) -> list[Any]:
+    """`value` of every rank of this engine, in their order. All ranks must call it."""
+    if not torch.distributed.is_initialized():
+        return [value]
+    from vllm.distributed.parallel_state import get_world_group
+
+    group = get_world_group()
+    values = [value] * group.world_size
+    torch.distributed.all_gather_object(values, value, group=group.cpu_group)
+    return values
+
+
 def is_first_rank() -> bool:
     """Whether this worker is the one of its engine that prints for all of them."""
     from vllm.distributed.parallel_state import is_global_first_rank
@@ -142,6 +154,18 @@ def fp8_dtype() -> torch.dtype:
     from vllm.platforms import current_platform
 
     return current_platform.fp8_dtype()
+
+
+def absorb_weight(layer: Any) -> torch.Tensor | None:
+    """W_UK [H, P, L] of an MLA layer; None if it is not kept in the type of the activations.
+
+    Up to 0.33 the layer's `W_UK_T` is the tensor. vllm#55741 (open) puts an object in its place,
+    with the operand that its own product takes as `weight`.
+    """
+    kept = getattr(layer, "W_UK_T", None)
+    weight = getattr(kept, "weight", kept)
+    plain = isinstance(weight, torch.Tensor) and weight.dtype.itemsize > 1
+    return weight if plain else None
 
 
 def packed_weight(layer: Any) -> str:

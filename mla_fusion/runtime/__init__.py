@@ -172,9 +172,10 @@ def decode_q_prep(
     metadata, layer, _, slot_mapping = vllm_compat.attention_context(layer_name)
     if not _is_fused(metadata, slot_mapping):
         return out
-    nope = layer.W_UK_T.shape[1]
-    latent = layer.W_UK_T.shape[2]
-    absorbed = arithmetic.absorb(q[..., :nope], layer.W_UK_T)
+    weight = vllm_compat.absorb_weight(layer)
+    assert weight is not None, "the passes decline a layer without it"
+    _, nope, latent = weight.shape
+    absorbed = arithmetic.absorb(q[..., :nope], weight)
     out[..., :latent] = arithmetic.cast(absorbed, out.dtype, layer._q_scale)
     out[..., latent:] = arithmetic.cast(q[..., nope:], out.dtype, layer._q_scale)
     return out
@@ -307,7 +308,7 @@ def _absorb_weight(layer: Any) -> Any:
         from mla_fusion.kernels.aiter import PackedWeight
 
         return PackedWeight(kind, layer.W_K, layer.W_K_scale)
-    return layer.W_UK_T
+    return vllm_compat.absorb_weight(layer)
 
 
 def _typed_cache(kv_cache: torch.Tensor, kv_cache_dtype: str) -> torch.Tensor:

@@ -145,10 +145,11 @@ def test_vllms_fused_rope_op_gets_its_own_shapes_and_the_scale(monkeypatch):
 
 
 def test_weights_are_taken_in_the_form_vllm_multiplies_by():
-    layer = SimpleNamespace(W_UK_T="plain", W_K="packed", W_K_scale="scale")
-    assert runtime._absorb_weight(layer) == "plain"
+    plain = torch.zeros(1)
+    layer = SimpleNamespace(W_UK_T=plain, W_K="packed", W_K_scale="scale")
+    assert runtime._absorb_weight(layer) is plain
     layer.is_aiter_triton_fp4_bmm_enabled = layer.is_aiter_triton_fp8_bmm_enabled = False
-    assert runtime._absorb_weight(layer) == "plain"
+    assert runtime._absorb_weight(layer) is plain
     layer.is_aiter_triton_fp8_bmm_enabled = True
     assert runtime._absorb_weight(layer) == PackedWeight("fp8", "packed", "scale")  # type: ignore[arg-type]
     layer.is_aiter_triton_fp4_bmm_enabled = True
