@@ -6,6 +6,7 @@ number of times, in any process. While the flag is off, nothing here changes wha
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import logging
@@ -15,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 from mla_fusion import config, ops, report, runtime
 from mla_fusion.config import vllm_compat
 from mla_fusion.config.identity import source_hash
+from mla_fusion.report.ranks import merge
 from mla_fusion.report.reasons import Decline
 from mla_fusion.runtime import metrics, step_plan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 # Below vLLM's logger, so that its handlers and its level apply.
 logger = logging.getLogger("vllm.mla_fusion")
@@ -342,18 +344,36 @@ def _warm_up_and_publish(compile_or_warm_up_model: Callable[..., Any]) -> Callab
         if not config.is_on(self.vllm_config):
             return compile_or_warm_up_model(self, *args, **kwargs)
         made, cached = collect(self.vllm_config)
-        layers = self.vllm_config.compilation_config.static_forward_context
-        runtime.warm_up_attention(layers)
-        if made is not None:
-            for compiled in made.ranges:
-                runtime.warm_up(layers, compiled.variants, made.provider, made.bucket)
+        with _on_every_rank():
+            layers = self.vllm_config.compilation_config.static_forward_context
+            runtime.warm_up_attention(layers)
+            if made is not None:
+                for compiled in made.ranges:
+                    runtime.warm_up(layers, compiled.variants, made.provider, made.bucket)
         result = compile_or_warm_up_model(self, *args, **kwargs)
-        report.publish(made, self.vllm_config.model_config.architecture, cached)
+        if vllm_compat.is_first_rank():
+            report.publish(made, self.vllm_config.model_config.architecture, cached)
         sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes or []
         getattr(self, _STEPS).start(made, sizes)
         return result
 
     return wrapper
+
+
+@contextlib.contextmanager
+def _on_every_rank() -> Iterator[None]:
+    """Let an error of one rank end the start of all: the others would wait for it in vain, and only
+    the first one's console may be at hand."""
+    failed: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - raised again below
+        failed = error
+    told = vllm_compat.gather(failed and f"{type(failed).__name__}: {failed}")
+    if failed:
+        raise failed
+    if errors := [f"rank {rank}: {error}" for rank, error in enumerate(told) if error]:
+        raise RuntimeError(f"mla_fusion could not prepare its kernels on {'; '.join(errors)}")
 
 
 def _count_steps() -> None:
@@ -392,7 +412,11 @@ def _count_steps() -> None:
 
 
 def collect(vllm_config: Any) -> tuple[report.Report | None, bool]:
-    """(report, whether it was stored by an earlier start) for this process."""
+    """(report, whether an earlier start made it) for all ranks of this engine; all must call it.
+
+    The first rank stores it, or finds it if some rank compiled nothing.
+    """
+    path, first = report_path(vllm_config), vllm_compat.is_first_rank()
     made = report.take(
         config.read_options(vllm_config.additional_config).provider,
         config.decode_bucket(vllm_config),
@@ -400,7 +424,16 @@ def collect(vllm_config: Any) -> tuple[report.Report | None, bool]:
         vllm_compat.versions(),
         len(vllm_compat.mla_layers(vllm_config.compilation_config.static_forward_context)),
     )
-    return report.collect(report_path(vllm_config), made)
+    everyones = vllm_compat.gather(made)
+    stored = None
+    if None in everyones:
+        stored = vllm_compat.gather(report.find(path) if first else None)[0]
+    if not any(everyones):
+        return stored, stored is not None
+    merged = merge([known for each in everyones if (known := each or stored)])
+    if first:
+        report.store(path, merged)
+    return merged, False
 
 
 def report_path(vllm_config: Any) -> Path:
@@ -414,6 +447,5 @@ def report_path(vllm_config: Any) -> Path:
     parallel = vllm_config.parallel_config
     factors = (vllm_config.compute_hash(), vllm_compat.compile_environment())
     compiled = hashlib.sha256(repr(factors).encode()).hexdigest()[:10]
-    rank = f"rank{parallel.rank}-{parallel.data_parallel_index}"
-    name = f"{compiled}-{source_hash()}-{rank}.json"
+    name = f"{compiled}-{source_hash()}-{parallel.data_parallel_index}.json"
     return Path(envs.VLLM_CACHE_ROOT) / "torch_compile_cache" / "mla_fusion" / name

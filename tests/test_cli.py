@@ -86,7 +86,7 @@ def store(root, name, fused):
     stored = report.Report(
         "reference", 8, [report.RangeReport((1, 8), layers=2, fused=fused, declined=declined)]
     )
-    report.collect(folder / name, stored)
+    report.store(folder / name, stored)
     return folder / name
 
 

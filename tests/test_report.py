@@ -1,12 +1,15 @@
 """What the log says of a start: one line for each decode range, or one warning with reasons."""
 
+import dataclasses
 import logging
 from pathlib import Path
 
 import pytest
 
 from mla_fusion import report
+from mla_fusion.ops import Variant
 from mla_fusion.report import reasons
+from mla_fusion.report.ranks import merge
 from mla_fusion.report.reasons import Decline
 from tests.passes.fake_engine import fuse
 from tests.passes.graphs import Spec, build
@@ -79,8 +82,8 @@ def test_the_report_of_a_graph_survives_its_file(tmp_path):
     report.add(fuse(build(spec), spec))
     stored = report.take("reference", 4, "V3", {"vLLM": "0.32.0"})
     assert stored is not None and stored.ranges[0].layer is not None
-    assert report.collect(tmp_path / "r.json", stored) == (stored, False)
-    assert report.collect(tmp_path / "r.json", None) == (stored, True)
+    report.store(tmp_path / "r.json", stored)
+    assert report.find(tmp_path / "r.json") == stored
     assert (tmp_path / "r.json").stat().st_size < 20_000
     result = {node.op.rpartition("::")[2]: node.result for node in stored.ranges[0].layer.after}
     latent, rope, heads = 16, 8, 2
@@ -90,22 +93,21 @@ def test_the_report_of_a_graph_survives_its_file(tmp_path):
 
 def test_a_start_without_graphs_or_file_knows_nothing(tmp_path):
     assert report.take("reference", 4) is None
-    assert report.collect(tmp_path / "r.json", None) == (None, False)
+    assert report.find(tmp_path / "r.json") is None
 
 
 @pytest.mark.parametrize("text", ["", '{"version": 1}'])
 def test_a_file_that_is_no_report_is_a_warning(text, tmp_path, log):
     path = tmp_path / "r.json"
     path.write_text(text)
-    assert report.collect(path, None) == (None, False)
+    assert report.find(path) is None
     [(level, said_)] = said(log)
     assert level == "WARNING" and str(path) in said_ and "VLLM_DISABLE_COMPILE_CACHE=1" in said_
 
 
 def test_a_folder_that_takes_no_file_is_a_warning(tmp_path, log):
     (tmp_path / "file").touch()
-    new = made()
-    assert report.collect(tmp_path / "file" / "r.json", new) == (new, False)
+    report.store(tmp_path / "file" / "r.json", made())
     [(level, said_)] = said(log)
     assert level == "WARNING" and "could not store its report" in said_
 
@@ -113,12 +115,41 @@ def test_a_folder_that_takes_no_file_is_a_warning(tmp_path, log):
 def test_a_report_is_stored_in_one_step(tmp_path, monkeypatch):
     """Who reads while another start writes, or after it was killed, reads the report before."""
     path = tmp_path / "r.json"
-    report.collect(path, made())
+    report.store(path, made())
 
     def killed(part, target):
         assert report.load(target) == made()
         raise OSError("killed")
 
     monkeypatch.setattr(Path, "replace", killed)
-    report.collect(path, made(PREFILL))
+    report.store(path, made(PREFILL))
     assert report.load(path) == made()
+
+
+RANGE = report.RangeReport((1, 128), 61, 61)
+
+
+def test_ranks_that_agree_are_one_line(log, tmp_path):
+    merged = merge([made(RANGE, PREFILL)] * 4)
+    report.publish(merged, "V3", cached=False)
+    assert said(log) == [("INFO", FUSED.replace("fused;", "fused on 4 ranks;"))]
+    report.store(tmp_path / "r.json", merged)
+    assert "4 ranks" in report.find(tmp_path / "r.json").lines()[0]
+
+
+def test_a_rank_that_differs_is_named(log):
+    other = report.RangeReport((1, 128), 61, 60, {Decline("shape", "x"): 1})
+    merged = merge([made(RANGE), made(RANGE), made(other), made()])
+    report.publish(merged, "V3", cached=False)
+    assert [text.partition(" differs on ")[2] for _, text in said(log)[1:]] == [
+        "rank 2: 60 of 61 fused in decode range (1, 128), 1 [shape]",
+        "rank 3: no MLA layer in a graph",
+    ]
+    assert merged.lines()[1:3] == [f"  differs on {other}" for other in merged.differing]
+
+
+def test_variants_are_those_of_all_ranks():
+    """Each rank compiles what any of them needs: a start from a warm cache only has this report."""
+    a, b = (Variant(neox, 64, "float32", "bfloat16", "auto") for neox in (False, True))
+    ranges = [dataclasses.replace(RANGE, variants=[v]) for v in (a, b)]
+    assert merge([made(r) for r in ranges]).ranges[0].variants == [a, b]

@@ -43,7 +43,7 @@ def stored(layer=LAYER):
 
 @pytest.fixture
 def path(tmp_path):
-    report.collect(tmp_path / "report.json", stored())
+    report.store(tmp_path / "report.json", stored())
     return tmp_path / "report.json"
 
 
@@ -157,7 +157,7 @@ def test_the_command_writes_them(path, capsys):
 
 
 def test_without_a_fused_layer_there_is_no_graph_to_show(tmp_path, capsys):
-    report.collect(tmp_path / "report.json", stored(None))
+    report.store(tmp_path / "report.json", stored(None))
     assert cli.main(["report", str(tmp_path), "--graph"]) == 2
     assert "no layer fused" in capsys.readouterr().err
 

@@ -1,8 +1,9 @@
 """What fused, what did not, and why: counts per compile range, reasons, a layer before and after.
 
 The passes add one `GraphRecord` per compiled graph. When the worker has compiled, `take` sums them
-into a `Report`; `collect` stores it under vLLM's cache root, so that a start from a warm compile
-cache, in which no pass runs, has the same report; `publish` logs it.
+into a `Report`; `ranks` merges those of all workers. `store` keeps it under vLLM's cache root, so
+that a start from a warm compile cache, in which no pass runs, finds the same report by `find`;
+`publish` logs it.
 
 `reasons` lists every reason. `layer_graph` is a layer before and after as data, `rows` its layout;
 `text`, `svg` and `page` show it.
@@ -22,7 +23,7 @@ from mla_fusion.report.layer_graph import LayerGraph
 from mla_fusion.report.reasons import Decline
 
 logger = logging.getLogger("vllm.mla_fusion")
-VERSION = 2  # of the stored format
+VERSION = 3  # of the stored format
 
 
 class FormatError(ValueError):
@@ -62,7 +63,8 @@ class RangeReport:
 class Report:
     """The report of an engine; `bucket` is the decode bucket in tokens.
 
-    `uncompiled` counts the MLA layers of the model that were in no graph.
+    `uncompiled` counts the MLA layers of the model that were in no graph. `ranks` counts the
+    workers; `differing` says what fused on those for which the rest does not hold.
     """
 
     provider: str
@@ -71,6 +73,8 @@ class Report:
     model: str = ""  # the architecture
     versions: dict[str, str] = field(default_factory=dict)  # of what compiled it
     uncompiled: int = 0  # MLA layers in no graph
+    ranks: int = 1
+    differing: list[str] = field(default_factory=list)
     version: int = VERSION
 
     @property
@@ -84,7 +88,9 @@ class Report:
 
     def lines(self) -> list[str]:
         """The report as text: for each range its counts, reasons and changed ops."""
-        out = [f"MLA fusion: provider {self.provider}, decode bucket {self.bucket} tokens"]
+        ranks = f", {self.ranks} ranks" if self.ranks > 1 else ""
+        out = [f"MLA fusion: provider {self.provider}, decode bucket {self.bucket} tokens{ranks}"]
+        out += [f"  differs on {other}" for other in self.differing]
         for r in self.ranges:
             note = "" if r.range[1] <= self.bucket else "  (outside the decode bucket: untouched)"
             out.append(
@@ -190,32 +196,29 @@ def stored_reports(cache_root: Path) -> list[Path]:
     return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
 
 
-def collect(path: Path, made: Report | None) -> tuple[Report | None, bool]:
-    """(the report of this start, whether an earlier start made it).
-
-    `made`, the report of the graphs compiled in this start, is stored at `path`. If nothing was
-    compiled, the report stored there describes the graphs of vLLM's cache. A file that cannot be
-    written or read is a warning; the engine starts.
-    """
-    if made is not None:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # In one step: another start may read it, and this process may be killed.
-            part = path.with_suffix(f".{os.getpid()}")
-            part.write_text(json.dumps(made, default=_plain, separators=(",", ":")))
-            part.replace(path)
-        except OSError as error:
-            logger.warning("mla_fusion could not store its report at %s: %s", path, error)
-        return made, False
+def store(path: Path, report: Report) -> None:
+    """Keep the report of this start; a file that cannot be written is a warning."""
     try:
-        return (load(path), True) if path.exists() else (None, False)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # In one step: another start may read it, and this process may be killed.
+        part = path.with_suffix(f".{os.getpid()}")
+        part.write_text(json.dumps(report, default=_plain, separators=(",", ":")))
+        part.replace(path)
+    except OSError as error:
+        logger.warning("mla_fusion could not store its report at %s: %s", path, error)
+
+
+def find(path: Path) -> Report | None:
+    """The report of the graphs in vLLM's compile cache; a file that cannot be read is a warning."""
+    try:
+        return load(path) if path.exists() else None
     except (OSError, FormatError) as error:
         logger.warning(
             "mla_fusion does not know what fused in the graphs of vLLM's compile cache: %s. Delete "
             "that file, and set VLLM_DISABLE_COMPILE_CACHE=1 once",
             error,
         )
-        return None, False
+        return None
 
 
 def publish(report: Report | None, model: str, cached: bool) -> None:
@@ -246,15 +249,17 @@ def publish(report: Report | None, model: str, cached: bool) -> None:
         note = f"; {report.uncompiled} in no graph [no-graph]" if report.uncompiled else ""
         note += " (graphs from vLLM's compile cache)" if cached else ""
         for r in decode:
-            logger.info("%s%s", _summary(r), note)
+            logger.info("%s%s", _summary(r, report.ranks), note)
+        for other in report.differing:
+            logger.warning("fuse_aiter_qk_rope_kvcache_mla: it differs on %s", other)
 
 
-def _summary(r: RangeReport) -> str:
-    declined = ""
+def _summary(r: RangeReport, ranks: int) -> str:
+    fused, declined = f"fused on {ranks} ranks" if ranks > 1 else "fused", ""
     if r.declined:
         codes = ", ".join(f"{layers} [{d.code}]" for d, layers in r.declined.items())
         declined = f"; declined: {codes}, mla-fusion report says why"
     return (
-        f"decode range ({r.range[0]}, {r.range[1]}): {r.fused} of {r.layers} MLA layers fused"
+        f"decode range ({r.range[0]}, {r.range[1]}): {r.fused} of {r.layers} MLA layers {fused}"
         f"{declined}; prefill ranges untouched"
     )

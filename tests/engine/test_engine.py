@@ -132,24 +132,30 @@ def test_warm_compile_cache_still_yields_the_report(job, fused_cache, fused):
     assert warm["tokens"] == fused["tokens"]
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
-def test_engine_and_worker_in_processes_of_their_own(job, fused, tmp_path, method):
-    apart = run(
-        job(
-            FLAG | {"processes": method},
-            environment={
-                "PROMETHEUS_MULTIPROC_DIR": str(tmp_path),
-                "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-            },
-        )
+@pytest.mark.parametrize("method, ranks", [("spawn", 2), ("fork", 1)])
+def test_engine_and_workers_in_processes_of_their_own(job, fused, tmp_path, method, ranks):
+    asked = job(
+        FLAG | {"processes": method},
+        environment={
+            "PROMETHEUS_MULTIPROC_DIR": str(tmp_path),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "|".join("0" * ranks),
+        },
     )
+    asked.engine["tensor_parallel_size"] = ranks
+    apart = run(asked)
     assert apart["children"] == [f"{method.capitalize()}Process"]  # the engine core
-    assert own_log(apart) == [("INFO", SUMMARY)]
+    on = f" fused on {ranks} ranks;" if ranks > 1 else " fused;"
+    assert own_log(apart) == [("INFO", SUMMARY.replace(" fused;", on))]
+    assert len(list(Path(asked.cache).rglob("mla_fusion/*.json"))) == 1
     assert apart["tokens"] == fused["tokens"]
-    assert apart["logprobs"] == fused["logprobs"]
+    # Ranks add up the halves of a sum in another order.
+    for apart_, one in zip(apart["logprobs"], fused["logprobs"], strict=True):
+        assert apart_ == (one if ranks == 1 else pytest.approx(one, abs=0.1))
     # The requests reach the engine core one by one, so prompts may enter in several passes.
-    [[steps]] = [rank.values() for rank in apart["steps"]]
-    assert steps["fused"] >= NEW_TOKENS - 2 and steps["unfused"] >= 1
+    assert len(apart["steps"]) == ranks
+    for [steps] in (rank.values() for rank in apart["steps"]):
+        assert steps["fused"] >= NEW_TOKENS - 2 and steps["unfused"] >= 1
     # Written by the process of the engine core, and read here as vLLM's /metrics does.
     assert apart["exported"] == steps
 

@@ -1,0 +1,66 @@
+"""Workers of one engine: each tells the others what fused, or that it cannot start.
+
+Two processes join vLLM's world group, as its workers do; they compile nothing. Whole engines with
+two ranks are in `tests/engine/test_engine.py`.
+"""
+
+import multiprocessing
+import os
+
+import pytest
+
+from mla_fusion import plugin
+from mla_fusion.config import vllm_compat
+
+
+def work(rank, port, task, results):
+    """One worker; its result or error goes into `results`."""
+    from vllm.distributed.parallel_state import init_distributed_environment
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    address = f"tcp://127.0.0.1:{port}"
+    init_distributed_environment(2, rank, address, local_rank=rank, backend="gloo")
+    try:
+        results.put((rank, task(rank)))
+    except Exception as error:  # noqa: BLE001 - the test reads it
+        results.put((rank, f"{type(error).__name__}: {error}"))
+
+
+@pytest.fixture
+def on_two_ranks():
+    """on_two_ranks(task) -> [what task(rank) returned, or its error, for each rank]."""
+
+    def run(task):
+        from vllm.utils.network_utils import get_open_port
+
+        context = multiprocessing.get_context("spawn")
+        results, port = context.Queue(), get_open_port()
+        workers = [context.Process(target=work, args=(r, port, task, results)) for r in range(2)]
+        for worker in workers:
+            worker.start()
+        found = dict(results.get(timeout=120) for _ in workers)
+        for worker in workers:
+            worker.join(60)
+        return [found[0], found[1]]
+
+    return run
+
+
+def fail_on_the_second(rank):
+    with plugin._on_every_rank():
+        if rank == 1:
+            raise ImportError("no module named triton")
+    return "started"
+
+
+def test_an_error_of_one_rank_ends_the_start_of_all(on_two_ranks):
+    first, second = on_two_ranks(fail_on_the_second)
+    assert second == "ImportError: no module named triton"
+    assert first == (
+        "RuntimeError: mla_fusion could not prepare its kernels on rank 1: "
+        "ImportError: no module named triton"
+    )
+
+
+def test_every_rank_sees_what_all_say_in_their_order(on_two_ranks):
+    assert on_two_ranks(vllm_compat.gather) == [[0, 1], [0, 1]]
