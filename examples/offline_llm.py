@@ -1,6 +1,6 @@
 """Generate text with the fusion on, in Python.
 
-python examples/offline_llm.py MODEL --provider triton
+python examples/offline_llm.py MODEL
 """
 
 import argparse
@@ -17,16 +17,17 @@ def main() -> None:
     """Load the model, answer two prompts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
-    parser.add_argument("--provider", default="triton", help="aiter on ROCm, reference on a CPU")
+    parser.add_argument("--provider", help="reference on a CPU; a GPU has its own default")
     parser.add_argument("--attention-backend", help="as for vllm serve; CPU_MLA on a CPU")
     options = parser.parse_args()
+    chosen = {"provider": options.provider} if options.provider else {}
     llm = LLM(
         options.model,
         max_model_len=128,
         max_num_seqs=8,
         attention_backend=options.attention_backend,
         compilation_config={"pass_config": {"fuse_aiter_qk_rope_kvcache_mla": True}},
-        additional_config={"mla_fusion": {"provider": options.provider}},
+        additional_config={"mla_fusion": chosen},
     )
     prompts = ["A fused kernel is", "Prefill and decode differ in"]
     for output in llm.generate(prompts, SamplingParams(temperature=0, max_tokens=16)):

@@ -121,8 +121,15 @@ def _decide_in_vllm_config() -> None:
 
     def post_init(original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
-            _adopt(self.compilation_config.pass_config)
+            pass_config = self.compilation_config.pass_config
+            _adopt(pass_config)
             if not config.is_on(self):
+                if getattr(pass_config, config.THRESHOLD) is not None:
+                    logger.warning(
+                        "%s has no effect without %s: set both", config.THRESHOLD, config.FLAG
+                    )
+                    # Said once: a draft model's config is made from the engine's.
+                    setattr(pass_config, config.THRESHOLD, None)
                 original(self, *args, **kwargs)
                 return
             setattr(self, _REFUSED, _refused_by_operator(self.compilation_config))
@@ -166,13 +173,8 @@ def _refused_by_operator(compilation: Any) -> frozenset[str]:
 
 
 def _decide(vllm_config: Any) -> config.Decision:
-    from vllm.platforms import current_platform
-
-    return config.decide(
-        vllm_config,
-        is_rocm=current_platform.is_rocm(),
-        partition_refused=_PARTITION in getattr(vllm_config, _REFUSED, frozenset()),
-    )
+    refused: frozenset[str] = getattr(vllm_config, _REFUSED, frozenset())
+    return config.decide(vllm_config, partition_refused=_PARTITION in refused)
 
 
 def _apply_decision(vllm_config: Any) -> None:
@@ -184,6 +186,7 @@ def _apply_decision(vllm_config: Any) -> None:
     decision = _decide(vllm_config)
     if decision.decline:
         setattr(compilation.pass_config, config.FLAG, False)
+        setattr(compilation.pass_config, config.THRESHOLD, None)
         logger.warning("%s is switched off: %s", config.FLAG, decision.decline.explain())
         return
     if compilation.splitting_ops != [] and not compilation.use_inductor_graph_partition:
@@ -197,6 +200,15 @@ def _apply_decision(vllm_config: Any) -> None:
     elif not pass_config.fuse_rope_kvcache_cat_mla and _ROPE_CAT not in refused:
         pass_config.fuse_rope_kvcache_cat_mla = True
         logger.debug("%s needs fuse_rope_kvcache_cat_mla, now on", config.FLAG)
+    asked = getattr(pass_config, config.THRESHOLD)
+    if asked not in (None, decision.bucket):
+        logger.warning(
+            "%s=%d becomes %d: it is at least 2, vLLM's smallest compile range, and at most "
+            "max_num_batched_tokens",
+            config.THRESHOLD,
+            asked,
+            decision.bucket,
+        )
     # Kept: the bucket depends on the sizes of CUDA graphs, which vLLM may change later.
     setattr(pass_config, config.THRESHOLD, decision.bucket)
     endpoints = set(compilation.compile_ranges_endpoints or [])

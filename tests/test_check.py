@@ -246,11 +246,9 @@ def test_the_answer_comes_first_and_can_be_pasted(checked, tmp_path):
         "DeepseekV3ForCausalLM: fuses. Every MLA layer, in graphs for 1 to 128 tokens"
     )
     assert "NVIDIA GPUs" in lines[1] and "AMD GPUs" in lines[1] and "not yet run" in lines[1]
-    nvidia, amd = (shlex.split(line.partition(": ")[2]) for line in lines[3:5])
     serve = f"vllm serve {tmp_path} --tensor-parallel-size 2 --max-num-seqs 64 --kv-cache-dtype fp8"
-    assert amd == [*serve.split(), f"-cc.pass_config.{config.FLAG}=True"]
-    assert nvidia[:-1] == [*amd, "--additional-config"]
-    assert json.loads(nvidia[-1]) == {"mla_fusion": {"provider": "triton"}}
+    assert shlex.split(lines[3]) == [*serve.split(), f"-cc.pass_config.{config.FLAG}=True"]
+    assert not lines[4]
 
 
 def test_a_file_stands_for_a_model_of_any_name(checked, tmp_path, capsys):

@@ -25,6 +25,7 @@ from pydantic import TypeAdapter  # noqa: E402
 from vllm.config import CompilationConfig, CUDAGraphMode, PassConfig  # noqa: E402
 from vllm.config.utils import replace  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
+from vllm.platforms import current_platform  # noqa: E402
 from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: E402
 
 FLAG_ON = {config.FLAG: True}
@@ -86,7 +87,7 @@ def alone(code, *arguments):
 
 def decided(made):
     """The code that the config is declined for, or an empty string."""
-    decline = config.decide(made, is_rocm=False, partition_refused=False).decline
+    decline = config.decide(made, partition_refused=False).decline
     return decline.code if decline else ""
 
 
@@ -223,6 +224,22 @@ class TestWhatItSwitchesOn:
         assert made.compilation_config.compile_ranges_endpoints == [tokens]
 
     @pytest.mark.parametrize(
+        "flag, asked, said",
+        [
+            (True, 1, "=1 becomes 2"),
+            (True, 10**6, "=1000000 becomes 2048"),
+            (False, 64, "has no effect"),
+            (True, 64, ""),
+        ],
+    )
+    def test_a_threshold_that_is_not_taken_as_it_is(self, make, log, flag, asked, said):
+        speculative = drafted(3)  # a draft model's config is made from the engine's
+        made = make({config.FLAG: flag, config.THRESHOLD: asked}, speculative_config=speculative)
+        replace(made, attention_config=replace(made.attention_config, backend=None))
+        assert len(warnings(log)) == bool(said)
+        assert said in "".join(warnings(log))
+
+    @pytest.mark.parametrize(
         "compilation", [{"splitting_ops": []}, {"use_inductor_graph_partition": True}], ids=str
     )
     def test_vllms_own_fusion_stays_off_on_a_cpu(self, make, compilation):
@@ -308,10 +325,31 @@ class TestDeclines:
             raise attention.ProviderUnavailable(f"no {name} here")
 
         monkeypatch.setattr(attention, "get_provider", unavailable)
-        decision = config.decide(made, is_rocm=False, partition_refused=False)
+        decision = config.decide(made, partition_refused=False)
         assert decision.decline == Decline(
             "provider-unavailable", "attention=portable, reference: no reference here"
         )
+
+    @pytest.mark.parametrize(
+        "platform, provider, code",
+        [
+            ("rocm", "aiter", "provider-unavailable"),
+            ("cuda", "triton", "provider-unavailable"),
+            ("cpu", "", "provider-platform"),
+        ],
+    )
+    def test_the_default_provider_is_the_platforms_and_no_other_replaces_it(
+        self, make, monkeypatch, platform, provider, code
+    ):
+        """None of the two can run here."""
+        made = make(FLAG_ON)
+        made.additional_config = {}
+        for name in ("rocm", "cuda"):
+            is_it = platform == name
+            monkeypatch.setattr(type(current_platform), f"is_{name}", lambda _, is_it=is_it: is_it)
+        decision = config.decide(made, partition_refused=False)
+        assert (decision.provider, decision.decline.code) == (provider, code)
+        assert decision.decline.detail.startswith(provider)
 
 
 class TestDraftModels:
@@ -355,6 +393,7 @@ class TestBadInput:
             ({"mla_fusion": {"provder": "triton"}}, "provder"),
             ({"mla_fusion": {"attention": "triton"}}, "choose one of auto, portable"),
             ({"mla_fusion": "triton"}, "must be a dictionary"),
+            ({"mla-fusion": {"provider": "reference"}}, 'the key is "mla_fusion"'),
         ],
     )
     def test_options(self, make, options, names):

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from mla_fusion.report import Report
     from mla_fusion.report.reasons import Decline
 
-_PROVIDER = {"nvidia": "triton", "amd": "aiter"}
-_NOTE = {"nvidia": "provider triton", "amd": "provider aiter, the default; not yet run on AMD"}
+_NOTE = {"nvidia": "provider triton", "amd": "provider aiter; not yet run on AMD"}
 _NAME = {"nvidia": "NVIDIA GPUs", "amd": "AMD GPUs"}
 
 
@@ -56,15 +55,8 @@ class Answer:
         """The command line for each platform on which it fuses."""
         if not self.fuses:
             return {}
-        flag = f"-cc.pass_config.{config.FLAG}=True"
-        commands = {}
-        for platform in (p for p in PLATFORMS if p in self.platforms):
-            words = ["vllm", "serve", *self.arguments, flag]
-            if _PROVIDER[platform] != "aiter":
-                chosen = f'{{"{config.OPTIONS_KEY}": {{"provider": "{_PROVIDER[platform]}"}}}}'
-                words += ["--additional-config", chosen]
-            commands[platform] = shlex.join(words)
-        return commands
+        line = shlex.join(["vllm", "serve", *self.arguments, f"-cc.pass_config.{config.FLAG}=True"])
+        return {p: line for p in PLATFORMS if p in self.platforms}
 
     def lines(self) -> list[str]:
         """The answer, and the detail below it."""
@@ -79,7 +71,7 @@ class Answer:
                 f"  on: {', '.join(where)}",
                 "  start it with",
             ]
-            return out + [f"    {_NAME[p]}: {line}" for p, line in self.commands().items()]
+            return out + [f"    {line}" for line in {*self.commands().values()}]
         part = f"{layers - fused} of {layers} MLA layers of the cut model stay unfused"
         out = [f"{self.model}: {part if fused else 'does not fuse'}"]
         out += [f"  {decline.explain()}" for decline in self.why]

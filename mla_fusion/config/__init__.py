@@ -18,25 +18,23 @@ FLAG = "fuse_aiter_qk_rope_kvcache_mla"
 THRESHOLD = "aiter_qk_rope_kvcache_fusion_max_token_num"
 OPTIONS_KEY = "mla_fusion"
 _CHOICES = {"provider": kernels.PROVIDERS, "attention": ("auto", "portable")}
-_DEFAULTS = {"provider": "aiter", "attention": "auto"}
 
 
 class OptionError(ValueError):
-    """additional_config["mla_fusion"] holds something unknown."""
+    """The plugin's entry in additional_config has another name, or holds something unknown."""
 
 
 @dataclass(frozen=True)
 class Options:
     """additional_config["mla_fusion"].
 
-    provider: who computes the fused op: "aiter" (default), "triton" or "reference".
-    explicit: whether the provider was chosen, rather than the default.
+    provider: who computes the fused op: "aiter" (default on ROCm), "triton" (default on CUDA) or
+        "reference"; empty on a platform without a default.
     attention: who decodes with the prepared query: "auto" (default), vLLM's backend, or
         "portable", this library's persistent decode.
     """
 
     provider: str
-    explicit: bool
     attention: str = "auto"
 
 
@@ -44,9 +42,14 @@ def read_options(additional_config: Any) -> Options:
     """The options of this plugin in vLLM's `additional_config`.
 
     Raises:
-        OptionError: an unknown option, or an unknown value of one.
+        OptionError: an unknown option, an unknown value of one, or the distribution's name as key.
     """
-    raw = additional_config.get(OPTIONS_KEY, {}) if isinstance(additional_config, dict) else {}
+    given = additional_config if isinstance(additional_config, dict) else {}
+    if "mla-fusion" in given:
+        raise OptionError(
+            f'additional_config["mla-fusion"]: the key is "{OPTIONS_KEY}", with an underscore'
+        )
+    raw = given.get(OPTIONS_KEY, {})
     if not isinstance(raw, dict):
         raise OptionError(
             f'additional_config["{OPTIONS_KEY}"] must be a dictionary such as '
@@ -59,14 +62,13 @@ def read_options(additional_config: Any) -> Options:
             f'unknown option {", ".join(unknown)} in additional_config["{OPTIONS_KEY}"]; '
             f"there are {known}"
         )
-    chosen = {name: raw.get(name, default) for name, default in _DEFAULTS.items()}
-    for name, value in chosen.items():
+    for name, value in raw.items():
         if value not in _CHOICES[name]:
             raise OptionError(
                 f"unknown {name} {value!r} in additional_config["
                 f'"{OPTIONS_KEY}"]: choose one of {", ".join(_CHOICES[name])}'
             )
-    return Options(explicit="provider" in raw, **chosen)
+    return Options(**{"provider": vllm_compat.default_provider(), **raw})
 
 
 def is_on(vllm_config: Any) -> bool:
@@ -114,19 +116,18 @@ class Decision:
         return self.decline is None
 
 
-def decide(vllm_config: Any, *, is_rocm: bool, partition_refused: bool) -> Decision:
+def decide(vllm_config: Any, *, partition_refused: bool) -> Decision:
     """Whether fusion applies to an engine whose flag is on.
 
     Args:
         vllm_config: vLLM's, after its defaults and its platform were applied.
-        is_rocm: whether vLLM runs on ROCm.
         partition_refused: whether the operator set use_inductor_graph_partition=False.
 
     Raises:
         OptionError: as `read_options`.
     """
     options = read_options(vllm_config.additional_config)
-    decline = _why_not(vllm_config, options, is_rocm, partition_refused)
+    decline = _why_not(vllm_config, options, partition_refused)
     return Decision(options.provider, decode_bucket(vllm_config), decline)
 
 
@@ -140,16 +141,14 @@ def _served_model(vllm_config: Any) -> Any:
     return target or vllm_config.model_config
 
 
-def _why_not(
-    vllm_config: Any, options: Options, is_rocm: bool, partition_refused: bool
-) -> Decline | None:
+def _why_not(vllm_config: Any, options: Options, partition_refused: bool) -> Decline | None:
     version = vllm_compat.installed_version()
     if not vllm_compat.is_supported(version):
         return Decline("vllm-version", f"{version}, supported are {vllm_compat.window()}")
     model, compilation = _served_model(vllm_config), vllm_config.compilation_config
     if model is None or not vllm_compat.uses_mla(model):
         return Decline("no-mla", getattr(model, "architecture", "") or "")
-    if options.provider == "aiter" and not options.explicit and not is_rocm:
+    if not options.provider:
         return Decline("provider-platform")
     try:
         kernels.get_provider(options.provider)

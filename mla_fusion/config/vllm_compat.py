@@ -43,6 +43,15 @@ def versions() -> dict[str, str]:
     }
 
 
+def default_provider() -> str:
+    """Who computes the fused op on vLLM's platform if none is named; empty where there is none."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_rocm():
+        return "aiter"
+    return "triton" if current_platform.is_cuda() else ""
+
+
 def compile_environment() -> str:
     """The environment variables that vLLM's compile cache depends on, as text."""
     from vllm import envs
