@@ -393,8 +393,8 @@ def _count_steps() -> None:
     the ops run no Python.
 
     How: count what `MLACommonMetadataBuilder.build` returns, under the name of the first layer the
-    builder was made for. That layer holds the counter of its worker. Until: vLLM lets a plugin
-    observe steps.
+    builder was made for. That layer holds the counter of its worker. `runtime.metrics` says which
+    passes have no build. Until: vLLM lets a plugin observe steps.
     """
     from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
 

@@ -1,5 +1,6 @@
 """Steps counted as fused or unfused, and the places where the counts can be read."""
 
+import re
 import sys
 import timeit
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ import pytest
 from mla_fusion import plugin, report
 from mla_fusion.runtime import metrics
 from tests.command import run
+from tests.test_docs import TEXT
 
 generate_latest = pytest.importorskip("prometheus_client").generate_latest
 GROUP = "model.layers.0.self_attn.attn"
@@ -107,6 +109,12 @@ def test_what_builders_of_vllm_build_is_counted_under_their_first_layers(monkeyp
     for made in (first, first, second, elsewhere, off):
         assert made.build(0, None).num_decode_tokens == 4
     draft.build_for_drafting(None, 0)
+    if hasattr(builder, "update_draft_decode_metadata"):
+        # Of a backend that reuses metadata; the base class raises. Not counted, as the docs say.
+        monkeypatch.setattr(builder, "update_draft_decode_metadata", lambda *_: None)
+        draft.update_draft_decode_metadata(batch(4, 4))
+        for said in (TEXT["docs/commands.md"], metrics._HELP):
+            assert re.search(r"draft pass(es)? that reuses? (attention )?metadata", said)
     assert steps.snapshot() == {
         "a.0": {"fused": 2, "unfused": 0},
         "b.0": {"fused": 1, "unfused": 0},

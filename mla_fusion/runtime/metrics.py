@@ -4,9 +4,11 @@ Prometheus.
 vLLM's workers are usually other processes: `llm.collective_rpc("mla_fusion_steps")` asks them, and
 returns one `StepCounter.snapshot` for each rank.
 
-vLLM prepares the attention metadata in Python in every forward pass, once for each group of layers
+vLLM builds the attention metadata in Python before a forward pass, once for each group of layers
 that share it (a KV-cache group); passes are counted there. The fused op cannot count: a replayed
-CUDA graph runs no Python. Nothing is read from the device.
+CUDA graph runs no Python. So a draft pass that reuses metadata (vLLM's V2 model runner, backends
+with `update_draft_decode_metadata`) is not counted: it may be one of several in a replayed graph.
+Nothing is read from the device.
 
 A pass is fused if `runtime.is_decode_only` says so and its token count, padded to the next CUDA
 graph, is in a compile range in which layers fused. Passes of a draft model count like any other;
@@ -27,7 +29,10 @@ if TYPE_CHECKING:
     from mla_fusion.report import Report
 
 _NAME = "mla_fusion_steps"
-_HELP = "Forward passes of a group of MLA layers, fused or as vLLM runs them (mla-fusion)."
+_HELP = (
+    "Forward passes of a group of MLA layers, fused or as vLLM runs them; draft passes that reuse "
+    "attention metadata are not counted (mla-fusion)."
+)
 _PATHS = ("fused", "unfused")
 
 
