@@ -27,7 +27,6 @@ def fail(capsys, *argv):
         ["serve"],
         ["check"],
         ["check", "m", "--max-num-seqs", "0"],
-        ["check", "m", "--speculative-tokens", "-1"],
         ["check", "m", "--layers", "two"],
         ["check", "m", "--provider", "cuda"],
         ["check", "m", "--unknown"],
@@ -38,6 +37,12 @@ def test_wrong_arguments_are_usage_errors(argv, capsys):
         cli.main(argv)
     assert stopped.value.code == 2
     assert "usage: mla-fusion" in capsys.readouterr().err
+
+
+def test_a_number_that_may_be_zero_says_so(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["check", "m", "--speculative-tokens", "-1"])
+    assert "'-1' is neither 0 nor a positive whole number" in capsys.readouterr().err
 
 
 def test_demo_exit_status_says_whether_the_tokens_are_equal(monkeypatch, tmp_path):
@@ -101,8 +106,10 @@ def test_report_prints_the_newest_first(tmp_path, capsys):
     assert str(new) not in capsys.readouterr().out
 
 
-def test_report_without_any(tmp_path, capsys):
+def test_report_without_any(tmp_path, capsys, monkeypatch):
     assert "start vLLM once" in fail(capsys, "report", tmp_path)
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "of a fresh machine"))
+    assert "start vLLM once" in fail(capsys, "report")
     assert "does not exist" in fail(capsys, "report", tmp_path / "absent.json")
 
 

@@ -24,7 +24,9 @@ def positive(text: str) -> int:
 
 def zero_or_more(text: str) -> int:
     """An argument that is a whole number, 0 included."""
-    return 0 if text == "0" else positive(text)
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither 0 nor a positive whole number")
+    return int(text)
 
 
 def count(

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from mla_fusion.cli.arguments import UserError, count, positive
 
+_MOST_TOKENS = 2**31 - 1  # of kv_indptr
+
 
 def declare(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
@@ -49,6 +51,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.lengths is not None and arguments.batch is not None:
         raise UserError("--batch goes with --kv; --lengths names every sequence")
     seq_lens = arguments.lengths or (arguments.kv,) * (arguments.batch or 1)
+    if sum(seq_lens) > _MOST_TOKENS:
+        raise UserError(
+            f"the batch has {sum(seq_lens)} KV tokens, and a plan counts them in 32 bits: "
+            f"{_MOST_TOKENS} at most"
+        )
     layout = heads.layout(arguments.heads, arguments.query_len)
     rules = Rules(arguments.workers, layout.fold, 16, OVERHEAD, arguments.max_split_per_batch)
     drawn = draw.make(rules, seq_lens, arguments.query_len)

@@ -52,17 +52,20 @@ def declare(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Show the reports; always 0."""
     root = arguments.path or _cache_root()
+    views = arguments.graph or arguments.svg or arguments.html
     if arguments.python:
         _print_python(root)
-        return 0
-    paths = stored_reports(root) if root.is_dir() else [root]
+        if not views:
+            return 0
+    named_file = arguments.path and not root.is_dir()
+    paths = [root] if named_file else stored_reports(root)
     if not paths:
         raise UserError(
             f"no report under {root}: start vLLM once with "
             "-cc.pass_config.fuse_aiter_qk_rope_kvcache_mla=True; if you set VLLM_CACHE_ROOT "
             "there, give that folder as PATH"
         )
-    if arguments.graph or arguments.svg or arguments.html:
+    if views:
         _show(_load(paths[0]), paths[0], arguments)
         return 0
     for index, path in enumerate(paths[:_NEWEST]):

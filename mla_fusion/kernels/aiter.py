@@ -21,8 +21,8 @@ import inspect
 import logging
 import sys
 from dataclasses import dataclass
-from importlib.machinery import PathFinder
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,9 +75,9 @@ def require() -> None:
     if spec is None:
         raise ProviderUnavailable("the module aiter is missing: install ROCm's AITER")
     # find_spec("aiter.jit") would run the package, whoever wrote it.
-    folders = spec.submodule_search_locations
-    if "aiter.jit" not in sys.modules and not (
-        folders and PathFinder.find_spec("aiter.jit", list(folders))
+    folders = [*(spec.submodule_search_locations or ())]
+    if "aiter.jit" not in sys.modules and not any(
+        Path(folder, "jit", "__init__.py").is_file() for folder in folders
     ):
         raise ProviderUnavailable(
             f"the module aiter found at {spec.origin or folders} is not AMD's (another project on "

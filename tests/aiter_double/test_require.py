@@ -32,6 +32,9 @@ ABSENT = {
     "another project's package": (
         {"aiter/__init__.py": "from .map import run\n", "aiter/map.py": "run = 1\n"}, NOT_AMDS,
     ),
+    "another project's jit": (
+        {"aiter/__init__.py": "", "aiter/jit/map.py": "run = 1\n"}, NOT_AMDS,
+    ),
     "another project's file": ({"aiter.py": "answer = 42\n"}, NOT_AMDS),
     "too old": (
         {"aiter/__init__.py": "", "aiter/jit/__init__.py": ""},

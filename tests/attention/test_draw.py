@@ -74,6 +74,11 @@ def test_two_ways_to_name_a_batch(capsys):
     assert "--batch goes with --kv" in capsys.readouterr().err
 
 
+def test_more_tokens_than_a_plan_can_count(capsys):
+    assert main("plan --kv 100000000 --workers 304 --batch 256") == 2
+    assert "25600000000 KV tokens" in capsys.readouterr().err
+
+
 def test_a_file_that_cannot_be_written(tmp_path, capsys):
     missing = tmp_path / "no" / "plan.svg"
     assert main(f"{COMMAND} --svg {missing}") == 2
