@@ -10,7 +10,13 @@ import argparse
 
 import torch
 
-from mla_fusion.attention import PROVIDERS, PersistentDecodePlan, persistent_mla_decode
+from mla_fusion.attention import (
+    PROVIDERS,
+    PersistentDecodePlan,
+    ProviderUnavailable,
+    get_provider,
+    persistent_mla_decode,
+)
 
 HEADS, LATENT, ROPE, PAGE = 16, 512, 64, 64
 LENGTHS = (700, 40, 5)
@@ -64,6 +70,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--provider", choices=PROVIDERS, default="reference")
     options = parser.parse_args()
+    try:
+        get_provider(options.provider)
+    except ProviderUnavailable as error:
+        parser.error(str(error))
     device = "cpu" if options.provider == "reference" else "cuda"
     torch.manual_seed(0)
     batch, pages = len(LENGTHS), -(-(max(LENGTHS) + 1) // PAGE)

@@ -4,15 +4,17 @@ VLLM_PLUGINS= python examples/custom_pass.py MODEL
 
 For those who build their CompilationConfig themselves. The plugin's decisions are yours then:
 graph partition, the compile range, the splitting ops, and whether the model can fuse at all.
-`mla_fusion.report.take(...)` in the process that compiled is the report; nothing is logged.
+Nothing is logged: the program asks what fused. It needs a GPU; without the plugin vLLM runs no
+passes on a CPU.
 """
 
 import argparse
+import os
 
 from vllm import LLM, SamplingParams
 from vllm.config import CompilationConfig
 
-from mla_fusion import ops
+from mla_fusion import ops, report
 from mla_fusion.passes.pipeline import MLAFusionPass
 
 
@@ -28,12 +30,21 @@ def compilation_config(provider: str, bucket: int) -> CompilationConfig:
     )
 
 
+def what_fused(provider: str, bucket: int) -> str:
+    """The report of the graphs that were compiled."""
+    made = report.take(provider, bucket)
+    if made is None:
+        return "no pass ran: graphs came from vLLM's cache; set VLLM_DISABLE_COMPILE_CACHE=1"
+    return "\n".join(made.lines())
+
+
 def main() -> None:
-    """Load the model, answer one prompt."""
+    """Load the model, answer one prompt, say what fused."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("--provider", default="triton")
     options = parser.parse_args()
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # what fused is known where it compiled
     llm = LLM(
         options.model,
         max_num_seqs=64,
@@ -41,6 +52,7 @@ def main() -> None:
     )
     [output] = llm.generate(["Hello"], SamplingParams(temperature=0, max_tokens=16))
     print(output.outputs[0].text)
+    print(what_fused(options.provider, bucket=64))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,12 @@ import argparse
 
 import torch
 
-from mla_fusion.kernels import PROVIDERS, fused_mla_decode_prep
+from mla_fusion.kernels import (
+    PROVIDERS,
+    ProviderUnavailable,
+    fused_mla_decode_prep,
+    get_provider,
+)
 
 TOKENS, HEADS, HIDDEN = 4, 16, 256
 NOPE, ROPE, LATENT = 128, 64, 512
@@ -78,6 +83,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--provider", choices=PROVIDERS, default="reference")
     options = parser.parse_args()
+    try:
+        get_provider(options.provider)
+    except ProviderUnavailable as error:
+        parser.error(str(error))
     device = "cpu" if options.provider == "reference" else "cuda"
     eager, compiled = inputs(device), inputs(device)
     want = step(eager, options.provider)

@@ -72,7 +72,19 @@ class MLAFusionPass(InductorPass):
         return f"mla_fusion-{source_hash()}-{arguments}"
 
     def __call__(self, graph: fx.Graph) -> None:
-        compile_range = get_pass_context().compile_range
+        """Rewrite a graph in place.
+
+        Raises:
+            RuntimeError: vLLM's piecewise backend, which knows the token range, does not run.
+        """
+        try:
+            compile_range = get_pass_context().compile_range
+        except AssertionError:
+            raise RuntimeError(
+                "MLAFusionPass was called outside vLLM's piecewise backend, which knows the token "
+                "range of a graph: use compilation mode 3 with backend inductor. On a CPU vLLM "
+                "replaces that mode, unless the mla_fusion plugin is loaded and its flag is on"
+            ) from None
         record = report.GraphRecord(start=compile_range.start, end=compile_range.end)
         calls = list(attention_calls(graph))
         record.layers = len(calls)

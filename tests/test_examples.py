@@ -1,9 +1,19 @@
-"""Every file of examples/ runs on a CPU; tests/test_docs_code.py runs the shell files."""
+"""Every file of examples/ runs; tests/test_docs_code.py runs the scripts for GPUs."""
 
+import contextlib
+import importlib
+import json
 import os
 import re
+import signal
+import socket
+import subprocess
 import sys
+import time
+import urllib.error
+import urllib.request
 from pathlib import Path
+from unittest.mock import Mock
 
 import custom_pass
 import pytest
@@ -42,6 +52,15 @@ def test_the_attention_works_alone_and_without_vllm(tmp_path):
     assert len(errors) == 2 and max(errors) < 4e-3
 
 
+@pytest.mark.parametrize("name", ["attention_alone.py", "kernel_alone.py"])
+def test_a_provider_without_its_gpu_is_one_sentence(name, monkeypatch, capsys):
+    example = importlib.import_module(name.removesuffix(".py"))
+    monkeypatch.setattr(sys, "argv", [name, "--provider", "triton"])
+    with pytest.raises(SystemExit):
+        example.main()
+    assert "needs a GPU that torch.cuda can see" in capsys.readouterr().err
+
+
 def test_the_kernel_works_alone_and_without_vllm(tmp_path):
     text = run_without_vllm("kernel_alone.py", tmp_path)
     # The compiler may order the additions of the two projections otherwise: a rounding of bf16.
@@ -51,13 +70,13 @@ def test_the_kernel_works_alone_and_without_vllm(tmp_path):
 
 
 @pytest.mark.usefixtures("plain_kernels")
-def test_the_passes_work_without_the_plugin():
+def test_the_passes_work_without_the_plugin(monkeypatch, capsys):
     """The config's pass, called as vLLM calls it, on graphs inside and outside the bucket."""
     from vllm.compilation.passes.inductor_pass import pass_context
     from vllm.config.utils import Range
     from vllm.forward_context import override_forward_context
 
-    from mla_fusion import ops
+    from mla_fusion import ops, report
     from tests.passes import graphs
     from tests.passes.fake_engine import DECODE, Engine, assert_same
     from tests.passes.fake_engine import run as run_graph
@@ -68,6 +87,7 @@ def test_the_passes_work_without_the_plugin():
     fuse = config.inductor_compile_config["post_grad_custom_post_pass"]
     spec = graphs.Spec("native", layers=2)
     fused_op = f"{ops.NAMESPACE}::{ops.FUSED}"
+    report.forget()
     for tokens, expected in (((1, 8), 2), ((9, 2048), 0)):
         module = graphs.build(spec)
         in_a_step = override_forward_context(Engine(spec).context(DECODE))
@@ -77,36 +97,94 @@ def test_the_passes_work_without_the_plugin():
         assert_same(
             run_graph(graphs.build(spec), spec), run_graph(module, spec), DECODE, tolerance=1e-5
         )
+    # The program says so when its engine, here a mock, has answered.
+    engine = Mock(generate=lambda *_: [Mock(outputs=[Mock(text="w1")])])
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    monkeypatch.setattr(sys, "argv", ["custom_pass.py", "MODEL", "--provider", "reference"])
+    monkeypatch.setattr(custom_pass, "LLM", lambda *_, **__: engine)
+    for said in ("tokens 1 to 8: 2 MLA layers, 2 fused", "VLLM_DISABLE_COMPILE_CACHE=1"):
+        custom_pass.main()
+        assert said in capsys.readouterr().out
 
 
-@pytest.mark.engine
-def test_offline_llm(tmp_path):
-    """A tiny model with a tokenizer of its own, so that the example runs unchanged."""
+@pytest.fixture
+def model(tmp_path):
+    """A tiny model with a tokenizer of its own, so that the examples run unchanged."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from mla_fusion import report
     from mla_fusion.cli import child, tiny_models
 
-    model = tiny_models.write("deepseek-v3-shaped", tmp_path / "model")
+    folder = tiny_models.write("deepseek-v3-shaped", tmp_path / "model")
     vocabulary = {f"w{i}": i for i in range(1024)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(model)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(folder)
     child.share_model_facts(tmp_path / "cache")
-    text = run_example(
-        "offline_llm.py",
-        str(model),
-        "--provider=reference",
-        "--attention-backend=CPU_MLA",
-        cwd=tmp_path,
-        HF_HUB_OFFLINE="1",
-        VLLM_CPU_KVCACHE_SPACE="1",
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
-        VLLM_CACHE_ROOT=str(tmp_path / "cache"),
-        TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "inductor"),
-    )
-    assert re.search(r"'A fused kernel is' -> '.+'", text), text
+    return folder
+
+
+def environment(tmp_path):
+    """Of an engine that keeps what it compiles in `tmp_path`."""
+    return {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CACHE_ROOT": str(tmp_path / "cache"),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
+    }
+
+
+def assert_all_layers_fused(tmp_path):
+    from mla_fusion import report
+
     [stored] = report.stored_reports(tmp_path / "cache")
     ranges = report.load(stored).ranges
     assert [(r.range[0], r.layers, r.fused) for r in ranges] == [(1, 3, 3), (9, 3, 0)]
+
+
+@pytest.mark.engine
+def test_the_server_on_a_cpu(tmp_path, model):
+    """`serve_cpu.sh` with the packages of `make setup`, until it has answered a request."""
+    with socket.socket() as free:
+        free.bind(("", 0))
+        url = f"http://localhost:{free.getsockname()[1]}"
+    words = ["bash", FOLDER / "serve_cpu.sh", model, "--port", url.rpartition(":")[2]]
+    words += ["--max-model-len", "128", "--max-num-seqs", "8"]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    log = tmp_path / "server.log"
+    with log.open("w") as file:
+        server = subprocess.Popen(
+            words, cwd=tmp_path, env={**os.environ, **environment(tmp_path), "PATH": path},
+            stdout=file, stderr=file, start_new_session=True,
+        )  # fmt: skip
+    asked = json.dumps({"model": str(model), "prompt": "w1 w2 w3", "max_tokens": 4}).encode()
+    request = urllib.request.Request(
+        f"{url}/v1/completions", asked, {"Content-Type": "application/json"}
+    )
+    try:
+        while True:
+            assert server.poll() is None, log.read_text()[-4000:]
+            try:
+                answer = json.load(urllib.request.urlopen(request))
+                break
+            except urllib.error.URLError as error:
+                assert isinstance(error.reason, ConnectionRefusedError), error
+                time.sleep(0.5)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+    assert answer["usage"]["completion_tokens"] == 4
+    assert "3 of 3 MLA layers fused" in log.read_text()
+    assert_all_layers_fused(tmp_path)
+
+
+@pytest.mark.engine
+@pytest.mark.nightly
+def test_offline_llm(tmp_path, model):
+    text = run_example(
+        "offline_llm.py", str(model), "--provider=reference", "--attention-backend=CPU_MLA",
+        cwd=tmp_path, VLLM_ENABLE_V1_MULTIPROCESSING="0", **environment(tmp_path),
+    )  # fmt: skip
+    assert re.search(r"'A fused kernel is' -> '.+'", text), text
+    assert_all_layers_fused(tmp_path)

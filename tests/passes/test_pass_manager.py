@@ -55,6 +55,11 @@ def test_pass_fuses_inside_the_bucket():
     assert record.pass_ms > 0
 
 
+def test_pass_outside_the_piecewise_backend_says_what_to_set():
+    with pytest.raises(RuntimeError, match="use compilation mode 3 with backend inductor"):
+        MLAFusionPass("reference", BUCKET)(build(Spec()).graph)
+
+
 def test_pass_asks_whether_the_portable_decode_takes_the_layer():
     spec = Spec("deepseek", layers=2)
     record = run_pass(build(spec), spec, 1, BUCKET, "portable")
