@@ -25,7 +25,7 @@ TREES = {
     "passes": "mla_fusion/passes",
     "patterns": "mla_fusion/patterns",
 }
-METADATA = ("pyproject.toml", "README.md", "LICENSE")
+METADATA = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 # Imported where they are needed and reported when missing, so no requirement: vLLM is one of two
@@ -129,6 +129,15 @@ def test_every_file_of_the_packages_is_in_the_wheel(wheel):
 def test_the_license_is_in_the_wheel(wheel):
     [text] = (t for n, t in contents(wheel).items() if n.endswith(".dist-info/licenses/LICENSE"))
     assert text == (ROOT / "LICENSE").read_bytes()
+
+
+def test_the_package_page_has_no_link_that_leads_nowhere(wheel):
+    [text] = (t for n, t in contents(wheel).items() if n.endswith(".dist-info/METADATA"))
+    page = message_from_bytes(text).get_payload()
+    targets = re.findall(r"\]\(([^)]+)\)", page)
+    assert targets and all(target.startswith("https://") for target in targets), targets
+    assert page.count("#") == (ROOT / "README.md").read_text().count("#") - 1  # one is an anchor
+    assert "where vLLM is faster:\nPerformance." in page
 
 
 @pytest.mark.parametrize("name", TREES.values())
