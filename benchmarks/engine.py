@@ -50,7 +50,7 @@ def main() -> None:
         "--jobs", type=int, default=4, help="engines at a time, except for `decode`"
     )
     parser.add_argument(
-        "--seconds", type=float, default=1e9, help="`tokens`, `ends`: end engines after this time"
+        "--seconds", type=float, default=1e6, help="`tokens`, `ends`: end engines after this time"
     )
     parser.add_argument(
         "--only", default="", help="names of configurations, or parts of names, separated by commas"
