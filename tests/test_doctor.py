@@ -68,6 +68,12 @@ def aiter(on_path):  # noqa: F811
     return install
 
 
+def named(diagnosis):
+    """The provider that the operator must name beside the flag, as the answer says."""
+    [line] = [line for line in doctor.lines(diagnosis) if "--additional-config" in line] or [""]
+    return line and json.loads(line.split("'")[1])["mla_fusion"]["provider"]
+
+
 def threads(diagnosis):
     return {thread for issue in diagnosis.issues for thread in issue.threads}
 
@@ -79,13 +85,13 @@ def test_cpu():
     assert found.environment.vllm == vllm_compat.installed_version()
     assert found.environment.torch == torch.__version__
     assert not any("ROCm" in thread for thread in threads(found))
-    assert "for development only" in doctor.lines(found)[0]
+    assert "for development only" in doctor.lines(found)[0] and named(found) == "reference"
 
 
 def test_nvidia(on):
     on("sm_90")
     found = doctor.examine()
-    assert found.works and found.serving == ["triton"]
+    assert found.works and found.serving == ["triton"] and not named(found)
     facts = found.environment
     assert (facts.platform, facts.device, facts.arch) == ("cuda", "NVIDIA H200", "sm_90")
     assert facts.fp8 == "float8_e4m3fn"
@@ -98,7 +104,7 @@ def test_gfx942_with_an_old_aiter(on, aiter):
     on("gfx942")
     aiter("0.1.16.post6", "q_nope")
     found = doctor.examine()
-    assert found.works and found.serving == ["aiter", "triton"]
+    assert found.works and found.serving == ["aiter", "triton"] and not named(found)
     facts = found.environment
     assert (facts.platform, facts.arch, facts.fp8) == ("rocm", "gfx942", "float8_e4m3fnuz")
     assert facts.aiter == "0.1.16.post6" and facts.aiter_offers["compute_all_q_rope"] is False
@@ -121,6 +127,7 @@ def test_an_aiter_without_the_op(on, aiter):
     aiter("0.1.7.post2.dev18", None)
     found = doctor.examine()
     assert found.serving == ["triton"] and found.environment.aiter == "0.1.7.post2.dev18"
+    assert named(found) == "triton"
     assert "install v0.1.8" in found.environment.providers["aiter"]
     assert "ROCm/aiter#1380" in threads(found)
 

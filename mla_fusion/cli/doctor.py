@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+from mla_fusion import config
 from mla_fusion.cli import known_issues
 from mla_fusion.cli.environment import Environment, probe
 from mla_fusion.config import vllm_compat
@@ -108,6 +109,9 @@ def lines(diagnosis: Diagnosis) -> list[str]:
         "plugin": found.plugin or "loaded",
     }
     out = [f"{answer} (mla-fusion {metadata.version('mla-fusion')})"]
+    if diagnosis.works and found.default not in diagnosis.serving:
+        chosen = json.dumps({config.OPTIONS_KEY: {"provider": diagnosis.serving[0]}})
+        out.append(f"  name it beside the flag: --additional-config '{chosen}'")
     out += _wrapped("  problem: ", diagnosis.problems)
     out += ["", *_columns(facts), "", "providers"]
     out += _columns({name: why or "available" for name, why in found.providers.items()})

@@ -22,6 +22,7 @@ class Environment:
     arch: such as "sm_90" or "gfx942". fp8: the name of the platform's fp8 type in torch.
     aiter_offers: each feature that kernels/aiter.py looks for, and whether this AITER has it.
     providers: why each provider cannot run; empty if it can.
+    default: the provider of the flag alone; empty if there is none.
     plugin: why vLLM would not load the plugin; empty if it would.
     """
 
@@ -35,6 +36,7 @@ class Environment:
     arch: str
     fp8: str
     providers: dict[str, str]
+    default: str
     plugin: str
 
 
@@ -57,6 +59,7 @@ def probe() -> Environment:
         arch=arch,
         fp8=str(vllm_compat.fp8_dtype()).removeprefix("torch.") if vllm else "",
         providers=providers,
+        default=vllm_compat.default_provider() if vllm else "",
         plugin=_why_no_plugin() if vllm else "vLLM is missing",
     )
 
