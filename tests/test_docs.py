@@ -45,6 +45,12 @@ def test_links_and_paths_exist(name):
             assert (ROOT / word).exists() or (ROOT / "docs" / word).exists(), word
 
 
+def test_the_readme_opens_with_the_drawings_and_stays_short():
+    readme = TEXT["README.md"]
+    assert readme.split("\n## ")[0].count("![") == 2
+    assert len(readme.splitlines()) <= 80 and "@ git+REPOSITORY" in readme
+
+
 COMMANDS = cli._parser(cli._COMMANDS)._subparsers._group_actions[0].choices
 
 

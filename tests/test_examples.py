@@ -181,6 +181,13 @@ def test_the_server_on_a_cpu(tmp_path, model):
 
 @pytest.mark.engine
 @pytest.mark.nightly
+def test_the_passes_in_an_engine_without_the_plugin_need_a_gpu(tmp_path, model):
+    with pytest.raises(AssertionError, match="use compilation mode 3 with backend inductor"):
+        run_example("custom_pass.py", model, cwd=tmp_path, VLLM_PLUGINS="", **environment(tmp_path))
+
+
+@pytest.mark.engine
+@pytest.mark.nightly
 def test_offline_llm(tmp_path, model):
     text = run_example(
         "offline_llm.py", str(model), "--provider=reference", "--attention-backend=CPU_MLA",
