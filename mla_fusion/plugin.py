@@ -124,7 +124,7 @@ def _decide_in_vllm_config() -> None:
             pass_config = self.compilation_config.pass_config
             _adopt(pass_config)
             if not config.is_on(self):
-                if getattr(pass_config, config.THRESHOLD) is not None:
+                if getattr(pass_config, config.THRESHOLD, None) is not None:
                     logger.warning(
                         "%s has no effect without %s: set both", config.THRESHOLD, config.FLAG
                     )
