@@ -4,26 +4,28 @@
     python benchmarks/engine.py tokens OUT.csv     same tokens? many configurations, in parallel
     python benchmarks/engine.py ends OUT.csv       smallest and largest batch of the bucket
     python benchmarks/engine.py decode OUT.csv     time of a decode step, one engine at a time
+    python benchmarks/engine.py complete OUT.csv   whole models, the engines in turns
 
 Every engine runs in a process of its own. `fused` (the Triton provider) is compared with `default`
 (vLLM as it comes) and `cat` (graph partition and fuse_rope_kvcache_cat_mla, the prerequisites of
-the fusion). `tokens` and `ends` exit with 1 if a result is wrong. --plant adds an engine whose
+the fusion). All but `decode` exit with 1 if a result is wrong. --plant adds an engine whose
 provider rotates for the next position; the comparison must find it wrong.
 
 `decode` and three configurations of `tokens` also run `portable`: `fused` with this library's
 persistent decode. In `tokens` a profile of decode steps must show that decode in every layer, and
 one refresh of its plan in every forward pass.
+
+With --tp N each engine of `tokens` and `complete` runs on N GPUs, and mla_fusion must be installed:
+workers load a plugin by its entry point. `tokens` then plants the error in every configuration, and
+reads from the report of each rank that it fused every layer. What `complete` measures is in
+engine_complete.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import os
-import signal
-import subprocess
 import sys
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,9 +33,11 @@ from typing import Any
 
 import engine_compare
 import torch
+from engine_compare import layers_of
+from engine_complete import complete
+from engine_jobs import devices, finish, job, start
 
-from mla_fusion.cli import bench, child
-from mla_fusion.cli.arguments import UserError
+from mla_fusion.cli import bench
 from mla_fusion.cli.bench_region import quantiles
 
 ARMS = ("default", "cat", "fused")
@@ -44,21 +48,23 @@ PORTABLE = ("r1-tp8 fp8 custom-rope", "r1-tp8 bf16 FULL_DECODE_ONLY", "r1-tp8 fp
 def main() -> None:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("tokens", "ends", "decode"))
+    parser.add_argument("what", choices=("tokens", "ends", "decode", "complete"))
     parser.add_argument("out")
+    parser.add_argument("--jobs", type=int, default=4, help="`tokens`, `ends`: engines at a time")
     parser.add_argument(
-        "--jobs", type=int, default=4, help="engines at a time, except for `decode`"
+        "--seconds", type=float, default=1e6, help="end engines, or start no point, after this time"
     )
-    parser.add_argument(
-        "--seconds", type=float, default=1e6, help="`tokens`, `ends`: end engines after this time"
-    )
+    parser.add_argument("--arms", default="", help="`complete`: arms, separated by commas")
+    parser.add_argument("--tp", type=int, default=1, help="`tokens`, `complete`: GPUs of an engine")
     parser.add_argument(
         "--only", default="", help="names of configurations, or parts of names, separated by commas"
     )
     parser.add_argument("--plant", nargs="*", default=(), help="`tokens`: configurations for it")
     parser.add_argument("--commit", default="", help="commit, where git does not know it")
     args = parser.parse_args()
-    measure = {"tokens": tokens, "ends": ends, "decode": decode}[args.what]
+    if args.tp > (seen := torch.cuda.device_count()):
+        sys.exit(f"--tp {args.tp} needs {args.tp} GPUs, and torch sees {seen}")
+    measure = {"tokens": tokens, "ends": ends, "decode": decode, "complete": complete}[args.what]
     rows, wrong = measure(args)
     if not rows:
         sys.exit("nothing was measured: see above, or --only names no configuration")
@@ -71,66 +77,6 @@ def main() -> None:
     sys.exit(bool(wrong))
 
 
-def start(options: dict[str, Any]) -> tuple[child.Job, subprocess.Popen[str]]:
-    """A worker, which for "decode" waits for a line on its input before it measures."""
-    folder = tempfile.mkdtemp()
-    # A graph from a cache would not meet the passes.
-    environment = {"CUDA_VISIBLE_DEVICES": options["device"], "VLLM_DISABLE_COMPILE_CACHE": "1"}
-    work = child.Job(
-        workdir=folder,
-        cache=f"{folder}/cache",
-        work="engine_worker:main",
-        path=str(Path(__file__).parent),
-        options=options,
-        environment=environment,
-    )
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    return work, child.start(work, **pipes, start_new_session=True)
-
-
-def finish(
-    work: child.Job, process: subprocess.Popen[str], seconds: float | None = None
-) -> dict[str, Any]:
-    """Let a process measure; without a result, "error" is the end of its log.
-
-    After `seconds` the process is ended, with the processes that compile for it.
-    """
-    try:
-        process.communicate("go\n", timeout=seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        return {"error": "ended: no time left (--seconds)"}
-    try:
-        return child.result(work, process)
-    except UserError as error:
-        log = Path(work.workdir, child.LOG)
-        return {"error": log.read_text()[-3000:] if log.exists() else str(error)}
-
-
-def job(**changes: Any) -> dict[str, Any]:
-    """A job with defaults."""
-    base = {
-        "what": "tokens",
-        "model": "r1-tp8",
-        "arm": "fused",
-        "layers": 4,
-        "cache": "fp8",
-        "cudagraph_mode": "FULL_AND_PIECEWISE",
-        "capture": [1, 2, 4, 8, 16],
-        "rope": "native",
-        "drafts": 0,
-        "seqs": 16,
-        "cache_bytes": 1 << 30,
-        "tokens": 256,
-        # Prompt lengths of requests; a phase begins when the one before has ended.
-        "phases": [[1, 2, 3, 5, 17, 64, 130, 257, 600, 31, 4, 88]],
-        "pause": 5,
-        "device": os.environ.get("CUDA_VISIBLE_DEVICES", "0"),
-    }
-    return {**base, **changes}
-
-
 def run_arms(
     configurations: dict[str, dict[str, Any]], args: argparse.Namespace
 ) -> dict[tuple[str, str], dict[str, Any]]:
@@ -138,12 +84,13 @@ def run_arms(
     wanted = [n for n in configurations if any(part in n for part in args.only.split(","))]
     work = [(name, arm) for name in wanted for arm in ARMS]
     work += [(name, "portable") for name in wanted if name in PORTABLE]
-    work += [(name, "planted") for name in wanted if name in args.plant]
-    began, devices = time.time(), torch.cuda.device_count()
+    work += [(name, "planted") for name in wanted if name in args.plant or args.tp > 1]
+    began, groups = time.time(), torch.cuda.device_count() // args.tp
 
     def measure(index: int) -> dict[str, Any]:
         name, arm = work[index]
-        changes = {"arm": arm, "device": str(index % devices)}
+        device = devices(index % groups * args.tp, args.tp)
+        changes = {"arm": arm, "device": device, "tp": args.tp}
         left = max(0.0, began + args.seconds - time.time())
         result = finish(*start(job(**configurations[name], **changes)), left)
         seconds, problem = time.time() - began, result.get("error", "")
@@ -153,12 +100,6 @@ def run_arms(
     with ThreadPoolExecutor(args.jobs) as pool:
         outcomes = pool.map(measure, range(len(work)))
         return dict(zip(work, outcomes, strict=True))
-
-
-def layers_of(result: dict[str, Any]) -> tuple[int, int, int]:
-    """MLA layers in the decode bucket's graphs, fused there, and fused in other graphs."""
-    (_, _, layers, fused, _), *others = result["ranges"]
-    return layers, fused, sum(other[3] for other in others)
 
 
 def portable_launches(asked: dict[str, Any]) -> dict[str, float]:
@@ -171,7 +112,11 @@ def portable_launches(asked: dict[str, Any]) -> dict[str, float]:
 
 def tokens(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
     """Compare the arms of every configuration."""
-    configurations: dict[str, dict[str, Any]] = {
+    parallel: dict[str, dict[str, Any]] = {
+        f"v2-lite fp8 tp{args.tp}": {"model": "v2-lite"},
+        f"r1-tp8 bf16 {args.tp} ranks": {"cache": "auto"},
+    }
+    configurations: dict[str, dict[str, Any]] = parallel if args.tp > 1 else {
         "v2-lite fp8": {"model": "v2-lite"},
         "v2-lite bf16 PIECEWISE custom-rope": {
             "model": "v2-lite", "cache": "auto", "cudagraph_mode": "PIECEWISE", "rope": "custom"
@@ -213,7 +158,7 @@ def tokens(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
             title = f"{name}, portable"
             if fused["launches"] != portable_launches(asked):
                 judged = f"WRONG: {fused['launches']} launches a step; {judged}"
-        elif name in args.plant:
+        elif (name, "planted") in results:
             planted = engine_compare.compare(results[name, "planted"], default)
             found = engine_compare.verdict(planted, pairs["cat / default"])
             pairs["planted / default"] = planted

@@ -73,3 +73,13 @@ def verdict(fused: Difference, unfused: Difference) -> str:
         ratio = fused.typical / max(unfused.typical, 1e-9)
         return f"WRONG: log-probabilities move {ratio:.1f} times as far as between unfused paths"
     return "right"
+
+
+def layers_of(result: dict[str, Any]) -> tuple[int, int, int]:
+    """MLA layers in the decode bucket's graphs, fused there, and fused in other graphs.
+
+    Of several ranks, the fewest fused there and the most fused elsewhere.
+    """
+    buckets = [rank[0] for rank in result["ranges"]]
+    outside = max(sum(other[3] for other in rank[1:]) for rank in result["ranges"])
+    return buckets[0][2], min(bucket[3] for bucket in buckets), outside

@@ -11,11 +11,15 @@ still depends on attention:
 
 The logits of the residual stream are then noise from G with one peak at the successor of the last
 token. PEAK makes it about six standard deviations of that noise high: the largest of 4096 noise
-terms exceeds it in one step of a hundred, and attention decides in which.
+terms exceeds it in one step of a hundred, and attention decides in which. Beyond four layers, what
+each adds to the stream is scaled down so that their sum stays that of four.
+
+A block fp8 weight is stored FP8_UNIT times as large, with the scale 1 / FP8_UNIT.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import tempfile
 import zlib
@@ -28,30 +32,42 @@ SCALE = 0.06
 SPREAD = 3.0
 # Down-projections are smaller by this factor, so that the MLPs do not mask attention.
 DOWN = 0.1
+FP8_UNIT = 256
 # By hidden size, because the peak grows with its square root.
 PEAK = {2048: 0.28, 7168: 0.21}
 
-# Options of the engines with the fusion; `planted` also has an error, see `engine`.
+# Options of the engines with the fusion; `planted` also has an error, planted by `engine_loader`.
 OPTIONS = {
     "fused": {"provider": "triton"},
     "planted": {"provider": "triton"},
     "portable": {"provider": "triton", "attention": "portable"},
 }
 
+_CONFIGS = Path(__file__).parent.parent / "tests" / "configs"
 _SIZES = {
     "hidden_size": 7168,
     "intermediate_size": 2304,
     "moe_intermediate_size": 256,
     "routed_scaling_factor": 2.5,
     "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "num_nextn_predict_layers": 1,
+    "first_k_dense_replace": 1000,  # every layer dense, the drafter's too
     "vocab_size": 4096,
     "max_position_embeddings": 16384,
 }
 _V2 = {**tiny_models.MODELS["deepseek-v2-shaped"], **_SIZES}
 _V3 = {**tiny_models.MODELS["deepseek-v3-shaped"], **_SIZES, "q_lora_rank": 1536}
 _YARN = _V3["rope_scaling"]
+
+
+def _checkpoint(name: str) -> dict[str, Any]:
+    """The config of a checkpoint, as it is published."""
+    return dict(json.loads((_CONFIGS / f"{name}.json").read_text()))
+
+
 MODELS: dict[str, dict[str, Any]] = {
-    # DeepSeek-V2-Lite, whole
+    # The attention of DeepSeek-V2-Lite
     "v2-lite": {
         **_V2,
         "hidden_size": 2048,
@@ -62,23 +78,62 @@ MODELS: dict[str, dict[str, Any]] = {
     "r1-tp8": _V3,
     # Kimi-K2, one rank of tensor parallel 4
     "k2-tp4": {**_V3, "rope_theta": 50000.0, "rope_scaling": {**_YARN, "factor": 32}},
+    "deepseek-v2-lite": _checkpoint("deepseek-v2-lite"),
+    "glm-4.7-flash": _checkpoint("glm-4.7-flash"),
+    # DeepSeek-R1 with its experts in block fp8, one rank of tensor parallel 8
+    "deepseek-r1-tp8": {
+        **_checkpoint("deepseek-v3"),
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "intermediate_size": 2304,
+        "moe_intermediate_size": 256,
+        "vocab_size": 16160,
+    },
 }
+# What tensor parallelism divides: a model of one rank has this N times for N ranks.
+_DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size",
+            "moe_intermediate_size", "vocab_size")  # fmt: skip
+# Random weights that every rank of tensor parallelism has whole.
+_REPLICATED = ("a_proj", "gate.")
 
 
-def initialize(model: Any) -> None:
+def is_rank(name: str) -> bool:
+    """Whether a model is that of one rank of tensor parallelism."""
+    return "-tp" in name
+
+
+def shape(name: str, layers: int, tp: int) -> dict[str, Any]:
+    """The config of a model with so many layers, for `tp` ranks."""
+    model = {**MODELS[name], "num_hidden_layers": layers}
+    if is_rank(name):
+        model |= {size: model[size] * tp for size in _DIVIDED}
+    return model
+
+
+def initialize(model: Any, rank: int = 0) -> None:
     """Fill all parameters of a vLLM model, or of its MTP drafter, as described above."""
     import torch
 
     def uniform(weight: Any, name: str, limit: float) -> Any:
-        """Random numbers that only depend on the name: drafter and target share two names."""
-        generator = torch.Generator(weight.device).manual_seed(zlib.crc32(name.encode()))
-        return torch.empty_like(weight).uniform_(-limit, limit, generator=generator)
+        """Random numbers that only depend on name and rank: drafter and target share two names."""
+        seed = zlib.crc32(name.encode()) + rank * all(part not in name for part in _REPLICATED)
+        generator = torch.Generator(weight.device).manual_seed(seed)
+        dtype = torch.bfloat16 if weight.dtype.itemsize == 1 else weight.dtype
+        numbers = torch.empty(weight.shape, device=weight.device, dtype=dtype)
+        return numbers.uniform_(-limit, limit, generator=generator)
 
     unit = 3**0.5
+    named = dict(model.named_parameters())
+    layers = sum(name.endswith("o_proj.weight") for name in named)
+    added = min(1.0, (4 / max(layers, 1)) ** 0.5)
     with torch.no_grad():
-        for name, weight in model.named_parameters():
+        for name, weight in named.items():
+            if not weight.dim():
+                continue  # a scale of query or cache, which no checkpoint here has
             if "norm" in name:
                 weight.fill_(1)
+            elif name.endswith("weight_scale_inv"):
+                weight.fill_(1 / FP8_UNIT)
             elif name.endswith("embed_tokens.weight"):
                 weight.copy_(uniform(weight, "embedding", unit))
             elif name.endswith(("lm_head.weight", "shared_head.head.weight")):
@@ -92,8 +147,12 @@ def initialize(model: Any) -> None:
                 weight[:, :hidden].fill_diagonal_(1)
                 weight[:, hidden:].fill_diagonal_(0.3)
             else:
-                small = DOWN if name.endswith("down_proj.weight") else 1
-                weight.copy_(uniform(weight, name, SCALE * small))
+                limit = SCALE * (FP8_UNIT if weight.dtype.itemsize == 1 else 1)
+                if name.endswith(("down_proj.weight", "w2_weight")):
+                    limit *= DOWN * added
+                elif name.endswith("o_proj.weight"):
+                    limit *= added
+                weight.copy_(uniform(weight, name, limit))
 
 
 def engine(job: dict[str, Any]) -> Any:
@@ -101,29 +160,28 @@ def engine(job: dict[str, Any]) -> Any:
     import mla_fusion
 
     mla_fusion.register()
+    import engine_loader  # noqa: F401, registers itself; here and, by the extension, in workers
     import vllm
-    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
-    DummyModelLoader.load_weights = lambda self, model, model_config: initialize(model)
-    if job["arm"] == "planted":
-        _plant_wrong_positions()
     with tempfile.TemporaryDirectory() as folder:
-        model = {**MODELS[job["model"]], "num_hidden_layers": job["layers"]}
-        model["first_k_dense_replace"] = job["layers"] + 1
-        model["num_key_value_heads"] = model["num_attention_heads"]
-        model["num_nextn_predict_layers"] = 1
+        model = shape(job["model"], job["layers"], job["tp"])
         (Path(folder) / "config.json").write_text(json.dumps(model))
         return vllm.LLM(
             model=folder,
             load_format="dummy",
+            model_loader_extra_config={name: job[name] for name in ("arm", "shared_weights")},
+            worker_extension_cls="engine_loader.Worker",
             skip_tokenizer_init=True,
-            max_model_len=4096,
+            max_model_len=job["max_len"],
             max_num_seqs=job["seqs"],
-            max_num_batched_tokens=2048,
+            max_num_batched_tokens=job["max_tokens"],
             kv_cache_dtype=job["cache"],
-            gpu_memory_utilization=0.04,
+            gpu_memory_utilization=0.01,
             # Explicit: vLLM would measure memory that other engines of this run take.
             kv_cache_memory_bytes=job["cache_bytes"],
+            kernel_config={"enable_flashinfer_autotune": False},
+            tensor_parallel_size=job["tp"],
+            disable_custom_all_reduce=job["tp"] > 1,
             enable_prefix_caching=False,
             seed=0,
             **_configs(job),
@@ -132,7 +190,8 @@ def engine(job: dict[str, Any]) -> Any:
 
 def _configs(job: dict[str, Any]) -> dict[str, Any]:
     """Compilation, plugin and speculation as the job asks for."""
-    passes: dict[str, Any] = {}
+    # vLLM's fused all-reduce needs NVLink multicast, which a machine may not have.
+    passes: dict[str, Any] = {} if job["tp"] == 1 else {"fuse_allreduce_rms": False}
     compilation: dict[str, Any] = {
         "cudagraph_mode": job["cudagraph_mode"],
         "cudagraph_capture_sizes": job["capture"],
@@ -156,8 +215,9 @@ def _configs(job: dict[str, Any]) -> dict[str, Any]:
     return configs
 
 
-def _plant_wrong_positions() -> None:
-    """Plant an error that the comparison must find: rotation for the next position."""
+@functools.cache
+def plant_wrong_positions() -> None:
+    """Once, plant an error that the comparison must find: rotation for the next position."""
     from mla_fusion.kernels import triton as provider
 
     right = provider.launch_arguments

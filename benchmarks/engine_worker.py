@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import json
 import random
+import statistics
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import engine_model
 import torch
 
+from mla_fusion import config, report
 from mla_fusion.cli import child
 
 if TYPE_CHECKING:
@@ -21,35 +24,77 @@ if TYPE_CHECKING:
 # Kernels of this library: of the fused op; of a refresh, a decode and its reduction.
 PREP = "prep_kernel"
 KERNELS = (PREP, "plan_kernel", "decode_kernel", "reduce_kernel")
+STEPS = 20  # of one measurement
+HELD = 400  # tokens of a request that is measured: more than its steps
 
 
 def main(work: child.Job, progress: TextIO) -> dict[str, Any]:
-    """Run one engine and return what it did; "decode" waits for a line before it measures."""
+    """Run one engine and return what it did.
+
+    "decode" waits for a line before it measures, "complete" takes turns (`take_turns`).
+    """
     job = work.options
     began = time.time()
     llm = engine_model.engine(job)
     result: dict[str, Any] = {"start_s": round(time.time() - began, 1)}
+    result.update(llm.collective_rpc("engine_facts")[0])
     if job["arm"] in engine_model.OPTIONS:
-        from mla_fusion import config, plugin, report
-
-        vllm_config = llm.llm_engine.vllm_config
-        result["on"] = config.is_on(vllm_config)
-        newest = max(plugin.report_path(vllm_config).parent.glob("*.json"), key=os.path.getmtime)
-        ranges = report.load(newest).ranges
-        result["ranges"] = [[*r.range, r.layers, r.fused, r.declined] for r in ranges]
+        result["on"] = config.is_on(llm.llm_engine.vllm_config)
+        result["ranges"] = [ranges(Path(work.cache), rank) for rank in range(job["tp"])]
     if job["what"] == "decode":
         print("ready", file=progress)
         sys.stdin.readline()
         result.update(time_steps(llm, job))
     else:
         result.update(generate(llm, job))
+    if job["what"] == "complete":
+        print("ready", file=progress)
+        take_turns(llm, job, progress)
     if job["what"] == "ends":
         result["captured"] = llm.llm_engine.vllm_config.compilation_config.cudagraph_capture_sizes
         result["launches"] = {batch: launches(llm, batch)[PREP] for batch in (1, job["seqs"])}
-    if job["arm"] == "portable":
+    if job["arm"] == "portable" and job["what"] == "tokens":
         # Three sequences, so that a full graph, of two or four, is padded.
         result["launches"] = launches(llm, 3)
     return result
+
+
+def ranges(cache: Path, rank: int) -> list[list[int]]:
+    """First and last token count, MLA layers, and those fused and declined, of each compile range.
+
+    Raises:
+        RuntimeError: the rank stored no report.
+    """
+    name = f"-rank{rank}-"
+    newest = next((p for p in report.stored_reports(cache) if name in p.name), None)
+    if newest is None:
+        raise RuntimeError(
+            f"rank {rank} stored no report, so its worker did not load mla_fusion: vLLM finds a "
+            "plugin by the entry point of an installed package"
+        )
+    return [[*r.range, r.layers, r.fused, r.declined] for r in report.load(newest).ranges]
+
+
+def take_turns(llm: Any, job: dict[str, Any], progress: TextIO) -> None:
+    """Answer each line of the input with a line of JSON, until "go".
+
+    "hold BATCH CONTEXT": prefill so many requests, in place of those before. "time": microseconds
+    of one of their decode steps, by the clock and (in one process) of its CUDA graph on the GPU.
+    """
+    with contextlib.ExitStack() as held:
+        for line in iter(sys.stdin.readline, "go\n"):
+            asked, *sizes = line.split()
+            answer = {}
+            if asked == "hold":
+                held.close()
+                step = held.enter_context(requests(llm, prompts(*map(int, sizes)), HELD))
+                step(10)
+            else:
+                step(3)
+                answer["wall"] = clocked(step, STEPS)
+                if job["tp"] == 1:
+                    answer["gpu"] = full_graph_time(step)
+            print(json.dumps(answer), file=progress)
 
 
 def generate(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
@@ -57,11 +102,11 @@ def generate(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
     rng = random.Random(7)
     outputs, count = [], 0
     for lengths in job["phases"]:
-        prompts = [
+        arriving = [
             (i * job["pause"], [rng.randrange(10, 4000) for _ in range(length)])
             for i, length in enumerate(lengths)
         ]
-        completions, steps = child.complete(llm.llm_engine, prompts, job["tokens"], logprobs=5)
+        completions, steps = child.complete(llm.llm_engine, arriving, job["tokens"], logprobs=5)
         outputs, count = outputs + completions, count + steps
     return {
         "steps": count,
@@ -109,6 +154,20 @@ def requests(llm: Any, prompts: list[list[int]], tokens: int) -> Iterator[Callab
         core.step()
 
 
+def prompts(batch: int, context: int) -> list[list[int]]:
+    """Prompts of `context` tokens, no two equal."""
+    return [[(7 * i + j) % 4000 + 10 for j in range(context)] for i in range(batch)]
+
+
+def clocked(step: Callable[[int], None], count: int) -> float:
+    """Microseconds of a step by the clock, mean of `count`."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    step(count)
+    torch.cuda.synchronize()
+    return (time.perf_counter() - began) / count * 1e6
+
+
 def profiled(step: Callable[[int], None], count: int) -> Any:
     """What the profiler saw on the GPU in `count` steps, by kernel."""
     torch.cuda.synchronize()
@@ -124,16 +183,9 @@ def time_steps(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
     """
     rows = {}
     for batch in job["batches"]:
-        prompts = [[(7 * i + j) % 4000 + 10 for j in range(job["context"])] for i in range(batch)]
-        rounds = []
-        with requests(llm, prompts, 400) as step:
+        with requests(llm, prompts(batch, job["context"]), HELD) as step:
             step(20)
-            for _ in range(5):
-                torch.cuda.synchronize()
-                began = time.perf_counter()
-                step(20)
-                torch.cuda.synchronize()
-                rounds.append((time.perf_counter() - began) / 20 * 1e6)
+            rounds = [clocked(step, STEPS) for _ in range(5)]
             graphs = graph_times(step, 100)
             events = profiled(step, 10)
         rows[batch] = {
@@ -146,6 +198,21 @@ def time_steps(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
             ],
         }
     return {"steps": rows}
+
+
+def full_graph_time(step: Callable[[int], None]) -> float:
+    """Microseconds on the GPU of a step's CUDA graph, median of `STEPS`.
+
+    Raises:
+        RuntimeError: a step is not one graph.
+    """
+    times = graph_times(step, STEPS)
+    if len(times) != STEPS:
+        raise RuntimeError(
+            f"{STEPS} decode steps replayed {len(times)} CUDA graphs: a step must be one full "
+            "graph, or its GPU time is not that of a forward pass"
+        )
+    return statistics.median(times)
 
 
 def graph_times(step: Callable[[int], None], count: int) -> list[float]:

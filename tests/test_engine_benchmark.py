@@ -1,14 +1,21 @@
-"""The token comparison of benchmarks/engine.py, and the weights it is made with."""
+"""benchmarks/engine.py without its engines: comparison, weights, turns and rows."""
 
 import argparse
+import contextlib
+import io
+import json
 import math
 import subprocess
 import sys
 import time
+import types
 
 import engine
 import engine_compare
+import engine_complete
+import engine_jobs
 import engine_model
+import engine_share
 import engine_worker
 import pytest
 import torch
@@ -95,7 +102,7 @@ def test_an_engine_without_time_is_ended_with_its_children():
         start_new_session=True,
     )  # fmt: skip
     began = time.monotonic()
-    assert "no time left" in engine.finish(child.Job("", ""), worker, 1.0)["error"]
+    assert "no time left" in engine_jobs.finish(child.Job("", ""), worker, 1.0)["error"]
     # The pipe is open as long as a child holds it.
     assert time.monotonic() - began < 60 and worker.returncode
 
@@ -103,16 +110,38 @@ def test_an_engine_without_time_is_ended_with_its_children():
 @pytest.mark.parametrize(("refreshes", "word"), [(2, "right"), (5, "WRONG: {")])
 def test_portable_is_a_row_of_its_own_and_must_refresh_once_a_pass(monkeypatch, refreshes, word):
     """Two passes, of four layers and of the drafter's: a refresh in each layer would be five."""
-    name, sizes = "r1-tp8 fp8 mtp-1", [1, 16, 5, 5, {}]
+    name, sizes = "r1-tp8 fp8 mtp-1", [[1, 16, 5, 5, {}]]
     counts = {"prep_kernel": 5, "plan_kernel": refreshes, "decode_kernel": 5, "reduce_kernel": 5}
     fused = {**BASE, "steps": 9, "ranges": [sizes]}
     arms = {"default": BASE, "cat": BASE, "fused": fused, "portable": {**fused, "launches": counts}}
     results = {(name, arm): each for arm, each in arms.items()}
     monkeypatch.setattr(engine, "run_arms", lambda *_: results)
-    rows, wrong = engine.tokens(argparse.Namespace(plant=()))
+    rows, wrong = engine.tokens(argparse.Namespace(plant=(), tp=1))
     assert [row["configuration"] for row in rows] == [name, f"{name}, portable"]
     assert rows[0].keys() == rows[1].keys() and rows[0]["verdict"] == "right"
     assert rows[1]["verdict"].startswith(word) and wrong == (word != "right")
+
+
+@pytest.mark.parametrize(("second_rank", "word"), [(4, "right"), (3, "WRONG: fused 3 of 4 layers")])
+def test_with_tensor_parallelism_every_rank_must_fuse_every_layer(monkeypatch, second_rank, word):
+    started = []
+    moved = {"cat": [2.0, 2.1, 2.0, 2.0], "planted": [2.0, 3.0, 2.0, 2.0]}
+
+    def finish(job, left):
+        ranges = [[[1, 16, 4, fused, {}]] for fused in (4, second_rank)]
+        return {**result(TOKENS, moved.get(job["arm"], [2.0] * 4)), "steps": 9, "ranges": ranges}
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(engine, "start", lambda job: started.append(job) or (job,))
+    monkeypatch.setattr(engine, "finish", finish)
+    args = argparse.Namespace(plant=(), tp=2, only="", seconds=1e9, jobs=1)
+    rows, wrong = engine.tokens(args)
+    assert [job["arm"] for job in started][-2:] == ["planted"] * 2
+    assert {job["device"] for job in started} == {"0,1", "2,3"}
+    assert {job["tp"] for job in started} == {2}
+    assert all(row["planted"].startswith("WRONG: log-probabilities") for row in rows)
+    assert all(row["verdict"].startswith(word) for row in rows)
+    assert wrong == (0 if word == "right" else 2)
 
 
 def test_every_replayed_graph_is_timed_from_an_event_before_it_to_one_behind(monkeypatch):
@@ -138,3 +167,134 @@ def test_every_replayed_graph_is_timed_from_an_event_before_it_to_one_behind(mon
     times = engine_worker.graph_times(lambda count: [Graph().replay() for _ in range(count)], 3)
     assert done == ["busy", "event", "replay", "event"] * 3 and times == [2000.0] * 3
     assert Graph.replay is replay
+
+
+@pytest.mark.parametrize(("graphs", "median"), [([3.0] * 19 + [9.0], 3.0), ([1.0] * 40, None)])
+def test_a_step_that_is_not_one_graph_has_no_gpu_time(monkeypatch, graphs, median):
+    monkeypatch.setattr(engine_worker, "graph_times", lambda step, count: graphs)
+    if median is None:
+        with pytest.raises(RuntimeError, match="20 decode steps replayed 40 CUDA graphs"):
+            engine_worker.full_graph_time(None)
+    else:
+        assert engine_worker.full_graph_time(None) == median
+
+
+def test_experts_fp8_weights_and_ranks():
+    """Of 16 layers, each adds half as much as one of four; a rank has its own part."""
+
+    def model(rank):
+        sizes = {
+            "experts.w13_weight": (2, 8, 64), "experts.w13_weight_scale_inv": (2, 1, 1),
+            "experts.w2_weight": (2, 64, 8), "gate.weight": (2, 64), "attn.k_scale": (),
+            **{f"{i}.o_proj.weight": (64, 64) for i in range(16)},
+        }  # fmt: skip
+        named = {name: torch.full(size, -1.0) for name, size in sizes.items()}
+        named["experts.w13_weight"] = named["experts.w13_weight"].to(torch.float8_e4m3fn)
+        engine_model.initialize(types.SimpleNamespace(named_parameters=named.items), rank)
+        return {name: weight.float() for name, weight in named.items()}
+
+    first, second = model(0), model(1)
+    assert first["attn.k_scale"] == -1
+    scaled = first["experts.w13_weight"] * first["experts.w13_weight_scale_inv"]
+    for weight, limit in (
+        (scaled, 0.06), (first["experts.w2_weight"], 0.003), (first["0.o_proj.weight"], 0.03)
+    ):  # fmt: skip
+        assert 0.9 * limit < weight.max() < 1.07 * limit and abs(weight.mean()) < 0.1 * limit
+    same = {name for name in first if torch.equal(first[name], second[name])}
+    assert same == {"experts.w13_weight_scale_inv", "gate.weight", "attn.k_scale"}
+
+
+def test_engines_share_equal_weights_only(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(engine_share, "reduce_tensor", lambda w: (torch.Tensor.clone, (w,)))
+    models = [torch.nn.Linear(1024, 512, dtype=torch.bfloat16) for _ in range(3)]
+    models[1].load_state_dict(models[0].state_dict())
+    own, file = models[1].weight.data_ptr(), io.BytesIO()
+    for model in models[:2]:
+        engine_share.share(model, file)
+    assert models[1].weight.data_ptr() != own and torch.equal(models[0].weight, models[1].weight)
+    with pytest.raises(RuntimeError, match="weight weight differs between two arms"):
+        engine_share.share(models[2], file)
+
+
+def test_a_worker_answers_every_line_until_go(monkeypatch):
+    done = []
+
+    @contextlib.contextmanager
+    def requests(llm, prompts, tokens):
+        done.append((len(prompts), len(prompts[0])))
+        yield lambda count: None
+        done.append("dropped")
+
+    monkeypatch.setattr(engine_worker, "requests", requests)
+    monkeypatch.setattr(engine_worker, "clocked", lambda step, count: 7.0)
+    monkeypatch.setattr(engine_worker, "full_graph_time", lambda step: 5.0)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hold 2 30\ntime\nhold 1 9\ngo\ntime\n"))
+    answers = io.StringIO()
+    engine_worker.take_turns(None, {"tp": 1}, answers)
+    assert [json.loads(line) for line in answers.getvalue().splitlines()] == [
+        {}, {"wall": 7.0, "gpu": 5.0}, {}
+    ]  # fmt: skip
+    assert done == [(2, 30), "dropped", (1, 9), "dropped"]
+
+
+@pytest.mark.parametrize("broken", [None, "time", "layer"])
+def test_complete_measures_the_arms_in_turns(monkeypatch, capsys, broken):
+    """Four rounds of 10, 11, ... us for `default`; the other arms take 1 and 2 us less."""
+    arms, asked = ["default", "cat", "fused"], []
+    fused = [[1, 128, 3, 2 if broken == "layer" else 3, {}], [129, 8192, 3, 0, {}]]
+    results = {arm: {**BASE, "attention": "FLASHMLA", "runner": "V2"} for arm in arms}
+    results["cat"] |= result(TOKENS, [2.0, 2.1, 2.0, 2.0])
+    results["fused"] |= {"ranges": [fused]}
+
+    def turn(engines, arm, line):
+        asked.append((arm, line))
+        if line == broken:
+            raise engine_complete.EngineEnded("cat")
+        number = sum(arm == one and line == "time" for one, line in asked)
+        return {"gpu": 9.0 + number - arms.index(arm)}
+
+    def finish(arm, **kwargs):
+        return {"error": "why"} if broken == "time" else results[arm]
+
+    monkeypatch.setattr(engine_complete, "MODELS", {"r1-tp8": engine_complete.Model(3, 1, arms)})
+    monkeypatch.setattr(engine_complete, "POINTS", [(2, 100), (128, 1000)])
+    monkeypatch.setattr(engine_complete, "memory", lambda *_: (1e7, False))
+    monkeypatch.setattr(engine_complete, "start", lambda job: (job["arm"],))
+    monkeypatch.setattr(engine_complete, "wait_until_ready", lambda engines: None)
+    monkeypatch.setattr(engine_complete, "turn", turn)
+    monkeypatch.setattr(engine_complete, "finish", finish)
+    args = argparse.Namespace(only="r1-tp8 fp8", arms="", tp=1, seconds=1e9)
+    rows, wrong = engine_complete.complete(args)
+    printed = capsys.readouterr().out
+    assert "r1-tp8 fp8, 128 x 1000 left out: its KV cache needs 0.3 GB, room is 0.0" in printed
+    if broken == "time":
+        assert (rows, wrong) == ([], 1) and "== r1-tp8 fp8, cat: FAILED\nwhy" in printed
+        return
+    assert [arm for arm, _ in asked] == (
+        arms + arms + ["cat", "fused", "default", "fused", "default", "cat"] + arms
+        + ["cat", "fused", "default"]
+    )  # fmt: skip
+    assert [(r["gpu_us"], r["gpu_min"], r["gpu_max"]) for r in rows] == [
+        (12, 10, 14), (11, 9, 13), (10, 8, 12)
+    ]  # fmt: skip
+    assert [row["gpu_change"] for row in rows] == [0.0, -8.33, -16.67]
+    verdicts = [row["verdict"] for row in rows]
+    assert verdicts[:2] == ["not judged"] * 2 and wrong == (broken == "layer")
+    assert verdicts[2].startswith("WRONG: not fused" if broken else "right")
+
+
+def test_an_engine_that_ended_is_named():
+    """Before it was ready, and in its turn."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    commands = {"default": "print('ready', flush=True); input()", "cat": "pass"}
+    started = {
+        arm: (None, subprocess.Popen([sys.executable, "-c", command], **pipes))
+        for arm, command in commands.items()
+    }
+    with pytest.raises(engine_complete.EngineEnded, match="cat"):
+        engine_complete.wait_until_ready(started)
+    with pytest.raises(engine_complete.EngineEnded, match="cat"):
+        engine_complete.turn(started, "cat", "time")
+    for _, process in started.values():
+        process.communicate("\n")

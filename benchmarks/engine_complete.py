@@ -1,0 +1,207 @@
+"""`complete` of `benchmarks/engine.py`: decode steps of whole models, the arms in turns.
+
+All engines of a model and a cache type start side by side and keep their requests; at each point
+(batch and context) five rounds measure every arm once, in rotated order, while the others wait.
+They share one copy of the weights by CUDA IPC (`engine_loader`), unless two copies fit. A point
+whose KV caches do not fit is left out, with a printed line.
+
+The noise: DeepSeek-V2-Lite has a second `default` engine, `default2`; its change against `default`
+is what equal engines differ by. The other models have no memory for it: their noise is the spread
+of the rounds.
+
+Rows: the median, least and most of the rounds, each the median of 20 steps on the GPU (the CUDA
+graph of the forward pass) and their mean by the clock, in microseconds; changes of the median are
+percent of `default`'s. With --tp the graphs are in other processes, so only the clock is read.
+Every arm also continues 12 prompts greedily, and the verdict of `engine_compare` on these tokens is
+in its rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import statistics
+import tempfile
+import time
+from multiprocessing.connection import wait
+from typing import TYPE_CHECKING, Any
+
+import engine_compare
+import engine_model
+import torch
+from engine_compare import layers_of
+from engine_jobs import Engine, devices, finish, job, start
+from engine_worker import HELD
+
+if TYPE_CHECKING:
+    import argparse
+
+ROUNDS = 5
+POINTS = [(batch, context) for context in (1024, 16384) for batch in (1, 8, 32, 128)]
+ARMS = ("default", "cat", "fused", "portable")
+BLOCK = 64  # tokens of a KV cache block
+ENGINE_BYTES = 5e9  # of an engine beside weights and KV cache: context, activations, graphs
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """What one run measures.
+
+    layers: as many as fit, twice while an engine loads. gigabytes: weights of a rank of its own
+    (`-tp` in the name), or of the whole model.
+    """
+
+    layers: int
+    gigabytes: float
+    arms: tuple[str, ...] = ARMS
+
+
+MODELS = {
+    "deepseek-v2-lite": Model(27, 31.5, (*ARMS, "default2")),
+    "glm-4.7-flash": Model(47, 60),
+    "deepseek-r1-tp8": Model(40, 54),
+}
+
+
+class EngineEnded(Exception):
+    """An engine ended before its turn; holds the arm."""
+
+
+def complete(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
+    """Measure the models and cache types that `args.only` names; (rows, how many went wrong)."""
+    rows, wrong, end = [], 0, time.time() + args.seconds
+    for name, model in MODELS.items():
+        for cache in ("fp8", "auto"):
+            title = f"{name} {'bf16' if cache == 'auto' else cache}"
+            if any(part in title for part in args.only.split(",")):
+                new = measured(title, name, model, cache, args, end)
+                rows += new
+                wrong += not new or any(row["verdict"].startswith("WRONG") for row in new)
+    return rows, wrong
+
+
+def measured(
+    title: str, name: str, model: Model, cache: str, args: argparse.Namespace, end: float
+) -> list[dict[str, Any]]:
+    """Rows of one model with one cache type; none, with a printed line, if an engine failed."""
+    arms = [arm for arm in model.arms if not args.arms or arm in args.arms.split(",")]
+    room, shared = memory(name, model, args.tp, len(arms))
+    per_token = model.layers * 576 * (2 if cache == "auto" else 1)
+    sizes = {(b, c): b * (c + HELD + BLOCK) * per_token for b, c in POINTS}
+    points = [point for point in POINTS if sizes[point] <= room]
+    for batch, context in POINTS:
+        if (size := sizes[batch, context]) > room:
+            needs = f"its KV cache needs {size / 1e9:.1f} GB, room is {room / 1e9:.1f}"
+            print(f"   {title}, {batch} x {context} left out: {needs}")
+    changes = {
+        "what": "complete", "model": name, "layers": model.layers, "cache": cache, "tp": args.tp,
+        "device": devices(0, args.tp), "seqs": 128, "capture": [1, 8, 32, 128],
+        "max_len": 20480, "max_tokens": 8192, "cache_bytes": max(map(sizes.get, points)),
+        "shared_weights": f"{tempfile.mkdtemp()}/weights" if shared else "",
+    }  # fmt: skip
+    began, engines = time.time(), {arm: start(job(arm=arm, **changes)) for arm in arms}
+    times: dict[tuple[int, int], dict[str, dict[str, float]]] = {}
+    try:
+        wait_until_ready(engines)
+        print(f"   {title}: {len(engines)} engines ready after {time.time() - began:.0f} s")
+        for point in points:
+            if time.time() > end:
+                print(f"   {title}: no time for {point[0]} x {point[1]} (--seconds)")
+                continue
+            times[point] = rounds(engines, *point)
+            print(f"   {title}, {point[0]} x {point[1]}: {times[point]}", flush=True)
+    except EngineEnded as ended:
+        print(f"== {title}, {ended}: FAILED\n{finish(*engines.pop(str(ended)))['error']}")
+        for engine in engines.values():
+            finish(*engine, seconds=0)
+        return []
+    results = {arm: finish(*engine) for arm, engine in engines.items()}
+    if failed := {arm: result["error"] for arm, result in results.items() if "error" in result}:
+        print(f"== {title}: FAILED at the end\n{failed}")
+        return []
+    verdicts = {arm: verdict(arm, results, model.layers) for arm in arms}
+    print(f"== {title}: {verdicts}")
+    rows = []
+    for (batch, context), of_arms in times.items():
+        for arm, taken in of_arms.items():
+            layers, fused, _ = layers_of(results[arm]) if "ranges" in results[arm] else ("",) * 3
+            rows.append(
+                {"model": name, "layers": model.layers, "cache": cache, "arm": arm, "batch": batch,
+                 "context": context, **taken, "attention": results[arm]["attention"],
+                 "runner": results[arm]["runner"], "gpus": args.tp, "bucket_layers": layers,
+                 "bucket_fused": fused, "verdict": verdicts[arm]}
+            )  # fmt: skip
+    return rows
+
+
+def memory(name: str, model: Model, tp: int, engines: int) -> tuple[float, bool]:
+    """(bytes for the KV cache of each engine, whether the engines must share their weights)."""
+    total = 0.94 * torch.cuda.get_device_properties(0).total_memory
+    weights = model.gigabytes * 1e9 / (1 if engine_model.is_rank(name) else tp)
+    own = engines * (weights + ENGINE_BYTES)
+    shared = own > 0.7 * total
+    taken = weights + engines * ENGINE_BYTES if shared else own
+    return (total - taken) / engines, shared
+
+
+def wait_until_ready(engines: dict[str, Engine]) -> None:
+    """Read the first line of every engine, or raise EngineEnded as soon as one has ended."""
+    waiting = {process.stdout: arm for arm, (_, process) in engines.items()}
+    while waiting:
+        for stream in wait(list(waiting)):
+            if not stream.readline():
+                raise EngineEnded(waiting[stream])
+            del waiting[stream]
+
+
+def turn(engines: dict[str, Engine], arm: str, line: str) -> dict[str, float]:
+    """The answer of one engine to one line."""
+    _, process = engines[arm]
+    with contextlib.suppress(BrokenPipeError):
+        print(line, file=process.stdin, flush=True)
+    if not (answer := process.stdout.readline()):
+        raise EngineEnded(arm)
+    return dict(json.loads(answer))
+
+
+def rounds(engines: dict[str, Engine], batch: int, context: int) -> dict[str, dict[str, float]]:
+    """The columns of each arm's times with requests of this size."""
+    arms = list(engines)
+    for arm in arms:
+        turn(engines, arm, f"hold {batch} {context}")
+    taken: dict[str, list[dict[str, float]]] = {arm: [] for arm in arms}
+    for number in range(ROUNDS):
+        first = number % len(arms)
+        for arm in arms[first:] + arms[:first]:
+            taken[arm].append(turn(engines, arm, "time"))
+    return {arm: columns(taken[arm], taken.get("default", [])) for arm in arms}
+
+
+def columns(taken: list[dict[str, float]], default: list[dict[str, float]]) -> dict[str, float]:
+    """Median, least and most by each clock, and the change of the median against `default`'s."""
+    found = {}
+    for clock in taken[0]:
+        us = [round(each[clock], 1) for each in taken]
+        median = statistics.median(us)
+        found |= {f"{clock}_us": median, f"{clock}_min": min(us), f"{clock}_max": max(us)}
+        if default:
+            base = statistics.median(round(each[clock], 1) for each in default)
+            found[f"{clock}_change"] = round(100 * (median / base - 1), 2)
+    return found
+
+
+def verdict(arm: str, results: dict[str, dict[str, Any]], layers: int) -> str:
+    """What is wrong with the layers or the tokens of an arm, or "right".
+
+    "not judged": `default` and `cat`, which are the measure, or one of these was not run.
+    """
+    if "ranges" in results[arm] and layers_of(results[arm]) != (layers, layers, 0):
+        return f"WRONG: not fused in every layer: {results[arm]['ranges']}"
+    if arm in ("default", "cat") or not {"default", "cat"} <= results.keys():
+        return "not judged"
+    ours, unfused = (
+        engine_compare.compare(results[each], results["default"]) for each in (arm, "cat")
+    )
+    print(f"   {arm} / default: {ours}\n   cat / default: {unfused}")
+    return engine_compare.verdict(ours, unfused)
