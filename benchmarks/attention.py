@@ -5,8 +5,9 @@
 
 Each shape is checked against float64 attention over the dequantized inputs in the same run; the
 candidates then take turns, each a CUDA graph of calls on distinct caches, so that the L2 cache does
-not hold what an engine would have to fetch. Plans and FlashMLA's metadata are made before: once a
-step, not once a layer. Peers whose package is missing are left out.
+not hold what an engine would have to fetch. Plans and the peers' metadata are made before: once a
+step, not once a layer. Peers whose package is missing are left out, with a printed line. The column
+`vllm_default` marks what vLLM chooses on Hopper.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from attention_cases import (
     PAGE,
     SCALE,
     TOLERANCE,
+    VLLM_DEFAULT,
     WIDTH,
     Case,
     decode,
@@ -43,7 +45,7 @@ from mla_fusion.cli.compare import distance
 
 FACTS = ["gpu", "driver", "torch", "triton", "vllm", "commit", "command"]
 CASE = ["batch", "context", "ragged", "heads", "dtype"]
-RESULT = ["candidate", "p20_us", "p50_us", "p80_us", "gbps", "tflops", "error"]
+RESULT = ["candidate", "vllm_default", "p20_us", "p50_us", "p80_us", "gbps", "tflops", "error"]
 
 
 def measure(case: Case, candidates: dict, rounds: int) -> list[dict]:
@@ -68,7 +70,8 @@ def measure(case: Case, candidates: dict, rounds: int) -> list[dict]:
         p20, p50, p80 = quantiles(samples)
         row = {k: getattr(case, k) for k in ("batch", "context", "heads")}
         row |= {"ragged": int(case.ragged), "dtype": "fp8" if case.dtype == FP8 else "bf16"}
-        row |= {"candidate": name, "p20_us": p20, "p50_us": p50, "p80_us": p80}
+        row |= {"candidate": name, "vllm_default": int(name == VLLM_DEFAULT[case.dtype])}
+        row |= {"p20_us": p20, "p50_us": p50, "p80_us": p80}
         row |= {"gbps": case.bytes() / p50 / 1e3, "tflops": case.flops() / p50 / 1e6}
         rows.append(row | {"error": errors[name]})
     return rows
@@ -166,7 +169,7 @@ def summary(rows: list[dict]) -> None:
         table.setdefault(tuple(row[k] for k in CASE), {})[row["candidate"]] = row["p50_us"]
     for heads in (16, 128):
         for dtype in ("bf16", "fp8"):
-            for peer in ("triton_mla", "flashmla"):
+            for peer in ("triton_mla", "flashmla", "fa3"):
                 pairs = {k: t[peer] / t["ours"] for k, t in table.items()
                          if k[3:] == (heads, dtype) and peer in t and "ours" in t}  # fmt: skip
                 if not pairs:
@@ -209,7 +212,8 @@ def main() -> None:
             if time.monotonic() - start > options.seconds:
                 print(f"no time for {case}")
                 continue
-            new = measure(case, capped if case is seed else CANDIDATES, options.rounds)
+            candidates = capped if case is seed else CANDIDATES[case.dtype]
+            new = measure(case, candidates, options.rounds)
             for row in new:
                 rounded = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()}
                 writer.writerow(facts | rounded)

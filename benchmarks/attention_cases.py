@@ -216,4 +216,53 @@ def flashmla(inputs: Inputs) -> tuple[Call, torch.Tensor]:
     return call, out
 
 
-CANDIDATES = {"ours": ours, "triton_mla": triton_mla, "flashmla": flashmla}
+def fa3(inputs: Inputs) -> tuple[Call, torch.Tensor]:
+    """FlashAttention 3, bf16 only, as vLLM's FLASH_ATTN_MLA calls it under full CUDA graphs: the
+    latent half of the query apart, at most 32 splits, the schedule made before.
+    """
+    from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
+
+    case, longest = inputs.case, max(inputs.case.lengths())
+    rows = torch.arange(case.batch + 1, dtype=torch.int32, device="cuda")
+    shared = {"max_seqlen_q": 1, "max_seqlen_k": longest, "cu_seqlens_q": rows, "causal": True}
+    shared["num_splits"] = 32
+    schedule = get_scheduler_metadata(
+        batch_size=case.batch,
+        num_heads_q=case.heads,
+        num_heads_kv=1,
+        headdim=WIDTH - LATENT,
+        headdim_v=LATENT,
+        cache_seqlens=inputs.lens,
+        qkv_dtype=BF16,
+        page_size=case.page,
+        **shared,
+    )
+    latent, rope = inputs.q.split([LATENT, WIDTH - LATENT], dim=-1)
+    out = torch.empty(*latent.shape, device="cuda", dtype=BF16)
+
+    def call(i: int) -> None:
+        cache = inputs.caches[i].unsqueeze(-2)
+        result = flash_attn_varlen_func(
+            q=rope,
+            q_v=latent,
+            k=cache[..., LATENT:],
+            v=cache[..., :LATENT],
+            seqused_k=inputs.lens,
+            block_table=inputs.table,
+            softmax_scale=SCALE,
+            scheduler_metadata=schedule,
+            fa_version=3,
+            **shared,
+        )
+        if i < 0:
+            out.copy_(result)
+
+    return call, out
+
+
+# By the type of query and cache.
+VLLM_DEFAULT = {BF16: "fa3", FP8: "flashmla"}  # on Hopper
+CANDIDATES = {
+    BF16: {"ours": ours, "triton_mla": triton_mla, "flashmla": flashmla, "fa3": fa3},
+    FP8: {"ours": ours, "triton_mla": triton_mla, "flashmla": flashmla},
+}

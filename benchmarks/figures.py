@@ -34,7 +34,8 @@ PEERS = {
 UNFUSED, OURS = ("default", "cat"), ("fused", "portable")
 # Columns with the median of a step's time, and around it.
 STEP = "gpu_us", "gpu_p20", "gpu_p80"
-DECODERS = {"ours": "ours", "triton_mla": "TRITON_MLA", "flashmla": "FlashMLA"}
+DECODERS = {"ours": "ours", "triton_mla": "TRITON_MLA", "flashmla": "FlashMLA",
+            "fa3": "FlashAttention 3"}  # fmt: skip
 
 
 def read(path: Path) -> list[Row]:
@@ -138,7 +139,8 @@ def attention_means(rows: list[Row]) -> list[str]:
     for (heads, dtype), each in sorted(
         attention_times(rows).items(), key=lambda item: (int(item[0][0]), item[0][1])
     ):
-        for peer in ("triton_mla", "flashmla"):
+        measured = {name for _, name in each}
+        for peer in (name for name in DECODERS if name in measured - {"ours"}):
             factors = [
                 float(each[shape, peer]["p50_us"]) / float(each[shape, "ours"]["p50_us"])
                 for shape in dict.fromkeys(shape for shape, _ in each)

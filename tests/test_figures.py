@@ -48,3 +48,18 @@ def test_a_peer_that_was_not_measured_is_left_out():
 def test_a_loss_after_another_kernel_is_named():
     lines = figures.region_table(region_rows(flashinfer=2.5))
     assert lines[-1] == "Shapes where the best of the others is faster: T=8, H=16."
+
+
+def test_a_decode_peer_of_one_type_has_no_line_for_the_other():
+    shape = {"batch": "1", "context": "1024", "ragged": "0", "heads": "16"}
+    rows = [
+        {**shape, "dtype": dtype, "candidate": candidate, "p50_us": us}
+        for dtype, candidate, us in (
+            ("bf16", "ours", "6"), ("bf16", "fa3", "12"),
+            ("fp8", "ours", "5"), ("fp8", "flashmla", "4"),
+        )
+    ]  # fmt: skip
+    assert figures.attention_means(rows)[2:] == [
+        "| 16, bf16 | FlashAttention 3 | 2.00x | 2.00x | 2.00x | 0 of 1 |",
+        "| 16, fp8 | FlashMLA | 0.80x | 0.80x | 0.80x | 1 of 1 |",
+    ]
