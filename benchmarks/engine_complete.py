@@ -2,8 +2,8 @@
 
 All engines of a model and a cache type start side by side and keep their requests; at each point
 (batch and context) five rounds measure every arm once, in rotated order, while the others wait.
-They share one copy of the weights by CUDA IPC (`engine_loader`), unless two copies fit. A point
-whose KV caches do not fit is left out, with a printed line.
+If weights of their own do not fit, they share one copy by CUDA IPC (`engine_share`). A point whose
+KV caches do not fit is left out, with a printed line.
 
 The noise: DeepSeek-V2-Lite has a second `default` engine, `default2`; its change against `default`
 is what equal engines differ by. The other models have no memory for it: their noise is the spread
@@ -42,6 +42,7 @@ POINTS = [(batch, context) for context in (1024, 16384) for batch in (1, 8, 32, 
 ARMS = ("default", "cat", "fused", "portable")
 BLOCK = 64  # tokens of a KV cache block
 ENGINE_BYTES = 5e9  # of an engine beside weights and KV cache: context, activations, graphs
+ENOUGH = 10e9  # bytes of KV cache for which engines keep weights of their own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,12 +138,10 @@ def measured(
 
 def memory(name: str, model: Model, tp: int, engines: int) -> tuple[float, bool]:
     """(bytes for the KV cache of each engine, whether the engines must share their weights)."""
-    total = 0.94 * torch.cuda.get_device_properties(0).total_memory
+    total = 0.94 * torch.cuda.get_device_properties(0).total_memory - engines * ENGINE_BYTES
     weights = model.gigabytes * 1e9 / (1 if engine_model.is_rank(name) else tp)
-    own = engines * (weights + ENGINE_BYTES)
-    shared = own > 0.7 * total
-    taken = weights + engines * ENGINE_BYTES if shared else own
-    return (total - taken) / engines, shared
+    alone, shared = total / engines - weights, (total - weights) / engines
+    return (alone, False) if alone > ENOUGH else (shared, True)
 
 
 def wait_until_ready(engines: dict[str, Engine]) -> None:

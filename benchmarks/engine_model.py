@@ -164,28 +164,32 @@ def engine(job: dict[str, Any]) -> Any:
     import vllm
 
     with tempfile.TemporaryDirectory() as folder:
-        model = shape(job["model"], job["layers"], job["tp"])
-        (Path(folder) / "config.json").write_text(json.dumps(model))
-        return vllm.LLM(
-            model=folder,
-            load_format="dummy",
-            model_loader_extra_config={name: job[name] for name in ("arm", "shared_weights")},
-            worker_extension_cls="engine_loader.Worker",
-            skip_tokenizer_init=True,
-            max_model_len=job["max_len"],
-            max_num_seqs=job["seqs"],
-            max_num_batched_tokens=job["max_tokens"],
-            kv_cache_dtype=job["cache"],
-            gpu_memory_utilization=0.01,
-            # Explicit: vLLM would measure memory that other engines of this run take.
-            kv_cache_memory_bytes=job["cache_bytes"],
-            kernel_config={"enable_flashinfer_autotune": False},
-            tensor_parallel_size=job["tp"],
-            disable_custom_all_reduce=job["tp"] > 1,
-            enable_prefix_caching=False,
-            seed=0,
-            **_configs(job),
-        )
+        return vllm.LLM(**arguments(job, Path(folder)), skip_tokenizer_init=True)
+
+
+def arguments(job: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """vLLM's engine arguments for a job; the config of its model is written into `folder`."""
+    model = shape(job["model"], job["layers"], job["tp"])
+    (folder / "config.json").write_text(json.dumps(model))
+    return {
+        "model": str(folder),
+        "load_format": "dummy",
+        "model_loader_extra_config": {name: job[name] for name in ("arm", "shared_weights")},
+        "worker_extension_cls": "engine_loader.Worker",
+        "max_model_len": job["max_len"],
+        "max_num_seqs": job["seqs"],
+        "max_num_batched_tokens": job["max_tokens"],
+        "kv_cache_dtype": job["cache"],
+        "gpu_memory_utilization": 0.01,
+        # Explicit: vLLM would measure memory that other engines of this run take.
+        "kv_cache_memory_bytes": job["cache_bytes"],
+        "kernel_config": {"enable_flashinfer_autotune": False},
+        "tensor_parallel_size": job["tp"],
+        "disable_custom_all_reduce": job["tp"] > 1,
+        "enable_prefix_caching": False,
+        "seed": 0,
+        **_configs(job),
+    }
 
 
 def _configs(job: dict[str, Any]) -> dict[str, Any]:

@@ -284,6 +284,28 @@ def test_complete_measures_the_arms_in_turns(monkeypatch, capsys, broken):
     assert verdicts[2].startswith("WRONG: not fused" if broken else "right")
 
 
+@pytest.mark.parametrize(
+    ("name", "tp", "engines", "shared", "gigabytes"),
+    [
+        ("deepseek-v2-lite", 1, 5, True, 16.8),  # for 32 x 16384 in bf16
+        ("deepseek-v2-lite", 1, 3, False, 8.4),  # in fp8
+        ("glm-4.7-flash", 1, 4, True, 14.6),
+        ("glm-4.7-flash", 2, 2, False, 30.0),
+        ("deepseek-r1-tp8", 2, 4, True, 12.5),  # a rank keeps its size
+    ],
+)
+def test_weights_are_shared_where_a_copy_each_does_not_fit(
+    monkeypatch, name, tp, engines, shared, gigabytes
+):
+    h200 = types.SimpleNamespace(total_memory=139.8 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: h200)
+    model = engine_complete.MODELS[name]
+    room, must_share = engine_complete.memory(name, model, tp, engines)
+    assert must_share == shared and gigabytes < room / 1e9 < gigabytes + 6
+    copies = 1 if shared else engines
+    assert engines * room + copies * model.gigabytes * 1e9 / (1 if "-tp" in name else tp) < 135e9
+
+
 def test_an_engine_that_ended_is_named():
     """Before it was ready, and in its turn."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

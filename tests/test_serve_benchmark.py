@@ -1,0 +1,36 @@
+"""benchmarks/serve.py without its servers: their command line, and the tokenizer of the prompts."""
+
+import engine_model
+import pytest
+import serve
+from engine_jobs import job
+
+import mla_fusion
+
+mla_fusion.register()
+
+from transformers import AutoTokenizer  # noqa: E402
+from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: E402
+from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: E402
+
+
+@pytest.mark.parametrize("arm", ["default", "portable"])
+def test_vllm_reads_the_flags_as_the_arguments_they_were(tmp_path, arm):
+    arguments = engine_model.arguments(job(model="deepseek-v2-lite", arm=arm), tmp_path)
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    read = AsyncEngineArgs.from_cli_args(parser.parse_args(serve.flags(arguments)))
+    compilation = read.compilation_config
+    assert compilation.pass_config.fuse_aiter_qk_rope_kvcache_mla == (arm == "portable")
+    assert compilation.cudagraph_capture_sizes == job()["capture"]
+    assert read.kernel_config.enable_flashinfer_autotune is False
+    for name in arguments.keys() - {"compilation_config", "kernel_config"}:
+        assert getattr(read, name) == arguments[name], name
+
+
+def test_prompts_have_as_many_tokens_as_words(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v2"}')
+    serve.write_tokenizer(tmp_path, 300)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.vocab_size == 300
+    assert tokenizer.decode([5, 17, 299]) == "t5 t17 t299"
+    assert tokenizer.encode("t5 t17 t299") == [5, 17, 299]
