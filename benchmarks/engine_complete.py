@@ -76,16 +76,16 @@ def complete(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
         for cache in ("fp8", "auto"):
             title = f"{name} {'bf16' if cache == 'auto' else cache}"
             if any(part in title for part in args.only.split(",")):
-                new = measured(title, name, model, cache, args, end)
+                new, right = measured(title, name, model, cache, args, end)
                 rows += new
-                wrong += not new or any(row["verdict"].startswith("WRONG") for row in new)
+                wrong += not right
     return rows, wrong
 
 
 def measured(
     title: str, name: str, model: Model, cache: str, args: argparse.Namespace, end: float
-) -> list[dict[str, Any]]:
-    """Rows of one model with one cache type; none, with a printed line, if an engine failed."""
+) -> tuple[list[dict[str, Any]], bool]:
+    """Rows of one model with one cache type, up to an engine's failure; whether all was right."""
     arms = [arm for arm in model.arms if not args.arms or arm in args.arms.split(",")]
     room, shared = memory(name, model, args.tp, len(arms))
     per_token = model.layers * 576 * (2 if cache == "auto" else 1)
@@ -95,6 +95,8 @@ def measured(
         if (size := sizes[batch, context]) > room:
             needs = f"its KV cache needs {size / 1e9:.1f} GB, room is {room / 1e9:.1f}"
             print(f"   {title}, {batch} x {context} left out: {needs}")
+    if not points:
+        return [], False
     changes = {
         "what": "complete", "model": name, "layers": model.layers, "cache": cache, "tp": args.tp,
         "device": devices(0, args.tp), "seqs": 128, "capture": [1, 8, 32, 128],
@@ -102,38 +104,37 @@ def measured(
         "shared_weights": f"{tempfile.mkdtemp()}/weights" if shared else "",
     }  # fmt: skip
     began, engines = time.time(), {arm: start(job(arm=arm, **changes)) for arm in arms}
-    times: dict[tuple[int, int], dict[str, dict[str, float]]] = {}
+    rows, right = [], False
     try:
-        wait_until_ready(engines)
-        print(f"   {title}: {len(engines)} engines ready after {time.time() - began:.0f} s")
-        for point in points:
+        results = wait_until_ready(engines)
+        verdicts = {arm: verdict(arm, results, model.layers) for arm in arms}
+        right = not any(found.startswith("WRONG") for found in verdicts.values())
+        print(f"== {title}, ready after {time.time() - began:.0f} s: {verdicts}", flush=True)
+        for batch, context in points:
             if time.time() > end:
-                print(f"   {title}: no time for {point[0]} x {point[1]} (--seconds)")
+                print(f"   {title}: no time for {batch} x {context} (--seconds)")
                 continue
-            times[point] = rounds(engines, *point)
-            print(f"   {title}, {point[0]} x {point[1]}: {times[point]}", flush=True)
+            times = rounds(engines, batch, context)
+            print(f"   {title}, {batch} x {context}: {times}", flush=True)
+            for arm in arms:
+                rows.append(
+                    {"model": name, "layers": model.layers, "cache": cache, "arm": arm,
+                     "batch": batch, "context": context, **times[arm], "gpus": args.tp,
+                     **facts(results[arm]), "verdict": verdicts[arm]}
+                )  # fmt: skip
     except EngineEnded as ended:
+        right = False
         print(f"== {title}, {ended}: FAILED\n{finish(*engines.pop(str(ended)))['error']}")
-        for engine in engines.values():
-            finish(*engine, seconds=0)
-        return []
-    results = {arm: finish(*engine) for arm, engine in engines.items()}
-    if failed := {arm: result["error"] for arm, result in results.items() if "error" in result}:
-        print(f"== {title}: FAILED at the end\n{failed}")
-        return []
-    verdicts = {arm: verdict(arm, results, model.layers) for arm in arms}
-    print(f"== {title}: {verdicts}")
-    rows = []
-    for (batch, context), of_arms in times.items():
-        for arm, taken in of_arms.items():
-            layers, fused, _ = layers_of(results[arm]) if "ranges" in results[arm] else ("",) * 3
-            rows.append(
-                {"model": name, "layers": model.layers, "cache": cache, "arm": arm, "batch": batch,
-                 "context": context, **taken, "attention": results[arm]["attention"],
-                 "runner": results[arm]["runner"], "gpus": args.tp, "bucket_layers": layers,
-                 "bucket_fused": fused, "verdict": verdicts[arm]}
-            )  # fmt: skip
-    return rows
+    for engine in engines.values():
+        finish(*engine, seconds=0)
+    return rows, right
+
+
+def facts(result: dict[str, Any]) -> dict[str, Any]:
+    """The columns of what an engine is: model runner, attention, layers of the decode bucket."""
+    layers, fused, _ = layers_of(result) if "ranges" in result else ("", "", "")
+    names = ("runner", "attention")
+    return {n: result[n] for n in names} | {"bucket_layers": layers, "bucket_fused": fused}
 
 
 def memory(name: str, model: Model, tp: int, engines: int) -> tuple[float, bool]:
@@ -144,14 +145,16 @@ def memory(name: str, model: Model, tp: int, engines: int) -> tuple[float, bool]
     return (alone, False) if alone > ENOUGH else (shared, True)
 
 
-def wait_until_ready(engines: dict[str, Engine]) -> None:
-    """Read the first line of every engine, or raise EngineEnded as soon as one has ended."""
+def wait_until_ready(engines: dict[str, Engine]) -> dict[str, dict[str, Any]]:
+    """What each engine sends once it is ready; raises EngineEnded as soon as one has ended."""
     waiting = {process.stdout: arm for arm, (_, process) in engines.items()}
+    results = {}
     while waiting:
         for stream in wait(list(waiting)):
-            if not stream.readline():
+            if not (line := stream.readline()):
                 raise EngineEnded(waiting[stream])
-            del waiting[stream]
+            results[waiting.pop(stream)] = json.loads(line)
+    return results
 
 
 def turn(engines: dict[str, Engine], arm: str, line: str) -> dict[str, float]:

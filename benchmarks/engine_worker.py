@@ -31,7 +31,7 @@ HELD = 400  # tokens of a request that is measured: more than its steps
 def main(work: child.Job, progress: TextIO) -> dict[str, Any]:
     """Run one engine and return what it did.
 
-    "decode" waits for a line before it measures, "complete" takes turns (`take_turns`).
+    "decode" waits for a line before it measures; "complete" sends what it has, and takes turns.
     """
     job = work.options
     began = time.time()
@@ -48,7 +48,7 @@ def main(work: child.Job, progress: TextIO) -> dict[str, Any]:
     else:
         result.update(generate(llm, job))
     if job["what"] == "complete":
-        print("ready", file=progress)
+        print(json.dumps(result), file=progress)
         take_turns(llm, job, progress)
     if job["what"] == "ends":
         result["captured"] = llm.llm_engine.vllm_config.compilation_config.cudagraph_capture_sizes

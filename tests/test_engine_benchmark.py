@@ -238,10 +238,10 @@ def test_a_worker_answers_every_line_until_go(monkeypatch):
     assert done == [(2, 30), "dropped", (1, 9), "dropped"]
 
 
-@pytest.mark.parametrize("broken", [None, "time", "layer"])
+@pytest.mark.parametrize("broken", [None, "hold 64 100", "layer"])
 def test_complete_measures_the_arms_in_turns(monkeypatch, capsys, broken):
-    """Four rounds of 10, 11, ... us for `default`; the other arms take 1 and 2 us less."""
-    arms, asked = ["default", "cat", "fused"], []
+    """Rounds of 10, 11, ... us for `default`; the other arms take 1 and 2 us less."""
+    arms, asked, ended = ["default", "cat", "fused"], [], []
     fused = [[1, 128, 3, 2 if broken == "layer" else 3, {}], [129, 8192, 3, 0, {}]]
     results = {arm: {**BASE, "attention": "FLASHMLA", "runner": "V2"} for arm in arms}
     results["cat"] |= result(TOKENS, [2.0, 2.1, 2.0, 2.0])
@@ -250,38 +250,43 @@ def test_complete_measures_the_arms_in_turns(monkeypatch, capsys, broken):
     def turn(engines, arm, line):
         asked.append((arm, line))
         if line == broken:
-            raise engine_complete.EngineEnded("cat")
+            raise engine_complete.EngineEnded(arm)
         number = sum(arm == one and line == "time" for one, line in asked)
         return {"gpu": 9.0 + number - arms.index(arm)}
 
-    def finish(arm, **kwargs):
-        return {"error": "why"} if broken == "time" else results[arm]
+    def finish(arm, seconds=None):
+        ended.append((arm, seconds))
+        return {"error": "why"}
 
     monkeypatch.setattr(engine_complete, "MODELS", {"r1-tp8": engine_complete.Model(3, 1, arms)})
-    monkeypatch.setattr(engine_complete, "POINTS", [(2, 100), (128, 1000)])
-    monkeypatch.setattr(engine_complete, "memory", lambda *_: (1e7, False))
+    monkeypatch.setattr(engine_complete, "POINTS", [(2, 100), (64, 100), (128, 1000)])
+    monkeypatch.setattr(engine_complete, "memory", lambda *_: (1e8, False))
     monkeypatch.setattr(engine_complete, "start", lambda job: (job["arm"],))
-    monkeypatch.setattr(engine_complete, "wait_until_ready", lambda engines: None)
+    monkeypatch.setattr(engine_complete, "wait_until_ready", lambda engines: results)
     monkeypatch.setattr(engine_complete, "turn", turn)
     monkeypatch.setattr(engine_complete, "finish", finish)
     args = argparse.Namespace(only="r1-tp8 fp8", arms="", tp=1, seconds=1e9)
     rows, wrong = engine_complete.complete(args)
     printed = capsys.readouterr().out
-    assert "r1-tp8 fp8, 128 x 1000 left out: its KV cache needs 0.3 GB, room is 0.0" in printed
-    if broken == "time":
-        assert (rows, wrong) == ([], 1) and "== r1-tp8 fp8, cat: FAILED\nwhy" in printed
-        return
-    assert [arm for arm, _ in asked] == (
+    assert "r1-tp8 fp8, 128 x 1000 left out: its KV cache needs 0.3 GB, room is 0.1" in printed
+    if broken and "hold" in broken:
+        assert "== r1-tp8 fp8, default: FAILED\nwhy" in printed
+        assert ended == [("default", None), ("cat", 0), ("fused", 0)]
+    else:
+        assert ended == [(arm, 0) for arm in arms] and len(rows) == 6
+    assert [arm for arm, _ in asked][:18] == (
         arms + arms + ["cat", "fused", "default", "fused", "default", "cat"] + arms
         + ["cat", "fused", "default"]
     )  # fmt: skip
+    rows = rows[:3]
     assert [(r["gpu_us"], r["gpu_min"], r["gpu_max"]) for r in rows] == [
         (12, 10, 14), (11, 9, 13), (10, 8, 12)
     ]  # fmt: skip
     assert [row["gpu_change"] for row in rows] == [0.0, -8.33, -16.67]
     verdicts = [row["verdict"] for row in rows]
-    assert verdicts[:2] == ["not judged"] * 2 and wrong == (broken == "layer")
-    assert verdicts[2].startswith("WRONG: not fused" if broken else "right")
+    assert verdicts[:2] == ["not judged"] * 2 and wrong == (broken is not None)
+    assert verdicts[2].startswith("WRONG: not fused" if broken == "layer" else "right")
+    assert [row["bucket_fused"] for row in rows] == ["", "", 2 if broken == "layer" else 3]
 
 
 @pytest.mark.parametrize(
@@ -309,7 +314,7 @@ def test_weights_are_shared_where_a_copy_each_does_not_fit(
 def test_an_engine_that_ended_is_named():
     """Before it was ready, and in its turn."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    commands = {"default": "print('ready', flush=True); input()", "cat": "pass"}
+    commands = {"default": "print('{}', flush=True); input()", "cat": "pass"}
     started = {
         arm: (None, subprocess.Popen([sys.executable, "-c", command], **pipes))
         for arm, command in commands.items()
