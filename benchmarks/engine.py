@@ -136,11 +136,12 @@ def tokens(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
     compared += [(name, "portable") for name in PORTABLE]
     rows, wrong = [], 0
     for name, ours in compared:
-        arms = [results.get((name, arm), {}) for arm in ("default", "cat", ours)]
-        if not all("tokens" in arm for arm in arms):
-            wrong += any(arms)
+        ran = [arm for arm in ("default", "cat", ours, "planted") if (name, arm) in results]
+        arms = [results[name, arm] for arm in ran]
+        if not arms or not all("tokens" in arm for arm in arms):
+            wrong += bool(arms)
             continue
-        default, cat, fused = arms
+        default, cat, fused, *_ = arms
         pairs = {
             "fused / default": engine_compare.compare(fused, default),
             "fused / cat": engine_compare.compare(fused, cat),
@@ -158,7 +159,7 @@ def tokens(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
             title = f"{name}, portable"
             if fused["launches"] != portable_launches(asked):
                 judged = f"WRONG: {fused['launches']} launches a step; {judged}"
-        elif (name, "planted") in results:
+        elif "planted" in ran:
             planted = engine_compare.compare(results[name, "planted"], default)
             found = engine_compare.verdict(planted, pairs["cat / default"])
             pairs["planted / default"] = planted

@@ -122,12 +122,16 @@ def test_portable_is_a_row_of_its_own_and_must_refresh_once_a_pass(monkeypatch, 
     assert rows[1]["verdict"].startswith(word) and wrong == (word != "right")
 
 
-@pytest.mark.parametrize(("second_rank", "word"), [(4, "right"), (3, "WRONG: fused 3 of 4 layers")])
+@pytest.mark.parametrize(
+    ("second_rank", "word"), [(4, "right"), (3, "WRONG: fused 3 of 4 layers"), (4, "no row")]
+)
 def test_with_tensor_parallelism_every_rank_must_fuse_every_layer(monkeypatch, second_rank, word):
     started = []
     moved = {"cat": [2.0, 2.1, 2.0, 2.0], "planted": [2.0, 3.0, 2.0, 2.0]}
 
     def finish(job, left):
+        if (word, job["arm"]) == ("no row", "planted"):
+            return {"error": "why"}
         ranges = [[[1, 16, 4, fused, {}]] for fused in (4, second_rank)]
         return {**result(TOKENS, moved.get(job["arm"], [2.0] * 4)), "steps": 9, "ranges": ranges}
 
@@ -141,7 +145,7 @@ def test_with_tensor_parallelism_every_rank_must_fuse_every_layer(monkeypatch, s
     assert {job["tp"] for job in started} == {2}
     assert all(row["planted"].startswith("WRONG: log-probabilities") for row in rows)
     assert all(row["verdict"].startswith(word) for row in rows)
-    assert wrong == (0 if word == "right" else 2)
+    assert wrong == (0 if word == "right" else 2) and len(rows) == (0 if word == "no row" else 2)
 
 
 def test_every_replayed_graph_is_timed_from_an_event_before_it_to_one_behind(monkeypatch):
