@@ -172,7 +172,8 @@ def tokens(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
         for pair, difference in pairs.items():
             print(f"   {pair}: {difference}")
         rows.append(
-            {"configuration": title, "bucket_layers": layers, "bucket_fused": inside,
+            {"configuration": title, "runner": fused["runner"], "gpus": args.tp,
+             "bucket_layers": layers, "bucket_fused": inside,
              "other_fused": outside, "verdict": judged, "planted": found, "steps": fused["steps"],
              **{pair: str(pairs.get(pair, "")) for pair in (*pairs, "planted / default")}}
         )  # fmt: skip
@@ -208,8 +209,8 @@ def ends(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
             judged = f"WRONG: {sizes} are captured; {judged}"
         wrong += judged != "right"
         rows.append(
-            {"configuration": name, "captured": sizes, "launches_1": count["1"],
-             f"launches_{seqs}": count[str(seqs)], "verdict": judged,
+            {"configuration": name, "runner": fused["runner"], "captured": sizes,
+             "launches_1": count["1"], f"launches_{seqs}": count[str(seqs)], "verdict": judged,
              "fused / default": str(engine_compare.compare(fused, default)),
              "cat / default": str(unfused)}
         )  # fmt: skip
@@ -255,7 +256,8 @@ def decode(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
                 if count >= layers:
                     print(f"      {time_us / layers:8.2f} us {count / layers:5.1f} x  {key[:110]}")
             rows.append(
-                {"arm": arm, "batch": batch, "gpu_us": p50, "gpu_p20": p20, "gpu_p80": p80,
+                {"arm": arm, "runner": result["runner"], "batch": batch,
+                 "gpu_us": p50, "gpu_p20": p20, "gpu_p80": p80,
                  "wall_us": wall[2], "wall_min": wall[0], "wall_max": wall[-1]}
             )  # fmt: skip
     return rows, wrong

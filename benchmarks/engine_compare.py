@@ -76,10 +76,6 @@ def verdict(fused: Difference, unfused: Difference) -> str:
 
 
 def layers_of(result: dict[str, Any]) -> tuple[int, int, int]:
-    """MLA layers in the decode bucket's graphs, fused there, and fused in other graphs.
-
-    Of several ranks, the fewest fused there and the most fused elsewhere.
-    """
-    buckets = [rank[0] for rank in result["ranges"]]
-    outside = max(sum(other[3] for other in rank[1:]) for rank in result["ranges"])
-    return buckets[0][2], min(bucket[3] for bucket in buckets), outside
+    """MLA layers in the decode bucket's graphs, fused there, and fused in other graphs."""
+    (_, _, layers, fused, _), *others = result["ranges"]
+    return layers, fused, sum(other[3] for other in others)

@@ -40,7 +40,7 @@ def main(work: child.Job, progress: TextIO) -> dict[str, Any]:
     result.update(llm.collective_rpc("engine_facts")[0])
     if job["arm"] in engine_model.OPTIONS:
         result["on"] = config.is_on(llm.llm_engine.vllm_config)
-        result["ranges"] = [ranges(Path(work.cache), rank) for rank in range(job["tp"])]
+        result["ranges"] = ranges(Path(work.cache), job["tp"])
     if job["what"] == "decode":
         print("ready", file=progress)
         sys.stdin.readline()
@@ -59,20 +59,22 @@ def main(work: child.Job, progress: TextIO) -> dict[str, Any]:
     return result
 
 
-def ranges(cache: Path, rank: int) -> list[list[int]]:
+def ranges(cache: Path, ranks: int) -> list[list[Any]]:
     """First and last token count, MLA layers, and those fused and declined, of each compile range.
 
     Raises:
-        RuntimeError: the rank stored no report.
+        RuntimeError: no report was stored, or it does not hold for so many ranks.
     """
-    name = f"-rank{rank}-"
-    newest = next((p for p in report.stored_reports(cache) if name in p.name), None)
+    newest = next(iter(report.stored_reports(cache)), None)
     if newest is None:
         raise RuntimeError(
-            f"rank {rank} stored no report, so its worker did not load mla_fusion: vLLM finds a "
-            "plugin by the entry point of an installed package"
+            "no report was stored, so the workers did not load mla_fusion: vLLM finds a plugin by "
+            "the entry point of an installed package"
         )
-    return [[*r.range, r.layers, r.fused, r.declined] for r in report.load(newest).ranges]
+    made = report.load(newest)
+    if made.ranks != ranks or made.differing:
+        raise RuntimeError(f"{made.ranks} ranks reported, not {ranks}; {made.differing}")
+    return [[*r.range, r.layers, r.fused, sum(r.declined.values())] for r in made.ranges]
 
 
 def take_turns(llm: Any, job: dict[str, Any], progress: TextIO) -> None:

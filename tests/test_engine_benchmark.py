@@ -32,7 +32,7 @@ def result(tokens, gaps):
 
 
 TOKENS = [1, 2, 3, 4]
-BASE = result(TOKENS, [2.0] * 4)
+BASE = {**result(TOKENS, [2.0] * 4), "runner": "V2"}
 # Gaps move by 0.1 in one of four contexts: that is the noise.
 NOISE = engine_compare.compare(result(TOKENS, [2.0, 2.1, 2.0, 2.0]), BASE)
 
@@ -110,9 +110,9 @@ def test_an_engine_without_time_is_ended_with_its_children():
 @pytest.mark.parametrize(("refreshes", "word"), [(2, "right"), (5, "WRONG: {")])
 def test_portable_is_a_row_of_its_own_and_must_refresh_once_a_pass(monkeypatch, refreshes, word):
     """Two passes, of four layers and of the drafter's: a refresh in each layer would be five."""
-    name, sizes = "r1-tp8 fp8 mtp-1", [[1, 16, 5, 5, {}]]
+    name, sizes = "r1-tp8 fp8 mtp-1", [[1, 16, 5, 5, 0]]
     counts = {"prep_kernel": 5, "plan_kernel": refreshes, "decode_kernel": 5, "reduce_kernel": 5}
-    fused = {**BASE, "steps": 9, "ranges": [sizes]}
+    fused = {**BASE, "steps": 9, "ranges": sizes}
     arms = {"default": BASE, "cat": BASE, "fused": fused, "portable": {**fused, "launches": counts}}
     results = {(name, arm): each for arm, each in arms.items()}
     monkeypatch.setattr(engine, "run_arms", lambda *_: results)
@@ -123,17 +123,18 @@ def test_portable_is_a_row_of_its_own_and_must_refresh_once_a_pass(monkeypatch, 
 
 
 @pytest.mark.parametrize(
-    ("second_rank", "word"), [(4, "right"), (3, "WRONG: fused 3 of 4 layers"), (4, "no row")]
+    ("fused", "word"), [(4, "right"), (3, "WRONG: fused 3 of 4 layers"), (4, "no row")]
 )
-def test_with_tensor_parallelism_every_rank_must_fuse_every_layer(monkeypatch, second_rank, word):
+def test_with_tensor_parallelism_every_layer_must_be_fused(monkeypatch, fused, word):
     started = []
     moved = {"cat": [2.0, 2.1, 2.0, 2.0], "planted": [2.0, 3.0, 2.0, 2.0]}
 
     def finish(job, left):
         if (word, job["arm"]) == ("no row", "planted"):
             return {"error": "why"}
-        ranges = [[[1, 16, 4, fused, {}]] for fused in (4, second_rank)]
-        return {**result(TOKENS, moved.get(job["arm"], [2.0] * 4)), "steps": 9, "ranges": ranges}
+        ranges = [[1, 16, 4, fused, 4 - fused]]
+        return {**result(TOKENS, moved.get(job["arm"], [2.0] * 4)), "steps": 9, "ranges": ranges,
+                "runner": "V2"}  # fmt: skip
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(engine, "start", lambda job: started.append(job) or (job,))
@@ -246,10 +247,10 @@ def test_a_worker_answers_every_line_until_go(monkeypatch):
 def test_complete_measures_the_arms_in_turns(monkeypatch, capsys, broken):
     """Rounds of 10, 11, ... us for `default`; the other arms take 1 and 2 us less."""
     arms, asked, ended = ["default", "cat", "fused"], [], []
-    fused = [[1, 128, 3, 2 if broken == "layer" else 3, {}], [129, 8192, 3, 0, {}]]
+    fused = [[1, 128, 3, 2 if broken == "layer" else 3, 0], [129, 8192, 3, 0, 0]]
     results = {arm: {**BASE, "attention": "FLASHMLA", "runner": "V2"} for arm in arms}
     results["cat"] |= result(TOKENS, [2.0, 2.1, 2.0, 2.0])
-    results["fused"] |= {"ranges": [fused]}
+    results["fused"] |= {"ranges": fused}
 
     def turn(engines, arm, line):
         asked.append((arm, line))
