@@ -1,8 +1,8 @@
 """The portable planner, as its specification: who decodes what, in NumPy.
 
-`planner_triton.py` computes the same on the device, element by element. The rules are those that
-are published of AITER's fast planner for page size 1 (ROCm/aiter, `get_mla_metadata_v1`); see
-docs/persistent-decode.md.
+`planner_triton.py` computes the same on the device, element by element. The rules, less the last
+one, are those that are published of AITER's fast planner for page size 1 (ROCm/aiter,
+`get_mla_metadata_v1`); see docs/persistent-decode.md.
 
 The KV of a sequence is counted in blocks of `granularity` tokens; a work item costs its blocks and
 `overhead` more. The budget of a worker is its share of the total cost, rounded up, and one more
@@ -13,6 +13,10 @@ The KV of a sequence is counted in blocks of `granularity` tokens; a work item c
    the overhead, and is full. If this leaves fewer tokens than a query has rows, it takes them
    too: every later piece has a key that the first row sees;
 3. else the worker is full.
+
+Nothing is cut where each worker can take a whole tile within its budget: there are no more tiles
+than workers, and the longest sequence fits. The largest load has the same bound, and no piece has
+to be merged.
 
 A sequence that one worker took whole is written by it; pieces of others go to partial rows,
 numbered in order, that a reduction merges.
@@ -114,6 +118,8 @@ def fill_arrays(
     live = int(np.flatnonzero(rows > 0)[-1]) + 1 if (rows > 0).any() else 0
     busy = rules.busy_workers(batch)
     share = -(-int(costs.sum()) * rules.fold // busy) if busy else 0
+    longest = -(-int(seq_lens.max(initial=0)) // rules.granularity)
+    cuts = live * rules.fold > busy or longest > share
 
     work = partial = 0
     tile = done = first_partial = 0  # done: blocks of this tile that are taken
@@ -126,7 +132,7 @@ def fill_arrays(
             remaining = int(blocks[sequence]) - done
             if left >= int(costs[sequence]) - done:
                 taken, left = remaining, left - (int(costs[sequence]) - done)
-            elif left > rules.overhead:
+            elif cuts and left > rules.overhead:
                 taken, left = left - rules.overhead, -1
                 if int(seq_lens[sequence]) - (done + taken) * rules.granularity < max_query_len:
                     taken = remaining

@@ -7,8 +7,9 @@ workers and 4 us to 25 us for 264.
 
 Why the serial part is small: lay the costs of all tiles end to end. A worker that starts at
 position p ends at p + share, cutting a tile, unless a tile ends between there and
-p + share + overhead: then it ends with the last such tile. So the loop only finds ends, walking
-forward over the sequences; the rest follows in parallel, a lane for each worker.
+p + share + overhead, or nothing is cut: then it ends with the last such tile. So the loop only
+finds ends, walking forward over the sequences; the rest follows in parallel, a lane for each
+worker.
 """
 
 from __future__ import annotations
@@ -113,7 +114,11 @@ def plan_kernel(
     total = tl.max(end)
     share = (total + busy - 1) // busy
 
-    last = find_starts(sequences, starts, share, total, FOLD, OVERHEAD)
+    # What a worker keeps of its budget when it would cut a tile: all of it, if it need not.
+    longest = tl.max(tl.load(seq_lens + b, mask=b < batch, other=0))
+    whole = (live_tiles <= busy) & ((longest + GRANULARITY - 1) // GRANULARITY <= share)
+    kept = tl.where(whole, share + OVERHEAD, OVERHEAD)
+    last = find_starts(sequences, starts, share, total, kept, FOLD, OVERHEAD)
     tl.debug_barrier()
 
     # Lanes are workers; those after the last one with work start and end after all tiles.
@@ -143,7 +148,7 @@ def plan_kernel(
 
 @triton.jit
 def find_starts(
-    sequences, starts, share, total, FOLD: tl.constexpr, OVERHEAD: tl.constexpr,
+    sequences, starts, share, total, kept, FOLD: tl.constexpr, OVERHEAD: tl.constexpr,
 ):  # fmt: skip
     """Write where each worker starts; return the last worker that gets work.
 
@@ -166,7 +171,7 @@ def find_starts(
         for i in tl.static_range(1, FOLD):  # a division takes longer
             block += (begin + i * tile_cost <= reach).to(tl.int32)
         tile_begin = begin + block * tile_cost
-        done = tl.maximum(reach - OVERHEAD - tile_begin, 0)
+        done = tl.maximum(reach - kept - tile_begin, 0)
         is_whole = done >= uncut
         last += 1
         next_tile = tile + block + is_whole.to(tl.int32)

@@ -95,6 +95,18 @@ def test_a_cap_is_a_budget_of_the_whole_batch():
     assert np.bincount(items[:, planner.BATCH]).tolist() == [8, 1]
 
 
+@pytest.mark.parametrize(
+    "tiles, longest, cut", [(132, 1400, False), (133, 1400, True), (132, 1500, True)]
+)
+def test_nothing_is_cut_where_whole_tiles_are_within_the_budget(tiles, longest, cut):
+    """Lengths that differ by less than an item costs, as after a common prompt: a worker that
+    fills its budget would cut a block from nearly every sequence."""
+    lengths = [1100] * (tiles - 2) + [longest] * 2
+    plan = plan_of(Rules(132, 1, 64, 4, -1), lengths)
+    pieces = plan.reduce_indptr[-1]
+    assert pieces > 200 if cut else pieces == 0
+
+
 @pytest.mark.parametrize("cap, busy", [(16, 32), (-1, 256)])
 def test_a_cap_of_16_leaves_most_workers_idle(cap, busy):
     rules = Rules(256, 1, 16, 16, cap)
