@@ -14,6 +14,7 @@ import pytest
 
 import mla_fusion
 from mla_fusion import attention, config, ops, plugin
+from mla_fusion.config import vllm_compat
 from mla_fusion.report import reasons
 from mla_fusion.report.reasons import Decline
 from tests.command import run
@@ -222,6 +223,22 @@ class TestWhatItSwitchesOn:
         made = make({**FLAG_ON, config.THRESHOLD: 10 * tokens})
         assert config.decode_bucket(made) == tokens
         assert made.compilation_config.compile_ranges_endpoints == [tokens]
+
+    @pytest.mark.parametrize(
+        "attention, hopper, asked, pages",
+        [("portable", True, None, 64), ("portable", True, 16, 16), ("portable", False, None, 16),
+         ("auto", True, None, 16)],
+    )  # fmt: skip
+    def test_a_page_holds_a_tile_of_the_portable_decode(
+        self, make, monkeypatch, attention, hopper, asked, pages
+    ):
+        monkeypatch.setattr(vllm_compat, "is_hopper", lambda: hopper)
+        options = {"mla_fusion": {"provider": "reference", "attention": attention}}
+        given = {} if asked is None else {"block_size": asked}
+        cache = make(FLAG_ON, options=options, **given).cache_config
+        assert cache.block_size == pages
+        # What vLLM asks before it lets the backend choose.
+        assert cache.user_specified_block_size == (pages == 64 or asked is not None)
 
     @pytest.mark.parametrize(
         "flag, asked, said",

@@ -12,6 +12,7 @@ import torch
 
 from mla_fusion.attention.heads import HeadLayout
 
+HOPPER_TILE = 64  # tokens that the decode kernel for Hopper copies and multiplies at once
 OVERHEAD = 16  # default fixed cost of a work item, in blocks: AITER's
 
 # The buffers that a refresh writes.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mla_fusion.attention.buffers import HOPPER_TILE
 from mla_fusion.attention.heads import layout
 from mla_fusion.kernels.arithmetic import FP8_DTYPES
 from mla_fusion.kernels.triton import require as require
@@ -69,7 +70,7 @@ def choose(hopper: bool, rows: int, warp: int = 32) -> Config:
     """
     if hopper:
         tile = 16 if rows <= 16 else 32 if rows <= 32 else 64
-        return Config(True, tile, 64, 4 if tile == 16 else 8)
+        return Config(True, tile, HOPPER_TILE, 4 if tile == 16 else 8)
     if rows <= 16:
         return Config(False, 16, 16, 4)
     return Config(False, 32, 16, 256 // warp)
@@ -87,7 +88,7 @@ def plan_settings(
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     rows = layout(num_heads, max_query_len).per_work * max_query_len
     programs = 2 if kv_dtype in FP8_DTYPES and rows <= 16 else 1
-    return {"workers": programs * processors, "kv_granularity": 64, "overhead": 4}
+    return {"workers": programs * processors, "kv_granularity": HOPPER_TILE, "overhead": 4}
 
 
 def is_hopper(q: torch.Tensor, caches: list[torch.Tensor], latent: int) -> bool:

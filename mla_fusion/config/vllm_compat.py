@@ -52,6 +52,13 @@ def default_provider() -> str:
     return "triton" if current_platform.is_cuda() else ""
 
 
+def is_hopper() -> bool:
+    """Whether vLLM's platform is an NVIDIA GPU of sm_90."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cuda() and current_platform.is_device_capability((9, 0)))
+
+
 def compile_environment() -> str:
     """The environment variables that vLLM's compile cache depends on, as text."""
     from vllm import envs
