@@ -7,6 +7,7 @@ one goes into `SPELLINGS`, most common first; docs/new-rope.md has the steps.
 from __future__ import annotations
 
 import operator
+import re
 from typing import TYPE_CHECKING
 
 import torch
@@ -52,7 +53,7 @@ def _check(site: Site, found: RopeMatch) -> None:
 def _diagnosis(site: Site) -> Declined:
     """Why no spelling fits."""
     if _is_scaled(site):
-        return Declined("scaled-query", site.q.format_node() or "")
+        return Declined("scaled-query", _origin(site.q))
     interior, leaves = probe.cone([site.q, site.k_pe])
     if not any(node.target in probe.LOOKUPS for node in interior) and _has_angles(site.k_pe):
         return Declined("computed-angles")
@@ -61,7 +62,18 @@ def _diagnosis(site: Site) -> Declined:
     for node in (*leaves, *interior, *calls, *arguments):
         if "val" not in node.meta:
             return Declined("missing-metadata", f"node {node.name}")
-    return Declined("unknown-rope", f"q comes from {site.q.format_node()}")
+    return Declined("unknown-rope", f"q comes from {_origin(site.q)}")
+
+
+def _origin(node: fx.Node) -> str:
+    """The op that made a value, less views and casts, and the line of vLLM that called it."""
+    node = probe.strip(node, probe.CASTS | probe.VIEWS)
+    # The innermost frame is the last.
+    frames = re.findall(r'File "(.*)", line (\d+)', node.meta.get("stack_trace") or "")
+    if not frames:
+        return str(node.target)
+    file, line = frames[-1]
+    return f"{node.target} at {file.rpartition('/site-packages/')[2]}:{line}"
 
 
 def _is_scaled(site: Site) -> bool:

@@ -71,6 +71,23 @@ def test_invariant_4_invalid_graph_is_put_back(monkeypatch):
     assert printed(module) == before
 
 
+@pytest.mark.parametrize(
+    "name, op",
+    [
+        ("query scaled by position", "aten.mul.Tensor"),
+        ("sign of q flipped", "aten.slice_scatter.default"),
+    ],
+)
+def test_a_decline_names_the_op_and_its_line(name, op):
+    frames = 'File "a.py", line 1, in f', 'File "/site-packages/b/c.py", line 7, in g'
+    module, spec, _ = edits.near_miss(name)
+    for trace, where in ((None, ""), ("\n".join(frames), " at b/c.py:7")):
+        for node in module.graph.nodes:
+            node.meta["stack_trace"] = trace
+        [decline] = fuse(module, spec).declined.values()
+        assert decline.detail.removeprefix("q comes from ") == op + where
+
+
 # (reason, an attribute of a layer or of its impl, the value for which the layer declines)
 LAYERS: list[tuple[str, str, Any]] = [
     ("sparse-attention", "impl.is_sparse", True),
