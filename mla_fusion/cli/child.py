@@ -36,6 +36,12 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 
+# What vLLM logs when a stage of its start begins -> what the user reads.
+_STAGES = {
+    "Resolved architecture": "vLLM is imported",
+    "Starting torch.compile": "the model is built, its graphs are compiled",
+}
+
 
 @dataclass
 class Job:
@@ -77,11 +83,22 @@ class Outcome:
     reports: list[Path] = field(default_factory=list)
 
 
+class EngineError(UserError):
+    """The work of a job failed; `why` is its last error, and `log` the path of its log."""
+
+    def __init__(self, job: Job, why: str) -> None:
+        self.why, self.log = why, Path(job.workdir, LOG)
+        model = job.engine.get("model")
+        super().__init__(
+            f"vLLM could not start or run its engine on {model}: {why}. What led to it: {self.log}"
+        )
+
+
 def run(job: Job, progress: TextIO | None = None) -> Outcome:
     """Run a job whose work is `generate`; its progress goes to `progress` (sys.stdout).
 
     Raises:
-        UserError: as `result`.
+        EngineError: as `result`.
     """
     older = stored_reports(Path(job.cache))
     progress = progress or sys.stdout
@@ -134,15 +151,12 @@ def result(job: Job, process: subprocess.Popen[str]) -> dict[str, Any]:
     """What the work of a job returned, once its process has ended.
 
     Raises:
-        UserError: it failed; the message holds its last error and the path of its log.
+        EngineError: it failed.
     """
     process.communicate()
     path, log = Path(job.workdir, _RESULT), Path(job.workdir, LOG)
     if process.returncode != 0 or not path.exists():
-        raise UserError(
-            f"vLLM could not start or run its engine on {job.engine.get('model')}: "
-            f"{last_error(log)} (exit status {process.returncode}). What led to it: {log}"
-        )
+        raise EngineError(job, f"{last_error(log)} (exit status {process.returncode})")
     return dict(json.loads(path.read_text()))
 
 
@@ -197,16 +211,23 @@ def generate(job: Job, progress: TextIO) -> dict[str, Any]:
     warnings = [] if not job.plugin else kept_messages(logging.WARNING)
     began = time.perf_counter()
 
+    stages = dict(_STAGES)
+
+    def say(what: str) -> None:
+        print(f"    {time.perf_counter() - began:3.0f} s: {what}", file=progress)
+
     def pass_on(record: logging.LogRecord) -> bool:
-        """Print a line for each graph that vLLM compiles."""
+        """Print a line for each of `_STAGES`, and for each graph that vLLM has compiled."""
         text = record.getMessage()
+        for begin in [begin for begin in stages if begin in text]:
+            say(stages.pop(begin))  # a draft head logs it again
         if "ompiling a graph for compile range" in text:
-            where = text[text.index("compile range") :]
-            print(f"    {time.perf_counter() - began:3.0f} s: graph for {where}", file=progress)
+            say(f"graph for {text[text.index('compile range') :]}")
         return True
 
     print("    starting vLLM", file=progress)
-    logging.getLogger("vllm.compilation.backends").addFilter(pass_on)
+    for name in ("config.model", "compilation.monitor", "compilation.backends"):
+        logging.getLogger(f"vllm.{name}").addFilter(pass_on)
     engine = build(**job.engine)
     print(f"    engine ready after {time.perf_counter() - began:.0f} s", file=progress)
     tokens, logprobs = [], []
@@ -267,12 +288,41 @@ def small_engine(arguments: dict[str, Any]) -> dict[str, Any]:
         # By name: where the CPU has AMX, vLLM would take another, which packs W_UK.
         small["attention_backend"] = "CPU_MLA"
         model = json.loads((Path(arguments["model"]) / "config.json").read_text())
-        if model["model_type"] == "longcat_flash":
-            from vllm.model_executor.models import longcat_flash
-
-            # Its "zero experts" have no routing kernel on a CPU; the attention does not read them.
-            longcat_flash.LongcatMoe.forward = lambda self, hidden_states: hidden_states
+        register_type(model["model_type"])
+        small |= _imitate_on_cpu(model["model_type"], type(current_platform))
     return {**small, **arguments}
+
+
+def register_type(name: str) -> None:
+    """Let Transformers read a type whose configuration class comes with the checkpoint.
+
+    That class only gives names to what config.json holds, and its file is not run.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+
+    if name not in CONFIG_MAPPING:
+        AutoConfig.register(name, type(name, (PretrainedConfig,), {"model_type": name}))
+
+
+def _imitate_on_cpu(model_type: str, platform: Any) -> dict[str, Any]:
+    """Imitate what vLLM lacks on a CPU for a type of model; returns the engine arguments it needs.
+
+    The passes read nothing of it.
+    """
+    if model_type == "longcat_flash":
+        from vllm.model_executor.models import longcat_flash
+
+        # Its "zero experts" have no routing kernel on a CPU.
+        longcat_flash.LongcatMoe.forward = lambda self, hidden_states: hidden_states
+    if model_type == "bailing_hybrid":
+        # vLLM aligns the pages of a hybrid to blocks of 128, and its CPU attention takes 16. Every
+        # layer is MLA here, so there is no state to align with.
+        platform.update_block_size_for_backend = classmethod(lambda cls, vllm_config: None)
+    if model_type in ("bailing_hybrid", "sarvam_mla"):
+        # What vLLM's platform sets for the types it knows as MLA only.
+        off = ("enable_prefix_caching", "enable_chunked_prefill")
+        return {"block_size": 16, **dict.fromkeys(off, False)}
+    return {}
 
 
 def complete(

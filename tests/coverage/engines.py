@@ -71,9 +71,6 @@ def _outcome(asked, folder):
     import torch
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    from tests.models import register_configs
-
-    register_configs()
     lines = child.kept_messages(logging.INFO)
     records: list[tuple[str, Any]] = []
     try:

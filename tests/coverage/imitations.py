@@ -14,16 +14,6 @@ def pangu_draft_attribute():
     OpenPanguDecoderLayer.use_sequence_parallel_moe = False
 
 
-def hybrid_without_states():
-    """vLLM aligns the pages of a hybrid model to blocks of 128, and its CPU attention takes 16.
-
-    Every layer of these models is MLA here, so there is no state to align with.
-    """
-    from vllm.platforms.cpu import CpuPlatform
-
-    CpuPlatform.update_block_size_for_backend = classmethod(lambda cls, vllm_config: None)
-
-
 def several_tokens_per_decode():
     """A decode kernel that takes several tokens of a request, as most backends for GPUs have.
 

@@ -40,10 +40,6 @@ class Engine:
 
 # vLLM takes any other draft of DeepSeek-V3's type to be its MTP head.
 _PLAIN = {"model_type": "deepseek_v2", "num_hidden_layers": 1}
-# vLLM's hybrid models take no prefix caching on a CPU.
-_HYBRID = {"enable_prefix_caching": False}
-# vLLM's CPU platform sets this for the models it knows as MLA models; it does not know Sarvam.
-_UNLISTED = {"block_size": 16, "enable_prefix_caching": False, "enable_chunked_prefill": False}
 
 ENGINES = (
     Engine("deepseek_v2_lite"),
@@ -58,9 +54,9 @@ ENGINES = (
     Engine("glm4_moe_lite", "mtp"),
     Engine("longcat_flash", "mtp"),
     Engine("openpangu", "mtp", imitate=("pangu_draft_attribute",)),
-    Engine("bailing_moe_linear", "mtp", engine=_HYBRID, imitate=("hybrid_without_states",)),
-    Engine("bailing_moe_v3", "mtp", engine=_HYBRID, imitate=("hybrid_without_states",)),
-    Engine("sarvam", engine=_UNLISTED),
+    Engine("bailing_moe_linear", "mtp"),
+    Engine("bailing_moe_v3", "mtp"),
+    Engine("sarvam"),
     Engine("axk1"),
     Engine("deepseek_v2_lite", engine={"model_impl": "transformers"}, label="transformers"),
 )

@@ -7,12 +7,10 @@ share, and `_llama` is a model without MLA.
 import json
 from pathlib import Path
 
-from mla_fusion.cli import tiny_models
+from mla_fusion.cli import child, tiny_models
 
 _TABLE = json.loads(Path(__file__).with_name("configs.json").read_text())
 NAMES = tuple(name for name in _TABLE if not name.startswith("_"))
-# Types whose configuration class is shipped with the checkpoints and in no package.
-_REMOTE_TYPES = ("bailing_hybrid", "pangu_ultra_moe", "sarvam_mla")
 
 
 def config_of(name, **changes):
@@ -29,11 +27,8 @@ def write(folder, config):
 
 def register_configs():
     """Let transformers read the types whose configuration class would be remote code."""
-    from transformers import AutoConfig, PretrainedConfig
-
-    for name in _REMOTE_TYPES:
-        made = type(name, (PretrainedConfig,), {"model_type": name})
-        AutoConfig.register(name, made, exist_ok=True)
+    for name in NAMES:
+        child.register_type(config_of(name)["model_type"])
 
 
 DEEPSEEK_V2 = {**tiny_models.MODELS["deepseek-v2-shaped"], "num_hidden_layers": 2}
