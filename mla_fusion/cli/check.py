@@ -6,12 +6,12 @@ import json
 import shutil
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mla_fusion import kernels, report
-from mla_fusion.cli import child, dumps, model_classes, shrink
+from mla_fusion.cli import attention_backends, child, dumps, model_classes, model_config, shrink
 from mla_fusion.cli.answer import Answer
 from mla_fusion.cli.arguments import UserError, count, make_folder, positive, require, zero_or_more
 from mla_fusion.report.reasons import Decline, recognize
@@ -29,15 +29,16 @@ _NEW_TOKENS = 4
 def declare(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.description = (
-        "Reads config.json; where that does not decide, cuts the model to a few layers "
-        "with random weights and starts a vLLM engine on it with the flag on. Prints whether every "
-        "MLA layer fuses, where, and what to type, or why not. Needs no GPU and no network."
+        "Reads config.json or params.json; where that does not decide, cuts the model to a few "
+        "layers with random weights and starts a vLLM engine on it with the flag on. Prints "
+        "whether every MLA layer fuses, where, and what to type, or why not. Needs no GPU and no "
+        "network."
     )
     parser.add_argument(
         "model",
         type=Path,
         metavar="CONFIG",
-        help="the model's config.json, or its folder; not a name on the Hub",
+        help="the model's config.json or params.json, or its folder; not a name on the Hub",
     )
     parser.add_argument(
         "--max-num-seqs",
@@ -94,18 +95,26 @@ class Settings:
         """As `config.decode_bucket` without CUDA graphs; draft tokens of any method widen it."""
         return max(self.max_num_seqs * (1 + self.speculative_tokens), 2)
 
-    def serve(self) -> list[str]:
-        """The arguments of `vllm serve`, the model first.
+    def serve(self, draft: bool) -> list[str]:
+        """The arguments of `vllm serve`, the model first, which a draft head is not.
 
         --max-num-seqs is always named: the bucket depends on it, and vLLM's default on the GPU.
         """
-        words = [str(self.model) if self.model.is_dir() else "MODEL"]
+        name = str(self.model) if self.model.is_dir() else "DRAFT" if draft else "MODEL"
+        words = ["MODEL" if draft else name]
         if self.tensor_parallel_size > 1:
             words += ["--tensor-parallel-size", str(self.tensor_parallel_size)]
         words += ["--max-num-seqs", str(self.max_num_seqs)]
         if self.kv_cache_dtype != "auto":
             words += ["--kv-cache-dtype", self.kv_cache_dtype]
+        if draft:
+            words += ["--speculative-config", json.dumps({**_drafts(self), "model": name})]
         return words
+
+
+def _drafts(settings: Settings) -> dict[str, Any]:
+    """vLLM's speculative_config with which it runs a draft head."""
+    return {"method": "mtp", "num_speculative_tokens": settings.speculative_tokens}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -123,51 +132,78 @@ def run(arguments: argparse.Namespace) -> int:
 
 def find(settings: Settings) -> Answer:
     """The answer, from the configuration if it suffices, else from an engine; errors as `run`."""
-    model, architecture = shrink.read(settings.model)
+    require("vllm", purpose="mla-fusion check")
+    model, architecture = model_config.read(settings.model)
+    if "auto_map" not in model and not model_classes.knows_type(model["model_type"]):
+        raise UserError(
+            f"neither this vLLM nor Transformers knows the model type {model['model_type']!r}, and "
+            "the config has no auto_map, which would name its code"
+        )
     decline = model_classes.decide(model, architecture)
     if decline:
-        details = ["checked: by its configuration and the source of this vLLM, no engine"]
-        why, stored = [decline], None
-    else:
-        why, details, stored = _ask_engine(settings, model)
-    platforms = model_classes.where_compiled(architecture)
+        details = ["checked by its configuration and the source of this vLLM, no engine"]
+        _tell(details)
+        return Answer(architecture, settings.bucket, "configuration", [decline], details)
+    cut = shrink.cut(model, architecture, settings.layers, settings.tensor_parallel_size)
+    if cut.draft:
+        settings = replace(settings, speculative_tokens=max(settings.speculative_tokens, 1))
+    # vLLM's CPU attention cannot verify drafts.
+    fits = cut.head_size == _CPU_HEAD_SIZE and settings.kv_cache_dtype in _CPU_CACHES
+    ran = fits and not cut.draft
+    details = [f"checked as: {cut.changed}", _how_run(settings, cut, ran)]
+    why, stored = _ask_engine(settings, cut, ran, details)
     return Answer(
         model=architecture,
-        platforms=frozenset(model_classes.PLATFORMS) if platforms is None else platforms,
         bucket=settings.bucket,
-        checked_by="configuration" if decline else "engine",
-        arguments=settings.serve(),
+        checked_by="engine",
         why=why,
-        report=stored,
         details=details,
+        report=stored,
+        backends=_backends(settings, cut, architecture),
+        arguments=settings.serve(cut.draft),
     )
 
 
+def _tell(details: list[str]) -> None:
+    """Print how the answer is found where the progress goes."""
+    print(*details, sep="\n", file=sys.stderr, flush=True)
+
+
+def _backends(settings: Settings, cut: shrink.Cut, architecture: str) -> dict[str, list[str]]:
+    """For each platform, the attention backends for which the engine's answer holds."""
+    heads, compiled = cut.config["num_attention_heads"], model_classes.where_compiled(architecture)
+    found = {
+        platform: attention_backends.that_take(
+            platform, heads, cut.head_size, settings.kv_cache_dtype
+        )
+        for platform in model_classes.PLATFORMS
+        if compiled is None or platform in compiled
+    }
+    return {platform: names for platform, names in found.items() if names}
+
+
 def _ask_engine(
-    settings: Settings, model: dict[str, Any]
-) -> tuple[list[Decline], list[str], report.Report | None]:
-    """(reasons, details, report) of an engine that runs the cut model with the flag on."""
-    cut = shrink.cut(model, settings.layers, settings.tensor_parallel_size)
-    require("vllm", purpose="mla-fusion check")
+    settings: Settings, cut: shrink.Cut, run_it: bool, details: list[str]
+) -> tuple[list[Decline], report.Report | None]:
+    """(reasons, report) of an engine that runs the cut model with the flag on."""
     if settings.dump:
         require("depyf", purpose="--dump")
         make_folder(settings.dump, "--dump")
     _check_cache_type(settings.kv_cache_dtype)
-    work = Path(tempfile.mkdtemp(prefix="mla-fusion-check-"))
-    ran = cut.head_size == _CPU_HEAD_SIZE and settings.kv_cache_dtype in _CPU_CACHES
-    # On an error its log is kept.
-    outcome = child.run(_job(settings, cut, work, run_it=ran), progress=sys.stderr)
-    stored = report.load(outcome.reports[0]) if outcome.reports else None
-    if settings.dump and stored:
-        _copy_dump(work, settings.dump, outcome.reports[0], stored)
-    shutil.rmtree(work)
-    details = [
-        f"model: {cut.found}",
-        f"checked as: {cut.changed}; {outcome.seconds:.0f} s in vLLM's engine",
-        _how_run(settings, cut, ran),
-        *(stored.lines() if stored else outcome.warnings),
-    ]
-    return _reasons(stored, outcome.warnings), details, stored
+    _tell(details)
+    with tempfile.TemporaryDirectory(prefix="mla-fusion-check-") as folder:
+        work = Path(folder)
+        try:
+            outcome = child.run(_job(settings, cut, work, run_it), progress=sys.stderr)
+        except child.EngineError as error:
+            log = "--dump DIR keeps the engine's log there"
+            if settings.dump and error.log.exists():
+                log = f"What led to it: {shutil.copy(error.log, settings.dump)}"
+            raise UserError(f"vLLM cannot run the cut model: {error.why}. {log}") from None
+        stored = report.load(outcome.reports[0]) if outcome.reports else None
+        if settings.dump and stored:
+            _copy_dump(work, settings.dump, outcome.reports[0], stored)
+    return _reasons(stored, outcome.warnings), stored
 
 
 def _job(settings: Settings, cut: shrink.Cut, work: Path, run_it: bool) -> child.Job:
@@ -187,6 +223,9 @@ def _job(settings: Settings, cut: shrink.Cut, work: Path, run_it: bool) -> child
         # Above the bucket, so that a prefill graph is compiled too.
         "max_num_batched_tokens": max(2048, 2 * settings.bucket),
     }
+    if cut.draft:
+        backend = {"attention_backend": "CPU_MLA"}  # as `child.engine_arguments` for the target
+        engine["speculative_config"] = {**_drafts(settings), **backend}
     return child.Job(
         workdir=str(work),
         cache=str(work / "cache"),
@@ -197,25 +236,30 @@ def _job(settings: Settings, cut: shrink.Cut, work: Path, run_it: bool) -> child
 
 
 def _reasons(stored: report.Report | None, warnings: list[str]) -> list[Decline]:
-    """The declines in the report, or that of the warning that switched the flag off."""
+    """The first decline of each code in the report, or that of the warning that switched the flag
+    off."""
     if stored:
-        return [decline for r in stored.decode_ranges() for decline in r.declined]
+        declines = [decline for r in stored.decode_ranges() for decline in r.declined]
+        declines += [Decline("no-graph")] if stored.uncompiled else []
+        return [*{decline.code: decline for decline in reversed(declines)}.values()]
     return [found for text in warnings if (found := recognize(text))]
 
 
 def _how_run(settings: Settings, cut: shrink.Cut, ran: bool) -> str:
     if ran:
-        return f"ran: {len(_PROMPTS)} prompts, {_NEW_TOKENS} tokens each, through these graphs"
-    why = (
-        f"takes a head size of {_CPU_HEAD_SIZE} (kv_lora_rank + qk_rope_head_dim), not "
-        f"{cut.head_size}"
-        if cut.head_size != _CPU_HEAD_SIZE
-        else f"takes no {settings.kv_cache_dtype} cache"
-    )
+        return f"runs {len(_PROMPTS)} prompts, {_NEW_TOKENS} tokens each, through its graphs"
+    why = f"takes no {settings.kv_cache_dtype} cache"
+    if cut.head_size != _CPU_HEAD_SIZE:
+        why = (
+            f"takes a head size of {_CPU_HEAD_SIZE} (kv_lora_rank + qk_rope_head_dim), not "
+            f"{cut.head_size}"
+        )
+    if cut.draft:
+        why = "cannot verify drafts"
     return (
-        f"not run: vLLM's CPU attention {why}. The graphs were compiled for it and the report is "
-        "theirs; no token was generated. Backends for a GPU may take the query in fp8 too: that "
-        "changes the type of the fused op's output, not what fuses"
+        f"compiles graphs and generates no token: vLLM's CPU attention {why}. Backends for a GPU "
+        "may take the query in fp8 too: that changes the type of the fused op's output, not what "
+        "fuses"
     )
 
 

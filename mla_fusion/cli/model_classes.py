@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from mla_fusion.report.reasons import Decline
 
 PLATFORMS = ("nvidia", "amd")
 _DECORATOR = "@support_torch_compile"
+# A file that has one of them builds MLA layers, or the model of a class that its config names.
+_MAY_BUILD_MLA = ("MLAAttention", "MultiHeadLatentAttention", "init_vllm_registered_model")
 
 
 def decide(model: dict[str, Any], architecture: str) -> Decline | None:
@@ -26,13 +29,55 @@ def decide(model: dict[str, Any], architecture: str) -> Decline | None:
         architecture: the class that vLLM would run.
     """
     # DeepSeek-V4's latent is compressed along the sequence and goes by another key.
-    if not isinstance(model.get("kv_lora_rank"), int) and "compress_ratios" not in model:
+    keys = ("kv_lora_rank", "qk_rope_head_dim", "compress_ratios")
+    if all(model.get(key) is None for key in keys):
         return Decline("no-mla", architecture)
-    if where_compiled(architecture) == frozenset():
-        return Decline("no-graph", architecture)
+    if not may_build_mla(architecture):
+        return Decline("no-mla", f"vLLM builds no MLA layer in {architecture}")
+    # Before the class: this reason holds on every platform and in every release.
     if model.get("index_topk"):
         return Decline("sparse-attention", f"index_topk {model['index_topk']}")
+    if where_compiled(architecture) == frozenset():
+        return Decline("no-graph", architecture)
     return None
+
+
+def may_build_mla(architecture: str) -> bool:
+    """Whether vLLM's class builds MLA layers, as far as its source says.
+
+    MiniCPM3's does not, although its config has a latent: it expands the latent and runs
+    multi-head attention.
+    """
+    registry = _registry()
+    modules = set(registry.values())
+    seen = {registry.get(architecture, "")}
+    waiting = [*seen]
+    while waiting:
+        file = root() / "model_executor" / "models" / f"{waiting.pop()}.py"
+        if not file.exists():  # a class of another package, or one that vLLM does not know
+            return True
+        text = file.read_text()
+        if any(name in text for name in _MAY_BUILD_MLA):
+            return True
+        imported = {
+            node.module.removeprefix("vllm.model_executor.models.")
+            for node in ast.walk(ast.parse(text))
+            if isinstance(node, ast.ImportFrom)
+            and node.module
+            and (node.level or node.module.startswith("vllm."))
+        }
+        waiting += (imported & modules) - seen
+        seen |= imported
+    return False
+
+
+def knows_type(name: str) -> bool:
+    """Whether vLLM or Transformers names a model type where they keep their configurations."""
+    named = re.compile(rf'"{re.escape(name)}"|\b{re.escape(name)}="')
+    folders = [root() / "transformers_utils", root() / "config"]
+    folders.append(_folder("transformers") / "models" / "auto")
+    files = (file for folder in folders for file in folder.rglob("*.py"))
+    return any(named.search(file.read_text()) for file in files)
 
 
 def where_compiled(architecture: str) -> frozenset[str] | None:
@@ -45,9 +90,9 @@ def where_compiled(architecture: str) -> frozenset[str] | None:
     if module is None:
         return None
     if "." not in module:
-        file = _root() / "model_executor" / "models" / f"{module}.py"
+        file = root() / "model_executor" / "models" / f"{module}.py"
         return frozenset(PLATFORMS) if file.exists() and _DECORATOR in file.read_text() else None
-    package = _root().joinpath(*module.split(".")[1:])
+    package = root().joinpath(*module.split(".")[1:])
     return frozenset(
         platform
         for platform in PLATFORMS
@@ -59,17 +104,22 @@ def where_compiled(architecture: str) -> frozenset[str] | None:
     )
 
 
-def _root() -> Path:
-    spec = find_spec("vllm")
+def root() -> Path:
+    """The folder of the installed vLLM; one that does not exist if there is none."""
+    return _folder("vllm")
+
+
+def _folder(package: str) -> Path:
+    spec = find_spec(package)
     if spec is None or spec.origin is None:
-        return Path("vllm is missing")
+        return Path(f"{package} is missing")
     return Path(spec.origin).parent
 
 
 @functools.cache
 def _registry() -> dict[str, str]:
     """Architecture -> module, from the tables in vLLM's registry.py."""
-    file = _root() / "model_executor" / "models" / "registry.py"
+    file = root() / "model_executor" / "models" / "registry.py"
     if not file.exists():
         return {}
     found: dict[str, str] = {}

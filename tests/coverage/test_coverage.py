@@ -7,6 +7,7 @@ import vllm
 
 import mla_fusion
 from mla_fusion import config
+from mla_fusion.cli import model_classes
 from mla_fusion.report.reasons import Decline
 from tests.coverage import models, neighbours, on_graphs, page, spellings, unreachable
 from tests.coverage.__main__ import read_sources, run
@@ -65,6 +66,10 @@ def test_the_installed_vllm_has_no_other_mla_class(sources):
     if known := page.stored(VERSION):
         assert sources == {key: known[key] for key in sources}
     assert not page.of_its_own(sources)
+
+
+def test_check_finds_the_mla_layers_of_every_class_that_has_some(sources):
+    assert all(map(model_classes.may_build_mla, sources["architectures"]))
 
 
 def test_what_a_release_has_of_its_own_is_found():

@@ -3,16 +3,18 @@
 import ast
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
 
-from mla_fusion import cli
+from mla_fusion import cli, report
 from mla_fusion.cli import demo
-from tests.models import LLAMA
+from tests.models import DEEPSEEK_V2
 
 pytestmark = pytest.mark.engine
 V3 = "deepseek-v3-shaped"
+CONFIGS = Path(__file__).parent.parent / "configs"
 
 
 @pytest.fixture(scope="module")
@@ -84,10 +86,11 @@ def test_check_dumps_graphs_and_compiles_what_a_cpu_cannot_run(shown, tmp_path, 
     argv = ["check", str(model), "--max-num-seqs", "4", "--speculative-tokens", "2"]
     argv += ["--tensor-parallel-size", "2", "--kv-cache-dtype", "fp8", "--dump", str(dump)]
     assert cli.main(argv) == 0
-    text = capsys.readouterr().out
+    text, progress = capsys.readouterr()
     assert "fuses. Every MLA layer, in graphs for 1 to 12 tokens" in text.splitlines()[0]
-    assert "tokens 1 to 12: 2 MLA layers, 2 fused" in text
-    assert "no token was generated" in text and "ran:" not in text
+    assert "generates no token" in progress
+    stored = report.load(dump / "report.json").lines()
+    assert any("tokens 1 to 12: 2 MLA layers, 2 fused" in line for line in stored)
     calls = {
         "before": "torch.ops.vllm.unified_mla_attention_with_output",
         "after": "torch.ops.mla_fusion.fused_aiter_qk_rope_kvcache_q_concat_quant_mla",
@@ -104,12 +107,12 @@ def test_check_dumps_graphs_and_compiles_what_a_cpu_cannot_run(shown, tmp_path, 
         }
 
 
-def test_check_of_a_model_vllm_does_not_know_is_one_line(tmp_path, capsys):
-    strange = {**LLAMA, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "model_type": "no_such_model"}
+def test_check_of_a_class_vllm_does_not_know_is_one_error(tmp_path, capsys):
+    strange = {**DEEPSEEK_V2, "architectures": ["NoSuchForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(strange))
     assert cli.main(["check", str(tmp_path)]) == 2
-    text = capsys.readouterr().err
-    assert text.count("\n") == 1 and "no_such_model" in text
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("mla-fusion check: ") and "NoSuchForCausalLM" in error
 
 
 def test_check_says_why_the_flag_is_switched_off(shown, capsys):
@@ -126,19 +129,37 @@ def test_check_says_why_the_flag_is_switched_off(shown, capsys):
         ("deepseek-v2-lite", 16),
         ("glm-4.7-flash", 20),
         ("longcat-flash", 64),
+        ("openpangu-ultra-moe", 128),
+        ("ring-2.5", 64),
+        pytest.param("sarvam-105b", 64, marks=pytest.mark.nightly),
         pytest.param("deepseek-v3", 128, marks=pytest.mark.nightly),
         pytest.param("kimi-k2", 64, marks=pytest.mark.nightly),
     ],
 )
 def test_check_of_a_public_model(name, heads, capsys):
     """Its config.json alone, on a CPU, without a network: an engine compiles it and generates."""
-    config = Path(__file__).parent.parent / "configs" / f"{name}.json"
-    assert cli.main(["check", str(config), "--json"]) == 0
+    assert cli.main(["check", str(CONFIGS / f"{name}.json"), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["checked_by"] == "engine" and said["tokens"] == [1, 256]
-    assert said["platforms"] == ["nvidia", "amd"] and not said["reasons"]
+    assert set(said["backends"]) == {"nvidia", "amd"} and not said["reasons"]
     fused, layers = said["cut_model"].values()
     # Every layer of LongCat-Flash has two attentions.
     assert fused == layers == (4 if name == "longcat-flash" else 2)
     details = "\n".join(said["details"])
     assert f"{heads} heads (one rank of 1)" in details and "4 tokens each" in details
+
+
+@pytest.mark.nightly
+def test_check_of_a_draft_head(capsys):
+    assert cli.main(["check", str(CONFIGS / "deepseek-v3-mtp.json"), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["cut_model"] == {"fused": 2, "layers": 2}  # its own and its target's
+    assert "--speculative-config" in said["commands"]["nvidia"]
+
+
+@pytest.mark.nightly
+def test_check_names_the_line_that_scales_the_query(capsys):
+    assert cli.main(["check", str(CONFIGS / "mistral-large-3.json")]) == 1
+    answer = capsys.readouterr().out
+    assert "[scaled-query]" in answer and "num_users" not in answer
+    assert re.search(r"aten\.mul\.Tensor at vllm/\S+\.py:\d+", answer)

@@ -1,0 +1,103 @@
+"""Read a model's config.json, or Mistral's params.json, and refuse values that no model has."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from mla_fusion.cli.arguments import UserError, require
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layers")
+# Keys, and the smallest and the largest whole number that they may hold; null counts as absent.
+_RANGES = (
+    # `mla-fusion check` builds the attention with its own sizes: these bound its memory.
+    ("kv_lora_rank q_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim", 1, 8192),
+    ("num_attention_heads num_key_value_heads", 1, 1024),
+    (f"{' '.join(LAYER_KEYS)} hidden_size intermediate_size ffn_hidden_size", 1, 2**24),
+    ("vocab_size max_position_embeddings expert_ffn_hidden_size", 1, 2**24),
+    ("first_k_dense_replace index_topk layer_group_size moe_intermediate_size", 0, 2**24),
+    ("moe_topk n_group n_routed_experts num_experts num_experts_per_tok topk_group", 0, 2**24),
+    ("num_nextn_predict_layers zero_expert_num", 0, 2**24),
+)
+
+
+def read(model: Path) -> tuple[dict[str, Any], str]:
+    """(language model's part of a config, architecture); `model` is the file or its folder.
+
+    A params.json comes back in the words of config.json.
+
+    Raises:
+        UserError: there is no such file, it is none of a model, or a value is one of no model.
+    """
+    path = model
+    if model.is_dir():
+        path = next((p for p in (model / "config.json", model / "params.json") if p.exists()), path)
+    content = _load(path)
+    if "model_type" not in content and {"dim", "n_layers"} <= set(content):
+        content = _translate(content, path)
+    part = content
+    if "kv_lora_rank" not in content and isinstance(content.get("text_config"), dict):
+        # A multimodal model: its language part. The code of both is named once.
+        shared = {"auto_map": content["auto_map"]} if "auto_map" in content else {}
+        part = {**shared, **content["text_config"]}
+    if not isinstance(part.get("model_type"), str) or not part["model_type"]:
+        raise UserError(f'{path} is not a model\'s config.json: it has no "model_type"')
+    name = _architecture(part, path) or _architecture(content, path) or str(part["model_type"])
+    for keys, least, most in _RANGES:
+        for key in keys.split():
+            value = part.get(key)
+            if value is not None and (type(value) is not int or not least <= value <= most):
+                raise UserError(
+                    f"{path}: {key} must be a whole number from {least} to {most}, "
+                    f"not {_short(json.dumps(value))}"
+                )
+    return part, name
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except (FileNotFoundError, IsADirectoryError):
+        raise UserError(
+            f"no config.json or params.json at {path}: give the folder of a downloaded Hugging "
+            "Face model (its config.json is enough)"
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"cannot read {path}: {error}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is not a model's config.json: it holds no JSON object")
+    return content
+
+
+def _translate(params: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The content of a config.json that says what `params`, Mistral's params.json, says."""
+    require("vllm", purpose="a params.json")
+    from vllm.transformers_utils.configs.mistral import adapt_config_dict
+
+    try:
+        read = adapt_config_dict(params, defaults={})
+    except Exception as error:  # noqa: BLE001  (it asserts, indexes and converts)
+        why = _short(f"{type(error).__name__}: {error}")
+        raise UserError(f"vLLM's reader of params.json refuses {path}: {why}") from None
+    language = getattr(read, "text_config", read)
+    # `to_dict` takes the type from the class, which has none.
+    return {**language.to_dict(), "model_type": language.model_type}
+
+
+def _architecture(model: dict[str, Any], path: Path) -> str:
+    """The model class that a config names, or an empty string."""
+    named = model.get("architectures") or [""]
+    if not isinstance(named, list) or not isinstance(named[0], str):
+        raise UserError(f"{path}: architectures must be a list of names, not {_short(str(named))}")
+    if named[0] and not named[0].isidentifier():
+        raise UserError(f"{path}: architectures names no class: {_short(ascii(named[0]))}")
+    return str(named[0])
+
+
+def _short(text: str) -> str:
+    """`text` in one line of a readable length."""
+    line = " ".join(text.split())
+    return line if len(line) <= 80 else f"{line[:77]}..."
