@@ -76,6 +76,7 @@ NOT_WHOLE = "must be a whole number"
         ({"first_k_dense_replace": -1}, (), f"first_k_dense_replace {NOT_WHOLE}"),
         ({"architectures": "DeepseekV3ForCausalLM"}, (), "architectures must be a list"),
         ({"architectures": ["a\nb"]}, (), "architectures names no class"),
+        ({"architectures": ["OpenPanguMTPModel"]}, (), "give the target's config"),
         ({"model_type": 3}, (), '"model_type"'),
         ({"model_type": "no_such_model"}, (), "the model type 'no_such_model'"),
         ({}, ("--tensor-parallel-size", 3), "divide"),

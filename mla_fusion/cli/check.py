@@ -147,6 +147,11 @@ def find(settings: Settings) -> Answer:
     cut = shrink.cut(model, architecture, settings.layers, settings.tensor_parallel_size)
     if cut.draft:
         settings = replace(settings, speculative_tokens=max(settings.speculative_tokens, 1))
+    elif model_classes.is_draft_head(architecture):
+        raise UserError(
+            f"{architecture} is a draft head, which vLLM runs beside its target: give the target's "
+            "config"
+        )
     # vLLM's CPU attention cannot verify drafts.
     fits = cut.head_size == _CPU_HEAD_SIZE and settings.kv_cache_dtype in _CPU_CACHES
     ran = fits and not cut.draft

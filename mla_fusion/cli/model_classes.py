@@ -80,6 +80,14 @@ def knows_type(name: str) -> bool:
     return any(named.search(file.read_text()) for file in files)
 
 
+def is_draft_head(architecture: str) -> bool:
+    """Whether vLLM lists a class among those for speculative decoding."""
+    table = re.search(
+        r"^_SPECULATIVE_DECODING_MODELS = {$(.*?)^}$", _registry_source(), re.M | re.S
+    )
+    return table is not None and f'"{architecture}"' in table[1]
+
+
 def where_compiled(architecture: str) -> frozenset[str] | None:
     """The `PLATFORMS` on which vLLM compiles a model class; None if its source does not say.
 
@@ -105,25 +113,25 @@ def where_compiled(architecture: str) -> frozenset[str] | None:
 
 
 def root() -> Path:
-    """The folder of the installed vLLM; one that does not exist if there is none."""
+    """The folder of the installed vLLM."""
     return _folder("vllm")
 
 
 def _folder(package: str) -> Path:
     spec = find_spec(package)
-    if spec is None or spec.origin is None:
-        return Path(f"{package} is missing")
+    assert spec and spec.origin  # the command asks for vLLM, which brings Transformers
     return Path(spec.origin).parent
+
+
+def _registry_source() -> str:
+    return (root() / "model_executor" / "models" / "registry.py").read_text()
 
 
 @functools.cache
 def _registry() -> dict[str, str]:
     """Architecture -> module, from the tables in vLLM's registry.py."""
-    file = root() / "model_executor" / "models" / "registry.py"
-    if not file.exists():
-        return {}
     found: dict[str, str] = {}
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(ast.parse(_registry_source())):
         if not isinstance(node, ast.Dict):
             continue
         for key, value in zip(node.keys, node.values, strict=True):

@@ -136,10 +136,13 @@ def test_check_says_why_the_flag_is_switched_off(shown, capsys):
         pytest.param("kimi-k2", 64, marks=pytest.mark.nightly),
     ],
 )
-def test_check_of_a_public_model(name, heads, capsys):
+def test_check_of_a_public_model(name, heads, capfd):
     """Its config.json alone, on a CPU, without a network: an engine compiles it and generates."""
     assert cli.main(["check", str(CONFIGS / f"{name}.json"), "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
+    out, progress = capfd.readouterr()
+    stages = ("checked as", "vLLM is imported", "the model is built", "graph for", "engine ready")
+    assert all(stage in progress for stage in stages)
+    said = json.loads(out)
     assert said["checked_by"] == "engine" and said["tokens"] == [1, 256]
     assert set(said["backends"]) == {"nvidia", "amd"} and not said["reasons"]
     fused, layers = said["cut_model"].values()
