@@ -1,12 +1,14 @@
 """The portable planner, as its specification: who decodes what, in NumPy.
 
-`planner_triton.py` computes the same on the device, element by element. The rules, less the last
-one, are those that are published of AITER's fast planner for page size 1 (ROCm/aiter,
+`planner_triton.py` computes the same on the device, element by element. The three numbered rules
+are those that are published of AITER's fast planner for page size 1 (ROCm/aiter,
 `get_mla_metadata_v1`); see docs/persistent-decode.md.
 
 The KV of a sequence is counted in blocks of `granularity` tokens; a work item costs its blocks and
 `overhead` more. The budget of a worker is its share of the total cost, rounded up, and one more
-`overhead`. Workers are served in order, sequences in order, head blocks inside their sequence:
+`overhead`. The share is at least two where the longest sequence has more blocks than the reduction
+merges pieces at once: on an H200 a round of it took longer than a block. Workers are served in
+order, sequences in order, head blocks inside their sequence:
 
 1. what is left of the sequence fits into the worker's budget: the worker takes it all;
 2. else, if more than `overhead` of the budget is left: the worker takes that many blocks, less
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from mla_fusion.attention.buffers import PlanBuffers, Rules, Settings
 
 PROVIDERS = ("reference", "triton")
+MERGED_AT_ONCE = 32  # pieces, by a program of the reduction
 WORK_COLUMNS = 8
 (BATCH, PARTIAL_ROW, QO_START, QO_END, KV_START, KV_END, KV_OFFSET, PADDING) = range(WORK_COLUMNS)
 
@@ -119,6 +122,7 @@ def fill_arrays(
     busy = rules.busy_workers(batch)
     share = -(-int(costs.sum()) * rules.fold // busy) if busy else 0
     longest = -(-int(seq_lens.max(initial=0)) // rules.granularity)
+    share = max(share, 1 + (longest > MERGED_AT_ONCE))
     cuts = live * rules.fold > busy or longest > share
 
     work = partial = 0

@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from mla_fusion.attention.planner import MERGED_AT_ONCE
 from mla_fusion.attention.planner import allocate as allocate
 from mla_fusion.attention.planner import require as require
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from mla_fusion.attention.buffers import PlanBuffers
 
 PROVIDERS = ("triton", "reference")
+MERGED = tl.constexpr(MERGED_AT_ONCE)
 
 
 def fill(
@@ -112,11 +114,13 @@ def plan_kernel(
     # Read back although known, so that the loop finds the pairs in L1.
     end, _ = unpack(tl.load(sequences + b, mask=b < MAX_BATCH, other=0))
     total = tl.max(end)
-    share = (total + busy - 1) // busy
+    # Dead sequences count: their lengths are known, and whether they have rows no longer is.
+    longest = tl.max(tl.load(seq_lens + b, mask=b < batch, other=0))
+    longest = (longest + GRANULARITY - 1) // GRANULARITY
+    share = tl.maximum((total + busy - 1) // busy, 1 + (longest > MERGED).to(tl.int32))
 
     # What a worker keeps of its budget when it would cut a tile: all of it, if it need not.
-    longest = tl.max(tl.load(seq_lens + b, mask=b < batch, other=0))
-    whole = (live_tiles <= busy) & ((longest + GRANULARITY - 1) // GRANULARITY <= share)
+    whole = (live_tiles <= busy) & (longest <= share)
     kept = tl.where(whole, share + OVERHEAD, OVERHEAD)
     last = find_starts(sequences, starts, share, total, kept, FOLD, OVERHEAD)
     tl.debug_barrier()

@@ -107,6 +107,12 @@ def test_nothing_is_cut_where_whole_tiles_are_within_the_budget(tiles, longest, 
     assert pieces > 200 if cut else pieces == 0
 
 
+@pytest.mark.parametrize("tokens, pieces", [(2048, 32), (2049, 17), (16384, 128)])
+def test_a_worker_takes_two_blocks_where_one_is_not_worth_merging(tokens, pieces):
+    plan = plan_of(Rules(264, 1, 64, 4, -1), [tokens])
+    assert plan.reduce_indptr[-1] == pieces
+
+
 @pytest.mark.parametrize("cap, busy", [(16, 32), (-1, 256)])
 def test_a_cap_of_16_leaves_most_workers_idle(cap, busy):
     rules = Rules(256, 1, 16, 16, cap)
