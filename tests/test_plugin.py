@@ -39,10 +39,15 @@ REFERENCE = {"mla_fusion": {"provider": "reference"}}
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     register_configs()
-    v4 = {**DEEPSEEK_V2, "architectures": ["DeepseekV4ForCausalLM"]}
-    for name, model in (("mla", DEEPSEEK_V2), ("llama", LLAMA), ("deepseek_v4", v4)):
+    v32 = {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"}
+    for name, model in (
+        ("mla", DEEPSEEK_V2),
+        ("llama", LLAMA),
+        ("deepseek_v32", {**DEEPSEEK_V2, **v32, "index_topk": 2048}),
+        ("deepseek_v4", {**DEEPSEEK_V2, "architectures": ["DeepseekV4ForCausalLM"]}),
+        ("sarvam", config_of("sarvam")),
+    ):
         write(folder / name, model)
-    write(folder / "sarvam", config_of("sarvam"))
     return folder
 
 
@@ -307,6 +312,12 @@ class TestDeclines:
         [warning] = warnings(log)
         assert "[breakable-cudagraph]" in warning
         assert f"({'DeepseekV2' if asked else 'DeepseekV4'}ForCausalLM)" in warning
+
+    def test_sparse_attention_is_the_reason_before_its_class(self, make, log):
+        """As mla-fusion check says; vLLM would switch torch.compile off for the class as well."""
+        assert not config.is_on(make(FLAG_ON, model="deepseek_v32"))
+        [warning] = warnings(log)
+        assert "(index_topk 2048) [sparse-attention]" in warning
 
     @pytest.mark.parametrize(
         "mode, splitting_ops, parallel, code",

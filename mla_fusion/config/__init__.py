@@ -148,6 +148,9 @@ def _why_not(vllm_config: Any, options: Options, partition_refused: bool) -> Dec
     model, compilation = _served_model(vllm_config), vllm_config.compilation_config
     if model is None or not vllm_compat.uses_mla(model):
         return Decline("no-mla", getattr(model, "architecture", "") or "")
+    # Before what vLLM does with the class: that depends on the release and on the platform.
+    if topk := getattr(model.hf_text_config, "index_topk", None):
+        return Decline("sparse-attention", f"index_topk {topk}")
     if not options.provider:
         return Decline("provider-platform")
     try:

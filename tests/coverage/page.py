@@ -54,11 +54,13 @@ def _rows(header, rows):
 def why_unreached(version, architecture):
     """The reason why no pass reaches it in a release; empty if engines show its classes."""
     release = stored(version)
+    row = unreachable.OF_ARCHITECTURE.get(architecture)
+    if row and row.sparse:
+        return f"`{unreachable.SPARSE}`"
     if architecture in release["breakable"]:
         return f"`{unreachable.BREAKABLE}`"
     if not release["architectures"][architecture]:
         return f"`{unreachable.NO_GRAPH}`"
-    row = unreachable.OF_ARCHITECTURE.get(architecture)
     return row.compiled.get(version, "") if row else ""
 
 

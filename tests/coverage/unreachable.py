@@ -19,20 +19,21 @@ class Unreachable:
     """Why no pass reaches an architecture.
 
     `compiled` has the releases in which it reaches compiled classes that no engine of models.py
-    shows, each with the reason.
+    shows, each with the reason. `sparse` is whether its config has an index_topk: that is the
+    reason in every release.
     """
 
     which: str
     compiled: dict[str, str] = field(default_factory=dict)
+    sparse: bool = False
 
 
 _DRAFT = "draft head; its target is compiled and fuses"
-_GENERIC = {"0.26.0": f"`{SPARSE}`"}  # the classes of DeepSeek-V2, with an indexer
 
 OF_ARCHITECTURE = {
-    "DeepseekV32ForCausalLM": Unreachable("sparse", _GENERIC),
-    "GlmMoeDsaForCausalLM": Unreachable("as DeepSeek-V3.2", _GENERIC),
-    "DeepseekV32MTPModel": Unreachable("draft head"),
+    "DeepseekV32ForCausalLM": Unreachable("sparse", sparse=True),
+    "GlmMoeDsaForCausalLM": Unreachable("as DeepSeek-V3.2", sparse=True),
+    "DeepseekV32MTPModel": Unreachable("draft head", sparse=True),
     "HYV4ForCausalLM": Unreachable("sparse"),
     "HYV4MTPModel": Unreachable("draft head"),
     "DeepseekV4ForCausalLM": Unreachable("attention of its own, sparse"),
@@ -70,6 +71,8 @@ def switched_off(architecture, model_config):
     arch_config = model.model_arch_config
     model.model_arch_config = dataclasses.replace(arch_config, architectures=[architecture])
     model._architecture = architecture
+    model.hf_text_config = copy.copy(model.hf_text_config)
+    model.hf_text_config.index_topk = 2048 if OF_ARCHITECTURE[architecture].sparse else None
     options = {config.OPTIONS_KEY: {"provider": "reference"}}
     with _lines() as lines:
         VllmConfig(
