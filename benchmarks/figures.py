@@ -22,7 +22,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "performance.md"
 IMAGES = ROOT / "docs" / "images"
 REGION, DECODE = RESULTS / "region_h200.csv", RESULTS / "engine_decode_h200.csv"
-ATTENTION = RESULTS / "attention_h200.csv"
+ATTENTION, COMPLETE = RESULTS / "attention_h200.csv", RESULTS / "complete_h200.csv"
 
 Row = dict[str, str]
 PEERS = {
@@ -97,6 +97,25 @@ def region_table(rows: list[Row]) -> list[str]:
     return lines
 
 
+def complete_table(rows: list[Row]) -> list[str]:
+    """GPU time of a step of whole models, and its change against vLLM's default."""
+    arms = (*UNFUSED, *OURS)
+    head = ["vLLM", "KV cache", "context", "batch", *arms]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    points: dict[tuple[str, ...], dict[str, Row]] = {}
+    for r in rows:
+        cache = "bf16" if r["cache"] == "auto" else r["cache"]
+        points.setdefault((r["vllm"], cache, r["context"], r["batch"]), {})[r["arm"]] = r
+    for point, of_arms in points.items():
+        cells = [f"{float(of_arms['default']['gpu_us']):.0f}"]
+        for arm in arms[1:]:
+            row = of_arms[arm]
+            change = f"{float(row['gpu_change']):+.1f} %"
+            cells.append(f"{float(row['gpu_us']):.0f} ({change})")
+        lines.append(f"| {' | '.join((*point, *cells))} |")
+    return lines
+
+
 def decode_table(rows: list[Row]) -> list[str]:
     """GPU time of a decode step by batch, and the change of ours against both unfused paths."""
     us = {(r["arm"], int(r["batch"])): r for r in rows}
@@ -155,6 +174,7 @@ def tables() -> dict[str, list[str]]:
     """Name and lines of every table of the page."""
     return {
         "region": region_table(read(REGION)),
+        "complete": complete_table(read(COMPLETE)),
         "decode": decode_table(read(DECODE)),
         "attention-means": attention_means(read(ATTENTION)),
     }

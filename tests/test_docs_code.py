@@ -20,6 +20,7 @@ from packaging.requirements import Requirement
 import mla_fusion
 from mla_fusion import cli, report
 from mla_fusion.attention import sparse
+from mla_fusion.config import FLAG
 from tests.command import run
 from tests.test_docs import ROOT, TEXT, makefile_targets
 
@@ -74,7 +75,7 @@ def check_vllm(words):
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     parser.add_argument("model_tag")
     engine = AsyncEngineArgs.from_cli_args(parser.parse_args(words[1:]))
-    assert engine.compilation_config.pass_config.fuse_aiter_qk_rope_kvcache_mla
+    assert getattr(engine.compilation_config.pass_config, FLAG, False)
     assert isinstance(engine.additional_config, dict)  # vLLM takes broken JSON as a string
     mla_fusion.config.read_options(engine.additional_config)
 
@@ -173,7 +174,7 @@ def test_python(label, body, monkeypatch):
     monkeypatch.setattr(vllm, "LLM", engine)
     exec(compile(body, label, "exec"), {})
     for engine in engines:
-        assert engine.compilation_config.pass_config.fuse_aiter_qk_rope_kvcache_mla
+        assert getattr(engine.compilation_config.pass_config, FLAG, False)
 
 
 FOR_GPUS = {path.name for path in (ROOT / "examples").glob("*.sh")} - {"serve_cpu.sh"}

@@ -8,7 +8,7 @@ import torch
 from vllm.forward_context import ForwardContext, override_forward_context
 from vllm.utils.torch_utils import _encode_layer_name
 
-from mla_fusion import runtime
+from mla_fusion import attention, runtime
 from mla_fusion.attention import reference
 from mla_fusion.config import eligibility
 from mla_fusion.report.reasons import Decline
@@ -234,3 +234,18 @@ def test_layers_that_are_declined(change, detail):
     delattr(layer, step_plan.ATTRIBUTE)
     step_plan.attach(engine.layers, "reference", engine.vllm_config)
     assert not hasattr(layer, step_plan.ATTRIBUTE)
+
+
+def test_query_and_cache_have_scales_of_their_own(monkeypatch):
+    """The cache of this engine is not fp8, so no result depends on them."""
+    engine, given = Engine(), {}
+    decode = attention.persistent_mla_decode
+    monkeypatch.setattr(
+        step_plan.attention,
+        "persistent_mla_decode",
+        lambda *args, **kwargs: given.update(kwargs) or decode(*args, **kwargs),
+    )
+    check(engine, engine.metadata([1, 1, 1], [3, 8, 1]), "a")
+    layer = engine.layers["a"]
+    assert given["q_scale"] == layer._q_scale and given["kv_scale"] == layer._k_scale
+    assert layer._q_scale != layer._k_scale
