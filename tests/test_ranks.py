@@ -47,20 +47,17 @@ def on_two_ranks():
 
 
 def fail_on_the_second(rank):
+    assert vllm_compat.gather(rank) == [0, 1]
     with plugin._on_every_rank():
         if rank == 1:
             raise ImportError("no module named triton")
     return "started"
 
 
-def test_an_error_of_one_rank_ends_the_start_of_all(on_two_ranks):
+def test_ranks_hear_of_each_other_and_an_error_of_one_ends_the_start_of_all(on_two_ranks):
     first, second = on_two_ranks(fail_on_the_second)
     assert second == "ImportError: no module named triton"
     assert first == (
         "RuntimeError: mla_fusion could not prepare its kernels on rank 1: "
         "ImportError: no module named triton"
     )
-
-
-def test_every_rank_sees_what_all_say_in_their_order(on_two_ranks):
-    assert on_two_ranks(vllm_compat.gather) == [[0, 1], [0, 1]]

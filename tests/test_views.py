@@ -171,7 +171,7 @@ def test_python_of_a_dump(tmp_path, capsys):
     assert cli.main(["report", str(tmp_path), "--python"]) == 0
     shown = capsys.readouterr().out
     assert shown.index(names[0]) < shown.index(names[1])
-    report.collect(tmp_path / "report.json", stored())
+    report.store(tmp_path / "report.json", stored())
     document = tmp_path / "x.html"
     assert cli.main(["report", str(tmp_path), "--python", "--html", str(document)]) == 0
     assert names[0] in capsys.readouterr().out and document.exists()

@@ -132,7 +132,10 @@ def test_warm_compile_cache_still_yields_the_report(job, fused_cache, fused):
     assert warm["tokens"] == fused["tokens"]
 
 
-@pytest.mark.parametrize("method, ranks", [("spawn", 2), ("fork", 1)])
+@pytest.mark.parametrize(
+    "method, ranks",
+    [("spawn", 1), ("fork", 1), pytest.param("spawn", 2, marks=pytest.mark.nightly)],
+)
 def test_engine_and_workers_in_processes_of_their_own(job, fused, tmp_path, method, ranks):
     asked = job(
         FLAG | {"processes": method},
