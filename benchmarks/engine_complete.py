@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -161,7 +162,8 @@ def turn(engines: dict[str, Engine], arm: str, line: str) -> dict[str, float]:
     """The answer of one engine to one line."""
     _, process = engines[arm]
     with contextlib.suppress(BrokenPipeError):
-        print(line, file=process.stdin, flush=True)
+        # Past the stream's buffer: a line left there raises again when `finish` closes the stream.
+        os.write(process.stdin.fileno(), f"{line}\n".encode())
     if not (answer := process.stdout.readline()):
         raise EngineEnded(arm)
     return dict(json.loads(answer))

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import functools
 import json
-import tempfile
 import zlib
 from pathlib import Path
 from typing import Any
@@ -153,18 +152,6 @@ def initialize(model: Any, rank: int = 0) -> None:
                 elif name.endswith("o_proj.weight"):
                     limit *= added
                 weight.copy_(uniform(weight, name, limit))
-
-
-def engine(job: dict[str, Any]) -> Any:
-    """The vLLM engine of a job, in this process."""
-    import mla_fusion
-
-    mla_fusion.register()
-    import engine_loader  # noqa: F401, registers itself; here and, by the extension, in workers
-    import vllm
-
-    with tempfile.TemporaryDirectory() as folder:
-        return vllm.LLM(**arguments(job, Path(folder)), skip_tokenizer_init=True)
 
 
 def arguments(job: dict[str, Any], folder: Path) -> dict[str, Any]:

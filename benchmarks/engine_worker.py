@@ -7,6 +7,7 @@ import json
 import random
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,7 +36,7 @@ def main(work: child.Job, progress: TextIO) -> dict[str, Any]:
     """
     job = work.options
     began = time.time()
-    llm = engine_model.engine(job)
+    llm = engine(job)
     result: dict[str, Any] = {"start_s": round(time.time() - began, 1)}
     result.update(llm.collective_rpc("engine_facts")[0])
     if job["arm"] in engine_model.OPTIONS:
@@ -57,6 +58,18 @@ def main(work: child.Job, progress: TextIO) -> dict[str, Any]:
         # Three sequences, so that a full graph, of two or four, is padded.
         result["launches"] = launches(llm, 3)
     return result
+
+
+def engine(job: dict[str, Any]) -> Any:
+    """The vLLM engine of a job, in this process."""
+    import mla_fusion
+
+    mla_fusion.register()
+    import engine_loader  # noqa: F401, registers itself; here and, by the extension, in workers
+    import vllm
+
+    with tempfile.TemporaryDirectory() as folder:
+        return vllm.LLM(**engine_model.arguments(job, Path(folder)), skip_tokenizer_init=True)
 
 
 def ranges(cache: Path, ranks: int) -> list[list[Any]]:

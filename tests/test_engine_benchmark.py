@@ -326,6 +326,7 @@ def test_an_engine_that_ended_is_named():
     }
     with pytest.raises(engine_complete.EngineEnded, match="cat"):
         engine_complete.wait_until_ready(started)
+    started["cat"][1].wait()
     with pytest.raises(engine_complete.EngineEnded, match="cat"):
         engine_complete.turn(started, "cat", "time")
     for _, process in started.values():
