@@ -67,3 +67,29 @@ def moves_a_cut(scratch, step, longest):
         scratch.refresh(**step, max_query_len=length)
         seen.append((scratch.work_indptr.clone(), scratch.work_info_set[:, 4:6].clone()))
     return not all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+
+
+def test_the_kernel_cuts_only_what_the_specification_cuts():
+    """Whole tiles where they are within the budget, and no single blocks of a long sequence: with
+    the lengths above neither rule ever decides."""
+    cases = [
+        (8, [1100] * 7 + [1300], 8, False),
+        (7, [1100] * 7 + [1300], 8, True),
+        (8, [1100] * 7 + [1600], 8, True),
+        (16, [1100, 1300], 128, False),  # eight tiles each
+        (60, [64 * 32], 8, True),
+        (60, [64 * 33], 8, True),
+    ]
+    for workers, lengths, num_heads, is_cut in cases:
+        want, got = (
+            plan_for(max_batch=9, max_query_len=1, num_heads=num_heads, heads_per_work=16,
+                     workers=workers, kv_granularity=64, overhead=4, v_head_dim=8)
+            for _ in range(2)
+        )  # fmt: skip
+        indptr = torch.arange(len(lengths) + 1, dtype=torch.int32)
+        seq_lens = torch.tensor(lengths, dtype=torch.int32)
+        want.refresh(qo_indptr=indptr, seq_lens=seq_lens, num_tokens=len(lengths), max_query_len=1)
+        planner_triton.fill(got, indptr, seq_lens, 1)
+        assert (want.reduce_indptr[-1] > 0) == is_cut, (workers, lengths)
+        for name in PLANNED:
+            assert torch.equal(getattr(want, name), getattr(got, name)), (name, workers, lengths)
