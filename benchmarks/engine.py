@@ -16,9 +16,10 @@ persistent decode. In `tokens` a profile of decode steps must show that decode i
 one refresh of its plan in every forward pass.
 
 With --tp N each engine of `tokens` and `complete` runs on N GPUs, and mla_fusion must be installed:
-workers load a plugin by its entry point. `tokens` then plants the error in every configuration, and
-reads from the report of each rank that it fused every layer. What `complete` measures is in
-engine_complete.py.
+workers load a plugin by its entry point. With --dp N `tokens` runs N engines with data-parallel
+attention, which begin their requests at different times. In both it plants the error in every
+configuration, and reads from the report of each rank that it fused every layer. What `complete`
+measures is in engine_complete.py.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ import engine_compare
 import torch
 from engine_compare import layers_of
 from engine_complete import complete
-from engine_jobs import devices, finish, job, start
+from engine_jobs import devices, finish, job, run, start
 
 from mla_fusion.cli import bench
 from mla_fusion.cli.bench_region import quantiles
@@ -56,14 +57,18 @@ def main() -> None:
     )
     parser.add_argument("--arms", default="", help="`complete`: arms, separated by commas")
     parser.add_argument("--tp", type=int, default=1, help="`tokens`, `complete`: GPUs of an engine")
+    parser.add_argument("--dp", type=int, default=1, help="`tokens`: data-parallel engines")
     parser.add_argument(
         "--only", default="", help="names of configurations, or parts of names, separated by commas"
     )
     parser.add_argument("--plant", nargs="*", default=(), help="`tokens`: configurations for it")
     parser.add_argument("--commit", default="", help="commit, where git does not know it")
     args = parser.parse_args()
-    if args.tp > (seen := torch.cuda.device_count()):
-        sys.exit(f"--tp {args.tp} needs {args.tp} GPUs, and torch sees {seen}")
+    needed, seen = args.tp * args.dp, torch.cuda.device_count()
+    if needed > seen:
+        sys.exit(f"--tp {args.tp} --dp {args.dp} needs {needed} GPUs, and torch sees {seen}")
+    if args.tp > 1 and args.dp > 1:
+        sys.exit("choose one of --tp and --dp: an engine here has one GPU or one kind of ranks")
     measure = {"tokens": tokens, "ends": ends, "decode": decode, "complete": complete}[args.what]
     rows, wrong = measure(args)
     if not rows:
@@ -81,18 +86,19 @@ def run_arms(
     configurations: dict[str, dict[str, Any]], args: argparse.Namespace
 ) -> dict[tuple[str, str], dict[str, Any]]:
     """Results by configuration and arm; `args.only` chooses configurations."""
+    gpus = args.tp * args.dp
     wanted = [n for n in configurations if any(part in n for part in args.only.split(","))]
     work = [(name, arm) for name in wanted for arm in ARMS]
     work += [(name, "portable") for name in wanted if name in PORTABLE]
-    work += [(name, "planted") for name in wanted if name in args.plant or args.tp > 1]
-    began, groups = time.time(), torch.cuda.device_count() // args.tp
+    work += [(name, "planted") for name in wanted if name in args.plant or gpus > 1]
+    began, groups = time.time(), torch.cuda.device_count() // gpus
 
     def measure(index: int) -> dict[str, Any]:
         name, arm = work[index]
-        device = devices(index % groups * args.tp, args.tp)
-        changes = {"arm": arm, "device": device, "tp": args.tp}
+        device = devices(index % groups * gpus, gpus)
+        changes = {"arm": arm, "device": device, "tp": args.tp, "dp": args.dp}
         left = max(0.0, began + args.seconds - time.time())
-        result = finish(*start(job(**configurations[name], **changes)), left)
+        result = run(job(**configurations[name], **changes), left)
         seconds, problem = time.time() - began, result.get("error", "")
         print(f"   {name}, {arm}: {'FAILED' if problem else 'done'} at {seconds:.0f} s {problem}")
         return result
@@ -112,11 +118,15 @@ def portable_launches(asked: dict[str, Any]) -> dict[str, float]:
 
 def tokens(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
     """Compare the arms of every configuration."""
-    parallel: dict[str, dict[str, Any]] = {
+    several: dict[str, dict[str, Any]] = {
         f"v2-lite fp8 tp{args.tp}": {"model": "v2-lite"},
         f"r1-tp8 bf16 {args.tp} ranks": {"cache": "auto"},
     }
-    configurations: dict[str, dict[str, Any]] = parallel if args.tp > 1 else {
+    if args.dp > 1:  # vLLM takes models without experts for independent engines
+        several = {f"deepseek-v2-lite {cache} dp{args.dp}": {
+            "model": "deepseek-v2-lite", "cache": "auto" if cache == "bf16" else cache,
+        } for cache in ("fp8", "bf16")}  # fmt: skip
+    configurations: dict[str, dict[str, Any]] = several if args.tp * args.dp > 1 else {
         "v2-lite fp8": {"model": "v2-lite"},
         "v2-lite bf16 PIECEWISE custom-rope": {
             "model": "v2-lite", "cache": "auto", "cudagraph_mode": "PIECEWISE", "rope": "custom"
@@ -172,7 +182,7 @@ def tokens(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
         for pair, difference in pairs.items():
             print(f"   {pair}: {difference}")
         rows.append(
-            {"configuration": title, "runner": fused["runner"], "gpus": args.tp,
+            {"configuration": title, "runner": fused["runner"], "gpus": args.tp * args.dp,
              "bucket_layers": layers, "bucket_fused": inside,
              "other_fused": outside, "verdict": judged, "planted": found, "steps": fused["steps"],
              **{pair: str(pairs.get(pair, "")) for pair in (*pairs, "planted / default")}}

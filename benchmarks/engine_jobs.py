@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import tempfile
 from pathlib import Path
@@ -18,12 +19,12 @@ Engine = tuple[child.Job, "subprocess.Popen[str]"]
 _NO_MULTICAST = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "NCCL_NVLS_ENABLE": "0"}
 
 
-def start(options: dict[str, Any]) -> Engine:
+def start(options: dict[str, Any], variables: dict[str, str] | None = None) -> Engine:
     """A process that starts the engine of a job; see `engine_worker.main`."""
     folder = tempfile.mkdtemp()
     # A graph from a cache would not meet the passes.
     environment = {"CUDA_VISIBLE_DEVICES": options["device"], "VLLM_DISABLE_COMPILE_CACHE": "1"}
-    environment |= _NO_MULTICAST if options["tp"] > 1 else {}
+    environment |= _NO_MULTICAST | (variables or {})
     work = child.Job(
         workdir=folder,
         cache=f"{folder}/cache",
@@ -43,17 +44,42 @@ def finish(
 
     After `seconds` the process is ended, with the processes that compile for it.
     """
+    ended = False
     try:
         process.communicate("go\n", timeout=seconds)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        return {"error": "ended: no time left (--seconds)"}
+        ended = True
     try:
         return child.result(work, process)
     except UserError as error:
         log = Path(work.workdir, child.LOG)
-        return {"error": log.read_text()[-6000:] if log.exists() else str(error)}
+        told = log.read_text()[-6000:] if log.exists() else str(error)
+        cause = "ended: no time left (--seconds); its log ends:\n" if ended else ""
+        return {"error": cause + told}
+
+
+def run(options: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """The result of a job, of all its data-parallel engines: tokens of the first, then the next."""
+    ranks = options["dp"]
+    if ranks == 1:
+        return finish(*start(options), seconds)
+    gpus = options["device"].split(",")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    engines = []
+    for rank in range(ranks):
+        # As vLLM's own example of data parallelism without a server sets them.
+        variables = {"VLLM_DP_SIZE": ranks, "VLLM_DP_RANK": rank, "VLLM_DP_RANK_LOCAL": 0,
+                     "VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": port}  # fmt: skip
+        named = {name: str(value) for name, value in variables.items()}
+        engines.append(start(options | {"device": gpus[rank], "dp_rank": rank}, named))
+    results = [finish(*engine, seconds) for engine in engines]
+    if failed := [result for result in results if "error" in result]:
+        return failed[0]
+    joined = {name: [each for r in results for each in r[name]] for name in ("tokens", "top")}
+    return results[0] | joined
 
 
 def devices(first: int, count: int) -> str:
@@ -79,6 +105,8 @@ def job(**changes: Any) -> dict[str, Any]:
         "cache_bytes": 1 << 30,
         "shared_weights": "",
         "tp": 1,
+        "dp": 1,
+        "dp_rank": 0,
         "tokens": 256,
         # Prompt lengths of requests; a phase begins when the one before has ended.
         "phases": [[1, 2, 3, 5, 17, 64, 130, 257, 600, 31, 4, 88]],

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 from typing import TYPE_CHECKING, Any
 
+import engine_faults
 import engine_model
 from engine_share import share
 from vllm.distributed import get_tensor_model_parallel_rank
@@ -37,7 +38,7 @@ class Worker:
 
 @register_model_loader("dummy")
 class Loader(BaseModelLoader):
-    """The weights of `engine_model`, and for the arm `planted` its error.
+    """The weights of `engine_model`, and the fault of an arm that has one.
 
     shared_weights: a file, or "". Engines that name the same one share their weights by it, one
         file a rank (`engine_share`).
@@ -53,8 +54,7 @@ class Loader(BaseModelLoader):
     def load_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
         """Load, one engine at a time if they share: each needs room for all weights for a while."""
         options = self.load_config.model_loader_extra_config
-        if options["arm"] == "planted":
-            engine_model.plant_wrong_positions()
+        engine_faults.plant(options["arm"], get_tensor_model_parallel_rank())
         if not options["shared_weights"]:
             return super().load_model(*args, **kwargs)
         with open(f"{options['shared_weights']}-{get_tensor_model_parallel_rank()}", "a+b") as file:

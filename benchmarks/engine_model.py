@@ -19,7 +19,6 @@ A block fp8 weight is stored FP8_UNIT times as large, with the scale 1 / FP8_UNI
 
 from __future__ import annotations
 
-import functools
 import json
 import zlib
 from pathlib import Path
@@ -35,11 +34,13 @@ FP8_UNIT = 256
 # By hidden size, because the peak grows with its square root.
 PEAK = {2048: 0.28, 7168: 0.21}
 
-# Options of the engines with the fusion; `planted` also has an error, planted by `engine_loader`.
+# Options of the engines with the fusion; those after `portable` have a fault (`engine_faults`).
 OPTIONS: dict[str, dict[str, str]] = {
     "fused": {},
-    "planted": {},
     "portable": {"attention": "portable"},
+    "planted": {},
+    "missing": {},
+    "dies": {},
 }
 
 _CONFIGS = Path(__file__).parent.parent / "tests" / "configs"
@@ -204,17 +205,3 @@ def _configs(job: dict[str, Any]) -> dict[str, Any]:
             "num_speculative_tokens": job["drafts"],
         }
     return configs
-
-
-@functools.cache
-def plant_wrong_positions() -> None:
-    """Once, plant an error that the comparison must find: rotation for the next position."""
-    from mla_fusion.kernels import triton as provider
-
-    right = provider.launch_arguments
-
-    def wrong(plan: Any, product: str, staged: Any, inputs: Any) -> Any:
-        # padded rows do not use their positions
-        return right(plan, product, staged, inputs._replace(positions=inputs.positions + 1))
-
-    provider.launch_arguments = wrong

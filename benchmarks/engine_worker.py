@@ -41,7 +41,8 @@ def main(work: child.Job, progress: TextIO) -> dict[str, Any]:
     result.update(llm.collective_rpc("engine_facts")[0])
     if job["arm"] in engine_model.OPTIONS:
         result["on"] = config.is_on(llm.llm_engine.vllm_config)
-        result["ranges"] = ranges(Path(work.cache), job["tp"])
+        if job["dp_rank"] == 0:  # the first rank stores the report of all
+            result["ranges"] = ranges(Path(work.cache), job["tp"] * job["dp"])
     if job["what"] == "decode":
         print("ready", file=progress)
         sys.stdin.readline()
@@ -114,11 +115,13 @@ def take_turns(llm: Any, job: dict[str, Any], progress: TextIO) -> None:
 
 def generate(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
     """Greedy tokens of random prompts; of a phase, one arrives every `job["pause"]` steps."""
-    rng = random.Random(7)
+    rng = random.Random(7 + job["dp_rank"])
+    # Data-parallel engines begin together; then the second one steps for a while with one request.
+    late = 20 * job["dp_rank"]
     outputs, count = [], 0
     for lengths in job["phases"]:
         arriving = [
-            (i * job["pause"], [rng.randrange(10, 4000) for _ in range(length)])
+            (bool(i) * late + i * job["pause"], [rng.randrange(10, 4000) for _ in range(length)])
             for i, length in enumerate(lengths)
         ]
         completions, steps = child.complete(llm.llm_engine, arriving, job["tokens"], logprobs=5)

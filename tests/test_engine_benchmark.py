@@ -94,7 +94,7 @@ def test_the_weights_peak_at_the_successor_and_drafter_and_target_share_them():
     assert 5 < peak.item() < 8
 
 
-def test_an_engine_without_time_is_ended_with_its_children():
+def test_an_engine_without_time_is_ended_with_its_children(tmp_path):
     """Or a run that is cut off would lose the results of the others."""
     command = "import subprocess; subprocess.run(['sleep', '600'])"
     worker = subprocess.Popen(
@@ -102,9 +102,36 @@ def test_an_engine_without_time_is_ended_with_its_children():
         start_new_session=True,
     )  # fmt: skip
     began = time.monotonic()
-    assert "no time left" in engine_jobs.finish(child.Job("", ""), worker, 1.0)["error"]
+    (tmp_path / child.LOG).write_text("compiling a sampler")
+    error = engine_jobs.finish(child.Job(str(tmp_path), ""), worker, 1.0)["error"]
+    assert "no time left" in error and error.endswith("compiling a sampler")
     # The pipe is open as long as a child holds it.
     assert time.monotonic() - began < 60 and worker.returncode
+
+
+def test_data_parallel_engines_meet_and_their_requests_are_joined(monkeypatch):
+    started = []
+
+    def start(options, variables):
+        started.append((options["device"], variables))
+        return options, None
+
+    def finish(options, _, seconds):
+        if options["arm"] == "cat" and options["dp_rank"]:
+            return {"error": "why"}
+        rank = options["dp_rank"]
+        return {"tokens": [[rank]], "top": [rank], "runner": "V2", "ranges": [rank]}
+
+    monkeypatch.setattr(engine_jobs, "start", start)
+    monkeypatch.setattr(engine_jobs, "finish", finish)
+    asked = engine_jobs.job(dp=2, device="2,3")
+    joined = engine_jobs.run(asked, 1.0)
+    assert joined == {"tokens": [[0], [1]], "top": [0, 1], "runner": "V2", "ranges": [0]}
+    [(first, of_first), (second, of_second)] = started
+    assert (first, second) == ("2", "3")
+    different = {name for name in of_first if of_first[name] != of_second[name]}
+    assert different == {"VLLM_DP_RANK"} and of_second["VLLM_DP_SIZE"] == "2"
+    assert engine_jobs.run(asked | {"arm": "cat"}, 1.0) == {"error": "why"}
 
 
 @pytest.mark.parametrize(("refreshes", "word"), [(2, "right"), (5, "WRONG: {")])
@@ -116,20 +143,22 @@ def test_portable_is_a_row_of_its_own_and_must_refresh_once_a_pass(monkeypatch, 
     arms = {"default": BASE, "cat": BASE, "fused": fused, "portable": {**fused, "launches": counts}}
     results = {(name, arm): each for arm, each in arms.items()}
     monkeypatch.setattr(engine, "run_arms", lambda *_: results)
-    rows, wrong = engine.tokens(argparse.Namespace(plant=(), tp=1))
+    rows, wrong = engine.tokens(argparse.Namespace(plant=(), tp=1, dp=1))
     assert [row["configuration"] for row in rows] == [name, f"{name}, portable"]
     assert rows[0].keys() == rows[1].keys() and rows[0]["verdict"] == "right"
     assert rows[1]["verdict"].startswith(word) and wrong == (word != "right")
 
 
+@pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize(
     ("fused", "word"), [(4, "right"), (3, "WRONG: fused 3 of 4 layers"), (4, "no row")]
 )
-def test_with_tensor_parallelism_every_layer_must_be_fused(monkeypatch, fused, word):
+def test_with_several_gpus_every_layer_must_be_fused(monkeypatch, tp, fused, word):
     started = []
     moved = {"cat": [2.0, 2.1, 2.0, 2.0], "planted": [2.0, 3.0, 2.0, 2.0]}
 
-    def finish(job, left):
+    def run(job, left):
+        started.append(job)
         if (word, job["arm"]) == ("no row", "planted"):
             return {"error": "why"}
         ranges = [[1, 16, 4, fused, 4 - fused]]
@@ -137,13 +166,13 @@ def test_with_tensor_parallelism_every_layer_must_be_fused(monkeypatch, fused, w
                 "runner": "V2"}  # fmt: skip
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(engine, "start", lambda job: started.append(job) or (job,))
-    monkeypatch.setattr(engine, "finish", finish)
-    args = argparse.Namespace(plant=(), tp=2, only="", seconds=1e9, jobs=1)
+    monkeypatch.setattr(engine, "run", run)
+    args = argparse.Namespace(plant=(), tp=tp, dp=2 // tp, only="", seconds=1e9, jobs=1)
     rows, wrong = engine.tokens(args)
     assert [job["arm"] for job in started][-2:] == ["planted"] * 2
     assert {job["device"] for job in started} == {"0,1", "2,3"}
-    assert {job["tp"] for job in started} == {2}
+    assert {(job["tp"], job["dp"]) for job in started} == {(args.tp, args.dp)}
+    assert {row["gpus"] for row in rows} <= {2}
     assert all(row["planted"].startswith("WRONG: log-probabilities") for row in rows)
     assert all(row["verdict"].startswith(word) for row in rows)
     assert wrong == (0 if word == "right" else 2) and len(rows) == (0 if word == "no row" else 2)

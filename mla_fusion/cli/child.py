@@ -358,7 +358,8 @@ def steps(
     greedy = {"temperature": 0, "ignore_eos": True, "detokenize": False}
     params = SamplingParams(max_tokens=new_tokens, **greedy, **sampling)
     waiting, step = dict(enumerate(prompts)), 0
-    while waiting or engine.has_unfinished_requests():
+    # The engine first: data-parallel engines ask each other, and all must take part.
+    while engine.has_unfinished_requests() or waiting:
         for index in [index for index, (arrival, _) in waiting.items() if arrival <= step]:
             _, prompt = waiting.pop(index)
             engine.add_request(str(index), {"prompt_token_ids": prompt}, params)
