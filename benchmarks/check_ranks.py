@@ -22,7 +22,7 @@ SECONDS = 150  # an engine without a fault starts in 30 to 60
 # A fault -> what the console of the engine must say.
 EXPECTED = {
     "missing": "could not prepare its kernels on rank 1: ProviderUnavailable: planted",
-    "dies": "died unexpectedly",
+    "dies": "a rank of this engine ended while mla_fusion prepared its kernels",
     "absent": "",
 }
 

@@ -11,7 +11,7 @@ Every engine runs in a process of its own. `fused` (the Triton provider) is comp
 the fusion). All but `decode` exit with 1 if a result is wrong. --plant adds an engine whose
 provider rotates for the next position; the comparison must find it wrong.
 
-`decode` and three configurations of `tokens` also run `portable`: `fused` with this library's
+`decode` and four configurations of `tokens` also run `portable`: `fused` with this library's
 persistent decode. In `tokens` a profile of decode steps must show that decode in every layer, and
 one refresh of its plan in every forward pass.
 
@@ -43,7 +43,10 @@ from mla_fusion.cli.bench_region import quantiles
 
 ARMS = ("default", "cat", "fused")
 # Configurations of `tokens` that `portable` runs in.
-PORTABLE = ("r1-tp8 fp8 custom-rope", "r1-tp8 bf16 FULL_DECODE_ONLY", "r1-tp8 fp8 mtp-1")
+PORTABLE = (
+    "r1-tp8 fp8 custom-rope", "r1-tp8 bf16 FULL_DECODE_ONLY", "r1-tp8 fp8 mtp-1",
+    "r1-tp8 fp8 ngram-3",
+)  # fmt: skip
 
 
 def main() -> None:
@@ -110,8 +113,9 @@ def run_arms(
 
 def portable_launches(asked: dict[str, Any]) -> dict[str, float]:
     """Launches of `engine_worker.KERNELS` in a decode step of `portable` with this job."""
-    # Each draft is a forward pass of its own, through a layer of the drafter.
-    layers, passes = asked["layers"] + asked["drafts"], 1 + asked["drafts"]
+    # Each draft of MTP is a forward pass of its own, through a layer of the drafter.
+    drafts = asked["drafts"] if asked["drafter"] == "mtp" else 0
+    layers, passes = asked["layers"] + drafts, 1 + drafts
     counts = {"prep_kernel": layers, "decode_kernel": layers, "reduce_kernel": layers}
     return {**counts, "plan_kernel": passes}
 
@@ -140,6 +144,11 @@ def tokens(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
         "k2-tp4 bf16 mtp-2": {
             "model": "k2-tp4", "cache": "auto", "drafts": 2, "capture": [3, 6, 12, 24, 48]
         },
+        "r1-tp8 bf16 mtp-3": {"cache": "auto", "drafts": 3, "capture": [4, 8, 16, 32, 64]},
+        "r1-tp8 fp8 ngram-3": {
+            "drafts": 3, "drafter": "ngram", "capture": [1, 2, 4, 8, 16, 32, 64]
+        },
+        "v2-lite fp8 V1": {"model": "v2-lite", "runner": "V1"},
     }  # fmt: skip
     results = run_arms(configurations, args)
     compared = [(name, "fused") for name in configurations]
@@ -161,7 +170,7 @@ def tokens(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
         layers, inside, outside = layers_of(fused)
         asked = job(**configurations[name])
         # The drafter has an MLA layer of its own.
-        expected = asked["layers"] + (asked["drafts"] > 0)
+        expected = asked["layers"] + (asked["drafts"] > 0 and asked["drafter"] == "mtp")
         if not layers == inside == expected or outside:
             judged = f"WRONG: fused {inside} of {layers} layers, {outside} outside; {judged}"
         title, found = name, ""

@@ -25,6 +25,8 @@ def start(options: dict[str, Any], variables: dict[str, str] | None = None) -> E
     # A graph from a cache would not meet the passes.
     environment = {"CUDA_VISIBLE_DEVICES": options["device"], "VLLM_DISABLE_COMPILE_CACHE": "1"}
     environment |= _NO_MULTICAST | (variables or {})
+    if options["runner"] == "V1":  # else vLLM chooses
+        environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     work = child.Job(
         workdir=folder,
         cache=f"{folder}/cache",
@@ -83,8 +85,10 @@ def run(options: dict[str, Any], seconds: float) -> dict[str, Any]:
 
 
 def devices(first: int, count: int) -> str:
-    """`count` GPUs, as CUDA_VISIBLE_DEVICES names them."""
-    return ",".join(map(str, range(first, first + count)))
+    """`count` of the GPUs that this process sees, as CUDA_VISIBLE_DEVICES of another names them."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = given.split(",") if given else list(map(str, range(first + count)))
+    return ",".join(names[first : first + count])
 
 
 def job(**changes: Any) -> dict[str, Any]:
@@ -99,6 +103,8 @@ def job(**changes: Any) -> dict[str, Any]:
         "capture": [1, 2, 4, 8, 16],
         "rope": "native",
         "drafts": 0,
+        "drafter": "mtp",
+        "runner": "",
         "seqs": 16,
         "max_len": 4096,
         "max_tokens": 2048,

@@ -200,8 +200,10 @@ def _configs(job: dict[str, Any]) -> dict[str, Any]:
         passes["fuse_aiter_qk_rope_kvcache_mla"] = True
         configs["additional_config"] = {"mla_fusion": OPTIONS[job["arm"]]}
     if job["drafts"]:
+        lookup = {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
         configs["speculative_config"] = {
-            "method": "mtp",
+            "method": job["drafter"],
             "num_speculative_tokens": job["drafts"],
+            **(lookup if job["drafter"] == "ngram" else {}),
         }
     return configs

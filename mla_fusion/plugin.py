@@ -394,7 +394,13 @@ def _on_every_rank() -> Iterator[None]:
         yield
     except Exception as error:  # noqa: BLE001 - raised again below
         failed = error
-    told = vllm_compat.gather(failed and f"{type(failed).__name__}: {failed}")
+    try:
+        told = vllm_compat.gather(failed and f"{type(failed).__name__}: {failed}")
+    except RuntimeError as error:  # the connection to it is closed
+        raise RuntimeError(
+            "a rank of this engine ended while mla_fusion prepared its kernels: the log of that "
+            "rank, or of the system if it was killed, says why"
+        ) from (failed or error)
     if failed:
         raise failed
     if errors := [f"rank {rank}: {error}" for rank, error in enumerate(told) if error]:

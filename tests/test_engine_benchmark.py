@@ -134,6 +134,12 @@ def test_data_parallel_engines_meet_and_their_requests_are_joined(monkeypatch):
     assert engine_jobs.run(asked | {"arm": "cat"}, 1.0) == {"error": "why"}
 
 
+@pytest.mark.parametrize(("visible", "named"), [("", "1,2"), ("4,5,7", "5,7")])
+def test_an_engine_gets_gpus_that_the_benchmark_may_use(monkeypatch, visible, named):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert engine_jobs.devices(1, 2) == named
+
+
 @pytest.mark.parametrize(("refreshes", "word"), [(2, "right"), (5, "WRONG: {")])
 def test_portable_is_a_row_of_its_own_and_must_refresh_once_a_pass(monkeypatch, refreshes, word):
     """Two passes, of four layers and of the drafter's: a refresh in each layer would be five."""

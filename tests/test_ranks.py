@@ -28,7 +28,7 @@ def work(rank, port, task, results):
 
 @pytest.fixture
 def on_two_ranks():
-    """on_two_ranks(task) -> [what task(rank) returned, or its error, for each rank]."""
+    """on_two_ranks(task) -> what task(0) returned, or its error."""
 
     def run(task):
         from vllm.utils.network_utils import get_open_port
@@ -38,26 +38,37 @@ def on_two_ranks():
         workers = [context.Process(target=work, args=(r, port, task, results)) for r in range(2)]
         for worker in workers:
             worker.start()
-        found = dict(results.get(timeout=120) for _ in workers)
+        rank, found = results.get(timeout=120)
         for worker in workers:
             worker.join(60)
-        return [found[0], found[1]]
+        assert rank == 0
+        return found
 
     return run
 
 
-def fail_on_the_second(rank):
+def fail_and_die_on_the_second(rank):
     assert vllm_compat.gather(rank) == [0, 1]
-    with plugin._on_every_rank():
-        if rank == 1:
-            raise ImportError("no module named triton")
-    return "started"
+    errors = []
+    for fault in ("fails", "dies"):
+        try:
+            with plugin._on_every_rank():
+                if rank == 1 and fault == "dies":
+                    os._exit(0)
+                if rank == 1:
+                    raise ImportError("no module named triton")
+        except Exception as error:  # noqa: BLE001 - the test reads it
+            errors.append(f"{type(error).__name__}: {error}")
+        if fault == "fails":
+            errors = vllm_compat.gather(errors.pop())
+    return errors
 
 
-def test_ranks_hear_of_each_other_and_an_error_of_one_ends_the_start_of_all(on_two_ranks):
-    first, second = on_two_ranks(fail_on_the_second)
+def test_an_error_or_the_end_of_one_rank_ends_the_start_of_all(on_two_ranks):
+    first, second, dead = on_two_ranks(fail_and_die_on_the_second)
     assert second == "ImportError: no module named triton"
     assert first == (
         "RuntimeError: mla_fusion could not prepare its kernels on rank 1: "
         "ImportError: no module named triton"
     )
+    assert dead.startswith("RuntimeError: a rank of this engine ended while mla_fusion prepared")
