@@ -100,16 +100,19 @@ def region_table(rows: list[Row]) -> list[str]:
 def complete_table(rows: list[Row]) -> list[str]:
     """GPU time of a step of whole models, and its change against vLLM's default."""
     arms = (*UNFUSED, *OURS)
-    head = ["vLLM", "KV cache", "context", "batch", *arms]
+    head = ["model", "vLLM", "KV cache", "context", "batch", *arms]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     points: dict[tuple[str, ...], dict[str, Row]] = {}
     for r in rows:
         cache = "bf16" if r["cache"] == "auto" else r["cache"]
-        points.setdefault((r["vllm"], cache, r["context"], r["batch"]), {})[r["arm"]] = r
+        point = r["model"], r["vllm"], cache, r["context"], r["batch"]
+        points.setdefault(point, {})[r["arm"]] = r
     for point, of_arms in points.items():
         cells = [f"{float(of_arms['default']['gpu_us']):.0f}"]
         for arm in arms[1:]:
-            row = of_arms[arm]
+            if not (row := of_arms.get(arm)):
+                cells.append("")
+                continue
             change = f"{float(row['gpu_change']):+.1f} %"
             cells.append(f"{float(row['gpu_us']):.0f} ({change})")
         lines.append(f"| {' | '.join((*point, *cells))} |")

@@ -270,6 +270,23 @@ class TestWhatItSwitchesOn:
         assert config.is_on(made)
         assert not made.compilation_config.pass_config.fuse_rope_kvcache_cat_mla
 
+    @pytest.mark.parametrize(("given", "became", "said"), [(True, True, 0), (False, True, 1)])
+    def test_vllms_own_fusion_may_be_on_by_default(
+        self, make, log, monkeypatch, given, became, said
+    ):
+        """As vllm#49142 makes it. It is then no prerequisite that this library sets, nor says."""
+        made = make(FLAG_ON, {"use_inductor_graph_partition": True})
+        passes = made.compilation_config.pass_config
+        passes.fuse_rope_kvcache_cat_mla = given
+        monkeypatch.setattr(type(current_platform), "is_cuda_alike", lambda self: True)
+        log.clear()
+        log.set_level(logging.DEBUG, logger="vllm.mla_fusion")
+        plugin._apply_decision(made)
+        assert passes.fuse_rope_kvcache_cat_mla is became and config.is_on(made)
+        lines = [r.getMessage() for r in log.records if r.name == "vllm.mla_fusion"]
+        assert len([line for line in lines if "fuse_rope_kvcache_cat_mla" in line]) == said
+        assert not warnings(log)
+
     def test_endpoints_of_the_operator_stay(self, make):
         made = make(FLAG_ON, {"compile_ranges_endpoints": [32]})
         assert {4, 32} <= set(made.compilation_config.compile_ranges_endpoints)
