@@ -448,12 +448,14 @@ def collect(vllm_config: Any) -> tuple[report.Report | None, bool]:
     The first rank stores it, or finds it if some rank compiled nothing.
     """
     path, first = report_path(vllm_config), vllm_compat.is_first_rank()
+    layers = vllm_config.compilation_config.static_forward_context
     made = report.take(
         config.read_options(vllm_config.additional_config).provider,
         config.decode_bucket(vllm_config),
         vllm_config.model_config.architecture,
         vllm_compat.versions(),
-        len(vllm_compat.mla_layers(vllm_config.compilation_config.static_forward_context)),
+        len(vllm_compat.mla_layers(layers)),
+        vllm_compat.other_layers(layers),
     )
     everyones = vllm_compat.gather(made)
     stored = None

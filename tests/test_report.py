@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from mla_fusion import report
+from mla_fusion.config import vllm_compat
 from mla_fusion.ops import Variant
 from mla_fusion.report import reasons
 from mla_fusion.report.ranks import merge
@@ -50,6 +51,30 @@ def test_one_line_for_each_decode_range(log):
     )
     cached = " (graphs from vLLM's compile cache)"
     assert said(log) == [("INFO", line + cached) for line in (FUSED, second)]
+
+
+def test_the_other_layers_of_a_hybrid_are_counted(log):
+    report.add(report.GraphRecord(1, 128, layers=2, fused=2))
+    stored = report.take("triton", 256, model_layers=2, others=14)
+    assert stored is not None and stored.lines()[-1] == "  14 layers without MLA, as they were"
+    report.publish(stored, "Ring", cached=False)
+    [(_, line)] = said(log)
+    assert line.endswith("2 of 2 MLA layers fused; prefill ranges untouched; 14 layers without MLA")
+
+
+def test_a_layer_with_a_state_that_is_not_mla_is_another(monkeypatch):
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    class Layer(AttentionLayerBase):
+        def get_attn_backend(self):
+            raise NotImplementedError
+
+        def get_kv_cache_spec(self, vllm_config):
+            raise NotImplementedError
+
+    layers = {"mla": Layer(), "linear": Layer(), "experts": object()}
+    monkeypatch.setattr(vllm_compat, "mla_layers", lambda all_: {"mla": all_["mla"]})
+    assert vllm_compat.other_layers(layers) == 1
 
 
 def test_nothing_fused_is_one_warning_with_reasons_and_help(log):

@@ -197,6 +197,14 @@ def mla_layers(layers: Mapping[str, Any]) -> dict[str, Any]:
     return {name: layer for name, layer in layers.items() if isinstance(layer, MLAAttention)}
 
 
+def other_layers(layers: Mapping[str, Any]) -> int:
+    """How many layers of vLLM's `static_forward_context` keep a state and are not MLA attention."""
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    stateful = {name for name, layer in layers.items() if isinstance(layer, AttentionLayerBase)}
+    return len(stateful - mla_layers(layers).keys())
+
+
 def current_layers() -> Mapping[str, Any]:
     """All layers of the model that runs or compiles, by name."""
     from vllm.forward_context import get_forward_context

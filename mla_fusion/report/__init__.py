@@ -23,7 +23,7 @@ from mla_fusion.report.layer_graph import LayerGraph
 from mla_fusion.report.reasons import Decline
 
 logger = logging.getLogger("vllm.mla_fusion")
-VERSION = 3  # of the stored format
+VERSION = 4  # of the stored format
 
 
 class FormatError(ValueError):
@@ -63,8 +63,9 @@ class RangeReport:
 class Report:
     """The report of an engine; `bucket` is the decode bucket in tokens.
 
-    `uncompiled` counts the MLA layers of the model that were in no graph. `ranks` counts the
-    workers; `differing` says what fused on those for which the rest does not hold.
+    `uncompiled` counts the MLA layers of the model that were in no graph, `others` its layers with
+    another attention, which a hybrid has between them. `ranks` counts the workers; `differing` says
+    what fused on those for which the rest does not hold.
     """
 
     provider: str
@@ -72,7 +73,8 @@ class Report:
     ranges: list[RangeReport]
     model: str = ""  # the architecture
     versions: dict[str, str] = field(default_factory=dict)  # of what compiled it
-    uncompiled: int = 0  # MLA layers in no graph
+    uncompiled: int = 0
+    others: int = 0
     ranks: int = 1
     differing: list[str] = field(default_factory=list)
     version: int = VERSION
@@ -106,6 +108,8 @@ class Report:
         if self.uncompiled:
             why = Decline("no-graph").explain()
             out.append(f"  outside any graph: {self.uncompiled} MLA layers: {why}")
+        if self.others:
+            out.append(f"  {self.others} layers without MLA, as they were")
         return out
 
 
@@ -128,10 +132,11 @@ def take(
     model: str = "",
     versions: dict[str, str] | None = None,
     model_layers: int = 0,
+    others: int = 0,
 ) -> Report | None:
     """The report of all graphs compiled since the last call; None if no pass ran.
 
-    `model_layers` counts the MLA layers of the model and of its draft head.
+    `model_layers` counts the MLA layers of the model and of its draft head, `others` the rest.
     """
     if not _records:
         return None
@@ -151,7 +156,7 @@ def take(
     seen = max(r.layers for r in ranges.values())
     uncompiled = max(model_layers - seen, 0)
     ordered = [ranges[key] for key in sorted(ranges)]
-    return Report(provider, bucket, ordered, model, versions or {}, uncompiled)
+    return Report(provider, bucket, ordered, model, versions or {}, uncompiled, others)
 
 
 def load(path: Path) -> Report:
@@ -247,6 +252,7 @@ def publish(report: Report | None, model: str, cached: bool) -> None:
         )
     else:
         note = f"; {report.uncompiled} in no graph [no-graph]" if report.uncompiled else ""
+        note += f"; {report.others} layers without MLA" if report.others else ""
         note += " (graphs from vLLM's compile cache)" if cached else ""
         for r in decode:
             logger.info("%s%s", _summary(r, report.ranks), note)
