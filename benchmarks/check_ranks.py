@@ -16,7 +16,10 @@ from __future__ import annotations
 import sys
 import time
 
+import torch
 from engine_jobs import devices, finish, job, start
+
+from mla_fusion.cli import bench
 
 SECONDS = 150  # an engine without a fault starts in 30 to 60
 # A fault -> what the console of the engine must say.
@@ -29,6 +32,9 @@ EXPECTED = {
 
 def main() -> None:
     """Start one engine after the other."""
+    print(bench.environment(), flush=True)
+    if (seen := torch.cuda.device_count()) < 2:
+        sys.exit(f"an engine of two ranks needs two GPUs, and torch sees {seen}")
     wrong = 0
     for fault, expected in EXPECTED.items():
         began = time.monotonic()

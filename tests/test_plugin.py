@@ -148,7 +148,9 @@ print("hash", made.compute_hash())
         setattr(given, config.FLAG, True)
         made = make(given)
         assert config.is_on(made)
-        assert made.compilation_config.pass_config.compute_hash() != PassConfig().compute_hash()
+        passes = made.compilation_config.pass_config
+        assert passes.compute_hash() != PassConfig().compute_hash()
+        assert f"{config.FLAG}=True" in repr(passes)  # as if it had been given
 
     @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, replace, dataclasses.replace])
     def test_it_survives_a_copy(self, make, copied):

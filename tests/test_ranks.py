@@ -1,15 +1,17 @@
 """Workers of one engine: each tells the others what fused, or that it cannot start.
 
-Two processes join vLLM's world group, as its workers do; they compile nothing. Whole engines with
-two ranks are in `tests/engine/test_engine.py`.
+In one test two processes join vLLM's world group, as its workers do; they compile nothing. In the
+others the second rank's answer is made up. Whole engines with two ranks are in
+`tests/engine/test_engine.py`.
 """
 
 import multiprocessing
 import os
+from types import SimpleNamespace
 
 import pytest
 
-from mla_fusion import plugin
+from mla_fusion import config, plugin, report
 from mla_fusion.config import vllm_compat
 
 
@@ -72,3 +74,59 @@ def test_an_error_or_the_end_of_one_rank_ends_the_start_of_all(on_two_ranks):
         "ImportError: no module named triton"
     )
     assert dead.startswith("RuntimeError: a rank of this engine ended while mla_fusion prepared")
+
+
+def compiled(fused):
+    """The report of a rank that compiled a graph with two layers."""
+    return report.Report("triton", 4, [report.RangeReport((1, 4), 2, fused)])
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(
+    ("own", "others", "stored", "found"),
+    [
+        ("own", "other", None, ("own", "other")),  # both compiled
+        ("own", None, "stored", ("own", "stored")),  # the other took its graphs from a warm cache
+        (None, "other", "stored", ("stored", "other")),
+        (None, None, "stored", None),  # both did
+        (None, None, None, None),
+        ("own", None, None, ("own",)),  # nobody knows what is in the other's cache
+    ],
+)
+def test_the_first_rank_stores_what_all_compiled(
+    monkeypatch, tmp_path, first, own, others, stored, found
+):
+    made = {"own": compiled(2), "other": compiled(1), "stored": compiled(0), None: None}
+    path, kept, asked = tmp_path / "report.json", [], []
+    monkeypatch.setattr(plugin, "report_path", lambda _: path)
+    monkeypatch.setattr(config, "decode_bucket", lambda _: 4)
+    monkeypatch.setattr(report, "take", lambda *_: made[own])
+    monkeypatch.setattr(report, "find", lambda at: asked.append(at) or made[stored])
+    monkeypatch.setattr(report, "store", lambda at, merged: kept.append((at, merged)))
+    monkeypatch.setattr(vllm_compat, "is_first_rank", lambda: first)
+
+    def gather(value):
+        """What this rank says and what the other one does; the first knows what is stored."""
+        if value is made[own] and not gather.called:
+            gather.called = True
+            return [value, made[others]]
+        assert value is (made[stored] if first else None)
+        return [made[stored], None]
+
+    gather.called = False
+    monkeypatch.setattr(vllm_compat, "gather", gather)
+    vllm_config = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context={}),
+        model_config=SimpleNamespace(architecture="V3"),
+        additional_config={},
+    )
+    merged, cached = plugin.collect(vllm_config)
+    assert asked == ([path] if first and None in (own, others) else [])
+    if found is None:
+        assert merged is made[stored] and cached is (stored is not None) and not kept
+        return
+    assert not cached and kept == ([(path, merged)] if first else [])
+    fused = [made[name].ranges[0].fused for name in found]
+    assert merged.ranks == len(found) and merged.ranges[0].fused == fused[0]
+    differs = [f"rank 1: {fused[1]} of 2"] if len(found) > 1 else []
+    assert [line[: len("rank 1: 0 of 2")] for line in merged.differing] == differs
