@@ -123,7 +123,7 @@ def make_plan(case: Case, cap: int = -1) -> PersistentDecodePlan:
         kv_dtype=case.dtype,
         device="cuda",
         max_split_per_batch=cap,
-        **plan_settings(case.heads, case.queries, case.dtype, "cuda"),
+        **plan_settings(case.heads, case.queries, case.dtype, WIDTH, "cuda"),
     )
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mla_fusion.attention.buffers import Companions, PlanBuffers
     from mla_fusion.attention.validate import Inputs
 
-LATENT, ENTRY = 512, 576
+LATENT, ENTRY = selection.LATENT, 576
 
 
 def persistent_mla_decode(

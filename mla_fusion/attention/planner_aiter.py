@@ -54,6 +54,9 @@ def _unsupported(settings: Settings) -> str:
     granularity = settings.kv_granularity
     if granularity & (granularity - 1):
         return f"AITER's planner takes a power of two as kv_granularity, got {granularity}"
+    latent = settings.v_head_dim
+    if latent != selection.LATENT:
+        return f"its persistent decode has kernels for latents of {selection.LATENT}, not {latent}"
     return _verdict(settings).unsupported
 
 

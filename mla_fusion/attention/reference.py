@@ -20,7 +20,7 @@ def require() -> None:
 
 
 def plan_settings(
-    num_heads: int, max_query_len: int, kv_dtype: torch.dtype, device: torch.device
+    num_heads: int, max_query_len: int, kv_dtype: torch.dtype, width: int, device: torch.device
 ) -> dict[str, int]:
     """Arguments of `PersistentDecodePlan.allocate` that suit this provider."""
     return {"workers": 8}  # one after another: any number is as fast

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from mla_fusion.attention.heads import HeadLayout
 
+LATENT = 512  # the output of all its kernels is this wide
 FP8_OF = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
 
 # (architecture, query and cache, heads of a work item) -> query lengths with a kernel; for bf16 on

@@ -22,6 +22,17 @@ if TYPE_CHECKING:
     from mla_fusion.attention.validate import Inputs
 
 WIDE_DTYPES = (torch.bfloat16, torch.float16)
+# Latent and rotated part of the kernel for Hopper. Its tiles in shared memory are powers of two
+# wide, two of them have to fit beside 64 query rows, and each pair was compiled and checked.
+HOPPER_WIDTHS = ((512, 64), (256, 64), (256, 32))
+SHARED_MEMORY = 227 * 1024  # bytes of a multiprocessor of Hopper
+# The widest that were compiled, in multiples of 16, the least depth of a matrix instruction.
+MOST_LATENTS, MOST_ROTATED = 1024, 128
+
+
+def power_of_two(size: int) -> int:
+    """`size`, or the next power of two."""
+    return 1 << (size - 1).bit_length()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,32 +73,39 @@ class Sparse:
     sink: torch.Tensor | None
 
 
-def choose(hopper: bool, rows: int, warp: int = 32) -> Config:
+def choose(hopper: bool, rows: int, latent: int, rope: int, warp: int = 32) -> Config:
     """The configuration for work items of `rows` query rows on a GPU with warps of `warp` threads.
 
-    Hopper's are measured; the others are the largest that compile for gfx942,
-    gfx950 and sm_90 without spilling registers inside the loop over tiles.
+    Hopper's are measured with 512 + 64; the others are the largest that compile for gfx942, gfx950
+    and sm_90 without spilling registers inside the loop over tiles. Only fp8 latents above 512
+    spill there on sm_90, whatever the tile.
     """
     if hopper:
         tile = 16 if rows <= 16 else 32 if rows <= 32 else 64
         return Config(True, tile, HOPPER_TILE, 4 if tile == 16 else 8)
-    if rows <= 16:
-        return Config(False, 16, 16, 4)
+    if rows <= 16 or power_of_two(latent) + power_of_two(rope) > 576:
+        return Config(False, 16, 16, 4 if latent <= 512 else 256 // warp)
     return Config(False, 32, 16, 256 // warp)
 
 
 def plan_settings(
-    num_heads: int, max_query_len: int, kv_dtype: torch.dtype, device: torch.device | str
+    num_heads: int,
+    max_query_len: int,
+    kv_dtype: torch.dtype,
+    width: int,
+    device: torch.device | str,
 ) -> dict[str, int]:
     """What to allocate a plan with for the kernel for Hopper: keywords of `allocate`.
 
-    Sequences are cut at tiles of 64 tokens. With fp8 and 16 query rows at most, two programs fit a
-    multiprocessor and hide each other's latency: at batch 64 and 8192 tokens that took 97 us, one
+    width: of a cache entry, L + R. Sequences are cut at tiles of 64 tokens. With 16 query rows at
+    most, two programs fit a multiprocessor if its shared memory holds their tiles, and hide each
+    other's latency: with fp8 and 512 + 64, at batch 64 and 8192 tokens, that took 97 us, one
     program 136 (before tiles were copied by the copy engine: 89 us with two, one was not measured).
     """
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     rows = layout(num_heads, max_query_len).per_work * max_query_len
-    programs = 2 if kv_dtype in FP8_DTYPES and rows <= 16 else 1
+    tiles = (2 * HOPPER_TILE + 16) * width * kv_dtype.itemsize  # two of keys, one of queries
+    programs = 2 if rows <= 16 and 2 * tiles <= SHARED_MEMORY else 1
     return {"workers": programs * processors, "kv_granularity": HOPPER_TILE, "overhead": 4}
 
 
@@ -97,7 +115,7 @@ def is_hopper(q: torch.Tensor, caches: list[torch.Tensor], latent: int) -> bool:
         return False
     strides = [stride for tensor in (q, *caches) for stride in tensor.stride()[:2]]
     return (
-        (latent, q.shape[2]) == (512, 576)
+        (latent, q.shape[2] - latent) in HOPPER_WIDTHS
         and all(cache.dtype == q.dtype for cache in caches)
         and not any(stride * q.itemsize % 16 for stride in strides)
         and not any(tensor.data_ptr() % 16 for tensor in (q, *caches))
@@ -110,9 +128,10 @@ def unsupported(q_dtype: torch.dtype, kv_dtype: torch.dtype, latent: int, rope: 
     Both are multiplied in one 16-bit type. Another pair of types would compile, and be rounded or
     overflow on the way there.
     """
-    for name, size in (("kv_lora_rank", latent), ("the rotated part", rope)):
-        if size < 16 or size & (size - 1):
-            return f"it needs {name} to be a power of two from 16 on, got {size}"
+    most = {"kv_lora_rank": (latent, MOST_LATENTS), "qk_rope_head_dim": (rope, MOST_ROTATED)}
+    for name, (size, limit) in most.items():
+        if size not in range(16, limit + 1, 16):
+            return f"it takes a {name} that is a multiple of 16 up to {limit}, not {size}"
     if kv_dtype == q_dtype and q_dtype in (*WIDE_DTYPES, *FP8_DTYPES):
         return ""
     if kv_dtype in FP8_DTYPES and q_dtype in WIDE_DTYPES:
@@ -149,7 +168,8 @@ def launch(given: Inputs, sparse: Sparse | None = None, config: Config | None = 
     if config is None:
         caches = [given.kv_cache, *([] if sparse is None else [sparse.extra.kv_cache])]
         hopper = is_hopper(given.q, caches, settings.v_head_dim)
-        config = choose(hopper, rows, 64 if torch.version.hip else 32)
+        widths = settings.v_head_dim, given.q.shape[2] - settings.v_head_dim
+        config = choose(hopper, rows, *widths, 64 if torch.version.hip else 32)
     kernel: Any = triton_kernels.decode_kernel
     if config.hopper:
         from mla_fusion.attention import hopper_kernel
@@ -160,7 +180,7 @@ def launch(given: Inputs, sparse: Sparse | None = None, config: Config | None = 
     assert plan.step is not None, "the caller has refreshed the plan"
     tiles = plan.step.batch * plan.fold
     args, options = reduce_arguments(plan, tiles, given.out, given.lse, sparse)
-    grid = (tiles, -(-rows // options["ROWS"]), settings.v_head_dim // options["COLUMNS"])
+    grid = (tiles, -(-rows // options["ROWS"]), -(-settings.v_head_dim // options["COLUMNS"]))
     triton_kernels.reduce_kernel[grid](*args, **options)
     plan.fresh = False
 
@@ -216,7 +236,8 @@ def decode_arguments(
         import triton.language as tl
 
         half = torch.float16 in (q.dtype, kv_cache.dtype)
-        options |= {"DOT": tl.float16 if half else tl.bfloat16, "num_stages": 1}
+        padded = {f"{name}_PAD": power_of_two(options[name]) for name in ("L", "R")}
+        options |= {"DOT": tl.float16 if half else tl.bfloat16, "num_stages": 1, **padded}
     return args, options
 
 
@@ -299,7 +320,7 @@ def reduce_arguments(
         "FOLD": plan.fold,
         "ROWS": rows,
         "PIECES": pieces,
-        "COLUMNS": min(columns, latent),
+        "COLUMNS": min(columns, power_of_two(latent)),
         "LSE": lse is not None,
         "PDL": pdl,
         "num_warps": 4,

@@ -5,6 +5,9 @@ one sequence, with an online softmax in base 2 and fp32 sums. Tiles start at mul
 BLOCK_N of the sequence, so that a tile lies in one page where pages are multiples of tiles.
 
 Scores and output are transposed, tokens by rows and latents by rows, as `hopper_kernel.py` says.
+
+A range of Triton's is a power of two long. Other widths are padded: L_PAD and R_PAD are those
+ranges, and `within` masks what lies beyond L and R.
 """
 
 from __future__ import annotations
@@ -41,6 +44,14 @@ class Source(NamedTuple):
     pointer: Any
     table: Any
     block_stride: Any
+
+
+@triton.jit
+def within(mask, column, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """`mask` without columns from WIDTH on, of which a range up to PADDED has some."""
+    if PADDED > WIDTH:
+        mask &= column < WIDTH
+    return mask
 
 
 @triton.jit
@@ -111,11 +122,11 @@ def softmax_step(s, seen, scale, peak, total):
 @triton.jit
 def store_item(
     acc, peak, total, value_scale, item, row, heads, sink_ptr, out_ptr, lse_ptr, partial_ptr,
-    partial_lse_ptr, out_stride_t, out_stride_h, L: tl.constexpr, HEADS: tl.constexpr,
-    SINK: tl.constexpr, LSE: tl.constexpr,
+    partial_lse_ptr, out_stride_t, out_stride_h, L: tl.constexpr, L_PAD: tl.constexpr,
+    HEADS: tl.constexpr, SINK: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
     """Normalize the sums and write them: to the output, or to partial rows for a piece."""
-    latent = tl.arange(0, L)
+    latent = tl.arange(0, L_PAD)
     head, real, partial = item.head, item.real, item.partial
     divisor = tl.sum(total, 0)
     lse = tl.where(divisor > 0.0, (peak + tl.log2(divisor)) * LN2, float("-inf"))
@@ -126,13 +137,15 @@ def store_item(
     if partial < 0:
         final = out_ptr + item.token * out_stride_t + head * out_stride_h
         final = final[None, :] + latent[:, None]
-        tl.store(final, output.to(out_ptr.dtype.element_ty), mask=real[None, :])
+        wanted = within(real[None, :], latent[:, None], L, L_PAD)
+        tl.store(final, output.to(out_ptr.dtype.element_ty), mask=wanted)
         if LSE:
             tl.store(lse_ptr + item.token * heads + head, lse, mask=real)
     else:
         at_partial = partial.to(tl.int64) * HEADS + row
         piece = partial_ptr + at_partial * L
-        tl.store(piece[None, :] + latent[:, None], output, mask=real[None, :])
+        wanted = within(real[None, :], latent[:, None], L, L_PAD)
+        tl.store(piece[None, :] + latent[:, None], output, mask=wanted)
         tl.store(partial_lse_ptr + at_partial, lse, mask=real)
 
 
@@ -145,8 +158,9 @@ def decode_kernel(
     out_stride_h, table_stride, block_stride, extra_table_stride, extra_block_stride,
     ENTRY: tl.constexpr, PAGE: tl.constexpr, EXTRA_ENTRY: tl.constexpr, EXTRA_PAGE: tl.constexpr,
     FIRST: tl.constexpr, SPARSE: tl.constexpr, SINK: tl.constexpr, L: tl.constexpr,
-    R: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr, LSE: tl.constexpr, DOT: tl.constexpr,
+    R: tl.constexpr, L_PAD: tl.constexpr, R_PAD: tl.constexpr, HEADS: tl.constexpr,
+    FOLD: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, LSE: tl.constexpr,
+    DOT: tl.constexpr,
 ):  # fmt: skip
     """One worker (program 0) and one block of ROWS query rows (program 1).
 
@@ -168,8 +182,8 @@ def decode_kernel(
         scale *= value_scale
     first_row = tl.program_id(1) * ROWS
     row = first_row + tl.arange(0, ROWS)
-    latent = tl.arange(0, L)
-    rope = L + tl.arange(0, R)
+    latent = tl.arange(0, L_PAD)
+    rope = L + tl.arange(0, R_PAD)
     for work in range(
         tl.load(work_indptr_ptr + tl.program_id(0)), tl.load(work_indptr_ptr + tl.program_id(0) + 1)
     ):
@@ -185,23 +199,27 @@ def decode_kernel(
 
         query = q_ptr + item.token * q_stride_t + item.head * q_stride_h
         real = item.real[None, :]
-        q_latent = tl.load(query[None, :] + latent[:, None], mask=real, other=0.0)
-        q_rope = tl.load(query[None, :] + rope[:, None], mask=real, other=0.0)
+        is_latent = within(real, latent[:, None], L, L_PAD)
+        is_rope = within(real, rope[:, None], L + R, L + R_PAD)
+        q_latent = tl.load(query[None, :] + latent[:, None], mask=is_latent, other=0.0)
+        q_rope = tl.load(query[None, :] + rope[:, None], mask=is_rope, other=0.0)
         q_latent = q_latent.to(DOT)
         q_rope = q_rope.to(DOT)
         # Row i of n sees tokens up to n - 1 - i before the end of the sequence.
         limit = tl.minimum(item.end, item.end + item.after - (item.count - 1 - row // HEADS))
         peak = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_N, ROWS], tl.float32)
-        acc = tl.zeros([L, ROWS], tl.float32)
+        acc = tl.zeros([L_PAD, ROWS], tl.float32)
         for tile in tl.range(item.begin // BLOCK_N, stop):
             at = tile * BLOCK_N + tl.arange(0, BLOCK_N)
             entry, wanted = tile_entries(
                 tile, at, item, source, extra, first_lens_ptr, ENTRY, PAGE, EXTRA_ENTRY,
                 EXTRA_PAGE, FIRST, SPARSE, BLOCK_N,
             )  # fmt: skip
-            key = tl.load(entry[:, None] + latent[None, :], mask=wanted[:, None], other=0.0)
-            key_rope = tl.load(entry[:, None] + rope[None, :], mask=wanted[:, None], other=0.0)
+            of_key = within(wanted[:, None], latent[None, :], L, L_PAD)
+            of_rope = within(wanted[:, None], rope[None, :], L + R, L + R_PAD)
+            key = tl.load(entry[:, None] + latent[None, :], mask=of_key, other=0.0)
+            key_rope = tl.load(entry[:, None] + rope[None, :], mask=of_rope, other=0.0)
             key = key.to(DOT)
             s = tl.dot(key, q_latent)
             s = tl.dot(key_rope.to(DOT), q_rope, s)
@@ -210,7 +228,7 @@ def decode_kernel(
             acc = tl.dot(tl.trans(key), p.to(DOT), acc * decay[None, :])
         store_item(
             acc, peak, total, value_scale, item, row, heads, sink_ptr, out_ptr, lse_ptr,
-            partial_ptr, partial_lse_ptr, out_stride_t, out_stride_h, L, HEADS, SINK, LSE,
+            partial_ptr, partial_lse_ptr, out_stride_t, out_stride_h, L, L_PAD, HEADS, SINK, LSE,
         )  # fmt: skip
 
 
@@ -237,12 +255,13 @@ def reduce_kernel(
     """Merge the pieces of tile `program 0`: ROWS query rows from ROWS * `program 1` on.
 
     out = sum_i exp(lse_i - lse) out_i with lse = log sum_i exp(lse_i), over PIECES pieces at once
-    and for COLUMNS latents (program 2). The decode kernel writes tiles that were not split. PDL:
-    the launch precedes the end of the decode kernel, which has waited for the plan; this kernel
-    waits for the decode before it reads anything else.
+    and for COLUMNS latents (program 2; the last one may have fewer). The decode kernel writes tiles
+    that were not split. PDL: the launch precedes the end of the decode kernel, which has waited for
+    the plan; this kernel waits for the decode before it reads anything else.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+    PADDED: tl.constexpr = (L + COLUMNS - 1) // COLUMNS * COLUMNS
     tile = tl.program_id(0)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
@@ -268,14 +287,16 @@ def reduce_kernel(
         wanted = (piece < last)[:, None] & real[None, :]
         lse = tl.load(partial_lse_ptr + at, mask=wanted, other=float("-inf")) * LOG2E
         values = partial_ptr + at[:, :, None] * L + column[None, None, :]
-        part = tl.load(values, mask=wanted[:, :, None], other=0.0)
+        of_piece = within(wanted[:, :, None], column[None, None, :], L, PADDED)
+        part = tl.load(values, mask=of_piece, other=0.0)
         peak, total, acc = merge_step(lse, part, peak, total, acc)
     lse = tl.where(total > 0.0, (peak + tl.log2(total)) * LN2, float("-inf"))
     if SINK:
         total += tl.exp2(tl.load(sink_ptr + head, mask=real, other=0.0) * LOG2E - peak)
     acc *= tl.where(lse > float("-inf"), 1.0 / total, 0.0)[:, None]
     final = out_ptr + token * out_stride_t + head * out_stride_h
-    tl.store(final[:, None] + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=real[:, None])
+    of_row = within(real[:, None], column[None, :], L, PADDED)
+    tl.store(final[:, None] + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=of_row)
     if LSE:  # noqa: SIM102 (known when compiled; the other one is not)
         if tl.program_id(2) == 0:
             tl.store(lse_ptr + token * heads + head, lse, mask=real)

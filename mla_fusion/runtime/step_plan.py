@@ -138,12 +138,13 @@ def attach(layers: Mapping[str, Any], provider: str, vllm_config: Any) -> None:
         if key not in plans:
             executor = attention.get_provider(attention.portable_provider(device))
             rows = 1 + config.draft_tokens(vllm_config)
+            width = layer.kv_lora_rank + layer.qk_rope_head_dim
             plan = attention.PersistentDecodePlan.allocate(
                 max_batch=vllm_config.scheduler_config.max_num_seqs,
                 max_query_len=rows,
                 planner="portable",
                 **shape,
-                **executor.plan_settings(layer.num_heads, rows, shape["kv_dtype"], device),
+                **executor.plan_settings(layer.num_heads, rows, shape["kv_dtype"], width, device),
             )
             plans[key] = StepPlan(plan, activation)
         setattr(layer, ATTRIBUTE, plans[key])

@@ -131,7 +131,9 @@ DECODE_RULES = [
          hostile=Use(decode=lambda a: {"kv_cache": a["kv_cache"].unsqueeze(2)})),
     Rule("entry-width", "heads and entries are 576 wide", ABORTS,
          words="heads and entries are 576 wide", refused="AITER decodes entries of 576",
-         direct=lambda a: {"q": a["q"][..., :512]}, hostile=Use({"v_head_dim": 256})),
+         direct=lambda a: {"q": a["q"][..., :512]},
+         hostile=Use(decode=lambda a: {n: a[n][..., :544].contiguous()
+                                       for n in ("q", "kv_cache")})),
     Rule("logit-cap", "logits are not capped", ABORTS, words="logit_cap is not supported",
          direct=lambda a: {"logit_cap": 30.0}, hostile=Use()),
     # Kernels that do not exist.

@@ -58,6 +58,39 @@ def test_dense(name):
     same_lse(lse, want_lse)
 
 
+WIDTHS = [
+    (256, 64, BF16), (256, 64, FN), (256, 32, FN), (320, 64, BF16), (80, 48, FN), (640, 96, BF16)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("latent, rope, dtype", WIDTHS)
+def test_widths(latent, rope, dtype):
+    """Also those that are no powers of two; sequences are split, so the reduction runs too."""
+    rows, lens = [2, 1], [70, 33]
+    given = decodes.arguments(
+        rows, lens, 32, num_heads=16, q_dtype=dtype, kv_dtype=dtype, workers=3, overhead=1,
+        v_head_dim=latent, rope=rope,
+    )  # fmt: skip
+    assert given["plan"].reduce_indptr[-1] > 0
+    want, want_lse = decodes.definition(given, rows, lens)
+    # The neighbours of a row and of a partial row are not its columns.
+    wide = torch.full((*want.shape[:2], latent + 16), torch.nan, dtype=BF16)
+    out = wide[..., :latent]
+    _, lse = persistent_mla_decode(**given, out=out, return_lse=True, provider="triton")
+    assert distance(out, want) <= TOLERANCE
+    assert wide[..., latent:].isnan().all()
+    same_lse(lse, want_lse)
+
+
+@pytest.mark.parametrize("latent, rope", [(512, 128), (1024, 128)])
+def test_wide_latents(latent, rope):
+    given = decodes.arguments([1], [40], 16, num_heads=16, workers=2, v_head_dim=latent, rope=rope)
+    want, _ = decodes.definition(given, [1], [40])
+    out = torch.full(want.shape, torch.nan, dtype=BF16)
+    persistent_mla_decode(**given, out=out, provider="triton")
+    assert distance(out, want) <= TOLERANCE
+
+
 def lists(kind, width, tokens, generator):
     """Index rows of slots 0 ... 39."""
     rows = torch.randint(0, 40, (tokens, width), generator=generator).int()

@@ -214,6 +214,7 @@ class TestAuto:
             ({"max_query_len": 5}, "queries of 5"),
             ({"workers": 8}, "only the portable planner takes workers"),
             ({"kv_granularity": 24}, "power of two as kv_granularity, got 24"),
+            ({"v_head_dim": 256}, "kernels for latents of 512, not 256"),
         ],
     )
     def test_portable_with_the_reason(self, use, changes, reason):

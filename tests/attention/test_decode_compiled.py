@@ -20,19 +20,26 @@ def meta(*shape, dtype):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def decode_arguments(config, heads, dtype, *, page=64, columns=128, sparse=False):
-    """Launch arguments for DeepSeek's widths and a block table of `columns` columns."""
+DEEPSEEK = (512, 64)
+MISTRAL_SMALL = (256, 64)
+
+
+def decode_arguments(
+    config, heads, dtype, *, page=64, columns=128, sparse=False, widths=DEEPSEEK, kv_dtype=None
+):
+    """Launch arguments for a latent and a rotated part, and a block table of `columns` columns."""
     i32, f32 = torch.int32, torch.float32
-    scope = Scope(meta(99, page, 576, dtype=dtype), meta(8, columns, dtype=i32))
+    latent, width, kv_dtype = widths[0], sum(widths), kv_dtype or dtype
+    scope = Scope(meta(99, page, width, dtype=kv_dtype), meta(8, columns, dtype=i32))
     given = Inputs(
-        meta(8, heads, 576, dtype=dtype),
+        meta(8, heads, width, dtype=dtype),
         scope.kv_cache,
-        plan_for(num_heads=heads, q_dtype=dtype, kv_dtype=dtype),
+        plan_for(num_heads=heads, q_dtype=dtype, kv_dtype=kv_dtype, v_head_dim=latent),
         scope.table,
         0.1,
         meta(1, dtype=f32),
         meta(1, dtype=f32),
-        meta(8, heads, 512, dtype=BF16),
+        meta(8, heads, latent, dtype=BF16),
         meta(8, heads, dtype=f32),
     )
     scopes = Sparse(scope, 128, meta(8, dtype=i32), meta(heads, dtype=f32)) if sparse else None
@@ -45,9 +52,9 @@ def decode_kernel(config):
 
 
 @functools.cache
-def decode_report(target, config, heads, dtype, *, page=64, sparse=False, maxnreg=None):
+def decode_report(target, config, heads, dtype, *, maxnreg=None, **shape):
     """Report of one decode kernel, compiled and disassembled once for all tests."""
-    args, options = decode_arguments(config, heads, dtype, page=page, sparse=sparse)
+    args, options = decode_arguments(config, heads, dtype, **shape)
     options |= {"maxnreg": maxnreg}
     return compile_report(target, decode_kernel(config), args, options)
 
@@ -56,7 +63,7 @@ def decode_report(target, config, heads, dtype, *, page=64, sparse=False, maxnre
 @pytest.mark.parametrize("hopper", [False, True], ids=["portable", "hopper"])
 def test_the_width_of_the_table_is_no_variant(hopper, sparse):
     """The warm-up runs with a table of one column; no request may compile another kernel."""
-    config = provider.choose(hopper, 16)
+    config = provider.choose(hopper, 16, *DEEPSEEK)
     variants = []
     for columns in (1, 3, 64):
         args, options = decode_arguments(config, 16, BF16, columns=columns, sparse=sparse)
@@ -70,7 +77,7 @@ def test_the_width_of_the_table_is_no_variant(hopper, sparse):
 @pytest.mark.parametrize("target", FP8)
 def test_portable_kernel(target, heads, sparse):
     warp = 64 if target.startswith("gfx") else 32
-    config = provider.choose(False, heads, warp)
+    config = provider.choose(False, heads, *DEEPSEEK, warp)
     for dtype in (BF16, FP8[target]):
         result = decode_report(target, config, heads, dtype, sparse=sparse)
         assert result.hot_spills == 0, result
@@ -83,10 +90,54 @@ def test_portable_kernel(target, heads, sparse):
         assert result.wide_loads > 0, result
 
 
+@pytest.mark.parametrize("target", FP8)
+@pytest.mark.parametrize(
+    "latent, rope, heads, is_fp8",
+    [
+        (*MISTRAL_SMALL, 16, True),
+        (*MISTRAL_SMALL, 64, False),
+        *(pytest.param(*shape, marks=pytest.mark.nightly) for shape in [
+            (256, 32, 16, True), (320, 64, 16, False), (320, 64, 64, False), (512, 128, 64, True),
+            (640, 96, 16, False), (1024, 128, 16, False), (1024, 128, 64, False),
+        ]),
+    ],
+)  # fmt: skip
+def test_portable_kernel_of_other_widths(target, latent, rope, heads, is_fp8):
+    dtype = FP8[target] if is_fp8 else BF16
+    config = provider.choose(False, heads, latent, rope, 64 if target.startswith("gfx") else 32)
+    result = decode_report(target, config, heads, dtype, widths=(latent, rope))
+    assert result.hot_spills == 0 and result.memory_spills == 0, result
+    assert result.shared <= LDS[target] and result.wide_loads > 0, result
+    kind = "v_mfma" if target.startswith("gfx") else "H"
+    assert any(name.startswith(kind) for name in result.matrix), result
+
+
+@pytest.mark.parametrize("dtype", [BF16, FN], ids=["bf16", "fp8"])
+@pytest.mark.parametrize(
+    "widths, heads",
+    [
+        (MISTRAL_SMALL, 16),
+        *(pytest.param(widths, heads, marks=pytest.mark.nightly)
+          for widths, heads in [(MISTRAL_SMALL, 32), (MISTRAL_SMALL, 64), ((256, 32), 16),
+                                ((256, 32), 64)]),
+    ],
+)  # fmt: skip
+def test_hopper_kernel_of_other_widths(widths, heads, dtype):
+    assert widths in provider.HOPPER_WIDTHS
+    config = provider.choose(True, heads, *widths)
+    result = decode_report("sm_90", config, heads, dtype, widths=widths)
+    assert result.hot_spills == 0 and "HGMMA" in result.matrix and result.bulk_copies > 0, result
+    assert ("QGMMA" in result.matrix) == (dtype == FN), result
+    # Two programs fit a multiprocessor, as `plan_settings` has it.
+    programs = 2 if heads == 16 else 1
+    assert programs * (result.shared + 1024) <= provider.SHARED_MEMORY + 1024, result
+    assert programs * result.registers * 32 * config.warps <= 65536, result
+
+
 @pytest.mark.parametrize("dtype", [BF16, FN], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("heads", [16, 32, 64])
 def test_hopper_kernel(heads, dtype):
-    config = provider.choose(True, heads)
+    config = provider.choose(True, heads, *DEEPSEEK)
     for options in ({"page": 64}, {"page": 1}, {"sparse": True})[: 1 if heads == 32 else 3]:
         result = decode_report("sm_90", config, heads, dtype, **options)
         assert result.hot_spills == 0, (options, result)
@@ -106,7 +157,7 @@ def test_hopper_kernel(heads, dtype):
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
 def test_only_the_plan_is_read_before_the_kernel_in_front_has_ended(sparse, heads, dtype):
     """Queries, keys, tables and scales may be what the kernel in front writes."""
-    config = provider.choose(True, heads)
+    config = provider.choose(True, heads, *DEEPSEEK)
     order = decode_report("sm_90", config, heads, dtype, sparse=sparse).order
     # At once if the plan is fresh; then, for each work item, after the reads of the plan: two
     # numbers of work_indptr, seven of work_info_set, qo_indptr and kv_indptr.
@@ -143,6 +194,6 @@ def test_reduction(target, heads, tiles):
 
 def test_hot_spills_are_seen():
     """The reader bites: with 64 registers the loop over tiles has to spill."""
-    config = provider.choose(False, 16, 32)
+    config = provider.choose(False, 16, *DEEPSEEK)
     result = decode_report("sm_90", config, 16, BF16, maxnreg=64)
     assert result.hot_spills > 0, result

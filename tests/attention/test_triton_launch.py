@@ -16,20 +16,44 @@ from tests.attention.decodes import BF16, FN, plan_for, refresh
 
 
 @pytest.mark.parametrize(
-    ("heads", "rows", "dtype", "programs"),
+    ("heads", "rows", "dtype", "width", "programs"),
     [
-        (16, 1, BF16, 1),
-        (16, 1, FN, 2),
-        (8, 1, FN, 2),
-        (128, 1, FN, 1),
+        (16, 1, BF16, 512 + 64, 1),
+        (16, 1, FN, 512 + 64, 2),
+        (8, 1, FN, 512 + 64, 2),
+        (128, 1, FN, 512 + 64, 1),
         # With drafts a program has 32 query rows or more, and fills a multiprocessor.
-        (16, 2, FN, 1),
+        (16, 2, FN, 512 + 64, 1),
+        # Two programs where shared memory holds the tiles of both.
+        (16, 1, BF16, 256 + 64, 2),
+        (16, 2, BF16, 256 + 64, 1),
+        (16, 1, BF16, 384 + 64, 1),
+        (16, 1, FN, 1024 + 128, 1),
     ],
 )
-def test_workers(monkeypatch, heads, rows, dtype, programs):
+def test_workers(monkeypatch, heads, rows, dtype, width, programs):
     properties = SimpleNamespace(multi_processor_count=10)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    assert provider.plan_settings(heads, rows, dtype, "cuda")["workers"] == 10 * programs
+    assert provider.plan_settings(heads, rows, dtype, width, "cuda")["workers"] == 10 * programs
+
+
+@pytest.mark.parametrize(
+    "latent, rope, taken",
+    [
+        (512, 64, True), (256, 64, True), (256, 32, True),
+        # Tiles that are no power of two wide, or too wide beside 64 query rows.
+        (320, 64, False), (576, 64, False), (512, 128, False), (1024, 64, False),
+    ],
+)  # fmt: skip
+def test_the_kernel_for_hopper_is_for_some_widths(monkeypatch, latent, rope, taken):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    width = latent + rope
+    q = SimpleNamespace(
+        is_cuda=True, device="cuda", dtype=BF16, itemsize=2, shape=(8, 16, width),
+        stride=lambda: (16 * width, width, 1), data_ptr=lambda: 0,
+    )  # fmt: skip
+    assert provider.is_hopper(q, [q], latent) is taken  # type: ignore[arg-type, list-item]
+    assert not provider.unsupported(BF16, BF16, latent, rope)
 
 
 def cache(blocks, page, block_rows=0, dtype=BF16):
@@ -105,6 +129,6 @@ def test_the_first_decode_of_a_refreshed_plan_waits_for_it(monkeypatch):
     monkeypatch.setattr(triton_kernels, "reduce_kernel", Launches())
     plan = plan_for(num_heads=16)
     for refreshed in (True, False, False) * 2:
-        launch(plan, 4, provider.choose(True, 16), refreshed)
+        launch(plan, 4, provider.choose(True, 16, 512, 64), refreshed)
     fresh = [arguments[place] for arguments in decodes.arguments]
     assert fresh == [1, 0, 0, 1, 0, 0]
