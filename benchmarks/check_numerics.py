@@ -30,6 +30,15 @@ from mla_fusion.kernels.dispatch import Plan
 from mla_fusion.kernels.inputs import Inputs
 
 reference = get_provider("reference")
+DEEPSEEK = {"nope": 128, "rope": 64, "latent": 512, "block_size": 64}
+# Widths of other models, and what no model has.
+OTHER_WIDTHS = {
+    "Mistral-Small-4": {"nope": 64, "rope": 64, "latent": 256},
+    "MiniCPM3": {"nope": 64, "rope": 32, "latent": 256, "neox": True},
+    "192 + 64, 512": {"nope": 192, "rope": 64, "latent": 512},
+    "128 + 96, 320": {"nope": 128, "rope": 96, "latent": 320},
+    "256 + 128, 1024": {"nope": 256, "rope": 128, "latent": 1024},
+}
 FN, BF16, FP16 = torch.float8_e4m3fn, torch.bfloat16, torch.float16
 
 
@@ -63,7 +72,7 @@ def check(name: str, case: cases.Case, plan: Plan | None = None) -> None:
 
 def shapes() -> None:
     """Real shapes with the measured plans, and every option on small ones."""
-    real = cases.Case(nope=128, rope=64, latent=512, block_size=64)
+    real = cases.Case(**DEEPSEEK)
     for seed, (tokens, heads) in enumerate(
         [(1, 8), (1, 16), (1, 128), (3, 16), (16, 32), (17, 16), (33, 64), (64, 128), (100, 16),
          (128, 128), (200, 8), (256, 16), (512, 16), (512, 128), (1000, 16)]
@@ -82,7 +91,6 @@ def shapes() -> None:
         "fp32": {"act": torch.float32, "kv": torch.float32, "query": torch.float32},
         "strided": {"strided": True, "neox": True},
         "misaligned": {"strided": True, "gap": 3},
-        "P=192": {"nope": 192},
         "odd": {"nope": 24, "rope": 12, "latent": 40, "block_size": 3},
         "padded": {"padded": tuple(range(0, 40, 3))},
         "all padded": {"padded": tuple(range(40))},
@@ -101,9 +109,27 @@ def shapes() -> None:
         check(f"plan {name} bf16", dataclasses.replace(case, kv=BF16, query=BF16), plan)
 
 
+def widths() -> None:
+    """Other widths, with the plans that are chosen for them, and with large tiles."""
+    large = Plan(block_m=64, block_n=256, m_tiles=4, rope_rows=256, cache_tokens=16, num_warps=8)
+    batches = [(1, 16), (17, 32), (64, 16), (256, 8), (512, 32)]
+    targets = ({"kv": kv, "query": kv} for kv in (FN, BF16))
+    for target, (name, fields) in itertools.product(targets, OTHER_WIDTHS.items()):
+        for seed, (tokens, heads) in enumerate(batches):
+            padded = (0, tokens - 1) if tokens > 1 else ()
+            case = cases.Case(
+                **DEEPSEEK | fields | target, tokens=tokens, heads=heads, seed=seed, padded=padded
+            )
+            of = f"{name} T={tokens} H={heads} {str(case.kv)[6:]}"
+            check(of, case)
+            if tokens == 256:
+                check(f"{of}, large tiles", case, large)
+                check(f"{of}, split", case, Plan(mode="split"))
+
+
 def extremes() -> None:
     """Saturation, NaN, no tokens, and a cache of more than 2^31 elements."""
-    case = cases.Case(nope=128, rope=64, latent=512, block_size=64, padded=(), tokens=3)
+    case = cases.Case(**DEEPSEEK, padded=(), tokens=3)
     call = cases.build(case, "cuda")
     q, kv_c = call.inputs.q, call.inputs.kv_c
     q[0], q[1, 0, 0], q[1, 1, -1] = 1e6, torch.nan, torch.nan
@@ -136,12 +162,10 @@ def extremes() -> None:
 
 def graphs() -> None:
     """Capture at both ends of the bucket after a warm-up, replay with changed inputs."""
-    case = cases.Case(nope=128, rope=64, latent=512, block_size=64, heads=16, padded=())
-    for kv in (FN, BF16):
-        ends = [
-            cases.build(dataclasses.replace(case, tokens=tokens, kv=kv, query=kv), "cuda")
-            for tokens in (1, 512)
-        ]
+    shapes = [DEEPSEEK, DEEPSEEK | OTHER_WIDTHS["Mistral-Small-4"]]
+    for kv, shape in itertools.product((FN, BF16), shapes):
+        case = cases.Case(**shape, heads=16, padded=(), kv=kv, query=kv)
+        ends = [cases.build(dataclasses.replace(case, tokens=n), "cuda") for n in (1, 512)]
         started, lines = time.perf_counter(), []
         provider.warmup(cases.padded(ends[1]), 512, progress=lines.append)
         seconds = time.perf_counter() - started
@@ -179,8 +203,10 @@ def graphs() -> None:
 
 def programmatic_launch() -> None:
     """A producer, the region and a consumer, many times in one graph: nothing is read too early."""
-    case = cases.Case(nope=128, rope=64, latent=512, block_size=64, heads=16, tokens=8, padded=())
-    plans = {dispatch.choose(8, 16, True, dispatch.device_table(torch.device("cuda", 0)))}
+    case = cases.Case(**DEEPSEEK, heads=16, tokens=8, padded=())
+    device = torch.device("cuda", 0)
+    widths = provider.widths_of(cases.build(case).inputs)
+    plans = {dispatch.choose(8, 16, True, widths, dispatch.device_table(device))}
     for plan in plans | {Plan(pdl=True), Plan(block_m=1, block_n=32, num_warps=2, pdl=True)}:
         layers = [cases.build(dataclasses.replace(case, seed=seed), "cuda") for seed in range(40)]
         shared = torch.empty_like(layers[0].inputs.q)
@@ -216,6 +242,7 @@ def main() -> None:
     reference.absorb = absorb
     print(torch.cuda.get_device_name(), torch.__version__)
     shapes()
+    widths()
     extremes()
     graphs()
     programmatic_launch()

@@ -3,6 +3,7 @@
 
     python benchmarks/tune_dispatch.py --csv benchmarks/results/tune.csv --table dispatch.csv
 
+Rows of other devices and other widths that the table has stay.
 For every shape a first round measures tile shapes, a second one varies the rest of the best plan.
 A plan whose output does not agree with the reference is counted as bad and never chosen.
 """
@@ -25,7 +26,7 @@ import torch
 
 from mla_fusion.cli import bench_region
 from mla_fusion.kernels import triton as provider
-from mla_fusion.kernels.dispatch import Plan
+from mla_fusion.kernels.dispatch import Plan, Widths
 
 TOKENS = (1, 8, 32, 64, 128, 256, 512)
 HEADS = (8, 16, 32, 64, 128)
@@ -48,7 +49,7 @@ def rest_tiles(tokens: int, heads: int) -> dict[str, int]:
     }
 
 
-def tiles(tokens: int, heads: int) -> Iterator[Plan]:
+def tiles(tokens: int, heads: int, latent: int) -> Iterator[Plan]:
     """First round: product tiles for batches of `tokens`, and the split form."""
     rest = rest_tiles(tokens, heads)
     yield Plan(mode="split", rope_rows=16, cache_tokens=rest["cache_tokens"])
@@ -62,7 +63,7 @@ def tiles(tokens: int, heads: int) -> Iterator[Plan]:
     for block_m, block_n, m_tiles, warps in itertools.product(
         heights, widths, (1, 2, 4, 8), (4, 8)
     ):
-        programs = heads * bench_region.LATENT // block_n * -(-tokens // (block_m * m_tiles))
+        programs = heads * -(-latent // block_n) * -(-tokens // (block_m * m_tiles))
         too_few = programs < 64 and m_tiles > 1
         if block_m * (m_tiles - 1) >= tokens or too_few or block_m * block_n < 512:
             continue
@@ -87,11 +88,11 @@ def variations(best: Plan, tokens: int) -> Iterator[Plan]:
         yield dataclasses.replace(best, **rest, rest_last=last, pdl=pdl)
 
 
-def compile_plan(job: tuple[Plan, bool]) -> None:
+def compile_plan(job: tuple[Plan, bool, Widths]) -> None:
     """Compile a plan into Triton's cache on disk; runs in a worker process."""
-    plan, fp8 = job
+    plan, fp8, widths = job
     region = bench_region.make_region(
-        bench_region.Case(2, 16, fp8), bench_region.make_weights(16, 1)
+        bench_region.Case(2, 16, fp8, widths), bench_region.make_weights(16, 1, widths)
     )
     try:
         layer = bench_region.provider_layer(region, provider.fused_mla_decode_prep, plan=plan)
@@ -118,12 +119,15 @@ def measure(
         yield plan, statistics.median(samples), *checks[plan]  # type: ignore[index, misc]
 
 
-def row(device: str, arch: str, query: str, heads: int, tokens: int, plan: Plan) -> dict[str, Any]:
+def row(
+    device: str, arch: str, query: str, widths: Widths, heads: int, tokens: int, plan: Plan
+) -> dict[str, Any]:
     """A line of dispatch.csv: `plan` serves batches of up to `tokens`."""
     return {
         "device": device,
         "arch": arch,
         "query": "fp8" if query == "fp8" else "activation",
+        **widths._asdict(),
         "heads": heads,
         "tokens": tokens,
         **{name: value if name == "mode" else int(value)
@@ -138,19 +142,38 @@ def changed(plan: Plan) -> dict[str, Any]:
     return {name: value for name, value in fields if value != default[name]}
 
 
+def write_table(path: Path, table: list[dict[str, Any]]) -> None:
+    """Write the rows, after those of `path` for other devices and other widths."""
+    kept: list[dict[str, Any]] = []
+    if path.exists():
+        names = ("device", *Widths._fields)
+        new = {tuple(str(line[name]) for name in names) for line in table}
+        with path.open(newline="") as file:
+            lines = list(csv.DictReader(file))
+        kept = [line for line in lines if tuple(line[name] for name in names) not in new]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, table[0], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(kept + table)
+
+
 def main() -> None:
     """Tune every shape asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--heads", type=int, nargs="+", default=HEADS)
+    for name, field in bench_region.FIELDS.items():
+        default = getattr(bench_region.DEEPSEEK, name)
+        parser.add_argument(f"--{name}", type=int, default=default, help=field)
     parser.add_argument("--layers", type=int, default=61)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--workers", type=int, default=12)
     parser.add_argument("--queries", nargs="+", default=("fp8", "bf16"))
     parser.add_argument("--seconds", type=float, default=480, help="stop after this long")
     parser.add_argument("--csv", type=Path, required=True, help="every measurement")
-    parser.add_argument("--table", type=Path, help="the table to write")
+    parser.add_argument("--table", type=Path, help="the table to write into")
     options = parser.parse_args()
+    widths = Widths(options.nope, options.rope, options.latent)
     started = time.monotonic()
     pool = multiprocessing.get_context("spawn").Pool(options.workers)
     name = torch.cuda.get_device_name()
@@ -162,23 +185,25 @@ def main() -> None:
         writer.writerow(fields)
         for query in options.queries:
             fp8 = query == "fp8"
-            known = {p for t in options.tokens for h in options.heads for p in tiles(t, h)}
-            pool.map(compile_plan, [(plan, fp8) for plan in sorted(known, key=str)], chunksize=1)
+            shapes = itertools.product(options.tokens, options.heads)
+            known = {plan for shape in shapes for plan in tiles(*shape, widths.latent)}
+            jobs = [(plan, fp8, widths) for plan in sorted(known, key=str)]
+            pool.map(compile_plan, jobs, chunksize=1)
             print(f"{query}: {len(known)} plans, {time.monotonic() - started:.0f} s", flush=True)
             for heads in options.heads:
-                weights = bench_region.make_weights(heads, options.layers)
+                weights = bench_region.make_weights(heads, options.layers, widths)
                 for tokens in options.tokens:
                     if time.monotonic() - started > options.seconds:
                         print("out of time")
                         sys.exit(1)
-                    region = bench_region.make_region(
-                        bench_region.Case(tokens, heads, fp8), weights
-                    )
-                    results = list(measure(region, list(tiles(tokens, heads)), options.rounds))
+                    case = bench_region.Case(tokens, heads, fp8, widths)
+                    region = bench_region.make_region(case, weights)
+                    first = list(tiles(tokens, heads, widths.latent))
+                    results = list(measure(region, first, options.rounds))
                     good = [r for r in results if r[2] >= 0.999 and r[3] <= 1]
                     one = min((r for r in good if r[0].mode == "one"), key=lambda r: r[1])
                     plans = sorted(set(variations(one[0], tokens)), key=str)
-                    pool.map(compile_plan, [(plan, fp8) for plan in plans], chunksize=1)
+                    pool.map(compile_plan, [(p, fp8, widths) for p in plans], chunksize=1)
                     more = list(measure(region, plans, options.rounds))
                     results += more
                     good += [r for r in more if r[2] >= 0.999 and r[3] <= 1]
@@ -186,7 +211,7 @@ def main() -> None:
                     pdl = min((r for r in good if r[0].pdl), key=lambda r: r[1])
                     chosen = pdl if pdl[1] < best[1] * (1 - PDL_GAIN) else best
                     limit = LIMITS[TOKENS.index(tokens)] if tokens in TOKENS else tokens
-                    table.append(row(name, arch, query, heads, limit, chosen[0]))
+                    table.append(row(name, arch, query, widths, heads, limit, chosen[0]))
                     split = min(r[1] for r in results if r[0].mode == "split")
                     print(
                         f"{query} T={tokens:4d} H={heads:4d} split {split:7.2f} best "
@@ -211,10 +236,7 @@ def main() -> None:
                     del region
                     torch.cuda.empty_cache()
     if options.table:
-        with options.table.open("w", newline="") as file:
-            lines = csv.DictWriter(file, table[0], lineterminator="\n")
-            lines.writeheader()
-            lines.writerows(table)
+        write_table(options.table, table)
     print(f"done in {time.monotonic() - started:.0f} s", flush=True)
 
 

@@ -11,6 +11,7 @@ import torch
 from mla_fusion import cli
 from mla_fusion.cli import bench, bench_peers, bench_region
 from mla_fusion.kernels import reference
+from mla_fusion.kernels.dispatch import Widths
 
 ARGV = ["bench", "--tokens", "1", "8", "--heads", "16", "--layers", "3", "--rounds", "10"]
 
@@ -48,7 +49,7 @@ def gpu(monkeypatch):
             bench_region,
             {
                 "measure_ceilings": lambda: bench_region.Ceilings(4000.0, 800.0),
-                "make_weights": lambda heads, layers: [None] * layers,
+                "make_weights": lambda heads, layers, widths: [None] * layers,
                 "make_region": lambda case, weights: case,
                 "agreement": lambda region, layer, expected=None: agreements[expected or layer],
                 "capture": lambda region, layer: SimpleNamespace(replay=lambda: None),
@@ -63,7 +64,8 @@ def gpu(monkeypatch):
 
 def test_rows_and_what_is_missing(gpu, capsys, tmp_path):
     path = tmp_path / "out" / "rows.csv"
-    assert cli.main([*ARGV, "--csv", str(path), "--commit", "abc"]) == 0
+    small = ["--nope", "64", "--latent", "256"]
+    assert cli.main([*ARGV, *small, "--csv", str(path), "--commit", "abc"]) == 0
     printed = capsys.readouterr().out
     assert printed.count("flashinfer left out: ImportError No module named 'flashinfer'") == 1
     with path.open() as file:
@@ -75,6 +77,7 @@ def test_rows_and_what_is_missing(gpu, capsys, tmp_path):
     assert {r["candidate"] for r in rows} == set(bench_peers.PEERS) - {"flashinfer"}
     assert {(r["p50_us"], r["commit"], r["query"]) for r in rows} == {("2.0", "abc", "fp8")}
     assert {r["candidate"] for r in rows if r["equal"] == ""} == set(bench_peers.NOT_A_RESULT)
+    assert {(r["nope"], r["rope"], r["latent"]) for r in rows} == {("64", "64", "256")}
 
 
 @pytest.mark.parametrize(
@@ -98,12 +101,14 @@ def test_a_peer_that_rounds_twice_counts_if_its_roundings_explain_it(
     assert f"vllm-40392 2.00{mark} |" in capsys.readouterr().out
 
 
-def test_the_roundings_of_vllm_are_other_functions():
+@pytest.mark.parametrize("widths", [bench_region.DEEPSEEK, Widths(64, 32, 256)])
+def test_the_roundings_of_vllm_are_other_functions(widths):
     """On a CPU, small: from the specification and from each other, in the rotated halves alone."""
     torch.manual_seed(0)
     tokens, heads = 4, 2
-    weight = torch.randn(heads, bench_region.NOPE, bench_region.LATENT) / bench_region.NOPE**0.5
-    region = bench_region.make_region(bench_region.Case(tokens, heads), [weight.bfloat16()])
+    weight = torch.randn(heads, widths.nope, widths.latent) / widths.nope**0.5
+    case = bench_region.Case(tokens, heads, widths=widths)
+    region = bench_region.make_region(case, [weight.bfloat16()])
     layers = {
         "specification": bench_region.provider_layer(region, reference.fused_mla_decode_prep),
         "every operation": bench_peers.rotated_first(region, every_operation=True),
@@ -114,7 +119,7 @@ def test_the_roundings_of_vllm_are_other_functions():
         [weight], [cache], [a, *_] = region.weights, region.caches, region.sets
         layer(weight, cache, a)
         rows = torch.cat((a.q_out, cache.flatten(0, 1)[a.slots, None]), dim=1).view(torch.uint8)
-        written[name] = rows.clone().split((bench_region.LATENT, bench_region.ROPE), dim=-1)
+        written[name] = rows.clone().split((widths.latent, widths.rope), dim=-1)
     for one, other in itertools.combinations(written.values(), 2):
         (latent, rope), (other_latent, other_rope) = one, other
         assert torch.equal(latent, other_latent)

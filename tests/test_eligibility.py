@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mla_fusion import attention
+from mla_fusion import attention, kernels
 from mla_fusion.attention import triton
 from mla_fusion.config import eligibility, vllm_compat
 
@@ -20,6 +20,7 @@ def layer(**changes):
         "num_heads": 16,
         "kv_lora_rank": 512,
         "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
         "W_UK_T": torch.zeros(1),
         "_k_scale": torch.ones(()),
     }
@@ -42,6 +43,26 @@ def test_a_cache_follows_the_activations_or_is_fp8(provider, activation, stored)
     declines = getattr(torch, stored, activation) != activation
     expected = f"kv-cache-dtype {stored} cache, {activation} activations" if declines else ""
     assert declined(layer(kv_cache_dtype=stored), provider, activation) == expected
+
+
+@pytest.mark.parametrize(
+    "changes, declining",
+    [
+        ({"kv_lora_rank": 256, "qk_nope_head_dim": 64}, {}),
+        ({"kv_lora_rank": 320, "qk_rope_head_dim": 32, "qk_nope_head_dim": 192}, {}),
+        ({"kv_lora_rank": 1024, "qk_rope_head_dim": 128, "qk_nope_head_dim": 256}, {}),
+        ({"kv_lora_rank": 1028}, {"triton": "kv_lora_rank of 1 to 1024, not 1028",
+                                  "aiter": "a multiple of 8, not 64 and 1028"}),
+        ({"qk_nope_head_dim": 512}, {"triton": "qk_nope_head_dim of 1 to 256, not 512"}),
+        ({"qk_rope_head_dim": 192}, {"triton": "qk_rope_head_dim up to 128, not 192"}),
+        ({"qk_rope_head_dim": 63}, dict.fromkeys(kernels.PROVIDERS, "even qk_rope_head_dim")),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("provider", kernels.PROVIDERS)
+def test_widths(provider, changes, declining):
+    reason = declining.get(provider, "")
+    found = declined(layer(**changes), provider, BF16)
+    assert found.startswith(f"shape provider {provider}: ") == bool(reason) and reason in found
 
 
 class TestPackedWeight:
@@ -93,9 +114,18 @@ class TestPortable:
             ({}, BF16, ""),
             ({}, FP16, ""),
             ({"kv_cache_dtype": "fp8"}, BF16, ""),
-            ({"kv_lora_rank": 448}, BF16, "kv_lora_rank to be a power of two from 16 on, got 448"),
-            ({"qk_rope_head_dim": 96}, BF16, "the rotated part to be a power of two"),
-            ({"qk_rope_head_dim": 0}, BF16, "the rotated part to be a power of two"),
+            ({"kv_lora_rank": 256}, BF16, ""),
+            ({"kv_lora_rank": 448, "qk_rope_head_dim": 96}, BF16, ""),
+            (
+                {"kv_lora_rank": 456},
+                BF16,
+                "kv_lora_rank that is a multiple of 16 up to 1024, not 456",
+            ),
+            (
+                {"qk_rope_head_dim": 0},
+                BF16,
+                "qk_rope_head_dim that is a multiple of 16 up to 128, not 0",
+            ),
             ({}, FP32, "got torch.float32 over torch.float32"),
             ({"kv_cache_dtype": "fp8"}, FP32, "got torch.float32 over torch.float8_e4m3fn"),
         ],

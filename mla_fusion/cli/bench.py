@@ -18,6 +18,7 @@ import torch
 from mla_fusion.cli import bench_region
 from mla_fusion.cli.arguments import UserError, count
 from mla_fusion.cli.environment import version_of
+from mla_fusion.kernels.dispatch import Widths
 
 if TYPE_CHECKING:
     import argparse
@@ -43,7 +44,9 @@ def declare(parser: argparse.ArgumentParser) -> None:
     )
     count(parser, "--tokens", "T", "", (1, 8, 32, 64, 128, 256, 512))
     count(parser, "--heads", "H", "", (8, 16, 32, 64, 128))
-    count(parser, "--layers", "L", "layers in one CUDA graph", 61)
+    for name, field in bench_region.FIELDS.items():
+        count(parser, f"--{name}", name[0].upper(), field, getattr(bench_region.DEEPSEEK, name))
+    count(parser, "--layers", "N", "layers in one CUDA graph", 61)
     count(parser, "--rounds", "N", "samples of each candidate, taken in turns", 15)
     parser.add_argument("--bf16", action="store_true", help="bf16 cache and query, not fp8")
     parser.add_argument(
@@ -135,10 +138,11 @@ def _shapes(
     from mla_fusion.cli import bench_peers
 
     missing: set[str] = set()
+    widths = Widths(*(getattr(settings, name) for name in Widths._fields))
     for heads in settings.heads:
-        weights = bench_region.make_weights(heads, settings.layers)
+        weights = bench_region.make_weights(heads, settings.layers, widths)
         for tokens in settings.tokens:
-            case = bench_region.Case(tokens, heads, not settings.bf16)
+            case = bench_region.Case(tokens, heads, not settings.bf16, widths)
             region = bench_region.make_region(case, weights)
             # A captured graph does not keep its candidate's workspaces alive: `layers` does.
             layers, graphs, checks, own = {}, {}, {}, {}
@@ -167,6 +171,7 @@ def _shapes(
                 row = {
                     **facts,
                     "query": "bf16" if settings.bf16 else "fp8",
+                    **widths._asdict(),
                     "tokens": tokens,
                     "heads": heads,
                     "candidate": name,

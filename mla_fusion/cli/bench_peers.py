@@ -14,9 +14,6 @@ import torch
 
 from mla_fusion.cli.bench_region import (
     BLOCK,
-    LATENT,
-    NOPE,
-    ROPE,
     Activations,
     Layer,
     Region,
@@ -29,19 +26,21 @@ from mla_fusion.kernels.dispatch import Plan
 
 def product(w_uk_t: torch.Tensor, a: Activations, latent: torch.Tensor) -> None:
     """q_nope @ W_UK into `latent` [T, H, L] with cuBLAS."""
-    torch.bmm(a.q[..., :NOPE].transpose(0, 1), w_uk_t, out=latent.transpose(0, 1))
+    nope = w_uk_t.shape[1]
+    torch.bmm(a.q[..., :nope].transpose(0, 1), w_uk_t, out=latent.transpose(0, 1))
 
 
 def workspace(region: Region) -> torch.Tensor:
     """Room for the product of one layer, [T, H, L] bf16."""
     case = region.case
-    return torch.empty(case.tokens, case.heads, LATENT, device="cuda", dtype=torch.bfloat16)
+    shape = case.tokens, case.heads, case.widths.latent
+    return torch.empty(shape, device="cuda", dtype=torch.bfloat16)
 
 
 def chosen_plan(region: Region) -> Plan:
     """What the dispatch table says for this case."""
-    table = dispatch.device_table(region.weights[0].device)
-    return dispatch.choose(region.case.tokens, region.case.heads, region.case.fp8, table)
+    case, table = region.case, dispatch.device_table(region.weights[0].device)
+    return dispatch.choose(case.tokens, case.heads, case.fp8, case.widths, table)
 
 
 def ours(region: Region) -> Layer:
@@ -92,10 +91,11 @@ def vllm_unfused(region: Region) -> Layer:
     from vllm import _custom_ops as ops
 
     latent, angles = workspace(region), region.cos_sin.bfloat16()
+    nope, rope, _ = region.case.widths
 
     def layer(w_uk_t: torch.Tensor, kv_cache: torch.Tensor, a: Activations) -> None:
-        q_pe = a.q[..., NOPE:]
-        ops.rotary_embedding(a.positions, q_pe, a.k_pe.unsqueeze(1), ROPE, angles, False)
+        q_pe = a.q[..., nope:]
+        ops.rotary_embedding(a.positions, q_pe, a.k_pe.unsqueeze(1), rope, angles, False)
         ops.concat_and_cache_mla(
             a.kv_c, a.k_pe, kv_cache.view(torch.uint8), a.slots, "fp8", region.k_scale
         )
@@ -130,10 +130,10 @@ def vllm_40392(region: Region) -> Layer:
     # Every shape of the grid is a compilation of its own; beyond the limit they would run eagerly.
     torch._dynamo.config.recompile_limit = 256
     latent, angles = workspace(region), region.cos_sin.bfloat16()
-    cat_quant = _cat_quant()
+    nope, cat_quant = region.case.widths.nope, _cat_quant()
 
     def layer(w_uk_t: torch.Tensor, kv_cache: torch.Tensor, a: Activations) -> torch.Tensor:
-        q_pe = a.q[..., NOPE:]
+        q_pe = a.q[..., nope:]
         ops.concat_and_cache_mla_rope_fused(
             a.positions,
             q_pe,
@@ -156,7 +156,7 @@ def flashinfer(region: Region) -> Layer:
     """bmm and FlashInfer's rope_quantize_fp8_append_paged_kv_cache."""
     from flashinfer.rope import rope_quantize_fp8_append_paged_kv_cache
 
-    latent, tokens = workspace(region), region.case.tokens
+    latent, tokens, (nope, _, width) = workspace(region), region.case.tokens, region.case.widths
     requests = torch.arange(tokens + 1, dtype=torch.int32, device="cuda")
     pages = {id(a.slots): (a.slots // BLOCK).int() for a in region.sets}
     entries = {id(a.slots): (a.slots % BLOCK).int() for a in region.sets}
@@ -164,14 +164,14 @@ def flashinfer(region: Region) -> Layer:
     def layer(w_uk_t: torch.Tensor, kv_cache: torch.Tensor, a: Activations) -> None:
         product(w_uk_t, a, latent)
         rope_quantize_fp8_append_paged_kv_cache(
-            a.q[..., NOPE:],
+            a.q[..., nope:],
             a.k_pe,
             latent,
             a.kv_c,
             None,
             region.cos_sin,
             a.positions,
-            (kv_cache[..., :LATENT], kv_cache[..., LATENT:]),
+            (kv_cache[..., :width], kv_cache[..., width:]),
             pages[id(a.slots)],
             requests,
             requests[:tokens],
@@ -181,8 +181,8 @@ def flashinfer(region: Region) -> Layer:
             quant_scale_q=1 / 0.02,
             quant_scale_kv=1 / 0.02,
             page_size=BLOCK,
-            q_rope_out=a.q_out[..., LATENT:],
-            q_nope_out=a.q_out[..., :LATENT],
+            q_rope_out=a.q_out[..., width:],
+            q_nope_out=a.q_out[..., :width],
             enable_pdl=True,
         )
 
@@ -207,7 +207,8 @@ def rotated_first(region: Region, *, every_operation: bool) -> Layer:
 
     def layer(w_uk_t: torch.Tensor, kv_cache: torch.Tensor, a: Activations) -> None:
         q = a.q.clone()
-        q[..., NOPE:] = rotate(a.q[..., NOPE:], a.positions)
+        nope = region.case.widths.nope
+        q[..., nope:] = rotate(a.q[..., nope:], a.positions)
         inputs = region.inputs(w_uk_t, kv_cache, a)
         rotated = inputs._replace(q=q, k_pe=rotate(a.k_pe, a.positions), cos_sin_cache=None)
         get_provider("reference").fused_mla_decode_prep(rotated)

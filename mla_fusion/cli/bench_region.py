@@ -16,9 +16,12 @@ import torch
 
 from mla_fusion.cli import compare
 from mla_fusion.kernels import get_provider
+from mla_fusion.kernels.dispatch import Widths
 from mla_fusion.kernels.inputs import Inputs
 
-NOPE, ROPE, LATENT, BLOCK = 128, 64, 512, 64
+DEEPSEEK, BLOCK = Widths(nope=128, rope=64, latent=512), 64
+# By the names in a model's config.json.
+FIELDS = {"nope": "qk_nope_head_dim", "rope": "qk_rope_head_dim", "latent": "kv_lora_rank"}
 ACTIVATION_SETS = 4
 MAX_POSITION = 8192
 
@@ -30,6 +33,7 @@ class Case:
     tokens: int
     heads: int
     fp8: bool = True
+    widths: Widths = DEEPSEEK
 
     @property
     def target(self) -> torch.dtype:
@@ -38,19 +42,19 @@ class Case:
 
     def bytes(self) -> int:
         """Fewest bytes of one layer: every input read once, every output written once."""
-        out = 1 if self.fp8 else 2
+        out, (nope, rope, latent) = 1 if self.fp8 else 2, self.widths
         per_token = (
-            2 * self.heads * (NOPE + ROPE)
-            + out * self.heads * (LATENT + ROPE)
-            + (2 + out) * (LATENT + ROPE)
-            + 4 * ROPE  # one fp32 row of cosines and sines
+            2 * self.heads * (nope + rope)
+            + out * self.heads * (latent + rope)
+            + (2 + out) * (latent + rope)
+            + 4 * rope  # one fp32 row of cosines and sines
             + 16  # slot and position
         )
-        return 2 * self.heads * NOPE * LATENT + self.tokens * per_token
+        return 2 * self.heads * nope * latent + self.tokens * per_token
 
     def flops(self) -> int:
         """Floating-point operations of one layer's product; RoPE and casts are noise beside it."""
-        return 2 * self.tokens * self.heads * NOPE * LATENT
+        return 2 * self.tokens * self.heads * self.widths.nope * self.widths.latent
 
 
 @dataclasses.dataclass
@@ -107,29 +111,30 @@ class Region:
         )
 
 
-def make_weights(heads: int, layers: int) -> list[torch.Tensor]:
+def make_weights(heads: int, layers: int, widths: Widths = DEEPSEEK) -> list[torch.Tensor]:
     """`layers` random W_UK of [heads, P, L], bf16."""
+    nope, _, latent = widths
     return [
-        torch.randn(heads, NOPE, LATENT, device="cuda", dtype=torch.bfloat16) / NOPE**0.5
+        torch.randn(heads, nope, latent, device="cuda", dtype=torch.bfloat16) / nope**0.5
         for _ in range(layers)
     ]
 
 
 def make_region(case: Case, weights: list[torch.Tensor]) -> Region:
     """Random inputs for `case`; tokens go to distinct random slots."""
-    device, act = weights[0].device, torch.bfloat16
+    (nope, rope, latent), device, act = case.widths, weights[0].device, torch.bfloat16
     blocks = max(16, 2 * -(-case.tokens // BLOCK))
-    entries = blocks, BLOCK, (LATENT + ROPE) * case.target.itemsize  # in bytes
-    angles = torch.randn(MAX_POSITION, ROPE // 2, device=device)
+    entries = blocks, BLOCK, (latent + rope) * case.target.itemsize  # in bytes
+    angles = torch.randn(MAX_POSITION, rope // 2, device=device)
     sets = [
         Activations(
-            q=torch.randn(case.tokens, case.heads, NOPE + ROPE, device=device, dtype=act),
-            kv_c=torch.randn(case.tokens, LATENT, device=device, dtype=act),
-            k_pe=torch.randn(case.tokens, ROPE, device=device, dtype=act),
+            q=torch.randn(case.tokens, case.heads, nope + rope, device=device, dtype=act),
+            kv_c=torch.randn(case.tokens, latent, device=device, dtype=act),
+            k_pe=torch.randn(case.tokens, rope, device=device, dtype=act),
             slots=torch.randperm(blocks * BLOCK, device=device)[: case.tokens],
             positions=torch.randint(0, MAX_POSITION, (case.tokens,), device=device),
             q_out=torch.empty(
-                case.tokens, case.heads, LATENT + ROPE, device=device, dtype=case.target
+                case.tokens, case.heads, latent + rope, device=device, dtype=case.target
             ),
         )
         for _ in range(ACTIVATION_SETS)

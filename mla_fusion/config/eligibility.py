@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mla_fusion import kernels
 from mla_fusion.attention import get_provider, portable_provider
 from mla_fusion.config import vllm_compat
 from mla_fusion.report.reasons import Decline
@@ -90,6 +91,9 @@ def _decline(layer: Any, provider: str, activation: torch.dtype) -> Decline | No
         return Decline("packed-weights", "neither W_UK_T nor W_UK_T.weight is a plain tensor")
     if cache_dtype(layer, activation) not in (activation, vllm_compat.fp8_dtype()):
         return Decline("kv-cache-dtype", f"{layer.kv_cache_dtype} cache, {activation} activations")
+    widths = layer.qk_nope_head_dim, layer.qk_rope_head_dim, layer.kv_lora_rank
+    if why := kernels.unsupported(provider, *widths):
+        return Decline("shape", f"provider {provider}: {why}")
     return None
 
 

@@ -26,9 +26,11 @@ def get_provider(name: str) -> Any:
     """The module that implements provider `name`, after its `require()` found all it needs.
 
     A provider module has `require() -> None`, which raises `ProviderUnavailable`;
-    `fused_mla_decode_prep(inputs: Inputs) -> Tensor`, which does not validate; and, if a first call
-    compiles or builds something, `warmup` with the signature of `triton.warmup`. Nothing falls
-    back: an operator who asked for a kernel gets that kernel or an error.
+    `fused_mla_decode_prep(inputs: Inputs) -> Tensor`, which does not validate;
+    `unsupported(nope, rope, latent) -> str`, why it does not serve such widths, or an empty string;
+    and, if a first call compiles or builds something, `warmup` with the signature of
+    `triton.warmup`. Nothing falls back: an operator who asked for a kernel gets that kernel or an
+    error.
     """
     if name not in PROVIDERS:
         raise ValueError(f"unknown provider {name!r}: choose one of {', '.join(PROVIDERS)}")
@@ -36,6 +38,15 @@ def get_provider(name: str) -> Any:
     module = importlib.import_module(f"mla_fusion.kernels.{name}")
     module.require()
     return module
+
+
+def unsupported(provider: str, nope: int, rope: int, latent: int) -> str:
+    """Why `provider` does not serve a layer with these P, R and L; empty if it does.
+
+    Asked without what the provider needs: its module imports that when it is called.
+    """
+    module = importlib.import_module(f"mla_fusion.kernels.{provider}")
+    return str(module.unsupported(nope, rope, latent))
 
 
 def fused_mla_decode_prep(

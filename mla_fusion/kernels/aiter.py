@@ -99,6 +99,16 @@ def require() -> None:
         )
 
 
+def unsupported(nope: int, rope: int, latent: int) -> str:
+    """Why AITER's op does not take a layer of these widths, as `validate` has it; or empty."""
+    if rope % 2 or latent % 8:
+        return (
+            "AITER takes an even qk_rope_head_dim and a kv_lora_rank that is a multiple of 8, not "
+            f"{rope} and {latent}"
+        )
+    return ""
+
+
 def fused_mla_decode_prep(inputs: Inputs) -> torch.Tensor:
     """See `mla_fusion.kernels.fused_mla_decode_prep`; `w_uk_t` may be packed.
 

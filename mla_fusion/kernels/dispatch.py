@@ -1,8 +1,10 @@
-"""Which launch computes the fused region: a plan per (tokens, heads, device), from measurements.
+"""Which launch computes the fused region: a plan per (tokens, heads, widths, device), measured.
 
 `dispatch.csv` has the plans that `benchmarks/tune_dispatch.py` measured to be fastest. A GPU that
-was not measured gets a default made from the shape. Nothing is tried out at run time, so a captured
-graph and its warm-up always agree.
+was not measured gets a default made from the shape. Widths that were not measured get the plans of
+the nearest ones. Every plan is legal for all widths: the kernel masks what a tile has beyond them,
+and `fit` shrinks tiles that are too deep. Nothing is tried out at run time, so a captured graph and
+its warm-up always agree.
 """
 
 from __future__ import annotations
@@ -12,12 +14,24 @@ import dataclasses
 import functools
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+
+
+class Widths(NamedTuple):
+    """P, R and L of a layer."""
+
+    nope: int
+    rope: int
+    latent: int
+
+    def distance(self, other: Widths) -> float:
+        """How far apart two are: the logarithms of their ratios, of P + 1 and so on: R may be 0."""
+        return sum(abs(math.log((a + 1) / (b + 1))) for a, b in zip(self, other, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,12 +68,12 @@ class Measured:
     """The plans measured on one device.
 
     arch: its architecture, as "sm_90" or "gfx942".
-    rows: for an fp8 query and for one of the activation type (the key is whether fp8), by number
-        of heads: (most tokens, plan), in ascending order.
+    rows: for an fp8 query and for one of the activation type (the key is whether fp8), by widths
+        and number of heads: (most tokens, plan), in ascending order.
     """
 
     arch: str
-    rows: dict[bool, dict[int, list[tuple[int, Plan]]]]
+    rows: dict[bool, dict[Widths, dict[int, list[tuple[int, Plan]]]]]
 
 
 def read(lines: Iterable[Mapping[str, str]]) -> dict[str, Measured]:
@@ -71,7 +85,9 @@ def read(lines: Iterable[Mapping[str, str]]) -> dict[str, Measured]:
             for name, default in dataclasses.asdict(Plan()).items()
         }
         device = found.setdefault(line["device"], Measured(line["arch"], {True: {}, False: {}}))
-        rows = device.rows[line["query"] == "fp8"].setdefault(int(line["heads"]), [])
+        widths = Widths(*(int(line[name]) for name in Widths._fields))
+        by_heads = device.rows[line["query"] == "fp8"].setdefault(widths, {})
+        rows = by_heads.setdefault(int(line["heads"]), [])
         rows.append((int(line["tokens"]), Plan(**fields)))
     return found
 
@@ -83,12 +99,12 @@ def measured() -> dict[str, Measured]:
         return read(csv.DictReader(file))
 
 
-def default_plan(tokens: int, heads: int) -> Plan:
+def default_plan(tokens: int, heads: int, latent: int) -> Plan:
     """A plan from the shape: tiles as tall as the batch, as many as fill a GPU."""
     if tokens == 1:
         return Plan(block_m=1, block_n=32, num_warps=2)
     block_m = min(64, max(16, 1 << (tokens - 1).bit_length()))
-    wide = heads * math.ceil(tokens / block_m) >= 128
+    wide = heads * latent * math.ceil(tokens / block_m) >= 128 * 512
     return Plan(
         block_m=block_m,
         block_n=128 if wide else 64,
@@ -98,12 +114,15 @@ def default_plan(tokens: int, heads: int) -> Plan:
     )
 
 
-def fit(plan: Plan, depth: int, itemsize: int) -> Plan:
-    """`plan` with smaller tiles if the reduction is deeper or its type wider than measured.
+def fit(plan: Plan, depth: int, rotated: int, itemsize: int) -> Plan:
+    """`plan` with smaller tiles if the reduction is deeper, its type or the rotated part wider.
 
-    Plans are measured with 128 elements of 16 bits. Tiles shrink by the excess factor, so that the
-    operands fit the same shared memory (LDS).
+    depth, rotated: P and R, padded to powers of two. The limits are those of 128 elements of 16
+    bits and of 64 rotated ones. Tiles shrink by the excess factor, so that the operands fit the
+    same shared memory (LDS), and a rotation the same registers.
     """
+    if rotated > 64:
+        plan = dataclasses.replace(plan, rope_rows=max(1, plan.rope_rows * 64 // rotated))
     factor = max(1, depth * itemsize // 256)
     if factor == 1 or plan.mode == "split":
         return plan
@@ -130,24 +149,25 @@ def device_table(device: torch.device) -> str | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def choose(tokens: int, heads: int, fp8_query: bool, table: str | None) -> Plan:
+def choose(tokens: int, heads: int, fp8_query: bool, widths: Widths, table: str | None) -> Plan:
     """The plan for a batch of `tokens` and `heads`; `table` is a device of dispatch.csv.
 
-    A head count that was not measured uses the nearest measured one by ratio; more tokens than
-    were measured use the last row.
+    Widths and, in them, a head count that were not measured use the nearest measured ones by
+    ratio; more tokens than were measured use the last row.
     """
     if table is None:
-        return default_plan(tokens, heads)
-    by_heads = measured()[table].rows[fp8_query]
+        return default_plan(tokens, heads, widths.latent)
+    by_widths = measured()[table].rows[fp8_query]
+    by_heads = by_widths[min(by_widths, key=widths.distance)]
     rows = by_heads[min(by_heads, key=lambda nearest: abs(math.log(nearest / heads)))]
     return next((plan for limit, plan in rows if tokens <= limit), rows[-1][1])
 
 
 def representatives(
-    max_tokens: int, heads: int, fp8_query: bool, table: str | None
+    max_tokens: int, heads: int, fp8_query: bool, widths: Widths, table: str | None
 ) -> dict[Plan, int]:
     """Every plan that batches of 1 to `max_tokens` tokens use, with a token count that uses it."""
     plans: dict[Plan, int] = {}
     for tokens in range(1, max_tokens + 1):
-        plans.setdefault(choose(tokens, heads, fp8_query, table), tokens)
+        plans.setdefault(choose(tokens, heads, fp8_query, widths, table), tokens)
     return plans

@@ -15,7 +15,7 @@ import torch
 
 from mla_fusion.kernels import dispatch
 from mla_fusion.kernels.arithmetic import FP8_DTYPES
-from mla_fusion.kernels.dispatch import Plan
+from mla_fusion.kernels.dispatch import Plan, Widths
 from mla_fusion.kernels.inputs import Inputs
 
 logger = logging.getLogger(__name__)
@@ -87,8 +87,27 @@ def _pad(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
+def widths_of(inputs: Inputs) -> Widths:
+    """P, R and L of a call."""
+    _, nope, latent = inputs.w_uk_t.shape
+    return Widths(nope, inputs.k_pe.shape[1], latent)
+
+
+def unsupported(nope: int, rope: int, latent: int) -> str:
+    """Why this provider does not serve a layer of these widths; empty if it does."""
+    limits = {"qk_nope_head_dim": (nope, 256), "kv_lora_rank": (latent, 1024)}
+    for name, (size, most) in limits.items():
+        if not 1 <= size <= most:
+            return f"the kernel takes a {name} of 1 to {most}, not {size}"
+    if rope not in range(0, 129, 2):
+        return f"the kernel takes an even qk_rope_head_dim up to 128, not {rope}"
+    return ""
+
+
 def _check(inputs: Inputs) -> None:
     """Raise ValueError for valid inputs that this provider does not take."""
+    if why := unsupported(*widths_of(inputs)):
+        raise ValueError(f"provider 'triton': {why}; use provider 'reference'")
     for name in ("q", "kv_c", "k_pe", "cos_sin_cache", "kv_cache", "w_uk_t", "q_out"):
         tensor = getattr(inputs, name)
         if tensor is None:
@@ -111,20 +130,21 @@ def fused_mla_decode_prep(inputs: Inputs, plan: Plan | None = None) -> torch.Ten
     """See `mla_fusion.kernels.fused_mla_decode_prep`. `plan` overrides the measured choice."""
     from mla_fusion.kernels import triton_kernels
 
-    q, w_uk_t, q_out = inputs.q, inputs.w_uk_t, inputs.q_out
+    q, q_out = inputs.q, inputs.q_out
     tokens, heads, _ = q.shape
     if tokens == 0:
         return q_out
     _check(inputs)
+    widths = widths_of(inputs)
     if plan is None:
         table = dispatch.device_table(q.device)
-        plan = dispatch.choose(tokens, heads, q_out.dtype in FP8_DTYPES, table)
-    plan = dispatch.fit(plan, _pad(w_uk_t.shape[1]), q.element_size())
+        plan = dispatch.choose(tokens, heads, q_out.dtype in FP8_DTYPES, widths, table)
+    plan = dispatch.fit(plan, _pad(widths.nope), _pad(widths.rope), q.element_size())
     product, staged = "here", q_out
     if plan.mode == "split":
         product, staged = _torch_product(inputs)
     args, options = launch_arguments(plan, product, staged, inputs)
-    grid = (programs(plan, product, tokens, heads, w_uk_t.shape[2]),)
+    grid = (programs(plan, product, tokens, heads, widths.latent),)
     triton_kernels.prep_kernel[grid](*args, **options)
     return q_out
 
@@ -241,7 +261,8 @@ def warmup(
     one = batch(1)
     heads, device = one.q.shape[1], one.q.device
     table = dispatch.device_table(device)
-    plans = dispatch.representatives(max_tokens, heads, one.q_out.dtype in FP8_DTYPES, table)
+    fp8 = one.q_out.dtype in FP8_DTYPES
+    plans = dispatch.representatives(max_tokens, heads, fp8, widths_of(one), table)
     for done, (plan, tokens) in enumerate(plans.items(), start=1):
         progress(
             f"mla-fusion: compiling Triton configuration {done} of {len(plans)} "

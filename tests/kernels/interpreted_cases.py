@@ -119,6 +119,23 @@ PLANS = {
 }
 
 
+WIDTHS = {
+    "mistral-small-4": (cases.Case(nope=64, rope=64, latent=256), PLANS["walk"]),
+    "minicpm3": (cases.Case(nope=64, rope=32, latent=256, neox=True), PLANS["folded"]),
+    "320": (cases.Case(nope=96, rope=64, latent=320), PLANS["dot"]),
+    "1024": (cases.Case(nope=256, rope=128, latent=1024, heads=1), PLANS["folded"]),
+    "192": (cases.Case(nope=192, rope=96, latent=448, heads=1, neox=True), PLANS["sum"]),
+    "split": (cases.Case(nope=64, rope=128, latent=576, kv=BF16, query=BF16), PLANS["split"]),
+    "no-rotated-part": (cases.Case(rope=0, latent=64), PLANS["dot"]),
+    "chosen": (cases.Case(nope=64, rope=64, latent=256, tokens=20), None),
+}
+
+
+@pytest.mark.parametrize("case, plan", WIDTHS.values(), ids=WIDTHS)
+def test_widths(case, plan):
+    cases.check_against_reference(provider, cases.build(case), plan=plan)
+
+
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_provider_agrees_with_the_reference(case, plan):
@@ -208,7 +225,8 @@ def test_a_planted_bug_is_seen():
 def test_warmup_covers_the_bucket_and_leaves_the_cache_alone():
     call, lines = cases.build(cases.Case()), []
     count = provider.warmup(cases.padded(call), 20, progress=lines.append)
-    plans = {dispatch.choose(tokens, 3, True, None) for tokens in range(1, 21)}
+    widths = provider.widths_of(call.inputs)
+    plans = {dispatch.choose(tokens, 3, True, widths, None) for tokens in range(1, 21)}
     assert count == len(lines) == len(plans)
     assert bool((call.storage == POISON).all())
 

@@ -1,5 +1,6 @@
 """The Triton kernel compiled (not run) for AMD and NVIDIA: registers, spills, instructions."""
 
+import dataclasses
 import functools
 from unittest import mock
 
@@ -12,31 +13,33 @@ from compiled import FP8, LDS, compile_report, read_amd
 
 from mla_fusion.kernels import dispatch, triton_kernels
 from mla_fusion.kernels import triton as provider
-from mla_fusion.kernels.dispatch import Plan
+from mla_fusion.kernels.dispatch import Plan, Widths
 from mla_fusion.kernels.inputs import Inputs
 
-DEFAULTS = {tokens: dispatch.default_plan(tokens, 16) for tokens in (1, 8, 64, 512)}
+DEFAULTS = {tokens: dispatch.default_plan(tokens, 16, 512) for tokens in (1, 8, 64, 512)}
+DEEPSEEK = Widths(128, 64, 512)
 
 
-def arguments(target, plan, tokens, fp8, neox=False, act=torch.bfloat16):
-    """Launch arguments of a DeepSeek-shaped layer of 16 heads for a GPU, on the meta device."""
+def arguments(target, plan, tokens, fp8, neox=False, act=torch.bfloat16, widths=DEEPSEEK):
+    """Launch arguments of a layer of 16 heads for a GPU, on the meta device."""
+    nope, rope, latent = widths
 
     def meta(*shape, dtype=act):
         return torch.empty(shape, dtype=dtype, device="meta")
 
     inputs = Inputs(
-        q=meta(tokens, 16, 192),
-        w_uk_t=meta(16, 128, 512),
-        kv_c=meta(tokens, 512),
-        k_pe=meta(tokens, 2112)[:, -64:],
-        kv_cache=meta(64, 64, 576, dtype=fp8),
+        q=meta(tokens, 16, nope + rope),
+        w_uk_t=meta(16, nope, latent),
+        kv_c=meta(tokens, latent),
+        k_pe=meta(tokens, 2112)[:, -rope:],
+        kv_cache=meta(64, 64, latent + rope, dtype=fp8),
         slot_mapping=meta(tokens, dtype=torch.int64),
         positions=meta(tokens, dtype=torch.int64),
-        cos_sin_cache=meta(4096, 64, dtype=torch.float32),
+        cos_sin_cache=meta(4096, rope, dtype=torch.float32),
         k_scale=meta(1, dtype=torch.float32),
         q_scale=meta(1, dtype=torch.float32),
         is_neox=neox,
-        q_out=meta(tokens, 16, 576, dtype=fp8),
+        q_out=meta(tokens, 16, latent + rope, dtype=fp8),
     )
     product = "done" if plan.mode == "split" else "here"
     nvidia = target == "sm_90"
@@ -49,9 +52,9 @@ def arguments(target, plan, tokens, fp8, neox=False, act=torch.bfloat16):
 
 
 @functools.cache
-def compiled(target, plan, tokens, fp8, neox=False):
+def compiled(target, plan, tokens, fp8, neox=False, widths=DEEPSEEK):
     """Report of one configuration."""
-    args, options = arguments(target, plan, tokens, fp8, neox)
+    args, options = arguments(target, plan, tokens, fp8, neox, widths=widths)
     return compile_report(target, triton_kernels.prep_kernel, args, options)
 
 
@@ -71,6 +74,36 @@ def test_default_plans_compile_without_spills(target, tokens, neox):
         assert any(name.startswith(kind) for name in result.matrix), result
 
 
+WIDE = Plan(block_m=64, block_n=256, m_tiles=8, rope_rows=256, cache_tokens=16, pdl=True)
+
+
+@pytest.mark.parametrize("target", FP8)
+@pytest.mark.parametrize(
+    "widths, tokens, plan",
+    [
+        (Widths(64, 64, 256), 1, None),
+        (Widths(64, 64, 256), 512, None),
+        *(pytest.param(*each, marks=pytest.mark.nightly) for each in [
+            (Widths(64, 32, 256), 64, None), (Widths(192, 64, 512), 64, None),
+            (Widths(128, 64, 320), 512, None), (Widths(256, 128, 1024), 512, None),
+            (Widths(64, 128, 1024), 512, WIDE), (Widths(256, 128, 1024), 512, WIDE),
+        ]),
+    ],
+)  # fmt: skip
+def test_other_widths_compile_without_spills(target, widths, tokens, plan):
+    """A default plan, or the largest tiles that were measured, with other widths."""
+    if plan is None:
+        plan = dispatch.default_plan(tokens, 16, widths.latent)
+    elif target != "sm_90":
+        plan = dataclasses.replace(plan, pdl=False)
+    nope, rope, _ = map(provider._pad, widths)
+    result = compiled(target, dispatch.fit(plan, nope, rope, 2), tokens, FP8[target], False, widths)
+    # Scalars may spill to lanes of a vector register on AMD.
+    assert (result.spills if target == "sm_90" else result.memory_spills) == 0, result
+    assert result.shared <= LDS[target], result
+    assert result.wide_loads > 0 and bool(result.matrix) == (tokens > 1), result
+
+
 @pytest.mark.parametrize("target", ["gfx942", "sm_90"])
 def test_activation_query_and_split_compile(target):
     for plan in (DEFAULTS[64], Plan(mode="split")):
@@ -81,15 +114,17 @@ def test_activation_query_and_split_compile(target):
 def test_measured_plans_compile_without_spills():
     """Every plan of dispatch.csv that was measured on sm_90 with an fp8 query."""
     plans = {
-        plan
+        (widths, plan)
         for device in dispatch.measured().values()
         if device.arch == "sm_90"
-        for rows in device.rows[True].values()
+        for widths, by_heads in device.rows[True].items()
+        for rows in by_heads.values()
         for _, plan in rows
     }
-    for plan in plans:
-        result = compiled("sm_90", plan, 1 if plan.block_m == 1 else 512, torch.float8_e4m3fn)
-        assert result.spills == 0, (plan, result)
+    for widths, plan in plans:
+        tokens = 1 if plan.block_m == 1 else 512
+        result = compiled("sm_90", plan, tokens, torch.float8_e4m3fn, False, widths)
+        assert result.spills == 0, (widths, plan, result)
 
 
 @pytest.mark.parametrize("block_n, num_warps", [(128, 4), (128, 8), (256, 8)])

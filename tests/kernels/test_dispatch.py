@@ -1,5 +1,6 @@
 """The choice of a launch plan."""
 
+import csv
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,9 @@ import torch
 import tune_dispatch
 
 from mla_fusion.kernels import ProviderUnavailable, dispatch, get_provider
-from mla_fusion.kernels.dispatch import Plan
+from mla_fusion.kernels.dispatch import Plan, Widths
+
+DEEPSEEK, MISTRAL_SMALL = Widths(128, 64, 512), Widths(64, 64, 256)
 
 
 @pytest.fixture
@@ -17,44 +20,56 @@ def table(monkeypatch):
         8: [(1, Plan(block_m=1)), (16, Plan(block_n=32))],
         64: [(1, Plan(block_m=1, block_n=128)), (16, Plan(mode="split"))],
     }
-    device = dispatch.Measured("sm_00", {True: rows, False: {8: [(1, Plan())]}})
+    small = {8: [(1, Plan(block_n=16))]}
+    by_widths = {DEEPSEEK: rows, MISTRAL_SMALL: small}
+    device = dispatch.Measured("sm_00", {True: by_widths, False: {DEEPSEEK: {8: [(1, Plan())]}}})
     monkeypatch.setattr(dispatch, "measured", lambda: {"a gpu": device})
     dispatch.choose.cache_clear()
     return "a gpu"
 
 
 def test_choose_uses_the_row_of_the_batch(table):
-    assert dispatch.choose(1, 8, True, table) == Plan(block_m=1)
-    assert dispatch.choose(2, 8, True, table) == Plan(block_n=32)
-    assert dispatch.choose(16, 64, True, table) == Plan(mode="split")
+    assert dispatch.choose(1, 8, True, DEEPSEEK, table) == Plan(block_m=1)
+    assert dispatch.choose(2, 8, True, DEEPSEEK, table) == Plan(block_n=32)
+    assert dispatch.choose(16, 64, True, DEEPSEEK, table) == Plan(mode="split")
+    assert dispatch.choose(1, 8, True, MISTRAL_SMALL, table) == Plan(block_n=16)
 
 
 def test_choose_extends_to_unmeasured_shapes(table):
-    assert dispatch.choose(500, 8, True, table) == Plan(block_n=32)
-    assert dispatch.choose(2, 16, True, table) == Plan(block_n=32)
-    assert dispatch.choose(2, 128, True, table) == Plan(mode="split")
-    assert dispatch.choose(7, 3, False, table) == Plan()
+    assert dispatch.choose(500, 8, True, DEEPSEEK, table) == Plan(block_n=32)
+    assert dispatch.choose(2, 16, True, DEEPSEEK, table) == Plan(block_n=32)
+    assert dispatch.choose(2, 128, True, DEEPSEEK, table) == Plan(mode="split")
+    assert dispatch.choose(7, 3, False, DEEPSEEK, table) == Plan()
+    # Widths that were not measured: the nearest that were.
+    assert dispatch.choose(1, 64, True, Widths(64, 32, 256), table) == Plan(block_n=16)
+    assert dispatch.choose(1, 8, True, Widths(192, 64, 512), table) == Plan(block_m=1)
+    assert dispatch.choose(1, 8, True, Widths(256, 0, 1024), table) == Plan(block_m=1)
+    assert dispatch.choose(1, 8, False, MISTRAL_SMALL, table) == Plan()
 
 
 def test_representatives_cover_every_batch_of_the_bucket(table):
-    plans = dispatch.representatives(20, 8, True, table)
+    plans = dispatch.representatives(20, 8, True, DEEPSEEK, table)
     assert plans == {Plan(block_m=1): 1, Plan(block_n=32): 2}
     for measured in (None, table):
-        covered = dispatch.representatives(64, 16, True, measured)
-        assert {dispatch.choose(t, 16, True, measured) for t in range(1, 65)} == set(covered)
+        for widths in (DEEPSEEK, MISTRAL_SMALL):
+            covered = dispatch.representatives(64, 16, True, widths, measured)
+            chosen = {dispatch.choose(t, 16, True, widths, measured) for t in range(1, 65)}
+            assert chosen == set(covered)
 
 
 def test_fit_shrinks_tiles_of_deeper_or_wider_operands():
     plan = Plan(block_m=64, block_n=256)
-    assert dispatch.fit(plan, 128, 2) == plan
-    assert dispatch.fit(plan, 256, 4) == Plan(block_m=16, block_n=64)
-    assert dispatch.fit(Plan(block_m=1), 128, 4).block_m == 1
+    assert dispatch.fit(plan, 128, 64, 2) == dispatch.fit(plan, 64, 32, 2) == plan
+    assert dispatch.fit(plan, 256, 64, 4) == Plan(block_m=16, block_n=64)
+    assert dispatch.fit(Plan(block_m=1), 128, 64, 4).block_m == 1
+    assert dispatch.fit(Plan(rope_rows=64), 128, 128, 2) == Plan(rope_rows=32)
+    assert dispatch.fit(Plan(mode="split"), 256, 128, 2) == Plan(mode="split", rope_rows=8)
 
 
 def test_measured_tables_are_complete():
     assert dispatch.measured()["NVIDIA H200"].arch == "sm_90"
     for name, device in dispatch.measured().items():
-        for by_heads in device.rows.values():
+        for by_heads in (b for by_widths in device.rows.values() for b in by_widths.values()):
             assert by_heads, name
             for rows in by_heads.values():
                 limits = [limit for limit, _ in rows]
@@ -64,15 +79,37 @@ def test_measured_tables_are_complete():
 def test_the_table_is_read_as_the_tuner_writes_it():
     plan = Plan(mode="split", block_m=64, rest_last=True, num_warps=8)
     written = [
-        tune_dispatch.row("a gpu", "sm_00", query, 16, tokens, plan if tokens > 1 else Plan())
+        tune_dispatch.row(
+            "a gpu", "sm_00", query, MISTRAL_SMALL, 16, tokens, plan if tokens > 1 else Plan()
+        )
         for query in ("fp8", "bf16")
         for tokens in (1, 32)
     ]
     lines = [{name: str(value) for name, value in row.items()} for row in written]
-    rows = {16: [(1, Plan()), (32, plan)]}
+    rows = {MISTRAL_SMALL: {16: [(1, Plan()), (32, plan)]}}
     assert dispatch.read(lines) == {"a gpu": dispatch.Measured("sm_00", {True: rows, False: rows})}
     file = Path(dispatch.__file__).with_name("dispatch.csv")
     assert file.read_text().splitlines()[0].split(",") == list(written[0])
+
+
+def test_the_tuner_keeps_the_rows_of_other_widths_and_devices(tmp_path):
+    path = tmp_path / "dispatch.csv"
+
+    def rows(device, widths, plan):
+        return [tune_dispatch.row(device, "sm_00", "fp8", widths, 16, 1, plan)]
+
+    tune_dispatch.write_table(path, rows("a gpu", DEEPSEEK, Plan(block_n=32)))
+    tune_dispatch.write_table(path, rows("another", MISTRAL_SMALL, Plan(block_n=16)))
+    for block_n in (16, 128):
+        tune_dispatch.write_table(path, rows("a gpu", MISTRAL_SMALL, Plan(block_n=block_n)))
+    with path.open(newline="") as file:
+        found = dispatch.read(csv.DictReader(file))
+    assert {
+        (name, widths): plan.block_n
+        for name, device in found.items()
+        for widths, by_heads in device.rows[True].items()
+        for _, plan in by_heads[16]
+    } == {("a gpu", DEEPSEEK): 32, ("another", MISTRAL_SMALL): 16, ("a gpu", MISTRAL_SMALL): 128}
 
 
 def test_unknown_names_are_refused():
