@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 from collections.abc import Callable
 
 import torch
 
 from mla_fusion.attention import PersistentDecodePlan, persistent_mla_decode
+from mla_fusion.attention.buffers import multiprocessors
 from mla_fusion.attention.triton import plan_settings
 from mla_fusion.cli.compare import distance
 
-LATENT, WIDTH, PAGE = 512, 576, 64
+PAGE = 64
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
-SCALE = WIDTH**-0.5
 TOLERANCE = 4e-3
 ROTATED = 2**28  # bytes of caches that a graph walks over, several times the L2 cache
 Call = Callable[[int], object]
@@ -24,7 +25,7 @@ Call = Callable[[int], object]
 class Case:
     """Lengths from 16 to twice the context, cubic, if ragged; else all equal to it.
 
-    queries: most query rows of a sequence. page: tokens of a block.
+    queries: most query rows of a sequence. page: tokens of a block. latent, rope: L and R.
     """
 
     batch: int
@@ -34,6 +35,18 @@ class Case:
     ragged: bool = False
     queries: int = 1
     page: int = PAGE
+    latent: int = 512
+    rope: int = 64
+
+    @property
+    def width(self) -> int:
+        """Of a query and of a cache entry."""
+        return self.latent + self.rope
+
+    @property
+    def scale(self) -> float:
+        """Of the scores."""
+        return float(self.width**-0.5)
 
     def lengths(self) -> list[int]:
         """KV tokens of each sequence."""
@@ -44,11 +57,11 @@ class Case:
 
     def bytes(self) -> int:
         """Fewest bytes: the KV of every sequence once."""
-        return sum(self.lengths()) * WIDTH * self.dtype.itemsize
+        return sum(self.lengths()) * self.width * self.dtype.itemsize
 
     def flops(self) -> int:
         """Operations of both products."""
-        return 2 * sum(self.lengths()) * self.queries * self.heads * (WIDTH + LATENT)
+        return 2 * sum(self.lengths()) * self.queries * self.heads * (self.width + self.latent)
 
 
 @dataclasses.dataclass
@@ -76,12 +89,12 @@ def make(case: Case) -> Inputs:
         table[b, : blocks[b]] = order[first : first + blocks[b]]
     caches = []
     for _ in range(max(1, min(128, ROTATED // case.bytes()))):
-        cache = torch.empty(sum(blocks), case.page, WIDTH, device="cuda", dtype=case.dtype)
+        cache = torch.empty(sum(blocks), case.page, case.width, device="cuda", dtype=case.dtype)
         for part in cache.split(4096):
             part.copy_(torch.randn(part.shape, device="cuda", dtype=BF16))
         caches.append(cache)
     rows = case.batch * case.queries
-    q = torch.randn(rows, case.heads, WIDTH, device="cuda", dtype=BF16).to(case.dtype)
+    q = torch.randn(rows, case.heads, case.width, device="cuda", dtype=BF16).to(case.dtype)
     lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
     return Inputs(case, q, caches, table, lens, torch.full((1,), 0.5, device="cuda"))
 
@@ -90,17 +103,18 @@ def exact(inputs: Inputs, b: int, length: int, rows: slice) -> tuple[torch.Tenso
     """float64 attention of the query rows `rows`, those of sequence `b`, over its first `length`
     tokens: output [n, H, L] and LSE [n, H]. Row i of the n sees all but the last n - 1 - i.
     """
-    scale = 0.5 if inputs.case.dtype == FP8 else 1.0
-    keys = inputs.caches[0][inputs.table[b, : -(-length // inputs.case.page)].long()]
-    keys = keys.view(-1, WIDTH)[:length].double() * scale
-    scores = SCALE * scale * inputs.q[rows].double() @ keys.T
+    case = inputs.case
+    scale = 0.5 if case.dtype == FP8 else 1.0
+    keys = inputs.caches[0][inputs.table[b, : -(-length // case.page)].long()]
+    keys = keys.view(-1, case.width)[:length].double() * scale
+    scores = case.scale * scale * inputs.q[rows].double() @ keys.T
     after = torch.arange(len(scores) - 1, -1, -1, device="cuda")
     seen = torch.arange(length, device="cuda") < length - after[:, None]
     scores = scores.masked_fill(~seen[:, None], -torch.inf)
     lse = scores.logsumexp(-1)
     # exp(-inf - -inf) is NaN where a row sees nothing: such rows are zero.
     weights = (scores - lse[..., None]).exp().nan_to_num(nan=0.0)
-    return weights @ keys[:, :LATENT], lse
+    return weights @ keys[:, : case.latent], lse
 
 
 def error(inputs: Inputs, out: torch.Tensor, lengths: list[int]) -> float:
@@ -113,8 +127,11 @@ def error(inputs: Inputs, out: torch.Tensor, lengths: list[int]) -> float:
     return float(torch.tensor(found).max())
 
 
-def make_plan(case: Case, cap: int = -1) -> PersistentDecodePlan:
-    """A plan with the settings that suit the kernel."""
+def make_plan(case: Case, cap: int = -1, programs: int | None = None) -> PersistentDecodePlan:
+    """A plan with the settings that suit the kernel, or so many programs a multiprocessor."""
+    settings = plan_settings(case.heads, case.queries, case.dtype, case.width, "cuda")
+    if programs is not None:
+        settings["workers"] = programs * multiprocessors(torch.device("cuda"))
     return PersistentDecodePlan.allocate(
         max_batch=case.batch,
         max_query_len=case.queries,
@@ -122,18 +139,19 @@ def make_plan(case: Case, cap: int = -1) -> PersistentDecodePlan:
         q_dtype=case.dtype,
         kv_dtype=case.dtype,
         device="cuda",
+        v_head_dim=case.latent,
         max_split_per_batch=cap,
-        **plan_settings(case.heads, case.queries, case.dtype, WIDTH, "cuda"),
+        **settings,
     )
 
 
-def ours(inputs: Inputs, cap: int = -1) -> tuple[Call, torch.Tensor]:
-    """This library; `cap` as max_split_per_batch."""
-    plan = make_plan(inputs.case, cap)
+def ours(inputs: Inputs, cap: int = -1, programs: int | None = None) -> tuple[Call, torch.Tensor]:
+    """This library; `cap` as max_split_per_batch, `programs` as for `make_plan`."""
+    plan = make_plan(inputs.case, cap, programs)
     batch = inputs.case.batch
     rows = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
     plan.refresh(qo_indptr=rows, seq_lens=inputs.lens, num_tokens=batch, max_query_len=1)
-    out = torch.empty(*inputs.q.shape[:2], LATENT, device="cuda", dtype=BF16)
+    out = torch.empty(*inputs.q.shape[:2], inputs.case.latent, device="cuda", dtype=BF16)
     return lambda i: decode(inputs, plan, i, out), out
 
 
@@ -146,7 +164,7 @@ def decode(
         inputs.caches[i],
         plan,
         block_table=inputs.table,
-        softmax_scale=SCALE,
+        softmax_scale=inputs.case.scale,
         q_scale=inputs.scale,
         kv_scale=inputs.scale,
         out=out,
@@ -160,13 +178,13 @@ def triton_mla(inputs: Inputs) -> tuple[Call, torch.Tensor]:
     from vllm.v1.attention.backends.mla.triton_mla import _compute_num_kv_splits
     from vllm.v1.attention.ops.triton_decode_attention import decode_attention_fwd
 
-    fp8 = inputs.case.dtype == FP8
+    fp8, latent = inputs.case.dtype == FP8, inputs.case.latent
     q = inputs.q.float().mul(0.5).to(BF16) if fp8 else inputs.q
     processors = torch.cuda.get_device_properties("cuda").multi_processor_count
     splits = _compute_num_kv_splits(max(inputs.case.lengths()), processors)
-    out = torch.empty(*q.shape[:2], LATENT, device="cuda", dtype=BF16)
+    out = torch.empty(*q.shape[:2], latent, device="cuda", dtype=BF16)
     lse = torch.empty(q.shape[:2], device="cuda", dtype=BF16)
-    logits = torch.empty(*q.shape[:2], splits, LATENT + 1, device="cuda")
+    logits = torch.empty(*q.shape[:2], splits, latent + 1, device="cuda")
     one = inputs.scale if fp8 else torch.ones(1, device="cuda")
 
     def call(i: int) -> None:
@@ -174,14 +192,14 @@ def triton_mla(inputs: Inputs) -> tuple[Call, torch.Tensor]:
         decode_attention_fwd(
             q,
             cache,
-            cache[..., :LATENT],
+            cache[..., :latent],
             out,
             lse,
             inputs.table,
             inputs.lens,
             logits,
             splits,
-            SCALE,
+            inputs.case.scale,
             PAGE,
             k_scale=one,
             v_scale=one,
@@ -196,8 +214,9 @@ def flashmla(inputs: Inputs) -> tuple[Call, torch.Tensor]:
     from vllm.v1.attention.ops import flashmla as ops
 
     q, heads = inputs.q.unsqueeze(1), inputs.case.heads
-    out = torch.empty(*inputs.q.shape[:2], LATENT, device="cuda", dtype=BF16)
-    shared = {"head_dim_v": LATENT, "softmax_scale": SCALE, "causal": True}
+    out = torch.empty(*inputs.q.shape[:2], inputs.case.latent, device="cuda", dtype=BF16)
+    case = inputs.case
+    shared = {"head_dim_v": case.latent, "softmax_scale": case.scale, "causal": True}
     shared |= {"block_table": inputs.table, "cache_seqlens": inputs.lens}
     if inputs.case.dtype == FP8:
         schedule, splits = ops.get_mla_metadata_dense_fp8(inputs.lens, heads, 1)
@@ -230,14 +249,14 @@ def fa3(inputs: Inputs) -> tuple[Call, torch.Tensor]:
         batch_size=case.batch,
         num_heads_q=case.heads,
         num_heads_kv=1,
-        headdim=WIDTH - LATENT,
-        headdim_v=LATENT,
+        headdim=case.rope,
+        headdim_v=case.latent,
         cache_seqlens=inputs.lens,
         qkv_dtype=BF16,
         page_size=case.page,
         **shared,
     )
-    latent, rope = inputs.q.split([LATENT, WIDTH - LATENT], dim=-1)
+    latent, rope = inputs.q.split([case.latent, case.rope], dim=-1)
     out = torch.empty(*latent.shape, device="cuda", dtype=BF16)
 
     def call(i: int) -> None:
@@ -245,11 +264,11 @@ def fa3(inputs: Inputs) -> tuple[Call, torch.Tensor]:
         result = flash_attn_varlen_func(
             q=rope,
             q_v=latent,
-            k=cache[..., LATENT:],
-            v=cache[..., :LATENT],
+            k=cache[..., case.latent :],
+            v=cache[..., : case.latent],
             seqused_k=inputs.lens,
             block_table=inputs.table,
-            softmax_scale=SCALE,
+            softmax_scale=case.scale,
             scheduler_metadata=schedule,
             fa_version=3,
             **shared,
@@ -261,8 +280,10 @@ def fa3(inputs: Inputs) -> tuple[Call, torch.Tensor]:
 
 
 # By the type of query and cache.
-VLLM_DEFAULT = {BF16: "fa3", FP8: "flashmla"}  # on Hopper
+VLLM_DEFAULT = {BF16: "fa3", FP8: "flashmla"}  # on Hopper, for 512 + 64
 CANDIDATES = {
     BF16: {"ours": ours, "triton_mla": triton_mla, "flashmla": flashmla, "fa3": fa3},
     FP8: {"ours": ours, "triton_mla": triton_mla, "flashmla": flashmla},
 }
+# For widths that were not measured: other numbers of programs a multiprocessor than ours has.
+PROGRAMS = {f"ours, {n} a processor": functools.partial(ours, programs=n) for n in (1, 2, 3)}

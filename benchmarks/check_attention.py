@@ -26,7 +26,6 @@ from attention import FACTS
 from attention_cases import (
     BF16,
     FP8,
-    LATENT,
     TOLERANCE,
     Case,
     Inputs,
@@ -61,8 +60,14 @@ PLANNERS = [
 ]
 PLANS = 20  # of each, with a cap on splits and without
 
-# What the decode is compiled for, besides the type: heads, page size, most query rows.
-DECODES = [(16, 64, 1), (16, 64, 2), (8, 16, 4), (16, 1, 8), (128, 64, 1), (128, 128, 8)]
+# What the decode is compiled for, besides the type: heads, page size, most query rows, and widths
+# other than 512 + 64: Mistral-Small-4, MiniCPM3, and some that only the portable kernel takes.
+DECODES: list[tuple[int, ...]] = [
+    (16, 64, 1), (16, 64, 2), (8, 16, 4), (16, 1, 8), (128, 64, 1), (128, 128, 8),
+    (16, 64, 1, 256, 64), (32, 64, 2, 256, 64), (8, 16, 4, 256, 64), (128, 128, 8, 256, 64),
+    (40, 64, 1, 256, 32), (16, 1, 2, 256, 32),
+    (16, 64, 1, 320, 64), (64, 16, 2, 512, 128), (16, 64, 1, 1024, 128),
+]  # fmt: skip
 BATCH, CONTEXT, REPLAYS = 8, 6000, 8
 
 REFRESH = ["batch", "workers", "max_batch", "p20_us", "p50_us", "p80_us"]
@@ -165,9 +170,10 @@ def refresh_times() -> list[dict[str, Any]]:
 def decodes(rng: random.Random) -> None:
     """Every kernel of `DECODES`: eager with each uniform query length, then replayed."""
     for dtype in (BF16, FP8):
-        for heads, page, queries in DECODES:
-            case = Case(BATCH, CONTEXT, heads, dtype, queries=queries, page=page)
+        for heads, page, queries, *widths in DECODES:
+            case = Case(BATCH, CONTEXT, heads, dtype, False, queries, page, *widths)
             name = f"decode H={heads} {str(dtype)[6:]} page={page} rows<={queries}"
+            name += f" {case.latent}+{case.rope}"
             try:
                 run_decode(name, case, rng)
             except Exception:  # noqa: BLE001 (the other kernels are still worth checking)
@@ -181,7 +187,7 @@ def run_decode(name: str, case: Case, rng: random.Random) -> None:
     rows_of_plan = case.batch * case.queries
     starts = ints([0] * (case.batch + 1))
     # Of two calls, as of two layers: the second starts before the first has ended.
-    outs = torch.empty(2, rows_of_plan, case.heads, LATENT, device="cuda", dtype=BF16)
+    outs = torch.empty(2, rows_of_plan, case.heads, case.latent, device="cuda", dtype=BF16)
     full = inputs.caches[0].clone()
     worst = {"eager": [0.0, 0.0], "replayed": [0.0, 0.0]}
     clean = True
