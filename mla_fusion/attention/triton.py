@@ -77,8 +77,8 @@ def choose(hopper: bool, rows: int, latent: int, rope: int, warp: int = 32) -> C
     """The configuration for work items of `rows` query rows on a GPU with warps of `warp` threads.
 
     Hopper's are measured with 512 + 64; the others are the largest that compile for gfx942, gfx950
-    and sm_90 without spilling registers inside the loop over tiles. Only fp8 latents above 512
-    spill there on sm_90, whatever the tile.
+    and sm_90 without spilling registers inside the loop over tiles. fp8 latents above 512 spill
+    there on sm_90, whatever the tile.
     """
     if hopper:
         tile = 16 if rows <= 16 else 32 if rows <= 32 else 64

@@ -28,7 +28,7 @@ _COMMON: dict[str, Any] = {
     "routed_scaling_factor": 1.0,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
-    # The latent and rope sizes of the real models; vLLM's CPU attention takes no others.
+    # Those of DeepSeek's models; vLLM's CPU attention takes no other latent and rope sizes.
     "kv_lora_rank": 512,
     "qk_rope_head_dim": 64,
     "qk_nope_head_dim": 128,

@@ -14,6 +14,26 @@ def pangu_draft_attribute():
     OpenPanguDecoderLayer.use_sequence_parallel_moe = False
 
 
+def latents_of_any_width():
+    """A decode kernel for any latent and rotated part, as TRITON_MLA is one; vLLM's kernel for the
+    CPU takes 512 + 64.
+    """
+    from vllm import _custom_ops as ops
+    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
+
+    def decode(out, query, kv_cache, scale, block_tables, seq_lens):
+        page, latent = kv_cache.shape[1], out.shape[-1]
+        for row, length in enumerate(seq_lens.tolist()):
+            if length:
+                blocks = block_tables[row, : -(-length // page)].long()
+                keys = kv_cache[blocks].flatten(0, 1)[:length].float()
+                weights = (scale * query[row].float() @ keys.T).softmax(-1)
+                out[row] = weights @ keys[:, :latent]
+
+    ops.mla_decode_kvcache_cpu = decode
+    CPUMLABackend.get_supported_head_sizes = classmethod(lambda cls: [])  # all
+
+
 def several_tokens_per_decode():
     """A decode kernel that takes several tokens of a request, as most backends for GPUs have.
 

@@ -66,7 +66,14 @@ class Neighbour:
 
 
 TERSE = "terse"
+NARROW = "narrow"
 _SEVERAL = ("several_tokens_per_decode",)
+_ANY_WIDTH = ("latents_of_any_width",)
+# The kernel of the CPU in fp32 beside the specification of the portable decode: equal tokens.
+_PORTABLE = {
+    "dtype": "float32",
+    "additional_config": {"mla_fusion": {"provider": "reference", "attention": "portable"}},
+}
 
 
 def _drafts(count):
@@ -111,6 +118,8 @@ NEIGHBOURS = (
         signs=(Sign(("split",), 2, "{} prompts in several steps"),),
     ),
     *(_drafts(count) for count in range(1, 8)),
+    Neighbour("latents of 256 + 64", imitate=_ANY_WIDTH, model=NARROW),
+    Neighbour("latents of 256 + 64, attention=portable", _PORTABLE, _ANY_WIDTH, model=NARROW),
     Neighbour("LoRA", {"enable_lora": True, "max_lora_rank": 8}),
     Neighbour("tensor parallel 2", {"tensor_parallel_size": 2}),
     Neighbour(
@@ -139,7 +148,8 @@ NEIGHBOURS = (
 
 
 def write_model(folder):
-    """Write the model that they run, and below it, in `TERSE`, one with only eight distinct tokens.
+    """Write the model that they run, and below it, in `TERSE`, one with only eight distinct tokens,
+    and in `NARROW` one with the widths of Mistral-Small-4.
 
     Drafts from the prompt are often right with that one; with the other there is hardly a draft.
     """
@@ -149,4 +159,5 @@ def write_model(folder):
     tensors = load_file(terse)
     tensors["lm_head.weight"][8:] = 0
     save_file(tensors, terse, metadata={"format": "pt"})
+    tiny_models.write(MODEL, folder / NARROW, kv_lora_rank=256, qk_nope_head_dim=64)
     return str(tiny_models.write(MODEL, folder))
