@@ -79,6 +79,8 @@ def shapes() -> None:
     ):  # fmt: skip
         case = dataclasses.replace(real, tokens=tokens, heads=heads, seed=seed)
         check(f"T={tokens} H={heads} fp8", case)
+        scaled = dataclasses.replace(case, factor=torch.float32)
+        check(f"T={tokens} H={heads} fp8 scaled", scaled)
         if tokens in (1, 17, 256):
             check(f"T={tokens} H={heads} bf16", dataclasses.replace(case, kv=BF16, query=BF16))
     options = {
@@ -94,6 +96,9 @@ def shapes() -> None:
         "odd": {"nope": 24, "rope": 12, "latent": 40, "block_size": 3},
         "padded": {"padded": tuple(range(0, 40, 3))},
         "all padded": {"padded": tuple(range(40))},
+        "scaled": {"factor": torch.float32},
+        "scaled neox bf16 query": {"factor": BF16, "query": BF16, "neox": True},
+        "scaled no rope fp16": {"factor": torch.float32, "act": FP16, "angles": None},
     }
     for (name, fields), tokens in itertools.product(options.items(), (1, 40)):
         case = dataclasses.replace(real, tokens=tokens, heads=16, seed=tokens, **fields)
@@ -107,6 +112,7 @@ def shapes() -> None:
         case = dataclasses.replace(real, tokens=150, heads=16, padded=(0, 149))
         check(f"plan {name}", case, plan)
         check(f"plan {name} bf16", dataclasses.replace(case, kv=BF16, query=BF16), plan)
+        check(f"plan {name} scaled", dataclasses.replace(case, factor=torch.float32), plan)
 
 
 def widths() -> None:

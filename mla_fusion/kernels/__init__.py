@@ -63,6 +63,7 @@ def fused_mla_decode_prep(
     *,
     is_neox: bool,
     q_out: torch.Tensor,
+    q_factor: torch.Tensor | None = None,
     provider: str,
 ) -> torch.Tensor:
     """Rotate, absorb, concatenate, quantize the query and write the latent KV cache.
@@ -70,8 +71,11 @@ def fused_mla_decode_prep(
     For every token t and head h, with P = qk_nope_head_dim, R = qk_rope_head_dim and
     L = kv_lora_rank:
 
-        q_out[t, h]          = cast_q(q[t, h, :P] @ w_uk_t[h]  |  rope(q[t, h, P:], positions[t]))
-        kv_cache[slot_of(t)] = cast_k(kv_c[t]                  |  rope(k_pe[t],     positions[t]))
+        q_out[t, h]          = cast_q(f * q[t, h, :P] @ w_uk_t[h]  |
+                                      f * rope(q[t, h, P:], positions[t]))
+        kv_cache[slot_of(t)] = cast_k(kv_c[t]  |  rope(k_pe[t], positions[t]))
+
+    f is q_factor[t], or 1.
 
     Arguments:
         q: [T, H, P + R], activation type (bf16, fp16 or fp32); token and head strides are free,
@@ -91,12 +95,17 @@ def fused_mla_decode_prep(
         q_scale: the same of the query.
         is_neox: pairs are (i, i + R / 2) if true (NeoX), else (2 i, 2 i + 1) (GPT-J).
         q_out: [T, H, L + R], dense, activation type or fp8; written in full and returned.
+        q_factor: [T], dense, activation type or fp32: the query of token t, both parts, is
+            multiplied by q_factor[t] after the rotation, as `llama_4_scaling` does; None for 1.
+            The key is not.
         provider: who computes it, one of `PROVIDERS`.
 
     Numerics: the product accumulates in fp32 and is rounded to the activation type; RoPE is
     computed in fp32 from the stored cosines and sines; fp8 targets multiply by 1 / scale in
     fp32, clamp to the largest finite value (NaN stays NaN) and round to nearest even; every
-    other target is rounded to nearest even once.
+    other target is rounded to nearest even once. With a factor the rotated part is first rounded
+    to the activation type; then each part is multiplied in fp32 and rounded to the activation
+    type, before the product and before fp8.
 
     Raises:
         ProviderUnavailable: the provider cannot run here.
@@ -105,7 +114,7 @@ def fused_mla_decode_prep(
     module = get_provider(provider)
     inputs = Inputs(
         q, w_uk_t, kv_c, k_pe, kv_cache, slot_mapping, positions, cos_sin_cache, k_scale, q_scale,
-        is_neox, q_out,
+        is_neox, q_out, q_factor,
     )  # fmt: skip
     validate(inputs)
     return module.fused_mla_decode_prep(inputs)

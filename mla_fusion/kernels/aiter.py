@@ -1,6 +1,8 @@
 """The ROCm provider: the absorb product, then AITER's `fused_qk_rope_concat_and_cache_mla`.
 
-AITER's kernel takes an absorbed query: the region is two launches and a memset.
+AITER's kernel takes an absorbed query: the region is two launches and a memset. It takes no factor:
+a scaled query is scaled before, in a third launch, and rotated after. So its rotated part differs
+from vLLM's in the order of two roundings; the rest of it does not.
 Its contract was read from AITER's sources, v0.1.8 to v0.1.20 (docs/aiter.md). It is tested against
 a mock of the module, not on AMD hardware.
 
@@ -28,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mla_fusion.kernels import ProviderUnavailable
-from mla_fusion.kernels.arithmetic import FP8_DTYPES, absorb
+from mla_fusion.kernels.arithmetic import FP8_DTYPES, absorb, scale
 from mla_fusion.kernels.capture import refuse_during_capture
 from mla_fusion.kernels.inputs import Inputs
 
@@ -125,6 +127,8 @@ def fused_mla_decode_prep(inputs: Inputs) -> torch.Tensor:
     validate(inputs, aiter.dtypes.fp8)
     rope = inputs.k_pe.shape[-1]
     nope = q.shape[-1] - rope
+    if inputs.q_factor is not None:
+        q = scale(q, inputs.q_factor)
     cos, sin = _tables(inputs.cos_sin_cache, q, rope)
     q_out.zero_()
     if q.shape[0] == 0:
@@ -152,7 +156,7 @@ def validate(inputs: Inputs, arch_fp8: torch.dtype) -> None:
     """Raise ValueError for whatever AITER's op does not take; `arch_fp8` is the GPU's fp8 type."""
     q, kv_c, k_pe, kv_cache = inputs.q, inputs.kv_c, inputs.k_pe, inputs.kv_cache
     positions, slot_mapping = inputs.positions, inputs.slot_mapping
-    cos_sin_cache, q_out = inputs.cos_sin_cache, inputs.q_out
+    cos_sin_cache, q_out, factor = inputs.cos_sin_cache, inputs.q_out, inputs.q_factor
     act, tokens = q.dtype, slot_mapping.shape[0]
     heads, (latent, rope) = q.shape[1], (kv_c.shape[-1], k_pe.shape[-1])
     general = not (rope == 64 and latent == 512 and latent * heads >= 2048)
@@ -164,6 +168,7 @@ def validate(inputs: Inputs, arch_fp8: torch.dtype) -> None:
         ("kv_c and k_pe", kv_c.dtype == act == k_pe.dtype, f"{act} as q"),
         ("kv_c and k_pe", min(kv_c.shape[0], k_pe.shape[0]) >= tokens, f"{tokens} rows or more"),
         ("k_pe", rope % 2 == 0 and latent % 8 == 0, "of even width beside a latent of 8 n"),
+        ("q_factor", factor is None or factor.shape == q.shape[:1], "as long as q"),
         ("slot_mapping", _dense_int64(slot_mapping), "dense int64 [T]"),
         ("positions", _dense_int64(positions), "dense int64 [T]"),
         ("positions", positions.shape[0] >= tokens, f"{tokens} long or more"),

@@ -32,6 +32,15 @@ def rotate(
     return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
 
 
+def scale(q: torch.Tensor, factor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """`q` [T, H, n] times `factor` [T], in the type of q: computed in fp32 and rounded once.
+
+    The result is dense, or `out`, which may be q.
+    """
+    out = q.new_empty(q.shape) if out is None else out
+    return torch.mul(q, factor[:, None, None], out=out)
+
+
 def absorb(q_nope: torch.Tensor, w_uk_t: torch.Tensor) -> torch.Tensor:
     """`q_nope` [T, H, P] times `w_uk_t` [H, P, L], as dense [T, H, L] in the activation type.
 

@@ -25,6 +25,7 @@ class Inputs(NamedTuple):
     q_scale: torch.Tensor
     is_neox: bool
     q_out: torch.Tensor
+    q_factor: torch.Tensor | None = None
 
 
 def padded_batch(
@@ -38,14 +39,17 @@ def padded_batch(
     rope_dim: int,
     is_neox: bool,
     q_dtype: torch.dtype,
+    factor_dtype: torch.dtype | None = None,
 ) -> Inputs:
     """A batch of `tokens` padded rows for one layer: it writes nothing into the layer's cache.
 
-    rope_dim is R, q_dtype the type of q_out; the activations are dense zeros.
+    rope_dim is R, q_dtype the type of q_out, factor_dtype that of q_factor, if the layer has one;
+    the activations are dense zeros.
     """
     heads, nope, latent = w_uk_t.shape
     act: dict[str, Any] = {"dtype": w_uk_t.dtype, "device": w_uk_t.device}
     slots = torch.full((tokens,), -1, dtype=torch.int64, device=w_uk_t.device)
+    factor = None if factor_dtype is None else slots.new_ones(tokens, dtype=factor_dtype)
     return Inputs(
         q=torch.zeros((tokens, heads, nope + rope_dim), **act),
         w_uk_t=w_uk_t,
@@ -59,4 +63,5 @@ def padded_batch(
         q_scale=q_scale,
         is_neox=is_neox,
         q_out=torch.empty((tokens, heads, latent + rope_dim), dtype=q_dtype, device=w_uk_t.device),
+        q_factor=factor,
     )

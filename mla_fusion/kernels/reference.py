@@ -56,17 +56,26 @@ def cast(x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor) -> torch.Tens
     return torch.where(scaled < -largest, -largest, scaled).to(dtype)
 
 
+def scale(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`x` [T, H, n], rounded to the activation type `dtype`, times `factor` [T], rounded again:
+    the product of two of its numbers is computed in fp32, as is that with an fp32 factor."""
+    return (x.to(dtype).float() * factor.float()[:, None, None]).to(dtype)
+
+
 def fused_mla_decode_prep(inputs: Inputs) -> torch.Tensor:
     """See `mla_fusion.kernels.fused_mla_decode_prep`."""
     q, w_uk_t, q_out, kv_cache = inputs.q, inputs.w_uk_t, inputs.q_out, inputs.kv_cache
     nope = w_uk_t.shape[1]
     valid = inputs.slot_mapping >= 0
-    q_pe, k_pe = q[..., nope:], inputs.k_pe
+    q_nope, q_pe, k_pe = q[..., :nope], q[..., nope:], inputs.k_pe
     if inputs.cos_sin_cache is not None:
         positions = torch.where(valid, inputs.positions, 0)
         q_pe = rotate(q_pe, positions, inputs.cos_sin_cache, inputs.is_neox)
         k_pe = rotate(k_pe, positions, inputs.cos_sin_cache, inputs.is_neox)
-    absorbed = absorb(q[..., :nope], w_uk_t)
+    if inputs.q_factor is not None:
+        q_nope = scale(q_nope, inputs.q_factor, q.dtype)
+        q_pe = scale(q_pe, inputs.q_factor, q.dtype)
+    absorbed = absorb(q_nope, w_uk_t)
     halves = [cast(half, q_out.dtype, inputs.q_scale) for half in (absorbed, q_pe)]
     # torch has no `where` for fp8: choose between bytes instead.
     query = torch.cat(halves, dim=-1).view(torch.uint8).masked_fill(~valid.view(-1, 1, 1), 0)

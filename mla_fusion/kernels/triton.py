@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mla_fusion.kernels import dispatch
-from mla_fusion.kernels.arithmetic import FP8_DTYPES
+from mla_fusion.kernels.arithmetic import FP8_DTYPES, scale
 from mla_fusion.kernels.dispatch import Plan, Widths
 from mla_fusion.kernels.inputs import Inputs
 
@@ -155,11 +155,14 @@ def _torch_product(inputs: Inputs) -> tuple[str, torch.Tensor]:
     _, nope, latent = w_uk_t.shape
     product, staged, target = "done", q_out, q_out[..., :latent]
     if q_out.dtype != q.dtype:
-        # This provider's only allocation: torch.bmm cannot write fp8. Under capture it comes from
-        # the graph's own pool.
+        # torch.bmm cannot write fp8. Under capture this, and a scaled query, come from the graph's
+        # own pool; nothing else is allocated.
         product, target = "staged", q.new_empty((*q.shape[:2], latent))
         staged = target
-    torch.bmm(q[..., :nope].transpose(0, 1), w_uk_t, out=target.transpose(0, 1))
+    q_nope = q[..., :nope]
+    if inputs.q_factor is not None:
+        q_nope = scale(q_nope, inputs.q_factor)
+    torch.bmm(q_nope.transpose(0, 1), w_uk_t, out=target.transpose(0, 1))
     return product, staged
 
 
@@ -190,7 +193,7 @@ def launch_arguments(
     args = (
         q, inputs.w_uk_t, kv_c, k_pe, inputs.kv_cache, inputs.slot_mapping, inputs.positions,
         inputs.positions if angles is None else angles,
-        inputs.k_scale, inputs.q_scale, inputs.q_out, staged,
+        inputs.k_scale, inputs.q_scale, inputs.q_factor, inputs.q_out, staged,
         tokens, heads, q_row, q.stride(1), *inputs.w_uk_t.stride(), kv_c_row, k_pe_row,
         *inputs.kv_cache.stride()[:2], 0 if angles is None else angles.stride(0),
     )  # fmt: skip

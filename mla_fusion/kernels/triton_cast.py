@@ -29,6 +29,27 @@ def cast(x, inverse, DTYPE: tl.constexpr, LIMIT: tl.constexpr):
 
 
 @triton.jit
+def factors_of(factor_ptr, token, inside):
+    """The query's factors of `token` in fp32, None if it has none; `inside` masks rows out."""
+    if factor_ptr is None:
+        return None
+    else:
+        return tl.load(factor_ptr + token, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def scaled(x, factor, ACT: tl.constexpr):
+    """fp32 `x` rounded to the activation type, times `factor`, rounded again, in fp32.
+
+    Without a factor (None) x is not rounded.
+    """
+    if factor is None:
+        return x
+    else:
+        return (x.to(ACT).to(tl.float32) * factor).to(ACT).to(tl.float32)
+
+
+@triton.jit
 def round_bf16_pairs(x):
     """fp32 `x` rounded to bf16, in fp32: two elements by one instruction of NVIDIA's.
 

@@ -41,7 +41,7 @@ def _my_work(
 )
 def prep_kernel(
     q_ptr, w_ptr, kv_c_ptr, k_pe_ptr, cache_ptr, slot_ptr, position_ptr, cos_sin_ptr,
-    k_scale_ptr, q_scale_ptr, out_ptr, latent_ptr,
+    k_scale_ptr, q_scale_ptr, factor_ptr, out_ptr, latent_ptr,
     tokens, heads,
     q_row, q_head, w_head, w_row, w_col, kv_c_row, k_pe_row, cache_block, cache_entry,
     cos_sin_stride,
@@ -55,10 +55,13 @@ def prep_kernel(
 ):  # fmt: skip
     """See the module. Shapes and types are those of `kernels.fused_mla_decode_prep`.
 
+    `factor_ptr` is None for a query without a factor: the machine code then has no trace of it.
+
     PRODUCT says who computes the latent part of the query:
         "here"     the product programs of this launch;
         "done"     a product that has already written it into q_out: only padded rows are zeroed;
         "staged"   a product that left it in `latent_ptr` [T, H, L]: it is cast into q_out.
+    Such a product has multiplied the scaled query.
     Q_LIMIT and K_LIMIT are the largest finite fp8 values, 0 for a target that is not fp8, and
     negative where conversions saturate by themselves. The row strides of q, kv_c and k_pe come
     divided by ALIGN. PDL: the launch has the programmatic-dependent-launch attribute. DIRECT: see
@@ -88,12 +91,12 @@ def prep_kernel(
         else:
             query_rows(
                 q_ptr, out_ptr, latent_ptr, slot_ptr, position_ptr, cos_sin_ptr, q_scale_ptr,
-                unit - cache_programs, tokens, heads, q_row, q_head, cos_sin_stride,
+                factor_ptr, unit - cache_programs, tokens, heads, q_row, q_head, cos_sin_stride,
                 P, R, L, R_PAD, L_PAD, ROPE, NEOX, Q_LIMIT, PRODUCT, ROPE_ROWS, ONE_TOKEN,
             )  # fmt: skip
     elif PRODUCT == "here":
         product(
-            q_ptr, w_ptr, slot_ptr, q_scale_ptr, out_ptr,
+            q_ptr, w_ptr, slot_ptr, q_scale_ptr, factor_ptr, out_ptr,
             work, tokens, heads, q_row, q_head, w_head, w_row, w_col,
             P, L, L + R, P_PAD, Q_LIMIT, BLOCK_M, BLOCK_N, M_TILES, PDL, DIRECT, WARPS,
         )  # fmt: skip

@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mla_fusion.kernels.triton_cast import cast, inverse_of, round_bf16_pairs
+from mla_fusion.kernels.triton_cast import cast, factors_of, inverse_of, round_bf16_pairs, scaled
 
 
 @triton.jit
@@ -54,6 +54,17 @@ def _query_tile(
         mask=(m < end)[:, None] & (k < P)[None, :],
         other=0.0,
     )
+
+
+@triton.jit
+def _scaled_tile(q, factor_ptr, m_start, end, BLOCK_M: tl.constexpr):
+    """A tile of `_query_tile` times its tokens' factors."""
+    if factor_ptr is None:
+        return q
+    else:
+        m = m_start + tl.arange(0, BLOCK_M)
+        factor = factors_of(factor_ptr, m, m < end)[:, None]
+        return scaled(q.to(tl.float32), factor, q.dtype).to(q.dtype)
 
 
 @triton.jit
@@ -169,7 +180,7 @@ def _store(
 
 @triton.jit
 def _sum_rows(
-    w, q_ptrs, slot_ptr, out_ptrs, inverse, m_start, tokens, k, n, q_row, heads,
+    w, q_ptrs, factor_ptr, slot_ptr, out_ptrs, inverse, m_start, tokens, k, n, q_row, heads,
     P: tl.constexpr, L: tl.constexpr, WIDTH: tl.constexpr,
     Q_LIMIT: tl.constexpr, M_TILES: tl.constexpr,
 ):  # fmt: skip
@@ -179,7 +190,9 @@ def _sum_rows(
         inside = token < tokens
         q = tl.load(q_ptrs + token * q_row + k, mask=inside & (k < P), other=0.0)
         slot = tl.load(slot_ptr + token, mask=inside, other=-1)
-        y = tl.sum(q.to(tl.float32)[:, None] * w.to(tl.float32), axis=0)
+        factor = factors_of(factor_ptr, token, inside)
+        q = scaled(q.to(tl.float32), factor, q_ptrs.dtype.element_ty)
+        y = tl.sum(q[:, None] * w.to(tl.float32), axis=0)
         y = _product_cast(
             y, q_ptrs.dtype.element_ty, inverse, out_ptrs.dtype.element_ty, Q_LIMIT, False
         )
@@ -189,7 +202,7 @@ def _sum_rows(
 
 @triton.jit
 def _walk_tiles(
-    w, q_ptrs, slot_ptr, out_ptrs, inverse, m_start, tokens, n_start, q_row, heads,
+    w, q_ptrs, factor_ptr, slot_ptr, out_ptrs, inverse, m_start, tokens, n_start, q_row, heads,
     P: tl.constexpr, L: tl.constexpr, WIDTH: tl.constexpr, P_PAD: tl.constexpr,
     Q_LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, M_TILES: tl.constexpr,
     DIRECT: tl.constexpr, WARPS: tl.constexpr,
@@ -205,6 +218,8 @@ def _walk_tiles(
         if DIRECT:
             # Arrives during the product.
             slot = _direct_slots(slot_ptr, m, tokens, BLOCK_M)
+        # Scaled here, before there is a result in registers: a loaded tile is half as wide.
+        q = _scaled_tile(q, factor_ptr, m, tokens, BLOCK_M)
         y = tl.dot(q, w, input_precision="ieee")
         y = _product_cast(
             y, q_ptrs.dtype.element_ty, inverse, out_ptrs.dtype.element_ty, Q_LIMIT, DIRECT
@@ -221,7 +236,7 @@ def _walk_tiles(
 
 @triton.jit
 def product(
-    q_ptr, w_ptr, slot_ptr, q_scale_ptr, out_ptr,
+    q_ptr, w_ptr, slot_ptr, q_scale_ptr, factor_ptr, out_ptr,
     work, tokens, heads, q_row, q_head, w_head, w_row, w_col,
     P: tl.constexpr, L: tl.constexpr, WIDTH: tl.constexpr, P_PAD: tl.constexpr,
     Q_LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, M_TILES: tl.constexpr,
@@ -249,11 +264,11 @@ def product(
     out_ptrs = out_ptr + head * WIDTH
     if BLOCK_M == 1:
         _sum_rows(
-            w, q_ptrs, slot_ptr, out_ptrs, inverse, m_start, tokens, k, n, q_row, heads,
+            w, q_ptrs, factor_ptr, slot_ptr, out_ptrs, inverse, m_start, tokens, k, n, q_row, heads,
             P, L, WIDTH, Q_LIMIT, M_TILES,
         )  # fmt: skip
     else:
         _walk_tiles(
-            w, q_ptrs, slot_ptr, out_ptrs, inverse, m_start, tokens, n_start, q_row, heads,
-            P, L, WIDTH, P_PAD, Q_LIMIT, BLOCK_M, BLOCK_N, M_TILES, DIRECT, WARPS,
+            w, q_ptrs, factor_ptr, slot_ptr, out_ptrs, inverse, m_start, tokens, n_start, q_row,
+            heads, P, L, WIDTH, P_PAD, Q_LIMIT, BLOCK_M, BLOCK_N, M_TILES, DIRECT, WARPS,
         )  # fmt: skip

@@ -9,21 +9,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mla_fusion.kernels.triton_cast import cast, inverse_of
+from mla_fusion.kernels.triton_cast import cast, factors_of, inverse_of, scaled
 
 
 @triton.jit
 def _rope_rows(
-    src, dst, rows, cos_sin, valid, inverse,
+    src, dst, rows, cos_sin, valid, inverse, factor,
     R: tl.constexpr, R_PAD: tl.constexpr, ROPE: tl.constexpr, NEOX: tl.constexpr,
     LIMIT: tl.constexpr, ZERO_INVALID: tl.constexpr,
 ):  # fmt: skip
     """RoPE of rows of R elements; `src`, `dst` and `cos_sin` are [ROWS, 1] pointers to them.
 
-    `rows` [ROWS, 1] masks rows out. Rows that are not `valid` [ROWS, 1] become zeros
-    (ZERO_INVALID) or are not stored.
+    `factor` [ROWS, 1] scales the rotated rows unless it is None. `rows` [ROWS, 1] masks rows out.
+    Rows that are not `valid` [ROWS, 1] become zeros (ZERO_INVALID) or are not stored.
     """
     DTYPE: tl.constexpr = dst.dtype.element_ty
+    ACT: tl.constexpr = src.dtype.element_ty
     HALF: tl.constexpr = R // 2
     cols = tl.arange(0, R_PAD)[None, :]
     stored = rows
@@ -31,7 +32,7 @@ def _rope_rows(
         stored = rows & valid
     if not ROPE:
         x = tl.load(src + cols, mask=rows & (cols < R), other=0.0).to(tl.float32)
-        y = cast(x, inverse, tl.float32, LIMIT)
+        y = cast(scaled(x, factor, ACT), inverse, tl.float32, LIMIT)
         if ZERO_INVALID:
             y = tl.where(valid, y, 0.0)
         tl.store(dst + cols, y.to(DTYPE), mask=stored & (cols < R))
@@ -43,8 +44,10 @@ def _rope_rows(
         if NEOX:
             a = tl.load(src + pair, mask=inside, other=0.0).to(tl.float32)
             b = tl.load(src + HALF + pair, mask=inside, other=0.0).to(tl.float32)
-            first = cast(a * cos - b * sin, inverse, tl.float32, LIMIT)
-            second = cast(b * cos + a * sin, inverse, tl.float32, LIMIT)
+            first = scaled(a * cos - b * sin, factor, ACT)
+            second = scaled(b * cos + a * sin, factor, ACT)
+            first = cast(first, inverse, tl.float32, LIMIT)
+            second = cast(second, inverse, tl.float32, LIMIT)
             if ZERO_INVALID:
                 first = tl.where(valid, first, 0.0)
                 second = tl.where(valid, second, 0.0)
@@ -56,7 +59,8 @@ def _rope_rows(
             x = tl.load(src + cols, mask=rows & (cols < R), other=0.0).to(tl.float32)
             a, b = tl.split(tl.reshape(x, (ROWS, R_PAD // 2, 2)))
             y = tl.join(a * cos - b * sin, b * cos + a * sin)
-            y = cast(tl.reshape(y, (ROWS, R_PAD)), inverse, tl.float32, LIMIT)
+            y = scaled(tl.reshape(y, (ROWS, R_PAD)), factor, ACT)
+            y = cast(y, inverse, tl.float32, LIMIT)
             if ZERO_INVALID:
                 y = tl.where(valid, y, 0.0)
             tl.store(dst + cols, y.to(DTYPE), mask=stored & (cols < R))
@@ -94,14 +98,14 @@ def cache_rows(
     latent = cast(latent.to(tl.float32), inverse, cache_ptr.dtype.element_ty, K_LIMIT)
     tl.store(cache_ptr + row + cols, latent, mask=valid & (cols < L))
     _rope_rows(
-        k_pe_ptr + token * k_pe_row, cache_ptr + row + L, inside, angles, valid, inverse,
+        k_pe_ptr + token * k_pe_row, cache_ptr + row + L, inside, angles, valid, inverse, None,
         R, R_PAD, ROPE, NEOX, K_LIMIT, False,
     )  # fmt: skip
 
 
 @triton.jit
 def query_rows(
-    q_ptr, out_ptr, latent_ptr, slot_ptr, position_ptr, cos_sin_ptr, q_scale_ptr,
+    q_ptr, out_ptr, latent_ptr, slot_ptr, position_ptr, cos_sin_ptr, q_scale_ptr, factor_ptr,
     unit, tokens, heads, q_row, q_head, cos_sin_stride,
     P: tl.constexpr, R: tl.constexpr, L: tl.constexpr, R_PAD: tl.constexpr, L_PAD: tl.constexpr,
     ROPE: tl.constexpr, NEOX: tl.constexpr, Q_LIMIT: tl.constexpr,
@@ -123,7 +127,8 @@ def query_rows(
     inverse = inverse_of(q_scale_ptr, Q_LIMIT)
     _rope_rows(
         q_ptr + token * q_row + (row % heads) * q_head + P, out_ptr + row * WIDTH + L,
-        inside, angles, valid, inverse, R, R_PAD, ROPE, NEOX, Q_LIMIT, True,
+        inside, angles, valid, inverse, factors_of(factor_ptr, token, inside),
+        R, R_PAD, ROPE, NEOX, Q_LIMIT, True,
     )  # fmt: skip
     cols = tl.arange(0, L_PAD)[None, :]
     out = out_ptr + row * WIDTH + cols

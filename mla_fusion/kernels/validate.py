@@ -41,6 +41,12 @@ def validate(inputs: Inputs) -> None:
     typed = q_out.dtype == act or q_out.dtype == kv_cache.dtype
     check("q_out", typed, "fp8 only with a cache of the same fp8 type", q_out.dtype)
     check("q_out", q_out.is_contiguous(), "dense", q_out.stride())
+    if inputs.q_factor is not None:
+        factor = inputs.q_factor
+        check("q_factor", factor.shape == (tokens,), f"of shape {(tokens,)}", tuple(factor.shape))
+        typed = factor.dtype in (act, torch.float32)
+        check("q_factor", typed, f"{act} or torch.float32", factor.dtype)
+        check("q_factor", factor.is_contiguous(), "dense", factor.stride())
     if angles is not None:
         wide = angles.dim() == 2 and angles.shape[1] == rope
         check("cos_sin_cache", wide, f"[max_position, {rope}]", tuple(angles.shape))

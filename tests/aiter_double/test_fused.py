@@ -66,6 +66,34 @@ def test_equal_to_the_reference(double, is_neox, cache, query):
     assert ours["q_out"][2].float().abs().max() == 0  # the padded row
 
 
+@pytest.mark.parametrize("cache, query", [("act", "act"), ("fp8", "fp8")])
+def test_a_scaled_query(double, cache, query):
+    """It is scaled before the product: vLLM rotates it first, which swaps two roundings there."""
+    types = {"act": torch.bfloat16, "fp8": double.arch.fp8}
+    factor = torch.linspace(1, 1.1, calls.T)
+    ours, theirs, vllms = (calls.provider(types[cache], types[query]) for _ in range(3))
+    given = ours["q"].clone()
+    theirs["q"] = reference.scale(given, factor, given.dtype)
+    assert_equal_to_the_reference(double, {**ours, "q_factor": factor}, theirs, is_neox=False)
+    assert torch.equal(ours["q"], given)
+    vllms |= {"cos_sin_cache": vllms["cos_sin_cache"].bfloat16(), "q_factor": factor}
+    reference.fused_mla_decode_prep(Inputs(**vllms, is_neox=False))
+    off = (ours["q_out"].float() - vllms["q_out"].float()).abs()
+    assert not off[..., : calls.L].any()
+    if query == "act":
+        # Two roundings here, two there, each of 2**-9 of a rotated value: of two products.
+        largest = 2 * theirs["q"].abs().max() * vllms["cos_sin_cache"].abs().max()
+        assert 0 < off.max() < 4 * 2.0**-9 * largest
+
+
+def test_a_factor_of_another_length_is_refused(double):
+    given = calls.provider()
+    with pytest.raises(ValueError, match="q_factor must be as long as q"):
+        provider.fused_mla_decode_prep(
+            Inputs(**given, is_neox=False, q_factor=torch.ones(calls.T - 1))
+        )
+
+
 def test_a_padded_row_is_left_alone_by_aiter_and_zeroed_by_the_provider(double):
     good = calls.fused(calls.provider())
     getattr(sys.modules["aiter"], FUSED)(**good)

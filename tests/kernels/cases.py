@@ -13,7 +13,7 @@ from mla_fusion.kernels.inputs import Inputs, padded_batch
 @dataclasses.dataclass(frozen=True)
 class Case:
     """One call of the fused region. kv: type of the cache; query: type of q_out; gap: elements
-    before each row of a strided input."""
+    before each row of a strided input; factor: type of the query's factors, if it has some."""
 
     tokens: int = 5
     heads: int = 3
@@ -30,6 +30,7 @@ class Case:
     gap: int = 8
     padded: tuple[int, ...] = (1,)
     seed: int = 0
+    factor: torch.dtype | None = None
 
 
 @dataclasses.dataclass
@@ -69,6 +70,7 @@ def build(case, device="cpu"):
             slots[row], positions[row] = -1, 10**12
     weight = (random(case.heads, case.nope, case.latent) / case.nope**0.5).to(case.act)
     angles = case.angles and random(64, case.rope).clamp(-1, 1).to(case.angles).to(device)
+    factor = case.factor and (1 + random(case.tokens).abs()).to(case.factor).to(device)
     inputs = Inputs(
         q=rows(case.tokens, case.heads, case.nope + case.rope),
         w_uk_t=weight.to(device),
@@ -82,6 +84,7 @@ def build(case, device="cpu"):
         q_scale=torch.tensor([0.017], device=device),
         is_neox=case.neox,
         q_out=torch.empty(case.tokens, case.heads, width, dtype=case.query, device=device),
+        q_factor=factor,
     )
     return Call(inputs, storage)
 
@@ -101,7 +104,10 @@ def padded(call):
     names = ("w_uk_t", "kv_cache", "cos_sin_cache", "k_scale", "q_scale", "is_neox")
     layer = {name: getattr(call.inputs, name) for name in names}
     rope, query = call.inputs.k_pe.shape[1], call.inputs.q_out.dtype
-    return functools.partial(padded_batch, **layer, rope_dim=rope, q_dtype=query)
+    factor = None if call.inputs.q_factor is None else call.inputs.q_factor.dtype
+    return functools.partial(
+        padded_batch, **layer, rope_dim=rope, q_dtype=query, factor_dtype=factor
+    )
 
 
 def absorb_interval(q_nope, w_uk_t):
@@ -145,6 +151,8 @@ def judge(inputs, got, want):
     """
     q, w = inputs.q, inputs.w_uk_t
     nope, latent = w.shape[1:]
+    if inputs.q_factor is not None:
+        q = reference.scale(q, inputs.q_factor, q.dtype)
     distance = steps(got, want)
     equal, worst = agreement((got, want))
     absorbed = distance[..., :latent]

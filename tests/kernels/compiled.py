@@ -69,7 +69,11 @@ def specialize(kernel, arguments, options):
     for index, parameter in enumerate(kernel.params):
         value = values[parameter.name]
         free = parameter.do_not_specialize
-        if parameter.is_constexpr or (isinstance(value, int) and value == 1 and not free):
+        if (
+            value is None
+            or parameter.is_constexpr
+            or (isinstance(value, int) and value == 1 and not free)
+        ):
             signature[parameter.name] = "constexpr"
             constants[parameter.name] = value
             continue

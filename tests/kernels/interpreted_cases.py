@@ -109,6 +109,14 @@ CASES = {
     "one-padded-token": cases.Case(tokens=1, padded=(0,)),
     "many-tokens": cases.Case(tokens=37, heads=2, padded=(0, 17, 36)),
     "many-heads": cases.Case(heads=16, padded=(0, 3)),
+    "scaled-fp8": cases.Case(factor=torch.float32),
+    "scaled-neox": cases.Case(factor=torch.float32, neox=True, tokens=20, heads=1),
+    "scaled-nope": cases.Case(factor=torch.float32, query=BF16, angles=None, strided=True),
+    "scaled-bf16": cases.Case(factor=BF16, heads=16, tokens=2),
+    "scaled-fp16": cases.Case(factor=torch.float32, act=FP16, kv=FP16, query=FP16),
+    "scaled-fp32": cases.Case(
+        factor=torch.float32, act=torch.float32, kv=torch.float32, query=torch.float32
+    ),
 }
 PLANS = {
     "sum": Plan(block_m=1, block_n=32, num_warps=2),
@@ -150,6 +158,7 @@ DIRECT = {
 DIRECT_CASES = {
     "even": cases.Case(tokens=128, heads=1, latent=256, padded=()),
     "odd": cases.Case(tokens=150, heads=2, latent=208, nope=24, strided=True, padded=(0, 17, 149)),
+    "scaled": cases.Case(tokens=70, heads=1, latent=256, padded=(17,), factor=torch.float32),
 }
 
 
@@ -211,19 +220,45 @@ def test_overflow_saturates_and_nan_stays_nan(plan):
     assert out[1, 0, :64].float().isnan().all()
 
 
-def test_a_planted_bug_is_seen():
-    """A kernel that takes NeoX for GPT-J fails the comparison."""
+def unscaled(inputs, columns):
+    """The factor is not applied to some columns of the query: they are divided by it before."""
+    q = inputs.q.double().clone()
+    q[..., columns] /= inputs.q_factor.double()[:, None, None]
+    return inputs._replace(q=q.to(inputs.q.dtype))
+
+
+def scaled_key(inputs):
+    """The factor is applied to the key too."""
+    k_pe = inputs.k_pe * inputs.q_factor.to(inputs.k_pe.dtype)[:, None]
+    return inputs._replace(k_pe=k_pe)
+
+
+SCALED = cases.Case(factor=torch.float32)
+
+
+@pytest.mark.parametrize(
+    "case, bug",
+    [
+        (cases.Case(neox=True), lambda inputs: inputs._replace(is_neox=False)),
+        (SCALED, lambda inputs: inputs._replace(q_factor=None)),
+        (SCALED, lambda inputs: inputs._replace(q_factor=inputs.q_factor.roll(1))),
+        (SCALED, lambda inputs: unscaled(inputs, slice(None, 32))),
+        (SCALED, lambda inputs: unscaled(inputs, slice(32, None))),
+        (SCALED, scaled_key),
+    ],
+    ids=["neox", "no-factor", "other-factor", "nope-unscaled", "rope-unscaled", "key-scaled"],
+)
+def test_a_planted_bug_is_seen(case, bug):
     wrong = types.SimpleNamespace(
-        fused_mla_decode_prep=lambda inputs: provider.fused_mla_decode_prep(
-            inputs._replace(is_neox=False)
-        )
+        fused_mla_decode_prep=lambda inputs: provider.fused_mla_decode_prep(bug(inputs))
     )
     with pytest.raises(AssertionError):
-        cases.check_against_reference(wrong, cases.build(cases.Case(neox=True)))
+        cases.check_against_reference(wrong, cases.build(case))
 
 
-def test_warmup_covers_the_bucket_and_leaves_the_cache_alone():
-    call, lines = cases.build(cases.Case()), []
+@pytest.mark.parametrize("factor", [None, torch.float32])
+def test_warmup_covers_the_bucket_and_leaves_the_cache_alone(factor):
+    call, lines = cases.build(cases.Case(factor=factor)), []
     count = provider.warmup(cases.padded(call), 20, progress=lines.append)
     widths = provider.widths_of(call.inputs)
     plans = {dispatch.choose(tokens, 3, True, widths, None) for tokens in range(1, 21)}

@@ -20,7 +20,9 @@ DEFAULTS = {tokens: dispatch.default_plan(tokens, 16, 512) for tokens in (1, 8, 
 DEEPSEEK = Widths(128, 64, 512)
 
 
-def arguments(target, plan, tokens, fp8, neox=False, act=torch.bfloat16, widths=DEEPSEEK):
+def arguments(
+    target, plan, tokens, fp8, neox=False, act=torch.bfloat16, widths=DEEPSEEK, factor=None
+):
     """Launch arguments of a layer of 16 heads for a GPU, on the meta device."""
     nope, rope, latent = widths
 
@@ -40,6 +42,7 @@ def arguments(target, plan, tokens, fp8, neox=False, act=torch.bfloat16, widths=
         q_scale=meta(1, dtype=torch.float32),
         is_neox=neox,
         q_out=meta(tokens, 16, latent + rope, dtype=fp8),
+        q_factor=factor and meta(tokens, dtype=factor),
     )
     product = "done" if plan.mode == "split" else "here"
     nvidia = target == "sm_90"
@@ -52,9 +55,9 @@ def arguments(target, plan, tokens, fp8, neox=False, act=torch.bfloat16, widths=
 
 
 @functools.cache
-def compiled(target, plan, tokens, fp8, neox=False, widths=DEEPSEEK):
+def compiled(target, plan, tokens, fp8, neox=False, widths=DEEPSEEK, factor=None):
     """Report of one configuration."""
-    args, options = arguments(target, plan, tokens, fp8, neox, widths=widths)
+    args, options = arguments(target, plan, tokens, fp8, neox, widths=widths, factor=factor)
     return compile_report(target, triton_kernels.prep_kernel, args, options)
 
 
@@ -102,6 +105,16 @@ def test_other_widths_compile_without_spills(target, widths, tokens, plan):
     assert (result.spills if target == "sm_90" else result.memory_spills) == 0, result
     assert result.shared <= LDS[target], result
     assert result.wide_loads > 0 and bool(result.matrix) == (tokens > 1), result
+
+
+@pytest.mark.parametrize("tokens", [1, 64])
+@pytest.mark.parametrize("target", ["gfx942", "sm_90"])
+def test_a_scaled_query_compiles_without_spills(target, tokens):
+    plan, fp8 = DEFAULTS[tokens], FP8[target]
+    plain = compiled(target, plan, tokens, fp8)
+    result = compiled(target, plan, tokens, fp8, factor=torch.float32)
+    assert result.spills == 0 and result.shared <= LDS[target], result
+    assert (result.matrix, result.wide_loads) == (plain.matrix, plain.wide_loads)
 
 
 @pytest.mark.parametrize("target", ["gfx942", "sm_90"])

@@ -13,11 +13,12 @@ from mla_fusion.cli.compare import stray_bytes
 from mla_fusion.kernels import reference
 
 
-@pytest.mark.parametrize("neox", [False, True])
-def test_reference_is_the_formula(neox):
+@pytest.mark.parametrize("neox, factor", [(False, None), (True, None), (True, torch.float32)])
+def test_reference_is_the_formula(neox, factor):
     case = cases.Case(
-        act=torch.float32, kv=torch.float32, query=torch.float32, neox=neox, strided=True
-    )
+        act=torch.float32, kv=torch.float32, query=torch.float32, neox=neox, strided=True,
+        factor=factor,
+    )  # fmt: skip
     call = cases.build(case)
     a = call.inputs._asdict()
     out, storage = cases.run(reference, call)
@@ -35,7 +36,8 @@ def test_reference_is_the_formula(neox):
             latent = [
                 math.fsum(q[p] * w[p][c] for p in range(case.nope)) for c in range(case.latent)
             ]
-            want = latent + rotated(q[case.nope :], angles, neox)
+            by = 1.0 if factor is None else float(a["q_factor"][t])
+            want = [by * x for x in latent + rotated(q[case.nope :], angles, neox)]
             torch.testing.assert_close(out[t, h], torch.tensor(want), rtol=1e-5, atol=1e-5)
 
 
@@ -53,6 +55,9 @@ def test_only_addressed_slots_change():
         ("slot_mapping", torch.zeros(5, dtype=torch.int32)),
         ("kv_cache", torch.zeros(2, 4, 80, dtype=torch.uint8)),
         ("cos_sin_cache", torch.zeros(8, 16, dtype=torch.float16)),
+        ("q_factor", torch.ones(5, 1, 1)),
+        ("q_factor", torch.ones(5, dtype=torch.float16)),
+        ("q_factor", torch.ones(10)[::2]),
     ],
 )
 def test_wrong_arguments_are_named(name, value):
