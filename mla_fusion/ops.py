@@ -3,8 +3,8 @@
 This file imports only torch, so that patterns and passes can be read and tested without vLLM.
 `mla_fusion.runtime` registers the ops with their bodies.
 
-    rope_mla_kv_cache_update                        RoPE of q and k_pe in place, then the KV-cache
-                                                    write: the one canonical spelling
+    rope_mla_kv_cache_update                        RoPE of q and k_pe in place, the query's factor,
+                                                    the KV-cache write: the one canonical spelling
     mla_decode_q_prep                               absorb, concatenate and quantize a rotated query
     fused_aiter_qk_rope_kvcache_q_concat_quant_mla  both in one: what a decode graph runs
     mla_attention_with_prepared_query               vLLM's MLA attention with that query
@@ -56,7 +56,8 @@ class Rope(StrEnum):
 class Variant:
     """What tells one fused op from another, so that a kernel can be compiled before it is needed.
 
-    Types are names in torch; `table_dtype` is that of the cosines, empty where nothing rotates.
+    Types are names in torch: `table_dtype` that of the cosines, `factor_dtype` that of the query's
+    factors; each is empty where there are none.
     """
 
     is_neox: bool
@@ -64,6 +65,7 @@ class Variant:
     table_dtype: str
     query_dtype: str
     kv_cache_dtype: str
+    factor_dtype: str = ""
 
 
 # What a splitting op of vLLM's attention is, these must be too: they read the batch's metadata.
@@ -72,8 +74,8 @@ RUNTIME_OPS = (f"{NAMESPACE}::{FUSED}", f"{NAMESPACE}::{ATTENTION}")
 _SCHEMAS = {
     ROPE_UPDATE: (
         "(Tensor(a!) q, Tensor kv_c, Tensor(b!) k_pe, Tensor? positions, Tensor? cos_sin_cache, "
-        "Tensor k_scale, {layer_name} layer_name, str kv_cache_dtype, str rope, bool is_neox"
-        ") -> Tensor"
+        "Tensor? q_factor, Tensor k_scale, {layer_name} layer_name, str kv_cache_dtype, str rope, "
+        "bool is_neox) -> Tensor"
     ),
     Q_PREP: (
         "(Tensor q, {layer_name} layer_name, int kv_lora_rank, int qk_rope_head_dim, "
@@ -81,8 +83,8 @@ _SCHEMAS = {
     ),
     FUSED: (
         "(Tensor(a!) q, Tensor kv_c, Tensor(b!) k_pe, Tensor(c!) prepared_q, Tensor? positions, "
-        "Tensor? cos_sin_cache, Tensor k_scale, {layer_name} layer_name, str kv_cache_dtype, "
-        "str rope, bool is_neox, str provider) -> ()"
+        "Tensor? cos_sin_cache, Tensor? q_factor, Tensor k_scale, {layer_name} layer_name, "
+        "str kv_cache_dtype, str rope, bool is_neox, str provider) -> ()"
     ),
     ATTENTION: (
         "(Tensor q, Tensor prepared_q, Tensor kv_c, Tensor k_pe, Tensor(a!) output, "

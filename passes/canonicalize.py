@@ -1,14 +1,14 @@
 """Pass 2: every spelling of "rotate q and k_pe, then write the cache" becomes one node.
 
-    before   q ─► rotate ───────────────────────────► attention
+    before   q ─► rotate ─────────── (─► mul) ──────► attention
              k_pe ─► rotate ─► cache_update ─► dummy ─►
 
-    after    q, kv_c, k_pe, positions, cos_sin_cache ─► rope_mla_kv_cache_update
+    after    q, kv_c, k_pe, positions, cos_sin_cache (, q_factor) ─► rope_mla_kv_cache_update
                                     [0] dummy, [1] q, [2] k_pe ─► attention
 
-Safe because the new op rotates and writes exactly what the old nodes did (`patterns/` proves it)
-and because nothing else reads the rotated values. Declines, with a reason, a layer whose spelling
-is unknown, whose rotated values are shared, or which the fused op cannot serve anyway.
+Safe because the new op rotates, scales and writes exactly what the old nodes did (`patterns/`
+proves it) and because nothing else reads the rotated values. Declines, with a reason, a layer whose
+spelling is unknown, whose rotated values are shared, or which the fused op cannot serve anyway.
 """
 
 from __future__ import annotations
@@ -82,6 +82,14 @@ def _check_unshared(site: Site, match: RopeMatch) -> None:
         raise Declined("shared-rotation", f"{written.name} is read by {readers[0].name}")
 
 
+def _one_per_token(graph: fx.Graph, factor: fx.Node | None) -> fx.Node | None:
+    """The query's factors as [T]."""
+    if factor is None or factor.meta["val"].dim() == 1:
+        return factor
+    val = factor.meta["val"].reshape(-1)
+    return call(graph, torch.ops.aten.reshape.default, (factor, [-1]), val)
+
+
 def _rewrite(graph: fx.Graph, site: Site, match: RopeMatch) -> fx.Node:
     with graph.inserting_before(site.attention):
         k_pe = match.k_pe
@@ -97,6 +105,7 @@ def _rewrite(graph: fx.Graph, site: Site, match: RopeMatch) -> fx.Node:
                 "k_pe": k_pe,
                 "positions": match.positions,
                 "cos_sin_cache": match.cos_sin_cache,
+                "q_factor": _one_per_token(graph, match.q_factor),
                 "k_scale": site.k_scale,
                 "layer_name": site.layer_name,
                 "kv_cache_dtype": site.kv_cache_dtype,

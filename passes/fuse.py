@@ -5,8 +5,9 @@
     after    q, kv_c, k_pe, an empty buffer, ... ─► fused_aiter_qk_rope_kvcache_q_concat_quant_mla
                                      [1] q, [2] k_pe, [3] prepared query ─► attention
 
-The fused node reads the query before rotation, so that it can do all in one launch. It returns q
-and k_pe: rotated in place for a batch that is not decode-only, unchanged otherwise.
+The fused node reads the query before its rotation and its factor, so that it can do all in one
+launch. It returns q and k_pe: rotated in place, and q scaled, for a batch that is not decode-only,
+unchanged otherwise.
 """
 
 from __future__ import annotations

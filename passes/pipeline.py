@@ -191,11 +191,17 @@ def _activation(calls: list[fx.Node]) -> torch.dtype:
 def _variant(fused: fx.Node) -> ops.Variant:
     """What a warm-up must know of a fused node."""
     args: dict[str, Any] = dict(fused.kwargs)
-    table = args["cos_sin_cache"]
+    table, factor = args["cos_sin_cache"], args["q_factor"]
     return ops.Variant(
         is_neox=args["is_neox"],
         rope_dim=args["k_pe"].meta["val"].shape[-1],
-        table_dtype="" if table is None else str(table.meta["val"].dtype).removeprefix("torch."),
-        query_dtype=str(args["prepared_q"].meta["val"].dtype).removeprefix("torch."),
+        table_dtype=_dtype(table),
+        query_dtype=_dtype(args["prepared_q"]),
         kv_cache_dtype=args["kv_cache_dtype"],
+        factor_dtype=_dtype(factor),
     )
+
+
+def _dtype(node: fx.Node | None) -> str:
+    """The name of a value's type, empty without a value."""
+    return "" if node is None else str(node.meta["val"].dtype).removeprefix("torch.")

@@ -19,7 +19,8 @@ class RopeMatch:
 
     q is [T, H, P + R]; k_pe is [T, 1, R] or [T, R]; positions [T] and cos_sin_cache
     [max_position, R] are None where nothing is rotated. `rotated` are the nodes whose values no
-    longer exist once the rotation is part of another op.
+    longer exist once the rotation is part of another op. q_factor is a factor of each token, of any
+    shape, that multiplies the query after the rotation; None if there is none.
     """
 
     rope: Rope
@@ -29,6 +30,7 @@ class RopeMatch:
     positions: fx.Node | None
     cos_sin_cache: fx.Node | None
     rotated: tuple[fx.Node, ...]
+    q_factor: fx.Node | None = None
 
 
 def is_rope_table(table: Any, positions: Any, site: Site) -> bool:

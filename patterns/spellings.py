@@ -6,6 +6,7 @@ one goes into `SPELLINGS`, most common first; docs/new-rope.md has the steps.
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 import re
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mla_fusion.ops import Rope
-from mla_fusion.patterns import inplace, native, nope, probe
+from mla_fusion.patterns import inplace, native, nope, probe, scaling
 from mla_fusion.patterns.site import FUSED_ROPE_UPDATE, functionalized_op
 from mla_fusion.report.reasons import Declined
 
@@ -27,16 +28,17 @@ SPELLINGS = (native.match, inplace.match, nope.match)
 
 
 def match(site: Site) -> RopeMatch:
-    """The first spelling that fits.
+    """The first spelling that fits, and the query's factors.
 
     Raises:
         Declined: none fits, or the cache update does not go with the one that does.
     """
+    site, factors = scaling.unscaled(site)
     for spelling in SPELLINGS:
         found = spelling(site)
         if found is not None:
             _check(site, found)
-            return found
+            return dataclasses.replace(found, q_factor=factors)
     raise _diagnosis(site)
 
 
@@ -52,8 +54,6 @@ def _check(site: Site, found: RopeMatch) -> None:
 
 def _diagnosis(site: Site) -> Declined:
     """Why no spelling fits."""
-    if _is_scaled(site):
-        return Declined("scaled-query", _origin(site.q))
     interior, leaves = probe.cone([site.q, site.k_pe])
     if not any(node.target in probe.LOOKUPS for node in interior) and _has_angles(site.k_pe):
         return Declined("computed-angles")
@@ -62,6 +62,8 @@ def _diagnosis(site: Site) -> Declined:
     for node in (*leaves, *interior, *calls, *arguments):
         if "val" not in node.meta:
             return Declined("missing-metadata", f"node {node.name}")
+    if scaling.product(site):
+        return Declined("scaled-query", _origin(site.q))
     return Declined("unknown-rope", f"q comes from {_origin(site.q)}")
 
 
@@ -74,14 +76,6 @@ def _origin(node: fx.Node) -> str:
         return str(node.target)
     file, line = frames[-1]
     return f"{node.target} at {file.rpartition('/site-packages/')[2]}:{line}"
-
-
-def _is_scaled(site: Site) -> bool:
-    """Whether the query is a product with one factor per token, as llama_4_scaling makes it."""
-    product = probe.strip(site.q, probe.CASTS | probe.VIEWS)
-    factors = product.all_input_nodes if product.target is torch.ops.aten.mul.Tensor else []
-    shapes = [probe.concrete_shape(n) for n in factors if "val" in n.meta]
-    return (probe.TOKENS, 1, 1) in shapes and probe.concrete_shape(site.q) in shapes
 
 
 def _has_angles(node: fx.Node) -> bool:

@@ -52,6 +52,7 @@ def fused_decode_prep(
     prepared_q: torch.Tensor,
     positions: torch.Tensor | None,
     cos_sin_cache: torch.Tensor | None,
+    q_factor: torch.Tensor | None,
     k_scale: torch.Tensor,
     layer_name: Any,
     kv_cache_dtype: str,
@@ -59,7 +60,8 @@ def fused_decode_prep(
     is_neox: bool,
     provider: str,
 ) -> None:
-    """Prepare the decode query into `prepared_q` [T, H, L + R], or rotate q and k_pe in place.
+    """Prepare the decode query into `prepared_q` [T, H, L + R], or rotate q and k_pe in place and
+    scale q.
 
     Either way the KV cache is written. `prepared_q` is written only for a decode-only batch, with
     zeros in padding rows. k_pe is [T, 1, R]; the other shapes are those of
@@ -68,8 +70,8 @@ def fused_decode_prep(
     metadata, layer, kv_cache, slot_mapping = vllm_compat.attention_context(layer_name)
     if not _is_fused(metadata, slot_mapping):
         rope_and_cache_update(
-            q, kv_c, k_pe, positions, cos_sin_cache, k_scale, layer_name, kv_cache_dtype, rope,
-            is_neox,
+            q, kv_c, k_pe, positions, cos_sin_cache, q_factor, k_scale, layer_name, kv_cache_dtype,
+            rope, is_neox,
         )  # fmt: skip
         return
     assert slot_mapping is not None
@@ -93,6 +95,7 @@ def fused_decode_prep(
             layer._q_scale,
             is_neox,
             prepared_q[:rows],
+            None if q_factor is None else q_factor[:rows],
         )
         kernels.get_provider(provider).fused_mla_decode_prep(inputs)
     except Exception as error:
@@ -123,13 +126,15 @@ def rope_and_cache_update(
     k_pe: torch.Tensor,
     positions: torch.Tensor | None,
     cos_sin_cache: torch.Tensor | None,
+    q_factor: torch.Tensor | None,
     k_scale: torch.Tensor,
     layer_name: Any,
     kv_cache_dtype: str,
     rope: str,
     is_neox: bool,
 ) -> torch.Tensor:
-    """Rotate q [T, H, P + R] and k_pe [T, 1, R] in place and write the cache, as vLLM does.
+    """Rotate q [T, H, P + R] and k_pe [T, 1, R] in place, multiply all of q by `q_factor` [T] if
+    there is one, and write the cache, as vLLM does.
 
     Returns an empty tensor: readers of the cache take it, so that they run after the write.
 
@@ -143,8 +148,7 @@ def rope_and_cache_update(
             positions, q_pe, k_pe.squeeze(1), kv_c, cos_sin_cache, is_neox, kv_cache_dtype,
             k_scale, layer_name,
         )  # fmt: skip
-        return kv_c.new_empty(0)
-    if rope in (Rope.NATIVE, Rope.NATIVE_FP32):
+    elif rope in (Rope.NATIVE, Rope.NATIVE_FP32):
         assert positions is not None and cos_sin_cache is not None
         table = _table(cos_sin_cache, rope, q.dtype)
         q_pe.copy_(arithmetic.rotate(q_pe, positions, table, is_neox))
@@ -153,7 +157,10 @@ def rope_and_cache_update(
         namespace, name = rope.split(".")
         op = getattr(getattr(torch.ops, namespace), name)
         op(positions, q_pe, k_pe, k_pe.shape[-1], cos_sin_cache, is_neox)
-    torch.ops.vllm.unified_mla_kv_cache_update(kv_c, k_pe, layer_name, kv_cache_dtype, k_scale)
+    if q_factor is not None:
+        arithmetic.scale(q, q_factor, out=q)
+    if rope != Rope.CAT_FUSED:
+        torch.ops.vllm.unified_mla_kv_cache_update(kv_c, k_pe, layer_name, kv_cache_dtype, k_scale)
     return kv_c.new_empty(0)
 
 
@@ -254,7 +261,9 @@ def warm_up(
             if shape in shapes:
                 continue
             shapes.add(shape)
-            table = None
+            table = factor_dtype = None
+            if variant.factor_dtype:
+                factor_dtype = getattr(torch, variant.factor_dtype)
             if variant.table_dtype:
                 dtype = getattr(torch, variant.table_dtype)
                 table = torch.zeros((1, variant.rope_dim), dtype=dtype, device=weight.device)
@@ -269,6 +278,7 @@ def warm_up(
                     rope_dim=variant.rope_dim,
                     is_neox=variant.is_neox,
                     q_dtype=getattr(torch, variant.query_dtype),
+                    factor_dtype=factor_dtype,
                 )
                 module.warmup(batch, max_tokens, progress=_show)
             except Exception as error:

@@ -87,11 +87,13 @@ def ask_again():
 
 
 @pytest.mark.usefixtures("ask_again")
-@pytest.mark.parametrize("rope, table", [("native", "float32"), ("nope", "")])
-def test_an_engine_calls_it_for_each_variant(capsys, rope, table):
+@pytest.mark.parametrize(
+    "rope, table, factor", [("native", "float32", ""), ("nope", "", ""), ("nope", "", "float32")]
+)
+def test_an_engine_calls_it_for_each_variant(capsys, rope, table, factor):
     engine = Engine(Spec(rope, dtype=BF16, layers=2))
     before = [cache.clone() for cache in engine.caches()]
-    variant = Variant(True, ROPE, table, "bfloat16", "auto")
+    variant = Variant(True, ROPE, table, "bfloat16", "auto", factor)
     with aiter_double.installed() as double:
         runtime.warm_up(engine.layers, [variant], "aiter", 2)
         shapes = [call["q_out"].shape for call in double.calls(FUSED)]

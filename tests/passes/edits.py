@@ -218,15 +218,72 @@ def _nothing(module):
     """The graph is a near miss as it was traced."""
 
 
-def _scaled_query(module):
-    """As `llama_4_scaling` does: the query times a function of its position."""
+def factor_of_positions(module, dtype=torch.float32):
+    """A factor of each token, [T, 1, 1], in front of the attention."""
     call = attention(module)
-    number = add(module, call, torch.ops.prims.convert_element_type.default,
-                 node_named(module, "positions"), torch.float32)  # fmt: skip
+    number = add(module, call, prims.convert_element_type.default,
+                 node_named(module, "positions"), dtype)  # fmt: skip
     factor = add(module, call, aten.log1p.default, number)
     for _ in range(2):
         factor = add(module, call, aten.unsqueeze.default, factor, -1)
-    set_argument(call, q=add(module, call, aten.mul.Tensor, call.kwargs["q"], factor))
+    return factor
+
+
+def factor_of_columns(module):
+    """A factor of each head or of each channel: |q| of a part of q, [T, H, 1] and [P + R]."""
+    call = attention(module)
+    q = call.kwargs["q"]
+    head = add(module, call, aten.slice.Tensor, q, 2, 0, 1)
+    channel = add(module, call, aten.select.int, q, 0, 0)
+    channel = add(module, call, aten.select.int, channel, 0, 0)
+    return [add(module, call, aten.abs.default, part) for part in (head, channel)]
+
+
+def scale_query(module, *factors, dtype=None):
+    """The query of the attention is multiplied by `factors` and put back into its type.
+
+    Or it is rounded to `dtype` before that.
+    """
+    call = attention(module)
+    q = call.kwargs["q"]
+    own = q.meta["val"].dtype
+    for factor in factors:
+        q = add(module, call, aten.mul.Tensor, q, factor)
+    for wanted in (dtype, own):
+        if wanted not in (None, q.meta["val"].dtype):
+            q = add(module, call, prims.convert_element_type.default, q, wanted)
+    set_argument(call, q=q)
+
+
+def _scaled_twice(module):
+    scale_query(module, *[factor_of_positions(module)] * 2)
+
+
+def _scaled_in_fp64(module):
+    scale_query(module, factor_of_positions(module, torch.float64))
+
+
+def _scaled_and_rounded(module):
+    scale_query(module, factor_of_positions(module), dtype=torch.float16)
+
+
+def _part_scaled(module):
+    """The rotated part of the query alone, which is put back into its place."""
+    call = attention(module)
+    q = call.kwargs["q"]
+    part = add(module, call, aten.slice.Tensor, q, 2, NOPE, NOPE + ROPE)
+    part = add(module, call, aten.mul.Tensor, part, factor_of_positions(module))
+    q = add(module, call, aten.slice_scatter.default, q, part, 2, NOPE, NOPE + ROPE)
+    set_argument(call, q=q)
+
+
+def _k_scaled_by_position(module):
+    update, call = find(module, UPDATE), attention(module)
+    factor = factor_of_positions(module)
+    k_pe = add(module, call, aten.mul.Tensor, call.kwargs["k_pe"], factor)
+    call.prepend(update)
+    update.args = (update.args[0], k_pe, *update.args[2:])
+    set_argument(call, k_pe=k_pe)
 
 
 def _other_kv(module):
@@ -295,8 +352,18 @@ NEAR_MISSES = {
     "computed angles": (Spec("computed"), _nothing, "computed-angles"),
     "computed angles, NeoX": (Spec("computed", is_neox=True), _nothing, "computed-angles"),
     "computed angles, complex": (Spec("computed_complex"), _nothing, "computed-angles"),
-    "query scaled by position": (_GPTJ, _scaled_query, "scaled-query"),
-    "query scaled by position, in place": (Spec("flashinfer"), _scaled_query, "scaled-query"),
+    "query scaled by head": (
+        _GPTJ, lambda m: scale_query(m, factor_of_columns(m)[0]), "scaled-query"
+    ),
+    "query scaled by channel": (
+        Spec("flashinfer"), lambda m: scale_query(m, factor_of_columns(m)[1]), "scaled-query"
+    ),
+    "query scaled twice": (_GPTJ, _scaled_twice, "scaled-query"),
+    "query scaled in fp64": (_GPTJ, _scaled_in_fp64, "scaled-query"),
+    "scaled query rounded": (_NEOX, _scaled_and_rounded, "scaled-query"),
+    "query scaled by a number": (_NEOX, lambda m: scale_query(m, 1.5), "scaled-query"),
+    "part of the query scaled": (_GPTJ, _part_scaled, "unknown-rope"),
+    "k_pe scaled by position": (_GPTJ, _k_scaled_by_position, "unknown-rope"),
     "op with positions": (Spec("nope"), _mystery_rope, "unknown-rope"),
     "attention to other kv_c": (_GPTJ, _other_kv, "cache-update"),
     "unknown cache update": (_GPTJ, _mystery_write, "cache-update"),

@@ -34,6 +34,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "name": [{"layer_name": "input"}, {"layer_name": "constant"}],
     "tokens": [{"dynamic": True}, {"dynamic": False}],
     "types": TYPES,
+    "scaled": [{}, {"scaled": "in_place"}],
 }
 
 
@@ -165,6 +166,21 @@ def _put_between(module, node, pick, calls):
             user.replace_input_with(node, new)
 
 
+def scale(module, node, pick):
+    """The first query is multiplied after its rotation, as in vLLM or in a way that is kept.
+
+    By a factor of each token, twice by it, by one of each head or of each channel; then rounded.
+    """
+    kind = pick % 4
+    if kind < 2:
+        if "positions" not in {n.name for n in module.graph.nodes}:
+            return  # nothing depends on them
+        factors = [edits.factor_of_positions(module)] * (kind + 1)
+    else:
+        factors = [edits.factor_of_columns(module)[kind - 2]]
+    edits.scale_query(module, *factors, dtype=(None, *ROUNDED)[pick // 4 % 6])
+
+
 def bypass(module, node, pick):
     """A node is dropped: its readers read an input of the same shape and type."""
     if not (is_pure(node) and is_float(node)):
@@ -228,6 +244,7 @@ EDITS = (
     read_elsewhere,
     splice,
     change_dtype,
+    scale,
     bypass,
     drop_order,
     swap,

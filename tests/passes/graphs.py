@@ -21,6 +21,7 @@ from vllm.model_executor.layers.rotary_embedding.common import ApplyRotaryEmb
 from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import (
     DeepseekScalingRotaryEmbedding,
 )
+from vllm.model_executor.models.deepseek_v2 import _get_llama_4_scaling
 from vllm.utils.torch_utils import _encode_layer_name
 
 from mla_fusion import runtime
@@ -35,6 +36,18 @@ TRACED_TOKENS = 5
 ROPES = ("native", "deepseek", "vllm_c", "flashinfer", "aiter", "cat_fused", "nope")
 
 
+# Ways to write the product of q [T, H, n] and fp32 factors [T, 1, 1]. vLLM's is "in_place".
+SCALINGS = {
+    "in_place": lambda q, factor: q.mul_(factor),
+    "out_of_place": lambda q, factor: (factor * q).to(q.dtype),
+    "cast": lambda q, factor: (q.float() * factor).to(q.dtype),
+    "rounded": lambda q, factor: q * factor.to(q.dtype),
+    "expanded": lambda q, factor: (q * factor.expand(q.shape)).to(q.dtype),
+    "flat": lambda q, factor: (q.flatten(1) * factor.view(-1, 1)).to(q.dtype).view(q.shape),
+    "view": lambda q, factor: (q * factor.squeeze(-1)[:, None].expand_as(q)).to(q.dtype),
+}
+
+
 @dataclass(frozen=True)
 class Spec:
     """Which graph to build.
@@ -45,6 +58,7 @@ class Spec:
             "computed_complex": there is no table, as in models of transformers.
         layer_name: "input" (vLLM's opaque object) or "constant" (a string).
         dynamic: whether the number of tokens is a symbol or `TRACED_TOKENS`.
+        scaled: empty, or one of `SCALINGS`: how the query is scaled after its rotation.
     """
 
     rope: str = "native"
@@ -56,10 +70,12 @@ class Spec:
     dtype: torch.dtype = torch.float32
     table_dtype: torch.dtype | None = None
     kv_cache_dtype: str = "auto"
+    scaled: str = ""
 
     def __str__(self):
         words = [self.rope, "neox" if self.is_neox else "gptj", f"x{self.layers}"]
         words += ["q_lora"] * self.q_lora + ["static"] * (not self.dynamic)
+        words += [f"scaled_{self.scaled}"] * bool(self.scaled)
         words += [self.layer_name, str(self.dtype).removeprefix("torch.")]
         return "-".join(words)
 
@@ -172,6 +188,8 @@ def _layer(spec, i, t, hidden):
         if spec.rope != "nope":
             q[..., NOPE:], k_pe = _rotate(spec, t["positions"], q[..., NOPE:], k_pe, t["table"])
         written = torch.ops.vllm.unified_mla_kv_cache_update(kv_c, k_pe, name, dtype, scale)
+    if spec.scaled:
+        q = SCALINGS[spec.scaled](q, t["factor"])
     out = torch.empty((hidden.shape[0], HEADS * VALUE), dtype=q.dtype)
     torch.ops.vllm.unified_mla_attention_with_output(
         q, kv_c, k_pe, out, name, kv_cache_dummy_dep=written
@@ -219,6 +237,9 @@ def _trace(spec):
         hidden = t["hidden"]
         if t["positions"].shape[0] != hidden.shape[0]:  # one symbol for both, as in vLLM
             raise ValueError
+        if spec.scaled:
+            # Of steps of 2 positions: the factors of nearly all of the 32 differ.
+            t = {**t, "factor": _get_llama_4_scaling(2, 0.4, t["positions"])}
         for i in range(spec.layers):
             hidden = _layer(spec, i, t, hidden)
         return hidden
@@ -348,9 +369,9 @@ def rotate_in_place(positions, query, key, head_size, cos_sin_cache, is_neox, of
         pairs = wide.unflatten(-1, (2, half)) if is_neox else wide.unflatten(-1, (half, 2))
         if is_neox:
             pairs = pairs.transpose(-1, -2)
-        turned = torch.view_as_complex(pairs.contiguous()) * (
-            turn if x.dim() == 2 else turn.unsqueeze(1)
-        )
+        # Not contiguous(): without a row that keeps any strides.
+        pairs = pairs.clone(memory_format=torch.contiguous_format)
+        turned = torch.view_as_complex(pairs) * (turn if x.dim() == 2 else turn.unsqueeze(1))
         back = torch.view_as_real(turned)
         x.copy_((back.transpose(-1, -2) if is_neox else back).flatten(-2))
 

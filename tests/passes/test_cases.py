@@ -14,7 +14,7 @@ from mla_fusion.passes.result import PassResult
 from mla_fusion.patterns.site import functionalized_op
 from tests.passes import edits, graphs
 from tests.passes.fake_engine import BATCHES, assert_same, fuse, passes, reasons, run
-from tests.passes.graphs import ROPES, Spec, build, find, find_all, printed
+from tests.passes.graphs import ROPES, SCALINGS, Spec, build, find, find_all, printed
 
 aten = torch.ops.aten
 FUSED = f"{ops.NAMESPACE}::{ops.FUSED}"
@@ -28,7 +28,12 @@ VARIANTS = [
     Spec("native_late_cast", dtype=torch.bfloat16, table_dtype=torch.float32),
     Spec("flashinfer", dtype=torch.bfloat16, table_dtype=torch.float32),
 ]
-ALL = SPELLINGS + VARIANTS
+BF16 = torch.bfloat16
+SCALED = [
+    *(Spec(rope, rope != "native", scaled="in_place") for rope in ROPES),
+    *(Spec("flashinfer", dtype=BF16, scaled=scaled) for scaled in SCALINGS),
+]
+ALL = SPELLINGS + VARIANTS + SCALED
 
 # A rotation by another kernel, or in another order, differs in the last bits. fp32: 2**-24 times
 # a few dozen additions; bf16: one rounding of 2**-9 to either side.
@@ -89,6 +94,7 @@ def test_matched(spec):
     assert fused.kwargs["is_neox"] is (spec.is_neox and spec.rope != "nope")
     for index, name in ((1, "q"), (2, "k_pe"), (3, "prepared_q")):
         assert attention.kwargs[name].args == (fused, index)
+    check_factor(fused.kwargs["q_factor"], spec)
     unrotated = fused.kwargs["q"]
     assert unrotated.target is aten.reshape.default
     assert unrotated.args[0].target is aten.mm.default
@@ -100,6 +106,19 @@ def test_matched(spec):
     module.graph.eliminate_dead_code()
     assert printed(module) == before
     module.recompile()
+
+
+def check_factor(factor, spec):
+    """One number per token, rounded if the graph rounds it, and no product with the query."""
+    if not spec.scaled:
+        assert factor is None
+        return
+    value = factor.meta["val"]
+    assert (value.dim(), value.is_contiguous()) == (1, True)
+    assert value.dtype is (spec.dtype if spec.scaled == "rounded" else torch.float32)
+    products = [n for n in find_all(factor.graph.owning_module, aten.mul.Tensor)
+                if n.meta["val"].dim() == 3]  # fmt: skip
+    assert not products
 
 
 @pytest.mark.parametrize("spec", ALL, ids=str)
@@ -159,6 +178,16 @@ def test_missing_metadata_is_a_decline(spec):
         assert_kept(module, spec, "missing-metadata")
 
 
+@pytest.mark.parametrize("rope", ["native", "nope"])
+def test_missing_metadata_of_the_scaling_is_a_decline(rope):
+    spec = Spec(rope, dtype=BF16, scaled="in_place")
+    for name in ("product", "rotated"):
+        module = build(spec)
+        product = edits.attention(module).kwargs["q"].all_input_nodes[0]
+        del {"product": product, "rotated": product.args[0]}[name].meta["val"]
+        assert_kept(module, spec, "missing-metadata")
+
+
 @pytest.mark.parametrize("spec", SPELLINGS, ids=str)
 def test_a_value_that_something_else_reads_is_kept(spec):
     rotated = () if spec.rope == "nope" else ("q", "k_pe")
@@ -166,6 +195,30 @@ def test_a_value_that_something_else_reads_is_kept(spec):
         module = build(spec)
         edits.read_also(module, edits.attention(module).kwargs[argument])
         assert_kept(module, spec, "shared-rotation")
+
+
+@pytest.mark.parametrize("rope", ["native", "flashinfer"])
+def test_a_scaled_value_that_something_else_reads_is_kept(rope):
+    spec = Spec(rope, scaled="in_place")
+    for name in ("product", "rotated"):
+        module = build(spec)
+        product = edits.attention(module).kwargs["q"]
+        edits.read_also(module, {"product": product, "rotated": product.args[0]}[name])
+        assert_kept(module, spec, "shared-rotation")
+
+
+def test_factors_and_a_scaled_query_without_rope_may_have_other_users(plain_kernels):
+    """Their values are the same before and after; the unscaled query is overwritten by no step."""
+    spec = Spec("nope", scaled="in_place")
+    module = build(spec)
+    product = edits.attention(module).kwargs["q"]
+    for node in (product, *product.args):
+        edits.read_also(module, node)
+    before = graphs.copy(module)
+    assert fuse(module, spec).fused == 1
+    MLAFixFunctionalizationPass(None)(module.graph)
+    for batch in BATCHES.values():
+        assert_same(run(before, spec, batch), run(module, spec, batch), batch, tolerance=1e-5)
 
 
 def test_unrotated_values_may_have_other_users(plain_kernels):
@@ -202,6 +255,18 @@ def test_chain_of_layers(rope, plain_kernels):
     record = fuse(module, spec)
     assert (record.layers, record.fused, record.declined) == (0, 0, {})
     assert printed(module) == before
+
+
+def test_layers_of_a_chain_share_the_factor(plain_kernels):
+    spec = Spec("deepseek", layers=2, scaled="in_place")
+    module = build(spec)
+    assert fuse(module, spec).fused == 2
+    first, second = (n.kwargs["q_factor"] for n in find_all(module, FUSED))
+    assert first is second
+    for batch in (BATCHES["mixed"], BATCHES["padded"]):
+        tolerance = 1e-5 if batch.decode_only else None
+        assert_same(run(build(spec), spec, batch), run(module, spec, batch), batch,
+                    tolerance=tolerance)  # fmt: skip
 
 
 def test_one_layer_of_a_chain_is_kept(plain_kernels):

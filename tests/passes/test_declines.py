@@ -74,7 +74,7 @@ def test_invariant_4_invalid_graph_is_put_back(monkeypatch):
 @pytest.mark.parametrize(
     "name, op",
     [
-        ("query scaled by position", "aten.mul.Tensor"),
+        ("query scaled by head", "aten.mul.Tensor"),
         ("sign of q flipped", "aten.slice_scatter.default"),
     ],
 )

@@ -5,11 +5,12 @@ import torch
 from hypothesis import Phase, given, settings
 
 from mla_fusion import runtime
-from mla_fusion.kernels import reference
+from mla_fusion.kernels import arithmetic, reference
 from mla_fusion.passes import fix_functionalization, lift
-from mla_fusion.patterns import native, probe
+from mla_fusion.patterns import native, probe, scaling
 from tests import tally
 from tests.passes import test_fuzz, test_fuzz_batches
+from tests.passes.graphs import NOPE
 
 pytestmark = pytest.mark.nightly
 
@@ -52,6 +53,8 @@ IN_GRAPHS = {
     "a slice that is put back elsewhere": (fix_functionalization, "_normal", lambda place: ()),
     "a pass that is not idempotent": (lift, "_is_lifted", lambda attention: False),
     "a cast that loses precision": (probe, "_keeps_precision", lambda *a: True),
+    "a factor of each head or channel": (scaling, "_factors", lambda node, query: node),
+    "any product with a factor": (scaling, "_is_the_product", lambda *a: True),
 }  # fmt: skip
 
 
@@ -88,6 +91,33 @@ def _wrong_fp8_query(inputs):
     return q_out
 
 
+def _unscaled(columns):
+    """The factor is not applied to some columns of the query."""
+
+    def scale(inputs):
+        if inputs.q_factor is None:
+            return _prep(inputs)
+        q = inputs.q.clone()
+        q[..., columns] /= inputs.q_factor.to(q.dtype)[:, None, None]
+        return _prep(inputs._replace(q=q))
+
+    return scale
+
+
+def _scaled_key(inputs):
+    if inputs.q_factor is None:
+        return _prep(inputs)
+    k_pe = inputs.k_pe * inputs.q_factor.to(inputs.k_pe.dtype)[:, None]
+    return _prep(inputs._replace(k_pe=k_pe))
+
+
+def _part_scaled(q, factor, out=None):
+    """In place, of the part that is not rotated only."""
+    return _scale(q[..., :NOPE], factor, out=q[..., :NOPE])
+
+
+_scale = arithmetic.scale
+
 IN_BATCHES = {
     "a mixed batch taken for decode": (runtime, "is_decode_only", _any_decode),
     "a row without a slot is written": (
@@ -95,6 +125,11 @@ IN_BATCHES = {
     ),
     "rows in the slots of others": (reference, "fused_mla_decode_prep", _wrong_slots),
     "a quantized query of another scale": (reference, "fused_mla_decode_prep", _wrong_fp8_query),
+    "q_nope is not scaled": (reference, "fused_mla_decode_prep", _unscaled(slice(None, NOPE))),
+    "q_pe is not scaled": (reference, "fused_mla_decode_prep", _unscaled(slice(NOPE, None))),
+    "the key is scaled": (reference, "fused_mla_decode_prep", _scaled_key),
+    "no factor in a mixed batch": (arithmetic, "scale", lambda q, factor, out: q),
+    "q_pe is not scaled in a mixed batch": (arithmetic, "scale", _part_scaled),
 }  # fmt: skip
 
 

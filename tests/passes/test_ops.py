@@ -27,6 +27,7 @@ def arguments(name, tokens, rope="native"):
         "k_pe": k_pe,
         "positions": None if rope == "none" else torch.arange(tokens),
         "cos_sin_cache": None if rope == "none" else torch.randn(MAX_POSITION, ROPE),
+        "q_factor": None if rope == "none" else torch.rand(tokens),
         "k_scale": torch.tensor(0.5),
         "layer_name": layer,
         "kv_cache_dtype": "auto",

@@ -114,9 +114,10 @@ def test_record_of_a_graph_says_what_a_warm_up_needs(monkeypatch):
     assert shown == [("mla_fusion.before", owner), ("mla_fusion.after", owner)]
     assert record.layer.before and record.layer.before != record.layer.after
     report.forget()
-    nope = Spec("nope", dtype=torch.bfloat16, kv_cache_dtype="fp8")
+    nope = Spec("nope", dtype=torch.bfloat16, kv_cache_dtype="fp8", scaled="in_place")
     record = run_pass(build(nope), nope, 1, BUCKET)
-    assert record.variants == {ops.Variant(False, graphs.ROPE, "", "bfloat16", "fp8")}
+    want = ops.Variant(False, graphs.ROPE, "", "bfloat16", "fp8", "float32")
+    assert record.variants == {want}
 
 
 def test_record_of_the_last_step(monkeypatch):

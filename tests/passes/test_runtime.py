@@ -35,6 +35,7 @@ def step(tokens, seed=0):
         "k_pe": random(tokens, 1, ROPE),
         "positions": torch.randint(0, MAX_POSITION, (tokens,), generator=generator),
         "cos_sin_cache": torch.randn((MAX_POSITION, ROPE), generator=generator),
+        "q_factor": None,
         "k_scale": torch.tensor(0.5),
         "layer_name": _encode_layer_name(NAME),
         "kv_cache_dtype": "auto",
@@ -92,6 +93,31 @@ def test_cosines_are_rounded_where_the_graph_rounds_them(rope):
     with override_forward_context(Engine(SPEC).context(MIXED)):
         runtime.rope_and_cache_update(**args)
     assert torch.equal(args["q"][..., NOPE:], rotated)
+
+
+@pytest.mark.parametrize("factor_type", [torch.float32, BF16])
+@pytest.mark.parametrize("rope", [Rope.NONE, Rope.NATIVE])
+def test_a_scaled_query_is_rounded_as_in_vllm(rope, factor_type):
+    """To the bit: after its rotation, and again after `q *= factor`; the key is not scaled."""
+    args = step(5) | {"rope": rope, "q_factor": (torch.rand(5) + 1).to(factor_type)}
+    if rope is Rope.NONE:
+        args |= {"positions": None, "cos_sin_cache": None}
+    q, k_pe = args["q"].clone(), args["k_pe"].clone()
+    if rope is Rope.NATIVE:
+        table = args["cos_sin_cache"].to(BF16)
+        for x in (q[..., NOPE:], k_pe):
+            x.copy_(reference.rotate(x, args["positions"], table, False))
+    q *= args["q_factor"][:, None, None]
+    prepared = torch.zeros(5, HEADS, LATENT + ROPE, dtype=BF16)
+    engine = Engine(SPEC)
+    with override_forward_context(engine.context(Batch(rows=5, actual=5, decode=5))):
+        runtime.fused_decode_prep(**args, prepared_q=prepared, provider="reference")
+    absorbed = reference.absorb(q[..., :NOPE], engine.layers[NAME].W_UK_T)
+    assert torch.equal(prepared, torch.cat((absorbed, q[..., NOPE:]), dim=-1))
+    with override_forward_context(Engine(SPEC).context(MIXED)):
+        runtime.fused_decode_prep(**args, prepared_q=prepared, provider="reference")
+    assert torch.equal(args["q"], q)
+    assert torch.equal(args["k_pe"], k_pe)
 
 
 def test_a_table_is_converted_once():
@@ -167,7 +193,7 @@ def test_cache_with_and_without_a_head_dimension(shape):
 
 VARIANTS = (
     Variant(False, ROPE, "bfloat16", "bfloat16", "auto"),
-    Variant(True, ROPE, "", "float8_e4m3fn", "fp8"),
+    Variant(True, ROPE, "", "float8_e4m3fn", "fp8", "float32"),
 )
 
 
@@ -202,6 +228,11 @@ class TestWarmUp:
             assert (row.k_pe.shape[1], row.is_neox) == (ROPE, variant.is_neox)
             assert row.q_out.dtype is getattr(torch, variant.query_dtype)
             assert max_tokens == 4
+            factor = row.q_factor
+            if variant.factor_dtype:
+                assert (factor.shape, factor.dtype) == ((1,), torch.float32)
+            else:
+                assert factor is None
             table = row.cos_sin_cache
             if variant.table_dtype:
                 assert (table.shape, table.dtype) == ((1, ROPE), BF16)
