@@ -139,6 +139,7 @@ def tokens(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
         "r1-tp8 bf16 FULL_DECODE_ONLY": {
             "cache": "auto", "cudagraph_mode": "FULL_DECODE_ONLY"
         },
+        "large3-tp8 fp8": {"model": "large3-tp8"},
         "k2-tp4 fp8 PIECEWISE": {"model": "k2-tp4", "cudagraph_mode": "PIECEWISE"},
         "r1-tp8 fp8 mtp-1": {"drafts": 1, "capture": [2, 4, 8, 16, 32]},
         "k2-tp4 bf16 mtp-2": {

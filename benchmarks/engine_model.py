@@ -76,6 +76,13 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     # DeepSeek-R1, one rank of tensor parallel 8
     "r1-tp8": _V3,
+    # The attention of Mistral-Large-3, one rank of tensor parallel 8. The checkpoint scales the
+    # query from position 8192 on: here from 32 on.
+    "large3-tp8": {
+        **_V3,
+        "rope_scaling": {**_YARN, "factor": 36, "original_max_position_embeddings": 8192},
+        "llama_4_scaling": {"original_max_position_embeddings": 32, "beta": 0.1},
+    },
     # Kimi-K2, one rank of tensor parallel 4
     "k2-tp4": {**_V3, "rope_theta": 50000.0, "rope_scaling": {**_YARN, "factor": 32}},
     "deepseek-v2-lite": _checkpoint("deepseek-v2-lite"),

@@ -280,6 +280,8 @@ DECIDED = {
     "glm-4.7-flash": ("Glm4MoeLiteForCausalLM", ""),
     "longcat-flash": ("LongcatFlashForCausalLM", ""),
     "mistral-large-3": ("MistralLarge3ForCausalLM", ""),
+    # The values of Mistral4Config of transformers, under the names of Mistral's params.json
+    "mistral-small-4": ("MistralLarge3ForCausalLM", ""),
     "openpangu-ultra-moe": ("PanguUltraMoEForCausalLM", ""),
     "ring-2.5": ("BailingMoeV2_5ForCausalLM", ""),
     "sarvam-105b": ("SarvamMLAForCausalLM", ""),

@@ -27,12 +27,14 @@ class Spelling:
         rope: as in `Spec`.
         styles: `is_neox` of each graph.
         recorded: how the names of its recorded graphs begin.
+        scaled: as in `Spec`.
         by_vllm: whether vLLM's own fusion of RoPE and cache write is on, and must find it.
     """
 
     rope: str
     styles: tuple[bool, ...] = (False, True)
     recorded: str = ""
+    scaled: str = ""
     by_vllm: bool = False
 
 
@@ -46,6 +48,10 @@ SPELLINGS = {
     "`vllm.rocm_aiter_triton_rotary_embedding`": Spelling("aiter"),
     "vLLM's fused RoPE and cache write": Spelling("deepseek", recorded="cat_fused", by_vllm=True),
     "no RoPE": Spelling("nope", (False,)),
+    "native, DeepSeek scaling, then a scaled query": Spelling("deepseek", scaled="in_place"),
+    "`vllm.flashinfer_rotary_embedding`, then a scaled query": Spelling(
+        "flashinfer", scaled="in_place"
+    ),
 }
 
 
@@ -90,7 +96,7 @@ def outcome(name, variant):
 
 def _run(spelling, is_neox, variant):
     name, q_lora = variant.layer_name, variant.q_lora
-    spec = Spec(spelling.rope, is_neox, q_lora=q_lora, layer_name=name)
+    spec = Spec(spelling.rope, is_neox, q_lora=q_lora, layer_name=name, scaled=spelling.scaled)
     split_at = [ATTENTION, *ops.RUNTIME_OPS] if variant.partition else []
     before = build(spec)
     after = copy(before)

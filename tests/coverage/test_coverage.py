@@ -16,8 +16,6 @@ from tests.models import DEEPSEEK_V2, write
 VERSION = str(vllm.__version__).split("+")[0]
 # Of all classes on their default configuration: limits of the kernel.
 DECLINED = {
-    "deepseek_v2:DeepseekV2Model": {"scaled-query"},  # Mistral Large 3
-    "mistral_large_3_eagle:EagleMistralLarge3Model": {"scaled-query"},
     page.TRANSFORMERS: {"computed-angles"},
 }
 QUICK_ENGINES = ("deepseek_v3+mtp", "glm4_moe_lite+mtp")

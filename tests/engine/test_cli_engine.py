@@ -3,7 +3,6 @@
 import ast
 import json
 import math
-import re
 from pathlib import Path
 
 import pytest
@@ -161,8 +160,6 @@ def test_check_of_a_draft_head(capsys):
 
 
 @pytest.mark.nightly
-def test_check_names_the_line_that_scales_the_query(capsys):
-    assert cli.main(["check", str(CONFIGS / "mistral-large-3.json")]) == 1
-    answer = capsys.readouterr().out
-    assert "[scaled-query]" in answer and "num_users" not in answer
-    assert re.search(r"aten\.mul\.Tensor at vllm/\S+\.py:\d+", answer)
+def test_check_of_a_scaled_query(capsys):
+    assert cli.main(["check", str(CONFIGS / "mistral-large-3.json")]) == 0
+    assert "MistralLarge3ForCausalLM: fuses. Every MLA layer" in capsys.readouterr().out

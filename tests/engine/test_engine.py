@@ -23,10 +23,10 @@ def job(tmp_path_factory):
     """
     model = tiny_models.write("deepseek-v2-shaped", tmp_path_factory.mktemp("model"))
 
-    def make(options, dtype="bfloat16", **fields):
+    def make(options, dtype="bfloat16", changes=None, **fields):
         folder = tmp_path_factory.mktemp("engine")
         fields = {"prompts": PROMPTS, "new_tokens": NEW_TOKENS, "options": options} | fields
-        engine = {"model": str(model), "dtype": dtype}
+        engine = {"model": str(model), "dtype": dtype, "hf_overrides": changes or {}}
         return children.job("tests.engine.work:serve", folder, engine=engine, **fields)
 
     return make
@@ -122,6 +122,19 @@ def test_decode_graph_runs_the_fused_op_and_no_functional_wrapper_of_it(fused):
 def test_tokens_and_logprobs_are_those_of_vllm_alone_to_the_bit(alone, fused):
     assert fused["tokens"] == alone["tokens"]
     assert fused["logprobs"] == alone["logprobs"]
+
+
+@pytest.mark.nightly
+def test_a_scaled_query_gives_the_tokens_of_vllm_alone_to_the_bit(job, alone):
+    """As Mistral Large 3 scales it, but from the eighth position on."""
+    scaling = {"llama_4_scaling": {"original_max_position_embeddings": 8, "beta": 0.5}}
+    before = run(job({}, plugin=False, changes=scaling))
+    after = run(job(FLAG, changes=scaling))
+    assert before["tokens"] != alone["tokens"], "nothing is scaled: this test shows nothing"
+    assert own_log(after) == [("INFO", SUMMARY)]
+    assert after["steps"][0]["model.layers.0.self_attn.attn"]["fused"] == NEW_TOKENS - 1
+    assert after["tokens"] == before["tokens"]
+    assert after["logprobs"] == before["logprobs"]
 
 
 def test_warm_compile_cache_still_yields_the_report(job, fused_cache, fused):
