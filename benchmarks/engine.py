@@ -16,10 +16,11 @@ persistent decode. In `tokens` a profile of decode steps must show that decode i
 one refresh of its plan in every forward pass.
 
 With --tp N each engine of `tokens` and `complete` runs on N GPUs, and mla_fusion must be installed:
-workers load a plugin by its entry point. With --dp N `tokens` runs N engines with data-parallel
-attention, which begin their requests at different times. In both it plants the error in every
-configuration, and reads from the report of each rank that it fused every layer. What `complete`
-measures is in engine_complete.py.
+workers load a plugin by its entry point. With --dcp N too, N of these ranks share a cache (decode
+context parallelism). With --dp N `tokens` runs N engines with data-parallel attention, which begin
+their requests at different times. In all three it plants the error in every configuration, and
+reads from the report of each rank that it fused every layer. What `complete` measures is in
+engine_complete.py.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ def main() -> None:
     )
     parser.add_argument("--arms", default="", help="`complete`: arms, separated by commas")
     parser.add_argument("--tp", type=int, default=1, help="`tokens`, `complete`: GPUs of an engine")
+    parser.add_argument("--dcp", type=int, default=1, help="`tokens`: ranks that share a cache")
     parser.add_argument("--dp", type=int, default=1, help="`tokens`: data-parallel engines")
     parser.add_argument(
         "--only", default="", help="names of configurations, or parts of names, separated by commas"
@@ -70,6 +72,8 @@ def main() -> None:
     needed, seen = args.tp * args.dp, torch.cuda.device_count()
     if needed > seen:
         sys.exit(f"--tp {args.tp} --dp {args.dp} needs {needed} GPUs, and torch sees {seen}")
+    if args.tp % args.dcp:
+        sys.exit(f"--dcp {args.dcp}: ranks that share a cache are a part of --tp {args.tp}")
     if args.tp > 1 and args.dp > 1:
         sys.exit("choose one of --tp and --dp: an engine here has one GPU or one kind of ranks")
     measure = {"tokens": tokens, "ends": ends, "decode": decode, "complete": complete}[args.what]
@@ -99,7 +103,8 @@ def run_arms(
     def measure(index: int) -> dict[str, Any]:
         name, arm = work[index]
         device = devices(index % groups * gpus, gpus)
-        changes = {"arm": arm, "device": device, "tp": args.tp, "dp": args.dp}
+        changes = {"arm": arm, "device": device}
+        changes |= {"tp": args.tp, "dp": args.dp, "dcp": args.dcp}
         left = max(0.0, began + args.seconds - time.time())
         result = run(job(**configurations[name], **changes), left)
         seconds, problem = time.time() - began, result.get("error", "")
@@ -130,6 +135,15 @@ def tokens(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
         several = {f"deepseek-v2-lite {cache} dp{args.dp}": {
             "model": "deepseek-v2-lite", "cache": "auto" if cache == "bf16" else cache,
         } for cache in ("fp8", "bf16")}  # fmt: skip
+    if args.dcp > 1:
+        model = {"model": "k2-tp4"}
+        several = {
+            f"k2-tp4 fp8 dcp{args.dcp}": model,
+            f"k2-tp4 bf16 dcp{args.dcp}": {**model, "cache": "auto"},
+            f"k2-tp4 bf16 mtp-1 dcp{args.dcp}": {
+                **model, "cache": "auto", "drafts": 1, "capture": [2, 4, 8, 16, 32]
+            },
+        }  # fmt: skip
     configurations: dict[str, dict[str, Any]] = several if args.tp * args.dp > 1 else {
         "v2-lite fp8": {"model": "v2-lite"},
         "v2-lite bf16 PIECEWISE custom-rope": {

@@ -113,6 +113,7 @@ def job(**changes: Any) -> dict[str, Any]:
         "tp": 1,
         "dp": 1,
         "dp_rank": 0,
+        "dcp": 1,
         "tokens": 256,
         # Prompt lengths of requests; a phase begins when the one before has ended.
         "phases": [[1, 2, 3, 5, 17, 64, 130, 257, 600, 31, 4, 88]],

@@ -180,6 +180,7 @@ def arguments(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         "kv_cache_memory_bytes": job["cache_bytes"],
         "kernel_config": {"enable_flashinfer_autotune": False},
         "tensor_parallel_size": job["tp"],
+        "decode_context_parallel_size": job["dcp"],
         "disable_custom_all_reduce": job["tp"] > 1,
         "enable_prefix_caching": False,
         "seed": 0,

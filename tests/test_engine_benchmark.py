@@ -149,7 +149,7 @@ def test_portable_is_a_row_of_its_own_and_must_refresh_once_a_pass(monkeypatch, 
     arms = {"default": BASE, "cat": BASE, "fused": fused, "portable": {**fused, "launches": counts}}
     results = {(name, arm): each for arm, each in arms.items()}
     monkeypatch.setattr(engine, "run_arms", lambda *_: results)
-    rows, wrong = engine.tokens(argparse.Namespace(plant=(), tp=1, dp=1))
+    rows, wrong = engine.tokens(argparse.Namespace(plant=(), tp=1, dp=1, dcp=1))
     assert [row["configuration"] for row in rows] == [name, f"{name}, portable"]
     assert rows[0].keys() == rows[1].keys() and rows[0]["verdict"] == "right"
     assert rows[1]["verdict"].startswith(word) and wrong == (word != "right")
@@ -173,7 +173,7 @@ def test_with_several_gpus_every_layer_must_be_fused(monkeypatch, tp, fused, wor
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(engine, "run", run)
-    args = argparse.Namespace(plant=(), tp=tp, dp=2 // tp, only="", seconds=1e9, jobs=1)
+    args = argparse.Namespace(plant=(), tp=tp, dp=2 // tp, dcp=1, only="", seconds=1e9, jobs=1)
     rows, wrong = engine.tokens(args)
     assert [job["arm"] for job in started][-2:] == ["planted"] * 2
     assert {job["device"] for job in started} == {"0,1", "2,3"}

@@ -347,7 +347,7 @@ class TestDeclines:
             ("FULL_AND_PIECEWISE", None, "", ""),
             ("FULL_AND_PIECEWISE", [], "", "cudagraph-full"),
             ("FULL_DECODE_ONLY", [], "", ""),
-            ("FULL_DECODE_ONLY", [], "decode_context_parallel_size", "context-parallel"),
+            ("FULL_DECODE_ONLY", [], "decode_context_parallel_size", ""),
             ("FULL_DECODE_ONLY", [], "prefill_context_parallel_size", "context-parallel"),
         ],
     )
@@ -361,6 +361,22 @@ class TestDeclines:
         if parallel:
             setattr(made.parallel_config, parallel, 2)
         assert decided(made) == code
+
+    @pytest.mark.parametrize(
+        "options, detail",
+        [
+            ({"provider": "aiter"}, "AITER leaves out queries"),
+            ({"provider": "reference", "attention": "portable"}, "attention=portable"),
+        ],
+    )
+    def test_what_decode_context_parallelism_leaves_out(self, make, monkeypatch, options, detail):
+        monkeypatch.setattr(config.kernels, "get_provider", lambda name: None)
+        made = make(FLAG_ON)
+        made.additional_config = {"mla_fusion": options}
+        assert not decided(made)
+        made.parallel_config.decode_context_parallel_size = 2
+        decline = config.decide(made, partition_refused=False).decline
+        assert decline.code == "context-parallel" and detail in decline.detail
 
     def test_portable_attention(self, make, log, monkeypatch):
         options = {"mla_fusion": {"provider": "reference", "attention": "portable"}}

@@ -166,11 +166,13 @@ def _why_not(vllm_config: Any, options: Options, partition_refused: bool) -> Dec
             return Decline("provider-unavailable", f"attention=portable, {executor}: {error}")
         if getattr(parallel, "use_ubatching", False):
             return Decline("microbatches")
-    if (
-        parallel.decode_context_parallel_size > 1
-        or getattr(parallel, "prefill_context_parallel_size", 1) > 1
-    ):
-        return Decline("context-parallel")
+    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+        return Decline("context-parallel", "prefill")
+    if parallel.decode_context_parallel_size > 1:
+        if options.provider == "aiter":
+            return Decline("context-parallel", "AITER leaves out queries of other ranks' tokens")
+        if options.attention != "auto":
+            return Decline("context-parallel", f"attention={options.attention}")
     if partition_refused and compilation.splitting_ops != []:
         return Decline("graph-partition")
     cudagraph_mode = getattr(compilation.cudagraph_mode, "name", None)

@@ -71,8 +71,8 @@ def _decline(layer: Any, provider: str, activation: torch.dtype) -> Decline | No
         return Decline("sparse-attention", type(impl).__name__)
     if getattr(layer, "hisparse_cache", None) is not None:
         return Decline("hisparse")
-    if getattr(impl, "dcp_world_size", 1) > 1 or getattr(layer, "use_pcp", False):
-        return Decline("context-parallel")
+    if getattr(layer, "use_pcp", False):
+        return Decline("context-parallel", "prefill")
     padded = getattr(layer, "q_pad_num_heads", None)
     if padded not in (None, layer.num_heads):
         return Decline("padded-heads", f"{layer.num_heads} to {padded}")

@@ -157,12 +157,48 @@ def is_first_rank() -> bool:
     return bool(is_global_first_rank())
 
 
-def resolve_context_parallel(layer: Any) -> None:
-    """Set what vLLM 0.26 sets in the first `forward_impl`, which fused decode steps skip."""
+def context_parallel_ranks(layer: Any) -> int:
+    """Ranks of decode context parallelism, which each keep a part of every sequence's cache.
+
+    Set here too because vLLM 0.26 sets it in the first `forward_impl`, which fused steps skip.
+    """
     if layer.impl.dcp_world_size == -1:
         from vllm.distributed.parallel_state import get_dcp_group
 
         layer.impl.dcp_world_size = get_dcp_group().world_size
+    return int(layer.impl.dcp_world_size)
+
+
+def gather_query_heads(layer: Any, q: torch.Tensor) -> torch.Tensor:
+    """The prepared query [T, H, L + R] of this rank and the other ranks, as [T, ranks * H, L + R].
+
+    From 0.29 on a layer has a manager of these collectives.
+    """
+    if manager := getattr(layer, "dcp_manager", None):
+        return manager.query_gather(q)
+    from vllm.distributed.parallel_state import get_dcp_group
+
+    return get_dcp_group().all_gather(q, dim=1)
+
+
+def combine_context_parallel(
+    layer: Any, attended: torch.Tensor, lse: torch.Tensor, metadata: Any
+) -> torch.Tensor:
+    """Attention [T, H, L] of this rank's heads over all ranks' caches, from that of all heads over
+    this one's: [T, ranks * H, L], with the log-sum-exp that `forward_mqa` returned.
+    """
+    if manager := getattr(layer, "dcp_manager", None):
+        starts = metadata.query_start_loc[: metadata.num_decodes + 1]
+        return manager.combine(
+            attended, lse, seq_lens=metadata.decode.seq_lens, query_start_loc=starts
+        )
+    from vllm.distributed.parallel_state import get_dcp_group
+    from vllm.v1.attention.ops.common import cp_lse_ag_out_rs
+    from vllm.v1.attention.ops.dcp_alltoall import dcp_a2a_lse_reduce
+
+    combine = dcp_a2a_lse_reduce if layer.dcp_a2a else cp_lse_ag_out_rs
+    base_e = layer.impl.lse_base_on_e
+    return combine(attended, lse, get_dcp_group(), is_lse_base_on_e=base_e)
 
 
 def fp8_dtype() -> torch.dtype:

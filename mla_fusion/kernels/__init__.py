@@ -64,6 +64,7 @@ def fused_mla_decode_prep(
     is_neox: bool,
     q_out: torch.Tensor,
     q_factor: torch.Tensor | None = None,
+    context_parallel: bool = False,
     provider: str,
 ) -> torch.Tensor:
     """Rotate, absorb, concatenate, quantize the query and write the latent KV cache.
@@ -98,6 +99,8 @@ def fused_mla_decode_prep(
         q_factor: [T], dense, activation type or fp32: the query of token t, both parts, is
             multiplied by q_factor[t] after the rotation, as `llama_4_scaling` does; None for 1.
             The key is not.
+        context_parallel: no row is padding. Under decode context parallelism a token that another
+            rank keeps has slot -1 too: it writes no cache here, and its query is needed.
         provider: who computes it, one of `PROVIDERS`.
 
     Numerics: the product accumulates in fp32 and is rounded to the activation type; RoPE is
@@ -114,7 +117,7 @@ def fused_mla_decode_prep(
     module = get_provider(provider)
     inputs = Inputs(
         q, w_uk_t, kv_c, k_pe, kv_cache, slot_mapping, positions, cos_sin_cache, k_scale, q_scale,
-        is_neox, q_out, q_factor,
+        is_neox, q_out, q_factor, context_parallel,
     )  # fmt: skip
     validate(inputs)
     return module.fused_mla_decode_prep(inputs)

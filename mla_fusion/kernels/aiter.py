@@ -124,6 +124,8 @@ def fused_mla_decode_prep(inputs: Inputs) -> torch.Tensor:
     q, w_uk_t, q_out, q_scale = inputs.q, inputs.w_uk_t, inputs.q_out, inputs.q_scale
     if isinstance(w_uk_t, PackedWeight) and q.dtype != w_uk_t.dtype:
         raise ValueError(f"AITER's {w_uk_t.kind} product is one of bf16: q is {q.dtype}")
+    if inputs.context_parallel:
+        raise ValueError("AITER leaves out a query whose slot is -1: use the triton provider")
     validate(inputs, aiter.dtypes.fp8)
     rope = inputs.k_pe.shape[-1]
     nope = q.shape[-1] - rope

@@ -26,6 +26,7 @@ class Inputs(NamedTuple):
     is_neox: bool
     q_out: torch.Tensor
     q_factor: torch.Tensor | None = None
+    context_parallel: bool = False
 
 
 def padded_batch(
@@ -40,11 +41,12 @@ def padded_batch(
     is_neox: bool,
     q_dtype: torch.dtype,
     factor_dtype: torch.dtype | None = None,
+    context_parallel: bool = False,
 ) -> Inputs:
     """A batch of `tokens` padded rows for one layer: it writes nothing into the layer's cache.
 
-    rope_dim is R, q_dtype the type of q_out, factor_dtype that of q_factor, if the layer has one;
-    the activations are dense zeros.
+    rope_dim is R, q_dtype the type of q_out, factor_dtype that of q_factor, if the layer has one,
+    context_parallel as in `Inputs`; the activations are dense zeros.
     """
     heads, nope, latent = w_uk_t.shape
     act: dict[str, Any] = {"dtype": w_uk_t.dtype, "device": w_uk_t.device}
@@ -64,4 +66,5 @@ def padded_batch(
         is_neox=is_neox,
         q_out=torch.empty((tokens, heads, latent + rope_dim), dtype=q_dtype, device=w_uk_t.device),
         q_factor=factor,
+        context_parallel=context_parallel,
     )

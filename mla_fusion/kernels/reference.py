@@ -66,7 +66,8 @@ def fused_mla_decode_prep(inputs: Inputs) -> torch.Tensor:
     """See `mla_fusion.kernels.fused_mla_decode_prep`."""
     q, w_uk_t, q_out, kv_cache = inputs.q, inputs.w_uk_t, inputs.q_out, inputs.kv_cache
     nope = w_uk_t.shape[1]
-    valid = inputs.slot_mapping >= 0
+    stored = inputs.slot_mapping >= 0
+    valid = torch.ones_like(stored) if inputs.context_parallel else stored
     q_nope, q_pe, k_pe = q[..., :nope], q[..., nope:], inputs.k_pe
     if inputs.cos_sin_cache is not None:
         positions = torch.where(valid, inputs.positions, 0)
@@ -82,7 +83,7 @@ def fused_mla_decode_prep(inputs: Inputs) -> torch.Tensor:
     q_out.copy_(query.view(q_out.dtype))
 
     halves = [cast(half, kv_cache.dtype, inputs.k_scale) for half in (inputs.kv_c, k_pe)]
-    rows = torch.cat(halves, dim=-1).view(torch.uint8)[valid]
-    slots = inputs.slot_mapping[valid]
+    rows = torch.cat(halves, dim=-1).view(torch.uint8)[stored]
+    slots = inputs.slot_mapping[stored]
     kv_cache.view(torch.uint8)[slots // kv_cache.shape[1], slots % kv_cache.shape[1]] = rows
     return q_out

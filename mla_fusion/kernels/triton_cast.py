@@ -29,6 +29,19 @@ def cast(x, inverse, DTYPE: tl.constexpr, LIMIT: tl.constexpr):
 
 
 @triton.jit
+def query_slots(slot_ptr, token, inside, ALL_ROWS: tl.constexpr):
+    """Below 0 for a row without a query: one that is masked out by `inside`, or of padding.
+
+    ALL_ROWS: no row is padding. Under context parallelism -1 is also the slot of a token that
+    another rank keeps in its cache.
+    """
+    if ALL_ROWS:
+        return tl.where(inside, 0, -1)
+    else:
+        return tl.load(slot_ptr + token, mask=inside, other=-1)
+
+
+@triton.jit
 def factors_of(factor_ptr, token, inside):
     """The query's factors of `token` in fp32, None if it has none; `inside` masks rows out."""
     if factor_ptr is None:

@@ -48,7 +48,7 @@ def prep_kernel(
     P: tl.constexpr, R: tl.constexpr, L: tl.constexpr,
     P_PAD: tl.constexpr, R_PAD: tl.constexpr, L_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROPE: tl.constexpr, NEOX: tl.constexpr,
-    Q_LIMIT: tl.constexpr, K_LIMIT: tl.constexpr, ALIGN: tl.constexpr,
+    Q_LIMIT: tl.constexpr, K_LIMIT: tl.constexpr, ALIGN: tl.constexpr, ALL_ROWS: tl.constexpr,
     PRODUCT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, M_TILES: tl.constexpr,
     ROPE_ROWS: tl.constexpr, CACHE_TOKENS: tl.constexpr, REST_LAST: tl.constexpr,
     ONE_TOKEN: tl.constexpr, PDL: tl.constexpr, DIRECT: tl.constexpr, WARPS: tl.constexpr,
@@ -64,8 +64,9 @@ def prep_kernel(
     Such a product has multiplied the scaled query.
     Q_LIMIT and K_LIMIT are the largest finite fp8 values, 0 for a target that is not fp8, and
     negative where conversions saturate by themselves. The row strides of q, kv_c and k_pe come
-    divided by ALIGN. PDL: the launch has the programmatic-dependent-launch attribute. DIRECT: see
-    `triton_product.py`; WARPS is num_warps.
+    divided by ALIGN. ALL_ROWS: a row with a slot below 0 is no padding and has a query. PDL: the
+    launch has the programmatic-dependent-launch attribute. DIRECT: see `triton_product.py`; WARPS
+    is num_warps.
     """
     # The factor shows Triton the alignment, which decides between 16-byte and 2-byte loads;
     # tl.multiple_of has no effect on an argument.
@@ -92,11 +93,12 @@ def prep_kernel(
             query_rows(
                 q_ptr, out_ptr, latent_ptr, slot_ptr, position_ptr, cos_sin_ptr, q_scale_ptr,
                 factor_ptr, unit - cache_programs, tokens, heads, q_row, q_head, cos_sin_stride,
-                P, R, L, R_PAD, L_PAD, ROPE, NEOX, Q_LIMIT, PRODUCT, ROPE_ROWS, ONE_TOKEN,
+                P, R, L, R_PAD, L_PAD, ROPE, NEOX, Q_LIMIT, ALL_ROWS, PRODUCT, ROPE_ROWS,
+                ONE_TOKEN,
             )  # fmt: skip
     elif PRODUCT == "here":
         product(
             q_ptr, w_ptr, slot_ptr, q_scale_ptr, factor_ptr, out_ptr,
             work, tokens, heads, q_row, q_head, w_head, w_row, w_col,
-            P, L, L + R, P_PAD, Q_LIMIT, BLOCK_M, BLOCK_N, M_TILES, PDL, DIRECT, WARPS,
+            P, L, L + R, P_PAD, Q_LIMIT, BLOCK_M, BLOCK_N, M_TILES, ALL_ROWS, PDL, DIRECT, WARPS,
         )  # fmt: skip

@@ -22,7 +22,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mla_fusion.kernels.triton_cast import cast, factors_of, inverse_of, round_bf16_pairs, scaled
+from mla_fusion.kernels.triton_cast import (
+    cast,
+    factors_of,
+    inverse_of,
+    query_slots,
+    round_bf16_pairs,
+    scaled,
+)
 
 
 @triton.jit
@@ -96,11 +103,11 @@ def _direct_weights(
 
 
 @triton.jit
-def _direct_slots(slot_ptr, m, tokens, BLOCK_M: tl.constexpr):
+def _direct_slots(slot_ptr, m, tokens, BLOCK_M: tl.constexpr, ALL_ROWS: tl.constexpr):
     """Slots of tokens m ... m + BLOCK_M in the order of `_direct_store`: [2, 1, BLOCK_M / 2]."""
     row = tl.arange(0, BLOCK_M // 2)[None, None, :]
     token = m + row % 8 + row // 8 * 16 + tl.arange(0, 2)[:, None, None] * 8
-    return tl.load(slot_ptr + token, mask=token < tokens, other=-1)
+    return query_slots(slot_ptr, token, token < tokens, ALL_ROWS)
 
 
 @triton.jit
@@ -159,7 +166,7 @@ def _weights(
 def _store(
     y, slot_ptr, out_ptrs, m, tokens, n_start, heads,
     L: tl.constexpr, WIDTH: tl.constexpr, P_PAD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALL_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Store a tile of the tokens m ... m + BLOCK_M and the latents n_start ... n_start + BLOCK_N.
 
@@ -171,7 +178,7 @@ def _store(
     y = tl.reshape(y, (FOLD * BLOCK_M, BLOCK_N // FOLD))
     part = tl.arange(0, FOLD * BLOCK_M)[:, None]
     row = m + part // FOLD
-    slot = tl.load(slot_ptr + row, mask=row < tokens, other=-1)
+    slot = query_slots(slot_ptr, row, row < tokens, ALL_ROWS)
     column = tl.arange(0, BLOCK_N // FOLD)[None, :]
     column += n_start + (part % FOLD) * (BLOCK_N // FOLD)
     out = out_ptrs + row * heads * WIDTH + column
@@ -182,14 +189,14 @@ def _store(
 def _sum_rows(
     w, q_ptrs, factor_ptr, slot_ptr, out_ptrs, inverse, m_start, tokens, k, n, q_row, heads,
     P: tl.constexpr, L: tl.constexpr, WIDTH: tl.constexpr,
-    Q_LIMIT: tl.constexpr, M_TILES: tl.constexpr,
+    Q_LIMIT: tl.constexpr, M_TILES: tl.constexpr, ALL_ROWS: tl.constexpr,
 ):  # fmt: skip
     """M_TILES rows of the product, each as a sum over k without matrix instructions."""
     for i in tl.static_range(M_TILES):
         token = m_start + i
         inside = token < tokens
         q = tl.load(q_ptrs + token * q_row + k, mask=inside & (k < P), other=0.0)
-        slot = tl.load(slot_ptr + token, mask=inside, other=-1)
+        slot = query_slots(slot_ptr, token, inside, ALL_ROWS)
         factor = factors_of(factor_ptr, token, inside)
         q = scaled(q.to(tl.float32), factor, q_ptrs.dtype.element_ty)
         y = tl.sum(q[:, None] * w.to(tl.float32), axis=0)
@@ -205,7 +212,7 @@ def _walk_tiles(
     w, q_ptrs, factor_ptr, slot_ptr, out_ptrs, inverse, m_start, tokens, n_start, q_row, heads,
     P: tl.constexpr, L: tl.constexpr, WIDTH: tl.constexpr, P_PAD: tl.constexpr,
     Q_LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, M_TILES: tl.constexpr,
-    DIRECT: tl.constexpr, WARPS: tl.constexpr,
+    ALL_ROWS: tl.constexpr, DIRECT: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """M_TILES tiles of the product, of BLOCK_M tokens each, by matrix instructions."""
     q = _query_tile(q_ptrs, q_row, m_start, tokens, P, P_PAD, BLOCK_M)
@@ -217,7 +224,7 @@ def _walk_tiles(
             following = _query_tile(q_ptrs, q_row, m + BLOCK_M, end, P, P_PAD, BLOCK_M)
         if DIRECT:
             # Arrives during the product.
-            slot = _direct_slots(slot_ptr, m, tokens, BLOCK_M)
+            slot = _direct_slots(slot_ptr, m, tokens, BLOCK_M, ALL_ROWS)
         # Scaled here, before there is a result in registers: a loaded tile is half as wide.
         q = _scaled_tile(q, factor_ptr, m, tokens, BLOCK_M)
         y = tl.dot(q, w, input_precision="ieee")
@@ -228,8 +235,9 @@ def _walk_tiles(
             _direct_store(y, slot, out_ptrs, m, n_start, heads, L, WIDTH, BLOCK_M, BLOCK_N, WARPS)
         else:
             _store(
-                y, slot_ptr, out_ptrs, m, tokens, n_start, heads, L, WIDTH, P_PAD, BLOCK_M, BLOCK_N
-            )
+                y, slot_ptr, out_ptrs, m, tokens, n_start, heads,
+                L, WIDTH, P_PAD, BLOCK_M, BLOCK_N, ALL_ROWS,
+            )  # fmt: skip
         if M_TILES > 1:
             q = following
 
@@ -240,7 +248,7 @@ def product(
     work, tokens, heads, q_row, q_head, w_head, w_row, w_col,
     P: tl.constexpr, L: tl.constexpr, WIDTH: tl.constexpr, P_PAD: tl.constexpr,
     Q_LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, M_TILES: tl.constexpr,
-    PDL: tl.constexpr, DIRECT: tl.constexpr, WARPS: tl.constexpr,
+    ALL_ROWS: tl.constexpr, PDL: tl.constexpr, DIRECT: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """q_nope @ W_UK of one head, for M_TILES * BLOCK_M tokens and BLOCK_N latents.
 
@@ -265,10 +273,10 @@ def product(
     if BLOCK_M == 1:
         _sum_rows(
             w, q_ptrs, factor_ptr, slot_ptr, out_ptrs, inverse, m_start, tokens, k, n, q_row, heads,
-            P, L, WIDTH, Q_LIMIT, M_TILES,
+            P, L, WIDTH, Q_LIMIT, M_TILES, ALL_ROWS,
         )  # fmt: skip
     else:
         _walk_tiles(
             w, q_ptrs, factor_ptr, slot_ptr, out_ptrs, inverse, m_start, tokens, n_start, q_row,
-            heads, P, L, WIDTH, P_PAD, Q_LIMIT, BLOCK_M, BLOCK_N, M_TILES, DIRECT, WARPS,
+            heads, P, L, WIDTH, P_PAD, Q_LIMIT, BLOCK_M, BLOCK_N, M_TILES, ALL_ROWS, DIRECT, WARPS,
         )  # fmt: skip

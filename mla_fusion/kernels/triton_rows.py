@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mla_fusion.kernels.triton_cast import cast, factors_of, inverse_of, scaled
+from mla_fusion.kernels.triton_cast import cast, factors_of, inverse_of, query_slots, scaled
 
 
 @triton.jit
@@ -109,7 +109,8 @@ def query_rows(
     unit, tokens, heads, q_row, q_head, cos_sin_stride,
     P: tl.constexpr, R: tl.constexpr, L: tl.constexpr, R_PAD: tl.constexpr, L_PAD: tl.constexpr,
     ROPE: tl.constexpr, NEOX: tl.constexpr, Q_LIMIT: tl.constexpr,
-    PRODUCT: tl.constexpr, ROPE_ROWS: tl.constexpr, ONE_TOKEN: tl.constexpr,
+    ALL_ROWS: tl.constexpr, PRODUCT: tl.constexpr, ROPE_ROWS: tl.constexpr,
+    ONE_TOKEN: tl.constexpr,
 ):  # fmt: skip
     """RoPE of ROPE_ROWS rows of q_pe [tokens * heads, R], and the latent part that PRODUCT leaves.
 
@@ -121,7 +122,7 @@ def query_rows(
     TOKENS: tl.constexpr = 1 if ONE_TOKEN else ROPE_ROWS
     token = (unit * ROPE_ROWS + tl.arange(0, TOKENS)[:, None]) // heads
     inside = token < tokens
-    slot = tl.load(slot_ptr + token, mask=inside, other=-1)
+    slot = query_slots(slot_ptr, token, inside, ALL_ROWS)
     angles = _angles(cos_sin_ptr, position_ptr, token, inside, slot, cos_sin_stride, ROPE)
     valid = slot >= 0
     inverse = inverse_of(q_scale_ptr, Q_LIMIT)

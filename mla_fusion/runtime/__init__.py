@@ -96,6 +96,7 @@ def fused_decode_prep(
             is_neox,
             prepared_q[:rows],
             None if q_factor is None else q_factor[:rows],
+            vllm_compat.context_parallel_ranks(layer) > 1,
         )
         kernels.get_provider(provider).fused_mla_decode_prep(inputs)
     except Exception as error:
@@ -211,16 +212,21 @@ def _attention(
     if not _is_fused(metadata, slot_mapping):
         layer.forward_impl(q, kv_c, k_pe, kv_cache, metadata, output=output)
         return
-    vllm_compat.resolve_context_parallel(layer)
+    shared = vllm_compat.context_parallel_ranks(layer) > 1
     rows = metadata.num_actual_tokens
     plan: StepPlan | None = getattr(layer, step_plan.ATTRIBUTE, None)
     if plan is not None and plan.serves(metadata):
         cache = _cache_view(kv_cache, layer.kv_cache_dtype)
         attended = plan.decode(prepared_q[:rows], cache, metadata, layer)
     else:
-        attended, _ = layer.impl.forward_mqa(
-            prepared_q[:rows], _typed_cache(kv_cache, layer.kv_cache_dtype), metadata, layer
+        query = prepared_q[:rows]
+        if shared:
+            query = vllm_compat.gather_query_heads(layer, query)
+        attended, lse = layer.impl.forward_mqa(
+            query, _typed_cache(kv_cache, layer.kv_cache_dtype), metadata, layer
         )
+        if shared:
+            attended = vllm_compat.combine_context_parallel(layer, attended, lse, metadata)
     layer._v_up_proj(attended, out=output[:rows])
 
 
@@ -279,6 +285,7 @@ def warm_up(
                     is_neox=variant.is_neox,
                     q_dtype=getattr(torch, variant.query_dtype),
                     factor_dtype=factor_dtype,
+                    context_parallel=vllm_compat.context_parallel_ranks(layer) > 1,
                 )
                 module.warmup(batch, max_tokens, progress=_show)
             except Exception as error:

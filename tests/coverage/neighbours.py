@@ -136,7 +136,7 @@ NEIGHBOURS = (
     Neighbour(
         "decode context parallel 2",
         {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
-        reason="context-parallel",
+        refused="requires attention implementations to return the softmax LSE",
     ),
     Neighbour(
         "prefill context parallel 2",

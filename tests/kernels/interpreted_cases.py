@@ -117,6 +117,9 @@ CASES = {
     "scaled-fp32": cases.Case(
         factor=torch.float32, act=torch.float32, kv=torch.float32, query=torch.float32
     ),
+    "other-ranks-fp8": cases.Case(context_parallel=True, padded=(0, 3), neox=True),
+    "other-ranks-bf16": cases.Case(context_parallel=True, padded=(1,), kv=BF16, query=BF16),
+    "other-ranks": cases.Case(context_parallel=True, tokens=20, heads=2, padded=tuple(range(20))),
 }
 PLANS = {
     "sum": Plan(block_m=1, block_n=32, num_warps=2),
@@ -158,6 +161,9 @@ DIRECT = {
 DIRECT_CASES = {
     "even": cases.Case(tokens=128, heads=1, latent=256, padded=()),
     "odd": cases.Case(tokens=150, heads=2, latent=208, nope=24, strided=True, padded=(0, 17, 149)),
+    "other-ranks": cases.Case(
+        tokens=70, heads=1, latent=256, padded=(17, 69), context_parallel=True
+    ),
     "scaled": cases.Case(tokens=70, heads=1, latent=256, padded=(17,), factor=torch.float32),
 }
 
@@ -245,8 +251,20 @@ SCALED = cases.Case(factor=torch.float32)
         (SCALED, lambda inputs: unscaled(inputs, slice(None, 32))),
         (SCALED, lambda inputs: unscaled(inputs, slice(32, None))),
         (SCALED, scaled_key),
+        (
+            cases.Case(context_parallel=True),
+            lambda inputs: inputs._replace(context_parallel=False),
+        ),
     ],
-    ids=["neox", "no-factor", "other-factor", "nope-unscaled", "rope-unscaled", "key-scaled"],
+    ids=[
+        "neox",
+        "no-factor",
+        "other-factor",
+        "nope-unscaled",
+        "rope-unscaled",
+        "key-scaled",
+        "other-rank",
+    ],
 )
 def test_a_planted_bug_is_seen(case, bug):
     wrong = types.SimpleNamespace(

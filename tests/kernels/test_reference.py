@@ -13,24 +13,28 @@ from mla_fusion.cli.compare import stray_bytes
 from mla_fusion.kernels import reference
 
 
-@pytest.mark.parametrize("neox, factor", [(False, None), (True, None), (True, torch.float32)])
-def test_reference_is_the_formula(neox, factor):
+@pytest.mark.parametrize(
+    "neox, factor, context_parallel",
+    [(False, None, False), (True, None, False), (True, torch.float32, False), (False, None, True)],
+)
+def test_reference_is_the_formula(neox, factor, context_parallel):
     case = cases.Case(
         act=torch.float32, kv=torch.float32, query=torch.float32, neox=neox, strided=True,
-        factor=factor,
+        factor=factor, context_parallel=context_parallel,
     )  # fmt: skip
     call = cases.build(case)
     a = call.inputs._asdict()
     out, storage = cases.run(reference, call)
     cache = storage.view(torch.float32).as_strided(a["kv_cache"].shape, a["kv_cache"].stride())
     for t, slot in enumerate(a["slot_mapping"].tolist()):
-        if slot < 0:
+        if slot < 0 and not context_parallel:
             assert not out[t].any()
             continue
         angles = a["cos_sin_cache"][a["positions"][t]].tolist()
-        row = cache[slot // case.block_size, slot % case.block_size]
-        want = a["kv_c"][t].tolist() + rotated(a["k_pe"][t].tolist(), angles, neox)
-        torch.testing.assert_close(row, torch.tensor(want), rtol=1e-6, atol=1e-6)
+        if slot >= 0:
+            row = cache[slot // case.block_size, slot % case.block_size]
+            want = a["kv_c"][t].tolist() + rotated(a["k_pe"][t].tolist(), angles, neox)
+            torch.testing.assert_close(row, torch.tensor(want), rtol=1e-6, atol=1e-6)
         for h in range(case.heads):
             q, w = a["q"][t, h].tolist(), a["w_uk_t"][h].tolist()
             latent = [

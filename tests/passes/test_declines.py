@@ -93,7 +93,6 @@ LAYERS: list[tuple[str, str, Any]] = [
     ("sparse-attention", "impl.is_sparse", True),
     ("sparse-attention", "use_sparse", True),
     ("hisparse", "hisparse_cache", object()),
-    ("context-parallel", "impl.dcp_world_size", 2),
     ("context-parallel", "use_pcp", True),
     ("padded-heads", "q_pad_num_heads", 16),
     ("kv-cache-dtype", "kv_cache_dtype", "fp8_ds_mla"),
