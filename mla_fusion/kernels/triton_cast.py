@@ -43,23 +43,22 @@ def query_slots(slot_ptr, token, inside, ALL_ROWS: tl.constexpr):
 
 @triton.jit
 def factors_of(factor_ptr, token, inside):
-    """The query's factors of `token` in fp32, None if it has none; `inside` masks rows out."""
+    """The query's factors of `token` in fp32, unused if it has none; `inside` masks rows out."""
     if factor_ptr is None:
-        return None
+        return 1.0  # Triton 3.6 has no functions that return None
     else:
         return tl.load(factor_ptr + token, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def scaled(x, factor, ACT: tl.constexpr):
+def scaled(x, factor, SCALED: tl.constexpr, ACT: tl.constexpr):
     """fp32 `x` rounded to the activation type, times `factor`, rounded again, in fp32.
 
-    Without a factor (None) x is not rounded.
+    Unless SCALED it stays as it is.
     """
-    if factor is None:
-        return x
-    else:
-        return (x.to(ACT).to(tl.float32) * factor).to(ACT).to(tl.float32)
+    if SCALED:
+        x = (x.to(ACT).to(tl.float32) * factor).to(ACT).to(tl.float32)
+    return x
 
 
 @triton.jit

@@ -71,7 +71,7 @@ def _scaled_tile(q, factor_ptr, m_start, end, BLOCK_M: tl.constexpr):
     else:
         m = m_start + tl.arange(0, BLOCK_M)
         factor = factors_of(factor_ptr, m, m < end)[:, None]
-        return scaled(q.to(tl.float32), factor, q.dtype).to(q.dtype)
+        return scaled(q.to(tl.float32), factor, True, q.dtype).to(q.dtype)
 
 
 @triton.jit
@@ -198,7 +198,7 @@ def _sum_rows(
         q = tl.load(q_ptrs + token * q_row + k, mask=inside & (k < P), other=0.0)
         slot = query_slots(slot_ptr, token, inside, ALL_ROWS)
         factor = factors_of(factor_ptr, token, inside)
-        q = scaled(q.to(tl.float32), factor, q_ptrs.dtype.element_ty)
+        q = scaled(q.to(tl.float32), factor, factor_ptr is not None, q_ptrs.dtype.element_ty)
         y = tl.sum(q[:, None] * w.to(tl.float32), axis=0)
         y = _product_cast(
             y, q_ptrs.dtype.element_ty, inverse, out_ptrs.dtype.element_ty, Q_LIMIT, False

@@ -16,12 +16,12 @@ from mla_fusion.kernels.triton_cast import cast, factors_of, inverse_of, query_s
 def _rope_rows(
     src, dst, rows, cos_sin, valid, inverse, factor,
     R: tl.constexpr, R_PAD: tl.constexpr, ROPE: tl.constexpr, NEOX: tl.constexpr,
-    LIMIT: tl.constexpr, ZERO_INVALID: tl.constexpr,
+    LIMIT: tl.constexpr, SCALED: tl.constexpr, ZERO_INVALID: tl.constexpr,
 ):  # fmt: skip
     """RoPE of rows of R elements; `src`, `dst` and `cos_sin` are [ROWS, 1] pointers to them.
 
-    `factor` [ROWS, 1] scales the rotated rows unless it is None. `rows` [ROWS, 1] masks rows out.
-    Rows that are not `valid` [ROWS, 1] become zeros (ZERO_INVALID) or are not stored.
+    `factor` [ROWS, 1] scales the rotated rows if SCALED. `rows` [ROWS, 1] masks rows out. Rows that
+    are not `valid` [ROWS, 1] become zeros (ZERO_INVALID) or are not stored.
     """
     DTYPE: tl.constexpr = dst.dtype.element_ty
     ACT: tl.constexpr = src.dtype.element_ty
@@ -32,7 +32,7 @@ def _rope_rows(
         stored = rows & valid
     if not ROPE:
         x = tl.load(src + cols, mask=rows & (cols < R), other=0.0).to(tl.float32)
-        y = cast(scaled(x, factor, ACT), inverse, tl.float32, LIMIT)
+        y = cast(scaled(x, factor, SCALED, ACT), inverse, tl.float32, LIMIT)
         if ZERO_INVALID:
             y = tl.where(valid, y, 0.0)
         tl.store(dst + cols, y.to(DTYPE), mask=stored & (cols < R))
@@ -44,8 +44,8 @@ def _rope_rows(
         if NEOX:
             a = tl.load(src + pair, mask=inside, other=0.0).to(tl.float32)
             b = tl.load(src + HALF + pair, mask=inside, other=0.0).to(tl.float32)
-            first = scaled(a * cos - b * sin, factor, ACT)
-            second = scaled(b * cos + a * sin, factor, ACT)
+            first = scaled(a * cos - b * sin, factor, SCALED, ACT)
+            second = scaled(b * cos + a * sin, factor, SCALED, ACT)
             first = cast(first, inverse, tl.float32, LIMIT)
             second = cast(second, inverse, tl.float32, LIMIT)
             if ZERO_INVALID:
@@ -59,7 +59,7 @@ def _rope_rows(
             x = tl.load(src + cols, mask=rows & (cols < R), other=0.0).to(tl.float32)
             a, b = tl.split(tl.reshape(x, (ROWS, R_PAD // 2, 2)))
             y = tl.join(a * cos - b * sin, b * cos + a * sin)
-            y = scaled(tl.reshape(y, (ROWS, R_PAD)), factor, ACT)
+            y = scaled(tl.reshape(y, (ROWS, R_PAD)), factor, SCALED, ACT)
             y = cast(y, inverse, tl.float32, LIMIT)
             if ZERO_INVALID:
                 y = tl.where(valid, y, 0.0)
@@ -98,8 +98,8 @@ def cache_rows(
     latent = cast(latent.to(tl.float32), inverse, cache_ptr.dtype.element_ty, K_LIMIT)
     tl.store(cache_ptr + row + cols, latent, mask=valid & (cols < L))
     _rope_rows(
-        k_pe_ptr + token * k_pe_row, cache_ptr + row + L, inside, angles, valid, inverse, None,
-        R, R_PAD, ROPE, NEOX, K_LIMIT, False,
+        k_pe_ptr + token * k_pe_row, cache_ptr + row + L, inside, angles, valid, inverse, 1.0,
+        R, R_PAD, ROPE, NEOX, K_LIMIT, False, False,
     )  # fmt: skip
 
 
@@ -129,7 +129,7 @@ def query_rows(
     _rope_rows(
         q_ptr + token * q_row + (row % heads) * q_head + P, out_ptr + row * WIDTH + L,
         inside, angles, valid, inverse, factors_of(factor_ptr, token, inside),
-        R, R_PAD, ROPE, NEOX, Q_LIMIT, True,
+        R, R_PAD, ROPE, NEOX, Q_LIMIT, factor_ptr is not None, True,
     )  # fmt: skip
     cols = tl.arange(0, L_PAD)[None, :]
     out = out_ptr + row * WIDTH + cols
