@@ -12,17 +12,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mla_fusion.attention import selection
+from mla_fusion.attention import planner_aiter, selection
 from mla_fusion.attention.buffers import AITER_BUFFERS
+from mla_fusion.attention.entries import entries
 from mla_fusion.attention.selection import require as require
 from mla_fusion.kernels import aiter as fused_region
-from mla_fusion.kernels.capture import capturing
 
 if TYPE_CHECKING:
     from mla_fusion.attention.buffers import Companions, PlanBuffers
     from mla_fusion.attention.validate import Inputs
 
 LATENT, ENTRY = selection.LATENT, 576
+
+
+def warm_up_batches(plan: PlanBuffers) -> list[int]:
+    """Numbers of sequences that load, together, all that AITER launches for steps of `plan`."""
+    return [1]
 
 
 def persistent_mla_decode(
@@ -45,10 +50,9 @@ def persistent_mla_decode(
     if not kv_cache.is_contiguous():
         raise ValueError("AITER reads the cache as dense pages of one token: kv_cache is strided")
     companions.check(plan)
-    verdict = selection.aiter_verdict(
-        layout.heads, step.max_query_len, settings.q_dtype, settings.kv_dtype, step.batch,
-        selection.architecture(plan.device), return_lse=lse is not None,
-    )  # fmt: skip
+    verdict = planner_aiter.verdict(
+        settings, step.max_query_len, step.batch, return_lse=lse is not None
+    )
     if verdict.unsupported:
         raise ValueError(f"{verdict.unsupported}: use the triton provider")
     if lse is not None and not selection.sizes_with_cap():
@@ -69,19 +73,18 @@ def persistent_mla_decode(
             f"this AITER's mla_decode_fwd has no {' and no '.join(lacking)}: install v0.1.10.post2 "
             "or newer"
         )
-    padded = torch.nn.functional.pad(q.view(torch.uint8), (0, 0, 0, layout.padded - layout.heads))
-    query = padded.view(q.dtype).contiguous()
-    result = torch.empty((q.shape[0], layout.padded, LATENT), dtype=torch.bfloat16, device=q.device)
-    batch = step.batch
+    batch, rows = step.batch, verdict.query_len
+    query = _query(q, companions, batch, rows, layout.padded)
+    result = torch.empty((*query.shape[:2], LATENT), dtype=torch.bfloat16, device=q.device)
     _, logsumexp = decode(
         query,
         kv_cache.view(-1, 1, 1, ENTRY),
         result,
-        plan.qo_indptr[: batch + 1],
+        planner_aiter.aiter_rows(plan, rows)[: batch + 1],
         plan.kv_indptr[: batch + 1],
-        _entries(plan, companions, given.block_table, kv_cache.shape[1]),
+        entries(plan, given.block_table, kv_cache.shape[1]),
         companions.last_page_lens[:batch],
-        step.max_query_len,
+        rows,
         page_size=1,
         nhead_kv=1,
         sm_scale=given.softmax_scale,
@@ -91,49 +94,36 @@ def persistent_mla_decode(
         **{name: getattr(plan, name) for name in AITER_BUFFERS[1:]},
         **extra,
     )
-    _store(companions, given.out, result, 0)
+    _store(companions, rows, given.out, result, 0)
     if lse is not None:
-        _store(companions, lse, logsumexp, -torch.inf)
+        _store(companions, rows, lse, logsumexp, -torch.inf)
+
+
+def _query(
+    q: torch.Tensor, companions: Companions, batch: int, rows: int, heads: int
+) -> torch.Tensor:
+    """The query as AITER takes it: dense, padded to `heads`, and with as many rows for every
+    sequence if they have more than one."""
+    values = q.view(torch.uint8)  # not every op knows fp8
+    if rows > 1:
+        values = values.index_select(0, companions.source[: batch * rows])
+    if missing := heads - q.shape[1]:
+        values = torch.nn.functional.pad(values, (0, 0, 0, missing))
+    return values.view(q.dtype).contiguous()
 
 
 def _store(
-    companions: Companions, target: torch.Tensor, found: torch.Tensor, nothing: float
+    companions: Companions, rows: int, target: torch.Tensor, found: torch.Tensor, nothing: float
 ) -> None:
-    """Copy the rows and heads of `target` from AITER's result [T, padded heads, ...].
+    """Copy the rows and heads of `target` from AITER's result, of `rows` rows a sequence.
 
     AITER leaves garbage in a row that sees no key, which becomes `nothing`, and in the rows after
     the last sequence, where `target` keeps its values.
     """
-    rows = slice(min(len(target), len(companions.row)))
+    real = slice(min(len(target), len(companions.target)))
     shape = (-1, *(1,) * (target.dim() - 1))
-    real = found[rows, : target.shape[1]].to(target.dtype)
-    real = real.masked_fill(companions.blind[rows].view(shape), nothing)
-    target[rows] = torch.where(companions.written[rows].view(shape), real, target[rows])
-
-
-def _entries(
-    plan: PlanBuffers, companions: Companions, block_table: torch.Tensor, page_size: int
-) -> torch.Tensor:
-    """Cache entry of each KV token of the plan, [block_table.numel() * page_size] int32.
-
-    The length is what the block table can hold, so nothing waits for the device; entries after the
-    last token are 0. Computed once a refresh for all layers. A graph computes its own: its replays
-    read them, and before a replay they hold nothing.
-    """
-    if capturing():
-        return _expand(plan, block_table, page_size)
-    key = (plan.refreshes, block_table.data_ptr(), block_table.shape, page_size)
-    if companions.entries is None or companions.entries[0] != key:
-        companions.entries = key, _expand(plan, block_table, page_size)
-    return companions.entries[1]
-
-
-def _expand(plan: PlanBuffers, block_table: torch.Tensor, page_size: int) -> torch.Tensor:
-    """See `_entries`."""
-    batch, columns = block_table.shape
-    token = torch.arange(batch * columns * page_size, dtype=torch.int32, device=block_table.device)
-    ends = plan.kv_indptr[1 : batch + 1]
-    sequence = torch.searchsorted(ends, token, right=True).clamp_(max=batch - 1)
-    at = (token - plan.kv_indptr[sequence]).clamp_(max=columns * page_size - 1)
-    entries = block_table[sequence, at // page_size] * page_size + at % page_size
-    return entries.masked_fill_(token >= ends[-1], 0)
+    if rows > 1:
+        found = found.index_select(0, companions.target[real].clamp(max=len(found) - 1))
+    value = found[real, : target.shape[1]].to(target.dtype)
+    value = value.masked_fill(companions.blind[real].view(shape), nothing)
+    target[real] = torch.where(companions.written[real].view(shape), value, target[real])

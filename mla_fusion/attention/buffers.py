@@ -86,6 +86,8 @@ class Settings:
         heads_per_work: heads of a work item, a multiple of 16; by default as `heads.layout`.
         max_split_per_batch: -1, or a budget of this many pieces for each sequence (and head
             block), shared by all of them.
+        max_kv_len: most KV tokens of a sequence. AITER's plan then holds the cache entry of every
+            token at a fixed address; without it the first decode of a step allocates them.
         kv_granularity: sequences are cut at multiples of this many tokens; AITER's planner takes
             a power of two.
         overhead: fixed cost of a work item in units of kv_granularity tokens; by default 16.
@@ -106,6 +108,7 @@ class Settings:
     workers: int | None = None
     heads_per_work: int | None = None
     max_split_per_batch: int = -1
+    max_kv_len: int | None = None
     kv_granularity: int = 16
     overhead: int | None = None
     v_head_dim: int = 512
@@ -115,7 +118,7 @@ class Settings:
         object.__setattr__(self, "device", torch.device(self.device))
         at_least_1 = (
             "max_batch", "max_query_len", "num_heads", "workers", "kv_granularity", "overhead",
-            "v_head_dim",
+            "v_head_dim", "max_kv_len",
         )  # fmt: skip
         for name in at_least_1:
             value = getattr(self, name)
@@ -164,24 +167,38 @@ class Step:
 class Companions:
     """What AITER's decode takes besides the plan, and what corrects its result.
 
-    With N = max_batch * max_query_len query rows. Addresses are fixed, except that of `entries`. A
-    refresh writes `written` and `blind`, so a captured decode reads those of its step.
+    AITER gets as many rows of every sequence as its kernel is for: those of a shorter query are the
+    last of them, and the others are anything. With N = max_batch * max_query_len query rows, and M
+    rows of AITER's, M >= N. Addresses are fixed, except that of `expanded` without `entries`. A
+    refresh writes `even`, `source`, `target`, `written` and `blind`, so a captured decode reads
+    those of its step.
 
     Attributes:
         buffers: the six that AITER asked for, by name: a plan is for these and their addresses.
         last_page_lens: [max_batch] int32, ones: a page holds one token.
-        row: [N] int32, counting.
+        counting: [M + 1] int32, from 0.
+        even: [max_batch + 1] int32, AITER's first row of each sequence.
+        source: [M] int32, the query row of each of AITER's rows, or any where it has none.
+        target: [N] int32, AITER's row of each query row.
         written: [N] bool, the row belongs to a sequence.
         blind: [N] bool, the row sees no key.
-        entries: (key, cache entries) of the last decode outside a graph.
+        entries: [max_batch * max_kv_len] int32, the cache entry of each KV token of the plan; None
+            without max_kv_len.
+        captured: whether a CUDA graph recorded the last refresh.
+        expanded: (key, cache entries) that the decodes of a step share.
     """
 
     buffers: dict[str, torch.Tensor]
     last_page_lens: torch.Tensor
-    row: torch.Tensor
+    counting: torch.Tensor
+    even: torch.Tensor
+    source: torch.Tensor
+    target: torch.Tensor
     written: torch.Tensor
     blind: torch.Tensor
-    entries: tuple[tuple[Any, ...], torch.Tensor] | None = None
+    entries: torch.Tensor | None
+    captured: bool = False
+    expanded: tuple[tuple[Any, ...], torch.Tensor] | None = None
 
     def check(self, plan: PlanBuffers) -> None:
         """Raise ValueError unless `plan` still has the buffers it was allocated with."""

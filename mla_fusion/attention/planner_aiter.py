@@ -15,6 +15,7 @@ import torch
 from mla_fusion.attention import selection
 from mla_fusion.attention.buffers import AITER_BUFFERS, Companions, common_buffers
 from mla_fusion.kernels import ProviderUnavailable
+from mla_fusion.kernels.capture import capturing
 
 if TYPE_CHECKING:
     from mla_fusion.attention.buffers import PlanBuffers, Settings
@@ -61,9 +62,16 @@ def _unsupported(settings: Settings) -> str:
 
 
 def _verdict(settings: Settings) -> selection.Verdict:
+    return verdict(settings, settings.max_query_len, settings.max_batch)
+
+
+def verdict(
+    settings: Settings, query_len: int, batch: int, *, return_lse: bool = False
+) -> selection.Verdict:
+    """That of a step of a plan: `batch` sequences of up to `query_len` query rows."""
     return selection.aiter_verdict(
-        settings.num_heads, settings.max_query_len, settings.q_dtype, settings.kv_dtype,
-        settings.max_batch, selection.architecture(settings.device),
+        settings.num_heads, query_len, settings.q_dtype, settings.kv_dtype, batch,
+        selection.architecture(settings.device), return_lse=return_lse,
     )  # fmt: skip
 
 
@@ -81,10 +89,10 @@ def allocate(settings: Settings) -> dict[str, Any]:
             "this AITER sizes its buffers without max_split_per_batch: leave it at -1, or install "
             "v0.1.16 or newer"
         )
-    layout = _verdict(settings).layout
+    longest, layout = _verdict(settings).query_len, _verdict(settings).layout
     shapes = size(
         settings.max_batch,
-        settings.max_query_len,
+        longest,
         layout.padded,
         settings.q_dtype,
         settings.kv_dtype,
@@ -92,18 +100,26 @@ def allocate(settings: Settings) -> dict[str, Any]:
         fast_mode=True,
         **capped,
     )
-    device = settings.device
+    device, batch = settings.device, settings.max_batch
     six = {
         name: torch.zeros(shape, dtype=dtype, device=device)
         for name, (shape, dtype) in zip(AITER_BUFFERS, shapes, strict=True)
     }
-    rows = settings.max_batch * settings.max_query_len
+
+    def zeros(length: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.zeros(length, dtype=dtype, device=device)
+
+    rows, kv_len = batch * settings.max_query_len, settings.max_kv_len
     companions = Companions(
-        six,
-        torch.ones(settings.max_batch, dtype=torch.int32, device=device),
-        torch.arange(rows, dtype=torch.int32, device=device),
-        torch.zeros(rows, dtype=torch.bool, device=device),
-        torch.zeros(rows, dtype=torch.bool, device=device),
+        buffers=six,
+        last_page_lens=zeros(batch) + 1,
+        counting=torch.arange(batch * longest + 1, dtype=torch.int32, device=device),
+        even=zeros(batch + 1),
+        source=zeros(batch * longest),
+        target=zeros(rows),
+        written=zeros(rows, torch.bool),
+        blind=zeros(rows, torch.bool),
+        entries=None if kv_len is None else zeros(batch * kv_len),
     )
     rules = settings.rules(layout.fold)
     common = common_buffers(settings, layout, rules, partials=0, scratch=0)
@@ -123,15 +139,17 @@ def fill(
     torch.cumsum(seq_lens, 0, dtype=torch.int32, out=plan.kv_indptr[1 : batch + 1])
     for indptr in (plan.qo_indptr, plan.kv_indptr):
         indptr[batch + 1 :].copy_(indptr[batch].expand_as(indptr[batch + 1 :]))
-    _mark_rows(companions, plan.qo_indptr, plan.kv_indptr)
     settings = plan.settings
+    rows = verdict(settings, max_query_len, batch).query_len
+    _place_rows(companions, rows, plan.qo_indptr, plan.kv_indptr)
+    companions.captured = capturing()
     _, write, names = selection.installed_planner()
     types = {"dtype_q": settings.q_dtype, "dtype_kv": settings.kv_dtype}
     if "dtype_q" not in names:
         parts = ("nope", "rope")
         types = {f"{name}_{part}": types[name] for name in types for part in parts}
     write(
-        plan.qo_indptr[: batch + 1],
+        aiter_rows(plan, rows)[: batch + 1],
         plan.kv_indptr[: batch + 1],
         companions.last_page_lens[:batch],
         plan.layout.padded,
@@ -140,21 +158,46 @@ def fill(
         **{name: getattr(plan, name) for name in AITER_BUFFERS},
         page_size=1,
         kv_granularity=settings.kv_granularity,
-        max_seqlen_qo=max_query_len,
-        uni_seqlen_qo=-1,
+        max_seqlen_qo=rows,
+        # One row, or none: padding.
+        uni_seqlen_qo=rows if rows > 1 else -1,
         fast_mode=True,
         max_split_per_batch=settings.max_split_per_batch,
         **types,
     )
 
 
-def _mark_rows(companions: Companions, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor) -> None:
-    """Write `written` and `blind` from the indptrs [max_batch + 1] of the plan."""
-    row = companions.row
+def aiter_rows(plan: PlanBuffers, rows: int) -> torch.Tensor:
+    """[max_batch + 1] int32: where the rows of each sequence begin in the query AITER gets.
+
+    AITER folds the heads of drafts by their declared length and its kernels mask by it, so every
+    sequence has as many rows. A single row needs no such care.
+    """
+    assert plan.aiter is not None  # the plan is AITER's
+    return plan.aiter.even if rows > 1 else plan.qo_indptr
+
+
+def _place_rows(
+    companions: Companions, rows: int, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor
+) -> None:
+    """Write where the query rows go, from the indptrs [max_batch + 1] of the plan.
+
+    `rows` is how many AITER has of each sequence.
+    """
+    most = len(companions.last_page_lens)
+    torch.mul(companions.counting[: most + 1], rows, out=companions.even)
+
+    row = companions.counting[: len(companions.target)]
     sequence = torch.searchsorted(qo_indptr[1:], row, right=True)
-    sequence.clamp_(max=len(companions.last_page_lens) - 1)
+    sequence.clamp_(max=most - 1)
     torch.lt(row, qo_indptr[-1], out=companions.written)
-    length = kv_indptr[sequence + 1] - kv_indptr[sequence]
     # Row i of n sees all but the last n - 1 - i keys of its sequence.
     unseen = qo_indptr[sequence + 1] - 1 - row
-    torch.le(length, unseen, out=companions.blind)
+    torch.le(kv_indptr[sequence + 1] - kv_indptr[sequence], unseen, out=companions.blind)
+    place = companions.even[sequence + 1] - 1 - unseen
+    torch.clamp(place, 0, len(companions.source) - 1, out=companions.target)
+
+    row = companions.counting[: len(companions.source)]
+    sequence = (row // rows).clamp_(max=most - 1)
+    place = qo_indptr[sequence + 1] - companions.even[sequence + 1] + row
+    torch.clamp(place, 0, len(companions.target) - 1, out=companions.source)

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 LATENT = 512  # the output of all its kernels is this wide
 FP8_OF = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
 
-# (architecture, query and cache, heads of a work item) -> query lengths with a kernel; for bf16 on
-# gfx950 one kernel takes any number of heads (0).
+# (architecture, query and cache, heads of a work item) -> query lengths with a kernel, ascending;
+# for bf16 on gfx950 one kernel takes any number of heads (0).
 _QUERY_LENS = {
     ("gfx942", "bf16", 16): (1, 2, 3, 4),
     ("gfx942", "bf16 over fp8", 16): (1, 2, 3, 4),
@@ -35,8 +35,8 @@ _QUERY_LENS = {
     ("gfx950", "bf16", 0): (1, 2, 3, 4),
     ("gfx950", "fp8", 16): (1, 2, 4),
     ("gfx950", "fp8", 32): (1, 4),
-    ("gfx950", "fp8", 64): (1,),
-    ("gfx950", "fp8", 128): (1,),
+    ("gfx950", "fp8", 64): (1, 2, 4),
+    ("gfx950", "fp8", 128): (1, 2, 4),
 }
 # The same key -> query lengths whose kernel also writes the log-sum-exp.
 _LSE_QUERY_LENS = {
@@ -52,11 +52,13 @@ _SLOW_BATCH = 32
 class Verdict:
     """AITER's persistent decode for one shape.
 
-    layout: how its heads are padded and folded. unsupported: why there is no kernel, or empty.
-    slower: why another decode is faster, or empty.
+    layout: how its heads are padded and folded. query_len: the rows of a sequence that the kernel
+    is for, as many as there are or the next for which there is one; 0 without a kernel.
+    unsupported: why there is no kernel, or empty. slower: why another decode is faster, or empty.
     """
 
     layout: HeadLayout
+    query_len: int = 0
     unsupported: str = ""
     slower: str = ""
 
@@ -94,36 +96,38 @@ def aiter_verdict(
     """
     kind = _kind(q_dtype, kv_dtype)
     layout = heads.aiter_layout(num_heads, query_len, kind, arch)
+
+    def without(reason: str) -> Verdict:
+        return Verdict(layout, unsupported=reason)
+
     if arch not in FP8_OF:
-        return Verdict(layout, f"AITER's persistent decode has kernels for {' and '.join(FP8_OF)}")
+        return without(f"AITER's persistent decode has kernels for {' and '.join(FP8_OF)}")
     if not kind:
-        return Verdict(
-            layout,
+        return without(
             f"no kernel takes a {q_dtype} query over a {kv_dtype} cache: queries are bf16, or fp8 "
             "over an fp8 cache",
         )
     wrong = {q_dtype, kv_dtype} & set(FP8_DTYPES) - {FP8_OF[arch]}
     if wrong:
-        return Verdict(layout, f"{arch} computes in {FP8_OF[arch]}, not in {wrong.pop()}")
+        return without(f"{arch} computes in {FP8_OF[arch]}, not in {wrong.pop()}")
     if layout.padded > 128:
-        return Verdict(layout, f"{layout.padded} heads are more than the 128 of the largest kernel")
+        return without(f"{layout.padded} heads are more than the 128 of the largest kernel")
     if (arch, kind, layout.per_work) == ("gfx942", "fp8", 128):
-        return Verdict(layout, "fp8 with 128 heads faults on gfx942 (vllm-project/vllm#43067)")
+        return without("fp8 with 128 heads faults on gfx942 (vllm-project/vllm#43067)")
     any_heads = (arch, kind, 0) in _QUERY_LENS
     key = (arch, kind, 0 if any_heads else layout.per_work)
-    if query_len not in _QUERY_LENS.get(key, ()):
-        return Verdict(
-            layout,
+    runs = next((n for n in _QUERY_LENS.get(key, ()) if n >= query_len), 0)
+    if not runs:
+        return without(
             f"{arch} has no persistent {kind} kernel for {layout.per_work} heads and queries of "
             f"{query_len} tokens",
         )
     # Of the two bf16 kernels of gfx950, the one for many rows writes none.
-    wide = any_heads and (layout.padded > 64 or layout.padded * query_len >= 128)
-    if return_lse and (wide or query_len not in _LSE_QUERY_LENS.get(key, ())):
-        return Verdict(
-            layout,
+    wide = any_heads and (layout.padded > 64 or layout.padded * runs >= 128)
+    if return_lse and (wide or runs not in _LSE_QUERY_LENS.get(key, ())):
+        return without(
             f"the persistent {kind} kernel of {arch} for {layout.per_work} heads and queries of "
-            f"{query_len} tokens writes no log-sum-exp",
+            f"{runs} tokens writes no log-sum-exp",
         )
     slower = ""
     if (arch, kind, layout.padded, query_len) == ("gfx950", "bf16", 16, 1) and batch >= _SLOW_BATCH:
@@ -131,7 +135,7 @@ def aiter_verdict(
             f"for bf16, 16 heads and {_SLOW_BATCH} sequences or more AITER's other kernel is 1.4 "
             "to 1.6 times faster on gfx950 (ROCm/aiter#4144)"
         )
-    return Verdict(layout, slower=slower)
+    return Verdict(layout, runs, slower=slower)
 
 
 def _kind(q_dtype: torch.dtype, kv_dtype: torch.dtype) -> str:

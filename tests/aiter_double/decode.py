@@ -94,6 +94,11 @@ def _validate(at, a):
     assume(ends[-1] <= a["kv_indices"].numel(), "indices behind the last one are read")
     longest = max(after - at for at, after in itertools.pairwise(qo))
     assume(longest <= a["max_seqlen_q"], "a query is longer than max_seqlen_q")
+    # The query is permuted as one of equal queries.
+    even = {after - at for at, after in itertools.pairwise(qo)} == {a["max_seqlen_q"]}
+    even = even and len(q) == qo[-1]
+    assume(even or shape.folded == shape.heads or a["max_seqlen_q"] == 1,
+           "drafts of folded heads are even")  # fmt: skip
     given = [name for name in PLAN if a[name] is not None]
     assume(len(given) in (0, len(PLAN)), f"all six buffers or none, not {given}")
     return shape

@@ -98,6 +98,11 @@ DECODE_RULES = [
     Rule("long-rows", "no query is longer than declared", SILENT,
          words="a query is longer than max_seqlen_q",
          direct=lambda a: shaped(a, 16, 2) | {"max_seqlen_q": 1}),
+    Rule("uneven-drafts", "drafts of folded heads are even", SILENT,
+         words="drafts of folded heads are even",
+         direct=lambda a: shaped(a, 48, 2)
+         | {"qo_indptr": torch.tensor([0, 2, 3, 5], dtype=torch.int32)},
+         hostile=Use({"num_heads": 48, "q_dtype": BF16, "kv_dtype": BF16}, rows=(2, 1, 2))),
     # Checked by AITER.
     Rule("no-scale", "an fp8 query has a scale", ABORTS, words="an fp8 query needs q_scale",
          refused="q_scale must be one fp32 element",
@@ -142,7 +147,6 @@ DECODE_RULES = [
          hostile=Use({"num_heads": 12})),
     Rule("3-tokens", "fp8 has no kernel for 3 tokens", ABORTS,
          words="no persistent fp8 kernel for 16 heads, 3 query tokens",
-         refused="no persistent fp8 kernel for 16 heads and queries of 3",
          direct=lambda a: shaped(a, 16, 3), hostile=Use({"max_query_len": 3})),
     Rule("no-lse", "few kernels write the log-sum-exp", ABORTS, words="no LSE from the persistent",
          refused="writes no log-sum-exp", on="gfx942",

@@ -1,7 +1,6 @@
-"""The six buffers of the persistent decode: their sizes, and a plan of contiguous cuts.
+"""The six buffers of the persistent decode: their sizes, and a plan by AITER's published rules.
 
-The plan is not AITER's: every sequence is cut into up to four equal pieces of whole granules. It
-obeys the same meaning of the buffers and the same bounds, which is all that a caller may rely on.
+AITER also cuts long queries of many heads into tiles of rows, which no buffer of the double shows.
 """
 
 import itertools
@@ -20,7 +19,7 @@ BUFFERS = (
     "reduce_partial_map",
 )
 WORK_COLUMNS = 8
-MAX_PIECES = 4
+OVERHEAD = 16  # granules that a work item costs beside its own, at pages of one token
 
 
 def info(at, a):
@@ -114,31 +113,43 @@ def _check_sizes(at, a, batch, types):
 
 
 def _write(units, a, qo, kv, fold):
-    granule, batch = a["kv_granularity"], (len(qo) - 1) * fold
-    budget = max(1, min(MAX_PIECES, (units - 1) // max(batch, 1)))
-    works, final, partial, cuts = [], [], [], [0]
-    for b in range(batch):
-        real = b // fold
-        start, end, q0, q1 = kv[real], kv[real + 1], qo[real], qo[real + 1]
-        size = max(-(-(end - start) // budget // granule) * granule, granule)
-        # A piece shorter than the queries would leave one of them without a key.
-        pieces = [(s, min(s + size, end)) for s in range(start, max(end, start + 1), size)]
-        if len(pieces) > 1 and pieces[-1][1] - pieces[-1][0] < q1 - q0:
-            tail = pieces.pop()
-            pieces[-1] = (pieces[-1][0], tail[1])
+    """The published rules of AITER's fast planner.
+
+    A tile costs its granules and `OVERHEAD`. A unit may spend its share of all costs, and one
+    overhead more. In order, each takes what is left of a tile if it can pay for that, else what it
+    can pay for, if that is something; but not so much that fewer tokens than a query has rows stay.
+    A cap shares the costs among fewer units: so many for each sequence, as the caller names them.
+    """
+    granule, cap = a["kv_granularity"], a["max_split_per_batch"]
+    tiles = [(b, *kv[b // fold : b // fold + 2]) for b in range((len(qo) - 1) * fold)]
+    costs = [-(-(end - start) // granule) + OVERHEAD for _, start, end in tiles]
+    busy = min(units, cap * len(tiles)) if cap >= 0 else units
+    budget = -(-sum(costs) // busy) + OVERHEAD
+    works, final, partial = [], [[0, 0] for _ in tiles], []
+    indptr, cuts, left = [0], [0], budget
+    for b, start, end in tiles:
+        rows, pieces, at = qo[b // fold : b // fold + 2], [], start
+        while not pieces or at < end:
+            rest = -(-(end - at) // granule)
+            whole = left >= rest + OVERHEAD
+            stop = end if whole else at + max(left - OVERHEAD, 0) * granule
+            if stop > at and end - stop < a["max_seqlen_qo"]:
+                stop = end
+            if whole or stop > at:
+                pieces.append([at, stop])
+                at, left = stop, left - rest - OVERHEAD
+            if at < end or left < 0 or not pieces:
+                left = budget
+                indptr.append(len(works) + len(pieces))
         for first, until in pieces:
-            row = -1
-            if len(pieces) > 1:
-                row = len(partial) * a["max_seqlen_qo"]
-                partial.append(row)
-            works.append([b, row, q0, q1, first, until, end - until, 0])
-        final.append([q0, q1])
+            row = len(partial) * a["max_seqlen_qo"] if len(pieces) > 1 else -1
+            partial += [row] * (len(pieces) > 1)
+            works.append([b, row, *rows, first, until, end - until, 0])
+        final[b] = rows
         cuts.append(len(partial))
-    share = -(-len(works) // units)
-    starts = [min(c * share, len(works)) for c in range(units + 1)]
-    a["work_indptr"].copy_(torch.tensor(starts))
+    a["work_indptr"].fill_(len(works))
     a["reduce_indptr"].fill_(cuts[-1])
-    filled = {"work_info_set": works, "reduce_indptr": cuts}
+    filled = {"work_indptr": indptr, "work_info_set": works, "reduce_indptr": cuts}
     filled |= {"reduce_final_map": final, "reduce_partial_map": partial}
     for name, rows in filled.items():
         a[name][: len(rows)] = torch.tensor(rows, dtype=torch.int32)

@@ -20,7 +20,9 @@ def test_every_shape_that_the_library_plans_has_a_kernel(double):
             verdict = selection.aiter_verdict(count, qlen, query, cache, 1, arch, return_lse=lse)
             if verdict.unsupported or (lse and not at.has("split_budget")):
                 continue  # the adapter asks for v0.1.16 where a log-sum-exp is wanted
-            shape = heads.Shape(at, verdict.layout.padded, qlen, heads.kinds(query, cache))
+            assert verdict.query_len >= qlen
+            kind = heads.kinds(query, cache)
+            shape = heads.Shape(at, verdict.layout.padded, verdict.query_len, kind)
             assert shape.heads % at.heads_multiple == 0
             assert shape.kind != "mixed" or shape.heads == 16
             shape.check_supported()

@@ -78,7 +78,7 @@ def test_equal_to_the_definition(use):
     assert decode["num_kv_splits"] == 256, "else AITER may leave the plan aside"
     assert decode["q"].shape[1] == given["plan"].layout.padded == decode["o"].shape[1]
     assert size["max_split_per_batch"] == plan["max_split_per_batch"] == 2
-    assert plan["max_seqlen_qo"] == 2 and plan["uni_seqlen_qo"] == -1
+    assert plan["max_seqlen_qo"] == plan["uni_seqlen_qo"] == 2
     assert plan["dtype_q"] == plan["dtype_kv"] == BF16
 
 
@@ -91,6 +91,30 @@ def test_refresh_moves_nothing(use):
     assert addresses(plan) == before
     assert plan.qo_indptr.tolist() == [0, 2, 3, 5, 5], "constant after the batch"
     assert plan.kv_indptr.tolist() == [0, 700, 733, 734, 734]
+
+
+@pytest.mark.parametrize("cap, busy", [(16, 32), (1, 2), (-1, 256)])
+def test_a_cap_leaves_units_without_work(use, cap, busy):
+    """Two long sequences on the 256 units of gfx950."""
+    double = use("gfx950")
+    plan = allocate(max_split_per_batch=cap)
+    refresh(plan, [1, 1], [100_000, 100_000])
+    assert int((plan.work_indptr.diff() > 0).sum()) == busy
+    assert [call["max_split_per_batch"] for call in double.calls(PLANNER)] == [cap]
+
+
+def test_with_a_longest_sequence_the_page_indices_stay_where_they_are(use):
+    """For other lengths and another table; entries behind the last token are never read."""
+    double = use()
+    given = arguments(max_kv_len=720)
+    plan, lengths = given["plan"], LENGTHS
+    for table in (given["block_table"], given["block_table"][:, :3].contiguous()):
+        out, _ = attention.persistent_mla_decode(**given | {"block_table": table})
+        assert_decoded(given | {"block_table": table}, out, ROWS, lengths)
+        lengths = [40, 2, 1]
+        refresh(plan, ROWS, lengths)
+    first, second = (made["kv_indices"] for made in double.calls(DECODE))
+    assert first is second is plan.aiter.entries and len(first) == 4 * 720
 
 
 def test_page_indices_are_made_once_a_step(use):
