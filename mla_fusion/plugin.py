@@ -259,11 +259,8 @@ def _add_passes_to_pass_manager() -> None:
             from mla_fusion.passes.pipeline import LastStep, MLAFusionPass
 
             options = config.read_options(vllm_config.additional_config)
-            self.add(
-                MLAFusionPass(
-                    options.provider, config.decode_bucket(vllm_config), options.attention
-                )
-            )
+            bucket, rows = config.decode_bucket(vllm_config), 1 + config.draft_tokens(vllm_config)
+            self.add(MLAFusionPass(options.provider, bucket, options.attention, rows))
             # vLLM's last step names CUDA-only ops and raises on a CPU build.
             rest = None if current_platform.is_cpu() else self.fix_functionalization
             self.fix_functionalization = LastStep(rest)
@@ -344,8 +341,8 @@ def _prepare_workers() -> None:
 
 
 def _prepare_layers(load_model: Callable[..., Any]) -> Callable[..., Any]:
-    """`load_model` of a worker, after which its layers have its step counter and the plans of the
-    portable decode: they must be there before vLLM measures what memory is left."""
+    """`load_model` of a worker, after which its layers have its step counter and the plans of a
+    persistent decode: they must be there before vLLM measures what memory is left."""
 
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = load_model(self, *args, **kwargs)
@@ -354,8 +351,8 @@ def _prepare_layers(load_model: Callable[..., Any]) -> Callable[..., Any]:
             for layer in vllm_compat.mla_layers(layers).values():
                 setattr(layer, _STEPS, getattr(self, _STEPS))
             options = config.read_options(self.vllm_config.additional_config)
-            if options.attention == "portable":
-                step_plan.attach(layers, options.provider, self.vllm_config)
+            if options.attention != "auto":
+                step_plan.attach(layers, options, self.vllm_config)
         return result
 
     return wrapper
@@ -449,13 +446,15 @@ def collect(vllm_config: Any) -> tuple[report.Report | None, bool]:
     """
     path, first = report_path(vllm_config), vllm_compat.is_first_rank()
     layers = vllm_config.compilation_config.static_forward_context
+    options = config.read_options(vllm_config.additional_config)
     made = report.take(
-        config.read_options(vllm_config.additional_config).provider,
+        options.provider,
         config.decode_bucket(vllm_config),
         vllm_config.model_config.architecture,
         vllm_compat.versions(),
         len(vllm_compat.mla_layers(layers)),
         vllm_compat.other_layers(layers),
+        options.attention,
     )
     everyones = vllm_compat.gather(made)
     stored = None

@@ -52,23 +52,27 @@ class MLAFusionPass(InductorPass):
     Args:
         provider: who computes the fused op: "aiter", "triton" or "reference".
         max_tokens: the decode bucket: graphs for more tokens are left as they are.
-        attention: who decodes, "auto" or "portable"; the latter needs the plugin, which attaches
-            the plans.
+        attention: who decodes, "auto", "portable" or "aiter"; the last two need the plugin, which
+            attaches the plans.
+        query_len: the most query tokens of a sequence in a decode step.
     """
 
-    def __init__(self, provider: str, max_tokens: int, attention: str = "auto") -> None:
+    def __init__(
+        self, provider: str, max_tokens: int, attention: str = "auto", query_len: int = 1
+    ) -> None:
         runtime.register_ops()
         self.provider = provider
         self.max_tokens = max_tokens
         self.attention = attention
+        self.query_len = query_len
 
-    def __reduce__(self) -> tuple[type, tuple[str, int, str]]:
+    def __reduce__(self) -> tuple[type, tuple[str, int, str, int]]:
         """Built anew in a worker process, so that the ops are registered there too."""
-        return type(self), (self.provider, self.max_tokens, self.attention)
+        return type(self), (self.provider, self.max_tokens, self.attention, self.query_len)
 
     def uuid(self) -> str:
         """Changes with the source of this library and with every argument."""
-        arguments = f"{self.provider}-{self.max_tokens}-{self.attention}"
+        arguments = f"{self.provider}-{self.max_tokens}-{self.attention}-{self.query_len}"
         return f"mla_fusion-{source_hash()}-{arguments}"
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -104,7 +108,9 @@ class MLAFusionPass(InductorPass):
         layers = vllm_compat.mla_layers(vllm_compat.current_layers())
         activation = _activation(calls)
         facts = {
-            name: eligibility.facts(layer, self.provider, activation, self.attention)
+            name: eligibility.facts(
+                layer, self.provider, activation, self.attention, self.query_len
+            )
             for name, layer in layers.items()
         }
         fuse(graph, calls, facts, self.provider, record)

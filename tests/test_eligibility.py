@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mla_fusion import attention, kernels
-from mla_fusion.attention import triton
+from mla_fusion.attention import selection, triton
 from mla_fusion.config import eligibility, vllm_compat
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -27,8 +27,8 @@ def layer(**changes):
     return SimpleNamespace(**{**fields, **changes})
 
 
-def declined(layer, provider, activation, attention="auto"):
-    decline = eligibility.facts(layer, provider, activation, attention).decline
+def declined(layer, provider, activation, attention="auto", query_len=1):
+    decline = eligibility.facts(layer, provider, activation, attention, query_len).decline
     return f"{decline.code} {decline.detail}" if decline else ""
 
 
@@ -139,3 +139,49 @@ class TestPortable:
         impl = SimpleNamespace(supports_quant_query_input=True)
         given = layer(kv_cache_dtype="fp8", impl=impl)
         assert not declined(given, "triton", FP32, "portable")
+
+
+# Changes of the layer, query tokens, architecture, why AITER has no persistent decode for it.
+OF_AITER = [
+    ({}, 1, "gfx942", ""),
+    ({"num_heads": 20}, 4, "gfx950", ""),
+    ({"impl": SimpleNamespace(supports_quant_query_input=True), "kv_cache_dtype": "fp8"},
+     3, "gfx950", ""),
+    ({"num_heads": 12}, 5, "gfx942",
+     "12 heads, gfx942 has no persistent bf16 kernel for 16 heads and queries of 5 tokens"),
+    ({"num_heads": 64, "kv_cache_dtype": "fp8"}, 1, "gfx950",
+     "64 heads, gfx950 has no persistent bf16 over fp8 kernel for 64 heads"),
+    ({"num_heads": 144}, 1, "gfx942", "144 heads, 144 heads are more than the 128"),
+    ({}, 1, "gfx1100", "16 heads, AITER's persistent decode has kernels for gfx942 and gfx950"),
+    ({"kv_lora_rank": 256}, 1, "gfx942", "latents of 512 and 64 rotated, got 256 and 64"),
+    ({"sliding_window": 128}, 1, "gfx942", "a sliding window"),
+    ({"impl": SimpleNamespace(supports_quant_query_input=False, sinks=1)}, 1, "gfx942",
+     "attention sinks"),
+    ({"non_causal_multi_token_decode": True}, 1, "gfx942", "without causal mask"),
+]  # fmt: skip
+
+
+class TestAiter:
+    """What AITER's persistent decode takes; tests/attention/test_selection.py has the shapes."""
+
+    @pytest.mark.parametrize("changes, query_len, arch, reason", OF_AITER)
+    def test_what_its_kernels_take(self, monkeypatch, changes, query_len, arch, reason):
+        monkeypatch.setattr(selection, "architecture", lambda device: arch)
+        fp8 = torch.float8_e4m3fn if arch == "gfx950" else torch.float8_e4m3fnuz
+        monkeypatch.setattr(vllm_compat, "fp8_dtype", lambda: fp8)
+        found = declined(layer(**changes), "aiter", BF16, "aiter", query_len)
+        assert found.startswith("aiter-attention ") == bool(reason)
+        assert reason in found and not declined(layer(**changes), "aiter", BF16)
+
+    def test_each_shorter_query_needs_a_kernel_too(self, monkeypatch):
+        monkeypatch.setattr(selection, "architecture", lambda device: "gfx942")
+        key = ("gfx942", "bf16", 16)
+        monkeypatch.setitem(selection._QUERY_LENS, key, (2,))
+        assert not declined(layer(), "aiter", BF16, "aiter", 2)
+        lens = selection.aiter_verdict
+
+        def odd(heads, length, *rest, **more):
+            return lens(heads, 9 if length == 1 else length, *rest, **more)
+
+        monkeypatch.setattr(selection, "aiter_verdict", odd)
+        assert "queries of 9 tokens" in declined(layer(), "aiter", BF16, "aiter", 2)

@@ -17,6 +17,7 @@ from mla_fusion import attention, config, ops, plugin
 from mla_fusion.config import vllm_compat
 from mla_fusion.report import reasons
 from mla_fusion.report.reasons import Decline
+from tests import aiter_double
 from tests.command import run
 from tests.models import DEEPSEEK_V2, LLAMA, config_of, register_configs, write
 
@@ -395,6 +396,33 @@ class TestDeclines:
             "provider-unavailable", "attention=portable, reference: no reference here"
         )
 
+    def test_attention_of_aiter(self, make, log, monkeypatch):
+        """Off ROCm, without AITER, with one too old for the cap, and with two microbatches."""
+        options = {"provider": "reference", "attention": "aiter", "max_split_per_batch": 16}
+        assert not config.is_on(make(FLAG_ON, options={"mla_fusion": options}))
+        [warning] = warnings(log)
+        assert "[attention-platform]" in warning and 'choose "portable"' in warning
+        monkeypatch.setattr(vllm_compat, "is_rocm", lambda: True)
+
+        def decline():
+            return config.decide(made, partition_refused=False).decline
+
+        with aiter_double.installed("gfx942", "v0.1.10.post2"):
+            made = make(FLAG_ON, options={"mla_fusion": options | {"max_split_per_batch": -1}})
+            assert config.is_on(made) and decline() is None
+            made.parallel_config.enable_dbo = True
+            assert decided(made) == "microbatches"
+            made.additional_config = {"mla_fusion": options}
+            assert decline() == Decline(
+                "provider-unavailable",
+                "attention=aiter: this AITER sizes its buffers without max_split_per_batch: leave "
+                "it at -1, or install v0.1.16 or newer",
+            )
+        attention.get_provider.cache_clear()
+        found = decline()
+        assert found.code == "provider-unavailable"
+        assert found.detail.startswith("attention=aiter: the module aiter is missing")
+
     @pytest.mark.parametrize(
         "platform, provider, code",
         [
@@ -456,7 +484,14 @@ class TestBadInput:
         [
             ({"mla_fusion": {"provider": "cuda"}}, "reference, triton, aiter"),
             ({"mla_fusion": {"provder": "triton"}}, "provder"),
-            ({"mla_fusion": {"attention": "triton"}}, "choose one of auto, portable"),
+            ({"mla_fusion": {"attention": "triton"}}, "choose one of auto, portable, aiter"),
+            ({"mla_fusion": {"attention": "aiter", "max_split_per_batch": 0}}, "got 0"),
+            ({"mla_fusion": {"attention": "aiter", "max_split_per_batch": -2}}, "-1, for no cap"),
+            ({"mla_fusion": {"attention": "aiter", "max_split_per_batch": True}}, "got True"),
+            ({"mla_fusion": {"attention": "aiter", "max_split_per_batch": "16"}}, "whole number"),
+            ({"mla_fusion": {"max_split_per_batch": 16}}, 'attention is "auto"'),
+            ({"mla_fusion": {"attention": "portable", "max_split_per_batch": -1}}, '"portable"'),
+            ({"mla_fusion": {"split": 16}}, "max_split_per_batch .-1, or a whole number"),
             ({"mla_fusion": "triton"}, "must be a dictionary"),
             ({"mla-fusion": {"provider": "reference"}}, 'the key is "mla_fusion"'),
         ],

@@ -10,7 +10,7 @@ from vllm.utils.torch_utils import _encode_layer_name
 
 from mla_fusion import attention, runtime
 from mla_fusion.attention import reference
-from mla_fusion.config import eligibility
+from mla_fusion.config import Options, eligibility
 from mla_fusion.report.reasons import Decline
 from mla_fusion.runtime import step_plan
 from tests.aiter_double.uses import causal_attention
@@ -19,6 +19,7 @@ from tests.passes.graphs import HEADS, LATENT, ROPE, VALUE, Spec
 
 SPEC = Spec()
 PAGE = fake_engine.BLOCK_SIZE
+PORTABLE = Options("reference", "portable")
 
 
 class Impl(fake_engine.Impl):
@@ -47,7 +48,7 @@ class Engine:
             scheduler_config=SimpleNamespace(max_num_seqs=4),
             model_config=SimpleNamespace(dtype=SPEC.dtype),
         )
-        step_plan.attach(self.layers, "reference", self.vllm_config)
+        step_plan.attach(self.layers, PORTABLE, self.vllm_config)
 
     def metadata(self, query_lens, seq_lens):
         tokens = sum(query_lens)
@@ -206,8 +207,8 @@ def test_a_warm_up_that_fails_says_what_to_do(monkeypatch):
     with pytest.raises(ValueError, match="planted") as caught:
         runtime.warm_up_attention(Engine().layers)
     assert caught.value.__notes__ == [
-        "mla_fusion: the portable decode failed to prepare its kernels. Start without attention "
-        'in additional_config["mla_fusion"].'
+        "mla_fusion: the persistent decode of reference failed to prepare its kernels. Start "
+        'without attention in additional_config["mla_fusion"].'
     ]
 
 
@@ -220,7 +221,10 @@ class AiterMLAImpl(Impl):
     [
         ({"sliding_window": 128}, "a sliding window"),
         ({"non_causal_multi_token_decode": True}, "a draft layer without causal mask"),
-        ({"impl": AiterMLAImpl(False)}, "AiterMLAImpl has a persistent plan of its own"),
+        (
+            {"impl": AiterMLAImpl(False)},
+            "AiterMLAImpl has a persistent plan of its own, and attention=aiter another",
+        ),
     ],
 )
 def test_layers_that_are_declined(change, detail):
@@ -232,7 +236,7 @@ def test_layers_that_are_declined(change, detail):
     assert facts.decline == Decline("portable-attention", detail)
     assert not eligibility.facts(layer, "reference", SPEC.dtype).decline
     delattr(layer, step_plan.ATTRIBUTE)
-    step_plan.attach(engine.layers, "reference", engine.vllm_config)
+    step_plan.attach(engine.layers, PORTABLE, engine.vllm_config)
     assert not hasattr(layer, step_plan.ATTRIBUTE)
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mla_fusion.attention.buffers import Companions, PlanBuffers
     from mla_fusion.attention.validate import Inputs
 
-LATENT, ENTRY = selection.LATENT, 576
+LATENT, ENTRY = selection.LATENT, sum(selection.WIDTHS)
 
 
 def warm_up_batches(plan: PlanBuffers) -> list[int]:

@@ -285,6 +285,11 @@ class PlanBuffers:
         """The device of the buffers."""
         return self.work_indptr.device
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors of the plan and of its companions, by name."""
+        owned = vars(self) if self.aiter is None else vars(self) | vars(self.aiter)
+        return {name: value for name, value in owned.items() if isinstance(value, torch.Tensor)}
+
 
 def common_buffers(
     settings: Settings, layout: HeadLayout, rules: Rules, *, partials: int, scratch: int

@@ -46,6 +46,16 @@ def why_not(settings: Settings) -> str:
     return ""
 
 
+def cannot_cap(cap: int) -> str:
+    """Why this AITER cannot cap the splits of a batch at `cap`; empty if it can, or need not."""
+    if cap < 0 or selection.sizes_with_cap():
+        return ""
+    return (
+        "this AITER sizes its buffers without max_split_per_batch: leave it at -1, or install "
+        "v0.1.16 or newer"
+    )
+
+
 def _unsupported(settings: Settings) -> str:
     """Why AITER has no kernel for these settings; empty if it has."""
     portable_only = ("workers", "heads_per_work", "overhead")
@@ -84,11 +94,8 @@ def allocate(settings: Settings) -> dict[str, Any]:
     size, _, _ = selection.installed_planner()
     cap = settings.max_split_per_batch
     capped = {"max_split_per_batch": cap} if cap > 0 else {}
-    if capped and not selection.sizes_with_cap():
-        raise ValueError(
-            "this AITER sizes its buffers without max_split_per_batch: leave it at -1, or install "
-            "v0.1.16 or newer"
-        )
+    if why := cannot_cap(cap):
+        raise ValueError(why)
     longest, layout = _verdict(settings).query_len, _verdict(settings).layout
     shapes = size(
         settings.max_batch,

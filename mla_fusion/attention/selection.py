@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mla_fusion.attention.heads import HeadLayout
 
 LATENT = 512  # the output of all its kernels is this wide
+WIDTHS = LATENT, 64  # of a cache entry: the latent, and the rotated part behind it
 FP8_OF = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
 
 # (architecture, query and cache, heads of a work item) -> query lengths with a kernel, ascending;

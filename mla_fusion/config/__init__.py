@@ -11,13 +11,16 @@ from typing import Any
 import torch
 
 from mla_fusion import attention, kernels
+from mla_fusion.attention import planner_aiter
 from mla_fusion.config import vllm_compat
 from mla_fusion.report.reasons import Decline
 
 FLAG = "fuse_aiter_qk_rope_kvcache_mla"
 THRESHOLD = "aiter_qk_rope_kvcache_fusion_max_token_num"
 OPTIONS_KEY = "mla_fusion"
-_CHOICES = {"provider": kernels.PROVIDERS, "attention": ("auto", "portable")}
+ATTENTION = ("auto", "portable", "aiter")
+_CHOICES = {"provider": kernels.PROVIDERS, "attention": ATTENTION}
+_CAP = "max_split_per_batch"
 
 
 class OptionError(ValueError):
@@ -30,12 +33,15 @@ class Options:
 
     provider: who computes the fused op: "aiter" (default on ROCm), "triton" (default on CUDA) or
         "reference"; empty on a platform without a default.
-    attention: who decodes with the prepared query: "auto" (default), vLLM's backend, or
-        "portable", this library's persistent decode.
+    attention: who decodes with the prepared query: "auto" (default), vLLM's backend; "portable",
+        this library's persistent decode; or "aiter", AITER's by a plan of this library.
+    max_split_per_batch: with "aiter", a budget of this many pieces for each sequence, shared by all
+        of a batch; -1 (default) for none.
     """
 
     provider: str
     attention: str = "auto"
+    max_split_per_batch: int = -1
 
 
 def read_options(additional_config: Any) -> Options:
@@ -55,20 +61,39 @@ def read_options(additional_config: Any) -> Options:
             f'additional_config["{OPTIONS_KEY}"] must be a dictionary such as '
             f'{{"provider": "triton"}}, got {raw!r}'
         )
-    unknown = sorted(set(raw) - set(_CHOICES))
+    unknown = sorted(set(raw) - {*_CHOICES, _CAP})
     if unknown:
         known = "; ".join(f"{name} ({', '.join(_CHOICES[name])})" for name in _CHOICES)
+        known += f"; {_CAP} (-1, or a whole number from 1 on)"
         raise OptionError(
             f'unknown option {", ".join(unknown)} in additional_config["{OPTIONS_KEY}"]; '
             f"there are {known}"
         )
-    for name, value in raw.items():
-        if value not in _CHOICES[name]:
+    for name in _CHOICES.keys() & raw:
+        if raw[name] not in _CHOICES[name]:
             raise OptionError(
-                f"unknown {name} {value!r} in additional_config["
+                f"unknown {name} {raw[name]!r} in additional_config["
                 f'"{OPTIONS_KEY}"]: choose one of {", ".join(_CHOICES[name])}'
             )
+    _check_cap(raw)
     return Options(**{"provider": vllm_compat.default_provider(), **raw})
+
+
+def _check_cap(raw: dict[str, Any]) -> None:
+    """Raise OptionError unless the cap on splits is one, and somebody obeys it."""
+    if _CAP not in raw:
+        return
+    cap, where = raw[_CAP], f'{_CAP} in additional_config["{OPTIONS_KEY}"]'
+    # True is an int.
+    if type(cap) is not int or (cap != -1 and cap < 1):
+        raise OptionError(
+            f"{where} must be -1, for no cap, or a whole number from 1 on, got {cap!r}"
+        )
+    if raw.get("attention") != "aiter":
+        raise OptionError(
+            f'{where} caps the plan of "attention": "aiter", and attention is '
+            f'"{raw.get("attention", "auto")}": set both, or leave it out'
+        )
 
 
 def is_on(vllm_config: Any) -> bool:
@@ -157,15 +182,9 @@ def _why_not(vllm_config: Any, options: Options, partition_refused: bool) -> Dec
         kernels.get_provider(options.provider)
     except kernels.ProviderUnavailable as error:
         return Decline("provider-unavailable", f"{options.provider}: {error}")
+    if options.attention != "auto" and (decline := _why_no_plan(vllm_config, options)):
+        return decline
     parallel = vllm_config.parallel_config
-    if options.attention == "portable":
-        executor = attention.portable_provider(torch.device(vllm_config.device_config.device_type))
-        try:
-            attention.get_provider(executor)
-        except kernels.ProviderUnavailable as error:
-            return Decline("provider-unavailable", f"attention=portable, {executor}: {error}")
-        if getattr(parallel, "use_ubatching", False):
-            return Decline("microbatches")
     if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
         return Decline("context-parallel", "prefill")
     if parallel.decode_context_parallel_size > 1:
@@ -188,4 +207,24 @@ def _why_not(vllm_config: Any, options: Options, partition_refused: bool) -> Dec
     # Last: on a CPU the mode is only kept if nothing else speaks against fusion.
     if compilation.mode != 3 or compilation.backend not in ("", "inductor"):
         return Decline("not-compiled", f"mode {compilation.mode}, backend {compilation.backend!r}")
+    return None
+
+
+def _why_no_plan(vllm_config: Any, options: Options) -> Decline | None:
+    """Why the decode of `options.attention` cannot run in this engine, whatever its layers are."""
+    asked = f"attention={options.attention}"
+    executor = "aiter"
+    if options.attention == "portable":
+        executor = attention.portable_provider(torch.device(vllm_config.device_config.device_type))
+        asked += f", {executor}"
+    elif not vllm_compat.is_rocm():
+        return Decline("attention-platform")
+    try:
+        attention.get_provider(executor)
+    except kernels.ProviderUnavailable as error:
+        return Decline("provider-unavailable", f"{asked}: {error}")
+    if why := planner_aiter.cannot_cap(options.max_split_per_batch):
+        return Decline("provider-unavailable", f"{asked}: {why}")
+    if getattr(vllm_config.parallel_config, "use_ubatching", False):
+        return Decline("microbatches")
     return None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mla_fusion import kernels
-from mla_fusion.attention import get_provider, portable_provider
+from mla_fusion.attention import get_provider, portable_provider, selection
 from mla_fusion.config import vllm_compat
 from mla_fusion.report.reasons import Decline
 
@@ -37,18 +37,28 @@ class LayerFacts:
 
 
 def facts(
-    layer: Any, provider: str, activation: torch.dtype, attention: str = "auto"
+    layer: Any,
+    provider: str,
+    activation: torch.dtype,
+    attention: str = "auto",
+    query_len: int = 1,
 ) -> LayerFacts:
     """The facts of one `MLAAttention` layer of vLLM after its weights were loaded.
 
-    `activation` is the type of the graph's activations; the other two as in `config.Options`.
+    `activation` is the type of the graph's activations, `query_len` the most query tokens of a
+    sequence in a decode step; the other two as in `config.Options`.
     """
     fp8 = layer.kv_cache_dtype.startswith("fp8")
     quantized = fp8 and bool(layer.impl.supports_quant_query_input)
     decline = _decline(layer, provider, activation)
-    if decline is None and attention == "portable":
-        query = vllm_compat.fp8_dtype() if quantized else activation
-        decline = _decline_portable(layer, query, cache_dtype(layer, activation))
+    if decline is None and attention != "auto":
+        types = vllm_compat.fp8_dtype() if quantized else activation, cache_dtype(layer, activation)
+        code, found = "portable-attention", _not_causal(layer)
+        if attention == "aiter":
+            code, found = "aiter-attention", found or _not_of_aiter(layer, *types, query_len)
+        else:
+            found = found or _not_portable(layer, *types)
+        decline = Decline(code, found) if found else None
     return LayerFacts(decline, quantized)
 
 
@@ -97,18 +107,38 @@ def _decline(layer: Any, provider: str, activation: torch.dtype) -> Decline | No
     return None
 
 
-def _decline_portable(layer: Any, query: torch.dtype, cache: torch.dtype) -> Decline | None:
-    """Why the portable decode cannot serve this layer."""
-    impl = layer.impl
-    executor = portable_provider(layer._k_scale.device)
-    widths = layer.kv_lora_rank, layer.qk_rope_head_dim
-    unsupported = get_provider(executor).unsupported(query, cache, *widths)
+def _not_causal(layer: Any) -> str:
+    """Why the attention of this layer is not plain and causal, as every plan is; empty if it is."""
     found = {
         "a draft layer without causal mask": getattr(layer, "non_causal_multi_token_decode", False),
         "a sliding window": getattr(layer, "sliding_window", None) is not None,
-        "attention sinks": getattr(impl, "sinks", None) is not None,
-        f"{type(impl).__name__} has a persistent plan of its own": "Aiter" in type(impl).__name__,
-        f"{executor}: {unsupported}": bool(unsupported),
+        "attention sinks": getattr(layer.impl, "sinks", None) is not None,
     }
-    details = [detail for detail, is_so in found.items() if is_so]
-    return Decline("portable-attention", details[0]) if details else None
+    return next((detail for detail, is_so in found.items() if is_so), "")
+
+
+def _not_portable(layer: Any, query: torch.dtype, cache: torch.dtype) -> str:
+    """Why the portable decode cannot serve this layer; empty if it can."""
+    impl = type(layer.impl).__name__
+    if "Aiter" in impl:
+        return f"{impl} has a persistent plan of its own, and attention=aiter another"
+    executor = portable_provider(layer._k_scale.device)
+    widths = layer.kv_lora_rank, layer.qk_rope_head_dim
+    unsupported = get_provider(executor).unsupported(query, cache, *widths)
+    return f"{executor}: {unsupported}" if unsupported else ""
+
+
+def _not_of_aiter(layer: Any, query: torch.dtype, cache: torch.dtype, query_len: int) -> str:
+    """Why AITER's persistent decode cannot serve this layer; empty if it can."""
+    widths = layer.kv_lora_rank, layer.qk_rope_head_dim
+    if widths != selection.WIDTHS:
+        return "its kernels are for latents of {} and {} rotated, got {} and {}".format(
+            *selection.WIDTHS, *widths
+        )
+    arch = selection.architecture(layer._k_scale.device)
+    for length in range(1, query_len + 1):
+        # The batch only says whether another decode is faster.
+        verdict = selection.aiter_verdict(layer.num_heads, length, query, cache, 1, arch)
+        if verdict.unsupported:
+            return f"{layer.num_heads} heads, {verdict.unsupported}"
+    return ""

@@ -43,11 +43,18 @@ def versions() -> dict[str, str]:
     }
 
 
+def is_rocm() -> bool:
+    """Whether vLLM's platform is ROCm."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_rocm())
+
+
 def default_provider() -> str:
     """Who computes the fused op on vLLM's platform if none is named; empty where there is none."""
     from vllm.platforms import current_platform
 
-    if current_platform.is_rocm():
+    if is_rocm():
         return "aiter"
     return "triton" if current_platform.is_cuda() else ""
 

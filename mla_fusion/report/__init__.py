@@ -61,7 +61,7 @@ class RangeReport:
 
 @dataclass
 class Report:
-    """The report of an engine; `bucket` is the decode bucket in tokens.
+    """The report of an engine; `bucket` is the decode bucket in tokens, `attention` who decodes.
 
     `uncompiled` counts the MLA layers of the model that were in no graph, `others` its layers with
     another attention, which a hybrid has between them. `ranks` counts the workers; `differing` says
@@ -77,6 +77,7 @@ class Report:
     others: int = 0
     ranks: int = 1
     differing: list[str] = field(default_factory=list)
+    attention: str = "auto"  # as the option of that name
     version: int = VERSION
 
     @property
@@ -91,7 +92,10 @@ class Report:
     def lines(self) -> list[str]:
         """The report as text: for each range its counts, reasons and changed ops."""
         ranks = f", {self.ranks} ranks" if self.ranks > 1 else ""
-        out = [f"MLA fusion: provider {self.provider}, decode bucket {self.bucket} tokens{ranks}"]
+        who = f"provider {self.provider}"
+        if self.attention != "auto":
+            who += f", attention {self.attention}"
+        out = [f"MLA fusion: {who}, decode bucket {self.bucket} tokens{ranks}"]
         out += [f"  differs on {other}" for other in self.differing]
         for r in self.ranges:
             note = "" if r.range[1] <= self.bucket else "  (outside the decode bucket: untouched)"
@@ -133,6 +137,7 @@ def take(
     versions: dict[str, str] | None = None,
     model_layers: int = 0,
     others: int = 0,
+    attention: str = "auto",
 ) -> Report | None:
     """The report of all graphs compiled since the last call; None if no pass ran.
 
@@ -156,7 +161,9 @@ def take(
     seen = max(r.layers for r in ranges.values())
     uncompiled = max(model_layers - seen, 0)
     ordered = [ranges[key] for key in sorted(ranges)]
-    return Report(provider, bucket, ordered, model, versions or {}, uncompiled, others)
+    return Report(
+        provider, bucket, ordered, model, versions or {}, uncompiled, others, attention=attention
+    )
 
 
 def load(path: Path) -> Report:

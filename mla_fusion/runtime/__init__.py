@@ -5,12 +5,12 @@ profile run. `_is_fused` decides whether a batch may be fused. Both runtime ops 
 step, so they cannot disagree:
 
     decode-only    the provider prepares the query and writes the cache; the attention op hands
-                   the prepared query to the backend's decode, or to the portable one if it was
+                   the prepared query to the backend's decode, or to the persistent one if it was
                    chosen, and projects the result up
     anything else  q and k_pe are rotated in place and vLLM's own op writes the cache; the
                    attention op calls the layer as vLLM does
 
-`step_plan` holds the portable decode's plan, `metrics` counts the steps that ran fused.
+`step_plan` holds the persistent decode's plan, `metrics` counts the steps that ran fused.
 """
 
 from __future__ import annotations
@@ -300,7 +300,7 @@ def _show(progress: str) -> None:
 
 
 def warm_up_attention(layers: Mapping[str, Any]) -> None:
-    """Run every portable plan of the model `layers` once, so that its kernels are compiled.
+    """Run every plan of the model `layers` once, so that its kernels are compiled or loaded.
 
     Raises:
         Exception: what a kernel raises, with a note on what to do. The engine does not start then.
@@ -313,8 +313,8 @@ def warm_up_attention(layers: Mapping[str, Any]) -> None:
             plan.warm_up(_cache_view(layer.kv_cache, layer.kv_cache_dtype), layer)
         except Exception as error:
             error.add_note(
-                "mla_fusion: the portable decode failed to prepare its kernels. Start without "
-                'attention in additional_config["mla_fusion"].'
+                f"mla_fusion: the persistent decode of {plan.executor} failed to prepare its "
+                'kernels. Start without attention in additional_config["mla_fusion"].'
             )
             raise
 

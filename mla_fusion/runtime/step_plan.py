@@ -1,16 +1,18 @@
-"""The portable persistent decode inside vLLM: one plan for the layers of an engine.
+"""A persistent decode inside vLLM: one plan for the layers of an engine that are shaped alike.
 
-`additional_config={"mla_fusion": {"attention": "portable"}}` attaches a `StepPlan` to each fused
-layer after the model is loaded, before vLLM measures free memory. The first attention of a forward
-pass refreshes it from the batch's metadata; the others of the same pass read it.
+`additional_config={"mla_fusion": {"attention": ...}}`, "portable" or "aiter", attaches a `StepPlan`
+to each fused layer after the model is loaded, before vLLM measures free memory. The first attention
+of a forward pass refreshes it from the batch's metadata; the others of the same pass read it.
 
 The CUDA graph of a whole decode step runs no Python at replay. There the refresh is a kernel of the
-graph: it reads sequence lengths and query positions at the addresses that vLLM keeps for all steps,
-so every replay plans anew. The padded batch and the longest query are constants of the graph.
+graph, or several: it reads sequence lengths and query positions at the addresses that vLLM keeps
+for all steps, so every replay plans anew. The padded batch and the longest query are constants of
+the graph.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +22,8 @@ from mla_fusion.config import eligibility, vllm_compat
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+logger = logging.getLogger("vllm.mla_fusion")
 
 ATTRIBUTE = "mla_fusion_step_plan"
 
@@ -35,8 +39,22 @@ class StepPlan:
         rows = settings.max_batch * settings.max_query_len
         shape = (rows, settings.num_heads, settings.v_head_dim)
         self.plan = plan
+        self.executor = plan.planner.PROVIDERS[0]
         self.out = torch.zeros(shape, dtype=out_dtype, device=plan.device)
         self._planned: tuple[Any, Any] = (None, None)
+
+    def describe(self, layers: int) -> str:
+        """What it is for, in a line of the log; `layers` share it."""
+        plan, settings = self.plan, self.plan.settings
+        cap = settings.max_split_per_batch
+        size = sum(x.nbytes for x in plan.tensors().values()) / 2**20
+        return (
+            f"{layers} layers share a plan, {self.executor} decodes: up to {settings.max_batch} "
+            f"sequences of up to {settings.max_query_len} query tokens, {settings.num_heads} heads "
+            f"as {plan.fold} x {plan.heads_per_work}, {plan.rules.workers} workers, "
+            f"{f'at most {cap} splits a sequence on average' if cap > 0 else 'no cap on splits'}, "
+            f"{size:.1f} MiB"
+        )
 
     def serves(self, metadata: Any) -> bool:
         """Whether the plan decodes this decode-only batch.
@@ -79,7 +97,7 @@ class StepPlan:
     def _refresh(self, metadata: Any, num_tokens: int) -> None:
         if not getattr(metadata, "causal", True):
             raise RuntimeError(
-                "the batch is not causal, which the portable decode cannot compute: leave out "
+                "the batch is not causal, which the persistent decode cannot compute: leave out "
                 'attention from additional_config["mla_fusion"]'
             )
         seq_lens = metadata.decode.seq_lens
@@ -92,12 +110,12 @@ class StepPlan:
         self.out[:num_tokens].zero_()
 
     def warm_up(self, kv_cache: torch.Tensor, layer: Any) -> None:
-        """Run it on the first block, for queries of one token and for the longest, until every
-        kernel that a step can launch is compiled.
+        """Run it on the first block, for queries of every length, until every kernel that a step
+        can launch is compiled or loaded.
         """
         settings, device = self.plan.settings, self.plan.device
-        executor = attention.get_provider(attention.portable_provider(device))
-        for length in sorted({1, settings.max_query_len}):
+        executor = attention.get_provider(self.executor)
+        for length in range(1, settings.max_query_len + 1):
             for batch in executor.warm_up_batches(self.plan):
                 tokens = batch * length
                 # Two tensors: part of one would be less aligned than those of a request.
@@ -110,41 +128,62 @@ class StepPlan:
                 self.plan.refresh(
                     qo_indptr=qo_indptr, seq_lens=seq_lens, num_tokens=tokens, max_query_len=length
                 )
-                table = torch.zeros((batch, 1), dtype=torch.int32, device=device)
+                # A block may hold a single token.
+                table = torch.zeros((batch, length), dtype=torch.int32, device=device)
                 self._attend(q.view(settings.q_dtype), kv_cache, layer, table)
         self._planned = (None, None)
 
 
-def attach(layers: Mapping[str, Any], provider: str, vllm_config: Any) -> None:
-    """Give every MLA layer that can be fused the plan of its shape.
+def attach(layers: Mapping[str, Any], options: config.Options, vllm_config: Any) -> None:
+    """Give every MLA layer that can be fused the plan of its shape; `options.attention` says whose.
 
-    `provider` is who computes the fused op, as for `eligibility.facts`.
+    The log names each plan once: how many layers share it, and for what it is.
     """
     activation = vllm_config.model_config.dtype
+    rows = 1 + config.draft_tokens(vllm_config)
+    shared: dict[StepPlan, int] = {}
     plans: dict[tuple[Any, ...], StepPlan] = {}
     for layer in vllm_compat.mla_layers(layers).values():
-        facts = eligibility.facts(layer, provider, activation, "portable")
+        facts = eligibility.facts(layer, options.provider, activation, options.attention, rows)
         if facts.decline:
             continue
-        device = layer._k_scale.device
         shape = {
             "num_heads": layer.num_heads,
             "q_dtype": facts.query_dtype(activation),
             "kv_dtype": eligibility.cache_dtype(layer, activation),
             "v_head_dim": layer.kv_lora_rank,
-            "device": device,
+            "device": layer._k_scale.device,
         }
         key = tuple(shape.values())
         if key not in plans:
-            executor = attention.get_provider(attention.portable_provider(device))
-            rows = 1 + config.draft_tokens(vllm_config)
             width = layer.kv_lora_rank + layer.qk_rope_head_dim
             plan = attention.PersistentDecodePlan.allocate(
                 max_batch=vllm_config.scheduler_config.max_num_seqs,
                 max_query_len=rows,
-                planner="portable",
+                planner=options.attention,
                 **shape,
-                **executor.plan_settings(layer.num_heads, rows, shape["kv_dtype"], width, device),
+                **_settings(options, vllm_config, shape, width, rows),
             )
             plans[key] = StepPlan(plan, activation)
         setattr(layer, ATTRIBUTE, plans[key])
+        shared[plans[key]] = 1 + shared.get(plans[key], 0)
+    if vllm_compat.is_first_rank():
+        for step_plan, count in shared.items():
+            logger.info("attention=%s: %s", options.attention, step_plan.describe(count))
+
+
+def _settings(
+    options: config.Options, vllm_config: Any, shape: dict[str, Any], width: int, rows: int
+) -> dict[str, Any]:
+    """The arguments of `allocate` that depend on who executes the plan."""
+    if options.attention == "aiter":
+        return {
+            "max_split_per_batch": options.max_split_per_batch,
+            "max_kv_len": vllm_config.model_config.max_model_len,
+        }
+    device = shape["device"]
+    executor = attention.get_provider(attention.portable_provider(device))
+    settings: dict[str, Any] = executor.plan_settings(
+        shape["num_heads"], rows, shape["kv_dtype"], width, device
+    )
+    return settings

@@ -6,9 +6,12 @@ import sys
 import types
 from collections import Counter
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 from tests.aiter_double import decode, metadata, products, qk_rope, reduce, schemas, versions
 
@@ -34,6 +37,7 @@ class Double:
         modules: by name, as in sys.modules.
         ops: every op by name; signatures: the published arguments of each.
         compiled: the ops that hide their arguments, as AITER's compiled ops do.
+        observers: called after each op, with its name, its arguments and its result.
     """
 
     def __init__(self, architecture, release):
@@ -45,6 +49,7 @@ class Double:
         self.compiled = [versions.FUSED, versions.REDUCE] + [versions.PLANNER] * (
             not self.at.has("planner_wrapper")
         )
+        self.observers: list[Callable[[str, dict[str, Any], Any], None]] = []
         self._calls: list[tuple[str, dict[str, Any]]] = []
         top: Any = self._module("aiter")
         top.dtypes = types.SimpleNamespace(
@@ -80,7 +85,10 @@ class Double:
             bound.apply_defaults()
             arguments = dict(bound.arguments)
             self._calls.append((name, dict(arguments)))
-            return body(self.at, arguments)
+            result = body(self.at, arguments)
+            for observe in self.observers:
+                observe(name, arguments, result)
+            return result
 
         if name not in self.compiled:
             wrapper_custom.__name__ = name

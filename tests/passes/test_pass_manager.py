@@ -193,6 +193,7 @@ def test_provider_reaches_the_layers_facts_and_the_fused_node():
 def test_invariant_9_uuid_changes_with_provider_bucket_and_source(monkeypatch):
     def uuids():
         arguments = [("triton", 4), ("reference", 4), ("triton", 8), ("triton", 4, "portable")]
+        arguments += [("triton", 4, "aiter"), ("triton", 4, "aiter", 4)]
         steps = [MLAFusionPass(*given) for given in arguments]
         return [*(step.uuid() for step in steps), LastStep(None).uuid()]
 

@@ -13,12 +13,14 @@ class Batch:
         dummies: requests without tokens that pad a full CUDA graph; vLLM then counts the padded
             rows as tokens.
         drafts: how many tokens the engine speculates.
+        shared: blocks at the beginning that all requests share, as prefix caching leaves them.
     """
 
     requests: tuple[tuple[int, int], ...]
     rows: int = 0
     dummies: int = 0
     drafts: int = 0
+    shared: int = 0
 
     @property
     def live(self):
@@ -37,6 +39,20 @@ BATCHES = {
     "4 tokens, full graph": Batch(((70, 4), (9, 4)), rows=4, dummies=1, drafts=3),
     "4 tokens, mixed": Batch(((70, 4), (9, 4), (0, 6)), drafts=3),
     "33 requests": Batch(tuple((3 + i, 1) for i in range(33))),
+}
+
+
+# For each number of drafts, what else meets the plan of attention=aiter.
+PLANNED = {
+    "shared prefix": Batch(((70, 1), (69, 1), (40, 1)), shared=2),
+    "1 of 2 tokens": Batch(((70, 1), (4, 1)), drafts=1),
+    "2 tokens, full graph": Batch(((70, 2), (9, 2)), rows=4, dummies=2, drafts=1),
+    "3 tokens": Batch(((70, 3), (9, 3), (3, 3)), drafts=2),
+    "3 tokens, full graph": Batch(((70, 3), (9, 3)), rows=3, dummies=1, drafts=2),
+    "2 of 3 tokens": Batch(((70, 2), (9, 2)), drafts=2),
+    "4 tokens, shared prefix": Batch(((70, 4), (69, 4)), drafts=3, shared=2),
+    "3 of 4 tokens": Batch(((70, 3), (9, 3)), drafts=3),
+    "1 of 4 tokens, full graph": Batch(((70, 1), (4, 1)), rows=2, dummies=2, drafts=3),
 }
 
 

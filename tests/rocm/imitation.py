@@ -14,6 +14,8 @@ The platform stays vLLM's for CPUs: model runner, worker, prefill attention and 
     concat_and_cache_mla            in plain torch: the CPU build has no such kernel
     _expand_page_indices_kernel     in plain torch: there is no Triton driver on a CPU
     tqdm in mla_attention           the fp8 product is tried with 1 batch size at loading, not 1024
+    this library                    takes the platform for ROCm, and finds the architecture and its
+                                    compute units
 
 The metadata builder, `forward_mqa` and `MLAAttention` are vLLM's own; what they call of AITER is
 the double.
@@ -55,6 +57,7 @@ def imitate(architecture):
     from vllm.v1.attention.backends.mla import rocm_aiter_mla
 
     mla_attention.tqdm = lambda sizes, **kwargs: sizes[:1]
+    _tell_this_library(ARCHITECTURES[architecture])
     custom_ops.concat_and_cache_mla = _concat_and_cache_mla
     rocm_aiter_mla._expand_page_indices_kernel = _ExpandPageIndices()
 
@@ -65,6 +68,15 @@ def switch_products(on):
 
     for form in ("fp4", "fp8"):
         setattr(rocm_aiter_ops, f"is_{form}bmm_enabled", lambda on=form in on: on)
+
+
+def _tell_this_library(gpu):
+    from mla_fusion.attention import buffers, selection
+    from mla_fusion.config import vllm_compat
+
+    vllm_compat.is_rocm = lambda: True
+    selection.architecture = lambda device: gpu.name
+    buffers.multiprocessors = lambda device: gpu.compute_units
 
 
 def fp8_of_vllm():

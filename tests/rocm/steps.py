@@ -102,11 +102,13 @@ def _one_process(folder):
 
 
 def places(batch):
-    """(slots of all rows, positions, block tables): each request has blocks of its own."""
+    """(slots of all rows, positions, block tables): each request has blocks of its own, after
+    those that all share."""
     free = torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(2)).tolist()
     slots, positions, tables = [], [], []
+    prefix = [free.pop() for _ in range(batch.shared)]
     for cached, new in (*batch.requests, *[(0, 0)] * batch.dummies):
-        own = [free.pop() for _ in range(-(-(cached + new) // BLOCK))]
+        own = prefix + [free.pop() for _ in range(-(-(cached + new) // BLOCK) - batch.shared)]
         tables.append(own + [0] * (MAX_LENGTH // BLOCK - len(own)))
         for position in range(cached, cached + new):
             slots.append(own[position // BLOCK] * BLOCK + position % BLOCK)
@@ -134,7 +136,7 @@ def graph(case):
 _traced = {}
 
 
-def fuse(module, layer, provider):
+def fuse(module, layer, provider, attention="auto", query_len=1):
     """The passes on a graph; the record of what they did."""
     from vllm.compilation.passes.inductor_pass import pass_context
     from vllm.config.utils import Range
@@ -146,17 +148,28 @@ def fuse(module, layer, provider):
 
     calls = list(attention_calls(module.graph))
     record = report.GraphRecord(start=1, end=64, layers=len(calls))
-    facts = {NAME: eligibility.facts(layer, provider, torch.bfloat16)}
+    facts = {NAME: eligibility.facts(layer, provider, torch.bfloat16, attention, query_len)}
     pipeline.fuse(module.graph, calls, facts, provider, record)
     with pass_context(Range(start=1, end=64)):
         pipeline.LastStep(None)(module.graph)
     return record
 
 
-def run(module, spec, backend, batch):
-    """One step on a fresh cache: the output, and the bytes of the cache [slots, entry]."""
+def forward_pass(layer, metadata, slots):
+    """vLLM's context of a forward pass."""
     from vllm.forward_context import ForwardContext, override_forward_context
 
+    return override_forward_context(
+        ForwardContext(
+            no_compile_layers={NAME: layer},
+            attn_metadata={NAME: metadata},
+            slot_mapping={NAME: slots},
+        )
+    )
+
+
+def run(module, spec, backend, batch):
+    """One step on a fresh cache: the output, and the bytes of the cache [slots, entry]."""
     from tests.passes import fake_engine, graphs
 
     slots, positions, tables = places(batch)
@@ -165,9 +178,6 @@ def run(module, spec, backend, batch):
     layer, cache = backend.layer, backend.cache.clone()
     layer.kv_cache = cache
     metadata = backend.metadata(batch, slots, tables)
-    context = ForwardContext(
-        no_compile_layers={NAME: layer}, attn_metadata={NAME: metadata}, slot_mapping={NAME: slots}
-    )
     flat = []
     for node in module.graph.find_nodes(op="placeholder"):
         if node.name.startswith("tokens"):
@@ -176,7 +186,7 @@ def run(module, spec, backend, batch):
             flat.append(fake_engine._encode(NAME))
         else:
             flat.append(values[node.name].clone())
-    with override_forward_context(context), torch.no_grad():
+    with forward_pass(layer, metadata, slots), torch.no_grad():
         outputs = fake_engine._Interpreter(module).run(*flat)
     return [outputs[0][: batch.live].clone(), cache.flatten(0, 1).view(torch.uint8)]
 

@@ -1,0 +1,181 @@
+"""Checks every call of AITER that a plan of this library makes inside vLLM.
+
+What a call must be is read from vLLM's metadata and layer, not from the plan: which queries, keys
+and scales; and how often. The double itself refuses what AITER would.
+"""
+
+from collections import Counter
+
+import torch
+
+from tests.aiter_double import metadata as sizes
+from tests.aiter_double.uses import causal_attention
+from tests.aiter_double.versions import DECODE, INFO, PLANNER
+
+BUFFERS = ("work_metadata_ptrs", *sizes.BUFFERS[1:])
+LATENT, ENTRY = 512, 576
+# Of the largest value: one rounding of the output to bf16, and of the sums before it.
+BOUND = 2**-7
+
+
+class Watch:
+    """Watches the plans that are made from now on.
+
+    Attributes:
+        made: what AITER was asked for the sizes of each plan.
+        passes: plans written in each forward pass, by metadata.
+        decodes: calls of the decode. busy: compute units with work, of each plan written.
+        rows: (AITER's rows of a sequence, the longest query) of each plan written.
+    """
+
+    def __init__(self, double):
+        from mla_fusion.runtime import step_plan
+
+        self.double, self.made = double, []
+        self.passes: Counter[int] = Counter()
+        self.decodes, self.busy, self.rows = 0, [], []
+        self._contexts, self._homes, self._now = [], {}, None
+        self._init, self._decode = step_plan.StepPlan.__init__, step_plan.StepPlan.decode
+        watch = self
+
+        def init(self, plan, *args):
+            watch._init(self, plan, *args)
+            watch._know(plan)
+
+        def decode(self, q, kv_cache, metadata, layer):
+            watch._now = self.plan, kv_cache, metadata, layer
+            out = watch._decode(self, q, kv_cache, metadata, layer)
+            watch._now = None
+            watch.check_output(q, kv_cache, metadata, layer, out)
+            return out
+
+        step_plan.StepPlan.__init__, step_plan.StepPlan.decode = init, decode
+        double.observers.append(self._see)
+
+    def stop(self):
+        """Put back what the watch has replaced."""
+        from mla_fusion.runtime import step_plan
+
+        step_plan.StepPlan.__init__, step_plan.StepPlan.decode = self._init, self._decode
+        self.double.observers.remove(self._see)
+
+    def found(self):
+        """What was seen, for a test to compare."""
+        return {
+            "made": self.made,
+            "plans": sorted(self.passes.values()),
+            "decodes": self.decodes,
+            "busy": self.busy,
+            "rows": self.rows,
+        }
+
+    def _know(self, plan):
+        """The sizes that AITER asked for are those of the plan, and its addresses are for ever."""
+        asked = self.double.calls(INFO)[-1]
+        settings = plan.settings
+        assert asked["batch_size"] == settings.max_batch
+        assert asked["max_seqlen_qo"] >= settings.max_query_len
+        assert asked["num_head_qo"] == -(-settings.num_heads // 16) * 16
+        assert (asked["q_dtype"], asked["kv_dtype"]) == (settings.q_dtype, settings.kv_dtype)
+        assert asked["max_split_per_batch"] == settings.max_split_per_batch
+        shapes = sizes.info(self.double.at, asked)
+        for name, (shape, dtype) in zip(BUFFERS, shapes, strict=True):
+            tensor = getattr(plan, name)
+            assert tensor.shape == (shape if isinstance(shape, tuple) else (shape,)), name
+            assert tensor.dtype == dtype and tensor.is_contiguous(), name
+        assert plan.aiter.entries is not None, "the entries have no buffer"
+        self._homes[id(plan)] = {name: _home(x) for name, x in plan.tensors().items()}
+        self.made.append([settings.num_heads, asked["max_seqlen_qo"], plan.fold])
+
+    def _see(self, name, a, result):
+        if self._now is not None and name in (PLANNER, DECODE):
+            (self._check_plan if name == PLANNER else self._check_decode)(a)
+
+    def _check_common(self, a, names):
+        """The six buffers are the plan's, in AITER's order, and nothing of it has moved."""
+        plan, _, metadata, _ = self._now
+        homes = self._homes[id(plan)]
+        for name, tensor in plan.tensors().items():
+            assert _home(tensor) == homes[name], f"{name} of the plan moved"
+        for name, given in zip(BUFFERS, names, strict=True):
+            assert _home(a[given]) == homes[name], f"{given} is another buffer"
+        lengths = metadata.decode.seq_lens
+        rows = a["max_seqlen_qo"] if "max_seqlen_qo" in a else a["max_seqlen_q"]
+        starts = metadata.query_start_loc[: len(lengths) + 1]
+        if rows > 1:
+            starts = torch.arange(0, (len(lengths) + 1) * rows, rows)
+        assert rows >= metadata.query_start_loc[: len(lengths) + 1].diff().max()
+        return rows, starts.tolist(), [0, *lengths.cumsum(0).tolist()]
+
+    def _check_plan(self, a):
+        plan, _, metadata, _ = self._now
+        rows, starts, ends = self._check_common(a, BUFFERS)
+        context = _context()
+        if not any(known is context for known in self._contexts):
+            self._contexts.append(context)
+        self.passes[id(context), id(metadata)] += 1
+        assert self.passes[id(context), id(metadata)] == 1, "a step was planned twice"
+        settings = plan.settings
+        assert a["seqlens_qo_indptr"].tolist() == starts, "other queries"
+        assert a["seqlens_kv_indptr"].tolist() == ends, "other keys"
+        assert a["num_heads_per_head_k"] == -(-settings.num_heads // 16) * 16
+        assert (a["num_heads_k"], a["is_causal"], a["page_size"]) == (1, True, 1)
+        assert (a["kv_granularity"], a["fast_mode"], a["topk"]) == (16, True, -1)
+        assert a["max_split_per_batch"] == settings.max_split_per_batch
+        assert (a["dtype_q"], a["dtype_kv"]) == (settings.q_dtype, settings.kv_dtype)
+        self.busy.append(int((a["work_indptr"].diff() > 0).sum()))
+        self.rows.append([rows, int(metadata.max_query_len)])
+
+    def _check_decode(self, a):
+        plan, kv_cache, metadata, layer = self._now
+        rows, starts, ends = self._check_common(a, ("work_meta_data", *BUFFERS[1:]))
+        self.decodes += 1
+        assert self.passes[id(_context()), id(metadata)] == 1, "the plan is of another step"
+        assert a["qo_indptr"].tolist() == starts, "other queries"
+        assert a["kv_indptr"].tolist() == ends, "other keys"
+        pages, size = [], kv_cache.shape[1]
+        table, lengths = metadata.decode.block_table, metadata.decode.seq_lens.tolist()
+        for blocks, length in zip(table, lengths, strict=True):
+            at = torch.arange(length)
+            pages += (blocks[at // size].long() * size + at % size).tolist()
+        assert a["kv_indices"][: ends[-1]].tolist() == pages, "other pages"
+        assert _home(a["kv_buffer"])[0] == _home(kv_cache)[0], "another layer's cache"
+        assert a["kv_buffer"].shape == (kv_cache.shape[0] * size, 1, 1, ENTRY)
+        heads = -(-layer.num_heads // 16) * 16
+        count = starts[-1] if rows > 1 else len(a["q"])
+        assert a["q"].shape == (count, heads, ENTRY)
+        assert a["o"].shape == (count, heads, LATENT)
+        assert a["q"].dtype == plan.settings.q_dtype and a["o"].dtype == torch.bfloat16
+        assert a["sm_scale"] == layer.impl.scale, "another scale"
+        if a["q"].dtype.itemsize == 1:
+            assert a["q_scale"] == layer._q_scale and a["kv_scale"] == layer._k_scale
+        assert a["num_kv_splits"] == self.double.arch.compute_units
+        assert (a["page_size"], a["nhead_kv"], a["logit_cap"]) == (1, 1, 0)
+
+    def check_output(self, q, kv_cache, metadata, layer, out):
+        """Against dense attention over the blocks that vLLM's table names."""
+        table, lengths = metadata.decode.block_table, metadata.decode.seq_lens.tolist()
+        starts = metadata.query_start_loc[: len(lengths) + 1].tolist()
+        size, keys = kv_cache.shape[1], []
+        for blocks, length in zip(table, lengths, strict=True):
+            at = torch.arange(length)
+            keys.append(_wide(kv_cache[blocks[at // size].long(), at % size], layer._k_scale))
+        expected = causal_attention(_wide(q, layer._q_scale), keys, starts, layer.impl.scale)
+        live = starts[-1]
+        error = (out[:live].double() - expected[:live]).abs().max()
+        assert error <= BOUND * expected[:live].abs().max(), f"wrong by {float(error)}"
+        assert not out[live:].any(), "padded rows are not zero"
+
+
+def _home(tensor):
+    return [tensor.data_ptr(), list(tensor.shape), str(tensor.dtype)]
+
+
+def _wide(x, scale):
+    return x.double() * (scale.double() if x.dtype.itemsize == 1 else 1)
+
+
+def _context():
+    from mla_fusion.config import vllm_compat
+
+    return vllm_compat.forward_context()
