@@ -39,8 +39,9 @@ def test_check_passes_every_argument_on(monkeypatch, tmp_path):
     monkeypatch.setattr(check, "find", find)
     argv = "check m --max-num-seqs 8 --speculative-tokens 3 --tensor-parallel-size 2"
     argv += f" --kv-cache-dtype fp8 --layers 4 --provider triton --dump {tmp_path} --json"
+    argv += " --attention aiter"
     assert cli.main(argv.split()) == cli.main(["check", "m"]) == 1
-    given = check.Settings(Path("m"), 8, 3, 2, "fp8", 4, "triton", tmp_path, True)
+    given = check.Settings(Path("m"), 8, 3, 2, "fp8", 4, "triton", tmp_path, True, "aiter")
     assert seen == [given, check.Settings(Path("m"))]
 
 
@@ -460,3 +461,54 @@ def test_check_of_any_config_is_a_short_answer(model, fused, monkeypatch, tmp_pa
     assert status in (0, 1, 2) and 0 < answer.count("\n") <= 5
     assert (status == 0) == ("fuses. Every" in printed.out)
     assert "Traceback" not in printed.err
+
+
+# --- check: who decodes
+
+MANY = {**V3, "num_attention_heads": 128}
+
+
+def test_check_says_on_which_gpu_aiter_decodes(monkeypatch, tmp_path, capsys):
+    """The engine on the CPU, which has no AITER, runs as with attention=auto."""
+    write(tmp_path, MANY)
+    ran = report.Report("reference", 256, [report.RangeReport((1, 256), layers=2, fused=2)])
+    monkeypatch.setattr(check, "_ask_engine", lambda *given: ([], ran))
+    argv = ["check", str(tmp_path), "--attention", "aiter", "--kv-cache-dtype", "fp8"]
+    assert cli.main(argv) == 0
+    fuses, platform, command, *notes = capsys.readouterr().out.splitlines()
+    assert "fuses" in fuses and platform.endswith("attention backend ROCM_AITER_MLA:")
+    [words] = [shlex.split(command)]
+    given = json.loads(words[words.index("--additional-config") + 1])
+    assert given == {"mla_fusion": {"attention": "aiter"}}
+    assert notes == [
+        "  gfx942: fp8 with 128 heads faults on gfx942 (vllm-project/vllm#43067)",
+        "  gfx950: 128 heads as 1 x 128",
+    ]
+    assert cli.main([*argv, "--tensor-parallel-size", "8", "--speculative-tokens", "2"]) == 0
+    assert "gfx942: 16 heads as 1 x 16" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "changes, argv, said",
+    [
+        ({"kv_lora_rank": 256}, ("aiter",), "latents of 512 and 64 rotated, got 256 and 64"),
+        ({}, ("aiter", "--speculative-tokens", 4), "128 heads, gfx942 has no persistent bf16"),
+        ({"kv_lora_rank": 448}, ("portable",), "triton: "),
+    ],
+)
+def test_check_needs_no_engine_to_say_that_no_gpu_decodes(changes, argv, said, tmp_path, capsys):
+    write(tmp_path, {**MANY, **changes})
+    assert cli.main(["check", str(tmp_path), "--attention", *map(str, argv)]) == 1
+    out = capsys.readouterr().out
+    assert said in out and f"[{argv[0]}-attention]" in out
+
+
+@pytest.mark.parametrize(
+    "attention, platforms, aiters", [("auto", 2, True), ("portable", 2, False), ("aiter", 1, True)]
+)
+def test_check_names_the_backends_that_go_with_the_decode(attention, platforms, aiters):
+    cut = shrink.cut(MANY, "DeepseekV3ForCausalLM", layers=2, tensor_parallel_size=8)
+    settings_of = check.Settings(Path("m"), attention=attention)
+    found = check._backends(settings_of, cut, "DeepseekV3ForCausalLM")
+    assert len(found) == platforms
+    assert any("AITER" in name for name in found["amd"]) == aiters

@@ -29,6 +29,7 @@ class Answer:
     report: that of the engine that ran the cut model, if one ran and compiled an MLA layer.
     backends: for each platform, the attention backends with which it fuses.
     arguments: those of `vllm serve`, the model first.
+    notes: lines on the decode that was asked for.
     """
 
     model: str
@@ -39,6 +40,7 @@ class Answer:
     report: Report | None = None
     backends: dict[str, list[str]] = field(default_factory=dict)
     arguments: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def layers(self) -> tuple[int, int]:
@@ -70,7 +72,7 @@ class Answer:
             for platform, line in self.commands().items():
                 backends = ", ".join(self.backends[platform])
                 out += [f"  {_NAME[platform]}, attention backend {backends}:", f"    {line}"]
-            return out
+            return out + self.notes
         part = f"{layers - fused} of {layers} MLA layers of the cut model stay unfused"
         out = [f"{self.model}: {part if fused else 'does not fuse'}"]
         out += [f"  {decline.explain()}" for decline in self.why]
@@ -90,5 +92,6 @@ class Answer:
             "reasons": [{"code": d.code, "text": d.explain()} for d in self.why],
             "cut_model": {"fused": fused, "layers": layers},
             "details": self.details,
+            "notes": [note.strip() for note in self.notes],
             "report": self.report.lines() if self.report else [],
         }

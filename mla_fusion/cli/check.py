@@ -10,8 +10,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mla_fusion import kernels, report
-from mla_fusion.cli import attention_backends, child, dumps, model_classes, model_config, shrink
+from mla_fusion import config, kernels, report
+from mla_fusion.cli import (
+    attention_backends,
+    child,
+    dumps,
+    model_classes,
+    model_config,
+    persistent_decode,
+    shrink,
+)
 from mla_fusion.cli.answer import Answer
 from mla_fusion.cli.arguments import UserError, count, make_folder, positive, require, zero_or_more
 from mla_fusion.report.reasons import Decline, recognize
@@ -67,6 +75,12 @@ def declare(parser: argparse.ArgumentParser) -> None:
         help="who computes the fused op (default: %(default)s)",
     )
     parser.add_argument(
+        "--attention",
+        choices=config.ATTENTION,
+        default="auto",
+        help="who decodes: aiter and portable are persistent decodes (default: %(default)s)",
+    )
+    parser.add_argument(
         "--dump",
         type=Path,
         metavar="DIR",
@@ -89,6 +103,7 @@ class Settings:
     provider: str = "reference"
     dump: Path | None = None
     json: bool = False
+    attention: str = "auto"
 
     @property
     def bucket(self) -> int:
@@ -109,6 +124,9 @@ class Settings:
             words += ["--kv-cache-dtype", self.kv_cache_dtype]
         if draft:
             words += ["--speculative-config", json.dumps({**_drafts(self), "model": name})]
+        if self.attention != "auto":
+            options = {config.OPTIONS_KEY: {"attention": self.attention}}
+            words += ["--additional-config", json.dumps(options)]
         return words
 
 
@@ -156,6 +174,10 @@ def find(settings: Settings) -> Answer:
     fits = cut.head_size == _CPU_HEAD_SIZE and settings.kv_cache_dtype in _CPU_CACHES
     ran = fits and not cut.draft
     details = [f"checked as: {cut.changed}", _how_run(settings, cut, ran)]
+    notes, unserved = _ask_decode(settings, cut)
+    if unserved:
+        _tell(details[:1])
+        return Answer(architecture, settings.bucket, "configuration", unserved, details[:1])
     why, stored = _ask_engine(settings, cut, ran, details)
     return Answer(
         model=architecture,
@@ -166,7 +188,18 @@ def find(settings: Settings) -> Answer:
         report=stored,
         backends=_backends(settings, cut, architecture),
         arguments=settings.serve(cut.draft),
+        notes=notes,
     )
+
+
+def _ask_decode(settings: Settings, cut: shrink.Cut) -> tuple[list[str], list[Decline]]:
+    """(what a chosen persistent decode does on a GPU, why it does not take the model)."""
+    cache = settings.kv_cache_dtype
+    if settings.attention == "aiter":
+        return persistent_decode.of_aiter(cut.config, 1 + settings.speculative_tokens, cache)
+    if settings.attention == "portable":
+        return [], persistent_decode.of_triton(cut.config, cache)
+    return [], []
 
 
 def _tell(details: list[str]) -> None:
@@ -184,6 +217,11 @@ def _backends(settings: Settings, cut: shrink.Cut, architecture: str) -> dict[st
         for platform in model_classes.PLATFORMS
         if compiled is None or platform in compiled
     }
+    # AITER's decode is for AMD GPUs, and the portable one is not for vLLM's backends with AITER's.
+    if settings.attention == "aiter":
+        found = {"amd": [name for name in found.get("amd", []) if name == "ROCM_AITER_MLA"]}
+    elif settings.attention == "portable" and "amd" in found:
+        found["amd"] = [name for name in found["amd"] if "AITER" not in name]
     return {platform: names for platform, names in found.items() if names}
 
 

@@ -69,9 +69,17 @@ def test_refused(capsys, arguments, message):
     assert re.search(message, capsys.readouterr().err)
 
 
-def test_two_ways_to_name_a_batch(capsys):
-    assert main("plan --lengths 5,5 --batch 2 --workers 2") == 2
-    assert "--batch goes with --kv" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("--lengths 5,5 --batch 2", "--batch goes with --kv"),
+        ("--kv 5 --kv-cache-dtype fp8", "--kv-cache-dtype goes with --aiter"),
+        ("--kv 5 --heads 128 --aiter gfx942 --kv-cache-dtype fp8", "faults on gfx942"),
+    ],
+)
+def test_what_does_not_go_together(capsys, arguments, message):
+    assert main(f"plan {arguments} --workers 2") == 2
+    assert message in capsys.readouterr().err
 
 
 def test_more_tokens_than_a_plan_can_count(capsys):
@@ -102,3 +110,12 @@ def test_the_drawn_plans_of_the_docs_are_current(tmp_path, capsys):
             assert (tmp_path / "plan.svg").read_text() == (root / picture).read_text()
             pictures += 1
     assert len(DRAWN.findall(page)) == 2 and pictures == 1
+
+
+def test_the_heads_of_aiters_kernels(capsys):
+    """40 heads are three blocks of 16 there, and one of 48 for the portable kernel."""
+    line = f"{COMMAND} --heads 40"
+    assert "1 head block;" in run(capsys, line)[0]
+    assert "3 head blocks;" in run(capsys, f"{line} --aiter gfx942")[0]
+    assert "1 head block;" in run(capsys, f"{line} --aiter gfx950")[0]
+    assert "3 head blocks;" in run(capsys, f"{line} --aiter gfx950 --kv-cache-dtype fp8")[0]

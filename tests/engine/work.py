@@ -17,10 +17,10 @@ PROMPTS = [(0, prompt) for prompt in ([1, 2, 3], [7], [*range(9, 60)], [5, 6])]
 def serve(job, progress):
     """Build the engines of a job, then run its prompts in one after the other.
 
-    Options: flag; custom_pass (the pass object in vLLM's hook); provider and attention (the options
-    of those names); bucket; engines (how many); processes ("spawn" or "fork": how the engine core
-    starts in a process of its own, in which no graph is recorded); fault (the provider raises in
-    its third step).
+    Options: flag; custom_pass (the pass object in vLLM's hook); provider, attention and
+    max_split_per_batch (the options of those names); bucket; engines (how many); processes ("spawn"
+    or "fork": how the engine core starts in a process of its own, in which no graph is recorded);
+    fault (the provider raises in its third step).
     """
     options = job.options
     _configure_cpu(options.get("processes"))
@@ -79,7 +79,8 @@ def _arguments(options):
     if options.get("flag"):
         compilation["pass_config"][config.FLAG] = True
         chosen = {"provider": "reference", "attention": "auto"}
-        chosen |= {name: options[name] for name in chosen if name in options}
+        named = (*chosen, "max_split_per_batch")
+        chosen |= {name: options[name] for name in named if name in options}
         arguments["additional_config"] = {config.OPTIONS_KEY: chosen}
     if options.get("custom_pass"):
         from vllm.config import CompilationConfig

@@ -1,0 +1,55 @@
+"""Whether the persistent decode that `check --attention` names takes a model on a GPU.
+
+An engine on a CPU cannot say: AITER and the kernels of Triton are not there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mla_fusion.attention import selection, triton
+from mla_fusion.report.reasons import Decline
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+def of_aiter(
+    shape: Mapping[str, Any], query_len: int, cache: str
+) -> tuple[list[str], list[Decline]]:
+    """What attention=aiter does with a model on each architecture, and why on none.
+
+    Args:
+        shape: num_attention_heads of a rank, kv_lora_rank and qk_rope_head_dim.
+        query_len: the most query tokens of a sequence.
+        cache: as --kv-cache-dtype; with fp8 vLLM's ROCM_AITER_MLA takes the query in fp8 too.
+    """
+    widths = shape["kv_lora_rank"], shape["qk_rope_head_dim"]
+    if widths != selection.WIDTHS:
+        detail = "its kernels are for latents of {} and {} rotated, got {} and {}"
+        return [], [Decline("aiter-attention", detail.format(*selection.WIDTHS, *widths))]
+    heads, taken, said = shape["num_attention_heads"], [], []
+    for arch, fp8 in selection.FP8_OF.items():
+        dtype = fp8 if cache.startswith("fp8") else torch.bfloat16
+        verdicts = [
+            selection.aiter_verdict(heads, length, dtype, dtype, 1, arch)
+            for length in range(1, query_len + 1)
+        ]
+        why = next((v.unsupported for v in verdicts if v.unsupported), "")
+        layout = verdicts[-1].layout
+        taken += [] if why else [arch]
+        said.append(why or f"{heads} heads as {layout.fold} x {layout.per_work}")
+    notes = [f"  {arch}: {text}" for arch, text in zip(selection.FP8_OF, said, strict=True)]
+    if taken:
+        return notes, []
+    return [], [Decline("aiter-attention", f"{heads} heads, {'; '.join(said)}")]
+
+
+def of_triton(shape: Mapping[str, Any], cache: str) -> list[Decline]:
+    """Why attention=portable does not take a model on a GPU; empty if it does."""
+    stored = torch.float8_e4m3fn if cache.startswith("fp8") else torch.bfloat16
+    widths = shape["kv_lora_rank"], shape["qk_rope_head_dim"]
+    why = triton.unsupported(torch.bfloat16, stored, *widths)
+    return [Decline("portable-attention", f"triton: {why}")] if why else []
