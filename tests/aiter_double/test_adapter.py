@@ -1,11 +1,13 @@
 """The AITER adapter of `mla_fusion.attention` on the double: it keeps every rule, and is right."""
 
+import random
 import re
 from dataclasses import replace
 
 import pytest
 import torch
 
+from mla_fusion.attention import selection
 from mla_fusion.cli.compare import distance
 from tests.aiter_double import broken, uses
 from tests.aiter_double.rule import RAISED
@@ -68,3 +70,26 @@ def test_a_row_that_sees_no_key_is_zero(double):
     assert not out[2].any()
     [call] = double.calls(DECODE)
     assert call["o"][2].isnan().all()
+
+
+def test_random_ragged_steps(double):
+    """Any heads, and rows of any lengths up to that of the plan, some of none."""
+    rng, tried, folded = random.Random(double.at.release), 0, 0
+    while tried < 12:
+        drafts, dtype = rng.randint(1, 4), rng.choice((torch.bfloat16, double.arch.fp8))
+        fields = {"num_heads": rng.randint(1, 128), "max_query_len": drafts, "max_batch": 4}
+        rows = tuple(
+            rng.choice((drafts, 0, rng.randint(0, drafts))) for _ in range(rng.randint(1, 4))
+        )
+        lengths = tuple(rng.choice((n, n + 1, 16, rng.randint(n, 400))) for n in rows)
+        use = Use({**fields, "q_dtype": dtype, "kv_dtype": dtype}, rows=rows, lengths=lengths)
+        if not any(rows):
+            continue
+        verdict = selection.aiter_verdict(
+            fields["num_heads"], drafts, dtype, dtype, 4, double.arch.name
+        )
+        if verdict.unsupported:
+            continue
+        tried, folded = tried + 1, folded + (verdict.layout.fold > 1)
+        assert_right(*uses.run(use, double))
+    assert folded

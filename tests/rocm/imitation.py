@@ -129,9 +129,8 @@ class _ExpandPageIndices:
     """The Triton kernel of that name: block tables to one flat index for each cached token."""
 
     def __getitem__(self, grid):
-        def launch(
-            page_indices, table, stride_0, stride_1, cu_num_tokens, KERNEL_BLOCK_SIZE, BLOCK_SIZE
-        ):
+        def launch(page_indices, table, *rest, KERNEL_BLOCK_SIZE, BLOCK_SIZE):
+            *_, cu_num_tokens = rest  # after one stride of the table, or two (vLLM 0.32)
             ends = cu_num_tokens.tolist()
             for request in range(grid[0]):
                 token = torch.arange(ends[request + 1] - ends[request])
