@@ -423,6 +423,18 @@ class TestDeclines:
         assert found.code == "provider-unavailable"
         assert found.detail.startswith("attention=aiter: the module aiter is missing")
 
+    def test_the_pass_knows_who_decodes_how_many_rows(self, make):
+        from vllm.compilation.passes.pass_manager import PostGradPassManager
+        from vllm.config import set_current_vllm_config
+
+        options = {"mla_fusion": {"provider": "reference", "attention": "portable"}}
+        made = make(FLAG_ON, options=options, speculative_config=drafted(3))
+        with set_current_vllm_config(made):
+            manager = PostGradPassManager()
+            manager.configure(made)
+        [ours] = [step for step in manager.passes if type(step).__name__ == "MLAFusionPass"]
+        assert (ours.provider, ours.attention, ours.query_len) == ("reference", "portable", 4)
+
     @pytest.mark.parametrize(
         "platform, provider, code",
         [
