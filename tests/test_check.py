@@ -493,7 +493,7 @@ def test_check_says_on_which_gpu_aiter_decodes(monkeypatch, tmp_path, capsys):
     [
         ({"kv_lora_rank": 256}, ("aiter",), "latents of 512 and 64 rotated, got 256 and 64"),
         ({}, ("aiter", "--speculative-tokens", 4), "128 heads, gfx942 has no persistent bf16"),
-        ({"kv_lora_rank": 448}, ("portable",), "triton: "),
+        ({"kv_lora_rank": 2048}, ("portable",), "triton: "),
     ],
 )
 def test_check_needs_no_engine_to_say_that_no_gpu_decodes(changes, argv, said, tmp_path, capsys):
