@@ -154,9 +154,9 @@ def attach(layers: Mapping[str, Any], options: config.Options, vllm_config: Any)
             "v_head_dim": layer.kv_lora_rank,
             "device": layer._k_scale.device,
         }
-        key = tuple(shape.values())
+        width = layer.kv_lora_rank + layer.qk_rope_head_dim
+        key = *shape.values(), width
         if key not in plans:
-            width = layer.kv_lora_rank + layer.qk_rope_head_dim
             plan = attention.PersistentDecodePlan.allocate(
                 max_batch=vllm_config.scheduler_config.max_num_seqs,
                 max_query_len=rows,
