@@ -78,3 +78,53 @@ def several_tokens_per_decode():
         cache.enable_prefix_caching = prefixes
 
     CpuPlatform.check_and_update_config = classmethod(keep_scheduling)
+
+
+def parts_of_a_cache():
+    """What decode context parallelism needs in plain torch, because vLLM's kernels are for GPUs:
+    slots of a rank's part of the cache, a decode that gives its log-sum-exp, a merge of the parts.
+    """
+    from vllm.distributed.parallel_state import get_dcp_group
+    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
+    from vllm.v1.attention.ops import dcp
+    from vllm.v1.worker.block_table import BlockTable
+
+    def slots(self, num_reqs, query_start_loc, positions):
+        group, mapping = get_dcp_group(), self.slot_mapping.gpu
+        mapping.fill_(-1)
+        starts = query_start_loc[: num_reqs + 1].tolist()
+        for request, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
+            # Tokens go round: each rank keeps every group.world_size-th.
+            at, rank = positions[start:end] // group.world_size, positions[start:end]
+            blocks = self.block_table.gpu[request, at // self.block_size].long()
+            own = rank % group.world_size == group.rank_in_group
+            found = blocks * self.block_size + at % self.block_size
+            mapping[start:end] = torch.where(own, found, -1)
+
+    init = CPUMLAImpl.__init__
+
+    def with_ranks(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        self.dcp_world_size, self.lse_base_on_e = get_dcp_group().world_size, True
+
+    def forward_mqa(self, q, cache, metadata, layer):
+        q = (torch.cat(q, dim=-1) if isinstance(q, tuple) else q).float()
+        out = q.new_zeros(*q.shape[:2], self.kv_lora_rank)
+        lse = q.new_full(q.shape[:2], -torch.inf)
+        for row, length in enumerate(metadata.decode.seq_lens.tolist()):
+            if length:
+                blocks = metadata.decode.block_table[row, : -(-length // cache.shape[1])].long()
+                keys = cache[blocks].flatten(0, 1)[:length].float()
+                scores = self.scale * q[row] @ keys.T
+                lse[row] = scores.logsumexp(-1)
+                out[row] = scores.softmax(-1) @ keys[:, : self.kv_lora_rank]
+        return out.to(cache.dtype), lse
+
+    def merge(out, lse, group, **_):
+        every = group.all_gather(lse.contiguous(), dim=0).view(-1, *lse.shape)
+        share = (lse - every.logsumexp(0)).exp()
+        return (out * share[..., None]).to(out.dtype), every.logsumexp(0)
+
+    CPUMLAImpl.__init__, CPUMLAImpl.forward_mqa = with_ranks, forward_mqa
+    CPUMLAImpl.can_return_lse_for_decode = True
+    dcp._cp_lse_common, BlockTable.compute_slot_mapping = merge, slots

@@ -135,8 +135,13 @@ NEIGHBOURS = (
     ),
     Neighbour(
         "decode context parallel 2",
-        {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
-        refused="requires attention implementations to return the softmax LSE",
+        {
+            "tensor_parallel_size": 2,
+            "decode_context_parallel_size": 2,
+            "kernel_config": {"enable_jit_warmup": False},
+            # Each rank is a process, and imitates `imitations.parts_of_a_cache` by itself.
+            "worker_extension_cls": "tests.coverage.parts_worker.Worker",
+        },
     ),
     Neighbour(
         "prefill context parallel 2",
