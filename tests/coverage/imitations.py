@@ -4,6 +4,8 @@ No pass of this library reads what is imitated, and an engine with the flag off 
 imitations.
 """
 
+import itertools
+
 import torch
 
 
@@ -93,7 +95,7 @@ def parts_of_a_cache():
         group, mapping = get_dcp_group(), self.slot_mapping.gpu
         mapping.fill_(-1)
         starts = query_start_loc[: num_reqs + 1].tolist()
-        for request, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
+        for request, (start, end) in enumerate(itertools.pairwise(starts)):
             # Tokens go round: each rank keeps every group.world_size-th.
             at, rank = positions[start:end] // group.world_size, positions[start:end]
             blocks = self.block_table.gpu[request, at // self.block_size].long()

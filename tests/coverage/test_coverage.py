@@ -22,7 +22,6 @@ QUICK_ENGINES = ("deepseek_v3+mtp", "glm4_moe_lite+mtp")
 QUICK_NEIGHBOURS = (
     "speculative decoding, 3 draft tokens",
     "KV-transfer connector",
-    "decode context",
     "prefill context",
 )
 
@@ -157,9 +156,10 @@ def check_neighbour(neighbour, results):
     assert on["tokens"] == on["tokens"][:prompts] * neighbour.times
     fused = [made["fused"] for made in on["reports"]]
     assert fused or row[1].startswith("none, ")
-    assert len(on["passes"]) == len(fused)
-    for layers, passes in zip(fused, on["passes"], strict=True):
-        assert layers > 0 and passes["fused"] > len(on["tokens"])
+    # One report for all ranks; each counts its passes.
+    assert len(on["passes"]) == neighbour.engine.get("tensor_parallel_size", 1) * len(fused)
+    assert all(layers > 0 for layers in fused)
+    assert all(passes["fused"] > len(on["tokens"]) for passes in on["passes"])
 
 
 @pytest.mark.parametrize("neighbour", neighbours.NEIGHBOURS, ids=lambda n: n.name)
