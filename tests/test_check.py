@@ -39,9 +39,9 @@ def test_check_passes_every_argument_on(monkeypatch, tmp_path):
     monkeypatch.setattr(check, "find", find)
     argv = "check m --max-num-seqs 8 --speculative-tokens 3 --tensor-parallel-size 2"
     argv += f" --kv-cache-dtype fp8 --layers 4 --provider triton --dump {tmp_path} --json"
-    argv += " --attention aiter"
+    argv += " --attention aiter --decode-context-parallel-size 2"
     assert cli.main(argv.split()) == cli.main(["check", "m"]) == 1
-    given = check.Settings(Path("m"), 8, 3, 2, "fp8", 4, "triton", tmp_path, True, "aiter")
+    given = check.Settings(Path("m"), 8, 3, 2, "fp8", 4, "triton", tmp_path, True, "aiter", 2)
     assert seen == [given, check.Settings(Path("m"))]
 
 
@@ -82,6 +82,7 @@ NOT_WHOLE = "must be a whole number"
         ({"model_type": "no_such_model"}, (), "the model type 'no_such_model'"),
         ({}, ("--tensor-parallel-size", 3), "divide"),
         ({}, ("--kv-cache-dtype", "fp7"), "fp8_e4m3"),
+        ({}, ("--decode-context-parallel-size", 2), "and does not divide it"),
     ],
 )  # fmt: skip
 def test_what_check_refuses(changes, argv, said, tmp_path, capsys):
@@ -219,6 +220,18 @@ def test_check_widens_the_bucket_by_draft_tokens(checked):
     _, job, _ = checked(2, "--max-num-seqs", "512", "--speculative-tokens", "3")
     bucket = job.engine["compilation_config"]["pass_config"][config.THRESHOLD]
     assert bucket == 2048 < job.engine["max_num_batched_tokens"]
+
+
+def test_check_of_ranks_that_share_a_cache(checked, capsys, tmp_path):
+    argv = "--tensor-parallel-size", "2", "--decode-context-parallel-size", "2"
+    status, _, printed = checked(2, *argv)
+    assert status == 0 and "Two ranks were run on a CPU, none on a GPU" in printed
+    for line in (line for line in printed.splitlines() if "vllm serve" in line):
+        assert "--decode-context-parallel-size 2" in line and '{"provider": "triton"}' in line
+    with_decode = ["check", write(tmp_path, V3), *argv, "--attention", "portable"]
+    assert cli.main(with_decode) == 1
+    out = capsys.readouterr().out
+    assert "(attention=portable) [context-parallel]" in out
 
 
 @pytest.mark.parametrize(

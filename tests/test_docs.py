@@ -80,6 +80,35 @@ def test_flags():
     assert named <= {config.FLAG, config.THRESHOLD}
 
 
+# The models of the README's table, and their classes.
+SERVED = {
+    "DeepSeek-V3, R1": "DeepseekV3ForCausalLM",
+    "DeepSeek-V2, V2-Lite": "DeepseekV2ForCausalLM",
+    "Kimi-K2.5": "KimiK25ForConditionalGeneration",
+    "GLM-4.7-Flash": "Glm4MoeLiteForCausalLM",
+    "Mistral Large 3": "MistralLarge3ForCausalLM",
+    "LongCat-Flash": "LongcatFlashForCausalLM",
+    "Ring 2.5, a hybrid": "BailingMoeV2_5ForCausalLM",
+    "DeepSeek-V3.2": "DeepseekV32ForCausalLM",
+    "GLM-5": "GlmMoeDsaForCausalLM",
+    "Kimi-K3": "KimiK3ForConditionalGeneration",
+}
+
+
+def test_the_models_of_the_readme_are_those_of_the_coverage_page():
+    """What its table says of a model is what was run, or why no pass reaches it."""
+    verdict = r"(yes|its MLA layers|no, `[\w-]+`)"
+    named = re.findall(rf" ([\w .,-]+) \| {verdict} \|", TEXT["README.md"])
+    assert {model for model, _ in named} == SERVED.keys()
+    for model, fuses in named:
+        [row] = re.findall(rf"^\|.*`{SERVED[model]}`.*$", TEXT["docs/coverage.md"], re.M)
+        if fuses.startswith("no"):
+            assert row.split(" | ")[2] == fuses.removeprefix("no, "), model
+        else:
+            fused, layers = re.findall(r"\| (\d+) of (\d+) \|", row)[0]
+            assert fused == layers, model
+
+
 def test_reasons_page_says_what_the_log_says():
     page = TEXT["docs/reasons.md"]
     assert re.findall(r"^### `(.+)`$", page, re.M) == [

@@ -32,6 +32,10 @@ _CPU_HEAD_SIZE = 576
 _CPU_CACHES = ("auto", "bfloat16")
 _PROMPTS = [(0, [1, 2, 3]), (1, [4, 5])]
 _NEW_TOKENS = 4
+_SHARED = (
+    "  decode context parallelism was not part of this check: the graph is the same, and vLLM "
+    "gathers the heads after the fused op. Two ranks were run on a CPU, none on a GPU."
+)
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -64,6 +68,8 @@ def declare(parser: argparse.ArgumentParser) -> None:
     )
     text = "emulated: the heads of one rank of TP"
     count(parser, "--tensor-parallel-size", "TP", text, 1)
+    text = "ranks of TP that share a cache; not run, see the note of the answer"
+    count(parser, "--decode-context-parallel-size", "DCP", text, 1)
     parser.add_argument(
         "--kv-cache-dtype", default="auto", metavar="T", help="as in vLLM (default: %(default)s)"
     )
@@ -104,6 +110,7 @@ class Settings:
     dump: Path | None = None
     json: bool = False
     attention: str = "auto"
+    decode_context_parallel_size: int = 1
 
     @property
     def bucket(self) -> int:
@@ -119,14 +126,17 @@ class Settings:
         words = ["MODEL" if draft else name]
         if self.tensor_parallel_size > 1:
             words += ["--tensor-parallel-size", str(self.tensor_parallel_size)]
+        options = {} if self.attention == "auto" else {"attention": self.attention}
+        if self.decode_context_parallel_size > 1:
+            words += ["--decode-context-parallel-size", str(self.decode_context_parallel_size)]
+            options["provider"] = "triton"  # AITER's op, ROCm's default, is declined
         words += ["--max-num-seqs", str(self.max_num_seqs)]
         if self.kv_cache_dtype != "auto":
             words += ["--kv-cache-dtype", self.kv_cache_dtype]
         if draft:
             words += ["--speculative-config", json.dumps({**_drafts(self), "model": name})]
-        if self.attention != "auto":
-            options = {config.OPTIONS_KEY: {"attention": self.attention}}
-            words += ["--additional-config", json.dumps(options)]
+        if options:
+            words += ["--additional-config", json.dumps({config.OPTIONS_KEY: options})]
         return words
 
 
@@ -151,6 +161,12 @@ def run(arguments: argparse.Namespace) -> int:
 def find(settings: Settings) -> Answer:
     """The answer, from the configuration if it suffices, else from an engine; errors as `run`."""
     require("vllm", purpose="mla-fusion check")
+    ranks, shared = settings.tensor_parallel_size, settings.decode_context_parallel_size
+    if ranks % shared:
+        raise UserError(
+            f"--decode-context-parallel-size {shared} shares a cache among ranks of "
+            f"--tensor-parallel-size {ranks}, and does not divide it"
+        )
     model, architecture = model_config.read(settings.model)
     if "auto_map" not in model and not model_classes.knows_type(model["model_type"]):
         raise UserError(
@@ -195,6 +211,10 @@ def find(settings: Settings) -> Answer:
 def _ask_decode(settings: Settings, cut: shrink.Cut) -> tuple[list[str], list[Decline]]:
     """(what a chosen persistent decode does on a GPU, why it does not take the model)."""
     cache = settings.kv_cache_dtype
+    if settings.decode_context_parallel_size > 1:
+        if settings.attention == "auto":
+            return [_SHARED], []
+        return [], [Decline("context-parallel", f"attention={settings.attention}")]
     if settings.attention == "aiter":
         return persistent_decode.of_aiter(cut.config, 1 + settings.speculative_tokens, cache)
     if settings.attention == "portable":
@@ -209,7 +229,8 @@ def _tell(details: list[str]) -> None:
 
 def _backends(settings: Settings, cut: shrink.Cut, architecture: str) -> dict[str, list[str]]:
     """For each platform, the attention backends for which the engine's answer holds."""
-    heads, compiled = cut.config["num_attention_heads"], model_classes.where_compiled(architecture)
+    compiled = model_classes.where_compiled(architecture)
+    heads = cut.config["num_attention_heads"] * settings.decode_context_parallel_size
     found = {
         platform: attention_backends.that_take(
             platform, heads, cut.head_size, settings.kv_cache_dtype
