@@ -159,7 +159,20 @@ def product_computes_with_its_oracle(name, source):
             yield f"{name}:{line} imports {own(module)}; ask kernels.get_provider"
 
 
+def jit_function_returns_none(name, source):
+    """Triton 3.6, that of vLLM 0.26, cannot compile it; the tests here compile with a newer one."""
+    for function in ast.walk(ast.parse(source)):
+        if isinstance(function, ast.FunctionDef) and any(
+            ast.unparse(decorator).endswith((".jit", ".jit()"))
+            for decorator in function.decorator_list
+        ):
+            for node in ast.walk(function):
+                if isinstance(node, ast.Return) and getattr(node.value, "value", 0) is None:
+                    yield f"{name}:{node.lineno} returns None from a function of Triton"
+
+
 RULES = (
+    jit_function_returns_none,
     wrong_direction,
     product_computes_with_its_oracle,
     kernels_know_no_engine,
@@ -178,6 +191,8 @@ def test_rule(name, rule):
 @pytest.mark.parametrize(
     "name, rule, source",
     [
+        ("kernels.new", jit_function_returns_none,
+         "@triton.jit\ndef f(x):\n    if x:\n        return None\n    return x"),
         ("patterns.rope", wrong_direction, "from mla_fusion.passes import fuse"),
         ("kernels.triton", wrong_direction, "from mla_fusion import attention"),
         ("ops", wrong_direction, "def f():\n    from mla_fusion.plugin import register"),
