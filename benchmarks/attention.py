@@ -140,9 +140,9 @@ def replayed_sparse(dtype: torch.dtype, latent: int, rope: int) -> None:
 
     graph, worst = capture_calls(step, 1), 0.0
     for _ in range(5):
-        for table, length, width in zip(tables, lens, widths, strict=True):
+        for table, length in zip(tables, lens, strict=True):
             table.copy_(torch.randint(-2000, 64 * PAGE, table.shape).clamp(min=-1))
-            length.copy_(torch.randint(0, width + 1, (tokens,)))
+            length.copy_(torch.randint(0, table.shape[1] + 1, (tokens,)))
         lens[0][0] = lens[1][0] = 0
         out.fill_(torch.nan)
         graph.replay()

@@ -130,6 +130,8 @@ def serve(arm: str) -> Server:
         process = subprocess.Popen(
             [*command, "--port", str(port)],
             env=environment,
+            # `-m` puts the folder it runs in first: a checkout there hides the installed package.
+            cwd=folder,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
