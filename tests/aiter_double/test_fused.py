@@ -94,6 +94,15 @@ def test_a_factor_of_another_length_is_refused(double):
         )
 
 
+def test_a_cache_that_ranks_share_is_refused(double):
+    """A token of another rank has the slot -1, and needs its query here."""
+    with pytest.raises(ValueError, match="whose slot is -1: use the triton provider"):
+        provider.fused_mla_decode_prep(
+            Inputs(**calls.provider(), is_neox=False, context_parallel=True)
+        )
+    assert not double.calls(FUSED)
+
+
 def test_a_padded_row_is_left_alone_by_aiter_and_zeroed_by_the_provider(double):
     good = calls.fused(calls.provider())
     getattr(sys.modules["aiter"], FUSED)(**good)
