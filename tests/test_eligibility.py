@@ -154,6 +154,7 @@ OF_AITER = [
     ({"num_heads": 144}, 1, "gfx942", "144 heads, 144 heads are more than the 128"),
     ({}, 1, "gfx1100", "16 heads, AITER's persistent decode has kernels for gfx942 and gfx950"),
     ({"kv_lora_rank": 256}, 1, "gfx942", "latents of 512 and 64 rotated, got 256 and 64"),
+    ({"qk_rope_head_dim": 32}, 1, "gfx942", "latents of 512 and 64 rotated, got 512 and 32"),
     ({"sliding_window": 128}, 1, "gfx942", "a sliding window"),
     ({"impl": SimpleNamespace(supports_quant_query_input=False, sinks=1)}, 1, "gfx942",
      "attention sinks"),

@@ -139,6 +139,29 @@ def aiter_verdict(
     return Verdict(layout, runs, slower=slower)
 
 
+def aiter_verdict_up_to(
+    num_heads: int, query_len: int, q_dtype: torch.dtype, kv_dtype: torch.dtype, arch: str
+) -> Verdict:
+    """The first verdict against queries of 1 to `query_len` tokens; without one, the longest's.
+
+    One sequence: the batch only says whether another decode is faster.
+    """
+    verdicts = [
+        aiter_verdict(num_heads, length, q_dtype, kv_dtype, 1, arch)
+        for length in range(1, query_len + 1)
+    ]
+    return next((verdict for verdict in verdicts if verdict.unsupported), verdicts[-1])
+
+
+def unsupported_widths(latent: int, rope: int) -> str:
+    """Why AITER's persistent decode does not take a cache of these widths; empty if it does."""
+    if (latent, rope) == WIDTHS:
+        return ""
+    return "its kernels are for latents of {} and {} rotated, got {} and {}".format(
+        *WIDTHS, latent, rope
+    )
+
+
 def _kind(q_dtype: torch.dtype, kv_dtype: torch.dtype) -> str:
     """How AITER names the pair of types; empty if no kernel takes it."""
     if q_dtype == torch.bfloat16:

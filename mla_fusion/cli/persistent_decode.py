@@ -26,21 +26,15 @@ def of_aiter(
         query_len: the most query tokens of a sequence.
         cache: as --kv-cache-dtype; with fp8 vLLM's ROCM_AITER_MLA takes the query in fp8 too.
     """
-    widths = shape["kv_lora_rank"], shape["qk_rope_head_dim"]
-    if widths != selection.WIDTHS:
-        detail = "its kernels are for latents of {} and {} rotated, got {} and {}"
-        return [], [Decline("aiter-attention", detail.format(*selection.WIDTHS, *widths))]
+    if widths := selection.unsupported_widths(shape["kv_lora_rank"], shape["qk_rope_head_dim"]):
+        return [], [Decline("aiter-attention", widths)]
     heads, taken, said = shape["num_attention_heads"], [], []
     for arch, fp8 in selection.FP8_OF.items():
         dtype = fp8 if cache.startswith("fp8") else torch.bfloat16
-        verdicts = [
-            selection.aiter_verdict(heads, length, dtype, dtype, 1, arch)
-            for length in range(1, query_len + 1)
-        ]
-        why = next((v.unsupported for v in verdicts if v.unsupported), "")
-        layout = verdicts[-1].layout
-        taken += [] if why else [arch]
-        said.append(why or f"{heads} heads as {layout.fold} x {layout.per_work}")
+        verdict = selection.aiter_verdict_up_to(heads, query_len, dtype, dtype, arch)
+        layout = verdict.layout
+        taken += [] if verdict.unsupported else [arch]
+        said.append(verdict.unsupported or f"{heads} heads as {layout.fold} x {layout.per_work}")
     notes = [f"  {arch}: {text}" for arch, text in zip(selection.FP8_OF, said, strict=True)]
     if taken:
         return notes, []

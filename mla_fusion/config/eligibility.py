@@ -130,15 +130,8 @@ def _not_portable(layer: Any, query: torch.dtype, cache: torch.dtype) -> str:
 
 def _not_of_aiter(layer: Any, query: torch.dtype, cache: torch.dtype, query_len: int) -> str:
     """Why AITER's persistent decode cannot serve this layer; empty if it can."""
-    widths = layer.kv_lora_rank, layer.qk_rope_head_dim
-    if widths != selection.WIDTHS:
-        return "its kernels are for latents of {} and {} rotated, got {} and {}".format(
-            *selection.WIDTHS, *widths
-        )
+    if widths := selection.unsupported_widths(layer.kv_lora_rank, layer.qk_rope_head_dim):
+        return widths
     arch = selection.architecture(layer._k_scale.device)
-    for length in range(1, query_len + 1):
-        # The batch only says whether another decode is faster.
-        verdict = selection.aiter_verdict(layer.num_heads, length, query, cache, 1, arch)
-        if verdict.unsupported:
-            return f"{layer.num_heads} heads, {verdict.unsupported}"
-    return ""
+    why = selection.aiter_verdict_up_to(layer.num_heads, query_len, query, cache, arch).unsupported
+    return f"{layer.num_heads} heads, {why}" if why else ""
