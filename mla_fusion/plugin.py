@@ -6,23 +6,18 @@ number of times, in any process. While the flag is off, nothing here changes wha
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import hashlib
 import logging
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mla_fusion import config, ops, report, runtime
 from mla_fusion.attention.buffers import HOPPER_TILE
 from mla_fusion.config import vllm_compat
-from mla_fusion.config.identity import source_hash
-from mla_fusion.report.ranks import merge
 from mla_fusion.report.reasons import Decline
-from mla_fusion.runtime import metrics, step_plan
+from mla_fusion.runtime import collectives, metrics, step_plan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 # Below vLLM's logger, so that its handlers and its level apply.
 logger = logging.getLogger("vllm.mla_fusion")
@@ -33,7 +28,6 @@ _STEPS = "_mla_fusion_step_counter"  # on a worker and on its MLA layers
 _GROUP = "_mla_fusion_group"  # on a metadata builder: (its worker's counter, its first layer)
 # CompilationMode.DYNAMO_TRACE_ONCE, an IntEnum
 _SINGLE_TRACE = 2
-_PARTITION, _ROPE_CAT = "use_inductor_graph_partition", "fuse_rope_kvcache_cat_mla"
 _registered = False
 
 
@@ -133,7 +127,7 @@ def _decide_in_vllm_config() -> None:
                     setattr(pass_config, config.THRESHOLD, None)
                 original(self, *args, **kwargs)
                 return
-            setattr(self, _REFUSED, _refused_by_operator(self.compilation_config))
+            setattr(self, _REFUSED, config.refused_by_operator(self.compilation_config))
             try:
                 original(self, *args, **kwargs)
             finally:
@@ -164,18 +158,9 @@ def _adopt(pass_config: Any) -> None:
         pass_config.__dict__ = fields
 
 
-def _refused_by_operator(compilation: Any) -> frozenset[str]:
-    """The prerequisites that are False before vLLM's defaults fill in what is None."""
-    values = {
-        _PARTITION: compilation.use_inductor_graph_partition,
-        _ROPE_CAT: compilation.pass_config.fuse_rope_kvcache_cat_mla,
-    }
-    return frozenset(name for name, value in values.items() if value is False)
-
-
 def _decide(vllm_config: Any) -> config.Decision:
     refused: frozenset[str] = getattr(vllm_config, _REFUSED, frozenset())
-    return config.decide(vllm_config, partition_refused=_PARTITION in refused)
+    return config.decide(vllm_config, partition_refused=config.PARTITION in refused)
 
 
 def _apply_decision(vllm_config: Any) -> None:
@@ -198,7 +183,7 @@ def _apply_decision(vllm_config: Any) -> None:
         # vLLM switches it on where RoPE and cache write share a graph, but its pass manager only
         # imports that pass for GPUs.
         pass_config.fuse_rope_kvcache_cat_mla = False
-    elif not pass_config.fuse_rope_kvcache_cat_mla and _ROPE_CAT not in refused:
+    elif not pass_config.fuse_rope_kvcache_cat_mla and config.ROPE_CAT not in refused:
         pass_config.fuse_rope_kvcache_cat_mla = True
         logger.debug("%s needs fuse_rope_kvcache_cat_mla, now on", config.FLAG)
     _choose_page(vllm_config)
@@ -365,13 +350,7 @@ def _warm_up_and_publish(compile_or_warm_up_model: Callable[..., Any]) -> Callab
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not config.is_on(self.vllm_config):
             return compile_or_warm_up_model(self, *args, **kwargs)
-        made, cached = collect(self.vllm_config)
-        with _on_every_rank():
-            layers = self.vllm_config.compilation_config.static_forward_context
-            runtime.warm_up_attention(layers)
-            if made is not None:
-                for compiled in made.ranges:
-                    runtime.warm_up(layers, compiled.variants, made.provider, made.bucket)
+        made, cached = collectives.prepare(self.vllm_config)
         result = compile_or_warm_up_model(self, *args, **kwargs)
         if vllm_compat.is_first_rank():
             report.publish(made, self.vllm_config.model_config.architecture, cached)
@@ -380,28 +359,6 @@ def _warm_up_and_publish(compile_or_warm_up_model: Callable[..., Any]) -> Callab
         return result
 
     return wrapper
-
-
-@contextlib.contextmanager
-def _on_every_rank() -> Iterator[None]:
-    """Let an error of one rank end the start of all: the others would wait for it in vain, and only
-    the first one's console may be at hand."""
-    failed: Exception | None = None
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001 - raised again below
-        failed = error
-    try:
-        told = vllm_compat.gather(failed and f"{type(failed).__name__}: {failed}")
-    except RuntimeError as error:  # the connection to it is closed
-        raise RuntimeError(
-            "a rank of this engine ended while mla_fusion prepared its kernels: the log of that "
-            "rank, or of the system if it was killed, says why"
-        ) from (failed or error)
-    if failed:
-        raise failed
-    if errors := [f"rank {rank}: {error}" for rank, error in enumerate(told) if error]:
-        raise RuntimeError(f"mla_fusion could not prepare its kernels on {'; '.join(errors)}")
 
 
 def _count_steps() -> None:
@@ -437,47 +394,3 @@ def _count_steps() -> None:
 
     _wrap(MLACommonMetadataBuilder, "__init__", init)
     _wrap(MLACommonMetadataBuilder, "build", build)
-
-
-def collect(vllm_config: Any) -> tuple[report.Report | None, bool]:
-    """(report, whether an earlier start made it) for all ranks of this engine; all must call it.
-
-    The first rank stores it, or finds it if some rank compiled nothing.
-    """
-    path, first = report_path(vllm_config), vllm_compat.is_first_rank()
-    layers = vllm_config.compilation_config.static_forward_context
-    options = config.read_options(vllm_config.additional_config)
-    made = report.take(
-        options.provider,
-        config.decode_bucket(vllm_config),
-        vllm_config.model_config.architecture,
-        vllm_compat.versions(),
-        len(vllm_compat.mla_layers(layers)),
-        vllm_compat.other_layers(layers),
-        options.attention,
-    )
-    everyones = vllm_compat.gather(made)
-    stored = None
-    if None in everyones:
-        stored = vllm_compat.gather(report.find(path) if first else None)[0]
-    if not any(everyones):
-        return stored, stored is not None
-    merged = merge([known for each in everyones if (known := each or stored)])
-    if first:
-        report.store(path, merged)
-    return merged, False
-
-
-def report_path(vllm_config: Any) -> Path:
-    """Where the report of an engine with this config is stored, beside vLLM's compile cache.
-
-    Its name covers what vLLM's cache key covers, except the model's sources: an engine that takes
-    graphs from the cache must find their report.
-    """
-    from vllm import envs
-
-    parallel = vllm_config.parallel_config
-    factors = (vllm_config.compute_hash(), vllm_compat.compile_environment())
-    compiled = hashlib.sha256(repr(factors).encode()).hexdigest()[:10]
-    name = f"{compiled}-{source_hash()}-{parallel.data_parallel_index}.json"
-    return Path(envs.VLLM_CACHE_ROOT) / "torch_compile_cache" / "mla_fusion" / name

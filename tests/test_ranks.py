@@ -11,8 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from mla_fusion import config, plugin, report
+from mla_fusion import config, report
 from mla_fusion.config import vllm_compat
+from mla_fusion.runtime import collectives
 
 
 def work(rank, port, task, results):
@@ -54,7 +55,7 @@ def fail_and_die_on_the_second(rank):
     errors = []
     for fault in ("fails", "dies"):
         try:
-            with plugin._on_every_rank():
+            with collectives.on_every_rank():
                 if rank == 1 and fault == "dies":
                     os._exit(0)
                 if rank == 1:
@@ -98,7 +99,7 @@ def test_the_first_rank_stores_what_all_compiled(
 ):
     made = {"own": compiled(2), "other": compiled(1), "stored": compiled(0), None: None}
     path, kept, asked = tmp_path / "report.json", [], []
-    monkeypatch.setattr(plugin, "report_path", lambda _: path)
+    monkeypatch.setattr(collectives, "report_path", lambda _: path)
     monkeypatch.setattr(config, "decode_bucket", lambda _: 4)
     monkeypatch.setattr(report, "take", lambda *_: made[own])
     monkeypatch.setattr(report, "find", lambda at: asked.append(at) or made[stored])
@@ -120,7 +121,7 @@ def test_the_first_rank_stores_what_all_compiled(
         model_config=SimpleNamespace(architecture="V3"),
         additional_config={},
     )
-    merged, cached = plugin.collect(vllm_config)
+    merged, cached = collectives.collect(vllm_config)
     assert asked == ([path] if first and None in (own, others) else [])
     if found is None:
         assert merged is made[stored] and cached is (stored is not None) and not kept

@@ -79,9 +79,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _cache_root() -> Path:
     require("vllm", purpose="mla-fusion report without PATH")
-    from vllm import envs
+    from mla_fusion.config import vllm_compat
 
-    return Path(envs.VLLM_CACHE_ROOT)
+    return vllm_compat.cache_root()
 
 
 def _load(path: Path) -> Report:

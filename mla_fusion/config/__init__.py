@@ -18,6 +18,8 @@ from mla_fusion.report.reasons import Decline
 FLAG = "fuse_aiter_qk_rope_kvcache_mla"
 THRESHOLD = "aiter_qk_rope_kvcache_fusion_max_token_num"
 OPTIONS_KEY = "mla_fusion"
+# Prerequisites that vLLM's defaults or the plugin switch on where the operator did not refuse them.
+PARTITION, ROPE_CAT = "use_inductor_graph_partition", "fuse_rope_kvcache_cat_mla"
 ATTENTION = ("auto", "portable", "aiter")
 _CHOICES = {"provider": kernels.PROVIDERS, "attention": ATTENTION}
 _CAP = "max_split_per_batch"
@@ -141,12 +143,21 @@ class Decision:
         return self.decline is None
 
 
+def refused_by_operator(compilation: Any) -> frozenset[str]:
+    """The prerequisites that are False before vLLM's defaults fill in what is None."""
+    values = {
+        PARTITION: compilation.use_inductor_graph_partition,
+        ROPE_CAT: compilation.pass_config.fuse_rope_kvcache_cat_mla,
+    }
+    return frozenset(name for name, value in values.items() if value is False)
+
+
 def decide(vllm_config: Any, *, partition_refused: bool) -> Decision:
     """Whether fusion applies to an engine whose flag is on.
 
     Args:
         vllm_config: vLLM's, after its defaults and its platform were applied.
-        partition_refused: whether the operator set use_inductor_graph_partition=False.
+        partition_refused: whether PARTITION is in `refused_by_operator`.
 
     Raises:
         OptionError: as `read_options`.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,6 +72,13 @@ def compile_environment() -> str:
     from vllm import envs
 
     return repr(sorted(envs.compile_factors().items()))
+
+
+def cache_root() -> Path:
+    """The folder in which vLLM keeps its compile cache."""
+    from vllm import envs
+
+    return Path(envs.VLLM_CACHE_ROOT)
 
 
 def is_supported(version: str) -> bool:

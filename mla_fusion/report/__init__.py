@@ -201,9 +201,14 @@ def _plain(value: Any) -> dict[str, Any]:
     return fields
 
 
+def folder(cache_root: Path) -> Path:
+    """Where reports are stored under a vLLM cache root."""
+    return cache_root / "torch_compile_cache" / "mla_fusion"
+
+
 def stored_reports(cache_root: Path) -> list[Path]:
     """The reports stored under a vLLM cache root, or copied by `check --dump`, newest first."""
-    found = [*(cache_root / "torch_compile_cache" / "mla_fusion").glob("*.json")]
+    found = [*folder(cache_root).glob("*.json")]
     found += cache_root.glob("report.json")
     return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
 

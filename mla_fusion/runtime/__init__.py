@@ -10,7 +10,8 @@ step, so they cannot disagree:
     anything else  q and k_pe are rotated in place and vLLM's own op writes the cache; the
                    attention op calls the layer as vLLM does
 
-`step_plan` holds the persistent decode's plan, `metrics` counts the steps that ran fused.
+`step_plan` holds the persistent decode's plan, `metrics` counts the steps that ran fused, and
+`collectives` is what the ranks do together before the first step.
 """
 
 from __future__ import annotations

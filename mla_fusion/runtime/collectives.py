@@ -1,0 +1,95 @@
+"""What the ranks of an engine tell each other while it starts: every rank calls `prepare`.
+
+`mla_fusion.report.ranks` merges their reports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+from mla_fusion import config, report, runtime
+from mla_fusion.config import vllm_compat
+from mla_fusion.config.identity import source_hash
+from mla_fusion.report.ranks import merge
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+def prepare(vllm_config: Any) -> tuple[report.Report | None, bool]:
+    """Compile the kernels of this engine on every rank, and return what `collect` does."""
+    made, cached = collect(vllm_config)
+    with on_every_rank():
+        layers = vllm_config.compilation_config.static_forward_context
+        runtime.warm_up_attention(layers)
+        if made is not None:
+            for compiled in made.ranges:
+                runtime.warm_up(layers, compiled.variants, made.provider, made.bucket)
+    return made, cached
+
+
+@contextlib.contextmanager
+def on_every_rank() -> Iterator[None]:
+    """Let an error of one rank end the start of all: the others would wait for it in vain, and only
+    the first one's console may be at hand."""
+    failed: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - raised again below
+        failed = error
+    try:
+        told = vllm_compat.gather(failed and f"{type(failed).__name__}: {failed}")
+    except RuntimeError as error:  # the connection to it is closed
+        raise RuntimeError(
+            "a rank of this engine ended while mla_fusion prepared its kernels: the log of that "
+            "rank, or of the system if it was killed, says why"
+        ) from (failed or error)
+    if failed:
+        raise failed
+    if errors := [f"rank {rank}: {error}" for rank, error in enumerate(told) if error]:
+        raise RuntimeError(f"mla_fusion could not prepare its kernels on {'; '.join(errors)}")
+
+
+def collect(vllm_config: Any) -> tuple[report.Report | None, bool]:
+    """(report, whether an earlier start made it) for all ranks of this engine.
+
+    The first rank stores it, or finds it if some rank compiled nothing.
+    """
+    path, first = report_path(vllm_config), vllm_compat.is_first_rank()
+    layers = vllm_config.compilation_config.static_forward_context
+    options = config.read_options(vllm_config.additional_config)
+    made = report.take(
+        options.provider,
+        config.decode_bucket(vllm_config),
+        vllm_config.model_config.architecture,
+        vllm_compat.versions(),
+        len(vllm_compat.mla_layers(layers)),
+        vllm_compat.other_layers(layers),
+        options.attention,
+    )
+    everyones = vllm_compat.gather(made)
+    stored = None
+    if None in everyones:
+        stored = vllm_compat.gather(report.find(path) if first else None)[0]
+    if not any(everyones):
+        return stored, stored is not None
+    merged = merge([known for each in everyones if (known := each or stored)])
+    if first:
+        report.store(path, merged)
+    return merged, False
+
+
+def report_path(vllm_config: Any) -> Path:
+    """Where the report of an engine with this config is stored, beside vLLM's compile cache.
+
+    Its name covers what vLLM's cache key covers, except the model's sources: an engine that takes
+    graphs from the cache must find their report.
+    """
+    parallel = vllm_config.parallel_config
+    factors = (vllm_config.compute_hash(), vllm_compat.compile_environment())
+    compiled = hashlib.sha256(repr(factors).encode()).hexdigest()[:10]
+    name = f"{compiled}-{source_hash()}-{parallel.data_parallel_index}.json"
+    return report.folder(vllm_compat.cache_root()) / name
