@@ -1,4 +1,4 @@
-"""`mla-fusion check` without an engine: what the configuration decides, the cut, the answer."""
+"""`mla-fusion check` without an engine: what a user gets wrong, what is run, the answer."""
 
 import importlib.util
 import json
@@ -7,16 +7,11 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from mla_fusion import cli, config, report
 from mla_fusion.cli import (
-    attention_backends,
     check,
     child,
-    model_classes,
-    model_config,
     shrink,
     tiny_models,
 )
@@ -45,7 +40,7 @@ def test_check_passes_every_argument_on(monkeypatch, tmp_path):
     assert seen == [given, check.Settings(Path("m"))]
 
 
-# --- check: what a user gets wrong
+# --- what a user gets wrong
 
 
 def test_check_without_a_config(tmp_path, capsys):
@@ -107,88 +102,7 @@ def test_check_of_a_sparse_model_says_why_without_an_engine(tmp_path, capsys):
     assert "[sparse-attention]" in capsys.readouterr().out
 
 
-# --- check: the cut
-
-
-def test_the_cut_keeps_what_decides_about_fusion():
-    cut = shrink.cut(V3, "DeepseekV3ForCausalLM", layers=2, tensor_parallel_size=2)
-    kept = ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
-    assert {k: cut.config[k] for k in kept} == {k: V3[k] for k in kept}
-    assert cut.config["rope_scaling"] == V3["rope_scaling"]
-    assert cut.config["num_attention_heads"] == V3["num_attention_heads"] // 2
-    assert cut.config["num_hidden_layers"] == 2 and cut.config["first_k_dense_replace"] == 2
-    assert cut.head_size == 576
-
-
-def test_the_cut_makes_the_rest_small():
-    full = {
-        **V3,
-        "hidden_size": 7168,
-        "vocab_size": 129280,
-        "n_routed_experts": 256,
-        "eos_token_id": 129279,
-        "bos_token_id": 1,
-        "layer_types": ["mla"] * 61,
-        "quantization_config": {"quant_method": "fp8"},
-        "auto_map": {"AutoConfig": "code.Config"},
-    }
-    small = shrink.cut(full, "DeepseekV3ForCausalLM", layers=3, tensor_parallel_size=1).config
-    assert small["hidden_size"] == 512 and small["n_routed_experts"] == 8
-    assert small["vocab_size"] > small["eos_token_id"] and small["bos_token_id"] == 1
-    assert small["layer_types"] == ["mla"] * 3
-    assert not {"quantization_config", "auto_map"} & set(small)
-
-
-@pytest.mark.parametrize(
-    "name, changes, kept",
-    [
-        ("openpangu-ultra-moe", {}, {"first_k_dense_replace": 1, "num_hidden_layers": 2}),
-        ("sarvam-105b", {}, {"first_k_dense_replace": 1, "num_hidden_layers": 2}),
-        ("ring-2.5", {}, {"first_k_dense_replace": 2, "layer_group_size": 1}),
-        ("deepseek-v2-lite", {"num_attention_heads": 12}, {"hidden_size": 576}),
-        ("deepseek-v3", {"num_attention_heads": 40}, {"hidden_size": 640}),
-        (
-            "deepseek-v3-mtp",
-            {},
-            {
-                "architectures": ["DeepseekV3ForCausalLM"],
-                "model_type": "deepseek_v3",
-                "num_hidden_layers": 1,
-                "num_nextn_predict_layers": 1,
-                "first_k_dense_replace": 2,
-            },
-        ),
-    ],
-)
-def test_the_cut_keeps_what_the_class_needs(name, changes, kept):
-    """A layer of experts, a hidden size that its heads divide, MLA layers, a target."""
-    model, architecture = model_config.read(CONFIGS / f"{name}.json")
-    small = shrink.cut({**model, **changes}, architecture, 2, 1).config
-    assert {key: small[key] for key in kept} == kept
-
-
-@pytest.mark.parametrize("key, name", [("", "DeepseekV3ForCausalLM"), ("architectures", "S")])
-def test_the_language_part_of_a_multimodal_model_is_read(key, name, tmp_path):
-    """The class of the whole model counts where its part names none."""
-    part = {k: v for k, v in V3.items() if k != key}
-    write(tmp_path, {"model_type": "s", "architectures": ["S"], "text_config": part})
-    assert model_config.read(tmp_path) == (part, name)
-
-
-def test_a_params_json_is_read_as_vllm_does(tmp_path, capsys):
-    params = json.loads((CONFIGS / "mistral-large-3.json").read_text())
-    path = tmp_path / "params.json"
-    path.write_text(json.dumps(params))
-    model, architecture = model_config.read(tmp_path)
-    assert (architecture, model["model_type"]) == ("MistralLarge3ForCausalLM", "deepseek_v3")
-    assert (model["num_attention_heads"], model["kv_lora_rank"]) == (128, 512)
-    assert model["llama_4_scaling"]["beta"] == 0.1
-    del params["llama_4_scaling"]["beta"]
-    path.write_text(json.dumps(params))
-    assert "llama_4_scaling config should define" in fail(capsys, "check", tmp_path)
-
-
-# --- check: what is run, and the verdict
+# --- what is run, and the verdict
 
 
 @pytest.fixture
@@ -280,106 +194,7 @@ def test_check_leaves_no_folder_when_the_engine_fails(dump, monkeypatch, tmp_pat
     assert not dump or (tmp_path / "dump" / child.LOG).read_text() == "what led to it"
 
 
-# --- check: what the configuration decides
-
-
-DECIDED = {
-    "llama-3": ("LlamaForCausalLM", "no-mla"),
-    "minicpm3": ("MiniCPM3ForCausalLM", "no-mla"),
-    "deepseek-v3.2": ("DeepseekV32ForCausalLM", "sparse-attention"),
-    "kimi-k3": ("KimiK3ForConditionalGeneration", "no-graph"),
-    "deepseek-v2-lite": ("DeepseekV2ForCausalLM", ""),
-    "deepseek-v3": ("DeepseekV3ForCausalLM", ""),
-    "kimi-k2": ("DeepseekV3ForCausalLM", ""),
-    "glm-4.7-flash": ("Glm4MoeLiteForCausalLM", ""),
-    "longcat-flash": ("LongcatFlashForCausalLM", ""),
-    "mistral-large-3": ("MistralLarge3ForCausalLM", ""),
-    # The values of Mistral4Config of transformers, under the names of Mistral's params.json
-    "mistral-small-4": ("MistralLarge3ForCausalLM", ""),
-    "openpangu-ultra-moe": ("PanguUltraMoEForCausalLM", ""),
-    "ring-2.5": ("BailingMoeV2_5ForCausalLM", ""),
-    "sarvam-105b": ("SarvamMLAForCausalLM", ""),
-    "deepseek-v3-mtp": ("DeepSeekMTPModel", ""),
-}
-
-
-@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.json")))
-def test_what_the_configuration_decides(name):
-    model, architecture = model_config.read(CONFIGS / f"{name}.json")
-    decline = model_classes.decide(model, architecture)
-    assert (architecture, decline.code if decline else "") == DECIDED[name]
-
-
-@pytest.mark.parametrize("name", [name for name, (_, code) in DECIDED.items() if code])
-def test_a_decided_answer_starts_no_engine(name, monkeypatch, capsys):
-    monkeypatch.setattr(child, "run", lambda *job, **progress: pytest.fail("an engine"))
-    assert cli.main(["check", str(CONFIGS / f"{name}.json"), "--json"]) == 1
-    said = json.loads(capsys.readouterr().out)
-    architecture, code = DECIDED[name]
-    assert (said["model"], said["fuses"], said["checked_by"]) == (
-        architecture, False, "configuration"
-    )  # fmt: skip
-    assert [reason["code"] for reason in said["reasons"]] == [code]
-    assert said["commands"] == {} and said["tokens"] is None
-
-
-@pytest.fixture
-def vllm_0_32():
-    """The tables below were read in its sources; another release has other classes and backends."""
-    vllm = pytest.importorskip("vllm")
-    if not vllm.__version__.startswith("0.32"):
-        pytest.skip(f"the table is that of vLLM 0.32, this is {vllm.__version__}")
-
-
-@pytest.mark.parametrize(
-    "architecture, platforms",
-    [
-        ("DeepseekV3ForCausalLM", {"nvidia", "amd"}),
-        ("HYV4ForCausalLM", {"amd"}),
-        ("DeepseekV4ForCausalLM", set()),
-        ("KimiK25ForConditionalGeneration", None),  # runs the class of another file
-        ("NoSuchForCausalLM", None),
-    ],
-)
-@pytest.mark.usefixtures("vllm_0_32")
-def test_where_vllm_0_32_compiles_a_class(architecture, platforms):
-    assert model_classes.where_compiled(architecture) == platforms
-
-
-def test_the_registry_that_is_read_is_the_one_vllm_uses():
-    registry = pytest.importorskip("vllm.model_executor.models.registry")
-    read = model_classes._registry()
-    prefix = "vllm.model_executor.models."
-    used = {
-        name: known.module_name.removeprefix(prefix)
-        for name, known in registry.ModelRegistry.models.items()
-        if name in read
-    }
-    assert len(used) > 200
-    assert {name: read[name] for name in used} == used
-
-
-TAKES_ALL = ["FLASHINFER_MLA", "FLASHMLA", "TRITON_MLA"]
-AITER = ["ROCM_AITER_MLA", "ROCM_AITER_TRITON_MLA", "TRITON_MLA"]
-
-
-@pytest.mark.parametrize(
-    "platform, heads, head_size, cache, names",
-    [
-        ("nvidia", 16, 576, "auto", [*TAKES_ALL, "FLASH_ATTN_MLA"]),
-        # CUTLASS_MLA pads to 128 heads.
-        ("nvidia", 128, 576, "auto", [*TAKES_ALL, "FLASH_ATTN_MLA", "CUTLASS_MLA"]),
-        ("nvidia", 16, 576, "fp8", [*TAKES_ALL, "TOKENSPEED_MLA"]),
-        ("nvidia", 16, 288, "auto", ["TRITON_MLA"]),
-        ("amd", 16, 288, "fp8", AITER),
-    ],
-)
-@pytest.mark.usefixtures("vllm_0_32")
-def test_which_attention_backends_take_the_query(platform, heads, head_size, cache, names):
-    assert attention_backends.that_take(platform, heads, head_size, cache) == sorted(names)
-
-
-# --- check: the answer
+# --- the answer
 
 
 def test_the_answer_comes_first_and_can_be_pasted(checked, tmp_path):
@@ -428,55 +243,7 @@ def test_reasons_are_read_from_the_warning_that_switched_the_flag_off():
             assert check._reasons(None, ["another warning", line]) == [decline]
 
 
-# --- check: any config at all
-
-
-def _raw():
-    """The content of every file of `CONFIGS`."""
-    return [json.loads(path.read_text()) for path in sorted(CONFIGS.glob("*.json"))]
-
-
-@st.composite
-def mutants(draw):
-    """A real config with one to three fields missing, odd, or taken from another model."""
-    model = dict(draw(st.sampled_from(_raw())))
-    for _ in range(draw(st.integers(1, 3))):
-        other = draw(st.sampled_from(_raw()))
-        key = draw(st.sampled_from(sorted({*model, *other})))
-        odd = [None, "512", "", -1, 0, 10**30, 1.5, True, [], ["a\nb"], {}, other.get(key)]
-        value = draw(st.sampled_from(["drop", *odd]))
-        if value == "drop":
-            model.pop(key, None)
-        else:
-            model[key] = value
-    return model
-
-
-@settings(max_examples=300)
-@given(model=mutants(), fused=st.sampled_from([None, 0, 1, 2]))
-def test_check_of_any_config_is_a_short_answer(model, fused, monkeypatch, tmp_path, capsys):
-    """All of `check` but the engine, whose answer is mocked: it fails, or has 0 to 2 layers fused.
-
-    What vLLM itself says to such a config is not tested here: an error in its process is one line.
-    """
-
-    def play(job, progress):
-        if fused is None:
-            raise child.EngineError(job, "ValueError: odd (exit status 1)")
-        return child.Outcome([], [], [], 0, [store(Path(job.cache), "a.json", fused)])
-
-    monkeypatch.setattr(child, "run", play)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(model))
-    status = cli.main(["check", str(path)])
-    printed = capsys.readouterr()
-    answer = printed.err if status == 2 else printed.out
-    assert status in (0, 1, 2) and 0 < answer.count("\n") <= 5
-    assert (status == 0) == ("fuses. Every" in printed.out)
-    assert "Traceback" not in printed.err
-
-
-# --- check: who decodes
+# --- who decodes
 
 MANY = {**V3, "num_attention_heads": 128}
 

@@ -1,0 +1,59 @@
+"""Real VllmConfig objects of the installed vLLM on a CPU; no engine is started."""
+
+import logging
+
+import pytest
+
+import mla_fusion
+from tests.models import DEEPSEEK_V2, LLAMA, config_of, register_configs, write
+from tests.plugin.configs import REFERENCE
+
+mla_fusion.register()
+
+from vllm.config import CompilationConfig  # noqa: E402
+from vllm.engine.arg_utils import EngineArgs  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    register_configs()
+    v32 = {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"}
+    for name, model in (
+        ("mla", DEEPSEEK_V2),
+        ("llama", LLAMA),
+        ("deepseek_v32", {**DEEPSEEK_V2, **v32, "index_topk": 2048}),
+        ("deepseek_v4", {**DEEPSEEK_V2, "architectures": ["DeepseekV4ForCausalLM"]}),
+        ("sarvam", config_of("sarvam")),
+    ):
+        write(folder / name, model)
+    return folder
+
+
+@pytest.fixture
+def make(models):
+    """make(pass_config=..., **engine arguments) -> VllmConfig."""
+
+    def build(pass_config=None, compilation=None, model="mla", options=REFERENCE, **kwargs):
+        compilation_config = dict(compilation or {})
+        if pass_config is not None:
+            compilation_config["pass_config"] = pass_config
+        arguments = {
+            "model": str(models / model),
+            "skip_tokenizer_init": True,
+            "max_model_len": 256,
+            "max_num_seqs": 4,
+            "additional_config": options,
+            "compilation_config": CompilationConfig(**compilation_config),
+            **kwargs,
+        }
+        return EngineArgs(**arguments).create_engine_config()
+
+    return build
+
+
+@pytest.fixture
+def log(vllm_loggers, caplog):
+    """The log lines of this library."""
+    caplog.set_level(logging.INFO, logger="vllm.mla_fusion")
+    return caplog

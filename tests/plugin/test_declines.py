@@ -1,0 +1,173 @@
+"""Why an engine is declined, and that nothing of it is changed."""
+
+import pytest
+from vllm.config import CUDAGraphMode
+from vllm.platforms import current_platform
+
+from mla_fusion import attention, config
+from mla_fusion.config import vllm_compat
+from mla_fusion.report import reasons
+from mla_fusion.report.reasons import Decline
+from tests import aiter_double
+from tests.plugin.configs import CHARGED, FLAG_ON, decided, drafted, warnings
+
+DECLINES = {
+    "no-mla": {"model": "llama"},
+    "not-compiled": {"enforce_eager": True},
+    "graph-partition": {"compilation": {"use_inductor_graph_partition": False}},
+    "functionalization-v2": {
+        "compilation": {"inductor_compile_config": {"enable_auto_functionalized_v2": True}}
+    },
+    "provider-platform": {"options": {}},
+    "provider-unavailable": {"options": {"mla_fusion": {"provider": "aiter"}}},
+}
+
+
+class TestDeclines:
+    @pytest.mark.parametrize("code", DECLINES)
+    def test_one_warning_that_names_the_reason_and_the_help(self, make, log, code):
+        made = make(FLAG_ON, **DECLINES[code])
+        assert not config.is_on(made)
+        [warning] = warnings(log)
+        assert f"[{code}]" in warning
+        assert reasons.REASONS[code].help in warning
+
+    def test_nothing_is_charged(self, make):
+        declined, off = make(FLAG_ON, model="llama"), make(model="llama")
+        for name in (*CHARGED, "compile_sizes", "use_inductor_graph_partition"):
+            of_declined, of_off = (getattr(c.compilation_config, name) for c in (declined, off))
+            assert of_declined == of_off
+
+    @pytest.mark.parametrize("asked", [True, False], ids=["by the operator", "by vLLM"])
+    def test_breakable_cudagraphs(self, make, log, monkeypatch, asked):
+        """vLLM sets the variable itself for some architectures, most of them without a graph."""
+        monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
+        if not asked:
+            monkeypatch.delenv("VLLM_USE_BREAKABLE_CUDAGRAPH")
+        assert not config.is_on(make(FLAG_ON, model="mla" if asked else "deepseek_v4"))
+        [warning] = warnings(log)
+        assert "[breakable-cudagraph]" in warning
+        assert f"({'DeepseekV2' if asked else 'DeepseekV4'}ForCausalLM)" in warning
+
+    def test_sparse_attention_is_the_reason_before_its_class(self, make, log, monkeypatch):
+        """As mla-fusion check says; vLLM would switch torch.compile off for the class as well."""
+        monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")  # vLLM sets it for this class
+        monkeypatch.delenv("VLLM_USE_BREAKABLE_CUDAGRAPH")
+        assert not config.is_on(make(FLAG_ON, model="deepseek_v32"))
+        [warning] = warnings(log)
+        assert "(index_topk 2048) [sparse-attention]" in warning
+
+    @pytest.mark.parametrize(
+        "mode, splitting_ops, parallel, code",
+        [
+            ("FULL", None, "", "cudagraph-full"),
+            ("FULL_AND_PIECEWISE", None, "", ""),
+            ("FULL_AND_PIECEWISE", [], "", "cudagraph-full"),
+            ("FULL_DECODE_ONLY", [], "", ""),
+            ("FULL_DECODE_ONLY", [], "decode_context_parallel_size", ""),
+            ("FULL_DECODE_ONLY", [], "prefill_context_parallel_size", "context-parallel"),
+        ],
+    )
+    def test_full_cudagraphs_and_context_parallelism(
+        self, make, mode, splitting_ops, parallel, code
+    ):
+        """Asked of `decide`: vLLM on a CPU resets the mode, and knows no context parallelism."""
+        made = make(FLAG_ON)
+        made.compilation_config.cudagraph_mode = CUDAGraphMode[mode]
+        made.compilation_config.splitting_ops = splitting_ops
+        if parallel:
+            setattr(made.parallel_config, parallel, 2)
+        assert decided(made) == code
+
+    @pytest.mark.parametrize(
+        "options, detail",
+        [
+            ({"provider": "aiter"}, "AITER leaves out queries"),
+            ({"provider": "reference", "attention": "portable"}, "attention=portable"),
+        ],
+    )
+    def test_what_decode_context_parallelism_leaves_out(self, make, monkeypatch, options, detail):
+        monkeypatch.setattr(config.kernels, "get_provider", lambda name: None)
+        made = make(FLAG_ON)
+        made.additional_config = {"mla_fusion": options}
+        assert not decided(made)
+        made.parallel_config.decode_context_parallel_size = 2
+        decline = config.decide(made, partition_refused=False).decline
+        assert decline.code == "context-parallel" and detail in decline.detail
+
+    def test_portable_attention(self, make, log, monkeypatch):
+        options = {"mla_fusion": {"provider": "reference", "attention": "portable"}}
+        made = make(FLAG_ON, options=options)
+        assert config.is_on(made)
+        made.parallel_config.enable_dbo = True
+        assert decided(made) == "microbatches"
+        made.parallel_config.enable_dbo = False
+
+        def unavailable(name):
+            raise attention.ProviderUnavailable(f"no {name} here")
+
+        monkeypatch.setattr(attention, "get_provider", unavailable)
+        decision = config.decide(made, partition_refused=False)
+        assert decision.decline == Decline(
+            "provider-unavailable", "attention=portable, reference: no reference here"
+        )
+
+    def test_attention_of_aiter(self, make, log, monkeypatch):
+        """Off ROCm, without AITER, with one too old for the cap, and with two microbatches."""
+        options = {"provider": "reference", "attention": "aiter", "max_split_per_batch": 16}
+        assert not config.is_on(make(FLAG_ON, options={"mla_fusion": options}))
+        [warning] = warnings(log)
+        assert "[attention-platform]" in warning and 'choose "portable"' in warning
+        monkeypatch.setattr(vllm_compat, "is_rocm", lambda: True)
+
+        def decline():
+            return config.decide(made, partition_refused=False).decline
+
+        with aiter_double.installed("gfx942", "v0.1.10.post2"):
+            made = make(FLAG_ON, options={"mla_fusion": options | {"max_split_per_batch": -1}})
+            assert config.is_on(made) and decline() is None
+            made.parallel_config.enable_dbo = True
+            assert decided(made) == "microbatches"
+            made.additional_config = {"mla_fusion": options}
+            assert decline() == Decline(
+                "provider-unavailable",
+                "attention=aiter: this AITER sizes its buffers without max_split_per_batch: leave "
+                "it at -1, or install v0.1.16 or newer",
+            )
+        attention.get_provider.cache_clear()
+        found = decline()
+        assert found.code == "provider-unavailable"
+        assert found.detail.startswith("attention=aiter: the module aiter is missing")
+
+    def test_the_pass_knows_who_decodes_how_many_rows(self, make):
+        from vllm.compilation.passes.pass_manager import PostGradPassManager
+        from vllm.config import set_current_vllm_config
+
+        options = {"mla_fusion": {"provider": "reference", "attention": "portable"}}
+        made = make(FLAG_ON, options=options, speculative_config=drafted(3))
+        with set_current_vllm_config(made):
+            manager = PostGradPassManager()
+            manager.configure(made)
+        [ours] = [step for step in manager.passes if type(step).__name__ == "MLAFusionPass"]
+        assert (ours.provider, ours.attention, ours.query_len) == ("reference", "portable", 4)
+
+    @pytest.mark.parametrize(
+        "platform, provider, code",
+        [
+            ("rocm", "aiter", "provider-unavailable"),
+            ("cuda", "triton", "provider-unavailable"),
+            ("cpu", "", "provider-platform"),
+        ],
+    )
+    def test_the_default_provider_is_the_platforms_and_no_other_replaces_it(
+        self, make, monkeypatch, platform, provider, code
+    ):
+        """None of the two can run here."""
+        made = make(FLAG_ON)
+        made.additional_config = {}
+        for name in ("rocm", "cuda"):
+            is_it = platform == name
+            monkeypatch.setattr(type(current_platform), f"is_{name}", lambda _, is_it=is_it: is_it)
+        decision = config.decide(made, partition_refused=False)
+        assert (decision.provider, decision.decline.code) == (provider, code)
+        assert decision.decline.detail.startswith(provider)

@@ -1,0 +1,163 @@
+"""The flag and the options: every way to set them, what is refused, what the cache key covers."""
+
+import copy
+import dataclasses
+import json
+import pickle
+import sys
+
+import pytest
+from pydantic import TypeAdapter
+from vllm.config import CompilationConfig, PassConfig
+from vllm.config.utils import replace
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from mla_fusion import config, plugin
+from tests.command import run
+from tests.plugin.configs import FLAG_ON, REFERENCE
+
+
+def alone(code, *arguments):
+    """What `code` prints in a process of its own, where nothing has loaded the plugin yet."""
+    return run(sys.executable, "-c", code, *arguments)
+
+
+class TestWaysToSetTheFlag:
+    @pytest.mark.parametrize(
+        "line",
+        [
+            [f"-cc.pass_config.{config.FLAG}=True", f"-cc.pass_config.{config.THRESHOLD}=64"],
+            [f'-cc={{"pass_config": {{"{config.FLAG}": true, "{config.THRESHOLD}": 64}}}}'],
+        ],
+        ids=["dotted", "json"],
+    )
+    def test_command_line(self, models, line):
+        parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+        line += ["--model", str(models / "mla"), "--skip-tokenizer-init", "--max-model-len", "256"]
+        line += ["--additional-config", json.dumps(REFERENCE)]
+        made = EngineArgs.from_cli_args(parser.parse_args(line)).create_engine_config()
+        assert config.is_on(made)
+        assert config.decode_bucket(made) == 64
+
+    def test_pass_config_object(self, make):
+        assert config.is_on(make(PassConfig(**FLAG_ON)))
+
+    def test_dictionary_as_llm_takes_it(self, make):
+        assert config.is_on(make(compilation_config={"pass_config": FLAG_ON}))
+
+    def test_it_survives_the_pickle_to_a_worker_that_has_not_loaded_the_plugin(self, make):
+        made = make(FLAG_ON)
+        code = f"""
+import pickle
+made = pickle.loads({pickle.dumps(made)!r})
+from mla_fusion import config
+assert config.is_on(made)
+print("hash", made.compute_hash())
+"""
+        assert f"hash {made.compute_hash()}" in alone(code)
+
+    def test_it_is_printed_and_dumped_with_the_other_fields(self):
+        made = CompilationConfig(pass_config={**FLAG_ON, "eliminate_noops": False})
+        dumped = TypeAdapter(CompilationConfig).dump_python(made)["pass_config"]
+        assert dumped[config.FLAG] is True and dumped["eliminate_noops"] is False
+        for text in (repr(made), str(made), repr(made.pass_config)):
+            assert f"{config.FLAG}': True" in text or f"{config.FLAG}=True" in text
+            assert "eliminate_noops" in text
+
+    def test_set_as_an_attribute_of_vllms_own_object(self, make):
+        given = PassConfig()
+        setattr(given, config.FLAG, True)
+        made = make(given)
+        assert config.is_on(made)
+        passes = made.compilation_config.pass_config
+        assert passes.compute_hash() != PassConfig().compute_hash()
+        assert f"{config.FLAG}=True" in repr(passes)  # as if it had been given
+
+    @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, replace, dataclasses.replace])
+    def test_it_survives_a_copy(self, make, copied):
+        made = make(FLAG_ON).compilation_config
+        again = copied(made)
+        assert again.pass_config == made.pass_config
+        assert again.compute_hash() == made.compute_hash()
+
+    def test_without_the_plugin_it_is_refused(self):
+        code = f"""
+from pydantic import ValidationError
+from vllm.config import CompilationConfig
+try:
+    CompilationConfig(pass_config={FLAG_ON!r})
+except ValidationError as error:
+    assert {config.FLAG!r} in str(error), error
+else:
+    raise SystemExit("accepted without the plugin")
+import mla_fusion
+mla_fusion.register()
+CompilationConfig(pass_config={FLAG_ON!r})
+"""
+        alone(code)
+
+
+class TestBadInput:
+    def test_unknown_key(self):
+        with pytest.raises(Exception, match="fuse_aiter_qk_rope_kvcache_mal"):
+            CompilationConfig(pass_config={"fuse_aiter_qk_rope_kvcache_mal": True})
+
+    @pytest.mark.parametrize("value", [0, -1, 2.5, "many"])
+    def test_threshold_that_is_no_positive_integer(self, value):
+        with pytest.raises(Exception, match=config.THRESHOLD):
+            CompilationConfig(pass_config={config.THRESHOLD: value})
+
+    @pytest.mark.parametrize(
+        "options, names",
+        [
+            ({"mla_fusion": {"provider": "cuda"}}, "reference, triton, aiter"),
+            ({"mla_fusion": {"provder": "triton"}}, "provder"),
+            ({"mla_fusion": {"attention": "triton"}}, "choose one of auto, portable, aiter"),
+            ({"mla_fusion": {"attention": "aiter", "max_split_per_batch": 0}}, "got 0"),
+            ({"mla_fusion": {"attention": "aiter", "max_split_per_batch": -2}}, "-1, for no cap"),
+            ({"mla_fusion": {"attention": "aiter", "max_split_per_batch": True}}, "got True"),
+            ({"mla_fusion": {"attention": "aiter", "max_split_per_batch": "16"}}, "whole number"),
+            ({"mla_fusion": {"max_split_per_batch": 16}}, 'attention is "auto"'),
+            ({"mla_fusion": {"attention": "portable", "max_split_per_batch": -1}}, '"portable"'),
+            ({"mla_fusion": {"split": 16}}, "max_split_per_batch .-1, or a whole number"),
+            ({"mla_fusion": "triton"}, "must be a dictionary"),
+            ({"mla-fusion": {"provider": "reference"}}, 'the key is "mla_fusion"'),
+        ],
+    )
+    def test_options(self, make, options, names):
+        with pytest.raises(Exception, match=names):
+            make(FLAG_ON, options=options)
+
+
+class TestHashes:
+    def test_hash_covers_the_flag_and_the_threshold(self):
+        hashes = {
+            PassConfig(**kwargs).compute_hash()
+            for kwargs in ({}, FLAG_ON, {**FLAG_ON, config.THRESHOLD: 8})
+        }
+        assert len(hashes) == 3
+        assert PassConfig(**{config.THRESHOLD: 8}).compute_hash() == PassConfig().compute_hash()
+
+    def test_registering_twice_changes_nothing(self, monkeypatch):
+        import vllm.config
+        from vllm.compilation.passes.pass_manager import PostGradPassManager
+        from vllm.platforms import current_platform
+        from vllm.v1.worker.worker_base import WorkerBase
+
+        def changed():
+            return [
+                vllm.config.PassConfig,
+                vllm.config.PassConfig.__mro__,
+                vllm.config.VllmConfig.__post_init__,
+                vllm.config.VllmConfig._set_compile_ranges,
+                PostGradPassManager.configure,
+                current_platform.check_and_update_config.__func__,
+                WorkerBase.__init__,
+            ]
+
+        before = changed()
+        monkeypatch.setattr(plugin, "_registered", False)
+        plugin.register()
+        assert plugin._registered
+        assert changed() == before

@@ -1,0 +1,154 @@
+"""What the flag switches on in vLLM's configuration, also in that of a draft model."""
+
+import copy
+import logging
+
+import pytest
+from vllm.config.utils import replace
+from vllm.platforms import current_platform
+
+from mla_fusion import config, ops, plugin
+from mla_fusion.config import vllm_compat
+from tests.plugin.configs import CHARGED, FLAG_ON, drafted, warnings
+
+
+class TestWhatItSwitchesOn:
+    def test_prerequisites_with_one_line_each_at_debug(self, make, caplog, monkeypatch):
+        # A logger of its own: vLLM sets the levels of those below it anew while it starts.
+        caplog.set_level(logging.DEBUG, logger="apart")
+        monkeypatch.setattr(plugin, "logger", logging.getLogger("apart"))
+        made = make(FLAG_ON)
+        compilation = made.compilation_config
+        assert compilation.mode == 3
+        assert compilation.use_inductor_graph_partition
+        assert 4 in compilation.compile_ranges_endpoints
+        assert set(ops.RUNTIME_OPS) <= set(compilation.splitting_ops)
+        records = [r for r in caplog.records if r.name == "apart"]
+        lines = [r.getMessage() for r in records]
+        for word in ("VLLM_COMPILE", "use_inductor_graph_partition", "up to 4 tokens"):
+            assert len([line for line in lines if word in line]) == 1, (word, lines)
+        assert {r.levelno for r in records} == {logging.DEBUG}
+
+    @pytest.mark.parametrize(
+        "seqs, drafts, override, bucket",
+        [(4, 0, None, 4), (1, 0, None, 2), (4, 0, 64, 64), (4, 3, None, 16)],
+    )
+    def test_decode_bucket(self, make, seqs, drafts, override, bucket):
+        pass_config = {**FLAG_ON, config.THRESHOLD: override}
+        made = make(pass_config, max_num_seqs=seqs, speculative_config=drafted(drafts))
+        assert config.decode_bucket(made) == bucket
+        assert bucket in made.compilation_config.compile_ranges_endpoints
+
+    @pytest.mark.parametrize(
+        "seqs, drafts, sizes, bucket",
+        [
+            (100, 0, [96, 104, 112], 104),
+            (100, 0, [96, 100, 104], 100),
+            (100, 0, [64], 100),  # larger batches run without a CUDA graph
+            (33, 2, [96, 104], 105),  # whole queries of three tokens
+        ],
+    )
+    def test_the_bucket_holds_the_graph_a_full_batch_is_padded_to(
+        self, make, seqs, drafts, sizes, bucket
+    ):
+        made = make(max_num_seqs=seqs, speculative_config=drafted(drafts))
+        made.compilation_config.cudagraph_capture_sizes = sizes
+        assert config.decode_bucket(made) == bucket
+
+    def test_the_bucket_stays_when_vllm_changes_its_graphs_later(self, make):
+        made = make(FLAG_ON)
+        made.compilation_config.cudagraph_capture_sizes = [64]
+        assert config.decode_bucket(made) == 4
+
+    def test_a_bucket_as_large_as_the_batch_adds_no_endpoint(self, make):
+        off = make()
+        tokens = off.scheduler_config.max_num_batched_tokens
+        made = make({**FLAG_ON, config.THRESHOLD: 10 * tokens})
+        assert config.decode_bucket(made) == tokens
+        assert made.compilation_config.compile_ranges_endpoints == [tokens]
+
+    @pytest.mark.parametrize(
+        "attention, hopper, asked, pages",
+        [("portable", True, None, 64), ("portable", True, 16, 16), ("portable", False, None, 16),
+         ("auto", True, None, 16)],
+    )  # fmt: skip
+    def test_a_page_holds_a_tile_of_the_portable_decode(
+        self, make, monkeypatch, attention, hopper, asked, pages
+    ):
+        monkeypatch.setattr(vllm_compat, "is_hopper", lambda: hopper)
+        options = {"mla_fusion": {"provider": "reference", "attention": attention}}
+        given = {} if asked is None else {"block_size": asked}
+        cache = make(FLAG_ON, options=options, **given).cache_config
+        assert cache.block_size == pages
+        # What vLLM asks before it lets the backend choose.
+        assert cache.user_specified_block_size == (pages == 64 or asked is not None)
+
+    @pytest.mark.parametrize(
+        "flag, asked, said",
+        [
+            (True, 1, "=1 becomes 2"),
+            (True, 10**6, "=1000000 becomes 2048"),
+            (False, 64, "has no effect"),
+            (True, 64, ""),
+        ],
+    )
+    def test_a_threshold_that_is_not_taken_as_it_is(self, make, log, flag, asked, said):
+        speculative = drafted(3)  # a draft model's config is made from the engine's
+        made = make({config.FLAG: flag, config.THRESHOLD: asked}, speculative_config=speculative)
+        replace(made, attention_config=replace(made.attention_config, backend=None))
+        assert len(warnings(log)) == bool(said)
+        assert said in "".join(warnings(log))
+
+    @pytest.mark.parametrize(
+        "compilation", [{"splitting_ops": []}, {"use_inductor_graph_partition": True}], ids=str
+    )
+    def test_vllms_own_fusion_stays_off_on_a_cpu(self, make, compilation):
+        """It is vLLM's default here, and its pass manager then raises NameError on a CPU build."""
+        made = make(FLAG_ON, compilation)
+        assert config.is_on(made)
+        assert not made.compilation_config.pass_config.fuse_rope_kvcache_cat_mla
+
+    @pytest.mark.parametrize(("given", "became", "said"), [(True, True, 0), (False, True, 1)])
+    def test_vllms_own_fusion_may_be_on_by_default(
+        self, make, log, monkeypatch, given, became, said
+    ):
+        """As vllm#49142 makes it. It is then no prerequisite that this library sets, nor says."""
+        made = make(FLAG_ON, {"use_inductor_graph_partition": True})
+        passes = made.compilation_config.pass_config
+        passes.fuse_rope_kvcache_cat_mla = given
+        monkeypatch.setattr(type(current_platform), "is_cuda_alike", lambda self: True)
+        log.clear()
+        log.set_level(logging.DEBUG, logger="vllm.mla_fusion")
+        plugin._apply_decision(made)
+        assert passes.fuse_rope_kvcache_cat_mla is became and config.is_on(made)
+        lines = [r.getMessage() for r in log.records if r.name == "vllm.mla_fusion"]
+        assert len([line for line in lines if "fuse_rope_kvcache_cat_mla" in line]) == said
+        assert not warnings(log)
+
+    def test_endpoints_of_the_operator_stay(self, make):
+        made = make(FLAG_ON, {"compile_ranges_endpoints": [32]})
+        assert {4, 32} <= set(made.compilation_config.compile_ranges_endpoints)
+
+
+class TestDraftModels:
+    """vLLM makes a draft model's config by `replace`; both share one compilation config."""
+
+    def test_the_config_can_be_replaced(self, make):
+        made = make(FLAG_ON, speculative_config=drafted(3))
+        again = replace(made, attention_config=replace(made.attention_config, backend=None))
+        assert again.compilation_config is made.compilation_config
+        assert config.is_on(again)
+
+    def test_a_draft_without_mla_does_not_switch_the_flag_off(self, make, log):
+        made = make(FLAG_ON, speculative_config=drafted(3))
+        before = copy.deepcopy(made.compilation_config)
+        replace(made, model_config=make(model="llama").model_config)
+        assert config.is_on(made)
+        assert not warnings(log)
+        for name in ("backend", *CHARGED):
+            assert getattr(made.compilation_config, name) == getattr(before, name)
+
+
+def test_a_model_with_mla_that_is_not_in_vllms_list_of_types(make, log):
+    assert config.is_on(make(FLAG_ON, model="sarvam"))
+    assert not warnings(log)
