@@ -9,12 +9,7 @@ from pathlib import Path
 import pytest
 
 from mla_fusion import cli, config, report
-from mla_fusion.cli import (
-    check,
-    child,
-    shrink,
-    tiny_models,
-)
+from mla_fusion.cli import check, child, shrink, tiny_models
 from mla_fusion.cli.answer import Answer
 from mla_fusion.report import reasons
 from tests.models import write

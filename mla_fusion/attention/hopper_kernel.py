@@ -7,11 +7,7 @@ across tokens without a trip through shared memory.
 Scores are computed transposed, as keys [tokens, L] times queries [L, rows], and so is the output,
 as values [L, tokens] times weights [tokens, rows]. WGMMA needs M >= 64: transposed, M is tokens or
 latents (always enough) instead of a rank's 16 heads. Keys and values are one tile in shared
-memory, read once for each product, while `hopper_copy.py` copies the next tile.
-
-The second product reads an fp8 tile as pairs: the two bytes of a 16-bit element are two latents of
-one token. `widen` makes fp16 of either byte, exact except for a factor of 2^-8: it moves the sign,
-and exponent and mantissa, to where fp16 has them.
+memory, read once for each product (`hopper_tile.py`), while `hopper_copy.py` copies the next one.
 """
 
 from __future__ import annotations
@@ -21,12 +17,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc
 
 from mla_fusion.attention.hopper_copy import (
@@ -40,38 +31,8 @@ from mla_fusion.attention.hopper_copy import (
     start_copy,
     wait_for_tile,
 )
+from mla_fusion.attention.hopper_tile import add_values, scores_of, softmax_step
 from mla_fusion.attention.triton_kernels import LN2, LOG2E
-
-# Triton 3.9 renamed it.
-RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
-
-
-def _to_fp16(moves: str) -> gl.constexpr:
-    """PTX that widens a byte of each int16, two at a time; `moves` put sign and rest in place."""
-    return gl.constexpr(
-        f"""{{
-        .reg .b32 sign, rest;
-        {moves}
-        lop3.b32 $0, rest, 0x3F803F80, sign, 0xEA;
-        }}"""
-    )
-
-
-LOW = _to_fp16(
-    """shl.b32 sign, $1, 8;
-        shl.b32 rest, $1, 7;
-        and.b32 sign, sign, 0x80008000;"""
-)
-HIGH = _to_fp16(
-    """shr.u32 rest, $1, 1;
-        and.b32 sign, $1, 0x80008000;"""
-)
-
-
-@gluon.jit
-def widen(pairs, BYTE: gl.constexpr):
-    """The LOW or HIGH bytes of int16 `pairs` as fp16, times 2^-8. A NaN becomes 480."""
-    return gl.inline_asm_elementwise(BYTE, "=r,r", [pairs], dtype=gl.float16, is_pure=True, pack=2)
 
 
 @gluon.jit
@@ -158,58 +119,6 @@ def read_scales(scale, q_scale_ptr, kv_scale_ptr, FP8: gl.constexpr):
         factor *= gl.load(q_scale_ptr) * kv_scale
         value_scale = 256.0 * kv_scale
     return factor, value_scale
-
-
-@gluon.jit
-def scores_of(buffers, buffer, q_keys, q_ropes, layout: gl.constexpr):
-    """Products [tokens, rows] of a tile with the query."""
-    key = buffers.keys.index(buffer)
-    BLOCK_N: gl.constexpr = key.shape[0]
-    ROWS: gl.constexpr = q_keys.shape[0]
-    s = gl.zeros([BLOCK_N, ROWS], gl.float32, layout)
-    s = warpgroup_mma(key, q_keys.permute((1, 0)), s, use_acc=False, is_async=True)
-    rope = buffers.ropes.index(buffer)
-    s = warpgroup_mma(rope, q_ropes.permute((1, 0)), s, is_async=True)
-    return warpgroup_mma_wait(0, [s])
-
-
-@gluon.jit
-def softmax_step(s, seen, factor, peak, total):
-    """One step of the online softmax: weights [tokens, rows], decay of earlier sums, new state."""
-    s = gl.where(seen, s * factor, float("-inf"))
-    new_peak = gl.maximum(peak, gl.max(s, 0))
-    # A row that has seen nothing keeps weights of zero, not NaN.
-    base = gl.where(new_peak == float("-inf"), 0.0, new_peak)
-    p = gl.exp2(s - base[None, :])
-    decay = gl.exp2(peak - base)
-    return p, decay, new_peak, total * decay[None, :] + p
-
-
-@gluon.jit
-def add_values(acc, odd, decay, key, weights, FP8: gl.constexpr):
-    """Decay the sums [latents, rows] and add the weighted values of a tile."""
-    acc = acc * decay[None, :]
-    if FP8:
-        odd = odd * decay[None, :]
-        layout: gl.constexpr = acc.type.layout
-        pairs: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-        BLOCK_N: gl.constexpr = key.shape[0]
-        L: gl.constexpr = key.shape[1]
-        if RENAMED:
-            view = key.reinterpret(gl.int16, [BLOCK_N, L // 2], pairs)
-        else:
-            view = key._reinterpret(gl.int16, [BLOCK_N, L // 2], pairs)
-        for j in gl.static_range(BLOCK_N // 32):
-            value = view.slice(32 * j, 32).permute((1, 0))
-            value = value.load(gl.DotOperandLayout(0, layout, 2))
-            weight_part = weights.slice(32 * j, 32)
-            acc = warpgroup_mma(widen(value, LOW), weight_part, acc, is_async=True)
-            odd = warpgroup_mma(widen(value, HIGH), weight_part, odd, is_async=True)
-            acc, odd = warpgroup_mma_wait(0, [acc, odd])
-    else:
-        acc = warpgroup_mma(key.permute((1, 0)), weights, acc, is_async=True)
-        acc = warpgroup_mma_wait(0, [acc])
-    return acc, odd
 
 
 @gluon.jit
