@@ -59,7 +59,11 @@ def test_dense(name):
 
 
 WIDTHS = [
-    (256, 64, BF16), (256, 64, FN), (256, 32, FN), (320, 64, BF16), (80, 48, FN), (640, 96, BF16)
+    (256, 64, BF16),
+    (320, 64, BF16),
+    (80, 48, FN),
+    *(pytest.param(*widths, marks=pytest.mark.nightly)
+      for widths in [(256, 64, FN), (256, 32, FN), (640, 96, BF16)]),
 ]  # fmt: skip
 
 

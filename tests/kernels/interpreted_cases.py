@@ -147,8 +147,23 @@ def test_widths(case, plan):
     cases.check_against_reference(provider, cases.build(case), plan=plan)
 
 
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+# By default the other cases run with the plan that has most features, and in turn with another.
+EVERY_PLAN = (
+    "gptj-fp8", "neox-fp8", "bf16-all", "fp32", "strided", "all-padded", "scaled-fp8",
+    "other-ranks-fp8",
+)  # fmt: skip
+
+
+def matrix():
+    """Every case with every plan, most of them marked nightly."""
+    for i, (name, case) in enumerate(CASES.items()):
+        daily = PLANS if name in EVERY_PLAN else ("walk", [*PLANS][i % len(PLANS)])
+        for of, plan in PLANS.items():
+            marks = () if of in daily else pytest.mark.nightly
+            yield pytest.param(case, plan, id=f"{name}-{of}", marks=marks)
+
+
+@pytest.mark.parametrize("case, plan", matrix())
 def test_provider_agrees_with_the_reference(case, plan):
     cases.check_against_reference(provider, cases.build(case), plan=plan)
 

@@ -9,6 +9,11 @@ import pytest
 
 pytest.importorskip("triton")
 FILES = sorted(Path(__file__).parents[1].glob("*/interpreted_*.py"))
+RUNS = [
+    *(pytest.param(path, "not nightly", id=path.stem) for path in FILES),
+    *(pytest.param(path, "nightly", id=f"{path.stem}-nightly", marks=pytest.mark.nightly)
+      for path in FILES if "mark.nightly" in path.read_text()),
+]  # fmt: skip
 STOCK = """
 import torch, triton, triton.language as tl
 
@@ -32,9 +37,10 @@ def interpreted(*command):
     )
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_kernels_under_the_repaired_interpreter(path):
-    result = interpreted("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(path))
+@pytest.mark.parametrize("path, marked", RUNS)
+def test_kernels_under_the_repaired_interpreter(path, marked):
+    chosen = ("-q", "-x", "-p", "no:cacheprovider", "-m", marked, str(path))
+    result = interpreted("-m", "pytest", *chosen)
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
 
 

@@ -1,7 +1,8 @@
 """vLLM's ROCm backend with this library's passes and ops, step by step, over the double of AITER.
 
 The matrix: every batch with 12 and 16 heads, and one batch of each kind with 8, 64 and 128 heads;
-each with a bf16 and an fp8 cache, on gfx942 and gfx950. No AMD hardware is involved.
+each with a bf16 and an fp8 cache, on gfx942 and gfx950. 16 and 64 heads with plain
+weights run nightly. No AMD hardware is involved.
 """
 
 import functools
@@ -46,22 +47,42 @@ CASES = {
 # twice. The largest change of the output by that, as a share of its largest value: for plain
 # weights, and for packed ones, whose up-projection quantizes its input.
 BOUNDS = {"auto": (0.01, 0.02), "fp8": (0.06, 0.1)}
-ALL = [(architecture, case) for architecture in ARCHITECTURES for case in CASES[architecture]]
+
+
+def is_nightly(case):
+    return case.heads in (16, 64) and not case.products
+
+
+# (architecture, whether nightly) -> the cases of one process
+JOBS = {
+    (architecture, nightly): [case for case in cases if is_nightly(case) == nightly]
+    for architecture, cases in CASES.items()
+    for nightly in (False, True)
+}
+ALL = [
+    pytest.param(*job, case, marks=pytest.mark.nightly if job[1] else ())
+    for job, cases in JOBS.items()
+    for case in cases
+]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """results(architecture), of its cases; a process for each, both at once."""
+    """results(job), of its cases; a process for each, those of every day both at once."""
     made = {}
-    for architecture in ARCHITECTURES:
-        options = {"architecture": architecture, "cases": [*map(astuple, CASES[architecture])]}
-        folder = tmp_path_factory.mktemp(architecture)
-        job = children.job("tests.rocm.steps:run_all", folder, options=options, plugin=False)
-        made[architecture] = job, child.start(job)
+
+    def start(job):
+        options = {"architecture": job[0], "cases": [*map(astuple, JOBS[job])]}
+        folder = tmp_path_factory.mktemp(job[0])
+        asked = children.job("tests.rocm.steps:run_all", folder, options=options, plugin=False)
+        made[job] = asked, child.start(asked)
 
     @functools.cache
-    def of(architecture):
-        found = child.result(*made[architecture])["results"]
+    def of(job):
+        for each in JOBS:
+            if each not in made and each[1] == job[1]:
+                start(each)
+        found = child.result(*made[job])["results"]
         return [SimpleNamespace(**result) for result in found]
 
     yield of
@@ -74,12 +95,13 @@ def decode_only(case):
 
 
 def words(value):
-    return value if isinstance(value, str) else "-".join(map(str, astuple(value)))
+    return str(value) if isinstance(value, str | bool) else "-".join(map(str, astuple(value)))
 
 
-@pytest.mark.parametrize("architecture, case", ALL, ids=words)
-def test_a_step_is_what_it_is_without_the_flag(results, architecture, case):
-    got = results(architecture)[CASES[architecture].index(case)]
+@pytest.mark.parametrize("architecture, nightly, case", ALL, ids=words)
+def test_a_step_is_what_it_is_without_the_flag(results, architecture, nightly, case):
+    job = architecture, nightly
+    got = results(job)[JOBS[job].index(case)]
     assert not got.fault
     assert (got.fused, got.declined) == (1, "")
     assert got.elsewhere, "bytes outside the addressed slots changed"
@@ -109,6 +131,6 @@ def test_a_step_is_what_it_is_without_the_flag(results, architecture, case):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_matrix_reaches_every_decode_of_the_backend(results, architecture):
-    called = {op for got in results(architecture) for op in got.calls}
+    called = {op for got in results((architecture, False)) for op in got.calls}
     assert {FUSED, DECODE, "get_mla_metadata_v1"} <= called
     assert (GLUON in called) == (architecture == "gfx950")

@@ -55,7 +55,11 @@ def pair(name, folder):
     return [child.result(*each) for each in started]
 
 
-@pytest.mark.parametrize("name", ENGINES)
+# The steps of the second are those of test_backend.py.
+@pytest.mark.parametrize(
+    "name", [name if "bf16" in name else pytest.param(name, marks=pytest.mark.nightly)
+             for name in ENGINES],
+)  # fmt: skip
 def test_the_engine_serves_what_it_serves_without_the_flag(name, tmp_path):
     on, off = pair(name, tmp_path)
     assert on["calls"][FUSED] > 0
