@@ -17,10 +17,11 @@ one refresh of its plan in every forward pass.
 
 With --tp N each engine of `tokens` and `complete` runs on N GPUs, and mla_fusion must be installed:
 workers load a plugin by its entry point. With --dcp N too, N of these ranks share a cache (decode
-context parallelism). With --dp N `tokens` runs N engines with data-parallel attention, which begin
-their requests at different times. In all three it plants the error in every configuration, and
-reads from the report of each rank that it fused every layer. What `complete` measures is in
-engine_complete.py.
+context parallelism); `cat` is wrong there, because it leaves the tokens of other ranks unrotated,
+and `tp`, vLLM without --dcp, is in its place. With --dp N `tokens` runs N engines with
+data-parallel attention, which begin their requests at different times. In all three it plants the
+error in every configuration, and reads from the report of each rank that it fused every layer. What
+`complete` measures is in engine_complete.py.
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ def run_arms(
     """Results by configuration and arm; `args.only` chooses configurations."""
     gpus = args.tp * args.dp
     wanted = [n for n in configurations if any(part in n for part in args.only.split(","))]
-    work = [(name, arm) for name in wanted for arm in ARMS]
+    arms = ("default", unfused(args), "fused")
+    work = [(name, arm) for name in wanted for arm in arms]
     work += [(name, "portable") for name in wanted if name in PORTABLE]
     work += [(name, "planted") for name in wanted if name in args.plant or gpus > 1]
     began, groups = time.time(), torch.cuda.device_count() // gpus
@@ -105,6 +107,8 @@ def run_arms(
         device = devices(index % groups * gpus, gpus)
         changes = {"arm": arm, "device": device}
         changes |= {"tp": args.tp, "dp": args.dp, "dcp": args.dcp}
+        if arm == "tp":
+            changes |= {"arm": "default", "dcp": 1}
         left = max(0.0, began + args.seconds - time.time())
         result = run(job(**configurations[name], **changes), left)
         seconds, problem = time.time() - began, result.get("error", "")
@@ -114,6 +118,11 @@ def run_arms(
     with ThreadPoolExecutor(args.jobs) as pool:
         outcomes = pool.map(measure, range(len(work)))
         return dict(zip(work, outcomes, strict=True))
+
+
+def unfused(args: argparse.Namespace) -> str:
+    """The arm whose difference from `default` is the measure of `tokens`."""
+    return "tp" if args.dcp > 1 else "cat"
 
 
 def portable_launches(asked: dict[str, Any]) -> dict[str, float]:
@@ -168,20 +177,21 @@ def tokens(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
     results = run_arms(configurations, args)
     compared = [(name, "fused") for name in configurations]
     compared += [(name, "portable") for name in PORTABLE]
-    rows, wrong = [], 0
+    rows, wrong, other = [], 0, unfused(args)
     for name, ours in compared:
-        ran = [arm for arm in ("default", "cat", ours, "planted") if (name, arm) in results]
+        ran = [arm for arm in ("default", other, ours, "planted") if (name, arm) in results]
         arms = [results[name, arm] for arm in ran]
         if not arms or not all("tokens" in arm for arm in arms):
             wrong += bool(arms)
             continue
-        default, cat, fused, *_ = arms
+        default, second, fused, *_ = arms
+        measure = engine_compare.compare(second, default)
         pairs = {
             "fused / default": engine_compare.compare(fused, default),
-            "fused / cat": engine_compare.compare(fused, cat),
-            "cat / default": engine_compare.compare(cat, default),
+            f"fused / {other}": engine_compare.compare(fused, second),
+            f"{other} / default": measure,
         }
-        judged = engine_compare.verdict(pairs["fused / default"], pairs["cat / default"])
+        judged = engine_compare.verdict(pairs["fused / default"], measure)
         layers, inside, outside = layers_of(fused)
         asked = job(**configurations[name])
         # The drafter has an MLA layer of its own.
@@ -195,7 +205,7 @@ def tokens(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
                 judged = f"WRONG: {fused['launches']} launches a step; {judged}"
         elif "planted" in ran:
             planted = engine_compare.compare(results[name, "planted"], default)
-            found = engine_compare.verdict(planted, pairs["cat / default"])
+            found = engine_compare.verdict(planted, measure)
             pairs["planted / default"] = planted
         wrong += judged != "right" or found == "right"
         print(f"== {title}: {judged}; fused {inside} of {layers} layers; steps {fused['steps']}")

@@ -183,6 +183,15 @@ def _apply_decision(vllm_config: Any) -> None:
         # vLLM switches it on where RoPE and cache write share a graph, but its pass manager only
         # imports that pass for GPUs.
         pass_config.fuse_rope_kvcache_cat_mla = False
+    elif vllm_config.parallel_config.decode_context_parallel_size > 1:
+        # Its kernel takes a slot of -1 for padding and rotates neither query nor key there; under
+        # decode context parallelism that is the slot of another rank's token, also in prefill.
+        if pass_config.fuse_rope_kvcache_cat_mla:
+            logger.warning(
+                "fuse_rope_kvcache_cat_mla is switched off: under decode context parallelism it "
+                "leaves the tokens of other ranks unrotated"
+            )
+        pass_config.fuse_rope_kvcache_cat_mla = False
     elif not pass_config.fuse_rope_kvcache_cat_mla and config.ROPE_CAT not in refused:
         pass_config.fuse_rope_kvcache_cat_mla = True
         logger.debug("%s needs fuse_rope_kvcache_cat_mla, now on", config.FLAG)

@@ -184,6 +184,25 @@ def test_with_several_gpus_every_layer_must_be_fused(monkeypatch, tp, fused, wor
     assert wrong == (0 if word == "right" else 2) and len(rows) == (0 if word == "no row" else 2)
 
 
+def test_context_parallelism_is_measured_against_an_engine_without_it(monkeypatch):
+    """vLLM's own fusion, the arm `cat`, is wrong there."""
+    started = []
+
+    def run(job, left):
+        started.append(job)
+        moved = [2.0, 2.1, 2.0, 2.0] if job["dcp"] == 1 else [2.0] * 4
+        return {**result(TOKENS, moved), "steps": 9, "ranges": [[1, 16, 4, 4, 0]], "runner": "V1"}
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(engine, "run", run)
+    args = argparse.Namespace(plant=(), tp=2, dp=1, dcp=2, only="k2-tp4 fp8", seconds=1e9, jobs=1)
+    rows, _ = engine.tokens(args)
+    assert [(job["arm"], job["dcp"]) for job in started] == [
+        ("default", 2), ("default", 1), ("fused", 2), ("planted", 2)
+    ]  # fmt: skip
+    assert rows[0]["verdict"] == "right" and "tp / default" in rows[0]
+
+
 def test_every_replayed_graph_is_timed_from_an_event_before_it_to_one_behind(monkeypatch):
     done = []
 

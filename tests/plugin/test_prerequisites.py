@@ -125,6 +125,24 @@ class TestWhatItSwitchesOn:
         assert len([line for line in lines if "fuse_rope_kvcache_cat_mla" in line]) == said
         assert not warnings(log)
 
+    @pytest.mark.parametrize("given", [True, False])
+    def test_vllms_own_fusion_is_off_under_decode_context_parallelism(
+        self, make, log, monkeypatch, given
+    ):
+        """Its kernel leaves a query and a key with slot -1, another rank's token, unrotated."""
+        made = make(FLAG_ON, {"use_inductor_graph_partition": True})
+        made.parallel_config.decode_context_parallel_size = 2
+        passes = made.compilation_config.pass_config
+        passes.fuse_rope_kvcache_cat_mla = given
+        monkeypatch.setattr(type(current_platform), "is_cuda_alike", lambda self: True)
+        log.clear()
+        plugin._apply_decision(made)
+        assert config.is_on(made)
+        assert not passes.fuse_rope_kvcache_cat_mla
+        assert ["fuse_rope_kvcache_cat_mla is switched off" in w for w in warnings(log)] == (
+            [True] if given else []
+        )
+
     def test_endpoints_of_the_operator_stay(self, make):
         made = make(FLAG_ON, {"compile_ranges_endpoints": [32]})
         assert {4, 32} <= set(made.compilation_config.compile_ranges_endpoints)
