@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 
+from mla_fusion.attention.epilogue import Epilogue
 from mla_fusion.attention.plan import PersistentDecodePlan
 from mla_fusion.attention.validate import Inputs, validate
 from mla_fusion.kernels import ProviderUnavailable
 
 __all__ = [
     "PROVIDERS",
+    "Epilogue",
     "PersistentDecodePlan",
     "ProviderUnavailable",
     "get_provider",
@@ -36,7 +38,7 @@ def get_provider(name: str) -> Any:
     `warm_up_batches(plan)`, numbers of sequences that compile, together, all that it launches; and
     `unsupported(q_dtype, kv_dtype, latent, rope)`, why it does not decode such queries over such a
     cache, or an empty string. And it has `persistent_mla_decode(given) -> None`, which gets
-    validated `Inputs` and writes their `out` and `lse` in place. It raises ValueError, before any
+    validated `Inputs` and writes their `out`, `lse` and `epilogue.out` in place. It raises ValueError, before any
     launch, for what it does not support. Nothing falls back.
 
     Raises:
@@ -67,6 +69,7 @@ def persistent_mla_decode(
     kv_scale: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
+    epilogue: Epilogue | None = None,
     provider: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention of absorbed decode queries over the latent cache, causal at its end.
@@ -91,10 +94,13 @@ def persistent_mla_decode(
             value = stored * scale. Needed, and read, where q or the cache is fp8.
         out: [T, H, L], bf16, fp16 or fp32; by default new, of q's type, bf16 for fp8.
         return_lse: also return the log-sum-exp of the scaled scores, natural logarithm.
+        epilogue: what follows the attention, in the same launches. `out` is then a workspace of
+            w_uv's type for latents. Its rows after the last sequence of the plan are read: the
+            product of each is the row of `epilogue.out`.
         provider: who computes it, one of `PROVIDERS`, or "auto": the first of its planner's.
 
     Returns:
-        (out, lse [T, H] fp32, or None unless asked for).
+        (out, or `epilogue.out` with an epilogue; lse [T, H] fp32, or None unless asked for).
 
     Raises:
         ProviderUnavailable: the provider cannot run here.
@@ -112,11 +118,14 @@ def persistent_mla_decode(
     latent = plan.settings.v_head_dim
     if out is None:
         dtype = q.dtype if q.dtype.itemsize > 1 else torch.bfloat16
+        dtype = dtype if epilogue is None else epilogue.w_uv.dtype
         out = torch.empty((*q.shape[:2], latent), dtype=dtype, device=q.device)
     lse = None
     if return_lse:
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    given = Inputs(q, kv_cache, plan, block_table, softmax_scale, q_scale, kv_scale, out, lse)
+    given = Inputs(
+        q, kv_cache, plan, block_table, softmax_scale, q_scale, kv_scale, out, lse, epilogue
+    )
     validate(given)
     module.persistent_mla_decode(given)
-    return out, lse
+    return out if epilogue is None else epilogue.out, lse

@@ -41,6 +41,8 @@ def persistent_mla_decode(
     q, kv_cache, plan, lse = given.q, given.kv_cache, given.plan, given.lse
     step, layout, companions = plan.step, plan.layout, plan.aiter
     assert step is not None and companions is not None  # validated
+    if given.epilogue is not None:
+        raise ValueError("AITER's decode has no epilogue: multiply with W_UV after it")
     settings = plan.settings
     if (q.shape[2], settings.v_head_dim) != (ENTRY, LATENT):
         raise ValueError(

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mla_fusion.attention.epilogue import EPSILON, GROUP, Epilogue, largest
+
 if TYPE_CHECKING:
     from mla_fusion.attention.buffers import PlanBuffers
     from mla_fusion.attention.validate import Inputs
@@ -96,6 +98,29 @@ def persistent_mla_decode(
         total = lses.logsumexp(0)
         weights = (lses - total).exp().nan_to_num(nan=0.0)
         write(tile, count, (weights[..., None] * outputs).sum(0), total)
+    if given.epilogue is not None:
+        finish(out, given.epilogue)
+
+
+def finish(latents: torch.Tensor, epilogue: Epilogue) -> None:
+    """Multiply latents [T, H, L], rounded to the type of w_uv, and quantize: see `Epilogue`."""
+    tokens, dtype = latents.shape[0], epilogue.out.dtype
+    # 16-bit operands are summed in fp32 and rounded once; vLLM calls this product too.
+    product = torch.bmm(latents.transpose(0, 1), epilogue.w_uv).transpose(0, 1)
+    values = product.reshape(tokens, -1)
+    if epilogue.scale is not None:
+        limit = torch.full((), largest(dtype), device=values.device)
+        values = values.float()
+        if epilogue.quantization == "tensor":
+            values = values * (1.0 / epilogue.scale)
+        else:
+            groups = values.view(tokens, -1, GROUP)
+            # By a tensor: torch multiplies by the reciprocal of a number on a GPU.
+            scale = groups.abs().amax(-1).clamp(min=EPSILON) / limit
+            epilogue.scale.copy_(scale)
+            values = (groups / scale[..., None]).view(tokens, -1)
+        values = values.clamp(-limit, limit)
+    epilogue.out.copy_(values.to(dtype))
 
 
 def dequantize(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:

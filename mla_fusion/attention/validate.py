@@ -12,6 +12,7 @@ from mla_fusion.kernels.arithmetic import FP8_DTYPES
 
 if TYPE_CHECKING:
     from mla_fusion.attention.buffers import PlanBuffers
+    from mla_fusion.attention.epilogue import Epilogue
 
 OUTPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -29,6 +30,7 @@ class Inputs:
     kv_scale: torch.Tensor | None
     out: torch.Tensor
     lse: torch.Tensor | None
+    epilogue: Epilogue | None = None
 
 
 def validate(given: Inputs) -> None:
@@ -79,6 +81,10 @@ def validate(given: Inputs) -> None:
     check("out", out.stride(2) == 1, "dense in its last dimension", out.stride())
     check("softmax_scale", math.isfinite(given.softmax_scale), "finite", given.softmax_scale)
     tensors = {"q": q, "kv_cache": kv_cache, "block_table": block_table, "out": out}
+    if given.epilogue is not None:
+        tensors |= given.epilogue.validate(tokens, heads, latent, check)
+        weight = given.epilogue.w_uv.dtype
+        check("out", out.dtype == weight, f"{weight}, as w_uv: it holds latents", out.dtype)
     scales = (("q_scale", given.q_scale, q), ("kv_scale", given.kv_scale, kv_cache))
     for name, scale, scaled in scales:
         if scaled.dtype in FP8_DTYPES:

@@ -1,0 +1,78 @@
+"""What may follow the attention in the same call: the product with W_UV and an fp8 quantization.
+
+The quantizations are vLLM's, so that its linear layers take the result: `per_token_group_quant_fp8`
+with groups of 128 and scales that are not rounded to powers of two, and `static_scaled_fp8_quant`
+with one scale (csrc/quantization/w8a8/fp8 in vllm-project/vllm, 0.26 to 0.33).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+
+from mla_fusion.kernels.arithmetic import FP8_DTYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+GROUP = 128  # columns that share a scale
+EPSILON = 1e-10  # vLLM's: a group's amax is at least this
+
+
+def largest(dtype: torch.dtype) -> float:
+    """Most that vLLM stores in a group of this fp8 type: 224, not 240, for e4m3fnuz."""
+    return 224.0 if dtype == torch.float8_e4m3fnuz else torch.finfo(dtype).max
+
+
+@dataclasses.dataclass(frozen=True)
+class Epilogue:
+    """What follows the attention of a layer. With A = bf16 or fp16, the type of w_uv:
+
+        latent[t, h]  = attention, merged in fp32, rounded to A
+        y[t, h]       = latent[t, h] @ w_uv[h], summed in fp32, rounded to A
+        out           = y; or, with scale [1], fp8(y * (1 / scale)); or, in groups of 128 columns,
+                        scale = max(amax |y|, 1e-10) / largest, and fp8(y / scale)
+
+    Attributes:
+        w_uv: [H, L, V], bf16 or fp16, dense in L or in V.
+        out: [T, H * V], dense in its last dimension; w_uv's type, or fp8 (e4m3) with a scale.
+        scale: fp32. None: not quantized. [1]: given, per tensor. [T, H * V / 128], any strides:
+            written, one for a token and group.
+    """
+
+    w_uv: torch.Tensor
+    out: torch.Tensor
+    scale: torch.Tensor | None = None
+
+    @property
+    def quantization(self) -> str:
+        """ "none", "tensor" or "group"."""
+        if self.scale is None:
+            return "none"
+        return "tensor" if self.scale.dim() == 1 else "group"
+
+    def validate(
+        self, tokens: int, heads: int, latent: int, check: Callable[[str, bool, str, object], None]
+    ) -> dict[str, torch.Tensor]:
+        """Call `check(name, holds, wanted, got)` for each rule; returns the tensors by name."""
+        w, out, scale = self.w_uv, self.out, self.scale
+        fits = w.dim() == 3 and w.shape[:2] == (heads, latent)
+        check("w_uv", fits, f"[{heads}, {latent}, V]", tuple(w.shape))
+        check("w_uv", w.dtype in (torch.bfloat16, torch.float16), "bf16 or fp16", w.dtype)
+        check("w_uv", 1 in w.stride()[1:], "dense in L or in V", w.stride())
+        width = heads * w.shape[2]
+        check("epilogue.out", out.shape == (tokens, width), f"[{tokens}, {width}]", out.shape)
+        check("epilogue.out", out.stride(1) == 1, "dense in its last dimension", out.stride())
+        tensors = {"w_uv": w, "epilogue.out": out}
+        if scale is None:
+            check("epilogue.out", out.dtype == w.dtype, f"{w.dtype} without a scale", out.dtype)
+            return tensors
+        check("epilogue.out", out.dtype in FP8_DTYPES, "fp8 (e4m3) with a scale", out.dtype)
+        check("epilogue.scale", scale.dtype == torch.float32, "fp32", scale.dtype)
+        groups = (tokens, width // GROUP)
+        fits = scale.shape == (1,) or (width % GROUP == 0 and scale.shape == groups)
+        want = f"[1], or [{tokens}, {width} / {GROUP}]"
+        check("epilogue.scale", fits, want, tuple(scale.shape))
+        return tensors | {"epilogue.scale": scale}
