@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mla_fusion.attention import triton_epilogue
 from mla_fusion.attention.buffers import HOPPER_TILE
 from mla_fusion.attention.heads import layout
 from mla_fusion.kernels.arithmetic import FP8_DTYPES
+from mla_fusion.kernels.triton import has_early_launch
 from mla_fusion.kernels.triton import require as require
 
 if TYPE_CHECKING:
@@ -160,7 +162,23 @@ def persistent_mla_decode(
 
 
 def launch(given: Inputs, sparse: Sparse | None = None, config: Config | None = None) -> None:
-    """Both launches; arguments are checked. `config` overrides the measured choice."""
+    """The decode and what follows it; arguments are checked.
+
+    `config` overrides the measured choice.
+    """
+    decode(given, sparse, config)
+    shape = triton_epilogue.chosen(given)
+    if shape is not None:
+        triton_epilogue.launch(given, shape)
+    else:
+        merge(given, sparse)
+        if given.epilogue is not None:
+            triton_epilogue.multiply(given)
+    given.plan.fresh = False
+
+
+def decode(given: Inputs, sparse: Sparse | None = None, config: Config | None = None) -> None:
+    """The launch of the decode kernel: pieces, and the latents of sequences without any."""
     from mla_fusion.attention import triton_kernels
 
     plan, settings = given.plan, given.plan.settings
@@ -177,12 +195,19 @@ def launch(given: Inputs, sparse: Sparse | None = None, config: Config | None = 
         kernel = hopper_kernel.decode_kernel
     args, options = decode_arguments(config, given, sparse)
     kernel[(plan.rules.workers, -(-rows // config.rows))](*args, **options)
+
+
+def merge(given: Inputs, sparse: Sparse | None = None) -> None:
+    """The launch of the reduction: the latents of sequences with several pieces."""
+    from mla_fusion.attention import triton_kernels
+
+    plan = given.plan
     assert plan.step is not None, "the caller has refreshed the plan"
     tiles = plan.step.batch * plan.fold
     args, options = reduce_arguments(plan, tiles, given.out, given.lse, sparse)
-    grid = (tiles, -(-rows // options["ROWS"]), -(-settings.v_head_dim // options["COLUMNS"]))
+    rows = plan.heads_per_work * plan.settings.max_query_len
+    grid = (tiles, -(-rows // options["ROWS"]), -(-options["L"] // options["COLUMNS"]))
     triton_kernels.reduce_kernel[grid](*args, **options)
-    plan.fresh = False
 
 
 def decode_arguments(
@@ -278,12 +303,22 @@ def reduction(tiles: int, rows: int) -> tuple[int, int, int]:
     return (1 if tiles * rows <= 2048 else 4), 4, 512
 
 
-def warm_up_batches(plan: PlanBuffers) -> list[int]:
-    """Numbers of sequences that compile, together, all that steps of `plan` launch."""
-    batches: dict[tuple[int, int, int], int] = {}
-    for batch in range(1, plan.settings.max_batch + 1):
-        batches.setdefault(reduction(batch * plan.fold, plan.heads_per_work), batch)
-    return list(batches.values())
+def warm_up_batches(
+    plan: PlanBuffers, values: int | None = None, quantization: str = "none"
+) -> list[int]:
+    """Numbers of sequences that compile, together, all that steps of `plan` launch, with an
+    epilogue of `values` columns a head if there is one."""
+    batches: dict[Any, int] = {}
+    settings = plan.settings
+    for batch in range(1, settings.max_batch + 1):
+        merged = reduction(batch * plan.fold, plan.heads_per_work)
+        if values is None:
+            batches.setdefault(merged, batch)
+            continue
+        for rows in range(1, settings.max_query_len + 1):
+            shape = triton_epilogue.choose(batch * rows, settings.num_heads, values, quantization)
+            batches.setdefault((rows, shape or merged), batch)
+    return sorted(set(batches.values()))
 
 
 def reduce_arguments(
@@ -311,8 +346,7 @@ def reduce_arguments(
         out.stride(0),
         out.stride(1),
     )
-    pdl = torch.version.hip is None and out.is_cuda
-    pdl = pdl and torch.cuda.get_device_capability(out.device) >= (9, 0)
+    pdl = has_early_launch(out.device)
     options = {
         "SINK": sink is not None,
         "L": latent,

@@ -60,6 +60,14 @@ def _is_hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0)
 
 
+@functools.lru_cache(maxsize=8)
+def has_early_launch(device: torch.device) -> bool:
+    """Whether a kernel may be launched before the one in front has ended (programmatic launch)."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def _direct(plan: Plan, w_uk_t: torch.Tensor, q_out: torch.Tensor) -> bool:
     """Whether product tiles are stored straight from registers (see `triton_product.py`).
 

@@ -1,0 +1,202 @@
+"""The epilogue of a decode, in Triton: merge, product with W_UV and quantization in one launch.
+
+A program has ROWS query rows of one head and COLUMNS columns of their results. Slots number the
+query rows of a step as if every sequence had `positions` of them: slot = sequence * positions +
+position. A slot without a query row takes one of the rows after the last sequence, so every row of
+the result is written, by one program.
+
+W_UV is on its way before the decode has ended: it does not change between launches.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from mla_fusion.attention.triton_kernels import LN2, LOG2E, merge_step
+from mla_fusion.kernels.triton_cast import cast
+
+EPSILON = tl.constexpr(1e-10)
+
+
+class Rows(NamedTuple):
+    """Of each row of a program: its token, whether there is one, its row in a partial tile, and
+    its pieces: `begin` ... `end` - 1 of `reduce_partial_map`, none if it was not split."""
+
+    token: Any
+    real: Any
+    at: Any
+    begin: Any
+    end: Any
+
+
+@triton.jit
+def read_rows(
+    slot, head, reduce_indptr_ptr, qo_indptr_ptr, batch, positions, tokens,
+    HEADS: tl.constexpr, FOLD: tl.constexpr,
+):  # fmt: skip
+    """What `slot` numbers are, for one head."""
+    sequence = tl.minimum(slot // positions, batch)
+    in_batch = sequence < batch
+    first = tl.load(qo_indptr_ptr + sequence)
+    count = tl.load(qo_indptr_ptr + sequence + 1, mask=in_batch, other=0) - first
+    count = tl.where(in_batch, count, 0)
+    position = slot - sequence * positions
+    has_query = position < count
+    # Slots without a query row before this one: all of those before, less the query rows.
+    after_last = tl.load(qo_indptr_ptr + batch) + slot - first - count
+    token = tl.where(has_query, first + position, after_last)
+    tile = reduce_indptr_ptr + sequence * FOLD + head // HEADS
+    begin = tl.load(tile, mask=has_query, other=0)
+    end = tl.load(tile + 1, mask=has_query, other=0)
+    return Rows(token.to(tl.int64), token < tokens, position * HEADS + head % HEADS, begin, end)
+
+
+@triton.jit
+def merged(
+    rows, partial_ptr, partial_lse_ptr, reduce_partial_map_ptr, latents, latent,
+    L: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, PIECES: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Latents `latent` [ROWS, n] of each row in the type of W_UV, and its LSE [ROWS] in base 2.
+
+    PIECES pieces are loaded at once. `latents` points at the rows that the decode has written
+    itself, whose LSE is not known here.
+    """
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, latent.shape[0]], tl.float32)
+    for start in range(0, tl.max(rows.end - rows.begin, 0), PIECES):
+        piece = rows.begin[None, :] + start + tl.arange(0, PIECES)[:, None]
+        wanted = piece < rows.end[None, :]
+        at = tl.load(reduce_partial_map_ptr + piece, mask=wanted, other=0).to(tl.int64)
+        at = at * HEADS + rows.at[None, :]
+        if PDL:
+            # All that follows was written by the decode; the plan was there before it.
+            tl.extra.cuda.gdc_wait()
+        lse = tl.load(partial_lse_ptr + at, mask=wanted, other=float("-inf")) * LOG2E
+        values = partial_ptr + at[:, :, None] * L + latent[None, None, :]
+        part = tl.load(values, mask=wanted[:, :, None], other=0.0)
+        peak, total, acc = merge_step(lse, part, peak, total, acc)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    lse = tl.where(total > 0.0, peak + tl.log2(total), float("-inf"))
+    acc *= tl.where(lse > float("-inf"), 1.0 / total, 0.0)[:, None]
+    is_split = rows.end > rows.begin
+    whole = tl.load(
+        latents[:, None] + latent[None, :], mask=(rows.real & ~is_split)[:, None], other=0.0
+    )
+    return tl.where(is_split[:, None], acc.to(whole.dtype), whole), lse
+
+
+@triton.jit
+def multiplied(w, x, sums, ROWS: tl.constexpr, DOT_ROWS: tl.constexpr):
+    """`sums` plus W_UV [COLUMNS, n] times latents [ROWS, n]; without matrix instructions for one
+    row, which give [COLUMNS, 1]. For more, rows repeat up to DOT_ROWS, the least width of one."""
+    if ROWS == 1:
+        products = w.to(tl.float32) * x.to(tl.float32)
+        sums += tl.sum(products, 1)[:, None]
+    else:
+        REPEATS: tl.constexpr = DOT_ROWS // ROWS
+        x = tl.broadcast_to(x[None], (REPEATS, ROWS, x.shape[1]))
+        x = tl.reshape(x, (DOT_ROWS, x.shape[2]))
+        sums = tl.dot(w, tl.trans(x), sums)
+    return sums
+
+
+@triton.jit
+def quantized(
+    y, token, stored, group, scale_ptr, scale_stride_t, scale_stride_g, QUANTIZATION: tl.constexpr,
+    OUT: tl.constexpr, LARGEST: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """fp32 `y` [COLUMNS, rows] in OUT; with groups, each column of it is one, whose scale is
+    stored. LIMIT as `cast` has it."""
+    if QUANTIZATION == "group":
+        scale = tl.maximum(tl.max(tl.abs(y), 0), EPSILON)
+        scale = tl.div_rn(scale, tl.full(scale.shape, LARGEST, tl.float32))
+        tl.store(scale_ptr + token * scale_stride_t + group * scale_stride_g, scale, mask=stored)
+        y = tl.div_rn(y, tl.broadcast_to(scale[None, :], y.shape))
+    if QUANTIZATION == "tensor":
+        y = y * tl.div_rn(1.0, tl.load(scale_ptr))
+    return cast(y, 1.0, OUT, LIMIT)
+
+
+# Do not specialize on a batch or a stride of 1: the warm-up runs few batches.
+@triton.jit(do_not_specialize=["batch", "tokens", "positions", "scale_stride_t", "scale_stride_g"])
+def epilogue_kernel(
+    partial_ptr, partial_lse_ptr, reduce_indptr_ptr, reduce_partial_map_ptr, qo_indptr_ptr,
+    latent_ptr, lse_ptr, w_ptr, out_ptr, scale_ptr, batch, tokens, positions, heads,
+    latent_stride_t, latent_stride_h, w_head, w_row, w_column, out_stride_t, scale_stride_t,
+    scale_stride_g, L: tl.constexpr, V: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr,
+    ROWS: tl.constexpr, DOT_ROWS: tl.constexpr, COLUMNS: tl.constexpr, LATENTS: tl.constexpr,
+    PIECES: tl.constexpr, QUANTIZATION: tl.constexpr, LARGEST: tl.constexpr, LIMIT: tl.constexpr,
+    LSE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Slots ROWS * `program 0` and following, head `program 2`, columns COLUMNS * `program 1`.
+
+    Tensors are those of the plan and of `Epilogue`; `latent_ptr` is `out` of the decode. W_UV is
+    read LATENTS of its L rows at a time, the first ones before the decode has ended. QUANTIZATION:
+    "none", "tensor" or "group". PDL: the launch precedes the end of the decode kernel.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    head = tl.program_id(2)
+    slot = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    latent = tl.arange(0, LATENTS)
+    w_tile = w_ptr + head.to(tl.int64) * w_head + column[:, None] * w_column
+    w = tl.load(w_tile + latent[None, :] * w_row)
+    rows = read_rows(
+        slot, head, reduce_indptr_ptr, qo_indptr_ptr, batch, positions, tokens, HEADS, FOLD
+    )
+    latents = latent_ptr + rows.token * latent_stride_t + head * latent_stride_h
+    sums = tl.zeros([COLUMNS, DOT_ROWS], tl.float32)
+    for start in tl.static_range(0, L, LATENTS):
+        x, lse = merged(
+            rows, partial_ptr, partial_lse_ptr, reduce_partial_map_ptr, latents, start + latent,
+            L, HEADS, ROWS, PIECES, PDL,
+        )  # fmt: skip
+        if start > 0:
+            w = tl.load(w_tile + (start + latent)[None, :] * w_row)
+        sums = multiplied(w, x, sums, ROWS, DOT_ROWS)
+    y = sums.to(w_ptr.dtype.element_ty)
+
+    # The rows again, in the layout of the sums, and repeated as there.
+    copy = tl.arange(0, DOT_ROWS)
+    out_rows = read_rows(
+        tl.program_id(0) * ROWS + copy % ROWS, head, reduce_indptr_ptr, qo_indptr_ptr, batch,
+        positions, tokens, HEADS, FOLD,
+    )  # fmt: skip
+    stored = out_rows.real & (copy < ROWS)
+    if QUANTIZATION != "none":
+        y = quantized(
+            y.to(tl.float32), out_rows.token, stored, (head * V) // COLUMNS + tl.program_id(1),
+            scale_ptr, scale_stride_t, scale_stride_g, QUANTIZATION, out_ptr.dtype.element_ty,
+            LARGEST, LIMIT,
+        )  # fmt: skip
+    out = out_ptr + out_rows.token[None, :] * out_stride_t + head * V + column[:, None]
+    tl.store(out, y, mask=stored[None, :])
+    if LSE:  # noqa: SIM102 (known when compiled; the other one is not)
+        if tl.program_id(1) == 0:
+            is_split = rows.end > rows.begin
+            tl.store(lse_ptr + rows.token * heads + head, lse * LN2, mask=is_split)
+
+
+@triton.jit
+def quantize_kernel(
+    y_ptr, out_ptr, scale_ptr, out_stride_t, scale_stride_t, scale_stride_g, WIDTH: tl.constexpr,
+    GROUP: tl.constexpr, QUANTIZATION: tl.constexpr, LARGEST: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """Quantize GROUP columns (program 1) of a row (program 0) of a dense product [T, WIDTH]."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
+    inside = column < WIDTH
+    y = tl.load(y_ptr + token * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    one = token + tl.arange(0, 1)
+    y = quantized(
+        y[:, None], one, one >= 0, tl.program_id(1), scale_ptr, scale_stride_t, scale_stride_g,
+        QUANTIZATION, out_ptr.dtype.element_ty, LARGEST, LIMIT,
+    )  # fmt: skip
+    tl.store(out_ptr + token * out_stride_t + column[:, None], y, mask=inside[:, None])
