@@ -178,7 +178,7 @@ def test_a_warm_up_runs_the_plan_and_changes_no_cache(refreshes):
 
 def test_a_warm_up_runs_what_the_provider_asks_for(refreshes, monkeypatch):
     """Batches that compile something else, each for both query lengths."""
-    monkeypatch.setattr(reference, "warm_up_batches", lambda _: [1, 3])
+    monkeypatch.setattr(reference, "warm_up_batches", lambda *_: [1, 3])
     decode, steps = step_plan.attention.persistent_mla_decode, []
 
     def record(*args, **kwargs):

@@ -229,7 +229,16 @@ def absorb_weight(layer: Any) -> torch.Tensor | None:
     Up to 0.33 the layer's `W_UK_T` is the tensor. vllm#55741 (open) puts an object in its place,
     with the operand that its own product takes as `weight`.
     """
-    kept = getattr(layer, "W_UK_T", None)
+    return _plain_weight(layer, "W_UK_T")
+
+
+def value_weight(layer: Any) -> torch.Tensor | None:
+    """W_UV [H, L, V] of an MLA layer, of which the same holds as of `absorb_weight`."""
+    return None if packed_weight(layer) else _plain_weight(layer, "W_UV")
+
+
+def _plain_weight(layer: Any, name: str) -> torch.Tensor | None:
+    kept = getattr(layer, name, None)
     weight = getattr(kept, "weight", kept)
     plain = isinstance(weight, torch.Tensor) and weight.dtype.itemsize > 1
     return weight if plain else None

@@ -23,7 +23,7 @@ from mla_fusion.report.layer_graph import LayerGraph
 from mla_fusion.report.reasons import Decline
 
 logger = logging.getLogger("vllm.mla_fusion")
-VERSION = 4  # of the stored format
+VERSION = 5  # of the stored format
 
 
 class FormatError(ValueError):
@@ -78,6 +78,7 @@ class Report:
     ranks: int = 1
     differing: list[str] = field(default_factory=list)
     attention: str = "auto"  # as the option of that name
+    epilogue: str = ""  # what that decode does beyond the attention, or why it does not
     version: int = VERSION
 
     @property
@@ -95,6 +96,8 @@ class Report:
         who = f"provider {self.provider}"
         if self.attention != "auto":
             who += f", attention {self.attention}"
+        if self.epilogue:
+            who += f", epilogue {self.epilogue}"
         out = [f"MLA fusion: {who}, decode bucket {self.bucket} tokens{ranks}"]
         out += [f"  differs on {other}" for other in self.differing]
         for r in self.ranges:
@@ -138,6 +141,7 @@ def take(
     model_layers: int = 0,
     others: int = 0,
     attention: str = "auto",
+    epilogue: str = "",
 ) -> Report | None:
     """The report of all graphs compiled since the last call; None if no pass ran.
 
@@ -162,7 +166,15 @@ def take(
     uncompiled = max(model_layers - seen, 0)
     ordered = [ranges[key] for key in sorted(ranges)]
     return Report(
-        provider, bucket, ordered, model, versions or {}, uncompiled, others, attention=attention
+        provider,
+        bucket,
+        ordered,
+        model,
+        versions or {},
+        uncompiled,
+        others,
+        attention=attention,
+        epilogue=epilogue,
     )
 
 

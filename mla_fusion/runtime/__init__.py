@@ -218,16 +218,16 @@ def _attention(
     plan: StepPlan | None = getattr(layer, step_plan.ATTRIBUTE, None)
     if plan is not None and plan.serves(metadata):
         cache = _cache_view(kv_cache, layer.kv_cache_dtype)
-        attended = plan.decode(prepared_q[:rows], cache, metadata, layer)
-    else:
-        query = prepared_q[:rows]
-        if shared:
-            query = vllm_compat.gather_query_heads(layer, query)
-        attended, lse = layer.impl.forward_mqa(
-            query, _typed_cache(kv_cache, layer.kv_cache_dtype), metadata, layer
-        )
-        if shared:
-            attended = vllm_compat.combine_context_parallel(layer, attended, lse, metadata)
+        plan.decode(prepared_q[:rows], cache, metadata, layer, output[:rows])
+        return
+    query = prepared_q[:rows]
+    if shared:
+        query = vllm_compat.gather_query_heads(layer, query)
+    attended, lse = layer.impl.forward_mqa(
+        query, _typed_cache(kv_cache, layer.kv_cache_dtype), metadata, layer
+    )
+    if shared:
+        attended = vllm_compat.combine_context_parallel(layer, attended, lse, metadata)
     layer._v_up_proj(attended, out=output[:rows])
 
 

@@ -29,9 +29,9 @@ ATTRIBUTE = "mla_fusion_step_plan"
 
 
 class StepPlan:
-    """A plan, the step it was refreshed for, and the buffer that attention writes.
+    """A plan, the step it was refreshed for, and the buffer for the latents of a decode.
 
-    Padding rows of a step, which belong to no sequence, stay zero.
+    Its padding rows, which belong to no sequence, stay zero: so are their products with W_UV.
     """
 
     def __init__(self, plan: attention.PersistentDecodePlan, out_dtype: torch.dtype) -> None:
@@ -42,6 +42,17 @@ class StepPlan:
         self.executor = plan.planner.PROVIDERS[0]
         self.out = torch.zeros(shape, dtype=out_dtype, device=plan.device)
         self._planned: tuple[Any, Any] = (None, None)
+
+    def epilogue(self, layer: Any) -> str:
+        """Why the decode does not multiply with W_UV of this layer itself; empty if it does."""
+        if self.executor == "aiter":
+            return "AITER's decode has none"
+        weight = vllm_compat.value_weight(layer)
+        if weight is None:
+            return "neither W_UV nor W_UV.weight is a plain tensor"
+        if weight.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != self.out.dtype:
+            return f"W_UV is {weight.dtype}, the activations are {self.out.dtype}"
+        return ""
 
     def describe(self, layers: int) -> str:
         """What it is for, in a line of the log; `layers` share it."""
@@ -65,23 +76,34 @@ class StepPlan:
         return int(metadata.max_query_len) <= self.plan.settings.max_query_len
 
     def decode(
-        self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, layer: Any
-    ) -> torch.Tensor:
-        """Attention [T, H, L] of the prepared query [T, H, L + R] of a decode-only batch.
-
-        The result is overwritten by the next layer's.
+        self,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: Any,
+        layer: Any,
+        output: torch.Tensor,
+    ) -> None:
+        """Write what follows from the prepared query [T, H, L + R] of a decode-only batch into
+        `output` [T, H * V]: its attention, times W_UV.
         """
         # A new context for each forward pass: drafts change the lengths in one metadata object.
         context = vllm_compat.forward_context()
         if self._planned[0] is not context or self._planned[1] is not metadata:
             self._refresh(metadata, q.shape[0])
             self._planned = context, metadata
-        return self._attend(q, kv_cache, layer, metadata.decode.block_table)
+        self._attend(q, kv_cache, layer, metadata.decode.block_table, output)
 
     def _attend(
-        self, q: torch.Tensor, kv_cache: torch.Tensor, layer: Any, block_table: torch.Tensor
-    ) -> torch.Tensor:
-        out = self.out[: q.shape[0]]
+        self,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        layer: Any,
+        block_table: torch.Tensor,
+        output: torch.Tensor,
+    ) -> None:
+        out, epilogue = self.out[: q.shape[0]], None
+        if not self.epilogue(layer):
+            epilogue = attention.Epilogue(vllm_compat.value_weight(layer), output)
         attention.persistent_mla_decode(
             q,
             kv_cache,
@@ -91,8 +113,10 @@ class StepPlan:
             q_scale=layer._q_scale.view(1),
             kv_scale=layer._k_scale.view(1),
             out=out,
+            epilogue=epilogue,
         )
-        return out
+        if epilogue is None:
+            layer._v_up_proj(out, out=output)
 
     def _refresh(self, metadata: Any, num_tokens: int) -> None:
         if not getattr(metadata, "causal", True):
@@ -115,8 +139,11 @@ class StepPlan:
         """
         settings, device = self.plan.settings, self.plan.device
         executor = attention.get_provider(self.executor)
+        columns, values = settings.num_heads * layer.v_head_dim, layer.v_head_dim
+        if self.epilogue(layer):
+            values = None
         for length in range(1, settings.max_query_len + 1):
-            for batch in executor.warm_up_batches(self.plan):
+            for batch in executor.warm_up_batches(self.plan, values):
                 tokens = batch * length
                 # Two tensors: part of one would be less aligned than those of a request.
                 qo_indptr = length * torch.arange(batch + 1, dtype=torch.int32, device=device)
@@ -130,7 +157,8 @@ class StepPlan:
                 )
                 # A block may hold a single token.
                 table = torch.zeros((batch, length), dtype=torch.int32, device=device)
-                self._attend(q.view(settings.q_dtype), kv_cache, layer, table)
+                output = self.out.new_empty((tokens, columns))
+                self._attend(q.view(settings.q_dtype), kv_cache, layer, table, output)
         self._planned = (None, None)
 
 
@@ -170,6 +198,14 @@ def attach(layers: Mapping[str, Any], options: config.Options, vllm_config: Any)
     if vllm_compat.is_first_rank():
         for step_plan, count in shared.items():
             logger.info("attention=%s: %s", options.attention, step_plan.describe(count))
+
+
+def epilogues(layers: Mapping[str, Any]) -> str:
+    """What the decodes of these layers do beyond the attention, for the report; empty without
+    plans. Each reason against it is named once."""
+    plans = [(getattr(layer, ATTRIBUTE, None), layer) for layer in layers.values()]
+    reasons = dict.fromkeys(plan.epilogue(layer) for plan, layer in plans if plan is not None)
+    return "; ".join(f"none: {why}" if why else "W_UV" for why in reasons)
 
 
 def _settings(

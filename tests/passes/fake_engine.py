@@ -131,7 +131,7 @@ class Layer(MLAAttention):
         self._k_scale = torch.tensor(0.5)
         self._q_scale = torch.tensor(0.25)
         self.kv_lora_rank, self.qk_rope_head_dim = LATENT, ROPE
-        self.qk_nope_head_dim = NOPE
+        self.qk_nope_head_dim, self.v_head_dim = NOPE, VALUE
         self.W_UK_T = torch.randn((HEADS, NOPE, LATENT), generator=generator).to(spec.dtype)
         self.W_UV = torch.randn((HEADS, LATENT, VALUE), generator=generator).to(spec.dtype)
         stored = torch.uint8 if spec.kv_cache_dtype == "fp8" else spec.dtype
