@@ -279,6 +279,21 @@ def test_check_needs_no_engine_to_say_that_no_gpu_decodes(changes, argv, said, t
 
 
 @pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({}, "with the merge in one launch for up to 2 query rows"),
+        ({"num_attention_heads": 16}, "with the merge in one launch for up to 16 query rows"),
+        ({"v_head_dim": 72}, "on its own"),
+    ],
+)
+def test_check_names_the_epilogue_of_the_portable_decode(changes, said):
+    cut = shrink.cut({**MANY, **changes}, "DeepseekV3ForCausalLM", layers=2)
+    notes, declined = check._ask_decode(check.Settings(Path("m"), attention="portable"), cut)
+    assert not declined
+    assert notes == [f"  epilogue of the decode: product with W_UV, {said}"]
+
+
+@pytest.mark.parametrize(
     "attention, platforms, aiters", [("auto", 2, True), ("portable", 2, False), ("aiter", 1, True)]
 )
 def test_check_names_the_backends_that_go_with_the_decode(attention, platforms, aiters):

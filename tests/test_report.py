@@ -105,9 +105,12 @@ def test_layers_are_counted_by_code_with_the_detail_of_the_first():
 def test_the_report_of_a_graph_survives_its_file(tmp_path):
     spec = Spec("deepseek", layers=2)
     report.add(fuse(build(spec), spec))
-    stored = report.take("reference", 4, "V3", {"vLLM": "0.32.0"}, attention="aiter")
+    stored = report.take(
+        "reference", 4, "V3", {"vLLM": "0.32.0"}, attention="portable", epilogue="W_UV"
+    )
     assert stored is not None and stored.ranges[0].layer is not None
-    assert "provider reference, attention aiter, decode bucket 4 tokens" in stored.lines()[0]
+    said = "provider reference, attention portable, epilogue W_UV, decode bucket 4 tokens"
+    assert said in stored.lines()[0]
     report.store(tmp_path / "r.json", stored)
     assert report.find(tmp_path / "r.json") == stored
     assert (tmp_path / "r.json").stat().st_size < 20_000

@@ -1,5 +1,6 @@
 """The portable decode in place of a backend's `forward_mqa`: one plan for all layers of a pass."""
 
+import sys
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -149,6 +150,82 @@ def test_padded_rows_are_zero():
     with engine.step(metadata):
         out = attend("a", query(3))
     assert out[0].any() and not out[1:].any()
+
+
+def test_the_decode_multiplies_with_w_uv_itself(monkeypatch):
+    """In bf16: what the layer's own product gives, padded rows included."""
+    monkeypatch.setattr(sys.modules[__name__], "SPEC", Spec(dtype=torch.bfloat16))
+    engine = Engine(drafts=1)
+    layer = engine.layers["a"]
+    epilogues = []
+    decode = attention.persistent_mla_decode
+    monkeypatch.setattr(
+        step_plan.attention,
+        "persistent_mla_decode",
+        lambda *args, **kwargs: epilogues.append(kwargs["epilogue"]) or decode(*args, **kwargs),
+    )
+    monkeypatch.setattr(layer, "_v_up_proj", Mock(side_effect=AssertionError("called")))
+    assert step_plan.epilogues(engine.layers) == "W_UV"
+    metadata = engine.metadata([2, 0, 0], [4, 0, 0])
+    metadata.num_actual_tokens = metadata.num_decode_tokens = 4
+    with engine.step(metadata):
+        out = attend("a", query(4))
+    assert epilogues[0].w_uv is layer.W_UV and epilogues[0].scale is None
+    latents = getattr(layer, step_plan.ATTRIBUTE).out[:4]
+    assert latents[:2].any() and not latents[2:].any()
+    want = torch.einsum("thl,hlv->thv", latents.double(), layer.W_UV.double()).flatten(1)
+    torch.testing.assert_close(out.double(), want, rtol=2**-8, atol=1e-6)
+    # The object that vllm#55741 puts in the place of W_UV.
+    layer.W_UV = SimpleNamespace(weight=layer.W_UV)
+    with engine.step(metadata):
+        assert torch.equal(attend("a", query(4)), out)
+    before = [layer.kv_cache.clone() for layer in engine.layers.values()]
+    runtime.warm_up_attention(engine.layers)
+    assert epilogues[-1] is not None
+    for each, cache in zip(engine.layers.values(), before, strict=True):
+        assert torch.equal(each.kv_cache, cache)
+
+
+@pytest.mark.parametrize(
+    "change, why",
+    [
+        ({}, "W_UV is torch.float32, the activations are torch.float32"),
+        ({"W_UV": None}, "neither W_UV nor W_UV.weight is a plain tensor"),
+        ({"is_aiter_triton_fp8_bmm_enabled": True}, "neither W_UV nor W_UV.weight is a plain"),
+        ({"W_UV": torch.zeros(2, 16, 6).bfloat16()}, "W_UV is torch.bfloat16, the activations"),
+    ],
+)
+def test_layers_whose_product_is_their_own(change, why):
+    """They are decoded as before, and the report says why."""
+    engine = Engine()
+    layer = engine.layers["a"]
+    for name, value in change.items():
+        setattr(layer, name, value)
+    assert why in getattr(layer, step_plan.ATTRIBUTE).epilogue(layer)
+    assert step_plan.epilogues({"a": layer}).startswith(f"none: {why}")
+    assert step_plan.epilogues({}) == ""
+    called = Mock()
+    layer._v_up_proj = called
+    metadata = engine.metadata([1, 1, 1], [3, 8, 1])
+    with engine.step(metadata):
+        attend("a", query(3))
+    assert called.call_count == 1
+
+
+def test_a_warm_up_runs_each_kind_of_w_uv(monkeypatch):
+    """Layers that share a plan may have W_UV of other strides, which compile other kernels."""
+    monkeypatch.setattr(sys.modules[__name__], "SPEC", Spec(dtype=torch.bfloat16))
+    engine = Engine()
+    layer = engine.layers["b"]
+    layer.W_UV = layer.W_UV.transpose(1, 2).contiguous().transpose(1, 2)
+    strides = []
+    monkeypatch.setattr(
+        step_plan.attention,
+        "persistent_mla_decode",
+        lambda *_, epilogue, **__: strides.append(epilogue.w_uv.stride()),
+    )
+    runtime.warm_up_attention(engine.layers)
+    assert sorted(strides) == sorted(layer.W_UV.stride() for layer in engine.layers.values())
 
 
 @pytest.mark.parametrize(

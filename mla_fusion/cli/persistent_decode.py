@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mla_fusion.attention import selection, triton
+from mla_fusion.attention import selection, triton, triton_epilogue
 from mla_fusion.report.reasons import Decline
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+ROWS = 512  # more query rows of a step than the epilogue has in one launch
 
 
 def of_aiter(
@@ -41,9 +43,13 @@ def of_aiter(
     return [], [Decline("aiter-attention", f"{heads} heads, {'; '.join(said)}")]
 
 
-def of_triton(shape: Mapping[str, Any], cache: str) -> list[Decline]:
-    """Why attention=portable does not take a model on a GPU; empty if it does."""
+def of_triton(shape: Mapping[str, Any], cache: str) -> tuple[list[str], list[Decline]]:
+    """What attention=portable does with a model on a GPU, and why not; arguments as `of_aiter`."""
     stored = torch.float8_e4m3fn if cache.startswith("fp8") else torch.bfloat16
     widths = shape["kv_lora_rank"], shape["qk_rope_head_dim"]
-    why = triton.unsupported(torch.bfloat16, stored, *widths)
-    return [Decline("portable-attention", f"triton: {why}")] if why else []
+    if why := triton.unsupported(torch.bfloat16, stored, *widths):
+        return [], [Decline("portable-attention", f"triton: {why}")]
+    layer = shape["num_attention_heads"], shape["v_head_dim"]
+    rows = max((n for n in range(1, ROWS + 1) if triton_epilogue.choose(n, *layer)), default=0)
+    launch = f"with the merge in one launch for up to {rows} query rows" if rows else "on its own"
+    return [f"  epilogue of the decode: product with W_UV, {launch}"], []

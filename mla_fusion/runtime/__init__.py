@@ -301,15 +301,18 @@ def _show(progress: str) -> None:
 
 
 def warm_up_attention(layers: Mapping[str, Any]) -> None:
-    """Run every plan of the model `layers` once, so that its kernels are compiled or loaded.
+    """Run every plan of the model `layers` once, and once for each kind of W_UV behind it, so that
+    its kernels are compiled or loaded.
 
     Raises:
         Exception: what a kernel raises, with a note on what to do. The engine does not start then.
     """
-    planned = {getattr(layer, step_plan.ATTRIBUTE, None): layer for layer in layers.values()}
-    for plan, layer in planned.items():
-        if plan is None or not layer.kv_cache.numel():
-            continue
+    planned: dict[Any, tuple[StepPlan, Any]] = {}
+    for layer in layers.values():
+        plan = getattr(layer, step_plan.ATTRIBUTE, None)
+        if plan is not None and layer.kv_cache.numel():
+            planned[plan, plan.variant(layer)] = plan, layer
+    for plan, layer in planned.values():
         try:
             plan.warm_up(_cache_view(layer.kv_cache, layer.kv_cache_dtype), layer)
         except Exception as error:

@@ -54,6 +54,11 @@ class StepPlan:
             return f"W_UV is {weight.dtype}, the activations are {self.out.dtype}"
         return ""
 
+    def variant(self, layer: Any) -> tuple[Any, ...]:
+        """What kernels depend on besides the plan: width and strides of W_UV, if they read it."""
+        weight = None if self.epilogue(layer) else vllm_compat.value_weight(layer)
+        return () if weight is None else (weight.shape[2], *weight.stride())
+
     def describe(self, layers: int) -> str:
         """What it is for, in a line of the log; `layers` share it."""
         plan, settings = self.plan, self.plan.settings
@@ -101,9 +106,10 @@ class StepPlan:
         block_table: torch.Tensor,
         output: torch.Tensor,
     ) -> None:
+        weight = None if self.epilogue(layer) else vllm_compat.value_weight(layer)
         out, epilogue = self.out[: q.shape[0]], None
-        if not self.epilogue(layer):
-            epilogue = attention.Epilogue(vllm_compat.value_weight(layer), output)
+        if weight is not None:
+            epilogue = attention.Epilogue(weight, output)
         attention.persistent_mla_decode(
             q,
             kv_cache,
@@ -139,9 +145,8 @@ class StepPlan:
         """
         settings, device = self.plan.settings, self.plan.device
         executor = attention.get_provider(self.executor)
-        columns, values = settings.num_heads * layer.v_head_dim, layer.v_head_dim
-        if self.epilogue(layer):
-            values = None
+        columns = settings.num_heads * layer.v_head_dim
+        values = None if self.epilogue(layer) else layer.v_head_dim
         for length in range(1, settings.max_query_len + 1):
             for batch in executor.warm_up_batches(self.plan, values):
                 tokens = batch * length
