@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mla_fusion import cli, config, report
+from mla_fusion.attention import triton_epilogue
 from mla_fusion.cli import check, child, shrink, tiny_models
 from mla_fusion.cli.answer import Answer
 from mla_fusion.report import reasons
@@ -281,13 +282,16 @@ def test_check_needs_no_engine_to_say_that_no_gpu_decodes(changes, argv, said, t
 @pytest.mark.parametrize(
     "changes, said",
     [
-        ({}, "with the merge in one launch for up to 2 query rows"),
-        ({"num_attention_heads": 16}, "with the merge in one launch for up to 16 query rows"),
+        ({}, "with the merge in one launch for up to 5 query rows"),
         ({"v_head_dim": 72}, "on its own"),
     ],
 )
-def test_check_names_the_epilogue_of_the_portable_decode(changes, said):
-    cut = shrink.cut({**MANY, **changes}, "DeepseekV3ForCausalLM", layers=2)
+def test_check_names_the_epilogue_of_the_portable_decode(changes, said, monkeypatch):
+    original = triton_epilogue.choose
+    monkeypatch.setattr(
+        triton_epilogue, "choose", lambda rows, *layer: rows <= 5 and original(1, *layer)
+    )
+    cut = shrink.cut({**MANY, **changes}, "DeepseekV3ForCausalLM", 2, 1)
     notes, declined = check._ask_decode(check.Settings(Path("m"), attention="portable"), cut)
     assert not declined
     assert notes == [f"  epilogue of the decode: product with W_UV, {said}"]

@@ -1,0 +1,200 @@
+"""The epilogue of the reference against the formula, its arguments, and how Triton launches it."""
+
+import pytest
+import torch
+
+from mla_fusion.attention import Epilogue, persistent_mla_decode
+from mla_fusion.attention.validate import Inputs
+from mla_fusion.cli.compare import distance, steps
+from tests.attention.decodes import BF16, FN, FNUZ, FP16, arguments, definition, plan_for, refresh
+
+HEADS, LATENT, VALUES = 4, 64, 32
+WIDTH = HEADS * VALUES
+
+
+def layer(dtype=BF16, dense="latent", values=VALUES):
+    """W_UV [H, L, V]."""
+    g = torch.Generator().manual_seed(3)
+    w_uv = torch.randn(HEADS, LATENT, values, generator=g).to(dtype)
+    return w_uv.transpose(1, 2).contiguous().transpose(1, 2) if dense == "latent" else w_uv
+
+
+@pytest.mark.parametrize("dense", ["latent", "values"])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_attention_times_w_uv(dtype, dense):
+    rows, lens = [3, 1, 2], [500, 33, 1]  # one row of the last sees no key
+    given = arguments(rows, lens, num_heads=HEADS, q_dtype=dtype, kv_dtype=dtype, overhead=1)
+    want, want_lse = definition(given, rows, lens)
+    w_uv = layer(dtype, dense)
+    # Columns of something else beside the result.
+    wide = torch.full((6, WIDTH + 8), 7.0, dtype=dtype)
+    epilogue = Epilogue(w_uv, wide[:, :WIDTH])
+    out, lse = persistent_mla_decode(**given, epilogue=epilogue, return_lse=True)
+    assert out is epilogue.out and (wide[:, WIDTH:] == 7).all()
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
+    # Rounded twice: the latent, then its product.
+    product = torch.einsum("thl,hlv->thv", want.to(dtype).double(), w_uv.double()).flatten(1)
+    assert distance(out, product) <= 4e-3
+    assert (out.view(6, HEADS, VALUES)[want_lse.isneginf()] == 0).all()
+    assert want_lse.isneginf().any()
+
+
+@pytest.mark.parametrize("fp8, most", [(FN, 448.0), (FNUZ, 224.0)])
+def test_groups_have_vllms_scales(fp8, most):
+    given = arguments([1, 1], [20, 0], num_heads=HEADS)
+    plain = Epilogue(layer(), torch.empty(2, WIDTH, dtype=BF16))
+    y = persistent_mla_decode(**given, epilogue=plain)[0].double()
+    assert y[0].any() and not y[1].any()
+    column_major = torch.empty(WIDTH // 128, 2).T
+    for scale in (torch.empty(2, WIDTH // 128), column_major):
+        group = Epilogue(layer(), torch.empty(2, WIDTH, dtype=fp8), scale)
+        out, _ = persistent_mla_decode(**given, epilogue=group)
+        amax = y.abs().view(2, -1, 128).amax(-1).clamp(min=1e-10)
+        assert torch.equal(scale, (amax.float() / torch.tensor(most)))
+        value = out.double() * scale.double()
+        # Half a step of three bits of mantissa.
+        assert ((value - y).abs() <= y.abs() / 16 + scale.double() * 2**-9).all()
+        assert out.double().abs().max() == most
+
+
+def test_a_tensor_scale_is_given():
+    given = arguments([1, 1], [20, 90], num_heads=HEADS)
+    y = persistent_mla_decode(
+        **given, epilogue=Epilogue(layer(), torch.empty(2, WIDTH, dtype=BF16))
+    )[0]
+    scale = y.abs().amax().float().view(1) / 300
+    want = (y.float() * (1 / scale)).to(FN)
+    fine = Epilogue(layer(), torch.empty(2, WIDTH, dtype=FN), scale)
+    assert torch.equal(persistent_mla_decode(**given, epilogue=fine)[0], want)
+    # What is too large is stored as the largest.
+    small = Epilogue(layer(), torch.empty(2, WIDTH, dtype=FN), scale / 10)
+    out = persistent_mla_decode(**given, epilogue=small)[0]
+    assert out.float().abs().max() == 448 and int(steps(out, want).max()) > 1
+
+
+def test_rows_behind_the_batch_are_products_of_what_out_holds():
+    given = arguments([1, 1], [20, 30], num_heads=HEADS)
+    refresh(given["plan"], [1, 1], [20, 30], num_tokens=4)
+    given["q"] = torch.cat((given["q"], given["q"]))
+    out = torch.zeros(4, HEADS, LATENT, dtype=BF16)
+    out[3] = 1
+    epilogue = Epilogue(layer(), torch.full((4, WIDTH), 7.0, dtype=BF16))
+    persistent_mla_decode(**given, out=out, epilogue=epilogue)
+    assert epilogue.out[:2].any() and not epilogue.out[2].any()
+    want = layer().double().sum(1).flatten()
+    torch.testing.assert_close(epilogue.out[3].double(), want, rtol=2**-8, atol=1e-3)
+
+
+def epilogue(**change):
+    """A valid epilogue of two rows, with `change`."""
+    return Epilogue(**{"w_uv": layer(), "out": torch.zeros(2, WIDTH, dtype=BF16), **change})
+
+
+FP8_OUT = torch.zeros(2, WIDTH).to(FN)
+BAD = [
+    (epilogue(w_uv=layer()[:3]), r"w_uv must be \[4, 64, V\]"),
+    (epilogue(w_uv=layer().float()), "w_uv must be bf16 or fp16"),
+    (epilogue(w_uv=layer(dense="values")[..., ::2]), "w_uv must be dense in L or in V"),
+    (epilogue(w_uv=layer(FP16)), "epilogue.out must be torch.float16 without a scale"),
+    (epilogue(out=torch.zeros(2, 64).to(BF16)), r"epilogue.out must be \[2, 128\]"),
+    (epilogue(out=torch.zeros(128, 2).to(BF16).T), "epilogue.out must be dense in its last"),
+    (epilogue(out=FP8_OUT), "epilogue.out must be torch.bfloat16 without a scale"),
+    (epilogue(scale=torch.ones(1)), r"epilogue.out must be fp8 \(e4m3\) with a scale"),
+    (epilogue(out=FP8_OUT, scale=torch.ones(1).double()), "epilogue.scale must be fp32"),
+    (epilogue(out=FP8_OUT, scale=torch.ones(2)), r"epilogue.scale must be \[1\], or"),
+    (epilogue(out=FP8_OUT, scale=torch.ones(1, 2)), r"epilogue.scale must be \[1\], or"),
+    (epilogue(out=torch.zeros(2, WIDTH, device="meta").to(BF16)), "epilogue.out must be on cpu"),
+]
+
+
+@pytest.mark.parametrize("change, message", BAD)
+def test_refused(change, message):
+    given = arguments([1, 1], [20, 30], num_heads=HEADS)
+    persistent_mla_decode(**given, epilogue=epilogue())
+    with pytest.raises(ValueError, match=message):
+        persistent_mla_decode(**given, epilogue=change)
+
+
+def test_the_latents_are_of_the_type_of_w_uv():
+    given = arguments([1, 1], [20, 30], num_heads=HEADS)
+    with pytest.raises(ValueError, match=r"out must be torch\.bfloat16, as w_uv"):
+        out = torch.zeros(2, HEADS, LATENT)
+        persistent_mla_decode(**given, out=out, epilogue=epilogue())
+
+
+triton = pytest.importorskip("triton")
+from mla_fusion.attention import epilogue_kernel, triton_kernels  # noqa: E402
+from mla_fusion.attention import triton as provider  # noqa: E402
+from mla_fusion.attention import triton_epilogue as epilogues  # noqa: E402
+
+
+def test_every_shape_can_be_launched():
+    """Powers of two that divide what they cut, for all that vLLM may ask."""
+    for values in (16, 64, 96, 128, 192, 256):
+        for heads in (1, 8, 20, 128):
+            for slots in range(1, 300):
+                for quantization in ("none", "tensor", "group"):
+                    shape = epilogues.choose(slots, heads, values, quantization)
+                    if shape is None:
+                        continue
+                    sizes = shape.rows, shape.columns, shape.pieces, shape.warps
+                    assert all(n > 0 and n & (n - 1) == 0 for n in sizes), shape
+                    assert values % shape.columns == 0 and shape.rows < 2 * slots
+                    assert quantization != "group" or shape.columns == 128
+    assert epilogues.choose(1, 16, 128) and not epilogues.choose(10_000, 128, 128)
+    assert epilogues.choose(1, 16, 72) is None, "columns that no power of two divides"
+    assert epilogues.choose(1, 16, 192, "group") is None, "groups of two heads"
+
+
+@pytest.mark.parametrize("quantization", ["none", "group"])
+def test_a_warm_up_runs_every_shape(quantization):
+    """Each that a step of up to 3 query rows a sequence launches, and each reduction."""
+    plan = plan_for(max_batch=40, max_query_len=3, num_heads=16, workers=132)
+
+    def launches(rows, batches):
+        """What follows the decode of so many sequences of `rows` query rows."""
+        for batch in batches:
+            shape = epilogues.choose(batch * rows, 16, 128, quantization)
+            yield shape or provider.reduction(batch * plan.fold, plan.heads_per_work)
+
+    batches = provider.warm_up_batches(plan, 128, quantization)
+    for rows in (1, 2, 3):
+        assert set(launches(rows, batches)) == set(launches(rows, range(1, 41)))
+
+
+@pytest.mark.parametrize("batch, kernels", [(1, ["epilogue"]), (64, ["reduce"])])
+def test_the_launches(monkeypatch, batch, kernels):
+    """One behind the decode, with programs for all rows, heads and columns; or the reduction."""
+    launched = []
+
+    class Launches:
+        def __init__(self, name):
+            self.name = name
+
+        def __getitem__(self, grid):
+            launched.append((self.name, grid))
+            return lambda *_, **__: None
+
+    shape = epilogues.Shape(1, 16, 32, 8) if batch == 1 else None
+    monkeypatch.setattr(epilogues, "choose", lambda *_: shape)
+    monkeypatch.setattr(triton_kernels, "decode_kernel", Launches("decode"))
+    monkeypatch.setattr(triton_kernels, "reduce_kernel", Launches("reduce"))
+    monkeypatch.setattr(epilogue_kernel, "epilogue_kernel", Launches("epilogue"))
+    plan = plan_for(max_batch=64, num_heads=HEADS, v_head_dim=LATENT, workers=132)
+    refresh(plan, [1] * batch, [9] * batch, batch + (batch == 1))
+    tokens = batch + (batch == 1)
+    q, table = torch.zeros(tokens, HEADS, 80, dtype=BF16), torch.zeros(batch, 9).int()
+    out = torch.full((tokens, WIDTH), torch.nan, dtype=BF16)
+    latents = torch.ones(tokens, HEADS, LATENT, dtype=BF16)
+    given = Inputs(
+        q, torch.zeros(9, 16, 80, dtype=BF16), plan, table, 0.1, None, None, latents, None,
+        Epilogue(layer(), out),
+    )  # fmt: skip
+    provider.launch(given)
+    assert [name for name, _ in launched] == ["decode", *kernels] and not plan.fresh
+    if batch == 1:
+        # Two rows: one of a sequence, one behind the last.
+        assert launched[-1][1] == (2, 2, HEADS)
+    else:
+        torch.testing.assert_close(out[5].double(), layer().double().sum(1).flatten(), rtol=0.01,
+                                   atol=0.05)  # fmt: skip
