@@ -35,7 +35,7 @@ class Case:
     shape: Shape
     heads: int = 2
     values: int = 64
-    latent: int = 256
+    latent: int = 128
     padding: int = 0
     dtype: torch.dtype = BF16
     dense: str = "latent"
@@ -53,8 +53,7 @@ CASES = {
     "drafts, one row": Case((2, 0, 2), (5, 0, 0), ONE),
     "padding": Case((2, 1, 2), (2, 0, 1), SOME, padding=4),
     "more padding than slots": Case((1,), (2,), Shape(2, 16, 4, 4), padding=5),
-    "folded heads": Case((1, 2), (2, 3), Shape(2, 16, 2, 4), heads=70, values=16, latent=32),
-    "128 heads": Case((1,), (2,), Shape(1, 32, 4, 4), heads=128, values=32, latent=32),
+    "folded heads": Case((1, 2), (2, 3), Shape(2, 16, 2, 4), heads=18, values=16, latent=16),
     "256 values": Case((1, 1), (4, 0), Shape(2, 128, 2, 4), values=256),
     "320 latents": Case((1, 1), (4, 0), Shape(2, 64, 2, 4), latent=320),
     "fp16": Case((1, 1), (2, 3), SOME, dtype=FP16),
@@ -66,7 +65,11 @@ def make(case, quantization="none", fp8=FN, lse=False):
     g = torch.Generator().manual_seed(len(case.rows) + sum(case.pieces))
     most = max(case.rows)
     plan = decodes.plan_for(
-        max_batch=len(case.rows), max_query_len=most, num_heads=case.heads, v_head_dim=case.latent
+        max_batch=len(case.rows),
+        max_query_len=most,
+        num_heads=case.heads,
+        v_head_dim=case.latent,
+        heads_per_work=16,
     )
     tokens = sum(case.rows) + case.padding
     decodes.refresh(plan, case.rows, [n + 9 for n in case.rows], tokens)
@@ -194,20 +197,21 @@ def check_quantized(product, got, quantization):
     assert agreement((got.out, want.out))[0] > 0.999
 
 
-@pytest.mark.parametrize("quantization", ["none", "tensor", "group"])
-@pytest.mark.parametrize("separate", [False, True], ids=["fused", "separate"])
+@pytest.mark.parametrize(
+    "separate, quantization", [(False, "none"), (True, "none"), (True, "group")]
+)
 def test_decode(monkeypatch, separate, quantization):
     """The whole decode against that of the reference."""
     if separate:
         monkeypatch.setattr(epilogues, "choose", lambda *_: None)
-    rows, lens = [2, 1, 1], [90, 70, 5]
-    given = decodes.arguments(rows, lens, 32, num_heads=8, workers=5, overhead=1)
+    rows, lens = [2, 1], [40, 5]
+    given = decodes.arguments(rows, lens, 32, num_heads=2, workers=5, overhead=1)
     assert given["plan"].reduce_indptr[-1] > 0
-    w_uv = torch.randn(8, 128, 64).to(BF16).transpose(1, 2) / 8
+    w_uv = torch.randn(2, 128, 64).to(BF16).transpose(1, 2) / 8
     results = {}
     for provider in ("triton", "reference"):
-        out = torch.empty(4, 1024, dtype=BF16 if quantization == "none" else FN)
-        scale = {"tensor": torch.tensor([0.01]), "group": torch.empty(4, 8)}.get(quantization)
+        out = torch.empty(3, 256, dtype=BF16 if quantization == "none" else FN)
+        scale = {"tensor": torch.tensor([0.01]), "group": torch.empty(3, 2)}.get(quantization)
         epilogue = Epilogue(w_uv, out, scale)
         got, lse = persistent_mla_decode(
             **given, epilogue=epilogue, return_lse=True, provider=provider
@@ -215,7 +219,7 @@ def test_decode(monkeypatch, separate, quantization):
         assert got is out
         value = out.float()
         if quantization == "group":
-            value = (value.view(4, 8, 128) * scale[..., None]).flatten(1)
+            value = (value.view(3, 2, 128) * scale[..., None]).flatten(1)
         results[provider] = value, lse
     (got, lse), (want, want_lse) = results["triton"], results["reference"]
     assert distance(got, want) <= (6e-3 if quantization == "none" else 2e-2)
