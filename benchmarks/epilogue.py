@@ -17,7 +17,7 @@ import argparse
 import csv
 import dataclasses
 import itertools
-import math
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -35,11 +35,16 @@ from mla_fusion.cli.bench import environment
 from mla_fusion.cli.bench_region import capture_calls, interleave, quantiles
 from mla_fusion.cli.compare import steps
 
+try:
+    from vllm import _custom_ops as ops
+    from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
+except ImportError:
+    ops = None
+
 FACTS = ["gpu", "driver", "torch", "triton", "vllm", "commit", "command"]
-RESULT = ["tokens", "heads", "pieces", "values", "quantization", "place", "candidate", "chosen"]
-RESULT += ["p20_us", "p50_us", "p80_us", "worst_step"]
-FP8, BF16, PAGE = torch.float8_e4m3fn, torch.bfloat16, 64
-LATENT, ROPE = 512, 64
+KEY = ["tokens", "heads", "pieces", "values", "quantization", "place"]
+RESULT = [*KEY, "candidate", "chosen", "p20_us", "p50_us", "p80_us", "worst_step"]
+FP8, BF16, PAGE, LATENT, ROPE = torch.float8_e4m3fn, torch.bfloat16, 64, 512, 64
 WEIGHTS = 2**28  # bytes of W_UV that a graph walks over, several times the L2 cache
 Step = Callable[[Inputs], object]
 
@@ -87,47 +92,30 @@ def make(case: Case) -> list[Inputs]:
     return calls
 
 
-def separate(quantize: Callable[[torch.Tensor, Epilogue], object]) -> Step:
-    """Reduction, product and `quantize`."""
+def separate(given: Inputs) -> object:
+    """Reduction, product and quantization."""
+    epilogue = given.epilogue
+    provider.merge(given)
+    if epilogue.scale is None or ops is None:
+        return epilogues.multiply(given)
+    product = torch.empty_like(epilogue.out, dtype=BF16)
+    epilogues.multiply(dataclasses.replace(given, epilogue=Epilogue(epilogue.w_uv, product)))
+    if epilogue.quantization == "tensor":
+        return ops.scaled_fp8_quant(product, epilogue.scale, output=epilogue.out)
+    options = {"column_major_scales": True, "out_q": epilogue.out, "use_ue8m0": False}
+    _, scale = per_token_group_quant_fp8(product, GROUP, **options)
+    # Only where the result is checked.
+    return None if torch.cuda.is_current_stream_capturing() else epilogue.scale.copy_(scale)
 
-    def step(given: Inputs) -> None:
-        epilogue = given.epilogue
-        provider.merge(given)
-        product = torch.empty_like(epilogue.out, dtype=BF16)
-        if epilogue.scale is None:
-            product = epilogue.out
-        plain = dataclasses.replace(epilogue, out=product, scale=None)
-        epilogues.multiply(dataclasses.replace(given, epilogue=plain))
-        if epilogue.scale is not None:
-            quantize(product, epilogue)
 
-    return step
-
-
-def vllm_quantize() -> Callable[[torch.Tensor, Epilogue], object]:
-    """vLLM's own quantization ops."""
-    from vllm import _custom_ops as ops
-    from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
-
-    def quantize(product: torch.Tensor, epilogue: Epilogue) -> None:
-        if epilogue.quantization == "tensor":
-            ops.scaled_fp8_quant(product, epilogue.scale, output=epilogue.out)
-            return
-        _, scale = per_token_group_quant_fp8(
-            product, GROUP, column_major_scales=True, out_q=epilogue.out, use_ue8m0=False
-        )
-        if not torch.cuda.is_current_stream_capturing():
-            epilogue.scale.copy_(scale)
-
-    return quantize
+def name_of(shape: Shape | None) -> str:
+    """Of the candidate with this shape."""
+    return "x".join(map(str, dataclasses.astuple(shape))) if shape else "separate"
 
 
 def candidates(case: Case, tune: bool) -> dict[str, Step]:
     """Who computes what follows the decode."""
-    try:
-        found = {"separate": separate(vllm_quantize())}
-    except ImportError:
-        found = {"separate": separate(epilogues.quantize)}
+    found: dict[str, Step] = {"separate": separate}
     group = case.quantization == "group"
     shapes = {epilogues.choose(case.tokens, case.heads, case.values, case.quantization)}
     # Where separate launches are chosen, to see that this is right.
@@ -142,8 +130,7 @@ def candidates(case: Case, tune: bool) -> dict[str, Step]:
             if rows <= case.tokens and 8 <= rows * pieces <= 32 and case.values % columns == 0
         }
     for shape in shapes - {None}:
-        name = "x".join(map(str, dataclasses.astuple(shape)))
-        found[name] = lambda given, shape=shape: epilogues.launch(given, shape)
+        found[name_of(shape)] = lambda given, shape=shape: epilogues.launch(given, shape)
     return found
 
 
@@ -182,8 +169,7 @@ def measure(case: Case, tune: bool, rounds: int) -> list[dict]:
     graphs["alone", ""] = capture_calls(lambda i: provider.decode(calls[i]), len(calls))
     times = interleave(graphs, len(calls), rounds)
     alone, rows = quantiles(times.pop(("alone", "")))[1], []
-    shape = epilogues.choose(case.tokens, case.heads, case.values, case.quantization)
-    chosen = "x".join(map(str, dataclasses.astuple(shape))) if shape else "separate"
+    chosen = name_of(epilogues.choose(case.tokens, case.heads, case.values, case.quantization))
     for (place, name), samples in times.items():
         less = alone if place == "behind" else 0.0
         p20, p50, p80 = (round(x - less, 3) for x in quantiles(samples))
@@ -196,30 +182,30 @@ def measure(case: Case, tune: bool, rounds: int) -> list[dict]:
 def show(rows: list[dict]) -> None:
     """The five fastest of a case, what `choose` says with a star, wrong results with a mark."""
     for place in ("back", "behind"):
-        line = " | ".join(
-            f"{r['candidate']}{'*' if r['chosen'] else ''} {r['p50_us']:.2f}"
-            f" ({r['p20_us']:.2f}-{r['p80_us']:.2f}){'!' * (r['worst_step'] > 1)}"
-            for r in sorted(rows, key=lambda r: r["p50_us"])
-            if r["place"] == place
-        )
+        here = sorted((r for r in rows if r["place"] == place), key=lambda r: r["p50_us"])
+        found = [
+            f"{r['candidate']}{'*' * r['chosen']} {r['p50_us']:.2f} ({r['p20_us']:.2f}-"
+            f"{r['p80_us']:.2f}){'!' * (r['worst_step'] > 1)}"
+            for r in here[:5]
+        ]
         case = "T={tokens} H={heads} S={pieces} {quantization}".format(**rows[0])
-        print(f"{case} {place}: {' | '.join(line.split(' | ')[:5])}", flush=True)
+        print(f"{case} {place}: {' | '.join(found)}", flush=True)
 
 
 def summary(rows: list[dict]) -> None:
     """Where what `choose` says loses, and by how much the best would win."""
     table: dict = {}
     for row in rows:
-        key = tuple(row[name] for name in RESULT[:6])
+        key = tuple(row[name] for name in KEY)
         table.setdefault(key, {})[row["candidate"]] = row["p50_us"], row["chosen"]
     gains = []
     for key, found in table.items():
         best = min(found, key=lambda name: found[name][0])
-        ours = next((time for time, chosen in found.values() if chosen), math.nan)
+        ours = next((time for time, chosen in found.values() if chosen), float("nan"))
         gains.append(found["separate"][0] / ours)
         if found[best][0] < 0.97 * ours:
             print(f"{key}: chosen {ours:.2f}, {best} {found[best][0]:.2f}")
-    mean = math.exp(sum(map(math.log, gains)) / len(gains))
+    mean = statistics.geometric_mean(gains)
     print(f"chosen against separate: geometric mean {mean:.2f}, least {min(gains):.2f}")
     print(f"wrong rows: {[row for row in rows if row['worst_step'] > 1]}")
 
@@ -241,6 +227,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.tokens, options.heads, options.pieces = (1, 8, 32), (16, 128), (1, 16)
+    grid = (options.tokens, options.heads, options.pieces, [options.values], options.quantization)
     start, known = time.monotonic(), environment(options.commit)
     facts = {name: known[name] for name in FACTS if name in known}
     facts["command"] = f"benchmarks/epilogue.py --rounds {options.rounds} --values {options.values}"
@@ -252,17 +239,12 @@ def main() -> None:
     with options.csv.open("w", newline="") as file:
         writer = csv.DictWriter(file, FACTS + RESULT)
         writer.writeheader()
-        for tokens, heads, pieces, quantization in itertools.product(
-            options.tokens, options.heads, options.pieces, options.quantization
-        ):
-            case = Case(tokens, heads, pieces, options.values, quantization)
+        for case in itertools.starmap(Case, itertools.product(*grid)):
             if time.monotonic() - start > options.seconds:
-                print(f"no time for {case}")
-                continue
-            new = measure(case, options.tune, options.rounds)
+                break
+            rows += (new := measure(case, options.tune, options.rounds))
             writer.writerows(facts | row for row in new)
             file.flush()
-            rows += new
             show(new)
             torch.cuda.empty_cache()
     summary(rows)

@@ -205,9 +205,13 @@ def test_custom_pass_hook_without_the_plugin(job, alone):
     assert custom["logprobs"] == alone["logprobs"]
 
 
-def test_the_portable_decode_gives_the_same_tokens_from_one_refresh_a_step(job):
+@pytest.mark.parametrize(
+    "dtype, apart", [("float32", 1e-3), pytest.param("bfloat16", 5e-2, marks=pytest.mark.nightly)]
+)
+def test_the_portable_decode_gives_the_same_tokens_from_one_refresh_a_step(job, dtype, apart):
+    """In bf16 its epilogue multiplies with W_UV."""
     backend, portable = (
-        run(job(FLAG | {"attention": name}, dtype="float32")) for name in ("auto", "portable")
+        run(job(FLAG | {"attention": name}, dtype=dtype)) for name in ("auto", "portable")
     )
     assert backend["refreshes"] == []
     # All four prompts are prefilled in one step; then every step decodes four tokens, and the
@@ -215,4 +219,4 @@ def test_the_portable_decode_gives_the_same_tokens_from_one_refresh_a_step(job):
     assert portable["refreshes"] == [[1, 1]] + [[4, 4]] * (NEW_TOKENS - 1)
     assert portable["tokens"] == backend["tokens"]
     for ours, theirs in zip(portable["logprobs"], backend["logprobs"], strict=True):
-        assert ours == pytest.approx(theirs, abs=1e-3)
+        assert ours == pytest.approx(theirs, abs=apart)
