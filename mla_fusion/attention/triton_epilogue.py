@@ -47,7 +47,9 @@ def choose(slots: int, heads: int, values: int, quantization: str = "none") -> S
     rows = min(rows, 1 << (slots - 1).bit_length())
     if quantization == "group":
         # The maximum of a group is that of one program.
-        return Shape(rows, GROUP, 16 // rows, 8) if values % GROUP == 0 else None
+        if values % GROUP:
+            return None
+        return Shape(rows, GROUP, 16 // rows, 16 if rows == 1 else 8)
     programs, columns = -(-slots // rows) * heads * values // LEAST, LEAST
     while columns < 64 and programs > 160 and values % (2 * columns) == 0:
         programs, columns = programs // 2, 2 * columns
@@ -156,9 +158,11 @@ def arguments(given: Inputs, shape: Shape) -> tuple[tuple[Any, ...], dict[str, A
 def _latents(shape: Shape, latent: int) -> int:
     """Rows of W_UV that a program holds: a power of two that divides their number.
 
-    They are in registers, or go through shared memory, of which gfx942 has 64 KiB. More spill.
+    They stay in registers, or go through shared memory, of which gfx942 has 64 KiB. More spill.
     """
-    most = 2**13 if torch.version.hip else 2**15
+    most = 2**16 if shape.rows == 1 else 2**15
+    if torch.version.hip:
+        most = 2**13
     return min(latent & -latent, most // shape.columns)
 
 

@@ -98,7 +98,7 @@ def test_only_w_uv_and_the_plan_are_read_before_the_decode_has_ended(slots, quan
     assert order[0] == "PREEXIT", "the next kernel may be launched early too"
     before = order[: order.index("ACQBULK")]
     # W_UV: 16 bytes a thread and load. The plan: one number each.
-    wide = 2 * shape.columns * min(512, 2**15 // shape.columns) // (32 * shape.warps * 16)
+    wide = 2 * shape.columns * 512 // (32 * shape.warps * 16)
     assert before.count("LDG.128") == wide, order
     assert "STG" not in before
     pieces = [i for i, name in enumerate(order) if name == "LDG.128"][wide:]
