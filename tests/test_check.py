@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from mla_fusion import cli, config, report
-from mla_fusion.attention import triton_epilogue
 from mla_fusion.cli import check, child, shrink, tiny_models
 from mla_fusion.cli.answer import Answer
 from mla_fusion.report import reasons
@@ -282,15 +281,11 @@ def test_check_needs_no_engine_to_say_that_no_gpu_decodes(changes, argv, said, t
 @pytest.mark.parametrize(
     "changes, said",
     [
-        ({}, "with the merge in one launch for up to 5 query rows"),
-        ({"v_head_dim": 72}, "on its own"),
+        ({"num_attention_heads": 16}, "with the merge in one launch for one query row"),
+        ({}, "on its own"),
     ],
 )
-def test_check_names_the_epilogue_of_the_portable_decode(changes, said, monkeypatch):
-    original = triton_epilogue.choose
-    monkeypatch.setattr(
-        triton_epilogue, "choose", lambda rows, *layer: rows <= 5 and original(1, *layer)
-    )
+def test_check_names_the_epilogue_of_the_portable_decode(changes, said):
     cut = shrink.cut({**MANY, **changes}, "DeepseekV3ForCausalLM", 2, 1)
     notes, declined = check._ask_decode(check.Settings(Path("m"), attention="portable"), cut)
     assert not declined

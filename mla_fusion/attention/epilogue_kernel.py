@@ -98,9 +98,7 @@ def multiplied(w, x, sums, ROWS: tl.constexpr, DOT_ROWS: tl.constexpr):
     By matrix instructions unless DOT_ROWS is 1: rows repeat up to their least width, DOT_ROWS.
     """
     if DOT_ROWS == 1:
-        # Triton keeps a layout through all but a gather: W_UV would be moved to that of the merge.
-        x = tl.gather(tl.reshape(x, (x.shape[1],)), tl.arange(0, x.shape[1]), 0)
-        products = w.to(tl.float32) * x.to(tl.float32)[None, :]
+        products = w.to(tl.float32) * x.to(tl.float32)
         sums += tl.sum(products, 1)[:, None]
     else:
         REPEATS: tl.constexpr = DOT_ROWS // ROWS
@@ -158,12 +156,12 @@ def epilogue_kernel(
     latents = latent_ptr + rows.token * latent_stride_t + head * latent_stride_h
     sums = tl.zeros([COLUMNS, DOT_ROWS], tl.float32)
     for start in tl.static_range(0, L, LATENTS):
-        if start > 0:
-            w = tl.load(w_tile + (start + latent)[None, :] * w_row)
         x, lse = merged(
             rows, partial_ptr, partial_lse_ptr, reduce_partial_map_ptr, latents, start + latent,
             L, HEADS, ROWS, PIECES, PDL,
         )  # fmt: skip
+        if start > 0:
+            w = tl.load(w_tile + (start + latent)[None, :] * w_row)
         sums = multiplied(w, x, sums, ROWS, DOT_ROWS)
     y = sums.to(w_ptr.dtype.element_ty)
 

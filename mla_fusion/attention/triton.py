@@ -303,9 +303,7 @@ def reduction(tiles: int, rows: int) -> tuple[int, int, int]:
     return (1 if tiles * rows <= 2048 else 4), 4, 512
 
 
-def warm_up_batches(
-    plan: PlanBuffers, values: int | None = None, quantization: str = "none"
-) -> list[int]:
+def warm_up_batches(plan: PlanBuffers, values: int | None = None) -> list[int]:
     """Numbers of sequences that compile, together, all that steps of `plan` launch, with an
     epilogue of `values` columns a head if there is one."""
     batches: dict[Any, int] = {}
@@ -316,7 +314,7 @@ def warm_up_batches(
             batches.setdefault(merged, batch)
             continue
         for rows in range(1, settings.max_query_len + 1):
-            shape = triton_epilogue.choose(batch * rows, settings.num_heads, values, quantization)
+            shape = triton_epilogue.choose(batch * rows, settings.num_heads, values)
             batches.setdefault((rows, shape or merged), batch)
     return sorted(set(batches.values()))
 

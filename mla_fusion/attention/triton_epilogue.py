@@ -38,22 +38,14 @@ class Shape:
 def choose(slots: int, heads: int, values: int, quantization: str = "none") -> Shape | None:
     """The shape for `slots` query rows and results of `values` columns a head; None: separate.
 
-    By the model of bytes in benchmarks/NOTES.md, not by measurements: about one program a
-    multiprocessor, and separate launches where pieces and W_UV are read too often.
+    One launch was measured faster for one query row and 16 heads, without groups: 3.6 us, and 4.0
+    behind a decode, where separate ones take 6.5 and 6.8 (`benchmarks/results/epilogue_h200.csv`).
+    With 8 rows or 128 heads it reads pieces or W_UV too often.
     """
-    if slots * heads > 256 or values % LEAST:
+    shape = Shape(rows=1, columns=32, pieces=16, warps=4)
+    if slots > 1 or heads > 16 or values % shape.columns or quantization == "group":
         return None
-    rows = 4 if slots * heads > 128 else 2 if slots * heads > 64 else 1
-    rows = min(rows, 1 << (slots - 1).bit_length())
-    if quantization == "group":
-        # The maximum of a group is that of one program.
-        if values % GROUP:
-            return None
-        return Shape(rows, GROUP, 16 // rows, 16 if rows == 1 else 8)
-    programs, columns = -(-slots // rows) * heads * values // LEAST, LEAST
-    while columns < 64 and programs > 160 and values % (2 * columns) == 0:
-        programs, columns = programs // 2, 2 * columns
-    return Shape(rows, columns, 32 if rows == 1 and columns <= 32 else 16 // rows, 8)
+    return shape
 
 
 def slots_of(given: Inputs) -> int:
@@ -160,9 +152,7 @@ def _latents(shape: Shape, latent: int) -> int:
 
     They stay in registers, or go through shared memory, of which gfx942 has 64 KiB. More spill.
     """
-    most = 2**16 if shape.rows == 1 else 2**15
-    if torch.version.hip:
-        most = 2**13
+    most = 2**13 if torch.version.hip else 2**15
     return min(latent & -latent, most // shape.columns)
 
 

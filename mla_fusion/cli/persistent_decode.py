@@ -15,8 +15,6 @@ from mla_fusion.report.reasons import Decline
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-ROWS = 512  # more query rows of a step than the epilogue has in one launch
-
 
 def of_aiter(
     shape: Mapping[str, Any], query_len: int, cache: str
@@ -50,6 +48,6 @@ def of_triton(shape: Mapping[str, Any], cache: str) -> tuple[list[str], list[Dec
     if why := triton.unsupported(torch.bfloat16, stored, *widths):
         return [], [Decline("portable-attention", f"triton: {why}")]
     layer = shape["num_attention_heads"], shape["v_head_dim"]
-    rows = max((n for n in range(1, ROWS + 1) if triton_epilogue.choose(n, *layer)), default=0)
-    launch = f"with the merge in one launch for up to {rows} query rows" if rows else "on its own"
+    one = triton_epilogue.choose(1, *layer) is not None
+    launch = "with the merge in one launch for one query row" if one else "on its own"
     return [f"  epilogue of the decode: product with W_UV, {launch}"], []
