@@ -55,7 +55,8 @@ def decode_kernel(config):
 def decode_report(target, config, heads, dtype, *, maxnreg=None, **shape):
     """Report of one decode kernel, compiled and disassembled once for all tests."""
     args, options = decode_arguments(config, heads, dtype, **shape)
-    options |= {"maxnreg": maxnreg}
+    if maxnreg is not None:
+        options["maxnreg"] = maxnreg
     return compile_report(target, decode_kernel(config), args, options)
 
 
@@ -67,7 +68,7 @@ def test_the_width_of_the_table_is_no_variant(hopper, sparse):
     variants = []
     for columns in (1, 3, 64):
         args, options = decode_arguments(config, 16, BF16, columns=columns, sparse=sparse)
-        source = specialize(decode_kernel(config), args, options)
+        source, _ = specialize("sm_90", decode_kernel(config), args, options)
         variants.append((source.signature, source.constants, source.attrs))
     assert variants[0] == variants[1] == variants[2]
 

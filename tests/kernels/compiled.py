@@ -12,10 +12,9 @@ from pathlib import Path
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime.jit import mangle_type
+from triton.runtime.jit import create_function_from_signature
 
 TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
@@ -28,7 +27,6 @@ FP8 = {
     "sm_90": torch.float8_e4m3fn,
 }
 LDS = {"gfx942": 64 * 1024, "gfx950": 160 * 1024, "sm_90": 227 * 1024}
-OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl", "enable_fp_fusion")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,37 +60,31 @@ class Report:
     order: tuple[str, ...] = ()
 
 
-def specialize(kernel, arguments, options):
-    """The source as a launch with these arguments would specialize it."""
-    values = dict(zip(kernel.arg_names, arguments, strict=False)) | options
-    signature, constants, attributes = {}, {}, {}
-    for index, parameter in enumerate(kernel.params):
-        value = values[parameter.name]
-        free = parameter.do_not_specialize
-        if (
-            value is None
-            or parameter.is_constexpr
-            or (isinstance(value, int) and value == 1 and not free)
-        ):
-            signature[parameter.name] = "constexpr"
-            constants[parameter.name] = value
-            continue
-        signature[parameter.name] = mangle_type(value)
-        if isinstance(value, TensorDescriptor):
-            continue
-        aligned = value.data_ptr() if hasattr(value, "data_ptr") else value
-        if aligned % 16 == 0 and not free:
-            attributes[(index,)] = [["tt.divisibility", 16]]
+def specialize(target, kernel, arguments, options):
+    """The source, and the compiler's options, of a launch with these arguments.
+
+    Triton's own code for a launch says what it knows of each argument: `tt.divisibility`,
+    integers of 1 and, on AMD, `tt.pointer_range` of a tensor whose storage has at most 2 GiB, to
+    which it gives buffer instructions.
+    """
+    backend = make_backend(TARGETS[target])
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    chosen, signature, constants, attributes = kernel._pack_args(
+        backend, options, *bind(*arguments, **options)
+    )
     source = GluonASTSource if kernel.is_gluon() else ASTSource
-    return source(kernel, signature, constants, attributes)
+    return source(kernel, signature, constants, attributes), chosen
+
+
+def compile_kernel(target, kernel, arguments, options):
+    """A kernel compiled for one of `TARGETS`; tensors may be meta tensors."""
+    source, chosen = specialize(target, kernel, arguments, options)
+    return triton.compile(source, target=TARGETS[target], options=chosen.__dict__)
 
 
 def compile_report(target, kernel, arguments, options):
-    """Compile a kernel for one of `TARGETS`, and read it; tensors may be meta tensors."""
-    compiler = {name: options[name] for name in OPTIONS if name in options}
-    rest = {name: value for name, value in options.items() if name not in OPTIONS}
-    source = specialize(kernel, arguments, rest)
-    compiled = triton.compile(source, target=TARGETS[target], options=compiler)
+    """Compile a kernel, and read its machine code."""
+    compiled = compile_kernel(target, kernel, arguments, options)
     if target.startswith("gfx"):
         return read_amd(compiled.asm["amdgcn"], compiled.metadata.shared)
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"

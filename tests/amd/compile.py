@@ -1,0 +1,54 @@
+"""A kernel of the library as a launch on AMD would compile it: its program and its arguments."""
+
+import dataclasses
+import functools
+
+import torch
+
+from tests.amd import assembly
+from tests.kernels.compiled import compile_kernel
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A kernel compiled for a target; parameters: those that are not constants, (name, type)."""
+
+    target: str
+    program: assembly.Program
+    parameters: tuple[tuple[str, str], ...]
+    warps: int
+    lds: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """A kernel, the values of its parameters, and its grid."""
+
+    kernel: Kernel
+    values: dict[str, object]
+    grid: tuple[int, int, int]
+
+
+@functools.cache
+def _parsed(text):
+    return assembly.parse(text)
+
+
+def launch(target, kernel, arguments, options, grid):
+    """What `kernel[grid](*arguments, **options)` would launch on `target`."""
+    compiled = compile_kernel(target, kernel, arguments, options)
+    source = compiled.src
+    parameters = tuple((n, t) for n, t in source.signature.items() if t != "constexpr")
+    parsed = _parsed(compiled.asm["amdgcn"])
+    metadata = compiled.metadata
+    values = dict(zip(kernel.arg_names, arguments, strict=False)) | options
+    return Launch(
+        Kernel(target, parsed, parameters, metadata.num_warps, metadata.shared),
+        {name: values[name] for name, _ in parameters},
+        tuple((*grid, 1, 1)[:3]),
+    )
+
+
+def tensors(given):
+    """The tensors among the parameters of a launch, by name."""
+    return {name: x for name, x in given.values.items() if isinstance(x, torch.Tensor)}

@@ -1,0 +1,233 @@
+"""Instructions of the text as the structures of machine/state.h."""
+
+import ctypes
+import re
+import struct
+
+from tests.amd.operations import BRANCHES, FORMULAS, NUMBERS, SPECIAL
+
+SCC, ACCUMULATORS = 128, 512
+_SCALARS = {"vcc": 106, "vcc_lo": 106, "vcc_hi": 107, "m0": 124, "exec": 126, "exec_lo": 126,
+            "exec_hi": 127, "scc": SCC, "src_scc": SCC}  # fmt: skip
+_NOTHING, _SCALAR, _VECTOR, _CONSTANT = range(4)
+_INVERSE_TWO_PI = 0x3E22F983
+_SELECTIONS = {"DWORD": 0, "BYTE_0": 1, "BYTE_1": 2, "BYTE_2": 3, "BYTE_3": 4, "WORD_0": 5,
+               "WORD_1": 6}  # fmt: skip
+# DPP controls, in the order of the enumeration in machine/lanes.h.
+_DPP = ("quad_perm", "row_shl", "row_shr", "row_ror", "row_mirror", "row_half_mirror",
+        "row_bcast:15", "row_bcast:31", "row_newbcast")  # fmt: skip
+_VECTORS_OF_BITS = ("op_sel", "op_sel_hi", "neg_lo", "neg_hi")
+# Modifiers that say nothing here: "offen" is seen by the operand; there are no caches.
+_SILENT = {"offen", "nt", "sc0", "sc1"}
+
+
+class UnknownInstruction(NotImplementedError):
+    """The text has something that the machine does not execute."""
+
+
+class Operand(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_uint8) for name in ("kind", "negate", "absolute", "select", "extend")),
+        ("index", ctypes.c_uint16),
+        ("value", ctypes.c_uint64),
+    ]
+
+
+class Instruction(ctypes.Structure):
+    _fields_ = [
+        ("operation", ctypes.c_uint32),
+        ("line", ctypes.c_uint32),
+        ("result", Operand),
+        ("second", Operand),
+        ("source", Operand * 4),
+        ("offset", ctypes.c_int32 * 2),
+        ("immediate", ctypes.c_uint32),
+        *(
+            (name, ctypes.c_uint8)
+            for name in (
+                "size", "format", "op_sel", "op_sel_hi", "neg_lo", "neg_hi", "result_select",
+                "result_keep", "dpp", "dpp_argument", "row_mask", "bank_mask", "bound",
+            )
+        ),
+    ]  # fmt: skip
+
+
+def program(parsed):
+    """An array of `Instruction` from an `assembly.Program`."""
+    encoded = (Instruction * len(parsed.instructions))()
+    for index, each in enumerate(parsed.instructions):
+        encoded[index] = encode(each, parsed.labels)
+    return encoded
+
+
+def encode(given, labels):
+    """One instruction; raises `UnknownInstruction` for one that the tables do not have."""
+    name = given.name
+    if "clamp" in given.modifiers:
+        name += " clamp"
+    if name not in NUMBERS:
+        raise UnknownInstruction(
+            f"line {given.line}: the executor does not know `{given.text}`. Add {name} to "
+            "tests/amd/operations.py (a formula, or a function in tests/amd/machine/) and to "
+            "tests/amd/test_instructions.py"
+        )
+    result = Instruction(operation=NUMBERS[name], line=given.line)
+    modifiers = dict(given.modifiers)
+    modifiers.pop("clamp", None)
+    try:
+        _operands(result, name, given, labels, modifiers)
+        _modifiers(result, modifiers)
+    except (KeyError, ValueError, IndexError, TypeError) as error:
+        raise UnknownInstruction(
+            f"line {given.line}: the executor knows {name}, but not this form: `{given.text}`; "
+            f"extend tests/amd/encode.py ({type(error).__name__}: {error})"
+        ) from error
+    if modifiers:
+        raise UnknownInstruction(
+            f"line {given.line}: the executor knows {name}, but not the modifiers {modifiers} in "
+            f"`{given.text}`; extend tests/amd/encode.py and the reading of operands in "
+            "tests/amd/machine/lanes.h"
+        )
+    return result
+
+
+def _operands(result, name, given, labels, modifiers):
+    texts = list(given.operands)
+    if name in BRANCHES:
+        result.immediate = labels[texts.pop()]
+    elif name == "s_waitcnt":
+        result.immediate = _counts(modifiers)
+    elif name in ("s_nop", "s_sleep", "s_setprio"):
+        texts.clear()
+    elif name == "s_setreg_imm32_b32":
+        offset, size = re.fullmatch(r"hwreg\(HW_REG_MODE, (\d+), (\d+)\)", texts[0]).groups()
+        result.offset[:] = int(offset), int(size)
+        result.immediate = int(texts[1], 0)
+        texts.clear()
+    elif name in SPECIAL:
+        special = SPECIAL[name]
+        result.size, result.format = special.size, special.format
+        for place in special.operands.split():
+            _place(result, place, texts.pop(0))
+        if name.startswith("ds_"):
+            _lds_offsets(result, special, modifiers)
+        else:
+            result.immediate = special.immediate
+            result.offset[0] = int(modifiers.pop("offset", "0"), 0)
+    else:
+        table = next(table for table in FORMULAS.values() if name in table)
+        _fill_formula(result, table[name], texts)
+    if texts:
+        raise ValueError(f"operands {texts} are left")
+
+
+def _fill_formula(result, formula, texts):
+    """Results and sources in the order of the text."""
+    places = iter(("result", "second"))
+    for kind in formula.results:
+        if kind not in ("scc", "exec"):
+            _place(result, next(places), texts.pop(0))
+    number = 0
+    for kind in formula.sources:
+        if kind == "one":
+            if texts.pop(0) != "1.0":
+                raise ValueError("a scale other than 1.0")
+            continue
+        if kind.startswith("="):
+            result.source[number] = result.result
+        else:
+            result.source[number] = operand(texts.pop(0))
+        number += 1
+
+
+def _place(result, place, text):
+    if place.isdigit():
+        result.source[int(place)] = operand(text)
+    else:
+        setattr(result, place, operand(text))
+
+
+def operand(text):
+    """A register, a range of them, or a constant, with its sign and selection."""
+    found = Operand()
+    if inner := re.fullmatch(r"sext\((.*)\)", text):
+        found.extend, text = 1, inner[1]
+    if inner := re.fullmatch(r"-(?=[vsa|]|vcc)(.*)|neg\((.*)\)", text):
+        found.negate, text = 1, inner[1] or inner[2]
+    if inner := re.fullmatch(r"\|(.*)\||abs\((.*)\)", text):
+        found.absolute, text = 1, inner[1] or inner[2]
+    if register := re.fullmatch(r"([sva])(?:(\d+)|\[(\d+):\d+\])", text):
+        index = int(register[2] or register[3])
+        found.kind = _SCALAR if register[1] == "s" else _VECTOR
+        found.index = index + (ACCUMULATORS if register[1] == "a" else 0)
+    elif text in _SCALARS:
+        found.kind, found.index = _SCALAR, _SCALARS[text]
+    elif text != "off":
+        found.kind, found.value = _CONSTANT, _constant(text)
+    return found
+
+
+def _constant(text):
+    """An integer, or the bits of an fp32 number, in 64 bits."""
+    if re.fullmatch(r"-?\d+\.\d+(e[+-]?\d+)?", text):
+        if text == "0.15915494":
+            return _INVERSE_TWO_PI
+        return struct.unpack("<I", struct.pack("<f", float(text)))[0]
+    return int(text, 0) & (2**64 - 1)
+
+
+def _counts(modifiers):
+    """vmcnt and lgkmcnt of s_waitcnt; one that is absent waits for nothing."""
+    counts = {"vmcnt": 255, "lgkmcnt": 255, "expcnt": 0}
+    for name in list(modifiers):
+        if found := re.fullmatch(r"(vmcnt|lgkmcnt|expcnt)\((\d+)\)", name):
+            counts[found[1]] = int(found[2])
+            del modifiers[name]
+    return counts["vmcnt"] | counts["lgkmcnt"] << 8
+
+
+def _lds_offsets(result, special, modifiers):
+    """One offset in bytes, or two in units of the access."""
+    if special.function == "lds_swap":
+        result.immediate = int(re.fullmatch(r"swizzle\(SWAP,(\d+)\)", modifiers.pop("offset"))[1])
+    elif special.immediate:
+        for k in (0, 1):
+            result.offset[k] = special.immediate * int(modifiers.pop(f"offset{k}", "0"), 0)
+    else:
+        result.offset[0] = int(modifiers.pop("offset", "0"), 0)
+
+
+def _modifiers(result, modifiers):
+    """SDWA, DPP, packed arithmetic and truth tables; what is understood is removed."""
+    for name in _SILENT & set(modifiers):
+        del modifiers[name]
+    result.op_sel_hi = 7
+    for name in _VECTORS_OF_BITS:
+        if name in modifiers:
+            bits = modifiers.pop(name).strip("[]").split(",")
+            setattr(result, name, sum(int(bit) << k for k, bit in enumerate(bits)))
+    for k in (0, 1):
+        if name := modifiers.pop(f"src{k}_sel", ""):
+            result.source[k].select = _SELECTIONS[name]
+    if name := modifiers.pop("dst_sel", ""):
+        result.result_select = _SELECTIONS[name]
+    if name := modifiers.pop("dst_unused", ""):
+        result.result_keep = {"UNUSED_PAD": 0, "UNUSED_PRESERVE": 1}[name]
+    if table := modifiers.pop("bitop3", ""):
+        result.immediate = int(table, 0)
+    for number, control in enumerate(_DPP, 1):
+        name, _, value = control.partition(":")
+        if name in modifiers and value in ("", modifiers[name]):
+            argument = modifiers.pop(name)
+            result.dpp = number
+            if name == "quad_perm":
+                lanes = argument.strip("[]").split(",")
+                result.dpp_argument = sum(int(lane) << 2 * k for k, lane in enumerate(lanes))
+            elif argument and not value:
+                result.dpp_argument = int(argument)
+    if result.dpp:
+        result.row_mask = int(modifiers.pop("row_mask"), 0)
+        result.bank_mask = int(modifiers.pop("bank_mask"), 0)
+        # LLVM writes bound_ctrl:0 and :1 for the same bit.
+        result.bound = "bound_ctrl" in modifiers
+        modifiers.pop("bound_ctrl", None)

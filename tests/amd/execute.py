@@ -1,0 +1,227 @@
+"""Run a launch on the machine: memory is that of the tensors, and each access is checked."""
+
+import ctypes
+import dataclasses
+import re
+import struct
+
+import numpy as np
+
+from tests.amd import build, encode
+from tests.amd.compile import tensors
+
+# In the order of the enumeration in machine/state.h.
+FAULTS = ("none", "read", "write", "LDS bounds", "LDS race", "barrier", "runaway", "unsupported")
+_PACKING = {"i32": "<i", "u32": "<I", "i64": "<q", "u64": "<Q", "fp32": "<f"}
+_HIDDEN = ("hidden_block_count_x", "hidden_block_count_y", "hidden_block_count_z")
+# What the machine takes for granted: fp32 to nearest even with denormals, IEEE mode, no scratch.
+_DIRECTIVES = {
+    "float_round_mode_32": 0,
+    "float_denorm_mode_32": 3,
+    "float_denorm_mode_16_64": 3,
+    "ieee_mode": 1,
+    "private_segment_fixed_size": 0,
+    "user_sgpr_kernarg_segment_ptr": 1,
+    "user_sgpr_dispatch_ptr": 0,
+    "user_sgpr_queue_ptr": 0,
+    "user_sgpr_dispatch_id": 0,
+    "user_sgpr_kernarg_preload_offset": 0,
+    "system_vgpr_workitem_id": 0,
+    "tg_split": 0,
+}
+
+
+class Machine(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("lds", "tags", "regions", "counts")),
+        ("limit", ctypes.c_uint64),
+        *((name, ctypes.c_uint32) for name in ("lds_size", "region_count", "epoch", "seed")),
+        ("ulps", ctypes.c_int32),
+        ("fnuz", ctypes.c_uint32),
+        ("faults", ctypes.c_uint32 * len(FAULTS)),
+        *((f"fault_{name}", ctypes.c_uint32) for name in ("kind", "line", "wave", "size")),
+        ("fault_address", ctypes.c_uint64),
+    ]
+
+
+class Region(ctypes.Structure):
+    _fields_ = [
+        ("begin", ctypes.c_uint64),
+        ("end", ctypes.c_uint64),
+        ("readable", ctypes.c_uint32),
+        ("writable", ctypes.c_uint32),
+    ]
+
+
+class Start(ctypes.Structure):
+    _fields_ = [
+        ("user", ctypes.c_void_p),
+        ("user_count", ctypes.c_uint32),
+        ("dimensions", ctypes.c_uint32 * 3),
+        *((name, ctypes.c_uint32) for name in ("vectors", "accumulators", "mode", "pc")),
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How a launch is run, of what the hardware leaves open.
+
+    backwards: the last wave of a workgroup runs first. ulps: added to the results of v_rcp_f32,
+    v_exp_f32 and v_log_f32. preload: the hardware has put the first arguments into registers;
+    if not, the kernel's own prologue loads them. seed: of the rubbish. limit: instructions of a
+    wave.
+    """
+
+    backwards: bool = False
+    ulps: int = 0
+    preload: bool = True
+    seed: int = 12345
+    limit: int = 10_000_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """executed: instructions of all waves. counts: of each instruction. faults: how many of each
+    kind. first: what the first one was, empty if there is none."""
+
+    executed: int
+    counts: np.ndarray
+    faults: dict[str, int]
+    first: str
+
+
+def function(name, result=None):
+    """A function of the compiled machine."""
+    found = getattr(build.library(), name)
+    found.restype = result
+    return found
+
+
+def run(given, writable, settings=None, program=None):
+    """Execute a launch; `writable` names the tensors it may write, `program` replaces its code.
+
+    The outcome says what was wrong with an access; the caller compares the tensors.
+    """
+    settings = settings or Settings()
+    kernel = given.kernel
+    directives = kernel.program.directives
+    wrong = {n: directives[n] for n, want in _DIRECTIVES.items() if directives[n] != want}
+    assert not wrong, f"the machine does not know a kernel with {wrong}; see tests/amd/execute.py"
+    code = encode.program(program or kernel.program)
+    counts = np.zeros(len(code), np.uint64)
+    arguments = _arguments(given)
+    regions = _regions(given, writable, arguments)
+    lds = np.zeros(max(kernel.lds, 1), np.uint8)
+    tags = np.zeros(len(lds) * function("size_of_tag", ctypes.c_uint64)(), np.uint8)
+    machine = Machine(
+        lds=lds.ctypes.data,
+        tags=tags.ctypes.data,
+        regions=ctypes.addressof(regions),
+        counts=counts.ctypes.data,
+        limit=settings.limit,
+        lds_size=kernel.lds,
+        region_count=len(regions),
+        seed=settings.seed,
+        ulps=settings.ulps,
+        fnuz=kernel.target == "gfx942",
+    )
+    waves = np.zeros(kernel.warps * function("size_of_wave", ctypes.c_uint64)(), np.uint8)
+    start, user = _start(kernel.program, arguments, settings)
+    executed = function("run_launch", ctypes.c_uint64)(
+        ctypes.byref(machine),
+        code,
+        ctypes.byref(start),
+        (ctypes.c_uint32 * 3)(*given.grid),
+        ctypes.c_void_p(waves.ctypes.data),
+        kernel.warps,
+        int(settings.backwards),
+    )
+    del user  # `start` has its address
+    return Outcome(executed, counts, _faults(machine), _first(machine, given, regions))
+
+
+def _faults(machine):
+    return {name: n for name, n in zip(FAULTS, machine.faults, strict=True) if n}
+
+
+def _first(machine, given, regions):
+    if not machine.fault_kind:
+        return ""
+    kind, address = FAULTS[machine.fault_kind], machine.fault_address
+    text = next(
+        each.text
+        for each in given.kernel.program.instructions
+        if each.line == machine.fault_line
+    )
+    where = f"{address:#x}"
+    names = ("arguments", *tensors(given))
+    for name, region in zip(names, regions, strict=True):
+        if region.begin - 4096 <= address < region.end + 4096 and kind in ("read", "write"):
+            where += f", {address - region.begin} bytes after the start of {name}"
+    return (
+        f"{kind} of {machine.fault_size} bytes at {where}, by wave {machine.fault_wave} in line "
+        f"{machine.fault_line}: {text}"
+    )
+
+
+def _arguments(given):
+    """The bytes of the kernel's arguments, laid out as its metadata says."""
+    program = given.kernel.program
+    size = program.directives["kernarg_size"]
+    packed = bytearray(size)
+    explicit = program.arguments[: len(given.kernel.parameters)]
+    for (name, kind), (offset, width, _) in zip(given.kernel.parameters, explicit, strict=True):
+        value = given.values[name]
+        if kind.startswith("*"):
+            data = struct.pack("<Q", value.data_ptr())
+        else:
+            data = struct.pack(_PACKING[kind], value)
+        assert len(data) == width, (name, kind, width)
+        packed[offset : offset + width] = data
+    for offset, width, kind in program.arguments[len(explicit) :]:
+        if kind in _HIDDEN:
+            number = given.grid[_HIDDEN.index(kind)]
+            packed[offset : offset + width] = number.to_bytes(width, "little")
+        elif not re.match(r"hidden_|global_buffer", kind):
+            raise NotImplementedError(f"an argument of kind {kind}; see tests/amd/execute.py")
+    return ctypes.create_string_buffer(bytes(packed), size)
+
+
+def _regions(given, writable, arguments):
+    """What may be read and written: the arguments, and each tensor from its first element to its
+    last; overlapping tensors have a region each."""
+    begin = ctypes.addressof(arguments)
+    found = [Region(begin, begin + len(arguments), 1, 0)]
+    for name, tensor in tensors(given).items():
+        span = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        end = tensor.data_ptr() + (span if tensor.numel() else 0) * tensor.element_size()
+        found.append(Region(tensor.data_ptr(), end, 1, int(name in writable)))
+    return (Region * len(found))(*found)
+
+
+def _start(program, arguments, settings):
+    """How the waves start, by the directives of the kernel, and the scalars they start with."""
+    directives = program.directives
+    address = ctypes.addressof(arguments)
+    preloaded = directives["user_sgpr_kernarg_preload_length"]
+    words = np.frombuffer(arguments, np.uint32)[:preloaded]
+    if not settings.preload:
+        words = np.full(preloaded, 0xDEAD0000, np.uint32)
+    user = np.array([address & 0xFFFFFFFF, address >> 32, *words], np.uint32)
+    assert len(user) == directives["user_sgpr_count"]
+    begin = 0
+    if preloaded and settings.preload:
+        # The prologue for hardware that does not preload ends in a jump to where this one starts.
+        jump = next(each for each in program.instructions if each.name == "s_branch")
+        begin = program.labels[jump.operands[0]]
+    vectors = directives["accum_offset"]
+    start = Start(
+        user=user.ctypes.data,
+        user_count=len(user),
+        vectors=vectors,
+        accumulators=max(0, directives["next_free_vgpr"] - vectors),
+        mode=directives["fp16_overflow"] << 23,
+        pc=begin,
+    )
+    start.dimensions[:] = [directives[f"system_sgpr_workgroup_id_{axis}"] for axis in "xyz"]
+    return start, user

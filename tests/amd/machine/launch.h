@@ -1,0 +1,85 @@
+/* A launch: workgroups one after another, their waves in turn from barrier to barrier. */
+
+static void run_wave(Machine *m, Wave *w, const Instruction *program)
+{
+    for (w->status = RUNNING; w->status == RUNNING;) {
+        const Instruction *i = &program[w->pc++];
+        if (m->counts) m->counts[i - program]++;
+        FUNCTIONS[i->operation](m, w, i);
+        if (++w->executed > m->limit) {
+            fault(m, w, i, RUNAWAY, w->executed, 0);
+            w->status = FAILED;
+        }
+    }
+}
+
+/* How a wave starts: `user` scalar registers, then the numbers of its workgroup that the kernel
+   asks for; v0 is the number of its thread; all else is rubbish. */
+typedef struct {
+    const u32 *user;
+    u32 user_count, dimensions[3], vectors, accumulators, mode, pc;
+} Start;
+
+static void start_wave(Machine *m, Wave *w, const Start *s, u32 number, const u32 group[3])
+{
+    for (u32 r = 0; r < s->vectors; r++) scramble(m, w, r, 1, ~0ull);
+    for (u32 r = 0; r < s->accumulators; r++) scramble(m, w, ACCUMULATORS + r, 1, ~0ull);
+    for (u32 r = 0; r < VCC; r++) w->s[r] = rubbish(m);
+    u32 next = s->user_count;
+    memcpy(w->s, s->user, 4 * next);
+    for (int axis = 0; axis < 3; axis++)
+        if (s->dimensions[axis]) w->s[next++] = group[axis];
+    set_pair(w, VCC, (u64)rubbish(m) << 32 | rubbish(m));
+    set_pair(w, EXEC, ~0ull);
+    w->s[SCC] = rubbish(m) & 1;
+    for (int l = 0; l < LANES; l++) w->v[0][l] = number * LANES + l;
+    w->mode = s->mode;
+    w->pc = s->pc;
+    w->number = number;
+    w->executed = 0;
+    w->vector_count = w->lds_count = w->scalar_count = 0;
+}
+
+/* Returns the number of instructions that were executed; stops after a wave that failed. */
+u64 run_launch(Machine *m, const Instruction *program, const Start *start, const u32 grid[3],
+               Wave *waves, u32 count, u32 backwards)
+{
+    u64 executed = 0;
+    u32 group[3];
+    for (group[2] = 0; group[2] < grid[2]; group[2]++)
+        for (group[1] = 0; group[1] < grid[1]; group[1]++)
+            for (group[0] = 0; group[0] < grid[0]; group[0]++) {
+                for (u32 k = 0; k < m->lds_size; k++) m->lds[k] = rubbish(m);
+                memset(m->tags, 0, m->lds_size * sizeof(Tag));
+                m->epoch = 1;
+                for (u32 k = 0; k < count; k++) start_wave(m, &waves[k], start, k, group);
+                for (u32 ended = 0; !ended; m->epoch++) {
+                    u32 at_barrier = 0;
+                    for (u32 k = 0; k < count; k++) {
+                        Wave *w = &waves[backwards ? count - 1 - k : k];
+                        run_wave(m, w, program);
+                        if (w->status == FAILED) return executed;
+                        ended += w->status == ENDED;
+                        at_barrier += w->status == AT_BARRIER;
+                    }
+                    if (ended && at_barrier) {
+                        fault(m, &waves[0], &program[waves[0].pc - 1], BARRIER, at_barrier, 0);
+                        return executed;
+                    }
+                }
+                for (u32 k = 0; k < count; k++) executed += waves[k].executed;
+            }
+    return executed;
+}
+
+/* For tests of single instructions: one wave, in a state that the caller made. */
+void run_alone(Machine *m, const Instruction *program, Wave *w)
+{
+    m->epoch = 1;
+    run_wave(m, w, program);
+}
+
+u64 size_of_wave(void) { return sizeof(Wave); }
+u64 size_of_tag(void) { return sizeof(Tag); }
+u64 size_of_instruction(void) { return sizeof(Instruction); }
+u64 size_of_machine(void) { return sizeof(Machine); }
