@@ -26,7 +26,7 @@ class Instruction:
     text: str
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Program:
     """A kernel: labels are indices into its instructions."""
 
@@ -35,11 +35,6 @@ class Program:
     labels: dict[str, int]
     directives: dict[str, int]
     arguments: tuple[tuple[int, int, str], ...]  # offset, size and kind, of the metadata
-
-    def with_instruction(self, index, changed):
-        """The program with another instruction at `index`: a mutant."""
-        instructions = (*self.instructions[:index], changed, *self.instructions[index + 1 :])
-        return dataclasses.replace(self, instructions=instructions)
 
 
 def parse(text):

@@ -1,6 +1,7 @@
 """Instructions of the text as the structures of machine/state.h."""
 
 import ctypes
+import functools
 import re
 import struct
 
@@ -27,7 +28,10 @@ class UnknownInstruction(NotImplementedError):
 
 class Operand(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_uint8) for name in ("kind", "negate", "absolute", "select", "extend")),
+        *(
+            (name, ctypes.c_uint8)
+            for name in ("kind", "count", "negate", "absolute", "select", "extend")
+        ),
         ("index", ctypes.c_uint16),
         ("value", ctypes.c_uint64),
     ]
@@ -52,8 +56,9 @@ class Instruction(ctypes.Structure):
     ]  # fmt: skip
 
 
+@functools.cache
 def program(parsed):
-    """An array of `Instruction` from an `assembly.Program`."""
+    """An array of `Instruction` from an `assembly.Program`; it is shared: do not change it."""
     encoded = (Instruction * len(parsed.instructions))()
     for index, each in enumerate(parsed.instructions):
         encoded[index] = encode(each, parsed.labels)
@@ -76,7 +81,7 @@ def encode(given, labels):
     modifiers.pop("clamp", None)
     try:
         _operands(result, name, given, labels, modifiers)
-        _modifiers(result, modifiers)
+        _modifiers(result, name, modifiers)
     except (KeyError, ValueError, IndexError, TypeError) as error:
         raise UnknownInstruction(
             f"line {given.line}: the executor knows {name}, but not this form: `{given.text}`; "
@@ -156,12 +161,14 @@ def operand(text):
         found.negate, text = 1, inner[1] or inner[2]
     if inner := re.fullmatch(r"\|(.*)\||abs\((.*)\)", text):
         found.absolute, text = 1, inner[1] or inner[2]
-    if register := re.fullmatch(r"([sva])(?:(\d+)|\[(\d+):\d+\])", text):
+    if register := re.fullmatch(r"([sva])(?:(\d+)|\[(\d+):(\d+)\])", text):
         index = int(register[2] or register[3])
+        found.count = 1 if register[2] else int(register[4]) - index + 1
         found.kind = _SCALAR if register[1] == "s" else _VECTOR
         found.index = index + (ACCUMULATORS if register[1] == "a" else 0)
     elif text in _SCALARS:
         found.kind, found.index = _SCALAR, _SCALARS[text]
+        found.count = 2 if text in ("vcc", "exec") else 1
     elif text != "off":
         found.kind, found.value = _CONSTANT, _constant(text)
     return found
@@ -197,30 +204,30 @@ def _lds_offsets(result, special, modifiers):
         result.offset[0] = int(modifiers.pop("offset", "0"), 0)
 
 
-def _modifiers(result, modifiers):
+def _modifiers(result, name, modifiers):
     """SDWA, DPP, packed arithmetic and truth tables; what is understood is removed."""
-    for name in _SILENT & set(modifiers):
-        del modifiers[name]
-    result.op_sel_hi = 7
-    for name in _VECTORS_OF_BITS:
-        if name in modifiers:
-            bits = modifiers.pop(name).strip("[]").split(",")
-            setattr(result, name, sum(int(bit) << k for k, bit in enumerate(bits)))
+    for silent in _SILENT & set(modifiers):
+        del modifiers[silent]
+    result.op_sel_hi = 0 if name.startswith("v_fma_mix") else 7
+    for field in _VECTORS_OF_BITS:
+        if field in modifiers:
+            bits = modifiers.pop(field).strip("[]").split(",")
+            setattr(result, field, sum(int(bit) << k for k, bit in enumerate(bits)))
     for k in (0, 1):
-        if name := modifiers.pop(f"src{k}_sel", ""):
-            result.source[k].select = _SELECTIONS[name]
-    if name := modifiers.pop("dst_sel", ""):
-        result.result_select = _SELECTIONS[name]
-    if name := modifiers.pop("dst_unused", ""):
-        result.result_keep = {"UNUSED_PAD": 0, "UNUSED_PRESERVE": 1}[name]
+        if part := modifiers.pop(f"src{k}_sel", ""):
+            result.source[k].select = _SELECTIONS[part]
+    if part := modifiers.pop("dst_sel", ""):
+        result.result_select = _SELECTIONS[part]
+    if rest := modifiers.pop("dst_unused", ""):
+        result.result_keep = {"UNUSED_PAD": 0, "UNUSED_PRESERVE": 1}[rest]
     if table := modifiers.pop("bitop3", ""):
         result.immediate = int(table, 0)
     for number, control in enumerate(_DPP, 1):
-        name, _, value = control.partition(":")
-        if name in modifiers and value in ("", modifiers[name]):
-            argument = modifiers.pop(name)
+        key, _, value = control.partition(":")
+        if key in modifiers and value in ("", modifiers[key]):
+            argument = modifiers.pop(key)
             result.dpp = number
-            if name == "quad_perm":
+            if key == "quad_perm":
                 lanes = argument.strip("[]").split(",")
                 result.dpp_argument = sum(int(lane) << 2 * k for k, lane in enumerate(lanes))
             elif argument and not value:

@@ -11,7 +11,10 @@ from tests.amd import build, encode
 from tests.amd.compile import tensors
 
 # In the order of the enumeration in machine/state.h.
-FAULTS = ("none", "read", "write", "LDS bounds", "LDS race", "barrier", "runaway", "unsupported")
+FAULTS = (
+    "none", "read", "write", "LDS bounds", "LDS race", "barrier", "runaway", "unsupported",
+    "register without a wait",
+)  # fmt: skip
 _PACKING = {"i32": "<i", "u32": "<I", "i64": "<q", "u64": "<Q", "fp32": "<f"}
 _HIDDEN = ("hidden_block_count_x", "hidden_block_count_y", "hidden_block_count_z")
 # What the machine takes for granted: fp32 to nearest even with denormals, IEEE mode, no scratch.
@@ -97,8 +100,8 @@ def function(name, result=None):
     return found
 
 
-def run(given, writable, settings=None, program=None):
-    """Execute a launch; `writable` names the tensors it may write, `program` replaces its code.
+def run(given, writable, settings=None, code=None):
+    """Execute a launch; `writable` names the tensors it may write, `code` replaces its program.
 
     The outcome says what was wrong with an access; the caller compares the tensors.
     """
@@ -107,7 +110,7 @@ def run(given, writable, settings=None, program=None):
     directives = kernel.program.directives
     wrong = {n: directives[n] for n, want in _DIRECTIVES.items() if directives[n] != want}
     assert not wrong, f"the machine does not know a kernel with {wrong}; see tests/amd/execute.py"
-    code = encode.program(program or kernel.program)
+    code = encode.program(kernel.program) if code is None else code
     counts = np.zeros(len(code), np.uint64)
     arguments = _arguments(given)
     regions = _regions(given, writable, arguments)

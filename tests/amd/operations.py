@@ -89,6 +89,7 @@ v_sub_f32: f32 <- f32 f32: a - b
 v_subrev_f32: f32 <- f32 f32: b - a
 v_mul_f32: f32 <- f32 f32: a * b
 v_fma_f32: f32 <- f32 f32 f32: fmaf(a, b, c)
+v_fma_mix_f32: f32 <- u32 u32 u32: fmaf(mixed(i, 0, a), mixed(i, 1, b), mixed(i, 2, c))
 v_fmac_f32: f32 <- f32 f32 =f32: fmaf(a, b, c)
 v_max_f32: f32 <- f32 f32: larger(a, b)
 v_min_f32: f32 <- f32 f32: smaller(a, b)
@@ -166,6 +167,8 @@ s_cselect_b64: u64 <- u64 u64: scc ? a : b
 s_sext_i32_i16: i32 <- i16: a
 s_brev_b32: u32 <- u32: reversed(a)
 s_pack_ll_b32_b16: u32 <- u32 u32: (a & 0xffff) | b << 16
+s_pack_lh_b32_b16: u32 <- u32 u32: (a & 0xffff) | (b & 0xffff0000u)
+s_pack_hh_b32_b16: u32 <- u32 u32: a >> 16 | (b & 0xffff0000u)
 s_bitset0_b32: u32 <- u32 =u32: b & ~(1u << (a & 31))
 s_bitset1_b32: u32 <- u32 =u32: b | 1u << (a & 31)
 s_ff1_i32_b64: u32 <- u64: a ? __builtin_ctzll(a) : 0xffffffffu

@@ -124,14 +124,15 @@ static inline f32 from_f16(u32 x)
     return (f32)half;
 }
 
-/* e4m3, to nearest even. FP16_OVFL in the MODE register saturates; else out of range is NaN. */
+/* e4m3, to nearest even. FP16_OVFL in the MODE register saturates; else out of range is NaN. Whether
+   infinity saturates too is not documented: here it does not, so that code which relies on it is
+   seen. */
 static u32 to_fp8(f32 x, int fnuz, u32 mode)
 {
     int bias = fnuz ? 8 : 7, lowest = 1 - bias, power;
     u32 sign = (as_u32(x) >> 31) << 7, nan = fnuz ? 0x80 : 0x7f | sign;
     u32 over = mode >> 23 & 1 ? (fnuz ? 0x7f : 0x7e) | sign : nan;
-    if (isnan(x)) return nan;
-    if (isinf(x)) return over;
+    if (isnan(x) || isinf(x)) return nan;
     double size = fabs((double)x);
     frexp(size, &power);
     power = power - 1 < lowest ? lowest : power - 1;
@@ -171,6 +172,16 @@ static inline u64 f32_pair(const Machine *m, u32 x)
 static inline u32 bf16_pair(const Machine *m, u32 x)
 {
     return to_bf16(from_fp8(x, m->fnuz)) | to_bf16(from_fp8(x >> 8, m->fnuz)) << 16;
+}
+
+/* A source of v_fma_mix: fp32, or the half of it that op_sel names. Its sign was changed as that of
+   an fp32 number, which for the lower half is another bit. */
+static inline f32 mixed(const Instruction *i, int k, u32 x)
+{
+    u32 sign = i->source[k].negate ? 0x80000000u : 0;
+    if (!(i->op_sel_hi >> k & 1)) return as_f32(x);
+    f32 half = from_f16(half_of(x ^ sign, i->op_sel >> k));
+    return sign ? -half : half;
 }
 
 /* v_perm_b32: bytes 0 to 3 are b's, 4 to 7 a's; above 7 signs of halves, 0 and 255. */

@@ -6,17 +6,15 @@
 
 static void load_scalars(Machine *m, Wave *w, const Instruction *i)
 {
-    if (w->scalar_count == SCALAR_QUEUE) { /* rare: wait for all */
-        complete_scalars(w);
-    }
+    if (w->scalar_count == SCALAR_QUEUE) complete_scalars(w);
     PendingScalars *p = &w->scalar_queue[w->scalar_count++];
     u64 address = pair(w, i->source[0].index) + i->offset[0];
     address += (i64)(i32)scalar_operand(w, &i->source[1], 1);
-    p->first = i->result.index;
-    p->count = i->size / 4;
+    p->instruction = i;
+    for (u32 k = 0; k < words_of(i); k++) p->data[k] = w->s[i->result.index + k] = rubbish(m);
     if (region_of(m, w, i, address, i->size, 0)) memcpy(p->data, (void *)address, i->size);
-    else for (u32 k = 0; k < p->count; k++) p->data[k] = rubbish(m);
-    for (u32 k = 0; k < p->count; k++) w->s[p->first + k] = rubbish(m);
+    touch(m, w, i, &i->result, MEMORY);
+    fly(w, &i->result, MEMORY, 1);
 }
 
 /* ---- global memory */

@@ -5,6 +5,9 @@ static void run_wave(Machine *m, Wave *w, const Instruction *program)
     for (w->status = RUNNING; w->status == RUNNING;) {
         const Instruction *i = &program[w->pc++];
         if (m->counts) m->counts[i - program]++;
+        for (int k = 0; k < 4; k++) touch(m, w, i, &i->source[k], MEMORY | LDS);
+        if (!ACTIONS[i->operation]) touch(m, w, i, &i->result, MEMORY | LDS);
+        touch(m, w, i, &i->second, MEMORY | LDS);
         FUNCTIONS[i->operation](m, w, i);
         if (++w->executed > m->limit) {
             fault(m, w, i, RUNAWAY, w->executed, 0);
@@ -38,6 +41,7 @@ static void start_wave(Machine *m, Wave *w, const Start *s, u32 number, const u3
     w->number = number;
     w->executed = 0;
     w->vector_count = w->lds_count = w->scalar_count = 0;
+    memset(w->flying, 0, sizeof w->flying);
 }
 
 /* Returns the number of instructions that were executed; stops after a wave that failed. */

@@ -99,6 +99,7 @@ static void complete_vector(Machine *m, Wave *w, u32 left)
 {
     for (; w->vector_count > left; w->vector_count--, w->vector_first++) {
         Pending *p = &w->vector_queue[w->vector_first % VECTOR_QUEUE];
+        fly(w, &p->instruction->result, MEMORY, -1);
         ACTIONS[p->instruction->operation](m, w, p);
     }
 }
@@ -107,6 +108,7 @@ static void complete_lds(Machine *m, Wave *w, u32 left)
 {
     for (; w->lds_count > left; w->lds_count--, w->lds_first++) {
         Pending *p = &w->lds_queue[w->lds_first % LDS_QUEUE];
+        fly(w, &p->instruction->result, LDS, -1);
         ACTIONS[p->instruction->operation](m, w, p);
     }
 }
@@ -115,7 +117,8 @@ static void complete_scalars(Wave *w)
 {
     for (u32 k = 0; k < w->scalar_count; k++) {
         PendingScalars *p = &w->scalar_queue[k];
-        memcpy(&w->s[p->first], p->data, 4 * p->count);
+        memcpy(&w->s[p->instruction->result.index], p->data, p->instruction->size);
+        fly(w, &p->instruction->result, MEMORY, -1);
     }
     w->scalar_count = 0;
 }
@@ -126,6 +129,9 @@ static Pending *issue_vector(Machine *m, Wave *w, const Instruction *i)
     Pending *p = &w->vector_queue[(w->vector_first + w->vector_count++) % VECTOR_QUEUE];
     p->instruction = i;
     p->active = pair(w, EXEC);
+    /* Loads of one queue arrive in order: a later one may have the same registers. */
+    touch(m, w, i, &i->result, LDS);
+    fly(w, &i->result, MEMORY, 1);
     return p;
 }
 
@@ -135,6 +141,8 @@ static Pending *issue_lds(Machine *m, Wave *w, const Instruction *i)
     Pending *p = &w->lds_queue[(w->lds_first + w->lds_count++) % LDS_QUEUE];
     p->instruction = i;
     p->active = pair(w, EXEC);
+    touch(m, w, i, &i->result, MEMORY);
+    fly(w, &i->result, LDS, 1);
     return p;
 }
 

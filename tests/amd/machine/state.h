@@ -20,11 +20,11 @@ enum { NOTHING, SCALAR, VECTOR, CONSTANT };
 enum { WHOLE, SIGNED, LOW_HALF, HIGH_HALF };      /* how a narrow memory access uses a register */
 enum { VECTOR_QUEUE = 64, LDS_QUEUE = 16, SCALAR_QUEUE = 64 }; /* the widths of the counters */
 enum { RUNNING, AT_BARRIER, ENDED, FAILED };
-enum { READ = 1, WRITE, LDS_BOUNDS, LDS_RACE, BARRIER, RUNAWAY, UNSUPPORTED, FAULTS };
+enum { READ = 1, WRITE, LDS_BOUNDS, LDS_RACE, BARRIER, RUNAWAY, UNSUPPORTED, NO_WAIT, FAULTS };
 
-/* select: 0, or 1 + byte 0..3, or 5 + half 0..1 of the register (SDWA); extend: with its sign. */
+/* count: of registers. select: 0, or 1 + byte 0..3, or 5 + half 0..1 of the register (SDWA); extend: with its sign. */
 typedef struct {
-    u8 kind, negate, absolute, select, extend;
+    u8 kind, count, negate, absolute, select, extend;
     u16 index;
     u64 value;
 } Operand;
@@ -48,7 +48,7 @@ typedef struct {
 } Pending;
 
 typedef struct {
-    u32 first, count;
+    const Instruction *instruction;
     u32 data[16];
 } PendingScalars;
 
@@ -57,6 +57,7 @@ typedef struct {
     u32 v[VECTORS][LANES];
     u32 mode, pc, status, number;
     u64 executed;
+    u8 flying[2][SCALARS + VECTORS]; /* loads on their way into each register */
     u32 vector_first, vector_count, lds_first, lds_count, scalar_count;
     Pending vector_queue[VECTOR_QUEUE], lds_queue[LDS_QUEUE];
     PendingScalars scalar_queue[SCALAR_QUEUE];
@@ -96,6 +97,26 @@ static void fault(Machine *m, Wave *w, const Instruction *i, int kind, u64 addre
         m->fault_address = address;
         m->fault_size = size;
     }
+}
+
+/* Which loads are on their way: of vector memory and scalars, or of LDS. */
+enum { MEMORY = 1, LDS = 2 };
+
+/* An operand is touched: a fault if one of its registers waits for a load, which may arrive before
+   or after. `of`: the loads that matter. */
+static inline void touch(Machine *m, Wave *w, const Instruction *i, const Operand *o, int of)
+{
+    int first = o->index + (o->kind == VECTOR ? SCALARS : 0);
+    if (o->kind != SCALAR && o->kind != VECTOR) return;
+    for (int k = 0; k < o->count; k++)
+        if ((of & MEMORY && w->flying[0][first + k]) || (of & LDS && w->flying[1][first + k]))
+            fault(m, w, i, NO_WAIT, first + k, 0);
+}
+
+static inline void fly(Wave *w, const Operand *o, int of, int by)
+{
+    int first = o->index + (o->kind == VECTOR ? SCALARS : 0);
+    for (int k = 0; k < o->count; k++) w->flying[of - 1][first + k] += by;
 }
 
 /* Rubbish: in registers and LDS at the start, and where a load has not arrived. */

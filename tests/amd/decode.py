@@ -1,0 +1,73 @@
+"""The portable decode and its reduction on the machine, against float64 attention."""
+
+import torch
+
+from mla_fusion.attention import triton
+from mla_fusion.attention.validate import Inputs
+from tests import tally
+from tests.amd.provider import machine
+from tests.attention import decodes
+from tests.attention.decodes import BF16
+from tests.kernels.compiled import FP8
+
+# heads, query rows, KV tokens, query, cache, page size, workers, and what else the plan gets
+CASES = {
+    "one token": (16, [1], [1], "bf16", "bf16", 64, 2),
+    "ragged": (16, [1, 1, 1], [40, 90, 5], "bf16", "bf16", 64, 4),
+    "fp8": (16, [1, 1], [70, 33], "fp8", "fp8", 64, 4),
+    "fp8 cache": (16, [1, 1], [50, 21], "bf16", "fp8", 64, 4),
+    "128 heads": (128, [1], [40], "bf16", "bf16", 64, 6),
+    "drafts": (16, [2, 2], [37, 20], "bf16", "bf16", 64, 4),
+    "padded heads": (12, [1, 1], [40, 17], "fp8", "fp8", 16, 4),
+    "page of one": (16, [1, 1], [30, 18], "bf16", "bf16", 1, 4),
+    "many pieces": (16, [1, 1], [150, 70], "bf16", "bf16", 64, 60, {"kv_granularity": 1}),
+    "drafts in pieces": (12, [2, 1], [99, 20], "bf16", "bf16", 64, 40, {"kv_granularity": 1}),
+}
+HALF_STEP = 2**-8  # of bf16, relative
+FP32 = 2**-16  # sums, exponentials and scales in fp32, relative
+LSE_TOLERANCE = 2e-5
+
+
+class Expected:
+    """The inputs of a case, its outputs full of NaN, and what they should become."""
+
+    def __init__(self, target, name):
+        heads, rows, lengths, query, cache, page, workers, *more = CASES[name]
+        types = {"bf16": BF16, "fp8": FP8[target]}
+        given = decodes.arguments(
+            rows, lengths, page, v_head_dim=512, rope=64, num_heads=heads, workers=workers,
+            overhead=1, q_dtype=types[query], kv_dtype=types[cache], **(more[0] if more else {}),
+        )  # fmt: skip
+        self.out, self.lse = decodes.definition(given, rows, lengths)
+        magnitudes, _ = decodes.definition(given, rows, lengths, of=torch.abs)
+        # The weights are rounded to bf16, and the result is.
+        self.bound = (HALF_STEP + FP32) * magnitudes + HALF_STEP * self.out.abs()
+        out = torch.full(self.out.shape, torch.nan, dtype=BF16)
+        lse = torch.full(self.lse.shape, torch.nan)
+        self.inputs = Inputs(**given, out=out, lse=lse)
+
+    def split(self, like):
+        """Which elements of a result [T, H, ...] come from more than one piece."""
+        plan, mask = self.inputs.plan, torch.zeros_like(like, dtype=torch.bool)
+        pieces = plan.reduce_indptr.diff().view(-1, plan.fold)[:, 0] > 0
+        for sequence in pieces.nonzero().flatten().tolist():
+            mask[plan.qo_indptr[sequence] : plan.qo_indptr[sequence + 1]] = True
+        return mask
+
+    def wrong(self):
+        """How many elements are wrong, by result; empty if none is."""
+        near = {
+            "output": (self.inputs.out.double() - self.out).abs() <= self.bound,
+            "LSE": (self.inputs.lse.double() - self.lse).abs() <= LSE_TOLERANCE,
+        }
+        return {name: int((~part).sum()) for name, part in near.items() if not part.all()}
+
+
+def check(target, name, settings=None):
+    """Execute a case, compare it, and return its launches."""
+    expected = Expected(target, name)
+    with machine(target, settings) as launches:
+        triton.launch(expected.inputs)
+    assert not (wrong := expected.wrong()), wrong
+    tally.add("AMD machine code", bytes_compared=2 * expected.out.numel() + 4 * expected.lse.numel())
+    return launches

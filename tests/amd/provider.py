@@ -1,0 +1,65 @@
+"""Stand-ins for the library's Triton kernels: what it launches is executed on the machine.
+
+The providers are called as on a GPU, and nothing of theirs is repeated here: plans, arguments and
+grids are the library's.
+"""
+
+import contextlib
+import functools
+from unittest import mock
+
+import torch
+
+from mla_fusion.attention import planner_triton
+from mla_fusion.attention import triton_kernels as attention_kernels
+from mla_fusion.kernels import triton_kernels as region_kernels
+from tests import tally
+from tests.amd import compile, execute
+
+# The parameters that a kernel may write.
+WRITABLE = {
+    "prep_kernel": ("out_ptr", "cache_ptr"),
+    "decode_kernel": ("out_ptr", "lse_ptr", "partial_ptr", "partial_lse_ptr"),
+    "reduce_kernel": ("out_ptr", "lse_ptr"),
+    "plan_kernel": (
+        "work_indptr", "work_info_set", "reduce_indptr", "reduce_final_map", "reduce_partial_map",
+        "plan_qo_indptr", "plan_kv_indptr", "scratch",
+    ),
+}  # fmt: skip
+KERNELS = {
+    "prep_kernel": region_kernels,
+    "decode_kernel": attention_kernels,
+    "reduce_kernel": attention_kernels,
+    "plan_kernel": planner_triton,
+}
+
+
+class _OnMachine:
+    """Is launched as a Triton kernel is: `kernel[grid](*arguments, **options)`."""
+
+    def __init__(self, target, kernel, settings, launches):
+        self.target, self.kernel, self.settings = target, kernel, settings
+        self.launches = launches
+
+    def __getitem__(self, grid):
+        return functools.partial(self._launch, grid)
+
+    def _launch(self, grid, *arguments, **options):
+        given = compile.launch(self.target, self.kernel, arguments, options, grid)
+        self.launches.append(given)
+        outcome = execute.run(given, WRITABLE[given.kernel.program.name], self.settings)
+        assert not outcome.faults, f"{outcome.faults}; the first: {outcome.first}"
+        tally.add("AMD machine code", launches=1, instructions_of_waves=outcome.executed)
+
+
+@contextlib.contextmanager
+def machine(target, settings=None):
+    """Within it, the library's kernels run on the machine; yields the list of their launches."""
+    launches = []
+    with contextlib.ExitStack() as stack:
+        for name, module in KERNELS.items():
+            kernel = _OnMachine(target, getattr(module, name), settings, launches)
+            stack.enter_context(mock.patch.object(module, name, kernel))
+        # The library asks torch whether it is on AMD.
+        stack.enter_context(mock.patch.object(torch.version, "hip", "7.0"))
+        yield launches

@@ -1,0 +1,112 @@
+"""The fused region on the machine against its reference, element by element."""
+
+import torch
+
+from mla_fusion.kernels import reference, triton
+from tests import tally
+from tests.amd.provider import machine
+from tests.kernels import cases
+from tests.kernels.compiled import FP8
+
+# A layer of DeepSeek's.
+WIDTHS = {"nope": 128, "rope": 64, "latent": 512, "block_size": 64, "gap": 1536}
+
+
+def case(target, tokens, heads, kind="fp8", rope="neox", **more):
+    """kind: "fp8" for query and cache, "cache" for an fp8 cache alone, or "bf16"."""
+    fp8 = FP8[target]
+    given = {
+        "kv": torch.bfloat16 if kind == "bf16" else fp8,
+        "query": fp8 if kind == "fp8" else torch.bfloat16,
+        "neox": rope == "neox",
+        "padded": tuple(range(1, tokens, 3)),
+    }
+    if rope == "none":
+        given["angles"] = None
+    return cases.Case(tokens=tokens, heads=heads, **{**WIDTHS, **given, **more})
+
+
+def build(wanted):
+    """The call of a case; one of its rows goes to slot 0."""
+    call = cases.build(wanted)
+    slots = call.inputs.slot_mapping
+    live = (slots >= 0).nonzero().flatten()
+    if len(live) and not (slots == 0).any():
+        slots[live[0]] = 0
+    return call
+
+
+SPECIAL = (float("nan"), float("inf"), float("-inf"), 3e38, -3e38, 1e30, -0.0, 1e-40, 1e-45)
+
+
+def hostile(call):
+    """Put NaN, infinities, values that overflow, and subnormals between the others, in place."""
+    generator = torch.Generator().manual_seed(1)
+    inputs = call.inputs
+    nope = inputs.w_uk_t.shape[1]
+    for tensor, share in (
+        (inputs.q[..., :nope], 1 / nope),  # one NaN makes a whole row of the product NaN
+        (inputs.q[..., nope:], 0.2),
+        (inputs.kv_c, 0.2),
+        (inputs.k_pe, 0.2),
+    ):
+        values = torch.tensor(SPECIAL).to(tensor.dtype)
+        chosen = torch.rand(tensor.shape, generator=generator) < share
+        which = torch.randint(len(SPECIAL), tensor.shape, generator=generator)
+        tensor.copy_(torch.where(chosen, values[which], tensor))
+    # Rows that overflow fp8 when they are scaled.
+    inputs.q[::2] *= 300
+    inputs.kv_c[::2] *= 300
+    return call
+
+
+def _different(got, want):
+    """Where bytes differ; one NaN is as good as another."""
+    same = (got.view(torch.uint8) == want.view(torch.uint8)).view(*got.shape, -1).all(-1)
+    return ~same & ~(got.float().isnan() & want.float().isnan())
+
+
+class Expected:
+    """What the reference makes of a call."""
+
+    def __init__(self, call):
+        inputs = call.inputs
+        self.query, self.storage = cases.run(reference, call)
+        self.kind = inputs.kv_cache.dtype
+        nope = inputs.w_uk_t.shape[1]
+        q = inputs.q
+        if inputs.q_factor is not None:
+            q = reference.scale(q, inputs.q_factor, q.dtype)
+        self.low, self.high = (
+            reference.cast(x, self.query.dtype, inputs.q_scale).float()
+            for x in cases.absorb_interval(q[..., :nope], inputs.w_uk_t)
+        )
+
+    def wrong(self, query, storage):
+        """How many elements are wrong, by part; empty if none is.
+
+        A product may be any that an order of summation gives; all else is equal to the byte, in
+        the cache and all around it.
+        """
+        latent = self.low.shape[-1]
+        different = _different(query, self.query)
+        value = query[..., :latent].float()
+        product = different[..., :latent] & ~((self.low <= value) & (value <= self.high))
+        parts = {
+            "cache": _different(storage.view(self.kind), self.storage.view(self.kind)),
+            "rotated query": different[..., latent:],
+            "absorbed query": product,
+        }
+        return {name: int(part.sum()) for name, part in parts.items() if part.any()}
+
+
+def check(target, call, settings=None, plan=None):
+    """Execute the region of `call`, compare it, and return its launches."""
+    with machine(target, settings) as launches:
+        query, storage = cases.run(triton, call, plan=plan)
+    wrong = Expected(call).wrong(query, storage)
+    assert not wrong, wrong
+    tally.add(
+        "AMD machine code", bytes_compared=query.numel() * query.element_size() + storage.numel()
+    )
+    return launches

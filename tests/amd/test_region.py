@@ -1,0 +1,132 @@
+"""The fused region: the machine code that a launch on gfx942 and gfx950 would run, executed."""
+
+import dataclasses
+import itertools
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from triton.backends.amd.compiler import HIPBackend
+
+from mla_fusion.kernels import dispatch
+from mla_fusion.kernels.dispatch import Plan, Widths
+from tests.amd import region
+from tests.amd.execute import Settings
+
+BACKWARDS = Settings(backwards=True, seed=99)
+# tokens, heads, types, RoPE and what else is unusual.
+DEFAULT = [
+    (1, 16, "fp8", "neox", {}),
+    (1, 8, "bf16", "gptj", {}),
+    (2, 8, "cache", "none", {}),
+    (3, 16, "fp8", "gptj", {"strided": True}),
+    (12, 24, "bf16", "neox", {"factor": torch.float32}),
+    (17, 16, "fp8", "neox", {"factor": torch.bfloat16, "context_parallel": True}),
+    (33, 8, "bf16", "gptj", {"strided": True}),
+    (65, 32, "cache", "gptj", {}),
+    (64, 128, "fp8", "neox", {}),
+]
+TOKENS, HEADS = (1, 2, 7, 16, 31, 64, 100, 256), (8, 16, 48, 128)
+OTHER_WIDTHS = (Widths(192, 64, 512), Widths(100, 32, 192), Widths(64, 64, 256), Widths(128, 0, 512))
+OTHER_PLANS = (
+    Plan(mode="split"),
+    Plan(block_m=64, m_tiles=4),
+    Plan(block_m=64, block_n=256, m_tiles=2, num_warps=8, rest_last=True),
+    Plan(block_m=32, block_n=128, num_warps=8, rope_rows=64, cache_tokens=8),
+)
+targets = pytest.mark.parametrize("target", ["gfx942", "gfx950"])
+
+
+def made(target, tokens, heads, kind, rope, more):
+    return region.build(region.case(target, tokens, heads, kind, rope, **more))
+
+
+def named(value):
+    return "-".join(map(str, value[:4])) if isinstance(value, tuple) else None
+
+
+@targets
+@pytest.mark.parametrize("shape", DEFAULT, ids=named)
+def test_default_plans(target, shape):
+    """As usual, then with NaN, infinities and overflow, the waves in reverse order."""
+    region.check(target, made(target, *shape))
+    region.check(target, region.hostile(made(target, *shape)), BACKWARDS)
+
+
+def test_all_default_plans_are_here():
+    """Every plan that the dispatch chooses for AMD, which has no measured ones, is executed."""
+    chosen = {
+        dispatch.choose(tokens, heads, True, Widths(128, 64, 512), None)
+        for tokens, heads in itertools.product(range(1, 257), range(8, 129))
+    }
+    assert not [device for device in dispatch.measured().values() if "gfx" in device.arch]
+    here = {dispatch.default_plan(tokens, heads, 512) for tokens, heads, *_ in DEFAULT}
+    nightly = {dispatch.default_plan(t, h, 512) for t, h in itertools.product(TOKENS, HEADS)}
+    assert chosen == here | nightly
+    # Those of few tokens and many heads are the only ones left to the nightly run.
+    assert {plan.block_m for plan in here} == {plan.block_m for plan in chosen}
+
+
+@targets
+@pytest.mark.parametrize("ulps", [-1, 1])
+def test_approximate_instructions_may_be_off(target, ulps):
+    region.check(target, made(target, 3, 16, "fp8", "gptj", {}), Settings(ulps=ulps))
+
+
+@targets
+def test_the_prologue_loads_what_is_not_preloaded(target):
+    region.check(target, made(target, 3, 16, "fp8", "gptj", {}), Settings(preload=False))
+
+
+@targets
+def test_tensors_beyond_two_gibibytes(target):
+    """Their addresses do not fit buffer instructions, and Triton takes global ones."""
+    call = made(target, 3, 16, "fp8", "gptj", {})
+    (near,) = region.check(target, call)
+    with mock.patch.object(HIPBackend, "is_within_2gb", staticmethod(lambda tensor: False)):
+        (far,) = region.check(target, call)
+    for launch, kind in ((near, "buffer_"), (far, "global_")):
+        stores = {i.name for i in launch.kernel.program.instructions if "_store_" in i.name}
+        assert stores and all(name.startswith(kind) for name in stores), stores
+
+
+@pytest.mark.nightly
+@targets
+@pytest.mark.parametrize("rope", ["neox", "gptj", "none"])
+@pytest.mark.parametrize("kind", ["fp8", "cache", "bf16"])
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_every_shape(target, tokens, heads, kind, rope):
+    region.check(target, region.hostile(made(target, tokens, heads, kind, rope, {})), BACKWARDS)
+
+
+@pytest.mark.nightly
+@targets
+@pytest.mark.parametrize("kind", ["fp8", "bf16"])
+@pytest.mark.parametrize("tokens", [1, 5, 64])
+@pytest.mark.parametrize("widths", OTHER_WIDTHS, ids=named)
+def test_other_widths(target, widths, tokens, kind):
+    case = region.case(target, tokens, 8, kind, "neox" if widths.rope else "none", block_size=16)
+    region.check(target, region.build(dataclasses.replace(case, **widths._asdict())))
+
+
+@pytest.mark.nightly
+@targets
+@pytest.mark.parametrize("act", [torch.float16, torch.float32])
+def test_other_activations(target, act):
+    fp8 = region.FP8[target]
+    for query, cache in ((act, act), (fp8, fp8)):
+        more = {"act": act, "query": query, "kv": cache}
+        region.check(target, made(target, 20, 8, "fp8", "neox", more))
+
+
+@pytest.mark.nightly
+@targets
+@pytest.mark.parametrize("kind", ["fp8", "bf16"])
+@pytest.mark.parametrize("number", range(len(OTHER_PLANS)))
+def test_other_plans(target, number, kind):
+    call = made(target, 100, 8, kind, "gptj", {})
+    region.check(target, call, BACKWARDS, plan=OTHER_PLANS[number])
