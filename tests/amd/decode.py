@@ -20,8 +20,9 @@ CASES = {
     "drafts": (16, [2, 2], [37, 20], "bf16", "bf16", 64, 4),
     "padded heads": (12, [1, 1], [40, 17], "fp8", "fp8", 16, 4),
     "page of one": (16, [1, 1], [30, 18], "bf16", "bf16", 1, 4),
-    "many pieces": (16, [1, 1], [150, 70], "bf16", "bf16", 64, 60, {"kv_granularity": 1}),
-    "drafts in pieces": (12, [2, 1], [99, 20], "bf16", "bf16", 64, 40, {"kv_granularity": 1}),
+    "one worker": (12, [1, 1, 1], [40, 17, 33], "fp8", "fp8", 16, 1),
+    "two workers": (12, [2, 1, 2], [37, 20, 50], "bf16", "bf16", 64, 2),
+    "many pieces": (12, [2, 1], [150, 20], "bf16", "bf16", 64, 70, {"kv_granularity": 1}),
 }
 HALF_STEP = 2**-8  # of bf16, relative
 FP32 = 2**-16  # sums, exponentials and scales in fp32, relative

@@ -39,7 +39,7 @@ class Machine(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("lds", "tags", "regions", "counts")),
         ("limit", ctypes.c_uint64),
         *((name, ctypes.c_uint32) for name in ("lds_size", "region_count", "epoch", "seed")),
-        ("ulps", ctypes.c_int32),
+        ("rounding", ctypes.c_int32),
         ("fnuz", ctypes.c_uint32),
         ("faults", ctypes.c_uint32 * len(FAULTS)),
         *((f"fault_{name}", ctypes.c_uint32) for name in ("kind", "line", "wave", "size")),
@@ -69,14 +69,14 @@ class Start(ctypes.Structure):
 class Settings:
     """How a launch is run, of what the hardware leaves open.
 
-    backwards: the last wave of a workgroup runs first. ulps: added to the results of v_rcp_f32,
-    v_exp_f32 and v_log_f32. preload: the hardware has put the first arguments into registers;
+    backwards: the last workgroup runs first, and in each the last wave. rounding: of v_rcp_f32, v_exp_f32
+    and v_log_f32, which are accurate to 1 ulp: 0 to nearest, 1 up, -1 down. preload: the hardware has put the first arguments into registers;
     if not, the kernel's own prologue loads them. seed: of the rubbish. limit: instructions of a
     wave.
     """
 
     backwards: bool = False
-    ulps: int = 0
+    rounding: int = 0
     preload: bool = True
     seed: int = 12345
     limit: int = 10_000_000
@@ -125,7 +125,7 @@ def run(given, writable, settings=None, code=None):
         lds_size=kernel.lds,
         region_count=len(regions),
         seed=settings.seed,
-        ulps=settings.ulps,
+        rounding=settings.rounding,
         fnuz=kernel.target == "gfx942",
     )
     waves = np.zeros(kernel.warps * function("size_of_wave", ctypes.c_uint64)(), np.uint8)

@@ -20,6 +20,6 @@ def test_decode(target, name):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", decode.CASES)
-@pytest.mark.parametrize("ulps", [-1, 0, 1])
-def test_decode_backwards_and_with_other_approximations(target, name, ulps):
-    decode.check(target, name, Settings(backwards=True, ulps=ulps, seed=7))
+@pytest.mark.parametrize("rounding", [-1, 0, 1])
+def test_decode_backwards_and_with_other_approximations(target, name, rounding):
+    decode.check(target, name, Settings(backwards=True, rounding=rounding, seed=7))

@@ -23,6 +23,7 @@ SHAPES = {
     "folded heads 2": (8, 128, 16, 1, 7),
     "drafts": (16, 16, 24, 4, 16),
     "MI300X": (256, 16, 304, 1, 200),
+    "MI355X": (256, 16, 256, 1, 200),
 }
 
 
@@ -36,8 +37,8 @@ def plans(name):
 
 
 def steps(name):
-    """Steps, as lengths and query rows: ragged; the longest first and last; fewer sequences, all of
-    one length; and none but the first with query rows."""
+    """Steps, as lengths and query rows: ragged; the longest last, and first with query rows for it
+    alone; few, and then many, of one length, which are cut, or whole tiles for each worker."""
     max_batch, _, _, rows, sequences = SHAPES[name]
     rng = random.Random(sequences)
     ragged = [rng.choice((1, rng.randint(1, 300), rng.randint(1, 9000))) for _ in range(sequences)]
@@ -46,7 +47,8 @@ def steps(name):
         sorted(ragged),
         sorted(ragged, reverse=True),
         [1200] * max(1, sequences // 3),
-        [16 * rng.randint(1, 99) for _ in range(max_batch)],
+        [9000] * max_batch,
+        [200] * max_batch,
     ):
         queries = [rng.choice((rows, rows, rng.randint(0, rows))) for _ in lengths]
         if lengths == sorted(ragged, reverse=True):

@@ -71,9 +71,9 @@ def test_all_default_plans_are_here():
 
 
 @targets
-@pytest.mark.parametrize("ulps", [-1, 1])
-def test_approximate_instructions_may_be_off(target, ulps):
-    region.check(target, made(target, 3, 16, "fp8", "gptj", {}), Settings(ulps=ulps))
+@pytest.mark.parametrize("rounding", [-1, 1])
+def test_approximate_instructions_may_be_off(target, rounding):
+    region.check(target, made(target, 3, 16, "fp8", "gptj", {}), Settings(rounding=rounding))
 
 
 @targets

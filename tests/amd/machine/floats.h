@@ -52,11 +52,15 @@ static inline f32 most(f32 a, f32 b, f32 c)
     return larger(larger(a, b), c);
 }
 
-/* The result of an instruction of 1 ulp accuracy, as many ulps off as the run asks for. */
-static inline f32 approximate(const Machine *m, f32 x)
+/* The result of an instruction of 1 ulp accuracy: to nearest, or upwards or downwards as the run
+   asks for. */
+static inline f32 approximate(const Machine *m, double x)
 {
-    if (!m->ulps || !isfinite(x) || x == 0) return x;
-    return as_f32(as_u32(x) + m->ulps);
+    f32 near = (f32)x;
+    if (!isfinite(near) || near == 0) return near;
+    if (m->rounding > 0 && near < x) return nextafterf(near, INFINITY);
+    if (m->rounding < 0 && near > x) return nextafterf(near, -INFINITY);
+    return near;
 }
 
 static inline int exponent(f32 x) { return as_u32(x) >> 23 & 255; }

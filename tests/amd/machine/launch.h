@@ -44,35 +44,41 @@ static void start_wave(Machine *m, Wave *w, const Start *s, u32 number, const u3
     memset(w->flying, 0, sizeof w->flying);
 }
 
-/* Returns the number of instructions that were executed; stops after a wave that failed. */
+/* One workgroup, its waves in turn; whether it ended as it should. */
+static int run_group(Machine *m, const Instruction *program, const Start *start, const u32 group[3],
+                     Wave *waves, u32 count, u32 backwards)
+{
+    for (u32 k = 0; k < m->lds_size; k++) m->lds[k] = rubbish(m);
+    memset(m->tags, 0, m->lds_size * sizeof(Tag));
+    m->epoch = 1;
+    for (u32 k = 0; k < count; k++) start_wave(m, &waves[k], start, k, group);
+    for (u32 ended = 0; !ended; m->epoch++) {
+        for (u32 k = 0; k < count; k++) {
+            Wave *w = &waves[backwards ? count - 1 - k : k];
+            run_wave(m, w, program);
+            if (w->status == FAILED) return 0;
+            ended += w->status == ENDED;
+        }
+        if (ended && ended < count) {
+            fault(m, &waves[0], &program[waves[0].pc - 1], BARRIER, count - ended, 0);
+            return 0;
+        }
+    }
+    return 1;
+}
+
+/* Returns the number of instructions that were executed; stops after a workgroup that failed.
+   Backwards: the last workgroup first, and in each the last wave. */
 u64 run_launch(Machine *m, const Instruction *program, const Start *start, const u32 grid[3],
                Wave *waves, u32 count, u32 backwards)
 {
-    u64 executed = 0;
-    u32 group[3];
-    for (group[2] = 0; group[2] < grid[2]; group[2]++)
-        for (group[1] = 0; group[1] < grid[1]; group[1]++)
-            for (group[0] = 0; group[0] < grid[0]; group[0]++) {
-                for (u32 k = 0; k < m->lds_size; k++) m->lds[k] = rubbish(m);
-                memset(m->tags, 0, m->lds_size * sizeof(Tag));
-                m->epoch = 1;
-                for (u32 k = 0; k < count; k++) start_wave(m, &waves[k], start, k, group);
-                for (u32 ended = 0; !ended; m->epoch++) {
-                    u32 at_barrier = 0;
-                    for (u32 k = 0; k < count; k++) {
-                        Wave *w = &waves[backwards ? count - 1 - k : k];
-                        run_wave(m, w, program);
-                        if (w->status == FAILED) return executed;
-                        ended += w->status == ENDED;
-                        at_barrier += w->status == AT_BARRIER;
-                    }
-                    if (ended && at_barrier) {
-                        fault(m, &waves[0], &program[waves[0].pc - 1], BARRIER, at_barrier, 0);
-                        return executed;
-                    }
-                }
-                for (u32 k = 0; k < count; k++) executed += waves[k].executed;
-            }
+    u64 executed = 0, groups = (u64)grid[0] * grid[1] * grid[2];
+    for (u64 n = 0; n < groups; n++) {
+        u64 at = backwards ? groups - 1 - n : n;
+        u32 group[3] = {at % grid[0], at / grid[0] % grid[1], at / grid[0] / grid[1]};
+        if (!run_group(m, program, start, group, waves, count, backwards)) break;
+        for (u32 k = 0; k < count; k++) executed += waves[k].executed;
+    }
     return executed;
 }
 

@@ -80,7 +80,7 @@ typedef struct {
     u64 *counts; /* how often each instruction was executed */
     u64 limit;   /* instructions of a wave */
     u32 lds_size, region_count, epoch, seed;
-    i32 ulps; /* added to the results of approximate instructions */
+    i32 rounding; /* of approximate instructions: 0 to nearest, 1 up, -1 down */
     u32 fnuz; /* whether fp8 is e4m3fnuz */
     u32 faults[FAULTS];
     u32 fault_kind, fault_line, fault_wave, fault_size;

@@ -1,0 +1,95 @@
+"""The comparison bites: it sees machine code of which one instruction was removed or changed."""
+
+import functools
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from mla_fusion.kernels.dispatch import Plan
+from tests import tally
+from tests.amd import mutants
+
+# Of each kind and subject; all together they are to be 200 at least.
+EACH, LEAST = 3, 200
+# What is seen of them, and of moved boundaries. docs/amd.md says why the others are not.
+SHARE, BOUNDARY_SHARE = 0.95, 0.5
+# Kinds of which all have to be seen, of every instruction, in the region kernel.
+CERTAIN = ("barrier removed", "matrix product removed", "wait for one fewer", "wait removed")
+
+
+def but(tokens, padded):
+    """All rows but one."""
+    return [row for row in range(tokens) if row != padded]
+
+
+# Each has every row padded that a reduction over lanes could lose, rows in plenty and few, and
+# head counts that do not fill a tile.
+SUBJECTS = {
+    "region, gfx942, fp8": functools.partial(
+        mutants.region_runs, "gfx942", "fp8", "gptj",
+        [(3, 12, (0, 2)), (16, 20, range(16)), (13, 1, but(13, 1)), (11, 1, but(11, 2)),
+         (7, 1, but(7, 4)), (15, 1, but(15, 8)), (5, 3, ())],
+    ),
+    "region, gfx950, fp8": functools.partial(
+        mutants.region_runs, "gfx950", "fp8", "neox",
+        [(17, 8, range(0, 17, 2)), (32, 9, range(32)), (29, 1, but(29, 1)), (30, 1, but(30, 2)),
+         (28, 1, but(28, 4)), (27, 1, but(27, 8)), (31, 3, (30,))],
+    ),
+    "region, gfx942, bf16": functools.partial(
+        mutants.region_runs, "gfx942", "bf16", "neox",
+        [(33, 4, range(0, 33, 2)), (64, 9, range(64)), (64, 1, but(64, 1)), (63, 1, but(63, 2)),
+         (62, 1, but(62, 4)), (61, 1, but(61, 8))],
+        factor=torch.float32,
+    ),
+    # The code for one token, run with more: of one, most index arithmetic gives 0.
+    "region of one token, gfx950": functools.partial(
+        mutants.region_runs, "gfx950", "cache", "neox",
+        [(3, 9, (0, 2)), (6, 20, range(6)), (5, 7, (4,))],
+        plan=Plan(block_m=1, block_n=32, num_warps=2),
+    ),
+    "decode, gfx950, fp8": functools.partial(
+        mutants.decode_runs, "gfx950", "padded heads", "one worker"
+    ),
+    "decode, gfx942, bf16": functools.partial(mutants.decode_runs, "gfx942", "two workers"),
+    "reduction, gfx942": functools.partial(mutants.reduce_runs, "gfx942", "many pieces"),
+    "planner, gfx950": functools.partial(mutants.planner_runs, "gfx950", "MI355X"),
+}  # fmt: skip
+
+
+def unseen(runs, chosen):
+    return [mutant for mutant in chosen if not mutants.seen(runs, mutant)]
+
+
+def test_mutants_of_all_kernels_are_seen():
+    count, left = 0, []
+    for name, make in SUBJECTS.items():
+        runs = make()
+        chosen = mutants.choose(runs, EACH, seed=1)
+        count += len(chosen)
+        left += [f"{name}: {mutant}" for mutant in unseen(runs, chosen)]
+    tally.add("mutants of AMD machine code", seen=count - len(left), not_seen=len(left))
+    assert count >= LEAST
+    assert len(left) <= (1 - SHARE) * count, "\n".join(left)
+
+
+def test_every_missing_wait_and_barrier_of_a_region_is_seen():
+    runs = SUBJECTS["region, gfx942, fp8"]()
+    found = mutants.candidates(runs)
+    assert set(CERTAIN) <= set(found)
+    left = unseen(runs, [mutant for kind in CERTAIN for mutant in found[kind]])
+    assert not left, "\n".join(map(str, left))
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("boundaries", [False, True], ids=["", "boundaries"])
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_many_mutants_are_seen(name, boundaries):
+    runs = SUBJECTS[name]()
+    chosen = mutants.choose(runs, 40, seed=2, boundaries=boundaries)
+    left = unseen(runs, chosen)
+    tally.add("mutants of AMD machine code", seen=len(chosen) - len(left), not_seen=len(left))
+    share = BOUNDARY_SHARE if boundaries else SHARE
+    assert len(left) <= (1 - share) * len(chosen), "\n".join(map(str, left))
