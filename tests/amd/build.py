@@ -14,7 +14,7 @@ FOLDER = Path(__file__).with_name("machine")
 HEADERS = ("state", "floats", "lanes", "memory", "instructions", "matrix")
 BUILD = Path(__file__).parents[2] / "build" / "amd"
 # No contraction: an instruction rounds as often as it says.
-FLAGS = ("-O2", "-march=native", "-ffp-contract=off", "-fwrapv", "-fno-strict-aliasing", "-w")
+FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fwrapv", "-fno-strict-aliasing", "-w")
 _WIDE = ("u64", "i64")
 _NAMES = "abc"
 
