@@ -22,9 +22,7 @@ class Wave:
         words = self.bytes.view(np.uint32)
         self.s = words[:_SCALARS]
         self.v = words[_SCALARS:][: _VECTORS * _LANES].reshape(_VECTORS, _LANES)
-        self.mode, self.pc, _, self.number = np.split(
-            words[_SCALARS + _VECTORS * _LANES :][:4], 4
-        )
+        self.mode, self.pc, _, self.number = np.split(words[_SCALARS + _VECTORS * _LANES :][:4], 4)
         self.number[:] = number
         self.set_pair(126, 2**64 - 1)
         self.lds = np.zeros(lds, np.uint8)

@@ -34,7 +34,11 @@ def _c_type(kind):
 
 def _bits(kind, expression):
     """The bits of a result of type `kind`."""
-    return f"as_u32({expression})" if kind == "f32" else f"(u{64 if kind in _WIDE else 32})({expression})"
+    return (
+        f"as_u32({expression})"
+        if kind == "f32"
+        else f"(u{64 if kind in _WIDE else 32})({expression})"
+    )
 
 
 def _sources(formula):
@@ -77,7 +81,10 @@ def _vector(name, formula):
 
 def _packed(name, formula):
     """A function that computes a formula of fp32 twice, for the two halves of register pairs."""
-    body = ["u32 to[2][LANES]; u64 active = pair(w, EXEC);", "for (int half = 0; half < 2; half++) {"]
+    body = [
+        "u32 to[2][LANES]; u64 active = pair(w, EXEC);",
+        "for (int half = 0; half < 2; half++) {",
+    ]
     sources = _sources(formula)
     for number, (letter, _) in enumerate(sources):
         body.append(f"u32 of_{letter}[LANES]; read_packed(w, i, {number}, half, of_{letter});")
@@ -156,7 +163,20 @@ def library():
         BUILD.mkdir(parents=True, exist_ok=True)
         # Another process may build it too: each writes its own file, and renaming is atomic.
         mine = built.with_suffix(f".{os.getpid()}")
-        command = [compiler, *FLAGS, "-shared", "-fPIC", "-I", str(FOLDER), "-x", "c", "-", "-o", mine, "-lm"]
+        command = [
+            compiler,
+            *FLAGS,
+            "-shared",
+            "-fPIC",
+            "-I",
+            str(FOLDER),
+            "-x",
+            "c",
+            "-",
+            "-o",
+            mine,
+            "-lm",
+        ]
         done = subprocess.run(command, input=text, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{compiler} does not compile the machine:\n{done.stderr}")

@@ -70,5 +70,7 @@ def check(target, name, settings=None):
     with machine(target, settings) as launches:
         triton.launch(expected.inputs)
     assert not (wrong := expected.wrong()), wrong
-    tally.add("AMD machine code", bytes_compared=2 * expected.out.numel() + 4 * expected.lse.numel())
+    tally.add(
+        "AMD machine code", bytes_compared=2 * expected.out.numel() + 4 * expected.lse.numel()
+    )
     return launches

@@ -69,10 +69,10 @@ class Start(ctypes.Structure):
 class Settings:
     """How a launch is run, of what the hardware leaves open.
 
-    backwards: the last workgroup runs first, and in each the last wave. rounding: of v_rcp_f32, v_exp_f32
-    and v_log_f32, which are accurate to 1 ulp: 0 to nearest, 1 up, -1 down. preload: the hardware has put the first arguments into registers;
-    if not, the kernel's own prologue loads them. seed: of the rubbish. limit: instructions of a
-    wave.
+    backwards: the last workgroup runs first, and in each the last wave. rounding: of v_rcp_f32,
+    v_exp_f32 and v_log_f32, which are accurate to 1 ulp: 0 to nearest, 1 up, -1 down. preload: the
+    hardware has put the first arguments into registers; if not, the kernel's own prologue loads
+    them. seed: of the rubbish. limit: instructions of a wave.
     """
 
     backwards: bool = False
@@ -152,9 +152,7 @@ def _first(machine, given, regions):
         return ""
     kind, address = FAULTS[machine.fault_kind], machine.fault_address
     text = next(
-        each.text
-        for each in given.kernel.program.instructions
-        if each.line == machine.fault_line
+        each.text for each in given.kernel.program.instructions if each.line == machine.fault_line
     )
     where = f"{address:#x}"
     names = ("arguments", *tensors(given))

@@ -1,8 +1,7 @@
-"""What instructions compute, once more and in numpy: the oracle of test_instructions.py.
+"""What instructions compute, once more and in numpy: the oracle of test_formulas.py.
 
-`VECTOR`, `PACKED` and `SCALAR` have the instructions of the tables in operations.py, with a function
-of their sources (arrays of a lane each; scalars are arrays of one). Masks and SCC are booleans. A
-function of several results returns them all; `scc` is a keyword.
+`VECTOR` and `PACKED` have the instructions of those tables in operations.py, with a function of
+their sources: arrays of 64 lanes. Masks are booleans. A function of several results returns all.
 """
 
 import numpy as np

@@ -16,12 +16,8 @@ from tests.amd.provider import WRITABLE, machine
 from tests.kernels import cases
 
 NOTHING = assembly.instruction(0, "s_nop", "0")
-# Most are equivalent: the boundary itself is nowhere in reach of a mask, or of a correction of an
-# integer division. So they count apart.
-BOUNDARY = "comparison's boundary"
 _OPPOSITE = {"eq": "ne", "ne": "eq", "lt": "ge", "ge": "lt", "gt": "le", "le": "gt", "lg": "eq",
              "neq": "eq", "o": "u", "u": "o"}  # fmt: skip
-_BOUNDARY = {"lt": "le", "le": "lt", "gt": "ge", "ge": "gt"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,9 +167,7 @@ def _changed(given, name=None, operands=None, **modifiers):
     modifiers = {**given.modifiers, **modifiers}
     words = [word if value == "" else f"{word}:{value}" for word, value in modifiers.items()]
     text = f"{name} {', '.join(operands)} {' '.join(words)}".strip()
-    return dataclasses.replace(
-        given, name=name, operands=operands, modifiers=modifiers, text=text
-    )
+    return dataclasses.replace(given, name=name, operands=operands, modifiers=modifiers, text=text)
 
 
 def _swapped(given, first, second):
@@ -186,14 +180,9 @@ def _shifted(given, key, by):
     return _changed(given, **{key: str(int(given.modifiers.get(key, "0"), 0) + by)})
 
 
-def _with_relation(given, relations):
-    """Comparisons of fp32 have no boundary to move: Triton's are with thresholds of exp2 and log2
-    and with 0, and what follows is continuous there."""
-    if relations is _BOUNDARY and given.name.endswith("f32"):
-        return
+def _negated(given):
     head, relation, kind = re.fullmatch(r"([vs]_cmpk?)_(\w+)_(\w+)", given.name).groups()
-    if relation in relations:
-        yield _changed(given, name=f"{head}_{relations[relation]}_{kind}")
+    return _changed(given, name=f"{head}_{_OPPOSITE[relation]}_{kind}")
 
 
 def _without(given):
@@ -230,8 +219,7 @@ def changes(given):
         if name.startswith(("buffer_", "global_")):
             yield "load's offset changed", _shifted(given, "offset", 2)
     elif re.match(r"[vs]_cmp", name):
-        yield from (("comparison negated", x) for x in _with_relation(given, _OPPOSITE))
-        yield from ((BOUNDARY, x) for x in _with_relation(given, _BOUNDARY))
+        yield "comparison negated", _negated(given)
     elif "cndmask" in name or "cselect" in name:
         yield "selection exchanged", _swapped(given, 1, 2)
     elif name.startswith("v_") and not name.startswith(("v_readfirst", "v_accvgpr")):
@@ -239,7 +227,7 @@ def changes(given):
 
 
 def _waits(given):
-    """Each count one higher, and the wait gone; a count of the hardware's maximum waits for none."""
+    """Each count one higher, and the wait gone; the largest count of all waits for nothing."""
     real = {
         word: (found[1], int(found[2]))
         for word in given.modifiers
@@ -270,14 +258,13 @@ def candidates(runs):
     return found
 
 
-def choose(runs, each, seed, boundaries=False):
-    """Up to `each` mutants of every kind, or of the kind `BOUNDARY` alone."""
+def choose(runs, each, seed):
+    """Up to `each` mutants of every kind."""
     rng = random.Random(seed)
     return [
         mutant
         for kind, mutants in sorted(candidates(runs).items())
         for mutant in rng.sample(mutants, min(each, len(mutants)))
-        if (kind == BOUNDARY) == boundaries
     ]
 
 

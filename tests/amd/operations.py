@@ -12,8 +12,8 @@ Types of operands, in the order of the text:
 Sources are `a`, `b`, `c`; the first result is `d` in the formulas after it. `i` is the instruction,
 `w` the wave, `l` the lane, `scc` and `exec` what these were before. Functions are in machine/.
 
-A new instruction is a line here, or a row of `SPECIAL` and a function in machine/instructions.h; and
-a case in test_instructions.py.
+A new instruction is a line here, and one in formulas.py; or a row of `SPECIAL`, a function in
+machine/instructions.h, and a case in test_instructions.py.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ v_mul_i32_i24: u32 <- u32 u32: signed24(a) * signed24(b)
 v_mad_u32_u24: u32 <- u32 u32 u32: (a & 0xffffff) * (b & 0xffffff) + c
 v_mad_i32_i24: u32 <- u32 u32 u32: signed24(a) * signed24(b) + c
 v_mad_u64_u32: u64 mask <- u32 u32 u64: (u64)a * b + c; d < c
-v_mad_i64_i32: i64 mask <- i32 i32 i64: (i64)a * b + c; __builtin_add_overflow_p((i64)a * b, c, (i64)0)
+v_mad_i64_i32: i64 mask <- i32 i32 i64: (i64)a * b + c; overflows((i64)a * b, c)
 
 v_max_i32: i32 <- i32 i32: a > b ? a : b
 v_min_i32: i32 <- i32 i32: a < b ? a : b
@@ -121,8 +121,8 @@ v_cvt_pk_f16_f32: u32 <- f32 f32: to_f16(a) | to_f16(b) << 16
 v_cvt_pk_bf16_f32: u32 <- f32 f32: to_bf16(a) | to_bf16(b) << 16
 v_pack_b32_f16: u32 <- u32 u32: half_of(a, i->op_sel) | half_of(b, i->op_sel >> 1) << 16
 v_cvt_f32_fp8: f32 <- u32: from_fp8(a, m->fnuz)
-v_cvt_pk_fp8_f32: u32 <- f32 f32 =u32: into_half(c, fp8_pair(m, w, a, b), i->op_sel >> 2)
-v_cvt_scalef32_pk_fp8_f32: u32 <- f32 f32 one =u32: into_half(c, fp8_pair(m, w, a, b), i->op_sel >> 3)
+v_cvt_pk_fp8_f32: u32 <- f32 f32 =u32: fp8_into(m, w, c, a, b, i->op_sel >> 2)
+v_cvt_scalef32_pk_fp8_f32: u32 <- f32 f32 one =u32: fp8_into(m, w, c, a, b, i->op_sel >> 3)
 v_cvt_pk_f32_fp8: u64 <- u32: f32_pair(m, half_of(a, i->op_sel))
 v_cvt_scalef32_pk_f32_fp8: u64 <- u32 one: f32_pair(m, half_of(a, i->op_sel))
 v_cvt_scalef32_pk_bf16_fp8: u32 <- u32 one: bf16_pair(m, half_of(a, i->op_sel))
@@ -327,8 +327,9 @@ def _lds():
 
 def _matrices():
     elements = {"bf16": 0, "f16": 1, "f32": 2, "fp8_fp8": 3}
-    shapes = {"bf16": ((16, 16), (16, 32), (32, 8), (32, 16)), "f16": ((16, 16), (16, 32), (32, 8), (32, 16)),
-              "f32": ((16, 4), (32, 2)), "fp8_fp8": ((16, 32), (32, 16))}  # fmt: skip
+    halves = ((16, 16), (16, 32), (32, 8), (32, 16))
+    shapes = {"bf16": halves, "f16": halves, "f32": ((16, 4), (32, 2))}
+    shapes["fp8_fp8"] = ((16, 32), (32, 16))
     for kind, sides in shapes.items():
         for side, depth in sides:
             name = f"v_mfma_f32_{side}x{side}x{depth}_{kind}"

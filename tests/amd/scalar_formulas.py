@@ -93,9 +93,7 @@ SCALAR |= {
     for bits in (32, 64)
     for name, how in (("lshl", operator.lshift), ("lshr", operator.rshift))
 }
-SCALAR |= {
-    f"s_lshl{n}_add_u32": lambda a, b, s, n=n: carry((a << n) + b) for n in (1, 2, 3, 4)
-}
+SCALAR |= {f"s_lshl{n}_add_u32": lambda a, b, s, n=n: carry((a << n) + b) for n in (1, 2, 3, 4)}
 SCALAR |= {
     f"s_cmp{k}_{name}_{kind}": lambda a, b, s, how=how: how(a, b)
     for k in ("", "k")

@@ -32,14 +32,20 @@ def lanes(kind, rng):
     if kind == "mask":
         return rng.integers(0, 2, 64).astype(bool)
     if kind == "f32":
-        plain = rng.standard_normal(64).astype(np.float32) * np.float32(2.0) ** rng.integers(-9, 9, 64)
+        plain = rng.standard_normal(64).astype(np.float32) * np.float32(2.0) ** rng.integers(
+            -9, 9, 64
+        )
         return np.where(rng.random(64) < 0.4, rng.choice(FLOATS, 64), plain.astype(np.float32))
     words = [
         np.where(rng.random(64) < 0.4, rng.choice(WORDS, 64), rng.integers(0, 2**32, 64))
         for _ in range(2)
     ]
     full = words[0].astype(np.uint64) | words[1].astype(np.uint64) << np.uint64(32)
-    return full.astype(np.uint64).astype(np.dtype(DTYPES[kind]).str.replace("i", "u")).view(DTYPES[kind])
+    return (
+        full.astype(np.uint64)
+        .astype(np.dtype(DTYPES[kind]).str.replace("i", "u"))
+        .view(DTYPES[kind])
+    )
 
 
 def put(wave, index, kind, values):
@@ -200,10 +206,12 @@ def changed(line):
         (" > ", " <= "), (" <= ", " > "), (" >= ", " < "), ("!isnan(a)", "isnan(a)"),
         ("isnan(a)", "isnan(b)"), ("larger(", "smaller("), ("smaller(", "larger("),
         ("most(", "least("), ("least(", "most("), ("fmaf(a, b, c)", "a * b"),
-        ("mixed(i, 2, c)", "1.0f"), ("median(a, b, c)", "larger(a, b)"), ("f32_to_", "1 ^ f32_to_"), ("to_", "1 ^ to_"),
+        ("mixed(i, 2, c)", "1.0f"), ("median(a, b, c)", "larger(a, b)"),
+        ("f32_to_", "1 ^ f32_to_"), ("to_", "1 ^ to_"),
         ("reversed(a)", "a"), ("c ? b : a", "c ? a : b"), ("scc ? a : b", "scc ? b : a"),
         ("signed_field(", "field("), ("field(a, b, c)", "a >> (b & 31)"), ("from_f16(", "(f32)("),
-        ("exp2(", "exp("), ("log2(", "log("), ("1.0 / ", "-1.0 / "), ("by_table(a, b", "by_table(b, a"),
+        ("exp2(", "exp("), ("log2(", "log("), ("1.0 / ", "-1.0 / "),
+        ("by_table(a, b", "by_table(b, a"),
         ("truncf", "floorf"), ("floorf", "truncf"), ("nearbyintf", "floorf"), ("ldexpf(a, b)", "a"),
         ("half_of(a, i->op_sel)", "a"), ("(f32)a", "(f32)(a ^ 1)"), ("(f32)(a", "(f32)(1 ^ a"),
         ("~", ""), ("popcountll(a)", "popcount(a)"), ("ctzll", "popcountll"),
@@ -217,9 +225,7 @@ def changed(line):
 def test_a_mutant_of_each_formula_is_seen(monkeypatch):
     """A machine in which every first formula is another one: every check has to fail."""
     mutants = {
-        kind: {
-            name: line if name in APART else changed(line) for name, line in table.items()
-        }
+        kind: {name: line if name in APART else changed(line) for name, line in table.items()}
         for kind, table in FORMULAS.items()
     }
     monkeypatch.setattr(build, "FORMULAS", mutants)

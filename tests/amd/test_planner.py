@@ -60,9 +60,7 @@ def refresh(plan, step):
     """Plan by the specification."""
     lengths, indptr = step
     rows = plan.settings.max_query_len
-    plan.refresh(
-        qo_indptr=indptr, seq_lens=lengths, num_tokens=int(indptr[-1]), max_query_len=rows
-    )
+    plan.refresh(qo_indptr=indptr, seq_lens=lengths, num_tokens=int(indptr[-1]), max_query_len=rows)
 
 
 def fill(plan, step):

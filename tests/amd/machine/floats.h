@@ -72,9 +72,13 @@ static inline f32 division_scaled(f32 a, f32 b, f32 c, int *rescale)
     *rescale = 0;
     if (c == 0 || b == 0) return NAN;
     f32 inverse = (f32)(1.0 / (double)b), quotient = (f32)((double)c / (double)b);
-    if (exponent(c) - exponent(b) >= 96 || (denormal(inverse) && denormal(quotient))) {
+    if (exponent(c) - exponent(b) >= 96) {
         *rescale = 1;
         return a == b ? ldexpf(a, 64) : a;
+    }
+    if (denormal(inverse) && denormal(quotient)) { /* by 2^-64, or the division would overflow */
+        *rescale = 1;
+        return a == b ? ldexpf(a, -64) : a;
     }
     if (denormal(b)) return ldexpf(a, 64);
     if (denormal(inverse)) return ldexpf(a, -64);
@@ -158,14 +162,11 @@ static f32 from_fp8(u32 x, int fnuz)
 
 static inline u32 half_of(u32 x, int high) { return high & 1 ? x >> 16 : x & 0xffff; }
 
-static inline u32 into_half(u32 old, u32 x, int high)
+/* Two numbers in fp8 in one half of a register, whose other half stays. */
+static inline u32 fp8_into(const Machine *m, const Wave *w, u32 old, f32 a, f32 b, int high)
 {
+    u32 x = to_fp8(a, m->fnuz, w->mode) | to_fp8(b, m->fnuz, w->mode) << 8;
     return high & 1 ? (old & 0xffffu) | x << 16 : (old & 0xffff0000u) | x;
-}
-
-static inline u32 fp8_pair(const Machine *m, const Wave *w, f32 a, f32 b)
-{
-    return to_fp8(a, m->fnuz, w->mode) | to_fp8(b, m->fnuz, w->mode) << 8;
 }
 
 static inline u64 f32_pair(const Machine *m, u32 x)
@@ -231,6 +232,7 @@ static inline u32 signed_field(u32 x, u32 offset, u32 width)
     return width ? (u32)((i32)(x >> (offset & 31) << (32 - width)) >> (32 - width)) : 0;
 }
 
+static inline int overflows(i64 a, i64 b) { return __builtin_add_overflow_p(a, b, (i64)0); }
 static inline i32 signed24(u32 x) { return (i32)(x << 8) >> 8; }
 static inline u32 lower_lanes(int lane) { return lane >= 32 ? 0xffffffffu : (1u << lane) - 1; }
 static inline u32 upper_lanes(int lane) { return lane >= 32 ? (1u << (lane - 32)) - 1 : 0; }
