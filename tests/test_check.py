@@ -223,6 +223,17 @@ def test_the_answer_as_json(checked):
     assert set(said["commands"]) == set(said["backends"]) == {"nvidia", "amd"}
 
 
+@pytest.mark.parametrize("version, cache, notes", [
+    ("3.6.0", "fp8", 1), ("3.6.0", "fp8_e4m3", 1), ("3.6.0", "auto", 0), ("3.7.0", "fp8", 0),
+    ("", "fp8", 0),
+])  # fmt: skip
+def test_software_conversions_of_an_old_triton(version, cache, notes, checked, monkeypatch):
+    monkeypatch.setattr(check, "version_of", lambda package: version)
+    _, _, printed = checked(2, "--kv-cache-dtype", cache)
+    assert printed.count("on gfx950 with the Triton that is installed here") == notes
+    assert printed.count("install Triton 3.7") == notes
+
+
 def test_a_layer_outside_any_graph_is_not_fused():
     stored = report.Report("triton", 8, [report.RangeReport((1, 8), 2, 2)], uncompiled=1)
     answer = Answer("m", 8, "engine", check._reasons(stored, []), [], stored)

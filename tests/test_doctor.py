@@ -122,6 +122,19 @@ def test_gfx950_with_a_new_aiter(on, aiter):
     assert not {"ROCm/aiter#4342", "vllm-project/vllm#25475"} & threads(found)
 
 
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("version", ["3.6.0", "3.6.1+rocm7", "3.7.0", "3.9.0", ""])
+def test_software_conversions_of_an_old_triton(on, aiter, arch, version, monkeypatch):
+    on(arch)
+    aiter("0.1.20.post1")
+    of = environment.version_of
+    monkeypatch.setattr(environment, "version_of", lambda n: version if n == "triton" else of(n))
+    slow = arch == "gfx950" and version.startswith("3.6")
+    found = doctor.examine()
+    assert ("triton-lang/triton#6110" in threads(found)) is slow
+    assert ("install Triton 3.7" in " ".join(doctor.lines(found))) is slow
+
+
 def test_an_aiter_without_the_op(on, aiter):
     on("gfx950")
     aiter("0.1.7.post2.dev18", None)
@@ -211,4 +224,5 @@ def test_every_issue_names_a_public_thread():
         assert issue.threads
         for thread in issue.threads:
             project, _, number = thread.partition("#")
-            assert project in ("vllm-project/vllm", "ROCm/aiter") and number.isdigit()
+            projects = ("vllm-project/vllm", "ROCm/aiter", "triton-lang/triton")
+            assert project in projects and number.isdigit()

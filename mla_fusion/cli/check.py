@@ -15,6 +15,7 @@ from mla_fusion.cli import (
     attention_backends,
     child,
     dumps,
+    known_issues,
     model_classes,
     model_config,
     persistent_decode,
@@ -22,6 +23,7 @@ from mla_fusion.cli import (
 )
 from mla_fusion.cli.answer import Answer
 from mla_fusion.cli.arguments import UserError, count, make_folder, positive, require, zero_or_more
+from mla_fusion.cli.environment import version_of
 from mla_fusion.report.reasons import Decline, recognize
 
 if TYPE_CHECKING:
@@ -204,8 +206,19 @@ def find(settings: Settings) -> Answer:
         report=stored,
         backends=_backends(settings, cut, architecture),
         arguments=settings.serve(cut.draft),
-        notes=notes,
+        notes=notes + _software_conversions(settings.kv_cache_dtype, version_of("triton")),
     )
+
+
+def _software_conversions(cache: str, triton: str) -> list[str]:
+    """What this Triton costs with an fp8 cache, where the server has the same."""
+    if not cache.startswith("fp8"):
+        return []
+    return [
+        f"  on {issue.conditions['arch']} with the Triton that is installed here, {triton}: "
+        f"{issue.text}"
+        for issue in known_issues.of_triton(triton)
+    ]
 
 
 def _ask_decode(settings: Settings, cut: shrink.Cut) -> tuple[list[str], list[Decline]]:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 _CONDITIONS = {
     "platform": lambda e, names: e.platform in names.split(),
     "arch": lambda e, name: e.arch == name,
-    "aiter before": lambda e, version: bool(e.aiter) and numbers(e.aiter) < numbers(version),
+    "aiter before": lambda e, version: is_before(e.aiter, version),
+    "triton before": lambda e, version: is_before(e.triton, version),
     "torch": lambda e, version: numbers(e.torch)[:2] == numbers(version),
     "vllm": lambda e, _: bool(e.vllm),
 }
@@ -42,6 +43,18 @@ class Issue:
 def numbers(version: str) -> tuple[int, ...]:
     """The numbers of a version, for comparison: "0.1.19.post1" is (0, 1, 19, 1)."""
     return tuple(int(n) for n in re.findall(r"\d+", version.partition("+")[0]))
+
+
+def is_before(version: str, limit: str) -> bool:
+    """Whether a version is older than `limit`; that of a missing package, empty, is not."""
+    return bool(version) and numbers(version) < numbers(limit)
+
+
+def of_triton(version: str) -> tuple[Issue, ...]:
+    """The trouble of this version of Triton, on whatever GPU."""
+    return tuple(
+        issue for issue in ISSUES if is_before(version, issue.conditions.get("triton before", "0"))
+    )
 
 
 def _read() -> tuple[Issue, ...]:

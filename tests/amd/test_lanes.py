@@ -101,10 +101,12 @@ MATRICES = {
 }
 
 
+@pytest.mark.parametrize("shift", [0, 2], ids=["", "result beside"])
 @pytest.mark.parametrize(
     "kind, side, depth", [(kind, *shape) for kind in MATRICES for shape in MATRICES[kind][2]]
 )
-def test_matrix_products(kind, side, depth):
+def test_matrix_products(kind, side, depth, shift):
+    """The result takes the place of the summand, or of a part of it."""
     size, cast, _ = MATRICES[kind]
     a, b = (
         cast(RNG.standard_normal(shape).astype(np.float32))
@@ -130,14 +132,14 @@ def test_matrix_products(kind, side, depth):
         wave.v[40 + register, block * side : (block + 1) * side] = c[row].view(np.uint32)
     count = max(1, each * size // 4)
     first, second = (f"v[{k}:{k + count - 1}]" if count > 1 else f"v{k}" for k in (10, 20))
-    result = f"v[40:{39 + registers}]"
+    summand, result = (f"v[{k}:{k + registers - 1}]" for k in (40, 40 + shift))
     wave.set_pair(126, 0)  # EXEC does not matter
     assert not wave.run(
-        f"v_mfma_f32_{side}x{side}x{depth}_{kind} {result}, {first}, {second}, {result}"
+        f"v_mfma_f32_{side}x{side}x{depth}_{kind} {result}, {first}, {second}, {summand}"
     )
     want = a.double() @ b.double() + torch.tensor(c).double()
     for row, (register, block) in place.items():
-        got = wave.v[40 + register, block * side : (block + 1) * side].view(np.float32)
+        got = wave.v[40 + shift + register, block * side : (block + 1) * side].view(np.float32)
         np.testing.assert_allclose(got, want[row].numpy(), rtol=2e-7, atol=1e-6)
 
 

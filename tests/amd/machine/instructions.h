@@ -310,7 +310,12 @@ static void set_mode(Machine *m, Wave *w, const Instruction *i)
 }
 
 static void nothing(Machine *m, Wave *w, const Instruction *i) {}
-static void barrier(Machine *m, Wave *w, const Instruction *i) { w->status = AT_BARRIER; }
+
+static void barrier(Machine *m, Wave *w, const Instruction *i)
+{
+    carry_out_vector(m, w);
+    w->status = AT_BARRIER;
+}
 
 static void end(Machine *m, Wave *w, const Instruction *i)
 {

@@ -24,6 +24,7 @@ static void matrix(Machine *m, Wave *w, const Instruction *i)
     static double a[32][128], b[128][32], sum[32][32];
     int side = i->size, depth = (int)i->immediate, each = depth * side / LANES;
     int registers = side * side / LANES;
+    u32 c[16][LANES];
     for (int l = 0; l < LANES; l++)
         for (int j = 0; j < each; j++) {
             int k = each * (l / side) + j;
@@ -36,13 +37,13 @@ static void matrix(Machine *m, Wave *w, const Instruction *i)
             for (int column = 0; column < side; column++)
                 sum[row][column] += a[row][k] * b[k][column];
     }
-    for (int r = 0; r < registers; r++) {
-        u32 x[LANES];
-        read_word(w, &i->source[2], i->source[2].kind == VECTOR ? r : 0, x);
+    /* D may have some of C's registers: all of C is read first. */
+    for (int r = 0; r < registers; r++)
+        read_word(w, &i->source[2], i->source[2].kind == VECTOR ? r : 0, c[r]);
+    for (int r = 0; r < registers; r++)
         for (int l = 0; l < LANES; l++) {
             int row = side == 16 ? 4 * (l / 16) + r : 8 * (r / 4) + 4 * (l / 32) + r % 4;
-            x[l] = as_u32((f32)(sum[row][l % side] + (double)as_f32(x[l])));
+            double x = sum[row][l % side] + (double)as_f32(c[r][l]);
+            w->v[i->result.index + r][l] = as_u32((f32)x);
         }
-        memcpy(w->v[i->result.index + r], x, sizeof x);
-    }
 }

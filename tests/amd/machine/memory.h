@@ -4,7 +4,9 @@
    get rubbish. It is carried out when `s_waitcnt` says that at most so many younger ones are on
    their way, when the counter is full, or (stores) when the wave ends: as late as the hardware may.
    Vector memory and LDS keep the order of a wave; scalar loads do not, so only a count of 0 covers
-   them. */
+   them. A barrier orders the vector memory of its workgroup without a wait: its waves share a cache,
+   which takes their operations in turn ("Memory model GFX942" of LLVM's AMDGPU guide, workgroup
+   scope without threadgroup split mode). Registers wait for s_waitcnt all the same. */
 
 /* The region that holds these bytes and allows the access; NULL, and a fault, if there is none. */
 static const Region *region_of(Machine *m, Wave *w, const Instruction *i, u64 address, u32 size,
@@ -100,7 +102,17 @@ static void complete_vector(Machine *m, Wave *w, u32 left)
     for (; w->vector_count > left; w->vector_count--, w->vector_first++) {
         Pending *p = &w->vector_queue[w->vector_first % VECTOR_QUEUE];
         fly(w, &p->instruction->result, MEMORY, -1);
-        ACTIONS[p->instruction->operation](m, w, p);
+        if (!p->done) ACTIONS[p->instruction->operation](m, w, p);
+    }
+}
+
+/* What a barrier orders is carried out; the registers of loads stay untouchable until a wait. */
+static void carry_out_vector(Machine *m, Wave *w)
+{
+    for (u32 k = 0; k < w->vector_count; k++) {
+        Pending *p = &w->vector_queue[(w->vector_first + k) % VECTOR_QUEUE];
+        if (!p->done) ACTIONS[p->instruction->operation](m, w, p);
+        p->done = 1;
     }
 }
 
@@ -129,6 +141,7 @@ static Pending *issue_vector(Machine *m, Wave *w, const Instruction *i)
     Pending *p = &w->vector_queue[(w->vector_first + w->vector_count++) % VECTOR_QUEUE];
     p->instruction = i;
     p->active = pair(w, EXEC);
+    p->done = 0;
     /* Loads of one queue arrive in order: a later one may have the same registers. */
     touch(m, w, i, &i->result, LDS);
     fly(w, &i->result, MEMORY, 1);

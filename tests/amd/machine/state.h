@@ -43,6 +43,7 @@ typedef struct {
 /* A memory operation that was issued and that no wait has covered yet. */
 typedef struct {
     const Instruction *instruction;
+    int done;
     u64 active, address[LANES], second[LANES];
     u32 data[4][LANES];
 } Pending;
