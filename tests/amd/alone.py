@@ -5,7 +5,6 @@ import ctypes
 import numpy as np
 
 from tests.amd import assembly, encode, execute
-from tests.amd.operations import NUMBERS
 
 _SCALARS, _VECTORS, _LANES = 129, 768, 64
 
@@ -68,8 +67,3 @@ class Wave:
         execute.function(run)(ctypes.byref(self.machine), code, address)
         faults = self.machine.faults
         return {name for name, count in zip(execute.FAULTS, faults, strict=True) if count}
-
-
-def known():
-    """The names of all instructions that the machine executes."""
-    return set(NUMBERS)
