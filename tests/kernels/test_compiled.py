@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from compiled import FP8, LDS, compile_report, read_amd
+from compiled import FP8, LDS, compile_report, read_amd, specialize
 
 from mla_fusion.kernels import dispatch, triton_kernels
 from mla_fusion.kernels import triton as provider
@@ -59,6 +59,27 @@ def compiled(target, plan, tokens, fp8, neox=False, widths=DEEPSEEK, factor=None
     """Report of one configuration."""
     args, options = arguments(target, plan, tokens, fp8, neox, widths=widths, factor=factor)
     return compile_report(target, triton_kernels.prep_kernel, args, options)
+
+
+@pytest.mark.parametrize("target", ["gfx942", "gfx950", "sm_90"])
+def test_what_a_launch_knows_of_its_arguments(target):
+    """On AMD that a tensor lies within 2 GiB, which gives it buffer instructions; everywhere
+    alignments, and integers of 1."""
+    args, options = arguments(target, DEFAULTS[64], 64, FP8[target])
+    names = triton_kernels.prep_kernel.arg_names
+    far = torch.empty((2**16, 64, 576), dtype=FP8[target], device="meta")
+    args = tuple(far if name == "cache_ptr" else x for name, x in zip(names, args, strict=False))
+    source, _ = specialize(target, triton_kernels.prep_kernel, args, options)
+    near = ["tt.pointer_range", 32]
+    for index, (name, value) in enumerate(zip(names, args, strict=False)):
+        known = source.attrs.get((index,), [])
+        if isinstance(value, torch.Tensor):
+            assert ["tt.divisibility", 16] in known
+            assert (near in known) == (target != "sm_90" and name != "cache_ptr"), name
+        else:
+            assert near not in known
+    assert source.constants[names.index("w_col"),] == 1
+    assert source.signature["tokens"] == "i32" and not source.attrs.get((names.index("tokens"),))
 
 
 @pytest.mark.parametrize("neox", [False, True], ids=["gptj", "neox"])
