@@ -1,19 +1,23 @@
 """Executes a plan literally, item by item, in plain torch: the oracle of every other provider.
 
+`sparse_mla_decode` here needs no plan: it states what the one of `sparse.py` computes.
 It runs on any device, reads the plan back to the host, and is not fast. Arithmetic is fp32 (the
 dot products of the definition, no online softmax), rounded once to the output type.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from mla_fusion.attention.epilogue import EPSILON, GROUP, Epilogue, largest
+from mla_fusion.attention.layouts import read_keys
 
 if TYPE_CHECKING:
     from mla_fusion.attention.buffers import PlanBuffers
+    from mla_fusion.attention.triton import Scope
     from mla_fusion.attention.validate import Inputs
 
 
@@ -128,3 +132,44 @@ def finish(latents: torch.Tensor, epilogue: Epilogue) -> None:
 def dequantize(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     """`x` in fp32, times its scale if it is fp8."""
     return x.float() * scale if x.dtype.itemsize == 1 and scale is not None else x.float()
+
+
+def sparse_mla_decode(
+    q: torch.Tensor,
+    scopes: Sequence[Scope],
+    lengths: Sequence[torch.Tensor | None],
+    *,
+    latent: int,
+    softmax_scale: float,
+    kv_dtype: torch.dtype,
+    sink: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
+    kv_scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) in fp32 as `mla_fusion.attention.sparse.sparse_mla_decode`, keys not rounded.
+
+    lengths: as `SparseScratch.refresh` takes them. latent, kv_dtype: `v_head_dim` and `kv_dtype` of
+    the scratch.
+    """
+    out = q.new_zeros((*q.shape[:2], latent), dtype=torch.float32)
+    lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
+    query = dequantize(q, q_scale)
+    for token in range(q.shape[0]):
+        rows = []
+        for scope, length in zip(scopes, lengths, strict=True):
+            slots = scope.table[token] if length is None else scope.table[token, : length[token]]
+            slots = slots[slots >= 0].long()
+            if scope.layout is None:
+                page = scope.kv_cache.shape[1]
+                stored = scope.kv_cache[slots // page, slots % page]
+                rows.append(dequantize(stored, kv_scale))
+            else:
+                rows.append(read_keys(scope.kv_cache, slots, scope.layout, kv_dtype))
+        keys = torch.cat(rows)
+        if not len(keys):
+            continue
+        scores = query[token] @ keys.T * softmax_scale
+        lse[token] = scores.logsumexp(-1)
+        total = lse[token] if sink is None else torch.logaddexp(lse[token], sink)
+        out[token] = (scores - total[:, None]).exp() @ keys[:, :latent]
+    return out, lse

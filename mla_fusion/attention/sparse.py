@@ -4,6 +4,9 @@ A scope is a cache and, for each token, a row of slots in it: a sliding window, 
 chose, or both (DeepSeek-V3.2, V4). A token becomes a sequence of a persistent plan: the columns of
 the first scope, padded to whole tiles, then those of the last. So both scopes are one launch, one
 softmax runs over them, and the log-sum-exp merge of the pieces is the plan's own reduction.
+
+A cache is of one type, or of bytes in a layout of `layouts.py`, the caches that vLLM keeps for
+DeepSeek-V3.2, GLM-5 and V4. Those are read in place by the portable kernel.
 """
 
 from __future__ import annotations
@@ -102,6 +105,7 @@ def sparse_scratch(
 
     Args:
         widths: columns of the index rows of one or two scopes.
+        kv_dtype: of the caches; of the e4m3 values where they are of bytes.
         Others as `PersistentDecodePlan.allocate`.
 
     Raises:
@@ -157,11 +161,16 @@ def sparse_mla_decode(
         q: [T, H, L + R], bf16, fp16 or fp8, dense in the last dimension.
         scopes: one or two. Each cache [blocks, page_size, L + R] is of the scratch's type, dense
             in its last dimension; each table [T, width] int32 lists slots, block * page_size
-            + entry, or -1 for none, anywhere in the row.
+            + entry, or -1 for none, anywhere in the row. With a `CacheLayout`, the same for both
+            scopes, the query is bf16 and a cache uint8 [blocks, page_size, layout.bytes]. A key
+            is then [latent | rope] after dequantization: value * scale in fp32, rounded to bf16
+            for both products. L is `layout.latent` = 512; `FP8_DS_MLA` has 64 rotated columns
+            beside it, `FP8_DS_MLA_V4` has them as the last 64 of it.
         scratch: refreshed for this step.
         softmax_scale: of the scores; the scales below come on top.
         sink: [H] fp32, one more score for each head, of a key whose value is zero.
-        q_scale, kv_scale: one fp32 element each: value = stored * scale, where it is fp8.
+        q_scale, kv_scale: one fp32 element each: value = stored * scale, where it is fp8. With a
+            layout there is no kv_scale: entries have scales of their own.
         out: [T, H, L], bf16, fp16 or fp32; by default new, of q's type, bf16 for fp8.
         return_lse: also return the log-sum-exp, natural logarithm, without the sink.
 
@@ -179,11 +188,18 @@ def sparse_mla_decode(
         out = q.new_empty((*q.shape[:2], latent), dtype=dtype)
     if len(scopes) != len(scratch.widths):
         raise ValueError(f"the scratch is for {len(scratch.widths)} scopes, got {len(scopes)}")
+    if any(scope.layout != scopes[0].layout for scope in scopes):
+        raise ValueError(
+            f"both scopes must have one layout, got {[scope.layout for scope in scopes]}: "
+            "make a call of each, and merge them by their LSE"
+        )
     lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
     every = []
     for number, (scope, width) in enumerate(zip(scopes, scratch.widths, strict=True)):
-        cache, table = scope.kv_cache, scope.table
-        given = Inputs(q, cache, scratch.plan, table, softmax_scale, q_scale, kv_scale, out, lse)
+        given = Inputs(
+            q, scope.kv_cache, scratch.plan, scope.table, softmax_scale, q_scale, kv_scale, out,
+            lse, layout=scope.layout,
+        )  # fmt: skip
         try:
             _check(given, width, sink)
         except ValueError as error:
@@ -197,7 +213,12 @@ def _check(given: Inputs, width: int, sink: torch.Tensor | None) -> None:
     """Raise ValueError unless the arguments for one scope fit each other."""
     validate(given)
     latent, heads = given.plan.settings.v_head_dim, given.plan.settings.num_heads
-    provider.check(given.q, given.kv_cache, latent)
+    if given.layout is None:
+        provider.check(given.q, given.kv_cache, latent)
+    elif given.kv_scale is not None:
+        raise ValueError("kv_scale must be None: the entries of the cache have scales of their own")
+    else:
+        provider.check_layout(given, given.layout)
     if given.block_table.shape[1] != width:
         raise ValueError(f"the table must have {width} columns, got {given.block_table.shape[1]}")
     if sink is None:

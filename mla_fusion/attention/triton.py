@@ -14,13 +14,15 @@ import torch
 
 from mla_fusion.attention import triton_epilogue
 from mla_fusion.attention.buffers import HOPPER_TILE
-from mla_fusion.attention.heads import layout
+from mla_fusion.attention.heads import layout as head_layout
+from mla_fusion.attention.layouts import check_cache
 from mla_fusion.kernels.arithmetic import FP8_DTYPES
 from mla_fusion.kernels.triton import has_early_launch
 from mla_fusion.kernels.triton import require as require
 
 if TYPE_CHECKING:
     from mla_fusion.attention.buffers import PlanBuffers
+    from mla_fusion.attention.layouts import CacheLayout
     from mla_fusion.attention.validate import Inputs
 
 WIDE_DTYPES = (torch.bfloat16, torch.float16)
@@ -55,10 +57,12 @@ class Config:
 class Scope:
     """Where the keys are: a cache [blocks, page_size, L + R] and, for each sequence, a row of
     `table` [B, n] int32: its blocks in order, or, in sparse decode, its slots, -1 for none.
+    With a layout the cache is uint8 [blocks, page_size, layout.bytes], for sparse decode.
     """
 
     kv_cache: torch.Tensor
     table: torch.Tensor
+    layout: CacheLayout | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,13 +79,20 @@ class Sparse:
     sink: torch.Tensor | None
 
 
-def choose(hopper: bool, rows: int, latent: int, rope: int, warp: int = 32) -> Config:
+def choose(
+    hopper: bool, rows: int, latent: int, rope: int, warp: int = 32, packed: bool = False
+) -> Config:
     """The configuration for work items of `rows` query rows on a GPU with warps of `warp` threads.
 
     Hopper's are measured with 512 + 64; the others are the largest that compile for gfx942, gfx950
     and sm_90 without spilling registers inside the loop over tiles. fp8 latents above 512 spill
-    there on sm_90, whatever the tile.
+    there on sm_90, whatever the tile. packed: over a cache of bytes, whose scales take registers
+    too; with tiles of 32 query rows it spills to memory on gfx942 and gfx950.
     """
+    if packed:
+        if warp == 64:
+            return Config(False, 16, 16, 4)
+        return Config(False, 16, 32, 8) if rows <= 16 else Config(False, 32, 16, 8)
     if hopper:
         tile = 16 if rows <= 16 else 32 if rows <= 32 else 64
         return Config(True, tile, HOPPER_TILE, 4 if tile == 16 else 8)
@@ -105,7 +116,7 @@ def plan_settings(
     program 136 (before tiles were copied by the copy engine: 89 us with two, one was not measured).
     """
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    rows = layout(num_heads, max_query_len).per_work * max_query_len
+    rows = head_layout(num_heads, max_query_len).per_work * max_query_len
     tiles = (2 * HOPPER_TILE + 16) * width * kv_dtype.itemsize  # two of keys, one of queries
     programs = 2 if rows <= 16 and 2 * tiles <= SHARED_MEMORY else 1
     return {"workers": programs * processors, "kv_granularity": HOPPER_TILE, "overhead": 4}
@@ -149,8 +160,31 @@ def check(q: torch.Tensor, kv_cache: torch.Tensor, latent: int) -> None:
     rope = kv_cache.shape[2] - latent
     if why := unsupported(q.dtype, kv_cache.dtype, latent, rope):
         raise ValueError(f"provider 'triton': {why}; convert, or use provider 'reference'")
-    if torch.float8_e4m3fnuz in (q.dtype, kv_cache.dtype) and q.is_cuda and not torch.version.hip:
+    refuse_fnuz(q, kv_cache.dtype)
+
+
+def refuse_fnuz(q: torch.Tensor, kv_dtype: torch.dtype) -> None:
+    """Raise ValueError for AMD's own fp8 type on another GPU."""
+    if torch.float8_e4m3fnuz in (q.dtype, kv_dtype) and q.is_cuda and not torch.version.hip:
         raise ValueError("float8_e4m3fnuz is a type of AMD GPUs; use float8_e4m3fn")
+
+
+def check_layout(given: Inputs, layout: CacheLayout) -> None:
+    """Raise ValueError unless the portable kernel reads the byte cache of `given`."""
+    settings = given.plan.settings
+    if settings.v_head_dim != layout.latent or given.q.shape[2] != layout.width:
+        raise ValueError(
+            f"entries of {layout.bytes} bytes hold keys of {layout.width} columns, of which "
+            f"{layout.latent} are summed, got a query of {given.q.shape[2]} and v_head_dim "
+            f"{settings.v_head_dim}"
+        )
+    if given.q.dtype != torch.bfloat16 or settings.kv_dtype not in FP8_DTYPES:
+        raise ValueError(
+            f"entries of {layout.bytes} bytes hold fp8 (e4m3) and bf16 values: the scratch must "
+            f"be for a bf16 query and that fp8 type, got {given.q.dtype} over {settings.kv_dtype}"
+        )
+    refuse_fnuz(given.q, settings.kv_dtype)
+    check_cache(given.kv_cache, layout)
 
 
 def persistent_mla_decode(
@@ -187,7 +221,8 @@ def decode(given: Inputs, sparse: Sparse | None = None, config: Config | None = 
         caches = [given.kv_cache, *([] if sparse is None else [sparse.extra.kv_cache])]
         hopper = is_hopper(given.q, caches, settings.v_head_dim)
         widths = settings.v_head_dim, given.q.shape[2] - settings.v_head_dim
-        config = choose(hopper, rows, *widths, 64 if torch.version.hip else 32)
+        warp, packed = 64 if torch.version.hip else 32, given.layout is not None
+        config = choose(hopper, rows, *widths, warp, packed)
     kernel: Any = triton_kernels.decode_kernel
     if config.hopper:
         from mla_fusion.attention import hopper_kernel
@@ -217,15 +252,18 @@ def decode_arguments(
     q, kv_cache, table = given.q, given.kv_cache, given.block_table
     plan, out, unused = given.plan, given.out, given.plan.partial_lse
     extra = Scope(kv_cache, table) if sparse is None else sparse.extra
+    caches = [kv_cache, extra.kv_cache]
+    if given.layout is not None:
+        caches = [cache.view(plan.settings.kv_dtype) for cache in caches]
 
     def or_unused(tensor: torch.Tensor | None) -> torch.Tensor:
         return unused if tensor is None else tensor
 
     args: tuple[Any, ...] = (
         q,
-        kv_cache,
+        caches[0],
         table,
-        extra.kv_cache,
+        caches[1],
         extra.table,
         plan.kv_indptr if sparse is None else sparse.lens,
         or_unused(sparse.sink if sparse else None),
@@ -263,6 +301,9 @@ def decode_arguments(
         half = torch.float16 in (q.dtype, kv_cache.dtype)
         padded = {f"{name}_PAD": power_of_two(options[name]) for name in ("L", "R")}
         options |= {"DOT": tl.float16 if half else tl.bfloat16, "num_stages": 1, **padded}
+        packed = given.layout
+        read = (0, 0, False) if packed is None else (packed.quantized, packed.group, packed.behind)
+        options |= dict(zip(("CODES", "GROUP", "BEHIND"), read, strict=True))
     return args, options
 
 
@@ -270,17 +311,21 @@ def decode_options(
     config: Config, given: Inputs, extra: Scope, sparse: Sparse | None
 ) -> dict[str, Any]:
     """The keywords of both decode kernels: how they are compiled."""
-    kv_cache, plan = given.kv_cache, given.plan
+    kv_cache, plan, layout = given.kv_cache, given.plan, given.layout
+
+    def step(cache: torch.Tensor) -> int:
+        return cache.stride(1) if layout is None else layout.step(cache)
+
     return {
-        "ENTRY": kv_cache.stride(1),
+        "ENTRY": step(kv_cache),
         "PAGE": kv_cache.shape[1],
-        "EXTRA_ENTRY": extra.kv_cache.stride(1),
+        "EXTRA_ENTRY": step(extra.kv_cache),
         "EXTRA_PAGE": extra.kv_cache.shape[1],
         "FIRST": 0 if sparse is None else sparse.first,
         "SPARSE": sparse is not None,
         "SINK": sparse is not None and sparse.sink is not None,
         "L": plan.settings.v_head_dim,
-        "R": kv_cache.shape[2] - plan.settings.v_head_dim,
+        "R": given.q.shape[2] - plan.settings.v_head_dim,
         "HEADS": plan.heads_per_work,
         "FOLD": plan.fold,
         "ROWS": config.rows,

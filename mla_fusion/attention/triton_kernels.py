@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from mla_fusion.attention.packed_kernel import read_latents, read_rotated
+
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -75,36 +77,48 @@ def read_item(
 
 
 @triton.jit
-def listed_entries(at, wanted, source, ENTRY: tl.constexpr, PAGE: tl.constexpr):
-    """Addresses of the slots that the table lists for tokens `at`, and a mask of the valid ones."""
+def listed_entries(
+    at, wanted, source, ENTRY: tl.constexpr, PAGE: tl.constexpr, BEHIND: tl.constexpr
+):  # fmt: skip
+    """Addresses of the slots that the table lists for tokens `at`, and a mask of the valid ones.
+
+    And with BEHIND those of the eight bytes for each entry that follow a page's entries.
+    """
     slot = tl.load(source.table + at, mask=wanted, other=-1)
     wanted &= slot >= 0
     slot = tl.where(wanted, slot, 0)
     page = (slot // PAGE).to(tl.int64)
-    return source.pointer + page * source.block_stride + slot % PAGE * ENTRY, wanted
+    entry = source.pointer + page * source.block_stride + slot % PAGE * ENTRY
+    exponents = entry
+    if BEHIND:
+        exponents = source.pointer + page * source.block_stride + (PAGE * ENTRY + slot % PAGE * 8)
+    return entry, wanted, exponents
 
 
 @triton.jit
 def tile_entries(
     tile, at, item, source, extra, first_lens_ptr, ENTRY: tl.constexpr, PAGE: tl.constexpr,
     EXTRA_ENTRY: tl.constexpr, EXTRA_PAGE: tl.constexpr, FIRST: tl.constexpr,
-    SPARSE: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPARSE: tl.constexpr, BEHIND: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Addresses of tokens `at` of a tile in the cache, and a mask of those there are."""
+    """Addresses of tokens `at` of a tile, and a mask and more as `listed_entries` has them."""
     wanted = (at >= item.begin) & (at < item.end)
     if SPARSE:
         if tile * BLOCK_N < FIRST:
             wanted &= at < tl.load(first_lens_ptr + item.sequence)
-            entry, wanted = listed_entries(at, wanted, source, ENTRY, PAGE)
+            entry, wanted, exponents = listed_entries(at, wanted, source, ENTRY, PAGE, BEHIND)
         else:
-            entry, wanted = listed_entries(at - FIRST, wanted, extra, EXTRA_ENTRY, EXTRA_PAGE)
+            entry, wanted, exponents = listed_entries(
+                at - FIRST, wanted, extra, EXTRA_ENTRY, EXTRA_PAGE, BEHIND
+            )
     else:
         if PAGE % BLOCK_N == 0:
             page = tl.load(source.table + tile * BLOCK_N // PAGE)
         else:
             page = tl.load(source.table + at // PAGE, mask=wanted, other=0)
         entry = source.pointer + page.to(tl.int64) * source.block_stride + at % PAGE * ENTRY
-    return entry, wanted
+        exponents = entry
+    return entry, wanted, exponents
 
 
 @triton.jit
@@ -157,10 +171,10 @@ def decode_kernel(
     kv_indptr_ptr, q_scale_ptr, kv_scale_ptr, scale, heads, q_stride_t, q_stride_h, out_stride_t,
     out_stride_h, table_stride, block_stride, extra_table_stride, extra_block_stride,
     ENTRY: tl.constexpr, PAGE: tl.constexpr, EXTRA_ENTRY: tl.constexpr, EXTRA_PAGE: tl.constexpr,
-    FIRST: tl.constexpr, SPARSE: tl.constexpr, SINK: tl.constexpr, L: tl.constexpr,
-    R: tl.constexpr, L_PAD: tl.constexpr, R_PAD: tl.constexpr, HEADS: tl.constexpr,
-    FOLD: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, LSE: tl.constexpr,
-    DOT: tl.constexpr,
+    FIRST: tl.constexpr, SPARSE: tl.constexpr, SINK: tl.constexpr, CODES: tl.constexpr,
+    GROUP: tl.constexpr, BEHIND: tl.constexpr, L: tl.constexpr, R: tl.constexpr,
+    L_PAD: tl.constexpr, R_PAD: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, LSE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """One worker (program 0) and one block of ROWS query rows (program 1).
 
@@ -172,12 +186,14 @@ def decode_kernel(
     SPARSE: `table_ptr` lists slots instead of blocks, -1 for none. A sequence is FIRST tokens of
     the first scope, of which the first `first_lens_ptr` count, then those of the `extra_` scope.
     SINK: `sink_ptr` [heads] holds one more score for each head, of a key whose value is zero.
+    GROUP: not 0 for caches of bytes, of e4m3 type here; with CODES and BEHIND as `read_latents`
+    says. R is 0 where the rotated values are latents.
     """
     scale *= LOG2E
     value_scale = 1.0
     if q_ptr.dtype.element_ty.primitive_bitwidth == 8:
         scale *= tl.load(q_scale_ptr)
-    if kv_ptr.dtype.element_ty.primitive_bitwidth == 8:
+    if kv_ptr.dtype.element_ty.primitive_bitwidth == 8 and GROUP == 0:
         value_scale = tl.load(kv_scale_ptr)
         scale *= value_scale
     first_row = tl.program_id(1) * ROWS
@@ -212,17 +228,23 @@ def decode_kernel(
         acc = tl.zeros([L_PAD, ROWS], tl.float32)
         for tile in tl.range(item.begin // BLOCK_N, stop):
             at = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-            entry, wanted = tile_entries(
+            entry, wanted, exponents = tile_entries(
                 tile, at, item, source, extra, first_lens_ptr, ENTRY, PAGE, EXTRA_ENTRY,
-                EXTRA_PAGE, FIRST, SPARSE, BLOCK_N,
+                EXTRA_PAGE, FIRST, SPARSE, BEHIND, BLOCK_N,
             )  # fmt: skip
-            of_key = within(wanted[:, None], latent[None, :], L, L_PAD)
-            of_rope = within(wanted[:, None], rope[None, :], L + R, L + R_PAD)
-            key = tl.load(entry[:, None] + latent[None, :], mask=of_key, other=0.0)
-            key_rope = tl.load(entry[:, None] + rope[None, :], mask=of_rope, other=0.0)
-            key = key.to(DOT)
-            s = tl.dot(key, q_latent)
-            s = tl.dot(key_rope.to(DOT), q_rope, s)
+            if GROUP > 0:
+                key = read_latents(entry, exponents, wanted, CODES, GROUP, BEHIND, L, BLOCK_N)
+                s = tl.dot(key, q_latent)
+                if R > 0:
+                    s = tl.dot(read_rotated(entry, wanted, CODES, GROUP, R), q_rope, s)
+            else:
+                of_key = within(wanted[:, None], latent[None, :], L, L_PAD)
+                of_rope = within(wanted[:, None], rope[None, :], L + R, L + R_PAD)
+                key = tl.load(entry[:, None] + latent[None, :], mask=of_key, other=0.0)
+                key_rope = tl.load(entry[:, None] + rope[None, :], mask=of_rope, other=0.0)
+                key = key.to(DOT)
+                s = tl.dot(key, q_latent)
+                s = tl.dot(key_rope.to(DOT), q_rope, s)
             seen = wanted[:, None] & (at[:, None] < limit[None, :])
             p, decay, peak, total = softmax_step(s, seen, scale, peak, total)
             acc = tl.dot(tl.trans(key), p.to(DOT), acc * decay[None, :])

@@ -13,13 +13,17 @@ from mla_fusion.kernels.arithmetic import FP8_DTYPES
 if TYPE_CHECKING:
     from mla_fusion.attention.buffers import PlanBuffers
     from mla_fusion.attention.epilogue import Epilogue
+    from mla_fusion.attention.layouts import CacheLayout
 
 OUTPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """The arguments of `persistent_mla_decode`, with `out` and, if wanted, `lse` allocated."""
+    """The arguments of `persistent_mla_decode`, with `out` and, if wanted, `lse` allocated.
+
+    layout: of a byte cache, whose entries have scales of their own.
+    """
 
     q: torch.Tensor
     kv_cache: torch.Tensor
@@ -31,6 +35,7 @@ class Inputs:
     out: torch.Tensor
     lse: torch.Tensor | None
     epilogue: Epilogue | None = None
+    layout: CacheLayout | None = None
 
 
 def validate(given: Inputs) -> None:
@@ -59,14 +64,17 @@ def validate(given: Inputs) -> None:
     check("q", width >= latent, f"{latent} wide or wider, as the plan", width)
     check("q", q.dtype == settings.q_dtype, f"{settings.q_dtype}, as the plan", q.dtype)
     check("q", q.stride(2) == 1, "dense in its last dimension", q.stride())
+    if given.layout is None:
+        stored, kv_dtype, source = width, settings.kv_dtype, "as the plan"
+    else:
+        stored, kv_dtype, source = given.layout.bytes, torch.uint8, "the bytes of its layout"
     check(
         "kv_cache",
-        kv_cache.dim() == 3 and kv_cache.shape[2] == width,
-        f"[blocks, page_size, {width}]",
+        kv_cache.dim() == 3 and kv_cache.shape[2] == stored,
+        f"[blocks, page_size, {stored}]",
         tuple(kv_cache.shape),
     )
-    kv_dtype = settings.kv_dtype
-    check("kv_cache", kv_cache.dtype == kv_dtype, f"{kv_dtype}, as the plan", kv_cache.dtype)
+    check("kv_cache", kv_cache.dtype == kv_dtype, f"{kv_dtype}, {source}", kv_cache.dtype)
     check("kv_cache", kv_cache.stride(2) == 1, "dense in its last dimension", kv_cache.stride())
     check(
         "block_table",

@@ -114,3 +114,22 @@ def definition(given, query_lens, seq_lens, of=torch.clone):
             results.append(attention(next(queries), seen, latent, of=of))
     out, lse = zip(*results, strict=True)
     return torch.stack(out), torch.stack(lse)
+
+
+def lists(kind, width, tokens, generator):
+    """Index rows of slots 0 ... 39."""
+    rows = torch.randint(0, 40, (tokens, width), generator=generator).int()
+    if kind == "holes":
+        rows[torch.rand(tokens, width, generator=generator) < 0.5] = -1
+    if kind == "none":
+        rows.fill_(-1)
+    if kind == "mixed":
+        rows[::2] = -1
+    if kind == "same":
+        rows.fill_(7)
+    return rows
+
+
+def same_lse(got, want):
+    """Log-sum-exps within 1e-3, and -inf where the other is."""
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-3)

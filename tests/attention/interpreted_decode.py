@@ -11,16 +11,11 @@ from mla_fusion.attention import persistent_mla_decode
 from mla_fusion.attention.sparse import Scope, sparse_mla_decode, sparse_scratch
 from mla_fusion.cli.compare import distance
 from tests.attention import decodes
-from tests.attention.decodes import BF16, FN, FNUZ, FP16, SCALE
+from tests.attention.decodes import BF16, FN, FNUZ, FP16, SCALE, lists, same_lse
 from tests.kernels import interpreter
 
 interpreter.install(bounds=True, races=True)
 LATENT, ROPE, TOLERANCE = 64, 16, 4e-3
-
-
-def same_lse(got, want):
-    """Log-sum-exps within 1e-3, and -inf where the other is."""
-    torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-3)
 
 
 DENSE = {
@@ -93,20 +88,6 @@ def test_wide_latents(latent, rope):
     out = torch.full(want.shape, torch.nan, dtype=BF16)
     persistent_mla_decode(**given, out=out, provider="triton")
     assert distance(out, want) <= TOLERANCE
-
-
-def lists(kind, width, tokens, generator):
-    """Index rows of slots 0 ... 39."""
-    rows = torch.randint(0, 40, (tokens, width), generator=generator).int()
-    if kind == "holes":
-        rows[torch.rand(tokens, width, generator=generator) < 0.5] = -1
-    if kind == "none":
-        rows.fill_(-1)
-    if kind == "mixed":
-        rows[::2] = -1
-    if kind == "same":
-        rows.fill_(7)
-    return rows
 
 
 SPARSE = {

@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 
 from mla_fusion.attention import hopper_kernel, triton_kernels
 from mla_fusion.attention import triton as provider
+from mla_fusion.attention.layouts import FP8_DS_MLA, FP8_DS_MLA_V4
 from mla_fusion.attention.triton import Scope, Sparse
 from mla_fusion.attention.validate import Inputs
 from tests.attention.decodes import BF16, FN, plan_for
@@ -25,12 +26,14 @@ MISTRAL_SMALL = (256, 64)
 
 
 def decode_arguments(
-    config, heads, dtype, *, page=64, columns=128, sparse=False, widths=DEEPSEEK, kv_dtype=None
-):
+    config, heads, dtype, *, page=64, columns=128, sparse=False, widths=DEEPSEEK, kv_dtype=None,
+    layout=None,
+):  # fmt: skip
     """Launch arguments for a latent and a rotated part, and a block table of `columns` columns."""
     i32, f32 = torch.int32, torch.float32
     latent, width, kv_dtype = widths[0], sum(widths), kv_dtype or dtype
-    scope = Scope(meta(99, page, width, dtype=kv_dtype), meta(8, columns, dtype=i32))
+    stored, byte = (width, kv_dtype) if layout is None else (layout.bytes, torch.uint8)
+    scope = Scope(meta(99, page, stored, dtype=byte), meta(8, columns, dtype=i32), layout)
     given = Inputs(
         meta(8, heads, width, dtype=dtype),
         scope.kv_cache,
@@ -41,6 +44,7 @@ def decode_arguments(
         meta(1, dtype=f32),
         meta(8, heads, latent, dtype=BF16),
         meta(8, heads, dtype=f32),
+        layout=layout,
     )
     scopes = Sparse(scope, 128, meta(8, dtype=i32), meta(heads, dtype=f32)) if sparse else None
     return provider.decode_arguments(config, given, scopes)
@@ -89,6 +93,21 @@ def test_portable_kernel(target, heads, sparse):
             assert any(name.startswith("v_mfma") for name in result.matrix), result
         assert result.shared <= LDS[target], result
         assert result.wide_loads > 0, result
+
+
+@pytest.mark.parametrize("layout", [FP8_DS_MLA, FP8_DS_MLA_V4], ids=["v3.2", "v4"])
+@pytest.mark.parametrize("heads", [16, 64])
+@pytest.mark.parametrize("target", FP8)
+def test_portable_kernel_over_bytes(target, heads, layout):
+    widths = layout.latent, layout.width - layout.latent
+    config = provider.choose(False, heads, *widths, 64 if target.startswith("gfx") else 32, True)
+    result = decode_report(
+        target, config, heads, BF16, sparse=True, widths=widths, kv_dtype=FP8[target], layout=layout
+    )
+    assert result.hot_spills == 0 and result.memory_spills == 0, result
+    assert result.shared <= LDS[target] and result.wide_loads > 0, result
+    kind = "v_mfma" if target.startswith("gfx") else "H"
+    assert any(name.startswith(kind) for name in result.matrix), result
 
 
 @pytest.mark.parametrize("target", FP8)

@@ -1,0 +1,95 @@
+"""The byte caches of sparse models: what an entry holds, and its key in plain torch.
+
+Both are `fp8_ds_mla` to vLLM, a uint8 tensor [blocks, page_size, bytes]; the note on top of its
+`v1/attention/backends/mla/flashmla_sparse.py` (0.32) and `tests/quant.py` of FlashMLA define them:
+
+    FP8_DS_MLA, of DeepSeek-V3.2 and GLM-5: 656 bytes a token, one after the other
+        0 ... 511      512 e4m3 values, the latent
+        512 ... 527    4 fp32 scales, of 128 values each
+        528 ... 655    64 bf16 values, the rotated part
+
+    FP8_DS_MLA_V4, of DeepSeek-V4: 584 bytes a token; a page has all its data first
+        576 * i        448 e4m3 values and 64 bf16 rotated ones of its token i
+        576 * page_size + 8 * i
+                       7 ue8m0 scales of token i, of 64 values each, and a byte of padding
+
+V4 has no columns beside the latent: its 512 values, the 64 rotated ones too, are what is summed.
+Blocks may be further apart than page_size * bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+WIDE = 64  # bf16 values of an entry
+EXPONENTS = 8  # bytes of the scales of an entry behind the data of its page
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheLayout:
+    """Where an entry of a byte cache has its parts.
+
+    Attributes:
+        bytes: of an entry: the last dimension of the cache.
+        quantized: e4m3 values, at the start of the entry's data.
+        group: values that share a scale: stored = value / scale.
+        latent: values that are summed, `v_head_dim` of the scratch.
+        behind: scales are ue8m0 and lie behind the data of all tokens of the page; else they are
+            fp32 and lie behind the entry's own e4m3 values.
+    """
+
+    bytes: int
+    quantized: int
+    group: int
+    latent: int
+    behind: bool
+
+    @property
+    def width(self) -> int:
+        """Columns of a key, and of the query."""
+        return self.quantized + WIDE
+
+    def step(self, cache: torch.Tensor) -> int:
+        """Bytes from the data of a token to that of the next one of its page."""
+        return self.bytes - EXPONENTS if self.behind else cache.stride(1)
+
+
+FP8_DS_MLA = CacheLayout(bytes=656, quantized=512, group=128, latent=512, behind=False)
+FP8_DS_MLA_V4 = CacheLayout(bytes=584, quantized=448, group=64, latent=512, behind=True)
+
+
+def check_cache(cache: torch.Tensor, layout: CacheLayout) -> None:
+    """Raise ValueError unless kernels can read `cache` in place; its shape and type are checked."""
+    if layout.behind and cache.stride(1) != layout.bytes:
+        raise ValueError(
+            f"pages of {layout.bytes} bytes a token hold all scales behind all data, so entries "
+            f"must be {layout.bytes} bytes apart, got {cache.stride(1)}: pass the whole pages"
+        )
+    if any(n % 4 for n in (cache.data_ptr(), cache.stride(0), cache.stride(1))):
+        raise ValueError(
+            "the address of kv_cache and the strides of blocks and entries must be multiples of 4 "
+            f"bytes for its fp32 scales, got {cache.data_ptr():#x} and {cache.stride()[:2]}: "
+            "allocate it aligned"
+        )
+
+
+def read_keys(
+    cache: torch.Tensor, slots: torch.Tensor, layout: CacheLayout, dtype: torch.dtype
+) -> torch.Tensor:
+    """Keys [n, width] in fp32 of `slots` [n], block * page_size + entry; `dtype`: which e4m3."""
+    page, count = cache.shape[1], layout.quantized
+    block, entry = slots // page, slots % page
+    if layout.behind:
+        whole, each = cache[block].flatten(1), torch.arange(len(slots), device=slots.device)
+        data, exponents = whole.split([page * (layout.bytes - EXPONENTS), page * EXPONENTS], 1)
+        row = data.unflatten(1, (page, -1))[each, entry]
+        exponents = exponents.unflatten(1, (page, -1))[each, entry]
+        scales = torch.exp2(exponents[:, : count // layout.group].float() - 127)
+    else:
+        row = cache[block, entry]
+        scales = row[:, count : -2 * WIDE].contiguous().view(torch.float32)
+    values = row[:, :count].view(dtype).float().unflatten(1, (-1, layout.group))
+    wide = row[:, -2 * WIDE :].contiguous().view(torch.bfloat16).float()
+    return torch.cat(((values * scales[:, :, None]).flatten(1), wide), 1)

@@ -1,0 +1,121 @@
+"""Byte caches: the specification against pages written byte by byte, and what is refused."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from mla_fusion.attention import layouts, reference
+from mla_fusion.attention import triton as provider
+from mla_fusion.attention.sparse import Scope, sparse_mla_decode, sparse_scratch
+from tests.attention import decodes
+from tests.attention.decodes import BF16, FN, FNUZ, FP16
+from tests.attention.packed_cases import Inputs, random_case
+from tests.attention.pages import V4, V32, WIDTH, Cache
+
+LAYOUTS = pytest.mark.parametrize("layout", [V32, V4], ids=["v3.2", "v4"])
+
+
+def filled(layout, page=4, gap=0, fnuz=False):
+    """A cache of five blocks with every third slot written."""
+    rng = np.random.default_rng(page)
+    cache = Cache(layout, 5, page, fnuz, gap)
+    for slot in range(0, 5 * page, 3):
+        cache.write(slot, rng.normal(size=WIDTH[layout]), rng)
+    return cache
+
+
+@LAYOUTS
+@pytest.mark.parametrize("fnuz", [False, True], ids=["fn", "fnuz"])
+@pytest.mark.parametrize("page, gap", [(1, 0), (4, 0), (4, 1156), (64, 32)])
+def test_keys_are_those_that_were_written(layout, page, gap, fnuz):
+    cache = filled(layout, page, gap, fnuz)
+    slots = torch.tensor(sorted(cache.keys, reverse=True))
+    got = layouts.read_keys(cache.tensor(), slots, layout, FNUZ if fnuz else FN)
+    assert got.shape == (len(slots), layout.width) == (len(slots), WIDTH[layout])
+    want = np.stack([cache.keys[int(slot)] for slot in slots])
+    np.testing.assert_allclose(got.double().numpy(), want, rtol=1e-7, atol=0)
+
+
+@LAYOUTS
+def test_entries_that_were_not_written_are_nan(layout):
+    got = layouts.read_keys(filled(layout).tensor(), torch.tensor([1, 2, 4]), layout, FN)
+    assert got.isnan().all()
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(40), pytest.param(range(40, 2040), marks=pytest.mark.nightly)], ids=len
+)
+def test_the_reference_on_random_cases(seeds):
+    """Lengths of 0, holes, repeated slots, empty scopes and large sinks; other rows are NaN."""
+    for seed in seeds:
+        case = random_case(seed)
+        inputs = Inputs(case)
+        got = reference.sparse_mla_decode(
+            inputs.q, inputs.scopes, inputs.lengths, latent=512, softmax_scale=decodes.SCALE,
+            kv_dtype=case.kv_dtype, sink=inputs.sink,
+        )  # fmt: skip
+        for value, want in zip(got, inputs.expected(), strict=True):
+            torch.testing.assert_close(
+                value.double(), want, rtol=1e-4, atol=1e-5, msg=lambda m, c=case: f"{c}: {m}"
+            )
+
+
+@pytest.fixture
+def scratch(monkeypatch):
+    """Makes scratches for two tokens of four columns; no kernel is launched."""
+    monkeypatch.setattr(provider, "require", lambda: None)
+    monkeypatch.setattr(provider, "launch", lambda *_: None)
+
+    def make(**changes):
+        fields = {"q_dtype": BF16, "kv_dtype": FN, "v_head_dim": 512, "widths": (4,)} | changes
+        made = sparse_scratch(max_tokens=2, num_heads=8, device="cpu", workers=3, **fields)
+        made.refresh(2, [None] * len(fields["widths"]))
+        return made
+
+    return make
+
+
+def decode(scratch, *caches, layout, width=None, **options):
+    q = torch.zeros(2, 8, width or layout.width, dtype=scratch.plan.settings.q_dtype)
+    table = torch.zeros(2, 4, dtype=torch.int32)
+    scopes = [
+        Scope(cache, table, each)
+        for cache, each in zip(caches, (layout, options.pop("other", layout)), strict=False)
+    ]
+    return sparse_mla_decode(q, scopes, scratch, softmax_scale=1.0, **options)
+
+
+@LAYOUTS
+def test_what_does_not_fit_is_refused(scratch, layout):
+    cache, size = filled(layout).tensor(), layout.bytes
+    decode(scratch(), cache, layout=layout)
+    decode(scratch(kv_dtype=FNUZ), cache, layout=layout)
+
+    def refused(message, made, *caches, **options):
+        with pytest.raises(ValueError, match=message):
+            decode(made, *caches, layout=layout, **options)
+
+    refused("kv_cache must be torch.uint8, the bytes of its layout", scratch(), cache.view(FN))
+    refused(rf"kv_cache must be \[blocks, page_size, {size}\]", scratch(), cache[..., 1:])
+    columns = "columns, of which 512 are summed"
+    refused(columns, scratch(), cache, width=640)
+    refused(columns, scratch(v_head_dim=256), cache)
+    refused("must be for a bf16 query and that fp8 type", scratch(q_dtype=FP16), cache)
+    refused("must be for a bf16 query and that fp8 type", scratch(kv_dtype=BF16), cache)
+    refused("kv_scale must be None", scratch(), cache, kv_scale=torch.ones(1))
+    for offset, gap in ((0, 2), (2, 0)):
+        odd = torch.zeros(9000, dtype=torch.uint8)[offset:]
+        odd = odd.as_strided((2, 4, size), (4 * size + gap, size, 1), offset)
+        refused("must be multiples of 4 bytes", scratch(), odd)
+    plain = dataclasses.replace(layout, group=layout.group // 2)
+    refused("both scopes must have one layout", scratch(widths=(4, 4)), cache, cache, other=plain)
+
+
+def test_pages_of_v4_are_whole(scratch):
+    """Their scales are found by the size of the page, so a part of it is another page."""
+    apart = torch.zeros(2, 4, 600, dtype=torch.uint8)[..., :584]
+    with pytest.raises(ValueError, match="entries must be 584 bytes apart, got 600"):
+        decode(scratch(), apart, layout=V4)
+    decode(scratch(), torch.zeros(2, 4, 672, dtype=torch.uint8)[..., :656], layout=V32)
