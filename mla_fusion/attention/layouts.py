@@ -67,11 +67,11 @@ def check_cache(cache: torch.Tensor, layout: CacheLayout) -> None:
             f"pages of {layout.bytes} bytes a token hold all scales behind all data, so entries "
             f"must be {layout.bytes} bytes apart, got {cache.stride(1)}: pass the whole pages"
         )
-    if any(n % 4 for n in (cache.data_ptr(), cache.stride(0), cache.stride(1))):
+    if any(n % 16 for n in (cache.data_ptr(), cache.stride(0), layout.step(cache))):
         raise ValueError(
-            "the address of kv_cache and the strides of blocks and entries must be multiples of 4 "
-            f"bytes for its fp32 scales, got {cache.data_ptr():#x} and {cache.stride()[:2]}: "
-            "allocate it aligned"
+            "the address of kv_cache and the strides of its blocks and entries must be multiples "
+            f"of 16 bytes, which a thread reads at once, got {cache.data_ptr():#x} and "
+            f"{cache.stride()[:2]}: align it, with padding behind each block if need be"
         )
 
 

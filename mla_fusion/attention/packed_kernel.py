@@ -19,7 +19,8 @@ def read_scales(entry, exponents, group, wanted, CODES: tl.constexpr, BEHIND: tl
         scales = (code.to(tl.int32) << 23).to(tl.float32, bitcast=True)
     else:
         source = (entry + CODES).to(tl.pointer_type(tl.float32), bitcast=True)
-        scales = tl.load(source[:, None] + group[None, :], mask=wanted, other=0.0)
+        source = tl.multiple_of(source[:, None], (16, 16))
+        scales = tl.load(source + group[None, :], mask=wanted, other=0.0)
     return scales
 
 
@@ -41,7 +42,7 @@ def read_latents(
     latents = (codes.to(tl.float32) * tl.reshape(scales, [BLOCK_N, L])).to(tl.bfloat16)
     if CODES < L:
         wide = (entry + CODES).to(tl.pointer_type(tl.bfloat16), bitcast=True)
-        wide = wide[:, None] + (column - CODES)
+        wide = tl.multiple_of(wide[:, None], (16, 16)) + (column - CODES)
         wide = tl.load(wide, mask=wanted & (column >= CODES), other=0.0)
         latents = tl.where(column < CODES, latents, wide)
     return latents
@@ -52,5 +53,7 @@ def read_rotated(
     entry, wanted, CODES: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr
 ):  # fmt: skip
     """The R bf16 values [tokens, R] behind values and fp32 scales; zeros if not `wanted`."""
+    # Triton 3.6 forgets what it knows of an address where its type changes.
     source = (entry + CODES + CODES // GROUP * 4).to(tl.pointer_type(tl.bfloat16), bitcast=True)
-    return tl.load(source[:, None] + tl.arange(0, R)[None, :], mask=wanted[:, None], other=0.0)
+    source = tl.multiple_of(source[:, None], (16, 16))
+    return tl.load(source + tl.arange(0, R)[None, :], mask=wanted[:, None], other=0.0)

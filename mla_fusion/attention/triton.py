@@ -87,12 +87,10 @@ def choose(
     Hopper's are measured with 512 + 64; the others are the largest that compile for gfx942, gfx950
     and sm_90 without spilling registers inside the loop over tiles. fp8 latents above 512 spill
     there on sm_90, whatever the tile. packed: over a cache of bytes, whose scales take registers
-    too; with tiles of 32 query rows it spills to memory on gfx942 and gfx950.
+    too. There 32 query rows spill to memory on gfx942 and gfx950, and 4 warps on sm_90.
     """
     if packed:
-        if warp == 64:
-            return Config(False, 16, 16, 4)
-        return Config(False, 16, 32, 8) if rows <= 16 else Config(False, 32, 16, 8)
+        return Config(False, 16, 16, 4) if warp == 64 else Config(False, min(rows, 32), 16, 8)
     if hopper:
         tile = 16 if rows <= 16 else 32 if rows <= 32 else 64
         return Config(True, tile, HOPPER_TILE, 4 if tile == 16 else 8)

@@ -233,10 +233,11 @@ def decode_kernel(
                 EXTRA_PAGE, FIRST, SPARSE, BEHIND, BLOCK_N,
             )  # fmt: skip
             if GROUP > 0:
-                key = read_latents(entry, exponents, wanted, CODES, GROUP, BEHIND, L, BLOCK_N)
-                s = tl.dot(key, q_latent)
+                s = tl.zeros([BLOCK_N, ROWS], tl.float32)
                 if R > 0:
                     s = tl.dot(read_rotated(entry, wanted, CODES, GROUP, R), q_rope, s)
+                key = read_latents(entry, exponents, wanted, CODES, GROUP, BEHIND, L, BLOCK_N)
+                s = tl.dot(key, q_latent, s)
             else:
                 of_key = within(wanted[:, None], latent[None, :], L, L_PAD)
                 of_rope = within(wanted[:, None], rope[None, :], L + R, L + R_PAD)

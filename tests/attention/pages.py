@@ -47,7 +47,7 @@ def truncate(numbers):
 
 @dataclasses.dataclass
 class Cache:
-    """Blocks of `page` tokens with `gap` bytes behind each; all that is not written is NaN."""
+    """Blocks of `page` tokens with `gap` bytes or more behind each; what is not written is NaN."""
 
     layout: object
     blocks: int
@@ -57,7 +57,8 @@ class Cache:
 
     def __post_init__(self):
         self.size = {V32: 656, V4: 584}[self.layout] * self.page
-        self.memory = bytearray(b"\xff" * (self.blocks * (self.size + self.gap)))
+        self.step = -(-(self.size + self.gap) // 16) * 16
+        self.memory = bytearray(b"\xff" * (self.blocks * self.step))
         self.keys = {}
 
     def put(self, at, data):
@@ -67,7 +68,7 @@ class Cache:
     def write(self, slot, numbers, rng):
         """Write a key into `slot`; `keys[slot]` is what was written, float64."""
         block, entry = divmod(slot, self.page)
-        base = block * (self.size + self.gap)
+        base = block * self.step
         most = 240 if self.fnuz else 448
         codes, values, scales = b"", [], b""
         if self.layout == V32:
@@ -91,6 +92,5 @@ class Cache:
     def tensor(self):
         """uint8 [blocks, page, bytes], strided by the gap."""
         flat = torch.from_numpy(np.frombuffer(self.memory, np.uint8).copy())
-        step = self.size + self.gap
         size = self.size // self.page
-        return flat.as_strided((self.blocks, self.page, size), (step, size, 1))
+        return flat.as_strided((self.blocks, self.page, size), (self.step, size, 1))

@@ -105,10 +105,10 @@ def test_what_does_not_fit_is_refused(scratch, layout):
     refused("must be for a bf16 query and that fp8 type", scratch(q_dtype=FP16), cache)
     refused("must be for a bf16 query and that fp8 type", scratch(kv_dtype=BF16), cache)
     refused("kv_scale must be None", scratch(), cache, kv_scale=torch.ones(1))
-    for offset, gap in ((0, 2), (2, 0)):
+    for offset, gap in ((0, 8), (8, 0)):
         odd = torch.zeros(9000, dtype=torch.uint8)[offset:]
         odd = odd.as_strided((2, 4, size), (4 * size + gap, size, 1), offset)
-        refused("must be multiples of 4 bytes", scratch(), odd)
+        refused("must be multiples of 16 bytes", scratch(), odd)
     plain = dataclasses.replace(layout, group=layout.group // 2)
     refused("both scopes must have one layout", scratch(widths=(4, 4)), cache, cache, other=plain)
 
