@@ -165,6 +165,13 @@ def replayed_sparse(dtype: torch.dtype, latent: int, rope: int) -> None:
     assert worst <= TOLERANCE
 
 
+def write(writer: csv.DictWriter, facts: dict, rows: list[dict]) -> None:
+    """Rows of a shape, in four digits."""
+    for row in rows:
+        rounded = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()}
+        writer.writerow(facts | rounded)
+
+
 def summary(rows: list[dict]) -> None:
     """Geometric means against each peer, and where a shape of few tokens is slower."""
     table: dict = {}
@@ -226,9 +233,7 @@ def main() -> None:
             if case is seed:
                 candidates = capped
             new = measure(case, candidates, options.rounds)
-            for row in new:
-                rounded = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()}
-                writer.writerow(facts | rounded)
+            write(writer, facts, new)
             file.flush()
             if case is not seed:
                 rows += new
