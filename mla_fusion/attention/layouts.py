@@ -14,14 +14,20 @@ Both are `fp8_ds_mla` to vLLM, a uint8 tensor [blocks, page_size, bytes]; the no
                        7 ue8m0 scales of token i, of 64 values each, and a byte of padding
 
 V4 has no columns beside the latent: its 512 values, the 64 rotated ones too, are what is summed.
-Blocks may be further apart than page_size * bytes.
+Blocks may be further apart than page_size * bytes, by a multiple of 16 bytes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import torch
+
+from mla_fusion.kernels.arithmetic import FP8_DTYPES
+
+if TYPE_CHECKING:
+    from mla_fusion.attention.buffers import Settings
 
 WIDE = 64  # bf16 values of an entry
 EXPONENTS = 8  # bytes of the scales of an entry behind the data of its page
@@ -60,8 +66,22 @@ FP8_DS_MLA = CacheLayout(bytes=656, quantized=512, group=128, latent=512, behind
 FP8_DS_MLA_V4 = CacheLayout(bytes=584, quantized=448, group=64, latent=512, behind=True)
 
 
-def check_cache(cache: torch.Tensor, layout: CacheLayout) -> None:
-    """Raise ValueError unless kernels can read `cache` in place; its shape and type are checked."""
+def check(q: torch.Tensor, cache: torch.Tensor, settings: Settings, layout: CacheLayout) -> None:
+    """Raise ValueError unless kernels can read the cache in place; its shape and type are checked.
+
+    Nor may query or scratch be of widths or types that the entries do not have.
+    """
+    if settings.v_head_dim != layout.latent or q.shape[2] != layout.width:
+        raise ValueError(
+            f"entries of {layout.bytes} bytes hold keys of {layout.width} columns, of which "
+            f"{layout.latent} are summed, got a query of {q.shape[2]} and v_head_dim "
+            f"{settings.v_head_dim}"
+        )
+    if q.dtype != torch.bfloat16 or settings.kv_dtype not in FP8_DTYPES:
+        raise ValueError(
+            f"entries of {layout.bytes} bytes hold fp8 (e4m3) and bf16 values: the scratch must "
+            f"be for a bf16 query and that fp8 type, got {q.dtype} over {settings.kv_dtype}"
+        )
     if layout.behind and cache.stride(1) != layout.bytes:
         raise ValueError(
             f"pages of {layout.bytes} bytes a token hold all scales behind all data, so entries "

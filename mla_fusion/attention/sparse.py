@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
+from mla_fusion.attention import layouts
 from mla_fusion.attention import triton as provider
 from mla_fusion.attention.plan import PersistentDecodePlan
 from mla_fusion.attention.triton import Scope
@@ -191,7 +192,7 @@ def sparse_mla_decode(
     if any(scope.layout != scopes[0].layout for scope in scopes):
         raise ValueError(
             f"both scopes must have one layout, got {[scope.layout for scope in scopes]}: "
-            "make a call of each, and merge them by their LSE"
+            "one launch reads one of them"
         )
     lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
     every = []
@@ -218,7 +219,8 @@ def _check(given: Inputs, width: int, sink: torch.Tensor | None) -> None:
     elif given.kv_scale is not None:
         raise ValueError("kv_scale must be None: the entries of the cache have scales of their own")
     else:
-        provider.check_layout(given, given.layout)
+        layouts.check(given.q, given.kv_cache, given.plan.settings, given.layout)
+        provider.refuse_fnuz(given.q, given.plan.settings.kv_dtype)
     if given.block_table.shape[1] != width:
         raise ValueError(f"the table must have {width} columns, got {given.block_table.shape[1]}")
     if sink is None:

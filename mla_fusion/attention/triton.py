@@ -15,7 +15,6 @@ import torch
 from mla_fusion.attention import triton_epilogue
 from mla_fusion.attention.buffers import HOPPER_TILE
 from mla_fusion.attention.heads import layout as head_layout
-from mla_fusion.attention.layouts import check_cache
 from mla_fusion.kernels.arithmetic import FP8_DTYPES
 from mla_fusion.kernels.triton import has_early_launch
 from mla_fusion.kernels.triton import require as require
@@ -165,24 +164,6 @@ def refuse_fnuz(q: torch.Tensor, kv_dtype: torch.dtype) -> None:
     """Raise ValueError for AMD's own fp8 type on another GPU."""
     if torch.float8_e4m3fnuz in (q.dtype, kv_dtype) and q.is_cuda and not torch.version.hip:
         raise ValueError("float8_e4m3fnuz is a type of AMD GPUs; use float8_e4m3fn")
-
-
-def check_layout(given: Inputs, layout: CacheLayout) -> None:
-    """Raise ValueError unless the portable kernel reads the byte cache of `given`."""
-    settings = given.plan.settings
-    if settings.v_head_dim != layout.latent or given.q.shape[2] != layout.width:
-        raise ValueError(
-            f"entries of {layout.bytes} bytes hold keys of {layout.width} columns, of which "
-            f"{layout.latent} are summed, got a query of {given.q.shape[2]} and v_head_dim "
-            f"{settings.v_head_dim}"
-        )
-    if given.q.dtype != torch.bfloat16 or settings.kv_dtype not in FP8_DTYPES:
-        raise ValueError(
-            f"entries of {layout.bytes} bytes hold fp8 (e4m3) and bf16 values: the scratch must "
-            f"be for a bf16 query and that fp8 type, got {given.q.dtype} over {settings.kv_dtype}"
-        )
-    refuse_fnuz(given.q, settings.kv_dtype)
-    check_cache(given.kv_cache, layout)
 
 
 def persistent_mla_decode(

@@ -96,7 +96,7 @@ def test_portable_kernel(target, heads, sparse):
 
 
 @pytest.mark.parametrize("layout", [FP8_DS_MLA, FP8_DS_MLA_V4], ids=["v3.2", "v4"])
-@pytest.mark.parametrize("heads", [16, 64])
+@pytest.mark.parametrize("heads", [16, pytest.param(64, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("target", FP8)
 def test_portable_kernel_over_bytes(target, heads, layout):
     widths = layout.latent, layout.width - layout.latent

@@ -1,5 +1,6 @@
 """How the Triton decode is launched on a GPU, only from shapes."""
 
+from copy import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,6 +55,16 @@ def test_the_kernel_for_hopper_is_for_some_widths(monkeypatch, latent, rope, tak
     )  # fmt: skip
     assert provider.is_hopper(q, [q], latent) is taken  # type: ignore[arg-type, list-item]
     assert not provider.unsupported(BF16, BF16, latent, rope)
+
+
+def test_byte_caches_are_left_to_the_portable_kernel(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    tensor = SimpleNamespace(is_cuda=True, device="cuda", data_ptr=lambda: 0)
+    tensor.stride, tensor.shape, tensor.itemsize = lambda: (5760, 576, 1), (8, 10, 576), 2
+    q, packed = copy(tensor), copy(tensor)
+    q.dtype, packed.dtype = BF16, torch.uint8
+    assert provider.is_hopper(q, [q, q], 512)  # type: ignore[arg-type, list-item]
+    assert not provider.is_hopper(q, [q, packed], 512)  # type: ignore[arg-type, list-item]
 
 
 def cache(blocks, page, block_rows=0, dtype=BF16):
