@@ -11,7 +11,6 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from mla_fusion import config, ops, report, runtime
-from mla_fusion.attention.buffers import HOPPER_TILE
 from mla_fusion.config import vllm_compat
 from mla_fusion.report.reasons import Decline
 from mla_fusion.runtime import collectives, metrics, step_plan
@@ -195,7 +194,7 @@ def _apply_decision(vllm_config: Any) -> None:
     elif not pass_config.fuse_rope_kvcache_cat_mla and config.ROPE_CAT not in refused:
         pass_config.fuse_rope_kvcache_cat_mla = True
         logger.debug("%s needs fuse_rope_kvcache_cat_mla, now on", config.FLAG)
-    _choose_page(vllm_config)
+    step_plan.choose_page(vllm_config)
     asked = getattr(pass_config, config.THRESHOLD)
     if asked not in (None, decision.bucket):
         logger.warning(
@@ -216,17 +215,6 @@ def _apply_decision(vllm_config: Any) -> None:
             decision.bucket,
             decision.provider,
         )
-
-
-def _choose_page(vllm_config: Any) -> None:
-    """Let a page of the KV cache hold a tile of the portable decode on Hopper, whose copy engine
-    takes a tile from within a page only; with the 16 tokens of some backends it copies none."""
-    cache = vllm_config.cache_config
-    portable = config.read_options(vllm_config.additional_config).attention == "portable"
-    if portable and vllm_compat.is_hopper() and not cache.user_specified_block_size:
-        # As if the operator had asked: else vLLM asks the backend when the model is loaded.
-        cache.block_size, cache.user_specified_block_size = HOPPER_TILE, True
-        logger.debug("attention=portable: block_size is %d", HOPPER_TILE)
 
 
 def _extend_splitting_ops(compilation: Any) -> None:

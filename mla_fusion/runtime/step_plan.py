@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mla_fusion import attention, config
+from mla_fusion.attention.buffers import HOPPER_TILE
 from mla_fusion.config import eligibility, vllm_compat
 
 if TYPE_CHECKING:
@@ -165,6 +166,17 @@ class StepPlan:
                 output = self.out.new_empty((tokens, columns))
                 self._attend(q.view(settings.q_dtype), kv_cache, layer, table, output)
         self._planned = (None, None)
+
+
+def choose_page(vllm_config: Any) -> None:
+    """Let a page of the KV cache hold a tile of the portable decode on Hopper, whose copy engine
+    takes a tile from within a page only; with the 16 tokens of some backends it copies none."""
+    cache = vllm_config.cache_config
+    portable = config.read_options(vllm_config.additional_config).attention == "portable"
+    if portable and vllm_compat.is_hopper() and not cache.user_specified_block_size:
+        # As if the operator had asked: else vLLM asks the backend when the model is loaded.
+        cache.block_size, cache.user_specified_block_size = HOPPER_TILE, True
+        logger.debug("attention=portable: block_size is %d", HOPPER_TILE)
 
 
 def attach(layers: Mapping[str, Any], options: config.Options, vllm_config: Any) -> None:
