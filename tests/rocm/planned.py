@@ -259,10 +259,10 @@ def _planted():
         return found
 
     def scaled(original):
-        def attend(self, q, kv_cache, layer, table):
-            wrong = SimpleNamespace(_q_scale=layer._q_scale, _k_scale=layer._k_scale)
-            wrong.impl = SimpleNamespace(scale=layer.impl.scale * 2)
-            return original(self, q, kv_cache, wrong, table)
+        def attend(self, q, kv_cache, layer, table, output):
+            same = {name: getattr(layer, name) for name in ("_q_scale", "_k_scale", "_v_up_proj")}
+            wrong = SimpleNamespace(**same, impl=SimpleNamespace(scale=layer.impl.scale * 2))
+            original(self, q, kv_cache, wrong, table, output)
 
         return attend
 

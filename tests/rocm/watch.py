@@ -42,12 +42,11 @@ class Watch:
             watch._init(self, plan, *args)
             watch._know(plan)
 
-        def decode(self, q, kv_cache, metadata, layer):
+        def decode(self, q, kv_cache, metadata, layer, output):
             watch._now = self.plan, kv_cache, metadata, layer
-            out = watch._decode(self, q, kv_cache, metadata, layer)
+            watch._decode(self, q, kv_cache, metadata, layer, output)
             watch._now = None
-            watch.check_output(q, kv_cache, metadata, layer, out)
-            return out
+            watch.check_output(q, kv_cache, metadata, layer, self.out[: len(q)])
 
         step_plan.StepPlan.__init__, step_plan.StepPlan.decode = init, decode
         double.observers.append(self._see)
