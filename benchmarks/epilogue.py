@@ -18,6 +18,7 @@ import csv
 import dataclasses
 import itertools
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -230,7 +231,7 @@ def main() -> None:
     grid = (options.tokens, options.heads, options.pieces, [options.values], options.quantization)
     start, known = time.monotonic(), environment(options.commit)
     facts = {name: known[name] for name in FACTS if name in known}
-    facts["command"] = f"benchmarks/epilogue.py --rounds {options.rounds} --values {options.values}"
+    facts["command"] = " ".join(["benchmarks/epilogue.py", *sys.argv[1:]])
     print(facts, flush=True)
     torch.manual_seed(0)
     torch.set_default_device("cuda")

@@ -18,6 +18,7 @@ import csv
 import dataclasses
 import itertools
 import math
+import sys
 import time
 from pathlib import Path
 
@@ -216,7 +217,7 @@ def main() -> None:
     options = parser.parse_args()
     start, known = time.monotonic(), environment(options.commit)
     facts = {name: known[name] for name in FACTS if name in known}
-    facts["command"] = f"benchmarks/sparse.py --rounds {options.rounds} --context {options.context}"
+    facts["command"] = " ".join(["benchmarks/sparse.py", *sys.argv[1:]])
     torch.manual_seed(0)
     print(facts, measure_ceilings(), flush=True)
     rows = []

@@ -1,8 +1,8 @@
 """Executes a plan literally, item by item, in plain torch: the oracle of every other provider.
 
-`sparse_mla_decode` here needs no plan: it states what the one of `sparse.py` computes.
 It runs on any device, reads the plan back to the host, and is not fast. Arithmetic is fp32 (the
 dot products of the definition, no online softmax), rounded once to the output type.
+`sparse_mla_decode` here needs no plan: it states what the one of `sparse.py` computes.
 """
 
 from __future__ import annotations
@@ -32,9 +32,7 @@ def plan_settings(
     return {"workers": 8}  # one after another: any number is as fast
 
 
-def warm_up_batches(
-    plan: PlanBuffers, values: int | None = None, quantization: str = "none"
-) -> list[int]:
+def warm_up_batches(plan: PlanBuffers, values: int | None = None) -> list[int]:
     """Numbers of sequences to run before the first request: nothing is compiled."""
     return [1]
 

@@ -40,7 +40,8 @@ def choose(slots: int, heads: int, values: int, quantization: str = "none") -> S
 
     One launch was measured faster for one query row and 16 heads, without groups: 3.6 us, and 4.0
     behind a decode, where separate ones take 6.5 and 6.8 (`benchmarks/results/epilogue_h200.csv`).
-    With 8 rows or 128 heads it reads pieces or W_UV too often.
+    With 8 rows or 128 heads it reads pieces or W_UV too often. `launch` takes other shapes too,
+    which benchmarks/epilogue.py times.
     """
     shape = Shape(rows=1, columns=32, pieces=16, warps=4)
     if slots > 1 or heads > 16 or values % shape.columns or quantization == "group":
