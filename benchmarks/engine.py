@@ -125,13 +125,19 @@ def unfused(args: argparse.Namespace) -> str:
     return "tp" if args.dcp > 1 else "cat"
 
 
-def portable_launches(asked: dict[str, Any]) -> dict[str, float]:
-    """Launches of `engine_worker.KERNELS` in a decode step of `portable` with this job."""
+def portable_launches(asked: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Launches of `engine_worker.KERNELS` in a decode step of `portable`, by number of sequences.
+
+    The attention of one query row ends with the epilogue, that of more with the reduction.
+    """
     # Each draft of MTP is a forward pass of its own, through a layer of the drafter.
     drafts = asked["drafts"] if asked["drafter"] == "mtp" else 0
     layers, passes = asked["layers"] + drafts, 1 + drafts
-    counts = {"prep_kernel": layers, "decode_kernel": layers, "reduce_kernel": layers}
-    return {**counts, "plan_kernel": passes}
+    counts = {"prep_kernel": layers, "decode_kernel": layers, "plan_kernel": passes}
+    three = {"3": {**counts, "reduce_kernel": layers, "epilogue_kernel": 0}}
+    if asked["drafts"]:
+        return three
+    return {"1": {**counts, "reduce_kernel": 0, "epilogue_kernel": layers}, **three}
 
 
 def tokens(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # Kernels of this library: of the fused op; of a refresh, a decode and its reduction.
 PREP = "prep_kernel"
-KERNELS = (PREP, "plan_kernel", "decode_kernel", "reduce_kernel")
+KERNELS = (PREP, "plan_kernel", "decode_kernel", "reduce_kernel", "epilogue_kernel")
 STEPS = 20  # of one measurement
 HELD = 400  # tokens of a request that is measured: more than its steps
 
@@ -56,8 +56,9 @@ def main(work: child.Job, progress: TextIO) -> dict[str, Any]:
         result["captured"] = llm.llm_engine.vllm_config.compilation_config.cudagraph_capture_sizes
         result["launches"] = {batch: launches(llm, batch)[PREP] for batch in (1, job["seqs"])}
     if job["arm"] == "portable" and job["what"] == "tokens":
-        # Three sequences, so that a full graph, of two or four, is padded.
-        result["launches"] = launches(llm, 3)
+        # Three sequences, so that a full graph, of two or four, is padded; one, for the epilogue.
+        batches = (3,) if job["drafts"] else (1, 3)
+        result["launches"] = {batch: launches(llm, batch) for batch in batches}
     return result
 
 

@@ -144,15 +144,25 @@ def test_an_engine_gets_gpus_that_the_benchmark_may_use(monkeypatch, visible, na
 def test_portable_is_a_row_of_its_own_and_must_refresh_once_a_pass(monkeypatch, refreshes, word):
     """Two passes, of four layers and of the drafter's: a refresh in each layer would be five."""
     name, sizes = "r1-tp8 fp8 mtp-1", [[1, 16, 5, 5, 0]]
-    counts = {"prep_kernel": 5, "plan_kernel": refreshes, "decode_kernel": 5, "reduce_kernel": 5}
+    counts = {"prep_kernel": 5, "plan_kernel": refreshes, "decode_kernel": 5}
+    launches = {"3": {**counts, "reduce_kernel": 5, "epilogue_kernel": 0}}
     fused = {**BASE, "steps": 9, "ranges": sizes}
-    arms = {"default": BASE, "cat": BASE, "fused": fused, "portable": {**fused, "launches": counts}}
+    portable = {**fused, "launches": launches}
+    arms = {"default": BASE, "cat": BASE, "fused": fused, "portable": portable}
     results = {(name, arm): each for arm, each in arms.items()}
     monkeypatch.setattr(engine, "run_arms", lambda *_: results)
     rows, wrong = engine.tokens(argparse.Namespace(plant=(), tp=1, dp=1, dcp=1))
     assert [row["configuration"] for row in rows] == [name, f"{name}, portable"]
     assert rows[0].keys() == rows[1].keys() and rows[0]["verdict"] == "right"
     assert rows[1]["verdict"].startswith(word) and wrong == (word != "right")
+
+
+def test_portable_ends_with_the_epilogue_for_one_query_row():
+    launched = engine.portable_launches(engine_jobs.job(layers=4))
+    merged = {
+        rows: (each["reduce_kernel"], each["epilogue_kernel"]) for rows, each in launched.items()
+    }
+    assert merged == {"1": (0, 4), "3": (4, 0)}
 
 
 @pytest.mark.parametrize("tp", [1, 2])
