@@ -63,14 +63,20 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> Difference:
 
 
 def verdict(fused: Difference, unfused: Difference) -> str:
-    """The word "right", or what is wrong; `fused` and `unfused` (cat) are compared to default."""
+    """The word "right", or what is wrong; `fused` and `unfused` (cat) are compared to default.
+
+    Where the two unfused paths are equal in every bit, nothing measures their rounding: other
+    tokens are wrong, and other log-probabilities are not judged.
+    """
     limit = max([unfused.largest, *unfused.gaps])
     if math.isnan(fused.typical + unfused.typical):
         return "WRONG: NaN"
     if max(fused.gaps, default=0.0) > limit:
         return f"WRONG: a token differs at a gap of {max(fused.gaps):.3f}, limit {limit:.3f}"
+    if unfused.largest == 0 < fused.largest:
+        return "not judged: the unfused paths are equal in every bit"
     if fused.typical > MOVE_RATIO * unfused.typical:
-        ratio = fused.typical / max(unfused.typical, 1e-9)
+        ratio = fused.typical / unfused.typical
         return f"WRONG: log-probabilities move {ratio:.1f} times as far as between unfused paths"
     return "right"
 

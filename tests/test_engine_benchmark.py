@@ -58,6 +58,19 @@ def test_verdict(gaps, tokens, verdict):
     assert engine_compare.verdict(difference, NOISE).startswith(verdict)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "word"),
+    [(TOKENS, "not judged: the unfused paths"), ([1, 2, 77, 9], "WRONG: a token differs")],
+)
+def test_equal_unfused_paths_are_no_measure(tokens, word):
+    same = engine_compare.compare(BASE, BASE)
+    moved = engine_compare.compare(
+        result(TOKENS, [2.0, 2.5, 2.0, 2.0]), {**BASE, "tokens": [tokens]}
+    )
+    assert engine_compare.verdict(moved, same).startswith(word)
+    assert engine_compare.verdict(same, same) == "right"
+
+
 @pytest.mark.parametrize(("gap", "word"), [(0.05, "right"), (0.5, "WRONG: a token differs")])
 def test_a_first_difference_is_right_only_at_a_near_tie(gap, word):
     """Token 3 of one is the second candidate, token 103, of the other."""
