@@ -13,6 +13,9 @@ import torch
 from mla_fusion.attention.heads import HeadLayout
 
 HOPPER_TILE = 64  # tokens that the decode kernel for Hopper copies and multiplies at once
+# fp32 sums of each head that an epilogue in slices keeps for its last program, and the fewest of
+# them that one counter is for: of one row, 16 columns and 2 slices.
+SUMS_PER_HEAD, SUMS_PER_COUNT = 2**14, 2**5
 OVERHEAD = 16  # default fixed cost of a work item, in blocks: AITER's
 
 # The buffers that a refresh writes.
@@ -239,6 +242,9 @@ class PlanBuffers:
         sees no key of the piece. Empty if the plan is AITER's, whose decode has its own.
     planner_scratch: [max_batch + W] int64, workspace of the portable planner on a device. Empty
         if the plan is AITER's.
+    epilogue_sums: fp32 [num_heads * SUMS_PER_HEAD], products of slices in an epilogue, and
+        epilogue_counts: int32, how many of them are stored: all zero between two launches. Both
+        empty if the plan is AITER's, whose decode has no epilogue.
 
     layout: heads of the query and of a work item. rules: what the planner plans by. refreshes: how
     often the plan was refreshed. fresh: no decode was launched since the last refresh, so the next
@@ -262,6 +268,8 @@ class PlanBuffers:
     partial_output: torch.Tensor
     partial_lse: torch.Tensor
     planner_scratch: torch.Tensor
+    epilogue_sums: torch.Tensor
+    epilogue_counts: torch.Tensor
     settings: Settings
     layout: HeadLayout
     rules: Rules
@@ -292,18 +300,26 @@ class PlanBuffers:
 
 
 def common_buffers(
-    settings: Settings, layout: HeadLayout, rules: Rules, *, partials: int, scratch: int
+    settings: Settings,
+    layout: HeadLayout,
+    rules: Rules,
+    *,
+    partials: int,
+    scratch: int,
+    epilogue: bool,
 ) -> dict[str, Any]:
     """The fields of a plan that every planner fills alike, zeroed.
 
     Args:
         partials: pieces that the partial buffers hold. scratch: elements of planner_scratch.
+        epilogue: whether a decode of the plan may have one.
     """
 
     def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=settings.device)
 
     rows = partials * settings.max_query_len
+    sums = settings.num_heads * SUMS_PER_HEAD if epilogue else 0
     return {
         "settings": settings,
         "layout": layout,
@@ -313,4 +329,6 @@ def common_buffers(
         "partial_output": zeros(rows, layout.per_work, settings.v_head_dim),
         "partial_lse": zeros(rows, layout.per_work),
         "planner_scratch": zeros(scratch, dtype=torch.int64),
+        "epilogue_sums": zeros(sums),
+        "epilogue_counts": zeros(sums // SUMS_PER_COUNT, dtype=torch.int32),
     }

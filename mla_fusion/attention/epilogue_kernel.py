@@ -1,9 +1,12 @@
 """The epilogue of a decode, in Triton: merge, product with W_UV and quantization in one launch.
 
-A program has ROWS query rows of one head and COLUMNS columns of their results. Slots number the
-query rows of a step as if every sequence had `positions` of them: slot = sequence * positions +
-position. A slot without a query row takes one of the rows after the last sequence, so every row of
-the result is written, by one program.
+A program has ROWS query rows of one head, one of SLICES slices of their latents, and COLUMNS
+columns of their results. It merges its slice and multiplies it with its part of W_UV: with all
+columns in one program nothing is merged twice. The last program of the slices adds the products.
+
+Slots number the query rows of a step as if every sequence had `positions` of them: slot = sequence
+* positions + position. A slot without a query row takes one of the rows after the last sequence, so
+every row of the result is written, by one program.
 
 W_UV is on its way before the decode has ended: it does not change between launches.
 """
@@ -58,12 +61,12 @@ def read_rows(
 def merged(
     rows, partial_ptr, partial_lse_ptr, reduce_partial_map_ptr, latents, latent,
     L: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, PIECES: tl.constexpr,
-    PDL: tl.constexpr,
+    VECTORS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Latents `latent` [ROWS, n] of each row in the type of W_UV, and its LSE [ROWS] in base 2.
 
     PIECES pieces are loaded at once. `latents` points at the rows that the decode has written
-    itself, whose LSE is not known here.
+    itself, whose LSE is not known here. VECTORS: four neighbouring latents go to one thread.
     """
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -78,6 +81,8 @@ def merged(
             tl.extra.cuda.gdc_wait()
         lse = tl.load(partial_lse_ptr + at, mask=wanted, other=float("-inf")) * LOG2E
         values = partial_ptr + at[:, :, None] * L + latent[None, None, :]
+        if VECTORS:
+            values = tl.multiple_of(values, (1, 1, 16))
         part = tl.load(values, mask=wanted[:, :, None], other=0.0)
         peak, total, acc = merge_step(lse, part, peak, total, acc)
     if PDL:
@@ -85,9 +90,10 @@ def merged(
     lse = tl.where(total > 0.0, peak + tl.log2(total), float("-inf"))
     acc *= tl.where(lse > float("-inf"), 1.0 / total, 0.0)[:, None]
     is_split = rows.end > rows.begin
-    whole = tl.load(
-        latents[:, None] + latent[None, :], mask=(rows.real & ~is_split)[:, None], other=0.0
-    )
+    values = latents[:, None] + latent[None, :]
+    if VECTORS:
+        values = tl.multiple_of(values, (1, 8))
+    whole = tl.load(values, mask=(rows.real & ~is_split)[:, None], other=0.0)
     return tl.where(is_split[:, None], acc.to(whole.dtype), whole), lse
 
 
@@ -95,17 +101,13 @@ def merged(
 def multiplied(w, x, sums, ROWS: tl.constexpr, DOT_ROWS: tl.constexpr):
     """`sums` [COLUMNS, DOT_ROWS] plus W_UV [COLUMNS, n] times latents [ROWS, n].
 
-    By matrix instructions unless DOT_ROWS is 1: rows repeat up to their least width, DOT_ROWS.
+    Rows repeat up to the least width of a matrix instruction, DOT_ROWS. One row too: for a sum of
+    its products Triton moves W_UV to the layout of the latents, after the wait.
     """
-    if DOT_ROWS == 1:
-        products = w.to(tl.float32) * x.to(tl.float32)
-        sums += tl.sum(products, 1)[:, None]
-    else:
-        REPEATS: tl.constexpr = DOT_ROWS // ROWS
-        x = tl.broadcast_to(x[None], (REPEATS, ROWS, x.shape[1]))
-        x = tl.reshape(x, (DOT_ROWS, x.shape[2]))
-        sums = tl.dot(w, tl.trans(x), sums)
-    return sums
+    REPEATS: tl.constexpr = DOT_ROWS // ROWS
+    x = tl.broadcast_to(x[None], (REPEATS, ROWS, x.shape[1]))
+    x = tl.reshape(x, (DOT_ROWS, x.shape[2]))
+    return tl.dot(w, tl.trans(x), sums)
 
 
 @triton.jit
@@ -125,18 +127,65 @@ def quantized(
     return cast(y, 1.0, OUT, LIMIT)
 
 
-# Do not specialize on a batch or a stride of 1: the warm-up runs few batches.
-@triton.jit(do_not_specialize=["batch", "tokens", "positions", "scale_stride_t", "scale_stride_g"])
+@triton.jit
+def is_last(
+    sums, sums_ptr, count_ptr, part, SLICES: tl.constexpr, ROWS: tl.constexpr,
+    DOT_ROWS: tl.constexpr, COLUMNS: tl.constexpr, AMD: tl.constexpr,
+):  # fmt: skip
+    """Store the sums [COLUMNS, DOT_ROWS] of slice `part` % SLICES; whether all slices are stored
+    now, as seen by one program of them.
+
+    That one puts the count back to 0 for the next launch, which counts after it has waited.
+    """
+    column, row = tl.arange(0, COLUMNS)[:, None], tl.arange(0, DOT_ROWS)[None, :]
+    mine = sums_ptr + part.to(tl.int64) * (ROWS * COLUMNS)
+    tl.store(mine + row * COLUMNS + column, sums, mask=row < ROWS)
+    # All threads have stored when the one that counts releases what it sees. On AMD a barrier does
+    # not wait for stores, and a release only for those of its own wave.
+    if AMD:
+        part = tl.inline_asm_elementwise(
+            "s_waitcnt vmcnt(0)\nv_mov_b32 $0, $1", "=v,v,~{memory}", [part], tl.int32, False, 1
+        )
+    tl.debug_barrier()
+    count_ptr += part // SLICES
+    before = tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu")
+    if before == SLICES - 1:
+        tl.store(count_ptr, 0)
+    return before == SLICES - 1
+
+
+@triton.jit
+def sum_of_slices(sums_ptr, part, SLICES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The stored sums [COLUMNS, ROWS] of all slices, added in their order: the bits of the result
+    do not depend on which program is the last."""
+    column, row = tl.arange(0, COLUMNS)[:, None], tl.arange(0, ROWS)[None, :]
+    first = sums_ptr + (part // SLICES).to(tl.int64) * (SLICES * ROWS * COLUMNS)
+    total = tl.zeros([COLUMNS, ROWS], tl.float32)
+    for i in tl.static_range(SLICES):
+        total += tl.load(first + (i * ROWS + row) * COLUMNS + column)
+    return total
+
+
+# Do not specialize on a batch or a stride of 1: the warm-up runs few batches. VECTORS says how
+# partial results and latents are aligned.
+@triton.jit(
+    do_not_specialize=[
+        "batch", "tokens", "positions", "heads", "scale_stride_t", "scale_stride_g", "partial_ptr",
+        "latent_ptr",
+    ]
+)  # fmt: skip
 def epilogue_kernel(
     partial_ptr, partial_lse_ptr, reduce_indptr_ptr, reduce_partial_map_ptr, qo_indptr_ptr,
-    latent_ptr, lse_ptr, w_ptr, out_ptr, scale_ptr, batch, tokens, positions, heads,
-    latent_stride_t, latent_stride_h, w_head, w_row, w_column, out_stride_t, scale_stride_t,
+    latent_ptr, lse_ptr, sums_ptr, count_ptr, w_ptr, out_ptr, scale_ptr, batch, tokens, positions,
+    heads, latent_stride_t, latent_stride_h, w_head, w_row, w_column, out_stride_t, scale_stride_t,
     scale_stride_g, L: tl.constexpr, V: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr,
-    ROWS: tl.constexpr, DOT_ROWS: tl.constexpr, COLUMNS: tl.constexpr, LATENTS: tl.constexpr,
-    PIECES: tl.constexpr, QUANTIZATION: tl.constexpr, LARGEST: tl.constexpr, LIMIT: tl.constexpr,
-    LSE: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, DOT_ROWS: tl.constexpr, COLUMNS: tl.constexpr, SLICES: tl.constexpr,
+    LATENTS: tl.constexpr, PIECES: tl.constexpr, VECTORS: tl.constexpr,
+    QUANTIZATION: tl.constexpr, LARGEST: tl.constexpr, LIMIT: tl.constexpr, LSE: tl.constexpr,
+    PDL: tl.constexpr, AMD: tl.constexpr,
 ):  # fmt: skip
-    """Slots ROWS * `program 0` and following, head `program 2`, columns COLUMNS * `program 1`.
+    """Slots ROWS * `program 0` and following, head `program 2`; `program 1` is the slice + SLICES
+    * the block of COLUMNS columns.
 
     Tensors are those of the plan and of `Epilogue`; `latent_ptr` is `out` of the decode. W_UV is
     read LATENTS of its L rows at a time, the first ones before the decode has ended. QUANTIZATION:
@@ -144,46 +193,52 @@ def epilogue_kernel(
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+    SLICE: tl.constexpr = L // SLICES
     head = tl.program_id(2)
     slot = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    latent = tl.arange(0, LATENTS)
+    block = tl.program_id(1) // SLICES
+    column = block * COLUMNS + tl.arange(0, COLUMNS)
+    latent = tl.program_id(1) % SLICES * SLICE + tl.arange(0, LATENTS)
     w_tile = w_ptr + head.to(tl.int64) * w_head + column[:, None] * w_column
     w = tl.load(w_tile + latent[None, :] * w_row)
     rows = read_rows(
         slot, head, reduce_indptr_ptr, qo_indptr_ptr, batch, positions, tokens, HEADS, FOLD
     )
-    latents = latent_ptr + rows.token * latent_stride_t + head * latent_stride_h
-    sums = tl.zeros([COLUMNS, DOT_ROWS], tl.float32)
-    for start in tl.static_range(0, L, LATENTS):
-        x, lse = merged(
-            rows, partial_ptr, partial_lse_ptr, reduce_partial_map_ptr, latents, start + latent,
-            L, HEADS, ROWS, PIECES, PDL,
-        )  # fmt: skip
-        if start > 0:
-            w = tl.load(w_tile + (start + latent)[None, :] * w_row)
-        sums = multiplied(w, x, sums, ROWS, DOT_ROWS)
-    y = sums.to(w_ptr.dtype.element_ty)
-
-    # The rows again, in the layout of the sums, and repeated as there.
-    copy = tl.arange(0, DOT_ROWS)
+    # The rows again, in the layout of the result; of one slice, they repeat as in its product.
+    RESULTS: tl.constexpr = DOT_ROWS if SLICES == 1 else ROWS
+    copy = tl.arange(0, RESULTS)
     out_rows = read_rows(
         tl.program_id(0) * ROWS + copy % ROWS, head, reduce_indptr_ptr, qo_indptr_ptr, batch,
         positions, tokens, HEADS, FOLD,
     )  # fmt: skip
     stored = out_rows.real & (copy < ROWS)
-    if QUANTIZATION != "none":
-        y = quantized(
-            y.to(tl.float32), out_rows.token, stored, (head * V) // COLUMNS + tl.program_id(1),
-            scale_ptr, scale_stride_t, scale_stride_g, QUANTIZATION, out_ptr.dtype.element_ty,
-            LARGEST, LIMIT,
+    latents = latent_ptr + rows.token * latent_stride_t + head * latent_stride_h
+    sums = tl.zeros([COLUMNS, DOT_ROWS], tl.float32)
+    for start in tl.static_range(0, SLICE, LATENTS):
+        x, lse = merged(
+            rows, partial_ptr, partial_lse_ptr, reduce_partial_map_ptr, latents, start + latent,
+            L, HEADS, ROWS, PIECES, VECTORS, PDL,
         )  # fmt: skip
-    out = out_ptr + out_rows.token[None, :] * out_stride_t + head * V + column[:, None]
-    tl.store(out, y, mask=stored[None, :])
+        if start > 0:
+            w = tl.load(w_tile + (start + latent)[None, :] * w_row)
+        sums = multiplied(w, x, sums, ROWS, DOT_ROWS)
     if LSE:  # noqa: SIM102 (known when compiled; the other one is not)
         if tl.program_id(1) == 0:
             is_split = rows.end > rows.begin
             tl.store(lse_ptr + rows.token * heads + head, lse * LN2, mask=is_split)
+    if SLICES > 1:
+        part = (tl.program_id(0) * heads + head) * tl.num_programs(1) + tl.program_id(1)
+        if not is_last(sums, sums_ptr, count_ptr, part, SLICES, ROWS, DOT_ROWS, COLUMNS, AMD):
+            return
+        sums = sum_of_slices(sums_ptr, part, SLICES, ROWS, COLUMNS)
+    y = sums.to(w_ptr.dtype.element_ty)
+    if QUANTIZATION != "none":
+        y = quantized(
+            y.to(tl.float32), out_rows.token, stored, (head * V) // COLUMNS + block, scale_ptr,
+            scale_stride_t, scale_stride_g, QUANTIZATION, out_ptr.dtype.element_ty, LARGEST, LIMIT,
+        )  # fmt: skip
+    out = out_ptr + out_rows.token[None, :] * out_stride_t + head * V + column[:, None]
+    tl.store(out, y, mask=stored[None, :])
 
 
 @triton.jit

@@ -60,7 +60,9 @@ def allocate(settings: Settings) -> dict[str, Any]:
     rules = settings.rules(layout.fold)
     partials = rules.max_partials(settings.max_batch)
     scratch = settings.max_batch + rules.workers
-    common = common_buffers(settings, layout, rules, partials=partials, scratch=scratch)
+    common = common_buffers(
+        settings, layout, rules, partials=partials, scratch=scratch, epilogue=True
+    )
     planned = {
         name: torch.zeros(shape, dtype=torch.int32, device=settings.device)
         for name, shape in shapes(rules, settings.max_batch).items()

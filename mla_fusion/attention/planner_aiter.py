@@ -129,7 +129,7 @@ def allocate(settings: Settings) -> dict[str, Any]:
         entries=None if kv_len is None else zeros(batch * kv_len),
     )
     rules = settings.rules(layout.fold)
-    common = common_buffers(settings, layout, rules, partials=0, scratch=0)
+    common = common_buffers(settings, layout, rules, partials=0, scratch=0, epilogue=False)
     return {**common, **six, "aiter": companions}
 
 

@@ -332,13 +332,14 @@ def warm_up_batches(plan: PlanBuffers, values: int | None = None) -> list[int]:
     epilogue of `values` columns a head if there is one."""
     batches: dict[Any, int] = {}
     settings = plan.settings
+    layer = settings.num_heads, settings.v_head_dim
     for batch in range(1, settings.max_batch + 1):
         merged = reduction(batch * plan.fold, plan.heads_per_work)
         if values is None:
             batches.setdefault(merged, batch)
             continue
         for rows in range(1, settings.max_query_len + 1):
-            shape = triton_epilogue.choose(batch * rows, settings.num_heads, values)
+            shape = triton_epilogue.choose(batch * rows, *layer, values)
             batches.setdefault((rows, shape or merged), batch)
     return sorted(set(batches.values()))
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mla_fusion.attention.buffers import SUMS_PER_HEAD
 from mla_fusion.attention.epilogue import GROUP, largest
 from mla_fusion.kernels.triton import has_early_launch
 
@@ -18,35 +19,74 @@ if TYPE_CHECKING:
     from mla_fusion.attention.epilogue import Epilogue
     from mla_fusion.attention.validate import Inputs
 
-LEAST = 16  # columns of a program, and rows of a product by matrix instructions
+LEAST = 16  # columns of a program, rows of a product by matrix instructions, latents of a slice
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
     """How the epilogue is compiled.
 
-    rows: query rows of a program; more than one are multiplied by matrix instructions. columns: of
-    their results. pieces: loaded at once. warps: of a program.
+    rows: query rows of a program. columns: of their results. slices: programs that share the
+    latents of a row; the last of them adds their products. pieces: loaded at once. warps: of a
+    program. All are powers of two.
     """
 
     rows: int
     columns: int
+    slices: int
     pieces: int
     warps: int
 
+    def sums(self, slots: int, values: int) -> int:
+        """Sums of one head that wait in the plan for the last slice."""
+        return 0 if self.slices == 1 else -(-slots // self.rows) * self.rows * values * self.slices
 
-def choose(slots: int, heads: int, values: int, quantization: str = "none") -> Shape | None:
+    def unsuited(self, slots: int, latent: int, values: int, quantization: str) -> str:
+        """Why this shape cannot be launched for such rows; empty if it can."""
+        if any(size < 1 or size & (size - 1) for size in dataclasses.astuple(self)):
+            return "rows, columns, slices, pieces and warps must be powers of two"
+        if self.columns < LEAST or values % self.columns:
+            return f"columns must be {LEAST} or more and divide the {values} of a head"
+        if quantization == "group" and self.columns != GROUP:
+            return f"columns must be {GROUP}: a program finds the maximum of a group"
+        if latent % (LEAST * self.slices):
+            return f"{LEAST} * slices must divide the {latent} latents"
+        if (sums := self.sums(slots, values)) > SUMS_PER_HEAD:
+            return f"{sums} sums of a head wait for the last slice; a plan holds {SUMS_PER_HEAD}"
+        return ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Faster:
+    """Up to so many slots and heads, quantized in groups or not: one launch of this shape."""
+
+    slots: int
+    heads: int
+    group: bool
+    shape: Shape
+
+
+# Where an H200 was faster with one launch than with separate ones, for all numbers of pieces: the
+# first row that holds. 3.6 us, and 4.0 behind a decode, where separate launches take 6.5 and 6.8
+# (`benchmarks/results/epilogue_h200.csv`, which `benchmarks/epilogue.py --tune` writes).
+MEASURED = (Faster(1, 16, False, Shape(rows=1, columns=32, slices=1, pieces=16, warps=4)),)
+
+
+def choose(
+    slots: int, heads: int, latent: int, values: int, quantization: str = "none"
+) -> Shape | None:
     """The shape for `slots` query rows and results of `values` columns a head; None: separate.
 
-    One launch was measured faster for one query row and 16 heads, without groups: 3.6 us, and 4.0
-    behind a decode, where separate ones take 6.5 and 6.8 (`benchmarks/results/epilogue_h200.csv`).
-    With 8 rows or 128 heads it reads pieces or W_UV too often. `launch` takes other shapes too,
-    which benchmarks/epilogue.py times.
+    `launch` takes other shapes too, which benchmarks/epilogue.py times.
     """
-    shape = Shape(rows=1, columns=32, pieces=16, warps=4)
-    if slots > 1 or heads > 16 or values % shape.columns or quantization == "group":
-        return None
-    return shape
+    group = quantization == "group"
+    shapes = (
+        row.shape
+        for row in MEASURED
+        if slots <= row.slots and heads <= row.heads and group == row.group
+        if not row.shape.unsuited(slots, latent, values, quantization)
+    )
+    return next(shapes, None)
 
 
 def slots_of(given: Inputs) -> int:
@@ -61,17 +101,24 @@ def chosen(given: Inputs) -> Shape | None:
     epilogue = given.epilogue
     if epilogue is None:
         return None
-    heads, _, values = epilogue.w_uv.shape
-    return choose(slots_of(given), heads, values, epilogue.quantization)
+    heads, latent, values = epilogue.w_uv.shape
+    return choose(slots_of(given), heads, latent, values, epilogue.quantization)
 
 
 def launch(given: Inputs, shape: Shape) -> None:
-    """The epilogue in one kernel."""
+    """The epilogue in one kernel.
+
+    Raises:
+        ValueError: the shape does not suit these inputs.
+    """
     from mla_fusion.attention import epilogue_kernel
 
     assert given.epilogue is not None
-    heads, _, values = given.epilogue.w_uv.shape
-    grid = (-(-slots_of(given) // shape.rows), values // shape.columns, heads)
+    heads, latent, values = given.epilogue.w_uv.shape
+    slots = slots_of(given)
+    if why := shape.unsuited(slots, latent, values, given.epilogue.quantization):
+        raise ValueError(f"{shape} does not suit {slots} query rows: {why}; take another shape")
+    grid = (-(-slots // shape.rows), values // shape.columns * shape.slices, heads)
     args, options = arguments(given, shape)
     epilogue_kernel.epilogue_kernel[grid](*args, **options)
 
@@ -113,6 +160,8 @@ def arguments(given: Inputs, shape: Shape) -> tuple[tuple[Any, ...], dict[str, A
         plan.qo_indptr,
         latents,
         unused if given.lse is None else given.lse,
+        plan.epilogue_sums,
+        plan.epilogue_counts,
         epilogue.w_uv,
         epilogue.out,
         unused if epilogue.scale is None else epilogue.scale,
@@ -127,21 +176,25 @@ def arguments(given: Inputs, shape: Shape) -> tuple[tuple[Any, ...], dict[str, A
     )
     latent = plan.settings.v_head_dim
     pdl = has_early_launch(latents.device)
+    # A warp of AMD's has 64 threads.
+    warps = max(1, shape.warps // 2) if torch.version.hip else shape.warps
     options = {
         "L": latent,
         "V": epilogue.w_uv.shape[2],
         "HEADS": plan.heads_per_work,
         "FOLD": plan.fold,
         "ROWS": shape.rows,
-        "DOT_ROWS": 1 if shape.rows == 1 else max(LEAST, shape.rows),
+        "DOT_ROWS": max(LEAST, shape.rows),
         "COLUMNS": shape.columns,
+        "SLICES": shape.slices,
         "LATENTS": _latents(shape, latent),
         "PIECES": shape.pieces,
+        "VECTORS": _in_vectors(latents, shape.rows * _latents(shape, latent), warps),
         **_quantization(epilogue),
         "LSE": given.lse is not None,
         "PDL": pdl,
-        # A warp of AMD's has 64 threads.
-        "num_warps": shape.warps // 2 if torch.version.hip else shape.warps,
+        "AMD": torch.version.hip is not None,
+        "num_warps": warps,
     }
     if pdl:
         options["launch_pdl"] = True
@@ -149,12 +202,24 @@ def arguments(given: Inputs, shape: Shape) -> tuple[tuple[Any, ...], dict[str, A
 
 
 def _latents(shape: Shape, latent: int) -> int:
-    """Rows of W_UV that a program holds: a power of two that divides their number.
+    """Rows of W_UV that a program holds: a power of two that divides those of its slice.
 
-    They stay in registers, or go through shared memory, of which gfx942 has 64 KiB. More spill.
+    They go through shared memory, of which gfx942 has 64 KiB. More registers spill.
     """
-    most = 2**13 if torch.version.hip else 2**15
-    return min(latent & -latent, most // shape.columns)
+    most = 2**14 if torch.version.hip else 2**15
+    part = latent // shape.slices
+    return min(part & -part, most // shape.columns)
+
+
+def _in_vectors(latents: torch.Tensor, tile: int, warps: int) -> bool:
+    """Whether a thread loads four neighbours of a tile of latents of one piece.
+
+    Not where threads were left over: they would take other pieces of the same latents, which then
+    meet through shared memory.
+    """
+    warp = 64 if torch.version.hip else 32
+    aligned = latents.data_ptr() % 8 == 0 and not any(n % 4 for n in latents.stride()[:2])
+    return aligned and tile >= 4 * warp * warps
 
 
 def quantize_arguments(

@@ -9,6 +9,7 @@ import itertools
 
 import pytest
 import torch
+from triton.runtime.interpreter import InterpreterBuilder
 
 from mla_fusion.attention import persistent_mla_decode, reference
 from mla_fusion.attention import triton_epilogue as epilogues
@@ -41,22 +42,28 @@ class Case:
     dense: str = "latent"
 
 
-ONE, SOME = Shape(1, 16, 4, 4), Shape(2, 64, 4, 4)
+ONE, SOME = Shape(1, 16, 1, 4, 4), Shape(2, 64, 1, 4, 4)
+# In slices; PARTS has column blocks too.
+CUT, PARTS = Shape(2, 64, 4, 4, 4), Shape(2, 32, 2, 4, 4)
 CASES = {
     "one piece": Case((1,), (1,), ONE),
     "not split": Case((1,), (0,), ONE),
-    "32 pieces at once": Case((1,), (32,), Shape(1, 32, 32, 4), latent=512, values=32),
-    "33 pieces": Case((1,), (33,), Shape(1, 16, 16, 4), values=16),
+    "32 pieces at once": Case((1,), (32,), Shape(1, 32, 1, 32, 4), latent=512, values=32),
+    "33 pieces": Case((1,), (33,), Shape(1, 16, 4, 16, 4), values=16),
     "ragged": Case((1, 1, 1, 1, 1), (3, 0, 8, 1, 0), SOME),
-    "tokens of two sequences": Case((1, 1, 1), (2, 0, 5), Shape(4, 32, 2, 4), dense="values"),
+    "ragged, in slices": Case((1, 1, 1, 1, 1), (3, 0, 8, 1, 0), CUT),
+    "tokens of two sequences": Case((1, 1, 1), (2, 0, 5), Shape(4, 32, 1, 2, 4), dense="values"),
     "drafts": Case((4, 1, 0, 3), (3, 0, 0, 9), SOME, heads=3),
+    "drafts, in slices and blocks": Case((4, 1, 0, 3), (3, 0, 0, 9), PARTS, heads=3),
     "drafts, one row": Case((2, 0, 2), (5, 0, 0), ONE),
-    "padding": Case((2, 1, 2), (2, 0, 1), SOME, padding=4),
-    "more padding than slots": Case((1,), (2,), Shape(2, 16, 4, 4), padding=5),
-    "folded heads": Case((1, 2), (2, 3), Shape(2, 16, 2, 4), heads=18, values=16, latent=16),
-    "256 values": Case((1, 1), (4, 0), Shape(2, 128, 2, 4), values=256),
-    "320 latents": Case((1, 1), (4, 0), Shape(2, 64, 2, 4), latent=320),
-    "fp16": Case((1, 1), (2, 3), SOME, dtype=FP16),
+    "padding": Case((2, 1, 2), (2, 0, 1), CUT, padding=4),
+    "more padding than slots": Case((1,), (2,), Shape(2, 16, 2, 4, 4), padding=5),
+    "folded heads": Case((1, 2), (2, 3), Shape(2, 16, 1, 2, 4), heads=18, values=16, latent=16),
+    "256 values": Case((1, 1), (4, 0), Shape(2, 128, 2, 2, 4), values=256, dense="values"),
+    "320 latents": Case((1, 1), (4, 0), Shape(2, 64, 4, 2, 4), latent=320),
+    "one slice each of 512": Case((1,), (5,), Shape(1, 32, 8, 4, 4), latent=512, values=32),
+    "16 rows": Case((1,) * 11, (2, 0, 3, 0, 1, 0, 0, 0, 0, 2, 0), Shape(16, 64, 2, 1, 4)),
+    "fp16": Case((1, 1), (2, 3), CUT, dtype=FP16),
 }  # fmt: skip
 
 
@@ -160,9 +167,10 @@ def test_result(name):
 
 
 QUANTIZED = [
-    (Case((1, 1, 1), (3, 0, 1), Shape(1, 128, 4, 4), values=128, heads=3), FN),
-    (Case((2, 0, 1), (3, 0, 1), Shape(2, 128, 4, 4), values=256, padding=2), FNUZ),
-    (Case((1, 1), (2, 0), Shape(4, 128, 2, 4), values=128, dtype=FP16), FN),
+    (Case((1, 1, 1), (3, 0, 1), Shape(1, 128, 1, 4, 4), values=128, heads=3), FN),
+    (Case((1, 1, 1), (3, 0, 1), Shape(4, 128, 4, 4, 4), values=128, heads=3), FN),
+    (Case((2, 0, 1), (3, 0, 1), Shape(2, 128, 2, 4, 4), values=256, padding=2), FNUZ),
+    (Case((1, 1), (2, 0), Shape(1, 128, 8, 2, 4), values=128, dtype=FP16), FN),
 ]
 
 
@@ -183,6 +191,44 @@ def test_quantized(case, fp8, quantization):
     check_quantized(product, separate.epilogue, quantization)
 
 
+@pytest.mark.parametrize("quantization", ["none", "group"])
+def test_any_slice_may_be_the_last(monkeypatch, quantization):
+    """Launch after launch of one plan: the same bits, and counts of zero, whatever the order of the
+    programs, and with other shapes in between."""
+    shapes = [Shape(1, 128, 4, 4, 4), Shape(4, 128, 8, 2, 4), Shape(2, 128, 2, 4, 4)]
+    case = Case((1, 1, 1), (3, 0, 2), shapes[0], values=128)
+    _, given = make(case, quantization)
+    plan, before = given.plan, decodes.addresses(given.plan)
+    # Products that cancel leave what fp32 sums round off, in this order.
+    half, w_uv = case.latent // 2, given.epilogue.w_uv
+    for latents in (plan.partial_output, given.out):
+        latents[..., half:] = latents[..., :half]
+    w_uv[:, half:] = -w_uv[:, :half]
+
+    def results():
+        for shape in shapes:
+            plan.epilogue_sums.fill_(torch.nan)
+            given.epilogue.out.copy_(poisoned(given.epilogue.out))
+            epilogues.launch(given, shape)
+            assert not plan.epilogue_counts.any()
+            scale = given.epilogue.scale
+            yield given.epilogue.out.clone(), None if scale is None else scale.clone()
+
+    first = list(results())
+    set_index = InterpreterBuilder.set_grid_idx
+    monkeypatch.setattr(
+        InterpreterBuilder,
+        "set_grid_idx",
+        lambda self, *at: set_index(
+            self, *(n - 1 - i for n, i in zip(self.grid_dim, at, strict=True))
+        ),
+    )
+    for (out, scale), (again, same_scale) in zip(first, results(), strict=True):
+        assert torch.equal(out.view(torch.uint8), again.view(torch.uint8))
+        assert scale is None or torch.equal(scale, same_scale)
+    assert decodes.addresses(plan) == before
+
+
 def check_quantized(product, got, quantization):
     """`got` is `product` [T, H * V] quantized as vLLM would: scales equal, values a step off."""
     want = Epilogue(
@@ -198,12 +244,12 @@ def check_quantized(product, got, quantization):
 
 
 @pytest.mark.parametrize(
-    "separate, quantization", [(False, "none"), (True, "none"), (True, "group")]
+    "shape, quantization",
+    [(ONE, "none"), (Shape(4, 128, 4, 4, 4), "group"), (None, "none"), (None, "group")],
 )
-def test_decode(monkeypatch, separate, quantization):
-    """The whole decode against that of the reference."""
-    if separate:
-        monkeypatch.setattr(epilogues, "choose", lambda *_: None)
+def test_decode(monkeypatch, shape, quantization):
+    """The whole decode against that of the reference, in one launch or in separate ones."""
+    monkeypatch.setattr(epilogues, "choose", lambda *_: shape)
     rows, lens = [2, 1], [40, 5]
     given = decodes.arguments(rows, lens, 32, num_heads=2, workers=5, overhead=1)
     assert given["plan"].reduce_indptr[-1] > 0

@@ -136,9 +136,56 @@ from mla_fusion.attention import triton_epilogue as epilogues  # noqa: E402
     ],
 )  # fmt: skip
 def test_one_launch_where_it_was_measured_faster(slots, heads, values, quantization, one_launch):
-    shape = epilogues.choose(slots, heads, values, quantization)
-    assert (shape is not None) == one_launch
-    assert shape is None or values % shape.columns == 0
+    assert (epilogues.choose(slots, heads, 512, values, quantization) is not None) == one_launch
+
+
+def test_measured_shapes_suit_what_they_are_for():
+    for row in epilogues.MEASURED:
+        quantization = "group" if row.group else "none"
+        assert not row.shape.unsuited(row.slots, 512, 128, quantization)
+    # The first row that holds is that of the fewest slots, then heads.
+    rows = [(row.slots, row.heads) for row in epilogues.MEASURED if not row.group]
+    groups = [(row.slots, row.heads) for row in epilogues.MEASURED if row.group]
+    assert rows == sorted(rows) and groups == sorted(groups)
+
+
+def test_the_first_measured_row_that_holds_is_chosen(monkeypatch):
+    wide, narrow = epilogues.Shape(2, 128, 4, 8, 4), epilogues.Shape(2, 64, 4, 8, 4)
+    rows = [(1, 16, True, wide), (4, 16, False, wide), (4, 64, False, narrow)]
+    monkeypatch.setattr(epilogues, "MEASURED", [epilogues.Faster(*row) for row in rows])
+    assert epilogues.choose(1, 16, 512, 128, "group") == wide
+    assert epilogues.choose(2, 16, 512, 128, "group") is None
+    assert epilogues.choose(3, 16, 512, 128) == wide
+    assert epilogues.choose(4, 17, 512, 128) == narrow
+    # 64 columns have no block of 128; 96 latents are not 4 slices of 16 or 32.
+    assert epilogues.choose(3, 16, 512, 64) == narrow
+    assert epilogues.choose(3, 16, 96, 128) is None
+
+
+@pytest.mark.parametrize(
+    "shape, latent, values, quantization, why",
+    [
+        ((1, 96, 1, 4, 4), 512, 96, "none", "powers of two"),
+        ((1, 8, 1, 4, 4), 512, 128, "none", "columns must be 16 or more and divide the 128"),
+        ((1, 128, 1, 4, 4), 512, 192, "none", "divide the 192 of a head"),
+        ((1, 64, 2, 4, 4), 512, 128, "group", "columns must be 128: a program finds the maximum"),
+        ((1, 128, 8, 4, 4), 320, 128, "none", r"16 \* slices must divide the 320 latents"),
+        ((8, 128, 8, 4, 4), 512, 256, "none", "32768 sums of a head wait .* a plan holds 16384"),
+    ],
+)
+def test_a_shape_that_does_not_suit_is_refused(shape, latent, values, quantization, why):
+    plan = plan_for(max_batch=16, num_heads=2, v_head_dim=latent)
+    refresh(plan, [1] * 9, [9] * 9)
+    out, scale = torch.empty(9, 2 * values, dtype=BF16), None
+    if quantization == "group":
+        out, scale = out.to(FN), torch.empty(9, 2 * values // 128)
+    w_uv, unused = torch.empty(2, latent, values, dtype=BF16), torch.empty(0)
+    given = Inputs(
+        unused, unused, plan, unused, 1.0, None, None, torch.empty(9, 2, latent), None,
+        Epilogue(w_uv, out, scale),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=f"does not suit 9 query rows: .*{why}"):
+        epilogues.launch(given, epilogues.Shape(*shape))
 
 
 def test_a_warm_up_runs_every_launch():
@@ -148,7 +195,7 @@ def test_a_warm_up_runs_every_launch():
     def launches(rows, batches):
         """What follows the decode of so many sequences of `rows` query rows."""
         for batch in batches:
-            shape = epilogues.choose(batch * rows, 16, 128)
+            shape = epilogues.choose(batch * rows, 16, 512, 128)
             yield shape or provider.reduction(batch * plan.fold, plan.heads_per_work)
 
     batches = provider.warm_up_batches(plan, 128)
@@ -169,7 +216,9 @@ def test_the_launches(monkeypatch, batch, kernels):
             launched.append((self.name, grid))
             return lambda *_, **__: None
 
-    shape = epilogues.Shape(1, 16, 32, 8) if batch == 1 else None
+    shape = epilogues.Shape(1, 16, 4, 32, 8) if batch == 1 else None
+    if shape:
+        monkeypatch.setattr(torch.Tensor, "new_empty", None)  # nothing is allocated
     monkeypatch.setattr(epilogues, "choose", lambda *_: shape)
     monkeypatch.setattr(triton_kernels, "decode_kernel", Launches("decode"))
     monkeypatch.setattr(triton_kernels, "reduce_kernel", Launches("reduce"))
@@ -187,8 +236,8 @@ def test_the_launches(monkeypatch, batch, kernels):
     provider.launch(given)
     assert [name for name, _ in launched] == ["decode", *kernels] and not plan.fresh
     if batch == 1:
-        # Two rows: one of a sequence, one behind the last.
-        assert launched[-1][1] == (2, 2, HEADS)
+        # Two rows: one of a sequence, one behind the last. Two blocks of columns, four slices.
+        assert launched[-1][1] == (2, 8, HEADS)
     else:
         torch.testing.assert_close(out[5].double(), layer().double().sum(1).flatten(), rtol=0.01,
                                    atol=0.05)  # fmt: skip

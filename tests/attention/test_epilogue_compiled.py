@@ -54,16 +54,18 @@ def report(target, heads, shape, *, pdl=False, **options):
     return compile_report(target, epilogue_kernel.epilogue_kernel, args, constants)
 
 
-CHOSEN = epilogues.choose(1, 16, 128)
-# By matrix instructions; benchmarks/epilogue.py times them.
-SOME, GROUPED = epilogues.Shape(4, 64, 4, 8), epilogues.Shape(4, 128, 4, 8)
+CHOSEN = epilogues.choose(1, 16, 512, 128)
+# Rows in slices; benchmarks/epilogue.py times them.
+ONE_ROW, ROWS = epilogues.Shape(1, 128, 4, 16, 4), epilogues.Shape(8, 128, 4, 4, 8)
+MOST_ROWS = epilogues.Shape(16, 128, 2, 2, 8)
 
 
-@pytest.mark.parametrize("dense", ["latent", "values"])
 @pytest.mark.parametrize(
-    "target, shape, quantization",
-    [*((target, CHOSEN, "none") for target in FP8), ("sm_90", CHOSEN, "tensor"),
-     ("sm_90", SOME, "none"), ("sm_90", GROUPED, "group")],
+    "target, shape, quantization, dense",
+    [*((target, shape, "none", "latent") for target in FP8 for shape in (CHOSEN, ONE_ROW)),
+     ("sm_90", CHOSEN, "tensor", "values"), ("gfx942", CHOSEN, "none", "values"),
+     ("sm_90", ROWS, "group", "latent"), ("gfx942", ROWS, "group", "values"),
+     ("sm_90", MOST_ROWS, "none", "values")],
 )  # fmt: skip
 def test_epilogue(target, shape, quantization, dense):
     pdl = target == "sm_90"
@@ -72,19 +74,37 @@ def test_epilogue(target, shape, quantization, dense):
     amd = target.startswith("gfx")
     assert (result.memory_spills if amd else result.spills) == 0, result
     assert result.shared <= LDS[target] and result.wide_loads > 0, result
-    assert bool(result.matrix) == (shape.rows > 1), result
+    assert result.matrix, result
 
 
-def test_only_w_uv_and_the_plan_are_read_before_the_decode_has_ended():
-    order = report("sm_90", 16, CHOSEN, pdl=True).order
+@pytest.mark.parametrize("shape", [CHOSEN, ONE_ROW, ROWS])
+def test_only_w_uv_and_the_plan_are_read_before_the_decode_has_ended(shape):
+    order = report("sm_90", 16, shape, pdl=True).order
     assert order[0] == "PREEXIT", "the next kernel may be launched early too"
     before = order[: order.index("ACQBULK")]
     # W_UV: 16 bytes a thread and load. The plan: one number each.
-    wide = 2 * CHOSEN.columns * 512 // (32 * CHOSEN.warps * 16)
+    wide = 2 * shape.columns * 512 // shape.slices // (32 * shape.warps * 16)
     assert before.count("LDG.128") == wide, order
-    assert "STG" not in before
+    # In a row without pieces nothing waits in the loop: there is a second one behind it.
+    assert order.count("ACQBULK") == 2
+    last = order.index("ACQBULK", len(before) + 1)
+    assert "STG" not in order[:last] and "STG.128" not in order[:last], order
     pieces = [i for i, name in enumerate(order) if name == "LDG.128"][wide:]
     assert all("ACQBULK" in order[:i] for i in pieces), order
+
+
+def test_a_slice_is_counted_after_its_sums_are_stored():
+    """On sm_90 one thread fences for all, behind a barrier. On gfx942 a fence is of one wave, so
+    each wave waits for its stores."""
+    sync = report("sm_90", 16, ONE_ROW, pdl=True).sync
+    count = sync.index("ATOMG")
+    assert sync[count - 1 : count + 2] == ("MEMBAR.ALL.GPU", "ATOMG", "CCTL.IVALL"), sync
+    assert "BAR" in sync[sync.index("STG") : count], sync
+    sync = report("gfx942", 16, ONE_ROW).sync
+    count = sync.index("atomic")
+    last = max(i for i, name in enumerate(sync[:count]) if name == "store")
+    assert sync[last + 1 : last + 3] == ("vmcnt(0)", "barrier"), sync
+    assert sync[count - 2 : count + 3] == ("wbl2", "vmcnt(0)", "atomic", "vmcnt(0)", "inv"), sync
 
 
 def test_the_quantization():

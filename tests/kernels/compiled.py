@@ -41,7 +41,7 @@ class Report:
     conversions to fp8. wide_loads: 16-byte global loads. narrow_loads: global loads of 2 bytes or
     fewer. contractions: fused multiply-adds of fp32. bulk_copies: loads by TMA. order (NVIDIA):
     accesses to global memory (with .128 if so wide) and instructions of programmatic launch, in
-    program order.
+    program order. sync: stores to global memory and what orders them, in program order.
     """
 
     registers: int
@@ -58,6 +58,7 @@ class Report:
     memory_spills: int = 0
     bulk_copies: int = 0
     order: tuple[str, ...] = ()
+    sync: tuple[str, ...] = ()
 
 
 def specialize(target, kernel, arguments, options):
@@ -115,6 +116,13 @@ def read_amd(assembly, shared):
         wide_loads=len(re.findall(r"(?:global|buffer)_load_dwordx4", assembly)),
         narrow_loads=len(re.findall(r"(?:global|buffer)_load_(?:u|s)?(?:byte|short)", assembly)),
         contractions=len(re.findall(r"v_(?:pk_)?(?:fma|fmac|mad|mac)_(?:legacy_)?f32", assembly)),
+        sync=tuple(
+            re.findall(
+                r"\b(?:global_|buffer_|s_waitcnt |s_)"
+                r"(store|atomic|wbl2|inv(?=\s)|vmcnt\(0\)|barrier)",
+                assembly,
+            )
+        ),
     )
 
 
@@ -141,6 +149,7 @@ def read_nvidia(usage, sass, shared):
                 r"\b(LDG|LDGSTS|UTMALDG|STG|ACQBULK|PREEXIT)\b(?:\.\w+)*?(\.128)?(?= |;)", sass
             )
         ),
+        sync=tuple(re.findall(r"\b(STG|BAR|ATOMG|MEMBAR\.\w+\.GPU|CCTL\.IVALL)\b", sass)),
     )
 
 
