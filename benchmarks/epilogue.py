@@ -7,8 +7,14 @@ Separate are the reduction, torch.bmm and, where the result is fp8, a quantizati
 this library's where vLLM is missing. A candidate is a CUDA graph of calls with distinct W_UV, so
 that L2 does not hold what an engine would have to fetch; graphs take turns. "back": calls follow
 each other. "behind": each follows a decode, less the same graph of the decode alone. Results are
-checked against the reference in the same run. `--tune` also times other shapes of the kernel, named
-rows x columns x pieces x warps.
+checked against the reference in the same run. A shape of the kernel is named rows x columns x
+slices x pieces x warps.
+
+    python benchmarks/epilogue.py --tune --csv benchmarks/results/epilogue.csv
+
+times other shapes of the kernel too, about 100 s of an H200, and prints rows for `MEASURED` in
+mla_fusion/attention/triton_epilogue.py: for each number of tokens and heads the shape whose least
+gain, over pieces and places, is the largest.
 """
 
 from __future__ import annotations
@@ -21,12 +27,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+import triton
 from triton.errors import TritonError
 
-from mla_fusion.attention import PersistentDecodePlan, reference
+from mla_fusion.attention import PersistentDecodePlan, epilogue_kernel, reference
 from mla_fusion.attention import triton as provider
 from mla_fusion.attention import triton_epilogue as epilogues
 from mla_fusion.attention.epilogue import GROUP, Epilogue
@@ -46,7 +54,8 @@ FACTS = ["gpu", "driver", "torch", "triton", "vllm", "commit", "command"]
 KEY = ["tokens", "heads", "pieces", "values", "quantization", "place"]
 RESULT = [*KEY, "candidate", "chosen", "p20_us", "p50_us", "p80_us", "worst_step"]
 FP8, BF16, PAGE, LATENT, ROPE = torch.float8_e4m3fn, torch.bfloat16, 64, 512, 64
-WEIGHTS = 2**28  # bytes of W_UV that a graph walks over, several times the L2 cache
+WEIGHTS = 2**27  # bytes of W_UV that a graph walks over, at most: more than the L2 cache
+PROGRAMS = 32, 528  # fewest and most of a launch that is worth a measurement
 Step = Callable[[Inputs], object]
 
 
@@ -61,8 +70,8 @@ class Case:
     quantization: str
 
 
-def make(case: Case) -> list[Inputs]:
-    """Calls that differ in W_UV, behind one plan."""
+def make(case: Case, calls: int = 64) -> list[Inputs]:
+    """Up to so many calls that differ in W_UV, behind one plan."""
     tokens, heads, fold = case.tokens, case.heads, -(-case.heads // 64)
     # With half as many workers again as pieces, the planner gives each two blocks: one piece.
     plan = PersistentDecodePlan.allocate(
@@ -83,14 +92,14 @@ def make(case: Case) -> list[Inputs]:
     latents, half = torch.empty(tokens, heads, LATENT, dtype=BF16), torch.full((1,), 0.5)
     out = torch.empty(tokens, columns, dtype=BF16 if case.quantization == "none" else FP8)
     scales = {"tensor": half, "group": torch.empty(columns // GROUP, tokens).T}
-    calls = []
-    for _ in range(max(8, min(64, WEIGHTS // (2 * columns * LATENT)))):
+    made = []
+    for _ in range(min(calls, max(8, WEIGHTS // (2 * columns * LATENT)))):
         # As vLLM has it: dense in L.
         w_uv = torch.randn(heads, case.values, LATENT, dtype=BF16) / LATENT**0.5
         epilogue = Epilogue(w_uv.transpose(1, 2), out, scales.get(case.quantization))
         scale = width**-0.5
-        calls.append(Inputs(q, cache, plan, table, scale, half, half, latents, None, epilogue))
-    return calls
+        made.append(Inputs(q, cache, plan, table, scale, half, half, latents, None, epilogue))
+    return made
 
 
 def separate(given: Inputs) -> object:
@@ -114,25 +123,71 @@ def name_of(shape: Shape | None) -> str:
     return "x".join(map(str, dataclasses.astuple(shape))) if shape else "separate"
 
 
+def shaped(rows: int, columns: int, slices: int, warps: int) -> Shape:
+    """With as many pieces at once as 32 registers of a thread hold, up to 16."""
+    registers = 32 * 32 * warps // (rows * min(LATENT // slices, 2**15 // columns))
+    return Shape(rows, columns, slices, max(1, min(16, registers)), warps)
+
+
+def programs(case: Case, shape: Shape) -> int:
+    """Of a launch."""
+    blocks = -(-case.tokens // shape.rows) * case.values // shape.columns
+    return blocks * shape.slices * case.heads
+
+
+def filling(case: Case) -> Shape:
+    """All rows and columns in a program, and slices until there are programs for the GPU."""
+    rows, columns = min(16, triton.next_power_of_2(case.tokens)), min(GROUP, case.values)
+    shapes = [shaped(rows, columns, slices, 8 if rows > 4 else 4) for slices in (1, 2, 4, 8)]
+    return next((shape for shape in shapes if programs(case, shape) >= 128), shapes[-1])
+
+
+def tuned(case: Case) -> set[Shape]:
+    """Shapes that may be the best: rows are in one or two programs, columns in one, or in several
+    where there is one row and no slice."""
+    most, widest = min(16, triton.next_power_of_2(case.tokens)), min(GROUP, case.values)
+    every = itertools.product((1, 2, 4, 8, 16), (32, 64, 128), (1, 2, 4, 8), (4, 8))
+    shapes = {
+        shaped(rows, columns, slices, warps)
+        for rows, columns, slices, warps in every
+        if most <= 2 * rows <= 2 * most and (columns == widest or rows * slices == 1)
+    }
+    least, greatest = PROGRAMS
+    return {shape for shape in shapes if least <= programs(case, shape) <= greatest}
+
+
+def shapes_of(case: Case, tune: bool) -> set[Shape]:
+    """Shapes of one launch to measure, also where separate ones are chosen."""
+    chosen = epilogues.choose(case.tokens, case.heads, LATENT, case.values, case.quantization)
+    shapes = {filling(case), *(tuned(case) if tune else ())} | ({chosen} if chosen else set())
+    facts = case.tokens, LATENT, case.values, case.quantization
+    return {shape for shape in shapes if not shape.unsuited(*facts)}
+
+
 def candidates(case: Case, tune: bool) -> dict[str, Step]:
     """Who computes what follows the decode."""
     found: dict[str, Step] = {"separate": separate}
-    group = case.quantization == "group"
-    shapes = {epilogues.choose(case.tokens, case.heads, case.values, case.quantization)}
-    # Where separate launches are chosen, to see that this is right.
-    rows = min(4, 1 << (case.tokens.bit_length() - 1))
-    shapes.add(Shape(rows, 128 if group else 64, 16 // rows, 8))
-    if tune:
-        columns = (128,) if group else (16, 32, 64, 128)
-        every = itertools.product((1, 2, 4, 8, 16), columns, (1, 2, 4, 8, 16, 32), (4, 8))
-        shapes |= {
-            Shape(rows, columns, pieces, warps)
-            for rows, columns, pieces, warps in every
-            if rows <= case.tokens and 8 <= rows * pieces <= 32 and case.values % columns == 0
-        }
-    for shape in shapes - {None}:
+    for shape in shapes_of(case, tune):
         found[name_of(shape)] = lambda given, shape=shape: epilogues.launch(given, shape)
     return found
+
+
+def compile_all(cases: list[Case], tune: bool) -> None:
+    """Compile what `cases` launch, on all cores: one after another takes longer than measuring."""
+    needed: dict[Case, set[Shape]] = {}
+    for case in cases:
+        # Tokens and pieces are not compiled in.
+        one = dataclasses.replace(case, tokens=1, pieces=1)
+        needed.setdefault(one, set()).update(shapes_of(case, tune))
+    with (
+        ThreadPoolExecutor() as pool,
+        triton.AsyncCompileMode(pool, ignore_errors=True),
+    ):
+        for case, shapes in needed.items():
+            given = make(case, calls=1)[0]
+            for shape in shapes:
+                args, constants = epilogues.arguments(given, shape)
+                epilogue_kernel.epilogue_kernel.warmup(*args, grid=(1,), **constants)
 
 
 def worst_step(given: Inputs, step: Step) -> int:
@@ -141,6 +196,9 @@ def worst_step(given: Inputs, step: Step) -> int:
     epilogue.out.view(torch.uint8).fill_(0x7F)
     step(given)
     got = epilogue.out.clone()
+    step(given)
+    again = epilogue.out.view(torch.uint8)
+    assert torch.equal(got.view(torch.uint8), again), "two launches differ"
     scale = None if epilogue.scale is None else epilogue.scale.clone()
     provider.merge(given)
     reference.finish(given.out, epilogue)
@@ -169,8 +227,11 @@ def measure(case: Case, tune: bool, rounds: int) -> list[dict]:
             print(f"{name} left out: {type(problem).__name__} {str(problem)[:200]}")
     graphs["alone", ""] = capture_calls(lambda i: provider.decode(calls[i]), len(calls))
     times = interleave(graphs, len(calls), rounds)
+    assert not calls[0].plan.epilogue_counts.any(), "a slice was counted and never collected"
     alone, rows = quantiles(times.pop(("alone", "")))[1], []
-    chosen = name_of(epilogues.choose(case.tokens, case.heads, case.values, case.quantization))
+    chosen = name_of(
+        epilogues.choose(case.tokens, case.heads, LATENT, case.values, case.quantization)
+    )
     for (place, name), samples in times.items():
         less = alone if place == "behind" else 0.0
         p20, p50, p80 = (round(x - less, 3) for x in quantiles(samples))
@@ -211,16 +272,40 @@ def summary(rows: list[dict]) -> None:
     print(f"wrong rows: {[row for row in rows if row['worst_step'] > 1]}")
 
 
+def advise(rows: list[dict]) -> None:
+    """Rows of `MEASURED`: the shape with the largest least gain over pieces and places."""
+    times: dict = {}
+    for row in rows:
+        if row["worst_step"] > 1 and row["candidate"] != "separate":
+            continue
+        facts = row["tokens"], row["heads"], row["quantization"] == "group"
+        place = row["pieces"], row["place"], row["quantization"]
+        times.setdefault(facts, {}).setdefault(place, {})[row["candidate"]] = row["p50_us"]
+    for (tokens, heads, group), places in sorted(times.items()):
+        names = set.intersection(*map(set, places.values())) - {"separate"}
+        gains = {
+            name: min(found["separate"] / found[name] for found in places.values())
+            for name in names
+        }
+        if names and gains[best := max(gains, key=gains.__getitem__)] > 1:
+            shape = ", ".join(best.split("x"))
+            found = " ".join(f"{t[best]:.2f}/{t['separate']:.2f}" for t in places.values())
+            print(
+                f"    Faster({tokens}, {heads}, {group}, Shape({shape})),"
+                f"  # {gains[best]:.2f}: {found}"
+            )
+
+
 def main() -> None:
     """Measure every shape."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--csv", type=Path, required=True)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, help="9, or 5 with --tune")
     parser.add_argument("--quick", action="store_true", help="a few shapes")
     parser.add_argument("--tune", action="store_true", help="other shapes of the kernel too")
-    parser.add_argument("--tokens", type=int, nargs="+", default=(1, 2, 4, 8, 16, 32, 64, 128))
+    parser.add_argument("--tokens", type=int, nargs="+", help="1 to 128, or to 16 with --tune")
     parser.add_argument("--heads", type=int, nargs="+", default=(8, 16, 32, 64, 128))
-    parser.add_argument("--pieces", type=int, nargs="+", default=(1, 4, 16, 32))
+    parser.add_argument("--pieces", type=int, nargs="+", help="1, 4, 16, 32; --tune: 1, 16")
     parser.add_argument("--values", type=int, default=128)
     parser.add_argument("--quantization", nargs="+", default=("none", "group"))
     parser.add_argument("--seconds", type=float, default=1e9, help="start no shape after these")
@@ -228,6 +313,10 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.tokens, options.heads, options.pieces = (1, 8, 32), (16, 128), (1, 16)
+    tune = options.tune
+    options.rounds = options.rounds or (5 if tune else 9)
+    options.tokens = options.tokens or [2**n for n in range(5 if tune else 8)]
+    options.pieces = options.pieces or ((1, 16) if tune else (1, 4, 16, 32))
     grid = (options.tokens, options.heads, options.pieces, [options.values], options.quantization)
     start, known = time.monotonic(), environment(options.commit)
     facts = {name: known[name] for name in FACTS if name in known}
@@ -235,20 +324,26 @@ def main() -> None:
     print(facts, flush=True)
     torch.manual_seed(0)
     torch.set_default_device("cuda")
+    cases = list(itertools.starmap(Case, itertools.product(*grid)))
+    compile_all(cases, tune)
+    print(f"compiled after {time.monotonic() - start:.0f} s", flush=True)
     rows: list[dict] = []
     options.csv.parent.mkdir(parents=True, exist_ok=True)
     with options.csv.open("w", newline="") as file:
         writer = csv.DictWriter(file, FACTS + RESULT)
         writer.writeheader()
-        for case in itertools.starmap(Case, itertools.product(*grid)):
+        for case in cases:
             if time.monotonic() - start > options.seconds:
                 break
-            rows += (new := measure(case, options.tune, options.rounds))
+            rows += (new := measure(case, tune, options.rounds))
             writer.writerows(facts | row for row in new)
             file.flush()
             show(new)
             torch.cuda.empty_cache()
     summary(rows)
+    if tune:
+        advise(rows)
+    print(f"{len(rows)} rows after {time.monotonic() - start:.0f} s")
 
 
 if __name__ == "__main__":
