@@ -128,16 +128,16 @@ def unfused(args: argparse.Namespace) -> str:
 def portable_launches(asked: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Launches of `engine_worker.KERNELS` in a decode step of `portable`, by number of sequences.
 
-    The attention of one query row ends with the epilogue, that of more with the reduction.
+    One query row of 16 heads ends with the epilogue, five or more with the reduction.
     """
     # Each draft of MTP is a forward pass of its own, through a layer of the drafter.
     drafts = asked["drafts"] if asked["drafter"] == "mtp" else 0
     layers, passes = asked["layers"] + drafts, 1 + drafts
     counts = {"prep_kernel": layers, "decode_kernel": layers, "plan_kernel": passes}
-    three = {"3": {**counts, "reduce_kernel": layers, "epilogue_kernel": 0}}
+    five = {"5": {**counts, "reduce_kernel": layers, "epilogue_kernel": 0}}
     if asked["drafts"]:
-        return three
-    return {"1": {**counts, "reduce_kernel": 0, "epilogue_kernel": layers}, **three}
+        return five
+    return {"1": {**counts, "reduce_kernel": 0, "epilogue_kernel": layers}, **five}
 
 
 def tokens(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:

@@ -56,8 +56,8 @@ def main(work: child.Job, progress: TextIO) -> dict[str, Any]:
         result["captured"] = llm.llm_engine.vllm_config.compilation_config.cudagraph_capture_sizes
         result["launches"] = {batch: launches(llm, batch)[PREP] for batch in (1, job["seqs"])}
     if job["arm"] == "portable" and job["what"] == "tokens":
-        # Three sequences, so that a full graph, of two or four, is padded; one, for the epilogue.
-        batches = (3,) if job["drafts"] else (1, 3)
+        # Five sequences, so that a full graph, of four or eight, is padded; one, for the epilogue.
+        batches = (5,) if job["drafts"] else (1, 5)
         result["launches"] = {batch: launches(llm, batch) for batch in batches}
     return result
 

@@ -292,8 +292,8 @@ def test_check_needs_no_engine_to_say_that_no_gpu_decodes(changes, argv, said, t
 @pytest.mark.parametrize(
     "changes, said",
     [
-        ({"num_attention_heads": 16}, "with the merge in one launch for one query row"),
-        ({}, "on its own"),
+        ({"num_attention_heads": 16}, "with the merge in one launch for up to 4 query rows"),
+        ({"num_attention_heads": 256}, "on its own"),
     ],
 )
 def test_check_names_the_epilogue_of_the_portable_decode(changes, said):

@@ -158,7 +158,7 @@ def test_portable_is_a_row_of_its_own_and_must_refresh_once_a_pass(monkeypatch, 
     """Two passes, of four layers and of the drafter's: a refresh in each layer would be five."""
     name, sizes = "r1-tp8 fp8 mtp-1", [[1, 16, 5, 5, 0]]
     counts = {"prep_kernel": 5, "plan_kernel": refreshes, "decode_kernel": 5}
-    launches = {"3": {**counts, "reduce_kernel": 5, "epilogue_kernel": 0}}
+    launches = {"5": {**counts, "reduce_kernel": 5, "epilogue_kernel": 0}}
     fused = {**BASE, "steps": 9, "ranges": sizes}
     portable = {**fused, "launches": launches}
     arms = {"default": BASE, "cat": BASE, "fused": fused, "portable": portable}
@@ -175,7 +175,7 @@ def test_portable_ends_with_the_epilogue_for_one_query_row():
     merged = {
         rows: (each["reduce_kernel"], each["epilogue_kernel"]) for rows, each in launched.items()
     }
-    assert merged == {"1": (0, 4), "3": (4, 0)}
+    assert merged == {"1": (0, 4), "5": (4, 0)}
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -66,10 +66,32 @@ class Faster:
     shape: Shape
 
 
-# Where an H200 was faster with one launch than with separate ones, for all numbers of pieces: the
-# first row that holds. 3.6 us, and 4.0 behind a decode, where separate launches take 6.5 and 6.8
-# (`benchmarks/results/epilogue_h200.csv`, which `benchmarks/epilogue.py --tune` writes).
-MEASURED = (Faster(1, 16, False, Shape(rows=1, columns=32, slices=1, pieces=16, warps=4)),)
+# Where one launch took at most 1 / 1.2 of separate ones on an H200, not split and in 16 pieces,
+# behind a decode and alone, with V = 128: the first row that holds
+# (`benchmarks/results/epilogue_h200.csv`, by `benchmarks/epilogue.py --tune`).
+MEASURED = (
+    Faster(1, 16, False, Shape(1, 32, 1, 16, 4)),
+    Faster(1, 64, False, Shape(1, 64, 1, 16, 8)),
+    Faster(1, 128, False, Shape(1, 64, 1, 8, 4)),
+    Faster(2, 8, False, Shape(1, 32, 1, 16, 8)),
+    Faster(2, 16, False, Shape(1, 64, 1, 16, 8)),
+    Faster(2, 32, False, Shape(1, 64, 1, 8, 4)),
+    Faster(4, 8, False, Shape(2, 128, 4, 16, 8)),
+    Faster(4, 16, False, Shape(2, 128, 2, 16, 8)),
+    Faster(4, 32, False, Shape(2, 128, 8, 16, 4)),
+    Faster(1, 8, True, Shape(1, 128, 8, 16, 4)),
+    Faster(1, 32, True, Shape(1, 128, 4, 16, 4)),
+    Faster(1, 64, True, Shape(1, 128, 4, 16, 8)),
+    Faster(1, 128, True, Shape(1, 128, 4, 16, 4)),
+    Faster(2, 8, True, Shape(1, 128, 4, 16, 4)),
+    Faster(2, 16, True, Shape(2, 128, 4, 16, 8)),
+    Faster(2, 32, True, Shape(2, 128, 8, 16, 4)),
+    Faster(4, 8, True, Shape(2, 128, 4, 16, 8)),
+    Faster(4, 16, True, Shape(2, 128, 2, 16, 8)),
+    Faster(4, 32, True, Shape(2, 128, 8, 16, 4)),
+    Faster(8, 8, True, Shape(4, 128, 4, 16, 8)),
+    Faster(8, 16, True, Shape(4, 128, 8, 16, 4)),
+)
 
 
 def choose(

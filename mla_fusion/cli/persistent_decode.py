@@ -48,6 +48,7 @@ def of_triton(shape: Mapping[str, Any], cache: str) -> tuple[list[str], list[Dec
     if why := triton.unsupported(torch.bfloat16, stored, *widths):
         return [], [Decline("portable-attention", f"triton: {why}")]
     layer = shape["num_attention_heads"], shape["kv_lora_rank"], shape["v_head_dim"]
-    one = triton_epilogue.choose(1, *layer) is not None
-    launch = "with the merge in one launch for one query row" if one else "on its own"
+    measured = (row.slots for row in triton_epilogue.MEASURED)
+    rows = max((n for n in measured if triton_epilogue.choose(n, *layer)), default=0)
+    launch = f"with the merge in one launch for up to {rows} query rows" if rows else "on its own"
     return [f"  epilogue of the decode: product with W_UV, {launch}"], []
