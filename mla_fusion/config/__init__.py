@@ -20,6 +20,8 @@ THRESHOLD = "aiter_qk_rope_kvcache_fusion_max_token_num"
 OPTIONS_KEY = "mla_fusion"
 # Prerequisites that vLLM's defaults or the plugin switch on where the operator did not refuse them.
 PARTITION, ROPE_CAT = "use_inductor_graph_partition", "fuse_rope_kvcache_cat_mla"
+# Of torch._inductor.config: a value that is used twice is stored if it has more inputs.
+REALIZE = "realize_reads_threshold"
 ATTENTION = ("auto", "portable", "aiter")
 _CHOICES = {"provider": kernels.PROVIDERS, "attention": ATTENTION}
 _CAP = "max_split_per_batch"

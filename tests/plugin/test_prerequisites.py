@@ -25,9 +25,18 @@ class TestWhatItSwitchesOn:
         assert set(ops.RUNTIME_OPS) <= set(compilation.splitting_ops)
         records = [r for r in caplog.records if r.name == "apart"]
         lines = [r.getMessage() for r in records]
-        for word in ("VLLM_COMPILE", "use_inductor_graph_partition", "up to 4 tokens"):
+        words = "VLLM_COMPILE", "use_inductor_graph_partition", config.REALIZE, "up to 4 tokens"
+        for word in words:
             assert len([line for line in lines if word in line]) == 1, (word, lines)
         assert {r.levelno for r in records} == {logging.DEBUG}
+
+    @pytest.mark.parametrize(
+        ("passes", "given", "became"),
+        [(FLAG_ON, {}, 1), (FLAG_ON, {config.REALIZE: 4}, 4), ({}, {}, None)],
+    )
+    def test_sums_of_the_residual_stream_are_stored(self, make, passes, given, became):
+        made = make(passes, {"inductor_compile_config": given}).compilation_config
+        assert made.inductor_compile_config.get(config.REALIZE) == became
 
     @pytest.mark.parametrize(
         "seqs, drafts, override, bucket",
