@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mla_fusion import config, ops, report, runtime
 from mla_fusion.config import vllm_compat
 from mla_fusion.report.reasons import Decline
-from mla_fusion.runtime import collectives, metrics, step_plan
+from mla_fusion.runtime import collectives, metrics, sparse_step, step_plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,6 +27,7 @@ _STEPS = "_mla_fusion_step_counter"  # on a worker and on its MLA layers
 _GROUP = "_mla_fusion_group"  # on a metadata builder: (its worker's counter, its first layer)
 # CompilationMode.DYNAMO_TRACE_ONCE, an IntEnum
 _SINGLE_TRACE = 2
+_SPARSE_BACKEND = "mla_fusion.runtime.sparse_backend.SparseBackend"
 _registered = False
 
 
@@ -43,6 +44,9 @@ def register() -> None:
         _add_passes_to_pass_manager()
         _keep_vllm_compile_on_cpu()
         _prepare_workers()
+        # vLLM's own registry: nothing is imported before an operator chooses CUSTOM.
+        if not vllm_compat.register_sparse_backend(_SPARSE_BACKEND):
+            logger.debug("another plugin has the attention backend CUSTOM")
         return
     # Let the flag be set, and switch it off with its reason, if this release allows that.
     try:
@@ -328,13 +332,14 @@ def _prepare_workers() -> None:
 
 
 def _prepare_layers(load_model: Callable[..., Any]) -> Callable[..., Any]:
-    """`load_model` of a worker, after which its layers have its step counter and the plans of a
-    persistent decode: they must be there before vLLM measures what memory is left."""
+    """`load_model` of a worker, after which its layers have its step counter, and what persistent
+    and sparse decodes need: it must be there before vLLM measures what memory is left."""
 
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = load_model(self, *args, **kwargs)
+        layers = self.vllm_config.compilation_config.static_forward_context
+        sparse_step.attach(layers, self.vllm_config)
         if config.is_on(self.vllm_config):
-            layers = self.vllm_config.compilation_config.static_forward_context
             for layer in vllm_compat.mla_layers(layers).values():
                 setattr(layer, _STEPS, getattr(self, _STEPS))
             options = config.read_options(self.vllm_config.additional_config)

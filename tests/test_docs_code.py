@@ -66,7 +66,8 @@ def commands(language, body):
 
 
 def check_vllm(words):
-    """vLLM's own parser takes the arguments; the fusion's flag is on and its options are known.
+    """vLLM's own parser takes the arguments; the fusion's flag is on and its options are known, or
+    the attention backend is this library's.
 
     Raises:
         ValueError, SystemExit: it does not.
@@ -75,7 +76,8 @@ def check_vllm(words):
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     parser.add_argument("model_tag")
     engine = AsyncEngineArgs.from_cli_args(parser.parse_args(words[1:]))
-    assert getattr(engine.compilation_config.pass_config, FLAG, False)
+    fused = getattr(engine.compilation_config.pass_config, FLAG, False)
+    assert fused or engine.attention_backend == "CUSTOM"
     assert isinstance(engine.additional_config, dict)  # vLLM takes broken JSON as a string
     mla_fusion.config.read_options(engine.additional_config)
 

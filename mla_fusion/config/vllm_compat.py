@@ -281,3 +281,52 @@ def traced_layer_name(layer_name: Any) -> str | None:
         return layer_name
     traced = getattr(layer_name, "meta", {}).get("val", layer_name)
     return getattr(getattr(traced, "real_obj", traced), "value", None)
+
+
+def register_sparse_backend(path: str) -> bool:
+    """Offer the class at `path` as `--attention-backend CUSTOM`; False if another plugin has it.
+
+    vLLM imports the class where an operator chooses it.
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    custom = AttentionBackendEnum.CUSTOM
+    if not custom.is_overridden():
+        register_backend(custom, path)
+    return bool(custom.get_path() == path)
+
+
+def flashmla_sparse() -> tuple[Any, Any]:
+    """vLLM's FLASHMLA_SPARSE: the backend and the implementation of its layers."""
+    from vllm.v1.attention.backends.mla import flashmla_sparse as module
+
+    return module.FlashMLASparseBackend, module.FlashMLASparseImpl
+
+
+def keeps_cache_on_host(vllm_config: Any) -> bool:
+    """Whether sparse layers fetch entries from the host (HiSparse, which 0.26 does not have)."""
+    return getattr(vllm_config.attention_config, "hisparse_config", None) is not None
+
+
+def cache_slots(metadata: Any, chosen: torch.Tensor) -> torch.Tensor:
+    """Slots [T, n], block * page size + entry, of the positions [T, n] that an indexer chose for
+    the first T tokens of a batch, -1 for none.
+
+    Kernels of newer releases also count rows between blocks (BLOCK_STRIDE_ROWS): not here.
+    """
+    from vllm.v1.attention.backends.mla import sparse_utils
+
+    return sparse_utils.triton_convert_req_index_to_global_index(
+        metadata.req_id_per_token[: chosen.shape[0]],
+        metadata.block_table,
+        chosen,
+        BLOCK_SIZE=metadata.block_size,
+        NUM_TOPK_TOKENS=chosen.shape[1],
+    )
+
+
+def join_query(latent: torch.Tensor, rotated: torch.Tensor, out: torch.Tensor) -> None:
+    """Write latent [T, H, 512] and rotated [T, H, 64] side by side into `out` [T, H, 576]."""
+    from vllm import _custom_ops
+
+    _custom_ops.concat_mla_q(latent, rotated, out)

@@ -14,7 +14,7 @@ from pathlib import Path
 class Reason:
     """Why there is no fusion, and what an operator can do."""
 
-    scope: str  # "engine" or "layer"
+    scope: str  # "engine", "layer" or "decode"
     why: str
     help: str
 

@@ -1,0 +1,47 @@
+"""vLLM's FLASHMLA_SPARSE with the small decode steps of this library: `--attention-backend CUSTOM`.
+
+vLLM imports this module where an operator chose that, through `plugin`. Everything but the decode
+of decode tokens is vLLM's: metadata, builder, prefill, the layout of the cache and its writes. So
+is the name that the backend gives: vLLM chooses by it the cache type and more.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mla_fusion.config import vllm_compat
+from mla_fusion.runtime import sparse_step
+
+_Backend: Any
+_Impl: Any
+_Backend, _Impl = vllm_compat.flashmla_sparse()
+
+
+class SparseImpl(_Impl):
+    """A layer. What it shares with others is attached when all layers are loaded; until then, and
+    where it is None, vLLM decodes every step.
+    """
+
+    mla_fusion_step: sparse_step.SparseStep | None = None
+
+    def forward_mqa(
+        self, q: Any, kv_c_and_k_pe_cache: Any, attn_metadata: Any, layer: Any
+    ) -> tuple[Any, Any]:
+        """Attention of absorbed queries [T, H, 512 + 64], or of both parts, over chosen entries.
+
+        In a captured graph T is the size that vLLM pads to, so the choice is one of the graph.
+        """
+        step, tokens = self.mla_fusion_step, (q[0] if isinstance(q, tuple) else q).shape[0]
+        if step is None or not step.serves(tokens, attn_metadata):
+            return super().forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)
+        chosen = self.topk_indices_buffer[:tokens]
+        return step.decode(q, kv_c_and_k_pe_cache, chosen, attn_metadata, self.softmax_scale), None
+
+
+class SparseBackend(_Backend):
+    """What vLLM's registry holds as CUSTOM."""
+
+    @staticmethod
+    def get_impl_cls() -> type[SparseImpl]:
+        """The class of its layers."""
+        return SparseImpl

@@ -1,0 +1,222 @@
+"""Layers of vLLM's FLASHMLA_SPARSE on a CPU, by the backend CUSTOM, with their metadata.
+
+Classes and builder are vLLM's own. `imitate` replaces what needs a GPU:
+
+    is_hopper, require            true, and no complaint: the shapes are those of an H200
+    FASTER                        up to 16 heads and 15 tokens, with any cache
+    multiprocessors               4, for the plan
+    launch                        the kernels, by the reference
+    triton_convert_req_index_...  in plain torch: there is no Triton driver on a CPU
+    concat_mla_q                  in plain torch
+    empty_cache, pinned memory    nothing, and none
+    num_compute_units, get_mla_metadata   of FlashMLA, which is not called
+"""
+
+import contextlib
+import dataclasses
+import types
+
+import numpy as np
+import pytest
+import torch
+
+from mla_fusion.attention import buffers, reference
+from mla_fusion.attention import triton as provider
+from mla_fusion.attention.triton import Scope
+from mla_fusion.config import vllm_compat
+from mla_fusion.kernels import triton as region
+from mla_fusion.runtime import sparse_step
+from tests.attention.pages import V32, Cache
+
+BF16 = torch.bfloat16
+PAGE, TOPK, SCALE = 64, 128, 0.1
+SIZES = {"q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+         "qk_head_dim": 192, "v_head_dim": 128, "kv_b_proj": None}  # fmt: skip
+
+
+@contextlib.contextmanager
+def kept_environment():
+    """vLLM sets a variable for good when it makes the config of this class, from 0.29 on."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
+        monkeypatch.delenv("VLLM_USE_BREAKABLE_CUDAGRAPH")
+        yield
+
+
+def imitate(monkeypatch):
+    """Let layers be made and run in this process."""
+    from vllm import _custom_ops
+    from vllm.utils import torch_utils
+    from vllm.v1.attention.backends.mla import flashmla_sparse, sparse_utils
+
+    monkeypatch.setattr(vllm_compat, "is_hopper", lambda: True)
+    monkeypatch.setattr(region, "require", lambda: None)
+    monkeypatch.setattr(provider, "require", lambda: None)
+    monkeypatch.setattr(buffers, "multiprocessors", lambda device: 4)
+    monkeypatch.setattr(provider, "launch", launch)
+    monkeypatch.setattr(sparse_utils, "triton_convert_req_index_to_global_index", to_slots)
+    monkeypatch.setattr(
+        _custom_ops, "concat_mla_q", lambda a, b, out: out.copy_(torch.cat((a, b), -1))
+    )
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch_utils, "PIN_MEMORY", False, raising=False)
+    monkeypatch.setattr(flashmla_sparse, "num_compute_units", lambda index: 4)
+    monkeypatch.setattr(flashmla_sparse, "get_mla_metadata", lambda *_, **__: (None, None))
+    table = dict.fromkeys(sparse_step.FASTER, ((16, 15),))
+    monkeypatch.setattr(sparse_step, "FASTER", table)
+    sparse_step.sparse_scratch.cache_clear()
+    sparse_step._shared.cache_clear()
+
+
+def launch(given, sparse):
+    """The kernels: slots of the last scope, of which a plan for so many columns was made."""
+    assert given.plan.step.num_tokens == len(given.q) and sparse.first == 0
+    assert given.plan.kv_indptr[1] == given.block_table.shape[1]
+    scope = Scope(given.kv_cache, given.block_table, given.layout)
+    out, _ = reference.sparse_mla_decode(
+        given.q, [scope], [None], latent=512, softmax_scale=given.softmax_scale,
+        kv_dtype=given.plan.settings.kv_dtype,
+    )  # fmt: skip
+    given.out.copy_(out)
+
+
+def to_slots(req_id, block_table, token_indices, BLOCK_SIZE, NUM_TOPK_TOKENS):
+    """vLLM's kernel, as its docstring has it."""
+    assert req_id.shape[0] == token_indices.shape[0]
+    assert token_indices.shape[1] == NUM_TOPK_TOKENS and NUM_TOPK_TOKENS % 128 == 0
+    column = token_indices // BLOCK_SIZE
+    inside = (token_indices >= 0) & (column < block_table.shape[1])
+    blocks = block_table[req_id.long()[:, None], column.clamp(0, block_table.shape[1] - 1).long()]
+    return torch.where(inside, blocks * BLOCK_SIZE + token_indices % BLOCK_SIZE, -1).int()
+
+
+def layer(config, heads=16, cache="fp8_ds_mla"):
+    """The implementation of a layer of CUSTOM."""
+    from vllm.config import set_current_vllm_config
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    chosen = torch.full((64, TOPK), -1, dtype=torch.int32)
+    made = AttentionBackendEnum.CUSTOM.get_class().get_impl_cls()
+    with set_current_vllm_config(config):
+        impl = made(
+            heads, 576, SCALE, 1, None, None, cache, None, "decoder", None,
+            **SIZES, topk_indices_buffer=chosen,
+        )  # fmt: skip
+    load(config, impl)
+    return impl
+
+
+def load(config, *impls):
+    """What happens when a model with these layers is loaded."""
+    layers = {str(i): types.SimpleNamespace(impl=impl) for i, impl in enumerate(impls)}
+    sparse_step.attach(layers, config)
+
+
+@dataclasses.dataclass
+class Batch:
+    """Requests of so many cached and new tokens; `padding` of a graph: requests without tokens, and
+    as many rows that belong to none."""
+
+    requests: tuple
+    padding: int = 0
+
+    def common(self, tables):
+        """What vLLM's model runner hands to a builder."""
+        from vllm.v1.attention.backend import CommonAttentionMetadata
+
+        new = [n for _, n in self.requests] + [0] * self.padding
+        tokens = sum(new) + self.padding
+        lengths = [sum(r) for r in self.requests] + [0] * self.padding
+        starts = torch.tensor([0, *np.cumsum(new)], dtype=torch.int32)
+        lens = torch.tensor(lengths, dtype=torch.int32)
+        made = CommonAttentionMetadata(
+            query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=lens,
+            seq_lens_cpu_upper_bound=lens, num_reqs=len(new), num_actual_tokens=tokens,
+            max_query_len=max(new), max_seq_len=max(lengths), block_table_tensor=tables,
+            slot_mapping=torch.zeros(tokens, dtype=torch.int64),
+        )  # fmt: skip
+        owners = torch.zeros(tokens, dtype=torch.int32)
+        owners[: sum(new)] = torch.arange(len(new)).repeat_interleave(torch.tensor(new))
+        made._token_to_req_indices_cache = owners  # else a kernel makes it, from vLLM 0.29 on
+        return made
+
+
+class Step:
+    """The inputs of a step, and its latents in float64.
+
+    Each token chooses some of the positions before it, in any order; other entries are NaN.
+    """
+
+    def __init__(self, config, impl, batch, seed=0):
+        rng = np.random.default_rng(seed)
+        packed = impl.kv_cache_dtype == "fp8_ds_mla"
+        count = len(batch.requests) + batch.padding
+        tables = rng.permutation(4 * count).reshape(count, 4)
+        written = Cache(V32, 4 * count, PAGE)
+        plain = torch.full((4 * count, PAGE, 576), torch.nan, dtype=BF16)
+        rows = []
+        for owner, (cached, new) in enumerate(batch.requests):
+            for position in range(cached, cached + new):
+                number = rng.integers(0, min(position + 1, 40) + 1)
+                rows.append((owner, rng.permutation(position + 1)[:number]))
+        rows += [(0, np.zeros(0, dtype=int))] * batch.padding
+        generator = torch.Generator().manual_seed(seed)
+        self.q = torch.randn(len(rows), impl.num_heads, 576, generator=generator).to(BF16)
+        self.expected = torch.zeros(len(rows), impl.num_heads, 512, dtype=torch.double)
+        impl.topk_indices_buffer.fill_(-1)
+        for token, (owner, positions) in enumerate(rows):
+            # vLLM's indexer leaves what it did not choose behind the rest; here it is anywhere.
+            columns = rng.permutation(TOPK)[: len(positions)]
+            impl.topk_indices_buffer[token, columns] = torch.tensor(positions).int()
+            keys = []
+            for position in positions:
+                slot = int(tables[owner, position // PAGE] * PAGE + position % PAGE)
+                if slot not in written.keys:
+                    written.write(slot, rng.normal(size=576), rng)
+                    plain[slot // PAGE, slot % PAGE] = torch.tensor(written.keys[slot]).to(BF16)
+                key = (
+                    torch.tensor(np.array(written.keys[slot]))
+                    if packed
+                    else plain.flatten(0, 1)[slot]
+                )
+                keys.append(key.double())
+            if keys:
+                keys = torch.stack(keys)
+                weights = (self.q[token].double() @ keys.T * SCALE).softmax(-1)
+                self.expected[token] = weights @ keys[:, :512]
+        self.cache = written.tensor() if packed else plain
+        self.tables = torch.tensor(tables).int()
+        self.metadata = build(config, impl, batch, self.tables)
+
+    def parts(self):
+        """The query as vLLM's layer hands it over: the first part is a transposed view."""
+        latent, rotated = self.q.split([512, 64], -1)
+        return latent.transpose(0, 1).contiguous().transpose(0, 1), rotated
+
+
+def build(config, impl, batch, tables):
+    """The metadata of a batch, by vLLM's builder."""
+    from vllm.config import set_current_vllm_config
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+    config.cache_config.cache_dtype = impl.kv_cache_dtype
+    layers = config.compilation_config.static_forward_context
+    layers["layer"] = types.SimpleNamespace(prefill_backend=None, impl=impl)
+    dtype = torch.uint8 if impl.kv_cache_dtype == "fp8_ds_mla" else BF16
+    spec = MLAAttentionSpec(
+        block_size=PAGE, num_kv_heads=1, head_size=576, dtype=dtype,
+        cache_dtype_str=impl.kv_cache_dtype,
+    )  # fmt: skip
+    builder = AttentionBackendEnum.CUSTOM.get_class().get_builder_cls()
+    with set_current_vllm_config(config):
+        return builder(spec, ["layer"], config, torch.device("cpu")).build(0, batch.common(tables))
+
+
+def forward_pass():
+    """vLLM's context of a forward pass."""
+    from vllm.forward_context import ForwardContext, override_forward_context
+
+    return override_forward_context(
+        ForwardContext(no_compile_layers={}, attn_metadata={}, slot_mapping={})
+    )

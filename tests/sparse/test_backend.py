@@ -1,0 +1,294 @@
+"""The attention backend CUSTOM: vLLM's own classes, with this library's decode of small steps."""
+
+import logging
+import re
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+import mla_fusion
+from mla_fusion import plugin
+from mla_fusion.attention.layouts import FP8_DS_MLA
+from mla_fusion.config import vllm_compat
+from mla_fusion.kernels import ProviderUnavailable
+from mla_fusion.kernels import triton as region
+from mla_fusion.runtime import sparse_step
+from tests.models import DEEPSEEK_V2, write
+from tests.sparse.layers import (
+    PAGE,
+    TOPK,
+    Batch,
+    Step,
+    forward_pass,
+    imitate,
+    kept_environment,
+    layer,
+    load,
+)
+
+mla_fusion.register()
+
+DECODE = Batch(((40, 1), (0, 1), (200, 1)))
+BATCHES = {
+    "one": Batch(((130, 1),)),
+    "decode": DECODE,
+    "padded": Batch(((40, 1), (200, 1)), padding=2),
+    "drafts": Batch(((40, 3), (100, 3))),
+    "most": Batch(tuple((9 * i, 1) for i in range(15))),
+}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    """A VllmConfig of a sparse model, in a process group of one."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.worker import workspace
+
+    folder = tmp_path_factory.mktemp("sparse")
+    changes = {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"}
+    model = write(folder / "model", {**DEEPSEEK_V2, **changes, "index_topk": TOPK})
+    arguments = EngineArgs(
+        model=model, skip_tokenizer_init=True, max_model_len=256, max_num_seqs=16
+    )
+    with kept_environment():
+        made = arguments.create_engine_config()
+    with set_current_vllm_config(made):
+        meeting = f"file://{folder}/processes"
+        parallel_state.init_distributed_environment(1, 0, meeting, 0, backend="gloo")
+        parallel_state.initialize_model_parallel(1, 1)
+    workspace.init_workspace_manager(torch.device("cpu"))
+    yield made
+    workspace.reset_workspace_manager()
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()
+
+
+@pytest.fixture
+def make(config, monkeypatch):
+    """make(**what differs) -> a layer."""
+    imitate(monkeypatch)
+    return lambda **changes: layer(config, **changes)
+
+
+@pytest.fixture
+def vllms(monkeypatch):
+    """Calls of vLLM's own decode, which is not run."""
+    calls = []
+
+    def forward_mqa(self, *given):
+        calls.append(given)
+        return "latents", "lse"
+
+    monkeypatch.setattr(vllm_compat.flashmla_sparse()[1], "forward_mqa", forward_mqa)
+    return calls
+
+
+def test_a_worker_that_has_loaded_its_model_prepares_the_layers(config, make, monkeypatch):
+    """The flag is off. The constants of a plan would not survive vLLM's sleep among the weights."""
+    impl = make()
+    impl.mla_fusion_step = None
+    layers = config.compilation_config.static_forward_context
+    worker = types.SimpleNamespace(vllm_config=config)
+
+    def load_model(self):
+        assert impl.mla_fusion_step is None
+        monkeypatch.setitem(layers, "of CUSTOM", types.SimpleNamespace(impl=impl))
+        monkeypatch.setitem(layers, "other", types.SimpleNamespace(impl=object()))
+        monkeypatch.setitem(layers, "without", object())
+        return "result"
+
+    assert plugin._prepare_layers(load_model)(worker) == "result"
+    assert impl.mla_fusion_step.scratch.plan.settings.num_heads == impl.num_heads
+
+
+def run(impl, step, q):
+    with forward_pass():
+        return impl.forward_mqa(q, step.cache, step.metadata, None)
+
+
+def test_everything_but_the_decode_is_vllms(config):
+    from vllm.platforms.interface import DeviceCapability
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    backend = AttentionBackendEnum.CUSTOM.get_class()
+    base, impl = vllm_compat.flashmla_sparse()
+    assert issubclass(backend, base) and issubclass(backend.get_impl_cls(), impl)
+    assert ".".join(backend.full_cls_name()) == AttentionBackendEnum.CUSTOM.get_path()
+    assert backend.get_name() == "FLASHMLA_SPARSE"
+    assert set(vars(backend)) & set(vars(base)) <= {"__module__", "__doc__", "get_impl_cls", *[
+        name for name in vars(backend) if name.startswith(("__", "_abc"))
+    ]}  # fmt: skip
+
+    def refused(**changes):
+        asked = {"head_size": 576, "dtype": torch.bfloat16, "kv_cache_dtype": "fp8_ds_mla",
+                 "block_size": PAGE, "use_mla": True, "use_sparse": True} | changes  # fmt: skip
+        selected = AttentionSelectorConfig(**asked)._asdict()
+        return backend.validate_configuration(device_capability=DeviceCapability(9, 0), **selected)
+
+    assert refused() == []
+    assert "non-sparse not supported" in refused(use_sparse=False)
+
+
+def test_the_slot_of_another_plugin_is_left_to_it(monkeypatch):
+    from vllm.v1.attention.backends import registry
+
+    monkeypatch.setattr(registry, "_ATTN_OVERRIDES", {})
+    custom = registry.AttentionBackendEnum.CUSTOM
+    registry.register_backend(custom, "another.Backend")
+    assert not vllm_compat.register_sparse_backend("ours.Backend")
+    assert custom.get_path() == "another.Backend"
+    custom.clear_override()
+    assert vllm_compat.register_sparse_backend("ours.Backend")
+    assert vllm_compat.register_sparse_backend("ours.Backend")
+
+
+@pytest.mark.parametrize("cache", ["fp8_ds_mla", "auto"])
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_decode_step_is_attention_over_what_was_chosen(config, make, vllms, cache, name):
+    impl = make(cache=cache)
+    step = Step(config, impl, BATCHES[name], seed=len(name))
+    for q in (step.parts(), step.q):
+        impl.mla_fusion_step.out.fill_(torch.nan)
+        out, lse = run(impl, step, q)
+        assert lse is None and not vllms
+        torch.testing.assert_close(out.double(), step.expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("heads", [1, 8, 16])
+def test_layers_share_a_scratch_that_is_made_with_the_first(config, make, heads):
+    layers = [make(heads=heads) for _ in range(3)]
+    shared = layers[0].mla_fusion_step
+    assert all(impl.mla_fusion_step is shared for impl in layers)
+    assert make(heads=heads, cache="auto").mla_fusion_step is not shared
+    plan = shared.scratch.plan
+    tensors = [*plan.tensors().values(), shared.q, shared.out]
+    before = [tensor.data_ptr() for tensor in tensors]
+    for name, batch in BATCHES.items():
+        step = Step(config, layers[0], batch)
+        count = plan.refreshes
+        with forward_pass():
+            for impl in layers:
+                impl.topk_indices_buffer.copy_(layers[0].topk_indices_buffer)
+                out, _ = impl.forward_mqa(step.parts(), step.cache, step.metadata, None)
+                assert out.data_ptr() == shared.out.data_ptr(), name
+        assert plan.refreshes == count + 1, "a forward pass refreshes once"
+    again = [*plan.tensors().values(), shared.q, shared.out]
+    assert [tensor.data_ptr() for tensor in again] == before
+
+
+def test_the_plan_is_refreshed_for_each_pass_and_size(config, make):
+    impl = make()
+    two = Step(config, impl, Batch(((9, 1), (70, 1))), seed=1)
+    plan = impl.mla_fusion_step.scratch.plan
+    run(impl, two, two.q)
+    run(impl, two, two.q)
+    assert plan.refreshes == 2
+    with forward_pass():  # a drafter runs its tokens and then fewer in one pass
+        for number in (2, 1):
+            part = Step(config, impl, Batch(((9, 1), (70, 1))[:number]))
+            out, _ = impl.forward_mqa(part.q, part.cache, part.metadata, None)
+            torch.testing.assert_close(out.double(), part.expected, rtol=1e-2, atol=1e-2)
+    assert plan.refreshes == 4
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [Batch(tuple((9, 1) for _ in range(16))), Batch(((40, 1), (0, 9))), Batch(((0, 1), (0, 2)))],
+    ids=["too many tokens", "with a prefill", "two lengths"],
+)
+def test_other_steps_are_left_to_vllm(config, make, vllms, batch):
+    impl = make()
+    step = Step(config, impl, batch)
+    assert run(impl, step, step.q) == ("latents", "lse")
+    [given] = vllms
+    assert given[0] is step.q and given[1] is step.cache and given[2] is step.metadata
+    assert impl.mla_fusion_step.scratch.plan.refreshes == 0
+
+
+def test_of_a_mixed_batch_the_decode_tokens_alone_are_served(config, make, vllms):
+    """vLLM then hands only these over, and the prompt to its dense prefill."""
+    impl = make()
+    step = Step(config, impl, Batch(((40, 1), (90, 1), (0, 9))))
+    assert step.metadata.num_decode_tokens == 2
+    out, _ = run(impl, step, step.q[:2])
+    torch.testing.assert_close(out.double(), step.expected[:2], rtol=1e-2, atol=1e-2)
+    assert not vllms
+
+
+def unavailable():
+    raise ProviderUnavailable("planted: no Triton here")
+
+
+DECLINES = {
+    "not Hopper": ("sparse-platform", "", {}),
+    "no Triton": ("provider-unavailable", "planted: no Triton here", {}),
+    "heads": ("sparse-slower", "fp8_ds_mla, 17 heads of a rank", {"num_heads": 17}),
+    "wider": ("sparse-layer", "latents and rotated part of (512, 128)", {"qk_rope_head_dim": 128}),
+    "cache": ("sparse-layer", "kv_cache_dtype nvfp4_ds_mla", {"kv_cache_dtype": "nvfp4_ds_mla"}),
+    "no list": ("sparse-layer", "no list of chosen tokens", {"topk_indices_buffer": None}),
+    "DCP": ("sparse-layer", "decode context parallelism", {"decode_context_parallel_size": 2}),
+    "PCP": ("sparse-layer", "prefill context parallelism", {"prefill_context_parallel_size": 2}),
+    "DBO": ("sparse-layer", "dual batch overlap", {"enable_dbo": True}),
+    "HiSparse": ("sparse-layer", "HiSparse", {"hisparse_config": object()}),
+}
+
+
+@pytest.mark.parametrize("name", DECLINES)
+def test_what_is_declined(config, make, vllms, monkeypatch, vllm_loggers, caplog, name):
+    """vLLM's class refuses some of these itself: a layer is made, and then changed."""
+    code, detail, changes = DECLINES[name]
+    impl = make()
+    step = Step(config, impl, DECODE)
+    for attribute, value in changes.items():
+        configs = (config.parallel_config, config.attention_config)
+        owner = next((each for each in configs if hasattr(each, attribute)), impl)
+        if name == "HiSparse":
+            owner = config.attention_config  # vLLM 0.26 has none
+        monkeypatch.setattr(owner, attribute, value, raising=name != "HiSparse")
+    if name == "not Hopper":
+        monkeypatch.setattr(vllm_compat, "is_hopper", lambda: False)
+    if name == "no Triton":
+        monkeypatch.setattr(region, "require", unavailable)
+    caplog.set_level(logging.INFO, logger="vllm.mla_fusion")
+    caplog.clear()
+    impl.mla_fusion_step = None
+    load(config, *[impl] * 3)
+    assert impl.mla_fusion_step is None
+    [said] = [record.getMessage() for record in caplog.records]
+    assert f"[{code}]" in said and detail in said and "CUSTOM, 3 layers" in said
+    assert run(impl, step, step.q) == ("latents", "lse") and len(vllms) == 1
+
+
+def test_what_is_served_and_what_is_left_is_said_once(config, make, vllm_loggers, caplog):
+    caplog.set_level(logging.INFO, logger="vllm.mla_fusion")
+    layers = [make() for _ in range(3)]
+    caplog.clear()
+    load(config, *layers, None)
+    [said] = [record.getMessage() for record in caplog.records]
+    assert "CUSTOM, 3 layers: decode steps of up to 15 tokens are this library's" in said
+    assert "(16 heads, 128 slots, 656 bytes an entry, " in said
+    assert "larger ones are FLASHMLA_SPARSE's" in said
+
+
+@pytest.mark.parametrize(("heads", "tokens"), [(1, 32), (16, 32), (17, 0), (64, 0), (128, 0)])
+def test_the_table_of_shapes(heads, tokens):
+    assert sparse_step.most_tokens(heads, None) == tokens
+    assert sparse_step.most_tokens(heads, FP8_DS_MLA) == 0
+
+
+def test_the_page_has_the_table():
+    page = (Path(__file__).parents[2] / "docs" / "sparse.md").read_text()
+    rows = re.findall(r"^\| (fp8_ds_mla|bf16) \| (\S.*) \| (\S.*) \|$", page.replace("`", ""), re.M)
+    layouts = {"fp8_ds_mla": FP8_DS_MLA, "bf16": None}
+    expected = []
+    for name, layout in layouts.items():
+        table = sparse_step.FASTER[layout]
+        assert len(table) <= 1  # the page has no more rows
+        expected += [(name, f"1 to {heads}", f"1 to {tokens}") for heads, tokens in table]
+        expected += [] if table else [(name, "any", "none")]
+    assert rows == expected
