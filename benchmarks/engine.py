@@ -5,6 +5,7 @@
     python benchmarks/engine.py ends OUT.csv       smallest and largest batch of the bucket
     python benchmarks/engine.py decode OUT.csv     time of a decode step, one engine at a time
     python benchmarks/engine.py complete OUT.csv   whole models, the engines in turns
+    python benchmarks/engine.py sparse OUT.csv     a sparse model with the backend CUSTOM
 
 Every engine runs in a process of its own. `fused` (the Triton provider) is compared with `default`
 (vLLM as it comes) and `cat` (graph partition and fuse_rope_kvcache_cat_mla, the prerequisites of
@@ -21,7 +22,7 @@ context parallelism); `cat` is wrong there, because it leaves the tokens of othe
 and `tp`, vLLM without --dcp, is in its place. With --dp N `tokens` runs N engines with
 data-parallel attention, which begin their requests at different times. In all three it plants the
 error in every configuration, and reads from the report of each rank that it fused every layer. What
-`complete` measures is in engine_complete.py.
+`complete` measures is in engine_complete.py, and `sparse` in engine_sparse.py.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ import torch
 from engine_compare import layers_of
 from engine_complete import complete
 from engine_jobs import devices, finish, job, run, start
+from engine_sparse import sparse
 
 from mla_fusion.cli import bench
 from mla_fusion.cli.bench_region import quantiles
@@ -54,13 +56,15 @@ PORTABLE = (
 def main() -> None:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("tokens", "ends", "decode", "complete"))
+    parser.add_argument("what", choices=("tokens", "ends", "decode", "complete", "sparse"))
     parser.add_argument("out")
     parser.add_argument("--jobs", type=int, default=4, help="`tokens`, `ends`: engines at a time")
     parser.add_argument(
         "--seconds", type=float, default=1e6, help="end engines, or start no point, after this time"
     )
-    parser.add_argument("--arms", default="", help="`complete`: arms, separated by commas")
+    parser.add_argument(
+        "--arms", default="", help="`complete`, `sparse`: arms, separated by commas"
+    )
     parser.add_argument("--tp", type=int, default=1, help="`tokens`, `complete`: GPUs of an engine")
     parser.add_argument("--dcp", type=int, default=1, help="`tokens`: ranks that share a cache")
     parser.add_argument("--dp", type=int, default=1, help="`tokens`: data-parallel engines")
@@ -77,8 +81,8 @@ def main() -> None:
         sys.exit(f"--dcp {args.dcp}: ranks that share a cache are a part of --tp {args.tp}")
     if args.tp > 1 and args.dp > 1:
         sys.exit("choose one of --tp and --dp: an engine here has one GPU or one kind of ranks")
-    measure = {"tokens": tokens, "ends": ends, "decode": decode, "complete": complete}[args.what]
-    rows, wrong = measure(args)
+    measures = {"tokens": tokens, "ends": ends, "decode": decode, "complete": complete}
+    rows, wrong = (measures | {"sparse": sparse})[args.what](args)
     if not rows:
         sys.exit("nothing was measured: see above, or --only names no configuration")
     command = " ".join(["benchmarks/engine.py", *sys.argv[1:]])

@@ -100,6 +100,7 @@ def job(**changes: Any) -> dict[str, Any]:
         "layers": 4,
         "cache": "fp8",
         "cudagraph_mode": "FULL_AND_PIECEWISE",
+        "mode": 3,  # of compilation: vLLM's default
         "capture": [1, 2, 4, 8, 16],
         "rope": "native",
         "drafts": 0,

@@ -43,6 +43,9 @@ OPTIONS: dict[str, dict[str, str]] = {
     "dies": {},
 }
 
+# Attention backends that arms ask for; else vLLM chooses.
+BACKENDS = {"other": "FLASHMLA_SPARSE", "custom": "CUSTOM", "ours": "CUSTOM", "shifted": "CUSTOM"}
+
 _CONFIGS = Path(__file__).parent.parent / "tests" / "configs"
 _SIZES = {
     "hidden_size": 7168,
@@ -85,6 +88,15 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     # Kimi-K2, one rank of tensor parallel 4
     "k2-tp4": {**_V3, "rope_theta": 50000.0, "rope_scaling": {**_YARN, "factor": 32}},
+    # DeepSeek-V3.2, one rank of tensor parallel 8
+    "v3.2-tp8": {
+        **_V3,
+        "model_type": "deepseek_v32",
+        "architectures": ["DeepseekV32ForCausalLM"],
+        "index_head_dim": 128,
+        "index_n_heads": 64,
+        "index_topk": 2048,
+    },
     "deepseek-v2-lite": _checkpoint("deepseek-v2-lite"),
     "glm-4.7-flash": _checkpoint("glm-4.7-flash"),
     # DeepSeek-R1 with its experts in block fp8, one rank of tensor parallel 8
@@ -102,6 +114,11 @@ _DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size",
             "moe_intermediate_size", "vocab_size")  # fmt: skip
 # Random weights that every rank of tensor parallelism has whole.
 _REPLICATED = ("a_proj", "gate.")
+
+
+def is_sparse(name: str) -> bool:
+    """Whether the layers of a model attend to chosen tokens."""
+    return "index_topk" in MODELS[name]
 
 
 def is_rank(name: str) -> bool:
@@ -193,6 +210,7 @@ def _configs(job: dict[str, Any]) -> dict[str, Any]:
     # vLLM's fused all-reduce needs NVLink multicast, which a machine may not have.
     passes: dict[str, Any] = {} if job["tp"] == 1 else {"fuse_allreduce_rms": False}
     compilation: dict[str, Any] = {
+        "mode": job["mode"],
         "cudagraph_mode": job["cudagraph_mode"],
         "cudagraph_capture_sizes": job["capture"],
         "pass_config": passes,
@@ -207,6 +225,8 @@ def _configs(job: dict[str, Any]) -> dict[str, Any]:
     if job["arm"] in OPTIONS:
         passes["fuse_aiter_qk_rope_kvcache_mla"] = True
         configs["additional_config"] = {"mla_fusion": OPTIONS[job["arm"]]}
+    if job["arm"] in BACKENDS:
+        configs["attention_backend"] = BACKENDS[job["arm"]]
     if job["drafts"]:
         lookup = {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
         configs["speculative_config"] = {

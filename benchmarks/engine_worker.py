@@ -49,6 +49,8 @@ def main(work: child.Job, progress: TextIO) -> dict[str, Any]:
         result.update(time_steps(llm, job))
     else:
         result.update(generate(llm, job))
+    if engine_model.is_sparse(job["model"]):
+        result["launches"] = {batch: launches(llm, batch) for batch in (1, job["seqs"])}
     if job["what"] == "complete":
         print(json.dumps(result), file=progress)
         take_turns(llm, job, progress)
@@ -70,6 +72,10 @@ def engine(job: dict[str, Any]) -> Any:
     import engine_loader  # noqa: F401, registers itself; here and, by the extension, in workers
     import vllm
 
+    if engine_model.is_sparse(job["model"]):
+        import engine_indexer
+
+        engine_indexer.install(job["arm"])
     with tempfile.TemporaryDirectory() as folder:
         return vllm.LLM(**engine_model.arguments(job, Path(folder)), skip_tokenizer_init=True)
 

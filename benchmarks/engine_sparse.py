@@ -1,0 +1,144 @@
+"""`sparse` of `benchmarks/engine.py`: a model shaped as DeepSeek-V3.2, with the backend CUSTOM.
+
+One rank of tensor parallel 8, few layers, and an indexer that chooses by position
+(`engine_indexer`), because what is compared is the decode. vLLM 0.26 runs it; newer releases have
+another class for the model. The model is not compiled, a decode step is one CUDA graph.
+
+The arms, side by side, then in turns at each point as in `complete`:
+
+    default     vLLM's choice: FLASHMLA_SPARSE, for bf16 FLASH_ATTN_MLA_SPARSE
+    other       FLASHMLA_SPARSE called otherwise, the measure of rounding
+    custom      --attention-backend CUSTOM: what it takes, and what it leaves to FLASHMLA_SPARSE
+    ours        CUSTOM with every decode step taken
+    shifted     CUSTOM reads wrong slots; the comparison must find it
+
+The kernels of a step are counted by the profiler with one request and with all: CUSTOM must decode
+every layer of the steps that it takes, with one refresh, and no layer of others.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import engine_compare
+import engine_complete
+import engine_model
+import torch
+from engine_complete import EngineEnded
+from engine_jobs import Engine, finish, job, start
+
+from mla_fusion.cli import child
+from mla_fusion.runtime import sparse_step
+
+if TYPE_CHECKING:
+    import argparse
+
+MODEL, LAYERS, SEQS = "v3.2-tp8", 4, 128
+CACHES = {"fp8_ds_mla": "fp8_ds_mla", "bf16": "auto"}
+ARMS = ("default", "other", "custom", "ours", "shifted")
+POINTS = [(batch, 3000) for batch in (1, 32, SEQS)]
+LAUNCHES = "launches a step of"
+
+
+def sparse(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
+    """Measure the cache types that `args.only` names; (rows, how many arms went wrong)."""
+    rows, wrong, end = [], 0, time.time() + args.seconds
+    print(f"   on {torch.cuda.get_device_name()}")
+    for name, cache in CACHES.items():
+        title = f"{MODEL} {name}"
+        if any(part in title for part in args.only.split(",")):
+            new, failed = measured(title, cache, args, end)
+            rows += new
+            wrong += failed
+    return rows, wrong
+
+
+def measured(
+    title: str, cache: str, args: argparse.Namespace, end: float
+) -> tuple[list[dict[str, Any]], int]:
+    """Rows of one cache type, of the engines that did not fail; how many arms went wrong."""
+    arms = [arm for arm in ARMS if not args.arms or arm in args.arms.split(",")]
+    changes = {
+        "what": "complete", "model": MODEL, "layers": LAYERS, "cache": cache, "seqs": SEQS,
+        "cudagraph_mode": "FULL_DECODE_ONLY", "mode": 0, "capture": [1, 2, 4, 8, 16, 32, SEQS],
+        "max_len": 4096, "max_tokens": 8192, "cache_bytes": 4 << 30, "tokens": 64,
+        "phases": [[1, 2, 3, 17, 64, 600, 2047, 2048, 2049, 3000, 2500, 88]],
+    }  # fmt: skip
+    began, engines = time.time(), {arm: start(job(arm=arm, **changes)) for arm in arms}
+    results = ready(engines, end)
+    for arm, (work, _) in engines.items():
+        for line in Path(work.workdir, child.LOG).read_text().splitlines():
+            if "attention backend" in line or "AttentionBackendEnum" in line:
+                print(f"   {arm}: {line}")
+    verdicts, wrong = {}, len(arms) - len(results)
+    for arm in results:
+        verdicts[arm] = verdict(arm, results, cache)
+        found = verdicts[arm].startswith("WRONG")
+        wrong += (not found or LAUNCHES in verdicts[arm]) if arm == "shifted" else found
+        kernels = results[arm]["launches"]
+        print(f"   {title}, {arm}: {verdicts[arm]}; kernels of a step {kernels}", flush=True)
+    print(f"== {title}, ready after {time.time() - began:.0f} s: {verdicts}", flush=True)
+    if "shifted" in engines:
+        finish(*engines.pop("shifted"), seconds=0)
+    rows: list[dict[str, Any]] = []
+    try:
+        for batch, context in POINTS if engines else ():
+            if time.time() > end:
+                print(f"   {title}: no time for {batch} x {context} (--seconds)")
+                continue
+            times = engine_complete.rounds(engines, batch, context)
+            print(f"   {title}, {batch} x {context}: {times}", flush=True)
+            rows += [
+                {"model": MODEL, "layers": LAYERS, "cache": cache, "arm": arm, "batch": batch,
+                 "context": context, **times[arm], "runner": results[arm]["runner"],
+                 "attention": results[arm]["attention"], "verdict": verdicts[arm]}
+                for arm in engines
+            ]  # fmt: skip
+    except EngineEnded as ended:
+        wrong += 1
+        print(f"== {title}, {ended}: FAILED\n{finish(*engines.pop(str(ended)))['error']}")
+    for engine in engines.values():
+        finish(*engine, seconds=0)
+    return rows, wrong
+
+
+def ready(engines: dict[str, Engine], end: float) -> dict[str, dict[str, Any]]:
+    """What each engine sends once it is ready. One that ends before, or is not ready at `end`, is
+    printed with the end of its log and left out.
+    """
+    waiting = {process.stdout: arm for arm, (_, process) in engines.items()}
+    results = {}
+    while waiting:
+        streams = wait(list(waiting), timeout=max(0.0, end - time.time()))
+        for stream in streams or list(waiting):
+            arm = waiting.pop(stream)
+            line = stream.readline() if streams else ""
+            if line:
+                results[arm] = json.loads(line)
+                continue
+            error = finish(*engines.pop(arm), seconds=None if streams else 0)["error"]
+            print(f"== {arm}: FAILED\n{error}", flush=True)
+    return results
+
+
+def verdict(arm: str, results: dict[str, dict[str, Any]], cache: str) -> str:
+    """What is wrong with the kernels or the tokens of an arm, or "right"."""
+    heads = engine_model.MODELS[MODEL]["num_attention_heads"]
+    most = sparse_step.most_tokens(heads, sparse_step.LAYOUTS[cache])
+    for batch, count in results[arm]["launches"].items():
+        taken = arm in ("ours", "shifted") or (arm == "custom" and int(batch) <= most)
+        decodes = LAYERS if taken else 0
+        wanted = {"plan_kernel": bool(decodes), "decode_kernel": decodes, "reduce_kernel": decodes}
+        if {name: count[name] for name in wanted} != wanted:
+            return f"WRONG: {count} {LAUNCHES} {batch}"
+    if arm in ("default", "other") or not {"default", "other"} <= results.keys():
+        return "not judged"
+    ours, unfused = (
+        engine_compare.compare(results[each], results["default"]) for each in (arm, "other")
+    )
+    print(f"   {arm} / default: {ours}\n   other / default: {unfused}")
+    return engine_compare.verdict(ours, unfused)
