@@ -7,7 +7,7 @@ KV caches do not fit is left out, with a printed line.
 
 The noise: DeepSeek-V2-Lite has a second `default` engine, `default2`; its change against `default`
 is what equal engines differ by. The other models have no memory for it: their noise is the spread
-of the rounds.
+of the rounds. `--arms` may also name `recompute` (`engine_model.OPTIONS`).
 
 Rows: the median, least and most of the rounds, each the median of 20 steps on the GPU (the CUDA
 graph of the forward pass) and their mean by the clock, in microseconds; changes of the median are
@@ -87,7 +87,7 @@ def measured(
     title: str, name: str, model: Model, cache: str, args: argparse.Namespace, end: float
 ) -> tuple[list[dict[str, Any]], bool]:
     """Rows of one model with one cache type, up to an engine's failure; whether all was right."""
-    arms = [arm for arm in model.arms if not args.arms or arm in args.arms.split(",")]
+    arms = args.arms.split(",") if args.arms else model.arms
     room, shared = memory(name, model, args.tp, len(arms))
     per_token = model.layers * 576 * (2 if cache == "auto" else 1)
     sizes = {(b, c): b * (c + HELD + BLOCK) * per_token for b, c in POINTS}
