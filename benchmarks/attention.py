@@ -1,35 +1,33 @@
 #!/usr/bin/env python3
-"""Decode attention against its peers, on this GPU: a table, and rows in a CSV file.
+"""Decode attention on this GPU beside what `mla-fusion bench decode` measures.
 
     python benchmarks/attention.py --csv benchmarks/results/attention.csv
 
-Each shape is checked against float64 attention over the dequantized inputs in the same run; the
-candidates then take turns, each a CUDA graph of calls on distinct caches, so that the L2 cache does
-not hold what an engine would have to fetch. Plans and the peers' metadata are made before: once a
-step, not once a layer. Peers whose package is missing are left out, with a printed line. The column
-`vllm_default` marks what vLLM chooses on Hopper.
+First a captured plan and decode, dense and sparse, are replayed with other lengths and held against
+float64 attention. Then rows in a CSV file: a cap on splits for few long sequences and, for widths
+whose number of programs a multiprocessor was not measured, the shapes of `mla-fusion bench decode`
+with other numbers. Exits with 1 if a result is wrong.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import dataclasses
-import itertools
+import functools
 import math
 import random
-import time
 from pathlib import Path
 
 import torch
-from attention_cases import (
+
+from mla_fusion.attention.sparse import Scope, sparse_mla_decode, sparse_scratch
+from mla_fusion.cli import bench_decode
+from mla_fusion.cli.bench import environment
+from mla_fusion.cli.bench_decode import DEFAULTS, TYPES
+from mla_fusion.cli.bench_decode_peers import (
     BF16,
-    CANDIDATES,
     FP8,
     PAGE,
-    PROGRAMS,
     TOLERANCE,
-    VLLM_DEFAULT,
     Case,
     decode,
     error,
@@ -37,58 +35,11 @@ from attention_cases import (
     make_plan,
     ours,
 )
-
-from mla_fusion.attention.sparse import Scope, sparse_mla_decode, sparse_scratch
-from mla_fusion.cli.bench import environment
 from mla_fusion.cli.bench_region import capture_calls, interleave, measure_ceilings, quantiles
 from mla_fusion.cli.compare import distance
 
-FACTS = ["gpu", "driver", "torch", "triton", "vllm", "commit", "command"]
-CASE = ["batch", "context", "ragged", "heads", "dtype", "latent", "rope"]
-RESULT = ["candidate", "vllm_default", "p20_us", "p50_us", "p80_us", "gbps", "tflops", "error"]
-
-
-def measure(case: Case, candidates: dict, rounds: int) -> list[dict]:
-    """Rows of one case."""
-    inputs = make(case)
-    graphs, errors, calls = {}, {}, {}
-    for name, build in candidates.items():
-        try:
-            call, out = build(inputs)
-            out.fill_(torch.nan)
-            # -1 is the last cache, and the sign for FlashMLA to keep its result.
-            inputs.caches.reverse()
-            call(-1)
-            inputs.caches.reverse()
-            errors[name] = error(inputs, out, case.lengths())
-            calls[name] = call, out
-            graphs[name] = capture_calls(call, len(inputs.caches))
-        except (ImportError, RuntimeError, AttributeError, ValueError) as problem:
-            print(f"{name} left out: {type(problem).__name__} {str(problem)[:300]}")
-    rows = []
-    for name, samples in interleave(graphs, len(inputs.caches), rounds).items():
-        p20, p50, p80 = quantiles(samples)
-        row = {k: getattr(case, k) for k in ("batch", "context", "heads", "latent", "rope")}
-        row |= {"ragged": int(case.ragged), "dtype": "fp8" if case.dtype == FP8 else "bf16"}
-        default = name == VLLM_DEFAULT[case.dtype] and (case.latent, case.rope) == (512, 64)
-        row |= {"candidate": name, "vllm_default": int(default)}
-        row |= {"p20_us": p20, "p50_us": p50, "p80_us": p80}
-        row |= {"gbps": case.bytes() / p50 / 1e3, "tflops": case.flops() / p50 / 1e6}
-        rows.append(row | {"error": errors[name]})
-    return rows
-
-
-def grid(options: argparse.Namespace) -> list[Case]:
-    """Every shape, and ragged forms of those that are not all one length by nature."""
-    batches, contexts = ((1, 16), (1024, 8192)) if options.quick else ((1, 4, 16, 64, 128), KS)
-    shapes = itertools.product((BF16, FP8), options.heads, batches, contexts)
-    widths = {"latent": options.latent, "rope": options.rope}
-    cases = [Case(b, c, h, dtype, **widths) for dtype, h, b, c in shapes]
-    ragged = [dataclasses.replace(case, ragged=True) for case in cases if case.batch in (16, 64)]
-    return cases + ragged
-
-
-KS = (1024, 8192, 65536)
+CAPPED = {"ours": ours, "ours, 16 splits": functools.partial(ours, cap=16)}
+PROGRAMS = {f"ours, {n} a processor": functools.partial(ours, programs=n) for n in (1, 2, 3)}
 
 
 def replayed(dtype: torch.dtype, latent: int, rope: int) -> None:
@@ -165,87 +116,36 @@ def replayed_sparse(dtype: torch.dtype, latent: int, rope: int) -> None:
     assert worst <= TOLERANCE
 
 
-def write(writer: csv.DictWriter, facts: dict, rows: list[dict]) -> None:
-    """Rows of a shape, in four digits."""
-    for row in rows:
-        rounded = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()}
-        writer.writerow(facts | rounded)
-
-
-def summary(rows: list[dict]) -> None:
-    """Geometric means against each peer, and where a shape of few tokens is slower."""
-    table: dict = {}
-    for row in rows:
-        table.setdefault(tuple(row[k] for k in CASE), {})[row["candidate"]] = row["p50_us"]
-    for heads in sorted({row["heads"] for row in rows}):
-        for dtype in ("bf16", "fp8"):
-            for peer in ("triton_mla", "flashmla", "fa3", *PROGRAMS):
-                pairs = {k: t[peer] / t["ours"] for k, t in table.items()
-                         if k[3:5] == (heads, dtype) and peer in t and "ours" in t}  # fmt: skip
-                if not pairs:
-                    continue
-                mean = math.exp(sum(map(math.log, pairs.values())) / len(pairs))
-                lost = {k[:3]: round(v, 2) for k, v in pairs.items() if v < 1}
-                print(
-                    f"H={heads} {dtype} vs {peer}: geometric mean {mean:.2f} of {len(pairs)}, "
-                    f"least {min(pairs.values()):.2f}; slower at (batch, context, ragged) {lost}"
-                )
-    wrong = [row for row in rows if row["candidate"] == "ours" and not row["error"] <= TOLERANCE]
-    print(f"rows of ours that are wrong: {wrong}")
-
-
 def main() -> None:
-    """Measure every shape."""
+    """Replay, then measure every shape."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--quick", action="store_true", help="a few shapes")
-    parser.add_argument("--heads", type=int, nargs="+", default=(16, 128))
-    parser.add_argument("--latent", type=int, default=512, help="kv_lora_rank")
-    parser.add_argument("--rope", type=int, default=64, help="qk_rope_head_dim")
-    parser.add_argument("--seconds", type=float, default=1e9, help="start no shape after these")
+    parser.add_argument("--rounds", type=int, default=DEFAULTS["rounds"])
+    parser.add_argument("--heads", type=int, nargs="+", default=DEFAULTS["heads"])
+    parser.add_argument("--latent", type=int, default=DEFAULTS["latent"], help="kv_lora_rank")
+    parser.add_argument("--rope", type=int, default=DEFAULTS["rope"], help="qk_rope_head_dim")
     parser.add_argument("--commit", default="", help="commit, where git does not know it")
     parser.add_argument("--csv", type=Path, required=True)
     options = parser.parse_args()
-    start, known = time.monotonic(), environment(options.commit)
-    facts = {name: known[name] for name in FACTS if name in known}
     heads, widths = " ".join(map(str, options.heads)), (options.latent, options.rope)
-    facts["command"] = (
+    command = (
         f"benchmarks/attention.py --rounds {options.rounds} --heads {heads} "
         f"--latent {options.latent} --rope {options.rope}"
     )
+    facts = {**environment(options.commit), "command": command}
     torch.manual_seed(0)
     print(facts, measure_ceilings(), flush=True)
     for dtype in (BF16, FP8):
         replayed(dtype, *widths)
         replayed_sparse(dtype, *widths)
-    seed = Case(4, 100_000, 16, FP8, latent=options.latent, rope=options.rope)
-    capped = {"ours": ours, "ours, 16 splits": lambda inputs: ours(inputs, 16)}
-    rows = []
-    options.csv.parent.mkdir(parents=True, exist_ok=True)
-    with options.csv.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FACTS + CASE + RESULT)
-        writer.writeheader()
-        for case in [seed, *grid(options)]:
-            if time.monotonic() - start > options.seconds:
-                print(f"no time for {case}")
-                continue
-            candidates = CANDIDATES[case.dtype] | ({} if widths == (512, 64) else PROGRAMS)
-            if case is seed:
-                candidates = capped
-            new = measure(case, candidates, options.rounds)
-            write(writer, facts, new)
-            file.flush()
-            if case is not seed:
-                rows += new
-            name = f"{case.batch:4d} x {case.context:6d}{' ragged' if case.ragged else ''}"
-            line = " | ".join(
-                f"{r['candidate']} {r['p50_us']:.1f} ({r['gbps']:.0f} GB/s, {r['tflops']:.0f} TF)"
-                f"{'' if r['error'] <= TOLERANCE else '!'}"
-                for r in new
-            )
-            print(f"{name} H={case.heads} {str(case.dtype)[6:]}: {line}", flush=True)
-            torch.cuda.empty_cache()
-    summary(rows)
+    work = [(Case(4, 100_000, 16, FP8, latent=options.latent, rope=options.rope), CAPPED)]
+    if widths != (512, 64):
+        shapes = argparse.Namespace(**{**DEFAULTS, **vars(options)})
+        work += [
+            (case, {"ours": ours, **PROGRAMS}) for case in bench_decode.grid(shapes, TYPES.values())
+        ]
+    rows = bench_decode.table(options.csv, facts, work, options.rounds)
+    bench_decode.summary(rows)
+    raise SystemExit(not all(row["error"] <= TOLERANCE for row in rows))
 
 
 if __name__ == "__main__":

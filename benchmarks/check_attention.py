@@ -22,8 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attention import FACTS
-from attention_cases import (
+from checks import expect, finish
+
+from mla_fusion.attention import PersistentDecodePlan, planner
+from mla_fusion.attention.buffers import PLANNED
+from mla_fusion.cli.bench import environment
+from mla_fusion.cli.bench_decode import FACTS
+from mla_fusion.cli.bench_decode_peers import (
     BF16,
     FP8,
     TOLERANCE,
@@ -34,11 +39,6 @@ from attention_cases import (
     make,
     make_plan,
 )
-from checks import expect, finish
-
-from mla_fusion.attention import PersistentDecodePlan, planner
-from mla_fusion.attention.buffers import PLANNED
-from mla_fusion.cli.bench import environment
 from mla_fusion.cli.bench_region import capture_calls, interleave, quantiles
 from mla_fusion.cli.compare import distance
 

@@ -23,13 +23,13 @@ import time
 from pathlib import Path
 
 import torch
-from attention import FACTS, write
-from attention_cases import BF16, FP8, PAGE, ROTATED, Call
 
 from mla_fusion.attention import reference
 from mla_fusion.attention.layouts import FP8_DS_MLA, WIDE
 from mla_fusion.attention.sparse import Scope, sparse_mla_decode, sparse_scratch
 from mla_fusion.cli.bench import environment
+from mla_fusion.cli.bench_decode import FACTS, write
+from mla_fusion.cli.bench_decode_peers import BF16, FP8, PAGE, ROTATED, Call
 from mla_fusion.cli.bench_region import capture_calls, interleave, measure_ceilings, quantiles
 from mla_fusion.cli.compare import distance
 

@@ -7,6 +7,7 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from pathlib import Path
 
 
@@ -40,6 +41,19 @@ def count(
     parser.add_argument(
         name, type=positive, nargs=nargs, default=default, metavar=metavar, help=text.strip()
     )
+
+
+def pick(asked: Collection[str], offered: Collection[str]) -> list[str]:
+    """The candidates that --peers names, all on offer if it names none.
+
+    Raises:
+        UserError: one is not on offer.
+    """
+    if unknown := [name for name in asked if name not in offered]:
+        raise UserError(
+            f"no candidate is called {' or '.join(unknown)}: --peers takes {', '.join(offered)}"
+        )
+    return [*(asked or offered)]
 
 
 def make_folder(folder: Path, option: str) -> None:

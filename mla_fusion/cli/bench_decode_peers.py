@@ -1,17 +1,22 @@
-"""Shapes of the attention benchmark, their inputs and exact results, and who computes them."""
+"""Shapes of decode attention, their inputs and exact results, and who computes them.
+
+A candidate is a function of `Inputs` that returns a call and the tensor it writes, or raises one of
+`UNAVAILABLE`. It makes its plan or its metadata before: once a step, not once a layer.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import random
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from mla_fusion.attention import PersistentDecodePlan, persistent_mla_decode
 from mla_fusion.attention.buffers import multiprocessors
 from mla_fusion.attention.triton import plan_settings
+from mla_fusion.cli.bench_region import capture_calls
 from mla_fusion.cli.compare import distance
 
 PAGE = 64
@@ -19,6 +24,7 @@ FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 TOLERANCE = 4e-3
 ROTATED = 2**28  # bytes of caches that a graph walks over, several times the L2 cache
 Call = Callable[[int], object]
+UNAVAILABLE = (ImportError, RuntimeError, AttributeError, ValueError)  # a peer that is not here
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +133,23 @@ def error(inputs: Inputs, out: torch.Tensor, lengths: list[int]) -> float:
     return float(torch.tensor(found).max())
 
 
+def prepare(
+    inputs: Inputs, build: Callable[[Inputs], tuple[Call, torch.Tensor]]
+) -> tuple[torch.cuda.CUDAGraph, float, Call]:
+    """A candidate's graph, a call on each cache, and the error of its first call.
+
+    The third result keeps what the graph reads: it must live as long as the graph.
+    """
+    call, out = build(inputs)
+    out.fill_(torch.nan)
+    # -1 is the last cache, and the sign for FlashMLA to keep its result.
+    inputs.caches.reverse()
+    call(-1)
+    inputs.caches.reverse()
+    apart = error(inputs, out, inputs.case.lengths())
+    return capture_calls(call, len(inputs.caches)), apart, call
+
+
 def make_plan(case: Case, cap: int = -1, programs: int | None = None) -> PersistentDecodePlan:
     """A plan with the settings that suit the kernel, or so many programs a multiprocessor."""
     settings = plan_settings(case.heads, case.queries, case.dtype, case.width, "cuda")
@@ -140,6 +163,7 @@ def make_plan(case: Case, cap: int = -1, programs: int | None = None) -> Persist
         kv_dtype=case.dtype,
         device="cuda",
         v_head_dim=case.latent,
+        planner="portable",
         max_split_per_batch=cap,
         **settings,
     )
@@ -200,7 +224,7 @@ def triton_mla(inputs: Inputs) -> tuple[Call, torch.Tensor]:
             logits,
             splits,
             inputs.case.scale,
-            PAGE,
+            inputs.case.page,
             k_scale=one,
             v_scale=one,
             is_mla=True,
@@ -216,8 +240,8 @@ def flashmla(inputs: Inputs) -> tuple[Call, torch.Tensor]:
     q, heads = inputs.q.unsqueeze(1), inputs.case.heads
     out = torch.empty(*inputs.q.shape[:2], inputs.case.latent, device="cuda", dtype=BF16)
     case = inputs.case
-    shared = {"head_dim_v": case.latent, "softmax_scale": case.scale, "causal": True}
-    shared |= {"block_table": inputs.table, "cache_seqlens": inputs.lens}
+    shared: dict[str, Any] = {"head_dim_v": case.latent, "softmax_scale": case.scale}
+    shared |= {"causal": True, "block_table": inputs.table, "cache_seqlens": inputs.lens}
     if inputs.case.dtype == FP8:
         schedule, splits = ops.get_mla_metadata_dense_fp8(inputs.lens, heads, 1)
         shared |= {"tile_scheduler_metadata": schedule, "num_splits": splits}
@@ -279,11 +303,10 @@ def fa3(inputs: Inputs) -> tuple[Call, torch.Tensor]:
     return call, out
 
 
+Candidate = Callable[[Inputs], tuple[Call, torch.Tensor]]
 # By the type of query and cache.
-VLLM_DEFAULT = {BF16: "fa3", FP8: "flashmla"}  # on Hopper, for 512 + 64
-CANDIDATES = {
+VLLM_DEFAULT = {BF16: "fa3", FP8: "flashmla"}  # on Hopper, for 512 + 64 and pages of 64
+CANDIDATES: dict[torch.dtype, dict[str, Candidate]] = {
     BF16: {"ours": ours, "triton_mla": triton_mla, "flashmla": flashmla, "fa3": fa3},
     FP8: {"ours": ours, "triton_mla": triton_mla, "flashmla": flashmla},
 }
-# For widths that were not measured: other numbers of programs a multiprocessor than ours has.
-PROGRAMS = {f"ours, {n} a processor": functools.partial(ours, programs=n) for n in (1, 2, 3)}
