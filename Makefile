@@ -49,4 +49,4 @@ format: setup ## rewrite the files in the project's format
 # A GPU has its own vLLM: this takes the packages of PYTHON as they are, and sets up nothing.
 bench: ## on a GPU, with the torch and vLLM of PYTHON: time the region and a decode step
 	@benchmarks/on_gpu.sh $(PYTHON) -m mla_fusion.cli bench --csv build/bench/region.csv
-	@benchmarks/on_gpu.sh $(PYTHON) benchmarks/engine.py decode build/bench/decode.csv
+	@benchmarks/on_gpu.sh $(PYTHON) benchmarks/engine.py decode build/bench/engine_decode.csv

@@ -16,9 +16,10 @@ from mla_fusion.kernels.dispatch import Widths
 ARGV = ["bench", "--tokens", "1", "8", "--heads", "16", "--layers", "3", "--rounds", "10"]
 
 
-def test_without_a_gpu_it_says_so(monkeypatch, capsys, tmp_path):
+@pytest.mark.parametrize("argv", [ARGV, ["bench", "decode"]])
+def test_without_a_gpu_it_says_so(monkeypatch, capsys, tmp_path, argv):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert cli.main([*ARGV, "--csv", str(tmp_path / "rows.csv")]) == 2
+    assert cli.main([*argv, "--csv", str(tmp_path / "rows.csv")]) == 2
     assert "torch sees none here" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -31,16 +31,16 @@ def zero_or_more(text: str) -> int:
 
 
 def count(
-    parser: argparse._ActionsContainer, name: str, metavar: str, text: str, default: Any = None
+    parser: argparse._ActionsContainer,
+    name: str,
+    metavar: str,
+    text: str,
+    default: int | None = None,
 ) -> None:
-    """Add an option that takes a positive whole number, or several if its default is several."""
-    several = isinstance(default, tuple)
+    """Add an option that takes a positive whole number."""
     if default is not None:
-        text += f" (default: {' '.join(map(str, default)) if several else default})"
-    nargs = "+" if several else None
-    parser.add_argument(
-        name, type=positive, nargs=nargs, default=default, metavar=metavar, help=text.strip()
-    )
+        text += f" (default: {default})"
+    parser.add_argument(name, type=positive, default=default, metavar=metavar, help=text)
 
 
 def pick(asked: Collection[str], offered: Collection[str]) -> list[str]:

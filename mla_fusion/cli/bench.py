@@ -1,7 +1,9 @@
-"""`mla-fusion bench`: the fused region against its peers over a grid of shapes, into a CSV file.
+"""`mla-fusion bench`: this library's kernels against their peers over a grid of shapes, into a CSV
+file.
 
-Every candidate is checked against the reference in the run that times it. Peers whose package is
-missing are named and left out. How time is taken: mla_fusion/cli/bench_region.py.
+`region` is the fused region, `decode` the decode attention (mla_fusion/cli/bench_decode.py). Every
+candidate is checked in the run that times it. Peers whose package is missing are named and left
+out. How time is taken: mla_fusion/cli/bench_region.py.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mla_fusion.cli import bench_region
-from mla_fusion.cli.arguments import UserError, count
+from mla_fusion.cli import bench_decode, bench_region
+from mla_fusion.cli.arguments import UserError, pick, positive
 from mla_fusion.cli.environment import version_of
 from mla_fusion.kernels.dispatch import Widths
 
@@ -26,37 +28,89 @@ if TYPE_CHECKING:
 
 
 EQUAL, STEPS = 0.995, 1  # least share of equal elements, and most steps, of a result that counts
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "region": {
+        "tokens": (1, 8, 32, 64, 128, 256, 512),
+        "heads": (8, 16, 32, 64, 128),
+        **bench_region.DEEPSEEK._asdict(),
+        "layers": 61,
+        "rounds": 15,
+        "bf16": False,
+    },
+    "decode": bench_decode.DEFAULTS,
+}
+NUMBERS = {
+    "tokens": ("T", ""),
+    "batches": ("B", "sequences; 16 to 64 of them also with ragged lengths"),
+    "contexts": ("N", "KV tokens of a sequence"),
+    "heads": ("H", ""),
+    **{name: (name[0].upper(), field) for name, field in bench_region.FIELDS.items()},
+    "page": ("N", "tokens of a page of the cache"),
+    "layers": ("N", "layers in one CUDA graph"),
+    "rounds": ("N", "samples of each candidate, taken in turns"),
+}
+FLAGS = {
+    "bf16": "bf16 cache and query, not fp8 (decode has both by default)",
+    "fp8": "fp8 cache and query, not bf16",
+}
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
+    """Add the arguments. What differs between region and decode gets its default in `settle`."""
     parser.description = (
-        "Times only the fused region, many layers in one CUDA graph with distinct "
-        "weights, against vLLM unfused, vLLM's fuse_rope_kvcache_cat_mla, torch's product with one "
-        "kernel, and FlashInfer, each checked in the same run. Needs a GPU; what is not installed "
-        "is left out."
+        "Times the fused region, many layers in one CUDA graph with distinct weights, against "
+        "vLLM unfused, vLLM's fuse_rope_kvcache_cat_mla, torch's product with one kernel, and "
+        "FlashInfer; or the portable persistent decode, on distinct caches, against TRITON_MLA, "
+        "FlashMLA and FlashAttention 3. Each is checked in the same run. Needs a GPU; what is not "
+        "installed is left out."
     )
     parser.add_argument(
-        "--csv",
-        type=Path,
-        default=Path("build/bench/region.csv"),
-        help="file for the rows (default: %(default)s)",
+        "what", nargs="?", choices=[*DEFAULTS], default="region", help="default: %(default)s"
     )
-    count(parser, "--tokens", "T", "", (1, 8, 32, 64, 128, 256, 512))
-    count(parser, "--heads", "H", "", (8, 16, 32, 64, 128))
-    for name, field in bench_region.FIELDS.items():
-        count(parser, f"--{name}", name[0].upper(), field, getattr(bench_region.DEEPSEEK, name))
-    count(parser, "--layers", "N", "layers in one CUDA graph", 61)
-    count(parser, "--rounds", "N", "samples of each candidate, taken in turns", 15)
-    parser.add_argument("--bf16", action="store_true", help="bf16 cache and query, not fp8")
+    parser.add_argument(
+        "--csv", type=Path, help="file for the rows (default: build/bench/ and region or decode)"
+    )
+    for name, (metavar, text) in NUMBERS.items():
+        of = {what: defaults[name] for what, defaults in DEFAULTS.items() if name in defaults}
+        several = all(isinstance(default, tuple) for default in of.values())
+        said = ", ".join(
+            f"{what} {' '.join(map(str, default)) if several else default}"
+            for what, default in of.items()
+        )
+        parser.add_argument(
+            f"--{name}",
+            type=positive,
+            nargs="+" if several else None,
+            metavar=metavar,
+            help=f"{text} (default: {said})".strip(),
+        )
+    for name, text in FLAGS.items():
+        of_one = "" if all(name in defaults for defaults in DEFAULTS.values()) else "decode: "
+        parser.add_argument(f"--{name}", action="store_true", default=None, help=of_one + text)
     parser.add_argument(
         "--peers", nargs="+", default=(), metavar="NAME", help="candidates (default: all)"
     )
     parser.add_argument("--commit", default="", help="commit, where git does not know it")
 
 
+def settle(settings: argparse.Namespace) -> None:
+    """Give what was not typed the default of region or decode.
+
+    Raises:
+        UserError: an option of the other was typed.
+    """
+    defaults = DEFAULTS[settings.what]
+    for name in (*NUMBERS, *FLAGS):
+        if getattr(settings, name) is None:
+            setattr(settings, name, defaults.get(name))
+        elif name not in defaults:
+            raise UserError(f"bench {settings.what} has no option --{name}: leave it out")
+    settings.csv = settings.csv or Path("build/bench", f"{settings.what}.csv")
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Run it; 0 if the provider's results passed every check, else 1."""
+    settle(arguments)
     return 0 if measure(arguments) else 1
 
 
@@ -106,11 +160,23 @@ def measure(settings: argparse.Namespace) -> bool:
     ceilings = bench_region.measure_ceilings()
     print(*(f"{name} {value}" for name, value in facts.items() if value), sep=", ")
     print(f"ceilings: copy {ceilings.gbps:.0f} GB/s, bf16 product {ceilings.tflops:.0f} TFLOP/s")
+    if settings.what == "decode":
+        return bench_decode.run(settings, facts)
+    return _region(settings, facts, ceilings)
+
+
+def _region(
+    settings: argparse.Namespace, facts: dict[str, str], ceilings: bench_region.Ceilings
+) -> bool:
+    """Measure the region."""
+    from mla_fusion.cli import bench_peers
+
+    names = pick(settings.peers, bench_peers.PEERS)
     settings.csv.parent.mkdir(parents=True, exist_ok=True)
     right = True
     with settings.csv.open("w", newline="") as file:
         writer = None
-        for rows in _shapes(settings, facts, ceilings):
+        for rows in _shapes(settings, names, facts, ceilings):
             first = rows[0]
             if writer is None:
                 writer = csv.DictWriter(file, first)
@@ -127,7 +193,10 @@ def measure(settings: argparse.Namespace) -> bool:
 
 
 def _shapes(
-    settings: argparse.Namespace, facts: dict[str, str], ceilings: bench_region.Ceilings
+    settings: argparse.Namespace,
+    names: list[str],
+    facts: dict[str, str],
+    ceilings: bench_region.Ceilings,
 ) -> Iterator[list[dict[str, Any]]]:
     """The rows of one shape after the other: a candidate, and what it was measured with.
 
@@ -146,7 +215,7 @@ def _shapes(
             region = bench_region.make_region(case, weights)
             # A captured graph does not keep its candidate's workspaces alive: `layers` does.
             layers, graphs, checks, own = {}, {}, {}, {}
-            for name in settings.peers or bench_peers.PEERS:
+            for name in names:
                 if name in missing:
                     continue
                 try:

@@ -1,0 +1,397 @@
+"""`mla-fusion bench decode`, with a GPU that is only pretended; what a real one showed is in
+benchmarks/results/."""
+
+import csv
+import inspect
+from types import SimpleNamespace
+
+import figures
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from mla_fusion import cli
+from mla_fusion.attention import PersistentDecodePlan
+from mla_fusion.cli import bench, bench_decode, bench_region
+from mla_fusion.cli import bench_decode_peers as peers
+
+SMALL = ["--batches", "1", "16", "--contexts", "70", "--heads", "2", "--latent", "32"]
+ARGV = ["bench", "decode", *SMALL, "--rope", "16", "--rounds", "3"]
+
+
+class OnCpu(TorchFunctionMode):
+    """Tensors for the GPU are made on the CPU."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """Inputs on the CPU, where the reference executes our plans; two caches for a case."""
+    workers = {"workers": 4, "kv_granularity": 64, "overhead": 4}
+
+    def allocate(**arguments):
+        return PersistentDecodePlan.allocate(**arguments | {"device": "cpu"})
+
+    monkeypatch.setattr(peers, "plan_settings", lambda *_: workers)
+    monkeypatch.setattr(peers, "PersistentDecodePlan", SimpleNamespace(allocate=allocate))
+    monkeypatch.setattr(peers, "ROTATED", 0)
+    with OnCpu():
+        yield
+
+
+def right(inputs):
+    """A peer that computes what ours does."""
+    return peers.ours(inputs)
+
+
+def wrong(inputs):
+    call, out = peers.ours(inputs)
+
+    def off(i):
+        call(i)
+        out.mul_(1.5)
+
+    return off, out
+
+
+def not_a_number(inputs):
+    _, out = peers.ours(inputs)
+    return lambda i: None, out  # leaves the NaN that was there
+
+
+def no_package(inputs):
+    raise ImportError("No module named 'vllm'")
+
+
+@pytest.fixture
+def gpu(monkeypatch, on_cpu):
+    """A pretended GPU: ours takes 2 us, a peer 3 us; the candidates, by type, to be changed."""
+    facts = dict.fromkeys(("gpu", "driver", "torch", "triton", "vllm", "flashinfer"), "")
+    times = {"ours": 2.0}
+    offered = {
+        peers.BF16: {"ours": peers.ours, "triton_mla": right, "flashmla": right, "fa3": no_package},
+        peers.FP8: {"ours": peers.ours, "triton_mla": right, "flashmla": wrong},
+    }
+    for module, pretended in (
+        (torch.cuda, {"is_available": lambda: True, "empty_cache": lambda: None}),
+        (bench, {"environment": lambda commit: {**facts, "commit": commit}}),
+        (bench_region, {"measure_ceilings": lambda: bench_region.Ceilings(4000.0, 800.0)}),
+        (peers, {"CANDIDATES": offered, "capture_calls": lambda call, count: call}),
+        (
+            bench_decode,
+            {
+                "interleave": lambda graphs, count, rounds: {
+                    name: [times.get(name, 3.0)] * rounds for name in graphs
+                }
+            },
+        ),
+    ):
+        for name, value in pretended.items():
+            monkeypatch.setattr(module, name, value)
+    return SimpleNamespace(offered=offered, times=times)
+
+
+def rows_of(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def measured(path, *words):
+    """Exit status and rows of a run."""
+    status = cli.main([*ARGV, *words, "--csv", str(path)])
+    return status, rows_of(path)
+
+
+# --- the command
+
+
+def settled(*words):
+    settings = cli._parser(["bench"]).parse_args(["bench", *words])
+    bench.settle(settings)
+    return settings
+
+
+@pytest.mark.parametrize("words", [(), ("region",)])
+def test_without_a_word_it_is_the_region(words):
+    settings = settled(*words, "--heads", "4")
+    assert settings.what == "region" and str(settings.csv) == "build/bench/region.csv"
+    assert (settings.heads, settings.rounds, settings.layers, settings.bf16) == ([4], 15, 61, False)
+
+
+def test_decode_has_defaults_of_its_own():
+    settings = settled("decode", "--page", "16")
+    assert str(settings.csv) == "build/bench/decode.csv"
+    assert (settings.heads, settings.rounds, settings.page) == ((16, 128), 7, 16)
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["--batches", "4"], "batches"),
+        (["--page", "64"], "page"),
+        (["region", "--fp8"], "fp8"),
+        (["decode", "--tokens", "8"], "tokens"),
+        (["decode", "--layers", "61"], "layers"),
+    ],
+)
+def test_an_option_of_the_other_is_refused(words, name, capsys):
+    """Also with its default: it would say nothing."""
+    assert cli.main(["bench", *words]) == 2
+    what = "decode" if "decode" in words else "region"
+    assert f"bench {what} has no option --{name}: leave it out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (["decode", "--peers", "ours", "fa4"], "ours, triton_mla, flashmla, fa3"),
+        # FlashAttention 3 takes no fp8 cache.
+        (["decode", "--fp8", "--peers", "fa3"], "ours, triton_mla, flashmla"),
+        (["region", "--peers", "fa3"], "triton, triton-no-pdl, bmm+1"),
+    ],
+)
+def test_an_unknown_candidate_is_refused_before_anything_is_written(
+    gpu, words, offered, capsys, tmp_path
+):
+    path = tmp_path / "out" / "rows.csv"
+    small = SMALL if "decode" in words else ["--layers", "1", "--tokens", "1"]
+    assert cli.main(["bench", *words, *small, "--csv", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert f"no candidate is called {words[-1]}: --peers takes {offered}" in said
+    assert not path.parent.exists()
+
+
+# --- rows, lines and exit status
+
+
+def test_rows_lines_and_summary(gpu, capsys, tmp_path):
+    gpu.times["flashmla"] = 1.0
+    status, rows = measured(tmp_path / "out" / "rows.csv", "--commit", "abc")
+    printed = capsys.readouterr().out
+    assert status == 0
+    # Batches of 16 also ragged; bf16 has two peers that are here, and so has fp8.
+    assert len(rows) == 2 * 3 * 3
+    assert {(r["batch"], r["ragged"]) for r in rows} == {("1", "0"), ("16", "0"), ("16", "1")}
+    assert {(r["latent"], r["rope"], r["page"], r["commit"]) for r in rows} == {
+        ("32", "16", "64", "abc")
+    }
+    assert {(r["p20_us"], r["p50_us"]) for r in rows if r["candidate"] == "ours"} == {("2", "2")}
+    assert all(float(r["error"]) < 4e-3 for r in rows if r["candidate"] == "ours")
+    lines = [line for line in printed.splitlines() if " H=2 " in line and "GB/s" in line]
+    assert len(lines) == 6 and sum("ragged" in line for line in lines) == 2
+    assert printed.count("fa3 left out: ImportError No module named 'vllm'") == 1
+    than = "geometric mean {0}x of 3, least {0}x; that one is faster at (batch, context, ragged)"
+    assert f"H=2 bf16 against triton_mla: {than.format('1.50')} none\n" in printed
+    faster = "{(1, 70, 0): 0.5, (16, 70, 0): 0.5, (16, 70, 1): 0.5}"
+    assert f"H=2 fp8 against flashmla: {than.format('0.50')} {faster}\n" in printed
+    assert "against fa3" not in printed
+
+
+def test_a_mean_is_of_one_type_and_one_number_of_heads(capsys):
+    """The geometric one: twice and half as fast are 1."""
+    us = {
+        (1, 16, "bf16"): {"ours": 2.0, "fa3": 4.0},
+        (4, 16, "bf16"): {"ours": 2.0, "fa3": 1.0},
+        (1, 16, "fp8"): {"ours": 2.0, "fa3": 6.0},
+        (1, 128, "bf16"): {"ours": 2.0, "fa3": 8.0},
+        (4, 128, "bf16"): {"ours": 2.0},
+    }
+    shape = {"context": 70, "ragged": 0, "latent": 512, "rope": 64, "page": 64, "error": 0.0}
+    rows = [
+        {**shape, "batch": batch, "heads": heads, "dtype": dtype, "candidate": name, "p50_us": time}
+        for (batch, heads, dtype), times in us.items()
+        for name, time in times.items()
+    ]
+    bench_decode.summary(rows)
+    than = "{} against fa3: geometric mean {}; that one is faster at (batch, context, ragged) {}"
+    assert capsys.readouterr().out.splitlines() == [
+        than.format("H=16 bf16", "1.00x of 2, least 0.50x", "{(4, 70, 0): 0.5}"),
+        than.format("H=16 fp8", "3.00x of 1, least 3.00x", "none"),
+        than.format("H=128 bf16", "4.00x of 1, least 4.00x", "none"),
+    ]
+
+
+def test_the_columns_are_those_of_the_stored_rows(gpu, tmp_path):
+    gpu.times["triton_mla"] = 3.14159
+    _, rows = measured(tmp_path / "rows.csv", "--fp8")
+    assert {r["p50_us"] for r in rows if r["candidate"] == "triton_mla"} == {"3.142"}
+    assert set(figures.read(figures.ATTENTION)[0]) <= set(rows[0])
+    assert figures.attention_means(rows)[2:] == [
+        "| 2, fp8 | TRITON_MLA | 1.57x | 1.57x | 1.57x | 0 of 3 |",
+        "| 2, fp8 | FlashMLA | 1.50x | 1.50x | 1.50x | 0 of 3 |",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "types"), [(["--bf16"], {"bf16"}), (["--fp8"], {"fp8"}), ([], {"bf16", "fp8"})]
+)
+def test_types_and_candidates_are_those_asked_for(gpu, tmp_path, words, types):
+    status, rows = measured(tmp_path / "rows.csv", *words, "--peers", "ours", "triton_mla")
+    assert status == 0 and {r["dtype"] for r in rows} == types
+    assert {r["candidate"] for r in rows} == {"ours", "triton_mla"}
+
+
+@pytest.mark.parametrize(
+    ("name", "build", "status", "mark"),
+    [
+        ("ours", wrong, 1, "!"),
+        ("ours", not_a_number, 1, "!"),
+        ("triton_mla", not_a_number, 0, "!"),
+        ("triton_mla", wrong, 0, "!"),
+        ("triton_mla", right, 0, ""),
+    ],
+)
+def test_a_failed_check_is_marked_and_ours_fails_the_run(
+    gpu, capsys, tmp_path, name, build, status, mark
+):
+    gpu.offered[peers.BF16][name] = build
+    ended, rows = measured(tmp_path / "rows.csv", "--bf16")
+    printed = capsys.readouterr().out
+    assert ended == status and len(rows) == 9
+    [line] = [line for line in printed.splitlines() if line.startswith("   1 x     70 H=2 bf16:")]
+    [shown] = [each for each in line.partition(": ")[2].split(" | ") if each.startswith(name)]
+    assert shown.endswith(f"TF){mark}")
+    worst = "nan" if build is not_a_number else "0.5"
+    said = f"{name} is off by more than 0.004 in 3 shapes, by {worst} at most"
+    assert (said in printed) is bool(mark)
+
+
+def test_ours_left_out_fails_the_run(gpu, capsys, tmp_path):
+    gpu.offered[peers.BF16]["ours"] = no_package
+    status, rows = measured(tmp_path / "rows.csv", "--bf16")
+    assert status == 1 and {r["candidate"] for r in rows} == {"triton_mla", "flashmla"}
+    assert measured(tmp_path / "rows.csv", "--bf16", "--peers", "triton_mla")[0] == 0
+
+
+def test_a_shape_without_memory_is_left_out_and_the_others_are_kept(
+    gpu, monkeypatch, capsys, tmp_path
+):
+    make = peers.make
+
+    def full(case):
+        if case.ragged:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return make(case)
+
+    monkeypatch.setattr(peers, "make", full)
+    status, rows = measured(tmp_path / "rows.csv", "--fp8")
+    printed = capsys.readouterr().out
+    assert status == 1 and {r["ragged"] for r in rows} == {"0"}
+    assert "16 x 70 left out: OutOfMemoryError CUDA out of memory" in printed
+    assert "  16 x     70 ragged H=2 fp8: nothing" in printed
+
+
+@pytest.mark.parametrize(
+    ("dtype", "widths", "marked"),
+    [
+        (peers.BF16, (512, 64), {"fa3"}),
+        (peers.FP8, (512, 64), {"flashmla"}),
+        (peers.FP8, (256, 64), set()),
+    ],
+)
+def test_the_default_of_vllm_is_marked(gpu, dtype, widths, marked):
+    latent, rope = widths
+    case = peers.Case(1, 16, 1, dtype, latent=latent, rope=rope)
+    rows = bench_decode.measure(case, dict.fromkeys(("ours", "flashmla", "fa3"), right), 3, set())
+    assert {r["candidate"] for r in rows if r["vllm_default"]} == marked
+
+
+# --- inputs, exact results and candidates
+
+
+@pytest.mark.parametrize("dtype", [peers.BF16, peers.FP8])
+@pytest.mark.parametrize("page", [16, 64])
+def test_ours_is_what_float64_attention_gives(on_cpu, dtype, page):
+    case = peers.Case(3, 100, 2, dtype, ragged=True, page=page, latent=32, rope=16)
+    inputs = peers.make(case)
+    call, out = peers.ours(inputs)
+    call(0)
+    lengths = case.lengths()
+    assert peers.error(inputs, out, lengths) <= peers.TOLERANCE
+    scale = 0.5 if dtype == peers.FP8 else 1.0  # of query and cache
+    for b, length in enumerate(lengths):
+        at = torch.arange(length)
+        keys = inputs.caches[0][inputs.table[b, at // page].long(), at % page].double() * scale
+        scores = inputs.q[b].double() * scale @ keys.T / 48**0.5
+        want, _ = peers.exact(inputs, b, length, slice(b, b + 1))
+        torch.testing.assert_close(want[0], scores.softmax(-1) @ keys[:, :32])
+    out[2, 1] *= 1.02
+    assert peers.error(inputs, out, lengths) > peers.TOLERANCE
+    out[2, 1, 0] = torch.nan
+    assert not peers.error(inputs, out, lengths) <= peers.TOLERANCE
+
+
+def test_a_candidate_is_checked_on_what_its_first_call_wrote(on_cpu, monkeypatch):
+    """The call checked is of the cache that the check reads; the graph has one call a cache."""
+    monkeypatch.setattr(peers, "ROTATED", 3 * 70 * 48 * 2)
+    monkeypatch.setattr(peers, "capture_calls", lambda call, count: count)
+    inputs = peers.make(peers.Case(1, 70, 2, peers.BF16, latent=32, rope=16))
+    calls = []
+
+    def build(inputs):
+        call, out = peers.ours(inputs)
+
+        def only_with_a_sign(i):
+            calls.append(i)
+            call(i)
+
+        return only_with_a_sign, out
+
+    before = [cache.data_ptr() for cache in inputs.caches]
+    graph, apart, kept = peers.prepare(inputs, build)
+    assert (graph, calls) == (3, [-1]) and apart <= peers.TOLERANCE and callable(kept)
+    assert [cache.data_ptr() for cache in inputs.caches] == before
+
+
+@pytest.mark.parametrize("dtype", [peers.BF16, peers.FP8])
+def test_triton_mla_is_called_with_what_vllm_takes(on_cpu, monkeypatch, dtype):
+    """With the shape's page size, and dequantized where the cache is fp8."""
+    from vllm.v1.attention.backends.mla import triton_mla as backend
+    from vllm.v1.attention.ops import triton_decode_attention as module
+
+    signature, given = inspect.signature(module.decode_attention_fwd), []
+
+    def take(*args, **kwargs):
+        given.append(signature.bind(*args, **kwargs).arguments)
+
+    monkeypatch.setattr(module, "decode_attention_fwd", take)
+    # vLLM leaves Triton out on a CPU, and computes this number by it.
+    monkeypatch.setattr(backend, "_compute_num_kv_splits", lambda max_seq_len, sm_count: sm_count)
+    processors = SimpleNamespace(multi_processor_count=4)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: processors)
+    inputs = peers.make(peers.Case(2, 40, 2, dtype, page=16, latent=32, rope=16))
+    call, out = peers.triton_mla(inputs)
+    call(0)
+    [arguments] = given
+    scale = 0.5 if dtype == peers.FP8 else 1.0
+    assert arguments["page_size"] == 16 and arguments["is_mla"] is True
+    assert arguments["q"].dtype == peers.BF16 and arguments["o"] is out
+    assert float(arguments["k_scale"]) == float(arguments["v_scale"]) == scale
+    assert torch.equal(arguments["q"].float(), inputs.q.float() * scale)
+    assert arguments["v_buffer"].shape == (6, 16, 1, 32)
+    assert arguments["num_kv_splits"] == 4 and arguments["attn_logits"].shape == (2, 2, 4, 33)
+
+
+def test_flashmla_in_fp8_is_called_with_what_vllm_takes(on_cpu, monkeypatch):
+    from vllm.v1.attention.ops import flashmla as ops
+
+    signature, given = inspect.signature(ops.flash_mla_with_kvcache_fp8), []
+
+    def take(*args, **kwargs):
+        given.append(signature.bind(*args, **kwargs).arguments)
+        return torch.full((2, 1, 2, 32), float(len(given))), None
+
+    monkeypatch.setattr(ops, "flash_mla_with_kvcache_fp8", take)
+    monkeypatch.setattr(ops, "get_mla_metadata_dense_fp8", lambda lens, heads, keys: (lens, lens))
+    inputs = peers.make(peers.Case(2, 40, 2, peers.FP8, latent=32, rope=16))
+    call, out = peers.flashmla(inputs)
+    call(-1)
+    call(0)
+    # Only the call that is checked keeps its result: a copy would be timed.
+    assert float(out.max()) == float(out.min()) == 1.0
+    assert given[0]["head_dim_v"] == 32 and given[0]["descale_q"] is inputs.scale
