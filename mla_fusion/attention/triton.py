@@ -43,13 +43,14 @@ class Config:
     """How one launch of the decode kernel is compiled.
 
     hopper: which kernel. rows: query rows (position x head) of a program. block_n: tokens of a
-    tile. warps: of a program.
+    tile. warps: of a program. specialized: Hopper's with warps of different work, for bf16.
     """
 
     hopper: bool
     rows: int
     block_n: int
     warps: int
+    specialized: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +204,11 @@ def decode(given: Inputs, sparse: Sparse | None = None, config: Config | None = 
         warp, packed = 64 if torch.version.hip else 32, given.layout is not None
         config = choose(hopper, rows, *widths, warp, packed)
     kernel: Any = triton_kernels.decode_kernel
-    if config.hopper:
+    if config.specialized:
+        from mla_fusion.attention import hopper_specialized
+
+        kernel = hopper_specialized.decode_kernel
+    elif config.hopper:
         from mla_fusion.attention import hopper_kernel
 
         kernel = hopper_kernel.decode_kernel
@@ -228,6 +233,10 @@ def decode_arguments(
     config: Config, given: Inputs, sparse: Sparse | None = None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional arguments and keywords of a decode kernel (also for compiling without a GPU)."""
+    if config.specialized:
+        from mla_fusion.attention import hopper_specialized
+
+        return hopper_specialized.arguments(given)
     q, kv_cache, table = given.q, given.kv_cache, given.block_table
     plan, out, unused = given.plan, given.out, given.plan.partial_lse
     extra = Scope(kv_cache, table) if sparse is None else sparse.extra

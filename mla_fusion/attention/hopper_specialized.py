@@ -1,0 +1,314 @@
+"""A decode kernel for Hopper (sm_90) with 64 query rows, whose warps have different work.
+
+In `hopper_kernel.py` eight warps score, weigh and multiply in step, and the tensor cores idle
+during the softmax. Here one warpgroup computes the scores of a tile, the softmax and the left half
+of the output, the other one only the right half, and a single warp asks the tensor copy engine
+(TMA) for the tiles. Products of the right half run beside those of the left half, and beside the
+scores of the next tile. The left half could wait until those are multiplied, and fill the time of
+the softmax. Not with two tiles: one would be in use until the tile that takes its place is needed.
+
+Scores are [rows, tokens]: 64 rows fill the M of WGMMA, and a row of scores lies in four threads.
+Weights and factors go through shared memory. Barriers (mbarrier), all completed by one arrival:
+
+| barrier | completed by | waited for by |
+|---|---|---|
+| left_full, right_full: half of a tile has arrived, right: and its rotated part | TMA | who reads |
+| left_free, right_free: it was used | who multiplied it with the weights | the copying warp |
+| weights_full: the weights of a tile, or the last factor, are there | the scores | the right half |
+| weights_free: they were used | the right half | the scores |
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc
+
+from mla_fusion.attention.hopper_copy import barrier
+from mla_fusion.attention.hopper_kernel import load_query
+from mla_fusion.attention.hopper_specialized_parts import (
+    ROWS,
+    TILE,
+    WARPS,
+    Query,
+    Target,
+    Tiles,
+    Weights,
+    Work,
+    clear_rows,
+    copy,
+    descriptors,
+    item_of,
+    pass_on,
+    store_half,
+    store_lse,
+    tiles_of,
+)
+from mla_fusion.attention.triton_kernels import LN2, LOG2E
+
+if TYPE_CHECKING:
+    from mla_fusion.attention.validate import Inputs
+
+
+@gluon.jit
+def scores_of(query, tiles, done, layout: gl.constexpr):
+    """Start the products [rows, tokens] of the query with tile number `done` of the program."""
+    buffer = done % 2
+    phase = (done // 2) % 2
+    mbarrier.wait(tiles.left_full.index(buffer), phase)
+    s = gl.zeros([ROWS, TILE], gl.float32, layout)
+    left = tiles.left.index(buffer).permute((1, 0))
+    s = warpgroup_mma(query.left, left, s, use_acc=False, is_async=True)
+    mbarrier.wait(tiles.right_full.index(buffer), phase)
+    s = warpgroup_mma(query.right, tiles.right.index(buffer).permute((1, 0)), s, is_async=True)
+    return warpgroup_mma(query.ropes, tiles.ropes.index(buffer).permute((1, 0)), s, is_async=True)
+
+
+@gluon.jit
+def softmax_step(s, token, item, limit, factor, peak, total):
+    """One step of the online softmax over a tile from `token` on: weights, decay, new state."""
+    at = token + gl.arange(0, TILE, gl.SliceLayout(0, s.type.layout))
+    seen = (at >= item.begin)[None, :] & (at[None, :] < limit[:, None])
+    s = gl.where(seen, s * factor, float("-inf"))
+    new_peak = gl.maximum(peak, gl.max(s, 1))
+    # A row that has seen nothing keeps weights of zero, not NaN.
+    base = gl.where(new_peak == float("-inf"), 0.0, new_peak)
+    p = gl.exp2(s - base[:, None])
+    decay = gl.exp2(peak - base)
+    return p, decay, new_peak, total * decay + gl.sum(p, 1)
+
+
+@gluon.jit
+def add_values(acc, shared, value, free):
+    """Add the weighted values of a tile to the sums [rows, columns], and wait for them."""
+    acc = warpgroup_mma(shared.weights, value, acc, is_async=True)
+    acc = warpgroup_mma_wait(0, [acc])
+    mbarrier.arrive(free, count=1)
+    return acc
+
+
+@gluon.jit
+def score(
+    work, query, tiles, shared, target, factor, HEADS: gl.constexpr, FOLD: gl.constexpr,
+    LSE: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """The first warpgroup: scores, softmax, and the left half of the output."""
+    HALF: gl.constexpr = tiles.left.shape[2]
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TILE, 16])
+    output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HALF, 16])
+    row_layout: gl.constexpr = gl.SliceLayout(1, scores)
+    row = work.first_row + gl.arange(0, ROWS, row_layout)
+    done = 0
+    sent = 0
+    begin = gl.load(work.indptr + gl.program_id(0))
+    for number in range(begin, gl.load(work.indptr + gl.program_id(0) + 1)):
+        item = item_of(work, number, HEADS, FOLD)
+        first, count = tiles_of(item, work.first_row, HEADS)
+        if PDL:
+            gdc.gdc_wait()
+        # Row i of n sees tokens up to n - 1 - i before the end of the sequence.
+        limit = gl.minimum(item.end, item.end + item.after - (item.count - 1 - row // HEADS))
+        peak = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
+        total = gl.zeros([ROWS], gl.float32, row_layout)
+        acc = gl.zeros([ROWS, HALF], gl.float32, output)
+        if count > 0:
+            rows = query.pointer + item.token * query.stride_t
+            steps = query.stride_t, query.stride_h
+            first_row = work.first_row
+            load_query(query.left, rows, item, first_row, query.heads, *steps, HEADS, WARPS)
+            load_query(query.right, rows + HALF, item, first_row, query.heads, *steps, HEADS, WARPS)
+            load_query(
+                query.ropes, rows + 2 * HALF, item, first_row, query.heads, *steps, HEADS, WARPS
+            )
+            fence_async_shared()
+            barrier()
+            s = warpgroup_mma_wait(0, [scores_of(query, tiles, done, scores)])
+            p, decay, peak, total = softmax_step(s, first * TILE, item, limit, factor, peak, total)
+            pass_on(shared, p, decay, sent)
+            sent += 1
+            for t in range(first + 1, first + count):
+                acc = add_values(
+                    acc, shared, tiles.left.index(done % 2), tiles.left_free.index(done % 2)
+                )
+                done += 1
+                s = warpgroup_mma_wait(0, [scores_of(query, tiles, done, scores)])
+                p, decay, peak, total = softmax_step(s, t * TILE, item, limit, factor, peak, total)
+                acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, output))[:, None]
+                pass_on(shared, p, decay, sent)
+                sent += 1
+            over = item.end - (first + count - 1) * TILE
+            if over < TILE:
+                clear_rows(tiles.left.index(done % 2), over)
+            acc = add_values(
+                acc, shared, tiles.left.index(done % 2), tiles.left_free.index(done % 2)
+            )
+            done += 1
+        lse = gl.where(total > 0.0, (peak + gl.log2(total)) * LN2, float("-inf"))
+        inverse = gl.where(total > 0.0, 1.0 / total, 0.0)
+        mbarrier.wait(shared.free, (sent % 2) ^ 1)
+        shared.factors.store(inverse)
+        barrier()
+        mbarrier.arrive(shared.full, count=1)
+        sent += 1
+        store_lse(lse, work, item, target, HEADS, LSE)
+        acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, output))[:, None]
+        store_half(acc, work, item, target, 0, 2 * HALF, HEADS)
+
+
+@gluon.jit
+def multiply(
+    work, tiles, shared, target, HEADS: gl.constexpr, FOLD: gl.constexpr, PDL: gl.constexpr
+):
+    """The second warpgroup: the right half of the output."""
+    HALF: gl.constexpr = tiles.right.shape[2]
+    output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HALF, 16])
+    row_layout: gl.constexpr = gl.SliceLayout(1, output)
+    done = 0
+    received = 0
+    begin = gl.load(work.indptr + gl.program_id(0))
+    for number in range(begin, gl.load(work.indptr + gl.program_id(0) + 1)):
+        item = item_of(work, number, HEADS, FOLD)
+        first, count = tiles_of(item, work.first_row, HEADS)
+        acc = gl.zeros([ROWS, HALF], gl.float32, output)
+        for t in range(first, first + count):
+            buffer = done % 2
+            mbarrier.wait(shared.full, received % 2)
+            factors = shared.factors.load(row_layout)
+            # Complete already; waiting makes the copy visible here.
+            mbarrier.wait(tiles.right_full.index(buffer), (done // 2) % 2)
+            over = item.end - t * TILE
+            value = tiles.right.index(buffer)
+            if over < TILE:
+                clear_rows(value, over)
+            acc = acc * factors[:, None]
+            acc = add_values(acc, shared, value, tiles.right_free.index(buffer))
+            mbarrier.arrive(shared.free, count=1)
+            received += 1
+            done += 1
+        mbarrier.wait(shared.full, received % 2)
+        inverse = shared.factors.load(row_layout)
+        barrier()
+        mbarrier.arrive(shared.free, count=1)
+        received += 1
+        if PDL:
+            # The kernel in front may still read what is written here.
+            gdc.gdc_wait()
+        store_half(acc * inverse[:, None], work, item, target, HALF, 2 * HALF, HEADS)
+
+
+@gluon.jit
+def new_barriers(COUNT: gl.constexpr):
+    """Barriers that one arrival completes."""
+    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(made.index(i), count=1)
+    return made
+
+
+# Do not specialize on stride 1: the warm-up's one-column table would compile another variant.
+@gluon.jit(do_not_specialize=["table_stride", "fresh"])
+def decode_kernel(
+    q_ptr, table_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, work_indptr_ptr,
+    work_info_ptr, qo_indptr_ptr, kv_indptr_ptr, scale, heads, q_stride_t, q_stride_h,
+    out_stride_t, out_stride_h, table_stride, halves, rotated, block_rows, fresh,
+    PAGE: gl.constexpr, HEADS: gl.constexpr, FOLD: gl.constexpr, LSE: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """Arguments as `triton_kernels.decode_kernel`, and those of `descriptors`; PDL and `fresh` as
+    in `hopper_kernel.decode_kernel`.
+    """
+    if PDL and fresh != 0:
+        gdc.gdc_wait()
+    TYPE: gl.constexpr = q_ptr.dtype.element_ty
+    HALF: gl.constexpr = halves.block_type.shape[1]
+    R: gl.constexpr = rotated.block_type.shape[1]
+    tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    rope: gl.constexpr = gl.NVMMASharedLayout(2 * R, 16, 2)
+    tiles = Tiles(
+        gl.allocate_shared_memory(TYPE, [2, TILE, HALF], tile),
+        gl.allocate_shared_memory(TYPE, [2, TILE, HALF], tile),
+        gl.allocate_shared_memory(TYPE, [2, TILE, R], rope),
+        new_barriers(2),
+        new_barriers(2),
+        new_barriers(2),
+        new_barriers(2),
+    )
+    first_row = gl.program_id(1) * ROWS
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    made = new_barriers(2)
+    shared = Weights(
+        gl.allocate_shared_memory(TYPE, [ROWS, TILE], tile),
+        gl.allocate_shared_memory(gl.float32, [ROWS], plain),
+        made.index(0),
+        made.index(1),
+    )
+    query = Query(
+        q_ptr, q_stride_t, q_stride_h, heads,
+        gl.allocate_shared_memory(TYPE, [ROWS, HALF], tile),
+        gl.allocate_shared_memory(TYPE, [ROWS, HALF], tile),
+        gl.allocate_shared_memory(TYPE, [ROWS, R], rope),
+    )  # fmt: skip
+    fence_async_shared()
+    barrier()
+    work = Work(
+        work_indptr_ptr, work_info_ptr, qo_indptr_ptr, kv_indptr_ptr, table_ptr, table_stride,
+        first_row,
+    )  # fmt: skip
+    target = Target(
+        out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, out_stride_t, out_stride_h, heads
+    )
+    gl.warp_specialize(
+        [
+            (score, (work, query, tiles, shared, target, scale * LOG2E, HEADS, FOLD, LSE, PDL)),
+            (multiply, (work, tiles, shared, target, HEADS, FOLD, PDL)),
+            (copy, (work, tiles, halves, rotated, block_rows, PAGE, HEADS, FOLD, PDL)),
+        ],
+        [4, 1],
+        [216, 40],
+    )
+    if PDL:
+        # Idle programs must signal too: a dependent grid waits for all of them.
+        gdc.gdc_wait()
+        gdc.gdc_launch_dependents()
+
+
+def arguments(given: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional arguments and keywords of the kernel (also for compiling without a GPU)."""
+    q, out, plan, latent = given.q, given.out, given.plan, given.plan.settings.v_head_dim
+    args = (
+        q,
+        given.block_table,
+        out,
+        plan.partial_lse if given.lse is None else given.lse,
+        plan.partial_output,
+        plan.partial_lse,
+        plan.work_indptr,
+        plan.work_info_set,
+        plan.qo_indptr,
+        plan.kv_indptr,
+        float(given.softmax_scale),
+        q.shape[1],
+        *q.stride()[:2],
+        *out.stride()[:2],
+        given.block_table.stride(0),
+        *descriptors(given.kv_cache, latent),
+        int(plan.fresh),
+    )
+    options = {
+        "PAGE": given.kv_cache.shape[1],
+        "HEADS": plan.heads_per_work,
+        "FOLD": plan.fold,
+        "LSE": given.lse is not None,
+        "PDL": True,
+        "launch_pdl": True,
+        "num_warps": WARPS.value,
+    }
+    return args, options

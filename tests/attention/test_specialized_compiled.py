@@ -1,0 +1,67 @@
+"""The specialized decode kernel for Hopper compiled (not run): products, spills, memory."""
+
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from mla_fusion.attention import hopper_specialized
+from mla_fusion.attention import triton as provider
+from mla_fusion.attention.hopper_specialized_parts import descriptors
+from mla_fusion.attention.validate import Inputs
+from tests.attention.decodes import BF16, plan_for
+from tests.kernels.compiled import LDS, compile_kernel, compile_report
+
+SPECIALIZED = provider.Config(True, 64, 64, 4, specialized=True)
+
+
+def arguments(page=64):
+    """Launch arguments for 64 heads of DeepSeek."""
+
+    def meta(*shape, dtype=BF16):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    given = Inputs(
+        meta(8, 64, 576),
+        meta(99, page, 576),
+        plan_for(num_heads=64, q_dtype=BF16, kv_dtype=BF16),
+        meta(8, 128, dtype=torch.int32),
+        0.1,
+        None,
+        None,
+        meta(8, 64, 512),
+        meta(8, 64, dtype=torch.float32),
+    )
+    return provider.decode_arguments(SPECIALIZED, given)
+
+
+def test_products_and_resources():
+    args, options = arguments()
+    result = compile_report("sm_90", hopper_specialized.decode_kernel, args, options)
+    assert result.matrix == ("HGMMA",) and result.shared <= LDS["sm_90"], result
+    # Two halves in four boxes of 64 columns each, and the rotated part.
+    assert result.bulk_copies == 9, result
+    # Triton 3.9 keeps addresses of the query in memory; 3.6 to 3.8 spill nothing.
+    assert result.hot_spills <= 6, result
+
+
+def test_the_work_of_each_warpgroup():
+    args, options = arguments()
+    compiled = compile_kernel("sm_90", hopper_specialized.decode_kernel, args, options)
+    text = compiled.asm["ptx"]
+    # Scores of the first tile and of the others: 576 / 16 products each. Weighted values: the last
+    # tile's and the others' left half, and all right halves: 64 / 16 each.
+    products = re.findall(r"wgmma.mma_async\S*m64n(\d+)k16", text)
+    assert (products.count("64"), products.count("256")) == (2 * 36, 3 * 4)
+    # Registers move from the copying warp to the others.
+    granted = re.findall(r"setmaxnreg.(inc|dec).sync.aligned.u32\s+(\d+);", text)
+    assert {("dec", "40"), ("inc", "216"), ("dec", "248")} <= set(granted)
+
+
+@pytest.mark.parametrize("page", [1, 16, 96])
+def test_pages_of_other_than_whole_tiles_are_refused(page):
+    cache = torch.empty(4, page, 576, dtype=BF16)
+    with pytest.raises(ValueError, match=f"pages of {page} tokens"):
+        descriptors(cache, 512)
