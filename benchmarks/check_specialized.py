@@ -1,0 +1,222 @@
+#!/usr/bin/env python3
+"""The specialized decode kernel for Hopper on this GPU: is it right, and is it faster.
+
+    python benchmarks/check_specialized.py --seconds 30
+
+Random batches are held against float64 attention, eager; then shapes are timed in turns with the
+kernel that the provider chooses. Both plans are timed for 128 heads: blocks of 64 heads as items of
+their own, and *pairs*, items of all heads whose two row blocks run at the same time and share what
+they read in the L2 cache. All runs in a child process: a kernel that waits for ever is killed after
+`--seconds` without a line, and the last line says where. Exits with 1 if a check fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import select
+import subprocess
+import sys
+from typing import Any
+
+import torch
+from attention_cases import BF16, TOLERANCE, Case, Inputs, exact, make
+from checks import expect, finish
+
+from mla_fusion.attention import PersistentDecodePlan
+from mla_fusion.attention import triton as provider
+from mla_fusion.attention.buffers import multiprocessors
+from mla_fusion.attention.validate import Inputs as Given
+from mla_fusion.attention.validate import validate
+from mla_fusion.cli.bench import environment
+from mla_fusion.cli.bench_region import capture_calls, interleave, quantiles
+from mla_fusion.cli.compare import distance
+
+SPECIALIZED = provider.Config(True, 64, 64, 4, specialized=True)
+LSE_TOLERANCE = 1e-5
+# Heads, query rows, page, and whether the plan pairs row blocks.
+CHECKED = [
+    (64, 1, 64, False),
+    (128, 1, 64, False),
+    (128, 1, 64, True),
+    (16, 4, 128, False),
+    (40, 1, 128, False),
+    (128, 2, 64, False),
+]
+TIMED = [(64, 8192), (128, 8192), (64, 65536), (4, 1024), (1, 1024), (16, 8192)]
+
+
+def plan_of(case: Case, pairs: bool) -> PersistentDecodePlan:
+    """A plan with the provider's settings; with `pairs` an item holds two blocks of 64 rows."""
+    settings: dict[str, Any] = provider.plan_settings(
+        case.heads, case.queries, case.dtype, case.width, "cuda"
+    )
+    if pairs:
+        blocks = case.heads * case.queries // 64
+        processors = multiprocessors(torch.device("cuda"))
+        settings |= {"workers": processors // blocks, "heads_per_work": case.heads}
+    return PersistentDecodePlan.allocate(
+        max_batch=case.batch, max_query_len=case.queries, num_heads=case.heads, q_dtype=case.dtype,
+        kv_dtype=case.dtype, device="cuda", v_head_dim=case.latent, **settings,
+    )  # fmt: skip
+
+
+def refresh(plan: PersistentDecodePlan, rows: list[int], lens: torch.Tensor) -> None:
+    """Plan sequences of `rows` query rows."""
+    starts = torch.tensor([0, *rows], dtype=torch.int32, device="cuda").cumsum(0).int()
+    plan.refresh(
+        qo_indptr=starts, seq_lens=lens, num_tokens=sum(rows), max_query_len=max(rows, default=0)
+    )
+
+
+def launch(
+    inputs: Inputs, plan: PersistentDecodePlan, i: int, out: torch.Tensor, lse: torch.Tensor,
+    config: provider.Config | None,
+) -> None:  # fmt: skip
+    """One decode of cache `i` by the kernel of `config`, or by the one that is chosen."""
+    given = Given(
+        inputs.q[: len(out)], inputs.caches[i], plan, inputs.table, inputs.case.scale, None, None,
+        out, lse,
+    )  # fmt: skip
+    validate(given)
+    provider.launch(given, config=config)
+
+
+def outputs(case: Case, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and LSE of `rows` query rows, NaN."""
+    out = torch.full((rows, case.heads, case.latent), torch.nan, device="cuda", dtype=BF16)
+    return out, torch.full((rows, case.heads), torch.nan, device="cuda")
+
+
+def lengths_of(rng: random.Random, kind: str, batch: int) -> list[int]:
+    """KV tokens of each sequence."""
+    choices = {
+        "short": lambda: rng.choice((0, 1, 2, 63, 64, 65, 127, 128, 129)),
+        "odd": lambda: rng.randint(1, 3000),
+        "long": lambda: rng.randint(1, 40_000),
+    }
+    return [choices[kind]() for _ in range(batch)]
+
+
+def poison(inputs: Inputs, lengths: list[int]) -> None:
+    """NaN wherever no token of a sequence is."""
+    cache, page = inputs.caches[0], inputs.case.page
+    used = torch.zeros(cache.shape[0] * page, dtype=torch.bool, device="cuda")
+    for b, length in enumerate(lengths):
+        at = torch.arange(length, device="cuda")
+        used[inputs.table[b, at // page].long() * page + at % page] = True
+    cache.view(len(used), -1)[~used] = torch.nan
+
+
+def check(rng: random.Random) -> None:
+    """Random batches: short sequences, odd lengths, and few long ones, which are split."""
+    for heads, queries, page, pairs in CHECKED:
+        for kind, batch in (("short", 24), ("odd", 40), ("long", 3), ("odd", 200)):
+            context = 40_064 if kind == "long" else 3_072
+            case = Case(batch, context, heads, BF16, False, queries, page)
+            name = f"H={heads} rows<={queries} page={page}{' pairs' if pairs else ''}"
+            check_case(f"{name} {batch} {kind}", case, pairs, lengths_of(rng, kind, batch), rng)
+
+
+def check_case(name: str, case: Case, pairs: bool, lengths: list[int], rng: random.Random) -> None:
+    """One batch, four times: the same plan has the same result, bit by bit."""
+    print(f"     {name}", flush=True)
+    rows = [rng.choice((case.queries, rng.randint(1, case.queries))) for _ in lengths]
+    inputs, plan = make(case), plan_of(case, pairs)
+    inputs.lens.copy_(torch.tensor(lengths))
+    poison(inputs, lengths)
+    refresh(plan, rows, inputs.lens)
+    results = [outputs(case, sum(rows)) for _ in range(4)]
+    for out, lse in results:
+        launch(inputs, plan, 0, out, lse, SPECIALIZED)
+    torch.cuda.synchronize()
+    out, lse = results[0]
+    errors, start = [[0.0, 0.0]], 0
+    for b, length in enumerate(lengths):
+        at = slice(start, start + rows[b])
+        start = at.stop
+        want, want_lse = exact(inputs, b, length, at)
+        moved = torch.where(lse[at] == want_lse, 0.0, (lse[at].double() - want_lse).abs())
+        errors.append([distance(out[at], want), float(moved.amax())])
+    # max() may lose a NaN; torch keeps it.
+    worst, worst_lse = torch.tensor(errors).amax(0).tolist()
+    same = all(torch.equal(out, each) and torch.equal(lse, at) for each, at in results[1:])
+    ok = worst <= TOLERANCE and worst_lse <= LSE_TOLERANCE and same
+    pieces, again = int(plan.reduce_indptr[-1]), "same" if same else "different"
+    expect(name, ok, f"error {worst:.1e}, LSE {worst_lse:.1e}, {pieces} pieces, again {again}")
+
+
+def time(case: Case, rounds: int) -> None:
+    """Microseconds of both kernels, and how far their results are off."""
+    name = f"{case.batch} x {case.context}"
+    print(f"     {name}", flush=True)
+    inputs = make(case)
+    out, lse = outputs(case, case.batch)
+    sampled = sorted({0, case.batch // 2, case.batch - 1})
+    want = [exact(inputs, b, case.context, slice(b, b + 1))[0] for b in sampled]
+    graphs, errors = {}, {}
+    for kernel, config in (("chosen", None), ("specialized", SPECIALIZED)):
+        for pairs in (False, True):
+            plan = plan_of(case, pairs)
+            refresh(plan, [1] * case.batch, inputs.lens)
+            out.fill_(torch.nan)
+            launch(inputs, plan, 0, out, lse, config)
+            apart = [distance(out[b : b + 1], w) for b, w in zip(sampled, want, strict=True)]
+            kind = f"{kernel}, pairs" if pairs else kernel
+            errors[kind] = float(torch.tensor(apart).max())
+            graphs[kind] = capture_calls(
+                lambda i, p=plan, c=config: launch(inputs, p, i, out, lse, c), len(inputs.caches)
+            )
+    samples = interleave(graphs, len(inputs.caches), rounds)
+    times = {kind: quantiles(values)[1] for kind, values in samples.items()}
+    for kind, us in times.items():
+        print(
+            f"     {name} {kind}: {us:.1f} us, {case.flops() / us / 1e6:.0f} TFLOP/s, "
+            f"{times['chosen'] / us:.2f}x, error {errors[kind]:.1e}",
+            flush=True,
+        )
+    worst = float(torch.tensor(list(errors.values())).max())
+    expect(name, worst <= TOLERANCE, f"error {worst:.1e}")
+
+
+def watch(command: list[str], seconds: float) -> int:
+    """Run `command`, print what it prints, and kill it after `seconds` of silence."""
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert child.stdout is not None
+    while select.select([child.stdout], [], [], seconds)[0]:
+        text = os.read(child.stdout.fileno(), 65536)
+        if not text:
+            return child.wait()
+        sys.stdout.write(text.decode(errors="replace"))
+        sys.stdout.flush()
+    child.kill()
+    print(f"FAIL nothing printed for {seconds:.0f} s: the kernel waits for ever; killed")
+    return 1
+
+
+def main() -> None:
+    """Watch a child, or be it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
+    parser.add_argument("--seconds", type=float, default=30, help="of silence before it is killed")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", choices=("check", "time"), help="one of the two parts")
+    parser.add_argument("--child", action="store_true", help="run here, unwatched")
+    options = parser.parse_args()
+    if not options.child:
+        again = [sys.executable, __file__, "--child", *sys.argv[1:], "--seed", str(options.seed)]
+        sys.exit(watch(again, options.seconds))
+    print(environment(""), f"--seed {options.seed}", flush=True)
+    torch.manual_seed(options.seed)
+    if options.only != "time":
+        check(random.Random(options.seed))
+    if options.only != "check":
+        for batch, context in TIMED:
+            time(Case(batch, context, 128, BF16), options.rounds)
+            torch.cuda.empty_cache()
+    finish()
+
+
+if __name__ == "__main__":
+    main()
