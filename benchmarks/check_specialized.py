@@ -4,24 +4,39 @@
     python benchmarks/check_specialized.py --seconds 30
 
 Random batches are held against float64 attention, eager; then shapes are timed in turns with the
-kernel that the provider chooses. Both plans are timed for 128 heads: blocks of 64 heads as items of
-their own, and *pairs*, items of all heads whose two row blocks run at the same time and share what
-they read in the L2 cache. All runs in a child process: a kernel that waits for ever is killed after
-`--seconds` without a line, and the last line says where. Exits with 1 if a check fails.
+kernel that the provider chooses, and with FlashAttention 3 and FlashMLA where vLLM is installed.
+Both plans are timed for 128 heads: blocks of 64 heads as items of their own, and *pairs*, items of
+all heads whose two row blocks run at the same time and share what they read in the L2 cache.
+All runs in a child process: a kernel that waits for ever is killed after `--seconds` without a
+line, and the last line says where. Exits with 1 if a check fails.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import random
 import select
 import subprocess
 import sys
+import time
 from typing import Any
 
 import torch
-from attention_cases import BF16, TOLERANCE, Case, Inputs, exact, make
+from attention_cases import (
+    BF16,
+    TOLERANCE,
+    UNAVAILABLE,
+    Call,
+    Case,
+    Inputs,
+    exact,
+    fa3,
+    flashmla,
+    make,
+    prepare,
+)
 from checks import expect, finish
 
 from mla_fusion.attention import PersistentDecodePlan
@@ -30,7 +45,7 @@ from mla_fusion.attention.buffers import multiprocessors
 from mla_fusion.attention.validate import Inputs as Given
 from mla_fusion.attention.validate import validate
 from mla_fusion.cli.bench import environment
-from mla_fusion.cli.bench_region import capture_calls, interleave, quantiles
+from mla_fusion.cli.bench_region import interleave, quantiles
 from mla_fusion.cli.compare import distance
 
 SPECIALIZED = provider.Config(True, 64, 64, 4, specialized=True)
@@ -44,7 +59,8 @@ CHECKED = [
     (40, 1, 128, False),
     (128, 2, 64, False),
 ]
-TIMED = [(64, 8192), (128, 8192), (64, 65536), (4, 1024), (1, 1024), (16, 8192)]
+TIMED = ["64x8192", "128x8192", "64x65536", "16x8192", "4x1024", "1x1024"]
+PEERS = {"fa3": fa3, "flashmla": flashmla}
 
 
 def plan_of(case: Case, pairs: bool) -> PersistentDecodePlan:
@@ -147,35 +163,47 @@ def check_case(name: str, case: Case, pairs: bool, lengths: list[int], rng: rand
     expect(name, ok, f"error {worst:.1e}, LSE {worst_lse:.1e}, {pieces} pieces, again {again}")
 
 
-def time(case: Case, rounds: int) -> None:
-    """Microseconds of both kernels, and how far their results are off."""
+def ours(inputs: Inputs, config: provider.Config | None, pairs: bool) -> tuple[Call, torch.Tensor]:
+    """The kernel of `config`, or the one that is chosen, as a candidate."""
+    plan = plan_of(inputs.case, pairs)
+    refresh(plan, [1] * inputs.case.batch, inputs.lens)
+    out, lse = outputs(inputs.case, inputs.case.batch)
+    return lambda i: launch(inputs, plan, i, out, lse, config), out
+
+
+KINDS = {
+    "chosen": functools.partial(ours, config=None, pairs=False),
+    "specialized": functools.partial(ours, config=SPECIALIZED, pairs=False),
+    "specialized, pairs": functools.partial(ours, config=SPECIALIZED, pairs=True),
+    **PEERS,
+}
+
+
+def measure(case: Case, rounds: int) -> None:
+    """Microseconds of all kernels, the first sample at once, and how far their results are off."""
     name = f"{case.batch} x {case.context}"
     print(f"     {name}", flush=True)
     inputs = make(case)
-    out, lse = outputs(case, case.batch)
-    sampled = sorted({0, case.batch // 2, case.batch - 1})
-    want = [exact(inputs, b, case.context, slice(b, b + 1))[0] for b in sampled]
-    graphs, errors = {}, {}
-    for kernel, config in (("chosen", None), ("specialized", SPECIALIZED)):
-        for pairs in (False, True):
-            plan = plan_of(case, pairs)
-            refresh(plan, [1] * case.batch, inputs.lens)
-            out.fill_(torch.nan)
-            launch(inputs, plan, 0, out, lse, config)
-            apart = [distance(out[b : b + 1], w) for b, w in zip(sampled, want, strict=True)]
-            kind = f"{kernel}, pairs" if pairs else kernel
-            errors[kind] = float(torch.tensor(apart).max())
-            graphs[kind] = capture_calls(
-                lambda i, p=plan, c=config: launch(inputs, p, i, out, lse, c), len(inputs.caches)
-            )
+    graphs, errors, kept = {}, {}, {}
+    for kind, build in KINDS.items():
+        try:
+            graphs[kind], errors[kind], kept[kind] = prepare(inputs, build)
+        except UNAVAILABLE as problem:
+            if kind not in PEERS:
+                raise
+            print(f"     {name} {kind} left out: {type(problem).__name__} {str(problem)[:100]}")
+            continue
+        (us,) = interleave({kind: graphs[kind]}, len(inputs.caches), 1)[kind]
+        print(f"     {name} {kind}: {us:.1f} us alone, error {errors[kind]:.1e}", flush=True)
     samples = interleave(graphs, len(inputs.caches), rounds)
     times = {kind: quantiles(values)[1] for kind, values in samples.items()}
     for kind, us in times.items():
-        print(
-            f"     {name} {kind}: {us:.1f} us, {case.flops() / us / 1e6:.0f} TFLOP/s, "
-            f"{times['chosen'] / us:.2f}x, error {errors[kind]:.1e}",
-            flush=True,
+        ratios = ", ".join(
+            f"{times[other] / us:.2f}x {other}" for other in ("chosen", *PEERS) if other in times
         )
+        rate = case.flops() / us / 1e6
+        print(f"     {name} {kind}: {us:.1f} us, {rate:.0f} TFLOP/s, {ratios}", flush=True)
+    # max() may lose a NaN; torch keeps it.
     worst = float(torch.tensor(list(errors.values())).max())
     expect(name, worst <= TOLERANCE, f"error {worst:.1e}")
 
@@ -202,6 +230,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30, help="of silence before it is killed")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=("check", "time"), help="one of the two parts")
+    parser.add_argument("--shapes", nargs="+", default=TIMED, metavar="BxN", help="to time")
+    parser.add_argument("--budget", type=float, default=30, help="seconds: then no new shape")
     parser.add_argument("--child", action="store_true", help="run here, unwatched")
     options = parser.parse_args()
     if not options.child:
@@ -212,8 +242,12 @@ def main() -> None:
     if options.only != "time":
         check(random.Random(options.seed))
     if options.only != "check":
-        for batch, context in TIMED:
-            time(Case(batch, context, 128, BF16), options.rounds)
+        start = time.monotonic()
+        for shape in options.shapes:
+            if time.monotonic() - start > options.budget:
+                print(f"     no time for {shape}", flush=True)
+                continue
+            measure(Case(*map(int, shape.split("x")), 128, BF16), options.rounds)
             torch.cuda.empty_cache()
     finish()
 
