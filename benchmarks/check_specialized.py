@@ -28,6 +28,7 @@ from attention_cases import (
     BF16,
     TOLERANCE,
     UNAVAILABLE,
+    Build,
     Call,
     Case,
     Inputs,
@@ -48,7 +49,10 @@ from mla_fusion.cli.bench import environment
 from mla_fusion.cli.bench_region import interleave, quantiles
 from mla_fusion.cli.compare import distance
 
-SPECIALIZED = provider.Config(True, 64, 64, 4, specialized=True)
+SCHEDULES = {
+    "split": provider.Config(True, 64, 64, 4, specialized=True),
+    "late": provider.Config(True, 64, 64, 4, specialized=True, late=True),
+}
 LSE_TOLERANCE = 1e-5
 # Heads, query rows, page, and whether the plan pairs row blocks.
 CHECKED = [
@@ -60,7 +64,7 @@ CHECKED = [
     (128, 2, 64, False),
 ]
 TIMED = ["64x8192", "128x8192", "64x65536", "16x8192", "4x1024", "1x1024"]
-PEERS = {"fa3": fa3, "flashmla": flashmla}
+PEERS: dict[str, Build] = {"fa3": fa3, "flashmla": flashmla}
 
 
 def plan_of(case: Case, pairs: bool) -> PersistentDecodePlan:
@@ -125,42 +129,52 @@ def poison(inputs: Inputs, lengths: list[int]) -> None:
     cache.view(len(used), -1)[~used] = torch.nan
 
 
-def check(rng: random.Random) -> None:
+def check(schedules: list[str], rng: random.Random) -> None:
     """Random batches: short sequences, odd lengths, and few long ones, which are split."""
     for heads, queries, page, pairs in CHECKED:
         for kind, batch in (("short", 24), ("odd", 40), ("long", 3), ("odd", 200)):
             context = 40_064 if kind == "long" else 3_072
             case = Case(batch, context, heads, BF16, False, queries, page)
             name = f"H={heads} rows<={queries} page={page}{' pairs' if pairs else ''}"
-            check_case(f"{name} {batch} {kind}", case, pairs, lengths_of(rng, kind, batch), rng)
+            lengths = lengths_of(rng, kind, batch)
+            check_case(f"{name} {batch} {kind}", case, pairs, lengths, schedules, rng)
 
 
-def check_case(name: str, case: Case, pairs: bool, lengths: list[int], rng: random.Random) -> None:
-    """One batch, four times: the same plan has the same result, bit by bit."""
+def check_case(
+    name: str, case: Case, pairs: bool, lengths: list[int], schedules: list[str],
+    rng: random.Random,
+) -> None:  # fmt: skip
+    """One batch, four times each: the same plan has the same result, bit by bit."""
     print(f"     {name}", flush=True)
     rows = [rng.choice((case.queries, rng.randint(1, case.queries))) for _ in lengths]
     inputs, plan = make(case), plan_of(case, pairs)
     inputs.lens.copy_(torch.tensor(lengths))
     poison(inputs, lengths)
     refresh(plan, rows, inputs.lens)
-    results = [outputs(case, sum(rows)) for _ in range(4)]
-    for out, lse in results:
-        launch(inputs, plan, 0, out, lse, SPECIALIZED)
-    torch.cuda.synchronize()
-    out, lse = results[0]
-    errors, start = [[0.0, 0.0]], 0
+    results = {name: [outputs(case, sum(rows)) for _ in range(4)] for name in schedules}
+    for schedule, launches in results.items():
+        for out, lse in launches:
+            launch(inputs, plan, 0, out, lse, SCHEDULES[schedule])
+        print(f"     {schedule} launched", flush=True)
+        torch.cuda.synchronize()
+    wanted, start = [], 0
     for b, length in enumerate(lengths):
         at = slice(start, start + rows[b])
         start = at.stop
-        want, want_lse = exact(inputs, b, length, at)
-        moved = torch.where(lse[at] == want_lse, 0.0, (lse[at].double() - want_lse).abs())
-        errors.append([distance(out[at], want), float(moved.amax())])
-    # max() may lose a NaN; torch keeps it.
-    worst, worst_lse = torch.tensor(errors).amax(0).tolist()
-    same = all(torch.equal(out, each) and torch.equal(lse, at) for each, at in results[1:])
-    ok = worst <= TOLERANCE and worst_lse <= LSE_TOLERANCE and same
-    pieces, again = int(plan.reduce_indptr[-1]), "same" if same else "different"
-    expect(name, ok, f"error {worst:.1e}, LSE {worst_lse:.1e}, {pieces} pieces, again {again}")
+        wanted.append((at, *exact(inputs, b, length, at)))
+    pieces = int(plan.reduce_indptr[-1])
+    for schedule, launches in results.items():
+        out, lse = launches[0]
+        errors = [[0.0, 0.0]]
+        for at, want, want_lse in wanted:
+            moved = torch.where(lse[at] == want_lse, 0.0, (lse[at].double() - want_lse).abs())
+            errors.append([distance(out[at], want), float(moved.amax())])
+        # max() may lose a NaN; torch keeps it.
+        worst, worst_lse = torch.tensor(errors).amax(0).tolist()
+        same = all(torch.equal(out, each) and torch.equal(lse, at) for each, at in launches[1:])
+        ok = worst <= TOLERANCE and worst_lse <= LSE_TOLERANCE and same
+        detail = f"error {worst:.1e}, LSE {worst_lse:.1e}, {pieces} pieces"
+        expect(f"{schedule} {name}", ok, f"{detail}, again {'same' if same else 'different'}")
 
 
 def ours(inputs: Inputs, config: provider.Config | None, pairs: bool) -> tuple[Call, torch.Tensor]:
@@ -171,21 +185,23 @@ def ours(inputs: Inputs, config: provider.Config | None, pairs: bool) -> tuple[C
     return lambda i: launch(inputs, plan, i, out, lse, config), out
 
 
-KINDS = {
-    "chosen": functools.partial(ours, config=None, pairs=False),
-    "specialized": functools.partial(ours, config=SPECIALIZED, pairs=False),
-    "specialized, pairs": functools.partial(ours, config=SPECIALIZED, pairs=True),
-    **PEERS,
-}
+def candidates(schedules: list[str]) -> dict[str, Build]:
+    """All that is timed, by name."""
+    named: dict[str, Build] = {"chosen": functools.partial(ours, config=None, pairs=False)}
+    for name in schedules:
+        config = SCHEDULES[name]
+        named[name] = functools.partial(ours, config=config, pairs=False)
+        named[f"{name}, pairs"] = functools.partial(ours, config=config, pairs=True)
+    return named | PEERS
 
 
-def measure(case: Case, rounds: int) -> None:
+def measure(case: Case, schedules: list[str], rounds: int) -> None:
     """Microseconds of all kernels, the first sample at once, and how far their results are off."""
     name = f"{case.batch} x {case.context}"
     print(f"     {name}", flush=True)
     inputs = make(case)
     graphs, errors, kept = {}, {}, {}
-    for kind, build in KINDS.items():
+    for kind, build in candidates(schedules).items():
         try:
             graphs[kind], errors[kind], kept[kind] = prepare(inputs, build)
         except UNAVAILABLE as problem:
@@ -230,6 +246,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30, help="of silence before it is killed")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=("check", "time"), help="one of the two parts")
+    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
     parser.add_argument("--shapes", nargs="+", default=TIMED, metavar="BxN", help="to time")
     parser.add_argument("--budget", type=float, default=30, help="seconds: then no new shape")
     parser.add_argument("--child", action="store_true", help="run here, unwatched")
@@ -240,14 +257,15 @@ def main() -> None:
     print(environment(""), f"--seed {options.seed}", flush=True)
     torch.manual_seed(options.seed)
     if options.only != "time":
-        check(random.Random(options.seed))
+        check(options.schedules, random.Random(options.seed))
     if options.only != "check":
         start = time.monotonic()
         for shape in options.shapes:
             if time.monotonic() - start > options.budget:
                 print(f"     no time for {shape}", flush=True)
                 continue
-            measure(Case(*map(int, shape.split("x")), 128, BF16), options.rounds)
+            case = Case(*map(int, shape.split("x")), 128, BF16)
+            measure(case, options.schedules, options.rounds)
             torch.cuda.empty_cache()
     finish()
 

@@ -3,16 +3,18 @@
 In `hopper_kernel.py` eight warps score, weigh and multiply in step, and the tensor cores idle
 during the softmax. Here one warpgroup computes the scores of a tile, the softmax and the left half
 of the output, the other one only the right half, and a single warp asks the tensor copy engine
-(TMA) for the tiles. Products of the right half run beside those of the left half, and beside the
-scores of the next tile. The left half could wait until those are multiplied, and fill the time of
-the softmax. Not with two tiles: one would be in use until the tile that takes its place is needed.
+(TMA) for the tiles. Products of the right half run beside those of the left half. LATE: they wait
+for the scores of the next tile, and fill the time of its softmax. Their half is then in use until
+the tile that takes its place is nearly needed. So it is freed, copied and scored in two quarters of
+the latents, last of all.
 
 Scores are [rows, tokens]: 64 rows fill the M of WGMMA, and a row of scores lies in four threads.
 Weights and factors go through shared memory. Barriers (mbarrier), all completed by one arrival:
 
 | barrier | completed by | waited for by |
 |---|---|---|
-| left_full, right_full: half of a tile has arrived, right: and its rotated part | TMA | who reads |
+| left_full: left half and rotated part of a tile have arrived | TMA | who reads |
+| right_full: so has a quarter of the right | TMA | who reads |
 | left_free, right_free: it was used | who multiplied it with the weights | the copying warp |
 | weights_full: the weights of a tile, or the last factor, are there | the scores | the right half |
 | weights_free: they were used | the right half | the scores |
@@ -33,7 +35,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc
 
 from mla_fusion.attention.hopper_copy import barrier
-from mla_fusion.attention.hopper_kernel import load_query
 from mla_fusion.attention.hopper_specialized_parts import (
     ROWS,
     TILE,
@@ -47,9 +48,10 @@ from mla_fusion.attention.hopper_specialized_parts import (
     copy,
     descriptors,
     item_of,
-    pass_on,
-    store_half,
+    load_rows,
+    put,
     store_lse,
+    store_part,
     tiles_of,
 )
 from mla_fusion.attention.triton_kernels import LN2, LOG2E
@@ -59,17 +61,27 @@ if TYPE_CHECKING:
 
 
 @gluon.jit
-def scores_of(query, tiles, done, layout: gl.constexpr):
-    """Start the products [rows, tokens] of the query with tile number `done` of the program."""
+def start_scores(query, tiles, done, layout: gl.constexpr):
+    """Start the products [rows, tokens] of the query with tile number `done` of the program: two
+    of four, those with its left half and its rotated part.
+    """
     buffer = done % 2
-    phase = (done // 2) % 2
-    mbarrier.wait(tiles.left_full.index(buffer), phase)
+    mbarrier.wait(tiles.left_full.index(buffer), (done // 2) % 2)
     s = gl.zeros([ROWS, TILE], gl.float32, layout)
     left = tiles.left.index(buffer).permute((1, 0))
     s = warpgroup_mma(query.left, left, s, use_acc=False, is_async=True)
-    mbarrier.wait(tiles.right_full.index(buffer), phase)
-    s = warpgroup_mma(query.right, tiles.right.index(buffer).permute((1, 0)), s, is_async=True)
     return warpgroup_mma(query.ropes, tiles.ropes.index(buffer).permute((1, 0)), s, is_async=True)
+
+
+@gluon.jit
+def finish_scores(s, query, tiles, done):
+    """The other two products, with the quarters; waits for all."""
+    for part in gl.static_range(2):
+        quarter = 2 * (done % 2) + part
+        mbarrier.wait(tiles.right_full.index(quarter), (done // 2) % 2)
+        right = tiles.right.index(quarter).permute((1, 0))
+        s = warpgroup_mma(query.right.index(part), right, s, is_async=True)
+    return warpgroup_mma_wait(0, [s])
 
 
 @gluon.jit
@@ -87,18 +99,9 @@ def softmax_step(s, token, item, limit, factor, peak, total):
 
 
 @gluon.jit
-def add_values(acc, shared, value, free):
-    """Add the weighted values of a tile to the sums [rows, columns], and wait for them."""
-    acc = warpgroup_mma(shared.weights, value, acc, is_async=True)
-    acc = warpgroup_mma_wait(0, [acc])
-    mbarrier.arrive(free, count=1)
-    return acc
-
-
-@gluon.jit
 def score(
     work, query, tiles, shared, target, factor, HEADS: gl.constexpr, FOLD: gl.constexpr,
-    LSE: gl.constexpr, PDL: gl.constexpr,
+    LSE: gl.constexpr, LATE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The first warpgroup: scores, softmax, and the left half of the output."""
     HALF: gl.constexpr = tiles.left.shape[2]
@@ -120,36 +123,37 @@ def score(
         total = gl.zeros([ROWS], gl.float32, row_layout)
         acc = gl.zeros([ROWS, HALF], gl.float32, output)
         if count > 0:
-            rows = query.pointer + item.token * query.stride_t
-            steps = query.stride_t, query.stride_h
-            first_row = work.first_row
-            load_query(query.left, rows, item, first_row, query.heads, *steps, HEADS, WARPS)
-            load_query(query.right, rows + HALF, item, first_row, query.heads, *steps, HEADS, WARPS)
-            load_query(
-                query.ropes, rows + 2 * HALF, item, first_row, query.heads, *steps, HEADS, WARPS
-            )
-            fence_async_shared()
-            barrier()
-            s = warpgroup_mma_wait(0, [scores_of(query, tiles, done, scores)])
+            load_rows(query, item, work.first_row, HEADS)
+            s = finish_scores(start_scores(query, tiles, done, scores), query, tiles, done)
             p, decay, peak, total = softmax_step(s, first * TILE, item, limit, factor, peak, total)
-            pass_on(shared, p, decay, sent)
-            sent += 1
+            put(shared, p, decay, sent)
             for t in range(first + 1, first + count):
-                acc = add_values(
-                    acc, shared, tiles.left.index(done % 2), tiles.left_free.index(done % 2)
-                )
+                if not LATE:
+                    mbarrier.arrive(shared.full, count=1)
+                free = tiles.left_free.index(done % 2)
+                left = tiles.left.index(done % 2)
+                sums = warpgroup_mma(shared.weights, left, acc, is_async=True)
                 done += 1
-                s = warpgroup_mma_wait(0, [scores_of(query, tiles, done, scores)])
+                started = start_scores(query, tiles, done, scores)
+                # All but the two products of the scores.
+                acc = warpgroup_mma_wait(2, [sums])
+                mbarrier.arrive(free, count=1)
+                s = finish_scores(started, query, tiles, done)
+                if LATE:
+                    mbarrier.arrive(shared.full, count=1)
+                sent += 1
                 p, decay, peak, total = softmax_step(s, t * TILE, item, limit, factor, peak, total)
                 acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, output))[:, None]
-                pass_on(shared, p, decay, sent)
-                sent += 1
+                put(shared, p, decay, sent)
+            mbarrier.arrive(shared.full, count=1)
+            sent += 1
+            left = tiles.left.index(done % 2)
             over = item.end - (first + count - 1) * TILE
             if over < TILE:
-                clear_rows(tiles.left.index(done % 2), over)
-            acc = add_values(
-                acc, shared, tiles.left.index(done % 2), tiles.left_free.index(done % 2)
-            )
+                clear_rows(left, over)
+            sums = warpgroup_mma(shared.weights, left, acc, is_async=True)
+            acc = warpgroup_mma_wait(0, [sums])
+            mbarrier.arrive(tiles.left_free.index(done % 2), count=1)
             done += 1
         lse = gl.where(total > 0.0, (peak + gl.log2(total)) * LN2, float("-inf"))
         inverse = gl.where(total > 0.0, 1.0 / total, 0.0)
@@ -160,16 +164,16 @@ def score(
         sent += 1
         store_lse(lse, work, item, target, HEADS, LSE)
         acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, output))[:, None]
-        store_half(acc, work, item, target, 0, 2 * HALF, HEADS)
+        store_part(acc, work, item, target, 0, 2 * HALF, HEADS)
 
 
 @gluon.jit
 def multiply(
     work, tiles, shared, target, HEADS: gl.constexpr, FOLD: gl.constexpr, PDL: gl.constexpr
 ):
-    """The second warpgroup: the right half of the output."""
-    HALF: gl.constexpr = tiles.right.shape[2]
-    output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HALF, 16])
+    """The second warpgroup: the right half of the output, in two quarters."""
+    PART: gl.constexpr = tiles.right.shape[2]
+    output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, PART, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, output)
     done = 0
     received = 0
@@ -177,21 +181,33 @@ def multiply(
     for number in range(begin, gl.load(work.indptr + gl.program_id(0) + 1)):
         item = item_of(work, number, HEADS, FOLD)
         first, count = tiles_of(item, work.first_row, HEADS)
-        acc = gl.zeros([ROWS, HALF], gl.float32, output)
+        third = gl.zeros([ROWS, PART], gl.float32, output)
+        fourth = third
         for t in range(first, first + count):
-            buffer = done % 2
+            quarter = 2 * (done % 2)
             mbarrier.wait(shared.full, received % 2)
             factors = shared.factors.load(row_layout)
-            # Complete already; waiting makes the copy visible here.
-            mbarrier.wait(tiles.right_full.index(buffer), (done // 2) % 2)
-            over = item.end - t * TILE
-            value = tiles.right.index(buffer)
-            if over < TILE:
-                clear_rows(value, over)
-            acc = acc * factors[:, None]
-            acc = add_values(acc, shared, value, tiles.right_free.index(buffer))
+            weights = shared.weights.load(gl.DotOperandLayout(0, output, 2))
+            barrier()
             mbarrier.arrive(shared.free, count=1)
             received += 1
+            # Complete already; waiting makes the copies visible here.
+            phase = (done // 2) % 2
+            mbarrier.wait(tiles.right_full.index(quarter), phase)
+            mbarrier.wait(tiles.right_full.index(quarter + 1), phase)
+            over = item.end - t * TILE
+            if over < TILE:
+                clear_rows(tiles.right.index(quarter), over)
+                clear_rows(tiles.right.index(quarter + 1), over)
+            third = third * factors[:, None]
+            fourth = fourth * factors[:, None]
+            sums = warpgroup_mma(weights, tiles.right.index(quarter), third, is_async=True)
+            last = warpgroup_mma(weights, tiles.right.index(quarter + 1), fourth, is_async=True)
+            third = warpgroup_mma_wait(1, [sums])
+            mbarrier.arrive(tiles.right_free.index(quarter), count=1)
+            # The weights are in registers, and read until the last product ends.
+            fourth, weights = warpgroup_mma_wait(0, [last, weights])
+            mbarrier.arrive(tiles.right_free.index(quarter + 1), count=1)
             done += 1
         mbarrier.wait(shared.full, received % 2)
         inverse = shared.factors.load(row_layout)
@@ -201,7 +217,8 @@ def multiply(
         if PDL:
             # The kernel in front may still read what is written here.
             gdc.gdc_wait()
-        store_half(acc * inverse[:, None], work, item, target, HALF, 2 * HALF, HEADS)
+        store_part(third * inverse[:, None], work, item, target, 2 * PART, 4 * PART, HEADS)
+        store_part(fourth * inverse[:, None], work, item, target, 3 * PART, 4 * PART, HEADS)
 
 
 @gluon.jit
@@ -218,9 +235,10 @@ def new_barriers(COUNT: gl.constexpr):
 def decode_kernel(
     q_ptr, table_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, work_indptr_ptr,
     work_info_ptr, qo_indptr_ptr, kv_indptr_ptr, scale, heads, q_stride_t, q_stride_h,
-    out_stride_t, out_stride_h, table_stride, halves, rotated, block_rows, fresh,
+    out_stride_t, out_stride_h, table_stride, halves, quarters,
+    rotated, block_rows, fresh,
     PAGE: gl.constexpr, HEADS: gl.constexpr, FOLD: gl.constexpr, LSE: gl.constexpr,
-    PDL: gl.constexpr,
+    LATE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Arguments as `triton_kernels.decode_kernel`, and those of `descriptors`; PDL and `fresh` as
     in `hopper_kernel.decode_kernel`.
@@ -229,17 +247,18 @@ def decode_kernel(
         gdc.gdc_wait()
     TYPE: gl.constexpr = q_ptr.dtype.element_ty
     HALF: gl.constexpr = halves.block_type.shape[1]
+    PART: gl.constexpr = quarters.block_type.shape[1]
     R: gl.constexpr = rotated.block_type.shape[1]
     tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     rope: gl.constexpr = gl.NVMMASharedLayout(2 * R, 16, 2)
     tiles = Tiles(
         gl.allocate_shared_memory(TYPE, [2, TILE, HALF], tile),
-        gl.allocate_shared_memory(TYPE, [2, TILE, HALF], tile),
+        gl.allocate_shared_memory(TYPE, [4, TILE, PART], tile),
         gl.allocate_shared_memory(TYPE, [2, TILE, R], rope),
         new_barriers(2),
+        new_barriers(4),
         new_barriers(2),
-        new_barriers(2),
-        new_barriers(2),
+        new_barriers(4),
     )
     first_row = gl.program_id(1) * ROWS
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -253,7 +272,7 @@ def decode_kernel(
     query = Query(
         q_ptr, q_stride_t, q_stride_h, heads,
         gl.allocate_shared_memory(TYPE, [ROWS, HALF], tile),
-        gl.allocate_shared_memory(TYPE, [ROWS, HALF], tile),
+        gl.allocate_shared_memory(TYPE, [2, ROWS, PART], tile),
         gl.allocate_shared_memory(TYPE, [ROWS, R], rope),
     )  # fmt: skip
     fence_async_shared()
@@ -267,9 +286,12 @@ def decode_kernel(
     )
     gl.warp_specialize(
         [
-            (score, (work, query, tiles, shared, target, scale * LOG2E, HEADS, FOLD, LSE, PDL)),
+            (
+                score,
+                (work, query, tiles, shared, target, scale * LOG2E, HEADS, FOLD, LSE, LATE, PDL),
+            ),
             (multiply, (work, tiles, shared, target, HEADS, FOLD, PDL)),
-            (copy, (work, tiles, halves, rotated, block_rows, PAGE, HEADS, FOLD, PDL)),
+            (copy, (work, tiles, halves, quarters, rotated, block_rows, PAGE, HEADS, FOLD, PDL)),
         ],
         [4, 1],
         [216, 40],
@@ -280,7 +302,7 @@ def decode_kernel(
         gdc.gdc_launch_dependents()
 
 
-def arguments(given: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments(given: Inputs, late: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional arguments and keywords of the kernel (also for compiling without a GPU)."""
     q, out, plan, latent = given.q, given.out, given.plan, given.plan.settings.v_head_dim
     args = (
@@ -307,6 +329,7 @@ def arguments(given: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
         "HEADS": plan.heads_per_work,
         "FOLD": plan.fold,
         "LSE": given.lse is not None,
+        "LATE": late,
         "PDL": True,
         "launch_pdl": True,
         "num_warps": WARPS.value,

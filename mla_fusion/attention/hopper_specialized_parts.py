@@ -15,7 +15,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc
 
 from mla_fusion.attention.hopper_copy import barrier, tile_layout, tma_load
-from mla_fusion.attention.hopper_kernel import read_item
+from mla_fusion.attention.hopper_kernel import load_query, read_item
 
 ROWS = gl.constexpr(64)  # query rows of a program: the M of WGMMA
 TILE = gl.constexpr(64)  # tokens
@@ -35,7 +35,10 @@ class Work(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Two tiles of keys in shared memory, [2, tokens, columns] each part, and their barriers."""
+    """Two tiles of keys in shared memory, and their barriers.
+
+    left, ropes: [2, tokens, columns]. right: [4, tokens, columns], two quarters of each tile.
+    """
 
     left: Any
     right: Any
@@ -79,12 +82,12 @@ class Target(NamedTuple):
     heads: Any
 
 
-def descriptors(kv_cache: torch.Tensor, latent: int) -> tuple[object, object, int]:
+def descriptors(kv_cache: torch.Tensor, latent: int) -> tuple[object, object, object, int]:
     """`kv_cache` [blocks, page_size, L + R] as the tensor copy engine sees it: one list of rows.
 
     Returns:
-        Descriptors of 64 tokens of half of their latent, and of their rotated part, and the rows
-        from one block to the next.
+        Descriptors of 64 tokens of half of their latent, of a quarter, and of their rotated part,
+        and the rows from one block to the next.
 
     Raises:
         ValueError: tiles span pages, or blocks are not a whole number of rows apart.
@@ -104,7 +107,7 @@ def descriptors(kv_cache: torch.Tensor, latent: int) -> tuple[object, object, in
         layout = tile_layout(columns, kv_cache.itemsize)
         return TensorDescriptor(kv_cache, [rows, width], [entry, 1], [tile, columns], layout)
 
-    return part(latent // 2), part(width - latent), step // entry
+    return part(latent // 2), part(latent // 4), part(width - latent), step // entry
 
 
 @gluon.jit
@@ -126,11 +129,12 @@ def item_of(work, number, HEADS: gl.constexpr, FOLD: gl.constexpr):
 
 @gluon.jit
 def copy(
-    work, tiles, halves, ropes, block_rows, PAGE: gl.constexpr, HEADS: gl.constexpr,
+    work, tiles, halves, quarters, ropes, block_rows, PAGE: gl.constexpr, HEADS: gl.constexpr,
     FOLD: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The copying warp: all tiles of all items, in order."""
     HALF: gl.constexpr = tiles.left.shape[2]
+    PART: gl.constexpr = tiles.right.shape[2]
     R: gl.constexpr = tiles.ropes.shape[2]
     SIZE: gl.constexpr = tiles.left.dtype.primitive_bitwidth // 8
     done = 0
@@ -147,13 +151,16 @@ def copy(
             # Free from the start: the phase before the first counts as completed.
             phase = (done // 2) % 2
             mbarrier.wait(tiles.left_free.index(buffer), phase ^ 1)
-            mbarrier.expect(tiles.left_full.index(buffer), TILE * HALF * SIZE)
-            tma_load(halves, [row, 0], tiles.left_full.index(buffer), tiles.left.index(buffer))
-            mbarrier.wait(tiles.right_free.index(buffer), phase ^ 1)
-            full = tiles.right_full.index(buffer)
+            full = tiles.left_full.index(buffer)
             mbarrier.expect(full, TILE * (HALF + R) * SIZE)
-            tma_load(halves, [row, HALF], full, tiles.right.index(buffer))
+            tma_load(halves, [row, 0], full, tiles.left.index(buffer))
             tma_load(ropes, [row, 2 * HALF], full, tiles.ropes.index(buffer))
+            for part in gl.static_range(2):
+                quarter = 2 * buffer + part
+                mbarrier.wait(tiles.right_free.index(quarter), phase ^ 1)
+                full = tiles.right_full.index(quarter)
+                mbarrier.expect(full, TILE * PART * SIZE)
+                tma_load(quarters, [row, HALF + part * PART], full, tiles.right.index(quarter))
             done += 1
 
 
@@ -171,18 +178,35 @@ def clear_rows(tile, count):
 
 
 @gluon.jit
-def pass_on(shared, p, factors, sent):
-    """Hand the weights and factors of a tile to the other warpgroup, the `sent`-th time."""
+def put(shared, p, factors, sent):
+    """Store the weights and factors of a tile for both warpgroups, the `sent`-th time."""
     mbarrier.wait(shared.free, (sent % 2) ^ 1)
     shared.weights.store(p.to(shared.weights.dtype))
     shared.factors.store(factors)
     fence_async_shared()
     barrier()
-    mbarrier.arrive(shared.full, count=1)
 
 
 @gluon.jit
-def store_half(acc, work, item, target, FIRST: gl.constexpr, L: gl.constexpr, HEADS: gl.constexpr):
+def load_rows(query, item, first_row, HEADS: gl.constexpr):
+    """The query's rows of an item into shared memory."""
+    HALF: gl.constexpr = query.left.shape[1]
+    PART: gl.constexpr = query.right.shape[2]
+    rows = query.pointer + item.token * query.stride_t
+    steps = query.stride_t, query.stride_h
+    load_query(query.left, rows, item, first_row, query.heads, *steps, HEADS, WARPS)
+    for part in gl.static_range(2):
+        load_query(
+            query.right.index(part), rows + HALF + part * PART, item, first_row, query.heads,
+            *steps, HEADS, WARPS,
+        )  # fmt: skip
+    load_query(query.ropes, rows + 2 * HALF, item, first_row, query.heads, *steps, HEADS, WARPS)
+    fence_async_shared()
+    barrier()
+
+
+@gluon.jit
+def store_part(acc, work, item, target, FIRST: gl.constexpr, L: gl.constexpr, HEADS: gl.constexpr):
     """Store normalized sums [rows, columns] in the columns from FIRST on."""
     layout: gl.constexpr = acc.type.layout
     rows = work.first_row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))

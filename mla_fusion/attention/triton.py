@@ -43,7 +43,8 @@ class Config:
     """How one launch of the decode kernel is compiled.
 
     hopper: which kernel. rows: query rows (position x head) of a program. block_n: tokens of a
-    tile. warps: of a program. specialized: Hopper's with warps of different work, for bf16.
+    tile. warps: of a program. specialized: Hopper's with warps of different work, for bf16; late:
+    half of its output waits for the next scores.
     """
 
     hopper: bool
@@ -51,6 +52,7 @@ class Config:
     block_n: int
     warps: int
     specialized: bool = False
+    late: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,7 +238,7 @@ def decode_arguments(
     if config.specialized:
         from mla_fusion.attention import hopper_specialized
 
-        return hopper_specialized.arguments(given)
+        return hopper_specialized.arguments(given, config.late)
     q, kv_cache, table = given.q, given.kv_cache, given.block_table
     plan, out, unused = given.plan, given.out, given.plan.partial_lse
     extra = Scope(kv_cache, table) if sparse is None else sparse.extra

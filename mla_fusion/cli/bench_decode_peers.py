@@ -24,6 +24,7 @@ FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 TOLERANCE = 4e-3
 ROTATED = 2**28  # bytes of caches that a graph walks over, several times the L2 cache
 Call = Callable[[int], object]
+Build = Callable[["Inputs"], tuple[Call, torch.Tensor]]
 UNAVAILABLE = (ImportError, RuntimeError, AttributeError, ValueError)  # a peer that is not here
 
 
@@ -133,9 +134,7 @@ def error(inputs: Inputs, out: torch.Tensor, lengths: list[int]) -> float:
     return float(torch.tensor(found).max())
 
 
-def prepare(
-    inputs: Inputs, build: Callable[[Inputs], tuple[Call, torch.Tensor]]
-) -> tuple[torch.cuda.CUDAGraph, float, Call]:
+def prepare(inputs: Inputs, build: Build) -> tuple[torch.cuda.CUDAGraph, float, Call]:
     """A candidate's graph, a call on each cache, and the error of its first call.
 
     The third result keeps what the graph reads: it must live as long as the graph.
