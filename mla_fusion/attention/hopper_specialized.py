@@ -13,6 +13,8 @@ Weights and factors go through shared memory. Barriers (mbarrier), all completed
 
 | barrier | completed by | waited for by |
 |---|---|---|
+| query.full: the query's rows of an item are there | TMA | the scores |
+| query.free: they were used | the scores | the copying warp |
 | left_full: left half and rotated part of a tile have arrived | TMA | who reads |
 | right_full: so has a quarter of the right | TMA | who reads |
 | left_free, right_free: it was used | who multiplied it with the weights | the copying warp |
@@ -39,17 +41,18 @@ from mla_fusion.attention.hopper_specialized_parts import (
     ROWS,
     TILE,
     WARPS,
+    Boxes,
     Query,
     Target,
     Tiles,
     Weights,
     Work,
+    cache_boxes,
     clear_rows,
     copy,
-    descriptors,
     item_of,
-    load_rows,
     put,
+    query_boxes,
     store_lse,
     store_part,
     tiles_of,
@@ -109,21 +112,21 @@ def score(
     output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HALF, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, scores)
     row = work.first_row + gl.arange(0, ROWS, row_layout)
+    items = 0
     done = 0
     sent = 0
     begin = gl.load(work.indptr + gl.program_id(0))
     for number in range(begin, gl.load(work.indptr + gl.program_id(0) + 1)):
         item = item_of(work, number, HEADS, FOLD)
         first, count = tiles_of(item, work.first_row, HEADS)
-        if PDL:
-            gdc.gdc_wait()
         # Row i of n sees tokens up to n - 1 - i before the end of the sequence.
         limit = gl.minimum(item.end, item.end + item.after - (item.count - 1 - row // HEADS))
         peak = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
         total = gl.zeros([ROWS], gl.float32, row_layout)
         acc = gl.zeros([ROWS, HALF], gl.float32, output)
         if count > 0:
-            load_rows(query, item, work.first_row, HEADS)
+            mbarrier.wait(query.full, items % 2)
+            items += 1
             s = finish_scores(start_scores(query, tiles, done, scores), query, tiles, done)
             p, decay, peak, total = softmax_step(s, first * TILE, item, limit, factor, peak, total)
             put(shared, p, decay, sent)
@@ -146,6 +149,7 @@ def score(
                 acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, output))[:, None]
                 put(shared, p, decay, sent)
             mbarrier.arrive(shared.full, count=1)
+            mbarrier.arrive(query.free, count=1)
             sent += 1
             left = tiles.left.index(done % 2)
             over = item.end - (first + count - 1) * TILE
@@ -162,6 +166,9 @@ def score(
         barrier()
         mbarrier.arrive(shared.full, count=1)
         sent += 1
+        if PDL:
+            # The kernel in front may still read what is written here.
+            gdc.gdc_wait()
         store_lse(lse, work, item, target, HEADS, LSE)
         acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, output))[:, None]
         store_part(acc, work, item, target, 0, 2 * HALF, HEADS)
@@ -215,7 +222,6 @@ def multiply(
         mbarrier.arrive(shared.free, count=1)
         received += 1
         if PDL:
-            # The kernel in front may still read what is written here.
             gdc.gdc_wait()
         store_part(third * inverse[:, None], work, item, target, 2 * PART, 4 * PART, HEADS)
         store_part(fourth * inverse[:, None], work, item, target, 3 * PART, 4 * PART, HEADS)
@@ -233,19 +239,18 @@ def new_barriers(COUNT: gl.constexpr):
 # Do not specialize on stride 1: the warm-up's one-column table would compile another variant.
 @gluon.jit(do_not_specialize=["table_stride", "fresh"])
 def decode_kernel(
-    q_ptr, table_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, work_indptr_ptr,
-    work_info_ptr, qo_indptr_ptr, kv_indptr_ptr, scale, heads, q_stride_t, q_stride_h,
-    out_stride_t, out_stride_h, table_stride, halves, quarters,
-    rotated, block_rows, fresh,
+    table_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, work_indptr_ptr, work_info_ptr,
+    qo_indptr_ptr, kv_indptr_ptr, scale, heads, out_stride_t, out_stride_h, table_stride,
+    q_halves, q_quarters, q_rotated, halves, quarters, rotated, block_rows, fresh,
     PAGE: gl.constexpr, HEADS: gl.constexpr, FOLD: gl.constexpr, LSE: gl.constexpr,
     LATE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Arguments as `triton_kernels.decode_kernel`, and those of `descriptors`; PDL and `fresh` as
-    in `hopper_kernel.decode_kernel`.
+    """Arguments as `triton_kernels.decode_kernel`, and descriptors of query and cache; PDL and
+    `fresh` as in `hopper_kernel.decode_kernel`.
     """
     if PDL and fresh != 0:
         gdc.gdc_wait()
-    TYPE: gl.constexpr = q_ptr.dtype.element_ty
+    TYPE: gl.constexpr = halves.block_type.element_ty
     HALF: gl.constexpr = halves.block_type.shape[1]
     PART: gl.constexpr = quarters.block_type.shape[1]
     R: gl.constexpr = rotated.block_type.shape[1]
@@ -269,12 +274,16 @@ def decode_kernel(
         made.index(0),
         made.index(1),
     )
+    query_made = new_barriers(2)
     query = Query(
-        q_ptr, q_stride_t, q_stride_h, heads,
+        Boxes(q_halves, q_quarters, q_rotated),
+        heads,
         gl.allocate_shared_memory(TYPE, [ROWS, HALF], tile),
         gl.allocate_shared_memory(TYPE, [2, ROWS, PART], tile),
         gl.allocate_shared_memory(TYPE, [ROWS, R], rope),
-    )  # fmt: skip
+        query_made.index(0),
+        query_made.index(1),
+    )
     fence_async_shared()
     barrier()
     work = Work(
@@ -284,6 +293,7 @@ def decode_kernel(
     target = Target(
         out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, out_stride_t, out_stride_h, heads
     )
+    cache = Boxes(halves, quarters, rotated)
     gl.warp_specialize(
         [
             (
@@ -291,7 +301,7 @@ def decode_kernel(
                 (work, query, tiles, shared, target, scale * LOG2E, HEADS, FOLD, LSE, LATE, PDL),
             ),
             (multiply, (work, tiles, shared, target, HEADS, FOLD, PDL)),
-            (copy, (work, tiles, halves, quarters, rotated, block_rows, PAGE, HEADS, FOLD, PDL)),
+            (copy, (work, query, tiles, cache, block_rows, PAGE, HEADS, FOLD, PDL)),
         ],
         [4, 1],
         [216, 40],
@@ -306,7 +316,6 @@ def arguments(given: Inputs, late: bool) -> tuple[tuple[Any, ...], dict[str, Any
     """Positional arguments and keywords of the kernel (also for compiling without a GPU)."""
     q, out, plan, latent = given.q, given.out, given.plan, given.plan.settings.v_head_dim
     args = (
-        q,
         given.block_table,
         out,
         plan.partial_lse if given.lse is None else given.lse,
@@ -318,10 +327,10 @@ def arguments(given: Inputs, late: bool) -> tuple[tuple[Any, ...], dict[str, Any
         plan.kv_indptr,
         float(given.softmax_scale),
         q.shape[1],
-        *q.stride()[:2],
         *out.stride()[:2],
         given.block_table.stride(0),
-        *descriptors(given.kv_cache, latent),
+        *query_boxes(q, latent, plan),
+        *cache_boxes(given.kv_cache, latent),
         int(plan.fresh),
     )
     options = {

@@ -5,7 +5,7 @@ See `hopper_specialized.py`.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -15,7 +15,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc
 
 from mla_fusion.attention.hopper_copy import barrier, tile_layout, tma_load
-from mla_fusion.attention.hopper_kernel import load_query, read_item
+from mla_fusion.attention.hopper_kernel import read_item
+
+if TYPE_CHECKING:
+    from mla_fusion.attention.buffers import PlanBuffers
 
 ROWS = gl.constexpr(64)  # query rows of a program: the M of WGMMA
 TILE = gl.constexpr(64)  # tokens
@@ -58,16 +61,27 @@ class Weights(NamedTuple):
     free: Any
 
 
-class Query(NamedTuple):
-    """The query in global memory, and where its parts go in shared memory, [rows, columns]."""
+class Boxes(NamedTuple):
+    """Descriptors of 64 rows of a half of the latents, of a quarter, and of the rotated part."""
 
-    pointer: Any
-    stride_t: Any
-    stride_h: Any
+    halves: Any
+    quarters: Any
+    rotated: Any
+
+
+class Query(NamedTuple):
+    """The query as the copy engine sees it, its heads, its rows in shared memory, and barriers.
+
+    left, ropes: [rows, columns]. right: [2, rows, columns].
+    """
+
+    boxes: Any
     heads: Any
     left: Any
     right: Any
     ropes: Any
+    full: Any
+    free: Any
 
 
 class Target(NamedTuple):
@@ -82,32 +96,58 @@ class Target(NamedTuple):
     heads: Any
 
 
-def descriptors(kv_cache: torch.Tensor, latent: int) -> tuple[object, object, object, int]:
+def cache_boxes(kv_cache: torch.Tensor, latent: int) -> tuple[object, ...]:
     """`kv_cache` [blocks, page_size, L + R] as the tensor copy engine sees it: one list of rows.
 
     Returns:
-        Descriptors of 64 tokens of half of their latent, of a quarter, and of their rotated part,
-        and the rows from one block to the next.
+        Its `Boxes`, and the rows from one block to the next.
 
     Raises:
         ValueError: tiles span pages, or blocks are not a whole number of rows apart.
     """
-    blocks, page_size, width = kv_cache.shape
+    blocks, page_size, _ = kv_cache.shape
     step, entry, _ = kv_cache.stride()
-    tile = TILE.value
-    if page_size % tile or step % entry:
+    if page_size % TILE.value or step % entry:
         raise ValueError(
-            f"the specialized kernel copies {tile} tokens of a page at once, from blocks that are "
-            f"whole entries apart, got pages of {page_size} tokens, {step} and {entry} elements "
-            "from one block and entry to the next: leave the choice of the kernel to the provider"
+            f"the specialized kernel copies {TILE.value} tokens of a page at once, from blocks "
+            f"that are whole entries apart, got pages of {page_size} tokens, {step} and {entry} "
+            "elements from one block and entry to the next: leave the choice of the kernel to the "
+            "provider"
         )
     rows = (blocks - 1) * (step // entry) + page_size
+    return *boxes(kv_cache, rows, entry, latent), step // entry
 
-    def part(columns: int) -> TensorDescriptor:
-        layout = tile_layout(columns, kv_cache.itemsize)
-        return TensorDescriptor(kv_cache, [rows, width], [entry, 1], [tile, columns], layout)
 
-    return part(latent // 2), part(latent // 4), part(width - latent), step // entry
+def query_boxes(q: torch.Tensor, latent: int, plan: PlanBuffers) -> tuple[object, ...]:
+    """`Boxes` of the query [tokens, heads, L + R].
+
+    The rows of a box that follow those of an item belong to other tokens, or are zeros. What they
+    give is not stored.
+
+    Raises:
+        ValueError: the rows of an item do not follow each other in memory.
+    """
+    tokens, heads, _ = q.shape
+    per_work, queries = plan.heads_per_work, plan.settings.max_query_len
+    apart = queries > 1 and per_work != heads and per_work % ROWS.value
+    if apart or (tokens > 1 and q.stride(0) != heads * q.stride(1)):
+        raise ValueError(
+            f"the specialized kernel copies {ROWS.value} rows of the query at once, got {heads} "
+            f"heads, {per_work} of an item, {queries} query rows and strides {q.stride()}: leave "
+            "the choice of the kernel to the provider"
+        )
+    return boxes(q, tokens * heads, q.stride(1), latent)
+
+
+def boxes(tensor: torch.Tensor, rows: int, step: int, latent: int) -> tuple[object, ...]:
+    """`Boxes` of rows that are `step` elements apart."""
+    width = tensor.shape[-1]
+
+    def box(columns: int) -> TensorDescriptor:
+        layout = tile_layout(columns, tensor.itemsize)
+        return TensorDescriptor(tensor, [rows, width], [step, 1], [TILE.value, columns], layout)
+
+    return box(latent // 2), box(latent // 4), box(width - latent)
 
 
 @gluon.jit
@@ -129,14 +169,15 @@ def item_of(work, number, HEADS: gl.constexpr, FOLD: gl.constexpr):
 
 @gluon.jit
 def copy(
-    work, tiles, halves, quarters, ropes, block_rows, PAGE: gl.constexpr, HEADS: gl.constexpr,
+    work, query, tiles, cache, block_rows, PAGE: gl.constexpr, HEADS: gl.constexpr,
     FOLD: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """The copying warp: all tiles of all items, in order."""
+    """The copying warp: the query and all tiles of all items, in order."""
     HALF: gl.constexpr = tiles.left.shape[2]
     PART: gl.constexpr = tiles.right.shape[2]
     R: gl.constexpr = tiles.ropes.shape[2]
     SIZE: gl.constexpr = tiles.left.dtype.primitive_bitwidth // 8
+    items = 0
     done = 0
     begin = gl.load(work.indptr + gl.program_id(0))
     for number in range(begin, gl.load(work.indptr + gl.program_id(0) + 1)):
@@ -144,24 +185,47 @@ def copy(
         first, count = tiles_of(item, work.first_row, HEADS)
         if PDL:
             gdc.gdc_wait()
+        if count > 0:
+            # Free from the start: the phase before the first counts as completed.
+            mbarrier.wait(query.free, (items % 2) ^ 1)
+            copy_query(query, item, work.first_row, HEADS)
+            items += 1
         for t in range(first, first + count):
             token = t * TILE
             row = gl.load(item.table + token // PAGE) * block_rows + token % PAGE
             buffer = done % 2
-            # Free from the start: the phase before the first counts as completed.
             phase = (done // 2) % 2
             mbarrier.wait(tiles.left_free.index(buffer), phase ^ 1)
             full = tiles.left_full.index(buffer)
             mbarrier.expect(full, TILE * (HALF + R) * SIZE)
-            tma_load(halves, [row, 0], full, tiles.left.index(buffer))
-            tma_load(ropes, [row, 2 * HALF], full, tiles.ropes.index(buffer))
+            tma_load(cache.halves, [row, 0], full, tiles.left.index(buffer))
+            tma_load(cache.rotated, [row, 2 * HALF], full, tiles.ropes.index(buffer))
             for part in gl.static_range(2):
                 quarter = 2 * buffer + part
                 mbarrier.wait(tiles.right_free.index(quarter), phase ^ 1)
                 full = tiles.right_full.index(quarter)
                 mbarrier.expect(full, TILE * PART * SIZE)
-                tma_load(quarters, [row, HALF + part * PART], full, tiles.right.index(quarter))
+                tma_load(
+                    cache.quarters, [row, HALF + part * PART], full, tiles.right.index(quarter)
+                )
             done += 1
+
+
+@gluon.jit
+def copy_query(query, item, first_row, HEADS: gl.constexpr):
+    """Start the copy of an item's query rows from `first_row` on."""
+    HALF: gl.constexpr = query.left.shape[1]
+    PART: gl.constexpr = query.right.shape[2]
+    R: gl.constexpr = query.ropes.shape[1]
+    SIZE: gl.constexpr = query.left.dtype.primitive_bitwidth // 8
+    token = (item.token + first_row // HEADS).to(gl.int32)
+    row = token * query.heads + item.first_head + first_row % HEADS
+    mbarrier.expect(query.full, ROWS * (2 * HALF + R) * SIZE)
+    boxes, full = query.boxes, query.full
+    tma_load(boxes.halves, [row, 0], full, query.left)
+    for part in gl.static_range(2):
+        tma_load(boxes.quarters, [row, HALF + part * PART], full, query.right.index(part))
+    tma_load(boxes.rotated, [row, 2 * HALF], full, query.ropes)
 
 
 @gluon.jit
@@ -183,24 +247,6 @@ def put(shared, p, factors, sent):
     mbarrier.wait(shared.free, (sent % 2) ^ 1)
     shared.weights.store(p.to(shared.weights.dtype))
     shared.factors.store(factors)
-    fence_async_shared()
-    barrier()
-
-
-@gluon.jit
-def load_rows(query, item, first_row, HEADS: gl.constexpr):
-    """The query's rows of an item into shared memory."""
-    HALF: gl.constexpr = query.left.shape[1]
-    PART: gl.constexpr = query.right.shape[2]
-    rows = query.pointer + item.token * query.stride_t
-    steps = query.stride_t, query.stride_h
-    load_query(query.left, rows, item, first_row, query.heads, *steps, HEADS, WARPS)
-    for part in gl.static_range(2):
-        load_query(
-            query.right.index(part), rows + HALF + part * PART, item, first_row, query.heads,
-            *steps, HEADS, WARPS,
-        )  # fmt: skip
-    load_query(query.ropes, rows + 2 * HALF, item, first_row, query.heads, *steps, HEADS, WARPS)
     fence_async_shared()
     barrier()
 

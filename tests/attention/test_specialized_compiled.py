@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from mla_fusion.attention import hopper_specialized
 from mla_fusion.attention import triton as provider
-from mla_fusion.attention.hopper_specialized_parts import descriptors
+from mla_fusion.attention.hopper_specialized_parts import cache_boxes, query_boxes
 from mla_fusion.attention.validate import Inputs
 from tests.attention.decodes import BF16, plan_for
 from tests.kernels.compiled import LDS, compile_kernel, compile_report
@@ -52,8 +52,8 @@ def test_products_and_resources(config):
     args, options = arguments(config)
     result = compile_report("sm_90", hopper_specialized.decode_kernel, args, options)
     assert result.matrix == ("HGMMA",) and result.shared <= LDS["sm_90"], result
-    # A half and two quarters in boxes of 64 columns each, and the rotated part.
-    assert result.bulk_copies == 9, result
+    # Query and tile: a half and two quarters in boxes of 64 columns each, and the rotated part.
+    assert result.bulk_copies == 18, result
     # Triton 3.9 keeps addresses of the query in memory; 3.6 to 3.8 spill nothing.
     assert result.hot_spills == 0, result
 
@@ -89,4 +89,31 @@ def test_what_waits_for_what_inside_the_loop(config, order):
 def test_pages_of_other_than_whole_tiles_are_refused(page):
     cache = torch.empty(4, page, 576, dtype=BF16)
     with pytest.raises(ValueError, match=f"pages of {page} tokens"):
-        descriptors(cache, 512)
+        cache_boxes(cache, 512)
+
+
+@pytest.mark.parametrize(
+    ("heads", "queries", "taken"),
+    [(128, 2, True), (16, 4, True), (40, 1, True), (40, 2, False), (8, 4, False)],
+)
+def test_queries_whose_rows_follow_each_other(heads, queries, taken):
+    """Padded heads between two query rows are no rows in memory."""
+    q = torch.empty(8, heads, 576, dtype=BF16)
+    plan = plan_for(num_heads=heads, max_query_len=queries, q_dtype=BF16, kv_dtype=BF16)
+    if taken:
+        half, quarter, rotated = query_boxes(q, 512, plan)
+        assert [box.block_shape for box in (half, quarter, rotated)] == [
+            [64, 256], [64, 128], [64, 64]
+        ]  # fmt: skip
+        assert half.shape == [8 * heads, 576] and half.strides == [576, 1]
+    else:
+        with pytest.raises(ValueError, match="rows of the query at once"):
+            query_boxes(q, 512, plan)
+
+
+def test_a_query_with_gaps_between_tokens_is_refused():
+    plan = plan_for(num_heads=64, q_dtype=BF16, kv_dtype=BF16)
+    q = torch.empty(8, 65, 576, dtype=BF16)[:, :64]
+    with pytest.raises(ValueError, match="rows of the query at once"):
+        query_boxes(q, 512, plan)
+    assert query_boxes(q[:1], 512, plan)[0].shape == [64, 576]
