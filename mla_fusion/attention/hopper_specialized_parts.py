@@ -251,10 +251,28 @@ def put(shared, p, factors, sent):
     barrier()
 
 
+@gluon.constexpr_function
+def store_layout(columns):
+    """The layout in which a thread stores four neighbours of a row, and four threads 16.
+
+    In that of products they are pairs, and four threads' fill half of a memory sector. From there
+    to here two threads of a warp exchange pairs by shuffles. More than four would go through shared
+    memory, which is full.
+    """
+    wide = [[0, 16 << i] for i in range((columns // 16).bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0], *wide],
+        [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, columns],
+    )
+
+
 @gluon.jit
 def store_part(acc, work, item, target, FIRST: gl.constexpr, L: gl.constexpr, HEADS: gl.constexpr):
     """Store normalized sums [rows, columns] in the columns from FIRST on."""
-    layout: gl.constexpr = acc.type.layout
+    layout: gl.constexpr = store_layout(acc.shape[1])
     rows = work.first_row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     col = FIRST + gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
     head = item.first_head + rows % HEADS
@@ -263,10 +281,12 @@ def store_part(acc, work, item, target, FIRST: gl.constexpr, L: gl.constexpr, HE
         at_token = item.token + rows // HEADS
         final = target.out + at_token * target.stride_t + head * target.stride_h
         TYPE: gl.constexpr = target.out.dtype.element_ty
-        gl.store(final[:, None] + col[None, :], acc.to(TYPE), mask=real[:, None])
+        final = final[:, None] + col[None, :]
+        gl.store(final, gl.convert_layout(acc.to(TYPE), layout), mask=real[:, None])
     else:
         at_partial = (item.partial.to(gl.int64) * HEADS) + rows
-        gl.store(target.partial + at_partial[:, None] * L + col[None, :], acc, mask=real[:, None])
+        partial = target.partial + at_partial[:, None] * L + col[None, :]
+        gl.store(partial, gl.convert_layout(acc, layout), mask=real[:, None])
 
 
 @gluon.jit

@@ -69,6 +69,14 @@ def test_the_work_of_each_warpgroup(config):
     assert {("dec", "40"), ("inc", "216"), ("dec", "248")} <= set(granted)
 
 
+def test_stores_fill_memory_sectors():
+    """Of 512 columns and 64 rows, 256 threads store 128 each: 8 bytes of bf16, 16 of partial rows
+    at once; the others are LSEs."""
+    stores = re.findall(r"st\.global\.(\S+)", ptx(SPLIT))
+    assert [stores.count(each) for each in ("v2.b32", "v4.b32")] == [2 * 32, 2 * 32]
+    assert len(stores) - 4 * 32 <= 4
+
+
 @pytest.mark.parametrize(
     ("config", "order"),
     # The right half's warpgroup may start before the products of the left half, or when all four
@@ -77,12 +85,17 @@ def test_the_work_of_each_warpgroup(config):
      (LATE, "mul wait mul mul 2 give wait mul wait mul 0 give wait")],
     ids=["split", "late"],
 )  # fmt: skip
-def test_what_waits_for_what_inside_the_loop(config, order):
+def test_what_waits_for_what(config, order):
     """Products, waits for them, waits for other warps, and what is given to them, in order."""
     names = {"commit_group": "mul", "arrive": "give", "try_wait": "wait"}
     pattern = r"(commit_group)|wgmma.wait_group.sync.aligned (\d)|mbarrier.(arrive|try_wait)"
     found = [next(filter(None, each)) for each in re.findall(pattern, ptx(config))]
-    assert f" {order} " in " ".join(names.get(each, each) for each in found)
+    text = " ".join(names.get(each, each) for each in found)
+    assert f" {order} " in text, text
+    # Behind the loop: the last weights and the query's rows are given, then the left half.
+    assert " give give mul 0 give wait give " in text, text
+    # The right half: each quarter is given when its products have ended.
+    assert " mul mul 1 give 0 give " in text, text
 
 
 @pytest.mark.parametrize("page", [1, 16, 96])
