@@ -134,10 +134,12 @@ def error(inputs: Inputs, out: torch.Tensor, lengths: list[int]) -> float:
     return float(torch.tensor(found).max())
 
 
-def prepare(inputs: Inputs, build: Build) -> tuple[torch.cuda.CUDAGraph, float, Call]:
+def prepare(
+    inputs: Inputs, build: Build
+) -> tuple[torch.cuda.CUDAGraph, float, tuple[Call, torch.Tensor]]:
     """A candidate's graph, a call on each cache, and the error of its first call.
 
-    The third result keeps what the graph reads: it must live as long as the graph.
+    The third result, call and output, keeps what the graph reads: it must live as long.
     """
     call, out = build(inputs)
     out.fill_(torch.nan)
@@ -146,7 +148,7 @@ def prepare(inputs: Inputs, build: Build) -> tuple[torch.cuda.CUDAGraph, float, 
     call(-1)
     inputs.caches.reverse()
     apart = error(inputs, out, inputs.case.lengths())
-    return capture_calls(call, len(inputs.caches)), apart, call
+    return capture_calls(call, len(inputs.caches)), apart, (call, out)
 
 
 def make_plan(case: Case, cap: int = -1, programs: int | None = None) -> PersistentDecodePlan:
