@@ -63,7 +63,8 @@ PLANS = 20  # of each, with a cap on splits and without
 # What the decode is compiled for, besides the type: heads, page size, most query rows, and widths
 # other than 512 + 64: Mistral-Small-4, MiniCPM3, and some that only the portable kernel takes.
 DECODES: list[tuple[int, ...]] = [
-    (16, 64, 1), (16, 64, 2), (8, 16, 4), (16, 1, 8), (128, 64, 1), (128, 128, 8),
+    (16, 64, 1), (16, 64, 2), (8, 16, 4), (16, 1, 8), (128, 64, 1), (128, 16, 1),
+    (64, 64, 1), (16, 64, 4), (128, 64, 2), (128, 128, 8),
     (16, 64, 1, 256, 64), (32, 64, 2, 256, 64), (8, 16, 4, 256, 64), (128, 128, 8, 256, 64),
     (40, 64, 1, 256, 32), (16, 1, 2, 256, 32),
     (16, 64, 1, 320, 64), (64, 16, 2, 512, 128), (16, 64, 1, 1024, 128),

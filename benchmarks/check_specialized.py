@@ -3,10 +3,11 @@
 
     python benchmarks/check_specialized.py --seconds 30
 
-Random batches are held against float64 attention, eager; then shapes are timed in turns with the
-kernel that the provider chooses, and with FlashAttention 3 and FlashMLA where vLLM is installed.
-Both plans are timed for 128 heads: blocks of 64 heads as items of their own, and *pairs*, items of
-all heads whose two row blocks run at the same time and share what they read in the L2 cache.
+Random batches are held against float64 attention, eager. Then shapes are timed in turns with the
+kernel that other types have (*step*: its warps work in step), and with FlashAttention 3 and
+FlashMLA where vLLM is installed. Both plans are timed for 128 heads: *blocks* of 64 heads as items
+of their own, and *pairs*, items of all heads whose two row blocks run at the same time and share
+what they read in the L2 cache. The provider chooses pairs.
 All runs in a child process: a kernel that waits for ever is killed after `--seconds` without a
 line, and the last line says where. Exits with 1 if a check fails.
 """
@@ -40,7 +41,7 @@ from attention_cases import (
 )
 from checks import expect, finish
 
-from mla_fusion.attention import PersistentDecodePlan
+from mla_fusion.attention import PersistentDecodePlan, triton_choice
 from mla_fusion.attention import triton as provider
 from mla_fusion.attention.buffers import multiprocessors
 from mla_fusion.attention.validate import Inputs as Given
@@ -49,10 +50,7 @@ from mla_fusion.cli.bench import environment
 from mla_fusion.cli.bench_region import interleave, quantiles
 from mla_fusion.cli.compare import distance
 
-SCHEDULES = {
-    "split": provider.Config(True, 64, 64, 4, specialized=True),
-    "late": provider.Config(True, 64, 64, 4, specialized=True, late=True),
-}
+STEP = triton_choice.choose(True, 64, 512, 64)
 LSE_TOLERANCE = 1e-5
 # Heads, query rows, page, and whether the plan pairs row blocks.
 CHECKED = [
@@ -68,14 +66,12 @@ PEERS: dict[str, Build] = {"fa3": fa3, "flashmla": flashmla}
 
 
 def plan_of(case: Case, pairs: bool) -> PersistentDecodePlan:
-    """A plan with the provider's settings; with `pairs` an item holds two blocks of 64 rows."""
+    """A plan with the provider's settings; without `pairs` an item holds up to 64 heads."""
     settings: dict[str, Any] = provider.plan_settings(
         case.heads, case.queries, case.dtype, case.width, "cuda"
     )
-    if pairs:
-        blocks = case.heads * case.queries // 64
-        processors = multiprocessors(torch.device("cuda"))
-        settings |= {"workers": processors // blocks, "heads_per_work": case.heads}
+    if not pairs:
+        settings |= {"workers": multiprocessors(torch.device("cuda")), "heads_per_work": None}
     return PersistentDecodePlan.allocate(
         max_batch=case.batch, max_query_len=case.queries, num_heads=case.heads, q_dtype=case.dtype,
         kv_dtype=case.dtype, device="cuda", v_head_dim=case.latent, **settings,
@@ -92,9 +88,9 @@ def refresh(plan: PersistentDecodePlan, rows: list[int], lens: torch.Tensor) -> 
 
 def launch(
     inputs: Inputs, plan: PersistentDecodePlan, i: int, out: torch.Tensor, lse: torch.Tensor,
-    config: provider.Config | None,
+    config: triton_choice.Config,
 ) -> None:  # fmt: skip
-    """One decode of cache `i` by the kernel of `config`, or by the one that is chosen."""
+    """One decode of cache `i` by the kernel of `config`."""
     given = Given(
         inputs.q[: len(out)], inputs.caches[i], plan, inputs.table, inputs.case.scale, None, None,
         out, lse,
@@ -129,7 +125,7 @@ def poison(inputs: Inputs, lengths: list[int]) -> None:
     cache.view(len(used), -1)[~used] = torch.nan
 
 
-def check(schedules: list[str], rng: random.Random) -> None:
+def check(rng: random.Random) -> None:
     """Random batches: short sequences, odd lengths, and few long ones, which are split."""
     for heads, queries, page, pairs in CHECKED:
         for kind, batch in (("short", 24), ("odd", 40), ("long", 3), ("odd", 200)):
@@ -137,13 +133,10 @@ def check(schedules: list[str], rng: random.Random) -> None:
             case = Case(batch, context, heads, BF16, False, queries, page)
             name = f"H={heads} rows<={queries} page={page}{' pairs' if pairs else ''}"
             lengths = lengths_of(rng, kind, batch)
-            check_case(f"{name} {batch} {kind}", case, pairs, lengths, schedules, rng)
+            check_case(f"{name} {batch} {kind}", case, pairs, lengths, rng)
 
 
-def check_case(
-    name: str, case: Case, pairs: bool, lengths: list[int], schedules: list[str],
-    rng: random.Random,
-) -> None:  # fmt: skip
+def check_case(name: str, case: Case, pairs: bool, lengths: list[int], rng: random.Random) -> None:
     """One batch, four times each: the same plan has the same result, bit by bit."""
     print(f"     {name}", flush=True)
     rows = [rng.choice((case.queries, rng.randint(1, case.queries))) for _ in lengths]
@@ -151,57 +144,52 @@ def check_case(
     inputs.lens.copy_(torch.tensor(lengths))
     poison(inputs, lengths)
     refresh(plan, rows, inputs.lens)
-    results = {name: [outputs(case, sum(rows)) for _ in range(4)] for name in schedules}
-    for schedule, launches in results.items():
-        for out, lse in launches:
-            launch(inputs, plan, 0, out, lse, SCHEDULES[schedule])
-        print(f"     {schedule} launched", flush=True)
-        torch.cuda.synchronize()
+    launches = [outputs(case, sum(rows)) for _ in range(4)]
+    for out, lse in launches:
+        launch(inputs, plan, 0, out, lse, triton_choice.SPECIALIZED)
+    torch.cuda.synchronize()
     wanted, start = [], 0
     for b, length in enumerate(lengths):
         at = slice(start, start + rows[b])
         start = at.stop
         wanted.append((at, *exact(inputs, b, length, at)))
     pieces = int(plan.reduce_indptr[-1])
-    for schedule, launches in results.items():
-        out, lse = launches[0]
-        errors = [[0.0, 0.0]]
-        for at, want, want_lse in wanted:
-            moved = torch.where(lse[at] == want_lse, 0.0, (lse[at].double() - want_lse).abs())
-            errors.append([distance(out[at], want), float(moved.amax())])
-        # max() may lose a NaN; torch keeps it.
-        worst, worst_lse = torch.tensor(errors).amax(0).tolist()
-        same = all(torch.equal(out, each) and torch.equal(lse, at) for each, at in launches[1:])
-        ok = worst <= TOLERANCE and worst_lse <= LSE_TOLERANCE and same
-        detail = f"error {worst:.1e}, LSE {worst_lse:.1e}, {pieces} pieces"
-        expect(f"{schedule} {name}", ok, f"{detail}, again {'same' if same else 'different'}")
+    out, lse = launches[0]
+    errors = [[0.0, 0.0]]
+    for at, want, want_lse in wanted:
+        moved = torch.where(lse[at] == want_lse, 0.0, (lse[at].double() - want_lse).abs())
+        errors.append([distance(out[at], want), float(moved.amax())])
+    # max() may lose a NaN; torch keeps it.
+    worst, worst_lse = torch.tensor(errors).amax(0).tolist()
+    same = all(torch.equal(out, each) and torch.equal(lse, at) for each, at in launches[1:])
+    ok = worst <= TOLERANCE and worst_lse <= LSE_TOLERANCE and same
+    detail = f"error {worst:.1e}, LSE {worst_lse:.1e}, {pieces} pieces"
+    expect(name, ok, f"{detail}, again {'same' if same else 'different'}")
 
 
-def ours(inputs: Inputs, config: provider.Config | None, pairs: bool) -> tuple[Call, torch.Tensor]:
-    """The kernel of `config`, or the one that is chosen, as a candidate."""
+def ours(inputs: Inputs, config: triton_choice.Config, pairs: bool) -> tuple[Call, torch.Tensor]:
+    """The kernel of `config` as a candidate."""
     plan = plan_of(inputs.case, pairs)
     refresh(plan, [1] * inputs.case.batch, inputs.lens)
     out, lse = outputs(inputs.case, inputs.case.batch)
     return lambda i: launch(inputs, plan, i, out, lse, config), out
 
 
-def candidates(schedules: list[str]) -> dict[str, Build]:
-    """All that is timed, by name."""
-    named: dict[str, Build] = {"chosen": functools.partial(ours, config=None, pairs=False)}
-    for name in schedules:
-        config = SCHEDULES[name]
-        named[name] = functools.partial(ours, config=config, pairs=False)
-        named[f"{name}, pairs"] = functools.partial(ours, config=config, pairs=True)
-    return named | PEERS
+CANDIDATES: dict[str, Build] = {
+    f"{name}, {plan}": functools.partial(ours, config=config, pairs=plan == "pairs")
+    for name, config in (("step", STEP), ("specialized", triton_choice.SPECIALIZED))
+    for plan in ("blocks", "pairs")
+} | PEERS
+FORMER = "step, blocks"
 
 
-def measure(case: Case, schedules: list[str], rounds: int) -> None:
+def measure(case: Case, rounds: int) -> None:
     """Microseconds of all kernels, the first sample at once, and how far their results are off."""
     name = f"{case.batch} x {case.context}"
     print(f"     {name}", flush=True)
     inputs = make(case)
     graphs, errors, kept = {}, {}, {}
-    for kind, build in candidates(schedules).items():
+    for kind, build in CANDIDATES.items():
         try:
             graphs[kind], errors[kind], kept[kind] = prepare(inputs, build)
         except UNAVAILABLE as problem:
@@ -215,7 +203,7 @@ def measure(case: Case, schedules: list[str], rounds: int) -> None:
     times = {kind: quantiles(values)[1] for kind, values in samples.items()}
     for kind, us in times.items():
         ratios = ", ".join(
-            f"{times[other] / us:.2f}x {other}" for other in ("chosen", *PEERS) if other in times
+            f"{times[other] / us:.2f}x {other}" for other in (FORMER, *PEERS) if other in times
         )
         rate = case.flops() / us / 1e6
         print(f"     {name} {kind}: {us:.1f} us, {rate:.0f} TFLOP/s, {ratios}", flush=True)
@@ -257,7 +245,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30, help="of silence before it is killed")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=("check", "time"), help="one of the two parts")
-    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
     parser.add_argument("--shapes", nargs="+", default=TIMED, metavar="BxN", help="to time")
     parser.add_argument("--budget", type=float, default=30, help="seconds: then no new shape")
     parser.add_argument("--child", action="store_true", help="run here, unwatched")
@@ -268,7 +255,7 @@ def main() -> None:
     print(environment(""), f"--seed {options.seed}", flush=True)
     torch.manual_seed(options.seed)
     if options.only != "time":
-        check(options.schedules, random.Random(options.seed))
+        check(random.Random(options.seed))
     if options.only != "check":
         start = time.monotonic()
         for shape in options.shapes:
@@ -276,7 +263,7 @@ def main() -> None:
                 print(f"     no time for {shape}", flush=True)
                 continue
             case = Case(*map(int, shape.split("x")), 128, BF16)
-            measure(case, options.schedules, options.rounds)
+            measure(case, options.rounds)
             torch.cuda.empty_cache()
     finish()
 

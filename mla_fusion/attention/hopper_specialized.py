@@ -3,10 +3,8 @@
 In `hopper_kernel.py` eight warps score, weigh and multiply in step, and the tensor cores idle
 during the softmax. Here one warpgroup computes the scores of a tile, the softmax and the left half
 of the output, the other one only the right half, and a single warp asks the tensor copy engine
-(TMA) for the tiles. Products of the right half run beside those of the left half. LATE: they wait
-for the scores of the next tile, and fill the time of its softmax. Their half is then in use until
-the tile that takes its place is nearly needed. So it is freed, copied and scored in two quarters of
-the latents, last of all.
+(TMA) for the tiles. Products of the right half run beside those of the left half, and end last. So
+that half is freed, copied and scored in two quarters of the latents, last of all.
 
 Scores are [rows, tokens]: 64 rows fill the M of WGMMA, and a row of scores lies in four threads.
 Weights and factors go through shared memory. Barriers (mbarrier), all completed by one arrival:
@@ -57,6 +55,7 @@ from mla_fusion.attention.hopper_specialized_parts import (
     store_part,
     tiles_of,
 )
+from mla_fusion.attention.triton_choice import why_not_specialized
 from mla_fusion.attention.triton_kernels import LN2, LOG2E
 
 if TYPE_CHECKING:
@@ -104,7 +103,7 @@ def softmax_step(s, token, item, limit, factor, peak, total):
 @gluon.jit
 def score(
     work, query, tiles, shared, target, factor, HEADS: gl.constexpr, FOLD: gl.constexpr,
-    LSE: gl.constexpr, LATE: gl.constexpr, PDL: gl.constexpr,
+    LSE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The first warpgroup: scores, softmax, and the left half of the output."""
     HALF: gl.constexpr = tiles.left.shape[2]
@@ -131,8 +130,7 @@ def score(
             p, decay, peak, total = softmax_step(s, first * TILE, item, limit, factor, peak, total)
             put(shared, p, decay, sent)
             for t in range(first + 1, first + count):
-                if not LATE:
-                    mbarrier.arrive(shared.full, count=1)
+                mbarrier.arrive(shared.full, count=1)
                 free = tiles.left_free.index(done % 2)
                 left = tiles.left.index(done % 2)
                 sums = warpgroup_mma(shared.weights, left, acc, is_async=True)
@@ -142,8 +140,6 @@ def score(
                 acc = warpgroup_mma_wait(2, [sums])
                 mbarrier.arrive(free, count=1)
                 s = finish_scores(started, query, tiles, done)
-                if LATE:
-                    mbarrier.arrive(shared.full, count=1)
                 sent += 1
                 p, decay, peak, total = softmax_step(s, t * TILE, item, limit, factor, peak, total)
                 acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, output))[:, None]
@@ -243,7 +239,7 @@ def decode_kernel(
     qo_indptr_ptr, kv_indptr_ptr, scale, heads, out_stride_t, out_stride_h, table_stride,
     q_halves, q_quarters, q_rotated, halves, quarters, rotated, block_rows, fresh,
     PAGE: gl.constexpr, HEADS: gl.constexpr, FOLD: gl.constexpr, LSE: gl.constexpr,
-    LATE: gl.constexpr, PDL: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """Arguments as `triton_kernels.decode_kernel`, and descriptors of query and cache; PDL and
     `fresh` as in `hopper_kernel.decode_kernel`.
@@ -298,7 +294,7 @@ def decode_kernel(
         [
             (
                 score,
-                (work, query, tiles, shared, target, scale * LOG2E, HEADS, FOLD, LSE, LATE, PDL),
+                (work, query, tiles, shared, target, scale * LOG2E, HEADS, FOLD, LSE, PDL),
             ),
             (multiply, (work, tiles, shared, target, HEADS, FOLD, PDL)),
             (copy, (work, query, tiles, cache, block_rows, PAGE, HEADS, FOLD, PDL)),
@@ -312,8 +308,14 @@ def decode_kernel(
         gdc.gdc_launch_dependents()
 
 
-def arguments(given: Inputs, late: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional arguments and keywords of the kernel (also for compiling without a GPU)."""
+def arguments(given: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional arguments and keywords of the kernel (also for compiling without a GPU).
+
+    Raises:
+        ValueError: the kernel does not take this query or cache.
+    """
+    if why := why_not_specialized(given):
+        raise ValueError(f"the specialized kernel: {why}; leave the choice to the provider")
     q, out, plan, latent = given.q, given.out, given.plan, given.plan.settings.v_head_dim
     args = (
         given.block_table,
@@ -329,7 +331,7 @@ def arguments(given: Inputs, late: bool) -> tuple[tuple[Any, ...], dict[str, Any
         q.shape[1],
         *out.stride()[:2],
         given.block_table.stride(0),
-        *query_boxes(q, latent, plan),
+        *query_boxes(q, latent),
         *cache_boxes(given.kv_cache, latent),
         int(plan.fresh),
     )
@@ -338,7 +340,6 @@ def arguments(given: Inputs, late: bool) -> tuple[tuple[Any, ...], dict[str, Any
         "HEADS": plan.heads_per_work,
         "FOLD": plan.fold,
         "LSE": given.lse is not None,
-        "LATE": late,
         "PDL": True,
         "launch_pdl": True,
         "num_warps": WARPS.value,

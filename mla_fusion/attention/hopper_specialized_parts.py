@@ -5,7 +5,7 @@ See `hopper_specialized.py`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -16,9 +16,6 @@ from triton.language.extra.cuda import gdc
 
 from mla_fusion.attention.hopper_copy import barrier, tile_layout, tma_load
 from mla_fusion.attention.hopper_kernel import read_item
-
-if TYPE_CHECKING:
-    from mla_fusion.attention.buffers import PlanBuffers
 
 ROWS = gl.constexpr(64)  # query rows of a program: the M of WGMMA
 TILE = gl.constexpr(64)  # tokens
@@ -101,41 +98,20 @@ def cache_boxes(kv_cache: torch.Tensor, latent: int) -> tuple[object, ...]:
 
     Returns:
         Its `Boxes`, and the rows from one block to the next.
-
-    Raises:
-        ValueError: tiles span pages, or blocks are not a whole number of rows apart.
     """
     blocks, page_size, _ = kv_cache.shape
     step, entry, _ = kv_cache.stride()
-    if page_size % TILE.value or step % entry:
-        raise ValueError(
-            f"the specialized kernel copies {TILE.value} tokens of a page at once, from blocks "
-            f"that are whole entries apart, got pages of {page_size} tokens, {step} and {entry} "
-            "elements from one block and entry to the next: leave the choice of the kernel to the "
-            "provider"
-        )
     rows = (blocks - 1) * (step // entry) + page_size
     return *boxes(kv_cache, rows, entry, latent), step // entry
 
 
-def query_boxes(q: torch.Tensor, latent: int, plan: PlanBuffers) -> tuple[object, ...]:
+def query_boxes(q: torch.Tensor, latent: int) -> tuple[object, ...]:
     """`Boxes` of the query [tokens, heads, L + R].
 
     The rows of a box that follow those of an item belong to other tokens, or are zeros. What they
     give is not stored.
-
-    Raises:
-        ValueError: the rows of an item do not follow each other in memory.
     """
     tokens, heads, _ = q.shape
-    per_work, queries = plan.heads_per_work, plan.settings.max_query_len
-    apart = queries > 1 and per_work != heads and per_work % ROWS.value
-    if apart or (tokens > 1 and q.stride(0) != heads * q.stride(1)):
-        raise ValueError(
-            f"the specialized kernel copies {ROWS.value} rows of the query at once, got {heads} "
-            f"heads, {per_work} of an item, {queries} query rows and strides {q.stride()}: leave "
-            "the choice of the kernel to the provider"
-        )
     return boxes(q, tokens * heads, q.stride(1), latent)
 
 

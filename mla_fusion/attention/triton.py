@@ -1,8 +1,8 @@
 """The Triton provider: a persistent decode kernel and a reduction, two launches.
 
-On Hopper (sm_90) with query and cache of one type the kernel is `hopper_kernel.py`, everywhere else
-`triton_kernels.py`; both execute the same plan. Nothing is allocated here and nothing waits for
-the device.
+On Hopper (sm_90) with query and cache of one type the kernel is `hopper_kernel.py`, or with 64
+query rows in bf16 `hopper_specialized.py`; everywhere else `triton_kernels.py`. `triton_choice.py`
+chooses. All execute the same plan. Nothing is allocated here and nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mla_fusion.attention import triton_epilogue
-from mla_fusion.attention.buffers import HOPPER_TILE
-from mla_fusion.attention.heads import layout as head_layout
+from mla_fusion.attention.triton_choice import Config, chosen, power_of_two
+from mla_fusion.attention.triton_choice import plan_settings as plan_settings
 from mla_fusion.kernels.arithmetic import FP8_DTYPES
 from mla_fusion.kernels.triton import has_early_launch
 from mla_fusion.kernels.triton import require as require
@@ -25,34 +25,8 @@ if TYPE_CHECKING:
     from mla_fusion.attention.validate import Inputs
 
 WIDE_DTYPES = (torch.bfloat16, torch.float16)
-# Latent and rotated part of the kernel for Hopper. Its tiles in shared memory are powers of two
-# wide, two of them have to fit beside 64 query rows, and each pair was compiled and checked.
-HOPPER_WIDTHS = ((512, 64), (256, 64), (256, 32))
-SHARED_MEMORY = 227 * 1024  # bytes of a multiprocessor of Hopper
 # The widest that were compiled, in multiples of 16, the least depth of a matrix instruction.
 MOST_LATENTS, MOST_ROTATED = 1024, 128
-
-
-def power_of_two(size: int) -> int:
-    """`size`, or the next power of two."""
-    return 1 << (size - 1).bit_length()
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """How one launch of the decode kernel is compiled.
-
-    hopper: which kernel. rows: query rows (position x head) of a program. block_n: tokens of a
-    tile. warps: of a program. specialized: Hopper's with warps of different work, for bf16; late:
-    half of its output waits for the next scores.
-    """
-
-    hopper: bool
-    rows: int
-    block_n: int
-    warps: int
-    specialized: bool = False
-    late: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,60 +53,6 @@ class Sparse:
     first: int
     lens: torch.Tensor
     sink: torch.Tensor | None
-
-
-def choose(
-    hopper: bool, rows: int, latent: int, rope: int, warp: int = 32, packed: bool = False
-) -> Config:
-    """The configuration for work items of `rows` query rows on a GPU with warps of `warp` threads.
-
-    Hopper's are measured with 512 + 64; the others are the largest that compile for gfx942, gfx950
-    and sm_90 without spilling registers inside the loop over tiles. fp8 latents above 512 spill
-    there on sm_90, whatever the tile. packed: over a cache of bytes, whose scales take registers
-    too. There 32 query rows spill to memory on gfx942 and gfx950, and 4 warps on sm_90.
-    """
-    if packed:
-        return Config(False, 16, 16, 4) if warp == 64 else Config(False, min(rows, 32), 16, 8)
-    if hopper:
-        tile = 16 if rows <= 16 else 32 if rows <= 32 else 64
-        return Config(True, tile, HOPPER_TILE, 4 if tile == 16 else 8)
-    if rows <= 16 or power_of_two(latent) + power_of_two(rope) > 576:
-        return Config(False, 16, 16, 4 if latent <= 512 else 256 // warp)
-    return Config(False, 32, 16, 256 // warp)
-
-
-def plan_settings(
-    num_heads: int,
-    max_query_len: int,
-    kv_dtype: torch.dtype,
-    width: int,
-    device: torch.device | str,
-) -> dict[str, int]:
-    """What to allocate a plan with for the kernel for Hopper: keywords of `allocate`.
-
-    width: of a cache entry, L + R. Sequences are cut at tiles of 64 tokens. With 16 query rows at
-    most, two programs fit a multiprocessor if its shared memory holds their tiles, and hide each
-    other's latency: with fp8 and 512 + 64, at batch 64 and 8192 tokens, that took 97 us, one
-    program 136 (before tiles were copied by the copy engine: 89 us with two, one was not measured).
-    """
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    rows = head_layout(num_heads, max_query_len).per_work * max_query_len
-    tiles = (2 * HOPPER_TILE + 16) * width * kv_dtype.itemsize  # two of keys, one of queries
-    programs = 2 if rows <= 16 and 2 * tiles <= SHARED_MEMORY else 1
-    return {"workers": programs * processors, "kv_granularity": HOPPER_TILE, "overhead": 4}
-
-
-def is_hopper(q: torch.Tensor, caches: list[torch.Tensor], latent: int) -> bool:
-    """Whether the kernel for Hopper takes these tensors: its copies move 16 aligned bytes."""
-    if not q.is_cuda or torch.version.hip or torch.cuda.get_device_capability(q.device) != (9, 0):
-        return False
-    strides = [stride for tensor in (q, *caches) for stride in tensor.stride()[:2]]
-    return (
-        (latent, q.shape[2] - latent) in HOPPER_WIDTHS
-        and all(cache.dtype == q.dtype for cache in caches)
-        and not any(stride * q.itemsize % 16 for stride in strides)
-        and not any(tensor.data_ptr() % 16 for tensor in (q, *caches))
-    )
 
 
 def unsupported(q_dtype: torch.dtype, kv_dtype: torch.dtype, latent: int, rope: int) -> str:
@@ -197,14 +117,9 @@ def decode(given: Inputs, sparse: Sparse | None = None, config: Config | None = 
     """The launch of the decode kernel: pieces, and the latents of sequences without any."""
     from mla_fusion.attention import triton_kernels
 
-    plan, settings = given.plan, given.plan.settings
-    rows = plan.heads_per_work * settings.max_query_len
-    if config is None:
-        caches = [given.kv_cache, *([] if sparse is None else [sparse.extra.kv_cache])]
-        hopper = is_hopper(given.q, caches, settings.v_head_dim)
-        widths = settings.v_head_dim, given.q.shape[2] - settings.v_head_dim
-        warp, packed = 64 if torch.version.hip else 32, given.layout is not None
-        config = choose(hopper, rows, *widths, warp, packed)
+    plan = given.plan
+    rows = plan.heads_per_work * plan.settings.max_query_len
+    config = config or chosen(given, None if sparse is None else sparse.extra.kv_cache)
     kernel: Any = triton_kernels.decode_kernel
     if config.specialized:
         from mla_fusion.attention import hopper_specialized
@@ -238,7 +153,7 @@ def decode_arguments(
     if config.specialized:
         from mla_fusion.attention import hopper_specialized
 
-        return hopper_specialized.arguments(given, config.late)
+        return hopper_specialized.arguments(given)
     q, kv_cache, table = given.q, given.kv_cache, given.block_table
     plan, out, unused = given.plan, given.out, given.plan.partial_lse
     extra = Scope(kv_cache, table) if sparse is None else sparse.extra

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from mla_fusion.attention import hopper_kernel, triton_kernels
+from mla_fusion.attention import hopper_kernel, triton_choice, triton_kernels
 from mla_fusion.attention import triton as provider
 from mla_fusion.attention.layouts import FP8_DS_MLA, FP8_DS_MLA_V4
 from mla_fusion.attention.triton import Scope, Sparse
@@ -68,7 +68,7 @@ def decode_report(target, config, heads, dtype, *, maxnreg=None, **shape):
 @pytest.mark.parametrize("hopper", [False, True], ids=["portable", "hopper"])
 def test_the_width_of_the_table_is_no_variant(hopper, sparse):
     """The warm-up runs with a table of one column; no request may compile another kernel."""
-    config = provider.choose(hopper, 16, *DEEPSEEK)
+    config = triton_choice.choose(hopper, 16, *DEEPSEEK)
     variants = []
     for columns in (1, 3, 64):
         args, options = decode_arguments(config, 16, BF16, columns=columns, sparse=sparse)
@@ -82,7 +82,7 @@ def test_the_width_of_the_table_is_no_variant(hopper, sparse):
 @pytest.mark.parametrize("target", FP8)
 def test_portable_kernel(target, heads, sparse):
     warp = 64 if target.startswith("gfx") else 32
-    config = provider.choose(False, heads, *DEEPSEEK, warp)
+    config = triton_choice.choose(False, heads, *DEEPSEEK, warp)
     for dtype in (BF16, FP8[target]):
         result = decode_report(target, config, heads, dtype, sparse=sparse)
         assert result.hot_spills == 0, result
@@ -100,7 +100,9 @@ def test_portable_kernel(target, heads, sparse):
 @pytest.mark.parametrize("target", FP8)
 def test_portable_kernel_over_bytes(target, heads, layout):
     widths = layout.latent, layout.width - layout.latent
-    config = provider.choose(False, heads, *widths, 64 if target.startswith("gfx") else 32, True)
+    config = triton_choice.choose(
+        False, heads, *widths, 64 if target.startswith("gfx") else 32, True
+    )
     result = decode_report(
         target, config, heads, BF16, sparse=True, widths=widths, kv_dtype=FP8[target], layout=layout
     )
@@ -124,7 +126,9 @@ def test_portable_kernel_over_bytes(target, heads, layout):
 )  # fmt: skip
 def test_portable_kernel_of_other_widths(target, latent, rope, heads, is_fp8):
     dtype = FP8[target] if is_fp8 else BF16
-    config = provider.choose(False, heads, latent, rope, 64 if target.startswith("gfx") else 32)
+    config = triton_choice.choose(
+        False, heads, latent, rope, 64 if target.startswith("gfx") else 32
+    )
     result = decode_report(target, config, heads, dtype, widths=(latent, rope))
     assert result.hot_spills == 0 and result.memory_spills == 0, result
     assert result.shared <= LDS[target] and result.wide_loads > 0, result
@@ -143,21 +147,21 @@ def test_portable_kernel_of_other_widths(target, latent, rope, heads, is_fp8):
     ],
 )  # fmt: skip
 def test_hopper_kernel_of_other_widths(widths, heads, dtype):
-    assert widths in provider.HOPPER_WIDTHS
-    config = provider.choose(True, heads, *widths)
+    assert widths in triton_choice.HOPPER_WIDTHS
+    config = triton_choice.choose(True, heads, *widths)
     result = decode_report("sm_90", config, heads, dtype, widths=widths)
     assert result.hot_spills == 0 and "HGMMA" in result.matrix and result.bulk_copies > 0, result
     assert ("QGMMA" in result.matrix) == (dtype == FN), result
     # Two programs fit a multiprocessor, as `plan_settings` has it.
     programs = 2 if heads == 16 else 1
-    assert programs * (result.shared + 1024) <= provider.SHARED_MEMORY + 1024, result
+    assert programs * (result.shared + 1024) <= triton_choice.SHARED_MEMORY + 1024, result
     assert programs * result.registers * 32 * config.warps <= 65536, result
 
 
 @pytest.mark.parametrize("dtype", [BF16, FN], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("heads", [16, 32, 64])
 def test_hopper_kernel(heads, dtype):
-    config = provider.choose(True, heads, *DEEPSEEK)
+    config = triton_choice.choose(True, heads, *DEEPSEEK)
     for options in ({"page": 64}, {"page": 1}, {"sparse": True})[: 1 if heads == 32 else 3]:
         result = decode_report("sm_90", config, heads, dtype, **options)
         assert result.hot_spills == 0, (options, result)
@@ -177,7 +181,7 @@ def test_hopper_kernel(heads, dtype):
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
 def test_only_the_plan_is_read_before_the_kernel_in_front_has_ended(sparse, heads, dtype):
     """Queries, keys, tables and scales may be what the kernel in front writes."""
-    config = provider.choose(True, heads, *DEEPSEEK)
+    config = triton_choice.choose(True, heads, *DEEPSEEK)
     order = decode_report("sm_90", config, heads, dtype, sparse=sparse).order
     # At once if the plan is fresh; then, for each work item, after the reads of the plan: two
     # numbers of work_indptr, seven of work_info_set, qo_indptr and kv_indptr.
@@ -214,6 +218,6 @@ def test_reduction(target, heads, tiles):
 
 def test_hot_spills_are_seen():
     """The reader bites: with 64 registers the loop over tiles has to spill."""
-    config = provider.choose(False, 16, *DEEPSEEK)
+    config = triton_choice.choose(False, 16, *DEEPSEEK)
     result = decode_report("sm_90", config, 16, BF16, maxnreg=64)
     assert result.hot_spills > 0, result

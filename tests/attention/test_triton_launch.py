@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from mla_fusion.attention import hopper_kernel, triton_kernels
+from mla_fusion.attention import hopper_kernel, triton_choice, triton_kernels
 from mla_fusion.attention import triton as provider
 from mla_fusion.attention.hopper_copy import bulk_copy
 from mla_fusion.attention.validate import Inputs
@@ -53,7 +53,7 @@ def test_the_kernel_for_hopper_is_for_some_widths(monkeypatch, latent, rope, tak
         is_cuda=True, device="cuda", dtype=BF16, itemsize=2, shape=(8, 16, width),
         stride=lambda: (16 * width, width, 1), data_ptr=lambda: 0,
     )  # fmt: skip
-    assert provider.is_hopper(q, [q], latent) is taken  # type: ignore[arg-type, list-item]
+    assert triton_choice.is_hopper(q, [q], latent) is taken  # type: ignore[arg-type, list-item]
     assert not provider.unsupported(BF16, BF16, latent, rope)
 
 
@@ -63,8 +63,8 @@ def test_byte_caches_are_left_to_the_portable_kernel(monkeypatch):
     tensor.stride, tensor.shape, tensor.itemsize = lambda: (5760, 576, 1), (8, 10, 576), 2
     q, packed = copy(tensor), copy(tensor)
     q.dtype, packed.dtype = BF16, torch.uint8
-    assert provider.is_hopper(q, [q, q], 512)  # type: ignore[arg-type, list-item]
-    assert not provider.is_hopper(q, [q, packed], 512)  # type: ignore[arg-type, list-item]
+    assert triton_choice.is_hopper(q, [q, q], 512)  # type: ignore[arg-type, list-item]
+    assert not triton_choice.is_hopper(q, [q, packed], 512)  # type: ignore[arg-type, list-item]
 
 
 def cache(blocks, page, block_rows=0, dtype=BF16):
@@ -140,6 +140,6 @@ def test_the_first_decode_of_a_refreshed_plan_waits_for_it(monkeypatch):
     monkeypatch.setattr(triton_kernels, "reduce_kernel", Launches())
     plan = plan_for(num_heads=16)
     for refreshed in (True, False, False) * 2:
-        launch(plan, 4, provider.choose(True, 16, 512, 64), refreshed)
+        launch(plan, 4, triton_choice.choose(True, 16, 512, 64), refreshed)
     fresh = [arguments[place] for arguments in decodes.arguments]
     assert fresh == [1, 0, 0, 1, 0, 0]

@@ -1,0 +1,151 @@
+"""Which decode kernel the Triton provider launches, how it is compiled, and which plan suits it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+
+from mla_fusion.attention.buffers import HOPPER_TILE
+from mla_fusion.attention.heads import layout as head_layout
+
+if TYPE_CHECKING:
+    from mla_fusion.attention.validate import Inputs
+
+# Latent and rotated part of the kernel for Hopper. Its tiles in shared memory are powers of two
+# wide, two of them have to fit beside 64 query rows, and each pair was compiled and checked.
+HOPPER_WIDTHS = ((512, 64), (256, 64), (256, 32))
+SHARED_MEMORY = 227 * 1024  # bytes of a multiprocessor of Hopper
+SPECIALIZED_WIDTHS = (512, 64)  # of the kernel for Hopper with warps of different work
+PAIRED_HEADS = 128  # two of its row blocks: one item where that was measured
+
+
+def power_of_two(size: int) -> int:
+    """`size`, or the next power of two."""
+    return 1 << (size - 1).bit_length()
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How one launch of the decode kernel is compiled.
+
+    hopper: which kernel. rows: query rows (position x head) of a program. block_n: tokens of a
+    tile. warps: of a program. specialized: Hopper's with warps of different work, for bf16.
+    """
+
+    hopper: bool
+    rows: int
+    block_n: int
+    warps: int
+    specialized: bool = False
+
+
+SPECIALIZED = Config(True, 64, HOPPER_TILE, 4, specialized=True)
+
+
+def chosen(given: Inputs, extra: torch.Tensor | None = None) -> Config:
+    """The configuration for a decode: from shapes, strides, types and whether addresses are
+    multiples of 16 bytes, which a captured graph keeps. extra: the second cache of sparse decode.
+    """
+    plan, latent = given.plan, given.plan.settings.v_head_dim
+    widths = latent, given.q.shape[2] - latent
+    caches = [given.kv_cache, *([] if extra is None else [extra])]
+    warp, packed = 64 if torch.version.hip else 32, given.layout is not None
+    rows = plan.heads_per_work * plan.settings.max_query_len
+    config = choose(is_hopper(given.q, caches, latent), rows, *widths, warp, packed)
+    wide = config.hopper and config.rows == SPECIALIZED.rows and extra is None
+    return SPECIALIZED if wide and not why_not_specialized(given) else config
+
+
+def why_not_specialized(given: Inputs) -> str:
+    """Why the kernel with warps of different work does not take a query and a cache; empty if it
+    does. It copies both by the tensor copy engine only, 64 rows at a time.
+    """
+    q, kv_cache, plan = given.q, given.kv_cache, given.plan
+    tokens, heads, width = q.shape
+    per_work, queries = plan.heads_per_work, plan.settings.max_query_len
+    latent = plan.settings.v_head_dim
+    if q.dtype != torch.bfloat16 or (latent, width - latent) != SPECIALIZED_WIDTHS:
+        return f"it takes bf16 of 512 + 64, got {q.dtype} of {latent} + {width - latent}"
+    page_size, (step, entry, _) = kv_cache.shape[1], kv_cache.stride()
+    if page_size % HOPPER_TILE or step % entry:
+        return (
+            f"it copies {HOPPER_TILE} tokens of a page at once, from blocks that are whole entries "
+            f"apart, got pages of {page_size} tokens, {step} and {entry} elements from one block "
+            "and entry to the next"
+        )
+    # Padded heads between two query rows are no rows in memory.
+    apart = queries > 1 and per_work != heads and per_work % SPECIALIZED.rows
+    if apart or tokens == 0 or (tokens > 1 and q.stride(0) != heads * q.stride(1)):
+        return (
+            f"it copies {SPECIALIZED.rows} rows of the query at once, got {tokens} tokens of "
+            f"{heads} heads, {per_work} of an item, {queries} query rows and strides {q.stride()}"
+        )
+    return ""
+
+
+def choose(
+    hopper: bool, rows: int, latent: int, rope: int, warp: int = 32, packed: bool = False
+) -> Config:
+    """The configuration for work items of `rows` query rows on a GPU with warps of `warp` threads.
+
+    Hopper's are measured with 512 + 64; the others are the largest that compile for gfx942, gfx950
+    and sm_90 without spilling registers inside the loop over tiles. fp8 latents above 512 spill
+    there on sm_90, whatever the tile. packed: over a cache of bytes, whose scales take registers
+    too. There 32 query rows spill to memory on gfx942 and gfx950, and 4 warps on sm_90.
+    """
+    if packed:
+        return Config(False, 16, 16, 4) if warp == 64 else Config(False, min(rows, 32), 16, 8)
+    if hopper:
+        tile = 16 if rows <= 16 else 32 if rows <= 32 else 64
+        return Config(True, tile, HOPPER_TILE, 4 if tile == 16 else 8)
+    if rows <= 16 or power_of_two(latent) + power_of_two(rope) > 576:
+        return Config(False, 16, 16, 4 if latent <= 512 else 256 // warp)
+    return Config(False, 32, 16, 256 // warp)
+
+
+def plan_settings(
+    num_heads: int,
+    max_query_len: int,
+    kv_dtype: torch.dtype,
+    width: int,
+    device: torch.device | str,
+) -> dict[str, int]:
+    """What to allocate a plan with for the kernel for Hopper: keywords of `allocate`.
+
+    width: of a cache entry, L + R. Sequences are cut at tiles of 64 tokens. With 16 query rows at
+    most, two programs fit a multiprocessor if its shared memory holds their tiles, and hide each
+    other's latency: with fp8 and 512 + 64, at batch 64 and 8192 tokens, that took 97 us, one
+    program 136 (before tiles were copied by the copy engine: 89 us with two, one was not measured).
+
+    128 heads in bf16, one query row: an item holds both blocks of 64 rows. Their programs run at
+    the same time, and read tiles of the cache together.
+    """
+    common = {"kv_granularity": HOPPER_TILE, "overhead": 4}
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    bf16 = kv_dtype == torch.bfloat16 and width == sum(SPECIALIZED_WIDTHS)
+    if bf16 and (num_heads, max_query_len) == (PAIRED_HEADS, 1) and has_hopper(device):
+        return {"workers": processors // 2, "heads_per_work": PAIRED_HEADS, **common}
+    rows = head_layout(num_heads, max_query_len).per_work * max_query_len
+    tiles = (2 * HOPPER_TILE + 16) * width * kv_dtype.itemsize  # two of keys, one of queries
+    programs = 2 if rows <= 16 and 2 * tiles <= SHARED_MEMORY else 1
+    return {"workers": programs * processors, **common}
+
+
+def has_hopper(device: torch.device | str) -> bool:
+    """Whether a GPU is of sm_90."""
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def is_hopper(q: torch.Tensor, caches: list[torch.Tensor], latent: int) -> bool:
+    """Whether the kernel for Hopper takes these tensors: its copies move 16 aligned bytes."""
+    if not q.is_cuda or not has_hopper(q.device):
+        return False
+    strides = [stride for tensor in (q, *caches) for stride in tensor.stride()[:2]]
+    return (
+        (latent, q.shape[2] - latent) in HOPPER_WIDTHS
+        and all(cache.dtype == q.dtype for cache in caches)
+        and not any(stride * q.itemsize % 16 for stride in strides)
+        and not any(tensor.data_ptr() % 16 for tensor in (q, *caches))
+    )

@@ -1,0 +1,125 @@
+"""Which decode kernel and which plan the Triton provider chooses, only from shapes."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from mla_fusion.attention import hopper_specialized, triton_choice
+from tests.attention.decodes import BF16, FN, FP16
+from tests.attention.test_specialized_compiled import inputs
+
+SPECIALIZED, STEP = triton_choice.SPECIALIZED, triton_choice.Config(True, 64, 64, 8)
+DRAFTS = {"max_query_len": 4}
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch):
+    """A GPU of sm_90 with ten multiprocessors; tensors without memory count as on it."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    properties = SimpleNamespace(multi_processor_count=10)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    real = triton_choice.is_hopper
+
+    def on_gpu(q, caches, latent):
+        def aligned(tensor):
+            names = ("device", "dtype", "itemsize", "shape", "stride")
+            fields = {name: getattr(tensor, name) for name in names}
+            return SimpleNamespace(is_cuda=True, data_ptr=lambda: 0, **fields)
+
+        return real(aligned(q), [aligned(cache) for cache in caches], latent)
+
+    monkeypatch.setattr(triton_choice, "is_hopper", on_gpu)
+
+
+@pytest.mark.parametrize(
+    ("q", "options", "wanted"),
+    [
+        ((8, 64, 576), {}, SPECIALIZED),
+        ((8, 128, 576), {}, SPECIALIZED),
+        ((8, 128, 576), {"heads_per_work": 128}, SPECIALIZED),
+        ((8, 40, 576), {"page": 128}, SPECIALIZED),
+        ((8, 16, 576), DRAFTS, SPECIALIZED),
+        ((8, 128, 576), {"max_query_len": 2}, SPECIALIZED),
+        # Fewer than 33 query rows.
+        ((8, 16, 576), {}, triton_choice.Config(True, 16, 64, 4)),
+        ((8, 32, 576), {}, triton_choice.Config(True, 32, 64, 8)),
+        # Other types and widths.
+        ((8, 64, 576), {"dtype": FN}, STEP),
+        ((8, 64, 576), {"dtype": FP16}, STEP),
+        ((8, 64, 320), {}, STEP),
+        # Tiles span pages, also with the plan of pairs.
+        ((8, 64, 576), {"page": 16}, STEP),
+        ((8, 64, 576), {"page": 96}, STEP),
+        ((8, 128, 576), {"page": 1, "heads_per_work": 128}, STEP),
+        # Padded heads between query rows.
+        ((8, 8, 576), DRAFTS, STEP),
+        ((8, 40, 576), {"max_query_len": 2}, STEP),
+        # No rows to describe to the copy engine.
+        ((0, 64, 576), {}, STEP),
+    ],
+)
+def test_the_kernel_of_a_decode(q, options, wanted):
+    given = inputs(q, **options)
+    assert triton_choice.chosen(given) == wanted
+    if wanted is STEP:
+        with pytest.raises(ValueError, match=r"the specialized kernel: it (copies|takes)"):
+            hopper_specialized.arguments(given)
+
+
+def test_a_query_with_gaps_between_tokens():
+    gaps = torch.empty(8, 65, 576, dtype=BF16, device="meta")[:, :64]
+    given = dataclasses.replace(inputs(), q=gaps)
+    assert triton_choice.chosen(given) == STEP
+    one = dataclasses.replace(given, q=gaps[:1])
+    assert triton_choice.chosen(one) == SPECIALIZED
+
+
+def test_blocks_that_are_no_whole_entries_apart():
+    cache = torch.empty(9 * 65 * 576, dtype=BF16, device="meta")
+    apart = dataclasses.replace(
+        inputs(), kv_cache=cache.as_strided((9, 64, 576), (64 * 576 + 288, 576, 1))
+    )
+    assert triton_choice.chosen(apart) == STEP
+
+
+def test_lists_of_slots():
+    given = inputs()
+    assert triton_choice.chosen(given, given.kv_cache) == STEP
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (10, 0)])
+def test_another_gpu(monkeypatch, capability):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert not triton_choice.chosen(inputs()).hopper
+    settings = triton_choice.plan_settings(128, 1, BF16, 576, "cuda")
+    assert settings == {"workers": 10, "kv_granularity": 64, "overhead": 4}
+
+
+def test_an_amd_gpu(monkeypatch):
+    """Its capability may be (9, 0) too: that of gfx90a."""
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert not triton_choice.chosen(inputs()).hopper
+    assert "heads_per_work" not in triton_choice.plan_settings(128, 1, BF16, 576, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("heads", "rows", "dtype", "width", "pairs"),
+    [
+        (128, 1, BF16, 576, True),
+        (128, 2, BF16, 576, False),
+        (64, 1, BF16, 576, False),
+        (16, 4, BF16, 576, False),
+        (128, 1, FN, 576, False),
+        (128, 1, FP16, 576, False),
+        (128, 1, BF16, 320, False),
+    ],
+)
+def test_items_of_two_row_blocks(heads, rows, dtype, width, pairs):
+    """Half as many workers, whose programs of two row blocks fill the GPU."""
+    settings = triton_choice.plan_settings(heads, rows, dtype, width, "cuda")
+    assert settings["workers"] == (5 if pairs else 10)
+    assert settings.get("heads_per_work") == (128 if pairs else None)
