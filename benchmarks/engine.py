@@ -49,7 +49,7 @@ ARMS = ("default", "cat", "fused")
 # Configurations of `tokens` that `portable` runs in.
 PORTABLE = (
     "r1-tp8 fp8 custom-rope", "r1-tp8 bf16 FULL_DECODE_ONLY", "r1-tp8 fp8 mtp-1",
-    "r1-tp8 fp8 ngram-3",
+    "r1-tp8 fp8 ngram-3", "r1-dp bf16",
 )  # fmt: skip
 
 
@@ -132,7 +132,7 @@ def unfused(args: argparse.Namespace) -> str:
 def portable_launches(asked: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Launches of `engine_worker.KERNELS` in a decode step of `portable`, by number of sequences.
 
-    One query row of 16 heads ends with the epilogue, five or more with the reduction.
+    One query row of 16 or 128 heads ends with the epilogue, five or more with the reduction.
     """
     # Each draft of MTP is a forward pass of its own, through a layer of the drafter.
     drafts = asked["drafts"] if asked["drafter"] == "mtp" else 0
@@ -183,6 +183,7 @@ def tokens(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
             "drafts": 3, "drafter": "ngram", "capture": [1, 2, 4, 8, 16, 32, 64]
         },
         "v2-lite fp8 V1": {"model": "v2-lite", "runner": "V1"},
+        "r1-dp bf16": {"model": "r1-dp", "cache": "auto"},
     }  # fmt: skip
     results = run_arms(configurations, args)
     compared = [(name, "fused") for name in configurations]

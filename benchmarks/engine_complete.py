@@ -63,6 +63,7 @@ MODELS = {
     "deepseek-v2-lite": Model(27, 31.5, (*ARMS, "default2")),
     "glm-4.7-flash": Model(47, 60),
     "deepseek-r1-tp8": Model(40, 54),
+    "r1-dp": Model(16, 8.5),
 }
 
 

@@ -34,6 +34,9 @@ SPREAD = 3.0
 # Down-projections are smaller by this factor, so that the MLPs do not mask attention.
 DOWN = 0.1
 FP8_UNIT = 256
+# Rows that o_proj adds up: with more, its weights are smaller, so that attention does not hide the
+# token.
+ADDED_UP = 5120
 # By hidden size, because the peak grows with its square root.
 PEAK = {2048: 0.28, 7168: 0.21}
 
@@ -84,6 +87,13 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     # DeepSeek-R1, one rank of tensor parallel 8
     "r1-tp8": _V3,
+    # DeepSeek-R1, one rank of data-parallel attention: all heads; its MLP is that of the rank above
+    "r1-dp": {
+        **_V3,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "max_position_embeddings": 163840,
+    },
     # The attention of Mistral-Large-3, one rank of tensor parallel 8. The checkpoint scales the
     # query from position 8192 on: here from 32 on.
     "large3-tp8": {
@@ -180,7 +190,7 @@ def initialize(model: Any, rank: int = 0) -> None:
                 if name.endswith(("down_proj.weight", "w2_weight")):
                     limit *= DOWN * added
                 elif name.endswith("o_proj.weight"):
-                    limit *= added
+                    limit *= added * min(1.0, (ADDED_UP / weight.shape[1]) ** 0.5)
                 weight.copy_(uniform(weight, name, limit))
 
 

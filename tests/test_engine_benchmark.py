@@ -268,7 +268,7 @@ def test_experts_fp8_weights_and_ranks():
         sizes = {
             "experts.w13_weight": (2, 8, 64), "experts.w13_weight_scale_inv": (2, 1, 1),
             "experts.w2_weight": (2, 64, 8), "gate.weight": (2, 64), "attn.k_scale": (),
-            **{f"{i}.o_proj.weight": (64, 64) for i in range(16)},
+            **{f"{i}.o_proj.weight": (64, 64) for i in range(15)}, "wide.o_proj.weight": (8, 20480),
         }  # fmt: skip
         named = {name: torch.full(size, -1.0) for name, size in sizes.items()}
         named["experts.w13_weight"] = named["experts.w13_weight"].to(torch.float8_e4m3fn)
@@ -279,7 +279,8 @@ def test_experts_fp8_weights_and_ranks():
     assert first["attn.k_scale"] == -1
     scaled = first["experts.w13_weight"] * first["experts.w13_weight_scale_inv"]
     for weight, limit in (
-        (scaled, 0.06), (first["experts.w2_weight"], 0.003), (first["0.o_proj.weight"], 0.03)
+        (scaled, 0.06), (first["experts.w2_weight"], 0.003), (first["0.o_proj.weight"], 0.03),
+        (first["wide.o_proj.weight"], 0.015),
     ):  # fmt: skip
         assert 0.9 * limit < weight.max() < 1.07 * limit and abs(weight.mean()) < 0.1 * limit
     same = {name for name in first if torch.equal(first[name], second[name])}
@@ -379,6 +380,7 @@ def test_complete_measures_the_arms_in_turns(monkeypatch, capsys, broken):
         ("glm-4.7-flash", 1, 4, True, 14.6),
         ("glm-4.7-flash", 2, 2, False, 30.0),
         ("deepseek-r1-tp8", 2, 4, True, 12.5),  # a rank keeps its size
+        ("r1-dp", 1, 4, False, 18),
     ],
 )
 def test_weights_are_shared_where_a_copy_each_does_not_fit(
