@@ -54,7 +54,7 @@ def chosen(given: Inputs, extra: torch.Tensor | None = None) -> Config:
     warp, packed = 64 if torch.version.hip else 32, given.layout is not None
     rows = plan.heads_per_work * plan.settings.max_query_len
     config = choose(is_hopper(given.q, caches, latent), rows, *widths, warp, packed)
-    wide = config.hopper and config.rows == SPECIALIZED.rows and extra is None
+    wide = config.rows == SPECIALIZED.rows and extra is None
     return SPECIALIZED if wide and not why_not_specialized(given) else config
 
 
