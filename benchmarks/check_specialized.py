@@ -25,20 +25,6 @@ import time
 from typing import Any
 
 import torch
-from attention_cases import (
-    BF16,
-    TOLERANCE,
-    UNAVAILABLE,
-    Build,
-    Call,
-    Case,
-    Inputs,
-    exact,
-    fa3,
-    flashmla,
-    make,
-    prepare,
-)
 from checks import expect, finish
 
 from mla_fusion.attention import PersistentDecodePlan, triton_choice
@@ -47,6 +33,20 @@ from mla_fusion.attention.buffers import multiprocessors
 from mla_fusion.attention.validate import Inputs as Given
 from mla_fusion.attention.validate import validate
 from mla_fusion.cli.bench import environment
+from mla_fusion.cli.bench_decode_peers import (
+    BF16,
+    TOLERANCE,
+    UNAVAILABLE,
+    Call,
+    Candidate,
+    Case,
+    Inputs,
+    exact,
+    fa3,
+    flashmla,
+    make,
+    prepare,
+)
 from mla_fusion.cli.bench_region import interleave, quantiles
 from mla_fusion.cli.compare import distance
 
@@ -62,7 +62,7 @@ CHECKED = [
     (128, 2, 64, False),
 ]
 TIMED = ["64x8192", "128x8192", "64x65536", "16x8192", "4x1024", "1x1024"]
-PEERS: dict[str, Build] = {"fa3": fa3, "flashmla": flashmla}
+PEERS: dict[str, Candidate] = {"fa3": fa3, "flashmla": flashmla}
 
 
 def plan_of(case: Case, pairs: bool) -> PersistentDecodePlan:
@@ -175,7 +175,7 @@ def ours(inputs: Inputs, config: triton_choice.Config, pairs: bool) -> tuple[Cal
     return lambda i: launch(inputs, plan, i, out, lse, config), out
 
 
-CANDIDATES: dict[str, Build] = {
+CANDIDATES: dict[str, Candidate] = {
     f"{name}, {plan}": functools.partial(ours, config=config, pairs=plan == "pairs")
     for name, config in (("step", STEP), ("specialized", triton_choice.SPECIALIZED))
     for plan in ("blocks", "pairs")

@@ -24,7 +24,7 @@ FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 TOLERANCE = 4e-3
 ROTATED = 2**28  # bytes of caches that a graph walks over, several times the L2 cache
 Call = Callable[[int], object]
-Build = Callable[["Inputs"], tuple[Call, torch.Tensor]]
+Candidate = Callable[["Inputs"], tuple[Call, torch.Tensor]]
 UNAVAILABLE = (ImportError, RuntimeError, AttributeError, ValueError)  # a peer that is not here
 
 
@@ -135,7 +135,7 @@ def error(inputs: Inputs, out: torch.Tensor, lengths: list[int]) -> float:
 
 
 def prepare(
-    inputs: Inputs, build: Build
+    inputs: Inputs, build: Candidate
 ) -> tuple[torch.cuda.CUDAGraph, float, tuple[Call, torch.Tensor]]:
     """A candidate's graph, a call on each cache, and the error of its first call.
 
@@ -304,7 +304,6 @@ def fa3(inputs: Inputs) -> tuple[Call, torch.Tensor]:
     return call, out
 
 
-Candidate = Callable[[Inputs], tuple[Call, torch.Tensor]]
 # By the type of query and cache.
 VLLM_DEFAULT = {BF16: "fa3", FP8: "flashmla"}  # on Hopper, for 512 + 64 and pages of 64
 CANDIDATES: dict[torch.dtype, dict[str, Candidate]] = {
