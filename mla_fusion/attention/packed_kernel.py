@@ -38,7 +38,9 @@ def read_latents(
     of_group = wanted & (group < CODES // GROUP)[None, :]
     scales = read_scales(entry, exponents, group, of_group, CODES, BEHIND)
     scales = tl.broadcast_to(scales[:, :, None], [BLOCK_N, L // GROUP, GROUP])
-    codes = tl.load(entry[:, None] + column, mask=wanted & (column < CODES), other=0.0)
+    # Triton 3.6 has lost the alignment of an entry by here, and would load single bytes.
+    aligned = tl.multiple_of(entry[:, None], (16, 16))
+    codes = tl.load(aligned + column, mask=wanted & (column < CODES), other=0.0)
     latents = (codes.to(tl.float32) * tl.reshape(scales, [BLOCK_N, L])).to(tl.bfloat16)
     if CODES < L:
         wide = (entry + CODES).to(tl.pointer_type(tl.bfloat16), bitcast=True)
