@@ -27,8 +27,11 @@ from attention import FACTS, write
 from attention_cases import BF16, FP8, PAGE, ROTATED, Call
 
 from mla_fusion.attention import reference
+from mla_fusion.attention import triton as provider
+from mla_fusion.attention.buffers import HOPPER_TILE
 from mla_fusion.attention.layouts import FP8_DS_MLA, WIDE
 from mla_fusion.attention.sparse import Scope, sparse_mla_decode, sparse_scratch
+from mla_fusion.attention.validate import Inputs as Given
 from mla_fusion.cli.bench import environment
 from mla_fusion.cli.bench_region import capture_calls, interleave, measure_ceilings, quantiles
 from mla_fusion.cli.compare import distance
@@ -111,6 +114,51 @@ def ours(inputs: Inputs) -> tuple[Call, torch.Tensor]:
     return call, out
 
 
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """The kernel for Hopper, compiled and planned in another way than `ours`.
+
+    rows, warps, stages: of its `Config`. programs: workers for each multiprocessor.
+    """
+
+    rows: int
+    warps: int
+    stages: int
+    programs: int
+
+    def __str__(self) -> str:
+        return f"{self.rows} rows, {self.warps} warps, {self.stages} stages, x{self.programs}"
+
+    def __call__(self, inputs: Inputs) -> tuple[Call, torch.Tensor]:
+        case = inputs.case
+        processors = torch.cuda.get_device_properties(0).multi_processor_count
+        scratch = sparse_scratch(
+            max_tokens=case.tokens, num_heads=case.heads, widths=(case.topk,), q_dtype=BF16,
+            kv_dtype=FP8, device="cuda", workers=self.programs * processors,
+        )  # fmt: skip
+        scratch.refresh(case.tokens, [None])
+        out = torch.empty(case.tokens, case.heads, LATENT, device="cuda", dtype=BF16)
+        config = provider.Config(True, self.rows, HOPPER_TILE, self.warps, self.stages)
+
+        def call(i: int) -> None:
+            scope = Scope(inputs.caches[i], inputs.slots[i], FP8_DS_MLA)
+            given = Given(
+                inputs.q, scope.kv_cache, scratch.plan, scope.table, SCALE, None, None, out, None,
+                layout=FP8_DS_MLA,
+            )  # fmt: skip
+            sparse = provider.Sparse(scope, 0, scratch.first_lens, None)
+            provider.launch(given, sparse, config)
+
+        return call, out
+
+
+# Two programs of 16 rows fit a multiprocessor, of two stages each; of 32 rows one.
+VARIANTS = [
+    Variant(16, 4, 2, 1), Variant(16, 4, 2, 2), Variant(16, 4, 2, 4), Variant(16, 4, 4, 1),
+    Variant(32, 8, 2, 1), Variant(32, 8, 3, 1), Variant(32, 8, 3, 2),
+]  # fmt: skip
+
+
 def flashmla(inputs: Inputs, together: bool) -> tuple[Call, torch.Tensor]:
     """FlashMLA sparse, padded; the tokens as one sequence if `together`."""
     from vllm.v1.attention.ops import flashmla as ops
@@ -163,10 +211,11 @@ def error(inputs: Inputs, out: torch.Tensor) -> float:
     return distance(out[tokens], want)
 
 
-def measure(case: Case, rounds: int) -> list[dict]:
+def measure(case: Case, rounds: int, variants: bool) -> list[dict]:
     """Rows of one case."""
     inputs, graphs, errors, kept = make(case), {}, {}, []
-    for name, build in CANDIDATES.items():
+    named = {str(each): each for each in VARIANTS if each.rows <= max(16, case.heads)}
+    for name, build in (CANDIDATES | (named if variants else {})).items():
         try:
             call, out = build(inputs)
             out.fill_(torch.nan)
@@ -187,19 +236,21 @@ def measure(case: Case, rounds: int) -> list[dict]:
 
 
 def summary(rows: list[dict]) -> None:
-    """Geometric means against the faster of FlashMLA's calls, and what is wrong."""
+    """Geometric means against the faster of FlashMLA's calls, slower (topk, tokens), errors."""
     table: dict = {}
     for row in rows:
-        who = "ours" if row["candidate"] == "ours" else "flashmla"
+        who = row["candidate"].split(",")[0] if "flashmla" in row["candidate"] else row["candidate"]
         times = table.setdefault((row["heads"], row["topk"], row["tokens"]), {})
         times[who] = min(times.get(who, math.inf), row["p50_us"])
     for heads in sorted({key[0] for key in table}):
-        ratios = {k[1:]: t["flashmla"] / t["ours"] for k, t in table.items()
-                  if k[0] == heads and len(t) == 2}  # fmt: skip
-        if ratios:
-            mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
-            slower = {k: round(v, 2) for k, v in ratios.items() if v < 1}
-            print(f"H={heads}: geometric mean {mean:.2f}; slower at (topk, tokens) {slower}")
+        shapes = {key[1:]: times for key, times in table.items() if key[0] == heads}
+        for who in dict.fromkeys(itertools.chain(*shapes.values())):
+            ratios = {key: times["flashmla"] / times[who] for key, times in shapes.items()
+                      if who in times and "flashmla" in times}  # fmt: skip
+            if ratios and who != "flashmla":
+                mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
+                slower = {k: round(v, 2) for k, v in ratios.items() if v < 1}
+                print(f"H={heads}, {who}: geometric mean {mean:.2f}; slower at {slower}")
     print(f"rows that are wrong: {[row for row in rows if not row['error'] <= TOLERANCE]}")
 
 
@@ -212,6 +263,7 @@ def main() -> None:
     parser.add_argument("--topk", type=int, nargs="+", default=(2048,))
     parser.add_argument("--context", type=int, default=4096, help="entries that a token lists from")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no shape after these")
+    parser.add_argument("--variants", action="store_true", help="also other tiles and programs")
     parser.add_argument("--commit", default="", help="commit, where git does not know it")
     parser.add_argument("--csv", type=Path, required=True)
     options = parser.parse_args()
@@ -229,7 +281,9 @@ def main() -> None:
             if time.monotonic() - start > options.seconds:
                 print(f"no time for {heads} heads, {tokens} tokens, {topk} slots")
                 continue
-            new = measure(Case(tokens, heads, topk, options.context), options.rounds)
+            new = measure(
+                Case(tokens, heads, topk, options.context), options.rounds, options.variants
+            )
             write(writer, facts, new)
             file.flush()
             rows += new

@@ -2,7 +2,7 @@
 
 The second product reads an fp8 tile as pairs: the two bytes of a 16-bit element are two latents of
 one token. `widen` makes fp16 of either byte, exact except for a factor of 2^-8: it moves the sign,
-and exponent and mantissa, to where fp16 has them.
+and exponent and mantissa, to where fp16 has them. Or bf16, with a factor of 2^-120.
 """
 
 from __future__ import annotations
@@ -15,32 +15,57 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
-def _to_fp16(moves: str) -> gl.constexpr:
-    """PTX that widens a byte of each int16, two at a time; `moves` put sign and rest in place."""
+def _widening(moves: str, kept: str) -> gl.constexpr:
+    """PTX that widens a byte of each int16, two at a time.
+
+    `moves` put sign and rest in place; `kept`: the bits of the rest.
+    """
     return gl.constexpr(
         f"""{{
         .reg .b32 sign, rest;
         {moves}
-        lop3.b32 $0, rest, 0x3F803F80, sign, 0xEA;
+        lop3.b32 $0, rest, {kept}, sign, 0xEA;
         }}"""
     )
 
 
-LOW = _to_fp16(
-    """shl.b32 sign, $1, 8;
-        shl.b32 rest, $1, 7;
-        and.b32 sign, sign, 0x80008000;"""
-)
-HIGH = _to_fp16(
-    """shr.u32 rest, $1, 1;
-        and.b32 sign, $1, 0x80008000;"""
-)
+def _low(left: int, kept: str) -> gl.constexpr:
+    return _widening(
+        f"""shl.b32 sign, $1, 8;
+        shl.b32 rest, $1, {left};
+        and.b32 sign, sign, 0x80008000;""",
+        kept,
+    )
+
+
+def _high(right: int, kept: str) -> gl.constexpr:
+    return _widening(
+        f"""shr.u32 rest, $1, {right};
+        and.b32 sign, $1, 0x80008000;""",
+        kept,
+    )
+
+
+LOW, HIGH = _low(7, "0x3F803F80"), _high(1, "0x3F803F80")
+LOW_BF16, HIGH_BF16 = _low(4, "0x07F007F0"), _high(4, "0x07F007F0")
 
 
 @gluon.jit
-def widen(pairs, BYTE: gl.constexpr):
-    """The LOW or HIGH bytes of int16 `pairs` as fp16, times 2^-8. A NaN becomes 480."""
-    return gl.inline_asm_elementwise(BYTE, "=r,r", [pairs], dtype=gl.float16, is_pure=True, pack=2)
+def widen(pairs, BYTE: gl.constexpr, TYPE: gl.constexpr):
+    """The bytes of int16 `pairs` that BYTE chooses, as fp16 or bf16. A NaN becomes 480."""
+    wide = gl.inline_asm_elementwise(BYTE, "=r,r", [pairs], dtype=gl.int16, is_pure=True, pack=2)
+    return wide.to(TYPE, bitcast=True)
+
+
+@gluon.jit
+def pairs_of(key):
+    """A tile [tokens, L] of fp8 as int16 [tokens, L / 2]."""
+    pairs: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    shape: gl.constexpr = [key.shape[0], key.shape[1] // 2]
+    if RENAMED:
+        return key.reinterpret(gl.int16, shape, pairs)
+    else:
+        return key._reinterpret(gl.int16, shape, pairs)
 
 
 @gluon.jit
@@ -75,19 +100,13 @@ def add_values(acc, odd, decay, key, weights, FP8: gl.constexpr):
     if FP8:
         odd = odd * decay[None, :]
         layout: gl.constexpr = acc.type.layout
-        pairs: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-        BLOCK_N: gl.constexpr = key.shape[0]
-        L: gl.constexpr = key.shape[1]
-        if RENAMED:
-            view = key.reinterpret(gl.int16, [BLOCK_N, L // 2], pairs)
-        else:
-            view = key._reinterpret(gl.int16, [BLOCK_N, L // 2], pairs)
-        for j in gl.static_range(BLOCK_N // 32):
+        view = pairs_of(key)
+        for j in gl.static_range(key.shape[0] // 32):
             value = view.slice(32 * j, 32).permute((1, 0))
             value = value.load(gl.DotOperandLayout(0, layout, 2))
             weight_part = weights.slice(32 * j, 32)
-            acc = warpgroup_mma(widen(value, LOW), weight_part, acc, is_async=True)
-            odd = warpgroup_mma(widen(value, HIGH), weight_part, odd, is_async=True)
+            acc = warpgroup_mma(widen(value, LOW, gl.float16), weight_part, acc, is_async=True)
+            odd = warpgroup_mma(widen(value, HIGH, gl.float16), weight_part, odd, is_async=True)
             acc, odd = warpgroup_mma_wait(0, [acc, odd])
     else:
         acc = warpgroup_mma(key.permute((1, 0)), weights, acc, is_async=True)

@@ -1,8 +1,8 @@
 """The Triton provider: a persistent decode kernel and a reduction, two launches.
 
-On Hopper (sm_90) with query and cache of one type the kernel is `hopper_kernel.py`, everywhere else
-`triton_kernels.py`; both execute the same plan. Nothing is allocated here and nothing waits for
-the device.
+On Hopper (sm_90) with query and cache of one type the kernel is `hopper_kernel.py`, over a cache of
+bytes `hopper_packed.py`, everywhere else `triton_kernels.py`; all execute the same plan. Nothing is
+allocated here and nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mla_fusion.attention import triton_epilogue
+from mla_fusion.attention import triton_epilogue, triton_packed
 from mla_fusion.attention.buffers import HOPPER_TILE
 from mla_fusion.attention.heads import layout as head_layout
 from mla_fusion.kernels.arithmetic import FP8_DTYPES
@@ -43,13 +43,14 @@ class Config:
     """How one launch of the decode kernel is compiled.
 
     hopper: which kernel. rows: query rows (position x head) of a program. block_n: tokens of a
-    tile. warps: of a program.
+    tile. warps: of a program. stages: tiles in shared memory, of the kernel over byte caches.
     """
 
     hopper: bool
     rows: int
     block_n: int
     warps: int
+    stages: int = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +89,9 @@ def choose(
     there on sm_90, whatever the tile. packed: over a cache of bytes, whose scales take registers
     too. There 32 query rows spill to memory on gfx942 and gfx950, and 4 warps on sm_90.
     """
+    if packed and hopper:
+        tile, stages = (16, 2) if rows <= triton_packed.ROWS else (32, 3)
+        return Config(True, tile, HOPPER_TILE, tile // 4, stages)
     if packed:
         return Config(False, 16, 16, 4) if warp == 64 else Config(False, min(rows, 32), 16, 8)
     if hopper:
@@ -121,7 +125,7 @@ def plan_settings(
 
 def is_hopper(q: torch.Tensor, caches: list[torch.Tensor], latent: int) -> bool:
     """Whether the kernel for Hopper takes these tensors: its copies move 16 aligned bytes."""
-    if not q.is_cuda or torch.version.hip or torch.cuda.get_device_capability(q.device) != (9, 0):
+    if not triton_packed.is_sm90(q.device):
         return False
     strides = [stride for tensor in (q, *caches) for stride in tensor.stride()[:2]]
     return (
@@ -175,10 +179,7 @@ def persistent_mla_decode(
 
 
 def launch(given: Inputs, sparse: Sparse | None = None, config: Config | None = None) -> None:
-    """The decode and what follows it; arguments are checked.
-
-    `config` overrides the measured choice.
-    """
+    """The decode, by `config` or the measured one, and what follows it; arguments are checked."""
     decode(given, sparse, config)
     shape = triton_epilogue.chosen(given)
     if shape is not None:
@@ -194,14 +195,13 @@ def decode(given: Inputs, sparse: Sparse | None = None, config: Config | None = 
     """The launch of the decode kernel: pieces, and the latents of sequences without any."""
     from mla_fusion.attention import triton_kernels
 
-    plan, settings = given.plan, given.plan.settings
-    rows = plan.heads_per_work * settings.max_query_len
-    if config is None:
-        caches = [given.kv_cache, *([] if sparse is None else [sparse.extra.kv_cache])]
-        hopper = is_hopper(given.q, caches, settings.v_head_dim)
-        widths = settings.v_head_dim, given.q.shape[2] - settings.v_head_dim
-        warp, packed = 64 if torch.version.hip else 32, given.layout is not None
-        config = choose(hopper, rows, *widths, warp, packed)
+    plan = given.plan
+    rows = plan.heads_per_work * plan.settings.max_query_len
+    config = config or chosen(given, sparse, rows)
+    if config.hopper and given.layout is not None:
+        sink = None if sparse is None else sparse.sink
+        triton_packed.launch(given, sink, config.rows, config.warps, config.stages)
+        return
     kernel: Any = triton_kernels.decode_kernel
     if config.hopper:
         from mla_fusion.attention import hopper_kernel
@@ -209,6 +209,19 @@ def decode(given: Inputs, sparse: Sparse | None = None, config: Config | None = 
         kernel = hopper_kernel.decode_kernel
     args, options = decode_arguments(config, given, sparse)
     kernel[(plan.rules.workers, -(-rows // config.rows))](*args, **options)
+
+
+def chosen(given: Inputs, sparse: Sparse | None, rows: int) -> Config:
+    """The measured configuration of a decode of `rows` query rows a work item."""
+    latent = given.plan.settings.v_head_dim
+    if given.layout is None:
+        caches = [given.kv_cache, *([] if sparse is None else [sparse.extra.kv_cache])]
+        hopper = is_hopper(given.q, caches, latent)
+    else:
+        first = 0 if sparse is None else sparse.first
+        hopper = triton_packed.serves(given.q.device, given.layout, first)
+    widths = latent, given.q.shape[2] - latent
+    return choose(hopper, rows, *widths, 64 if torch.version.hip else 32, given.layout is not None)
 
 
 def merge(given: Inputs, sparse: Sparse | None = None) -> None:

@@ -50,7 +50,7 @@ def test_the_kernel_for_hopper_is_for_some_widths(monkeypatch, latent, rope, tak
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     width = latent + rope
     q = SimpleNamespace(
-        is_cuda=True, device="cuda", dtype=BF16, itemsize=2, shape=(8, 16, width),
+        is_cuda=True, device=torch.device("cuda"), dtype=BF16, itemsize=2, shape=(8, 16, width),
         stride=lambda: (16 * width, width, 1), data_ptr=lambda: 0,
     )  # fmt: skip
     assert provider.is_hopper(q, [q], latent) is taken  # type: ignore[arg-type, list-item]
@@ -59,7 +59,7 @@ def test_the_kernel_for_hopper_is_for_some_widths(monkeypatch, latent, rope, tak
 
 def test_byte_caches_are_left_to_the_portable_kernel(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    tensor = SimpleNamespace(is_cuda=True, device="cuda", data_ptr=lambda: 0)
+    tensor = SimpleNamespace(is_cuda=True, device=torch.device("cuda"), data_ptr=lambda: 0)
     tensor.stride, tensor.shape, tensor.itemsize = lambda: (5760, 576, 1), (8, 10, 576), 2
     q, packed = copy(tensor), copy(tensor)
     q.dtype, packed.dtype = BF16, torch.uint8
