@@ -2,7 +2,8 @@
 
 Triton's interpreter takes no Gluon. This takes the Python of a kernel and of all that it calls, and
 gives it tensors of torch in place of registers and shared memory. Layouts mean nothing here: the
-compiler guarantees that they change no value. Races between warps and missing fences are not seen.
+compiler guarantees that they change no value. Races between warps are not seen, but for one: a
+matrix product may read shared memory only after a fence behind its last write, and a barrier then.
 
 Asynchronous copies land as late as they may, in the `wait_group` that waits for them; until then
 their target is poison. Shared memory and everything unwritten is poison too: NaN, or a huge number.
@@ -149,27 +150,33 @@ def poison(data):
                else torch.full(data.shape, torch.nan).to(data.dtype))  # fmt: skip
 
 
+def storage(data):
+    """The allocation that a view is of."""
+    return data.untyped_storage().data_ptr()
+
+
 class Shared:
     """A descriptor of shared memory: a view of a torch tensor."""
 
-    def __init__(self, data):
+    def __init__(self, data, stored):
         self.data, self.shape, self.dtype = data, list(data.shape), NAMES[data.dtype]
+        self.stored = stored
 
     def index(self, at):
         """One of the first dimension."""
-        return Shared(self.data[int(at)])
+        return Shared(self.data[int(at)], self.stored)
 
     def slice(self, start, length, dim=0):
         """Some of a dimension."""
-        return Shared(self.data.narrow(dim, start, length))
+        return Shared(self.data.narrow(dim, start, length), self.stored)
 
     def permute(self, order):
         """Dimensions in another order."""
-        return Shared(self.data.permute(order))
+        return Shared(self.data.permute(order), self.stored)
 
     def reinterpret(self, dtype, shape, layout):
         """The same bytes as another type."""
-        return Shared(self.data.view(TYPES[dtype]).view(shape))
+        return Shared(self.data.view(TYPES[dtype]).view(shape), self.stored)
 
     def load(self, layout=None):
         """The elements."""
@@ -179,6 +186,7 @@ class Shared:
         """Write the elements."""
         assert list(value.shape) == self.shape and value.dtype == self.dtype
         self.data.copy_(value.data)
+        self.stored(self.data)
 
 
 def assemble(code, values):
@@ -209,6 +217,7 @@ class Machine:
 
     def __init__(self):
         self.program, self.groups, self.open = (0, 0), [], []
+        self.unfenced, self.unseen = set(), set()  # shared memory that products may not read yet
         every = itertools.chain(vars(gl).items())
         self.gl = types.SimpleNamespace(**{k: v for k, v in every if not k.startswith("__")})
         for name in dir(self):
@@ -243,6 +252,22 @@ class Machine:
         while len(self.groups) > outstanding:
             for target, value in self.groups.pop(0):
                 target.copy_(value)
+                self.unfenced.add(storage(target))
+
+    # What products may read
+
+    def stored(self, data):
+        """Shared memory has been written by threads."""
+        self.unfenced.add(storage(data))
+
+    def fence_async_shared(self):
+        """Writes so far are seen by products of the same thread."""
+        self.unseen |= self.unfenced
+        self.unfenced.clear()
+
+    def barrier(self):
+        """Fenced writes are seen by products of all threads."""
+        self.unseen.clear()
 
     # Functions of Gluon
 
@@ -302,7 +327,7 @@ class Machine:
     def gl_allocate_shared_memory(self, dtype, shape, layout):
         data = torch.empty(shape, dtype=TYPES[dtype])
         poison(data)
-        return Shared(data)
+        return Shared(data, self.stored)
 
     def gl_inline_asm_elementwise(self, code, constraints, given, dtype, is_pure, pack):
         assert (constraints, dtype, pack) == ("=r,r", gl.int16, 2)
@@ -311,6 +336,10 @@ class Machine:
     def warpgroup_mma(self, a, b, acc, use_acc=True, is_async=False):
         """A matrix product, at once."""
         assert a.dtype == b.dtype
+        for operand in (a, b):
+            if isinstance(operand, Shared):
+                early = storage(operand.data) in self.unfenced | self.unseen
+                assert not early, "a product reads shared memory without fence and barrier"
         product = a.data.float() @ b.data.float()
         return Tensor(acc.data + product if use_acc else product, acc.layout)
 
@@ -326,10 +355,10 @@ class Machine:
         if id(module) not in self.namespaces:
             space = self.namespaces[id(module)] = dict(module)
             done = types.SimpleNamespace(gdc_wait=lambda: 0, gdc_launch_dependents=lambda: 0)
-            nothing = {"barrier": lambda: 0, "fence_async_shared": lambda: 0, "gdc": done}
+            nothing = {"gdc": done}
             mine = {"gl": self.gl, "async_copy": self.copies, "async_load": self.async_load}
-            products = ("warpgroup_mma", "warpgroup_mma_wait")
-            mine |= {name: getattr(self, name) for name in products} | nothing | {"RENAMED": True}
+            own = ("warpgroup_mma", "warpgroup_mma_wait", "fence_async_shared", "barrier")
+            mine |= {name: getattr(self, name) for name in own} | nothing | {"RENAMED": True}
             for name, value in module.items():
                 if name in mine:
                     space[name] = mine[name]
@@ -356,3 +385,5 @@ class Machine:
             function(**named)
             assert not self.open and not any(self.groups), "a copy that nothing waited for"
             self.groups.clear()
+            self.unfenced.clear()
+            self.unseen.clear()

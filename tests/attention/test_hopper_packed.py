@@ -129,3 +129,10 @@ def test_a_spoilt_entry_spoils_its_token(byte):
     out, lse, _ = run(case, edit=spoil)
     assert out[1].isnan().all() and not lse[1].isfinite().any()
     assert out[0].isfinite().all() and out[2].isfinite().all()
+
+
+@pytest.mark.parametrize("left_out", ["fence_async_shared", "barrier"])
+def test_a_product_before_fence_and_barrier_is_refused(left_out, monkeypatch):
+    monkeypatch.setattr(Machine, left_out, lambda self: None)
+    with pytest.raises(AssertionError, match="without fence and barrier"):
+        run(CASES["16 heads"])
