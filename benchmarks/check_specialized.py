@@ -250,9 +250,9 @@ def main() -> None:
     parser.add_argument("--child", action="store_true", help="run here, unwatched")
     options = parser.parse_args()
     if not options.child:
+        print(environment(""), f"--seed {options.seed}", flush=True)
         again = [sys.executable, __file__, "--child", *sys.argv[1:], "--seed", str(options.seed)]
         sys.exit(watch(again, options.seconds))
-    print(environment(""), f"--seed {options.seed}", flush=True)
     torch.manual_seed(options.seed)
     if options.only != "time":
         check(random.Random(options.seed))
