@@ -82,7 +82,7 @@ def _split(rest):
     modifiers = {}
     if parts:
         words = _WORD.findall(parts[-1]) if "hwreg" not in parts[-1] else [parts[-1]]
-        first = not re.match(r"[a-z]\w*:|lgkmcnt|vmcnt|expcnt", words[0])
+        first = not re.match(r"[a-z]\w*:|lgkmcnt|vmcnt|expcnt|sc1", words[0])
         for word in words[first:]:
             key, _, value = word.partition(":")
             modifiers[key] = value

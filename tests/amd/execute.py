@@ -2,6 +2,7 @@
 
 import ctypes
 import dataclasses
+import math
 import re
 import struct
 
@@ -13,7 +14,7 @@ from tests.amd.compile import tensors
 # In the order of the enumeration in machine/state.h.
 FAULTS = (
     "none", "read", "write", "LDS bounds", "LDS race", "barrier", "runaway", "unsupported",
-    "register without a wait",
+    "register without a wait", "race of workgroups",
 )  # fmt: skip
 _PACKING = {"i32": "<i", "u32": "<I", "i64": "<q", "u64": "<Q", "fp32": "<f"}
 _HIDDEN = ("hidden_block_count_x", "hidden_block_count_y", "hidden_block_count_z")
@@ -36,9 +37,13 @@ _DIRECTIVES = {
 
 class Machine(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("lds", "tags", "regions", "counts")),
-        ("limit", ctypes.c_uint64),
-        *((name, ctypes.c_uint32) for name in ("lds_size", "region_count", "epoch", "seed")),
+        *((name, ctypes.c_void_p) for name in ("lds", "tags", "regions", "program")),
+        ("counts", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("view", "states", "written", "shared")),
+        *((name, ctypes.c_uint64) for name in ("shared_size", "limit")),
+        ("pauses", ctypes.c_uint32),
+        *((name, ctypes.c_uint32) for name in ("lds_size", "region_count", "shared_count")),
+        *((name, ctypes.c_uint32) for name in ("epoch", "seed")),
         ("rounding", ctypes.c_int32),
         ("fnuz", ctypes.c_uint32),
         ("faults", ctypes.c_uint32 * len(FAULTS)),
@@ -56,6 +61,18 @@ class Region(ctypes.Structure):
     ]
 
 
+class Shared(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_uint64) for name in ("begin", "end", "offset")]
+
+
+class Group(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("lds", "view", "states", "tags", "waves")),
+        *((name, ctypes.c_uint32) for name in ("epoch", "turn", "ended")),
+        ("status", ctypes.c_int32),
+    ]
+
+
 class Start(ctypes.Structure):
     _fields_ = [
         ("user", ctypes.c_void_p),
@@ -69,13 +86,15 @@ class Start(ctypes.Structure):
 class Settings:
     """How a launch is run, of what the hardware leaves open.
 
-    backwards: the last workgroup runs first, and in each the last wave. rounding: of v_rcp_f32,
+    backwards: the last workgroup runs first, and in each the last wave. pauses: a workgroup that
+    has an atomic on its way waits until all others have too, or have ended. rounding: of v_rcp_f32,
     v_exp_f32 and v_log_f32, which are accurate to 1 ulp: 0 to nearest, 1 up, -1 down. preload: the
     hardware has put the first arguments into registers; if not, the kernel's own prologue loads
     them. seed: of the rubbish. limit: instructions of a wave.
     """
 
     backwards: bool = False
+    pauses: bool = True
     rounding: int = 0
     preload: bool = True
     seed: int = 12345
@@ -84,7 +103,8 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """executed: instructions of all waves. counts: of each instruction. faults: how many of each
+    """executed: instructions of all waves. counts: of each instruction; of a store, of those that
+    stored anything. faults: how many of each
     kind. first: what the first one was, empty if there is none."""
 
     executed: int
@@ -114,32 +134,35 @@ def run(given, writable, settings=None, code=None):
     counts = np.zeros(len(code), np.uint64)
     arguments = _arguments(given)
     regions = _regions(given, writable, arguments)
-    lds = np.zeros(max(kernel.lds, 1), np.uint8)
-    tags = np.zeros(len(lds) * function("size_of_tag", ctypes.c_uint64)(), np.uint8)
+    shared = _shared(given, regions)
+    groups, kept = _groups(given, shared)
+    written = np.zeros(_size(shared), np.uint8)
     machine = Machine(
-        lds=lds.ctypes.data,
-        tags=tags.ctypes.data,
         regions=ctypes.addressof(regions),
         counts=counts.ctypes.data,
         limit=settings.limit,
+        pauses=settings.pauses,
         lds_size=kernel.lds,
         region_count=len(regions),
+        written=written.ctypes.data,
+        shared=ctypes.addressof(shared),
+        shared_count=len(shared),
+        shared_size=_size(shared),
         seed=settings.seed,
         rounding=settings.rounding,
         fnuz=kernel.target == "gfx942",
     )
-    waves = np.zeros(kernel.warps * function("size_of_wave", ctypes.c_uint64)(), np.uint8)
     start, user = _start(kernel.program, arguments, settings)
     executed = function("run_launch", ctypes.c_uint64)(
         ctypes.byref(machine),
         code,
         ctypes.byref(start),
         (ctypes.c_uint32 * 3)(*given.grid),
-        ctypes.c_void_p(waves.ctypes.data),
+        groups,
         kernel.warps,
         int(settings.backwards),
     )
-    del user  # `start` has its address
+    del user, kept  # `start` and `groups` have their addresses
     return Outcome(executed, counts, _faults(machine), _first(machine, given, regions))
 
 
@@ -198,6 +221,44 @@ def _regions(given, writable, arguments):
         end = tensor.data_ptr() + (span if tensor.numel() else 0) * tensor.element_size()
         found.append(Region(tensor.data_ptr(), end, 1, int(name in writable)))
     return (Region * len(found))(*found)
+
+
+def _shared(given, regions):
+    """What workgroups that run at once may write, without overlaps: all that the launch may, if its
+    kernel has an atomic. Without one no workgroup waits for another."""
+    if not any("atomic" in each.name for each in given.kernel.program.instructions):
+        return (Shared * 0)()
+    found = []
+    for begin, end in sorted((each.begin, each.end) for each in regions if each.writable):
+        if found and begin < found[-1].end:
+            found[-1].end = max(end, found[-1].end)
+        elif begin < end:
+            found.append(Shared(begin, end, _size(found)))
+    return (Shared * len(found))(*found)
+
+
+def _size(shared):
+    """Bytes of a view."""
+    return sum(each.end - each.begin for each in shared)
+
+
+def _groups(given, shared):
+    """Memory of as many workgroups as run at once, and the arrays that hold it."""
+    kernel, view = given.kernel, _size(shared)
+    count = math.prod(given.grid) if view else 1
+    sizes = {
+        "lds": max(kernel.lds, 1),
+        "view": view,
+        "states": view,
+        "tags": max(kernel.lds, 1) * function("size_of_tag", ctypes.c_uint64)(),
+        "waves": kernel.warps * function("size_of_wave", ctypes.c_uint64)(),
+    }
+    arrays = {name: np.zeros((count, size), np.uint8) for name, size in sizes.items()}
+    groups = (Group * count)()
+    for number, group in enumerate(groups):
+        for name, array in arrays.items():
+            setattr(group, name, array[number].ctypes.data)
+    return groups, arrays
 
 
 def _start(program, arguments, settings):

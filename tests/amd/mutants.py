@@ -5,30 +5,42 @@ are changed; which, a seed decides.
 """
 
 import dataclasses
+import itertools
 import random
 import re
 
 from mla_fusion.attention import triton as attention
+from mla_fusion.attention import triton_epilogue as epilogues
 from mla_fusion.attention.buffers import PLANNED
+from mla_fusion.cli.compare import poisoned
 from mla_fusion.kernels import triton
-from tests.amd import assembly, decode, encode, execute, region, test_planner
+from tests.amd import assembly, decode, encode, epilogue, execute, region, test_planner
 from tests.amd.provider import WRITABLE, machine
+from tests.attention import epilogue_cases
 from tests.kernels import cases
 
 NOTHING = assembly.instruction(0, "s_nop", "0")
+# What orders memory between workgroups.
+REMOVED = {
+    "global_atomic_add": "atomic removed",
+    "buffer_wbl2": "write-back removed",
+    "buffer_inv": "invalidation removed",
+}
 _OPPOSITE = {"eq": "ne", "ne": "eq", "lt": "ge", "ge": "lt", "gt": "le", "le": "gt", "lg": "eq",
              "neq": "eq", "o": "u", "u": "o"}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """An instruction of launch number `launch` and what stands in its place."""
+    """An instruction of launch number `launch`, and what stands in its place and in that of the
+    `count` - 1 instructions behind it."""
 
     launch: int
     index: int
     kind: str
     before: assembly.Instruction
     after: assembly.Instruction
+    count: int = 1
 
     def __str__(self):
         return f"{self.kind}, line {self.before.line}: {self.before.text} -> {self.after.text}"
@@ -58,7 +70,8 @@ class Run:
             if number == mutant.launch:
                 original = encode.program(launch.kernel.program)
                 code = type(original).from_buffer_copy(original)
-                code[mutant.index] = encode.encode(mutant.after, launch.kernel.program.labels)
+                for index in range(mutant.index, mutant.index + mutant.count):
+                    code[index] = encode.encode(mutant.after, launch.kernel.program.labels)
             # A mutant that runs twice as long as the original has lost its way.
             settings = dataclasses.replace(self.settings, limit=2 * self.outcomes[number].executed)
             outcome = self._execute(launch, settings, code)
@@ -68,10 +81,12 @@ class Run:
 
 
 def _in_both_orders(make, given):
-    """Runs of what `make` makes of each of `given`: every other one with its waves backwards, and
-    with approximate instructions to nearest, up and down."""
+    """Runs of what `make` makes of each of `given`: every other one with its waves backwards, two
+    of four without pauses, and with approximate instructions to nearest, up and down."""
     for number, each in enumerate(given):
-        settings = execute.Settings(backwards=number % 2 == 1, rounding=(0, 1, -1)[number % 3])
+        settings = execute.Settings(
+            backwards=number % 2 == 1, pauses=number % 4 < 2, rounding=(0, 1, -1)[number % 3]
+        )
         yield Run(*make(*each), settings)
 
 
@@ -141,6 +156,27 @@ def reduce_runs(target, *names):
     return list(_in_both_orders(make, [(name,) for name in names for _ in range(2)]))
 
 
+def epilogue_runs(target, shape, *steps):
+    """Epilogues in one launch each, in both orders of their programs, with pauses and without."""
+
+    def make(step):
+        given = epilogue.case(shape, step)
+        wide, inputs = epilogue_cases.make(given, lse=True)
+        with machine(target) as launches:
+            epilogues.launch(inputs, shape)
+        plan, want = inputs.plan, epilogue_cases.expected(inputs)
+
+        def reset():
+            wide.copy_(poisoned(wide))
+            inputs.lse.fill_(epilogue_cases.NOT_WRITTEN)
+            plan.epilogue_sums.fill_(float("nan"))
+            plan.epilogue_counts.zero_()
+
+        return launches, reset, lambda: epilogue.wrong(inputs, wide, want)
+
+    return list(_in_both_orders(make, [(step,) for step in steps for _ in range(4)]))
+
+
 def planner_runs(target, *names):
     """Plans of two steps each."""
 
@@ -182,7 +218,8 @@ def _shifted(given, key, by):
 
 def _negated(given):
     head, relation, kind = re.fullmatch(r"([vs]_cmpk?)_(\w+)_(\w+)", given.name).groups()
-    return _changed(given, name=f"{head}_{_OPPOSITE[relation]}_{kind}")
+    opposite = "lg" if relation == "eq" and head[0] == "s" else _OPPOSITE[relation]
+    return _changed(given, name=f"{head}_{opposite}_{kind}")
 
 
 def _without(given):
@@ -196,6 +233,8 @@ def changes(given):
         yield "barrier removed", _without(given)
     elif name == "s_waitcnt":
         yield from _waits(given)
+    elif name in REMOVED:
+        yield REMOVED[name], _without(given)
     elif name.startswith("v_mfma"):
         yield "matrix product removed", _without(given)
         yield "matrix product's factors exchanged", _swapped(given, 1, 2)
@@ -243,6 +282,11 @@ def _waits(given):
         yield "wait for one fewer", dataclasses.replace(weaker, text=text)
 
 
+def _barriers(instructions):
+    """With how many barriers these begin."""
+    return len([*itertools.takewhile(lambda each: each.name == "s_barrier", instructions)])
+
+
 def candidates(runs):
     """Every mutant of the instructions that some run executes, by kind."""
     found = {}
@@ -250,10 +294,14 @@ def candidates(runs):
         programs = {run.launches[number].kernel.program for run in runs}
         assert len(programs) == 1, "the runs of a subject are of the same machine code"
         counts = sum(run.outcomes[number].counts for run in runs)
-        for index, given in enumerate(launch.kernel.program.instructions):
-            if counts[index]:
+        code = launch.kernel.program.instructions
+        for index, given in enumerate(code):
+            # Of barriers in a row one does what all do: they go together.
+            again = index and given.name == code[index - 1].name == "s_barrier"
+            if counts[index] and not again:
                 for kind, after in changes(given):
-                    mutant = Mutant(number, index, kind, given, after)
+                    count = _barriers(code[index:])
+                    mutant = Mutant(number, index, kind, given, after, max(1, count))
                     found.setdefault(kind, []).append(mutant)
     return found
 

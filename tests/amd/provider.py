@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from mla_fusion.attention import planner_triton
+from mla_fusion.attention import epilogue_kernel, planner_triton
 from mla_fusion.attention import triton_kernels as attention_kernels
 from mla_fusion.kernels import triton_kernels as region_kernels
 from tests import tally
@@ -21,6 +21,8 @@ WRITABLE = {
     "prep_kernel": ("out_ptr", "cache_ptr"),
     "decode_kernel": ("out_ptr", "lse_ptr", "partial_ptr", "partial_lse_ptr"),
     "reduce_kernel": ("out_ptr", "lse_ptr"),
+    "epilogue_kernel": ("lse_ptr", "sums_ptr", "count_ptr", "out_ptr", "scale_ptr"),
+    "quantize_kernel": ("out_ptr", "scale_ptr"),
     "plan_kernel": (
         "work_indptr", "work_info_set", "reduce_indptr", "reduce_final_map", "reduce_partial_map",
         "plan_qo_indptr", "plan_kv_indptr", "scratch",
@@ -30,6 +32,8 @@ KERNELS = {
     "prep_kernel": region_kernels,
     "decode_kernel": attention_kernels,
     "reduce_kernel": attention_kernels,
+    "epilogue_kernel": epilogue_kernel,
+    "quantize_kernel": epilogue_kernel,
     "plan_kernel": planner_triton,
 }
 

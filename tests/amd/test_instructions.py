@@ -174,6 +174,31 @@ def test_transposing_reads(bits, dtype):
     np.testing.assert_array_equal(got.reshape(4, 16, -1), blocks.transpose(0, 2, 1))
 
 
+def test_atomic_additions_return_what_was_there():
+    """Lanes of one counter take turns; an inactive one adds nothing."""
+    counters, by = words(4), words(64)
+    want, old = counters.copy(), []
+    wave = Wave(writable=[counters])
+    base_of(wave, counters)
+    wave.v[0], wave.v[10] = 4 * (LANE % 4), by
+    wave.set_pair(126, 2**64 - 2)
+    for lane in range(1, 64):
+        old.append(want[lane % 4])
+        want[lane % 4] = (int(want[lane % 4]) + int(by[lane])) % 2**32
+    add = "global_atomic_add v11, v0, v10, s[4:5] sc0"
+    assert not wave.run(add, "s_waitcnt vmcnt(0)", "v_mov_b32_e32 v12, v11")
+    np.testing.assert_array_equal(counters, want)
+    np.testing.assert_array_equal(wave.v[12][1:], old)
+    wave = Wave(writable=[counters])
+    base_of(wave, counters)
+    wave.v[0] = 4 * (LANE % 4)
+    assert wave.run(add, "v_mov_b32_e32 v12, v11") == {"register without a wait"}
+    wave = Wave(readable=[counters])
+    base_of(wave, counters)
+    wave.v[0] = 0
+    assert wave.run(add, "s_waitcnt vmcnt(0)") == {"write"}
+
+
 @pytest.mark.parametrize("waits, faults", [
     (("s_waitcnt vmcnt(0)",), set()),
     (("s_waitcnt vmcnt(1)",), {"register without a wait"}),
@@ -258,3 +283,8 @@ def test_the_unknown_is_named():
         Wave().run("v_add_f32_e64 v0, v1, v2 mul:2")
     with pytest.raises(UnknownInstruction, match="not this form"):
         Wave().run("v_cvt_scalef32_pk_f32_fp8 v[0:1], v1, 2.0")
+    # Of its own workgroup alone; and an addition that returns nothing.
+    with pytest.raises(UnknownInstruction, match=r"buffer_wbl2`.*operations.py"):
+        Wave().run("buffer_wbl2")
+    with pytest.raises(UnknownInstruction, match="not this form"):
+        Wave().run("global_atomic_add v0, v1, s[2:3]")

@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from mla_fusion.attention import triton_epilogue as epilogues
 from mla_fusion.kernels.dispatch import Plan
 from tests import tally
 from tests.amd import mutants
@@ -17,6 +18,11 @@ EACH, LEAST = 3, 200
 SHARE, SHARE_OF_ONE = 0.95, 0.92
 # Kinds of which all have to be seen, of every instruction, in the region kernel.
 CERTAIN = ("barrier removed", "matrix product removed", "wait for one fewer", "wait removed")
+# And of what one slice of an epilogue does to be seen by the last one.
+ORDERS = ("barrier removed", "wait removed", "store removed", "comparison negated",
+          *mutants.REMOVED.values())  # fmt: skip
+
+ROWS_IN_SLICES = epilogues.choose(8, 8, 512, 128, "group")
 
 
 def but(tokens, padded):
@@ -54,6 +60,12 @@ SUBJECTS = {
     ),
     "decode, gfx942, bf16": functools.partial(mutants.decode_runs, "gfx942", "two workers"),
     "reduction, gfx942": functools.partial(mutants.reduce_runs, "gfx942", "many pieces"),
+    "epilogue of one slice, gfx942": functools.partial(
+        mutants.epilogue_runs, "gfx942", epilogues.choose(1, 16, 512, 128), "tokens", "drafts"
+    ),
+    "epilogue, gfx950": functools.partial(
+        mutants.epilogue_runs, "gfx950", ROWS_IN_SLICES, "drafts"
+    ),
     "planner, gfx950": functools.partial(mutants.planner_runs, "gfx950", "MI355X"),
 }  # fmt: skip
 
@@ -79,6 +91,22 @@ def test_every_missing_wait_and_barrier_of_a_region_is_seen():
     found = mutants.candidates(runs)
     assert set(CERTAIN) <= set(found)
     left = unseen(runs, [mutant for kind in CERTAIN for mutant in found[kind]])
+    assert not left, "\n".join(map(str, left))
+
+
+@pytest.mark.parametrize("target", ["gfx942", "gfx950"])
+def test_all_that_orders_the_slices_of_an_epilogue_is_seen(target):
+    """Of every instruction from the wait for the sums' stores to the store of the count."""
+    runs = mutants.epilogue_runs(target, ROWS_IN_SLICES, "drafts")
+    names = [each.name for each in runs[0].launches[0].kernel.program.instructions]
+    count = names.index("global_atomic_add")
+    first = max(at for at in range(count) if "store" in names[at]) + 1
+    last = next(at for at in range(count, len(names)) if "store" in names[at])
+    found = mutants.candidates(runs)
+    chosen = [m for kind in ORDERS for m in found[kind] if first <= m.index <= last]
+    assert {mutant.kind for mutant in chosen} == set(ORDERS)
+    left = unseen(runs, chosen)
+    tally.add("mutants of AMD machine code", seen=len(chosen) - len(left), not_seen=len(left))
     assert not left, "\n".join(map(str, left))
 
 

@@ -12,7 +12,7 @@ static void load_scalars(Machine *m, Wave *w, const Instruction *i)
     address += (i64)(i32)scalar_operand(w, &i->source[1], 1);
     p->instruction = i;
     for (u32 k = 0; k < words_of(i); k++) p->data[k] = w->s[i->result.index + k] = rubbish(m);
-    if (region_of(m, w, i, address, i->size, 0)) memcpy(p->data, (void *)address, i->size);
+    if (region_of(m, w, i, address, i->size, 0)) memcpy(p->data, seen(m, address), i->size);
     touch(m, w, i, &i->result, MEMORY);
     fly(w, &i->result, MEMORY, 1);
 }
@@ -56,7 +56,7 @@ static void take_data(Wave *w, const Operand *o, const Instruction *i, Pending *
     }
 }
 
-static void load_vector(Machine *m, Wave *w, const Pending *p, int checked)
+static void load_vector(Machine *m, Wave *w, Pending *p, int checked)
 {
     const Instruction *i = p->instruction;
     for (int l = 0; l < LANES; l++) {
@@ -67,15 +67,18 @@ static void load_vector(Machine *m, Wave *w, const Pending *p, int checked)
     }
 }
 
-static void store_vector(Machine *m, Wave *w, const Pending *p, int checked)
+static void store_vector(Machine *m, Wave *w, Pending *p, int checked)
 {
     const Instruction *i = p->instruction;
     for (int l = 0; l < LANES; l++) {
         u32 x[4] = {p->data[0][l], p->data[1][l], p->data[2][l], p->data[3][l]};
         if (!on(p->active, l) || (checked && !p->second[l])) continue;
-        if (region_of(m, w, i, p->address[l], i->size, 1))
-            memcpy((void *)p->address[l], x, i->size);
+        if (!region_of(m, w, i, p->address[l], i->size, 1)) continue;
+        memcpy(seen(m, p->address[l]), x, i->size);
+        set_states(m, p->address[l], i->size, UNDERWAY);
+        p->stored |= 1ull << l;
     }
+    if (p->stored) count(m, i);
 }
 
 static void global_load(Machine *m, Wave *w, const Instruction *i)
@@ -85,7 +88,7 @@ static void global_load(Machine *m, Wave *w, const Instruction *i)
     scramble(m, w, i->result.index, words_of(i), p->active);
 }
 
-static void global_load_action(Machine *m, Wave *w, const Pending *p) { load_vector(m, w, p, 0); }
+static void global_load_action(Machine *m, Wave *w, Pending *p) { load_vector(m, w, p, 0); }
 
 static void global_store(Machine *m, Wave *w, const Instruction *i)
 {
@@ -94,7 +97,7 @@ static void global_store(Machine *m, Wave *w, const Instruction *i)
     take_data(w, &i->source[2], i, p, 0);
 }
 
-static void global_store_action(Machine *m, Wave *w, const Pending *p) { store_vector(m, w, p, 0); }
+static void global_store_action(Machine *m, Wave *w, Pending *p) { store_vector(m, w, p, 0); }
 
 static void buffer_load(Machine *m, Wave *w, const Instruction *i)
 {
@@ -103,7 +106,7 @@ static void buffer_load(Machine *m, Wave *w, const Instruction *i)
     scramble(m, w, i->result.index, words_of(i), p->active);
 }
 
-static void buffer_load_action(Machine *m, Wave *w, const Pending *p) { load_vector(m, w, p, 1); }
+static void buffer_load_action(Machine *m, Wave *w, Pending *p) { load_vector(m, w, p, 1); }
 
 static void buffer_store(Machine *m, Wave *w, const Instruction *i)
 {
@@ -112,7 +115,42 @@ static void buffer_store(Machine *m, Wave *w, const Instruction *i)
     take_data(w, &i->source[3], i, p, 0);
 }
 
-static void buffer_store_action(Machine *m, Wave *w, const Pending *p) { store_vector(m, w, p, 1); }
+static void buffer_store_action(Machine *m, Wave *w, Pending *p) { store_vector(m, w, p, 1); }
+
+/* An atomic addition that returns what was there. A workgroup that pauses here lets the next ones
+   run until each has paused or ended: they see of it only what it has put into memory. */
+static void global_add(Machine *m, Wave *w, const Instruction *i)
+{
+    Pending *p = issue_vector(m, w, i);
+    global_addresses(w, i, p);
+    take_data(w, &i->source[2], i, p, 0);
+    scramble(m, w, i->result.index, 1, p->active);
+    for (int l = 0; l < LANES; l++) {
+        i64 at = in_view(m, p->address[l]);
+        if (!on(p->active, l) || !region_of(m, w, i, p->address[l], 4, 1)) continue;
+        /* What a cache holds of a counter is not modelled. */
+        if (at >= 0 && m->states[at] != CLEAN) fault(m, w, i, UNSUPPORTED, p->address[l], 4);
+        u32 *counter = (u32 *)p->address[l], sum = *counter + p->data[0][l];
+        p->data[0][l] = *counter;
+        *counter = sum;
+    }
+    if (m->shared_size && m->pauses) w->status = PAUSED;
+}
+
+static void global_add_action(Machine *m, Wave *w, Pending *p)
+{
+    write_word(w, p->instruction->result.index, p->data[0], p->active);
+}
+
+/* To all workgroups of the GPU: what the wave has stored, and what others of its workgroup have. */
+static void cache_write_back(Machine *m, Wave *w, const Instruction *i) { issue_vector(m, w, i); }
+
+static void cache_write_back_action(Machine *m, Wave *w, Pending *p)
+{
+    write_back(m, w, p->instruction);
+}
+
+static void cache_invalidate(Machine *m, Wave *w, const Instruction *i) { invalidate(m); }
 
 /* ---- LDS */
 
@@ -133,7 +171,7 @@ static void lds_read(Machine *m, Wave *w, const Instruction *i)
     scramble(m, w, i->result.index, words_of(i), p->active);
 }
 
-static void lds_read_action(Machine *m, Wave *w, const Pending *p)
+static void lds_read_action(Machine *m, Wave *w, Pending *p)
 {
     for (int l = 0; l < LANES; l++) {
         u32 x[4] = {0};
@@ -150,7 +188,7 @@ static void lds_read2(Machine *m, Wave *w, const Instruction *i)
     scramble(m, w, i->result.index, 2 * words_of(i), p->active);
 }
 
-static void lds_read2_action(Machine *m, Wave *w, const Pending *p)
+static void lds_read2_action(Machine *m, Wave *w, Pending *p)
 {
     const Instruction *i = p->instruction;
     u32 count = words_of(i), x[4];
@@ -169,7 +207,7 @@ static void lds_write(Machine *m, Wave *w, const Instruction *i)
     take_data(w, &i->source[1], i, p, 0);
 }
 
-static void lds_write_action(Machine *m, Wave *w, const Pending *p)
+static void lds_write_action(Machine *m, Wave *w, Pending *p)
 {
     for (int l = 0; l < LANES; l++) {
         u32 x[4] = {p->data[0][l], p->data[1][l], p->data[2][l], p->data[3][l]};
@@ -186,7 +224,7 @@ static void lds_write2(Machine *m, Wave *w, const Instruction *i)
     take_data(w, &i->source[2], i, p, 2);
 }
 
-static void lds_write2_action(Machine *m, Wave *w, const Pending *p)
+static void lds_write2_action(Machine *m, Wave *w, Pending *p)
 {
     const Instruction *i = p->instruction;
     for (int l = 0; l < LANES; l++) {
@@ -205,7 +243,7 @@ static void lds_read_transposed(Machine *m, Wave *w, const Instruction *i)
     lds_read(m, w, i);
 }
 
-static void lds_read_transposed_action(Machine *m, Wave *w, const Pending *p)
+static void lds_read_transposed_action(Machine *m, Wave *w, Pending *p)
 {
     u8 rows[LANES][8];
     int size = p->instruction->format, count = 8 / size, index = p->instruction->result.index;
@@ -241,7 +279,7 @@ static void lds_permute(Machine *m, Wave *w, const Instruction *i)
     take_from(m, w, i, lane, x);
 }
 
-static void lds_permute_action(Machine *m, Wave *w, const Pending *p)
+static void lds_permute_action(Machine *m, Wave *w, Pending *p)
 {
     write_word(w, p->instruction->result.index, p->data[0], p->active);
 }
@@ -255,7 +293,7 @@ static void lds_swap(Machine *m, Wave *w, const Instruction *i)
     take_from(m, w, i, lane, x);
 }
 
-static void lds_swap_action(Machine *m, Wave *w, const Pending *p) { lds_permute_action(m, w, p); }
+static void lds_swap_action(Machine *m, Wave *w, Pending *p) { lds_permute_action(m, w, p); }
 
 /* ---- between lanes and scalars */
 
@@ -317,9 +355,4 @@ static void barrier(Machine *m, Wave *w, const Instruction *i)
     w->status = AT_BARRIER;
 }
 
-static void end(Machine *m, Wave *w, const Instruction *i)
-{
-    complete_vector(m, w, 0);
-    complete_lds(m, w, 0);
-    w->status = ENDED;
-}
+static void end(Machine *m, Wave *w, const Instruction *i) { w->status = ENDED; }

@@ -2,11 +2,17 @@
 
    An instruction is issued: its addresses and the data of a store are taken, the registers of a load
    get rubbish. It is carried out when `s_waitcnt` says that at most so many younger ones are on
-   their way, when the counter is full, or (stores) when the wave ends: as late as the hardware may.
+   their way, when the counter is full, or when the workgroup ends: as late as the hardware may.
    Vector memory and LDS keep the order of a wave; scalar loads do not, so only a count of 0 covers
    them. A barrier orders the vector memory of its workgroup without a wait: its waves share a cache,
    which takes their operations in turn ("Memory model GFX942" of LLVM's AMDGPU guide, workgroup
-   scope without threadgroup split mode). Registers wait for s_waitcnt all the same. */
+   scope without threadgroup split mode). Registers wait for s_waitcnt all the same.
+
+   Workgroups that run at once may be on dies with a cache each ("agent scope" there). So each has a
+   view of the memory that they write: memory as it was when the launch began or when the workgroup
+   last invalidated, and its own stores. These go to memory when it writes its cache back, and then
+   only those that a wait has covered. Atomics are carried out in memory when they are issued, as
+   early as the hardware may; what they return comes as late as other loads. */
 
 /* The region that holds these bytes and allows the access; NULL, and a fault, if there is none. */
 static const Region *region_of(Machine *m, Wave *w, const Instruction *i, u64 address, u32 size,
@@ -23,9 +29,54 @@ static const Region *region_of(Machine *m, Wave *w, const Instruction *i, u64 ad
     return 0;
 }
 
+/* Where an address lies in a view; -1 if all workgroups see memory itself there. */
+static i64 in_view(const Machine *m, u64 address)
+{
+    for (u32 k = 0; k < m->shared_count; k++)
+        if (address >= m->shared[k].begin && address < m->shared[k].end)
+            return m->shared[k].offset + (address - m->shared[k].begin);
+    return -1;
+}
+
+/* The bytes that the workgroup which runs sees at an address. */
+static u8 *seen(const Machine *m, u64 address)
+{
+    i64 at = in_view(m, address);
+    return at < 0 ? (u8 *)address : m->view + at;
+}
+
+static void set_states(Machine *m, u64 address, u32 size, u8 state)
+{
+    i64 at = in_view(m, address);
+    if (at >= 0) memset(m->states + at, state, size);
+}
+
+/* The dirty bytes of a view go to memory. A race: workgroups that write different values to a byte
+   in one launch, even if one waits for the other. */
+static void write_back(Machine *m, Wave *w, const Instruction *i)
+{
+    for (const Shared *s = m->shared; s < m->shared + m->shared_count; s++)
+        for (u64 at = s->offset; at < s->offset + (s->end - s->begin); at++) {
+            u8 *byte = (u8 *)(s->begin + (at - s->offset));
+            if (m->states[at] != DIRTY) continue;
+            if (m->written[at] && *byte != m->view[at]) fault(m, w, i, RACE, (u64)byte, 1);
+            m->states[at] = CLEAN;
+            m->written[at] = 1;
+            *byte = m->view[at];
+        }
+}
+
+/* A view becomes what memory is, where its workgroup has not written. */
+static void invalidate(Machine *m)
+{
+    for (const Shared *s = m->shared; s < m->shared + m->shared_count; s++)
+        for (u64 at = s->offset; at < s->offset + (s->end - s->begin); at++)
+            if (m->states[at] == CLEAN) m->view[at] = *(u8 *)(s->begin + (at - s->offset));
+}
+
 static void read_global(Machine *m, Wave *w, const Instruction *i, u64 address, u32 size, u32 *x)
 {
-    if (region_of(m, w, i, address, size, 0)) memcpy(x, (void *)address, size);
+    if (region_of(m, w, i, address, size, 0)) memcpy(x, seen(m, address), size);
     else x[0] = x[1] = x[2] = x[3] = rubbish(m);
 }
 
@@ -94,7 +145,7 @@ static void scramble(Machine *m, Wave *w, int index, int count, u64 active)
 }
 
 /* What an operation does when it is carried out; instructions.h has one for each kind. */
-typedef void Action(Machine *, Wave *, const Pending *);
+typedef void Action(Machine *, Wave *, Pending *);
 static Action *const ACTIONS[];
 
 static void complete_vector(Machine *m, Wave *w, u32 left)
@@ -103,14 +154,18 @@ static void complete_vector(Machine *m, Wave *w, u32 left)
         Pending *p = &w->vector_queue[w->vector_first % VECTOR_QUEUE];
         fly(w, &p->instruction->result, MEMORY, -1);
         if (!p->done) ACTIONS[p->instruction->operation](m, w, p);
+        for (int l = 0; p->stored && l < LANES; l++)
+            if (on(p->stored, l)) set_states(m, p->address[l], p->instruction->size, DIRTY);
     }
 }
 
-/* What a barrier orders is carried out; the registers of loads stay untouchable until a wait. */
+/* What a barrier orders is carried out; the registers of loads stay untouchable until a wait, and a
+   cache is not written back before. */
 static void carry_out_vector(Machine *m, Wave *w)
 {
     for (u32 k = 0; k < w->vector_count; k++) {
         Pending *p = &w->vector_queue[(w->vector_first + k) % VECTOR_QUEUE];
+        if (!p->instruction->result.kind && !p->instruction->size) continue;
         if (!p->done) ACTIONS[p->instruction->operation](m, w, p);
         p->done = 1;
     }
@@ -142,6 +197,7 @@ static Pending *issue_vector(Machine *m, Wave *w, const Instruction *i)
     p->instruction = i;
     p->active = pair(w, EXEC);
     p->done = 0;
+    p->stored = 0;
     /* Loads of one queue arrive in order: a later one may have the same registers. */
     touch(m, w, i, &i->result, LDS);
     fly(w, &i->result, MEMORY, 1);
@@ -157,6 +213,15 @@ static Pending *issue_lds(Machine *m, Wave *w, const Instruction *i)
     touch(m, w, i, &i->result, MEMORY);
     fly(w, &i->result, LDS, 1);
     return p;
+}
+
+/* What ended waves have left on its way. */
+static void complete(Machine *m, Wave *waves, u32 count)
+{
+    for (u32 k = 0; k < count; k++) {
+        complete_vector(m, &waves[k], 0);
+        complete_lds(m, &waves[k], 0);
+    }
 }
 
 /* s_waitcnt: vmcnt in bits 0 to 7 of `immediate`, lgkmcnt in bits 8 to 15. */

@@ -1,0 +1,55 @@
+"""The epilogue on the machine, against the formula that the interpreted one is compared with."""
+
+from mla_fusion.attention import triton_epilogue as epilogues
+from tests import tally
+from tests.amd.provider import machine
+from tests.attention.epilogue_cases import Case, check_quantized, expected, make
+from tests.kernels.compiled import FP8
+
+# Of a step, with pieces: none, a few, more than are loaded at once; drafts; padding.
+STEPS = {
+    "tokens": {"rows": (1, 1, 1), "pieces": (3, 0, 17)},
+    "drafts": {"rows": (2, 0, 1, 2), "pieces": (13, 0, 0, 18), "padding": 2},
+}
+
+
+def case(shape, step="tokens", **more):
+    """A layer of DeepSeek's of which the rank has two heads: their number is not compiled in."""
+    given = {"shape": shape, "heads": 2, "values": 128, "latent": 512}
+    return Case(**{**given, **STEPS[step], **more})
+
+
+def wrong(inputs, wide, want):
+    """How many elements are wrong, by part; empty if none is."""
+    counts = int(inputs.plan.epilogue_counts.count_nonzero())
+    return want.wrong(wide, inputs) | ({"counts": counts} if counts else {})
+
+
+def check(target, given, settings=None):
+    """Execute an epilogue that does not quantize, compare it, and return its launches."""
+    wide, inputs = make(given, lse=True)
+    with machine(target, settings) as launches:
+        epilogues.launch(inputs, given.shape)
+    assert not (found := wrong(inputs, wide, expected(inputs))), found
+    tally.add("AMD machine code", bytes_compared=2 * wide.numel() + 4 * inputs.lse.numel())
+    return launches
+
+
+def check_quantization(target, given, quantization, settings=None):
+    """One that does not quantize, one that does, and the quantization alone: these two give what
+    a quantization of the first one's result does."""
+    wide, plain = make(given, lse=True)
+    _, fused = make(given, quantization, FP8[target])
+    _, separate = make(given, quantization, FP8[target])
+    plain.out[-1] = fused.out[-1] = 0  # a group whose maximum is zero
+    want = expected(plain)
+    with machine(target, settings) as launches:
+        epilogues.launch(plain, given.shape)
+        epilogues.launch(fused, given.shape)
+        product = plain.epilogue.out.contiguous()
+        epilogues.quantize(product, separate.epilogue)
+    assert not (found := wrong(plain, wide, want)), found
+    for got in (fused.epilogue, separate.epilogue):
+        check_quantized(product, got, quantization)
+        tally.add("AMD machine code", bytes_compared=got.out.numel() + 4 * got.scale.numel())
+    return launches
