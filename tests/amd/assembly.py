@@ -4,7 +4,8 @@ import dataclasses
 import re
 
 _LABEL = re.compile(r"(\.L\w+):")
-_INSTRUCTION = re.compile(r"\t([a-z]+_\w+)\s*(.*)$")
+_INSTRUCTION = re.compile(r"\s*([a-z]+_\w+)\s*(.*)$")
+_DIRECTIVE = re.compile(r"\s*(\.|$)")
 _END = re.compile(r"\s*\.section|\.Lfunc_end")
 # A modifier: name:value, name:[values], name(value) or a bare name.
 _WORD = re.compile(r"\w+:\[[^\]]*\]|\w+:\w+\([^)]*\)|[^\s]+")
@@ -51,6 +52,8 @@ def parse(text):
             labels[label[1]] = len(instructions)
         elif inside and (found := _INSTRUCTION.match(line)):
             instructions.append(instruction(number, *found.groups()))
+        elif inside and not _DIRECTIVE.match(line):
+            raise ValueError(f"line {number} is no instruction, label or directive: {line!r}")
     directives = dict(re.findall(r"^\s*\.amdhsa_(\w+) (\d+)$", text, re.MULTILINE))
     arguments = re.findall(r"\.offset:\s+(\d+)\s+\.size:\s+(\d+)\s+\.value_kind:\s+(\w+)", text)
     return Program(

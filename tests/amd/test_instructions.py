@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from tests.amd import assembly
 from tests.amd.alone import Wave
 from tests.amd.encode import UnknownInstruction
 
@@ -274,6 +275,15 @@ def test_races_in_lds_are_seen(first, second, races):
     two.machine.lds, two.machine.tags = one.machine.lds, one.machine.tags
     two.v[0], two.v[12] = 4 * LANE, 9
     assert two.run(second) == ({"LDS race"} if races else set())
+
+
+def test_every_line_of_a_kernel_is_read():
+    """Those of inline assembly may begin without a tab."""
+    text = "\t.globl\tk\nk:\n\t.loc 1\n\ts_nop 0\nv_mov_b32 v0, v1\n\n\ts_endpgm\n.Lfunc_end0:\n"
+    found = assembly.parse(text).instructions
+    assert [each.name for each in found] == ["s_nop", "v_mov_b32", "s_endpgm"]
+    with pytest.raises(ValueError, match="line 5 is no instruction"):
+        assembly.parse(text.replace("v_mov_b32 v0, v1", "what"))
 
 
 def test_the_unknown_is_named():
