@@ -242,7 +242,7 @@ def changes(given):
         yield "conversion removed", _without(given)
         if "pk" in name and len(given.operands) > 2 and given.operands[2] != "1.0":
             yield "conversion's halves exchanged", _swapped(given, 1, 2)
-    elif given.encoding == "dpp" or "permute" in name or "permlane" in name:
+    elif given.encoding == "dpp" or re.search("permute|permlane|swizzle", name):
         yield "lanes not moved", _without(given)
         if "row_ror" in modifiers:
             yield "lanes moved elsewhere", _changed(given, row_ror="3")
