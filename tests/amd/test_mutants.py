@@ -15,7 +15,7 @@ from tests.amd import mutants
 # Of each kind and subject; all together they are to be 200 at least.
 EACH, LEAST = 3, 200
 # What is seen of them, and of many of one subject. docs/amd.md says why the others are not.
-SHARE, SHARE_OF_ONE = 0.95, 0.9
+SHARE, SHARE_OF_ONE, SHARE_OF = 0.95, 0.92, {"epilogue, gfx950": 0.9}
 # Kinds of which all have to be seen, of every instruction, in the region kernel.
 CERTAIN = ("barrier removed", "matrix product removed", "wait for one fewer", "wait removed")
 # And of what one slice of an epilogue does to be seen by the last one.
@@ -118,4 +118,5 @@ def test_many_mutants_are_seen(name):
     chosen = mutants.choose(runs, 15, seed=2)
     left = unseen(runs, chosen)
     tally.add("mutants of AMD machine code", seen=len(chosen) - len(left), not_seen=len(left))
-    assert len(left) <= (1 - SHARE_OF_ONE) * len(chosen), "\n".join(map(str, left))
+    share = SHARE_OF.get(name, SHARE_OF_ONE)
+    assert len(left) <= (1 - share) * len(chosen), "\n".join(map(str, left))
