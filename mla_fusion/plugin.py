@@ -181,8 +181,8 @@ def _apply_decision(vllm_config: Any) -> None:
     if compilation.splitting_ops != [] and not compilation.use_inductor_graph_partition:
         compilation.use_inductor_graph_partition = True
         logger.debug("%s needs use_inductor_graph_partition, now on", config.FLAG)
-    # Else every RMS norm of such a graph adds up to five tensors of the residual stream anew.
-    compilation.inductor_compile_config.setdefault(config.REALIZE, 1)
+    if current_platform.is_cuda_alike():  # else RMS norms add up to five residual tensors anew
+        compilation.inductor_compile_config.setdefault(config.REALIZE, 1)
     pass_config = compilation.pass_config
     if not current_platform.is_cuda_alike():
         # vLLM switches it on where RoPE and cache write share a graph, but its pass manager only

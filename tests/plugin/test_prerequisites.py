@@ -30,12 +30,20 @@ class TestWhatItSwitchesOn:
         assert {r.levelno for r in records} == {logging.DEBUG}
 
     @pytest.mark.parametrize(
-        ("passes", "given", "became"),
-        [(FLAG_ON, {}, 1), (FLAG_ON, {config.REALIZE: 4}, 4), ({}, {}, None)],
+        ("gpu", "given", "became"),
+        [(True, {}, 1), (True, {config.REALIZE: 4}, 4), (False, {}, None)],
     )
-    def test_sums_of_the_residual_stream_are_stored(self, make, passes, given, became):
-        made = make(passes, {"inductor_compile_config": given}).compilation_config
-        assert made.inductor_compile_config.get(config.REALIZE) == became
+    def test_sums_of_the_residual_stream_are_stored_on_gpus(
+        self, make, monkeypatch, gpu, given, became
+    ):
+        """Not on a CPU, where log-probabilities equal those without the flag to the bit."""
+        made = make(FLAG_ON, {"inductor_compile_config": given})
+        monkeypatch.setattr(type(current_platform), "is_cuda_alike", lambda self: gpu)
+        plugin._apply_decision(made)
+        assert made.compilation_config.inductor_compile_config.get(config.REALIZE) == became
+
+    def test_without_the_flag_inductor_keeps_its_threshold(self, make):
+        assert config.REALIZE not in make().compilation_config.inductor_compile_config
 
     @pytest.mark.parametrize(
         "seqs, drafts, override, bucket",
