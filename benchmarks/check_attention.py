@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checks import expect, finish
+from checks import expect, finish, poison
 
 from mla_fusion.attention import PersistentDecodePlan, planner
 from mla_fusion.attention.buffers import PLANNED
@@ -241,17 +241,6 @@ def decode_lengths(rng: random.Random, case: Case) -> list[int]:
     """KV tokens of each sequence: some fewer than a query has rows, some in one tile, some long."""
     most = (case.queries, 64, 1000, case.context)
     return [rng.randint(1, most[b % len(most)]) for b in range(case.batch)]
-
-
-def poison(inputs: Inputs, lengths: list[int]) -> None:
-    """NaN wherever no token of a sequence is."""
-    cache, page = inputs.caches[0], inputs.case.page
-    used = torch.zeros(cache.shape[0] * page, dtype=torch.bool, device="cuda")
-    for b, length in enumerate(lengths):
-        at = torch.arange(length, device="cuda")
-        used[inputs.table[b, at // page].long() * page + at % page] = True
-    # As bytes, because fp8 has no such operation: all bits set are NaN in both types.
-    cache.view(torch.uint8).view(len(used), -1)[~used] = 0xFF
 
 
 def distances(

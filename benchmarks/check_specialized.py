@@ -25,7 +25,7 @@ import time
 from typing import Any
 
 import torch
-from checks import expect, finish
+from checks import expect, finish, poison
 
 from mla_fusion.attention import PersistentDecodePlan, triton_choice
 from mla_fusion.attention import triton as provider
@@ -113,16 +113,6 @@ def lengths_of(rng: random.Random, kind: str, batch: int) -> list[int]:
         "long": lambda: rng.randint(1, 40_000),
     }
     return [choices[kind]() for _ in range(batch)]
-
-
-def poison(inputs: Inputs, lengths: list[int]) -> None:
-    """NaN wherever no token of a sequence is."""
-    cache, page = inputs.caches[0], inputs.case.page
-    used = torch.zeros(cache.shape[0] * page, dtype=torch.bool, device="cuda")
-    for b, length in enumerate(lengths):
-        at = torch.arange(length, device="cuda")
-        used[inputs.table[b, at // page].long() * page + at % page] = True
-    cache.view(len(used), -1)[~used] = torch.nan
 
 
 def check(rng: random.Random) -> None:

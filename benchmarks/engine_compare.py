@@ -81,6 +81,18 @@ def verdict(fused: Difference, unfused: Difference) -> str:
     return "right"
 
 
+def judge(arm: str, second: str, results: dict[str, dict[str, Any]]) -> str:
+    """The verdict on an arm's tokens, by the rounding between `default` and `second`; prints both.
+
+    "not judged": it is one of these, or one of these was not run.
+    """
+    if arm in ("default", second) or not {"default", second} <= results.keys():
+        return "not judged"
+    ours, unfused = (compare(results[each], results["default"]) for each in (arm, second))
+    print(f"   {arm} / default: {ours}\n   {second} / default: {unfused}")
+    return verdict(ours, unfused)
+
+
 def layers_of(result: dict[str, Any]) -> tuple[int, int, int]:
     """MLA layers in the decode bucket's graphs, fused there, and fused in other graphs."""
     (_, _, layers, fused, _), *others = result["ranges"]

@@ -203,10 +203,4 @@ def verdict(arm: str, results: dict[str, dict[str, Any]], layers: int) -> str:
     """
     if "ranges" in results[arm] and layers_of(results[arm]) != (layers, layers, 0):
         return f"WRONG: not fused in every layer: {results[arm]['ranges']}"
-    if arm in ("default", "cat") or not {"default", "cat"} <= results.keys():
-        return "not judged"
-    ours, unfused = (
-        engine_compare.compare(results[each], results["default"]) for each in (arm, "cat")
-    )
-    print(f"   {arm} / default: {ours}\n   cat / default: {unfused}")
-    return engine_compare.verdict(ours, unfused)
+    return engine_compare.judge(arm, "cat", results)

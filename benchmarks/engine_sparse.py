@@ -135,10 +135,4 @@ def verdict(arm: str, results: dict[str, dict[str, Any]], cache: str) -> str:
         wanted = {"plan_kernel": bool(decodes), "decode_kernel": decodes, "reduce_kernel": decodes}
         if {name: count[name] for name in wanted} != wanted:
             return f"WRONG: {count} {LAUNCHES} {batch}"
-    if arm in ("default", "other") or not {"default", "other"} <= results.keys():
-        return "not judged"
-    ours, unfused = (
-        engine_compare.compare(results[each], results["default"]) for each in (arm, "other")
-    )
-    print(f"   {arm} / default: {ours}\n   other / default: {unfused}")
-    return engine_compare.verdict(ours, unfused)
+    return engine_compare.judge(arm, "other", results)
