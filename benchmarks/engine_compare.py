@@ -81,16 +81,28 @@ def verdict(fused: Difference, unfused: Difference) -> str:
     return "right"
 
 
-def judge(arm: str, second: str, results: dict[str, dict[str, Any]]) -> str:
-    """The verdict on an arm's tokens, by the rounding between `default` and `second`; prints both.
+def judge(arm: str, others: tuple[str, ...], results: dict[str, dict[str, Any]]) -> str:
+    """The verdict on an arm's tokens, by the rounding between `default` and `others`; prints all.
 
-    "not judged": it is one of these, or one of these was not run.
+    "not judged": it is one of these, or `default` or all the others were not run.
     """
-    if arm in ("default", second) or not {"default", second} <= results.keys():
+    default = results.get("default")
+    unfused = {
+        each: compare(results[each], default) for each in others if default and each in results
+    }
+    if arm in ("default", *others) or not unfused:
         return "not judged"
-    ours, unfused = (compare(results[each], results["default"]) for each in (arm, second))
-    print(f"   {arm} / default: {ours}\n   {second} / default: {unfused}")
-    return verdict(ours, unfused)
+    ours = compare(results[arm], results["default"])
+    for name, difference in {arm: ours, **unfused}.items():
+        print(f"   {name} / default: {difference}")
+    return verdict(ours, widest(list(unfused.values())))
+
+
+def widest(differences: list[Difference]) -> Difference:
+    """The rounding of several unfused paths: the widest, with the gaps and largest move of all."""
+    wide = max(differences, key=lambda each: (math.isnan(each.typical), each.typical))
+    gaps = [gap for each in differences for gap in each.gaps]
+    return dataclasses.replace(wide, gaps=gaps, largest=max(each.largest for each in differences))
 
 
 def layers_of(result: dict[str, Any]) -> tuple[int, int, int]:

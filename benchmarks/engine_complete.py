@@ -7,7 +7,8 @@ KV caches do not fit is left out, with a printed line.
 
 The noise: DeepSeek-V2-Lite has a second `default` engine, `default2`; its change against `default`
 is what equal engines differ by. The other models have no memory for it: their noise is the spread
-of the rounds. `--arms` may also name `recompute` (`engine_model.OPTIONS`).
+of the rounds. `--arms` may also name `stored`, an unfused arm: `cat` with the setting of Inductor
+that comes with the flag (docs/flags.md).
 
 Rows: the median, least and most of the rounds, each the median of 20 steps on the GPU (the CUDA
 graph of the forward pass) and their mean by the clock, in microseconds; changes of the median are
@@ -199,8 +200,8 @@ def columns(taken: list[dict[str, float]], default: list[dict[str, float]]) -> d
 def verdict(arm: str, results: dict[str, dict[str, Any]], layers: int) -> str:
     """What is wrong with the layers or the tokens of an arm, or "right".
 
-    "not judged": `default` and `cat`, which are the measure, or one of these was not run.
+    "not judged": an unfused arm, which is the measure, or none but `default` was run.
     """
     if "ranges" in results[arm] and layers_of(results[arm]) != (layers, layers, 0):
         return f"WRONG: not fused in every layer: {results[arm]['ranges']}"
-    return engine_compare.judge(arm, "cat", results)
+    return engine_compare.judge(arm, ("cat", "stored"), results)

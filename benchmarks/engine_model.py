@@ -24,8 +24,6 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from torch._inductor import config as inductor
-
 from mla_fusion import config
 from mla_fusion.cli import tiny_models
 
@@ -40,12 +38,10 @@ ADDED_UP = 5120
 # By hidden size, because the peak grows with its square root.
 PEAK = {2048: 0.28, 7168: 0.21}
 
-# Options of the engines with the fusion; those after `recompute`, which is `portable` without the
-# setting of Inductor that comes with the flag, have a fault (`engine_faults`).
+# Options of the engines with the fusion; those after `portable` have a fault (`engine_faults`).
 OPTIONS: dict[str, dict[str, str]] = {
     "fused": {},
     "portable": {"attention": "portable"},
-    "recompute": {"attention": "portable"},
     "planted": {},
     "missing": {},
     "dies": {},
@@ -232,13 +228,13 @@ def _configs(job: dict[str, Any]) -> dict[str, Any]:
     }
     configs: dict[str, Any] = {"compilation_config": compilation}
     # vLLM's own fusion (#40392) does not match FlashInfer's op: `cat` would equal `default`.
-    if job["rope"] == "custom" and job["arm"] != "cat":
+    if job["rope"] == "custom" and job["arm"] not in ("cat", "stored"):
         compilation["custom_ops"] = ["+rotary_embedding"]
-    if job["arm"] == "cat":
+    if job["arm"] in ("cat", "stored"):
         compilation["use_inductor_graph_partition"] = True
         passes["fuse_rope_kvcache_cat_mla"] = True
-    if job["arm"] == "recompute":
-        compilation["inductor_compile_config"] = {config.REALIZE: inductor.realize_reads_threshold}
+    if job["arm"] == "stored":
+        compilation["inductor_compile_config"] = {config.REALIZE: 1}
     if job["arm"] in OPTIONS:
         passes["fuse_aiter_qk_rope_kvcache_mla"] = True
         configs["additional_config"] = {"mla_fusion": OPTIONS[job["arm"]]}

@@ -135,4 +135,4 @@ def verdict(arm: str, results: dict[str, dict[str, Any]], cache: str) -> str:
         wanted = {"plan_kernel": bool(decodes), "decode_kernel": decodes, "reduce_kernel": decodes}
         if {name: count[name] for name in wanted} != wanted:
             return f"WRONG: {count} {LAUNCHES} {batch}"
-    return engine_compare.judge(arm, "other", results)
+    return engine_compare.judge(arm, ("other",), results)

@@ -58,6 +58,25 @@ def test_equal_unfused_paths_are_no_measure(tokens, word):
     assert engine_compare.verdict(same, same) == "right"
 
 
+@pytest.mark.parametrize(
+    ("stored", "verdict"),
+    [(2.0, "WRONG: log-probabilities move 2.0"), (2.1, "right"), (math.nan, "WRONG: NaN")],
+)
+def test_the_widest_unfused_path_is_the_measure(stored, verdict):
+    """`cat` moves one gap of four, `stored` none, all or beyond measure; `fused` moves all."""
+    results = {
+        "default": BASE,
+        "cat": BASE | result(TOKENS, [2.0, 2.1, 2.0, 2.0]),
+        "stored": BASE | result(TOKENS, [stored] * 4),
+        "fused": BASE | result(TOKENS, [2.1] * 4),
+    }
+    unfused = ("cat", "stored")
+    assert engine_compare.judge("fused", unfused, results).startswith(verdict)
+    assert engine_compare.judge("stored", unfused, results) == "not judged"
+    del results["cat"], results["stored"]
+    assert engine_compare.judge("fused", unfused, results) == "not judged"
+
+
 @pytest.mark.parametrize(("gap", "word"), [(0.05, "right"), (0.5, "WRONG: a token differs")])
 def test_a_first_difference_is_right_only_at_a_near_tie(gap, word):
     """Token 3 of one is the second candidate, token 103, of the other."""
