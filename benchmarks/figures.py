@@ -23,6 +23,7 @@ PAGE = ROOT / "docs" / "performance.md"
 IMAGES = ROOT / "docs" / "images"
 REGION, DECODE = RESULTS / "region_h200.csv", RESULTS / "engine_decode_h200.csv"
 ATTENTION, COMPLETE = RESULTS / "attention_h200.csv", RESULTS / "complete_h200.csv"
+RANKS = RESULTS / "complete_ranks_h200.csv"
 
 Row = dict[str, str]
 PEERS = {
@@ -97,9 +98,10 @@ def region_table(rows: list[Row]) -> list[str]:
     return lines
 
 
-def complete_table(rows: list[Row]) -> list[str]:
-    """GPU time of a step of whole models, and its change against vLLM's default."""
-    arms = (*UNFUSED, *OURS)
+def complete_table(rows: list[Row], clock: str = "gpu") -> list[str]:
+    """Time of a step of whole models by a clock, and its change against vLLM's default."""
+    measured = {r["arm"] for r in rows}
+    arms = [arm for arm in (*UNFUSED, "stored", *OURS) if arm in measured]
     head = ["model", "vLLM", "KV cache", "context", "batch", *arms]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     points: dict[tuple[str, ...], dict[str, Row]] = {}
@@ -108,13 +110,13 @@ def complete_table(rows: list[Row]) -> list[str]:
         point = r["model"], r["vllm"], cache, r["context"], r["batch"]
         points.setdefault(point, {})[r["arm"]] = r
     for point, of_arms in points.items():
-        cells = [f"{float(of_arms['default']['gpu_us']):.0f}"]
+        cells = [f"{float(of_arms['default'][f'{clock}_us']):.0f}"]
         for arm in arms[1:]:
             if not (row := of_arms.get(arm)):
                 cells.append("")
                 continue
-            change = f"{float(row['gpu_change']):+.1f} %"
-            cells.append(f"{float(row['gpu_us']):.0f} ({change})")
+            change = f"{float(row[f'{clock}_change']):+.1f} %"
+            cells.append(f"{float(row[f'{clock}_us']):.0f} ({change})")
         lines.append(f"| {' | '.join((*point, *cells))} |")
     return lines
 
@@ -178,6 +180,7 @@ def tables() -> dict[str, list[str]]:
     return {
         "region": region_table(read(REGION)),
         "complete": complete_table(read(COMPLETE)),
+        "complete-ranks": complete_table(read(RANKS), "wall"),
         "decode": decode_table(read(DECODE)),
         "attention-means": attention_means(read(ATTENTION)),
     }
