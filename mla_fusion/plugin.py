@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mla_fusion import config, ops, report, runtime
 from mla_fusion.config import vllm_compat
 from mla_fusion.report.reasons import Decline
-from mla_fusion.runtime import collectives, metrics, sparse_step, step_plan
+from mla_fusion.runtime import collectives, decode_choice, metrics, sparse_step, step_plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -200,7 +200,7 @@ def _apply_decision(vllm_config: Any) -> None:
     elif not pass_config.fuse_rope_kvcache_cat_mla and config.ROPE_CAT not in refused:
         pass_config.fuse_rope_kvcache_cat_mla = True
         logger.debug("%s needs fuse_rope_kvcache_cat_mla, now on", config.FLAG)
-    step_plan.choose_page(vllm_config)
+    decode_choice.choose_page(vllm_config)
     asked = getattr(pass_config, config.THRESHOLD)
     if asked not in (None, decision.bucket):
         logger.warning(
@@ -340,8 +340,7 @@ def _prepare_layers(load_model: Callable[..., Any]) -> Callable[..., Any]:
             for layer in vllm_compat.mla_layers(layers).values():
                 setattr(layer, _STEPS, getattr(self, _STEPS))
             options = config.read_options(self.vllm_config.additional_config)
-            if options.attention != "auto":
-                step_plan.attach(layers, options, self.vllm_config)
+            step_plan.attach(layers, options, self.vllm_config)
         return result
 
     return wrapper

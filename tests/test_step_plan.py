@@ -285,7 +285,7 @@ def test_a_warm_up_that_fails_says_what_to_do(monkeypatch):
         runtime.warm_up_attention(Engine().layers)
     assert caught.value.__notes__ == [
         "mla_fusion: the persistent decode of reference failed to prepare its kernels. Start "
-        'without attention in additional_config["mla_fusion"].'
+        'with "attention": "vllm" in additional_config["mla_fusion"].'
     ]
 
 

@@ -225,7 +225,7 @@ def _ask_decode(settings: Settings, cut: shrink.Cut) -> tuple[list[str], list[De
     """(what a chosen persistent decode does on a GPU, why it does not take the model)."""
     cache = settings.kv_cache_dtype
     if settings.decode_context_parallel_size > 1:
-        if settings.attention == "auto":
+        if settings.attention not in config.PLANNED:
             return [_SHARED], []
         return [], [Decline("context-parallel", f"attention={settings.attention}")]
     if settings.attention == "aiter":

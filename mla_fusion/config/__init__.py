@@ -22,7 +22,9 @@ OPTIONS_KEY = "mla_fusion"
 PARTITION, ROPE_CAT = "use_inductor_graph_partition", "fuse_rope_kvcache_cat_mla"
 # Of torch._inductor.config: a value that is used twice is stored if it has more inputs.
 REALIZE = "realize_reads_threshold"
-ATTENTION = ("auto", "portable", "aiter")
+# Of `Options.attention`: those that ask for a persistent decode.
+PLANNED = ("portable", "aiter")
+ATTENTION = ("auto", *PLANNED, "vllm")
 _CHOICES = {"provider": kernels.PROVIDERS, "attention": ATTENTION}
 _CAP = "max_split_per_batch"
 
@@ -37,8 +39,9 @@ class Options:
 
     provider: who computes the fused op: "aiter" (default on ROCm), "triton" (default on CUDA) or
         "reference"; empty on a platform without a default.
-    attention: who decodes with the prepared query: "auto" (default), vLLM's backend; "portable",
-        this library's persistent decode; or "aiter", AITER's by a plan of this library.
+    attention: who decodes with the prepared query: "portable", this library's persistent decode;
+        "aiter", AITER's by a plan of this library; "vllm", vLLM's backend; or "auto" (default): the
+        first where it was measured not slower than the last, else the last.
     max_split_per_batch: with "aiter", a budget of this many pieces for each sequence, shared by all
         of a batch; -1 (default) for none.
     """
@@ -195,7 +198,8 @@ def _why_not(vllm_config: Any, options: Options, partition_refused: bool) -> Dec
         kernels.get_provider(options.provider)
     except kernels.ProviderUnavailable as error:
         return Decline("provider-unavailable", f"{options.provider}: {error}")
-    if options.attention != "auto" and (decline := _why_no_plan(vllm_config, options)):
+    planned = options.attention in PLANNED
+    if planned and (decline := _why_no_plan(vllm_config, options)):
         return decline
     parallel = vllm_config.parallel_config
     if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
@@ -203,7 +207,7 @@ def _why_not(vllm_config: Any, options: Options, partition_refused: bool) -> Dec
     if parallel.decode_context_parallel_size > 1:
         if options.provider == "aiter":
             return Decline("context-parallel", "AITER leaves out queries of other ranks' tokens")
-        if options.attention != "auto":
+        if planned:
             return Decline("context-parallel", f"attention={options.attention}")
     if partition_refused and compilation.splitting_ops != []:
         return Decline("graph-partition")

@@ -9,7 +9,7 @@ import torch
 
 from mla_fusion import kernels
 from mla_fusion.attention import get_provider, portable_provider, selection
-from mla_fusion.config import vllm_compat
+from mla_fusion.config import PLANNED, vllm_compat
 from mla_fusion.report.reasons import Decline
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def facts(
     fp8 = layer.kv_cache_dtype.startswith("fp8")
     quantized = fp8 and bool(layer.impl.supports_quant_query_input)
     decline = _decline(layer, provider, activation)
-    if decline is None and attention != "auto":
+    if decline is None and attention in PLANNED:
         types = vllm_compat.fp8_dtype() if quantized else activation, cache_dtype(layer, activation)
         code, found = "portable-attention", _not_causal(layer)
         if attention == "aiter":

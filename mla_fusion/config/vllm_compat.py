@@ -67,6 +67,13 @@ def is_hopper() -> bool:
     return bool(current_platform.is_cuda() and current_platform.is_device_capability((9, 0)))
 
 
+def gpu_name() -> str:
+    """The name of the NVIDIA GPU that vLLM runs on; empty on another platform."""
+    from vllm.platforms import current_platform
+
+    return str(current_platform.get_device_name()) if current_platform.is_cuda() else ""
+
+
 def compile_environment() -> str:
     """The environment variables that vLLM's compile cache depends on, as text."""
     from vllm import envs

@@ -318,7 +318,7 @@ def warm_up_attention(layers: Mapping[str, Any]) -> None:
         except Exception as error:
             error.add_note(
                 f"mla_fusion: the persistent decode of {plan.executor} failed to prepare its "
-                'kernels. Start without attention in additional_config["mla_fusion"].'
+                'kernels. Start with "attention": "vllm" in additional_config["mla_fusion"].'
             )
             raise
 

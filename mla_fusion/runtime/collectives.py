@@ -13,7 +13,7 @@ from mla_fusion import config, report, runtime
 from mla_fusion.config import vllm_compat
 from mla_fusion.config.identity import source_hash
 from mla_fusion.report.ranks import merge
-from mla_fusion.runtime import step_plan
+from mla_fusion.runtime import decode_choice, step_plan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -69,7 +69,7 @@ def collect(vllm_config: Any) -> tuple[report.Report | None, bool]:
         vllm_compat.versions(),
         len(vllm_compat.mla_layers(layers)),
         vllm_compat.other_layers(layers),
-        options.attention,
+        decode_choice.described(layers, options, vllm_config),
         step_plan.epilogues(layers),
     )
     everyones = vllm_compat.gather(made)

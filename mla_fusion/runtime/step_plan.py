@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mla_fusion import attention, config
-from mla_fusion.attention.buffers import HOPPER_TILE
 from mla_fusion.config import eligibility, vllm_compat
+from mla_fusion.runtime import decode_choice
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,13 +33,16 @@ class StepPlan:
     """A plan, the step it was refreshed for, and the buffer for the latents of a decode.
 
     Its padding rows, which belong to no sequence, stay zero: so are their products with W_UV.
+    most: sequences of a step that it serves; None: all that the scheduler puts into one.
     """
 
-    def __init__(self, plan: attention.PersistentDecodePlan, out_dtype: torch.dtype) -> None:
+    def __init__(
+        self, plan: attention.PersistentDecodePlan, out_dtype: torch.dtype, most: int | None = None
+    ) -> None:
         settings = plan.settings
         rows = settings.max_batch * settings.max_query_len
         shape = (rows, settings.num_heads, settings.v_head_dim)
-        self.plan = plan
+        self.plan, self.most = plan, most
         self.executor = plan.planner.PROVIDERS[0]
         self.out = torch.zeros(shape, dtype=out_dtype, device=plan.device)
         self._planned: tuple[Any, Any] = (None, None)
@@ -79,6 +82,8 @@ class StepPlan:
         vLLM counts short prompts as decodes for some backends. A batch with queries longer than
         those of a decode step with drafts stays with the backend.
         """
+        if self.most is not None and metadata.decode.seq_lens.shape[0] > self.most:
+            return False
         return int(metadata.max_query_len) <= self.plan.settings.max_query_len
 
     def decode(
@@ -128,8 +133,8 @@ class StepPlan:
     def _refresh(self, metadata: Any, num_tokens: int) -> None:
         if not getattr(metadata, "causal", True):
             raise RuntimeError(
-                "the batch is not causal, which the persistent decode cannot compute: leave out "
-                'attention from additional_config["mla_fusion"]'
+                "the batch is not causal, which the persistent decode cannot compute: set "
+                '"attention": "vllm" in additional_config["mla_fusion"]'
             )
         seq_lens = metadata.decode.seq_lens
         self.plan.refresh(
@@ -168,19 +173,8 @@ class StepPlan:
         self._planned = (None, None)
 
 
-def choose_page(vllm_config: Any) -> None:
-    """Let a page of the KV cache hold a tile of the portable decode on Hopper, whose copy engine
-    takes a tile from within a page only; with the 16 tokens of some backends it copies none."""
-    cache = vllm_config.cache_config
-    portable = config.read_options(vllm_config.additional_config).attention == "portable"
-    if portable and vllm_compat.is_hopper() and not cache.user_specified_block_size:
-        # As if the operator had asked: else vLLM asks the backend when the model is loaded.
-        cache.block_size, cache.user_specified_block_size = HOPPER_TILE, True
-        logger.debug("attention=portable: block_size is %d", HOPPER_TILE)
-
-
 def attach(layers: Mapping[str, Any], options: config.Options, vllm_config: Any) -> None:
-    """Give every MLA layer that can be fused the plan of its shape; `options.attention` says whose.
+    """Give every MLA layer that `decode_choice` leaves to a planner the plan of its shape.
 
     The log names each plan once: how many layers share it, and for what it is.
     """
@@ -189,12 +183,13 @@ def attach(layers: Mapping[str, Any], options: config.Options, vllm_config: Any)
     shared: dict[StepPlan, int] = {}
     plans: dict[tuple[Any, ...], StepPlan] = {}
     for layer in vllm_compat.mla_layers(layers).values():
-        facts = eligibility.facts(layer, options.provider, activation, options.attention, rows)
-        if facts.decline:
+        choice = decode_choice.choose(layer, options, vllm_config)
+        if not choice.planner:
             continue
+        query = eligibility.facts(layer, options.provider, activation).query_dtype(activation)
         shape = {
             "num_heads": layer.num_heads,
-            "q_dtype": facts.query_dtype(activation),
+            "q_dtype": query,
             "kv_dtype": eligibility.cache_dtype(layer, activation),
             "v_head_dim": layer.kv_lora_rank,
             "device": layer._k_scale.device,
@@ -203,13 +198,14 @@ def attach(layers: Mapping[str, Any], options: config.Options, vllm_config: Any)
         key = *shape.values(), width
         if key not in plans:
             plan = attention.PersistentDecodePlan.allocate(
-                max_batch=vllm_config.scheduler_config.max_num_seqs,
+                max_batch=choice.sequences,
                 max_query_len=rows,
-                planner=options.attention,
+                planner=choice.planner,
                 **shape,
                 **_settings(options, vllm_config, shape, width, rows),
             )
-            plans[key] = StepPlan(plan, activation)
+            limited = choice.sequences < vllm_config.scheduler_config.max_num_seqs
+            plans[key] = StepPlan(plan, activation, choice.sequences if limited else None)
         setattr(layer, ATTRIBUTE, plans[key])
         shared[plans[key]] = 1 + shared.get(plans[key], 0)
     if vllm_compat.is_first_rank():

@@ -1,0 +1,44 @@
+"""Where the portable decode was measured against vLLM's own: for `attention=auto`.
+
+The times are those of `mla-fusion bench decode` in `benchmarks/results/decode_h200.csv`: one query
+row a sequence, contexts of 1024 to 65,536 tokens, even and ragged, for 1 to 128 sequences, and 1024
+tokens for 256, 512 and 1024. A test derives SEQUENCES from these rows.
+"""
+
+from __future__ import annotations
+
+import torch
+
+WIDTHS = 512, 64  # latent and rotated part of a cache entry
+PAGE = 64  # tokens of a page of the cache, or a multiple of it
+# Medians of two equal graphs of one run differ by less.
+NOISE = 0.02
+
+_BF16, _FP8 = torch.bfloat16, torch.float8_e4m3fn
+# (GPU, type of query and cache, heads of a rank, vLLM's backend) -> the most sequences of a step up
+# to which ours was not slower in any shape.
+SEQUENCES = {
+    ("NVIDIA H200", _BF16, 8, "FLASH_ATTN_MLA"): 1024,
+    ("NVIDIA H200", _BF16, 16, "FLASH_ATTN_MLA"): 1024,
+    ("NVIDIA H200", _BF16, 20, "FLASH_ATTN_MLA"): 64,
+    ("NVIDIA H200", _BF16, 32, "FLASH_ATTN_MLA"): 4,
+    ("NVIDIA H200", _BF16, 64, "FLASH_ATTN_MLA"): 4,
+    ("NVIDIA H200", _BF16, 128, "FLASH_ATTN_MLA"): 4,
+    ("NVIDIA H200", _FP8, 8, "FLASHMLA"): 1024,
+    ("NVIDIA H200", _FP8, 16, "FLASHMLA"): 1024,
+}
+
+
+def has_measurements(gpu: str) -> bool:
+    """Whether anything was measured on a GPU of this name."""
+    return any(name == gpu for name, *_ in SEQUENCES)
+
+
+def is_listed(gpu: str, dtype: torch.dtype, heads: int) -> bool:
+    """Whether ours is to be used against some backend."""
+    return any(key[:3] == (gpu, dtype, heads) for key in SEQUENCES)
+
+
+def most_sequences(gpu: str, dtype: torch.dtype, heads: int, backend: str) -> int:
+    """Sequences of a step up to which ours was not slower than a backend; 0: not listed."""
+    return SEQUENCES.get((gpu, dtype, heads, backend), 0)

@@ -1,0 +1,119 @@
+"""Who decodes a layer: what the option `attention` comes to in an engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mla_fusion import config
+from mla_fusion.attention import measured
+from mla_fusion.config import eligibility, vllm_compat
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+logger = logging.getLogger("vllm.mla_fusion")
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """Who decodes the steps of a layer.
+
+    planner: "portable", "aiter", or "": vLLM's backend. sequences: the most of a step that the
+    planner's decode takes; a larger step is left to the backend. why: what the report says of
+    `auto` where it was measured on this GPU, else "".
+    """
+
+    planner: str = ""
+    sequences: int = 0
+    why: str = ""
+
+
+def choose(layer: Any, options: config.Options, vllm_config: Any) -> Choice:
+    """The choice for an MLA layer whose weights are loaded."""
+    most = int(vllm_config.scheduler_config.max_num_seqs)
+    if options.attention == "auto":
+        return _measured(layer, options, vllm_config, most)
+    if options.attention not in config.PLANNED:
+        return Choice()
+    facts = _facts(layer, options, vllm_config, options.attention)
+    return Choice() if facts.decline else Choice(options.attention, most)
+
+
+def _measured(layer: Any, options: config.Options, vllm_config: Any, most: int) -> Choice:
+    """With `auto`: ours up to the batch to which it was measured not slower, on GPUs with rows."""
+    gpu = vllm_compat.gpu_name()
+    if not measured.has_measurements(gpu):
+        return Choice()
+    backend = layer.attn_backend.get_name()
+    if why := _not_measured(layer, options, vllm_config):
+        return Choice(why=f"{backend} (auto: {why})")
+    facts = _facts(layer, options, vllm_config, "portable")
+    dtype = facts.query_dtype(vllm_config.model_config.dtype)
+    limit = measured.most_sequences(gpu, dtype, layer.num_heads, backend)
+    if not limit:
+        shape = f"{layer.num_heads} heads in {str(dtype).removeprefix('torch.')}"
+        return Choice(why=f"{backend} (auto: not measured slower with {shape})")
+    limit = min(limit, most)
+    rest = f", {backend} beyond" if limit < most else ""
+    return Choice("portable", limit, f"portable up to {limit} sequences{rest} (auto: as measured)")
+
+
+def _not_measured(layer: Any, options: config.Options, vllm_config: Any) -> str:
+    """What of a layer or an engine the measurements do not cover; empty if they do."""
+    parallel = vllm_config.parallel_config
+    if drafts := config.draft_tokens(vllm_config):
+        return f"not measured with {drafts} draft tokens"
+    if parallel.decode_context_parallel_size > 1:
+        return "ranks share the cache"
+    if getattr(parallel, "use_ubatching", False):
+        return "steps are split into microbatches"
+    if (widths := (layer.kv_lora_rank, layer.qk_rope_head_dim)) != measured.WIDTHS:
+        return "not measured with {} + {}".format(*widths)
+    if (page := vllm_config.cache_config.block_size) % measured.PAGE:
+        return f"not measured with pages of {page} tokens"
+    facts = _facts(layer, options, vllm_config, "portable")
+    return facts.decline.explain() if facts.decline else ""
+
+
+def _facts(
+    layer: Any, options: config.Options, vllm_config: Any, attention: str
+) -> eligibility.LayerFacts:
+    rows = 1 + config.draft_tokens(vllm_config)
+    activation = vllm_config.model_config.dtype
+    return eligibility.facts(layer, options.provider, activation, attention, rows)
+
+
+def described(layers: Mapping[str, Any], options: config.Options, vllm_config: Any) -> str:
+    """Who decodes the MLA layers, for the report: each answer once."""
+    if options.attention != "auto":
+        return options.attention
+    mla = vllm_compat.mla_layers(layers).values()
+    found = dict.fromkeys(choose(layer, options, vllm_config).why for layer in mla)
+    return "; ".join(filter(None, found)) or options.attention
+
+
+def choose_page(vllm_config: Any) -> None:
+    """Let a page of the KV cache hold a tile of the portable decode on Hopper, whose copy engine
+    takes a tile from within a page only; with the 16 tokens of some backends it copies none."""
+    cache = vllm_config.cache_config
+    attention = config.read_options(vllm_config.additional_config).attention
+    ours = attention == "portable" or (attention == "auto" and _is_listed(vllm_config))
+    if ours and vllm_compat.is_hopper() and not cache.user_specified_block_size:
+        # As if the operator had asked: else vLLM asks the backend when the model is loaded.
+        cache.block_size, cache.user_specified_block_size = measured.PAGE, True
+        logger.debug("attention=%s: block_size is %d", attention, measured.PAGE)
+
+
+def _is_listed(vllm_config: Any) -> bool:
+    """Whether `auto` may come to the portable decode, before the layers and their backend exist."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    fp8 = str(cache.cache_dtype).startswith("fp8")
+    dtype: torch.dtype = vllm_compat.fp8_dtype() if fp8 else model.dtype
+    heads = model.get_num_attention_heads(vllm_config.parallel_config)
+    return not config.draft_tokens(vllm_config) and measured.is_listed(
+        vllm_compat.gpu_name(), dtype, heads
+    )

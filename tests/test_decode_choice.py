@@ -1,0 +1,174 @@
+"""Who decodes a layer: the table of measurements, and what `attention=auto` comes to by it."""
+
+import csv
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mla_fusion.attention import measured
+from mla_fusion.config import Options, eligibility, vllm_compat
+from mla_fusion.report.reasons import Decline
+from mla_fusion.runtime import decode_choice, step_plan
+
+ROWS = Path(__file__).parent.parent / "benchmarks" / "results" / "decode_h200.csv"
+TYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+BACKENDS = {"bf16": ("fa3", "FLASH_ATTN_MLA"), "fp8": ("flashmla", "FLASHMLA")}
+H200, AUTO = "NVIDIA H200", Options("triton")
+
+
+def test_the_table_is_what_the_rows_say():
+    """Up to the largest batch below which no shape is slower than the backend, beyond noise."""
+    times, found = {}, {}
+    with ROWS.open(newline="") as file:
+        for row in csv.DictReader(file):
+            assert (int(row["latent"]), int(row["rope"])) == measured.WIDTHS
+            assert int(row["page"]) == measured.PAGE
+            key = row["gpu"], row["dtype"], int(row["heads"])
+            shape = int(row["batch"]), row["context"], row["ragged"]
+            times.setdefault(key, {}).setdefault(shape, {})[row["candidate"]] = float(row["p50_us"])
+            if row["candidate"] == "ours":
+                assert float(row["error"]) < 0.004
+    for (gpu, dtype, heads), shapes in times.items():
+        peer, backend = BACKENDS[dtype]
+        most = 0
+        for batch in sorted({batch for batch, *_ in shapes}):
+            here = [us for (each, *_), us in shapes.items() if each == batch]
+            if min(us[peer] / us["ours"] for us in here) < 1 - measured.NOISE:
+                break
+            most = batch
+        if most:
+            found[gpu, TYPES[dtype], heads, backend] = most
+    assert found == measured.SEQUENCES
+
+
+@pytest.fixture
+def h200(monkeypatch):
+    monkeypatch.setattr(vllm_compat, "gpu_name", lambda: H200)
+    monkeypatch.setattr(vllm_compat, "is_hopper", lambda: True)
+    facts = {"found": eligibility.LayerFacts(None, quantized_query=False)}
+    monkeypatch.setattr(eligibility, "facts", lambda *_: facts["found"])
+    return facts
+
+
+def layer(heads=16, backend="FLASH_ATTN_MLA", widths=(512, 64)):
+    return SimpleNamespace(
+        num_heads=heads,
+        kv_lora_rank=widths[0],
+        qk_rope_head_dim=widths[1],
+        attn_backend=SimpleNamespace(get_name=lambda: backend),
+    )
+
+
+def engine(seqs=256, drafts=0, dcp=1, ubatching=False, page=64, cache="auto", options=None):
+    model = SimpleNamespace(dtype=torch.bfloat16, get_num_attention_heads=lambda parallel: 16)
+    return SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=seqs),
+        speculative_config=SimpleNamespace(num_speculative_tokens=drafts) if drafts else None,
+        parallel_config=SimpleNamespace(decode_context_parallel_size=dcp, use_ubatching=ubatching),
+        cache_config=SimpleNamespace(
+            block_size=page, user_specified_block_size=False, cache_dtype=cache
+        ),
+        model_config=model,
+        additional_config={"mla_fusion": options or {}},
+    )
+
+
+def test_auto_is_ours_where_it_was_measured(h200):
+    choice = decode_choice.choose(layer(), AUTO, engine())
+    assert (choice.planner, choice.sequences) == ("portable", 256)
+    assert choice.why == "portable up to 256 sequences (auto: as measured)"
+    choice = decode_choice.choose(layer(heads=20), AUTO, engine())
+    assert (choice.planner, choice.sequences) == ("portable", 64)
+    assert "up to 64 sequences, FLASH_ATTN_MLA beyond" in choice.why
+
+
+@pytest.mark.parametrize(
+    ("of_layer", "of_engine", "why"),
+    [
+        ({"heads": 24}, {}, "FLASH_ATTN_MLA (auto: not measured slower with 24 heads in bfloat16)"),
+        ({"backend": "TRITON_MLA"}, {}, "TRITON_MLA (auto: not measured slower with 16 heads"),
+        ({"widths": (256, 64)}, {}, "not measured with 256 + 64"),
+        ({}, {"drafts": 2}, "not measured with 2 draft tokens"),
+        ({}, {"dcp": 2}, "ranks share the cache"),
+        ({}, {"ubatching": True}, "microbatches"),
+        ({}, {"page": 16}, "not measured with pages of 16 tokens"),
+    ],
+)
+def test_auto_is_vllms_elsewhere_and_says_why(h200, of_layer, of_engine, why):
+    one, config = layer(**of_layer), engine(**of_engine)
+    choice = decode_choice.choose(one, AUTO, config)
+    assert not choice.planner and why in choice.why
+
+
+def test_auto_leaves_a_layer_that_the_portable_decode_cannot_serve(h200):
+    h200["found"] = eligibility.LayerFacts(Decline("portable-attention", "a sliding window"), False)
+    choice = decode_choice.choose(layer(), AUTO, engine())
+    assert not choice.planner and "a sliding window" in choice.why
+
+
+def test_an_fp8_query_has_rows_of_its_own(h200, monkeypatch):
+    monkeypatch.setattr(vllm_compat, "fp8_dtype", lambda: torch.float8_e4m3fn)
+    h200["found"] = eligibility.LayerFacts(None, quantized_query=True)
+    assert decode_choice.choose(layer(backend="FLASHMLA"), AUTO, engine()).planner == "portable"
+    assert not decode_choice.choose(layer(128, "FLASHMLA"), AUTO, engine()).planner
+
+
+def test_a_gpu_without_measurements_keeps_vllms_decode_silently(monkeypatch):
+    for name in ("NVIDIA H100 80GB HBM3", ""):
+        monkeypatch.setattr(vllm_compat, "gpu_name", lambda name=name: name)
+        assert decode_choice.choose(layer(), AUTO, engine()) == decode_choice.Choice()
+
+
+@pytest.mark.parametrize(("attention", "planner"), [("portable", "portable"), ("vllm", "")])
+def test_an_operator_forces_either(h200, attention, planner):
+    choice = decode_choice.choose(layer(24), Options("triton", attention), engine(seqs=2000))
+    assert (choice.planner, choice.why) == (planner, "")
+    assert choice.sequences == (2000 if planner else 0)
+
+
+def test_the_report_names_who_decodes_once(h200, monkeypatch):
+    layers = {"a": layer(), "b": layer(), "c": layer(heads=24)}
+    monkeypatch.setattr(vllm_compat, "mla_layers", lambda layers: layers)
+    found = decode_choice.described(layers, AUTO, engine())
+    assert found.count("portable") == 1 and "24 heads" in found
+    assert decode_choice.described(layers, Options("triton", "vllm"), engine()) == "vllm"
+    monkeypatch.setattr(vllm_compat, "gpu_name", lambda: "")
+    assert decode_choice.described(layers, AUTO, engine()) == "auto"
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "page"),
+    [
+        ({}, {}, 64),
+        ({}, {"cache": "fp8"}, 64),
+        ({}, {"drafts": 1}, 16),
+        ({"attention": "vllm"}, {}, 16),
+        ({"attention": "portable"}, {"drafts": 1}, 64),
+    ],
+)
+def test_a_page_holds_a_tile_where_the_portable_decode_may_run(h200, options, changes, page):
+    config = engine(page=16, options={"provider": "triton", **options}, **changes)
+    decode_choice.choose_page(config)
+    assert config.cache_config.block_size == page
+    chosen = engine(page=16, options={"provider": "triton", "attention": "portable"})
+    chosen.cache_config.user_specified_block_size = True
+    decode_choice.choose_page(chosen)
+    assert chosen.cache_config.block_size == 16
+
+
+def test_a_larger_step_than_was_measured_is_left_to_the_backend():
+    plan = SimpleNamespace(
+        settings=SimpleNamespace(max_batch=4, max_query_len=1, num_heads=2, v_head_dim=8),
+        planner=SimpleNamespace(PROVIDERS=("triton",)),
+        device="cpu",
+    )
+
+    def step(sequences):
+        lens = torch.ones(sequences, dtype=torch.int32)
+        return SimpleNamespace(max_query_len=1, decode=SimpleNamespace(seq_lens=lens))
+
+    limited = step_plan.StepPlan(plan, torch.bfloat16, most=4)
+    assert limited.serves(step(4)) and not limited.serves(step(5))
+    assert step_plan.StepPlan(plan, torch.bfloat16).serves(step(5))
