@@ -7,7 +7,7 @@
     python benchmarks/engine.py complete OUT.csv   whole models, the engines in turns
     python benchmarks/engine.py sparse OUT.csv     a sparse model with the backend CUSTOM
 
-Every engine runs in a process of its own. `fused` (the Triton provider) is compared with `default`
+Every engine runs in a process of its own. `fused` (attention `vllm`) is compared with `default`
 (vLLM as it comes) and `cat` (graph partition and fuse_rope_kvcache_cat_mla, the prerequisites of
 the fusion). All but `decode` exit with 1 if a result is wrong. --plant adds an engine whose
 provider rotates for the next position; the comparison must find it wrong.

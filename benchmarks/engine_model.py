@@ -38,11 +38,13 @@ ADDED_UP = 5120
 # By hidden size, because the peak grows with its square root.
 PEAK = {2048: 0.28, 7168: 0.21}
 
-# Options of the engines with the fusion; those after `portable` have a fault (`engine_faults`).
+# Options of the engines with the fusion: `auto` is what the flag alone does; those after it have a
+# fault (`engine_faults`).
 OPTIONS: dict[str, dict[str, str]] = {
-    "fused": {},
+    "fused": {"attention": "vllm"},
     "portable": {"attention": "portable"},
-    "planted": {},
+    "auto": {},
+    "planted": {"attention": "vllm"},
     "missing": {},
     "dies": {},
 }

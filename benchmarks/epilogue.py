@@ -12,7 +12,7 @@ slices x pieces x warps.
 
     python benchmarks/epilogue.py --tune --csv benchmarks/results/epilogue.csv
 
-times other shapes of the kernel too, about 100 s of an H200, and prints rows for `MEASURED` in
+times other shapes of the kernel too, minutes of an H200, and prints rows for `MEASURED` in
 mla_fusion/attention/triton_epilogue.py: for each number of tokens and heads the shape whose least
 gain, over pieces and places, is the largest.
 """
@@ -56,6 +56,7 @@ RESULT = [*KEY, "candidate", "chosen", "p20_us", "p50_us", "p80_us", "worst_step
 FP8, BF16, PAGE, LATENT, ROPE = torch.float8_e4m3fn, torch.bfloat16, 64, 512, 64
 WEIGHTS = 2**27  # bytes of W_UV that a graph walks over, at most: more than the L2 cache
 PROGRAMS = 32, 528  # fewest and most of a launch that is worth a measurement
+MOST_PIECES = 256  # of a step: about what two workers on each multiprocessor make
 Step = Callable[[Inputs], object]
 
 
@@ -123,10 +124,10 @@ def name_of(shape: Shape | None) -> str:
     return "x".join(map(str, dataclasses.astuple(shape))) if shape else "separate"
 
 
-def shaped(rows: int, columns: int, slices: int, warps: int) -> Shape:
-    """With as many pieces at once as 32 registers of a thread hold, up to 16."""
+def shaped(rows: int, columns: int, slices: int, warps: int, pieces: int = 16) -> Shape:
+    """With as many pieces at once as 32 registers of a thread hold, up to `pieces`."""
     registers = 32 * 32 * warps // (rows * min(LATENT // slices, 2**15 // columns))
-    return Shape(rows, columns, slices, max(1, min(16, registers)), warps)
+    return Shape(rows, columns, slices, max(1, min(pieces, registers)), warps)
 
 
 def programs(case: Case, shape: Shape) -> int:
@@ -146,10 +147,10 @@ def tuned(case: Case) -> set[Shape]:
     """Shapes that may be the best: rows are in one or two programs, columns in one, or in several
     where there is one row and no slice."""
     most, widest = min(16, triton.next_power_of_2(case.tokens)), min(GROUP, case.values)
-    every = itertools.product((1, 2, 4, 8, 16), (32, 64, 128), (1, 2, 4, 8), (4, 8))
+    every = itertools.product((1, 2, 4, 8, 16), (32, 64, 128), (1, 2, 4, 8), (4, 8), (16, 64))
     shapes = {
-        shaped(rows, columns, slices, warps)
-        for rows, columns, slices, warps in every
+        shaped(rows, columns, slices, warps, pieces)
+        for rows, columns, slices, warps, pieces in every
         if most <= 2 * rows <= 2 * most and (columns == widest or rows * slices == 1)
     }
     least, greatest = PROGRAMS
@@ -305,7 +306,7 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true", help="other shapes of the kernel too")
     parser.add_argument("--tokens", type=int, nargs="+", help="1 to 128, or to 16 with --tune")
     parser.add_argument("--heads", type=int, nargs="+", default=(8, 16, 32, 64, 128))
-    parser.add_argument("--pieces", type=int, nargs="+", help="1, 4, 16, 32; --tune: 1, 16")
+    parser.add_argument("--pieces", type=int, nargs="+", help="1, 4, 16, 32; --tune: 1, 16, 128")
     parser.add_argument("--values", type=int, default=128)
     parser.add_argument("--quantization", nargs="+", default=("none", "group"))
     parser.add_argument("--seconds", type=float, default=1e9, help="start no shape after these")
@@ -316,7 +317,7 @@ def main() -> None:
     tune = options.tune
     options.rounds = options.rounds or (5 if tune else 9)
     options.tokens = options.tokens or [2**n for n in range(5 if tune else 8)]
-    options.pieces = options.pieces or ((1, 16) if tune else (1, 4, 16, 32))
+    options.pieces = options.pieces or ((1, 16, 128) if tune else (1, 4, 16, 32))
     grid = (options.tokens, options.heads, options.pieces, [options.values], options.quantization)
     start, known = time.monotonic(), environment(options.commit)
     facts = {name: known[name] for name in FACTS if name in known}
@@ -324,7 +325,9 @@ def main() -> None:
     print(facts, flush=True)
     torch.manual_seed(0)
     torch.set_default_device("cuda")
-    cases = list(itertools.starmap(Case, itertools.product(*grid)))
+    every = itertools.starmap(Case, itertools.product(*grid))
+    least = [dataclasses.replace(c, pieces=min(c.pieces, MOST_PIECES // c.tokens)) for c in every]
+    cases = list(dict.fromkeys(least))
     compile_all(cases, tune)
     print(f"compiled after {time.monotonic() - start:.0f} s", flush=True)
     rows: list[dict] = []

@@ -66,7 +66,7 @@ def main() -> None:
     """Start the servers, send the loads, write the rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out")
-    parser.add_argument("--arms", default="default,fused", help="separated by commas")
+    parser.add_argument("--arms", default="default,auto", help="separated by commas")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--commit", default="", help="commit, where git does not know it")
     args = parser.parse_args()
