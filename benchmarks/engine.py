@@ -49,7 +49,7 @@ ARMS = ("default", "cat", "fused")
 # Configurations of `tokens` that `portable` runs in.
 PORTABLE = (
     "r1-tp8 fp8 custom-rope", "r1-tp8 bf16 FULL_DECODE_ONLY", "r1-tp8 fp8 mtp-1",
-    "r1-tp8 fp8 ngram-3", "r1-dp bf16",
+    "r1-tp8 fp8 ngram-3", "r1-dp bf16", "r1-tp8 block-fp8",
 )  # fmt: skip
 
 
@@ -184,6 +184,7 @@ def tokens(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
         },
         "v2-lite fp8 V1": {"model": "v2-lite", "runner": "V1"},
         "r1-dp bf16": {"model": "r1-dp", "cache": "auto"},
+        "r1-tp8 block-fp8": {"model": "r1-tp8-block"},
     }  # fmt: skip
     results = run_arms(configurations, args)
     compared = [(name, "fused") for name in configurations]

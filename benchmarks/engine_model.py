@@ -85,6 +85,11 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     # DeepSeek-R1, one rank of tensor parallel 8
     "r1-tp8": _V3,
+    # The same with its weights in block fp8, as the checkpoint has them
+    "r1-tp8-block": {
+        **_V3,
+        "quantization_config": _checkpoint("deepseek-v3")["quantization_config"],
+    },
     # DeepSeek-R1, one rank of data-parallel attention: all heads; its MLP is that of the rank above
     "r1-dp": {
         **_V3,
