@@ -166,12 +166,12 @@ def sum_of_slices(sums_ptr, part, SLICES: tl.constexpr, ROWS: tl.constexpr, COLU
     return total
 
 
-# Do not specialize on a batch or a stride of 1: the warm-up runs few batches. VECTORS says how
-# partial results and latents are aligned.
+# Do not specialize on a batch or a stride of 1: the warm-up runs few batches, and scales in rows
+# where a graph may have them in columns. VECTORS says how partial results and latents are aligned.
 @triton.jit(
     do_not_specialize=[
         "batch", "tokens", "positions", "heads", "scale_stride_t", "scale_stride_g", "partial_ptr",
-        "latent_ptr",
+        "latent_ptr", "scale_ptr",
     ]
 )  # fmt: skip
 def epilogue_kernel(
@@ -241,7 +241,7 @@ def epilogue_kernel(
     tl.store(out, y, mask=stored[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_ptr", "scale_stride_t", "scale_stride_g"])
 def quantize_kernel(
     y_ptr, out_ptr, scale_ptr, out_stride_t, scale_stride_t, scale_stride_g, WIDTH: tl.constexpr,
     GROUP: tl.constexpr, QUANTIZATION: tl.constexpr, LARGEST: tl.constexpr, LIMIT: tl.constexpr,
