@@ -10,6 +10,8 @@ Each engine runs in a process of its own, all at once, and ends as soon as its g
     cat_fused    the op of vLLM's own pass: fused_rope_unified_mla_kv_cache_update
     deepseek     DeepSeek's scaling class in aten ops
     native       RoPE without scaling in aten ops
+
+and quantizations of an fp8 o_proj's input, `output_` and the name in `tests/passes/linears.py`.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ models = _module(TESTS / "models" / "__init__.py")
 
 @dataclass(frozen=True)
 class Recording:
-    """One engine: RoPE by a custom op or in aten ops, and whether vLLM's own pass runs before."""
+    """One engine: RoPE by a custom op or in aten ops, and whether vLLM's own pass runs before; the
+    environment decides which linear layers vLLM takes."""
 
     spelling: str
     model: str  # of tests/models: V2-Lite has neither q_lora nor scaling, V3 has both
@@ -55,6 +58,8 @@ class Recording:
     cat: bool = False
     partition: bool = True
     changes: tuple[tuple[str, Any], ...] = ()
+    custom_ops: tuple[str, ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
 
     @property
     def name(self) -> str:
@@ -66,6 +71,26 @@ class Recording:
 
 _NO_LORA = (("q_lora_rank", None),)
 _LORA = (("q_lora_rank", 128),)
+_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+_STATIC = {"quant_method": "fp8", "activation_scheme": "static"}
+_NO_FLASHINFER = ("VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER", "0")
+
+
+def _fp8(
+    name: str, quantization: dict[str, Any], *environment: tuple[str, str], custom: bool = False
+) -> Recording:
+    """An engine with fp8 weights. The dense layer has widths that blocks of 128 divide."""
+    widths = {"hidden_size": 512, "intermediate_size": 512, "q_lora_rank": 128}
+    changes = {**widths, "quantization_config": quantization}
+    return Recording(
+        f"output_{name}",
+        "deepseek_v3",
+        changes=tuple(changes.items()),
+        custom_ops=("+quant_fp8",) if custom else (),
+        environment=environment,
+    )
+
+
 RECORDINGS = {
     recording.name: recording
     for recording in (
@@ -78,6 +103,12 @@ RECORDINGS = {
         Recording("cat_fused", "deepseek_v2_lite", cat=True),
         Recording("deepseek", "deepseek_v3"),
         Recording("native", "deepseek_v2_lite"),
+        _fp8("opaque", _BLOCKS),
+        _fp8("group_powers_of_two", _BLOCKS, _NO_FLASHINFER),
+        _fp8("group_tma", _BLOCKS, _NO_FLASHINFER, ("VLLM_USE_DEEP_GEMM_E8M0", "0")),
+        _fp8("group_columns", _BLOCKS, _NO_FLASHINFER, ("VLLM_USE_DEEP_GEMM", "0")),
+        _fp8("tensor", _STATIC, custom=True),
+        _fp8("tensor_native", _STATIC),
     )
 }
 
@@ -120,8 +151,9 @@ def record(job: child.Job, progress: TextIO) -> None:
             "fuse_rope_kvcache_cat_mla": recording.cat,
         },
     }
-    if recording.custom:
-        compilation["custom_ops"] = ["+rotary_embedding"]
+    custom_ops = [*recording.custom_ops, *["+rotary_embedding"] * recording.custom]
+    if custom_ops:
+        compilation["custom_ops"] = custom_ops
     if not recording.partition:
         # One graph and nothing to split at: the other way for RoPE and attention to meet.
         compilation.update(splitting_ops=[], cudagraph_mode="FULL_DECODE_ONLY")
@@ -151,7 +183,11 @@ def main(folder: Path, names: Sequence[str]) -> int:
             work="record_graph:record",
             path=str(Path(__file__).parent),
             options={"name": name, "path": str(path)},
-            environment={"VLLM_DISABLE_COMPILE_CACHE": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"},
+            environment={
+                "VLLM_DISABLE_COMPILE_CACHE": "1",
+                "TORCHINDUCTOR_COMPILE_THREADS": "1",
+                **dict(RECORDINGS[name].environment),
+            },
             plugin=False,
         )
         running[path] = work, child.start(job)

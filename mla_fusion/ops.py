@@ -8,8 +8,11 @@ This file imports only torch, so that patterns and passes can be read and tested
     mla_decode_q_prep                               absorb, concatenate and quantize a rotated query
     fused_aiter_qk_rope_kvcache_q_concat_quant_mla  both in one: what a decode graph runs
     mla_attention_with_prepared_query               vLLM's MLA attention with that query
+    mla_attention_with_group_quantized_output       the same, quantized for o_proj: fp8 with a
+                                                    scale for a token and group of columns,
+    mla_attention_with_tensor_quantized_output      or with one given scale
 
-The last two are what runs. They write into buffers of the graph and return nothing: under
+The last four are what runs. They write into buffers of the graph and return nothing: under
 piecewise CUDA graphs they run between captured pieces, which read fixed addresses, and Inductor
 hands a returned tensor on through such a piece.
 
@@ -34,6 +37,8 @@ ROPE_UPDATE = "rope_mla_kv_cache_update"
 Q_PREP = "mla_decode_q_prep"
 FUSED = "fused_aiter_qk_rope_kvcache_q_concat_quant_mla"
 ATTENTION = "mla_attention_with_prepared_query"
+GROUP_ATTENTION = "mla_attention_with_group_quantized_output"
+TENSOR_ATTENTION = "mla_attention_with_tensor_quantized_output"
 
 
 class Rope(StrEnum):
@@ -50,6 +55,17 @@ class Rope(StrEnum):
     FLASHINFER = "vllm.flashinfer_rotary_embedding"
     AITER_TRITON = "vllm.rocm_aiter_triton_rotary_embedding"
     CAT_FUSED = "vllm.fused_rope_unified_mla_kv_cache_update"
+
+
+class Quantization(StrEnum):
+    """How the unfused graph quantizes the attention's output: other batches do it the same way.
+
+    Values are ops of vLLM, but for `TENSOR_NATIVE`, the aten ops of its `QuantFP8`.
+    """
+
+    GROUP = "_C.per_token_group_fp8_quant"
+    TENSOR = "_C.static_scaled_fp8_quant"
+    TENSOR_NATIVE = "native"
 
 
 @dataclass(frozen=True)
@@ -69,8 +85,13 @@ class Variant:
 
 
 # What a splitting op of vLLM's attention is, these must be too: they read the batch's metadata.
-RUNTIME_OPS = (f"{NAMESPACE}::{FUSED}", f"{NAMESPACE}::{ATTENTION}")
+ATTENTION_OPS = (ATTENTION, GROUP_ATTENTION, TENSOR_ATTENTION)
+RUNTIME_OPS = tuple(f"{NAMESPACE}::{name}" for name in (FUSED, *ATTENTION_OPS))
 
+_ATTENTION_ARGUMENTS = (
+    "Tensor q, Tensor prepared_q, Tensor kv_c, Tensor k_pe, Tensor(a!) output, "
+    "{layer_name} layer_name"
+)
 _SCHEMAS = {
     ROPE_UPDATE: (
         "(Tensor(a!) q, Tensor kv_c, Tensor(b!) k_pe, Tensor? positions, Tensor? cos_sin_cache, "
@@ -86,9 +107,10 @@ _SCHEMAS = {
         "Tensor? cos_sin_cache, Tensor? q_factor, Tensor k_scale, {layer_name} layer_name, "
         "str kv_cache_dtype, str rope, bool is_neox, str provider) -> ()"
     ),
-    ATTENTION: (
-        "(Tensor q, Tensor prepared_q, Tensor kv_c, Tensor k_pe, Tensor(a!) output, "
-        "{layer_name} layer_name, Tensor? kv_cache_dummy_dep=None) -> ()"
+    ATTENTION: f"({_ATTENTION_ARGUMENTS}, Tensor? kv_cache_dummy_dep=None) -> ()",
+    GROUP_ATTENTION: f"({_ATTENTION_ARGUMENTS}, Tensor(b!) quantized, Tensor(c!) scales) -> ()",
+    TENSOR_ATTENTION: (
+        f"({_ATTENTION_ARGUMENTS}, Tensor(b!) quantized, Tensor scale, str quantization) -> ()"
     ),
 }
 
@@ -150,4 +172,8 @@ def _no_output(*args: Any) -> None:
     return None
 
 
-_FAKES = {ROPE_UPDATE: _rope_update, Q_PREP: _q_prep, FUSED: _no_output, ATTENTION: _no_output}
+_FAKES = {
+    ROPE_UPDATE: _rope_update,
+    Q_PREP: _q_prep,
+    **dict.fromkeys((FUSED, *ATTENTION_OPS), _no_output),
+}

@@ -25,7 +25,13 @@ from mla_fusion import ops
 from mla_fusion.passes.result import PassResult
 from mla_fusion.passes.rewrite import drop_dead, fake_like
 from mla_fusion.patterns import probe
-from mla_fusion.patterns.site import FUSED_ROPE_UPDATE, functionalized_op, outputs, same_view
+from mla_fusion.patterns.site import (
+    FUSED_ROPE_UPDATE,
+    functionalized_op,
+    is_live,
+    outputs,
+    same_view,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,7 +39,8 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 OWN = {
-    *(f"{ops.NAMESPACE}::{name}" for name in (ops.ROPE_UPDATE, ops.FUSED, ops.ATTENTION)),
+    f"{ops.NAMESPACE}::{ops.ROPE_UPDATE}",
+    *ops.RUNTIME_OPS,
     FUSED_ROPE_UPDATE,
 }
 
@@ -164,15 +171,9 @@ def _read_later(target: fx.Node, node: fx.Node, ignored: list[fx.Node]) -> bool:
             seen.add(user)
             if user.target in probe.VIEWS:
                 stack.append(user)
-            elif user > node and _is_live(user) and not _feeds_only(user, ignored):
+            elif user > node and is_live(user) and not _feeds_only(user, ignored):
                 return True
     return False
-
-
-def _is_live(node: fx.Node) -> bool:
-    if functionalized_op(node):
-        return True  # what it writes need not be among its results: the KV cache is not
-    return bool(node.users) or node.is_impure()  # what leaves the graph counts as impure
 
 
 def _feeds_only(node: fx.Node, ignored: list[fx.Node]) -> bool:

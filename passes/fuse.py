@@ -14,11 +14,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from mla_fusion import ops
 from mla_fusion.passes.result import PassResult
-from mla_fusion.passes.rewrite import call, functionalized_call
+from mla_fusion.passes.rewrite import empty, functionalized_call
 from mla_fusion.patterns.fused_pair import pairs
 from mla_fusion.patterns.site import output
 
@@ -48,7 +46,7 @@ class MLAAiterQkRopeKVCacheFusionPass:
                 ops.get(ops.FUSED),
                 {
                     **pair.rope.kwargs,
-                    "prepared_q": _buffer(graph, pair),
+                    "prepared_q": empty(graph, pair.prep.meta["val"], pair.rope.kwargs["q"]),
                     "provider": self.provider,
                 },
                 returned=(None,),
@@ -67,18 +65,3 @@ class MLAAiterQkRopeKVCacheFusionPass:
             graph.erase_node(dummy)
         graph.erase_node(pair.rope)
         return fused
-
-
-def _buffer(graph: fx.Graph, pair: Pair) -> fx.Node:
-    """An empty tensor for the prepared query."""
-    q, value = pair.rope.kwargs["q"], pair.prep.meta["val"]
-    tokens = value.shape[0]
-    if not isinstance(tokens, int):
-        tokens = call(graph, torch.ops.aten.sym_size.int, (q, 0), tokens)
-    buffer = graph.call_function(
-        torch.ops.aten.empty.memory_format,
-        ([tokens, *value.shape[1:]],),
-        {"dtype": value.dtype, "device": value.device, "pin_memory": False},
-    )
-    buffer.meta["val"] = value
-    return buffer

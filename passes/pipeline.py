@@ -4,13 +4,16 @@
 2  CanonicalizeMLARoPEPass                     canonicalize.py
 3  MLADecodeQPrepLiftPass                      lift.py
 4  MLAAiterQkRopeKVCacheFusionPass             fuse.py
+6  MLADecodeOutputFusionPass                   output.py
 5  MLAFixFunctionalizationPass                 fix_functionalization.py, after the cleanup
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,10 +30,12 @@ from mla_fusion.passes.fix_functionalization import MLAFixFunctionalizationPass
 from mla_fusion.passes.fuse import MLAAiterQkRopeKVCacheFusionPass
 from mla_fusion.passes.layer import of_last_layer
 from mla_fusion.passes.lift import MLADecodeQPrepLiftPass
+from mla_fusion.passes.output import MLADecodeOutputFusionPass
 from mla_fusion.passes.rewrite import Snapshot, drop_dead
-from mla_fusion.patterns.site import ATTENTION, attention_calls
+from mla_fusion.patterns.site import ATTENTION, attention_calls, functionalized_op
 from mla_fusion.report.layer_graph import LayerGraph
 from mla_fusion.report.reasons import Decline, Declined
+from mla_fusion.runtime import step_plan
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -39,9 +44,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.mla_fusion")
 
+# The attention ops whose epilogue quantizes, by `Epilogue.quantization`.
+_QUANTIZES = {
+    f"{ops.NAMESPACE}::{ops.GROUP_ATTENTION}": "group",
+    f"{ops.NAMESPACE}::{ops.TENSOR_ATTENTION}": "tensor",
+}
+
 
 class MLAFusionPass(InductorPass):
-    """Passes 2 to 4 on every graph whose token range lies inside the decode bucket.
+    """Passes 2 to 4, and 6, on every graph whose token range lies inside the decode bucket.
 
     The mla_fusion plugin adds it to vLLM's pass manager. Without the plugin it is one object for
     vLLM's hook for custom passes:
@@ -107,13 +118,17 @@ class MLAFusionPass(InductorPass):
             return
         layers = vllm_compat.mla_layers(vllm_compat.current_layers())
         activation = _activation(calls)
-        facts = {
-            name: eligibility.facts(
-                layer, self.provider, activation, self.attention, self.query_len
-            )
-            for name, layer in layers.items()
-        }
+        facts = {name: self._facts(layer, activation) for name, layer in layers.items()}
         fuse(graph, calls, facts, self.provider, record)
+
+    def _facts(self, layer: Any, activation: torch.dtype) -> eligibility.LayerFacts:
+        attention = self.attention
+        found = eligibility.facts(layer, self.provider, activation, attention, self.query_len)
+        if attention == "auto" and (planner := step_plan.planner(layer)):
+            # Chosen for this layer when the model was loaded.
+            plain = eligibility.no_epilogue(layer, planner, activation)
+            found = dataclasses.replace(found, plain_output=plain)
+        return found
 
 
 class LastStep(InductorPass):
@@ -142,7 +157,7 @@ def fuse(
     provider: str,
     record: report.GraphRecord,
 ) -> None:
-    """Run passes 2 to 4 on `graph`, whose attention calls are `calls`, and fill in `record`.
+    """Run passes 2 to 4, and 6, on `graph`, whose attention calls are `calls`; fill in `record`.
 
     A layer that cannot be fused is left as it was. An error in a pass, or a layer that one pass
     rewrote and the next one did not, puts the whole graph back: it then runs unfused, and the
@@ -165,6 +180,7 @@ def fuse(
         if not len(canonical.rewritten) == len(lifted.rewritten) == len(fused.rewritten):
             names = ", ".join(canonical.rewritten)
             raise Declined("unfused-pair", f"{names}: {len(fused.rewritten)} fused")
+        finished = MLADecodeOutputFusionPass(facts_of)(graph)
         graph.lint()
     except Exception as error:
         logger.exception("mla_fusion: a pass failed; this graph stays unfused")
@@ -174,12 +190,15 @@ def fuse(
         )
         record.declined = {call.name: decline for call in calls}
         return
-    drop_dead(graph, [*canonical.dead, *lifted.dead], functionalized=True)
+    attention = [finished.rewritten.get(n.name, n) for n in lifted.rewritten.values()]
+    drop_dead(graph, [*canonical.dead, *lifted.dead, *finished.dead], functionalized=True)
     record.declined = canonical.declined
     record.fused = len(fused.rewritten)
     record.variants = {_variant(node) for node in fused.rewritten.values()}
+    record.outputs = Counter(_QUANTIZES.get(functionalized_op(node), "none") for node in attention)
+    record.plain_outputs = finished.declined
     if fused.rewritten:
-        record.layer = LayerGraph(before, of_last_layer(list(lifted.rewritten.values())))
+        record.layer = LayerGraph(before, of_last_layer(attention))
 
 
 def _show(stage: str, graph: fx.Graph) -> None:

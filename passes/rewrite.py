@@ -26,6 +26,20 @@ def call(graph: fx.Graph, target: Any, args: tuple[Any, ...], val: Any) -> fx.No
     return node
 
 
+def empty(graph: fx.Graph, value: torch.Tensor, rows_of: Any) -> fx.Node:
+    """An empty tensor like `value`, with as many rows as the node `rows_of`."""
+    tokens: Any = value.shape[0]
+    if not isinstance(tokens, int):
+        tokens = call(graph, torch.ops.aten.sym_size.int, (rows_of, 0), tokens)
+    node = graph.call_function(
+        torch.ops.aten.empty.memory_format,
+        ([tokens, *value.shape[1:]],),
+        {"dtype": value.dtype, "device": value.device, "pin_memory": False},
+    )
+    node.meta["val"] = value
+    return node
+
+
 def functionalized_call(
     graph: fx.Graph,
     op: torch._ops.OpOverload,

@@ -68,6 +68,13 @@ def output(node: fx.Node, index: int) -> fx.Node | None:
     return next(iter(outputs(node, index)), None)
 
 
+def is_live(node: fx.Node) -> bool:
+    """Whether what `node` does is seen: by a reader, outside the graph, or in memory."""
+    if functionalized_op(node):
+        return True  # what it writes need not be among its results: the KV cache is not
+    return bool(node.users) or node.is_impure()  # what leaves the graph counts as impure
+
+
 def same_view(a: Any, b: Any) -> bool:
     """Whether two nodes are the same chain of views of the same node."""
     while a is not b:

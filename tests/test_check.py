@@ -304,6 +304,27 @@ def test_check_names_the_epilogue_of_the_portable_decode(changes, said):
 
 
 @pytest.mark.parametrize(
+    "quantization, said",
+    [
+        (
+            {"quant_method": "fp8", "weight_block_size": [128, 128]},
+            "on Hopper with VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER=0 VLLM_USE_DEEP_GEMM_E8M0=0",
+        ),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, "o_proj: in the epilogue"),
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "the server's report says"),
+        ({"quant_method": "compressed-tensors"}, "the server's report says"),
+    ],
+)
+def test_check_names_the_quantization_in_front_of_o_proj(quantization, said):
+    model = {**MANY, "quantization_config": quantization}
+    cut = shrink.cut(model, "DeepseekV3ForCausalLM", 2, 1)
+    assert "quantization_config" not in cut.config
+    notes, _ = check._ask_decode(check.Settings(Path("m"), attention="portable"), cut)
+    assert notes[1].startswith("  quantization in front of o_proj: ") and said in notes[1]
+    assert not check._ask_decode(check.Settings(Path("m")), cut)[0]
+
+
+@pytest.mark.parametrize(
     "attention, platforms, aiters", [("auto", 2, True), ("portable", 2, False), ("aiter", 1, True)]
 )
 def test_check_names_the_backends_that_go_with_the_decode(attention, platforms, aiters):

@@ -182,3 +182,25 @@ def test_variants_are_those_of_all_ranks():
     a, b = (Variant(neox, 64, "float32", "bfloat16", "auto") for neox in (False, True))
     ranges = [dataclasses.replace(RANGE, variants=[v]) for v in (a, b)]
     assert merge([made(r) for r in ranges]).ranges[0].variants == [a, b]
+
+
+def test_the_outputs_of_layers_are_counted_and_stored(tmp_path):
+    """Two graphs of one range; only an engine with plans shows them."""
+    report.forget()
+    plain = {"b": Decline("output-opaque", "gemm")}
+    report.add(report.GraphRecord(1, 4, 2, 2, outputs={"group": 1, "none": 1}, plain_outputs=plain))
+    report.add(report.GraphRecord(1, 4, 3, 3, outputs={"group": 2, "tensor": 1}))
+    made = report.take("triton", 4, attention="portable", epilogue="W_UV")
+    text = "\n".join(made.lines())
+    assert "3 outputs quantized in groups of 128 by the attention op" in text
+    assert "1 outputs quantized by one given scale" in text
+    assert "1 outputs not quantized by the attention op: o_proj takes fp8 weights" in text
+    assert made.quantizations() == {"group", "none", "tensor"}
+    path = tmp_path / "report.json"
+    report.store(path, made)
+    assert report.load(path) == made
+    made.epilogue = ""
+    assert "outputs" not in "\n".join(made.lines())
+    other = report.Report("triton", 4, [report.RangeReport((1, 4), 5, 5, outputs={"x": 5})])
+    [only] = merge([made, other]).ranges
+    assert only.outputs == {"x": 0, "group": 3, "none": 1, "tensor": 1}

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 LATENT, ENTRY = selection.LATENT, sum(selection.WIDTHS)
 
 
-def warm_up_batches(plan: PlanBuffers, values: int | None = None) -> list[int]:
+def warm_up_batches(
+    plan: PlanBuffers, values: int | None = None, quantization: str = "none"
+) -> list[int]:
     """Numbers of sequences that load, together, all that AITER launches for steps of `plan`."""
     return [1]
 

@@ -32,7 +32,9 @@ def plan_settings(
     return {"workers": 8}  # one after another: any number is as fast
 
 
-def warm_up_batches(plan: PlanBuffers, values: int | None = None) -> list[int]:
+def warm_up_batches(
+    plan: PlanBuffers, values: int | None = None, quantization: str = "none"
+) -> list[int]:
     """Numbers of sequences to run before the first request: nothing is compiled."""
     return [1]
 

@@ -253,9 +253,11 @@ def reduction(tiles: int, rows: int) -> tuple[int, int, int]:
     return (1 if tiles * rows <= 2048 else 4), 4, 512
 
 
-def warm_up_batches(plan: PlanBuffers, values: int | None = None) -> list[int]:
+def warm_up_batches(
+    plan: PlanBuffers, values: int | None = None, quantization: str = "none"
+) -> list[int]:
     """Numbers of sequences that compile, together, all that steps of `plan` launch, with an
-    epilogue of `values` columns a head if there is one."""
+    epilogue of `values` columns a head and this quantization if there is one."""
     batches: dict[Any, int] = {}
     settings = plan.settings
     layer = settings.num_heads, settings.v_head_dim
@@ -265,7 +267,7 @@ def warm_up_batches(plan: PlanBuffers, values: int | None = None) -> list[int]:
             batches.setdefault(merged, batch)
             continue
         for rows in range(1, settings.max_query_len + 1):
-            shape = triton_epilogue.choose(batch * rows, *layer, values)
+            shape = triton_epilogue.choose(batch * rows, *layer, values, quantization)
             batches.setdefault((rows, shape or merged), batch)
     return sorted(set(batches.values()))
 

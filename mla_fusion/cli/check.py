@@ -231,7 +231,7 @@ def _ask_decode(settings: Settings, cut: shrink.Cut) -> tuple[list[str], list[De
     if settings.attention == "aiter":
         return persistent_decode.of_aiter(cut.config, 1 + settings.speculative_tokens, cache)
     if settings.attention == "portable":
-        return persistent_decode.of_triton(cut.config, cache)
+        return persistent_decode.of_triton(cut.config, cache, cut.quantization)
     return [], []
 
 

@@ -41,8 +41,11 @@ def of_aiter(
     return [], [Decline("aiter-attention", f"{heads} heads, {'; '.join(said)}")]
 
 
-def of_triton(shape: Mapping[str, Any], cache: str) -> tuple[list[str], list[Decline]]:
-    """What attention=portable does with a model on a GPU, and why not; arguments as `of_aiter`."""
+def of_triton(
+    shape: Mapping[str, Any], cache: str, quantization: Mapping[str, Any]
+) -> tuple[list[str], list[Decline]]:
+    """What attention=portable does with a model on a GPU, and why not; arguments as `of_aiter`, and
+    the model's quantization_config."""
     stored = torch.float8_e4m3fn if cache.startswith("fp8") else torch.bfloat16
     widths = shape["kv_lora_rank"], shape["qk_rope_head_dim"]
     if why := triton.unsupported(torch.bfloat16, stored, *widths):
@@ -51,4 +54,21 @@ def of_triton(shape: Mapping[str, Any], cache: str) -> tuple[list[str], list[Dec
     measured = (row.slots for row in triton_epilogue.MEASURED)
     rows = max((n for n in measured if triton_epilogue.choose(n, *layer)), default=0)
     launch = f"with the merge in one launch for up to {rows} query rows" if rows else "on its own"
-    return [f"  epilogue of the decode: product with W_UV, {launch}"], []
+    notes = [f"  epilogue of the decode: product with W_UV, {launch}"]
+    if quantization:
+        notes.append(f"  quantization in front of o_proj: {_quantizes(quantization)}")
+    return notes, []
+
+
+def _quantizes(quantization: Mapping[str, Any]) -> str:
+    """Whether the epilogue quantizes for o_proj, as far as a config says it."""
+    if quantization.get("quant_method") == "fp8" and quantization.get("weight_block_size"):
+        return (
+            "in the epilogue where vLLM has it in the graph, on Hopper with "
+            "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER=0 VLLM_USE_DEEP_GEMM_E8M0=0"
+        )
+    if quantization.get("quant_method") == "fp8" and (
+        quantization.get("activation_scheme") == "static"
+    ):
+        return "in the epilogue"
+    return "the server's report says whether it is in the epilogue"

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mla_fusion.cli.arguments import UserError
 from mla_fusion.cli.model_config import LAYER_KEYS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _REQUIRED = (
     "num_attention_heads",
@@ -57,12 +60,14 @@ class Cut:
     """A cut model: its config, its width of a cache entry, and a line on what was changed.
 
     `draft` is whether it is a draft head: `config` is then that of a target with this head.
+    `quantization` is the model's quantization_config, which the cut model does not have.
     """
 
     config: dict[str, Any]
     head_size: int
     draft: bool
     changed: str
+    quantization: Mapping[str, Any]
 
 
 def cut(model: dict[str, Any], architecture: str, layers: int, tensor_parallel_size: int) -> Cut:
@@ -126,4 +131,5 @@ def cut(model: dict[str, Any], architecture: str, layers: int, tensor_parallel_s
         head_size=model["kv_lora_rank"] + model["qk_rope_head_dim"],
         draft=draft,
         changed=", ".join(notes),
+        quantization=model.get("quantization_config") or {},
     )

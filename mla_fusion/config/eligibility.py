@@ -25,11 +25,13 @@ class LayerFacts:
     """What the passes need to know of one layer, free of references to the model.
 
     `decline` says why the fused op cannot serve it; `quantized_query` is whether the backend takes
-    its query in fp8 when the cache is fp8.
+    its query in fp8 when the cache is fp8; `plain_output` says why its attention op cannot quantize
+    its output, empty if it can.
     """
 
     decline: Decline | None
     quantized_query: bool
+    plain_output: str = ""
 
     def query_dtype(self, activation: torch.dtype) -> torch.dtype:
         """The type of the prepared query."""
@@ -59,7 +61,22 @@ def facts(
         else:
             found = found or _not_portable(layer, *types)
         decline = Decline(code, found) if found else None
-    return LayerFacts(decline, quantized)
+    return LayerFacts(decline, quantized, no_epilogue(layer, attention, activation))
+
+
+def no_epilogue(layer: Any, attention: str, activation: torch.dtype) -> str:
+    """Why the decode of this layer has no epilogue; empty if it has one.
+
+    `attention` is who decodes: "portable", "aiter", or another word for vLLM's backend.
+    """
+    if attention != "portable":
+        return "AITER's decode has none" if attention == "aiter" else "vLLM's backend decodes"
+    weight = vllm_compat.value_weight(layer)
+    if weight is None:
+        return "neither W_UV nor W_UV.weight is a plain tensor"
+    if weight.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != activation:
+        return f"W_UV is {weight.dtype}, the activations are {activation}"
+    return ""
 
 
 def cache_dtype(layer: Any, activation: torch.dtype) -> torch.dtype:

@@ -23,7 +23,10 @@ from mla_fusion.report.layer_graph import LayerGraph
 from mla_fusion.report.reasons import Decline
 
 logger = logging.getLogger("vllm.mla_fusion")
-VERSION = 5  # of the stored format
+VERSION = 6  # of the stored format
+
+
+_DECLINES = ("declined", "plain_outputs")  # fields whose keys are declines
 
 
 class FormatError(ValueError):
@@ -41,6 +44,9 @@ class GraphRecord:
     declined: dict[str, Decline] = field(default_factory=dict)
     layer: LayerGraph | None = None
     variants: set[Variant] = field(default_factory=set)
+    # of the fused layers: how their attention ops quantize, and why others do not
+    outputs: dict[str, int] = field(default_factory=dict)
+    plain_outputs: dict[str, Decline] = field(default_factory=dict)
     pass_ms: float = 0.0
 
 
@@ -56,6 +62,10 @@ class RangeReport:
     # one fused layer of the first graph in which there is one
     layer: LayerGraph | None = None
     variants: list[Variant] = field(default_factory=list)
+    # how many fused layers have a quantized output, by `Epilogue.quantization`, and why others do
+    # not, as in `declined`
+    outputs: dict[str, int] = field(default_factory=dict)
+    plain_outputs: dict[Decline, int] = field(default_factory=dict)
     pass_ms: float = 0.0
 
 
@@ -86,6 +96,10 @@ class Report:
         """Fused layers, over all ranges."""
         return sum(r.fused for r in self.ranges)
 
+    def quantizations(self) -> set[str]:
+        """How attention ops quantize their outputs, on any rank."""
+        return {kind for r in self.ranges for kind in r.outputs}
+
     def decode_ranges(self) -> list[RangeReport]:
         """The ranges inside the bucket that have MLA layers."""
         return [r for r in self.ranges if r.range[1] <= self.bucket and r.layers]
@@ -108,6 +122,8 @@ class Report:
             )
             for decline, layers in r.declined.items():
                 out.append(f"    {layers} declined: {decline.explain()}")
+            if self.epilogue:  # else vLLM's backend decodes
+                out += _output_lines(r)
             if r.layer:
                 out.append("    ops of one layer, before -> after:")
                 for op, before, after in r.layer.changes():
@@ -118,6 +134,21 @@ class Report:
         if self.others:
             out.append(f"  {self.others} layers without MLA, as they were")
         return out
+
+
+_KINDS = {"group": "in groups of 128", "tensor": "by one given scale"}
+
+
+def _output_lines(r: RangeReport) -> list[str]:
+    """What becomes of the attention's output: quantized by its op, or not, and why."""
+    out = [
+        f"    {layers} outputs quantized {_KINDS[kind]} by the attention op"
+        for kind, layers in r.outputs.items()
+        if layers and kind in _KINDS
+    ]
+    for decline, layers in r.plain_outputs.items():
+        out.append(f"    {layers} outputs not quantized by the attention op: {decline.explain()}")
+    return out
 
 
 _records: list[GraphRecord] = []
@@ -158,9 +189,10 @@ def take(
         total.pass_ms += record.pass_ms
         total.layer = total.layer or record.layer
         total.variants += [v for v in record.variants if v not in total.variants]
-        for decline in record.declined.values():
-            first = next((d for d in total.declined if d.code == decline.code), decline)
-            total.declined[first] = total.declined.get(first, 0) + 1
+        _count(record.declined, total.declined)
+        _count(record.plain_outputs, total.plain_outputs)
+        for kind, layers in record.outputs.items():
+            total.outputs[kind] = total.outputs.get(kind, 0) + layers
     _records.clear()
     seen = max(r.layers for r in ranges.values())
     uncompiled = max(model_layers - seen, 0)
@@ -178,6 +210,13 @@ def take(
     )
 
 
+def _count(declined: dict[str, Decline], total: dict[Decline, int]) -> None:
+    """Add the layers of a graph to `total`, under the first decline of each code."""
+    for decline in declined.values():
+        first = next((d for d in total if d.code == decline.code), decline)
+        total[first] = total.get(first, 0) + 1
+
+
 def load(path: Path) -> Report:
     """The report stored at `path`.
 
@@ -192,10 +231,11 @@ def load(path: Path) -> Report:
             entry["range"] = tuple(entry["range"])
             entry["variants"] = [Variant(**variant) for variant in entry["variants"]]
             entry["layer"] = entry["layer"] and LayerGraph.from_json(entry["layer"])
-            entry["declined"] = {
-                Decline(code, found["detail"]): found["layers"]
-                for code, found in entry["declined"].items()
-            }
+            for name in _DECLINES:
+                entry[name] = {
+                    Decline(code, found["detail"]): found["layers"]
+                    for code, found in entry[name].items()
+                }
         stored["ranges"] = [RangeReport(**entry) for entry in stored["ranges"]]
         return Report(**stored)
     except (UnicodeDecodeError, json.JSONDecodeError, TypeError, KeyError, AttributeError):
@@ -206,10 +246,11 @@ def _plain(value: Any) -> dict[str, Any]:
     """A part of a report as JSON takes it, the way `load` reads it."""
     fields = {**vars(value)}
     if isinstance(value, RangeReport):
-        fields["declined"] = {
-            decline.code: {"layers": layers, "detail": decline.detail}
-            for decline, layers in value.declined.items()
-        }
+        for name in _DECLINES:
+            fields[name] = {
+                decline.code: {"layers": layers, "detail": decline.detail}
+                for decline, layers in fields[name].items()
+            }
     return fields
 
 

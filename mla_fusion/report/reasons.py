@@ -14,7 +14,7 @@ from pathlib import Path
 class Reason:
     """Why there is no fusion, and what an operator can do."""
 
-    scope: str  # "engine", "layer" or "decode"
+    scope: str  # "engine", "layer", "output" or "decode"
     why: str
     help: str
 

@@ -6,9 +6,9 @@ step, so they cannot disagree:
 
     decode-only    the provider prepares the query and writes the cache; the attention op hands
                    the prepared query to the backend's decode, or to the persistent one if it was
-                   chosen, and projects the result up
+                   chosen, and projects the result up; it quantizes it if the graph did
     anything else  q and k_pe are rotated in place and vLLM's own op writes the cache; the
-                   attention op calls the layer as vLLM does
+                   attention op calls the layer as vLLM does, then vLLM's quantization
 
 `step_plan` holds the persistent decode's plan, `metrics` counts the steps that ran fused, and
 `collectives` is what the ranks do together before the first step.
@@ -27,8 +27,9 @@ from mla_fusion.config import vllm_compat
 from mla_fusion.kernels import arithmetic
 from mla_fusion.kernels.capture import refuse_during_capture
 from mla_fusion.kernels.inputs import Inputs, padded_batch
-from mla_fusion.ops import Rope, Variant
+from mla_fusion.ops import Quantization, Rope, Variant
 from mla_fusion.runtime import step_plan
+from mla_fusion.runtime.output import QuantizedOutput
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -201,6 +202,16 @@ def _attention_op(*args: Any) -> None:
     attention()(*args[:6])
 
 
+def _group_attention_op(*args: Any) -> None:
+    *common, quantized, scales = args
+    attention()(*common, QuantizedOutput(quantized, scales, Quantization.GROUP))
+
+
+def _tensor_attention_op(*args: Any) -> None:
+    *common, quantized, scale, quantization = args
+    attention()(*common, QuantizedOutput(quantized, scale, Quantization(quantization)))
+
+
 def _attention(
     q: torch.Tensor,
     prepared_q: torch.Tensor,
@@ -208,17 +219,21 @@ def _attention(
     k_pe: torch.Tensor,
     output: torch.Tensor,
     layer_name: Any,
+    quantized: QuantizedOutput | None = None,
 ) -> None:
+    """Attend, into `output` [T, H * V] or `quantized`; then `output` is a workspace."""
     metadata, layer, kv_cache, slot_mapping = vllm_compat.attention_context(layer_name)
     if not _is_fused(metadata, slot_mapping):
         layer.forward_impl(q, kv_c, k_pe, kv_cache, metadata, output=output)
+        if quantized is not None:
+            quantized.quantize(output)
         return
     shared = vllm_compat.context_parallel_ranks(layer) > 1
     rows = metadata.num_actual_tokens
     plan: StepPlan | None = getattr(layer, step_plan.ATTRIBUTE, None)
     if plan is not None and plan.serves(metadata):
         cache = _cache_view(kv_cache, layer.kv_cache_dtype)
-        plan.decode(prepared_q[:rows], cache, metadata, layer, output[:rows])
+        plan.decode(prepared_q[:rows], cache, metadata, layer, output, quantized)
         return
     query = prepared_q[:rows]
     if shared:
@@ -229,6 +244,8 @@ def _attention(
     if shared:
         attended = vllm_compat.combine_context_parallel(layer, attended, lse, metadata)
     layer._v_up_proj(attended, out=output[:rows])
+    if quantized is not None:
+        quantized.quantize(output)
 
 
 def register_ops() -> None:
@@ -238,6 +255,8 @@ def register_ops() -> None:
         ops.Q_PREP: decode_q_prep,
         ops.FUSED: fused_decode_prep,
         ops.ATTENTION: _attention_op,
+        ops.GROUP_ATTENTION: _group_attention_op,
+        ops.TENSOR_ATTENTION: _tensor_attention_op,
     }
     ops.register(vllm_compat.layer_name_type(), bodies)
 
@@ -300,9 +319,9 @@ def _show(progress: str) -> None:
         print(progress, file=sys.stderr, flush=True)
 
 
-def warm_up_attention(layers: Mapping[str, Any]) -> None:
-    """Run every plan of the model `layers` once, and once for each kind of W_UV behind it, so that
-    its kernels are compiled or loaded.
+def warm_up_attention(layers: Mapping[str, Any], quantizations: Iterable[str] = ()) -> None:
+    """Run every plan of the model `layers` once, and once for each kind of W_UV and for each of
+    `quantizations` behind it, so that its kernels are compiled or loaded.
 
     Raises:
         Exception: what a kernel raises, with a note on what to do. The engine does not start then.
@@ -314,7 +333,7 @@ def warm_up_attention(layers: Mapping[str, Any]) -> None:
             planned[plan, plan.variant(layer)] = plan, layer
     for plan, layer in planned.values():
         try:
-            plan.warm_up(_cache_view(layer.kv_cache, layer.kv_cache_dtype), layer)
+            plan.warm_up(_cache_view(layer.kv_cache, layer.kv_cache_dtype), layer, quantizations)
         except Exception as error:
             error.add_note(
                 f"mla_fusion: the persistent decode of {plan.executor} failed to prepare its "

@@ -25,7 +25,7 @@ def prepare(vllm_config: Any) -> tuple[report.Report | None, bool]:
     made, cached = collect(vllm_config)
     with on_every_rank():
         layers = vllm_config.compilation_config.static_forward_context
-        runtime.warm_up_attention(layers)
+        runtime.warm_up_attention(layers, made.quantizations() if made else ())
         if made is not None:
             for compiled in made.ranges:
                 runtime.warm_up(layers, compiled.variants, made.provider, made.bucket)

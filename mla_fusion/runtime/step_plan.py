@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mla_fusion import attention, config
+from mla_fusion.attention.epilogue import GROUP
 from mla_fusion.config import eligibility, vllm_compat
 from mla_fusion.runtime import decode_choice
+from mla_fusion.runtime.output import QuantizedOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 logger = logging.getLogger("vllm.mla_fusion")
 
@@ -47,16 +49,14 @@ class StepPlan:
         self.out = torch.zeros(shape, dtype=out_dtype, device=plan.device)
         self._planned: tuple[Any, Any] = (None, None)
 
+    @property
+    def planner(self) -> str:
+        """Whose plan it is: "portable" or "aiter"."""
+        return "aiter" if self.executor == "aiter" else "portable"
+
     def epilogue(self, layer: Any) -> str:
         """Why the decode does not multiply with W_UV of this layer itself; empty if it does."""
-        if self.executor == "aiter":
-            return "AITER's decode has none"
-        weight = vllm_compat.value_weight(layer)
-        if weight is None:
-            return "neither W_UV nor W_UV.weight is a plain tensor"
-        if weight.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != self.out.dtype:
-            return f"W_UV is {weight.dtype}, the activations are {self.out.dtype}"
-        return ""
+        return eligibility.no_epilogue(layer, self.planner, self.out.dtype)
 
     def variant(self, layer: Any) -> tuple[Any, ...]:
         """What kernels depend on besides the plan: width and strides of W_UV, if they read it."""
@@ -93,16 +93,17 @@ class StepPlan:
         metadata: Any,
         layer: Any,
         output: torch.Tensor,
+        quantized: QuantizedOutput | None = None,
     ) -> None:
-        """Write what follows from the prepared query [T, H, L + R] of a decode-only batch into
-        `output` [T, H * V]: its attention, times W_UV.
+        """Write what follows from the prepared query [rows, H, L + R] of a decode-only batch into
+        `output` [T, H * V], or into `quantized`: its attention, times W_UV.
         """
         # A new context for each forward pass: drafts change the lengths in one metadata object.
         context = vllm_compat.forward_context()
         if self._planned[0] is not context or self._planned[1] is not metadata:
             self._refresh(metadata, q.shape[0])
             self._planned = context, metadata
-        self._attend(q, kv_cache, layer, metadata.decode.block_table, output)
+        self._attend(q, kv_cache, layer, metadata.decode.block_table, output, quantized)
 
     def _attend(
         self,
@@ -111,11 +112,15 @@ class StepPlan:
         layer: Any,
         block_table: torch.Tensor,
         output: torch.Tensor,
+        quantized: QuantizedOutput | None,
     ) -> None:
         weight = None if self.epilogue(layer) else vllm_compat.value_weight(layer)
-        out, epilogue = self.out[: q.shape[0]], None
-        if weight is not None:
-            epilogue = attention.Epilogue(weight, output)
+        rows, epilogue = q.shape[0], None
+        out = self.out[:rows]
+        if weight is not None and quantized is not None:
+            epilogue = quantized.epilogue(weight, rows)
+        elif weight is not None:
+            epilogue = attention.Epilogue(weight, output[:rows])
         attention.persistent_mla_decode(
             q,
             kv_cache,
@@ -128,7 +133,9 @@ class StepPlan:
             epilogue=epilogue,
         )
         if epilogue is None:
-            layer._v_up_proj(out, out=output)
+            layer._v_up_proj(out, out=output[:rows])
+            if quantized is not None:
+                quantized.quantize(output)
 
     def _refresh(self, metadata: Any, num_tokens: int) -> None:
         if not getattr(metadata, "causal", True):
@@ -145,32 +152,45 @@ class StepPlan:
         )
         self.out[:num_tokens].zero_()
 
-    def warm_up(self, kv_cache: torch.Tensor, layer: Any) -> None:
+    def warm_up(
+        self, kv_cache: torch.Tensor, layer: Any, quantizations: Iterable[str] = ()
+    ) -> None:
         """Run it on the first block, for queries of every length, until every kernel that a step
-        can launch is compiled or loaded.
+        can launch is compiled or loaded; with the outputs of `quantizations` too.
         """
+        kinds = {"none"}
+        if not self.epilogue(layer):
+            kinds |= set(quantizations)
+        if self.plan.settings.num_heads * layer.v_head_dim % GROUP:
+            kinds -= {"group"}  # some other layer's
+        for length in range(1, self.plan.settings.max_query_len + 1):
+            for kind in sorted(kinds):
+                self._warm_up(kv_cache, layer, length, kind)
+        self._planned = (None, None)
+
+    def _warm_up(self, kv_cache: torch.Tensor, layer: Any, length: int, kind: str) -> None:
+        """All batches of queries of one length; `kind` as `Epilogue.quantization`."""
         settings, device = self.plan.settings, self.plan.device
         executor = attention.get_provider(self.executor)
         columns = settings.num_heads * layer.v_head_dim
         values = None if self.epilogue(layer) else layer.v_head_dim
-        for length in range(1, settings.max_query_len + 1):
-            for batch in executor.warm_up_batches(self.plan, values):
-                tokens = batch * length
-                # Two tensors: part of one would be less aligned than those of a request.
-                qo_indptr = length * torch.arange(batch + 1, dtype=torch.int32, device=device)
-                seq_lens = torch.full((batch,), length, dtype=torch.int32, device=device)
-                shape = (tokens, settings.num_heads, kv_cache.shape[-1])
-                q = torch.zeros(shape, dtype=torch.uint8, device=device)
-                if settings.q_dtype.itemsize > 1:
-                    q = q.to(settings.q_dtype)
-                self.plan.refresh(
-                    qo_indptr=qo_indptr, seq_lens=seq_lens, num_tokens=tokens, max_query_len=length
-                )
-                # A block may hold a single token.
-                table = torch.zeros((batch, length), dtype=torch.int32, device=device)
-                output = self.out.new_empty((tokens, columns))
-                self._attend(q.view(settings.q_dtype), kv_cache, layer, table, output)
-        self._planned = (None, None)
+        for batch in executor.warm_up_batches(self.plan, values, kind):
+            tokens = batch * length
+            # Two tensors: part of one would be less aligned than those of a request.
+            qo_indptr = length * torch.arange(batch + 1, dtype=torch.int32, device=device)
+            seq_lens = torch.full((batch,), length, dtype=torch.int32, device=device)
+            shape = (tokens, settings.num_heads, kv_cache.shape[-1])
+            q = torch.zeros(shape, dtype=torch.uint8, device=device)
+            if settings.q_dtype.itemsize > 1:
+                q = q.to(settings.q_dtype)
+            self.plan.refresh(
+                qo_indptr=qo_indptr, seq_lens=seq_lens, num_tokens=tokens, max_query_len=length
+            )
+            # A block may hold a single token.
+            table = torch.zeros((batch, length), dtype=torch.int32, device=device)
+            output = self.out.new_empty((tokens, columns))
+            quantized = QuantizedOutput.for_warm_up(output, kind, vllm_compat.fp8_dtype())
+            self._attend(q.view(settings.q_dtype), kv_cache, layer, table, output, quantized)
 
 
 def attach(layers: Mapping[str, Any], options: config.Options, vllm_config: Any) -> None:
@@ -211,6 +231,12 @@ def attach(layers: Mapping[str, Any], options: config.Options, vllm_config: Any)
     if vllm_compat.is_first_rank():
         for step_plan, count in shared.items():
             logger.info("attention=%s: %s", options.attention, step_plan.describe(count))
+
+
+def planner(layer: Any) -> str:
+    """Whose plan decodes a layer; empty where vLLM's backend does."""
+    plan: StepPlan | None = getattr(layer, ATTRIBUTE, None)
+    return "" if plan is None else plan.planner
 
 
 def epilogues(layers: Mapping[str, Any]) -> str:

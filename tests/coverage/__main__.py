@@ -5,6 +5,7 @@ neighbours   engines with the fusion off and on beside other features
              (models and neighbours take names, and then run those alone)
 graphs       the passes on graphs that a feature of a GPU build has changed
 spellings    the passes on every spelling of RoPE and cache write
+outputs      the passes on every quantization in front of o_proj
 sources RELEASE DIR
              which classes the vLLM package in DIR has, read from its sources; an error if the
              release has no column and needs one
@@ -70,6 +71,10 @@ def main(command, arguments):
         from tests.coverage import spellings
 
         save("spellings", spellings.table())
+    elif command == "outputs":
+        from tests.coverage import outputs
+
+        save("outputs", outputs.table())
     elif command == "graphs":
         from tests.coverage import on_graphs
 

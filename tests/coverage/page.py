@@ -10,6 +10,7 @@ from typing import Any
 
 from tests.coverage import unreachable
 from tests.coverage.neighbours import NEIGHBOURS
+from tests.coverage.outputs import OUTPUTS
 from tests.coverage.spellings import SPELLINGS, VARIANTS, source
 
 RESULTS = Path(__file__).with_name("results")
@@ -33,6 +34,7 @@ def text(page):
         "models": models_table,
         "unreachable": unreachable_table,
         "spellings": spellings_table,
+        "outputs": outputs_table,
         "neighbours": neighbours_table,
     }
     for name, table in tables.items():
@@ -157,6 +159,18 @@ def spellings_table():
         fused = f"{len(VARIANTS) - len(others)} of {len(VARIANTS)}"
         rows.append([name, source(name), ", ".join([fused, *others])])
     return _rows("spelling|graph|fused", rows)
+
+
+def outputs_table():
+    """One row per quantization in front of o_proj: in how many variants it is taken in, or why
+    not."""
+    rows = []
+    for name, output in OUTPUTS.items():
+        outcomes = list(stored("outputs")[name].values())
+        codes = sorted(set(outcomes) - {"fused"})
+        counts = f"{outcomes.count('fused')} of {len(outcomes)}"
+        rows.append([name, output.where, _fused(counts, codes)])
+    return _rows("quantization|linear layers of vLLM|fused", rows)
 
 
 def neighbours_table():

@@ -9,9 +9,10 @@ import mla_fusion
 from mla_fusion import config
 from mla_fusion.cli import model_classes
 from mla_fusion.report.reasons import Decline
-from tests.coverage import models, neighbours, on_graphs, page, spellings, unreachable
+from tests.coverage import models, neighbours, on_graphs, outputs, page, spellings, unreachable
 from tests.coverage.__main__ import read_sources, run
 from tests.models import DEEPSEEK_V2, write
+from tests.passes import linears
 
 VERSION = str(vllm.__version__).split("+")[0]
 # Of all classes on their default configuration: limits of the kernel.
@@ -126,6 +127,20 @@ def test_spellings():
     found = spellings.table()
     assert found == page.stored("spellings")
     assert {outcome for row in found.values() for outcome in row.values()} == {"fused"}
+
+
+@pytest.mark.parametrize("name", outputs.OUTPUTS)
+def test_quantizations_in_front_of_o_proj(name):
+    """One variant; the nightly run has all."""
+    variant = outputs.variants()[0]
+    wanted = page.stored("outputs")[name][str(variant)]
+    assert outputs.outcome(name, variant) == wanted
+    assert (wanted == "fused") is (outputs.OUTPUTS[name].quantized in linears.FUSED)
+
+
+@pytest.mark.nightly
+def test_all_quantizations_in_front_of_o_proj():
+    assert outputs.table() == page.stored("outputs")
 
 
 @pytest.mark.parametrize("neighbour", on_graphs.ON_GRAPHS, ids=lambda n: n.name)

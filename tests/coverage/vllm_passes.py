@@ -1,7 +1,7 @@
 """vLLM's own pass manager on a graph of tests/passes, with the passes of this library in it.
 
 What runs, in vLLM's order: no-op elimination, vLLM's fusion of RoPE and cache write if it is on,
-passes 2 to 4, cleanup, lowering of vLLM's IR, clone elimination, cleanup, pass 5 and vLLM's
+passes 2 to 4 and 6, cleanup, lowering of vLLM's IR, clone elimination, cleanup, pass 5 and vLLM's
 functionalization fix.
 """
 
@@ -32,10 +32,10 @@ class _Look(InductorPass):
         self.fused_by_vllm = len(find_all(graph.owning_module, CAT_FUSED))
 
 
-def run_all(module, spec, fused_by_vllm):
+def run_all(module, spec, fused_by_vllm, attention="auto"):
     """Run them; (what became of the layers, calls of vLLM's own fused op before passes 2 to 4)."""
     report.forget()
-    manager, look = _manager(fused_by_vllm)
+    manager, look = _manager(fused_by_vllm, attention)
     with (
         override_forward_context(Engine(spec).context(DECODE)),
         pass_context(Range(1, BUCKET)),
@@ -49,7 +49,7 @@ def run_all(module, spec, fused_by_vllm):
 
 
 @functools.cache
-def _manager(fused_by_vllm):
+def _manager(fused_by_vllm, attention):
     """As the plugin sets it up. vLLM leaves its fusion out of a CPU build, where it runs too."""
     config = VllmConfig()
     config.compilation_config.pass_config.eliminate_noops = True
@@ -64,6 +64,6 @@ def _manager(fused_by_vllm):
         patch.setattr(pass_manager, name, MLARoPEKVCacheCatFusionPass, raising=False)
         manager.configure(config)
     manager.add(look)
-    manager.add(MLAFusionPass("reference", BUCKET))
+    manager.add(MLAFusionPass("reference", BUCKET, attention))
     manager.fix_functionalization = LastStep(manager.fix_functionalization)
     return manager, look

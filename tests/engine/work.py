@@ -4,6 +4,7 @@ Each runs vLLM's piecewise backend with graph partition and a compile range for 
 the prerequisites of the flag, so that runs with the flag and without compare.
 """
 
+import importlib
 import multiprocessing
 import os
 
@@ -18,12 +19,15 @@ def serve(job, progress):
     """Build the engines of a job, then run its prompts in one after the other.
 
     Options: flag; custom_pass (the pass object in vLLM's hook); provider, attention and
-    max_split_per_batch (the options of those names); bucket; engines (how many); processes ("spawn"
-    or "fork": how the engine core starts in a process of its own, in which no graph is recorded);
-    fault (the provider raises in its third step).
+    max_split_per_batch (the options of those names);
+    fp8_ops (imitate the quantizations that a CPU build lacks); bucket; engines (how many);
+    processes ("spawn" or "fork": how the engine core starts in a process of its own, in which no
+    graph is recorded); fault (the provider raises in its third step).
     """
     options = job.options
     _configure_cpu(options.get("processes"))
+    if options.get("fp8_ops"):
+        importlib.import_module("tests.passes.linears")
     graphs, refreshes = _record_graphs(), _count_refreshes() if options.get("flag") else []
     arguments = {**_arguments(options), **job.engine}
     engines = [_build(arguments, options) for _ in range(options.get("engines", 1))]

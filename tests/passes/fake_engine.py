@@ -22,9 +22,10 @@ from mla_fusion.passes.canonicalize import CanonicalizeMLARoPEPass
 from mla_fusion.passes.fix_functionalization import MLAFixFunctionalizationPass
 from mla_fusion.passes.fuse import MLAAiterQkRopeKVCacheFusionPass
 from mla_fusion.passes.lift import MLADecodeQPrepLiftPass
+from mla_fusion.passes.output import MLADecodeOutputFusionPass
 from mla_fusion.patterns.site import attention_calls
 from tests.passes import graphs
-from tests.passes.graphs import HEADS, LATENT, NOPE, ROPE, VALUE, Spec
+from tests.passes.graphs import HEADS, LATENT, NOPE, ROPE, Spec
 
 BLOCKS, BLOCK_SIZE = 6, 4
 POISON = 0xA5  # every byte of a cache before a step
@@ -131,9 +132,9 @@ class Layer(MLAAttention):
         self._k_scale = torch.tensor(0.5)
         self._q_scale = torch.tensor(0.25)
         self.kv_lora_rank, self.qk_rope_head_dim = LATENT, ROPE
-        self.qk_nope_head_dim, self.v_head_dim = NOPE, VALUE
+        self.qk_nope_head_dim, self.v_head_dim = NOPE, spec.value
         self.W_UK_T = torch.randn((HEADS, NOPE, LATENT), generator=generator).to(spec.dtype)
-        self.W_UV = torch.randn((HEADS, LATENT, VALUE), generator=generator).to(spec.dtype)
+        self.W_UV = torch.randn((HEADS, LATENT, spec.value), generator=generator).to(spec.dtype)
         stored = torch.uint8 if spec.kv_cache_dtype == "fp8" else spec.dtype
         size = torch.empty((), dtype=stored).element_size()
         poison = torch.full((BLOCKS, BLOCK_SIZE, (LATENT + ROPE) * size), POISON, dtype=torch.uint8)
@@ -156,7 +157,9 @@ class Layer(MLAAttention):
             self._v_up_proj(attended, output[:decode])
         rest = slice(decode, actual)
         mixed = torch.cat((q[rest].flatten(1), k_c_normed[rest], k_pe[rest].flatten(1)), dim=-1)
-        output[rest] = torch.tanh(mixed)[:, -HEADS * VALUE :] + torch.tanh(mixed.sum(-1, True))
+        width = output.shape[1]
+        mixed = mixed.repeat(1, -(-width // mixed.shape[1]))
+        output[rest] = torch.tanh(mixed)[:, -width:] + torch.tanh(mixed.sum(-1, True))
         return output
 
     def _v_up_proj(self, x, out):
@@ -192,9 +195,10 @@ class Engine:
         )
 
     def facts(self, provider="reference"):
-        """The facts of all layers, as `MLAFusionPass` reads them."""
+        """The facts of all layers, as `MLAFusionPass` reads them; no layer has a plan."""
+        attention = "portable" if self.spec.quantized else "auto"
         return {
-            name: eligibility.facts(layer, provider, self.spec.dtype)
+            name: eligibility.facts(layer, provider, self.spec.dtype, attention)
             for name, layer in self.layers.items()
         }
 
@@ -318,18 +322,19 @@ def facts_of(spec, quantized_query=False):
 
 
 def passes(spec, quantized_query=False):
-    """Passes 2 to 5, by their number, for the layers of a graph."""
+    """Passes 2 to 6, by their number, for the layers of a graph."""
     facts = facts_of(spec, quantized_query)
     return {
         2: CanonicalizeMLARoPEPass(facts),
         3: MLADecodeQPrepLiftPass(facts),
         4: MLAAiterQkRopeKVCacheFusionPass("reference"),
         5: MLAFixFunctionalizationPass(None),
+        6: MLADecodeOutputFusionPass(facts),
     }
 
 
 def fuse(module, spec, facts=None, quantized_query=False):
-    """Passes 2 to 4 on a graph, as `MLAFusionPass` runs them; what became of its layers."""
+    """Passes 2 to 4, and 6, as `MLAFusionPass` runs them; what became of the layers."""
     calls = list(attention_calls(module.graph))
     record = report.GraphRecord(start=1, end=4, layers=len(calls))
     if facts is None:

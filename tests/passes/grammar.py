@@ -35,12 +35,16 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "tokens": [{"dynamic": True}, {"dynamic": False}],
     "types": TYPES,
     "scaled": [{}, {"scaled": "in_place"}],
+    "quantized": [{}, *({"quantized": name} for name in ("group_tma", "tensor", "tensor_native"))],
 }
 
 
 def every_spec():
-    """All combinations of `OPTIONS`, without repetition."""
-    rows = itertools.product(*OPTIONS.values())
+    """All combinations of `OPTIONS`, without repetition; of quantizations only `SPECS` has some.
+
+    What reads the output does not meet what makes the query.
+    """
+    rows = itertools.product(*(OPTIONS | {"quantized": [{}]}).values())
     return list(dict.fromkeys(spec for spec in map(_spec, rows) if _exists(spec)))
 
 
@@ -221,13 +225,16 @@ def drop_metadata(module, node, pick):
 
 
 def change_constant(module, node, pick):
-    """Halves are swapped, a sign or a flag of the op is flipped, a slice starts elsewhere."""
+    """Halves are swapped, a sign or a flag of the op is flipped, a slice starts elsewhere, a limit
+    is another."""
     if node.target is edits.operator.getitem and node.args[0].target is aten.split.Tensor:
         node.args = (node.args[0], 1 - node.args[1])  # type: ignore[operator]
     elif node.target in (aten.sub.Tensor, aten.add.Tensor):
         node.target = aten.add.Tensor if node.target is aten.sub.Tensor else aten.sub.Tensor
-    elif "is_neox" in node.kwargs:
-        node.kwargs = {**node.kwargs, "is_neox": not node.kwargs["is_neox"]}
+    elif flag := next((name for name in FLAGS if name in node.kwargs), ""):
+        node.kwargs = {**node.kwargs, flag: not node.kwargs[flag]}
+    elif node.target in LIMITS:
+        node.args = (node.args[0], (240.0, 3.0, 1.5, 0.25)[pick % 4] * LIMITS[node.target])
     elif node.target in PLACES:
         at = PLACES[node.target]
         start, end = (*node.args[at:], None, None)[:2]
@@ -237,6 +244,8 @@ def change_constant(module, node, pick):
             node.args = (*node.args[:at], start - 2, -2 if beyond else end - 2)
 
 
+FLAGS = ("is_neox", "scale_ue8m0")
+LIMITS = {aten.clamp_min.default: -1, aten.clamp_max.default: 1}
 # The position of a slice's start among the arguments.
 PLACES = {aten.slice.Tensor: 2, aten.slice_scatter.default: 3}
 EDITS = (

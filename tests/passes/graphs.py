@@ -26,6 +26,7 @@ from vllm.utils.torch_utils import _encode_layer_name
 
 from mla_fusion import runtime
 from mla_fusion.config import vllm_compat
+from tests.passes import linears
 
 runtime.register_ops()
 
@@ -59,6 +60,7 @@ class Spec:
         layer_name: "input" (vLLM's opaque object) or "constant" (a string).
         dynamic: whether the number of tokens is a symbol or `TRACED_TOKENS`.
         scaled: empty, or one of `SCALINGS`: how the query is scaled after its rotation.
+        quantized: empty, or how `linears.project` quantizes the input of the last product.
     """
 
     rope: str = "native"
@@ -71,11 +73,18 @@ class Spec:
     table_dtype: torch.dtype | None = None
     kv_cache_dtype: str = "auto"
     scaled: str = ""
+    quantized: str = ""
+
+    @property
+    def value(self):
+        """Columns of a head in the attention's output: a group, where it is quantized."""
+        return linears.GROUP if self.quantized else VALUE
 
     def __str__(self):
         words = [self.rope, "neox" if self.is_neox else "gptj", f"x{self.layers}"]
         words += ["q_lora"] * self.q_lora + ["static"] * (not self.dynamic)
         words += [f"scaled_{self.scaled}"] * bool(self.scaled)
+        words += [f"quantized_{self.quantized}"] * bool(self.quantized)
         words += [self.layer_name, str(self.dtype).removeprefix("torch.")]
         return "-".join(words)
 
@@ -88,8 +97,10 @@ def layer_names(spec):
 def shapes(spec):
     """The weights of a graph, by the name of its input."""
     out: dict[str, tuple[int, ...]] = {"table": (MAX_POSITION, ROPE), "k_scale": ()}
+    if spec.quantized:
+        out["o_scale"] = (1,)
     for i in range(spec.layers):
-        out |= {f"w_o_{i}": (HEADS * VALUE, HIDDEN), f"gain_{i}": (LATENT,)}
+        out |= {f"w_o_{i}": (HEADS * spec.value, HIDDEN), f"gain_{i}": (LATENT,)}
         if spec.q_lora:
             out[f"w_a_{i}"] = (HIDDEN, Q_LORA + LATENT + ROPE)
             out[f"w_q_{i}"] = (Q_LORA, HEADS * (NOPE + ROPE))
@@ -113,6 +124,8 @@ def inputs(spec, tokens, seed=0):
     table = torch.cat((angles.cos(), angles.sin()), dim=-1)
     values["table"] = table.to(spec.table_dtype or spec.dtype)
     values["k_scale"] = torch.tensor(0.5, dtype=torch.float32)
+    if spec.quantized:
+        values["o_scale"] = torch.tensor([0.01], dtype=torch.float32)
     values["positions"] = torch.randint(0, MAX_POSITION, (tokens,), generator=generator)
     return values
 
@@ -190,11 +203,11 @@ def _layer(spec, i, t, hidden):
         written = torch.ops.vllm.unified_mla_kv_cache_update(kv_c, k_pe, name, dtype, scale)
     if spec.scaled:
         q = SCALINGS[spec.scaled](q, t["factor"])
-    out = torch.empty((hidden.shape[0], HEADS * VALUE), dtype=q.dtype)
+    out = torch.empty((hidden.shape[0], HEADS * spec.value), dtype=q.dtype)
     torch.ops.vllm.unified_mla_attention_with_output(
         q, kv_c, k_pe, out, name, kv_cache_dummy_dep=written
     )
-    return hidden + torch.mm(out, t[f"w_o_{i}"])
+    return hidden + linears.project(spec.quantized, out, t.get("o_scale"), t[f"w_o_{i}"])
 
 
 def _rotate(spec, positions, q, k, table):
@@ -268,7 +281,7 @@ def _trace(spec):
     dynamic = None if spec.dynamic else False
     compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), linears.on_a_gpu():
             compiled(values)
     except torch._dynamo.exc.BackendCompilerFailed:
         if not graphs:

@@ -1,7 +1,7 @@
 """The seven cases of CONTRIBUTING.md, for passes 2 to 5 one by one and for 2 to 4 together.
 
 The graphs are traced from vLLM's own RoPE code. What only one pass does is in
-test_single_passes.py and test_fix_functionalization.py.
+test_single_passes.py and test_fix_functionalization.py; the cases of pass 6 in test_output.py.
 """
 
 import pytest

@@ -4,10 +4,12 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 
-from mla_fusion import runtime
+from mla_fusion import ops, runtime
 from mla_fusion.kernels import arithmetic, reference
 from mla_fusion.passes import fix_functionalization, lift
-from mla_fusion.patterns import native, probe, scaling
+from mla_fusion.patterns import native, output_quantization, probe, scaling
+from mla_fusion.patterns.site import arguments, outputs
+from mla_fusion.runtime import output
 from tests import tally
 from tests.passes import test_fuzz, test_fuzz_batches
 from tests.passes.graphs import NOPE
@@ -42,6 +44,23 @@ def _flipped(*args):
 _judge = native._judge
 _prep = reference.fused_mla_decode_prep
 
+
+def _any_group(node):
+    """Arguments are not compared."""
+    args = arguments(node)
+    buffers = [args["output_q"], args["output_s"]]
+    values, scales = outputs(node, 1), outputs(node, 2)
+    return output_quantization.OutputQuantization(
+        ops.Quantization.GROUP, values, scales, None, buffers, node
+    )
+
+
+def _first_reader(node):
+    return _readers(node)[:1]
+
+
+_readers = output_quantization._readers
+
 # name -> (where, what, the bug)
 IN_GRAPHS = {
     "an old value that is read later": (fix_functionalization, "_read_later", lambda *a: False),
@@ -55,6 +74,12 @@ IN_GRAPHS = {
     "a cast that loses precision": (probe, "_keeps_precision", lambda *a: True),
     "a factor of each head or channel": (scaling, "_factors", lambda node, query: node),
     "any product with a factor": (scaling, "_is_the_product", lambda *a: True),
+    "any quantization in aten ops": (output_quantization, "_is_formula", lambda *a: True),
+    "any scales of groups": (output_quantization, "_OPS", {
+        **output_quantization._OPS, "_C::per_token_group_fp8_quant": _any_group
+    }),
+    "an output that something else reads": (output_quantization, "_readers", _first_reader),
+    "no metadata is missed": (output_quantization, "_shape", lambda node: []),
 }  # fmt: skip
 
 
@@ -118,6 +143,14 @@ def _part_scaled(q, factor, out=None):
 
 _scale = arithmetic.scale
 
+
+def _unquantized(self, output):
+    """Only the first rows of a batch that is not decode-only."""
+    _quantize(type(self)(self.values[:1], self.scale, self.spelling), output[:1])
+
+
+_quantize = output.QuantizedOutput.quantize
+
 IN_BATCHES = {
     "a mixed batch taken for decode": (runtime, "is_decode_only", _any_decode),
     "a row without a slot is written": (
@@ -130,6 +163,7 @@ IN_BATCHES = {
     "the key is scaled": (reference, "fused_mla_decode_prep", _scaled_key),
     "no factor in a mixed batch": (arithmetic, "scale", lambda q, factor, out: q),
     "q_pe is not scaled in a mixed batch": (arithmetic, "scale", _part_scaled),
+    "some rows are not quantized": (output.QuantizedOutput, "quantize", _unquantized),
 }  # fmt: skip
 
 

@@ -3,9 +3,10 @@
 import json
 
 import pytest
+import torch
 
 from mla_fusion import ops
-from tests.passes import recorded
+from tests.passes import linears, recorded
 from tests.passes.fake_engine import Engine, fuse
 from tests.passes.graphs import ROPES, Spec, build, find, printed
 
@@ -44,10 +45,14 @@ def test_what_cannot_be_kept_is_an_error():
 def test_recorded_graph_fuses(path):
     module, origin = recorded.read(path)
     assert origin["command"].endswith(f"one {path.name.removesuffix('.json.gz')}")
-    engine = Engine(Spec())
+    quantized = path.name.split("-")[0].partition("output_")[2]
+    engine = Engine(Spec(dtype=torch.bfloat16, quantized=quantized) if quantized else Spec())
     [(_, facts)] = engine.facts().items()
     record = fuse(module, Spec(), facts=_Every(facts))
     assert record.layers >= 1
+    if quantized:
+        kind = quantized.partition("_")[0] if quantized in linears.FUSED else "none"
+        assert record.outputs == {kind: record.layers}
     assert (record.fused, record.declined) == (record.layers, {})
     module.graph.lint()
     fused = find(module, f"{ops.NAMESPACE}::{ops.FUSED}")

@@ -1,0 +1,67 @@
+"""The quantized output of an attention op: by the decode's epilogue, or as vLLM quantizes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mla_fusion.attention import Epilogue
+from mla_fusion.attention.epilogue import EPSILON, GROUP, largest
+from mla_fusion.ops import Quantization
+
+
+@dataclass(frozen=True)
+class QuantizedOutput:
+    """Where an attention op writes, and how the unfused graph quantizes.
+
+    values: fp8 [T, H * V]. scale: fp32, [T, H * V / 128], written; or one element, given.
+    """
+
+    values: torch.Tensor
+    scale: torch.Tensor
+    spelling: Quantization
+
+    @classmethod
+    def for_warm_up(
+        cls, output: torch.Tensor, kind: str, dtype: torch.dtype
+    ) -> QuantizedOutput | None:
+        """New buffers for `output`, by `Epilogue.quantization`; None for "none"."""
+        if kind == "none":
+            return None
+        values = torch.empty_like(output, dtype=dtype)
+        if kind == "tensor":
+            scale = torch.ones(1, device=output.device)
+            return cls(values, scale, Quantization.TENSOR)
+        groups = (output.shape[0], output.shape[1] // GROUP)
+        return cls(values, torch.empty(groups, device=output.device), Quantization.GROUP)
+
+    def epilogue(self, w_uv: torch.Tensor, rows: int) -> Epilogue:
+        """The epilogue that writes the first `rows` rows; the others, padding, become zero."""
+        values, scale = self.values, self.scale
+        if self.spelling != Quantization.GROUP:
+            scale = scale.view(1)
+        elif rows < len(values):
+            scale[rows:].zero_()
+            scale = scale[:rows]
+        if rows < len(values):
+            values[rows:].view(torch.uint8).zero_()
+        return Epilogue(w_uv, values[:rows], scale)
+
+    def quantize(self, output: torch.Tensor) -> None:
+        """Quantize all rows of `output` [T, H * V] by what the unfused graph called.
+
+        A native quantization is computed with a correctly rounded reciprocal of the scale, as by
+        Inductor's C++; that of its Triton code may be one step off.
+        """
+        values, scale, most = self.values, self.scale, largest(self.values.dtype)
+        if self.spelling == Quantization.GROUP:
+            columns = scale.stride(0) < scale.stride(1)
+            torch.ops._C.per_token_group_fp8_quant(
+                output, values, scale, GROUP, EPSILON, -most, most, False, columns, False
+            )
+        elif self.spelling == Quantization.TENSOR:
+            torch.ops._C.static_scaled_fp8_quant(values, output, scale, None)
+        else:
+            wide = output.float() * scale.reciprocal()
+            values.copy_(wide.clamp(-most, most).to(values.dtype))

@@ -1,0 +1,104 @@
+"""Pass 6: the quantization in front of o_proj goes into the attention op.
+
+    before   prepared query, ... ─► mla_attention_with_prepared_query
+                                     [1] output ─► quantization ─► fp8, scales ─► o_proj
+
+    after    prepared query, ..., two empty buffers ─► mla_attention_with_group_quantized_output
+                                     [2] fp8, [3] scales ─► o_proj
+       or    prepared query, ..., an empty buffer, scale
+                                            ─► mla_attention_with_tensor_quantized_output
+                                     [2] fp8 ─► o_proj
+
+So the epilogue of a decode merges, multiplies with W_UV and quantizes. The op still has the buffer
+of its output: for a batch that is not decode-only vLLM's attention writes it, and vLLM's
+quantization reads it.
+
+It runs after pass 4 and before pass 5, on calls that pass 4 fused. Safe because nothing but the
+quantization reads the output, and the op quantizes as `patterns.output_quantization` found. A layer
+whose output stays as it is has a reason; that is no decline of the layer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+
+from mla_fusion import ops
+from mla_fusion.ops import Quantization
+from mla_fusion.passes.result import PassResult
+from mla_fusion.passes.rewrite import empty, functionalized_call
+from mla_fusion.patterns import output_quantization
+from mla_fusion.patterns.site import functionalized_op, outputs
+from mla_fusion.report.reasons import Declined
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mla_fusion.config.eligibility import LayerFacts
+    from mla_fusion.patterns.output_quantization import OutputQuantization
+
+
+class MLADecodeOutputFusionPass:
+    """`facts_of` as for pass 2: they say whether the decode has an epilogue."""
+
+    def __init__(self, facts_of: Callable[[Any], LayerFacts | None]) -> None:
+        self.facts_of = facts_of
+
+    def __call__(self, graph: fx.Graph) -> PassResult:
+        result = PassResult()
+        for attention in list(graph.nodes):
+            if not _is_fused(attention):
+                continue
+            try:
+                self._check_layer(attention.kwargs["layer_name"])
+                found = output_quantization.read(outputs(attention, 1))
+            except Declined as declined:
+                result.declined[attention.name] = declined.decline
+                continue
+            if not any(node.users for node in found.values):
+                continue  # rewritten before, and dead until the end of the pipeline
+            result.rewritten[attention.name] = _rewrite(graph, attention, found)
+            result.dead += (attention, found.last)
+        return result
+
+    def _check_layer(self, layer_name: Any) -> None:
+        facts = self.facts_of(layer_name)
+        if facts is None:
+            raise Declined("unknown-layer", str(layer_name))
+        if facts.plain_output:
+            raise Declined("output-epilogue", facts.plain_output)
+
+
+def _is_fused(node: fx.Node) -> bool:
+    """A call of the attention op whose query pass 4 prepares; without readers it is dead."""
+    if functionalized_op(node) != f"{ops.NAMESPACE}::{ops.ATTENTION}" or not outputs(node, 1):
+        return False
+    query: Any = node.kwargs["prepared_q"]
+    return bool(functionalized_op(query.args[0]) == f"{ops.NAMESPACE}::{ops.FUSED}")
+
+
+def _rewrite(graph: fx.Graph, attention: fx.Node, found: OutputQuantization) -> fx.Node:
+    kwargs = {k: v for k, v in attention.kwargs.items() if k != "kv_cache_dummy_dep"}
+    in_groups = found.spelling == Quantization.GROUP
+    with graph.inserting_before(found.last):
+        quantized, *scales = found.buffers or [
+            empty(graph, found.values[0].meta["val"], kwargs["q"])
+        ]
+        kwargs["quantized"] = quantized
+        if in_groups:
+            kwargs["scales"] = scales[0]
+        else:
+            kwargs |= {"scale": found.scale, "quantization": str(found.spelling)}
+        new, (_, output, *made) = functionalized_call(
+            graph,
+            ops.get(ops.GROUP_ATTENTION if in_groups else ops.TENSOR_ATTENTION),
+            kwargs,
+            returned=(None,),
+            mutated=("output", "quantized", "scales") if in_groups else ("output", "quantized"),
+        )
+    graph.erase_node(output)  # nothing reads it
+    for read, value in zip((found.values, found.scales), made, strict=False):
+        for node in read:
+            node.replace_all_uses_with(value)
+    return new

@@ -1,0 +1,300 @@
+"""How a graph quantizes an attention's output in front of o_proj, in one description.
+
+    output ─► auto_functionalized(_C.per_token_group_fp8_quant) ─► [1] fp8, [2] scales
+    output ─► auto_functionalized(_C.static_scaled_fp8_quant) ─► [1] fp8
+    output ─► to fp32 ─► mul ─► clamp ─► to fp8         (scale ─► reciprocal ─► mul)
+
+The first two are vLLM's `QuantFP8` as a custom op (`+quant_fp8`, which vLLM adds for block-fp8
+checkpoints), the third is its native form for one given scale. The ops are compared by their
+arguments. The native form is run, on random bits of the activations' type, and must equal the
+formula to the bit: it is rounded, so that no polynomial tells it from others.
+
+The epilogue's scales are fp32 and not rounded; any strides fit, so also those of CUTLASS (columns)
+and of DeepGEMM (aligned columns).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from mla_fusion.attention.epilogue import EPSILON, GROUP, largest
+from mla_fusion.kernels.arithmetic import FP8_DTYPES
+from mla_fusion.ops import Quantization
+from mla_fusion.patterns import probe
+from mla_fusion.patterns.site import arguments, functionalized_op, is_live, op_name, outputs
+from mla_fusion.report.reasons import Declined
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+# What `QuantFP8.forward_native` becomes, each column of a row by itself.
+_POINTWISE = probe.CASTS | {
+    aten.mul.Tensor,
+    aten.reciprocal.default,
+    aten.clamp.default,
+    aten.clamp_min.default,
+    aten.clamp_max.default,
+}
+_SCALES = (0.01, 0.7, 3.0)  # with which the native form is run
+
+
+@dataclass(frozen=True)
+class OutputQuantization:
+    """The nodes that quantize one attention's output.
+
+    Attributes:
+        spelling: how.
+        values: what is read as the fp8 output: nodes of the graph.
+        scales: what is read as its scales, where they are computed.
+        scale: the given scale, else None.
+        buffers: the tensors the op writes into: of the values, and of the scales it computes; none
+            of the native form.
+        last: the last node of the quantization: all that it reads comes before.
+    """
+
+    spelling: Quantization
+    values: list[fx.Node]
+    scales: list[fx.Node]
+    scale: fx.Node | None
+    buffers: list[fx.Node]
+    last: fx.Node
+
+
+def read(output: list[fx.Node]) -> OutputQuantization:
+    """How the output of an attention, which is all of `output`, is quantized.
+
+    Raises:
+        Declined: it is not, not visibly, in another way, or has another reader.
+    """
+    for node in output:
+        _shape(node)
+    readers = list(dict.fromkeys(reader for node in output for reader in _readers(node)))
+    quantizing = [reader for reader in readers if _makes_bytes(reader)]
+    if not quantizing:
+        inside = [_name(reader) for reader in readers if _takes_bytes(reader)]
+        if inside:
+            raise Declined("output-opaque", ", ".join(inside))
+        raise Declined("output-unquantized", ", ".join(map(_name, readers)))
+    first = quantizing[0]
+    if _is_aten(first):
+        return _native(output, readers)
+    if len(readers) > 1:
+        others = ", ".join(_name(reader) for reader in readers if reader is not first)
+        raise Declined("output-shared", f"{_name(first)} and {others}")
+    match = _OPS.get(functionalized_op(first))
+    if match is None:
+        raise _other(_name(first))
+    return match(first)
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    """What reads `node`, through views that keep its shape."""
+    found: list[fx.Node] = []
+    for user in node.users:
+        if user.target in probe.VIEWS and _shape(user) == _shape(node):
+            found += _readers(user)
+        elif is_live(user):
+            found.append(user)
+    return found
+
+
+def _shape(node: fx.Node) -> list[str]:
+    """The shape as text: sizes are symbols."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        raise Declined("missing-metadata", f"node {node.name}")
+    return [str(size) for size in value.shape]
+
+
+def _name(node: fx.Node) -> str:
+    return functionalized_op(node) or op_name(node.target) or node.name
+
+
+def _values(node: fx.Node) -> list[torch.Tensor]:
+    """The tensors that a node stands for."""
+    if node.op == "call_function" and "val" not in node.meta:
+        raise Declined("missing-metadata", f"node {node.name}")
+    value = node.meta.get("val")
+    every = value if isinstance(value, tuple | list) else [value]
+    return [each for each in every if isinstance(each, torch.Tensor)]
+
+
+def _is_bytes(value: torch.Tensor) -> bool:
+    return value.dtype.itemsize == 1 and value.dtype != torch.bool
+
+
+def _makes_bytes(reader: fx.Node) -> bool:
+    """Whether fp8 or other bytes come out of `reader`, at once or after more aten ops."""
+    seen, stack = {reader}, [reader]
+    while stack:
+        node = stack.pop()
+        if any(map(_is_bytes, _values(node))):
+            return True
+        if not _is_aten(node):
+            continue
+        new = [user for user in node.users if user not in seen and _is_aten(user)]
+        seen.update(new)
+        stack += new
+    return False
+
+
+def _is_aten(node: fx.Node) -> bool:
+    """Whether it is an op without a product: what comes behind o_proj is not its input."""
+    if node.target in probe.VIEWS:
+        return True
+    target = node.target
+    known = isinstance(target, torch._ops.OpOverload) and target.namespace in ("aten", "prims")
+    return known and target not in _PRODUCTS
+
+
+_PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scaled_mm.default}
+
+
+def _takes_bytes(reader: fx.Node) -> bool:
+    """Whether `reader` also takes an fp8 tensor: it quantizes the activations inside."""
+    taken = [value for node in reader.all_input_nodes for value in _values(node)]
+    return any(value.dtype in FP8_DTYPES for value in taken)
+
+
+def _other(detail: str) -> Declined:
+    return Declined("output-quantization", detail)
+
+
+def _group(node: fx.Node) -> OutputQuantization:
+    """`_C.per_token_group_fp8_quant` with groups of 128 and scales that are not rounded."""
+    args = arguments(node)
+    _check_fp8(args["output_q"])
+    most = largest(args["output_q"].meta["val"].dtype)
+    wanted = {"group_size": GROUP, "eps": EPSILON, "fp8_min": -most, "fp8_max": most}
+    for name, value in {**wanted, "scale_ue8m0": False}.items():
+        if args[name] != value:
+            raise _other(f"{_name(node)}, {name} {args[name]}")
+    _shape(args["output_s"])
+    buffers = [args["output_q"], args["output_s"]]
+    return OutputQuantization(
+        Quantization.GROUP, outputs(node, 1), outputs(node, 2), None, buffers, node
+    )
+
+
+def _tensor(node: fx.Node) -> OutputQuantization:
+    """`_C.static_scaled_fp8_quant` with one scale."""
+    args = arguments(node)
+    _check_fp8(args["result"])
+    if _shape(args["result"]) != _shape(args["input"]):
+        raise _other(f"{_name(node)} of padded rows")
+    _check_one(args["scale"])
+    return OutputQuantization(
+        Quantization.TENSOR, outputs(node, 1), [], args["scale"], [args["result"]], node
+    )
+
+
+_OPS: dict[str, Callable[[fx.Node], OutputQuantization]] = {
+    "_C::per_token_group_fp8_quant": _group,
+    "_C::static_scaled_fp8_quant": _tensor,
+}
+
+
+def _check_fp8(node: fx.Node) -> None:
+    _shape(node)
+    dtype = node.meta["val"].dtype
+    if dtype not in FP8_DTYPES:
+        raise _other(str(dtype))
+
+
+def _check_one(scale: fx.Node) -> None:
+    """One scale in fp32, as the epilogue takes it."""
+    _shape(scale)
+    value = scale.meta["val"]
+    if value.dtype != torch.float32 or any(size != 1 for size in value.shape):
+        raise _other(f"a scale {list(value.shape)} of {value.dtype}")
+
+
+def _native(output: list[fx.Node], readers: list[fx.Node]) -> OutputQuantization:
+    """`QuantFP8` in aten ops, for one given scale."""
+    dependent, sinks = _pointwise_from(output)
+    if len(sinks) != 1:
+        raise _other(f"in aten ops: {', '.join(map(_name, readers))}")
+    [sink] = sinks
+    users = {user for node in dependent - {sink} for user in node.users}
+    others = sorted(user for user in users - dependent if is_live(user))
+    if others:
+        raise Declined("output-shared", f"the quantization and {', '.join(map(_name, others))}")
+    interior, leaves = _cone(sink, set(output))
+    given = [leaf for leaf in leaves if leaf not in output]
+    if len(given) != 1:
+        raise _other(f"in aten ops, from {len(given)} other values")
+    _check_one(given[0])
+    _check_fp8(sink)
+    if output[0].meta["val"].dtype.itemsize != 2:
+        raise _other(f"of {output[0].meta['val'].dtype}")
+    if not _is_formula(interior, output, given[0], sink):
+        raise _other("in aten ops, by another formula")
+    return OutputQuantization(Quantization.TENSOR_NATIVE, [sink], [], given[0], [], sink)
+
+
+def _pointwise_from(output: list[fx.Node]) -> tuple[set[fx.Node], list[fx.Node]]:
+    """(what is computed from `output` by pointwise ops, those of it that are fp8)."""
+    seen, stack, sinks = set(output), list(output), []
+    while stack:
+        for user in stack.pop().users:
+            if user in seen or user.target not in _POINTWISE | probe.VIEWS:
+                continue
+            seen.add(user)
+            value = user.meta.get("val")
+            if isinstance(value, torch.Tensor) and value.dtype in FP8_DTYPES:
+                sinks.append(user)
+            else:
+                stack.append(user)
+    return seen, sinks
+
+
+def _cone(sink: fx.Node, stop: set[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+    """(nodes between `stop` or other leaves and `sink`, in order; the leaves)."""
+    interior, leaves, stack = set(), set(), [sink]
+    while stack:
+        node = stack.pop()
+        if node in interior or node in leaves:
+            continue
+        if node in stop or node.target not in _POINTWISE | probe.VIEWS:
+            leaves.add(node)
+            continue
+        interior.add(node)
+        stack += node.all_input_nodes
+    return sorted(interior), sorted(leaves)
+
+
+def _is_formula(
+    interior: list[fx.Node], output: list[fx.Node], scale: fx.Node, sink: fx.Node
+) -> bool:
+    """Whether the interior computes fp8(clamp(x * (1 / scale))), in fp32 and to the bit.
+
+    What is rounded to fp8 is compared before: other orders of operations differ there.
+    """
+    dtype = sink.meta["val"].dtype
+    most = largest(dtype)
+    shape = probe.concrete_shape(output[0])
+    generator = torch.Generator().manual_seed(0x5EED)
+    for number in _SCALES:
+        bits = torch.randint(-(1 << 15), 1 << 15, shape, generator=generator, dtype=torch.int16)
+        x = bits.view(output[0].meta["val"].dtype)
+        x = torch.where(x.isfinite(), x, torch.ones_like(x))
+        value = torch.full(probe.concrete_shape(scale), number)
+        wide = (x.float() * value.view(-1).reciprocal()).clamp(-most, most)
+        env: dict[fx.Node, Any] = {**dict.fromkeys(output, x), scale: value}
+        try:
+            for node in interior:
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
+                env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        except (RuntimeError, IndexError, TypeError, KeyError):
+            return False
+        rounded = env[sink.all_input_nodes[0]]
+        same = rounded.shape == wide.shape and torch.equal(rounded, wide)
+        if not (same and torch.equal(env[sink].float(), wide.to(dtype).float())):
+            return False
+    return True

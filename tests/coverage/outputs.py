@@ -1,0 +1,82 @@
+"""Every quantization in front of o_proj, in every variant, among the passes of vLLM.
+
+The graphs are traced from vLLM's own `QuantFP8` (`tests/passes/linears.py`) on a CPU, which stands
+in for a GPU: a CPU build of vLLM has no linear layer that quantizes its input in the graph.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from mla_fusion import ops
+from mla_fusion.patterns.site import ATTENTION
+from tests.coverage import vllm_passes
+from tests.passes import linears
+from tests.passes.fake_engine import BATCHES, assert_same, run
+from tests.passes.graphs import Spec, build, copy
+
+
+@dataclass(frozen=True)
+class Output:
+    """A row: the name of `linears.project`, and what has it in vLLM 0.26, 0.32 and 0.33."""
+
+    quantized: str
+    where: str
+
+
+GROUPS = "`_C.per_token_group_fp8_quant`, scales"
+OUTPUTS = {
+    f"{GROUPS} in rows": Output("group", "Triton"),
+    f"{GROUPS} in columns": Output("group_columns", "CUTLASS"),
+    f"{GROUPS} in aligned columns": Output(
+        "group_tma", "DeepGEMM with `VLLM_USE_DEEP_GEMM_E8M0=0`"
+    ),
+    "`_C.static_scaled_fp8_quant`": Output("tensor", "given scales, with `+quant_fp8`"),
+    "aten ops, one given scale": Output("tensor_native", "given scales, the default"),
+    f"{GROUPS} rounded to powers of two": Output("group_powers_of_two", "DeepGEMM on Hopper"),
+    "`_C.per_token_group_fp8_quant_packed`": Output("group_packed", "DeepGEMM on Blackwell"),
+    "inside the op of o_proj": Output(
+        "opaque", "FlashInfer with DeepGEMM: vLLM's first choice on Hopper"
+    ),
+    "aten ops, groups of 128": Output("group_native", "groups, with `-quant_fp8`"),
+    "an op with a scale for each token": Output("per_token", "dynamic scales of tokens"),
+    "none": Output("", "weights in bf16 or fp16, or quantized alone"),
+}
+# Nothing here runs them; their graphs are compared after passes 2 to 4 as they are declined.
+NOT_RUN = ("opaque", "group_packed")
+
+
+def variants():
+    """How the graph comes to the passes, as in `spellings.VARIANTS`."""
+    return [(name, partition) for name in ("input", "constant") for partition in (True, False)]
+
+
+def outcome(name, variant):
+    """ "fused", or the code of the reason against it.
+
+    Raises:
+        AssertionError: what the graph computes has changed.
+    """
+    layer_name, partition = variant
+    quantized = OUTPUTS[name].quantized
+    spec = Spec("nope", dtype=torch.bfloat16, quantized=quantized, layer_name=layer_name)
+    before = build(spec)
+    after = copy(before)
+    split_at = [ATTENTION, *ops.RUNTIME_OPS] if partition else []
+    with torch._inductor.config.patch(custom_should_partition_ops=split_at):
+        made, _ = vllm_passes.run_all(after, spec, False, attention="portable")
+    assert (made.fused, made.declined) == (1, {})
+    if quantized not in NOT_RUN:
+        for batch in (BATCHES["decode"], BATCHES["mixed"]):
+            assert_same(run(before, spec, batch), run(after, spec, batch), batch, tolerance=1e-5)
+    [kind] = made.outputs
+    if kind != "none":
+        assert quantized in linears.FUSED
+        return "fused"
+    [reason] = made.plain_outputs
+    return reason.code
+
+
+def table():
+    """Quantization -> {variant: outcome}."""
+    return {name: {str(v): outcome(name, v) for v in variants()} for name in OUTPUTS}

@@ -1,0 +1,401 @@
+"""Pass 6 in the seven cases of CONTRIBUTING.md, on graphs traced from vLLM's own quantizations."""
+
+import operator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import fx
+from torch._higher_order_ops.auto_functionalize import auto_functionalized
+
+from mla_fusion import ops
+from mla_fusion.passes.fix_functionalization import MLAFixFunctionalizationPass
+from mla_fusion.passes.result import PassResult
+from mla_fusion.patterns.site import functionalized_op
+from tests.passes import edits, graphs, linears
+from tests.passes.fake_engine import BATCHES, Engine, assert_same, fuse, passes, reasons, run
+from tests.passes.graphs import HEADS, Spec, build, find, find_all, printed
+
+aten, prims = torch.ops.aten, torch.ops.prims
+BF16 = torch.bfloat16
+ATTENTION, GROUPS, TENSOR = (f"{ops.NAMESPACE}::{name}" for name in ops.ATTENTION_OPS)
+QUANTIZE = {"group": "_C::per_token_group_fp8_quant", "tensor": "_C::static_scaled_fp8_quant"}
+ALL = [
+    *(Spec("nope", dtype=BF16, quantized=name) for name in linears.FUSED),
+    Spec("flashinfer", dtype=BF16, quantized="group_tma", q_lora=True, layer_name="constant"),
+    Spec("nope", dtype=BF16, quantized="tensor_native", dynamic=False),
+    Spec("nope", dtype=torch.float16, quantized="tensor_native"),
+]
+
+
+def kind(spec):
+    return spec.quantized.partition("_")[0]
+
+
+def spec_of(quantized="group", **options):
+    return Spec("nope", dtype=BF16, quantized=quantized, **options)
+
+
+def before_pass_6(spec):
+    """A graph after passes 2 to 4, before anything is dropped."""
+    module = build(spec)
+    for number in (2, 3, 4):
+        passes(spec)[number](module.graph)
+    return module
+
+
+def quantization(module, layer=0):
+    """The node that makes the fp8 values in front of o_proj."""
+    values = find(module, "mla_fusion_tests::fp8_linear", layer).args[0]
+    return values if values.target is prims.convert_element_type.default else values.args[0]
+
+
+@pytest.mark.parametrize("spec", ALL, ids=str)
+def test_matched(spec):
+    module = build(spec)
+    module.graph.eliminate_dead_code()
+    old = set(module.graph.nodes)
+    record = fuse(module, spec)
+    assert (record.fused, record.outputs, record.plain_outputs) == (1, {kind(spec): 1}, {})
+    new = find(module, GROUPS if kind(spec) == "group" else TENSOR)
+    assert functionalized_op(new) and not find_all(module, ATTENTION)
+    values, scales, _ = find(module, "mla_fusion_tests::fp8_linear").args
+    assert values.args == (new, 2)
+    assert (values.meta["val"].dtype, values.meta["val"].shape[1]) == (linears.FP8, HEADS * 128)
+    if kind(spec) == "group":
+        assert scales.args == (new, 3)
+        wanted = {"group": (2, 1), "group_columns": (1, None), "group_tma": (1, None)}
+        row, column = wanted[spec.quantized]
+        strides = scales.meta["val"].stride()
+        assert strides[0] == row and (column is None or strides[1] == column)
+    else:
+        assert scales is new.kwargs["scale"] and scales.name == "o_scale"
+        native = spec.quantized == "tensor_native"
+        wanted_op = ops.Quantization.TENSOR_NATIVE if native else ops.Quantization.TENSOR
+        assert new.kwargs["quantization"] == wanted_op
+    assert not find_all(module, QUANTIZE[kind(spec)])
+    assert not find_all(module, aten.reciprocal.default)
+    for node in set(module.graph.nodes) - old:
+        assert "val" in node.meta, node.name
+    before = printed(module)
+    module.graph.eliminate_dead_code()
+    assert printed(module) == before
+    MLAFixFunctionalizationPass(None)(module.graph)
+    module.graph.lint()
+    assert not find_all(module, aten.clone.default)
+    assert not [n for n in module.graph.nodes if n.target is auto_functionalized]
+    assert find(module, "mla_fusion_tests::fp8_linear").args[0] is new_buffer(module, spec)
+
+
+def new_buffer(module, spec):
+    return find(module, GROUPS if kind(spec) == "group" else TENSOR).kwargs["quantized"]
+
+
+def _argument(**values):
+    return lambda module: edits.set_argument(quantization(module), **values)
+
+
+def _division(module):
+    """x / scale where it was x * (1 / scale): the same up to a rounding."""
+    product = find(module, aten.reciprocal.default)
+    [times] = product.users
+    quotient = edits.add(module, times, aten.div.Tensor, times.args[0], product.args[0])
+    times.replace_all_uses_with(quotient)
+
+
+def _constant(target, value):
+    def edit(module):
+        node = find(module, target)
+        node.args = (node.args[0], value)
+
+    return edit
+
+
+def _rounded_first(module):
+    """The product is rounded to bf16 before it is clamped."""
+    clamp = find(module, aten.clamp_min.default)
+    rounded = edits.add(module, clamp, prims.convert_element_type.default, clamp.args[0], BF16)
+    wide = edits.add(module, clamp, prims.convert_element_type.default, rounded, torch.float32)
+    clamp.replace_input_with(clamp.args[0], wide)
+
+
+def _other_order(module):
+    """Rows in another order."""
+    node = quantization(module)
+    flipped = edits.add(module, node, aten.reshape.default, node.args[0], [-1])
+    node.replace_input_with(node.args[0], flipped)
+
+
+def _two_scales(module):
+    scale = edits.node_named(module, "o_scale")
+    call = quantization(module)
+    edits.set_argument(call, scale=edits.add(module, call, aten.cat.default, [scale, scale]))
+
+
+def _wide_scale(module):
+    scale = edits.node_named(module, "o_scale")
+    call = quantization(module)
+    wide = edits.add(module, call, prims.convert_element_type.default, scale, torch.float64)
+    edits.set_argument(call, scale=wide)
+
+
+def _padded(module):
+    call = quantization(module)
+    result = call.kwargs["result"]
+    edits.set_argument(call, result=edits.add(module, call, aten.cat.default, [result, result]))
+
+
+def _integers(module):
+    call = quantization(module)
+    result = call.kwargs["result"]
+    other = edits.add(module, call, prims.convert_element_type.default, result, torch.int8)
+    edits.set_argument(call, result=other)
+
+
+def _another_value(module):
+    """The scale comes from two values."""
+    product = find(module, aten.reciprocal.default)
+    scale = edits.node_named(module, "o_scale")
+    other = edits.add(module, product, aten.neg.default, scale)
+    twice = edits.add(module, product, aten.mul.Tensor, scale, other)
+    product.replace_input_with(scale, twice)
+
+
+def _nothing(module):
+    """As it was traced."""
+
+
+# name -> (quantization, edit, reason, what the detail names)
+NEAR_MISSES = {
+    "powers of two": ("group_powers_of_two", _nothing, "quantization", "scale_ue8m0 True"),
+    "packed": ("group_packed", _nothing, "quantization", "per_token_group_fp8_quant_packed"),
+    "groups of 64": ("group_of_64", _nothing, "quantization", "group_size 64"),
+    "aten ops of groups": ("group_native", _nothing, "quantization", "in aten ops"),
+    "a scale of each token": ("per_token", _nothing, "quantization", "per_token_quant"),
+    "another least maximum": ("group", _argument(eps=1e-6), "quantization", "eps"),
+    "another most": ("group", _argument(fp8_max=240.0), "quantization", "fp8_max 240"),
+    "two scales": ("tensor", _two_scales, "quantization", "a scale [2]"),
+    "a scale in fp64": ("tensor", _wide_scale, "quantization", "float64"),
+    "padded rows": ("tensor", _padded, "quantization", "padded rows"),
+    "integers": ("tensor", _integers, "quantization", "int8"),
+    "division": ("tensor_native", _division, "quantization", "in aten ops"),
+    "rounded before": ("tensor_native", _rounded_first, "quantization", "another formula"),
+    "less clamped": (
+        "tensor_native", _constant(aten.clamp_max.default, 240.0), "quantization", "formula"
+    ),
+    "of another shape": ("tensor_native", _other_order, "quantization", "formula"),
+    "of two values": ("tensor_native", _another_value, "quantization", "other values"),
+    "inside an op": ("opaque", _nothing, "opaque", "dynamic_flashinfer_deepgemm"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NEAR_MISSES)
+def test_near_miss_is_kept(name):
+    quantized, edit, reason, detail = NEAR_MISSES[name]
+    spec = spec_of(quantized)
+    module = before_pass_6(spec)
+    edit(module)
+    assert_kept(module, spec, f"output-{reason}", detail)
+
+
+def assert_kept(module, spec, reason, detail=""):
+    """No output is quantized, each for `reason`, and the graph is the same code."""
+    before = printed(module)
+    result = passes(spec)[6](module.graph)
+    assert (result.rewritten, set(reasons(result))) == ({}, {reason})
+    assert all(detail in declined.detail for declined in result.declined.values())
+    assert printed(module) == before
+
+
+@pytest.mark.parametrize("spec", [ALL[0], ALL[3], ALL[4]], ids=str)
+def test_missing_metadata_is_a_decline(spec):
+    """Without the metadata of one node the output is quantized all the same, or says why not.
+
+    Pass 2 saw to what the attention reads.
+    """
+    nodes = list(before_pass_6(spec).graph.nodes)
+    codes = set()
+    for index, node in enumerate(nodes):
+        attended = any(functionalized_op(user) == ATTENTION for user in node.users)
+        if attended or node.name.startswith("layer_name"):
+            continue
+        module = before_pass_6(spec)
+        before = printed(module)
+        list(module.graph.nodes)[index].meta.pop("val", None)
+        result = passes(spec)[6](module.graph)
+        module.graph.lint()
+        codes |= set(reasons(result))
+        if result.declined:
+            assert printed(module) == before
+    assert codes == {"missing-metadata"}
+
+
+def output_of(module, layer=0):
+    """The attention's output [T, H * V]."""
+    attention = find(module, ATTENTION, layer)
+    return next(user for user in attention.users if user.args[1] == 1)
+
+
+SHARED = {
+    "read": lambda module: edits.read_also(module, output_of(module)),
+    "returned": lambda module: edits.also_return(module, output_of(module)),
+    "read as a view": lambda module: edits.also_return(
+        module,
+        edits.add(
+            module, module.graph.output_node(), aten.slice.Tensor, output_of(module), 1, 0, 1
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("quantized", linears.FUSED)
+@pytest.mark.parametrize("name", SHARED)
+def test_an_output_with_another_reader_is_kept(name, quantized):
+    spec = spec_of(quantized)
+    module = before_pass_6(spec)
+    SHARED[name](module)
+    assert_kept(module, spec, "output-shared", "and ")
+
+
+@pytest.mark.parametrize("quantized", ["group", "tensor"])
+def test_an_output_that_is_quantized_twice_is_kept(quantized):
+    spec = spec_of(quantized)
+    module = before_pass_6(spec)
+    node = quantization(module)
+    with module.graph.inserting_after(node):
+        twin = module.graph.node_copy(node)
+    edits.also_return(
+        module, edits.add(module, module.graph.output_node(), operator.getitem, twin, 1)
+    )
+    assert_kept(module, spec, "output-shared")
+
+
+@pytest.mark.parametrize(
+    "target", [prims.convert_element_type.default, aten.mul.Tensor, aten.clamp_min.default]
+)
+def test_a_value_inside_the_native_form_with_another_reader_is_kept(target):
+    spec = spec_of("tensor_native")
+    module = before_pass_6(spec)
+    last = quantization(module)
+    node = last
+    while node.target is not target or node is last:
+        node = node.all_input_nodes[0]
+    edits.also_return(module, node)
+    assert_kept(module, spec, "output-shared")
+
+
+@pytest.mark.parametrize("quantized", linears.FUSED)
+def test_quantized_values_and_scales_may_have_other_readers(quantized):
+    spec = spec_of(quantized)
+    module = build(spec)
+    values, scales, _ = find(module, "mla_fusion_tests::fp8_linear").args
+    edits.also_return(module, values, scales)
+    before = graphs.copy(module)
+    assert fuse(module, spec).outputs == {kind(spec): 1}
+    for batch in (BATCHES["decode"], BATCHES["mixed"]):
+        assert_same(run(before, spec, batch), run(module, spec, batch), batch)
+
+
+def test_dead_readers_do_not_count():
+    spec = spec_of("tensor_native")
+    module = before_pass_6(spec)
+    edits.add(module, module.graph.output_node(), aten.abs.default, output_of(module))
+    assert len(passes(spec)[6](module.graph).rewritten) == 1
+
+
+@pytest.mark.parametrize("quantized", linears.FUSED)
+def test_views_of_the_same_shape_are_seen_through(quantized):
+    spec = spec_of(quantized)
+    module = before_pass_6(spec)
+    output = output_of(module)
+    users = list(output.users)
+    view = edits.add(module, output.next, aten.alias.default, output)
+    for user in users:
+        user.replace_input_with(output, view)
+    assert len(passes(spec)[6](module.graph).rewritten) == 1
+
+
+@pytest.mark.parametrize("quantized", ["group_tma", "tensor_native"])
+def test_chain(quantized):
+    """The second of three layers is read elsewhere, and kept."""
+    spec = spec_of(quantized, layers=3)
+    module = build(spec)
+    edits.read_also(module, next(u for u in edits.attention(module, 1).users if u.args[1] == 1))
+    before = graphs.copy(module)
+    record = fuse(module, spec)
+    assert (record.fused, record.outputs) == (3, {kind(spec): 2, "none": 1})
+    assert [d.code for d in record.plain_outputs.values()] == ["output-shared"]
+    names = [
+        [n.kwargs["layer_name"].name for n in find_all(module, op)]
+        for op in (ATTENTION, GROUPS if kind(spec) == "group" else TENSOR)
+    ]
+    assert names == [["layer_name_1"], ["layer_name_0", "layer_name_2"]]
+    in_place = graphs.copy(module)
+    MLAFixFunctionalizationPass(None)(in_place.graph)
+    for batch in (BATCHES["decode"], BATCHES["mixed"]):
+        for after in (module, in_place):
+            assert_same(run(before, spec, batch), run(after, spec, batch), batch)
+
+
+def test_nothing_to_do_is_the_same_object():
+    """No MLA layer, or none that pass 4 fused, or one without a reader."""
+    unread = before_pass_6(spec_of())
+    output_of(unread).replace_all_uses_with(find(unread, ATTENTION).kwargs["output"])
+    unread.graph.erase_node(output_of(unread))
+    for module in (fx.symbolic_trace(lambda x: x + 1), build(spec_of()), unread):
+        graph, before = module.graph, printed(module)
+        assert passes(spec_of())[6](graph) == PassResult()
+        assert module.graph is graph and printed(module) == before
+
+
+def test_a_second_run_changes_nothing():
+    for quantized in linears.FUSED:
+        spec = spec_of(quantized)
+        module = before_pass_6(spec)
+        assert len(passes(spec)[6](module.graph).rewritten) == 1
+        before = printed(module)
+        assert passes(spec)[6](module.graph) == PassResult()
+        assert printed(module) == before
+
+
+@pytest.mark.parametrize(
+    "spec, code, detail",
+    [
+        (spec_of(""), "output-epilogue", "vLLM's backend decodes"),
+        (Spec("nope", quantized="group"), "output-epilogue", "W_UV is torch.float32"),
+    ],
+)
+def test_layers_whose_decode_has_no_epilogue(spec, code, detail):
+    assert_kept(before_pass_6(spec), spec, code, detail)
+
+
+def test_an_output_that_nothing_quantizes_is_no_decline_of_the_layer():
+    spec, quantized = spec_of(""), spec_of()
+    module = build(spec)
+    record = fuse(module, spec, facts=Engine(quantized).facts())
+    assert (record.fused, record.declined, record.outputs) == (1, {}, {"none": 1})
+    [reason] = record.plain_outputs.values()
+    assert (reason.code, reason.detail) == ("output-unquantized", "aten::addmm")
+    assert "none needed" in reason.explain()
+
+
+def test_an_unknown_layer_is_kept():
+    spec = spec_of()
+    module = before_pass_6(spec)
+    result = type(passes(spec)[6])(lambda name: None)(module.graph)
+    assert reasons(result) == ["unknown-layer"]
+
+
+@pytest.mark.parametrize("spec", ALL, ids=str)
+def test_numerics_are_equal(spec, plain_kernels):
+    """To the bit, as no layer has a plan: also after everything is in-place."""
+    module, before = build(spec), build(spec)
+    if spec.rope != "nope":  # passes 2 to 4 rotate a decode batch in another order
+        fuse(before, spec, facts=Engine(replace(spec, quantized="")).facts())
+    fuse(module, spec)
+    in_place = graphs.copy(module)
+    MLAFixFunctionalizationPass(None)(in_place.graph)
+    for batch in BATCHES.values():
+        wanted = run(before, spec, batch)
+        for after in (module, in_place):
+            assert_same(wanted, run(after, spec, batch), batch)
