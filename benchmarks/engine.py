@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import engine_compare
+import engine_model
 import torch
 from engine_compare import layers_of
 from engine_complete import complete
@@ -132,16 +133,19 @@ def unfused(args: argparse.Namespace) -> str:
 def portable_launches(asked: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Launches of `engine_worker.KERNELS` in a decode step of `portable`, by number of sequences.
 
-    One query row of 16 or 128 heads ends with the epilogue, five or more with the reduction.
+    One query row of 16 or 128 heads ends with the epilogue, and so do five whose output it
+    quantizes in groups; five or more others end with the reduction.
     """
     # Each draft of MTP is a forward pass of its own, through a layer of the drafter.
     drafts = asked["drafts"] if asked["drafter"] == "mtp" else 0
     layers, passes = asked["layers"] + drafts, 1 + drafts
     counts = {"prep_kernel": layers, "decode_kernel": layers, "plan_kernel": passes}
-    five = {"5": {**counts, "reduce_kernel": layers, "epilogue_kernel": 0}}
+    apart = {**counts, "reduce_kernel": layers, "epilogue_kernel": 0}
+    together = {**counts, "reduce_kernel": 0, "epilogue_kernel": layers}
     if asked["drafts"]:
-        return five
-    return {"1": {**counts, "reduce_kernel": 0, "epilogue_kernel": layers}, **five}
+        return {"5": apart}
+    in_groups = "quantization_config" in engine_model.MODELS[asked["model"]]
+    return {"1": together, "5": together if in_groups else apart}
 
 
 def tokens(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
