@@ -166,7 +166,8 @@ def attend(
         seen = (at >= item.begin)[:, None] & (at[:, None] < limit[None, :])
         if SPARSE:
             seen &= (slots_of(at, copies, t, item.end, first_end, FIRST) >= 0)[:, None]
-        p, decay, peak, total = softmax_step(s, seen, factor, peak, total)
+        p, decay, peak = softmax_step(s * factor, seen, peak)
+        total = total * decay[None, :] + p
         weights.store(p.to(weights.dtype))
         fence_async_shared()
         decay = gl.convert_layout(decay, gl.SliceLayout(0, output))
@@ -177,16 +178,20 @@ def attend(
 
 @gluon.jit
 def store_item(
-    acc, odd, peak, total, value_scale, item, first_row, heads, sink_ptr, out_ptr, lse_ptr,
+    sums, odds, peak, total, value_scale, item, first_row, heads, sink_ptr, out_ptr, lse_ptr,
     partial_ptr, partial_lse_ptr, out_stride_t, out_stride_h, L: gl.constexpr,
     HEADS: gl.constexpr, PAIRS: gl.constexpr, SINK: gl.constexpr, LSE: gl.constexpr,
 ):  # fmt: skip
-    """Normalize the sums and write them: to the output, or to partial rows for a piece."""
-    output: gl.constexpr = acc.type.layout
+    """Normalize the sums and write them: to the output, or to partial rows for a piece.
+
+    sums, odds: [latents, rows] each, of as many parts of the L latents as they are.
+    """
+    output: gl.constexpr = sums[0].type.layout
     out_row: gl.constexpr = gl.SliceLayout(0, output)
+    PART: gl.constexpr = L // len(sums)
     total = gl.sum(total, 0)
     lse = gl.where(total > 0.0, (peak + gl.log2(total)) * LN2, float("-inf"))
-    rows = first_row + gl.arange(0, acc.shape[1], out_row)
+    rows = first_row + gl.arange(0, sums[0].shape[1], out_row)
     head = item.first_head + rows % HEADS
     real = (rows // HEADS < item.count) & (head < heads)
     lse = gl.convert_layout(lse, out_row)
@@ -195,18 +200,20 @@ def store_item(
         if item.partial < 0:
             sink = gl.load(sink_ptr + head, mask=real, other=0.0) * LOG2E
             divisor += gl.exp2(sink - gl.convert_layout(peak, out_row))
-    inverse = gl.where(lse > float("-inf"), value_scale / divisor, 0.0)
-    acc = acc * inverse[None, :]
-    odd = odd * inverse[None, :]
+    inverse = gl.where(lse > float("-inf"), value_scale / divisor, 0.0)[None, :]
     if item.partial < 0:
         at_token = item.token + rows // HEADS
         final = out_ptr + at_token * out_stride_t + head * out_stride_h
-        store_output(final, acc, odd, real, PAIRS, output)
+        for i in gl.static_range(len(sums)):
+            acc, odd = sums[i] * inverse, odds[i] * inverse
+            store_output(final + i * PART, acc, odd, real, PAIRS, output)
         if LSE:
             gl.store(lse_ptr + at_token * heads + head, lse, mask=real)
     else:
         at_partial = (item.partial.to(gl.int64) * HEADS) + rows
-        store_output(partial_ptr + at_partial * L, acc, odd, real, PAIRS, output)
+        for i in gl.static_range(len(sums)):
+            acc, odd = sums[i] * inverse, odds[i] * inverse
+            store_output(partial_ptr + at_partial * L + i * PART, acc, odd, real, PAIRS, output)
         gl.store(partial_lse_ptr + at_partial, lse, mask=real)
 
 
@@ -313,8 +320,9 @@ def decode_kernel(
             if work == last_work:
                 gdc.gdc_launch_dependents()
         store_item(
-            acc, odd, peak, total, value_scale, item, first_row, heads, sink_ptr, out_ptr, lse_ptr,
-            partial_ptr, partial_lse_ptr, out_stride_t, out_stride_h, L, HEADS, FP8, SINK, LSE,
+            (acc,), (odd,), peak, total, value_scale, item, first_row, heads, sink_ptr, out_ptr,
+            lse_ptr, partial_ptr, partial_lse_ptr, out_stride_t, out_stride_h, L, HEADS, FP8, SINK,
+            LSE,
         )  # fmt: skip
     if PDL:
         # Idle programs must signal too: a dependent grid waits for all of them.

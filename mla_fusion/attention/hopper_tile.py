@@ -44,6 +44,17 @@ def widen(pairs, BYTE: gl.constexpr):
 
 
 @gluon.jit
+def pairs_of(key):
+    """A tile [tokens, L] of fp8 as int16 [tokens, L / 2]."""
+    pairs: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    shape: gl.constexpr = [key.shape[0], key.shape[1] // 2]
+    if RENAMED:
+        return key.reinterpret(gl.int16, shape, pairs)
+    else:
+        return key._reinterpret(gl.int16, shape, pairs)
+
+
+@gluon.jit
 def scores_of(buffers, buffer, q_keys, q_ropes, layout: gl.constexpr):
     """Products [tokens, rows] of a tile with the query."""
     key = buffers.keys.index(buffer)
@@ -57,15 +68,15 @@ def scores_of(buffers, buffer, q_keys, q_ropes, layout: gl.constexpr):
 
 
 @gluon.jit
-def softmax_step(s, seen, factor, peak, total):
-    """One step of the online softmax: weights [tokens, rows], decay of earlier sums, new state."""
-    s = gl.where(seen, s * factor, float("-inf"))
+def softmax_step(s, seen, peak):
+    """One step of the online softmax: weights [tokens, rows], decay of earlier sums, new peak."""
+    s = gl.where(seen, s, float("-inf"))
     new_peak = gl.maximum(peak, gl.max(s, 0))
     # A row that has seen nothing keeps weights of zero, not NaN.
     base = gl.where(new_peak == float("-inf"), 0.0, new_peak)
     p = gl.exp2(s - base[None, :])
     decay = gl.exp2(peak - base)
-    return p, decay, new_peak, total * decay[None, :] + p
+    return p, decay, new_peak
 
 
 @gluon.jit
@@ -75,14 +86,8 @@ def add_values(acc, odd, decay, key, weights, FP8: gl.constexpr):
     if FP8:
         odd = odd * decay[None, :]
         layout: gl.constexpr = acc.type.layout
-        pairs: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-        BLOCK_N: gl.constexpr = key.shape[0]
-        L: gl.constexpr = key.shape[1]
-        if RENAMED:
-            view = key.reinterpret(gl.int16, [BLOCK_N, L // 2], pairs)
-        else:
-            view = key._reinterpret(gl.int16, [BLOCK_N, L // 2], pairs)
-        for j in gl.static_range(BLOCK_N // 32):
+        view = pairs_of(key)
+        for j in gl.static_range(key.shape[0] // 32):
             value = view.slice(32 * j, 32).permute((1, 0))
             value = value.load(gl.DotOperandLayout(0, layout, 2))
             weight_part = weights.slice(32 * j, 32)

@@ -6,7 +6,8 @@ the first scope, padded to whole tiles, then those of the last. So both scopes a
 softmax runs over them, and the log-sum-exp merge of the pieces is the plan's own reduction.
 
 A cache is of one type, or of bytes in a layout of `layouts.py`, the caches that vLLM keeps for
-DeepSeek-V3.2, GLM-5 and V4. Those are read in place by the portable kernel.
+DeepSeek-V3.2, GLM-5 and V4. Those are read in place: on Hopper one scope of the first layout by
+`hopper_packed.py`, all others by the portable kernel.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from mla_fusion.attention import layouts
 from mla_fusion.attention import triton as provider
 from mla_fusion.attention.plan import PersistentDecodePlan
 from mla_fusion.attention.triton import Scope
+from mla_fusion.attention.triton_choice import packed_workers
 from mla_fusion.attention.validate import Inputs, validate
 
 # Scopes change between tiles, and both kernels' tiles divide this.
@@ -114,6 +116,8 @@ def sparse_scratch(
     """
     if len(widths) not in (1, 2) or min(widths) < 1:
         raise ValueError(f"widths must be those of one or two scopes, got {widths}")
+    if workers is None:
+        workers = packed_workers(num_heads, widths, kv_dtype, torch.device(device))
     plan = PersistentDecodePlan.allocate(
         max_batch=max_tokens,
         max_query_len=1,

@@ -1,8 +1,9 @@
 """The Triton provider: a persistent decode kernel and a reduction, two launches.
 
-On Hopper (sm_90) with query and cache of one type the kernel is `hopper_kernel.py`, or with 64
-query rows in bf16 `hopper_specialized.py`; everywhere else `triton_kernels.py`. `triton_choice.py`
-chooses. All execute the same plan. Nothing is allocated here and nothing waits for the device.
+On Hopper (sm_90) with query and cache of one type the kernel is `hopper_kernel.py`, with 64 query
+rows in bf16 `hopper_specialized.py`, over one scope of bytes `hopper_packed.py`; everywhere else
+`triton_kernels.py`. `triton_choice.py` chooses. All execute the same plan. Nothing is allocated
+here and nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mla_fusion.attention import triton_epilogue
+from mla_fusion.attention import triton_epilogue, triton_packed
 from mla_fusion.attention.triton_choice import Config, chosen, power_of_two
 from mla_fusion.attention.triton_choice import plan_settings as plan_settings
 from mla_fusion.kernels.arithmetic import FP8_DTYPES
@@ -119,9 +120,15 @@ def decode(given: Inputs, sparse: Sparse | None = None, config: Config | None = 
 
     plan = given.plan
     rows = plan.heads_per_work * plan.settings.max_query_len
-    config = config or chosen(given, None if sparse is None else sparse.extra.kv_cache)
+    config = config or (
+        chosen(given) if sparse is None else chosen(given, sparse.extra.kv_cache, sparse.first)
+    )
     kernel: Any = triton_kernels.decode_kernel
-    if config.specialized:
+    if config.hopper and given.layout is not None:
+        from mla_fusion.attention import hopper_packed
+
+        kernel = hopper_packed.decode_kernel
+    elif config.specialized:
         from mla_fusion.attention import hopper_specialized
 
         kernel = hopper_specialized.decode_kernel
@@ -154,6 +161,9 @@ def decode_arguments(
         from mla_fusion.attention import hopper_specialized
 
         return hopper_specialized.arguments(given)
+    if config.hopper and given.layout is not None:
+        sink = None if sparse is None else sparse.sink
+        return triton_packed.arguments(given, sink, config.rows, config.warps, config.stages)
     q, kv_cache, table = given.q, given.kv_cache, given.block_table
     plan, out, unused = given.plan, given.out, given.plan.partial_lse
     extra = Scope(kv_cache, table) if sparse is None else sparse.extra

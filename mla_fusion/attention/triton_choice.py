@@ -11,6 +11,7 @@ from mla_fusion.attention.buffers import HOPPER_TILE
 from mla_fusion.attention.heads import layout as head_layout
 
 if TYPE_CHECKING:
+    from mla_fusion.attention.layouts import CacheLayout
     from mla_fusion.attention.validate import Inputs
 
 # Latent and rotated part of the kernel for Hopper. Its tiles in shared memory are powers of two
@@ -32,6 +33,7 @@ class Config:
 
     hopper: which kernel. rows: query rows (position x head) of a program. block_n: tokens of a
     tile. warps: of a program. specialized: Hopper's with warps of different work, for bf16.
+    stages: tiles in shared memory of Hopper's over a cache of bytes.
     """
 
     hopper: bool
@@ -39,21 +41,28 @@ class Config:
     block_n: int
     warps: int
     specialized: bool = False
+    stages: int = 2
 
 
+PACKED_WIDE = Config(True, 32, HOPPER_TILE, 8, stages=3)
 SPECIALIZED = Config(True, 64, HOPPER_TILE, 4, specialized=True)
 
 
-def chosen(given: Inputs, extra: torch.Tensor | None = None) -> Config:
+def chosen(given: Inputs, extra: torch.Tensor | None = None, first: int = 0) -> Config:
     """The configuration for a decode: from shapes, strides, types and whether addresses are
-    multiples of 16 bytes, which a captured graph keeps. extra: the second cache of sparse decode.
+    multiples of 16 bytes, which a captured graph keeps. extra: the last cache of sparse decode.
+    first: columns of the first of its two scopes.
     """
     plan, latent = given.plan, given.plan.settings.v_head_dim
     widths = latent, given.q.shape[2] - latent
     caches = [given.kv_cache, *([] if extra is None else [extra])]
     warp, packed = 64 if torch.version.hip else 32, given.layout is not None
+    if given.layout is None:
+        hopper = is_hopper(given.q, caches, latent)
+    else:
+        hopper = reads_packed(given.q.device, given.layout, first)
     rows = plan.heads_per_work * plan.settings.max_query_len
-    config = choose(is_hopper(given.q, caches, latent), rows, *widths, warp, packed)
+    config = choose(hopper, rows, *widths, warp, packed)
     wide = config.rows == SPECIALIZED.rows and extra is None
     return SPECIALIZED if wide and not why_not_specialized(given) else config
 
@@ -95,6 +104,9 @@ def choose(
     there on sm_90, whatever the tile. packed: over a cache of bytes, whose scales take registers
     too. There 32 query rows spill to memory on gfx942 and gfx950, and 4 warps on sm_90.
     """
+    if packed and hopper:
+        # 16 rows leave room for two programs on a multiprocessor.
+        return Config(True, 16, HOPPER_TILE, 4) if rows <= 16 else PACKED_WIDE
     if packed:
         return Config(False, 16, 16, 4) if warp == 64 else Config(False, min(rows, 32), 16, 8)
     if hopper:
@@ -131,6 +143,23 @@ def plan_settings(
     tiles = (2 * HOPPER_TILE + 16) * width * kv_dtype.itemsize  # two of keys, one of queries
     programs = 2 if rows <= 16 and 2 * tiles <= SHARED_MEMORY else 1
     return {"workers": programs * processors, **common}
+
+
+def packed_workers(
+    num_heads: int, widths: tuple[int, ...], kv_dtype: torch.dtype, device: torch.device
+) -> int | None:
+    """Workers of a sparse plan over entries of bytes; None for the plan's default."""
+    rows = head_layout(num_heads, 1).per_work
+    if device.type != "cuda" or not has_hopper(device) or rows > 16:
+        return None
+    if len(widths) > 1 or kv_dtype != torch.float8_e4m3fn:
+        return None
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def reads_packed(device: torch.device, layout: CacheLayout, first: int) -> bool:
+    """Whether the kernel for Hopper reads entries of bytes: of one scope, their scales in them."""
+    return device.type == "cuda" and has_hopper(device) and not layout.behind and first == 0
 
 
 def has_hopper(device: torch.device | str) -> bool:

@@ -1,0 +1,202 @@
+"""What the Hopper kernel over byte caches computes, in the double of `gluon_double.py`.
+
+Results are compared with float64 attention over what `pages.py` wrote; all other bytes are NaN.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from mla_fusion.attention import hopper_packed, triton_choice, triton_packed
+from mla_fusion.attention.layouts import read_keys
+from mla_fusion.attention.sparse import sparse_scratch
+from mla_fusion.attention.validate import Inputs as Given
+from mla_fusion.cli.compare import distance
+from tests.attention.decodes import BF16, FN, SCALE, same_lse
+from tests.attention.gluon_double import Machine
+from tests.attention.packed_cases import Case, Inputs, random_case
+from tests.attention.pages import V32
+
+TOLERANCE = 3e-3  # outputs are rounded to bf16
+
+
+def run(case, config=None, edit=None):
+    """(outputs, LSE, inputs) of a case, with the pieces of split tokens merged in torch."""
+    inputs = Inputs(case)
+    if edit is not None:
+        edit(inputs)
+    scratch = sparse_scratch(
+        max_tokens=max(4, case.tokens), num_heads=case.heads, widths=case.widths, q_dtype=BF16,
+        kv_dtype=case.kv_dtype, device="cpu", workers=7,
+    )  # fmt: skip
+    scratch.refresh(case.tokens, inputs.lengths)
+    plan, scope = scratch.plan, inputs.scopes[0]
+    plan.partial_output.fill_(torch.nan)
+    plan.partial_lse.fill_(torch.nan)
+    out = torch.full((case.tokens, case.heads, 512), torch.nan, dtype=BF16)
+    lse = torch.full((case.tokens, case.heads), torch.nan)
+    given = Given(
+        inputs.q, scope.kv_cache, plan, scope.table, SCALE, None, None, out, lse, layout=V32
+    )
+    rows = plan.heads_per_work
+    config = config or triton_choice.choose(True, rows, 512, 64, packed=True)
+    args, options = triton_packed.arguments(
+        given, inputs.sink, config.rows, config.warps, config.stages
+    )
+    grid = (plan.rules.workers, -(-rows // config.rows))
+    Machine().launch(hopper_packed.decode_kernel, grid, args, options)
+    for tile in range(case.tokens * plan.fold):
+        first, last = plan.reduce_indptr[tile : tile + 2].tolist()
+        if first < last:
+            merge(plan, tile, plan.reduce_partial_map[first:last].long(), inputs.sink, out, lse)
+    return out, lse, inputs
+
+
+def merge(plan, tile, pieces, sink, out, lse):
+    """The reduction of one tile."""
+    token, block = divmod(tile, plan.fold)
+    per_work, heads = plan.heads_per_work, out.shape[1]
+    first = block * per_work
+    count = min(per_work, heads - first)
+    lses = plan.partial_lse[pieces, :count].double()
+    both = lses.logsumexp(0)
+    weights = torch.exp(lses - both.nan_to_num(neginf=0.0))
+    values = (weights[..., None] * plan.partial_output[pieces, :count].double()).sum(0)
+    if sink is not None:
+        factor = torch.sigmoid(both - sink[first : first + count].double())
+        values = values * factor.nan_to_num()[:, None]
+    out[token, first : first + count] = values.to(out.dtype)
+    lse[token, first : first + count] = both.float()
+
+
+def check(case, config=None):
+    """Compare a case with float64."""
+    out, lse, inputs = run(case, config)
+    want, want_lse = inputs.expected()
+    assert distance(out, want) <= TOLERANCE
+    same_lse(lse, want_lse)
+    for row, keys in zip(out, inputs.listed, strict=True):
+        assert len(keys) or (row == 0).all()
+
+
+CASES = {
+    "16 heads": Case(V32, ("full",), (150,), heads=16, tokens=1),
+    "8 heads, holes": Case(V32, ("holes",), (300,), ([300, 0, 70],), sink=5, gap=64, page=8),
+    "20 heads": Case(V32, ("mixed",), (200,), heads=20, tokens=2, page=1),
+    "40 heads": Case(V32, ("same",), (130,), ([0, 65],), heads=40, tokens=2, sink=0),
+    "nothing listed": Case(V32, ("none",), (70,), sink=40),
+    "32 heads, 512 slots": Case(V32, ("mixed",), (512,), heads=32, tokens=1, sink=0),
+    "64 heads": Case(V32, ("holes",), (140,), ([64, 139],), heads=64, tokens=2, page=64),
+    "128 heads": Case(V32, ("full",), (70,), heads=128, tokens=1),
+    "2048 slots": Case(V32, ("mixed",), (2048,), ([2048, 1, 1999],), heads=16),
+    "8 tokens": Case(V32, ("mixed",), (96,), heads=16, tokens=8, sink=5),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_listed_keys(name):
+    check(CASES[name])
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_any_number_of_tiles_on_their_way(stages):
+    config = triton_choice.choose(True, 16, 512, 64, packed=True)
+    check(CASES["8 heads, holes"], dataclasses.replace(config, stages=stages))
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(3), pytest.param(range(3, 203), marks=pytest.mark.nightly)], ids=len
+)
+def test_random_cases(seeds):
+    for seed in seeds:
+        drawn = random_case(seed)
+        case = dataclasses.replace(
+            drawn, layout=V32, fnuz=False, kinds=drawn.kinds[:1], widths=drawn.widths[:1],
+            lengths=drawn.lengths[:1],
+        )  # fmt: skip
+        print(f"case {seed}: {case}")  # shown where it fails
+        check(case)
+
+
+@pytest.mark.parametrize("byte", [5, 514, 600])
+def test_a_spoilt_entry_spoils_its_token(byte):
+    """A NaN in the values, the scales or the rotated values of a listed entry spoils its token."""
+
+    def spoil(inputs):
+        slot, scope = int(inputs.scopes[0].table[1, 3]), inputs.scopes[0]
+        start = byte // 4 * 4
+        scope.kv_cache[slot // case.page, slot % case.page, start : start + 4] = 0xFF
+
+    case = Case(V32, ("full",), (9,), tokens=3, heads=16)
+    out, lse, _ = run(case, edit=spoil)
+    assert out[1].isnan().all() and not lse[1].isfinite().any()
+    assert out[0].isfinite().all() and out[2].isfinite().all()
+
+
+def change(inputs, parts):
+    """Replace bytes of every entry that is listed, by parts of (offset, tensor)."""
+    scope = inputs.scopes[0]
+    slots = scope.table[(scope.table >= 0) & (scope.table < 41)].unique()
+    page = scope.kv_cache.shape[1]
+    for at, value in parts:
+        data = value.contiguous().view(torch.uint8)
+        for i, slot in enumerate(slots.tolist()):
+            scope.kv_cache[slot // page, slot % page, at : at + data.shape[1]] = data[i % len(data)]
+
+
+def against_entries(inputs, out, lse):
+    """Compare with float64 attention over the cache as it is now."""
+    scope = inputs.scopes[0]
+    for t, row in enumerate(scope.table.long()):
+        keys = read_keys(scope.kv_cache, row[(row >= 0) & (row < 41)], V32, FN).double()
+        scores = SCALE * inputs.q[t].double() @ keys.T
+        assert distance(out[t], scores.softmax(-1) @ keys[:, :512]) <= TOLERANCE
+        torch.testing.assert_close(lse[t].double(), scores.logsumexp(-1), rtol=1e-6, atol=1e-3)
+
+
+@pytest.mark.parametrize("most", [-130, -60, 0, 50])
+def test_scales_may_be_of_any_size(most):
+    """Those of a token's groups, and of tokens, are far apart; the largest is about 2^most."""
+    generator = torch.Generator().manual_seed(most + 200)
+    exponents = most - torch.randint(0, 12, (41, 4), generator=generator)
+    exponents[torch.rand(41, 4, generator=generator) < 0.2] -= 20
+
+    def edit(inputs):
+        inputs.q *= 2.0 ** -max(most, -20)
+        inputs.q[..., 512:] *= 2.0 ** max(most, -20)
+        change(inputs, [(512, torch.exp2(exponents.float()))])
+
+    case = Case(V32, ("holes",), (130,), heads=16, page=8)
+    out, lse, inputs = run(case, edit=edit)
+    if most == -130:
+        # Nothing of a value that small is left of a mean beside the bound of 2^-60.
+        assert (out == 0).all() and lse.isfinite().all()
+    else:
+        against_entries(inputs, out, lse)
+
+
+@pytest.mark.parametrize("power", [0.0, 2.0**-70, 2.0**-30, 2.0**15, 2.0**100])
+def test_queries_may_be_of_any_size(power):
+    """Scores of a query of 2^100 are far apart: one key is left of the softmax."""
+
+    def edit(inputs):
+        inputs.q *= power
+
+    out, lse, inputs = run(Case(V32, ("full",), (20,), heads=16, page=8), edit=edit)
+    against_entries(inputs, out, lse)
+
+
+def test_a_launch_leaves_nothing_for_the_next():
+    case = CASES["8 heads, holes"]
+    first, second = (run(case)[:2] for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("left_out", ["fence_async_shared", "barrier"])
+def test_a_product_before_fence_and_barrier_is_refused(left_out, monkeypatch):
+    monkeypatch.setattr(Machine, left_out, lambda self: None)
+    with pytest.raises(AssertionError, match="without fence and barrier"):
+        run(CASES["16 heads"])
