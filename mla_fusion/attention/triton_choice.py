@@ -148,13 +148,19 @@ def plan_settings(
 def packed_workers(
     num_heads: int, widths: tuple[int, ...], kv_dtype: torch.dtype, device: torch.device
 ) -> int | None:
-    """Workers of a sparse plan over entries of bytes; None for the plan's default."""
-    rows = head_layout(num_heads, 1).per_work
-    if device.type != "cuda" or not has_hopper(device) or rows > 16:
+    """Workers of a sparse plan over entries of bytes; None for the plan's default.
+
+    All programs run at the same time: two of 16 rows on a multiprocessor, or one of 32. So blocks
+    of rows of one item read its entries together.
+    """
+    if device.type != "cuda" or not has_hopper(device):
         return None
     if len(widths) > 1 or kv_dtype != torch.float8_e4m3fn:
         return None
-    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
+    rows = head_layout(num_heads, 1).per_work
+    blocks = -(-rows // PACKED_WIDE.rows)
+    programs = 2 if rows <= 16 else 1
+    return programs * torch.cuda.get_device_properties(device).multi_processor_count // blocks
 
 
 def reads_packed(device: torch.device, layout: CacheLayout, first: int) -> bool:

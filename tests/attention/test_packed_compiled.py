@@ -91,8 +91,9 @@ def test_where_it_runs_and_with_how_many_workers(monkeypatch):
     assert not triton_choice.reads_packed(gpu, FP8_DS_MLA, 64)
     assert not triton_choice.reads_packed(gpu, behind, 0)
     assert not triton_choice.reads_packed(torch.device("cpu"), FP8_DS_MLA, 0)
-    assert triton_choice.packed_workers(16, (2048,), FN, gpu) == 264
-    for given in ((32, (2048,), FN), (16, (64, 2048), FN), (16, (2048,), BF16)):
+    for heads, workers in ((16, 264), (32, 132), (48, 66), (64, 66), (128, 66)):
+        assert triton_choice.packed_workers(heads, (2048,), FN, gpu) == workers
+    for given in ((16, (64, 2048), FN), (16, (2048,), BF16)):
         assert triton_choice.packed_workers(*given, gpu) is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
     assert not triton_choice.reads_packed(gpu, FP8_DS_MLA, 0)

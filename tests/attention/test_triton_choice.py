@@ -9,7 +9,9 @@ import torch
 pytest.importorskip("triton")
 
 from mla_fusion.attention import hopper_specialized, triton_choice
+from mla_fusion.attention.layouts import FP8_DS_MLA, FP8_DS_MLA_V4
 from tests.attention.decodes import BF16, FN, FP16
+from tests.attention.test_decode_compiled import decode_inputs
 from tests.attention.test_specialized_compiled import inputs
 
 SPECIALIZED, STEP = triton_choice.SPECIALIZED, triton_choice.Config(True, 64, 64, 8)
@@ -89,6 +91,30 @@ def test_blocks_that_are_no_whole_entries_apart():
 def test_lists_of_slots():
     given = inputs()
     assert triton_choice.chosen(given, given.kv_cache) == STEP
+
+
+@pytest.mark.parametrize(
+    ("heads", "layout", "first", "rows"),
+    [
+        (16, FP8_DS_MLA, 0, 16),
+        (40, FP8_DS_MLA, 0, 32),
+        (128, FP8_DS_MLA, 0, 32),
+        # A second scope, and scales behind the page.
+        (16, FP8_DS_MLA, 64, None),
+        (16, FP8_DS_MLA_V4, 0, None),
+    ],
+)
+def test_byte_caches(monkeypatch, heads, layout, first, rows):
+    given, sparse = decode_inputs(
+        heads, BF16, sparse=True, widths=(512, layout.width - 512), kv_dtype=FN, layout=layout
+    )
+    gpu = dataclasses.replace(
+        given, q=SimpleNamespace(device=torch.device("cuda"), shape=given.q.shape)
+    )
+    config = triton_choice.chosen(gpu, sparse.extra.kv_cache, first)
+    assert (config.rows if config.hopper else None) == rows
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
+    assert not triton_choice.chosen(gpu, sparse.extra.kv_cache, first).hopper
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (10, 0)])
