@@ -9,7 +9,8 @@ L] times queries [L, rows], outputs values [L, tokens] times weights [tokens, ro
 - A scale belongs to 128 latents of a token. Scores are four products, of 128 latents each, which
   are added with their scales. The output has four sets of weights: weight * scale.
 - Weights are relative to the largest weight * scale of their row, not to the largest weight. So
-  they fit fp16, whatever the scales are.
+  they fit fp16, whatever the scales are. Below 2^-29 they lose bits: latents keep their precision
+  up to a ratio of 2^26 between the scales of a token, or of tokens of like weight.
 """
 
 from __future__ import annotations

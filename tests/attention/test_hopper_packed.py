@@ -147,13 +147,15 @@ def change(inputs, parts):
             scope.kv_cache[slot // page, slot % page, at : at + data.shape[1]] = data[i % len(data)]
 
 
-def against_entries(inputs, out, lse):
-    """Compare with float64 attention over the cache as it is now."""
+def against_entries(inputs, out, lse, columns=512):
+    """Compare with float64 attention over the cache as it is now, so many columns at a time."""
     scope = inputs.scopes[0]
     for t, row in enumerate(scope.table.long()):
         keys = read_keys(scope.kv_cache, row[(row >= 0) & (row < 41)], V32, FN).double()
         scores = SCALE * inputs.q[t].double() @ keys.T
-        assert distance(out[t], scores.softmax(-1) @ keys[:, :512]) <= TOLERANCE
+        want = scores.softmax(-1) @ keys[:, :512]
+        for got, part in zip(out[t].split(columns, -1), want.split(columns, -1), strict=True):
+            assert distance(got, part) <= TOLERANCE
         torch.testing.assert_close(lse[t].double(), scores.logsumexp(-1), rtol=1e-6, atol=1e-3)
 
 
@@ -176,6 +178,25 @@ def test_scales_may_be_of_any_size(most):
         assert (out == 0).all() and lse.isfinite().all()
     else:
         against_entries(inputs, out, lse)
+
+
+@pytest.mark.parametrize("what", ["a group is far below", "a scale of zeros is far above"])
+def test_latents_keep_their_precision_up_to_a_ratio_of_scales(what):
+    """Of 2^26: those of a smaller group, and those beside a scale that nothing is multiplied by."""
+
+    def edit(inputs):
+        cache, ratio = inputs.scopes[0].kv_cache, 2.0**26
+        slots = inputs.scopes[0].table[0].unique().tolist()
+        entries = [cache[slot // cache.shape[1], slot % cache.shape[1]] for slot in slots]
+        if what == "a group is far below":
+            for entry in entries:
+                entry[516:520].view(torch.float32).div_(ratio)
+        else:
+            entries[0][:128] = 0
+            entries[0][512:516].view(torch.float32).mul_(ratio)
+
+    out, lse, inputs = run(Case(V32, ("full",), (130,), heads=16, tokens=1, page=8), edit=edit)
+    against_entries(inputs, out, lse, columns=128)
 
 
 @pytest.mark.parametrize("power", [0.0, 2.0**-115, 2.0**-70, 2.0**-30, 2.0**15, 2.0**99])
