@@ -278,7 +278,7 @@ def test_what_is_served_and_what_is_left_is_said_once(config, make, vllm_loggers
 @pytest.mark.parametrize(("heads", "tokens"), [(1, 32), (16, 32), (17, 0), (64, 0), (128, 0)])
 def test_the_table_of_shapes(heads, tokens):
     assert sparse_step.most_tokens(heads, None) == tokens
-    assert sparse_step.most_tokens(heads, FP8_DS_MLA) == 0
+    assert sparse_step.most_tokens(heads, FP8_DS_MLA) == 4 * tokens
 
 
 def test_the_page_has_the_table():
