@@ -1,14 +1,18 @@
 #!/usr/bin/env python3
-"""Sparse decode over `fp8_ds_mla` caches against FlashMLA, on this GPU: a table, and a CSV file.
+"""Sparse decode against vLLM's kernels on this GPU: a table, and a CSV file.
 
     python benchmarks/sparse.py --csv benchmarks/results/sparse.csv
 
 Each shape is checked against `reference.sparse_mla_decode` on the dequantized entries in the same
 run; the candidates then take turns, each a CUDA graph of calls on distinct caches and lists of
 slots. Plans and FlashMLA's metadata are made before, once a step. FlashMLA takes 64 or 128 heads:
-its calls pad the query, as vLLM's backend does in every layer. It is called with all tokens as one
-sequence, as vLLM does with fewer than 32 heads, and with a sequence for each token, as vLLM does
-with more; the column `vllm_default` marks which. Without vLLM both are left out, with a line.
+its calls pad the query, as vLLM's backend does in every layer.
+
+Over `fp8_ds_mla` FlashMLA is called with all tokens as one sequence, as vLLM does with fewer than
+32 heads, and with a sequence for each token, as vLLM does with more. Over bf16 the others are its
+kernel for prefill and FlashAttention 3 with pages of one entry, as FLASHMLA_SPARSE and
+FLASH_ATTN_MLA_SPARSE call them. The column `vllm_default` marks vLLM's choice, `share` is `gbps`
+of the rate of a copy. Without vLLM its kernels are left out, with a line.
 """
 
 from __future__ import annotations
@@ -20,12 +24,13 @@ import itertools
 import math
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from mla_fusion.attention import reference
-from mla_fusion.attention.layouts import FP8_DS_MLA, WIDE
+from mla_fusion.attention.layouts import FP8_DS_MLA, WIDE, CacheLayout
 from mla_fusion.attention.sparse import Scope, sparse_mla_decode, sparse_scratch
 from mla_fusion.cli.bench import environment
 from mla_fusion.cli.bench_decode import FACTS, write
@@ -35,10 +40,12 @@ from mla_fusion.cli.compare import distance
 
 LATENT, WIDTH = FP8_DS_MLA.latent, FP8_DS_MLA.width
 SCALE = WIDTH**-0.5
-TOLERANCE = 1e-2  # both kernels round the keys to bf16, the reference does not
+TOLERANCE = 1e-2  # FlashMLA rounds the keys to bf16, the reference does not
 CHECKED = 8  # tokens
-CASE = ["tokens", "heads", "topk", "context"]
-RESULT = ["candidate", "vllm_default", "p20_us", "p50_us", "p80_us", "gbps", "tflops", "error"]
+LAYOUTS = {"fp8_ds_mla": FP8_DS_MLA, "bf16": None}
+CASE = ["tokens", "heads", "topk", "context", "cache"]
+TIMES = ["p20_us", "p50_us", "p80_us", "gbps", "share", "tflops", "error"]
+RESULT = ["candidate", "vllm_default", *TIMES]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,11 +56,27 @@ class Case:
     heads: int
     topk: int
     context: int
+    cache: str
+
+    @property
+    def layout(self) -> CacheLayout | None:
+        """Of the cache's bytes."""
+        return LAYOUTS[self.cache]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the cache's values."""
+        return BF16 if self.layout is None else FP8
+
+    @property
+    def entry(self) -> int:
+        """Bytes of an entry."""
+        return 2 * WIDTH if self.layout is None else self.layout.bytes
 
     def bytes(self) -> int:
         """Fewest bytes: the listed entries, their slots, queries and outputs once."""
         rows = self.tokens * self.heads * (WIDTH + LATENT) * 2
-        return self.tokens * self.topk * (FP8_DS_MLA.bytes + 4) + rows
+        return self.tokens * self.topk * (self.entry + 4) + rows
 
     def flops(self) -> int:
         """Operations of both products, without padding."""
@@ -62,7 +85,7 @@ class Case:
 
 @dataclasses.dataclass
 class Inputs:
-    """Query [T, H, L + R], and for each call of a graph a cache of bytes and slots [T, topk]."""
+    """Query [T, H, L + R], and for each call of a graph a cache and slots [T, topk]."""
 
     case: Case
     q: torch.Tensor
@@ -80,13 +103,21 @@ def entries(count: int) -> torch.Tensor:
     return torch.cat([part.contiguous().view(torch.uint8) for part in parts], 1)
 
 
+def make_cache(case: Case) -> torch.Tensor:
+    """Random pages for all tokens."""
+    size = case.tokens * case.context
+    if case.layout is None:
+        return torch.randn(size, WIDTH, device="cuda", dtype=BF16).view(-1, PAGE, WIDTH)
+    parts = [entries(min(65536, size - n)) for n in range(0, size, 65536)]
+    return torch.cat(parts).view(-1, PAGE, case.entry)
+
+
 def make(case: Case) -> Inputs:
     """Random inputs; a token lists no slot twice."""
     size = case.tokens * case.context
     caches, slots = [], []
-    for _ in range(max(2, min(128, ROTATED // (size * FP8_DS_MLA.bytes)))):
-        parts = [entries(min(65536, size - n)) for n in range(0, size, 65536)]
-        caches.append(torch.cat(parts).view(-1, PAGE, FP8_DS_MLA.bytes))
+    for _ in range(max(2, min(128, ROTATED // (size * case.entry)))):
+        caches.append(make_cache(case))
         first = torch.arange(case.tokens, device="cuda")[:, None] * case.context
         order = torch.rand(case.tokens, case.context, device="cuda").argsort(1)
         slots.append((first + order[:, : case.topk]).int())
@@ -99,16 +130,21 @@ def ours(inputs: Inputs) -> tuple[Call, torch.Tensor]:
     case = inputs.case
     scratch = sparse_scratch(
         max_tokens=case.tokens, num_heads=case.heads, widths=(case.topk,), q_dtype=BF16,
-        kv_dtype=FP8, device="cuda",
+        kv_dtype=case.dtype, device="cuda",
     )  # fmt: skip
     scratch.refresh(case.tokens, [None])
     out = torch.empty(case.tokens, case.heads, LATENT, device="cuda", dtype=BF16)
 
     def call(i: int) -> None:
-        scope = Scope(inputs.caches[i], inputs.slots[i], FP8_DS_MLA)
+        scope = Scope(inputs.caches[i], inputs.slots[i], case.layout)
         sparse_mla_decode(inputs.q, [scope], scratch, softmax_scale=SCALE, out=out)
 
     return call, out
+
+
+def padded_heads(case: Case) -> int:
+    """Query heads that FlashMLA has a kernel for."""
+    return 64 if case.heads <= 64 else 128
 
 
 def flashmla(inputs: Inputs, together: bool) -> tuple[Call, torch.Tensor]:
@@ -116,7 +152,7 @@ def flashmla(inputs: Inputs, together: bool) -> tuple[Call, torch.Tensor]:
     from vllm.v1.attention.ops import flashmla as ops
 
     case = inputs.case
-    padded = 64 if case.heads <= 64 else 128
+    padded = padded_heads(case)
     sequences, rows = (1, case.tokens) if together else (case.tokens, 1)
     lens = torch.full((sequences,), case.context, dtype=torch.int32, device="cuda")
     table = torch.zeros(sequences, 1, dtype=torch.int32, device="cuda")
@@ -146,60 +182,132 @@ def flashmla(inputs: Inputs, together: bool) -> tuple[Call, torch.Tensor]:
     return call, out
 
 
-CANDIDATES = {
-    "ours": ours,
-    "flashmla": lambda inputs: flashmla(inputs, True),
-    "flashmla, by token": lambda inputs: flashmla(inputs, False),
+def flashmla_bf16(inputs: Inputs) -> tuple[Call, torch.Tensor]:
+    """FlashMLA's sparse prefill, padded, as vLLM's FLASHMLA_SPARSE calls it in decode too."""
+    from vllm.v1.attention.ops import flashmla as ops
+
+    case = inputs.case
+    padded = padded_heads(case)
+    counts = torch.full((case.tokens,), case.topk, dtype=torch.int32, device="cuda")
+    out = torch.empty(case.tokens, case.heads, LATENT, device="cuda", dtype=BF16)
+
+    def call(i: int) -> None:
+        q = inputs.q
+        if case.heads < padded:
+            q = q.new_empty(case.tokens, padded, WIDTH)
+            q[:, : case.heads] = inputs.q
+        slots = inputs.slots[i].unsqueeze(1)
+        keys = inputs.caches[i].view(-1, 1, WIDTH)
+        result = ops.flash_mla_sparse_fwd(q, keys, slots, SCALE, topk_length=counts)[0]
+        if i < 0:
+            out.copy_(result[:, : case.heads])
+
+    return call, out
+
+
+def fa3(inputs: Inputs) -> tuple[Call, torch.Tensor]:
+    """FlashAttention 3 with pages of one entry, as vLLM's FLASH_ATTN_MLA_SPARSE calls it."""
+    from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
+
+    case = inputs.case
+    starts = torch.arange(case.tokens + 1, dtype=torch.int32, device="cuda")
+    counts = torch.full((case.tokens,), case.topk, dtype=torch.int32, device="cuda")
+    latent, rope = (part.contiguous() for part in inputs.q.split([LATENT, WIDE], dim=-1))
+    out = torch.empty(case.tokens, case.heads, LATENT, device="cuda", dtype=BF16)
+
+    def call(i: int) -> None:
+        keys = inputs.caches[i].view(-1, 1, 1, WIDTH)
+        result = flash_attn_varlen_func(
+            q=rope,
+            q_v=latent,
+            k=keys[..., LATENT:],
+            v=keys[..., :LATENT],
+            max_seqlen_q=1,
+            cu_seqlens_q=starts,
+            max_seqlen_k=case.topk,
+            seqused_k=counts,
+            block_table=inputs.slots[i],
+            softmax_scale=SCALE,
+            causal=True,
+            fa_version=3,
+        )
+        if i < 0:
+            out.copy_(result)
+
+    return call, out
+
+
+CANDIDATES: dict[str, dict[str, Callable[[Inputs], tuple[Call, torch.Tensor]]]] = {
+    "fp8_ds_mla": {
+        "ours": ours,
+        "flashmla": lambda inputs: flashmla(inputs, True),
+        "flashmla, by token": lambda inputs: flashmla(inputs, False),
+    },
+    "bf16": {"ours": ours, "flashmla": flashmla_bf16, "fa3": fa3},
 }
+
+
+def vllm_default(case: Case) -> str:
+    """The candidate that vLLM calls, on Hopper."""
+    if case.layout is None:
+        return "fa3"
+    return "flashmla" if case.heads < 32 else "flashmla, by token"
 
 
 def error(inputs: Inputs, out: torch.Tensor) -> float:
     """Relative distance of a few tokens' outputs on the last cache; NaN stays NaN."""
     tokens = torch.linspace(0, len(out) - 1, min(CHECKED, len(out)), device="cuda").long()
-    scope = Scope(inputs.caches[-1], inputs.slots[-1][tokens], FP8_DS_MLA)
+    scope = Scope(inputs.caches[-1], inputs.slots[-1][tokens], inputs.case.layout)
     want, _ = reference.sparse_mla_decode(
-        inputs.q[tokens], [scope], [None], latent=LATENT, softmax_scale=SCALE, kv_dtype=FP8
+        inputs.q[tokens],
+        [scope],
+        [None],
+        latent=LATENT,
+        softmax_scale=SCALE,
+        kv_dtype=inputs.case.dtype,
     )
     return distance(out[tokens], want)
 
 
-def measure(case: Case, rounds: int) -> list[dict]:
-    """Rows of one case."""
+def measure(case: Case, rounds: int, copy_gbps: float) -> list[dict]:
+    """Rows of one case; copy_gbps: the rate of a copy."""
     inputs, graphs, errors, kept = make(case), {}, {}, []
-    for name, build in CANDIDATES.items():
+    for name, build in CANDIDATES[case.cache].items():
         try:
             call, out = build(inputs)
             out.fill_(torch.nan)
-            call(-1)  # the last cache, and the sign for FlashMLA to keep its result
+            call(-1)  # the last cache, and the sign for vLLM's kernels to keep their result
             errors[name] = error(inputs, out)
             graphs[name] = capture_calls(call, len(inputs.caches))
             kept.append((call, out))
         except (ImportError, RuntimeError, AttributeError, ValueError, TypeError) as problem:
             print(f"{name} left out: {type(problem).__name__} {str(problem)[:300]}")
-    default = "flashmla" if case.heads < 32 else "flashmla, by token"
-    rows = []
+    default, rows = vllm_default(case), []
     for name, samples in interleave(graphs, len(inputs.caches), rounds).items():
         p20, p50, p80 = quantiles(samples)
         row = dataclasses.asdict(case) | {"candidate": name, "vllm_default": int(name == default)}
         row |= {"p20_us": p20, "p50_us": p50, "p80_us": p80, "error": errors[name]}
-        rows.append(row | {"gbps": case.bytes() / p50 / 1e3, "tflops": case.flops() / p50 / 1e6})
+        row |= {"gbps": case.bytes() / p50 / 1e3, "tflops": case.flops() / p50 / 1e6}
+        rows.append(row | {"share": row["gbps"] / copy_gbps})
     return rows
 
 
 def summary(rows: list[dict]) -> None:
-    """Geometric means against the faster of FlashMLA's calls, and what is wrong."""
+    """Geometric means against the fastest call of vLLM's kernels, and what is wrong."""
     table: dict = {}
     for row in rows:
-        who = "ours" if row["candidate"] == "ours" else "flashmla"
-        times = table.setdefault((row["heads"], row["topk"], row["tokens"]), {})
+        who = "ours" if row["candidate"] == "ours" else "vllm"
+        times = table.setdefault((row["cache"], row["heads"], row["topk"], row["tokens"]), {})
         times[who] = min(times.get(who, math.inf), row["p50_us"])
-    for heads in sorted({key[0] for key in table}):
-        ratios = {k[1:]: t["flashmla"] / t["ours"] for k, t in table.items()
-                  if k[0] == heads and len(t) == 2}  # fmt: skip
+    for cache, heads in sorted({key[:2] for key in table}):
+        ratios = {k[2:]: t["vllm"] / t["ours"] for k, t in table.items()
+                  if k[:2] == (cache, heads) and len(t) == 2}  # fmt: skip
         if ratios:
             mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
             slower = {k: round(v, 2) for k, v in ratios.items() if v < 1}
-            print(f"H={heads}: geometric mean {mean:.2f}; slower at (topk, tokens) {slower}")
+            print(
+                f"{cache}, H={heads}: geometric mean {mean:.2f}; slower at (topk, tokens) {slower}"
+            )
     print(f"rows that are wrong: {[row for row in rows if not row['error'] <= TOLERANCE]}")
 
 
@@ -209,6 +317,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--heads", type=int, nargs="+", default=(8, 16, 64, 128))
     parser.add_argument("--tokens", type=int, nargs="+", default=(1, 4, 16, 64, 128))
+    parser.add_argument("--cache", choices=LAYOUTS, nargs="+", default=("fp8_ds_mla",))
     parser.add_argument("--topk", type=int, nargs="+", default=(2048,))
     parser.add_argument("--context", type=int, default=4096, help="entries that a token lists from")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no shape after these")
@@ -219,17 +328,20 @@ def main() -> None:
     facts = {name: known[name] for name in FACTS if name in known}
     facts["command"] = " ".join(["benchmarks/sparse.py", *sys.argv[1:]])
     torch.manual_seed(0)
-    print(facts, measure_ceilings(), flush=True)
+    ceilings = measure_ceilings()
+    print(facts, ceilings, flush=True)
     rows = []
     options.csv.parent.mkdir(parents=True, exist_ok=True)
     with options.csv.open("w", newline="") as file:
         writer = csv.DictWriter(file, FACTS + CASE + RESULT)
         writer.writeheader()
-        for topk, heads, tokens in itertools.product(options.topk, options.heads, options.tokens):
+        shapes = options.cache, options.topk, options.heads, options.tokens
+        for cache, topk, heads, tokens in itertools.product(*shapes):
             if time.monotonic() - start > options.seconds:
                 print(f"no time for {heads} heads, {tokens} tokens, {topk} slots")
                 continue
-            new = measure(Case(tokens, heads, topk, options.context), options.rounds)
+            case = Case(tokens, heads, topk, options.context, cache)
+            new = measure(case, options.rounds, ceilings.gbps)
             write(writer, facts, new)
             file.flush()
             rows += new
@@ -237,7 +349,7 @@ def main() -> None:
                 f"{r['candidate']} {r['p50_us']:.1f} ({r['gbps']:.0f} GB/s, error {r['error']:.1e})"
                 for r in new
             )
-            print(f"{tokens:4d} tokens, H={heads}, {topk} slots: {line}", flush=True)
+            print(f"{cache}, {tokens:4d} tokens, H={heads}, {topk} slots: {line}", flush=True)
             torch.cuda.empty_cache()
     summary(rows)
 
