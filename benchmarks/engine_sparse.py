@@ -12,6 +12,9 @@ The arms, side by side, then in turns at each point as in `complete`:
     ours        CUSTOM with every decode step taken
     shifted     CUSTOM reads wrong slots; the comparison must find it
 
+Tokens are judged if `default` and `other` run. Over `fp8_ds_mla` CUSTOM takes every step here, so
+`custom` and `ours` are the same: `--arms default,other,custom,shifted`.
+
 The kernels of a step are counted by the profiler with one request and with all: CUSTOM must decode
 every layer of the steps that it takes, with one refresh, and no layer of others.
 """

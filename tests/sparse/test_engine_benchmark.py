@@ -117,6 +117,15 @@ RESULTS = {
 }
 
 
+@pytest.mark.parametrize(("cache", "most"), [("fp8_ds_mla", 4), ("auto", 0)])
+def test_custom_decodes_every_layer_of_the_steps_in_the_table(cache, most):
+    def verdict(decodes):
+        return engine_sparse.verdict("custom", {"custom": result([2.0] * 4, 4, decodes)}, cache)
+
+    assert verdict(most) == "not judged"
+    assert verdict(4 - most).startswith("WRONG") and verdict(3).startswith("WRONG")
+
+
 @pytest.mark.parametrize(
     ("arm", "instead", "message"),
     [
