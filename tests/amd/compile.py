@@ -22,10 +22,11 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """A kernel, the values of its parameters, and its grid."""
+    """A kernel, the values of its parameters and of its constants, and its grid."""
 
     kernel: Kernel
     values: dict[str, object]
+    constants: dict[str, object]
     grid: tuple[int, int, int]
 
 
@@ -45,6 +46,7 @@ def launch(target, kernel, arguments, options, grid):
     return Launch(
         Kernel(target, parsed, parameters, metadata.num_warps, metadata.shared),
         {name: values[name] for name, _ in parameters},
+        {name: value for name, value in values.items() if name not in dict(parameters)},
         tuple((*grid, 1, 1)[:3]),
     )
 

@@ -41,9 +41,8 @@ KERNELS = {
 class _OnMachine:
     """Is launched as a Triton kernel is: `kernel[grid](*arguments, **options)`."""
 
-    def __init__(self, target, kernel, settings, launches):
-        self.target, self.kernel, self.settings = target, kernel, settings
-        self.launches = launches
+    def __init__(self, target, kernel, launches, run):
+        self.target, self.kernel, self.launches, self.run = target, kernel, launches, run
 
     def __getitem__(self, grid):
         return functools.partial(self._launch, grid)
@@ -51,18 +50,28 @@ class _OnMachine:
     def _launch(self, grid, *arguments, **options):
         given = compile.launch(self.target, self.kernel, arguments, options, grid)
         self.launches.append(given)
-        outcome = execute.run(given, WRITABLE[given.kernel.program.name], self.settings)
+        self.run(given)
+
+
+def machine(target, settings=None):
+    """Within it, the library's kernels run on the machine; yields the list of their launches."""
+
+    def run(given):
+        outcome = execute.run(given, WRITABLE[given.kernel.program.name], settings)
         assert not outcome.faults, f"{outcome.faults}; the first: {outcome.first}"
         tally.add("AMD machine code", launches=1, instructions_of_waves=outcome.executed)
 
+    return launched(target, run)
+
 
 @contextlib.contextmanager
-def machine(target, settings=None):
-    """Within it, the library's kernels run on the machine; yields the list of their launches."""
+def launched(target, run=lambda given: None):
+    """Within it, what the library launches is compiled for `target` and given to `run`; yields the
+    list of launches."""
     launches = []
     with contextlib.ExitStack() as stack:
         for name, module in KERNELS.items():
-            kernel = _OnMachine(target, getattr(module, name), settings, launches)
+            kernel = _OnMachine(target, getattr(module, name), launches, run)
             stack.enter_context(mock.patch.object(module, name, kernel))
         # The library asks torch whether it is on AMD.
         stack.enter_context(mock.patch.object(torch.version, "hip", "7.0"))
