@@ -127,15 +127,51 @@ def _lds_width(name: str) -> float:
     return int(bits) / 8 * (2 if pair else 1)
 
 
+def followers(program: Program) -> list[list[int]]:
+    """Which instructions may follow each."""
+    code = program.instructions
+    found = []
+    for index, each in enumerate(code):
+        ways = [program.labels[each.operands[0]]] if "branch" in each.name else []
+        if each.name not in ("s_branch", "s_endpgm"):
+            ways.append(index + 1)
+        found.append([way for way in ways if way < len(code)])
+    return found
+
+
 def loops(program: Program) -> list[tuple[int, int]]:
-    """(first, last) instruction of each loop: from a label to the last jump back to it."""
-    found: dict[int, int] = {}
-    for index, each in enumerate(program.instructions):
-        if each.name.startswith(("s_cbranch", "s_branch")):
-            target = program.labels[each.operands[0]]
-            if target <= index:
-                found[target] = index
-    return sorted(found.items(), key=lambda loop: (loop[0], -loop[1]))
+    """(first, last) instruction of each natural loop, one for all jumps back to one header; LLVM
+    puts some blocks of a loop in front of its header."""
+    after = followers(program)
+    before: list[list[int]] = [[] for _ in after]
+    for index, ways in enumerate(after):
+        for way in ways:
+            before[way].append(index)
+    # Bit j of dominators[i]: every way from the entry to i goes through j.
+    everything = (1 << len(after)) - 1
+    dominators = [1] + [everything] * (len(after) - 1)
+    changed = True
+    while changed:
+        changed = False
+        for index in range(1, len(after)):
+            common = everything
+            for way in before[index]:
+                common &= dominators[way]
+            common |= 1 << index
+            changed |= common != dominators[index]
+            dominators[index] = common
+    bodies: dict[int, set[int]] = {}
+    for index, ways in enumerate(after):
+        for header in ways:
+            if dominators[index] >> header & 1:
+                body, left = bodies.setdefault(header, {header}), [index]
+                while left:
+                    at = left.pop()
+                    if at not in body:
+                        body.add(at)
+                        left += before[at]
+    found = [(min(body), max(body)) for body in bodies.values()]
+    return sorted(found, key=lambda loop: (loop[0], -loop[1]))
 
 
 def kinds(program: Program) -> list[list[bool]]:

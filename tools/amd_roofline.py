@@ -44,6 +44,7 @@ from amd_cost import (
 )
 
 from mla_fusion.attention import triton as attention
+from mla_fusion.attention import triton_choice
 from mla_fusion.attention import triton_epilogue as epilogues
 from mla_fusion.attention.validate import Inputs
 from mla_fusion.kernels import triton as regions
@@ -181,6 +182,7 @@ def decode_inputs(target: str, heads: int, kind: str, sequences: int, length: in
     with (
         mock.patch.object(torch.cuda, "get_device_properties", lambda device: properties),
         mock.patch.object(torch.version, "hip", "7.0"),
+        mock.patch.object(triton_choice, "architecture", lambda device: target),
     ):
         settings = attention.plan_settings(heads, 1, types[kind], L + R, "cuda")
     plan = plan_for(

@@ -1,9 +1,10 @@
 """The Triton provider: a persistent decode kernel and a reduction, two launches.
 
 On Hopper (sm_90) with query and cache of one type the kernel is `hopper_kernel.py`, with 64 query
-rows in bf16 `hopper_specialized.py`, over one scope of bytes `hopper_packed.py`; everywhere else
-`triton_kernels.py`. `triton_choice.py` chooses. All execute the same plan. Nothing is allocated
-here and nothing waits for the device.
+rows in bf16 `hopper_specialized.py`, over one scope of bytes `hopper_packed.py`; on CDNA 3 and 4
+`cdna_kernel.py`; everywhere else, and for sparse decode there, `triton_kernels.py`.
+`triton_choice.py` chooses. All execute the same plan. Nothing is allocated here and nothing waits
+for the device.
 """
 
 from __future__ import annotations
@@ -128,6 +129,10 @@ def decode(given: Inputs, sparse: Sparse | None = None, config: Config | None = 
         from mla_fusion.attention import hopper_packed
 
         kernel = hopper_packed.decode_kernel
+    elif config.cdna:
+        from mla_fusion.attention import cdna_kernel
+
+        kernel = cdna_kernel.decode_kernel
     elif config.specialized:
         from mla_fusion.attention import hopper_specialized
 
@@ -164,6 +169,10 @@ def decode_arguments(
     if config.hopper and given.layout is not None:
         sink = None if sparse is None else sparse.sink
         return triton_packed.arguments(given, sink, config.rows, config.warps, config.stages)
+    if config.cdna:
+        from mla_fusion.attention import cdna_kernel
+
+        return cdna_kernel.arguments(given, config)
     q, kv_cache, table = given.q, given.kv_cache, given.block_table
     plan, out, unused = given.plan, given.out, given.plan.partial_lse
     extra = Scope(kv_cache, table) if sparse is None else sparse.extra

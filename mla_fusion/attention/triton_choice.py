@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING
 
 import torch
 
 from mla_fusion.attention.buffers import HOPPER_TILE
 from mla_fusion.attention.heads import layout as head_layout
+from mla_fusion.attention.selection import architecture
 
 if TYPE_CHECKING:
     from mla_fusion.attention.layouts import CacheLayout
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 HOPPER_WIDTHS = ((512, 64), (256, 64), (256, 32))
 SHARED_MEMORY = 227 * 1024  # bytes of a multiprocessor of Hopper
 SPECIALIZED_WIDTHS = (512, 64)  # of the kernel for Hopper with warps of different work
+CDNA_WIDTHS = ((512, 64), (256, 64))  # of the kernel for CDNA 3 and 4: compiled and executed
+CDNA_TILE = 64  # tokens
 PAIRED_HEADS = 128  # two of its row blocks: one item where that was measured
 
 
@@ -33,7 +37,8 @@ class Config:
 
     hopper: which kernel. rows: query rows (position x head) of a program. block_n: tokens of a
     tile. warps: of a program. specialized: Hopper's with warps of different work, for bf16.
-    stages: tiles in shared memory of Hopper's over a cache of bytes.
+    stages: tiles in shared memory of Hopper's over a cache of bytes. cdna: 3 or 4 for the kernel of
+    that generation of AMD's, and waves: of a SIMD, which the compiler may not fall short of.
     """
 
     hopper: bool
@@ -42,6 +47,8 @@ class Config:
     warps: int
     specialized: bool = False
     stages: int = 2
+    cdna: int = 0
+    waves: int = 0
 
 
 PACKED_WIDE = Config(True, 32, HOPPER_TILE, 8, stages=3)
@@ -62,6 +69,10 @@ def chosen(given: Inputs, extra: torch.Tensor | None = None, first: int = 0) -> 
     else:
         hopper = reads_packed(given.q.device, given.layout, first)
     rows = plan.heads_per_work * plan.settings.max_query_len
+    generation = cdna(given.q.device)
+    if generation and extra is None and not why_not_cdna(given):
+        page = given.kv_cache.shape[1]
+        return choose_cdna(generation, rows, given.q.dtype, given.kv_cache.dtype, page)
     config = choose(hopper, rows, *widths, warp, packed)
     wide = config.rows == SPECIALIZED.rows and extra is None
     return SPECIALIZED if wide and not why_not_specialized(given) else config
@@ -94,6 +105,48 @@ def why_not_specialized(given: Inputs) -> str:
     return ""
 
 
+def why_not_cdna(given: Inputs) -> str:
+    """Why the kernel for CDNA does not take a query and a cache; empty if it does."""
+    q, kv_cache, latent = given.q, given.kv_cache, given.plan.settings.v_head_dim
+    widths = latent, q.shape[2] - latent
+    if given.layout is not None or widths not in CDNA_WIDTHS:
+        return f"it takes entries of {CDNA_WIDTHS} values of one type, got {widths}"
+    if torch.float16 in (q.dtype, kv_cache.dtype):
+        return f"it multiplies bf16 or fp8, got {q.dtype} over {kv_cache.dtype}"
+    strides = [n * x.itemsize for x in (q, kv_cache) for n in x.stride()[:2]]
+    if any(n % 16 for n in strides) or any(x.data_ptr() % 16 for x in (q, kv_cache)):
+        return f"it reads 16 aligned bytes at once, got rows {strides} bytes apart"
+    return ""
+
+
+def choose_cdna(
+    generation: int, rows: int, q_dtype: torch.dtype, kv_dtype: torch.dtype, page: int
+) -> Config:
+    """The configuration for CDNA 3 or 4; page: tokens of a block.
+
+    As many waves a SIMD as fit without spills: they hide each other's latency. At 64 sequences of
+    8192 tokens their loads are ahead of memory (`tools/amd_roofline.py`); with four waves of 128
+    registers the loop over tiles spills.
+    """
+    tile = 16 if rows <= 16 else 32
+    aligned = page % CDNA_TILE == 0 or page in (16, 32)
+    if tile == 16:
+        waves = 3 if q_dtype.itemsize == 1 and aligned else 2
+    else:
+        waves = 2 if kv_dtype.itemsize == 1 else 1
+    if generation == 4 and kv_dtype.itemsize == 1 and not converts_e4m3fn():
+        waves = 1
+    return Config(False, tile, CDNA_TILE, 4, cdna=generation, waves=waves)
+
+
+@functools.cache
+def converts_e4m3fn() -> bool:
+    """Whether Triton has the instructions of CDNA 4 for e4m3fn; its own code takes registers."""
+    import triton
+
+    return tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
+
+
 def choose(
     hopper: bool, rows: int, latent: int, rope: int, warp: int = 32, packed: bool = False
 ) -> Config:
@@ -124,7 +177,7 @@ def plan_settings(
     width: int,
     device: torch.device | str,
 ) -> dict[str, int]:
-    """What to allocate a plan with for the kernel for Hopper: keywords of `allocate`.
+    """What to allocate a plan with for a kernel with tiles of 64 tokens: keywords of `allocate`.
 
     width: of a cache entry, L + R. Sequences are cut at tiles of 64 tokens. With 16 query rows at
     most, two programs fit a multiprocessor if its shared memory holds their tiles, and hide each
@@ -136,6 +189,11 @@ def plan_settings(
     """
     common = {"kv_granularity": HOPPER_TILE, "overhead": 4}
     processors = torch.cuda.get_device_properties(device).multi_processor_count
+    if generation := cdna(device):
+        rows = head_layout(num_heads, max_query_len).per_work * max_query_len
+        # Programs that run side by side, of all row blocks.
+        config = choose_cdna(generation, rows, kv_dtype, kv_dtype, CDNA_TILE)
+        return {"workers": max(1, config.waves * processors * config.rows // rows), **common}
     bf16 = kv_dtype == torch.bfloat16 and width == sum(SPECIALIZED_WIDTHS)
     if bf16 and (num_heads, max_query_len) == (PAIRED_HEADS, 1) and has_hopper(device):
         return {"workers": processors // 2, "heads_per_work": PAIRED_HEADS, **common}
@@ -166,6 +224,11 @@ def packed_workers(
 def reads_packed(device: torch.device, layout: CacheLayout, first: int) -> bool:
     """Whether the kernel for Hopper reads entries of bytes: of one scope, their scales in them."""
     return device.type == "cuda" and has_hopper(device) and not layout.behind and first == 0
+
+
+def cdna(device: torch.device | str) -> int:
+    """3 for a GPU of gfx942, 4 for one of gfx950, 0 for any other device."""
+    return {"gfx942": 3, "gfx950": 4}.get(architecture(torch.device(device)), 0)
 
 
 def has_hopper(device: torch.device | str) -> bool:

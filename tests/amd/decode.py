@@ -2,7 +2,7 @@
 
 import torch
 
-from mla_fusion.attention import triton
+from mla_fusion.attention import triton, triton_choice
 from mla_fusion.attention.validate import Inputs
 from tests import tally
 from tests.amd.provider import machine
@@ -22,6 +22,18 @@ CASES = {
     "page of one": (16, [1, 1], [30, 18], "bf16", "bf16", 1, 4),
     "one worker": (12, [1, 1, 1], [40, 17, 33], "fp8", "fp8", 16, 1),
     "two workers": (12, [2, 1, 2], [37, 20, 50], "bf16", "bf16", 64, 2),
+    "tiles": (16, [1, 2], [200, 130], "fp8", "fp8", 64, 1),
+    "tiles of pages": (16, [2, 1], [140, 70], "bf16", "bf16", 16, 1),
+    "tiles of slots": (16, [1, 1], [140, 70], "fp8", "fp8", 1, 2),
+    "tiles of 8 slots": (16, [1], [140], "bf16", "fp8", 8, 1),
+    "pages of three": (12, [1], [140], "fp8", "fp8", 48, 1),
+    "large pages": (40, [1, 1], [200, 65], "fp8", "fp8", 128, 3),
+    "two row blocks": (32, [2, 1], [140, 70], "fp8", "fp8", 64, 3),
+    "bf16 row blocks": (64, [1], [140], "bf16", "fp8", 64, 1),
+    "256 latents": (16, [2, 1], [140, 70], "fp8", "fp8", 64, 3, {"v_head_dim": 256}),
+    "256 latents in bf16": (32, [1, 1], [140, 7], "bf16", "bf16", 16, 3, {"v_head_dim": 256}),
+    "three tiles": (12, [1, 1], [150, 70], "fp8", "fp8", 16, 1),
+    "three tiles of drafts": (12, [2, 1], [150, 70], "bf16", "bf16", 64, 1),
     "many pieces": (12, [2, 1], [150, 20], "bf16", "bf16", 64, 70, {"kv_granularity": 1}),
 }
 HALF_STEP = 2**-8  # of bf16, relative
@@ -36,8 +48,9 @@ class Expected:
         heads, rows, lengths, query, cache, page, workers, *more = CASES[name]
         types = {"bf16": BF16, "fp8": FP8[target]}
         given = decodes.arguments(
-            rows, lengths, page, v_head_dim=512, rope=64, num_heads=heads, workers=workers,
-            overhead=1, q_dtype=types[query], kv_dtype=types[cache], **(more[0] if more else {}),
+            rows, lengths, page, rope=64, num_heads=heads, workers=workers, overhead=1,
+            q_dtype=types[query], kv_dtype=types[cache],
+            **({"v_head_dim": 512} | (more[0] if more else {})),
         )  # fmt: skip
         self.out, self.lse = decodes.definition(given, rows, lengths)
         magnitudes, _ = decodes.definition(given, rows, lengths, of=torch.abs)
@@ -64,11 +77,20 @@ class Expected:
         return {name: int((~part).sum()) for name, part in near.items() if not part.all()}
 
 
-def check(target, name, settings=None):
-    """Execute a case, compare it, and return its launches."""
+def portable_config(inputs):
+    """How the portable kernel would be compiled for these inputs."""
+    latent, settings = inputs.plan.settings.v_head_dim, inputs.plan.settings
+    rows = inputs.plan.heads_per_work * settings.max_query_len
+    return triton_choice.choose(False, rows, latent, inputs.q.shape[2] - latent, 64)
+
+
+def check(target, name, settings=None, portable=False):
+    """Execute a case, compare it, and return its launches; `portable` as on other GPUs."""
     expected = Expected(target, name)
     with machine(target, settings) as launches:
-        triton.launch(expected.inputs)
+        triton.launch(
+            expected.inputs, config=portable_config(expected.inputs) if portable else None
+        )
     assert not (wrong := expected.wrong()), wrong
     tally.add(
         "AMD machine code", bytes_compared=2 * expected.out.numel() + 4 * expected.lse.numel()

@@ -116,13 +116,14 @@ def region_runs(target, kind, rope, shapes, plan=None, **more):
     return list(_in_both_orders(make, given))
 
 
-def decode_runs(target, *names):
+def decode_runs(target, *names, portable=False):
     """Decodes and their reductions; only the decodes are mutated."""
 
     def make(name):
         expected = decode.Expected(target, name)
+        config = decode.portable_config(expected.inputs) if portable else None
         with machine(target) as launches:
-            attention.launch(expected.inputs)
+            attention.launch(expected.inputs, config=config)
         plan, inputs = expected.inputs.plan, expected.inputs
         outputs = (inputs.out, inputs.lse, plan.partial_output, plan.partial_lse)
 

@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from mla_fusion.attention import epilogue_kernel, planner_triton
+from mla_fusion.attention import cdna_kernel, epilogue_kernel, planner_triton, triton_choice
 from mla_fusion.attention import triton_kernels as attention_kernels
 from mla_fusion.kernels import triton_kernels as region_kernels
 from tests import tally
@@ -31,6 +31,7 @@ WRITABLE = {
 KERNELS = {
     "prep_kernel": region_kernels,
     "decode_kernel": attention_kernels,
+    "cdna decode_kernel": cdna_kernel,
     "reduce_kernel": attention_kernels,
     "epilogue_kernel": epilogue_kernel,
     "quantize_kernel": epilogue_kernel,
@@ -71,8 +72,10 @@ def launched(target, run=lambda given: None):
     launches = []
     with contextlib.ExitStack() as stack:
         for name, module in KERNELS.items():
+            name = name.split()[-1]
             kernel = _OnMachine(target, getattr(module, name), launches, run)
             stack.enter_context(mock.patch.object(module, name, kernel))
-        # The library asks torch whether it is on AMD.
+        # The library asks torch whether it is on AMD, and for the tensors' architecture.
         stack.enter_context(mock.patch.object(torch.version, "hip", "7.0"))
+        stack.enter_context(mock.patch.object(triton_choice, "architecture", lambda device: target))
         yield launches

@@ -7,8 +7,9 @@ pytest.importorskip("triton")
 from tests.amd import decode
 from tests.amd.execute import Settings
 
-# All that compile to other machine code: types, tall tiles, pages.
-SOME = ("ragged", "fp8", "fp8 cache", "128 heads", "page of one")
+# All that compile to other machine code: types, row blocks, pages.
+SOME = ("ragged", "fp8 cache", "128 heads", "tiles", "tiles of pages", "tiles of slots")
+PORTABLE = ("ragged", "fp8 cache")
 pytestmark = pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 
 
@@ -16,10 +17,19 @@ pytestmark = pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 def test_decode(target, name):
     launches = decode.check(target, name)
     assert [each.kernel.program.name for each in launches] == ["decode_kernel", "reduce_kernel"]
+    assert launches[0].constants["CDNA"] == (3 if target == "gfx942" else 4)
+
+
+@pytest.mark.parametrize("name", PORTABLE)
+def test_portable_kernel(target, name):
+    """That of other GPUs, of sparse decode and of other widths."""
+    launches = decode.check(target, name, portable=True)
+    assert "CDNA" not in launches[0].constants
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", decode.CASES)
 @pytest.mark.parametrize("rounding", [-1, 0, 1])
-def test_decode_backwards_and_with_other_approximations(target, name, rounding):
-    decode.check(target, name, Settings(backwards=True, rounding=rounding, seed=7))
+@pytest.mark.parametrize("portable", [False, True], ids=["cdna", "portable"])
+def test_decode_backwards_and_with_other_approximations(target, name, rounding, portable):
+    decode.check(target, name, Settings(backwards=True, rounding=rounding, seed=7), portable)

@@ -56,9 +56,14 @@ SUBJECTS = {
         plan=Plan(block_m=1, block_n=32, num_warps=2),
     ),
     "decode, gfx950, fp8": functools.partial(
-        mutants.decode_runs, "gfx950", "padded heads", "one worker"
+        mutants.decode_runs, "gfx950", "padded heads", "three tiles"
     ),
-    "decode, gfx942, bf16": functools.partial(mutants.decode_runs, "gfx942", "two workers"),
+    "decode, gfx942, bf16": functools.partial(
+        mutants.decode_runs, "gfx942", "two workers", "three tiles of drafts"
+    ),
+    "portable decode, gfx950, fp8": functools.partial(
+        mutants.decode_runs, "gfx950", "padded heads", portable=True
+    ),
     "reduction, gfx942": functools.partial(mutants.reduce_runs, "gfx942", "many pieces"),
     "epilogue of one slice, gfx942": functools.partial(
         mutants.epilogue_runs, "gfx942", epilogues.choose(1, 16, 512, 128), "tokens", "drafts"

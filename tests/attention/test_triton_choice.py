@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from mla_fusion.attention import hopper_specialized, triton_choice
+from mla_fusion.attention import cdna_kernel, hopper_specialized, triton_choice
 from mla_fusion.attention.layouts import FP8_DS_MLA, FP8_DS_MLA_V4
 from tests.attention.decodes import BF16, FN, FP16
 from tests.attention.test_decode_compiled import decode_inputs
@@ -22,7 +22,7 @@ DRAFTS = {"max_query_len": 4}
 def hopper(monkeypatch):
     """A GPU of sm_90 with ten multiprocessors; tensors without memory count as on it."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    properties = SimpleNamespace(multi_processor_count=10)
+    properties = SimpleNamespace(multi_processor_count=10, gcnArchName="gfx90a")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     real = triton_choice.is_hopper
 
@@ -130,6 +130,50 @@ def test_an_amd_gpu(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7.0")
     assert not triton_choice.chosen(inputs()).hopper
     assert "heads_per_work" not in triton_choice.plan_settings(128, 1, BF16, 576, "cuda")
+
+
+@pytest.fixture
+def cdna(monkeypatch):
+    """An MI300X, as far as the choice asks."""
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(triton_choice, "architecture", lambda device: "gfx942")
+
+
+@pytest.mark.parametrize(
+    ("q", "options", "wanted"),
+    [
+        ((8, 16, 576), {"dtype": FN}, triton_choice.Config(False, 16, 64, 4, cdna=3, waves=3)),
+        ((8, 16, 576), {}, triton_choice.Config(False, 16, 64, 4, cdna=3, waves=2)),
+        ((8, 16, 576), {"dtype": FN, "page": 1},
+         triton_choice.Config(False, 16, 64, 4, cdna=3, waves=2)),
+        ((8, 128, 576), {}, triton_choice.Config(False, 32, 64, 4, cdna=3, waves=1)),
+        ((8, 128, 576), {"dtype": FN}, triton_choice.Config(False, 32, 64, 4, cdna=3, waves=2)),
+        # Types, widths and strides that it does not take.
+        ((8, 16, 576), {"dtype": FP16}, triton_choice.Config(False, 16, 16, 4)),
+        ((8, 16, 544), {}, triton_choice.Config(False, 16, 16, 4)),
+    ],
+)  # fmt: skip
+def test_the_kernel_for_cdna(cdna, q, options, wanted):
+    given = inputs(q, **options)
+    assert triton_choice.chosen(given) == wanted
+    if not wanted.cdna:
+        with pytest.raises(ValueError, match=r"the kernel for CDNA: it (takes|multiplies)"):
+            cdna_kernel.arguments(given, wanted)
+
+
+def test_the_kernel_for_cdna_is_not_for_lists_of_slots_and_odd_strides(cdna):
+    given = inputs((8, 16, 576))
+    assert not triton_choice.chosen(given, given.kv_cache).cdna
+    apart = torch.empty(8, 16, 580, dtype=BF16, device="meta")[..., :576]
+    assert not triton_choice.chosen(dataclasses.replace(given, q=apart)).cdna
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype", "workers"), [(16, FN, 30), (16, BF16, 20), (128, FN, 10), (128, BF16, 5)]
+)
+def test_plans_for_cdna(cdna, heads, dtype, workers):
+    """As many programs as fit ten CUs: three or two waves a SIMD, or two row blocks."""
+    assert triton_choice.plan_settings(heads, 1, dtype, 576, "cuda")["workers"] == workers
 
 
 @pytest.mark.parametrize(

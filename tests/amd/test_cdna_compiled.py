@@ -1,0 +1,81 @@
+"""The decode kernel for CDNA 3 and 4, compiled: registers, and what its loop over tiles has."""
+
+import dataclasses
+
+import amd_cost
+import amd_roofline
+import pytest
+
+pytest.importorskip("triton")
+
+from mla_fusion.attention import cdna_kernel, triton_choice
+from tests.amd import compile
+from tests.attention.test_decode_compiled import meta
+from tests.kernels.compiled import LDS, compile_report
+
+TARGETS = pytest.mark.parametrize("target", ["gfx942", "gfx950"])
+SOME = [("fp8", 16, 64), ("bf16", 16, 64), ("fp8", 64, 16), ("cache", 128, 64)]
+MORE = [(kind, heads, page) for kind in ("fp8", "bf16", "cache") for heads in (16, 32)
+        for page in (64, 16, 1, 48) if (kind, heads, page) not in SOME]  # fmt: skip
+
+
+def launch_of(target, kind, heads, page):
+    """What a decode launches: arguments and options, for blocks of `page` tokens."""
+    given = amd_roofline.decode_inputs(target, heads, kind, 4, 3072)
+    cache = meta(4 * 3072 // page, page, 576, dtype=given.kv_cache.dtype)
+    given = dataclasses.replace(given, kv_cache=cache)
+    generation, rows = 3 if target == "gfx942" else 4, given.plan.heads_per_work
+    assert not triton_choice.why_not_cdna(given)
+    config = triton_choice.choose_cdna(generation, rows, given.q.dtype, cache.dtype, page)
+    return config, *cdna_kernel.arguments(given, config)
+
+
+@TARGETS
+@pytest.mark.parametrize(
+    ("kind", "heads", "page"),
+    [*SOME, *(pytest.param(*each, marks=pytest.mark.nightly) for each in MORE)],
+)
+def test_resources(target, kind, heads, page):
+    config, args, options = launch_of(target, kind, heads, page)
+    kernel = cdna_kernel.decode_kernel
+    report = compile_report(target, kernel, args, options)
+    assert report.spills == 0 and report.narrow_loads == 0, report
+    assert report.shared <= LDS[target] and report.wide_loads > 0, report
+    given = compile.launch(target, kernel, args, options, (1, 1)).kernel
+    code = given.program.instructions
+    # What the compiler was asked for, unless the query leaves LDS for fewer.
+    query = config.rows * 576 * args[0].itemsize
+    fit = amd_cost.GPUS[target].lds // (query + 128 * config.rows)
+    assert amd_cost.waves(given, amd_cost.GPUS[target])[1] >= min(config.waves, fit)
+
+    (_, outer_end), (first, last) = amd_cost.loops(given.program)
+    assert first < last < outer_end
+    loop = code[first : last + 1]
+    names = [each.name for each in loop]
+    # Each product once: 576 columns of 16 tokens, and 64 tokens of 128 latents, for 16 rows each.
+    depth = {"gfx942": 16, "gfx950": 32}[target]
+    scores = 576 // (32 if kind == "fp8" else depth)
+    matrix = [name for name in names if name.startswith("v_mfma")]
+    assert len(matrix) == config.rows // 16 * (scores + 64 // depth * 8)
+    assert sum("fp8_fp8" in name for name in matrix) == (
+        config.rows // 16 * scores if kind == "fp8" else 0
+    )
+    assert names.count("s_barrier") <= 4
+    # One number of the block table if a tile lies in one block.
+    numbers = [name for name in names if name.endswith("_load_dword")]
+    assert len(numbers) == 1 or page % 64
+    stores = [each.name for each in code if "_store_" in each.name]
+    assert sum("dwordx4" in name for name in stores) >= 12 * config.rows // 16
+    assert {name.rpartition("_")[2] for name in stores} == {"dword", "dwordx4"}  # the LSE
+
+
+@TARGETS
+@pytest.mark.parametrize("kind", ["fp8", "bf16"])
+def test_16_heads_are_bound_by_memory(target, kind):
+    """At 64 sequences of 8192 tokens; no product is repeated."""
+    decode, _ = amd_roofline.decode(target, 16, kind, 64, 8192)
+    assert decode.repeats == 1.0
+    # One wave has to do where Triton converts in software.
+    is_slow = target == "gfx950" and kind == "fp8" and not triton_choice.converts_e4m3fn()
+    assert decode.share("memory") >= (0.5 if is_slow else 0.7), decode
+    assert decode.waves >= (1 if is_slow else 2)
