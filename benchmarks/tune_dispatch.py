@@ -75,7 +75,7 @@ def tiles(tokens: int, heads: int, latent: int) -> Iterator[Plan]:
 
 
 def variations(best: Plan, tokens: int) -> Iterator[Plan]:
-    """Second round: what does not touch the product, around the `best` tile."""
+    """Second round: all but the product's tile, around the `best` one."""
     rests: list[dict[str, int]] = [{}]
     if tokens >= 32:
         rests += [
@@ -84,8 +84,11 @@ def variations(best: Plan, tokens: int) -> Iterator[Plan]:
             {"rope_rows": min(256, 2 * best.rope_rows), "num_warps": 12 - best.num_warps},
             {"cache_tokens": 2 * best.cache_tokens},
         ]
-    for rest, last, pdl in itertools.product(rests, (False, True), (False, True)):
-        yield dataclasses.replace(best, **rest, rest_last=last, pdl=pdl)
+    launches: list[dict[str, Any]] = [{"pdl": False}, {"pdl": True}]
+    if torch.version.hip is not None:
+        launches = [{"side": 0}, {"side": 16}]
+    for rest, last, launch in itertools.product(rests, (False, True), launches):
+        yield dataclasses.replace(best, **rest, **launch, rest_last=last)
 
 
 def compile_plan(job: tuple[Plan, bool, Widths]) -> None:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 
+CDNA = ("gfx942", "gfx950")  # AMD's generations 3 and 4
+
+
 class Widths(NamedTuple):
     """P, R and L of a layer."""
 
@@ -45,6 +48,7 @@ class Plan:
     rope_rows, cache_tokens: rows of [tokens * heads] and tokens of one rest program.
     rest_last: the rest programs come after the product programs in the grid.
     pdl: programmatic dependent launch (NVIDIA, compute capability 9 and later).
+    side: of a matrix instruction on AMD, 16 or 32; 0 for Triton's choice.
     """
 
     mode: str = "one"
@@ -57,6 +61,7 @@ class Plan:
     num_warps: int = 4
     num_stages: int = 2
     pdl: bool = False
+    side: int = 0
 
     def __post_init__(self) -> None:
         if self.mode not in ("one", "split"):
@@ -114,6 +119,20 @@ def default_plan(tokens: int, heads: int, latent: int) -> Plan:
     )
 
 
+def cdna_plan(arch: str, tokens: int, heads: int, latent: int) -> Plan:
+    """The plan for gfx942 or gfx950, by the static roofline (`tools/amd_roofline.py`).
+
+    128 latents of 128 columns fill half of the LDS of gfx942, and leave a SIMD two waves; one round
+    of smaller tiles also has a shorter tail. gfx950 has the LDS, and enough of the larger ones from
+    65 tokens on.
+    """
+    plan = default_plan(tokens, heads, latent)
+    if plan.block_n == 128 and (arch == "gfx942" or tokens <= 64):
+        cache_tokens = min(4, plan.cache_tokens)
+        return dataclasses.replace(plan, block_n=64, rope_rows=64, cache_tokens=cache_tokens)
+    return plan
+
+
 def fit(plan: Plan, depth: int, rotated: int, itemsize: int) -> Plan:
     """`plan` with smaller tiles if the reduction is deeper, its type or the rotated part wider.
 
@@ -135,7 +154,8 @@ def fit(plan: Plan, depth: int, rotated: int, itemsize: int) -> Plan:
 
 @functools.lru_cache(maxsize=8)
 def device_table(device: torch.device) -> str | None:
-    """The measured device whose plans serve this one: itself, else one of its architecture."""
+    """The measured device whose plans serve this one: itself, else one of its architecture; an
+    architecture of `CDNA` has plans of its own without one."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -145,18 +165,21 @@ def device_table(device: torch.device) -> str | None:
         arch = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
     else:
         arch = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
-    return next((name for name, device in measured().items() if device.arch == arch), None)
+    found = next((name for name, device in measured().items() if device.arch == arch), None)
+    return arch if found is None and arch in CDNA else found
 
 
 @functools.lru_cache(maxsize=4096)
 def choose(tokens: int, heads: int, fp8_query: bool, widths: Widths, table: str | None) -> Plan:
-    """The plan for a batch of `tokens` and `heads`; `table` is a device of dispatch.csv.
+    """The plan for a batch of `tokens` and `heads`; `table` is what `device_table` gives.
 
     Widths and, in them, a head count that were not measured use the nearest measured ones by
     ratio; more tokens than were measured use the last row.
     """
     if table is None:
         return default_plan(tokens, heads, widths.latent)
+    if table in CDNA:
+        return cdna_plan(table, tokens, heads, widths.latent)
     by_widths = measured()[table].rows[fp8_query]
     by_heads = by_widths[min(by_widths, key=widths.distance)]
     rows = by_heads[min(by_heads, key=lambda nearest: abs(math.log(nearest / heads)))]

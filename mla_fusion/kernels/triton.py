@@ -246,6 +246,8 @@ def _options(plan: Plan, product: str, align: int, inputs: Inputs) -> dict[str, 
     }
     if plan.pdl:
         options["launch_pdl"] = True
+    if plan.side:
+        options["matrix_instr_nonkdim"] = plan.side
     return options
 
 

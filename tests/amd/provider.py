@@ -12,6 +12,7 @@ import torch
 
 from mla_fusion.attention import cdna_kernel, epilogue_kernel, planner_triton, triton_choice
 from mla_fusion.attention import triton_kernels as attention_kernels
+from mla_fusion.kernels import dispatch
 from mla_fusion.kernels import triton_kernels as region_kernels
 from tests import tally
 from tests.amd import compile, execute
@@ -77,5 +78,6 @@ def launched(target, run=lambda given: None):
             stack.enter_context(mock.patch.object(module, name, kernel))
         # The library asks torch whether it is on AMD, and for the tensors' architecture.
         stack.enter_context(mock.patch.object(torch.version, "hip", "7.0"))
-        stack.enter_context(mock.patch.object(triton_choice, "architecture", lambda device: target))
+        stack.enter_context(mock.patch.object(triton_choice, "architecture", lambda _: target))
+        stack.enter_context(mock.patch.object(dispatch, "device_table", lambda _: target))
         yield launches

@@ -41,6 +41,7 @@ OTHER_PLANS = (
     Plan(block_m=64, m_tiles=4),
     Plan(block_m=64, block_n=256, m_tiles=2, num_warps=8, rest_last=True),
     Plan(block_m=32, block_n=128, num_warps=8, rope_rows=64, cache_tokens=8),
+    Plan(block_m=32, block_n=128, num_warps=8, side=16),
 )
 targets = pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 
@@ -61,18 +62,20 @@ def test_default_plans(target, shape):
     region.check(target, region.hostile(made(target, *shape)), BACKWARDS)
 
 
-def test_all_default_plans_are_here():
+@targets
+def test_all_default_plans_are_here(target):
     """Every plan that the dispatch chooses for AMD, which has no measured ones, is executed."""
-    chosen = {
-        dispatch.choose(tokens, heads, True, Widths(128, 64, 512), None)
-        for tokens, heads in itertools.product(range(1, 257), range(8, 129))
-    }
+
+    def chosen(tokens, heads):
+        return dispatch.choose(tokens, heads, True, Widths(128, 64, 512), target)
+
+    every = {chosen(*shape) for shape in itertools.product(range(1, 257), range(8, 129))}
     assert not [device for device in dispatch.measured().values() if "gfx" in device.arch]
-    here = {dispatch.default_plan(tokens, heads, 512) for tokens, heads, *_ in DEFAULT}
-    nightly = {dispatch.default_plan(t, h, 512) for t, h in itertools.product(TOKENS, HEADS)}
-    assert chosen == here | nightly
+    here = {chosen(tokens, heads) for tokens, heads, *_ in DEFAULT}
+    nightly = {chosen(*shape) for shape in itertools.product(TOKENS, HEADS)}
+    assert every == here | nightly
     # Those of few tokens and many heads are the only ones left to the nightly run.
-    assert {plan.block_m for plan in here} == {plan.block_m for plan in chosen}
+    assert {plan.block_m for plan in here} == {plan.block_m for plan in every}
 
 
 @targets

@@ -4,9 +4,12 @@ import pytest
 
 pytest.importorskip("triton")
 
+import dataclasses
+
 import amd_cost
 import amd_roofline
 
+from mla_fusion.kernels.dispatch import Plan
 from tests.amd import assembly
 from tests.amd.compile import Kernel
 
@@ -114,9 +117,20 @@ def test_waves_that_fit(registers, lds, warps, wanted):
 
 @pytest.mark.parametrize("target", amd_cost.GPUS)
 def test_region(target):
-    """The product's own matrix instructions, each needed; not those of programs of another kind."""
+    """The product's own matrix instructions, each needed; four waves a SIMD, a short tail."""
     got = amd_roofline.region(target, 64, 128)
     assert got.repeats == 1.0
     depth = 8 if target == "gfx942" else 16
-    # A wave has a quarter of 64 tokens by 128 latents, 128 deep.
-    assert got.instructions["matrix"] == 64 * 128 * 128 / 4 / (32 * 32 * depth)
+    # A wave has a quarter of 64 tokens by 64 latents, 128 deep.
+    assert got.instructions["matrix"] == 64 * 64 * 128 / 4 / (32 * 32 * depth)
+    assert got.waves >= 4 and got.tail <= 0.1, got
+
+
+def test_the_side_of_a_matrix_instruction():
+    """Eight warps have 32 by 128 results: instructions of 32 by 32 are too few for them."""
+    plan = Plan(block_m=32, block_n=128, num_warps=8)
+    wide, narrow = (
+        amd_roofline.region("gfx942", 32, 8, plan=dataclasses.replace(plan, side=side))
+        for side in (32, 16)
+    )
+    assert wide.repeats > 1.0 and narrow.repeats == 1.0

@@ -2,6 +2,7 @@
 
 import csv
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -45,6 +46,28 @@ def test_choose_extends_to_unmeasured_shapes(table):
     assert dispatch.choose(1, 8, True, Widths(192, 64, 512), table) == Plan(block_m=1)
     assert dispatch.choose(1, 8, True, Widths(256, 0, 1024), table) == Plan(block_m=1)
     assert dispatch.choose(1, 8, False, MISTRAL_SMALL, table) == Plan()
+
+
+@pytest.mark.parametrize(
+    ("arch", "tokens", "wanted"),
+    [
+        ("gfx942", 64, Plan(block_m=64, rope_rows=64, cache_tokens=4, rest_last=True)),
+        ("gfx942", 256, Plan(block_m=64, rope_rows=64, cache_tokens=4, rest_last=True)),
+        ("gfx950", 64, Plan(block_m=64, rope_rows=64, cache_tokens=4, rest_last=True)),
+        ("gfx950", 256, dispatch.default_plan(256, 128, 512)),
+        ("gfx942", 1, dispatch.default_plan(1, 128, 512)),
+    ],
+)
+def test_amd_has_plans_of_its_own(monkeypatch, arch, tokens, wanted):
+    gpu = SimpleNamespace(gcnArchName=f"{arch}:sramecc+:xnack-")
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an AMD GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    dispatch.device_table.cache_clear()
+    table = dispatch.device_table(torch.device("cuda", 7))
+    dispatch.device_table.cache_clear()
+    assert table == arch
+    assert dispatch.choose(tokens, 128, True, DEEPSEEK, table) == wanted
 
 
 def test_representatives_cover_every_batch_of_the_bucket(table):
