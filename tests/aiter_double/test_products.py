@@ -1,5 +1,7 @@
 """The provider with W_UK packed for AITER's Triton products, as vLLM 0.32 packs it on ROCm."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -11,6 +13,8 @@ from tests import aiter_double
 from tests.aiter_double import calls, numbers
 from tests.aiter_double.calls import L, P
 from tests.aiter_double.versions import FP4_PRODUCT, FP8_PRODUCT, FUSED
+
+COMPARISON = (Path(__file__).parents[2] / "docs/comparison.md").read_text()
 
 
 def packed(kind, w_uk_t, fp8):
@@ -107,3 +111,34 @@ def test_a_packed_weight_is_refused_for_other_activations_than_bf16(kind):
         with pytest.raises(ValueError, match=f"{kind} product is one of bf16: q is torch.float16"):
             provider.fused_mla_decode_prep(Inputs(**given, is_neox=False))
         assert not double.counts()
+
+
+@pytest.mark.parametrize(
+    ("kind", "fp8", "wanted"),
+    [
+        ("bf16", torch.float8_e4m3fn, ("0.2 %", "2.7 %")),
+        ("fp8", torch.float8_e4m3fn, ("3.7 %", "4.5 %")),
+        ("fp8", torch.float8_e4m3fnuz, ("3.7 %", "4.5 %")),
+        ("mxfp4", torch.float8_e4m3fn, ("16 %", "17 %")),
+    ],
+)
+def test_what_packed_weights_cost(kind, fp8, wanted):
+    """The errors in docs/comparison.md."""
+    g = torch.Generator().manual_seed(0)
+    w = (torch.randn(8, 128, 512, generator=g) / 128**0.5).bfloat16()
+    q = torch.randn(64, 8, 128, generator=g).bfloat16()
+    exact = torch.einsum("thp,hpl->thl", q.double(), w.double())
+    absorbed = exact
+    if kind != "bf16":
+        kind_of = kind.removeprefix("mx")
+        _, wide = packed(kind_of, w, fp8)
+        absorbed = torch.einsum("thp,hpl->thl", rounded_query(kind_of, q, fp8), wide)
+    absorbed = absorbed.bfloat16().float()
+    query = numbers.clamped_fp8(absorbed / 0.02, fp8).float() * 0.02
+    shown = []
+    for got in (absorbed, query):
+        error = ((got.double() - exact).square().mean() / exact.square().mean()).sqrt().item()
+        shown.append(f"{100 * error:.2g} %" if error > 0.01 else f"{100 * error:.1g} %")
+    assert tuple(shown) == wanted
+    line = next(x for x in COMPARISON.splitlines() if x.startswith(f"| {kind}"))
+    assert line.endswith(" | ".join(("", *wanted, "")).rstrip())
