@@ -23,6 +23,7 @@ from checks import expect, finish
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/kernels"))
 import cases
 
+from mla_fusion.cli.bench_region import fp8_type
 from mla_fusion.cli.compare import POISON, different_bytes, steps
 from mla_fusion.kernels import dispatch, get_provider
 from mla_fusion.kernels import triton as provider
@@ -39,7 +40,7 @@ OTHER_WIDTHS = {
     "128 + 96, 320": {"nope": 128, "rope": 96, "latent": 320},
     "256 + 128, 1024": {"nope": 256, "rope": 128, "latent": 1024},
 }
-FN, BF16, FP16 = torch.float8_e4m3fn, torch.bfloat16, torch.float16
+FP8, BF16, FP16 = fp8_type(), torch.bfloat16, torch.float16
 
 
 def absorb(q_nope: torch.Tensor, w_uk_t: torch.Tensor) -> torch.Tensor:
@@ -119,7 +120,7 @@ def widths() -> None:
     """Other widths, with the plans that are chosen for them, and with large tiles."""
     large = Plan(block_m=64, block_n=256, m_tiles=4, rope_rows=256, cache_tokens=16, num_warps=8)
     batches = [(1, 16), (17, 32), (64, 16), (256, 8), (512, 32)]
-    targets = ({"kv": kv, "query": kv} for kv in (FN, BF16))
+    targets = ({"kv": kv, "query": kv} for kv in (FP8, BF16))
     for target, (name, fields) in itertools.product(targets, OTHER_WIDTHS.items()):
         for seed, (tokens, heads) in enumerate(batches):
             padded = (0, tokens - 1) if tokens > 1 else ()
@@ -156,7 +157,7 @@ def extremes() -> None:
     call.storage = torch.full((blocks * 64 * 576,), POISON, dtype=torch.uint8, device="cuda")
     slots = blocks * 64 - 1 - torch.arange(40, device="cuda") * 70
     slots[1], slots[2] = -1, 0
-    cache = call.storage.view(FN).view(blocks, 64, 576)
+    cache = call.storage.view(FP8).view(blocks, 64, 576)
     call.inputs = call.inputs._replace(kv_cache=cache, slot_mapping=slots)
     (got, got_storage), (want, want_storage) = (cases.run(m, call) for m in (provider, reference))
     compare("huge cache query", call.inputs, got, want)
@@ -169,7 +170,7 @@ def extremes() -> None:
 def graphs() -> None:
     """Capture at both ends of the bucket after a warm-up, replay with changed inputs."""
     shapes = [DEEPSEEK, DEEPSEEK | OTHER_WIDTHS["Mistral-Small-4"]]
-    for kv, shape in itertools.product((FN, BF16), shapes):
+    for kv, shape in itertools.product((FP8, BF16), shapes):
         case = cases.Case(**shape, heads=16, padded=(), kv=kv, query=kv)
         ends = [cases.build(dataclasses.replace(case, tokens=n), "cuda") for n in (1, 512)]
         started, lines = time.perf_counter(), []
@@ -216,7 +217,7 @@ def programmatic_launch() -> None:
     for plan in plans | {Plan(pdl=True), Plan(block_m=1, block_n=32, num_warps=2, pdl=True)}:
         layers = [cases.build(dataclasses.replace(case, seed=seed), "cuda") for seed in range(40)]
         shared = torch.empty_like(layers[0].inputs.q)
-        outs = [torch.empty(8, 16, 576, dtype=FN, device="cuda") for _ in layers]
+        outs = [torch.empty(8, 16, 576, dtype=FP8, device="cuda") for _ in layers]
         buffer = torch.empty_like(outs[0])
 
         def step(plan: Plan = plan, layers: list = layers, shared: torch.Tensor = shared,

@@ -3,6 +3,7 @@ benchmarks/results/."""
 
 import csv
 import itertools
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -16,10 +17,12 @@ from mla_fusion.kernels.dispatch import Widths
 ARGV = ["bench", "--tokens", "1", "8", "--heads", "16", "--layers", "3", "--rounds", "10"]
 
 
-@pytest.mark.parametrize("argv", [ARGV, ["bench", "decode"]])
+@pytest.mark.parametrize(
+    "argv", [[*ARGV, "--csv"], ["bench", "decode", "--csv"], ["bench", "--report"]]
+)
 def test_without_a_gpu_it_says_so(monkeypatch, capsys, tmp_path, argv):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert cli.main([*argv, "--csv", str(tmp_path / "rows.csv")]) == 2
+    assert cli.main([*argv, str(tmp_path / "file")]) == 2
     assert "torch sees none here" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
@@ -130,3 +133,42 @@ def test_the_roundings_of_vllm_are_other_functions(widths):
     for name in ("every operation", "the sum"):
         equal, worst = bench_region.agreement(region, layers[name])
         assert 0.99 < equal < 1 and worst >= 1, name
+
+
+def test_a_report_has_what_was_measured_and_what_failed(gpu, monkeypatch, capsys, tmp_path):
+    """One file, with the rows of the region, the error of the decode, and the environment."""
+    path = tmp_path / "new" / "report.json"
+
+    def decode(settings, facts):
+        assert (settings.batches, settings.contexts, settings.fp8) == ((4, 64), (8192,), False)
+        # What was found before is in the file.
+        assert json.loads(path.read_text())["region"]["right"] is True
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(bench.bench_decode, "run", decode)
+    found = SimpleNamespace(to_json=lambda: {"platform": "rocm"})
+    monkeypatch.setattr(bench.bench_report.doctor, "examine", lambda: found)
+    assert cli.main(["bench", "--report", str(path), "--commit", "abc"]) == 1
+    report = json.loads(path.read_text())
+    assert report["doctor"] == {"platform": "rocm"}
+    rows = report["region"]["rows"]
+    assert {(row["tokens"], row["heads"]) for row in rows} == {
+        (t, h) for t in ("1", "16", "64", "256") for h in ("16", "128")
+    }
+    assert {row["commit"] for row in rows} == {"abc"}
+    assert "RuntimeError: no such instruction" in report["decode"]["error"]
+    assert str(path) in capsys.readouterr().out
+
+
+def test_a_report_has_shapes_of_its_own(gpu, capsys, tmp_path):
+    assert cli.main([*ARGV, "--report", str(tmp_path / "report.json")]) == 2
+    assert "leave out --tokens, --heads, --layers, --rounds" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arch", "wanted"),
+    [("gfx942", torch.float8_e4m3fnuz), ("gfx950", torch.float8_e4m3fn), ("", torch.float8_e4m3fn)],
+)
+def test_the_fp8_type_of_a_gpu(monkeypatch, arch, wanted):
+    monkeypatch.setattr(bench_region, "architecture", lambda device: arch)
+    assert bench_region.fp8_type.__wrapped__() == wanted

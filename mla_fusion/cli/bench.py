@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mla_fusion.cli import bench_decode, bench_region
+from mla_fusion.cli import bench_decode, bench_region, bench_report
 from mla_fusion.cli.arguments import UserError, pick, positive
 from mla_fusion.cli.environment import version_of
 from mla_fusion.kernels.dispatch import Widths
@@ -90,6 +90,12 @@ def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--peers", nargs="+", default=(), metavar="NAME", help="candidates (default: all)"
     )
+    parser.add_argument(
+        "--report",
+        type=Path,
+        metavar="FILE",
+        help="a few shapes of both and what doctor finds, as JSON in FILE, to be sent",
+    )
     parser.add_argument("--commit", default="", help="commit, where git does not know it")
 
 
@@ -110,6 +116,13 @@ def settle(settings: argparse.Namespace) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run it; 0 if the provider's results passed every check, else 1."""
+    if arguments.report is not None:
+        typed = [name for name in (*NUMBERS, *FLAGS, "csv") if getattr(arguments, name) is not None]
+        if typed or arguments.peers:
+            wrong = ", ".join(f"--{name}" for name in typed or ["peers"])
+            raise UserError(f"--report measures shapes of its own: leave out {wrong}")
+        require_gpu()
+        return 0 if bench_report.write(arguments.report, arguments.commit, DEFAULTS, measure) else 1
     settle(arguments)
     return 0 if measure(arguments) else 1
 
@@ -147,14 +160,18 @@ def environment(commit: str = "") -> dict[str, str]:
     }
 
 
-def measure(settings: argparse.Namespace) -> bool:
-    """Measure, print a line for each shape, write the rows; whether ours passed every check."""
+def require_gpu() -> None:
+    """Raise UserError without a GPU."""
     if not torch.cuda.is_available():
         raise UserError(
             "needs a CUDA or ROCm GPU, and torch sees none here; the kernels are tested without "
             "one by the test suite, but only a GPU has times worth reading"
         )
 
+
+def measure(settings: argparse.Namespace) -> bool:
+    """Measure, print a line for each shape, write the rows; whether ours passed every check."""
+    require_gpu()
     command = " ".join(["mla-fusion", *sys.argv[1:]])
     facts = {**environment(settings.commit), "command": command}
     ceilings = bench_region.measure_ceilings()

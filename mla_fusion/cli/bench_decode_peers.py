@@ -16,11 +16,11 @@ import torch
 from mla_fusion.attention import PersistentDecodePlan, persistent_mla_decode
 from mla_fusion.attention.buffers import multiprocessors
 from mla_fusion.attention.triton import plan_settings
-from mla_fusion.cli.bench_region import capture_calls
+from mla_fusion.cli.bench_region import capture_calls, fp8_type
 from mla_fusion.cli.compare import distance
 
 PAGE = 64
-FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
+FP8, BF16 = fp8_type(), torch.bfloat16
 TOLERANCE = 4e-3
 ROTATED = 2**28  # bytes of caches that a graph walks over, several times the L2 cache
 Call = Callable[[int], object]

@@ -9,11 +9,13 @@ neighbours meet all of them alike.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 from collections.abc import Callable, Sequence
 
 import torch
 
+from mla_fusion.attention.selection import FP8_OF, architecture
 from mla_fusion.cli import compare
 from mla_fusion.kernels import get_provider
 from mla_fusion.kernels.dispatch import Widths
@@ -24,6 +26,12 @@ DEEPSEEK, BLOCK = Widths(nope=128, rope=64, latent=512), 64
 FIELDS = {"nope": "qk_nope_head_dim", "rope": "qk_rope_head_dim", "latent": "kv_lora_rank"}
 ACTIVATION_SETS = 4
 MAX_POSITION = 8192
+
+
+@functools.cache
+def fp8_type() -> torch.dtype:
+    """The fp8 type that this GPU computes in: e4m3fnuz on gfx942, e4m3fn on all others."""
+    return FP8_OF.get(architecture(torch.device("cuda")), torch.float8_e4m3fn)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +46,7 @@ class Case:
     @property
     def target(self) -> torch.dtype:
         """Type of the cache and of the query."""
-        return torch.float8_e4m3fn if self.fp8 else torch.bfloat16
+        return fp8_type() if self.fp8 else torch.bfloat16
 
     def bytes(self) -> int:
         """Fewest bytes of one layer: every input read once, every output written once."""
