@@ -22,12 +22,12 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """A kernel, the values of its parameters and of its constants, and its grid."""
+    """A kernel, the values of its parameters, its grid, and the values of its constants."""
 
     kernel: Kernel
     values: dict[str, object]
-    constants: dict[str, object]
     grid: tuple[int, int, int]
+    constants: dict[str, object] = dataclasses.field(default_factory=dict)
 
 
 @functools.cache
@@ -46,8 +46,8 @@ def launch(target, kernel, arguments, options, grid):
     return Launch(
         Kernel(target, parsed, parameters, metadata.num_warps, metadata.shared),
         {name: values[name] for name, _ in parameters},
-        {name: value for name, value in values.items() if name not in dict(parameters)},
         tuple((*grid, 1, 1)[:3]),
+        {name: value for name, value in values.items() if name not in dict(parameters)},
     )
 
 
