@@ -23,7 +23,7 @@ PAGE = ROOT / "docs" / "performance.md"
 IMAGES = ROOT / "docs" / "images"
 REGION, DECODE = RESULTS / "region_h200.csv", RESULTS / "engine_decode_h200.csv"
 ATTENTION, COMPLETE = RESULTS / "decode_h200.csv", RESULTS / "complete_h200.csv"
-RANKS = RESULTS / "complete_ranks_h200.csv"
+RANKS, AUTO = RESULTS / "complete_ranks_h200.csv", RESULTS / "complete_auto_h200.csv"
 
 Row = dict[str, str]
 PEERS = {
@@ -98,9 +98,10 @@ def region_table(rows: list[Row]) -> list[str]:
     return lines
 
 
-def complete_table(rows: list[Row], clock: str = "gpu") -> list[str]:
+def complete_table(
+    rows: list[Row], clock: str = "gpu", arms: tuple[str, ...] = (*UNFUSED, *OURS)
+) -> list[str]:
     """Time of a step of whole models by a clock, and its change against vLLM's default."""
-    arms = (*UNFUSED, *OURS)
     head = ["model", "vLLM", "KV cache", "context", "batch", *arms]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     points: dict[tuple[str, ...], dict[str, Row]] = {}
@@ -180,6 +181,7 @@ def tables() -> dict[str, list[str]]:
         "region": region_table(read(REGION)),
         "complete": complete_table(read(COMPLETE)),
         "complete-ranks": complete_table(read(RANKS), "wall"),
+        "complete-auto": complete_table(read(AUTO), arms=("default", "stored", "auto")),
         "decode": decode_table(read(DECODE)),
         "attention-means": attention_means(read(ATTENTION)),
     }

@@ -72,21 +72,19 @@ _PAIRS = Shape(2, 128, 8, 32, 4)
 # Where one launch was measured on an H200 with V = 128 and never took longer than separate ones, in
 # the mean at most 1 / 1.2 of them: not split, in 16 pieces and in up to 128, behind a decode and
 # alone. The first row that holds (`benchmarks/results/epilogue_h200.csv`, by
-# `benchmarks/epilogue.py --tune`). With 64 heads or more and with 8 slots: in up to 16 pieces.
+# `benchmarks/epilogue.py --tune`). 8 slots: in up to 16 pieces.
 MEASURED = (
     Faster(1, 8, False, _EIGHTHS),
     Faster(1, 16, False, _QUARTERS),
     Faster(1, 32, False, _EIGHTHS),
-    Faster(1, 64, False, Shape(1, 64, 1, 16, 8)),
-    Faster(1, 128, False, Shape(1, 64, 1, 8, 4)),
+    Faster(1, 128, False, _QUARTERS),
     Faster(2, 16, False, _EIGHTHS),
     Faster(2, 32, False, _QUARTERS),
     Faster(4, 16, False, _PAIRS),
     Faster(1, 8, True, _EIGHTHS),
     Faster(1, 16, True, _QUARTERS),
     Faster(1, 32, True, _EIGHTHS),
-    Faster(1, 64, True, Shape(1, 128, 4, 16, 8)),
-    Faster(1, 128, True, Shape(1, 128, 4, 16, 4)),
+    Faster(1, 128, True, _QUARTERS),
     Faster(2, 16, True, _EIGHTHS),
     Faster(2, 32, True, _QUARTERS),
     Faster(4, 16, True, _PAIRS),

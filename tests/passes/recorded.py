@@ -9,6 +9,7 @@ import functools
 import gzip
 import importlib
 import json
+import re
 from pathlib import Path
 
 import sympy
@@ -100,6 +101,11 @@ def _value(value):
     return {"layer": name}
 
 
+def _parsable(schema):
+    """Torch prints aliases that C++ inferred as `($0! -> )`, which its parser does not read."""
+    return re.sub(r"\(\$(\d+)! -> \)", r"(a\1!)", schema)
+
+
 def _encode(value, schemas):
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -114,7 +120,7 @@ def _encode(value, schemas):
     if isinstance(value, dict):
         return {"dict": {key: _encode(item, schemas) for key, item in value.items()}}
     if isinstance(value, torch._ops.OpOverload):
-        schemas[str(value)] = str(value._schema)
+        schemas[str(value)] = _parsable(str(value._schema))
         return {"overload": str(value)}
     if isinstance(value, torch._ops.HigherOrderOperator):
         return {"higher": value.name()}
