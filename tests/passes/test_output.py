@@ -393,8 +393,7 @@ def test_numerics_are_equal(spec, plain_kernels):
     if spec.rope != "nope":  # passes 2 to 4 rotate a decode batch in another order
         fuse(before, spec, facts=Engine(replace(spec, quantized="")).facts())
     fuse(module, spec)
-    in_place = graphs.copy(module)
-    MLAFixFunctionalizationPass(None)(in_place.graph)
+    MLAFixFunctionalizationPass(None)((in_place := graphs.copy(module)).graph)
     for batch in BATCHES.values():
         wanted = run(before, spec, batch)
         for after in (module, in_place):
