@@ -3,11 +3,12 @@
 
     python benchmarks/check_specialized.py --seconds 30
 
-Random batches are held against float64 attention, eager. Then shapes are timed in turns with the
-kernel that other types have (*step*: its warps work in step), and with FlashAttention 3 and
-FlashMLA where vLLM is installed. Both plans are timed for 128 heads: *blocks* of 64 heads as items
-of their own, and *pairs*, items of all heads whose two row blocks run at the same time and share
-what they read in the L2 cache. The provider chooses pairs.
+Random batches are held against float64 attention, eager. Then shapes, given as batch x context, or
+with x heads x query rows, are timed in turns with the kernel that other types have (*step*: its
+warps work in step), and with FlashAttention 3 and FlashMLA where vLLM is installed. Both plans are
+timed for 128 heads and one query row: *blocks* of 64 heads as items of their own, and *pairs*,
+items of all heads whose two row blocks run at the same time and share what they read in the L2
+cache. The provider chooses pairs.
 All runs in a child process: a kernel that waits for ever is killed after `--seconds` without a
 line, and the last line says where. Exits with 1 if a check fails.
 """
@@ -58,10 +59,15 @@ CHECKED = [
     (128, 1, 64, False),
     (128, 1, 64, True),
     (16, 4, 128, False),
+    (16, 8, 64, False),
+    (8, 4, 64, False),
+    (8, 8, 64, False),
+    (32, 8, 64, False),
     (40, 1, 128, False),
     (128, 2, 64, False),
 ]
 TIMED = ["64x8192", "128x8192", "64x65536", "16x8192", "4x1024", "1x1024"]
+DRAFTS = ["8x8192x16x4", "64x8192x16x4", "32x1024x16x4", "64x8192x8x8"]
 PEERS: dict[str, Candidate] = {"fa3": fa3, "flashmla": flashmla}
 
 
@@ -115,26 +121,30 @@ def lengths_of(rng: random.Random, kind: str, batch: int) -> list[int]:
     return [choices[kind]() for _ in range(batch)]
 
 
-def check(rng: random.Random) -> None:
+def check(rng: random.Random, cases: list[str], launches: int) -> None:
     """Random batches: short sequences, odd lengths, and few long ones, which are split."""
     for heads, queries, page, pairs in CHECKED:
+        if f"{heads}x{queries}" not in cases:
+            continue
         for kind, batch in (("short", 24), ("odd", 40), ("long", 3), ("odd", 200)):
             context = 40_064 if kind == "long" else 3_072
             case = Case(batch, context, heads, BF16, False, queries, page)
             name = f"H={heads} rows<={queries} page={page}{' pairs' if pairs else ''}"
             lengths = lengths_of(rng, kind, batch)
-            check_case(f"{name} {batch} {kind}", case, pairs, lengths, rng)
+            check_case(f"{name} {batch} {kind}", case, pairs, lengths, rng, launches)
 
 
-def check_case(name: str, case: Case, pairs: bool, lengths: list[int], rng: random.Random) -> None:
-    """One batch, four times each: the same plan has the same result, bit by bit."""
+def check_case(
+    name: str, case: Case, pairs: bool, lengths: list[int], rng: random.Random, times: int
+) -> None:
+    """One batch, so many times: the same plan has the same result, bit by bit."""
     print(f"     {name}", flush=True)
     rows = [rng.choice((case.queries, rng.randint(1, case.queries))) for _ in lengths]
     inputs, plan = make(case), plan_of(case, pairs)
     inputs.lens.copy_(torch.tensor(lengths))
     poison(inputs, lengths)
     refresh(plan, rows, inputs.lens)
-    launches = [outputs(case, sum(rows)) for _ in range(4)]
+    launches = [outputs(case, sum(rows)) for _ in range(times)]
     for out, lse in launches:
         launch(inputs, plan, 0, out, lse, triton_choice.SPECIALIZED)
     torch.cuda.synchronize()
@@ -160,8 +170,8 @@ def check_case(name: str, case: Case, pairs: bool, lengths: list[int], rng: rand
 def ours(inputs: Inputs, config: triton_choice.Config, pairs: bool) -> tuple[Call, torch.Tensor]:
     """The kernel of `config` as a candidate."""
     plan = plan_of(inputs.case, pairs)
-    refresh(plan, [1] * inputs.case.batch, inputs.lens)
-    out, lse = outputs(inputs.case, inputs.case.batch)
+    refresh(plan, [inputs.case.queries] * inputs.case.batch, inputs.lens)
+    out, lse = outputs(inputs.case, len(inputs.q))
     return lambda i: launch(inputs, plan, i, out, lse, config), out
 
 
@@ -176,10 +186,15 @@ FORMER = "step, blocks"
 def measure(case: Case, rounds: int) -> None:
     """Microseconds of all kernels, the first sample at once, and how far their results are off."""
     name = f"{case.batch} x {case.context}"
+    paired = (case.heads, case.queries) == (triton_choice.PAIRED_HEADS, 1)
+    if not paired:
+        name += f", {case.heads} heads x {case.queries} rows"
     print(f"     {name}", flush=True)
     inputs = make(case)
     graphs, errors, kept = {}, {}, {}
     for kind, build in CANDIDATES.items():
+        if kind.endswith("pairs") and not paired:
+            continue
         try:
             graphs[kind], errors[kind], kept[kind] = prepare(inputs, build)
         except UNAVAILABLE as problem:
@@ -235,7 +250,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30, help="of silence before it is killed")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=("check", "time"), help="one of the two parts")
-    parser.add_argument("--shapes", nargs="+", default=TIMED, metavar="BxN", help="to time")
+    heads = sorted({f"{heads}x{rows}" for heads, rows, *_ in CHECKED})
+    parser.add_argument("--cases", nargs="+", choices=heads, default=heads, metavar="HxROWS")
+    parser.add_argument("--launches", type=int, default=4, help="of each batch that is checked")
+    parser.add_argument("--shapes", nargs="+", default=TIMED + DRAFTS, metavar="BxN[xHxROWS]")
     parser.add_argument("--budget", type=float, default=30, help="seconds: then no new shape")
     parser.add_argument("--child", action="store_true", help="run here, unwatched")
     options = parser.parse_args()
@@ -245,15 +263,16 @@ def main() -> None:
         sys.exit(watch(again, options.seconds))
     torch.manual_seed(options.seed)
     if options.only != "time":
-        check(random.Random(options.seed))
+        check(random.Random(options.seed), options.cases, options.launches)
     if options.only != "check":
         start = time.monotonic()
         for shape in options.shapes:
             if time.monotonic() - start > options.budget:
                 print(f"     no time for {shape}", flush=True)
                 continue
-            case = Case(*map(int, shape.split("x")), 128, BF16)
-            measure(case, options.rounds)
+            batch, context, *rest = map(int, shape.split("x"))
+            heads, queries = rest or (triton_choice.PAIRED_HEADS, 1)
+            measure(Case(batch, context, heads, BF16, queries=queries), options.rounds)
             torch.cuda.empty_cache()
     finish()
 

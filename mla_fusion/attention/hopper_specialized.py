@@ -110,7 +110,6 @@ def score(
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TILE, 16])
     output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HALF, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, scores)
-    row = work.first_row + gl.arange(0, ROWS, row_layout)
     items = 0
     done = 0
     sent = 0
@@ -118,6 +117,7 @@ def score(
     for number in range(begin, gl.load(work.indptr + gl.program_id(0) + 1)):
         item = item_of(work, number, HEADS, FOLD)
         first, count = tiles_of(item, work.first_row, HEADS)
+        row = work.first_row + gl.arange(0, ROWS, row_layout)
         # Row i of n sees tokens up to n - 1 - i before the end of the sequence.
         limit = gl.minimum(item.end, item.end + item.after - (item.count - 1 - row // HEADS))
         peak = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
@@ -262,6 +262,15 @@ def decode_kernel(
         new_barriers(4),
     )
     first_row = gl.program_id(1) * ROWS
+    query_made = new_barriers(2)
+    query = Query(
+        Boxes(q_halves, q_quarters, q_rotated),
+        gl.allocate_shared_memory(TYPE, [ROWS, HALF], tile),
+        gl.allocate_shared_memory(TYPE, [2, ROWS, PART], tile),
+        gl.allocate_shared_memory(TYPE, [ROWS, R], rope),
+        query_made.index(0),
+        query_made.index(1),
+    )
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     made = new_barriers(2)
     shared = Weights(
@@ -269,16 +278,6 @@ def decode_kernel(
         gl.allocate_shared_memory(gl.float32, [ROWS], plain),
         made.index(0),
         made.index(1),
-    )
-    query_made = new_barriers(2)
-    query = Query(
-        Boxes(q_halves, q_quarters, q_rotated),
-        heads,
-        gl.allocate_shared_memory(TYPE, [ROWS, HALF], tile),
-        gl.allocate_shared_memory(TYPE, [2, ROWS, PART], tile),
-        gl.allocate_shared_memory(TYPE, [ROWS, R], rope),
-        query_made.index(0),
-        query_made.index(1),
     )
     fence_async_shared()
     barrier()
@@ -331,7 +330,7 @@ def arguments(given: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
         q.shape[1],
         *out.stride()[:2],
         given.block_table.stride(0),
-        *query_boxes(q, latent),
+        *query_boxes(q, latent, plan.heads_per_work),
         *cache_boxes(given.kv_cache, latent),
         int(plan.fresh),
     )

@@ -16,6 +16,7 @@ from triton.language.extra.cuda import gdc
 
 from mla_fusion.attention.hopper_copy import barrier, tile_layout, tma_load
 from mla_fusion.attention.hopper_kernel import read_item
+from mla_fusion.attention.hopper_tile import reinterpret
 
 ROWS = gl.constexpr(64)  # query rows of a program: the M of WGMMA
 TILE = gl.constexpr(64)  # tokens
@@ -59,7 +60,10 @@ class Weights(NamedTuple):
 
 
 class Boxes(NamedTuple):
-    """Descriptors of 64 rows of a half of the latents, of a quarter, and of the rotated part."""
+    """Descriptors of 64 rows of a half of the latents, of a quarter, and of the rotated part.
+
+    Rows of a cache are tokens; those of the query tokens by heads.
+    """
 
     halves: Any
     quarters: Any
@@ -67,13 +71,12 @@ class Boxes(NamedTuple):
 
 
 class Query(NamedTuple):
-    """The query as the copy engine sees it, its heads, its rows in shared memory, and barriers.
+    """The query as the copy engine sees it, its rows in shared memory, and barriers.
 
     left, ropes: [rows, columns]. right: [2, rows, columns].
     """
 
     boxes: Any
-    heads: Any
     left: Any
     right: Any
     ropes: Any
@@ -102,26 +105,30 @@ def cache_boxes(kv_cache: torch.Tensor, latent: int) -> tuple[object, ...]:
     blocks, page_size, _ = kv_cache.shape
     step, entry, _ = kv_cache.stride()
     rows = (blocks - 1) * (step // entry) + page_size
-    return *boxes(kv_cache, rows, entry, latent), step // entry
+    return *boxes(kv_cache, [rows], [entry], [TILE.value], latent), step // entry
 
 
-def query_boxes(q: torch.Tensor, latent: int) -> tuple[object, ...]:
-    """`Boxes` of the query [tokens, heads, L + R].
+def query_boxes(q: torch.Tensor, latent: int, per_work: int) -> tuple[object, ...]:
+    """`Boxes` of the query [tokens, heads, L + R] for items of `per_work` heads: 64 heads of a
+    token, or all of an item's of several tokens.
 
-    The rows of a box that follow those of an item belong to other tokens, or are zeros. What they
-    give is not stored.
+    Heads of padding are zeros. The rows that follow those of an item belong to other tokens, or are
+    zeros. What either gives is not stored.
     """
-    tokens, heads, _ = q.shape
-    return boxes(q, tokens * heads, q.stride(1), latent)
+    heads = per_work if ROWS.value % per_work == 0 else ROWS.value
+    block = [ROWS.value // heads, heads]
+    return boxes(q, [*q.shape[:2]], [*q.stride()[:2]], block, latent)
 
 
-def boxes(tensor: torch.Tensor, rows: int, step: int, latent: int) -> tuple[object, ...]:
-    """`Boxes` of rows that are `step` elements apart."""
+def boxes(
+    tensor: torch.Tensor, shape: list[int], strides: list[int], block: list[int], latent: int
+) -> tuple[object, ...]:
+    """`Boxes` of `block` rows of `shape` that are `strides` elements apart."""
     width = tensor.shape[-1]
 
     def box(columns: int) -> TensorDescriptor:
-        layout = tile_layout(columns, tensor.itemsize)
-        return TensorDescriptor(tensor, [rows, width], [step, 1], [TILE.value, columns], layout)
+        layout = tile_layout(columns, tensor.itemsize, len(block) + 1)
+        return TensorDescriptor(tensor, [*shape, width], [*strides, 1], [*block, columns], layout)
 
     return box(latent // 2), box(latent // 4), box(width - latent)
 
@@ -159,7 +166,8 @@ def copy(
     for number in range(begin, gl.load(work.indptr + gl.program_id(0) + 1)):
         item = item_of(work, number, HEADS, FOLD)
         first, count = tiles_of(item, work.first_row, HEADS)
-        if PDL:
+        if PDL and number == begin:
+            # Once: the kernel in front has ended then.
             gdc.gdc_wait()
         if count > 0:
             # Free from the start: the phase before the first counts as completed.
@@ -195,13 +203,22 @@ def copy_query(query, item, first_row, HEADS: gl.constexpr):
     R: gl.constexpr = query.ropes.shape[1]
     SIZE: gl.constexpr = query.left.dtype.primitive_bitwidth // 8
     token = (item.token + first_row // HEADS).to(gl.int32)
-    row = token * query.heads + item.first_head + first_row % HEADS
+    head = item.first_head + first_row % HEADS
     mbarrier.expect(query.full, ROWS * (2 * HALF + R) * SIZE)
     boxes, full = query.boxes, query.full
-    tma_load(boxes.halves, [row, 0], full, query.left)
+    copy_rows(boxes.halves, token, head, 0, full, query.left)
     for part in gl.static_range(2):
-        tma_load(boxes.quarters, [row, HALF + part * PART], full, query.right.index(part))
-    tma_load(boxes.rotated, [row, 2 * HALF], full, query.ropes)
+        copy_rows(boxes.quarters, token, head, HALF + part * PART, full, query.right.index(part))
+    copy_rows(boxes.rotated, token, head, 2 * HALF, full, query.ropes)
+
+
+@gluon.jit
+def copy_rows(box, token, head, column, full, target):
+    """Start the copy of a box of the query into `target` [rows, columns]."""
+    SHAPE: gl.constexpr = box.block_type.shape
+    layout: gl.constexpr = box.layout
+    target = reinterpret(target, target.dtype, SHAPE, layout)
+    tma_load(box, [token, head, column], full, target)
 
 
 @gluon.jit
@@ -250,9 +267,9 @@ def store_part(acc, work, item, target, FIRST: gl.constexpr, L: gl.constexpr, HE
     """Store normalized sums [rows, columns] in the columns from FIRST on."""
     layout: gl.constexpr = store_layout(acc.shape[1])
     rows = work.first_row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    col = FIRST + gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
     head = item.first_head + rows % HEADS
     real = (rows // HEADS < item.count) & (head < target.heads)
+    col = FIRST + gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
     if item.partial < 0:
         at_token = item.token + rows // HEADS
         final = target.out + at_token * target.stride_t + head * target.stride_h

@@ -83,7 +83,7 @@ def why_not_specialized(given: Inputs) -> str:
     does. It copies both by the tensor copy engine only, 64 rows at a time.
     """
     q, kv_cache, plan = given.q, given.kv_cache, given.plan
-    tokens, heads, width = q.shape
+    tokens, _, width = q.shape
     per_work, queries = plan.heads_per_work, plan.settings.max_query_len
     latent = plan.settings.v_head_dim
     if q.dtype != torch.bfloat16 or (latent, width - latent) != SPECIALIZED_WIDTHS:
@@ -95,12 +95,13 @@ def why_not_specialized(given: Inputs) -> str:
             f"apart, got pages of {page_size} tokens, {step} and {entry} elements from one block "
             "and entry to the next"
         )
-    # Padded heads between two query rows are no rows in memory.
-    apart = queries > 1 and per_work != heads and per_work % SPECIALIZED.rows
-    if apart or tokens == 0 or (tokens > 1 and q.stride(0) != heads * q.stride(1)):
+    rows = SPECIALIZED.rows
+    # A box holds whole tokens of an item, or heads of one token.
+    fits = queries == 1 or rows % per_work == 0 or per_work % rows == 0
+    if tokens == 0 or not fits:
         return (
-            f"it copies {SPECIALIZED.rows} rows of the query at once, got {tokens} tokens of "
-            f"{heads} heads, {per_work} of an item, {queries} query rows and strides {q.stride()}"
+            f"it copies {rows} rows of the query at once, got {tokens} tokens, {per_work} heads of "
+            f"an item and {queries} query rows"
         )
     return ""
 

@@ -97,10 +97,13 @@ def test_the_width_of_the_table_is_no_variant():
 
 
 def test_the_copy_engine_sees_rows():
-    q = torch.empty(8, 128, 576, dtype=BF16)
-    half, quarter, rotated = query_boxes(q, 512)
-    assert [box.block_shape for box in (half, quarter, rotated)] == [[64, 256], [64, 128], [64, 64]]
-    assert half.shape == [8 * 128, 576] and half.strides == [576, 1]
+    q = torch.empty(8, 130, 576, dtype=BF16)[:, :128]
+    half, quarter, rotated = query_boxes(q, 512, 128)
+    assert [box.block_shape[2] for box in (half, quarter, rotated)] == [256, 128, 64]
+    assert half.shape == [8, 128, 576] and half.strides == [130 * 576, 576, 1]
+    # 64 heads of a token, or all of an item's of several.
+    blocks = {16: [4, 16], 32: [2, 32], 48: [1, 64], 64: [1, 64], 128: [1, 64]}
+    assert {n: query_boxes(q, 512, n)[0].block_shape[:2] for n in blocks} == blocks
     # Half of each block is another layer's: the last row is inside the memory all the same.
     cache = torch.empty(10, 256, 576, dtype=BF16)[:, :128]
     *boxes, step = cache_boxes(cache, 512)

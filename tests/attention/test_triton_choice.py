@@ -57,8 +57,12 @@ def hopper(monkeypatch):
         ((8, 64, 576), {"page": 16}, STEP),
         ((8, 64, 576), {"page": 96}, STEP),
         ((8, 128, 576), {"page": 1, "heads_per_work": 128}, STEP),
-        # Padded heads between query rows.
-        ((8, 8, 576), DRAFTS, STEP),
+        # Padded heads between query rows, and several rows of 32 heads.
+        ((8, 24, 576), {"max_query_len": 8}, SPECIALIZED),
+        ((8, 8, 576), DRAFTS, SPECIALIZED),
+        ((8, 8, 576), {"max_query_len": 8}, SPECIALIZED),
+        ((8, 32, 576), {"max_query_len": 8}, SPECIALIZED),
+        # 48 heads of two tokens are no box.
         ((8, 40, 576), {"max_query_len": 2}, STEP),
         # No rows to describe to the copy engine.
         ((0, 64, 576), {}, STEP),
@@ -75,9 +79,7 @@ def test_the_kernel_of_a_decode(q, options, wanted):
 def test_a_query_with_gaps_between_tokens():
     gaps = torch.empty(8, 65, 576, dtype=BF16, device="meta")[:, :64]
     given = dataclasses.replace(inputs(), q=gaps)
-    assert triton_choice.chosen(given) == STEP
-    one = dataclasses.replace(given, q=gaps[:1])
-    assert triton_choice.chosen(one) == SPECIALIZED
+    assert triton_choice.chosen(given) == SPECIALIZED
 
 
 def test_blocks_that_are_no_whole_entries_apart():
