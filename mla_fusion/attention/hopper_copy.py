@@ -78,9 +78,9 @@ def bulk_copy(kv_cache: torch.Tensor, latent: int, block_n: int) -> tuple[object
 
 
 @functools.cache
-def tile_layout(columns: int, size: int) -> gl.NVMMASharedLayout:
+def tile_layout(columns: int, size: int, rank: int = 2) -> gl.NVMMASharedLayout:
     """The layout of `keys` or `ropes` in the kernel; Triton takes microseconds to make it."""
-    return gl.NVMMASharedLayout(min(128, columns * size), 8 * size, 2)
+    return gl.NVMMASharedLayout(min(128, columns * size), 8 * size, rank)
 
 
 @gluon.constexpr_function

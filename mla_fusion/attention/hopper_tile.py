@@ -44,14 +44,21 @@ def widen(pairs, BYTE: gl.constexpr):
 
 
 @gluon.jit
-def pairs_of(key):
-    """A tile [tokens, L] of fp8 as int16 [tokens, L / 2]."""
-    pairs: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    shape: gl.constexpr = [key.shape[0], key.shape[1] // 2]
+def reinterpret(shared, TYPE: gl.constexpr, SHAPE: gl.constexpr, layout: gl.constexpr):
+    """The same shared memory as another type or shape."""
     if RENAMED:
-        return key.reinterpret(gl.int16, shape, pairs)
+        view = shared.reinterpret(TYPE, SHAPE, layout)
     else:
-        return key._reinterpret(gl.int16, shape, pairs)
+        view = shared._reinterpret(TYPE, SHAPE, layout)
+    return view
+
+
+@gluon.jit
+def pairs_of(key):
+    """A tile of fp8 in shared memory [tokens, L] as int16 [tokens, L / 2]."""
+    SHAPE: gl.constexpr = [key.shape[0], key.shape[1] // 2]
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    return reinterpret(key, gl.int16, SHAPE, layout)
 
 
 @gluon.jit

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 HOPPER_WIDTHS = ((512, 64), (256, 64), (256, 32))
 SHARED_MEMORY = 227 * 1024  # bytes of a multiprocessor of Hopper
 SPECIALIZED_WIDTHS = (512, 64)  # of the kernel for Hopper with warps of different work
+SPECIALIZED_TYPES = ({torch.bfloat16}, {torch.float8_e4m3fn})
+FASTER_SPECIALIZED = (torch.bfloat16,)  # fp8 differed from run to run before its last change
 CDNA_WIDTHS = ((512, 64), (256, 64))  # of the kernel for CDNA 3 and 4: compiled and executed
 CDNA_TILE = 64  # tokens
 PAIRED_HEADS = 128  # two of its row blocks: one item where that was measured
@@ -36,7 +38,7 @@ class Config:
     """How one launch of the decode kernel is compiled.
 
     hopper: which kernel. rows: query rows (position x head) of a program. block_n: tokens of a
-    tile. warps: of a program. specialized: Hopper's with warps of different work, for bf16.
+    tile. warps: of a program. specialized: Hopper's with warps of different work.
     stages: tiles in shared memory of Hopper's over a cache of bytes. cdna: 3 or 4 for the kernel of
     that generation of AMD's, and waves: of a SIMD, which the compiler may not fall short of.
     """
@@ -75,7 +77,9 @@ def chosen(given: Inputs, extra: torch.Tensor | None = None, first: int = 0) -> 
         return choose_cdna(generation, rows, given.q.dtype, given.kv_cache.dtype, page)
     config = choose(hopper, rows, *widths, warp, packed)
     wide = config.rows == SPECIALIZED.rows and extra is None
-    return SPECIALIZED if wide and not why_not_specialized(given) else config
+    if not wide or why_not_specialized(given):
+        return config
+    return SPECIALIZED if given.q.dtype in FASTER_SPECIALIZED else config
 
 
 def why_not_specialized(given: Inputs) -> str:
@@ -83,11 +87,15 @@ def why_not_specialized(given: Inputs) -> str:
     does. It copies both by the tensor copy engine only, 64 rows at a time.
     """
     q, kv_cache, plan = given.q, given.kv_cache, given.plan
-    tokens, heads, width = q.shape
+    tokens, _, width = q.shape
     per_work, queries = plan.heads_per_work, plan.settings.max_query_len
     latent = plan.settings.v_head_dim
-    if q.dtype != torch.bfloat16 or (latent, width - latent) != SPECIALIZED_WIDTHS:
-        return f"it takes bf16 of 512 + 64, got {q.dtype} of {latent} + {width - latent}"
+    types, widths = {q.dtype, kv_cache.dtype}, (latent, width - latent)
+    if types not in SPECIALIZED_TYPES or widths != SPECIALIZED_WIDTHS:
+        return (
+            "it takes bf16 or e4m3, query and cache of one type, of 512 + 64, got "
+            f"{q.dtype} over {kv_cache.dtype} of {latent} + {width - latent}"
+        )
     page_size, (step, entry, _) = kv_cache.shape[1], kv_cache.stride()
     if page_size % HOPPER_TILE or step % entry:
         return (
@@ -95,12 +103,13 @@ def why_not_specialized(given: Inputs) -> str:
             f"apart, got pages of {page_size} tokens, {step} and {entry} elements from one block "
             "and entry to the next"
         )
-    # Padded heads between two query rows are no rows in memory.
-    apart = queries > 1 and per_work != heads and per_work % SPECIALIZED.rows
-    if apart or tokens == 0 or (tokens > 1 and q.stride(0) != heads * q.stride(1)):
+    rows = SPECIALIZED.rows
+    # A box holds whole tokens of an item, or heads of one token.
+    fits = queries == 1 or rows % per_work == 0 or per_work % rows == 0
+    if tokens == 0 or not fits:
         return (
-            f"it copies {SPECIALIZED.rows} rows of the query at once, got {tokens} tokens of "
-            f"{heads} heads, {per_work} of an item, {queries} query rows and strides {q.stride()}"
+            f"it copies {rows} rows of the query at once, got {tokens} tokens, {per_work} heads of "
+            f"an item and {queries} query rows"
         )
     return ""
 

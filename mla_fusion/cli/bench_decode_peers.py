@@ -128,8 +128,8 @@ def error(inputs: Inputs, out: torch.Tensor, lengths: list[int]) -> float:
     """Largest relative distance of a few sequences' outputs; NaN stays NaN."""
     found = []
     for b in {0, len(lengths) // 2, len(lengths) - 1}:
-        row = slice(b, b + 1)
-        found.append(distance(out[row], exact(inputs, b, lengths[b], row)[0]))
+        rows = slice(b * inputs.case.queries, (b + 1) * inputs.case.queries)
+        found.append(distance(out[rows], exact(inputs, b, lengths[b], rows)[0]))
     # max() may lose a NaN; torch keeps it.
     return float(torch.tensor(found).max())
 
@@ -149,6 +149,12 @@ def prepare(
     inputs.caches.reverse()
     apart = error(inputs, out, inputs.case.lengths())
     return capture_calls(call, len(inputs.caches)), apart, (call, out)
+
+
+def starts_of(case: Case) -> torch.Tensor:
+    """The first query row of each sequence, and their number."""
+    sequences = torch.arange(case.batch + 1, dtype=torch.int32, device="cuda")
+    return sequences * case.queries
 
 
 def make_plan(case: Case, cap: int = -1, programs: int | None = None) -> PersistentDecodePlan:
@@ -173,9 +179,10 @@ def make_plan(case: Case, cap: int = -1, programs: int | None = None) -> Persist
 def ours(inputs: Inputs, cap: int = -1, programs: int | None = None) -> tuple[Call, torch.Tensor]:
     """This library; `cap` as max_split_per_batch, `programs` as for `make_plan`."""
     plan = make_plan(inputs.case, cap, programs)
-    batch = inputs.case.batch
-    rows = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
-    plan.refresh(qo_indptr=rows, seq_lens=inputs.lens, num_tokens=batch, max_query_len=1)
+    plan.refresh(
+        qo_indptr=starts_of(inputs.case), seq_lens=inputs.lens, num_tokens=len(inputs.q),
+        max_query_len=inputs.case.queries,
+    )  # fmt: skip
     out = torch.empty(*inputs.q.shape[:2], inputs.case.latent, device="cuda", dtype=BF16)
     return lambda i: decode(inputs, plan, i, out), out
 
@@ -238,13 +245,14 @@ def flashmla(inputs: Inputs) -> tuple[Call, torch.Tensor]:
     """FlashMLA, dense, as vLLM's backend calls it; its metadata is made before."""
     from vllm.v1.attention.ops import flashmla as ops
 
-    q, heads = inputs.q.unsqueeze(1), inputs.case.heads
-    out = torch.empty(*inputs.q.shape[:2], inputs.case.latent, device="cuda", dtype=BF16)
     case = inputs.case
+    q = inputs.q.unflatten(0, (case.batch, case.queries))
+    out = torch.empty(*inputs.q.shape[:2], case.latent, device="cuda", dtype=BF16)
     shared: dict[str, Any] = {"head_dim_v": case.latent, "softmax_scale": case.scale}
     shared |= {"causal": True, "block_table": inputs.table, "cache_seqlens": inputs.lens}
-    if inputs.case.dtype == FP8:
-        schedule, splits = ops.get_mla_metadata_dense_fp8(inputs.lens, heads, 1)
+    if case.dtype == FP8:
+        rows = case.queries * case.heads
+        schedule, splits = ops.get_mla_metadata_dense_fp8(inputs.lens, rows, 1)
         shared |= {"tile_scheduler_metadata": schedule, "num_splits": splits}
         shared |= {"descale_q": inputs.scale, "descale_k": inputs.scale}
         function = ops.flash_mla_with_kvcache_fp8
@@ -255,7 +263,7 @@ def flashmla(inputs: Inputs) -> tuple[Call, torch.Tensor]:
     def call(i: int) -> None:
         result, _ = function(q=q, k_cache=inputs.caches[i].unsqueeze(-2), **shared)
         if i < 0:
-            out.copy_(result[:, 0])
+            out.copy_(result.flatten(0, 1))
 
     return call, out
 
@@ -267,9 +275,8 @@ def fa3(inputs: Inputs) -> tuple[Call, torch.Tensor]:
     from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
 
     case, longest = inputs.case, max(inputs.case.lengths())
-    rows = torch.arange(case.batch + 1, dtype=torch.int32, device="cuda")
-    shared = {"max_seqlen_q": 1, "max_seqlen_k": longest, "cu_seqlens_q": rows, "causal": True}
-    shared["num_splits"] = 32
+    shared: dict[str, Any] = {"max_seqlen_q": case.queries, "max_seqlen_k": longest}
+    shared |= {"cu_seqlens_q": starts_of(case), "causal": True, "num_splits": 32}
     schedule = get_scheduler_metadata(
         batch_size=case.batch,
         num_heads_q=case.heads,

@@ -50,15 +50,17 @@ def hopper(monkeypatch):
         ((8, 16, 576), {}, triton_choice.Config(True, 16, 64, 4)),
         ((8, 32, 576), {}, triton_choice.Config(True, 32, 64, 8)),
         # Other types and widths.
-        ((8, 64, 576), {"dtype": FN}, STEP),
         ((8, 64, 576), {"dtype": FP16}, STEP),
         ((8, 64, 320), {}, STEP),
         # Tiles span pages, also with the plan of pairs.
         ((8, 64, 576), {"page": 16}, STEP),
         ((8, 64, 576), {"page": 96}, STEP),
         ((8, 128, 576), {"page": 1, "heads_per_work": 128}, STEP),
-        # Padded heads between query rows.
-        ((8, 8, 576), DRAFTS, STEP),
+        # Padded heads between query rows, and 16 of 32 heads.
+        ((8, 8, 576), DRAFTS, SPECIALIZED),
+        ((8, 8, 576), {"max_query_len": 8}, SPECIALIZED),
+        ((8, 32, 576), {"max_query_len": 8}, SPECIALIZED),
+        # 48 heads of two tokens are no box.
         ((8, 40, 576), {"max_query_len": 2}, STEP),
         # No rows to describe to the copy engine.
         ((0, 64, 576), {}, STEP),
@@ -72,12 +74,26 @@ def test_the_kernel_of_a_decode(q, options, wanted):
             hopper_specialized.arguments(given)
 
 
+@pytest.mark.parametrize("options", [{}, {"q": (8, 16, 576), **DRAFTS}])
+def test_fp8_is_not_chosen(monkeypatch, options):
+    given = inputs(dtype=FN, **options)
+    assert triton_choice.chosen(given) == STEP
+    hopper_specialized.arguments(given)
+    monkeypatch.setattr(triton_choice, "FASTER_SPECIALIZED", (BF16, FN))
+    assert triton_choice.chosen(given) == SPECIALIZED
+
+
+def test_a_query_of_another_type():
+    given = inputs(dtype=FN)
+    other = dataclasses.replace(given, q=given.q.to(BF16))
+    with pytest.raises(ValueError, match="query and cache of one type"):
+        hopper_specialized.arguments(other)
+
+
 def test_a_query_with_gaps_between_tokens():
     gaps = torch.empty(8, 65, 576, dtype=BF16, device="meta")[:, :64]
     given = dataclasses.replace(inputs(), q=gaps)
-    assert triton_choice.chosen(given) == STEP
-    one = dataclasses.replace(given, q=gaps[:1])
-    assert triton_choice.chosen(one) == SPECIALIZED
+    assert triton_choice.chosen(given) == SPECIALIZED
 
 
 def test_blocks_that_are_no_whole_entries_apart():

@@ -1,0 +1,191 @@
+"""Values of Gluon on a CPU, in torch: registers, addresses and shared memory.
+
+Layouts mean nothing here: the compiler guarantees that they change no value. Shared memory is
+poison until it is written: NaN, or a huge number. An address outside of its tensor is an error.
+"""
+
+import re
+import types
+
+import torch
+from triton.experimental.gluon import language as gl
+
+TYPES = {
+    gl.float8e4nv: torch.float8_e4m3fn, gl.bfloat16: torch.bfloat16, gl.float32: torch.float32,
+    gl.float16: torch.float16, gl.int16: torch.int16, gl.int32: torch.int32, gl.int64: torch.int64,
+}  # fmt: skip
+NAMES = {value: key for key, value in TYPES.items()}
+
+
+def raw(value):
+    """The torch tensor or number in a value."""
+    return value.data if isinstance(value, Tensor) else value
+
+
+class Tensor:
+    """Registers: a torch tensor with the operators of Gluon."""
+
+    def __init__(self, data, layout=None):
+        self.data, self.layout = data, layout
+        self.shape = list(data.shape)
+
+    @property
+    def dtype(self):
+        """Gluon's type."""
+        return NAMES[self.data.dtype]
+
+    @property
+    def type(self):
+        """What Gluon says of a tensor: its layout."""
+        return types.SimpleNamespace(layout=self.layout)
+
+    def to(self, dtype, bitcast=False):
+        """Another type."""
+        if bitcast:
+            return Tensor(self.data.view(TYPES[dtype]), self.layout)
+        return Tensor(self.data.to(TYPES[dtype]), self.layout)
+
+    def __getitem__(self, key):
+        return Tensor(self.data[key], self.layout)
+
+    def __index__(self):
+        return int(self.data)
+
+    def __bool__(self):
+        return bool(self.data)
+
+
+def operator(name):
+    """The method of that name of torch, between tensors and numbers."""
+
+    def method(self, other):
+        if isinstance(other, Pointer):
+            return NotImplemented
+        return Tensor(getattr(self.data, name)(raw(other)), self.layout)
+
+    return method
+
+
+OPERATORS = """add radd sub rsub mul rmul truediv rtruediv floordiv mod and or xor lshift rshift
+    lt le gt ge eq"""
+for name in OPERATORS.split():
+    setattr(Tensor, f"__{name}__", operator(f"__{name}__"))
+
+
+class Pointer:
+    """Addresses: offsets in elements into all of a tensor's storage from its first element on."""
+
+    def __init__(self, storage, offset):
+        self.storage, self.offset = storage, offset
+        self.dtype = types.SimpleNamespace(element_ty=NAMES[storage.dtype])
+
+    def __add__(self, other):
+        return Pointer(self.storage, self.offset + torch.as_tensor(raw(other)).long())
+
+    __radd__ = __add__
+
+    def __getitem__(self, key):
+        return Pointer(self.storage, self.offset[key])
+
+    def to(self, dtype, bitcast):
+        """Pointers to elements of another size."""
+        assert bitcast
+        wide = TYPES[dtype.element_ty]
+        ratio = wide.itemsize // self.storage.dtype.itemsize
+        assert not (self.offset % ratio).any(), "a store that is not aligned"
+        count = len(self.storage) // ratio
+        return Pointer(self.storage[: count * ratio].view(wide), self.offset // ratio)
+
+    def read(self, mask, other):
+        """The elements where the mask says, `other` elsewhere."""
+        shape, wanted = self.offset.shape, torch.tensor(True) if mask is None else raw(mask)
+        if mask is not None:
+            shape = torch.broadcast_shapes(shape, wanted.shape)
+        offset, wanted = self.offset.expand(shape), wanted.expand(shape)
+        chosen = offset[wanted]
+        assert ((chosen >= 0) & (chosen < len(self.storage))).all(), "a read out of bounds"
+        size = self.storage.dtype.itemsize
+        plain = self.storage.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(size))
+        filler = torch.tensor(0 if other is None else other, dtype=self.storage.dtype)
+        result = filler.view(plain.dtype).expand(shape).clone()
+        result[wanted] = plain[chosen]
+        return result.view(self.storage.dtype)
+
+    def write(self, value, mask):
+        """Store the elements where the mask says."""
+        value = torch.as_tensor(raw(value))
+        wanted = torch.tensor(True) if mask is None else raw(mask)
+        shape = torch.broadcast_shapes(self.offset.shape, value.shape, wanted.shape)
+        offset, value, wanted = (x.expand(shape) for x in (self.offset, value, wanted))
+        chosen = offset[wanted]
+        assert ((chosen >= 0) & (chosen < len(self.storage))).all(), "a store out of bounds"
+        assert value.dtype == self.storage.dtype
+        self.storage[chosen] = value[wanted]
+
+
+def poison(data):
+    """Fill a tensor with bytes that spoil what reads them."""
+    data.copy_(torch.full(data.shape, 2**30).to(data.dtype) if not data.is_floating_point()
+               else torch.full(data.shape, torch.nan).to(data.dtype))  # fmt: skip
+
+
+def storage(data):
+    """The allocation that a view is of."""
+    return data.untyped_storage().data_ptr()
+
+
+class Shared:
+    """A descriptor of shared memory: a view of a torch tensor."""
+
+    def __init__(self, data, stored):
+        self.data, self.shape, self.dtype = data, list(data.shape), NAMES[data.dtype]
+        self.stored = stored
+
+    def index(self, at):
+        """One of the first dimension."""
+        return Shared(self.data[int(at)], self.stored)
+
+    def slice(self, start, length, dim=0):
+        """Some of a dimension."""
+        return Shared(self.data.narrow(dim, start, length), self.stored)
+
+    def permute(self, order):
+        """Dimensions in another order."""
+        return Shared(self.data.permute(order), self.stored)
+
+    def reinterpret(self, dtype, shape, layout):
+        """The same bytes as another type."""
+        return Shared(self.data.view(TYPES[dtype]).view(shape), self.stored)
+
+    def load(self, layout=None):
+        """The elements."""
+        return Tensor(self.data.clone(), layout)
+
+    def store(self, value):
+        """Write the elements."""
+        assert list(value.shape) == self.shape and value.dtype == self.dtype
+        self.data.copy_(value.data)
+        self.stored(self.data)
+
+
+def assemble(code, values):
+    """Run the PTX of `hopper_tile.widen` on int16 `values`, two in each 32-bit register."""
+    packed = values.reshape(-1, 2).to(torch.int64) & 0xFFFF
+    names = {"$1": packed[:, 0] | packed[:, 1] << 16}
+    for line in code.strip("{} \n").split(";"):
+        match = re.match(r"\s*(\S+)\s+(.*)", line)
+        if match is None or match[1] == ".reg":
+            continue
+        target, *given = match[2].replace(" ", "").split(",")
+        given = [names[x] if x in names else int(x, 0) for x in given]
+        if match[1] == "lop3.b32":
+            assert given[3] == 0xEA
+            result = given[0] & given[1] | given[2]
+        else:
+            result = {
+                "shl.b32": lambda a, b: a << b, "shr.u32": lambda a, b: a >> b,
+                "and.b32": lambda a, b: a & b,
+            }[match[1]](*given)  # fmt: skip
+        names[target] = result & 0xFFFFFFFF
+    halves = torch.stack([names["$0"] & 0xFFFF, names["$0"] >> 16], 1)
+    return halves.to(torch.int16).reshape(values.shape)
