@@ -74,13 +74,20 @@ def test_the_kernel_of_a_decode(q, options, wanted):
             hopper_specialized.arguments(given)
 
 
-@pytest.mark.parametrize("options", [{}, {"q": (8, 16, 576), **DRAFTS}])
-def test_fp8_is_not_chosen(monkeypatch, options):
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({}, SPECIALIZED),
+        ({"q": (8, 128, 576)}, SPECIALIZED),
+        ({"q": (8, 40, 576)}, STEP),
+        ({"q": (8, 16, 576), **DRAFTS}, STEP),
+    ],
+)
+def test_fp8_is_chosen_where_it_was_measured_faster(options, wanted):
     given = inputs(dtype=FN, **options)
-    assert triton_choice.chosen(given) == STEP
+    assert triton_choice.chosen(given) == wanted
+    # The others can be asked for.
     hopper_specialized.arguments(given)
-    monkeypatch.setattr(triton_choice, "FASTER_SPECIALIZED", (BF16, FN))
-    assert triton_choice.chosen(given) == SPECIALIZED
 
 
 def test_a_query_of_another_type():
