@@ -72,7 +72,7 @@ _PAIRS = Shape(2, 128, 8, 32, 4)
 # Where one launch was measured on an H200 with V = 128 and never took longer than separate ones, in
 # the mean at most 1 / 1.2 of them: not split, in 16 pieces and in up to 128, behind a decode and
 # alone. The first row that holds (`benchmarks/results/epilogue_h200.csv`, by
-# `benchmarks/epilogue.py --tune`). 8 slots: in up to 16 pieces.
+# `benchmarks/epilogue.py`). 8 slots: in up to 16 pieces.
 MEASURED = (
     Faster(1, 8, False, _EIGHTHS),
     Faster(1, 16, False, _QUARTERS),

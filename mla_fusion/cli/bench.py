@@ -1,7 +1,8 @@
 """`mla-fusion bench`: this library's kernels against their peers over a grid of shapes, into a CSV
 file.
 
-`region` is the fused region, `decode` the decode attention (mla_fusion/cli/bench_decode.py). Every
+`region` is the fused region, `decode` the decode attention (mla_fusion/cli/bench_decode.py), and
+`epilogue` what follows it (mla_fusion/cli/bench_epilogue.py). Every
 candidate is checked in the run that times it. Peers whose package is missing are named and left
 out. How time is taken: mla_fusion/cli/bench_region.py.
 """
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mla_fusion.cli import bench_decode, bench_region, bench_report
+from mla_fusion.cli import bench_decode, bench_epilogue, bench_region, bench_report
 from mla_fusion.cli.arguments import UserError, pick, positive
 from mla_fusion.cli.environment import version_of
 from mla_fusion.kernels.dispatch import Widths
@@ -38,12 +39,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "bf16": False,
     },
     "decode": bench_decode.DEFAULTS,
+    "epilogue": bench_epilogue.DEFAULTS,
 }
 NUMBERS = {
     "tokens": ("T", ""),
     "batches": ("B", "sequences; 16 to 64 of them also with ragged lengths"),
     "contexts": ("N", "KV tokens of a sequence"),
     "heads": ("H", ""),
+    "pieces": ("S", "pieces of a sequence"),
     **{name: (name[0].upper(), field) for name, field in bench_region.FIELDS.items()},
     "page": ("N", "tokens of a page of the cache"),
     "layers": ("N", "layers in one CUDA graph"),
@@ -61,14 +64,15 @@ def declare(parser: argparse.ArgumentParser) -> None:
         "Times the fused region, many layers in one CUDA graph with distinct weights, against "
         "vLLM unfused, vLLM's fuse_rope_kvcache_cat_mla, torch's product with one kernel, and "
         "FlashInfer; or the portable persistent decode, on distinct caches, against TRITON_MLA, "
-        "FlashMLA and FlashAttention 3. Each is checked in the same run. Needs a GPU; what is not "
+        "FlashMLA and FlashAttention 3; or the epilogue of that decode against reduction, "
+        "torch.bmm and quantization. Each is checked in the same run. Needs a GPU; what is not "
         "installed is left out."
     )
     parser.add_argument(
         "what", nargs="?", choices=[*DEFAULTS], default="region", help="default: %(default)s"
     )
     parser.add_argument(
-        "--csv", type=Path, help="file for the rows (default: build/bench/ and region or decode)"
+        "--csv", type=Path, help="file for the rows (default: build/bench/ and what is timed)"
     )
     for name, (metavar, text) in NUMBERS.items():
         of = {what: defaults[name] for what, defaults in DEFAULTS.items() if name in defaults}
@@ -85,8 +89,9 @@ def declare(parser: argparse.ArgumentParser) -> None:
             help=f"{text} (default: {said})".strip(),
         )
     for name, text in FLAGS.items():
-        of_one = "" if all(name in defaults for defaults in DEFAULTS.values()) else "decode: "
-        parser.add_argument(f"--{name}", action="store_true", default=None, help=of_one + text)
+        having = ", ".join(what for what, defaults in DEFAULTS.items() if name in defaults)
+        text = f"{having}: {text}"
+        parser.add_argument(f"--{name}", action="store_true", default=None, help=text)
     parser.add_argument(
         "--peers", nargs="+", default=(), metavar="NAME", help="candidates (default: all)"
     )
@@ -100,10 +105,10 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 
 def settle(settings: argparse.Namespace) -> None:
-    """Give what was not typed the default of region or decode.
+    """Give what was not typed the default of what is timed.
 
     Raises:
-        UserError: an option of the other was typed.
+        UserError: an option of another was typed.
     """
     defaults = DEFAULTS[settings.what]
     for name in (*NUMBERS, *FLAGS):
@@ -179,6 +184,8 @@ def measure(settings: argparse.Namespace) -> bool:
     print(f"ceilings: copy {ceilings.gbps:.0f} GB/s, bf16 product {ceilings.tflops:.0f} TFLOP/s")
     if settings.what == "decode":
         return bench_decode.run(settings, facts)
+    if settings.what == "epilogue":
+        return bench_epilogue.run(settings, facts)
     return _region(settings, facts, ceilings)
 
 
