@@ -1,7 +1,7 @@
 """Values of Gluon on a CPU, in torch: registers, addresses and shared memory.
 
-Layouts mean nothing here: the compiler guarantees that they change no value. Shared memory is NaN
-until it is written. An address outside of its tensor is an error.
+Layouts mean nothing here: the compiler guarantees that they change no value. Shared memory is
+poison until it is written: NaN, or a huge number. An address outside of its tensor is an error.
 """
 
 import types
@@ -10,10 +10,11 @@ import torch
 from triton.experimental.gluon import language as gl
 
 TYPES = {
-    gl.bfloat16: torch.bfloat16, gl.float32: torch.float32, gl.int32: torch.int32,
-    gl.int64: torch.int64,
+    gl.float8e4nv: torch.float8_e4m3fn, gl.bfloat16: torch.bfloat16, gl.float32: torch.float32,
+    gl.float16: torch.float16, gl.int16: torch.int16, gl.int32: torch.int32, gl.int64: torch.int64,
 }  # fmt: skip
 NAMES = {value: key for key, value in TYPES.items()}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 def raw(value):
@@ -38,12 +39,27 @@ class Tensor:
         """What Gluon says of a tensor: its layout."""
         return types.SimpleNamespace(layout=self.layout)
 
-    def to(self, dtype):
-        """Another type."""
-        return Tensor(self.data.to(TYPES[dtype]), self.layout)
+    def to(self, dtype, bitcast=False):
+        """Another type; uint32 becomes int64."""
+        if dtype == gl.uint32:
+            return Tensor(self.data.long() & 0xFFFFFFFF, self.layout)
+        if bitcast:
+            return Tensor(self.data.view(TYPES[dtype]), self.layout)
+        data = self.data
+        if dtype == gl.float8e4nv:
+            data = data.clamp(-448, 448)  # conversions saturate, torch's do not
+        return Tensor(data.to(TYPES[dtype]), self.layout)
 
     def __getitem__(self, key):
         return Tensor(self.data[key], self.layout)
+
+    def reshape(self, shape):
+        """Another shape, in the same order."""
+        return Tensor(self.data.reshape(shape), self.layout)
+
+    def permute(self, order):
+        """Dimensions in another order."""
+        return Tensor(self.data.permute(order), self.layout)
 
     def __index__(self):
         return int(self.data)
@@ -63,7 +79,8 @@ def operator(name):
     return method
 
 
-OPERATORS = "add radd sub mul rmul rtruediv floordiv mod and lt le gt ge eq"
+OPERATORS = """add radd sub rsub mul rmul truediv rtruediv floordiv mod and or xor lshift rshift
+    lt le gt ge eq"""
 for name in OPERATORS.split():
     setattr(Tensor, f"__{name}__", operator(f"__{name}__"))
 
@@ -83,6 +100,15 @@ class Pointer:
     def __getitem__(self, key):
         return Pointer(self.storage, self.offset[key])
 
+    def to(self, dtype, bitcast):
+        """Pointers to elements of another size."""
+        assert bitcast
+        wide = TYPES[dtype.element_ty]
+        ratio = wide.itemsize // self.storage.dtype.itemsize
+        assert not (self.offset % ratio).any(), "a store that is not aligned"
+        count = len(self.storage) // ratio
+        return Pointer(self.storage[: count * ratio].view(wide), self.offset // ratio)
+
     def read(self, mask, other):
         """The elements where the mask says, `other` elsewhere."""
         shape, wanted = self.offset.shape, torch.tensor(True) if mask is None else raw(mask)
@@ -91,9 +117,12 @@ class Pointer:
         offset, wanted = self.offset.expand(shape), wanted.expand(shape)
         chosen = offset[wanted]
         assert ((chosen >= 0) & (chosen < len(self.storage))).all(), "a read out of bounds"
-        result = torch.full(shape, 0 if other is None else other, dtype=self.storage.dtype)
-        result[wanted] = self.storage[chosen]
-        return result
+        # Torch indexes no fp8.
+        plain = self.storage.view(INTEGERS[self.storage.dtype.itemsize])
+        filler = torch.tensor(0 if other is None else other, dtype=self.storage.dtype)
+        result = filler.view(plain.dtype).expand(shape).clone()
+        result[wanted] = plain[chosen]
+        return result.view(self.storage.dtype)
 
     def write(self, value, mask):
         """Store the elements where the mask says."""
@@ -108,8 +137,9 @@ class Pointer:
 
 
 def poison(data):
-    """Fill a tensor with what spoils all that reads it."""
-    data.fill_(torch.nan)
+    """Fill a tensor with bytes that spoil what reads them."""
+    data.copy_(torch.full(data.shape, 2**30).to(data.dtype) if not data.is_floating_point()
+               else torch.full(data.shape, torch.nan).to(data.dtype))  # fmt: skip
 
 
 def storage(data):
@@ -137,9 +167,8 @@ class Shared:
         return Shared(self.data.permute(order), self.stored)
 
     def reinterpret(self, dtype, shape, layout):
-        """The same elements in another shape."""
-        assert dtype == self.dtype
-        return Shared(self.data.view(shape), self.stored)
+        """The same bytes as another type."""
+        return Shared(self.data.view(TYPES[dtype]).view(shape), self.stored)
 
     def load(self, layout=None):
         """The elements."""

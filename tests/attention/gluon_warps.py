@@ -1,35 +1,21 @@
 """Runs a Gluon kernel whose warps have different work on a CPU: what it computes, and its waits.
 
-Triton's interpreter takes no Gluon. This takes the Python of a kernel and of all that it calls, and
-gives it `gluon_values` in place of registers and shared memory. Partitions are threads, of which
-one runs at a time; at each wait and arrival a random one of those that can goes on. None that can
-is a deadlock, and an error.
+Partitions are threads, of which one runs at a time; at each wait and arrival a random one of those
+that can goes on. None that can is a deadlock, and an error.
 
 What is asynchronous happens as late as it may: products when they are waited for, so a buffer that
 is freed too early is read with what followed; copies by the engine at random until their barrier is
-waited for, and their target is poison meanwhile. A product that reads what threads have stored
-without a fence and a barrier behind it is an error.
+waited for, and their target is poison meanwhile.
 """
 
-import itertools
 import random
 import threading
 import types
 
 import torch
-from triton.experimental.gluon import language as gl
-from triton.runtime.jit import JITFunction
 
-from tests.attention.gluon_values import (
-    NAMES,
-    TYPES,
-    Pointer,
-    Shared,
-    Tensor,
-    poison,
-    raw,
-    storage,
-)
+from tests.attention.gluon_program import Program
+from tests.attention.gluon_values import NAMES, Tensor, poison
 
 
 class Barrier:
@@ -78,28 +64,26 @@ class Descriptor:
         return found
 
 
-class Machine:
-    """One program at a time: its threads, and Gluon's functions."""
+class Machine(Program):
+    """A program: its threads, its barriers and copies, and their open products."""
+
+    own = (*Program.own, "mbarrier", "tma_load")
 
     def __init__(self, seed):
+        super().__init__()
         self.random = random.Random(seed)
-        self.program = (0, 0)
         self.flying = []  # copies by the engine: barrier, target, value
-        self.unfenced, self.unseen = set(), set()  # shared memory that products may not read yet
         self.products = threading.local()
         self.turn, self.live, self.waiting, self.failed = None, set(), {}, None
         self.changed = threading.Condition()
-        self.gl = types.SimpleNamespace(
-            **{name: value for name, value in vars(gl).items() if not name.startswith("__")}
-        )
-        for name in dir(self):
-            if name.startswith("gl_"):
-                setattr(self.gl, name[3:], getattr(self, name))
         self.mbarrier = types.SimpleNamespace(
             init=self.init, wait=self.wait, arrive=self.arrive, expect=self.expect,
             MBarrierLayout=lambda: "barriers",
         )  # fmt: skip
-        self.namespaces = {}
+
+    def argument(self, name, value):
+        """What a kernel gets for an argument; the copy engine's descriptors too."""
+        return Descriptor(value) if hasattr(value, "block_shape") else super().argument(name, value)
 
     # Threads
 
@@ -190,6 +174,7 @@ class Machine:
 
     def tma_load(self, descriptor, corner, barrier, target):
         assert target.shape == descriptor.block_type.shape
+        assert target.dtype == descriptor.block_type.element_ty
         value = descriptor.box([int(at) for at in corner])
         poison(target.data)
         self.flying.append((barrier, target.data, value))
@@ -203,19 +188,9 @@ class Machine:
 
     # Products
 
-    def fence_async_shared(self):
-        self.unseen |= self.unfenced
-        self.unfenced.clear()
-
-    def barrier(self):
-        self.unseen.clear()
-
     def warpgroup_mma(self, a, b, acc, use_acc=True, is_async=False):
-        assert is_async and a.dtype == b.dtype
-        for operand in (a, b):
-            if isinstance(operand, Shared):
-                early = storage(operand.data) in self.unfenced | self.unseen
-                assert not early, "a product reads shared memory without fence and barrier"
+        assert is_async
+        self.check_operands(a, b)
         out = Tensor(torch.full((a.shape[0], b.shape[1]), torch.nan), acc.layout)
         self.products.open.append((a, b, acc if use_acc else None, out))
         return out
@@ -230,97 +205,7 @@ class Machine:
 
     # Functions of Gluon
 
-    def gl_program_id(self, axis):
-        return Tensor(torch.tensor(self.program[axis], dtype=torch.int32))
-
-    def gl_arange(self, start, end, layout=None):
-        return Tensor(torch.arange(start, end, dtype=torch.int32), layout)
-
-    def gl_full(self, shape, value, dtype, layout=None):
-        return Tensor(torch.full(shape, value, dtype=TYPES[dtype]), layout)
-
-    def gl_zeros(self, shape, dtype, layout=None):
-        return self.gl_full(shape, 0.0, dtype, layout)
-
-    def gl_load(self, pointer, mask=None, other=None):
-        return Tensor(pointer.read(mask, other))
-
-    def gl_store(self, pointer, value, mask=None):
-        pointer.write(value, mask)
-
-    def gl_where(self, condition, a, b):
-        layout = next((x.layout for x in (a, b) if isinstance(x, Tensor)), None)
-        return Tensor(torch.where(raw(condition), raw(a), raw(b)), layout)
-
-    def gl_maximum(self, a, b):
-        return Tensor(torch.maximum(a.data, b.data), a.layout)
-
-    def gl_minimum(self, a, b):
-        return Tensor(torch.minimum(a.data, b.data), a.layout)
-
-    def gl_max(self, a, axis):
-        # NaN loses, as in the hardware's maximum.
-        return Tensor(a.data.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(axis))
-
-    def gl_sum(self, a, axis):
-        return Tensor(a.data.sum(axis))
-
-    def gl_exp2(self, a):
-        return Tensor(torch.exp2(a.data), a.layout)
-
-    def gl_log2(self, a):
-        return Tensor(torch.log2(a.data), a.layout)
-
-    def gl_convert_layout(self, a, layout):
-        return Tensor(a.data, layout)
-
-    def gl_static_range(self, *bounds):
-        return range(*bounds)
-
     def gl_allocate_shared_memory(self, dtype, shape, layout):
         if layout == "barriers":
             return Barriers(shape[0])
-        data = torch.empty(shape, dtype=TYPES[dtype])
-        poison(data)
-        return Shared(data, lambda written: self.unfenced.add(storage(written)))
-
-    # Kernels
-
-    def python(self, function):
-        """A function of a kernel, over its module with the functions of this machine."""
-        module = function.fn.__globals__
-        if id(module) not in self.namespaces:
-            space = self.namespaces[id(module)] = dict(module)
-            gdc = types.SimpleNamespace(gdc_wait=lambda: 0, gdc_launch_dependents=lambda: 0)
-            mine = {"gdc": gdc, "RENAMED": True}
-            own = "gl mbarrier tma_load barrier fence_async_shared warpgroup_mma warpgroup_mma_wait"
-            mine |= {name: getattr(self, name) for name in own.split()}
-            for name, value in module.items():
-                if name in mine:
-                    space[name] = mine[name]
-                elif isinstance(value, JITFunction):
-                    space[name] = self.python(value)
-                elif isinstance(value, gl.constexpr):
-                    space[name] = value.value
-        code = function.fn.__code__
-        defaults = function.fn.__defaults__
-        return types.FunctionType(code, self.namespaces[id(module)], code.co_name, defaults)
-
-    def launch(self, kernel, grid, arguments, options):
-        """Run all programs of a launch, with tensors, numbers and descriptors for arguments."""
-        named = dict(zip(kernel.arg_names, arguments, strict=False)) | {
-            name: value for name, value in options.items() if name in kernel.arg_names
-        }
-        for name, value in named.items():
-            if isinstance(value, torch.Tensor):
-                whole = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage())
-                named[name] = Pointer(whole, torch.tensor(value.storage_offset()))
-            elif hasattr(value, "block_shape"):
-                named[name] = Descriptor(value)
-            elif name.islower() and isinstance(value, int):
-                named[name] = Tensor(torch.tensor(value, dtype=torch.int32))
-        function = self.python(kernel)
-        for self.program in itertools.product(*map(range, grid)):
-            function(**named)
-            self.unfenced.clear()
-            self.unseen.clear()
+        return super().gl_allocate_shared_memory(dtype, shape, layout)

@@ -1,0 +1,167 @@
+"""How a Gluon kernel runs on a CPU, program after program: its launch, and Gluon's functions.
+
+Triton's interpreter takes no Gluon. This takes the Python of a kernel and of all that it calls, and
+gives it `gluon_values` in place of registers and shared memory. What is asynchronous, and what runs
+beside what, is of the two machines: `gluon_double.py` and `gluon_warps.py`.
+
+Both refuse a matrix product that reads what threads have written to shared memory without a fence
+and a barrier behind it.
+"""
+
+import itertools
+import types
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.runtime.jit import JITFunction
+
+from tests.attention.gluon_values import TYPES, Pointer, Shared, Tensor, poison, raw, storage
+
+
+class Program:
+    """One program at a time: its number, what its products may read; and Gluon's functions.
+
+    own: the names of a kernel's module that a machine has something else for.
+    """
+
+    own = ("gl", "barrier", "fence_async_shared", "warpgroup_mma", "warpgroup_mma_wait")
+
+    def __init__(self):
+        self.program = (0, 0)
+        self.unfenced, self.unseen = set(), set()  # shared memory that products may not read yet
+        self.gl = types.SimpleNamespace(
+            **{name: value for name, value in vars(gl).items() if not name.startswith("__")}
+        )
+        for name in dir(self):
+            if name.startswith("gl_"):
+                setattr(self.gl, name[3:], getattr(self, name))
+        self.namespaces = {}
+
+    # What products may read
+
+    def stored(self, data):
+        """Shared memory has been written by threads."""
+        self.unfenced.add(storage(data))
+
+    def fence_async_shared(self):
+        """Writes so far are seen by products of the same thread."""
+        self.unseen |= self.unfenced
+        self.unfenced.clear()
+
+    def barrier(self):
+        """Fenced writes are seen by products of all threads."""
+        self.unseen.clear()
+
+    def check_operands(self, a, b):
+        """Refuse operands of a product that it may not read, or of two types."""
+        assert a.dtype == b.dtype
+        for operand in (a, b):
+            if isinstance(operand, Shared):
+                early = storage(operand.data) in self.unfenced | self.unseen
+                assert not early, "a product reads shared memory without fence and barrier"
+
+    # Functions of Gluon
+
+    def gl_program_id(self, axis):
+        return Tensor(torch.tensor(self.program[axis], dtype=torch.int32))
+
+    def gl_arange(self, start, end, layout=None):
+        return Tensor(torch.arange(start, end, dtype=torch.int32), layout)
+
+    def gl_full(self, shape, value, dtype, layout=None):
+        return Tensor(torch.full(shape, value, dtype=TYPES[dtype]), layout)
+
+    def gl_zeros(self, shape, dtype, layout=None):
+        return self.gl_full(shape, 0.0, dtype, layout)
+
+    def gl_load(self, pointer, mask=None, other=None):
+        return Tensor(pointer.read(mask, other))
+
+    def gl_store(self, pointer, value, mask=None):
+        pointer.write(value, mask)
+
+    def gl_where(self, condition, a, b):
+        layout = next((x.layout for x in (a, b) if isinstance(x, Tensor)), None)
+        return Tensor(torch.where(torch.as_tensor(raw(condition)), raw(a), raw(b)), layout)
+
+    def gl_maximum(self, a, b):
+        return Tensor(torch.maximum(a.data, torch.as_tensor(raw(b))), a.layout)
+
+    def gl_minimum(self, a, b):
+        return Tensor(torch.minimum(a.data, torch.as_tensor(raw(b))), a.layout)
+
+    def gl_max(self, a, axis):
+        # NaN loses, as in the hardware's maximum.
+        return Tensor(a.data.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(axis))
+
+    def gl_sum(self, a, axis):
+        return Tensor(a.data.sum(axis))
+
+    def gl_abs(self, a):
+        return Tensor(a.data.abs(), a.layout)
+
+    def gl_exp2(self, a):
+        return Tensor(torch.exp2(a.data), a.layout)
+
+    def gl_log2(self, a):
+        return Tensor(torch.log2(a.data), a.layout)
+
+    def gl_split(self, a):
+        return tuple(Tensor(part, a.layout) for part in a.data.unbind(-1))
+
+    def gl_convert_layout(self, a, layout):
+        return Tensor(a.data, layout)
+
+    def gl_static_range(self, *bounds):
+        return range(*bounds)
+
+    def gl_allocate_shared_memory(self, dtype, shape, layout):
+        data = torch.empty(shape, dtype=TYPES[dtype])
+        poison(data)
+        return Shared(data, self.stored)
+
+    # Kernels
+
+    def python(self, function):
+        """A function of a kernel, over its module with the functions of this machine."""
+        module = function.fn.__globals__
+        if id(module) not in self.namespaces:
+            space = self.namespaces[id(module)] = dict(module)
+            gdc = types.SimpleNamespace(gdc_wait=lambda: 0, gdc_launch_dependents=lambda: 0)
+            mine = {"gdc": gdc, "RENAMED": True}
+            mine |= {name: getattr(self, name) for name in self.own}
+            for name, value in module.items():
+                if name in mine:
+                    space[name] = mine[name]
+                elif isinstance(value, JITFunction):
+                    space[name] = self.python(value)
+                elif isinstance(value, gl.constexpr):
+                    space[name] = value.value
+        code = function.fn.__code__
+        defaults = function.fn.__defaults__
+        return types.FunctionType(code, self.namespaces[id(module)], code.co_name, defaults)
+
+    def argument(self, name, value):
+        """What a kernel gets for an argument."""
+        if isinstance(value, torch.Tensor):
+            whole = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage())
+            return Pointer(whole, torch.tensor(value.storage_offset()))
+        if name.islower() and isinstance(value, int):
+            return Tensor(torch.tensor(value, dtype=torch.int32))
+        return value
+
+    def ended(self):
+        """A program has ended."""
+        self.unfenced.clear()
+        self.unseen.clear()
+
+    def launch(self, kernel, grid, arguments, options):
+        """Run all programs of a launch."""
+        named = dict(zip(kernel.arg_names, arguments, strict=False)) | {
+            name: value for name, value in options.items() if name in kernel.arg_names
+        }
+        named = {name: self.argument(name, value) for name, value in named.items()}
+        function = self.python(kernel)
+        for self.program in itertools.product(*map(range, grid)):
+            function(**named)
+            self.ended()
