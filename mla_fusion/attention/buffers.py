@@ -293,6 +293,12 @@ class PlanBuffers:
         """The device of the buffers."""
         return self.work_indptr.device
 
+    @property
+    def of_decode(self) -> tuple[torch.Tensor, ...]:
+        """What every decode kernel takes of a plan, in the order of its arguments."""
+        partial = self.partial_output, self.partial_lse
+        return *partial, self.work_indptr, self.work_info_set, self.qo_indptr, self.kv_indptr
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors of the plan and of its companions, by name."""
         owned = vars(self) if self.aiter is None else vars(self) | vars(self.aiter)
