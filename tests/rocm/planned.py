@@ -259,10 +259,10 @@ def _planted():
         return found
 
     def scaled(original):
-        def attend(self, q, kv_cache, layer, table, output):
+        def attend(self, q, kv_cache, layer, *rest):
             same = {name: getattr(layer, name) for name in ("_q_scale", "_k_scale", "_v_up_proj")}
             wrong = SimpleNamespace(**same, impl=SimpleNamespace(scale=layer.impl.scale * 2))
-            original(self, q, kv_cache, wrong, table, output)
+            original(self, q, kv_cache, wrong, *rest)
 
         return attend
 

@@ -42,9 +42,9 @@ class Watch:
             watch._init(self, plan, *args)
             watch._know(plan)
 
-        def decode(self, q, kv_cache, metadata, layer, output):
+        def decode(self, q, kv_cache, metadata, layer, *outputs):
             watch._now = self.plan, kv_cache, metadata, layer
-            watch._decode(self, q, kv_cache, metadata, layer, output)
+            watch._decode(self, q, kv_cache, metadata, layer, *outputs)
             watch._now = None
             watch.check_output(q, kv_cache, metadata, layer, self.out[: len(q)])
 
