@@ -2,8 +2,8 @@
 
     python tools/amd_roofline.py [KERNEL ...] [--target gfx942]
 
-KERNEL is region, decode, reduction or epilogue. What the library launches is compiled, its
-instructions are counted (`amd_cost.py`), and a line says how long each resource takes at least:
+KERNEL is region, decode (with its reduction) or epilogue. What the library launches is compiled,
+its instructions are counted (`amd_cost.py`), and a line says how long each resource takes at least:
 
 | bound by | is |
 |---|---|
