@@ -61,8 +61,13 @@ def layer(heads=16, backend="FLASH_ATTN_MLA", widths=(512, 64)):
     )
 
 
-def engine(seqs=256, drafts=0, dcp=1, ubatching=False, page=64, cache="auto", options=None):
-    model = SimpleNamespace(dtype=torch.bfloat16, get_num_attention_heads=lambda parallel: 16)
+def engine(seqs=256, drafts=0, dcp=1, ubatching=False, page=64, cache="auto", options=None,
+           latent=512):  # fmt: skip
+    model = SimpleNamespace(
+        dtype=torch.bfloat16,
+        get_num_attention_heads=lambda parallel: 16,
+        hf_text_config=SimpleNamespace(kv_lora_rank=latent, qk_rope_head_dim=64),
+    )
     return SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=seqs),
         speculative_config=SimpleNamespace(num_speculative_tokens=drafts) if drafts else None,
@@ -71,6 +76,7 @@ def engine(seqs=256, drafts=0, dcp=1, ubatching=False, page=64, cache="auto", op
             block_size=page, user_specified_block_size=False, cache_dtype=cache
         ),
         model_config=model,
+        device_config=SimpleNamespace(device_type="cpu"),
         additional_config={"mla_fusion": options or {}},
     )
 
@@ -144,6 +150,8 @@ def test_the_report_names_who_decodes_once(h200, monkeypatch):
         ({}, {}, 64),
         ({}, {"cache": "fp8"}, 64),
         ({}, {"drafts": 1}, 16),
+        ({}, {"dcp": 2}, 16),
+        ({}, {"latent": 256}, 16),
         ({"attention": "vllm"}, {}, 16),
         ({"attention": "portable"}, {"drafts": 1}, 64),
     ],

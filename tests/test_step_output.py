@@ -98,13 +98,7 @@ def test_a_decode_quantizes_in_its_epilogue(engine, spelling, rows, monkeypatch)
     """Equal to vLLM's quantization of the product, padding in zeros, the workspace unwritten."""
     layer = engine.layers["a"]
     monkeypatch.setattr(layer, "_v_up_proj", None)
-    epilogues = []
-    decode = attention.persistent_mla_decode
-    monkeypatch.setattr(
-        step_plan.attention,
-        "persistent_mla_decode",
-        lambda *args, **kwargs: epilogues.append(kwargs["epilogue"]) or decode(*args, **kwargs),
-    )
+    epilogues = test_step_plan.watch_epilogues(monkeypatch)
     metadata = engine.metadata([2, 1, 1], [5, 8, 3])
     with engine.step(metadata):
         found, workspace = attend(engine, rows, spelling)

@@ -102,6 +102,18 @@ def check(engine, metadata, *names):
             torch.testing.assert_close(attend(name, q), expected, rtol=1e-5, atol=1e-5)
 
 
+def watch_epilogues(monkeypatch):
+    """The epilogues of all decodes from here on, in their order."""
+    epilogues = []
+    decode = attention.persistent_mla_decode
+    monkeypatch.setattr(
+        step_plan.attention,
+        "persistent_mla_decode",
+        lambda *args, **kwargs: epilogues.append(kwargs["epilogue"]) or decode(*args, **kwargs),
+    )
+    return epilogues
+
+
 def query(tokens):
     generator = torch.Generator().manual_seed(tokens)
     return torch.randn((tokens, HEADS, LATENT + ROPE), generator=generator).to(SPEC.dtype)
@@ -157,13 +169,7 @@ def test_the_decode_multiplies_with_w_uv_itself(monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "SPEC", Spec(dtype=torch.bfloat16))
     engine = Engine(drafts=1)
     layer = engine.layers["a"]
-    epilogues = []
-    decode = attention.persistent_mla_decode
-    monkeypatch.setattr(
-        step_plan.attention,
-        "persistent_mla_decode",
-        lambda *args, **kwargs: epilogues.append(kwargs["epilogue"]) or decode(*args, **kwargs),
-    )
+    epilogues = watch_epilogues(monkeypatch)
     monkeypatch.setattr(layer, "_v_up_proj", Mock(side_effect=AssertionError("called")))
     assert step_plan.epilogues(engine.layers) == "W_UV"
     metadata = engine.metadata([2, 0, 0], [4, 0, 0])

@@ -199,7 +199,7 @@ def _why_not(vllm_config: Any, options: Options, partition_refused: bool) -> Dec
     except kernels.ProviderUnavailable as error:
         return Decline("provider-unavailable", f"{options.provider}: {error}")
     planned = options.attention in PLANNED
-    if planned and (decline := _why_no_plan(vllm_config, options)):
+    if planned and (decline := why_no_plan(vllm_config, options)):
         return decline
     parallel = vllm_config.parallel_config
     if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
@@ -227,7 +227,7 @@ def _why_not(vllm_config: Any, options: Options, partition_refused: bool) -> Dec
     return None
 
 
-def _why_no_plan(vllm_config: Any, options: Options) -> Decline | None:
+def why_no_plan(vllm_config: Any, options: Options) -> Decline | None:
     """Why the decode of `options.attention` cannot run in this engine, whatever its layers are."""
     asked = f"attention={options.attention}"
     executor = "aiter"

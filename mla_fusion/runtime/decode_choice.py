@@ -49,7 +49,9 @@ def _measured(layer: Any, options: config.Options, vllm_config: Any, most: int) 
     if not measured.has_measurements(gpu):
         return Choice()
     backend = layer.attn_backend.get_name()
-    if why := _not_measured(layer, options, vllm_config):
+    if why := _engine_not_measured(options, vllm_config) or _not_measured(
+        layer, options, vllm_config
+    ):
         return Choice(why=f"{backend} (auto: {why})")
     facts = _facts(layer, options, vllm_config, "portable")
     dtype = facts.query_dtype(vllm_config.model_config.dtype)
@@ -62,15 +64,19 @@ def _measured(layer: Any, options: config.Options, vllm_config: Any, most: int) 
     return Choice("portable", limit, f"portable up to {limit} sequences{rest} (auto: as measured)")
 
 
-def _not_measured(layer: Any, options: config.Options, vllm_config: Any) -> str:
-    """What of a layer or an engine the measurements do not cover; empty if they do."""
-    parallel = vllm_config.parallel_config
+def _engine_not_measured(options: config.Options, vllm_config: Any) -> str:
+    """What of an engine the measurements do not cover; empty if they do."""
     if drafts := config.draft_tokens(vllm_config):
         return f"not measured with {drafts} draft tokens"
-    if parallel.decode_context_parallel_size > 1:
+    if vllm_config.parallel_config.decode_context_parallel_size > 1:
         return "ranks share the cache"
-    if getattr(parallel, "use_ubatching", False):
-        return "steps are split into microbatches"
+    portable = dataclasses.replace(options, attention="portable")
+    decline = config.why_no_plan(vllm_config, portable)
+    return decline.explain() if decline else ""
+
+
+def _not_measured(layer: Any, options: config.Options, vllm_config: Any) -> str:
+    """What of a layer the measurements do not cover; empty if they do."""
     if (widths := (layer.kv_lora_rank, layer.qk_rope_head_dim)) != measured.WIDTHS:
         return "not measured with {} + {}".format(*widths)
     if (page := vllm_config.cache_config.block_size) % measured.PAGE:
@@ -100,20 +106,22 @@ def choose_page(vllm_config: Any) -> None:
     """Let a page of the KV cache hold a tile of the portable decode on Hopper, whose copy engine
     takes a tile from within a page only; with the 16 tokens of some backends it copies none."""
     cache = vllm_config.cache_config
-    attention = config.read_options(vllm_config.additional_config).attention
-    ours = attention == "portable" or (attention == "auto" and _is_listed(vllm_config))
+    options = config.read_options(vllm_config.additional_config)
+    attention = options.attention
+    ours = attention == "portable" or (attention == "auto" and _is_listed(options, vllm_config))
     if ours and vllm_compat.is_hopper() and not cache.user_specified_block_size:
         # As if the operator had asked: else vLLM asks the backend when the model is loaded.
         cache.block_size, cache.user_specified_block_size = measured.PAGE, True
         logger.debug("attention=%s: block_size is %d", attention, measured.PAGE)
 
 
-def _is_listed(vllm_config: Any) -> bool:
+def _is_listed(options: config.Options, vllm_config: Any) -> bool:
     """Whether `auto` may come to the portable decode, before the layers and their backend exist."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     fp8 = str(cache.cache_dtype).startswith("fp8")
     dtype: torch.dtype = vllm_compat.fp8_dtype() if fp8 else model.dtype
     heads = model.get_num_attention_heads(vllm_config.parallel_config)
-    return not config.draft_tokens(vllm_config) and measured.is_listed(
-        vllm_compat.gpu_name(), dtype, heads
-    )
+    shape = model.hf_text_config
+    widths = getattr(shape, "kv_lora_rank", 0), getattr(shape, "qk_rope_head_dim", 0)
+    listed = measured.is_listed(vllm_compat.gpu_name(), dtype, heads)
+    return listed and widths == measured.WIDTHS and not _engine_not_measured(options, vllm_config)
