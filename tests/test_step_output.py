@@ -10,7 +10,7 @@ import torch
 from vllm.forward_context import ForwardContext, override_forward_context
 from vllm.utils.torch_utils import _encode_layer_name
 
-from mla_fusion import attention, ops, runtime
+from mla_fusion import ops, runtime
 from mla_fusion.ops import Quantization
 from mla_fusion.passes.fix_functionalization import MLAFixFunctionalizationPass
 from mla_fusion.passes.pipeline import MLAFusionPass
