@@ -3,7 +3,8 @@
 All engines of a model and a cache type start side by side and keep their requests; at each point
 (batch and context) five rounds measure every arm once, in rotated order, while the others wait.
 If weights of their own do not fit, they share one copy by CUDA IPC (`engine_share`). A point whose
-KV caches do not fit is left out, with a printed line.
+KV caches do not fit is left out, with a printed line. --layers takes fewer layers of a model: its
+engines start sooner, and caches of larger points fit.
 
 The noise: DeepSeek-V2-Lite has a second `default` engine, `default2`; its change against `default`
 is what equal engines differ by. The other models have no memory for it: their noise is the spread
@@ -45,6 +46,7 @@ ARMS = ("default", "cat", "fused", "portable")
 BLOCK = 64  # tokens of a KV cache block
 ENGINE_BYTES = 5e9  # of an engine beside weights and KV cache: context, activations, graphs
 ENOUGH = 10e9  # bytes of KV cache for which engines keep weights of their own
+ENDS = 10  # seconds in which a process whose output is closed has ended
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +71,7 @@ MODELS = {
 
 
 class EngineEnded(Exception):
-    """An engine ended before its turn; holds the arm."""
+    """An engine ended before its turn, or was not ready in time; holds the arm."""
 
 
 def complete(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
@@ -79,10 +81,18 @@ def complete(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
         for cache in ("fp8", "auto"):
             title = f"{name} {'bf16' if cache == 'auto' else cache}"
             if any(part in title for part in args.only.split(",")):
-                new, right = measured(title, name, model, cache, args, end)
+                new, right = measured(title, name, fewer(model, args.layers), cache, args, end)
                 rows += new
                 wrong += not right
     return rows, wrong
+
+
+def fewer(model: Model, layers: int) -> Model:
+    """The model with at most so many layers; all of its own if 0."""
+    if not 0 < layers < model.layers:
+        return model
+    part = layers / model.layers
+    return dataclasses.replace(model, layers=layers, gigabytes=model.gigabytes * part)
 
 
 def measured(
@@ -109,7 +119,7 @@ def measured(
     began, engines = time.time(), {arm: start(job(arm=arm, **changes)) for arm in arms}
     rows, right = [], False
     try:
-        results = wait_until_ready(engines)
+        results = wait_until_ready(engines, end)
         verdicts = {arm: verdict(arm, results, model.layers) for arm in arms}
         right = not any(found.startswith("WRONG") for found in verdicts.values())
         print(f"== {title}, ready after {time.time() - began:.0f} s: {verdicts}", flush=True)
@@ -127,7 +137,7 @@ def measured(
                 )  # fmt: skip
     except EngineEnded as ended:
         right = False
-        print(f"== {title}, {ended}: FAILED\n{finish(*engines.pop(str(ended)))['error']}")
+        print(f"== {title}, {ended}: FAILED\n{finish(*engines.pop(str(ended)), ENDS)['error']}")
     for engine in engines.values():
         finish(*engine, seconds=0)
     return rows, right
@@ -148,12 +158,15 @@ def memory(name: str, model: Model, tp: int, engines: int) -> tuple[float, bool]
     return (alone, False) if alone > ENOUGH else (shared, True)
 
 
-def wait_until_ready(engines: dict[str, Engine]) -> dict[str, dict[str, Any]]:
-    """What each engine sends once it is ready; raises EngineEnded as soon as one has ended."""
+def wait_until_ready(engines: dict[str, Engine], end: float) -> dict[str, dict[str, Any]]:
+    """What each engine sends once it is ready; raises EngineEnded as soon as one has ended, or at
+    `end` by the clock."""
     waiting = {process.stdout: arm for arm, (_, process) in engines.items()}
     results = {}
     while waiting:
-        for stream in wait(list(waiting)):
+        if not (ready := wait(list(waiting), max(0.0, end - time.time()))):
+            raise EngineEnded(next(iter(waiting.values())))
+        for stream in ready:
             if not (line := stream.readline()):
                 raise EngineEnded(waiting[stream])
             results[waiting.pop(stream)] = json.loads(line)

@@ -6,6 +6,7 @@ import io
 import json
 import subprocess
 import sys
+import time
 import types
 
 import engine_complete
@@ -61,16 +62,16 @@ def test_complete_measures_the_arms_in_turns(monkeypatch, capsys, broken):
     monkeypatch.setattr(engine_complete, "POINTS", [(2, 100), (64, 100), (128, 1000)])
     monkeypatch.setattr(engine_complete, "memory", lambda *_: (1e8, False))
     monkeypatch.setattr(engine_complete, "start", lambda job: (job["arm"],))
-    monkeypatch.setattr(engine_complete, "wait_until_ready", lambda engines: results)
+    monkeypatch.setattr(engine_complete, "wait_until_ready", lambda engines, end: results)
     monkeypatch.setattr(engine_complete, "turn", turn)
     monkeypatch.setattr(engine_complete, "finish", finish)
-    args = argparse.Namespace(only="r1-tp8 fp8", arms="", tp=1, seconds=1e9)
+    args = argparse.Namespace(only="r1-tp8 fp8", arms="", tp=1, seconds=1e9, layers=0)
     rows, wrong = engine_complete.complete(args)
     printed = capsys.readouterr().out
     assert "r1-tp8 fp8, 128 x 1000 left out: its KV cache needs 0.3 GB, room is 0.1" in printed
     if broken and "hold" in broken:
         assert "== r1-tp8 fp8, default: FAILED\nwhy" in printed
-        assert ended == [("default", None), ("cat", 0), ("fused", 0)]
+        assert ended == [("default", engine_complete.ENDS), ("cat", 0), ("fused", 0)]
     else:
         assert ended == [(arm, 0) for arm in arms] and len(rows) == 6
     assert [arm for arm, _ in asked][:18] == (
@@ -120,9 +121,25 @@ def test_an_engine_that_ended_is_named():
         for arm, command in commands.items()
     }
     with pytest.raises(engine_complete.EngineEnded, match="cat"):
-        engine_complete.wait_until_ready(started)
+        engine_complete.wait_until_ready(started, time.time() + 60)
     started["cat"][1].wait()
     with pytest.raises(engine_complete.EngineEnded, match="cat"):
         engine_complete.turn(started, "cat", "time")
     for _, process in started.values():
         process.communicate("\n")
+
+
+def test_an_engine_that_is_not_ready_in_time_is_named():
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", "input()"], **pipes)
+    with pytest.raises(engine_complete.EngineEnded, match="cat"):
+        engine_complete.wait_until_ready({"cat": (None, process)}, time.time())
+    process.communicate("\n")
+
+
+@pytest.mark.parametrize(
+    ("asked", "layers", "gigabytes"), [(0, 40, 54), (50, 40, 54), (20, 20, 27)]
+)
+def test_fewer_layers_take_less_memory(asked, layers, gigabytes):
+    model = engine_complete.fewer(engine_complete.MODELS["deepseek-r1-tp8"], asked)
+    assert (model.layers, model.gigabytes) == (layers, gigabytes)
