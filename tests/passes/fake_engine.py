@@ -211,6 +211,13 @@ class Engine:
         return [layer.impl.queries for layer in self.layers.values()]
 
 
+_UNDEFINED = {
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_strided.default,
+    torch.ops.aten.new_empty_strided.default,
+}
+
+
 class _Interpreter(fx.Interpreter):
     """Runs a graph; memory that torch leaves undefined gets a fixed value."""
 
@@ -218,7 +225,7 @@ class _Interpreter(fx.Interpreter):
         args = tuple(_encode(a) for a in args)
         kwargs = {k: _encode(v) if k == "layer_name" else v for k, v in kwargs.items()}
         result = super().call_function(target, args, kwargs)
-        if target is torch.ops.aten.empty.memory_format:
+        if target in _UNDEFINED:
             result.fill_(7.0)
         return result
 
