@@ -34,21 +34,22 @@ class HeadLayout:
 def layout(heads: int, max_query_len: int, per_work: int | None = None) -> HeadLayout:
     """The layout of the portable kernel, for sequences of up to `max_query_len` query rows.
 
-    Heads are padded to a multiple of 16, the height of a matrix instruction. Unless `per_work`
-    says otherwise, a work item holds them all if they are 64 at most, else the largest block of
-    64, 32 or 16 that divides them; and fewer where its tile would exceed `MAX_ROWS`.
+    Heads are padded to a multiple of 16, the height of a matrix instruction; up to 8 of several
+    query rows to 8, so that two rows fill it. Unless `per_work` says otherwise, a work item holds
+    them all if they are 64 at most, else the largest block of 64, 32 or 16 that divides them; and
+    fewer where its tile would exceed `MAX_ROWS`.
 
     Raises:
         ValueError: `per_work` is not a positive multiple of 16.
     """
-    padded = -(-heads // 16) * 16
+    padded = 8 if heads <= 8 and max_query_len > 1 else -(-heads // 16) * 16
     if per_work is not None:
         if per_work < 16 or per_work % 16:
             raise ValueError(f"heads_per_work must be a multiple of 16, got {per_work}")
         return HeadLayout(heads, -(-heads // per_work) * per_work, per_work)
-    blocks = (padded if padded <= 64 else 64, 32, 16)
+    blocks = (min(padded, 64), 32, 16)
     fits = (n for n in blocks if padded % n == 0 and n * max_query_len <= MAX_ROWS)
-    return HeadLayout(heads, padded, next(fits, 16))
+    return HeadLayout(heads, padded, next(fits, min(padded, 16)))
 
 
 def aiter_layout(heads: int, max_query_len: int, kind: str, arch: str) -> HeadLayout:

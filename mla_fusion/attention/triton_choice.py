@@ -194,7 +194,8 @@ def plan_settings(
         rows = head_layout(num_heads, max_query_len).per_work * max_query_len
         # Programs that run side by side, of all row blocks.
         config = choose_cdna(generation, rows, kv_dtype, kv_dtype, CDNA_TILE)
-        return {"workers": max(1, config.waves * processors * config.rows // rows), **common}
+        blocks = -(-rows // config.rows)
+        return {"workers": max(1, config.waves * processors // blocks), **common}
     bf16 = kv_dtype == torch.bfloat16 and width == sum(SPECIALIZED_WIDTHS)
     if bf16 and (num_heads, max_query_len) == (PAIRED_HEADS, 1) and has_hopper(device):
         return {"workers": processors // 2, "heads_per_work": PAIRED_HEADS, **common}

@@ -48,7 +48,7 @@ def make(case, quantization="none", fp8=FN, lse=False):
         max_query_len=most,
         num_heads=case.heads,
         v_head_dim=case.latent,
-        heads_per_work=16,
+        heads_per_work=16 if case.heads > 16 else None,
     )
     tokens = sum(case.rows) + case.padding
     decodes.refresh(plan, case.rows, [n + 9 for n in case.rows], tokens)

@@ -140,6 +140,24 @@ class TestPlan:
         assert plan.partial_output.shape == (2 * (workers - 1) * 2, 64, 32)
         assert make().reduce_partial_map.shape == (4 + workers - 1,)
 
+    @pytest.mark.parametrize(
+        ("heads", "rows", "per_work", "fold"),
+        [
+            (8, 1, 16, 1),
+            (8, 2, 8, 1),
+            (4, 8, 8, 1),
+            (8, 40, 8, 1),
+            (9, 4, 16, 1),
+            (24, 2, 32, 1),
+            (32, 8, 16, 2),
+            (80, 1, 16, 5),
+        ],
+    )
+    def test_heads_of_an_item(self, heads, rows, per_work, fold):
+        """Several rows of up to 8 heads have no padding to 16: 8 of them are a block of 64."""
+        plan = make(num_heads=heads, max_query_len=rows)
+        assert (plan.heads_per_work, plan.fold) == (per_work, fold)
+
     def test_refresh_moves_nothing(self):
         plan = make()
         before = addresses(plan)

@@ -44,8 +44,10 @@ def ptx():
     return compile_kernel("sm_90", hopper_specialized.decode_kernel, args, options).asm["ptx"]
 
 
-def test_products_and_resources():
-    args, options = provider.decode_arguments(triton_choice.SPECIALIZED, inputs())
+@pytest.mark.parametrize(("heads", "queries"), [(64, 1), pytest.param(8, 8, marks=pytest.mark.nightly)])
+def test_products_and_resources(heads, queries):
+    given = inputs((8, heads, 576), max_query_len=queries)
+    args, options = provider.decode_arguments(triton_choice.SPECIALIZED, given)
     result = compile_report("sm_90", hopper_specialized.decode_kernel, args, options)
     assert result.matrix == ("HGMMA",) and result.shared <= LDS["sm_90"], result
     # Query and tile: a half and two quarters in boxes of 64 columns each, and the rotated part.
@@ -102,7 +104,7 @@ def test_the_copy_engine_sees_rows():
     assert [box.block_shape[2] for box in (half, quarter, rotated)] == [256, 128, 64]
     assert half.shape == [8, 128, 576] and half.strides == [130 * 576, 576, 1]
     # 64 heads of a token, or all of an item's of several.
-    blocks = {16: [4, 16], 32: [2, 32], 48: [1, 64], 64: [1, 64], 128: [1, 64]}
+    blocks = {8: [8, 8], 16: [4, 16], 32: [2, 32], 48: [1, 64], 64: [1, 64], 128: [1, 64]}
     assert {n: query_boxes(q, 512, n)[0].block_shape[:2] for n in blocks} == blocks
     # Half of each block is another layer's: the last row is inside the memory all the same.
     cache = torch.empty(10, 256, 576, dtype=BF16)[:, :128]

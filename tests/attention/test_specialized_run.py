@@ -47,9 +47,11 @@ CASES = {
     "more tiles than buffers": (64, [1], [1300], {"workers": 2}),
     "drafts": (16, [4, 3, 1], [200, 70, 3], {}),
     "rows that see nothing": (16, [4, 2], [0, 129], {}),
-    "padded drafts": (8, [8, 2, 5], [300, 70, 4], {"workers": 3}),
     "padded drafts of 24 heads": (24, [2, 1], [130, 5], {}),
     "folded drafts": (32, [8, 2], [300, 70], {}),
+    "a block of 8 heads": (8, [8, 2, 5], [300, 70, 4], {"workers": 3}),
+    "half a block of 8 heads": (8, [4, 1], [200, 3], {}),
+    "blocks of 4 padded heads": (4, [9, 2], [130, 70], {}),
     "drafts of 128 heads": (128, [2, 1], [300, 1], {}),
 }
 

@@ -49,6 +49,8 @@ def hopper(monkeypatch):
         # Fewer than 33 query rows.
         ((8, 16, 576), {}, triton_choice.Config(True, 16, 64, 4)),
         ((8, 32, 576), {}, triton_choice.Config(True, 32, 64, 8)),
+        ((8, 8, 576), {"max_query_len": 2}, triton_choice.Config(True, 16, 64, 4)),
+        ((8, 8, 576), DRAFTS, triton_choice.Config(True, 32, 64, 8)),
         # Other types and widths.
         ((8, 64, 576), {"dtype": FN}, STEP),
         ((8, 64, 576), {"dtype": FP16}, STEP),
@@ -59,7 +61,6 @@ def hopper(monkeypatch):
         ((8, 128, 576), {"page": 1, "heads_per_work": 128}, STEP),
         # Padded heads between query rows, and several rows of 32 heads.
         ((8, 24, 576), {"max_query_len": 8}, SPECIALIZED),
-        ((8, 8, 576), DRAFTS, SPECIALIZED),
         ((8, 8, 576), {"max_query_len": 8}, SPECIALIZED),
         ((8, 32, 576), {"max_query_len": 8}, SPECIALIZED),
         # 48 heads of two tokens are no box.
@@ -171,11 +172,12 @@ def test_the_kernel_for_cdna_is_not_for_lists_of_slots_and_odd_strides(cdna):
 
 
 @pytest.mark.parametrize(
-    ("heads", "dtype", "workers"), [(16, FN, 30), (16, BF16, 20), (128, FN, 10), (128, BF16, 5)]
+    ("heads", "rows", "dtype", "workers"),
+    [(16, 1, FN, 30), (16, 1, BF16, 20), (128, 1, FN, 10), (128, 1, BF16, 5), (8, 3, FN, 20)],
 )
-def test_plans_for_cdna(cdna, heads, dtype, workers):
-    """As many programs as fit ten CUs: three or two waves a SIMD, or two row blocks."""
-    assert triton_choice.plan_settings(heads, 1, dtype, 576, "cuda")["workers"] == workers
+def test_plans_for_cdna(cdna, heads, rows, dtype, workers):
+    """As many programs as fit ten CUs: one to three waves a SIMD, of one or two row blocks."""
+    assert triton_choice.plan_settings(heads, rows, dtype, 576, "cuda")["workers"] == workers
 
 
 @pytest.mark.parametrize(
