@@ -23,7 +23,7 @@ SHARED_MEMORY = 227 * 1024  # bytes of a multiprocessor of Hopper
 SPECIALIZED_WIDTHS = (512, 64)  # of the kernel for Hopper with warps of different work
 CDNA_WIDTHS = ((512, 64), (256, 64))  # of the kernel for CDNA 3 and 4: compiled and executed
 CDNA_TILE = 64  # tokens
-PAIRED_HEADS = 128  # two of its row blocks: one item where that was measured
+PAIRED_HEADS = 128  # of one query row: two row blocks of one item
 
 
 def power_of_two(size: int) -> int:
@@ -185,8 +185,9 @@ def plan_settings(
     other's latency: with fp8 and 512 + 64, at batch 64 and 8192 tokens, that took 97 us, one
     program 136 (before tiles were copied by the copy engine: 89 us with two, one was not measured).
 
-    128 heads in bf16, one query row: an item holds both blocks of 64 rows. Their programs run at
-    the same time, and read tiles of the cache together.
+    Where an item has several blocks of 64 rows in bf16, workers are so few that the programs of all
+    its blocks run at the same time, and read tiles of the cache together: with 128 heads and one
+    query row, whose items hold both blocks for it, and with drafts.
     """
     common = {"kv_granularity": HOPPER_TILE, "overhead": 4}
     processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -196,10 +197,14 @@ def plan_settings(
         config = choose_cdna(generation, rows, kv_dtype, kv_dtype, CDNA_TILE)
         blocks = -(-rows // config.rows)
         return {"workers": max(1, config.waves * processors // blocks), **common}
-    bf16 = kv_dtype == torch.bfloat16 and width == sum(SPECIALIZED_WIDTHS)
-    if bf16 and (num_heads, max_query_len) == (PAIRED_HEADS, 1) and has_hopper(device):
-        return {"workers": processors // 2, "heads_per_work": PAIRED_HEADS, **common}
     rows = head_layout(num_heads, max_query_len).per_work * max_query_len
+    bf16 = kv_dtype == torch.bfloat16 and width == sum(SPECIALIZED_WIDTHS)
+    if bf16 and has_hopper(device):
+        wide = {}
+        if (num_heads, max_query_len) == (PAIRED_HEADS, 1):
+            rows = wide["heads_per_work"] = PAIRED_HEADS
+        blocks = -(-rows // SPECIALIZED.rows)
+        return {"workers": max(1, processors // blocks), **wide, **common}
     tiles = (2 * HOPPER_TILE + 16) * width * kv_dtype.itemsize  # two of keys, one of queries
     programs = 2 if rows <= 16 and 2 * tiles <= SHARED_MEMORY else 1
     return {"workers": programs * processors, **common}

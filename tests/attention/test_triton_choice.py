@@ -181,19 +181,25 @@ def test_plans_for_cdna(cdna, heads, rows, dtype, workers):
 
 
 @pytest.mark.parametrize(
-    ("heads", "rows", "dtype", "width", "pairs"),
+    ("heads", "rows", "dtype", "width", "workers"),
     [
-        (128, 1, BF16, 576, True),
-        (128, 2, BF16, 576, False),
-        (64, 1, BF16, 576, False),
-        (16, 4, BF16, 576, False),
-        (128, 1, FN, 576, False),
-        (128, 1, FP16, 576, False),
-        (128, 1, BF16, 320, False),
+        (128, 1, BF16, 576, 5),
+        (128, 2, BF16, 576, 5),
+        (16, 8, BF16, 576, 5),
+        (32, 3, BF16, 576, 5),
+        (16, 24, BF16, 576, 1),
+        (64, 1, BF16, 576, 10),
+        (16, 4, BF16, 576, 10),
+        (8, 8, BF16, 576, 10),
+        (128, 1, FN, 576, 10),
+        (128, 2, FN, 576, 10),
+        (128, 1, FP16, 576, 10),
+        (128, 1, BF16, 320, 10),
     ],
 )
-def test_items_of_two_row_blocks(heads, rows, dtype, width, pairs):
-    """Half as many workers, whose programs of two row blocks fill the GPU."""
+def test_items_of_several_row_blocks(heads, rows, dtype, width, workers):
+    """So few workers that the programs of all blocks fill the GPU once."""
     settings = triton_choice.plan_settings(heads, rows, dtype, width, "cuda")
-    assert settings["workers"] == (5 if pairs else 10)
-    assert settings.get("heads_per_work") == (128 if pairs else None)
+    assert settings["workers"] == workers
+    wide = (heads, rows) == (128, 1) and workers == 5
+    assert settings.get("heads_per_work") == (128 if wide else None)

@@ -23,8 +23,9 @@ from tests.attention.decodes import BF16, FN, plan_for, refresh
         (16, 1, FN, 512 + 64, 2),
         (8, 1, FN, 512 + 64, 2),
         (128, 1, FN, 512 + 64, 1),
-        # With drafts a program has 32 query rows or more, and fills a multiprocessor.
+        # A program of 32 query rows or more fills a multiprocessor.
         (16, 2, FN, 512 + 64, 1),
+        (8, 2, FN, 512 + 64, 2),
         # Two programs where shared memory holds the tiles of both.
         (16, 1, BF16, 256 + 64, 2),
         (16, 2, BF16, 256 + 64, 1),
@@ -35,6 +36,7 @@ from tests.attention.decodes import BF16, FN, plan_for, refresh
 def test_workers(monkeypatch, heads, rows, dtype, width, programs):
     properties = SimpleNamespace(multi_processor_count=10)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     assert provider.plan_settings(heads, rows, dtype, width, "cuda")["workers"] == 10 * programs
 
 
