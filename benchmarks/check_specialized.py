@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
 """The specialized decode kernel for Hopper on this GPU: is it right, and is it faster.
 
-    python benchmarks/check_specialized.py --seconds 30
+    python benchmarks/check_specialized.py --csv OUT.csv
 
-Random batches are held against float64 attention, eager. Then shapes, given as batch x context, or
-with x heads x query rows, are timed in turns with the kernel that other types have (*step*: its
-warps work in step), and with FlashAttention 3 and FlashMLA where vLLM is installed. Both plans are
-timed for 128 heads and one query row: *blocks* of 64 heads as items of their own, and *pairs*,
-items of all heads whose two row blocks run at the same time and share what they read in the L2
-cache. The provider chooses pairs.
+Random batches are held against float64 attention, eager, and each launch of a batch against the
+first one, bit by bit; a case, all batches of a number of heads and query rows, is a row of the
+file. Processes compile all cases at once before. Then shapes, given as batch x context, or with x
+heads x query rows, are timed in turns with the kernel that other types have (*step*: its warps work
+in step), and with FlashAttention 3 and FlashMLA where vLLM is installed. Both plans are timed where
+an item has two blocks of 64 rows: *pairs*, half as many workers, so that both run at the same time
+and share what they read in the L2 cache, which the provider chooses; and *blocks* one after the
+other, for 128 heads and one query row items of their own.
 All runs in a child process: a kernel that waits for ever is killed after `--seconds` without a
 line, and the last line says where. Exits with 1 if a check fails.
 """
@@ -16,14 +18,19 @@ line, and the last line says where. Exits with 1 if a check fails.
 from __future__ import annotations
 
 import argparse
+import csv
 import functools
+import multiprocessing
 import os
 import random
 import select
+import signal
 import subprocess
 import sys
 import time
-from typing import Any
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from checks import expect, finish, poison
@@ -34,6 +41,7 @@ from mla_fusion.attention.buffers import multiprocessors
 from mla_fusion.attention.validate import Inputs as Given
 from mla_fusion.attention.validate import validate
 from mla_fusion.cli.bench import environment
+from mla_fusion.cli.bench_decode import FACTS, write
 from mla_fusion.cli.bench_decode_peers import (
     BF16,
     TOLERANCE,
@@ -51,35 +59,53 @@ from mla_fusion.cli.bench_decode_peers import (
 from mla_fusion.cli.bench_region import interleave, quantiles
 from mla_fusion.cli.compare import distance
 
-STEP = triton_choice.choose(True, 64, 512, 64)
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 LSE_TOLERANCE = 1e-5
-# Heads, query rows, page, and whether the plan pairs row blocks.
-CHECKED = [
+# Heads, query rows, page, and whether the plan has pairs.
+Checked = tuple[int, int, int, bool]
+CHECKED: list[Checked] = [
     (64, 1, 64, False),
     (128, 1, 64, False),
     (128, 1, 64, True),
     (16, 4, 128, False),
-    (16, 8, 64, False),
+    (16, 8, 64, True),
     (8, 4, 64, False),
     (8, 8, 64, False),
-    (32, 8, 64, False),
+    (32, 8, 64, True),
     (40, 1, 128, False),
-    (128, 2, 64, False),
+    (128, 2, 64, True),
 ]
+# Lengths and sequences of a batch.
+BATCHES = [("short", 24), ("odd", 40), ("long", 3), ("odd", 200)]
+LONGEST = {"short": 129, "odd": 3_000, "long": 40_000}
+ROW = ["heads", "queries", "page", "pairs", "batches", "launches", "pieces", "error", "lse_error",
+       "different", "ok"]  # fmt: skip
 TIMED = ["64x8192", "128x8192", "64x65536", "16x8192", "4x1024", "1x1024"]
-DRAFTS = ["8x8192x16x4", "64x8192x16x4", "32x1024x16x4", "64x8192x8x8"]
+DRAFTS = ["8x8192x16x4", "64x8192x16x4", "32x1024x16x4", "64x8192x8x8", "64x8192x8x4",
+          "64x8192x16x8", "4x1024x16x8"]  # fmt: skip
 PEERS: dict[str, Candidate] = {"fa3": fa3, "flashmla": flashmla}
 
 
-def plan_of(case: Case, pairs: bool) -> PersistentDecodePlan:
-    """A plan with the provider's settings; without `pairs` an item holds up to 64 heads."""
+def has_pairs(heads: int, queries: int) -> bool:
+    """Whether the provider has items of two row blocks, both at the same time."""
+    width = sum(triton_choice.SPECIALIZED_WIDTHS)
+    workers = provider.plan_settings(heads, queries, BF16, width, "cuda")["workers"]
+    return workers < multiprocessors(torch.device("cuda"))
+
+
+def plan_of(case: Case, pairs: bool, batch: int) -> PersistentDecodePlan:
+    """A plan for `batch` sequences with the provider's settings; without `pairs` there is a worker
+    for each multiprocessor, and an item holds up to 64 heads.
+    """
     settings: dict[str, Any] = provider.plan_settings(
         case.heads, case.queries, case.dtype, case.width, "cuda"
     )
     if not pairs:
         settings |= {"workers": multiprocessors(torch.device("cuda")), "heads_per_work": None}
     return PersistentDecodePlan.allocate(
-        max_batch=case.batch, max_query_len=case.queries, num_heads=case.heads, q_dtype=case.dtype,
+        max_batch=batch, max_query_len=case.queries, num_heads=case.heads, q_dtype=case.dtype,
         kv_dtype=case.dtype, device="cuda", v_head_dim=case.latent, **settings,
     )  # fmt: skip
 
@@ -113,71 +139,125 @@ def outputs(case: Case, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def lengths_of(rng: random.Random, kind: str, batch: int) -> list[int]:
     """KV tokens of each sequence."""
-    choices = {
-        "short": lambda: rng.choice((0, 1, 2, 63, 64, 65, 127, 128, 129)),
-        "odd": lambda: rng.randint(1, 3000),
-        "long": lambda: rng.randint(1, 40_000),
-    }
-    return [choices[kind]() for _ in range(batch)]
+    if kind == "short":
+        return rng.choices((0, 1, 2, 63, 64, 65, 127, 128, LONGEST[kind]), k=batch)
+    return [rng.randint(1, LONGEST[kind]) for _ in range(batch)]
 
 
-def check(rng: random.Random, cases: list[str], launches: int) -> None:
-    """Random batches: short sequences, odd lengths, and few long ones, which are split."""
-    for heads, queries, page, pairs in CHECKED:
-        if f"{heads}x{queries}" not in cases:
-            continue
-        for kind, batch in (("short", 24), ("odd", 40), ("long", 3), ("odd", 200)):
-            context = 40_064 if kind == "long" else 3_072
-            case = Case(batch, context, heads, BF16, False, queries, page)
-            name = f"H={heads} rows<={queries} page={page}{' pairs' if pairs else ''}"
-            lengths = lengths_of(rng, kind, batch)
-            check_case(f"{name} {batch} {kind}", case, pairs, lengths, rng, launches)
+def batches_of(
+    checked: Checked, rng: random.Random
+) -> Iterator[tuple[str, Inputs, PersistentDecodePlan, list[int], list[int]]]:
+    """The batches of a case, one plan for all, refreshed for each: name, inputs, plan, query rows
+    and KV tokens of each sequence.
+    """
+    heads, queries, page, pairs = checked
+    plan = None
+    for kind, batch in BATCHES:
+        context = -(-LONGEST[kind] // page) * page
+        case = Case(batch, context, heads, BF16, False, queries, page)
+        plan = plan or plan_of(case, pairs, max(number for _, number in BATCHES))
+        inputs, lengths = make(case), lengths_of(rng, kind, batch)
+        rows = [rng.choice((queries, rng.randint(1, queries))) for _ in lengths]
+        inputs.lens.copy_(torch.tensor(lengths))
+        refresh(plan, rows, inputs.lens)
+        yield f"{name_of(checked)} {batch} {kind}", inputs, plan, rows, lengths
 
 
-def check_case(
-    name: str, case: Case, pairs: bool, lengths: list[int], rng: random.Random, times: int
+def name_of(checked: Checked) -> str:
+    """Of a case, for people."""
+    heads, queries, page, pairs = checked
+    return f"H={heads} rows<={queries} page={page}{' pairs' if pairs else ''}"
+
+
+def compile_case(checked: Checked) -> str:
+    """Launch each batch of a case once, so that Triton's cache has its kernels; its name."""
+    for _, inputs, plan, rows, _ in batches_of(checked, random.Random(0)):
+        launch(inputs, plan, 0, *outputs(inputs.case, sum(rows)), triton_choice.SPECIALIZED)
+    torch.cuda.synchronize()
+    return name_of(checked)
+
+
+def compile_all(cases: list[Checked]) -> None:
+    """A process for each case, all at the same time."""
+    start = time.monotonic()
+    with ProcessPoolExecutor(len(cases), multiprocessing.get_context("spawn")) as pool:
+        for done in as_completed([pool.submit(compile_case, each) for each in cases]):
+            print(f"     {done.result()} compiled, {time.monotonic() - start:.0f} s", flush=True)
+
+
+def check(
+    cases: list[Checked], rng: random.Random, launches: int, facts: dict[str, str], path: Path
 ) -> None:
-    """One batch, so many times: the same plan has the same result, bit by bit."""
+    """Random batches: short sequences, odd lengths, and few long ones, which are split."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*FACTS, *ROW])
+        writer.writeheader()
+        for checked in cases:
+            found = [
+                check_batch(name, inputs, plan, rows, lengths, launches)
+                for name, inputs, plan, rows, lengths in batches_of(checked, rng)
+            ]
+            # max() may lose a NaN; torch keeps it.
+            worst = torch.tensor([each[:2] for each in found]).amax(0).tolist()
+            pieces, different, right = (sum(each[i] for each in found) for i in (2, 3, 4))
+            of_case = (*checked[:3], int(checked[3]), len(found), launches)
+            values = (*of_case, pieces, *worst, different, int(right == len(found)))
+            write(writer, facts, [dict(zip(ROW, values, strict=True))])
+            file.flush()
+
+
+def check_batch(
+    name: str, inputs: Inputs, plan: PersistentDecodePlan, rows: list[int], lengths: list[int],
+    times: int,
+) -> tuple[float, float, int, int, bool]:  # fmt: skip
+    """One batch, so many times: the same plan has the same result, bit by bit. Its errors, of the
+    LSE too, its pieces, the launches that differ from the first one, and whether all is right.
+    """
     print(f"     {name}", flush=True)
-    rows = [rng.choice((case.queries, rng.randint(1, case.queries))) for _ in lengths]
-    inputs, plan = make(case), plan_of(case, pairs)
-    inputs.lens.copy_(torch.tensor(lengths))
     poison(inputs, lengths)
-    refresh(plan, rows, inputs.lens)
-    launches = [outputs(case, sum(rows)) for _ in range(times)]
+    launches = [outputs(inputs.case, sum(rows)) for _ in range(times)]
     for out, lse in launches:
         launch(inputs, plan, 0, out, lse, triton_choice.SPECIALIZED)
     torch.cuda.synchronize()
-    wanted, start = [], 0
+    pieces, start = int(plan.reduce_indptr[-1]), 0
+    (out, lse), errors = launches[0], [[0.0, 0.0]]
     for b, length in enumerate(lengths):
         at = slice(start, start + rows[b])
         start = at.stop
-        wanted.append((at, *exact(inputs, b, length, at)))
-    pieces = int(plan.reduce_indptr[-1])
-    out, lse = launches[0]
-    errors = [[0.0, 0.0]]
-    for at, want, want_lse in wanted:
+        want, want_lse = exact(inputs, b, length, at)
         moved = torch.where(lse[at] == want_lse, 0.0, (lse[at].double() - want_lse).abs())
         errors.append([distance(out[at], want), float(moved.amax())])
     # max() may lose a NaN; torch keeps it.
     worst, worst_lse = torch.tensor(errors).amax(0).tolist()
-    same = all(torch.equal(out, each) and torch.equal(lse, at) for each, at in launches[1:])
-    ok = worst <= TOLERANCE and worst_lse <= LSE_TOLERANCE and same
+    different = sum(not (same(out, each) and same(lse, its_lse)) for each, its_lse in launches)
+    ok = worst <= TOLERANCE and worst_lse <= LSE_TOLERANCE and not different
     detail = f"error {worst:.1e}, LSE {worst_lse:.1e}, {pieces} pieces"
-    expect(name, ok, f"{detail}, again {'same' if same else 'different'}")
+    expect(name, ok, f"{detail}, {different} of {times} launches differ from the first")
+    return worst, worst_lse, pieces, different, ok
 
 
-def ours(inputs: Inputs, config: triton_choice.Config, pairs: bool) -> tuple[Call, torch.Tensor]:
-    """The kernel of `config` as a candidate."""
-    plan = plan_of(inputs.case, pairs)
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have the same bits; also where they are NaN."""
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def ours(inputs: Inputs, specialized: bool, pairs: bool) -> tuple[Call, torch.Tensor]:
+    """One of both kernels as a candidate."""
+    plan = plan_of(inputs.case, pairs, inputs.case.batch)
+    rows = plan.heads_per_work * inputs.case.queries
+    step = triton_choice.choose(True, rows, inputs.case.latent, inputs.case.rope)
+    config = triton_choice.SPECIALIZED if specialized else step
     refresh(plan, [inputs.case.queries] * inputs.case.batch, inputs.lens)
     out, lse = outputs(inputs.case, len(inputs.q))
     return lambda i: launch(inputs, plan, i, out, lse, config), out
 
 
 CANDIDATES: dict[str, Candidate] = {
-    f"{name}, {plan}": functools.partial(ours, config=config, pairs=plan == "pairs")
-    for name, config in (("step", STEP), ("specialized", triton_choice.SPECIALIZED))
+    f"{name}, {plan}": functools.partial(
+        ours, specialized=name == "specialized", pairs=plan == "pairs"
+    )
+    for name in ("step", "specialized")
     for plan in ("blocks", "pairs")
 } | PEERS
 FORMER = "step, blocks"
@@ -185,10 +265,8 @@ FORMER = "step, blocks"
 
 def measure(case: Case, rounds: int) -> None:
     """Microseconds of all kernels, the first sample at once, and how far their results are off."""
-    name = f"{case.batch} x {case.context}"
-    paired = (case.heads, case.queries) == (triton_choice.PAIRED_HEADS, 1)
-    if not paired:
-        name += f", {case.heads} heads x {case.queries} rows"
+    name = f"{case.batch} x {case.context}, {case.heads} heads x {case.queries} rows"
+    paired = has_pairs(case.heads, case.queries)
     print(f"     {name}", flush=True)
     inputs = make(case)
     graphs, errors, kept = {}, {}, {}
@@ -225,12 +303,14 @@ def replays(graph: torch.cuda.CUDAGraph, call: Call, out: torch.Tensor) -> bool:
     replayed = out.clone()
     out.fill_(torch.nan)
     call(-1)
-    return torch.equal(replayed, out)
+    return same(replayed, out)
 
 
 def watch(command: list[str], seconds: float) -> int:
     """Run `command`, print what it prints, and kill it after `seconds` of silence."""
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    child = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
     assert child.stdout is not None
     while select.select([child.stdout], [], [], seconds)[0]:
         text = os.read(child.stdout.fileno(), 65536)
@@ -238,7 +318,8 @@ def watch(command: list[str], seconds: float) -> int:
             return child.wait()
         sys.stdout.write(text.decode(errors="replace"))
         sys.stdout.flush()
-    child.kill()
+    # And those who compile for it.
+    os.killpg(child.pid, signal.SIGKILL)
     print(f"FAIL nothing printed for {seconds:.0f} s: the kernel waits for ever; killed")
     return 1
 
@@ -247,7 +328,7 @@ def main() -> None:
     """Watch a child, or be it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
-    parser.add_argument("--seconds", type=float, default=30, help="of silence before it is killed")
+    parser.add_argument("--seconds", type=float, default=60, help="of silence before it is killed")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=("check", "time"), help="one of the two parts")
     heads = sorted({f"{heads}x{rows}" for heads, rows, *_ in CHECKED})
@@ -255,15 +336,22 @@ def main() -> None:
     parser.add_argument("--launches", type=int, default=4, help="of each batch that is checked")
     parser.add_argument("--shapes", nargs="+", default=TIMED + DRAFTS, metavar="BxN[xHxROWS]")
     parser.add_argument("--budget", type=float, default=30, help="seconds: then no new shape")
+    parser.add_argument("--csv", type=Path, default=Path("build/bench/check_specialized.csv"))
+    parser.add_argument("--commit", default="", help="commit, where git does not know it")
     parser.add_argument("--child", action="store_true", help="run here, unwatched")
     options = parser.parse_args()
     if not options.child:
-        print(environment(""), f"--seed {options.seed}", flush=True)
+        print(environment(options.commit), f"--seed {options.seed}", flush=True)
         again = [sys.executable, __file__, "--child", *sys.argv[1:], "--seed", str(options.seed)]
         sys.exit(watch(again, options.seconds))
     torch.manual_seed(options.seed)
     if options.only != "time":
-        check(random.Random(options.seed), options.cases, options.launches)
+        cases = [each for each in CHECKED if f"{each[0]}x{each[1]}" in options.cases]
+        command = " ".join(["python", *(word for word in sys.argv if word != "--child")])
+        known = environment(options.commit) | {"command": command}
+        facts = {fact: known[fact] for fact in FACTS}
+        compile_all(cases)
+        check(cases, random.Random(options.seed), options.launches, facts, options.csv)
     if options.only != "check":
         start = time.monotonic()
         for shape in options.shapes:

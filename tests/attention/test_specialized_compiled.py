@@ -44,7 +44,9 @@ def ptx():
     return compile_kernel("sm_90", hopper_specialized.decode_kernel, args, options).asm["ptx"]
 
 
-@pytest.mark.parametrize(("heads", "queries"), [(64, 1), pytest.param(8, 8, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    ("heads", "queries"), [(64, 1), pytest.param(8, 8, marks=pytest.mark.nightly)]
+)
 def test_products_and_resources(heads, queries):
     given = inputs((8, heads, 576), max_query_len=queries)
     args, options = provider.decode_arguments(triton_choice.SPECIALIZED, given)

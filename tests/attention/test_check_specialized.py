@@ -1,0 +1,94 @@
+"""`benchmarks/check_specialized.py` with a GPU that is only pretended: what it judges."""
+
+import csv
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import check_specialized as script
+import checks
+
+from mla_fusion.attention import PersistentDecodePlan
+from mla_fusion.cli import bench_decode_peers as peers
+from tests.test_bench_decode import OnCpu
+
+CASE = (4, 2, 64, False)
+FACTS = dict.fromkeys(script.FACTS, "")
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """The reference decodes, on a CPU; few short sequences."""
+
+    def decode(inputs, plan, i, out, lse, config):
+        lse.copy_(peers.decode(inputs, plan, i, out, return_lse=True))
+
+    def allocate(**arguments):
+        return PersistentDecodePlan.allocate(**arguments | {"device": "cpu"})
+
+    settings = {"workers": 4, "kv_granularity": 64, "overhead": 4}
+    monkeypatch.setattr(script.provider, "plan_settings", lambda *_: dict(settings))
+    monkeypatch.setattr(script, "multiprocessors", lambda _: 8)
+    monkeypatch.setattr(script, "PersistentDecodePlan", SimpleNamespace(allocate=allocate))
+    monkeypatch.setattr(script, "launch", decode)
+    monkeypatch.setattr(script, "BATCHES", [("short", 3), ("short", 2)])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(checks, "failures", [])
+    monkeypatch.setattr(peers, "ROTATED", 0)
+    with OnCpu():
+        yield decode
+
+
+def checked(path):
+    """The row of a case, launched five times a batch, and how many failed."""
+    script.check([CASE], random.Random(3), 5, FACTS, path)
+    with path.open(newline="") as file:
+        [row] = csv.DictReader(file)
+    return row, len(checks.failures)
+
+
+def test_a_right_kernel(on_cpu, tmp_path):
+    row, failures = checked(tmp_path / "rows.csv")
+    assert (row["different"], row["ok"], failures) == ("0", "1", 0)
+    assert (row["batches"], row["launches"]) == ("2", "5")
+    assert 0 < float(row["error"]) < 0.004 and float(row["lse_error"]) < 1e-5
+
+
+@pytest.mark.parametrize("what", ["output", "LSE"])
+def test_a_launch_that_differs(on_cpu, monkeypatch, tmp_path, what):
+    """By less than the error that is allowed."""
+    count = iter(range(100))
+
+    def sometimes(inputs, plan, i, out, lse, config):
+        on_cpu(inputs, plan, i, out, lse, config)
+        if next(count) == 3:
+            (out if what == "output" else lse).mul_(1 + 2**-8 if what == "output" else 1 + 2**-22)
+
+    monkeypatch.setattr(script, "launch", sometimes)
+    row, failures = checked(tmp_path / "rows.csv")
+    assert (row["different"], row["ok"], failures) == ("1", "0", 1)
+
+
+@pytest.mark.parametrize(("change", "column"), [(0, "error"), (1, "lse_error")])
+def test_a_wrong_result(on_cpu, monkeypatch, tmp_path, change, column):
+    """NaN in the second of both batches, in every launch of it."""
+
+    def off(inputs, plan, i, *results_and_config):
+        on_cpu(inputs, plan, i, *results_and_config)
+        if inputs.case.batch == 2:
+            results_and_config[change][-1] += torch.nan
+
+    monkeypatch.setattr(script, "launch", off)
+    row, failures = checked(tmp_path / "rows.csv")
+    assert (row[column], row["different"], row["ok"], failures) == ("nan", "0", "0", 1)
+
+
+def test_both_plans(on_cpu):
+    """Pairs are what the provider has; without them all multiprocessors have a worker."""
+    case = peers.Case(3, 64, 128, peers.BF16)
+    workers = [script.plan_of(case, pairs, 3).rules.workers for pairs in (True, False)]
+    assert script.has_pairs(128, 1) and workers == [4, 8]
