@@ -12,25 +12,22 @@ from mla_fusion.config import Options, eligibility, vllm_compat
 from mla_fusion.report.reasons import Decline
 from mla_fusion.runtime import decode_choice, step_plan
 
-ROWS = Path(__file__).parent.parent / "benchmarks" / "results" / "decode_h200.csv"
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 TYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 BACKENDS = {"bf16": ("fa3", "FLASH_ATTN_MLA"), "fp8": ("flashmla", "FLASHMLA")}
 H200, AUTO = "NVIDIA H200", Options("triton")
 
 
-def test_the_table_is_what_the_rows_say():
-    """Up to the largest batch below which no shape is slower than the backend, beyond noise."""
+def table(rows):
+    """SEQUENCES by rows of `mla-fusion bench decode`: for each GPU, type, heads and query rows the
+    largest batch up to which no shape is slower than the backend, beyond noise."""
     times, found = {}, {}
-    with ROWS.open(newline="") as file:
-        for row in csv.DictReader(file):
-            assert (int(row["latent"]), int(row["rope"])) == measured.WIDTHS
-            assert int(row["page"]) == measured.PAGE
-            key = row["gpu"], row["dtype"], int(row["heads"])
-            shape = int(row["batch"]), row["context"], row["ragged"]
-            times.setdefault(key, {}).setdefault(shape, {})[row["candidate"]] = float(row["p50_us"])
-            if row["candidate"] == "ours":
-                assert float(row["error"]) < 0.004
-    for (gpu, dtype, heads), shapes in times.items():
+    for row in rows:
+        # Older files are of one query row.
+        key = row["gpu"], row["dtype"], int(row["heads"]), int(row.get("queries", 1))
+        shape = int(row["batch"]), row["context"], row["ragged"]
+        times.setdefault(key, {}).setdefault(shape, {})[row["candidate"]] = float(row["p50_us"])
+    for (gpu, dtype, *shape), shapes in times.items():
         peer, backend = BACKENDS[dtype]
         most = 0
         for batch in sorted({batch for batch, *_ in shapes}):
@@ -38,9 +35,38 @@ def test_the_table_is_what_the_rows_say():
             if min(us[peer] / us["ours"] for us in here) < 1 - measured.NOISE:
                 break
             most = batch
-        if most:
-            found[gpu, TYPES[dtype], heads, backend] = most
-    assert found == measured.SEQUENCES
+        found[gpu, TYPES[dtype], *shape, backend] = most
+    return found
+
+
+def stored():
+    """All rows of results that the table is of."""
+    for path in sorted(RESULTS.glob("decode*_h200.csv")):
+        with path.open(newline="") as file:
+            yield from csv.DictReader(file)
+
+
+def test_the_table_is_what_the_rows_say():
+    rows = list(stored())
+    for row in rows:
+        assert (int(row["latent"]), int(row["rope"])) == measured.WIDTHS
+        assert int(row["page"]) == measured.PAGE
+        assert row["candidate"] != "ours" or float(row["error"]) < 0.004
+    assert table(rows) == measured.SEQUENCES
+
+
+def test_query_rows_are_told_apart():
+    """Each number of them has batches of its own; one without rows has none."""
+    us = {1: {1: 1.0, 4: 1.0, 16: 1.0}, 4: {1: 1.0, 4: 1.01, 16: 1.03}, 8: {1: 1.03, 4: 1.0}}
+    rows = [
+        {"gpu": "G", "dtype": "bf16", "heads": "8", "queries": str(queries), "batch": str(batch),
+         "context": "70", "ragged": "0", "candidate": name, "p50_us": str(time)}
+        for queries, batches in us.items() for batch, ours in batches.items()
+        for name, time in (("ours", ours), ("fa3", 1.0))
+    ]  # fmt: skip
+    key = "G", torch.bfloat16, 8
+    wanted = {(*key, n, "FLASH_ATTN_MLA"): most for n, most in ((1, 16), (4, 4), (8, 0))}
+    assert table(rows) == wanted
 
 
 @pytest.fixture
@@ -93,10 +119,10 @@ def test_auto_is_ours_where_it_was_measured(h200):
 @pytest.mark.parametrize(
     ("of_layer", "of_engine", "why"),
     [
-        ({"heads": 24}, {}, "FLASH_ATTN_MLA (auto: not measured slower with 24 heads in bfloat16)"),
-        ({"backend": "TRITON_MLA"}, {}, "TRITON_MLA (auto: not measured slower with 16 heads"),
+        ({"heads": 24}, {}, "FLASH_ATTN_MLA (auto: not measured against it with 24 heads in bfl"),
+        ({"backend": "TRITON_MLA"}, {}, "TRITON_MLA (auto: not measured against it with 16 heads "),
         ({"widths": (256, 64)}, {}, "not measured with 256 + 64"),
-        ({}, {"drafts": 2}, "not measured with 2 draft tokens"),
+        ({}, {"drafts": 2}, "not measured against it with 16 heads x 3 query rows in bfloat16)"),
         ({}, {"dcp": 2}, "ranks share the cache"),
         ({}, {"ubatching": True}, "microbatches"),
         ({}, {"page": 16}, "not measured with pages of 16 tokens"),
@@ -118,7 +144,22 @@ def test_an_fp8_query_has_rows_of_its_own(h200, monkeypatch):
     monkeypatch.setattr(vllm_compat, "fp8_dtype", lambda: torch.float8_e4m3fn)
     h200["found"] = eligibility.LayerFacts(None, quantized_query=True)
     assert decode_choice.choose(layer(backend="FLASHMLA"), AUTO, engine()).planner == "portable"
-    assert not decode_choice.choose(layer(128, "FLASHMLA"), AUTO, engine()).planner
+    slower = decode_choice.choose(layer(128, "FLASHMLA"), AUTO, engine())
+    slow = "FLASHMLA (auto: measured slower than it with 128 heads in float8_e4m3fn)"
+    assert (slower.planner, slower.why) == ("", slow)
+
+
+def test_drafts_have_rows_of_their_own(h200, monkeypatch):
+    """A table with 4 query rows: steps with 3 drafts are ours up to its batch, others are not."""
+    key = H200, torch.bfloat16, 16, 4, "FLASH_ATTN_MLA"
+    monkeypatch.setattr(measured, "SEQUENCES", measured.SEQUENCES | {key: 32})
+    choice = decode_choice.choose(layer(), AUTO, engine(drafts=3))
+    assert (choice.planner, choice.sequences) == ("portable", 32)
+    assert not decode_choice.choose(layer(), AUTO, engine(drafts=2)).planner
+    for drafts, page in ((3, 64), (2, 16)):
+        config = engine(page=16, drafts=drafts, options={"provider": "triton"})
+        decode_choice.choose_page(config)
+        assert config.cache_config.block_size == page
 
 
 def test_a_gpu_without_measurements_keeps_vllms_decode_silently(monkeypatch):

@@ -1,8 +1,11 @@
 """Where the portable decode was measured against vLLM's own: for `attention=auto`.
 
-The times are those of `mla-fusion bench decode` in `benchmarks/results/decode_h200.csv`: one query
-row a sequence, contexts of 1024 to 65,536 tokens, even and ragged, for 1 to 128 sequences, and 1024
-tokens for 256, 512 and 1024. A test derives SEQUENCES from these rows.
+The times are those of `mla-fusion bench decode` in `benchmarks/results/decode*_h200.csv`: contexts
+of 1024 to 65,536 tokens, even and ragged, for 1 to 128 sequences, and 1024 tokens for 256, 512 and
+1024. A test derives SEQUENCES from these rows.
+
+The table holds for all releases of vLLM and Triton, whichever the rows are of: an engine that
+brings a newer one should not lose what was measured.
 """
 
 from __future__ import annotations
@@ -15,17 +18,21 @@ PAGE = 64  # tokens of a page of the cache, or a multiple of it
 NOISE = 0.02
 
 _BF16, _FP8 = torch.bfloat16, torch.float8_e4m3fn
-# (GPU, type of query and cache, heads of a rank, vLLM's backend) -> the most sequences of a step up
-# to which ours was not slower in any shape.
+# (GPU, type of query and cache, heads of a rank, query rows of a sequence, vLLM's backend) -> the
+# most sequences of a step up to which ours was not slower in any shape; 0: slower with one already.
 SEQUENCES = {
-    ("NVIDIA H200", _BF16, 8, "FLASH_ATTN_MLA"): 1024,
-    ("NVIDIA H200", _BF16, 16, "FLASH_ATTN_MLA"): 1024,
-    ("NVIDIA H200", _BF16, 20, "FLASH_ATTN_MLA"): 64,
-    ("NVIDIA H200", _BF16, 32, "FLASH_ATTN_MLA"): 4,
-    ("NVIDIA H200", _BF16, 64, "FLASH_ATTN_MLA"): 4,
-    ("NVIDIA H200", _BF16, 128, "FLASH_ATTN_MLA"): 4,
-    ("NVIDIA H200", _FP8, 8, "FLASHMLA"): 1024,
-    ("NVIDIA H200", _FP8, 16, "FLASHMLA"): 1024,
+    ("NVIDIA H200", _BF16, 8, 1, "FLASH_ATTN_MLA"): 1024,
+    ("NVIDIA H200", _BF16, 16, 1, "FLASH_ATTN_MLA"): 1024,
+    ("NVIDIA H200", _BF16, 20, 1, "FLASH_ATTN_MLA"): 64,
+    ("NVIDIA H200", _BF16, 32, 1, "FLASH_ATTN_MLA"): 4,
+    ("NVIDIA H200", _BF16, 64, 1, "FLASH_ATTN_MLA"): 4,
+    ("NVIDIA H200", _BF16, 128, 1, "FLASH_ATTN_MLA"): 4,
+    ("NVIDIA H200", _FP8, 8, 1, "FLASHMLA"): 1024,
+    ("NVIDIA H200", _FP8, 16, 1, "FLASHMLA"): 1024,
+    ("NVIDIA H200", _FP8, 20, 1, "FLASHMLA"): 0,
+    ("NVIDIA H200", _FP8, 32, 1, "FLASHMLA"): 0,
+    ("NVIDIA H200", _FP8, 64, 1, "FLASHMLA"): 0,
+    ("NVIDIA H200", _FP8, 128, 1, "FLASHMLA"): 0,
 }
 
 
@@ -34,11 +41,11 @@ def has_measurements(gpu: str) -> bool:
     return any(name == gpu for name, *_ in SEQUENCES)
 
 
-def is_listed(gpu: str, dtype: torch.dtype, heads: int) -> bool:
+def is_listed(gpu: str, dtype: torch.dtype, heads: int, rows: int) -> bool:
     """Whether ours is to be used against some backend."""
-    return any(key[:3] == (gpu, dtype, heads) for key in SEQUENCES)
+    return any(most and key[:4] == (gpu, dtype, heads, rows) for key, most in SEQUENCES.items())
 
 
-def most_sequences(gpu: str, dtype: torch.dtype, heads: int, backend: str) -> int:
-    """Sequences of a step up to which ours was not slower than a backend; 0: not listed."""
-    return SEQUENCES.get((gpu, dtype, heads, backend), 0)
+def most_sequences(gpu: str, dtype: torch.dtype, heads: int, rows: int, backend: str) -> int | None:
+    """Sequences of a step up to which ours was not slower than a backend; None: not measured."""
+    return SEQUENCES.get((gpu, dtype, heads, rows, backend))

@@ -55,10 +55,13 @@ def _measured(layer: Any, options: config.Options, vllm_config: Any, most: int) 
         return Choice(why=f"{backend} (auto: {why})")
     facts = _facts(layer, options, vllm_config, "portable")
     dtype = facts.query_dtype(vllm_config.model_config.dtype)
-    limit = measured.most_sequences(gpu, dtype, layer.num_heads, backend)
+    rows = _query_rows(vllm_config)
+    limit = measured.most_sequences(gpu, dtype, layer.num_heads, rows, backend)
     if not limit:
-        shape = f"{layer.num_heads} heads in {str(dtype).removeprefix('torch.')}"
-        return Choice(why=f"{backend} (auto: not measured slower with {shape})")
+        found = "not measured against it" if limit is None else "measured slower than it"
+        drafts = f" x {rows} query rows" if rows > 1 else ""
+        shape = f"{layer.num_heads} heads{drafts} in {str(dtype).removeprefix('torch.')}"
+        return Choice(why=f"{backend} (auto: {found} with {shape})")
     limit = min(limit, most)
     rest = f", {backend} beyond" if limit < most else ""
     return Choice("portable", limit, f"portable up to {limit} sequences{rest} (auto: as measured)")
@@ -66,8 +69,6 @@ def _measured(layer: Any, options: config.Options, vllm_config: Any, most: int) 
 
 def _engine_not_measured(options: config.Options, vllm_config: Any) -> str:
     """What of an engine the measurements do not cover; empty if they do."""
-    if drafts := config.draft_tokens(vllm_config):
-        return f"not measured with {drafts} draft tokens"
     if vllm_config.parallel_config.decode_context_parallel_size > 1:
         return "ranks share the cache"
     portable = dataclasses.replace(options, attention="portable")
@@ -88,9 +89,14 @@ def _not_measured(layer: Any, options: config.Options, vllm_config: Any) -> str:
 def _facts(
     layer: Any, options: config.Options, vllm_config: Any, attention: str
 ) -> eligibility.LayerFacts:
-    rows = 1 + config.draft_tokens(vllm_config)
     activation = vllm_config.model_config.dtype
+    rows = _query_rows(vllm_config)
     return eligibility.facts(layer, options.provider, activation, attention, rows)
+
+
+def _query_rows(vllm_config: Any) -> int:
+    """Most query rows of a sequence in a decode step: its newest token and the drafts after it."""
+    return 1 + config.draft_tokens(vllm_config)
 
 
 def described(layers: Mapping[str, Any], options: config.Options, vllm_config: Any) -> str:
@@ -123,5 +129,6 @@ def _is_listed(options: config.Options, vllm_config: Any) -> bool:
     heads = model.get_num_attention_heads(vllm_config.parallel_config)
     shape = model.hf_text_config
     widths = getattr(shape, "kv_lora_rank", 0), getattr(shape, "qk_rope_head_dim", 0)
-    listed = measured.is_listed(vllm_compat.gpu_name(), dtype, heads)
+    rows = _query_rows(vllm_config)
+    listed = measured.is_listed(vllm_compat.gpu_name(), dtype, heads, rows)
     return listed and widths == measured.WIDTHS and not _engine_not_measured(options, vllm_config)
