@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import csv
 import functools
-import multiprocessing
 import os
 import random
 import select
@@ -28,7 +27,6 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +39,7 @@ from mla_fusion.attention.buffers import multiprocessors
 from mla_fusion.attention.validate import Inputs as Given
 from mla_fusion.attention.validate import validate
 from mla_fusion.cli.bench import environment
+from mla_fusion.cli.bench_compile import compile_ahead
 from mla_fusion.cli.bench_decode import FACTS, write
 from mla_fusion.cli.bench_decode_peers import (
     BF16,
@@ -177,14 +176,6 @@ def compile_case(checked: Checked) -> str:
     return name_of(checked)
 
 
-def compile_all(cases: list[Checked]) -> None:
-    """A process for each case, all at the same time."""
-    start = time.monotonic()
-    with ProcessPoolExecutor(len(cases), multiprocessing.get_context("spawn")) as pool:
-        for done in as_completed([pool.submit(compile_case, each) for each in cases]):
-            print(f"     {done.result()} compiled, {time.monotonic() - start:.0f} s", flush=True)
-
-
 def check(
     cases: list[Checked], rng: random.Random, launches: int, facts: dict[str, str], path: Path
 ) -> None:
@@ -265,7 +256,7 @@ FORMER = "step, blocks"
 
 def measure(case: Case, rounds: int) -> None:
     """Microseconds of all kernels, the first sample at once, and how far their results are off."""
-    name = f"{case.batch} x {case.context}, {case.heads} heads x {case.queries} rows"
+    name = f"{case.batch} x {case.context} {case.name}"
     paired = has_pairs(case.heads, case.queries)
     print(f"     {name}", flush=True)
     inputs = make(case)
@@ -350,7 +341,7 @@ def main() -> None:
         command = " ".join(["python", *(word for word in sys.argv if word != "--child")])
         known = environment(options.commit) | {"command": command}
         facts = {fact: known[fact] for fact in FACTS}
-        compile_all(cases)
+        compile_ahead(compile_case, cases)
         check(cases, random.Random(options.seed), options.launches, facts, options.csv)
     if options.only != "check":
         start = time.monotonic()

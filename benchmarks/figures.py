@@ -22,7 +22,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "performance.md"
 IMAGES = ROOT / "docs" / "images"
 REGION, DECODE = RESULTS / "region_h200.csv", RESULTS / "engine_decode_h200.csv"
-ATTENTION, COMPLETE = RESULTS / "decode_h200.csv", RESULTS / "complete_h200.csv"
+# The decode, and its drafts in files of their own.
+ATTENTION = sorted(RESULTS.glob("decode*_h200.csv"))
+COMPLETE = RESULTS / "complete_h200.csv"
 RANKS, AUTO = RESULTS / "complete_ranks_h200.csv", RESULTS / "complete_auto_h200.csv"
 
 Row = dict[str, str]
@@ -142,27 +144,30 @@ def decode_table(rows: list[Row]) -> list[str]:
     return lines
 
 
-def attention_times(rows: list[Row]) -> dict[tuple[str, str], dict[tuple[str, str], Row]]:
-    """Rows by (heads, dtype) and then by (shape, candidate), for the decoders of `DECODERS`."""
-    times: dict[tuple[str, str], dict[tuple[str, str], Row]] = {}
+def attention_times(rows: list[Row]) -> dict[tuple[int, int, str], dict[tuple[str, str], Row]]:
+    """Rows by (heads, query rows, dtype) and then by (shape, candidate), for the decoders of
+    `DECODERS`."""
+    times: dict[tuple[int, int, str], dict[tuple[str, str], Row]] = {}
     for r in rows:
         if r["candidate"] in DECODERS and r["context"] != "100000":
             ragged = ", ragged" if r["ragged"] == "1" else ""
             shape = f"{r['batch']} x {r['context']}{ragged}"
-            times.setdefault((r["heads"], r["dtype"]), {})[shape, r["candidate"]] = r
+            # Older files are of one query row.
+            of = int(r["heads"]), int(r.get("queries", 1)), r["dtype"]
+            times.setdefault(of, {})[shape, r["candidate"]] = r
     return times
 
 
 def attention_means(rows: list[Row]) -> list[str]:
-    """How many times faster ours is than each peer, over all shapes of a number of heads."""
+    """How many times faster ours is than each peer, over all shapes of a number of heads, and of
+    query rows if there are several."""
     lines = [
         "| heads, type | against | geometric mean | least | most "
         "| shapes where that one is faster |",
         "|---|---|---|---|---|---|",
     ]
-    for (heads, dtype), each in sorted(
-        attention_times(rows).items(), key=lambda item: (int(item[0][0]), item[0][1])
-    ):
+    for (heads, queries, dtype), each in sorted(attention_times(rows).items()):
+        name = f"{heads} x {queries}" if queries > 1 else str(heads)
         measured = {name for _, name in each}
         for peer in (name for name in DECODERS if name in measured - {"ours"}):
             factors = [
@@ -171,7 +176,7 @@ def attention_means(rows: list[Row]) -> list[str]:
             ]
             spread = f"{mean(factors):.2f}x | {min(factors):.2f}x | {max(factors):.2f}x"
             lost = f"{sum(factor < 1 for factor in factors)} of {len(factors)}"
-            lines.append(f"| {heads}, {dtype} | {DECODERS[peer]} | {spread} | {lost} |")
+            lines.append(f"| {name}, {dtype} | {DECODERS[peer]} | {spread} | {lost} |")
     return lines
 
 
@@ -183,7 +188,7 @@ def tables() -> dict[str, list[str]]:
         "complete-ranks": complete_table(read(RANKS), "wall"),
         "complete-auto": complete_table(read(AUTO), arms=("default", "stored", "auto")),
         "decode": decode_table(read(DECODE)),
-        "attention-means": attention_means(read(ATTENTION)),
+        "attention-means": attention_means([row for path in ATTENTION for row in read(path)]),
     }
 
 

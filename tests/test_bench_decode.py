@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from mla_fusion import cli
 from mla_fusion.attention import PersistentDecodePlan
-from mla_fusion.cli import bench, bench_decode, bench_region
+from mla_fusion.cli import bench, bench_compile, bench_decode, bench_region
 from mla_fusion.cli import bench_decode_peers as peers
 
 SMALL = ["--batches", "1", "16", "--contexts", "70", "--heads", "2", "--latent", "32"]
@@ -78,7 +78,14 @@ def gpu(monkeypatch, on_cpu):
         peers.FP8: {"ours": peers.ours, "triton_mla": right, "flashmla": wrong},
     }
     for module, pretended in (
-        (torch.cuda, {"is_available": lambda: True, "empty_cache": lambda: None}),
+        (
+            torch.cuda,
+            {
+                "is_available": lambda: True,
+                "empty_cache": lambda: None,
+                "synchronize": lambda: None,
+            },
+        ),
         (bench, {"environment": lambda commit: {**facts, "commit": commit}}),
         (bench_region, {"measure_ceilings": lambda: bench_region.Ceilings(4000.0, 800.0)}),
         (peers, {"CANDIDATES": offered, "capture_calls": lambda call, count: call}),
@@ -87,7 +94,8 @@ def gpu(monkeypatch, on_cpu):
             {
                 "interleave": lambda graphs, count, rounds: {
                     name: [times.get(name, 3.0)] * rounds for name in graphs
-                }
+                },
+                "compile_ahead": lambda launch, cases: [launch(each) for each in cases],
             },
         ),
     ):
@@ -192,38 +200,57 @@ def test_rows_lines_and_summary(gpu, capsys, tmp_path):
     assert "against fa3" not in printed
 
 
-def test_a_mean_is_of_one_type_and_one_number_of_heads(capsys):
+def test_a_mean_is_of_one_type_and_one_number_of_heads_and_rows(capsys):
     """The geometric one: twice and half as fast are 1."""
     us = {
-        (1, 16, "bf16"): {"ours": 2.0, "fa3": 4.0},
-        (4, 16, "bf16"): {"ours": 2.0, "fa3": 1.0},
-        (1, 16, "fp8"): {"ours": 2.0, "fa3": 6.0},
-        (1, 128, "bf16"): {"ours": 2.0, "fa3": 8.0},
-        (4, 128, "bf16"): {"ours": 2.0},
+        (1, 16, 1, "bf16"): {"ours": 2.0, "fa3": 4.0},
+        (4, 16, 1, "bf16"): {"ours": 2.0, "fa3": 1.0},
+        (4, 16, 4, "bf16"): {"ours": 2.0, "fa3": 7.0},
+        (1, 16, 1, "fp8"): {"ours": 2.0, "fa3": 6.0},
+        (1, 128, 1, "bf16"): {"ours": 2.0, "fa3": 8.0},
+        (4, 128, 1, "bf16"): {"ours": 2.0},
     }
     shape = {"context": 70, "ragged": 0, "latent": 512, "rope": 64, "page": 64, "error": 0.0}
     rows = [
-        {**shape, "batch": batch, "heads": heads, "dtype": dtype, "candidate": name, "p50_us": time}
-        for (batch, heads, dtype), times in us.items()
+        {**shape, "batch": batch, "heads": heads, "queries": queries, "dtype": dtype,
+         "candidate": name, "p50_us": time}
+        for (batch, heads, queries, dtype), times in us.items()
         for name, time in times.items()
-    ]
+    ]  # fmt: skip
     bench_decode.summary(rows)
     than = "{} against fa3: geometric mean {}; that one is faster at (batch, context, ragged) {}"
     assert capsys.readouterr().out.splitlines() == [
         than.format("H=16 bf16", "1.00x of 2, least 0.50x", "{(4, 70, 0): 0.5}"),
+        than.format("H=16 x 4 rows bf16", "3.50x of 1, least 3.50x", "none"),
         than.format("H=16 fp8", "3.00x of 1, least 3.00x", "none"),
         than.format("H=128 bf16", "4.00x of 1, least 4.00x", "none"),
     ]
+
+
+def test_query_rows(gpu, monkeypatch, capsys, tmp_path):
+    """Right with several, in the rows and lines, and compiled ahead for each batch once."""
+    compiled = []
+    monkeypatch.setattr(bench_decode, "compile_ahead", lambda launch, cases: compiled.extend(cases))
+    status, rows = measured(tmp_path / "rows.csv", "--bf16", "--queries", "1", "3")
+    assert status == 0 and {r["queries"] for r in rows} == {"1", "3"}
+    assert "  16 x     70 ragged H=2 x 3 rows bf16: ours 2.0" in capsys.readouterr().out
+    batches = [[(case.queries, case.batch) for case in cases] for cases in compiled]
+    assert batches == [[(1, 1), (1, 16)], [(3, 1), (3, 16)]]
 
 
 def test_the_columns_are_those_of_the_stored_rows(gpu, tmp_path):
     gpu.times["triton_mla"] = 3.14159
     _, rows = measured(tmp_path / "rows.csv", "--fp8")
     assert {r["p50_us"] for r in rows if r["candidate"] == "triton_mla"} == {"3.142"}
-    assert set(figures.read(figures.ATTENTION)[0]) <= set(rows[0])
+    assert set().union(*(figures.read(path)[0] for path in figures.ATTENTION)) <= set(rows[0])
     assert figures.attention_means(rows)[2:] == [
         "| 2, fp8 | TRITON_MLA | 1.57x | 1.57x | 1.57x | 0 of 3 |",
         "| 2, fp8 | FlashMLA | 1.50x | 1.50x | 1.50x | 0 of 3 |",
+    ]
+    drafts = [{**row, "queries": "4"} for row in rows]
+    assert figures.attention_means(rows + drafts)[4:] == [
+        "| 2 x 4, fp8 | TRITON_MLA | 1.57x | 1.57x | 1.57x | 0 of 3 |",
+        "| 2 x 4, fp8 | FlashMLA | 1.50x | 1.50x | 1.50x | 0 of 3 |",
     ]
 
 
@@ -364,7 +391,7 @@ def test_triton_mla_is_called_with_what_vllm_takes(on_cpu, monkeypatch, dtype):
     monkeypatch.setattr(backend, "_compute_num_kv_splits", lambda max_seq_len, sm_count: sm_count)
     processors = SimpleNamespace(multi_processor_count=4)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: processors)
-    inputs = peers.make(peers.Case(2, 40, 2, dtype, page=16, latent=32, rope=16))
+    inputs = peers.make(peers.Case(2, 40, 2, dtype, queries=2, page=16, latent=32, rope=16))
     call, out = peers.triton_mla(inputs)
     call(0)
     [arguments] = given
@@ -374,7 +401,11 @@ def test_triton_mla_is_called_with_what_vllm_takes(on_cpu, monkeypatch, dtype):
     assert float(arguments["k_scale"]) == float(arguments["v_scale"]) == scale
     assert torch.equal(arguments["q"].float(), inputs.q.float() * scale)
     assert arguments["v_buffer"].shape == (6, 16, 1, 32)
-    assert arguments["num_kv_splits"] == 4 and arguments["attn_logits"].shape == (2, 2, 4, 33)
+    # A query row is a sequence, which ends with it.
+    [table, lens] = list(arguments.values())[5:7]
+    assert lens.tolist() == [39, 40, 39, 40] and lens.dtype == torch.int32
+    assert torch.equal(table, inputs.table[[0, 0, 1, 1]])
+    assert arguments["num_kv_splits"] == 4 and arguments["attn_logits"].shape == (4, 2, 4, 33)
 
 
 def test_flashmla_in_fp8_is_called_with_what_vllm_takes(on_cpu, monkeypatch):
@@ -395,3 +426,13 @@ def test_flashmla_in_fp8_is_called_with_what_vllm_takes(on_cpu, monkeypatch):
     # Only the call that is checked keeps its result: a copy would be timed.
     assert float(out.max()) == float(out.min()) == 1.0
     assert given[0]["head_dim_v"] == 32 and given[0]["descale_q"] is inputs.scale
+
+
+def test_kernels_are_compiled_ahead_in_processes(capsys):
+    """One that fails is named, and the others are done."""
+    bench_compile.compile_ahead(str.upper, ["a", 3, "b"])
+    lines = sorted(line.rpartition(", ")[0] for line in capsys.readouterr().out.splitlines())
+    assert lines[:2] == ["A compiled", "B compiled"]
+    assert lines[2].startswith("not compiled ahead: TypeError ") and len(lines) == 3
+    bench_compile.compile_ahead(str.upper, ["alone"])
+    assert not capsys.readouterr().out

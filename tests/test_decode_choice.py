@@ -1,9 +1,8 @@
 """Who decodes a layer: the table of measurements, and what `attention=auto` comes to by it."""
 
-import csv
-from pathlib import Path
 from types import SimpleNamespace
 
+import figures
 import pytest
 import torch
 
@@ -12,7 +11,6 @@ from mla_fusion.config import Options, eligibility, vllm_compat
 from mla_fusion.report.reasons import Decline
 from mla_fusion.runtime import decode_choice, step_plan
 
-RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 TYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 BACKENDS = {"bf16": ("fa3", "FLASH_ATTN_MLA"), "fp8": ("flashmla", "FLASHMLA")}
 H200, AUTO = "NVIDIA H200", Options("triton")
@@ -41,9 +39,8 @@ def table(rows):
 
 def stored():
     """All rows of results that the table is of."""
-    for path in sorted(RESULTS.glob("decode*_h200.csv")):
-        with path.open(newline="") as file:
-            yield from csv.DictReader(file)
+    for path in figures.ATTENTION:
+        yield from figures.read(path)
 
 
 def test_the_table_is_what_the_rows_say():

@@ -46,6 +46,7 @@ NUMBERS = {
     "batches": ("B", "sequences; 16 to 64 of them also with ragged lengths"),
     "contexts": ("N", "KV tokens of a sequence"),
     "heads": ("H", ""),
+    "queries": ("Q", "query rows of a sequence: one, and its drafts"),
     "pieces": ("S", "pieces of a sequence"),
     **{name: (name[0].upper(), field) for name, field in bench_region.FIELDS.items()},
     "page": ("N", "tokens of a page of the cache"),

@@ -17,6 +17,7 @@ import torch
 
 from mla_fusion.cli import bench_decode_peers as peers
 from mla_fusion.cli.arguments import pick
+from mla_fusion.cli.bench_compile import compile_ahead
 from mla_fusion.cli.bench_region import interleave, quantiles
 
 if TYPE_CHECKING:
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 FACTS = ["gpu", "driver", "torch", "triton", "vllm", "commit", "command"]
-CASE = ["batch", "context", "ragged", "heads", "dtype", "latent", "rope", "page"]
+LAYER = ["heads", "queries", "dtype"]
+CASE = ["batch", "context", "ragged", *LAYER, "latent", "rope", "page"]
 RESULT = ["candidate", "vllm_default", "p20_us", "p50_us", "p80_us", "gbps", "tflops", "error"]
 OURS = "ours"
 TYPES = {"bf16": peers.BF16, "fp8": peers.FP8}
@@ -36,6 +38,7 @@ DEFAULTS = {
     "batches": (1, 4, 16, 64, 128),
     "contexts": (1024, 8192, 65536),
     "heads": (16, 128),
+    "queries": (1,),
     "rope": 64,
     "latent": 512,
     "page": peers.PAGE,
@@ -54,6 +57,11 @@ def run(settings: argparse.Namespace, facts: Mapping[str, str]) -> bool:
     for case in grid(settings, list(of_types)):
         offered = of_types[case.dtype]
         work.append((case, {name: offered[name] for name in names if name in offered}))
+    if OURS in names:
+        alike: dict[str, dict[int, Case]] = {}
+        for case, _ in work:
+            alike.setdefault(case.name, {}).setdefault(case.batch, case)
+        compile_ahead(peers.launch_ours, [[*batches.values()] for batches in alike.values()])
     torch.manual_seed(0)
     rows = table(settings.csv, facts, work, settings.rounds)
     summary(rows)
@@ -64,9 +72,13 @@ def run(settings: argparse.Namespace, facts: Mapping[str, str]) -> bool:
 
 def grid(settings: argparse.Namespace, types: Iterable[torch.dtype]) -> list[Case]:
     """Every shape, and ragged forms of those that are neither few sequences nor many."""
-    shapes = itertools.product(types, settings.heads, settings.batches, settings.contexts)
+    layers = itertools.product(types, settings.heads, settings.queries)
     shared = {"page": settings.page, "latent": settings.latent, "rope": settings.rope}
-    cases = [peers.Case(b, n, heads, dtype, **shared) for dtype, heads, b, n in shapes]
+    cases = [
+        peers.Case(batch, context, heads, dtype, queries=queries, **shared)
+        for dtype, heads, queries in layers
+        for batch, context in itertools.product(settings.batches, settings.contexts)
+    ]
     return cases + [dataclasses.replace(c, ragged=True) for c in cases if 16 <= c.batch <= 64]
 
 
@@ -94,7 +106,7 @@ def table(
                 for r in new
             )
             name = f"{case.batch:4d} x {case.context:6d}{' ragged' if case.ragged else ''}"
-            print(f"{name} H={case.heads} {type_of(case)}: {times or 'nothing'}", flush=True)
+            print(f"{name} {case.name}: {times or 'nothing'}", flush=True)
             torch.cuda.empty_cache()
     return rows
 
@@ -152,19 +164,21 @@ def summary(rows: list[Row]) -> None:
     for row in rows:
         shapes.setdefault(tuple(row[k] for k in CASE), {})[row["candidate"]] = row["p50_us"]
     names = [name for name in dict.fromkeys(row["candidate"] for row in rows) if name != OURS]
-    for heads, dtype in dict.fromkeys((row["heads"], row["dtype"]) for row in rows):
+    for of in dict.fromkeys(tuple(row[k] for k in LAYER) for row in rows):
+        heads, queries, dtype = of
         for peer in names:
             ratios = {
                 shape[:3]: us[peer] / us[OURS]
                 for shape, us in shapes.items()
-                if shape[3:5] == (heads, dtype) and peer in us and OURS in us
+                if shape[3:6] == of and peer in us and OURS in us
             }
             if not ratios:
                 continue
             mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
             faster = {k: round(ratio, 2) for k, ratio in ratios.items() if ratio < 1}
+            name = peers.Case(0, 0, heads, TYPES[dtype], queries=queries).name
             print(
-                f"H={heads} {dtype} against {peer}: geometric mean {mean:.2f}x of {len(ratios)}, "
+                f"{name} against {peer}: geometric mean {mean:.2f}x of {len(ratios)}, "
                 f"least {min(ratios.values()):.2f}x; that one is faster at (batch, context, "
                 f"ragged) {faster or 'none'}"
             )
