@@ -5,7 +5,7 @@
 
 Random batches are held against float64 attention, eager, and each launch of a batch against the
 first one, bit by bit; a case, all batches of a number of heads and query rows, is a row of the
-file. Processes compile all cases at once before. Then shapes, given as batch x context, or with x
+file. Processes compile all kernels at once before. Then shapes, given as batch x context, or with x
 heads x query rows, are timed in turns with the kernel that other types have (*step*: its warps work
 in step), and with FlashAttention 3 and FlashMLA where vLLM is installed. Both plans are timed where
 an item has two blocks of 64 rows: *pairs*, half as many workers, so that both run at the same time
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import dataclasses
 import functools
 import os
 import random
@@ -43,6 +44,8 @@ from mla_fusion.cli.bench_compile import compile_ahead
 from mla_fusion.cli.bench_decode import FACTS, write
 from mla_fusion.cli.bench_decode_peers import (
     BF16,
+    PAGE,
+    PLANNED,
     TOLERANCE,
     UNAVAILABLE,
     Call,
@@ -235,7 +238,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def ours(inputs: Inputs, specialized: bool, pairs: bool) -> tuple[Call, torch.Tensor]:
     """One of both kernels as a candidate."""
-    plan = plan_of(inputs.case, pairs, inputs.case.batch)
+    plan = plan_of(inputs.case, pairs, max(inputs.case.batch, PLANNED))
     rows = plan.heads_per_work * inputs.case.queries
     step = triton_choice.choose(True, rows, inputs.case.latent, inputs.case.rope)
     config = triton_choice.SPECIALIZED if specialized else step
@@ -254,16 +257,36 @@ CANDIDATES: dict[str, Candidate] = {
 FORMER = "step, blocks"
 
 
+def shape_of(text: str) -> Case:
+    """A shape given as batch x context, of 128 heads, or with x heads x query rows."""
+    batch, context, *rest = map(int, text.split("x"))
+    heads, queries = rest or (triton_choice.PAIRED_HEADS, 1)
+    return Case(batch, context, heads, BF16, queries=queries)
+
+
+def candidates(case: Case) -> dict[str, Candidate]:
+    """Those for a shape: with pairs only where the provider has them."""
+    paired = has_pairs(case.heads, case.queries)
+    return {k: build for k, build in CANDIDATES.items() if paired or not k.endswith("pairs")}
+
+
+def compile_shape(case: Case) -> str:
+    """Launch ours for short sequences, so that Triton's cache has the kernels of a shape."""
+    short = make(dataclasses.replace(case, context=PAGE))
+    for kind, build in candidates(case).items():
+        if kind not in PEERS:
+            build(short)[0](0)
+    torch.cuda.synchronize()
+    return f"{case.batch} x {case.name}"
+
+
 def measure(case: Case, rounds: int) -> None:
     """Microseconds of all kernels, the first sample at once, and how far their results are off."""
     name = f"{case.batch} x {case.context} {case.name}"
-    paired = has_pairs(case.heads, case.queries)
     print(f"     {name}", flush=True)
     inputs = make(case)
     graphs, errors, kept = {}, {}, {}
-    for kind, build in CANDIDATES.items():
-        if kind.endswith("pairs") and not paired:
-            continue
+    for kind, build in candidates(case).items():
         try:
             graphs[kind], errors[kind], kept[kind] = prepare(inputs, build)
         except UNAVAILABLE as problem:
@@ -344,14 +367,13 @@ def main() -> None:
         compile_ahead(compile_case, cases)
         check(cases, random.Random(options.seed), options.launches, facts, options.csv)
     if options.only != "check":
+        compile_ahead(compile_shape, [shape_of(text) for text in options.shapes])
         start = time.monotonic()
-        for shape in options.shapes:
+        for text in options.shapes:
             if time.monotonic() - start > options.budget:
-                print(f"     no time for {shape}", flush=True)
+                print(f"     no time for {text}", flush=True)
                 continue
-            batch, context, *rest = map(int, shape.split("x"))
-            heads, queries = rest or (triton_choice.PAIRED_HEADS, 1)
-            measure(Case(batch, context, heads, BF16, queries=queries), options.rounds)
+            measure(shape_of(text), options.rounds)
             torch.cuda.empty_cache()
     finish()
 

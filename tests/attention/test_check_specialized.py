@@ -92,3 +92,21 @@ def test_both_plans(on_cpu):
     case = peers.Case(3, 64, 128, peers.BF16)
     workers = [script.plan_of(case, pairs, 3).rules.workers for pairs in (True, False)]
     assert script.has_pairs(128, 1) and workers == [4, 8]
+
+
+def test_the_kernels_of_a_shape(on_cpu, monkeypatch):
+    """Both plans where the provider has pairs; peers are not compiled."""
+    launched = []
+
+    def note(inputs, plan, i, out, lse, config):
+        launched.append((inputs.case.context, plan.rules.workers, config.specialized))
+
+    monkeypatch.setattr(script, "launch", note)
+    case = script.shape_of("3x500x16x8")
+    assert (case.batch, case.context, case.heads, case.queries) == (3, 500, 16, 8)
+    assert script.compile_shape(case) == "3 x H=16 x 8 rows bf16"
+    assert launched == [(64, n, kernel) for kernel in (False, True) for n in (8, 4)]
+    launched.clear()
+    monkeypatch.setattr(script, "multiprocessors", lambda _: 4)
+    script.compile_shape(script.shape_of("3x500"))
+    assert launched == [(64, 4, False), (64, 4, True)]
