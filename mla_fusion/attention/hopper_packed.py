@@ -107,7 +107,6 @@ def load_query(query, q_ptr, item, first_row, heads, stride_h, WARPS: gl.constex
         pointers = q_ptr + (head * stride_h)[:, None] + col[None, :]
         value = gl.load(pointers, mask=(head < heads)[:, None], other=0.0).to(gl.float32)
         query.rope.slice(block * BLOCK, BLOCK).store((value * power[:, None]).to(gl.bfloat16))
-    fence_async_shared()
 
 
 @gluon.jit
@@ -216,7 +215,8 @@ def attend(
     odd0, odd1, odd2, odd3 = acc0, acc0, acc0, acc0
     for t in range(tile, stop):
         async_copy.wait_group(STAGES - 2)
-        # All copies of the tile have arrived, and no warp reads the buffer of the one before.
+        # All copies of the tile have arrived, and no warp reads the buffer of the one before. The
+        # first fence is also that of the query, which no product reads before.
         fence_async_shared()
         barrier()
         copy_entries(ring, entries, t + STAGES - 1, ENTRY, PAGE, STAGES, WARPS)
