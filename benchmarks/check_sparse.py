@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""The sparse decode on this GPU against float64 attention, in random cases and in a CUDA graph.
+"""The sparse decode on an H200 against float64 attention, in random cases and in a CUDA graph.
 
     python benchmarks/check_sparse.py --csv benchmarks/results/check_sparse.csv
 
 Random cases: bf16, fp8 and both byte caches, one and two scopes, 1 to 128 heads, 1 to 32 query
 rows; lengths of 0, slots of -1, repeated slots, scopes without keys, sinks. Every row of a cache
 that no token lists is NaN. Processes share the cases, because each variant compiles its kernels.
+With a query in fp8 the scores are not float64 but what `hopper_fp8.py` says of the tensor core.
 
 Graph: refresh and 61 layers, captured once and replayed with other slots and lengths in place. A
 replay may allocate nothing and move nothing; some are checked.

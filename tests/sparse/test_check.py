@@ -1,38 +1,21 @@
 """`benchmarks/check_sparse.py` on a CPU: its cases, with the kernels replaced by the reference."""
 
+import dataclasses
 import functools
 import itertools
 
 import check_sparse
 import checks
+import hopper_fp8
 import pytest
 import sparse_cases
 import torch
 
-from mla_fusion.attention import buffers, reference
+from mla_fusion.attention import buffers
 from mla_fusion.attention import triton as provider
 from mla_fusion.attention.sparse import sparse_scratch
-from mla_fusion.attention.triton import Scope
 from mla_fusion.kernels import triton as region
-
-
-def launch(given, sparse):
-    """The kernels, by the reference, in fp32 and without rounding of keys."""
-    plan, tokens = given.plan, len(given.q)
-    end = plan.kv_indptr[1 : tokens + 1] - plan.kv_indptr[:tokens]
-    scopes = [Scope(sparse.extra.kv_cache, sparse.extra.table, given.layout)]
-    lengths = [end.long()]
-    if sparse.first:
-        scopes = [Scope(given.kv_cache, given.block_table, given.layout), *scopes]
-        lengths = [sparse.lens[:tokens].long(), end.long() - sparse.first]
-    out, lse = reference.sparse_mla_decode(
-        given.q, scopes, lengths, latent=512, softmax_scale=given.softmax_scale,
-        kv_dtype=plan.settings.kv_dtype, sink=sparse.sink, q_scale=given.q_scale,
-        kv_scale=given.kv_scale,
-    )  # fmt: skip
-    given.out.copy_(out)
-    if given.lse is not None:
-        given.lse.copy_(lse)
+from tests.sparse.launched import launch
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +48,66 @@ def test_cases_agree_with_the_reference_and_plants_are_found(kind, shape):
     assert row["error"] < 1e-2 and row["cases"] == 12 and row["without_keys"] > 0
     row = check_sparse.check(variant, 12, 1, plant=True)
     assert row["wrong"] == row["cases"] and not row["first"]
+
+
+def last_key(given, sparse):
+    """(row, column) of the last column of the last scope that counts and lists one, if any does."""
+    counts = given.plan.kv_indptr.diff()[: len(given.q)] - sparse.first
+    columns = torch.arange(sparse.extra.table.shape[1])
+    listed = (sparse.extra.table >= 0) & (columns < counts[:, None])
+    return listed, tuple(listed.nonzero()[-1].tolist()) if listed.any() else None
+
+
+def another_slot(given, sparse):
+    """A column names the slot of another one; False if there is none."""
+    (listed, at), table = last_key(given, sparse), sparse.extra.table
+    others = table[listed & (table != table[at])] if at else []
+    if len(others):
+        table[at] = others[0]
+    return given, len(others) > 0
+
+
+def lost_key(given, sparse):
+    """A key is left out; False if there is none."""
+    _, at = last_key(given, sparse)
+    if at:
+        sparse.extra.table[at] = -1
+    return given, at is not None
+
+
+def scaled(name):
+    """A fault: a scale is 2 % off."""
+    return lambda given, _: (
+        dataclasses.replace(given, **{name: getattr(given, name) * 1.02}),
+        None,
+    )
+
+
+@pytest.mark.parametrize(
+    "fault", [another_slot, lost_key, scaled("q_scale"), scaled("kv_scale")],
+    ids=["another slot", "lost key", "q_scale", "kv_scale"],
+)  # fmt: skip
+def test_faults_of_fp8_with_one_scale_are_found(fault, monkeypatch):
+    faults = []
+
+    def broken(given, sparse):
+        own = dataclasses.replace(sparse.extra, table=sparse.extra.table.clone())
+        sparse = dataclasses.replace(sparse, extra=own)
+        given, made = fault(given, sparse)
+        launch(given, sparse)
+        # A scale matters where there is a key.
+        faults.append(bool(given.lse.isfinite().any()) if made is None else made)
+
+    monkeypatch.setattr(provider, "launch", broken)
+    row = check_sparse.check(sparse_cases.Variant("fp8", 8), 12, 1, plant=False)
+    assert sum(faults) > 4 and row["wrong"] == sum(faults), (row, faults)
+
+
+def test_scores_without_the_tensor_cores_losses_are_found(monkeypatch):
+    exact = lambda q, keys: (q.double() @ keys.double().mT).float()  # noqa: E731
+    monkeypatch.setattr(hopper_fp8, "products", exact)
+    row = check_sparse.check(sparse_cases.Variant("fp8", 16), 12, 1, plant=False)
+    assert row["wrong"] > 4 and 3e-4 < row["lse_error"] < 1e-2
 
 
 class Graph:
