@@ -5,7 +5,7 @@ gives it `gluon_values` in place of registers and shared memory. What is asynchr
 beside what, is of the two machines: `gluon_double.py` and `gluon_warps.py`.
 
 Both refuse a matrix product that reads what threads have written to shared memory without a fence
-and a barrier behind it.
+and a barrier of the same threads behind it.
 """
 
 import itertools
@@ -28,7 +28,8 @@ class Program:
 
     def __init__(self):
         self.program = (0, 0)
-        self.unfenced, self.unseen = set(), set()  # shared memory that products may not read yet
+        # Shared memory that products may not read yet, and the threads that wrote it.
+        self.unfenced, self.unseen = set(), set()
         self.gl = types.SimpleNamespace(
             **{name: value for name, value in vars(gl).items() if not name.startswith("__")}
         )
@@ -39,25 +40,38 @@ class Program:
 
     # What products may read
 
+    def threads(self):
+        """The name of the threads that run: all of a program, or a partition's."""
+        return ""
+
+    def loaded(self, data, layout):
+        """What threads load from shared memory."""
+        return Tensor(data.clone(), layout)
+
     def stored(self, data):
-        """Shared memory has been written by threads."""
-        self.unfenced.add(storage(data))
+        """Threads write shared memory."""
+        self.unfenced.add((self.threads(), storage(data)))
 
     def fence_async_shared(self):
         """Writes so far are seen by products of the same thread."""
-        self.unseen |= self.unfenced
-        self.unfenced.clear()
+        mine = {each for each in self.unfenced if each[0] == self.threads()}
+        self.unseen |= mine
+        self.unfenced -= mine
 
     def barrier(self):
         """Fenced writes are seen by products of all threads."""
-        self.unseen.clear()
+        self.unseen = {each for each in self.unseen if each[0] != self.threads()}
+
+    def is_early(self, data):
+        """Whether products may not read shared memory, nor the copy engine write it."""
+        return any(storage(data) == each for _, each in self.unfenced | self.unseen)
 
     def check_operands(self, a, b):
         """Refuse operands of a product that it may not read, or of two types."""
         assert a.dtype == b.dtype
         for operand in (a, b):
             if isinstance(operand, Shared):
-                early = storage(operand.data) in self.unfenced | self.unseen
+                early = self.is_early(operand.data)
                 assert not early, "a product reads shared memory without fence and barrier"
 
     # Functions of Gluon
@@ -118,7 +132,7 @@ class Program:
     def gl_allocate_shared_memory(self, dtype, shape, layout):
         data = torch.empty(shape, dtype=TYPES[dtype])
         poison(data)
-        return Shared(data, self.stored)
+        return Shared(data, self)
 
     # Kernels
 

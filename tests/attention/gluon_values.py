@@ -148,34 +148,37 @@ def storage(data):
 
 
 class Shared:
-    """A descriptor of shared memory: a view of a torch tensor."""
+    """A descriptor of shared memory: a view of a torch tensor.
 
-    def __init__(self, data, stored):
+    memory: what loads, and hears of stores before they are.
+    """
+
+    def __init__(self, data, memory):
         self.data, self.shape, self.dtype = data, list(data.shape), NAMES[data.dtype]
-        self.stored = stored
+        self.memory = memory
 
     def index(self, at):
         """One of the first dimension."""
-        return Shared(self.data[int(at)], self.stored)
+        return Shared(self.data[int(at)], self.memory)
 
     def slice(self, start, length, dim=0):
         """Some of a dimension."""
-        return Shared(self.data.narrow(dim, start, length), self.stored)
+        return Shared(self.data.narrow(dim, start, length), self.memory)
 
     def permute(self, order):
         """Dimensions in another order."""
-        return Shared(self.data.permute(order), self.stored)
+        return Shared(self.data.permute(order), self.memory)
 
     def reinterpret(self, dtype, shape, layout):
         """The same bytes as another type."""
-        return Shared(self.data.view(TYPES[dtype]).view(shape), self.stored)
+        return Shared(self.data.view(TYPES[dtype]).view(shape), self.memory)
 
     def load(self, layout=None):
         """The elements."""
-        return Tensor(self.data.clone(), layout)
+        return self.memory.loaded(self.data, layout)
 
     def store(self, value):
         """Write the elements."""
         assert list(value.shape) == self.shape and value.dtype == self.dtype
+        self.memory.stored(self.data)
         self.data.copy_(value.data)
-        self.stored(self.data)

@@ -6,6 +6,11 @@ that can goes on. None that can is a deadlock, and an error.
 What is asynchronous happens as late as it may: products when they are waited for, so a buffer that
 is freed too early is read with what followed; copies by the engine at random until their barrier is
 waited for, and their target is poison meanwhile.
+
+So do loads from shared memory: a barrier waits for no load, and the copy engine keeps no order with
+them. They have ended where their values are used, and at a fence. Three more are errors: one thread
+that arrives for all of a partition before a barrier behind what they loaded and stored; a copy over
+memory that threads load or store; and a product's values in registers that no wait keeps.
 """
 
 import random
@@ -15,7 +20,7 @@ import types
 import torch
 
 from tests.attention.gluon_program import Program
-from tests.attention.gluon_values import NAMES, Tensor, poison
+from tests.attention.gluon_values import NAMES, Shared, Tensor, poison, storage
 
 
 class Barrier:
@@ -64,6 +69,39 @@ class Descriptor:
         return found
 
 
+class Loading(Tensor):
+    """Registers whose load from shared memory ends where they are used."""
+
+    def __init__(self, view, layout):
+        self.view, self.layout, self.shape = view, layout, list(view.shape)
+        self.ended = None
+
+    @property
+    def data(self):
+        """The values; from now on they stay."""
+        if self.ended is None:
+            self.ended = self.view.clone()
+        return self.ended
+
+    @property
+    def dtype(self):
+        return NAMES[self.view.dtype]
+
+    def reads(self, data):
+        """Whether the load may still read bytes that lie between the first and last of `data`."""
+        if self.ended is not None or storage(self.view) != storage(data):
+            return False
+        (begin, end), (first, last) = span(self.view), span(data)
+        return begin < last and first < end
+
+
+def span(data):
+    """The first byte of a view, and the one behind its last, from its allocation's start on."""
+    last = sum((n - 1) * step for n, step in zip(data.shape, data.stride(), strict=True))
+    begin = data.storage_offset()
+    return begin * data.itemsize, (begin + last + 1) * data.itemsize
+
+
 class Machine(Program):
     """A program: its threads, its barriers and copies, and their open products."""
 
@@ -73,6 +111,8 @@ class Machine(Program):
         super().__init__()
         self.random = random.Random(seed)
         self.flying = []  # copies by the engine: barrier, target, value
+        self.loading = []  # loads from shared memory: thread, values
+        self.touched = set()  # threads that read or wrote shared memory since their last barrier
         self.products = threading.local()
         self.turn, self.live, self.waiting, self.failed = None, set(), {}, None
         self.changed = threading.Condition()
@@ -158,6 +198,8 @@ class Machine(Program):
         barrier.count = barrier.pending = int(count)
 
     def arrive(self, barrier, count=1):
+        early = self.threads() in self.touched
+        assert not early, "one thread arrives before the others have read or written"
         barrier.pending -= count
         barrier.complete()
         self.switch()
@@ -176,6 +218,9 @@ class Machine(Program):
     def tma_load(self, descriptor, corner, barrier, target):
         assert target.shape == descriptor.block_type.shape
         assert target.dtype == descriptor.block_type.element_ty
+        late = any(values.reads(target.data) for _, values in self.loading)
+        assert not late, "a copy over shared memory that threads still load"
+        assert not self.is_early(target.data), "a copy over what threads stored without a fence"
         value = descriptor.box([int(at) for at in corner])
         poison(target.data)
         self.flying.append((barrier, target.data, value))
@@ -187,11 +232,49 @@ class Machine(Program):
         barrier.bytes -= value.numel() * value.element_size()
         barrier.complete()
 
+    # Threads and shared memory
+
+    def threads(self):
+        return threading.current_thread().name
+
+    def loaded(self, data, layout):
+        values = Loading(data, layout)
+        self.loading.append((self.threads(), values))
+        self.touched.add(self.threads())
+        return values
+
+    def end_loads(self, which):
+        """Loads end: of some threads and values."""
+        for each in filter(which, self.loading):
+            _ = each[1].data
+        self.loading = [each for each in self.loading if each[1].ended is None]
+
+    def stored(self, data):
+        # Loads and stores keep their order, which barriers make.
+        self.end_loads(lambda each: each[1].reads(data))
+        self.touched.add(self.threads())
+        super().stored(data)
+
+    def fence_async_shared(self):
+        self.end_loads(lambda each: each[0] == self.threads())
+        super().fence_async_shared()
+
+    def barrier(self):
+        self.touched.discard(self.threads())
+        super().barrier()
+
+    def ended(self):
+        self.loading.clear()
+        self.touched.clear()
+        super().ended()
+
     # Products
 
     def warpgroup_mma(self, a, b, acc, use_acc=True, is_async=False):
         assert is_async
         self.check_operands(a, b)
+        if isinstance(a, Loading):
+            _ = a.data  # its registers are full when it starts
         out = Tensor(torch.full((a.shape[0], b.shape[1]), torch.nan), acc.layout)
         self.products.open.append((a, b, acc if use_acc else None, out))
         return out
@@ -200,6 +283,9 @@ class Machine(Program):
         self.switch()
         while len(self.products.open) > outstanding:
             a, b, acc, out = self.products.open.pop(0)
+            kept = [*deps, *(each[0] for each in self.products.open)]
+            held = isinstance(a, Shared) or any(a is each for each in kept)
+            assert held, "a product reads registers that its wait does not keep"
             product = a.data.float() @ b.data.float()
             out.data = product if acc is None else acc.data + product
         return deps[0] if len(deps) == 1 else tuple(deps)
