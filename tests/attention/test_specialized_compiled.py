@@ -13,6 +13,7 @@ from mla_fusion.attention import triton as provider
 from mla_fusion.attention.hopper_specialized_parts import cache_boxes, query_boxes
 from mla_fusion.attention.validate import Inputs
 from tests.attention.decodes import BF16, plan_for
+from tests.kernels import products
 from tests.kernels.compiled import LDS, compile_kernel, compile_report, specialize
 
 
@@ -38,10 +39,15 @@ def inputs(q=(8, 64, 576), page=64, dtype=BF16, columns=128, **plan):
 
 
 @functools.cache
-def ptx():
-    """The kernel's PTX, compiled once for all tests."""
+def compiled():
+    """The kernel, compiled once for all tests."""
     args, options = provider.decode_arguments(triton_choice.SPECIALIZED, inputs())
-    return compile_kernel("sm_90", hopper_specialized.decode_kernel, args, options).asm["ptx"]
+    return compile_kernel("sm_90", hopper_specialized.decode_kernel, args, options)
+
+
+def ptx():
+    """Its PTX."""
+    return compiled().asm["ptx"]
 
 
 @pytest.mark.parametrize(
@@ -88,6 +94,12 @@ def test_what_waits_for_what():
     assert " give give mul 0 give wait give " in text, text
     # The right half: each quarter is given when its products have ended.
     assert " mul mul 1 give 0 give " in text, text
+
+
+def test_nothing_touches_registers_of_products_under_way():
+    code = products.disassemble(compiled().asm["cubin"])
+    assert sum("GMMA" in each.name for each in code) == 88
+    assert products.touched_early(code) == []
 
 
 def test_the_width_of_the_table_is_no_variant():
