@@ -3,14 +3,14 @@
 
     python benchmarks/check_specialized.py --csv OUT.csv
 
-Random batches are held against float64 attention, eager, and each launch of a batch against the
-first one, bit by bit; a case, all batches of a number of heads and query rows, is a row of the
-file. Processes compile all kernels at once before. Then shapes, given as batch x context, or with x
-heads x query rows, are timed in turns with the kernel that other types have (*step*: its warps work
-in step), and with FlashAttention 3 and FlashMLA where vLLM is installed. Both plans are timed where
-an item has two blocks of 64 rows: *pairs*, half as many workers, so that both run at the same time
-and share what they read in the L2 cache, which the provider chooses; and *blocks* one after the
-other, for 128 heads and one query row items of their own.
+Random batches of bf16 and fp8 are held against float64 attention, eager, and each launch of a batch
+against the first one, bit by bit; a case, all batches of a type, and a number of heads and query
+rows, is a row of the file. Processes compile all kernels at once before. Then shapes, given as
+batch x context, or with x heads x query rows, are timed in turns with the kernel whose warps work
+in *step*, and with FlashAttention 3 (bf16) and FlashMLA (its fp8 error is no failure) where vLLM is
+installed. Both plans are timed where a bf16 item has two blocks of 64 rows: *pairs*, half as many
+workers, so that both run at the same time and share what they read in the L2 cache, as the provider
+has it; and *blocks* one after the other, for 128 heads and one query row items of their own.
 All runs in a child process: a kernel that waits for ever is killed after `--seconds` without a
 line, and the last line says where. Exits with 1 if a check fails.
 """
@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from checks import expect, finish, poison
+from checks import expect, finish, poison, where
 
 from mla_fusion.attention import PersistentDecodePlan, triton_choice
 from mla_fusion.attention import triton as provider
@@ -44,6 +44,7 @@ from mla_fusion.cli.bench_compile import compile_ahead
 from mla_fusion.cli.bench_decode import FACTS, write
 from mla_fusion.cli.bench_decode_peers import (
     BF16,
+    FP8,
     PAGE,
     PLANNED,
     TOLERANCE,
@@ -64,10 +65,11 @@ from mla_fusion.cli.compare import distance
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-LSE_TOLERANCE = 1e-5
-# Heads, query rows, page, and whether the plan has pairs.
-Checked = tuple[int, int, int, bool]
-CHECKED: list[Checked] = [
+TYPES = {"bf16": BF16, "fp8": FP8}
+LSE_TOLERANCES = {BF16: 1e-5, FP8: 2e-3}  # as in check_attention.py
+# Heads, query rows, page, whether a bf16 plan has pairs, and the type; without it in CHECKED.
+Checked = tuple[int, int, int, bool, str]
+CHECKED = [
     (64, 1, 64, False),
     (128, 1, 64, False),
     (128, 1, 64, True),
@@ -82,19 +84,18 @@ CHECKED: list[Checked] = [
 # Lengths and sequences of a batch.
 BATCHES = [("short", 24), ("odd", 40), ("long", 3), ("odd", 200)]
 LONGEST = {"short": 129, "odd": 3_000, "long": 40_000}
-ROW = ["heads", "queries", "page", "pairs", "batches", "launches", "pieces", "error", "lse_error",
-       "different", "ok"]  # fmt: skip
+ROW = ["heads", "queries", "page", "pairs", "dtype", "batches", "launches", "pieces", "error",
+       "lse_error", "different", "ok"]  # fmt: skip
 TIMED = ["64x8192", "128x8192", "64x65536", "16x8192", "4x1024", "1x1024"]
 DRAFTS = ["8x8192x16x4", "64x8192x16x4", "32x1024x16x4", "64x8192x8x8", "64x8192x8x4",
           "64x8192x16x8", "4x1024x16x8"]  # fmt: skip
 PEERS: dict[str, Candidate] = {"fa3": fa3, "flashmla": flashmla}
 
 
-def has_pairs(heads: int, queries: int) -> bool:
+def has_pairs(case: Case) -> bool:
     """Whether the provider has items of two row blocks, both at the same time."""
-    width = sum(triton_choice.SPECIALIZED_WIDTHS)
-    workers = provider.plan_settings(heads, queries, BF16, width, "cuda")["workers"]
-    return workers < multiprocessors(torch.device("cuda"))
+    settings = provider.plan_settings(case.heads, case.queries, case.dtype, case.width, "cuda")
+    return settings["workers"] < multiprocessors(torch.device("cuda"))
 
 
 def plan_of(case: Case, pairs: bool, batch: int) -> PersistentDecodePlan:
@@ -126,8 +127,8 @@ def launch(
 ) -> None:  # fmt: skip
     """One decode of cache `i` by the kernel of `config`."""
     given = Given(
-        inputs.q[: len(out)], inputs.caches[i], plan, inputs.table, inputs.case.scale, None, None,
-        out, lse,
+        inputs.q[: len(out)], inputs.caches[i], plan, inputs.table, inputs.case.scale, inputs.scale,
+        inputs.scale, out, lse,
     )  # fmt: skip
     validate(given)
     provider.launch(given, config=config)
@@ -152,11 +153,11 @@ def batches_of(
     """The batches of a case, one plan for all, refreshed for each: name, inputs, plan, query rows
     and KV tokens of each sequence.
     """
-    heads, queries, page, pairs = checked
+    heads, queries, page, pairs, dtype = checked
     plan = None
     for kind, batch in BATCHES:
         context = -(-LONGEST[kind] // page) * page
-        case = Case(batch, context, heads, BF16, False, queries, page)
+        case = Case(batch, context, heads, TYPES[dtype], False, queries, page)
         plan = plan or plan_of(case, pairs, max(number for _, number in BATCHES))
         inputs, lengths = make(case), lengths_of(rng, kind, batch)
         rows = [rng.choice((queries, rng.randint(1, queries))) for _ in lengths]
@@ -167,8 +168,8 @@ def batches_of(
 
 def name_of(checked: Checked) -> str:
     """Of a case, for people."""
-    heads, queries, page, pairs = checked
-    return f"H={heads} rows<={queries} page={page}{' pairs' if pairs else ''}"
+    heads, queries, page, pairs, dtype = checked
+    return f"{dtype} H={heads} rows<={queries} page={page}{' pairs' if pairs else ''}"
 
 
 def compile_case(checked: Checked) -> str:
@@ -180,22 +181,25 @@ def compile_case(checked: Checked) -> str:
 
 
 def check(
-    cases: list[Checked], rng: random.Random, launches: int, facts: dict[str, str], path: Path
-) -> None:
-    """Random batches: short sequences, odd lengths, and few long ones, which are split."""
+    cases: list[Checked], rng: random.Random, launches: int, facts: dict[str, str], path: Path,
+    apart: bool = False,
+) -> None:  # fmt: skip
+    """Random batches: short sequences, odd lengths, and few long ones, which are split. apart: no
+    kernel starts before the last launch has ended.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, [*FACTS, *ROW])
         writer.writeheader()
         for checked in cases:
             found = [
-                check_batch(name, inputs, plan, rows, lengths, launches)
+                check_batch(name, inputs, plan, rows, lengths, launches, apart)
                 for name, inputs, plan, rows, lengths in batches_of(checked, rng)
             ]
             # max() may lose a NaN; torch keeps it.
             worst = torch.tensor([each[:2] for each in found]).amax(0).tolist()
             pieces, different, right = (sum(each[i] for each in found) for i in (2, 3, 4))
-            of_case = (*checked[:3], int(checked[3]), len(found), launches)
+            of_case = (*checked[:3], int(checked[3]), checked[4], len(found), launches)
             values = (*of_case, pieces, *worst, different, int(right == len(found)))
             write(writer, facts, [dict(zip(ROW, values, strict=True))])
             file.flush()
@@ -203,7 +207,7 @@ def check(
 
 def check_batch(
     name: str, inputs: Inputs, plan: PersistentDecodePlan, rows: list[int], lengths: list[int],
-    times: int,
+    times: int, apart: bool,
 ) -> tuple[float, float, int, int, bool]:  # fmt: skip
     """One batch, so many times: the same plan has the same result, bit by bit. Its errors, of the
     LSE too, its pieces, the launches that differ from the first one, and whether all is right.
@@ -213,6 +217,8 @@ def check_batch(
     launches = [outputs(inputs.case, sum(rows)) for _ in range(times)]
     for out, lse in launches:
         launch(inputs, plan, 0, out, lse, triton_choice.SPECIALIZED)
+        if apart:
+            torch.cuda.synchronize()
     torch.cuda.synchronize()
     pieces, start = int(plan.reduce_indptr[-1]), 0
     (out, lse), errors = launches[0], [[0.0, 0.0]]
@@ -224,11 +230,13 @@ def check_batch(
         errors.append([distance(out[at], want), float(moved.amax())])
     # max() may lose a NaN; torch keeps it.
     worst, worst_lse = torch.tensor(errors).amax(0).tolist()
-    different = sum(not (same(out, each) and same(lse, its_lse)) for each, its_lse in launches)
-    ok = worst <= TOLERANCE and worst_lse <= LSE_TOLERANCE and not different
+    odd = [(i, *each) for i, each in enumerate(launches) if not all(map(same, each, (out, lse)))]
+    ok = worst <= TOLERANCE and worst_lse <= LSE_TOLERANCES[inputs.case.dtype] and not odd
     detail = f"error {worst:.1e}, LSE {worst_lse:.1e}, {pieces} pieces"
-    expect(name, ok, f"{detail}, {different} of {times} launches differ from the first")
-    return worst, worst_lse, pieces, different, ok
+    expect(name, ok, f"{detail}, {len(odd)} of {times} launches differ from the first")
+    for i, each, its_lse in odd:
+        print(f"     launch {i}: {where(out != each, lse != its_lse, plan, rows)}", flush=True)
+    return worst, worst_lse, pieces, len(odd), ok
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -257,17 +265,18 @@ CANDIDATES: dict[str, Candidate] = {
 FORMER = "step, blocks"
 
 
-def shape_of(text: str) -> Case:
-    """A shape given as batch x context, of 128 heads, or with x heads x query rows."""
+def shape_of(text: str, dtype: str = "bf16") -> Case:
+    """A shape of a type, given as batch x context, of 128 heads, or with x heads x query rows."""
     batch, context, *rest = map(int, text.split("x"))
     heads, queries = rest or (triton_choice.PAIRED_HEADS, 1)
-    return Case(batch, context, heads, BF16, queries=queries)
+    return Case(batch, context, heads, TYPES[dtype], queries=queries)
 
 
 def candidates(case: Case) -> dict[str, Candidate]:
-    """Those for a shape: with pairs only where the provider has them."""
-    paired = has_pairs(case.heads, case.queries)
-    return {k: build for k, build in CANDIDATES.items() if paired or not k.endswith("pairs")}
+    """Those for a shape: with pairs only where the provider has them; FlashAttention 3 for bf16."""
+    paired = has_pairs(case)
+    left = {k: build for k, build in CANDIDATES.items() if paired or not k.endswith("pairs")}
+    return {k: build for k, build in left.items() if k != "fa3" or case.dtype == BF16}
 
 
 def compile_shape(case: Case) -> str:
@@ -305,7 +314,8 @@ def measure(case: Case, rounds: int) -> None:
         rate = case.flops() / us / 1e6
         print(f"     {name} {kind}: {us:.1f} us, {rate:.0f} TFLOP/s, {ratios}", flush=True)
     # max() may lose a NaN; torch keeps it.
-    worst = float(torch.tensor(list(errors.values())).max())
+    judged = [error for kind, error in errors.items() if case.dtype == BF16 or kind not in PEERS]
+    worst = float(torch.tensor(judged).max())
     odd = [kind for kind in kept if kind not in PEERS and not replays(graphs[kind], *kept[kind])]
     expect(name, worst <= TOLERANCE and not odd, f"error {worst:.1e}, replayed differently: {odd}")
 
@@ -348,6 +358,8 @@ def main() -> None:
     heads = sorted({f"{heads}x{rows}" for heads, rows, *_ in CHECKED})
     parser.add_argument("--cases", nargs="+", choices=heads, default=heads, metavar="HxROWS")
     parser.add_argument("--launches", type=int, default=4, help="of each batch that is checked")
+    parser.add_argument("--apart", action="store_true", help="no launch before the last has ended")
+    parser.add_argument("--types", nargs="+", choices=TYPES, default=list(TYPES))
     parser.add_argument("--shapes", nargs="+", default=TIMED + DRAFTS, metavar="BxN[xHxROWS]")
     parser.add_argument("--budget", type=float, default=30, help="seconds: then no new shape")
     parser.add_argument("--csv", type=Path, default=Path("build/bench/check_specialized.csv"))
@@ -360,20 +372,24 @@ def main() -> None:
         sys.exit(watch(again, options.seconds))
     torch.manual_seed(options.seed)
     if options.only != "time":
-        cases = [each for each in CHECKED if f"{each[0]}x{each[1]}" in options.cases]
+        wanted = [each for each in CHECKED if f"{each[0]}x{each[1]}" in options.cases]
+        typed = [(*c[:3], c[3] and t == "bf16", t) for t in options.types for c in wanted]
         command = " ".join(["python", *(word for word in sys.argv if word != "--child")])
         known = environment(options.commit) | {"command": command}
         facts = {fact: known[fact] for fact in FACTS}
+        cases = list(dict.fromkeys(typed))
         compile_ahead(compile_case, cases)
-        check(cases, random.Random(options.seed), options.launches, facts, options.csv)
+        rng = random.Random(options.seed)
+        check(cases, rng, options.launches, facts, options.csv, options.apart)
     if options.only != "check":
-        compile_ahead(compile_shape, [shape_of(text) for text in options.shapes])
+        shapes = [shape_of(text, dtype) for text in options.shapes for dtype in options.types]
+        compile_ahead(compile_shape, shapes)
         start = time.monotonic()
-        for text in options.shapes:
+        for case in shapes:
             if time.monotonic() - start > options.budget:
-                print(f"     no time for {text}", flush=True)
+                print(f"     no time for {case.batch} x {case.context} {case.name}", flush=True)
                 continue
-            measure(shape_of(text), options.rounds)
+            measure(case, options.rounds)
             torch.cuda.empty_cache()
     finish()
 

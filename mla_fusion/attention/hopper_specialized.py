@@ -35,6 +35,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc
 
 from mla_fusion.attention.hopper_copy import barrier
+from mla_fusion.attention.hopper_specialized_fp8 import multiply as multiply_fp8
+from mla_fusion.attention.hopper_specialized_fp8 import score as score_fp8
 from mla_fusion.attention.hopper_specialized_parts import (
     ROWS,
     TILE,
@@ -45,59 +47,26 @@ from mla_fusion.attention.hopper_specialized_parts import (
     Tiles,
     Weights,
     Work,
+    add_quarters,
     cache_boxes,
     clear_rows,
     copy,
     item_of,
+    last_visible,
     put,
     query_boxes,
+    result_of,
+    softmax_step,
+    start_scores,
     store_lse,
     store_part,
     tiles_of,
 )
 from mla_fusion.attention.triton_choice import why_not_specialized
-from mla_fusion.attention.triton_kernels import LN2, LOG2E
+from mla_fusion.attention.triton_kernels import LOG2E
 
 if TYPE_CHECKING:
     from mla_fusion.attention.validate import Inputs
-
-
-@gluon.jit
-def start_scores(query, tiles, done, layout: gl.constexpr):
-    """Start the products [rows, tokens] of the query with tile number `done` of the program: two
-    of four, those with its left half and its rotated part.
-    """
-    buffer = done % 2
-    mbarrier.wait(tiles.left_full.index(buffer), (done // 2) % 2)
-    s = gl.zeros([ROWS, TILE], gl.float32, layout)
-    left = tiles.left.index(buffer).permute((1, 0))
-    s = warpgroup_mma(query.left, left, s, use_acc=False, is_async=True)
-    return warpgroup_mma(query.ropes, tiles.ropes.index(buffer).permute((1, 0)), s, is_async=True)
-
-
-@gluon.jit
-def finish_scores(s, query, tiles, done):
-    """The other two products, with the quarters; waits for all."""
-    for part in gl.static_range(2):
-        quarter = 2 * (done % 2) + part
-        mbarrier.wait(tiles.right_full.index(quarter), (done // 2) % 2)
-        right = tiles.right.index(quarter).permute((1, 0))
-        s = warpgroup_mma(query.right.index(part), right, s, is_async=True)
-    return warpgroup_mma_wait(0, [s])
-
-
-@gluon.jit
-def softmax_step(s, token, item, limit, factor, peak, total):
-    """One step of the online softmax over a tile from `token` on: weights, decay, new state."""
-    at = token + gl.arange(0, TILE, gl.SliceLayout(0, s.type.layout))
-    seen = (at >= item.begin)[None, :] & (at[None, :] < limit[:, None])
-    s = gl.where(seen, s * factor, float("-inf"))
-    new_peak = gl.maximum(peak, gl.max(s, 1))
-    # A row that has seen nothing keeps weights of zero, not NaN.
-    base = gl.where(new_peak == float("-inf"), 0.0, new_peak)
-    p = gl.exp2(s - base[:, None])
-    decay = gl.exp2(peak - base)
-    return p, decay, new_peak, total * decay + gl.sum(p, 1)
 
 
 @gluon.jit
@@ -117,16 +86,15 @@ def score(
     for number in range(begin, gl.load(work.indptr + gl.program_id(0) + 1)):
         item = item_of(work, number, HEADS, FOLD)
         first, count = tiles_of(item, work.first_row, HEADS)
-        row = work.first_row + gl.arange(0, ROWS, row_layout)
-        # Row i of n sees tokens up to n - 1 - i before the end of the sequence.
-        limit = gl.minimum(item.end, item.end + item.after - (item.count - 1 - row // HEADS))
+        limit = last_visible(work, item, HEADS, row_layout)
         peak = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
         total = gl.zeros([ROWS], gl.float32, row_layout)
         acc = gl.zeros([ROWS, HALF], gl.float32, output)
         if count > 0:
             mbarrier.wait(query.full, items % 2)
             items += 1
-            s = finish_scores(start_scores(query, tiles, done, scores), query, tiles, done)
+            s = start_scores(query, tiles, done, scores)
+            s = warpgroup_mma_wait(0, [add_quarters(s, query, tiles, done)])
             p, decay, peak, total = softmax_step(s, first * TILE, item, limit, factor, peak, total)
             put(shared, p, decay, sent)
             for t in range(first + 1, first + count):
@@ -139,7 +107,7 @@ def score(
                 # All but the two products of the scores.
                 acc = warpgroup_mma_wait(2, [sums])
                 mbarrier.arrive(free, count=1)
-                s = finish_scores(started, query, tiles, done)
+                s = warpgroup_mma_wait(0, [add_quarters(started, query, tiles, done)])
                 sent += 1
                 p, decay, peak, total = softmax_step(s, t * TILE, item, limit, factor, peak, total)
                 acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, output))[:, None]
@@ -155,8 +123,7 @@ def score(
             acc = warpgroup_mma_wait(0, [sums])
             mbarrier.arrive(tiles.left_free.index(done % 2), count=1)
             done += 1
-        lse = gl.where(total > 0.0, (peak + gl.log2(total)) * LN2, float("-inf"))
-        inverse = gl.where(total > 0.0, 1.0 / total, 0.0)
+        lse, inverse = result_of(peak, total)
         mbarrier.wait(shared.free, (sent % 2) ^ 1)
         shared.factors.store(inverse)
         barrier()
@@ -224,11 +191,11 @@ def multiply(
 
 
 @gluon.jit
-def new_barriers(COUNT: gl.constexpr):
-    """Barriers that one arrival completes."""
+def new_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr = 1):
+    """Barriers that so many arrivals complete."""
     made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
-        mbarrier.init(made.index(i), count=1)
+        mbarrier.init(made.index(i), count=ARRIVALS)
     return made
 
 
@@ -236,8 +203,9 @@ def new_barriers(COUNT: gl.constexpr):
 @gluon.jit(do_not_specialize=["table_stride", "fresh"])
 def decode_kernel(
     table_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, work_indptr_ptr, work_info_ptr,
-    qo_indptr_ptr, kv_indptr_ptr, scale, heads, out_stride_t, out_stride_h, table_stride,
-    q_halves, q_quarters, q_rotated, halves, quarters, rotated, block_rows, fresh,
+    qo_indptr_ptr, kv_indptr_ptr, q_scale_ptr, kv_scale_ptr, scale, heads, out_stride_t,
+    out_stride_h, table_stride, q_halves, q_quarters, q_rotated, halves, quarters, rotated,
+    block_rows, fresh,
     PAGE: gl.constexpr, HEADS: gl.constexpr, FOLD: gl.constexpr, LSE: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
@@ -247,19 +215,22 @@ def decode_kernel(
     if PDL and fresh != 0:
         gdc.gdc_wait()
     TYPE: gl.constexpr = halves.block_type.element_ty
+    BITS: gl.constexpr = TYPE.primitive_bitwidth
+    FP8: gl.constexpr = BITS == 8
+    BUFFERS: gl.constexpr = 4 if FP8 else 2
     HALF: gl.constexpr = halves.block_type.shape[1]
     PART: gl.constexpr = quarters.block_type.shape[1]
     R: gl.constexpr = rotated.block_type.shape[1]
-    tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    rope: gl.constexpr = gl.NVMMASharedLayout(2 * R, 16, 2)
+    tile: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2)
+    rope: gl.constexpr = gl.NVMMASharedLayout(R * BITS // 8, BITS, 2)
     tiles = Tiles(
-        gl.allocate_shared_memory(TYPE, [2, TILE, HALF], tile),
-        gl.allocate_shared_memory(TYPE, [4, TILE, PART], tile),
-        gl.allocate_shared_memory(TYPE, [2, TILE, R], rope),
-        new_barriers(2),
-        new_barriers(4),
-        new_barriers(2),
-        new_barriers(4),
+        gl.allocate_shared_memory(TYPE, [BUFFERS, TILE, HALF], tile),
+        gl.allocate_shared_memory(TYPE, [2 * BUFFERS, TILE, PART], tile),
+        gl.allocate_shared_memory(TYPE, [BUFFERS, TILE, R], rope),
+        new_barriers(BUFFERS),
+        new_barriers(2 * BUFFERS),
+        new_barriers(BUFFERS),
+        new_barriers(2 * BUFFERS),
     )
     first_row = gl.program_id(1) * ROWS
     query_made = new_barriers(2)
@@ -271,16 +242,6 @@ def decode_kernel(
         query_made.index(0),
         query_made.index(1),
     )
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    made = new_barriers(2)
-    shared = Weights(
-        gl.allocate_shared_memory(TYPE, [ROWS, TILE], tile),
-        gl.allocate_shared_memory(gl.float32, [ROWS], plain),
-        made.index(0),
-        made.index(1),
-    )
-    fence_async_shared()
-    barrier()
     work = Work(
         work_indptr_ptr, work_info_ptr, qo_indptr_ptr, kv_indptr_ptr, table_ptr, table_stride,
         first_row,
@@ -289,18 +250,65 @@ def decode_kernel(
         out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, out_stride_t, out_stride_h, heads
     )
     cache = Boxes(halves, quarters, rotated)
-    gl.warp_specialize(
-        [
-            (
-                score,
-                (work, query, tiles, shared, target, scale * LOG2E, HEADS, FOLD, LSE, PDL),
-            ),
-            (multiply, (work, tiles, shared, target, HEADS, FOLD, PDL)),
-            (copy, (work, query, tiles, cache, block_rows, PAGE, HEADS, FOLD, PDL)),
-        ],
-        [4, 1],
-        [216, 40],
-    )
+    weight: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    if FP8:
+        shared = Weights(
+            gl.allocate_shared_memory(gl.float16, [2, ROWS, TILE], weight),
+            gl.allocate_shared_memory(gl.float32, [2, ROWS], plain),
+            new_barriers(2),
+            new_barriers(2, 2),
+        )
+        fence_async_shared()
+        barrier()
+        gl.warp_specialize(
+            [
+                (
+                    score_fp8,
+                    (
+                        work,
+                        query,
+                        tiles,
+                        shared,
+                        target,
+                        scale,
+                        q_scale_ptr,
+                        kv_scale_ptr,
+                        HEADS,
+                        FOLD,
+                        LSE,
+                        PDL,
+                    ),
+                ),
+                (multiply_fp8, (work, tiles, shared, target, HEADS, FOLD, False, PDL)),
+                (multiply_fp8, (work, tiles, shared, target, HEADS, FOLD, True, PDL)),
+                (copy, (work, query, tiles, cache, block_rows, PAGE, HEADS, FOLD, PDL)),
+            ],
+            [4, 4, 1],
+            [192, 192, 24],
+        )
+    else:
+        made = new_barriers(2)
+        shared = Weights(
+            gl.allocate_shared_memory(TYPE, [ROWS, TILE], weight),
+            gl.allocate_shared_memory(gl.float32, [ROWS], plain),
+            made.index(0),
+            made.index(1),
+        )
+        fence_async_shared()
+        barrier()
+        gl.warp_specialize(
+            [
+                (
+                    score,
+                    (work, query, tiles, shared, target, scale * LOG2E, HEADS, FOLD, LSE, PDL),
+                ),
+                (multiply, (work, tiles, shared, target, HEADS, FOLD, PDL)),
+                (copy, (work, query, tiles, cache, block_rows, PAGE, HEADS, FOLD, PDL)),
+            ],
+            [4, 1],
+            [216, 40],
+        )
     if PDL:
         # Idle programs must signal too: a dependent grid waits for all of them.
         gdc.gdc_wait()
@@ -321,6 +329,7 @@ def arguments(given: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
         out,
         plan.partial_lse if given.lse is None else given.lse,
         *plan.of_decode,
+        *(plan.partial_lse if each is None else each for each in (given.q_scale, given.kv_scale)),
         float(given.softmax_scale),
         q.shape[1],
         *out.stride()[:2],

@@ -10,13 +10,18 @@ from typing import Any, NamedTuple
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc
 
 from mla_fusion.attention.hopper_copy import barrier, tile_layout, tma_load
-from mla_fusion.attention.hopper_kernel import read_item
+from mla_fusion.attention.hopper_kernel import read_item, store_output
 from mla_fusion.attention.hopper_tile import reinterpret
+from mla_fusion.attention.triton_kernels import LN2
 
 ROWS = gl.constexpr(64)  # query rows of a program: the M of WGMMA
 TILE = gl.constexpr(64)  # tokens
@@ -36,9 +41,9 @@ class Work(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Two tiles of keys in shared memory, and their barriers.
+    """Tiles of keys in shared memory, two of bf16 or four of fp8, and their barriers.
 
-    left, ropes: [2, tokens, columns]. right: [4, tokens, columns], two quarters of each tile.
+    left, ropes: [n, tokens, columns]. right: [2 n, tokens, columns], two quarters of each tile.
     """
 
     left: Any
@@ -51,7 +56,10 @@ class Tiles(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Weights [rows, tokens] of a tile, factors [rows] of the sums so far, and their barriers."""
+    """Weights [rows, tokens] of a tile, factors [rows] of the sums so far, and their barriers.
+
+    For fp8 two of each.
+    """
 
     weights: Any
     factors: Any
@@ -160,6 +168,7 @@ def copy(
     PART: gl.constexpr = tiles.right.shape[2]
     R: gl.constexpr = tiles.ropes.shape[2]
     SIZE: gl.constexpr = tiles.left.dtype.primitive_bitwidth // 8
+    BUFFERS: gl.constexpr = tiles.left.shape[0]
     items = 0
     done = 0
     begin = gl.load(work.indptr + gl.program_id(0))
@@ -177,8 +186,8 @@ def copy(
         for t in range(first, first + count):
             token = t * TILE
             row = gl.load(item.table + token // PAGE) * block_rows + token % PAGE
-            buffer = done % 2
-            phase = (done // 2) % 2
+            buffer = done % BUFFERS
+            phase = (done // BUFFERS) % 2
             mbarrier.wait(tiles.left_free.index(buffer), phase ^ 1)
             full = tiles.left_full.index(buffer)
             mbarrier.expect(full, TILE * (HALF + R) * SIZE)
@@ -219,6 +228,62 @@ def copy_rows(box, token, head, column, full, target):
     layout: gl.constexpr = box.layout
     target = reinterpret(target, target.dtype, SHAPE, layout)
     tma_load(box, [token, head, column], full, target)
+
+
+@gluon.jit
+def start_scores(query, tiles, done, layout: gl.constexpr):
+    """Start the products [rows, tokens] of the query with tile number `done` of the program: two
+    of four, those with its left half and its rotated part.
+    """
+    BUFFERS: gl.constexpr = tiles.left.shape[0]
+    buffer = done % BUFFERS
+    mbarrier.wait(tiles.left_full.index(buffer), (done // BUFFERS) % 2)
+    s = gl.zeros([ROWS, TILE], gl.float32, layout)
+    left = tiles.left.index(buffer).permute((1, 0))
+    s = warpgroup_mma(query.left, left, s, use_acc=False, is_async=True)
+    return warpgroup_mma(query.ropes, tiles.ropes.index(buffer).permute((1, 0)), s, is_async=True)
+
+
+@gluon.jit
+def add_quarters(s, query, tiles, done):
+    """Start the other two products, with the quarters."""
+    BUFFERS: gl.constexpr = tiles.left.shape[0]
+    for part in gl.static_range(2):
+        quarter = 2 * (done % BUFFERS) + part
+        mbarrier.wait(tiles.right_full.index(quarter), (done // BUFFERS) % 2)
+        right = tiles.right.index(quarter).permute((1, 0))
+        s = warpgroup_mma(query.right.index(part), right, s, is_async=True)
+    return s
+
+
+@gluon.jit
+def softmax_step(s, token, item, limit, factor, peak, total):
+    """One step of the online softmax over a tile from `token` on: weights, decay, new state."""
+    at = token + gl.arange(0, TILE, gl.SliceLayout(0, s.type.layout))
+    seen = (at >= item.begin)[None, :] & (at[None, :] < limit[:, None])
+    s = gl.where(seen, s * factor, float("-inf"))
+    new_peak = gl.maximum(peak, gl.max(s, 1))
+    # A row that has seen nothing keeps weights of zero, not NaN.
+    base = gl.where(new_peak == float("-inf"), 0.0, new_peak)
+    p = gl.exp2(s - base[:, None])
+    decay = gl.exp2(peak - base)
+    return p, decay, new_peak, total * decay + gl.sum(p, 1)
+
+
+@gluon.jit
+def last_visible(work, item, HEADS: gl.constexpr, layout: gl.constexpr):
+    """The end of the tokens that each row sees: row i of n up to n - 1 - i before the end of the
+    sequence.
+    """
+    row = work.first_row + gl.arange(0, ROWS, layout)
+    return gl.minimum(item.end, item.end + item.after - (item.count - 1 - row // HEADS))
+
+
+@gluon.jit
+def result_of(peak, total):
+    """The natural-log LSE of each row, and what its sums are multiplied by."""
+    lse = gl.where(total > 0.0, (peak + gl.log2(total)) * LN2, float("-inf"))
+    return lse, gl.where(total > 0.0, 1.0 / total, 0.0)
 
 
 @gluon.jit
@@ -263,35 +328,64 @@ def store_layout(columns):
 
 
 @gluon.jit
+def rows_of(work, item, target, layout: gl.constexpr, HEADS: gl.constexpr):
+    """The rows of an item that this program has, and which of them are real."""
+    rows = work.first_row + gl.arange(0, ROWS, layout)
+    head = item.first_head + rows % HEADS
+    return rows, head, (rows // HEADS < item.count) & (head < target.heads)
+
+
+@gluon.jit
+def final_rows(rows, head, item, target, HEADS: gl.constexpr):
+    """Where `rows` of the output begin."""
+    return target.out + (item.token + rows // HEADS) * target.stride_t + head * target.stride_h
+
+
+@gluon.jit
+def partial_rows(rows, item, HEADS: gl.constexpr):
+    """Numbers of the partial rows for `rows` of a piece."""
+    return (item.partial.to(gl.int64) * HEADS) + rows
+
+
+@gluon.jit
 def store_part(acc, work, item, target, FIRST: gl.constexpr, L: gl.constexpr, HEADS: gl.constexpr):
     """Store normalized sums [rows, columns] in the columns from FIRST on."""
     layout: gl.constexpr = store_layout(acc.shape[1])
-    rows = work.first_row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    head = item.first_head + rows % HEADS
-    real = (rows // HEADS < item.count) & (head < target.heads)
+    rows, head, real = rows_of(work, item, target, gl.SliceLayout(1, layout), HEADS)
     col = FIRST + gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
     if item.partial < 0:
-        at_token = item.token + rows // HEADS
-        final = target.out + at_token * target.stride_t + head * target.stride_h
+        final = final_rows(rows, head, item, target, HEADS)[:, None] + col[None, :]
         TYPE: gl.constexpr = target.out.dtype.element_ty
-        final = final[:, None] + col[None, :]
         gl.store(final, gl.convert_layout(acc.to(TYPE), layout), mask=real[:, None])
     else:
-        at_partial = (item.partial.to(gl.int64) * HEADS) + rows
+        at_partial = partial_rows(rows, item, HEADS)
         partial = target.partial + at_partial[:, None] * L + col[None, :]
         gl.store(partial, gl.convert_layout(acc, layout), mask=real[:, None])
 
 
 @gluon.jit
+def store_pairs(
+    even, odd, work, item, target, FIRST: gl.constexpr, L: gl.constexpr, HEADS: gl.constexpr
+):
+    """Store normalized sums [columns / 2, rows] of even and odd columns from FIRST on."""
+    layout: gl.constexpr = even.type.layout
+    rows, head, real = rows_of(work, item, target, gl.SliceLayout(0, layout), HEADS)
+    if item.partial < 0:
+        final = final_rows(rows, head, item, target, HEADS) + FIRST
+        store_output(final, even, odd, real, True, layout)
+    else:
+        partial = target.partial + partial_rows(rows, item, HEADS) * L + FIRST
+        store_output(partial, even, odd, real, True, layout)
+
+
+@gluon.jit
 def store_lse(lse, work, item, target, HEADS: gl.constexpr, LSE: gl.constexpr):
     """Store the natural-log LSE of each row."""
-    rows = work.first_row + gl.arange(0, ROWS, lse.type.layout)
-    head = item.first_head + rows % HEADS
-    real = (rows // HEADS < item.count) & (head < target.heads)
+    layout: gl.constexpr = lse.type.layout
+    rows, head, real = rows_of(work, item, target, layout, HEADS)
     if item.partial < 0:
         if LSE:
             at_token = item.token + rows // HEADS
             gl.store(target.lse + at_token * target.heads + head, lse, mask=real)
     else:
-        at_partial = (item.partial.to(gl.int64) * HEADS) + rows
-        gl.store(target.partial_lse + at_partial, lse, mask=real)
+        gl.store(target.partial_lse + partial_rows(rows, item, HEADS), lse, mask=real)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 HOPPER_WIDTHS = ((512, 64), (256, 64), (256, 32))
 SHARED_MEMORY = 227 * 1024  # bytes of a multiprocessor of Hopper
 SPECIALIZED_WIDTHS = (512, 64)  # of the kernel for Hopper with warps of different work
+SPECIALIZED_TYPES = ({torch.bfloat16}, {torch.float8_e4m3fn})
+CHECKED_SPECIALIZED = (torch.bfloat16,)  # on an H200: fp8 differed there before its last change
 CDNA_WIDTHS = ((512, 64), (256, 64))  # of the kernel for CDNA 3 and 4: compiled and executed
 CDNA_TILE = 64  # tokens
 PAIRED_HEADS = 128  # of one query row: two row blocks of one item
@@ -36,7 +38,7 @@ class Config:
     """How one launch of the decode kernel is compiled.
 
     hopper: which kernel. rows: query rows (position x head) of a program. block_n: tokens of a
-    tile. warps: of a program. specialized: Hopper's with warps of different work, for bf16.
+    tile. warps: of a program. specialized: Hopper's with warps of different work.
     stages: tiles in shared memory of Hopper's over a cache of bytes. cdna: 3 or 4 for the kernel of
     that generation of AMD's, and waves: of a SIMD, which the compiler may not fall short of.
     """
@@ -75,7 +77,9 @@ def chosen(given: Inputs, extra: torch.Tensor | None = None, first: int = 0) -> 
         return choose_cdna(generation, rows, given.q.dtype, given.kv_cache.dtype, page)
     config = choose(hopper, rows, *widths, warp, packed)
     wide = config.rows == SPECIALIZED.rows and extra is None
-    return SPECIALIZED if wide and not why_not_specialized(given) else config
+    if not wide or why_not_specialized(given):
+        return config
+    return SPECIALIZED if given.q.dtype in CHECKED_SPECIALIZED else config
 
 
 def why_not_specialized(given: Inputs) -> str:
@@ -86,8 +90,12 @@ def why_not_specialized(given: Inputs) -> str:
     tokens, _, width = q.shape
     per_work, queries = plan.heads_per_work, plan.settings.max_query_len
     latent = plan.settings.v_head_dim
-    if q.dtype != torch.bfloat16 or (latent, width - latent) != SPECIALIZED_WIDTHS:
-        return f"it takes bf16 of 512 + 64, got {q.dtype} of {latent} + {width - latent}"
+    types, widths = {q.dtype, kv_cache.dtype}, (latent, width - latent)
+    if types not in SPECIALIZED_TYPES or widths != SPECIALIZED_WIDTHS:
+        return (
+            "it takes bf16 or e4m3, query and cache of one type, of 512 + 64, got "
+            f"{q.dtype} over {kv_cache.dtype} of {latent} + {width - latent}"
+        )
     page_size, (step, entry, _) = kv_cache.shape[1], kv_cache.stride()
     if page_size % HOPPER_TILE or step % entry:
         return (

@@ -16,7 +16,7 @@ from mla_fusion.attention import PersistentDecodePlan
 from mla_fusion.cli import bench_decode_peers as peers
 from tests.test_bench_decode import OnCpu
 
-CASE = (4, 2, 64, False)
+CASE = (4, 2, 64, False, "bf16")
 FACTS = dict.fromkeys(script.FACTS, "")
 
 
@@ -59,7 +59,7 @@ def test_a_right_kernel(on_cpu, tmp_path):
 
 
 @pytest.mark.parametrize("what", ["output", "LSE"])
-def test_a_launch_that_differs(on_cpu, monkeypatch, tmp_path, what):
+def test_a_launch_that_differs(on_cpu, monkeypatch, tmp_path, capsys, what):
     """By less than the error that is allowed."""
     count = iter(range(100))
 
@@ -71,6 +71,8 @@ def test_a_launch_that_differs(on_cpu, monkeypatch, tmp_path, what):
     monkeypatch.setattr(script, "launch", sometimes)
     row, failures = checked(tmp_path / "rows.csv")
     assert (row["different"], row["ok"], failures) == ("1", "0", 1)
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "launch 3:" in line]
+    assert ("; 0 LSEs; heads [0, 1, 2, 3];" if what == "output" else ": 0 values differ") in line
 
 
 @pytest.mark.parametrize(("change", "column"), [(0, "error"), (1, "lse_error")])
@@ -91,7 +93,7 @@ def test_both_plans(on_cpu):
     """Pairs are what the provider has; without them all multiprocessors have a worker."""
     case = peers.Case(3, 64, 128, peers.BF16)
     workers = [script.plan_of(case, pairs, 3).rules.workers for pairs in (True, False)]
-    assert script.has_pairs(128, 1) and workers == [4, 8]
+    assert script.has_pairs(case) and workers == [4, 8]
 
 
 def test_the_kernels_of_a_shape(on_cpu, monkeypatch):

@@ -12,7 +12,7 @@ from mla_fusion.attention import hopper_specialized, triton_choice
 from mla_fusion.attention import triton as provider
 from mla_fusion.attention.hopper_specialized_parts import cache_boxes, query_boxes
 from mla_fusion.attention.validate import Inputs
-from tests.attention.decodes import BF16, plan_for
+from tests.attention.decodes import BF16, FN, plan_for
 from tests.kernels import products
 from tests.kernels.compiled import LDS, compile_kernel, compile_report, specialize
 
@@ -39,24 +39,35 @@ def inputs(q=(8, 64, 576), page=64, dtype=BF16, columns=128, **plan):
 
 
 @functools.cache
-def compiled():
-    """The kernel, compiled once for all tests."""
-    args, options = provider.decode_arguments(triton_choice.SPECIALIZED, inputs())
-    return compile_kernel("sm_90", hopper_specialized.decode_kernel, args, options)
+def ptx(dtype=BF16):
+    """The kernel's PTX, compiled once for all tests."""
+    args, options = provider.decode_arguments(triton_choice.SPECIALIZED, inputs(dtype=dtype))
+    return compile_kernel("sm_90", hopper_specialized.decode_kernel, args, options).asm["ptx"]
 
 
-def ptx():
-    """Its PTX."""
-    return compiled().asm["ptx"]
+def events(dtype=BF16):
+    """Products, waits for them, waits for other warps, fences before the copy engine and products,
+    and what is given to other warps, in order.
+    """
+    names = {"commit_group": "mul", "arrive": "give", "try_wait": "wait"}
+    pattern = r"(commit_group)|wgmma.wait_group.sync.aligned (\d)|mbarrier.(arrive|try_wait)"
+    pattern += r"|(fence).proxy.async"
+    found = [next(filter(None, each)) for each in re.findall(pattern, ptx(dtype))]
+    return " ".join(names.get(each, each) for each in found)
+
+
+def report(dtype, **case):
+    """What the compiler says of the kernel for a type, and other inputs than the usual."""
+    given = inputs(dtype=dtype, **case)
+    args, options = provider.decode_arguments(triton_choice.SPECIALIZED, given)
+    return compile_report("sm_90", hopper_specialized.decode_kernel, args, options)
 
 
 @pytest.mark.parametrize(
     ("heads", "queries"), [(64, 1), pytest.param(8, 8, marks=pytest.mark.nightly)]
 )
 def test_products_and_resources(heads, queries):
-    given = inputs((8, heads, 576), max_query_len=queries)
-    args, options = provider.decode_arguments(triton_choice.SPECIALIZED, given)
-    result = compile_report("sm_90", hopper_specialized.decode_kernel, args, options)
+    result = report(BF16, q=(8, heads, 576), max_query_len=queries)
     assert result.matrix == ("HGMMA",) and result.shared <= LDS["sm_90"], result
     # Query and tile: a half and two quarters in boxes of 64 columns each, and the rotated part.
     assert result.bulk_copies == 18, result
@@ -83,23 +94,64 @@ def test_stores_fill_memory_sectors():
 
 
 def test_what_waits_for_what():
-    """Products, waits for them, waits for other warps, and what is given to them, in order."""
-    names = {"commit_group": "mul", "arrive": "give", "try_wait": "wait"}
-    pattern = r"(commit_group)|wgmma.wait_group.sync.aligned (\d)|mbarrier.(arrive|try_wait)"
-    found = [next(filter(None, each)) for each in re.findall(pattern, ptx())]
-    text = " ".join(names.get(each, each) for each in found)
+    text = events()
     # The right half's warpgroup may start before the products of the left half.
-    assert " give mul wait mul mul 2 give wait mul wait mul 0 wait " in text, text
-    # Behind the loop: the last weights and the query's rows are given, then the left half.
-    assert " give give mul 0 give wait give " in text, text
+    assert " give mul wait mul mul 2 give wait mul wait mul 0 wait fence " in text, text
+    # Behind the loop: the last weights and the query's rows are given, then the left half, whose
+    # rows behind the end are cleared.
+    assert " fence give give fence mul 0 give wait give " in text, text
     # The right half: each quarter is given when its products have ended.
     assert " mul mul 1 give 0 give " in text, text
 
 
-def test_nothing_touches_registers_of_products_under_way():
-    code = products.disassemble(compiled().asm["cubin"])
-    assert sum("GMMA" in each.name for each in code) == 88
+def test_fp8_products_and_resources():
+    result = report(FN)
+    assert result.matrix == ("HGMMA", "QGMMA") and result.shared <= LDS["sm_90"], result
+    # Query and tile: four boxes of 128 columns each, and the rotated part.
+    assert result.bulk_copies == 10, result
+    # An address at most, in the loop over tiles of who multiplies.
+    assert result.hot_spills <= 2, result
+    # With fewer registers for those the assembler waits behind each product (C7512).
+    assert result.product_waits == 8, result
+
+
+def test_fp8_work_of_each_warpgroup():
+    # Scores of the first tile and of the others: 576 / 32 products each. Weighted values: four
+    # quarters of even and odd latents, 64 / 16 each.
+    products = re.findall(r"wgmma.mma_async\S*m64n64k(\d+)", ptx(FN))
+    assert [products.count(k) for k in ("32", "16")] == [2 * 18, 2 * 4 * 4]
+    granted = re.findall(r"setmaxnreg.(inc|dec).sync.aligned.u32\s+(\d+);", ptx(FN))
+    assert {("dec", "24"), ("inc", "192"), ("dec", "104")} <= set(granted)
+
+
+def test_fp8_waits():
+    text = events(FN)
+    # The next tile's scores are started before the weights are given, and waited for after that.
+    assert " wait mul mul wait mul wait mul wait fence give 0 " in text, text
+    # A half is given when its values have been multiplied, and fenced; then the weights' slot.
+    for given in ("give", "give give"):
+        assert f" mul mul 1 mul 1 mul 0 fence {given} give wait " in text, text
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "rows"),
+    [
+        (BF16, 64, 1),
+        (FN, 64, 1),
+        pytest.param(FN, 40, 1, marks=pytest.mark.nightly),
+        pytest.param(FN, 32, 8, marks=pytest.mark.nightly),
+    ],
+)
+def test_nothing_touches_registers_of_products_under_way(dtype, heads, rows):
+    given = inputs(dtype=dtype, q=(8, heads, 576), max_query_len=rows)
+    args, options = provider.decode_arguments(triton_choice.SPECIALIZED, given)
+    compiled = compile_kernel("sm_90", hopper_specialized.decode_kernel, args, options)
+    code = products.disassemble(compiled.asm["cubin"])
+    assert sum("GMMA" in each.name for each in code) == {BF16: 88, FN: 68}[dtype]
     assert products.touched_early(code) == []
+    if dtype == FN:
+        # Before, loads of each half were under way when it was given to the copy engine.
+        assert products.given_back_early(code) == []
 
 
 def test_the_width_of_the_table_is_no_variant():

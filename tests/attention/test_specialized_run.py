@@ -9,7 +9,7 @@ from mla_fusion.attention import hopper_specialized, triton_choice
 from mla_fusion.attention import triton as provider
 from mla_fusion.attention.validate import Inputs
 from mla_fusion.cli.compare import distance
-from tests.attention.decodes import BF16, arguments, definition, same_lse
+from tests.attention.decodes import BF16, FN, arguments, definition, same_lse
 from tests.attention.gluon_warps import Machine
 
 TOLERANCE = 3.5e-3
@@ -56,11 +56,12 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("dtype", [BF16, FN])
 @pytest.mark.parametrize("name", CASES)
-def test_results(name):
+def test_results(name, dtype):
     heads, rows, lens, options = CASES[name]
     fields = arguments(
-        rows, lens, 64, 512, 64, num_heads=heads, q_dtype=BF16, kv_dtype=BF16, kv_granularity=64,
+        rows, lens, 64, 512, 64, num_heads=heads, q_dtype=dtype, kv_dtype=dtype, kv_granularity=64,
         overhead=1, **options,
     )  # fmt: skip
     tokens = len(fields["q"])

@@ -52,7 +52,6 @@ def hopper(monkeypatch):
         ((8, 8, 576), {"max_query_len": 2}, triton_choice.Config(True, 16, 64, 4)),
         ((8, 8, 576), DRAFTS, triton_choice.Config(True, 32, 64, 8)),
         # Other types and widths.
-        ((8, 64, 576), {"dtype": FN}, STEP),
         ((8, 64, 576), {"dtype": FP16}, STEP),
         ((8, 64, 320), {}, STEP),
         # Tiles span pages, also with the plan of pairs.
@@ -75,6 +74,22 @@ def test_the_kernel_of_a_decode(q, options, wanted):
     if wanted is STEP:
         with pytest.raises(ValueError, match=r"the specialized kernel: it (copies|takes)"):
             hopper_specialized.arguments(given)
+
+
+@pytest.mark.parametrize("options", [{}, {"q": (8, 16, 576), **DRAFTS}])
+def test_fp8_is_not_chosen(monkeypatch, options):
+    given = inputs(dtype=FN, **options)
+    assert triton_choice.chosen(given) == STEP
+    hopper_specialized.arguments(given)
+    monkeypatch.setattr(triton_choice, "CHECKED_SPECIALIZED", (BF16, FN))
+    assert triton_choice.chosen(given) == SPECIALIZED
+
+
+def test_a_query_of_another_type():
+    given = inputs(dtype=FN)
+    other = dataclasses.replace(given, q=given.q.to(BF16))
+    with pytest.raises(ValueError, match="query and cache of one type"):
+        hopper_specialized.arguments(other)
 
 
 def test_a_query_with_gaps_between_tokens():

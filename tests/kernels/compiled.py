@@ -39,9 +39,10 @@ class Report:
     loads from shared memory and barriers in the innermost loop with matrix instructions. shared:
     bytes of shared memory (LDS). matrix: kinds of matrix instructions. fp8_converts: packed
     conversions to fp8. wide_loads: 16-byte global loads. narrow_loads: global loads of 2 bytes or
-    fewer. contractions: fused multiply-adds of fp32. bulk_copies: loads by TMA. order (NVIDIA):
-    accesses to global memory (with .128 if so wide) and instructions of programmatic launch, in
-    program order. sync: stores to global memory and what orders them, in program order.
+    fewer. contractions: fused multiply-adds of fp32. bulk_copies: loads by TMA. product_waits
+    (NVIDIA): waits for asynchronous products, one behind each if it makes them serial. order
+    (NVIDIA): accesses to global memory (with .128 if so wide) and instructions of programmatic
+    launch, in program order. sync: stores to global memory and what orders them, in program order.
     """
 
     registers: int
@@ -57,6 +58,7 @@ class Report:
     hot_barriers: int = 0
     memory_spills: int = 0
     bulk_copies: int = 0
+    product_waits: int = 0
     order: tuple[str, ...] = ()
     sync: tuple[str, ...] = ()
 
@@ -142,6 +144,7 @@ def read_nvidia(usage, sass, shared):
         hot_spills=len(re.findall(r"\b(?:LDL|STL)\b", inner)),
         hot_reads=len(re.findall(r"\bLDSM?\b", inner)),
         hot_barriers=len(re.findall(r"\bBAR\b", inner)),
+        product_waits=len(re.findall(r"\bWARPGROUP\.DEPBAR\b", sass)),
         bulk_copies=len(re.findall(r"\bUTMALDG\b", sass)),
         order=tuple(
             name + wide

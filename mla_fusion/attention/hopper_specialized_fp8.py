@@ -1,0 +1,225 @@
+"""Who computes what in the specialized decode kernel for Hopper when query and cache are fp8.
+
+The scores are an e4m3 product. The output is [latents, rows]: values are widened to fp16 in
+registers (`hopper_tile.widen`), as the left operand, because an e4m3 product cannot read them as
+they lie. So one warpgroup only computes scores and softmax, two widen and multiply a half each, and
+a single warp asks for the tiles, four of which fit. The products of a tile's scores run under the
+softmax of the tile before, and weights lie twice in shared memory.
+
+Barriers are those of `hopper_specialized.py`, except: weights and factors have two slots, and a
+slot is free when both halves have used it. A half of a tile is free behind its products and a
+fence: a barrier ends no load of a thread, and the copy engine's writes keep no order with loads
+that are not fenced.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc
+
+from mla_fusion.attention.hopper_copy import barrier
+from mla_fusion.attention.hopper_kernel import read_scales
+from mla_fusion.attention.hopper_specialized_parts import (
+    ROWS,
+    TILE,
+    WARPS,
+    Weights,
+    add_quarters,
+    item_of,
+    last_visible,
+    put,
+    result_of,
+    softmax_step,
+    start_scores,
+    store_lse,
+    store_pairs,
+    tiles_of,
+)
+from mla_fusion.attention.hopper_tile import HIGH, LOW, pairs_of, widen
+
+
+@gluon.jit
+def slot_of(shared, number):
+    """The slot of the weights that are sent as number `number`."""
+    slot = number % 2
+    return Weights(
+        shared.weights.index(slot), shared.factors.index(slot), shared.full.index(slot),
+        shared.free.index(slot),
+    )  # fmt: skip
+
+
+@gluon.jit
+def send(shared, p, factors, sent):
+    """Give the weights and factors of a tile to both halves, as number `sent`."""
+    slot = slot_of(shared, sent)
+    put(slot, p, factors, sent // 2)
+    mbarrier.arrive(slot.full, count=1)
+
+
+@gluon.jit
+def all_scores(query, tiles, done, layout: gl.constexpr):
+    """Start all products of the query with tile number `done`."""
+    return add_quarters(start_scores(query, tiles, done, layout), query, tiles, done)
+
+
+@gluon.jit
+def score(
+    work, query, tiles, shared, target, scale, q_scale_ptr, kv_scale_ptr, HEADS: gl.constexpr,
+    FOLD: gl.constexpr, LSE: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """The first warpgroup: scores and softmax."""
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TILE, 32])
+    row_layout: gl.constexpr = gl.SliceLayout(1, scores)
+    if PDL:
+        # The kernel in front may write the scales, and still read what is written here.
+        gdc.gdc_wait()
+    items = 0
+    done = 0
+    sent = 0
+    begin = gl.load(work.indptr + gl.program_id(0))
+    for number in range(begin, gl.load(work.indptr + gl.program_id(0) + 1)):
+        item = item_of(work, number, HEADS, FOLD)
+        first, count = tiles_of(item, work.first_row, HEADS)
+        factor, value_scale = read_scales(scale, q_scale_ptr, kv_scale_ptr, True)
+        limit = last_visible(work, item, HEADS, row_layout)
+        peak = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
+        total = gl.zeros([ROWS], gl.float32, row_layout)
+        if count > 0:
+            mbarrier.wait(query.full, items % 2)
+            items += 1
+            s = warpgroup_mma_wait(0, [all_scores(query, tiles, done, scores)])
+            done += 1
+            last = (first + count - 1) * TILE
+            for token in range(first * TILE, last, TILE):
+                started = all_scores(query, tiles, done, scores)
+                p, decay, peak, total = softmax_step(s, token, item, limit, factor, peak, total)
+                send(shared, p, decay, sent)
+                sent += 1
+                s = warpgroup_mma_wait(0, [started])
+                done += 1
+            # No warp reads the query any more.
+            barrier()
+            mbarrier.arrive(query.free, count=1)
+            p, decay, peak, total = softmax_step(s, last, item, limit, factor, peak, total)
+            send(shared, p, decay, sent)
+            sent += 1
+        lse, inverse = result_of(peak, total)
+        slot = slot_of(shared, sent)
+        mbarrier.wait(slot.free, ((sent // 2) % 2) ^ 1)
+        slot.factors.store(inverse * value_scale)
+        barrier()
+        mbarrier.arrive(slot.full, count=1)
+        sent += 1
+        store_lse(lse, work, item, target, HEADS, LSE)
+
+
+@gluon.jit
+def read_pairs(tiles, done, part: gl.constexpr, RIGHT: gl.constexpr, layout: gl.constexpr):
+    """Bytes of a quarter of tile number `done`, in registers: pairs of latents by tokens."""
+    BUFFERS: gl.constexpr = tiles.left.shape[0]
+    PAIRS: gl.constexpr = tiles.right.shape[2] // 2
+    buffer = done % BUFFERS
+    if RIGHT:
+        view = pairs_of(tiles.right.index(2 * buffer + part))
+    else:
+        view = pairs_of(tiles.left.index(buffer)).slice(part * PAIRS, PAIRS, dim=1)
+    return view.permute((1, 0)).load(gl.DotOperandLayout(0, layout, 2))
+
+
+@gluon.jit
+def wait_for_half(tiles, done, RIGHT: gl.constexpr):
+    """Waits that make a half visible here: the scores have waited for its arrival."""
+    BUFFERS: gl.constexpr = tiles.left.shape[0]
+    phase = (done // BUFFERS) % 2
+    if RIGHT:
+        for part in gl.static_range(2):
+            mbarrier.wait(tiles.right_full.index(2 * (done % BUFFERS) + part), phase)
+    else:
+        mbarrier.wait(tiles.left_full.index(done % BUFFERS), phase)
+
+
+@gluon.jit
+def free_half(tiles, done, RIGHT: gl.constexpr):
+    """Tell the copying warp that all warps have used a half of tile number `done`, and fenced."""
+    BUFFERS: gl.constexpr = tiles.left.shape[0]
+    if RIGHT:
+        for part in gl.static_range(2):
+            mbarrier.arrive(tiles.right_free.index(2 * (done % BUFFERS) + part), count=1)
+    else:
+        mbarrier.arrive(tiles.left_free.index(done % BUFFERS), count=1)
+
+
+@gluon.jit
+def multiply(
+    work, tiles, shared, target, HEADS: gl.constexpr, FOLD: gl.constexpr, RIGHT: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """The second and the third warpgroup: a half of the output, in two quarters of even and odd
+    latents.
+    """
+    PART: gl.constexpr = tiles.right.shape[2]
+    FIRST: gl.constexpr = 2 * PART if RIGHT else 0
+    output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
+    row_layout: gl.constexpr = gl.SliceLayout(0, output)
+    if PDL:
+        # The kernel in front may still read what is written here. The first tile waits for it too.
+        gdc.gdc_wait()
+    done = 0
+    received = 0
+    begin = gl.load(work.indptr + gl.program_id(0))
+    for number in range(begin, gl.load(work.indptr + gl.program_id(0) + 1)):
+        item = item_of(work, number, HEADS, FOLD)
+        _, count = tiles_of(item, work.first_row, HEADS)
+        even = gl.zeros([PART // 2, ROWS], gl.float32, output)
+        odd = even
+        next_even = even
+        next_odd = even
+        for _ in range(count):
+            slot = slot_of(shared, received)
+            mbarrier.wait(slot.full, (received // 2) % 2)
+            factors = slot.factors.load(row_layout)[None, :]
+            weights = slot.weights.permute((1, 0))
+            wait_for_half(tiles, done, RIGHT)
+            pairs = read_pairs(tiles, done, 0, RIGHT, output)
+            even = even * factors
+            odd = odd * factors
+            next_even = next_even * factors
+            next_odd = next_odd * factors
+            low = widen(pairs, LOW)
+            even = warpgroup_mma(low, weights, even, is_async=True)
+            high = widen(pairs, HIGH)
+            odd = warpgroup_mma(high, weights, odd, is_async=True)
+            pairs = read_pairs(tiles, done, 1, RIGHT, output)
+            # Values in registers are read until their product ends.
+            even, low = warpgroup_mma_wait(1, [even, low])
+            low = widen(pairs, LOW)
+            next_even = warpgroup_mma(low, weights, next_even, is_async=True)
+            odd, high = warpgroup_mma_wait(1, [odd, high])
+            high = widen(pairs, HIGH)
+            next_odd = warpgroup_mma(high, weights, next_odd, is_async=True)
+            next_even, next_odd, low, high = warpgroup_mma_wait(0, [next_even, next_odd, low, high])
+            # Not among products under way: there a fence crashes the assembler of Triton 3.6.
+            fence_async_shared()
+            barrier()
+            free_half(tiles, done, RIGHT)
+            mbarrier.arrive(slot.free, count=1)
+            received += 1
+            done += 1
+        slot = slot_of(shared, received)
+        mbarrier.wait(slot.full, (received // 2) % 2)
+        factors = slot.factors.load(row_layout)[None, :]
+        barrier()
+        mbarrier.arrive(slot.free, count=1)
+        received += 1
+        store_pairs(even * factors, odd * factors, work, item, target, FIRST, 4 * PART, HEADS)
+        store_pairs(
+            next_even * factors, next_odd * factors, work, item, target, FIRST + PART, 4 * PART,
+            HEADS,
+        )  # fmt: skip
