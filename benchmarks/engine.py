@@ -12,6 +12,11 @@ Every engine runs in a process of its own. `fused` (attention `vllm`) is compare
 the fusion). All but `decode` exit with 1 if a result is wrong. --plant adds an engine whose
 provider rotates for the next position; the comparison must find it wrong.
 
+With block-fp8 weights `default` and `cat` are equal in every bit: vLLM's ops for norms and
+quantizations leave Inductor nothing to round otherwise. So `tokens` has more unfused arms there:
+`stored` (see engine_complete.py) and `native`, in which Inductor compiles the quantizations and
+norms (vLLM's `-quant_fp8`). The widest is the measure, and the error is always planted.
+
 `decode` and four configurations of `tokens` also run `portable`: `fused` with this library's
 persistent decode. In `tokens` a profile of decode steps must show that decode in every layer, and
 one refresh of its plan in every forward pass.
@@ -52,6 +57,11 @@ PORTABLE = (
     "r1-tp8 fp8 custom-rope", "r1-tp8 bf16 FULL_DECODE_ONLY", "r1-tp8 fp8 mtp-1",
     "r1-tp8 fp8 ngram-3", "r1-dp bf16", "r1-tp8 block-fp8",
 )  # fmt: skip
+# With these vLLM's linear kernel for block-fp8 weights is that of CUTLASS, whose input is quantized
+# in the graph; its first choice, FlashInfer's, quantizes inside an op.
+CUTLASS = {"VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0", "VLLM_USE_DEEP_GEMM": "0"}
+# Unfused arms beside `default` and `cat` that configurations of `tokens` need as a measure.
+UNFUSED = {"r1-tp8 block-fp8": ("stored", "native")}
 
 
 def main() -> None:
@@ -102,10 +112,10 @@ def run_arms(
     """Results by configuration and arm; `args.only` chooses configurations."""
     gpus = args.tp * args.dp
     wanted = [n for n in configurations if any(part in n for part in args.only.split(","))]
-    arms = ("default", unfused(args), "fused")
-    work = [(name, arm) for name in wanted for arm in arms]
+    work = [(n, arm) for n in wanted for arm in ("default", *unfused(n, args), "fused")]
     work += [(name, "portable") for name in wanted if name in PORTABLE]
-    work += [(name, "planted") for name in wanted if name in args.plant or gpus > 1]
+    planted = (*args.plant, *UNFUSED)
+    work += [(name, "planted") for name in wanted if name in planted or gpus > 1]
     began, groups = time.time(), torch.cuda.device_count() // gpus
 
     def measure(index: int) -> dict[str, Any]:
@@ -126,9 +136,9 @@ def run_arms(
         return dict(zip(work, outcomes, strict=True))
 
 
-def unfused(args: argparse.Namespace) -> str:
-    """The arm whose difference from `default` is the measure of `tokens`."""
-    return "tp" if args.dcp > 1 else "cat"
+def unfused(name: str, args: argparse.Namespace) -> tuple[str, ...]:
+    """The arms whose differences from `default` are the measure of a configuration."""
+    return ("tp",) if args.dcp > 1 else ("cat", *UNFUSED.get(name, ()))
 
 
 def portable_launches(asked: dict[str, Any]) -> dict[str, dict[str, float]]:
@@ -189,25 +199,26 @@ def tokens(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
         },
         "v2-lite fp8 V1": {"model": "v2-lite", "runner": "V1"},
         "r1-dp bf16": {"model": "r1-dp", "cache": "auto"},
-        "r1-tp8 block-fp8": {"model": "r1-tp8-block"},
+        "r1-tp8 block-fp8": {"model": "r1-tp8-block", "variables": CUTLASS},
     }  # fmt: skip
     results = run_arms(configurations, args)
     compared = [(name, "fused") for name in configurations]
     compared += [(name, "portable") for name in PORTABLE]
-    rows, wrong, other = [], 0, unfused(args)
+    rows, wrong = [], 0
     for name, ours in compared:
-        ran = [arm for arm in ("default", other, ours, "planted") if (name, arm) in results]
-        arms = [results[name, arm] for arm in ran]
-        if not arms or not all("tokens" in arm for arm in arms):
+        others = unfused(name, args)
+        ran = [arm for arm in ("default", *others, ours, "planted") if (name, arm) in results]
+        arms = {arm: results[name, arm] for arm in ran}
+        if not arms or not all("tokens" in arm for arm in arms.values()):
             wrong += bool(arms)
             continue
-        default, second, fused, *_ = arms
-        measure = engine_compare.compare(second, default)
+        default, fused = arms["default"], arms[ours]
+        rounding = engine_compare.rounding(others, arms)
+        measure = engine_compare.widest(list(rounding.values()))
         pairs = {
-            "fused / default": engine_compare.compare(fused, default),
-            f"fused / {other}": engine_compare.compare(fused, second),
-            f"{other} / default": measure,
-        }
+            f"fused / {arm}": engine_compare.compare(fused, arms[arm])
+            for arm in ("default", others[0])
+        } | {f"{arm} / default": difference for arm, difference in rounding.items()}
         judged = engine_compare.verdict(pairs["fused / default"], measure)
         layers, inside, outside = layers_of(fused)
         asked = job(**configurations[name])
@@ -221,7 +232,7 @@ def tokens(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
             if fused["launches"] != portable_launches(asked):
                 judged = f"WRONG: {fused['launches']} launches a step; {judged}"
         elif "planted" in ran:
-            planted = engine_compare.compare(results[name, "planted"], default)
+            planted = engine_compare.compare(arms["planted"], default)
             found = engine_compare.verdict(planted, measure)
             pairs["planted / default"] = planted
         wrong += judged != "right" or found == "right"
@@ -236,9 +247,10 @@ def tokens(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
             {"configuration": title, "runner": fused["runner"], "gpus": args.tp * args.dp,
              "bucket_layers": layers, "bucket_fused": inside,
              "other_fused": outside, "verdict": judged, "planted": found, "steps": fused["steps"],
-             **{pair: str(pairs.get(pair, "")) for pair in (*pairs, "planted / default")}}
+             **{pair: str(difference) for pair, difference in pairs.items()}}
         )  # fmt: skip
-    return rows, wrong
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    return [{column: row.get(column, "") for column in columns} for row in rows], wrong
 
 
 def ends(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:

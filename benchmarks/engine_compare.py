@@ -2,10 +2,10 @@
 
 `fused` is right if each sequence equals that of an unfused path, or first differs at a near tie,
 where two candidates are closer than the rounding of vLLM's own paths. The same run measures that
-rounding: `default` and `cat` (see engine.py) compute the same function with other roundings, so the
-gap between the two best tokens moves from one to the other. The largest such move in one context is
-the limit. The moves between `fused` and `default` are also compared with those between `cat` and
-`default`: their ratio finds an error too small to change a token.
+rounding: `default` and other unfused arms (see engine.py) compute the same function with other
+roundings, so the gap between the two best tokens moves from one to the other. The largest such move
+in one context is the limit. The moves between `fused` and `default` are also compared with those
+of the widest unfused arm: their ratio finds an error too small to change a token.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import dataclasses
 import math
 from typing import Any
 
-# Root mean square of the moves, fused / default over cat / default.
+# Root mean square of the moves, fused / default over unfused / default.
 MOVE_RATIO = 1.5
 
 
@@ -63,7 +63,7 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> Difference:
 
 
 def verdict(fused: Difference, unfused: Difference) -> str:
-    """The word "right", or what is wrong; `fused` and `unfused` (cat) are compared to default.
+    """The word "right", or what is wrong; `fused` and `unfused` are compared to default.
 
     Where the two unfused paths are equal in every bit, nothing measures their rounding: other
     tokens are wrong, and other log-probabilities are not judged.
@@ -86,16 +86,19 @@ def judge(arm: str, others: tuple[str, ...], results: dict[str, dict[str, Any]])
 
     "not judged": it is one of these, or `default` or all the others were not run.
     """
-    default = results.get("default")
-    unfused = {
-        each: compare(results[each], default) for each in others if default and each in results
-    }
+    unfused = rounding(others, results)
     if arm in ("default", *others) or not unfused:
         return "not judged"
     ours = compare(results[arm], results["default"])
     for name, difference in {arm: ours, **unfused}.items():
         print(f"   {name} / default: {difference}")
     return verdict(ours, widest(list(unfused.values())))
+
+
+def rounding(others: tuple[str, ...], results: dict[str, dict[str, Any]]) -> dict[str, Difference]:
+    """How far each of the unfused arms that were run is from `default`; none if that was not."""
+    default = results.get("default")
+    return {each: compare(results[each], default) for each in others if default and each in results}
 
 
 def widest(differences: list[Difference]) -> Difference:

@@ -24,7 +24,7 @@ def start(options: dict[str, Any], variables: dict[str, str] | None = None) -> E
     folder = tempfile.mkdtemp()
     # A graph from a cache would not meet the passes.
     environment = {"CUDA_VISIBLE_DEVICES": options["device"], "VLLM_DISABLE_COMPILE_CACHE": "1"}
-    environment |= _NO_MULTICAST | (variables or {})
+    environment |= _NO_MULTICAST | options["variables"] | (variables or {})
     if options["runner"] == "V1":  # else vLLM chooses
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     work = child.Job(
@@ -106,6 +106,7 @@ def job(**changes: Any) -> dict[str, Any]:
         "drafts": 0,
         "drafter": "mtp",
         "runner": "",
+        "variables": {},  # of the environment
         "seqs": 16,
         "max_len": 4096,
         "max_tokens": 2048,

@@ -237,6 +237,8 @@ def _configs(job: dict[str, Any]) -> dict[str, Any]:
     # vLLM's own fusion (#40392) does not match FlashInfer's op: `cat` would equal `default`.
     if job["rope"] == "custom" and job["arm"] not in ("cat", "stored"):
         compilation["custom_ops"] = ["+rotary_embedding"]
+    if job["arm"] == "native":
+        compilation.setdefault("custom_ops", []).append("-quant_fp8")
     if job["arm"] in ("cat", "stored"):
         compilation["use_inductor_graph_partition"] = True
         passes["fuse_rope_kvcache_cat_mla"] = True

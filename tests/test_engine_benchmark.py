@@ -184,6 +184,62 @@ def test_portable_ends_with_the_epilogue_for_one_query_row():
     assert merged == {"1": (0, 4), "5": (4, 0)}
 
 
+@pytest.mark.parametrize(
+    ("native", "planted", "word", "found"),
+    [
+        ([2.1] * 4, [2.0, 3.0, 2.0, 2.0], "right", "WRONG: log-probabilities move 5.0"),
+        ([2.1] * 4, [2.1] * 4, "right", "right"),
+        ([2.05] * 4, [2.0, 3.0, 2.0, 2.0], "WRONG: log-probabilities move 2.0", "WRONG"),
+        ([2.0] * 4, [2.0, 3.0, 2.0, 2.0], "not judged: the unfused", "not judged"),
+    ],
+)
+def test_block_fp8_is_measured_by_more_unfused_arms(monkeypatch, native, planted, word, found):
+    """`cat` and `stored` equal `default` in every bit; an error that is not found is one."""
+    started = []
+    gaps = {"native": native, "planted": planted, "fused": [2.1] * 4, "portable": [2.1] * 4}
+    layers = {"reduce_kernel": 0, "epilogue_kernel": 4, "plan_kernel": 1}
+    counts = {"prep_kernel": 4, "decode_kernel": 4, **layers}
+
+    def run(job, left):
+        started.append(job)
+        return {**result(TOKENS, gaps.get(job["arm"], [2.0] * 4)), "steps": 9, "runner": "V1",
+                "ranges": [[1, 16, 4, 4, 0]], "launches": {"1": counts, "5": counts}}  # fmt: skip
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(engine, "run", run)
+    only = "r1-tp8 block-fp8,v2-lite fp8 V1"
+    args = argparse.Namespace(plant=(), tp=1, dp=1, dcp=1, only=only, seconds=1e9, jobs=1)
+    rows, wrong = engine.tokens(args)
+    plain, block, portable = rows
+    arms = {job["arm"]: job["variables"] for job in started if "block" in job["model"]}
+    assert list(arms) == ["default", "cat", "stored", "native", "fused", "portable", "planted"]
+    assert all(variables == engine.CUTLASS for variables in arms.values())
+    assert [j["arm"] for j in started if j["model"] == "v2-lite"] == ["default", "cat", "fused"]
+    assert block["verdict"].startswith(word) and portable["verdict"].startswith(word)
+    assert block["planted"].startswith(found) and portable["planted"] == ""
+    assert plain.keys() == block.keys() == portable.keys() and not plain["native / default"]
+    moved = abs(native[0] - 2.0)
+    assert f"moves by {moved:.4f}" in block["native / default"]
+    assert all("moves by 0.0000" in block[f"{arm} / default"] for arm in ("cat", "stored"))
+    unfused_are_equal = plain["verdict"] != "right"
+    assert unfused_are_equal and wrong == 1 + (2 if word != "right" else found == "right")
+
+
+def test_a_job_reaches_its_engine(monkeypatch, tmp_path):
+    """The variables of its environment, and what tells the arm `native` from `default`."""
+    monkeypatch.setattr(child, "start", lambda job, **_: job.environment)
+    environment = engine_jobs.start(engine_jobs.job(variables=engine.CUTLASS))[1]
+    assert environment.items() >= engine.CUTLASS.items()
+    asked = engine_jobs.job(model="r1-tp8-block", variables=engine.CUTLASS)
+    default, native = (
+        engine_model.arguments(asked | {"arm": arm}, tmp_path) for arm in ("default", "native")
+    )
+    ops = native["compilation_config"].pop("custom_ops")
+    loader = "model_loader_extra_config"
+    assert ops == ["-quant_fp8"] and native.pop(loader) != default.pop(loader)
+    assert native == default
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize(
     ("fused", "word"), [(4, "right"), (3, "WRONG: fused 3 of 4 layers"), (4, "no row")]
