@@ -2,12 +2,17 @@
 
 import argparse
 import csv
+import dataclasses
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from mla_fusion.attention import triton_epilogue as epilogues
+from mla_fusion.attention.epilogue import Epilogue
 from mla_fusion.cli import bench_epilogue
-from mla_fusion.cli.bench_epilogue import Case
+from mla_fusion.cli.bench_epilogue import WRONG, Case
+from tests.passes import linears
 
 FACTS = dict.fromkeys(bench_epilogue.FACTS, "x")
 
@@ -57,3 +62,106 @@ def test_rows_are_written_and_judged(monkeypatch, tmp_path, capsys, step, right)
     with settings.csv.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 16 and set(rows[0]) == {*bench_epilogue.FACTS, *bench_epilogue.RESULT}
+
+
+LATENTS = torch.randn(2, 1, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+@pytest.fixture
+def one_layer(monkeypatch):
+    """A step of two tokens whose latents are there, on a CPU; times are 2 us, the decode's 1."""
+    plan = SimpleNamespace(
+        reduce_indptr=torch.tensor([0, 3, 6]), epilogue_counts=torch.zeros(2), fresh=True
+    )
+    w_uv = torch.randn(1, 16, 128).bfloat16()
+    epilogue = Epilogue(w_uv, torch.empty(2, 128).to(bench_epilogue.FP8), torch.empty(2, 1))
+    given = SimpleNamespace(plan=plan, epilogue=epilogue, out=LATENTS.clone())
+    nothing = SimpleNamespace(decode=lambda _: None, merge=lambda _: None)
+    monkeypatch.setattr(bench_epilogue, "make", lambda case: [given])
+    monkeypatch.setattr(bench_epilogue, "provider", nothing)
+    monkeypatch.setattr(bench_epilogue, "capture_calls", lambda call, count: call(0))
+    us = {"alone": 1.0}
+    monkeypatch.setattr(
+        bench_epilogue, "interleave", lambda graphs, *_: {n: [us.get(n, 2.0)] * 3 for n in graphs}
+    )
+    return given
+
+
+def finish(given):
+    bench_epilogue.reference.finish(given.out, given.epilogue)
+
+
+def then(change):
+    """The reference, and then `change`."""
+
+    def step(given):
+        finish(given)
+        change(given.epilogue)
+
+    return step
+
+
+def two_steps_off(epilogue):
+    stored = epilogue.out.view(torch.uint8)
+    stored += (epilogue.out.float().abs() < 400).byte() * 2
+
+
+DIFFERENT = iter(range(100))
+STEPS = {
+    "right": (finish, 0),
+    "two steps off": (then(two_steps_off), 2),
+    "another result each time": (
+        then(lambda epilogue: epilogue.out.view(torch.uint8).fill_(next(DIFFERENT))),
+        WRONG,
+    ),
+    "scales off": (then(lambda epilogue: epilogue.scale.mul_(1.1)), WRONG),
+    "no scales": (then(lambda epilogue: epilogue.scale.fill_(torch.nan)), WRONG),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_every_result_is_checked(one_layer, name):
+    step, wrong = STEPS[name]
+    rows = bench_epilogue.measure(Case(128, 1, 3, 128, "group"), {"separate": step}, 3)
+    assert [(r["place"], r["p50_us"], r["pieces"]) for r in rows] == [
+        ("back", 2, 3),
+        ("behind", 1, 3),
+    ]
+    assert {row["worst_step"] for row in rows} == {wrong} and rows[0]["chosen"] == 1
+    assert len(bench_epilogue.summary(rows)) == (2 if wrong else 0)
+
+
+def test_only_a_shape_that_is_not_chosen_may_be_left_out(one_layer, capsys):
+    def fails(given):
+        raise RuntimeError("out of shared memory")
+
+    case = Case(2, 1, 3, 128, "none")
+    chosen = bench_epilogue.name_of(case.chosen())
+    found = {"separate": finish, chosen: finish, "8x8": fails}
+    rows = bench_epilogue.measure(case, found, 3)
+    assert {row["candidate"] for row in rows} == {"separate", chosen}
+    assert "8x8 left out: RuntimeError out of shared memory" in capsys.readouterr().out
+    for broken in ("separate", chosen):
+        with pytest.raises(RuntimeError, match="out of shared memory"):
+            bench_epilogue.measure(case, found | {broken: fails}, 3)
+
+
+@pytest.mark.parametrize("quantization", ["group", "tensor"])
+def test_separate_launches_end_with_vllms_quantization(one_layer, monkeypatch, quantization):
+    """Its op is called as this vLLM declares it, with the buffers that the check reads."""
+    given, columns = one_layer, torch.full((1, 2), torch.nan).T
+    scale = {"group": columns, "tensor": torch.full((1,), 0.5)}[quantization]
+    given.epilogue = dataclasses.replace(given.epilogue, scale=scale)
+    finish(given)
+    want, want_scale = given.epilogue.out.float(), scale.clone()
+    given.epilogue.out.view(torch.uint8).fill_(0x7F)
+    monkeypatch.setattr(bench_epilogue, "version_of", lambda _: "0.32")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(bench_epilogue, "dataclasses", SimpleNamespace(replace=with_epilogue))
+    with linears.on_a_gpu():
+        bench_epilogue.separate(given)
+    assert torch.equal(given.epilogue.out.float(), want) and torch.equal(scale, want_scale)
+
+
+def with_epilogue(given, epilogue):
+    return SimpleNamespace(**vars(given) | {"epilogue": epilogue})
