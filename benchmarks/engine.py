@@ -55,13 +55,16 @@ ARMS = ("default", "cat", "fused")
 # Configurations of `tokens` that `portable` runs in.
 PORTABLE = (
     "r1-tp8 fp8 custom-rope", "r1-tp8 bf16 FULL_DECODE_ONLY", "r1-tp8 fp8 mtp-1",
-    "r1-tp8 fp8 ngram-3", "r1-dp bf16", "r1-tp8 block-fp8",
+    "r1-tp8 fp8 ngram-3", "r1-dp bf16", "r1-tp8 block-fp8", "r1-tp8 block-fp8 ue8m0",
 )  # fmt: skip
-# With these vLLM's linear kernel for block-fp8 weights is that of CUTLASS, whose input is quantized
-# in the graph; its first choice, FlashInfer's, quantizes inside an op.
-CUTLASS = {"VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0", "VLLM_USE_DEEP_GEMM": "0"}
+# What the epilogue of `portable` does there to the output, if anything.
+QUANTIZED = {"r1-tp8 block-fp8": "group", "r1-tp8 block-fp8 ue8m0": "group_ue8m0"}
+# vLLM's linear kernels for block-fp8 weights whose input is quantized in the graph, DeepGEMM's with
+# scales that are powers of two; its first choice, FlashInfer's, quantizes inside an op.
+DEEP_GEMM = {"VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0"}
+CUTLASS = {**DEEP_GEMM, "VLLM_USE_DEEP_GEMM": "0"}
 # Unfused arms beside `default` and `cat` that configurations of `tokens` need as a measure.
-UNFUSED = {"r1-tp8 block-fp8": ("stored", "native")}
+UNFUSED = dict.fromkeys(QUANTIZED, ("stored", "native"))
 
 
 def main() -> None:
@@ -200,6 +203,7 @@ def tokens(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
         "v2-lite fp8 V1": {"model": "v2-lite", "runner": "V1"},
         "r1-dp bf16": {"model": "r1-dp", "cache": "auto"},
         "r1-tp8 block-fp8": {"model": "r1-tp8-block", "variables": CUTLASS},
+        "r1-tp8 block-fp8 ue8m0": {"model": "r1-tp8-block", "variables": DEEP_GEMM},
     }  # fmt: skip
     results = run_arms(configurations, args)
     compared = [(name, "fused") for name in configurations]
@@ -231,6 +235,8 @@ def tokens(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
             title = f"{name}, portable"
             if fused["launches"] != portable_launches(asked):
                 judged = f"WRONG: {fused['launches']} launches a step; {judged}"
+            if fused["quantizations"] != [QUANTIZED.get(name, "none")]:
+                judged = f"WRONG: outputs quantized {fused['quantizations']}; {judged}"
         elif "planted" in ran:
             planted = engine_compare.compare(arms["planted"], default)
             found = engine_compare.verdict(planted, measure)

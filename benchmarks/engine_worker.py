@@ -42,7 +42,7 @@ def main(work: child.Job, progress: TextIO) -> dict[str, Any]:
     if job["arm"] in engine_model.OPTIONS:
         result["on"] = config.is_on(llm.llm_engine.vllm_config)
         if job["dp_rank"] == 0:  # the first rank stores the report of all
-            result["ranges"] = ranges(Path(work.cache), job["tp"] * job["dp"])
+            result.update(reported(Path(work.cache), job["tp"] * job["dp"]))
     if job["what"] == "decode":
         print("ready", file=progress)
         sys.stdin.readline()
@@ -80,8 +80,9 @@ def engine(job: dict[str, Any]) -> Any:
         return vllm.LLM(**engine_model.arguments(job, Path(folder)), skip_tokenizer_init=True)
 
 
-def ranges(cache: Path, ranks: int) -> list[list[Any]]:
-    """First and last token count, MLA layers, and those fused and declined, of each compile range.
+def reported(cache: Path, ranks: int) -> dict[str, Any]:
+    """What the report says. "ranges": first and last token count, MLA layers, and those fused and
+    declined, of each compile range. "quantizations": what attention ops do to their outputs.
 
     Raises:
         RuntimeError: no report was stored, or it does not hold for so many ranks.
@@ -95,7 +96,8 @@ def ranges(cache: Path, ranks: int) -> list[list[Any]]:
     made = report.load(newest)
     if made.ranks != ranks or made.differing:
         raise RuntimeError(f"{made.ranks} ranks reported, not {ranks}; {made.differing}")
-    return [[*r.range, r.layers, r.fused, sum(r.declined.values())] for r in made.ranges]
+    counts = [[*r.range, r.layers, r.fused, sum(r.declined.values())] for r in made.ranges]
+    return {"ranges": counts, "quantizations": sorted(made.quantizations())}
 
 
 def take_turns(llm: Any, job: dict[str, Any], progress: TextIO) -> None:

@@ -104,7 +104,7 @@ RECORDINGS = {
         Recording("deepseek", "deepseek_v3"),
         Recording("native", "deepseek_v2_lite"),
         _fp8("opaque", _BLOCKS),
-        _fp8("group_powers_of_two", _BLOCKS, _NO_FLASHINFER),
+        _fp8("group_ue8m0", _BLOCKS, _NO_FLASHINFER),
         _fp8("group_tma", _BLOCKS, _NO_FLASHINFER, ("VLLM_USE_DEEP_GEMM_E8M0", "0")),
         _fp8("group_columns", _BLOCKS, _NO_FLASHINFER, ("VLLM_USE_DEEP_GEMM", "0")),
         _fp8("tensor", _STATIC, custom=True),

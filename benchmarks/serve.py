@@ -180,7 +180,7 @@ def fused_layers(server: Server) -> str:
     """How many MLA layers of the decode bucket its report says are fused; "" without the flag."""
     if server.arm not in engine_model.OPTIONS:
         return ""
-    (_, _, layers, fused, _), *_ = engine_worker.ranges(server.folder / "cache", 1)
+    (_, _, layers, fused, _), *_ = engine_worker.reported(server.folder / "cache", 1)["ranges"]
     return f"{fused} of {layers}"
 
 

@@ -60,12 +60,20 @@ class Rope(StrEnum):
 class Quantization(StrEnum):
     """How the unfused graph quantizes the attention's output: other batches do it the same way.
 
-    Values are ops of vLLM, but for `TENSOR_NATIVE`, the aten ops of its `QuantFP8`.
+    Values are ops of vLLM, one of them with an argument that is true, but for `TENSOR_NATIVE`, the
+    aten ops of its `QuantFP8`.
     """
 
     GROUP = "_C.per_token_group_fp8_quant"
+    GROUP_UE8M0 = "_C.per_token_group_fp8_quant, scale_ue8m0"
     TENSOR = "_C.static_scaled_fp8_quant"
     TENSOR_NATIVE = "native"
+
+    @property
+    def kind(self) -> str:
+        """What it computes: `Epilogue.quantization` of mla_fusion.attention."""
+        kinds = {Quantization.GROUP: "group", Quantization.GROUP_UE8M0: "group_ue8m0"}
+        return kinds.get(self, "tensor")
 
 
 @dataclass(frozen=True)
@@ -108,7 +116,9 @@ _SCHEMAS = {
         "str kv_cache_dtype, str rope, bool is_neox, str provider) -> ()"
     ),
     ATTENTION: f"({_ATTENTION_ARGUMENTS}, Tensor? kv_cache_dummy_dep=None) -> ()",
-    GROUP_ATTENTION: f"({_ATTENTION_ARGUMENTS}, Tensor(b!) quantized, Tensor(c!) scales) -> ()",
+    GROUP_ATTENTION: (
+        f"({_ATTENTION_ARGUMENTS}, Tensor(b!) quantized, Tensor(c!) scales, str quantization) -> ()"
+    ),
     TENSOR_ATTENTION: (
         f"({_ATTENTION_ARGUMENTS}, Tensor(b!) quantized, Tensor scale, str quantization) -> ()"
     ),

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from mla_fusion import ops
-from mla_fusion.ops import Quantization
+from mla_fusion.attention.epilogue import in_groups
 from mla_fusion.passes.result import PassResult
 from mla_fusion.passes.rewrite import empty, functionalized_call
 from mla_fusion.patterns import output_quantization
@@ -80,22 +80,19 @@ def _is_fused(node: fx.Node) -> bool:
 
 def _rewrite(graph: fx.Graph, attention: fx.Node, found: OutputQuantization) -> fx.Node:
     kwargs = {k: v for k, v in attention.kwargs.items() if k != "kv_cache_dummy_dep"}
-    in_groups = found.spelling == Quantization.GROUP
+    grouped = in_groups(found.spelling.kind)
     with graph.inserting_before(found.last):
         quantized, *scales = found.buffers or [
             empty(graph, found.values[0].meta["val"], kwargs["q"])
         ]
-        kwargs["quantized"] = quantized
-        if in_groups:
-            kwargs["scales"] = scales[0]
-        else:
-            kwargs |= {"scale": found.scale, "quantization": str(found.spelling)}
+        kwargs |= {"quantized": quantized, "quantization": str(found.spelling)}
+        kwargs |= {"scales": scales[0]} if grouped else {"scale": found.scale}
         new, (_, output, *made) = functionalized_call(
             graph,
-            ops.get(ops.GROUP_ATTENTION if in_groups else ops.TENSOR_ATTENTION),
+            ops.get(ops.GROUP_ATTENTION if grouped else ops.TENSOR_ATTENTION),
             kwargs,
             returned=(None,),
-            mutated=("output", "quantized", "scales") if in_groups else ("output", "quantized"),
+            mutated=("output", "quantized", "scales") if grouped else ("output", "quantized"),
         )
     graph.erase_node(output)  # nothing reads it
     for read, value in zip((found.values, found.scales), made, strict=False):

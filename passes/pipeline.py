@@ -32,7 +32,7 @@ from mla_fusion.passes.layer import of_last_layer
 from mla_fusion.passes.lift import MLADecodeQPrepLiftPass
 from mla_fusion.passes.output import MLADecodeOutputFusionPass
 from mla_fusion.passes.rewrite import Snapshot, drop_dead
-from mla_fusion.patterns.site import ATTENTION, attention_calls, functionalized_op
+from mla_fusion.patterns.site import ATTENTION, attention_calls
 from mla_fusion.report.layer_graph import LayerGraph
 from mla_fusion.report.reasons import Decline, Declined
 from mla_fusion.runtime import step_plan
@@ -43,12 +43,6 @@ if TYPE_CHECKING:
     from torch import fx
 
 logger = logging.getLogger("vllm.mla_fusion")
-
-# The attention ops whose epilogue quantizes, by `Epilogue.quantization`.
-_QUANTIZES = {
-    f"{ops.NAMESPACE}::{ops.GROUP_ATTENTION}": "group",
-    f"{ops.NAMESPACE}::{ops.TENSOR_ATTENTION}": "tensor",
-}
 
 
 class MLAFusionPass(InductorPass):
@@ -195,7 +189,7 @@ def fuse(
     record.declined = canonical.declined
     record.fused = len(fused.rewritten)
     record.variants = {_variant(node) for node in fused.rewritten.values()}
-    record.outputs = Counter(_QUANTIZES.get(functionalized_op(node), "none") for node in attention)
+    record.outputs = Counter(map(_quantization, attention))
     record.plain_outputs = finished.declined
     if fused.rewritten:
         record.layer = LayerGraph(before, of_last_layer(attention))
@@ -225,6 +219,12 @@ def _variant(fused: fx.Node) -> ops.Variant:
         kv_cache_dtype=args["kv_cache_dtype"],
         factor_dtype=_dtype(factor),
     )
+
+
+def _quantization(attention: fx.Node) -> str:
+    """What the epilogue of an attention op does to its output, as `Epilogue.quantization`."""
+    spelling: Any = attention.kwargs.get("quantization")
+    return "none" if spelling is None else ops.Quantization(spelling).kind
 
 
 def _dtype(node: fx.Node | None) -> str:

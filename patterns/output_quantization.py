@@ -9,8 +9,9 @@ checkpoints), the third is its native form for one given scale. The ops are comp
 arguments. The native form is run, on random bits of the activations' type, and must equal the
 formula to the bit: it is rounded, so that no polynomial tells it from others.
 
-The epilogue's scales are fp32 and not rounded; any strides fit, so also those of CUTLASS (columns)
-and of DeepGEMM (aligned columns).
+The epilogue's scales are fp32, not rounded or rounded up to powers of two as DeepGEMM wants them on
+Hopper (ue8m0); any strides fit, so also those of CUTLASS (columns) and of DeepGEMM (aligned
+columns). DeepGEMM's scales on Blackwell, four exponents in an int32, are another op's.
 """
 
 from __future__ import annotations
@@ -167,19 +168,18 @@ def _other(detail: str) -> Declined:
 
 
 def _group(node: fx.Node) -> OutputQuantization:
-    """`_C.per_token_group_fp8_quant` with groups of 128 and scales that are not rounded."""
+    """`_C.per_token_group_fp8_quant` with groups of 128, scales rounded to powers of two or not."""
     args = arguments(node)
     _check_fp8(args["output_q"])
     most = largest(args["output_q"].meta["val"].dtype)
     wanted = {"group_size": GROUP, "eps": EPSILON, "fp8_min": -most, "fp8_max": most}
-    for name, value in {**wanted, "scale_ue8m0": False}.items():
+    for name, value in wanted.items():
         if args[name] != value:
             raise _other(f"{_name(node)}, {name} {args[name]}")
+    spelling = Quantization.GROUP_UE8M0 if args["scale_ue8m0"] else Quantization.GROUP
     _shape(args["output_s"])
     buffers = [args["output_q"], args["output_s"]]
-    return OutputQuantization(
-        Quantization.GROUP, outputs(node, 1), outputs(node, 2), None, buffers, node
-    )
+    return OutputQuantization(spelling, outputs(node, 1), outputs(node, 2), None, buffers, node)
 
 
 def _tensor(node: fx.Node) -> OutputQuantization:

@@ -308,7 +308,7 @@ def test_check_names_the_epilogue_of_the_portable_decode(changes, said):
     [
         (
             {"quant_method": "fp8", "weight_block_size": [128, 128]},
-            "on Hopper with VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER=0 VLLM_USE_DEEP_GEMM_E8M0=0",
+            "on Hopper with VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER=0",
         ),
         ({"quant_method": "fp8", "activation_scheme": "static"}, "o_proj: in the epilogue"),
         ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "the server's report says"),

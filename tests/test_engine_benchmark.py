@@ -166,7 +166,7 @@ def test_portable_is_a_row_of_its_own_and_must_refresh_once_a_pass(monkeypatch, 
     counts = {"prep_kernel": 5, "plan_kernel": refreshes, "decode_kernel": 5}
     launches = {"5": {**counts, "reduce_kernel": 5, "epilogue_kernel": 0}}
     fused = {**BASE, "steps": 9, "ranges": sizes}
-    portable = {**fused, "launches": launches}
+    portable = {**fused, "launches": launches, "quantizations": ["none"]}
     arms = {"default": BASE, "cat": BASE, "fused": fused, "portable": portable}
     results = {(name, arm): each for arm, each in arms.items()}
     monkeypatch.setattr(engine, "run_arms", lambda *_: results)
@@ -203,17 +203,19 @@ def test_block_fp8_is_measured_by_more_unfused_arms(monkeypatch, native, planted
     def run(job, left):
         started.append(job)
         return {**result(TOKENS, gaps.get(job["arm"], [2.0] * 4)), "steps": 9, "runner": "V1",
-                "ranges": [[1, 16, 4, 4, 0]], "launches": {"1": counts, "5": counts}}  # fmt: skip
+                "ranges": [[1, 16, 4, 4, 0]], "launches": {"1": counts, "5": counts},
+                "quantizations": ["group"]}  # fmt: skip
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(engine, "run", run)
     only = "r1-tp8 block-fp8,v2-lite fp8 V1"
     args = argparse.Namespace(plant=(), tp=1, dp=1, dcp=1, only=only, seconds=1e9, jobs=1)
     rows, wrong = engine.tokens(args)
-    plain, block, portable = rows
-    arms = {job["arm"]: job["variables"] for job in started if "block" in job["model"]}
-    assert list(arms) == ["default", "cat", "stored", "native", "fused", "portable", "planted"]
-    assert all(variables == engine.CUTLASS for variables in arms.values())
+    plain, block, _, portable, other = rows
+    assert other["verdict"].startswith("WRONG: outputs quantized ['group']; ")
+    arms = {job["arm"] for job in started if job["variables"] == engine.CUTLASS}
+    assert arms == {"default", "cat", "stored", "native", "fused", "portable", "planted"}
+    assert arms == {job["arm"] for job in started if job["variables"] == engine.DEEP_GEMM}
     assert [j["arm"] for j in started if j["model"] == "v2-lite"] == ["default", "cat", "fused"]
     assert block["verdict"].startswith(word) and portable["verdict"].startswith(word)
     assert block["planted"].startswith(found) and portable["planted"] == ""
@@ -222,7 +224,8 @@ def test_block_fp8_is_measured_by_more_unfused_arms(monkeypatch, native, planted
     assert f"moves by {moved:.4f}" in block["native / default"]
     assert all("moves by 0.0000" in block[f"{arm} / default"] for arm in ("cat", "stored"))
     unfused_are_equal = plain["verdict"] != "right"
-    assert unfused_are_equal and wrong == 1 + (2 if word != "right" else found == "right")
+    both = 2 * (word != "right" or found == "right")
+    assert unfused_are_equal and wrong == 2 + both + (word != "right")
 
 
 def test_a_job_reaches_its_engine(monkeypatch, tmp_path):

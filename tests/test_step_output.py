@@ -11,6 +11,7 @@ from vllm.forward_context import ForwardContext, override_forward_context
 from vllm.utils.torch_utils import _encode_layer_name
 
 from mla_fusion import ops, runtime
+from mla_fusion.attention.epilogue import in_groups
 from mla_fusion.ops import Quantization
 from mla_fusion.passes.fix_functionalization import MLAFixFunctionalizationPass
 from mla_fusion.passes.pipeline import MLAFusionPass
@@ -28,6 +29,10 @@ SPELLINGS = {
     "columns": (Quantization.GROUP, lambda t: torch.full((2, t), 7.0).T),
     "aligned columns": (
         Quantization.GROUP,
+        lambda t: torch.full((2, -(-t // 4) * 4), 7.0).T[:t],
+    ),
+    "powers of two": (
+        Quantization.GROUP_UE8M0,
         lambda t: torch.full((2, -(-t // 4) * 4), 7.0).T[:t],
     ),
     "tensor": (Quantization.TENSOR, lambda t: torch.tensor(0.02)),
@@ -63,10 +68,11 @@ def attend(engine, rows, spelling, q=None, **step):
         "layer_name": _encode_layer_name("a"),
         "quantized": out.values,
     }
-    if out.spelling == Quantization.GROUP:
+    args["quantization"] = str(out.spelling)
+    if in_groups(out.spelling.kind):
         ops.get(ops.GROUP_ATTENTION)(**args, scales=out.scale)
     else:
-        ops.get(ops.TENSOR_ATTENTION)(**args, scale=out.scale, quantization=str(out.spelling))
+        ops.get(ops.TENSOR_ATTENTION)(**args, scale=out.scale)
     return out, workspace
 
 
@@ -74,8 +80,9 @@ def vllms(product, spelling):
     """What vLLM's quantization makes of the whole `product`."""
     wanted = unwritten(len(product), spelling)
     values, scale = wanted.values, wanted.scale
-    if wanted.spelling == Quantization.GROUP:
-        linears.group_quantize(product, values, scale, 128, 1e-10, -448.0, 448.0, False, True, True)
+    if in_groups(wanted.spelling.kind):
+        ue8m0 = wanted.spelling == Quantization.GROUP_UE8M0
+        linears.group_quantize(product, values, scale, 128, 1e-10, -448.0, 448.0, ue8m0, True, True)
     else:
         linears.static_quantize(values, product, scale)
     return wanted
@@ -85,7 +92,7 @@ def assert_equal(found, wanted, rows):
     """The first `rows` rows to the bit, and zeros behind them."""
     for name in ("values", "scale"):
         a, b = getattr(found, name), getattr(wanted, name)
-        if name == "scale" and found.spelling != Quantization.GROUP:
+        if name == "scale" and not in_groups(found.spelling.kind):
             assert torch.equal(a, b)
             continue
         assert torch.equal(a[:rows].float(), b[:rows].float())
@@ -102,8 +109,7 @@ def test_a_decode_quantizes_in_its_epilogue(engine, spelling, rows, monkeypatch)
     metadata = engine.metadata([2, 1, 1], [5, 8, 3])
     with engine.step(metadata):
         found, workspace = attend(engine, rows, spelling)
-    kind = "group" if found.spelling == Quantization.GROUP else "tensor"
-    assert [epilogue.quantization for epilogue in epilogues] == [kind]
+    assert [epilogue.quantization for epilogue in epilogues] == [found.spelling.kind]
     latents = getattr(layer, step_plan.ATTRIBUTE).out[:4]
     assert latents.any()
     product = torch.bmm(latents.transpose(0, 1), layer.W_UV).transpose(0, 1).reshape(4, WIDTH)
@@ -179,13 +185,13 @@ def test_a_warm_up_runs_each_kind_of_output(engine, monkeypatch):
         ),
     )
     layers = {"a": engine.layers["a"]}
-    runtime.warm_up_attention(layers, {"none", "group", "tensor"})
-    assert sorted(set(kinds)) == ["group", "none", "tensor"]
-    assert len(kinds) == 6  # queries of one and of two tokens
+    runtime.warm_up_attention(layers, {"none", "group", "group_ue8m0", "tensor"})
+    assert sorted(set(kinds)) == ["group", "group_ue8m0", "none", "tensor"]
+    assert len(kinds) == 8  # queries of one and of two tokens
     kinds.clear()
     layers["a"].v_head_dim = 80
     layers["a"].W_UV = layers["a"].W_UV[..., :80].contiguous()
-    runtime.warm_up_attention(layers, {"group"})
+    runtime.warm_up_attention(layers, {"group", "group_ue8m0"})
     assert kinds == ["none", "none"]
     kinds.clear()
     layers["a"].W_UV = layers["a"].W_UV.float()
@@ -253,7 +259,7 @@ def test_the_passes_and_the_ops_agree(name, monkeypatch):
     monkeypatch.setattr(fake_engine, "Engine", PlannedEngine)
     spec = Spec("nope", dtype=torch.bfloat16, quantized=name, layers=2)
     module = build(spec)
-    assert fake_engine.fuse(module, spec).outputs == {name.partition("_")[0]: 2}
+    assert fake_engine.fuse(module, spec).outputs == {linears.kind(name): 2}
     MLAFixFunctionalizationPass(None)(module.graph)
     for kind in ("decode", "padded", "mixed", "prefill", "profile"):
         batch = fake_engine.BATCHES[kind]

@@ -1,8 +1,9 @@
 """What may follow the attention in the same call: the product with W_UV and an fp8 quantization.
 
 The quantizations are vLLM's, so that its linear layers take the result: `per_token_group_quant_fp8`
-with groups of 128 and scales that are not rounded to powers of two, and `static_scaled_fp8_quant`
-with one scale (csrc/quantization/w8a8/fp8 in vllm-project/vllm, 0.26 to 0.33).
+with groups of 128 and fp32 scales, which DeepGEMM wants rounded to powers of two (ue8m0), and
+`static_scaled_fp8_quant` with one scale (csrc/quantization/w8a8/fp8 in vllm-project/vllm, 0.26 to
+0.33).
 """
 
 from __future__ import annotations
@@ -18,12 +19,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 GROUP = 128  # columns that share a scale
-EPSILON = 1e-10  # vLLM's: a group's amax is at least this
+EPSILON = 1e-10  # vLLM's: a group's amax is at least this, and a scale that is rounded
 
 
 def largest(dtype: torch.dtype) -> float:
     """Most that vLLM stores in a group of this fp8 type: 224, not 240, for e4m3fnuz."""
     return 224.0 if dtype == torch.float8_e4m3fnuz else torch.finfo(dtype).max
+
+
+def in_groups(quantization: str) -> bool:
+    """Whether an `Epilogue.quantization` writes a scale for each group."""
+    return quantization.startswith("group")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,23 +41,29 @@ class Epilogue:
         out           = y; or, with scale [1], fp8(y * (1 / scale)); or, in groups of 128 columns,
                         scale = max(amax |y|, 1e-10) / largest, and fp8(y / scale)
 
+    With ue8m0 such a scale is the least power of two that is not below it, nor below 1e-10.
+
     Attributes:
         w_uv: [H, L, V], bf16 or fp16, dense in L or in V.
         out: [T, H * V], dense in its last dimension; w_uv's type, or fp8 (e4m3) with a scale.
         scale: fp32. None: not quantized. [1]: given, per tensor. [T, H * V / 128], any strides:
             written, one for a token and group.
+        ue8m0: whether the scales of groups are rounded.
     """
 
     w_uv: torch.Tensor
     out: torch.Tensor
     scale: torch.Tensor | None = None
+    ue8m0: bool = False
 
     @property
     def quantization(self) -> str:
-        """ "none", "tensor" or "group"."""
+        """ "none", "tensor", "group" or "group_ue8m0"."""
         if self.scale is None:
             return "none"
-        return "tensor" if self.scale.dim() == 1 else "group"
+        if self.scale.dim() == 1:
+            return "tensor"
+        return "group_ue8m0" if self.ue8m0 else "group"
 
     def validate(
         self, tokens: int, heads: int, latent: int, check: Callable[[str, bool, str, object], None]
@@ -65,6 +77,8 @@ class Epilogue:
         width = heads * w.shape[2]
         check("epilogue.out", out.shape == (tokens, width), f"[{tokens}, {width}]", out.shape)
         check("epilogue.out", out.stride(1) == 1, "dense in its last dimension", out.stride())
+        rounded = not self.ue8m0 or (scale is not None and scale.dim() == 2)
+        check("epilogue.ue8m0", rounded, "False without scales of groups", self.ue8m0)
         tensors = {"w_uv": w, "epilogue.out": out}
         if scale is None:
             check("epilogue.out", out.dtype == w.dtype, f"{w.dtype} without a scale", out.dtype)

@@ -111,15 +111,24 @@ def multiplied(w, x, sums, ROWS: tl.constexpr, DOT_ROWS: tl.constexpr):
 
 
 @triton.jit
+def power_of_two(scale):
+    """The least power of two that is neither below `scale` (fp32) nor `EPSILON`."""
+    bits = tl.maximum(scale, EPSILON).to(tl.int32, bitcast=True)
+    return ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def quantized(
     y, token, stored, group, scale_ptr, scale_stride_t, scale_stride_g, QUANTIZATION: tl.constexpr,
     OUT: tl.constexpr, LARGEST: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """fp32 `y` [COLUMNS, rows] in OUT; with groups, each column of it is one, whose scale is
     stored. LIMIT as `cast` has it."""
-    if QUANTIZATION == "group":
+    if QUANTIZATION == "group" or QUANTIZATION == "group_ue8m0":
         scale = tl.maximum(tl.max(tl.abs(y), 0), EPSILON)
         scale = tl.div_rn(scale, tl.full(scale.shape, LARGEST, tl.float32))
+        if QUANTIZATION == "group_ue8m0":
+            scale = power_of_two(scale)
         tl.store(scale_ptr + token * scale_stride_t + group * scale_stride_g, scale, mask=stored)
         y = tl.div_rn(y, tl.broadcast_to(scale[None, :], y.shape))
     if QUANTIZATION == "tensor":
@@ -189,7 +198,7 @@ def epilogue_kernel(
 
     Tensors are those of the plan and of `Epilogue`; `latent_ptr` is `out` of the decode. W_UV is
     read LATENTS of its L rows at a time, the first ones before the decode has ended. QUANTIZATION:
-    "none", "tensor" or "group". PDL: the launch precedes the end of the decode kernel.
+    `Epilogue.quantization`. PDL: the launch precedes the end of the decode kernel.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

@@ -123,10 +123,18 @@ def finish(latents: torch.Tensor, epilogue: Epilogue) -> None:
             groups = values.view(tokens, -1, GROUP)
             # By a tensor: torch multiplies by the reciprocal of a number on a GPU.
             scale = groups.abs().amax(-1).clamp(min=EPSILON) / limit
+            if epilogue.ue8m0:
+                scale = power_of_two(scale)
             epilogue.scale.copy_(scale)
             values = (groups / scale[..., None]).view(tokens, -1)
         values = values.clamp(-limit, limit)
     epilogue.out.copy_(values.to(dtype))
+
+
+def power_of_two(scale: torch.Tensor) -> torch.Tensor:
+    """The least power of two that is neither below `scale` (fp32, not negative) nor `EPSILON`."""
+    bits = scale.clamp(min=EPSILON).view(torch.int32)
+    return ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)  # up to an empty mantissa
 
 
 def dequantize(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:

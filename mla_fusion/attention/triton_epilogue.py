@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mla_fusion.attention.buffers import SUMS_PER_HEAD
-from mla_fusion.attention.epilogue import GROUP, largest
+from mla_fusion.attention.epilogue import GROUP, in_groups, largest
 from mla_fusion.kernels.triton import has_early_launch
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Shape:
             return "rows, columns, slices, pieces and warps must be powers of two"
         if self.columns < LEAST or values % self.columns:
             return f"columns must be {LEAST} or more and divide the {values} of a head"
-        if quantization == "group" and self.columns != GROUP:
+        if in_groups(quantization) and self.columns != GROUP:
             return f"columns must be {GROUP}: a program finds the maximum of a group"
         if latent % (LEAST * self.slices):
             return f"{LEAST} * slices must divide the {latent} latents"
@@ -101,7 +101,7 @@ def choose(
 
     `launch` takes other shapes too, which benchmarks/epilogue.py times.
     """
-    group = quantization == "group"
+    group = in_groups(quantization)
     shapes = (
         row.shape
         for row in MEASURED

@@ -65,7 +65,7 @@ def _quantizes(quantization: Mapping[str, Any]) -> str:
     if quantization.get("quant_method") == "fp8" and quantization.get("weight_block_size"):
         return (
             "in the epilogue where vLLM has it in the graph, on Hopper with "
-            "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER=0 VLLM_USE_DEEP_GEMM_E8M0=0"
+            "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER=0"
         )
     if quantization.get("quant_method") == "fp8" and (
         quantization.get("activation_scheme") == "static"

@@ -136,7 +136,11 @@ class Report:
         return out
 
 
-_KINDS = {"group": "in groups of 128", "tensor": "by one given scale"}
+_KINDS = {
+    "group": "in groups of 128",
+    "group_ue8m0": "in groups of 128, scales powers of two,",
+    "tensor": "by one given scale",
+}
 
 
 def _output_lines(r: RangeReport) -> list[str]:

@@ -202,12 +202,7 @@ def _attention_op(*args: Any) -> None:
     attention()(*args[:6])
 
 
-def _group_attention_op(*args: Any) -> None:
-    *common, quantized, scales = args
-    attention()(*common, QuantizedOutput(quantized, scales, Quantization.GROUP))
-
-
-def _tensor_attention_op(*args: Any) -> None:
+def _quantizing_attention_op(*args: Any) -> None:
     *common, quantized, scale, quantization = args
     attention()(*common, QuantizedOutput(quantized, scale, Quantization(quantization)))
 
@@ -255,8 +250,8 @@ def register_ops() -> None:
         ops.Q_PREP: decode_q_prep,
         ops.FUSED: fused_decode_prep,
         ops.ATTENTION: _attention_op,
-        ops.GROUP_ATTENTION: _group_attention_op,
-        ops.TENSOR_ATTENTION: _tensor_attention_op,
+        ops.GROUP_ATTENTION: _quantizing_attention_op,
+        ops.TENSOR_ATTENTION: _quantizing_attention_op,
     }
     ops.register(vllm_compat.layer_name_type(), bodies)
 

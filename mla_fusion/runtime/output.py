@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from mla_fusion.attention import Epilogue
-from mla_fusion.attention.epilogue import EPSILON, GROUP, largest
+from mla_fusion.attention.epilogue import EPSILON, GROUP, in_groups, largest
 from mla_fusion.ops import Quantization
 
 
@@ -30,23 +30,22 @@ class QuantizedOutput:
         if kind == "none":
             return None
         values = torch.empty_like(output, dtype=dtype)
-        if kind == "tensor":
-            scale = torch.ones(1, device=output.device)
-            return cls(values, scale, Quantization.TENSOR)
+        spelling = next(each for each in Quantization if each.kind == kind)
         groups = (output.shape[0], output.shape[1] // GROUP)
-        return cls(values, torch.empty(groups, device=output.device), Quantization.GROUP)
+        scale = torch.ones(groups if in_groups(kind) else 1, device=output.device)
+        return cls(values, scale, spelling)
 
     def epilogue(self, w_uv: torch.Tensor, rows: int) -> Epilogue:
         """The epilogue that writes the first `rows` rows; the others, padding, become zero."""
         values, scale = self.values, self.scale
-        if self.spelling != Quantization.GROUP:
+        if not in_groups(self.spelling.kind):
             scale = scale.view(1)
         elif rows < len(values):
             scale[rows:].zero_()
             scale = scale[:rows]
         if rows < len(values):
             values[rows:].view(torch.uint8).zero_()
-        return Epilogue(w_uv, values[:rows], scale)
+        return Epilogue(w_uv, values[:rows], scale, self.spelling == Quantization.GROUP_UE8M0)
 
     def quantize(self, output: torch.Tensor) -> None:
         """Quantize all rows of `output` [T, H * V] by what the unfused graph called.
@@ -55,10 +54,11 @@ class QuantizedOutput:
         Inductor's C++; that of its Triton code may be one step off.
         """
         values, scale, most = self.values, self.scale, largest(self.values.dtype)
-        if self.spelling == Quantization.GROUP:
+        if in_groups(self.spelling.kind):
             columns = scale.stride(0) < scale.stride(1)
+            ue8m0 = self.spelling == Quantization.GROUP_UE8M0
             torch.ops._C.per_token_group_fp8_quant(
-                output, values, scale, GROUP, EPSILON, -most, most, False, columns, False
+                output, values, scale, GROUP, EPSILON, -most, most, ue8m0, columns, False
             )
         elif self.spelling == Quantization.TENSOR:
             torch.ops._C.static_scaled_fp8_quant(values, output, scale, None)

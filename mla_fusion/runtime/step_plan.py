@@ -12,13 +12,14 @@ the graph.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mla_fusion import attention, config
-from mla_fusion.attention.epilogue import GROUP
+from mla_fusion.attention.epilogue import GROUP, in_groups
 from mla_fusion.config import eligibility, vllm_compat
 from mla_fusion.runtime import decode_choice
 from mla_fusion.runtime.output import QuantizedOutput
@@ -162,7 +163,7 @@ class StepPlan:
         if not self.epilogue(layer):
             kinds |= set(quantizations)
         if self.plan.settings.num_heads * layer.v_head_dim % GROUP:
-            kinds -= {"group"}  # some other layer's
+            kinds = set(itertools.filterfalse(in_groups, kinds))  # some other layer's
         for length in range(1, self.plan.settings.max_query_len + 1):
             for kind in sorted(kinds):
                 self._warm_up(kv_cache, layer, length, kind)

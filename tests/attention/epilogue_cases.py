@@ -10,7 +10,7 @@ import itertools
 import torch
 
 from mla_fusion.attention import reference
-from mla_fusion.attention.epilogue import Epilogue
+from mla_fusion.attention.epilogue import Epilogue, in_groups
 from mla_fusion.attention.triton_epilogue import Shape
 from mla_fusion.attention.validate import Inputs
 from mla_fusion.cli.compare import agreement, poisoned, steps
@@ -77,9 +77,9 @@ def make(case, quantization="none", fp8=FN, lse=False):
     # The neighbours of a row are not its columns.
     wide = poisoned(torch.empty(tokens, width + 16, dtype=stored))
     scale = {"none": None, "tensor": torch.tensor([0.37])}.get(quantization)
-    if quantization == "group":
+    if in_groups(quantization):
         scale = torch.full((width // 128, tokens), torch.nan).T
-    epilogue = Epilogue(w_uv, wide[:, :width], scale)
+    epilogue = Epilogue(w_uv, wide[:, :width], scale, quantization == "group_ue8m0")
     out_lse = torch.full((tokens, case.heads), NOT_WRITTEN) if lse else None
     unused = torch.empty(0)
     return wide, Inputs(
@@ -154,6 +154,7 @@ def check_quantized(product, got, quantization):
         torch.eye(product.shape[1]).to(product.dtype)[None],
         torch.empty(product.shape, dtype=got.out.dtype),
         got.scale.clone() if quantization == "tensor" else torch.empty(got.scale.shape),
+        got.ue8m0,
     )
     # The product with the identity is exact.
     reference.finish(product[:, None], want)

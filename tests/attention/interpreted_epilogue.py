@@ -59,7 +59,7 @@ QUANTIZED = [
 ]
 
 
-@pytest.mark.parametrize("quantization", ["tensor", "group"])
+@pytest.mark.parametrize("quantization", ["tensor", "group", "group_ue8m0"])
 @pytest.mark.parametrize("case, fp8", QUANTIZED)
 def test_quantized(case, fp8, quantization):
     """What a quantization of the result that is not quantized gives, to the bit."""

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from mla_fusion.attention import Epilogue, persistent_mla_decode
+from mla_fusion.attention.reference import power_of_two
 from mla_fusion.attention.validate import Inputs
 from mla_fusion.cli.compare import distance, steps
 from tests.attention.decodes import BF16, FN, FNUZ, FP16, arguments, definition, plan_for, refresh
@@ -57,6 +58,21 @@ def test_groups_have_vllms_scales(fp8, most):
         assert out.double().abs().max() == most
 
 
+@pytest.mark.parametrize("most", [448.0, 224.0])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_scales_are_rounded_to_vllms_powers_of_two(dtype, most):
+    """For every maximum that a group can have, as csrc/quantization/w8a8/fp8 computes in fp32."""
+    maxima = torch.arange(1 << 15, dtype=torch.int16).view(dtype)
+    maxima = maxima[maxima.isfinite()].float().clamp(min=1e-10)
+    scale = maxima / torch.tensor(most)
+    want = scale.clamp(min=1e-10).log2().ceil().exp2()
+    got = power_of_two(scale)
+    assert torch.equal(got, want) and got.min() == 2.0**-33
+    exact = got.double() >= scale.double()
+    assert exact.all() and (got.double() < 2 * scale.double().clamp(min=1e-10)).all()
+    assert (got == scale).any()  # a maximum of 448, or of 224
+
+
 def test_a_tensor_scale_is_given():
     given = arguments([1, 1], [20, 90], num_heads=HEADS)
     y = persistent_mla_decode(
@@ -101,6 +117,8 @@ BAD = [
     (epilogue(out=FP8_OUT), "epilogue.out must be torch.bfloat16 without a scale"),
     (epilogue(scale=torch.ones(1)), r"epilogue.out must be fp8 \(e4m3\) with a scale"),
     (epilogue(out=FP8_OUT, scale=torch.ones(1).double()), "epilogue.scale must be fp32"),
+    (epilogue(ue8m0=True), "epilogue.ue8m0 must be False without scales of groups"),
+    (epilogue(out=FP8_OUT, scale=torch.ones(1), ue8m0=True), "epilogue.ue8m0 must be False"),
     (epilogue(out=FP8_OUT, scale=torch.ones(2)), r"epilogue.scale must be \[1\], or"),
     (epilogue(out=FP8_OUT, scale=torch.ones(1, 2)), r"epilogue.scale must be \[1\], or"),
     (epilogue(out=torch.zeros(2, WIDTH, device="meta").to(BF16)), "epilogue.out must be on cpu"),
@@ -133,7 +151,8 @@ from mla_fusion.attention import triton_epilogue as epilogues  # noqa: E402
     [
         (1, 16, 128, "none", True), (1, 8, 256, "tensor", True), (4, 32, 128, "none", False),
         (5, 16, 128, "none", False), (2, 64, 128, "none", False), (1, 16, 72, "none", False),
-        (8, 16, 128, "group", True), (8, 32, 128, "group", False), (1, 16, 64, "group", False),
+        (8, 16, 128, "group", True), (8, 16, 128, "group_ue8m0", True),
+        (8, 32, 128, "group", False), (1, 16, 64, "group_ue8m0", False),
     ],
 )  # fmt: skip
 def test_one_launch_where_it_was_measured_faster(slots, heads, values, quantization, one_launch):

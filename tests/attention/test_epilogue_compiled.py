@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from mla_fusion.attention import epilogue_kernel
 from mla_fusion.attention import triton_epilogue as epilogues
-from mla_fusion.attention.epilogue import GROUP, Epilogue
+from mla_fusion.attention.epilogue import GROUP, Epilogue, in_groups
 from mla_fusion.attention.validate import Inputs
 from tests.attention.decodes import BF16, FP32, plan_for, refresh
 from tests.kernels.compiled import FP8, LDS, compile_report
@@ -29,15 +29,14 @@ def inputs(target, heads, *, values=128, latent=512, quantization="none", dense=
     if quantization != "none":
         out = meta(8, heads * values, dtype=FP8[target])
         scale = meta(1, dtype=FP32)
-    if quantization == "group":
+    if in_groups(quantization):
         scale = meta(heads * values // GROUP, 8, dtype=FP32).T
     plan = plan_for(num_heads=heads, max_batch=8, v_head_dim=latent)
     refresh(plan, [1] * 8, [9] * 8)
     q, kv, latents = meta(8, heads, latent + 64), meta(9, 64, latent + 64), meta(8, heads, latent)
     unused = meta(8, 9, dtype=torch.int32)
-    return Inputs(
-        q, kv, plan, unused, 0.1, None, None, latents, None, Epilogue(w_uv, out, scale)
-    )  # fmt: skip
+    epilogue = Epilogue(w_uv, out, scale, quantization == "group_ue8m0")
+    return Inputs(q, kv, plan, unused, 0.1, None, None, latents, None, epilogue)
 
 
 @functools.cache
@@ -65,6 +64,7 @@ MOST_ROWS = epilogues.Shape(16, 128, 2, 2, 8)
     [*((target, shape, "none", "latent") for target in FP8 for shape in (CHOSEN, ONE_ROW)),
      ("sm_90", CHOSEN, "tensor", "values"), ("gfx942", CHOSEN, "none", "values"),
      ("sm_90", ROWS, "group", "latent"), ("gfx942", ROWS, "group", "values"),
+     ("sm_90", ROWS, "group_ue8m0", "latent"),
      ("sm_90", MOST_ROWS, "none", "values")],
 )  # fmt: skip
 def test_epilogue(target, shape, quantization, dense):
@@ -108,7 +108,7 @@ def test_a_slice_is_counted_after_its_sums_are_stored():
 
 
 def test_the_quantization():
-    for target, quantization in (("sm_90", "group"), ("gfx942", "tensor")):
+    for target, quantization in (("sm_90", "group_ue8m0"), ("gfx942", "tensor")):
         epilogue = inputs(target, 16, quantization=quantization).epilogue
         args, options = epilogues.quantize_arguments(meta(8, 2048), epilogue)
         result = compile_report(target, epilogue_kernel.quantize_kernel, args, options)

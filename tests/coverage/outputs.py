@@ -31,9 +31,9 @@ OUTPUTS = {
     f"{GROUPS} in aligned columns": Output(
         "group_tma", "DeepGEMM with `VLLM_USE_DEEP_GEMM_E8M0=0`"
     ),
+    f"{GROUPS} in aligned columns, powers of two": Output("group_ue8m0", "DeepGEMM on Hopper"),
     "`_C.static_scaled_fp8_quant`": Output("tensor", "given scales, with `+quant_fp8`"),
     "aten ops, one given scale": Output("tensor_native", "given scales, the default"),
-    f"{GROUPS} rounded to powers of two": Output("group_powers_of_two", "DeepGEMM on Hopper"),
     "`_C.per_token_group_fp8_quant_packed`": Output("group_packed", "DeepGEMM on Blackwell"),
     "inside the op of o_proj": Output(
         "opaque", "FlashInfer with DeepGEMM: vLLM's first choice on Hopper"

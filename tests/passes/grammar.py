@@ -26,6 +26,7 @@ TYPES: list[dict[str, Any]] = [
     {"dtype": BF16, "table_dtype": FP32, "layers": 1},
     {"dtype": BF16, "kv_cache_dtype": "fp8", "layers": 1},
 ]
+_QUANTIZED = ("group_tma", "group_ue8m0", "tensor", "tensor_native")
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "rope": [{"rope": rope} for rope in (*ROPES, "native_late_cast")],
     "style": [{"is_neox": False}, {"is_neox": True}],
@@ -35,7 +36,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "tokens": [{"dynamic": True}, {"dynamic": False}],
     "types": TYPES,
     "scaled": [{}, {"scaled": "in_place"}],
-    "quantized": [{}, *({"quantized": name} for name in ("group_tma", "tensor", "tensor_native"))],
+    "quantized": [{}, *({"quantized": name} for name in _QUANTIZED)],
 }
 
 

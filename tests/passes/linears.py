@@ -70,17 +70,22 @@ FUSED = {
     "group": _group(),
     "group_columns": _group(column_major_scales=True),
     "group_tma": _group(column_major_scales=True, tma_aligned_scales=True),
+    "group_ue8m0": _group(powers_of_two=True, column_major_scales=True, tma_aligned_scales=True),
     "tensor": _static_op,
     "tensor_native": _native,
 }
 OTHERS = {
-    "group_powers_of_two": _group(powers_of_two=True),
     "group_packed": _packed,
     "group_of_64": _group(64),
     "group_native": _group_native,
     "per_token": _per_token_op,
 }
 QUANTIZATIONS = {**FUSED, **OTHERS}
+
+
+def kind(quantized):
+    """Of one of `FUSED`, as `Epilogue.quantization`."""
+    return quantized if quantized == "group_ue8m0" else quantized.partition("_")[0]
 
 
 def project(quantized, x, scale, weight):

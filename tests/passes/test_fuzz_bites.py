@@ -1,5 +1,7 @@
 """The property tests find bugs: each one planted here must make them fail."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import Phase, given, settings
@@ -55,6 +57,12 @@ def _any_group(node):
     )
 
 
+# Scales are computed without rounding.
+_NOT_ROUNDED = {each.name: each for each in ops.Quantization} | {
+    "GROUP_UE8M0": ops.Quantization.GROUP
+}
+
+
 def _first_reader(node):
     return _readers(node)[:1]
 
@@ -78,6 +86,9 @@ IN_GRAPHS = {
     "any scales of groups": (output_quantization, "_OPS", {
         **output_quantization._OPS, "_C::per_token_group_fp8_quant": _any_group
     }),
+    "scales that are powers of two as others": (
+        output_quantization, "Quantization", SimpleNamespace(**_NOT_ROUNDED)
+    ),
     "an output that something else reads": (output_quantization, "_readers", _first_reader),
     "no metadata is missed": (output_quantization, "_shape", lambda node: []),
 }  # fmt: skip

@@ -62,7 +62,8 @@ def arguments(name, tokens, rope="native"):
         return {**attention, "kv_cache_dummy_dep": None}
     attention["quantized"] = torch.zeros(tokens, HEADS * SPEC.value).to(linears.FP8)
     if name == ops.GROUP_ATTENTION:
-        return {**attention, "scales": torch.zeros(tokens, HEADS)}
+        spelling = str(ops.Quantization.GROUP)
+        return {**attention, "scales": torch.zeros(tokens, HEADS), "quantization": spelling}
     return {**attention, "scale": torch.tensor([0.1]), "quantization": "native"}
 
 

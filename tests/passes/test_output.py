@@ -9,6 +9,7 @@ from torch import fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 
 from mla_fusion import ops
+from mla_fusion.attention import epilogue
 from mla_fusion.passes.fix_functionalization import MLAFixFunctionalizationPass
 from mla_fusion.passes.result import PassResult
 from mla_fusion.patterns.site import functionalized_op
@@ -19,7 +20,7 @@ from tests.passes.graphs import HEADS, Spec, build, find, find_all, printed
 aten, prims = torch.ops.aten, torch.ops.prims
 BF16 = torch.bfloat16
 ATTENTION, GROUPS, TENSOR = (f"{ops.NAMESPACE}::{name}" for name in ops.ATTENTION_OPS)
-QUANTIZE = {"group": "_C::per_token_group_fp8_quant", "tensor": "_C::static_scaled_fp8_quant"}
+QUANTIZE = {True: "_C::per_token_group_fp8_quant", False: "_C::static_scaled_fp8_quant"}
 ALL = [
     *(Spec("nope", dtype=BF16, quantized=name) for name in linears.FUSED),
     Spec("flashinfer", dtype=BF16, quantized="group_tma", q_lora=True, layer_name="constant"),
@@ -29,7 +30,11 @@ ALL = [
 
 
 def kind(spec):
-    return spec.quantized.partition("_")[0]
+    return linears.kind(spec.quantized)
+
+
+def in_groups(spec):
+    return epilogue.in_groups(kind(spec))
 
 
 def spec_of(quantized="group", **options):
@@ -57,23 +62,26 @@ def test_matched(spec):
     old = set(module.graph.nodes)
     record = fuse(module, spec)
     assert (record.fused, record.outputs, record.plain_outputs) == (1, {kind(spec): 1}, {})
-    new = find(module, GROUPS if kind(spec) == "group" else TENSOR)
+    new = find(module, GROUPS if in_groups(spec) else TENSOR)
     assert functionalized_op(new) and not find_all(module, ATTENTION)
     values, scales, _ = find(module, "mla_fusion_tests::fp8_linear").args
     assert values.args == (new, 2)
     assert (values.meta["val"].dtype, values.meta["val"].shape[1]) == (linears.FP8, HEADS * 128)
-    if kind(spec) == "group":
+    spelling = {
+        "group_ue8m0": ops.Quantization.GROUP_UE8M0,
+        "tensor": ops.Quantization.TENSOR,
+        "tensor_native": ops.Quantization.TENSOR_NATIVE,
+    }.get(spec.quantized, ops.Quantization.GROUP)
+    assert new.kwargs["quantization"] == spelling and spelling.kind == kind(spec)
+    if in_groups(spec):
         assert scales.args == (new, 3)
-        wanted = {"group": (2, 1), "group_columns": (1, None), "group_tma": (1, None)}
+        wanted = dict.fromkeys(linears.FUSED, (1, None)) | {"group": (2, 1)}
         row, column = wanted[spec.quantized]
         strides = scales.meta["val"].stride()
         assert strides[0] == row and (column is None or strides[1] == column)
     else:
         assert scales is new.kwargs["scale"] and scales.name == "o_scale"
-        native = spec.quantized == "tensor_native"
-        wanted_op = ops.Quantization.TENSOR_NATIVE if native else ops.Quantization.TENSOR
-        assert new.kwargs["quantization"] == wanted_op
-    assert not find_all(module, QUANTIZE[kind(spec)])
+    assert not find_all(module, QUANTIZE[in_groups(spec)])
     assert not find_all(module, aten.reciprocal.default)
     for node in set(module.graph.nodes) - old:
         assert "val" in node.meta, node.name
@@ -88,7 +96,7 @@ def test_matched(spec):
 
 
 def new_buffer(module, spec):
-    return find(module, GROUPS if kind(spec) == "group" else TENSOR).kwargs["quantized"]
+    return find(module, GROUPS if in_groups(spec) else TENSOR).kwargs["quantized"]
 
 
 def _argument(**values):
@@ -167,7 +175,6 @@ def _nothing(module):
 
 # name -> (quantization, edit, reason, what the detail names)
 NEAR_MISSES = {
-    "powers of two": ("group_powers_of_two", _nothing, "quantization", "scale_ue8m0 True"),
     "packed": ("group_packed", _nothing, "quantization", "per_token_group_fp8_quant_packed"),
     "groups of 64": ("group_of_64", _nothing, "quantization", "group_size 64"),
     "aten ops of groups": ("group_native", _nothing, "quantization", "in aten ops"),
@@ -327,7 +334,7 @@ def test_chain(quantized):
     assert [d.code for d in record.plain_outputs.values()] == ["output-shared"]
     names = [
         [n.kwargs["layer_name"].name for n in find_all(module, op)]
-        for op in (ATTENTION, GROUPS if kind(spec) == "group" else TENSOR)
+        for op in (ATTENTION, GROUPS if in_groups(spec) else TENSOR)
     ]
     assert names == [["layer_name_1"], ["layer_name_0", "layer_name_2"]]
     in_place = graphs.copy(module)

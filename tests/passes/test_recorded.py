@@ -51,7 +51,7 @@ def test_recorded_graph_fuses(path):
     record = fuse(module, Spec(), facts=_Every(facts))
     assert record.layers >= 1
     if quantized:
-        kind = quantized.partition("_")[0] if quantized in linears.FUSED else "none"
+        kind = linears.kind(quantized) if quantized in linears.FUSED else "none"
         assert record.outputs == {kind: record.layers}
     assert (record.fused, record.declined) == (record.layers, {})
     module.graph.lint()
