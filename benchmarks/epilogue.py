@@ -34,9 +34,11 @@ PROGRAMS = 32, 528  # fewest and most of a launch that is worth a measurement
 
 
 def shaped(rows: int, columns: int, slices: int, warps: int, pieces: int) -> Shape:
-    """With as many pieces at once as 32 registers of a thread hold, up to `pieces`."""
-    registers = 32 * 32 * warps // (rows * min(LATENT // slices, 2**15 // columns))
-    return Shape(rows, columns, slices, max(1, min(pieces, registers)), warps)
+    """With as many pieces at once as 32 registers of a thread hold, up to `pieces`; 64 registers
+    where nobody waits for a row's other slices."""
+    registers = 64 if rows * slices == 1 else 32
+    most = registers * 32 * warps // (rows * min(LATENT // slices, 2**15 // columns))
+    return Shape(rows, columns, slices, max(1, min(pieces, most)), warps)
 
 
 def programs(case: Case, shape: Shape) -> int:
@@ -49,11 +51,12 @@ def tuned(case: Case) -> set[Shape]:
     """Shapes that may be the best: rows are in one or two programs, columns in one, or in several
     where there is one row and no slice."""
     most, widest = min(16, triton.next_power_of_2(case.tokens)), min(GROUP, case.values)
-    every = itertools.product((1, 2, 4, 8, 16), (32, 64, 128), (1, 2, 4, 8), (4, 8), (16, 64))
+    every = itertools.product((1, 2, 4, 8, 16), (32, 64, 128), (1, 2, 4, 8), (4, 8), (8, 16, 64))
     shapes = {
         shaped(rows, columns, slices, warps, pieces)
         for rows, columns, slices, warps, pieces in every
-        if most <= 2 * rows <= 2 * most and (columns == widest or rows * slices == 1)
+        if most <= 2 * rows <= 2 * most
+        if rows * slices == 1 or (columns == widest and pieces > 8)
     }
     least, greatest = PROGRAMS
     facts = case.tokens, LATENT, case.values, case.quantization

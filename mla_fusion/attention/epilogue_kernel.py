@@ -58,6 +58,29 @@ def read_rows(
 
 
 @triton.jit
+def place(rows, reduce_partial_map_ptr, start, HEADS: tl.constexpr, PIECES: tl.constexpr):
+    """Rows of the partial tiles that hold pieces `start` ... `start` + PIECES - 1 of each row."""
+    piece = rows.begin[None, :] + start + tl.arange(0, PIECES)[:, None]
+    at = tl.load(reduce_partial_map_ptr + piece, mask=piece < rows.end[None, :], other=0)
+    return at.to(tl.int64) * HEADS + rows.at[None, :]
+
+
+@triton.jit
+def loaded(
+    rows, at, start, partial_ptr, partial_lse_ptr, latent, L: tl.constexpr, PIECES: tl.constexpr,
+    VECTORS: tl.constexpr,
+):  # fmt: skip
+    """LSE [PIECES, ROWS] in base 2, and latents `latent` of the pieces from `start` on."""
+    piece = rows.begin[None, :] + start + tl.arange(0, PIECES)[:, None]
+    wanted = piece < rows.end[None, :]
+    lse = tl.load(partial_lse_ptr + at, mask=wanted, other=float("-inf")) * LOG2E
+    values = partial_ptr + at[:, :, None] * L + latent[None, None, :]
+    if VECTORS:
+        values = tl.multiple_of(values, (1, 1, 16))
+    return lse, tl.load(values, mask=wanted[:, :, None], other=0.0)
+
+
+@triton.jit
 def merged(
     rows, partial_ptr, partial_lse_ptr, reduce_partial_map_ptr, latents, latent,
     L: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, PIECES: tl.constexpr,
@@ -65,35 +88,36 @@ def merged(
 ):  # fmt: skip
     """Latents `latent` [ROWS, n] of each row in the type of W_UV, and its LSE [ROWS] in base 2.
 
-    PIECES pieces are loaded at once. `latents` points at the rows that the decode has written
-    itself, whose LSE is not known here. VECTORS: four neighbouring latents go to one thread.
+    PIECES pieces are loaded at once, and the next ones before these are merged. `latents` points at
+    the rows that the decode has written itself, whose LSE is not known here. VECTORS: four
+    neighbouring latents go to one thread.
     """
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, latent.shape[0]], tl.float32)
-    for start in range(0, tl.max(rows.end - rows.begin, 0), PIECES):
-        piece = rows.begin[None, :] + start + tl.arange(0, PIECES)[:, None]
-        wanted = piece < rows.end[None, :]
-        at = tl.load(reduce_partial_map_ptr + piece, mask=wanted, other=0).to(tl.int64)
-        at = at * HEADS + rows.at[None, :]
-        if PDL:
-            # All that follows was written by the decode; the plan was there before it.
-            tl.extra.cuda.gdc_wait()
-        lse = tl.load(partial_lse_ptr + at, mask=wanted, other=float("-inf")) * LOG2E
-        values = partial_ptr + at[:, :, None] * L + latent[None, None, :]
-        if VECTORS:
-            values = tl.multiple_of(values, (1, 1, 16))
-        part = tl.load(values, mask=wanted[:, :, None], other=0.0)
-        peak, total, acc = merge_step(lse, part, peak, total, acc)
+    at = place(rows, reduce_partial_map_ptr, 0, HEADS, PIECES)
     if PDL:
+        # All that follows was written by the decode; the plan was there before it.
         tl.extra.cuda.gdc_wait()
-    lse = tl.where(total > 0.0, peak + tl.log2(total), float("-inf"))
-    acc *= tl.where(lse > float("-inf"), 1.0 / total, 0.0)[:, None]
     is_split = rows.end > rows.begin
     values = latents[:, None] + latent[None, :]
     if VECTORS:
         values = tl.multiple_of(values, (1, 8))
     whole = tl.load(values, mask=(rows.real & ~is_split)[:, None], other=0.0)
+    lse, part = loaded(rows, at, 0, partial_ptr, partial_lse_ptr, latent, L, PIECES, VECTORS)
+    most = tl.max(rows.end - rows.begin, 0)
+    for start in range(PIECES, most + PIECES, PIECES):
+        next_lse, next_part = lse, part
+        # A branch, or the compiler puts these loads behind the merge, which waits for others.
+        if start < most:
+            at = place(rows, reduce_partial_map_ptr, start, HEADS, PIECES)
+            next_lse, next_part = loaded(
+                rows, at, start, partial_ptr, partial_lse_ptr, latent, L, PIECES, VECTORS
+            )
+        peak, total, acc = merge_step(lse, part, peak, total, acc)
+        lse, part = next_lse, next_part
+    lse = tl.where(total > 0.0, peak + tl.log2(total), float("-inf"))
+    acc *= tl.where(lse > float("-inf"), 1.0 / total, 0.0)[:, None]
     return tl.where(is_split[:, None], acc.to(whole.dtype), whole), lse
 
 
