@@ -27,7 +27,6 @@ _STEPS = "_mla_fusion_step_counter"  # on a worker and on its MLA layers
 _GROUP = "_mla_fusion_group"  # on a metadata builder: (its worker's counter, its first layer)
 # CompilationMode.DYNAMO_TRACE_ONCE, an IntEnum
 _SINGLE_TRACE = 2
-_SPARSE_BACKEND = "mla_fusion.runtime.sparse_backend.SparseBackend"
 _registered = False
 
 
@@ -45,7 +44,7 @@ def register() -> None:
         _keep_vllm_compile_on_cpu()
         _prepare_workers()
         # vLLM's own registry: nothing is imported before an operator chooses CUSTOM.
-        if not vllm_compat.register_sparse_backend(_SPARSE_BACKEND):
+        if not vllm_compat.register_sparse_backend(sparse_step.BACKEND):
             logger.debug("another plugin has the attention backend CUSTOM")
         return
     # Let the flag be set, and switch it off with its reason, if this release allows that.

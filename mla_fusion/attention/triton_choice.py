@@ -151,9 +151,22 @@ def choose_cdna(
 @functools.cache
 def converts_e4m3fn() -> bool:
     """Whether Triton has the instructions of CDNA 4 for e4m3fn; its own code takes registers."""
+    return triton_version() >= (3, 7)
+
+
+def why_no_sparse_cdna() -> str:
+    """Why sparse decode is not compiled for AMD GPUs; empty if it is."""
+    if (found := triton_version()) >= (3, 7):
+        return ""
+    return "Triton {}.{} does not compile the sparse decode for AMD GPUs, 3.7 does".format(*found)
+
+
+def triton_version() -> tuple[int, int]:
+    """Of the installed Triton, major and minor."""
     import triton
 
-    return tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
+    major, minor, *_ = triton.__version__.split(".")
+    return int(major), int(minor)
 
 
 def choose(

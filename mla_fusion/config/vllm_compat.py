@@ -303,11 +303,37 @@ def register_sparse_backend(path: str) -> bool:
     return bool(custom.get_path() == path)
 
 
-def flashmla_sparse() -> tuple[Any, Any]:
-    """vLLM's FLASHMLA_SPARSE: the backend and the implementation of its layers."""
-    from vllm.v1.attention.backends.mla import flashmla_sparse as module
+def chose_sparse_backend(vllm_config: Any, path: str) -> bool:
+    """Whether an operator chose `--attention-backend CUSTOM`, and the class at `path` is that."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    return module.FlashMLASparseBackend, module.FlashMLASparseImpl
+    custom = AttentionBackendEnum.CUSTOM
+    asked = vllm_config.attention_config.backend is custom
+    return bool(asked and custom.is_overridden() and custom.get_path() == path)
+
+
+def sparse_backend() -> tuple[Any, Any]:
+    """vLLM's sparse MLA of this platform: the backend and the implementation of its layers.
+
+    FLASHMLA_SPARSE, on ROCm ROCM_AITER_MLA_SPARSE, which up to 0.26 fails in its first step
+    (vllm#50064). From 0.31 on DeepSeek-V3.2 names the latter in its class for ROCm.
+    """
+    if is_rocm():
+        from vllm.v1.attention.backends.mla import rocm_aiter_mla_sparse
+
+        return (
+            rocm_aiter_mla_sparse.ROCMAiterMLASparseBackend,
+            rocm_aiter_mla_sparse.ROCMAiterMLASparseImpl,
+        )
+    from vllm.v1.attention.backends.mla import flashmla_sparse
+
+    return flashmla_sparse.FlashMLASparseBackend, flashmla_sparse.FlashMLASparseImpl
+
+
+def sparse_widths(impl: Any) -> tuple[int, int]:
+    """Latent and rotated part of a sparse layer; on ROCm 0.27 to 0.29 do not keep the latter."""
+    latent = impl.kv_lora_rank
+    return latent, getattr(impl, "qk_rope_head_dim", impl.head_size - latent)
 
 
 def keeps_cache_on_host(vllm_config: Any) -> bool:
@@ -329,6 +355,31 @@ def cache_slots(metadata: Any, chosen: torch.Tensor) -> torch.Tensor:
         chosen,
         BLOCK_SIZE=metadata.block_size,
         NUM_TOPK_TOKENS=chosen.shape[1],
+    )
+
+
+def write_cache_slots(
+    metadata: Any, chosen: torch.Tensor, starts: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Write into `out` the slots of the positions [T, n] that an indexer chose, by the kernel of
+    vLLM's ROCM_AITER_MLA_SPARSE: those of token t to starts[t]:starts[t + 1], for -1 slot 0.
+
+    It allocates nothing. From 0.32 on it also counts rows between blocks: not here.
+    """
+    from vllm.v1.attention.backends.mla import rocm_aiter_mla_sparse as module
+
+    tokens, width = chosen.shape
+    page = metadata.block_size
+    rows = {"BLOCK_STRIDE_ROWS": page} if hasattr(module, "flat_kv_row_view") else {}
+    module.triton_convert_req_index_to_global_index(
+        metadata.req_id_per_token[:tokens],
+        metadata.block_table,
+        chosen,
+        starts,
+        out,
+        BLOCK_SIZE=page,
+        NUM_TOPK_TOKENS=width,
+        **rows,
     )
 
 

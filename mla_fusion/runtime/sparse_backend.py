@@ -1,8 +1,9 @@
-"""vLLM's FLASHMLA_SPARSE with the small decode steps of this library: `--attention-backend CUSTOM`.
+"""vLLM's sparse MLA with the small decode steps of this library: `--attention-backend CUSTOM`.
 
-vLLM imports this module where an operator chose that, through `plugin`. Everything but the decode
-of decode tokens is vLLM's: metadata, builder, prefill, the layout of the cache and its writes. So
-is the name that the backend gives: vLLM chooses by it the cache type and more.
+vLLM imports this module where an operator chose that, through `plugin`. The base is vLLM's backend
+of the platform: FLASHMLA_SPARSE, or ROCM_AITER_MLA_SPARSE. Everything but the decode of decode
+tokens is vLLM's: metadata, builder, prefill, the layout of the cache and its writes. So is the name
+that the backend gives: vLLM chooses by it the cache type and more.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from mla_fusion.runtime import sparse_step
 
 _Backend: Any
 _Impl: Any
-_Backend, _Impl = vllm_compat.flashmla_sparse()
+_Backend, _Impl = vllm_compat.sparse_backend()
 
 
 class SparseImpl(_Impl):
@@ -35,7 +36,8 @@ class SparseImpl(_Impl):
         if step is None or not step.serves(tokens, attn_metadata):
             return super().forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)
         chosen = self.topk_indices_buffer[:tokens]
-        return step.decode(q, kv_c_and_k_pe_cache, chosen, attn_metadata, self.softmax_scale), None
+        out = step.decode(q, kv_c_and_k_pe_cache, chosen, attn_metadata, layer, self.softmax_scale)
+        return out, None
 
 
 class SparseBackend(_Backend):

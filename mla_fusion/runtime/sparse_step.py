@@ -1,8 +1,9 @@
 """Which decode steps of a sparse layer this library takes, and what all layers share for them.
 
-The decode is `attention.sparse`. Its plan depends only on the number of tokens, because every row
-of slots counts as a whole, with -1 for none. The first layer of a forward pass refreshes it; in a
-captured graph that is a kernel of the graph.
+The decode is `attention.sparse`. The first layer of a forward pass refreshes its plan; in a
+captured graph that is a kernel of the graph. On Hopper the plan depends only on the number of
+tokens, because every row of slots counts as a whole, with -1 for none. `sparse_rocm` has what
+differs on ROCm.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mla_fusion import config
 from mla_fusion.attention.layouts import FP8_DS_MLA, WIDE
 from mla_fusion.attention.sparse import sparse_mla_decode, sparse_scratch
 from mla_fusion.attention.triton import Scope
@@ -21,13 +23,15 @@ from mla_fusion.config import vllm_compat
 from mla_fusion.kernels import ProviderUnavailable
 from mla_fusion.kernels import triton as provider
 from mla_fusion.report.reasons import Decline
+from mla_fusion.runtime import sparse_rocm
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 logger = logging.getLogger("vllm.mla_fusion")
 
-# Of the implementation of a layer of CUSTOM.
+# What vLLM's registry holds as CUSTOM, and an attribute of the implementation of its layers.
+BACKEND = "mla_fusion.runtime.sparse_backend.SparseBackend"
 ATTRIBUTE = "mla_fusion_step"
 LATENT = FP8_DS_MLA.latent
 # By vLLM's cache type, the layout of the entries; None for bf16, as the query.
@@ -44,18 +48,48 @@ def most_tokens(heads: int, layout: Any) -> int:
     return next((tokens for most, tokens in FASTER[layout] if heads <= most), 0)
 
 
-class SparseStep:
-    """The scratch of one shape of layer, and the query and latents of the layer that runs."""
+class EveryColumn:
+    """Rows of slots from the metadata of FLASHMLA_SPARSE: each column counts, -1 is none."""
 
-    def __init__(self, heads: int, width: int, layout: Any, device: torch.device) -> None:
-        most = most_tokens(heads, layout)
-        self.layout = layout
+    def __init__(self, most: int, width: int, device: torch.device) -> None:
+        pass
+
+    def lengths(self, tokens: int, metadata: Any) -> None:
+        """None: the plan counts every column."""
+
+    def convert(self, metadata: Any, chosen: torch.Tensor) -> torch.Tensor:
+        """[T, n]: slots of the positions in `chosen`."""
+        return vllm_compat.cache_slots(metadata, chosen)
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Nothing."""
+        return ()
+
+
+class SparseStep:
+    """The scratch of one shape of layer, and the query and latents of the layer that runs.
+
+    rows: the class that makes rows of slots from vLLM's metadata.
+    """
+
+    def __init__(
+        self,
+        most: int,
+        heads: int,
+        width: int,
+        layout: Any,
+        kv_dtype: torch.dtype,
+        rows: type[EveryColumn | sparse_rocm.FirstColumns],
+        device: torch.device,
+    ) -> None:
+        self.layout, self.kv_dtype = layout, kv_dtype
+        self.rows = rows(most, width, device)
         self.scratch = sparse_scratch(
             max_tokens=most,
             num_heads=heads,
             widths=(width,),
             q_dtype=torch.bfloat16,
-            kv_dtype=torch.bfloat16 if layout is None else torch.float8_e4m3fn,
+            kv_dtype=kv_dtype,
             device=device,
         )
         self.q, self.out = (
@@ -69,39 +103,53 @@ class SparseStep:
         return 0 < tokens <= len(self.out) and tokens == metadata.num_decode_tokens
 
     def decode(
-        self, q: Any, cache: torch.Tensor, chosen: torch.Tensor, metadata: Any, scale: float
-    ) -> torch.Tensor:
+        self, q: Any, cache: torch.Tensor, chosen: torch.Tensor, metadata: Any, layer: Any,
+        scale: float,
+    ) -> torch.Tensor:  # fmt: skip
         """Latents [T, H, 512] of a step, at an address that the next layer writes again.
 
         Args:
             q: [T, H, 512 + 64], or its two parts.
             chosen: [T, n] int32, positions within a token's own sequence, -1 for none.
+            layer: whose `_k_scale` an fp8 cache without a layout has.
         """
         tokens = chosen.shape[0]
         # A new context for each forward pass.
         context = vllm_compat.forward_context()
         if self._planned[0] is not context or self._planned[1] != tokens:
-            self.scratch.refresh(tokens, [None])
+            self.scratch.refresh(tokens, [self.rows.lengths(tokens, metadata)])
             self._planned = context, tokens
         if isinstance(q, tuple):
             latent, rotated = q
             q = self.q[:tokens]
             vllm_compat.join_query(latent, rotated, q)
-        stored = cache if self.layout is None else cache.view(torch.uint8)
-        scope = Scope(stored, vllm_compat.cache_slots(metadata, chosen), self.layout)
+        scaled = self.layout is None and self.kv_dtype.itemsize == 1
+        stored = cache.view(self.kv_dtype if self.layout is None else torch.uint8)
         out = self.out[:tokens]
-        sparse_mla_decode(q, [scope], self.scratch, softmax_scale=scale, out=out)
+        sparse_mla_decode(
+            q,
+            [Scope(stored, self.rows.convert(metadata, chosen), self.layout)],
+            self.scratch,
+            softmax_scale=scale,
+            kv_scale=layer._k_scale if scaled else None,
+            out=out,
+        )
         return out
 
-    def describe(self) -> str:
-        """What it is for, in a line of the log."""
-        settings, scratch = self.scratch.plan.settings, self.scratch.plan.tensors().values()
-        size = sum(x.nbytes for x in (*scratch, self.q, self.out)) / 2**20
-        cache = "bf16" if self.layout is None else f"{self.layout.bytes} bytes an entry"
+    def tensors(self) -> list[torch.Tensor]:
+        """What it holds at fixed addresses."""
+        return [*self.scratch.plan.tensors().values(), self.q, self.out, *self.rows.tensors()]
+
+    def describe(self, backend: str) -> str:
+        """What it is for, in a line of the log; `backend` takes the other steps."""
+        settings = self.scratch.plan.settings
+        size = sum(x.nbytes for x in self.tensors()) / 2**20
+        plain = "bf16" if self.kv_dtype.itemsize == 2 else "fp8"
+        cache = plain if self.layout is None else f"{self.layout.bytes} bytes an entry"
         return (
             f"decode steps of up to {settings.max_batch} tokens are this library's "
             f"({settings.num_heads} heads, {self.scratch.widths[0]} slots, {cache}, {size:.1f} MiB "
-            "for all layers), larger ones are FLASHMLA_SPARSE's"
+            f"for all layers), larger ones are {backend}'s"
         )
 
 
@@ -112,50 +160,71 @@ _shared = functools.cache(SparseStep)
 def attach(layers: Mapping[str, Any], vllm_config: Any) -> None:
     """Give each layer of the backend CUSTOM what it shares with those of its shape.
 
-    It stays None where vLLM decodes every step. The log says both, and each reason, once.
+    It stays None where vLLM decodes every step. The log says both, and each reason, once; also of
+    sparse layers that vLLM made with another backend although an operator chose CUSTOM.
     """
     said: Counter[tuple[int, str]] = Counter()
+    chosen = vllm_compat.chose_sparse_backend(vllm_config, BACKEND)
     for layer in layers.values():
         impl: Any = getattr(layer, "impl", None)
-        if not hasattr(impl, ATTRIBUTE):
+        if hasattr(impl, ATTRIBUTE):
+            backend = vllm_compat.sparse_backend()[0].get_name()
+            decline = why_not(impl, vllm_config)
+        elif chosen and getattr(impl, "is_sparse", False):
+            backend, decline = layer.attn_backend.get_name(), Decline("sparse-unasked")
+        else:
             continue
-        decline = why_not(impl, vllm_config)
         if decline is not None:
-            left = f"every step is left to FLASHMLA_SPARSE: {decline.explain()}"
+            left = f"every step is left to {backend}: {decline.explain()}"
             said[logging.WARNING, left] += 1
             continue
-        chosen = impl.topk_indices_buffer
-        layout = LAYOUTS[impl.kv_cache_dtype]
-        step = _shared(impl.num_heads, chosen.shape[1], layout, chosen.device)
+        step = _step(impl, vllm_config)
         setattr(impl, ATTRIBUTE, step)
-        said[logging.INFO, step.describe()] += 1
+        said[logging.INFO, step.describe(backend)] += 1
     if said and vllm_compat.is_first_rank():
         for (level, what), count in said.items():
             logger.log(level, "attention backend CUSTOM, %d layers: %s", count, what)
 
 
+def _step(impl: Any, vllm_config: Any) -> SparseStep:
+    """What a layer that this library decodes shares with others."""
+    heads, chosen, cache = impl.num_heads, impl.topk_indices_buffer, impl.kv_cache_dtype
+    width, device = chosen.shape[1], chosen.device
+    if vllm_compat.is_rocm():
+        most, kv_dtype = config.decode_bucket(vllm_config), sparse_rocm.caches()[cache]
+        return _shared(most, heads, width, None, kv_dtype, sparse_rocm.FirstColumns, device)
+    layout = LAYOUTS[cache]
+    kv_dtype = torch.bfloat16 if layout is None else torch.float8_e4m3fn
+    return _shared(most_tokens(heads, layout), heads, width, layout, kv_dtype, EveryColumn, device)
+
+
 def why_not(impl: Any, vllm_config: Any) -> Decline | None:
     """Why no decode of a layer is this library's."""
-    if not vllm_compat.is_hopper():
+    rocm = vllm_compat.is_rocm()
+    if not (rocm or vllm_compat.is_hopper()):
         return Decline("sparse-platform")
+    if rocm and (decline := sparse_rocm.why_not(vllm_config)):
+        return decline
     try:
         provider.require()
     except ProviderUnavailable as error:
         return Decline("provider-unavailable", str(error))
     parallel = vllm_config.parallel_config
-    widths = impl.kv_lora_rank, impl.qk_rope_head_dim
+    widths = vllm_compat.sparse_widths(impl)
+    caches: Mapping[str, Any] = sparse_rocm.caches() if rocm else LAYOUTS
     found = {
         f"latents and rotated part of {widths}": widths != (LATENT, WIDE),
-        f"kv_cache_dtype {impl.kv_cache_dtype}": impl.kv_cache_dtype not in LAYOUTS,
+        f"kv_cache_dtype {impl.kv_cache_dtype}": impl.kv_cache_dtype not in caches,
         "decode context parallelism": parallel.decode_context_parallel_size > 1,
         "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
         "HiSparse": vllm_compat.keeps_cache_on_host(vllm_config),
         "dual batch overlap": bool(getattr(parallel, "use_ubatching", False)),
         "no list of chosen tokens": impl.topk_indices_buffer is None,
+        **(sparse_rocm.unserved(impl, vllm_config) if rocm else {}),
     }
     named = [what for what, holds in found.items() if holds]
     if named:
         return Decline("sparse-layer", ", ".join(named))
-    if not most_tokens(impl.num_heads, LAYOUTS[impl.kv_cache_dtype]):
+    if not rocm and not most_tokens(impl.num_heads, LAYOUTS[impl.kv_cache_dtype]):
         return Decline("sparse-slower", f"{impl.kv_cache_dtype}, {impl.num_heads} heads of a rank")
     return None

@@ -52,9 +52,9 @@ class Double:
         self.observers: list[Callable[[str, dict[str, Any], Any], None]] = []
         self._calls: list[tuple[str, dict[str, Any]]] = []
         top: Any = self._module("aiter")
-        top.dtypes = types.SimpleNamespace(
-            fp8=self.arch.fp8, bf16=torch.bfloat16, fp16=torch.float16, fp32=torch.float32
-        )
+        named = {"fp8": self.arch.fp8, "bf16": torch.bfloat16, "fp16": torch.float16,
+                 "fp32": torch.float32}  # fmt: skip
+        top.dtypes = types.SimpleNamespace(**named, d_dtypes=named)
         top.flash_attn_varlen_func = _prefill
         self._module("aiter.jit")
         for name, (body, modules) in _OPS.items():

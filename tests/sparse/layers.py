@@ -30,6 +30,7 @@ from tests.attention.pages import V32, Cache
 
 BF16 = torch.bfloat16
 PAGE, TOPK, SCALE = 64, 128, 0.1
+K_SCALE, Q_SCALE = 0.25, 0.0625
 SIZES = {"q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
          "qk_head_dim": 192, "v_head_dim": 128, "kv_b_proj": None}  # fmt: skip
 
@@ -145,39 +146,50 @@ class Step:
     """The inputs of a step, and its latents in float64.
 
     Each token chooses some of the positions before it, in any order; other entries are NaN.
+    `dense`: as many as there are columns, or all; they are the first columns, as vLLM's indexer
+    leaves them, and -1 behind. An fp8 cache holds value / K_SCALE; of its query fp8 holds
+    value / Q_SCALE. `gap`: rows between two blocks of a cache that is not packed.
     """
 
-    def __init__(self, config, impl, batch, seed=0):
+    def __init__(self, config, impl, batch, seed=0, dense=False, gap=0):
         rng = np.random.default_rng(seed)
         packed = impl.kv_cache_dtype == "fp8_ds_mla"
+        stored = fp8_type() if impl.kv_cache_dtype == "fp8" else BF16
+        scale = K_SCALE if stored != BF16 else 1.0
         count = len(batch.requests) + batch.padding
         tables = rng.permutation(4 * count).reshape(count, 4)
         written = Cache(V32, 4 * count, PAGE)
-        plain = torch.full((4 * count, PAGE, 576), torch.nan, dtype=BF16)
+        plain = torch.full((4 * count, PAGE + gap, 576), torch.nan).to(stored)[:, :PAGE]
         rows = []
         for owner, (cached, new) in enumerate(batch.requests):
             for position in range(cached, cached + new):
                 number = rng.integers(0, min(position + 1, 40) + 1)
+                if dense:
+                    number = min(position + 1, TOPK)
                 rows.append((owner, rng.permutation(position + 1)[:number]))
         rows += [(0, np.zeros(0, dtype=int))] * batch.padding
         generator = torch.Generator().manual_seed(seed)
         self.q = torch.randn(len(rows), impl.num_heads, 576, generator=generator).to(BF16)
+        if stored != BF16:
+            self.q = ((self.q / Q_SCALE).to(stored).float() * Q_SCALE).to(BF16)
         self.expected = torch.zeros(len(rows), impl.num_heads, 512, dtype=torch.double)
         impl.topk_indices_buffer.fill_(-1)
         for token, (owner, positions) in enumerate(rows):
             # vLLM's indexer leaves what it did not choose behind the rest; here it is anywhere.
-            columns = rng.permutation(TOPK)[: len(positions)]
+            columns = np.arange(TOPK) if dense else rng.permutation(TOPK)
+            columns = columns[: len(positions)]
             impl.topk_indices_buffer[token, columns] = torch.tensor(positions).int()
             keys = []
             for position in positions:
                 slot = int(tables[owner, position // PAGE] * PAGE + position % PAGE)
                 if slot not in written.keys:
                     written.write(slot, rng.normal(size=576), rng)
-                    plain[slot // PAGE, slot % PAGE] = torch.tensor(written.keys[slot]).to(BF16)
+                    entry = torch.tensor(written.keys[slot]) / scale
+                    plain[slot // PAGE, slot % PAGE] = entry.to(stored)
                 key = (
                     torch.tensor(np.array(written.keys[slot]))
                     if packed
-                    else plain.flatten(0, 1)[slot]
+                    else plain[slot // PAGE, slot % PAGE].double() * scale
                 )
                 keys.append(key.double())
             if keys:
@@ -186,7 +198,7 @@ class Step:
                 self.expected[token] = weights @ keys[:, :512]
         self.cache = written.tensor() if packed else plain
         self.tables = torch.tensor(tables).int()
-        self.metadata = build(config, impl, batch, self.tables)
+        self.builder, self.metadata = build(config, impl, batch, self.tables)
 
     def parts(self):
         """The query as vLLM's layer hands it over: the first part is a transposed view."""
@@ -194,8 +206,8 @@ class Step:
         return latent.transpose(0, 1).contiguous().transpose(0, 1), rotated
 
 
-def build(config, impl, batch, tables):
-    """The metadata of a batch, by vLLM's builder."""
+def build(config, impl, batch, tables, builder=None):
+    """vLLM's builder, and the metadata of a batch by it."""
     from vllm.config import set_current_vllm_config
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.kv_cache_interface import MLAAttentionSpec
@@ -203,14 +215,15 @@ def build(config, impl, batch, tables):
     config.cache_config.cache_dtype = impl.kv_cache_dtype
     layers = config.compilation_config.static_forward_context
     layers["layer"] = types.SimpleNamespace(prefill_backend=None, impl=impl)
-    dtype = torch.uint8 if impl.kv_cache_dtype == "fp8_ds_mla" else BF16
+    dtype = torch.uint8 if impl.kv_cache_dtype.startswith("fp8") else BF16
     spec = MLAAttentionSpec(
         block_size=PAGE, num_kv_heads=1, head_size=576, dtype=dtype,
         cache_dtype_str=impl.kv_cache_dtype,
     )  # fmt: skip
-    builder = AttentionBackendEnum.CUSTOM.get_class().get_builder_cls()
+    made = AttentionBackendEnum.CUSTOM.get_class().get_builder_cls()
     with set_current_vllm_config(config):
-        return builder(spec, ["layer"], config, torch.device("cpu")).build(0, batch.common(tables))
+        builder = builder or made(spec, ["layer"], config, torch.device("cpu"))
+        return builder, builder.build(0, batch.common(tables))
 
 
 def forward_pass():
@@ -220,3 +233,14 @@ def forward_pass():
     return override_forward_context(
         ForwardContext(no_compile_layers={}, attn_metadata={}, slot_mapping={})
     )
+
+
+def run(impl, step, q, layer=None):
+    """The decode of a step, in a forward pass of its own."""
+    with forward_pass():
+        return impl.forward_mqa(q, step.cache, step.metadata, layer)
+
+
+def fp8_type():
+    """That of vLLM's platform."""
+    return vllm_compat.fp8_dtype()

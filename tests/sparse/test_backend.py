@@ -15,17 +15,15 @@ from mla_fusion.config import vllm_compat
 from mla_fusion.kernels import ProviderUnavailable
 from mla_fusion.kernels import triton as region
 from mla_fusion.runtime import sparse_step
-from tests.models import DEEPSEEK_V2, write
 from tests.sparse.layers import (
     PAGE,
-    TOPK,
     Batch,
     Step,
     forward_pass,
     imitate,
-    kept_environment,
     layer,
     load,
+    run,
 )
 
 mla_fusion.register()
@@ -38,33 +36,6 @@ BATCHES = {
     "drafts": Batch(((40, 3), (100, 3))),
     "most": Batch(tuple((9 * i, 1) for i in range(15))),
 }
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory):
-    """A VllmConfig of a sparse model, in a process group of one."""
-    from vllm.config import set_current_vllm_config
-    from vllm.distributed import parallel_state
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.worker import workspace
-
-    folder = tmp_path_factory.mktemp("sparse")
-    changes = {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"}
-    model = write(folder / "model", {**DEEPSEEK_V2, **changes, "index_topk": TOPK})
-    arguments = EngineArgs(
-        model=model, skip_tokenizer_init=True, max_model_len=256, max_num_seqs=16
-    )
-    with kept_environment():
-        made = arguments.create_engine_config()
-    with set_current_vllm_config(made):
-        meeting = f"file://{folder}/processes"
-        parallel_state.init_distributed_environment(1, 0, meeting, 0, backend="gloo")
-        parallel_state.initialize_model_parallel(1, 1)
-    workspace.init_workspace_manager(torch.device("cpu"))
-    yield made
-    workspace.reset_workspace_manager()
-    parallel_state.destroy_model_parallel()
-    parallel_state.destroy_distributed_environment()
 
 
 @pytest.fixture
@@ -83,7 +54,7 @@ def vllms(monkeypatch):
         calls.append(given)
         return "latents", "lse"
 
-    monkeypatch.setattr(vllm_compat.flashmla_sparse()[1], "forward_mqa", forward_mqa)
+    monkeypatch.setattr(vllm_compat.sparse_backend()[1], "forward_mqa", forward_mqa)
     return calls
 
 
@@ -105,18 +76,13 @@ def test_a_worker_that_has_loaded_its_model_prepares_the_layers(config, make, mo
     assert impl.mla_fusion_step.scratch.plan.settings.num_heads == impl.num_heads
 
 
-def run(impl, step, q):
-    with forward_pass():
-        return impl.forward_mqa(q, step.cache, step.metadata, None)
-
-
 def test_everything_but_the_decode_is_vllms(config):
     from vllm.platforms.interface import DeviceCapability
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
     backend = AttentionBackendEnum.CUSTOM.get_class()
-    base, impl = vllm_compat.flashmla_sparse()
+    base, impl = vllm_compat.sparse_backend()
     assert issubclass(backend, base) and issubclass(backend.get_impl_cls(), impl)
     assert ".".join(backend.full_cls_name()) == AttentionBackendEnum.CUSTOM.get_path()
     assert backend.get_name() == "FLASHMLA_SPARSE"
@@ -166,8 +132,7 @@ def test_layers_share_a_scratch_that_is_made_with_the_first(config, make, heads)
     assert all(impl.mla_fusion_step is shared for impl in layers)
     assert make(heads=heads, cache="auto").mla_fusion_step is not shared
     plan = shared.scratch.plan
-    tensors = [*plan.tensors().values(), shared.q, shared.out]
-    before = [tensor.data_ptr() for tensor in tensors]
+    before = [tensor.data_ptr() for tensor in shared.tensors()]
     for name, batch in BATCHES.items():
         step = Step(config, layers[0], batch)
         count = plan.refreshes
@@ -177,8 +142,7 @@ def test_layers_share_a_scratch_that_is_made_with_the_first(config, make, heads)
                 out, _ = impl.forward_mqa(step.parts(), step.cache, step.metadata, None)
                 assert out.data_ptr() == shared.out.data_ptr(), name
         assert plan.refreshes == count + 1, "a forward pass refreshes once"
-    again = [*plan.tensors().values(), shared.q, shared.out]
-    assert [tensor.data_ptr() for tensor in again] == before
+    assert [tensor.data_ptr() for tensor in shared.tensors()] == before
 
 
 def test_the_plan_is_refreshed_for_each_pass_and_size(config, make):
