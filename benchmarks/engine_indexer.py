@@ -12,10 +12,13 @@ each of so many equal parts of the sequence, the last token among them.
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+import types
 from typing import Any
 
 import torch
-from vllm.model_executor.models import deepseek_v2
+from vllm.model_executor.models import ModelRegistry, deepseek_v2
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from mla_fusion.config import vllm_compat
@@ -47,11 +50,15 @@ direct_register_custom_op(
 class Indexer(torch.nn.Module):
     """In place of vLLM's, with its arguments."""
 
-    def __init__(self, vllm_config: Any, config: Any, *given: Any, **named: Any) -> None:
+    def __init__(
+        self, vllm_config: Any, config: Any, hidden_size: int, q_lora_rank: int, quant_config: Any,
+        cache_config: Any, topk_indices_buffer: torch.Tensor, prefix: str, **named: Any,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.topk_tokens = config.index_topk
-        *_, self.topk_indices_buffer, prefix = given
+        self.topk_tokens, self.topk_indices_buffer = config.index_topk, topk_indices_buffer
         self.layer = int(prefix.split("layers.")[1].split(".")[0])
+        # Of a cache that it does not have.
+        self.k_cache = types.SimpleNamespace(prefix="")
 
     def forward(
         self, hidden_states: torch.Tensor, qr: torch.Tensor, positions: torch.Tensor, rope: Any
@@ -61,9 +68,45 @@ class Indexer(torch.nn.Module):
         return self.topk_indices_buffer
 
 
+def has_class_for_cuda() -> bool:
+    """Whether vLLM's registry has classes of the model by platform."""
+    registered = ModelRegistry.models["DeepseekV32ForCausalLM"]
+    return bool(registered.module_name == "vllm.models.deepseek_v32")
+
+
+def replace_attention() -> None:
+    """Let layers of the model's class for CUDA choose by `choose`."""
+    from vllm.models.deepseek_v32 import attention
+    from vllm.models.deepseek_v32.nvidia import model
+
+    class Attention(attention.DeepseekV32Attention):  # type: ignore[misc, name-defined]
+        """Each layer stays the first one of a choice, as with an indexer of its own."""
+
+        indexer_cls = Indexer
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.skip_topk = True
+
+        def _sparse_indexer_and_attn(self, positions: torch.Tensor, *rest: Any) -> None:
+            self.indexer(None, None, positions, None)
+            super()._sparse_indexer_and_attn(positions, *rest)
+
+    model.DeepseekV32Attention = Attention
+    if importlib.util.find_spec("cutlass") is None:
+        # Imported on every NVIDIA GPU for a kernel of those from sm_100 on.
+        name = "vllm.models.deepseek_v32.nvidia.ops.fused_q_cutedsl"
+        absent = types.ModuleType(name)
+        absent.fused_q_cutedsl = None
+        absent.is_fused_q_cutedsl_supported = lambda *_, **__: False
+        sys.modules[name] = absent
+
+
 def install(arm: str) -> None:
     """Replace the indexer in this process, and do what the arm is."""
     deepseek_v2.Indexer = Indexer
+    if has_class_for_cuda():
+        replace_attention()
     if arm == "other":
         from vllm.v1.attention.backends.mla import flashmla_sparse
 

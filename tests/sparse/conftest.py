@@ -16,8 +16,9 @@ def config(tmp_path_factory):
     from vllm.v1.worker import workspace
 
     folder = tmp_path_factory.mktemp("sparse")
-    changes = {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"}
-    model = write(folder / "model", {**DEEPSEEK_V2, **changes, "index_topk": TOPK})
+    changes = {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32",
+               "index_topk": TOPK, "q_lora_rank": 96, "first_k_dense_replace": 2}  # fmt: skip
+    model = write(folder / "model", {**DEEPSEEK_V2, **changes})
     arguments = EngineArgs(
         model=model, skip_tokenizer_init=True, max_model_len=256, max_num_seqs=16
     )

@@ -50,6 +50,7 @@ def test_arms_change_what_they_say(monkeypatch):
     from vllm.v1.attention.backends.mla import flashmla_sparse
 
     monkeypatch.setattr(deepseek_v2, "Indexer", None)
+    monkeypatch.setattr(engine_indexer, "has_class_for_cuda", lambda: False)
     monkeypatch.setattr(flashmla_sparse, "MIN_HEADS_FOR_BF16_PREFILL", 32)
     monkeypatch.setattr(sparse_step, "FASTER", sparse_step.FASTER)
     slots = torch.tensor([-1, 0, 7])
