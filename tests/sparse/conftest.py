@@ -7,7 +7,7 @@ from tests.models import DEEPSEEK_V2, write
 from tests.sparse.layers import TOPK, kept_environment
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def config(tmp_path_factory):
     """A VllmConfig of a sparse model, in a process group of one."""
     from vllm.config import set_current_vllm_config

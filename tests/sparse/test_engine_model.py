@@ -78,6 +78,7 @@ def model(config, monkeypatch):
     monkeypatch.setattr(mla_attention, "get_attn_backend", lambda *_, **__: chosen)
     monkeypatch.setattr(config.compilation_config, "static_forward_context", {})
     monkeypatch.setattr(config.model_config, "dtype", torch.bfloat16)
+    monkeypatch.setattr(config.cache_config, "cache_dtype", "auto")
     with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
         made = classes.DeepseekV32ForCausalLM(vllm_config=config)
         generator = torch.Generator().manual_seed(7)
