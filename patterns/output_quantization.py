@@ -16,6 +16,7 @@ columns). DeepGEMM's scales on Blackwell, four exponents in an int32, are anothe
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,14 @@ _POINTWISE = probe.CASTS | {
     aten.clamp.default,
     aten.clamp_min.default,
     aten.clamp_max.default,
+}
+# Views whose values are in the same order if their shape is the same.
+_IN_ORDER = probe.VIEWS - {
+    operator.getitem,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.permute.default,
+    aten.transpose.int,
 }
 _SCALES = (0.01, 0.7, 3.0)  # with which the native form is run
 
@@ -95,10 +104,10 @@ def read(output: list[fx.Node]) -> OutputQuantization:
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
-    """What reads `node`, through views that keep its shape."""
+    """What reads `node`, through views that keep its shape and order."""
     found: list[fx.Node] = []
     for user in node.users:
-        if user.target in probe.VIEWS and _shape(user) == _shape(node):
+        if user.target in _IN_ORDER and _shape(user) == _shape(node):
             found += _readers(user)
         elif is_live(user):
             found.append(user)
