@@ -14,6 +14,7 @@ from mla_fusion.attention import reference
 from mla_fusion.config import Options, eligibility
 from mla_fusion.report.reasons import Decline
 from mla_fusion.runtime import step_plan
+from mla_fusion.runtime.decode_choice import Choice
 from tests.aiter_double.uses import causal_attention
 from tests.passes import fake_engine
 from tests.passes.graphs import HEADS, LATENT, ROPE, VALUE, Spec
@@ -336,3 +337,19 @@ def test_query_and_cache_have_scales_of_their_own(monkeypatch):
     layer = engine.layers["a"]
     assert given["q_scale"] == layer._q_scale and given["kv_scale"] == layer._k_scale
     assert layer._q_scale != layer._k_scale
+
+
+def test_layers_whose_decode_was_measured_up_to_other_steps_share_no_plan(monkeypatch):
+    """With auto a backend of its own gives a layer a limit of its own."""
+    engine = Engine()
+    limits = {"a": 2, "b": 4}
+    monkeypatch.setattr(
+        step_plan.decode_choice,
+        "choose",
+        lambda layer, *_: Choice("portable", limits[layer.layer_name]),
+    )
+    step_plan.attach(engine.layers, Options("reference"), engine.vllm_config)
+    plans = {name: getattr(layer, step_plan.ATTRIBUTE) for name, layer in engine.layers.items()}
+    assert [plans[name].plan.settings.max_batch for name in limits] == [2, 4]
+    step = engine.metadata([1, 1, 1], [5, 8, 3])
+    assert [plans[name].serves(step) for name in limits] == [False, True]

@@ -1,8 +1,8 @@
 """A persistent decode inside vLLM: one plan for the layers of an engine that are shaped alike.
 
-`additional_config={"mla_fusion": {"attention": ...}}`, "portable" or "aiter", attaches a `StepPlan`
-to each fused layer after the model is loaded, before vLLM measures free memory. The first attention
-of a forward pass refreshes it from the batch's metadata; the others of the same pass read it.
+Each layer that `decode_choice` leaves to a planner gets a `StepPlan` after the model is loaded,
+before vLLM measures free memory. The first attention of a forward pass refreshes it from the
+batch's metadata; the others of the same pass read it.
 
 The CUDA graph of a whole decode step runs no Python at replay. There the refresh is a kernel of the
 graph, or several: it reads sequence lengths and query positions at the addresses that vLLM keeps
@@ -216,7 +216,7 @@ def attach(layers: Mapping[str, Any], options: config.Options, vllm_config: Any)
             "device": layer._k_scale.device,
         }
         width = layer.kv_lora_rank + layer.qk_rope_head_dim
-        key = *shape.values(), width
+        key = *shape.values(), width, choice.sequences
         if key not in plans:
             plan = attention.PersistentDecodePlan.allocate(
                 max_batch=choice.sequences,
