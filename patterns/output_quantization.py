@@ -186,7 +186,7 @@ def _group(node: fx.Node) -> OutputQuantization:
         if args[name] != value:
             raise _other(f"{_name(node)}, {name} {args[name]}")
     spelling = Quantization.GROUP_UE8M0 if args["scale_ue8m0"] else Quantization.GROUP
-    _shape(args["output_s"])
+    _check_fp32(args["output_s"])
     buffers = [args["output_q"], args["output_s"]]
     return OutputQuantization(spelling, outputs(node, 1), outputs(node, 2), None, buffers, node)
 
@@ -217,11 +217,18 @@ def _check_fp8(node: fx.Node) -> None:
 
 
 def _check_one(scale: fx.Node) -> None:
-    """One scale in fp32, as the epilogue takes it."""
-    _shape(scale)
+    """One scale, as the epilogue takes it."""
+    _check_fp32(scale)
     value = scale.meta["val"]
-    if value.dtype != torch.float32 or any(size != 1 for size in value.shape):
-        raise _other(f"a scale {list(value.shape)} of {value.dtype}")
+    if any(size != 1 for size in value.shape):
+        raise _other(f"a scale {list(value.shape)}")
+
+
+def _check_fp32(scales: fx.Node) -> None:
+    _shape(scales)
+    dtype = scales.meta["val"].dtype
+    if dtype != torch.float32:
+        raise _other(f"scales of {dtype}")
 
 
 def _native(output: list[fx.Node], readers: list[fx.Node]) -> OutputQuantization:

@@ -160,6 +160,15 @@ def _integers(module):
     edits.set_argument(call, result=other)
 
 
+def _group_scales_in_bytes(module):
+    call = quantization(module)
+    scales = call.kwargs["output_s"]
+    edits.set_argument(
+        call,
+        output_s=edits.add(module, call, prims.convert_element_type.default, scales, torch.uint8),
+    )
+
+
 def _another_value(module):
     """The scale comes from two values."""
     product = find(module, aten.reciprocal.default)
@@ -181,6 +190,7 @@ NEAR_MISSES = {
     "a scale of each token": ("per_token", _nothing, "quantization", "per_token_quant"),
     "another least maximum": ("group", _argument(eps=1e-6), "quantization", "eps"),
     "another most": ("group", _argument(fp8_max=240.0), "quantization", "fp8_max 240"),
+    "scales in bytes": ("group_ue8m0", _group_scales_in_bytes, "quantization", "uint8"),
     "two scales": ("tensor", _two_scales, "quantization", "a scale [2]"),
     "a scale in fp64": ("tensor", _wide_scale, "quantization", "float64"),
     "padded rows": ("tensor", _padded, "quantization", "padded rows"),
