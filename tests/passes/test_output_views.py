@@ -85,3 +85,15 @@ def test_two_layers_may_quantize_into_the_same_buffers(quantized):
     for batch in (BATCHES["decode"], BATCHES["padded"], BATCHES["mixed"]):
         for after in (module, in_place):
             assert_same(run(before, spec, batch), run(after, spec, batch), batch)
+
+
+def test_each_layer_keeps_its_own_quantization():
+    """Of two layers one has scales that are powers of two."""
+    spec = Spec("nope", dtype=BF16, quantized="group", layers=2)
+    module = build(spec)
+    edits.set_argument(quantization(module, 1), scale_ue8m0=True)
+    before = graphs.copy(module)
+    assert fuse(module, spec).outputs == {"group": 1, "group_ue8m0": 1}
+    MLAFixFunctionalizationPass(None)(module.graph)
+    for batch in BATCHES.values():
+        assert_same(run(before, spec, batch), run(module, spec, batch), batch)
