@@ -57,8 +57,8 @@ class MLAFusionPass(InductorPass):
     Args:
         provider: who computes the fused op: "aiter", "triton" or "reference".
         max_tokens: the decode bucket: graphs for more tokens are left as they are.
-        attention: who decodes, "auto", "portable" or "aiter"; the last two need the plugin, which
-            attaches the plans.
+        attention: who decodes, as in `config.Options`; without the plugin, which attaches plans, it
+            is vLLM's backend.
         query_len: the most query tokens of a sequence in a decode step.
     """
 
