@@ -33,7 +33,8 @@ CASES = {
     "256 latents": (16, [2, 1], [140, 70], "fp8", "fp8", 64, 3, {"v_head_dim": 256}),
     "256 latents in bf16": (32, [1, 1], [140, 7], "bf16", "bf16", 16, 3, {"v_head_dim": 256}),
     "three tiles": (12, [1, 1], [150, 70], "fp8", "fp8", 16, 1),
-    "three tiles of drafts": (6, [4, 1], [150, 70], "bf16", "bf16", 64, 1),
+    "three tiles of drafts": (12, [2, 1], [150, 70], "bf16", "bf16", 64, 1),
+    "drafts of 6 heads": (6, [4, 1], [150, 70], "bf16", "bf16", 64, 1),
     "many pieces": (12, [2, 1], [150, 20], "bf16", "bf16", 64, 70, {"kv_granularity": 1}),
 }
 HALF_STEP = 2**-8  # of bf16, relative

@@ -8,14 +8,16 @@ from tests.kernels.compiled import FP8
 
 # Of a step, with pieces: none, a few, more than are loaded at once; drafts; padding.
 STEPS = {
-    "tokens": {"rows": (1, 1, 1), "pieces": (3, 0, 17)},
-    "drafts": {"rows": (2, 0, 1, 2), "pieces": (13, 0, 0, 18), "padding": 2},
+    "tokens": {"rows": (1, 1, 1), "pieces": (3, 0, 96)},
+    "drafts": {"rows": (2, 0, 1, 2), "pieces": (64, 0, 0, 96), "padding": 2},
 }
 
 
 def case(shape, step="tokens", **more):
-    """A layer of DeepSeek's of which the rank has two heads: their number is not compiled in."""
-    given = {"shape": shape, "heads": 2, "values": 128, "latent": 512}
+    """A layer of DeepSeek's of which the rank has two heads: their number is not compiled in. That
+    of a work item is, and the same for every step.
+    """
+    given = {"shape": shape, "heads": 2, "values": 128, "latent": 512, "per_work": 16}
     return Case(**{**given, **STEPS[step], **more})
 
 

@@ -25,7 +25,7 @@ NOT_WRITTEN = 7.0  # an LSE that the decode has written, not the epilogue
 class Case:
     """A step: for each sequence its query rows and pieces (0: not split), and its layer.
 
-    padding: rows after the last sequence.
+    padding: rows after the last sequence. per_work: heads of a work item, where not the default.
     """
 
     rows: tuple[int, ...]
@@ -37,6 +37,7 @@ class Case:
     padding: int = 0
     dtype: torch.dtype = BF16
     dense: str = "latent"
+    per_work: int | None = None
 
 
 def make(case, quantization="none", fp8=FN, lse=False):
@@ -48,7 +49,7 @@ def make(case, quantization="none", fp8=FN, lse=False):
         max_query_len=most,
         num_heads=case.heads,
         v_head_dim=case.latent,
-        heads_per_work=16 if case.heads > 16 else None,
+        heads_per_work=case.per_work or (16 if case.heads > 16 else None),
     )
     tokens = sum(case.rows) + case.padding
     decodes.refresh(plan, case.rows, [n + 9 for n in case.rows], tokens)
