@@ -4,18 +4,23 @@ The times are those of `mla-fusion bench decode` in `benchmarks/results/decode*_
 of 1024 to 65,536 tokens, even and ragged, for 1 to 128 sequences, and 1024 tokens for 256, 512 and
 1024. A test derives SEQUENCES from these rows.
 
-The table holds for all releases of vLLM and Triton, whichever the rows are of: an engine that
-brings a newer one should not lose what was measured.
+The table holds for all releases of vLLM, and of Triton with which the kernels have run on a GPU,
+whichever the rows are of: an engine that brings a newer one should not lose what was measured.
 """
 
 from __future__ import annotations
 
 import torch
 
+from mla_fusion.attention.triton_choice import triton_version
+
 WIDTHS = 512, 64  # latent and rotated part of a cache entry
 PAGE = 64  # tokens of a page of the cache, or a multiple of it
 # Medians of two equal graphs of one run differ by less.
 NOISE = 0.02
+
+# A bf16 query of more heads has a kernel of its own, which has run with Triton up to this one.
+FEW_HEADS, NEWEST_TRITON = 32, (3, 6)
 
 _BF16, _FP8 = torch.bfloat16, torch.float8_e4m3fn
 # (GPU, type of query and cache, heads of a rank, query rows of a sequence, vLLM's backend) -> the
@@ -41,9 +46,17 @@ def has_measurements(gpu: str) -> bool:
     return any(name == gpu for name, *_ in SEQUENCES)
 
 
+def why_not_run(dtype: torch.dtype, heads: int) -> str:
+    """What has not run on a GPU with the installed Triton, of the kernel for a query; or empty."""
+    if dtype != _BF16 or heads <= FEW_HEADS or triton_version() <= NEWEST_TRITON:
+        return ""
+    return "the kernel for {} heads has not run with Triton {}.{}".format(heads, *triton_version())
+
+
 def is_listed(gpu: str, dtype: torch.dtype, heads: int, rows: int) -> bool:
     """Whether ours is to be used against some backend."""
-    return any(most and key[:4] == (gpu, dtype, heads, rows) for key, most in SEQUENCES.items())
+    listed = any(most and key[:4] == (gpu, dtype, heads, rows) for key, most in SEQUENCES.items())
+    return listed and not why_not_run(dtype, heads)
 
 
 def most_sequences(gpu: str, dtype: torch.dtype, heads: int, rows: int, backend: str) -> int | None:

@@ -83,7 +83,9 @@ def _not_measured(layer: Any, options: config.Options, vllm_config: Any) -> str:
     if (page := vllm_config.cache_config.block_size) % measured.PAGE:
         return f"not measured with pages of {page} tokens"
     facts = _facts(layer, options, vllm_config, "portable")
-    return facts.decline.explain() if facts.decline else ""
+    if facts.decline:
+        return facts.decline.explain()
+    return measured.why_not_run(facts.query_dtype(vllm_config.model_config.dtype), layer.num_heads)
 
 
 def _facts(
