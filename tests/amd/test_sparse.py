@@ -67,7 +67,7 @@ class Case:
         return weights @ keys[:, :512], weights @ keys[:, :512].abs(), lse
 
 
-@pytest.mark.skipif(bool(why_no_sparse_cdna()), reason="this Triton does not compile it")
+@pytest.mark.skipif(bool(why_no_sparse_cdna()), reason=why_no_sparse_cdna())
 @pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 @pytest.mark.parametrize(
     "name", [each if i == 0 else pytest.param(each, marks=pytest.mark.nightly)

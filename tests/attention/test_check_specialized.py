@@ -14,7 +14,7 @@ import checks
 
 from mla_fusion.attention import PersistentDecodePlan
 from mla_fusion.cli import bench_decode_peers as peers
-from tests.test_bench_decode import OnCpu
+from tests.on_cpu import OnCpu
 
 CASE = (4, 2, 64, False, "bf16")
 FACTS = dict.fromkeys(script.FACTS, "")

@@ -1,0 +1,126 @@
+"""Quantizations that pass 6 must keep: one difference each from what the epilogue computes."""
+
+import pytest
+import torch
+
+from tests.passes import edits
+from tests.passes.graphs import find
+from tests.passes.test_output import BF16, assert_kept, before_pass_6, quantization, spec_of
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+
+def _argument(**values):
+    return lambda module: edits.set_argument(quantization(module), **values)
+
+
+def _division(module):
+    """x / scale where it was x * (1 / scale): the same up to a rounding."""
+    product = find(module, aten.reciprocal.default)
+    [times] = product.users
+    quotient = edits.add(module, times, aten.div.Tensor, times.args[0], product.args[0])
+    times.replace_all_uses_with(quotient)
+
+
+def _constant(target, value):
+    def edit(module):
+        node = find(module, target)
+        node.args = (node.args[0], value)
+
+    return edit
+
+
+def _rounded_first(module):
+    """The product is rounded to bf16 before it is clamped."""
+    clamp = find(module, aten.clamp_min.default)
+    rounded = edits.add(module, clamp, prims.convert_element_type.default, clamp.args[0], BF16)
+    wide = edits.add(module, clamp, prims.convert_element_type.default, rounded, torch.float32)
+    clamp.replace_input_with(clamp.args[0], wide)
+
+
+def _other_order(module):
+    """Rows in another order."""
+    node = quantization(module)
+    flipped = edits.add(module, node, aten.reshape.default, node.args[0], [-1])
+    node.replace_input_with(node.args[0], flipped)
+
+
+def _two_scales(module):
+    scale = edits.node_named(module, "o_scale")
+    call = quantization(module)
+    edits.set_argument(call, scale=edits.add(module, call, aten.cat.default, [scale, scale]))
+
+
+def _wide_scale(module):
+    scale = edits.node_named(module, "o_scale")
+    call = quantization(module)
+    wide = edits.add(module, call, prims.convert_element_type.default, scale, torch.float64)
+    edits.set_argument(call, scale=wide)
+
+
+def _padded(module):
+    call = quantization(module)
+    result = call.kwargs["result"]
+    edits.set_argument(call, result=edits.add(module, call, aten.cat.default, [result, result]))
+
+
+def _integers(module):
+    call = quantization(module)
+    result = call.kwargs["result"]
+    other = edits.add(module, call, prims.convert_element_type.default, result, torch.int8)
+    edits.set_argument(call, result=other)
+
+
+def _group_scales_in_bytes(module):
+    call = quantization(module)
+    scales = call.kwargs["output_s"]
+    edits.set_argument(
+        call,
+        output_s=edits.add(module, call, prims.convert_element_type.default, scales, torch.uint8),
+    )
+
+
+def _another_value(module):
+    """The scale comes from two values."""
+    product = find(module, aten.reciprocal.default)
+    scale = edits.node_named(module, "o_scale")
+    other = edits.add(module, product, aten.neg.default, scale)
+    twice = edits.add(module, product, aten.mul.Tensor, scale, other)
+    product.replace_input_with(scale, twice)
+
+
+def _nothing(module):
+    """As it was traced."""
+
+
+# name -> (quantization, edit, reason, what the detail names)
+NEAR_MISSES = {
+    "packed": ("group_packed", _nothing, "quantization", "per_token_group_fp8_quant_packed"),
+    "groups of 64": ("group_of_64", _nothing, "quantization", "group_size 64"),
+    "aten ops of groups": ("group_native", _nothing, "quantization", "in aten ops"),
+    "a scale of each token": ("per_token", _nothing, "quantization", "per_token_quant"),
+    "another least maximum": ("group", _argument(eps=1e-6), "quantization", "eps"),
+    "another most": ("group", _argument(fp8_max=240.0), "quantization", "fp8_max 240"),
+    "scales in bytes": ("group_ue8m0", _group_scales_in_bytes, "quantization", "uint8"),
+    "two scales": ("tensor", _two_scales, "quantization", "a scale [2]"),
+    "a scale in fp64": ("tensor", _wide_scale, "quantization", "float64"),
+    "padded rows": ("tensor", _padded, "quantization", "padded rows"),
+    "integers": ("tensor", _integers, "quantization", "int8"),
+    "division": ("tensor_native", _division, "quantization", "in aten ops"),
+    "rounded before": ("tensor_native", _rounded_first, "quantization", "another formula"),
+    "less clamped": (
+        "tensor_native", _constant(aten.clamp_max.default, 240.0), "quantization", "formula"
+    ),
+    "of another shape": ("tensor_native", _other_order, "quantization", "formula"),
+    "of two values": ("tensor_native", _another_value, "quantization", "other values"),
+    "inside an op": ("opaque", _nothing, "opaque", "dynamic_flashinfer_deepgemm"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NEAR_MISSES)
+def test_near_miss_is_kept(name):
+    quantized, edit, reason, detail = NEAR_MISSES[name]
+    spec = spec_of(quantized)
+    module = before_pass_6(spec)
+    edit(module)
+    assert_kept(module, spec, f"output-{reason}", detail)
