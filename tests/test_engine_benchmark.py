@@ -208,6 +208,7 @@ def test_block_fp8_is_measured_by_more_unfused_arms(monkeypatch, native, planted
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(engine, "run", run)
+    monkeypatch.setattr("vllm.utils.import_utils.has_deep_gemm", lambda: True)
     only = "r1-tp8 block-fp8,v2-lite fp8 V1"
     args = argparse.Namespace(plant=(), tp=1, dp=1, dcp=1, only=only, seconds=1e9, jobs=1)
     rows, wrong = engine.tokens(args)
@@ -226,6 +227,18 @@ def test_block_fp8_is_measured_by_more_unfused_arms(monkeypatch, native, planted
     unfused_are_equal = plain["verdict"] != "right"
     both = 2 * (word != "right" or found == "right")
     assert unfused_are_equal and wrong == 2 + both + (word != "right")
+
+
+def test_scales_for_deep_gemm_are_left_out_without_it(monkeypatch, capsys):
+    """vLLM would take another linear layer, whose scales are not powers of two."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(engine, "run", lambda job, left: {})
+    monkeypatch.setattr("vllm.utils.import_utils.has_deep_gemm", lambda: False)
+    args = argparse.Namespace(plant=(), tp=1, dp=1, dcp=1, only="", seconds=1e9, jobs=1)
+    plain, scaled = engine.QUANTIZED
+    found = engine.run_arms({plain: {}, scaled: {}}, args)
+    assert {name for name, _ in found} == {plain}
+    assert f"{scaled}: left out, DeepGEMM is not installed" in capsys.readouterr().out
 
 
 def test_a_job_reaches_its_engine(monkeypatch, tmp_path):
