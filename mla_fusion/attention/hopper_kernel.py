@@ -117,7 +117,7 @@ def read_scales(scale, q_scale_ptr, kv_scale_ptr, FP8: gl.constexpr):
     if FP8:
         kv_scale = gl.load(kv_scale_ptr)
         factor *= gl.load(q_scale_ptr) * kv_scale
-        value_scale = 256.0 * kv_scale
+        value_scale = kv_scale
     return factor, value_scale
 
 
@@ -290,6 +290,8 @@ def decode_kernel(
             # All that follows, scales too, may be written by the kernel in front.
             gdc.gdc_wait()
         factor, value_scale = read_scales(scale, q_scale_ptr, kv_scale_ptr, FP8)
+        if FP8:
+            value_scale *= 256.0  # `widen` leaves it out
         first_end = item.end
         if SPARSE:
             first_end = gl.minimum(item.end, gl.load(first_lens_ptr + item.sequence))

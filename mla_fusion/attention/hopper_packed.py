@@ -30,7 +30,7 @@ from triton.language.extra.cuda import gdc
 from mla_fusion.attention.hopper_copy import barrier, load_layout
 from mla_fusion.attention.hopper_gather import GROUPS, Entries, Ring, copy_entries, load_slots
 from mla_fusion.attention.hopper_kernel import read_item, store_item
-from mla_fusion.attention.hopper_tile import pairs_of, softmax_step
+from mla_fusion.attention.hopper_tile import pairs_of, softmax_step, widen_pairs
 from mla_fusion.attention.triton_kernels import LOG2E
 
 TOKENS = gl.constexpr(64)  # of a tile: the M of WGMMA
@@ -50,26 +50,6 @@ class Query(NamedTuple):
     odd: Any
     rope: Any
     inverse: Any
-
-
-@gluon.jit
-def widen(pairs):
-    """The low and the high bytes of int16 `pairs`, e4m3, as fp16: exact, and NaN stays NaN."""
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .b32 sorted;
-        .reg .b16 low, high;
-        prmt.b32 sorted, $2, 0, 0x3120;
-        mov.b32 {low, high}, sorted;
-        cvt.rn.f16x2.e4m3x2 $0, low;
-        cvt.rn.f16x2.e4m3x2 $1, high;
-        }""",
-        "=r,=r,r",
-        [pairs],
-        dtype=(gl.float16, gl.float16),
-        is_pure=True,
-        pack=2,
-    )
 
 
 @gluon.jit
@@ -132,7 +112,7 @@ def product(view, query, zeros, GROUP: gl.constexpr):
     """Start the products [tokens, rows] of the latents of a group, without their scales."""
     PAIRS: gl.constexpr = view.shape[1] // GROUPS
     pairs = view.slice(GROUP * PAIRS, PAIRS, dim=1)
-    even, odd = widen(pairs.load(gl.DotOperandLayout(0, zeros.type.layout, 2)))
+    even, odd = widen_pairs(pairs.load(gl.DotOperandLayout(0, zeros.type.layout, 2)))
     q_even = query.even.slice(GROUP * PAIRS, PAIRS, dim=1).permute((1, 0))
     q_odd = query.odd.slice(GROUP * PAIRS, PAIRS, dim=1).permute((1, 0))
     s = warpgroup_mma(even, q_even, zeros, use_acc=False, is_async=True)
@@ -183,7 +163,7 @@ def add_group(acc, odd, decay, view, weights, GROUP: gl.constexpr):
     odd = odd * decay[None, :]
     for j in gl.static_range(TOKENS // 32):
         pairs = view.slice(32 * j, 32).slice(GROUP * PAIRS, PAIRS, dim=1).permute((1, 0))
-        low, high = widen(pairs.load(gl.DotOperandLayout(0, layout, 2)))
+        low, high = widen_pairs(pairs.load(gl.DotOperandLayout(0, layout, 2)))
         part = weights.slice(32 * j, 32)
         acc = warpgroup_mma(low, part, acc, is_async=True)
         odd = warpgroup_mma(high, part, odd, is_async=True)

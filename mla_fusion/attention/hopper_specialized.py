@@ -47,26 +47,34 @@ from mla_fusion.attention.hopper_specialized_parts import (
     Tiles,
     Weights,
     Work,
-    add_quarters,
     cache_boxes,
     clear_rows,
     copy,
     item_of,
-    last_visible,
     put,
     query_boxes,
-    result_of,
-    softmax_step,
-    start_scores,
     store_lse,
     store_part,
     tiles_of,
+    turn_of,
+)
+from mla_fusion.attention.hopper_specialized_scores import (
+    add_quarters,
+    last_visible,
+    result_of,
+    softmax_step,
+    start_scores,
+    start_state,
 )
 from mla_fusion.attention.triton_choice import why_not_specialized
 from mla_fusion.attention.triton_kernels import LOG2E
 
 if TYPE_CHECKING:
     from mla_fusion.attention.validate import Inputs
+
+
+# Peaks are a row's maxima: with slack the kernel was slower, as its sums are rescaled all the same.
+EXACT = gl.constexpr(0)
 
 
 @gluon.jit
@@ -76,6 +84,7 @@ def score(
 ):  # fmt: skip
     """The first warpgroup: scores, softmax, and the left half of the output."""
     HALF: gl.constexpr = tiles.left.shape[2]
+    BUFFERS: gl.constexpr = tiles.left.shape[0]
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TILE, 16])
     output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HALF, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, scores)
@@ -87,20 +96,21 @@ def score(
         item = item_of(work, number, HEADS, FOLD)
         first, count = tiles_of(item, work.first_row, HEADS)
         limit = last_visible(work, item, HEADS, row_layout)
-        peak = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
-        total = gl.zeros([ROWS], gl.float32, row_layout)
+        peak, total = start_state(row_layout)
         acc = gl.zeros([ROWS, HALF], gl.float32, output)
         if count > 0:
-            mbarrier.wait(query.full, items % 2)
+            mbarrier.wait(query.full, items & 1)
             items += 1
             s = start_scores(query, tiles, done, scores)
             s = warpgroup_mma_wait(0, [add_quarters(s, query, tiles, done)])
-            p, decay, peak, total = softmax_step(s, first * TILE, item, limit, factor, peak, total)
-            put(shared, p, decay, sent)
+            token = first * TILE
+            p, decay, peak, total = softmax_step(s, token, item, limit, factor, peak, total, EXACT)
+            put(shared, p, decay, sent & 1)
             for t in range(first + 1, first + count):
                 mbarrier.arrive(shared.full, count=1)
-                free = tiles.left_free.index(done % 2)
-                left = tiles.left.index(done % 2)
+                buffer, _ = turn_of(done, BUFFERS)
+                free = tiles.left_free.index(buffer)
+                left = tiles.left.index(buffer)
                 sums = warpgroup_mma(shared.weights, left, acc, is_async=True)
                 done += 1
                 started = start_scores(query, tiles, done, scores)
@@ -109,22 +119,25 @@ def score(
                 mbarrier.arrive(free, count=1)
                 s = warpgroup_mma_wait(0, [add_quarters(started, query, tiles, done)])
                 sent += 1
-                p, decay, peak, total = softmax_step(s, t * TILE, item, limit, factor, peak, total)
+                p, decay, peak, total = softmax_step(
+                    s, t * TILE, item, limit, factor, peak, total, EXACT
+                )
                 acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, output))[:, None]
-                put(shared, p, decay, sent)
+                put(shared, p, decay, sent & 1)
             mbarrier.arrive(shared.full, count=1)
             mbarrier.arrive(query.free, count=1)
             sent += 1
-            left = tiles.left.index(done % 2)
+            buffer, _ = turn_of(done, BUFFERS)
+            left = tiles.left.index(buffer)
             over = item.end - (first + count - 1) * TILE
             if over < TILE:
                 clear_rows(left, over)
             sums = warpgroup_mma(shared.weights, left, acc, is_async=True)
             acc = warpgroup_mma_wait(0, [sums])
-            mbarrier.arrive(tiles.left_free.index(done % 2), count=1)
+            mbarrier.arrive(tiles.left_free.index(buffer), count=1)
             done += 1
         lse, inverse = result_of(peak, total)
-        mbarrier.wait(shared.free, (sent % 2) ^ 1)
+        mbarrier.wait(shared.free, (sent & 1) ^ 1)
         shared.factors.store(inverse)
         barrier()
         mbarrier.arrive(shared.full, count=1)
@@ -143,6 +156,7 @@ def multiply(
 ):
     """The second warpgroup: the right half of the output, in two quarters."""
     PART: gl.constexpr = tiles.right.shape[2]
+    BUFFERS: gl.constexpr = tiles.left.shape[0]
     output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, PART, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, output)
     done = 0
@@ -154,15 +168,15 @@ def multiply(
         third = gl.zeros([ROWS, PART], gl.float32, output)
         fourth = third
         for t in range(first, first + count):
-            quarter = 2 * (done % 2)
-            mbarrier.wait(shared.full, received % 2)
+            buffer, phase = turn_of(done, BUFFERS)
+            quarter = 2 * buffer
+            mbarrier.wait(shared.full, received & 1)
             factors = shared.factors.load(row_layout)
             weights = shared.weights.load(gl.DotOperandLayout(0, output, 2))
             barrier()
             mbarrier.arrive(shared.free, count=1)
             received += 1
             # Complete already; waiting makes the copies visible here.
-            phase = (done // 2) % 2
             mbarrier.wait(tiles.right_full.index(quarter), phase)
             mbarrier.wait(tiles.right_full.index(quarter + 1), phase)
             over = item.end - t * TILE
@@ -179,7 +193,7 @@ def multiply(
             fourth, weights = warpgroup_mma_wait(0, [last, weights])
             mbarrier.arrive(tiles.right_free.index(quarter + 1), count=1)
             done += 1
-        mbarrier.wait(shared.full, received % 2)
+        mbarrier.wait(shared.full, received & 1)
         inverse = shared.factors.load(row_layout)
         barrier()
         mbarrier.arrive(shared.free, count=1)

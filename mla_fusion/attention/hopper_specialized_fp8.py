@@ -1,10 +1,10 @@
 """Who computes what in the specialized decode kernel for Hopper when query and cache are fp8.
 
 The scores are an e4m3 product. The output is [latents, rows]: values are widened to fp16 in
-registers (`hopper_tile.widen`), as the left operand, because an e4m3 product cannot read them as
-they lie. So one warpgroup only computes scores and softmax, two widen and multiply a half each, and
-a single warp asks for the tiles, four of which fit. The products of a tile's scores run under the
-softmax of the tile before, and weights lie twice in shared memory.
+registers (`hopper_tile.widen_pairs`), as the left operand, because an e4m3 product cannot read them
+as they lie. So one warpgroup only computes scores and softmax, two widen and multiply a half each,
+and a single warp asks for the tiles, four of which fit. The products of a tile's scores run under
+the softmax of the tile before, and weights lie twice in shared memory.
 
 Barriers are those of `hopper_specialized.py`, except: weights and factors have two slots, and a
 slot is free when both halves have used it. A half of a tile is free behind its products and a
@@ -31,35 +31,45 @@ from mla_fusion.attention.hopper_specialized_parts import (
     TILE,
     WARPS,
     Weights,
-    add_quarters,
+    clear_rows,
     item_of,
-    last_visible,
     put,
-    result_of,
-    softmax_step,
-    start_scores,
     store_lse,
     store_pairs,
     tiles_of,
+    turn_of,
 )
-from mla_fusion.attention.hopper_tile import HIGH, LOW, pairs_of, widen
+from mla_fusion.attention.hopper_specialized_scores import (
+    add_quarters,
+    last_visible,
+    result_of,
+    softmax_step,
+    start_scores,
+    start_state,
+)
+from mla_fusion.attention.hopper_tile import pairs_of, widen_pairs
+
+# Of the softmax. Weights reach 2^8, and fp16 holds 2^15. Most tiles then have factors of 1 only, so
+# that nothing is rescaled.
+SLACK = gl.constexpr(8)
 
 
 @gluon.jit
 def slot_of(shared, number):
-    """The slot of the weights that are sent as number `number`."""
-    slot = number % 2
-    return Weights(
-        shared.weights.index(slot), shared.factors.index(slot), shared.full.index(slot),
-        shared.free.index(slot),
+    """The slot of the weights that are sent as number `number`, and the phase of its barriers."""
+    at, phase = turn_of(number, shared.weights.shape[0])
+    slot = Weights(
+        shared.weights.index(at), shared.factors.index(at), shared.full.index(at),
+        shared.free.index(at),
     )  # fmt: skip
+    return slot, phase
 
 
 @gluon.jit
 def send(shared, p, factors, sent):
     """Give the weights and factors of a tile to both halves, as number `sent`."""
-    slot = slot_of(shared, sent)
-    put(slot, p, factors, sent // 2)
+    slot, phase = slot_of(shared, sent)
+    put(slot, p, factors, phase)
     mbarrier.arrive(slot.full, count=1)
 
 
@@ -89,17 +99,18 @@ def score(
         first, count = tiles_of(item, work.first_row, HEADS)
         factor, value_scale = read_scales(scale, q_scale_ptr, kv_scale_ptr, True)
         limit = last_visible(work, item, HEADS, row_layout)
-        peak = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
-        total = gl.zeros([ROWS], gl.float32, row_layout)
+        peak, total = start_state(row_layout)
         if count > 0:
-            mbarrier.wait(query.full, items % 2)
+            mbarrier.wait(query.full, items & 1)
             items += 1
             s = warpgroup_mma_wait(0, [all_scores(query, tiles, done, scores)])
             done += 1
             last = (first + count - 1) * TILE
             for token in range(first * TILE, last, TILE):
                 started = all_scores(query, tiles, done, scores)
-                p, decay, peak, total = softmax_step(s, token, item, limit, factor, peak, total)
+                p, decay, peak, total = softmax_step(
+                    s, token, item, limit, factor, peak, total, SLACK
+                )
                 send(shared, p, decay, sent)
                 sent += 1
                 s = warpgroup_mma_wait(0, [started])
@@ -107,12 +118,12 @@ def score(
             # No warp reads the query any more.
             barrier()
             mbarrier.arrive(query.free, count=1)
-            p, decay, peak, total = softmax_step(s, last, item, limit, factor, peak, total)
+            p, decay, peak, total = softmax_step(s, last, item, limit, factor, peak, total, SLACK)
             send(shared, p, decay, sent)
             sent += 1
         lse, inverse = result_of(peak, total)
-        slot = slot_of(shared, sent)
-        mbarrier.wait(slot.free, ((sent // 2) % 2) ^ 1)
+        slot, phase = slot_of(shared, sent)
+        mbarrier.wait(slot.free, phase ^ 1)
         slot.factors.store(inverse * value_scale)
         barrier()
         mbarrier.arrive(slot.full, count=1)
@@ -123,9 +134,8 @@ def score(
 @gluon.jit
 def read_pairs(tiles, done, part: gl.constexpr, RIGHT: gl.constexpr, layout: gl.constexpr):
     """Bytes of a quarter of tile number `done`, in registers: pairs of latents by tokens."""
-    BUFFERS: gl.constexpr = tiles.left.shape[0]
     PAIRS: gl.constexpr = tiles.right.shape[2] // 2
-    buffer = done % BUFFERS
+    buffer, _ = turn_of(done, tiles.left.shape[0])
     if RIGHT:
         view = pairs_of(tiles.right.index(2 * buffer + part))
     else:
@@ -136,24 +146,39 @@ def read_pairs(tiles, done, part: gl.constexpr, RIGHT: gl.constexpr, layout: gl.
 @gluon.jit
 def wait_for_half(tiles, done, RIGHT: gl.constexpr):
     """Waits that make a half visible here: the scores have waited for its arrival."""
-    BUFFERS: gl.constexpr = tiles.left.shape[0]
-    phase = (done // BUFFERS) % 2
+    buffer, phase = turn_of(done, tiles.left.shape[0])
     if RIGHT:
         for part in gl.static_range(2):
-            mbarrier.wait(tiles.right_full.index(2 * (done % BUFFERS) + part), phase)
+            mbarrier.wait(tiles.right_full.index(2 * buffer + part), phase)
     else:
-        mbarrier.wait(tiles.left_full.index(done % BUFFERS), phase)
+        mbarrier.wait(tiles.left_full.index(buffer), phase)
+
+
+@gluon.jit
+def clear_half(tiles, done, count, RIGHT: gl.constexpr):
+    """Zero the tokens of a half of tile number `done` from `count` on: zero times NaN is NaN.
+
+    Behind the arrival of the tile's weights: no product of scores reads the half any more. The
+    other half's warps read none of it. The fence in front of `free_half` orders these stores, too,
+    before the next copy.
+    """
+    buffer, _ = turn_of(done, tiles.left.shape[0])
+    if RIGHT:
+        for part in gl.static_range(2):
+            clear_rows(pairs_of(tiles.right.index(2 * buffer + part)), count)
+    else:
+        clear_rows(pairs_of(tiles.left.index(buffer)), count)
 
 
 @gluon.jit
 def free_half(tiles, done, RIGHT: gl.constexpr):
     """Tell the copying warp that all warps have used a half of tile number `done`, and fenced."""
-    BUFFERS: gl.constexpr = tiles.left.shape[0]
+    buffer, _ = turn_of(done, tiles.left.shape[0])
     if RIGHT:
         for part in gl.static_range(2):
-            mbarrier.arrive(tiles.right_free.index(2 * (done % BUFFERS) + part), count=1)
+            mbarrier.arrive(tiles.right_free.index(2 * buffer + part), count=1)
     else:
-        mbarrier.arrive(tiles.left_free.index(done % BUFFERS), count=1)
+        mbarrier.arrive(tiles.left_free.index(buffer), count=1)
 
 
 @gluon.jit
@@ -176,33 +201,37 @@ def multiply(
     begin = gl.load(work.indptr + gl.program_id(0))
     for number in range(begin, gl.load(work.indptr + gl.program_id(0) + 1)):
         item = item_of(work, number, HEADS, FOLD)
-        _, count = tiles_of(item, work.first_row, HEADS)
+        first, count = tiles_of(item, work.first_row, HEADS)
         even = gl.zeros([PART // 2, ROWS], gl.float32, output)
         odd = even
         next_even = even
         next_odd = even
-        for _ in range(count):
-            slot = slot_of(shared, received)
-            mbarrier.wait(slot.full, (received // 2) % 2)
-            factors = slot.factors.load(row_layout)[None, :]
+        for t in range(first, first + count):
+            slot, phase = slot_of(shared, received)
+            mbarrier.wait(slot.full, phase)
+            factors = slot.factors.load(row_layout)
             weights = slot.weights.permute((1, 0))
             wait_for_half(tiles, done, RIGHT)
+            over = item.end - t * TILE
+            if over < TILE:
+                clear_half(tiles, done, over, RIGHT)
             pairs = read_pairs(tiles, done, 0, RIGHT, output)
-            even = even * factors
-            odd = odd * factors
-            next_even = next_even * factors
-            next_odd = next_odd * factors
-            low = widen(pairs, LOW)
+            # Each warp has the factors of all rows, so all warps agree. No factor is above 1.
+            if gl.min(factors, 0) < 1.0:
+                even = even * factors[None, :]
+                odd = odd * factors[None, :]
+                next_even = next_even * factors[None, :]
+                next_odd = next_odd * factors[None, :]
+            low, high = widen_pairs(pairs)
             even = warpgroup_mma(low, weights, even, is_async=True)
-            high = widen(pairs, HIGH)
             odd = warpgroup_mma(high, weights, odd, is_async=True)
             pairs = read_pairs(tiles, done, 1, RIGHT, output)
             # Values in registers are read until their product ends.
             even, low = warpgroup_mma_wait(1, [even, low])
-            low = widen(pairs, LOW)
+            low, next_high = widen_pairs(pairs)
             next_even = warpgroup_mma(low, weights, next_even, is_async=True)
             odd, high = warpgroup_mma_wait(1, [odd, high])
-            high = widen(pairs, HIGH)
+            high = next_high
             next_odd = warpgroup_mma(high, weights, next_odd, is_async=True)
             next_even, next_odd, low, high = warpgroup_mma_wait(0, [next_even, next_odd, low, high])
             # Not among products under way: there a fence crashes the assembler of Triton 3.6.
@@ -212,8 +241,8 @@ def multiply(
             mbarrier.arrive(slot.free, count=1)
             received += 1
             done += 1
-        slot = slot_of(shared, received)
-        mbarrier.wait(slot.full, (received // 2) % 2)
+        slot, phase = slot_of(shared, received)
+        mbarrier.wait(slot.full, phase)
         factors = slot.factors.load(row_layout)[None, :]
         barrier()
         mbarrier.arrive(slot.free, count=1)

@@ -13,7 +13,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    warpgroup_mma,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc
@@ -21,7 +20,6 @@ from triton.language.extra.cuda import gdc
 from mla_fusion.attention.hopper_copy import barrier, tile_layout, tma_load
 from mla_fusion.attention.hopper_kernel import read_item, store_output
 from mla_fusion.attention.hopper_tile import reinterpret
-from mla_fusion.attention.triton_kernels import LN2
 
 ROWS = gl.constexpr(64)  # query rows of a program: the M of WGMMA
 TILE = gl.constexpr(64)  # tokens
@@ -141,6 +139,23 @@ def boxes(
     return box(latent // 2), box(latent // 4), box(width - latent)
 
 
+@gluon.constexpr_function
+def log2_of(count):
+    """Of a power of two."""
+    assert count & (count - 1) == 0, "numbers choose their buffer by their low bits"
+    return count.bit_length() - 1
+
+
+@gluon.jit
+def turn_of(number, COUNT: gl.constexpr):
+    """Which of COUNT buffers, a power of two, number `number` has, and the phase of its barriers.
+
+    By bits: `number` is signed to the compiler, and a signed remainder takes more instructions.
+    """
+    SHIFT: gl.constexpr = log2_of(COUNT)
+    return number & (COUNT - 1), (number >> SHIFT) & 1
+
+
 @gluon.jit
 def tiles_of(item, first_row, HEADS: gl.constexpr):
     """First tile of an item, and how many it has: none if the program has no rows in it."""
@@ -180,14 +195,13 @@ def copy(
             gdc.gdc_wait()
         if count > 0:
             # Free from the start: the phase before the first counts as completed.
-            mbarrier.wait(query.free, (items % 2) ^ 1)
+            mbarrier.wait(query.free, (items & 1) ^ 1)
             copy_query(query, item, work.first_row, HEADS)
             items += 1
         for t in range(first, first + count):
             token = t * TILE
             row = gl.load(item.table + token // PAGE) * block_rows + token % PAGE
-            buffer = done % BUFFERS
-            phase = (done // BUFFERS) % 2
+            buffer, phase = turn_of(done, BUFFERS)
             mbarrier.wait(tiles.left_free.index(buffer), phase ^ 1)
             full = tiles.left_full.index(buffer)
             mbarrier.expect(full, TILE * (HALF + R) * SIZE)
@@ -231,62 +245,6 @@ def copy_rows(box, token, head, column, full, target):
 
 
 @gluon.jit
-def start_scores(query, tiles, done, layout: gl.constexpr):
-    """Start the products [rows, tokens] of the query with tile number `done` of the program: two
-    of four, those with its left half and its rotated part.
-    """
-    BUFFERS: gl.constexpr = tiles.left.shape[0]
-    buffer = done % BUFFERS
-    mbarrier.wait(tiles.left_full.index(buffer), (done // BUFFERS) % 2)
-    s = gl.zeros([ROWS, TILE], gl.float32, layout)
-    left = tiles.left.index(buffer).permute((1, 0))
-    s = warpgroup_mma(query.left, left, s, use_acc=False, is_async=True)
-    return warpgroup_mma(query.ropes, tiles.ropes.index(buffer).permute((1, 0)), s, is_async=True)
-
-
-@gluon.jit
-def add_quarters(s, query, tiles, done):
-    """Start the other two products, with the quarters."""
-    BUFFERS: gl.constexpr = tiles.left.shape[0]
-    for part in gl.static_range(2):
-        quarter = 2 * (done % BUFFERS) + part
-        mbarrier.wait(tiles.right_full.index(quarter), (done // BUFFERS) % 2)
-        right = tiles.right.index(quarter).permute((1, 0))
-        s = warpgroup_mma(query.right.index(part), right, s, is_async=True)
-    return s
-
-
-@gluon.jit
-def softmax_step(s, token, item, limit, factor, peak, total):
-    """One step of the online softmax over a tile from `token` on: weights, decay, new state."""
-    at = token + gl.arange(0, TILE, gl.SliceLayout(0, s.type.layout))
-    seen = (at >= item.begin)[None, :] & (at[None, :] < limit[:, None])
-    s = gl.where(seen, s * factor, float("-inf"))
-    new_peak = gl.maximum(peak, gl.max(s, 1))
-    # A row that has seen nothing keeps weights of zero, not NaN.
-    base = gl.where(new_peak == float("-inf"), 0.0, new_peak)
-    p = gl.exp2(s - base[:, None])
-    decay = gl.exp2(peak - base)
-    return p, decay, new_peak, total * decay + gl.sum(p, 1)
-
-
-@gluon.jit
-def last_visible(work, item, HEADS: gl.constexpr, layout: gl.constexpr):
-    """The end of the tokens that each row sees: row i of n up to n - 1 - i before the end of the
-    sequence.
-    """
-    row = work.first_row + gl.arange(0, ROWS, layout)
-    return gl.minimum(item.end, item.end + item.after - (item.count - 1 - row // HEADS))
-
-
-@gluon.jit
-def result_of(peak, total):
-    """The natural-log LSE of each row, and what its sums are multiplied by."""
-    lse = gl.where(total > 0.0, (peak + gl.log2(total)) * LN2, float("-inf"))
-    return lse, gl.where(total > 0.0, 1.0 / total, 0.0)
-
-
-@gluon.jit
 def clear_rows(tile, count):
     """Zero the rows of `tile` [tokens, columns] from `count` on: they may hold NaN."""
     PART: gl.constexpr = 64
@@ -294,15 +252,16 @@ def clear_rows(tile, count):
     row = gl.arange(0, TILE, gl.SliceLayout(1, layout))
     for i in gl.static_range(tile.shape[1] // PART):
         part = tile.slice(i * PART, PART, dim=1)
-        part.store(gl.where((row < count)[:, None], part.load(layout), 0.0))
+        zeros = gl.zeros([TILE, PART], tile.dtype, layout)
+        part.store(gl.where((row < count)[:, None], part.load(layout), zeros))
     fence_async_shared()
     barrier()
 
 
 @gluon.jit
-def put(shared, p, factors, sent):
-    """Store the weights and factors of a tile for both warpgroups, the `sent`-th time."""
-    mbarrier.wait(shared.free, (sent % 2) ^ 1)
+def put(shared, p, factors, phase):
+    """Store the weights and factors of a tile for who multiplies; phase: that the store begins."""
+    mbarrier.wait(shared.free, phase ^ 1)
     shared.weights.store(p.to(shared.weights.dtype))
     shared.factors.store(factors)
     fence_async_shared()

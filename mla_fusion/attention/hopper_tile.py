@@ -2,7 +2,7 @@
 
 The second product reads an fp8 tile as pairs: the two bytes of a 16-bit element are two latents of
 one token. `widen` makes fp16 of either byte, exact except for a factor of 2^-8: it moves the sign,
-and exponent and mantissa, to where fp16 has them.
+and exponent and mantissa, to where fp16 has them. Two other kernels convert both (`widen_pairs`).
 """
 
 from __future__ import annotations
@@ -41,6 +41,26 @@ HIGH = _to_fp16(
 def widen(pairs, BYTE: gl.constexpr):
     """The LOW or HIGH bytes of int16 `pairs` as fp16, times 2^-8. A NaN becomes 480."""
     return gl.inline_asm_elementwise(BYTE, "=r,r", [pairs], dtype=gl.float16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def widen_pairs(pairs):
+    """The low and the high bytes of int16 `pairs`, e4m3, as fp16: exact, and NaN stays NaN."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 sorted;
+        .reg .b16 low, high;
+        prmt.b32 sorted, $2, 0, 0x3120;
+        mov.b32 {low, high}, sorted;
+        cvt.rn.f16x2.e4m3x2 $0, low;
+        cvt.rn.f16x2.e4m3x2 $1, high;
+        }""",
+        "=r,=r,r",
+        [pairs],
+        dtype=(gl.float16, gl.float16),
+        is_pure=True,
+        pack=2,
+    )
 
 
 @gluon.jit

@@ -22,7 +22,6 @@ HOPPER_WIDTHS = ((512, 64), (256, 64), (256, 32))
 SHARED_MEMORY = 227 * 1024  # bytes of a multiprocessor of Hopper
 SPECIALIZED_WIDTHS = (512, 64)  # of the kernel for Hopper with warps of different work
 SPECIALIZED_TYPES = ({torch.bfloat16}, {torch.float8_e4m3fn})
-CHECKED_SPECIALIZED = (torch.bfloat16,)  # on an H200: fp8 differed there before its last change
 CDNA_WIDTHS = ((512, 64), (256, 64))  # of the kernel for CDNA 3 and 4: compiled and executed
 CDNA_TILE = 64  # tokens
 PAIRED_HEADS = 128  # of one query row: two row blocks of one item
@@ -77,9 +76,7 @@ def chosen(given: Inputs, extra: torch.Tensor | None = None, first: int = 0) -> 
         return choose_cdna(generation, rows, given.q.dtype, given.kv_cache.dtype, page)
     config = choose(hopper, rows, *widths, warp, packed)
     wide = config.rows == SPECIALIZED.rows and extra is None
-    if not wide or why_not_specialized(given):
-        return config
-    return SPECIALIZED if given.q.dtype in CHECKED_SPECIALIZED else config
+    return SPECIALIZED if wide and not why_not_specialized(given) else config
 
 
 def why_not_specialized(given: Inputs) -> str:
@@ -96,6 +93,9 @@ def why_not_specialized(given: Inputs) -> str:
             "it takes bf16 or e4m3, query and cache of one type, of 512 + 64, got "
             f"{q.dtype} over {kv_cache.dtype} of {latent} + {width - latent}"
         )
+    if not given.softmax_scale > 0:
+        # The largest product of a row has its largest score.
+        return f"it takes a positive scale of the scores, got {given.softmax_scale}"
     page_size, (step, entry, _) = kv_cache.shape[1], kv_cache.stride()
     if page_size % HOPPER_TILE or step % entry:
         return (

@@ -5,37 +5,12 @@ their target is poison. Source addresses that are not at their vector's alignmen
 Races between warps are not seen, but for the one that `gluon_program.py` refuses.
 """
 
-import re
 import types
 
 import torch
-from triton.experimental.gluon import language as gl
 
 from tests.attention.gluon_program import Program
 from tests.attention.gluon_values import Tensor, poison, raw
-
-
-def assemble(code, values):
-    """Run the PTX of `hopper_packed.widen` on int16 `values`, two in each 32-bit register."""
-    packed = values.reshape(-1, 2).contiguous().view(torch.uint8)
-    outputs, names = {}, {"$2": packed}
-    for line in code.strip("{} \n").split(";"):
-        match = re.match(r"\s*(\S+)\s+(.*)", line)
-        if match is None or match[1] == ".reg":
-            continue
-        if match[1] == "mov.b32":
-            low, high, source = re.findall(r"\w+", match[2])
-            names[low], names[high] = names[source][:, :2], names[source][:, 2:]
-            continue
-        target, *given = match[2].replace(" ", "").split(",")
-        if match[1] == "prmt.b32":
-            order = [int(digit, 16) for digit in reversed(given[2][2:])]
-            names[target] = names[given[0]][:, order]
-        else:
-            assert match[1] == "cvt.rn.f16x2.e4m3x2"
-            codes = names[given[0]].contiguous().view(torch.float8_e4m3fn)
-            outputs[target] = codes.to(torch.float16).reshape(values.shape)
-    return outputs["$0"], outputs["$1"]
 
 
 class Machine(Program):
@@ -93,9 +68,3 @@ class Machine(Program):
     def warpgroup_mma_wait(self, outstanding, deps):
         """Products are done already."""
         return deps[0] if len(deps) == 1 else tuple(deps)
-
-    # Functions of Gluon
-
-    def gl_inline_asm_elementwise(self, code, constraints, given, dtype, is_pure, pack):
-        assert (constraints, dtype, pack) == ("=r,=r,r", (gl.float16, gl.float16), 2)
-        return tuple(Tensor(each, given[0].layout) for each in assemble(code, given[0].data))

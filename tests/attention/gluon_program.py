@@ -15,6 +15,7 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.runtime.jit import JITFunction
 
+from tests.attention.gluon_ptx import assemble
 from tests.attention.gluon_values import TYPES, Pointer, Shared, Tensor, poison, raw, storage
 
 
@@ -108,6 +109,9 @@ class Program:
         # NaN loses, as in the hardware's maximum.
         return Tensor(a.data.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(axis))
 
+    def gl_min(self, a, axis):
+        return Tensor(a.data.nan_to_num(torch.inf, torch.inf, -torch.inf).amin(axis))
+
     def gl_sum(self, a, axis):
         return Tensor(a.data.sum(axis))
 
@@ -125,6 +129,14 @@ class Program:
 
     def gl_convert_layout(self, a, layout):
         return Tensor(a.data, layout)
+
+    def gl_inline_asm_elementwise(self, code, constraints, given, dtype, is_pure, pack):
+        outputs = constraints.count("=r")
+        assert (pack, is_pure, constraints) == (2, True, "=r," * outputs + "r")
+        found = assemble(code, outputs, given[0].data.contiguous())
+        types = dtype if outputs > 1 else [dtype]
+        values = [Tensor(x.view(TYPES[t])) for x, t in zip(found, types, strict=True)]
+        return tuple(values) if outputs > 1 else values[0]
 
     def gl_static_range(self, *bounds):
         return range(*bounds)

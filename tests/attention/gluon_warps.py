@@ -14,14 +14,13 @@ memory that threads load or store; and a product's values in registers that no w
 """
 
 import random
-import re
 import threading
 import types
 
 import torch
 
 from tests.attention.gluon_program import Program
-from tests.attention.gluon_values import NAMES, TYPES, Shared, Tensor, poison, storage
+from tests.attention.gluon_values import NAMES, Shared, Tensor, poison, storage
 
 
 class Barrier:
@@ -68,29 +67,6 @@ class Descriptor:
         found = torch.zeros(block, dtype=self.data.dtype)
         found[tuple(slice(0, n) for n in inside.shape)] = inside
         return found
-
-
-def assemble(code, values):
-    """Run the PTX of `hopper_tile.widen` on int16 `values`, two in each 32-bit register."""
-    packed = values.reshape(-1, 2).to(torch.int64) & 0xFFFF
-    names = {"$1": packed[:, 0] | packed[:, 1] << 16}
-    for line in code.strip("{} \n").split(";"):
-        match = re.match(r"\s*(\S+)\s+(.*)", line)
-        if match is None or match[1] == ".reg":
-            continue
-        target, *given = match[2].replace(" ", "").split(",")
-        given = [names[x] if x in names else int(x, 0) for x in given]
-        if match[1] == "lop3.b32":
-            assert given[3] == 0xEA
-            result = given[0] & given[1] | given[2]
-        else:
-            result = {
-                "shl.b32": lambda a, b: a << b, "shr.u32": lambda a, b: a >> b,
-                "and.b32": lambda a, b: a & b,
-            }[match[1]](*given)  # fmt: skip
-        names[target] = result & 0xFFFFFFFF
-    halves = torch.stack([names["$0"] & 0xFFFF, names["$0"] >> 16], 1)
-    return halves.to(torch.int16).reshape(values.shape)
 
 
 class Loading(Tensor):
@@ -320,7 +296,3 @@ class Machine(Program):
         if layout == "barriers":
             return Barriers(shape[0])
         return super().gl_allocate_shared_memory(dtype, shape, layout)
-
-    def gl_inline_asm_elementwise(self, code, constraints, given, dtype, is_pure, pack):
-        assert (constraints, pack, is_pure) == ("=r,r", 2, True)
-        return Tensor(assemble(code, given[0].data.contiguous()).view(TYPES[dtype]))

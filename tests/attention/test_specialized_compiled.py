@@ -95,8 +95,10 @@ def test_stores_fill_memory_sectors():
 
 def test_what_waits_for_what():
     text = events()
-    # The right half's warpgroup may start before the products of the left half.
-    assert " give mul wait mul mul 2 give wait mul wait mul 0 wait fence " in text, text
+    # The right half's warpgroup may start before the products of the left half. What follows a
+    # tile's masks, which most do not need, may stand anywhere.
+    assert " give mul wait mul mul 2 give wait mul wait mul 0 " in text, text
+    assert " wait fence give mul " in text, text
     # Behind the loop: the last weights and the query's rows are given, then the left half, whose
     # rows behind the end are cleared.
     assert " fence give give fence mul 0 give wait give " in text, text
@@ -109,8 +111,8 @@ def test_fp8_products_and_resources():
     assert result.matrix == ("HGMMA", "QGMMA") and result.shared <= LDS["sm_90"], result
     # Query and tile: four boxes of 128 columns each, and the rotated part.
     assert result.bulk_copies == 10, result
-    # An address at most, in the loop over tiles of who multiplies.
-    assert result.hot_spills <= 2, result
+    # Triton 3.9 keeps addresses in memory in the loop over tiles; 3.6 to 3.8 spill nothing there.
+    assert result.hot_spills <= (10 if triton_choice.triton_version() >= (3, 9) else 0), result
     # With fewer registers for those the assembler waits behind each product (C7512).
     assert result.product_waits == 8, result
 
@@ -127,10 +129,12 @@ def test_fp8_work_of_each_warpgroup():
 def test_fp8_waits():
     text = events(FN)
     # The next tile's scores are started before the weights are given, and waited for after that.
-    assert " wait mul mul wait mul wait mul wait fence give 0 " in text, text
+    assert " wait mul mul wait mul wait mul " in text and " wait fence give 0 " in text, text
     # A half is given when its values have been multiplied, and fenced; then the weights' slot.
     for given in ("give", "give give"):
         assert f" mul mul 1 mul 1 mul 0 fence {given} give wait " in text, text
+    # A half of the last tile is fenced, too, where it is cleared; so are both quarters.
+    assert " wait fence wait " in text and " wait wait fence fence wait " in text, text
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,10 @@ def hopper(monkeypatch):
         ((8, 40, 576), {"page": 128}, SPECIALIZED),
         ((8, 16, 576), DRAFTS, SPECIALIZED),
         ((8, 128, 576), {"max_query_len": 2}, SPECIALIZED),
+        ((8, 64, 576), {"dtype": FN}, SPECIALIZED),
+        ((8, 16, 576), {"dtype": FN, **DRAFTS}, SPECIALIZED),
+        ((8, 32, 576), {"dtype": FN}, triton_choice.Config(True, 32, 64, 8)),
+        ((8, 64, 576), {"dtype": FN, "page": 96}, STEP),
         # Fewer than 33 query rows.
         ((8, 16, 576), {}, triton_choice.Config(True, 16, 64, 4)),
         ((8, 32, 576), {}, triton_choice.Config(True, 32, 64, 8)),
@@ -76,13 +80,13 @@ def test_the_kernel_of_a_decode(q, options, wanted):
             hopper_specialized.arguments(given)
 
 
-@pytest.mark.parametrize("options", [{}, {"q": (8, 16, 576), **DRAFTS}])
-def test_fp8_is_not_chosen(monkeypatch, options):
-    given = inputs(dtype=FN, **options)
+@pytest.mark.parametrize("dtype", [BF16, FN])
+@pytest.mark.parametrize("scale", [0.0, -0.1])
+def test_a_scale_that_is_not_positive(dtype, scale):
+    given = dataclasses.replace(inputs(dtype=dtype), softmax_scale=scale)
     assert triton_choice.chosen(given) == STEP
-    hopper_specialized.arguments(given)
-    monkeypatch.setattr(triton_choice, "CHECKED_SPECIALIZED", (BF16, FN))
-    assert triton_choice.chosen(given) == SPECIALIZED
+    with pytest.raises(ValueError, match="it takes a positive scale"):
+        hopper_specialized.arguments(given)
 
 
 def test_a_query_of_another_type():

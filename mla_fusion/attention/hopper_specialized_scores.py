@@ -1,0 +1,98 @@
+"""Scores and softmax of a tile in the specialized decode kernel for Hopper, for both types.
+
+See `hopper_specialized.py`. Scores are [rows, tokens], and four threads have a row of them.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
+
+from mla_fusion.attention.hopper_specialized_parts import ROWS, TILE, turn_of
+from mla_fusion.attention.triton_kernels import LN2
+
+# Of [rows, 4]: a sum for each of the four threads that have a row of scores.
+SUMS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
+    )
+)
+
+
+@gluon.jit
+def start_scores(query, tiles, done, layout: gl.constexpr):
+    """Start the products [rows, tokens] of the query with tile number `done` of the program: two
+    of four, those with its left half and its rotated part.
+    """
+    buffer, phase = turn_of(done, tiles.left.shape[0])
+    mbarrier.wait(tiles.left_full.index(buffer), phase)
+    s = gl.zeros([ROWS, TILE], gl.float32, layout)
+    left = tiles.left.index(buffer).permute((1, 0))
+    s = warpgroup_mma(query.left, left, s, use_acc=False, is_async=True)
+    return warpgroup_mma(query.ropes, tiles.ropes.index(buffer).permute((1, 0)), s, is_async=True)
+
+
+@gluon.jit
+def add_quarters(s, query, tiles, done):
+    """Start the other two products, with the quarters."""
+    buffer, phase = turn_of(done, tiles.left.shape[0])
+    for part in gl.static_range(2):
+        quarter = 2 * buffer + part
+        mbarrier.wait(tiles.right_full.index(quarter), phase)
+        right = tiles.right.index(quarter).permute((1, 0))
+        s = warpgroup_mma(query.right.index(part), right, s, is_async=True)
+    return s
+
+
+@gluon.jit
+def start_state(layout: gl.constexpr):
+    """Peaks and sums of rows that have seen nothing."""
+    peak = gl.full([ROWS], float("-inf"), gl.float32, layout)
+    return peak, gl.zeros([ROWS, 4], gl.float32, SUMS)
+
+
+@gluon.jit
+def softmax_step(s, token, item, limit, factor, peak, total, SLACK: gl.constexpr):
+    """One step of the online softmax over a tile from `token` on: weights, decay, new state.
+
+    factor: of the scores, in base 2. It is positive, so the maximum needs no product of each.
+    SLACK: how far a maximum may be above its row's peak, in base 2, before the peak is raised.
+    Weights reach 2^SLACK, and most decays are 1. Sums and LSE do not depend on where a peak is.
+    """
+    # Of the tiles of an item only the first and the last ones have tokens that a row does not see.
+    shortest = gl.minimum(item.end, item.end + item.after - (item.count - 1))
+    if (token < item.begin) | (token + TILE > shortest):
+        at = token + gl.arange(0, TILE, gl.SliceLayout(0, s.type.layout))
+        seen = (at >= item.begin)[None, :] & (at[None, :] < limit[:, None])
+        s = gl.where(seen, s, float("-inf"))
+    highest = gl.max(s, 1) * factor
+    if SLACK == 0:
+        new_peak = gl.maximum(peak, highest)
+    else:
+        new_peak = gl.where(highest > peak + SLACK, highest, peak)
+    # A row that has seen nothing keeps weights of zero, not NaN.
+    base = gl.where(new_peak == float("-inf"), 0.0, new_peak)
+    p = gl.exp2(s * factor - base[:, None])
+    decay = gl.exp2(peak - base)
+    # A thread has two neighbours of every eight tokens. Four threads' sums meet in `result_of`.
+    sums = gl.convert_layout(gl.sum(gl.sum(p.reshape([ROWS, TILE // 8, 4, 2]), 3), 1), SUMS)
+    total = total * gl.convert_layout(decay, gl.SliceLayout(1, SUMS))[:, None] + sums
+    return p, decay, new_peak, total
+
+
+@gluon.jit
+def last_visible(work, item, HEADS: gl.constexpr, layout: gl.constexpr):
+    """The end of the tokens that each row sees: row i of n up to n - 1 - i before the end of the
+    sequence.
+    """
+    row = work.first_row + gl.arange(0, ROWS, layout)
+    return gl.minimum(item.end, item.end + item.after - (item.count - 1 - row // HEADS))
+
+
+@gluon.jit
+def result_of(peak, total):
+    """The natural-log LSE of each row, and what its sums are multiplied by."""
+    total = gl.convert_layout(gl.sum(total, 1), peak.type.layout)
+    lse = gl.where(total > 0.0, (peak + gl.log2(total)) * LN2, float("-inf"))
+    return lse, gl.where(total > 0.0, 1.0 / total, 0.0)
