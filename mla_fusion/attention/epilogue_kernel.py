@@ -3,6 +3,8 @@
 A program has ROWS query rows of one head, one of SLICES slices of their latents, and COLUMNS
 columns of their results. It merges its slice and multiplies it with its part of W_UV: with all
 columns in one program nothing is merged twice. The last program of the slices adds the products.
+That costs more than it saves where a row has few pieces. So the programs of a row may divide it by
+columns if it has few, and by latents if it has more: they read how many in the plan.
 
 Slots number the query rows of a step as if every sequence had `positions` of them: slot = sequence
 * positions + position. A slot without a query row takes one of the rows after the last sequence, so
@@ -24,6 +26,40 @@ from mla_fusion.kernels.triton_cast import cast
 EPSILON = tl.constexpr(1e-10)
 
 
+class Tensors(NamedTuple):
+    """Of a launch: those of the plan, and of `Epilogue`. `latent_ptr` is `out` of the decode."""
+
+    partial_ptr: Any
+    partial_lse_ptr: Any
+    reduce_indptr_ptr: Any
+    reduce_partial_map_ptr: Any
+    qo_indptr_ptr: Any
+    latent_ptr: Any
+    lse_ptr: Any
+    sums_ptr: Any
+    count_ptr: Any
+    w_ptr: Any
+    out_ptr: Any
+    scale_ptr: Any
+
+
+class Sizes(NamedTuple):
+    """Of a launch: its step, heads, and strides in elements."""
+
+    batch: Any
+    tokens: Any
+    positions: Any
+    heads: Any
+    latent_stride_t: Any
+    latent_stride_h: Any
+    w_head: Any
+    w_row: Any
+    w_column: Any
+    out_stride_t: Any
+    scale_stride_t: Any
+    scale_stride_g: Any
+
+
 class Rows(NamedTuple):
     """Of each row of a program: its token, whether there is one, its row in a partial tile, and
     its pieces: `begin` ... `end` - 1 of `reduce_partial_map`, none if it was not split."""
@@ -36,25 +72,25 @@ class Rows(NamedTuple):
 
 
 @triton.jit
-def read_rows(
-    slot, head, reduce_indptr_ptr, qo_indptr_ptr, batch, positions, tokens,
-    HEADS: tl.constexpr, FOLD: tl.constexpr,
-):  # fmt: skip
-    """What `slot` numbers are, for one head."""
-    sequence = tl.minimum(slot // positions, batch)
-    in_batch = sequence < batch
-    first = tl.load(qo_indptr_ptr + sequence)
-    count = tl.load(qo_indptr_ptr + sequence + 1, mask=in_batch, other=0) - first
+def read_rows(given, sizes, slot, HEADS: tl.constexpr, FOLD: tl.constexpr):
+    """What `slot` numbers are, for the head of this program."""
+    head = tl.program_id(2)
+    sequence = tl.minimum(slot // sizes.positions, sizes.batch)
+    in_batch = sequence < sizes.batch
+    first = tl.load(given.qo_indptr_ptr + sequence)
+    count = tl.load(given.qo_indptr_ptr + sequence + 1, mask=in_batch, other=0) - first
     count = tl.where(in_batch, count, 0)
-    position = slot - sequence * positions
+    position = slot - sequence * sizes.positions
     has_query = position < count
     # Slots without a query row before this one: all of those before, less the query rows.
-    after_last = tl.load(qo_indptr_ptr + batch) + slot - first - count
+    after_last = tl.load(given.qo_indptr_ptr + sizes.batch) + slot - first - count
     token = tl.where(has_query, first + position, after_last)
-    tile = reduce_indptr_ptr + sequence * FOLD + head // HEADS
-    begin = tl.load(tile, mask=has_query, other=0)
-    end = tl.load(tile + 1, mask=has_query, other=0)
-    return Rows(token.to(tl.int64), token < tokens, position * HEADS + head % HEADS, begin, end)
+    # Not `has_query`: all loads of the plan are one trip.
+    tile = given.reduce_indptr_ptr + sequence * FOLD + head // HEADS
+    begin = tl.load(tile, mask=in_batch, other=0)
+    end = tl.where(has_query, tl.load(tile + 1, mask=in_batch, other=0), begin)
+    at = position * HEADS + head % HEADS
+    return Rows(token.to(tl.int64), token < sizes.tokens, at, begin, end)
 
 
 @triton.jit
@@ -199,6 +235,87 @@ def sum_of_slices(sums_ptr, part, SLICES: tl.constexpr, ROWS: tl.constexpr, COLU
     return total
 
 
+@triton.jit
+def write(
+    given, sizes, sums, rows, V: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    SLICES: tl.constexpr, QUANTIZATION: tl.constexpr, LARGEST: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """Round, quantize and store the sums [COLUMNS, n] of `rows`, of which the first ROWS count."""
+    head = tl.program_id(2)
+    block = tl.program_id(1) // SLICES
+    stored = rows.real & (tl.arange(0, sums.shape[1]) < ROWS)
+    y = sums.to(given.w_ptr.dtype.element_ty)
+    if QUANTIZATION != "none":
+        y = quantized(
+            y.to(tl.float32), rows.token, stored, (head * V) // COLUMNS + block, given.scale_ptr,
+            sizes.scale_stride_t, sizes.scale_stride_g, QUANTIZATION,
+            given.out_ptr.dtype.element_ty, LARGEST, LIMIT,
+        )  # fmt: skip
+    column = block * COLUMNS + tl.arange(0, COLUMNS)
+    out = given.out_ptr + rows.token[None, :] * sizes.out_stride_t + head * V + column[:, None]
+    tl.store(out, y, mask=stored[None, :])
+
+
+@triton.jit
+def compute(
+    given, sizes, rows, L: tl.constexpr, V: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr,
+    ROWS: tl.constexpr, DOT_ROWS: tl.constexpr, COLUMNS: tl.constexpr, SLICES: tl.constexpr,
+    LATENTS: tl.constexpr, PIECES: tl.constexpr, VECTORS: tl.constexpr,
+    QUANTIZATION: tl.constexpr, LARGEST: tl.constexpr, LIMIT: tl.constexpr, LSE: tl.constexpr,
+    PDL: tl.constexpr, AMD: tl.constexpr,
+):  # fmt: skip
+    """COLUMNS columns of `rows`, or what one of SLICES slices of their latents adds to them:
+    `program 1` is the slice + SLICES * the block of columns."""
+    SLICE: tl.constexpr = L // SLICES
+    FOURS: tl.constexpr = VECTORS > 0 and ROWS * LATENTS >= VECTORS
+    head = tl.program_id(2)
+    block = tl.program_id(1) // SLICES
+    column = block * COLUMNS + tl.arange(0, COLUMNS)
+    latent = tl.program_id(1) % SLICES * SLICE + tl.arange(0, LATENTS)
+    w_tile = given.w_ptr + head.to(tl.int64) * sizes.w_head + column[:, None] * sizes.w_column
+    w = tl.load(w_tile + latent[None, :] * sizes.w_row)
+    # The rows again, in the layout of the result; of one slice, they repeat as in its product.
+    RESULTS: tl.constexpr = DOT_ROWS if SLICES == 1 else ROWS
+    copy = tl.program_id(0) * ROWS + tl.arange(0, RESULTS) % ROWS
+    out_rows = read_rows(given, sizes, copy, HEADS, FOLD)
+    latents = given.latent_ptr + rows.token * sizes.latent_stride_t + head * sizes.latent_stride_h
+    sums = tl.zeros([COLUMNS, DOT_ROWS], tl.float32)
+    for start in tl.static_range(0, SLICE, LATENTS):
+        x, lse = merged(
+            rows, given.partial_ptr, given.partial_lse_ptr, given.reduce_partial_map_ptr, latents,
+            start + latent, L, HEADS, ROWS, PIECES, FOURS, PDL,
+        )  # fmt: skip
+        if start > 0:
+            w = tl.load(w_tile + (start + latent)[None, :] * sizes.w_row)
+        sums = multiplied(w, x, sums, ROWS, DOT_ROWS)
+    if LSE:  # noqa: SIM102 (known when compiled; the other one is not)
+        if tl.program_id(1) == 0:
+            is_split = rows.end > rows.begin
+            lse_ptr = given.lse_ptr + rows.token * sizes.heads + head
+            tl.store(lse_ptr, lse * LN2, mask=is_split)
+    if SLICES > 1:
+        part = (tl.program_id(0) * sizes.heads + head) * tl.num_programs(1) + tl.program_id(1)
+        if is_last(
+            sums, given.sums_ptr, given.count_ptr, part, SLICES, ROWS, DOT_ROWS, COLUMNS, AMD
+        ):
+            total = sum_of_slices(given.sums_ptr, part, SLICES, ROWS, COLUMNS)
+            write(
+                given,
+                sizes,
+                total,
+                out_rows,
+                V,
+                ROWS,
+                COLUMNS,
+                SLICES,
+                QUANTIZATION,
+                LARGEST,
+                LIMIT,
+            )
+    else:
+        write(given, sizes, sums, out_rows, V, ROWS, COLUMNS, SLICES, QUANTIZATION, LARGEST, LIMIT)
+
+
 # Do not specialize on a batch or a stride of 1: the warm-up runs few batches, and scales in rows
 # where a graph may have them in columns. VECTORS says how partial results and latents are aligned.
 @triton.jit(
@@ -213,65 +330,45 @@ def epilogue_kernel(
     heads, latent_stride_t, latent_stride_h, w_head, w_row, w_column, out_stride_t, scale_stride_t,
     scale_stride_g, L: tl.constexpr, V: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr,
     ROWS: tl.constexpr, DOT_ROWS: tl.constexpr, COLUMNS: tl.constexpr, SLICES: tl.constexpr,
-    LATENTS: tl.constexpr, PIECES: tl.constexpr, VECTORS: tl.constexpr,
+    LATENTS: tl.constexpr, PIECES: tl.constexpr, WHOLE: tl.constexpr,
+    WHOLE_LATENTS: tl.constexpr, WHOLE_PIECES: tl.constexpr, VECTORS: tl.constexpr,
     QUANTIZATION: tl.constexpr, LARGEST: tl.constexpr, LIMIT: tl.constexpr, LSE: tl.constexpr,
     PDL: tl.constexpr, AMD: tl.constexpr,
 ):  # fmt: skip
     """Slots ROWS * `program 0` and following, head `program 2`; `program 1` is the slice + SLICES
-    * the block of COLUMNS columns.
+    * the block of COLUMNS columns. If no slot has more than WHOLE pieces, it is the block of
+    COLUMNS / SLICES columns, of all latents; WHOLE is 0 where nothing is divided so.
 
-    Tensors are those of the plan and of `Epilogue`; `latent_ptr` is `out` of the decode. W_UV is
-    read LATENTS of its L rows at a time, the first ones before the decode has ended. QUANTIZATION:
-    `Epilogue.quantization`. PDL: the launch precedes the end of the decode kernel.
+    W_UV is read LATENTS (WHOLE_LATENTS) of its L rows at a time, the first ones before the decode
+    has ended, and PIECES (WHOLE_PIECES) pieces of a row. A tile of VECTORS latents or more is
+    loaded in vectors; 0: none is. QUANTIZATION: `Epilogue.quantization`. PDL: the launch precedes
+    the end of the decode kernel.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    SLICE: tl.constexpr = L // SLICES
-    head = tl.program_id(2)
-    slot = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    block = tl.program_id(1) // SLICES
-    column = block * COLUMNS + tl.arange(0, COLUMNS)
-    latent = tl.program_id(1) % SLICES * SLICE + tl.arange(0, LATENTS)
-    w_tile = w_ptr + head.to(tl.int64) * w_head + column[:, None] * w_column
-    w = tl.load(w_tile + latent[None, :] * w_row)
-    rows = read_rows(
-        slot, head, reduce_indptr_ptr, qo_indptr_ptr, batch, positions, tokens, HEADS, FOLD
-    )
-    # The rows again, in the layout of the result; of one slice, they repeat as in its product.
-    RESULTS: tl.constexpr = DOT_ROWS if SLICES == 1 else ROWS
-    copy = tl.arange(0, RESULTS)
-    out_rows = read_rows(
-        tl.program_id(0) * ROWS + copy % ROWS, head, reduce_indptr_ptr, qo_indptr_ptr, batch,
-        positions, tokens, HEADS, FOLD,
+    given = Tensors(
+        partial_ptr, partial_lse_ptr, reduce_indptr_ptr, reduce_partial_map_ptr, qo_indptr_ptr,
+        latent_ptr, lse_ptr, sums_ptr, count_ptr, w_ptr, out_ptr, scale_ptr,
     )  # fmt: skip
-    stored = out_rows.real & (copy < ROWS)
-    latents = latent_ptr + rows.token * latent_stride_t + head * latent_stride_h
-    sums = tl.zeros([COLUMNS, DOT_ROWS], tl.float32)
-    for start in tl.static_range(0, SLICE, LATENTS):
-        x, lse = merged(
-            rows, partial_ptr, partial_lse_ptr, reduce_partial_map_ptr, latents, start + latent,
-            L, HEADS, ROWS, PIECES, VECTORS, PDL,
-        )  # fmt: skip
-        if start > 0:
-            w = tl.load(w_tile + (start + latent)[None, :] * w_row)
-        sums = multiplied(w, x, sums, ROWS, DOT_ROWS)
-    if LSE:  # noqa: SIM102 (known when compiled; the other one is not)
-        if tl.program_id(1) == 0:
-            is_split = rows.end > rows.begin
-            tl.store(lse_ptr + rows.token * heads + head, lse * LN2, mask=is_split)
-    if SLICES > 1:
-        part = (tl.program_id(0) * heads + head) * tl.num_programs(1) + tl.program_id(1)
-        if not is_last(sums, sums_ptr, count_ptr, part, SLICES, ROWS, DOT_ROWS, COLUMNS, AMD):
+    sizes = Sizes(
+        batch, tokens, positions, heads, latent_stride_t, latent_stride_h, w_head, w_row, w_column,
+        out_stride_t, scale_stride_t, scale_stride_g,
+    )  # fmt: skip
+    rows = read_rows(given, sizes, tl.program_id(0) * ROWS + tl.arange(0, ROWS), HEADS, FOLD)
+    # All programs of these slots and this head read the same numbers: either each slice is counted
+    # or none is, and the count is 0 again behind the launch.
+    if WHOLE > 0:
+        most = tl.max(rows.end - rows.begin, 0)
+        if most <= WHOLE:
+            compute(
+                given, sizes, rows, L, V, HEADS, FOLD, ROWS, DOT_ROWS, COLUMNS // SLICES, 1,
+                WHOLE_LATENTS, WHOLE_PIECES, VECTORS, QUANTIZATION, LARGEST, LIMIT, LSE, PDL, AMD,
+            )  # fmt: skip
             return
-        sums = sum_of_slices(sums_ptr, part, SLICES, ROWS, COLUMNS)
-    y = sums.to(w_ptr.dtype.element_ty)
-    if QUANTIZATION != "none":
-        y = quantized(
-            y.to(tl.float32), out_rows.token, stored, (head * V) // COLUMNS + block, scale_ptr,
-            scale_stride_t, scale_stride_g, QUANTIZATION, out_ptr.dtype.element_ty, LARGEST, LIMIT,
-        )  # fmt: skip
-    out = out_ptr + out_rows.token[None, :] * out_stride_t + head * V + column[:, None]
-    tl.store(out, y, mask=stored[None, :])
+    compute(
+        given, sizes, rows, L, V, HEADS, FOLD, ROWS, DOT_ROWS, COLUMNS, SLICES, LATENTS, PIECES,
+        VECTORS, QUANTIZATION, LARGEST, LIMIT, LSE, PDL, AMD,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["scale_ptr", "scale_stride_t", "scale_stride_g"])

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mla_fusion.attention.validate import Inputs
 
 LEAST = 16  # columns of a program, rows of a product by matrix instructions, latents of a slice
+AT_ONCE = 2**13  # latents of pieces that a program of whole rows loads at once: 16 pieces of 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +30,9 @@ class Shape:
     rows: query rows of a program. columns: of their results. slices: programs that share the
     latents of a row; the last of them adds their products. pieces: loaded at once. warps: of a
     program. All are powers of two.
+
+    whole: with up to so many pieces a row is not sliced: its programs share the columns, and each
+    has all latents. The number of pieces is read on the device. 0: rows are always sliced.
     """
 
     rows: int
@@ -36,6 +40,13 @@ class Shape:
     slices: int
     pieces: int
     warps: int
+    whole: int = 0
+
+    def of_few_pieces(self, latent: int) -> Shape:
+        """How a row of up to `whole` pieces is computed, by the same programs."""
+        columns = self.columns // self.slices
+        at_once = AT_ONCE // _latents(columns, latent)
+        return Shape(self.rows, columns, 1, min(self.whole, at_once), self.warps)
 
     def sums(self, slots: int, values: int) -> int:
         """Sums of one head that wait in the plan for the last slice."""
@@ -43,14 +54,19 @@ class Shape:
 
     def unsuited(self, slots: int, latent: int, values: int, quantization: str) -> str:
         """Why this shape cannot be launched for such rows; empty if it can."""
-        if any(size < 1 or size & (size - 1) for size in dataclasses.astuple(self)):
-            return "rows, columns, slices, pieces and warps must be powers of two"
+        sizes = dataclasses.astuple(self)
+        if any(size < 1 or size & (size - 1) for size in (*sizes[:-1], self.whole or 1)):
+            return "rows, columns, slices, pieces, warps and whole (or 0) must be powers of two"
         if self.columns < LEAST or values % self.columns:
             return f"columns must be {LEAST} or more and divide the {values} of a head"
         if in_groups(quantization) and self.columns != GROUP:
             return f"columns must be {GROUP}: a program finds the maximum of a group"
         if latent % (LEAST * self.slices):
             return f"{LEAST} * slices must divide the {latent} latents"
+        if self.whole and (self.rows * self.columns // self.slices < LEAST or self.slices == 1):
+            return f"columns / slices must be {LEAST} or more, in several slices, with whole rows"
+        if self.whole and (self.rows > 1 or in_groups(quantization)):
+            return "whole rows are rows of a program each, and not quantized in groups"
         if (sums := self.sums(slots, values)) > SUMS_PER_HEAD:
             return f"{sums} sums of a head wait for the last slice; a plan holds {SUMS_PER_HEAD}"
         return ""
@@ -197,6 +213,7 @@ def arguments(given: Inputs, shape: Shape) -> tuple[tuple[Any, ...], dict[str, A
         *_scale_strides(epilogue),
     )
     latent = plan.settings.v_head_dim
+    few = shape.of_few_pieces(latent)
     pdl = has_early_launch(latents.device)
     # A warp of AMD's has 64 threads.
     warps = max(1, shape.warps // 2) if torch.version.hip else shape.warps
@@ -209,9 +226,12 @@ def arguments(given: Inputs, shape: Shape) -> tuple[tuple[Any, ...], dict[str, A
         "DOT_ROWS": max(LEAST, shape.rows),
         "COLUMNS": shape.columns,
         "SLICES": shape.slices,
-        "LATENTS": _latents(shape, latent),
+        "LATENTS": _latents(shape.columns, latent // shape.slices),
         "PIECES": shape.pieces,
-        "VECTORS": _in_vectors(latents, shape.rows * _latents(shape, latent), warps),
+        "WHOLE": shape.whole,
+        "WHOLE_LATENTS": _latents(few.columns, latent),
+        "WHOLE_PIECES": few.pieces,
+        "VECTORS": _vectors(latents, warps),
         **_quantization(epilogue),
         "LSE": given.lse is not None,
         "PDL": pdl,
@@ -223,25 +243,24 @@ def arguments(given: Inputs, shape: Shape) -> tuple[tuple[Any, ...], dict[str, A
     return args, options
 
 
-def _latents(shape: Shape, latent: int) -> int:
-    """Rows of W_UV that a program holds: a power of two that divides those of its slice.
+def _latents(columns: int, latent: int) -> int:
+    """Rows of W_UV that a program holds: a power of two that divides `latent`, all it has.
 
     They go through shared memory, of which gfx942 has 64 KiB. More registers spill.
     """
     most = 2**14 if torch.version.hip else 2**15
-    part = latent // shape.slices
-    return min(part & -part, most // shape.columns)
+    return min(latent & -latent, most // columns)
 
 
-def _in_vectors(latents: torch.Tensor, tile: int, warps: int) -> bool:
-    """Whether a thread loads four neighbours of a tile of latents of one piece.
+def _vectors(latents: torch.Tensor, warps: int) -> int:
+    """The least tile of latents of one piece of which a thread loads four neighbours; 0: none.
 
     Not where threads were left over: they would take other pieces of the same latents, which then
     meet through shared memory.
     """
     warp = 64 if torch.version.hip else 32
     aligned = latents.data_ptr() % 8 == 0 and not any(n % 4 for n in latents.stride()[:2])
-    return aligned and tile >= 4 * warp * warps
+    return 4 * warp * warps if aligned else 0
 
 
 def quantize_arguments(
