@@ -19,6 +19,8 @@ interpreter.install(bounds=True, races=True)
 ONE, SOME = Shape(1, 16, 1, 4, 4), Shape(2, 64, 1, 4, 4)
 # In slices; PARTS has column blocks too.
 CUT, PARTS = Shape(2, 64, 4, 4, 4), Shape(2, 32, 2, 4, 4)
+# Whole rows up to 4 pieces, of several slices and column blocks.
+FEW = Shape(1, 64, 4, 4, 4, 4)
 CASES = {
     "one piece": Case((1,), (1,), ONE),
     "not split": Case((1,), (0,), ONE),
@@ -37,6 +39,15 @@ CASES = {
     "320 latents": Case((1, 1), (4, 0), Shape(2, 64, 4, 2, 4), latent=320),
     "one slice each of 512": Case((1,), (5,), Shape(1, 32, 8, 4, 4), latent=512, values=32),
     "16 rows": Case((1,) * 11, (2, 0, 3, 0, 1, 0, 0, 0, 0, 2, 0), Shape(16, 64, 2, 1, 4)),
+    "whole rows, not split": Case((1,), (0,), FEW),
+    "whole rows, one piece": Case((1,), (1,), FEW),
+    "whole rows, as many pieces": Case((1,), (4,), FEW),
+    "in slices, one piece more": Case((1,), (5,), FEW),
+    "whole rows beside slices": Case((1,) * 5, (5, 4, 0, 9, 1), FEW, 1, values=128, padding=2),
+    "whole drafts beside slices": Case((3, 1, 0, 2), (3, 0, 0, 9), FEW, heads=1),
+    "whole rows, folded heads": Case((1, 1), (3, 6), Shape(1, 32, 2, 2, 4, 4), 18, 32, latent=32),
+    "whole rows of 320": Case((1, 1), (3, 5), Shape(1, 64, 4, 2, 4, 4), latent=320),
+    "whole rows in turns": Case((1, 1), (17, 32), Shape(1, 32, 2, 8, 4, 32), latent=512, values=32),
     "fp16": Case((1, 1), (2, 3), CUT, dtype=FP16),
 }  # fmt: skip
 
@@ -48,7 +59,27 @@ def test_result(name):
     epilogues.launch(given, case.shape)
     want = expected(given)
     assert not (wrong := want.wrong(wide, given)), wrong
-    assert want.is_near(case.dtype)
+    assert want.is_near(case.dtype) and not given.plan.epilogue_counts.any()
+
+
+def test_whole_rows_leave_nothing_for_others():
+    """What waits in the plan for the last slice is that of sliced rows; no other row is counted."""
+    case = Case((1, 2, 1, 1), (4, 5, 0, 1), FEW, heads=1, values=128)
+    _, given = make(case)
+    _, fused = make(case, "tensor")
+    # Of 8 slots those of the sequence with five pieces.
+    sliced = torch.tensor([False, False, True, True, False, False, False, False])
+    blocks = case.values // FEW.columns
+    for each in (given, fused):
+        sums, counts = each.plan.epilogue_sums, each.plan.epilogue_counts
+        before = torch.where(sliced, 0, 7).repeat_interleave(blocks).int()
+        counts[: len(before)] = before
+        sums.fill_(torch.nan)
+        epilogues.launch(each, FEW)
+        stored = ~sums[: 8 * FEW.sums(1, case.values)].view(8, -1).isnan()
+        assert torch.equal(stored.all(1), sliced) and torch.equal(stored.any(1), sliced)
+        assert torch.equal(counts[: len(before)], before)
+    check_quantized(given.epilogue.out, fused.epilogue, "tensor")
 
 
 QUANTIZED = [
@@ -81,6 +112,8 @@ def test_any_slice_may_be_the_last(monkeypatch, quantization):
     """Launch after launch of one plan: the same bits, and counts of zero, whatever the order of the
     programs, and with other shapes in between."""
     shapes = [Shape(1, 128, 4, 4, 4), Shape(4, 128, 8, 2, 4), Shape(2, 128, 2, 4, 4)]
+    if quantization == "none":
+        shapes.append(Shape(1, 128, 4, 4, 4, 2))
     case = Case((1, 1, 1), (3, 0, 2), shapes[0], values=128)
     _, given = make(case, quantization)
     plan, before = given.plan, decodes.addresses(given.plan)
