@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import re
 import statistics
 import sys
 import time
@@ -31,6 +32,7 @@ from mla_fusion.cli.bench import environment
 from mla_fusion.cli.bench_epilogue import LATENT, SEPARATE, Case
 
 PROGRAMS = 32, 528  # fewest and most of a launch that is worth a measurement
+WHOLE = 32  # most pieces of a row that is not sliced
 
 
 def shaped(rows: int, columns: int, slices: int, warps: int, pieces: int) -> Shape:
@@ -49,7 +51,7 @@ def programs(case: Case, shape: Shape) -> int:
 
 def tuned(case: Case) -> set[Shape]:
     """Shapes that may be the best: rows are in one or two programs, columns in one, or in several
-    where there is one row and no slice."""
+    where there is one row and no slice, or none of few pieces."""
     most, widest = min(16, triton.next_power_of_2(case.tokens)), min(GROUP, case.values)
     every = itertools.product((1, 2, 4, 8, 16), (32, 64, 128), (1, 2, 4, 8), (4, 8), (8, 16, 64))
     shapes = {
@@ -58,6 +60,7 @@ def tuned(case: Case) -> set[Shape]:
         if most <= 2 * rows <= 2 * most
         if rows * slices == 1 or (columns == widest and pieces > 8)
     }
+    shapes |= {dataclasses.replace(shape, whole=WHOLE) for shape in shapes if shape.pieces > 16}
     least, greatest = PROGRAMS
     facts = case.tokens, LATENT, case.values, case.quantization
     return {
@@ -101,7 +104,7 @@ def advise(rows: list[dict]) -> None:
         }
         means = {n: statistics.geometric_mean(each) for n, each in gains.items() if min(each) >= 1}
         if means and means[best := max(means, key=means.__getitem__)] >= 1.2:
-            shape = ", ".join(best.split("x"))
+            shape = ", ".join(re.split("[xw]", best))
             found = " ".join(f"{t[best]:.2f}/{t[SEPARATE]:.2f}" for t in places.values())
             print(
                 f"    Faster({tokens}, {heads}, {group}, Shape({shape})),"

@@ -30,6 +30,12 @@ def test_candidates_are_separate_launches_what_is_chosen_and_what_is_asked_for()
     assert set(bench_epilogue.candidates(many)) == {"separate"}
     asked = epilogues.Shape(2, 64, 2, 8, 4)
     assert set(bench_epilogue.candidates(many, [asked])) == {"separate", "2x64x2x8x4"}
+    assert bench_epilogue.name_of(epilogues.Shape(1, 128, 4, 64, 8, 32)) == "1x128x4x64x8w32"
+
+
+def test_one_round_has_its_sample_as_every_quantile():
+    assert bench_epilogue.quantiles([2.5]) == (2.5, 2.5, 2.5)
+    assert bench_epilogue.quantiles([1.0, 2.0]) == pytest.approx((1.2, 1.5, 1.8))
 
 
 @pytest.mark.parametrize(("step", "right"), [(1, True), (2, False)])

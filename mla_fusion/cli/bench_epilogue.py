@@ -5,7 +5,7 @@ this library's where vLLM is missing. A candidate is a CUDA graph of calls with 
 that L2 does not hold what an engine would have to fetch; graphs take turns. "back": calls follow
 each other. "behind": each follows a decode, less the same graph of the decode alone. Results are
 checked against the reference in the same run, and two launches against each other. A shape of the
-kernel is named rows x columns x slices x pieces x warps.
+kernel is named rows x columns x slices x pieces x warps, and w with the pieces of whole rows.
 """
 
 from __future__ import annotations
@@ -172,7 +172,10 @@ def separate(given: Inputs) -> None:
 
 def name_of(shape: Shape | None) -> str:
     """Of the candidate with this shape."""
-    return "x".join(map(str, dataclasses.astuple(shape))) if shape else SEPARATE
+    if shape is None:
+        return SEPARATE
+    *sizes, whole = dataclasses.astuple(shape)
+    return "x".join(map(str, sizes)) + (f"w{whole}" if whole else "")
 
 
 def candidates(case: Case, shapes: Iterable[Shape] = ()) -> dict[str, Step]:

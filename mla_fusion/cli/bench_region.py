@@ -247,6 +247,8 @@ def interleave(
 
 def quantiles(samples: Sequence[float]) -> tuple[float, float, float]:
     """p20, median and p80."""
+    if len(samples) == 1:  # an error before Python 3.13
+        return samples[0], samples[0], samples[0]
     cuts = statistics.quantiles(samples, n=10, method="inclusive")
     return cuts[1], cuts[4], cuts[7]
 

@@ -190,6 +190,11 @@ def test_the_first_measured_row_that_holds_is_chosen(monkeypatch):
         ((1, 128, 1, 4, 4), 512, 192, "none", "divide the 192 of a head"),
         ((1, 64, 2, 4, 4), 512, 128, "group", "columns must be 128: a program finds the maximum"),
         ((1, 128, 8, 4, 4), 320, 128, "none", r"16 \* slices must divide the 320 latents"),
+        ((1, 128, 4, 4, 4, 24), 512, 128, "none", "whole .or 0. must be powers of two"),
+        ((1, 128, 1, 4, 4, 8), 512, 128, "none", "slices must be 2 or more"),
+        ((1, 64, 8, 4, 4, 8), 512, 128, "none", "columns / slices 16 or more"),
+        ((2, 128, 4, 4, 4, 8), 512, 128, "none", "rows must be 1"),
+        ((1, 128, 4, 4, 4, 8), 512, 128, "group", "not be quantized in groups"),
         ((8, 128, 8, 4, 4), 512, 256, "none", "32768 sums of a head wait .* a plan holds 16384"),
     ],
 )

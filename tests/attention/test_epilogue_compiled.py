@@ -53,7 +53,8 @@ def report(target, heads, shape, *, pdl=False, **options):
     return compile_report(target, epilogue_kernel.epilogue_kernel, args, constants)
 
 
-CHOSEN = epilogues.choose(1, 16, 512, 128)
+# Whole rows of few pieces, and slices.
+CHOSEN, CHOSEN_OF_32 = (epilogues.choose(1, heads, 512, 128) for heads in (16, 32))
 # Rows in slices; benchmarks/epilogue.py times them.
 ONE_ROW, ROWS = epilogues.Shape(1, 128, 4, 16, 4), epilogues.Shape(8, 128, 4, 4, 8)
 MOST_ROWS = epilogues.Shape(16, 128, 2, 1, 8)
@@ -67,7 +68,8 @@ WHOLE = epilogues.Shape(1, 32, 1, 16, 4)
      ("sm_90", CHOSEN, "tensor", "values"), ("gfx942", CHOSEN, "none", "values"),
      ("sm_90", ROWS, "group", "latent"), ("gfx942", ROWS, "group", "values"),
      ("sm_90", ROWS, "group_ue8m0", "latent"),
-     ("sm_90", MOST_ROWS, "none", "values"), ("sm_90", WHOLE, "none", "latent")],
+     ("sm_90", MOST_ROWS, "none", "values"), ("sm_90", WHOLE, "none", "latent"),
+     ("sm_90", CHOSEN_OF_32, "none", "latent"), ("gfx942", CHOSEN_OF_32, "none", "latent")],
 )  # fmt: skip
 def test_epilogue(target, shape, quantization, dense):
     pdl = target == "sm_90"
@@ -79,16 +81,26 @@ def test_epilogue(target, shape, quantization, dense):
     assert result.matrix, result
 
 
-@pytest.mark.parametrize("shape", [CHOSEN, ONE_ROW, ROWS, WHOLE])
+@pytest.mark.parametrize("shape", [CHOSEN, CHOSEN_OF_32, ONE_ROW, ROWS, WHOLE])
 def test_only_w_uv_and_the_plan_are_read_before_the_decode_has_ended(shape):
     order = report("sm_90", 16, shape, pdl=True).order
     assert order[0] == "PREEXIT", "the next kernel may be launched early too"
-    before = order[: order.index("ACQBULK")]
+    first, *others = " ".join(order).split("ACQBULK")
+    assert "STG" not in first, order
+    assert len(others) == 1 + (shape.whole > 0), "each division waits once"
+    if shape.whole:  # which store once, and then come the slices
+        assert others[0].count("STG") == 1, order
     # W_UV: 16 bytes a thread and load. The plan: one number each.
     wide = 2 * shape.columns * 512 // shape.slices // (32 * shape.warps * 16)
-    assert before.count("LDG.128") == wide, order
-    assert order.count("ACQBULK") == 1
-    assert "STG" not in before and "STG.128" not in before, order
+    for before in (first, *(part.rpartition("STG")[2] for part in others[:-1])):
+        assert before.count("LDG.128") == wide, order
+
+
+def test_whole_rows_are_stored_as_by_a_shape_without_slices():
+    """No barrier, fence or count more."""
+    sync = report("sm_90", 16, CHOSEN, pdl=True).sync
+    alone = report("sm_90", 16, CHOSEN.of_few_pieces(512), pdl=True).sync
+    assert "ATOMG" not in alone and sync[: len(alone)] == alone, sync
 
 
 def test_a_slice_is_counted_after_its_sums_are_stored():
