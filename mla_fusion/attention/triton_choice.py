@@ -57,9 +57,9 @@ SPECIALIZED = Config(True, 64, HOPPER_TILE, 4, specialized=True)
 
 
 def chosen(given: Inputs, extra: torch.Tensor | None = None, first: int = 0) -> Config:
-    """The configuration for a decode: from shapes, strides, types and whether addresses are
-    multiples of 16 bytes, which a captured graph keeps. extra: the last cache of sparse decode.
-    first: columns of the first of its two scopes.
+    """The configuration for a decode: from shapes, strides, types, the scale of the scores and
+    whether addresses are multiples of 16 bytes, which a captured graph keeps. extra: the last cache
+    of sparse decode. first: columns of the first of its two scopes.
     """
     plan, latent = given.plan, given.plan.settings.v_head_dim
     widths = latent, given.q.shape[2] - latent

@@ -124,6 +124,9 @@ def test_fp8_work_of_each_warpgroup():
     assert [products.count(k) for k in ("32", "16")] == [2 * 18, 2 * 4 * 4]
     granted = re.findall(r"setmaxnreg.(inc|dec).sync.aligned.u32\s+(\d+);", ptx(FN))
     assert {("dec", "24"), ("inc", "192"), ("dec", "104")} <= set(granted)
+    # Threads meet for the maxima of two rows of a tile, in the loop and behind it; for their sums
+    # when an item ends; and for the factors that each half looks at.
+    assert ptx(FN).count("shfl.sync.bfly") == 2 * 4 + 4 + 2 * 2
 
 
 def test_fp8_waits():
