@@ -8,9 +8,10 @@ against the first one, bit by bit; a case, all batches of a type, and a number o
 rows, is a row of the file. Processes compile all kernels at once before. Then shapes, given as
 batch x context, or with x heads x query rows, are timed in turns with the kernel whose warps work
 in *step*, and with FlashAttention 3 (bf16) and FlashMLA (its fp8 error is no failure) where vLLM is
-installed. Both plans are timed where a bf16 item has two blocks of 64 rows: *pairs*, half as many
-workers, so that both run at the same time and share what they read in the L2 cache, as the provider
-has it; and *blocks* one after the other, for 128 heads and one query row items of their own.
+installed. Both plans are checked and timed where an item may have two blocks of 64 rows: *pairs*,
+half as many workers, so that both run at the same time and share what they read in the L2 cache,
+as the provider has it for bf16; and *blocks* one after the other, as it has it for fp8, for 128
+heads and one query row items of their own.
 All runs in a child process: a kernel that waits for ever is killed after `--seconds` without a
 line, and the last line says where. Exits with 1 if a check fails.
 """
@@ -67,11 +68,11 @@ if TYPE_CHECKING:
 
 TYPES = {"bf16": BF16, "fp8": FP8}
 LSE_TOLERANCES = {BF16: 1e-5, FP8: 2e-3}  # as in check_attention.py
-# Heads, query rows, page, whether a bf16 plan has pairs, and the type; without it in CHECKED.
+# Heads, query rows, page, whether the plan has pairs, and the type. In CHECKED it has no type, and
+# those that may have pairs are checked without them, too.
 Checked = tuple[int, int, int, bool, str]
 CHECKED = [
     (64, 1, 64, False),
-    (128, 1, 64, False),
     (128, 1, 64, True),
     (16, 4, 128, False),
     (16, 8, 64, True),
@@ -92,19 +93,21 @@ DRAFTS = ["8x8192x16x4", "64x8192x16x4", "32x1024x16x4", "64x8192x8x8", "64x8192
 PEERS: dict[str, Candidate] = {"fa3": fa3, "flashmla": flashmla}
 
 
+def settings_of(case: Case) -> dict[str, Any]:
+    """The provider's settings of a plan for bf16: with pairs where items may have them."""
+    return {**provider.plan_settings(case.heads, case.queries, BF16, case.width, "cuda")}
+
+
 def has_pairs(case: Case) -> bool:
-    """Whether the provider has items of two row blocks, both at the same time."""
-    settings = provider.plan_settings(case.heads, case.queries, case.dtype, case.width, "cuda")
-    return settings["workers"] < multiprocessors(torch.device("cuda"))
+    """Whether items may have two row blocks, both at the same time."""
+    return settings_of(case)["workers"] < multiprocessors(torch.device("cuda"))
 
 
 def plan_of(case: Case, pairs: bool, batch: int) -> PersistentDecodePlan:
-    """A plan for `batch` sequences with the provider's settings; without `pairs` there is a worker
-    for each multiprocessor, and an item holds up to 64 heads.
+    """A plan for `batch` sequences; without `pairs` there is a worker for each multiprocessor, and
+    an item holds up to 64 heads.
     """
-    settings: dict[str, Any] = provider.plan_settings(
-        case.heads, case.queries, case.dtype, case.width, "cuda"
-    )
+    settings = settings_of(case)
     if not pairs:
         settings |= {"workers": multiprocessors(torch.device("cuda")), "heads_per_work": None}
     return PersistentDecodePlan.allocate(
@@ -164,6 +167,16 @@ def batches_of(
         inputs.lens.copy_(torch.tensor(lengths))
         refresh(plan, rows, inputs.lens)
         yield f"{name_of(checked)} {batch} {kind}", inputs, plan, rows, lengths
+
+
+def cases_of(wanted: list[tuple[int, int, int, bool]], types: list[str]) -> list[Checked]:
+    """Cases of some types: without pairs, and with them where there may be."""
+    return [
+        (heads, queries, page, with_pairs, dtype)
+        for dtype in types
+        for heads, queries, page, pairs in wanted
+        for with_pairs in ((False, True) if pairs else (False,))
+    ]
 
 
 def name_of(checked: Checked) -> str:
@@ -273,7 +286,7 @@ def shape_of(text: str, dtype: str = "bf16") -> Case:
 
 
 def candidates(case: Case) -> dict[str, Candidate]:
-    """Those for a shape: with pairs only where the provider has them; FlashAttention 3 for bf16."""
+    """Those for a shape: with pairs where it may have them; FlashAttention 3 for bf16."""
     paired = has_pairs(case)
     left = {k: build for k, build in CANDIDATES.items() if paired or not k.endswith("pairs")}
     return {k: build for k, build in left.items() if k != "fa3" or case.dtype == BF16}
@@ -373,11 +386,10 @@ def main() -> None:
     torch.manual_seed(options.seed)
     if options.only != "time":
         wanted = [each for each in CHECKED if f"{each[0]}x{each[1]}" in options.cases]
-        typed = [(*c[:3], c[3] and t == "bf16", t) for t in options.types for c in wanted]
+        cases = cases_of(wanted, options.types)
         command = " ".join(["python", *(word for word in sys.argv if word != "--child")])
         known = environment(options.commit) | {"command": command}
         facts = {fact: known[fact] for fact in FACTS}
-        cases = list(dict.fromkeys(typed))
         compile_ahead(compile_case, cases)
         rng = random.Random(options.seed)
         check(cases, rng, options.launches, facts, options.csv, options.apart)

@@ -89,26 +89,34 @@ def test_a_wrong_result(on_cpu, monkeypatch, tmp_path, change, column):
     assert (row[column], row["different"], row["ok"], failures) == ("nan", "0", "0", 1)
 
 
-def test_both_plans(on_cpu):
-    """Pairs are what the provider has; without them all multiprocessors have a worker."""
-    case = peers.Case(3, 64, 128, peers.BF16)
+@pytest.mark.parametrize("dtype", [peers.BF16, peers.FP8])
+def test_both_plans(on_cpu, dtype):
+    """Pairs are what the provider has for bf16; without them all multiprocessors have a worker."""
+    case = peers.Case(3, 64, 128, dtype)
     workers = [script.plan_of(case, pairs, 3).rules.workers for pairs in (True, False)]
     assert script.has_pairs(case) and workers == [4, 8]
 
 
-def test_the_kernels_of_a_shape(on_cpu, monkeypatch):
-    """Both plans where the provider has pairs; peers are not compiled."""
+def test_cases_with_pairs_are_checked_without_them_too():
+    cases = script.cases_of([(64, 1, 64, False), (16, 8, 64, True)], ["bf16", "fp8"])
+    of_type = [(64, 1, 64, False), (16, 8, 64, False), (16, 8, 64, True)]
+    assert cases == [(*each, dtype) for dtype in ("bf16", "fp8") for each in of_type]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_the_kernels_of_a_shape(on_cpu, monkeypatch, dtype):
+    """Both plans where there may be pairs; peers are not compiled."""
     launched = []
 
     def note(inputs, plan, i, out, lse, config):
         launched.append((inputs.case.context, plan.rules.workers, config.specialized))
 
     monkeypatch.setattr(script, "launch", note)
-    case = script.shape_of("3x500x16x8")
+    case = script.shape_of("3x500x16x8", dtype)
     assert (case.batch, case.context, case.heads, case.queries) == (3, 500, 16, 8)
-    assert script.compile_shape(case) == "3 x H=16 x 8 rows bf16"
+    assert script.compile_shape(case) == f"3 x H=16 x 8 rows {dtype}"
     assert launched == [(64, n, kernel) for kernel in (False, True) for n in (8, 4)]
     launched.clear()
     monkeypatch.setattr(script, "multiprocessors", lambda _: 4)
-    script.compile_shape(script.shape_of("3x500"))
+    script.compile_shape(script.shape_of("3x500", dtype))
     assert launched == [(64, 4, False), (64, 4, True)]
