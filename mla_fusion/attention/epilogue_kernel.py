@@ -94,6 +94,16 @@ def read_rows(given, sizes, slot, HEADS: tl.constexpr, FOLD: tl.constexpr):
 
 
 @triton.jit
+def count_pieces(given, sizes, slot, HEADS: tl.constexpr, FOLD: tl.constexpr):
+    """Pieces of the sequence of one slot, for the head of this program; 0 behind the last one."""
+    sequence = slot // sizes.positions
+    in_batch = sequence < sizes.batch
+    tile = given.reduce_indptr_ptr + sequence * FOLD + tl.program_id(2) // HEADS
+    begin = tl.load(tile, mask=in_batch, other=0)
+    return tl.load(tile + 1, mask=in_batch, other=0) - begin
+
+
+@triton.jit
 def place(rows, reduce_partial_map_ptr, start, HEADS: tl.constexpr, PIECES: tl.constexpr):
     """Rows of the partial tiles that hold pieces `start` ... `start` + PIECES - 1 of each row."""
     piece = rows.begin[None, :] + start + tl.arange(0, PIECES)[:, None]
@@ -258,7 +268,7 @@ def write(
 
 @triton.jit
 def compute(
-    given, sizes, rows, L: tl.constexpr, V: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr,
+    given, sizes, L: tl.constexpr, V: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr,
     ROWS: tl.constexpr, DOT_ROWS: tl.constexpr, COLUMNS: tl.constexpr, SLICES: tl.constexpr,
     LATENTS: tl.constexpr, PIECES: tl.constexpr, VECTORS: tl.constexpr,
     QUANTIZATION: tl.constexpr, LARGEST: tl.constexpr, LIMIT: tl.constexpr, LSE: tl.constexpr,
@@ -274,6 +284,8 @@ def compute(
     latent = tl.program_id(1) % SLICES * SLICE + tl.arange(0, LATENTS)
     w_tile = given.w_ptr + head.to(tl.int64) * sizes.w_head + column[:, None] * sizes.w_column
     w = tl.load(w_tile + latent[None, :] * sizes.w_row)
+    slot = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    rows = read_rows(given, sizes, slot, HEADS, FOLD)
     # The rows again, in the layout of the result; of one slice, they repeat as in its product.
     RESULTS: tl.constexpr = DOT_ROWS if SLICES == 1 else ROWS
     copy = tl.program_id(0) * ROWS + tl.arange(0, RESULTS) % ROWS
@@ -354,19 +366,17 @@ def epilogue_kernel(
         batch, tokens, positions, heads, latent_stride_t, latent_stride_h, w_head, w_row, w_column,
         out_stride_t, scale_stride_t, scale_stride_g,
     )  # fmt: skip
-    rows = read_rows(given, sizes, tl.program_id(0) * ROWS + tl.arange(0, ROWS), HEADS, FOLD)
-    # All programs of these slots and this head read the same numbers: either each slice is counted
-    # or none is, and the count is 0 again behind the launch.
     if WHOLE > 0:
-        most = tl.max(rows.end - rows.begin, 0)
-        if most <= WHOLE:
+        # All programs of this slot and head read the same numbers: either each slice is counted or
+        # none is, and the count is 0 again behind the launch.
+        if count_pieces(given, sizes, tl.program_id(0), HEADS, FOLD) <= WHOLE:
             compute(
-                given, sizes, rows, L, V, HEADS, FOLD, ROWS, DOT_ROWS, COLUMNS // SLICES, 1,
+                given, sizes, L, V, HEADS, FOLD, ROWS, DOT_ROWS, COLUMNS // SLICES, 1,
                 WHOLE_LATENTS, WHOLE_PIECES, VECTORS, QUANTIZATION, LARGEST, LIMIT, LSE, PDL, AMD,
             )  # fmt: skip
             return
     compute(
-        given, sizes, rows, L, V, HEADS, FOLD, ROWS, DOT_ROWS, COLUMNS, SLICES, LATENTS, PIECES,
+        given, sizes, L, V, HEADS, FOLD, ROWS, DOT_ROWS, COLUMNS, SLICES, LATENTS, PIECES,
         VECTORS, QUANTIZATION, LARGEST, LIMIT, LSE, PDL, AMD,
     )  # fmt: skip
 
