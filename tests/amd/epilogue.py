@@ -6,9 +6,9 @@ from tests.amd.provider import machine
 from tests.attention.epilogue_cases import Case, check_quantized, expected, make
 from tests.kernels.compiled import FP8
 
-# Of a step, with pieces: none, a few, more than are loaded at once; drafts; padding.
+# Of a step, with pieces: none, those of whole rows in two turns, more; drafts; padding.
 STEPS = {
-    "tokens": {"rows": (1, 1, 1), "pieces": (3, 0, 96)},
+    "tokens": {"rows": (1, 1, 1), "pieces": (29, 0, 128)},
     "drafts": {"rows": (2, 0, 1, 2), "pieces": (64, 0, 0, 96), "padding": 2},
 }
 
