@@ -366,7 +366,7 @@ def epilogue_kernel(
         batch, tokens, positions, heads, latent_stride_t, latent_stride_h, w_head, w_row, w_column,
         out_stride_t, scale_stride_t, scale_stride_g,
     )  # fmt: skip
-    if WHOLE > 0:
+    if WHOLE > 0:  # noqa: SIM102 (known when compiled; the other one is not)
         # All programs of this slot and head read the same numbers: either each slice is counted or
         # none is, and the count is 0 again behind the launch.
         if count_pieces(given, sizes, tl.program_id(0), HEADS, FOLD) <= WHOLE:
