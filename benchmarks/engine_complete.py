@@ -8,8 +8,9 @@ engines start sooner, and caches of larger points fit.
 
 The noise: DeepSeek-V2-Lite has a second `default` engine, `default2`; its change against `default`
 is what equal engines differ by. The other models have no memory for it: their noise is the spread
-of the rounds. `--arms` may also name `stored`, an unfused arm: `cat` with the setting of Inductor
-that comes with the flag (docs/flags.md).
+of the rounds. `--arms` may also name two unfused arms: `stored`, which is `cat` with the setting of
+Inductor that comes with the flag (docs/flags.md), and `native`. With block-fp8 weights the others
+equal `default` in every bit, and `native` alone is a measure (see engine.py).
 
 Rows: the median, least and most of the rounds, each the median of 20 steps on the GPU (the CUDA
 graph of the forward pass) and their mean by the clock, in microseconds; changes of the median are
@@ -217,4 +218,4 @@ def verdict(arm: str, results: dict[str, dict[str, Any]], layers: int) -> str:
     """
     if "ranges" in results[arm] and layers_of(results[arm]) != (layers, layers, 0):
         return f"WRONG: not fused in every layer: {results[arm]['ranges']}"
-    return engine_compare.judge(arm, ("cat", "stored"), results)
+    return engine_compare.judge(arm, ("cat", "stored", "native"), results)

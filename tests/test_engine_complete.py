@@ -38,6 +38,17 @@ def test_a_worker_answers_every_line_until_go(monkeypatch):
     assert done == [(2, 30), "dropped", (1, 9), "dropped"]
 
 
+@pytest.mark.parametrize("native", [[2.0, 2.1, 2.0, 2.0], None])
+def test_native_measures_where_the_other_unfused_arms_are_equal(native):
+    """Without it another token is wrong, because nothing says how far rounding goes."""
+    results = {"default": BASE, "stored": BASE, "fused": result([1, 2, 77, 9], [2.0] * 4)}
+    if native:
+        results["native"] = result([1, 2, 77, 9], native)
+    found = engine_complete.verdict("fused", results, 3)
+    assert found.startswith("right" if native else "WRONG: a token differs")
+    assert engine_complete.verdict("stored", results, 3) == "not judged"
+
+
 @pytest.mark.parametrize("broken", [None, "hold 64 100", "layer"])
 def test_complete_measures_the_arms_in_turns(monkeypatch, capsys, broken):
     """Rounds of 10, 11, ... us for `default`; the other arms take 1 and 2 us less."""
