@@ -197,13 +197,14 @@ def test_block_fp8_is_measured_by_more_unfused_arms(monkeypatch, native, planted
     """`cat` and `stored` equal `default` in every bit; an error that is not found is one."""
     started = []
     gaps = {"native": native, "planted": planted, "fused": [2.1] * 4, "portable": [2.1] * 4}
-    layers = {"reduce_kernel": 0, "epilogue_kernel": 4, "plan_kernel": 1}
-    counts = {"prep_kernel": 4, "decode_kernel": 4, **layers}
 
     def run(job, left):
         started.append(job)
+        layers = job["layers"]
+        each = dict.fromkeys(("prep_kernel", "decode_kernel", "epilogue_kernel"), layers)
+        counts = {"reduce_kernel": 0, "plan_kernel": 1, **each}
         return {**result(TOKENS, gaps.get(job["arm"], [2.0] * 4)), "steps": 9, "runner": "V1",
-                "ranges": [[1, 16, 4, 4, 0]], "launches": {"1": counts, "5": counts},
+                "ranges": [[1, 16, layers, layers, 0]], "launches": {"1": counts, "5": counts},
                 "quantizations": ["group"]}  # fmt: skip
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
