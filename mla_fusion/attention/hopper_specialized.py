@@ -7,7 +7,9 @@ of the output, the other one only the right half, and a single warp asks the ten
 that half is freed, copied and scored in two quarters of the latents, last of all.
 
 Scores are [rows, tokens]: 64 rows fill the M of WGMMA, and a row of scores lies in four threads.
-Weights and factors go through shared memory. Barriers (mbarrier), all completed by one arrival:
+These registers, as weights, are the left operand of the left half's products. For the other
+warpgroup weights and factors go through shared memory, behind the start of those products.
+Barriers (mbarrier), all completed by one arrival:
 
 | barrier | completed by | waited for by |
 |---|---|---|
@@ -15,9 +17,10 @@ Weights and factors go through shared memory. Barriers (mbarrier), all completed
 | query.free: they were used | the scores | the copying warp |
 | left_full: left half and rotated part of a tile have arrived | TMA | who reads |
 | right_full: so has a quarter of the right | TMA | who reads |
-| left_free, right_free: it was used | who multiplied it with the weights | the copying warp |
-| weights_full: the weights of a tile, or the last factor, are there | the scores | the right half |
-| weights_free: they were used | the right half | the scores |
+| left_free: the left half's products have ended | the scores | the copying warp |
+| right_free: a quarter's products have ended | the right half | the copying warp |
+| weights.full: the weights of a tile, or the last factor, are there | the scores | the right half |
+| weights.free: they were loaded | the right half | the scores |
 """
 
 from __future__ import annotations
@@ -51,7 +54,6 @@ from mla_fusion.attention.hopper_specialized_parts import (
     clear_rows,
     copy,
     item_of,
-    put,
     query_boxes,
     store_lse,
     store_part,
@@ -60,11 +62,15 @@ from mla_fusion.attention.hopper_specialized_parts import (
 )
 from mla_fusion.attention.hopper_specialized_scores import (
     add_quarters,
+    decayed,
     last_visible,
     result_of,
-    softmax_step,
+    see,
     start_scores,
     start_state,
+    sums_of,
+    two_halves,
+    weigh,
 )
 from mla_fusion.attention.triton_choice import why_not_specialized
 from mla_fusion.attention.triton_kernels import LOG2E
@@ -75,6 +81,51 @@ if TYPE_CHECKING:
 
 # Peaks are a row's maxima: with slack the kernel was slower, as its sums are rescaled all the same.
 EXACT = gl.constexpr(0)
+
+
+@gluon.jit
+def give(shared, first, others, factors, sent):
+    """Give the weights of a tile, of its first and its other tokens, and the factors to the other
+    warpgroup, as number `sent`.
+
+    It loads them, so no fence stands between these stores and a product.
+    """
+    HALF: gl.constexpr = TILE // 2
+    mbarrier.wait(shared.free, (sent & 1) ^ 1)
+    shared.weights.slice(0, HALF, dim=1).store(first)
+    shared.weights.slice(HALF, HALF, dim=1).store(others)
+    shared.factors.store(factors)
+    barrier()
+    mbarrier.arrive(shared.full, count=1)
+
+
+@gluon.jit
+def weigh_left(s, base, decay, factor, acc, total, left, shared, sent):
+    """Weigh a tile, add its left half to the output, and give the weights: new sums of both.
+
+    Products read the weights from the registers where they were computed: no store, fence or
+    barrier is in front of them. Those of the first 32 tokens run under the softmax of the others.
+    """
+    HALF: gl.constexpr = TILE // 2
+    part: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HALF, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    TYPE: gl.constexpr = left.dtype
+    first, others = two_halves(s, part)
+    p = weigh(first, base, factor)
+    total = decayed(total, decay) + sums_of(p)
+    first = p.to(TYPE)
+    weights = gl.convert_layout(first, operand)
+    acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout))[:, None]
+    acc = warpgroup_mma(weights, left.slice(0, HALF), acc, is_async=True)
+    p = weigh(others, base, factor)
+    total += sums_of(p)
+    others = p.to(TYPE)
+    other_weights = gl.convert_layout(others, operand)
+    acc = warpgroup_mma(other_weights, left.slice(HALF, HALF), acc, is_async=True)
+    give(shared, first, others, decay, sent)
+    # The weights are in registers, and read until the products end.
+    acc, weights, other_weights = warpgroup_mma_wait(0, [acc, weights, other_weights])
+    return acc, total
 
 
 @gluon.jit
@@ -101,41 +152,22 @@ def score(
         if count > 0:
             mbarrier.wait(query.full, items & 1)
             items += 1
-            s = start_scores(query, tiles, done, scores)
-            s = warpgroup_mma_wait(0, [add_quarters(s, query, tiles, done)])
-            token = first * TILE
-            p, decay, peak, total = softmax_step(s, token, item, limit, factor, peak, total, EXACT)
-            put(shared, p, decay, sent & 1)
-            for t in range(first + 1, first + count):
-                mbarrier.arrive(shared.full, count=1)
+            for t in range(first, first + count):
                 buffer, _ = turn_of(done, BUFFERS)
-                free = tiles.left_free.index(buffer)
                 left = tiles.left.index(buffer)
-                sums = warpgroup_mma(shared.weights, left, acc, is_async=True)
-                done += 1
                 started = start_scores(query, tiles, done, scores)
-                # All but the two products of the scores.
-                acc = warpgroup_mma_wait(2, [sums])
-                mbarrier.arrive(free, count=1)
                 s = warpgroup_mma_wait(0, [add_quarters(started, query, tiles, done)])
+                s, base, new_peak = see(s, t * TILE, item, limit, factor, peak, EXACT)
+                decay = gl.exp2(peak - base)
+                peak = new_peak
+                over = item.end - t * TILE
+                if over < TILE:
+                    clear_rows(left, over)
+                acc, total = weigh_left(s, base, decay, factor, acc, total, left, shared, sent)
+                mbarrier.arrive(tiles.left_free.index(buffer), count=1)
                 sent += 1
-                p, decay, peak, total = softmax_step(
-                    s, t * TILE, item, limit, factor, peak, total, EXACT
-                )
-                acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, output))[:, None]
-                put(shared, p, decay, sent & 1)
-            mbarrier.arrive(shared.full, count=1)
+                done += 1
             mbarrier.arrive(query.free, count=1)
-            sent += 1
-            buffer, _ = turn_of(done, BUFFERS)
-            left = tiles.left.index(buffer)
-            over = item.end - (first + count - 1) * TILE
-            if over < TILE:
-                clear_rows(left, over)
-            sums = warpgroup_mma(shared.weights, left, acc, is_async=True)
-            acc = warpgroup_mma_wait(0, [sums])
-            mbarrier.arrive(tiles.left_free.index(buffer), count=1)
-            done += 1
         lse, inverse = result_of(peak, total)
         mbarrier.wait(shared.free, (sent & 1) ^ 1)
         shared.factors.store(inverse)

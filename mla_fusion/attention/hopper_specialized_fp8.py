@@ -33,7 +33,6 @@ from mla_fusion.attention.hopper_specialized_parts import (
     Weights,
     clear_rows,
     item_of,
-    put,
     store_lse,
     store_pairs,
     tiles_of,
@@ -41,11 +40,14 @@ from mla_fusion.attention.hopper_specialized_parts import (
 )
 from mla_fusion.attention.hopper_specialized_scores import (
     add_quarters,
+    decayed,
     last_visible,
     result_of,
-    softmax_step,
+    see,
     start_scores,
     start_state,
+    sums_of,
+    weigh,
 )
 from mla_fusion.attention.hopper_tile import pairs_of, widen_pairs
 
@@ -69,8 +71,22 @@ def slot_of(shared, number):
 def send(shared, p, factors, sent):
     """Give the weights and factors of a tile to both halves, as number `sent`."""
     slot, phase = slot_of(shared, sent)
-    put(slot, p, factors, phase)
+    mbarrier.wait(slot.free, phase ^ 1)
+    slot.weights.store(p.to(slot.weights.dtype))
+    slot.factors.store(factors)
+    fence_async_shared()
+    barrier()
     mbarrier.arrive(slot.full, count=1)
+
+
+@gluon.jit
+def softmax_step(s, token, item, limit, factor, peak, total):
+    """One step of the online softmax over a tile from `token` on: weights, decay, new state."""
+    s, base, new_peak = see(s, token, item, limit, factor, peak, SLACK)
+    p = weigh(s, base, factor)
+    decay = gl.exp2(peak - base)
+    sums = sums_of(p)
+    return p, decay, new_peak, decayed(total, decay) + sums
 
 
 @gluon.jit
@@ -108,9 +124,7 @@ def score(
             last = (first + count - 1) * TILE
             for token in range(first * TILE, last, TILE):
                 started = all_scores(query, tiles, done, scores)
-                p, decay, peak, total = softmax_step(
-                    s, token, item, limit, factor, peak, total, SLACK
-                )
+                p, decay, peak, total = softmax_step(s, token, item, limit, factor, peak, total)
                 send(shared, p, decay, sent)
                 sent += 1
                 s = warpgroup_mma_wait(0, [started])
@@ -118,7 +132,7 @@ def score(
             # No warp reads the query any more.
             barrier()
             mbarrier.arrive(query.free, count=1)
-            p, decay, peak, total = softmax_step(s, last, item, limit, factor, peak, total, SLACK)
+            p, decay, peak, total = softmax_step(s, last, item, limit, factor, peak, total)
             send(shared, p, decay, sent)
             sent += 1
         lse, inverse = result_of(peak, total)

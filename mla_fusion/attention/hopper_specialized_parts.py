@@ -258,16 +258,6 @@ def clear_rows(tile, count):
     barrier()
 
 
-@gluon.jit
-def put(shared, p, factors, phase):
-    """Store the weights and factors of a tile for who multiplies; phase: that the store begins."""
-    mbarrier.wait(shared.free, phase ^ 1)
-    shared.weights.store(p.to(shared.weights.dtype))
-    shared.factors.store(factors)
-    fence_async_shared()
-    barrier()
-
-
 @gluon.constexpr_function
 def store_layout(columns):
     """The layout in which a thread stores four neighbours of a row, and four threads 16.

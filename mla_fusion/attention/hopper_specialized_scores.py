@@ -53,8 +53,9 @@ def start_state(layout: gl.constexpr):
 
 
 @gluon.jit
-def softmax_step(s, token, item, limit, factor, peak, total, SLACK: gl.constexpr):
-    """One step of the online softmax over a tile from `token` on: weights, decay, new state.
+def see(s, token, item, limit, factor, peak, SLACK: gl.constexpr):
+    """The scores of a tile from `token` on, -inf where a row does not see one; what is subtracted
+    from them times `factor`; and the new peak.
 
     factor: of the scores, in base 2. It is positive, so the maximum needs no product of each.
     SLACK: how far a maximum may be above its row's peak, in base 2, before the peak is raised.
@@ -73,12 +74,34 @@ def softmax_step(s, token, item, limit, factor, peak, total, SLACK: gl.constexpr
         new_peak = gl.where(highest > peak + SLACK, highest, peak)
     # A row that has seen nothing keeps weights of zero, not NaN.
     base = gl.where(new_peak == float("-inf"), 0.0, new_peak)
-    p = gl.exp2(s * factor - base[:, None])
-    decay = gl.exp2(peak - base)
-    # A thread has two neighbours of every eight tokens. Four threads' sums meet in `result_of`.
-    sums = gl.convert_layout(gl.sum(gl.sum(p.reshape([ROWS, TILE // 8, 4, 2]), 3), 1), SUMS)
-    total = total * gl.convert_layout(decay, gl.SliceLayout(1, SUMS))[:, None] + sums
-    return p, decay, new_peak, total
+    return s, base, new_peak
+
+
+@gluon.jit
+def weigh(s, base, factor):
+    """The weights of scores [rows, tokens]."""
+    return gl.exp2(s * factor - gl.convert_layout(base, gl.SliceLayout(1, s.type.layout))[:, None])
+
+
+@gluon.jit
+def decayed(total, decay):
+    """The sums of the rows so far, times the decay of each."""
+    return total * gl.convert_layout(decay, gl.SliceLayout(1, SUMS))[:, None]
+
+
+@gluon.jit
+def sums_of(p):
+    """The sums of weights [rows, tokens]. Four threads' sums meet in `result_of`."""
+    # A thread has two neighbours of every eight tokens.
+    parts = gl.sum(gl.sum(p.reshape([ROWS, p.shape[1] // 8, 4, 2]), 3), 1)
+    return gl.convert_layout(parts, SUMS)
+
+
+@gluon.jit
+def two_halves(s, layout: gl.constexpr):
+    """The scores of the first 32 tokens and of the others: registers that a thread has already."""
+    first, others = gl.split(s.reshape([ROWS, 2, TILE // 2]).permute((0, 2, 1)))
+    return gl.convert_layout(first, layout), gl.convert_layout(others, layout)
 
 
 @gluon.jit
