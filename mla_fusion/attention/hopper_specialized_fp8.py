@@ -51,6 +51,8 @@ from mla_fusion.attention.hopper_specialized_scores import (
 )
 from mla_fusion.attention.hopper_tile import pairs_of, widen_pairs
 
+# The least normal number. Scales of zero would make scores of -inf, which no row sees, NaN.
+LEAST = gl.constexpr(2.0**-126)
 # Of the softmax. Weights reach 2^8, and fp16 holds 2^15. Most tiles then have factors of 1 only, so
 # that nothing is rescaled.
 SLACK = gl.constexpr(8)
@@ -114,6 +116,7 @@ def score(
         item = item_of(work, number, HEADS, FOLD)
         first, count = tiles_of(item, work.first_row, HEADS)
         factor, value_scale = read_scales(scale, q_scale_ptr, kv_scale_ptr, True)
+        factor = gl.where(factor == 0.0, LEAST, factor)
         limit = last_visible(work, item, HEADS, row_layout)
         peak, total = start_state(row_layout)
         if count > 0:

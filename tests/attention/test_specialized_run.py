@@ -71,12 +71,19 @@ def test_maxima_that_rise_by_all_amounts(dtype):
     check(dtype, 64, [1, 1], [600, 450], {}, torch.linspace(0, 16, 64))
 
 
-def check(dtype, heads, rows, lens, options, loudness=None):
+@pytest.mark.parametrize("name", ["q_scale", "kv_scale"])
+def test_scales_of_zero(name):
+    """All tokens that a row sees have one weight, and those that it does not see none."""
+    check(FN, 16, [4, 2], [200, 70], {}, **{name: torch.zeros(1)})
+
+
+def check(dtype, heads, rows, lens, options, loudness=None, **scales):
     """Run the kernel. loudness: what the queries of each head are multiplied by."""
     fields = arguments(
         rows, lens, 64, 512, 64, num_heads=heads, q_dtype=dtype, kv_dtype=dtype, overhead=1,
         **{"kv_granularity": 64, **options},
     )  # fmt: skip
+    fields |= scales
     if loudness is not None:
         fields["q"] = (fields["q"].float() * loudness[:, None]).to(dtype)
     tokens = len(fields["q"])
