@@ -75,11 +75,8 @@ def chosen(given: Inputs, extra: torch.Tensor | None = None, first: int = 0) -> 
         page = given.kv_cache.shape[1]
         return choose_cdna(generation, rows, given.q.dtype, given.kv_cache.dtype, page)
     config = choose(hopper, rows, *widths, warp, packed)
-    if extra is not None:
-        return config
-    # Over e4m3 half a block is enough: 32 rows at 64 x 8192 take it 119 us, warps in step 136.
-    least = 32 if given.q.dtype == torch.float8_e4m3fn else SPECIALIZED.rows
-    return config if config.rows < least or why_not_specialized(given) else SPECIALIZED
+    wide = config.rows == SPECIALIZED.rows and extra is None
+    return SPECIALIZED if wide and not why_not_specialized(given) else config
 
 
 def why_not_specialized(given: Inputs) -> str:

@@ -48,13 +48,9 @@ def hopper(monkeypatch):
         ((8, 128, 576), {"max_query_len": 2}, SPECIALIZED),
         ((8, 64, 576), {"dtype": FN}, SPECIALIZED),
         ((8, 16, 576), {"dtype": FN, **DRAFTS}, SPECIALIZED),
-        # Half a block, in fp8 only.
-        ((8, 20, 576), {"dtype": FN}, SPECIALIZED),
-        ((8, 32, 576), {"dtype": FN}, SPECIALIZED),
-        ((8, 8, 576), {"dtype": FN, **DRAFTS}, SPECIALIZED),
-        ((8, 16, 576), {"dtype": FN}, triton_choice.Config(True, 16, 64, 4)),
+        ((8, 32, 576), {"dtype": FN}, triton_choice.Config(True, 32, 64, 8)),
         ((8, 64, 576), {"dtype": FN, "page": 96}, STEP),
-        # Fewer than 33 query rows in bf16.
+        # Fewer than 33 query rows.
         ((8, 16, 576), {}, triton_choice.Config(True, 16, 64, 4)),
         ((8, 32, 576), {}, triton_choice.Config(True, 32, 64, 8)),
         ((8, 8, 576), {"max_query_len": 2}, triton_choice.Config(True, 16, 64, 4)),
