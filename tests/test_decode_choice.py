@@ -18,7 +18,7 @@ H200, AUTO = "NVIDIA H200", Options("triton")
 
 def table(rows):
     """SEQUENCES by rows of `mla-fusion bench decode`: for each GPU, type, heads and query rows the
-    largest batch up to which no shape is slower than the backend, beyond noise."""
+    longest run of batches in which no shape is slower than the backend, beyond noise."""
     times, found = {}, {}
     for row in rows:
         # Older files are of one query row.
@@ -27,13 +27,15 @@ def table(rows):
         times.setdefault(key, {}).setdefault(shape, {})[row["candidate"]] = float(row["p50_us"])
     for (gpu, dtype, *shape), shapes in times.items():
         peer, backend = BACKENDS[dtype]
-        most = 0
+        runs = [[]]
         for batch in sorted({batch for batch, *_ in shapes}):
             here = [us for (each, *_), us in shapes.items() if each == batch]
             if min(us[peer] / us["ours"] for us in here) < 1 - measured.NOISE:
-                break
-            most = batch
-        found[gpu, TYPES[dtype], *shape, backend] = most
+                runs.append([])
+            else:
+                runs[-1].append(batch)
+        longest = max(runs, key=len)
+        found[gpu, TYPES[dtype], *shape, backend] = (longest[0], longest[-1]) if longest else None
     return found
 
 
@@ -54,7 +56,12 @@ def test_the_table_is_what_the_rows_say():
 
 def test_query_rows_are_told_apart():
     """Each number of them has batches of its own; one without rows has none."""
-    us = {1: {1: 1.0, 4: 1.0, 16: 1.0}, 4: {1: 1.0, 4: 1.01, 16: 1.03}, 8: {1: 1.03, 4: 1.0}}
+    us = {
+        1: {1: 1.0, 4: 1.0, 16: 1.0},
+        2: {1: 1.0, 4: 1.03, 16: 1.0, 64: 0.9},
+        4: {1: 1.0, 4: 1.01, 16: 1.03},
+        8: {1: 1.03, 4: 1.03},
+    }
     rows = [
         {"gpu": "G", "dtype": "bf16", "heads": "8", "queries": str(queries), "batch": str(batch),
          "context": "70", "ragged": "0", "candidate": name, "p50_us": str(time)}
@@ -62,7 +69,8 @@ def test_query_rows_are_told_apart():
         for name, time in (("ours", ours), ("fa3", 1.0))
     ]  # fmt: skip
     key = "G", torch.bfloat16, 8
-    wanted = {(*key, n, "FLASH_ATTN_MLA"): most for n, most in ((1, 16), (4, 4), (8, 0))}
+    found = (1, (1, 16)), (2, (16, 64)), (4, (1, 4)), (8, None)
+    wanted = {(*key, n, "FLASH_ATTN_MLA"): most for n, most in found}
     assert table(rows) == wanted
 
 
@@ -70,6 +78,7 @@ def test_query_rows_are_told_apart():
 def h200(monkeypatch):
     monkeypatch.setattr(vllm_compat, "gpu_name", lambda: H200)
     monkeypatch.setattr(vllm_compat, "is_hopper", lambda: True)
+    monkeypatch.setattr(measured, "triton_version", lambda: (3, 6))
     facts = {"found": eligibility.LayerFacts(None, quantized_query=False)}
     monkeypatch.setattr(eligibility, "facts", lambda *_: facts["found"])
     return facts
@@ -104,7 +113,7 @@ def engine(seqs=256, drafts=0, dcp=1, ubatching=False, page=64, cache="auto", op
     )
 
 
-@pytest.mark.parametrize("triton, sequences", [((3, 6), 4), ((3, 8), 0)])
+@pytest.mark.parametrize("triton, sequences", [((3, 6), 256), ((3, 8), 0)])
 def test_a_kernel_that_has_not_run_with_this_triton_is_left_out(
     h200, monkeypatch, triton, sequences
 ):
@@ -114,6 +123,7 @@ def test_a_kernel_that_has_not_run_with_this_triton_is_left_out(
     named = "FLASH_ATTN_MLA (auto: the kernel for 64 heads has not run with Triton 3.8)"
     assert sequences or choice.why == named
     assert measured.is_listed(H200, torch.bfloat16, 64, 1) == bool(sequences)
+    assert measured.is_listed(H200, torch.bfloat16, 16, 4) == bool(sequences)
     assert decode_choice.choose(layer(heads=32), AUTO, engine()).sequences == 4
 
 
@@ -154,15 +164,17 @@ def test_an_fp8_query_has_rows_of_its_own(h200, monkeypatch):
     monkeypatch.setattr(vllm_compat, "fp8_dtype", lambda: torch.float8_e4m3fn)
     h200["found"] = eligibility.LayerFacts(None, quantized_query=True)
     assert decode_choice.choose(layer(backend="FLASHMLA"), AUTO, engine()).planner == "portable"
-    slower = decode_choice.choose(layer(128, "FLASHMLA"), AUTO, engine())
-    slow = "FLASHMLA (auto: measured slower than it with 128 heads in float8_e4m3fn)"
+    slower = decode_choice.choose(layer(20, "FLASHMLA"), AUTO, engine())
+    slow = "FLASHMLA (auto: measured slower than it with 20 heads in float8_e4m3fn)"
     assert (slower.planner, slower.why) == ("", slow)
+    many = decode_choice.choose(layer(128, "FLASHMLA"), AUTO, engine())
+    assert many.why == "portable from 64 to 256 sequences, FLASHMLA else (auto: as measured)"
 
 
 def test_drafts_have_rows_of_their_own(h200, monkeypatch):
     """A table with 4 query rows: steps with 3 drafts are ours up to its batch, others are not."""
     key = H200, torch.bfloat16, 16, 4, "FLASH_ATTN_MLA"
-    monkeypatch.setattr(measured, "SEQUENCES", measured.SEQUENCES | {key: 32})
+    monkeypatch.setattr(measured, "SEQUENCES", measured.SEQUENCES | {key: (1, 32)})
     choice = decode_choice.choose(layer(), AUTO, engine(drafts=3))
     assert (choice.planner, choice.sequences) == ("portable", 32)
     assert not decode_choice.choose(layer(), AUTO, engine(drafts=2)).planner
@@ -170,6 +182,17 @@ def test_drafts_have_rows_of_their_own(h200, monkeypatch):
         config = engine(page=16, drafts=drafts, options={"provider": "triton"})
         decode_choice.choose_page(config)
         assert config.cache_config.block_size == page
+
+
+def test_fewer_sequences_than_ours_pays_with_are_vllms(h200, monkeypatch):
+    key = H200, torch.bfloat16, 16, 1, "FLASH_ATTN_MLA"
+    monkeypatch.setattr(measured, "SEQUENCES", {key: (16, 1024)})
+    choice = decode_choice.choose(layer(), AUTO, engine())
+    assert (choice.planner, choice.least, choice.sequences) == ("portable", 16, 256)
+    assert (
+        choice.why == "portable from 16 to 256 sequences, FLASH_ATTN_MLA else (auto: as measured)"
+    )
+    assert not decode_choice.choose(layer(), AUTO, engine(seqs=8)).planner
 
 
 def test_a_gpu_without_measurements_keeps_vllms_decode_silently(monkeypatch):
@@ -200,7 +223,8 @@ def test_the_report_names_who_decodes_once(h200, monkeypatch):
     [
         ({}, {}, 64),
         ({}, {"cache": "fp8"}, 64),
-        ({}, {"drafts": 1}, 16),
+        ({}, {"drafts": 1}, 64),
+        ({}, {"drafts": 2}, 16),
         ({}, {"dcp": 2}, 16),
         ({}, {"latent": 256}, 16),
         ({"attention": "vllm"}, {}, 16),
@@ -230,4 +254,6 @@ def test_a_larger_step_than_was_measured_is_left_to_the_backend():
 
     limited = step_plan.StepPlan(plan, torch.bfloat16, most=4)
     assert limited.serves(step(4)) and not limited.serves(step(5))
+    several = step_plan.StepPlan(plan, torch.bfloat16, most=4, least=2)
+    assert several.serves(step(2)) and not several.serves(step(1))
     assert step_plan.StepPlan(plan, torch.bfloat16).serves(step(5))

@@ -2,7 +2,7 @@
 
 The times are those of `mla-fusion bench decode` in `benchmarks/results/decode*_h200.csv`: contexts
 of 1024 to 65,536 tokens, even and ragged, for 1 to 128 sequences, and 1024 tokens for 256, 512 and
-1024. A test derives SEQUENCES from these rows.
+1024; with drafts all of these contexts for 1 to 256. A test derives SEQUENCES from these rows.
 
 The table holds for all releases of vLLM, and of Triton with which the kernels have run on a GPU,
 whichever the rows are of: an engine that brings a newer one should not lose what was measured.
@@ -19,25 +19,31 @@ PAGE = 64  # tokens of a page of the cache, or a multiple of it
 # Medians of two equal graphs of one run differ by less.
 NOISE = 0.02
 
-# A bf16 query of more heads has a kernel of its own, which has run with Triton up to this one.
-FEW_HEADS, NEWEST_TRITON = 32, (3, 6)
-
 _BF16, _FP8 = torch.bfloat16, torch.float8_e4m3fn
-# (GPU, type of query and cache, heads of a rank, query rows of a sequence, vLLM's backend) -> the
-# most sequences of a step up to which ours was not slower in any shape; 0: slower with one already.
-SEQUENCES = {
-    ("NVIDIA H200", _BF16, 8, 1, "FLASH_ATTN_MLA"): 1024,
-    ("NVIDIA H200", _BF16, 16, 1, "FLASH_ATTN_MLA"): 1024,
-    ("NVIDIA H200", _BF16, 20, 1, "FLASH_ATTN_MLA"): 64,
-    ("NVIDIA H200", _BF16, 32, 1, "FLASH_ATTN_MLA"): 4,
-    ("NVIDIA H200", _BF16, 64, 1, "FLASH_ATTN_MLA"): 4,
-    ("NVIDIA H200", _BF16, 128, 1, "FLASH_ATTN_MLA"): 4,
-    ("NVIDIA H200", _FP8, 8, 1, "FLASHMLA"): 1024,
-    ("NVIDIA H200", _FP8, 16, 1, "FLASHMLA"): 1024,
-    ("NVIDIA H200", _FP8, 20, 1, "FLASHMLA"): 0,
-    ("NVIDIA H200", _FP8, 32, 1, "FLASHMLA"): 0,
-    ("NVIDIA H200", _FP8, 64, 1, "FLASHMLA"): 0,
-    ("NVIDIA H200", _FP8, 128, 1, "FLASHMLA"): 0,
+# More query rows (heads x rows of a sequence) have a kernel of their own, which has run with Triton
+# up to this one.
+FEW_ROWS, NEWEST_TRITON = 32, (3, 6)
+
+# (GPU, type of query and cache, heads of a rank, query rows of a sequence, vLLM's backend) -> from
+# how many to how many sequences of a step ours was not slower in any shape, the longest such range;
+# None: slower with any number.
+SEQUENCES: dict[tuple[str, torch.dtype, int, int, str], tuple[int, int] | None] = {
+    ("NVIDIA H200", _BF16, 8, 1, "FLASH_ATTN_MLA"): (1, 1024),
+    ("NVIDIA H200", _BF16, 16, 1, "FLASH_ATTN_MLA"): (1, 1024),
+    ("NVIDIA H200", _BF16, 20, 1, "FLASH_ATTN_MLA"): (1, 64),
+    ("NVIDIA H200", _BF16, 32, 1, "FLASH_ATTN_MLA"): (1, 4),
+    ("NVIDIA H200", _BF16, 64, 1, "FLASH_ATTN_MLA"): (1, 512),
+    ("NVIDIA H200", _BF16, 128, 1, "FLASH_ATTN_MLA"): (1, 4),
+    ("NVIDIA H200", _BF16, 16, 2, "FLASH_ATTN_MLA"): (1, 128),
+    ("NVIDIA H200", _BF16, 16, 4, "FLASH_ATTN_MLA"): (1, 32),
+    ("NVIDIA H200", _BF16, 128, 2, "FLASH_ATTN_MLA"): (1, 1),
+    ("NVIDIA H200", _BF16, 128, 4, "FLASH_ATTN_MLA"): (1, 1),
+    ("NVIDIA H200", _FP8, 8, 1, "FLASHMLA"): (1, 1024),
+    ("NVIDIA H200", _FP8, 16, 1, "FLASHMLA"): (1, 1024),
+    ("NVIDIA H200", _FP8, 20, 1, "FLASHMLA"): None,
+    ("NVIDIA H200", _FP8, 32, 1, "FLASHMLA"): None,
+    ("NVIDIA H200", _FP8, 64, 1, "FLASHMLA"): (512, 1024),
+    ("NVIDIA H200", _FP8, 128, 1, "FLASHMLA"): (64, 1024),
 }
 
 
@@ -46,19 +52,28 @@ def has_measurements(gpu: str) -> bool:
     return any(name == gpu for name, *_ in SEQUENCES)
 
 
-def why_not_run(dtype: torch.dtype, heads: int) -> str:
+def why_not_run(heads: int, rows: int) -> str:
     """What has not run on a GPU with the installed Triton, of the kernel for a query; or empty."""
-    if dtype != _BF16 or heads <= FEW_HEADS or triton_version() <= NEWEST_TRITON:
+    if heads * rows <= FEW_ROWS or triton_version() <= NEWEST_TRITON:
         return ""
-    return "the kernel for {} heads has not run with Triton {}.{}".format(heads, *triton_version())
+    shape = f"{heads} heads x {rows} query rows" if rows > 1 else f"{heads} heads"
+    return "the kernel for {} has not run with Triton {}.{}".format(shape, *triton_version())
 
 
 def is_listed(gpu: str, dtype: torch.dtype, heads: int, rows: int) -> bool:
     """Whether ours is to be used against some backend."""
-    listed = any(most and key[:4] == (gpu, dtype, heads, rows) for key, most in SEQUENCES.items())
-    return listed and not why_not_run(dtype, heads)
+    listed = any(found and key[:4] == (gpu, dtype, heads, rows) for key, found in SEQUENCES.items())
+    return listed and not why_not_run(heads, rows)
 
 
-def most_sequences(gpu: str, dtype: torch.dtype, heads: int, rows: int, backend: str) -> int | None:
-    """Sequences of a step up to which ours was not slower than a backend; None: not measured."""
+def is_measured(gpu: str, dtype: torch.dtype, heads: int, rows: int, backend: str) -> bool:
+    """Whether ours was measured against a backend."""
+    return (gpu, dtype, heads, rows, backend) in SEQUENCES
+
+
+def sequences(
+    gpu: str, dtype: torch.dtype, heads: int, rows: int, backend: str
+) -> tuple[int, int] | None:
+    """From how many to how many sequences of a step ours was not slower than a backend; None: with
+    none, or not measured."""
     return SEQUENCES.get((gpu, dtype, heads, rows, backend))

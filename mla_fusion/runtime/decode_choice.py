@@ -22,14 +22,15 @@ logger = logging.getLogger("vllm.mla_fusion")
 class Choice:
     """Who decodes the steps of a layer.
 
-    planner: "portable", "aiter", or "": vLLM's backend. sequences: the most of a step that the
-    planner's decode takes; a larger step is left to the backend. why: what the report says of
-    `auto` where it was measured on this GPU, else "".
+    planner: "portable", "aiter", or "": vLLM's backend. least, sequences: the fewest and the most
+    of a step that the planner's decode takes; any other step is left to the backend. why: what the
+    report says of `auto` where it was measured on this GPU, else "".
     """
 
     planner: str = ""
     sequences: int = 0
     why: str = ""
+    least: int = 1
 
 
 def choose(layer: Any, options: config.Options, vllm_config: Any) -> Choice:
@@ -44,7 +45,7 @@ def choose(layer: Any, options: config.Options, vllm_config: Any) -> Choice:
 
 
 def _measured(layer: Any, options: config.Options, vllm_config: Any, most: int) -> Choice:
-    """With `auto`: ours up to the batch to which it was measured not slower, on GPUs with rows."""
+    """With `auto`: ours for the batches in which it was measured not slower, on GPUs with rows."""
     gpu = vllm_compat.gpu_name()
     if not measured.has_measurements(gpu):
         return Choice()
@@ -56,15 +57,22 @@ def _measured(layer: Any, options: config.Options, vllm_config: Any, most: int) 
     facts = _facts(layer, options, vllm_config, "portable")
     dtype = facts.query_dtype(vllm_config.model_config.dtype)
     rows = _query_rows(vllm_config)
-    limit = measured.most_sequences(gpu, dtype, layer.num_heads, rows, backend)
-    if not limit:
-        found = "not measured against it" if limit is None else "measured slower than it"
+    key = gpu, dtype, layer.num_heads, rows, backend
+    least, limit = measured.sequences(*key) or (most + 1, 0)
+    if least > most:
+        found = (
+            "measured slower than it" if measured.is_measured(*key) else "not measured against it"
+        )
         drafts = f" x {rows} query rows" if rows > 1 else ""
         shape = f"{layer.num_heads} heads{drafts} in {str(dtype).removeprefix('torch.')}"
         return Choice(why=f"{backend} (auto: {found} with {shape})")
     limit = min(limit, most)
-    rest = f", {backend} beyond" if limit < most else ""
-    return Choice("portable", limit, f"portable up to {limit} sequences{rest} (auto: as measured)")
+    if least > 1:
+        steps = f"from {least} to {limit} sequences, {backend} else"
+    else:
+        steps = f"up to {limit} sequences" + (f", {backend} beyond" if limit < most else "")
+    why = f"portable {steps} (auto: as measured)"
+    return Choice("portable", limit, why, least)
 
 
 def _engine_not_measured(options: config.Options, vllm_config: Any) -> str:
@@ -85,7 +93,7 @@ def _not_measured(layer: Any, options: config.Options, vllm_config: Any) -> str:
     facts = _facts(layer, options, vllm_config, "portable")
     if facts.decline:
         return facts.decline.explain()
-    return measured.why_not_run(facts.query_dtype(vllm_config.model_config.dtype), layer.num_heads)
+    return measured.why_not_run(layer.num_heads, _query_rows(vllm_config))
 
 
 def _facts(

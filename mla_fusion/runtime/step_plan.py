@@ -36,16 +36,20 @@ class StepPlan:
     """A plan, the step it was refreshed for, and the buffer for the latents of a decode.
 
     Its padding rows, which belong to no sequence, stay zero: so are their products with W_UV.
-    most: sequences of a step that it serves; None: all that the scheduler puts into one.
+    least, most: sequences of a step that it serves; None: all that the scheduler puts into one.
     """
 
     def __init__(
-        self, plan: attention.PersistentDecodePlan, out_dtype: torch.dtype, most: int | None = None
+        self,
+        plan: attention.PersistentDecodePlan,
+        out_dtype: torch.dtype,
+        most: int | None = None,
+        least: int = 1,
     ) -> None:
         settings = plan.settings
         rows = settings.max_batch * settings.max_query_len
         shape = (rows, settings.num_heads, settings.v_head_dim)
-        self.plan, self.most = plan, most
+        self.plan, self.most, self.least = plan, most, least
         self.executor = plan.planner.PROVIDERS[0]
         self.out = torch.zeros(shape, dtype=out_dtype, device=plan.device)
         self._planned: tuple[Any, Any] = (None, None)
@@ -83,7 +87,8 @@ class StepPlan:
         vLLM counts short prompts as decodes for some backends. A batch with queries longer than
         those of a decode step with drafts stays with the backend.
         """
-        if self.most is not None and metadata.decode.seq_lens.shape[0] > self.most:
+        sequences = metadata.decode.seq_lens.shape[0]
+        if sequences < self.least or (self.most is not None and sequences > self.most):
             return False
         return int(metadata.max_query_len) <= self.plan.settings.max_query_len
 
@@ -216,7 +221,7 @@ def attach(layers: Mapping[str, Any], options: config.Options, vllm_config: Any)
             "device": layer._k_scale.device,
         }
         width = layer.kv_lora_rank + layer.qk_rope_head_dim
-        key = *shape.values(), width, choice.sequences
+        key = *shape.values(), width, choice.sequences, choice.least
         if key not in plans:
             plan = attention.PersistentDecodePlan.allocate(
                 max_batch=choice.sequences,
@@ -226,7 +231,8 @@ def attach(layers: Mapping[str, Any], options: config.Options, vllm_config: Any)
                 **_settings(options, vllm_config, shape, width, rows),
             )
             limited = choice.sequences < vllm_config.scheduler_config.max_num_seqs
-            plans[key] = StepPlan(plan, activation, choice.sequences if limited else None)
+            most = choice.sequences if limited else None
+            plans[key] = StepPlan(plan, activation, most, choice.least)
         setattr(layer, ATTRIBUTE, plans[key])
         shared[plans[key]] = 1 + shared.get(plans[key], 0)
     if vllm_compat.is_first_rank():
