@@ -312,18 +312,9 @@ def compute(
         ):
             total = sum_of_slices(given.sums_ptr, part, SLICES, ROWS, COLUMNS)
             write(
-                given,
-                sizes,
-                total,
-                out_rows,
-                V,
-                ROWS,
-                COLUMNS,
-                SLICES,
-                QUANTIZATION,
-                LARGEST,
+                given, sizes, total, out_rows, V, ROWS, COLUMNS, SLICES, QUANTIZATION, LARGEST,
                 LIMIT,
-            )
+            )  # fmt: skip
     else:
         write(given, sizes, sums, out_rows, V, ROWS, COLUMNS, SLICES, QUANTIZATION, LARGEST, LIMIT)
 
