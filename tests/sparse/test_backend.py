@@ -1,5 +1,6 @@
 """The attention backend CUSTOM: vLLM's own classes, with this library's decode of small steps."""
 
+import csv
 import logging
 import re
 import types
@@ -28,6 +29,7 @@ from tests.sparse.layers import (
 
 mla_fusion.register()
 
+FASTER = sparse_step.FASTER  # `imitate` replaces it
 DECODE = Batch(((40, 1), (0, 1), (200, 1)))
 BATCHES = {
     "one": Batch(((130, 1),)),
@@ -123,6 +125,23 @@ def test_a_decode_step_is_attention_over_what_was_chosen(config, make, vllms, ca
         out, lse = run(impl, step, q)
         assert lse is None and not vllms
         torch.testing.assert_close(out.double(), step.expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(("heads", "most"), [(32, 128), (64, 4), (128, 1)])
+def test_ranks_of_more_heads(config, make, vllms, monkeypatch, heads, most):
+    """vLLM's builder hands over decode tokens by another path from 32 heads on."""
+    from vllm.v1.attention.backends.mla import flashmla_sparse
+
+    monkeypatch.setattr(sparse_step, "FASTER", FASTER)
+    monkeypatch.setattr(flashmla_sparse, "MIN_HEADS_FOR_BF16_PREFILL", 0)
+    impl = make(heads=heads)
+    assert len(impl.mla_fusion_step.out) == most
+    for tokens in (1, 4, 5):
+        step = Step(config, impl, Batch(tuple((40 + i, 1) for i in range(tokens))))
+        out, _ = run(impl, step, step.q)
+        assert bool(vllms) == (tokens > most)
+        if not vllms:
+            torch.testing.assert_close(out.double(), step.expected, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("heads", [1, 8, 16])
@@ -239,10 +258,29 @@ def test_what_is_served_and_what_is_left_is_said_once(config, make, vllm_loggers
     assert "larger ones are FLASHMLA_SPARSE's" in said
 
 
-@pytest.mark.parametrize(("heads", "tokens"), [(1, 32), (16, 32), (17, 0), (64, 0), (128, 0)])
-def test_the_table_of_shapes(heads, tokens):
-    assert sparse_step.most_tokens(heads, None) == tokens
-    assert sparse_step.most_tokens(heads, FP8_DS_MLA) == 4 * tokens
+@pytest.mark.parametrize(
+    ("heads", "packed", "bf16"),
+    [(1, 128, 32), (16, 128, 32), (17, 128, 0), (32, 128, 0), (33, 4, 0), (64, 4, 0), (65, 1, 0),
+     (128, 1, 0), (129, 0, 0)],
+)  # fmt: skip
+def test_the_table_of_shapes(heads, packed, bf16):
+    assert sparse_step.most_tokens(heads, FP8_DS_MLA) == packed
+    assert sparse_step.most_tokens(heads, None) == bf16
+
+
+def test_what_is_faster_was_measured():
+    """By the latest rows of each number of heads, and no larger step that was measured is."""
+    path = Path(__file__).parents[2] / "benchmarks" / "results" / "sparse_h200.csv"
+    with path.open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["cache"] == "fp8_ds_mla"]
+    times: dict = {}
+    for row in rows:  # later ones overwrite
+        found = times.setdefault((int(row["heads"]), int(row["tokens"])), {})
+        found[row["candidate"]] = float(row["p50_us"])
+    assert {heads for heads, _ in times} == {8, 16, 32, 64, 128}
+    for (heads, tokens), found in times.items():
+        faster = found.pop("ours") < min(found.values())
+        assert faster == (tokens <= sparse_step.most_tokens(heads, FP8_DS_MLA)), (heads, tokens)
 
 
 def test_the_page_has_the_table():
@@ -251,8 +289,8 @@ def test_the_page_has_the_table():
     layouts = {"fp8_ds_mla": FP8_DS_MLA, "bf16": None}
     expected = []
     for name, layout in layouts.items():
-        table = sparse_step.FASTER[layout]
-        assert len(table) <= 1  # the page has no more rows
-        expected += [(name, f"1 to {heads}", f"1 to {tokens}") for heads, tokens in table]
-        expected += [] if table else [(name, "any", "none")]
+        least = 1
+        for heads, tokens in sparse_step.FASTER[layout]:
+            expected.append((name, f"{least} to {heads}", f"1 to {tokens}" if tokens > 1 else "1"))
+            least = heads + 1
     assert rows == expected
