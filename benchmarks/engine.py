@@ -153,8 +153,8 @@ def unfused(name: str, args: argparse.Namespace) -> tuple[str, ...]:
 def portable_launches(asked: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Launches of `engine_worker.KERNELS` in a decode step of `portable`, by number of sequences.
 
-    One query row of 16 or 128 heads ends with the epilogue, and so do five whose output it
-    quantizes in groups; five or more others end with the reduction.
+    One query row of 16 heads ends with the epilogue, and so do five whose output it quantizes in
+    groups. One row of 128 heads, and five or more of others, end with the reduction.
     """
     # Each draft of MTP is a forward pass of its own, through a layer of the drafter.
     drafts = asked["drafts"] if asked["drafter"] == "mtp" else 0
@@ -164,8 +164,10 @@ def portable_launches(asked: dict[str, Any]) -> dict[str, dict[str, float]]:
     together = {**counts, "reduce_kernel": 0, "epilogue_kernel": layers}
     if asked["drafts"]:
         return {"5": apart}
-    in_groups = "quantization_config" in engine_model.MODELS[asked["model"]]
-    return {"1": together, "5": together if in_groups else apart}
+    model = engine_model.MODELS[asked["model"]]
+    in_groups = "quantization_config" in model
+    few = in_groups or model["num_attention_heads"] <= 32
+    return {"1": together if few else apart, "5": together if in_groups else apart}
 
 
 def tokens(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:

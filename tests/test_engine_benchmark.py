@@ -17,6 +17,7 @@ import engine_worker
 import pytest
 import torch
 
+from mla_fusion.attention import triton_epilogue
 from mla_fusion.cli import child
 from tests.engine_results import BASE, TOKENS, result
 
@@ -176,12 +177,27 @@ def test_portable_is_a_row_of_its_own_and_must_refresh_once_a_pass(monkeypatch, 
     assert rows[1]["verdict"].startswith(word) and wrong == (word != "right")
 
 
-def test_portable_ends_with_the_epilogue_for_one_query_row():
-    launched = engine.portable_launches(engine_jobs.job(layers=4))
+@pytest.mark.parametrize(
+    ("model", "one", "five"),
+    [
+        ("r1-tp8", (0, 4), (4, 0)),
+        ("r1-tp8-block", (0, 4), (0, 4)),
+        ("r1-dp", (4, 0), (4, 0)),  # 128 heads
+    ],
+)
+def test_portable_ends_with_the_epilogue_where_it_is_chosen(model, one, five):
+    launched = engine.portable_launches(engine_jobs.job(layers=4, model=model))
     merged = {
         rows: (each["reduce_kernel"], each["epilogue_kernel"]) for rows, each in launched.items()
     }
-    assert merged == {"1": (0, 4), "5": (4, 0)}
+    assert merged == {"1": one, "5": five}
+    heads, latent, values = (engine_model.MODELS[model][key] for key in (
+        "num_attention_heads", "kv_lora_rank", "v_head_dim"
+    ))  # fmt: skip
+    quantization = "group" if model == "r1-tp8-block" else "none"
+    for rows, (_, ended) in merged.items():
+        shape = triton_epilogue.choose(int(rows), heads, latent, values, quantization)
+        assert (shape is not None) == bool(ended)
 
 
 @pytest.mark.parametrize(
