@@ -3,6 +3,7 @@
 import argparse
 import csv
 import dataclasses
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from mla_fusion.cli import bench_epilogue
 from mla_fusion.cli.bench_epilogue import WRONG, Case
 from tests.passes import linears
 
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 FACTS = dict.fromkeys(bench_epilogue.FACTS, "x")
 
 
@@ -171,3 +173,26 @@ def test_separate_launches_end_with_vllms_quantization(one_layer, monkeypatch, q
 
 def with_epilogue(given, epilogue):
     return SimpleNamespace(**vars(given) | {"epilogue": epilogue})
+
+
+def test_what_is_chosen_for_one_and_two_tokens_was_measured_and_never_slower():
+    """By rows of the kernel with the next pieces loaded ahead: within 2 %."""
+    times: dict = {}
+    for name in ("epilogue_h200.csv", "epilogue_chosen_h200.csv"):
+        with (RESULTS / name).open(newline="") as file:
+            for row in csv.DictReader(file):
+                if row["commit"] not in ("f150924", "583c17c", "ce55bc0"):
+                    continue
+                facts = int(row["tokens"]), int(row["heads"]), row["quantization"]
+                place = row["commit"], row["pieces"], row["place"]
+                found = times.setdefault(facts, {}).setdefault(row["candidate"], {})
+                found[place] = float(row["p50_us"])
+    for (tokens, heads, quantization), found in times.items():
+        shape = epilogues.choose(tokens, heads, 512, 128, quantization)
+        ours, separate = found[bench_epilogue.name_of(shape)], found["separate"]
+        assert {(pieces, place) for _, pieces, place in ours} == {
+            (pieces, place) for pieces in ("0", "16", "128") for place in ("back", "behind")
+        }
+        slower = {place for place, time in ours.items() if time > 1.02 * separate[place]}
+        assert not slower, (tokens, heads, quantization)
+    assert {facts[:2] for facts in times} == {(t, h) for t in (1, 2) for h in (8, 16, 32, 64, 128)}

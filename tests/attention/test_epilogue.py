@@ -150,6 +150,8 @@ from mla_fusion.attention import triton_epilogue as epilogues  # noqa: E402
     "slots, heads, values, quantization, one_launch",
     [
         (1, 16, 128, "none", True), (1, 8, 256, "tensor", True), (4, 32, 128, "none", False),
+        (1, 32, 128, "none", True), (1, 33, 128, "none", False), (1, 128, 128, "group", True),
+        (2, 16, 128, "none", True), (2, 17, 128, "none", False), (2, 32, 128, "group", True),
         (5, 16, 128, "none", False), (2, 64, 128, "none", False), (1, 16, 72, "none", False),
         (8, 16, 128, "group", True), (8, 16, 128, "group_ue8m0", True),
         (8, 32, 128, "group", False), (1, 16, 64, "group_ue8m0", False),
