@@ -17,7 +17,7 @@ quantizations leave Inductor nothing to round otherwise. So `tokens` has more un
 `stored` (see engine_complete.py) and `native`, in which Inductor compiles the quantizations and
 norms (vLLM's `-quant_fp8`). The widest is the measure, and the error is always planted.
 
-`decode` and four configurations of `tokens` also run `portable`: `fused` with this library's
+`decode` and some configurations of `tokens` also run `portable`: `fused` with this library's
 persistent decode. In `tokens` a profile of decode steps must show that decode in every layer, and
 one refresh of its plan in every forward pass.
 
@@ -55,7 +55,8 @@ ARMS = ("default", "cat", "fused")
 # Configurations of `tokens` that `portable` runs in.
 PORTABLE = (
     "r1-tp8 fp8 custom-rope", "r1-tp8 bf16 FULL_DECODE_ONLY", "r1-tp8 fp8 mtp-1",
-    "r1-tp8 fp8 ngram-3", "r1-dp bf16", "r1-tp8 block-fp8", "r1-tp8 block-fp8 ue8m0",
+    "r1-tp8 fp8 ngram-3", "r1-dp bf16", "r1-dp fp8", "r1-tp8 block-fp8",
+    "r1-tp8 block-fp8 ue8m0",
 )  # fmt: skip
 # What the epilogue of `portable` does there to the output, if anything.
 QUANTIZED = {"r1-tp8 block-fp8": "group", "r1-tp8 block-fp8 ue8m0": "group_ue8m0"}
@@ -210,6 +211,7 @@ def tokens(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
         },
         "v2-lite fp8 V1": {"model": "v2-lite", "runner": "V1"},
         "r1-dp bf16": {"model": "r1-dp", "cache": "auto"},
+        "r1-dp fp8": {"model": "r1-dp"},
         # In four layers `native` moves log-probabilities by 1.50, and the planted error by 2.14.
         "r1-tp8 block-fp8": {"model": "r1-tp8-block", "layers": 2, "variables": CUTLASS},
         "r1-tp8 block-fp8 ue8m0": {
