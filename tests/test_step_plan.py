@@ -339,17 +339,23 @@ def test_query_and_cache_have_scales_of_their_own(monkeypatch):
     assert layer._q_scale != layer._k_scale
 
 
-def test_layers_whose_decode_was_measured_up_to_other_steps_share_no_plan(monkeypatch):
-    """With auto a backend of its own gives a layer a limit of its own."""
+@pytest.mark.parametrize(
+    ("ranges", "serves"),
+    [({"a": (1, 2), "b": (1, 4)}, [False, True]), ({"a": (4, 4), "b": (1, 4)}, [False, True])],
+)
+def test_layers_whose_decode_was_measured_in_other_steps_share_no_plan(monkeypatch, ranges, serves):
+    """With auto a backend of its own gives a layer a range of its own: here a step has three."""
     engine = Engine()
-    limits = {"a": 2, "b": 4}
-    monkeypatch.setattr(
-        step_plan.decode_choice,
-        "choose",
-        lambda layer, *_: Choice("portable", limits[layer.layer_name]),
-    )
+
+    def choose(layer, *_):
+        least, most = ranges[layer.layer_name]
+        return Choice("portable", most, least=least)
+
+    monkeypatch.setattr(step_plan.decode_choice, "choose", choose)
     step_plan.attach(engine.layers, Options("reference"), engine.vllm_config)
     plans = {name: getattr(layer, step_plan.ATTRIBUTE) for name, layer in engine.layers.items()}
-    assert [plans[name].plan.settings.max_batch for name in limits] == [2, 4]
+    assert [plans[name].plan.settings.max_batch for name in ranges] == [
+        m for _, m in ranges.values()
+    ]
     step = engine.metadata([1, 1, 1], [5, 8, 3])
-    assert [plans[name].serves(step) for name in limits] == [False, True]
+    assert [plans[name].serves(step) for name in ranges] == serves

@@ -64,16 +64,3 @@ def is_listed(gpu: str, dtype: torch.dtype, heads: int, rows: int) -> bool:
     """Whether ours is to be used against some backend."""
     listed = any(found and key[:4] == (gpu, dtype, heads, rows) for key, found in SEQUENCES.items())
     return listed and not why_not_run(heads, rows)
-
-
-def is_measured(gpu: str, dtype: torch.dtype, heads: int, rows: int, backend: str) -> bool:
-    """Whether ours was measured against a backend."""
-    return (gpu, dtype, heads, rows, backend) in SEQUENCES
-
-
-def sequences(
-    gpu: str, dtype: torch.dtype, heads: int, rows: int, backend: str
-) -> tuple[int, int] | None:
-    """From how many to how many sequences of a step ours was not slower than a backend; None: with
-    none, or not measured."""
-    return SEQUENCES.get((gpu, dtype, heads, rows, backend))

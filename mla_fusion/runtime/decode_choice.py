@@ -58,11 +58,10 @@ def _measured(layer: Any, options: config.Options, vllm_config: Any, most: int) 
     dtype = facts.query_dtype(vllm_config.model_config.dtype)
     rows = _query_rows(vllm_config)
     key = gpu, dtype, layer.num_heads, rows, backend
-    least, limit = measured.sequences(*key) or (most + 1, 0)
+    least, limit = measured.SEQUENCES.get(key) or (most + 1, 0)
     if least > most:
-        found = (
-            "measured slower than it" if measured.is_measured(*key) else "not measured against it"
-        )
+        listed = key in measured.SEQUENCES
+        found = "measured slower than it" if listed else "not measured against it"
         drafts = f" x {rows} query rows" if rows > 1 else ""
         shape = f"{layer.num_heads} heads{drafts} in {str(dtype).removeprefix('torch.')}"
         return Choice(why=f"{backend} (auto: {found} with {shape})")
