@@ -11,6 +11,8 @@ pytest.importorskip("triton")
 
 import check_specialized as script
 import checks
+import specialized_launch
+import specialized_times
 
 from mla_fusion.attention import PersistentDecodePlan
 from mla_fusion.cli import bench_decode_peers as peers
@@ -31,10 +33,11 @@ def on_cpu(monkeypatch):
         return PersistentDecodePlan.allocate(**arguments | {"device": "cpu"})
 
     settings = {"workers": 4, "kv_granularity": 64, "overhead": 4}
-    monkeypatch.setattr(script.provider, "plan_settings", lambda *_: dict(settings))
-    monkeypatch.setattr(script, "multiprocessors", lambda _: 8)
-    monkeypatch.setattr(script, "PersistentDecodePlan", SimpleNamespace(allocate=allocate))
-    monkeypatch.setattr(script, "launch", decode)
+    monkeypatch.setattr(specialized_launch.provider, "plan_settings", lambda *_: dict(settings))
+    monkeypatch.setattr(specialized_launch, "multiprocessors", lambda _: 8)
+    fake = SimpleNamespace(allocate=allocate)
+    monkeypatch.setattr(specialized_launch, "PersistentDecodePlan", fake)
+    monkeypatch.setattr(specialized_launch, "launch", decode)
     monkeypatch.setattr(script, "BATCHES", [("short", 3), ("short", 2)])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(checks, "failures", [])
@@ -68,7 +71,7 @@ def test_a_launch_that_differs(on_cpu, monkeypatch, tmp_path, capsys, what):
         if next(count) == 3:
             (out if what == "output" else lse).mul_(1 + 2**-8 if what == "output" else 1 + 2**-22)
 
-    monkeypatch.setattr(script, "launch", sometimes)
+    monkeypatch.setattr(specialized_launch, "launch", sometimes)
     row, failures = checked(tmp_path / "rows.csv")
     assert (row["different"], row["ok"], failures) == ("1", "0", 1)
     [line] = [line for line in capsys.readouterr().out.splitlines() if "launch 3:" in line]
@@ -84,7 +87,7 @@ def test_a_wrong_result(on_cpu, monkeypatch, tmp_path, change, column):
         if inputs.case.batch == 2:
             results_and_config[change][-1] += torch.nan
 
-    monkeypatch.setattr(script, "launch", off)
+    monkeypatch.setattr(specialized_launch, "launch", off)
     row, failures = checked(tmp_path / "rows.csv")
     assert (row[column], row["different"], row["ok"], failures) == ("nan", "0", "0", 1)
 
@@ -93,8 +96,8 @@ def test_a_wrong_result(on_cpu, monkeypatch, tmp_path, change, column):
 def test_both_plans(on_cpu, dtype):
     """Pairs are what the provider has for bf16; without them all multiprocessors have a worker."""
     case = peers.Case(3, 64, 128, dtype)
-    workers = [script.plan_of(case, pairs, 3).rules.workers for pairs in (True, False)]
-    assert script.has_pairs(case) and workers == [4, 8]
+    workers = [specialized_launch.plan_of(case, pairs, 3).rules.workers for pairs in (True, False)]
+    assert specialized_launch.has_pairs(case) and workers == [4, 8]
 
 
 def test_cases_with_pairs_are_checked_without_them_too():
@@ -111,12 +114,47 @@ def test_the_kernels_of_a_shape(on_cpu, monkeypatch, dtype):
     def note(inputs, plan, i, out, lse, config):
         launched.append((inputs.case.context, plan.rules.workers, config.specialized))
 
-    monkeypatch.setattr(script, "launch", note)
-    case = script.shape_of("3x500x16x8", dtype)
+    monkeypatch.setattr(specialized_launch, "launch", note)
+    case = specialized_times.shape_of("3x500x16x8", dtype)
     assert (case.batch, case.context, case.heads, case.queries) == (3, 500, 16, 8)
-    assert script.compile_shape(case) == f"3 x H=16 x 8 rows {dtype}"
+    assert specialized_times.compile_shape(case) == f"3 x H=16 x 8 rows {dtype}"
     assert launched == [(64, n, kernel) for kernel in (False, True) for n in (8, 4)]
     launched.clear()
-    monkeypatch.setattr(script, "multiprocessors", lambda _: 4)
-    script.compile_shape(script.shape_of("3x500", dtype))
+    monkeypatch.setattr(specialized_launch, "multiprocessors", lambda _: 4)
+    specialized_times.compile_shape(specialized_times.shape_of("3x500", dtype))
     assert launched == [(64, 4, False), (64, 4, True)]
+
+
+def test_times_are_rows(on_cpu, monkeypatch, tmp_path, capsys):
+    """One of each kernel, for shapes that begin in time; FlashMLA's fp8 error is no failure."""
+    times = specialized_times
+    prepared = {"flashmla": 0.02, "specialized": 0.0017}
+
+    def prepare(inputs, build):
+        name = "flashmla" if build is times.flashmla else "specialized"
+        return name, prepared[name], (None, None)
+
+    def interleave(graphs, copies, rounds):
+        return {kind: [float(2 + i)] * rounds for i, kind in enumerate(graphs)}
+
+    clock = iter((0.0, 1.0, 9.0))
+    monkeypatch.setattr(specialized_launch, "multiprocessors", lambda _: 4)
+    monkeypatch.setattr(times, "prepare", prepare)
+    monkeypatch.setattr(times, "interleave", interleave)
+    monkeypatch.setattr(times, "replays", lambda *_: True)
+    monkeypatch.setattr(times.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    shapes = [times.shape_of(text, "fp8") for text in ("3x64x16x4", "5x64")]
+    times.measure_all(shapes, 3, 5.0, FACTS, tmp_path / "rows.csv")
+    with (tmp_path / "rows.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    found = [(row["candidate"], row["p50_us"], row["error"]) for row in rows]
+    ours = [("step, blocks", "2", "0.0017"), ("specialized, blocks", "3", "0.0017")]
+    assert found == [*ours, ("flashmla", "4", "0.02")] and checks.failures == []
+    shape = {k: rows[0][k] for k in ("batch", "context", "heads", "queries", "dtype")}
+    assert list(shape.values()) == ["3", "64", "16", "4", "fp8"]
+    assert "no time for 5 x 64" in capsys.readouterr().out
+    prepared["specialized"] = 0.02
+    clock = iter((0.0, 1.0))
+    times.measure_all(shapes[:1], 3, 5.0, FACTS, tmp_path / "rows.csv")
+    assert len(checks.failures) == 1
