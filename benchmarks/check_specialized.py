@@ -19,34 +19,27 @@ from __future__ import annotations
 
 import argparse
 import csv
-import os
 import random
-import select
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import specialized_launch
 import specialized_times
 import torch
+import watched
 from checks import expect, finish, poison, where
-from specialized_launch import TYPES, outputs, plan_of, refresh, same
+from specialized_launch import LSE_TOLERANCES, TYPES, outputs, plan_of, refresh
 
 from mla_fusion.attention import triton_choice
-from mla_fusion.cli.bench import environment
 from mla_fusion.cli.bench_compile import compile_ahead
 from mla_fusion.cli.bench_decode import FACTS, write
-from mla_fusion.cli.bench_decode_peers import BF16, FP8, TOLERANCE, Case, Inputs, exact, make
-from mla_fusion.cli.compare import distance
+from mla_fusion.cli.bench_decode_peers import TOLERANCE, Case, Inputs, make
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from mla_fusion.attention import PersistentDecodePlan
 
-LSE_TOLERANCES = {BF16: 1e-5, FP8: 2e-3}  # as in check_attention.py
 # Heads, query rows, page, whether the plan has pairs, and the type. In CHECKED it has no type, and
 # those that may have pairs are checked without them, too.
 Checked = tuple[int, int, int, bool, str]
@@ -154,54 +147,25 @@ def check_batch(
     """
     print(f"     {name}", flush=True)
     poison(inputs, lengths)
-    launches = [outputs(inputs.case, sum(rows)) for _ in range(times)]
-    for out, lse in launches:
-        specialized_launch.launch(inputs, plan, 0, out, lse, triton_choice.SPECIALIZED)
-        if apart:
-            torch.cuda.synchronize()
-    torch.cuda.synchronize()
-    pieces, start = int(plan.reduce_indptr[-1]), 0
-    (out, lse), errors = launches[0], [[0.0, 0.0]]
-    for b, length in enumerate(lengths):
-        at = slice(start, start + rows[b])
-        start = at.stop
-        want, want_lse = exact(inputs, b, length, at)
-        moved = torch.where(lse[at] == want_lse, 0.0, (lse[at].double() - want_lse).abs())
-        errors.append([distance(out[at], want), float(moved.amax())])
-    # max() may lose a NaN; torch keeps it.
-    worst, worst_lse = torch.tensor(errors).amax(0).tolist()
-    odd = [(i, *each) for i, each in enumerate(launches) if not all(map(same, each, (out, lse)))]
+    config = triton_choice.SPECIALIZED
+    launches = specialized_launch.repeat(inputs, plan, rows, config, times, apart)
+    pieces = int(plan.reduce_indptr[-1])
+    (out, lse), odd = launches[0], specialized_launch.different(launches)
+    wanted = specialized_launch.definition(inputs, rows, lengths)
+    worst, worst_lse = specialized_launch.errors(out, lse, wanted)
     ok = worst <= TOLERANCE and worst_lse <= LSE_TOLERANCES[inputs.case.dtype] and not odd
     detail = f"error {worst:.1e}, LSE {worst_lse:.1e}, {pieces} pieces"
     expect(name, ok, f"{detail}, {len(odd)} of {times} launches differ from the first")
-    for i, each, its_lse in odd:
+    for i in odd:
+        each, its_lse = launches[i]
         print(f"     launch {i}: {where(out != each, lse != its_lse, plan, rows)}", flush=True)
     return worst, worst_lse, pieces, len(odd), ok
-
-
-def watch(command: list[str], seconds: float) -> int:
-    """Run `command`, print what it prints, and kill it after `seconds` of silence."""
-    child = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-    )
-    assert child.stdout is not None
-    while select.select([child.stdout], [], [], seconds)[0]:
-        text = os.read(child.stdout.fileno(), 65536)
-        if not text:
-            return child.wait()
-        sys.stdout.write(text.decode(errors="replace"))
-        sys.stdout.flush()
-    # And those who compile for it.
-    os.killpg(child.pid, signal.SIGKILL)
-    print(f"FAIL nothing printed for {seconds:.0f} s: the kernel waits for ever; killed")
-    return 1
 
 
 def main() -> None:
     """Watch a child, or be it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
-    parser.add_argument("--seconds", type=float, default=60, help="of silence before it is killed")
+    watched.declare(parser)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=("check", "time"), help="one of the two parts")
     heads = sorted({f"{heads}x{rows}" for heads, rows, *_ in CHECKED})
@@ -215,18 +179,8 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, default=Path("build/bench/check_specialized.csv"))
     times = Path("build/bench/specialized_times.csv")
     parser.add_argument("--times", type=Path, default=times)
-    parser.add_argument("--commit", default="", help="commit, where git does not know it")
-    parser.add_argument("--child", action="store_true", help="run here, unwatched")
     options = parser.parse_args()
-    if not options.child:
-        print(environment(options.commit), f"--seed {options.seed}", flush=True)
-        again = [sys.executable, __file__, "--child", *sys.argv[1:], "--seed", str(options.seed)]
-        sys.exit(watch(again, options.seconds))
-    torch.manual_seed(options.seed)
-    words = (word for word in sys.argv[1:] if word != "--child")
-    command = " ".join(["python benchmarks/check_specialized.py", *words])
-    known = environment(options.commit) | {"command": command}
-    facts = {fact: known[fact] for fact in FACTS}
+    facts = watched.begin(__file__, options)
     if options.only != "time":
         wanted = [each for each in CHECKED if f"{each[0]}x{each[1]}" in options.cases]
         cases = cases_of(wanted, options.types)

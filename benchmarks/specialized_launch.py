@@ -11,12 +11,15 @@ from mla_fusion.attention import triton as provider
 from mla_fusion.attention.buffers import multiprocessors
 from mla_fusion.attention.validate import Inputs as Given
 from mla_fusion.attention.validate import validate
-from mla_fusion.cli.bench_decode_peers import BF16, FP8, Case, Inputs
+from mla_fusion.cli.bench_decode_peers import BF16, FP8, Case, Inputs, exact
+from mla_fusion.cli.compare import distance
 
 if TYPE_CHECKING:
     from mla_fusion.attention import triton_choice
 
 TYPES = {"bf16": BF16, "fp8": FP8}
+LSE_TOLERANCES = {BF16: 1e-5, FP8: 2e-3}  # as in check_attention.py
+Result = tuple[torch.Tensor, torch.Tensor]  # output and LSE
 
 
 def settings_of(case: Case) -> dict[str, Any]:
@@ -63,7 +66,7 @@ def launch(
     provider.launch(given, config=config)
 
 
-def outputs(case: Case, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+def outputs(case: Case, rows: int) -> Result:
     """Output and LSE of `rows` query rows, NaN."""
     out = torch.full((rows, case.heads, case.latent), torch.nan, device="cuda", dtype=BF16)
     return out, torch.full((rows, case.heads), torch.nan, device="cuda")
@@ -72,3 +75,41 @@ def outputs(case: Case, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors have the same bits; also where they are NaN."""
     return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def repeat(
+    inputs: Inputs, plan: PersistentDecodePlan, rows: list[int], config: triton_choice.Config,
+    times: int, apart: bool = False,
+) -> list[Result]:  # fmt: skip
+    """So many launches on cache 0. apart: none starts before the last has ended."""
+    launches = [outputs(inputs.case, sum(rows)) for _ in range(times)]
+    for out, lse in launches:
+        launch(inputs, plan, 0, out, lse, config)
+        if apart:
+            torch.cuda.synchronize()
+    torch.cuda.synchronize()
+    return launches
+
+
+def different(launches: list[Result]) -> list[int]:
+    """The launches whose results are not those of the first one, bit by bit."""
+    return [i for i, each in enumerate(launches) if not all(map(same, each, launches[0]))]
+
+
+def definition(inputs: Inputs, rows: list[int], lengths: list[int]) -> list[Result]:
+    """float64 attention of each sequence, over cache 0."""
+    starts = torch.tensor([0, *rows]).cumsum(0).tolist()
+    return [exact(inputs, b, length, slice(*starts[b : b + 2])) for b, length in enumerate(lengths)]
+
+
+def errors(out: torch.Tensor, lse: torch.Tensor, wanted: list[Result]) -> tuple[float, float]:
+    """The largest error of a sequence's output, and of an LSE; NaN stays NaN."""
+    found, start = [[0.0, 0.0]], 0
+    for want, want_lse in wanted:
+        at = slice(start, start + len(want))
+        start = at.stop
+        moved = torch.where(lse[at] == want_lse, 0.0, (lse[at].double() - want_lse).abs())
+        found.append([distance(out[at], want), float(moved.amax())])
+    # max() may lose a NaN; torch keeps it.
+    worst, worst_lse = torch.tensor(found).amax(0).tolist()
+    return worst, worst_lse

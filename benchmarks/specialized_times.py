@@ -71,10 +71,13 @@ DTYPES = {dtype: name for name, dtype in TYPES.items()}
 
 
 def shape_of(text: str, dtype: str = "bf16") -> Case:
-    """A shape of a type, given as batch x context, of 128 heads, or with x heads x query rows."""
-    batch, context, *rest = map(int, text.split("x"))
+    """A shape of a type, given as batch x context, of 128 heads, or with x heads x query rows; and
+    -ragged.
+    """
+    numbers, _, ragged = text.partition("-")
+    batch, context, *rest = map(int, numbers.split("x"))
     heads, queries = rest or (triton_choice.PAIRED_HEADS, 1)
-    return Case(batch, context, heads, TYPES[dtype], queries=queries)
+    return Case(batch, context, heads, TYPES[dtype], ragged == "ragged", queries)
 
 
 def candidates(case: Case) -> dict[str, Candidate]:

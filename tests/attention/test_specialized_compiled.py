@@ -11,31 +11,10 @@ pytest.importorskip("triton")
 from mla_fusion.attention import hopper_specialized, triton_choice
 from mla_fusion.attention import triton as provider
 from mla_fusion.attention.hopper_specialized_parts import cache_boxes, query_boxes
-from mla_fusion.attention.validate import Inputs
-from tests.attention.decodes import BF16, FN, plan_for
+from tests.attention.decodes import BF16, FN
+from tests.attention.specialized import inputs
 from tests.kernels import products
 from tests.kernels.compiled import LDS, compile_kernel, compile_report, specialize
-
-
-def inputs(q=(8, 64, 576), page=64, dtype=BF16, columns=128, **plan):
-    """A decode of DeepSeek's widths without memory, by default with 64 heads."""
-
-    def meta(*shape, dtype=dtype):
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    tokens, heads, width = q
-    fields = {"num_heads": heads, "q_dtype": dtype, "kv_dtype": dtype, "v_head_dim": width - 64}
-    return Inputs(
-        meta(*q),
-        meta(99, page, width),
-        plan_for(**{**fields, **plan}),
-        meta(8, columns, dtype=torch.int32),
-        0.1,
-        None,
-        None,
-        meta(tokens, heads, width - 64, dtype=BF16),
-        meta(tokens, heads, dtype=torch.float32),
-    )
 
 
 @functools.cache
