@@ -35,6 +35,7 @@ class Machine(Program):
 
     def async_load(self, target, pointer, mask=None):
         """A copy that lands later; zeros where the mask says no."""
+        self.behind("a copy is started")
         shape = torch.broadcast_shapes(pointer.offset.shape, raw(mask).shape)
         vector = 16 // pointer.storage.dtype.itemsize
         if len(shape) == 2 and shape[1] >= vector:

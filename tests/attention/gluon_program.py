@@ -5,7 +5,8 @@ gives it `gluon_values` in place of registers and shared memory. What is asynchr
 beside what, is of the two machines: `gluon_double.py` and `gluon_warps.py`.
 
 Both refuse a matrix product that reads what threads have written to shared memory without a fence
-and a barrier of the same threads behind it.
+and a barrier of the same threads behind it. And where a launch precedes the end of the kernel in
+front (PDL), threads that have not waited for that one may read the plan, and nothing else.
 """
 
 import itertools
@@ -17,6 +18,8 @@ from triton.runtime.jit import JITFunction
 
 from tests.attention.gluon_ptx import assemble
 from tests.attention.gluon_values import TYPES, Pointer, Shared, Tensor, poison, raw, storage
+
+PLAN = ("work_indptr_ptr", "work_info_ptr", "qo_indptr_ptr", "kv_indptr_ptr")
 
 
 class Program:
@@ -31,6 +34,12 @@ class Program:
         self.program = (0, 0)
         # Shared memory that products may not read yet, and the threads that wrote it.
         self.unfenced, self.unseen = set(), set()
+        # Whether the kernel in front may run, what is read meanwhile, and who has waited for it.
+        self.pdl, self.plan, self.waited = False, (), set()
+        self.gdc = types.SimpleNamespace(
+            gdc_wait=lambda: self.waited.add(self.threads()),
+            gdc_launch_dependents=lambda: self.behind("a kernel that reads the plan is launched"),
+        )
         self.gl = types.SimpleNamespace(
             **{name: value for name, value in vars(gl).items() if not name.startswith("__")}
         )
@@ -38,6 +47,12 @@ class Program:
             if name.startswith("gl_"):
                 setattr(self.gl, name[3:], getattr(self, name))
         self.namespaces = {}
+
+    # The kernel in front
+
+    def behind(self, what):
+        """Refuse what is done in front of the wait for it."""
+        assert not self.pdl or self.threads() in self.waited, f"{what} before the kernel in front"
 
     # What products may read
 
@@ -90,9 +105,12 @@ class Program:
         return self.gl_full(shape, 0.0, dtype, layout)
 
     def gl_load(self, pointer, mask=None, other=None):
+        if pointer.storage.data_ptr() not in self.plan:
+            self.behind("more than the plan is read")
         return Tensor(pointer.read(mask, other))
 
     def gl_store(self, pointer, value, mask=None):
+        self.behind("something is written")
         pointer.write(value, mask)
 
     def gl_where(self, condition, a, b):
@@ -153,8 +171,7 @@ class Program:
         module = function.fn.__globals__
         if id(module) not in self.namespaces:
             space = self.namespaces[id(module)] = dict(module)
-            gdc = types.SimpleNamespace(gdc_wait=lambda: 0, gdc_launch_dependents=lambda: 0)
-            mine = {"gdc": gdc, "RENAMED": True}
+            mine = {"gdc": self.gdc, "RENAMED": True}
             mine |= {name: getattr(self, name) for name in self.own}
             for name, value in module.items():
                 if name in mine:
@@ -178,15 +195,17 @@ class Program:
 
     def ended(self):
         """A program has ended."""
-        self.unfenced.clear()
-        self.unseen.clear()
+        for each in (self.unfenced, self.unseen, self.waited):
+            each.clear()
 
     def launch(self, kernel, grid, arguments, options):
         """Run all programs of a launch."""
         named = dict(zip(kernel.arg_names, arguments, strict=False)) | {
             name: value for name, value in options.items() if name in kernel.arg_names
         }
+        self.pdl = bool(options.get("PDL"))
         named = {name: self.argument(name, value) for name, value in named.items()}
+        self.plan = [named[name].storage.data_ptr() for name in PLAN if name in named]
         function = self.python(kernel)
         for self.program in itertools.product(*map(range, grid)):
             function(**named)

@@ -216,6 +216,7 @@ class Machine(Program):
         del self.waiting[me]
 
     def tma_load(self, descriptor, corner, barrier, target):
+        self.behind("a copy is started")
         assert target.shape == descriptor.block_type.shape
         assert target.dtype == descriptor.block_type.element_ty
         late = any(values.reads(target.data) for _, values in self.loading)

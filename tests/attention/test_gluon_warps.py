@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc
 
 from mla_fusion.attention.hopper_copy import barrier, tma_load
 from tests.attention.decodes import BF16, FP32
@@ -137,3 +138,39 @@ def test_a_wait_keeps_the_registers_that_a_product_reads():
     Machine(0).launch(widen_early, (1,), (out,), {"KEPT": True})
     with pytest.raises(AssertionError, match="does not keep"):
         Machine(0).launch(widen_early, (1,), (out,), {"KEPT": False})
+
+
+@gluon.jit
+def wait_late(out_ptr, work_indptr_ptr, PDL: gl.constexpr, EARLY: gl.constexpr):
+    """A partition reads the plan, and then does something in front of its wait, or nothing."""
+    gl.warp_specialize([(work_early, (out_ptr, work_indptr_ptr, EARLY))], [], [])
+    if PDL:
+        gdc.gdc_wait()
+
+
+@gluon.jit
+def work_early(out_ptr, plan_ptr, EARLY: gl.constexpr):
+    """The only partition."""
+    number = gl.load(plan_ptr)
+    if EARLY == "read":
+        number = gl.load(out_ptr)
+    if EARLY == "written":
+        gl.store(out_ptr, number)
+    if EARLY == "launched":
+        gdc.gdc_launch_dependents()
+    gdc.gdc_wait()
+    gl.store(out_ptr, gl.load(out_ptr) + number)
+    gdc.gdc_launch_dependents()
+
+
+def test_only_the_plan_is_read_before_the_kernel_in_front_has_ended():
+    for early in ("", "read", "written", "launched"):
+        for pdl in (True, False):
+            out, plan = torch.ones(1).int(), torch.ones(1).int()
+            options = {"PDL": pdl, "EARLY": early}
+            if pdl and early:
+                with pytest.raises(AssertionError, match=f"{early} before the kernel in front"):
+                    Machine(0).launch(wait_late, (1,), (out, plan), options)
+            else:
+                Machine(0).launch(wait_late, (1,), (out, plan), options)
+                assert out == 2
