@@ -31,7 +31,7 @@ class Program:
     own = ("gl", "barrier", "fence_async_shared", "warpgroup_mma", "warpgroup_mma_wait")
 
     def __init__(self):
-        self.program = (0, 0)
+        self.program, self.grid = (0, 0), (1, 1)
         # Shared memory that products may not read yet, and the threads that wrote it.
         self.unfenced, self.unseen = set(), set()
         # Whether the kernel in front may run, what is read meanwhile, and who has waited for it.
@@ -95,6 +95,9 @@ class Program:
     def gl_program_id(self, axis):
         return Tensor(torch.tensor(self.program[axis], dtype=torch.int32))
 
+    def gl_num_programs(self, axis):
+        return self.grid[axis]
+
     def gl_arange(self, start, end, layout=None):
         return Tensor(torch.arange(start, end, dtype=torch.int32), layout)
 
@@ -141,6 +144,9 @@ class Program:
 
     def gl_log2(self, a):
         return Tensor(torch.log2(a.data), a.layout)
+
+    def gl_join(self, a, b):
+        return Tensor(torch.stack([a.data, b.data], -1), a.layout)
 
     def gl_split(self, a):
         return tuple(Tensor(part, a.layout) for part in a.data.unbind(-1))
@@ -206,7 +212,7 @@ class Program:
         self.pdl = bool(options.get("PDL"))
         named = {name: self.argument(name, value) for name, value in named.items()}
         self.plan = [named[name].storage.data_ptr() for name in PLAN if name in named]
-        function = self.python(kernel)
+        self.grid, function = grid, self.python(kernel)
         for self.program in itertools.product(*map(range, grid)):
             function(**named)
             self.ended()
