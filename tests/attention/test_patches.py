@@ -9,11 +9,11 @@ from patched import UNPATCHED, Copy, copy_package, variants
 from tests.attention.decodes import BF16, FN
 from tests.attention.specialized import check, inputs
 from tests.kernels import products
-from tests.kernels.compiled import compile_kernel
+from tests.kernels.compiled import LDS, compile_kernel
 
 TYPES = {"bf16": BF16, "fp8": FN}
 ALL = [(kind, variant) for kind in TYPES for variant in variants(kind)]
-STACKED = {patch for _, variant in ALL if "+" in variant for patch in variant.split("+")}
+PARTS = [set(variant.split("+")) for _, variant in ALL]
 # Heads, query rows, KV tokens, and the plan: items that are pieces and whole sequences, more tiles
 # than buffers, rows that see nothing of a piece, and fewer rows than a program has.
 CASES = [
@@ -47,15 +47,18 @@ def test_a_patch_changes_the_kernel_and_no_result(copies, kind, variant):
 @pytest.mark.parametrize(
     ("kind", "variant"),
     [
-        # Patches of a stack are compiled with it.
-        pytest.param(*each, marks=pytest.mark.nightly) if each[1] in STACKED else each
-        for each in ALL
+        # Patches of a stack are compiled with it, and stacks with the longer ones they are part of.
+        pytest.param(*each, marks=pytest.mark.nightly)
+        if any(mine < more for more in PARTS)
+        else each
+        for each, mine in zip(ALL, PARTS, strict=True)
     ],
 )
 def test_a_patch_compiles(copies, kind, variant):
     kernels = copies(variant).kernels
     args, options = kernels.arguments(inputs(dtype=TYPES[kind]))
     compiled = compile_kernel("sm_90", kernels.decode_kernel, args, options)
+    assert compiled.metadata.shared <= LDS["sm_90"]
     code = products.disassemble(compiled.asm["cubin"])
     assert products.touched_early(code) == []
     if kind == "fp8":
