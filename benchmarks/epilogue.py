@@ -32,7 +32,6 @@ from mla_fusion.cli.bench import environment
 from mla_fusion.cli.bench_epilogue import LATENT, SEPARATE, Case
 
 PROGRAMS = 32, 528  # fewest and most of a launch that is worth a measurement
-WHOLE = 32  # most pieces of a row that is not sliced
 
 
 def shaped(rows: int, columns: int, slices: int, warps: int, pieces: int) -> Shape:
@@ -49,9 +48,9 @@ def programs(case: Case, shape: Shape) -> int:
     return blocks * shape.slices * case.heads
 
 
-def tuned(case: Case) -> set[Shape]:
+def tuned(case: Case, whole: int) -> set[Shape]:
     """Shapes that may be the best: rows are in one or two programs, columns in one, or in several
-    where there is one row and no slice, or none of few pieces."""
+    where there is one row and no slice, or none of up to `whole` pieces."""
     most, widest = min(16, triton.next_power_of_2(case.tokens)), min(GROUP, case.values)
     every = itertools.product((1, 2, 4, 8, 16), (32, 64, 128), (1, 2, 4, 8), (4, 8), (8, 16, 64))
     shapes = {
@@ -60,7 +59,7 @@ def tuned(case: Case) -> set[Shape]:
         if most <= 2 * rows <= 2 * most
         if rows * slices == 1 or (columns == widest and pieces > 8)
     }
-    shapes |= {dataclasses.replace(shape, whole=WHOLE) for shape in shapes if shape.pieces > 16}
+    shapes |= {dataclasses.replace(shape, whole=whole) for shape in shapes if shape.pieces > 16}
     least, greatest = PROGRAMS
     facts = case.tokens, LATENT, case.values, case.quantization
     return {
@@ -70,13 +69,13 @@ def tuned(case: Case) -> set[Shape]:
     }
 
 
-def compile_all(cases: list[Case]) -> None:
+def compile_all(cases: list[Case], whole: int) -> None:
     """Compile what `cases` launch, on all cores: one after another takes longer than measuring."""
     needed: dict[Case, set[Shape]] = {}
     for case in cases:
         # Tokens and pieces are not compiled in.
         one = dataclasses.replace(case, tokens=1, pieces=1)
-        needed.setdefault(one, set()).update(tuned(case))
+        needed.setdefault(one, set()).update(tuned(case, whole))
     with (
         ThreadPoolExecutor() as pool,
         triton.AsyncCompileMode(pool, ignore_errors=True),
@@ -122,6 +121,7 @@ def main() -> None:
     parser.add_argument("--pieces", type=int, nargs="+", default=(1, 16, 128))
     parser.add_argument("--values", type=int, default=128)
     parser.add_argument("--quantization", nargs="+", default=("none", "group"))
+    parser.add_argument("--whole", type=int, default=32, help="most pieces of a row not sliced")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no shape after these")
     parser.add_argument("--commit", default="", help="commit, where git does not know it")
     options = parser.parse_args()
@@ -133,14 +133,14 @@ def main() -> None:
     cases = bench_epilogue.grid(
         options.tokens, options.heads, options.pieces, options.values, options.quantization
     )
-    compile_all(cases)
+    compile_all(cases, options.whole)
     print(f"compiled after {time.monotonic() - start:.0f} s", flush=True)
     in_time = itertools.takewhile(lambda _: time.monotonic() - start < options.seconds, cases)
     rows = bench_epilogue.table(
         options.csv,
         facts,
         in_time,
-        lambda case: bench_epilogue.candidates(case, tuned(case)),
+        lambda case: bench_epilogue.candidates(case, tuned(case, options.whole)),
         options.rounds,
     )
     bench_epilogue.summary(rows)
