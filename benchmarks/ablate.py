@@ -189,8 +189,9 @@ def ablate(options: argparse.Namespace, facts: dict[str, str], folder: Path) -> 
         writer = csv.DictWriter(file, [*FACTS, *ROW])
         writer.writeheader()
         for kind in options.types:
-            wanted = [each for each in options.variants if each.startswith(kind)]
-            wanted = wanted or variants(kind)
+            # Plans are of both types.
+            wanted = [each for each in options.variants if each.startswith((kind, "plan"))]
+            wanted = wanted or [*variants(kind), *variants("plan")]
             copies, broken = load([UNPATCHED, *wanted], folder / kind)
             cases = [shape_of(text, kind) for text in options.shapes]
             heads = {case.heads for case in cases}

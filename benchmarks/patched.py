@@ -28,7 +28,7 @@ OWN = ("mla_fusion", "specialized_launch")
 
 
 def variants(kind: str) -> list[str]:
-    """Of a type, bf16 or fp8: each of its patches, then the stacks that are listed."""
+    """Of a kind, such as bf16: each of its patches, then the stacks that are listed."""
     names = [path.stem for path in sorted(PATCHES.glob(f"{kind}_*.patch"))]
     stacks = (PATCHES / "stacks.txt").read_text().split()
     return names + [stack for stack in stacks if stack.startswith(f"{kind}_")]

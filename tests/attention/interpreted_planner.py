@@ -79,6 +79,11 @@ def test_the_kernel_cuts_only_what_the_specification_cuts():
         (16, [1100, 1300], 128, False),  # eight tiles each
         (60, [64 * 32], 8, True),
         (60, [64 * 33], 8, True),
+        # Small shares.
+        (12, [1024] * 6, 8, True),
+        (12, [2256, 2394, 741, 376], 8, True),
+        (4, [108, 423, 1038, 638], 8, True),
+        (7, [1000, 2200, 100], 32, True),
     ]
     for workers, lengths, num_heads, is_cut in cases:
         want, got = (

@@ -31,6 +31,7 @@ PATCHES = {
     "fp8_raises": "raise RuntimeError('no kernel')",
     "fp8_stale": None,
     "bf16_other": LINE + " # of another type",
+    "plan_any": LINE + "  # of both types",
 }
 
 
@@ -97,9 +98,12 @@ def test_all_patches_of_a_type_are_rows(on_cpu, tmp_path, capsys):
     before = {name: id(module) for name, module in sys.modules.items() if patched.is_own(name)}
     path = list(sys.path)
     rows, failures = ablate(tmp_path)
-    wanted = ["unpatched", "fp8_off", "fp8_raises", "fp8_same", "fp8_stale", "fp8_same+fp8_off"]
+    wanted = ["unpatched", "fp8_off", "fp8_raises", "fp8_same", "fp8_stale", "plan_any",
+              "fp8_same+fp8_off"]  # fmt: skip
     assert sorted(rows) == sorted(wanted) and failures == 4
-    assert [name for name in wanted if rows[name]["ok"] == "1"] == ["unpatched", "fp8_same"]
+    assert [name for name in wanted if rows[name]["ok"] == "1"] == [
+        "unpatched", "fp8_same", "plan_any"
+    ]  # fmt: skip
     right, off, raises, stale = (rows[f"fp8_{x}"] for x in ("same", "off", "raises", "stale"))
     shape = [right[name] for name in script.SHAPE]
     assert shape == ["2", "70", "1", "16", "1", "fp8"]
@@ -116,8 +120,9 @@ def test_all_patches_of_a_type_are_rows(on_cpu, tmp_path, capsys):
 
 
 def test_variants_that_are_asked_for(on_cpu, tmp_path, monkeypatch):
-    rows, failures = ablate(tmp_path, variants=["fp8_same"], shapes=["1x64x16x1", "2x64x16x1"])
-    assert sorted(rows) == ["fp8_same", "unpatched"] and failures == 0
+    named = ["fp8_same", "plan_any", "bf16_other"]
+    rows, failures = ablate(tmp_path, variants=named, shapes=["1x64x16x1", "2x64x16x1"])
+    assert sorted(rows) == ["fp8_same", "plan_any", "unpatched"] and failures == 0
     rows, _ = ablate(tmp_path / "late", variants=["fp8_same"], budget=-1.0)
     assert rows == {}
 

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 # Files of this folder, and whether Triton's interpreter runs them.
 CHECKS = {
     "epilogue_groups_few": [("patched_epilogue.py", True), ("patched_epilogue_compiled.py", False)],
+    "plan_smallest_budget": [("patched_planner.py", False), ("interpreted_planner.py", True)],
 }
 
 
