@@ -36,10 +36,10 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 
-# What vLLM logs when a stage of its start begins -> what the user reads.
+# What every release logs when a stage of its start begins -> what the user reads.
 _STAGES = {
     "Resolved architecture": "vLLM is imported",
-    "Starting torch.compile": "the model is built, its graphs are compiled",
+    "vLLM's torch.compile": "the model is built and traced, its graphs are compiled",
 }
 
 
@@ -226,7 +226,7 @@ def generate(job: Job, progress: TextIO) -> dict[str, Any]:
         return True
 
     print("    starting vLLM", file=progress)
-    for name in ("config.model", "compilation.monitor", "compilation.backends"):
+    for name in ("config.model", "compilation.backends"):
         logging.getLogger(f"vllm.{name}").addFilter(pass_on)
     engine = build(**job.engine)
     print(f"    engine ready after {time.perf_counter() - began:.0f} s", file=progress)
