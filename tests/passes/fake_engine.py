@@ -99,7 +99,11 @@ class Impl:
         self.dcp_world_size = 1
         self.queries: list[torch.Tensor] = []  # what `forward_mqa` was given
 
-    def do_kv_cache_update(self, kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale):
+    def do_kv_cache_update(
+        self, kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, skip_scale=False
+    ):
+        """vLLM says from 0.33 on that the scale is 1 and its kernel need not divide."""
+        assert not skip_scale or k_scale == 1
         cache = kv_cache.view(torch.float8_e4m3fn) if kv_cache_dtype == "fp8" else kv_cache
         for row, slot in enumerate(slot_mapping.tolist()):
             if slot >= 0:
@@ -129,7 +133,7 @@ class Layer(MLAAttention):
         self.hisparse_cache, self.use_sparse, self.use_pcp = None, False, False
         self.pcp_shard_decode_requests = False
         self.impl = Impl(quantized_query)
-        self._k_scale = torch.tensor(0.5)
+        self._k_scale, self._k_scale_float = torch.tensor(0.5), 0.5
         self._q_scale = torch.tensor(0.25)
         self.kv_lora_rank, self.qk_rope_head_dim = LATENT, ROPE
         self.qk_nope_head_dim, self.v_head_dim = NOPE, spec.value

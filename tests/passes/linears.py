@@ -140,7 +140,8 @@ def _fp8_linear(x, scales, weight):
 def _declare_ops():
     """CUDA ops with bodies for a CPU, but for packed scales, which nothing here unpacks.
 
-    The CPU build declares one of them without arguments, so that one gets an overload.
+    The CPU build declares one of them without arguments, so that one gets an overload. vLLM's own
+    declarations are taken where its GPU library is loaded.
     """
     out = []
     for namespace, schema, body in (
@@ -175,8 +176,12 @@ def _declare_ops():
         ),
     ):
         library = torch.library.Library(namespace, "FRAGMENT")
-        library.define(schema)
         name = schema.partition("(")[0]
+        declared = getattr(getattr(torch.ops, namespace), name.partition(".")[0], None)
+        if declared is not None and declared.default._schema.arguments:
+            name = declared.__name__
+        else:
+            library.define(schema)
         if body is not None:
             library.impl(name, body, "CPU")
         if body is _fp8_linear:
@@ -188,3 +193,5 @@ def _declare_ops():
 
 
 _libraries = _declare_ops()
+_STATIC = torch.ops._C.static_scaled_fp8_quant
+STATIC_QUANTIZE = getattr(_STATIC, "cpu", _STATIC.default)  # the one with arguments

@@ -46,9 +46,8 @@ def test_a_square_output_that_is_transposed_is_not_the_quantized_one(name):
     target, args = TURNS[name]
     view = graph.call_function(target, (output, *args))
     view.meta["val"] = output.meta["val"]
-    op = torch.ops._C.static_scaled_fp8_quant.cpu
     arguments = {"result": result, "input": view, "scale": scale, "group_shape": None}
-    call = graph.call_function(auto_functionalized, (op,), arguments)
+    call = graph.call_function(auto_functionalized, (linears.STATIC_QUANTIZE,), arguments)
     call.meta["val"] = (None, result.meta["val"])
     graph.output(call)
     if name == "alias":
