@@ -36,7 +36,7 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 
-# What every release logs when a stage of its start begins -> what the user reads.
+# What vLLM logs when a stage of its start begins -> what the user reads.
 _STAGES = {
     "Resolved architecture": "vLLM is imported",
     "vLLM's torch.compile": "the model is built and traced, its graphs are compiled",
