@@ -15,7 +15,9 @@ from tests.amd import mutants
 # Of each kind and subject; all together they are to be 200 at least.
 EACH, LEAST = 3, 200
 # What is seen of them, and of many of one subject. docs/amd.md says why the others are not.
-SHARE, SHARE_OF_ONE, SHARE_OF = 0.95, 0.92, {"epilogue, gfx950": 0.9}
+SHARE, SHARE_OF_ONE = 0.95, 0.92
+# A third of its LDS accesses write repeated rows; a quarter of its waits count too few loads.
+SHARE_OF = {"epilogue of whole rows or slices, gfx942": 0.89}
 # Kinds of which all have to be seen, of every instruction, in the region kernel.
 CERTAIN = ("barrier removed", "matrix product removed", "wait for one fewer", "wait removed")
 # And of what one slice of an epilogue does to be seen by the last one.
@@ -65,7 +67,7 @@ SUBJECTS = {
         mutants.decode_runs, "gfx950", "padded heads", portable=True
     ),
     "reduction, gfx942": functools.partial(mutants.reduce_runs, "gfx942", "many pieces"),
-    "epilogue of one slice, gfx942": functools.partial(
+    "epilogue of whole rows or slices, gfx942": functools.partial(
         mutants.epilogue_runs, "gfx942", epilogues.choose(1, 16, 512, 128), "tokens", "drafts"
     ),
     "epilogue, gfx950": functools.partial(

@@ -26,6 +26,8 @@ class Case:
     """A step: for each sequence its query rows and pieces (0: not split), and its layer.
 
     padding: rows after the last sequence. per_work: heads of a work item, where not the default.
+    outweighed: in head 0, all but the first piece of a row, by more than fp32 holds: a merge around
+    another maximum overflows.
     """
 
     rows: tuple[int, ...]
@@ -38,6 +40,7 @@ class Case:
     dtype: torch.dtype = BF16
     dense: str = "latent"
     per_work: int | None = None
+    outweighed: bool = False
 
 
 def make(case, quantization="none", fp8=FN, lse=False):
@@ -60,8 +63,17 @@ def make(case, quantization="none", fp8=FN, lse=False):
     plan.reduce_partial_map = (most * order).int()
     shape = most * (sum(counts) + 1), plan.heads_per_work
     plan.partial_output = torch.randn(*shape, case.latent, generator=g)
-    plan.partial_lse = 3 * torch.randn(shape, generator=g)
+    # In the first head weights differ, and some are 0; in the others each piece counts.
+    plan.partial_lse = 1.5 * torch.randn(shape, generator=g)
+    plan.partial_lse[:, 0] *= 2
     blind = torch.rand(shape, generator=g) < 0.3
+    blind[:, 1:] = False
+    if case.outweighed:
+        begin = plan.reduce_indptr[:-1][torch.tensor(counts) > 0]
+        first = (plan.reduce_partial_map[begin, None] + torch.arange(most)).flatten()
+        blind[first, 0] = False
+        plan.partial_lse[:, 0] -= 200
+        plan.partial_lse[first, 0] += 200
     plan.partial_lse.masked_fill_(blind, -torch.inf)
     plan.partial_output.masked_fill_(blind[..., None], 0.0)
     for partial in (plan.partial_lse, plan.partial_output):
