@@ -73,11 +73,14 @@ DTYPES = {dtype: name for name, dtype in TYPES.items()}
 def shape_of(text: str, dtype: str = "bf16") -> Case:
     """A shape of a type, given as batch x context, of 128 heads, or with x heads x query rows; and
     -ragged.
+
+    Raises:
+        ValueError: it is given otherwise.
     """
-    numbers, _, ragged = text.partition("-")
+    numbers = text.removesuffix("-ragged")
     batch, context, *rest = map(int, numbers.split("x"))
     heads, queries = rest or (triton_choice.PAIRED_HEADS, 1)
-    return Case(batch, context, heads, TYPES[dtype], ragged == "ragged", queries)
+    return Case(batch, context, heads, TYPES[dtype], numbers != text, queries)
 
 
 def candidates(case: Case) -> dict[str, Candidate]:

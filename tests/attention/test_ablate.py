@@ -179,6 +179,14 @@ def test_patches_apply_inside_of_a_repository_too(tmp_path, monkeypatch):
         assert same != [file.read_bytes() for file in sorted(whole.rglob("*.py"))]
 
 
+def test_shapes():
+    ragged = shape_of("2x64x16x4-ragged", "fp8")
+    assert (ragged.batch, ragged.context, ragged.heads, ragged.queries) == (2, 64, 16, 4)
+    assert ragged.ragged and not shape_of("2x64").ragged
+    with pytest.raises(ValueError, match="raged"):
+        shape_of("2x64-raged")
+
+
 def test_a_silent_child_is_killed(capsys):
     start = time.monotonic()
     code = "import time; print('a kernel', flush=True); time.sleep(60)"
