@@ -5,12 +5,12 @@
     python benchmarks/ablate.py --variants fp8_plan_early fp8_plan_early+fp8_quads --csv OUT.csv
 
 A variant is a patch of benchmarks/patches/, or several that are applied in order. By default all
-patches of the types are timed alone, and the stacks that the folder lists. Each is held against
-float64 attention, and its launches against the first one, bit by bit; then it is timed beside the
-kernel as it is, and FlashMLA or, in bf16, FlashAttention 3 where vLLM is installed. A variant and a
-shape are a row of `--csv`, also if it does not compile or is wrong. All runs in a child process: a
-kernel that waits for ever is killed, with the rows so far in the file. Exits with 1 if a variant
-is wrong.
+patches of the types, and of plans, are timed alone, and the stacks that the folder lists. Each is
+held against float64 attention, and its launches against the first one, bit by bit; then it is timed
+beside the kernel as it is, and FlashMLA or, in bf16, FlashAttention 3 where vLLM is installed. A
+variant and a shape are a row of `--csv`, also if it does not compile or is wrong. All runs in a
+child process: a kernel that waits for ever is killed, with the rows so far in the file. Exits with
+1 if a variant is wrong.
 """
 
 from __future__ import annotations

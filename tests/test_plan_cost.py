@@ -37,8 +37,8 @@ def test_the_costs_come_back(rows):
 
 
 def test_loads_are_those_of_the_plan():
-    """Two sequences of two and three tiles for two workers: nothing is cut for as many workers as
-    sequences; one worker has both items; and four workers cut."""
+    """Three sequences of two tiles: one for each of three workers, all for one. One and two of 16
+    tiles for eight workers are cut, the two into as many pieces each."""
     case = plan_cost.Case(3, 128, 64, None)
     three = plan_cost.loads(case, 4, 3, None)
     assert (three.items.tolist(), three.tiles.tolist()) == ([1, 1, 1], [2, 2, 2])
@@ -47,6 +47,14 @@ def test_loads_are_those_of_the_plan():
     assert (one.items.tolist(), one.tiles.tolist()) == ([3], [6])
     split = plan_cost.loads(plan_cost.Case(1, 1024, 64, None), 4, 8, None)
     assert split.tiles.sum() == 16 and split.deepest == split.pieces > 1
+    both = plan_cost.loads(plan_cost.Case(2, 1024, 64, None), 4, 8, None)
+    assert both.tiles.sum() == 32 and 2 * both.deepest == both.pieces > 2
+
+
+def test_the_busiest_worker_counts():
+    """Whose items and tiles cost most, not who has most of either."""
+    plan = plan_cost.Loads(np.array([1, 2, 3]), np.array([9, 8, 1]), 4, 5)
+    assert plan.terms(COSTS) == [1, 2, 8, 4, 5]
 
 
 def test_it_predicts_and_says_what_is_missing(rows, monkeypatch, capsys):
