@@ -334,13 +334,14 @@ def epilogue_kernel(
     scale_stride_g, L: tl.constexpr, V: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr,
     ROWS: tl.constexpr, DOT_ROWS: tl.constexpr, COLUMNS: tl.constexpr, SLICES: tl.constexpr,
     LATENTS: tl.constexpr, PIECES: tl.constexpr, WHOLE: tl.constexpr,
-    WHOLE_LATENTS: tl.constexpr, WHOLE_PIECES: tl.constexpr, VECTORS: tl.constexpr,
-    QUANTIZATION: tl.constexpr, LARGEST: tl.constexpr, LIMIT: tl.constexpr, LSE: tl.constexpr,
-    PDL: tl.constexpr, AMD: tl.constexpr,
+    WHOLE_COLUMNS: tl.constexpr, WHOLE_SLICES: tl.constexpr, WHOLE_LATENTS: tl.constexpr,
+    WHOLE_PIECES: tl.constexpr, VECTORS: tl.constexpr, QUANTIZATION: tl.constexpr,
+    LARGEST: tl.constexpr, LIMIT: tl.constexpr, LSE: tl.constexpr, PDL: tl.constexpr,
+    AMD: tl.constexpr,
 ):  # fmt: skip
     """Slots ROWS * `program 0` and following, head `program 2`; `program 1` is the slice + SLICES
-    * the block of COLUMNS columns. If no slot has more than WHOLE pieces, it is the block of
-    COLUMNS / SLICES columns, of all latents; WHOLE is 0 where nothing is divided so.
+    * the block of COLUMNS columns. If no slot has more than WHOLE pieces, it is the slice +
+    WHOLE_SLICES * the block of WHOLE_COLUMNS columns; WHOLE is 0 where nothing is divided so.
 
     W_UV is read LATENTS (WHOLE_LATENTS) of its L rows at a time, the first ones before the decode
     has ended, and PIECES (WHOLE_PIECES) pieces of a row. A tile of VECTORS latents or more is
@@ -362,7 +363,7 @@ def epilogue_kernel(
         # none is, and the count is 0 again behind the launch.
         if count_pieces(given, sizes, tl.program_id(0), HEADS, FOLD) <= WHOLE:
             compute(
-                given, sizes, L, V, HEADS, FOLD, ROWS, DOT_ROWS, COLUMNS // SLICES, 1,
+                given, sizes, L, V, HEADS, FOLD, ROWS, DOT_ROWS, WHOLE_COLUMNS, WHOLE_SLICES,
                 WHOLE_LATENTS, WHOLE_PIECES, VECTORS, QUANTIZATION, LARGEST, LIMIT, LSE, PDL, AMD,
             )  # fmt: skip
             return

@@ -21,6 +21,7 @@ Barriers (mbarrier), all completed by one arrival:
 | right_free: a quarter's products have ended | the right half | the copying warp |
 | weights.full: the weights of a tile, or the last factor, are there | the scores | the right half |
 | weights.free: they were loaded | the right half | the scores |
+| scored: all products of a tile's scores are issued | the scores | the right half |
 """
 
 from __future__ import annotations
@@ -61,12 +62,13 @@ from mla_fusion.attention.hopper_specialized_parts import (
     turn_of,
 )
 from mla_fusion.attention.hopper_specialized_scores import (
+    add_left,
     add_quarters,
     decayed,
     last_visible,
     result_of,
     see,
-    start_scores,
+    start_rotated,
     start_state,
     sums_of,
     two_halves,
@@ -101,7 +103,8 @@ def give(shared, first, others, factors, sent):
 
 @gluon.jit
 def weigh_left(s, base, decay, factor, acc, total, left, shared, sent):
-    """Weigh a tile, add its left half to the output, and give the weights: new sums of both.
+    """Weigh a tile, start to add its left half to the output, and give the weights: new sums of
+    both, and the weights that the products read.
 
     Products read the weights from the registers where they were computed: no store, fence or
     barrier is in front of them. Those of the first 32 tokens run under the softmax of the others.
@@ -123,14 +126,12 @@ def weigh_left(s, base, decay, factor, acc, total, left, shared, sent):
     other_weights = gl.convert_layout(others, operand)
     acc = warpgroup_mma(other_weights, left.slice(HALF, HALF), acc, is_async=True)
     give(shared, first, others, decay, sent)
-    # The weights are in registers, and read until the products end.
-    acc, weights, other_weights = warpgroup_mma_wait(0, [acc, weights, other_weights])
-    return acc, total
+    return acc, total, weights, other_weights
 
 
 @gluon.jit
 def score(
-    work, query, tiles, shared, target, factor, HEADS: gl.constexpr, FOLD: gl.constexpr,
+    work, query, tiles, shared, scored, target, factor, HEADS: gl.constexpr, FOLD: gl.constexpr,
     LSE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The first warpgroup: scores, softmax, and the left half of the output."""
@@ -152,21 +153,41 @@ def score(
         if count > 0:
             mbarrier.wait(query.full, items & 1)
             items += 1
+            buffer, _ = turn_of(done, BUFFERS)
+            started = start_rotated(query, tiles, done, scores)
             for t in range(first, first + count):
-                buffer, _ = turn_of(done, BUFFERS)
                 left = tiles.left.index(buffer)
-                started = start_scores(query, tiles, done, scores)
-                s = warpgroup_mma_wait(0, [add_quarters(started, query, tiles, done)])
+                started = add_left(started, query, tiles, done)
+                started = add_quarters(started, query, tiles, done)
+                mbarrier.arrive(scored, count=1)
+                # Here, under these products: the compiler puts one behind each arrival, else in
+                # front of the left half's first product.
+                barrier()
+                s = warpgroup_mma_wait(0, [started])
                 s, base, new_peak = see(s, t * TILE, item, limit, factor, peak, EXACT)
                 decay = gl.exp2(peak - base)
                 peak = new_peak
                 over = item.end - t * TILE
                 if over < TILE:
                     clear_rows(left, over)
-                acc, total = weigh_left(s, base, decay, factor, acc, total, left, shared, sent)
-                mbarrier.arrive(tiles.left_free.index(buffer), count=1)
+                sums, total, weights, others = weigh_left(
+                    s, base, decay, factor, acc, total, left, shared, sent
+                )
                 sent += 1
-                done += 1
+                # The next scores' first product is behind the left half's, so that the tensor cores
+                # do not wait for the warps in between. Behind the last tile it is of that tile
+                # again, and not used.
+                more = t + 1 < first + count
+                started = start_rotated(query, tiles, gl.where(more, done + 1, done), scores)
+                # The weights are in registers, and read until the products end.
+                acc, weights, others = warpgroup_mma_wait(1, [sums, weights, others])
+                if more:
+                    mbarrier.arrive(tiles.left_free.index(buffer), count=1)
+                    done += 1
+                    buffer, _ = turn_of(done, BUFFERS)
+            _ = warpgroup_mma_wait(0, [started])
+            mbarrier.arrive(tiles.left_free.index(buffer), count=1)
+            done += 1
             mbarrier.arrive(query.free, count=1)
         lse, inverse = result_of(peak, total)
         mbarrier.wait(shared.free, (sent & 1) ^ 1)
@@ -184,8 +205,9 @@ def score(
 
 @gluon.jit
 def multiply(
-    work, tiles, shared, target, HEADS: gl.constexpr, FOLD: gl.constexpr, PDL: gl.constexpr
-):
+    work, tiles, shared, scored, target, HEADS: gl.constexpr, FOLD: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
     """The second warpgroup: the right half of the output, in two quarters."""
     PART: gl.constexpr = tiles.right.shape[2]
     BUFFERS: gl.constexpr = tiles.left.shape[0]
@@ -216,12 +238,17 @@ def multiply(
                 clear_rows(tiles.right.index(quarter), over)
                 clear_rows(tiles.right.index(quarter + 1), over)
             third = third * factors[:, None]
-            fourth = fourth * factors[:, None]
             sums = warpgroup_mma(weights, tiles.right.index(quarter), third, is_async=True)
-            last = warpgroup_mma(weights, tiles.right.index(quarter + 1), fourth, is_async=True)
-            third = warpgroup_mma_wait(1, [sums])
-            mbarrier.arrive(tiles.right_free.index(quarter), count=1)
             # The weights are in registers, and read until the last product ends.
+            third, weights = warpgroup_mma_wait(0, [sums, weights])
+            mbarrier.arrive(tiles.right_free.index(quarter), count=1)
+            # Not beside the third quarter's product: Triton 3.6's assembler then waits for it.
+            fourth = fourth * factors[:, None]
+            if t + 1 < first + count:
+                # The fourth quarter's product is not in front of the next scores, but under the
+                # softmax behind them.
+                mbarrier.wait(scored, (done + 1) & 1)
+            last = warpgroup_mma(weights, tiles.right.index(quarter + 1), fourth, is_async=True)
             fourth, weights = warpgroup_mma_wait(0, [last, weights])
             mbarrier.arrive(tiles.right_free.index(quarter + 1), count=1)
             done += 1
@@ -334,7 +361,7 @@ def decode_kernel(
             [192, 192, 24],
         )
     else:
-        made = new_barriers(2)
+        made = new_barriers(3)
         shared = Weights(
             gl.allocate_shared_memory(TYPE, [ROWS, TILE], weight),
             gl.allocate_shared_memory(gl.float32, [ROWS], plain),
@@ -347,9 +374,21 @@ def decode_kernel(
             [
                 (
                     score,
-                    (work, query, tiles, shared, target, scale * LOG2E, HEADS, FOLD, LSE, PDL),
+                    (
+                        work,
+                        query,
+                        tiles,
+                        shared,
+                        made.index(2),
+                        target,
+                        scale * LOG2E,
+                        HEADS,
+                        FOLD,
+                        LSE,
+                        PDL,
+                    ),
                 ),
-                (multiply, (work, tiles, shared, target, HEADS, FOLD, PDL)),
+                (multiply, (work, tiles, shared, made.index(2), target, HEADS, FOLD, PDL)),
                 (copy, (work, query, tiles, cache, block_rows, PAGE, HEADS, FOLD, PDL)),
             ],
             [4, 1],

@@ -18,7 +18,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc
 
 from mla_fusion.attention.hopper_copy import barrier, tile_layout, tma_load
-from mla_fusion.attention.hopper_kernel import read_item, store_output
+from mla_fusion.attention.hopper_kernel import read_item
 from mla_fusion.attention.hopper_tile import reinterpret
 
 ROWS = gl.constexpr(64)  # query rows of a program: the M of WGMMA
@@ -187,7 +187,9 @@ def copy(
     items = 0
     done = 0
     begin = gl.load(work.indptr + gl.program_id(0))
-    for number in range(begin, gl.load(work.indptr + gl.program_id(0) + 1)):
+    end = gl.load(work.indptr + gl.program_id(0) + 1)
+    is_short = 2 * gl.load(work.indptr + gl.num_programs(0)) <= gl.num_programs(0)
+    for number in range(begin, end):
         item = item_of(work, number, HEADS, FOLD)
         first, count = tiles_of(item, work.first_row, HEADS)
         if PDL and number == begin:
@@ -216,6 +218,11 @@ def copy(
                     cache.quarters, [row, HALF + part * PART], full, tiles.right.index(quarter)
                 )
             done += 1
+    # The reduction may be launched, and waits: where half of the programs have nothing to do, its
+    # own find room beside those that have. Idle programs signal when they end.
+    if PDL and SIZE == 1:  # noqa: SIM102 (known when compiled; the other one is not)
+        if is_short & (begin < end):
+            gdc.gdc_launch_dependents()
 
 
 @gluon.jit
@@ -312,19 +319,58 @@ def store_part(acc, work, item, target, FIRST: gl.constexpr, L: gl.constexpr, HE
         gl.store(partial, gl.convert_layout(acc, layout), mask=real[:, None])
 
 
+@gluon.constexpr_function
+def pairs_layout(pairs):
+    """That of products [pairs, rows], of [pairs, groups, 8 rows]."""
+    return gl.DistributedLinearLayout(
+        [[0, 0, 1], [8, 0, 0], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        [[16, 0, 0], [32, 0, 0]],
+        [],
+        [pairs, 8, 8],
+    )
+
+
+@gluon.jit
+def pairs_in(even, odd, TYPE: gl.constexpr, layout: gl.constexpr):
+    """Even and odd latents [pairs, rows] in TYPE, two in an integer: [pairs, groups, 8 rows]."""
+    BITS: gl.constexpr = TYPE.primitive_bitwidth
+    part: gl.constexpr = gl.int32 if BITS == 32 else gl.int16
+    pair: gl.constexpr = gl.int64 if BITS == 32 else gl.int32
+    low = even.to(TYPE).to(part, bitcast=True).to(pair) & ((1 << BITS) - 1)
+    pairs = low | (odd.to(TYPE).to(part, bitcast=True).to(pair) << BITS)
+    return gl.convert_layout(pairs.reshape([even.shape[0], ROWS // 8, 8]), layout)
+
+
 @gluon.jit
 def store_pairs(
     even, odd, work, item, target, FIRST: gl.constexpr, L: gl.constexpr, HEADS: gl.constexpr
 ):
-    """Store normalized sums [columns / 2, rows] of even and odd columns from FIRST on."""
-    layout: gl.constexpr = even.type.layout
-    rows, head, real = rows_of(work, item, target, gl.SliceLayout(0, layout), HEADS)
+    """Store normalized sums [columns / 2, rows] of even and odd columns from FIRST on.
+
+    Eight rows are heads of one token. All threads have the same eight groups of them in registers,
+    so a group's address is one number for all, and a thread's place in it another.
+    """
+    PAIRS: gl.constexpr = even.shape[0]
+    layout: gl.constexpr = pairs_layout(PAIRS)
+    col = gl.arange(0, PAIRS, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    group = gl.arange(0, ROWS // 8, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    row = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    # Zero, which the compiler does not know: a count is not negative. What is computed of it is
+    # computed behind the item's tiles, not in front of all items, and then kept in memory.
+    zero = (item.count.to(gl.uint32, bitcast=True) >> 31).to(gl.int32)
+    row, col = row + zero, col + zero
+    first = (work.first_row + zero) + 8 * group
+    head = item.first_head + first % HEADS
+    real = (first // HEADS < item.count) & (head + row < target.heads)
     if item.partial < 0:
-        final = final_rows(rows, head, item, target, HEADS) + FIRST
-        store_output(final, even, odd, real, True, layout)
+        final = final_rows(first, head, item, target, HEADS) + row * target.stride_h + FIRST
+        values = pairs_in(even, odd, target.out.dtype.element_ty, layout)
+        gl.store(final.to(gl.pointer_type(gl.int32), bitcast=True) + col, values, mask=real)
     else:
-        partial = target.partial + partial_rows(rows, item, HEADS) * L + FIRST
-        store_output(partial, even, odd, real, True, layout)
+        partial = target.partial + (partial_rows(first, item, HEADS) + row) * L + FIRST
+        wide = pairs_in(even, odd, gl.float32, layout)
+        gl.store(partial.to(gl.pointer_type(gl.int64), bitcast=True) + col, wide, mask=real)
 
 
 @gluon.jit

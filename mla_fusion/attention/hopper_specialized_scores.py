@@ -34,6 +34,24 @@ def start_scores(query, tiles, done, layout: gl.constexpr):
 
 
 @gluon.jit
+def start_rotated(query, tiles, done, layout: gl.constexpr):
+    """Start the product of the query with the rotated part of tile number `done`."""
+    buffer, phase = turn_of(done, tiles.left.shape[0])
+    mbarrier.wait(tiles.left_full.index(buffer), phase)
+    s = gl.zeros([ROWS, TILE], gl.float32, layout)
+    rotated = tiles.ropes.index(buffer).permute((1, 0))
+    return warpgroup_mma(query.ropes, rotated, s, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def add_left(s, query, tiles, done):
+    """Start the product with the left half, behind `start_rotated`."""
+    buffer, _ = turn_of(done, tiles.left.shape[0])
+    left = tiles.left.index(buffer).permute((1, 0))
+    return warpgroup_mma(query.left, left, s, is_async=True)
+
+
+@gluon.jit
 def add_quarters(s, query, tiles, done):
     """Start the other two products, with the quarters."""
     buffer, phase = turn_of(done, tiles.left.shape[0])

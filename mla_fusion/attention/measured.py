@@ -22,7 +22,7 @@ NOISE = 0.02
 _BF16, _FP8 = torch.bfloat16, torch.float8_e4m3fn
 # More query rows (heads x rows of a sequence) have a kernel of their own, which has run with Triton
 # up to this one.
-FEW_ROWS, NEWEST_TRITON = 32, (3, 6)
+FEW_ROWS, NEWEST_TRITON = 32, (3, 8)
 
 # (GPU, type of query and cache, heads of a rank, query rows of a sequence, vLLM's backend) -> from
 # how many to how many sequences of a step ours was not slower in any shape, the longest such range;

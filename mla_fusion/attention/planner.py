@@ -5,10 +5,10 @@ are those that are published of AITER's fast planner for page size 1 (ROCm/aiter
 `get_mla_metadata_v1`); see docs/persistent-decode.md.
 
 The KV of a sequence is counted in blocks of `granularity` tokens; a work item costs its blocks and
-`overhead` more. The budget of a worker is its share of the total cost, rounded up, and one more
-`overhead`. The share is at least two where the longest sequence has more blocks than the reduction
-merges pieces at once: on an H200 a round of it took longer than a block. Workers are served in
-order, sequences in order, head blocks inside their sequence:
+`overhead` more. The budget of a worker is at most its share of the total cost, rounded up, and one
+more `overhead`, by which all tiles fit. The share is at least two where the longest sequence has
+more blocks than the reduction merges pieces at once: on an H200 a round of it took longer than a
+block. Workers are served in order, sequences in order, head blocks inside their sequence:
 
 1. what is left of the sequence fits into the worker's budget: the worker takes it all;
 2. else, if more than `overhead` of the budget is left: the worker takes that many blocks, less
@@ -20,6 +20,11 @@ Nothing is cut where each worker can take a whole tile within its budget: there 
 than workers, and the longest sequence fits. The largest load has the same bound, and no piece has
 to be merged.
 
+Else smaller budgets are tried where the share is at most `SMALL_SHARE` overheads: from the one by
+which the tiles would fit if no worker had anything left, in `STEPS` steps of an overhead. So 64
+sequences of 16 blocks are cut in 8 and 8 for 132 workers, not in 10 and 6. A smaller budget leaves
+room for an overhead of blocks at least: with half as many, 16 sequences of 16 blocks took longer.
+
 A sequence that one worker took whole is written by it; pieces of others go to partial rows,
 numbered in order, that a reduction merges.
 """
@@ -27,7 +32,7 @@ numbered in order, that a reduction merges.
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -42,6 +47,7 @@ if TYPE_CHECKING:
 
 PROVIDERS = ("reference", "triton")
 MERGED_AT_ONCE = 32  # pieces, by a program of the reduction
+SMALL_SHARE, STEPS = 4, 4
 WORK_COLUMNS = 8
 (BATCH, PARTIAL_ROW, QO_START, QO_END, KV_START, KV_END, KV_OFFSET, PADDING) = range(WORK_COLUMNS)
 
@@ -118,50 +124,113 @@ def fill_arrays(
     plan.kv_indptr[batch + 1 :] = plan.kv_indptr[batch]
 
     rows = np.diff(qo_indptr)
-    blocks = np.where(rows > 0, -(-seq_lens // rules.granularity), 0)
-    costs = np.where(rows > 0, blocks + rules.overhead, 0)
-    live = int(np.flatnonzero(rows > 0)[-1]) + 1 if (rows > 0).any() else 0
-    busy = rules.busy_workers(batch)
-    share = -(-int(costs.sum()) * rules.fold // busy) if busy else 0
-    longest = -(-int(seq_lens.max(initial=0)) // rules.granularity)
-    share = max(share, 1 + (longest > MERGED_AT_ONCE))
-    cuts = live * rules.fold > busy or longest > share
+    is_live = rows > 0
+    blocks = np.where(is_live, -(-seq_lens // rules.granularity), 0)
+    live = int(np.flatnonzero(is_live)[-1]) + 1 if is_live.any() else 0
+    tiles = [
+        _Tile(int(blocks[b]), int(seq_lens[b]), bool(is_live[b]))
+        for b in range(live)
+        for _ in range(rules.fold)
+    ]
+    items = _pack_tightly(tiles, rules, rules.busy_workers(batch), seq_lens, max_query_len)
 
-    work = partial = 0
-    tile = done = first_partial = 0  # done: blocks of this tile that are taken
+    partial = first_partial = 0
     plan.reduce_indptr[0] = 0
-    for worker in range(rules.workers):
-        plan.work_indptr[worker] = work
-        left = share + rules.overhead if worker < busy else -1
-        while tile < live * rules.fold and left >= 0:
-            sequence, block = divmod(tile, rules.fold)
-            remaining = int(blocks[sequence]) - done
-            if left >= int(costs[sequence]) - done:
-                taken, left = remaining, left - (int(costs[sequence]) - done)
-            elif cuts and left > rules.overhead:
-                taken, left = left - rules.overhead, -1
-                if int(seq_lens[sequence]) - (done + taken) * rules.granularity < max_query_len:
+    for work, item in enumerate(items):
+        sequence, block = divmod(item.tile, rules.fold)
+        span = _rows_and_tokens(plan, rules, sequence, block, item.begin, item.end)
+        split = item.begin > 0 or not item.is_last
+        row = partial * max_query_len
+        plan.work_info_set[work] = (item.tile, row if split else -1, *span, 0)
+        if split:
+            plan.reduce_partial_map[partial] = row
+            partial += 1
+        if item.is_last:
+            if partial > first_partial:
+                plan.reduce_final_map[item.tile] = span[:2]
+            first_partial = partial
+            plan.reduce_indptr[item.tile + 1] = partial
+    workers = [item.worker for item in items]
+    plan.work_indptr[:] = np.searchsorted(workers, np.arange(rules.workers + 1))
+    plan.reduce_indptr[len(tiles) + 1 :] = partial
+
+
+class _Tile(NamedTuple):
+    """A head block of a sequence; one that is not live has no query rows, and costs nothing."""
+
+    blocks: int
+    tokens: int
+    is_live: bool
+
+
+class _Item(NamedTuple):
+    """Blocks `begin` to `end` of a tile, for a worker; is_last: of the tile."""
+
+    worker: int
+    tile: int
+    begin: int
+    end: int
+    is_last: bool
+
+
+def _pack_tightly(
+    tiles: list[_Tile], rules: Rules, busy: int, seq_lens: NDArray[np.int32], max_query_len: int
+) -> list[_Item]:
+    """The items of all tiles for `busy` workers, by the smallest budget that is tried."""
+    overhead = rules.overhead
+    total = sum(tile.blocks + overhead for tile in tiles if tile.is_live)
+    longest = -(-int(seq_lens.max(initial=0)) // rules.granularity)
+    share = max(-(-total // busy) if busy else 0, 1 + (longest > MERGED_AT_ONCE))
+    largest = share + overhead
+    if len(tiles) <= busy and longest <= share:
+        items = _pack(tiles, rules, busy, largest, largest, max_query_len)
+        assert items is not None
+        return items
+
+    def least_cost(budget: int) -> int:
+        pieces = (max(1, -(-tile.blocks // (budget - overhead))) for tile in tiles if tile.is_live)
+        return sum(tile.blocks for tile in tiles) + overhead * sum(pieces)
+
+    budget = largest
+    if share <= SMALL_SHARE * overhead:
+        budget = min(largest, max(share, 2 * overhead))
+        while budget < largest and least_cost(budget) > busy * budget:
+            budget += 1
+    while (items := _pack(tiles, rules, busy, budget, overhead, max_query_len)) is None:
+        budget = min(largest, budget + -(-overhead // STEPS))
+    return items
+
+
+def _pack(
+    tiles: list[_Tile], rules: Rules, busy: int, budget: int, kept: int, max_query_len: int
+) -> list[_Item] | None:
+    """The items by the three rules, or None if a budget is too small for `busy` workers.
+
+    kept: what a worker that cuts a tile keeps of its budget: an overhead, or all, so that it cuts
+    none.
+    """
+    items: list[_Item] = []
+    number = done = 0  # done: blocks of this tile that are taken
+    for worker in range(busy):
+        left = budget
+        while number < len(tiles) and left >= 0:
+            tile = tiles[number]
+            remaining = tile.blocks - done
+            cost = remaining + rules.overhead if tile.is_live else 0
+            if left >= cost:
+                taken, left = remaining, left - cost
+            elif left > kept:
+                taken, left = left - kept, -1
+                if tile.tokens - (done + taken) * rules.granularity < max_query_len:
                     taken = remaining
             else:
                 break
             begin, done = done, done + taken
-            ends = taken == remaining
-            split = begin > 0 or not ends
-            span = _rows_and_tokens(plan, rules, sequence, block, begin, done)
-            row = partial * max_query_len
-            plan.work_info_set[work] = (tile, row if split else -1, *span, 0)
-            work += 1
-            if split:
-                plan.reduce_partial_map[partial] = row
-                partial += 1
-            if ends:
-                if partial > first_partial:
-                    plan.reduce_final_map[tile] = span[:2]
-                first_partial = partial
-                tile, done = tile + 1, 0
-                plan.reduce_indptr[tile] = partial
-    plan.work_indptr[rules.workers] = work
-    plan.reduce_indptr[tile + 1 :] = partial
+            is_last = taken == remaining
+            items.append(_Item(worker, number, begin, done, is_last))
+            if is_last:
+                number, done = number + 1, 0
+    return items if number == len(tiles) else None
 
 
 def _rows_and_tokens(

@@ -6,10 +6,10 @@ sequence; more when heads are folded. On an H200 1 to 256 sequences take 4 us to
 workers and 4 us to 25 us for 264.
 
 Why the serial part is small: lay the costs of all tiles end to end. A worker that starts at
-position p ends at p + share, cutting a tile, unless a tile ends between there and
-p + share + overhead, or nothing is cut: then it ends with the last such tile. So the loop only
-finds ends, walking forward over the sequences; the rest follows in parallel, a lane for each
-worker.
+position p ends at p + budget - overhead, cutting a tile, unless a tile ends between there and
+p + budget, or nothing is cut: then it ends with the last such tile. So the loop only finds ends,
+walking forward over the sequences, once for each budget that is tried; the rest follows in
+parallel, a lane for each worker.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mla_fusion.attention.planner import MERGED_AT_ONCE
+from mla_fusion.attention.planner import MERGED_AT_ONCE, SMALL_SHARE, STEPS
 from mla_fusion.attention.planner import allocate as allocate
 from mla_fusion.attention.planner import require as require
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mla_fusion.attention.buffers import PlanBuffers
 
 PROVIDERS = ("triton", "reference")
-MERGED = tl.constexpr(MERGED_AT_ONCE)
+MERGED, SMALL, TRIED = map(tl.constexpr, (MERGED_AT_ONCE, SMALL_SHARE, STEPS))
 
 
 def fill(
@@ -119,10 +119,15 @@ def plan_kernel(
     longest = (longest + GRANULARITY - 1) // GRANULARITY
     share = tl.maximum((total + busy - 1) // busy, 1 + (longest > MERGED).to(tl.int32))
 
-    # What a worker keeps of its budget when it would cut a tile: all of it, if it need not.
-    whole = (live_tiles <= busy) & (longest <= share)
-    kept = tl.where(whole, share + OVERHEAD, OVERHEAD)
-    last = find_starts(sequences, starts, share, total, kept, FOLD, OVERHEAD)
+    budget, kept = share + OVERHEAD, tl.full([], OVERHEAD, tl.int32)
+    if (live_tiles <= busy) & (longest <= share):
+        kept = budget  # a worker that would cut a tile keeps all of its budget: it need not
+    elif share <= SMALL * OVERHEAD:
+        budget = smallest_budget(sequences, b, share, total, busy, MAX_BATCH, FOLD, OVERHEAD)
+    last = busy
+    while last >= busy:
+        last = find_starts(sequences, starts, budget, kept, total, busy, FOLD)
+        budget = tl.minimum(budget + (OVERHEAD + TRIED - 1) // TRIED, share + OVERHEAD)
     tl.debug_barrier()
 
     # Lanes are workers; those after the last one with work start and end after all tiles.
@@ -151,10 +156,28 @@ def plan_kernel(
 
 
 @triton.jit
-def find_starts(
-    sequences, starts, share, total, kept, FOLD: tl.constexpr, OVERHEAD: tl.constexpr,
+def smallest_budget(
+    sequences, b, share, total, busy, MAX_BATCH: tl.constexpr, FOLD: tl.constexpr,
+    OVERHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Write where each worker starts; return the last worker that gets work.
+    """The smallest budget by which `busy` workers might take all tiles: the first that is tried."""
+    end, _ = unpack(tl.load(sequences + b, mask=b < MAX_BATCH, other=0))
+    begin, _ = unpack(tl.load(sequences + b - 1, mask=(b > 0) & (b < MAX_BATCH), other=0))
+    last_block = tl.maximum((end - begin) // FOLD - OVERHEAD - 1, 0)
+    largest = share + OVERHEAD
+    budget = tl.minimum(tl.maximum(share, 2 * OVERHEAD), largest)
+    least = busy * budget + 1
+    while (least > busy * budget) & (budget < largest):
+        cuts = last_block // (budget - OVERHEAD)
+        least = total + tl.sum(cuts) * (OVERHEAD * FOLD)
+        budget += (least > busy * budget).to(tl.int32)
+    return budget
+
+
+@triton.jit
+def find_starts(sequences, starts, budget, kept, total, busy, FOLD: tl.constexpr):
+    """Write where each worker starts; return the last worker that gets work, or `busy` if there are
+    too few.
 
     All is scalar: nothing in the loop but the walk over the sequences waits for memory.
     """
@@ -162,8 +185,8 @@ def find_starts(
     tile, begin, last = zero, zero, zero
     end, uncut = unpack(tl.load(sequences))
     tl.store(starts, 0)
-    reach = share + OVERHEAD
-    while reach < total:
+    reach = budget
+    while (reach < total) & (last < busy):
         while end <= reach:
             tile += FOLD
             sequences += 1
@@ -179,8 +202,9 @@ def find_starts(
         is_whole = done >= uncut
         last += 1
         next_tile = tile + block + is_whole.to(tl.int32)
-        tl.store(starts + last, pack(next_tile, tl.where(is_whole, 0, done)))
-        reach = tile_begin + tl.where(is_whole, tile_cost, done) + share + OVERHEAD
+        start = pack(next_tile, tl.where(is_whole, 0, done))
+        tl.store(starts + last, start, mask=last < busy)
+        reach = tile_begin + tl.where(is_whole, tile_cost, done) + budget
     return last
 
 

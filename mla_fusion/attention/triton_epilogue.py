@@ -32,7 +32,8 @@ class Shape:
     program. All are powers of two.
 
     whole: with up to so many pieces a row is not sliced: its programs share the columns, and each
-    has all latents. The number of pieces is read on the device. 0: rows are always sliced.
+    has all latents. In groups it is sliced as other rows are, and loads so many pieces at once. The
+    number of pieces is read on the device. 0: all rows are divided alike.
     """
 
     rows: int
@@ -42,8 +43,10 @@ class Shape:
     warps: int
     whole: int = 0
 
-    def of_few_pieces(self, latent: int) -> Shape:
+    def of_few_pieces(self, latent: int, quantization: str = "none") -> Shape:
         """How a row of up to `whole` pieces is computed, by the same programs."""
+        if in_groups(quantization):
+            return dataclasses.replace(self, pieces=max(1, self.whole), whole=0)
         columns = self.columns // self.slices
         at_once = AT_ONCE // _latents(columns, latent)
         return Shape(self.rows, columns, 1, min(self.whole, at_once), self.warps)
@@ -65,8 +68,8 @@ class Shape:
             return f"{LEAST} * slices must divide the {latent} latents"
         if self.whole and (self.slices == 1 or self.columns // self.slices < LEAST):
             return f"with whole, slices must be 2 or more, and columns / slices {LEAST} or more"
-        if self.whole and (self.rows > 1 or in_groups(quantization)):
-            return "with whole, rows must be 1, and not be quantized in groups"
+        if self.whole and self.rows > 1:
+            return "with whole, rows must be 1"
         if (sums := self.sums(slots, values)) > SUMS_PER_HEAD:
             return f"{sums} sums of a head wait for the last slice; a plan holds {SUMS_PER_HEAD}"
         return ""
@@ -94,12 +97,10 @@ MEASURED = (
     Faster(1, 8, False, Shape(1, 128, 8, 64, 8, whole=32)),
     Faster(1, 16, False, Shape(1, 128, 4, 64, 8, whole=32)),
     Faster(1, 32, False, Shape(1, 128, 4, 32, 4, whole=32)),
-    Faster(2, 8, False, Shape(1, 128, 4, 64, 8)),
-    Faster(2, 16, False, _EIGHTHS),
+    Faster(2, 16, False, Shape(1, 128, 4, 32, 4, whole=32)),
+    Faster(2, 32, False, Shape(1, 64, 1, 8, 4)),
     Faster(4, 16, False, _PAIRS),
-    Faster(1, 8, True, Shape(1, 128, 8, 16, 8)),
-    Faster(1, 16, True, _EIGHTHS),
-    Faster(1, 32, True, _QUARTERS),
+    Faster(1, 32, True, Shape(1, 128, 8, 64, 8, whole=16)),
     Faster(1, 64, True, Shape(1, 128, 4, 16, 8)),
     Faster(1, 128, True, Shape(1, 128, 2, 16, 4)),
     Faster(2, 16, True, _EIGHTHS),
@@ -214,7 +215,7 @@ def arguments(given: Inputs, shape: Shape) -> tuple[tuple[Any, ...], dict[str, A
         *_scale_strides(epilogue),
     )
     latent = plan.settings.v_head_dim
-    few = shape.of_few_pieces(latent)
+    few = shape.of_few_pieces(latent, epilogue.quantization)
     pdl = has_early_launch(latents.device)
     # A warp of AMD's has 64 threads.
     warps = max(1, shape.warps // 2) if torch.version.hip else shape.warps
@@ -230,7 +231,9 @@ def arguments(given: Inputs, shape: Shape) -> tuple[tuple[Any, ...], dict[str, A
         "LATENTS": _latents(shape.columns, latent // shape.slices),
         "PIECES": shape.pieces,
         "WHOLE": shape.whole,
-        "WHOLE_LATENTS": _latents(few.columns, latent),
+        "WHOLE_COLUMNS": few.columns,
+        "WHOLE_SLICES": few.slices,
+        "WHOLE_LATENTS": _latents(few.columns, latent // few.slices),
         "WHOLE_PIECES": few.pieces,
         "VECTORS": _vectors(latents, warps),
         **_quantization(epilogue),

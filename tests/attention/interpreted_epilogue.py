@@ -1,5 +1,7 @@
 """The epilogue under the repaired interpreter; test_interpreted.py runs this."""
 
+import dataclasses
+
 import pytest
 import torch
 from triton.runtime.interpreter import InterpreterBuilder
@@ -107,13 +109,38 @@ def test_quantized(case, fp8, quantization):
     check_quantized(product, separate.epilogue, quantization)
 
 
+@pytest.mark.parametrize(
+    "case, fp8, quantization",
+    [
+        (Case((1,) * 4, (5, 4, 0, 9), Shape(1, 128, 4, 2, 4, 4), 2, 128, padding=2), FN, "group"),
+        (Case((2, 0, 1), (3, 0, 6), Shape(1, 128, 2, 4, 4, 4), 1, 256), FNUZ, "group_ue8m0"),
+    ],
+)
+def test_rows_of_few_pieces_in_groups(case, fp8, quantization):
+    """They are slices that load `whole` pieces at once; others are slices of `pieces`."""
+
+    def product(pieces):
+        _, given = make(case)
+        epilogues.launch(given, dataclasses.replace(case.shape, pieces=pieces, whole=0))
+        return given.epilogue.out.contiguous()
+
+    few, many = product(case.shape.whole), product(case.shape.pieces)
+    pieces = torch.zeros(len(few))
+    pieces[: sum(case.rows)] = torch.tensor(case.pieces).repeat_interleave(torch.tensor(case.rows))
+    _, given = make(case, quantization, fp8)
+    given.plan.epilogue_sums.fill_(torch.nan)
+    epilogues.launch(given, case.shape)
+    assert not given.plan.epilogue_counts.any()
+    want = torch.where((pieces <= case.shape.whole)[:, None], few, many)
+    check_quantized(want, given.epilogue, quantization)
+
+
 @pytest.mark.parametrize("quantization", ["none", "group"])
 def test_any_slice_may_be_the_last(monkeypatch, quantization):
     """Launch after launch of one plan: the same bits, and counts of zero, whatever the order of the
     programs, and with other shapes in between."""
     shapes = [Shape(1, 128, 4, 4, 4), Shape(4, 128, 8, 2, 4), Shape(2, 128, 2, 4, 4)]
-    if quantization == "none":
-        shapes.append(Shape(1, 128, 4, 4, 4, 2))
+    shapes.append(Shape(1, 128, 4, 4, 4, 2))
     case = Case((1, 1, 1), (3, 0, 2), shapes[0], values=128)
     _, given = make(case, quantization)
     plan, before = given.plan, decodes.addresses(given.plan)

@@ -55,6 +55,7 @@ def report(target, heads, shape, *, pdl=False, **options):
 
 # Whole rows of few pieces, and slices.
 CHOSEN, CHOSEN_OF_32 = (epilogues.choose(1, heads, 512, 128) for heads in (16, 32))
+CHOSEN_OF_GROUPS = epilogues.choose(1, 16, 512, 128, "group")
 # Rows in slices; benchmarks/epilogue.py times them.
 ONE_ROW, ROWS = epilogues.Shape(1, 128, 4, 16, 4), epilogues.Shape(8, 128, 4, 4, 8)
 MOST_ROWS = epilogues.Shape(16, 128, 2, 1, 8)
@@ -68,6 +69,7 @@ WHOLE = epilogues.Shape(1, 32, 1, 16, 4)
      ("sm_90", CHOSEN, "tensor", "values"), ("gfx942", CHOSEN, "none", "values"),
      ("sm_90", ROWS, "group", "latent"), ("gfx942", ROWS, "group", "values"),
      ("sm_90", ROWS, "group_ue8m0", "latent"),
+     *((target, CHOSEN_OF_GROUPS, "group", "latent") for target in FP8),
      ("sm_90", MOST_ROWS, "none", "values"), ("sm_90", WHOLE, "none", "latent"),
      ("sm_90", CHOSEN_OF_32, "none", "latent"), ("gfx942", CHOSEN_OF_32, "none", "latent")],
 )  # fmt: skip

@@ -51,6 +51,28 @@ def check_ragged_batches(case):
         seen["smaller than before"] += step is steps[1] and len(step) < len(steps[0])
 
 
+@pytest.mark.parametrize(
+    "workers, lengths, most, is_level",
+    [
+        (132, [1024] * 64, 8, True),  # not 10 and 6
+        (264, [1024] * 128, 8, True),
+        (132, [1024] * 16, 3, False),  # not 2: a split costs more than a block saves
+        (132, [8192] * 64, 64, True),
+        (12, [2256, 2394, 741, 376], 9, False),  # the second budget that is tried
+        (4, [108, 423, 1038, 638], 10, False),  # the third
+    ],
+)
+def test_the_largest_split_is_the_smallest_that_fits(workers, lengths, most, is_level):
+    rules = Rules(workers, 1, 64, 4, -1)
+    plan = buffers(rules, len(lengths))
+    starts = np.arange(len(lengths) + 1, dtype=np.int32)
+    planner.fill_arrays(plan, rules, starts, np.array(lengths, np.int32), 1)
+    check_plan(plan, rules, [1] * len(lengths), lengths, 1)
+    items = plan.work_info_set[: plan.work_indptr[-1]]
+    blocks = -(-(items[:, planner.KV_END] - items[:, planner.KV_START]) // 64)
+    assert blocks.max() == most and (blocks.min() == most) == is_level, blocks
+
+
 def test_every_plan_covers_its_batch_once():
     seen.clear()
     check_ragged_batches()
