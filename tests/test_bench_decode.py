@@ -124,6 +124,7 @@ def test_decode_has_defaults_of_its_own():
         (["region", "--fp8"], "fp8"),
         (["decode", "--tokens", "8"], "tokens"),
         (["decode", "--layers", "61"], "layers"),
+        (["--max-split-per-batch", "4"], "max-split-per-batch"),
     ],
 )
 def test_an_option_of_the_other_is_refused(words, name, capsys):
@@ -151,6 +152,13 @@ def test_an_unknown_candidate_is_refused_before_anything_is_written(
     said = capsys.readouterr().err
     assert f"no candidate is called {words[-1]}: --peers takes {offered}" in said
     assert not path.parent.exists()
+
+
+def test_a_step_has_no_more_tokens_than_a_gpu_holds(capsys):
+    settings = settled("decode", "--batches", "256", "512", "--contexts", "1024", "65536")
+    shapes = {(case.batch, case.context) for case in bench_decode.grid(settings, [peers.FP8])}
+    assert shapes == {(256, 1024), (256, 65536), (512, 1024)}
+    assert capsys.readouterr().out == "left out, more than 16777216 tokens: 512 x 65536\n"
 
 
 # --- rows, lines and exit status
@@ -189,7 +197,8 @@ def test_a_mean_is_of_one_type_and_one_number_of_heads_and_rows(capsys):
         (1, 128, 1, "bf16"): {"ours": 2.0, "fa3": 8.0},
         (4, 128, 1, "bf16"): {"ours": 2.0},
     }
-    shape = {"context": 70, "ragged": 0, "latent": 512, "rope": 64, "page": 64, "error": 0.0}
+    shape = {"context": 70, "ragged": 0, "latent": 512, "rope": 64, "page": 64, "values": 0}
+    shape |= {"error": 0.0}
     rows = [
         {**shape, "batch": batch, "heads": heads, "queries": queries, "dtype": dtype,
          "candidate": name, "p50_us": time}
@@ -215,6 +224,32 @@ def test_query_rows(gpu, monkeypatch, capsys, tmp_path):
     assert "  16 x     70 ragged H=2 x 3 rows bf16: ours 2.0" in capsys.readouterr().out
     batches = [[(case.queries, case.batch) for case in cases] for cases in compiled]
     assert batches == [[(1, 1), (1, 16)], [(3, 1), (3, 16)]]
+
+
+@pytest.mark.parametrize(("words", "values"), [([], "0"), (["--values", "8"], "8")])
+def test_a_column_says_what_was_timed(gpu, capsys, tmp_path, words, values):
+    """The decode alone, or with the product that follows it, which is what is then checked."""
+    status, rows = measured(tmp_path / "rows.csv", "--bf16", *words)
+    assert status == 0 and {row["values"] for row in rows} == {values}
+    timed = "decode and product" if words else "decode"
+    assert f"microseconds per {timed}; ! marks" in capsys.readouterr().out
+    gpu.offered[peers.BF16]["ours"] = wrong
+    assert measured(tmp_path / "rows.csv", "--bf16", *words)[0] == 1
+
+
+@pytest.mark.parametrize(("words", "cap"), [([], -1), (["--max-split-per-batch", "3"], 3)])
+def test_splits_are_capped_as_asked(gpu, monkeypatch, tmp_path, words, cap):
+    caps, make_plan = set(), peers.make_plan
+
+    def making(*given):
+        plan = make_plan(*given)
+        caps.add(plan.settings.max_split_per_batch)
+        return plan
+
+    monkeypatch.setattr(peers, "make_plan", making)
+    monkeypatch.setattr(bench_decode, "compile_ahead", lambda launch, cases: None)
+    status, rows = measured(tmp_path / "rows.csv", "--bf16", "--peers", "ours", *words)
+    assert status == 0 and {row["candidate"] for row in rows} == {"ours"} and caps == {cap}
 
 
 def test_the_columns_are_those_of_the_stored_rows(gpu, tmp_path):

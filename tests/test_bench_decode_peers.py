@@ -1,5 +1,6 @@
 """What `mla-fusion bench decode` times: inputs, exact results, and how each candidate is called."""
 
+import dataclasses
 import inspect
 from types import SimpleNamespace
 
@@ -61,6 +62,49 @@ def test_a_candidate_is_checked_on_what_its_first_call_wrote(on_cpu, monkeypatch
 
 
 @pytest.mark.parametrize("dtype", [peers.BF16, peers.FP8])
+def test_behind_w_uv_the_product_is_checked(on_cpu, monkeypatch, dtype):
+    """Each call has a W_UV of its own, laid out as vLLM's; that of another call is found."""
+    case = peers.Case(3, 100, 2, dtype, queries=2, latent=32, rope=16, values=24)
+    monkeypatch.setattr(peers, "ROTATED", 2 * case.bytes())
+    monkeypatch.setattr(peers, "capture_calls", lambda call, count: call)
+    inputs = peers.make(case)
+    assert [w.shape for w in inputs.w_uv] == [(2, 32, 24)] * 2 == [(2, 32, 24)] * len(inputs.caches)
+    assert inputs.w_uv[0].stride() == (24 * 32, 1, 32)
+    for build in (peers.ours, vllms):
+        graph, apart, (_, out) = peers.prepare(inputs, build)
+        assert apart <= peers.TOLERANCE and out.shape == (6, 2, 24)
+        graph(0)
+        assert peers.error(inputs, out, case.lengths()) == apart
+        inputs.w_uv.reverse()
+        assert peers.error(inputs, out, case.lengths()) > peers.TOLERANCE
+        inputs.w_uv.reverse()
+
+
+def vllms(inputs):
+    """A peer: float64 attention, then what follows a decode of vLLM's."""
+    case = inputs.case
+    out = inputs.result(inputs.latents())
+
+    def call(i):
+        of_call = dataclasses.replace(inputs, caches=[inputs.caches[i]])
+        each = torch.arange(len(inputs.q)).view(case.batch, case.queries)
+        found = [
+            peers.exact(of_call, b, length, slice(int(rows[0]), int(rows[-1]) + 1))[0]
+            for b, (length, rows) in enumerate(zip(case.lengths(), each, strict=True))
+        ]
+        inputs.follow(i, torch.cat(found).to(peers.BF16), out)
+
+    return call, out
+
+
+def test_the_fewest_bytes_and_operations_count_w_uv():
+    alone = peers.Case(3, 100, 2, peers.FP8, queries=2, latent=32, rope=16)
+    behind = dataclasses.replace(alone, values=24)
+    assert behind.bytes() - alone.bytes() == 2 * (2 * 32 * 24)
+    assert behind.flops() - alone.flops() == 2 * (6 * 2 * 32 * 24)
+
+
+@pytest.mark.parametrize("dtype", [peers.BF16, peers.FP8])
 def test_triton_mla_is_called_with_what_vllm_takes(on_cpu, monkeypatch, dtype):
     """With the shape's page size, and dequantized where the cache is fp8."""
     from vllm.v1.attention.backends.mla import triton_mla as backend
@@ -70,6 +114,7 @@ def test_triton_mla_is_called_with_what_vllm_takes(on_cpu, monkeypatch, dtype):
 
     def take(*args, **kwargs):
         given.append(signature.bind(*args, **kwargs).arguments)
+        given[-1]["o"].fill_(2.0)
 
     monkeypatch.setattr(module, "decode_attention_fwd", take)
     # vLLM leaves Triton out on a CPU, and computes this number by it.
@@ -79,7 +124,7 @@ def test_triton_mla_is_called_with_what_vllm_takes(on_cpu, monkeypatch, dtype):
     inputs = peers.make(peers.Case(2, 40, 2, dtype, queries=2, page=16, latent=32, rope=16))
     call, out = peers.triton_mla(inputs)
     call(0)
-    [arguments] = given
+    [arguments] = given[:1]
     scale = 0.5 if dtype == peers.FP8 else 1.0
     assert arguments["page_size"] == 16 and arguments["is_mla"] is True
     assert arguments["q"].dtype == peers.BF16 and arguments["o"] is out
@@ -91,6 +136,12 @@ def test_triton_mla_is_called_with_what_vllm_takes(on_cpu, monkeypatch, dtype):
     assert lens.tolist() == [39, 40, 39, 40] and lens.dtype == torch.int32
     assert torch.equal(table, inputs.table[[0, 0, 1, 1]])
     assert arguments["num_kv_splits"] == 4 and arguments["attn_logits"].shape == (4, 2, 4, 33)
+    behind = peers.make(peers.Case(2, 40, 2, dtype, latent=32, rope=16, values=8))
+    call, out = peers.triton_mla(behind)
+    call(0)
+    latents = given[1]["o"]
+    assert latents.shape == (2, 2, 32) and out.shape == (2, 2, 8)
+    torch.testing.assert_close(out, torch.einsum("bhl,hlv->bhv", latents, behind.w_uv[0]))
 
 
 def test_flashmla_in_fp8_is_called_with_what_vllm_takes(on_cpu, monkeypatch):
@@ -100,7 +151,7 @@ def test_flashmla_in_fp8_is_called_with_what_vllm_takes(on_cpu, monkeypatch):
 
     def take(*args, **kwargs):
         given.append(signature.bind(*args, **kwargs).arguments)
-        return torch.full((2, 1, 2, 32), float(len(given))), None
+        return torch.full((2, 1, 2, 32), float(len(given)), dtype=peers.BF16), None
 
     monkeypatch.setattr(ops, "flash_mla_with_kvcache_fp8", take)
     monkeypatch.setattr(ops, "get_mla_metadata_dense_fp8", lambda lens, heads, keys: (lens, lens))
@@ -111,3 +162,9 @@ def test_flashmla_in_fp8_is_called_with_what_vllm_takes(on_cpu, monkeypatch):
     # Only the call that is checked keeps its result: a copy would be timed.
     assert float(out.max()) == float(out.min()) == 1.0
     assert given[0]["head_dim_v"] == 32 and given[0]["descale_q"] is inputs.scale
+    # The product is timed in every call.
+    behind = peers.make(peers.Case(2, 40, 2, peers.FP8, latent=32, rope=16, values=8))
+    call, out = peers.flashmla(behind)
+    call(0)
+    latents = torch.full((2, 2, 32), float(len(given)), dtype=peers.BF16)
+    torch.testing.assert_close(out, torch.einsum("bhl,hlv->bhv", latents, behind.w_uv[0]))

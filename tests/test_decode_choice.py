@@ -18,14 +18,17 @@ H200, AUTO = "NVIDIA H200", Options("triton")
 
 def table(rows):
     """SEQUENCES by rows of `mla-fusion bench decode`: for each GPU, type, heads and query rows the
-    longest run of batches in which no shape is slower than the backend, beyond noise."""
-    times, found = {}, {}
+    longest run of batches in which no shape is slower than the backend, beyond noise. Rows of the
+    decode alone count only where none has the product too: a layer runs both."""
+    alone, behind, found = {}, {}, {}
     for row in rows:
-        # Older files are of one query row.
+        # Older files are of one query row, and of the decode alone.
         key = row["gpu"], row["dtype"], int(row["heads"]), int(row.get("queries", 1))
-        shape = int(row["batch"]), row["context"], row["ragged"]
-        times.setdefault(key, {}).setdefault(shape, {})[row["candidate"]] = float(row["p50_us"])
-    for (gpu, dtype, *shape), shapes in times.items():
+        values = int(row.get("values", 0))
+        shape = int(row["batch"]), row["context"], row["ragged"], values
+        times = (behind if values else alone).setdefault(key, {}).setdefault(shape, {})
+        times[row["candidate"]] = float(row["p50_us"])
+    for (gpu, dtype, *shape), shapes in (alone | behind).items():
         peer, backend = BACKENDS[dtype]
         runs = [[]]
         for batch in sorted({batch for batch, *_ in shapes}):
@@ -41,7 +44,7 @@ def table(rows):
 
 def stored():
     """All rows of results that the table is of."""
-    for path in figures.ATTENTION:
+    for path in (*figures.ATTENTION, *sorted(figures.RESULTS.glob("step*_h200.csv"))):
         yield from figures.read(path)
 
 
@@ -72,6 +75,29 @@ def test_query_rows_are_told_apart():
     found = (1, (1, 16)), (2, (16, 64)), (4, (1, 4)), (8, None)
     wanted = {(*key, n, "FLASH_ATTN_MLA"): most for n, most in found}
     assert table(rows) == wanted
+
+
+def test_rows_with_the_product_decide_where_there_are_some():
+    """For each width of W_UV; the range may begin and end anywhere."""
+
+    def rows(heads, values, times):
+        shared = {"gpu": "G", "dtype": "fp8", "heads": heads, "context": "70", "ragged": "0"}
+        return [
+            {**shared, **values, "batch": str(batch), "candidate": name, "p50_us": str(us)}
+            for batch, time in times.items()
+            for name, us in (("ours", time), ("flashmla", 1.0))
+        ]
+
+    every = [
+        *rows("8", {}, {1: 1.5, 4: 1.5, 16: 1.5}),
+        *rows("8", {"values": "128"}, {1: 1.5, 2: 0.9, 4: 1.0, 16: 1.0, 32: 1.5}),
+        *rows("8", {"values": "256"}, {1: 0.9, 2: 0.9, 4: 1.0, 16: 1.5}),
+        *rows("16", {}, {1: 0.9, 4: 1.5}),
+        *rows("32", {"values": "0"}, {1: 1.5, 4: 0.9}),
+    ]
+    found = {heads: span for (_, _, heads, *_), span in table(every).items()}
+    assert found == {8: (2, 4), 16: (1, 1), 32: (4, 4)}
+    assert table(reversed(every)) == table(every)
 
 
 @pytest.fixture

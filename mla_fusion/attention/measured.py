@@ -2,7 +2,9 @@
 
 The times are those of `mla-fusion bench decode` in `benchmarks/results/decode*_h200.csv`: contexts
 of 1024 to 65,536 tokens, even and ragged, for 1 to 128 sequences, and 1024 tokens for 256, 512 and
-1024; with drafts all of these contexts for 1 to 256. A test derives SEQUENCES from these rows.
+1024; with drafts all of these contexts for 1 to 256. A test derives SEQUENCES from these rows, and
+where `step*_h200.csv` times decode and product (`--values`) for a key, from those alone: `auto`
+then counts what our epilogue saves a layer.
 
 The table holds for all releases of vLLM, and of Triton with which the kernels have run on a GPU,
 whichever the rows are of: an engine that brings a newer one should not lose what was measured.

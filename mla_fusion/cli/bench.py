@@ -44,12 +44,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 NUMBERS = {
     "tokens": ("T", ""),
     "batches": ("B", "sequences; 16 to 64 of them also with ragged lengths"),
-    "contexts": ("N", "KV tokens of a sequence"),
+    "contexts": ("N", "KV tokens of a sequence, at most 2^24 of all"),
     "heads": ("H", ""),
     "queries": ("Q", "query rows of a sequence: one, and its drafts"),
     "pieces": ("S", "pieces of a sequence"),
     **{name: (name[0].upper(), field) for name, field in bench_region.FIELDS.items()},
     "page": ("N", "tokens of a page of the cache"),
+    "values": ("V", "v_head_dim: time the product with W_UV too; 0: the decode alone"),
+    "max_split_per_batch": ("N", "pieces of a sequence on average, at most; -1: no cap"),
     "layers": ("N", "layers in one CUDA graph"),
     "rounds": ("N", "samples of each candidate, taken in turns"),
 }
@@ -57,6 +59,10 @@ FLAGS = {
     "bf16": "bf16 cache and query, not fp8 (decode has both by default)",
     "fp8": "fp8 cache and query, not bf16",
 }
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -83,7 +89,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
             for what, default in of.items()
         )
         parser.add_argument(
-            f"--{name}",
+            _option(name),
             type=positive,
             nargs="+" if several else None,
             metavar=metavar,
@@ -116,7 +122,7 @@ def settle(settings: argparse.Namespace) -> None:
         if getattr(settings, name) is None:
             setattr(settings, name, defaults.get(name))
         elif name not in defaults:
-            raise UserError(f"bench {settings.what} has no option --{name}: leave it out")
+            raise UserError(f"bench {settings.what} has no option {_option(name)}: leave it out")
     settings.csv = settings.csv or Path("build/bench", f"{settings.what}.csv")
 
 
@@ -125,7 +131,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.report is not None:
         typed = [name for name in (*NUMBERS, *FLAGS, "csv") if getattr(arguments, name) is not None]
         if typed or arguments.peers:
-            wrong = ", ".join(f"--{name}" for name in typed or ["peers"])
+            wrong = ", ".join(map(_option, typed or ["peers"]))
             raise UserError(f"--report measures shapes of its own: leave out {wrong}")
         require_gpu()
         return 0 if bench_report.write(arguments.report, arguments.commit, DEFAULTS, measure) else 1

@@ -3,12 +3,15 @@
 Candidates take turns, each a CUDA graph of calls on distinct caches, so that the L2 cache does not
 hold what an engine would have to fetch. Each is checked against float64 attention over the
 dequantized inputs in the same run. The column `vllm_default` marks what vLLM chooses on Hopper.
+With `--values` a call is decode and product with a W_UV of its own, and the column `values` has its
+columns for a head; 0 marks the decode alone.
 """
 
 from __future__ import annotations
 
 import csv
 import dataclasses
+import functools
 import itertools
 import math
 from typing import TYPE_CHECKING, Any
@@ -30,9 +33,10 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 FACTS = ["gpu", "driver", "torch", "triton", "vllm", "commit", "command"]
 LAYER = ["heads", "queries", "dtype"]
-CASE = ["batch", "context", "ragged", *LAYER, "latent", "rope", "page"]
+CASE = ["batch", "context", "ragged", *LAYER, "latent", "rope", "page", "values"]
 RESULT = ["candidate", "vllm_default", "p20_us", "p50_us", "p80_us", "gbps", "tflops", "error"]
 OURS = "ours"
+MOST_TOKENS = 2**24  # of a step: an H200 holds so many of 14 layers with 576 bytes a token
 TYPES = {"bf16": peers.BF16, "fp8": peers.FP8}
 DEFAULTS = {
     "batches": (1, 4, 16, 64, 128),
@@ -42,6 +46,8 @@ DEFAULTS = {
     "rope": 64,
     "latent": 512,
     "page": peers.PAGE,
+    "values": 0,
+    "max_split_per_batch": -1,
     "rounds": 7,
     "bf16": False,
     "fp8": False,
@@ -52,6 +58,9 @@ def run(settings: argparse.Namespace, facts: Mapping[str, str]) -> bool:
     """Measure the grid and print the summary; whether ours passed the check in every shape."""
     types = [name for name in TYPES if getattr(settings, name)] or list(TYPES)
     of_types = {TYPES[name]: peers.CANDIDATES[TYPES[name]] for name in types}
+    if (cap := settings.max_split_per_batch) > 0:
+        capped = functools.partial(peers.ours, cap=cap)
+        of_types = {dtype: offered | {OURS: capped} for dtype, offered in of_types.items()}
     names = pick(settings.peers, dict.fromkeys(itertools.chain(*of_types.values())))
     work = []
     for case in grid(settings, list(of_types)):
@@ -65,19 +74,25 @@ def run(settings: argparse.Namespace, facts: Mapping[str, str]) -> bool:
     torch.manual_seed(0)
     rows = table(settings.csv, facts, work, settings.rounds)
     summary(rows)
-    print(f"microseconds per call; ! marks a failed check. Rows: {settings.csv}")
+    timed = "decode and product" if settings.values else "decode"
+    print(f"microseconds per {timed}; ! marks a failed check. Rows: {settings.csv}")
     passed = sum(row["candidate"] == OURS and row["error"] <= peers.TOLERANCE for row in rows)
     return passed == sum(OURS in candidates for _, candidates in work)
 
 
 def grid(settings: argparse.Namespace, types: Iterable[torch.dtype]) -> list[Case]:
-    """Every shape, and ragged forms of those that are neither few sequences nor many."""
+    """Every shape that a step may have, and ragged forms of those that are neither few sequences
+    nor many."""
     layers = itertools.product(types, settings.heads, settings.queries)
-    shared = {"page": settings.page, "latent": settings.latent, "rope": settings.rope}
+    shared = {name: getattr(settings, name) for name in ("page", "latent", "rope", "values")}
+    steps = [*itertools.product(settings.batches, settings.contexts)]
+    if large := [f"{b} x {n}" for b, n in steps if b * n > MOST_TOKENS]:
+        print(f"left out, more than {MOST_TOKENS} tokens: {', '.join(large)}")
     cases = [
         peers.Case(batch, context, heads, dtype, queries=queries, **shared)
         for dtype, heads, queries in layers
-        for batch, context in itertools.product(settings.batches, settings.contexts)
+        for batch, context in steps
+        if batch * context <= MOST_TOKENS
     ]
     return cases + [dataclasses.replace(c, ragged=True) for c in cases if 16 <= c.batch <= 64]
 

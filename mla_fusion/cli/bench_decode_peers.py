@@ -1,7 +1,8 @@
 """Shapes of decode attention, their inputs and exact results, and who computes them.
 
 A candidate is a function of `Inputs` that returns a call and the tensor it writes, or raises one of
-`UNAVAILABLE`. It makes its plan or its metadata before: once a step, not once a layer.
+`UNAVAILABLE`. It makes its plan or its metadata before: once a step, not once a layer. With W_UV a
+call is what a layer launches: decode and product, ours as `StepPlan` asks for it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mla_fusion.attention import PersistentDecodePlan, persistent_mla_decode
+from mla_fusion.attention import Epilogue, PersistentDecodePlan, persistent_mla_decode
 from mla_fusion.attention.buffers import multiprocessors
 from mla_fusion.attention.triton import plan_settings
 from mla_fusion.cli.bench_region import capture_calls, fp8_type
@@ -21,6 +22,9 @@ from mla_fusion.cli.compare import distance
 
 PAGE = 64
 FP8, BF16 = fp8_type(), torch.bfloat16
+# Relative distance of a result from float64. Rounding to bf16 moves it by 1.7e-3, the decode's own
+# arithmetic by up to 1.4e-3. A product with a random W_UV keeps the latents' distance, and its own
+# rounding adds in squares: 2.8e-3.
 TOLERANCE = 4e-3
 PLANNED = 1024  # sequences of a plan at least, so that few planners are compiled
 ROTATED = 2**28  # bytes of caches that a graph walks over, several times the L2 cache
@@ -33,7 +37,8 @@ UNAVAILABLE = (ImportError, RuntimeError, AttributeError, ValueError)  # a peer 
 class Case:
     """Lengths from 16 to twice the context, cubic, if ragged; else all equal to it.
 
-    queries: most query rows of a sequence. page: tokens of a block. latent, rope: L and R.
+    queries: most query rows of a sequence. page: tokens of a block. latent, rope: L and R. values:
+    columns of W_UV for a head; 0: nothing follows the decode.
     """
 
     batch: int
@@ -45,6 +50,7 @@ class Case:
     page: int = PAGE
     latent: int = 512
     rope: int = 64
+    values: int = 0
 
     @property
     def name(self) -> str:
@@ -70,19 +76,23 @@ class Case:
         return [16 + int(2 * self.context * draw.random() ** 3) for _ in range(self.batch)]
 
     def bytes(self) -> int:
-        """Fewest bytes: the KV of every sequence once."""
-        return sum(self.lengths()) * self.width * self.dtype.itemsize
+        """Fewest bytes: the KV of every sequence once, and W_UV."""
+        w_uv = self.heads * self.latent * self.values * BF16.itemsize
+        return sum(self.lengths()) * self.width * self.dtype.itemsize + w_uv
 
     def flops(self) -> int:
-        """Operations of both products."""
-        return 2 * sum(self.lengths()) * self.queries * self.heads * (self.width + self.latent)
+        """Operations of both products, and of W_UV's."""
+        each = sum(self.lengths()) * (self.width + self.latent)
+        each += self.batch * self.latent * self.values
+        return 2 * self.queries * self.heads * each
 
 
 @dataclasses.dataclass
 class Inputs:
-    """Tensors of one case; `caches` are distinct, one for each call of a graph.
+    """Tensors of one case; `caches` and `w_uv` are distinct, one for each call of a graph.
 
-    q: [batch * queries, H, L + R]. caches: [blocks, page, L + R] each.
+    q: [batch * queries, H, L + R]. caches: [blocks, page, L + R] each. w_uv: [H, L, V] each, or
+    none.
     """
 
     case: Case
@@ -91,6 +101,23 @@ class Inputs:
     table: torch.Tensor
     lens: torch.Tensor
     scale: torch.Tensor  # of an fp8 query, and of an fp8 cache
+    w_uv: list[torch.Tensor] = dataclasses.field(default_factory=list)
+
+    def latents(self) -> torch.Tensor:
+        """What a decode writes."""
+        return torch.empty(*self.q.shape[:2], self.case.latent, device="cuda", dtype=BF16)
+
+    def result(self, latents: torch.Tensor) -> torch.Tensor:
+        """What a candidate writes: `latents`, or [rows, H, V] behind W_UV."""
+        return latents.new_empty(*latents.shape[:2], self.case.values) if self.w_uv else latents
+
+    def follow(self, i: int, latents: torch.Tensor, out: torch.Tensor) -> None:
+        """What follows call `i` of a decode that is not ours: the product, as vLLM's `_v_up_proj`
+        has it; without W_UV, only what is checked is kept, since a copy would be timed."""
+        if self.w_uv:
+            torch.bmm(latents.transpose(0, 1), self.w_uv[i], out=out.transpose(0, 1))
+        elif i < 0:
+            out.copy_(latents)
 
 
 def make(case: Case) -> Inputs:
@@ -107,10 +134,16 @@ def make(case: Case) -> Inputs:
         for part in cache.split(4096):
             part.copy_(torch.randn(part.shape, device="cuda", dtype=BF16))
         caches.append(cache)
+    # As vLLM has W_UV of plain weights: dense in L.
+    shape = case.heads, case.values, case.latent
+    w_uv = [
+        (torch.randn(shape, device="cuda", dtype=BF16) / case.latent**0.5).transpose(1, 2)
+        for _ in (caches if case.values else ())
+    ]
     rows = case.batch * case.queries
     q = torch.randn(rows, case.heads, case.width, device="cuda", dtype=BF16).to(case.dtype)
     lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
-    return Inputs(case, q, caches, table, lens, torch.full((1,), 0.5, device="cuda"))
+    return Inputs(case, q, caches, table, lens, torch.full((1,), 0.5, device="cuda"), w_uv)
 
 
 def exact(inputs: Inputs, b: int, length: int, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
@@ -136,7 +169,10 @@ def error(inputs: Inputs, out: torch.Tensor, lengths: list[int]) -> float:
     found = []
     for b in {0, len(lengths) // 2, len(lengths) - 1}:
         rows = slice(b * inputs.case.queries, (b + 1) * inputs.case.queries)
-        found.append(distance(out[rows], exact(inputs, b, lengths[b], rows)[0]))
+        want, _ = exact(inputs, b, lengths[b], rows)
+        if inputs.w_uv:
+            want = (want.transpose(0, 1) @ inputs.w_uv[0].double()).transpose(0, 1)
+        found.append(distance(out[rows], want))
     # max() may lose a NaN; torch keeps it.
     return float(torch.tensor(found).max())
 
@@ -151,9 +187,12 @@ def prepare(
     call, out = build(inputs)
     out.fill_(torch.nan)
     # -1 is the last cache, and the sign for FlashMLA to keep its result.
-    inputs.caches.reverse()
+    of_calls = inputs.caches, inputs.w_uv
+    for tensors in of_calls:
+        tensors.reverse()
     call(-1)
-    inputs.caches.reverse()
+    for tensors in of_calls:
+        tensors.reverse()
     apart = error(inputs, out, inputs.case.lengths())
     return capture_calls(call, len(inputs.caches)), apart, (call, out)
 
@@ -191,8 +230,14 @@ def ours(inputs: Inputs, cap: int = -1, programs: int | None = None) -> tuple[Ca
         qo_indptr=starts_of(inputs.case), seq_lens=inputs.lens, num_tokens=len(inputs.q),
         max_query_len=inputs.case.queries,
     )  # fmt: skip
-    out = torch.empty(*inputs.q.shape[:2], inputs.case.latent, device="cuda", dtype=BF16)
-    return lambda i: decode(inputs, plan, i, out), out
+    latents = inputs.latents()
+    out = inputs.result(latents)
+
+    def call(i: int) -> None:
+        epilogue = Epilogue(inputs.w_uv[i], out.flatten(1)) if inputs.w_uv else None
+        decode(inputs, plan, i, latents, epilogue=epilogue)
+
+    return call, out
 
 
 def launch_ours(cases: list[Case]) -> str:
@@ -207,7 +252,12 @@ def launch_ours(cases: list[Case]) -> str:
 
 
 def decode(
-    inputs: Inputs, plan: PersistentDecodePlan, i: int, out: torch.Tensor, return_lse: bool = False
+    inputs: Inputs,
+    plan: PersistentDecodePlan,
+    i: int,
+    out: torch.Tensor,
+    return_lse: bool = False,
+    epilogue: Epilogue | None = None,
 ) -> torch.Tensor | None:
     """One call of this library on cache `i`, for as many query rows as `out` has; its LSE."""
     _, lse = persistent_mla_decode(
@@ -220,6 +270,7 @@ def decode(
         kv_scale=inputs.scale,
         out=out,
         return_lse=return_lse,
+        epilogue=epilogue,
     )
     return lse
 
@@ -239,7 +290,8 @@ def triton_mla(inputs: Inputs) -> tuple[Call, torch.Tensor]:
     after = torch.arange(rows - 1, -1, -1, dtype=torch.int32, device="cuda")
     lens = (inputs.lens[:, None] - after).flatten()
     table = inputs.table.repeat_interleave(rows, 0)
-    out = torch.empty(*q.shape[:2], latent, device="cuda", dtype=BF16)
+    latents = inputs.latents()
+    out = inputs.result(latents)
     lse = torch.empty(q.shape[:2], device="cuda", dtype=BF16)
     logits = torch.empty(*q.shape[:2], splits, latent + 1, device="cuda")
     one = inputs.scale if fp8 else torch.ones(1, device="cuda")
@@ -250,7 +302,7 @@ def triton_mla(inputs: Inputs) -> tuple[Call, torch.Tensor]:
             q,
             cache,
             cache[..., :latent],
-            out,
+            latents,
             lse,
             table,
             lens,
@@ -262,6 +314,7 @@ def triton_mla(inputs: Inputs) -> tuple[Call, torch.Tensor]:
             v_scale=one,
             is_mla=True,
         )
+        inputs.follow(i, latents, out)
 
     return call, out
 
@@ -272,7 +325,7 @@ def flashmla(inputs: Inputs) -> tuple[Call, torch.Tensor]:
 
     case = inputs.case
     q = inputs.q.unflatten(0, (case.batch, case.queries))
-    out = torch.empty(*inputs.q.shape[:2], case.latent, device="cuda", dtype=BF16)
+    out = inputs.result(inputs.latents())
     shared: dict[str, Any] = {"head_dim_v": case.latent, "softmax_scale": case.scale}
     shared |= {"causal": True, "block_table": inputs.table, "cache_seqlens": inputs.lens}
     if case.dtype == FP8:
@@ -287,8 +340,7 @@ def flashmla(inputs: Inputs) -> tuple[Call, torch.Tensor]:
 
     def call(i: int) -> None:
         result, _ = function(q=q, k_cache=inputs.caches[i].unsqueeze(-2), **shared)
-        if i < 0:
-            out.copy_(result.flatten(0, 1))
+        inputs.follow(i, result.flatten(0, 1), out)
 
     return call, out
 
@@ -314,7 +366,7 @@ def fa3(inputs: Inputs) -> tuple[Call, torch.Tensor]:
         **shared,
     )
     latent, rope = inputs.q.split([case.latent, case.rope], dim=-1)
-    out = torch.empty(*latent.shape, device="cuda", dtype=BF16)
+    out = inputs.result(inputs.latents())
 
     def call(i: int) -> None:
         cache = inputs.caches[i].unsqueeze(-2)
@@ -330,8 +382,7 @@ def fa3(inputs: Inputs) -> tuple[Call, torch.Tensor]:
             fa_version=3,
             **shared,
         )
-        if i < 0:
-            out.copy_(result)
+        inputs.follow(i, result, out)
 
     return call, out
 
