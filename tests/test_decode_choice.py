@@ -1,5 +1,6 @@
 """Who decodes a layer: the table of measurements, and what `attention=auto` comes to by it."""
 
+import math
 from types import SimpleNamespace
 
 import figures
@@ -18,8 +19,9 @@ H200, AUTO = "NVIDIA H200", Options("triton")
 
 def table(rows):
     """SEQUENCES by rows of `mla-fusion bench decode`: for each GPU, type, heads and query rows the
-    longest run of batches in which no shape is slower than the backend, beyond noise. Rows of the
-    decode alone count only where none has the product too: a layer runs both."""
+    longest run of batches that are not slower than the backend in the mean of their shapes, nor by
+    more than MOST_LOST in one. Rows of the decode alone count only where none has the product too:
+    a layer runs both."""
     alone, behind, found = {}, {}, {}
     for row in rows:
         # Older files are of one query row, and of the decode alone.
@@ -33,7 +35,8 @@ def table(rows):
         runs = [[]]
         for batch in sorted({batch for batch, *_ in shapes}):
             here = [us for (each, *_), us in shapes.items() if each == batch]
-            if min(us[peer] / us["ours"] for us in here) < 1 - measured.NOISE:
+            ratios = [us[peer] / us["ours"] for us in here]
+            if math.prod(ratios) < 1 or min(ratios) < 1 - measured.MOST_LOST:
                 runs.append([])
             else:
                 runs[-1].append(batch)
@@ -62,7 +65,7 @@ def test_query_rows_are_told_apart():
     us = {
         1: {1: 1.0, 4: 1.0, 16: 1.0},
         2: {1: 1.0, 4: 1.03, 16: 1.0, 64: 0.9},
-        4: {1: 1.0, 4: 1.01, 16: 1.03},
+        4: {1: 1.0, 4: 1.0, 16: 1.03},
         8: {1: 1.03, 4: 1.03},
     }
     rows = [
@@ -75,6 +78,19 @@ def test_query_rows_are_told_apart():
     found = (1, (1, 16)), (2, (16, 64)), (4, (1, 4)), (8, None)
     wanted = {(*key, n, "FLASH_ATTN_MLA"): most for n, most in found}
     assert table(rows) == wanted
+
+
+def test_a_step_may_lose_in_one_context_what_it_gains_in_the_mean():
+    times = {1: (0.8, 1.07), 2: (0.8, 1.09), 4: (1.01, 1.0), 8: (0.99, 1.0)}
+    rows = [
+        {"gpu": "G", "dtype": "fp8", "heads": "8", "batch": str(batch), "context": str(context),
+         "ragged": "0", "candidate": name, "p50_us": str(us)}
+        for batch, ours in times.items() for context, time in enumerate(ours)
+        for name, us in (("ours", time), ("flashmla", 1.0))
+    ]  # fmt: skip
+    of_one = [row for row in rows if row["batch"] in "12"]
+    key = "G", torch.float8_e4m3fn, 8, 1, "FLASHMLA"
+    assert table(of_one) == {key: (1, 1)} and table(rows[4:]) == {key: (8, 8)}
 
 
 def test_rows_with_the_product_decide_where_there_are_some():
@@ -150,7 +166,7 @@ def test_a_kernel_that_has_not_run_with_this_triton_is_left_out(
     assert sequences or choice.why == named
     assert measured.is_listed(H200, torch.bfloat16, 64, 1) == bool(sequences)
     assert measured.is_listed(H200, torch.bfloat16, 16, 4) == bool(sequences)
-    assert decode_choice.choose(layer(heads=32), AUTO, engine()).sequences == 4
+    assert decode_choice.choose(layer(heads=32), AUTO, engine()).sequences == 256
 
 
 def test_auto_is_ours_where_it_was_measured(h200):
@@ -158,8 +174,8 @@ def test_auto_is_ours_where_it_was_measured(h200):
     assert (choice.planner, choice.sequences) == ("portable", 256)
     assert choice.why == "portable up to 256 sequences (auto: as measured)"
     choice = decode_choice.choose(layer(heads=20), AUTO, engine())
-    assert (choice.planner, choice.sequences) == ("portable", 64)
-    assert "up to 64 sequences, FLASH_ATTN_MLA beyond" in choice.why
+    assert (choice.planner, choice.sequences) == ("portable", 128)
+    assert "up to 128 sequences, FLASH_ATTN_MLA beyond" in choice.why
 
 
 @pytest.mark.parametrize(
@@ -190,11 +206,11 @@ def test_an_fp8_query_has_rows_of_its_own(h200, monkeypatch):
     monkeypatch.setattr(vllm_compat, "fp8_dtype", lambda: torch.float8_e4m3fn)
     h200["found"] = eligibility.LayerFacts(None, quantized_query=True)
     assert decode_choice.choose(layer(backend="FLASHMLA"), AUTO, engine()).planner == "portable"
-    slower = decode_choice.choose(layer(20, "FLASHMLA"), AUTO, engine())
-    slow = "FLASHMLA (auto: measured slower than it with 20 heads in float8_e4m3fn)"
+    slower = decode_choice.choose(layer(64, "FLASHMLA"), AUTO, engine(seqs=64))
+    slow = "FLASHMLA (auto: measured slower than it with 64 heads in float8_e4m3fn)"
     assert (slower.planner, slower.why) == ("", slow)
     many = decode_choice.choose(layer(128, "FLASHMLA"), AUTO, engine())
-    assert many.why == "portable from 64 to 256 sequences, FLASHMLA else (auto: as measured)"
+    assert many.why == "portable from 32 to 256 sequences, FLASHMLA else (auto: as measured)"
 
 
 def test_drafts_have_rows_of_their_own(h200, monkeypatch):
