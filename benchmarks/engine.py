@@ -2,24 +2,22 @@
 """Run real vLLM engines on one GPU, with and without the fusion, and compare them.
 
     python benchmarks/engine.py tokens OUT.csv     same tokens? many configurations, in parallel
-    python benchmarks/engine.py ends OUT.csv       smallest and largest batch of the bucket
-    python benchmarks/engine.py decode OUT.csv     time of a decode step, one engine at a time
     python benchmarks/engine.py complete OUT.csv   whole models, the engines in turns
     python benchmarks/engine.py sparse OUT.csv     a sparse model with the backend CUSTOM
 
 Every engine runs in a process of its own. `fused` (attention `vllm`) is compared with `default`
 (vLLM as it comes) and `cat` (graph partition and fuse_rope_kvcache_cat_mla, the prerequisites of
-the fusion). All but `decode` exit with 1 if a result is wrong. --plant adds an engine whose
-provider rotates for the next position; the comparison must find it wrong.
+the fusion). The exit status is 1 if a result is wrong. --plant adds an engine whose provider
+rotates for the next position; the comparison must find it wrong.
 
 With block-fp8 weights `default` and `cat` are equal in every bit: vLLM's ops for norms and
 quantizations leave Inductor nothing to round otherwise. So `tokens` has more unfused arms there:
 `stored` (see engine_complete.py) and `native`, in which Inductor compiles the quantizations and
 norms (vLLM's `-quant_fp8`). The widest is the measure, and the error is always planted.
 
-`decode` and some configurations of `tokens` also run `portable`: `fused` with this library's
-persistent decode. In `tokens` a profile of decode steps must show that decode in every layer, and
-one refresh of its plan in every forward pass.
+Some configurations of `tokens` also run `portable`: `fused` with this library's persistent decode.
+A profile of decode steps must show that decode in every layer, and one refresh of its plan in every
+forward pass.
 
 With --tp N each engine of `tokens` and `complete` runs on N GPUs, and mla_fusion must be installed:
 workers load a plugin by its entry point. With --dcp N too, N of these ranks share a cache (decode
@@ -45,13 +43,11 @@ import engine_model
 import torch
 from engine_compare import layers_of
 from engine_complete import complete
-from engine_jobs import devices, finish, job, run, start
+from engine_jobs import devices, job, run
 from engine_sparse import sparse
 
 from mla_fusion.cli import bench
-from mla_fusion.cli.bench_region import quantiles
 
-ARMS = ("default", "cat", "fused")
 # Configurations of `tokens` that `portable` runs in.
 PORTABLE = (
     "r1-tp8 fp8 custom-rope", "r1-tp8 bf16 FULL_DECODE_ONLY", "r1-tp8 fp8 mtp-1",
@@ -71,9 +67,9 @@ UNFUSED = dict.fromkeys(QUANTIZED, ("stored", "native"))
 def main() -> None:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("tokens", "ends", "decode", "complete", "sparse"))
+    parser.add_argument("what", choices=MEASURES)
     parser.add_argument("out")
-    parser.add_argument("--jobs", type=int, default=4, help="`tokens`, `ends`: engines at a time")
+    parser.add_argument("--jobs", type=int, default=4, help="`tokens`: engines at a time")
     parser.add_argument(
         "--seconds", type=float, default=1e6, help="end engines, or start no point, after this time"
     )
@@ -97,14 +93,14 @@ def main() -> None:
         sys.exit(f"--dcp {args.dcp}: ranks that share a cache are a part of --tp {args.tp}")
     if args.tp > 1 and args.dp > 1:
         sys.exit("choose one of --tp and --dp: an engine here has one GPU or one kind of ranks")
-    measures = {"tokens": tokens, "ends": ends, "decode": decode, "complete": complete}
-    rows, wrong = (measures | {"sparse": sparse})[args.what](args)
+    rows, wrong = MEASURES[args.what](args)
     if not rows:
         sys.exit("nothing was measured: see above, or --only names no configuration")
     command = " ".join(["benchmarks/engine.py", *sys.argv[1:]])
     facts = {**bench.environment(args.commit), "command": command}
+    columns = dict.fromkeys(column for row in rows for column in row)
     with Path(args.out).open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0], *facts])
+        writer = csv.DictWriter(file, [*columns, *facts], restval="")
         writer.writeheader()
         writer.writerows({**row, **facts} for row in rows)
     sys.exit(bool(wrong))
@@ -171,26 +167,28 @@ def portable_launches(asked: dict[str, Any]) -> dict[str, dict[str, float]]:
     return {"1": together if few else apart, "5": together if in_groups else apart}
 
 
-def tokens(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
-    """Compare the arms of every configuration."""
-    several: dict[str, dict[str, Any]] = {
-        f"v2-lite fp8 tp{args.tp}": {"model": "v2-lite"},
-        f"r1-tp8 bf16 {args.tp} ranks": {"cache": "auto"},
-    }
-    if args.dp > 1:  # vLLM takes models without experts for independent engines
-        several = {f"deepseek-v2-lite {cache} dp{args.dp}": {
-            "model": "deepseek-v2-lite", "cache": "auto" if cache == "bf16" else cache,
-        } for cache in ("fp8", "bf16")}  # fmt: skip
+def configurations(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """What `tokens` runs, by name: changes of a job."""
     if args.dcp > 1:
-        model = {"model": "k2-tp4"}
-        several = {
-            f"k2-tp4 fp8 dcp{args.dcp}": model,
-            f"k2-tp4 bf16 dcp{args.dcp}": {**model, "cache": "auto"},
+        bf16 = {"model": "k2-tp4", "cache": "auto"}
+        return {
+            f"k2-tp4 fp8 dcp{args.dcp}": {"model": "k2-tp4"},
+            f"k2-tp4 bf16 dcp{args.dcp}": bf16,
             f"k2-tp4 bf16 mtp-1 dcp{args.dcp}": {
-                **model, "cache": "auto", "drafts": 1, "capture": [2, 4, 8, 16, 32]
+                **bf16, "drafts": 1, "capture": [2, 4, 8, 16, 32]
             },
         }  # fmt: skip
-    configurations: dict[str, dict[str, Any]] = several if args.tp * args.dp > 1 else {
+    if args.dp > 1:  # vLLM takes models without experts for independent engines
+        return {
+            f"deepseek-v2-lite {name} dp{args.dp}": {"model": "deepseek-v2-lite", "cache": cache}
+            for name, cache in (("fp8", "fp8"), ("bf16", "auto"))
+        }
+    if args.tp > 1:
+        return {
+            f"v2-lite fp8 tp{args.tp}": {"model": "v2-lite"},
+            f"r1-tp8 bf16 {args.tp} ranks": {"cache": "auto"},
+        }
+    return {
         "v2-lite fp8": {"model": "v2-lite"},
         "v2-lite bf16 PIECEWISE custom-rope": {
             "model": "v2-lite", "cache": "auto", "cudagraph_mode": "PIECEWISE", "rope": "custom"
@@ -218,141 +216,75 @@ def tokens(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
             "model": "r1-tp8-block", "layers": 2, "variables": DEEP_GEMM
         },
     }  # fmt: skip
-    results = run_arms(configurations, args)
-    compared = [(name, "fused") for name in configurations]
-    compared += [(name, "portable") for name in PORTABLE]
+
+
+def tokens(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
+    """Compare the arms of every configuration."""
+    known = configurations(args)
+    results = run_arms(known, args)
     rows, wrong = [], 0
-    for name, ours in compared:
-        others = unfused(name, args)
-        ran = [arm for arm in ("default", *others, ours, "planted") if (name, arm) in results]
-        arms = {arm: results[name, arm] for arm in ran}
-        if not arms or not all("tokens" in arm for arm in arms.values()):
+    for name, ours in [(n, "fused") for n in known] + [(n, "portable") for n in PORTABLE]:
+        wanted = ("default", *unfused(name, args), ours, "planted")
+        arms = {arm: results[name, arm] for arm in wanted if (name, arm) in results}
+        if not arms or not all("tokens" in result for result in arms.values()):
             wrong += bool(arms)
             continue
-        default, fused = arms["default"], arms[ours]
-        rounding = engine_compare.rounding(others, arms)
-        measure = engine_compare.widest(list(rounding.values()))
-        pairs = {
-            f"fused / {arm}": engine_compare.compare(fused, arms[arm])
-            for arm in ("default", others[0])
-        } | {f"{arm} / default": difference for arm, difference in rounding.items()}
-        judged = engine_compare.verdict(pairs["fused / default"], measure)
-        layers, inside, outside = layers_of(fused)
-        asked = job(**configurations[name])
-        # The drafter has an MLA layer of its own.
-        expected = asked["layers"] + (asked["drafts"] > 0 and asked["drafter"] == "mtp")
-        if not layers == inside == expected or outside:
-            judged = f"WRONG: fused {inside} of {layers} layers, {outside} outside; {judged}"
-        title, found = name, ""
-        if ours == "portable":
-            title = f"{name}, portable"
-            if fused["launches"] != portable_launches(asked):
-                judged = f"WRONG: {fused['launches']} launches a step; {judged}"
-            if fused["quantizations"] != [QUANTIZED.get(name, "none")]:
-                judged = f"WRONG: outputs quantized {fused['quantizations']}; {judged}"
-        elif "planted" in ran:
-            planted = engine_compare.compare(arms["planted"], default)
-            found = engine_compare.verdict(planted, measure)
-            pairs["planted / default"] = planted
-        wrong += judged != "right" or found == "right"
-        print(f"== {title}: {judged}; fused {inside} of {layers} layers; steps {fused['steps']}")
-        if ours == "portable":
-            print(f"   launches a step: {fused['launches']}")
-        else:
-            print(f"   planted error: {found or 'not tried'}")
-        for pair, difference in pairs.items():
-            print(f"   {pair}: {difference}")
-        rows.append(
-            {"configuration": title, "runner": fused["runner"], "gpus": args.tp * args.dp,
-             "bucket_layers": layers, "bucket_fused": inside,
-             "other_fused": outside, "verdict": judged, "planted": found, "steps": fused["steps"],
-             **{pair: str(difference) for pair, difference in pairs.items()}}
-        )  # fmt: skip
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    return [{column: row.get(column, "") for column in columns} for row in rows], wrong
+        row = judged(name, ours, arms, job(**known[name])) | {"gpus": args.tp * args.dp}
+        wrong += row["verdict"] != "right" or row["planted"] == "right"
+        rows.append(row)
+    return rows, wrong
 
 
-def ends(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
-    """One request, and max_num_seqs of them: captured, fused and right at both."""
-    seqs = 8
-    configurations: dict[str, dict[str, Any]] = {
-        f"{mode}, {drafts} drafts": {
-            "what": "ends", "drafts": drafts, "seqs": seqs, "cudagraph_mode": mode,
-            "capture": sorted({1, 1 + drafts, seqs * (1 + drafts)}), "tokens": 96,
-            "phases": [[30], [9 + 5 * i for i in range(seqs)]], "pause": 0,
-        }
-        for drafts, mode in ((0, "FULL_AND_PIECEWISE"), (3, "FULL_AND_PIECEWISE"), (3, "PIECEWISE"))
+def judged(
+    name: str, ours: str, arms: dict[str, dict[str, Any]], asked: dict[str, Any]
+) -> dict[str, Any]:
+    """The row of an arm of ours; prints it."""
+    default, fused = arms["default"], arms[ours]
+    others = tuple(arm for arm in arms if arm not in ("default", ours, "planted"))
+    rounding = engine_compare.rounding(others, arms)
+    measure = engine_compare.widest(list(rounding.values()))
+    pairs = {
+        f"fused / {arm}": engine_compare.compare(fused, arms[arm]) for arm in ("default", others[0])
+    } | {f"{arm} / default": difference for arm, difference in rounding.items()}
+    verdict = engine_compare.verdict(pairs["fused / default"], measure)
+    for problem in problems(name, ours, fused, asked):
+        verdict = f"WRONG: {problem}; {verdict}"
+    title, found = name if ours == "fused" else f"{name}, {ours}", ""
+    if ours == "fused" and "planted" in arms:
+        pairs["planted / default"] = engine_compare.compare(arms["planted"], default)
+        found = engine_compare.verdict(pairs["planted / default"], measure)
+    layers, inside, outside = layers_of(fused)
+    print(f"== {title}: {verdict}; fused {inside} of {layers} layers; steps {fused['steps']}")
+    if ours == "portable":
+        print(f"   launches a step: {fused['launches']}")
+    else:
+        print(f"   planted error: {found or 'not tried'}")
+    for pair, difference in pairs.items():
+        print(f"   {pair}: {difference}")
+    return {
+        "configuration": title, "runner": fused["runner"], "bucket_layers": layers,
+        "bucket_fused": inside, "other_fused": outside, "verdict": verdict, "planted": found,
+        "steps": fused["steps"], **{pair: str(each) for pair, each in pairs.items()},
     }  # fmt: skip
-    results = run_arms(configurations, args)
-    rows, wrong = [], 0
-    for name, configuration in configurations.items():
-        arms = [results.get((name, arm), {}) for arm in ARMS]
-        if not all("tokens" in arm for arm in arms):
-            wrong += any(arms)
-            continue
-        default, cat, fused = arms
-        unfused = engine_compare.compare(cat, default)
-        judged = engine_compare.verdict(engine_compare.compare(fused, default), unfused)
-        drafts, sizes, count = configuration["drafts"], fused["captured"], fused["launches"]
-        # The target's layers once, and the drafter's layer once for each draft.
-        if set(count.values()) != {job()["layers"] + drafts}:
-            judged = f"WRONG: {count} fused launches a step; {judged}"
-        if not {configuration["capture"][-1], 1 + drafts} <= set(sizes):
-            judged = f"WRONG: {sizes} are captured; {judged}"
-        wrong += judged != "right"
-        rows.append(
-            {"configuration": name, "runner": fused["runner"], "captured": sizes,
-             "launches_1": count["1"], f"launches_{seqs}": count[str(seqs)], "verdict": judged,
-             "fused / default": str(engine_compare.compare(fused, default)),
-             "cat / default": str(unfused)}
-        )  # fmt: skip
-        print(f"== {name}: {judged}; captured {sizes}, launches {count}\n   {rows[-1]}")
-    return rows, wrong
 
 
-def decode(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
-    """GPU time of a decode step of DeepSeek-R1's TP8 shape, 30 layers, for each arm."""
-    rows: list[dict[str, Any]] = []
-    wrong, layers = 0, 30
-    engines = {}
-    for arm in (arm for arm in (*ARMS, "portable") if args.only in arm):
-        engines[arm] = start(
-            job(
-                what="decode",
-                arm=arm,
-                layers=layers,
-                seqs=128,
-                capture=[1, 32, 128],
-                batches=[1, 32, 128],
-                context=1000,
-                cache_bytes=5 << 30,
-            )
-        )
-    # They start side by side, and measure one after the other once all have started.
-    for _, process in engines.values():
-        assert process.stdout
-        process.stdout.readline()
-    for arm, engine in engines.items():
-        result = finish(*engine)
-        if "error" in result:
-            print(f"== {arm}: FAILED\n{result['error']}")
-            wrong += 1
-            continue
-        print(f"== {arm}: start {result['start_s']} s, {result.get('ranges')}")
-        for batch, r in result["steps"].items():
-            wall = r["wall_us"]
-            p20, p50, p80 = (round(us, 1) for us in quantiles(r["gpu_us"]))
-            print(f"   batch {batch}: GPU {p50} us ({p20} to {p80}, {len(r['gpu_us'])} graphs), "
-                  f"wall {[round(w) for w in wall]} us; kernels of a layer:")  # fmt: skip
-            for key, time_us, count in r["kernels"]:
-                if count >= layers:
-                    print(f"      {time_us / layers:8.2f} us {count / layers:5.1f} x  {key[:110]}")
-            rows.append(
-                {"arm": arm, "runner": result["runner"], "batch": batch,
-                 "gpu_us": p50, "gpu_p20": p20, "gpu_p80": p80,
-                 "wall_us": wall[2], "wall_min": wall[0], "wall_max": wall[-1]}
-            )  # fmt: skip
-    return rows, wrong
+def problems(name: str, ours: str, fused: dict[str, Any], asked: dict[str, Any]) -> list[str]:
+    """What an engine did otherwise than it should, whatever its tokens are."""
+    layers, inside, outside = layers_of(fused)
+    found = []
+    # The drafter has an MLA layer of its own.
+    expected = asked["layers"] + (asked["drafts"] > 0 and asked["drafter"] == "mtp")
+    if not layers == inside == expected or outside:
+        found.append(f"fused {inside} of {layers} layers, {outside} outside")
+    if ours == "portable":
+        if fused["launches"] != portable_launches(asked):
+            found.append(f"{fused['launches']} launches a step")
+        if fused["quantizations"] != [QUANTIZED.get(name, "none")]:
+            found.append(f"outputs quantized {fused['quantizations']}")
+    return found
+
+
+MEASURES = {"tokens": tokens, "complete": complete, "sparse": sparse}
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
 All engines of a model and a cache type start side by side and keep their requests; at each point
 (batch and context) five rounds measure every arm once, in rotated order, while the others wait.
-If weights of their own do not fit, they share one copy by CUDA IPC (`engine_share`). A point whose
-KV caches do not fit is left out, with a printed line. --layers takes fewer layers of a model: its
-engines start sooner, and caches of larger points fit.
+If weights of their own do not fit, they share one copy by CUDA IPC (`engine_model.share`). A point
+whose KV caches do not fit is left out, with a printed line. --layers takes fewer layers of a model:
+its engines start sooner, and caches of larger points fit.
 
 The noise: DeepSeek-V2-Lite has a second `default` engine, `default2`; its change against `default`
 is what equal engines differ by. The other models have no memory for it: their noise is the spread
@@ -28,14 +28,13 @@ import os
 import statistics
 import tempfile
 import time
-from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
 import engine_compare
 import engine_model
 import torch
 from engine_compare import layers_of
-from engine_jobs import Engine, devices, finish, job, start
+from engine_jobs import ENDS, Engine, devices, finish, job, ready, start
 from engine_worker import HELD
 
 if TYPE_CHECKING:
@@ -47,7 +46,6 @@ ARMS = ("default", "cat", "fused", "portable")
 BLOCK = 64  # tokens of a KV cache block
 ENGINE_BYTES = 5e9  # of an engine beside weights and KV cache: context, activations, graphs
 ENOUGH = 10e9  # bytes of KV cache for which engines keep weights of their own
-ENDS = 10  # seconds in which a process whose output is closed has ended
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +70,7 @@ MODELS = {
 
 
 class EngineEnded(Exception):
-    """An engine ended before its turn, or was not ready in time; holds the arm."""
+    """An engine ended before its turn; holds the arm."""
 
 
 def complete(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
@@ -99,17 +97,16 @@ def fewer(model: Model, layers: int) -> Model:
 def measured(
     title: str, name: str, model: Model, cache: str, args: argparse.Namespace, end: float
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Rows of one model with one cache type, up to an engine's failure; whether all was right."""
+    """Rows of one model with one cache type; whether all was right."""
     arms = args.arms.split(",") if args.arms else model.arms
     room, shared = memory(name, model, args.tp, len(arms))
     per_token = model.layers * 576 * (2 if cache == "auto" else 1)
     sizes = {(b, c): b * (c + HELD + BLOCK) * per_token for b, c in POINTS}
-    points = [point for point in POINTS if sizes[point] <= room]
-    for batch, context in POINTS:
-        if (size := sizes[batch, context]) > room:
+    for (batch, context), size in sizes.items():
+        if size > room:
             needs = f"its KV cache needs {size / 1e9:.1f} GB, room is {room / 1e9:.1f}"
             print(f"   {title}, {batch} x {context} left out: {needs}")
-    if not points:
+    if not (points := [point for point in POINTS if sizes[point] <= room]):
         return [], False
     changes = {
         "what": "complete", "model": name, "layers": model.layers, "cache": cache, "tp": args.tp,
@@ -118,30 +115,41 @@ def measured(
         "shared_weights": f"{tempfile.mkdtemp()}/weights" if shared else "",
     }  # fmt: skip
     began, engines = time.time(), {arm: start(job(arm=arm, **changes)) for arm in arms}
-    rows, right = [], False
+    results = ready(engines, end)
+    verdicts = {arm: verdict(arm, results, model.layers) for arm in results}
+    print(f"== {title}, ready after {time.time() - began:.0f} s: {verdicts}", flush=True)
+    known = {"model": name, "layers": model.layers, "cache": cache, "gpus": args.tp}
+    told = {arm: {**known, **facts(results[arm]), "verdict": verdicts[arm]} for arm in results}
+    rows, none_failed = timed(title, engines, points, told, end)
+    wrong = any(found.startswith("WRONG") for found in verdicts.values())
+    return rows, none_failed and len(results) == len(arms) and not wrong
+
+
+def timed(
+    title: str, engines: dict[str, Engine], points: list[tuple[int, int]],
+    told: dict[str, dict[str, Any]], end: float,
+) -> tuple[list[dict[str, Any]], bool]:  # fmt: skip
+    """Rows of the arms at each point, up to an engine's failure; whether none failed. Ends all.
+
+    told: what the rows of an arm say beside its times.
+    """
+    rows: list[dict[str, Any]] = []
+    failed = ""
     try:
-        results = wait_until_ready(engines, end)
-        verdicts = {arm: verdict(arm, results, model.layers) for arm in arms}
-        right = not any(found.startswith("WRONG") for found in verdicts.values())
-        print(f"== {title}, ready after {time.time() - began:.0f} s: {verdicts}", flush=True)
-        for batch, context in points:
+        for batch, context in points if engines else ():
             if time.time() > end:
                 print(f"   {title}: no time for {batch} x {context} (--seconds)")
                 continue
             times = rounds(engines, batch, context)
             print(f"   {title}, {batch} x {context}: {times}", flush=True)
-            for arm in arms:
-                rows.append(
-                    {"model": name, "layers": model.layers, "cache": cache, "arm": arm,
-                     "batch": batch, "context": context, **times[arm], "gpus": args.tp,
-                     **facts(results[arm]), "verdict": verdicts[arm]}
-                )  # fmt: skip
+            point = {"batch": batch, "context": context}
+            rows += [{"arm": arm, **point, **times[arm], **told[arm]} for arm in engines]
     except EngineEnded as ended:
-        right = False
-        print(f"== {title}, {ended}: FAILED\n{finish(*engines.pop(str(ended)), ENDS)['error']}")
+        failed = str(ended)
+        print(f"== {title}, {failed}: FAILED\n{finish(*engines.pop(failed), ENDS)['error']}")
     for engine in engines.values():
         finish(*engine, seconds=0)
-    return rows, right
+    return rows, not failed
 
 
 def facts(result: dict[str, Any]) -> dict[str, Any]:
@@ -157,21 +165,6 @@ def memory(name: str, model: Model, tp: int, engines: int) -> tuple[float, bool]
     weights = model.gigabytes * 1e9 / (1 if engine_model.is_rank(name) else tp)
     alone, shared = total / engines - weights, (total - weights) / engines
     return (alone, False) if alone > ENOUGH else (shared, True)
-
-
-def wait_until_ready(engines: dict[str, Engine], end: float) -> dict[str, dict[str, Any]]:
-    """What each engine sends once it is ready; raises EngineEnded as soon as one has ended, or at
-    `end` by the clock."""
-    waiting = {process.stdout: arm for arm, (_, process) in engines.items()}
-    results = {}
-    while waiting:
-        if not (ready := wait(list(waiting), max(0.0, end - time.time()))):
-            raise EngineEnded(next(iter(waiting.values())))
-        for stream in ready:
-            if not (line := stream.readline()):
-                raise EngineEnded(waiting[stream])
-            results[waiting.pop(stream)] = json.loads(line)
-    return results
 
 
 def turn(engines: dict[str, Engine], arm: str, line: str) -> dict[str, float]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import tempfile
+import time
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from mla_fusion.cli import child
 from mla_fusion.cli.arguments import UserError
 
 Engine = tuple[child.Job, "subprocess.Popen[str]"]
+ENDS = 10  # seconds in which a process whose output is closed has ended
 
 # NVLink multicast, which vLLM takes for granted, is off on some machines.
 _NO_MULTICAST = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "NCCL_NVLS_ENABLE": "0"}
@@ -59,6 +63,25 @@ def finish(
         told = log.read_text()[-6000:] if log.exists() else str(error)
         cause = "ended: no time left (--seconds); its log ends:\n" if ended else ""
         return {"error": cause + told}
+
+
+def ready(engines: dict[str, Engine], end: float) -> dict[str, dict[str, Any]]:
+    """What each engine sends once it is ready. One that ends before, or is not ready at `end` by
+    the clock, is printed with the end of its log and left out of `engines`.
+    """
+    waiting = {process.stdout: arm for arm, (_, process) in engines.items()}
+    results = {}
+    while waiting:
+        streams = wait(list(waiting), timeout=max(0.0, end - time.time()))
+        for stream in streams or list(waiting):
+            arm = waiting.pop(stream)
+            line = stream.readline() if streams else ""
+            if line:
+                results[arm] = json.loads(line)
+                continue
+            error = finish(*engines.pop(arm), seconds=ENDS if streams else 0)["error"]
+            print(f"== {arm}: FAILED\n{error}", flush=True)
+    return results
 
 
 def run(options: dict[str, Any], seconds: float) -> dict[str, Any]:

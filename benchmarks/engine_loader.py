@@ -7,17 +7,30 @@ of dummy weights.
 from __future__ import annotations
 
 import fcntl
+import functools
 from typing import TYPE_CHECKING, Any
 
-import engine_faults
 import engine_model
-from engine_share import share
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 if TYPE_CHECKING:
     import torch
+
+
+@functools.cache
+def rotate_for_the_next_position() -> None:
+    """The error that a comparison must find; once in a process, for the drafter is loaded too."""
+    from mla_fusion.kernels import triton as provider
+
+    right = provider.launch_arguments
+
+    def wrong(plan: Any, product: str, staged: Any, inputs: Any) -> Any:
+        # padded rows do not use their positions
+        return right(plan, product, staged, inputs._replace(positions=inputs.positions + 1))
+
+    provider.launch_arguments = wrong
 
 
 class Worker:
@@ -38,10 +51,10 @@ class Worker:
 
 @register_model_loader("dummy")
 class Loader(BaseModelLoader):
-    """The weights of `engine_model`, and the fault of an arm that has one.
+    """The weights of `engine_model`.
 
     shared_weights: a file, or "". Engines that name the same one share their weights by it, one
-        file a rank (`engine_share`).
+        file a rank (`engine_model.share`).
     """
 
     def download_model(self, model_config: Any) -> None:
@@ -54,11 +67,12 @@ class Loader(BaseModelLoader):
     def load_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
         """Load, one engine at a time if they share: each needs room for all weights for a while."""
         options = self.load_config.model_loader_extra_config
-        engine_faults.plant(options["arm"], get_tensor_model_parallel_rank())
+        if options["arm"] == "planted":
+            rotate_for_the_next_position()
         if not options["shared_weights"]:
             return super().load_model(*args, **kwargs)
         with open(f"{options['shared_weights']}-{get_tensor_model_parallel_rank()}", "a+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             model = super().load_model(*args, **kwargs)
-            share(model, file)
+            engine_model.share(model, file)
         return model

@@ -20,33 +20,38 @@ A block fp8 weight is stored FP8_UNIT times as large, with the scale 1 / FP8_UNI
 from __future__ import annotations
 
 import json
+import pickle
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import torch
+from torch.multiprocessing.reductions import reduce_tensor
 
 from mla_fusion import config
 from mla_fusion.cli import tiny_models
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 SCALE = 0.06
 SPREAD = 3.0
 # Down-projections are smaller by this factor, so that the MLPs do not mask attention.
 DOWN = 0.1
 FP8_UNIT = 256
+SMALLEST = 1 << 20  # bytes of a weight that is worth sharing
 # Rows that o_proj adds up: with more, its weights are smaller, so that attention does not hide the
 # token.
 ADDED_UP = 5120
 # By hidden size, because the peak grows with its square root.
 PEAK = {2048: 0.28, 7168: 0.21}
 
-# Options of the engines with the fusion: `auto` is what the flag alone does; those after it have a
-# fault (`engine_faults`).
+# Options of engines with the fusion: `auto` is what the flag alone does; `planted` has an error.
 OPTIONS: dict[str, dict[str, str]] = {
     "fused": {"attention": "vllm"},
     "portable": {"attention": "portable"},
     "auto": {},
     "planted": {"attention": "vllm"},
-    "missing": {},
-    "dies": {},
 }
 
 # Attention backends that arms ask for; else vLLM chooses.
@@ -154,7 +159,6 @@ def shape(name: str, layers: int, tp: int) -> dict[str, Any]:
 
 def initialize(model: Any, rank: int = 0) -> None:
     """Fill all parameters of a vLLM model, or of its MTP drafter, as described above."""
-    import torch
 
     def uniform(weight: Any, name: str, limit: float) -> Any:
         """Random numbers that only depend on name and rank: drafter and target share two names."""
@@ -195,6 +199,45 @@ def initialize(model: Any, rank: int = 0) -> None:
                 elif name.endswith("o_proj.weight"):
                     limit *= added * min(1.0, (ADDED_UP / weight.shape[1]) ** 0.5)
                 weight.copy_(uniform(weight, name, limit))
+
+
+def share(model: torch.nn.Module, file: BinaryIO) -> None:
+    """Write the handles of all large weights into an empty file, or take those of a written one.
+
+    Engines on a GPU that name this file then have one copy, and must live until the last one ends.
+    Every engine loads by itself first, so what vLLM derives from the weights is its own.
+
+    Raises:
+        RuntimeError: a weight differs from the one it would be replaced by.
+    """
+    file.seek(0)
+    if not (written := file.read()):
+        torch.cuda.synchronize()
+        pickle.dump({name: reduce_tensor(weight.data) for name, weight in large(model)}, file)
+        return
+    handles = pickle.loads(written)
+    for name, weight in large(model):
+        rebuild, arguments = handles[name]
+        first = rebuild(*arguments)
+        if not equal(weight.data, first):
+            raise RuntimeError(
+                f"weight {name} differs between two arms, so they cannot share it: vLLM processed "
+                "it in two ways. Run these arms with --arms one at a time beside `default`"
+            )
+        weight.data = first
+    torch.cuda.empty_cache()
+
+
+def large(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """The weights worth sharing, by name."""
+    return ((n, w) for n, w in model.named_parameters() if w.nbytes >= SMALLEST)
+
+
+def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether all bits are equal; torch compares no fp8."""
+    if a.dtype.itemsize == 1:
+        a, b = a.view(torch.uint8), b.view(torch.uint8)
+    return torch.equal(a, b)
 
 
 def arguments(job: dict[str, Any], folder: Path) -> dict[str, Any]:

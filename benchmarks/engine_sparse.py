@@ -22,9 +22,7 @@ every layer of the steps that it takes, with one refresh, and no layer of others
 
 from __future__ import annotations
 
-import json
 import time
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +30,7 @@ import engine_compare
 import engine_complete
 import engine_model
 import torch
-from engine_complete import EngineEnded
-from engine_jobs import Engine, finish, job, start
+from engine_jobs import finish, job, ready, start
 
 from mla_fusion.cli import child
 from mla_fusion.runtime import sparse_step
@@ -88,45 +85,11 @@ def measured(
     print(f"== {title}, ready after {time.time() - began:.0f} s: {verdicts}", flush=True)
     if "shifted" in engines:
         finish(*engines.pop("shifted"), seconds=0)
-    rows: list[dict[str, Any]] = []
-    try:
-        for batch, context in POINTS if engines else ():
-            if time.time() > end:
-                print(f"   {title}: no time for {batch} x {context} (--seconds)")
-                continue
-            times = engine_complete.rounds(engines, batch, context)
-            print(f"   {title}, {batch} x {context}: {times}", flush=True)
-            rows += [
-                {"model": MODEL, "layers": LAYERS, "cache": cache, "arm": arm, "batch": batch,
-                 "context": context, **times[arm], "runner": results[arm]["runner"],
-                 "attention": results[arm]["attention"], "verdict": verdicts[arm]}
-                for arm in engines
-            ]  # fmt: skip
-    except EngineEnded as ended:
-        wrong += 1
-        print(f"== {title}, {ended}: FAILED\n{finish(*engines.pop(str(ended)))['error']}")
-    for engine in engines.values():
-        finish(*engine, seconds=0)
-    return rows, wrong
-
-
-def ready(engines: dict[str, Engine], end: float) -> dict[str, dict[str, Any]]:
-    """What each engine sends once it is ready. One that ends before, or is not ready at `end`, is
-    printed with the end of its log and left out.
-    """
-    waiting = {process.stdout: arm for arm, (_, process) in engines.items()}
-    results = {}
-    while waiting:
-        streams = wait(list(waiting), timeout=max(0.0, end - time.time()))
-        for stream in streams or list(waiting):
-            arm = waiting.pop(stream)
-            line = stream.readline() if streams else ""
-            if line:
-                results[arm] = json.loads(line)
-                continue
-            error = finish(*engines.pop(arm), seconds=None if streams else 0)["error"]
-            print(f"== {arm}: FAILED\n{error}", flush=True)
-    return results
+    known = {"model": MODEL, "layers": LAYERS, "cache": cache}
+    facts = engine_complete.facts
+    told = {arm: {**known, **facts(results[arm]), "verdict": verdicts[arm]} for arm in results}
+    rows, none_failed = engine_complete.timed(title, engines, POINTS, told, end)
+    return rows, wrong + (not none_failed)
 
 
 def verdict(arm: str, results: dict[str, dict[str, Any]], cache: str) -> str:

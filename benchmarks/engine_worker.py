@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import engine_model
 import torch
 
-from mla_fusion import config, report
+from mla_fusion import report
 from mla_fusion.cli import child
 
 if TYPE_CHECKING:
@@ -23,40 +23,25 @@ if TYPE_CHECKING:
     from typing import TextIO
 
 # Kernels of this library: of the fused op; of a refresh, a decode and its reduction.
-PREP = "prep_kernel"
-KERNELS = (PREP, "plan_kernel", "decode_kernel", "reduce_kernel", "epilogue_kernel")
+KERNELS = ("prep_kernel", "plan_kernel", "decode_kernel", "reduce_kernel", "epilogue_kernel")
 STEPS = 20  # of one measurement
 HELD = 400  # tokens of a request that is measured: more than its steps
 
 
 def main(work: child.Job, progress: TextIO) -> dict[str, Any]:
-    """Run one engine and return what it did.
-
-    "decode" waits for a line before it measures; "complete" sends what it has, and takes turns.
-    """
+    """Run one engine and return what it did; "complete" sends what it has, and takes turns."""
     job = work.options
-    began = time.time()
     llm = engine(job)
-    result: dict[str, Any] = {"start_s": round(time.time() - began, 1)}
-    result.update(llm.collective_rpc("engine_facts")[0])
-    if job["arm"] in engine_model.OPTIONS:
-        result["on"] = config.is_on(llm.llm_engine.vllm_config)
-        if job["dp_rank"] == 0:  # the first rank stores the report of all
-            result.update(reported(Path(work.cache), job["tp"] * job["dp"]))
-    if job["what"] == "decode":
-        print("ready", file=progress)
-        sys.stdin.readline()
-        result.update(time_steps(llm, job))
-    else:
-        result.update(generate(llm, job))
+    result: dict[str, Any] = dict(llm.collective_rpc("engine_facts")[0])
+    # The first rank stores the report of all.
+    if job["arm"] in engine_model.OPTIONS and job["dp_rank"] == 0:
+        result.update(reported(Path(work.cache), job["tp"] * job["dp"]))
+    result.update(generate(llm, job))
     if engine_model.is_sparse(job["model"]):
         result["launches"] = {batch: launches(llm, batch) for batch in (1, job["seqs"])}
     if job["what"] == "complete":
         print(json.dumps(result), file=progress)
         take_turns(llm, job, progress)
-    if job["what"] == "ends":
-        result["captured"] = llm.llm_engine.vllm_config.compilation_config.cudagraph_capture_sizes
-        result["launches"] = {batch: launches(llm, batch)[PREP] for batch in (1, job["seqs"])}
     if job["arm"] == "portable" and job["what"] == "tokens":
         # Five sequences, so that a full graph, of four or eight, is padded; one, for the epilogue.
         batches = (5,) if job["drafts"] else (1, 5)
@@ -149,7 +134,11 @@ def launches(llm: Any, batch: int) -> dict[str, float]:
     """Launches of `KERNELS` in one step with `batch` requests, every one decoding."""
     with requests(llm, [[10 + i] * 20 for i in range(batch)], 200) as step:
         step(12)
-        events = profiled(step, 5)
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            step(5)
+            torch.cuda.synchronize()
+    events = profile.key_averages()
     return {name: sum(e.count for e in events if e.key.startswith(name)) / 5 for name in KERNELS}
 
 
@@ -195,59 +184,14 @@ def clocked(step: Callable[[int], None], count: int) -> float:
     return (time.perf_counter() - began) / count * 1e6
 
 
-def profiled(step: Callable[[int], None], count: int) -> Any:
-    """What the profiler saw on the GPU in `count` steps, by kernel."""
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        step(count)
-        torch.cuda.synchronize()
-    return profile.key_averages()
-
-
-def time_steps(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """Time of a decode step at each batch size: its CUDA graph on the GPU, the step by the clock,
-    and its kernels by the profiler.
-    """
-    rows = {}
-    for batch in job["batches"]:
-        with requests(llm, prompts(batch, job["context"]), HELD) as step:
-            step(20)
-            rounds = [clocked(step, STEPS) for _ in range(5)]
-            graphs = graph_times(step, 100)
-            events = profiled(step, 10)
-        rows[batch] = {
-            "wall_us": [round(us, 1) for us in sorted(rounds)],
-            "gpu_us": [round(us, 1) for us in sorted(graphs)],
-            "kernels": [
-                [e.key, e.self_device_time_total / 10, e.count / 10]
-                for e in sorted(events, key=lambda e: -e.self_device_time_total)
-                if e.self_device_time_total
-            ],
-        }
-    return {"steps": rows}
-
-
 def full_graph_time(step: Callable[[int], None]) -> float:
-    """Microseconds on the GPU of a step's CUDA graph, median of `STEPS`.
-
-    Raises:
-        RuntimeError: a step is not one graph.
-    """
-    times = graph_times(step, STEPS)
-    if len(times) != STEPS:
-        raise RuntimeError(
-            f"{STEPS} decode steps replayed {len(times)} CUDA graphs: a step must be one full "
-            "graph, or its GPU time is not that of a forward pass"
-        )
-    return statistics.median(times)
-
-
-def graph_times(step: Callable[[int], None], count: int) -> list[float]:
-    """Microseconds on the GPU of each CUDA graph that `count` steps replay; a full graph is a whole
-    forward pass.
+    """Microseconds on the GPU of a step's CUDA graph, median of `STEPS`: of a whole forward pass.
 
     Events around the replay, not the profiler: kernels overlap, and the profiler counts the time
     that one waits for its predecessor twice.
+
+    Raises:
+        RuntimeError: a step is not one graph.
     """
     replay, pairs = torch.cuda.CUDAGraph.replay, []
 
@@ -262,8 +206,13 @@ def graph_times(step: Callable[[int], None], count: int) -> list[float]:
 
     torch.cuda.CUDAGraph.replay = timed
     try:
-        step(count)
+        step(STEPS)
     finally:
         torch.cuda.CUDAGraph.replay = replay
     torch.cuda.synchronize()
-    return [begin.elapsed_time(end) * 1e3 for begin, end in pairs]
+    if len(pairs) != STEPS:
+        raise RuntimeError(
+            f"{STEPS} decode steps replayed {len(pairs)} CUDA graphs: a step must be one full "
+            "graph, or its GPU time is not that of a forward pass"
+        )
+    return statistics.median(begin.elapsed_time(end) * 1e3 for begin, end in pairs)

@@ -76,10 +76,7 @@ def compile_all(cases: list[Case], whole: int) -> None:
         # Tokens and pieces are not compiled in.
         one = dataclasses.replace(case, tokens=1, pieces=1)
         needed.setdefault(one, set()).update(tuned(case, whole))
-    with (
-        ThreadPoolExecutor() as pool,
-        triton.AsyncCompileMode(pool, ignore_errors=True),
-    ):
+    with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
         for case, shapes in needed.items():
             given = bench_epilogue.make(case, calls=1)[0]
             for shape in shapes:
@@ -137,12 +134,9 @@ def main() -> None:
     print(f"compiled after {time.monotonic() - start:.0f} s", flush=True)
     in_time = itertools.takewhile(lambda _: time.monotonic() - start < options.seconds, cases)
     rows = bench_epilogue.table(
-        options.csv,
-        facts,
-        in_time,
-        lambda case: bench_epilogue.candidates(case, tuned(case, options.whole)),
-        options.rounds,
-    )
+        options.csv, facts, in_time,
+        lambda case: bench_epilogue.candidates(case, tuned(case, options.whole)), options.rounds,
+    )  # fmt: skip
     bench_epilogue.summary(rows)
     advise(rows)
     print(f"{len(rows)} rows after {time.monotonic() - start:.0f} s")

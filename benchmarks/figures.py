@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "performance.md"
 IMAGES = ROOT / "docs" / "images"
-REGION, DECODE = RESULTS / "region_h200.csv", RESULTS / "engine_decode_h200.csv"
+REGION = RESULTS / "region_h200.csv"
 # The decode, and its drafts in files of their own.
 ATTENTION = sorted(RESULTS.glob("decode*_h200.csv"))
 COMPLETE = RESULTS / "complete_h200.csv"
@@ -34,9 +34,7 @@ PEERS = {
     "vllm-40392": "cat",
     "vllm-unfused": "unfused",
 }
-UNFUSED, OURS = ("default", "cat"), ("fused", "portable")
-# Columns with the median of a step's time, and around it.
-STEP = "gpu_us", "gpu_p20", "gpu_p80"
+ARMS = ("default", "cat", "fused", "portable")
 DECODERS = {"ours": "ours", "triton_mla": "TRITON_MLA", "flashmla": "FlashMLA",
             "fa3": "FlashAttention 3"}  # fmt: skip
 
@@ -100,9 +98,7 @@ def region_table(rows: list[Row]) -> list[str]:
     return lines
 
 
-def complete_table(
-    rows: list[Row], clock: str = "gpu", arms: tuple[str, ...] = (*UNFUSED, *OURS)
-) -> list[str]:
+def complete_table(rows: list[Row], clock: str = "gpu", arms: tuple[str, ...] = ARMS) -> list[str]:
     """Time of a step of whole models by a clock, and its change against vLLM's default."""
     head = ["model", "vLLM", "KV cache", "context", "batch", *arms]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
@@ -120,27 +116,6 @@ def complete_table(
             change = f"{float(row[f'{clock}_change']):+.1f} %"
             cells.append(f"{float(row[f'{clock}_us']):.0f} ({change})")
         lines.append(f"| {' | '.join((*point, *cells))} |")
-    return lines
-
-
-def decode_table(rows: list[Row]) -> list[str]:
-    """GPU time of a decode step by batch, and the change of ours against both unfused paths."""
-    us = {(r["arm"], int(r["batch"])): r for r in rows}
-    ours = [arm for arm in OURS if any(r["arm"] == arm for r in rows)]
-    pairs = [(arm, peer) for arm in ours for peer in reversed(UNFUSED)]
-    head = ["batch", *UNFUSED, *ours, *(f"{arm} against {peer}" for arm, peer in pairs)]
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for batch in sorted({batch for _, batch in us}):
-        cells = [str(batch)]
-        for arm in (*UNFUSED, *ours):
-            row = us[arm, batch]
-            middle, low, high = (float(row[column]) for column in STEP)
-            cells.append(f"{middle:.0f} ({low:.0f}, {high:.0f})")
-        for arm, peer in pairs:
-            time, base = (float(us[each, batch][STEP[0]]) for each in (arm, peer))
-            change = time / base - 1
-            cells.append(f"{change:+.1%}".replace("%", " %"))
-        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
@@ -187,7 +162,6 @@ def tables() -> dict[str, list[str]]:
         "complete": complete_table(read(COMPLETE)),
         "complete-ranks": complete_table(read(RANKS), "wall"),
         "complete-auto": complete_table(read(AUTO), arms=("default", "stored", "auto")),
-        "decode": decode_table(read(DECODE)),
         "attention-means": attention_means([row for path in ATTENTION for row in read(path)]),
     }
 
@@ -225,13 +199,8 @@ def draw_region() -> None:
         tokens = sorted(t for t, h in region.shapes if h == heads)
         axis.plot(tokens, [region.floor[t, heads] for t in tokens], "k--", label="floor")
         axis.plot(tokens, [region.us[t, heads, "triton"] for t in tokens], "o-", label="fused")
-        axis.plot(
-            tokens,
-            [region.after((t, heads)) for t in tokens],
-            "o:",
-            color="C0",
-            label="fused, after another kernel",
-        )
+        after = [region.after((t, heads)) for t in tokens]
+        axis.plot(tokens, after, "o:", color="C0", label="fused, after another kernel")
         for color, (peer, label) in enumerate(PEERS.items(), 1):
             times = [region.us.get((t, heads, peer), math.nan) for t in tokens]
             axis.plot(tokens, times, ".-", color=f"C{color}", label=label)
@@ -240,12 +209,8 @@ def draw_region() -> None:
     figure.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncols=7, fontsize=8)
     for heads in sorted({h for _, h in region.shapes}):
         tokens = sorted(t for t, h in region.shapes if h == heads)
-        axes[2].plot(
-            tokens,
-            [region.best_peer((t, heads)) / region.us[t, heads, "triton"] for t in tokens],
-            "o-",
-            label=f"{heads} heads",
-        )
+        times = [region.best_peer((t, heads)) / region.us[t, heads, "triton"] for t in tokens]
+        axes[2].plot(tokens, times, "o-", label=f"{heads} heads")
     axes[2].axhline(1, color="k", lw=0.8)
     axes[2].set(title="times faster than the best peer", xlabel="tokens", xscale="log")
     axes[2].set_ylim(bottom=0)
@@ -257,30 +222,7 @@ def draw_region() -> None:
     save(figure, "region", REGION)
 
 
-def draw_decode() -> None:
-    """GPU time of a decode step of the engine, by batch."""
-    from matplotlib import pyplot
-
-    rows = {(r["arm"], int(r["batch"])): float(r["gpu_us"]) / 1e3 for r in read(DECODE)}
-    batches = sorted({batch for _, batch in rows})
-    arms = [arm for arm in (*UNFUSED, *OURS) if (arm, batches[0]) in rows]
-    step = 0.81 / len(arms)
-    figure, axis = pyplot.subplots(figsize=(6, 3.2))
-    for place, arm in enumerate(arms):
-        bars = axis.bar(
-            [i + step * (place - (len(arms) - 1) / 2) for i in range(len(batches))],
-            [rows[arm, batch] for batch in batches],
-            step - 0.02,
-            label=arm,
-        )
-        axis.bar_label(bars, fmt="%.2f", fontsize=7)
-    axis.set_xticks(range(len(batches)), [f"batch {batch}" for batch in batches])
-    axis.set(ylabel="ms per decode step")
-    axis.legend(fontsize=8)
-    save(figure, "decode", DECODE)
-
-
-PLOTS = {"region": (draw_region, REGION), "decode": (draw_decode, DECODE)}
+PLOTS = {"region": (draw_region, REGION)}
 
 
 def main() -> None:

@@ -33,12 +33,8 @@ def main() -> None:
     rows = []
     for layers in args.layers:
         with tempfile.TemporaryDirectory() as folder:
-            row = measure(layers, Path(folder))
-        rows.append(row)
-        print(
-            f"{layers} layers: passes {row['pass_ms']:.0f} ms, compile {row['compile_s']:.1f} s: "
-            f"{row['share']:.2%}; {row['ms_per_layer']:.2f} ms a layer"
-        )
+            rows.append(measure(layers, Path(folder)))
+        print(rows[-1], flush=True)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with args.out.open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0])

@@ -11,9 +11,8 @@ Over `fp8_ds_mla`, DeepSeek-V3.2's, its calls pad the query, as vLLM's backend d
 and have all tokens as one sequence, as vLLM does with fewer than 32 heads, or a sequence for each
 token, as vLLM does with more. Over `fp8_ds_mla_v4` each token has a window of 128 slots and
 `--topk` compressed ones, in two caches, and there is a sink: vLLM's layers of DeepSeek-V4 (0.26 to
-0.33, by their sources) pass all to one call, and the query is padded before. Over bf16 the others
-are FlashMLA's kernel for prefill and FlashAttention 3 with pages of one entry, as FLASHMLA_SPARSE
-and FLASH_ATTN_MLA_SPARSE call them.
+0.33, by their sources) pass all to one call, and the query is padded before. Over bf16 the other is
+FlashAttention 3 with pages of one entry, as FLASH_ATTN_MLA_SPARSE calls it.
 
 The column `vllm_default` marks vLLM's choice, `share` is `gbps` of the rate of a copy. Without vLLM
 its kernels are left out, with a line.

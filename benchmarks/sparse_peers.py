@@ -232,16 +232,10 @@ def flashmla(inputs: Inputs, together: bool) -> tuple[Call, torch.Tensor]:
             wide[:, :, : case.heads] = q
             q = wide
         result, _ = ops.flash_mla_with_kvcache(
-            q=q,
-            k_cache=scope.kv_cache.unsqueeze(-2),
-            block_table=table,
-            head_dim_v=LATENT,
-            cache_seqlens=lens,
-            tile_scheduler_metadata=schedule,
-            is_fp8_kvcache=True,
-            indices=scope.table.view(sequences, rows, case.topk),
-            softmax_scale=case.scale,
-        )
+            q=q, k_cache=scope.kv_cache.unsqueeze(-2), block_table=table, head_dim_v=LATENT,
+            cache_seqlens=lens, tile_scheduler_metadata=schedule, is_fp8_kvcache=True,
+            indices=scope.table.view(sequences, rows, case.topk), softmax_scale=case.scale,
+        )  # fmt: skip
         if i < 0:
             out.copy_(result[:, :, : case.heads].flatten(0, 1))
 
@@ -270,48 +264,15 @@ def flashmla_v4(inputs: Inputs) -> tuple[Call, torch.Tensor]:
     def call(i: int) -> None:
         recent, chosen = inputs.scopes[i]
         ops.flash_mla_with_kvcache(
-            q=q.unsqueeze(1),
-            k_cache=recent.kv_cache.unsqueeze(-2),
-            block_table=None,
-            head_dim_v=LATENT,
-            tile_scheduler_metadata=schedule,
-            cache_seqlens=None,
-            is_fp8_kvcache=True,
-            indices=recent.table.unsqueeze(1),
-            topk_length=window,
-            softmax_scale=case.scale,
-            attn_sink=sink,
+            q=q.unsqueeze(1), k_cache=recent.kv_cache.unsqueeze(-2), block_table=None,
+            head_dim_v=LATENT, tile_scheduler_metadata=schedule, cache_seqlens=None,
+            is_fp8_kvcache=True, indices=recent.table.unsqueeze(1), topk_length=window,
+            softmax_scale=case.scale, attn_sink=sink, out=out.unsqueeze(1),
             extra_k_cache=chosen.kv_cache.unsqueeze(-2),
-            extra_indices_in_kvcache=chosen.table.unsqueeze(1),
-            extra_topk_length=topk,
-            out=out.unsqueeze(1),
-        )
+            extra_indices_in_kvcache=chosen.table.unsqueeze(1), extra_topk_length=topk,
+        )  # fmt: skip
 
     return call, out[:, : case.heads]
-
-
-def flashmla_bf16(inputs: Inputs) -> tuple[Call, torch.Tensor]:
-    """FlashMLA's sparse prefill, padded, as vLLM's FLASHMLA_SPARSE calls it in decode too."""
-    from vllm.v1.attention.ops import flashmla as ops
-
-    case = inputs.case
-    padded = padded_heads(case)
-    counts = torch.full((case.tokens,), case.topk, dtype=torch.int32, device=DEVICE)
-    out = torch.empty(case.tokens, case.heads, LATENT, device=DEVICE, dtype=BF16)
-
-    def call(i: int) -> None:
-        [scope] = inputs.scopes[i]
-        q = inputs.q
-        if case.heads < padded:
-            q = q.new_empty(case.tokens, padded, case.width)
-            q[:, : case.heads] = inputs.q
-        slots = scope.table.unsqueeze(1)
-        keys = scope.kv_cache.view(-1, 1, case.width)
-        result = ops.flash_mla_sparse_fwd(q, keys, slots, case.scale, topk_length=counts)[0]
-        if i < 0:
-            out.copy_(result[:, : case.heads])
-
-    return call, out
 
 
 def fa3(inputs: Inputs) -> tuple[Call, torch.Tensor]:
@@ -328,19 +289,10 @@ def fa3(inputs: Inputs) -> tuple[Call, torch.Tensor]:
         [scope] = inputs.scopes[i]
         keys = scope.kv_cache.view(-1, 1, 1, case.width)
         result = flash_attn_varlen_func(
-            q=rope,
-            q_v=latent,
-            k=keys[..., LATENT:],
-            v=keys[..., :LATENT],
-            max_seqlen_q=1,
-            cu_seqlens_q=starts,
-            max_seqlen_k=case.topk,
-            seqused_k=counts,
-            block_table=scope.table,
-            softmax_scale=case.scale,
-            causal=True,
-            fa_version=3,
-        )
+            q=rope, q_v=latent, k=keys[..., LATENT:], v=keys[..., :LATENT], max_seqlen_q=1,
+            cu_seqlens_q=starts, max_seqlen_k=case.topk, seqused_k=counts,
+            block_table=scope.table, softmax_scale=case.scale, causal=True, fa_version=3,
+        )  # fmt: skip
         if i < 0:
             out.copy_(result)
 
@@ -354,7 +306,7 @@ CANDIDATES: dict[str, dict[str, Callable[[Inputs], tuple[Call, torch.Tensor]]]] 
         "flashmla, by token": lambda inputs: flashmla(inputs, False),
     },
     "fp8_ds_mla_v4": {"ours": ours, "flashmla": flashmla_v4},
-    "bf16": {"ours": ours, "flashmla": flashmla_bf16, "fa3": fa3},
+    "bf16": {"ours": ours, "fa3": fa3},
 }
 
 

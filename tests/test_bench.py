@@ -2,7 +2,6 @@
 benchmarks/results/."""
 
 import csv
-import itertools
 import json
 from types import SimpleNamespace
 
@@ -11,8 +10,6 @@ import torch
 
 from mla_fusion import cli
 from mla_fusion.cli import bench, bench_peers, bench_region
-from mla_fusion.kernels import reference
-from mla_fusion.kernels.dispatch import Widths
 
 ARGV = ["bench", "--tokens", "1", "8", "--heads", "16", "--layers", "3", "--rounds", "10"]
 
@@ -103,36 +100,6 @@ def test_a_peer_that_rounds_twice_counts_if_its_roundings_explain_it(
     gpu["vllm-40392"], gpu["own vllm-40392"] = (0.996, 44), (own, 0 if own == 1.0 else 1)
     assert cli.main([*ARGV, "--csv", str(tmp_path / "rows.csv")]) == 0
     assert f"vllm-40392 2.00{mark} |" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("widths", [bench_region.DEEPSEEK, Widths(64, 32, 256)])
-def test_the_roundings_of_vllm_are_other_functions(widths):
-    """On a CPU, small: from the specification and from each other, in the rotated halves alone."""
-    torch.manual_seed(0)
-    tokens, heads = 4, 2
-    weight = torch.randn(heads, widths.nope, widths.latent) / widths.nope**0.5
-    case = bench_region.Case(tokens, heads, widths=widths)
-    region = bench_region.make_region(case, [weight.bfloat16()])
-    layers = {
-        "specification": bench_region.provider_layer(region, reference.fused_mla_decode_prep),
-        "every operation": bench_peers.rotated_first(region, every_operation=True),
-        "the sum": bench_peers.rotated_first(region, every_operation=False),
-    }
-    written = {}
-    for name, layer in layers.items():
-        [weight], [cache], [a, *_] = region.weights, region.caches, region.sets
-        layer(weight, cache, a)
-        rows = torch.cat((a.q_out, cache.flatten(0, 1)[a.slots, None]), dim=1).view(torch.uint8)
-        written[name] = rows.clone().split((widths.latent, widths.rope), dim=-1)
-    for one, other in itertools.combinations(written.values(), 2):
-        (latent, rope), (other_latent, other_rope) = one, other
-        assert torch.equal(latent, other_latent)
-        query, key = (rope != other_rope).split((heads, 1), dim=1)
-        assert query.any() and key.any()
-    # `agreement` sees them as what they are: few values, few steps.
-    for name in ("every operation", "the sum"):
-        equal, worst = bench_region.agreement(region, layers[name])
-        assert 0.99 < equal < 1 and worst >= 1, name
 
 
 def test_a_report_has_what_was_measured_and_what_failed(gpu, monkeypatch, capsys, tmp_path):

@@ -4,12 +4,11 @@ benchmarks/results/."""
 import csv
 from types import SimpleNamespace
 
-import figures
 import pytest
 import torch
 
 from mla_fusion import cli
-from mla_fusion.cli import bench, bench_compile, bench_decode, bench_region
+from mla_fusion.cli import bench, bench_decode, bench_region
 from mla_fusion.cli import bench_decode_peers as peers
 from tests.on_cpu import decodes_on_cpu
 
@@ -94,28 +93,6 @@ def measured(path, *words):
     return status, rows_of(path)
 
 
-# --- the command
-
-
-def settled(*words):
-    settings = cli._parser(["bench"]).parse_args(["bench", *words])
-    bench.settle(settings)
-    return settings
-
-
-@pytest.mark.parametrize("words", [(), ("region",)])
-def test_without_a_word_it_is_the_region(words):
-    settings = settled(*words, "--heads", "4")
-    assert settings.what == "region" and str(settings.csv) == "build/bench/region.csv"
-    assert (settings.heads, settings.rounds, settings.layers, settings.bf16) == ([4], 15, 61, False)
-
-
-def test_decode_has_defaults_of_its_own():
-    settings = settled("decode", "--page", "16")
-    assert str(settings.csv) == "build/bench/decode.csv"
-    assert (settings.heads, settings.rounds, settings.page) == ((16, 128), 7, 16)
-
-
 @pytest.mark.parametrize(
     ("words", "name"),
     [
@@ -155,13 +132,12 @@ def test_an_unknown_candidate_is_refused_before_anything_is_written(
 
 
 def test_a_step_has_no_more_tokens_than_a_gpu_holds(capsys):
-    settings = settled("decode", "--batches", "256", "512", "--contexts", "1024", "65536")
+    words = ["bench", "decode", "--batches", "256", "512", "--contexts", "1024", "65536"]
+    settings = cli._parser(["bench"]).parse_args(words)
+    bench.settle(settings)
     shapes = {(case.batch, case.context) for case in bench_decode.grid(settings, [peers.FP8])}
     assert shapes == {(256, 1024), (256, 65536), (512, 1024)}
     assert capsys.readouterr().out == "left out, more than 16777216 tokens: 512 x 65536\n"
-
-
-# --- rows, lines and exit status
 
 
 def test_rows_lines_and_summary(gpu, capsys, tmp_path):
@@ -185,45 +161,6 @@ def test_rows_lines_and_summary(gpu, capsys, tmp_path):
     faster = "{(1, 70, 0): 0.5, (16, 70, 0): 0.5, (16, 70, 1): 0.5}"
     assert f"H=2 fp8 against flashmla: {than.format('0.50')} {faster}\n" in printed
     assert "against fa3" not in printed
-
-
-def test_a_mean_is_of_one_type_and_one_number_of_heads_and_rows(capsys):
-    """The geometric one: twice and half as fast are 1."""
-    us = {
-        (1, 16, 1, "bf16"): {"ours": 2.0, "fa3": 4.0},
-        (4, 16, 1, "bf16"): {"ours": 2.0, "fa3": 1.0},
-        (4, 16, 4, "bf16"): {"ours": 2.0, "fa3": 7.0},
-        (1, 16, 1, "fp8"): {"ours": 2.0, "fa3": 6.0},
-        (1, 128, 1, "bf16"): {"ours": 2.0, "fa3": 8.0},
-        (4, 128, 1, "bf16"): {"ours": 2.0},
-    }
-    shape = {"context": 70, "ragged": 0, "latent": 512, "rope": 64, "page": 64, "values": 0}
-    shape |= {"error": 0.0}
-    rows = [
-        {**shape, "batch": batch, "heads": heads, "queries": queries, "dtype": dtype,
-         "candidate": name, "p50_us": time}
-        for (batch, heads, queries, dtype), times in us.items()
-        for name, time in times.items()
-    ]  # fmt: skip
-    bench_decode.summary(rows)
-    than = "{} against fa3: geometric mean {}; that one is faster at (batch, context, ragged) {}"
-    assert capsys.readouterr().out.splitlines() == [
-        than.format("H=16 bf16", "1.00x of 2, least 0.50x", "{(4, 70, 0): 0.5}"),
-        than.format("H=16 x 4 rows bf16", "3.50x of 1, least 3.50x", "none"),
-        than.format("H=16 fp8", "3.00x of 1, least 3.00x", "none"),
-        than.format("H=128 bf16", "4.00x of 1, least 4.00x", "none"),
-    ]
-
-
-def test_query_rows(gpu, monkeypatch, capsys, tmp_path):
-    """Right with several, in the rows and lines, and compiled ahead for each batch once."""
-    compiled = []
-    monkeypatch.setattr(bench_decode, "compile_ahead", lambda launch, cases: compiled.extend(cases))
-    status, rows = measured(tmp_path / "rows.csv", "--bf16", "--queries", "1", "3")
-    assert status == 0 and {r["queries"] for r in rows} == {"1", "3"}
-    assert "  16 x     70 ragged H=2 x 3 rows bf16: ours 2.0" in capsys.readouterr().out
-    batches = [[(case.queries, case.batch) for case in cases] for cases in compiled]
-    assert batches == [[(1, 1), (1, 16)], [(3, 1), (3, 16)]]
 
 
 @pytest.mark.parametrize(("words", "values"), [([], "0"), (["--values", "8"], "8")])
@@ -250,31 +187,6 @@ def test_splits_are_capped_as_asked(gpu, monkeypatch, tmp_path, words, cap):
     monkeypatch.setattr(bench_decode, "compile_ahead", lambda launch, cases: None)
     status, rows = measured(tmp_path / "rows.csv", "--bf16", "--peers", "ours", *words)
     assert status == 0 and {row["candidate"] for row in rows} == {"ours"} and caps == {cap}
-
-
-def test_the_columns_are_those_of_the_stored_rows(gpu, tmp_path):
-    gpu.times["triton_mla"] = 3.14159
-    _, rows = measured(tmp_path / "rows.csv", "--fp8")
-    assert {r["p50_us"] for r in rows if r["candidate"] == "triton_mla"} == {"3.142"}
-    assert set().union(*(figures.read(path)[0] for path in figures.ATTENTION)) <= set(rows[0])
-    assert figures.attention_means(rows)[2:] == [
-        "| 2, fp8 | TRITON_MLA | 1.57x | 1.57x | 1.57x | 0 of 3 |",
-        "| 2, fp8 | FlashMLA | 1.50x | 1.50x | 1.50x | 0 of 3 |",
-    ]
-    drafts = [{**row, "queries": "4"} for row in rows]
-    assert figures.attention_means(rows + drafts)[4:] == [
-        "| 2 x 4, fp8 | TRITON_MLA | 1.57x | 1.57x | 1.57x | 0 of 3 |",
-        "| 2 x 4, fp8 | FlashMLA | 1.50x | 1.50x | 1.50x | 0 of 3 |",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("words", "types"), [(["--bf16"], {"bf16"}), (["--fp8"], {"fp8"}), ([], {"bf16", "fp8"})]
-)
-def test_types_and_candidates_are_those_asked_for(gpu, tmp_path, words, types):
-    status, rows = measured(tmp_path / "rows.csv", *words, "--peers", "ours", "triton_mla")
-    assert status == 0 and {r["dtype"] for r in rows} == types
-    assert {r["candidate"] for r in rows} == {"ours", "triton_mla"}
 
 
 @pytest.mark.parametrize(
@@ -325,28 +237,3 @@ def test_a_shape_without_memory_is_left_out_and_the_others_are_kept(
     assert status == 1 and {r["ragged"] for r in rows} == {"0"}
     assert "16 x 70 left out: OutOfMemoryError CUDA out of memory" in printed
     assert "  16 x     70 ragged H=2 fp8: nothing" in printed
-
-
-@pytest.mark.parametrize(
-    ("dtype", "widths", "marked"),
-    [
-        (peers.BF16, (512, 64), {"fa3"}),
-        (peers.FP8, (512, 64), {"flashmla"}),
-        (peers.FP8, (256, 64), set()),
-    ],
-)
-def test_the_default_of_vllm_is_marked(gpu, dtype, widths, marked):
-    latent, rope = widths
-    case = peers.Case(1, 16, 1, dtype, latent=latent, rope=rope)
-    rows = bench_decode.measure(case, dict.fromkeys(("ours", "flashmla", "fa3"), right), 3, set())
-    assert {r["candidate"] for r in rows if r["vllm_default"]} == marked
-
-
-def test_kernels_are_compiled_ahead_in_processes(capsys):
-    """One that fails is named, and the others are done."""
-    bench_compile.compile_ahead(str.upper, ["a", 3, "b"])
-    lines = sorted(line.rpartition(", ")[0] for line in capsys.readouterr().out.splitlines())
-    assert lines[:2] == ["A compiled", "B compiled"]
-    assert lines[2].startswith("not compiled ahead: TypeError ") and len(lines) == 3
-    bench_compile.compile_ahead(str.upper, ["alone"])
-    assert not capsys.readouterr().out

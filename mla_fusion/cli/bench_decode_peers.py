@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from mla_fusion.attention import Epilogue, PersistentDecodePlan, persistent_mla_decode
-from mla_fusion.attention.buffers import multiprocessors
 from mla_fusion.attention.triton import plan_settings
 from mla_fusion.cli.bench_region import capture_calls, fp8_type
 from mla_fusion.cli.compare import distance
@@ -203,11 +202,8 @@ def starts_of(case: Case) -> torch.Tensor:
     return sequences * case.queries
 
 
-def make_plan(case: Case, cap: int = -1, programs: int | None = None) -> PersistentDecodePlan:
-    """A plan with the settings that suit the kernel, or so many programs a multiprocessor."""
-    settings = plan_settings(case.heads, case.queries, case.dtype, case.width, "cuda")
-    if programs is not None:
-        settings["workers"] = programs * multiprocessors(torch.device("cuda"))
+def make_plan(case: Case, cap: int = -1) -> PersistentDecodePlan:
+    """A plan with the settings that suit the kernel."""
     return PersistentDecodePlan.allocate(
         max_batch=case.batch,
         max_query_len=case.queries,
@@ -218,14 +214,14 @@ def make_plan(case: Case, cap: int = -1, programs: int | None = None) -> Persist
         v_head_dim=case.latent,
         planner="portable",
         max_split_per_batch=cap,
-        **settings,
+        **plan_settings(case.heads, case.queries, case.dtype, case.width, "cuda"),
     )
 
 
-def ours(inputs: Inputs, cap: int = -1, programs: int | None = None) -> tuple[Call, torch.Tensor]:
-    """This library; `cap` as max_split_per_batch, `programs` as for `make_plan`."""
+def ours(inputs: Inputs, cap: int = -1) -> tuple[Call, torch.Tensor]:
+    """This library; `cap` as max_split_per_batch."""
     most = max(inputs.case.batch, PLANNED)
-    plan = make_plan(dataclasses.replace(inputs.case, batch=most), cap, programs)
+    plan = make_plan(dataclasses.replace(inputs.case, batch=most), cap)
     plan.refresh(
         qo_indptr=starts_of(inputs.case), seq_lens=inputs.lens, num_tokens=len(inputs.q),
         max_query_len=inputs.case.queries,

@@ -56,12 +56,8 @@ def merged(given, query_lens):
     return out, lse
 
 
-def check(
-    dtype, heads, rows, lens, options, loudness=None, kernels=hopper_specialized, **scales
-):  # fmt: skip
-    """Run the kernel of the module `kernels`. loudness: what the queries of each head are
-    multiplied by.
-    """
+def check(dtype, heads, rows, lens, options, loudness=None, **scales):
+    """Run the kernel. loudness: what the queries of each head are multiplied by."""
     fields = arguments(
         rows, lens, 64, 512, 64, num_heads=heads, q_dtype=dtype, kv_dtype=dtype, overhead=1,
         **{"kv_granularity": 64, **options},
@@ -76,7 +72,7 @@ def check(
     blocks = -(-plan.heads_per_work * plan.settings.max_query_len // triton_choice.SPECIALIZED.rows)
     machine = Machine(seed=tokens)
     grid = plan.rules.workers, blocks
-    machine.launch(kernels.decode_kernel, grid, *kernels.arguments(given))
+    machine.launch(hopper_specialized.decode_kernel, grid, *hopper_specialized.arguments(given))
     want, want_lse = definition(fields, rows, lens)
     got, got_lse = merged(given, rows)
     assert distance(got, want) <= TOLERANCE

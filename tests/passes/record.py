@@ -1,6 +1,6 @@
 """Record the graphs that real engines on a GPU hand to the passes: one layer per spelling.
 
-    python benchmarks/record_graph.py tests/passes/recorded [one NAME]
+    python tests/passes/record.py tests/passes/recorded [one NAME]
 
 Each engine runs in a process of its own, all at once, and ends as soon as its graph is written;
 `tests/passes/test_recorded.py` reads the files. Spellings that a CPU build of vLLM cannot produce:
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import TextIO
 
-COMMAND = "python benchmarks/record_graph.py tests/passes/recorded"
-TESTS = Path(__file__).resolve().parent.parent / "tests"
+COMMAND = "python tests/passes/record.py tests/passes/recorded"
+TESTS = Path(__file__).resolve().parent.parent
 
 
 def _module(path: Path) -> Any:
@@ -195,7 +195,7 @@ def main(folder: Path, names: Sequence[str]) -> int:
         job = child.Job(
             workdir=work,
             cache=f"{work}/cache",
-            work="record_graph:record",
+            work="record:record",
             path=str(Path(__file__).parent),
             options={"name": name, "path": str(path)},
             environment={
