@@ -161,7 +161,7 @@ def tables() -> dict[str, list[str]]:
         "region": region_table(read(REGION)),
         "complete": complete_table(read(COMPLETE)),
         "complete-ranks": complete_table(read(RANKS), "wall"),
-        "complete-auto": complete_table(read(AUTO), arms=("default", "stored", "auto")),
+        "complete-auto": complete_table(read(AUTO), arms=("default", "fused", "portable", "auto")),
         "attention-means": attention_means([row for path in ATTENTION for row in read(path)]),
     }
 
