@@ -20,10 +20,9 @@ from pathlib import Path
 import torch
 
 from mla_fusion.attention.sparse import Scope, sparse_mla_decode, sparse_scratch
-from mla_fusion.cli import bench_decode
-from mla_fusion.cli.bench import environment
-from mla_fusion.cli.bench_decode import DEFAULTS, TYPES
-from mla_fusion.cli.bench_decode_peers import (
+from mla_fusion.cli.bench import decode as bench_decode
+from mla_fusion.cli.bench.decode import DEFAULTS, TYPES
+from mla_fusion.cli.bench.decode_peers import (
     BF16,
     FP8,
     PAGE,
@@ -35,8 +34,14 @@ from mla_fusion.cli.bench_decode_peers import (
     make_plan,
     ours,
 )
-from mla_fusion.cli.bench_region import capture_calls, interleave, measure_ceilings, quantiles
-from mla_fusion.cli.compare import distance
+from mla_fusion.cli.bench.kit import (
+    capture_calls,
+    distance,
+    environment,
+    interleave,
+    measure_ceilings,
+    quantiles,
+)
 
 CAPPED = {"ours": ours, "ours, 16 splits": functools.partial(ours, cap=16)}
 PROGRAMS = {f"ours, {n} a processor": functools.partial(ours, programs=n) for n in (1, 2, 3)}

@@ -26,9 +26,7 @@ from checks import expect, finish, poison
 
 from mla_fusion.attention import PersistentDecodePlan, planner
 from mla_fusion.attention.buffers import PLANNED
-from mla_fusion.cli.bench import environment
-from mla_fusion.cli.bench_decode import FACTS
-from mla_fusion.cli.bench_decode_peers import (
+from mla_fusion.cli.bench.decode_peers import (
     BF16,
     FP8,
     TOLERANCE,
@@ -39,8 +37,14 @@ from mla_fusion.cli.bench_decode_peers import (
     make,
     make_plan,
 )
-from mla_fusion.cli.bench_region import capture_calls, interleave, quantiles
-from mla_fusion.cli.compare import distance
+from mla_fusion.cli.bench.kit import (
+    FACTS,
+    capture_calls,
+    distance,
+    environment,
+    interleave,
+    quantiles,
+)
 
 # fp8 products of Hopper sum up in fewer bits than fp32 has: 1e-3 at most in five runs; bf16 3.2e-6.
 LSE_TOLERANCE = {BF16: 1e-5, FP8: 2e-3}

@@ -24,8 +24,7 @@ from checks import expect, finish
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/kernels"))
 import cases
 
-from mla_fusion.cli.bench_region import fp8_type
-from mla_fusion.cli.compare import POISON, different_bytes, steps
+from mla_fusion.cli.bench.kit import POISON, fp8_type, steps
 from mla_fusion.kernels import dispatch, get_provider
 from mla_fusion.kernels import triton as provider
 from mla_fusion.kernels.dispatch import Plan
@@ -66,7 +65,7 @@ def check(name: str, case: cases.Case, plan: Plan | None = None) -> None:
     got, got_storage = cases.run(provider, call, plan=plan)
     want, want_storage = cases.run(reference, call)
     compare(f"{name} query", call.inputs, got, want)
-    different = different_bytes(got_storage, want_storage)
+    different = cases.different_bytes(got_storage, want_storage)
     padded = bool(got.view(torch.uint8)[call.inputs.slot_mapping < 0].any())
     detail = f"{different} bytes differ, padded rows {'written' if padded else 'zero'}"
     expect(f"{name} cache", different == 0 and not padded, detail)
@@ -162,7 +161,7 @@ def extremes() -> None:
     call.inputs = call.inputs._replace(kv_cache=cache, slot_mapping=slots)
     (got, got_storage), (want, want_storage) = (cases.run(m, call) for m in (provider, reference))
     compare("huge cache query", call.inputs, got, want)
-    different = different_bytes(got_storage, want_storage)
+    different = cases.different_bytes(got_storage, want_storage)
     expect(
         "huge cache", different == 0, f"{got_storage.numel()} elements, {different} bytes differ"
     )
@@ -204,7 +203,7 @@ def graphs() -> None:
                 graph.replay()
                 want, want_storage = cases.run(reference, fresh)
                 compare(f"graph T={len(out)}", a, out, want)
-                different = different_bytes(call.storage, want_storage)
+                different = cases.different_bytes(call.storage, want_storage)
                 expect(f"graph T={len(out)} cache", different == 0, f"{different} bytes differ")
         expect("no compilation at capture", compiled() == before, f"{compiled()} variants")
 

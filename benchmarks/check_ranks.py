@@ -19,7 +19,7 @@ import time
 import torch
 from engine_jobs import devices, finish, job, start
 
-from mla_fusion.cli import bench
+from mla_fusion.cli.bench.kit import environment
 
 SECONDS = 150  # an engine without a fault starts in 30 to 60
 # A fault -> what the console of the engine must say.
@@ -32,7 +32,7 @@ EXPECTED = {
 
 def main() -> None:
     """Start one engine after the other."""
-    print(bench.environment(), flush=True)
+    print(environment(), flush=True)
     if (seen := torch.cuda.device_count()) < 2:
         sys.exit(f"an engine of two ranks needs two GPUs, and torch sees {seen}")
     wrong = 0

@@ -50,10 +50,8 @@ from sparse_cases import (
 )
 
 from mla_fusion.attention.sparse import Scope, SparseScratch, sparse_mla_decode, sparse_scratch
-from mla_fusion.cli.bench import environment
-from mla_fusion.cli.bench_decode import FACTS, write
-from mla_fusion.cli.bench_decode_peers import BF16, FP8, TOLERANCE
-from mla_fusion.cli.bench_region import capture_calls
+from mla_fusion.cli.bench.decode_peers import BF16, FP8, TOLERANCE
+from mla_fusion.cli.bench.kit import FACTS, capture_calls, environment, write
 
 LAYERS, CHECKED = 61, (0, 30, 60)
 RESULT = ["what", "cases", "tokens", "without_keys", "wrong", "error", "lse_error", "seconds"]

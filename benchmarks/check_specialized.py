@@ -31,9 +31,8 @@ from checks import expect, finish, poison, where
 from specialized_launch import LSE_TOLERANCES, TYPES, outputs, plan_of, refresh
 
 from mla_fusion.attention import triton_choice
-from mla_fusion.cli.bench_compile import compile_ahead
-from mla_fusion.cli.bench_decode import FACTS, write
-from mla_fusion.cli.bench_decode_peers import TOLERANCE, Case, Inputs, make
+from mla_fusion.cli.bench.decode_peers import TOLERANCE, Case, Inputs, make
+from mla_fusion.cli.bench.kit import FACTS, compile_ahead, write
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

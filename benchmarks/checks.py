@@ -9,7 +9,7 @@ import torch
 
 if TYPE_CHECKING:
     from mla_fusion.attention import PersistentDecodePlan
-    from mla_fusion.cli.bench_decode_peers import Inputs
+    from mla_fusion.cli.bench.decode_peers import Inputs
 
 failures: list[str] = []
 

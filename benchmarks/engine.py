@@ -48,8 +48,7 @@ from engine_complete import complete
 from engine_jobs import devices, finish, job, run, start
 from engine_sparse import sparse
 
-from mla_fusion.cli import bench
-from mla_fusion.cli.bench_region import quantiles
+from mla_fusion.cli.bench.kit import environment, quantiles
 
 ARMS = ("default", "cat", "fused")
 # Configurations of `tokens` that `portable` runs in.
@@ -102,7 +101,7 @@ def main() -> None:
     if not rows:
         sys.exit("nothing was measured: see above, or --only names no configuration")
     command = " ".join(["benchmarks/engine.py", *sys.argv[1:]])
-    facts = {**bench.environment(args.commit), "command": command}
+    facts = {**environment(args.commit), "command": command}
     with Path(args.out).open("w", newline="") as file:
         writer = csv.DictWriter(file, [*rows[0], *facts])
         writer.writeheader()

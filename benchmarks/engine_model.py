@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_fusion import config
-from mla_fusion.cli import tiny_models
+from mla_fusion.cli.demo import tiny_models
 
 SCALE = 0.06
 SPREAD = 3.0

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from mla_fusion.attention import PersistentDecodePlan
-from mla_fusion.cli.bench_decode_peers import Case
+from mla_fusion.cli.bench.decode_peers import Case
 
 ROWS = Path(__file__).resolve().parent / "results" / "decode_h200.csv"
 OVERHEAD, TILE = 4, 64  # of the plans that were timed, as in triton_choice.plan_settings

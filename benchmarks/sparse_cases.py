@@ -14,7 +14,7 @@ import torch
 from hopper_fp8 import products
 
 from mla_fusion.attention.layouts import EXPONENTS, FP8_DS_MLA, FP8_DS_MLA_V4, WIDE, CacheLayout
-from mla_fusion.cli.bench_decode_peers import BF16, FP8, PAGE
+from mla_fusion.cli.bench.decode_peers import BF16, FP8, PAGE
 
 DEVICE = "cuda"
 LATENT, TOKENS = 512, 32

@@ -11,8 +11,8 @@ from mla_fusion.attention import triton as provider
 from mla_fusion.attention.buffers import multiprocessors
 from mla_fusion.attention.validate import Inputs as Given
 from mla_fusion.attention.validate import validate
-from mla_fusion.cli.bench_decode_peers import BF16, FP8, Case, Inputs, exact
-from mla_fusion.cli.compare import distance
+from mla_fusion.cli.bench.decode_peers import BF16, FP8, Case, Inputs, exact
+from mla_fusion.cli.bench.kit import distance
 
 if TYPE_CHECKING:
     from mla_fusion.attention import triton_choice

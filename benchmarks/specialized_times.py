@@ -19,8 +19,7 @@ from checks import expect
 from specialized_launch import TYPES, has_pairs, outputs, plan_of, refresh, same
 
 from mla_fusion.attention import triton_choice
-from mla_fusion.cli.bench_decode import FACTS, write
-from mla_fusion.cli.bench_decode_peers import (
+from mla_fusion.cli.bench.decode_peers import (
     BF16,
     PAGE,
     PLANNED,
@@ -35,7 +34,7 @@ from mla_fusion.cli.bench_decode_peers import (
     make,
     prepare,
 )
-from mla_fusion.cli.bench_region import interleave, quantiles
+from mla_fusion.cli.bench.kit import FACTS, interleave, quantiles, write
 
 if TYPE_CHECKING:
     from pathlib import Path

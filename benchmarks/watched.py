@@ -13,8 +13,7 @@ from pathlib import Path
 
 import torch
 
-from mla_fusion.cli.bench import environment
-from mla_fusion.cli.bench_decode import FACTS
+from mla_fusion.cli.bench.kit import FACTS, environment
 
 
 def declare(parser: argparse.ArgumentParser) -> None:

@@ -15,7 +15,7 @@ import specialized_launch
 import specialized_times
 
 from mla_fusion.attention import PersistentDecodePlan
-from mla_fusion.cli import bench_decode_peers as peers
+from mla_fusion.cli.bench import decode_peers as peers
 from tests.on_cpu import OnCpu
 
 CASE = (4, 2, 64, False, "bf16")
