@@ -11,7 +11,7 @@ import torch
 
 from mla_fusion import cli
 from mla_fusion.cli.bench import command as bench
-from mla_fusion.cli.bench import kit, region_cases, region_peers
+from mla_fusion.cli.bench import kit, region, region_cases, region_peers
 from mla_fusion.cli.bench.kit import device
 from mla_fusion.kernels import reference
 from mla_fusion.kernels.dispatch import Widths
@@ -47,7 +47,6 @@ def gpu(monkeypatch):
             {
                 "environment": lambda commit: {**facts, "commit": commit},
                 "measure_ceilings": lambda: kit.Ceilings(4000.0, 800.0),
-                "interleave": lambda graphs, _, rounds: dict.fromkeys(graphs, [2.0] * rounds),
             },
         ),
         (
@@ -67,6 +66,7 @@ def gpu(monkeypatch):
                 "capture": lambda region, layer: SimpleNamespace(replay=lambda: None),
             },
         ),
+        (region, {"interleave": lambda graphs, _, rounds: dict.fromkeys(graphs, [2.0] * rounds)}),
     ):
         for name, value in pretended.items():
             monkeypatch.setattr(module, name, value)
