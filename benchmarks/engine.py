@@ -46,7 +46,7 @@ from engine_complete import complete
 from engine_jobs import devices, job, run
 from engine_sparse import sparse
 
-from mla_fusion.cli import bench
+from mla_fusion.cli.bench.kit import environment
 
 # Configurations of `tokens` that `portable` runs in.
 PORTABLE = (
@@ -97,7 +97,7 @@ def main() -> None:
     if not rows:
         sys.exit("nothing was measured: see above, or --only names no configuration")
     command = " ".join(["benchmarks/engine.py", *sys.argv[1:]])
-    facts = {**bench.environment(args.commit), "command": command}
+    facts = {**environment(args.commit), "command": command}
     columns = dict.fromkeys(column for row in rows for column in row)
     with Path(args.out).open("w", newline="") as file:
         writer = csv.DictWriter(file, [*columns, *facts], restval="")

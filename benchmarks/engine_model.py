@@ -29,7 +29,7 @@ import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
 from mla_fusion import config
-from mla_fusion.cli import tiny_models
+from mla_fusion.cli.demo import tiny_models
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -27,9 +27,9 @@ from mla_fusion.attention import epilogue_kernel
 from mla_fusion.attention import triton_epilogue as epilogues
 from mla_fusion.attention.epilogue import GROUP
 from mla_fusion.attention.triton_epilogue import Shape
-from mla_fusion.cli import bench_epilogue
-from mla_fusion.cli.bench import environment
-from mla_fusion.cli.bench_epilogue import LATENT, SEPARATE, Case
+from mla_fusion.cli.bench import epilogue as bench_epilogue
+from mla_fusion.cli.bench.epilogue import LATENT, SEPARATE, Case
+from mla_fusion.cli.bench.kit import environment
 
 PROGRAMS = 32, 528  # fewest and most of a launch that is worth a measurement
 

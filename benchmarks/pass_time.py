@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from mla_fusion import report
-from mla_fusion.cli import child, tiny_models
+from mla_fusion.cli import child
+from mla_fusion.cli.demo import tiny_models
 
 
 def main() -> None:

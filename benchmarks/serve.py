@@ -36,7 +36,7 @@ import engine_model
 import engine_worker
 from engine_jobs import job
 
-from mla_fusion.cli import bench
+from mla_fusion.cli.bench.kit import environment
 
 # Requests a second and requests, from idle to saturated.
 LOADS = ((1.0, 10), (8.0, 80), (24.0, 240), (float("inf"), 384))
@@ -87,7 +87,7 @@ def main() -> None:
             with contextlib.suppress(ProcessLookupError):  # it has ended
                 os.killpg(server.process.pid, signal.SIGKILL)
     command = " ".join(["benchmarks/serve.py", *sys.argv[1:]])
-    facts = {**bench.environment(args.commit), "command": command}
+    facts = {**environment(args.commit), "command": command}
     with Path(args.out).open("w", newline="") as file:
         writer = csv.DictWriter(file, [*rows[0], *facts])
         writer.writeheader()

@@ -32,10 +32,16 @@ from pathlib import Path
 import torch
 from sparse_peers import CANDIDATES, LAYOUTS, TOPK, Case, Inputs, exact, make, vllm_default
 
-from mla_fusion.cli.bench import environment
-from mla_fusion.cli.bench_decode import FACTS, write
-from mla_fusion.cli.bench_region import capture_calls, interleave, measure_ceilings, quantiles
-from mla_fusion.cli.compare import distance
+from mla_fusion.cli.bench.kit import (
+    FACTS,
+    capture_calls,
+    distance,
+    environment,
+    interleave,
+    measure_ceilings,
+    quantiles,
+    write,
+)
 
 TOLERANCE = 1e-2  # FlashMLA rounds the keys to bf16
 CHECKED = 8  # tokens

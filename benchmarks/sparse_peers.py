@@ -21,7 +21,7 @@ from mla_fusion.attention.layouts import (
     read_keys,
 )
 from mla_fusion.attention.sparse import Scope, sparse_mla_decode, sparse_scratch
-from mla_fusion.cli.bench_decode_peers import BF16, FP8, PAGE, ROTATED, Call
+from mla_fusion.cli.bench.decode_peers import BF16, FP8, PAGE, ROTATED, Call
 
 DEVICE = "cuda"
 LATENT = 512

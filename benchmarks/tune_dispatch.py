@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from mla_fusion.cli import bench_region
+from mla_fusion.cli.bench import kit, region_cases
 from mla_fusion.kernels import triton as provider
 from mla_fusion.kernels.dispatch import Plan, Widths
 
@@ -94,11 +94,11 @@ def variations(best: Plan, tokens: int) -> Iterator[Plan]:
 def compile_plan(job: tuple[Plan, bool, Widths]) -> None:
     """Compile a plan into Triton's cache on disk; runs in a worker process."""
     plan, fp8, widths = job
-    region = bench_region.make_region(
-        bench_region.Case(2, 16, fp8, widths), bench_region.make_weights(16, 1, widths)
+    region = region_cases.make_region(
+        region_cases.Case(2, 16, fp8, widths), region_cases.make_weights(16, 1, widths)
     )
     try:
-        layer = bench_region.provider_layer(region, provider.fused_mla_decode_prep, plan=plan)
+        layer = region_cases.provider_layer(region, provider.fused_mla_decode_prep, plan=plan)
         layer(region.weights[0], region.caches[0], region.sets[0])
         torch.cuda.synchronize()
     except (RuntimeError, ValueError) as error:
@@ -106,18 +106,18 @@ def compile_plan(job: tuple[Plan, bool, Widths]) -> None:
 
 
 def measure(
-    region: bench_region.Region, plans: list[Plan], rounds: int
+    region: region_cases.Region, plans: list[Plan], rounds: int
 ) -> Iterator[tuple[Plan, float, float, int]]:
     """Median microseconds, share of elements equal to the reference, and worst step, per plan."""
     graphs, checks = {}, {}
     for plan in plans:
-        layer = bench_region.provider_layer(region, provider.fused_mla_decode_prep, plan=plan)
+        layer = region_cases.provider_layer(region, provider.fused_mla_decode_prep, plan=plan)
         try:
-            checks[plan] = bench_region.agreement(region, layer)
-            graphs[plan] = bench_region.capture(region, layer)
+            checks[plan] = region_cases.agreement(region, layer)
+            graphs[plan] = region_cases.capture(region, layer)
         except (RuntimeError, ValueError) as error:
             print(f"{region.case} {plan}: {type(error).__name__} {str(error)[:200]}", flush=True)
-    times = bench_region.interleave(graphs, len(region.weights), rounds)  # type: ignore[arg-type]
+    times = kit.interleave(graphs, len(region.weights), rounds)  # type: ignore[arg-type]
     for plan, samples in times.items():
         yield plan, statistics.median(samples), *checks[plan]  # type: ignore[index, misc]
 
@@ -165,8 +165,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--heads", type=int, nargs="+", default=HEADS)
-    for name, field in bench_region.FIELDS.items():
-        default = getattr(bench_region.DEEPSEEK, name)
+    for name, field in region_cases.FIELDS.items():
+        default = getattr(region_cases.DEEPSEEK, name)
         parser.add_argument(f"--{name}", type=int, default=default, help=field)
     parser.add_argument("--layers", type=int, default=61)
     parser.add_argument("--rounds", type=int, default=9)
@@ -194,13 +194,13 @@ def main() -> None:
             pool.map(compile_plan, jobs, chunksize=1)
             print(f"{query}: {len(known)} plans, {time.monotonic() - started:.0f} s", flush=True)
             for heads in options.heads:
-                weights = bench_region.make_weights(heads, options.layers, widths)
+                weights = region_cases.make_weights(heads, options.layers, widths)
                 for tokens in options.tokens:
                     if time.monotonic() - started > options.seconds:
                         print("out of time")
                         sys.exit(1)
-                    case = bench_region.Case(tokens, heads, fp8, widths)
-                    region = bench_region.make_region(case, weights)
+                    case = region_cases.Case(tokens, heads, fp8, widths)
+                    region = region_cases.make_region(case, weights)
                     first = list(tiles(tokens, heads, widths.latent))
                     results = list(measure(region, first, options.rounds))
                     good = [r for r in results if r[2] >= 0.999 and r[3] <= 1]

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from mla_fusion import cli, report
-from mla_fusion.cli import child, doctor
-from tests.test_check import CONFIGS, V3, checked  # noqa: F401  a fixture
+from mla_fusion.cli import child
+from mla_fusion.cli.doctor import command as doctor
+from tests.cli.test_check import CONFIGS, V3, checked  # noqa: F401  a fixture
 from tests.test_docs import ROOT, TEXT, code_of
 
 PAGE = TEXT["docs/commands.md"]

@@ -113,7 +113,8 @@ def model(tmp_path):
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from mla_fusion.cli import child, tiny_models
+    from mla_fusion.cli import child
+    from mla_fusion.cli.demo import tiny_models
 
     folder = tiny_models.write("deepseek-v3-shaped", tmp_path / "model")
     vocabulary = {f"w{i}": i for i in range(1024)}

@@ -1,9 +1,9 @@
-"""The command line `mla-fusion`: one module a command.
+"""The command line `mla-fusion`: one package a command.
 
-A command's module has `declare(parser)`, which adds its arguments, and `run(arguments)`, which does
-the work and returns the exit status: 0 for success (all fused, tokens equal), else 1. A `UserError`
-is an error that the user can fix; its exit status is 2. Only the module of the requested command is
-imported.
+Its module `command` has `declare(parser)`, which adds its arguments, and `run(arguments)`, which
+does the work and returns the exit status: 0 for success (all fused, tokens equal), else 1. A
+`UserError` is an error that the user can fix; its exit status is 2. Only the package of the
+requested command is imported.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _parser(asked: Sequence[str]) -> argparse.ArgumentParser:
     for name, text in _COMMANDS.items():
         command = commands.add_parser(name, help=text)
         if name in asked:
-            module = importlib.import_module(f"mla_fusion.cli.{name}")
+            module = importlib.import_module(f"mla_fusion.cli.{name}.command")
             module.declare(command)
             command.set_defaults(run=module.run)
     return parser

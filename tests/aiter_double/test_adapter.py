@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mla_fusion.attention import selection
-from mla_fusion.cli.compare import distance
+from mla_fusion.cli.bench.kit import distance
 from tests.aiter_double import broken, uses
 from tests.aiter_double.rule import RAISED
 from tests.aiter_double.uses import Use

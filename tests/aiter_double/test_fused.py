@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from mla_fusion.cli.compare import steps
+from mla_fusion.cli.bench.kit import steps
 from mla_fusion.kernels import aiter as provider
 from mla_fusion.kernels import reference
 from mla_fusion.kernels.inputs import Inputs

@@ -9,7 +9,7 @@ import torch
 
 from mla_fusion.attention import persistent_mla_decode
 from mla_fusion.attention.sparse import Scope, sparse_mla_decode, sparse_scratch
-from mla_fusion.cli.compare import distance
+from mla_fusion.cli.bench.kit import distance
 from tests.attention import decodes
 from tests.attention.decodes import BF16, FN, FNUZ, FP16, SCALE, lists, same_lse
 from tests.kernels import interpreter

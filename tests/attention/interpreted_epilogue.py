@@ -10,7 +10,7 @@ from mla_fusion.attention import persistent_mla_decode
 from mla_fusion.attention import triton_epilogue as epilogues
 from mla_fusion.attention.epilogue import Epilogue
 from mla_fusion.attention.triton_epilogue import Shape
-from mla_fusion.cli.compare import distance, poisoned
+from mla_fusion.cli.bench.kit import distance, poisoned
 from tests.attention import decodes
 from tests.attention.decodes import BF16, FN, FNUZ, FP16
 from tests.attention.epilogue_cases import Case, check_quantized, expected, make

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mla_fusion.attention.sparse import sparse_mla_decode, sparse_scratch
-from mla_fusion.cli.compare import distance
+from mla_fusion.cli.bench.kit import distance
 from tests.attention.decodes import BF16, SCALE, same_lse
 from tests.attention.packed_cases import SLOTS, Case, Inputs, random_case
 from tests.attention.pages import V4, V32

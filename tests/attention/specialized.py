@@ -4,7 +4,7 @@ import torch
 
 from mla_fusion.attention import hopper_specialized, triton_choice
 from mla_fusion.attention.validate import Inputs
-from mla_fusion.cli.compare import distance
+from mla_fusion.cli.bench.kit import distance
 from tests.attention.decodes import BF16, arguments, definition, plan_for, same_lse
 from tests.attention.gluon_warps import Machine
 

@@ -10,7 +10,7 @@ import torch
 from mla_fusion import attention
 from mla_fusion.attention import planner, planner_aiter
 from mla_fusion.attention.buffers import AITER_BUFFERS
-from mla_fusion.cli.compare import distance
+from mla_fusion.cli.bench.kit import distance
 from mla_fusion.kernels import ProviderUnavailable
 from tests import aiter_double
 from tests.aiter_double import uses, versions

@@ -14,7 +14,7 @@ from mla_fusion.attention import hopper_packed, triton_choice, triton_packed
 from mla_fusion.attention.layouts import read_keys
 from mla_fusion.attention.sparse import sparse_scratch
 from mla_fusion.attention.validate import Inputs as Given
-from mla_fusion.cli.compare import distance
+from mla_fusion.cli.bench.kit import distance
 from tests.attention.decodes import BF16, FN, SCALE, same_lse
 from tests.attention.gluon_double import Machine
 from tests.attention.packed_cases import Case, Inputs, random_case

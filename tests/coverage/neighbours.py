@@ -1,13 +1,14 @@
 """Other features of vLLM, each in an engine with the fusion off and in one with it on.
 
-The weights have unit gain (`mla_fusion.cli.tiny_models`), so that a wrong value changes tokens.
+The weights have unit gain (`mla_fusion.cli.demo.tiny_models`), so that a wrong value changes
+tokens.
 """
 
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mla_fusion.cli import tiny_models
+from mla_fusion.cli.demo import tiny_models
 from tests.coverage.engines import ARRIVALS, NEW_TOKENS
 
 MODEL = "deepseek-v3-shaped"

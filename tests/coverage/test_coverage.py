@@ -7,7 +7,7 @@ import vllm
 
 import mla_fusion
 from mla_fusion import config
-from mla_fusion.cli import model_classes
+from mla_fusion.cli.check import model_classes
 from mla_fusion.report.reasons import Decline
 from tests.coverage import models, neighbours, on_graphs, outputs, page, spellings, unreachable
 from tests.coverage.__main__ import read_sources, run

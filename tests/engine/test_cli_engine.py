@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mla_fusion import cli, report
-from mla_fusion.cli import demo
+from mla_fusion.cli.demo import command as demo
 from tests.models import DEEPSEEK_V2
 
 pytestmark = pytest.mark.engine

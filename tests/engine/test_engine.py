@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from mla_fusion import ops
-from mla_fusion.cli import child, tiny_models
+from mla_fusion.cli import child
 from mla_fusion.cli.arguments import UserError
+from mla_fusion.cli.demo import tiny_models
 from tests import child as children
 from tests.engine.work import PROMPTS
 

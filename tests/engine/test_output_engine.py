@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mla_fusion import ops
-from mla_fusion.cli import tiny_models
+from mla_fusion.cli.demo import tiny_models
 from tests import child as children
 from tests.engine.test_engine import FLAG, NEW_TOKENS, prefill_range, run
 from tests.engine.work import PROMPTS

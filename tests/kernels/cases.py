@@ -5,7 +5,7 @@ import functools
 
 import torch
 
-from mla_fusion.cli.compare import POISON, agreement, different_bytes, poisoned, steps
+from mla_fusion.cli.bench.kit import POISON, agreement, poisoned, steps
 from mla_fusion.kernels import reference
 from mla_fusion.kernels.inputs import Inputs, padded_batch
 
@@ -184,3 +184,22 @@ def check_against_reference(module, call, **extra):
     assert different_bytes(got_cache, want_cache) == 0
     if not call.inputs.context_parallel:
         assert not got.view(torch.uint8)[call.inputs.slot_mapping < 0].any()
+
+
+def different_bytes(got: torch.Tensor, want: torch.Tensor) -> int:
+    """How many bytes differ; NaN equals a NaN of the same bits."""
+    return int((got.view(torch.uint8) != want.view(torch.uint8)).sum())
+
+
+def stray_bytes(storage: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> int:
+    """How many bytes of `storage` were written that no slot addresses.
+
+    storage is flat uint8, filled with `POISON` before; `cache` [blocks, block_size, width], of a
+    type of one byte, has the strides of the view of it that was written; negative slots address
+    nothing.
+    """
+    allowed = torch.zeros_like(storage, dtype=torch.bool)
+    slots = slots[slots >= 0]
+    view = allowed.as_strided(cache.shape, cache.stride())
+    view[slots // cache.shape[1], slots % cache.shape[1]] = True
+    return int((storage[~allowed] != POISON).sum())

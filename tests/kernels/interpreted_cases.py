@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mla_fusion.cli.compare import POISON, steps
+from mla_fusion.cli.bench.kit import POISON, steps
 from mla_fusion.kernels import dispatch
 from mla_fusion.kernels import triton as provider
 from mla_fusion.kernels.dispatch import Plan

@@ -7,7 +7,8 @@ share, and `_llama` is a model without MLA.
 import json
 from pathlib import Path
 
-from mla_fusion.cli import child, tiny_models
+from mla_fusion.cli import child
+from mla_fusion.cli.demo import tiny_models
 
 _TABLE = json.loads(Path(__file__).with_name("configs.json").read_text())
 NAMES = tuple(name for name in _TABLE if not name.startswith("_"))

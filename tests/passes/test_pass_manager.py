@@ -206,7 +206,8 @@ def test_invariant_9_uuid_changes_with_provider_bucket_and_source(monkeypatch):
 
 def test_invariant_9_source_hash(monkeypatch, tmp_path):
     """An edited file that can change a graph or a kernel is another hash; another file is not."""
-    for package in (*identity._PACKAGES, "mla_fusion.cli", "mla_fusion.report"):
+    others = "mla_fusion.cli", "mla_fusion.cli.check", "mla_fusion.report"
+    for package in (*identity._PACKAGES, *others):
         source = importlib.import_module(package).__file__
         assert source is not None
         (tmp_path / package).mkdir()
@@ -231,8 +232,8 @@ def test_invariant_9_source_hash(monkeypatch, tmp_path):
         "mla_fusion/ops.py": True,
         "mla_fusion/plugin.py": True,
         "mla_fusion.kernels/new.csv": True,
-        "mla_fusion.cli/check.py": False,
-        "mla_fusion.cli/doctor.py": False,
+        "mla_fusion.cli/child.py": False,
+        "mla_fusion.cli.check/command.py": False,
         "mla_fusion.report/svg.py": False,
     }.items():
         with (tmp_path / path).open("a") as file:

@@ -21,7 +21,7 @@ def serve(job, progress):
     with aiter_double.installed(job.options["architecture"]) as double:
         # Before anything of vLLM's layers is imported.
         imitation.imitate(job.options["architecture"])
-        from mla_fusion.cli import tiny_models
+        from mla_fusion.cli.demo import tiny_models
 
         heads = job.options["heads"]
         sizes = {"num_attention_heads": heads, "num_key_value_heads": heads, "num_hidden_layers": 2}

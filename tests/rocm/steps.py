@@ -9,7 +9,7 @@ import json
 
 import torch
 
-from mla_fusion.cli.compare import agreement
+from mla_fusion.cli.bench.kit import agreement
 from tests import aiter_double
 from tests.rocm import imitation
 from tests.rocm.cases import BATCHES, Case
@@ -29,7 +29,7 @@ class Backend:
         from vllm.model_executor.layers.linear import ColumnParallelLinear
         from vllm.utils.torch_utils import set_default_torch_dtype
 
-        from mla_fusion.cli import tiny_models
+        from mla_fusion.cli.demo import tiny_models
 
         model = {**tiny_models.MODELS["deepseek-v2-shaped"], "num_attention_heads": heads}
         model["hidden_size"] = 64 * heads  # transformers wants a multiple

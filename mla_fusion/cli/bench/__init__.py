@@ -1,0 +1,1 @@
+"""`mla-fusion bench`; `kit` is what it shares with `benchmarks/`."""

@@ -1,0 +1,149 @@
+"""`mla-fusion bench`: this library's kernels against their peers over a grid of shapes, into a CSV
+file.
+
+`region` is the fused region, `decode` the decode attention, and `epilogue` what follows it: each
+has a module of its name beside this one. Every candidate is checked in the run that times it.
+Peers whose package is missing are named and left out. How time is taken:
+mla_fusion/cli/bench/kit/timing.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mla_fusion.cli.arguments import UserError, positive
+from mla_fusion.cli.bench import decode, epilogue, region, region_cases, report
+from mla_fusion.cli.bench.kit import environment, measure_ceilings
+
+if TYPE_CHECKING:
+    import argparse
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "region": region.DEFAULTS,
+    "decode": decode.DEFAULTS,
+    "epilogue": epilogue.DEFAULTS,
+}
+NUMBERS = {
+    "tokens": ("T", ""),
+    "batches": ("B", "sequences; 16 to 64 of them also with ragged lengths"),
+    "contexts": ("N", "KV tokens of a sequence, at most 2^24 of all"),
+    "heads": ("H", ""),
+    "queries": ("Q", "query rows of a sequence: one, and its drafts"),
+    "pieces": ("S", "pieces of a sequence"),
+    **{name: (name[0].upper(), field) for name, field in region_cases.FIELDS.items()},
+    "page": ("N", "tokens of a page of the cache"),
+    "values": ("V", "v_head_dim: time the product with W_UV too; 0: the decode alone"),
+    "max_split_per_batch": ("N", "pieces of a sequence on average, at most; -1: no cap"),
+    "layers": ("N", "layers in one CUDA graph"),
+    "rounds": ("N", "samples of each candidate, taken in turns"),
+}
+FLAGS = {
+    "bf16": "bf16 cache and query, not fp8 (decode has both by default)",
+    "fp8": "fp8 cache and query, not bf16",
+}
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def declare(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments. What differs between region and decode gets its default in `settle`."""
+    parser.description = (
+        "Times the fused region, many layers in one CUDA graph with distinct weights, against "
+        "vLLM unfused, vLLM's fuse_rope_kvcache_cat_mla, torch's product with one kernel, and "
+        "FlashInfer; or the portable persistent decode, on distinct caches, against TRITON_MLA, "
+        "FlashMLA and FlashAttention 3; or the epilogue of that decode against reduction, "
+        "torch.bmm and quantization. Each is checked in the same run. Needs a GPU; what is not "
+        "installed is left out."
+    )
+    parser.add_argument(
+        "what", nargs="?", choices=[*DEFAULTS], default="region", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--csv", type=Path, help="file for the rows (default: build/bench/ and what is timed)"
+    )
+    for name, (metavar, text) in NUMBERS.items():
+        of = {what: defaults[name] for what, defaults in DEFAULTS.items() if name in defaults}
+        several = all(isinstance(default, tuple) for default in of.values())
+        said = ", ".join(
+            f"{what} {' '.join(map(str, default)) if several else default}"
+            for what, default in of.items()
+        )
+        parser.add_argument(
+            _option(name),
+            type=positive,
+            nargs="+" if several else None,
+            metavar=metavar,
+            help=f"{text} (default: {said})".strip(),
+        )
+    for name, text in FLAGS.items():
+        having = ", ".join(what for what, defaults in DEFAULTS.items() if name in defaults)
+        text = f"{having}: {text}"
+        parser.add_argument(f"--{name}", action="store_true", default=None, help=text)
+    parser.add_argument(
+        "--peers", nargs="+", default=(), metavar="NAME", help="candidates (default: all)"
+    )
+    parser.add_argument(
+        "--report",
+        type=Path,
+        metavar="FILE",
+        help="a few shapes of both and what doctor finds, as JSON in FILE, to be sent",
+    )
+    parser.add_argument("--commit", default="", help="commit, where git does not know it")
+
+
+def settle(settings: argparse.Namespace) -> None:
+    """Give what was not typed the default of what is timed.
+
+    Raises:
+        UserError: an option of another was typed.
+    """
+    defaults = DEFAULTS[settings.what]
+    for name in (*NUMBERS, *FLAGS):
+        if getattr(settings, name) is None:
+            setattr(settings, name, defaults.get(name))
+        elif name not in defaults:
+            raise UserError(f"bench {settings.what} has no option {_option(name)}: leave it out")
+    settings.csv = settings.csv or Path("build/bench", f"{settings.what}.csv")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run it; 0 if the provider's results passed every check, else 1."""
+    if arguments.report is not None:
+        typed = [name for name in (*NUMBERS, *FLAGS, "csv") if getattr(arguments, name) is not None]
+        if typed or arguments.peers:
+            wrong = ", ".join(map(_option, typed or ["peers"]))
+            raise UserError(f"--report measures shapes of its own: leave out {wrong}")
+        require_gpu()
+        return 0 if report.write(arguments.report, arguments.commit, DEFAULTS, measure) else 1
+    settle(arguments)
+    return 0 if measure(arguments) else 1
+
+
+def require_gpu() -> None:
+    """Raise UserError without a GPU."""
+    if not torch.cuda.is_available():
+        raise UserError(
+            "needs a CUDA or ROCm GPU, and torch sees none here; the kernels are tested without "
+            "one by the test suite, but only a GPU has times worth reading"
+        )
+
+
+def measure(settings: argparse.Namespace) -> bool:
+    """Measure, print a line for each shape, write the rows; whether ours passed every check."""
+    require_gpu()
+    command = " ".join(["mla-fusion", *sys.argv[1:]])
+    facts = {**environment(settings.commit), "command": command}
+    ceilings = measure_ceilings()
+    print(*(f"{name} {value}" for name, value in facts.items() if value), sep=", ")
+    print(f"ceilings: copy {ceilings.gbps:.0f} GB/s, bf16 product {ceilings.tflops:.0f} TFLOP/s")
+    if settings.what == "decode":
+        return decode.run(settings, facts)
+    if settings.what == "epilogue":
+        return epilogue.run(settings, facts)
+    return region.run(settings, facts, ceilings)

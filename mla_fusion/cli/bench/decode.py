@@ -1,0 +1,198 @@
+"""`mla-fusion bench decode`: the portable persistent decode against what vLLM would run.
+
+Candidates take turns, each a CUDA graph of calls on distinct caches, so that the L2 cache does not
+hold what an engine would have to fetch. Each is checked against float64 attention over the
+dequantized inputs in the same run. The column `vllm_default` marks what vLLM chooses on Hopper.
+With `--values` a call is decode and product with a W_UV of its own, and the column `values` has its
+columns for a head; 0 marks the decode alone.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import functools
+import itertools
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mla_fusion.cli.arguments import pick
+from mla_fusion.cli.bench import decode_peers as peers
+from mla_fusion.cli.bench.kit import FACTS, compile_ahead, interleave, quantiles, write
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+    from mla_fusion.cli.bench.decode_peers import Candidate, Case
+
+Row = dict[str, Any]
+LAYER = ["heads", "queries", "dtype"]
+CASE = ["batch", "context", "ragged", *LAYER, "latent", "rope", "page", "values"]
+RESULT = ["candidate", "vllm_default", "p20_us", "p50_us", "p80_us", "gbps", "tflops", "error"]
+OURS = "ours"
+MOST_TOKENS = 2**24  # of a step: an H200 holds so many of 14 layers with 576 bytes a token
+TYPES = {"bf16": peers.BF16, "fp8": peers.FP8}
+DEFAULTS = {
+    "batches": (1, 4, 16, 64, 128),
+    "contexts": (1024, 8192, 65536),
+    "heads": (16, 128),
+    "queries": (1,),
+    "rope": 64,
+    "latent": 512,
+    "page": peers.PAGE,
+    "values": 0,
+    "max_split_per_batch": -1,
+    "rounds": 7,
+    "bf16": False,
+    "fp8": False,
+}
+
+
+def run(settings: argparse.Namespace, facts: Mapping[str, str]) -> bool:
+    """Measure the grid and print the summary; whether ours passed the check in every shape."""
+    types = [name for name in TYPES if getattr(settings, name)] or list(TYPES)
+    of_types = {TYPES[name]: peers.CANDIDATES[TYPES[name]] for name in types}
+    if (cap := settings.max_split_per_batch) > 0:
+        capped = functools.partial(peers.ours, cap=cap)
+        of_types = {dtype: offered | {OURS: capped} for dtype, offered in of_types.items()}
+    names = pick(settings.peers, dict.fromkeys(itertools.chain(*of_types.values())))
+    work = []
+    for case in grid(settings, list(of_types)):
+        offered = of_types[case.dtype]
+        work.append((case, {name: offered[name] for name in names if name in offered}))
+    if OURS in names:
+        alike: dict[str, dict[int, Case]] = {}
+        for case, _ in work:
+            alike.setdefault(case.name, {}).setdefault(case.batch, case)
+        compile_ahead(peers.launch_ours, [[*batches.values()] for batches in alike.values()])
+    torch.manual_seed(0)
+    rows = table(settings.csv, facts, work, settings.rounds)
+    summary(rows)
+    timed = "decode and product" if settings.values else "decode"
+    print(f"microseconds per {timed}; ! marks a failed check. Rows: {settings.csv}")
+    passed = sum(row["candidate"] == OURS and row["error"] <= peers.TOLERANCE for row in rows)
+    return passed == sum(OURS in candidates for _, candidates in work)
+
+
+def grid(settings: argparse.Namespace, types: Iterable[torch.dtype]) -> list[Case]:
+    """Every shape that a step may have, and ragged forms of those that are neither few sequences
+    nor many."""
+    layers = itertools.product(types, settings.heads, settings.queries)
+    shared = {name: getattr(settings, name) for name in ("page", "latent", "rope", "values")}
+    steps = [*itertools.product(settings.batches, settings.contexts)]
+    if large := [f"{b} x {n}" for b, n in steps if b * n > MOST_TOKENS]:
+        print(f"left out, more than {MOST_TOKENS} tokens: {', '.join(large)}")
+    cases = [
+        peers.Case(batch, context, heads, dtype, queries=queries, **shared)
+        for dtype, heads, queries in layers
+        for batch, context in steps
+        if batch * context <= MOST_TOKENS
+    ]
+    return cases + [dataclasses.replace(c, ragged=True) for c in cases if 16 <= c.batch <= 64]
+
+
+def table(
+    path: Path,
+    facts: Mapping[str, str],
+    work: Iterable[tuple[Case, Mapping[str, Candidate]]],
+    rounds: int,
+) -> list[Row]:
+    """Measure the candidates of each case, print a line for each, write the rows; all rows."""
+    rows: list[Row] = []
+    left_out: set[str] = set()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, FACTS + CASE + RESULT)
+        writer.writeheader()
+        for case, candidates in work:
+            new = measure(case, candidates, rounds, left_out)
+            write(writer, {name: facts[name] for name in FACTS}, new)
+            file.flush()
+            rows += new
+            times = " | ".join(
+                f"{r['candidate']} {r['p50_us']:.1f} ({r['gbps']:.0f} GB/s, {r['tflops']:.0f} TF)"
+                f"{'' if r['error'] <= peers.TOLERANCE else '!'}"
+                for r in new
+            )
+            name = f"{case.batch:4d} x {case.context:6d}{' ragged' if case.ragged else ''}"
+            print(f"{name} {case.name}: {times or 'nothing'}", flush=True)
+            torch.cuda.empty_cache()
+    return rows
+
+
+def type_of(case: Case) -> str:
+    """Name of the type of query and cache."""
+    return next(name for name, dtype in TYPES.items() if dtype == case.dtype)
+
+
+def measure(
+    case: Case, candidates: Mapping[str, Candidate], rounds: int, left_out: set[str]
+) -> list[Row]:
+    """Rows of one case. left_out: the lines about candidates left out, each printed once."""
+    graphs, errors, kept = {}, {}, {}
+
+    def leave_out(name: str, problem: Exception) -> None:
+        line = f"{name} left out: {type(problem).__name__} {str(problem)[:300]}"
+        if line not in left_out:
+            print(line, flush=True)
+        left_out.add(line)
+
+    try:
+        inputs = peers.make(case)
+    except torch.OutOfMemoryError as problem:
+        leave_out(f"{case.batch} x {case.context}", problem)
+        return []
+    for name, build in candidates.items():
+        try:
+            graphs[name], errors[name], kept[name] = peers.prepare(inputs, build)
+        except peers.UNAVAILABLE as problem:
+            leave_out(name, problem)
+    default = peers.VLLM_DEFAULT[case.dtype] if (case.latent, case.rope) == (512, 64) else ""
+    rows = []
+    for name, samples in interleave(graphs, len(inputs.caches), rounds).items():
+        p20, p50, p80 = quantiles(samples)
+        row = {k: getattr(case, k) for k in CASE if k not in ("ragged", "dtype")}
+        row |= {"ragged": int(case.ragged), "dtype": type_of(case)}
+        row |= {"candidate": name, "vllm_default": int(name == default)}
+        row |= {"p20_us": p20, "p50_us": p50, "p80_us": p80}
+        row |= {"gbps": case.bytes() / p50 / 1e3, "tflops": case.flops() / p50 / 1e6}
+        rows.append(row | {"error": errors[name]})
+    return rows
+
+
+def summary(rows: list[Row]) -> None:
+    """Geometric means against each peer, the shapes in which it is faster, and who was wrong."""
+    shapes: dict[tuple[Any, ...], Row] = {}
+    for row in rows:
+        shapes.setdefault(tuple(row[k] for k in CASE), {})[row["candidate"]] = row["p50_us"]
+    names = [name for name in dict.fromkeys(row["candidate"] for row in rows) if name != OURS]
+    for of in dict.fromkeys(tuple(row[k] for k in LAYER) for row in rows):
+        heads, queries, dtype = of
+        for peer in names:
+            ratios = {
+                shape[:3]: us[peer] / us[OURS]
+                for shape, us in shapes.items()
+                if shape[3:6] == of and peer in us and OURS in us
+            }
+            if not ratios:
+                continue
+            mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
+            faster = {k: round(ratio, 2) for k, ratio in ratios.items() if ratio < 1}
+            name = peers.Case(0, 0, heads, TYPES[dtype], queries=queries).name
+            print(
+                f"{name} against {peer}: geometric mean {mean:.2f}x of {len(ratios)}, "
+                f"least {min(ratios.values()):.2f}x; that one is faster at (batch, context, "
+                f"ragged) {faster or 'none'}"
+            )
+    wrong = [row["candidate"] for row in rows if not row["error"] <= peers.TOLERANCE]
+    for name in dict.fromkeys(wrong):
+        # max() may lose a NaN; torch keeps it.
+        worst = torch.tensor([r["error"] for r in rows if r["candidate"] == name]).max()
+        print(
+            f"{name} is off by more than {peers.TOLERANCE} in {wrong.count(name)} shapes, by "
+            f"{worst:.2g} at most"
+        )

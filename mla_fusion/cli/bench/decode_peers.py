@@ -1,0 +1,390 @@
+"""Shapes of decode attention, their inputs and exact results, and who computes them.
+
+A candidate is a function of `Inputs` that returns a call and the tensor it writes, or raises one of
+`UNAVAILABLE`. It makes its plan or its metadata before: once a step, not once a layer. With W_UV a
+call is what a layer launches: decode and product, ours as `StepPlan` asks for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mla_fusion.attention import Epilogue, PersistentDecodePlan, persistent_mla_decode
+from mla_fusion.attention.triton import plan_settings
+from mla_fusion.cli.bench.kit import capture_calls, distance, fp8_type
+
+PAGE = 64
+FP8, BF16 = fp8_type(), torch.bfloat16
+# Relative distance of a result from float64. Rounding to bf16 moves it by 1.7e-3, the decode's own
+# arithmetic by up to 1.4e-3. A product with a random W_UV keeps the latents' distance, and its own
+# rounding adds in squares: 2.8e-3.
+TOLERANCE = 4e-3
+PLANNED = 1024  # sequences of a plan at least, so that few planners are compiled
+ROTATED = 2**28  # bytes of caches that a graph walks over, several times the L2 cache
+Call = Callable[[int], object]
+Candidate = Callable[["Inputs"], tuple[Call, torch.Tensor]]
+UNAVAILABLE = (ImportError, RuntimeError, AttributeError, ValueError)  # a peer that is not here
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Lengths from 16 to twice the context, cubic, if ragged; else all equal to it.
+
+    queries: most query rows of a sequence. page: tokens of a block. latent, rope: L and R. values:
+    columns of W_UV for a head; 0: nothing follows the decode.
+    """
+
+    batch: int
+    context: int
+    heads: int
+    dtype: torch.dtype
+    ragged: bool = False
+    queries: int = 1
+    page: int = PAGE
+    latent: int = 512
+    rope: int = 64
+    values: int = 0
+
+    @property
+    def name(self) -> str:
+        """Heads, query rows and type."""
+        rows = f" x {self.queries} rows" if self.queries > 1 else ""
+        return f"H={self.heads}{rows} {'fp8' if self.dtype == FP8 else 'bf16'}"
+
+    @property
+    def width(self) -> int:
+        """Of a query and of a cache entry."""
+        return self.latent + self.rope
+
+    @property
+    def scale(self) -> float:
+        """Of the scores."""
+        return float(self.width**-0.5)
+
+    def lengths(self) -> list[int]:
+        """KV tokens of each sequence."""
+        if not self.ragged:
+            return [self.context] * self.batch
+        draw = random.Random(self.batch * self.context)
+        return [16 + int(2 * self.context * draw.random() ** 3) for _ in range(self.batch)]
+
+    def bytes(self) -> int:
+        """Fewest bytes: the KV of every sequence once, and W_UV."""
+        w_uv = self.heads * self.latent * self.values * BF16.itemsize
+        return sum(self.lengths()) * self.width * self.dtype.itemsize + w_uv
+
+    def flops(self) -> int:
+        """Operations of both products, and of W_UV's."""
+        each = sum(self.lengths()) * (self.width + self.latent)
+        each += self.batch * self.latent * self.values
+        return 2 * self.queries * self.heads * each
+
+
+@dataclasses.dataclass
+class Inputs:
+    """Tensors of one case; `caches` and `w_uv` are distinct, one for each call of a graph.
+
+    q: [batch * queries, H, L + R]. caches: [blocks, page, L + R] each. w_uv: [H, L, V] each, or
+    none.
+    """
+
+    case: Case
+    q: torch.Tensor
+    caches: list[torch.Tensor]
+    table: torch.Tensor
+    lens: torch.Tensor
+    scale: torch.Tensor  # of an fp8 query, and of an fp8 cache
+    w_uv: list[torch.Tensor] = dataclasses.field(default_factory=list)
+
+    def latents(self) -> torch.Tensor:
+        """What a decode writes."""
+        return torch.empty(*self.q.shape[:2], self.case.latent, device="cuda", dtype=BF16)
+
+    def result(self, latents: torch.Tensor) -> torch.Tensor:
+        """What a candidate writes: `latents`, or [rows, H, V] behind W_UV."""
+        return latents.new_empty(*latents.shape[:2], self.case.values) if self.w_uv else latents
+
+    def follow(self, i: int, latents: torch.Tensor, out: torch.Tensor) -> None:
+        """What follows call `i` of a decode that is not ours: the product, as vLLM's `_v_up_proj`
+        has it; without W_UV, only what is checked is kept, since a copy would be timed."""
+        if self.w_uv:
+            torch.bmm(latents.transpose(0, 1), self.w_uv[i], out=out.transpose(0, 1))
+        elif i < 0:
+            out.copy_(latents)
+
+
+def make(case: Case) -> Inputs:
+    """Random inputs; blocks in random order."""
+    lengths = case.lengths()
+    blocks = [-(-n // case.page) for n in lengths]
+    order = torch.randperm(sum(blocks), device="cuda").int()
+    table = torch.zeros(case.batch, max(blocks), dtype=torch.int32, device="cuda")
+    for b, first in enumerate(torch.tensor([0, *blocks]).cumsum(0)[:-1].tolist()):
+        table[b, : blocks[b]] = order[first : first + blocks[b]]
+    caches = []
+    for _ in range(max(1, min(128, ROTATED // case.bytes()))):
+        cache = torch.empty(sum(blocks), case.page, case.width, device="cuda", dtype=case.dtype)
+        for part in cache.split(4096):
+            part.copy_(torch.randn(part.shape, device="cuda", dtype=BF16))
+        caches.append(cache)
+    # As vLLM has W_UV of plain weights: dense in L.
+    shape = case.heads, case.values, case.latent
+    w_uv = [
+        (torch.randn(shape, device="cuda", dtype=BF16) / case.latent**0.5).transpose(1, 2)
+        for _ in (caches if case.values else ())
+    ]
+    rows = case.batch * case.queries
+    q = torch.randn(rows, case.heads, case.width, device="cuda", dtype=BF16).to(case.dtype)
+    lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    return Inputs(case, q, caches, table, lens, torch.full((1,), 0.5, device="cuda"), w_uv)
+
+
+def exact(inputs: Inputs, b: int, length: int, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """float64 attention of the query rows `rows`, those of sequence `b`, over its first `length`
+    tokens: output [n, H, L] and LSE [n, H]. Row i of the n sees all but the last n - 1 - i.
+    """
+    case = inputs.case
+    scale = 0.5 if case.dtype == FP8 else 1.0
+    keys = inputs.caches[0][inputs.table[b, : -(-length // case.page)].long()]
+    keys = keys.view(-1, case.width)[:length].double() * scale
+    scores = case.scale * scale * inputs.q[rows].double() @ keys.T
+    after = torch.arange(len(scores) - 1, -1, -1, device="cuda")
+    seen = torch.arange(length, device="cuda") < length - after[:, None]
+    scores = scores.masked_fill(~seen[:, None], -torch.inf)
+    lse = scores.logsumexp(-1)
+    # exp(-inf - -inf) is NaN where a row sees nothing: such rows are zero.
+    weights = (scores - lse[..., None]).exp().nan_to_num(nan=0.0)
+    return weights @ keys[:, : case.latent], lse
+
+
+def error(inputs: Inputs, out: torch.Tensor, lengths: list[int]) -> float:
+    """Largest relative distance of a few sequences' outputs; NaN stays NaN."""
+    found = []
+    for b in {0, len(lengths) // 2, len(lengths) - 1}:
+        rows = slice(b * inputs.case.queries, (b + 1) * inputs.case.queries)
+        want, _ = exact(inputs, b, lengths[b], rows)
+        if inputs.w_uv:
+            want = (want.transpose(0, 1) @ inputs.w_uv[0].double()).transpose(0, 1)
+        found.append(distance(out[rows], want))
+    # max() may lose a NaN; torch keeps it.
+    return float(torch.tensor(found).max())
+
+
+def prepare(
+    inputs: Inputs, build: Candidate
+) -> tuple[torch.cuda.CUDAGraph, float, tuple[Call, torch.Tensor]]:
+    """A candidate's graph, a call on each cache, and the error of its first call.
+
+    The third result, call and output, keeps what the graph reads: it must live as long.
+    """
+    call, out = build(inputs)
+    out.fill_(torch.nan)
+    # -1 is the last cache, and the sign for FlashMLA to keep its result.
+    of_calls = inputs.caches, inputs.w_uv
+    for tensors in of_calls:
+        tensors.reverse()
+    call(-1)
+    for tensors in of_calls:
+        tensors.reverse()
+    apart = error(inputs, out, inputs.case.lengths())
+    return capture_calls(call, len(inputs.caches)), apart, (call, out)
+
+
+def starts_of(case: Case) -> torch.Tensor:
+    """The first query row of each sequence, and their number."""
+    sequences = torch.arange(case.batch + 1, dtype=torch.int32, device="cuda")
+    return sequences * case.queries
+
+
+def make_plan(case: Case, cap: int = -1) -> PersistentDecodePlan:
+    """A plan with the settings that suit the kernel."""
+    return PersistentDecodePlan.allocate(
+        max_batch=case.batch,
+        max_query_len=case.queries,
+        num_heads=case.heads,
+        q_dtype=case.dtype,
+        kv_dtype=case.dtype,
+        device="cuda",
+        v_head_dim=case.latent,
+        planner="portable",
+        max_split_per_batch=cap,
+        **plan_settings(case.heads, case.queries, case.dtype, case.width, "cuda"),
+    )
+
+
+def ours(inputs: Inputs, cap: int = -1) -> tuple[Call, torch.Tensor]:
+    """This library; `cap` as max_split_per_batch."""
+    most = max(inputs.case.batch, PLANNED)
+    plan = make_plan(dataclasses.replace(inputs.case, batch=most), cap)
+    plan.refresh(
+        qo_indptr=starts_of(inputs.case), seq_lens=inputs.lens, num_tokens=len(inputs.q),
+        max_query_len=inputs.case.queries,
+    )  # fmt: skip
+    latents = inputs.latents()
+    out = inputs.result(latents)
+
+    def call(i: int) -> None:
+        epilogue = Epilogue(inputs.w_uv[i], out.flatten(1)) if inputs.w_uv else None
+        decode(inputs, plan, i, latents, epilogue=epilogue)
+
+    return call, out
+
+
+def launch_ours(cases: list[Case]) -> str:
+    """Launch ours for short sequences, so that Triton's cache has what `cases` need: many batches
+    of as many heads and query rows. Their name.
+    """
+    for case in cases:
+        call, _ = ours(make(dataclasses.replace(case, context=case.page, ragged=False)))
+        call(0)
+    torch.cuda.synchronize()
+    return cases[0].name
+
+
+def decode(
+    inputs: Inputs,
+    plan: PersistentDecodePlan,
+    i: int,
+    out: torch.Tensor,
+    return_lse: bool = False,
+    epilogue: Epilogue | None = None,
+) -> torch.Tensor | None:
+    """One call of this library on cache `i`, for as many query rows as `out` has; its LSE."""
+    _, lse = persistent_mla_decode(
+        inputs.q[: len(out)],
+        inputs.caches[i],
+        plan,
+        block_table=inputs.table,
+        softmax_scale=inputs.case.scale,
+        q_scale=inputs.scale,
+        kv_scale=inputs.scale,
+        out=out,
+        return_lse=return_lse,
+        epilogue=epilogue,
+    )
+    return lse
+
+
+def triton_mla(inputs: Inputs) -> tuple[Call, torch.Tensor]:
+    """vLLM's Triton split-KV decode, with a bf16 query, as its backend calls it: each query row is
+    a sequence of its own.
+    """
+    from vllm.v1.attention.backends.mla.triton_mla import _compute_num_kv_splits
+    from vllm.v1.attention.ops.triton_decode_attention import decode_attention_fwd
+
+    fp8, latent = inputs.case.dtype == FP8, inputs.case.latent
+    q = inputs.q.float().mul(0.5).to(BF16) if fp8 else inputs.q
+    processors = torch.cuda.get_device_properties("cuda").multi_processor_count
+    splits = _compute_num_kv_splits(max(inputs.case.lengths()), processors)
+    rows = inputs.case.queries
+    after = torch.arange(rows - 1, -1, -1, dtype=torch.int32, device="cuda")
+    lens = (inputs.lens[:, None] - after).flatten()
+    table = inputs.table.repeat_interleave(rows, 0)
+    latents = inputs.latents()
+    out = inputs.result(latents)
+    lse = torch.empty(q.shape[:2], device="cuda", dtype=BF16)
+    logits = torch.empty(*q.shape[:2], splits, latent + 1, device="cuda")
+    one = inputs.scale if fp8 else torch.ones(1, device="cuda")
+
+    def call(i: int) -> None:
+        cache = inputs.caches[i].unsqueeze(2)
+        decode_attention_fwd(
+            q,
+            cache,
+            cache[..., :latent],
+            latents,
+            lse,
+            table,
+            lens,
+            logits,
+            splits,
+            inputs.case.scale,
+            inputs.case.page,
+            k_scale=one,
+            v_scale=one,
+            is_mla=True,
+        )
+        inputs.follow(i, latents, out)
+
+    return call, out
+
+
+def flashmla(inputs: Inputs) -> tuple[Call, torch.Tensor]:
+    """FlashMLA, dense, as vLLM's backend calls it; its metadata is made before."""
+    from vllm.v1.attention.ops import flashmla as ops
+
+    case = inputs.case
+    q = inputs.q.unflatten(0, (case.batch, case.queries))
+    out = inputs.result(inputs.latents())
+    shared: dict[str, Any] = {"head_dim_v": case.latent, "softmax_scale": case.scale}
+    shared |= {"causal": True, "block_table": inputs.table, "cache_seqlens": inputs.lens}
+    if case.dtype == FP8:
+        rows = case.queries * case.heads
+        schedule, splits = ops.get_mla_metadata_dense_fp8(inputs.lens, rows, 1)
+        shared |= {"tile_scheduler_metadata": schedule, "num_splits": splits}
+        shared |= {"descale_q": inputs.scale, "descale_k": inputs.scale}
+        function = ops.flash_mla_with_kvcache_fp8
+    else:
+        shared |= {"tile_scheduler_metadata": ops.get_mla_metadata()[0]}
+        function = ops.flash_mla_with_kvcache
+
+    def call(i: int) -> None:
+        result, _ = function(q=q, k_cache=inputs.caches[i].unsqueeze(-2), **shared)
+        inputs.follow(i, result.flatten(0, 1), out)
+
+    return call, out
+
+
+def fa3(inputs: Inputs) -> tuple[Call, torch.Tensor]:
+    """FlashAttention 3, bf16 only, as vLLM's FLASH_ATTN_MLA calls it under full CUDA graphs: the
+    latent half of the query apart, at most 32 splits, the schedule made before.
+    """
+    from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
+
+    case, longest = inputs.case, max(inputs.case.lengths())
+    shared: dict[str, Any] = {"max_seqlen_q": case.queries, "max_seqlen_k": longest}
+    shared |= {"cu_seqlens_q": starts_of(case), "causal": True, "num_splits": 32}
+    schedule = get_scheduler_metadata(
+        batch_size=case.batch,
+        num_heads_q=case.heads,
+        num_heads_kv=1,
+        headdim=case.rope,
+        headdim_v=case.latent,
+        cache_seqlens=inputs.lens,
+        qkv_dtype=BF16,
+        page_size=case.page,
+        **shared,
+    )
+    latent, rope = inputs.q.split([case.latent, case.rope], dim=-1)
+    out = inputs.result(inputs.latents())
+
+    def call(i: int) -> None:
+        cache = inputs.caches[i].unsqueeze(-2)
+        result = flash_attn_varlen_func(
+            q=rope,
+            q_v=latent,
+            k=cache[..., case.latent :],
+            v=cache[..., : case.latent],
+            seqused_k=inputs.lens,
+            block_table=inputs.table,
+            softmax_scale=case.scale,
+            scheduler_metadata=schedule,
+            fa_version=3,
+            **shared,
+        )
+        inputs.follow(i, result, out)
+
+    return call, out
+
+
+# By the type of query and cache.
+VLLM_DEFAULT = {BF16: "fa3", FP8: "flashmla"}  # on Hopper, for 512 + 64 and pages of 64
+CANDIDATES: dict[torch.dtype, dict[str, Candidate]] = {
+    BF16: {"ours": ours, "triton_mla": triton_mla, "flashmla": flashmla, "fa3": fa3},
+    FP8: {"ours": ours, "triton_mla": triton_mla, "flashmla": flashmla},
+}

@@ -1,0 +1,288 @@
+"""`mla-fusion bench epilogue`: what follows a decode, in one launch and in separate ones.
+
+Separate are the reduction, torch.bmm and, where the result is fp8, a quantization: vLLM's op, or
+this library's where vLLM is missing. A candidate is a CUDA graph of calls with distinct W_UV, so
+that L2 does not hold what an engine would have to fetch; graphs take turns. "back": calls follow
+each other. "behind": each follows a decode, less the same graph of the decode alone. Results are
+checked against the reference in the same run, and two launches against each other. A shape of the
+kernel is named rows x columns x slices x pieces x warps, and w with the pieces of whole rows.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import functools
+import itertools
+import statistics
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mla_fusion.attention import PersistentDecodePlan, reference
+from mla_fusion.attention import triton as provider
+from mla_fusion.attention import triton_epilogue as epilogues
+from mla_fusion.attention.epilogue import GROUP, Epilogue
+from mla_fusion.attention.validate import Inputs
+from mla_fusion.cli.bench.kit import FACTS, capture_calls, interleave, quantiles, steps
+from mla_fusion.cli.doctor.environment import version_of
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Iterable, Mapping
+    from pathlib import Path
+
+    from mla_fusion.attention.triton_epilogue import Shape
+
+    Step = Callable[[Inputs], None]
+
+Row = dict[str, Any]
+KEY = ["tokens", "heads", "pieces", "values", "quantization", "place"]
+RESULT = [*KEY, "candidate", "chosen", "p20_us", "p50_us", "p80_us", "worst_step"]
+FP8, BF16, PAGE, LATENT, ROPE = torch.float8_e4m3fn, torch.bfloat16, 64, 512, 64
+WEIGHTS = 2**27  # bytes of W_UV that a graph walks over, at most: more than the L2 cache
+MOST_PIECES = 256  # of a step: about what two workers on each multiprocessor make
+SEPARATE = "separate"
+WRONG = 1 << 20  # steps of a result that is wrong as a whole
+DEFAULTS = {
+    "tokens": (1, 2, 4, 8, 32, 128),
+    "heads": (8, 16, 32, 128),
+    "pieces": (1, 16, 128),
+    "rounds": 9,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """T tokens of sequences of one token each, H heads, S pieces of each sequence, V columns."""
+
+    tokens: int
+    heads: int
+    pieces: int
+    values: int
+    quantization: str
+
+    def chosen(self) -> Shape | None:
+        """What the library launches for it."""
+        return epilogues.choose(self.tokens, self.heads, LATENT, self.values, self.quantization)
+
+
+def grid(
+    tokens: Iterable[int],
+    heads: Iterable[int],
+    pieces: Iterable[int],
+    values: int,
+    quantizations: Iterable[str] = ("none", "group"),
+) -> list[Case]:
+    """Every case, in no more pieces than a step has."""
+    every = itertools.product(tokens, heads, pieces, (values,), quantizations)
+    cases = itertools.starmap(Case, every)
+    fewer = (dataclasses.replace(c, pieces=min(c.pieces, MOST_PIECES // c.tokens)) for c in cases)
+    return list(dict.fromkeys(fewer))
+
+
+def run(settings: argparse.Namespace, facts: Mapping[str, str]) -> bool:
+    """Measure what the library launches; whether every result passed its check."""
+    torch.manual_seed(0)
+    cases = grid(settings.tokens, settings.heads, settings.pieces, GROUP)
+    with torch.device("cuda"):
+        rows = table(settings.csv, facts, cases, candidates, settings.rounds)
+    wrong = summary(rows)
+    print(f"microseconds per call; ! marks a failed check. Rows: {settings.csv}")
+    return not wrong
+
+
+def table(
+    path: Path,
+    facts: Mapping[str, str],
+    cases: Iterable[Case],
+    candidates_of: Callable[[Case], Mapping[str, Step]],
+    rounds: int,
+) -> list[Row]:
+    """Measure each case, print a line for each place, write the rows; all rows."""
+    rows: list[Row] = []
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, FACTS + RESULT)
+        writer.writeheader()
+        for case in cases:
+            rows += (new := measure(case, candidates_of(case), rounds))
+            writer.writerows({**{name: facts[name] for name in FACTS}, **row} for row in new)
+            file.flush()
+            show(new)
+            torch.cuda.empty_cache()
+    return rows
+
+
+def make(case: Case, calls: int = 64) -> list[Inputs]:
+    """Up to so many calls that differ in W_UV, behind one plan; on the default device."""
+    tokens, heads, fold = case.tokens, case.heads, -(-case.heads // 64)
+    # With half as many workers again as pieces, the planner gives each two blocks: one piece.
+    plan = PersistentDecodePlan.allocate(
+        max_batch=tokens, max_query_len=1, num_heads=heads, q_dtype=FP8, kv_dtype=FP8,
+        device="cpu", v_head_dim=LATENT, workers=-(-3 * tokens * fold * case.pieces // 2),
+        kv_granularity=PAGE, overhead=1, planner="portable",
+    )  # fmt: skip
+    blocks, width, columns = 2 * case.pieces, LATENT + ROPE, heads * case.values
+    # Planned on the host: every such plan would compile another planner.
+    with torch.device("cpu"):
+        lens, rows = torch.full((tokens,), PAGE * blocks).int(), torch.arange(tokens + 1).int()
+        plan.refresh(qo_indptr=rows, seq_lens=lens, num_tokens=tokens, max_query_len=1)
+    for name, tensor in plan.tensors().items():
+        setattr(plan, name, tensor.cuda())
+    pages = torch.arange(tokens * blocks).int().view(tokens, blocks)
+    cache = torch.randn(tokens * blocks, PAGE, width, dtype=BF16).to(FP8)
+    q = torch.randn(tokens, heads, width, dtype=BF16).to(FP8)
+    latents, half = torch.empty(tokens, heads, LATENT, dtype=BF16), torch.full((1,), 0.5)
+    out = torch.empty(tokens, columns, dtype=BF16 if case.quantization == "none" else FP8)
+    scales = {"tensor": half, "group": torch.empty(columns // GROUP, tokens).T}
+    made = []
+    for _ in range(min(calls, max(8, WEIGHTS // (2 * columns * LATENT)))):
+        # As vLLM has it: dense in L.
+        w_uv = torch.randn(heads, case.values, LATENT, dtype=BF16) / LATENT**0.5
+        epilogue = Epilogue(w_uv.transpose(1, 2), out, scales.get(case.quantization))
+        scale = width**-0.5
+        made.append(Inputs(q, cache, plan, pages, scale, half, half, latents, None, epilogue))
+    return made
+
+
+def separate(given: Inputs) -> None:
+    """Reduction, product and quantization."""
+    epilogue = given.epilogue
+    assert epilogue is not None
+    provider.merge(given)
+    if epilogue.scale is None or not version_of("vllm"):
+        epilogues.multiply(given)
+        return
+    from vllm import _custom_ops as ops
+    from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
+
+    product = torch.empty_like(epilogue.out, dtype=BF16)
+    epilogues.multiply(dataclasses.replace(given, epilogue=Epilogue(epilogue.w_uv, product)))
+    if epilogue.quantization == "tensor":
+        ops.scaled_fp8_quant(product, epilogue.scale, output=epilogue.out)
+        return
+    options = {"column_major_scales": True, "out_q": epilogue.out, "use_ue8m0": False}
+    _, scale = per_token_group_quant_fp8(product, GROUP, **options)
+    if not torch.cuda.is_current_stream_capturing():  # where the result is checked
+        epilogue.scale.copy_(scale)
+
+
+def name_of(shape: Shape | None) -> str:
+    """Of the candidate with this shape."""
+    if shape is None:
+        return SEPARATE
+    *sizes, whole = dataclasses.astuple(shape)
+    return "x".join(map(str, sizes)) + (f"w{whole}" if whole else "")
+
+
+def candidates(case: Case, shapes: Iterable[Shape] = ()) -> dict[str, Step]:
+    """Who computes what follows the decode: separate launches, what is chosen, and `shapes`."""
+    chosen = case.chosen()
+    found: dict[str, Step] = {SEPARATE: separate}
+    for shape in {*shapes, *([chosen] if chosen else [])}:
+        found[name_of(shape)] = functools.partial(epilogues.launch, shape=shape)
+    return found
+
+
+def worst_step(given: Inputs, step: Step) -> int:
+    """Largest distance of the result from the reference's; the decode has run."""
+    epilogue = given.epilogue
+    assert epilogue is not None
+    epilogue.out.view(torch.uint8).fill_(0x7F)
+    step(given)
+    got = epilogue.out.clone()
+    step(given)
+    if not torch.equal(got.view(torch.uint8), epilogue.out.view(torch.uint8)):
+        print("WRONG: two launches differ")
+        return WRONG
+    scale = None if epilogue.scale is None else epilogue.scale.clone()
+    provider.merge(given)
+    reference.finish(given.out, epilogue)
+    # A latent may round to its neighbour, so the last bits of results and scales may differ, and
+    # more of a result where its sum cancels.
+    if scale is not None and epilogue.scale is not None and epilogue.quantization == "group":
+        ratio = float((scale / epilogue.scale).log2().abs().max())
+        if not ratio < 0.02:
+            print(f"WRONG: scales are off by a factor of {2**ratio}")
+            return WRONG
+    exact = epilogue.out.float()
+    return int(steps(got, epilogue.out)[exact.abs() > 0.5 * exact.std()].max())
+
+
+def measure(case: Case, found: Mapping[str, Step], rounds: int) -> list[Row]:
+    """Rows of one case; a shape that cannot run is named and left out.
+
+    Raises:
+        Exception: what is chosen cannot run, or separate launches cannot.
+    """
+    from triton.errors import TritonError
+
+    calls, chosen = make(case), name_of(case.chosen())
+    graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    errors: dict[str, int] = {}
+
+    def captured(*every: Step) -> torch.cuda.CUDAGraph:
+        def call(index: int) -> None:
+            for step in every:
+                step(calls[index])
+
+        return capture_calls(call, len(calls))
+
+    provider.decode(calls[0])
+    calls[0].plan.fresh = False
+    pieces = int(calls[0].plan.reduce_indptr.diff().max())
+    for name, step in found.items():
+        try:
+            errors[name] = worst_step(calls[0], step)
+            graphs[f"back {name}"] = captured(step)
+            graphs[f"behind {name}"] = captured(provider.decode, step)
+        except (RuntimeError, TritonError) as problem:
+            if name in (SEPARATE, chosen):
+                raise
+            print(f"{name} left out: {type(problem).__name__} {str(problem)[:200]}")
+    graphs["alone"] = captured(provider.decode)
+    times = interleave(graphs, len(calls), rounds)
+    assert not calls[0].plan.epilogue_counts.any(), "a slice was counted and never collected"
+    alone, rows = quantiles(times.pop("alone"))[1], []
+    for key, samples in times.items():
+        place, name = key.split()
+        less = alone if place == "behind" else 0.0
+        p20, p50, p80 = (round(x - less, 3) for x in quantiles(samples))
+        row = dataclasses.asdict(case) | {"pieces": pieces, "place": place, "candidate": name}
+        row |= {"chosen": int(name == chosen), "worst_step": errors[name]}
+        rows.append(row | {"p20_us": p20, "p50_us": p50, "p80_us": p80})
+    return rows
+
+
+def show(rows: list[Row]) -> None:
+    """The five fastest of a case, what is chosen with a star, wrong results with a mark."""
+    for place in ("back", "behind"):
+        here = sorted((r for r in rows if r["place"] == place), key=lambda r: r["p50_us"])
+        found = [
+            f"{r['candidate']}{'*' * r['chosen']} {r['p50_us']:.2f} ({r['p20_us']:.2f}-"
+            f"{r['p80_us']:.2f}){'!' * (r['worst_step'] > 1)}"
+            for r in here[:5]
+        ]
+        case = "T={tokens} H={heads} S={pieces} {quantization}".format(**rows[0])
+        print(f"{case} {place}: {' | '.join(found)}", flush=True)
+
+
+def summary(rows: list[Row]) -> list[Row]:
+    """Print where what is chosen loses, and the mean against separate launches; wrong rows."""
+    cases: dict[tuple[Any, ...], dict[str, tuple[float, int]]] = {}
+    for row in rows:
+        key = tuple(row[name] for name in KEY)
+        cases.setdefault(key, {})[row["candidate"]] = row["p50_us"], row["chosen"]
+    gains = []
+    for key, found in cases.items():
+        best = min(found, key=lambda name: found[name][0])
+        ours = next(time for time, chosen in found.values() if chosen)
+        gains.append(found[SEPARATE][0] / ours)
+        if found[best][0] < 0.97 * ours:
+            print(f"{key}: chosen {ours:.2f}, {best} {found[best][0]:.2f}")
+    mean = statistics.geometric_mean(gains)
+    print(f"chosen against separate: geometric mean {mean:.2f}, least {min(gains):.2f}")
+    wrong = [row for row in rows if row["worst_step"] > 1]
+    print(f"wrong rows: {wrong}")
+    return wrong

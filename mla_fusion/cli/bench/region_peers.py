@@ -1,0 +1,235 @@
+"""What else can compute the fused region, as candidates for `mla-fusion bench region`.
+
+Each function takes a `Region` and returns a layer, or raises ImportError where its package is
+missing. Peers may rotate q and k_pe in place; none of them is given less than it asks for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import torch
+
+from mla_fusion.cli.bench.region_cases import (
+    BLOCK,
+    Activations,
+    Layer,
+    Region,
+    provider_layer,
+)
+from mla_fusion.kernels import dispatch, get_provider
+from mla_fusion.kernels import triton as provider
+from mla_fusion.kernels.dispatch import Plan
+
+
+def product(w_uk_t: torch.Tensor, a: Activations, latent: torch.Tensor) -> None:
+    """q_nope @ W_UK into `latent` [T, H, L] with cuBLAS."""
+    nope = w_uk_t.shape[1]
+    torch.bmm(a.q[..., :nope].transpose(0, 1), w_uk_t, out=latent.transpose(0, 1))
+
+
+def workspace(region: Region) -> torch.Tensor:
+    """Room for the product of one layer, [T, H, L] bf16."""
+    case = region.case
+    shape = case.tokens, case.heads, case.widths.latent
+    return torch.empty(shape, device="cuda", dtype=torch.bfloat16)
+
+
+def chosen_plan(region: Region) -> Plan:
+    """What the dispatch table says for this case."""
+    case, table = region.case, dispatch.device_table(region.weights[0].device)
+    return dispatch.choose(case.tokens, case.heads, case.fp8, case.widths, table)
+
+
+def ours(region: Region) -> Layer:
+    """This library's Triton provider, as the table chooses."""
+    return provider_layer(region, provider.fused_mla_decode_prep)
+
+
+def ours_without_pdl(region: Region) -> Layer:
+    """The same plan without programmatic dependent launch."""
+    plan = dataclasses.replace(chosen_plan(region), pdl=False)
+    return provider_layer(region, provider.fused_mla_decode_prep, plan=plan)
+
+
+def bmm_and_one_kernel(region: Region) -> Layer:
+    """cuBLAS and one Triton kernel for the rest: AITER's division of work."""
+    plan = Plan(mode="split", cache_tokens=max(1, min(8, region.case.tokens // 64)))
+    return provider_layer(region, provider.fused_mla_decode_prep, plan=plan)
+
+
+def bmm(region: Region) -> Layer:
+    """The product alone: a part of every two-launch form, and no result."""
+    latent = workspace(region)
+    return lambda w_uk_t, kv_cache, a: product(w_uk_t, a, latent)
+
+
+def plain(region: Region) -> Layer:
+    """A small kernel without programmatic launch, as an engine has one before the region."""
+
+    def layer(w_uk_t: torch.Tensor, kv_cache: torch.Tensor, a: Activations) -> None:
+        a.positions.add_(0)
+
+    return layer
+
+
+def ours_after_plain(region: Region) -> Layer:
+    """`plain` and then the provider: what is left of a programmatic launch in an engine."""
+    second = ours(region)
+
+    def layer(w_uk_t: torch.Tensor, kv_cache: torch.Tensor, a: Activations) -> None:
+        a.positions.add_(0)
+        second(w_uk_t, kv_cache, a)
+
+    return layer
+
+
+def vllm_unfused(region: Region) -> Layer:
+    """vLLM: rotary_embedding, concat_and_cache_mla, bmm, cat, static fp8 quantization."""
+    from vllm import _custom_ops as ops
+
+    latent, angles = workspace(region), region.cos_sin.bfloat16()
+    nope, rope, _ = region.case.widths
+
+    def layer(w_uk_t: torch.Tensor, kv_cache: torch.Tensor, a: Activations) -> None:
+        q_pe = a.q[..., nope:]
+        ops.rotary_embedding(a.positions, q_pe, a.k_pe.unsqueeze(1), rope, angles, False)
+        ops.concat_and_cache_mla(
+            a.kv_c, a.k_pe, kv_cache.view(torch.uint8), a.slots, "fp8", region.k_scale
+        )
+        product(w_uk_t, a, latent)
+        query = torch.cat((latent, q_pe), dim=-1)
+        ops.scaled_fp8_quant(
+            query.view(query.shape[0], -1),
+            region.q_scale,
+            output=a.q_out.view(query.shape[0], -1),
+        )
+
+    return layer
+
+
+def _cat_quant() -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """vLLM's own compiled cat and quantization, as its MLA layer makes it."""
+    from vllm.config import CompilationConfig, CompilationMode, VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.attention.mla_attention import _DecodeConcatQuantFP8
+    from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
+
+    compiled = CompilationConfig(mode=CompilationMode.VLLM_COMPILE, custom_ops=["none"])
+    with set_current_vllm_config(VllmConfig(compilation_config=compiled)):
+        return _DecodeConcatQuantFP8(
+            static=True, group_shape=GroupShape.PER_TENSOR, compile_native=True
+        )
+
+
+def vllm_40392(region: Region) -> Layer:
+    """vLLM's #40392: concat_and_cache_mla_rope_fused, bmm, one compiled cat and quantization."""
+    from vllm import _custom_ops as ops
+
+    # Every shape of the grid is a compilation of its own; beyond the limit they would run eagerly.
+    torch._dynamo.config.recompile_limit = 256
+    latent, angles = workspace(region), region.cos_sin.bfloat16()
+    nope, cat_quant = region.case.widths.nope, _cat_quant()
+
+    def layer(w_uk_t: torch.Tensor, kv_cache: torch.Tensor, a: Activations) -> torch.Tensor:
+        q_pe = a.q[..., nope:]
+        ops.concat_and_cache_mla_rope_fused(
+            a.positions,
+            q_pe,
+            a.k_pe,
+            a.kv_c,
+            angles,
+            False,
+            a.slots,
+            kv_cache.view(torch.uint8),
+            "fp8",
+            region.k_scale,
+        )
+        product(w_uk_t, a, latent)
+        return cat_quant(latent, q_pe, region.q_scale)
+
+    return layer
+
+
+def flashinfer(region: Region) -> Layer:
+    """bmm and FlashInfer's rope_quantize_fp8_append_paged_kv_cache."""
+    from flashinfer.rope import rope_quantize_fp8_append_paged_kv_cache
+
+    latent, tokens, (nope, _, width) = workspace(region), region.case.tokens, region.case.widths
+    requests = torch.arange(tokens + 1, dtype=torch.int32, device="cuda")
+    pages = {id(a.slots): (a.slots // BLOCK).int() for a in region.sets}
+    entries = {id(a.slots): (a.slots % BLOCK).int() for a in region.sets}
+
+    def layer(w_uk_t: torch.Tensor, kv_cache: torch.Tensor, a: Activations) -> None:
+        product(w_uk_t, a, latent)
+        rope_quantize_fp8_append_paged_kv_cache(
+            a.q[..., nope:],
+            a.k_pe,
+            latent,
+            a.kv_c,
+            None,
+            region.cos_sin,
+            a.positions,
+            (kv_cache[..., :width], kv_cache[..., width:]),
+            pages[id(a.slots)],
+            requests,
+            requests[:tokens],
+            entries[id(a.slots)],
+            is_neox=False,
+            quantize_dtype=torch.float8_e4m3fn,
+            quant_scale_q=1 / 0.02,
+            quant_scale_kv=1 / 0.02,
+            page_size=BLOCK,
+            q_rope_out=a.q_out[..., width:],
+            q_nope_out=a.q_out[..., :width],
+            enable_pdl=True,
+        )
+
+    return layer
+
+
+def rotated_first(region: Region, *, every_operation: bool) -> Layer:
+    """The reference with q_pe and k_pe rotated in bf16 before anything else: they round twice.
+
+    every_operation: the products and their sum round to bf16 one by one, else the sum alone.
+    """
+
+    dtype = torch.bfloat16 if every_operation else torch.float32
+
+    def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        cos, sin = region.cos_sin[positions].to(dtype).chunk(2, dim=-1)
+        shape = (x.shape[0], *(1,) * (x.dim() - 2), cos.shape[-1])
+        cos, sin = cos.view(shape), sin.view(shape)
+        first, second = x[..., ::2].to(dtype), x[..., 1::2].to(dtype)
+        pair = first * cos - second * sin, second * cos + first * sin
+        return torch.stack(pair, dim=-1).flatten(-2).bfloat16()
+
+    def layer(w_uk_t: torch.Tensor, kv_cache: torch.Tensor, a: Activations) -> None:
+        q = a.q.clone()
+        nope = region.case.widths.nope
+        q[..., nope:] = rotate(a.q[..., nope:], a.positions)
+        inputs = region.inputs(w_uk_t, kv_cache, a)
+        rotated = inputs._replace(q=q, k_pe=rotate(a.k_pe, a.positions), cos_sin_cache=None)
+        get_provider("reference").fused_mla_decode_prep(rotated)
+
+    return layer
+
+
+PEERS: dict[str, Callable[[Region], Layer]] = {
+    "triton": ours,
+    "triton-no-pdl": ours_without_pdl,
+    "bmm+1": bmm_and_one_kernel,
+    "flashinfer": flashinfer,
+    "vllm-40392": vllm_40392,
+    "vllm-unfused": vllm_unfused,
+    "bmm": bmm,
+    "plain": plain,
+    "plain+triton": ours_after_plain,
+}
+NOT_A_RESULT = ("bmm", "plain")
+# What vLLM's kernels compute, to the bit: the specification rounds the rotated half once.
+OWN_ROUNDING: dict[str, Callable[[Region], Layer]] = {
+    "vllm-40392": functools.partial(rotated_first, every_operation=True),
+    "vllm-unfused": functools.partial(rotated_first, every_operation=False),
+}

@@ -1,0 +1,367 @@
+"""`mla-fusion check`: whether the MLA layers of a model would fuse, and why, found on a CPU."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mla_fusion import config, kernels, report
+from mla_fusion.cli import child
+from mla_fusion.cli.arguments import UserError, count, make_folder, positive, require, zero_or_more
+from mla_fusion.cli.check import (
+    attention_backends,
+    model_classes,
+    model_config,
+    persistent_decode,
+    shrink,
+)
+from mla_fusion.cli.check.answer import Answer
+from mla_fusion.cli.doctor import known_issues
+from mla_fusion.cli.doctor.environment import version_of
+from mla_fusion.cli.report import dumps
+from mla_fusion.report.reasons import Decline, recognize
+
+if TYPE_CHECKING:
+    import argparse
+
+# What vLLM's CPU attention can run; other models and caches are only compiled.
+_CPU_HEAD_SIZE = 576
+_CPU_CACHES = ("auto", "bfloat16")
+_PROMPTS = [(0, [1, 2, 3]), (1, [4, 5])]
+_NEW_TOKENS = 4
+_SHARED = (
+    "  decode context parallelism was not part of this check: the graph is the same, and vLLM "
+    "gathers the heads after the fused op. Two ranks were right on two H200s and on a CPU."
+)
+
+
+def declare(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.description = (
+        "Reads config.json or params.json; where that does not decide, cuts the model to a few "
+        "layers with random weights and starts a vLLM engine on it with the flag on. Prints "
+        "whether every MLA layer fuses, where, and what to type, or why not. Needs no GPU and no "
+        "network."
+    )
+    parser.add_argument(
+        "model",
+        type=Path,
+        metavar="CONFIG",
+        help="the model's config.json or params.json, or its folder; not a name on the Hub",
+    )
+    parser.add_argument(
+        "--max-num-seqs",
+        type=positive,
+        default=256,
+        metavar="N",
+        help="as the server will get it (default: %(default)s; vLLM's own depends on the GPU)",
+    )
+    parser.add_argument(
+        "--speculative-tokens",
+        type=zero_or_more,
+        default=0,
+        metavar="K",
+        help="draft tokens a step: the decode bucket is N * (1 + K) tokens (default: %(default)s)",
+    )
+    text = "emulated: the heads of one rank of TP"
+    count(parser, "--tensor-parallel-size", "TP", text, 1)
+    text = "ranks of TP that share a cache; not run, see the note of the answer"
+    count(parser, "--decode-context-parallel-size", "DCP", text, 1)
+    parser.add_argument(
+        "--kv-cache-dtype", default="auto", metavar="T", help="as in vLLM (default: %(default)s)"
+    )
+    count(parser, "--layers", "L", "layers that are kept", 2)
+    parser.add_argument(
+        "--provider",
+        choices=kernels.PROVIDERS,
+        default="reference",
+        help="who computes the fused op (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--attention",
+        choices=config.ATTENTION,
+        default="auto",
+        help="who decodes: aiter and portable are persistent decodes (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--dump",
+        type=Path,
+        metavar="DIR",
+        help="write the report, and the graph before and after the passes as readable Python, for "
+        "mla-fusion report DIR (needs depyf)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The engine the user would start, and how it is cut."""
+
+    model: Path
+    max_num_seqs: int = 256
+    speculative_tokens: int = 0
+    tensor_parallel_size: int = 1
+    kv_cache_dtype: str = "auto"
+    layers: int = 2
+    provider: str = "reference"
+    dump: Path | None = None
+    json: bool = False
+    attention: str = "auto"
+    decode_context_parallel_size: int = 1
+
+    @property
+    def bucket(self) -> int:
+        """As `config.decode_bucket` without CUDA graphs; draft tokens of any method widen it."""
+        return max(self.max_num_seqs * (1 + self.speculative_tokens), 2)
+
+    def serve(self, draft: bool) -> list[str]:
+        """The arguments of `vllm serve`, the model first, which a draft head is not.
+
+        --max-num-seqs is always named: the bucket depends on it, and vLLM's default on the GPU.
+        """
+        name = str(self.model) if self.model.is_dir() else "DRAFT" if draft else "MODEL"
+        words = ["MODEL" if draft else name]
+        if self.tensor_parallel_size > 1:
+            words += ["--tensor-parallel-size", str(self.tensor_parallel_size)]
+        options = {} if self.attention == "auto" else {"attention": self.attention}
+        if self.decode_context_parallel_size > 1:
+            words += ["--decode-context-parallel-size", str(self.decode_context_parallel_size)]
+            options["provider"] = "triton"  # AITER's op, ROCm's default, is declined
+        words += ["--max-num-seqs", str(self.max_num_seqs)]
+        if self.kv_cache_dtype != "auto":
+            words += ["--kv-cache-dtype", self.kv_cache_dtype]
+        if draft:
+            words += ["--speculative-config", json.dumps({**_drafts(self), "model": name})]
+        if options:
+            words += ["--additional-config", json.dumps({config.OPTIONS_KEY: options})]
+        return words
+
+
+def _drafts(settings: Settings) -> dict[str, Any]:
+    """vLLM's speculative_config with which it runs a draft head."""
+    return {"method": "mtp", "num_speculative_tokens": settings.speculative_tokens}
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the answer; 0 if every MLA layer of the decode range fuses, else 1.
+
+    Raises:
+        UserError: the model or the settings cannot be used.
+    """
+    named = {k: v for k, v in vars(arguments).items() if k not in ("run", "command")}
+    settings = Settings(**named)
+    answer = find(settings)
+    print(json.dumps(answer.to_json(), indent=1) if settings.json else "\n".join(answer.lines()))
+    return 0 if answer.fuses else 1
+
+
+def find(settings: Settings) -> Answer:
+    """The answer, from the configuration if it suffices, else from an engine; errors as `run`."""
+    require("vllm", purpose="mla-fusion check")
+    ranks, shared = settings.tensor_parallel_size, settings.decode_context_parallel_size
+    if ranks % shared:
+        raise UserError(
+            f"--decode-context-parallel-size {shared} shares a cache among ranks of "
+            f"--tensor-parallel-size {ranks}, and does not divide it"
+        )
+    model, architecture = model_config.read(settings.model)
+    if "auto_map" not in model and not model_classes.knows_type(model["model_type"]):
+        raise UserError(
+            f"neither this vLLM nor Transformers knows the model type {model['model_type']!r}, and "
+            "the config has no auto_map, which would name its code"
+        )
+    decline = model_classes.decide(model, architecture)
+    if decline:
+        details = ["checked by its configuration and the source of this vLLM, no engine"]
+        _tell(details)
+        return Answer(architecture, settings.bucket, "configuration", [decline], details)
+    cut = shrink.cut(model, architecture, settings.layers, settings.tensor_parallel_size)
+    if cut.draft:
+        settings = replace(settings, speculative_tokens=max(settings.speculative_tokens, 1))
+    elif model_classes.is_draft_head(architecture):
+        raise UserError(
+            f"{architecture} is a draft head, which vLLM runs beside its target: give the target's "
+            "config"
+        )
+    # vLLM's CPU attention cannot verify drafts.
+    fits = cut.head_size == _CPU_HEAD_SIZE and settings.kv_cache_dtype in _CPU_CACHES
+    ran = fits and not cut.draft
+    details = [f"checked as: {cut.changed}", _how_run(settings, cut, ran)]
+    notes, unserved = _ask_decode(settings, cut)
+    if unserved:
+        _tell(details[:1])
+        return Answer(architecture, settings.bucket, "configuration", unserved, details[:1])
+    why, stored = _ask_engine(settings, cut, ran, details)
+    return Answer(
+        model=architecture,
+        bucket=settings.bucket,
+        checked_by="engine",
+        why=why,
+        details=details,
+        report=stored,
+        backends=_backends(settings, cut, architecture),
+        arguments=settings.serve(cut.draft),
+        notes=notes + _software_conversions(settings.kv_cache_dtype, version_of("triton")),
+    )
+
+
+def _software_conversions(cache: str, triton: str) -> list[str]:
+    """What this Triton costs with an fp8 cache, where the server has the same."""
+    if not cache.startswith("fp8"):
+        return []
+    return [
+        f"  on {issue.conditions['arch']} with the Triton that is installed here, {triton}: "
+        f"{issue.text}"
+        for issue in known_issues.of_triton(triton)
+    ]
+
+
+def _ask_decode(settings: Settings, cut: shrink.Cut) -> tuple[list[str], list[Decline]]:
+    """(what a chosen persistent decode does on a GPU, why it does not take the model)."""
+    cache = settings.kv_cache_dtype
+    if settings.decode_context_parallel_size > 1:
+        if settings.attention not in config.PLANNED:
+            return [_SHARED], []
+        return [], [Decline("context-parallel", f"attention={settings.attention}")]
+    if settings.attention == "aiter":
+        return persistent_decode.of_aiter(cut.config, 1 + settings.speculative_tokens, cache)
+    if settings.attention == "portable":
+        return persistent_decode.of_triton(cut.config, cache, cut.quantization)
+    return [], []
+
+
+def _tell(details: list[str]) -> None:
+    """Print how the answer is found where the progress goes."""
+    print(*details, sep="\n", file=sys.stderr, flush=True)
+
+
+def _backends(settings: Settings, cut: shrink.Cut, architecture: str) -> dict[str, list[str]]:
+    """For each platform, the attention backends for which the engine's answer holds."""
+    compiled = model_classes.where_compiled(architecture)
+    heads = cut.config["num_attention_heads"] * settings.decode_context_parallel_size
+    found = {
+        platform: attention_backends.that_take(
+            platform, heads, cut.head_size, settings.kv_cache_dtype
+        )
+        for platform in model_classes.PLATFORMS
+        if compiled is None or platform in compiled
+    }
+    # AITER's decode is for AMD GPUs, and the portable one is not for vLLM's backends with AITER's.
+    if settings.attention == "aiter":
+        found = {"amd": [name for name in found.get("amd", []) if name == "ROCM_AITER_MLA"]}
+    elif settings.attention == "portable" and "amd" in found:
+        found["amd"] = [name for name in found["amd"] if "AITER" not in name]
+    return {platform: names for platform, names in found.items() if names}
+
+
+def _ask_engine(
+    settings: Settings, cut: shrink.Cut, run_it: bool, details: list[str]
+) -> tuple[list[Decline], report.Report | None]:
+    """(reasons, report) of an engine that runs the cut model with the flag on."""
+    if settings.dump:
+        require("depyf", purpose="--dump")
+        make_folder(settings.dump, "--dump")
+    _check_cache_type(settings.kv_cache_dtype)
+    _tell(details)
+    with tempfile.TemporaryDirectory(prefix="mla-fusion-check-") as folder:
+        work = Path(folder)
+        try:
+            outcome = child.run(_job(settings, cut, work, run_it), progress=sys.stderr)
+        except child.EngineError as error:
+            log = "--dump DIR keeps the engine's log there"
+            if settings.dump and error.log.exists():
+                log = f"What led to it: {shutil.copy(error.log, settings.dump)}"
+            raise UserError(f"vLLM cannot run the cut model: {error.why}. {log}") from None
+        stored = report.load(outcome.reports[0]) if outcome.reports else None
+        if settings.dump and stored:
+            _copy_dump(work, settings.dump, outcome.reports[0], stored)
+    return _reasons(stored, outcome.warnings), stored
+
+
+def _job(settings: Settings, cut: shrink.Cut, work: Path, run_it: bool) -> child.Job:
+    model = work / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(cut.config, indent=1))
+    engine = child.flag_on(
+        settings.bucket if settings.speculative_tokens else None, provider=settings.provider
+    )
+    if settings.dump:
+        engine["compilation_config"]["debug_dump_path"] = str(work / "depyf")
+    engine |= {
+        "model": str(model),
+        "load_format": "dummy",
+        "kv_cache_dtype": settings.kv_cache_dtype,
+        "max_num_seqs": settings.max_num_seqs,
+        # Above the bucket, so that a prefill graph is compiled too.
+        "max_num_batched_tokens": max(2048, 2 * settings.bucket),
+    }
+    if cut.draft:
+        backend = {"attention_backend": "CPU_MLA"}  # as `child.engine_arguments` for the target
+        engine["speculative_config"] = {**_drafts(settings), **backend}
+    return child.Job(
+        workdir=str(work),
+        cache=str(work / "cache"),
+        engine=engine,
+        prompts=_PROMPTS if run_it else [],
+        new_tokens=_NEW_TOKENS,
+    )
+
+
+def _reasons(stored: report.Report | None, warnings: list[str]) -> list[Decline]:
+    """The first decline of each code in the report, or that of the warning that switched the flag
+    off."""
+    if stored:
+        declines = [decline for r in stored.decode_ranges() for decline in r.declined]
+        declines += [Decline("no-graph")] if stored.uncompiled else []
+        return [*{decline.code: decline for decline in reversed(declines)}.values()]
+    return [found for text in warnings if (found := recognize(text))]
+
+
+def _how_run(settings: Settings, cut: shrink.Cut, ran: bool) -> str:
+    if ran:
+        return f"runs {len(_PROMPTS)} prompts, {_NEW_TOKENS} tokens each, through its graphs"
+    why = f"takes no {settings.kv_cache_dtype} cache"
+    if cut.head_size != _CPU_HEAD_SIZE:
+        why = (
+            f"takes a head size of {_CPU_HEAD_SIZE} (kv_lora_rank + qk_rope_head_dim), not "
+            f"{cut.head_size}"
+        )
+    if cut.draft:
+        why = "cannot verify drafts"
+    return (
+        f"compiles graphs and generates no token: vLLM's CPU attention {why}. Backends for a GPU "
+        "may take the query in fp8 too: that changes the type of the fused op's output, not what "
+        "fuses"
+    )
+
+
+def _check_cache_type(name: str) -> None:
+    if name in (*_CPU_CACHES, "fp8"):
+        return
+    from typing import get_args
+
+    from vllm.config.cache import CacheDType
+
+    known = get_args(CacheDType)
+    if name not in known:
+        raise UserError(f"unknown --kv-cache-dtype {name!r}; vLLM has {', '.join(known)}")
+
+
+def _copy_dump(work: Path, folder: Path, report_path: Path, stored: report.Report) -> None:
+    """Copy what depyf wrote, named after the token range, and the report, into `folder`."""
+    # One range is in the bucket; vLLM compiles one graph for it, or one for each piece.
+    decode = stored.decode_ranges()
+    if not decode:
+        raise UserError(f"the passes met no MLA layer: no graph to put in {folder}")
+    first, last = decode[0].range
+    shutil.copyfile(report_path, folder / "report.json")
+    for stage, sources in dumps.find(work / "depyf").items():
+        for index, source in enumerate(sources):
+            piece = f".piece{index}" if len(sources) > 1 else ""
+            shutil.copyfile(source, folder / f"tokens_{first}_{last}{piece}.{stage}.py")
+    print(f"wrote the graphs and the report to {folder}", file=sys.stderr)

@@ -1,0 +1,1 @@
+"""`mla-fusion demo`, and the small models that it runs."""

@@ -1,0 +1,156 @@
+"""`mla-fusion demo`: two small MLA models, each served by vLLM with the flag off and on.
+
+Prompts arrive while others decode, so every kind of batch occurs: only prefill, only decode, short
+prompts that fall into the decode bucket, and prefill mixed with decode inside the bucket and above
+it. Both engines decode greedily, and must produce the same tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mla_fusion import report
+from mla_fusion.cli import child
+from mla_fusion.cli.arguments import UserError, make_folder, require
+from mla_fusion.cli.demo import tiny_models
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+MAX_NUM_SEQS = 8  # also the decode bucket, in tokens
+NEW_TOKENS = 24
+# (step at which the prompt arrives, its tokens)
+ARRIVALS = [(0, 5), (0, 40), (2, 1), (4, 2), (6, 3), (9, 100), (20, 2)]
+
+# One for all four engines, made anew by each demo. They share facts about the model class; their
+# graphs have different keys.
+_CACHE = "cache"
+
+
+def declare(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.description = (
+        "Builds two small models with random weights, DeepSeek-V2- and V3-shaped, runs a vLLM "
+        "engine for each with the flag off and on, and compares the tokens. Needs no GPU."
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("build/demo"),
+        help="folder for the models, the logs and report.json (default: %(default)s)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run it; 0 if every layer fused and the tokens are equal, else 1."""
+    return 0 if compare(arguments.out) else 1
+
+
+def compare(out: Path, names: Sequence[str] = tuple(tiny_models.MODELS)) -> bool:
+    """Run the models `names`, write `out`/report.json; whether all fused and no token differs.
+
+    Raises:
+        UserError: an engine failed, or a package is missing.
+    """
+    require("vllm", "safetensors", purpose="mla-fusion demo")
+    make_folder(out, "--out")
+    shutil.rmtree(out / _CACHE, ignore_errors=True)
+    results = []
+    for index, name in enumerate(names):
+        print(f"[{index + 1}/{len(names)}] {name}: random weights, greedy, real vLLM engines")
+        results.append(_run_model(name, out / name))
+    (out / "report.json").write_text(json.dumps({"models": results}, indent=1))
+    print(f"report: {out / 'report.json'}")
+    fused = all(
+        sum(r["fused"] for r in result["ranges"]) > 0
+        and not any(r["declined"] for r in result["ranges"])
+        for result in results
+    )
+    if not fused:
+        print("not every MLA layer of the decode range fused; the reasons are above")
+    equal = all(result["tokens_equal"] for result in results)
+    print(f"tokens equal: {'yes' if equal else 'no'}")
+    return equal and fused
+
+
+def _run_model(name: str, folder: Path) -> dict[str, Any]:
+    shutil.rmtree(folder, ignore_errors=True)
+    model = tiny_models.write(name, folder / "model")
+    off = _run_engine(folder, model, fuse=False)
+    on = _run_engine(folder, model, fuse=True)
+    stored = report.load(on.reports[0]) if on.reports else None
+    lines = stored.lines() if stored else []
+    for text in [*(w for w in on.warnings if w not in lines), *lines]:
+        print(f"    {text}")
+    if not stored:
+        raise UserError(f"{name}: no layer fused and there is no report; see {folder}")
+    difference = first_difference(off.tokens, on.tokens)
+    if difference is None:
+        bits = "bit-equal" if off.logprobs == on.logprobs else "not bit-equal"
+        print(f"    tokens: equal; their log-probabilities: {bits}")
+    else:
+        prompt, position = difference
+        print(
+            f"    tokens: prompt {prompt} differs from token {position} on: "
+            f"{off.tokens[prompt][position:][:4]} off, {on.tokens[prompt][position:][:4]} on"
+        )
+    return {
+        "name": name,
+        "tokens_equal": difference is None,
+        "ranges": [
+            {
+                "range": list(r.range),
+                "layers": r.layers,
+                "fused": r.fused,
+                "declined": sum(r.declined.values()),
+            }
+            for r in stored.ranges
+        ],
+    }
+
+
+def _run_engine(folder: Path, model: Path, fuse: bool) -> child.Outcome:
+    flag = "on" if fuse else "off"
+    print(f"  flag {flag}: {'fused decode' if fuse else 'vLLM as it is'}, starting an engine")
+    began = time.perf_counter()
+    limits = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": 256}
+    outcome = child.run(
+        child.Job(
+            workdir=str(folder / flag),
+            cache=str(folder.parent / _CACHE),
+            engine={
+                "model": str(model),
+                **limits,
+                **(child.flag_on(provider="reference") if fuse else {}),
+            },
+            prompts=_prompts(),
+            new_tokens=NEW_TOKENS,
+            plugin=fuse,  # with the flag off it is stock vLLM
+        )
+    )
+    print(f"    done in {time.perf_counter() - began:.0f} s")
+    return outcome
+
+
+def _prompts() -> list[tuple[int, list[int]]]:
+    choose, vocabulary = random.Random(1), 1024
+    return [
+        (step, [choose.randrange(vocabulary) for _ in range(length)]) for step, length in ARRIVALS
+    ]
+
+
+def first_difference(
+    off: Sequence[Sequence[int]], on: Sequence[Sequence[int]]
+) -> tuple[int, int] | None:
+    """(prompt, position) of the first token that differs; None if none does."""
+    for prompt, (expected, got) in enumerate(zip(off, on, strict=True)):
+        for position, (a, b) in enumerate(zip(expected, got, strict=True)):
+            if a != b:
+                return prompt, position
+    return None

@@ -1,0 +1,1 @@
+"""`mla-fusion doctor`: the environment, and known trouble with it."""

@@ -1,0 +1,110 @@
+"""`mla-fusion plan`: how a persistent decode would share a batch among its workers."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mla_fusion.cli.arguments import UserError, count, positive
+
+if TYPE_CHECKING:
+    from mla_fusion.attention.heads import HeadLayout
+
+_MOST_TOKENS = 2**31 - 1  # of kv_indptr
+
+
+def declare(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.description = (
+        "Plans one step of the persistent MLA decode and prints work per worker, "
+        "utilisation and splits. Needs no GPU and no model."
+    )
+    lengths = parser.add_mutually_exclusive_group(required=True)
+    lengths.add_argument(
+        "--lengths", type=_lengths, metavar="N,N,...", help="KV tokens of each sequence"
+    )
+    count(lengths, "--kv", "N", "KV tokens of every sequence")
+    count(parser, "--batch", "B", "sequences, with --kv (default: 1)")
+    parser.add_argument(
+        "--workers",
+        type=positive,
+        required=True,
+        metavar="W",
+        help="workgroups, one for each compute unit: 132 on an H200, 304 MI300X, 256 MI355X",
+    )
+    count(parser, "--heads", "H", "query heads of one rank", 16)
+    text = "query tokens of each sequence: 1, and more with drafts"
+    count(parser, "--query-len", "Q", text, 1)
+    parser.add_argument(
+        "--max-split-per-batch",
+        type=positive,
+        default=-1,
+        metavar="N",
+        help="a budget of N pieces for each sequence, shared by all; without it there is no cap",
+    )
+    parser.add_argument(
+        "--aiter",
+        choices=("gfx942", "gfx950"),
+        help="heads as AITER's kernels on this GPU take them (attention=aiter), or why none does",
+    )
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=("auto", "fp8"),
+        help="of query and cache, with --aiter (default: auto, bf16)",
+    )
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw a picture")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the plan, and draw it where asked; always 0."""
+    from mla_fusion.attention.buffers import OVERHEAD, Rules
+    from mla_fusion.cli.plan import draw
+
+    if arguments.lengths is not None and arguments.batch is not None:
+        raise UserError("--batch goes with --kv; --lengths names every sequence")
+    seq_lens = arguments.lengths or (arguments.kv,) * (arguments.batch or 1)
+    if sum(seq_lens) > _MOST_TOKENS:
+        raise UserError(
+            f"the batch has {sum(seq_lens)} KV tokens, and a plan counts them in 32 bits: "
+            f"{_MOST_TOKENS} at most"
+        )
+    layout = _layout(arguments)
+    rules = Rules(arguments.workers, layout.fold, 16, OVERHEAD, arguments.max_split_per_batch)
+    drawn = draw.make(rules, seq_lens, arguments.query_len)
+    print("\n".join(draw.lines(drawn)))
+    if arguments.svg is not None:
+        try:
+            arguments.svg.write_text(draw.svg(drawn))
+        except OSError as error:
+            raise UserError(f"cannot write {arguments.svg}: {error.strerror}") from None
+        print(f"\n{arguments.svg} written")
+    return 0
+
+
+def _layout(arguments: argparse.Namespace) -> HeadLayout:
+    """How the kernel takes the heads.
+
+    Raises:
+        UserError: AITER has none for them.
+    """
+    import torch
+
+    from mla_fusion.attention import heads, selection
+
+    if arguments.aiter is None:
+        if arguments.kv_cache_dtype is not None:
+            raise UserError("--kv-cache-dtype goes with --aiter: other plans depend on no type")
+        return heads.layout(arguments.heads, arguments.query_len)
+    fp8 = arguments.kv_cache_dtype == "fp8"
+    dtype = selection.FP8_OF[arguments.aiter] if fp8 else torch.bfloat16
+    verdict = selection.aiter_verdict(
+        arguments.heads, arguments.query_len, dtype, dtype, arguments.batch or 1, arguments.aiter
+    )
+    if verdict.unsupported:
+        raise UserError(f"attention=aiter: {verdict.unsupported}")
+    return verdict.layout
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    return tuple(positive(part) for part in text.split(","))

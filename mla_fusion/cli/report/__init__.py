@@ -1,0 +1,1 @@
+"""`mla-fusion report`, and the graphs that were dumped beside a report."""

@@ -1,0 +1,148 @@
+"""`mla-fusion bench`, with a GPU that is only pretended; what a real one showed is in
+benchmarks/results/."""
+
+import csv
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mla_fusion import cli
+from mla_fusion.cli.bench import command as bench
+from mla_fusion.cli.bench import kit, region, region_cases, region_peers
+from mla_fusion.cli.bench.kit import device
+
+ARGV = ["bench", "--tokens", "1", "8", "--heads", "16", "--layers", "3", "--rounds", "10"]
+
+
+@pytest.mark.parametrize(
+    "argv", [[*ARGV, "--csv"], ["bench", "decode", "--csv"], ["bench", "--report"]]
+)
+def test_without_a_gpu_it_says_so(monkeypatch, capsys, tmp_path, argv):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.main([*argv, str(tmp_path / "file")]) == 2
+    assert "torch sees none here" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A pretended GPU: every candidate takes 2 us, and `agreement` is the given dict's."""
+
+    def no_package(region):
+        raise ImportError("No module named 'flashinfer'")
+
+    peers = {name: lambda region, name=name: name for name in region_peers.PEERS}
+    own = {name: lambda region, name=name: f"own {name}" for name in region_peers.OWN_ROUNDING}
+    agreements = dict.fromkeys((*peers, *(f"own {name}" for name in own)), (1.0, 0))
+    facts = dict.fromkeys(("gpu", "driver", "torch", "triton", "vllm", "flashinfer"), "")
+    for module, pretended in (
+        (torch.cuda, {"is_available": lambda: True, "synchronize": lambda: None}),
+        (
+            bench,
+            {
+                "environment": lambda commit: {**facts, "commit": commit},
+                "measure_ceilings": lambda: kit.Ceilings(4000.0, 800.0),
+            },
+        ),
+        (
+            region_peers,
+            {
+                "PEERS": {**peers, "flashinfer": no_package},
+                "OWN_ROUNDING": own,
+                "chosen_plan": lambda case: region_peers.Plan(mode="split"),
+            },
+        ),
+        (
+            region_cases,
+            {
+                "make_weights": lambda heads, layers, widths: [None] * layers,
+                "make_region": lambda case, weights: case,
+                "agreement": lambda region, layer, expected=None: agreements[expected or layer],
+                "capture": lambda region, layer: SimpleNamespace(replay=lambda: None),
+            },
+        ),
+        (region, {"interleave": lambda graphs, _, rounds: dict.fromkeys(graphs, [2.0] * rounds)}),
+    ):
+        for name, value in pretended.items():
+            monkeypatch.setattr(module, name, value)
+    return agreements
+
+
+def test_rows_and_what_is_missing(gpu, capsys, tmp_path):
+    path = tmp_path / "out" / "rows.csv"
+    small = ["--nope", "64", "--latent", "256"]
+    assert cli.main([*ARGV, *small, "--csv", str(path), "--commit", "abc"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("flashinfer left out: ImportError No module named 'flashinfer'") == 1
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(r["tokens"], r["heads"]) for r in rows if r["candidate"] == "triton"] == [
+        ("1", "16"),
+        ("8", "16"),
+    ]
+    assert {r["candidate"] for r in rows} == set(region_peers.PEERS) - {"flashinfer"}
+    assert {(r["p50_us"], r["commit"], r["query"]) for r in rows} == {("2.0", "abc", "fp8")}
+    assert {r["candidate"] for r in rows if r["equal"] == ""} == set(region_peers.NOT_A_RESULT)
+    assert {(r["nope"], r["rope"], r["latent"]) for r in rows} == {("64", "64", "256")}
+
+
+@pytest.mark.parametrize(
+    ("name", "agreement", "status"),
+    [("triton", (0.99, 1), 1), ("triton", (0.999, 2), 1), ("vllm-40392", (0.99, 40), 0)],
+)
+def test_a_failed_check_is_marked_and_ours_fails_the_run(
+    gpu, capsys, tmp_path, name, agreement, status
+):
+    gpu[name] = agreement
+    assert cli.main([*ARGV, "--csv", str(tmp_path / "rows.csv")]) == status
+    assert f"{name} 2.00!" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("own", "mark"), [(1.0, ""), (0.9999, "!")])
+def test_a_peer_that_rounds_twice_counts_if_its_roundings_explain_it(
+    gpu, capsys, tmp_path, own, mark
+):
+    gpu["vllm-40392"], gpu["own vllm-40392"] = (0.996, 44), (own, 0 if own == 1.0 else 1)
+    assert cli.main([*ARGV, "--csv", str(tmp_path / "rows.csv")]) == 0
+    assert f"vllm-40392 2.00{mark} |" in capsys.readouterr().out
+
+
+def test_a_report_has_what_was_measured_and_what_failed(gpu, monkeypatch, capsys, tmp_path):
+    """One file, with the rows of the region, the error of the decode, and the environment."""
+    path = tmp_path / "new" / "report.json"
+
+    def decode(settings, facts):
+        assert (settings.batches, settings.contexts, settings.fp8) == ((4, 64), (8192,), False)
+        # What was found before is in the file.
+        assert json.loads(path.read_text())["region"]["right"] is True
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(bench.decode, "run", decode)
+    found = SimpleNamespace(to_json=lambda: {"platform": "rocm"})
+    monkeypatch.setattr(bench.report.doctor, "examine", lambda: found)
+    assert cli.main(["bench", "--report", str(path), "--commit", "abc"]) == 1
+    report = json.loads(path.read_text())
+    assert report["doctor"] == {"platform": "rocm"}
+    rows = report["region"]["rows"]
+    assert {(row["tokens"], row["heads"]) for row in rows} == {
+        (t, h) for t in ("1", "16", "64", "256") for h in ("16", "128")
+    }
+    assert {row["commit"] for row in rows} == {"abc"}
+    assert "RuntimeError: no such instruction" in report["decode"]["error"]
+    assert str(path) in capsys.readouterr().out
+
+
+def test_a_report_has_shapes_of_its_own(gpu, capsys, tmp_path):
+    assert cli.main([*ARGV, "--report", str(tmp_path / "report.json")]) == 2
+    assert "leave out --tokens, --heads, --layers, --rounds" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arch", "wanted"),
+    [("gfx942", torch.float8_e4m3fnuz), ("gfx950", torch.float8_e4m3fn), ("", torch.float8_e4m3fn)],
+)
+def test_the_fp8_type_of_a_gpu(monkeypatch, arch, wanted):
+    monkeypatch.setattr(device, "architecture", lambda device: arch)
+    assert kit.fp8_type.__wrapped__() == wanted

@@ -1,0 +1,246 @@
+"""`mla-fusion bench decode`, with a GPU that is only pretended; what a real one showed is in
+benchmarks/results/."""
+
+import csv
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mla_fusion import cli
+from mla_fusion.cli.bench import command as bench
+from mla_fusion.cli.bench import decode as bench_decode
+from mla_fusion.cli.bench import decode_peers as peers
+from mla_fusion.cli.bench import kit
+from tests.on_cpu import decodes_on_cpu
+
+SMALL = ["--batches", "1", "16", "--contexts", "70", "--heads", "2", "--latent", "32"]
+ARGV = ["bench", "decode", *SMALL, "--rope", "16", "--rounds", "3"]
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    with decodes_on_cpu(monkeypatch):
+        yield
+
+
+def right(inputs):
+    """A peer that computes what ours does."""
+    return peers.ours(inputs)
+
+
+def wrong(inputs):
+    call, out = peers.ours(inputs)
+
+    def off(i):
+        call(i)
+        out.mul_(1.5)
+
+    return off, out
+
+
+def not_a_number(inputs):
+    _, out = peers.ours(inputs)
+    return lambda i: None, out  # leaves the NaN that was there
+
+
+def no_package(inputs):
+    raise ImportError("No module named 'vllm'")
+
+
+@pytest.fixture
+def gpu(monkeypatch, on_cpu):
+    """A pretended GPU: ours takes 2 us, a peer 3 us; the candidates, by type, to be changed."""
+    facts = dict.fromkeys(("gpu", "driver", "torch", "triton", "vllm", "flashinfer"), "")
+    times = {"ours": 2.0}
+    offered = {
+        peers.BF16: {"ours": peers.ours, "triton_mla": right, "flashmla": right, "fa3": no_package},
+        peers.FP8: {"ours": peers.ours, "triton_mla": right, "flashmla": wrong},
+    }
+    for module, pretended in (
+        (
+            torch.cuda,
+            {
+                "is_available": lambda: True,
+                "empty_cache": lambda: None,
+                "synchronize": lambda: None,
+            },
+        ),
+        (
+            bench,
+            {
+                "environment": lambda commit: {**facts, "commit": commit},
+                "measure_ceilings": lambda: kit.Ceilings(4000.0, 800.0),
+            },
+        ),
+        (peers, {"CANDIDATES": offered, "capture_calls": lambda call, count: call}),
+        (
+            bench_decode,
+            {
+                "interleave": lambda graphs, count, rounds: {
+                    name: [times.get(name, 3.0)] * rounds for name in graphs
+                },
+                "compile_ahead": lambda launch, cases: [launch(each) for each in cases],
+            },
+        ),
+    ):
+        for name, value in pretended.items():
+            monkeypatch.setattr(module, name, value)
+    return SimpleNamespace(offered=offered, times=times)
+
+
+def rows_of(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def measured(path, *words):
+    """Exit status and rows of a run."""
+    status = cli.main([*ARGV, *words, "--csv", str(path)])
+    return status, rows_of(path)
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["--batches", "4"], "batches"),
+        (["--page", "64"], "page"),
+        (["region", "--fp8"], "fp8"),
+        (["decode", "--tokens", "8"], "tokens"),
+        (["decode", "--layers", "61"], "layers"),
+        (["--max-split-per-batch", "4"], "max-split-per-batch"),
+    ],
+)
+def test_an_option_of_the_other_is_refused(words, name, capsys):
+    """Also with its default: it would say nothing."""
+    assert cli.main(["bench", *words]) == 2
+    what = "decode" if "decode" in words else "region"
+    assert f"bench {what} has no option --{name}: leave it out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (["decode", "--peers", "ours", "fa4"], "ours, triton_mla, flashmla, fa3"),
+        # FlashAttention 3 takes no fp8 cache.
+        (["decode", "--fp8", "--peers", "fa3"], "ours, triton_mla, flashmla"),
+        (["region", "--peers", "fa3"], "triton, triton-no-pdl, bmm+1"),
+    ],
+)
+def test_an_unknown_candidate_is_refused_before_anything_is_written(
+    gpu, words, offered, capsys, tmp_path
+):
+    path = tmp_path / "out" / "rows.csv"
+    small = SMALL if "decode" in words else ["--layers", "1", "--tokens", "1"]
+    assert cli.main(["bench", *words, *small, "--csv", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert f"no candidate is called {words[-1]}: --peers takes {offered}" in said
+    assert not path.parent.exists()
+
+
+def test_a_step_has_no_more_tokens_than_a_gpu_holds(capsys):
+    words = ["bench", "decode", "--batches", "256", "512", "--contexts", "1024", "65536"]
+    settings = cli._parser(["bench"]).parse_args(words)
+    bench.settle(settings)
+    shapes = {(case.batch, case.context) for case in bench_decode.grid(settings, [peers.FP8])}
+    assert shapes == {(256, 1024), (256, 65536), (512, 1024)}
+    assert capsys.readouterr().out == "left out, more than 16777216 tokens: 512 x 65536\n"
+
+
+def test_rows_lines_and_summary(gpu, capsys, tmp_path):
+    gpu.times["flashmla"] = 1.0
+    status, rows = measured(tmp_path / "out" / "rows.csv", "--commit", "abc")
+    printed = capsys.readouterr().out
+    assert status == 0
+    # Batches of 16 also ragged; bf16 has two peers that are here, and so has fp8.
+    assert len(rows) == 2 * 3 * 3
+    assert {(r["batch"], r["ragged"]) for r in rows} == {("1", "0"), ("16", "0"), ("16", "1")}
+    assert {(r["latent"], r["rope"], r["page"], r["commit"]) for r in rows} == {
+        ("32", "16", "64", "abc")
+    }
+    assert {(r["p20_us"], r["p50_us"]) for r in rows if r["candidate"] == "ours"} == {("2", "2")}
+    assert all(float(r["error"]) < 4e-3 for r in rows if r["candidate"] == "ours")
+    lines = [line for line in printed.splitlines() if " H=2 " in line and "GB/s" in line]
+    assert len(lines) == 6 and sum("ragged" in line for line in lines) == 2
+    assert printed.count("fa3 left out: ImportError No module named 'vllm'") == 1
+    than = "geometric mean {0}x of 3, least {0}x; that one is faster at (batch, context, ragged)"
+    assert f"H=2 bf16 against triton_mla: {than.format('1.50')} none\n" in printed
+    faster = "{(1, 70, 0): 0.5, (16, 70, 0): 0.5, (16, 70, 1): 0.5}"
+    assert f"H=2 fp8 against flashmla: {than.format('0.50')} {faster}\n" in printed
+    assert "against fa3" not in printed
+
+
+@pytest.mark.parametrize(("words", "values"), [([], "0"), (["--values", "8"], "8")])
+def test_a_column_says_what_was_timed(gpu, capsys, tmp_path, words, values):
+    """The decode alone, or with the product that follows it, which is what is then checked."""
+    status, rows = measured(tmp_path / "rows.csv", "--bf16", *words)
+    assert status == 0 and {row["values"] for row in rows} == {values}
+    timed = "decode and product" if words else "decode"
+    assert f"microseconds per {timed}; ! marks" in capsys.readouterr().out
+    gpu.offered[peers.BF16]["ours"] = wrong
+    assert measured(tmp_path / "rows.csv", "--bf16", *words)[0] == 1
+
+
+@pytest.mark.parametrize(("words", "cap"), [([], -1), (["--max-split-per-batch", "3"], 3)])
+def test_splits_are_capped_as_asked(gpu, monkeypatch, tmp_path, words, cap):
+    caps, make_plan = set(), peers.make_plan
+
+    def making(*given):
+        plan = make_plan(*given)
+        caps.add(plan.settings.max_split_per_batch)
+        return plan
+
+    monkeypatch.setattr(peers, "make_plan", making)
+    monkeypatch.setattr(bench_decode, "compile_ahead", lambda launch, cases: None)
+    status, rows = measured(tmp_path / "rows.csv", "--bf16", "--peers", "ours", *words)
+    assert status == 0 and {row["candidate"] for row in rows} == {"ours"} and caps == {cap}
+
+
+@pytest.mark.parametrize(
+    ("name", "build", "status", "mark"),
+    [
+        ("ours", wrong, 1, "!"),
+        ("ours", not_a_number, 1, "!"),
+        ("triton_mla", not_a_number, 0, "!"),
+        ("triton_mla", wrong, 0, "!"),
+        ("triton_mla", right, 0, ""),
+    ],
+)
+def test_a_failed_check_is_marked_and_ours_fails_the_run(
+    gpu, capsys, tmp_path, name, build, status, mark
+):
+    gpu.offered[peers.BF16][name] = build
+    ended, rows = measured(tmp_path / "rows.csv", "--bf16")
+    printed = capsys.readouterr().out
+    assert ended == status and len(rows) == 9
+    [line] = [line for line in printed.splitlines() if line.startswith("   1 x     70 H=2 bf16:")]
+    [shown] = [each for each in line.partition(": ")[2].split(" | ") if each.startswith(name)]
+    assert shown.endswith(f"TF){mark}")
+    worst = "nan" if build is not_a_number else "0.5"
+    said = f"{name} is off by more than 0.004 in 3 shapes, by {worst} at most"
+    assert (said in printed) is bool(mark)
+
+
+def test_ours_left_out_fails_the_run(gpu, capsys, tmp_path):
+    gpu.offered[peers.BF16]["ours"] = no_package
+    status, rows = measured(tmp_path / "rows.csv", "--bf16")
+    assert status == 1 and {r["candidate"] for r in rows} == {"triton_mla", "flashmla"}
+    assert measured(tmp_path / "rows.csv", "--bf16", "--peers", "triton_mla")[0] == 0
+
+
+def test_a_shape_without_memory_is_left_out_and_the_others_are_kept(
+    gpu, monkeypatch, capsys, tmp_path
+):
+    make = peers.make
+
+    def full(case):
+        if case.ragged:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return make(case)
+
+    monkeypatch.setattr(peers, "make", full)
+    status, rows = measured(tmp_path / "rows.csv", "--fp8")
+    printed = capsys.readouterr().out
+    assert status == 1 and {r["ragged"] for r in rows} == {"0"}
+    assert "16 x 70 left out: OutOfMemoryError CUDA out of memory" in printed
+    assert "  16 x     70 ragged H=2 fp8: nothing" in printed

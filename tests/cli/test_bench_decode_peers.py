@@ -1,0 +1,116 @@
+"""What `mla-fusion bench decode` times: inputs, exact results, and how TRITON_MLA is called."""
+
+import dataclasses
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mla_fusion.cli.bench import decode_peers as peers
+from tests.on_cpu import decodes_on_cpu
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    with decodes_on_cpu(monkeypatch):
+        yield
+
+
+@pytest.mark.parametrize("dtype", [peers.BF16, peers.FP8])
+@pytest.mark.parametrize("page", [16, 64])
+def test_ours_is_what_float64_attention_gives(on_cpu, dtype, page):
+    case = peers.Case(3, 100, 2, dtype, ragged=True, page=page, latent=32, rope=16)
+    inputs = peers.make(case)
+    call, out = peers.ours(inputs)
+    call(0)
+    lengths = case.lengths()
+    assert peers.error(inputs, out, lengths) <= peers.TOLERANCE
+    scale = 0.5 if dtype == peers.FP8 else 1.0  # of query and cache
+    for b, length in enumerate(lengths):
+        at = torch.arange(length)
+        keys = inputs.caches[0][inputs.table[b, at // page].long(), at % page].double() * scale
+        scores = inputs.q[b].double() * scale @ keys.T / 48**0.5
+        want, _ = peers.exact(inputs, b, length, slice(b, b + 1))
+        torch.testing.assert_close(want[0], scores.softmax(-1) @ keys[:, :32])
+    out[2, 1] *= 1.02
+    assert peers.error(inputs, out, lengths) > peers.TOLERANCE
+    out[2, 1, 0] = torch.nan
+    assert not peers.error(inputs, out, lengths) <= peers.TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", [peers.BF16, peers.FP8])
+def test_behind_w_uv_the_product_is_checked(on_cpu, monkeypatch, dtype):
+    """Each call has a W_UV of its own, laid out as vLLM's; that of another call is found."""
+    case = peers.Case(3, 100, 2, dtype, queries=2, latent=32, rope=16, values=24)
+    monkeypatch.setattr(peers, "ROTATED", 2 * case.bytes())
+    monkeypatch.setattr(peers, "capture_calls", lambda call, count: call)
+    inputs = peers.make(case)
+    assert [w.shape for w in inputs.w_uv] == [(2, 32, 24)] * 2 == [(2, 32, 24)] * len(inputs.caches)
+    assert inputs.w_uv[0].stride() == (24 * 32, 1, 32)
+    for build in (peers.ours, vllms):
+        graph, apart, (_, out) = peers.prepare(inputs, build)
+        assert apart <= peers.TOLERANCE and out.shape == (6, 2, 24)
+        graph(0)
+        assert peers.error(inputs, out, case.lengths()) == apart
+        inputs.w_uv.reverse()
+        assert peers.error(inputs, out, case.lengths()) > peers.TOLERANCE
+        inputs.w_uv.reverse()
+
+
+def vllms(inputs):
+    """A peer: float64 attention, then what follows a decode of vLLM's."""
+    case = inputs.case
+    out = inputs.result(inputs.latents())
+
+    def call(i):
+        of_call = dataclasses.replace(inputs, caches=[inputs.caches[i]])
+        each = torch.arange(len(inputs.q)).view(case.batch, case.queries)
+        found = [
+            peers.exact(of_call, b, length, slice(int(rows[0]), int(rows[-1]) + 1))[0]
+            for b, (length, rows) in enumerate(zip(case.lengths(), each, strict=True))
+        ]
+        inputs.follow(i, torch.cat(found).to(peers.BF16), out)
+
+    return call, out
+
+
+def test_the_fewest_bytes_and_operations_count_w_uv():
+    alone = peers.Case(3, 100, 2, peers.FP8, queries=2, latent=32, rope=16)
+    behind = dataclasses.replace(alone, values=24)
+    assert behind.bytes() - alone.bytes() == 2 * (2 * 32 * 24)
+    assert behind.flops() - alone.flops() == 2 * (6 * 2 * 32 * 24)
+
+
+@pytest.mark.parametrize("dtype", [peers.BF16, peers.FP8])
+def test_triton_mla_is_called_with_what_vllm_takes(on_cpu, monkeypatch, dtype):
+    """With the shape's page size, and dequantized where the cache is fp8."""
+    from vllm.v1.attention.backends.mla import triton_mla as backend
+    from vllm.v1.attention.ops import triton_decode_attention as module
+
+    signature, given = inspect.signature(module.decode_attention_fwd), []
+
+    def take(*args, **kwargs):
+        given.append(signature.bind(*args, **kwargs).arguments)
+        given[-1]["o"].fill_(2.0)
+
+    monkeypatch.setattr(module, "decode_attention_fwd", take)
+    # vLLM leaves Triton out on a CPU, and computes this number by it.
+    monkeypatch.setattr(backend, "_compute_num_kv_splits", lambda max_seq_len, sm_count: sm_count)
+    processors = SimpleNamespace(multi_processor_count=4)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: processors)
+    inputs = peers.make(peers.Case(2, 40, 2, dtype, queries=2, page=16, latent=32, rope=16))
+    call, out = peers.triton_mla(inputs)
+    call(0)
+    [arguments] = given[:1]
+    scale = 0.5 if dtype == peers.FP8 else 1.0
+    assert arguments["page_size"] == 16 and arguments["is_mla"] is True
+    assert arguments["q"].dtype == peers.BF16 and arguments["o"] is out
+    assert float(arguments["k_scale"]) == float(arguments["v_scale"]) == scale
+    assert torch.equal(arguments["q"].float(), inputs.q.float() * scale)
+    assert arguments["v_buffer"].shape == (6, 16, 1, 32)
+    # A query row is a sequence, which ends with it.
+    [table, lens] = list(arguments.values())[5:7]
+    assert lens.tolist() == [39, 40, 39, 40] and lens.dtype == torch.int32
+    assert torch.equal(table, inputs.table[[0, 0, 1, 1]])
+    assert arguments["num_kv_splits"] == 4 and arguments["attn_logits"].shape == (4, 2, 4, 33)

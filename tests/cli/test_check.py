@@ -1,0 +1,338 @@
+"""`mla-fusion check` without an engine: what a user gets wrong, what is run, the answer."""
+
+import importlib.util
+import json
+import shlex
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from mla_fusion import cli, config, report
+from mla_fusion.cli import child
+from mla_fusion.cli.check import command as check
+from mla_fusion.cli.check import shrink
+from mla_fusion.cli.check.answer import Answer
+from mla_fusion.cli.demo import tiny_models
+from mla_fusion.report import reasons
+from tests.cli.test_cli import fail, store
+from tests.models import write
+
+V3 = {**tiny_models.MODELS["deepseek-v3-shaped"], "num_hidden_layers": 61}
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+
+def test_check_passes_every_argument_on(monkeypatch, tmp_path):
+    seen = []
+
+    def find(settings):
+        seen.append(settings)
+        return Answer("m", 8, "configuration", [], [])
+
+    monkeypatch.setattr(check, "find", find)
+    argv = "check m --max-num-seqs 8 --speculative-tokens 3 --tensor-parallel-size 2"
+    argv += f" --kv-cache-dtype fp8 --layers 4 --provider triton --dump {tmp_path} --json"
+    argv += " --attention aiter --decode-context-parallel-size 2"
+    assert cli.main(argv.split()) == cli.main(["check", "m"]) == 1
+    given = check.Settings(Path("m"), 8, 3, 2, "fp8", 4, "triton", tmp_path, True, "aiter", 2)
+    assert seen == [given, check.Settings(Path("m"))]
+
+
+# --- what a user gets wrong
+
+
+def test_check_without_a_config(tmp_path, capsys):
+    assert "no config.json" in fail(capsys, "check", tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", "\x00", '{"kv_lora_rank": 512}'])
+def test_check_of_something_that_is_no_config(content, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(content)
+    assert str(tmp_path / "config.json") in fail(capsys, "check", tmp_path)
+
+
+NOT_WHOLE = "must be a whole number"
+
+
+@pytest.mark.parametrize(
+    "changes, argv, said",
+    [
+        ({"num_attention_heads": None}, (), "'num_attention_heads', which MLA needs"),
+        ({"qk_rope_head_dim": None}, (), "'qk_rope_head_dim', which MLA needs"),
+        ({"kv_lora_rank": None, "compress_ratios": [4]}, (), "'kv_lora_rank', which MLA needs"),
+        ({"num_hidden_layers": None}, (), "'num_hidden_layers', which MLA needs"),
+        ({"num_attention_heads": "128"}, (), f'{NOT_WHOLE} from 1 to 1024, not "128"'),
+        ({"num_attention_heads": 0}, (), f"num_attention_heads {NOT_WHOLE}"),
+        ({"kv_lora_rank": "512"}, (), f"kv_lora_rank {NOT_WHOLE}"),
+        ({"v_head_dim": 128.0}, (), f"v_head_dim {NOT_WHOLE}"),
+        ({"hidden_size": True}, (), f"hidden_size {NOT_WHOLE}"),
+        ({"q_lora_rank": 10**12}, (), f"q_lora_rank {NOT_WHOLE}"),
+        ({"first_k_dense_replace": -1}, (), f"first_k_dense_replace {NOT_WHOLE}"),
+        ({"architectures": "DeepseekV3ForCausalLM"}, (), "architectures must be a list"),
+        ({"architectures": ["a\nb"]}, (), "architectures names no class"),
+        ({"architectures": ["OpenPanguMTPModel"]}, (), "give the target's config"),
+        ({"model_type": 3}, (), '"model_type"'),
+        ({"model_type": "no_such_model"}, (), "the model type 'no_such_model'"),
+        ({}, ("--tensor-parallel-size", 3), "divide"),
+        ({}, ("--kv-cache-dtype", "fp7"), "fp8_e4m3"),
+        ({}, ("--decode-context-parallel-size", 2), "and does not divide it"),
+    ],
+)  # fmt: skip
+def test_what_check_refuses(changes, argv, said, tmp_path, capsys):
+    write(tmp_path, {**V3, **changes})
+    assert said in fail(capsys, "check", tmp_path, *argv)
+
+
+@pytest.mark.parametrize("missing", ["vllm", "depyf"])
+def test_a_missing_package_is_named(missing, tmp_path, capsys, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == missing else find(name)
+    )
+    write(tmp_path, V3)
+    text = fail(capsys, "check", tmp_path, "--dump", tmp_path / "dump")
+    assert f"package {missing}" in text and "pip install" in text
+
+
+def test_check_of_a_sparse_model_says_why_without_an_engine(tmp_path, capsys):
+    write(tmp_path, {**V3, "index_topk": 2048})
+    assert cli.main(["check", str(tmp_path)]) == 1
+    assert "[sparse-attention]" in capsys.readouterr().out
+
+
+# --- what is run, and the verdict
+
+
+@pytest.fixture
+def checked(monkeypatch, tmp_path, capsys):
+    """checked(fused, *argv) checks V3 with a mocked engine: (exit status, its job, the output)."""
+
+    def run(fused, *argv):
+        jobs = []
+
+        def play(job, progress):
+            jobs.append(job)
+            return child.Outcome([], [], [], 0, [store(Path(job.cache), "a.json", fused)])
+
+        monkeypatch.setattr(child, "run", play)
+        monkeypatch.setattr(check, "require", lambda *modules, purpose: None)
+        status = cli.main(["check", write(tmp_path, V3), *argv])
+        return status, jobs[0], capsys.readouterr().out
+
+    return run
+
+
+def test_check_runs_prompts_and_derives_the_bucket(checked):
+    status, job, _ = checked(2, "--max-num-seqs", "8")
+    assert status == 0 and job.prompts and job.plugin
+    assert job.engine["compilation_config"]["pass_config"] == {config.FLAG: True}
+
+
+def test_check_widens_the_bucket_by_draft_tokens(checked):
+    _, job, _ = checked(2, "--max-num-seqs", "512", "--speculative-tokens", "3")
+    bucket = job.engine["compilation_config"]["pass_config"][config.THRESHOLD]
+    assert bucket == 2048 < job.engine["max_num_batched_tokens"]
+
+
+def test_check_of_ranks_that_share_a_cache(checked, capsys, tmp_path):
+    argv = "--tensor-parallel-size", "2", "--decode-context-parallel-size", "2"
+    status, _, printed = checked(2, *argv)
+    assert status == 0 and "Two ranks were right on two H200s" in printed
+    for line in (line for line in printed.splitlines() if "vllm serve" in line):
+        assert "--decode-context-parallel-size 2" in line and '{"provider": "triton"}' in line
+    with_decode = ["check", write(tmp_path, V3), *argv, "--attention", "portable"]
+    assert cli.main(with_decode) == 1
+    out = capsys.readouterr().out
+    assert "(attention=portable) [context-parallel]" in out
+
+
+@pytest.mark.parametrize(
+    "fused, first",
+    [(0, "does not fuse"), (1, "1 of 2 MLA layers of the cut model stay unfused")],
+)
+def test_check_fails_when_a_layer_does_not_fuse(fused, first, checked):
+    status, _, printed = checked(fused)
+    answer = printed.splitlines()
+    assert status == 1
+    assert answer[0] == f"DeepseekV3ForCausalLM: {first}"
+    assert fused or ("q [7]" in answer[1] and "[shape]" in answer[1])
+
+
+def test_check_runs_no_head_size_the_cpu_lacks(monkeypatch, checked):
+    monkeypatch.setitem(V3, "kv_lora_rank", 256)
+    status, job, printed = checked(2, "--json")
+    assert status == 0 and not job.prompts
+    assert "generates no token" in printed
+
+
+def test_check_runs_a_draft_head_beside_a_target(monkeypatch, checked):
+    monkeypatch.setitem(V3, "architectures", ["DeepSeekMTPModel"])
+    status, job, printed = checked(2, "--max-num-seqs", "4")
+    assert status == 0 and not job.prompts
+    drafts = job.engine["speculative_config"]
+    assert (drafts["method"], drafts["num_speculative_tokens"]) == ("mtp", 1)
+    assert job.engine["compilation_config"]["pass_config"][config.THRESHOLD] == 8
+    assert "vllm serve MODEL" in printed and '"method": "mtp"' in printed
+
+
+@pytest.mark.parametrize("dump", [False, True])
+def test_check_leaves_no_folder_when_the_engine_fails(dump, monkeypatch, tmp_path, capsys):
+    def play(job, progress):
+        Path(job.workdir, child.LOG).write_text("what led to it")
+        raise child.EngineError(job, "RuntimeError: odd (exit status 1)")
+
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setattr(child, "run", play)
+    argv = ["--dump", str(tmp_path / "dump")] if dump else []
+    assert cli.main(["check", write(tmp_path, V3), *argv]) == 2
+    assert "vLLM cannot run the cut model: RuntimeError: odd" in capsys.readouterr().err
+    assert not [*temporary.iterdir()]
+    assert not dump or (tmp_path / "dump" / child.LOG).read_text() == "what led to it"
+
+
+# --- the answer
+
+
+def test_the_answer_comes_first_and_can_be_pasted(checked, tmp_path):
+    argv = ("--max-num-seqs", "64", "--tensor-parallel-size", "2", "--speculative-tokens", "1")
+    status, _, printed = checked(2, *argv, "--kv-cache-dtype", "fp8")
+    lines = printed.splitlines()
+    assert status == 0 and len(lines) == 5
+    assert lines[0] == (
+        "DeepseekV3ForCausalLM: fuses. Every MLA layer, in graphs for 1 to 128 tokens"
+    )
+    assert "NVIDIA GPUs" in lines[1] and "TRITON_MLA" in lines[1]
+    assert "AMD GPUs" in lines[3] and "not yet run" in lines[3] and "ROCM_AITER_MLA" in lines[3]
+    nvidia, amd = (shlex.split(lines[index]) for index in (2, 4))
+    serve = f"vllm serve {tmp_path} --tensor-parallel-size 2 --max-num-seqs 64 --kv-cache-dtype fp8"
+    assert nvidia == [*serve.split(), f"-cc.pass_config.{config.FLAG}=True"]
+    assert amd == ["VLLM_ROCM_USE_AITER=1", *nvidia]
+
+
+def test_a_file_stands_for_a_model_of_any_name(checked, tmp_path, capsys):
+    checked(2)
+    assert cli.main(["check", str(tmp_path / "config.json")]) == 0
+    assert "vllm serve MODEL --max-num-seqs 256 -cc." in capsys.readouterr().out
+
+
+def test_the_answer_as_json(checked):
+    status, _, printed = checked(2, "--json")
+    said = json.loads(printed)
+    assert status == 0 and said["fuses"] is True and said["checked_by"] == "engine"
+    assert said["tokens"] == [1, 256] and said["platforms"] == ["nvidia", "amd"]
+    assert said["cut_model"] == {"fused": 2, "layers": 2} and said["reasons"] == []
+    assert set(said["commands"]) == set(said["backends"]) == {"nvidia", "amd"}
+
+
+@pytest.mark.parametrize("version, cache, notes", [
+    ("3.6.0", "fp8", 1), ("3.6.0", "fp8_e4m3", 1), ("3.6.0", "auto", 0), ("3.7.0", "fp8", 0),
+    ("", "fp8", 0),
+])  # fmt: skip
+def test_software_conversions_of_an_old_triton(version, cache, notes, checked, monkeypatch):
+    monkeypatch.setattr(check, "version_of", lambda package: version)
+    _, _, printed = checked(2, "--kv-cache-dtype", cache)
+    assert printed.count("on gfx950 with the Triton that is installed here") == notes
+    assert printed.count("install Triton 3.7") == notes
+
+
+def test_a_layer_outside_any_graph_is_not_fused():
+    stored = report.Report("triton", 8, [report.RangeReport((1, 8), 2, 2)], uncompiled=1)
+    answer = Answer("m", 8, "engine", check._reasons(stored, []), [], stored)
+    assert not answer.fuses and answer.lines()[0].startswith("m: 1 of 3 MLA layers")
+    assert "[no-graph]" in answer.lines()[1]
+
+
+def test_reasons_are_read_from_the_warning_that_switched_the_flag_off():
+    for code in reasons.REASONS:
+        for detail in ("", "q [7] (odd)"):
+            decline = reasons.Decline(code, detail)
+            line = f"the flag is switched off: {decline.explain()}"
+            assert check._reasons(None, ["another warning", line]) == [decline]
+
+
+# --- who decodes
+
+MANY = {**V3, "num_attention_heads": 128}
+
+
+def test_check_says_on_which_gpu_aiter_decodes(monkeypatch, tmp_path, capsys):
+    """The engine on the CPU, which has no AITER, runs as with attention=auto."""
+    write(tmp_path, MANY)
+    ran = report.Report("reference", 256, [report.RangeReport((1, 256), layers=2, fused=2)])
+    monkeypatch.setattr(check, "_ask_engine", lambda *given: ([], ran))
+    argv = ["check", str(tmp_path), "--attention", "aiter", "--kv-cache-dtype", "fp8"]
+    assert cli.main(argv) == 0
+    fuses, platform, command, *notes = capsys.readouterr().out.splitlines()
+    assert "fuses" in fuses and platform.endswith("attention backend ROCM_AITER_MLA:")
+    [words] = [shlex.split(command)]
+    given = json.loads(words[words.index("--additional-config") + 1])
+    assert given == {"mla_fusion": {"attention": "aiter"}}
+    assert notes == [
+        "  gfx942: fp8 with 128 heads faults on gfx942 (vllm-project/vllm#43067)",
+        "  gfx950: 128 heads as 1 x 128",
+    ]
+    assert cli.main([*argv, "--tensor-parallel-size", "8", "--speculative-tokens", "2"]) == 0
+    assert "gfx942: 16 heads as 1 x 16" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "changes, argv, said",
+    [
+        ({"kv_lora_rank": 256}, ("aiter",), "latents of 512 and 64 rotated, got 256 and 64"),
+        ({}, ("aiter", "--speculative-tokens", 4), "128 heads, gfx942 has no persistent bf16"),
+        ({"kv_lora_rank": 2048}, ("portable",), "triton: "),
+    ],
+)
+def test_check_needs_no_engine_to_say_that_no_gpu_decodes(changes, argv, said, tmp_path, capsys):
+    write(tmp_path, {**MANY, **changes})
+    assert cli.main(["check", str(tmp_path), "--attention", *map(str, argv)]) == 1
+    out = capsys.readouterr().out
+    assert said in out and f"[{argv[0]}-attention]" in out
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"num_attention_heads": 16}, "with the merge in one launch for up to 4 query rows"),
+        ({"num_attention_heads": 256}, "on its own"),
+    ],
+)
+def test_check_names_the_epilogue_of_the_portable_decode(changes, said):
+    cut = shrink.cut({**MANY, **changes}, "DeepseekV3ForCausalLM", 2, 1)
+    notes, declined = check._ask_decode(check.Settings(Path("m"), attention="portable"), cut)
+    assert not declined
+    assert notes == [f"  epilogue of the decode: product with W_UV, {said}"]
+
+
+@pytest.mark.parametrize(
+    "quantization, said",
+    [
+        (
+            {"quant_method": "fp8", "weight_block_size": [128, 128]},
+            "on Hopper with VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER=0",
+        ),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, "o_proj: in the epilogue"),
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "the server's report says"),
+        ({"quant_method": "compressed-tensors"}, "the server's report says"),
+    ],
+)
+def test_check_names_the_quantization_in_front_of_o_proj(quantization, said):
+    model = {**MANY, "quantization_config": quantization}
+    cut = shrink.cut(model, "DeepseekV3ForCausalLM", 2, 1)
+    assert "quantization_config" not in cut.config
+    notes, _ = check._ask_decode(check.Settings(Path("m"), attention="portable"), cut)
+    assert notes[1].startswith("  quantization in front of o_proj: ") and said in notes[1]
+    assert not check._ask_decode(check.Settings(Path("m")), cut)[0]
+
+
+@pytest.mark.parametrize(
+    "attention, platforms, aiters", [("auto", 2, True), ("portable", 2, False), ("aiter", 1, True)]
+)
+def test_check_names_the_backends_that_go_with_the_decode(attention, platforms, aiters):
+    cut = shrink.cut(MANY, "DeepseekV3ForCausalLM", layers=2, tensor_parallel_size=8)
+    settings_of = check.Settings(Path("m"), attention=attention)
+    found = check._backends(settings_of, cut, "DeepseekV3ForCausalLM")
+    assert len(found) == platforms
+    assert any("AITER" in name for name in found["amd"]) == aiters

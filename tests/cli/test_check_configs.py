@@ -1,0 +1,157 @@
+"""What `mla-fusion check` says by a configuration or by vLLM's source alone; and to any config."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mla_fusion import cli
+from mla_fusion.cli import child
+from mla_fusion.cli.check import attention_backends, model_classes, model_config
+from tests.cli.test_check import CONFIGS
+from tests.cli.test_cli import store
+
+DECIDED = {
+    "llama-3": ("LlamaForCausalLM", "no-mla"),
+    "minicpm3": ("MiniCPM3ForCausalLM", "no-mla"),
+    "deepseek-v3.2": ("DeepseekV32ForCausalLM", "sparse-attention"),
+    "kimi-k3": ("KimiK3ForConditionalGeneration", "no-graph"),
+    "deepseek-v2-lite": ("DeepseekV2ForCausalLM", ""),
+    "deepseek-v3": ("DeepseekV3ForCausalLM", ""),
+    "kimi-k2": ("DeepseekV3ForCausalLM", ""),
+    "glm-4.7-flash": ("Glm4MoeLiteForCausalLM", ""),
+    "longcat-flash": ("LongcatFlashForCausalLM", ""),
+    "mistral-large-3": ("MistralLarge3ForCausalLM", ""),
+    # The values of Mistral4Config of transformers, under the names of Mistral's params.json
+    "mistral-small-4": ("MistralLarge3ForCausalLM", ""),
+    "openpangu-ultra-moe": ("PanguUltraMoEForCausalLM", ""),
+    "ring-2.5": ("BailingMoeV2_5ForCausalLM", ""),
+    "sarvam-105b": ("SarvamMLAForCausalLM", ""),
+    "deepseek-v3-mtp": ("DeepSeekMTPModel", ""),
+}
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.json")))
+def test_what_the_configuration_decides(name):
+    model, architecture = model_config.read(CONFIGS / f"{name}.json")
+    decline = model_classes.decide(model, architecture)
+    assert (architecture, decline.code if decline else "") == DECIDED[name]
+
+
+@pytest.mark.parametrize("name", [name for name, (_, code) in DECIDED.items() if code])
+def test_a_decided_answer_starts_no_engine(name, monkeypatch, capsys):
+    monkeypatch.setattr(child, "run", lambda *job, **progress: pytest.fail("an engine"))
+    assert cli.main(["check", str(CONFIGS / f"{name}.json"), "--json"]) == 1
+    said = json.loads(capsys.readouterr().out)
+    architecture, code = DECIDED[name]
+    assert (said["model"], said["fuses"], said["checked_by"]) == (
+        architecture, False, "configuration"
+    )  # fmt: skip
+    assert [reason["code"] for reason in said["reasons"]] == [code]
+    assert said["commands"] == {} and said["tokens"] is None
+
+
+@pytest.fixture
+def vllm_0_32():
+    """The tables below were read in its sources; another release has other classes and backends."""
+    vllm = pytest.importorskip("vllm")
+    if not vllm.__version__.startswith("0.32"):
+        pytest.skip(f"the table is that of vLLM 0.32, this is {vllm.__version__}")
+
+
+@pytest.mark.parametrize(
+    "architecture, platforms",
+    [
+        ("DeepseekV3ForCausalLM", {"nvidia", "amd"}),
+        ("HYV4ForCausalLM", {"amd"}),
+        ("DeepseekV4ForCausalLM", set()),
+        ("KimiK25ForConditionalGeneration", None),  # runs the class of another file
+        ("NoSuchForCausalLM", None),
+    ],
+)
+@pytest.mark.usefixtures("vllm_0_32")
+def test_where_vllm_0_32_compiles_a_class(architecture, platforms):
+    assert model_classes.where_compiled(architecture) == platforms
+
+
+def test_the_registry_that_is_read_is_the_one_vllm_uses():
+    registry = pytest.importorskip("vllm.model_executor.models.registry")
+    read = model_classes._registry()
+    prefix = "vllm.model_executor.models."
+    used = {
+        name: known.module_name.removeprefix(prefix)
+        for name, known in registry.ModelRegistry.models.items()
+        if name in read
+    }
+    assert len(used) > 200
+    assert {name: read[name] for name in used} == used
+
+
+TAKES_ALL = ["FLASHINFER_MLA", "FLASHMLA", "TRITON_MLA"]
+AITER = ["ROCM_AITER_MLA", "ROCM_AITER_TRITON_MLA", "TRITON_MLA"]
+
+
+@pytest.mark.parametrize(
+    "platform, heads, head_size, cache, names",
+    [
+        ("nvidia", 16, 576, "auto", [*TAKES_ALL, "FLASH_ATTN_MLA"]),
+        # CUTLASS_MLA pads to 128 heads.
+        ("nvidia", 128, 576, "auto", [*TAKES_ALL, "FLASH_ATTN_MLA", "CUTLASS_MLA"]),
+        ("nvidia", 16, 576, "fp8", [*TAKES_ALL, "TOKENSPEED_MLA"]),
+        ("nvidia", 16, 288, "auto", ["TRITON_MLA"]),
+        ("amd", 16, 288, "fp8", AITER),
+    ],
+)
+@pytest.mark.usefixtures("vllm_0_32")
+def test_which_attention_backends_take_the_query(platform, heads, head_size, cache, names):
+    assert attention_backends.that_take(platform, heads, head_size, cache) == sorted(names)
+
+
+# --- any config at all
+
+
+def _raw():
+    """The content of every file of `CONFIGS`."""
+    return [json.loads(path.read_text()) for path in sorted(CONFIGS.glob("*.json"))]
+
+
+@st.composite
+def mutants(draw):
+    """A real config with one to three fields missing, odd, or taken from another model."""
+    model = dict(draw(st.sampled_from(_raw())))
+    for _ in range(draw(st.integers(1, 3))):
+        other = draw(st.sampled_from(_raw()))
+        key = draw(st.sampled_from(sorted({*model, *other})))
+        odd = [None, "512", "", -1, 0, 10**30, 1.5, True, [], ["a\nb"], {}, other.get(key)]
+        value = draw(st.sampled_from(["drop", *odd]))
+        if value == "drop":
+            model.pop(key, None)
+        else:
+            model[key] = value
+    return model
+
+
+@settings(max_examples=300)
+@given(model=mutants(), fused=st.sampled_from([None, 0, 1, 2]))
+def test_check_of_any_config_is_a_short_answer(model, fused, monkeypatch, tmp_path, capsys):
+    """All of `check` but the engine, whose answer is mocked: it fails, or has 0 to 2 layers fused.
+
+    What vLLM itself says to such a config is not tested here: an error in its process is one line.
+    """
+
+    def play(job, progress):
+        if fused is None:
+            raise child.EngineError(job, "ValueError: odd (exit status 1)")
+        return child.Outcome([], [], [], 0, [store(Path(job.cache), "a.json", fused)])
+
+    monkeypatch.setattr(child, "run", play)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(model))
+    status = cli.main(["check", str(path)])
+    printed = capsys.readouterr()
+    answer = printed.err if status == 2 else printed.out
+    assert status in (0, 1, 2) and 0 < answer.count("\n") <= 5
+    assert (status == 0) == ("fuses. Every" in printed.out)
+    assert "Traceback" not in printed.err

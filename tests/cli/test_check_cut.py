@@ -1,0 +1,88 @@
+"""How `mla-fusion check` reads a config, and cuts the model that it runs."""
+
+import json
+
+import pytest
+
+from mla_fusion.cli.check import model_config, shrink
+from tests.cli.test_check import CONFIGS, V3
+from tests.cli.test_cli import fail
+from tests.models import write
+
+
+def test_the_cut_keeps_what_decides_about_fusion():
+    cut = shrink.cut(V3, "DeepseekV3ForCausalLM", layers=2, tensor_parallel_size=2)
+    kept = ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    assert {k: cut.config[k] for k in kept} == {k: V3[k] for k in kept}
+    assert cut.config["rope_scaling"] == V3["rope_scaling"]
+    assert cut.config["num_attention_heads"] == V3["num_attention_heads"] // 2
+    assert cut.config["num_hidden_layers"] == 2 and cut.config["first_k_dense_replace"] == 2
+    assert cut.head_size == 576
+
+
+def test_the_cut_makes_the_rest_small():
+    full = {
+        **V3,
+        "hidden_size": 7168,
+        "vocab_size": 129280,
+        "n_routed_experts": 256,
+        "eos_token_id": 129279,
+        "bos_token_id": 1,
+        "layer_types": ["mla"] * 61,
+        "quantization_config": {"quant_method": "fp8"},
+        "auto_map": {"AutoConfig": "code.Config"},
+    }
+    small = shrink.cut(full, "DeepseekV3ForCausalLM", layers=3, tensor_parallel_size=1).config
+    assert small["hidden_size"] == 512 and small["n_routed_experts"] == 8
+    assert small["vocab_size"] > small["eos_token_id"] and small["bos_token_id"] == 1
+    assert small["layer_types"] == ["mla"] * 3
+    assert not {"quantization_config", "auto_map"} & set(small)
+
+
+@pytest.mark.parametrize(
+    "name, changes, kept",
+    [
+        ("openpangu-ultra-moe", {}, {"first_k_dense_replace": 1, "num_hidden_layers": 2}),
+        ("sarvam-105b", {}, {"first_k_dense_replace": 1, "num_hidden_layers": 2}),
+        ("ring-2.5", {}, {"first_k_dense_replace": 2, "layer_group_size": 1}),
+        ("deepseek-v2-lite", {"num_attention_heads": 12}, {"hidden_size": 576}),
+        ("deepseek-v3", {"num_attention_heads": 40}, {"hidden_size": 640}),
+        (
+            "deepseek-v3-mtp",
+            {},
+            {
+                "architectures": ["DeepseekV3ForCausalLM"],
+                "model_type": "deepseek_v3",
+                "num_hidden_layers": 1,
+                "num_nextn_predict_layers": 1,
+                "first_k_dense_replace": 2,
+            },
+        ),
+    ],
+)
+def test_the_cut_keeps_what_the_class_needs(name, changes, kept):
+    """A layer of experts, a hidden size that its heads divide, MLA layers, a target."""
+    model, architecture = model_config.read(CONFIGS / f"{name}.json")
+    small = shrink.cut({**model, **changes}, architecture, 2, 1).config
+    assert {key: small[key] for key in kept} == kept
+
+
+@pytest.mark.parametrize("key, name", [("", "DeepseekV3ForCausalLM"), ("architectures", "S")])
+def test_the_language_part_of_a_multimodal_model_is_read(key, name, tmp_path):
+    """The class of the whole model counts where its part names none."""
+    part = {k: v for k, v in V3.items() if k != key}
+    write(tmp_path, {"model_type": "s", "architectures": ["S"], "text_config": part})
+    assert model_config.read(tmp_path) == (part, name)
+
+
+def test_a_params_json_is_read_as_vllm_does(tmp_path, capsys):
+    params = json.loads((CONFIGS / "mistral-large-3.json").read_text())
+    path = tmp_path / "params.json"
+    path.write_text(json.dumps(params))
+    model, architecture = model_config.read(tmp_path)
+    assert (architecture, model["model_type"]) == ("MistralLarge3ForCausalLM", "deepseek_v3")
+    assert (model["num_attention_heads"], model["kv_lora_rank"]) == (128, 512)
+    assert model["llama_4_scaling"]["beta"] == 0.1
+    del params["llama_4_scaling"]["beta"]
+    path.write_text(json.dumps(params))
+    assert "llama_4_scaling config should define" in fail(capsys, "check", tmp_path)

@@ -1,0 +1,148 @@
+"""The command line without an engine: arguments, errors for the reader, stored reports."""
+
+import os
+
+import pytest
+
+from mla_fusion import cli, report
+from mla_fusion.cli import child
+from mla_fusion.cli.demo import command as demo
+from mla_fusion.cli.demo import tiny_models
+from mla_fusion.report.reasons import Decline
+
+
+def fail(capsys, *argv):
+    """Run a command that must fail as a user error; its one line."""
+    assert cli.main([str(a) for a in argv]) == 2
+    text = capsys.readouterr().err
+    assert text.count("\n") == 1 and "Traceback" not in text
+    return text
+
+
+# --- arguments
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["serve"],
+        ["check"],
+        ["check", "m", "--max-num-seqs", "0"],
+        ["check", "m", "--layers", "two"],
+        ["check", "m", "--provider", "cuda"],
+        ["check", "m", "--unknown"],
+    ],
+)
+def test_wrong_arguments_are_usage_errors(argv, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(argv)
+    assert stopped.value.code == 2
+    assert "usage: mla-fusion" in capsys.readouterr().err
+
+
+def test_a_number_that_may_be_zero_says_so(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["check", "m", "--speculative-tokens", "-1"])
+    assert "'-1' is neither 0 nor a positive whole number" in capsys.readouterr().err
+
+
+def test_demo_exit_status_says_whether_the_tokens_are_equal(monkeypatch, tmp_path):
+    for result, status in ((True, 0), (False, 1)):
+        monkeypatch.setattr(demo, "compare", lambda out, result=result: result)
+        assert cli.main(["demo", "--out", str(tmp_path)]) == status
+
+
+# --- the engine's errors
+
+
+@pytest.mark.parametrize(
+    ("log", "message"),
+    [
+        ("Traceback:\nValueError: a\n[rank0]: RuntimeError: b\nbye", "RuntimeError: b"),
+        ("ValidationError: 1 error\n  Value error, d\nfor more", "Value error, d"),
+        ("(EngineCore pid=1) ERROR 01-01 vllm.NotAnError: c", "vllm.NotAnError: c"),
+        ("Killed", "Killed"),
+        ("", "it ended before it wrote anything"),
+    ],
+)
+def test_the_error_of_a_log(log, message, tmp_path):
+    (tmp_path / "engine.log").write_text(log)
+    assert child.last_error(tmp_path / "engine.log") == message
+
+
+def test_jobs_share_what_vllm_learns_of_a_model_class_and_no_graph(tmp_path):
+    first, second, users = (tmp_path / name for name in ("first", "second", "users"))
+    child.share_model_facts(first, users)
+    (first / "modelinfos" / "V3.json").touch()
+    (first / "torch_compile_cache").mkdir()
+    for _ in range(2):
+        child.share_model_facts(second, users)
+    assert [path.name for path in second.rglob("*")] == ["modelinfos"]
+    assert (second / "modelinfos" / "V3.json").exists()
+    assert [path.name for path in users.iterdir()] == ["modelinfos"]
+
+
+# --- report
+
+
+def store(root, name, fused):
+    folder = root / "torch_compile_cache" / "mla_fusion"
+    folder.mkdir(parents=True, exist_ok=True)
+    declined = {} if fused else {Decline("shape", "q [7]"): 2}
+    stored = report.Report(
+        "reference", 8, [report.RangeReport((1, 8), layers=2, fused=fused, declined=declined)]
+    )
+    report.store(folder / name, stored)
+    return folder / name
+
+
+def test_report_prints_the_newest_first(tmp_path, capsys):
+    old, new = store(tmp_path, "a.json", fused=2), store(tmp_path, "b.json", fused=0)
+    os.utime(old, (1, 1))
+    assert cli.main(["report", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert text.index(str(new)) < text.index("[shape]") < text.index(str(old))
+    assert "2 MLA layers, 2 fused" in text.split(str(old))[1]
+    assert cli.main(["report", str(old)]) == 0
+    assert str(new) not in capsys.readouterr().out
+
+
+def test_report_without_any(tmp_path, capsys, monkeypatch):
+    assert "start vLLM once" in fail(capsys, "report", tmp_path)
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "of a fresh machine"))
+    assert "start vLLM once" in fail(capsys, "report")
+    assert "does not exist" in fail(capsys, "report", tmp_path / "absent.json")
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"provider": 1}'])
+def test_report_of_another_file(content, tmp_path, capsys):
+    path = tmp_path / "other.json"
+    path.write_text(content)
+    assert "not a stored report" in fail(capsys, "report", path)
+
+
+def test_layers_that_are_in_no_graph_are_reported():
+    for model_layers, uncompiled in ((2, 0), (3, 1)):
+        report.add(report.GraphRecord(1, 4, layers=2, fused=2))
+        report.add(report.GraphRecord(5, 64, layers=2))
+        report.add(report.GraphRecord(1, 4, pass_ms=1.0))  # of the last step
+        made = report.take("reference", 4, model_layers=model_layers)
+        assert made is not None and made.uncompiled == uncompiled
+        assert ("[no-graph]" in "".join(made.lines())) is bool(uncompiled)
+
+
+# --- demo
+
+
+def test_the_first_difference_is_found():
+    assert demo.first_difference([[1, 2], [3, 4]], [[1, 2], [3, 4]]) is None
+    assert demo.first_difference([[1, 2], [3, 4]], [[1, 2], [3, 5]]) == (1, 1)
+
+
+def test_the_demo_models_differ_where_the_real_ones_do():
+    v2, v3 = (tiny_models.weights(model, seed=0) for model in tiny_models.MODELS.values())
+    assert "model.layers.0.self_attn.q_proj.weight" in v2
+    assert "model.layers.0.self_attn.q_b_proj.weight" in v3
+    again = tiny_models.weights(tiny_models.MODELS["deepseek-v2-shaped"], seed=0)
+    assert all(again[name].equal(tensor) for name, tensor in v2.items())

@@ -1,0 +1,229 @@
+"""`mla-fusion doctor` in environments that are made up where it probes them."""
+
+import json
+import sys
+from importlib import metadata
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+import torch
+from vllm import platforms
+
+from mla_fusion import cli, kernels
+from mla_fusion.cli.doctor import command as doctor
+from mla_fusion.cli.doctor import environment, known_issues
+from mla_fusion.config import vllm_compat
+from tests.aiter_double.test_require import ABSENT, on_path, write  # noqa: F401  a fixture
+
+GPUS = {
+    "gfx942": ("AMD Instinct MI300X", torch.float8_e4m3fnuz),
+    "gfx950": ("AMD Instinct MI355X", torch.float8_e4m3fn),
+    "sm_90": ("NVIDIA H200", torch.float8_e4m3fn),
+}
+
+
+# The entry point of a plugin that raises when vLLM calls it.
+BROKEN = SimpleNamespace(load=lambda: Mock(side_effect=AttributeError("moved")))
+
+
+@pytest.fixture(autouse=True)
+def forget_providers():
+    """What one environment has, the next has not."""
+    kernels.get_provider.cache_clear()
+    yield
+    kernels.get_provider.cache_clear()
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """on(arch): this machine has that GPU, as torch and vLLM report it."""
+
+    def install(arch):
+        name, fp8 = GPUS[arch]
+        rocm = arch.startswith("gfx")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.version, "hip", "7.0" if rocm else None)
+        properties = SimpleNamespace(name=name, gcnArchName=f"{arch}:sramecc+", major=9, minor=0)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        platform = platforms.current_platform
+        for method, value in (
+            ("is_rocm", rocm), ("is_cuda", not rocm), ("is_cpu", False), ("fp8_dtype", fp8)
+        ):  # fmt: skip
+            monkeypatch.setattr(type(platform), method, lambda *args, value=value: value)
+
+    return install
+
+
+@pytest.fixture
+def aiter(on_path):  # noqa: F811
+    """aiter(version, arguments of its op, or None) installs AMD's AITER."""
+
+    def install(version, arguments="q_nope, compute_all_q_rope=False"):
+        source = "import torch, types\ndtypes = types.SimpleNamespace(fp8=torch.float8_e4m3fn)\n"
+        if arguments:
+            source += f"def fused_qk_rope_concat_and_cache_mla({arguments}): pass\n"
+        metadata = {f"amd_aiter-{version}.dist-info/METADATA": f"Version: {version}\n"}
+        write(on_path, {"aiter/__init__.py": source, "aiter/jit/__init__.py": "", **metadata})
+
+    return install
+
+
+def named(diagnosis):
+    """The provider that the operator must name beside the flag, as the answer says."""
+    [line] = [line for line in doctor.lines(diagnosis) if "--additional-config" in line] or [""]
+    return line and json.loads(line.split("'")[1])["mla_fusion"]["provider"]
+
+
+def threads(diagnosis):
+    return {thread for issue in diagnosis.issues for thread in issue.threads}
+
+
+def test_cpu():
+    found = doctor.examine()
+    assert found.works and found.serving == ["reference"]
+    assert found.environment.platform == "cpu" and not found.environment.device
+    assert found.environment.vllm == vllm_compat.installed_version()
+    assert found.environment.torch == torch.__version__
+    assert not any("ROCm" in thread for thread in threads(found))
+    assert "for development only" in doctor.lines(found)[0] and named(found) == "reference"
+
+
+def test_nvidia(on):
+    on("sm_90")
+    found = doctor.examine()
+    assert found.works and found.serving == ["triton"] and not named(found)
+    facts = found.environment
+    assert (facts.platform, facts.device, facts.arch) == ("cuda", "NVIDIA H200", "sm_90")
+    assert facts.fp8 == "float8_e4m3fn"
+    assert "aiter is missing" in facts.providers["aiter"]
+    assert "vllm-project/vllm#54933" in threads(found)
+    assert "vllm-project/vllm#55609" not in threads(found)
+
+
+def test_gfx942_with_an_old_aiter(on, aiter):
+    on("gfx942")
+    aiter("0.1.16.post6", "q_nope")
+    found = doctor.examine()
+    assert found.works and found.serving == ["aiter", "triton"] and not named(found)
+    facts = found.environment
+    assert (facts.platform, facts.arch, facts.fp8) == ("rocm", "gfx942", "float8_e4m3fnuz")
+    assert facts.aiter == "0.1.16.post6" and facts.aiter_offers["compute_all_q_rope"] is False
+    assert {"ROCm/aiter#4342", "ROCm/aiter#3841", "vllm-project/vllm#25475"} <= threads(found)
+    assert "ROCm/aiter#1380" not in threads(found)
+
+
+def test_gfx950_with_a_new_aiter(on, aiter):
+    on("gfx950")
+    aiter("0.1.20.post1")
+    found = doctor.examine()
+    assert found.works and found.environment.fp8 == "float8_e4m3fn"
+    assert found.environment.aiter_offers["compute_all_q_rope"] is True
+    assert "ROCm/aiter#4144" in threads(found)
+    assert not {"ROCm/aiter#4342", "vllm-project/vllm#25475"} & threads(found)
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("version", ["3.6.0", "3.6.1+rocm7", "3.7.0", "3.9.0", ""])
+def test_software_conversions_of_an_old_triton(on, aiter, arch, version, monkeypatch):
+    on(arch)
+    aiter("0.1.20.post1")
+    of = environment.version_of
+    monkeypatch.setattr(environment, "version_of", lambda n: version if n == "triton" else of(n))
+    slow = arch == "gfx950" and version.startswith("3.6")
+    found = doctor.examine()
+    assert ("triton-lang/triton#6110" in threads(found)) is slow
+    assert ("install Triton 3.7" in " ".join(doctor.lines(found))) is slow
+
+
+def test_an_aiter_without_the_op(on, aiter):
+    on("gfx950")
+    aiter("0.1.7.post2.dev18", None)
+    found = doctor.examine()
+    assert found.serving == ["triton"] and found.environment.aiter == "0.1.7.post2.dev18"
+    assert named(found) == "triton"
+    assert "install v0.1.8" in found.environment.providers["aiter"]
+    assert "ROCm/aiter#1380" in threads(found)
+
+
+def test_the_other_aiter_of_pypi(on, on_path):  # noqa: F811
+    on("gfx950")
+    metadata = {"aiter-0.13.dist-info/METADATA": "Version: 0.13\n"}
+    write(on_path, {**ABSENT["another project's"][0], **metadata})
+    found = doctor.examine()
+    assert found.serving == ["triton"] and found.environment.aiter == ""
+    assert "not AMD's" in found.environment.providers["aiter"]
+
+
+def test_a_gpu_without_a_provider(on, monkeypatch):
+    on("sm_90")
+    monkeypatch.setitem(sys.modules, "triton", None)
+    found = doctor.examine()
+    assert not found.works and found.serving == []
+    assert "pip install triton" in found.problems[0]
+
+
+@pytest.mark.parametrize(
+    "version, works",
+    [("0.25.9", False), ("0.26.0", True), ("0.33.1+rocm700", True), ("0.34.0", False)],
+)
+def test_the_window(version, works, monkeypatch):
+    monkeypatch.setattr(vllm_compat, "installed_version", lambda: version)
+    found = doctor.examine()
+    problem = f"vLLM {version} is outside the window 0.26 to 0.33"
+    assert found.works is works and found.problems == ([] if works else [problem])
+
+
+@pytest.mark.parametrize("plugins", ["other,mla_fusion", "other", ""])
+def test_the_plugin_filtered_out(plugins, monkeypatch):
+    monkeypatch.setenv("VLLM_PLUGINS", plugins)
+    found = doctor.examine()
+    assert found.works is ("mla_fusion" in plugins)
+    assert found.works or found.problems == [
+        f"vLLM does not load the plugin: VLLM_PLUGINS={plugins} leaves it out: add mla_fusion, or "
+        "unset it"
+    ]
+
+
+@pytest.mark.parametrize(
+    "module, name, value, problem",
+    [
+        (metadata, "entry_points", lambda **asked: (), "install mla-fusion in vLLM's environment"),
+        (metadata, "entry_points", lambda **asked: [BROKEN], "AttributeError('moved')"),
+        (environment, "find_spec", lambda name: None, "vLLM is missing"),
+    ],
+)
+def test_what_keeps_the_plugin_from_working(module, name, value, problem, monkeypatch):
+    monkeypatch.setattr(module, name, value)
+    found = doctor.examine()
+    assert not found.works and problem in found.problems[0]
+
+
+def test_exit_status_and_json(monkeypatch, capsys):
+    assert cli.main(["doctor", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["works"] is True and shown["problems"] == []
+    assert shown["vllm"] == vllm_compat.installed_version()
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    assert cli.main(["doctor"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("fusion cannot work here") and "VLLM_PLUGINS=other" in lines[1]
+    assert len(lines) <= 40 and max(map(len, lines)) <= 100  # one screen
+
+
+@pytest.mark.parametrize(
+    "older, newer",
+    [("0.1.7.post2.dev18", "0.1.8"), ("0.1.19", "0.1.19.post1"), ("0.1.9", "0.1.10.post2")],
+)
+def test_versions_are_ordered(older, newer):
+    assert known_issues.numbers(older) < known_issues.numbers(newer)
+    assert known_issues.numbers(newer) == known_issues.numbers(f"{newer}+rocm7")
+
+
+def test_every_issue_names_a_public_thread():
+    for issue in known_issues.ISSUES:
+        assert issue.threads
+        for thread in issue.threads:
+            project, _, number = thread.partition("#")
+            projects = ("vllm-project/vllm", "ROCm/aiter", "triton-lang/triton")
+            assert project in projects and number.isdigit()

@@ -1,0 +1,121 @@
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from mla_fusion import cli
+from mla_fusion.attention.buffers import Rules
+from mla_fusion.cli.plan import draw
+
+COMMAND = "plan --batch 2 --kv 100000 --workers 256"
+
+
+def main(line):
+    return cli.main(line.split())
+
+
+def run(capsys, line):
+    assert main(line) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_cap_of_16_leaves_32_of_256_busy(capsys):
+    text = "\n".join(run(capsys, f"{COMMAND} --max-split-per-batch 16"))
+    assert "busy workers   32 of 256" in text
+    assert "utilisation    12.5%" in text
+    assert "without a cap  256 of 256 busy, largest load 65: 6.3 times less" in text
+
+
+def test_without_a_cap_all_are_busy(capsys):
+    text = "\n".join(run(capsys, COMMAND))
+    assert "busy workers   256 of 256" in text and "without a cap" not in text
+
+
+def test_the_plot_shows_the_idle_workers(capsys):
+    rows = run(capsys, f"{COMMAND} --max-split-per-batch 16")
+    plot = {row.split("|")[0].strip(): row.split("|")[1] for row in rows if "|" in row}
+    assert list(plot) == ["0-7", "8-15", "16-23", "24-31", "32-255"]
+    assert set(plot["0-7"]) == {"0"} and set(plot["16-23"]) == {"1"}
+    assert plot["32-255"].strip() == "idle"
+
+
+def test_ragged_lengths_with_drafts_and_many_heads(capsys):
+    rows = run(capsys, "plan --lengths 100,9000,1 --workers 7 --heads 128 --query-len 4")
+    assert "4 query rows each, 4 head blocks; 7 workers" in rows[0]
+    assert sum("|" in row for row in rows) == 7
+
+
+def test_the_picture_has_a_bar_for_each_item(tmp_path):
+    file = tmp_path / "plan.svg"
+    assert main(f"plan --lengths 100,9000,1 --workers 4 --svg {file}") == 0
+    rules = Rules(4, 1, 16, 16, -1)
+    items = sum(map(len, draw.make(rules, (100, 9000, 1), 1).shares))
+    names = [element.tag for element in ElementTree.parse(file).iter()]
+    assert sum(name.endswith("title") for name in names) == items
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("plan --kv 5 --workers 0", "'0' is not a positive whole number"),
+        ("plan --lengths 5,,5 --workers 2", "'' is not a positive whole number"),
+        ("plan --workers 2", "one of the arguments --lengths --kv is required"),
+    ],
+)
+def test_refused(capsys, arguments, message):
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("--lengths 5,5 --batch 2", "--batch goes with --kv"),
+        ("--kv 5 --kv-cache-dtype fp8", "--kv-cache-dtype goes with --aiter"),
+        ("--kv 5 --heads 128 --aiter gfx942 --kv-cache-dtype fp8", "faults on gfx942"),
+    ],
+)
+def test_what_does_not_go_together(capsys, arguments, message):
+    assert main(f"plan {arguments} --workers 2") == 2
+    assert message in capsys.readouterr().err
+
+
+def test_more_tokens_than_a_plan_can_count(capsys):
+    assert main("plan --kv 100000000 --workers 304 --batch 256") == 2
+    assert "25600000000 KV tokens" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written(tmp_path, capsys):
+    missing = tmp_path / "no" / "plan.svg"
+    assert main(f"{COMMAND} --svg {missing}") == 2
+    assert "cannot write" in capsys.readouterr().err
+
+
+DRAWN = re.compile(r"<!-- (plan [^\n]+) -->\n```console\n(.*?)```\n", re.S)
+
+
+def test_the_drawn_plans_of_the_docs_are_current(tmp_path, capsys):
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "persistent-decode.md").read_text()
+    pictures = 0
+    for line, text in DRAWN.findall(page):
+        line, _, picture = line.partition(" --svg ")
+        drawn = [f"$ mla-fusion {line}", "", *run(capsys, line)]
+        assert text.splitlines() == drawn, f"run mla-fusion {line} and paste what it prints"
+        if picture:
+            assert main(f"{line} --svg {tmp_path / 'plan.svg'}") == 0
+            capsys.readouterr()
+            assert (tmp_path / "plan.svg").read_text() == (root / picture).read_text()
+            pictures += 1
+    assert len(DRAWN.findall(page)) == 2 and pictures == 1
+
+
+def test_the_heads_of_aiters_kernels(capsys):
+    """40 heads are three blocks of 16 there, and one of 48 for the portable kernel."""
+    line = f"{COMMAND} --heads 40"
+    assert "1 head block;" in run(capsys, line)[0]
+    assert "3 head blocks;" in run(capsys, f"{line} --aiter gfx942")[0]
+    assert "1 head block;" in run(capsys, f"{line} --aiter gfx950")[0]
+    assert "3 head blocks;" in run(capsys, f"{line} --aiter gfx950 --kv-cache-dtype fp8")[0]
