@@ -106,10 +106,9 @@ def shapes() -> None:
         case = dataclasses.replace(real, tokens=tokens, heads=16, seed=tokens, **fields)
         check(f"{name} T={tokens}", case)
     for name, plan in {
-        "split": Plan(mode="split"),
         "sum": Plan(block_m=1, block_n=64),
         "walk": Plan(block_m=64, block_n=128, m_tiles=2, rest_last=True, cache_tokens=4),
-        "pdl": Plan(block_m=16, block_n=64, pdl=True),
+        "dot": Plan(block_m=16, block_n=64),
     }.items():
         case = dataclasses.replace(real, tokens=150, heads=16, padded=(0, 149))
         check(f"plan {name}", case, plan)
@@ -132,7 +131,6 @@ def widths() -> None:
             check(of, case)
             if tokens == 256:
                 check(f"{of}, large tiles", case, large)
-                check(f"{of}, split", case, Plan(mode="split"))
 
 
 def extremes() -> None:
@@ -215,7 +213,7 @@ def programmatic_launch() -> None:
     device = torch.device("cuda", 0)
     widths = provider.widths_of(cases.build(case).inputs)
     plans = {dispatch.choose(8, 16, True, widths, dispatch.device_table(device))}
-    for plan in plans | {Plan(pdl=True), Plan(block_m=1, block_n=32, num_warps=2, pdl=True)}:
+    for plan in plans | {Plan(), Plan(block_m=1, block_n=32, num_warps=2)}:
         layers = [cases.build(dataclasses.replace(case, seed=seed), "cuda") for seed in range(40)]
         shared = torch.empty_like(layers[0].inputs.q)
         outs = [torch.empty(8, 16, 576, dtype=FP8, device="cuda") for _ in layers]

@@ -17,9 +17,9 @@ def wrong_positions(rank: int) -> None:
     """Rotate for the next position."""
     right = provider.launch_arguments
 
-    def wrong(plan: Any, product: str, staged: Any, inputs: Any) -> Any:
+    def wrong(plan: Any, inputs: Any) -> Any:
         # padded rows do not use their positions
-        return right(plan, product, staged, inputs._replace(positions=inputs.positions + 1))
+        return right(plan, inputs._replace(positions=inputs.positions + 1))
 
     provider.launch_arguments = wrong
 

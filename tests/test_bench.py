@@ -46,7 +46,7 @@ def gpu(monkeypatch):
             {
                 "PEERS": {**peers, "flashinfer": no_package},
                 "OWN_ROUNDING": own,
-                "chosen_plan": lambda case: bench_peers.Plan(mode="split"),
+                "chosen_plan": lambda case: bench_peers.Plan(),
             },
         ),
         (
