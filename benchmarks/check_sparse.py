@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import math
 import multiprocessing
 import random
@@ -67,6 +68,7 @@ VARIANTS = [
 ]  # fmt: skip
 
 
+@functools.cache
 def scratch_of(variant: Variant, widths: tuple[int, ...]) -> SparseScratch:
     """The scratch of a variant."""
     kind = KINDS[variant.kind]

@@ -22,7 +22,6 @@ import torch
 from mla_fusion.attention import buffers
 from mla_fusion.attention import triton as provider
 from mla_fusion.attention.layouts import FP8_DS_MLA_V4
-from mla_fusion.attention.sparse import sparse_scratch
 from mla_fusion.kernels import triton as region
 from tests.attention.pages import VALUES
 from tests.sparse.launched import launch
@@ -134,8 +133,7 @@ def flashmla(monkeypatch):
     )  # fmt: skip
     monkeypatch.setattr(sparse, "environment", lambda commit: {"gpu": "none", "commit": commit})
     monkeypatch.setattr(sparse, "measure_ceilings", lambda: SimpleNamespace(gbps=100.0))
-    yield mock
-    sparse_scratch.cache_clear()
+    return mock
 
 
 def run(monkeypatch, tmp_path, *options):

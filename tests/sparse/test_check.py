@@ -13,7 +13,6 @@ import torch
 
 from mla_fusion.attention import buffers
 from mla_fusion.attention import triton as provider
-from mla_fusion.attention.sparse import sparse_scratch
 from mla_fusion.kernels import triton as region
 from tests.sparse.launched import launch
 
@@ -33,7 +32,7 @@ def cpu(monkeypatch):
     monkeypatch.setattr(buffers, "multiprocessors", lambda device: 4)
     monkeypatch.setattr(provider, "launch", launch)
     yield
-    sparse_scratch.cache_clear()
+    check_sparse.scratch_of.cache_clear()
 
 
 @pytest.mark.parametrize("shape", [(8, 1), (16, 2)], ids=str)
