@@ -26,9 +26,9 @@ def rotate_for_the_next_position() -> None:
 
     right = provider.launch_arguments
 
-    def wrong(plan: Any, product: str, staged: Any, inputs: Any) -> Any:
+    def wrong(plan: Any, inputs: Any) -> Any:
         # padded rows do not use their positions
-        return right(plan, product, staged, inputs._replace(positions=inputs.positions + 1))
+        return right(plan, inputs._replace(positions=inputs.positions + 1))
 
     provider.launch_arguments = wrong
 

@@ -32,8 +32,6 @@ TOKENS = (1, 8, 32, 64, 128, 256, 512)
 HEADS = (8, 16, 32, 64, 128)
 # A plan measured at `TOKENS[i]` serves batches up to LIMITS[i].
 LIMITS = (1, 16, 32, 64, 128, 256, 512)
-# A programmatic dependent launch is chosen if it is this much faster than the best without.
-PDL_GAIN = 0.02
 
 
 def power_of_two(size: int, low: int, high: int) -> int:
@@ -50,9 +48,8 @@ def rest_tiles(tokens: int, heads: int) -> dict[str, int]:
 
 
 def tiles(tokens: int, heads: int, latent: int) -> Iterator[Plan]:
-    """First round: product tiles for batches of `tokens`, and the split form."""
+    """First round: product tiles for batches of `tokens`."""
     rest = rest_tiles(tokens, heads)
-    yield Plan(mode="split", rope_rows=16, cache_tokens=rest["cache_tokens"])
     if tokens == 1:
         for block_n, warps in itertools.product((32, 64, 128), (2, 4, 8)):
             yield Plan(block_m=1, block_n=block_n, num_warps=warps, **rest)
@@ -84,11 +81,8 @@ def variations(best: Plan, tokens: int) -> Iterator[Plan]:
             {"rope_rows": min(256, 2 * best.rope_rows), "num_warps": 12 - best.num_warps},
             {"cache_tokens": 2 * best.cache_tokens},
         ]
-    launches: list[dict[str, Any]] = [{"pdl": False}, {"pdl": True}]
-    if torch.version.hip is not None:
-        launches = [{"side": 0}, {"side": 16}]
-    for rest, last, launch in itertools.product(rests, (False, True), launches):
-        yield dataclasses.replace(best, **rest, **launch, rest_last=last)
+    for rest, last in itertools.product(rests, (False, True)):
+        yield dataclasses.replace(best, **rest, rest_last=last)
 
 
 def compile_plan(job: tuple[Plan, bool, Widths]) -> None:
@@ -133,8 +127,7 @@ def row(
         **widths._asdict(),
         "heads": heads,
         "tokens": tokens,
-        **{name: value if name == "mode" else int(value)
-           for name, value in dataclasses.asdict(plan).items()},
+        **{name: int(value) for name, value in dataclasses.asdict(plan).items()},
     }  # fmt: skip
 
 
@@ -204,23 +197,19 @@ def main() -> None:
                     first = list(tiles(tokens, heads, widths.latent))
                     results = list(measure(region, first, options.rounds))
                     good = [r for r in results if r[2] >= 0.999 and r[3] <= 1]
-                    one = min((r for r in good if r[0].mode == "one"), key=lambda r: r[1])
+                    one = min(good, key=lambda r: r[1])
                     plans = sorted(set(variations(one[0], tokens)), key=str)
                     pool.map(compile_plan, [(p, fp8, widths) for p in plans], chunksize=1)
                     more = list(measure(region, plans, options.rounds))
                     results += more
                     good += [r for r in more if r[2] >= 0.999 and r[3] <= 1]
-                    best = min((r for r in good if not r[0].pdl), key=lambda r: r[1])
-                    pdl = min((r for r in good if r[0].pdl), key=lambda r: r[1])
-                    chosen = pdl if pdl[1] < best[1] * (1 - PDL_GAIN) else best
+                    best = min(good, key=lambda r: r[1])
                     limit = LIMITS[TOKENS.index(tokens)] if tokens in TOKENS else tokens
-                    table.append(row(name, arch, query, widths, heads, limit, chosen[0]))
-                    split = min(r[1] for r in results if r[0].mode == "split")
+                    table.append(row(name, arch, query, widths, heads, limit, best[0]))
                     print(
-                        f"{query} T={tokens:4d} H={heads:4d} split {split:7.2f} best "
-                        f"{best[1]:7.2f} pdl {pdl[1]:7.2f} bad {len(results) - len(good)} "
-                        f"{changed(best[0])} PDL {changed(pdl[0])} "
-                        f"equal {chosen[2]:.6f} worst {chosen[3]}",
+                        f"{query} T={tokens:4d} H={heads:4d} best {best[1]:7.2f} "
+                        f"bad {len(results) - len(good)} {changed(best[0])} "
+                        f"equal {best[2]:.6f} worst {best[3]}",
                         flush=True,
                     )
                     for plan, us, equal, worst in results:

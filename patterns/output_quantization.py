@@ -241,7 +241,7 @@ def _native(output: list[fx.Node], readers: list[fx.Node]) -> OutputQuantization
     others = sorted(user for user in users - dependent if is_live(user))
     if others:
         raise Declined("output-shared", f"the quantization and {', '.join(map(_name, others))}")
-    interior, leaves = _cone(sink, set(output))
+    interior, leaves = probe.cone([sink], stop=output, ops=_POINTWISE | probe.VIEWS)
     given = [leaf for leaf in leaves if leaf not in output]
     if len(given) != 1:
         raise _other(f"in aten ops, from {len(given)} other values")
@@ -268,21 +268,6 @@ def _pointwise_from(output: list[fx.Node]) -> tuple[set[fx.Node], list[fx.Node]]
             else:
                 stack.append(user)
     return seen, sinks
-
-
-def _cone(sink: fx.Node, stop: set[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
-    """(nodes between `stop` or other leaves and `sink`, in order; the leaves)."""
-    interior, leaves, stack = set(), set(), [sink]
-    while stack:
-        node = stack.pop()
-        if node in interior or node in leaves:
-            continue
-        if node in stop or node.target not in _POINTWISE | probe.VIEWS:
-            leaves.add(node)
-            continue
-        interior.add(node)
-        stack += node.all_input_nodes
-    return sorted(interior), sorted(leaves)
 
 
 def _is_formula(

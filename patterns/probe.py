@@ -18,6 +18,7 @@ from torch import fx
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+    from collections.abc import Set as AbstractSet
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -72,11 +73,11 @@ class NotPolynomial(Exception):
 
 
 def cone(
-    outputs: Iterable[fx.Node], stop: Iterable[fx.Node] = ()
+    outputs: Iterable[fx.Node], stop: Iterable[fx.Node] = (), ops: AbstractSet[Any] = PURE
 ) -> tuple[list[fx.Node], list[fx.Node]]:
-    """(interior nodes in order, leaves) of what `outputs` are computed from by `PURE` ops.
+    """(interior nodes in order, leaves) of what `outputs` are computed from by `ops`.
 
-    `stop` are nodes to treat as leaves although they are pure.
+    `stop` are nodes to treat as leaves although they are of `ops`.
     """
     stops, interior, leaves, seen = set(stop), [], [], set()
 
@@ -90,9 +91,9 @@ def cone(
         if node in seen:
             continue
         seen.add(node)
-        pure = node.op == "call_function" and node.target in PURE and node not in stops
+        pure = node.op == "call_function" and node.target in ops and node not in stops
         if pure and node.target is operator.getitem:
-            pure = node.args[0].target in PURE
+            pure = node.args[0].target in ops
         if not pure:
             leaves.append(node)
             continue

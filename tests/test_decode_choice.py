@@ -251,13 +251,16 @@ def test_an_operator_forces_either(h200, attention, planner):
 
 
 def test_the_report_names_who_decodes_once(h200, monkeypatch):
+    """By the choices that were made, whatever would be chosen now; a layer without one has none."""
     layers = {"a": layer(), "b": layer(), "c": layer(heads=24)}
-    monkeypatch.setattr(vllm_compat, "mla_layers", lambda layers: layers)
-    found = decode_choice.described(layers, AUTO, engine())
-    assert found.count("portable") == 1 and "24 heads" in found
-    assert decode_choice.described(layers, Options("triton", "vllm"), engine()) == "vllm"
+    for one in layers.values():
+        setattr(one, decode_choice.ATTRIBUTE, decode_choice.choose(one, AUTO, engine()))
     monkeypatch.setattr(vllm_compat, "gpu_name", lambda: "")
-    assert decode_choice.described(layers, AUTO, engine()) == "auto"
+    never = {"never chosen": layer(heads=40)}
+    found = decode_choice.described(layers | never, AUTO)
+    assert found.count("portable") == 1 and "24 heads" in found and "40 heads" not in found
+    assert decode_choice.described(never, AUTO) == "auto"
+    assert decode_choice.described(never, Options("triton", "vllm")) == "vllm"
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def test_the_first_rank_stores_what_all_compiled(
     path, kept, asked = tmp_path / "report.json", [], []
     monkeypatch.setattr(collectives, "report_path", lambda _: path)
     monkeypatch.setattr(config, "decode_bucket", lambda _: 4)
-    monkeypatch.setattr(report, "take", lambda *_: made[own])
+    monkeypatch.setattr(report, "take", lambda *_, **__: made[own])
     monkeypatch.setattr(report, "find", lambda at: asked.append(at) or made[stored])
     monkeypatch.setattr(report, "store", lambda at, merged: kept.append((at, merged)))
     monkeypatch.setattr(vllm_compat, "is_first_rank", lambda: first)

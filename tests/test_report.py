@@ -106,7 +106,12 @@ def test_the_report_of_a_graph_survives_its_file(tmp_path):
     spec = Spec("deepseek", layers=2)
     report.add(fuse(build(spec), spec))
     stored = report.take(
-        "reference", 4, "V3", {"vLLM": "0.32.0"}, attention="portable", epilogue="W_UV"
+        "reference",
+        4,
+        model="V3",
+        versions={"vLLM": "0.32.0"},
+        attention="portable",
+        epilogue="W_UV",
     )
     assert stored is not None and stored.ranges[0].layer is not None
     said = "provider reference, attention portable, epilogue W_UV, decode bucket 4 tokens"

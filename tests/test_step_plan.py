@@ -359,3 +359,13 @@ def test_layers_whose_decode_was_measured_in_other_steps_share_no_plan(monkeypat
     ]
     step = engine.metadata([1, 1, 1], [5, 8, 3])
     assert [plans[name].serves(step) for name in ranges] == serves
+
+
+def test_the_report_has_the_choices_that_were_made(monkeypatch):
+    engine, options = Engine(), Options("reference")
+    choices = {"a": Choice("portable", 2, "portable up to 2 sequences"), "b": Choice(why="slower")}
+    choose = Mock(side_effect=lambda layer, *_: choices[layer.layer_name])
+    monkeypatch.setattr(step_plan.decode_choice, "choose", choose)
+    step_plan.attach(engine.layers, options, engine.vllm_config)
+    found = step_plan.decode_choice.described(engine.layers, options)
+    assert found == "portable up to 2 sequences; slower" and choose.call_count == 2

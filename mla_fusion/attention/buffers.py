@@ -95,8 +95,7 @@ class Settings:
             a power of two.
         overhead: fixed cost of a work item in units of kv_granularity tokens; by default 16.
         v_head_dim: width of the output, kv_lora_rank.
-        planner: "portable", for the kernels of this library; "aiter", for AITER's; or "auto":
-            AITER's unless `planner_aiter.why_not` has a reason against it.
+        planner: "portable", for the kernels of this library, or "aiter", for AITER's.
 
     Raises:
         ValueError: a number is out of range.
@@ -115,7 +114,7 @@ class Settings:
     kv_granularity: int = 16
     overhead: int | None = None
     v_head_dim: int = 512
-    planner: str = "auto"
+    planner: str = "portable"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "device", torch.device(self.device))

@@ -17,13 +17,9 @@ from mla_fusion.attention.buffers import PlanBuffers, Settings, Step
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class PersistentDecodePlan(PlanBuffers):
-    """`PlanBuffers` with the planner that writes them.
-
-    planner: the module. why_not_aiter: why it is not AITER's, under planner="auto"; else empty.
-    """
+    """`PlanBuffers` with the planner that writes them, a module."""
 
     planner: Any
-    why_not_aiter: str
 
     @classmethod
     def allocate(cls, **arguments: Any) -> PersistentDecodePlan:
@@ -38,8 +34,8 @@ class PersistentDecodePlan(PlanBuffers):
             ProviderUnavailable: AITER was asked for and is not here.
         """
         settings = Settings(**arguments)
-        module, why_not_aiter = choose_planner(settings)
-        return cls(**module.allocate(settings), planner=module, why_not_aiter=why_not_aiter)
+        module = choose_planner(settings)
+        return cls(**module.allocate(settings), planner=module)
 
     def refresh(
         self,
@@ -96,8 +92,8 @@ class PersistentDecodePlan(PlanBuffers):
         self.refreshes += 1
 
 
-def choose_planner(settings: Settings) -> tuple[Any, str]:
-    """The planner module that `settings.planner` names, and why AITER's is not, under "auto".
+def choose_planner(settings: Settings) -> Any:
+    """The planner module that `settings.planner` names.
 
     A planner module has
 
@@ -113,16 +109,11 @@ def choose_planner(settings: Settings) -> tuple[Any, str]:
     if settings.device.type != "cpu":
         # Imported here: a CPU does without Triton.
         from mla_fusion.attention import planner_triton as portable
-    why_not_aiter = planner_aiter.why_not(settings) if settings.planner == "auto" else ""
-    modules = {
-        "auto": portable if why_not_aiter else planner_aiter,
-        "portable": portable,
-        "aiter": planner_aiter,
-    }
+    modules = {"portable": portable, "aiter": planner_aiter}
     if settings.planner not in modules:
         raise ValueError(
             f"unknown planner {settings.planner!r}: choose one of {', '.join(modules)}"
         )
     module = modules[settings.planner]
     module.require(settings)
-    return module, why_not_aiter
+    return module

@@ -14,7 +14,6 @@ import torch
 
 from mla_fusion.attention import selection
 from mla_fusion.attention.buffers import AITER_BUFFERS, Companions, common_buffers
-from mla_fusion.kernels import ProviderUnavailable
 from mla_fusion.kernels.capture import capturing
 
 if TYPE_CHECKING:
@@ -33,17 +32,6 @@ def require(settings: Settings) -> None:
     if why := _unsupported(settings):
         raise ValueError(f'planner="aiter" is not possible: {why}')
     selection.require()
-
-
-def why_not(settings: Settings) -> str:
-    """Why AITER's planner should not be used: it cannot, or another decode is faster; or empty."""
-    if why := _unsupported(settings) or _verdict(settings).slower:
-        return why
-    try:
-        selection.require()
-    except ProviderUnavailable as error:
-        return str(error)
-    return ""
 
 
 def cannot_cap(cap: int) -> str:

@@ -13,7 +13,6 @@ DeepSeek-V3.2, GLM-5 and V4. Those are read in place: on Hopper one scope of the
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -92,7 +91,6 @@ class SparseScratch:
         )
 
 
-@functools.cache
 def sparse_scratch(
     *,
     max_tokens: int,
@@ -104,7 +102,7 @@ def sparse_scratch(
     workers: int | None = None,
     v_head_dim: int = 512,
 ) -> SparseScratch:
-    """The scratch for steps of up to `max_tokens` tokens: the same object for the same arguments.
+    """A new scratch for steps of up to `max_tokens` tokens.
 
     Args:
         widths: columns of the index rows of one or two scopes.

@@ -29,13 +29,17 @@ def installed_version() -> str:
     return str(vllm.__version__)
 
 
-def versions() -> dict[str, str]:
-    """The releases that compile a graph together, and the device they compile it for."""
+def _platform() -> Any:
     from vllm.platforms import current_platform
 
-    device = current_platform.device_name
-    if current_platform.is_cuda_alike():
-        device = str(current_platform.get_device_name())
+    return current_platform
+
+
+def versions() -> dict[str, str]:
+    """The releases that compile a graph together, and the device they compile it for."""
+    device = _platform().device_name
+    if _platform().is_cuda_alike():
+        device = str(_platform().get_device_name())
     return {
         "mla-fusion": metadata.version("mla-fusion"),
         "vLLM": installed_version(),
@@ -46,32 +50,24 @@ def versions() -> dict[str, str]:
 
 def is_rocm() -> bool:
     """Whether vLLM's platform is ROCm."""
-    from vllm.platforms import current_platform
-
-    return bool(current_platform.is_rocm())
+    return bool(_platform().is_rocm())
 
 
 def default_provider() -> str:
     """Who computes the fused op on vLLM's platform if none is named; empty where there is none."""
-    from vllm.platforms import current_platform
-
     if is_rocm():
         return "aiter"
-    return "triton" if current_platform.is_cuda() else ""
+    return "triton" if _platform().is_cuda() else ""
 
 
 def is_hopper() -> bool:
     """Whether vLLM's platform is an NVIDIA GPU of sm_90."""
-    from vllm.platforms import current_platform
-
-    return bool(current_platform.is_cuda() and current_platform.is_device_capability((9, 0)))
+    return bool(_platform().is_cuda() and _platform().is_device_capability((9, 0)))
 
 
 def gpu_name() -> str:
     """The name of the NVIDIA GPU that vLLM runs on; empty on another platform."""
-    from vllm.platforms import current_platform
-
-    return str(current_platform.get_device_name()) if current_platform.is_cuda() else ""
+    return str(_platform().get_device_name()) if _platform().is_cuda() else ""
 
 
 def compile_environment() -> str:
@@ -225,9 +221,7 @@ def combine_context_parallel(
 
 def fp8_dtype() -> torch.dtype:
     """The fp8 type of vLLM's platform: e4m3fnuz on gfx942, else e4m3fn."""
-    from vllm.platforms import current_platform
-
-    return current_platform.fp8_dtype()
+    return _platform().fp8_dtype()
 
 
 def absorb_weight(layer: Any) -> torch.Tensor | None:
@@ -274,9 +268,7 @@ def other_layers(layers: Mapping[str, Any]) -> int:
 
 def current_layers() -> Mapping[str, Any]:
     """All layers of the model that runs or compiles, by name."""
-    from vllm.forward_context import get_forward_context
-
-    return get_forward_context().no_compile_layers
+    return forward_context().no_compile_layers
 
 
 def traced_layer_name(layer_name: Any) -> str | None:

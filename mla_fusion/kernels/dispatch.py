@@ -41,17 +41,13 @@ class Widths(NamedTuple):
 class Plan:
     """One configuration of `triton_kernels.prep_kernel`.
 
-    mode: "one" launch, or "split": torch.bmm and a launch for the rest.
     block_m, block_n: tokens and latents of a product tile; block_m 1 sums products instead of
         using matrix instructions.
     m_tiles: token tiles of one product program, which loads its tile of W_UK once.
     rope_rows, cache_tokens: rows of [tokens * heads] and tokens of one rest program.
     rest_last: the rest programs come after the product programs in the grid.
-    pdl: programmatic dependent launch (NVIDIA, compute capability 9 and later).
-    side: of a matrix instruction on AMD, 16 or 32; 0 for Triton's choice.
     """
 
-    mode: str = "one"
     block_m: int = 16
     block_n: int = 64
     m_tiles: int = 1
@@ -59,13 +55,6 @@ class Plan:
     cache_tokens: int = 1
     rest_last: bool = False
     num_warps: int = 4
-    num_stages: int = 2
-    pdl: bool = False
-    side: int = 0
-
-    def __post_init__(self) -> None:
-        if self.mode not in ("one", "split"):
-            raise ValueError(f"mode must be 'one' or 'split', got {self.mode!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +75,7 @@ def read(lines: Iterable[Mapping[str, str]]) -> dict[str, Measured]:
     found: dict[str, Measured] = {}
     for line in lines:
         fields: dict[str, Any] = {
-            name: line[name] if name == "mode" else type(default)(int(line[name]))
+            name: type(default)(int(line[name]))
             for name, default in dataclasses.asdict(Plan()).items()
         }
         device = found.setdefault(line["device"], Measured(line["arch"], {True: {}, False: {}}))
@@ -143,7 +132,7 @@ def fit(plan: Plan, depth: int, rotated: int, itemsize: int) -> Plan:
     if rotated > 64:
         plan = dataclasses.replace(plan, rope_rows=max(1, plan.rope_rows * 64 // rotated))
     factor = max(1, depth * itemsize // 256)
-    if factor == 1 or plan.mode == "split":
+    if factor == 1:
         return plan
     return dataclasses.replace(
         plan,

@@ -1,7 +1,7 @@
-"""The Triton provider: the fused region in one launch, or a torch product and one launch.
+"""The Triton provider: the fused region in one launch, by the plan of `dispatch.choose`.
 
-`dispatch.choose` says which. The kernel itself is in `triton_kernels.py`, which is imported on
-first use, so that this module can be imported where Triton is not installed.
+The kernel itself is in `triton_kernels.py`, which is imported on first use, so that this module can
+be imported where Triton is not installed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mla_fusion.kernels import dispatch
-from mla_fusion.kernels.arithmetic import FP8_DTYPES, scale
+from mla_fusion.kernels.arithmetic import FP8_DTYPES
 from mla_fusion.kernels.dispatch import Plan, Widths
 from mla_fusion.kernels.inputs import Inputs
 
@@ -53,19 +53,20 @@ def _limit(tensor: torch.Tensor) -> float:
 
 
 @functools.lru_cache(maxsize=8)
-def _is_hopper(device: torch.device) -> bool:
-    """Whether this is an NVIDIA GPU of compute capability 9.0."""
+def _capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of an NVIDIA GPU; (0, 0) of other devices."""
     if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) == (9, 0)
+        return 0, 0
+    return torch.cuda.get_device_capability(device)
 
 
-@functools.lru_cache(maxsize=8)
+def _is_hopper(device: torch.device) -> bool:
+    return _capability(device) == (9, 0)
+
+
 def has_early_launch(device: torch.device) -> bool:
     """Whether a kernel may be launched before the one in front has ended (programmatic launch)."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    return _capability(device) >= (9, 0)
 
 
 def _direct(plan: Plan, w_uk_t: torch.Tensor, q_out: torch.Tensor) -> bool:
@@ -148,47 +149,19 @@ def fused_mla_decode_prep(inputs: Inputs, plan: Plan | None = None) -> torch.Ten
         table = dispatch.device_table(q.device)
         plan = dispatch.choose(tokens, heads, q_out.dtype in FP8_DTYPES, widths, table)
     plan = dispatch.fit(plan, _pad(widths.nope), _pad(widths.rope), q.element_size())
-    product, staged = "here", q_out
-    if plan.mode == "split":
-        product, staged = _torch_product(inputs)
-    args, options = launch_arguments(plan, product, staged, inputs)
-    grid = (programs(plan, product, tokens, heads, widths.latent),)
-    triton_kernels.prep_kernel[grid](*args, **options)
+    args, options = launch_arguments(plan, inputs)
+    triton_kernels.prep_kernel[programs(plan, tokens, heads, widths.latent),](*args, **options)
     return q_out
 
 
-def _torch_product(inputs: Inputs) -> tuple[str, torch.Tensor]:
-    """torch.bmm for the absorb product; returns PRODUCT and `latent_ptr` of `prep_kernel`."""
-    q, w_uk_t, q_out = inputs.q, inputs.w_uk_t, inputs.q_out
-    _, nope, latent = w_uk_t.shape
-    product, staged, target = "done", q_out, q_out[..., :latent]
-    if q_out.dtype != q.dtype:
-        # torch.bmm cannot write fp8. Under capture this, and a scaled query, come from the graph's
-        # own pool; nothing else is allocated.
-        product, target = "staged", q.new_empty((*q.shape[:2], latent))
-        staged = target
-    q_nope = q[..., :nope]
-    if inputs.q_factor is not None:
-        q_nope = scale(q_nope, inputs.q_factor)
-    torch.bmm(q_nope.transpose(0, 1), w_uk_t, out=target.transpose(0, 1))
-    return product, staged
-
-
-def programs(plan: Plan, product: str, tokens: int, heads: int, latent: int) -> int:
-    """Size of the launch: rest programs, and product programs if the product is done here."""
+def programs(plan: Plan, tokens: int, heads: int, latent: int) -> int:
+    """Size of the launch: rest programs and product programs."""
     rest = -(-tokens // plan.cache_tokens) + -(-tokens * heads // plan.rope_rows)
-    if product != "here":
-        return rest
     return rest + heads * -(-latent // plan.block_n) * -(-tokens // (plan.block_m * plan.m_tiles))
 
 
-def launch_arguments(
-    plan: Plan, product: str, staged: torch.Tensor, inputs: Inputs
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional arguments and keywords of `prep_kernel` (also for compiling without a GPU).
-
-    `product` and `staged` are its PRODUCT and `latent_ptr`.
-    """
+def launch_arguments(plan: Plan, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional arguments and keywords of `prep_kernel` (also for compiling without a GPU)."""
     q, kv_c, k_pe, angles = inputs.q, inputs.kv_c, inputs.k_pe, inputs.cos_sin_cache
     tokens, heads, _ = q.shape
     # Row strides of one token have no meaning. Fixed, they select the aligned variant, which the
@@ -201,18 +174,18 @@ def launch_arguments(
     args = (
         q, inputs.w_uk_t, kv_c, k_pe, inputs.kv_cache, inputs.slot_mapping, inputs.positions,
         inputs.positions if angles is None else angles,
-        inputs.k_scale, inputs.q_scale, inputs.q_factor, inputs.q_out, staged,
+        inputs.k_scale, inputs.q_scale, inputs.q_factor, inputs.q_out,
         tokens, heads, q_row, q.stride(1), *inputs.w_uk_t.stride(), kv_c_row, k_pe_row,
         *inputs.kv_cache.stride()[:2], 0 if angles is None else angles.stride(0),
     )  # fmt: skip
-    return args, _options(plan, product, align, inputs)
+    return args, _options(plan, align, inputs)
 
 
-def _options(plan: Plan, product: str, align: int, inputs: Inputs) -> dict[str, Any]:
+def _options(plan: Plan, align: int, inputs: Inputs) -> dict[str, Any]:
     """The constants of `prep_kernel` and the options of its launch."""
     w_uk_t, kv_cache, q_out = inputs.w_uk_t, inputs.kv_cache, inputs.q_out
     heads, nope, latent = w_uk_t.shape
-    rope = inputs.k_pe.shape[1]
+    rope, early = inputs.k_pe.shape[1], has_early_launch(q_out.device)
     options: dict[str, Any] = {
         "P": nope,
         "R": rope,
@@ -227,7 +200,6 @@ def _options(plan: Plan, product: str, align: int, inputs: Inputs) -> dict[str, 
         "K_LIMIT": _limit(kv_cache),
         "ALIGN": align,
         "ALL_ROWS": inputs.context_parallel,
-        "PRODUCT": product,
         "BLOCK_M": plan.block_m,
         "BLOCK_N": plan.block_n,
         "M_TILES": plan.m_tiles,
@@ -235,19 +207,17 @@ def _options(plan: Plan, product: str, align: int, inputs: Inputs) -> dict[str, 
         "CACHE_TOKENS": plan.cache_tokens,
         "REST_LAST": plan.rest_last,
         "ONE_TOKEN": heads % plan.rope_rows == 0,
-        "PDL": plan.pdl,
+        "PDL": early,
         "DIRECT": _direct(plan, w_uk_t, q_out),
         "WARPS": plan.num_warps,
         "num_warps": plan.num_warps,
-        "num_stages": plan.num_stages,
+        "num_stages": 2,
         # Contraction would leave one product of x * cos - y * sin unrounded: near zero the result
         # would be many units in the last place off the reference's.
         "enable_fp_fusion": False,
     }
-    if plan.pdl:
+    if early:
         options["launch_pdl"] = True
-    if plan.side:
-        options["matrix_instr_nonkdim"] = plan.side
     return options
 
 
@@ -280,7 +250,7 @@ def warmup(
     for done, (plan, tokens) in enumerate(plans.items(), start=1):
         progress(
             f"mla-fusion: compiling Triton configuration {done} of {len(plans)} "
-            f"({heads} heads, from {tokens} tokens, {plan.mode})"
+            f"({heads} heads, from {tokens} tokens)"
         )
         fused_mla_decode_prep(batch(tokens), plan)
     if device.type == "cuda":

@@ -41,7 +41,7 @@ def _my_work(
 )
 def prep_kernel(
     q_ptr, w_ptr, kv_c_ptr, k_pe_ptr, cache_ptr, slot_ptr, position_ptr, cos_sin_ptr,
-    k_scale_ptr, q_scale_ptr, factor_ptr, out_ptr, latent_ptr,
+    k_scale_ptr, q_scale_ptr, factor_ptr, out_ptr,
     tokens, heads,
     q_row, q_head, w_head, w_row, w_col, kv_c_row, k_pe_row, cache_block, cache_entry,
     cos_sin_stride,
@@ -49,7 +49,7 @@ def prep_kernel(
     P_PAD: tl.constexpr, R_PAD: tl.constexpr, L_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROPE: tl.constexpr, NEOX: tl.constexpr,
     Q_LIMIT: tl.constexpr, K_LIMIT: tl.constexpr, ALIGN: tl.constexpr, ALL_ROWS: tl.constexpr,
-    PRODUCT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, M_TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, M_TILES: tl.constexpr,
     ROPE_ROWS: tl.constexpr, CACHE_TOKENS: tl.constexpr, REST_LAST: tl.constexpr,
     ONE_TOKEN: tl.constexpr, PDL: tl.constexpr, DIRECT: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
@@ -57,11 +57,6 @@ def prep_kernel(
 
     `factor_ptr` is None for a query without a factor: the machine code then has no trace of it.
 
-    PRODUCT says who computes the latent part of the query:
-        "here"     the product programs of this launch;
-        "done"     a product that has already written it into q_out: only padded rows are zeroed;
-        "staged"   a product that left it in `latent_ptr` [T, H, L]: it is cast into q_out.
-    Such a product has multiplied the scaled query.
     Q_LIMIT and K_LIMIT are the largest finite fp8 values, 0 for a target that is not fp8, and
     negative where conversions saturate by themselves. The row strides of q, kv_c and k_pe come
     divided by ALIGN. ALL_ROWS: a row with a slot below 0 is no padding and has a query. PDL: the
@@ -91,12 +86,11 @@ def prep_kernel(
             )  # fmt: skip
         else:
             query_rows(
-                q_ptr, out_ptr, latent_ptr, slot_ptr, position_ptr, cos_sin_ptr, q_scale_ptr,
+                q_ptr, out_ptr, slot_ptr, position_ptr, cos_sin_ptr, q_scale_ptr,
                 factor_ptr, unit - cache_programs, tokens, heads, q_row, q_head, cos_sin_stride,
-                P, R, L, R_PAD, L_PAD, ROPE, NEOX, Q_LIMIT, ALL_ROWS, PRODUCT, ROPE_ROWS,
-                ONE_TOKEN,
+                P, R, L, R_PAD, L_PAD, ROPE, NEOX, Q_LIMIT, ALL_ROWS, ROPE_ROWS, ONE_TOKEN,
             )  # fmt: skip
-    elif PRODUCT == "here":
+    else:
         product(
             q_ptr, w_ptr, slot_ptr, q_scale_ptr, factor_ptr, out_ptr,
             work, tokens, heads, q_row, q_head, w_head, w_row, w_col,

@@ -34,12 +34,7 @@ from mla_fusion.kernels.triton_cast import (
 
 @triton.jit
 def _product_cast(
-    y,
-    ACT: tl.constexpr,
-    inverse,
-    OUT: tl.constexpr,
-    LIMIT: tl.constexpr,
-    DIRECT: tl.constexpr,
+    y, ACT: tl.constexpr, inverse, OUT: tl.constexpr, LIMIT: tl.constexpr, DIRECT: tl.constexpr
 ):
     """fp32 sums `y` rounded to the activation type and then cast to OUT."""
     if DIRECT and LIMIT < 0:
@@ -76,15 +71,9 @@ def _scaled_tile(q, factor_ptr, m_start, end, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def _direct_weights(
-    w_ptrs,
-    w_row,
-    w_col,
-    n_start,
-    P: tl.constexpr,
-    L: tl.constexpr,
-    P_PAD: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    w_ptrs, w_row, w_col, n_start,
+    P: tl.constexpr, L: tl.constexpr, P_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """W_UK of one head for latents n_start ... n_start + BLOCK_N, in DIRECT order."""
     # [lane % 4, P_PAD, 64 latents, 16 of a lane]: Triton spreads a warp over the last dimension and
     # then over the others from the first on, here over 4 rows of 64 latents. These are whole lines
@@ -112,18 +101,10 @@ def _direct_slots(slot_ptr, m, tokens, BLOCK_M: tl.constexpr, ALL_ROWS: tl.const
 
 @triton.jit
 def _direct_store(
-    y,
-    slot,
-    out_ptrs,
-    m,
-    n_start,
-    heads,
-    L: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    WARPS: tl.constexpr,
-):
+    y, slot, out_ptrs, m, n_start, heads,
+    L: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
     """Store a tile in DIRECT order as rows of 64 latents, each from the four lanes that hold it.
 
     The order of the rows is the one that Triton spreads over the program: 8 for a warp, then the

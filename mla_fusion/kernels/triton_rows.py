@@ -104,19 +104,18 @@ def cache_rows(
 
 
 @triton.jit
-def query_rows(
-    q_ptr, out_ptr, latent_ptr, slot_ptr, position_ptr, cos_sin_ptr, q_scale_ptr, factor_ptr,
+def rotated_rows(
+    q_ptr, out_ptr, slot_ptr, position_ptr, cos_sin_ptr, q_scale_ptr, factor_ptr,
     unit, tokens, heads, q_row, q_head, cos_sin_stride,
-    P: tl.constexpr, R: tl.constexpr, L: tl.constexpr, R_PAD: tl.constexpr, L_PAD: tl.constexpr,
-    ROPE: tl.constexpr, NEOX: tl.constexpr, Q_LIMIT: tl.constexpr,
-    ALL_ROWS: tl.constexpr, PRODUCT: tl.constexpr, ROPE_ROWS: tl.constexpr,
-    ONE_TOKEN: tl.constexpr,
+    P: tl.constexpr, R: tl.constexpr, L: tl.constexpr, R_PAD: tl.constexpr,
+    ROPE: tl.constexpr, NEOX: tl.constexpr, Q_LIMIT: tl.constexpr, ALL_ROWS: tl.constexpr,
+    ROPE_ROWS: tl.constexpr, ONE_TOKEN: tl.constexpr,
 ):  # fmt: skip
-    """RoPE of ROPE_ROWS rows of q_pe [tokens * heads, R], and the latent part that PRODUCT leaves.
+    """RoPE of ROPE_ROWS rows of q_pe [tokens * heads, R]. Returns their numbers, which are inside
+    of the batch, their slots, and 1 / scale.
 
     ONE_TOKEN: all rows belong to one token, whose slot, position and angles are loaded once.
     """
-    OUT: tl.constexpr = out_ptr.dtype.element_ty
     WIDTH: tl.constexpr = L + R
     row = unit * ROPE_ROWS + tl.arange(0, ROPE_ROWS)[:, None]
     TOKENS: tl.constexpr = 1 if ONE_TOKEN else ROPE_ROWS
@@ -131,17 +130,28 @@ def query_rows(
         inside, angles, valid, inverse, factors_of(factor_ptr, token, inside),
         R, R_PAD, ROPE, NEOX, Q_LIMIT, factor_ptr is not None, True,
     )  # fmt: skip
+    return row, inside, slot, inverse
+
+
+@triton.jit
+def query_rows(
+    q_ptr, out_ptr, slot_ptr, position_ptr, cos_sin_ptr, q_scale_ptr, factor_ptr,
+    unit, tokens, heads, q_row, q_head, cos_sin_stride,
+    P: tl.constexpr, R: tl.constexpr, L: tl.constexpr, R_PAD: tl.constexpr, L_PAD: tl.constexpr,
+    ROPE: tl.constexpr, NEOX: tl.constexpr, Q_LIMIT: tl.constexpr, ALL_ROWS: tl.constexpr,
+    ROPE_ROWS: tl.constexpr, ONE_TOKEN: tl.constexpr,
+):  # fmt: skip
+    """`rotated_rows`, and zeros in the latent part of those that are padding."""
+    row, inside, slot, _ = rotated_rows(
+        q_ptr, out_ptr, slot_ptr, position_ptr, cos_sin_ptr, q_scale_ptr, factor_ptr,
+        unit, tokens, heads, q_row, q_head, cos_sin_stride,
+        P, R, L, R_PAD, ROPE, NEOX, Q_LIMIT, ALL_ROWS, ROPE_ROWS, ONE_TOKEN,
+    )  # fmt: skip
     cols = tl.arange(0, L_PAD)[None, :]
-    out = out_ptr + row * WIDTH + cols
-    if PRODUCT == "staged":
-        staged = latent_ptr + row * L + cols
-        y = tl.load(staged, mask=inside & (cols < L), other=0.0).to(tl.float32)
-        y = tl.where(valid, cast(y, inverse, tl.float32, Q_LIMIT), 0.0)
-        tl.store(out, y.to(OUT), mask=inside & (cols < L))
-    else:
-        # The product does not store padded rows: a mask on its stores is cheaper than a select
-        # for each element.
-        padded = inside & (slot < 0)
-        if tl.max(tl.reshape(padded.to(tl.int32), (padded.shape[0],)), axis=0) > 0:
-            zero = tl.zeros((ROPE_ROWS, L_PAD), tl.float32).to(OUT)
-            tl.store(out, zero, mask=padded & (cols < L))
+    out = out_ptr + row * (L + R) + cols
+    # The product does not store padded rows: a mask on its stores is cheaper than a select for
+    # each element.
+    padded = inside & (slot < 0)
+    if tl.max(tl.reshape(padded.to(tl.int32), (padded.shape[0],)), axis=0) > 0:
+        zero = tl.zeros((ROPE_ROWS, L_PAD), tl.float32).to(out_ptr.dtype.element_ty)
+        tl.store(out, zero, mask=padded & (cols < L))

@@ -168,19 +168,11 @@ def forget() -> None:
     _records.clear()
 
 
-def take(
-    provider: str,
-    bucket: int,
-    model: str = "",
-    versions: dict[str, str] | None = None,
-    model_layers: int = 0,
-    others: int = 0,
-    attention: str = "auto",
-    epilogue: str = "",
-) -> Report | None:
+def take(provider: str, bucket: int, model_layers: int = 0, **of_engine: Any) -> Report | None:
     """The report of all graphs compiled since the last call; None if no pass ran.
 
-    `model_layers` counts the MLA layers of the model and of its draft head, `others` the rest.
+    `model_layers` counts the MLA layers of the model and of its draft head; the other arguments are
+    fields of `Report`.
     """
     if not _records:
         return None
@@ -201,17 +193,7 @@ def take(
     seen = max(r.layers for r in ranges.values())
     uncompiled = max(model_layers - seen, 0)
     ordered = [ranges[key] for key in sorted(ranges)]
-    return Report(
-        provider,
-        bucket,
-        ordered,
-        model,
-        versions or {},
-        uncompiled,
-        others,
-        attention=attention,
-        epilogue=epilogue,
-    )
+    return Report(provider, bucket, ordered, uncompiled=uncompiled, **of_engine)
 
 
 def _count(declined: dict[str, Decline], total: dict[Decline, int]) -> None:

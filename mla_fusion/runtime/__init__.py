@@ -25,10 +25,9 @@ import torch
 from mla_fusion import kernels, ops
 from mla_fusion.config import vllm_compat
 from mla_fusion.kernels import arithmetic
-from mla_fusion.kernels.capture import refuse_during_capture
 from mla_fusion.kernels.inputs import Inputs, padded_batch
 from mla_fusion.ops import Quantization, Rope, Variant
-from mla_fusion.runtime import step_plan
+from mla_fusion.runtime import step_plan, tables
 from mla_fusion.runtime.output import QuantizedOutput
 
 if TYPE_CHECKING:
@@ -82,7 +81,7 @@ def fused_decode_prep(
     if rows < prepared_q.shape[0]:
         prepared_q[rows:].zero_()
     if cos_sin_cache is not None:
-        cos_sin_cache = _table(cos_sin_cache, rope, q.dtype)
+        cos_sin_cache = tables.in_type(layer, cos_sin_cache, rope, q.dtype)
     try:
         inputs = Inputs(
             q[:rows],
@@ -153,7 +152,8 @@ def rope_and_cache_update(
         )  # fmt: skip
     elif rope in (Rope.NATIVE, Rope.NATIVE_FP32):
         assert positions is not None and cos_sin_cache is not None
-        table = _table(cos_sin_cache, rope, q.dtype)
+        layer = vllm_compat.attention_context(layer_name)[1]
+        table = tables.in_type(layer, cos_sin_cache, rope, q.dtype)
         q_pe.copy_(arithmetic.rotate(q_pe, positions, table, is_neox))
         k_pe.copy_(arithmetic.rotate(k_pe, positions, table, is_neox))
     elif rope != Rope.NONE:
@@ -357,19 +357,3 @@ def _cache_view(kv_cache: torch.Tensor, kv_cache_dtype: str) -> torch.Tensor:
     """The cache as [blocks, block_size, L + R]; some releases keep a head dimension of one."""
     cache = _typed_cache(kv_cache, kv_cache_dtype)
     return cache.squeeze(1) if cache.dim() == 4 else cache
-
-
-# (address, rows, type) of vLLM's table -> (the table, kept alive so that no other takes its
-# address; the table rounded).
-_tables: dict[tuple[int, int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
-
-
-def _table(cos_sin_cache: torch.Tensor, rope: str, dtype: torch.dtype) -> torch.Tensor:
-    """The cosines and sines as the spelling uses them, converted once per table."""
-    if rope != Rope.NATIVE or cos_sin_cache.dtype == dtype:
-        return cos_sin_cache
-    key = (cos_sin_cache.data_ptr(), len(cos_sin_cache), dtype)
-    if key not in _tables:
-        refuse_during_capture("the cosines and sines in the type of the query")
-        _tables[key] = (cos_sin_cache, cos_sin_cache.to(dtype))
-    return _tables[key][1]

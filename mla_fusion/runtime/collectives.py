@@ -65,12 +65,12 @@ def collect(vllm_config: Any) -> tuple[report.Report | None, bool]:
     made = report.take(
         options.provider,
         config.decode_bucket(vllm_config),
-        vllm_config.model_config.architecture,
-        vllm_compat.versions(),
         len(vllm_compat.mla_layers(layers)),
-        vllm_compat.other_layers(layers),
-        decode_choice.described(layers, options, vllm_config),
-        step_plan.epilogues(layers),
+        model=vllm_config.model_config.architecture,
+        versions=vllm_compat.versions(),
+        others=vllm_compat.other_layers(layers),
+        attention=decode_choice.described(layers, options),
+        epilogue=step_plan.epilogues(layers),
     )
     everyones = vllm_compat.gather(made)
     stored = None

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.mla_fusion")
 
+ATTRIBUTE = "mla_fusion_decode_choice"  # of a layer: the choice that was made for it
+
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
@@ -108,12 +110,10 @@ def _query_rows(vllm_config: Any) -> int:
     return 1 + config.draft_tokens(vllm_config)
 
 
-def described(layers: Mapping[str, Any], options: config.Options, vllm_config: Any) -> str:
-    """Who decodes the MLA layers, for the report: each answer once."""
-    if options.attention != "auto":
-        return options.attention
-    mla = vllm_compat.mla_layers(layers).values()
-    found = dict.fromkeys(choose(layer, options, vllm_config).why for layer in mla)
+def described(layers: Mapping[str, Any], options: config.Options) -> str:
+    """Who decodes, for the report: each choice that was made for one of `layers`, once."""
+    made = (getattr(layer, ATTRIBUTE, None) for layer in layers.values())
+    found = dict.fromkeys(choice.why for choice in made if choice is not None)
     return "; ".join(filter(None, found)) or options.attention
 
 

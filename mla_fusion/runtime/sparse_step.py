@@ -8,7 +8,6 @@ differs on ROCm.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -157,17 +156,15 @@ class SparseStep:
         )
 
 
-# Shared by the layers of a process.
-_shared = functools.cache(SparseStep)
-
-
 def attach(layers: Mapping[str, Any], vllm_config: Any) -> None:
-    """Give each layer of the backend CUSTOM what it shares with those of its shape.
+    """Give each layer of the backend CUSTOM what it shares with those of its shape in `layers`,
+    which own it.
 
     It stays None where vLLM decodes every step. The log says both, and each reason, once; also of
     sparse layers that vLLM made with another backend although an operator chose CUSTOM.
     """
     said: Counter[tuple[int, str]] = Counter()
+    shared: dict[tuple[Any, ...], SparseStep] = {}
     chosen = vllm_compat.chose_sparse_backend(vllm_config, BACKEND)
     for layer in layers.values():
         impl: Any = getattr(layer, "impl", None)
@@ -182,7 +179,10 @@ def attach(layers: Mapping[str, Any], vllm_config: Any) -> None:
             left = f"every step is left to {backend}: {decline.explain()}"
             said[logging.WARNING, left] += 1
             continue
-        step = _step(impl, vllm_config)
+        shape = _shape(impl, vllm_config)
+        if shape not in shared:
+            shared[shape] = SparseStep(*shape)
+        step = shared[shape]
         setattr(impl, ATTRIBUTE, step)
         said[logging.INFO, step.describe(backend)] += 1
     if said and vllm_compat.is_first_rank():
@@ -190,16 +190,16 @@ def attach(layers: Mapping[str, Any], vllm_config: Any) -> None:
             logger.log(level, "attention backend CUSTOM, %d layers: %s", count, what)
 
 
-def _step(impl: Any, vllm_config: Any) -> SparseStep:
-    """What a layer that this library decodes shares with others."""
+def _shape(impl: Any, vllm_config: Any) -> tuple[Any, ...]:
+    """The arguments of `SparseStep` for a layer that this library decodes."""
     heads, chosen, cache = impl.num_heads, impl.topk_indices_buffer, impl.kv_cache_dtype
     width, device = chosen.shape[1], chosen.device
     if vllm_compat.is_rocm():
         most, kv_dtype = config.decode_bucket(vllm_config), sparse_rocm.caches()[cache]
-        return _shared(most, heads, width, None, kv_dtype, sparse_rocm.FirstColumns, device)
+        return most, heads, width, None, kv_dtype, sparse_rocm.FirstColumns, device
     layout = LAYOUTS[cache]
     kv_dtype = torch.bfloat16 if layout is None else torch.float8_e4m3fn
-    return _shared(most_tokens(heads, layout), heads, width, layout, kv_dtype, EveryColumn, device)
+    return most_tokens(heads, layout), heads, width, layout, kv_dtype, EveryColumn, device
 
 
 def why_not(impl: Any, vllm_config: Any) -> Decline | None:

@@ -210,6 +210,7 @@ def attach(layers: Mapping[str, Any], options: config.Options, vllm_config: Any)
     plans: dict[tuple[Any, ...], StepPlan] = {}
     for layer in vllm_compat.mla_layers(layers).values():
         choice = decode_choice.choose(layer, options, vllm_config)
+        setattr(layer, decode_choice.ATTRIBUTE, choice)
         if not choice.planner:
             continue
         query = eligibility.facts(layer, options.provider, activation).query_dtype(activation)

@@ -37,11 +37,9 @@ OTHER_WIDTHS = (
     Widths(128, 0, 512),
 )
 OTHER_PLANS = (
-    Plan(mode="split"),
     Plan(block_m=64, m_tiles=4),
     Plan(block_m=64, block_n=256, m_tiles=2, num_warps=8, rest_last=True),
     Plan(block_m=32, block_n=128, num_warps=8, rope_rows=64, cache_tokens=8),
-    Plan(block_m=32, block_n=128, num_warps=8, side=16),
 )
 targets = pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 

@@ -4,7 +4,6 @@ import pytest
 
 pytest.importorskip("triton")
 
-import dataclasses
 
 import amd_cost
 import amd_roofline
@@ -129,8 +128,4 @@ def test_region(target):
 def test_the_side_of_a_matrix_instruction():
     """Eight warps have 32 by 128 results: instructions of 32 by 32 are too few for them."""
     plan = Plan(block_m=32, block_n=128, num_warps=8)
-    wide, narrow = (
-        amd_roofline.region("gfx942", 32, 8, plan=dataclasses.replace(plan, side=side))
-        for side in (32, 16)
-    )
-    assert wide.repeats > 1.0 and narrow.repeats == 1.0
+    assert amd_roofline.region("gfx942", 32, 8, plan=plan).repeats > 1.0

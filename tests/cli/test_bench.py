@@ -51,7 +51,7 @@ def gpu(monkeypatch):
             {
                 "PEERS": {**peers, "flashinfer": no_package},
                 "OWN_ROUNDING": own,
-                "chosen_plan": lambda case: region_peers.Plan(mode="split"),
+                "chosen_plan": lambda case: region_peers.Plan(),
             },
         ),
         (

@@ -124,7 +124,7 @@ def test_an_option_of_the_other_is_refused(words, name, capsys):
         (["decode", "--peers", "ours", "fa4"], "ours, triton_mla, flashmla, fa3"),
         # FlashAttention 3 takes no fp8 cache.
         (["decode", "--fp8", "--peers", "fa3"], "ours, triton_mla, flashmla"),
-        (["region", "--peers", "fa3"], "triton, triton-no-pdl, bmm+1"),
+        (["region", "--peers", "fa3"], "triton, bmm+1"),
     ],
 )
 def test_an_unknown_candidate_is_refused_before_anything_is_written(

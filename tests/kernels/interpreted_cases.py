@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from mla_fusion.cli.bench import two_launches
 from mla_fusion.cli.bench.kit import POISON, steps
 from mla_fusion.kernels import dispatch
 from mla_fusion.kernels import triton as provider
@@ -126,7 +127,6 @@ PLANS = {
     "dot": Plan(block_m=16, block_n=32),
     "walk": Plan(block_m=16, block_n=32, m_tiles=2, cache_tokens=2, rope_rows=4, rest_last=True),
     "folded": Plan(block_m=32, block_n=32, cache_tokens=4),
-    "split": Plan(mode="split", cache_tokens=2),
 }
 
 
@@ -136,7 +136,7 @@ WIDTHS = {
     "320": (cases.Case(nope=96, rope=64, latent=320), PLANS["dot"]),
     "1024": (cases.Case(nope=256, rope=128, latent=1024, heads=1), PLANS["folded"]),
     "192": (cases.Case(nope=192, rope=96, latent=448, heads=1, neox=True), PLANS["sum"]),
-    "split": (cases.Case(nope=64, rope=128, latent=576, kv=BF16, query=BF16), PLANS["split"]),
+    "576": (cases.Case(nope=64, rope=128, latent=576, kv=BF16, query=BF16), PLANS["dot"]),
     "no-rotated-part": (cases.Case(rope=0, latent=64), PLANS["dot"]),
     "chosen": (cases.Case(nope=64, rope=64, latent=256, tokens=20), None),
 }
@@ -220,6 +220,13 @@ def test_only_hopper_stores_directly():
 def test_default_plans_agree():
     for tokens in (1, 2, 20):
         cases.check_against_reference(provider, cases.build(cases.Case(tokens=tokens, seed=tokens)))
+
+
+@pytest.mark.parametrize("kind", [FN, BF16])
+@pytest.mark.parametrize("tokens", [1, 150])
+def test_the_benchmarks_two_launches_agree(tokens, kind):
+    case = cases.Case(tokens=tokens, padded=(), kv=kind, query=kind)
+    cases.check_against_reference(two_launches, cases.build(case))
 
 
 def test_no_tokens_no_launch():

@@ -1,11 +1,13 @@
 """A table that is computed once must not be computed during graph capture."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from mla_fusion import runtime
 from mla_fusion.kernels import aiter
 from mla_fusion.ops import Rope
+from mla_fusion.runtime import tables
 
 
 @pytest.fixture
@@ -17,8 +19,11 @@ def capturing(monkeypatch):
     return state
 
 
+LAYER = SimpleNamespace(**{tables.ATTRIBUTE: {}})
+
+
 def runtime_table(cosines):
-    return runtime._table(cosines, Rope.NATIVE, torch.bfloat16)
+    return tables.in_type(LAYER, cosines, Rope.NATIVE, torch.bfloat16)
 
 
 def aiter_tables(cosines):
@@ -56,4 +61,4 @@ def test_a_part_of_a_table_is_another_table(convert):
 
 def test_a_table_that_needs_no_conversion_is_served_in_capture(capturing):
     cosines = torch.rand(4, 8)
-    assert runtime._table(cosines, Rope.NATIVE_FP32, torch.bfloat16) is cosines
+    assert tables.in_type(LAYER, cosines, Rope.NATIVE_FP32, torch.bfloat16) is cosines

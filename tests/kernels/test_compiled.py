@@ -1,6 +1,5 @@
 """The Triton kernel compiled (not run) for AMD and NVIDIA: registers, spills, instructions."""
 
-import dataclasses
 import functools
 from unittest import mock
 
@@ -44,10 +43,10 @@ def arguments(
         q_out=meta(tokens, 16, latent + rope, dtype=fp8),
         q_factor=factor and meta(tokens, dtype=factor),
     )
-    product = "done" if plan.mode == "split" else "here"
     nvidia = target == "sm_90"
-    with mock.patch.object(provider, "_is_hopper", return_value=nvidia):
-        args, options = provider.launch_arguments(plan, product, inputs.q_out, inputs)
+    seen = dict.fromkeys(("_is_hopper", "has_early_launch"), lambda device: nvidia)
+    with mock.patch.multiple(provider, **seen):
+        args, options = provider.launch_arguments(plan, inputs)
     if nvidia:
         # Its conversions saturate by themselves, which the provider sees by the tensor's device.
         options |= {name: -options[name] for name in ("Q_LIMIT", "K_LIMIT")}
@@ -98,7 +97,7 @@ def test_default_plans_compile_without_spills(target, tokens, neox):
         assert any(name.startswith(kind) for name in result.matrix), result
 
 
-WIDE = Plan(block_m=64, block_n=256, m_tiles=8, rope_rows=256, cache_tokens=16, pdl=True)
+WIDE = Plan(block_m=64, block_n=256, m_tiles=8, rope_rows=256, cache_tokens=16)
 
 
 @pytest.mark.parametrize("target", FP8)
@@ -118,8 +117,6 @@ def test_other_widths_compile_without_spills(target, widths, tokens, plan):
     """A default plan, or the largest tiles that were measured, with other widths."""
     if plan is None:
         plan = dispatch.default_plan(tokens, 16, widths.latent)
-    elif target != "sm_90":
-        plan = dataclasses.replace(plan, pdl=False)
     nope, rope, _ = map(provider._pad, widths)
     result = compiled(target, dispatch.fit(plan, nope, rope, 2), tokens, FP8[target], False, widths)
     # Scalars may spill to lanes of a vector register on AMD.
@@ -139,10 +136,16 @@ def test_a_scaled_query_compiles_without_spills(target, tokens):
 
 
 @pytest.mark.parametrize("target", ["gfx942", "sm_90"])
-def test_activation_query_and_split_compile(target):
-    for plan in (DEFAULTS[64], Plan(mode="split")):
-        result = compiled(target, plan, 64, torch.bfloat16)
-        assert result.spills == 0 and result.fp8_converts == 0, result
+def test_an_activation_query_compiles(target):
+    result = compiled(target, DEFAULTS[64], 64, torch.bfloat16)
+    assert result.spills == 0 and result.fp8_converts == 0, result
+
+
+def test_a_launch_may_begin_early_where_the_gpu_can():
+    for target in FP8:
+        _, options = arguments(target, DEFAULTS[64], 64, FP8[target])
+        early = options["PDL"], options.get("launch_pdl", False)
+        assert early == ((True, True) if target == "sm_90" else (False, False))
 
 
 def test_measured_plans_compile_without_spills():
@@ -164,7 +167,7 @@ def test_measured_plans_compile_without_spills():
 @pytest.mark.parametrize("block_n, num_warps", [(128, 4), (128, 8), (256, 8)])
 def test_large_tiles_are_stored_from_registers(block_n, num_warps):
     """The loop over token tiles has barriers for the query's tile only, not for the output."""
-    plan = Plan(block_m=64, block_n=block_n, m_tiles=8, rope_rows=32, num_warps=num_warps, pdl=True)
+    plan = Plan(block_m=64, block_n=block_n, m_tiles=8, rope_rows=32, num_warps=num_warps)
     args, options = arguments("sm_90", plan, 512, FP8["sm_90"])
     assert options["DIRECT"]
     direct = compile_report("sm_90", triton_kernels.prep_kernel, args, options)

@@ -19,7 +19,7 @@ def table(monkeypatch):
     """A table with two head counts and two token limits."""
     rows = {
         8: [(1, Plan(block_m=1)), (16, Plan(block_n=32))],
-        64: [(1, Plan(block_m=1, block_n=128)), (16, Plan(mode="split"))],
+        64: [(1, Plan(block_m=1, block_n=128)), (16, Plan(block_n=16))],
     }
     small = {8: [(1, Plan(block_n=16))]}
     by_widths = {DEEPSEEK: rows, MISTRAL_SMALL: small}
@@ -32,14 +32,14 @@ def table(monkeypatch):
 def test_choose_uses_the_row_of_the_batch(table):
     assert dispatch.choose(1, 8, True, DEEPSEEK, table) == Plan(block_m=1)
     assert dispatch.choose(2, 8, True, DEEPSEEK, table) == Plan(block_n=32)
-    assert dispatch.choose(16, 64, True, DEEPSEEK, table) == Plan(mode="split")
+    assert dispatch.choose(16, 64, True, DEEPSEEK, table) == Plan(block_n=16)
     assert dispatch.choose(1, 8, True, MISTRAL_SMALL, table) == Plan(block_n=16)
 
 
 def test_choose_extends_to_unmeasured_shapes(table):
     assert dispatch.choose(500, 8, True, DEEPSEEK, table) == Plan(block_n=32)
     assert dispatch.choose(2, 16, True, DEEPSEEK, table) == Plan(block_n=32)
-    assert dispatch.choose(2, 128, True, DEEPSEEK, table) == Plan(mode="split")
+    assert dispatch.choose(2, 128, True, DEEPSEEK, table) == Plan(block_n=16)
     assert dispatch.choose(7, 3, False, DEEPSEEK, table) == Plan()
     # Widths that were not measured: the nearest that were.
     assert dispatch.choose(1, 64, True, Widths(64, 32, 256), table) == Plan(block_n=16)
@@ -86,7 +86,6 @@ def test_fit_shrinks_tiles_of_deeper_or_wider_operands():
     assert dispatch.fit(plan, 256, 64, 4) == Plan(block_m=16, block_n=64)
     assert dispatch.fit(Plan(block_m=1), 128, 64, 4).block_m == 1
     assert dispatch.fit(Plan(rope_rows=64), 128, 128, 2) == Plan(rope_rows=32)
-    assert dispatch.fit(Plan(mode="split"), 256, 128, 2) == Plan(mode="split", rope_rows=8)
 
 
 def test_measured_tables_are_complete():
@@ -100,7 +99,7 @@ def test_measured_tables_are_complete():
 
 
 def test_the_table_is_read_as_the_tuner_writes_it():
-    plan = Plan(mode="split", block_m=64, rest_last=True, num_warps=8)
+    plan = Plan(block_m=64, rest_last=True, num_warps=8)
     written = [
         tune_dispatch.row(
             "a gpu", "sm_00", query, MISTRAL_SMALL, 16, tokens, plan if tokens > 1 else Plan()
@@ -135,9 +134,7 @@ def test_the_tuner_keeps_the_rows_of_other_widths_and_devices(tmp_path):
     } == {("a gpu", DEEPSEEK): 32, ("another", MISTRAL_SMALL): 16, ("a gpu", MISTRAL_SMALL): 128}
 
 
-def test_unknown_names_are_refused():
-    with pytest.raises(ValueError, match="mode must be"):
-        Plan(mode="maybe")
+def test_an_unknown_provider_is_refused():
     with pytest.raises(ValueError, match="unknown provider"):
         get_provider("fastest")
 

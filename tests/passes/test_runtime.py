@@ -1,5 +1,8 @@
 """What the ops do in a step, called one by one on the layers of the fake engine."""
 
+import functools
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +17,7 @@ from mla_fusion.kernels import reference
 from mla_fusion.kernels.aiter import PackedWeight
 from mla_fusion.ops import Rope
 from mla_fusion.report import Variant
+from mla_fusion.runtime import tables
 from tests.passes.fake_engine import MIXED, Batch, Engine, Layer
 from tests.passes.graphs import HEADS, LATENT, MAX_POSITION, NOPE, ROPE, VALUE, Spec, layer_names
 
@@ -120,17 +124,63 @@ def test_a_scaled_query_is_rounded_as_in_vllm(rope, factor_type):
     assert torch.equal(args["k_pe"], k_pe)
 
 
+def alone():
+    """A layer outside of an engine."""
+    return SimpleNamespace(**{tables.ATTRIBUTE: {}})
+
+
 def test_a_table_is_converted_once():
     one, other = torch.randn(4, ROPE), torch.randn(4, ROPE)
-    first = runtime._table(one, Rope.NATIVE, BF16)
+    in_type = functools.partial(tables.in_type, alone())
+    first = in_type(one, Rope.NATIVE, BF16)
     assert torch.equal(first, one.to(BF16))
-    assert runtime._table(one, Rope.NATIVE, BF16) is first
-    assert torch.equal(runtime._table(other, Rope.NATIVE, BF16), other.to(BF16))
-    assert torch.equal(runtime._table(one, Rope.NATIVE, torch.float16), one.half())
-    assert runtime._table(one, Rope.NATIVE_FP32, BF16) is one
-    assert runtime._table(one, Rope.NATIVE, torch.float32) is one
+    assert in_type(one, Rope.NATIVE, BF16) is first
+    assert torch.equal(in_type(other, Rope.NATIVE, BF16), other.to(BF16))
+    assert torch.equal(in_type(one, Rope.NATIVE, torch.float16), one.half())
+    assert in_type(one, Rope.NATIVE_FP32, BF16) is one
+    assert in_type(one, Rope.NATIVE, torch.float32) is one
     converted = one.to(BF16)
-    assert runtime._table(converted, Rope.NATIVE, BF16) is converted
+    assert in_type(converted, Rope.NATIVE, BF16) is converted
+
+
+def test_views_of_one_address_are_other_tables():
+    whole, layer = torch.randn(4, 2 * ROPE), alone()
+    for view in (whole, whole[:, :ROPE], whole[:2], whole.view(8, ROPE), whole[::2, :ROPE]):
+        assert torch.equal(tables.in_type(layer, view, Rope.NATIVE, BF16), view.to(BF16))
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_table_follows_its_source_in_place(inference):
+    """At the address that a captured graph has."""
+    source, layer = torch.randn(4, ROPE), alone()
+    first = tables.in_type(layer, source.view(4, ROPE), Rope.NATIVE, BF16)
+    address = first.data_ptr()
+    for _ in range(2):
+        with torch.inference_mode(inference):
+            source.mul_(-1)
+        again = tables.in_type(layer, source, Rope.NATIVE, BF16)
+        assert again.data_ptr() == address and torch.equal(again, source.to(BF16))
+    with torch.inference_mode():
+        assert tables.in_type(layer, torch.zeros(4, ROPE), Rope.NATIVE, BF16).dtype == BF16
+
+
+def test_an_engine_owns_its_tables():
+    """Its layers share them, those of another engine do not; they go with the layers."""
+    spec = Spec("native", layers=3)
+    one, other = Engine(spec), Engine(spec)
+    source = torch.randn(4, ROPE)
+
+    def kept(engine):
+        with override_forward_context(engine.context(MIXED)):
+            return [tables.in_type(x, source, Rope.NATIVE, BF16) for x in engine.layers.values()]
+
+    first, *rest = kept(one)
+    assert all(table is first for table in rest)
+    assert not any(table is first for table in kept(other))
+    held = weakref.ref(first)
+    del one, first, rest
+    gc.collect()
+    assert held() is None
 
 
 @pytest.mark.parametrize("slots", [1, 3, 5])

@@ -65,8 +65,6 @@ def imitate(monkeypatch):
     monkeypatch.setattr(flashmla_sparse, "get_mla_metadata", lambda *_, **__: (None, None))
     table = dict.fromkeys(sparse_step.FASTER, ((16, 15),))
     monkeypatch.setattr(sparse_step, "FASTER", table)
-    sparse_step.sparse_scratch.cache_clear()
-    sparse_step._shared.cache_clear()
 
 
 def launch(given, sparse):

@@ -1,9 +1,11 @@
 """The attention backend CUSTOM: vLLM's own classes, with this library's decode of small steps."""
 
 import csv
+import gc
 import logging
 import re
 import types
+import weakref
 from pathlib import Path
 
 import pytest
@@ -146,10 +148,11 @@ def test_ranks_of_more_heads(config, make, vllms, monkeypatch, heads, most):
 
 @pytest.mark.parametrize("heads", [1, 8, 16])
 def test_layers_share_a_scratch_that_is_made_with_the_first(config, make, heads):
-    layers = [make(heads=heads) for _ in range(3)]
+    layers, other = [make(heads=heads) for _ in range(3)], make(heads=heads, cache="auto")
+    load(config, *layers, other)
     shared = layers[0].mla_fusion_step
     assert all(impl.mla_fusion_step is shared for impl in layers)
-    assert make(heads=heads, cache="auto").mla_fusion_step is not shared
+    assert other.mla_fusion_step is not shared
     plan = shared.scratch.plan
     before = [tensor.data_ptr() for tensor in shared.tensors()]
     for name, batch in BATCHES.items():
@@ -162,6 +165,16 @@ def test_layers_share_a_scratch_that_is_made_with_the_first(config, make, heads)
                 assert out.data_ptr() == shared.out.data_ptr(), name
         assert plan.refreshes == count + 1, "a forward pass refreshes once"
     assert [tensor.data_ptr() for tensor in shared.tensors()] == before
+
+
+def test_an_engine_owns_its_scratch(config, make):
+    """Engines of one process and one shape have one each; its memory goes with its layers."""
+    one, other = make(), make()
+    assert one.mla_fusion_step is not other.mla_fusion_step
+    held = [weakref.ref(tensor) for tensor in one.mla_fusion_step.tensors()]
+    del one
+    gc.collect()
+    assert not any(tensor() is not None for tensor in held)
 
 
 def test_the_plan_is_refreshed_for_each_pass_and_size(config, make):

@@ -10,7 +10,6 @@ import sparse_peers
 
 from mla_fusion.attention import buffers
 from mla_fusion.attention import triton as provider
-from mla_fusion.attention.sparse import sparse_scratch
 from mla_fusion.kernels import triton as region
 from tests.sparse.launched import launch
 
@@ -31,8 +30,6 @@ def on_cpu(monkeypatch):
         (sparse, "measure_ceilings", lambda: SimpleNamespace(gbps=100.0)),
     ):
         monkeypatch.setattr(module, name, mock)
-    yield
-    sparse_scratch.cache_clear()
 
 
 @pytest.mark.parametrize("off", [1.0, 1.05])

@@ -152,8 +152,9 @@ def test_a_decode_allocates_nothing(engine, make, monkeypatch, cache):
     assert [tensor.data_ptr() for tensor in impl.mla_fusion_step.tensors()] == before
 
 
-def test_layers_share_what_they_decode_with(make):
+def test_layers_share_what_they_decode_with(engine, make):
     first, second, other = make(), make(), make("fp8")
+    load(engine, first, second, other)
     assert first.mla_fusion_step is second.mla_fusion_step is not other.mla_fusion_step
     assert other.mla_fusion_step.scratch.plan.settings.kv_dtype == vllm_compat.fp8_dtype()
 

@@ -6,7 +6,6 @@ missing. Peers may rotate q and k_pe in place; none of them is given less than i
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -48,16 +47,11 @@ def ours(region: Region) -> Layer:
     return provider_layer(region, provider.fused_mla_decode_prep)
 
 
-def ours_without_pdl(region: Region) -> Layer:
-    """The same plan without programmatic dependent launch."""
-    plan = dataclasses.replace(chosen_plan(region), pdl=False)
-    return provider_layer(region, provider.fused_mla_decode_prep, plan=plan)
-
-
 def bmm_and_one_kernel(region: Region) -> Layer:
     """cuBLAS and one Triton kernel for the rest: AITER's division of work."""
-    plan = Plan(mode="split", cache_tokens=max(1, min(8, region.case.tokens // 64)))
-    return provider_layer(region, provider.fused_mla_decode_prep, plan=plan)
+    from mla_fusion.cli.bench import two_launches
+
+    return provider_layer(region, two_launches.fused_mla_decode_prep)
 
 
 def bmm(region: Region) -> Layer:
@@ -218,7 +212,6 @@ def rotated_first(region: Region, *, every_operation: bool) -> Layer:
 
 PEERS: dict[str, Callable[[Region], Layer]] = {
     "triton": ours,
-    "triton-no-pdl": ours_without_pdl,
     "bmm+1": bmm_and_one_kernel,
     "flashinfer": flashinfer,
     "vllm-40392": vllm_40392,

@@ -1,0 +1,73 @@
+"""A peer of the benchmark: cuBLAS's product, and one Triton kernel for the rest of the region.
+
+AITER divides the work so. The rest programs are those of the Triton provider; with an fp8 query
+they also cast the latents.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from mla_fusion.kernels import triton as provider
+from mla_fusion.kernels.dispatch import Plan
+from mla_fusion.kernels.inputs import Inputs
+from mla_fusion.kernels.triton_cast import cast
+from mla_fusion.kernels.triton_rows import cache_rows, rotated_rows
+
+
+@triton.jit(do_not_specialize=["tokens", "heads"])
+def rest_kernel(
+    latent_ptr, q_ptr, kv_c_ptr, k_pe_ptr, cache_ptr, slot_ptr, position_ptr, cos_sin_ptr,
+    k_scale_ptr, q_scale_ptr, out_ptr,
+    tokens, heads, q_row, q_head, kv_c_row, k_pe_row, cache_block, cache_entry, cos_sin_stride,
+    P: tl.constexpr, R: tl.constexpr, L: tl.constexpr, R_PAD: tl.constexpr, L_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, ROPE: tl.constexpr, NEOX: tl.constexpr,
+    Q_LIMIT: tl.constexpr, K_LIMIT: tl.constexpr,
+    ROPE_ROWS: tl.constexpr, CACHE_TOKENS: tl.constexpr, ONE_TOKEN: tl.constexpr,
+):  # fmt: skip
+    """Cache rows, rotated rows, and with Q_LIMIT not 0 the casts of `latent_ptr` [T, H, L]."""
+    unit = tl.program_id(0)
+    cache_programs = tl.cdiv(tokens, CACHE_TOKENS)
+    if unit < cache_programs:
+        cache_rows(
+            kv_c_ptr, k_pe_ptr, cache_ptr, slot_ptr, position_ptr, cos_sin_ptr, k_scale_ptr,
+            unit, tokens, kv_c_row, k_pe_row, cache_block, cache_entry, cos_sin_stride,
+            R, L, R_PAD, L_PAD, BLOCK_SIZE, ROPE, NEOX, K_LIMIT, CACHE_TOKENS,
+        )  # fmt: skip
+    else:
+        row, inside, slot, inverse = rotated_rows(
+            q_ptr, out_ptr, slot_ptr, position_ptr, cos_sin_ptr, q_scale_ptr, None,
+            unit - cache_programs, tokens, heads, q_row, q_head, cos_sin_stride,
+            P, R, L, R_PAD, ROPE, NEOX, Q_LIMIT, False, ROPE_ROWS, ONE_TOKEN,
+        )  # fmt: skip
+        if Q_LIMIT != 0:
+            cols = tl.arange(0, L_PAD)[None, :]
+            stored = inside & (slot >= 0) & (cols < L)
+            y = tl.load(latent_ptr + row * L + cols, mask=stored, other=0.0).to(tl.float32)
+            y = cast(y, inverse, out_ptr.dtype.element_ty, Q_LIMIT)
+            tl.store(out_ptr + row * (L + R) + cols, y, mask=stored)
+
+
+def fused_mla_decode_prep(inputs: Inputs) -> torch.Tensor:
+    """The region without padding and without factors, as `region_cases` makes it."""
+    assert inputs.cos_sin_cache is not None
+    q, q_out, w_uk_t = inputs.q, inputs.q_out, inputs.w_uk_t
+    (tokens, heads, _), (_, nope, latent) = q.shape, w_uk_t.shape
+    product = q_out[..., :latent]
+    if q_out.dtype != q.dtype:  # torch.bmm cannot write fp8
+        product = q.new_empty((tokens, heads, latent))
+    torch.bmm(q[..., :nope].transpose(0, 1), w_uk_t, out=product.transpose(0, 1))
+    plan = Plan(cache_tokens=max(1, min(8, tokens // 64)))
+    _, options = provider.launch_arguments(plan, inputs)
+    known = {name: options[name] for name in rest_kernel.arg_names if name in options}
+    rest = -(-tokens // plan.cache_tokens) + -(-tokens * heads // plan.rope_rows)
+    rest_kernel[rest,](
+        product, q, inputs.kv_c, inputs.k_pe, inputs.kv_cache, inputs.slot_mapping,
+        inputs.positions, inputs.cos_sin_cache, inputs.k_scale, inputs.q_scale, q_out,
+        tokens, heads, q.stride(0), q.stride(1), inputs.kv_c.stride(0), inputs.k_pe.stride(0),
+        *inputs.kv_cache.stride()[:2], inputs.cos_sin_cache.stride(0),
+        **known, num_warps=plan.num_warps, enable_fp_fusion=False,
+    )  # fmt: skip
+    return q_out
