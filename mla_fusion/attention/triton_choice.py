@@ -133,9 +133,8 @@ def choose_cdna(
 ) -> Config:
     """The configuration for CDNA 3 or 4; page: tokens of a block.
 
-    As many waves a SIMD as fit without spills: they hide each other's latency. At 64 sequences of
-    8192 tokens their loads are ahead of memory (`tools/amd_roofline.py`); with four waves of 128
-    registers the loop over tiles spills.
+    As many waves a SIMD as fit without spills: they hide each other's latency. With four waves of
+    128 registers the loop over tiles spills.
     """
     tile = 16 if rows <= 16 else 32
     aligned = page % CDNA_TILE == 0 or page in (16, 32)

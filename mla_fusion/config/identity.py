@@ -4,31 +4,38 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 
-# What can change a compiled graph or a kernel. The commands and the report cannot: who edits them,
-# or upgrades to a release in which only they changed, keeps the compiled graphs.
-_PACKAGES = (
-    "mla_fusion",
-    "mla_fusion.attention",
-    "mla_fusion.config",
-    "mla_fusion.kernels",
-    "mla_fusion.passes",
-    "mla_fusion.patterns",
-    "mla_fusion.runtime",
-)
+# A checkout has the latter two beside the first, an installation inside it.
+_PACKAGES = ("mla_fusion", "mla_fusion.passes", "mla_fusion.patterns")
+# What cannot change a compiled graph or a kernel: who edits only these, or upgrades to a release in
+# which only they changed, keeps the compiled graphs.
+_LEFT_OUT = ("mla_fusion/cli/", "mla_fusion/report/")
 
 
 @functools.cache
 def source_hash() -> str:
-    """The first 12 hex digits of SHA-256 over every source and data file of `_PACKAGES`."""
+    """`hash_of` the library that is imported."""
+    modules = {package: import_module(package).__file__ for package in _PACKAGES}
+    return hash_of({name: Path(file).parent for name, file in modules.items() if file})
+
+
+def hash_of(packages: Mapping[str, Path]) -> str:
+    """The first 12 hex digits of SHA-256 over the name and content of every file of the packages.
+
+    packages: the folder of each. Its subfolders count too.
+    """
+    files = {
+        f"{package.replace('.', '/')}/{path.relative_to(folder).as_posix()}": path
+        for package, folder in packages.items()
+        for path in folder.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
     digest = hashlib.sha256()
-    for package in _PACKAGES:
-        module_file = import_module(package).__file__
-        assert module_file is not None
-        for path in sorted(Path(module_file).parent.glob("*")):
-            if path.is_file():
-                digest.update(f"{package}/{path.name}".encode())
-                digest.update(path.read_bytes())
+    for name, path in sorted(files.items()):
+        if not name.startswith(_LEFT_OUT):
+            digest.update(f"{name}\0".encode())
+            digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()[:12]

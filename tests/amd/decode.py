@@ -1,5 +1,8 @@
 """The portable decode and its reduction on the machine, against float64 attention."""
 
+from types import SimpleNamespace
+from unittest import mock
+
 import torch
 
 from mla_fusion.attention import triton, triton_choice
@@ -76,6 +79,37 @@ class Expected:
             "LSE": (self.inputs.lse.double() - self.lse).abs() <= LSE_TOLERANCE,
         }
         return {name: int((~part).sum()) for name, part in near.items() if not part.all()}
+
+
+def made(target, heads, kind, sequences, length, units, page=64):
+    """A decode of random values on a GPU of so many CUs, over a cache of which all pages are the
+    same few."""
+    types = {"fp8": FP8[target], "bf16": BF16, "cache": FP8[target]}
+    query = BF16 if kind == "cache" else types[kind]
+    properties = SimpleNamespace(multi_processor_count=units)
+    with (
+        mock.patch.object(torch.cuda, "get_device_properties", lambda device: properties),
+        mock.patch.object(torch.version, "hip", "7.0"),
+        mock.patch.object(triton_choice, "architecture", lambda device: target),
+    ):
+        settings = triton.plan_settings(heads, 1, types[kind], 576, "cuda")
+    plan = decodes.plan_for(
+        max_batch=sequences, num_heads=heads, q_dtype=query, kv_dtype=types[kind], v_head_dim=512,
+        **settings,
+    )  # fmt: skip
+    decodes.refresh(plan, [1] * sequences, [length] * sequences)
+    rng, one = torch.Generator().manual_seed(heads), torch.ones(1)
+    return Inputs(
+        decodes.random(rng, sequences, heads, 576, dtype=query),
+        decodes.random(rng, 16, page, 576, dtype=types[kind]),
+        plan,
+        torch.randint(16, (sequences, -(-length // page)), generator=rng).int(),
+        decodes.SCALE,
+        one,
+        one,
+        torch.empty(sequences, heads, 512, dtype=BF16),
+        torch.empty(sequences, heads),
+    )
 
 
 def portable_config(inputs):

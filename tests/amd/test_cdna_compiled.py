@@ -1,16 +1,12 @@
 """The decode kernel for CDNA 3 and 4, compiled: registers, and what its loop over tiles has."""
 
-import dataclasses
-
-import amd_cost
 import amd_roofline
 import pytest
 
 pytest.importorskip("triton")
 
 from mla_fusion.attention import cdna_kernel, triton_choice
-from tests.amd import compile
-from tests.attention.test_decode_compiled import meta
+from tests.amd import compile, decode
 from tests.kernels.compiled import LDS, compile_report
 
 TARGETS = pytest.mark.parametrize("target", ["gfx942", "gfx950"])
@@ -21,12 +17,10 @@ MORE = [(kind, heads, page) for kind in ("fp8", "bf16", "cache") for heads in (1
 
 def launch_of(target, kind, heads, page):
     """What a decode launches: arguments and options, for blocks of `page` tokens."""
-    given = amd_roofline.decode_inputs(target, heads, kind, 4, 3072)
-    cache = meta(4 * 3072 // page, page, 576, dtype=given.kv_cache.dtype)
-    given = dataclasses.replace(given, kv_cache=cache)
+    given = decode.made(target, heads, kind, 1, 3072, units=1, page=page)
     generation, rows = 3 if target == "gfx942" else 4, given.plan.heads_per_work
     assert not triton_choice.why_not_cdna(given)
-    config = triton_choice.choose_cdna(generation, rows, given.q.dtype, cache.dtype, page)
+    config = triton_choice.choose_cdna(generation, rows, given.q.dtype, given.kv_cache.dtype, page)
     return config, *cdna_kernel.arguments(given, config)
 
 
@@ -41,16 +35,15 @@ def test_resources(target, kind, heads, page):
     report = compile_report(target, kernel, args, options)
     assert report.spills == 0 and report.narrow_loads == 0, report
     assert report.shared <= LDS[target] and report.wide_loads > 0, report
-    given = compile.launch(target, kernel, args, options, (1, 1)).kernel
-    code = given.program.instructions
+    given = compile.launch(target, kernel, args, options, (1, 1))
+    code = given.kernel.program.instructions
     # What the compiler was asked for, unless the query leaves LDS for fewer.
-    query = config.rows * 576 * args[0].itemsize
-    fit = amd_cost.GPUS[target].lds // (query + 128 * config.rows)
-    assert amd_cost.waves(given, amd_cost.GPUS[target])[1] >= min(config.waves, fit)
+    query, gpu = config.rows * 576 * args[0].itemsize, amd_roofline.GPUS[target]
+    fit = gpu.lds // (query + 128 * config.rows)
+    assert amd_roofline.waves(given.kernel, gpu) >= min(config.waves, fit)
 
-    (_, outer_end), (first, last) = amd_cost.loops(given.program)
-    assert first < last < outer_end
-    loop = code[first : last + 1]
+    counts = amd_roofline.executed(given)
+    loop = [each for each, number in zip(code, counts, strict=True) if number == counts.max()]
     names = [each.name for each in loop]
     # Each product once: 576 columns of 16 tokens, and 64 tokens of 128 latents, for 16 rows each.
     depth = {"gfx942": 16, "gfx950": 32}[target]
@@ -73,9 +66,9 @@ def test_resources(target, kind, heads, page):
 @pytest.mark.parametrize("kind", ["fp8", "bf16"])
 def test_16_heads_are_bound_by_memory(target, kind):
     """At 64 sequences of 8192 tokens; no product is repeated."""
-    decode, _ = amd_roofline.decode(target, 16, kind, 64, 8192)
-    assert decode.repeats == 1.0
+    got = amd_roofline.decode(target, 16, kind)
+    assert got.repeats == pytest.approx(1)
     # One wave has to do where Triton converts in software.
     is_slow = target == "gfx950" and kind == "fp8" and not triton_choice.converts_e4m3fn()
-    assert decode.share("memory") >= (0.5 if is_slow else 0.7), decode
-    assert decode.waves >= (1 if is_slow else 2)
+    assert got.share("memory") >= (0.5 if is_slow else 0.7), got
+    assert got.waves >= (1 if is_slow else 2)

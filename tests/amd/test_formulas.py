@@ -221,6 +221,7 @@ def changed(line):
     return dataclasses.replace(line, formulas=(other, *line.formulas[1:]))
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_a_mutant_of_each_formula_is_seen(monkeypatch):
     """A machine in which every first formula is another one: every check has to fail."""

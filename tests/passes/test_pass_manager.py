@@ -4,7 +4,6 @@ import importlib
 import pickle
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -204,42 +203,59 @@ def test_invariant_9_uuid_changes_with_provider_bucket_and_source(monkeypatch):
     assert not set(uuids()) & set(first)
 
 
-def test_invariant_9_source_hash(monkeypatch, tmp_path):
-    """An edited file that can change a graph or a kernel is another hash; another file is not."""
-    others = "mla_fusion.cli", "mla_fusion.cli.check", "mla_fusion.report"
-    for package in (*identity._PACKAGES, *others):
+@pytest.fixture
+def library(tmp_path):
+    """The folder of each package of a copy of the library."""
+    folders = {}
+    for package in identity._PACKAGES:
         source = importlib.import_module(package).__file__
         assert source is not None
-        (tmp_path / package).mkdir()
-        for file in Path(source).parent.iterdir():
-            if file.is_file():
-                shutil.copy(file, tmp_path / package)
-    monkeypatch.setattr(
-        identity,
-        "import_module",
-        lambda package: SimpleNamespace(__file__=str(tmp_path / package / "__init__.py")),
-    )
-    compute = identity.source_hash.__wrapped__
-    before = compute()
-    assert compute() == before
+        folders[package] = tmp_path / package
+        shutil.copytree(Path(source).parent, folders[package])
+    return folders
+
+
+def test_invariant_9_source_hash(library):
+    """A file that can change a graph or a kernel, edited or new, changes it; others do not."""
+    before = identity.hash_of(library)
+    assert before == identity.hash_of(library) == identity.source_hash()
     for path, changes in {
         "mla_fusion.passes/lift.py": True,
         "mla_fusion.patterns/probe.py": True,
-        "mla_fusion.kernels/triton.py": True,
-        "mla_fusion.attention/planner.py": True,
-        "mla_fusion.runtime/step_plan.py": True,
-        "mla_fusion.config/eligibility.py": True,
+        "mla_fusion/kernels/triton.py": True,
+        "mla_fusion/runtime/step_plan.py": True,
+        "mla_fusion/config/eligibility.py": True,
         "mla_fusion/ops.py": True,
         "mla_fusion/plugin.py": True,
-        "mla_fusion.kernels/new.csv": True,
-        "mla_fusion.cli/child.py": False,
-        "mla_fusion.cli.check/command.py": False,
-        "mla_fusion.report/svg.py": False,
+        "mla_fusion/kernels/new.csv": True,
+        "mla_fusion/attention/nested/new.py": True,
+        "mla_fusion.passes/nested/deeper/new.py": True,
+        "mla_fusion/new/room.py": True,
+        "mla_fusion/cli/check/command.py": False,
+        "mla_fusion/cli/nested/new.py": False,
+        "mla_fusion/report/svg.py": False,
+        "mla_fusion/kernels/__pycache__/new.pyc": False,
     }.items():
-        with (tmp_path / path).open("a") as file:
-            file.write("#")
-        assert (compute() != before) is changes, path
-        before = compute()
+        package, _, name = path.partition("/")
+        file = library[package] / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a") as opened:
+            opened.write("#")
+        assert (identity.hash_of(library) != before) is changes, path
+        before = identity.hash_of(library)
+
+
+def test_invariant_9_source_hash_covers_names(library):
+    """Two files that swap their content, or one of another name in the same place of the order."""
+    hashes = [identity.hash_of(library)]
+    one, other = (library["mla_fusion"] / "kernels" / name for name in ("triton.py", "aiter.py"))
+    texts = one.read_bytes(), other.read_bytes()
+    other.write_bytes(texts[0])
+    one.write_bytes(texts[1])
+    hashes.append(identity.hash_of(library))
+    one.rename(one.with_name("triton.py_"))
+    hashes.append(identity.hash_of(library))
+    assert len(set(hashes)) == 3
 
 
 def test_invariant_9_last_step_covers_the_step_it_wraps():
