@@ -130,7 +130,7 @@ def tokens(monkeypatch, tmp_path):
         monkeypatch.setattr(engine, "run", one)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
         monkeypatch.setattr("vllm.utils.import_utils.has_deep_gemm", lambda: False)
-        monkeypatch.setattr(engine.bench, "environment", lambda commit: {"gpu": "none"})
+        monkeypatch.setattr(engine, "environment", lambda commit: {"gpu": "none"})
         monkeypatch.setattr(sys, "argv", ["engine.py", "tokens", str(path), *words])
         with pytest.raises(SystemExit) as ended:
             engine.main()
