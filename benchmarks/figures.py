@@ -34,7 +34,7 @@ PEERS = {
     "vllm-40392": "cat",
     "vllm-unfused": "unfused",
 }
-ARMS = ("default", "cat", "fused", "portable")
+ARMS = ("fused", "portable")
 DECODERS = {"ours": "ours", "triton_mla": "TRITON_MLA", "flashmla": "FlashMLA",
             "fa3": "FlashAttention 3"}  # fmt: skip
 
@@ -99,23 +99,29 @@ def region_table(rows: list[Row]) -> list[str]:
 
 
 def complete_table(rows: list[Row], clock: str = "gpu", arms: tuple[str, ...] = ARMS) -> list[str]:
-    """Time of a step of whole models by a clock, and its change against vLLM's default."""
-    head = ["model", "vLLM", "KV cache", "context", "batch", *arms]
+    """Time of a step of whole models by a clock, by batch: vLLM's default, and in brackets the
+    change of each of `arms` against it, in percent."""
+    batches = sorted({int(r["batch"]) for r in rows})
+    head = ["model, vLLM, KV cache, context", *(f"batch {batch}" for batch in batches)]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    points: dict[tuple[str, ...], dict[str, Row]] = {}
+    points: dict[tuple[str, ...], dict[tuple[int, str], Row]] = {}
     for r in rows:
         cache = "bf16" if r["cache"] == "auto" else r["cache"]
-        point = r["model"], r["vllm"], cache, r["context"], r["batch"]
-        points.setdefault(point, {})[r["arm"]] = r
-    for point, of_arms in points.items():
-        cells = [f"{float(of_arms['default'][f'{clock}_us']):.0f}"]
-        for arm in arms[1:]:
-            if not (row := of_arms.get(arm)):
-                cells.append("")
+        point = r["model"], r["vllm"], cache, r["context"]
+        points.setdefault(point, {})[int(r["batch"]), r["arm"]] = r
+    for point, measured in points.items():
+        cells = [", ".join(point)]
+        for batch in batches:
+            if (batch, "default") not in measured:
+                cells.append("not run")
                 continue
-            change = f"{float(row[f'{clock}_change']):+.1f} %"
-            cells.append(f"{float(row[f'{clock}_us']):.0f} ({change})")
-        lines.append(f"| {' | '.join((*point, *cells))} |")
+            changes = (
+                f"{float(row[f'{clock}_change']):+.1f}" if row else "-"
+                for row in (measured.get((batch, arm)) for arm in arms)
+            )
+            time = float(measured[batch, "default"][f"{clock}_us"])
+            cells.append(f"{time:.0f} ({', '.join(changes)})")
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
@@ -135,23 +141,28 @@ def attention_times(rows: list[Row]) -> dict[tuple[int, int, str], dict[tuple[st
 
 def attention_means(rows: list[Row]) -> list[str]:
     """How many times faster ours is than each peer, over all shapes of a number of heads, and of
-    query rows if there are several."""
-    lines = [
-        "| heads, type | against | geometric mean | least | most "
-        "| shapes where that one is faster |",
-        "|---|---|---|---|---|---|",
-    ]
+    query rows if there are several: the geometric mean, the least and the most, and in how many
+    shapes the peer is faster."""
+    cells: dict[str, dict[tuple[str, str], str]] = {}
     for (heads, queries, dtype), each in sorted(attention_times(rows).items()):
         name = f"{heads} x {queries}" if queries > 1 else str(heads)
-        measured = {name for _, name in each}
-        for peer in (name for name in DECODERS if name in measured - {"ours"}):
+        shapes = dict.fromkeys(shape for shape, _ in each)
+        for peer in dict.fromkeys(peer for _, peer in each if peer != "ours"):
             factors = [
                 float(each[shape, peer]["p50_us"]) / float(each[shape, "ours"]["p50_us"])
-                for shape in dict.fromkeys(shape for shape, _ in each)
+                for shape in shapes
             ]
-            spread = f"{mean(factors):.2f}x | {min(factors):.2f}x | {max(factors):.2f}x"
+            spread = f"{mean(factors):.2f}x ({min(factors):.2f}, {max(factors):.2f})"
             lost = f"{sum(factor < 1 for factor in factors)} of {len(factors)}"
-            lines.append(f"| {name}, {dtype} | {DECODERS[peer]} | {spread} | {lost} |")
+            cells.setdefault(name, {})[dtype, peer] = f"{spread}; {lost}"
+    measured = {key for of_heads in cells.values() for key in of_heads}
+    keys = [(t, peer) for t in ("bf16", "fp8") for peer in DECODERS if (t, peer) in measured]
+    lines = [
+        f"| heads | {' | '.join(f'{dtype}, {DECODERS[peer]}' for dtype, peer in keys)} |",
+        "|---" * (len(keys) + 1) + "|",
+    ]
+    for name, of_heads in cells.items():
+        lines.append(f"| {name} | {' | '.join(of_heads.get(k, 'not run') for k in keys)} |")
     return lines
 
 
@@ -161,7 +172,7 @@ def tables() -> dict[str, list[str]]:
         "region": region_table(read(REGION)),
         "complete": complete_table(read(COMPLETE)),
         "complete-ranks": complete_table(read(RANKS), "wall"),
-        "complete-auto": complete_table(read(AUTO), arms=("default", "fused", "portable", "auto")),
+        "complete-auto": complete_table(read(AUTO), arms=(*ARMS, "auto")),
         "attention-means": attention_means([row for path in ATTENTION for row in read(path)]),
     }
 

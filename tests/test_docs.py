@@ -142,7 +142,7 @@ def test_tests_that_the_docs_name_exist():
 
 def test_every_fault_has_a_test():
     """Each row of the table of faults has what the user reads, what happens, and the test."""
-    table = TEXT["docs/testing.md"].split("## Faults")[1].split("## ")[0]
+    table = TEXT["docs/development.md"].split("## Faults")[1].split("## ")[0]
     rows = [row for row in table.splitlines() if row.startswith("|")][2:]
     assert len(rows) > 10
     for row in rows:

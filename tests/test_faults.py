@@ -1,6 +1,6 @@
 """Faults: the user reads what happened, and the engine serves the same tokens or does not start.
 
-`docs/testing.md` lists every fault with its test. The layers, caches and batches are those of
+`docs/development.md` lists every fault with its test. The layers, caches and batches are those of
 `tests/passes/fake_engine.py`, the config objects vLLM's own; faults in whole engines are in
 `tests/engine/test_engine.py`.
 """

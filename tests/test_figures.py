@@ -31,7 +31,7 @@ def test_region_means_and_losses():
     assert lines[-1] == "Shapes where the best of the others is faster: T=8, H=16."
 
 
-def test_a_decode_peer_of_one_type_has_no_line_for_the_other():
+def test_a_decode_peer_of_one_type_has_no_column_for_the_other():
     shape = {"batch": "1", "context": "1024", "ragged": "0", "heads": "16"}
     rows = [
         {**shape, "dtype": dtype, "candidate": candidate, "p50_us": us}
@@ -40,7 +40,22 @@ def test_a_decode_peer_of_one_type_has_no_line_for_the_other():
             ("fp8", "ours", "5"), ("fp8", "flashmla", "4"),
         )
     ]  # fmt: skip
-    assert figures.attention_means(rows)[2:] == [
-        "| 16, bf16 | FlashAttention 3 | 2.00x | 2.00x | 2.00x | 0 of 1 |",
-        "| 16, fp8 | FlashMLA | 0.80x | 0.80x | 0.80x | 1 of 1 |",
+    assert figures.attention_means(rows) == [
+        "| heads | bf16, FlashAttention 3 | fp8, FlashMLA |",
+        "|---|---|---|",
+        "| 16 | 2.00x (2.00, 2.00); 0 of 1 | 0.80x (0.80, 0.80); 1 of 1 |",
+    ]
+
+
+def test_a_point_or_an_arm_that_was_not_run_is_said():
+    row = {"model": "m", "vllm": "0.33.0", "cache": "auto", "context": "1024", "arm": "default"}
+    first = {**row, "batch": "1", "gpu_us": "100", "gpu_change": "0"}
+    rows = [
+        first,
+        {**first, "arm": "fused", "gpu_us": "90", "gpu_change": "-10"},
+        {**first, "context": "16384", "batch": "8"},
+    ]
+    assert figures.complete_table(rows, arms=("cat", "fused"))[2:] == [
+        "| m, 0.33.0, bf16, 1024 | 100 (-, -10.0) | not run |",
+        "| m, 0.33.0, bf16, 16384 | not run | 100 (-, -) |",
     ]

@@ -2,7 +2,7 @@
 
 A failed check of AITER may abort the process, and a missing buffer makes it allocate or read other
 memory. So Python checks everything first, hands over all six buffers or none, and passes arguments
-by keyword: releases inserted new ones in the middle (docs/persistent-decode.md). The contract is
+by keyword: releases inserted new ones in the middle (docs/aiter.md). The contract is
 that of AITER's sources from v0.1.10.post2 to v0.1.20; no AMD hardware has run it.
 """
 

@@ -10,20 +10,9 @@ import sys
 from pathlib import Path
 
 from tests.aiter_double import broken, heads, versions
-from tests.aiter_double.rule import AVOIDED, RAISED, TRUSTED
+from tests.aiter_double.rule import TRUSTED
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "aiter.md"
-
-
-def rules():
-    """How many rules each call has, and how the library keeps them."""
-    kinds = (RAISED, AVOIDED, TRUSTED)
-    rows = [f"| call | rules | {' | '.join(kinds)} |", "|---|---|---|---|---|"]
-    for op in (versions.FUSED, *broken.ADAPTER_RULES):
-        kept = [rule.library for rule in broken.ALL[op]]
-        counts = " | ".join(str(kept.count(kind)) for kind in kinds)
-        rows.append(f"| `{op}` | {len(kept)} | {counts} |")
-    return "\n".join(rows)
 
 
 def trusted():
@@ -60,7 +49,7 @@ def kernels():
 
 def filled(page):
     """The page with the tables as they are now."""
-    for make in (rules, trusted, kernels):
+    for make in (trusted, kernels):
         begin, end = f"<!-- table: {make.__name__} -->\n", "<!-- end -->"
         before, rest = page.split(begin)
         page = before + begin + make() + "\n" + end + rest.partition(end)[2]

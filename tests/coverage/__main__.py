@@ -9,7 +9,7 @@ outputs      the passes on every quantization in front of o_proj
 sources RELEASE DIR
              which classes the vLLM package in DIR has, read from its sources; an error if the
              release has no column and needs one
-page         the tables of docs/coverage.md from the results of all of these
+page         the table of docs/coverage.md from the results of all of these
 """
 
 import json

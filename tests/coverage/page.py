@@ -1,6 +1,6 @@
-"""The tables of docs/coverage.md from the stored results.
+"""The table of docs/coverage.md from the stored results.
 
-A table is between `<!-- table NAME -->` and `<!-- end -->`.
+It is between `<!-- table -->` and `<!-- end -->`. What has the same result is one row.
 """
 
 import json
@@ -11,14 +11,14 @@ from typing import Any
 from tests.coverage import unreachable
 from tests.coverage.neighbours import NEIGHBOURS
 from tests.coverage.outputs import OUTPUTS
-from tests.coverage.spellings import SPELLINGS, VARIANTS, source
+from tests.coverage.spellings import SPELLINGS, VARIANTS
 
 RESULTS = Path(__file__).with_name("results")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "coverage.md"
 NEW, OLD, SOURCES = RELEASES = "0.32.0", "0.29.0", "0.26.0"  # the columns
 TRANSFORMERS = "transformers.base:Base"
 _MODELS = "vllm.model_executor.models."
-_NO_SEQUENCE_PARALLELISM = f"vLLM {NEW} has no such pass (`enable_sp` is gone); not run before it"
+_NO_SEQUENCE_PARALLELISM = "not run: `enable_sp` is gone"
 
 
 def stored(name):
@@ -29,28 +29,35 @@ def stored(name):
 
 
 def text(page):
-    """The page with its tables as the results have them."""
-    tables = {
-        "models": models_table,
-        "unreachable": unreachable_table,
-        "spellings": spellings_table,
-        "outputs": outputs_table,
-        "neighbours": neighbours_table,
-    }
-    for name, table in tables.items():
-        made = f"<!-- table {name} -->\n{table()}\n<!-- end -->"
-        place = rf"<!-- table {name} -->.*?<!-- end -->"
-        page, found = re.subn(place, lambda _, made=made: made, page, flags=re.S)
-        if found != 1:
-            raise SystemExit(f"{PAGE.name} has {found} places for the table {name!r}, not one")
+    """The page with its table as the results have it."""
+    made = f"<!-- table -->\n{table()}\n<!-- end -->"
+    page, found = re.subn(r"<!-- table -->.*?<!-- end -->", lambda _: made, page, flags=re.S)
+    if found != 1:
+        raise SystemExit(f"{PAGE.name} has {found} places for the table, not one")
     return page
 
 
-def _rows(header, rows):
-    names = header.split("|")
-    lines = [names, ["---"] * len(names), *rows]
-    assert all(len(row) == len(names) and all(cell.strip() for cell in row) for row in rows)
-    return "\n".join("| " + " | ".join(cell.strip() for cell in line) + " |" for line in lines)
+def table():
+    """A row for all of a kind that have the same cells."""
+    header = ["", "which", f"vLLM {NEW}", OLD, f"sources of {SOURCES}"]
+    grouped: dict[tuple[str, ...], list[str]] = {}
+    for kind, name, cells in (*quantizations(), *spelled(), *beside()):
+        grouped.setdefault((kind, *cells), []).append(name)
+    rows = [[kind, _listed(names), *cells] for (kind, *cells), names in grouped.items()]
+    lines = [header, ["---"] * len(header), *models_rows(), *rows]
+    assert all(len(line) == len(header) and all(line[1:]) for line in lines)
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _listed(names):
+    """The names; numbers of drafts as a range."""
+    drafts = [name for name in names if re.search(r", \d draft tokens?$", name)]
+    if len(drafts) > 1:
+        what, last = drafts[-1].rsplit(", ", 1)
+        whole = f"{what}, {drafts[0].rsplit(', ', 1)[1].split()[0]} to {last}"
+        at = names.index(drafts[0])
+        names = [*names[:at], whole, *(name for name in names[at:] if name not in drafts)]
+    return "; ".join(names)
 
 
 def why_unreached(version, architecture):
@@ -104,26 +111,57 @@ def shown(version):
     return out
 
 
-def models_table():
-    """One row per compiled class."""
+def models_rows():
+    """One row for all architectures of which the same became in each release."""
+    found = {version: shown(version) for version in (OLD, NEW)}
+    grouped: dict[tuple[Any, ...], tuple[list[str], set[str]]] = {}
+    names = {name for version in RELEASES for name in stored(version)["architectures"]}
+    for architecture in sorted(names):
+        classes = {
+            name
+            for version in RELEASES
+            for name in stored(version)["architectures"].get(architecture, ())
+        }
+        states = tuple(_state(version, architecture, found) for version in (NEW, OLD, SOURCES))
+        of_state, all_classes = grouped.setdefault(states, ([], set()))
+        if TRANSFORMERS in classes:
+            of_state.append("any, with `model_impl=transformers`")
+        else:
+            of_state.append(f"`{architecture}`")
+        all_classes |= classes
     rows = []
-    found = {version: (compiled(version), shown(version)) for version in (OLD, NEW)}
-    for name, architectures in sorted((found[OLD][0] | found[NEW][0]).items()):
-        there = {v: seen[name] for v, (classes, seen) in found.items() if name in classes}
-        counts = [_counts(there[v][1]) if v in there else "not compiled there" for v in (NEW, OLD)]
-        engines, _ = there.get(NEW) or there[OLD]
-        reach = "any, with `model_impl=transformers`" if name == TRANSFORMERS else ""
-        rows.append(
-            [
-                f"`{name.replace(':', '.')}`",
-                reach or ", ".join(f"`{a}`" for a in architectures),
-                ", ".join(engines),
-                *counts,
-                "yes" if name in compiled(SOURCES) else "no",
-            ]
-        )
-    header = f"class|architectures|engines|fused in vLLM {NEW}|in {OLD}"
-    return _rows(f"{header}|in the sources of {SOURCES}", rows)
+    for states, (of_state, classes) in grouped.items():
+        cells = [
+            _total([found[v][name][1] for name in classes if name in found[v]])
+            if state is _ALL
+            else state
+            for v, state in zip((NEW, OLD, SOURCES), states, strict=True)
+        ]
+        rows.append(["models", ", ".join(of_state), *cells])
+    return sorted(rows, key=lambda row: " of " not in row[2])
+
+
+_ALL = object()  # what became of an architecture: every layer fused
+
+
+def _state(version, architecture, found):
+    """What became of an architecture in a release: `_ALL`, or a cell."""
+    classes = stored(version)["architectures"].get(architecture)
+    if classes is None:
+        return "not there"
+    if code := why_unreached(version, architecture):
+        return code
+    if version == SOURCES:
+        return "compiled"
+    counts = [found[version][name][1] for name in classes]
+    return _ALL if all(not count["declined"] for count in counts) else _total(counts)
+
+
+def _total(counts):
+    """Of all layers, how many fused; the reasons of the others."""
+    codes = dict.fromkeys(code for count in counts for code in count["declined"])
+    fused, layers = (sum(count[key] for count in counts) for key in ("fused", "layers"))
+    return _fused(f"{fused} of {layers}", codes)
 
 
 def _counts(counts):
@@ -136,54 +174,35 @@ def _fused(counts, codes):
     return ", ".join([counts, *(f"`{code}`" for code in codes)])
 
 
-def unreachable_table():
-    """One row per architecture of `unreachable`."""
-    rows = []
-    for name, row in unreachable.OF_ARCHITECTURE.items():
-        cells = [
-            why_unreached(version, name) or "see above"
-            if name in stored(version)["architectures"]
-            else "not there"
-            for version in (NEW, OLD, SOURCES)
-        ]
-        rows.append([f"`{name}`", row.which, *cells])
-    return _rows(f"architecture|which|{NEW}|{OLD}|in the sources of {SOURCES}", rows)
-
-
-def spellings_table():
-    """One row per spelling: how many variants fuse, and what becomes of the others."""
-    rows = []
+def spelled():
+    """Each spelling: how many variants fuse, and what becomes of the others."""
     for name in SPELLINGS:
         outcomes = {str(variant): stored("spellings")[name][str(variant)] for variant in VARIANTS}
         others = [f"{which}: {became}" for which, became in outcomes.items() if became != "fused"]
         fused = f"{len(VARIANTS) - len(others)} of {len(VARIANTS)}"
-        rows.append([name, source(name), ", ".join([fused, *others])])
-    return _rows("spelling|graph|fused", rows)
+        yield "spellings", name, (", ".join([fused, *others]), "-", "-")
 
 
-def outputs_table():
-    """One row per quantization in front of o_proj: in how many variants it is taken in, or why
-    not."""
-    rows = []
+def quantizations():
+    """Each quantization in front of o_proj: in how many variants it is taken in, or why not."""
     for name, output in OUTPUTS.items():
         outcomes = list(stored("outputs")[name].values())
-        codes = sorted(set(outcomes) - {"fused"})
         counts = f"{outcomes.count('fused')} of {len(outcomes)}"
-        rows.append([name, output.where, _fused(counts, codes)])
-    return _rows("quantization|linear layers of vLLM|fused", rows)
+        cell = _fused(counts, sorted(set(outcomes) - {"fused"}))
+        yield "quantizations", f"{name} ({output.where})", (cell, "-", "-")
 
 
-def neighbours_table():
-    """One row per neighbour."""
-    rows = [neighbour_row(n, stored("neighbours")) for n in NEIGHBOURS]
+def beside():
+    """Each neighbour: the layers that fused, and the tokens with the flag off and on."""
+    for neighbour in NEIGHBOURS:
+        name, layers, _, _, tokens = neighbour_row(neighbour, stored("neighbours"))
+        cell = tokens if layers == "-" else f"{layers}; tokens {tokens}"
+        yield "neighbours", name, (cell, "-", "-")
     for name, outcome in stored("graphs").items():
-        declined = outcome["declined"]
-        same = "graph unchanged" if declined else "outputs of the graphs equal"
-        same = same if outcome["equal"] else "DIFFERENT"
-        rows.append([name, _counts(outcome), "graphs only", "-", same])
-    rows.append(["sequence parallelism", *["-"] * 3, _NO_SEQUENCE_PARALLELISM])
-    header = "neighbour|layers fused|passes fused|what the feature did"
-    return _rows(f"{header}|tokens with the flag off and on", rows)
+        same = "graph unchanged" if outcome["declined"] else "outputs of the graphs equal"
+        cell = f"{_counts(outcome)}; {same if outcome['equal'] else 'DIFFERENT'}"
+        yield "neighbours", name, (cell, "-", "-")
+    yield "neighbours", "sequence parallelism", (_NO_SEQUENCE_PARALLELISM, "not run", "not run")
 
 
 def _switched_off(result):

@@ -13,7 +13,6 @@ import torch
 from mla_fusion import ops
 from mla_fusion.patterns.site import ATTENTION
 from tests.coverage import vllm_passes
-from tests.passes import recorded
 from tests.passes.cuda_ops import plain_kernels
 from tests.passes.fake_engine import BATCHES, assert_same, run
 from tests.passes.graphs import Spec, build, copy
@@ -26,14 +25,12 @@ class Spelling:
     Attributes:
         rope: as in `Spec`.
         styles: `is_neox` of each graph.
-        recorded: how the names of its recorded graphs begin.
         scaled: as in `Spec`.
         by_vllm: whether vLLM's own fusion of RoPE and cache write is on, and must find it.
     """
 
     rope: str
     styles: tuple[bool, ...] = (False, True)
-    recorded: str = ""
     scaled: str = ""
     by_vllm: bool = False
 
@@ -41,12 +38,12 @@ class Spelling:
 TOLERANCE = 1e-5  # of fp32: 2**-24 times a few dozen additions
 SPELLINGS = {
     "native, NeoX": Spelling("native", (True,)),
-    "native, GPT-J": Spelling("native", (False,), "native"),
-    "native, DeepSeek scaling": Spelling("deepseek", recorded="deepseek"),
-    "`_C.rotary_embedding`": Spelling("vllm_c", recorded="vllm_c"),
-    "`vllm.flashinfer_rotary_embedding`": Spelling("flashinfer", recorded="flashinfer"),
+    "native, GPT-J": Spelling("native", (False,)),
+    "native, DeepSeek scaling": Spelling("deepseek"),
+    "`_C.rotary_embedding`": Spelling("vllm_c"),
+    "`vllm.flashinfer_rotary_embedding`": Spelling("flashinfer"),
     "`vllm.rocm_aiter_triton_rotary_embedding`": Spelling("aiter"),
-    "vLLM's fused RoPE and cache write": Spelling("deepseek", recorded="cat_fused", by_vllm=True),
+    "vLLM's fused RoPE and cache write": Spelling("deepseek", by_vllm=True),
     "no RoPE": Spelling("nope", (False,)),
     "native, DeepSeek scaling, then a scaled query": Spelling("deepseek", scaled="in_place"),
     "`vllm.flashinfer_rotary_embedding`, then a scaled query": Spelling(
@@ -110,13 +107,6 @@ def _run(spelling, is_neox, variant):
     if made.fused == made.layers == 1 and not made.declined:
         return "fused"
     return " / ".join(made.declined)
-
-
-def source(name):
-    """Where the graph of a spelling comes from."""
-    wanted = SPELLINGS[name].recorded
-    files = [path for path in recorded.FOLDER.glob("*.json.gz") if path.name.startswith(wanted)]
-    return f"traced; {len(files)} recorded" if wanted and files else "traced"
 
 
 def table():

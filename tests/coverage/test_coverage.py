@@ -43,7 +43,7 @@ def model_config(tmp_path_factory):
     return args.create_engine_config().model_config
 
 
-def test_the_page_has_the_tables_of_its_results():
+def test_the_page_has_the_table_of_its_results():
     assert page.text(page.PAGE.read_text()) == page.PAGE.read_text()
 
 

@@ -23,38 +23,33 @@ class Unreachable:
     reason in every release.
     """
 
-    which: str
     compiled: dict[str, str] = field(default_factory=dict)
     sparse: bool = False
 
 
-_DRAFT = "draft head; its target is compiled and fuses"
-
 OF_ARCHITECTURE = {
-    "DeepseekV32ForCausalLM": Unreachable("sparse", sparse=True),
-    "GlmMoeDsaForCausalLM": Unreachable("as DeepSeek-V3.2", sparse=True),
-    "DeepseekV32MTPModel": Unreachable("draft head", sparse=True),
-    "HYV4ForCausalLM": Unreachable("sparse"),
-    "HYV4MTPModel": Unreachable("draft head"),
-    "DeepseekV4ForCausalLM": Unreachable("attention of its own, sparse"),
-    "DeepseekV4ForConditionalGeneration": Unreachable("as DeepSeek-V4"),
-    "DeepSeekV4MTPModel": Unreachable("draft head"),
-    "DSparkDraftModel": Unreachable("draft head"),
-    "DeepseekV41ForCausalLM": Unreachable("attention of its own, sparse"),
-    "DSparkV41DraftModel": Unreachable("draft head"),
-    "Dots3NoteForCausalLM": Unreachable("sparse, and dense with a sliding window"),
-    "Dots3NoteMTPModel": Unreachable("draft head"),
-    "Glm5NextForCausalLM": Unreachable("attention of its own, sparse"),
-    "Glm5NextForConditionalGeneration": Unreachable("as GLM-5-Next"),
-    "Glm5NextMTPModel": Unreachable("draft head"),
-    "KimiLinearForCausalLM": Unreachable(
-        "fused by hand in the model since 0.29", {"0.26.0": "compiled; read, not run"}
-    ),
-    "KimiK3ForConditionalGeneration": Unreachable("fused by hand in the model"),
-    "KimiK3MTPModel": Unreachable("draft head"),
-    "SarvamMLAForCausalLM": Unreachable("compiled since 0.32"),
-    "Glm4MoeLiteMTPModel": Unreachable(_DRAFT),
-    "LongCatFlashMTPModel": Unreachable(_DRAFT),
+    "DeepseekV32ForCausalLM": Unreachable(sparse=True),
+    "GlmMoeDsaForCausalLM": Unreachable(sparse=True),
+    "DeepseekV32MTPModel": Unreachable(sparse=True),
+    "HYV4ForCausalLM": Unreachable(),
+    "HYV4MTPModel": Unreachable(),
+    "DeepseekV4ForCausalLM": Unreachable(),
+    "DeepseekV4ForConditionalGeneration": Unreachable(),
+    "DeepSeekV4MTPModel": Unreachable(),
+    "DSparkDraftModel": Unreachable(),
+    "DeepseekV41ForCausalLM": Unreachable(),
+    "DSparkV41DraftModel": Unreachable(),
+    "Dots3NoteForCausalLM": Unreachable(),
+    "Dots3NoteMTPModel": Unreachable(),
+    "Glm5NextForCausalLM": Unreachable(),
+    "Glm5NextForConditionalGeneration": Unreachable(),
+    "Glm5NextMTPModel": Unreachable(),
+    "KimiLinearForCausalLM": Unreachable({"0.26.0": "compiled; read, not run"}),
+    "KimiK3ForConditionalGeneration": Unreachable(),
+    "KimiK3MTPModel": Unreachable(),
+    "SarvamMLAForCausalLM": Unreachable(),
+    "Glm4MoeLiteMTPModel": Unreachable(),
+    "LongCatFlashMTPModel": Unreachable(),
 }
 
 
