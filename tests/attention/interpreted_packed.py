@@ -13,8 +13,9 @@ from tests.attention.decodes import BF16, SCALE, same_lse
 from tests.attention.packed_cases import SLOTS, Case, Inputs, random_case
 from tests.attention.pages import V4, V32
 from tests.kernels import interpreter
+from tests.nightly import daily
 
-interpreter.install(bounds=True, races=True)
+interpreter.install()
 TOLERANCE, ROUNDING = 4e-3, 1e-2
 LENGTHS = ([1, 0, 70], [9, 0, 0])
 
@@ -58,7 +59,9 @@ def check(case):
     return inputs, scratch
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", daily(CASES, "v3.2 of two scopes", "v4 of two scopes", "v3.2 fnuz", "all -1")
+)
 def test_byte_caches(name):
     check(CASES[name])
 

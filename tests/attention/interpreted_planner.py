@@ -13,7 +13,7 @@ from mla_fusion.attention.buffers import PLANNED
 from tests.attention.decodes import plan_for
 from tests.kernels import interpreter
 
-interpreter.install(bounds=True, races=True)
+interpreter.install()
 PLANS = 40
 
 

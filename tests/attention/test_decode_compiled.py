@@ -1,6 +1,7 @@
 """The decode kernels compiled (not run) for AMD and NVIDIA: spills, memory, instructions."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from mla_fusion.attention.triton import Scope, Sparse
 from mla_fusion.attention.validate import Inputs
 from tests.attention.decodes import BF16, FN, plan_for
 from tests.kernels.compiled import FP8, LDS, compile_report, specialize
+from tests.nightly import daily
 
 
 def meta(*shape, dtype):
@@ -82,10 +84,13 @@ def test_the_width_of_the_table_is_no_variant(hopper, sparse):
     assert variants[0] == variants[1] == variants[2]
 
 
-@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
-@pytest.mark.parametrize("heads", [16, 64])
-@pytest.mark.parametrize("target", FP8)
-def test_portable_kernel(target, heads, sparse):
+@pytest.mark.parametrize(
+    "case",
+    daily(itertools.product(FP8, (16, 64), (False, True)),
+          *((target, 16, False) for target in FP8), ("gfx942", 64, True)),
+)  # fmt: skip
+def test_portable_kernel(case):
+    target, heads, sparse = case
     warp = 64 if target.startswith("gfx") else 32
     config = triton_choice.choose(False, heads, *DEEPSEEK, warp)
     for dtype in (BF16, FP8[target]):
@@ -100,10 +105,16 @@ def test_portable_kernel(target, heads, sparse):
         assert result.wide_loads > 0, result
 
 
-@pytest.mark.parametrize("layout", [FP8_DS_MLA, FP8_DS_MLA_V4], ids=["v3.2", "v4"])
-@pytest.mark.parametrize("heads", [16, pytest.param(64, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("target", FP8)
-def test_portable_kernel_over_bytes(target, heads, layout):
+BYTES = {"v3.2": FP8_DS_MLA, "v4": FP8_DS_MLA_V4}
+
+
+@pytest.mark.parametrize(
+    "case",
+    daily(itertools.product(FP8, (16, 64), BYTES), ("gfx950", 16, "v3.2"), ("sm_90", 16, "v4")),
+)
+def test_portable_kernel_over_bytes(case):
+    target, heads, name = case
+    layout = BYTES[name]
     widths = layout.latent, layout.width - layout.latent
     config = triton_choice.choose(
         False, heads, *widths, 64 if target.startswith("gfx") else 32, True
@@ -120,19 +131,20 @@ def test_portable_kernel_over_bytes(target, heads, layout):
         assert result.narrow_loads <= (2 if layout.behind else 0), result
 
 
-@pytest.mark.parametrize("target", FP8)
+OTHER_WIDTHS = [
+    (256, 64, 16, True), (256, 64, 64, False), (256, 32, 16, True), (320, 64, 16, False),
+    (320, 64, 64, False), (512, 128, 64, True), (640, 96, 16, False), (1024, 128, 16, False),
+    (1024, 128, 64, False),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "latent, rope, heads, is_fp8",
-    [
-        (*MISTRAL_SMALL, 16, True),
-        (*MISTRAL_SMALL, 64, False),
-        *(pytest.param(*shape, marks=pytest.mark.nightly) for shape in [
-            (256, 32, 16, True), (320, 64, 16, False), (320, 64, 64, False), (512, 128, 64, True),
-            (640, 96, 16, False), (1024, 128, 16, False), (1024, 128, 64, False),
-        ]),
-    ],
+    "case",
+    daily(itertools.product(FP8, OTHER_WIDTHS), ("gfx942", OTHER_WIDTHS[0]),
+          ("sm_90", OTHER_WIDTHS[1])),
 )  # fmt: skip
-def test_portable_kernel_of_other_widths(target, latent, rope, heads, is_fp8):
+def test_portable_kernel_of_other_widths(case):
+    target, (latent, rope, heads, is_fp8) = case
     dtype = FP8[target] if is_fp8 else BF16
     config = triton_choice.choose(
         False, heads, latent, rope, 64 if target.startswith("gfx") else 32
@@ -144,17 +156,16 @@ def test_portable_kernel_of_other_widths(target, latent, rope, heads, is_fp8):
     assert any(name.startswith(kind) for name in result.matrix), result
 
 
-@pytest.mark.parametrize("dtype", [BF16, FN], ids=["bf16", "fp8"])
+HOPPER_WIDTHS = [
+    (MISTRAL_SMALL, 16), (MISTRAL_SMALL, 32), (MISTRAL_SMALL, 64), ((256, 32), 16), ((256, 32), 64)
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "widths, heads",
-    [
-        (MISTRAL_SMALL, 16),
-        *(pytest.param(widths, heads, marks=pytest.mark.nightly)
-          for widths, heads in [(MISTRAL_SMALL, 32), (MISTRAL_SMALL, 64), ((256, 32), 16),
-                                ((256, 32), 64)]),
-    ],
-)  # fmt: skip
-def test_hopper_kernel_of_other_widths(widths, heads, dtype):
+    "case", daily(itertools.product(HOPPER_WIDTHS, (BF16, FN)), (HOPPER_WIDTHS[0], FN))
+)
+def test_hopper_kernel_of_other_widths(case):
+    (widths, heads), dtype = case
     assert widths in triton_choice.HOPPER_WIDTHS
     config = triton_choice.choose(True, heads, *widths)
     result = decode_report("sm_90", config, heads, dtype, widths=widths)
@@ -167,30 +178,38 @@ def test_hopper_kernel_of_other_widths(widths, heads, dtype):
 
 
 @pytest.mark.parametrize("dtype", [BF16, FN], ids=["bf16", "fp8"])
-@pytest.mark.parametrize("heads", [16, 32, 64])
-def test_hopper_kernel(heads, dtype):
+@pytest.mark.parametrize(
+    "case",
+    daily(itertools.product((16, 32, 64), ("dense", "page of one", "sparse")),
+          (16, "dense"), (16, "page of one"), (16, "sparse"), (64, "dense")),
+)  # fmt: skip
+def test_hopper_kernel(case, dtype):
+    heads, kind = case
     config = triton_choice.choose(True, heads, *DEEPSEEK)
-    for options in ({"page": 64}, {"page": 1}, {"sparse": True})[: 1 if heads == 32 else 3]:
-        result = decode_report("sm_90", config, heads, dtype, **options)
-        assert result.hot_spills == 0, (options, result)
-        assert result.shared <= LDS["sm_90"], result
-        assert "HGMMA" in result.matrix and "HMMA" not in result.matrix, result
-        # Whole tiles in one page go through the copy engine, one thread's work.
-        assert (result.bulk_copies > 0) == (options.get("page") == 64), (options, result)
-        # fp8 scores are an fp8 product, not one of widened keys.
-        assert ("QGMMA" in result.matrix) == (dtype == FN), result
+    options = {"page of one": {"page": 1}, "sparse": {"sparse": True}}.get(kind, {})
+    result = decode_report("sm_90", config, heads, dtype, **options)
+    assert result.hot_spills == 0, result
+    assert result.shared <= LDS["sm_90"], result
+    assert "HGMMA" in result.matrix and "HMMA" not in result.matrix, result
+    # Whole tiles in one page go through the copy engine, one thread's work.
+    assert (result.bulk_copies > 0) == (kind == "dense"), result
+    # fp8 scores are an fp8 product, not one of widened keys.
+    assert ("QGMMA" in result.matrix) == (dtype == FN), result
     if dtype == FN and heads == 16:
         # Two programs fit a multiprocessor, as `plan_settings` has it.
         assert 2 * result.shared <= LDS["sm_90"] and result.registers * 128 * 2 <= 65536
 
 
 @pytest.mark.parametrize("dtype", [BF16, FN], ids=["bf16", "fp8"])
-@pytest.mark.parametrize("heads", [16, 64])
-@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
-def test_only_the_plan_is_read_before_the_kernel_in_front_has_ended(sparse, heads, dtype):
+@pytest.mark.parametrize(
+    "case", daily(itertools.product((16, 64), (False, True)), (16, False), (64, False))
+)
+def test_only_the_plan_is_read_before_the_kernel_in_front_has_ended(case, dtype):
     """Queries, keys, tables and scales may be what the kernel in front writes."""
+    heads, sparse = case
+    options = {"sparse": True} if sparse else {}
     config = triton_choice.choose(True, heads, *DEEPSEEK)
-    order = decode_report("sm_90", config, heads, dtype, sparse=sparse).order
+    order = decode_report("sm_90", config, heads, dtype, **options).order
     # At once if the plan is fresh; then, for each work item, after the reads of the plan: two
     # numbers of work_indptr, seven of work_info_set, qo_indptr and kv_indptr.
     first = order.index("ACQBULK")
@@ -214,10 +233,13 @@ def test_pieces_are_read_when_the_decode_has_ended():
     assert "ACQBULK" not in order[pieces[0] : pieces[-1]], order
 
 
-@pytest.mark.parametrize("tiles", [1, 8, 32, 256])
-@pytest.mark.parametrize("heads", [16, 128])
-@pytest.mark.parametrize("target", FP8)
-def test_reduction(target, heads, tiles):
+@pytest.mark.parametrize(
+    "case",
+    daily(itertools.product(FP8, (16, 128), (1, 8, 32, 256)),
+          ("gfx942", 16, 8), ("gfx950", 128, 32), ("sm_90", 16, 1), ("sm_90", 128, 256)),
+)  # fmt: skip
+def test_reduction(case):
+    target, heads, tiles = case
     out, lse = meta(8, heads, 512, dtype=BF16), meta(8, heads, dtype=torch.float32)
     args, options = provider.reduce_arguments(plan_for(num_heads=heads), tiles, out, lse)
     result = compile_report(target, triton_kernels.reduce_kernel, args, options)

@@ -13,6 +13,7 @@ from mla_fusion.attention.epilogue import GROUP, Epilogue, in_groups
 from mla_fusion.attention.validate import Inputs
 from tests.attention.decodes import BF16, FP32, plan_for, refresh
 from tests.kernels.compiled import FP8, LDS, compile_report
+from tests.nightly import daily
 
 
 def meta(*shape, dtype=BF16):
@@ -63,17 +64,23 @@ MOST_ROWS = epilogues.Shape(16, 128, 2, 1, 8)
 WHOLE = epilogues.Shape(1, 32, 1, 16, 4)
 
 
-@pytest.mark.parametrize(
-    "target, shape, quantization, dense",
-    [*((target, shape, "none", "latent") for target in FP8 for shape in (CHOSEN, ONE_ROW)),
-     ("sm_90", CHOSEN, "tensor", "values"), ("gfx942", CHOSEN, "none", "values"),
-     ("sm_90", ROWS, "group", "latent"), ("gfx942", ROWS, "group", "values"),
-     ("sm_90", ROWS, "group_ue8m0", "latent"),
-     *((target, CHOSEN_OF_GROUPS, "group", "latent") for target in FP8),
-     ("sm_90", MOST_ROWS, "none", "values"), ("sm_90", WHOLE, "none", "latent"),
-     ("sm_90", CHOSEN_OF_32, "none", "latent"), ("gfx942", CHOSEN_OF_32, "none", "latent")],
-)  # fmt: skip
-def test_epilogue(target, shape, quantization, dense):
+DAILY = [
+    *((target, CHOSEN, "none", "latent") for target in FP8),
+    ("sm_90", CHOSEN, "tensor", "values"), ("gfx942", ROWS, "group", "values"),
+    ("sm_90", CHOSEN_OF_GROUPS, "group", "latent"), ("sm_90", ROWS, "group_ue8m0", "latent"),
+]  # fmt: skip
+CASES = [
+    *DAILY, *((target, ONE_ROW, "none", "latent") for target in FP8),
+    *((target, CHOSEN_OF_GROUPS, "group", "latent") for target in ("gfx942", "gfx950")),
+    ("gfx942", CHOSEN, "none", "values"), ("sm_90", ROWS, "group", "latent"),
+    ("sm_90", MOST_ROWS, "none", "values"), ("sm_90", WHOLE, "none", "latent"),
+    ("sm_90", CHOSEN_OF_32, "none", "latent"), ("gfx942", CHOSEN_OF_32, "none", "latent"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", daily(CASES, *DAILY))
+def test_epilogue(case):
+    target, shape, quantization, dense = case
     pdl = target == "sm_90"
     result = report(target, 16, shape, pdl=pdl, quantization=quantization, dense=dense)
     # Scalar registers of AMD's go to lanes of a vector register.
@@ -83,7 +90,9 @@ def test_epilogue(target, shape, quantization, dense):
     assert result.matrix, result
 
 
-@pytest.mark.parametrize("shape", [CHOSEN, CHOSEN_OF_32, ONE_ROW, ROWS, WHOLE])
+@pytest.mark.parametrize(
+    "shape", daily([CHOSEN, CHOSEN_OF_32, ONE_ROW, ROWS, WHOLE], CHOSEN, ONE_ROW)
+)
 def test_only_w_uv_and_the_plan_are_read_before_the_decode_has_ended(shape):
     order = report("sm_90", 16, shape, pdl=True).order
     assert order[0] == "PREEXIT", "the next kernel may be launched early too"
@@ -96,13 +105,6 @@ def test_only_w_uv_and_the_plan_are_read_before_the_decode_has_ended(shape):
     wide = 2 * shape.columns * 512 // shape.slices // (32 * shape.warps * 16)
     for before in (first, *(part.rpartition("STG")[2] for part in others[:-1])):
         assert before.count("LDG.128") == wide, order
-
-
-def test_whole_rows_are_stored_as_by_a_shape_without_slices():
-    """No barrier, fence or count more."""
-    sync = report("sm_90", 16, CHOSEN, pdl=True).sync
-    alone = report("sm_90", 16, CHOSEN.of_few_pieces(512), pdl=True).sync
-    assert "ATOMG" not in alone and sync[: len(alone)] == alone, sync
 
 
 def test_a_slice_is_counted_after_its_sums_are_stored():

@@ -24,17 +24,6 @@ def ptx(dtype=BF16):
     return compile_kernel("sm_90", hopper_specialized.decode_kernel, args, options).asm["ptx"]
 
 
-def events(dtype):
-    """Products, waits for them, waits for other warps, fences before the copy engine and products,
-    and what is given to other warps, in order.
-    """
-    names = {"commit_group": "mul", "arrive": "give", "try_wait": "wait"}
-    pattern = r"(commit_group)|wgmma.wait_group.sync.aligned (\d)|mbarrier.(arrive|try_wait)"
-    pattern += r"|(fence).proxy.async"
-    found = [next(filter(None, each)) for each in re.findall(pattern, ptx(dtype))]
-    return " ".join(names.get(each, each) for each in found)
-
-
 def report(dtype, **case):
     """What the compiler says of the kernel for a type, and other inputs than the usual."""
     given = inputs(dtype=dtype, **case)
@@ -96,17 +85,6 @@ def test_fp8_work_of_each_warpgroup():
     # Threads meet for the maxima of two rows of a tile, in the loop and behind it; for their sums
     # when an item ends; and for the factors that each half looks at.
     assert ptx(FN).count("shfl.sync.bfly") == 2 * 4 + 4 + 2 * 2
-
-
-def test_fp8_waits():
-    text = events(FN)
-    # The next tile's scores are started before the weights are given, and waited for after that.
-    assert " wait mul mul wait mul wait mul " in text and " wait fence give 0 " in text, text
-    # A half is given when its values have been multiplied, and fenced; then the weights' slot.
-    for given in ("give", "give give"):
-        assert f" mul mul 1 mul 1 mul 0 fence {given} give wait " in text, text
-    # A half of the last tile is fenced, too, where it is cleared; so are both quarters.
-    assert " wait fence wait " in text and " wait wait fence fence wait " in text, text
 
 
 @pytest.mark.parametrize(

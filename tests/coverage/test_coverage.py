@@ -19,12 +19,7 @@ VERSION = str(vllm.__version__).split("+")[0]
 DECLINED = {
     page.TRANSFORMERS: {"computed-angles"},
 }
-QUICK_ENGINES = ("deepseek_v3+mtp", "glm4_moe_lite+mtp")
-QUICK_NEIGHBOURS = (
-    "speculative decoding, 3 draft tokens",
-    "KV-transfer connector",
-    "prefill context",
-)
+DRAFT_HEADS = ("glm4_moe_lite+mtp", "longcat_flash+mtp")  # which vLLM does not compile
 
 
 @pytest.fixture(scope="module")
@@ -117,16 +112,29 @@ def test_the_user_is_told_why_an_architecture_is_not_reached(
 
 
 @pytest.mark.parametrize("version", [page.NEW, page.OLD])
-@pytest.mark.parametrize("engine", ["glm4_moe_lite+mtp", "longcat_flash+mtp"])
+@pytest.mark.parametrize("engine", DRAFT_HEADS)
 def test_the_user_is_told_that_a_draft_head_is_in_no_graph(version, engine):
     [line] = [x for x in page.stored(version)["engines"][engine]["log"] if "[no-graph]" in x]
     assert "outside any graph: 1 MLA layers" in line or "1 in no graph" in line
 
 
-def test_spellings():
-    found = spellings.table()
-    assert found == page.stored("spellings")
+def test_the_kept_results_of_spellings():
+    found = page.stored("spellings")
+    assert {name: [*row] for name, row in found.items()} == {
+        name: [*map(str, spellings.VARIANTS)] for name in spellings.SPELLINGS
+    }
     assert {outcome for row in found.values() for outcome in row.values()} == {"fused"}
+
+
+@pytest.mark.parametrize("name", spellings.SPELLINGS)
+def test_a_spelling(name):
+    """One variant; the nightly run has all."""
+    assert spellings.outcome(name, spellings.VARIANTS[0]) == "fused"
+
+
+@pytest.mark.nightly
+def test_all_spellings():
+    assert spellings.table() == page.stored("spellings")
 
 
 @pytest.mark.parametrize("name", outputs.OUTPUTS)
@@ -184,31 +192,13 @@ def test_the_kept_results_of_a_neighbour(neighbour):
 
 
 @pytest.mark.engine
-def test_quick_engines():
-    jobs = [e.job() for e in models.ENGINES if e.name in QUICK_ENGINES]
-    assert len(jobs) == len(QUICK_ENGINES)
-    for name, result in run(jobs).items():
-        check_engine(name, result)
-        outside = [line for line in result["log"] if "[no-graph]" in line]
-        assert len(outside) == (name == "glm4_moe_lite+mtp")  # its draft head is not compiled
-
-
-@pytest.mark.engine
-def test_quick_neighbours(tmp_path):
-    chosen = [n for n in neighbours.NEIGHBOURS if n.name.startswith(QUICK_NEIGHBOURS)]
-    assert len(chosen) == len(QUICK_NEIGHBOURS)
-    model = neighbours.write_model(tmp_path)
-    results = run([job for n in chosen for job in n.jobs(model)])
-    for neighbour in chosen:
-        check_neighbour(neighbour, results)
-
-
-@pytest.mark.engine
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_all_engines():
     for name, result in run([engine.job() for engine in models.ENGINES]).items():
         check_engine(name, result)
+        outside = [line for line in result["log"] if "[no-graph]" in line]
+        assert len(outside) == (name in DRAFT_HEADS)
 
 
 @pytest.mark.engine

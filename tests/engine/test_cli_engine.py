@@ -114,6 +114,7 @@ def test_check_of_a_class_vllm_does_not_know_is_one_error(tmp_path, capsys):
     assert error.startswith("mla-fusion check: ") and "NoSuchForCausalLM" in error
 
 
+@pytest.mark.nightly
 def test_check_says_why_the_flag_is_switched_off(shown, capsys):
     """The triton provider has no GPU here."""
     model = shown[1] / V3 / "model"
@@ -126,8 +127,8 @@ def test_check_says_why_the_flag_is_switched_off(shown, capsys):
     "name, heads",
     [
         ("deepseek-v2-lite", 16),
-        ("glm-4.7-flash", 20),
-        ("longcat-flash", 64),
+        pytest.param("glm-4.7-flash", 20, marks=pytest.mark.nightly),
+        pytest.param("longcat-flash", 64, marks=pytest.mark.nightly),
         pytest.param("openpangu-ultra-moe", 128, marks=pytest.mark.nightly),
         pytest.param("ring-2.5", 64, marks=pytest.mark.nightly),
         pytest.param("sarvam-105b", 64, marks=pytest.mark.nightly),

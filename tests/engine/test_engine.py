@@ -7,7 +7,6 @@ import pytest
 
 from mla_fusion import ops
 from mla_fusion.cli import child
-from mla_fusion.cli.arguments import UserError
 from mla_fusion.cli.demo import tiny_models
 from tests import child as children
 from tests.engine.work import PROMPTS
@@ -95,6 +94,7 @@ def messages(result):
     return sorted(re.sub(r"/tmp/\S+|\d+", "#", line) for line in result["log"].splitlines())
 
 
+@pytest.mark.nightly
 def test_provider_that_is_unavailable_leaves_the_engine_as_it_is(job, alone):
     """No AITER here: one warning, and vLLM's own graphs, tokens and logprobs."""
     declined = run(job(FLAG | {"provider": "aiter"}))
@@ -138,18 +138,39 @@ def test_a_scaled_query_gives_the_tokens_of_vllm_alone_to_the_bit(job, alone):
     assert after["logprobs"] == before["logprobs"]
 
 
-def test_warm_compile_cache_still_yields_the_report(job, fused_cache, fused):
-    warm = run(job(FLAG, cache=fused_cache))
+@pytest.fixture(scope="module")
+def warm(job, fused_cache, fused):
+    """Two engines on the cache that `fused` left; then the provider of the first one fails."""
+    return run(job(FLAG | {"engines": 2, "fault": True}, cache=fused_cache))
+
+
+def test_warm_compile_cache_still_yields_the_report(fused, warm):
     assert not warm["graphs"], "a pass ran: the cache was cold and this test shows nothing"
     assert own_log(fused) == [("INFO", SUMMARY)]
-    assert own_log(warm) == [("INFO", SUMMARY + CACHED)]
-    assert warm["tokens"] == fused["tokens"]
+    assert own_log(warm) == [("INFO", SUMMARY + CACHED)] * 2
+
+
+def test_two_engines_in_one_process(fused, warm):
+    assert len(warm["engines"]) == 2
+    for engine in warm["engines"]:
+        assert engine["tokens"] == fused["tokens"]
+        assert engine["logprobs"] == fused["logprobs"]
+        assert engine["steps"] == fused["steps"]
+
+
+def test_provider_that_raises_in_a_step_ends_the_engine_with_what_to_do(warm):
+    """No token of the step is handed out, and the traceback ends with the note."""
+    text = " ".join(warm["fault"].split())
+    assert "RuntimeError: planted: an illegal memory access was encountered" in text
+    assert "mla_fusion: the reference provider failed in a decode step of" in text
+    assert "start with another provider" in text
 
 
 @pytest.mark.parametrize(
     "method, ranks",
-    [("spawn", 1), ("fork", 1), pytest.param("spawn", 2, marks=pytest.mark.nightly)],
-)
+    [("spawn", 1), *(pytest.param(*each, marks=pytest.mark.nightly)
+                     for each in (("fork", 1), ("spawn", 2)))],
+)  # fmt: skip
 def test_engine_and_workers_in_processes_of_their_own(job, fused, tmp_path, method, ranks):
     asked = job(
         FLAG | {"processes": method},
@@ -177,26 +198,7 @@ def test_engine_and_workers_in_processes_of_their_own(job, fused, tmp_path, meth
     assert apart["exported"] == steps
 
 
-def test_two_engines_in_one_process(job, fused_cache, fused):
-    both = run(job(FLAG | {"engines": 2}, cache=fused_cache))
-    assert len(both["engines"]) == 2
-    assert own_log(both) == [("INFO", SUMMARY + CACHED)] * 2
-    for engine in both["engines"]:
-        assert engine["tokens"] == fused["tokens"]
-        assert engine["logprobs"] == fused["logprobs"]
-        assert engine["steps"] == fused["steps"]
-
-
-def test_provider_that_raises_in_a_step_ends_the_engine_with_what_to_do(job, fused_cache, fused):
-    """No token of the step is handed out, and the traceback ends with the note."""
-    asked = job(FLAG | {"fault": True}, cache=fused_cache)
-    with pytest.raises(UserError, match="planted: an illegal memory access was encountered"):
-        children.run(asked)
-    text = " ".join(Path(asked.workdir, child.LOG).read_text().split())
-    assert "mla_fusion: the reference provider failed in a decode step of" in text
-    assert "start with another provider" in text
-
-
+@pytest.mark.nightly
 def test_custom_pass_hook_without_the_plugin(job, alone):
     custom = run(job({"custom_pass": True}, plugin=False))
     assert ops.FUSED in custom["graphs"]["1-4"]

@@ -7,6 +7,7 @@ the prerequisites of the flag, so that runs with the flag and without compare.
 import importlib
 import multiprocessing
 import os
+import traceback
 
 from mla_fusion import config
 from mla_fusion.cli import child
@@ -22,7 +23,8 @@ def serve(job, progress):
     max_split_per_batch (the options of those names);
     fp8_ops (imitate the quantizations that a CPU build lacks); bucket; engines (how many);
     processes ("spawn" or "fork": how the engine core starts in a process of its own, in which no
-    graph is recorded); fault (the provider raises in its third step).
+    graph is recorded); fault (once all is served, the provider raises in the third step of the
+    first engine; the traceback comes back).
     """
     options = job.options
     _configure_cpu(options.get("processes"))
@@ -31,13 +33,13 @@ def serve(job, progress):
     graphs, refreshes = _record_graphs(), _count_refreshes() if options.get("flag") else []
     arguments = {**_arguments(options), **job.engine}
     engines = [_build(arguments, options) for _ in range(options.get("engines", 1))]
-    if options.get("fault"):
-        _break_provider()
     served = [_serve_one(engine, job) for engine in engines]
     children = [type(process).__name__ for process in multiprocessing.active_children()]
+    fault = _fault(engines[0], job) if options.get("fault") else ""
     for engine in engines:
         engine.engine_core.shutdown()
-    return {"engines": served, "graphs": graphs, "refreshes": refreshes, "children": children}
+    found = {"engines": served, "graphs": graphs, "refreshes": refreshes, "children": children}
+    return found | {"fault": fault}
 
 
 def _build(arguments, options):
@@ -173,8 +175,8 @@ def _exported_steps():
     }
 
 
-def _break_provider():
-    """Let the reference provider raise when it is called for the third time from now."""
+def _fault(engine, job):
+    """The traceback, if the reference provider raises when it is called for the third time."""
     from mla_fusion.kernels import reference
 
     original, calls = reference.fused_mla_decode_prep, []
@@ -186,3 +188,8 @@ def _break_provider():
         return original(*args, **kwargs)
 
     reference.fused_mla_decode_prep = raise_at_last
+    try:
+        child.complete(engine, job.prompts, job.new_tokens)
+    except RuntimeError:
+        return traceback.format_exc()
+    return "the engine went on"

@@ -1,6 +1,7 @@
 """The Triton kernel compiled (not run) for AMD and NVIDIA: registers, spills, instructions."""
 
 import functools
+import itertools
 from unittest import mock
 
 import pytest
@@ -8,12 +9,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from compiled import FP8, LDS, compile_report, read_amd, specialize
-
 from mla_fusion.kernels import dispatch, triton_kernels
 from mla_fusion.kernels import triton as provider
 from mla_fusion.kernels.dispatch import Plan, Widths
 from mla_fusion.kernels.inputs import Inputs
+from tests.kernels.compiled import FP8, LDS, compile_report, read_amd, specialize
+from tests.nightly import daily
 
 DEFAULTS = {tokens: dispatch.default_plan(tokens, 16, 512) for tokens in (1, 8, 64, 512)}
 DEEPSEEK = Widths(128, 64, 512)
@@ -81,10 +82,14 @@ def test_what_a_launch_knows_of_its_arguments(target):
     assert source.signature["tokens"] == "i32" and not source.attrs.get((names.index("tokens"),))
 
 
-@pytest.mark.parametrize("neox", [False, True], ids=["gptj", "neox"])
-@pytest.mark.parametrize("tokens", DEFAULTS)
-@pytest.mark.parametrize("target", FP8)
-def test_default_plans_compile_without_spills(target, tokens, neox):
+@pytest.mark.parametrize(
+    "case",
+    daily(itertools.product(FP8, DEFAULTS, (False, True)),
+          *((target, tokens, False) for target in FP8 for tokens in (1, 64)),
+          ("gfx942", 512, True), ("sm_90", 8, True)),
+)  # fmt: skip
+def test_default_plans_compile_without_spills(case):
+    target, tokens, neox = case
     plan = DEFAULTS[tokens]
     result = compiled(target, plan, tokens, FP8[target], neox)
     assert result.spills == 0, result
@@ -100,21 +105,19 @@ def test_default_plans_compile_without_spills(target, tokens, neox):
 WIDE = Plan(block_m=64, block_n=256, m_tiles=8, rope_rows=256, cache_tokens=16)
 
 
+OTHER_WIDTHS = [
+    (Widths(64, 64, 256), 512, None), (Widths(64, 64, 256), 1, None),
+    (Widths(64, 32, 256), 64, None), (Widths(192, 64, 512), 64, None),
+    (Widths(128, 64, 320), 512, None), (Widths(256, 128, 1024), 512, None),
+    (Widths(64, 128, 1024), 512, WIDE), (Widths(256, 128, 1024), 512, WIDE),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("target", FP8)
-@pytest.mark.parametrize(
-    "widths, tokens, plan",
-    [
-        (Widths(64, 64, 256), 1, None),
-        (Widths(64, 64, 256), 512, None),
-        *(pytest.param(*each, marks=pytest.mark.nightly) for each in [
-            (Widths(64, 32, 256), 64, None), (Widths(192, 64, 512), 64, None),
-            (Widths(128, 64, 320), 512, None), (Widths(256, 128, 1024), 512, None),
-            (Widths(64, 128, 1024), 512, WIDE), (Widths(256, 128, 1024), 512, WIDE),
-        ]),
-    ],
-)  # fmt: skip
-def test_other_widths_compile_without_spills(target, widths, tokens, plan):
+@pytest.mark.parametrize("case", daily(OTHER_WIDTHS, OTHER_WIDTHS[0]))
+def test_other_widths_compile_without_spills(target, case):
     """A default plan, or the largest tiles that were measured, with other widths."""
+    widths, tokens, plan = case
     if plan is None:
         plan = dispatch.default_plan(tokens, 16, widths.latent)
     nope, rope, _ = map(provider._pad, widths)
@@ -125,7 +128,7 @@ def test_other_widths_compile_without_spills(target, widths, tokens, plan):
     assert result.wide_loads > 0 and bool(result.matrix) == (tokens > 1), result
 
 
-@pytest.mark.parametrize("tokens", [1, 64])
+@pytest.mark.parametrize("tokens", daily([1, 64], 64))
 @pytest.mark.parametrize("target", ["gfx942", "sm_90"])
 def test_a_scaled_query_compiles_without_spills(target, tokens):
     plan, fp8 = DEFAULTS[tokens], FP8[target]
@@ -148,6 +151,7 @@ def test_a_launch_may_begin_early_where_the_gpu_can():
         assert early == ((True, True) if target == "sm_90" else (False, False))
 
 
+@pytest.mark.nightly
 def test_measured_plans_compile_without_spills():
     """Every plan of dispatch.csv that was measured on sm_90 with an fp8 query."""
     plans = {
@@ -164,9 +168,10 @@ def test_measured_plans_compile_without_spills():
         assert result.spills == 0, (widths, plan, result)
 
 
-@pytest.mark.parametrize("block_n, num_warps", [(128, 4), (128, 8), (256, 8)])
-def test_large_tiles_are_stored_from_registers(block_n, num_warps):
+@pytest.mark.parametrize("tile", daily([(128, 4), (128, 8), (256, 8)], (256, 8)))
+def test_large_tiles_are_stored_from_registers(tile):
     """The loop over token tiles has barriers for the query's tile only, not for the output."""
+    block_n, num_warps = tile
     plan = Plan(block_m=64, block_n=block_n, m_tiles=8, rope_rows=32, num_warps=num_warps)
     args, options = arguments("sm_90", plan, 512, FP8["sm_90"])
     assert options["DIRECT"]

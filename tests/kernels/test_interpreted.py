@@ -1,4 +1,4 @@
-"""Runs each interpreted_*.py of the tests under Triton's interpreter, in a process of its own."""
+"""Runs interpreted_*.py of the tests under Triton's interpreter, in processes of their own."""
 
 import os
 import subprocess
@@ -9,10 +9,11 @@ import pytest
 
 pytest.importorskip("triton")
 FILES = sorted(Path(__file__).parents[1].glob("*/interpreted_*.py"))
+# By day in one process: each takes seconds to start.
 RUNS = [
-    *(pytest.param(path, "not nightly", id=path.stem) for path in FILES),
-    *(pytest.param(path, "nightly", id=f"{path.stem}-nightly", marks=pytest.mark.nightly)
-      for path in FILES if "mark.nightly" in path.read_text()),
+    pytest.param(FILES, "not nightly", id="daily"),
+    *(pytest.param([path], "nightly", id=path.stem, marks=pytest.mark.nightly)
+      for path in FILES if "nightly" in path.read_text()),
 ]  # fmt: skip
 STOCK = """
 import torch, triton, triton.language as tl
@@ -37,9 +38,9 @@ def interpreted(*command):
     )
 
 
-@pytest.mark.parametrize("path, marked", RUNS)
-def test_kernels_under_the_repaired_interpreter(path, marked):
-    chosen = ("-q", "-x", "-p", "no:cacheprovider", "-m", marked, str(path))
+@pytest.mark.parametrize("paths, marked", RUNS)
+def test_kernels_under_the_repaired_interpreter(paths, marked):
+    chosen = ("-q", "-x", "-p", "no:cacheprovider", "-m", marked, *map(str, paths))
     result = interpreted("-m", "pytest", *chosen)
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
 

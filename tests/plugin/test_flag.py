@@ -18,11 +18,6 @@ from tests.command import run
 from tests.plugin.configs import FLAG_ON, REFERENCE
 
 
-def alone(code, *arguments):
-    """What `code` prints in a process of its own, where nothing has loaded the plugin yet."""
-    return run(sys.executable, "-c", code, *arguments)
-
-
 class TestWaysToSetTheFlag:
     @pytest.mark.parametrize(
         "line",
@@ -46,16 +41,26 @@ class TestWaysToSetTheFlag:
     def test_dictionary_as_llm_takes_it(self, make):
         assert config.is_on(make(compilation_config={"pass_config": FLAG_ON}))
 
-    def test_it_survives_the_pickle_to_a_worker_that_has_not_loaded_the_plugin(self, make):
+    def test_a_worker_that_has_not_loaded_the_plugin(self, make):
+        """It knows no flag, until a config with the flag comes to it as a pickle."""
         made = make(FLAG_ON)
         code = f"""
 import pickle
+from pydantic import ValidationError
+from vllm.config import CompilationConfig
+try:
+    CompilationConfig(pass_config={FLAG_ON!r})
+except ValidationError as error:
+    assert {config.FLAG!r} in str(error), error
+else:
+    raise SystemExit("accepted without the plugin")
 made = pickle.loads({pickle.dumps(made)!r})
 from mla_fusion import config
 assert config.is_on(made)
+CompilationConfig(pass_config={FLAG_ON!r})
 print("hash", made.compute_hash())
 """
-        assert f"hash {made.compute_hash()}" in alone(code)
+        assert f"hash {made.compute_hash()}" in run(sys.executable, "-c", code)
 
     def test_it_is_printed_and_dumped_with_the_other_fields(self):
         made = CompilationConfig(pass_config={**FLAG_ON, "eliminate_noops": False})
@@ -80,22 +85,6 @@ print("hash", made.compute_hash())
         again = copied(made)
         assert again.pass_config == made.pass_config
         assert again.compute_hash() == made.compute_hash()
-
-    def test_without_the_plugin_it_is_refused(self):
-        code = f"""
-from pydantic import ValidationError
-from vllm.config import CompilationConfig
-try:
-    CompilationConfig(pass_config={FLAG_ON!r})
-except ValidationError as error:
-    assert {config.FLAG!r} in str(error), error
-else:
-    raise SystemExit("accepted without the plugin")
-import mla_fusion
-mla_fusion.register()
-CompilationConfig(pass_config={FLAG_ON!r})
-"""
-        alone(code)
 
 
 class TestBadInput:

@@ -9,7 +9,7 @@ from mla_fusion.cli import child
 from tests import child as children
 from tests.engine.work import BUCKET
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 FUSED = "fused_qk_rope_concat_and_cache_mla"
 PROMPTS = [
     (0, [1, 2, 3, 1, 2, 3, 1, 2]),
@@ -55,11 +55,7 @@ def pair(name, folder):
     return [child.result(*each) for each in started]
 
 
-# The steps of the second are those of test_backend.py.
-@pytest.mark.parametrize(
-    "name", [name if "bf16" in name else pytest.param(name, marks=pytest.mark.nightly)
-             for name in ENGINES],
-)  # fmt: skip
+@pytest.mark.parametrize("name", ENGINES)
 def test_the_engine_serves_what_it_serves_without_the_flag(name, tmp_path):
     on, off = pair(name, tmp_path)
     assert on["calls"][FUSED] > 0
