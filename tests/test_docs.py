@@ -3,10 +3,12 @@
 import re
 from pathlib import Path
 
+import figures
 import pytest
 
-from mla_fusion import cli, config, kernels
-from mla_fusion.report import reasons
+from mla_fusion import cli, config, kernels, report
+from mla_fusion.config import FLAG
+from mla_fusion.report import RangeReport, reasons
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
@@ -45,10 +47,30 @@ def test_links_and_paths_exist(name):
             assert (ROOT / word).exists() or (ROOT / "docs" / word).exists(), word
 
 
-def test_the_readme_opens_with_the_drawings_and_stays_short():
-    readme = TEXT["README.md"]
-    assert readme.split("\n## ")[0].count("![") == 2
-    assert len(readme.splitlines()) <= 80 and "@ git+REPOSITORY" in readme
+def test_the_first_screen_of_the_readme_has_figures_command_and_log_line():
+    lines = TEXT["README.md"].splitlines()
+    assert len(lines) <= 90 and "REPOSITORY" not in TEXT["README.md"]
+    first = "\n".join(lines[:38])
+    fused = RangeReport((1, 256), layers=27, fused=27)
+    assert f"-cc.pass_config.{FLAG}=True" in first and report._summary(fused, 1) in first
+
+
+def test_the_figures_of_the_readme_are_those_of_the_flag_alone():
+    """And of vLLM in the same run."""
+    rows = {
+        (row["model"], row["batch"], row["arm"]): row
+        for row in figures.read(figures.AUTO)
+        if row["context"] == "1024"
+    }
+    models = {"DeepSeek-V2-Lite": "deepseek-v2-lite", "GLM-4.7-Flash": "glm-4.7-flash"}
+    model, found = "", re.findall(r"^\| ([\w.-]*) ?\| (\d+) \| (\d+) \| (\d+) \((\S+) %\) \|$",
+                                  TEXT["README.md"], re.M)  # fmt: skip
+    assert len(found) == 6
+    for name, batch, default, flag, change in found:
+        model = models[name] if name else model
+        ours, theirs = rows[model, batch, "auto"], rows[model, batch, "default"]
+        assert (default, flag) == tuple(f"{float(row['gpu_us']):.0f}" for row in (theirs, ours))
+        assert float(change) == pytest.approx(float(ours["gpu_change"]), abs=0.051)
 
 
 COMMANDS = cli._parser(cli._COMMANDS)._subparsers._group_actions[0].choices
