@@ -4,7 +4,7 @@
     python benchmarks/epilogue.py --csv benchmarks/results/epilogue.csv
 
 times shapes as `mla-fusion bench epilogue` times what is chosen, minutes of an H200, and prints
-rows for `MEASURED` in mla_fusion/attention/triton_epilogue.py: for each number of tokens and heads
+rows for `MEASURED` in mla_fusion/attention/triton/epilogue.py: for each number of tokens and heads
 the shape whose mean gain over pieces and places is the largest, of those that are never slower.
 """
 
@@ -23,10 +23,10 @@ from pathlib import Path
 import torch
 import triton
 
-from mla_fusion.attention import epilogue_kernel
-from mla_fusion.attention import triton_epilogue as epilogues
-from mla_fusion.attention.epilogue import GROUP
-from mla_fusion.attention.triton_epilogue import Shape
+from mla_fusion.attention.plan.epilogue import GROUP
+from mla_fusion.attention.triton import epilogue as epilogues
+from mla_fusion.attention.triton import epilogue_kernel
+from mla_fusion.attention.triton.epilogue import Shape
 from mla_fusion.cli.bench import epilogue as bench_epilogue
 from mla_fusion.cli.bench.epilogue import LATENT, SEPARATE, Case
 from mla_fusion.cli.bench.kit import environment

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from mla_fusion import attention, kernels
-from mla_fusion.attention import selection, triton
+from mla_fusion.attention import triton
+from mla_fusion.attention.aiter import selection
 from mla_fusion.config import eligibility, vllm_compat
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mla_fusion.attention.epilogue import EPSILON, GROUP, Epilogue, largest
-from mla_fusion.attention.layouts import read_keys
+from mla_fusion.attention.plan.epilogue import EPSILON, GROUP, Epilogue, largest
+from mla_fusion.attention.plan.layouts import read_keys
 
 if TYPE_CHECKING:
-    from mla_fusion.attention.buffers import PlanBuffers
+    from mla_fusion.attention.plan.buffers import PlanBuffers
+    from mla_fusion.attention.plan.inputs import Inputs
     from mla_fusion.attention.triton import Scope
-    from mla_fusion.attention.validate import Inputs
 
 
 def require() -> None:

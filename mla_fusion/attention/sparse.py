@@ -5,9 +5,9 @@ chose, or both (DeepSeek-V3.2, V4). A token becomes a sequence of a persistent p
 the first scope, padded to whole tiles, then those of the last. So both scopes are one launch, one
 softmax runs over them, and the log-sum-exp merge of the pieces is the plan's own reduction.
 
-A cache is of one type, or of bytes in a layout of `layouts.py`, the caches that vLLM keeps for
+A cache is of one type, or of bytes in a layout of `plan/layouts.py`, the caches that vLLM keeps for
 DeepSeek-V3.2, GLM-5 and V4. Those are read in place: on Hopper one scope of the first layout by
-`hopper_packed.py`, all others by the portable kernel.
+`hopper/sparse_fp8.py`, all others by the portable kernel.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from collections.abc import Sequence
 
 import torch
 
-from mla_fusion.attention import layouts
 from mla_fusion.attention import triton as provider
-from mla_fusion.attention.plan import PersistentDecodePlan
+from mla_fusion.attention.allocate import PersistentDecodePlan
+from mla_fusion.attention.plan import layouts
+from mla_fusion.attention.plan.inputs import Inputs, validate
 from mla_fusion.attention.triton import Scope
-from mla_fusion.attention.triton_choice import packed_workers
-from mla_fusion.attention.validate import Inputs, validate
+from mla_fusion.attention.triton.choice import packed_workers
 
 # Scopes change between tiles, and both kernels' tiles divide this.
 TILE = 64

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mla_fusion import attention, kernels
-from mla_fusion.attention import planner_aiter
+from mla_fusion.attention.aiter import planner as planner_aiter
 from mla_fusion.config import vllm_compat
 from mla_fusion.report.reasons import Decline
 

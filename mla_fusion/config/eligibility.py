@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mla_fusion import kernels
-from mla_fusion.attention import get_provider, portable_provider, selection
+from mla_fusion.attention import get_provider, portable_provider
+from mla_fusion.attention.aiter import selection
 from mla_fusion.config import PLANNED, vllm_compat
 from mla_fusion.report.reasons import Decline
 

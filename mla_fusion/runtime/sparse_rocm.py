@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mla_fusion import config
-from mla_fusion.attention import triton_choice
+from mla_fusion.attention.triton import choice as triton_choice
 from mla_fusion.config import vllm_compat
 from mla_fusion.report.reasons import Decline
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mla_fusion import config
-from mla_fusion.attention.layouts import FP8_DS_MLA, WIDE
+from mla_fusion.attention.plan.layouts import FP8_DS_MLA, WIDE
 from mla_fusion.attention.sparse import sparse_mla_decode, sparse_scratch
 from mla_fusion.attention.triton import Scope
 from mla_fusion.config import vllm_compat

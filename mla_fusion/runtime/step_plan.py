@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mla_fusion import attention, config
-from mla_fusion.attention.epilogue import GROUP, in_groups
+from mla_fusion.attention.plan.epilogue import GROUP, in_groups
 from mla_fusion.config import eligibility, vllm_compat
 from mla_fusion.runtime import decode_choice
 from mla_fusion.runtime.output import QuantizedOutput

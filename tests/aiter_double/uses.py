@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mla_fusion import attention as persistent
-from mla_fusion.attention import PersistentDecodePlan, buffers, persistent_mla_decode, selection
+from mla_fusion.attention import PersistentDecodePlan, persistent_mla_decode
+from mla_fusion.attention.aiter import selection
+from mla_fusion.attention.plan import buffers
 from tests.aiter_double.calls import ENTRY, L
 
 if TYPE_CHECKING:

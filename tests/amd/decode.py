@@ -5,8 +5,9 @@ from unittest import mock
 
 import torch
 
-from mla_fusion.attention import triton, triton_choice
-from mla_fusion.attention.validate import Inputs
+from mla_fusion.attention import triton
+from mla_fusion.attention.plan.inputs import Inputs
+from mla_fusion.attention.triton import choice as triton_choice
 from tests import tally
 from tests.amd.provider import machine
 from tests.attention import decodes

@@ -1,6 +1,6 @@
 """The epilogue on the machine, against the formula that the interpreted one is compared with."""
 
-from mla_fusion.attention import triton_epilogue as epilogues
+from mla_fusion.attention.triton import epilogue as epilogues
 from tests import tally
 from tests.amd.provider import machine
 from tests.attention.epilogue_cases import Case, check_quantized, expected, make

@@ -10,8 +10,8 @@ import random
 import re
 
 from mla_fusion.attention import triton as attention
-from mla_fusion.attention import triton_epilogue as epilogues
-from mla_fusion.attention.buffers import PLANNED
+from mla_fusion.attention.plan.buffers import PLANNED
+from mla_fusion.attention.triton import epilogue as epilogues
 from mla_fusion.cli.bench.kit import poisoned
 from mla_fusion.kernels import triton
 from tests.amd import assembly, decode, encode, epilogue, execute, region, test_planner

@@ -10,8 +10,11 @@ from unittest import mock
 
 import torch
 
-from mla_fusion.attention import cdna_kernel, epilogue_kernel, planner_triton, triton_choice
-from mla_fusion.attention import triton_kernels as attention_kernels
+from mla_fusion.attention.cdna import decode as cdna_kernel
+from mla_fusion.attention.plan import planner_triton
+from mla_fusion.attention.triton import choice as triton_choice
+from mla_fusion.attention.triton import decode_kernel as attention_kernels
+from mla_fusion.attention.triton import epilogue_kernel
 from mla_fusion.kernels import dispatch
 from mla_fusion.kernels import triton_kernels as region_kernels
 from tests import tally

@@ -5,7 +5,8 @@ import pytest
 
 pytest.importorskip("triton")
 
-from mla_fusion.attention import cdna_kernel, triton_choice
+from mla_fusion.attention.cdna import decode as cdna_kernel
+from mla_fusion.attention.triton import choice as triton_choice
 from tests.amd import compile, decode
 from tests.kernels.compiled import LDS, compile_report
 

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from mla_fusion.attention import triton_epilogue as epilogues
+from mla_fusion.attention.triton import epilogue as epilogues
 from tests.amd import epilogue
 from tests.amd.execute import Settings
 from tests.amd.provider import launched

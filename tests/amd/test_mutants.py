@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from mla_fusion.attention import triton_epilogue as epilogues
+from mla_fusion.attention.triton import epilogue as epilogues
 from mla_fusion.kernels.dispatch import Plan
 from tests import tally
 from tests.amd import mutants

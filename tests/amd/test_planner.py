@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from mla_fusion.attention import planner_triton
-from mla_fusion.attention.buffers import PLANNED
+from mla_fusion.attention.plan import planner_triton
+from mla_fusion.attention.plan.buffers import PLANNED
 from tests import tally
 from tests.amd.execute import Settings
 from tests.amd.provider import machine

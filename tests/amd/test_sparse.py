@@ -9,7 +9,7 @@ import torch
 from mla_fusion.attention import triton as provider
 from mla_fusion.attention.sparse import sparse_mla_decode, sparse_scratch
 from mla_fusion.attention.triton import Scope
-from mla_fusion.attention.triton_choice import why_no_sparse_cdna
+from mla_fusion.attention.triton.choice import why_no_sparse_cdna
 from tests import tally
 from tests.amd.decode import FP32, HALF_STEP, LSE_TOLERANCE
 from tests.amd.provider import machine

@@ -10,9 +10,9 @@ import itertools
 import torch
 
 from mla_fusion.attention import reference
-from mla_fusion.attention.epilogue import Epilogue, in_groups
-from mla_fusion.attention.triton_epilogue import Shape
-from mla_fusion.attention.validate import Inputs
+from mla_fusion.attention.plan.epilogue import Epilogue, in_groups
+from mla_fusion.attention.plan.inputs import Inputs
+from mla_fusion.attention.triton.epilogue import Shape
 from mla_fusion.cli.bench.kit import agreement, poisoned, steps
 from tests.attention import decodes
 from tests.attention.decodes import BF16, FN

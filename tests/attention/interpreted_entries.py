@@ -7,7 +7,7 @@ import random
 
 import torch
 
-from mla_fusion.attention import entries, entries_kernel
+from mla_fusion.attention.aiter import entries, entries_kernel
 from tests.kernels import interpreter
 
 interpreter.install()

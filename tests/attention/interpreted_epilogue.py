@@ -7,9 +7,9 @@ import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
 from mla_fusion.attention import persistent_mla_decode
-from mla_fusion.attention import triton_epilogue as epilogues
-from mla_fusion.attention.epilogue import Epilogue
-from mla_fusion.attention.triton_epilogue import Shape
+from mla_fusion.attention.plan.epilogue import Epilogue
+from mla_fusion.attention.triton import epilogue as epilogues
+from mla_fusion.attention.triton.epilogue import Shape
 from mla_fusion.cli.bench.kit import distance, poisoned
 from tests.attention import decodes
 from tests.attention.decodes import BF16, FN, FNUZ, FP16

@@ -8,8 +8,8 @@ import random
 
 import torch
 
-from mla_fusion.attention import planner_triton
-from mla_fusion.attention.buffers import PLANNED
+from mla_fusion.attention.plan import planner_triton
+from mla_fusion.attention.plan.buffers import PLANNED
 from tests.attention.decodes import plan_for
 from tests.kernels import interpreter
 

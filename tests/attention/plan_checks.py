@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from mla_fusion.attention import planner
+from mla_fusion.attention.plan import planner
 
 GARBAGE = -77
 

@@ -2,8 +2,9 @@
 
 import torch
 
-from mla_fusion.attention import hopper_specialized, triton_choice
-from mla_fusion.attention.validate import Inputs
+from mla_fusion.attention.hopper import warp_specialized as hopper_specialized
+from mla_fusion.attention.plan.inputs import Inputs
+from mla_fusion.attention.triton import choice as triton_choice
 from mla_fusion.cli.bench.kit import distance
 from tests.attention.decodes import BF16, arguments, definition, plan_for, same_lse
 from tests.attention.gluon_warps import Machine

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from mla_fusion import attention
-from mla_fusion.attention import planner, planner_aiter
-from mla_fusion.attention.buffers import AITER_BUFFERS
+from mla_fusion.attention.aiter import planner as planner_aiter
+from mla_fusion.attention.plan import planner
+from mla_fusion.attention.plan.buffers import AITER_BUFFERS
 from mla_fusion.cli.bench.kit import distance
 from mla_fusion.kernels import ProviderUnavailable
 from tests import aiter_double

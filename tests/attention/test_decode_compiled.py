@@ -8,11 +8,13 @@ import torch
 
 pytest.importorskip("triton")
 
-from mla_fusion.attention import hopper_kernel, triton_choice, triton_kernels
 from mla_fusion.attention import triton as provider
-from mla_fusion.attention.layouts import FP8_DS_MLA, FP8_DS_MLA_V4
+from mla_fusion.attention.hopper import decode as hopper_kernel
+from mla_fusion.attention.plan.inputs import Inputs
+from mla_fusion.attention.plan.layouts import FP8_DS_MLA, FP8_DS_MLA_V4
 from mla_fusion.attention.triton import Scope, Sparse
-from mla_fusion.attention.validate import Inputs
+from mla_fusion.attention.triton import choice as triton_choice
+from mla_fusion.attention.triton import decode_kernel as triton_kernels
 from tests.attention.decodes import BF16, FN, plan_for
 from tests.kernels.compiled import FP8, LDS, compile_report, specialize
 from tests.nightly import daily

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from mla_fusion.attention import Epilogue, persistent_mla_decode
+from mla_fusion.attention.plan.inputs import Inputs
 from mla_fusion.attention.reference import power_of_two
-from mla_fusion.attention.validate import Inputs
 from mla_fusion.cli.bench.kit import distance, steps
 from tests.attention.decodes import BF16, FN, FNUZ, FP16, arguments, definition, plan_for, refresh
 
@@ -141,9 +141,10 @@ def test_the_latents_are_of_the_type_of_w_uv():
 
 
 triton = pytest.importorskip("triton")
-from mla_fusion.attention import epilogue_kernel, triton_kernels  # noqa: E402
 from mla_fusion.attention import triton as provider  # noqa: E402
-from mla_fusion.attention import triton_epilogue as epilogues  # noqa: E402
+from mla_fusion.attention.triton import decode_kernel as triton_kernels  # noqa: E402
+from mla_fusion.attention.triton import epilogue as epilogues  # noqa: E402
+from mla_fusion.attention.triton import epilogue_kernel  # noqa: E402
 
 
 @pytest.mark.parametrize(

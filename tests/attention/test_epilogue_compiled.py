@@ -7,10 +7,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from mla_fusion.attention import epilogue_kernel
-from mla_fusion.attention import triton_epilogue as epilogues
-from mla_fusion.attention.epilogue import GROUP, Epilogue, in_groups
-from mla_fusion.attention.validate import Inputs
+from mla_fusion.attention.plan.epilogue import GROUP, Epilogue, in_groups
+from mla_fusion.attention.plan.inputs import Inputs
+from mla_fusion.attention.triton import epilogue as epilogues
+from mla_fusion.attention.triton import epilogue_kernel
 from tests.attention.decodes import BF16, FP32, plan_for, refresh
 from tests.kernels.compiled import FP8, LDS, compile_report
 from tests.nightly import daily

@@ -10,10 +10,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from mla_fusion.attention import hopper_packed, triton_choice, triton_packed
-from mla_fusion.attention.layouts import read_keys
+from mla_fusion.attention.hopper import sparse_fp8 as hopper_packed
+from mla_fusion.attention.hopper import sparse_fp8_launch as triton_packed
+from mla_fusion.attention.plan.inputs import Inputs as Given
+from mla_fusion.attention.plan.layouts import read_keys
 from mla_fusion.attention.sparse import sparse_scratch
-from mla_fusion.attention.validate import Inputs as Given
+from mla_fusion.attention.triton import choice as triton_choice
 from mla_fusion.cli.bench.kit import distance
 from tests.attention.decodes import BF16, FN, SCALE, same_lse
 from tests.attention.gluon_double import Machine

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from mla_fusion.attention import layouts, reference
+from mla_fusion.attention import reference
 from mla_fusion.attention import triton as provider
+from mla_fusion.attention.plan import layouts
 from mla_fusion.attention.sparse import Scope, sparse_mla_decode, sparse_scratch
 from tests.attention import decodes
 from tests.attention.decodes import BF16, FN, FNUZ, FP16

@@ -8,9 +8,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from mla_fusion.attention import hopper_packed, triton_choice
 from mla_fusion.attention import triton as provider
-from mla_fusion.attention.layouts import FP8_DS_MLA
+from mla_fusion.attention.hopper import sparse_fp8 as hopper_packed
+from mla_fusion.attention.plan.layouts import FP8_DS_MLA
+from mla_fusion.attention.triton import choice as triton_choice
 from tests.attention.decodes import BF16, FN
 from tests.attention.test_decode_compiled import DEEPSEEK, LDS, decode_inputs
 from tests.kernels.compiled import compile_report, specialize

@@ -7,8 +7,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mla_fusion.attention import planner
-from mla_fusion.attention.buffers import Rules
+from mla_fusion.attention.plan import planner
+from mla_fusion.attention.plan.buffers import Rules
 
 from .decodes import addresses, plan_for, refresh
 from .plan_checks import GARBAGE, buffers, check_plan, worker_load

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
     "sequences, workers", [(1, 132), (256, 132), (256, 264), (256, 304), (1024, 264)]
 )
 def test_compiles_without_spills(target, sequences, workers):
-    from mla_fusion.attention.planner_triton import plan_kernel
+    from mla_fusion.attention.plan.planner_triton import plan_kernel
     from tests.kernels import compiled
 
     shapes = [(9,), (9,), (9,), (9, 8), (9,), (9, 2), (9,), (9,), (9,)]

@@ -8,9 +8,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from mla_fusion.attention import hopper_specialized, triton_choice
 from mla_fusion.attention import triton as provider
-from mla_fusion.attention.hopper_specialized_parts import cache_boxes, query_boxes
+from mla_fusion.attention.hopper import warp_specialized as hopper_specialized
+from mla_fusion.attention.hopper.warp_specialized_copy import cache_boxes, query_boxes
+from mla_fusion.attention.triton import choice as triton_choice
 from tests.attention.decodes import BF16, FN
 from tests.attention.specialized import inputs
 from tests.kernels import products

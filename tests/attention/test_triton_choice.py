@@ -8,8 +8,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from mla_fusion.attention import cdna_kernel, hopper_specialized, triton_choice
-from mla_fusion.attention.layouts import FP8_DS_MLA, FP8_DS_MLA_V4
+from mla_fusion.attention.cdna import decode as cdna_kernel
+from mla_fusion.attention.hopper import warp_specialized as hopper_specialized
+from mla_fusion.attention.plan.layouts import FP8_DS_MLA, FP8_DS_MLA_V4
+from mla_fusion.attention.triton import choice as triton_choice
 from tests.attention.decodes import BF16, FN, FP16
 from tests.attention.test_decode_compiled import decode_inputs
 from tests.attention.test_specialized_compiled import inputs

@@ -9,10 +9,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from mla_fusion.attention import hopper_kernel, triton_choice, triton_kernels
 from mla_fusion.attention import triton as provider
-from mla_fusion.attention.hopper_copy import bulk_copy
-from mla_fusion.attention.validate import Inputs
+from mla_fusion.attention.hopper import decode as hopper_kernel
+from mla_fusion.attention.hopper.copy import bulk_copy
+from mla_fusion.attention.plan.inputs import Inputs
+from mla_fusion.attention.triton import choice as triton_choice
+from mla_fusion.attention.triton import decode_kernel as triton_kernels
 from tests.attention.decodes import BF16, FN, plan_for, refresh
 
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mla_fusion.attention import triton_epilogue as epilogues
-from mla_fusion.attention.epilogue import Epilogue
+from mla_fusion.attention.plan.epilogue import Epilogue
+from mla_fusion.attention.triton import epilogue as epilogues
 from mla_fusion.cli.bench import epilogue as bench_epilogue
 from mla_fusion.cli.bench.epilogue import WRONG, Case
 

@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 import pytest
 
 from mla_fusion import cli
-from mla_fusion.attention.buffers import Rules
+from mla_fusion.attention.plan.buffers import Rules
 from mla_fusion.cli.plan import draw
 
 COMMAND = "plan --batch 2 --kv 100000 --workers 256"

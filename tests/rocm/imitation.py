@@ -71,7 +71,8 @@ def switch_products(on):
 
 
 def _tell_this_library(gpu):
-    from mla_fusion.attention import buffers, selection
+    from mla_fusion.attention.aiter import selection
+    from mla_fusion.attention.plan import buffers
     from mla_fusion.config import vllm_compat
 
     vllm_compat.is_rocm = lambda: True

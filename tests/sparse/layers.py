@@ -20,8 +20,9 @@ import numpy as np
 import pytest
 import torch
 
-from mla_fusion.attention import buffers, reference
+from mla_fusion.attention import reference
 from mla_fusion.attention import triton as provider
+from mla_fusion.attention.plan import buffers
 from mla_fusion.attention.triton import Scope
 from mla_fusion.config import vllm_compat
 from mla_fusion.kernels import triton as region

@@ -20,9 +20,10 @@ import types
 
 import torch
 
-from mla_fusion.attention import reference, triton_choice
+from mla_fusion.attention import reference
 from mla_fusion.attention import triton as provider
 from mla_fusion.attention.triton import Scope
+from mla_fusion.attention.triton import choice as triton_choice
 from mla_fusion.config import vllm_compat
 from tests.sparse import layers
 

@@ -8,8 +8,8 @@ import pytest
 import sparse
 import sparse_peers
 
-from mla_fusion.attention import buffers
 from mla_fusion.attention import triton as provider
+from mla_fusion.attention.plan import buffers
 from mla_fusion.kernels import triton as region
 from tests.sparse.launched import launch
 

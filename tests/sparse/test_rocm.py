@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 import mla_fusion
 from mla_fusion.attention import triton as provider
-from mla_fusion.attention import triton_choice
+from mla_fusion.attention.triton import choice as triton_choice
 from mla_fusion.config import vllm_compat
 from mla_fusion.kernels import ProviderUnavailable
 from mla_fusion.kernels import triton as region

@@ -21,9 +21,9 @@ import torch
 
 from mla_fusion.attention import PersistentDecodePlan, reference
 from mla_fusion.attention import triton as provider
-from mla_fusion.attention import triton_epilogue as epilogues
-from mla_fusion.attention.epilogue import GROUP, Epilogue
-from mla_fusion.attention.validate import Inputs
+from mla_fusion.attention.plan.epilogue import GROUP, Epilogue
+from mla_fusion.attention.plan.inputs import Inputs
+from mla_fusion.attention.triton import epilogue as epilogues
 from mla_fusion.cli.bench.kit import FACTS, capture_calls, interleave, quantiles, steps
 from mla_fusion.cli.doctor.environment import version_of
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
-    from mla_fusion.attention.triton_epilogue import Shape
+    from mla_fusion.attention.triton.epilogue import Shape
 
     Step = Callable[[Inputs], None]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from mla_fusion.cli.arguments import UserError, count, positive
 
 if TYPE_CHECKING:
-    from mla_fusion.attention.heads import HeadLayout
+    from mla_fusion.attention.plan.heads import HeadLayout
 
 _MOST_TOKENS = 2**31 - 1  # of kv_indptr
 
@@ -58,7 +58,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan, and draw it where asked; always 0."""
-    from mla_fusion.attention.buffers import OVERHEAD, Rules
+    from mla_fusion.attention.plan.buffers import OVERHEAD, Rules
     from mla_fusion.cli.plan import draw
 
     if arguments.lengths is not None and arguments.batch is not None:
@@ -90,7 +90,8 @@ def _layout(arguments: argparse.Namespace) -> HeadLayout:
     """
     import torch
 
-    from mla_fusion.attention import heads, selection
+    from mla_fusion.attention.aiter import selection
+    from mla_fusion.attention.plan import heads
 
     if arguments.aiter is None:
         if arguments.kv_cache_dtype is not None:

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from mla_fusion.attention import planner
-from mla_fusion.attention.buffers import Rules
+from mla_fusion.attention.plan import planner
+from mla_fusion.attention.plan.buffers import Rules
 
 ROWS, WIDTH = 32, 64  # of the plot in text
 _SYMBOLS = "0123456789abcdefghijklmnopqrstuvwxyz"

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mla_fusion.attention.buffers import HOPPER_TILE
-from mla_fusion.attention.heads import layout as head_layout
-from mla_fusion.attention.selection import architecture
+from mla_fusion.attention.aiter.selection import architecture
+from mla_fusion.attention.plan.buffers import HOPPER_TILE
+from mla_fusion.attention.plan.heads import layout as head_layout
 
 if TYPE_CHECKING:
-    from mla_fusion.attention.layouts import CacheLayout
-    from mla_fusion.attention.validate import Inputs
+    from mla_fusion.attention.plan.inputs import Inputs
+    from mla_fusion.attention.plan.layouts import CacheLayout
 
 # Latent and rotated part of the kernel for Hopper. Its tiles in shared memory are powers of two
 # wide, two of them have to fit beside 64 query rows, and each pair was compiled and checked.

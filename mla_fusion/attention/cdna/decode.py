@@ -4,13 +4,13 @@ Why not only the portable kernel: there, with 16 rows, all warps repeat the scor
 LDS with a barrier before and after, and nothing is in flight meanwhile. Here
 
 - a warp computes the scores of 16 of 64 tokens, then a quarter of the latents over all 64;
-- keys come from memory in the order that matrix instructions take (`cdna_layouts.py`), once for
+- keys come from memory in the order that matrix instructions take (`cdna/layouts.py`), once for
   each product; the second time they are in a cache;
 - keys and values of a tile are on their way at once, and no barrier waits for them; other waves of
   the SIMD compute meanwhile, and there are more of them than if a wave held two tiles' keys;
 - only weights, the largest scores and the query are in LDS.
 
-As in `hopper_kernel.py`, scores and output are transposed. An fp8 query is multiplied with fp8 keys
+As in `hopper/decode.py`, scores and output are transposed. An fp8 query is multiplied with fp8 keys
 as they are; values become bf16.
 """
 
@@ -22,7 +22,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.amd import cdna3
 
-from mla_fusion.attention.cdna_layouts import (
+from mla_fusion.attention.cdna.layouts import (
     TILE,
     WARPS,
     as_factor,
@@ -32,12 +32,12 @@ from mla_fusion.attention.cdna_layouts import (
     product_layout,
     value_layout,
 )
-from mla_fusion.attention.triton_choice import why_not_cdna
-from mla_fusion.attention.triton_kernels import LN2, LOG2E, read_item, softmax_step
+from mla_fusion.attention.triton.choice import why_not_cdna
+from mla_fusion.attention.triton.decode_kernel import LN2, LOG2E, read_item, softmax_step
 
 if TYPE_CHECKING:
-    from mla_fusion.attention.triton_choice import Config
-    from mla_fusion.attention.validate import Inputs
+    from mla_fusion.attention.plan.inputs import Inputs
+    from mla_fusion.attention.triton.choice import Config
 
 PART = gl.constexpr(64)  # columns of the query that are in registers at a time
 
@@ -251,7 +251,7 @@ def decode_kernel(
     HEADS: gl.constexpr, FOLD: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
     LSE: gl.constexpr, CDNA: gl.constexpr,
 ):  # fmt: skip
-    """Arguments as `triton_kernels.decode_kernel`; CDNA: 3 or 4; BLOCK_N: the tokens of a tile."""
+    """Arguments as `triton.decode_kernel`; CDNA: 3 or 4; BLOCK_N: the tokens of a tile."""
     TYPE: gl.constexpr = q_ptr.dtype.element_ty
     BITS: gl.constexpr = TYPE.primitive_bitwidth
     scores: gl.constexpr = product_layout(CDNA, BITS)

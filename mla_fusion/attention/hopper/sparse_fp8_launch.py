@@ -1,4 +1,4 @@
-"""What the decode kernel for Hopper over `layouts.FP8_DS_MLA` is launched with."""
+"""What the decode kernel for Hopper over `plan.layouts.FP8_DS_MLA` is launched with."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from mla_fusion.attention.validate import Inputs
+    from mla_fusion.attention.plan.inputs import Inputs
 
 
 def arguments(

@@ -1,6 +1,6 @@
 """Scores and softmax of a tile in the specialized decode kernel for Hopper, for both types.
 
-See `hopper_specialized.py`. Scores are [rows, tokens], and four threads have a row of them.
+See `hopper/warp_specialized.py`. Scores are [rows, tokens], and four threads have a row of them.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
-from mla_fusion.attention.hopper_specialized_parts import ROWS, TILE, turn_of
-from mla_fusion.attention.triton_kernels import LN2
+from mla_fusion.attention.hopper.warp_specialized_copy import ROWS, TILE, turn_of
+from mla_fusion.attention.triton.decode_kernel import LN2
 
 # Of [rows, 4]: a sum for each of the four threads that have a row of scores.
 SUMS = gl.constexpr(

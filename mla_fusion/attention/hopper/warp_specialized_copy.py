@@ -1,6 +1,6 @@
 """What the warps of the specialized decode kernel for Hopper share: types, copies and stores.
 
-See `hopper_specialized.py`.
+See `hopper/warp_specialized.py`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc
 
-from mla_fusion.attention.hopper_copy import barrier, tile_layout, tma_load
-from mla_fusion.attention.hopper_kernel import read_item
-from mla_fusion.attention.hopper_tile import reinterpret
+from mla_fusion.attention.hopper.copy import barrier, tile_layout, tma_load
+from mla_fusion.attention.hopper.decode import read_item
+from mla_fusion.attention.hopper.tile import reinterpret
 
 ROWS = gl.constexpr(64)  # query rows of a program: the M of WGMMA
 TILE = gl.constexpr(64)  # tokens

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mla_fusion.attention.buffers import SUMS_PER_HEAD
-from mla_fusion.attention.epilogue import GROUP, in_groups, largest
+from mla_fusion.attention.plan.buffers import SUMS_PER_HEAD
+from mla_fusion.attention.plan.epilogue import GROUP, in_groups, largest
 from mla_fusion.kernels.triton import has_early_launch
 
 if TYPE_CHECKING:
-    from mla_fusion.attention.epilogue import Epilogue
-    from mla_fusion.attention.validate import Inputs
+    from mla_fusion.attention.plan.epilogue import Epilogue
+    from mla_fusion.attention.plan.inputs import Inputs
 
 LEAST = 16  # columns of a program, rows of a product by matrix instructions, latents of a slice
 AT_ONCE = 2**13  # latents of pieces that a program of whole rows loads at once: 16 pieces of 512
@@ -149,7 +149,7 @@ def launch(given: Inputs, shape: Shape) -> None:
     Raises:
         ValueError: the shape does not suit these inputs.
     """
-    from mla_fusion.attention import epilogue_kernel
+    from mla_fusion.attention.triton import epilogue_kernel
 
     assert given.epilogue is not None
     heads, latent, values = given.epilogue.w_uv.shape
@@ -178,7 +178,7 @@ def multiply(given: Inputs) -> None:
 
 def quantize(product: torch.Tensor, epilogue: Epilogue) -> None:
     """Quantize a dense product [T, H * V]."""
-    from mla_fusion.attention import epilogue_kernel
+    from mla_fusion.attention.triton import epilogue_kernel
 
     args, options = quantize_arguments(product, epilogue)
     grid = (len(product), -(-product.shape[1] // GROUP))

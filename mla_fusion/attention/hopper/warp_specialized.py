@@ -1,6 +1,6 @@
 """A decode kernel for Hopper (sm_90) with 64 query rows, whose warps have different work.
 
-In `hopper_kernel.py` eight warps score, weigh and multiply in step, and the tensor cores idle
+In `hopper/decode.py` eight warps score, weigh and multiply in step, and the tensor cores idle
 during the softmax. Here one warpgroup computes the scores of a tile, the softmax and the left half
 of the output, the other one only the right half, and a single warp asks the tensor copy engine
 (TMA) for the tiles. Products of the right half run beside those of the left half, and end last. So
@@ -38,10 +38,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc
 
-from mla_fusion.attention.hopper_copy import barrier
-from mla_fusion.attention.hopper_specialized_fp8 import multiply as multiply_fp8
-from mla_fusion.attention.hopper_specialized_fp8 import score as score_fp8
-from mla_fusion.attention.hopper_specialized_parts import (
+from mla_fusion.attention.hopper.copy import barrier
+from mla_fusion.attention.hopper.warp_specialized_copy import (
     ROWS,
     TILE,
     WARPS,
@@ -61,7 +59,9 @@ from mla_fusion.attention.hopper_specialized_parts import (
     tiles_of,
     turn_of,
 )
-from mla_fusion.attention.hopper_specialized_scores import (
+from mla_fusion.attention.hopper.warp_specialized_fp8 import multiply as multiply_fp8
+from mla_fusion.attention.hopper.warp_specialized_fp8 import score as score_fp8
+from mla_fusion.attention.hopper.warp_specialized_scores import (
     add_left,
     add_quarters,
     decayed,
@@ -74,11 +74,11 @@ from mla_fusion.attention.hopper_specialized_scores import (
     two_halves,
     weigh,
 )
-from mla_fusion.attention.triton_choice import why_not_specialized
-from mla_fusion.attention.triton_kernels import LOG2E
+from mla_fusion.attention.triton.choice import why_not_specialized
+from mla_fusion.attention.triton.decode_kernel import LOG2E
 
 if TYPE_CHECKING:
-    from mla_fusion.attention.validate import Inputs
+    from mla_fusion.attention.plan.inputs import Inputs
 
 
 # Peaks are a row's maxima: with slack the kernel was slower, as its sums are rescaled all the same.
@@ -282,8 +282,8 @@ def decode_kernel(
     PAGE: gl.constexpr, HEADS: gl.constexpr, FOLD: gl.constexpr, LSE: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """Arguments as `triton_kernels.decode_kernel`, and descriptors of query and cache; PDL and
-    `fresh` as in `hopper_kernel.decode_kernel`.
+    """Arguments as `triton.decode_kernel`, and descriptors of query and cache; PDL and `fresh` as
+    `hopper.decode` has them.
     """
     if PDL and fresh != 0:
         gdc.gdc_wait()

@@ -27,7 +27,7 @@ import torch
 from mla_fusion.kernels.arithmetic import FP8_DTYPES
 
 if TYPE_CHECKING:
-    from mla_fusion.attention.buffers import Settings
+    from mla_fusion.attention.plan.buffers import Settings
 
 WIDE = 64  # bf16 values of an entry
 EXPONENTS = 8  # bytes of the scales of an entry behind the data of its page

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mla_fusion.attention import selection
-from mla_fusion.attention.buffers import AITER_BUFFERS, Companions, common_buffers
+from mla_fusion.attention.aiter import selection
+from mla_fusion.attention.plan.buffers import AITER_BUFFERS, Companions, common_buffers
 from mla_fusion.kernels.capture import capturing
 
 if TYPE_CHECKING:
-    from mla_fusion.attention.buffers import PlanBuffers, Settings
+    from mla_fusion.attention.plan.buffers import PlanBuffers, Settings
 
 PROVIDERS = ("aiter", "reference")
 

@@ -1,7 +1,7 @@
 """Provider `aiter`: AITER's persistent MLA decode, for a plan of its planner.
 
 The contract is that of AITER's sources from v0.1.10.post2 to v0.1.20. Tests run it against a
-stand-in for the module that records the calls; no AMD hardware has run it. As `planner_aiter.py`
+stand-in for the module that records the calls; no AMD hardware has run it. As `aiter/planner.py`
 says, Python checks everything before the call.
 """
 
@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mla_fusion.attention import planner_aiter, selection
-from mla_fusion.attention.buffers import AITER_BUFFERS
-from mla_fusion.attention.entries import entries
-from mla_fusion.attention.selection import require as require
+from mla_fusion.attention.aiter import planner as planner_aiter
+from mla_fusion.attention.aiter import selection
+from mla_fusion.attention.aiter.entries import entries
+from mla_fusion.attention.aiter.selection import require as require
+from mla_fusion.attention.plan.buffers import AITER_BUFFERS
 from mla_fusion.kernels import aiter as fused_region
 
 if TYPE_CHECKING:
-    from mla_fusion.attention.buffers import Companions, PlanBuffers
-    from mla_fusion.attention.validate import Inputs
+    from mla_fusion.attention.plan.buffers import Companions, PlanBuffers
+    from mla_fusion.attention.plan.inputs import Inputs
 
 LATENT, ENTRY = selection.LATENT, sum(selection.WIDTHS)
 

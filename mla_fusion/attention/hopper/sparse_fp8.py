@@ -1,6 +1,6 @@
-"""The decode kernel for Hopper (sm_90) over `layouts.FP8_DS_MLA`, in Gluon.
+"""The decode kernel for Hopper (sm_90) over `plan.layouts.FP8_DS_MLA`, in Gluon.
 
-As `hopper_kernel.py`, of which it takes the plan's items and the stores: scores are keys [tokens,
+As `hopper/decode.py`, of which it takes the plan's items and the stores: scores are keys [tokens,
 L] times queries [L, rows], outputs values [L, tokens] times weights [tokens, rows]. What differs:
 
 - Both products are of fp16. A tile is read as pairs of e4m3 latents, which threads widen in
@@ -27,11 +27,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc
 
-from mla_fusion.attention.hopper_copy import barrier, load_layout
-from mla_fusion.attention.hopper_gather import GROUPS, Entries, Ring, copy_entries, load_slots
-from mla_fusion.attention.hopper_kernel import read_item, store_item
-from mla_fusion.attention.hopper_tile import pairs_of, softmax_step, widen_pairs
-from mla_fusion.attention.triton_kernels import LOG2E
+from mla_fusion.attention.hopper.copy import barrier, load_layout
+from mla_fusion.attention.hopper.decode import read_item, store_item
+from mla_fusion.attention.hopper.sparse_fp8_gather import (
+    GROUPS,
+    Entries,
+    Ring,
+    copy_entries,
+    load_slots,
+)
+from mla_fusion.attention.hopper.tile import pairs_of, softmax_step, widen_pairs
+from mla_fusion.attention.triton.decode_kernel import LOG2E
 
 TOKENS = gl.constexpr(64)  # of a tile: the M of WGMMA
 BLOCK = gl.constexpr(16)  # query rows that are loaded at once
@@ -265,7 +271,7 @@ def decode_kernel(
 ):  # fmt: skip
     """One worker (program 0) and one block of ROWS query rows (program 1), of one token each.
 
-    Arguments as `hopper_kernel.decode_kernel`, with the cache as `hopper_gather.Entries` says and
+    Arguments as `hopper.decode.decode_kernel`, with the cache as `hopper_gather.Entries` says and
     `table_ptr` of its slots. It is launched before the kernel in front has ended.
     """
     if fresh != 0:
@@ -302,7 +308,7 @@ def decode_kernel(
             ring, entries, query, weights, factor, tile, stop, score, ENTRY, PAGE, STAGES, WARPS
         )
         async_copy.wait_group(0)
-        # The reduction may be launched, and waits: see `hopper_kernel.decode_kernel`.
+        # The reduction may be launched, and waits: see `hopper.decode.decode_kernel`.
         if work == last_work:
             gdc.gdc_launch_dependents()
         store_item(

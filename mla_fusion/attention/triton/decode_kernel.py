@@ -4,7 +4,7 @@ A program is a worker: it walks over its work items, and in each over tiles of B
 one sequence, with an online softmax in base 2 and fp32 sums. Tiles start at multiples of
 BLOCK_N of the sequence, so that a tile lies in one page where pages are multiples of tiles.
 
-Scores and output are transposed, tokens by rows and latents by rows, as `hopper_kernel.py` says.
+Scores and output are transposed, tokens by rows and latents by rows, as `hopper/decode.py` says.
 
 A range of Triton's is a power of two long. Other widths are padded: L_PAD and R_PAD are those
 ranges, and `within` masks what lies beyond L and R.
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from mla_fusion.attention.packed_kernel import read_latents, read_rotated
+from mla_fusion.attention.triton.byte_cache import read_latents, read_rotated
 
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)

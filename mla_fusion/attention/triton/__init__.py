@@ -1,10 +1,7 @@
 """The Triton provider: a persistent decode kernel and a reduction, two launches.
 
-On Hopper (sm_90) with query and cache of one type the kernel is `hopper_kernel.py`, with 64 query
-rows in bf16 `hopper_specialized.py`, over one scope of bytes `hopper_packed.py`; on CDNA 3 and 4
-`cdna_kernel.py`; everywhere else, and for sparse decode there, `triton_kernels.py`.
-`triton_choice.py` chooses. All execute the same plan. Nothing is allocated here and nothing waits
-for the device.
+`choice.py` says which decode kernel. All execute the same plan. Nothing is allocated here and
+nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -14,17 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mla_fusion.attention import triton_epilogue, triton_packed
-from mla_fusion.attention.triton_choice import Config, chosen, power_of_two
-from mla_fusion.attention.triton_choice import plan_settings as plan_settings
+from mla_fusion.attention.hopper import sparse_fp8_launch as triton_packed
+from mla_fusion.attention.triton import epilogue as triton_epilogue
+from mla_fusion.attention.triton.choice import Config, chosen, power_of_two
+from mla_fusion.attention.triton.choice import plan_settings as plan_settings
 from mla_fusion.kernels.arithmetic import FP8_DTYPES
 from mla_fusion.kernels.triton import has_early_launch
 from mla_fusion.kernels.triton import require as require
 
 if TYPE_CHECKING:
-    from mla_fusion.attention.buffers import PlanBuffers
-    from mla_fusion.attention.layouts import CacheLayout
-    from mla_fusion.attention.validate import Inputs
+    from mla_fusion.attention.plan.buffers import PlanBuffers
+    from mla_fusion.attention.plan.inputs import Inputs
+    from mla_fusion.attention.plan.layouts import CacheLayout
 
 WIDE_DTYPES = (torch.bfloat16, torch.float16)
 # The widest that were compiled, in multiples of 16, the least depth of a matrix instruction.
@@ -45,7 +43,7 @@ class Scope:
 
 @dataclasses.dataclass(frozen=True)
 class Sparse:
-    """What sparse decode adds: see `triton_kernels.decode_kernel`.
+    """What sparse decode adds: see `triton.decode_kernel.decode_kernel`.
 
     extra: the scope after the first one; lens: [B] int32, how many of the first scope's `first`
     columns count; sink: [H] fp32 or None.
@@ -117,7 +115,7 @@ def launch(given: Inputs, sparse: Sparse | None = None, config: Config | None = 
 
 def decode(given: Inputs, sparse: Sparse | None = None, config: Config | None = None) -> None:
     """The launch of the decode kernel: pieces, and the latents of sequences without any."""
-    from mla_fusion.attention import triton_kernels
+    from mla_fusion.attention.triton import decode_kernel as triton_kernels
 
     plan = given.plan
     rows = plan.heads_per_work * plan.settings.max_query_len
@@ -126,19 +124,19 @@ def decode(given: Inputs, sparse: Sparse | None = None, config: Config | None = 
     )
     kernel: Any = triton_kernels.decode_kernel
     if config.hopper and given.layout is not None:
-        from mla_fusion.attention import hopper_packed
+        from mla_fusion.attention.hopper import sparse_fp8 as hopper_packed
 
         kernel = hopper_packed.decode_kernel
     elif config.cdna:
-        from mla_fusion.attention import cdna_kernel
+        from mla_fusion.attention.cdna import decode as cdna_kernel
 
         kernel = cdna_kernel.decode_kernel
     elif config.specialized:
-        from mla_fusion.attention import hopper_specialized
+        from mla_fusion.attention.hopper import warp_specialized as hopper_specialized
 
         kernel = hopper_specialized.decode_kernel
     elif config.hopper:
-        from mla_fusion.attention import hopper_kernel
+        from mla_fusion.attention.hopper import decode as hopper_kernel
 
         kernel = hopper_kernel.decode_kernel
     args, options = decode_arguments(config, given, sparse)
@@ -147,7 +145,7 @@ def decode(given: Inputs, sparse: Sparse | None = None, config: Config | None = 
 
 def merge(given: Inputs, sparse: Sparse | None = None) -> None:
     """The launch of the reduction: the latents of sequences with several pieces."""
-    from mla_fusion.attention import triton_kernels
+    from mla_fusion.attention.triton import decode_kernel as triton_kernels
 
     plan = given.plan
     assert plan.step is not None, "the caller has refreshed the plan"
@@ -163,14 +161,14 @@ def decode_arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional arguments and keywords of a decode kernel (also for compiling without a GPU)."""
     if config.specialized:
-        from mla_fusion.attention import hopper_specialized
+        from mla_fusion.attention.hopper import warp_specialized as hopper_specialized
 
         return hopper_specialized.arguments(given)
     if config.hopper and given.layout is not None:
         sink = None if sparse is None else sparse.sink
         return triton_packed.arguments(given, sink, config.rows, config.warps, config.stages)
     if config.cdna:
-        from mla_fusion.attention import cdna_kernel
+        from mla_fusion.attention.cdna import decode as cdna_kernel
 
         return cdna_kernel.arguments(given, config)
     q, kv_cache, table = given.q, given.kv_cache, given.block_table
@@ -207,7 +205,7 @@ def decode_arguments(
     )
     options = decode_options(config, given, extra, sparse)
     if config.hopper:
-        from mla_fusion.attention.hopper_copy import bulk_copy
+        from mla_fusion.attention.hopper.copy import bulk_copy
 
         # The slots of a sparse sequence are scattered rows.
         latent = plan.settings.v_head_dim

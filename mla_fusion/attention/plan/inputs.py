@@ -11,9 +11,9 @@ import torch
 from mla_fusion.kernels.arithmetic import FP8_DTYPES
 
 if TYPE_CHECKING:
-    from mla_fusion.attention.buffers import PlanBuffers
-    from mla_fusion.attention.epilogue import Epilogue
-    from mla_fusion.attention.layouts import CacheLayout
+    from mla_fusion.attention.plan.buffers import PlanBuffers
+    from mla_fusion.attention.plan.epilogue import Epilogue
+    from mla_fusion.attention.plan.layouts import CacheLayout
 
 OUTPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

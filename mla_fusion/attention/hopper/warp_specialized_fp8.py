@@ -1,13 +1,13 @@
 """Who computes what in the specialized decode kernel for Hopper when query and cache are fp8.
 
 The scores are an e4m3 product. The output is [latents, rows]: values are widened to fp16 in
-registers (`hopper_tile.widen_pairs`), as the left operand, because an e4m3 product cannot read them
+registers (`hopper.tile.widen_pairs`), as the left operand, because an e4m3 product cannot read them
 as they lie. So one warpgroup only computes scores and softmax, two widen and multiply a half each,
 and a single warp asks for the tiles, four of which fit. The products of a tile's scores run under
 the softmax of the tile before, and weights lie twice in shared memory.
 
-Barriers are those of `hopper_specialized.py`, except: weights and factors have two slots, and a
-slot is free when both halves have used it. A half of a tile is free behind its products and a
+Barriers are those of `warp_specialized.py`, except: weights and factors have two slots, and a slot
+is free when both halves have used it. A half of a tile is free behind its products and a
 fence: a barrier ends no load of a thread, and the copy engine's writes keep no order with loads
 that are not fenced.
 """
@@ -24,9 +24,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc
 
-from mla_fusion.attention.hopper_copy import barrier
-from mla_fusion.attention.hopper_kernel import read_scales
-from mla_fusion.attention.hopper_specialized_parts import (
+from mla_fusion.attention.hopper.copy import barrier
+from mla_fusion.attention.hopper.decode import read_scales
+from mla_fusion.attention.hopper.tile import pairs_of, widen_pairs
+from mla_fusion.attention.hopper.warp_specialized_copy import (
     ROWS,
     TILE,
     WARPS,
@@ -38,7 +39,7 @@ from mla_fusion.attention.hopper_specialized_parts import (
     tiles_of,
     turn_of,
 )
-from mla_fusion.attention.hopper_specialized_scores import (
+from mla_fusion.attention.hopper.warp_specialized_scores import (
     add_quarters,
     decayed,
     last_visible,
@@ -49,7 +50,6 @@ from mla_fusion.attention.hopper_specialized_scores import (
     sums_of,
     weigh,
 )
-from mla_fusion.attention.hopper_tile import pairs_of, widen_pairs
 
 # The least normal number. Scales of zero would make scores of -inf, which no row sees, NaN.
 LEAST = gl.constexpr(2.0**-126)

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from mla_fusion.attention import planner, planner_aiter
-from mla_fusion.attention.buffers import PlanBuffers, Settings, Step
+from mla_fusion.attention.aiter import planner as planner_aiter
+from mla_fusion.attention.plan import planner
+from mla_fusion.attention.plan.buffers import PlanBuffers, Settings, Step
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -26,7 +27,7 @@ class PersistentDecodePlan(PlanBuffers):
         """A plan for up to `max_batch` sequences of up to `max_query_len` query rows each.
 
         Args:
-            arguments: the fields of `buffers.Settings`; `device` may be a string.
+            arguments: the fields of `plan.buffers.Settings`; `device` may be a string.
 
         Raises:
             ValueError: an argument is out of range, or AITER was asked for and has no kernel; the
@@ -108,7 +109,7 @@ def choose_planner(settings: Settings) -> Any:
     portable: Any = planner
     if settings.device.type != "cpu":
         # Imported here: a CPU does without Triton.
-        from mla_fusion.attention import planner_triton as portable
+        from mla_fusion.attention.plan import planner_triton as portable
     modules = {"portable": portable, "aiter": planner_aiter}
     if settings.planner not in modules:
         raise ValueError(

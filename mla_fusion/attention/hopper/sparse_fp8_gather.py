@@ -1,6 +1,6 @@
 """How the Hopper kernel over byte caches gets listed entries into shared memory, in Gluon.
 
-An entry of `layouts.FP8_DS_MLA` is 656 bytes in a row: e4m3 values, fp32 scales, bf16 rotated
+An entry of `plan.layouts.FP8_DS_MLA` is 656 bytes in a row: e4m3 values, fp32 scales, bf16 rotated
 values. All threads copy, 16 bytes each at a time. Slots are loaded a tile before they are needed,
 so that no copy waits for the slot that it follows.
 """
@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from mla_fusion.attention.hopper_copy import async_load
+from mla_fusion.attention.hopper.copy import async_load
 
 GROUPS = gl.constexpr(4)  # of latents with a scale of their own
 

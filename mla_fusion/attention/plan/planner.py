@@ -37,13 +37,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from mla_fusion.attention import heads
-from mla_fusion.attention.buffers import PLANNED, common_buffers
+from mla_fusion.attention.plan import heads
+from mla_fusion.attention.plan.buffers import PLANNED, common_buffers
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from mla_fusion.attention.buffers import PlanBuffers, Rules, Settings
+    from mla_fusion.attention.plan.buffers import PlanBuffers, Rules, Settings
 
 PROVIDERS = ("reference", "triton")
 MERGED_AT_ONCE = 32  # pieces, by a program of the reduction

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mla_fusion.attention.heads import HeadLayout
+from mla_fusion.attention.plan.heads import HeadLayout
 
 HOPPER_TILE = 64  # tokens that the decode kernel for Hopper copies and multiplies at once
 # fp32 sums of each head that an epilogue in slices keeps for its last program, and the fewest of

@@ -7,7 +7,7 @@ across tokens without a trip through shared memory.
 Scores are computed transposed, as keys [tokens, L] times queries [L, rows], and so is the output,
 as values [L, tokens] times weights [tokens, rows]. WGMMA needs M >= 64: transposed, M is tokens or
 latents (always enough) instead of a rank's 16 heads. Keys and values are one tile in shared
-memory, read once for each product (`hopper_tile.py`), while `hopper_copy.py` copies the next one.
+memory, read once for each product (`hopper/tile.py`), while `hopper/copy.py` copies the next one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc
 
-from mla_fusion.attention.hopper_copy import (
+from mla_fusion.attention.hopper.copy import (
     Buffers,
     Copies,
     Source,
@@ -31,8 +31,8 @@ from mla_fusion.attention.hopper_copy import (
     start_copy,
     wait_for_tile,
 )
-from mla_fusion.attention.hopper_tile import add_values, scores_of, softmax_step
-from mla_fusion.attention.triton_kernels import LN2, LOG2E
+from mla_fusion.attention.hopper.tile import add_values, scores_of, softmax_step
+from mla_fusion.attention.triton.decode_kernel import LN2, LOG2E
 
 
 @gluon.jit
@@ -255,7 +255,7 @@ def decode_kernel(
     BLOCK_N: gl.constexpr, LSE: gl.constexpr, BULK: gl.constexpr, WARPS: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """Arguments as `triton_kernels.decode_kernel`, and those of `hopper_copy.bulk_copy`.
+    """Arguments as `triton.decode_kernel.decode_kernel`, and those of `hopper.copy.bulk_copy`.
 
     BULK: the copy engine takes whole tiles. PDL: the launch precedes the end of the kernel in
     front, and the kernel waits for that one before it reads anything but the plan. With `fresh` not

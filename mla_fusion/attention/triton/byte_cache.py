@@ -1,4 +1,4 @@
-"""How the portable decode kernel reads the byte caches of `layouts.py`, in Triton."""
+"""How the portable decode kernel reads the byte caches of `plan/layouts.py`, in Triton."""
 
 from __future__ import annotations
 

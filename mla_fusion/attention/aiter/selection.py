@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mla_fusion.attention import heads
+from mla_fusion.attention.plan import heads
 from mla_fusion.kernels import ProviderUnavailable
 from mla_fusion.kernels import aiter as fused_region
 from mla_fusion.kernels.arithmetic import FP8_DTYPES
@@ -20,7 +20,7 @@ from mla_fusion.kernels.arithmetic import FP8_DTYPES
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from mla_fusion.attention.heads import HeadLayout
+    from mla_fusion.attention.plan.heads import HeadLayout
 
 LATENT = 512  # the output of all its kernels is this wide
 WIDTHS = LATENT, 64  # of a cache entry: the latent, and the rotated part behind it

@@ -1,4 +1,4 @@
-"""The planner of `planner.py` on the device: one Triton program, no host sync, the same plan.
+"""The planner of `plan/planner.py` on the device: one Triton program, no host sync, the same plan.
 
 Cost, once a model step: two integers read for each sequence, 32 bytes written for each work item,
 and a serial loop. The loop takes about 23 instructions per worker, and 12 plus one L1 load per
@@ -20,12 +20,12 @@ import torch
 import triton
 import triton.language as tl
 
-from mla_fusion.attention.planner import MERGED_AT_ONCE, SMALL_SHARE, STEPS
-from mla_fusion.attention.planner import allocate as allocate
-from mla_fusion.attention.planner import require as require
+from mla_fusion.attention.plan.planner import MERGED_AT_ONCE, SMALL_SHARE, STEPS
+from mla_fusion.attention.plan.planner import allocate as allocate
+from mla_fusion.attention.plan.planner import require as require
 
 if TYPE_CHECKING:
-    from mla_fusion.attention.buffers import PlanBuffers
+    from mla_fusion.attention.plan.buffers import PlanBuffers
 
 PROVIDERS = ("triton", "reference")
 MERGED, SMALL, TRIED = map(tl.constexpr, (MERGED_AT_ONCE, SMALL_SHARE, STEPS))

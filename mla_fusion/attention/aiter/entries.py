@@ -12,7 +12,7 @@ import torch
 from mla_fusion.kernels.capture import capturing
 
 if TYPE_CHECKING:
-    from mla_fusion.attention.buffers import PlanBuffers
+    from mla_fusion.attention.plan.buffers import PlanBuffers
 
 
 def entries(plan: PlanBuffers, block_table: torch.Tensor, page_size: int) -> torch.Tensor:
@@ -42,7 +42,7 @@ def expand(
     """Write `found` for sequences whose tokens begin at `kv_indptr` [B + 1]."""
     if found.device.type != "cpu":
         # Imported here: a CPU does without Triton.
-        from mla_fusion.attention.entries_kernel import launch
+        from mla_fusion.attention.aiter.entries_kernel import launch
 
         launch(found, kv_indptr, block_table, page_size)
         return
