@@ -17,8 +17,7 @@ from mla_fusion.attention.plan.layouts import read_keys
 
 if TYPE_CHECKING:
     from mla_fusion.attention.plan.buffers import PlanBuffers
-    from mla_fusion.attention.plan.inputs import Inputs
-    from mla_fusion.attention.triton import Scope
+    from mla_fusion.attention.plan.inputs import Inputs, Scope
 
 
 def require() -> None:
@@ -44,9 +43,7 @@ def unsupported(q_dtype: torch.dtype, kv_dtype: torch.dtype, latent: int, rope: 
     return ""
 
 
-def persistent_mla_decode(
-    given: Inputs,
-) -> None:
+def persistent_mla_decode(given: Inputs) -> None:
     """See `mla_fusion.attention.persistent_mla_decode`."""
     plan, kv_cache, out, lse = given.plan, given.kv_cache, given.out, given.lse
     query, scale = dequantize(given.q, given.q_scale), given.softmax_scale

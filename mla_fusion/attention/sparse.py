@@ -20,9 +20,8 @@ import torch
 from mla_fusion.attention import triton as provider
 from mla_fusion.attention.allocate import PersistentDecodePlan
 from mla_fusion.attention.plan import layouts
-from mla_fusion.attention.plan.inputs import Inputs, validate
-from mla_fusion.attention.triton import Scope
-from mla_fusion.attention.triton.choice import packed_workers
+from mla_fusion.attention.plan.inputs import Inputs, Scope, Sparse, validate
+from mla_fusion.attention.triton.choice import sparse_workers
 
 # Scopes change between tiles, and both kernels' tiles divide this.
 TILE = 64
@@ -115,7 +114,7 @@ def sparse_scratch(
     if len(widths) not in (1, 2) or min(widths) < 1:
         raise ValueError(f"widths must be those of one or two scopes, got {widths}")
     if workers is None:
-        workers = packed_workers(num_heads, widths, kv_dtype, torch.device(device))
+        workers = sparse_workers(num_heads, widths, kv_dtype, torch.device(device))
     plan = PersistentDecodePlan.allocate(
         max_batch=max_tokens,
         max_query_len=1,
@@ -208,7 +207,8 @@ def sparse_mla_decode(
         except ValueError as error:
             raise ValueError(f"scope {number}: {error}") from None
         every.append(given)
-    provider.launch(every[0], provider.Sparse(scopes[-1], scratch.first, scratch.first_lens, sink))
+    added = Sparse(scopes[-1], scratch.first, scratch.first_lens, sink)
+    provider.launch(dataclasses.replace(every[0], sparse=added))
     return out, lse
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from mla_fusion.attention.triton.choice import triton_version
+from mla_fusion.attention.plan.device import triton_version
 
 WIDTHS = 512, 64  # latent and rotated part of a cache entry
 PAGE = 64  # tokens of a page of the cache, or a multiple of it

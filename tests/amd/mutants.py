@@ -121,9 +121,8 @@ def decode_runs(target, *names, portable=False):
 
     def make(name):
         expected = decode.Expected(target, name)
-        config = decode.portable_config(expected.inputs) if portable else None
-        with machine(target) as launches:
-            attention.launch(expected.inputs, config=config)
+        with decode.kernel_of(portable), machine(target) as launches:
+            attention.launch(expected.inputs)
         plan, inputs = expected.inputs.plan, expected.inputs
         outputs = (inputs.out, inputs.lse, plan.partial_output, plan.partial_lse)
 

@@ -7,9 +7,9 @@ pytest.importorskip("triton")
 import torch
 
 from mla_fusion.attention import triton as provider
+from mla_fusion.attention.cdna.fits import why_no_sparse
+from mla_fusion.attention.plan.inputs import Scope
 from mla_fusion.attention.sparse import sparse_mla_decode, sparse_scratch
-from mla_fusion.attention.triton import Scope
-from mla_fusion.attention.triton.choice import why_no_sparse_cdna
 from tests import tally
 from tests.amd.decode import FP32, HALF_STEP, LSE_TOLERANCE
 from tests.amd.provider import machine
@@ -67,7 +67,7 @@ class Case:
         return weights @ keys[:, :512], weights @ keys[:, :512].abs(), lse
 
 
-@pytest.mark.skipif(bool(why_no_sparse_cdna()), reason=why_no_sparse_cdna())
+@pytest.mark.skipif(bool(why_no_sparse()), reason=why_no_sparse())
 @pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 @pytest.mark.parametrize(
     "name", [each if i == 0 else pytest.param(each, marks=pytest.mark.nightly)

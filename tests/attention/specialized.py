@@ -2,9 +2,8 @@
 
 import torch
 
-from mla_fusion.attention.hopper import warp_specialized as hopper_specialized
+from mla_fusion.attention.hopper import warp_specialized
 from mla_fusion.attention.plan.inputs import Inputs
-from mla_fusion.attention.triton import choice as triton_choice
 from mla_fusion.cli.bench.kit import distance
 from tests.attention.decodes import BF16, arguments, definition, plan_for, same_lse
 from tests.attention.gluon_warps import Machine
@@ -69,11 +68,7 @@ def check(dtype, heads, rows, lens, options, loudness=None, **scales):
     tokens = len(fields["q"])
     out = torch.full((tokens, heads, 512), torch.nan, dtype=BF16)
     given = Inputs(**fields, out=out, lse=torch.full((tokens, heads), torch.nan))
-    plan = given.plan
-    blocks = -(-plan.heads_per_work * plan.settings.max_query_len // triton_choice.SPECIALIZED.rows)
-    machine = Machine(seed=tokens)
-    grid = plan.rules.workers, blocks
-    machine.launch(hopper_specialized.decode_kernel, grid, *hopper_specialized.arguments(given))
+    Machine(seed=tokens).launch(warp_specialized.kernel, *warp_specialized.arguments(given))
     want, want_lse = definition(fields, rows, lens)
     got, got_lse = merged(given, rows)
     assert distance(got, want) <= TOLERANCE

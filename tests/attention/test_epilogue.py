@@ -142,9 +142,12 @@ def test_the_latents_are_of_the_type_of_w_uv():
 
 triton = pytest.importorskip("triton")
 from mla_fusion.attention import triton as provider  # noqa: E402
-from mla_fusion.attention.triton import decode_kernel as triton_kernels  # noqa: E402
+from mla_fusion.attention.triton import (  # noqa: E402
+    decode_kernel,
+    epilogue_kernel,
+    reduce_kernel,
+)
 from mla_fusion.attention.triton import epilogue as epilogues  # noqa: E402
-from mla_fusion.attention.triton import epilogue_kernel  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -223,7 +226,7 @@ def test_a_warm_up_runs_every_launch():
         """What follows the decode of so many sequences of `rows` query rows."""
         for batch in batches:
             shape = epilogues.choose(batch * rows, 16, 512, 128)
-            yield shape or provider.reduction(batch * plan.fold, plan.heads_per_work)
+            yield shape or reduce_kernel.reduction(batch * plan.fold, plan.heads_per_work)
 
     batches = provider.warm_up_batches(plan, 128)
     for rows in (1, 2, 3):
@@ -247,8 +250,8 @@ def test_the_launches(monkeypatch, batch, kernels):
     if shape:
         monkeypatch.setattr(torch.Tensor, "new_empty", None)  # nothing is allocated
     monkeypatch.setattr(epilogues, "choose", lambda *_: shape)
-    monkeypatch.setattr(triton_kernels, "decode_kernel", Launches("decode"))
-    monkeypatch.setattr(triton_kernels, "reduce_kernel", Launches("reduce"))
+    monkeypatch.setattr(decode_kernel, "kernel", Launches("decode"))
+    monkeypatch.setattr(reduce_kernel, "kernel", Launches("reduce"))
     monkeypatch.setattr(epilogue_kernel, "epilogue_kernel", Launches("epilogue"))
     plan = plan_for(max_batch=64, num_heads=HEADS, v_head_dim=LATENT, workers=132)
     refresh(plan, [1] * batch, [9] * batch, batch + (batch == 1))

@@ -33,9 +33,7 @@ def warm_up_batches(
     return [1]
 
 
-def persistent_mla_decode(
-    given: Inputs,
-) -> None:
+def persistent_mla_decode(given: Inputs) -> None:
     """See `mla_fusion.attention.persistent_mla_decode`.
 
     Raises:

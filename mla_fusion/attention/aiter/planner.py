@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mla_fusion.attention.aiter import selection
+from mla_fusion.attention.plan import device as gpu
 from mla_fusion.attention.plan.buffers import AITER_BUFFERS, Companions, common_buffers
 from mla_fusion.kernels.capture import capturing
 
@@ -69,7 +70,7 @@ def verdict(
     """That of a step of a plan: `batch` sequences of up to `query_len` query rows."""
     return selection.aiter_verdict(
         settings.num_heads, query_len, settings.q_dtype, settings.kv_dtype, batch,
-        selection.architecture(settings.device), return_lse=return_lse,
+        gpu.architecture(settings.device), return_lse=return_lse,
     )  # fmt: skip
 
 

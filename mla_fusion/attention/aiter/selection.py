@@ -69,13 +69,6 @@ class Verdict:
         return self.unsupported or self.slower
 
 
-def architecture(device: torch.device) -> str:
-    """The AMD architecture of a device, such as "gfx942"; empty for any other device."""
-    if device.type != "cuda" or torch.version.hip is None:
-        return ""
-    return str(torch.cuda.get_device_properties(device).gcnArchName.split(":")[0])
-
-
 def aiter_verdict(
     num_heads: int,
     query_len: int,
@@ -92,7 +85,7 @@ def aiter_verdict(
         num_heads: heads of the query on this rank.
         query_len: most query rows of a sequence.
         batch: sequences of the step, with padding.
-        arch: as `architecture` gives it.
+        arch: as `plan.device.architecture` gives it.
         return_lse: whether the log-sum-exp is wanted too.
     """
     kind = _kind(q_dtype, kv_dtype)

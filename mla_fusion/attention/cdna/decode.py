@@ -22,6 +22,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.amd import cdna3
 
+from mla_fusion.attention.cdna.fits import decode as fits
+from mla_fusion.attention.cdna.fits import rows_and_waves
 from mla_fusion.attention.cdna.layouts import (
     TILE,
     WARPS,
@@ -32,13 +34,13 @@ from mla_fusion.attention.cdna.layouts import (
     product_layout,
     value_layout,
 )
-from mla_fusion.attention.triton.choice import why_not_cdna
-from mla_fusion.attention.triton.decode_kernel import LN2, LOG2E, read_item, softmax_step
+from mla_fusion.attention.plan.device import cdna
+from mla_fusion.attention.plan.device_code import LN2, LOG2E, read_item, softmax_step
 
 if TYPE_CHECKING:
-    from mla_fusion.attention.plan.inputs import Inputs
-    from mla_fusion.attention.triton.choice import Config
+    from mla_fusion.attention.plan.inputs import Inputs, Launch
 
+__all__ = ["arguments", "fits", "kernel"]
 PART = gl.constexpr(64)  # columns of the query that are in registers at a time
 
 
@@ -299,44 +301,22 @@ def decode_kernel(
         )  # fmt: skip
 
 
-def arguments(given: Inputs, config: Config) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional arguments and keywords of the kernel (also for compiling without a GPU).
+kernel: Any = decode_kernel
 
-    Raises:
-        ValueError: the kernel does not take this query or cache.
-    """
-    if why := why_not_cdna(given):
-        raise ValueError(f"the kernel for CDNA: {why}; leave the choice to the provider")
-    q, kv_cache, plan, out = given.q, given.kv_cache, given.plan, given.out
-    unused, latent = plan.partial_lse, plan.settings.v_head_dim
+
+def arguments(given: Inputs) -> Launch:
+    """What the kernel is launched with (also for compiling without a GPU)."""
+    q, cache, generation = given.q, given.kv_cache, cdna(given.q.device)
+    page = cache.shape[1]
+    rows, waves = rows_and_waves(generation, given.rows, q.dtype, cache.dtype, page)
     args = (
-        q,
-        kv_cache,
-        given.block_table,
-        out,
-        unused if given.lse is None else given.lse,
-        *plan.of_decode,
-        unused if given.q_scale is None else given.q_scale,
-        unused if given.kv_scale is None else given.kv_scale,
-        float(given.softmax_scale),
-        q.shape[1],
-        *q.stride()[:2],
-        *out.stride()[:2],
-        given.block_table.stride(0),
-        kv_cache.stride(0),
-    )
-    options = {
-        "ENTRY": kv_cache.stride(1),
-        "PAGE": kv_cache.shape[1],
-        "L": latent,
-        "R": q.shape[2] - latent,
-        "HEADS": plan.heads_per_work,
-        "FOLD": plan.fold,
-        "ROWS": config.rows,
-        "BLOCK_N": config.block_n,
-        "LSE": given.lse is not None,
-        "CDNA": config.cdna,
-        "num_warps": config.warps,
-        "waves_per_eu": config.waves,
+        q, cache, given.block_table, *given.results, *given.scales, *given.strides, cache.stride(0),
+    )  # fmt: skip
+    options = given.constants | {
+        "ROWS": rows,
+        "BLOCK_N": TILE.value,
+        "CDNA": generation,
+        "num_warps": WARPS.value,
+        "waves_per_eu": waves,
     }
-    return args, options
+    return given.grid(rows), args, options

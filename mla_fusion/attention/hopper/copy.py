@@ -16,18 +16,12 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from mla_fusion.attention.plan.device_code import Source
+
 # Triton 3.9 renamed all three.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-
-
-class Source(NamedTuple):
-    """A cache and the row of its table for one sequence: blocks, or slots; strides in elements."""
-
-    pointer: Any
-    table: Any
-    block_stride: Any
 
 
 class Copies(NamedTuple):
@@ -65,16 +59,16 @@ def bulk_copy(kv_cache: torch.Tensor, latent: int, block_n: int) -> tuple[object
         and unused.
     """
     blocks, page_size, width = kv_cache.shape
-    step, entry, _ = kv_cache.stride()
-    if page_size % block_n or step % entry:
+    block_stride, entry, _ = kv_cache.stride()
+    if page_size % block_n or block_stride % entry:
         return kv_cache, kv_cache, 0
-    rows = (blocks - 1) * (step // entry) + page_size
+    rows = (blocks - 1) * (block_stride // entry) + page_size
 
     def tiles(columns: int) -> TensorDescriptor:
         layout = tile_layout(columns, kv_cache.itemsize)
         return TensorDescriptor(kv_cache, [rows, width], [entry, 1], [block_n, columns], layout)
 
-    return tiles(latent), tiles(width - latent), step // entry
+    return tiles(latent), tiles(width - latent), block_stride // entry
 
 
 @functools.cache

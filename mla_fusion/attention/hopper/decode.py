@@ -12,7 +12,7 @@ memory, read once for each product (`hopper/tile.py`), while `hopper/copy.py` co
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -23,16 +23,23 @@ from triton.language.extra.cuda import gdc
 from mla_fusion.attention.hopper.copy import (
     Buffers,
     Copies,
-    Source,
     barrier,
+    bulk_copy,
     load_layout,
     one_of,
     slots_of,
     start_copy,
     wait_for_tile,
 )
+from mla_fusion.attention.hopper.fits import TILE
+from mla_fusion.attention.hopper.fits import decode as fits
 from mla_fusion.attention.hopper.tile import add_values, scores_of, softmax_step
-from mla_fusion.attention.triton.decode_kernel import LN2, LOG2E
+from mla_fusion.attention.plan.device_code import LN2, LOG2E, Source
+
+if TYPE_CHECKING:
+    from mla_fusion.attention.plan.inputs import Inputs, Launch
+
+__all__ = ["arguments", "fits", "kernel"]
 
 
 @gluon.jit
@@ -255,7 +262,7 @@ def decode_kernel(
     BLOCK_N: gl.constexpr, LSE: gl.constexpr, BULK: gl.constexpr, WARPS: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """Arguments as `triton.decode_kernel.decode_kernel`, and those of `hopper.copy.bulk_copy`.
+    """Arguments as `triton.decode_kernel`, and those of `hopper.copy.bulk_copy`.
 
     BULK: the copy engine takes whole tiles. PDL: the launch precedes the end of the kernel in
     front, and the kernel waits for that one before it reads anything but the plan. With `fresh` not
@@ -330,3 +337,25 @@ def decode_kernel(
         # Idle programs must signal too: a dependent grid waits for all of them.
         gdc.gdc_wait()
         gdc.gdc_launch_dependents()
+
+
+kernel: Any = decode_kernel
+
+
+def arguments(given: Inputs) -> Launch:
+    """What the kernel is launched with (also for compiling without a GPU)."""
+    rows = 16 if given.rows <= 16 else 32 if given.rows <= 32 else 64
+    warps = 4 if rows == 16 else 8
+    cache = given.kv_cache
+    # The slots of a sparse sequence are scattered rows.
+    bulk = (cache, cache, 0) if given.sparse else bulk_copy(cache, given.widths[0], TILE)
+    options = given.scope_constants | {
+        "ROWS": rows,
+        "BLOCK_N": TILE,
+        "BULK": bulk[2] > 0,
+        "WARPS": warps,
+        "PDL": True,
+        "num_warps": warps,
+        "launch_pdl": True,
+    }
+    return given.grid(rows), (*given.scopes, *bulk, int(given.plan.fresh)), options

@@ -15,8 +15,9 @@ L] times queries [L, rows], outputs values [L, tokens] times weights [tokens, ro
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -29,6 +30,8 @@ from triton.language.extra.cuda import gdc
 
 from mla_fusion.attention.hopper.copy import barrier, load_layout
 from mla_fusion.attention.hopper.decode import read_item, store_item
+from mla_fusion.attention.hopper.fits import SPARSE_FP8_ROWS
+from mla_fusion.attention.hopper.fits import sparse_fp8 as fits
 from mla_fusion.attention.hopper.sparse_fp8_gather import (
     GROUPS,
     Entries,
@@ -37,7 +40,12 @@ from mla_fusion.attention.hopper.sparse_fp8_gather import (
     load_slots,
 )
 from mla_fusion.attention.hopper.tile import pairs_of, softmax_step, widen_pairs
-from mla_fusion.attention.triton.decode_kernel import LOG2E
+from mla_fusion.attention.plan.device_code import LOG2E
+
+if TYPE_CHECKING:
+    from mla_fusion.attention.plan.inputs import Inputs, Launch
+
+__all__ = ["arguments", "fits", "kernel"]
 
 TOKENS = gl.constexpr(64)  # of a tile: the M of WGMMA
 BLOCK = gl.constexpr(16)  # query rows that are loaded at once
@@ -271,7 +279,7 @@ def decode_kernel(
 ):  # fmt: skip
     """One worker (program 0) and one block of ROWS query rows (program 1), of one token each.
 
-    Arguments as `hopper.decode.decode_kernel`, with the cache as `hopper_gather.Entries` says and
+    Arguments as `hopper.decode`, with the cache as `hopper_gather.Entries` says and
     `table_ptr` of its slots. It is launched before the kernel in front has ended.
     """
     if fresh != 0:
@@ -308,7 +316,7 @@ def decode_kernel(
             ring, entries, query, weights, factor, tile, stop, score, ENTRY, PAGE, STAGES, WARPS
         )
         async_copy.wait_group(0)
-        # The reduction may be launched, and waits: see `hopper.decode.decode_kernel`.
+        # The reduction may be launched, and waits: see `hopper.decode`.
         if work == last_work:
             gdc.gdc_launch_dependents()
         store_item(
@@ -318,3 +326,36 @@ def decode_kernel(
     # Idle programs must signal too: a dependent grid waits for all of them.
     gdc.gdc_wait()
     gdc.gdc_launch_dependents()
+
+
+kernel: Any = decode_kernel
+
+
+def arguments(given: Inputs, stages: int | None = None) -> Launch:
+    """What the kernel is launched with (also for compiling without a GPU).
+
+    stages: tiles in shared memory. By default as many as fit: 16 rows leave room for two programs
+    on a multiprocessor.
+    """
+    q, cache, kv_dtype = given.q, given.kv_cache, given.plan.settings.kv_dtype
+    rows, warps, most = (16, 4, 2) if given.rows <= 16 else (SPARSE_FP8_ROWS, 8, 3)
+    args = (
+        q,
+        *(cache.view(dtype) for dtype in (kv_dtype, torch.bfloat16, torch.float32)),
+        given.block_table,
+        given.or_unused(given.sink),
+        *given.results,
+        *given.scales[2:],
+        *given.strides,
+        cache.stride(0) // 16,
+        int(given.plan.fresh),
+    )
+    options = given.constants | {
+        "SINK": given.sink is not None,
+        "ROWS": rows,
+        "STAGES": stages or most,
+        "WARPS": warps,
+        "num_warps": warps,
+        "launch_pdl": True,
+    }
+    return given.grid(rows), args, options

@@ -39,6 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc
 
 from mla_fusion.attention.hopper.copy import barrier
+from mla_fusion.attention.hopper.fits import warp_specialized as fits
 from mla_fusion.attention.hopper.warp_specialized_copy import (
     ROWS,
     TILE,
@@ -74,12 +75,12 @@ from mla_fusion.attention.hopper.warp_specialized_scores import (
     two_halves,
     weigh,
 )
-from mla_fusion.attention.triton.choice import why_not_specialized
-from mla_fusion.attention.triton.decode_kernel import LOG2E
+from mla_fusion.attention.plan.device_code import LOG2E
 
 if TYPE_CHECKING:
-    from mla_fusion.attention.plan.inputs import Inputs
+    from mla_fusion.attention.plan.inputs import Inputs, Launch
 
+__all__ = ["arguments", "fits", "kernel"]
 
 # Peaks are a row's maxima: with slack the kernel was slower, as its sums are rescaled all the same.
 EXACT = gl.constexpr(0)
@@ -336,30 +337,17 @@ def decode_kernel(
         barrier()
         gl.warp_specialize(
             [
-                (
-                    score_fp8,
-                    (
-                        work,
-                        query,
-                        tiles,
-                        shared,
-                        target,
-                        scale,
-                        q_scale_ptr,
-                        kv_scale_ptr,
-                        HEADS,
-                        FOLD,
-                        LSE,
-                        PDL,
-                    ),
-                ),
+                (score_fp8, (
+                    work, query, tiles, shared, target, scale, q_scale_ptr, kv_scale_ptr, HEADS,
+                    FOLD, LSE, PDL,
+                )),
                 (multiply_fp8, (work, tiles, shared, target, HEADS, FOLD, False, PDL)),
                 (multiply_fp8, (work, tiles, shared, target, HEADS, FOLD, True, PDL)),
                 (copy, (work, query, tiles, cache, block_rows, PAGE, HEADS, FOLD, PDL)),
             ],
             [4, 4, 1],
             [192, 192, 24],
-        )
+        )  # fmt: skip
     else:
         made = new_barriers(3)
         shared = Weights(
@@ -372,64 +360,44 @@ def decode_kernel(
         barrier()
         gl.warp_specialize(
             [
-                (
-                    score,
-                    (
-                        work,
-                        query,
-                        tiles,
-                        shared,
-                        made.index(2),
-                        target,
-                        scale * LOG2E,
-                        HEADS,
-                        FOLD,
-                        LSE,
-                        PDL,
-                    ),
-                ),
+                (score, (
+                    work, query, tiles, shared, made.index(2), target, scale * LOG2E, HEADS, FOLD,
+                    LSE, PDL,
+                )),
                 (multiply, (work, tiles, shared, made.index(2), target, HEADS, FOLD, PDL)),
                 (copy, (work, query, tiles, cache, block_rows, PAGE, HEADS, FOLD, PDL)),
             ],
             [4, 1],
             [216, 40],
-        )
+        )  # fmt: skip
     if PDL:
         # Idle programs must signal too: a dependent grid waits for all of them.
         gdc.gdc_wait()
         gdc.gdc_launch_dependents()
 
 
-def arguments(given: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional arguments and keywords of the kernel (also for compiling without a GPU).
+kernel: Any = decode_kernel
 
-    Raises:
-        ValueError: the kernel does not take this query or cache.
-    """
-    if why := why_not_specialized(given):
-        raise ValueError(f"the specialized kernel: {why}; leave the choice to the provider")
-    q, out, plan, latent = given.q, given.out, given.plan, given.plan.settings.v_head_dim
+
+def arguments(given: Inputs) -> Launch:
+    """What the kernel is launched with (also for compiling without a GPU)."""
+    latent, per_work = given.widths[0], given.plan.heads_per_work
     args = (
         given.block_table,
-        out,
-        plan.partial_lse if given.lse is None else given.lse,
-        *plan.of_decode,
-        *(plan.partial_lse if each is None else each for each in (given.q_scale, given.kv_scale)),
-        float(given.softmax_scale),
-        q.shape[1],
-        *out.stride()[:2],
-        given.block_table.stride(0),
-        *query_boxes(q, latent, plan.heads_per_work),
+        *given.results,
+        *given.scales,
+        *given.strides[2:],
+        *query_boxes(given.q, latent, per_work),
         *cache_boxes(given.kv_cache, latent),
-        int(plan.fresh),
+        int(given.plan.fresh),
     )
     options = {
         "PAGE": given.kv_cache.shape[1],
-        "HEADS": plan.heads_per_work,
-        "FOLD": plan.fold,
+        "HEADS": per_work,
+        "FOLD": given.plan.fold,
         "LSE": given.lse is not None,
         "PDL": True,
         "launch_pdl": True,
         "num_warps": WARPS.value,
     }
-    return args, options
+    return given.grid(ROWS.value), args, options

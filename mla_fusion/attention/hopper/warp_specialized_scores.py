@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
 from mla_fusion.attention.hopper.warp_specialized_copy import ROWS, TILE, turn_of
-from mla_fusion.attention.triton.decode_kernel import LN2
+from mla_fusion.attention.plan.device_code import LN2
 
 # Of [rows, 4]: a sum for each of the four threads that have a row of scores.
 SUMS = gl.constexpr(

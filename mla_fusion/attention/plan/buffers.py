@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from mla_fusion.attention.plan.device import sm_count
 from mla_fusion.attention.plan.heads import HeadLayout
 
-HOPPER_TILE = 64  # tokens that the decode kernel for Hopper copies and multiplies at once
 # fp32 sums of each head that an epilogue in slices keeps for its last program, and the fewest of
 # them that one counter is for: of one row, 16 columns and 2 slices.
 SUMS_PER_HEAD, SUMS_PER_COUNT = 2**14, 2**5
@@ -137,23 +137,12 @@ class Settings:
             ValueError: `workers` has no default on this device.
         """
         return Rules(
-            workers=multiprocessors(self.device) if self.workers is None else self.workers,
+            workers=sm_count(self.device) if self.workers is None else self.workers,
             fold=fold,
             granularity=self.kv_granularity,
             overhead=OVERHEAD if self.overhead is None else self.overhead,
             max_split_per_batch=self.max_split_per_batch,
         )
-
-
-def multiprocessors(device: torch.device) -> int:
-    """Compute units of a device: the default number of workers.
-
-    Raises:
-        ValueError: it has none.
-    """
-    if device.type != "cuda":
-        raise ValueError(f"workers must be given on {device}: it has no multiprocessors")
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,14 +15,43 @@ if TYPE_CHECKING:
     from mla_fusion.attention.plan.epilogue import Epilogue
     from mla_fusion.attention.plan.layouts import CacheLayout
 
+# Of one launch: the grid, positional arguments and keywords.
+Launch = tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]
 OUTPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scope:
+    """Where the keys are: a cache [blocks, page_size, L + R] and, for each sequence, a row of
+    `table` [B, n] int32: its blocks in order, or, in sparse decode, its slots, -1 for none.
+    With a layout the cache is uint8 [blocks, page_size, layout.bytes], for sparse decode.
+    """
+
+    kv_cache: torch.Tensor
+    table: torch.Tensor
+    layout: CacheLayout | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Sparse:
+    """What sparse decode adds: see `triton.decode_kernel`.
+
+    extra: the scope after the first one; lens: [B] int32, how many of the first scope's `first`
+    columns count; sink: [H] fp32 or None.
+    """
+
+    extra: Scope
+    first: int
+    lens: torch.Tensor
+    sink: torch.Tensor | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
     """The arguments of `persistent_mla_decode`, with `out` and, if wanted, `lse` allocated.
 
-    layout: of a byte cache, whose entries have scales of their own.
+    layout: of a byte cache, whose entries have scales of their own. sparse: of sparse decode, whose
+    table lists slots.
     """
 
     q: torch.Tensor
@@ -36,6 +65,102 @@ class Inputs:
     lse: torch.Tensor | None
     epilogue: Epilogue | None = None
     layout: CacheLayout | None = None
+    sparse: Sparse | None = None
+
+    @property
+    def rows(self) -> int:
+        """Query rows (position x head) of a work item."""
+        return self.plan.heads_per_work * self.plan.settings.max_query_len
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """L and R."""
+        latent = self.plan.settings.v_head_dim
+        return latent, self.q.shape[2] - latent
+
+    def or_unused(self, tensor: torch.Tensor | None) -> torch.Tensor:
+        """A tensor for an argument that is not read where there is none."""
+        return self.plan.partial_lse if tensor is None else tensor
+
+    @property
+    def sink(self) -> torch.Tensor | None:
+        """That of sparse decode."""
+        return None if self.sparse is None else self.sparse.sink
+
+    @property
+    def results(self) -> tuple[torch.Tensor, ...]:
+        """What every decode kernel writes, and the plan: in the order of its arguments."""
+        return self.out, self.or_unused(self.lse), *self.plan.of_decode
+
+    @property
+    def scales(self) -> tuple[Any, ...]:
+        """The scales of query and cache, that of the scores, and the heads, in this order."""
+        both = self.or_unused(self.q_scale), self.or_unused(self.kv_scale)
+        return *both, float(self.softmax_scale), self.q.shape[1]
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Of query, output and table, in this order."""
+        return *self.q.stride()[:2], *self.out.stride()[:2], self.block_table.stride(0)
+
+    @property
+    def scopes(self) -> tuple[Any, ...]:
+        """The arguments of kernels that read two scopes; a dense cache is both of them."""
+        cache, table, plan = self.kv_cache, self.block_table, self.plan
+        extra = Scope(cache, table) if self.sparse is None else self.sparse.extra
+        caches = [cache, extra.kv_cache]
+        if self.layout is not None:
+            caches = [each.view(plan.settings.kv_dtype) for each in caches]
+        return (
+            self.q,
+            caches[0],
+            table,
+            caches[1],
+            extra.table,
+            plan.kv_indptr if self.sparse is None else self.sparse.lens,
+            self.or_unused(self.sink),
+            *self.results,
+            *self.scales,
+            *self.strides,
+            cache.stride(0),
+            extra.table.stride(0),
+            extra.kv_cache.stride(0),
+        )
+
+    def grid(self, rows: int) -> tuple[int, int]:
+        """CTAs of the plan, and blocks of `rows` query rows."""
+        return self.plan.rules.workers, -(-self.rows // rows)
+
+    def entry(self, cache: torch.Tensor) -> int:
+        """Elements from one entry of a page to the next."""
+        return cache.stride(1) if self.layout is None else self.layout.entry_stride(cache)
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Those of every decode kernel but the warp-specialized one, which needs fewer."""
+        latent, rope = self.widths
+        return {
+            "ENTRY": self.entry(self.kv_cache),
+            "PAGE": self.kv_cache.shape[1],
+            "L": latent,
+            "R": rope,
+            "HEADS": self.plan.heads_per_work,
+            "FOLD": self.plan.fold,
+            "LSE": self.lse is not None,
+        }
+
+    @property
+    def scope_constants(self) -> dict[str, Any]:
+        """Those of kernels that read two scopes."""
+        sparse = self.sparse
+        extra = self.kv_cache if sparse is None else sparse.extra.kv_cache
+        return self.constants | {
+            "EXTRA_ENTRY": self.entry(extra),
+            "EXTRA_PAGE": extra.shape[1],
+            "FIRST": 0 if sparse is None else sparse.first,
+            "SPARSE": sparse is not None,
+            "SINK": self.sink is not None,
+        }
 
 
 def validate(given: Inputs) -> None:

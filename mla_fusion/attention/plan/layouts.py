@@ -57,7 +57,7 @@ class CacheLayout:
         """Columns of a key, and of the query."""
         return self.quantized + WIDE
 
-    def step(self, cache: torch.Tensor) -> int:
+    def entry_stride(self, cache: torch.Tensor) -> int:
         """Bytes from the data of a token to that of the next one of its page."""
         return self.bytes - EXPONENTS if self.behind else cache.stride(1)
 
@@ -87,7 +87,7 @@ def check(q: torch.Tensor, cache: torch.Tensor, settings: Settings, layout: Cach
             f"pages of {layout.bytes} bytes a token hold all scales behind all data, so entries "
             f"must be {layout.bytes} bytes apart, got {cache.stride(1)}: pass the whole pages"
         )
-    if any(n % 16 for n in (cache.data_ptr(), cache.stride(0), layout.step(cache))):
+    if any(n % 16 for n in (cache.data_ptr(), cache.stride(0), layout.entry_stride(cache))):
         raise ValueError(
             "the address of kv_cache and the strides of its blocks and entries must be multiples "
             f"of 16 bytes, which a thread reads at once, got {cache.data_ptr():#x} and "

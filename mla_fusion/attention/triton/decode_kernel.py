@@ -1,4 +1,4 @@
-"""The portable decode kernel, and the reduction, in Triton.
+"""The portable decode kernel, in Triton.
 
 A program is a worker: it walks over its work items, and in each over tiles of BLOCK_N tokens of
 one sequence, with an online softmax in base 2 and fp32 sums. Tiles start at multiples of
@@ -12,68 +12,25 @@ ranges, and `within` masks what lies beyond L and R.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+import torch
 import triton
 import triton.language as tl
 
+from mla_fusion.attention.plan.device import power_of_two
+from mla_fusion.attention.plan.device_code import (
+    LN2,
+    LOG2E,
+    Source,
+    read_item,
+    softmax_step,
+    within,
+)
 from mla_fusion.attention.triton.byte_cache import read_latents, read_rotated
 
-LN2 = tl.constexpr(0.6931471805599453)
-LOG2E = tl.constexpr(1.4426950408889634)
-
-
-class Item(NamedTuple):
-    """A work item: KV tokens `begin` to `end` of a sequence, `after` more follow; `partial` row.
-
-    Of each query row of the program: head, token, and whether it is real, none of padding.
-    """
-
-    sequence: Any
-    partial: Any
-    count: Any
-    head: Any
-    real: Any
-    token: Any
-    begin: Any
-    end: Any
-    after: Any
-
-
-class Source(NamedTuple):
-    """A cache and the row of its table for one sequence: blocks, or slots; strides in elements."""
-
-    pointer: Any
-    table: Any
-    block_stride: Any
-
-
-@triton.jit
-def within(mask, column, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    """`mask` without columns from WIDTH on, of which a range up to PADDED has some."""
-    if PADDED > WIDTH:
-        mask &= column < WIDTH
-    return mask
-
-
-@triton.jit
-def read_item(
-    info, qo_indptr_ptr, kv_indptr_ptr, row, heads, HEADS: tl.constexpr, FOLD: tl.constexpr
-):  # fmt: skip
-    """The work item in row `info` of work_info_set, for query rows `row`."""
-    tile_index = tl.load(info)
-    partial = tl.load(info + 1)
-    count = tl.load(info + 3) - tl.load(info + 2)
-    kv_start = tl.load(info + 4)
-    kv_end = tl.load(info + 5)
-    after = tl.load(info + 6)
-    sequence = tile_index // FOLD
-    head = tile_index % FOLD * HEADS + row % HEADS
-    real = (row // HEADS < count) & (head < heads)
-    token = tl.load(qo_indptr_ptr + sequence).to(tl.int64) + row // HEADS
-    kv_base = tl.load(kv_indptr_ptr + sequence)
-    begin, end = kv_start - kv_base, kv_end - kv_base
-    return Item(sequence, partial, count, head, real, token, begin, end, after)
+if TYPE_CHECKING:
+    from mla_fusion.attention.plan.inputs import Inputs, Launch
 
 
 @triton.jit
@@ -119,18 +76,6 @@ def tile_entries(
         entry = source.pointer + page.to(tl.int64) * source.block_stride + at % PAGE * ENTRY
         exponents = entry
     return entry, wanted, exponents
-
-
-@triton.jit
-def softmax_step(s, seen, scale, peak, total):
-    """One step of the online softmax: weights [tokens, rows], decay of earlier sums, new state."""
-    s = tl.where(seen, s * scale, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(s, 0))
-    # A row that has seen nothing keeps weights of zero, not NaN.
-    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-    p = tl.exp2(s - base[None, :])
-    decay = tl.exp2(peak - base)
-    return p, decay, new_peak, total * decay[None, :] + p
 
 
 @triton.jit
@@ -255,71 +200,44 @@ def decode_kernel(
         )  # fmt: skip
 
 
-@triton.jit
-def merge_step(lse, part, peak, total, acc):
-    """Merge PIECES more pieces: their LSE [pieces, rows] in base 2, outputs [..., columns]."""
-    new_peak = tl.maximum(peak, tl.max(lse, 0))
-    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-    p = tl.exp2(lse - base[None, :])
-    decay = tl.exp2(peak - base)
-    total = total * decay + tl.sum(p, 0)
-    acc = acc * decay[:, None] + tl.sum(part * p[:, :, None], 0)
-    return new_peak, total, acc
+kernel: Any = decode_kernel
 
 
-@triton.jit
-def reduce_kernel(
-    partial_ptr, partial_lse_ptr, reduce_indptr_ptr, reduce_final_map_ptr, reduce_partial_map_ptr,
-    qo_indptr_ptr, sink_ptr, out_ptr, lse_ptr, heads, out_stride_t, out_stride_h,
-    SINK: tl.constexpr, L: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr,
-    ROWS: tl.constexpr, PIECES: tl.constexpr, COLUMNS: tl.constexpr, LSE: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """Merge the pieces of tile `program 0`: ROWS query rows from ROWS * `program 1` on.
+def fits(given: Inputs) -> str:
+    """It takes all that the provider does."""
+    return ""
 
-    out = sum_i exp(lse_i - lse) out_i with lse = log sum_i exp(lse_i), over PIECES pieces at once
-    and for COLUMNS latents (program 2; the last one may have fewer). The decode kernel writes tiles
-    that were not split. PDL: the launch precedes the end of the decode kernel, which has waited for
-    the plan; this kernel waits for the decode before it reads anything else.
+
+def tile(rows: int, latent: int, rope: int, of_bytes: bool) -> tuple[int, int]:
+    """Query rows of a program for work items of `rows`, and its warps. of_bytes: of the cache.
+
+    The largest that compile for gfx942, gfx950 and sm_90 without spilling registers inside the
+    loop over tiles. fp8 latents above 512 spill there on sm_90, whatever the tile. Scales of bytes
+    take registers too: there 32 query rows spill to memory on gfx942 and gfx950, 4 warps on sm_90.
     """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    PADDED: tl.constexpr = (L + COLUMNS - 1) // COLUMNS * COLUMNS
-    tile = tl.program_id(0)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    first = tl.load(reduce_indptr_ptr + tile)
-    last = tl.load(reduce_indptr_ptr + tile + 1)
-    if first == last:
-        if PDL:
-            tl.extra.cuda.gdc_wait()
-        return
-    count = tl.load(reduce_final_map_ptr + 2 * tile + 1) - tl.load(reduce_final_map_ptr + 2 * tile)
-    head = tile % FOLD * HEADS + row % HEADS
-    real = (row // HEADS < count) & (head < heads)
-    token = tl.load(qo_indptr_ptr + tile // FOLD).to(tl.int64) + row // HEADS
-    peak = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for start in range(first, last, PIECES):
-        piece = start + tl.arange(0, PIECES)
-        at = tl.load(reduce_partial_map_ptr + piece, mask=piece < last, other=0).to(tl.int64)
-        at = at[:, None] * HEADS + row[None, :]
-        if PDL:
-            tl.extra.cuda.gdc_wait()
-        wanted = (piece < last)[:, None] & real[None, :]
-        lse = tl.load(partial_lse_ptr + at, mask=wanted, other=float("-inf")) * LOG2E
-        values = partial_ptr + at[:, :, None] * L + column[None, None, :]
-        of_piece = within(wanted[:, :, None], column[None, None, :], L, PADDED)
-        part = tl.load(values, mask=of_piece, other=0.0)
-        peak, total, acc = merge_step(lse, part, peak, total, acc)
-    lse = tl.where(total > 0.0, (peak + tl.log2(total)) * LN2, float("-inf"))
-    if SINK:
-        total += tl.exp2(tl.load(sink_ptr + head, mask=real, other=0.0) * LOG2E - peak)
-    acc *= tl.where(lse > float("-inf"), 1.0 / total, 0.0)[:, None]
-    final = out_ptr + token * out_stride_t + head * out_stride_h
-    of_row = within(real[:, None], column[None, :], L, PADDED)
-    tl.store(final[:, None] + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=of_row)
-    if LSE:  # noqa: SIM102 (known when compiled; the other one is not)
-        if tl.program_id(2) == 0:
-            tl.store(lse_ptr + token * heads + head, lse, mask=real)
+    warp = 64 if torch.version.hip else 32
+    if of_bytes:
+        return (16, 4) if warp == 64 else (min(rows, 32), 8)
+    if rows <= 16 or power_of_two(latent) + power_of_two(rope) > 576:
+        return 16, 4 if latent <= 512 else 256 // warp
+    return 32, 256 // warp
+
+
+def arguments(given: Inputs) -> Launch:
+    """What the kernel is launched with (also for compiling without a GPU)."""
+    layout, (latent, rope) = given.layout, given.widths
+    rows, warps = tile(given.rows, latent, rope, layout is not None)
+    half = torch.float16 in (given.q.dtype, given.kv_cache.dtype)
+    options = given.scope_constants | {
+        "CODES": 0 if layout is None else layout.quantized,
+        "GROUP": 0 if layout is None else layout.group,
+        "BEHIND": layout is not None and layout.behind,
+        "L_PAD": power_of_two(latent),
+        "R_PAD": power_of_two(rope),
+        "ROWS": rows,
+        "BLOCK_N": 16,
+        "DOT": tl.float16 if half else tl.bfloat16,
+        "num_warps": warps,
+        "num_stages": 1,
+    }
+    return given.grid(rows), given.scopes, options

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from mla_fusion.attention.triton.decode_kernel import LN2, LOG2E, merge_step
+from mla_fusion.attention.plan.device_code import LN2, LOG2E
+from mla_fusion.attention.triton.reduce_kernel import merge_step
 from mla_fusion.kernels.triton_cast import cast
 
 EPSILON = tl.constexpr(1e-10)
