@@ -59,7 +59,7 @@ def tuned(case: Case, whole: int) -> set[Shape]:
         if most <= 2 * rows <= 2 * most
         if rows * slices == 1 or (columns == widest and pieces > 8)
     }
-    shapes |= {dataclasses.replace(shape, whole=whole) for shape in shapes if shape.pieces > 16}
+    shapes |= {dataclasses.replace(shape, whole=whole) for shape in shapes if shape.splits > 16}
     least, greatest = PROGRAMS
     facts = case.tokens, LATENT, case.values, case.quantization
     return {
@@ -115,7 +115,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, nargs="+", default=(1, 2, 4, 8, 16))
     parser.add_argument("--heads", type=int, nargs="+", default=(8, 16, 32, 64, 128))
-    parser.add_argument("--pieces", type=int, nargs="+", default=(1, 16, 128))
+    parser.add_argument("--splits", "--pieces", type=int, nargs="+", default=(1, 16, 128))
     parser.add_argument("--values", type=int, default=128)
     parser.add_argument("--quantization", nargs="+", default=("none", "group"))
     parser.add_argument("--whole", type=int, default=32, help="most pieces of a row not sliced")
@@ -128,7 +128,7 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_default_device("cuda")
     cases = bench_epilogue.grid(
-        options.tokens, options.heads, options.pieces, options.values, options.quantization
+        options.tokens, options.heads, options.splits, options.values, options.quantization
     )
     compile_all(cases, options.whole)
     print(f"compiled after {time.monotonic() - start:.0f} s", flush=True)

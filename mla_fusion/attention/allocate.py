@@ -1,4 +1,4 @@
-"""The plan of a persistent MLA decode: which worker decodes which keys of which sequence.
+"""The plan of a persistent MLA decode: which CTA decodes which keys of which sequence.
 
 A plan is allocated once, for the largest batch, and refreshed in place at every step; its
 addresses never change, so that a captured CUDA graph can read it. All layers of a step share it.

@@ -42,7 +42,7 @@ class Options:
     attention: who decodes with the prepared query: "portable", this library's persistent decode;
         "aiter", AITER's by a plan of this library; "vllm", vLLM's backend; or "auto" (default): the
         first where it was measured not slower than the last, else the last.
-    max_split_per_batch: with "aiter", a budget of this many pieces for each sequence, shared by all
+    max_split_per_batch: with "aiter", a budget of this many splits for each sequence, shared by all
         of a batch; -1 (default) for none.
     """
 

@@ -16,7 +16,7 @@ from tests.attention import decodes
 from tests.attention.decodes import BF16
 from tests.kernels.compiled import FP8
 
-# heads, query rows, KV tokens, query, cache, page size, workers, and what else the plan gets
+# heads, query rows, KV tokens, query, cache, page size, CTAs, and what else the plan gets
 CASES = {
     "one token": (16, [1], [1], "bf16", "bf16", 64, 2),
     "ragged": (16, [1, 1, 1], [40, 90, 5], "bf16", "bf16", 64, 4),
@@ -26,8 +26,8 @@ CASES = {
     "drafts": (16, [2, 2], [37, 20], "bf16", "bf16", 64, 4),
     "padded heads": (12, [1, 1], [40, 17], "fp8", "fp8", 16, 4),
     "page of one": (16, [1, 1], [30, 18], "bf16", "bf16", 1, 4),
-    "one worker": (12, [1, 1, 1], [40, 17, 33], "fp8", "fp8", 16, 1),
-    "two workers": (12, [2, 1, 2], [37, 20, 50], "bf16", "bf16", 64, 2),
+    "one CTA": (12, [1, 1, 1], [40, 17, 33], "fp8", "fp8", 16, 1),
+    "two CTAs": (12, [2, 1, 2], [37, 20, 50], "bf16", "bf16", 64, 2),
     "tiles": (16, [1, 2], [200, 130], "fp8", "fp8", 64, 1),
     "tiles of pages": (16, [2, 1], [140, 70], "bf16", "bf16", 16, 1),
     "tiles of slots": (16, [1, 1], [140, 70], "fp8", "fp8", 1, 2),
@@ -41,7 +41,7 @@ CASES = {
     "three tiles": (12, [1, 1], [150, 70], "fp8", "fp8", 16, 1),
     "three tiles of drafts": (12, [2, 1], [150, 70], "bf16", "bf16", 64, 1),
     "drafts of 6 heads": (6, [4, 1], [150, 70], "bf16", "bf16", 64, 1),
-    "many pieces": (12, [2, 1], [150, 20], "bf16", "bf16", 64, 70, {"kv_granularity": 1}),
+    "many splits": (12, [2, 1], [150, 20], "bf16", "bf16", 64, 70, {"kv_granularity": 1}),
 }
 HALF_STEP = 2**-8  # of bf16, relative
 FP32 = 2**-16  # sums, exponentials and scales in fp32, relative
@@ -52,10 +52,10 @@ class Expected:
     """The inputs of a case, its outputs full of NaN, and what they should become."""
 
     def __init__(self, target, name):
-        heads, rows, lengths, query, cache, page, workers, *more = CASES[name]
+        heads, rows, lengths, query, cache, page, ctas, *more = CASES[name]
         types = {"bf16": BF16, "fp8": FP8[target]}
         given = decodes.arguments(
-            rows, lengths, page, rope=64, num_heads=heads, workers=workers, overhead=1,
+            rows, lengths, page, rope=64, num_heads=heads, ctas=ctas, overhead=1,
             q_dtype=types[query], kv_dtype=types[cache],
             **({"v_head_dim": 512} | (more[0] if more else {})),
         )  # fmt: skip
@@ -68,10 +68,10 @@ class Expected:
         self.inputs = Inputs(**given, out=out, lse=lse)
 
     def split(self, like):
-        """Which elements of a result [T, H, ...] come from more than one piece."""
+        """Which elements of a result [T, H, ...] come from more than one split."""
         plan, mask = self.inputs.plan, torch.zeros_like(like, dtype=torch.bool)
-        pieces = plan.reduce_indptr.diff().view(-1, plan.fold)[:, 0] > 0
-        for sequence in pieces.nonzero().flatten().tolist():
+        splits = plan.reduce_indptr.diff().view(-1, plan.fold)[:, 0] > 0
+        for sequence in splits.nonzero().flatten().tolist():
             mask[plan.qo_indptr[sequence] : plan.qo_indptr[sequence + 1]] = True
         return mask
 

@@ -16,7 +16,7 @@ SHAPES = {
     quantization: list(dict.fromkeys(row.shape for row in epilogues.MEASURED if row.group == group))
     for quantization, group in (("none", False), ("group", True))
 }
-# Whole rows of up to 32 pieces, of more in slices; all rows in slices, with groups.
+# Whole rows of up to 32 splits, of more in slices; all rows in slices, with groups.
 SOME = [
     ("none", epilogues.choose(1, 16, 512, 128)),
     ("group", epilogues.choose(8, 8, 512, 128, "group")),

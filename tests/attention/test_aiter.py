@@ -238,7 +238,7 @@ class TestAllocation:
         "changes, reason",
         [
             ({"max_query_len": 5}, "queries of 5"),
-            ({"workers": 8}, "only the portable planner takes workers"),
+            ({"ctas": 8}, "only the portable planner takes ctas"),
             ({"kv_granularity": 24}, "power of two as kv_granularity, got 24"),
             ({"v_head_dim": 256}, "kernels for latents of 512, not 256"),
         ],

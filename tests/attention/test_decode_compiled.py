@@ -167,7 +167,7 @@ def test_hopper_kernel_of_other_widths(case):
     result = decode_report("sm_90", hopper_decode, heads, dtype, widths=widths)
     assert result.hot_spills == 0 and "HGMMA" in result.matrix and result.bulk_copies > 0, result
     assert ("QGMMA" in result.matrix) == (dtype == FN), result
-    # Two programs fit a multiprocessor, as `plan_settings` has it.
+    # Two programs fit a SM, as `plan_settings` has it.
     programs = 2 if heads == 16 else 1
     assert programs * (result.shared + 1024) <= fits.SHARED_MEMORY + 1024, result
     assert programs * result.registers * 32 * (4 if heads == 16 else 8) <= 65536, result
@@ -191,7 +191,7 @@ def test_hopper_kernel(case, dtype):
     # fp8 scores are an fp8 product, not one of widened keys.
     assert ("QGMMA" in result.matrix) == (dtype == FN), result
     if dtype == FN and heads == 16:
-        # Two programs fit a multiprocessor, as `plan_settings` has it.
+        # Two programs fit a SM, as `plan_settings` has it.
         assert 2 * result.shared <= LDS["sm_90"] and result.registers * 128 * 2 <= 65536
 
 
@@ -222,9 +222,9 @@ def test_pieces_are_read_when_the_decode_has_ended():
     order = compile_report("sm_90", reduce_kernel.kernel, args, options).order
     # Two waits: one in programs with nothing to merge, before or after all this.
     assert order[0] == "PREEXIT" and order.count("ACQBULK") == 2
-    pieces = [i for i, name in enumerate(order) if name in ("LDG.128", "STG")]
-    assert order.index("ACQBULK") < pieces[0] and order[pieces[0]] == "LDG.128", order
-    assert "ACQBULK" not in order[pieces[0] : pieces[-1]], order
+    splits = [i for i, name in enumerate(order) if name in ("LDG.128", "STG")]
+    assert order.index("ACQBULK") < splits[0] and order[splits[0]] == "LDG.128", order
+    assert "ACQBULK" not in order[splits[0] : splits[-1]], order
 
 
 @pytest.mark.parametrize(

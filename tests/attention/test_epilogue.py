@@ -220,7 +220,7 @@ def test_a_shape_that_does_not_suit_is_refused(shape, latent, values, quantizati
 
 def test_a_warm_up_runs_every_launch():
     """Each that a step of up to 3 query rows a sequence makes, and each reduction."""
-    plan = plan_for(max_batch=40, max_query_len=3, num_heads=16, workers=132)
+    plan = plan_for(max_batch=40, max_query_len=3, num_heads=16, ctas=132)
 
     def launches(rows, batches):
         """What follows the decode of so many sequences of `rows` query rows."""
@@ -253,7 +253,7 @@ def test_the_launches(monkeypatch, batch, kernels):
     monkeypatch.setattr(decode_kernel, "kernel", Launches("decode"))
     monkeypatch.setattr(reduce_kernel, "kernel", Launches("reduce"))
     monkeypatch.setattr(epilogue_kernel, "epilogue_kernel", Launches("epilogue"))
-    plan = plan_for(max_batch=64, num_heads=HEADS, v_head_dim=LATENT, workers=132)
+    plan = plan_for(max_batch=64, num_heads=HEADS, v_head_dim=LATENT, ctas=132)
     refresh(plan, [1] * batch, [9] * batch, batch + (batch == 1))
     tokens = batch + (batch == 1)
     q, table = torch.zeros(tokens, HEADS, 80, dtype=BF16), torch.zeros(batch, 9).int()

@@ -54,7 +54,7 @@ def report(target, heads, shape, *, pdl=False, **options):
     return compile_report(target, epilogue_kernel.epilogue_kernel, args, constants)
 
 
-# Whole rows of few pieces, and slices.
+# Whole rows of few splits, and slices.
 CHOSEN, CHOSEN_OF_32 = (epilogues.choose(1, heads, 512, 128) for heads in (16, 32))
 CHOSEN_OF_GROUPS = epilogues.choose(1, 16, 512, 128, "group")
 # Rows in slices; benchmarks/epilogue.py times them.

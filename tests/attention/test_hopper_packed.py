@@ -25,13 +25,13 @@ TOLERANCE = 3e-3  # outputs are rounded to bf16
 
 
 def run(case, stages=None, edit=None):
-    """(outputs, LSE, inputs) of a case, with the pieces of split tokens merged in torch."""
+    """(outputs, LSE, inputs) of a case, with the splits of split tokens merged in torch."""
     inputs = Inputs(case)
     if edit is not None:
         edit(inputs)
     scratch = sparse_scratch(
         max_tokens=max(4, case.tokens), num_heads=case.heads, widths=case.widths, q_dtype=BF16,
-        kv_dtype=case.kv_dtype, device="cpu", workers=7,
+        kv_dtype=case.kv_dtype, device="cpu", ctas=7,
     )  # fmt: skip
     scratch.refresh(case.tokens, inputs.lengths)
     plan, scope = scratch.plan, inputs.scopes[0]
@@ -51,16 +51,16 @@ def run(case, stages=None, edit=None):
     return out, lse, inputs
 
 
-def merge(plan, tile, pieces, sink, out, lse):
+def merge(plan, tile, splits, sink, out, lse):
     """The reduction of one tile."""
     token, block = divmod(tile, plan.fold)
     per_work, heads = plan.heads_per_work, out.shape[1]
     first = block * per_work
     count = min(per_work, heads - first)
-    lses = plan.partial_lse[pieces, :count].double()
+    lses = plan.partial_lse[splits, :count].double()
     both = lses.logsumexp(0)
     weights = torch.exp(lses - both.nan_to_num(neginf=0.0))
-    values = (weights[..., None] * plan.partial_output[pieces, :count].double()).sum(0)
+    values = (weights[..., None] * plan.partial_output[splits, :count].double()).sum(0)
     if sink is not None:
         factor = torch.sigmoid(both - sink[first : first + count].double())
         values = values * factor.nan_to_num()[:, None]

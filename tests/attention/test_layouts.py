@@ -71,7 +71,7 @@ def scratch(monkeypatch):
 
     def make(**changes):
         fields = {"q_dtype": BF16, "kv_dtype": FN, "v_head_dim": 512, "widths": (4,)} | changes
-        made = sparse_scratch(max_tokens=2, num_heads=8, device="cpu", workers=3, **fields)
+        made = sparse_scratch(max_tokens=2, num_heads=8, device="cpu", ctas=3, **fields)
         made.refresh(2, [None] * len(fields["widths"]))
         return made
 

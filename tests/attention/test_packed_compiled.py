@@ -86,10 +86,10 @@ def test_where_it_runs_and_with_how_many_workers(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     assert choice.kernels(gpu)[0] == "hopper.sparse_fp8"
     assert choice.kernels(torch.device("cpu")) == choice.KERNELS["other"]
-    for heads, workers in ((16, 264), (32, 132), (48, 66), (64, 66), (128, 66)):
-        assert choice.sparse_workers(heads, (2048,), FN, gpu) == workers
+    for heads, ctas in ((16, 264), (32, 132), (48, 66), (64, 66), (128, 66)):
+        assert choice.sparse_ctas(heads, (2048,), FN, gpu) == ctas
     for given in ((16, (64, 2048), FN), (16, (2048,), BF16)):
-        assert choice.sparse_workers(*given, gpu) is None
+        assert choice.sparse_ctas(*given, gpu) is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
     assert choice.kernels(gpu) == choice.KERNELS["other"]
-    assert choice.sparse_workers(16, (2048,), FN, gpu) is None
+    assert choice.sparse_ctas(16, (2048,), FN, gpu) is None

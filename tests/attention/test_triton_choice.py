@@ -25,7 +25,7 @@ DRAFTS = {"max_query_len": 4}
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch):
-    """A GPU of sm_90 with ten multiprocessors; tensors without memory count as on it."""
+    """A GPU of sm_90 with ten SMs; tensors without memory count as on it."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     properties = SimpleNamespace(multi_processor_count=10, gcnArchName="gfx90a")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
@@ -150,7 +150,7 @@ def test_another_gpu(monkeypatch, capability):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     assert chosen(inputs())[0] == "triton.decode_kernel"
     settings = choice.plan_settings(128, 1, BF16, 576, "cuda")
-    assert settings == {"workers": 10, "kv_granularity": 64, "overhead": 4}
+    assert settings == {"ctas": 10, "kv_granularity": 64, "overhead": 4}
 
 
 def test_an_amd_gpu(monkeypatch):
@@ -196,16 +196,16 @@ def test_the_kernel_for_cdna_is_not_for_lists_of_slots_and_odd_strides(cdna):
 
 
 @pytest.mark.parametrize(
-    ("heads", "rows", "dtype", "workers"),
+    ("heads", "rows", "dtype", "ctas"),
     [(16, 1, FN, 30), (16, 1, BF16, 20), (128, 1, FN, 10), (128, 1, BF16, 5), (8, 3, FN, 20)],
 )
-def test_plans_for_cdna(cdna, heads, rows, dtype, workers):
+def test_plans_for_cdna(cdna, heads, rows, dtype, ctas):
     """As many programs as fit ten CUs: one to three waves a SIMD, of one or two row blocks."""
-    assert choice.plan_settings(heads, rows, dtype, 576, "cuda")["workers"] == workers
+    assert choice.plan_settings(heads, rows, dtype, 576, "cuda")["ctas"] == ctas
 
 
 @pytest.mark.parametrize(
-    ("heads", "rows", "dtype", "width", "workers"),
+    ("heads", "rows", "dtype", "width", "ctas"),
     [
         (128, 1, BF16, 576, 5),
         (128, 2, BF16, 576, 5),
@@ -221,9 +221,9 @@ def test_plans_for_cdna(cdna, heads, rows, dtype, workers):
         (128, 1, BF16, 320, 10),
     ],
 )
-def test_items_of_several_row_blocks(heads, rows, dtype, width, workers):
-    """So few workers that the programs of all blocks fill the GPU once."""
+def test_items_of_several_row_blocks(heads, rows, dtype, width, ctas):
+    """So few CTAs that the programs of all blocks fill the GPU once."""
     settings = choice.plan_settings(heads, rows, dtype, width, "cuda")
-    assert settings["workers"] == workers
-    wide = (heads, rows) == (128, 1) and workers == 5
+    assert settings["ctas"] == ctas
+    wide = (heads, rows) == (128, 1) and ctas == 5
     assert settings.get("heads_per_work") == (128 if wide else None)

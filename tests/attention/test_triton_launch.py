@@ -25,7 +25,7 @@ from tests.attention.test_decode_compiled import decode_inputs
         (16, 1, FN, 512 + 64, 2),
         (8, 1, FN, 512 + 64, 2),
         (128, 1, FN, 512 + 64, 1),
-        # A program of 32 query rows or more fills a multiprocessor.
+        # A program of 32 query rows or more fills a SM.
         (16, 2, FN, 512 + 64, 1),
         (8, 2, FN, 512 + 64, 2),
         # Two programs where shared memory holds the tiles of both.
@@ -39,7 +39,7 @@ def test_workers(monkeypatch, heads, rows, dtype, width, programs):
     properties = SimpleNamespace(multi_processor_count=10)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    assert provider.plan_settings(heads, rows, dtype, width, "cuda")["workers"] == 10 * programs
+    assert provider.plan_settings(heads, rows, dtype, width, "cuda")["ctas"] == 10 * programs
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_tiles_in_several_pages_are_copied_by_threads(strange):
     [(16, 256, [1, 5, 33, 129]), (128, 256, [1, 5, 17]), (128, 16, [1, 5]), (128, 1, [1])],
 )
 def test_a_warm_up_compiles_every_reduction(heads, most, batches):
-    plan = plan_for(max_batch=most, num_heads=heads, workers=132)
+    plan = plan_for(max_batch=most, num_heads=heads, ctas=132)
     assert provider.warm_up_batches(plan) == batches
 
 
@@ -121,7 +121,7 @@ def test_the_grid_of_the_reduction_is_that_of_the_step(monkeypatch):
     reductions = Launches()
     monkeypatch.setattr(decode_kernel, "kernel", Launches())
     monkeypatch.setattr(reduce_kernel, "kernel", reductions)
-    plan = plan_for(max_batch=256, num_heads=128, workers=132)
+    plan = plan_for(max_batch=256, num_heads=128, ctas=132)
     for batch in (1, 4, 64):
         launch(plan, batch)
     # A program for each row of few tiles, for four rows of many.

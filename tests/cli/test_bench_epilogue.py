@@ -36,7 +36,7 @@ def test_rows_are_written_and_judged(monkeypatch, tmp_path, capsys, step, right)
 
     monkeypatch.setattr(bench_epilogue, "measure", measure)
     settings = argparse.Namespace(
-        tokens=(1,), heads=(16,), pieces=(1, 8), rounds=5, csv=tmp_path / "rows.csv"
+        tokens=(1,), heads=(16,), splits=(1, 8), rounds=5, csv=tmp_path / "rows.csv"
     )
     assert bench_epilogue.run(settings, FACTS) == right
     printed = capsys.readouterr().out

@@ -92,7 +92,7 @@ def persistent_mla_decode(given: Inputs) -> None:
         nhead_kv=1,
         sm_scale=given.softmax_scale,
         # Without it AITER may leave the plan aside for some shapes, silently.
-        num_kv_splits=plan.rules.workers,
+        num_kv_splits=plan.rules.ctas,
         work_meta_data=plan.work_metadata_ptrs,
         **{name: getattr(plan, name) for name in AITER_BUFFERS[1:]},
         **extra,

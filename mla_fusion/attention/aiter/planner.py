@@ -47,7 +47,7 @@ def cannot_cap(cap: int) -> str:
 
 def _unsupported(settings: Settings) -> str:
     """Why AITER has no kernel for these settings; empty if it has."""
-    portable_only = ("workers", "heads_per_work", "overhead")
+    portable_only = ("ctas", "heads_per_work", "overhead")
     given = [name for name in portable_only if getattr(settings, name) is not None]
     if given:
         return f"only the portable planner takes {' and '.join(given)}"
@@ -142,8 +142,8 @@ def fill(
     _, write, names = selection.installed_planner()
     types = {"dtype_q": settings.q_dtype, "dtype_kv": settings.kv_dtype}
     if "dtype_q" not in names:
-        parts = ("nope", "rope")
-        types = {f"{name}_{part}": types[name] for name in types for part in parts}
+        halves = ("nope", "rope")
+        types = {f"{name}_{half}": types[name] for name in types for half in halves}
     write(
         aiter_rows(plan, rows)[: batch + 1],
         plan.kv_indptr[: batch + 1],

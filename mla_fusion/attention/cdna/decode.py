@@ -8,7 +8,7 @@ LDS with a barrier before and after, and nothing is in flight meanwhile. Here
   each product; the second time they are in a cache;
 - keys and values of a tile are on their way at once, and no barrier waits for them; other waves of
   the SIMD compute meanwhile, and there are more of them than if a wave held two tiles' keys;
-- only weights, the largest scores and the query are in LDS.
+- only P, the largest scores and the query are in LDS.
 
 As in `hopper/decode.py`, scores and output are transposed. An fp8 query is multiplied with fp8 keys
 as they are; values become bf16.
@@ -105,7 +105,7 @@ def read(
 ):  # fmt: skip
     """WIDTH columns from COLUMN on of these tokens, whose `blocks` are known.
 
-    Tokens that are not the item's repeat one that is: their weights are zero, and a masked load
+    Tokens that are not the item's repeat one that is: their P is zero, and a masked load
     would be a branch.
     """
     at = tokens_of(cache, tile, FIRST, COUNT, LAYOUT)
@@ -131,11 +131,11 @@ def read_keys(
     PAGE: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """The keys of a tile, PART columns each."""
-    parts = ()
+    keys = ()
     for i in gl.static_range((L + R) // PART):
         part = read(cache, tile, blocks, 0, TILE, i * PART, PART, ENTRY, PAGE, LAYOUT)
-        parts = parts + (part,)  # type: ignore[assignment]  # noqa: RUF005 (no starred tuples)
-    return parts
+        keys = keys + (part,)  # type: ignore[assignment]  # noqa: RUF005 (no starred tuples)
+    return keys
 
 
 @gluon.jit
@@ -163,16 +163,16 @@ def widened(x, CDNA: gl.constexpr):
 
 @gluon.jit
 def store_item(
-    acc, peak, total, value_scale, item, row, heads, out_ptr, lse_ptr, partial_ptr,
+    acc, m, l, value_scale, item, row, heads, out_ptr, lse_ptr, partial_ptr,
     partial_lse_ptr, out_stride_t, out_stride_h, L: gl.constexpr, HEADS: gl.constexpr,
     LSE: gl.constexpr,
 ):  # fmt: skip
-    """Normalize the sums and write them: to the output, or to partial rows for a piece."""
+    """Normalize the sums and write them: to the output, or to partial rows for a split."""
     ROWS: gl.constexpr = acc.shape[1]
     stored: gl.constexpr = output_layout(L, ROWS)
     columns: gl.constexpr = gl.SliceLayout(0, stored)
-    divisor = gl.sum(total, 0)
-    lse = gl.where(divisor > 0.0, (peak + gl.log2(divisor)) * LN2, float("-inf"))
+    divisor = gl.sum(l, 0)
+    lse = gl.where(divisor > 0.0, (m + gl.log2(divisor)) * LN2, float("-inf"))
     factor = gl.where(lse > float("-inf"), value_scale / divisor, 0.0)
     acc = acc * gl.convert_layout(factor, gl.SliceLayout(0, acc.type.layout))[None, :]
     acc = as_latents(acc, L, stored)
@@ -186,21 +186,21 @@ def store_item(
             gl.store(lse_ptr + item.token * heads + item.head, lse, mask=item.real)
     else:
         at_partial = item.partial.to(gl.int64) * HEADS + row
-        piece = partial_ptr + gl.convert_layout(at_partial, columns)[None, :] * L
-        gl.store(piece + latent[:, None], acc, mask=real)
+        rows = partial_ptr + gl.convert_layout(at_partial, columns)[None, :] * L
+        gl.store(rows + latent[:, None], acc, mask=real)
         gl.store(partial_lse_ptr + at_partial, lse, mask=item.real)
 
 
 @gluon.jit
 def attend(
-    cache, query, shared, position, item, factor, peak, total, acc, first, stop,
+    cache, query, shared_p, position, item, factor, m, l, acc, first, stop,
     L: gl.constexpr, R: gl.constexpr, ENTRY: gl.constexpr, PAGE: gl.constexpr, CDNA: gl.constexpr,
 ):  # fmt: skip
-    """Tiles `first` to `stop` of an item: new peaks, totals and sums of its rows.
+    """Tiles `first` to `stop` of an item: new m, l and sums of its rows.
 
     position: of each row, in the query of its sequence.
     """
-    scores: gl.constexpr = total.type.layout
+    scores: gl.constexpr = l.type.layout
     output: gl.constexpr = acc.type.layout
     TYPE: gl.constexpr = query.latents.dtype
     ROWS: gl.constexpr = query.latents.shape[0]
@@ -233,14 +233,14 @@ def attend(
             s = cdna3.mfma(key[i].to(TYPE), part, s)
         at = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(1, scores))
         seen = (at >= item.begin)[:, None] & (at[:, None] < limit[None, :])
-        p, decay, peak, total = softmax_step(s, seen, factor, peak, total)
-        shared.store(p.to(gl.bfloat16))
+        p, decay, m, l = softmax_step(s, seen, factor, m, l)
+        shared_p.store(p.to(gl.bfloat16))
         acc = acc * gl.convert_layout(decay, gl.SliceLayout(0, output))[None, :]
         for i in gl.static_range(TILE // CHUNK):
-            weights = shared.slice(i * CHUNK, CHUNK).load(gl.DotOperandLayout(1, output, DEPTH))
+            p_part = shared_p.slice(i * CHUNK, CHUNK).load(gl.DotOperandLayout(1, output, DEPTH))
             part = as_factor(widened(value[i], CDNA), L, gl.DotOperandLayout(0, output, DEPTH))
-            acc = cdna3.mfma(part, weights, acc)
-    return peak, total, acc
+            acc = cdna3.mfma(part, p_part, acc)
+    return m, l, acc
 
 
 # Do not specialize on stride 1: the warm-up's one-column table would compile another variant.
@@ -266,7 +266,7 @@ def decode_kernel(
         gl.allocate_shared_memory(TYPE, [ROWS, R], narrow),
     )
     by_token: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 1, [0, 1])
-    shared = gl.allocate_shared_memory(gl.bfloat16, [TILE, ROWS], by_token)
+    shared_p = gl.allocate_shared_memory(gl.bfloat16, [TILE, ROWS], by_token)
     factor = scale * LOG2E
     value_scale = 1.0
     if BITS == 8:
@@ -284,19 +284,19 @@ def decode_kernel(
         cache = Cache(kv_ptr, table, block_stride, item.begin, item.end)
         first = item.begin // TILE
         stop = (item.end + TILE - 1) // TILE
-        peak = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(0, scores))
-        total = gl.zeros([TILE, ROWS], gl.float32, scores)
+        m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(0, scores))
+        l = gl.zeros([TILE, ROWS], gl.float32, scores)
         acc = gl.zeros([L, ROWS], gl.float32, output)
         # Row blocks after the query rows of this sequence have nothing to do.
         if (stop > first) & (first_row < HEADS * item.count):
             position = row // HEADS
             store_query(query, q_ptr, item, position, q_stride_t, q_stride_h)
-            peak, total, acc = attend(
-                cache, query, shared, position, item, factor, peak, total, acc, first, stop,
+            m, l, acc = attend(
+                cache, query, shared_p, position, item, factor, m, l, acc, first, stop,
                 L, R, ENTRY, PAGE, CDNA,
             )  # fmt: skip
         store_item(
-            acc, peak, total, value_scale, item, row, heads, out_ptr, lse_ptr, partial_ptr,
+            acc, m, l, value_scale, item, row, heads, out_ptr, lse_ptr, partial_ptr,
             partial_lse_ptr, out_stride_t, out_stride_h, L, HEADS, LSE,
         )  # fmt: skip
 

@@ -5,7 +5,7 @@ next one only when the current one has been used. Nor can it read an fp8 tile as
 across tokens without a trip through shared memory.
 
 Scores are computed transposed, as keys [tokens, L] times queries [L, rows], and so is the output,
-as values [L, tokens] times weights [tokens, rows]. WGMMA needs M >= 64: transposed, M is tokens or
+as values [L, tokens] times P [tokens, rows]. WGMMA needs M >= 64: transposed, M is tokens or
 latents (always enough) instead of a rank's 16 heads. Keys and values are one tile in shared
 memory, read once for each product (`hopper/tile.py`), while `hopper/copy.py` copies the next one.
 """
@@ -67,10 +67,10 @@ def store_output(pointers, acc, odd, wanted, PAIRS: gl.constexpr, layout: gl.con
         BITS: gl.constexpr = TYPE.primitive_bitwidth
         part: gl.constexpr = gl.int32 if BITS == 32 else gl.int16
         pair: gl.constexpr = gl.int64 if BITS == 32 else gl.int32
-        low_part = acc.to(TYPE).to(part, bitcast=True).to(pair) & ((1 << BITS) - 1)
-        high_part = odd.to(TYPE).to(part, bitcast=True).to(pair) << BITS
+        low = acc.to(TYPE).to(part, bitcast=True).to(pair) & ((1 << BITS) - 1)
+        high = odd.to(TYPE).to(part, bitcast=True).to(pair) << BITS
         target = pointers.to(gl.pointer_type(pair), bitcast=True)
-        gl.store(target[None, :] + col[:, None], low_part | high_part, mask=wanted[None, :])
+        gl.store(target[None, :] + col[:, None], low | high, mask=wanted[None, :])
     else:
         gl.store(pointers[None, :] + col[:, None], acc.to(TYPE), mask=wanted[None, :])
 
@@ -130,28 +130,28 @@ def read_scales(scale, q_scale_ptr, kv_scale_ptr, FP8: gl.constexpr):
 
 @gluon.jit
 def attend(
-    buffers, q_keys, q_ropes, weights, copies, item, row, factor, first_end, stop, phases,
+    buffers, q_keys, q_ropes, shared_p, copies, item, row, factor, first_end, stop, phases,
     ENTRY: gl.constexpr, PAGE: gl.constexpr, EXTRA_ENTRY: gl.constexpr, EXTRA_PAGE: gl.constexpr,
     FIRST: gl.constexpr, SPARSE: gl.constexpr, BULK: gl.constexpr, WARPS: gl.constexpr,
     HEADS: gl.constexpr, PAIRS: gl.constexpr,
 ):  # fmt: skip
     """The online softmax over the tiles of an item, whose first one is on its way.
 
-    row: query rows of the program, in the layout of columns of the scores.
+    row: query rows of the CTA, in the layout of columns of the scores.
 
     Returns:
-        (sums [latents, rows], those of odd latents with PAIRS, peak [rows], totals [tokens, rows],
+        (sums [latents, rows], those of odd latents with PAIRS, m [rows], l [tokens, rows],
         the next phases of both barriers).
     """
-    BLOCK_N: gl.constexpr = weights.shape[0]
-    ROWS: gl.constexpr = weights.shape[1]
+    BLOCK_N: gl.constexpr = shared_p.shape[0]
+    ROWS: gl.constexpr = shared_p.shape[1]
     L: gl.constexpr = q_keys.shape[1]
     score: gl.constexpr = row.type.layout.parent
     output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
     # Row i of n sees tokens up to n - 1 - i before the end of the sequence.
     limit = gl.minimum(item.end, item.end + item.after - (item.count - 1 - row // HEADS))
-    peak = gl.full([ROWS], float("-inf"), gl.float32, row.type.layout)
-    total = gl.zeros([BLOCK_N, ROWS], gl.float32, score)
+    m = gl.full([ROWS], float("-inf"), gl.float32, row.type.layout)
+    l = gl.zeros([BLOCK_N, ROWS], gl.float32, score)
     acc = gl.zeros([L // 2 if PAIRS else L, ROWS], gl.float32, output)
     odd = acc
     current = 0
@@ -173,40 +173,40 @@ def attend(
         seen = (at >= item.begin)[:, None] & (at[:, None] < limit[None, :])
         if SPARSE:
             seen &= (slots_of(at, copies, t, item.end, first_end, FIRST) >= 0)[:, None]
-        p, decay, peak = softmax_step(s * factor, seen, peak)
-        total = total * decay[None, :] + p
-        weights.store(p.to(weights.dtype))
+        p, decay, m = softmax_step(s * factor, seen, m)
+        l = l * decay[None, :] + p
+        shared_p.store(p.to(shared_p.dtype))
         fence_async_shared()
         decay = gl.convert_layout(decay, gl.SliceLayout(0, output))
-        acc, odd = add_values(acc, odd, decay, buffers.keys.index(current), weights, PAIRS)
+        acc, odd = add_values(acc, odd, decay, buffers.keys.index(current), shared_p, PAIRS)
         current = 1 - current
-    return acc, odd, peak, total, phases
+    return acc, odd, m, l, phases
 
 
 @gluon.jit
 def store_item(
-    sums, odds, peak, total, value_scale, item, first_row, heads, sink_ptr, out_ptr, lse_ptr,
+    sums, odds, m, l, value_scale, item, first_row, heads, sink_ptr, out_ptr, lse_ptr,
     partial_ptr, partial_lse_ptr, out_stride_t, out_stride_h, L: gl.constexpr,
     HEADS: gl.constexpr, PAIRS: gl.constexpr, SINK: gl.constexpr, LSE: gl.constexpr,
 ):  # fmt: skip
-    """Normalize the sums and write them: to the output, or to partial rows for a piece.
+    """Normalize the sums and write them: to the output, or to partial rows for a split.
 
     sums, odds: [latents, rows] each, of as many parts of the L latents as they are.
     """
     output: gl.constexpr = sums[0].type.layout
     out_row: gl.constexpr = gl.SliceLayout(0, output)
     PART: gl.constexpr = L // len(sums)
-    total = gl.sum(total, 0)
-    lse = gl.where(total > 0.0, (peak + gl.log2(total)) * LN2, float("-inf"))
+    l = gl.sum(l, 0)
+    lse = gl.where(l > 0.0, (m + gl.log2(l)) * LN2, float("-inf"))
     rows = first_row + gl.arange(0, sums[0].shape[1], out_row)
     head = item.first_head + rows % HEADS
     real = (rows // HEADS < item.count) & (head < heads)
     lse = gl.convert_layout(lse, out_row)
-    divisor = gl.convert_layout(total, out_row)
+    divisor = gl.convert_layout(l, out_row)
     if SINK:  # noqa: SIM102 (known when compiled; the other one is not)
         if item.partial < 0:
             sink = gl.load(sink_ptr + head, mask=real, other=0.0) * LOG2E
-            divisor += gl.exp2(sink - gl.convert_layout(peak, out_row))
+            divisor += gl.exp2(sink - gl.convert_layout(m, out_row))
     inverse = gl.where(lse > float("-inf"), value_scale / divisor, 0.0)[None, :]
     if item.partial < 0:
         at_token = item.token + rows // HEADS
@@ -229,23 +229,24 @@ def allocate(
     TYPE: gl.constexpr, L: gl.constexpr, R: gl.constexpr, ROWS: gl.constexpr,
     BLOCK_N: gl.constexpr, BULK: gl.constexpr,
 ):  # fmt: skip
-    """Shared memory: two tiles of keys, the query's two parts, and the weights of a tile."""
+    """Shared memory: two tiles of keys, the query's two parts, and P of a tile."""
     BITS: gl.constexpr = TYPE.primitive_bitwidth
     wide: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2)
     narrow: gl.constexpr = gl.NVMMASharedLayout(R * BITS // 8, BITS, 2)
-    weight: gl.constexpr = gl.NVMMASharedLayout(2 * ROWS, 16, 2)
+    P_TYPE: gl.constexpr = gl.float16 if BITS == 8 else TYPE
+    p_layout: gl.constexpr = gl.NVMMASharedLayout(2 * ROWS, 16, 2)
     keys = gl.allocate_shared_memory(TYPE, [2, BLOCK_N, L], wide)
     ropes = gl.allocate_shared_memory(TYPE, [2, BLOCK_N, R], narrow)
     q_keys = gl.allocate_shared_memory(TYPE, [ROWS, L], wide)
     q_ropes = gl.allocate_shared_memory(TYPE, [ROWS, R], narrow)
-    weights = gl.allocate_shared_memory(gl.float16 if BITS == 8 else TYPE, [BLOCK_N, ROWS], weight)
+    shared_p = gl.allocate_shared_memory(P_TYPE, [BLOCK_N, ROWS], p_layout)
     arrived = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     if BULK:
         mbarrier.init(arrived.index(0), count=1)
         mbarrier.init(arrived.index(1), count=1)
         fence_async_shared()
         barrier()
-    return Buffers(keys, ropes, arrived), q_keys, q_ropes, weights
+    return Buffers(keys, ropes, arrived), q_keys, q_ropes, shared_p
 
 
 # Do not specialize on stride 1: the warm-up's one-column table would compile another variant.
@@ -273,7 +274,7 @@ def decode_kernel(
     TYPE: gl.constexpr = kv_ptr.dtype.element_ty
     BITS: gl.constexpr = TYPE.primitive_bitwidth
     FP8: gl.constexpr = BITS == 8
-    buffers, q_keys, q_ropes, weights = allocate(TYPE, L, R, ROWS, BLOCK_N, BULK)
+    buffers, q_keys, q_ropes, shared_p = allocate(TYPE, L, R, ROWS, BLOCK_N, BULK)
     # For each buffer a bit: the phase of its barrier that the next tile by the engine completes.
     phases = 0
 
@@ -316,25 +317,25 @@ def decode_kernel(
         load_query(q_keys, query, item, first_row, heads, q_stride_t, q_stride_h, HEADS, WARPS)
         load_query(q_ropes, query + L, item, first_row, heads, q_stride_t, q_stride_h, HEADS, WARPS)
         fence_async_shared()
-        acc, odd, peak, total, phases = attend(
-            buffers, q_keys, q_ropes, weights, copies, item, row, factor, first_end, stop,
+        acc, odd, m, l, phases = attend(
+            buffers, q_keys, q_ropes, shared_p, copies, item, row, factor, first_end, stop,
             phases, ENTRY, PAGE, EXTRA_ENTRY, EXTRA_PAGE, FIRST, SPARSE, BULK, WARPS, HEADS, FP8,
         )  # fmt: skip
         async_copy.wait_group(0)
         # The zeros after the last tile, before the copy engine writes there.
         fence_async_shared()
-        # The reduction may be launched, and waits. Not yet where it has many rows: all its programs
-        # would go to the few multiprocessors that are done first.
+        # The reduction may be launched, and waits. Not yet where it has many rows: all its CTAs
+        # would go to the few SMs that are done first.
         if PDL and ROWS <= 32:  # noqa: SIM102 (known when compiled; the other one is not)
             if work == last_work:
                 gdc.gdc_launch_dependents()
         store_item(
-            (acc,), (odd,), peak, total, value_scale, item, first_row, heads, sink_ptr, out_ptr,
+            (acc,), (odd,), m, l, value_scale, item, first_row, heads, sink_ptr, out_ptr,
             lse_ptr, partial_ptr, partial_lse_ptr, out_stride_t, out_stride_h, L, HEADS, FP8, SINK,
             LSE,
         )  # fmt: skip
     if PDL:
-        # Idle programs must signal too: a dependent grid waits for all of them.
+        # Idle CTAs must signal too: a dependent grid waits for all of them.
         gdc.gdc_wait()
         gdc.gdc_launch_dependents()
 

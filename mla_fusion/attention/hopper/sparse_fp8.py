@@ -1,16 +1,16 @@
 """The decode kernel for Hopper (sm_90) over `plan.layouts.FP8_DS_MLA`, in Gluon.
 
 As `hopper/decode.py`, of which it takes the plan's items and the stores: scores are keys [tokens,
-L] times queries [L, rows], outputs values [L, tokens] times weights [tokens, rows]. What differs:
+L] times queries [L, rows], outputs values [L, tokens] times P [tokens, rows]. What differs:
 
 - Both products are of fp16. A tile is read as pairs of e4m3 latents, which threads widen in
   registers, once along latents and once along tokens: fp16 holds each e4m3 value.
 - The query is fp16 too: each row times a power of two, even latents apart from odd ones.
 - A scale belongs to 128 latents of a token. Scores are four products, of 128 latents each, which
-  are added with their scales. The output has four sets of weights: weight * scale.
-- Weights are relative to the largest weight * scale of their row, not to the largest weight. So
-  they fit fp16, whatever the scales are. Below 2^-29 they lose bits: latents keep their precision
-  up to a ratio of 2^26 between the scales of a token, or of tokens of like weight.
+  are added with their scales. The output has four sets of P, one times each scale.
+- P is relative to the largest P * scale of its row, not to the largest P. So
+  it fits fp16, whatever the scales are. Below 2^-29 it loses bits: latents keep their precision
+  up to a ratio of 2^26 between the scales of a token, or of tokens of like P.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = ["arguments", "fits", "kernel"]
 
 TOKENS = gl.constexpr(64)  # of a tile: the M of WGMMA
 BLOCK = gl.constexpr(16)  # query rows that are loaded at once
-WEIGHT = gl.constexpr(2.0**15)  # the largest one in fp16
+LARGEST_P = gl.constexpr(2.0**15)  # the largest one in fp16
 VALUE = gl.constexpr(2.0**-15)
 
 
@@ -158,8 +158,8 @@ def scores_of(view, rope, scale, query, score: gl.constexpr):
 def bound_of(scale):
     """For each token an exponent [tokens] whose power of two no scale reaches, and its inverse.
 
-    Added to the scores it makes a weight as large as the largest value that it multiplies, so that
-    weight * scale * inverse is at most 1 and fits fp16. The total takes the inverse alone.
+    Added to the scores it makes P as large as the largest value that it multiplies, so that
+    P * scale * inverse is at most 1 and fits fp16. l takes the inverse alone.
     """
     largest = gl.maximum(gl.maximum(scale[0], scale[1]), gl.maximum(scale[2], scale[3]))
     exponent = (largest.to(gl.int32, bitcast=True) >> 23) - 126
@@ -169,7 +169,7 @@ def bound_of(scale):
 
 
 @gluon.jit
-def add_group(acc, odd, decay, view, weights, GROUP: gl.constexpr):
+def add_group(acc, odd, decay, view, shared_p, GROUP: gl.constexpr):
     """Decay the sums [pairs, rows] of the latents of a group; start to add weighted values."""
     layout: gl.constexpr = acc.type.layout
     PAIRS: gl.constexpr = acc.shape[0]
@@ -178,7 +178,7 @@ def add_group(acc, odd, decay, view, weights, GROUP: gl.constexpr):
     for j in gl.static_range(TOKENS // 32):
         pairs = view.slice(32 * j, 32).slice(GROUP * PAIRS, PAIRS, dim=1).permute((1, 0))
         low, high = widen_pairs(pairs.load(gl.DotOperandLayout(0, layout, 2)))
-        part = weights.slice(32 * j, 32)
+        part = shared_p.slice(32 * j, 32)
         acc = warpgroup_mma(low, part, acc, is_async=True)
         odd = warpgroup_mma(high, part, odd, is_async=True)
         # The products before these two are done, and give their registers back.
@@ -188,7 +188,7 @@ def add_group(acc, odd, decay, view, weights, GROUP: gl.constexpr):
 
 @gluon.jit
 def attend(
-    ring, entries, query, weights, factor, tile, stop, score: gl.constexpr, ENTRY: gl.constexpr,
+    ring, entries, query, shared_p, factor, tile, stop, score: gl.constexpr, ENTRY: gl.constexpr,
     PAGE: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """The online softmax over tiles `tile` to `stop`, of which STAGES - 1 are on their way.
@@ -196,14 +196,14 @@ def attend(
     factor: of the scores of each row, in base 2.
 
     Returns:
-        (sums [pairs of latents, rows] of each group, those of odd latents, peak [rows], totals
+        (sums [pairs of latents, rows] of each group, those of odd latents, m [rows], l
         [tokens, rows]).
     """
-    ROWS: gl.constexpr = weights.shape[2]
+    ROWS: gl.constexpr = shared_p.shape[2]
     SLOTS: gl.constexpr = ring.slots.shape[0]
     token: gl.constexpr = gl.SliceLayout(1, score)
-    peak = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(0, score))
-    total = gl.zeros([TOKENS, ROWS], gl.float32, score)
+    m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(0, score))
+    l = gl.zeros([TOKENS, ROWS], gl.float32, score)
     acc0 = gl.zeros([ring.keys.shape[2] // (2 * GROUPS), ROWS], gl.float32, score)
     acc1, acc2, acc3 = acc0, acc0, acc0
     odd0, odd1, odd2, odd3 = acc0, acc0, acc0, acc0
@@ -222,33 +222,33 @@ def attend(
         seen = ring.slots.index(t % SLOTS).load(token) >= 0
         exponent, inverse = bound_of(scale)
         s = s * factor[None, :] + exponent[:, None]
-        p, decay, peak = softmax_step(s, seen[:, None], peak)
-        total = total * decay[None, :] + p * inverse[:, None]
+        p, decay, m = softmax_step(s, seen[:, None], m)
+        l = l * decay[None, :] + p * inverse[:, None]
         for i in gl.static_range(GROUPS):
-            share = scale[i] * (inverse * WEIGHT)
-            weights.index(i).store((p * share[:, None]).to(gl.float16))
+            share = scale[i] * (inverse * LARGEST_P)
+            shared_p.index(i).store((p * share[:, None]).to(gl.float16))
         fence_async_shared()
-        # Weights of all warps are there.
+        # P of all warps is there.
         barrier()
-        acc0, odd0 = add_group(acc0, odd0, decay, view, weights.index(0), 0)
-        acc1, odd1 = add_group(acc1, odd1, decay, view, weights.index(1), 1)
-        acc2, odd2 = add_group(acc2, odd2, decay, view, weights.index(2), 2)
-        acc3, odd3 = add_group(acc3, odd3, decay, view, weights.index(3), 3)
+        acc0, odd0 = add_group(acc0, odd0, decay, view, shared_p.index(0), 0)
+        acc1, odd1 = add_group(acc1, odd1, decay, view, shared_p.index(1), 1)
+        acc2, odd2 = add_group(acc2, odd2, decay, view, shared_p.index(2), 2)
+        acc3, odd3 = add_group(acc3, odd3, decay, view, shared_p.index(3), 3)
         acc0, odd0, acc1, odd1, acc2, odd2, acc3, odd3 = warpgroup_mma_wait(
             0, [acc0, odd0, acc1, odd1, acc2, odd2, acc3, odd3]
         )
         ring.slots.index((t + STAGES) % SLOTS).store(later)
-    return (acc0, acc1, acc2, acc3), (odd0, odd1, odd2, odd3), peak, total
+    return (acc0, acc1, acc2, acc3), (odd0, odd1, odd2, odd3), m, l
 
 
 @gluon.jit
 def allocate(
     TYPE: gl.constexpr, L: gl.constexpr, R: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr
 ):
-    """Shared memory: tiles of entries, the query, and four sets of weights of a tile."""
+    """Shared memory: tiles of entries, the query, and four sets of P of a tile."""
     codes: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    weight: gl.constexpr = gl.NVMMASharedLayout(2 * ROWS, 16, 2)
+    p_layout: gl.constexpr = gl.NVMMASharedLayout(2 * ROWS, 16, 2)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     ring = Ring(
@@ -263,8 +263,8 @@ def allocate(
         gl.allocate_shared_memory(gl.bfloat16, [ROWS, R], wide),
         gl.allocate_shared_memory(gl.float32, [ROWS], line),
     )
-    weights = gl.allocate_shared_memory(gl.float16, [GROUPS, TOKENS, ROWS], weight)
-    return ring, query, weights
+    shared_p = gl.allocate_shared_memory(gl.float16, [GROUPS, TOKENS, ROWS], p_layout)
+    return ring, query, shared_p
 
 
 # Do not specialize on stride 1: the warm-up's one-column table would compile another variant.
@@ -277,14 +277,14 @@ def decode_kernel(
     R: gl.constexpr, HEADS: gl.constexpr, FOLD: gl.constexpr, ROWS: gl.constexpr,
     STAGES: gl.constexpr, LSE: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """One worker (program 0) and one block of ROWS query rows (program 1), of one token each.
+    """One CTA (program_id 0) and one block of ROWS query rows (program_id 1), of one token each.
 
     Arguments as `hopper.decode`, with the cache as `hopper_gather.Entries` says and
     `table_ptr` of its slots. It is launched before the kernel in front has ended.
     """
     if fresh != 0:
         gdc.gdc_wait()
-    ring, query, weights = allocate(codes_ptr.dtype.element_ty, L, R, ROWS, STAGES)
+    ring, query, shared_p = allocate(codes_ptr.dtype.element_ty, L, R, ROWS, STAGES)
     # Two groups of four warps share the tokens by rows.
     SPLIT: gl.constexpr = WARPS // 4
     score: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, SPLIT], [16, ROWS // SPLIT, 16])
@@ -312,18 +312,18 @@ def decode_kernel(
         of_token = q_ptr + item.token * q_stride_t
         load_query(query, of_token, item, first_row, heads, q_stride_h, WARPS)
         factor = query.inverse.load(gl.SliceLayout(0, score)) * (scale * LOG2E)
-        sums, odds, peak, total = attend(
-            ring, entries, query, weights, factor, tile, stop, score, ENTRY, PAGE, STAGES, WARPS
+        sums, odds, m, l = attend(
+            ring, entries, query, shared_p, factor, tile, stop, score, ENTRY, PAGE, STAGES, WARPS
         )
         async_copy.wait_group(0)
         # The reduction may be launched, and waits: see `hopper.decode`.
         if work == last_work:
             gdc.gdc_launch_dependents()
         store_item(
-            sums, odds, peak, total, VALUE, item, first_row, heads, sink_ptr, out_ptr, lse_ptr,
+            sums, odds, m, l, VALUE, item, first_row, heads, sink_ptr, out_ptr, lse_ptr,
             partial_ptr, partial_lse_ptr, out_stride_t, out_stride_h, L, HEADS, True, SINK, LSE,
         )  # fmt: skip
-    # Idle programs must signal too: a dependent grid waits for all of them.
+    # Idle CTAs must signal too: a dependent grid waits for all of them.
     gdc.gdc_wait()
     gdc.gdc_launch_dependents()
 
@@ -334,8 +334,8 @@ kernel: Any = decode_kernel
 def arguments(given: Inputs, stages: int | None = None) -> Launch:
     """What the kernel is launched with (also for compiling without a GPU).
 
-    stages: tiles in shared memory. By default as many as fit: 16 rows leave room for two programs
-    on a multiprocessor.
+    stages: tiles in shared memory. By default as many as fit: 16 rows leave room for two CTAs
+    on an SM.
     """
     q, cache, kv_dtype = given.q, given.kv_cache, given.plan.settings.kv_dtype
     rows, warps, most = (16, 4, 2) if given.rows <= 16 else (SPARSE_FP8_ROWS, 8, 3)

@@ -95,19 +95,19 @@ def scores_of(buffers, buffer, q_keys, q_ropes, layout: gl.constexpr):
 
 
 @gluon.jit
-def softmax_step(s, seen, peak):
-    """One step of the online softmax: weights [tokens, rows], decay of earlier sums, new peak."""
+def softmax_step(s, seen, m):
+    """One step of the online softmax: P [tokens, rows], decay of earlier sums, new m."""
     s = gl.where(seen, s, float("-inf"))
-    new_peak = gl.maximum(peak, gl.max(s, 0))
-    # A row that has seen nothing keeps weights of zero, not NaN.
-    base = gl.where(new_peak == float("-inf"), 0.0, new_peak)
+    new_m = gl.maximum(m, gl.max(s, 0))
+    # A row that has seen nothing keeps a P of zero, not NaN.
+    base = gl.where(new_m == float("-inf"), 0.0, new_m)
     p = gl.exp2(s - base[None, :])
-    decay = gl.exp2(peak - base)
-    return p, decay, new_peak
+    decay = gl.exp2(m - base)
+    return p, decay, new_m
 
 
 @gluon.jit
-def add_values(acc, odd, decay, key, weights, FP8: gl.constexpr):
+def add_values(acc, odd, decay, key, p, FP8: gl.constexpr):
     """Decay the sums [latents, rows] and add the weighted values of a tile."""
     acc = acc * decay[None, :]
     if FP8:
@@ -117,11 +117,11 @@ def add_values(acc, odd, decay, key, weights, FP8: gl.constexpr):
         for j in gl.static_range(key.shape[0] // 32):
             value = view.slice(32 * j, 32).permute((1, 0))
             value = value.load(gl.DotOperandLayout(0, layout, 2))
-            weight_part = weights.slice(32 * j, 32)
-            acc = warpgroup_mma(widen(value, LOW), weight_part, acc, is_async=True)
-            odd = warpgroup_mma(widen(value, HIGH), weight_part, odd, is_async=True)
+            p_part = p.slice(32 * j, 32)
+            acc = warpgroup_mma(widen(value, LOW), p_part, acc, is_async=True)
+            odd = warpgroup_mma(widen(value, HIGH), p_part, odd, is_async=True)
             acc, odd = warpgroup_mma_wait(0, [acc, odd])
     else:
-        acc = warpgroup_mma(key.permute((1, 0)), weights, acc, is_async=True)
+        acc = warpgroup_mma(key.permute((1, 0)), p, acc, is_async=True)
         acc = warpgroup_mma_wait(0, [acc])
     return acc, odd

@@ -1,14 +1,14 @@
 """A decode kernel for Hopper (sm_90) with 64 query rows, whose warps have different work.
 
-In `hopper/decode.py` eight warps score, weigh and multiply in step, and the tensor cores idle
+In `hopper/decode.py` eight warps compute scores, P and output in step, and the tensor cores idle
 during the softmax. Here one warpgroup computes the scores of a tile, the softmax and the left half
 of the output, the other one only the right half, and a single warp asks the tensor copy engine
 (TMA) for the tiles. Products of the right half run beside those of the left half, and end last. So
 that half is freed, copied and scored in two quarters of the latents, last of all.
 
 Scores are [rows, tokens]: 64 rows fill the M of WGMMA, and a row of scores lies in four threads.
-These registers, as weights, are the left operand of the left half's products. For the other
-warpgroup weights and factors go through shared memory, behind the start of those products.
+These registers, P, are the left operand of the left half's products. For the other
+warpgroup P and factors go through shared memory, behind the start of those products.
 Barriers (mbarrier), all completed by one arrival:
 
 | barrier | completed by | waited for by |
@@ -19,8 +19,8 @@ Barriers (mbarrier), all completed by one arrival:
 | right_full: so has a quarter of the right | TMA | who reads |
 | left_free: the left half's products have ended | the scores | the copying warp |
 | right_free: a quarter's products have ended | the right half | the copying warp |
-| weights.full: the weights of a tile, or the last factor, are there | the scores | the right half |
-| weights.free: they were loaded | the right half | the scores |
+| shared.full: P of a tile, or the last factor, is there | the scores | the right half |
+| shared.free: it was loaded | the right half | the scores |
 | scored: all products of a tile's scores are issued | the scores | the right half |
 """
 
@@ -45,10 +45,10 @@ from mla_fusion.attention.hopper.warp_specialized_copy import (
     TILE,
     WARPS,
     Boxes,
+    Probabilities,
     Query,
     Target,
     Tiles,
-    Weights,
     Work,
     cache_boxes,
     clear_rows,
@@ -67,13 +67,13 @@ from mla_fusion.attention.hopper.warp_specialized_scores import (
     add_quarters,
     decayed,
     last_visible,
+    p_of,
     result_of,
     see,
     start_rotated,
     start_state,
     sums_of,
     two_halves,
-    weigh,
 )
 from mla_fusion.attention.plan.device_code import LOG2E
 
@@ -82,32 +82,32 @@ if TYPE_CHECKING:
 
 __all__ = ["arguments", "fits", "kernel"]
 
-# Peaks are a row's maxima: with slack the kernel was slower, as its sums are rescaled all the same.
+# m is a row's maximum: with slack the kernel was slower, as its sums are rescaled all the same.
 EXACT = gl.constexpr(0)
 
 
 @gluon.jit
 def give(shared, first, others, factors, sent):
-    """Give the weights of a tile, of its first and its other tokens, and the factors to the other
+    """Give P of a tile, of its first and its other tokens, and the factors to the other
     warpgroup, as number `sent`.
 
     It loads them, so no fence stands between these stores and a product.
     """
     HALF: gl.constexpr = TILE // 2
     mbarrier.wait(shared.free, (sent & 1) ^ 1)
-    shared.weights.slice(0, HALF, dim=1).store(first)
-    shared.weights.slice(HALF, HALF, dim=1).store(others)
+    shared.p.slice(0, HALF, dim=1).store(first)
+    shared.p.slice(HALF, HALF, dim=1).store(others)
     shared.factors.store(factors)
     barrier()
     mbarrier.arrive(shared.full, count=1)
 
 
 @gluon.jit
-def weigh_left(s, base, decay, factor, acc, total, left, shared, sent):
-    """Weigh a tile, start to add its left half to the output, and give the weights: new sums of
-    both, and the weights that the products read.
+def multiply_left(s, base, decay, factor, acc, l, left, shared, sent):
+    """Compute P of a tile, start to add its left half to the output, and give P: new sums of both,
+    and the two operands that the products read.
 
-    Products read the weights from the registers where they were computed: no store, fence or
+    Products read P from the registers where they were computed: no store, fence or
     barrier is in front of them. Those of the first 32 tokens run under the softmax of the others.
     """
     HALF: gl.constexpr = TILE // 2
@@ -115,19 +115,19 @@ def weigh_left(s, base, decay, factor, acc, total, left, shared, sent):
     operand: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     TYPE: gl.constexpr = left.dtype
     first, others = two_halves(s, part)
-    p = weigh(first, base, factor)
-    total = decayed(total, decay) + sums_of(p)
+    p = p_of(first, base, factor)
+    l = decayed(l, decay) + sums_of(p)
     first = p.to(TYPE)
-    weights = gl.convert_layout(first, operand)
+    first_p = gl.convert_layout(first, operand)
     acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout))[:, None]
-    acc = warpgroup_mma(weights, left.slice(0, HALF), acc, is_async=True)
-    p = weigh(others, base, factor)
-    total += sums_of(p)
+    acc = warpgroup_mma(first_p, left.slice(0, HALF), acc, is_async=True)
+    p = p_of(others, base, factor)
+    l += sums_of(p)
     others = p.to(TYPE)
-    other_weights = gl.convert_layout(others, operand)
-    acc = warpgroup_mma(other_weights, left.slice(HALF, HALF), acc, is_async=True)
+    other_p = gl.convert_layout(others, operand)
+    acc = warpgroup_mma(other_p, left.slice(HALF, HALF), acc, is_async=True)
     give(shared, first, others, decay, sent)
-    return acc, total, weights, other_weights
+    return acc, l, first_p, other_p
 
 
 @gluon.jit
@@ -149,7 +149,7 @@ def score(
         item = item_of(work, number, HEADS, FOLD)
         first, count = tiles_of(item, work.first_row, HEADS)
         limit = last_visible(work, item, HEADS, row_layout)
-        peak, total = start_state(row_layout)
+        m, l = start_state(row_layout)
         acc = gl.zeros([ROWS, HALF], gl.float32, output)
         if count > 0:
             mbarrier.wait(query.full, items & 1)
@@ -165,14 +165,14 @@ def score(
                 # front of the left half's first product.
                 barrier()
                 s = warpgroup_mma_wait(0, [started])
-                s, base, new_peak = see(s, t * TILE, item, limit, factor, peak, EXACT)
-                decay = gl.exp2(peak - base)
-                peak = new_peak
+                s, base, new_m = see(s, t * TILE, item, limit, factor, m, EXACT)
+                decay = gl.exp2(m - base)
+                m = new_m
                 over = item.end - t * TILE
                 if over < TILE:
                     clear_rows(left, over)
-                sums, total, weights, others = weigh_left(
-                    s, base, decay, factor, acc, total, left, shared, sent
+                sums, l, p, others = multiply_left(
+                    s, base, decay, factor, acc, l, left, shared, sent
                 )
                 sent += 1
                 # The next scores' first product is behind the left half's, so that the tensor cores
@@ -180,8 +180,8 @@ def score(
                 # again, and not used.
                 more = t + 1 < first + count
                 started = start_rotated(query, tiles, gl.where(more, done + 1, done), scores)
-                # The weights are in registers, and read until the products end.
-                acc, weights, others = warpgroup_mma_wait(1, [sums, weights, others])
+                # P is in registers, and read until the products end.
+                acc, p, others = warpgroup_mma_wait(1, [sums, p, others])
                 if more:
                     mbarrier.arrive(tiles.left_free.index(buffer), count=1)
                     done += 1
@@ -190,7 +190,7 @@ def score(
             mbarrier.arrive(tiles.left_free.index(buffer), count=1)
             done += 1
             mbarrier.arrive(query.free, count=1)
-        lse, inverse = result_of(peak, total)
+        lse, inverse = result_of(m, l)
         mbarrier.wait(shared.free, (sent & 1) ^ 1)
         shared.factors.store(inverse)
         barrier()
@@ -227,7 +227,7 @@ def multiply(
             quarter = 2 * buffer
             mbarrier.wait(shared.full, received & 1)
             factors = shared.factors.load(row_layout)
-            weights = shared.weights.load(gl.DotOperandLayout(0, output, 2))
+            p = shared.p.load(gl.DotOperandLayout(0, output, 2))
             barrier()
             mbarrier.arrive(shared.free, count=1)
             received += 1
@@ -239,9 +239,9 @@ def multiply(
                 clear_rows(tiles.right.index(quarter), over)
                 clear_rows(tiles.right.index(quarter + 1), over)
             third = third * factors[:, None]
-            sums = warpgroup_mma(weights, tiles.right.index(quarter), third, is_async=True)
-            # The weights are in registers, and read until the last product ends.
-            third, weights = warpgroup_mma_wait(0, [sums, weights])
+            sums = warpgroup_mma(p, tiles.right.index(quarter), third, is_async=True)
+            # P is in registers, and read until the last product ends.
+            third, p = warpgroup_mma_wait(0, [sums, p])
             mbarrier.arrive(tiles.right_free.index(quarter), count=1)
             # Not beside the third quarter's product: Triton 3.6's assembler then waits for it.
             fourth = fourth * factors[:, None]
@@ -249,8 +249,8 @@ def multiply(
                 # The fourth quarter's product is not in front of the next scores, but under the
                 # softmax behind them.
                 mbarrier.wait(scored, (done + 1) & 1)
-            last = warpgroup_mma(weights, tiles.right.index(quarter + 1), fourth, is_async=True)
-            fourth, weights = warpgroup_mma_wait(0, [last, weights])
+            last = warpgroup_mma(p, tiles.right.index(quarter + 1), fourth, is_async=True)
+            fourth, p = warpgroup_mma_wait(0, [last, p])
             mbarrier.arrive(tiles.right_free.index(quarter + 1), count=1)
             done += 1
         mbarrier.wait(shared.full, received & 1)
@@ -324,11 +324,11 @@ def decode_kernel(
         out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, out_stride_t, out_stride_h, heads
     )
     cache = Boxes(halves, quarters, rotated)
-    weight: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    p_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     if FP8:
-        shared = Weights(
-            gl.allocate_shared_memory(gl.float16, [2, ROWS, TILE], weight),
+        shared = Probabilities(
+            gl.allocate_shared_memory(gl.float16, [2, ROWS, TILE], p_layout),
             gl.allocate_shared_memory(gl.float32, [2, ROWS], plain),
             new_barriers(2),
             new_barriers(2, 2),
@@ -350,8 +350,8 @@ def decode_kernel(
         )  # fmt: skip
     else:
         made = new_barriers(3)
-        shared = Weights(
-            gl.allocate_shared_memory(TYPE, [ROWS, TILE], weight),
+        shared = Probabilities(
+            gl.allocate_shared_memory(TYPE, [ROWS, TILE], p_layout),
             gl.allocate_shared_memory(gl.float32, [ROWS], plain),
             made.index(0),
             made.index(1),
@@ -371,7 +371,7 @@ def decode_kernel(
             [216, 40],
         )  # fmt: skip
     if PDL:
-        # Idle programs must signal too: a dependent grid waits for all of them.
+        # Idle CTAs must signal too: a dependent grid waits for all of them.
         gdc.gdc_wait()
         gdc.gdc_launch_dependents()
 

@@ -1,4 +1,4 @@
-"""What the warps of the specialized decode kernel for Hopper share: types, copies and stores.
+"""What the warps of the warp-specialized decode kernel for Hopper share: types, copies and stores.
 
 See `hopper/warp_specialized.py`.
 """
@@ -21,13 +21,13 @@ from mla_fusion.attention.hopper.copy import barrier, tile_layout, tma_load
 from mla_fusion.attention.hopper.decode import read_item
 from mla_fusion.attention.hopper.tile import reinterpret
 
-ROWS = gl.constexpr(64)  # query rows of a program: the M of WGMMA
+ROWS = gl.constexpr(64)  # query rows of a CTA: the M of WGMMA
 TILE = gl.constexpr(64)  # tokens
 WARPS = gl.constexpr(4)  # a warpgroup
 
 
 class Work(NamedTuple):
-    """What all warps read: the plan, and the query's rows of this program."""
+    """What all warps read: the plan, and the query's rows of this CTA."""
 
     indptr: Any
     info: Any
@@ -53,13 +53,13 @@ class Tiles(NamedTuple):
     right_free: Any
 
 
-class Weights(NamedTuple):
-    """Weights [rows, tokens] of a tile, factors [rows] of the sums so far, and their barriers.
+class Probabilities(NamedTuple):
+    """P [rows, tokens] of a tile, factors [rows] of the sums so far, and their barriers.
 
     For fp8 two of each.
     """
 
-    weights: Any
+    p: Any
     factors: Any
     full: Any
     free: Any
@@ -91,7 +91,7 @@ class Query(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Where results go: final rows, or partial rows for pieces."""
+    """Where results go: final rows, or partial rows for splits."""
 
     out: Any
     lse: Any
@@ -109,9 +109,9 @@ def cache_boxes(kv_cache: torch.Tensor, latent: int) -> tuple[object, ...]:
         Its `Boxes`, and the rows from one block to the next.
     """
     blocks, page_size, _ = kv_cache.shape
-    step, entry, _ = kv_cache.stride()
-    rows = (blocks - 1) * (step // entry) + page_size
-    return *boxes(kv_cache, [rows], [entry], [TILE.value], latent), step // entry
+    block_stride, entry, _ = kv_cache.stride()
+    rows = (blocks - 1) * (block_stride // entry) + page_size
+    return *boxes(kv_cache, [rows], [entry], [TILE.value], latent), block_stride // entry
 
 
 def query_boxes(q: torch.Tensor, latent: int, per_work: int) -> tuple[object, ...]:
@@ -158,7 +158,7 @@ def turn_of(number, COUNT: gl.constexpr):
 
 @gluon.jit
 def tiles_of(item, first_row, HEADS: gl.constexpr):
-    """First tile of an item, and how many it has: none if the program has no rows in it."""
+    """First tile of an item, and how many it has: none if the CTA has no rows in it."""
     first = item.begin // TILE
     count = (item.end + TILE - 1) // TILE - first
     return first, gl.where(first_row < HEADS * item.count, count, 0)
@@ -218,8 +218,8 @@ def copy(
                     cache.quarters, [row, HALF + part * PART], full, tiles.right.index(quarter)
                 )
             done += 1
-    # The reduction may be launched, and waits: where half of the programs have nothing to do, its
-    # own find room beside those that have. Idle programs signal when they end.
+    # The reduction may be launched, and waits: where half of the CTAs have nothing to do, its
+    # own find room beside those that have. Idle CTAs signal when they end.
     if PDL and SIZE == 1:  # noqa: SIM102 (known when compiled; the other one is not)
         if is_short & (begin < end):
             gdc.gdc_launch_dependents()
@@ -285,7 +285,7 @@ def store_layout(columns):
 
 @gluon.jit
 def rows_of(work, item, target, layout: gl.constexpr, HEADS: gl.constexpr):
-    """The rows of an item that this program has, and which of them are real."""
+    """The rows of an item that this CTA has, and which of them are real."""
     rows = work.first_row + gl.arange(0, ROWS, layout)
     head = item.first_head + rows % HEADS
     return rows, head, (rows // HEADS < item.count) & (head < target.heads)
@@ -299,7 +299,7 @@ def final_rows(rows, head, item, target, HEADS: gl.constexpr):
 
 @gluon.jit
 def partial_rows(rows, item, HEADS: gl.constexpr):
-    """Numbers of the partial rows for `rows` of a piece."""
+    """Numbers of the partial rows for `rows` of a split."""
     return (item.partial.to(gl.int64) * HEADS) + rows
 
 

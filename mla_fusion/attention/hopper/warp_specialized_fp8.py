@@ -1,12 +1,12 @@
-"""Who computes what in the specialized decode kernel for Hopper when query and cache are fp8.
+"""Who computes what in the warp-specialized decode kernel for Hopper when query and cache are fp8.
 
 The scores are an e4m3 product. The output is [latents, rows]: values are widened to fp16 in
 registers (`hopper.tile.widen_pairs`), as the left operand, because an e4m3 product cannot read them
 as they lie. So one warpgroup only computes scores and softmax, two widen and multiply a half each,
 and a single warp asks for the tiles, four of which fit. The products of a tile's scores run under
-the softmax of the tile before, and weights lie twice in shared memory.
+the softmax of the tile before, and P lies twice in shared memory.
 
-Barriers are those of `warp_specialized.py`, except: weights and factors have two slots, and a slot
+Barriers are those of `warp_specialized.py`, except: P and factors have two slots, and a slot
 is free when both halves have used it. A half of a tile is free behind its products and a
 fence: a barrier ends no load of a thread, and the copy engine's writes keep no order with loads
 that are not fenced.
@@ -31,7 +31,7 @@ from mla_fusion.attention.hopper.warp_specialized_copy import (
     ROWS,
     TILE,
     WARPS,
-    Weights,
+    Probabilities,
     clear_rows,
     item_of,
     store_lse,
@@ -43,27 +43,27 @@ from mla_fusion.attention.hopper.warp_specialized_scores import (
     add_quarters,
     decayed,
     last_visible,
+    p_of,
     result_of,
     see,
     start_scores,
     start_state,
     sums_of,
-    weigh,
 )
 
 # The least normal number. Scales of zero would make scores of -inf, which no row sees, NaN.
 LEAST = gl.constexpr(2.0**-126)
-# Of the softmax. Weights reach 2^8, and fp16 holds 2^15. Most tiles then have factors of 1 only, so
+# Of the softmax. P reaches 2^8, and fp16 holds 2^15. Most tiles then have factors of 1 only, so
 # that nothing is rescaled.
 SLACK = gl.constexpr(8)
 
 
 @gluon.jit
 def slot_of(shared, number):
-    """The slot of the weights that are sent as number `number`, and the phase of its barriers."""
-    at, phase = turn_of(number, shared.weights.shape[0])
-    slot = Weights(
-        shared.weights.index(at), shared.factors.index(at), shared.full.index(at),
+    """The slot of the P that is sent as number `number`, and the phase of its barriers."""
+    at, phase = turn_of(number, shared.p.shape[0])
+    slot = Probabilities(
+        shared.p.index(at), shared.factors.index(at), shared.full.index(at),
         shared.free.index(at),
     )  # fmt: skip
     return slot, phase
@@ -71,10 +71,10 @@ def slot_of(shared, number):
 
 @gluon.jit
 def send(shared, p, factors, sent):
-    """Give the weights and factors of a tile to both halves, as number `sent`."""
+    """Give P and the factors of a tile to both halves, as number `sent`."""
     slot, phase = slot_of(shared, sent)
     mbarrier.wait(slot.free, phase ^ 1)
-    slot.weights.store(p.to(slot.weights.dtype))
+    slot.p.store(p.to(slot.p.dtype))
     slot.factors.store(factors)
     fence_async_shared()
     barrier()
@@ -82,13 +82,13 @@ def send(shared, p, factors, sent):
 
 
 @gluon.jit
-def softmax_step(s, token, item, limit, factor, peak, total):
-    """One step of the online softmax over a tile from `token` on: weights, decay, new state."""
-    s, base, new_peak = see(s, token, item, limit, factor, peak, SLACK)
-    p = weigh(s, base, factor)
-    decay = gl.exp2(peak - base)
+def softmax_step(s, token, item, limit, factor, m, l):
+    """One step of the online softmax over a tile from `token` on: P, decay, new state."""
+    s, base, new_m = see(s, token, item, limit, factor, m, SLACK)
+    p = p_of(s, base, factor)
+    decay = gl.exp2(m - base)
     sums = sums_of(p)
-    return p, decay, new_peak, decayed(total, decay) + sums
+    return p, decay, new_m, decayed(l, decay) + sums
 
 
 @gluon.jit
@@ -118,7 +118,7 @@ def score(
         factor, value_scale = read_scales(scale, q_scale_ptr, kv_scale_ptr, True)
         factor = gl.where(factor == 0.0, LEAST, factor)
         limit = last_visible(work, item, HEADS, row_layout)
-        peak, total = start_state(row_layout)
+        m, l = start_state(row_layout)
         if count > 0:
             mbarrier.wait(query.full, items & 1)
             items += 1
@@ -127,7 +127,7 @@ def score(
             last = (first + count - 1) * TILE
             for token in range(first * TILE, last, TILE):
                 started = all_scores(query, tiles, done, scores)
-                p, decay, peak, total = softmax_step(s, token, item, limit, factor, peak, total)
+                p, decay, m, l = softmax_step(s, token, item, limit, factor, m, l)
                 send(shared, p, decay, sent)
                 sent += 1
                 s = warpgroup_mma_wait(0, [started])
@@ -135,10 +135,10 @@ def score(
             # No warp reads the query any more.
             barrier()
             mbarrier.arrive(query.free, count=1)
-            p, decay, peak, total = softmax_step(s, last, item, limit, factor, peak, total)
+            p, decay, m, l = softmax_step(s, last, item, limit, factor, m, l)
             send(shared, p, decay, sent)
             sent += 1
-        lse, inverse = result_of(peak, total)
+        lse, inverse = result_of(m, l)
         slot, phase = slot_of(shared, sent)
         mbarrier.wait(slot.free, phase ^ 1)
         slot.factors.store(inverse * value_scale)
@@ -175,7 +175,7 @@ def wait_for_half(tiles, done, RIGHT: gl.constexpr):
 def clear_half(tiles, done, count, RIGHT: gl.constexpr):
     """Zero the tokens of a half of tile number `done` from `count` on: zero times NaN is NaN.
 
-    Behind the arrival of the tile's weights: no product of scores reads the half any more. The
+    Behind the arrival of the tile's P: no product of scores reads the half any more. The
     other half's warps read none of it. The fence in front of `free_half` orders these stores, too,
     before the next copy.
     """
@@ -227,7 +227,7 @@ def multiply(
             slot, phase = slot_of(shared, received)
             mbarrier.wait(slot.full, phase)
             factors = slot.factors.load(row_layout)
-            weights = slot.weights.permute((1, 0))
+            p = slot.p.permute((1, 0))
             wait_for_half(tiles, done, RIGHT)
             over = item.end - t * TILE
             if over < TILE:
@@ -240,16 +240,16 @@ def multiply(
                 next_even = next_even * factors[None, :]
                 next_odd = next_odd * factors[None, :]
             low, high = widen_pairs(pairs)
-            even = warpgroup_mma(low, weights, even, is_async=True)
-            odd = warpgroup_mma(high, weights, odd, is_async=True)
+            even = warpgroup_mma(low, p, even, is_async=True)
+            odd = warpgroup_mma(high, p, odd, is_async=True)
             pairs = read_pairs(tiles, done, 1, RIGHT, output)
             # Values in registers are read until their product ends.
             even, low = warpgroup_mma_wait(1, [even, low])
             low, next_high = widen_pairs(pairs)
-            next_even = warpgroup_mma(low, weights, next_even, is_async=True)
+            next_even = warpgroup_mma(low, p, next_even, is_async=True)
             odd, high = warpgroup_mma_wait(1, [odd, high])
             high = next_high
-            next_odd = warpgroup_mma(high, weights, next_odd, is_async=True)
+            next_odd = warpgroup_mma(high, p, next_odd, is_async=True)
             next_even, next_odd, low, high = warpgroup_mma_wait(0, [next_even, next_odd, low, high])
             # Not among products under way: there a fence crashes the assembler of Triton 3.6.
             fence_async_shared()

@@ -1,4 +1,4 @@
-"""Scores and softmax of a tile in the specialized decode kernel for Hopper, for both types.
+"""Scores and softmax of a tile in the warp-specialized decode kernel for Hopper, for both types.
 
 See `hopper/warp_specialized.py`. Scores are [rows, tokens], and four threads have a row of them.
 """
@@ -22,7 +22,7 @@ SUMS = gl.constexpr(
 
 @gluon.jit
 def start_scores(query, tiles, done, layout: gl.constexpr):
-    """Start the products [rows, tokens] of the query with tile number `done` of the program: two
+    """Start the products [rows, tokens] of the query with tile number `done` of the CTA: two
     of four, those with its left half and its rotated part.
     """
     buffer, phase = turn_of(done, tiles.left.shape[0])
@@ -65,19 +65,19 @@ def add_quarters(s, query, tiles, done):
 
 @gluon.jit
 def start_state(layout: gl.constexpr):
-    """Peaks and sums of rows that have seen nothing."""
-    peak = gl.full([ROWS], float("-inf"), gl.float32, layout)
-    return peak, gl.zeros([ROWS, 4], gl.float32, SUMS)
+    """m and l of rows that have seen nothing."""
+    m = gl.full([ROWS], float("-inf"), gl.float32, layout)
+    return m, gl.zeros([ROWS, 4], gl.float32, SUMS)
 
 
 @gluon.jit
-def see(s, token, item, limit, factor, peak, SLACK: gl.constexpr):
+def see(s, token, item, limit, factor, m, SLACK: gl.constexpr):
     """The scores of a tile from `token` on, -inf where a row does not see one; what is subtracted
-    from them times `factor`; and the new peak.
+    from them times `factor`; and the new m.
 
     factor: of the scores, in base 2. It is positive, so the maximum needs no product of each.
-    SLACK: how far a maximum may be above its row's peak, in base 2, before the peak is raised.
-    Weights reach 2^SLACK, and most decays are 1. Sums and LSE do not depend on where a peak is.
+    SLACK: how far a maximum may be above its row's m, in base 2, before m is raised.
+    P reaches 2^SLACK, and most decays are 1. Sums and LSE do not depend on where m is.
     """
     # Of the tiles of an item only the first and the last ones have tokens that a row does not see.
     shortest = gl.minimum(item.end, item.end + item.after - (item.count - 1))
@@ -86,33 +86,30 @@ def see(s, token, item, limit, factor, peak, SLACK: gl.constexpr):
         seen = (at >= item.begin)[None, :] & (at[None, :] < limit[:, None])
         s = gl.where(seen, s, float("-inf"))
     highest = gl.max(s, 1) * factor
-    if SLACK == 0:
-        new_peak = gl.maximum(peak, highest)
-    else:
-        new_peak = gl.where(highest > peak + SLACK, highest, peak)
-    # A row that has seen nothing keeps weights of zero, not NaN.
-    base = gl.where(new_peak == float("-inf"), 0.0, new_peak)
-    return s, base, new_peak
+    new_m = gl.maximum(m, highest) if SLACK == 0 else gl.where(highest > m + SLACK, highest, m)
+    # A row that has seen nothing keeps a P of zero, not NaN.
+    base = gl.where(new_m == float("-inf"), 0.0, new_m)
+    return s, base, new_m
 
 
 @gluon.jit
-def weigh(s, base, factor):
-    """The weights of scores [rows, tokens]."""
+def p_of(s, base, factor):
+    """P of scores [rows, tokens]."""
     return gl.exp2(s * factor - gl.convert_layout(base, gl.SliceLayout(1, s.type.layout))[:, None])
 
 
 @gluon.jit
-def decayed(total, decay):
+def decayed(l, decay):
     """The sums of the rows so far, times the decay of each."""
-    return total * gl.convert_layout(decay, gl.SliceLayout(1, SUMS))[:, None]
+    return l * gl.convert_layout(decay, gl.SliceLayout(1, SUMS))[:, None]
 
 
 @gluon.jit
 def sums_of(p):
-    """The sums of weights [rows, tokens]. Four threads' sums meet in `result_of`."""
+    """The sums of P [rows, tokens]. Four threads' sums meet in `result_of`."""
     # A thread has two neighbours of every eight tokens.
-    parts = gl.sum(gl.sum(p.reshape([ROWS, p.shape[1] // 8, 4, 2]), 3), 1)
-    return gl.convert_layout(parts, SUMS)
+    sums = gl.sum(gl.sum(p.reshape([ROWS, p.shape[1] // 8, 4, 2]), 3), 1)
+    return gl.convert_layout(sums, SUMS)
 
 
 @gluon.jit
@@ -132,8 +129,8 @@ def last_visible(work, item, HEADS: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def result_of(peak, total):
+def result_of(m, l):
     """The natural-log LSE of each row, and what its sums are multiplied by."""
-    total = gl.convert_layout(gl.sum(total, 1), peak.type.layout)
-    lse = gl.where(total > 0.0, (peak + gl.log2(total)) * LN2, float("-inf"))
-    return lse, gl.where(total > 0.0, 1.0 / total, 0.0)
+    l = gl.convert_layout(gl.sum(l, 1), m.type.layout)
+    lse = gl.where(l > 0.0, (m + gl.log2(l)) * LN2, float("-inf"))
+    return lse, gl.where(l > 0.0, 1.0 / l, 0.0)

@@ -13,7 +13,7 @@ import torch
 from mla_fusion.attention.plan.device import sm_count
 from mla_fusion.attention.plan.heads import HeadLayout
 
-# fp32 sums of each head that an epilogue in slices keeps for its last program, and the fewest of
+# fp32 sums of each head that an epilogue in slices keeps for its last CTA, and the fewest of
 # them that one counter is for: of one row, 16 columns and 2 slices.
 SUMS_PER_HEAD, SUMS_PER_COUNT = 2**14, 2**5
 OVERHEAD = 16  # default fixed cost of a work item, in blocks: AITER's
@@ -43,36 +43,36 @@ AITER_BUFFERS = (
 class Rules:
     """What a plan depends on besides the lengths of its sequences.
 
-    workers: workgroups of the persistent kernel. fold: head blocks of a sequence. granularity:
+    ctas: of the persistent kernel. fold: head blocks of a sequence. granularity:
     tokens of a block. overhead: fixed cost of a work item, in blocks. max_split_per_batch: a
-    budget of this many pieces for each (folded) sequence, shared by all of them; -1 for none.
+    budget of this many splits for each (folded) sequence, shared by all of them; -1 for none.
     """
 
-    workers: int
+    ctas: int
     fold: int
     granularity: int
     overhead: int
     max_split_per_batch: int
 
-    def busy_workers(self, batch: int) -> int:
-        """Workers that may get work from `batch` sequences."""
+    def busy_ctas(self, batch: int) -> int:
+        """CTAs that may get work from `batch` sequences."""
         if self.max_split_per_batch < 0:
-            return self.workers
-        return min(self.workers, self.max_split_per_batch * batch * self.fold)
+            return self.ctas
+        return min(self.ctas, self.max_split_per_batch * batch * self.fold)
 
     def max_works(self, max_batch: int) -> int:
-        """Most work items of a plan: each tile ends once, each worker but one cuts once."""
-        return max_batch * self.fold + self.workers - 1
+        """Most work items of a plan: each tile ends once, each CTA but one cuts once."""
+        return max_batch * self.fold + self.ctas - 1
 
     def max_partials(self, max_batch: int) -> int:
-        """Most pieces of split sequences: two for each worker, one for the first and the last."""
-        return min(self.max_works(max_batch), 2 * (self.workers - 1))
+        """Most splits that are merged: two for each CTA, one for the first and the last."""
+        return min(self.max_works(max_batch), 2 * (self.ctas - 1))
 
     def partial_map_size(self, max_batch: int) -> int:
         """Length of reduce_partial_map, which AITER makes larger than needed with a cap."""
         tiles, cap = max_batch * self.fold, self.max_split_per_batch
         size = self.max_partials(max_batch)
-        return size if cap <= 0 else max(size, tiles + min(self.workers, cap * tiles))
+        return size if cap <= 0 else max(size, tiles + min(self.ctas, cap * tiles))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,9 +85,9 @@ class Settings:
         num_heads: heads of the query on this rank.
         q_dtype, kv_dtype: of the query and the cache.
         device: of the plan and of everything it is used with.
-        workers: workgroups of the kernel; by default the multiprocessors of the device.
+        ctas: of the kernel; by default as many as the device has SMs.
         heads_per_work: heads of a work item, a multiple of 16; by default as `heads.layout`.
-        max_split_per_batch: -1, or a budget of this many pieces for each sequence (and head
+        max_split_per_batch: -1, or a budget of this many splits for each sequence (and head
             block), shared by all of them.
         max_kv_len: most KV tokens of a sequence. AITER's plan then holds the cache entry of every
             token at a fixed address; without it the first decode of a step allocates them.
@@ -107,7 +107,7 @@ class Settings:
     q_dtype: torch.dtype
     kv_dtype: torch.dtype
     device: torch.device
-    workers: int | None = None
+    ctas: int | None = None
     heads_per_work: int | None = None
     max_split_per_batch: int = -1
     max_kv_len: int | None = None
@@ -119,7 +119,7 @@ class Settings:
     def __post_init__(self) -> None:
         object.__setattr__(self, "device", torch.device(self.device))
         at_least_1 = (
-            "max_batch", "max_query_len", "num_heads", "workers", "kv_granularity", "overhead",
+            "max_batch", "max_query_len", "num_heads", "ctas", "kv_granularity", "overhead",
             "v_head_dim", "max_kv_len",
         )  # fmt: skip
         for name in at_least_1:
@@ -134,10 +134,10 @@ class Settings:
         """The rules for sequences of `fold` head blocks.
 
         Raises:
-            ValueError: `workers` has no default on this device.
+            ValueError: `ctas` has no default on this device.
         """
         return Rules(
-            workers=sm_count(self.device) if self.workers is None else self.workers,
+            ctas=sm_count(self.device) if self.ctas is None else self.ctas,
             fold=fold,
             granularity=self.kv_granularity,
             overhead=OVERHEAD if self.overhead is None else self.overhead,
@@ -205,11 +205,11 @@ class Companions:
 class PlanBuffers:
     """The buffers of a persistent decode and the step they were refreshed for.
 
-    With W workers, B = max_batch * fold tiles (a tile is one head block of one sequence), and
-    capacities N of work items and P of partial pieces (`Rules`):
+    With W CTAs, B = max_batch * fold tiles (a tile is one head block of one sequence), and
+    capacities N of work items and P of splits (`Rules`):
 
     work_metadata_ptrs: [2] uint64, the addresses of work_indptr and work_info_set.
-    work_indptr: [W + 1] int32; worker w executes the items work_indptr[w] ... [w + 1] - 1.
+    work_indptr: [W + 1] int32; CTA w executes the items work_indptr[w] ... [w + 1] - 1.
     work_info_set: [N, 8] int32, a row for each work item:
         0 batch_idx   tile = sequence * fold + head block
         1 partial row first row in partial_output, -1 if the item is its whole sequence
@@ -220,14 +220,14 @@ class PlanBuffers:
                       kv_start - kv_indptr[b] of sequence b, and so on
         6 kv_offset   tokens of this sequence from kv_end to its end
         7 padding
-    reduce_indptr: [B + 1] int32; tile t is merged from the pieces reduce_indptr[t] ... [t + 1] - 1,
+    reduce_indptr: [B + 1] int32; tile t is merged from the splits reduce_indptr[t] ... [t + 1] - 1,
         none if it was not split; constant after the last sequence.
     reduce_final_map: [B, 2] int32, (qo_start, qo_end) of a split tile; not written for others.
-    reduce_partial_map: [P or more] int32, the first partial row of each piece.
+    reduce_partial_map: [P or more] int32, the first partial row of each split.
     qo_indptr, kv_indptr: [max_batch + 1] int32, copies of the step's; constant after its batch.
     partial_output, partial_lse: fp32 [P * max_query_len, per_work (, v_head_dim)]: row r of a
-        piece and its natural-log LSE, normalized within the piece; the LSE is -inf if the row
-        sees no key of the piece. Empty if the plan is AITER's, whose decode has its own.
+        split and its natural-log LSE, normalized within the split; the LSE is -inf if the row
+        sees no key of the split. Empty if the plan is AITER's, whose decode has its own.
     planner_scratch: [max_batch + W] int64, workspace of the portable planner on a device. Empty
         if the plan is AITER's.
     epilogue_sums: fp32 [num_heads * SUMS_PER_HEAD], products of slices in an epilogue, and
@@ -305,7 +305,7 @@ def common_buffers(
     """The fields of a plan that every planner fills alike, zeroed.
 
     Args:
-        partials: pieces that the partial buffers hold. scratch: elements of planner_scratch.
+        partials: splits that the partial buffers hold. scratch: elements of planner_scratch.
         epilogue: whether a decode of the plan may have one.
     """
 

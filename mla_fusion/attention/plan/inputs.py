@@ -129,7 +129,7 @@ class Inputs:
 
     def grid(self, rows: int) -> tuple[int, int]:
         """CTAs of the plan, and blocks of `rows` query rows."""
-        return self.plan.rules.workers, -(-self.rows // rows)
+        return self.plan.rules.ctas, -(-self.rows // rows)
 
     def entry(self, cache: torch.Tensor) -> int:
         """Elements from one entry of a page to the next."""

@@ -5,27 +5,27 @@ are those that are published of AITER's fast planner for page size 1 (ROCm/aiter
 `get_mla_metadata_v1`); see docs/persistent-decode.md.
 
 The KV of a sequence is counted in blocks of `granularity` tokens; a work item costs its blocks and
-`overhead` more. The budget of a worker is at most its share of the total cost, rounded up, and one
+`overhead` more. The budget of a CTA is at most its share of the total cost, rounded up, and one
 more `overhead`, by which all tiles fit. The share is at least two where the longest sequence has
-more blocks than the reduction merges pieces at once: on an H200 a round of it took longer than a
-block. Workers are served in order, sequences in order, head blocks inside their sequence:
+more blocks than the reduction merges splits at once: on an H200 a round of it took longer than a
+block. CTAs are served in order, sequences in order, head blocks inside their sequence:
 
-1. what is left of the sequence fits into the worker's budget: the worker takes it all;
-2. else, if more than `overhead` of the budget is left: the worker takes that many blocks, less
+1. what is left of the sequence fits into the CTA's budget: the CTA takes it all;
+2. else, if more than `overhead` of the budget is left: the CTA takes that many blocks, less
    the overhead, and is full. If this leaves fewer tokens than a query has rows, it takes them
-   too: every later piece has a key that the first row sees;
-3. else the worker is full.
+   too: every later split has a key that the first row sees;
+3. else the CTA is full.
 
-Nothing is cut where each worker can take a whole tile within its budget: there are no more tiles
-than workers, and the longest sequence fits. The largest load has the same bound, and no piece has
+Nothing is cut where each CTA can take a whole tile within its budget: there are no more tiles
+than CTAs, and the longest sequence fits. The largest load has the same bound, and no split has
 to be merged.
 
 Else smaller budgets are tried where the share is at most `SMALL_SHARE` overheads: from the one by
-which the tiles would fit if no worker had anything left, in `STEPS` steps of an overhead. So 64
-sequences of 16 blocks are cut in 8 and 8 for 132 workers, not in 10 and 6. A smaller budget leaves
+which the tiles would fit if no CTA had anything left, in `STEPS` steps of an overhead. So 64
+sequences of 16 blocks are cut in 8 and 8 for 132 CTAs, not in 10 and 6. A smaller budget leaves
 room for an overhead of blocks at least: with half as many, 16 sequences of 16 blocks took longer.
 
-A sequence that one worker took whole is written by it; pieces of others go to partial rows,
+A sequence that one CTA took whole is written by it; splits of others go to partial rows,
 numbered in order, that a reduction merges.
 """
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from mla_fusion.attention.plan.buffers import PlanBuffers, Rules, Settings
 
 PROVIDERS = ("reference", "triton")
-MERGED_AT_ONCE = 32  # pieces, by a program of the reduction
+MERGED_AT_ONCE = 32  # splits, by a CTA of the reduction
 SMALL_SHARE, STEPS = 4, 4
 WORK_COLUMNS = 8
 (BATCH, PARTIAL_ROW, QO_START, QO_END, KV_START, KV_END, KV_OFFSET, PADDING) = range(WORK_COLUMNS)
@@ -60,12 +60,12 @@ def allocate(settings: Settings) -> dict[str, Any]:
     """The fields of a plan, its buffers zeroed.
 
     Raises:
-        ValueError: `heads_per_work` is no multiple of 16, or `workers` has no default.
+        ValueError: `heads_per_work` is no multiple of 16, or `ctas` has no default.
     """
     layout = heads.layout(settings.num_heads, settings.max_query_len, settings.heads_per_work)
     rules = settings.rules(layout.fold)
     partials = rules.max_partials(settings.max_batch)
-    scratch = settings.max_batch + rules.workers
+    scratch = settings.max_batch + rules.ctas
     common = common_buffers(
         settings, layout, rules, partials=partials, scratch=scratch, epilogue=True
     )
@@ -82,7 +82,7 @@ def shapes(rules: Rules, max_batch: int) -> dict[str, tuple[int, ...]]:
     """The shapes of the buffers that a refresh writes, by name."""
     tiles = max_batch * rules.fold
     return {
-        "work_indptr": (rules.workers + 1,),
+        "work_indptr": (rules.ctas + 1,),
         "work_info_set": (rules.max_works(max_batch), WORK_COLUMNS),
         "reduce_indptr": (tiles + 1,),
         "reduce_final_map": (tiles, 2),
@@ -132,7 +132,7 @@ def fill_arrays(
         for b in range(live)
         for _ in range(rules.fold)
     ]
-    items = _pack_tightly(tiles, rules, rules.busy_workers(batch), seq_lens, max_query_len)
+    items = _pack_tightly(tiles, rules, rules.busy_ctas(batch), seq_lens, max_query_len)
 
     partial = first_partial = 0
     plan.reduce_indptr[0] = 0
@@ -150,8 +150,8 @@ def fill_arrays(
                 plan.reduce_final_map[item.tile] = span[:2]
             first_partial = partial
             plan.reduce_indptr[item.tile + 1] = partial
-    workers = [item.worker for item in items]
-    plan.work_indptr[:] = np.searchsorted(workers, np.arange(rules.workers + 1))
+    ctas = [item.cta for item in items]
+    plan.work_indptr[:] = np.searchsorted(ctas, np.arange(rules.ctas + 1))
     plan.reduce_indptr[len(tiles) + 1 :] = partial
 
 
@@ -164,9 +164,9 @@ class _Tile(NamedTuple):
 
 
 class _Item(NamedTuple):
-    """Blocks `begin` to `end` of a tile, for a worker; is_last: of the tile."""
+    """Blocks `begin` to `end` of a tile, for a CTA; is_last: of the tile."""
 
-    worker: int
+    cta: int
     tile: int
     begin: int
     end: int
@@ -176,7 +176,7 @@ class _Item(NamedTuple):
 def _pack_tightly(
     tiles: list[_Tile], rules: Rules, busy: int, seq_lens: NDArray[np.int32], max_query_len: int
 ) -> list[_Item]:
-    """The items of all tiles for `busy` workers, by the smallest budget that is tried."""
+    """The items of all tiles for `busy` CTAs, by the smallest budget that is tried."""
     overhead = rules.overhead
     total = sum(tile.blocks + overhead for tile in tiles if tile.is_live)
     longest = -(-int(seq_lens.max(initial=0)) // rules.granularity)
@@ -188,8 +188,8 @@ def _pack_tightly(
         return items
 
     def least_cost(budget: int) -> int:
-        pieces = (max(1, -(-tile.blocks // (budget - overhead))) for tile in tiles if tile.is_live)
-        return sum(tile.blocks for tile in tiles) + overhead * sum(pieces)
+        splits = (max(1, -(-tile.blocks // (budget - overhead))) for tile in tiles if tile.is_live)
+        return sum(tile.blocks for tile in tiles) + overhead * sum(splits)
 
     budget = largest
     if share <= SMALL_SHARE * overhead:
@@ -204,14 +204,14 @@ def _pack_tightly(
 def _pack(
     tiles: list[_Tile], rules: Rules, busy: int, budget: int, kept: int, max_query_len: int
 ) -> list[_Item] | None:
-    """The items by the three rules, or None if a budget is too small for `busy` workers.
+    """The items by the three rules, or None if a budget is too small for `busy` CTAs.
 
-    kept: what a worker that cuts a tile keeps of its budget: an overhead, or all, so that it cuts
+    kept: what a CTA that cuts a tile keeps of its budget: an overhead, or all, so that it cuts
     none.
     """
     items: list[_Item] = []
     number = done = 0  # done: blocks of this tile that are taken
-    for worker in range(busy):
+    for cta in range(busy):
         left = budget
         while number < len(tiles) and left >= 0:
             tile = tiles[number]
@@ -227,7 +227,7 @@ def _pack(
                 break
             begin, done = done, done + taken
             is_last = taken == remaining
-            items.append(_Item(worker, number, begin, done, is_last))
+            items.append(_Item(cta, number, begin, done, is_last))
             if is_last:
                 number, done = number + 1, 0
     return items if number == len(tiles) else None

@@ -1,15 +1,15 @@
-"""The planner of `plan/planner.py` on the device: one Triton program, no host sync, the same plan.
+"""The planner of `planner.py` on the device: one CTA, no host sync, the same plan.
 
 Cost, once a model step: two integers read for each sequence, 32 bytes written for each work item,
-and a serial loop. The loop takes about 23 instructions per worker, and 12 plus one L1 load per
+and a serial loop. The loop takes about 23 instructions per CTA, and 12 plus one L1 load per
 sequence; more when heads are folded. On an H200 1 to 256 sequences take 4 us to 19 us for 132
-workers and 4 us to 25 us for 264.
+CTAs and 4 us to 25 us for 264.
 
-Why the serial part is small: lay the costs of all tiles end to end. A worker that starts at
+Why the serial part is small: lay the costs of all tiles end to end. A CTA that starts at
 position p ends at p + budget - overhead, cutting a tile, unless a tile ends between there and
 p + budget, or nothing is cut: then it ends with the last such tile. So the loop only finds ends,
 walking forward over the sequences, once for each budget that is tried; the rest follows in
-parallel, a lane for each worker.
+parallel, a lane for each CTA.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ def fill(
         plan.kv_indptr,
         plan.planner_scratch,
         batch,
-        rules.busy_workers(batch),
+        rules.busy_ctas(batch),
         max_query_len,
         MAX_BATCH=max_batch,
-        WORKERS=rules.workers,
+        CTAS=rules.ctas,
         FOLD=rules.fold,
         GRANULARITY=rules.granularity,
         OVERHEAD=rules.overhead,
         BLOCK_B=triton.next_power_of_2(max_batch),
-        BLOCK_W=triton.next_power_of_2(rules.workers),
+        BLOCK_W=triton.next_power_of_2(rules.ctas),
         # The serial loop is the same in all warps; they share the work before and after it.
         num_warps=4,
     )
@@ -96,13 +96,13 @@ def store_costs(
 def plan_kernel(
     qo_indptr, seq_lens, work_indptr, work_info_set, reduce_indptr, reduce_final_map,
     reduce_partial_map, plan_qo_indptr, plan_kv_indptr, scratch, batch, busy, max_query_len,
-    MAX_BATCH: tl.constexpr, WORKERS: tl.constexpr, FOLD: tl.constexpr,
+    MAX_BATCH: tl.constexpr, CTAS: tl.constexpr, FOLD: tl.constexpr,
     GRANULARITY: tl.constexpr, OVERHEAD: tl.constexpr, BLOCK_B: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """One program; `busy` of WORKERS may get work from `batch` of MAX_BATCH sequences."""
+    """One CTA; `busy` of CTAS may get work from `batch` of MAX_BATCH sequences."""
     # Pairs in the scratch. Of each sequence: where its last tile ends; how many blocks of a tile
-    # leave too little for another piece. Of each worker: its first tile; the blocks of it done.
+    # leave too little for another split. Of each CTA: its first tile; the blocks of it done.
     sequences, starts = scratch, scratch + MAX_BATCH
 
     b = tl.arange(0, BLOCK_B)
@@ -121,7 +121,7 @@ def plan_kernel(
 
     budget, kept = share + OVERHEAD, tl.full([], OVERHEAD, tl.int32)
     if (live_tiles <= busy) & (longest <= share):
-        kept = budget  # a worker that would cut a tile keeps all of its budget: it need not
+        kept = budget  # a CTA that would cut a tile keeps all of its budget: it need not
     elif share <= SMALL * OVERHEAD:
         budget = smallest_budget(sequences, b, share, total, busy, MAX_BATCH, FOLD, OVERHEAD)
     last = busy
@@ -130,24 +130,24 @@ def plan_kernel(
         budget = tl.minimum(budget + (OVERHEAD + TRIED - 1) // TRIED, share + OVERHEAD)
     tl.debug_barrier()
 
-    # Lanes are workers; those after the last one with work start and end after all tiles.
+    # A lane is a CTA; those after the last one with work start and end after all tiles.
     w = tl.arange(0, BLOCK_W)
     after_all = live_tiles.to(tl.int64)
     tile, done = unpack(tl.load(starts + w, mask=w <= last, other=after_all))
     end_tile, end_done = unpack(tl.load(starts + 1 + w, mask=w < last, other=after_all))
     is_resumed, is_cut = (done > 0).to(tl.int32), (end_done > 0).to(tl.int32)
     works = end_tile - tile + is_cut
-    pieces = tl.where(end_tile == tile, tl.maximum(is_resumed, is_cut), is_resumed + is_cut)
-    all_pieces = tl.sum(pieces)
+    splits = tl.where(end_tile == tile, tl.maximum(is_resumed, is_cut), is_resumed + is_cut)
+    all_splits = tl.sum(splits)
     tl.store(reduce_indptr, 0)
     for block in range(FOLD):
         at = 1 + b * FOLD + block
-        tl.store(reduce_indptr + at, all_pieces, mask=(b < MAX_BATCH) & (at > live_tiles))
+        tl.store(reduce_indptr + at, all_splits, mask=(b < MAX_BATCH) & (at > live_tiles))
 
     work_end = tl.cumsum(works)
-    partial = tl.cumsum(pieces) - pieces
+    partial = tl.cumsum(splits) - splits
     tl.store(work_indptr, 0)
-    tl.store(work_indptr + 1 + w, work_end, mask=w < WORKERS)
+    tl.store(work_indptr + 1 + w, work_end, mask=w < CTAS)
     write_items(
         plan_qo_indptr, plan_kv_indptr, work_info_set, reduce_indptr, reduce_final_map,
         reduce_partial_map, max_query_len, works, tile, done, work_end - works, partial, end_done,
@@ -160,7 +160,7 @@ def smallest_budget(
     sequences, b, share, total, busy, MAX_BATCH: tl.constexpr, FOLD: tl.constexpr,
     OVERHEAD: tl.constexpr,
 ):  # fmt: skip
-    """The smallest budget by which `busy` workers might take all tiles: the first that is tried."""
+    """The smallest budget by which `busy` CTAs might take all tiles: the first that is tried."""
     end, _ = unpack(tl.load(sequences + b, mask=b < MAX_BATCH, other=0))
     begin, _ = unpack(tl.load(sequences + b - 1, mask=(b > 0) & (b < MAX_BATCH), other=0))
     last_block = tl.maximum((end - begin) // FOLD - OVERHEAD - 1, 0)
@@ -176,7 +176,7 @@ def smallest_budget(
 
 @triton.jit
 def find_starts(sequences, starts, budget, kept, total, busy, FOLD: tl.constexpr):
-    """Write where each worker starts; return the last worker that gets work, or `busy` if there are
+    """Write where each CTA starts; return the last CTA that gets work, or `busy` if there are
     too few.
 
     All is scalar: nothing in the loop but the walk over the sequences waits for memory.
@@ -192,7 +192,7 @@ def find_starts(sequences, starts, budget, kept, total, busy, FOLD: tl.constexpr
             sequences += 1
             begin = end
             end, uncut = unpack(tl.load(sequences))
-        # The tile that holds `reach`: the worker gets done with some of its blocks.
+        # The tile that holds `reach`: the CTA gets done with some of its blocks.
         tile_cost = (end - begin) // FOLD
         block = zero
         for i in tl.static_range(1, FOLD):  # a division takes longer
@@ -226,7 +226,7 @@ def write_items(
     max_query_len, works, tile, done, work, partial, end_done,
     FOLD: tl.constexpr, GRANULARITY: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """Write the items of all workers, a lane for each, from where its worker starts on."""
+    """Write the items of all CTAs, a lane for each, from where its CTA starts on."""
     for item in range(tl.max(works)):
         mask = item < works
         sequence = tile // FOLD

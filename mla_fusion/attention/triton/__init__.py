@@ -79,14 +79,14 @@ def launch(given: Inputs) -> None:
 
 
 def decode(given: Inputs) -> None:
-    """The launch of the decode kernel: pieces, and the latents of sequences without any."""
+    """The launch of the decode kernel: splits, and the latents of sequences without any."""
     module = chosen(given)
     grid, args, options = module.arguments(given)
     module.kernel[grid](*args, **options)
 
 
 def merge(given: Inputs) -> None:
-    """The launch of the reduction: the latents of sequences with several pieces."""
+    """The launch of the reduction: the latents of sequences with several splits."""
     # Imported when launched: a kernel needs Triton.
     from mla_fusion.attention.triton import reduce_kernel
 

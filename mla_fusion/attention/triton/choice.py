@@ -54,13 +54,13 @@ def plan_settings(
     """What to allocate a plan with for a kernel with tiles of 64 tokens: keywords of `allocate`.
 
     width: of a cache entry, L + R. Sequences are cut at tiles of 64 tokens. With 16 query rows at
-    most, two programs fit a multiprocessor if its shared memory holds their tiles, and hide each
-    other's latency: with fp8 and 512 + 64, at batch 64 and 8192 tokens, that took 97 us, one
-    program 136 (before tiles were copied by the copy engine: 89 us with two, one was not measured).
+    most, two CTAs fit an SM if its shared memory holds their tiles, and hide each other's latency:
+    with fp8 and 512 + 64, at batch 64 and 8192 tokens, that took 97 us, one CTA 136 (before tiles
+    were copied by the copy engine: 89 us with two, one was not measured).
 
-    Where an item has several blocks of 64 rows in bf16, workers are so few that the programs of all
-    its blocks run at the same time, and read tiles of the cache together: with 128 heads and one
-    query row, whose items hold both blocks for it, and with drafts.
+    Where an item has several blocks of 64 rows in bf16, all its blocks run at the same time and
+    read tiles of the cache together: with 128 heads and one query row, whose items hold both blocks
+    for it, and with drafts. So the plan has fewer CTAs.
     """
     settings = {"kv_granularity": for_hopper.TILE, "overhead": 4}
     sms, tile = sm_count(device), for_hopper.WARP_SPECIALIZED_ROWS
@@ -68,25 +68,25 @@ def plan_settings(
     bf16 = kv_dtype == torch.bfloat16 and width == sum(for_hopper.WARP_SPECIALIZED_WIDTHS)
     if generation := cdna(device):
         tile, waves = for_cdna.rows_and_waves(generation, rows, kv_dtype, kv_dtype, for_cdna.TILE)
-        workers = waves * sms // -(-rows // tile)
+        ctas = waves * sms // -(-rows // tile)
     elif bf16 and has_hopper(device):
         if (num_heads, max_query_len) == (PAIRED_HEADS, 1):
             rows = settings["heads_per_work"] = PAIRED_HEADS
-        workers = sms // -(-rows // tile)
+        ctas = sms // -(-rows // tile)
     else:
         # Two tiles of keys, and one of queries.
         tiles = (2 * for_hopper.TILE + 16) * width * kv_dtype.itemsize
-        workers = sms * (2 if rows <= 16 and 2 * tiles <= for_hopper.SHARED_MEMORY else 1)
-    return {"workers": max(1, workers), **settings}
+        ctas = sms * (2 if rows <= 16 and 2 * tiles <= for_hopper.SHARED_MEMORY else 1)
+    return {"ctas": max(1, ctas), **settings}
 
 
-def sparse_workers(
+def sparse_ctas(
     num_heads: int, widths: tuple[int, ...], kv_dtype: torch.dtype, device: torch.device
 ) -> int | None:
-    """Workers of a sparse plan over entries of bytes; None for the plan's default.
+    """CTAs of a sparse plan over entries of bytes; None for the plan's default.
 
-    All programs run at the same time: two of 16 rows on a multiprocessor, or one of 32. So blocks
-    of rows of one item read its entries together.
+    All run at the same time: two of 16 rows on an SM, or one of 32. So blocks of rows of one item
+    read its entries together.
     """
     if not has_hopper(device) or len(widths) > 1 or kv_dtype != torch.float8_e4m3fn:
         return None

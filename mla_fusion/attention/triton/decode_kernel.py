@@ -1,6 +1,6 @@
 """The portable decode kernel, in Triton.
 
-A program is a worker: it walks over its work items, and in each over tiles of BLOCK_N tokens of
+A CTA walks over its work items, and in each over tiles of BLOCK_N tokens of
 one sequence, with an online softmax in base 2 and fp32 sums. Tiles start at multiples of
 BLOCK_N of the sequence, so that a tile lies in one page where pages are multiples of tiles.
 
@@ -80,18 +80,18 @@ def tile_entries(
 
 @triton.jit
 def store_item(
-    acc, peak, total, value_scale, item, row, heads, sink_ptr, out_ptr, lse_ptr, partial_ptr,
+    acc, m, l, value_scale, item, row, heads, sink_ptr, out_ptr, lse_ptr, partial_ptr,
     partial_lse_ptr, out_stride_t, out_stride_h, L: tl.constexpr, L_PAD: tl.constexpr,
     HEADS: tl.constexpr, SINK: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
-    """Normalize the sums and write them: to the output, or to partial rows for a piece."""
+    """Normalize the sums and write them: to the output, or to partial rows for a split."""
     latent = tl.arange(0, L_PAD)
     head, real, partial = item.head, item.real, item.partial
-    divisor = tl.sum(total, 0)
-    lse = tl.where(divisor > 0.0, (peak + tl.log2(divisor)) * LN2, float("-inf"))
+    divisor = tl.sum(l, 0)
+    lse = tl.where(divisor > 0.0, (m + tl.log2(divisor)) * LN2, float("-inf"))
     if SINK:  # noqa: SIM102 (known when compiled; the other one is not)
         if partial < 0:
-            divisor += tl.exp2(tl.load(sink_ptr + head, mask=real, other=0.0) * LOG2E - peak)
+            divisor += tl.exp2(tl.load(sink_ptr + head, mask=real, other=0.0) * LOG2E - m)
     output = acc * tl.where(lse > float("-inf"), value_scale / divisor, 0.0)[None, :]
     if partial < 0:
         final = out_ptr + item.token * out_stride_t + head * out_stride_h
@@ -102,9 +102,9 @@ def store_item(
             tl.store(lse_ptr + item.token * heads + head, lse, mask=real)
     else:
         at_partial = partial.to(tl.int64) * HEADS + row
-        piece = partial_ptr + at_partial * L
+        rows = partial_ptr + at_partial * L
         wanted = within(real[None, :], latent[:, None], L, L_PAD)
-        tl.store(piece[None, :] + latent[:, None], output, mask=wanted)
+        tl.store(rows[None, :] + latent[:, None], output, mask=wanted)
         tl.store(partial_lse_ptr + at_partial, lse, mask=real)
 
 
@@ -121,7 +121,7 @@ def decode_kernel(
     L_PAD: tl.constexpr, R_PAD: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, LSE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """One worker (program 0) and one block of ROWS query rows (program 1).
+    """One CTA (program_id 0) and one block of ROWS query rows (program_id 1).
 
     Tensors are those of `mla_fusion.attention.persistent_mla_decode` and of its plan. scale: of the
     scores, before the scales of q and the cache. ENTRY: stride of tokens in a page. HEADS, FOLD:
@@ -168,8 +168,8 @@ def decode_kernel(
         q_rope = q_rope.to(DOT)
         # Row i of n sees tokens up to n - 1 - i before the end of the sequence.
         limit = tl.minimum(item.end, item.end + item.after - (item.count - 1 - row // HEADS))
-        peak = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_N, ROWS], tl.float32)
+        m = tl.full([ROWS], float("-inf"), tl.float32)
+        l = tl.zeros([BLOCK_N, ROWS], tl.float32)
         acc = tl.zeros([L_PAD, ROWS], tl.float32)
         for tile in tl.range(item.begin // BLOCK_N, stop):
             at = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -192,10 +192,10 @@ def decode_kernel(
                 s = tl.dot(key, q_latent)
                 s = tl.dot(key_rope.to(DOT), q_rope, s)
             seen = wanted[:, None] & (at[:, None] < limit[None, :])
-            p, decay, peak, total = softmax_step(s, seen, scale, peak, total)
+            p, decay, m, l = softmax_step(s, seen, scale, m, l)
             acc = tl.dot(tl.trans(key), p.to(DOT), acc * decay[None, :])
         store_item(
-            acc, peak, total, value_scale, item, row, heads, sink_ptr, out_ptr, lse_ptr,
+            acc, m, l, value_scale, item, row, heads, sink_ptr, out_ptr, lse_ptr,
             partial_ptr, partial_lse_ptr, out_stride_t, out_stride_h, L, L_PAD, HEADS, SINK, LSE,
         )  # fmt: skip
 
@@ -209,7 +209,7 @@ def fits(given: Inputs) -> str:
 
 
 def tile(rows: int, latent: int, rope: int, of_bytes: bool) -> tuple[int, int]:
-    """Query rows of a program for work items of `rows`, and its warps. of_bytes: of the cache.
+    """Query rows of a CTA for work items of `rows`, and its warps. of_bytes: of the cache.
 
     The largest that compile for gfx942, gfx950 and sm_90 without spilling registers inside the
     loop over tiles. fp8 latents above 512 spill there on sm_90, whatever the tile. Scales of bytes

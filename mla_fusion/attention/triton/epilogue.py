@@ -19,34 +19,34 @@ if TYPE_CHECKING:
     from mla_fusion.attention.plan.epilogue import Epilogue
     from mla_fusion.attention.plan.inputs import Inputs
 
-LEAST = 16  # columns of a program, rows of a product by matrix instructions, latents of a slice
-AT_ONCE = 2**13  # latents of pieces that a program of whole rows loads at once: 16 pieces of 512
+LEAST = 16  # columns of a CTA, rows of a product by matrix instructions, latents of a slice
+AT_ONCE = 2**13  # latents of splits that a CTA of whole rows loads at once: 16 splits of 512
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
     """How the epilogue is compiled.
 
-    rows: query rows of a program. columns: of their results. slices: programs that share the
-    latents of a row; the last of them adds their products. pieces: loaded at once. warps: of a
-    program. All are powers of two.
+    rows: query rows of a CTA. columns: of their results. slices: CTAs that share the
+    latents of a row; the last of them adds their products. splits: loaded at once. warps: of a
+    CTA. All are powers of two.
 
-    whole: with up to so many pieces a row is not sliced: its programs share the columns, and each
-    has all latents. In groups it is sliced as other rows are, and loads so many pieces at once. The
-    number of pieces is read on the device. 0: all rows are divided alike.
+    whole: with up to so many splits a row is not sliced: its CTAs share the columns, and each
+    has all latents. In groups it is sliced as other rows are, and loads so many splits at once. The
+    number of splits is read on the device. 0: all rows are divided alike.
     """
 
     rows: int
     columns: int
     slices: int
-    pieces: int
+    splits: int
     warps: int
     whole: int = 0
 
-    def of_few_pieces(self, latent: int, quantization: str = "none") -> Shape:
-        """How a row of up to `whole` pieces is computed, by the same programs."""
+    def of_few_splits(self, latent: int, quantization: str = "none") -> Shape:
+        """How a row of up to `whole` splits is computed, by the same CTAs."""
         if in_groups(quantization):
-            return dataclasses.replace(self, pieces=max(1, self.whole), whole=0)
+            return dataclasses.replace(self, splits=max(1, self.whole), whole=0)
         columns = self.columns // self.slices
         at_once = AT_ONCE // _latents(columns, latent)
         return Shape(self.rows, columns, 1, min(self.whole, at_once), self.warps)
@@ -59,11 +59,11 @@ class Shape:
         """Why this shape cannot be launched for such rows; empty if it can."""
         sizes = dataclasses.astuple(self)
         if any(size < 1 or size & (size - 1) for size in (*sizes[:-1], self.whole or 1)):
-            return "rows, columns, slices, pieces, warps and whole (or 0) must be powers of two"
+            return "rows, columns, slices, splits, warps and whole (or 0) must be powers of two"
         if self.columns < LEAST or values % self.columns:
             return f"columns must be {LEAST} or more and divide the {values} of a head"
         if in_groups(quantization) and self.columns != GROUP:
-            return f"columns must be {GROUP}: a program finds the maximum of a group"
+            return f"columns must be {GROUP}: a CTA finds the maximum of a group"
         if latent % (LEAST * self.slices):
             return f"{LEAST} * slices must divide the {latent} latents"
         if self.whole and (self.slices == 1 or self.columns // self.slices < LEAST):
@@ -89,9 +89,9 @@ _EIGHTHS = Shape(1, 128, 8, 64, 4)
 _QUARTERS = Shape(1, 128, 4, 32, 4)
 _PAIRS = Shape(2, 128, 8, 32, 4)
 # Where one launch was measured on an H200 with V = 128 and never took longer than separate ones, in
-# the mean at most 1 / 1.2 of them: not split, in 16 pieces and in up to 128, behind a decode and
+# the mean at most 1 / 1.2 of them: not split, in 16 splits and in up to 128, behind a decode and
 # alone. The first row that holds (`benchmarks/epilogue.py`). 4 and 8 slots were measured before the
-# kernel loaded the next pieces ahead of a merge, 8 only in up to 16 pieces.
+# kernel loaded the next splits ahead of a merge, 8 only in up to 16 splits.
 MEASURED = (
     Faster(1, 8, False, Shape(1, 128, 8, 64, 8, whole=32)),
     Faster(1, 16, False, Shape(1, 128, 4, 64, 8, whole=32)),
@@ -213,7 +213,7 @@ def arguments(given: Inputs, shape: Shape) -> tuple[tuple[Any, ...], dict[str, A
         *_scale_strides(epilogue),
     )
     latent = plan.settings.v_head_dim
-    few = shape.of_few_pieces(latent, epilogue.quantization)
+    few = shape.of_few_splits(latent, epilogue.quantization)
     pdl = has_early_launch(latents.device)
     # A warp of AMD's has 64 threads.
     warps = max(1, shape.warps // 2) if torch.version.hip else shape.warps
@@ -227,12 +227,12 @@ def arguments(given: Inputs, shape: Shape) -> tuple[tuple[Any, ...], dict[str, A
         "COLUMNS": shape.columns,
         "SLICES": shape.slices,
         "LATENTS": _latents(shape.columns, latent // shape.slices),
-        "PIECES": shape.pieces,
+        "SPLITS": shape.splits,
         "WHOLE": shape.whole,
         "WHOLE_COLUMNS": few.columns,
         "WHOLE_SLICES": few.slices,
         "WHOLE_LATENTS": _latents(few.columns, latent // few.slices),
-        "WHOLE_PIECES": few.pieces,
+        "WHOLE_SPLITS": few.splits,
         "VECTORS": _vectors(latents, warps),
         **_quantization(epilogue),
         "LSE": given.lse is not None,
@@ -246,7 +246,7 @@ def arguments(given: Inputs, shape: Shape) -> tuple[tuple[Any, ...], dict[str, A
 
 
 def _latents(columns: int, latent: int) -> int:
-    """Rows of W_UV that a program holds: a power of two that divides `latent`, all it has.
+    """Rows of W_UV that a CTA holds: a power of two that divides `latent`, all it has.
 
     They go through shared memory, of which gfx942 has 64 KiB. More registers spill.
     """
@@ -255,9 +255,9 @@ def _latents(columns: int, latent: int) -> int:
 
 
 def _vectors(latents: torch.Tensor, warps: int) -> int:
-    """The least tile of latents of one piece of which a thread loads four neighbours; 0: none.
+    """The least tile of latents of one split of which a thread loads four neighbours; 0: none.
 
-    Not where threads were left over: they would take other pieces of the same latents, which then
+    Not where threads were left over: they would take other splits of the same latents, which then
     meet through shared memory.
     """
     warp = 64 if torch.version.hip else 32

@@ -1,14 +1,14 @@
 """The epilogue of a decode, in Triton: merge, product with W_UV and quantization in one launch.
 
-A program has ROWS query rows of one head, one of SLICES slices of their latents, and COLUMNS
+A CTA has ROWS query rows of one head, one of SLICES slices of their latents, and COLUMNS
 columns of their results. It merges its slice and multiplies it with its part of W_UV: with all
-columns in one program nothing is merged twice. The last program of the slices adds the products.
-That costs more than it saves where a row has few pieces. So the programs of a row may divide it by
+columns in one CTA nothing is merged twice. The last CTA of the slices adds the products.
+That costs more than it saves where a row has few splits. So the CTAs of a row may divide it by
 columns if it has few, and by latents if it has more: they read how many in the plan.
 
 Slots number the query rows of a step as if every sequence had `positions` of them: slot = sequence
 * positions + position. A slot without a query row takes one of the rows after the last sequence, so
-every row of the result is written, by one program.
+every row of the result is written, by one CTA.
 
 W_UV is on its way before the decode has ended: it does not change between launches.
 """
@@ -62,8 +62,8 @@ class Sizes(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Of each row of a program: its token, whether there is one, its row in a partial tile, and
-    its pieces: `begin` ... `end` - 1 of `reduce_partial_map`, none if it was not split."""
+    """Of each row of a CTA: its token, whether there is one, its row in a partial tile, and
+    its splits: `begin` ... `end` - 1 of `reduce_partial_map`, none if it was not split."""
 
     token: Any
     real: Any
@@ -74,7 +74,7 @@ class Rows(NamedTuple):
 
 @triton.jit
 def read_rows(given, sizes, slot, HEADS: tl.constexpr, FOLD: tl.constexpr):
-    """What `slot` numbers are, for the head of this program."""
+    """What `slot` numbers are, for the head of this CTA."""
     head = tl.program_id(2)
     sequence = tl.minimum(slot // sizes.positions, sizes.batch)
     in_batch = sequence < sizes.batch
@@ -95,8 +95,8 @@ def read_rows(given, sizes, slot, HEADS: tl.constexpr, FOLD: tl.constexpr):
 
 
 @triton.jit
-def count_pieces(given, sizes, slot, HEADS: tl.constexpr, FOLD: tl.constexpr):
-    """Pieces of the sequence of one slot, for the head of this program; 0 behind the last one."""
+def count_splits(given, sizes, slot, HEADS: tl.constexpr, FOLD: tl.constexpr):
+    """Splits of the sequence of one slot, for the head of this CTA; 0 behind the last one."""
     sequence = slot // sizes.positions
     in_batch = sequence < sizes.batch
     tile = given.reduce_indptr_ptr + sequence * FOLD + tl.program_id(2) // HEADS
@@ -105,21 +105,21 @@ def count_pieces(given, sizes, slot, HEADS: tl.constexpr, FOLD: tl.constexpr):
 
 
 @triton.jit
-def place(rows, reduce_partial_map_ptr, start, HEADS: tl.constexpr, PIECES: tl.constexpr):
-    """Rows of the partial tiles that hold pieces `start` ... `start` + PIECES - 1 of each row."""
-    piece = rows.begin[None, :] + start + tl.arange(0, PIECES)[:, None]
-    at = tl.load(reduce_partial_map_ptr + piece, mask=piece < rows.end[None, :], other=0)
+def place(rows, reduce_partial_map_ptr, start, HEADS: tl.constexpr, SPLITS: tl.constexpr):
+    """Rows of the partial tiles that hold splits `start` ... `start` + SPLITS - 1 of each row."""
+    split = rows.begin[None, :] + start + tl.arange(0, SPLITS)[:, None]
+    at = tl.load(reduce_partial_map_ptr + split, mask=split < rows.end[None, :], other=0)
     return at.to(tl.int64) * HEADS + rows.at[None, :]
 
 
 @triton.jit
 def loaded(
-    rows, at, start, partial_ptr, partial_lse_ptr, latent, L: tl.constexpr, PIECES: tl.constexpr,
+    rows, at, start, partial_ptr, partial_lse_ptr, latent, L: tl.constexpr, SPLITS: tl.constexpr,
     VECTORS: tl.constexpr,
 ):  # fmt: skip
-    """LSE [PIECES, ROWS] in base 2, and latents `latent` of the pieces from `start` on."""
-    piece = rows.begin[None, :] + start + tl.arange(0, PIECES)[:, None]
-    wanted = piece < rows.end[None, :]
+    """LSE [SPLITS, ROWS] in base 2, and latents `latent` of the splits from `start` on."""
+    split = rows.begin[None, :] + start + tl.arange(0, SPLITS)[:, None]
+    wanted = split < rows.end[None, :]
     lse = tl.load(partial_lse_ptr + at, mask=wanted, other=float("-inf")) * LOG2E
     values = partial_ptr + at[:, :, None] * L + latent[None, None, :]
     if VECTORS:
@@ -130,19 +130,19 @@ def loaded(
 @triton.jit
 def merged(
     rows, partial_ptr, partial_lse_ptr, reduce_partial_map_ptr, latents, latent,
-    L: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, PIECES: tl.constexpr,
+    L: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
     VECTORS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Latents `latent` [ROWS, n] of each row in the type of W_UV, and its LSE [ROWS] in base 2.
 
-    PIECES pieces are loaded at once, and the next ones before these are merged. `latents` points at
+    SPLITS splits are loaded at once, and the next ones before these are merged. `latents` points at
     the rows that the decode has written itself, whose LSE is not known here. VECTORS: four
     neighbouring latents go to one thread.
     """
-    peak = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    l = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, latent.shape[0]], tl.float32)
-    at = place(rows, reduce_partial_map_ptr, 0, HEADS, PIECES)
+    at = place(rows, reduce_partial_map_ptr, 0, HEADS, SPLITS)
     if PDL:
         # All that follows was written by the decode; the plan was there before it.
         tl.extra.cuda.gdc_wait()
@@ -151,20 +151,20 @@ def merged(
     if VECTORS:
         values = tl.multiple_of(values, (1, 8))
     whole = tl.load(values, mask=(rows.real & ~is_split)[:, None], other=0.0)
-    lse, part = loaded(rows, at, 0, partial_ptr, partial_lse_ptr, latent, L, PIECES, VECTORS)
+    lse, part = loaded(rows, at, 0, partial_ptr, partial_lse_ptr, latent, L, SPLITS, VECTORS)
     most = tl.max(rows.end - rows.begin, 0)
-    for start in range(PIECES, most + PIECES, PIECES):
+    for start in range(SPLITS, most + SPLITS, SPLITS):
         next_lse, next_part = lse, part
         # A branch, or the compiler puts these loads behind the merge, which waits for others.
         if start < most:
-            at = place(rows, reduce_partial_map_ptr, start, HEADS, PIECES)
+            at = place(rows, reduce_partial_map_ptr, start, HEADS, SPLITS)
             next_lse, next_part = loaded(
-                rows, at, start, partial_ptr, partial_lse_ptr, latent, L, PIECES, VECTORS
+                rows, at, start, partial_ptr, partial_lse_ptr, latent, L, SPLITS, VECTORS
             )
-        peak, total, acc = merge_step(lse, part, peak, total, acc)
+        m, l, acc = merge_step(lse, part, m, l, acc)
         lse, part = next_lse, next_part
-    lse = tl.where(total > 0.0, peak + tl.log2(total), float("-inf"))
-    acc *= tl.where(lse > float("-inf"), 1.0 / total, 0.0)[:, None]
+    lse = tl.where(l > 0.0, m + tl.log2(l), float("-inf"))
+    acc *= tl.where(lse > float("-inf"), 1.0 / l, 0.0)[:, None]
     return tl.where(is_split[:, None], acc.to(whole.dtype), whole), lse
 
 
@@ -213,7 +213,7 @@ def is_last(
     DOT_ROWS: tl.constexpr, COLUMNS: tl.constexpr, AMD: tl.constexpr,
 ):  # fmt: skip
     """Store the sums [COLUMNS, DOT_ROWS] of slice `part` % SLICES; whether all slices are stored
-    now, as seen by one program of them.
+    now, as seen by one CTA of them.
 
     That one puts the count back to 0 for the next launch, which counts after it has waited.
     """
@@ -237,7 +237,7 @@ def is_last(
 @triton.jit
 def sum_of_slices(sums_ptr, part, SLICES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """The stored sums [COLUMNS, ROWS] of all slices, added in their order: the bits of the result
-    do not depend on which program is the last."""
+    do not depend on which CTA is the last."""
     column, row = tl.arange(0, COLUMNS)[:, None], tl.arange(0, ROWS)[None, :]
     first = sums_ptr + (part // SLICES).to(tl.int64) * (SLICES * ROWS * COLUMNS)
     total = tl.zeros([COLUMNS, ROWS], tl.float32)
@@ -271,12 +271,12 @@ def write(
 def compute(
     given, sizes, L: tl.constexpr, V: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr,
     ROWS: tl.constexpr, DOT_ROWS: tl.constexpr, COLUMNS: tl.constexpr, SLICES: tl.constexpr,
-    LATENTS: tl.constexpr, PIECES: tl.constexpr, VECTORS: tl.constexpr,
+    LATENTS: tl.constexpr, SPLITS: tl.constexpr, VECTORS: tl.constexpr,
     QUANTIZATION: tl.constexpr, LARGEST: tl.constexpr, LIMIT: tl.constexpr, LSE: tl.constexpr,
     PDL: tl.constexpr, AMD: tl.constexpr,
 ):  # fmt: skip
     """COLUMNS columns of `rows`, or what one of SLICES slices of their latents adds to them:
-    `program 1` is the slice + SLICES * the block of columns."""
+    `program_id(1)` is the slice + SLICES * the block of columns."""
     SLICE: tl.constexpr = L // SLICES
     FOURS: tl.constexpr = VECTORS > 0 and ROWS * LATENTS >= VECTORS
     head = tl.program_id(2)
@@ -296,7 +296,7 @@ def compute(
     for start in tl.static_range(0, SLICE, LATENTS):
         x, lse = merged(
             rows, given.partial_ptr, given.partial_lse_ptr, given.reduce_partial_map_ptr, latents,
-            start + latent, L, HEADS, ROWS, PIECES, FOURS, PDL,
+            start + latent, L, HEADS, ROWS, SPLITS, FOURS, PDL,
         )  # fmt: skip
         if start > 0:
             w = tl.load(w_tile + (start + latent)[None, :] * sizes.w_row)
@@ -334,18 +334,19 @@ def epilogue_kernel(
     heads, latent_stride_t, latent_stride_h, w_head, w_row, w_column, out_stride_t, scale_stride_t,
     scale_stride_g, L: tl.constexpr, V: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr,
     ROWS: tl.constexpr, DOT_ROWS: tl.constexpr, COLUMNS: tl.constexpr, SLICES: tl.constexpr,
-    LATENTS: tl.constexpr, PIECES: tl.constexpr, WHOLE: tl.constexpr,
+    LATENTS: tl.constexpr, SPLITS: tl.constexpr, WHOLE: tl.constexpr,
     WHOLE_COLUMNS: tl.constexpr, WHOLE_SLICES: tl.constexpr, WHOLE_LATENTS: tl.constexpr,
-    WHOLE_PIECES: tl.constexpr, VECTORS: tl.constexpr, QUANTIZATION: tl.constexpr,
+    WHOLE_SPLITS: tl.constexpr, VECTORS: tl.constexpr, QUANTIZATION: tl.constexpr,
     LARGEST: tl.constexpr, LIMIT: tl.constexpr, LSE: tl.constexpr, PDL: tl.constexpr,
     AMD: tl.constexpr,
 ):  # fmt: skip
-    """Slots ROWS * `program 0` and following, head `program 2`; `program 1` is the slice + SLICES
-    * the block of COLUMNS columns. If no slot has more than WHOLE pieces, it is the slice +
-    WHOLE_SLICES * the block of WHOLE_COLUMNS columns; WHOLE is 0 where nothing is divided so.
+    """Slots ROWS * `program_id(0)` and following, head `program_id(2)`; `program_id(1)` is the
+    slice + SLICES * the block of COLUMNS columns. If no slot has more than WHOLE splits, it is the
+    slice + WHOLE_SLICES * the block of WHOLE_COLUMNS columns; WHOLE is 0 where nothing is divided
+    so.
 
     W_UV is read LATENTS (WHOLE_LATENTS) of its L rows at a time, the first ones before the decode
-    has ended, and PIECES (WHOLE_PIECES) pieces of a row. A tile of VECTORS latents or more is
+    has ended, and SPLITS (WHOLE_SPLITS) splits of a row. A tile of VECTORS latents or more is
     loaded in vectors; 0: none is. QUANTIZATION: `Epilogue.quantization`. PDL: the launch precedes
     the end of the decode kernel.
     """
@@ -360,16 +361,16 @@ def epilogue_kernel(
         out_stride_t, scale_stride_t, scale_stride_g,
     )  # fmt: skip
     if WHOLE > 0:  # noqa: SIM102 (known when compiled; the other one is not)
-        # All programs of this slot and head read the same numbers: either each slice is counted or
+        # All CTAs of this slot and head read the same numbers: either each slice is counted or
         # none is, and the count is 0 again behind the launch.
-        if count_pieces(given, sizes, tl.program_id(0), HEADS, FOLD) <= WHOLE:
+        if count_splits(given, sizes, tl.program_id(0), HEADS, FOLD) <= WHOLE:
             compute(
                 given, sizes, L, V, HEADS, FOLD, ROWS, DOT_ROWS, WHOLE_COLUMNS, WHOLE_SLICES,
-                WHOLE_LATENTS, WHOLE_PIECES, VECTORS, QUANTIZATION, LARGEST, LIMIT, LSE, PDL, AMD,
+                WHOLE_LATENTS, WHOLE_SPLITS, VECTORS, QUANTIZATION, LARGEST, LIMIT, LSE, PDL, AMD,
             )  # fmt: skip
             return
     compute(
-        given, sizes, L, V, HEADS, FOLD, ROWS, DOT_ROWS, COLUMNS, SLICES, LATENTS, PIECES,
+        given, sizes, L, V, HEADS, FOLD, ROWS, DOT_ROWS, COLUMNS, SLICES, LATENTS, SPLITS,
         VECTORS, QUANTIZATION, LARGEST, LIMIT, LSE, PDL, AMD,
     )  # fmt: skip
 
@@ -379,7 +380,7 @@ def quantize_kernel(
     y_ptr, out_ptr, scale_ptr, out_stride_t, scale_stride_t, scale_stride_g, WIDTH: tl.constexpr,
     GROUP: tl.constexpr, QUANTIZATION: tl.constexpr, LARGEST: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """Quantize GROUP columns (program 1) of a row (program 0) of a dense product [T, WIDTH]."""
+    """Quantize GROUP columns, `program_id(1)`, of row `program_id(0)` of a product [T, WIDTH]."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
     inside = column < WIDTH

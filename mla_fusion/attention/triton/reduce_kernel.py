@@ -1,4 +1,4 @@
-"""The reduction behind a decode, in Triton: pieces of split sequences become rows of the output."""
+"""The reduction behind a decode, in Triton: the splits of a sequence become rows of the output."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def merge_step(lse, part, peak, total, acc):
-    """Merge PIECES more pieces: their LSE [pieces, rows] in base 2, outputs [..., columns]."""
-    new_peak = tl.maximum(peak, tl.max(lse, 0))
-    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+def merge_step(lse, part, m, l, acc):
+    """Merge SPLITS more splits: their LSE [splits, rows] in base 2, outputs [..., columns]."""
+    new_m = tl.maximum(m, tl.max(lse, 0))
+    base = tl.where(new_m == float("-inf"), 0.0, new_m)
     p = tl.exp2(lse - base[None, :])
-    decay = tl.exp2(peak - base)
-    total = total * decay + tl.sum(p, 0)
+    decay = tl.exp2(m - base)
+    l = l * decay + tl.sum(p, 0)
     acc = acc * decay[:, None] + tl.sum(part * p[:, :, None], 0)
-    return new_peak, total, acc
+    return new_m, l, acc
 
 
 @triton.jit
@@ -34,15 +34,15 @@ def reduce_kernel(
     partial_ptr, partial_lse_ptr, reduce_indptr_ptr, reduce_final_map_ptr, reduce_partial_map_ptr,
     qo_indptr_ptr, sink_ptr, out_ptr, lse_ptr, heads, out_stride_t, out_stride_h,
     SINK: tl.constexpr, L: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr,
-    ROWS: tl.constexpr, PIECES: tl.constexpr, COLUMNS: tl.constexpr, LSE: tl.constexpr,
+    ROWS: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr, LSE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Merge the pieces of tile `program 0`: ROWS query rows from ROWS * `program 1` on.
+    """Merge the splits of tile `program_id(0)`: ROWS query rows from ROWS * `program_id(1)` on.
 
-    out = sum_i exp(lse_i - lse) out_i with lse = log sum_i exp(lse_i), over PIECES pieces at once
-    and for COLUMNS latents (program 2; the last one may have fewer). The decode kernel writes tiles
-    that were not split. PDL: the launch precedes the end of the decode kernel, which has waited for
-    the plan; this kernel waits for the decode before it reads anything else.
+    out = sum_i exp(lse_i - lse) out_i with lse = log sum_i exp(lse_i), over SPLITS splits at once
+    and for COLUMNS latents (`program_id(2)`; the last one may have fewer). The decode kernel writes
+    tiles that were not split. PDL: the launch precedes the end of the decode kernel, which has
+    waited for the plan; this kernel waits for the decode before it reads anything else.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -60,25 +60,25 @@ def reduce_kernel(
     head = tile % FOLD * HEADS + row % HEADS
     real = (row // HEADS < count) & (head < heads)
     token = tl.load(qo_indptr_ptr + tile // FOLD).to(tl.int64) + row // HEADS
-    peak = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    l = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for start in range(first, last, PIECES):
-        piece = start + tl.arange(0, PIECES)
-        at = tl.load(reduce_partial_map_ptr + piece, mask=piece < last, other=0).to(tl.int64)
+    for start in range(first, last, SPLITS):
+        split = start + tl.arange(0, SPLITS)
+        at = tl.load(reduce_partial_map_ptr + split, mask=split < last, other=0).to(tl.int64)
         at = at[:, None] * HEADS + row[None, :]
         if PDL:
             tl.extra.cuda.gdc_wait()
-        wanted = (piece < last)[:, None] & real[None, :]
+        wanted = (split < last)[:, None] & real[None, :]
         lse = tl.load(partial_lse_ptr + at, mask=wanted, other=float("-inf")) * LOG2E
         values = partial_ptr + at[:, :, None] * L + column[None, None, :]
-        of_piece = within(wanted[:, :, None], column[None, None, :], L, PADDED)
-        part = tl.load(values, mask=of_piece, other=0.0)
-        peak, total, acc = merge_step(lse, part, peak, total, acc)
-    lse = tl.where(total > 0.0, (peak + tl.log2(total)) * LN2, float("-inf"))
+        of_split = within(wanted[:, :, None], column[None, None, :], L, PADDED)
+        part = tl.load(values, mask=of_split, other=0.0)
+        m, l, acc = merge_step(lse, part, m, l, acc)
+    lse = tl.where(l > 0.0, (m + tl.log2(l)) * LN2, float("-inf"))
     if SINK:
-        total += tl.exp2(tl.load(sink_ptr + head, mask=real, other=0.0) * LOG2E - peak)
-    acc *= tl.where(lse > float("-inf"), 1.0 / total, 0.0)[:, None]
+        l += tl.exp2(tl.load(sink_ptr + head, mask=real, other=0.0) * LOG2E - m)
+    acc *= tl.where(lse > float("-inf"), 1.0 / l, 0.0)[:, None]
     final = out_ptr + token * out_stride_t + head * out_stride_h
     of_row = within(real[:, None], column[None, :], L, PADDED)
     tl.store(final[:, None] + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=of_row)
@@ -91,10 +91,10 @@ kernel: Any = reduce_kernel
 
 
 def reduction(tiles: int, rows: int) -> tuple[int, int, int]:
-    """Rows, pieces and columns of a program that merges `tiles` tiles of `rows` query rows each.
+    """Rows, splits and columns of a CTA that merges `tiles` tiles of `rows` query rows each.
 
-    Few tiles have many pieces, which are loaded at once; many tiles have few, if any. Measured on
-    an H200, where a program has 16 bytes of each of its rows and pieces in a thread.
+    Few tiles have many splits, which are loaded at once; many tiles have few, if any. Measured on
+    an H200, where a CTA has 16 bytes of each of its rows and splits in a thread.
     """
     if tiles * rows <= 64:
         return 1, 32, 128
@@ -112,7 +112,7 @@ def arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional arguments and keywords of the reduction of the first `tiles` tiles."""
     latent, unused = plan.settings.v_head_dim, plan.partial_lse
-    rows, pieces, columns = reduction(tiles, plan.heads_per_work)
+    rows, splits, columns = reduction(tiles, plan.heads_per_work)
     args = (
         plan.partial_output,
         plan.partial_lse,
@@ -134,7 +134,7 @@ def arguments(
         "HEADS": plan.heads_per_work,
         "FOLD": plan.fold,
         "ROWS": rows,
-        "PIECES": pieces,
+        "SPLITS": splits,
         "COLUMNS": min(columns, power_of_two(latent)),
         "LSE": lse is not None,
         "PDL": pdl,
