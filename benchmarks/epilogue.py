@@ -4,7 +4,7 @@
     python benchmarks/epilogue.py --csv benchmarks/results/epilogue.csv
 
 times shapes as `mla-fusion bench epilogue` times what is chosen, minutes of an H200, and prints
-rows for `MEASURED` in mla_fusion/attention/triton_epilogue.py: for each number of tokens and heads
+rows for `MEASURED` in mla_fusion/attention/triton/epilogue.py: for each number of tokens and heads
 the shape whose mean gain over pieces and places is the largest, of those that are never slower.
 """
 
@@ -23,10 +23,10 @@ from pathlib import Path
 import torch
 import triton
 
-from mla_fusion.attention import epilogue_kernel
-from mla_fusion.attention import triton_epilogue as epilogues
-from mla_fusion.attention.epilogue import GROUP
-from mla_fusion.attention.triton_epilogue import Shape
+from mla_fusion.attention.plan.epilogue import GROUP
+from mla_fusion.attention.triton import epilogue as epilogues
+from mla_fusion.attention.triton import epilogue_kernel
+from mla_fusion.attention.triton.epilogue import Shape
 from mla_fusion.cli.bench import epilogue as bench_epilogue
 from mla_fusion.cli.bench.epilogue import LATENT, SEPARATE, Case
 from mla_fusion.cli.bench.kit import environment
@@ -59,7 +59,7 @@ def tuned(case: Case, whole: int) -> set[Shape]:
         if most <= 2 * rows <= 2 * most
         if rows * slices == 1 or (columns == widest and pieces > 8)
     }
-    shapes |= {dataclasses.replace(shape, whole=whole) for shape in shapes if shape.pieces > 16}
+    shapes |= {dataclasses.replace(shape, whole=whole) for shape in shapes if shape.splits > 16}
     least, greatest = PROGRAMS
     facts = case.tokens, LATENT, case.values, case.quantization
     return {
@@ -115,7 +115,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, nargs="+", default=(1, 2, 4, 8, 16))
     parser.add_argument("--heads", type=int, nargs="+", default=(8, 16, 32, 64, 128))
-    parser.add_argument("--pieces", type=int, nargs="+", default=(1, 16, 128))
+    parser.add_argument("--splits", "--pieces", type=int, nargs="+", default=(1, 16, 128))
     parser.add_argument("--values", type=int, default=128)
     parser.add_argument("--quantization", nargs="+", default=("none", "group"))
     parser.add_argument("--whole", type=int, default=32, help="most pieces of a row not sliced")
@@ -128,7 +128,7 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_default_device("cuda")
     cases = bench_epilogue.grid(
-        options.tokens, options.heads, options.pieces, options.values, options.quantization
+        options.tokens, options.heads, options.splits, options.values, options.quantization
     )
     compile_all(cases, options.whole)
     print(f"compiled after {time.monotonic() - start:.0f} s", flush=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from mla_fusion.attention.layouts import (
+from mla_fusion.attention.plan.layouts import (
     EXPONENTS,
     FP8_DS_MLA,
     FP8_DS_MLA_V4,

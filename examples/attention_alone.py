@@ -89,7 +89,7 @@ def main() -> None:
             q_dtype=torch.bfloat16,
             kv_dtype=torch.bfloat16,
             device=device,
-            workers=8 if device == "cpu" else None,
+            ctas=8 if device == "cpu" else None,
         )
     ]
     compiled = torch.compile(layer, fullgraph=True)
@@ -105,7 +105,7 @@ def main() -> None:
         want = softmax_attention(x, w, cache, table, lengths)
         error = (got - want).norm() / want.norm()
         items = PLANS[0].work_indptr.diff().tolist()
-        print(f"step {step}: relative error {error:.2g}; work items of each worker: {items}")
+        print(f"step {step}: relative error {error:.2g}; work items of each CTA: {items}")
 
 
 if __name__ == "__main__":

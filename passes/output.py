@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from mla_fusion import ops
-from mla_fusion.attention.epilogue import in_groups
+from mla_fusion.attention.plan.epilogue import in_groups
 from mla_fusion.passes.result import PassResult
 from mla_fusion.passes.rewrite import empty, functionalized_call
 from mla_fusion.patterns import output_quantization

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from mla_fusion.attention.epilogue import EPSILON, GROUP, largest
+from mla_fusion.attention.plan.epilogue import EPSILON, GROUP, largest
 from mla_fusion.kernels.arithmetic import FP8_DTYPES
 from mla_fusion.ops import Quantization
 from mla_fusion.patterns import probe

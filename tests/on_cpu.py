@@ -22,12 +22,12 @@ class OnCpu(TorchFunctionMode):
 @contextlib.contextmanager
 def decodes_on_cpu(monkeypatch):
     """Inputs on the CPU, where the reference executes our plans; two caches for a case."""
-    workers = {"workers": 4, "kv_granularity": 64, "overhead": 4}
+    settings = {"ctas": 4, "kv_granularity": 64, "overhead": 4}
 
     def allocate(**arguments):
         return PersistentDecodePlan.allocate(**arguments | {"device": "cpu"})
 
-    monkeypatch.setattr(peers, "plan_settings", lambda *_: workers)
+    monkeypatch.setattr(peers, "plan_settings", lambda *_: settings)
     monkeypatch.setattr(peers, "PersistentDecodePlan", SimpleNamespace(allocate=allocate))
     monkeypatch.setattr(peers, "ROTATED", 0)
     with OnCpu():

@@ -7,10 +7,9 @@ import figures
 import pytest
 import torch
 
-from mla_fusion.attention import measured
 from mla_fusion.config import Options, eligibility, vllm_compat
 from mla_fusion.report.reasons import Decline
-from mla_fusion.runtime import decode_choice, step_plan
+from mla_fusion.runtime import decode_choice, measured, step_plan
 
 TYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 BACKENDS = {"bf16": ("fa3", "FLASH_ATTN_MLA"), "fp8": ("flashmla", "FLASHMLA")}

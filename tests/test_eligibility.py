@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from mla_fusion import attention, kernels
-from mla_fusion.attention import selection, triton
+from mla_fusion.attention import triton
+from mla_fusion.attention.aiter import selection
+from mla_fusion.attention.plan import device
 from mla_fusion.config import eligibility, vllm_compat
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -167,7 +169,7 @@ class TestAiter:
 
     @pytest.mark.parametrize("changes, query_len, arch, reason", OF_AITER)
     def test_what_its_kernels_take(self, monkeypatch, changes, query_len, arch, reason):
-        monkeypatch.setattr(selection, "architecture", lambda device: arch)
+        monkeypatch.setattr(device, "architecture", lambda device: arch)
         fp8 = torch.float8_e4m3fn if arch == "gfx950" else torch.float8_e4m3fnuz
         monkeypatch.setattr(vllm_compat, "fp8_dtype", lambda: fp8)
         found = declined(layer(**changes), "aiter", BF16, "aiter", query_len)
@@ -175,7 +177,7 @@ class TestAiter:
         assert reason in found and not declined(layer(**changes), "aiter", BF16)
 
     def test_each_shorter_query_needs_a_kernel_too(self, monkeypatch):
-        monkeypatch.setattr(selection, "architecture", lambda device: "gfx942")
+        monkeypatch.setattr(device, "architecture", lambda device: "gfx942")
         key = ("gfx942", "bf16", 16)
         monkeypatch.setitem(selection._QUERY_LENS, key, (2,))
         assert not declined(layer(), "aiter", BF16, "aiter", 2)

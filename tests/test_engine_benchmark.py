@@ -13,7 +13,7 @@ import engine_model
 import pytest
 import torch
 
-from mla_fusion.attention import triton_epilogue
+from mla_fusion.attention.triton import epilogue as triton_epilogue
 from mla_fusion.cli import child
 from tests.engine_results import BASE, TOKENS, result
 

@@ -11,7 +11,7 @@ from vllm.forward_context import ForwardContext, override_forward_context
 from vllm.utils.torch_utils import _encode_layer_name
 
 from mla_fusion import ops, runtime
-from mla_fusion.attention.epilogue import in_groups
+from mla_fusion.attention.plan.epilogue import in_groups
 from mla_fusion.ops import Quantization
 from mla_fusion.passes.fix_functionalization import MLAFixFunctionalizationPass
 from mla_fusion.passes.pipeline import MLAFusionPass

@@ -173,9 +173,8 @@ def decode(target, heads, kind, portable=False):
     keys costs every workgroup what it costs the first one."""
     sequences, length = 64, 8192
     given = decodes.made(target, heads, kind, sequences, length, units=GPUS[target].units)
-    with launched(target) as launches:
-        config = decodes.portable_config(given) if portable else None
-        attention.launch(given, config=config)
+    with decodes.kernel_of(portable), launched(target) as launches:
+        attention.launch(given)
     launch, plan, blocks = launches[0], given.plan, launches[0].grid[1]
     work = plan.work_info_set[: int(plan.work_indptr[-1])]
     tiles = -((work[:, 4] - work[:, 5]) // launch.constants["BLOCK_N"])

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from mla_fusion.attention.epilogue import Epilogue
-from mla_fusion.attention.plan import PersistentDecodePlan
-from mla_fusion.attention.validate import Inputs, validate
+from mla_fusion.attention.allocate import PersistentDecodePlan
+from mla_fusion.attention.plan.epilogue import Epilogue
+from mla_fusion.attention.plan.inputs import Inputs, validate
 from mla_fusion.kernels import ProviderUnavailable
 
 __all__ = [

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mla_fusion.attention.epilogue import EPSILON, GROUP, Epilogue, largest
-from mla_fusion.attention.layouts import read_keys
+from mla_fusion.attention.plan.epilogue import EPSILON, GROUP, Epilogue, largest
+from mla_fusion.attention.plan.layouts import read_keys
 
 if TYPE_CHECKING:
-    from mla_fusion.attention.buffers import PlanBuffers
-    from mla_fusion.attention.triton import Scope
-    from mla_fusion.attention.validate import Inputs
+    from mla_fusion.attention.plan.buffers import PlanBuffers
+    from mla_fusion.attention.plan.inputs import Inputs, Scope
 
 
 def require() -> None:
@@ -29,7 +28,7 @@ def plan_settings(
     num_heads: int, max_query_len: int, kv_dtype: torch.dtype, width: int, device: torch.device
 ) -> dict[str, int]:
     """Arguments of `PersistentDecodePlan.allocate` that suit this provider."""
-    return {"workers": 8}  # one after another: any number is as fast
+    return {"ctas": 8}  # one after another: any number is as fast
 
 
 def warm_up_batches(
@@ -44,9 +43,7 @@ def unsupported(q_dtype: torch.dtype, kv_dtype: torch.dtype, latent: int, rope: 
     return ""
 
 
-def persistent_mla_decode(
-    given: Inputs,
-) -> None:
+def persistent_mla_decode(given: Inputs) -> None:
     """See `mla_fusion.attention.persistent_mla_decode`."""
     plan, kv_cache, out, lse = given.plan, given.kv_cache, given.out, given.lse
     query, scale = dequantize(given.q, given.q_scale), given.softmax_scale
@@ -70,22 +67,22 @@ def persistent_mla_decode(
     for tile, partial, qo_start, qo_end, kv_start, kv_end, kv_offset, _ in items:
         sequence, block = divmod(tile, layout.fold)
         count, first = qo_end - qo_start, block * layout.per_work
-        piece = query.new_zeros((count, layout.per_work, query.shape[2]))
+        queries = query.new_zeros((count, layout.per_work, query.shape[2]))
         token = qo_indptr[sequence]
         real = query[token : token + count, first : first + layout.per_work]
-        piece[:, : real.shape[1]] = real
+        queries[:, : real.shape[1]] = real
         positions = torch.arange(kv_start, kv_end, device=device)
         at = positions - kv_indptr[sequence]
         blocks = given.block_table[sequence, at // kv_cache.shape[1]].long()
         keys = dequantize(kv_cache[blocks, at % kv_cache.shape[1]], given.kv_scale)
         ends = kv_end + kv_offset - torch.arange(count - 1, -1, -1, device=device)
         visible = positions < ends[:, None]
-        scores = torch.einsum("nhd,kd->nhk", piece, keys) * scale
+        scores = torch.einsum("nhd,kd->nhk", queries, keys) * scale
         scores = scores.masked_fill(~visible[:, None], -torch.inf)
         logsumexp = scores.logsumexp(-1)
         # exp(-inf - -inf) is NaN where a row sees nothing: such rows are zero.
-        weights = (scores - logsumexp[..., None]).exp().nan_to_num(nan=0.0)
-        output = weights @ keys[:, :latent]
+        p = (scores - logsumexp[..., None]).exp().nan_to_num(nan=0.0)
+        output = p @ keys[:, :latent]
         if partial < 0:
             write(tile, count, output, logsumexp)
         else:
@@ -95,15 +92,15 @@ def persistent_mla_decode(
     reduce_indptr, final = plan.reduce_indptr.tolist(), plan.reduce_final_map.tolist()
     starts = plan.reduce_partial_map.tolist()
     for tile in range(len(reduce_indptr) - 1):
-        pieces = range(reduce_indptr[tile], reduce_indptr[tile + 1])
-        if not pieces:
+        splits = range(reduce_indptr[tile], reduce_indptr[tile + 1])
+        if not splits:
             continue
         count = final[tile][1] - final[tile][0]
-        outputs = torch.stack([partial_output[starts[p] : starts[p] + count] for p in pieces])
-        lses = torch.stack([partial_lse[starts[p] : starts[p] + count] for p in pieces])
+        outputs = torch.stack([partial_output[starts[i] : starts[i] + count] for i in splits])
+        lses = torch.stack([partial_lse[starts[i] : starts[i] + count] for i in splits])
         total = lses.logsumexp(0)
-        weights = (lses - total).exp().nan_to_num(nan=0.0)
-        write(tile, count, (weights[..., None] * outputs).sum(0), total)
+        shares = (lses - total).exp().nan_to_num(nan=0.0)
+        write(tile, count, (shares[..., None] * outputs).sum(0), total)
     if given.epilogue is not None:
         finish(out, given.epilogue)
 

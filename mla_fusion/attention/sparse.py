@@ -3,11 +3,11 @@
 A scope is a cache and, for each token, a row of slots in it: a sliding window, or what an indexer
 chose, or both (DeepSeek-V3.2, V4). A token becomes a sequence of a persistent plan: the columns of
 the first scope, padded to whole tiles, then those of the last. So both scopes are one launch, one
-softmax runs over them, and the log-sum-exp merge of the pieces is the plan's own reduction.
+softmax runs over them, and the log-sum-exp merge of the splits is the plan's own reduction.
 
-A cache is of one type, or of bytes in a layout of `layouts.py`, the caches that vLLM keeps for
+A cache is of one type, or of bytes in a layout of `plan/layouts.py`, the caches that vLLM keeps for
 DeepSeek-V3.2, GLM-5 and V4. Those are read in place: on Hopper one scope of the first layout by
-`hopper_packed.py`, all others by the portable kernel.
+`hopper/sparse_fp8.py`, all others by the portable kernel.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from collections.abc import Sequence
 
 import torch
 
-from mla_fusion.attention import layouts
 from mla_fusion.attention import triton as provider
-from mla_fusion.attention.plan import PersistentDecodePlan
-from mla_fusion.attention.triton import Scope
-from mla_fusion.attention.triton_choice import packed_workers
-from mla_fusion.attention.validate import Inputs, validate
+from mla_fusion.attention.allocate import PersistentDecodePlan
+from mla_fusion.attention.plan import layouts
+from mla_fusion.attention.plan.inputs import Inputs, Scope, Sparse, validate
+from mla_fusion.attention.triton.choice import sparse_ctas
 
 # Scopes change between tiles, and both kernels' tiles divide this.
 TILE = 64
@@ -99,7 +98,7 @@ def sparse_scratch(
     q_dtype: torch.dtype,
     kv_dtype: torch.dtype,
     device: torch.device | str,
-    workers: int | None = None,
+    ctas: int | None = None,
     v_head_dim: int = 512,
 ) -> SparseScratch:
     """A new scratch for steps of up to `max_tokens` tokens.
@@ -114,8 +113,8 @@ def sparse_scratch(
     """
     if len(widths) not in (1, 2) or min(widths) < 1:
         raise ValueError(f"widths must be those of one or two scopes, got {widths}")
-    if workers is None:
-        workers = packed_workers(num_heads, widths, kv_dtype, torch.device(device))
+    if ctas is None:
+        ctas = sparse_ctas(num_heads, widths, kv_dtype, torch.device(device))
     plan = PersistentDecodePlan.allocate(
         max_batch=max_tokens,
         max_query_len=1,
@@ -123,7 +122,7 @@ def sparse_scratch(
         q_dtype=q_dtype,
         kv_dtype=kv_dtype,
         device=device,
-        workers=workers,
+        ctas=ctas,
         kv_granularity=TILE,
         overhead=4,
         v_head_dim=v_head_dim,
@@ -208,7 +207,8 @@ def sparse_mla_decode(
         except ValueError as error:
             raise ValueError(f"scope {number}: {error}") from None
         every.append(given)
-    provider.launch(every[0], provider.Sparse(scopes[-1], scratch.first, scratch.first_lens, sink))
+    added = Sparse(scopes[-1], scratch.first, scratch.first_lens, sink)
+    provider.launch(dataclasses.replace(every[0], sparse=added))
     return out, lse
 
 

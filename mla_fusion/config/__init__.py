@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mla_fusion import attention, kernels
-from mla_fusion.attention import planner_aiter
+from mla_fusion.attention.aiter import planner as planner_aiter
 from mla_fusion.config import vllm_compat
 from mla_fusion.report.reasons import Decline
 
@@ -42,7 +42,7 @@ class Options:
     attention: who decodes with the prepared query: "portable", this library's persistent decode;
         "aiter", AITER's by a plan of this library; "vllm", vLLM's backend; or "auto" (default): the
         first where it was measured not slower than the last, else the last.
-    max_split_per_batch: with "aiter", a budget of this many pieces for each sequence, shared by all
+    max_split_per_batch: with "aiter", a budget of this many splits for each sequence, shared by all
         of a batch; -1 (default) for none.
     """
 

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mla_fusion import kernels
-from mla_fusion.attention import get_provider, portable_provider, selection
+from mla_fusion.attention import get_provider, portable_provider
+from mla_fusion.attention.aiter import selection
+from mla_fusion.attention.plan import device
 from mla_fusion.config import PLANNED, vllm_compat
 from mla_fusion.report.reasons import Decline
 
@@ -149,6 +151,6 @@ def _not_of_aiter(layer: Any, query: torch.dtype, cache: torch.dtype, query_len:
     """Why AITER's persistent decode cannot serve this layer; empty if it can."""
     if widths := selection.unsupported_widths(layer.kv_lora_rank, layer.qk_rope_head_dim):
         return widths
-    arch = selection.architecture(layer._k_scale.device)
+    arch = device.architecture(layer._k_scale.device)
     why = selection.aiter_verdict_up_to(layer.num_heads, query_len, query, cache, arch).unsupported
     return f"{layer.num_heads} heads, {why}" if why else ""

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mla_fusion import config
-from mla_fusion.attention import measured
 from mla_fusion.config import eligibility, vllm_compat
+from mla_fusion.runtime import measured
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

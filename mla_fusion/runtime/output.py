@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from mla_fusion.attention import Epilogue
-from mla_fusion.attention.epilogue import EPSILON, GROUP, in_groups, largest
+from mla_fusion.attention.plan.epilogue import EPSILON, GROUP, in_groups, largest
 from mla_fusion.ops import Quantization
 
 

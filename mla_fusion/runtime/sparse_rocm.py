@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mla_fusion import config
-from mla_fusion.attention import triton_choice
+from mla_fusion.attention.cdna.fits import why_no_sparse
+from mla_fusion.attention.plan.device import cdna
 from mla_fusion.config import vllm_compat
 from mla_fusion.report.reasons import Decline
 
@@ -52,11 +53,11 @@ class FirstColumns:
 
 def why_not(vllm_config: Any) -> Decline | None:
     """Why no sparse layer of an engine is decoded by this library."""
-    if not triton_choice.cdna(vllm_config.device_config.device_type):
+    if not cdna(vllm_config.device_config.device_type):
         return Decline("sparse-platform")
     if config.read_options(vllm_config.additional_config).attention != "portable":
         return Decline("sparse-unmeasured")
-    why = triton_choice.why_no_sparse_cdna()
+    why = why_no_sparse()
     return Decline("provider-unavailable", why) if why else None
 
 

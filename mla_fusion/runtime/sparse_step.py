@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mla_fusion import config
-from mla_fusion.attention.layouts import FP8_DS_MLA, WIDE
+from mla_fusion.attention.plan.inputs import Scope
+from mla_fusion.attention.plan.layouts import FP8_DS_MLA, WIDE
 from mla_fusion.attention.sparse import sparse_mla_decode, sparse_scratch
-from mla_fusion.attention.triton import Scope
 from mla_fusion.config import vllm_compat
 from mla_fusion.kernels import ProviderUnavailable
 from mla_fusion.kernels import triton as provider

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mla_fusion import attention, config
-from mla_fusion.attention.epilogue import GROUP, in_groups
+from mla_fusion.attention.plan.epilogue import GROUP, in_groups
 from mla_fusion.config import eligibility, vllm_compat
 from mla_fusion.runtime import decode_choice
 from mla_fusion.runtime.output import QuantizedOutput
@@ -76,7 +76,7 @@ class StepPlan:
         return (
             f"{layers} layers share a plan, {self.executor} decodes: up to {settings.max_batch} "
             f"sequences of up to {settings.max_query_len} query tokens, {settings.num_heads} heads "
-            f"as {plan.fold} x {plan.heads_per_work}, {plan.rules.workers} workers, "
+            f"as {plan.fold} x {plan.heads_per_work}, {plan.rules.ctas} CTAs, "
             f"{f'at most {cap} splits a sequence on average' if cap > 0 else 'no cap on splits'}, "
             f"{size:.1f} MiB"
         )

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mla_fusion.attention import selection
+from mla_fusion.attention.aiter import selection
 from mla_fusion.cli.bench.kit import distance
 from tests.aiter_double import broken, uses
 from tests.aiter_double.rule import RAISED

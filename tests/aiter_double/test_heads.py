@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from mla_fusion.attention import selection
+from mla_fusion.attention.aiter import selection
 from tests import aiter_double
 from tests.aiter_double import ARCHITECTURES, Aborted, heads
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mla_fusion import attention as persistent
-from mla_fusion.attention import PersistentDecodePlan, buffers, persistent_mla_decode, selection
+from mla_fusion.attention import PersistentDecodePlan, persistent_mla_decode
+from mla_fusion.attention.plan import buffers, device
 from tests.aiter_double.calls import ENTRY, L
 
 if TYPE_CHECKING:
@@ -66,8 +67,8 @@ def found(double, monkeypatch):
     """The library finds the architecture of the double."""
     # Uncached: a test without AITER must not be given the module of this one.
     monkeypatch.setattr(persistent, "get_provider", persistent.get_provider.__wrapped__)
-    monkeypatch.setattr(selection, "architecture", lambda device: double.arch.name)
-    monkeypatch.setattr(buffers, "multiprocessors", lambda device: double.arch.compute_units)
+    monkeypatch.setattr(device, "architecture", lambda device: double.arch.name)
+    monkeypatch.setattr(buffers, "sm_count", lambda device: double.arch.compute_units)
 
 
 def run(use, double):

@@ -1,19 +1,22 @@
 """The portable decode and its reduction on the machine, against float64 attention."""
 
+import contextlib
 from types import SimpleNamespace
 from unittest import mock
 
 import torch
 
-from mla_fusion.attention import triton, triton_choice
-from mla_fusion.attention.validate import Inputs
+from mla_fusion.attention import triton
+from mla_fusion.attention.plan import device
+from mla_fusion.attention.plan.inputs import Inputs
+from mla_fusion.attention.triton import choice
 from tests import tally
 from tests.amd.provider import machine
 from tests.attention import decodes
 from tests.attention.decodes import BF16
 from tests.kernels.compiled import FP8
 
-# heads, query rows, KV tokens, query, cache, page size, workers, and what else the plan gets
+# heads, query rows, KV tokens, query, cache, page size, CTAs, and what else the plan gets
 CASES = {
     "one token": (16, [1], [1], "bf16", "bf16", 64, 2),
     "ragged": (16, [1, 1, 1], [40, 90, 5], "bf16", "bf16", 64, 4),
@@ -23,8 +26,8 @@ CASES = {
     "drafts": (16, [2, 2], [37, 20], "bf16", "bf16", 64, 4),
     "padded heads": (12, [1, 1], [40, 17], "fp8", "fp8", 16, 4),
     "page of one": (16, [1, 1], [30, 18], "bf16", "bf16", 1, 4),
-    "one worker": (12, [1, 1, 1], [40, 17, 33], "fp8", "fp8", 16, 1),
-    "two workers": (12, [2, 1, 2], [37, 20, 50], "bf16", "bf16", 64, 2),
+    "one CTA": (12, [1, 1, 1], [40, 17, 33], "fp8", "fp8", 16, 1),
+    "two CTAs": (12, [2, 1, 2], [37, 20, 50], "bf16", "bf16", 64, 2),
     "tiles": (16, [1, 2], [200, 130], "fp8", "fp8", 64, 1),
     "tiles of pages": (16, [2, 1], [140, 70], "bf16", "bf16", 16, 1),
     "tiles of slots": (16, [1, 1], [140, 70], "fp8", "fp8", 1, 2),
@@ -38,7 +41,7 @@ CASES = {
     "three tiles": (12, [1, 1], [150, 70], "fp8", "fp8", 16, 1),
     "three tiles of drafts": (12, [2, 1], [150, 70], "bf16", "bf16", 64, 1),
     "drafts of 6 heads": (6, [4, 1], [150, 70], "bf16", "bf16", 64, 1),
-    "many pieces": (12, [2, 1], [150, 20], "bf16", "bf16", 64, 70, {"kv_granularity": 1}),
+    "many splits": (12, [2, 1], [150, 20], "bf16", "bf16", 64, 70, {"kv_granularity": 1}),
 }
 HALF_STEP = 2**-8  # of bf16, relative
 FP32 = 2**-16  # sums, exponentials and scales in fp32, relative
@@ -49,10 +52,10 @@ class Expected:
     """The inputs of a case, its outputs full of NaN, and what they should become."""
 
     def __init__(self, target, name):
-        heads, rows, lengths, query, cache, page, workers, *more = CASES[name]
+        heads, rows, lengths, query, cache, page, ctas, *more = CASES[name]
         types = {"bf16": BF16, "fp8": FP8[target]}
         given = decodes.arguments(
-            rows, lengths, page, rope=64, num_heads=heads, workers=workers, overhead=1,
+            rows, lengths, page, rope=64, num_heads=heads, ctas=ctas, overhead=1,
             q_dtype=types[query], kv_dtype=types[cache],
             **({"v_head_dim": 512} | (more[0] if more else {})),
         )  # fmt: skip
@@ -65,10 +68,10 @@ class Expected:
         self.inputs = Inputs(**given, out=out, lse=lse)
 
     def split(self, like):
-        """Which elements of a result [T, H, ...] come from more than one piece."""
+        """Which elements of a result [T, H, ...] come from more than one split."""
         plan, mask = self.inputs.plan, torch.zeros_like(like, dtype=torch.bool)
-        pieces = plan.reduce_indptr.diff().view(-1, plan.fold)[:, 0] > 0
-        for sequence in pieces.nonzero().flatten().tolist():
+        splits = plan.reduce_indptr.diff().view(-1, plan.fold)[:, 0] > 0
+        for sequence in splits.nonzero().flatten().tolist():
             mask[plan.qo_indptr[sequence] : plan.qo_indptr[sequence + 1]] = True
         return mask
 
@@ -90,7 +93,7 @@ def made(target, heads, kind, sequences, length, units, page=64):
     with (
         mock.patch.object(torch.cuda, "get_device_properties", lambda device: properties),
         mock.patch.object(torch.version, "hip", "7.0"),
-        mock.patch.object(triton_choice, "architecture", lambda device: target),
+        mock.patch.object(device, "architecture", lambda device: target),
     ):
         settings = triton.plan_settings(heads, 1, types[kind], 576, "cuda")
     plan = decodes.plan_for(
@@ -112,20 +115,18 @@ def made(target, heads, kind, sequences, length, units, page=64):
     )
 
 
-def portable_config(inputs):
-    """How the portable kernel would be compiled for these inputs."""
-    latent, settings = inputs.plan.settings.v_head_dim, inputs.plan.settings
-    rows = inputs.plan.heads_per_work * settings.max_query_len
-    return triton_choice.choose(False, rows, latent, inputs.q.shape[2] - latent, 64)
+def kernel_of(portable):
+    """Within it the portable kernel decodes, as on other GPUs, or the one that is chosen."""
+    if portable:
+        return mock.patch.object(choice, "cdna", lambda _: 0)
+    return contextlib.nullcontext()
 
 
 def check(target, name, settings=None, portable=False):
     """Execute a case, compare it, and return its launches; `portable` as on other GPUs."""
     expected = Expected(target, name)
-    with machine(target, settings) as launches:
-        triton.launch(
-            expected.inputs, config=portable_config(expected.inputs) if portable else None
-        )
+    with kernel_of(portable), machine(target, settings) as launches:
+        triton.launch(expected.inputs)
     assert not (wrong := expected.wrong()), wrong
     tally.add(
         "AMD machine code", bytes_compared=2 * expected.out.numel() + 4 * expected.lse.numel()

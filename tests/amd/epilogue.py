@@ -1,17 +1,17 @@
 """The epilogue on the machine, against the formula that the interpreted one is compared with."""
 
-from mla_fusion.attention import triton_epilogue as epilogues
+from mla_fusion.attention.triton import epilogue as epilogues
 from tests import tally
 from tests.amd.provider import machine
 from tests.attention.epilogue_cases import Case, check_quantized, expected, make
 from tests.kernels.compiled import FP8
 
-# Of a step, with pieces: none; those of whole rows, in one turn and in two; more, of which the last
+# Of a step, with splits: none; those of whole rows, in one turn and in two; more, of which the last
 # turn has few and many; drafts, of which one is missing; padding, in a sequence's slot and behind.
 STEPS = {
-    "tokens": {"rows": (1, 1, 1, 1), "pieces": (17, 0, 1, 128), "padding": 1},
+    "tokens": {"rows": (1, 1, 1, 1), "splits": (17, 0, 1, 128), "padding": 1},
     "drafts": {
-        "rows": (2, 2, 1, 0), "pieces": (32, 65, 33, 0), "padding": 2, "outweighed": True,
+        "rows": (2, 2, 1, 0), "splits": (32, 65, 33, 0), "padding": 2, "outweighed": True,
     },
 }  # fmt: skip
 

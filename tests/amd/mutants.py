@@ -10,8 +10,8 @@ import random
 import re
 
 from mla_fusion.attention import triton as attention
-from mla_fusion.attention import triton_epilogue as epilogues
-from mla_fusion.attention.buffers import PLANNED
+from mla_fusion.attention.plan.buffers import PLANNED
+from mla_fusion.attention.triton import epilogue as epilogues
 from mla_fusion.cli.bench.kit import poisoned
 from mla_fusion.kernels import triton
 from tests.amd import assembly, decode, encode, epilogue, execute, region, test_planner
@@ -121,9 +121,8 @@ def decode_runs(target, *names, portable=False):
 
     def make(name):
         expected = decode.Expected(target, name)
-        config = decode.portable_config(expected.inputs) if portable else None
-        with machine(target) as launches:
-            attention.launch(expected.inputs, config=config)
+        with decode.kernel_of(portable), machine(target) as launches:
+            attention.launch(expected.inputs)
         plan, inputs = expected.inputs.plan, expected.inputs
         outputs = (inputs.out, inputs.lse, plan.partial_output, plan.partial_lse)
 

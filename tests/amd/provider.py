@@ -10,8 +10,9 @@ from unittest import mock
 
 import torch
 
-from mla_fusion.attention import cdna_kernel, epilogue_kernel, planner_triton, triton_choice
-from mla_fusion.attention import triton_kernels as attention_kernels
+from mla_fusion.attention.cdna import decode as cdna_kernel
+from mla_fusion.attention.plan import device, planner_triton
+from mla_fusion.attention.triton import decode_kernel, epilogue_kernel, reduce_kernel
 from mla_fusion.kernels import dispatch
 from mla_fusion.kernels import triton_kernels as region_kernels
 from tests import tally
@@ -29,15 +30,15 @@ WRITABLE = {
         "plan_qo_indptr", "plan_kv_indptr", "scratch",
     ),
 }  # fmt: skip
-KERNELS = {
-    "prep_kernel": region_kernels,
-    "decode_kernel": attention_kernels,
-    "cdna decode_kernel": cdna_kernel,
-    "reduce_kernel": attention_kernels,
-    "epilogue_kernel": epilogue_kernel,
-    "quantize_kernel": epilogue_kernel,
-    "plan_kernel": planner_triton,
-}
+KERNELS = (
+    (region_kernels, "prep_kernel"),
+    (decode_kernel, "kernel"),
+    (cdna_kernel, "kernel"),
+    (reduce_kernel, "kernel"),
+    (epilogue_kernel, "epilogue_kernel"),
+    (epilogue_kernel, "quantize_kernel"),
+    (planner_triton, "plan_kernel"),
+)
 
 
 class _OnMachine:
@@ -72,12 +73,11 @@ def launched(target, run=lambda given: None):
     list of launches."""
     launches = []
     with contextlib.ExitStack() as stack:
-        for name, module in KERNELS.items():
-            name = name.split()[-1]
+        for module, name in KERNELS:
             kernel = _OnMachine(target, getattr(module, name), launches, run)
             stack.enter_context(mock.patch.object(module, name, kernel))
         # The library asks torch whether it is on AMD, and for the tensors' architecture.
         stack.enter_context(mock.patch.object(torch.version, "hip", "7.0"))
-        stack.enter_context(mock.patch.object(triton_choice, "architecture", lambda _: target))
+        stack.enter_context(mock.patch.object(device, "architecture", lambda _: target))
         stack.enter_context(mock.patch.object(dispatch, "device_table", lambda _: target))
         yield launches

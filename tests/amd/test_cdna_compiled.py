@@ -1,11 +1,15 @@
 """The decode kernel for CDNA 3 and 4, compiled: registers, and what its loop over tiles has."""
 
+from unittest import mock
+
 import amd_roofline
 import pytest
 
 pytest.importorskip("triton")
 
-from mla_fusion.attention import cdna_kernel, triton_choice
+from mla_fusion.attention.cdna import decode as cdna_kernel
+from mla_fusion.attention.cdna.fits import converts_e4m3fn
+from mla_fusion.attention.plan import device
 from tests.amd import compile, decode
 from tests.kernels.compiled import LDS, compile_report
 
@@ -18,10 +22,10 @@ MORE = [(kind, heads, page) for kind in ("fp8", "bf16", "cache") for heads in (1
 def launch_of(target, kind, heads, page):
     """What a decode launches: arguments and options, for blocks of `page` tokens."""
     given = decode.made(target, heads, kind, 1, 3072, units=1, page=page)
-    generation, rows = 3 if target == "gfx942" else 4, given.plan.heads_per_work
-    assert not triton_choice.why_not_cdna(given)
-    config = triton_choice.choose_cdna(generation, rows, given.q.dtype, given.kv_cache.dtype, page)
-    return config, *cdna_kernel.arguments(given, config)
+    assert not cdna_kernel.fits(given)
+    with mock.patch.object(device, "architecture", lambda _: target):
+        _, args, options = cdna_kernel.arguments(given)
+    return args, options
 
 
 @TARGETS
@@ -30,17 +34,17 @@ def launch_of(target, kind, heads, page):
     [*SOME, *(pytest.param(*each, marks=pytest.mark.nightly) for each in MORE)],
 )
 def test_resources(target, kind, heads, page):
-    config, args, options = launch_of(target, kind, heads, page)
-    kernel = cdna_kernel.decode_kernel
+    args, options = launch_of(target, kind, heads, page)
+    kernel = cdna_kernel.kernel
     report = compile_report(target, kernel, args, options)
     assert report.spills == 0 and report.narrow_loads == 0, report
     assert report.shared <= LDS[target] and report.wide_loads > 0, report
     given = compile.launch(target, kernel, args, options, (1, 1))
     code = given.kernel.program.instructions
     # What the compiler was asked for, unless the query leaves LDS for fewer.
-    query, gpu = config.rows * 576 * args[0].itemsize, amd_roofline.GPUS[target]
-    fit = gpu.lds // (query + 128 * config.rows)
-    assert amd_roofline.waves(given.kernel, gpu) >= min(config.waves, fit)
+    query, gpu = options["ROWS"] * 576 * args[0].itemsize, amd_roofline.GPUS[target]
+    fit = gpu.lds // (query + 128 * options["ROWS"])
+    assert amd_roofline.waves(given.kernel, gpu) >= min(options["waves_per_eu"], fit)
 
     counts = amd_roofline.executed(given)
     loop = [each for each, number in zip(code, counts, strict=True) if number == counts.max()]
@@ -49,16 +53,16 @@ def test_resources(target, kind, heads, page):
     depth = {"gfx942": 16, "gfx950": 32}[target]
     scores = 576 // (32 if kind == "fp8" else depth)
     matrix = [name for name in names if name.startswith("v_mfma")]
-    assert len(matrix) == config.rows // 16 * (scores + 64 // depth * 8)
+    assert len(matrix) == options["ROWS"] // 16 * (scores + 64 // depth * 8)
     assert sum("fp8_fp8" in name for name in matrix) == (
-        config.rows // 16 * scores if kind == "fp8" else 0
+        options["ROWS"] // 16 * scores if kind == "fp8" else 0
     )
     assert names.count("s_barrier") <= 4
     # One number of the block table if a tile lies in one block.
     numbers = [name for name in names if name.endswith("_load_dword")]
     assert len(numbers) == 1 or page % 64
     stores = [each.name for each in code if "_store_" in each.name]
-    assert sum("dwordx4" in name for name in stores) >= 12 * config.rows // 16
+    assert sum("dwordx4" in name for name in stores) >= 12 * options["ROWS"] // 16
     assert {name.rpartition("_")[2] for name in stores} == {"dword", "dwordx4"}  # the LSE
 
 
@@ -69,6 +73,6 @@ def test_16_heads_are_bound_by_memory(target, kind):
     got = amd_roofline.decode(target, 16, kind)
     assert got.repeats == pytest.approx(1)
     # One wave has to do where Triton converts in software.
-    is_slow = target == "gfx950" and kind == "fp8" and not triton_choice.converts_e4m3fn()
+    is_slow = target == "gfx950" and kind == "fp8" and not converts_e4m3fn()
     assert got.share("memory") >= (0.5 if is_slow else 0.7), got
     assert got.waves >= (1 if is_slow else 2)

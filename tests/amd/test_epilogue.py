@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from mla_fusion.attention import triton_epilogue as epilogues
+from mla_fusion.attention.triton import epilogue as epilogues
 from tests.amd import epilogue
 from tests.amd.execute import Settings
 from tests.amd.provider import launched
@@ -16,7 +16,7 @@ SHAPES = {
     quantization: list(dict.fromkeys(row.shape for row in epilogues.MEASURED if row.group == group))
     for quantization, group in (("none", False), ("group", True))
 }
-# Whole rows of up to 32 pieces, of more in slices; all rows in slices, with groups.
+# Whole rows of up to 32 splits, of more in slices; all rows in slices, with groups.
 SOME = [
     ("none", epilogues.choose(1, 16, 512, 128)),
     ("group", epilogues.choose(8, 8, 512, 128, "group")),

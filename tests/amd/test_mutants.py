@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from mla_fusion.attention import triton_epilogue as epilogues
+from mla_fusion.attention.triton import epilogue as epilogues
 from mla_fusion.kernels.dispatch import Plan
 from tests import tally
 from tests.amd import mutants
@@ -60,12 +60,12 @@ SUBJECTS = {
         mutants.decode_runs, "gfx950", "padded heads", "three tiles"
     ),
     "decode, gfx942, bf16": functools.partial(
-        mutants.decode_runs, "gfx942", "two workers", "three tiles of drafts"
+        mutants.decode_runs, "gfx942", "two CTAs", "three tiles of drafts"
     ),
     "portable decode, gfx950, fp8": functools.partial(
         mutants.decode_runs, "gfx950", "padded heads", portable=True
     ),
-    "reduction, gfx942": functools.partial(mutants.reduce_runs, "gfx942", "many pieces"),
+    "reduction, gfx942": functools.partial(mutants.reduce_runs, "gfx942", "many splits"),
     "epilogue of whole rows or slices, gfx942": functools.partial(
         mutants.epilogue_runs, "gfx942", epilogues.choose(1, 16, 512, 128), "tokens", "drafts"
     ),

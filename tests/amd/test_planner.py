@@ -7,18 +7,18 @@ import torch
 
 pytest.importorskip("triton")
 
-from mla_fusion.attention import planner_triton
-from mla_fusion.attention.buffers import PLANNED
+from mla_fusion.attention.plan import planner_triton
+from mla_fusion.attention.plan.buffers import PLANNED
 from tests import tally
 from tests.amd.execute import Settings
 from tests.amd.provider import machine
 from tests.attention.decodes import plan_for
 
 GARBAGE = -7
-# sequences at most, heads, workers, query rows, sequences of the step.
+# sequences at most, heads, CTAs, query rows, sequences of the step.
 SHAPES = {
-    "one worker": (8, 16, 1, 1, 5),
-    "eight workers": (8, 16, 8, 1, 8),
+    "one CTA": (8, 16, 1, 1, 5),
+    "eight CTAs": (8, 16, 8, 1, 8),
     "folded heads": (8, 128, 16, 1, 6),
     "folded heads 2": (8, 128, 16, 1, 7),
     "drafts": (16, 16, 24, 4, 16),
@@ -31,8 +31,8 @@ NIGHTLY = [pytest.mark.nightly]
 
 def plans(name):
     """A plan of a shape, full of garbage."""
-    max_batch, heads, workers, rows, _ = SHAPES[name]
-    plan = plan_for(max_batch=max_batch, num_heads=heads, workers=workers, max_query_len=rows)
+    max_batch, heads, ctas, rows, _ = SHAPES[name]
+    plan = plan_for(max_batch=max_batch, num_heads=heads, ctas=ctas, max_query_len=rows)
     for buffer in PLANNED:
         getattr(plan, buffer).fill_(GARBAGE)
     return plan
@@ -40,7 +40,7 @@ def plans(name):
 
 def steps(name):
     """Steps, as lengths and query rows: ragged; the longest last, and first with query rows for it
-    alone; few, and then many, of one length, which are cut, or whole tiles for each worker."""
+    alone; few, and then many, of one length, which are cut, or whole tiles for each CTA."""
     max_batch, _, _, rows, sequences = SHAPES[name]
     rng = random.Random(sequences)
     ragged = [rng.choice((1, rng.randint(1, 300), rng.randint(1, 9000))) for _ in range(sequences)]

@@ -7,16 +7,16 @@ pytest.importorskip("triton")
 import torch
 
 from mla_fusion.attention import triton as provider
+from mla_fusion.attention.cdna.fits import why_no_sparse
+from mla_fusion.attention.plan.inputs import Scope
 from mla_fusion.attention.sparse import sparse_mla_decode, sparse_scratch
-from mla_fusion.attention.triton import Scope
-from mla_fusion.attention.triton_choice import why_no_sparse_cdna
 from tests import tally
 from tests.amd.decode import FP32, HALF_STEP, LSE_TOLERANCE
 from tests.amd.provider import machine
 from tests.attention.decodes import BF16
 from tests.kernels.compiled import FP8
 
-# heads, cache, page size, columns of each scope, how many of the last count, workers, sink
+# heads, cache, page size, columns of each scope, how many of the last count, CTAs, sink
 CASES = {
     "fp8 cache": (16, "fp8", 1, (70,), (70, 0, 33), 3, False),
     "bf16": (12, "bf16", 64, (64,), (64, 21, 0), 2, False),
@@ -29,7 +29,7 @@ class Case:
     """The arguments of a decode and its refreshed scratch. Every fifth slot is -1."""
 
     def __init__(self, target, name):
-        self.heads, cache, page, widths, self.counts, workers, sink = CASES[name]
+        self.heads, cache, page, widths, self.counts, ctas, sink = CASES[name]
         kv_dtype = FP8[target] if cache == "fp8" else BF16
         rng = torch.Generator().manual_seed(len(name))
         tokens, self.scopes = len(self.counts), []
@@ -43,7 +43,7 @@ class Case:
         self.kv_scale = torch.tensor(KV_SCALE) if cache == "fp8" else None
         self.scratch = sparse_scratch(
             max_tokens=tokens, num_heads=self.heads, widths=widths, q_dtype=BF16, kv_dtype=kv_dtype,
-            device="cpu", workers=workers,
+            device="cpu", ctas=ctas,
         )  # fmt: skip
         last = torch.tensor(self.counts, dtype=torch.int32)
         self.scratch.refresh(tokens, [*[None] * (len(widths) - 1), last])
@@ -67,7 +67,7 @@ class Case:
         return weights @ keys[:, :512], weights @ keys[:, :512].abs(), lse
 
 
-@pytest.mark.skipif(bool(why_no_sparse_cdna()), reason=why_no_sparse_cdna())
+@pytest.mark.skipif(bool(why_no_sparse()), reason=why_no_sparse())
 @pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 @pytest.mark.parametrize(
     "name", [each if i == 0 else pytest.param(each, marks=pytest.mark.nightly)

@@ -10,7 +10,7 @@ SCALE = 0.1
 
 
 def plan_for(**changes):
-    """A plan of 8 workers on the CPU for 4 sequences of one row of 20 heads, and `changes`."""
+    """A plan of 8 CTAs on the CPU for 4 sequences of one row of 20 heads, and `changes`."""
     planner = changes.get("planner", "portable")
     fields = {
         "max_batch": 4,
@@ -19,7 +19,7 @@ def plan_for(**changes):
         "q_dtype": BF16,
         "kv_dtype": BF16,
         "device": "cpu",
-        "workers": 8 if planner == "portable" else None,
+        "ctas": 8 if planner == "portable" else None,
     }
     return PersistentDecodePlan.allocate(**{**fields, **changes})
 

@@ -1,6 +1,6 @@
 """Inputs of an epilogue, made without a decode, and what it should make of them.
 
-Pieces are random and made here, as many as a case says, so that the order of fp32 sums is the only
+Splits are random and made here, as many as a case says, so that the order of fp32 sums is the only
 freedom of a result.
 """
 
@@ -10,9 +10,9 @@ import itertools
 import torch
 
 from mla_fusion.attention import reference
-from mla_fusion.attention.epilogue import Epilogue, in_groups
-from mla_fusion.attention.triton_epilogue import Shape
-from mla_fusion.attention.validate import Inputs
+from mla_fusion.attention.plan.epilogue import Epilogue, in_groups
+from mla_fusion.attention.plan.inputs import Inputs
+from mla_fusion.attention.triton.epilogue import Shape
 from mla_fusion.cli.bench.kit import agreement, poisoned, steps
 from tests.attention import decodes
 from tests.attention.decodes import BF16, FN
@@ -23,15 +23,15 @@ NOT_WRITTEN = 7.0  # an LSE that the decode has written, not the epilogue
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A step: for each sequence its query rows and pieces (0: not split), and its layer.
+    """A step: for each sequence its query rows and splits (0: not split), and its layer.
 
     padding: rows after the last sequence. per_work: heads of a work item, where not the default.
-    outweighed: in head 0, all but the first piece of a row, by more than fp32 holds: a merge around
+    outweighed: in head 0, all but the first split of a row, by more than fp32 holds: a merge around
     another maximum overflows.
     """
 
     rows: tuple[int, ...]
-    pieces: tuple[int, ...]
+    splits: tuple[int, ...]
     shape: Shape
     heads: int = 2
     values: int = 64
@@ -44,8 +44,8 @@ class Case:
 
 
 def make(case, quantization="none", fp8=FN, lse=False):
-    """The inputs of an epilogue: a plan whose pieces are those of `case`, and random values."""
-    g = torch.Generator().manual_seed(len(case.rows) + sum(case.pieces))
+    """The inputs of an epilogue: a plan whose splits are those of `case`, and random values."""
+    g = torch.Generator().manual_seed(len(case.rows) + sum(case.splits))
     most = max(case.rows)
     plan = decodes.plan_for(
         max_batch=len(case.rows),
@@ -56,14 +56,14 @@ def make(case, quantization="none", fp8=FN, lse=False):
     )
     tokens = sum(case.rows) + case.padding
     decodes.refresh(plan, case.rows, [n + 9 for n in case.rows], tokens)
-    counts = [n for n in case.pieces for _ in range(plan.fold)]
+    counts = [n for n in case.splits for _ in range(plan.fold)]
     plan.reduce_indptr = torch.tensor([0, *counts]).cumsum(0).int()
     # In any order, and none in the first rows.
     order = 1 + torch.randperm(sum(counts), generator=g)
     plan.reduce_partial_map = (most * order).int()
     shape = most * (sum(counts) + 1), plan.heads_per_work
     plan.partial_output = torch.randn(*shape, case.latent, generator=g)
-    # In the first head weights differ, and some are 0; in the others each piece counts.
+    # In the first head weights differ, and some are 0; in the others each split counts.
     plan.partial_lse = 1.5 * torch.randn(shape, generator=g)
     plan.partial_lse[:, 0] *= 2
     blind = torch.rand(shape, generator=g) < 0.3
@@ -137,14 +137,14 @@ def expected(given):
     lse = torch.full(latents.shape[:2], NOT_WRITTEN, dtype=torch.float64)
     for sequence, block in itertools.product(range(plan.step.batch), range(plan.fold)):
         tile = sequence * plan.fold + block
-        pieces = plan.reduce_partial_map[slice(*plan.reduce_indptr[tile : tile + 2].tolist())]
+        splits = plan.reduce_partial_map[slice(*plan.reduce_indptr[tile : tile + 2].tolist())]
         heads = slice(block * plan.heads_per_work, (block + 1) * plan.heads_per_work)
         for i, token in enumerate(range(rows[sequence], rows[sequence + 1])):
-            if not len(pieces):
+            if not len(splits):
                 continue
             count = latents[token, heads].shape[0]
-            part = plan.partial_output[pieces + i, :count].double()
-            lses = plan.partial_lse[pieces + i, :count].double()
+            part = plan.partial_output[splits + i, :count].double()
+            lses = plan.partial_lse[splits + i, :count].double()
             lse[token, heads] = total = lses.logsumexp(0)
             weight = (lses - total).exp().nan_to_num(nan=0.0)[..., None]
             exact, bound = (weight * part).sum(0), 2e-6 * (weight * part.abs()).sum(0)

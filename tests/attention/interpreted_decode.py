@@ -20,7 +20,7 @@ LATENT, ROPE, TOLERANCE = 64, 16, 4e-3
 
 
 DENSE = {
-    # name: heads, query rows, KV tokens, q type, cache type, page size, workers
+    # name: heads, query rows, KV tokens, q type, cache type, page size, CTAs
     "one token": (16, [1], [1], BF16, BF16, 16, 2),
     "ragged": (8, [1, 1, 1, 1], [1, 33, 70, 130], BF16, BF16, 16, 5),
     "page of one": (16, [1, 1], [40, 7], FP16, FP16, 1, 3),
@@ -44,11 +44,11 @@ DENSE = {
           "fp8", "fp8 cache"),
 )  # fmt: skip
 def test_dense(name):
-    heads, rows, lens, q_dtype, kv_dtype, page, workers = DENSE[name]
+    heads, rows, lens, q_dtype, kv_dtype, page, ctas = DENSE[name]
     # DeepSeek's own widths, once.
     widths = {"v_head_dim": 512, "rope": 64} if name == "full width" else {}
     given = decodes.arguments(
-        rows, lens, page, num_heads=heads, q_dtype=q_dtype, kv_dtype=kv_dtype, workers=workers,
+        rows, lens, page, num_heads=heads, q_dtype=q_dtype, kv_dtype=kv_dtype, ctas=ctas,
         overhead=1, **widths,
     )  # fmt: skip
     want, want_lse = decodes.definition(given, rows, lens)
@@ -69,7 +69,7 @@ def test_widths(widths):
     latent, rope, dtype = widths
     rows, lens = [2, 1], [70, 33]
     given = decodes.arguments(
-        rows, lens, 32, num_heads=16, q_dtype=dtype, kv_dtype=dtype, workers=3, overhead=1,
+        rows, lens, 32, num_heads=16, q_dtype=dtype, kv_dtype=dtype, ctas=3, overhead=1,
         v_head_dim=latent, rope=rope,
     )  # fmt: skip
     assert given["plan"].reduce_indptr[-1] > 0
@@ -86,7 +86,7 @@ def test_widths(widths):
 @pytest.mark.nightly
 @pytest.mark.parametrize("latent, rope", [(512, 128), (1024, 128)])
 def test_wide_latents(latent, rope):
-    given = decodes.arguments([1], [40], 16, num_heads=16, workers=2, v_head_dim=latent, rope=rope)
+    given = decodes.arguments([1], [40], 16, num_heads=16, ctas=2, v_head_dim=latent, rope=rope)
     want, _ = decodes.definition(given, [1], [40])
     out = torch.full(want.shape, torch.nan, dtype=BF16)
     persistent_mla_decode(**given, out=out, provider="triton")
@@ -158,7 +158,7 @@ def run_sparse(scratch, heads, dtype, kinds, lengths, with_sink, seed):
 
 
 def scratch_of(name):
-    """The scratch of a case, with few workers so that rows are split."""
+    """The scratch of a case, with few CTAs so that rows are split."""
     heads, dtype, _, widths, _, _ = SPARSE[name]
     return sparse_scratch(
         max_tokens=4,
@@ -167,7 +167,7 @@ def scratch_of(name):
         q_dtype=dtype,
         kv_dtype=dtype,
         device="cpu",
-        workers=7,
+        ctas=7,
         v_head_dim=LATENT,
     )
 

@@ -7,7 +7,7 @@ import random
 
 import torch
 
-from mla_fusion.attention import entries, entries_kernel
+from mla_fusion.attention.aiter import entries, entries_kernel
 from tests.kernels import interpreter
 
 interpreter.install()
@@ -15,7 +15,7 @@ interpreter.install()
 
 def test_the_kernel_writes_what_torch_writes(monkeypatch):
     monkeypatch.setattr(entries_kernel, "BLOCK", 32)
-    monkeypatch.setattr(entries_kernel, "PROGRAMS", 2)
+    monkeypatch.setattr(entries_kernel, "CTAS", 2)
     rng = random.Random(0)
     for number in range(20):
         page, batch = rng.choice((1, 16, 24, 64)), rng.randint(1, 5)

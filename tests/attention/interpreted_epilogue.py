@@ -7,9 +7,9 @@ import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
 from mla_fusion.attention import persistent_mla_decode
-from mla_fusion.attention import triton_epilogue as epilogues
-from mla_fusion.attention.epilogue import Epilogue
-from mla_fusion.attention.triton_epilogue import Shape
+from mla_fusion.attention.plan.epilogue import Epilogue
+from mla_fusion.attention.triton import epilogue as epilogues
+from mla_fusion.attention.triton.epilogue import Shape
 from mla_fusion.cli.bench.kit import distance, poisoned
 from tests.attention import decodes
 from tests.attention.decodes import BF16, FN, FNUZ, FP16
@@ -22,13 +22,13 @@ interpreter.install()
 ONE, SOME = Shape(1, 16, 1, 4, 4), Shape(2, 64, 1, 4, 4)
 # In slices; PARTS has column blocks too.
 CUT, PARTS = Shape(2, 64, 4, 4, 4), Shape(2, 32, 2, 4, 4)
-# Whole rows up to 4 pieces, of several slices and column blocks.
+# Whole rows up to 4 splits, of several slices and column blocks.
 FEW = Shape(1, 64, 4, 4, 4, 4)
 CASES = {
-    "one piece": Case((1,), (1,), ONE),
+    "one split": Case((1,), (1,), ONE),
     "not split": Case((1,), (0,), ONE),
-    "32 pieces at once": Case((1,), (32,), Shape(1, 32, 1, 32, 4), latent=512, values=32),
-    "33 pieces": Case((1,), (33,), Shape(1, 16, 4, 16, 4), values=16),
+    "32 splits at once": Case((1,), (32,), Shape(1, 32, 1, 32, 4), latent=512, values=32),
+    "33 splits": Case((1,), (33,), Shape(1, 16, 4, 16, 4), values=16),
     "ragged": Case((1, 1, 1, 1, 1), (3, 0, 8, 1, 0), SOME),
     "ragged, in slices": Case((1, 1, 1, 1, 1), (3, 0, 8, 1, 0), CUT),
     "tokens of two sequences": Case((1, 1, 1), (2, 0, 5), Shape(4, 32, 1, 2, 4), dense="values"),
@@ -43,9 +43,9 @@ CASES = {
     "one slice each of 512": Case((1,), (5,), Shape(1, 32, 8, 4, 4), latent=512, values=32),
     "16 rows": Case((1,) * 11, (2, 0, 3, 0, 1, 0, 0, 0, 0, 2, 0), Shape(16, 64, 2, 1, 4)),
     "whole rows, not split": Case((1,), (0,), FEW),
-    "whole rows, one piece": Case((1,), (1,), FEW),
-    "whole rows, as many pieces": Case((1,), (4,), FEW),
-    "in slices, one piece more": Case((1,), (5,), FEW),
+    "whole rows, one split": Case((1,), (1,), FEW),
+    "whole rows, as many splits": Case((1,), (4,), FEW),
+    "in slices, one split more": Case((1,), (5,), FEW),
     "whole rows beside slices": Case((1,) * 5, (5, 4, 0, 9, 1), FEW, 1, values=128, padding=2),
     "whole drafts beside slices": Case((3, 1, 0, 2), (3, 0, 0, 9), FEW, heads=1),
     "whole rows, folded heads": Case((1, 1), (3, 6), Shape(1, 32, 2, 2, 4, 4), 18, 32, latent=32),
@@ -57,7 +57,7 @@ CASES = {
 
 @pytest.mark.parametrize(
     "name",
-    daily(CASES, "33 pieces", "ragged", "ragged, in slices", "drafts, in slices and blocks",
+    daily(CASES, "33 splits", "ragged", "ragged, in slices", "drafts, in slices and blocks",
           "more padding than slots", "320 latents", "whole drafts beside slices", "fp16"),
 )  # fmt: skip
 def test_result(name):
@@ -74,7 +74,7 @@ def test_whole_rows_leave_nothing_for_others():
     case = Case((1, 2, 1, 1), (4, 5, 0, 1), FEW, heads=1, values=128)
     _, given = make(case)
     _, fused = make(case, "tensor")
-    # Of 8 slots those of the sequence with five pieces.
+    # Of 8 slots those of the sequence with five splits.
     sliced = torch.tensor([False, False, True, True, False, False, False, False])
     blocks = case.values // FEW.columns
     for each in (given, fused):
@@ -123,21 +123,21 @@ def test_quantized(name, quantization):
     ],
 )
 def test_rows_of_few_pieces_in_groups(case, fp8, quantization):
-    """They are slices that load `whole` pieces at once; others are slices of `pieces`."""
+    """They are slices that load `whole` splits at once; others are slices of `splits`."""
 
-    def product(pieces):
+    def product(splits):
         _, given = make(case)
-        epilogues.launch(given, dataclasses.replace(case.shape, pieces=pieces, whole=0))
+        epilogues.launch(given, dataclasses.replace(case.shape, splits=splits, whole=0))
         return given.epilogue.out.contiguous()
 
-    few, many = product(case.shape.whole), product(case.shape.pieces)
-    pieces = torch.zeros(len(few))
-    pieces[: sum(case.rows)] = torch.tensor(case.pieces).repeat_interleave(torch.tensor(case.rows))
+    few, many = product(case.shape.whole), product(case.shape.splits)
+    splits = torch.zeros(len(few))
+    splits[: sum(case.rows)] = torch.tensor(case.splits).repeat_interleave(torch.tensor(case.rows))
     _, given = make(case, quantization, fp8)
     given.plan.epilogue_sums.fill_(torch.nan)
     epilogues.launch(given, case.shape)
     assert not given.plan.epilogue_counts.any()
-    want = torch.where((pieces <= case.shape.whole)[:, None], few, many)
+    want = torch.where((splits <= case.shape.whole)[:, None], few, many)
     check_quantized(want, given.epilogue, quantization)
 
 
@@ -190,7 +190,7 @@ def test_decode(monkeypatch, chosen):
     shape, quantization = chosen
     monkeypatch.setattr(epilogues, "choose", lambda *_: shape)
     rows, lens = [2, 1], [40, 5]
-    given = decodes.arguments(rows, lens, 32, num_heads=2, workers=5, overhead=1)
+    given = decodes.arguments(rows, lens, 32, num_heads=2, ctas=5, overhead=1)
     assert given["plan"].reduce_indptr[-1] > 0
     w_uv = torch.randn(2, 128, 64).to(BF16).transpose(1, 2) / 8
     results = {}

@@ -46,7 +46,7 @@ def check(case):
     inputs = Inputs(case)
     scratch = sparse_scratch(
         max_tokens=4, num_heads=case.heads, widths=case.widths, q_dtype=BF16,
-        kv_dtype=case.kv_dtype, device="cpu", workers=7,
+        kv_dtype=case.kv_dtype, device="cpu", ctas=7,
     )  # fmt: skip
     scratch.refresh(case.tokens, inputs.lengths)
     out, lse = decode(case, inputs, scratch)

@@ -8,8 +8,8 @@ import random
 
 import torch
 
-from mla_fusion.attention import planner_triton
-from mla_fusion.attention.buffers import PLANNED
+from mla_fusion.attention.plan import planner_triton
+from mla_fusion.attention.plan.buffers import PLANNED
 from tests.attention.decodes import plan_for
 from tests.kernels import interpreter
 
@@ -25,7 +25,7 @@ def test_the_kernel_plans_as_the_specification():
             "max_batch": rng.randint(1, 9),
             "max_query_len": longest,
             "num_heads": rng.choice((8, 32, 128, 128)),
-            "workers": rng.randint(1, 12),
+            "ctas": rng.randint(1, 12),
             "heads_per_work": rng.choice((None, 16)),
             "max_split_per_batch": rng.choice((-1, -1, 1, 4)),
             "kv_granularity": rng.choice((1, 16, 16, 64)),
@@ -50,7 +50,7 @@ def test_the_kernel_plans_as_the_specification():
 def batch(rng, most, longest):
     """A step of up to `most` sequences."""
     rows = [rng.choice((longest, 0, rng.randint(0, longest))) for _ in range(rng.randint(1, most))]
-    # The last: a few tokens in the last block, which a cut may not leave to a piece.
+    # The last: a few tokens in the last block, which a cut may not leave to a split.
     few = 16 * rng.randint(1, 99) + rng.randint(1, 3)
     lengths = [rng.choice((0, 1, rng.randint(0, 3000), few)) for _ in rows]
     return {
@@ -85,16 +85,16 @@ def test_the_kernel_cuts_only_what_the_specification_cuts():
         (4, [108, 423, 1038, 638], 8, True),
         (7, [1000, 2200, 100], 32, True),
     ]
-    for workers, lengths, num_heads, is_cut in cases:
+    for ctas, lengths, num_heads, is_cut in cases:
         want, got = (
             plan_for(max_batch=9, max_query_len=1, num_heads=num_heads, heads_per_work=16,
-                     workers=workers, kv_granularity=64, overhead=4, v_head_dim=8)
+                     ctas=ctas, kv_granularity=64, overhead=4, v_head_dim=8)
             for _ in range(2)
         )  # fmt: skip
         indptr = torch.arange(len(lengths) + 1, dtype=torch.int32)
         seq_lens = torch.tensor(lengths, dtype=torch.int32)
         want.refresh(qo_indptr=indptr, seq_lens=seq_lens, num_tokens=len(lengths), max_query_len=1)
         planner_triton.fill(got, indptr, seq_lens, 1)
-        assert (want.reduce_indptr[-1] > 0) == is_cut, (workers, lengths)
+        assert (want.reduce_indptr[-1] > 0) == is_cut, (ctas, lengths)
         for name in PLANNED:
-            assert torch.equal(getattr(want, name), getattr(got, name)), (name, workers, lengths)
+            assert torch.equal(getattr(want, name), getattr(got, name)), (name, ctas, lengths)

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import torch
 
-from mla_fusion.attention.triton import Scope
+from mla_fusion.attention.plan.inputs import Scope
 from tests.attention import decodes
 from tests.attention.decodes import BF16, FN, FNUZ, lists
 from tests.attention.pages import V4, V32, WIDTH, Cache

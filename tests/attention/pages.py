@@ -1,7 +1,7 @@
 """Writes pages of the byte caches, entry by entry, from numbers: nothing here reads one.
 
 Offsets and sizes are spelled out again, and so are the number formats, so that a mistake of
-`mla_fusion/attention/layouts.py` is not made twice.
+`mla_fusion/attention/plan/layouts.py` is not made twice.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ import struct
 import numpy as np
 import torch
 
-from mla_fusion.attention.layouts import FP8_DS_MLA, FP8_DS_MLA_V4
+from mla_fusion.attention.plan.layouts import FP8_DS_MLA, FP8_DS_MLA_V4
 
 V32, V4 = FP8_DS_MLA, FP8_DS_MLA_V4
 WIDTH = {V32: 576, V4: 512}

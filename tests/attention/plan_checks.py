@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from mla_fusion.attention import planner
+from mla_fusion.attention.plan import planner
 
 GARBAGE = -77
 
@@ -34,7 +34,7 @@ def check_plan(plan, rules, query_lens, seq_lens, max_query_len):
         by_tile.setdefault(item[planner.BATCH], []).append(item)
     assert [item[planner.BATCH] for item in items] == sorted(i[planner.BATCH] for i in items)
 
-    pieces = []
+    splits = []
     for sequence, (rows, length) in enumerate(zip(query_lens, seq_lens, strict=True)):
         for block in range(fold):
             tile = sequence * fold + block
@@ -62,22 +62,22 @@ def check_plan(plan, rules, query_lens, seq_lens, max_query_len):
             assert plan.reduce_partial_map[begin:end].tolist() == partials
             if partials:
                 assert plan.reduce_final_map[tile].tolist() == [first_row, first_row + rows]
-                # No piece but the last may lie where the first row of the query sees nothing.
+                # No split but the last may lie where the first row of the query sees nothing.
                 assert all(length - (i[planner.KV_START] - tokens[sequence]) >= max_query_len
                            for i in mine[1:])  # fmt: skip
             else:
                 assert (plan.reduce_final_map[tile] == GARBAGE).all(), "not a split tile"
-            pieces += partials
+            splits += partials
     assert not by_tile, "items of sequences that are not there"
     assert plan.reduce_indptr[0] == 0 and (np.diff(plan.reduce_indptr) >= 0).all()
-    assert (plan.reduce_indptr[batch * fold :] == len(pieces)).all()
-    assert len(pieces) <= rules.max_partials(max_batch)
-    rows = sorted(pieces)
+    assert (plan.reduce_indptr[batch * fold :] == len(splits)).all()
+    assert len(splits) <= rules.max_partials(max_batch)
+    rows = sorted(splits)
     assert all(b - a >= max_query_len for a, b in itertools.pairwise(rows))
     assert not rows or rows[-1] + max_query_len <= rules.max_partials(max_batch) * max_query_len
 
     load = np.array(worker_load(plan, rules))
-    busy = rules.busy_workers(batch)
+    busy = rules.busy_ctas(batch)
     assert not load[busy:].any()
     tail = -(-(max_query_len - 1) // rules.granularity)
     if load.any():
@@ -86,7 +86,7 @@ def check_plan(plan, rules, query_lens, seq_lens, max_query_len):
 
 
 def worker_load(plan, rules):
-    """Cost of each worker's items in blocks, with the fixed cost of each."""
+    """Cost of each CTA's items in blocks, with the fixed cost of each."""
     load = []
     for begin, end in zip(plan.work_indptr, plan.work_indptr[1:], strict=False):
         items = plan.work_info_set[begin:end]

@@ -2,8 +2,8 @@
 
 import torch
 
-from mla_fusion.attention import hopper_specialized, triton_choice
-from mla_fusion.attention.validate import Inputs
+from mla_fusion.attention.hopper import warp_specialized
+from mla_fusion.attention.plan.inputs import Inputs
 from mla_fusion.cli.bench.kit import distance
 from tests.attention.decodes import BF16, arguments, definition, plan_for, same_lse
 from tests.attention.gluon_warps import Machine
@@ -33,7 +33,7 @@ def inputs(q=(8, 64, 576), page=64, dtype=BF16, columns=128, **plan):
 
 
 def merged(given, query_lens):
-    """Output and LSE, float64, with the pieces of split sequences merged."""
+    """Output and LSE, float64, with the splits of split sequences merged."""
     plan, out, lse = given.plan, given.out.double(), given.lse.double()
     heads, per_work = out.shape[1], plan.heads_per_work
     partial, partial_lse = plan.partial_output.flatten(0, -2), plan.partial_lse.flatten()
@@ -48,11 +48,11 @@ def merged(given, query_lens):
         rows = plan.reduce_partial_map[begin:end, None] * per_work + torch.arange(count * per_work)
         shape = end - begin, count, per_work
         real = slice(0, min(per_work, heads - first))
-        pieces = partial[rows].double().view(*shape, -1)[:, :, real]
+        splits = partial[rows].double().view(*shape, -1)[:, :, real]
         lses = partial_lse[rows].double().view(shape)[..., real]
         lse[at] = lses.logsumexp(0)
         weights = (lses - lse[at]).exp().nan_to_num(0.0)
-        out[at] = (weights[..., None] * pieces).sum(0)
+        out[at] = (weights[..., None] * splits).sum(0)
     return out, lse
 
 
@@ -68,11 +68,7 @@ def check(dtype, heads, rows, lens, options, loudness=None, **scales):
     tokens = len(fields["q"])
     out = torch.full((tokens, heads, 512), torch.nan, dtype=BF16)
     given = Inputs(**fields, out=out, lse=torch.full((tokens, heads), torch.nan))
-    plan = given.plan
-    blocks = -(-plan.heads_per_work * plan.settings.max_query_len // triton_choice.SPECIALIZED.rows)
-    machine = Machine(seed=tokens)
-    grid = plan.rules.workers, blocks
-    machine.launch(hopper_specialized.decode_kernel, grid, *hopper_specialized.arguments(given))
+    Machine(seed=tokens).launch(warp_specialized.kernel, *warp_specialized.arguments(given))
     want, want_lse = definition(fields, rows, lens)
     got, got_lse = merged(given, rows)
     assert distance(got, want) <= TOLERANCE

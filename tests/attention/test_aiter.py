@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from mla_fusion import attention
-from mla_fusion.attention import planner, planner_aiter
-from mla_fusion.attention.buffers import AITER_BUFFERS
+from mla_fusion.attention.aiter import planner as planner_aiter
+from mla_fusion.attention.plan import planner
+from mla_fusion.attention.plan.buffers import AITER_BUFFERS
 from mla_fusion.cli.bench.kit import distance
 from mla_fusion.kernels import ProviderUnavailable
 from tests import aiter_double
@@ -237,7 +238,7 @@ class TestAllocation:
         "changes, reason",
         [
             ({"max_query_len": 5}, "queries of 5"),
-            ({"workers": 8}, "only the portable planner takes workers"),
+            ({"ctas": 8}, "only the portable planner takes ctas"),
             ({"kv_granularity": 24}, "power of two as kv_granularity, got 24"),
             ({"v_head_dim": 256}, "kernels for latents of 512, not 256"),
         ],

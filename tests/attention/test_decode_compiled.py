@@ -2,17 +2,19 @@
 
 import functools
 import itertools
+from unittest import mock
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from mla_fusion.attention import hopper_kernel, triton_choice, triton_kernels
-from mla_fusion.attention import triton as provider
-from mla_fusion.attention.layouts import FP8_DS_MLA, FP8_DS_MLA_V4
-from mla_fusion.attention.triton import Scope, Sparse
-from mla_fusion.attention.validate import Inputs
+from mla_fusion.attention.hopper import decode as hopper_decode
+from mla_fusion.attention.hopper import fits
+from mla_fusion.attention.plan.inputs import Inputs, Scope, Sparse
+from mla_fusion.attention.plan.layouts import FP8_DS_MLA, FP8_DS_MLA_V4
+from mla_fusion.attention.triton import decode_kernel as portable
+from mla_fusion.attention.triton import reduce_kernel
 from tests.attention.decodes import BF16, FN, plan_for
 from tests.kernels.compiled import FP8, LDS, compile_report, specialize
 from tests.nightly import daily
@@ -36,7 +38,7 @@ def decode_inputs(
     latent, width, kv_dtype = widths[0], sum(widths), kv_dtype or dtype
     stored, byte = (width, kv_dtype) if layout is None else (layout.bytes, torch.uint8)
     scope = Scope(meta(99, page, stored, dtype=byte), meta(8, columns, dtype=i32), layout)
-    given = Inputs(
+    return Inputs(
         meta(8, heads, width, dtype=dtype),
         scope.kv_cache,
         plan_for(num_heads=heads, q_dtype=dtype, kv_dtype=kv_dtype, v_head_dim=latent),
@@ -47,39 +49,35 @@ def decode_inputs(
         meta(8, heads, latent, dtype=BF16),
         meta(8, heads, dtype=f32),
         layout=layout,
+        sparse=Sparse(scope, 128, meta(8, dtype=i32), meta(heads, dtype=f32)) if sparse else None,
     )
-    scopes = Sparse(scope, 128, meta(8, dtype=i32), meta(heads, dtype=f32)) if sparse else None
-    return given, scopes
 
 
-def decode_arguments(config, heads, dtype, **shape):
-    """Launch arguments of a decode kernel."""
-    return provider.decode_arguments(config, *decode_inputs(heads, dtype, **shape))
-
-
-def decode_kernel(config):
-    """The kernel that a configuration is for."""
-    return (hopper_kernel if config.hopper else triton_kernels).decode_kernel
+def decode_arguments(target, module, heads, dtype, **shape):
+    """Launch arguments of the decode kernel of a module."""
+    hip = "7" if target.startswith("gfx") else None
+    with mock.patch.object(torch.version, "hip", hip):
+        _, args, options = module.arguments(decode_inputs(heads, dtype, **shape))
+    return args, options
 
 
 @functools.cache
-def decode_report(target, config, heads, dtype, *, maxnreg=None, **shape):
+def decode_report(target, module, heads, dtype, *, maxnreg=None, **shape):
     """Report of one decode kernel, compiled and disassembled once for all tests."""
-    args, options = decode_arguments(config, heads, dtype, **shape)
+    args, options = decode_arguments(target, module, heads, dtype, **shape)
     if maxnreg is not None:
         options["maxnreg"] = maxnreg
-    return compile_report(target, decode_kernel(config), args, options)
+    return compile_report(target, module.kernel, args, options)
 
 
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
-@pytest.mark.parametrize("hopper", [False, True], ids=["portable", "hopper"])
-def test_the_width_of_the_table_is_no_variant(hopper, sparse):
+@pytest.mark.parametrize("module", [portable, hopper_decode], ids=["portable", "hopper"])
+def test_the_width_of_the_table_is_no_variant(module, sparse):
     """The warm-up runs with a table of one column; no request may compile another kernel."""
-    config = triton_choice.choose(hopper, 16, *DEEPSEEK)
     variants = []
     for columns in (1, 3, 64):
-        args, options = decode_arguments(config, 16, BF16, columns=columns, sparse=sparse)
-        source, _ = specialize("sm_90", decode_kernel(config), args, options)
+        args, options = decode_arguments("sm_90", module, 16, BF16, columns=columns, sparse=sparse)
+        source, _ = specialize("sm_90", module.kernel, args, options)
         variants.append((source.signature, source.constants, source.attrs))
     assert variants[0] == variants[1] == variants[2]
 
@@ -91,10 +89,8 @@ def test_the_width_of_the_table_is_no_variant(hopper, sparse):
 )  # fmt: skip
 def test_portable_kernel(case):
     target, heads, sparse = case
-    warp = 64 if target.startswith("gfx") else 32
-    config = triton_choice.choose(False, heads, *DEEPSEEK, warp)
     for dtype in (BF16, FP8[target]):
-        result = decode_report(target, config, heads, dtype, sparse=sparse)
+        result = decode_report(target, portable, heads, dtype, sparse=sparse)
         assert result.hot_spills == 0, result
         if target.startswith("gfx"):
             # The scalars of two scopes do not all fit; they go to lanes of a vector register.
@@ -116,11 +112,15 @@ def test_portable_kernel_over_bytes(case):
     target, heads, name = case
     layout = BYTES[name]
     widths = layout.latent, layout.width - layout.latent
-    config = triton_choice.choose(
-        False, heads, *widths, 64 if target.startswith("gfx") else 32, True
-    )
     result = decode_report(
-        target, config, heads, BF16, sparse=True, widths=widths, kv_dtype=FP8[target], layout=layout
+        target,
+        portable,
+        heads,
+        BF16,
+        sparse=True,
+        widths=widths,
+        kv_dtype=FP8[target],
+        layout=layout,
     )
     assert result.hot_spills == 0 and result.memory_spills == 0, result
     assert result.shared <= LDS[target] and result.wide_loads > 0, result
@@ -146,10 +146,7 @@ OTHER_WIDTHS = [
 def test_portable_kernel_of_other_widths(case):
     target, (latent, rope, heads, is_fp8) = case
     dtype = FP8[target] if is_fp8 else BF16
-    config = triton_choice.choose(
-        False, heads, latent, rope, 64 if target.startswith("gfx") else 32
-    )
-    result = decode_report(target, config, heads, dtype, widths=(latent, rope))
+    result = decode_report(target, portable, heads, dtype, widths=(latent, rope))
     assert result.hot_spills == 0 and result.memory_spills == 0, result
     assert result.shared <= LDS[target] and result.wide_loads > 0, result
     kind = "v_mfma" if target.startswith("gfx") else "H"
@@ -166,15 +163,14 @@ HOPPER_WIDTHS = [
 )
 def test_hopper_kernel_of_other_widths(case):
     (widths, heads), dtype = case
-    assert widths in triton_choice.HOPPER_WIDTHS
-    config = triton_choice.choose(True, heads, *widths)
-    result = decode_report("sm_90", config, heads, dtype, widths=widths)
+    assert widths in fits.WIDTHS
+    result = decode_report("sm_90", hopper_decode, heads, dtype, widths=widths)
     assert result.hot_spills == 0 and "HGMMA" in result.matrix and result.bulk_copies > 0, result
     assert ("QGMMA" in result.matrix) == (dtype == FN), result
-    # Two programs fit a multiprocessor, as `plan_settings` has it.
+    # Two programs fit a SM, as `plan_settings` has it.
     programs = 2 if heads == 16 else 1
-    assert programs * (result.shared + 1024) <= triton_choice.SHARED_MEMORY + 1024, result
-    assert programs * result.registers * 32 * config.warps <= 65536, result
+    assert programs * (result.shared + 1024) <= fits.SHARED_MEMORY + 1024, result
+    assert programs * result.registers * 32 * (4 if heads == 16 else 8) <= 65536, result
 
 
 @pytest.mark.parametrize("dtype", [BF16, FN], ids=["bf16", "fp8"])
@@ -185,9 +181,8 @@ def test_hopper_kernel_of_other_widths(case):
 )  # fmt: skip
 def test_hopper_kernel(case, dtype):
     heads, kind = case
-    config = triton_choice.choose(True, heads, *DEEPSEEK)
     options = {"page of one": {"page": 1}, "sparse": {"sparse": True}}.get(kind, {})
-    result = decode_report("sm_90", config, heads, dtype, **options)
+    result = decode_report("sm_90", hopper_decode, heads, dtype, **options)
     assert result.hot_spills == 0, result
     assert result.shared <= LDS["sm_90"], result
     assert "HGMMA" in result.matrix and "HMMA" not in result.matrix, result
@@ -196,7 +191,7 @@ def test_hopper_kernel(case, dtype):
     # fp8 scores are an fp8 product, not one of widened keys.
     assert ("QGMMA" in result.matrix) == (dtype == FN), result
     if dtype == FN and heads == 16:
-        # Two programs fit a multiprocessor, as `plan_settings` has it.
+        # Two programs fit a SM, as `plan_settings` has it.
         assert 2 * result.shared <= LDS["sm_90"] and result.registers * 128 * 2 <= 65536
 
 
@@ -208,8 +203,7 @@ def test_only_the_plan_is_read_before_the_kernel_in_front_has_ended(case, dtype)
     """Queries, keys, tables and scales may be what the kernel in front writes."""
     heads, sparse = case
     options = {"sparse": True} if sparse else {}
-    config = triton_choice.choose(True, heads, *DEEPSEEK)
-    order = decode_report("sm_90", config, heads, dtype, **options).order
+    order = decode_report("sm_90", hopper_decode, heads, dtype, **options).order
     # At once if the plan is fresh; then, for each work item, after the reads of the plan: two
     # numbers of work_indptr, seven of work_info_set, qo_indptr and kv_indptr.
     first = order.index("ACQBULK")
@@ -223,14 +217,14 @@ def test_only_the_plan_is_read_before_the_kernel_in_front_has_ended(case, dtype)
 
 def test_pieces_are_read_when_the_decode_has_ended():
     out = meta(8, 16, 512, dtype=BF16)
-    args, options = provider.reduce_arguments(plan_for(num_heads=16), 8, out, None)
+    args, options = reduce_kernel.arguments(plan_for(num_heads=16), 8, out, None)
     options |= {"PDL": True, "launch_pdl": True}
-    order = compile_report("sm_90", triton_kernels.reduce_kernel, args, options).order
+    order = compile_report("sm_90", reduce_kernel.kernel, args, options).order
     # Two waits: one in programs with nothing to merge, before or after all this.
     assert order[0] == "PREEXIT" and order.count("ACQBULK") == 2
-    pieces = [i for i, name in enumerate(order) if name in ("LDG.128", "STG")]
-    assert order.index("ACQBULK") < pieces[0] and order[pieces[0]] == "LDG.128", order
-    assert "ACQBULK" not in order[pieces[0] : pieces[-1]], order
+    splits = [i for i, name in enumerate(order) if name in ("LDG.128", "STG")]
+    assert order.index("ACQBULK") < splits[0] and order[splits[0]] == "LDG.128", order
+    assert "ACQBULK" not in order[splits[0] : splits[-1]], order
 
 
 @pytest.mark.parametrize(
@@ -241,13 +235,12 @@ def test_pieces_are_read_when_the_decode_has_ended():
 def test_reduction(case):
     target, heads, tiles = case
     out, lse = meta(8, heads, 512, dtype=BF16), meta(8, heads, dtype=torch.float32)
-    args, options = provider.reduce_arguments(plan_for(num_heads=heads), tiles, out, lse)
-    result = compile_report(target, triton_kernels.reduce_kernel, args, options)
+    args, options = reduce_kernel.arguments(plan_for(num_heads=heads), tiles, out, lse)
+    result = compile_report(target, reduce_kernel.kernel, args, options)
     assert result.spills == 0 and result.wide_loads > 0, result
 
 
 def test_hot_spills_are_seen():
     """The reader bites: with 64 registers the loop over tiles has to spill."""
-    config = triton_choice.choose(False, 16, *DEEPSEEK)
-    result = decode_report("sm_90", config, 16, BF16, maxnreg=64)
+    result = decode_report("sm_90", portable, 16, BF16, maxnreg=64)
     assert result.hot_spills > 0, result

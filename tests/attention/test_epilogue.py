@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from mla_fusion.attention import Epilogue, persistent_mla_decode
+from mla_fusion.attention.plan.inputs import Inputs
 from mla_fusion.attention.reference import power_of_two
-from mla_fusion.attention.validate import Inputs
 from mla_fusion.cli.bench.kit import distance, steps
 from tests.attention.decodes import BF16, FN, FNUZ, FP16, arguments, definition, plan_for, refresh
 
@@ -141,9 +141,13 @@ def test_the_latents_are_of_the_type_of_w_uv():
 
 
 triton = pytest.importorskip("triton")
-from mla_fusion.attention import epilogue_kernel, triton_kernels  # noqa: E402
 from mla_fusion.attention import triton as provider  # noqa: E402
-from mla_fusion.attention import triton_epilogue as epilogues  # noqa: E402
+from mla_fusion.attention.triton import (  # noqa: E402
+    decode_kernel,
+    epilogue_kernel,
+    reduce_kernel,
+)
+from mla_fusion.attention.triton import epilogue as epilogues  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -216,13 +220,13 @@ def test_a_shape_that_does_not_suit_is_refused(shape, latent, values, quantizati
 
 def test_a_warm_up_runs_every_launch():
     """Each that a step of up to 3 query rows a sequence makes, and each reduction."""
-    plan = plan_for(max_batch=40, max_query_len=3, num_heads=16, workers=132)
+    plan = plan_for(max_batch=40, max_query_len=3, num_heads=16, ctas=132)
 
     def launches(rows, batches):
         """What follows the decode of so many sequences of `rows` query rows."""
         for batch in batches:
             shape = epilogues.choose(batch * rows, 16, 512, 128)
-            yield shape or provider.reduction(batch * plan.fold, plan.heads_per_work)
+            yield shape or reduce_kernel.reduction(batch * plan.fold, plan.heads_per_work)
 
     batches = provider.warm_up_batches(plan, 128)
     for rows in (1, 2, 3):
@@ -246,10 +250,10 @@ def test_the_launches(monkeypatch, batch, kernels):
     if shape:
         monkeypatch.setattr(torch.Tensor, "new_empty", None)  # nothing is allocated
     monkeypatch.setattr(epilogues, "choose", lambda *_: shape)
-    monkeypatch.setattr(triton_kernels, "decode_kernel", Launches("decode"))
-    monkeypatch.setattr(triton_kernels, "reduce_kernel", Launches("reduce"))
+    monkeypatch.setattr(decode_kernel, "kernel", Launches("decode"))
+    monkeypatch.setattr(reduce_kernel, "kernel", Launches("reduce"))
     monkeypatch.setattr(epilogue_kernel, "epilogue_kernel", Launches("epilogue"))
-    plan = plan_for(max_batch=64, num_heads=HEADS, v_head_dim=LATENT, workers=132)
+    plan = plan_for(max_batch=64, num_heads=HEADS, v_head_dim=LATENT, ctas=132)
     refresh(plan, [1] * batch, [9] * batch, batch + (batch == 1))
     tokens = batch + (batch == 1)
     q, table = torch.zeros(tokens, HEADS, 80, dtype=BF16), torch.zeros(batch, 9).int()

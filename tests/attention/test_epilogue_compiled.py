@@ -7,10 +7,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from mla_fusion.attention import epilogue_kernel
-from mla_fusion.attention import triton_epilogue as epilogues
-from mla_fusion.attention.epilogue import GROUP, Epilogue, in_groups
-from mla_fusion.attention.validate import Inputs
+from mla_fusion.attention.plan.epilogue import GROUP, Epilogue, in_groups
+from mla_fusion.attention.plan.inputs import Inputs
+from mla_fusion.attention.triton import epilogue as epilogues
+from mla_fusion.attention.triton import epilogue_kernel
 from tests.attention.decodes import BF16, FP32, plan_for, refresh
 from tests.kernels.compiled import FP8, LDS, compile_report
 from tests.nightly import daily
@@ -54,7 +54,7 @@ def report(target, heads, shape, *, pdl=False, **options):
     return compile_report(target, epilogue_kernel.epilogue_kernel, args, constants)
 
 
-# Whole rows of few pieces, and slices.
+# Whole rows of few splits, and slices.
 CHOSEN, CHOSEN_OF_32 = (epilogues.choose(1, heads, 512, 128) for heads in (16, 32))
 CHOSEN_OF_GROUPS = epilogues.choose(1, 16, 512, 128, "group")
 # Rows in slices; benchmarks/epilogue.py times them.

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc
 
-from mla_fusion.attention.hopper_copy import barrier, tma_load
+from mla_fusion.attention.hopper.copy import barrier, tma_load
 from tests.attention.decodes import BF16, FP32
 from tests.attention.gluon_warps import Machine
 

@@ -10,10 +10,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from mla_fusion.attention import hopper_packed, triton_choice, triton_packed
-from mla_fusion.attention.layouts import read_keys
+from mla_fusion.attention.hopper import sparse_fp8
+from mla_fusion.attention.plan.inputs import Inputs as Given
+from mla_fusion.attention.plan.inputs import Sparse
+from mla_fusion.attention.plan.layouts import read_keys
 from mla_fusion.attention.sparse import sparse_scratch
-from mla_fusion.attention.validate import Inputs as Given
 from mla_fusion.cli.bench.kit import distance
 from tests.attention.decodes import BF16, FN, SCALE, same_lse
 from tests.attention.gluon_double import Machine
@@ -23,14 +24,14 @@ from tests.attention.pages import V32
 TOLERANCE = 3e-3  # outputs are rounded to bf16
 
 
-def run(case, config=None, edit=None):
-    """(outputs, LSE, inputs) of a case, with the pieces of split tokens merged in torch."""
+def run(case, stages=None, edit=None):
+    """(outputs, LSE, inputs) of a case, with the splits of split tokens merged in torch."""
     inputs = Inputs(case)
     if edit is not None:
         edit(inputs)
     scratch = sparse_scratch(
         max_tokens=max(4, case.tokens), num_heads=case.heads, widths=case.widths, q_dtype=BF16,
-        kv_dtype=case.kv_dtype, device="cpu", workers=7,
+        kv_dtype=case.kv_dtype, device="cpu", ctas=7,
     )  # fmt: skip
     scratch.refresh(case.tokens, inputs.lengths)
     plan, scope = scratch.plan, inputs.scopes[0]
@@ -39,15 +40,10 @@ def run(case, config=None, edit=None):
     out = torch.full((case.tokens, case.heads, 512), torch.nan, dtype=BF16)
     lse = torch.full((case.tokens, case.heads), torch.nan)
     given = Given(
-        inputs.q, scope.kv_cache, plan, scope.table, SCALE, None, None, out, lse, layout=V32
-    )
-    rows = plan.heads_per_work
-    config = config or triton_choice.choose(True, rows, 512, 64, packed=True)
-    args, options = triton_packed.arguments(
-        given, inputs.sink, config.rows, config.warps, config.stages
-    )
-    grid = (plan.rules.workers, -(-rows // config.rows))
-    Machine().launch(hopper_packed.decode_kernel, grid, args, options)
+        inputs.q, scope.kv_cache, plan, scope.table, SCALE, None, None, out, lse, layout=V32,
+        sparse=Sparse(scope, 0, scratch.first_lens, inputs.sink),
+    )  # fmt: skip
+    Machine().launch(sparse_fp8.kernel, *sparse_fp8.arguments(given, stages))
     for tile in range(case.tokens * plan.fold):
         first, last = plan.reduce_indptr[tile : tile + 2].tolist()
         if first < last:
@@ -55,16 +51,16 @@ def run(case, config=None, edit=None):
     return out, lse, inputs
 
 
-def merge(plan, tile, pieces, sink, out, lse):
+def merge(plan, tile, splits, sink, out, lse):
     """The reduction of one tile."""
     token, block = divmod(tile, plan.fold)
     per_work, heads = plan.heads_per_work, out.shape[1]
     first = block * per_work
     count = min(per_work, heads - first)
-    lses = plan.partial_lse[pieces, :count].double()
+    lses = plan.partial_lse[splits, :count].double()
     both = lses.logsumexp(0)
     weights = torch.exp(lses - both.nan_to_num(neginf=0.0))
-    values = (weights[..., None] * plan.partial_output[pieces, :count].double()).sum(0)
+    values = (weights[..., None] * plan.partial_output[splits, :count].double()).sum(0)
     if sink is not None:
         factor = torch.sigmoid(both - sink[first : first + count].double())
         values = values * factor.nan_to_num()[:, None]
@@ -72,9 +68,9 @@ def merge(plan, tile, pieces, sink, out, lse):
     lse[token, first : first + count] = both.float()
 
 
-def check(case, config=None):
+def check(case, stages=None):
     """Compare a case with float64."""
-    out, lse, inputs = run(case, config)
+    out, lse, inputs = run(case, stages)
     want, want_lse = inputs.expected()
     assert distance(out, want) <= TOLERANCE
     same_lse(lse, want_lse)
@@ -103,8 +99,7 @@ def test_listed_keys(name):
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_any_number_of_tiles_on_their_way(stages):
-    config = triton_choice.choose(True, 16, 512, 64, packed=True)
-    check(CASES["8 heads, holes"], dataclasses.replace(config, stages=stages))
+    check(CASES["8 heads, holes"], stages)
 
 
 @pytest.mark.parametrize(

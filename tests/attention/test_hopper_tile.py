@@ -5,8 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from mla_fusion.attention import hopper_tile
-from mla_fusion.attention.hopper_specialized_parts import log2_of
+from mla_fusion.attention.hopper import tile as hopper_tile
+from mla_fusion.attention.hopper.warp_specialized_copy import log2_of
 from tests.attention.decodes import FN
 from tests.attention.gluon_double import Machine
 from tests.attention.gluon_values import Tensor

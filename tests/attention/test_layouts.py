@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from mla_fusion.attention import layouts, reference
+from mla_fusion.attention import reference
 from mla_fusion.attention import triton as provider
+from mla_fusion.attention.plan import layouts
 from mla_fusion.attention.sparse import Scope, sparse_mla_decode, sparse_scratch
 from tests.attention import decodes
 from tests.attention.decodes import BF16, FN, FNUZ, FP16
@@ -70,7 +71,7 @@ def scratch(monkeypatch):
 
     def make(**changes):
         fields = {"q_dtype": BF16, "kv_dtype": FN, "v_head_dim": 512, "widths": (4,)} | changes
-        made = sparse_scratch(max_tokens=2, num_heads=8, device="cpu", workers=3, **fields)
+        made = sparse_scratch(max_tokens=2, num_heads=8, device="cpu", ctas=3, **fields)
         made.refresh(2, [None] * len(fields["widths"]))
         return made
 

@@ -8,9 +8,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from mla_fusion.attention import hopper_packed, triton_choice
-from mla_fusion.attention import triton as provider
-from mla_fusion.attention.layouts import FP8_DS_MLA
+from mla_fusion.attention.hopper import sparse_fp8
+from mla_fusion.attention.plan.layouts import FP8_DS_MLA
+from mla_fusion.attention.triton import choice
 from tests.attention.decodes import BF16, FN
 from tests.attention.test_decode_compiled import DEEPSEEK, LDS, decode_inputs
 from tests.kernels.compiled import compile_report, specialize
@@ -18,30 +18,28 @@ from tests.kernels.compiled import compile_report, specialize
 
 def arguments(heads, **shape):
     """Launch arguments over one scope."""
-    given, sparse = decode_inputs(
+    given = decode_inputs(
         heads, BF16, sparse=True, widths=DEEPSEEK, kv_dtype=FN, layout=FP8_DS_MLA, **shape
     )
-    config = triton_choice.choose(True, heads, *DEEPSEEK, packed=True)
-    assert config.hopper
-    return config, *provider.decode_arguments(config, given, sparse)
+    return sparse_fp8.arguments(given)[1:]
 
 
 @functools.cache
 def report(heads):
-    """Configuration and report, compiled once for all tests."""
-    config, args, options = arguments(heads)
-    return config, compile_report("sm_90", hopper_packed.decode_kernel, args, options)
+    """Warps and report, compiled once for all tests."""
+    args, options = arguments(heads)
+    return options["num_warps"], compile_report("sm_90", sparse_fp8.kernel, args, options)
 
 
 @pytest.mark.parametrize("heads", [16, 32])
 def test_resources(heads):
-    config, result = report(heads)
+    warps, result = report(heads)
     assert result.hot_spills == 0, result
     assert result.matrix == ("HGMMA",), result
     assert result.narrow_loads == 0 and result.wide_loads > 0, result
     programs = 2 if heads == 16 else 1
     assert programs * (result.shared + 1024) <= LDS["sm_90"] + 1024, result
-    assert programs * result.registers * 32 * config.warps <= 65536, result
+    assert programs * result.registers * 32 * warps <= 65536, result
 
 
 def test_only_the_plan_is_read_before_the_kernel_in_front_has_ended():
@@ -57,20 +55,20 @@ def test_only_the_plan_is_read_before_the_kernel_in_front_has_ended():
 def test_the_width_of_the_table_is_no_variant():
     variants = []
     for columns in (1, 3, 64):
-        _, args, options = arguments(16, columns=columns)
-        source, _ = specialize("sm_90", hopper_packed.decode_kernel, args, options)
+        args, options = arguments(16, columns=columns)
+        source, _ = specialize("sm_90", sparse_fp8.kernel, args, options)
         variants.append((source.signature, source.constants, source.attrs))
     assert variants[0] == variants[1] == variants[2]
 
 
 def test_blocks_may_be_an_odd_number_of_vectors_apart():
     """The copies are of 16 bytes whatever the stride: its specialization must not matter."""
-    _, args, options = arguments(16)
-    units = hopper_packed.decode_kernel.arg_names.index("block_units")
+    args, options = arguments(16)
+    units = sparse_fp8.kernel.arg_names.index("block_units")
     odd = (*args[:units], args[units] + 1, *args[units + 1 :])
     variants = []
     for given in (args, odd):
-        source, _ = specialize("sm_90", hopper_packed.decode_kernel, given, options)
+        source, _ = specialize("sm_90", sparse_fp8.kernel, given, options)
         variants.append((source.signature, source.constants, source.attrs))
     assert variants[0] == variants[1]
 
@@ -86,15 +84,12 @@ def test_where_it_runs_and_with_how_many_workers(monkeypatch):
     gpu = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Hopper())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    behind = dataclasses.replace(FP8_DS_MLA, behind=True)
-    assert triton_choice.reads_packed(gpu, FP8_DS_MLA, 0)
-    assert not triton_choice.reads_packed(gpu, FP8_DS_MLA, 64)
-    assert not triton_choice.reads_packed(gpu, behind, 0)
-    assert not triton_choice.reads_packed(torch.device("cpu"), FP8_DS_MLA, 0)
-    for heads, workers in ((16, 264), (32, 132), (48, 66), (64, 66), (128, 66)):
-        assert triton_choice.packed_workers(heads, (2048,), FN, gpu) == workers
+    assert choice.kernels(gpu)[0] == "hopper.sparse_fp8"
+    assert choice.kernels(torch.device("cpu")) == choice.KERNELS["other"]
+    for heads, ctas in ((16, 264), (32, 132), (48, 66), (64, 66), (128, 66)):
+        assert choice.sparse_ctas(heads, (2048,), FN, gpu) == ctas
     for given in ((16, (64, 2048), FN), (16, (2048,), BF16)):
-        assert triton_choice.packed_workers(*given, gpu) is None
+        assert choice.sparse_ctas(*given, gpu) is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
-    assert not triton_choice.reads_packed(gpu, FP8_DS_MLA, 0)
-    assert triton_choice.packed_workers(16, (2048,), FN, gpu) is None
+    assert choice.kernels(gpu) == choice.KERNELS["other"]
+    assert choice.sparse_ctas(16, (2048,), FN, gpu) is None

@@ -7,8 +7,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mla_fusion.attention import planner
-from mla_fusion.attention.buffers import Rules
+from mla_fusion.attention.plan import planner
+from mla_fusion.attention.plan.buffers import Rules
 
 from .decodes import addresses, plan_for, refresh
 from .plan_checks import GARBAGE, buffers, check_plan, worker_load
@@ -21,7 +21,7 @@ seen: collections.Counter[str] = collections.Counter()
 def batches(draw):
     """Rules, the longest query, and two ragged batches of (query rows, KV tokens)."""
     rules = Rules(
-        workers=draw(st.integers(1, 40)),
+        ctas=draw(st.integers(1, 40)),
         fold=draw(st.sampled_from((1, 1, 2, 8))),
         granularity=draw(st.sampled_from((1, 16, 64))),
         overhead=draw(st.sampled_from((1, 2, 16))),
@@ -52,7 +52,7 @@ def check_ragged_batches(case):
 
 
 @pytest.mark.parametrize(
-    "workers, lengths, most, is_level",
+    "ctas, lengths, most, is_level",
     [
         (132, [1024] * 64, 8, True),  # not 10 and 6
         (264, [1024] * 128, 8, True),
@@ -62,8 +62,8 @@ def check_ragged_batches(case):
         (4, [108, 423, 1038, 638], 10, False),  # the third
     ],
 )
-def test_the_largest_split_is_the_smallest_that_fits(workers, lengths, most, is_level):
-    rules = Rules(workers, 1, 64, 4, -1)
+def test_the_largest_split_is_the_smallest_that_fits(ctas, lengths, most, is_level):
+    rules = Rules(ctas, 1, 64, 4, -1)
     plan = buffers(rules, len(lengths))
     starts = np.arange(len(lengths) + 1, dtype=np.int32)
     planner.fill_arrays(plan, rules, starts, np.array(lengths, np.int32), 1)
@@ -88,8 +88,8 @@ def plan_of(rules, seq_lens):
 
 
 @pytest.mark.parametrize(
-    "workers, batch, blocks, pieces, rows",
-    # Public figures of AITER's planner, contexts of 8192: blocks of the largest piece, pieces of
+    "ctas, batch, blocks, splits, rows",
+    # Public figures of AITER's planner, contexts of 8192: blocks of the largest split, splits of
     # one sequence, partial rows in all.
     [
         (304, 1, 2, 256, 256),
@@ -101,13 +101,13 @@ def plan_of(rules, seq_lens):
         (256, 256, 512, 1, 0),
     ],
 )
-def test_the_published_examples(workers, batch, blocks, pieces, rows):
-    plan = plan_of(Rules(workers, 1, 16, 16, -1), [8192] * batch)
+def test_the_published_examples(ctas, batch, blocks, splits, rows):
+    plan = plan_of(Rules(ctas, 1, 16, 16, -1), [8192] * batch)
     items = plan.work_info_set[: plan.work_indptr[-1]]
     counts = np.bincount(items[:, planner.BATCH])
     tokens = items[:, planner.KV_END] - items[:, planner.KV_START]
     assert tokens.max() == blocks * 16
-    assert counts.max() == pieces
+    assert counts.max() == splits
     assert plan.reduce_indptr[-1] == rows
 
 
@@ -121,18 +121,18 @@ def test_a_cap_is_a_budget_of_the_whole_batch():
     "tiles, longest, cut", [(132, 1400, False), (133, 1400, True), (132, 1500, True)]
 )
 def test_nothing_is_cut_where_whole_tiles_are_within_the_budget(tiles, longest, cut):
-    """Lengths that differ by less than an item costs, as after a common prompt: a worker that
+    """Lengths that differ by less than an item costs, as after a common prompt: a CTA that
     fills its budget would cut a block from nearly every sequence."""
     lengths = [1100] * (tiles - 2) + [longest] * 2
     plan = plan_of(Rules(132, 1, 64, 4, -1), lengths)
-    pieces = plan.reduce_indptr[-1]
-    assert pieces > 200 if cut else pieces == 0
+    splits = plan.reduce_indptr[-1]
+    assert splits > 200 if cut else splits == 0
 
 
-@pytest.mark.parametrize("tokens, pieces", [(2048, 32), (2049, 17), (16384, 128)])
-def test_a_worker_takes_two_blocks_where_one_is_not_worth_merging(tokens, pieces):
+@pytest.mark.parametrize("tokens, splits", [(2048, 32), (2049, 17), (16384, 128)])
+def test_a_worker_takes_two_blocks_where_one_is_not_worth_merging(tokens, splits):
     plan = plan_of(Rules(264, 1, 64, 4, -1), [tokens])
-    assert plan.reduce_indptr[-1] == pieces
+    assert plan.reduce_indptr[-1] == splits
 
 
 @pytest.mark.parametrize("cap, busy", [(16, 32), (-1, 256)])
@@ -152,15 +152,15 @@ def ints(*values):
 class TestPlan:
     def test_buffers_have_the_published_shapes(self):
         plan = make(num_heads=128, heads_per_work=64, max_split_per_batch=4)
-        tiles, workers = 4 * 2, 8
+        tiles, ctas = 4 * 2, 8
         assert plan.work_metadata_ptrs.dtype == torch.uint64
-        assert plan.work_indptr.shape == (workers + 1,)
-        assert plan.work_info_set.shape == (tiles + workers - 1, 8)
+        assert plan.work_indptr.shape == (ctas + 1,)
+        assert plan.work_info_set.shape == (tiles + ctas - 1, 8)
         assert plan.reduce_indptr.shape == (tiles + 1,)
         assert plan.reduce_final_map.shape == (tiles, 2)
-        assert plan.reduce_partial_map.shape == (tiles + workers,)
-        assert plan.partial_output.shape == (2 * (workers - 1) * 2, 64, 32)
-        assert make().reduce_partial_map.shape == (4 + workers - 1,)
+        assert plan.reduce_partial_map.shape == (tiles + ctas,)
+        assert plan.partial_output.shape == (2 * (ctas - 1) * 2, 64, 32)
+        assert make().reduce_partial_map.shape == (4 + ctas - 1,)
 
     @pytest.mark.parametrize(
         ("heads", "rows", "per_work", "fold"),
@@ -201,7 +201,7 @@ class TestPlan:
         "changes, message",
         [
             ({"max_batch": 0}, "max_batch must be at least 1"),
-            ({"workers": None}, "workers must be given on cpu"),
+            ({"ctas": None}, "ctas must be given on cpu"),
             ({"heads_per_work": 24}, "multiple of 16"),
             ({"max_split_per_batch": 0}, "max_split_per_batch must be -1"),
         ],

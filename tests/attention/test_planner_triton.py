@@ -8,10 +8,10 @@ pytest.importorskip("triton")
 
 @pytest.mark.parametrize("target", ["gfx942", "gfx950", "sm_90"])
 @pytest.mark.parametrize(
-    "sequences, workers", [(1, 132), (256, 132), (256, 264), (256, 304), (1024, 264)]
+    "sequences, ctas", [(1, 132), (256, 132), (256, 264), (256, 304), (1024, 264)]
 )
-def test_compiles_without_spills(target, sequences, workers):
-    from mla_fusion.attention.planner_triton import plan_kernel
+def test_compiles_without_spills(target, sequences, ctas):
+    from mla_fusion.attention.plan.planner_triton import plan_kernel
     from tests.kernels import compiled
 
     shapes = [(9,), (9,), (9,), (9, 8), (9,), (9, 2), (9,), (9,), (9,)]
@@ -19,15 +19,15 @@ def test_compiles_without_spills(target, sequences, workers):
     tensors.append(torch.empty(9, dtype=torch.int64, device="meta"))
     options = {
         "MAX_BATCH": sequences,
-        "WORKERS": workers,
+        "CTAS": ctas,
         "FOLD": 2,
         "GRANULARITY": 16,
         "OVERHEAD": 16,
         "BLOCK_B": sequences,  # powers of two
-        "BLOCK_W": 1 << (workers - 1).bit_length(),
+        "BLOCK_W": 1 << (ctas - 1).bit_length(),
         "num_warps": 4,
     }
-    report = compiled.compile_report(target, plan_kernel, (*tensors, 8, workers, 1), options)
+    report = compiled.compile_report(target, plan_kernel, (*tensors, 8, ctas, 1), options)
     assert report.spills == 0
     # Only reductions: a few bytes for each warp. Lanes that change threads take 1 KiB and more.
     assert report.shared <= 512

@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mla_fusion.attention import persistent_mla_decode
-from mla_fusion.attention.validate import Inputs, validate
+from mla_fusion.attention.plan.inputs import Inputs, validate
 from mla_fusion.cli.bench.kit import distance
 from tests.attention.decodes import BF16, FN, FNUZ, FP16, FP32, arguments, definition, refresh
 
@@ -22,11 +22,11 @@ RAGGED = [
     "options",
     [
         {},
-        {"overhead": 1, "workers": 33},
+        {"overhead": 1, "ctas": 33},
         {"heads_per_work": 16, "overhead": 1, "page": 1},
         {"q_dtype": FN, "kv_dtype": FN, "overhead": 1, "page": 64},
         {"q_dtype": BF16, "kv_dtype": FNUZ, "max_split_per_batch": 2, "overhead": 1},
-        {"num_heads": 8, "q_dtype": FP16, "kv_dtype": FP16, "workers": 1},
+        {"num_heads": 8, "q_dtype": FP16, "kv_dtype": FP16, "ctas": 1},
     ],
 )
 def test_equal_to_softmax_attention(query_lens, seq_lens, options):
@@ -42,10 +42,10 @@ def test_equal_to_softmax_attention(query_lens, seq_lens, options):
 
 
 def test_split_and_whole_sequences_agree():
-    """One worker splits nothing; forty with no overhead split everything."""
+    """One CTA splits nothing; forty with no overhead split everything."""
     lens = [300, 40, 77]
-    whole = arguments([2, 1, 2], lens, workers=1)
-    split = arguments([2, 1, 2], lens, workers=40, overhead=1)
+    whole = arguments([2, 1, 2], lens, ctas=1)
+    split = arguments([2, 1, 2], lens, ctas=40, overhead=1)
     assert int(whole["plan"].reduce_indptr[-1]) == 0 < int(split["plan"].reduce_indptr[-1])
     (a, a_lse), (b, b_lse) = (
         persistent_mla_decode(**given, out=torch.empty(5, 20, 64), return_lse=True)

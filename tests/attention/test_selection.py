@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mla_fusion.attention import selection
+from mla_fusion.attention.aiter import selection
 
 BF16, FN, FNUZ = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e4m3fnuz
 

@@ -8,9 +8,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from mla_fusion.attention import hopper_specialized, triton_choice
-from mla_fusion.attention import triton as provider
-from mla_fusion.attention.hopper_specialized_parts import cache_boxes, query_boxes
+from mla_fusion.attention.hopper import warp_specialized
+from mla_fusion.attention.hopper.warp_specialized_copy import cache_boxes, query_boxes
+from mla_fusion.attention.plan.device import triton_version
 from tests.attention.decodes import BF16, FN
 from tests.attention.specialized import inputs
 from tests.kernels import products
@@ -20,15 +20,15 @@ from tests.kernels.compiled import LDS, compile_kernel, compile_report, speciali
 @functools.cache
 def ptx(dtype=BF16):
     """The kernel's PTX, compiled once for all tests."""
-    args, options = provider.decode_arguments(triton_choice.SPECIALIZED, inputs(dtype=dtype))
-    return compile_kernel("sm_90", hopper_specialized.decode_kernel, args, options).asm["ptx"]
+    _, args, options = warp_specialized.arguments(inputs(dtype=dtype))
+    return compile_kernel("sm_90", warp_specialized.kernel, args, options).asm["ptx"]
 
 
 def report(dtype, **case):
     """What the compiler says of the kernel for a type, and other inputs than the usual."""
     given = inputs(dtype=dtype, **case)
-    args, options = provider.decode_arguments(triton_choice.SPECIALIZED, given)
-    return compile_report("sm_90", hopper_specialized.decode_kernel, args, options)
+    _, args, options = warp_specialized.arguments(given)
+    return compile_report("sm_90", warp_specialized.kernel, args, options)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_fp8_products_and_resources():
     # Query and tile: four boxes of 128 columns each, and the rotated part.
     assert result.bulk_copies == 10, result
     # Triton 3.9 keeps addresses in memory in the loop over tiles; 3.6 to 3.8 spill nothing there.
-    assert result.hot_spills <= (10 if triton_choice.triton_version() >= (3, 9) else 0), result
+    assert result.hot_spills <= (10 if triton_version() >= (3, 9) else 0), result
     # With fewer registers for those the assembler waits behind each product (C7512).
     assert result.product_waits == 8, result
 
@@ -98,8 +98,8 @@ def test_fp8_work_of_each_warpgroup():
 )
 def test_nothing_touches_registers_of_products_under_way(dtype, heads, rows):
     given = inputs(dtype=dtype, q=(8, heads, 576), max_query_len=rows)
-    args, options = provider.decode_arguments(triton_choice.SPECIALIZED, given)
-    compiled = compile_kernel("sm_90", hopper_specialized.decode_kernel, args, options)
+    _, args, options = warp_specialized.arguments(given)
+    compiled = compile_kernel("sm_90", warp_specialized.kernel, args, options)
     code = products.disassemble(compiled.asm["cubin"])
     assert sum("GMMA" in each.name for each in code) == {BF16: 52, FN: 68}[dtype]
     assert products.touched_early(code) == []
@@ -112,8 +112,8 @@ def test_the_width_of_the_table_is_no_variant():
     """The warm-up runs with a table of one column; no request may compile another kernel."""
     variants = []
     for columns in (1, 3, 64):
-        args, options = hopper_specialized.arguments(inputs(columns=columns))
-        source, _ = specialize("sm_90", hopper_specialized.decode_kernel, args, options)
+        _, args, options = warp_specialized.arguments(inputs(columns=columns))
+        source, _ = specialize("sm_90", warp_specialized.kernel, args, options)
         variants.append((source.signature, source.constants, source.attrs))
     assert variants[0] == variants[1] == variants[2]
 

@@ -13,16 +13,16 @@ CASES = {
     "64 heads": (64, [1, 1, 1], [130, 64, 1], {}),
     "pairs": (128, [1, 1], [300, 65], {"heads_per_work": 128}),
     "padded heads": (40, [1, 1], [100, 400], {}),
-    "more tiles than buffers": (64, [1], [1300], {"workers": 2}),
+    "more tiles than buffers": (64, [1], [1300], {"ctas": 2}),
     "drafts": (16, [4, 3, 1], [200, 70, 3], {}),
     "rows that see nothing": (16, [4, 2], [0, 129], {}),
     "padded drafts of 24 heads": (24, [2, 1], [130, 5], {}),
     "folded drafts": (32, [8, 2], [300, 70], {}),
-    "a block of 8 heads": (8, [8, 2, 5], [300, 70, 4], {"workers": 3}),
+    "a block of 8 heads": (8, [8, 2, 5], [300, 70, 4], {"ctas": 3}),
     "half a block of 8 heads": (8, [4, 1], [200, 3], {}),
     "blocks of 4 padded heads": (4, [9, 2], [130, 70], {}),
     "drafts of 128 heads": (128, [2, 1], [300, 1], {}),
-    "pieces that begin and end within tiles": (64, [1, 1], [333, 90], {"kv_granularity": 16}),
+    "splits that begin and end within tiles": (64, [1, 1], [333, 90], {"kv_granularity": 16}),
 }
 
 

@@ -8,33 +8,45 @@ import torch
 
 pytest.importorskip("triton")
 
-from mla_fusion.attention import cdna_kernel, hopper_specialized, triton_choice
-from mla_fusion.attention.layouts import FP8_DS_MLA, FP8_DS_MLA_V4
+from mla_fusion.attention.cdna import decode as cdna_decode
+from mla_fusion.attention.hopper import warp_specialized
+from mla_fusion.attention.plan import device
+from mla_fusion.attention.plan.inputs import Scope, Sparse
+from mla_fusion.attention.plan.layouts import FP8_DS_MLA, FP8_DS_MLA_V4
+from mla_fusion.attention.triton import choice
 from tests.attention.decodes import BF16, FN, FP16
 from tests.attention.test_decode_compiled import decode_inputs
 from tests.attention.test_specialized_compiled import inputs
 
-SPECIALIZED, STEP = triton_choice.SPECIALIZED, triton_choice.Config(True, 64, 64, 8)
+# Kernel, query rows and warps of a program.
+SPECIALIZED, STEP = ("hopper.warp_specialized", 64, 4), ("hopper.decode", 64, 8)
 DRAFTS = {"max_query_len": 4}
 
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch):
-    """A GPU of sm_90 with ten multiprocessors; tensors without memory count as on it."""
+    """A GPU of sm_90 with ten SMs; tensors without memory count as on it."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     properties = SimpleNamespace(multi_processor_count=10, gcnArchName="gfx90a")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    real = triton_choice.is_hopper
+    monkeypatch.setattr(choice, "has_hopper", lambda _: device.has_hopper("cuda"))
 
-    def on_gpu(q, caches, latent):
-        def aligned(tensor):
-            names = ("device", "dtype", "itemsize", "shape", "stride")
-            fields = {name: getattr(tensor, name) for name in names}
-            return SimpleNamespace(is_cuda=True, data_ptr=lambda: 0, **fields)
 
-        return real(aligned(q), [aligned(cache) for cache in caches], latent)
+def chosen(given):
+    """What decodes: kernel, query rows and warps of a program, and waves of a SIMD on AMD."""
+    module = choice.chosen(given)
+    (_, blocks), _, options = module.arguments(given)
+    rows = options.get("ROWS", 64)
+    assert blocks == -(-given.rows // rows)
+    waves = [options[name] for name in ("waves_per_eu",) if name in options]
+    name = module.__name__.removeprefix("mla_fusion.attention.")
+    return name, rows, options["num_warps"], *waves
 
-    monkeypatch.setattr(triton_choice, "is_hopper", on_gpu)
+
+def sparse(given):
+    """The same cache as lists of slots."""
+    scope = Scope(given.kv_cache, given.block_table)
+    return dataclasses.replace(given, sparse=Sparse(scope, 0, given.plan.kv_indptr, None))
 
 
 @pytest.mark.parametrize(
@@ -48,13 +60,13 @@ def hopper(monkeypatch):
         ((8, 128, 576), {"max_query_len": 2}, SPECIALIZED),
         ((8, 64, 576), {"dtype": FN}, SPECIALIZED),
         ((8, 16, 576), {"dtype": FN, **DRAFTS}, SPECIALIZED),
-        ((8, 32, 576), {"dtype": FN}, triton_choice.Config(True, 32, 64, 8)),
+        ((8, 32, 576), {"dtype": FN}, ("hopper.decode", 32, 8)),
         ((8, 64, 576), {"dtype": FN, "page": 96}, STEP),
         # Fewer than 33 query rows.
-        ((8, 16, 576), {}, triton_choice.Config(True, 16, 64, 4)),
-        ((8, 32, 576), {}, triton_choice.Config(True, 32, 64, 8)),
-        ((8, 8, 576), {"max_query_len": 2}, triton_choice.Config(True, 16, 64, 4)),
-        ((8, 8, 576), DRAFTS, triton_choice.Config(True, 32, 64, 8)),
+        ((8, 16, 576), {}, ("hopper.decode", 16, 4)),
+        ((8, 32, 576), {}, ("hopper.decode", 32, 8)),
+        ((8, 8, 576), {"max_query_len": 2}, ("hopper.decode", 16, 4)),
+        ((8, 8, 576), DRAFTS, ("hopper.decode", 32, 8)),
         # Other types and widths.
         ((8, 64, 576), {"dtype": FP16}, STEP),
         ((8, 64, 320), {}, STEP),
@@ -74,32 +86,29 @@ def hopper(monkeypatch):
 )
 def test_the_kernel_of_a_decode(q, options, wanted):
     given = inputs(q, **options)
-    assert triton_choice.chosen(given) == wanted
+    assert chosen(given) == wanted
     if wanted is STEP:
-        with pytest.raises(ValueError, match=r"the specialized kernel: it (copies|takes)"):
-            hopper_specialized.arguments(given)
+        assert warp_specialized.fits(given).startswith(("it copies", "it takes"))
 
 
 @pytest.mark.parametrize("dtype", [BF16, FN])
 @pytest.mark.parametrize("scale", [0.0, -0.1])
 def test_a_scale_that_is_not_positive(dtype, scale):
     given = dataclasses.replace(inputs(dtype=dtype), softmax_scale=scale)
-    assert triton_choice.chosen(given) == STEP
-    with pytest.raises(ValueError, match="it takes a positive scale"):
-        hopper_specialized.arguments(given)
+    assert chosen(given) == STEP
+    assert "it takes a positive scale" in warp_specialized.fits(given)
 
 
 def test_a_query_of_another_type():
     given = inputs(dtype=FN)
     other = dataclasses.replace(given, q=given.q.to(BF16))
-    with pytest.raises(ValueError, match="query and cache of one type"):
-        hopper_specialized.arguments(other)
+    assert "query and cache of one type" in warp_specialized.fits(other)
 
 
 def test_a_query_with_gaps_between_tokens():
     gaps = torch.empty(8, 65, 576, dtype=BF16, device="meta")[:, :64]
     given = dataclasses.replace(inputs(), q=gaps)
-    assert triton_choice.chosen(given) == SPECIALIZED
+    assert chosen(given) == SPECIALIZED
 
 
 def test_blocks_that_are_no_whole_entries_apart():
@@ -107,12 +116,11 @@ def test_blocks_that_are_no_whole_entries_apart():
     apart = dataclasses.replace(
         inputs(), kv_cache=cache.as_strided((9, 64, 576), (64 * 576 + 288, 576, 1))
     )
-    assert triton_choice.chosen(apart) == STEP
+    assert chosen(apart) == STEP
 
 
 def test_lists_of_slots():
-    given = inputs()
-    assert triton_choice.chosen(given, given.kv_cache) == STEP
+    assert chosen(sparse(inputs())) == STEP
 
 
 @pytest.mark.parametrize(
@@ -127,80 +135,77 @@ def test_lists_of_slots():
     ],
 )
 def test_byte_caches(monkeypatch, heads, layout, first, rows):
-    given, sparse = decode_inputs(
+    given = decode_inputs(
         heads, BF16, sparse=True, widths=(512, layout.width - 512), kv_dtype=FN, layout=layout
     )
-    gpu = dataclasses.replace(
-        given, q=SimpleNamespace(device=torch.device("cuda"), shape=given.q.shape)
-    )
-    config = triton_choice.chosen(gpu, sparse.extra.kv_cache, first)
-    assert (config.rows if config.hopper else None) == rows
+    given = dataclasses.replace(given, sparse=dataclasses.replace(given.sparse, first=first))
+    name, found, _ = chosen(given)
+    assert (found if name == "hopper.sparse_fp8" else None) == rows
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
-    assert not triton_choice.chosen(gpu, sparse.extra.kv_cache, first).hopper
+    assert chosen(given)[0] == "triton.decode_kernel"
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (10, 0)])
 def test_another_gpu(monkeypatch, capability):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    assert not triton_choice.chosen(inputs()).hopper
-    settings = triton_choice.plan_settings(128, 1, BF16, 576, "cuda")
-    assert settings == {"workers": 10, "kv_granularity": 64, "overhead": 4}
+    assert chosen(inputs())[0] == "triton.decode_kernel"
+    settings = choice.plan_settings(128, 1, BF16, 576, "cuda")
+    assert settings == {"ctas": 10, "kv_granularity": 64, "overhead": 4}
 
 
 def test_an_amd_gpu(monkeypatch):
     """Its capability may be (9, 0) too: that of gfx90a."""
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert not triton_choice.chosen(inputs()).hopper
-    assert "heads_per_work" not in triton_choice.plan_settings(128, 1, BF16, 576, "cuda")
+    assert chosen(inputs())[0] == "triton.decode_kernel"
+    assert "heads_per_work" not in choice.plan_settings(128, 1, BF16, 576, "cuda")
 
 
 @pytest.fixture
 def cdna(monkeypatch):
     """An MI300X, as far as the choice asks."""
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    monkeypatch.setattr(triton_choice, "architecture", lambda device: "gfx942")
+    monkeypatch.setattr(device, "architecture", lambda device: "gfx942")
 
 
 @pytest.mark.parametrize(
     ("q", "options", "wanted"),
     [
-        ((8, 16, 576), {"dtype": FN}, triton_choice.Config(False, 16, 64, 4, cdna=3, waves=3)),
-        ((8, 16, 576), {}, triton_choice.Config(False, 16, 64, 4, cdna=3, waves=2)),
+        ((8, 16, 576), {"dtype": FN}, ("cdna.decode", 16, 4, 3)),
+        ((8, 16, 576), {}, ("cdna.decode", 16, 4, 2)),
         ((8, 16, 576), {"dtype": FN, "page": 1},
-         triton_choice.Config(False, 16, 64, 4, cdna=3, waves=2)),
-        ((8, 128, 576), {}, triton_choice.Config(False, 32, 64, 4, cdna=3, waves=1)),
-        ((8, 128, 576), {"dtype": FN}, triton_choice.Config(False, 32, 64, 4, cdna=3, waves=2)),
+         ("cdna.decode", 16, 4, 2)),
+        ((8, 128, 576), {}, ("cdna.decode", 32, 4, 1)),
+        ((8, 128, 576), {"dtype": FN}, ("cdna.decode", 32, 4, 2)),
         # Types, widths and strides that it does not take.
-        ((8, 16, 576), {"dtype": FP16}, triton_choice.Config(False, 16, 16, 4)),
-        ((8, 16, 544), {}, triton_choice.Config(False, 16, 16, 4)),
+        ((8, 16, 576), {"dtype": FP16}, ("triton.decode_kernel", 16, 4)),
+        ((8, 16, 544), {}, ("triton.decode_kernel", 16, 4)),
     ],
 )  # fmt: skip
 def test_the_kernel_for_cdna(cdna, q, options, wanted):
     given = inputs(q, **options)
-    assert triton_choice.chosen(given) == wanted
-    if not wanted.cdna:
-        with pytest.raises(ValueError, match=r"the kernel for CDNA: it (takes|multiplies)"):
-            cdna_kernel.arguments(given, wanted)
+    assert chosen(given) == wanted
+    if wanted[0] != "cdna.decode":
+        assert cdna_decode.fits(given).startswith(("it takes", "it multiplies"))
 
 
 def test_the_kernel_for_cdna_is_not_for_lists_of_slots_and_odd_strides(cdna):
     given = inputs((8, 16, 576))
-    assert not triton_choice.chosen(given, given.kv_cache).cdna
+    assert chosen(sparse(given))[0] == "triton.decode_kernel"
     apart = torch.empty(8, 16, 580, dtype=BF16, device="meta")[..., :576]
-    assert not triton_choice.chosen(dataclasses.replace(given, q=apart)).cdna
+    assert chosen(dataclasses.replace(given, q=apart))[0] == "triton.decode_kernel"
 
 
 @pytest.mark.parametrize(
-    ("heads", "rows", "dtype", "workers"),
+    ("heads", "rows", "dtype", "ctas"),
     [(16, 1, FN, 30), (16, 1, BF16, 20), (128, 1, FN, 10), (128, 1, BF16, 5), (8, 3, FN, 20)],
 )
-def test_plans_for_cdna(cdna, heads, rows, dtype, workers):
+def test_plans_for_cdna(cdna, heads, rows, dtype, ctas):
     """As many programs as fit ten CUs: one to three waves a SIMD, of one or two row blocks."""
-    assert triton_choice.plan_settings(heads, rows, dtype, 576, "cuda")["workers"] == workers
+    assert choice.plan_settings(heads, rows, dtype, 576, "cuda")["ctas"] == ctas
 
 
 @pytest.mark.parametrize(
-    ("heads", "rows", "dtype", "width", "workers"),
+    ("heads", "rows", "dtype", "width", "ctas"),
     [
         (128, 1, BF16, 576, 5),
         (128, 2, BF16, 576, 5),
@@ -216,9 +221,9 @@ def test_plans_for_cdna(cdna, heads, rows, dtype, workers):
         (128, 1, BF16, 320, 10),
     ],
 )
-def test_items_of_several_row_blocks(heads, rows, dtype, width, workers):
-    """So few workers that the programs of all blocks fill the GPU once."""
-    settings = triton_choice.plan_settings(heads, rows, dtype, width, "cuda")
-    assert settings["workers"] == workers
-    wide = (heads, rows) == (128, 1) and workers == 5
+def test_items_of_several_row_blocks(heads, rows, dtype, width, ctas):
+    """So few CTAs that the programs of all blocks fill the GPU once."""
+    settings = choice.plan_settings(heads, rows, dtype, width, "cuda")
+    assert settings["ctas"] == ctas
+    wide = (heads, rows) == (128, 1) and ctas == 5
     assert settings.get("heads_per_work") == (128 if wide else None)

@@ -1,6 +1,5 @@
 """How the Triton decode is launched on a GPU, only from shapes."""
 
-from copy import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,11 +8,14 @@ import torch
 
 pytest.importorskip("triton")
 
-from mla_fusion.attention import hopper_kernel, triton_choice, triton_kernels
 from mla_fusion.attention import triton as provider
-from mla_fusion.attention.hopper_copy import bulk_copy
-from mla_fusion.attention.validate import Inputs
+from mla_fusion.attention.hopper import decode as hopper_decode
+from mla_fusion.attention.hopper.copy import bulk_copy
+from mla_fusion.attention.plan.inputs import Inputs
+from mla_fusion.attention.plan.layouts import FP8_DS_MLA
+from mla_fusion.attention.triton import decode_kernel, reduce_kernel
 from tests.attention.decodes import BF16, FN, plan_for, refresh
+from tests.attention.test_decode_compiled import decode_inputs
 
 
 @pytest.mark.parametrize(
@@ -23,7 +25,7 @@ from tests.attention.decodes import BF16, FN, plan_for, refresh
         (16, 1, FN, 512 + 64, 2),
         (8, 1, FN, 512 + 64, 2),
         (128, 1, FN, 512 + 64, 1),
-        # A program of 32 query rows or more fills a multiprocessor.
+        # A program of 32 query rows or more fills a SM.
         (16, 2, FN, 512 + 64, 1),
         (8, 2, FN, 512 + 64, 2),
         # Two programs where shared memory holds the tiles of both.
@@ -37,7 +39,7 @@ def test_workers(monkeypatch, heads, rows, dtype, width, programs):
     properties = SimpleNamespace(multi_processor_count=10)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    assert provider.plan_settings(heads, rows, dtype, width, "cuda")["workers"] == 10 * programs
+    assert provider.plan_settings(heads, rows, dtype, width, "cuda")["ctas"] == 10 * programs
 
 
 @pytest.mark.parametrize(
@@ -48,25 +50,16 @@ def test_workers(monkeypatch, heads, rows, dtype, width, programs):
         (320, 64, False), (576, 64, False), (512, 128, False), (1024, 64, False),
     ],
 )  # fmt: skip
-def test_the_kernel_for_hopper_is_for_some_widths(monkeypatch, latent, rope, taken):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    width = latent + rope
-    q = SimpleNamespace(
-        is_cuda=True, device="cuda", dtype=BF16, itemsize=2, shape=(8, 16, width),
-        stride=lambda: (16 * width, width, 1), data_ptr=lambda: 0,
-    )  # fmt: skip
-    assert triton_choice.is_hopper(q, [q], latent) is taken  # type: ignore[arg-type, list-item]
+def test_the_kernel_for_hopper_is_for_some_widths(latent, rope, taken):
+    given = decode_inputs(16, BF16, widths=(latent, rope))
+    assert (not hopper_decode.fits(given)) is taken
     assert not provider.unsupported(BF16, BF16, latent, rope)
 
 
-def test_byte_caches_are_left_to_the_portable_kernel(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    tensor = SimpleNamespace(is_cuda=True, device="cuda", data_ptr=lambda: 0)
-    tensor.stride, tensor.shape, tensor.itemsize = lambda: (5760, 576, 1), (8, 10, 576), 2
-    q, packed = copy(tensor), copy(tensor)
-    q.dtype, packed.dtype = BF16, torch.uint8
-    assert triton_choice.is_hopper(q, [q, q], 512)  # type: ignore[arg-type, list-item]
-    assert not triton_choice.is_hopper(q, [q, packed], 512)  # type: ignore[arg-type, list-item]
+def test_byte_caches_are_left_to_the_portable_kernel():
+    assert not hopper_decode.fits(decode_inputs(16, BF16, sparse=True))
+    of_bytes = decode_inputs(16, BF16, sparse=True, kv_dtype=FN, layout=FP8_DS_MLA)
+    assert "of one type" in hopper_decode.fits(of_bytes)
 
 
 def cache(blocks, page, block_rows=0, dtype=BF16):
@@ -97,7 +90,7 @@ def test_tiles_in_several_pages_are_copied_by_threads(strange):
     [(16, 256, [1, 5, 33, 129]), (128, 256, [1, 5, 17]), (128, 16, [1, 5]), (128, 1, [1])],
 )
 def test_a_warm_up_compiles_every_reduction(heads, most, batches):
-    plan = plan_for(max_batch=most, num_heads=heads, workers=132)
+    plan = plan_for(max_batch=most, num_heads=heads, ctas=132)
     assert provider.warm_up_batches(plan) == batches
 
 
@@ -113,22 +106,22 @@ class Launches:
         return lambda *args, **_: self.arguments.append(args)
 
 
-def launch(plan, batch, config=None, refreshed=True):
+def launch(plan, batch, refreshed=True):
     """One decode of `batch` sequences, if so after a refresh of the plan."""
     if refreshed:
         refresh(plan, [1] * batch, range(10, 10 + batch))
     table = torch.empty(batch, 9, dtype=torch.int32)
     q = torch.empty(batch, plan.settings.num_heads, 576, dtype=BF16)
     given = Inputs(q, cache(9, 64), plan, table, 0.1, None, None, q[..., :512], None)
-    provider.launch(given, config=config)
+    provider.launch(given)
 
 
 def test_the_grid_of_the_reduction_is_that_of_the_step(monkeypatch):
     """Not that of the largest batch of the plan, whose tiles would be empty programs."""
     reductions = Launches()
-    monkeypatch.setattr(triton_kernels, "decode_kernel", Launches())
-    monkeypatch.setattr(triton_kernels, "reduce_kernel", reductions)
-    plan = plan_for(max_batch=256, num_heads=128, workers=132)
+    monkeypatch.setattr(decode_kernel, "kernel", Launches())
+    monkeypatch.setattr(reduce_kernel, "kernel", reductions)
+    plan = plan_for(max_batch=256, num_heads=128, ctas=132)
     for batch in (1, 4, 64):
         launch(plan, batch)
     # A program for each row of few tiles, for four rows of many.
@@ -137,11 +130,12 @@ def test_the_grid_of_the_reduction_is_that_of_the_step(monkeypatch):
 
 def test_the_first_decode_of_a_refreshed_plan_waits_for_it(monkeypatch):
     """The others may read the plan before the kernel in front of them has ended."""
-    decodes, place = Launches(), hopper_kernel.decode_kernel.arg_names.index("fresh")
-    monkeypatch.setattr(hopper_kernel, "decode_kernel", decodes)
-    monkeypatch.setattr(triton_kernels, "reduce_kernel", Launches())
+    decodes, place = Launches(), hopper_decode.kernel.arg_names.index("fresh")
+    monkeypatch.setattr(provider, "chosen", lambda given: hopper_decode)
+    monkeypatch.setattr(hopper_decode, "kernel", decodes)
+    monkeypatch.setattr(reduce_kernel, "kernel", Launches())
     plan = plan_for(num_heads=16)
     for refreshed in (True, False, False) * 2:
-        launch(plan, 4, triton_choice.choose(True, 16, 512, 64), refreshed)
+        launch(plan, 4, refreshed)
     fresh = [arguments[place] for arguments in decodes.arguments]
     assert fresh == [1, 0, 0, 1, 0, 0]

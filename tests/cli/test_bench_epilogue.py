@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mla_fusion.attention import triton_epilogue as epilogues
-from mla_fusion.attention.epilogue import Epilogue
+from mla_fusion.attention.plan.epilogue import Epilogue
+from mla_fusion.attention.triton import epilogue as epilogues
 from mla_fusion.cli.bench import epilogue as bench_epilogue
 from mla_fusion.cli.bench.epilogue import WRONG, Case
 
@@ -36,7 +36,7 @@ def test_rows_are_written_and_judged(monkeypatch, tmp_path, capsys, step, right)
 
     monkeypatch.setattr(bench_epilogue, "measure", measure)
     settings = argparse.Namespace(
-        tokens=(1,), heads=(16,), pieces=(1, 8), rounds=5, csv=tmp_path / "rows.csv"
+        tokens=(1,), heads=(16,), splits=(1, 8), rounds=5, csv=tmp_path / "rows.csv"
     )
     assert bench_epilogue.run(settings, FACTS) == right
     printed = capsys.readouterr().out

@@ -5,10 +5,10 @@ from xml.etree import ElementTree
 import pytest
 
 from mla_fusion import cli
-from mla_fusion.attention.buffers import Rules
+from mla_fusion.attention.plan.buffers import Rules
 from mla_fusion.cli.plan import draw
 
-COMMAND = "plan --batch 2 --kv 100000 --workers 256"
+COMMAND = "plan --batch 2 --kv 100000 --ctas 256"
 
 
 def main(line):
@@ -22,17 +22,17 @@ def run(capsys, line):
 
 def test_a_cap_of_16_leaves_32_of_256_busy(capsys):
     text = "\n".join(run(capsys, f"{COMMAND} --max-split-per-batch 16"))
-    assert "busy workers   32 of 256" in text
+    assert "busy CTAs      32 of 256" in text
     assert "utilisation    12.5%" in text
     assert "without a cap  256 of 256 busy, largest load 65: 6.3 times less" in text
 
 
 def test_without_a_cap_all_are_busy(capsys):
     text = "\n".join(run(capsys, COMMAND))
-    assert "busy workers   256 of 256" in text and "without a cap" not in text
+    assert "busy CTAs      256 of 256" in text and "without a cap" not in text
 
 
-def test_the_plot_shows_the_idle_workers(capsys):
+def test_the_plot_shows_the_idle_ctas(capsys):
     rows = run(capsys, f"{COMMAND} --max-split-per-batch 16")
     plot = {row.split("|")[0].strip(): row.split("|")[1] for row in rows if "|" in row}
     assert list(plot) == ["0-7", "8-15", "16-23", "24-31", "32-255"]
@@ -42,7 +42,7 @@ def test_the_plot_shows_the_idle_workers(capsys):
 
 def test_ragged_lengths_with_drafts_and_many_heads(capsys):
     rows = run(capsys, "plan --lengths 100,9000,1 --workers 7 --heads 128 --query-len 4")
-    assert "4 query rows each, 4 head blocks; 7 workers" in rows[0]
+    assert "4 query rows each, 4 head blocks; 7 CTAs" in rows[0]
     assert sum("|" in row for row in rows) == 7
 
 

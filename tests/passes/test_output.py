@@ -9,7 +9,7 @@ from torch import fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 
 from mla_fusion import ops
-from mla_fusion.attention import epilogue
+from mla_fusion.attention.plan import epilogue
 from mla_fusion.passes.fix_functionalization import MLAFixFunctionalizationPass
 from mla_fusion.passes.result import PassResult
 from mla_fusion.patterns.site import functionalized_op

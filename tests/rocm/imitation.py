@@ -71,12 +71,12 @@ def switch_products(on):
 
 
 def _tell_this_library(gpu):
-    from mla_fusion.attention import buffers, selection
+    from mla_fusion.attention.plan import buffers, device
     from mla_fusion.config import vllm_compat
 
     vllm_compat.is_rocm = lambda: True
-    selection.architecture = lambda device: gpu.name
-    buffers.multiprocessors = lambda device: gpu.compute_units
+    device.architecture = lambda device: gpu.name
+    buffers.sm_count = lambda device: gpu.compute_units
 
 
 def fp8_of_vllm():

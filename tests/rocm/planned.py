@@ -216,8 +216,10 @@ def replaced(owner, name, make):
 
 
 def _planted():
-    from mla_fusion.attention import aiter, entries, planner_aiter
-    from mla_fusion.attention.plan import PersistentDecodePlan
+    from mla_fusion.attention import aiter
+    from mla_fusion.attention.aiter import entries
+    from mla_fusion.attention.aiter import planner as planner_aiter
+    from mla_fusion.attention.allocate import PersistentDecodePlan
     from mla_fusion.runtime.step_plan import StepPlan
 
     def stale(original):

@@ -1,12 +1,12 @@
 """The sparse decode's kernels, for benchmarks on a CPU: the reference in their place."""
 
 from mla_fusion.attention import reference
-from mla_fusion.attention.triton import Scope
+from mla_fusion.attention.plan.inputs import Scope
 
 
-def launch(given, sparse):
+def launch(given):
     """The kernels, by the reference, in fp32 and without rounding of keys."""
-    plan, tokens = given.plan, len(given.q)
+    plan, tokens, sparse = given.plan, len(given.q), given.sparse
     end = plan.kv_indptr[1 : tokens + 1] - plan.kv_indptr[:tokens]
     scopes = [Scope(sparse.extra.kv_cache, sparse.extra.table, given.layout)]
     lengths = [end.long()]

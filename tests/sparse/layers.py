@@ -4,7 +4,7 @@ Classes and builder are vLLM's own. `imitate` replaces what needs a GPU:
 
     is_hopper, require            true, and no complaint: the shapes are those of an H200
     FASTER                        up to 16 heads and 15 tokens, with any cache
-    multiprocessors               4, for the plan
+    sm_count                      4, for the plan
     launch                        the kernels, by the reference
     triton_convert_req_index_...  in plain torch: there is no Triton driver on a CPU
     concat_mla_q                  in plain torch
@@ -20,9 +20,10 @@ import numpy as np
 import pytest
 import torch
 
-from mla_fusion.attention import buffers, reference
+from mla_fusion.attention import reference
 from mla_fusion.attention import triton as provider
-from mla_fusion.attention.triton import Scope
+from mla_fusion.attention.plan import buffers
+from mla_fusion.attention.plan.inputs import Scope
 from mla_fusion.config import vllm_compat
 from mla_fusion.kernels import triton as region
 from mla_fusion.runtime import sparse_step
@@ -53,7 +54,7 @@ def imitate(monkeypatch):
     monkeypatch.setattr(vllm_compat, "is_hopper", lambda: True)
     monkeypatch.setattr(region, "require", lambda: None)
     monkeypatch.setattr(provider, "require", lambda: None)
-    monkeypatch.setattr(buffers, "multiprocessors", lambda device: 4)
+    monkeypatch.setattr(buffers, "sm_count", lambda device: 4)
     monkeypatch.setattr(provider, "launch", launch)
     monkeypatch.setattr(sparse_utils, "triton_convert_req_index_to_global_index", to_slots)
     monkeypatch.setattr(
@@ -67,9 +68,9 @@ def imitate(monkeypatch):
     monkeypatch.setattr(sparse_step, "FASTER", table)
 
 
-def launch(given, sparse):
+def launch(given):
     """The kernels: slots of the last scope, of which a plan for so many columns was made."""
-    assert given.plan.step.num_tokens == len(given.q) and sparse.first == 0
+    assert given.plan.step.num_tokens == len(given.q) and given.sparse.first == 0
     assert given.plan.kv_indptr[1] == given.block_table.shape[1]
     scope = Scope(given.kv_cache, given.block_table, given.layout)
     out, _ = reference.sparse_mla_decode(

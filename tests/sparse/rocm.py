@@ -20,9 +20,10 @@ import types
 
 import torch
 
-from mla_fusion.attention import reference, triton_choice
+from mla_fusion.attention import reference
 from mla_fusion.attention import triton as provider
-from mla_fusion.attention.triton import Scope
+from mla_fusion.attention.plan import device
+from mla_fusion.attention.plan.inputs import Scope
 from mla_fusion.config import vllm_compat
 from tests.sparse import layers
 
@@ -40,7 +41,7 @@ def imitate(monkeypatch, double):
     monkeypatch.setattr(vllm_compat, "is_rocm", lambda: True)
     monkeypatch.setattr(vllm_compat, "is_hopper", lambda: False)
     monkeypatch.delitem(sys.modules, MODULE)
-    monkeypatch.setattr(triton_choice, "architecture", lambda device: double.arch.name)
+    monkeypatch.setattr(device, "architecture", lambda device: double.arch.name)
     platform = type(current_platform)
     for name, value in (("fp8_dtype", double.arch.fp8), ("num_compute_units", 304)):
         monkeypatch.setattr(platform, name, classmethod(lambda *_, value=value: value))
@@ -51,17 +52,17 @@ def imitate(monkeypatch, double):
     named = {"on_gfx942": is_942, "on_gfx950": not is_942, "on_mi3xx": True}
     asked = types.SimpleNamespace(**{name: lambda v=value: v for name, value in named.items()})
     monkeypatch.setitem(sys.modules, "vllm.platforms.rocm", asked)
-    power = triton_choice.power_of_two
+    power = device.power_of_two
     monkeypatch.setattr(module.triton, "next_power_of_2", power, raising=False)
     monkeypatch.setattr(aiter_ops.rocm_aiter_ops, "mla_decode_fwd", staticmethod(decode))
     stream = types.SimpleNamespace(synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
 
 
-def launch(given, sparse):
+def launch(given):
     """The kernels: slots of the last scope, of which the plan says how many count."""
     plan, tokens = given.plan, len(given.q)
-    assert plan.step.num_tokens == tokens and sparse.first == 0
+    assert plan.step.num_tokens == tokens and given.sparse.first == 0
     counts = plan.kv_indptr[1 : tokens + 1] - plan.kv_indptr[:tokens]
     out, _ = reference.sparse_mla_decode(
         given.q, [Scope(given.kv_cache, given.block_table)], [counts.long()], latent=512,

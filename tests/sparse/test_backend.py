@@ -13,7 +13,7 @@ import torch
 
 import mla_fusion
 from mla_fusion import plugin
-from mla_fusion.attention.layouts import FP8_DS_MLA
+from mla_fusion.attention.plan.layouts import FP8_DS_MLA
 from mla_fusion.config import vllm_compat
 from mla_fusion.kernels import ProviderUnavailable
 from mla_fusion.kernels import triton as region

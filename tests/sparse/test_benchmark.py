@@ -8,8 +8,8 @@ import pytest
 import sparse
 import sparse_peers
 
-from mla_fusion.attention import buffers
 from mla_fusion.attention import triton as provider
+from mla_fusion.attention.plan import buffers
 from mla_fusion.kernels import triton as region
 from tests.sparse.launched import launch
 
@@ -22,7 +22,7 @@ def on_cpu(monkeypatch):
         (sparse_peers, "ROTATED", 0),
         (provider, "require", lambda: None),
         (region, "require", lambda: None),
-        (buffers, "multiprocessors", lambda device: 4),
+        (buffers, "sm_count", lambda device: 4),
         (provider, "launch", launch),
         (sparse, "capture_calls", lambda call, count: call),
         (sparse, "interleave", lambda graphs, *_: {n: [2.0 + (n != "ours")] * 7 for n in graphs}),

@@ -8,7 +8,7 @@ import engine_sparse
 import pytest
 import torch
 
-from mla_fusion.attention.layouts import FP8_DS_MLA
+from mla_fusion.attention.plan.layouts import FP8_DS_MLA
 from mla_fusion.cli import child
 from mla_fusion.runtime import sparse_step
 from tests import engine_results

@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 import mla_fusion
 from mla_fusion.attention import triton as provider
-from mla_fusion.attention import triton_choice
+from mla_fusion.attention.cdna import fits
+from mla_fusion.attention.plan import device
 from mla_fusion.config import vllm_compat
 from mla_fusion.kernels import ProviderUnavailable
 from mla_fusion.kernels import triton as region
@@ -200,9 +201,9 @@ def test_what_is_declined(engine, make, monkeypatch, vllm_loggers, caplog, name)
             owner = engine.attention_config  # vLLM 0.26 has none
         monkeypatch.setattr(owner, attribute, value, raising=False)
     if name == "another GPU":
-        monkeypatch.setattr(triton_choice, "architecture", lambda device: "gfx1201")
+        monkeypatch.setattr(device, "architecture", lambda device: "gfx1201")
     if name == "Triton 3.6":
-        monkeypatch.setattr(triton_choice, "triton_version", lambda: (3, 6))
+        monkeypatch.setattr(fits, "triton_version", lambda: (3, 6))
     if name == "no Triton":
         monkeypatch.setattr(region, "require", unavailable)
     caplog.set_level(logging.INFO, logger="vllm.mla_fusion")

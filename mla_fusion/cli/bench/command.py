@@ -33,14 +33,15 @@ NUMBERS = {
     "contexts": ("N", "KV tokens of a sequence, at most 2^24 of all"),
     "heads": ("H", ""),
     "queries": ("Q", "query rows of a sequence: one, and its drafts"),
-    "pieces": ("S", "pieces of a sequence"),
+    "splits": ("S", "splits of a sequence"),
     **{name: (name[0].upper(), field) for name, field in region_cases.FIELDS.items()},
     "page": ("N", "tokens of a page of the cache"),
     "values": ("V", "v_head_dim: time the product with W_UV too; 0: the decode alone"),
-    "max_split_per_batch": ("N", "pieces of a sequence on average, at most; -1: no cap"),
+    "max_split_per_batch": ("N", "splits of a sequence on average, at most; -1: no cap"),
     "layers": ("N", "layers in one CUDA graph"),
     "rounds": ("N", "samples of each candidate, taken in turns"),
 }
+ALIASES = {"splits": ("--pieces",)}
 FLAGS = {
     "bf16": "bf16 cache and query, not fp8 (decode has both by default)",
     "fp8": "fp8 cache and query, not bf16",
@@ -76,6 +77,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
         )
         parser.add_argument(
             _option(name),
+            *ALIASES.get(name, ()),
             type=positive,
             nargs="+" if several else None,
             metavar=metavar,

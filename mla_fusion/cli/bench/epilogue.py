@@ -5,7 +5,7 @@ this library's where vLLM is missing. A candidate is a CUDA graph of calls with 
 that L2 does not hold what an engine would have to fetch; graphs take turns. "back": calls follow
 each other. "behind": each follows a decode, less the same graph of the decode alone. Results are
 checked against the reference in the same run, and two launches against each other. A shape of the
-kernel is named rows x columns x slices x pieces x warps, and w with the pieces of whole rows.
+kernel is named rows x columns x slices x splits x warps, and w with the splits of whole rows.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import torch
 
 from mla_fusion.attention import PersistentDecodePlan, reference
 from mla_fusion.attention import triton as provider
-from mla_fusion.attention import triton_epilogue as epilogues
-from mla_fusion.attention.epilogue import GROUP, Epilogue
-from mla_fusion.attention.validate import Inputs
+from mla_fusion.attention.plan.epilogue import GROUP, Epilogue
+from mla_fusion.attention.plan.inputs import Inputs
+from mla_fusion.attention.triton import epilogue as epilogues
 from mla_fusion.cli.bench.kit import FACTS, capture_calls, interleave, quantiles, steps
 from mla_fusion.cli.doctor.environment import version_of
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
-    from mla_fusion.attention.triton_epilogue import Shape
+    from mla_fusion.attention.triton.epilogue import Shape
 
     Step = Callable[[Inputs], None]
 
@@ -41,20 +41,20 @@ KEY = ["tokens", "heads", "pieces", "values", "quantization", "place"]
 RESULT = [*KEY, "candidate", "chosen", "p20_us", "p50_us", "p80_us", "worst_step"]
 FP8, BF16, PAGE, LATENT, ROPE = torch.float8_e4m3fn, torch.bfloat16, 64, 512, 64
 WEIGHTS = 2**27  # bytes of W_UV that a graph walks over, at most: more than the L2 cache
-MOST_PIECES = 256  # of a step: about what two workers on each multiprocessor make
+MOST_PIECES = 256  # of a step: about what two CTAs on each SM make
 SEPARATE = "separate"
 WRONG = 1 << 20  # steps of a result that is wrong as a whole
 DEFAULTS = {
     "tokens": (1, 2, 4, 8, 32, 128),
     "heads": (8, 16, 32, 128),
-    "pieces": (1, 16, 128),
+    "splits": (1, 16, 128),
     "rounds": 9,
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """T tokens of sequences of one token each, H heads, S pieces of each sequence, V columns."""
+    """T tokens of sequences of one token each, H heads, S splits of each sequence, V columns."""
 
     tokens: int
     heads: int
@@ -74,7 +74,7 @@ def grid(
     values: int,
     quantizations: Iterable[str] = ("none", "group"),
 ) -> list[Case]:
-    """Every case, in no more pieces than a step has."""
+    """Every case, in no more splits than a step has."""
     every = itertools.product(tokens, heads, pieces, (values,), quantizations)
     cases = itertools.starmap(Case, every)
     fewer = (dataclasses.replace(c, pieces=min(c.pieces, MOST_PIECES // c.tokens)) for c in cases)
@@ -84,7 +84,7 @@ def grid(
 def run(settings: argparse.Namespace, facts: Mapping[str, str]) -> bool:
     """Measure what the library launches; whether every result passed its check."""
     torch.manual_seed(0)
-    cases = grid(settings.tokens, settings.heads, settings.pieces, GROUP)
+    cases = grid(settings.tokens, settings.heads, settings.splits, GROUP)
     with torch.device("cuda"):
         rows = table(settings.csv, facts, cases, candidates, settings.rounds)
     wrong = summary(rows)
@@ -117,10 +117,10 @@ def table(
 def make(case: Case, calls: int = 64) -> list[Inputs]:
     """Up to so many calls that differ in W_UV, behind one plan; on the default device."""
     tokens, heads, fold = case.tokens, case.heads, -(-case.heads // 64)
-    # With half as many workers again as pieces, the planner gives each two blocks: one piece.
+    # With half as many CTAs again as splits, the planner gives each two blocks: one split.
     plan = PersistentDecodePlan.allocate(
         max_batch=tokens, max_query_len=1, num_heads=heads, q_dtype=FP8, kv_dtype=FP8,
-        device="cpu", v_head_dim=LATENT, workers=-(-3 * tokens * fold * case.pieces // 2),
+        device="cpu", v_head_dim=LATENT, ctas=-(-3 * tokens * fold * case.pieces // 2),
         kv_granularity=PAGE, overhead=1, planner="portable",
     )  # fmt: skip
     blocks, width, columns = 2 * case.pieces, LATENT + ROPE, heads * case.values

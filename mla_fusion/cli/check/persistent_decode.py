@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mla_fusion.attention import selection, triton, triton_epilogue
+from mla_fusion.attention import triton
+from mla_fusion.attention.aiter import selection
+from mla_fusion.attention.triton import epilogue as triton_epilogue
 from mla_fusion.report.reasons import Decline
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""`mla-fusion plan`: how a persistent decode would share a batch among its workers."""
+"""`mla-fusion plan`: how a persistent decode would share a batch among its CTAs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from mla_fusion.cli.arguments import UserError, count, positive
 
 if TYPE_CHECKING:
-    from mla_fusion.attention.heads import HeadLayout
+    from mla_fusion.attention.plan.heads import HeadLayout
 
 _MOST_TOKENS = 2**31 - 1  # of kv_indptr
 
@@ -17,7 +17,7 @@ _MOST_TOKENS = 2**31 - 1  # of kv_indptr
 def declare(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.description = (
-        "Plans one step of the persistent MLA decode and prints work per worker, "
+        "Plans one step of the persistent MLA decode and prints work per CTA, "
         "utilisation and splits. Needs no GPU and no model."
     )
     lengths = parser.add_mutually_exclusive_group(required=True)
@@ -27,11 +27,12 @@ def declare(parser: argparse.ArgumentParser) -> None:
     count(lengths, "--kv", "N", "KV tokens of every sequence")
     count(parser, "--batch", "B", "sequences, with --kv (default: 1)")
     parser.add_argument(
+        "--ctas",
         "--workers",
         type=positive,
         required=True,
         metavar="W",
-        help="workgroups, one for each compute unit: 132 on an H200, 304 MI300X, 256 MI355X",
+        help="CTAs, one for each SM or compute unit: 132 on an H200, 304 MI300X, 256 MI355X",
     )
     count(parser, "--heads", "H", "query heads of one rank", 16)
     text = "query tokens of each sequence: 1, and more with drafts"
@@ -41,7 +42,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=-1,
         metavar="N",
-        help="a budget of N pieces for each sequence, shared by all; without it there is no cap",
+        help="a budget of N splits for each sequence, shared by all; without it there is no cap",
     )
     parser.add_argument(
         "--aiter",
@@ -58,7 +59,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan, and draw it where asked; always 0."""
-    from mla_fusion.attention.buffers import OVERHEAD, Rules
+    from mla_fusion.attention.plan.buffers import OVERHEAD, Rules
     from mla_fusion.cli.plan import draw
 
     if arguments.lengths is not None and arguments.batch is not None:
@@ -70,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"{_MOST_TOKENS} at most"
         )
     layout = _layout(arguments)
-    rules = Rules(arguments.workers, layout.fold, 16, OVERHEAD, arguments.max_split_per_batch)
+    rules = Rules(arguments.ctas, layout.fold, 16, OVERHEAD, arguments.max_split_per_batch)
     drawn = draw.make(rules, seq_lens, arguments.query_len)
     print("\n".join(draw.lines(drawn)))
     if arguments.svg is not None:
@@ -90,7 +91,8 @@ def _layout(arguments: argparse.Namespace) -> HeadLayout:
     """
     import torch
 
-    from mla_fusion.attention import heads, selection
+    from mla_fusion.attention.aiter import selection
+    from mla_fusion.attention.plan import heads
 
     if arguments.aiter is None:
         if arguments.kv_cache_dtype is not None:

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from mla_fusion.attention import planner
-from mla_fusion.attention.buffers import Rules
+from mla_fusion.attention.plan import planner
+from mla_fusion.attention.plan.buffers import Rules
 
 ROWS, WIDTH = 32, 64  # of the plot in text
 _SYMBOLS = "0123456789abcdefghijklmnopqrstuvwxyz"
@@ -27,30 +27,30 @@ class Drawn:
         rules: what it was made by.
         seq_lens: KV tokens of each sequence.
         query_len: query rows of each sequence.
-        shares: for each worker its items in order, as (sequence, cost in blocks); the fixed
+        shares: for each CTA its items in order, as (sequence, cost in blocks); the fixed
             cost of an item is part of it.
-        pieces: for each sequence the most pieces that one of its head blocks is in.
+        splits: for each sequence the most splits that one of its head blocks is in.
     """
 
     rules: Rules
     seq_lens: tuple[int, ...]
     query_len: int
     shares: tuple[tuple[tuple[int, int], ...], ...]
-    pieces: tuple[int, ...]
+    splits: tuple[int, ...]
 
     @property
     def loads(self) -> list[int]:
-        """Cost of the items of each worker, in blocks."""
+        """Cost of the items of each CTA, in blocks."""
         return [sum(cost for _, cost in share) for share in self.shares]
 
     @property
     def busy(self) -> int:
-        """Workers that have an item."""
+        """CTAs that have an item."""
         return sum(bool(share) for share in self.shares)
 
     @property
     def utilisation(self) -> float:
-        """Mean load over the largest: the share of the kernel's time that a worker is busy."""
+        """Mean load over the largest: the share of the kernel's time that a CTA is busy."""
         return sum(self.loads) / (max(self.loads) * len(self.loads))
 
 
@@ -76,20 +76,20 @@ def make(rules: Rules, seq_lens: tuple[int, ...], query_len: int) -> Drawn:
 
 
 def lines(drawn: Drawn) -> list[str]:
-    """The plan in words and as a plot, a row for each worker or group of workers."""
+    """The plan in words and as a plot, a row for each CTA or group of CTAs."""
     rules, loads = drawn.rules, drawn.loads
     cap = rules.max_split_per_batch
     items = sum(map(len, drawn.shares))
-    longest = max(drawn.pieces)
+    longest = max(drawn.splits)
     text = [
         f"{_count(len(drawn.seq_lens), 'sequence')} of {_range(drawn.seq_lens)} KV tokens, "
         f"{_count(drawn.query_len, 'query row')} each, {_count(rules.fold, 'head block')}; "
-        f"{_count(rules.workers, 'worker')}, "
+        f"{_count(rules.ctas, 'CTA')}, "
         + (f"at most {cap} splits per sequence on average" if cap > 0 else "no cap on splits"),
         "",
-        f"busy workers   {drawn.busy} of {rules.workers}",
-        f"work items     {items}; sequences in {_range(drawn.pieces)} pieces"
-        + (f", {sum(p > 1 for p in drawn.pieces)} of them split" if longest > 1 else ""),
+        f"busy CTAs      {drawn.busy} of {rules.ctas}",
+        f"work items     {items}; sequences in {_range(drawn.splits)} splits"
+        + (f", {sum(p > 1 for p in drawn.splits)} of them split" if longest > 1 else ""),
         f"largest load   {max(loads)} blocks of {rules.granularity} tokens, {rules.overhead} of "
         "them for each item",
         f"utilisation    {drawn.utilisation:.1%} (mean load / largest load)",
@@ -98,7 +98,7 @@ def lines(drawn: Drawn) -> list[str]:
         free = make(dataclasses.replace(rules, max_split_per_batch=-1), drawn.seq_lens,
                     drawn.query_len)  # fmt: skip
         text += [
-            f"without a cap  {free.busy} of {rules.workers} busy, largest load {max(free.loads)}: "
+            f"without a cap  {free.busy} of {rules.ctas} busy, largest load {max(free.loads)}: "
             f"{max(loads) / max(free.loads):.1f} times less, utilisation {free.utilisation:.1%}"
         ]
     return [*text, "", *_plot(drawn)]
@@ -114,44 +114,44 @@ def _range(values: tuple[int, ...]) -> str:
 
 
 def _plot(drawn: Drawn) -> list[str]:
-    group = -(-drawn.rules.workers // ROWS)
+    group = -(-drawn.rules.ctas // ROWS)
     top = max(drawn.loads) * group
-    label = 2 * len(str(drawn.rules.workers - 1)) + 1
-    title = f"{'workers':>{label}}   load; digits and letters are sequences"
+    label = 2 * len(str(drawn.rules.ctas - 1)) + 1
+    title = f"{'CTAs':>{label}}   load; digits and letters are sequences"
     rows = [title if len(drawn.seq_lens) <= len(_SYMBOLS) else f"{title}, modulo {len(_SYMBOLS)}"]
-    workers = drawn.rules.workers
-    used = max(worker + 1 for worker, share in enumerate(drawn.shares) if share)
+    ctas = drawn.rules.ctas
+    used = max(cta + 1 for cta, share in enumerate(drawn.shares) if share)
     for first in range(0, used, group):
-        last = min(first + group, workers) - 1
+        last = min(first + group, ctas) - 1
         bar, done = "", 0
         for sequence, cost in itertools.chain(*drawn.shares[first : last + 1]):
             done += cost
             bar += _SYMBOLS[sequence % len(_SYMBOLS)] * (round(done * WIDTH / top) - len(bar))
         name = str(first) if first == last else f"{first}-{last}"
         rows.append(f"{name:>{label}} |{bar:<{WIDTH}}|")
-    # The planner takes workers in order: those without an item are the last.
-    if (first := -(-used // group) * group) < workers:
-        rows.append(f"{f'{first}-{workers - 1}':>{label}} |{'idle':^{WIDTH}}|")
+    # The planner takes CTAs in order: those without an item are the last.
+    if (first := -(-used // group) * group) < ctas:
+        rows.append(f"{f'{first}-{ctas - 1}':>{label}} |{'idle':^{WIDTH}}|")
     return rows
 
 
 def svg(drawn: Drawn) -> str:
-    """The plan as an SVG picture: a bar for each worker, a colour for each sequence."""
+    """The plan as an SVG picture: a bar for each CTA, a colour for each sequence."""
     height, width, left, top = 12, 720, 40, 44
     scale = (width - left - 10) / max(drawn.loads)
-    bottom = top + height * drawn.rules.workers
+    bottom = top + height * drawn.rules.ctas
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{bottom + 24}" '
         'font-family="sans-serif" font-size="10">',
         f'<rect width="{width}" height="{bottom + 24}" fill="white"/>',
         f'<text x="{left}" y="16" font-size="12">{len(drawn.seq_lens)} sequences on '
-        f"{drawn.rules.workers} workers: utilisation {drawn.utilisation:.1%}</text>",
-        f'<text x="{left}" y="32">a bar is a worker, a colour a sequence, the dark edge of an item '
+        f"{drawn.rules.ctas} CTAs: utilisation {drawn.utilisation:.1%}</text>",
+        f'<text x="{left}" y="32">a bar is a CTA, a colour a sequence, the dark edge of an item '
         "its fixed cost</text>",
     ]
-    for worker, share in enumerate(drawn.shares):
-        y, x = top + worker * height, float(left)
-        parts.append(f'<text x="{left - 6}" y="{y + 9}" text-anchor="end">{worker}</text>')
+    for cta, share in enumerate(drawn.shares):
+        y, x = top + cta * height, float(left)
+        parts.append(f'<text x="{left - 6}" y="{y + 9}" text-anchor="end">{cta}</text>')
         for sequence, cost in share:
             colour = _COLOURS[sequence % len(_COLOURS)]
             fixed = drawn.rules.overhead * scale

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from mla_fusion.attention.selection import FP8_OF, architecture
+from mla_fusion.attention.aiter.selection import FP8_OF
+from mla_fusion.attention.plan.device import architecture
 
 if TYPE_CHECKING:
     from collections.abc import Callable

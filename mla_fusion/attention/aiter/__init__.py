@@ -1,0 +1,132 @@
+"""Provider `aiter`: AITER's persistent MLA decode, for a plan of its planner.
+
+The contract is that of AITER's sources from v0.1.10.post2 to v0.1.20. Tests run it against a
+stand-in for the module that records the calls; no AMD hardware has run it. As `aiter/planner.py`
+says, Python checks everything before the call.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mla_fusion.attention.aiter import planner as planner_aiter
+from mla_fusion.attention.aiter import selection
+from mla_fusion.attention.aiter.entries import entries
+from mla_fusion.attention.aiter.selection import require as require
+from mla_fusion.attention.plan.buffers import AITER_BUFFERS
+from mla_fusion.kernels import aiter as fused_region
+
+if TYPE_CHECKING:
+    from mla_fusion.attention.plan.buffers import Companions, PlanBuffers
+    from mla_fusion.attention.plan.inputs import Inputs
+
+LATENT, ENTRY = selection.LATENT, sum(selection.WIDTHS)
+
+
+def warm_up_batches(
+    plan: PlanBuffers, values: int | None = None, quantization: str = "none"
+) -> list[int]:
+    """Numbers of sequences that load, together, all that AITER launches for steps of `plan`."""
+    return [1]
+
+
+def persistent_mla_decode(given: Inputs) -> None:
+    """See `mla_fusion.attention.persistent_mla_decode`.
+
+    Raises:
+        ValueError: an argument that AITER would reject, by aborting, or silently misread.
+    """
+    q, kv_cache, plan, lse = given.q, given.kv_cache, given.plan, given.lse
+    step, layout, companions = plan.step, plan.layout, plan.aiter
+    assert step is not None and companions is not None  # validated
+    if given.epilogue is not None:
+        raise ValueError("AITER's decode has no epilogue: multiply with W_UV after it")
+    settings = plan.settings
+    if (q.shape[2], settings.v_head_dim) != (ENTRY, LATENT):
+        raise ValueError(
+            f"AITER decodes entries of {ENTRY} with values of {LATENT}, got {q.shape[2]} and "
+            f"{settings.v_head_dim}: use the triton provider"
+        )
+    if not kv_cache.is_contiguous():
+        raise ValueError("AITER reads the cache as dense pages of one token: kv_cache is strided")
+    companions.check(plan)
+    verdict = planner_aiter.verdict(
+        settings, step.max_query_len, step.batch, return_lse=lse is not None
+    )
+    if verdict.unsupported:
+        raise ValueError(f"{verdict.unsupported}: use the triton provider")
+    if lse is not None and not selection.sizes_with_cap():
+        raise ValueError(
+            "not all persistent kernels of this AITER write the log-sum-exp: install v0.1.16 or "
+            "newer, or use the triton provider"
+        )
+    decode = importlib.import_module("aiter.mla").mla_decode_fwd
+    extra: dict[str, Any] = {}
+    scales = (("q_scale", given.q_scale, q), ("kv_scale", given.kv_scale, kv_cache))
+    for name, scale, tensor in scales:
+        if tensor.dtype != torch.bfloat16:
+            extra[name] = scale
+    if lse is not None:
+        extra["return_lse"] = True
+    if lacking := sorted(set(extra) - set(fused_region.parameters(decode, "mla_decode_fwd"))):
+        raise ValueError(
+            f"this AITER's mla_decode_fwd has no {' and no '.join(lacking)}: install v0.1.10.post2 "
+            "or newer"
+        )
+    batch, rows = step.batch, verdict.query_len
+    query = _query(q, companions, batch, rows, layout.padded)
+    result = torch.empty((*query.shape[:2], LATENT), dtype=torch.bfloat16, device=q.device)
+    _, logsumexp = decode(
+        query,
+        kv_cache.view(-1, 1, 1, ENTRY),
+        result,
+        planner_aiter.aiter_rows(plan, rows)[: batch + 1],
+        plan.kv_indptr[: batch + 1],
+        entries(plan, given.block_table, kv_cache.shape[1]),
+        companions.last_page_lens[:batch],
+        rows,
+        page_size=1,
+        nhead_kv=1,
+        sm_scale=given.softmax_scale,
+        # Without it AITER may leave the plan aside for some shapes, silently.
+        num_kv_splits=plan.rules.ctas,
+        work_meta_data=plan.work_metadata_ptrs,
+        **{name: getattr(plan, name) for name in AITER_BUFFERS[1:]},
+        **extra,
+    )
+    _store(companions, rows, given.out, result, 0)
+    if lse is not None:
+        _store(companions, rows, lse, logsumexp, -torch.inf)
+
+
+def _query(
+    q: torch.Tensor, companions: Companions, batch: int, rows: int, heads: int
+) -> torch.Tensor:
+    """The query as AITER takes it: dense, padded to `heads`, and with as many rows for every
+    sequence if they have more than one."""
+    values = q.view(torch.uint8)  # not every op knows fp8
+    if rows > 1:
+        values = values.index_select(0, companions.source[: batch * rows])
+    if missing := heads - q.shape[1]:
+        values = torch.nn.functional.pad(values, (0, 0, 0, missing))
+    return values.view(q.dtype).contiguous()
+
+
+def _store(
+    companions: Companions, rows: int, target: torch.Tensor, found: torch.Tensor, nothing: float
+) -> None:
+    """Copy the rows and heads of `target` from AITER's result, of `rows` rows a sequence.
+
+    AITER leaves garbage in a row that sees no key, which becomes `nothing`, and in the rows after
+    the last sequence, where `target` keeps its values.
+    """
+    real = slice(min(len(target), len(companions.target)))
+    shape = (-1, *(1,) * (target.dim() - 1))
+    if rows > 1:
+        found = found.index_select(0, companions.target[real].clamp(max=len(found) - 1))
+    value = found[real, : target.shape[1]].to(target.dtype)
+    value = value.masked_fill(companions.blind[real].view(shape), nothing)
+    target[real] = torch.where(companions.written[real].view(shape), value, target[real])

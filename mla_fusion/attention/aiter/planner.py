@@ -1,0 +1,199 @@
+"""AITER's planner, called for the buffers of this library.
+
+A failed check of AITER may abort the process, and a missing buffer makes it allocate or read other
+memory. So Python checks everything first, hands over all six buffers or none, and passes arguments
+by keyword: releases inserted new ones in the middle (docs/aiter.md). The contract is
+that of AITER's sources from v0.1.10.post2 to v0.1.20; no AMD hardware has run it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mla_fusion.attention.aiter import selection
+from mla_fusion.attention.plan import device as gpu
+from mla_fusion.attention.plan.buffers import AITER_BUFFERS, Companions, common_buffers
+from mla_fusion.kernels.capture import capturing
+
+if TYPE_CHECKING:
+    from mla_fusion.attention.plan.buffers import PlanBuffers, Settings
+
+PROVIDERS = ("aiter", "reference")
+
+
+def require(settings: Settings) -> None:
+    """Raise unless AITER can plan for these settings, and is here.
+
+    Raises:
+        ValueError: there is no kernel for them; the message says why.
+        ProviderUnavailable: AITER is missing or too old.
+    """
+    if why := _unsupported(settings):
+        raise ValueError(f'planner="aiter" is not possible: {why}')
+    selection.require()
+
+
+def cannot_cap(cap: int) -> str:
+    """Why this AITER cannot cap the splits of a batch at `cap`; empty if it can, or need not."""
+    if cap < 0 or selection.sizes_with_cap():
+        return ""
+    return (
+        "this AITER sizes its buffers without max_split_per_batch: leave it at -1, or install "
+        "v0.1.16 or newer"
+    )
+
+
+def _unsupported(settings: Settings) -> str:
+    """Why AITER has no kernel for these settings; empty if it has."""
+    portable_only = ("ctas", "heads_per_work", "overhead")
+    given = [name for name in portable_only if getattr(settings, name) is not None]
+    if given:
+        return f"only the portable planner takes {' and '.join(given)}"
+    granularity = settings.kv_granularity
+    if granularity & (granularity - 1):
+        return f"AITER's planner takes a power of two as kv_granularity, got {granularity}"
+    latent = settings.v_head_dim
+    if latent != selection.LATENT:
+        return f"its persistent decode has kernels for latents of {selection.LATENT}, not {latent}"
+    return _verdict(settings).unsupported
+
+
+def _verdict(settings: Settings) -> selection.Verdict:
+    return verdict(settings, settings.max_query_len, settings.max_batch)
+
+
+def verdict(
+    settings: Settings, query_len: int, batch: int, *, return_lse: bool = False
+) -> selection.Verdict:
+    """That of a step of a plan: `batch` sequences of up to `query_len` query rows."""
+    return selection.aiter_verdict(
+        settings.num_heads, query_len, settings.q_dtype, settings.kv_dtype, batch,
+        gpu.architecture(settings.device), return_lse=return_lse,
+    )  # fmt: skip
+
+
+def allocate(settings: Settings) -> dict[str, Any]:
+    """The fields of a plan; the six buffers are zeroed and of the sizes that AITER asks for.
+
+    Raises:
+        ValueError: this AITER cannot size its buffers for the cap.
+    """
+    size, _, _ = selection.installed_planner()
+    cap = settings.max_split_per_batch
+    capped = {"max_split_per_batch": cap} if cap > 0 else {}
+    if why := cannot_cap(cap):
+        raise ValueError(why)
+    longest, layout = _verdict(settings).query_len, _verdict(settings).layout
+    shapes = size(
+        settings.max_batch,
+        longest,
+        layout.padded,
+        settings.q_dtype,
+        settings.kv_dtype,
+        is_sparse=False,
+        fast_mode=True,
+        **capped,
+    )
+    device, batch = settings.device, settings.max_batch
+    six = {
+        name: torch.zeros(shape, dtype=dtype, device=device)
+        for name, (shape, dtype) in zip(AITER_BUFFERS, shapes, strict=True)
+    }
+
+    def zeros(length: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.zeros(length, dtype=dtype, device=device)
+
+    rows, kv_len = batch * settings.max_query_len, settings.max_kv_len
+    companions = Companions(
+        buffers=six,
+        last_page_lens=zeros(batch) + 1,
+        counting=torch.arange(batch * longest + 1, dtype=torch.int32, device=device),
+        even=zeros(batch + 1),
+        source=zeros(batch * longest),
+        target=zeros(rows),
+        written=zeros(rows, torch.bool),
+        blind=zeros(rows, torch.bool),
+        entries=None if kv_len is None else zeros(batch * kv_len),
+    )
+    rules = settings.rules(layout.fold)
+    common = common_buffers(settings, layout, rules, partials=0, scratch=0, epilogue=False)
+    return {**common, **six, "aiter": companions}
+
+
+def fill(
+    plan: PlanBuffers, qo_indptr: torch.Tensor, seq_lens: torch.Tensor, max_query_len: int
+) -> None:
+    """Copy the lengths of the step and let AITER plan it, in place."""
+    batch, companions = seq_lens.shape[0], plan.aiter
+    assert companions is not None  # the plan is AITER's
+    companions.check(plan)
+    for indptr in (plan.qo_indptr, plan.kv_indptr):
+        indptr[0].zero_()
+    plan.qo_indptr[: batch + 1].copy_(qo_indptr)
+    torch.cumsum(seq_lens, 0, dtype=torch.int32, out=plan.kv_indptr[1 : batch + 1])
+    for indptr in (plan.qo_indptr, plan.kv_indptr):
+        indptr[batch + 1 :].copy_(indptr[batch].expand_as(indptr[batch + 1 :]))
+    settings = plan.settings
+    rows = verdict(settings, max_query_len, batch).query_len
+    _place_rows(companions, rows, plan.qo_indptr, plan.kv_indptr)
+    companions.captured = capturing()
+    _, write, names = selection.installed_planner()
+    types = {"dtype_q": settings.q_dtype, "dtype_kv": settings.kv_dtype}
+    if "dtype_q" not in names:
+        halves = ("nope", "rope")
+        types = {f"{name}_{half}": types[name] for name in types for half in halves}
+    write(
+        aiter_rows(plan, rows)[: batch + 1],
+        plan.kv_indptr[: batch + 1],
+        companions.last_page_lens[:batch],
+        plan.layout.padded,
+        1,
+        True,
+        **{name: getattr(plan, name) for name in AITER_BUFFERS},
+        page_size=1,
+        kv_granularity=settings.kv_granularity,
+        max_seqlen_qo=rows,
+        # One row, or none: padding.
+        uni_seqlen_qo=rows if rows > 1 else -1,
+        fast_mode=True,
+        max_split_per_batch=settings.max_split_per_batch,
+        **types,
+    )
+
+
+def aiter_rows(plan: PlanBuffers, rows: int) -> torch.Tensor:
+    """[max_batch + 1] int32: where the rows of each sequence begin in the query AITER gets.
+
+    AITER folds the heads of drafts by their declared length and its kernels mask by it, so every
+    sequence has as many rows. A single row needs no such care.
+    """
+    assert plan.aiter is not None  # the plan is AITER's
+    return plan.aiter.even if rows > 1 else plan.qo_indptr
+
+
+def _place_rows(
+    companions: Companions, rows: int, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor
+) -> None:
+    """Write where the query rows go, from the indptrs [max_batch + 1] of the plan.
+
+    `rows` is how many AITER has of each sequence.
+    """
+    most = len(companions.last_page_lens)
+    torch.mul(companions.counting[: most + 1], rows, out=companions.even)
+
+    row = companions.counting[: len(companions.target)]
+    sequence = torch.searchsorted(qo_indptr[1:], row, right=True)
+    sequence.clamp_(max=most - 1)
+    torch.lt(row, qo_indptr[-1], out=companions.written)
+    # Row i of n sees all but the last n - 1 - i keys of its sequence.
+    unseen = qo_indptr[sequence + 1] - 1 - row
+    torch.le(kv_indptr[sequence + 1] - kv_indptr[sequence], unseen, out=companions.blind)
+    place = companions.even[sequence + 1] - 1 - unseen
+    torch.clamp(place, 0, len(companions.source) - 1, out=companions.target)
+
+    row = companions.counting[: len(companions.source)]
+    sequence = (row // rows).clamp_(max=most - 1)
+    place = qo_indptr[sequence + 1] - companions.even[sequence + 1] + row
+    torch.clamp(place, 0, len(companions.target) - 1, out=companions.source)

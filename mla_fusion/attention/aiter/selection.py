@@ -1,0 +1,195 @@
+"""Which shapes AITER's persistent decode serves, and how well; and what the installed AITER has.
+
+The tables follow AITER's kernel manifests and planner up to v0.1.20, and public reports on them.
+They were read, not run: nothing here has run on AMD hardware.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mla_fusion.attention.plan import heads
+from mla_fusion.kernels import ProviderUnavailable
+from mla_fusion.kernels import aiter as fused_region
+from mla_fusion.kernels.arithmetic import FP8_DTYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mla_fusion.attention.plan.heads import HeadLayout
+
+LATENT = 512  # the output of all its kernels is this wide
+WIDTHS = LATENT, 64  # of a cache entry: the latent, and the rotated part behind it
+FP8_OF = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
+
+# (architecture, query and cache, heads of a work item) -> query lengths with a kernel, ascending;
+# for bf16 on gfx950 one kernel takes any number of heads (0).
+_QUERY_LENS = {
+    ("gfx942", "bf16", 16): (1, 2, 3, 4),
+    ("gfx942", "bf16 over fp8", 16): (1, 2, 3, 4),
+    ("gfx942", "fp8", 16): (1, 2, 4),
+    ("gfx942", "fp8", 64): (1,),
+    ("gfx950", "bf16", 0): (1, 2, 3, 4),
+    ("gfx950", "fp8", 16): (1, 2, 4),
+    ("gfx950", "fp8", 32): (1, 4),
+    ("gfx950", "fp8", 64): (1, 2, 4),
+    ("gfx950", "fp8", 128): (1, 2, 4),
+}
+# The same key -> query lengths whose kernel also writes the log-sum-exp.
+_LSE_QUERY_LENS = {
+    ("gfx942", "fp8", 64): (1,),
+    ("gfx950", "bf16", 0): (1, 2, 3, 4),
+    ("gfx950", "fp8", 16): (1, 4),
+    ("gfx950", "fp8", 32): (1, 4),
+}
+_SLOW_BATCH = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """AITER's persistent decode for one shape.
+
+    layout: how its heads are padded and folded. query_len: the rows of a sequence that the kernel
+    is for, as many as there are or the next for which there is one; 0 without a kernel.
+    unsupported: why there is no kernel, or empty. slower: why another decode is faster, or empty.
+    """
+
+    layout: HeadLayout
+    query_len: int = 0
+    unsupported: str = ""
+    slower: str = ""
+
+    @property
+    def why_not(self) -> str:
+        """The first reason against it; empty if it is to be used."""
+        return self.unsupported or self.slower
+
+
+def aiter_verdict(
+    num_heads: int,
+    query_len: int,
+    q_dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    batch: int,
+    arch: str,
+    *,
+    return_lse: bool = False,
+) -> Verdict:
+    """Whether AITER's persistent kernel serves these shapes on `arch`.
+
+    Args:
+        num_heads: heads of the query on this rank.
+        query_len: most query rows of a sequence.
+        batch: sequences of the step, with padding.
+        arch: as `plan.device.architecture` gives it.
+        return_lse: whether the log-sum-exp is wanted too.
+    """
+    kind = _kind(q_dtype, kv_dtype)
+    layout = heads.aiter_layout(num_heads, query_len, kind, arch)
+
+    def without(reason: str) -> Verdict:
+        return Verdict(layout, unsupported=reason)
+
+    if arch not in FP8_OF:
+        return without(f"AITER's persistent decode has kernels for {' and '.join(FP8_OF)}")
+    if not kind:
+        return without(
+            f"no kernel takes a {q_dtype} query over a {kv_dtype} cache: queries are bf16, or fp8 "
+            "over an fp8 cache",
+        )
+    wrong = {q_dtype, kv_dtype} & set(FP8_DTYPES) - {FP8_OF[arch]}
+    if wrong:
+        return without(f"{arch} computes in {FP8_OF[arch]}, not in {wrong.pop()}")
+    if layout.padded > 128:
+        return without(f"{layout.padded} heads are more than the 128 of the largest kernel")
+    if (arch, kind, layout.per_work) == ("gfx942", "fp8", 128):
+        return without("fp8 with 128 heads faults on gfx942 (vllm-project/vllm#43067)")
+    any_heads = (arch, kind, 0) in _QUERY_LENS
+    key = (arch, kind, 0 if any_heads else layout.per_work)
+    runs = next((n for n in _QUERY_LENS.get(key, ()) if n >= query_len), 0)
+    if not runs:
+        return without(
+            f"{arch} has no persistent {kind} kernel for {layout.per_work} heads and queries of "
+            f"{query_len} tokens",
+        )
+    # Of the two bf16 kernels of gfx950, the one for many rows writes none.
+    wide = any_heads and (layout.padded > 64 or layout.padded * runs >= 128)
+    if return_lse and (wide or runs not in _LSE_QUERY_LENS.get(key, ())):
+        return without(
+            f"the persistent {kind} kernel of {arch} for {layout.per_work} heads and queries of "
+            f"{runs} tokens writes no log-sum-exp",
+        )
+    slower = ""
+    if (arch, kind, layout.padded, query_len) == ("gfx950", "bf16", 16, 1) and batch >= _SLOW_BATCH:
+        slower = (
+            f"for bf16, 16 heads and {_SLOW_BATCH} sequences or more AITER's other kernel is 1.4 "
+            "to 1.6 times faster on gfx950 (ROCm/aiter#4144)"
+        )
+    return Verdict(layout, runs, slower=slower)
+
+
+def aiter_verdict_up_to(
+    num_heads: int, query_len: int, q_dtype: torch.dtype, kv_dtype: torch.dtype, arch: str
+) -> Verdict:
+    """The first verdict against queries of 1 to `query_len` tokens; without one, the longest's.
+
+    One sequence: the batch only says whether another decode is faster.
+    """
+    verdicts = [
+        aiter_verdict(num_heads, length, q_dtype, kv_dtype, 1, arch)
+        for length in range(1, query_len + 1)
+    ]
+    return next((verdict for verdict in verdicts if verdict.unsupported), verdicts[-1])
+
+
+def unsupported_widths(latent: int, rope: int) -> str:
+    """Why AITER's persistent decode does not take a cache of these widths; empty if it does."""
+    if (latent, rope) == WIDTHS:
+        return ""
+    return "its kernels are for latents of {} and {} rotated, got {} and {}".format(
+        *WIDTHS, latent, rope
+    )
+
+
+def _kind(q_dtype: torch.dtype, kv_dtype: torch.dtype) -> str:
+    """How AITER names the pair of types; empty if no kernel takes it."""
+    if q_dtype == torch.bfloat16:
+        if kv_dtype == torch.bfloat16:
+            return "bf16"
+        return "bf16 over fp8" if kv_dtype in FP8_DTYPES else ""
+    return "fp8" if q_dtype in FP8_DTYPES and kv_dtype == q_dtype else ""
+
+
+def require() -> None:
+    """Raise ProviderUnavailable unless AITER is here and plans as the adapter expects."""
+    fused_region.require()
+    _, _, names = installed_planner()
+    if "kv_last_page_lens" not in names:
+        raise ProviderUnavailable(
+            "this AITER's get_mla_metadata_v1 has no kv_last_page_lens: install v0.1.10.post2 or "
+            "newer"
+        )
+
+
+def installed_planner() -> tuple[Callable[..., Any], Callable[..., Any], tuple[str, ...]]:
+    """(what sizes the buffers, what fills them, the argument names of the latter)."""
+    aiter = importlib.import_module("aiter")
+    try:
+        size, write = aiter.get_mla_metadata_info_v1, aiter.get_mla_metadata_v1
+        importlib.import_module("aiter.mla")
+    except (AttributeError, ImportError) as error:
+        raise ProviderUnavailable(
+            f"this AITER has no persistent MLA decode ({error}): install v0.1.10.post2 or newer"
+        ) from error
+    return size, write, fused_region.parameters(write, "get_mla_metadata_v1")
+
+
+def sizes_with_cap() -> bool:
+    """Whether the buffers can be sized for max_split_per_batch: v0.1.16 or newer."""
+    size, _, _ = installed_planner()
+    names = fused_region.parameters(size, "get_mla_metadata_info_v1")
+    return "max_split_per_batch" in names

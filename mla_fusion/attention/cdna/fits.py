@@ -1,0 +1,65 @@
+"""Which decodes the kernel for CDNA 3 and 4 takes, and how it is compiled.
+
+Beside the kernel, so that who plans for it imports no Gluon.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+
+from mla_fusion.attention.plan.device import triton_version
+
+if TYPE_CHECKING:
+    from mla_fusion.attention.plan.inputs import Inputs
+
+WIDTHS = ((512, 64), (256, 64))  # latent and rotated part: compiled and executed
+TILE = 64  # tokens
+
+
+def decode(given: Inputs) -> str:
+    """Why the kernel does not take these inputs; empty if it does."""
+    q, kv_cache = given.q, given.kv_cache
+    if given.sparse is not None or given.layout is not None or given.widths not in WIDTHS:
+        return f"it takes pages of entries of {WIDTHS} values of one type, got {given.widths}"
+    if torch.float16 in (q.dtype, kv_cache.dtype):
+        return f"it multiplies bf16 or fp8, got {q.dtype} over {kv_cache.dtype}"
+    strides = [n * x.itemsize for x in (q, kv_cache) for n in x.stride()[:2]]
+    if any(n % 16 for n in strides) or any(x.data_ptr() % 16 for x in (q, kv_cache)):
+        return f"it reads 16 aligned bytes at once, got rows {strides} bytes apart"
+    return ""
+
+
+def rows_and_waves(
+    generation: int, rows: int, q_dtype: torch.dtype, kv_dtype: torch.dtype, page: int
+) -> tuple[int, int]:
+    """For work items of `rows` query rows: those of a CTA, and the waves of a SIMD, which the
+    compiler may not fall short of. generation: of CDNA; page: tokens of a block.
+
+    As many waves as fit without spills: they hide each other's latency. With four waves of 128
+    registers the loop over tiles spills.
+    """
+    few = rows <= 16
+    if generation == 4 and kv_dtype.itemsize == 1 and not converts_e4m3fn():
+        waves = 1
+    elif few:
+        aligned = page % TILE == 0 or page in (16, 32)
+        waves = 3 if q_dtype.itemsize == 1 and aligned else 2
+    else:
+        waves = 2 if kv_dtype.itemsize == 1 else 1
+    return 16 if few else 32, waves
+
+
+@functools.cache
+def converts_e4m3fn() -> bool:
+    """Whether Triton has the instructions of CDNA 4 for e4m3fn; its own code takes registers."""
+    return triton_version() >= (3, 7)
+
+
+def why_no_sparse() -> str:
+    """Why sparse decode is not compiled for AMD GPUs; empty if it is."""
+    if (found := triton_version()) >= (3, 7):
+        return ""
+    return "Triton {}.{} does not compile the sparse decode for AMD GPUs, 3.7 does".format(*found)

@@ -1,0 +1,1 @@
+"""Decode kernels for Hopper (sm_90), in Gluon."""

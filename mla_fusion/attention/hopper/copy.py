@@ -1,0 +1,204 @@
+"""How the decode kernel for Hopper gets tiles of keys into shared memory, in Gluon.
+
+The tensor copy engine (TMA) copies whole tiles; one thread computes the address. All threads copy
+the others, 16 bytes each at a time: over several pages, the last of a sequence, lists of slots.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from mla_fusion.attention.plan.device_code import Source
+
+# Triton 3.9 renamed all three.
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+
+
+class Copies(NamedTuple):
+    """What the tiles of a sequence are copied from.
+
+    first, extra: its scopes; the other is for sparse sequences. latents, rotated, block_rows: as
+    `bulk_copy` returns them.
+    """
+
+    first: Source
+    extra: Source
+    latents: Any
+    rotated: Any
+    block_rows: Any
+
+
+class Buffers(NamedTuple):
+    """Two tiles in shared memory, and a barrier for each, which the copy engine completes.
+
+    keys: [2, tokens, L]. ropes: [2, tokens, R].
+    """
+
+    keys: Any
+    ropes: Any
+    arrived: Any
+
+
+def bulk_copy(kv_cache: torch.Tensor, latent: int, block_n: int) -> tuple[object, object, int]:
+    """`kv_cache` [blocks, page_size, L + R] as the tensor copy engine sees it: one list of rows.
+
+    Returns:
+        Descriptors of tiles of `block_n` tokens, of their latent and of their rotated part, and
+        the rows from one block to the next. 0 if the engine cannot copy such tiles: they span
+        pages, or blocks are not a whole number of rows apart. The descriptors are then the cache,
+        and unused.
+    """
+    blocks, page_size, width = kv_cache.shape
+    block_stride, entry, _ = kv_cache.stride()
+    if page_size % block_n or block_stride % entry:
+        return kv_cache, kv_cache, 0
+    rows = (blocks - 1) * (block_stride // entry) + page_size
+
+    def tiles(columns: int) -> TensorDescriptor:
+        layout = tile_layout(columns, kv_cache.itemsize)
+        return TensorDescriptor(kv_cache, [rows, width], [entry, 1], [block_n, columns], layout)
+
+    return tiles(latent), tiles(width - latent), block_stride // entry
+
+
+@functools.cache
+def tile_layout(columns: int, size: int, rank: int = 2) -> gl.NVMMASharedLayout:
+    """The layout of `keys` or `ropes` in the kernel; Triton takes microseconds to make it."""
+    return gl.NVMMASharedLayout(min(128, columns * size), 8 * size, rank)
+
+
+@gluon.constexpr_function
+def load_layout(width, bits, warps):
+    """The layout in which threads read 16 bytes each of rows of `width` elements."""
+    vector = 128 // bits
+    threads = min(32, width // vector)
+    return gl.BlockedLayout([1, vector], [32 // threads, threads], [warps, 1], [1, 0])
+
+
+@gluon.jit
+def one_of(buffers, buffer):
+    """Buffer 0 or 1 of the two."""
+    return Buffers(
+        buffers.keys.index(buffer), buffers.ropes.index(buffer), buffers.arrived.index(buffer)
+    )
+
+
+@gluon.jit
+def copy_part(
+    target, base, source, token, end, ENTRY: gl.constexpr, PAGE: gl.constexpr,
+    ROWS_ARE: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Start the copy of some columns of tokens `token` ... into `target` [tokens, width].
+
+    base: of the columns, in the cache, or of token `token` if the tile is in one page. Tokens from
+    `end` on, and those of slot -1, are not read and become zeros.
+    """
+    layout: gl.constexpr = load_layout(target.shape[1], target.dtype.primitive_bitwidth, WARPS)
+    row = gl.arange(0, target.shape[0], gl.SliceLayout(1, layout))
+    col = gl.arange(0, target.shape[1], gl.SliceLayout(0, layout))
+    wanted = row < end - token
+    if ROWS_ARE == "one page":
+        offset = row * ENTRY
+    elif ROWS_ARE == "pages":
+        at = token + row
+        page = gl.load(source.table + at // PAGE, mask=wanted, other=0)
+        offset = page.to(gl.int64) * source.block_stride + at % PAGE * ENTRY
+    else:
+        slot = gl.load(source.table + token + row, mask=wanted, other=-1)
+        wanted = slot >= 0
+        page = (slot // PAGE).to(gl.int64)
+        offset = page * source.block_stride + slot % PAGE * ENTRY
+    pointers = base + offset[:, None] + col[None, :]
+    async_load(target, pointers, mask=wanted[:, None])
+
+
+@gluon.jit
+def copy_tile(
+    keys, ropes, source, tile, end, ENTRY: gl.constexpr, PAGE: gl.constexpr, SPARSE: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    """Start the copy of tile `tile` of a sequence, latent to `keys`, rotated part to `ropes`."""
+    BLOCK_N: gl.constexpr = keys.shape[0]
+    rows: gl.constexpr = "slots" if SPARSE else "one page" if PAGE % BLOCK_N == 0 else "pages"
+    token = tile * BLOCK_N
+    base = source.pointer
+    if rows == "one page":
+        # Tiles after the end copy nothing; the first page stands in for theirs.
+        page = gl.load(source.table + gl.where(token < end, token // PAGE, 0))
+        base += page.to(gl.int64) * source.block_stride + token % PAGE * ENTRY
+    copy_part(keys, base, source, token, end, ENTRY, PAGE, rows, WARPS)
+    copy_part(ropes, base + keys.shape[1], source, token, end, ENTRY, PAGE, rows, WARPS)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def start_copy(
+    buffer, copies, tile, end, first_end, ENTRY: gl.constexpr, PAGE: gl.constexpr,
+    EXTRA_ENTRY: gl.constexpr, EXTRA_PAGE: gl.constexpr, FIRST: gl.constexpr,
+    SPARSE: gl.constexpr, BULK: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Start the copy of tile `tile` of a sequence into `buffer`, which is `one_of` the two.
+
+    A SPARSE sequence has FIRST tokens of the first scope, then those of the other. BULK: the copy
+    engine takes whole tiles. It cannot leave out the tokens after an end, which may be NaN.
+    """
+    keys, ropes, arrived = buffer.keys, buffer.ropes, buffer.arrived
+    BLOCK_N: gl.constexpr = keys.shape[0]
+    if SPARSE:
+        SKIP: gl.constexpr = FIRST // BLOCK_N
+        if tile < SKIP:
+            copy_tile(keys, ropes, copies.first, tile, first_end, ENTRY, PAGE, SPARSE, WARPS)
+        else:
+            copy_tile(
+                keys, ropes, copies.extra, tile - SKIP, end - FIRST, EXTRA_ENTRY, EXTRA_PAGE,
+                SPARSE, WARPS,
+            )  # fmt: skip
+    elif BULK:
+        token = tile * BLOCK_N
+        if token + BLOCK_N <= end:
+            row = gl.load(copies.first.table + token // PAGE) * copies.block_rows + token % PAGE
+            BITS: gl.constexpr = keys.dtype.primitive_bitwidth
+            mbarrier.expect(arrived, BLOCK_N * (keys.shape[1] + ropes.shape[1]) * BITS // 8)
+            tma_load(copies.latents, [row, 0], arrived, keys)
+            tma_load(copies.rotated, [row, keys.shape[1]], arrived, ropes)
+        else:
+            copy_tile(keys, ropes, copies.first, tile, end, ENTRY, PAGE, SPARSE, WARPS)
+    else:
+        copy_tile(keys, ropes, copies.first, tile, end, ENTRY, PAGE, SPARSE, WARPS)
+
+
+@gluon.jit
+def wait_for_tile(buffers, buffer, phases, is_whole, BULK: gl.constexpr):
+    """Wait until a tile has arrived; return the next phases of both barriers."""
+    if BULK:
+        if is_whole:
+            mbarrier.wait(buffers.arrived.index(buffer), phases >> buffer & 1)
+            phases ^= 1 << buffer
+        else:
+            async_copy.wait_group(0)
+            fence_async_shared()
+            barrier()
+    else:
+        fence_async_shared()
+    return phases
+
+
+@gluon.jit
+def slots_of(at, copies, tile, end, first_end, FIRST: gl.constexpr):
+    """Slots of tokens `at` of a tile of a sparse sequence, -1 for none."""
+    BLOCK_N: gl.constexpr = at.shape[0]
+    if tile * BLOCK_N < FIRST:
+        slots = gl.load(copies.first.table + at, mask=at < first_end, other=-1)
+    else:
+        slots = gl.load(copies.extra.table + at - FIRST, mask=at < end, other=-1)
+    return slots

@@ -1,0 +1,362 @@
+"""The decode kernel for Hopper (sm_90), in Gluon: the layouts and copies are spelled out.
+
+Why not only the portable kernel: shared memory holds two tiles, and its pipeliner then copies the
+next one only when the current one has been used. Nor can it read an fp8 tile as latent vectors
+across tokens without a trip through shared memory.
+
+Scores are computed transposed, as keys [tokens, L] times queries [L, rows], and so is the output,
+as values [L, tokens] times P [tokens, rows]. WGMMA needs M >= 64: transposed, M is tokens or
+latents (always enough) instead of a rank's 16 heads. Keys and values are one tile in shared
+memory, read once for each product (`hopper/tile.py`), while `hopper/copy.py` copies the next one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.language.extra.cuda import gdc
+
+from mla_fusion.attention.hopper.copy import (
+    Buffers,
+    Copies,
+    barrier,
+    bulk_copy,
+    load_layout,
+    one_of,
+    slots_of,
+    start_copy,
+    wait_for_tile,
+)
+from mla_fusion.attention.hopper.fits import TILE
+from mla_fusion.attention.hopper.fits import decode as fits
+from mla_fusion.attention.hopper.tile import add_values, scores_of, softmax_step
+from mla_fusion.attention.plan.device_code import LN2, LOG2E, Source
+
+if TYPE_CHECKING:
+    from mla_fusion.attention.plan.inputs import Inputs, Launch
+
+__all__ = ["arguments", "fits", "kernel"]
+
+
+@gluon.jit
+def load_query(
+    target, q_ptr, item, first_row, heads, stride_t, stride_h, HEADS: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    """Rows of the query [rows, width] into shared memory; zeros for rows of padding."""
+    layout: gl.constexpr = load_layout(target.shape[1], target.dtype.primitive_bitwidth, WARPS)
+    rows = first_row + gl.arange(0, target.shape[0], gl.SliceLayout(1, layout))
+    cols = gl.arange(0, target.shape[1], gl.SliceLayout(0, layout))
+    head = item.first_head + rows % HEADS
+    pointers = q_ptr + (rows // HEADS).to(gl.int64) * stride_t + head * stride_h
+    wanted = (rows // HEADS < item.count) & (head < heads)
+    target.store(gl.load(pointers[:, None] + cols[None, :], mask=wanted[:, None], other=0.0))
+
+
+@gluon.jit
+def store_output(pointers, acc, odd, wanted, PAIRS: gl.constexpr, layout: gl.constexpr):
+    """Store acc [width, rows] in columns from `pointers` [rows] on, `odd` between with PAIRS."""
+    TYPE: gl.constexpr = pointers.dtype.element_ty
+    col = gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout))
+    if PAIRS:
+        # One store for two neighbours: one of them would fill only half of a memory sector.
+        BITS: gl.constexpr = TYPE.primitive_bitwidth
+        part: gl.constexpr = gl.int32 if BITS == 32 else gl.int16
+        pair: gl.constexpr = gl.int64 if BITS == 32 else gl.int32
+        low = acc.to(TYPE).to(part, bitcast=True).to(pair) & ((1 << BITS) - 1)
+        high = odd.to(TYPE).to(part, bitcast=True).to(pair) << BITS
+        target = pointers.to(gl.pointer_type(pair), bitcast=True)
+        gl.store(target[None, :] + col[:, None], low | high, mask=wanted[None, :])
+    else:
+        gl.store(pointers[None, :] + col[:, None], acc.to(TYPE), mask=wanted[None, :])
+
+
+class Item(NamedTuple):
+    """A work item: KV tokens `begin` to `end` of a sequence, `after` more follow; `partial` row.
+
+    Its query is the heads from `first_head` on, of the `count` rows from `token` on; the tables are
+    the rows of the sequence.
+    """
+
+    sequence: Any
+    first_head: Any
+    partial: Any
+    count: Any
+    token: Any
+    begin: Any
+    end: Any
+    after: Any
+    table: Any
+    extra_table: Any
+
+
+@gluon.jit
+def read_item(
+    info, qo_indptr_ptr, kv_indptr_ptr, table_ptr, extra_table_ptr, table_stride,
+    extra_table_stride, HEADS: gl.constexpr, FOLD: gl.constexpr,
+):  # fmt: skip
+    """The work item in row `info` of work_info_set."""
+    tile_index = gl.load(info)
+    partial = gl.load(info + 1)
+    count = gl.load(info + 3) - gl.load(info + 2)
+    kv_start = gl.load(info + 4)
+    kv_end = gl.load(info + 5)
+    after = gl.load(info + 6)
+    sequence = tile_index // FOLD
+    first_head = tile_index % FOLD * HEADS
+    token = gl.load(qo_indptr_ptr + sequence).to(gl.int64)
+    kv_base = gl.load(kv_indptr_ptr + sequence)
+    table = table_ptr + sequence.to(gl.int64) * table_stride
+    extra_table = extra_table_ptr + sequence.to(gl.int64) * extra_table_stride
+    begin, end = kv_start - kv_base, kv_end - kv_base
+    return Item(sequence, first_head, partial, count, token, begin, end, after, table, extra_table)
+
+
+@gluon.jit
+def read_scales(scale, q_scale_ptr, kv_scale_ptr, FP8: gl.constexpr):
+    """The factor of the scores, in base 2, and that of the output."""
+    factor = scale * LOG2E
+    value_scale = 1.0
+    if FP8:
+        kv_scale = gl.load(kv_scale_ptr)
+        factor *= gl.load(q_scale_ptr) * kv_scale
+        value_scale = kv_scale
+    return factor, value_scale
+
+
+@gluon.jit
+def attend(
+    buffers, q_keys, q_ropes, shared_p, copies, item, row, factor, first_end, stop, phases,
+    ENTRY: gl.constexpr, PAGE: gl.constexpr, EXTRA_ENTRY: gl.constexpr, EXTRA_PAGE: gl.constexpr,
+    FIRST: gl.constexpr, SPARSE: gl.constexpr, BULK: gl.constexpr, WARPS: gl.constexpr,
+    HEADS: gl.constexpr, PAIRS: gl.constexpr,
+):  # fmt: skip
+    """The online softmax over the tiles of an item, whose first one is on its way.
+
+    row: query rows of the CTA, in the layout of columns of the scores.
+
+    Returns:
+        (sums [latents, rows], those of odd latents with PAIRS, m [rows], l [tokens, rows],
+        the next phases of both barriers).
+    """
+    BLOCK_N: gl.constexpr = shared_p.shape[0]
+    ROWS: gl.constexpr = shared_p.shape[1]
+    L: gl.constexpr = q_keys.shape[1]
+    score: gl.constexpr = row.type.layout.parent
+    output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
+    # Row i of n sees tokens up to n - 1 - i before the end of the sequence.
+    limit = gl.minimum(item.end, item.end + item.after - (item.count - 1 - row // HEADS))
+    m = gl.full([ROWS], float("-inf"), gl.float32, row.type.layout)
+    l = gl.zeros([BLOCK_N, ROWS], gl.float32, score)
+    acc = gl.zeros([L // 2 if PAIRS else L, ROWS], gl.float32, output)
+    odd = acc
+    current = 0
+    for t in range(item.begin // BLOCK_N, stop):
+        if BULK:
+            # No warp reads the other buffer any more.
+            barrier()
+        else:
+            async_copy.wait_group(0)
+        # After the last tile this copies nothing.
+        start_copy(
+            one_of(buffers, 1 - current), copies, t + 1, item.end, first_end, ENTRY, PAGE,
+            EXTRA_ENTRY, EXTRA_PAGE, FIRST, SPARSE, BULK, WARPS,
+        )  # fmt: skip
+        is_whole = t * BLOCK_N + BLOCK_N <= item.end
+        phases = wait_for_tile(buffers, current, phases, is_whole, BULK)
+        s = scores_of(buffers, current, q_keys, q_ropes, score)
+        at = t * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, score))
+        seen = (at >= item.begin)[:, None] & (at[:, None] < limit[None, :])
+        if SPARSE:
+            seen &= (slots_of(at, copies, t, item.end, first_end, FIRST) >= 0)[:, None]
+        p, decay, m = softmax_step(s * factor, seen, m)
+        l = l * decay[None, :] + p
+        shared_p.store(p.to(shared_p.dtype))
+        fence_async_shared()
+        decay = gl.convert_layout(decay, gl.SliceLayout(0, output))
+        acc, odd = add_values(acc, odd, decay, buffers.keys.index(current), shared_p, PAIRS)
+        current = 1 - current
+    return acc, odd, m, l, phases
+
+
+@gluon.jit
+def store_item(
+    sums, odds, m, l, value_scale, item, first_row, heads, sink_ptr, out_ptr, lse_ptr,
+    partial_ptr, partial_lse_ptr, out_stride_t, out_stride_h, L: gl.constexpr,
+    HEADS: gl.constexpr, PAIRS: gl.constexpr, SINK: gl.constexpr, LSE: gl.constexpr,
+):  # fmt: skip
+    """Normalize the sums and write them: to the output, or to partial rows for a split.
+
+    sums, odds: [latents, rows] each, of as many parts of the L latents as they are.
+    """
+    output: gl.constexpr = sums[0].type.layout
+    out_row: gl.constexpr = gl.SliceLayout(0, output)
+    PART: gl.constexpr = L // len(sums)
+    l = gl.sum(l, 0)
+    lse = gl.where(l > 0.0, (m + gl.log2(l)) * LN2, float("-inf"))
+    rows = first_row + gl.arange(0, sums[0].shape[1], out_row)
+    head = item.first_head + rows % HEADS
+    real = (rows // HEADS < item.count) & (head < heads)
+    lse = gl.convert_layout(lse, out_row)
+    divisor = gl.convert_layout(l, out_row)
+    if SINK:  # noqa: SIM102 (known when compiled; the other one is not)
+        if item.partial < 0:
+            sink = gl.load(sink_ptr + head, mask=real, other=0.0) * LOG2E
+            divisor += gl.exp2(sink - gl.convert_layout(m, out_row))
+    inverse = gl.where(lse > float("-inf"), value_scale / divisor, 0.0)[None, :]
+    if item.partial < 0:
+        at_token = item.token + rows // HEADS
+        final = out_ptr + at_token * out_stride_t + head * out_stride_h
+        for i in gl.static_range(len(sums)):
+            acc, odd = sums[i] * inverse, odds[i] * inverse
+            store_output(final + i * PART, acc, odd, real, PAIRS, output)
+        if LSE:
+            gl.store(lse_ptr + at_token * heads + head, lse, mask=real)
+    else:
+        at_partial = (item.partial.to(gl.int64) * HEADS) + rows
+        for i in gl.static_range(len(sums)):
+            acc, odd = sums[i] * inverse, odds[i] * inverse
+            store_output(partial_ptr + at_partial * L + i * PART, acc, odd, real, PAIRS, output)
+        gl.store(partial_lse_ptr + at_partial, lse, mask=real)
+
+
+@gluon.jit
+def allocate(
+    TYPE: gl.constexpr, L: gl.constexpr, R: gl.constexpr, ROWS: gl.constexpr,
+    BLOCK_N: gl.constexpr, BULK: gl.constexpr,
+):  # fmt: skip
+    """Shared memory: two tiles of keys, the query's two parts, and P of a tile."""
+    BITS: gl.constexpr = TYPE.primitive_bitwidth
+    wide: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2)
+    narrow: gl.constexpr = gl.NVMMASharedLayout(R * BITS // 8, BITS, 2)
+    P_TYPE: gl.constexpr = gl.float16 if BITS == 8 else TYPE
+    p_layout: gl.constexpr = gl.NVMMASharedLayout(2 * ROWS, 16, 2)
+    keys = gl.allocate_shared_memory(TYPE, [2, BLOCK_N, L], wide)
+    ropes = gl.allocate_shared_memory(TYPE, [2, BLOCK_N, R], narrow)
+    q_keys = gl.allocate_shared_memory(TYPE, [ROWS, L], wide)
+    q_ropes = gl.allocate_shared_memory(TYPE, [ROWS, R], narrow)
+    shared_p = gl.allocate_shared_memory(P_TYPE, [BLOCK_N, ROWS], p_layout)
+    arrived = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    if BULK:
+        mbarrier.init(arrived.index(0), count=1)
+        mbarrier.init(arrived.index(1), count=1)
+        fence_async_shared()
+        barrier()
+    return Buffers(keys, ropes, arrived), q_keys, q_ropes, shared_p
+
+
+# Do not specialize on stride 1: the warm-up's one-column table would compile another variant.
+@gluon.jit(do_not_specialize=["table_stride", "extra_table_stride", "fresh"])
+def decode_kernel(
+    q_ptr, kv_ptr, table_ptr, extra_ptr, extra_table_ptr, first_lens_ptr, sink_ptr, out_ptr,
+    lse_ptr, partial_ptr, partial_lse_ptr, work_indptr_ptr, work_info_ptr, qo_indptr_ptr,
+    kv_indptr_ptr, q_scale_ptr, kv_scale_ptr, scale, heads, q_stride_t, q_stride_h, out_stride_t,
+    out_stride_h, table_stride, block_stride, extra_table_stride, extra_block_stride, latents,
+    rotated, block_rows, fresh,
+    ENTRY: gl.constexpr, PAGE: gl.constexpr, EXTRA_ENTRY: gl.constexpr, EXTRA_PAGE: gl.constexpr,
+    FIRST: gl.constexpr, SPARSE: gl.constexpr, SINK: gl.constexpr, L: gl.constexpr,
+    R: gl.constexpr, HEADS: gl.constexpr, FOLD: gl.constexpr, ROWS: gl.constexpr,
+    BLOCK_N: gl.constexpr, LSE: gl.constexpr, BULK: gl.constexpr, WARPS: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """Arguments as `triton.decode_kernel`, and those of `hopper.copy.bulk_copy`.
+
+    BULK: the copy engine takes whole tiles. PDL: the launch precedes the end of the kernel in
+    front, and the kernel waits for that one before it reads anything but the plan. With `fresh` not
+    0 it waits at once: the kernel in front may be writing the plan.
+    """
+    if PDL and fresh != 0:
+        gdc.gdc_wait()
+    TYPE: gl.constexpr = kv_ptr.dtype.element_ty
+    BITS: gl.constexpr = TYPE.primitive_bitwidth
+    FP8: gl.constexpr = BITS == 8
+    buffers, q_keys, q_ropes, shared_p = allocate(TYPE, L, R, ROWS, BLOCK_N, BULK)
+    # For each buffer a bit: the phase of its barrier that the next tile by the engine completes.
+    phases = 0
+
+    # More warps than a tile has 16 tokens for share them by rows.
+    SPLIT: gl.constexpr = WARPS * 16 // BLOCK_N
+    score: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [WARPS // SPLIT, SPLIT], [16, ROWS // SPLIT, 256 // BITS]
+    )
+    first_row = gl.program_id(1) * ROWS
+    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(0, score))
+    last_work = gl.load(work_indptr_ptr + gl.program_id(0) + 1) - 1
+    for work in range(gl.load(work_indptr_ptr + gl.program_id(0)), last_work + 1):
+        item = read_item(
+            work_info_ptr + 8 * work, qo_indptr_ptr, kv_indptr_ptr, table_ptr, extra_table_ptr,
+            table_stride, extra_table_stride, HEADS, FOLD,
+        )  # fmt: skip
+        first = Source(kv_ptr, item.table, block_stride)
+        extra = Source(extra_ptr, item.extra_table, extra_block_stride)
+        copies = Copies(first, extra, latents, rotated, block_rows)
+        if PDL:
+            # All that follows, scales too, may be written by the kernel in front.
+            gdc.gdc_wait()
+        factor, value_scale = read_scales(scale, q_scale_ptr, kv_scale_ptr, FP8)
+        if FP8:
+            value_scale *= 256.0  # `widen` leaves it out
+        first_end = item.end
+        if SPARSE:
+            first_end = gl.minimum(item.end, gl.load(first_lens_ptr + item.sequence))
+        tile = item.begin // BLOCK_N
+        # Row blocks after the query rows of this sequence have nothing to do.
+        has_rows = first_row < HEADS * item.count
+        stop = gl.where(has_rows, (item.end + BLOCK_N - 1) // BLOCK_N, tile)
+        # A copy without a wait would put its barrier a phase ahead.
+        if tile < stop:
+            start_copy(
+                one_of(buffers, 0), copies, tile, item.end, first_end, ENTRY, PAGE,
+                EXTRA_ENTRY, EXTRA_PAGE, FIRST, SPARSE, BULK, WARPS,
+            )  # fmt: skip
+        query = q_ptr + item.token * q_stride_t
+        load_query(q_keys, query, item, first_row, heads, q_stride_t, q_stride_h, HEADS, WARPS)
+        load_query(q_ropes, query + L, item, first_row, heads, q_stride_t, q_stride_h, HEADS, WARPS)
+        fence_async_shared()
+        acc, odd, m, l, phases = attend(
+            buffers, q_keys, q_ropes, shared_p, copies, item, row, factor, first_end, stop,
+            phases, ENTRY, PAGE, EXTRA_ENTRY, EXTRA_PAGE, FIRST, SPARSE, BULK, WARPS, HEADS, FP8,
+        )  # fmt: skip
+        async_copy.wait_group(0)
+        # The zeros after the last tile, before the copy engine writes there.
+        fence_async_shared()
+        # The reduction may be launched, and waits. Not yet where it has many rows: all its CTAs
+        # would go to the few SMs that are done first.
+        if PDL and ROWS <= 32:  # noqa: SIM102 (known when compiled; the other one is not)
+            if work == last_work:
+                gdc.gdc_launch_dependents()
+        store_item(
+            (acc,), (odd,), m, l, value_scale, item, first_row, heads, sink_ptr, out_ptr,
+            lse_ptr, partial_ptr, partial_lse_ptr, out_stride_t, out_stride_h, L, HEADS, FP8, SINK,
+            LSE,
+        )  # fmt: skip
+    if PDL:
+        # Idle CTAs must signal too: a dependent grid waits for all of them.
+        gdc.gdc_wait()
+        gdc.gdc_launch_dependents()
+
+
+kernel: Any = decode_kernel
+
+
+def arguments(given: Inputs) -> Launch:
+    """What the kernel is launched with (also for compiling without a GPU)."""
+    rows = 16 if given.rows <= 16 else 32 if given.rows <= 32 else 64
+    warps = 4 if rows == 16 else 8
+    cache = given.kv_cache
+    # The slots of a sparse sequence are scattered rows.
+    bulk = (cache, cache, 0) if given.sparse else bulk_copy(cache, given.widths[0], TILE)
+    options = given.scope_constants | {
+        "ROWS": rows,
+        "BLOCK_N": TILE,
+        "BULK": bulk[2] > 0,
+        "WARPS": warps,
+        "PDL": True,
+        "num_warps": warps,
+        "launch_pdl": True,
+    }
+    return given.grid(rows), (*given.scopes, *bulk, int(given.plan.fresh)), options

@@ -1,0 +1,83 @@
+"""Which decodes each kernel for Hopper takes: why it does not, or an empty string.
+
+Beside the kernels, so that who plans for them imports no Gluon.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from mla_fusion.attention.plan.inputs import Inputs
+
+TILE = 64  # tokens that are copied and multiplied at once
+SHARED_MEMORY = 227 * 1024  # bytes of an SM
+# Latent and rotated part. Tiles in shared memory are powers of two wide, two of them have to fit
+# beside 64 query rows, and each pair was compiled and checked.
+WIDTHS = ((512, 64), (256, 64), (256, 32))
+WARP_SPECIALIZED_WIDTHS = (512, 64)
+WARP_SPECIALIZED_TYPES = ({torch.bfloat16}, {torch.float8_e4m3fn})
+WARP_SPECIALIZED_ROWS = 64  # of a CTA
+FEW_ROWS = 32  # query rows that a CTA of another kernel decodes faster
+SPARSE_FP8_ROWS = 32  # most of a CTA
+
+
+def decode(given: Inputs) -> str:
+    """Why `decode.py` does not take these inputs: its copies move 16 aligned bytes."""
+    q, caches = given.q, [given.kv_cache]
+    if given.sparse is not None:
+        caches.append(given.sparse.extra.kv_cache)
+    if given.widths not in WIDTHS:
+        return f"it takes entries of {WIDTHS} values, got {given.widths}"
+    if types := [cache.dtype for cache in caches if cache.dtype != q.dtype]:
+        return f"it takes query and cache of one type, got {q.dtype} over {types[0]}"
+    strides = [stride * q.itemsize for tensor in (q, *caches) for stride in tensor.stride()[:2]]
+    if any(n % 16 for n in strides) or any(tensor.data_ptr() % 16 for tensor in (q, *caches)):
+        return f"it copies 16 aligned bytes at once, got rows {strides} bytes apart"
+    return ""
+
+
+def warp_specialized(given: Inputs) -> str:
+    """Why `warp_specialized.py` does not take these inputs: it copies query and cache by the tensor
+    copy engine only, 64 rows at a time.
+    """
+    q, kv_cache, per_work = given.q, given.kv_cache, given.plan.heads_per_work
+    if given.sparse is not None or given.rows <= FEW_ROWS:
+        return f"it takes blocks of more than {FEW_ROWS} query rows, no lists of slots"
+    types = {q.dtype, kv_cache.dtype}
+    if types not in WARP_SPECIALIZED_TYPES or given.widths != WARP_SPECIALIZED_WIDTHS:
+        return (
+            "it takes bf16 or e4m3, query and cache of one type, of 512 + 64, got "
+            "{} over {} of {} + {}".format(q.dtype, kv_cache.dtype, *given.widths)
+        )
+    if why := decode(given):
+        return why
+    if not given.softmax_scale > 0:
+        # The largest product of a row has its largest score.
+        return f"it takes a positive scale of the scores, got {given.softmax_scale}"
+    page_size, (block_stride, entry, _) = kv_cache.shape[1], kv_cache.stride()
+    if page_size % TILE or block_stride % entry:
+        return (
+            f"it copies {TILE} tokens of a page at once, from blocks that are whole entries apart, "
+            f"got pages of {page_size} tokens, {block_stride} and {entry} elements from one block "
+            "and entry to the next"
+        )
+    # A box holds whole tokens of an item, or heads of one token.
+    rows, queries = WARP_SPECIALIZED_ROWS, given.plan.settings.max_query_len
+    if not q.shape[0] or not (queries == 1 or rows % per_work == 0 or per_work % rows == 0):
+        return (
+            f"it copies {rows} rows of the query at once, got {q.shape[0]} tokens, {per_work} "
+            f"heads of an item and {queries} query rows"
+        )
+    return ""
+
+
+def sparse_fp8(given: Inputs) -> str:
+    """Why `sparse_fp8.py` does not take these inputs."""
+    if given.layout is None or given.layout.behind:
+        return "it reads entries of bytes with their scales in them"
+    if given.sparse is None or given.sparse.first:
+        return "it reads one scope"
+    return ""

@@ -1,0 +1,361 @@
+"""The decode kernel for Hopper (sm_90) over `plan.layouts.FP8_DS_MLA`, in Gluon.
+
+As `hopper/decode.py`, of which it takes the plan's items and the stores: scores are keys [tokens,
+L] times queries [L, rows], outputs values [L, tokens] times P [tokens, rows]. What differs:
+
+- Both products are of fp16. A tile is read as pairs of e4m3 latents, which threads widen in
+  registers, once along latents and once along tokens: fp16 holds each e4m3 value.
+- The query is fp16 too: each row times a power of two, even latents apart from odd ones.
+- A scale belongs to 128 latents of a token. Scores are four products, of 128 latents each, which
+  are added with their scales. The output has four sets of P, one times each scale.
+- P is relative to the largest P * scale of its row, not to the largest P. So
+  it fits fp16, whatever the scales are. Below 2^-29 it loses bits: latents keep their precision
+  up to a ratio of 2^26 between the scales of a token, or of tokens of like P.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc
+
+from mla_fusion.attention.hopper.copy import barrier, load_layout
+from mla_fusion.attention.hopper.decode import read_item, store_item
+from mla_fusion.attention.hopper.fits import SPARSE_FP8_ROWS
+from mla_fusion.attention.hopper.fits import sparse_fp8 as fits
+from mla_fusion.attention.hopper.sparse_fp8_gather import (
+    GROUPS,
+    Entries,
+    Ring,
+    copy_entries,
+    load_slots,
+)
+from mla_fusion.attention.hopper.tile import pairs_of, softmax_step, widen_pairs
+from mla_fusion.attention.plan.device_code import LOG2E
+
+if TYPE_CHECKING:
+    from mla_fusion.attention.plan.inputs import Inputs, Launch
+
+__all__ = ["arguments", "fits", "kernel"]
+
+TOKENS = gl.constexpr(64)  # of a tile: the M of WGMMA
+BLOCK = gl.constexpr(16)  # query rows that are loaded at once
+LARGEST_P = gl.constexpr(2.0**15)  # the largest one in fp16
+VALUE = gl.constexpr(2.0**-15)
+
+
+class Query(NamedTuple):
+    """Rows of a query in shared memory, each times a power of two.
+
+    even, odd: [rows, L / 2], its even and odd latents. rope: [rows, R]. inverse: [rows], one over
+    the power.
+    """
+
+    even: Any
+    odd: Any
+    rope: Any
+    inverse: Any
+
+
+@gluon.jit
+def load_query(query, q_ptr, item, first_row, heads, stride_h, WARPS: gl.constexpr):
+    """The rows of a token's query, times a power of two of each, into shared memory.
+
+    A row's largest latent then is below 2^15 and not below 2^14, so that fp16 holds all eight bits
+    of a bf16 latent down to 2^-31 of it.
+    """
+    L: gl.constexpr = 2 * query.even.shape[1]
+    R: gl.constexpr = query.rope.shape[1]
+    wide: gl.constexpr = load_layout(L, 16, WARPS)
+    narrow: gl.constexpr = load_layout(R, 16, WARPS)
+    for block in gl.static_range(query.rope.shape[0] // BLOCK):
+        row = first_row + block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, wide))
+        col = gl.arange(0, L, gl.SliceLayout(0, wide))
+        head = item.first_head + row
+        pointers = q_ptr + (head * stride_h)[:, None] + col[None, :]
+        value = gl.load(pointers, mask=(head < heads)[:, None], other=0.0).to(gl.float32)
+        exponent = gl.max(gl.abs(value), 1).to(gl.int32, bitcast=True) >> 23
+        # A row of smaller latents, or of zeros, keeps a power that rotated values stand.
+        exponent = gl.maximum(exponent, 127 - 60)
+        power = ((2 * 127 + 14 - exponent) << 23).to(gl.float32, bitcast=True)
+        even, odd = gl.split((value * power[:, None]).reshape([BLOCK, L // 2, 2]))
+        query.even.slice(block * BLOCK, BLOCK).store(even.to(gl.float16))
+        query.odd.slice(block * BLOCK, BLOCK).store(odd.to(gl.float16))
+        query.inverse.slice(block * BLOCK, BLOCK).store(
+            ((exponent - 14) << 23).to(gl.float32, bitcast=True)
+        )
+
+        power = gl.convert_layout(power, gl.SliceLayout(1, narrow))
+        row = first_row + block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, narrow))
+        col = L + gl.arange(0, R, gl.SliceLayout(0, narrow))
+        head = item.first_head + row
+        pointers = q_ptr + (head * stride_h)[:, None] + col[None, :]
+        value = gl.load(pointers, mask=(head < heads)[:, None], other=0.0).to(gl.float32)
+        query.rope.slice(block * BLOCK, BLOCK).store((value * power[:, None]).to(gl.bfloat16))
+
+
+@gluon.jit
+def scales_of(scales, layout: gl.constexpr):
+    """The scale of each token [tokens] for each of the four groups, in `layout`."""
+    # A thread has both tokens of its scores: lanes 4 apart, and 8 tokens apart.
+    read: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]] if layout.parent.warps_per_cta[1] == 1 else [[16, 0], [32, 0], [0, 0]],
+        [], [64, 4],
+    )  # fmt: skip
+    even, odd = gl.split(scales.load(read).reshape([TOKENS, 2, 2]))
+    first, third = gl.split(even)
+    second, fourth = gl.split(odd)
+    return (
+        gl.convert_layout(first, layout), gl.convert_layout(second, layout),
+        gl.convert_layout(third, layout), gl.convert_layout(fourth, layout),
+    )  # fmt: skip
+
+
+@gluon.jit
+def product(view, query, zeros, GROUP: gl.constexpr):
+    """Start the products [tokens, rows] of the latents of a group, without their scales."""
+    PAIRS: gl.constexpr = view.shape[1] // GROUPS
+    pairs = view.slice(GROUP * PAIRS, PAIRS, dim=1)
+    even, odd = widen_pairs(pairs.load(gl.DotOperandLayout(0, zeros.type.layout, 2)))
+    q_even = query.even.slice(GROUP * PAIRS, PAIRS, dim=1).permute((1, 0))
+    q_odd = query.odd.slice(GROUP * PAIRS, PAIRS, dim=1).permute((1, 0))
+    s = warpgroup_mma(even, q_even, zeros, use_acc=False, is_async=True)
+    return warpgroup_mma(odd, q_odd, s, is_async=True)
+
+
+@gluon.jit
+def scores_of(view, rope, scale, query, score: gl.constexpr):
+    """Products [tokens, rows] of a tile with the query.
+
+    One group at a time: with the widened latents of two in flight, registers spill.
+    """
+    ROWS: gl.constexpr = query.rope.shape[0]
+    zeros = gl.zeros([TOKENS, ROWS], gl.float32, score)
+    q_rope = query.rope.permute((1, 0))
+    rotated = warpgroup_mma(rope, q_rope, zeros, use_acc=False, is_async=True)
+    a = product(view, query, zeros, 0)
+    rotated, a = warpgroup_mma_wait(0, [rotated, a])
+    s = rotated + a * scale[0][:, None]
+    a = warpgroup_mma_wait(0, [product(view, query, zeros, 1)])
+    s += a * scale[1][:, None]
+    a = warpgroup_mma_wait(0, [product(view, query, zeros, 2)])
+    s += a * scale[2][:, None]
+    a = warpgroup_mma_wait(0, [product(view, query, zeros, 3)])
+    return s + a * scale[3][:, None]
+
+
+@gluon.jit
+def bound_of(scale):
+    """For each token an exponent [tokens] whose power of two no scale reaches, and its inverse.
+
+    Added to the scores it makes P as large as the largest value that it multiplies, so that
+    P * scale * inverse is at most 1 and fits fp16. l takes the inverse alone.
+    """
+    largest = gl.maximum(gl.maximum(scale[0], scale[1]), gl.maximum(scale[2], scale[3]))
+    exponent = (largest.to(gl.int32, bitcast=True) >> 23) - 126
+    # Zeros have the scales of a token that is not listed, too: the inverse stays a small number.
+    exponent = gl.minimum(gl.maximum(exponent, -60), 126)
+    return exponent.to(gl.float32), ((127 - exponent) << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def add_group(acc, odd, decay, view, shared_p, GROUP: gl.constexpr):
+    """Decay the sums [pairs, rows] of the latents of a group; start to add weighted values."""
+    layout: gl.constexpr = acc.type.layout
+    PAIRS: gl.constexpr = acc.shape[0]
+    acc = acc * decay[None, :]
+    odd = odd * decay[None, :]
+    for j in gl.static_range(TOKENS // 32):
+        pairs = view.slice(32 * j, 32).slice(GROUP * PAIRS, PAIRS, dim=1).permute((1, 0))
+        low, high = widen_pairs(pairs.load(gl.DotOperandLayout(0, layout, 2)))
+        part = shared_p.slice(32 * j, 32)
+        acc = warpgroup_mma(low, part, acc, is_async=True)
+        odd = warpgroup_mma(high, part, odd, is_async=True)
+        # The products before these two are done, and give their registers back.
+        acc, odd = warpgroup_mma_wait(2, [acc, odd])
+    return acc, odd
+
+
+@gluon.jit
+def attend(
+    ring, entries, query, shared_p, factor, tile, stop, score: gl.constexpr, ENTRY: gl.constexpr,
+    PAGE: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """The online softmax over tiles `tile` to `stop`, of which STAGES - 1 are on their way.
+
+    factor: of the scores of each row, in base 2.
+
+    Returns:
+        (sums [pairs of latents, rows] of each group, those of odd latents, m [rows], l
+        [tokens, rows]).
+    """
+    ROWS: gl.constexpr = shared_p.shape[2]
+    SLOTS: gl.constexpr = ring.slots.shape[0]
+    token: gl.constexpr = gl.SliceLayout(1, score)
+    m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(0, score))
+    l = gl.zeros([TOKENS, ROWS], gl.float32, score)
+    acc0 = gl.zeros([ring.keys.shape[2] // (2 * GROUPS), ROWS], gl.float32, score)
+    acc1, acc2, acc3 = acc0, acc0, acc0
+    odd0, odd1, odd2, odd3 = acc0, acc0, acc0, acc0
+    for t in range(tile, stop):
+        async_copy.wait_group(STAGES - 2)
+        # All copies of the tile have arrived, and no warp reads the buffer of the one before. The
+        # first fence is also that of the query, which no product reads before.
+        fence_async_shared()
+        barrier()
+        copy_entries(ring, entries, t + STAGES - 1, ENTRY, PAGE, STAGES, WARPS)
+        later = load_slots(entries, t + STAGES, TOKENS, WARPS)
+        buffer = t % STAGES
+        view = pairs_of(ring.keys.index(buffer))
+        scale = scales_of(ring.scales.index(buffer), token)
+        s = scores_of(view, ring.ropes.index(buffer), scale, query, score)
+        seen = ring.slots.index(t % SLOTS).load(token) >= 0
+        exponent, inverse = bound_of(scale)
+        s = s * factor[None, :] + exponent[:, None]
+        p, decay, m = softmax_step(s, seen[:, None], m)
+        l = l * decay[None, :] + p * inverse[:, None]
+        for i in gl.static_range(GROUPS):
+            share = scale[i] * (inverse * LARGEST_P)
+            shared_p.index(i).store((p * share[:, None]).to(gl.float16))
+        fence_async_shared()
+        # P of all warps is there.
+        barrier()
+        acc0, odd0 = add_group(acc0, odd0, decay, view, shared_p.index(0), 0)
+        acc1, odd1 = add_group(acc1, odd1, decay, view, shared_p.index(1), 1)
+        acc2, odd2 = add_group(acc2, odd2, decay, view, shared_p.index(2), 2)
+        acc3, odd3 = add_group(acc3, odd3, decay, view, shared_p.index(3), 3)
+        acc0, odd0, acc1, odd1, acc2, odd2, acc3, odd3 = warpgroup_mma_wait(
+            0, [acc0, odd0, acc1, odd1, acc2, odd2, acc3, odd3]
+        )
+        ring.slots.index((t + STAGES) % SLOTS).store(later)
+    return (acc0, acc1, acc2, acc3), (odd0, odd1, odd2, odd3), m, l
+
+
+@gluon.jit
+def allocate(
+    TYPE: gl.constexpr, L: gl.constexpr, R: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr
+):
+    """Shared memory: tiles of entries, the query, and four sets of P of a tile."""
+    codes: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
+    wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    p_layout: gl.constexpr = gl.NVMMASharedLayout(2 * ROWS, 16, 2)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    ring = Ring(
+        gl.allocate_shared_memory(TYPE, [STAGES, TOKENS, L], codes),
+        gl.allocate_shared_memory(gl.bfloat16, [STAGES, TOKENS, R], wide),
+        gl.allocate_shared_memory(gl.float32, [STAGES, TOKENS, GROUPS], plain),
+        gl.allocate_shared_memory(gl.int32, [4 if STAGES < 4 else 8, TOKENS], line),
+    )
+    query = Query(
+        gl.allocate_shared_memory(gl.float16, [ROWS, L // 2], wide),
+        gl.allocate_shared_memory(gl.float16, [ROWS, L // 2], wide),
+        gl.allocate_shared_memory(gl.bfloat16, [ROWS, R], wide),
+        gl.allocate_shared_memory(gl.float32, [ROWS], line),
+    )
+    shared_p = gl.allocate_shared_memory(gl.float16, [GROUPS, TOKENS, ROWS], p_layout)
+    return ring, query, shared_p
+
+
+# Do not specialize on stride 1: the warm-up's one-column table would compile another variant.
+@gluon.jit(do_not_specialize=["table_stride", "block_units", "fresh"])
+def decode_kernel(
+    q_ptr, codes_ptr, ropes_ptr, scales_ptr, table_ptr, sink_ptr, out_ptr, lse_ptr,
+    partial_ptr, partial_lse_ptr, work_indptr_ptr, work_info_ptr, qo_indptr_ptr, kv_indptr_ptr,
+    scale, heads, q_stride_t, q_stride_h, out_stride_t, out_stride_h, table_stride, block_units,
+    fresh, ENTRY: gl.constexpr, PAGE: gl.constexpr, SINK: gl.constexpr, L: gl.constexpr,
+    R: gl.constexpr, HEADS: gl.constexpr, FOLD: gl.constexpr, ROWS: gl.constexpr,
+    STAGES: gl.constexpr, LSE: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """One CTA (program_id 0) and one block of ROWS query rows (program_id 1), of one token each.
+
+    Arguments as `hopper.decode`, with the cache as `hopper_gather.Entries` says and
+    `table_ptr` of its slots. It is launched before the kernel in front has ended.
+    """
+    if fresh != 0:
+        gdc.gdc_wait()
+    ring, query, shared_p = allocate(codes_ptr.dtype.element_ty, L, R, ROWS, STAGES)
+    # Two groups of four warps share the tokens by rows.
+    SPLIT: gl.constexpr = WARPS // 4
+    score: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, SPLIT], [16, ROWS // SPLIT, 16])
+    first_row = gl.program_id(1) * ROWS
+    last_work = gl.load(work_indptr_ptr + gl.program_id(0) + 1) - 1
+    for work in range(gl.load(work_indptr_ptr + gl.program_id(0)), last_work + 1):
+        item = read_item(
+            work_info_ptr + 8 * work, qo_indptr_ptr, kv_indptr_ptr, table_ptr, table_ptr,
+            table_stride, table_stride, HEADS, FOLD,
+        )  # fmt: skip
+        # All that follows may be written by the kernel in front.
+        gdc.gdc_wait()
+        entries = Entries(codes_ptr, ropes_ptr, scales_ptr, block_units, item.table, item.end)
+        tile, stop = item.begin // TOKENS, (item.end + TOKENS - 1) // TOKENS
+        # A graph's padding has items without query rows.
+        stop = gl.where(item.count > 0, stop, tile)
+        # No warp still reads the slots or entries of the item before.
+        barrier()
+        for i in gl.static_range(STAGES):
+            slots = ring.slots.index((tile + i) % ring.slots.shape[0])
+            slots.store(load_slots(entries, tile + i, TOKENS, WARPS))
+        barrier()
+        for i in gl.static_range(STAGES - 1):
+            copy_entries(ring, entries, tile + i, ENTRY, PAGE, STAGES, WARPS)
+        of_token = q_ptr + item.token * q_stride_t
+        load_query(query, of_token, item, first_row, heads, q_stride_h, WARPS)
+        factor = query.inverse.load(gl.SliceLayout(0, score)) * (scale * LOG2E)
+        sums, odds, m, l = attend(
+            ring, entries, query, shared_p, factor, tile, stop, score, ENTRY, PAGE, STAGES, WARPS
+        )
+        async_copy.wait_group(0)
+        # The reduction may be launched, and waits: see `hopper.decode`.
+        if work == last_work:
+            gdc.gdc_launch_dependents()
+        store_item(
+            sums, odds, m, l, VALUE, item, first_row, heads, sink_ptr, out_ptr, lse_ptr,
+            partial_ptr, partial_lse_ptr, out_stride_t, out_stride_h, L, HEADS, True, SINK, LSE,
+        )  # fmt: skip
+    # Idle CTAs must signal too: a dependent grid waits for all of them.
+    gdc.gdc_wait()
+    gdc.gdc_launch_dependents()
+
+
+kernel: Any = decode_kernel
+
+
+def arguments(given: Inputs, stages: int | None = None) -> Launch:
+    """What the kernel is launched with (also for compiling without a GPU).
+
+    stages: tiles in shared memory. By default as many as fit: 16 rows leave room for two CTAs
+    on an SM.
+    """
+    q, cache, kv_dtype = given.q, given.kv_cache, given.plan.settings.kv_dtype
+    rows, warps, most = (16, 4, 2) if given.rows <= 16 else (SPARSE_FP8_ROWS, 8, 3)
+    args = (
+        q,
+        *(cache.view(dtype) for dtype in (kv_dtype, torch.bfloat16, torch.float32)),
+        given.block_table,
+        given.or_unused(given.sink),
+        *given.results,
+        *given.scales[2:],
+        *given.strides,
+        cache.stride(0) // 16,
+        int(given.plan.fresh),
+    )
+    options = given.constants | {
+        "SINK": given.sink is not None,
+        "ROWS": rows,
+        "STAGES": stages or most,
+        "WARPS": warps,
+        "num_warps": warps,
+        "launch_pdl": True,
+    }
+    return given.grid(rows), args, options

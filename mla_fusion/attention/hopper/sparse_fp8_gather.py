@@ -1,0 +1,100 @@
+"""How the Hopper kernel over byte caches gets listed entries into shared memory, in Gluon.
+
+An entry of `plan.layouts.FP8_DS_MLA` is 656 bytes in a row: e4m3 values, fp32 scales, bf16 rotated
+values. All threads copy, 16 bytes each at a time. Slots are loaded a tile before they are needed,
+so that no copy waits for the slot that it follows.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from mla_fusion.attention.hopper.copy import async_load
+
+GROUPS = gl.constexpr(4)  # of latents with a scale of their own
+
+
+class Entries(NamedTuple):
+    """A cache, three times over, and the slots of a sequence: `end` of them count.
+
+    codes, ropes, scales: the address of the cache as e4m3, bf16 and fp32. block_units: 16 bytes
+    each, from one block to the next.
+    """
+
+    codes: Any
+    ropes: Any
+    scales: Any
+    block_units: Any
+    table: Any
+    end: Any
+
+
+class Ring(NamedTuple):
+    """Tiles in shared memory: STAGES of entries, and more of slots.
+
+    keys: [STAGES, tokens, L]. ropes: [STAGES, tokens, R]. scales: [STAGES, tokens, GROUPS].
+    slots: [more than STAGES, tokens].
+    """
+
+    keys: Any
+    ropes: Any
+    scales: Any
+    slots: Any
+
+
+@gluon.constexpr_function
+def rows_layout(tokens, width, bits, warps):
+    """A layout of [tokens, width]: 16 bytes of a row a thread, neighbouring rows in a thread."""
+    vector = 128 // bits
+    threads = min(32, width // vector)
+    rows = max(1, tokens // warps // (32 // threads))
+    return gl.BlockedLayout([rows, vector], [32 // threads, threads], [warps, 1], [1, 0])
+
+
+@gluon.jit
+def load_slots(entries, tile, TOKENS: gl.constexpr, WARPS: gl.constexpr):
+    """The slots of tile `tile` [tokens]; -1 from the end on."""
+    at = tile * TOKENS + gl.arange(0, TOKENS, gl.BlockedLayout([1], [32], [WARPS], [0]))
+    return gl.load(entries.table + at, mask=at < entries.end, other=-1)
+
+
+@gluon.jit
+def copy_part(
+    target, pointer, slots, block_stride, ENTRY: gl.constexpr, PAGE: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    """Start the copy of some columns, at `pointer` in the first entry, of the entries of a tile.
+
+    Strides are in elements. Entries of slot -1 become zeros.
+    """
+    layout: gl.constexpr = rows_layout(
+        target.shape[0], target.shape[1], target.dtype.primitive_bitwidth, WARPS
+    )
+    col = gl.arange(0, target.shape[1], gl.SliceLayout(0, layout))
+    slot = slots.load(gl.SliceLayout(1, layout))
+    wanted = slot >= 0
+    slot = slot.to(gl.uint32)
+    offset = (slot // PAGE).to(gl.int64) * block_stride + (slot % PAGE * ENTRY).to(gl.int64)
+    async_load(target, pointer + offset[:, None] + col[None, :], mask=wanted[:, None])
+
+
+@gluon.jit
+def copy_entries(
+    ring, entries, tile, ENTRY: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    """Start the copy of tile `tile`, whose slots are there."""
+    L: gl.constexpr = ring.keys.shape[2]
+    buffer = tile % STAGES
+    slots = ring.slots.index(tile % ring.slots.shape[0])
+    units = entries.block_units.to(gl.int64)
+    copy_part(ring.keys.index(buffer), entries.codes, slots, units * 16, ENTRY, PAGE, WARPS)
+    scales = entries.scales + L // 4
+    copy_part(ring.scales.index(buffer), scales, slots, units * 4, ENTRY // 4, PAGE, WARPS)
+    ropes = entries.ropes + (L + 4 * GROUPS) // 2
+    copy_part(ring.ropes.index(buffer), ropes, slots, units * 8, ENTRY // 2, PAGE, WARPS)
+    async_copy.commit_group()

@@ -1,0 +1,127 @@
+"""The arithmetic of one tile in the decode kernel for Hopper: scores, softmax, weighted values.
+
+The second product reads an fp8 tile as pairs: the two bytes of a 16-bit element are two latents of
+one token. `widen` makes fp16 of either byte, exact except for a factor of 2^-8: it moves the sign,
+and exponent and mantissa, to where fp16 has them. Two other kernels convert both (`widen_pairs`).
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+# Triton 3.9 renamed it.
+RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+
+
+def _to_fp16(moves: str) -> gl.constexpr:
+    """PTX that widens a byte of each int16, two at a time; `moves` put sign and rest in place."""
+    return gl.constexpr(
+        f"""{{
+        .reg .b32 sign, rest;
+        {moves}
+        lop3.b32 $0, rest, 0x3F803F80, sign, 0xEA;
+        }}"""
+    )
+
+
+LOW = _to_fp16(
+    """shl.b32 sign, $1, 8;
+        shl.b32 rest, $1, 7;
+        and.b32 sign, sign, 0x80008000;"""
+)
+HIGH = _to_fp16(
+    """shr.u32 rest, $1, 1;
+        and.b32 sign, $1, 0x80008000;"""
+)
+
+
+@gluon.jit
+def widen(pairs, BYTE: gl.constexpr):
+    """The LOW or HIGH bytes of int16 `pairs` as fp16, times 2^-8. A NaN becomes 480."""
+    return gl.inline_asm_elementwise(BYTE, "=r,r", [pairs], dtype=gl.float16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def widen_pairs(pairs):
+    """The low and the high bytes of int16 `pairs`, e4m3, as fp16: exact, and NaN stays NaN."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 sorted;
+        .reg .b16 low, high;
+        prmt.b32 sorted, $2, 0, 0x3120;
+        mov.b32 {low, high}, sorted;
+        cvt.rn.f16x2.e4m3x2 $0, low;
+        cvt.rn.f16x2.e4m3x2 $1, high;
+        }""",
+        "=r,=r,r",
+        [pairs],
+        dtype=(gl.float16, gl.float16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@gluon.jit
+def reinterpret(shared, TYPE: gl.constexpr, SHAPE: gl.constexpr, layout: gl.constexpr):
+    """The same shared memory as another type or shape."""
+    if RENAMED:
+        view = shared.reinterpret(TYPE, SHAPE, layout)
+    else:
+        view = shared._reinterpret(TYPE, SHAPE, layout)
+    return view
+
+
+@gluon.jit
+def pairs_of(key):
+    """A tile of fp8 in shared memory [tokens, L] as int16 [tokens, L / 2]."""
+    SHAPE: gl.constexpr = [key.shape[0], key.shape[1] // 2]
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    return reinterpret(key, gl.int16, SHAPE, layout)
+
+
+@gluon.jit
+def scores_of(buffers, buffer, q_keys, q_ropes, layout: gl.constexpr):
+    """Products [tokens, rows] of a tile with the query."""
+    key = buffers.keys.index(buffer)
+    BLOCK_N: gl.constexpr = key.shape[0]
+    ROWS: gl.constexpr = q_keys.shape[0]
+    s = gl.zeros([BLOCK_N, ROWS], gl.float32, layout)
+    s = warpgroup_mma(key, q_keys.permute((1, 0)), s, use_acc=False, is_async=True)
+    rope = buffers.ropes.index(buffer)
+    s = warpgroup_mma(rope, q_ropes.permute((1, 0)), s, is_async=True)
+    return warpgroup_mma_wait(0, [s])
+
+
+@gluon.jit
+def softmax_step(s, seen, m):
+    """One step of the online softmax: P [tokens, rows], decay of earlier sums, new m."""
+    s = gl.where(seen, s, float("-inf"))
+    new_m = gl.maximum(m, gl.max(s, 0))
+    # A row that has seen nothing keeps a P of zero, not NaN.
+    base = gl.where(new_m == float("-inf"), 0.0, new_m)
+    p = gl.exp2(s - base[None, :])
+    decay = gl.exp2(m - base)
+    return p, decay, new_m
+
+
+@gluon.jit
+def add_values(acc, odd, decay, key, p, FP8: gl.constexpr):
+    """Decay the sums [latents, rows] and add the weighted values of a tile."""
+    acc = acc * decay[None, :]
+    if FP8:
+        odd = odd * decay[None, :]
+        layout: gl.constexpr = acc.type.layout
+        view = pairs_of(key)
+        for j in gl.static_range(key.shape[0] // 32):
+            value = view.slice(32 * j, 32).permute((1, 0))
+            value = value.load(gl.DotOperandLayout(0, layout, 2))
+            p_part = p.slice(32 * j, 32)
+            acc = warpgroup_mma(widen(value, LOW), p_part, acc, is_async=True)
+            odd = warpgroup_mma(widen(value, HIGH), p_part, odd, is_async=True)
+            acc, odd = warpgroup_mma_wait(0, [acc, odd])
+    else:
+        acc = warpgroup_mma(key.permute((1, 0)), p, acc, is_async=True)
+        acc = warpgroup_mma_wait(0, [acc])
+    return acc, odd

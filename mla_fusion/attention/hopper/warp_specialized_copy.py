@@ -1,0 +1,386 @@
+"""What the warps of the warp-specialized decode kernel for Hopper share: types, copies and stores.
+
+See `hopper/warp_specialized.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc
+
+from mla_fusion.attention.hopper.copy import barrier, tile_layout, tma_load
+from mla_fusion.attention.hopper.decode import read_item
+from mla_fusion.attention.hopper.tile import reinterpret
+
+ROWS = gl.constexpr(64)  # query rows of a CTA: the M of WGMMA
+TILE = gl.constexpr(64)  # tokens
+WARPS = gl.constexpr(4)  # a warpgroup
+
+
+class Work(NamedTuple):
+    """What all warps read: the plan, and the query's rows of this CTA."""
+
+    indptr: Any
+    info: Any
+    qo_indptr: Any
+    kv_indptr: Any
+    table: Any
+    table_stride: Any
+    first_row: Any
+
+
+class Tiles(NamedTuple):
+    """Tiles of keys in shared memory, two of bf16 or four of fp8, and their barriers.
+
+    left, ropes: [n, tokens, columns]. right: [2 n, tokens, columns], two quarters of each tile.
+    """
+
+    left: Any
+    right: Any
+    ropes: Any
+    left_full: Any
+    right_full: Any
+    left_free: Any
+    right_free: Any
+
+
+class Probabilities(NamedTuple):
+    """P [rows, tokens] of a tile, factors [rows] of the sums so far, and their barriers.
+
+    For fp8 two of each.
+    """
+
+    p: Any
+    factors: Any
+    full: Any
+    free: Any
+
+
+class Boxes(NamedTuple):
+    """Descriptors of 64 rows of a half of the latents, of a quarter, and of the rotated part.
+
+    Rows of a cache are tokens; those of the query tokens by heads.
+    """
+
+    halves: Any
+    quarters: Any
+    rotated: Any
+
+
+class Query(NamedTuple):
+    """The query as the copy engine sees it, its rows in shared memory, and barriers.
+
+    left, ropes: [rows, columns]. right: [2, rows, columns].
+    """
+
+    boxes: Any
+    left: Any
+    right: Any
+    ropes: Any
+    full: Any
+    free: Any
+
+
+class Target(NamedTuple):
+    """Where results go: final rows, or partial rows for splits."""
+
+    out: Any
+    lse: Any
+    partial: Any
+    partial_lse: Any
+    stride_t: Any
+    stride_h: Any
+    heads: Any
+
+
+def cache_boxes(kv_cache: torch.Tensor, latent: int) -> tuple[object, ...]:
+    """`kv_cache` [blocks, page_size, L + R] as the tensor copy engine sees it: one list of rows.
+
+    Returns:
+        Its `Boxes`, and the rows from one block to the next.
+    """
+    blocks, page_size, _ = kv_cache.shape
+    block_stride, entry, _ = kv_cache.stride()
+    rows = (blocks - 1) * (block_stride // entry) + page_size
+    return *boxes(kv_cache, [rows], [entry], [TILE.value], latent), block_stride // entry
+
+
+def query_boxes(q: torch.Tensor, latent: int, per_work: int) -> tuple[object, ...]:
+    """`Boxes` of the query [tokens, heads, L + R] for items of `per_work` heads: 64 heads of a
+    token, or all of an item's of several tokens.
+
+    Heads of padding are zeros. The rows that follow those of an item belong to other tokens, or are
+    zeros. What either gives is not stored.
+    """
+    heads = per_work if ROWS.value % per_work == 0 else ROWS.value
+    block = [ROWS.value // heads, heads]
+    return boxes(q, [*q.shape[:2]], [*q.stride()[:2]], block, latent)
+
+
+def boxes(
+    tensor: torch.Tensor, shape: list[int], strides: list[int], block: list[int], latent: int
+) -> tuple[object, ...]:
+    """`Boxes` of `block` rows of `shape` that are `strides` elements apart."""
+    width = tensor.shape[-1]
+
+    def box(columns: int) -> TensorDescriptor:
+        layout = tile_layout(columns, tensor.itemsize, len(block) + 1)
+        return TensorDescriptor(tensor, [*shape, width], [*strides, 1], [*block, columns], layout)
+
+    return box(latent // 2), box(latent // 4), box(width - latent)
+
+
+@gluon.constexpr_function
+def log2_of(count):
+    """Of a power of two."""
+    assert count & (count - 1) == 0, "numbers choose their buffer by their low bits"
+    return count.bit_length() - 1
+
+
+@gluon.jit
+def turn_of(number, COUNT: gl.constexpr):
+    """Which of COUNT buffers, a power of two, number `number` has, and the phase of its barriers.
+
+    By bits: `number` is signed to the compiler, and a signed remainder takes more instructions.
+    """
+    SHIFT: gl.constexpr = log2_of(COUNT)
+    return number & (COUNT - 1), (number >> SHIFT) & 1
+
+
+@gluon.jit
+def tiles_of(item, first_row, HEADS: gl.constexpr):
+    """First tile of an item, and how many it has: none if the CTA has no rows in it."""
+    first = item.begin // TILE
+    count = (item.end + TILE - 1) // TILE - first
+    return first, gl.where(first_row < HEADS * item.count, count, 0)
+
+
+@gluon.jit
+def item_of(work, number, HEADS: gl.constexpr, FOLD: gl.constexpr):
+    """Work item `number` of the plan."""
+    return read_item(
+        work.info + 8 * number, work.qo_indptr, work.kv_indptr, work.table, work.table,
+        work.table_stride, work.table_stride, HEADS, FOLD,
+    )  # fmt: skip
+
+
+@gluon.jit
+def copy(
+    work, query, tiles, cache, block_rows, PAGE: gl.constexpr, HEADS: gl.constexpr,
+    FOLD: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """The copying warp: the query and all tiles of all items, in order."""
+    HALF: gl.constexpr = tiles.left.shape[2]
+    PART: gl.constexpr = tiles.right.shape[2]
+    R: gl.constexpr = tiles.ropes.shape[2]
+    SIZE: gl.constexpr = tiles.left.dtype.primitive_bitwidth // 8
+    BUFFERS: gl.constexpr = tiles.left.shape[0]
+    items = 0
+    done = 0
+    begin = gl.load(work.indptr + gl.program_id(0))
+    end = gl.load(work.indptr + gl.program_id(0) + 1)
+    is_short = 2 * gl.load(work.indptr + gl.num_programs(0)) <= gl.num_programs(0)
+    for number in range(begin, end):
+        item = item_of(work, number, HEADS, FOLD)
+        first, count = tiles_of(item, work.first_row, HEADS)
+        if PDL and number == begin:
+            # Once: the kernel in front has ended then.
+            gdc.gdc_wait()
+        if count > 0:
+            # Free from the start: the phase before the first counts as completed.
+            mbarrier.wait(query.free, (items & 1) ^ 1)
+            copy_query(query, item, work.first_row, HEADS)
+            items += 1
+        for t in range(first, first + count):
+            token = t * TILE
+            row = gl.load(item.table + token // PAGE) * block_rows + token % PAGE
+            buffer, phase = turn_of(done, BUFFERS)
+            mbarrier.wait(tiles.left_free.index(buffer), phase ^ 1)
+            full = tiles.left_full.index(buffer)
+            mbarrier.expect(full, TILE * (HALF + R) * SIZE)
+            tma_load(cache.halves, [row, 0], full, tiles.left.index(buffer))
+            tma_load(cache.rotated, [row, 2 * HALF], full, tiles.ropes.index(buffer))
+            for part in gl.static_range(2):
+                quarter = 2 * buffer + part
+                mbarrier.wait(tiles.right_free.index(quarter), phase ^ 1)
+                full = tiles.right_full.index(quarter)
+                mbarrier.expect(full, TILE * PART * SIZE)
+                tma_load(
+                    cache.quarters, [row, HALF + part * PART], full, tiles.right.index(quarter)
+                )
+            done += 1
+    # The reduction may be launched, and waits: where half of the CTAs have nothing to do, its
+    # own find room beside those that have. Idle CTAs signal when they end.
+    if PDL and SIZE == 1:  # noqa: SIM102 (known when compiled; the other one is not)
+        if is_short & (begin < end):
+            gdc.gdc_launch_dependents()
+
+
+@gluon.jit
+def copy_query(query, item, first_row, HEADS: gl.constexpr):
+    """Start the copy of an item's query rows from `first_row` on."""
+    HALF: gl.constexpr = query.left.shape[1]
+    PART: gl.constexpr = query.right.shape[2]
+    R: gl.constexpr = query.ropes.shape[1]
+    SIZE: gl.constexpr = query.left.dtype.primitive_bitwidth // 8
+    token = (item.token + first_row // HEADS).to(gl.int32)
+    head = item.first_head + first_row % HEADS
+    mbarrier.expect(query.full, ROWS * (2 * HALF + R) * SIZE)
+    boxes, full = query.boxes, query.full
+    copy_rows(boxes.halves, token, head, 0, full, query.left)
+    for part in gl.static_range(2):
+        copy_rows(boxes.quarters, token, head, HALF + part * PART, full, query.right.index(part))
+    copy_rows(boxes.rotated, token, head, 2 * HALF, full, query.ropes)
+
+
+@gluon.jit
+def copy_rows(box, token, head, column, full, target):
+    """Start the copy of a box of the query into `target` [rows, columns]."""
+    SHAPE: gl.constexpr = box.block_type.shape
+    layout: gl.constexpr = box.layout
+    target = reinterpret(target, target.dtype, SHAPE, layout)
+    tma_load(box, [token, head, column], full, target)
+
+
+@gluon.jit
+def clear_rows(tile, count):
+    """Zero the rows of `tile` [tokens, columns] from `count` on: they may hold NaN."""
+    PART: gl.constexpr = 64
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    row = gl.arange(0, TILE, gl.SliceLayout(1, layout))
+    for i in gl.static_range(tile.shape[1] // PART):
+        part = tile.slice(i * PART, PART, dim=1)
+        zeros = gl.zeros([TILE, PART], tile.dtype, layout)
+        part.store(gl.where((row < count)[:, None], part.load(layout), zeros))
+    fence_async_shared()
+    barrier()
+
+
+@gluon.constexpr_function
+def store_layout(columns):
+    """The layout in which a thread stores four neighbours of a row, and four threads 16.
+
+    In that of products they are pairs, and four threads' fill half of a memory sector. From there
+    to here two threads of a warp exchange pairs by shuffles. More than four would go through shared
+    memory, which is full.
+    """
+    wide = [[0, 16 << i] for i in range((columns // 16).bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0], *wide],
+        [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, columns],
+    )
+
+
+@gluon.jit
+def rows_of(work, item, target, layout: gl.constexpr, HEADS: gl.constexpr):
+    """The rows of an item that this CTA has, and which of them are real."""
+    rows = work.first_row + gl.arange(0, ROWS, layout)
+    head = item.first_head + rows % HEADS
+    return rows, head, (rows // HEADS < item.count) & (head < target.heads)
+
+
+@gluon.jit
+def final_rows(rows, head, item, target, HEADS: gl.constexpr):
+    """Where `rows` of the output begin."""
+    return target.out + (item.token + rows // HEADS) * target.stride_t + head * target.stride_h
+
+
+@gluon.jit
+def partial_rows(rows, item, HEADS: gl.constexpr):
+    """Numbers of the partial rows for `rows` of a split."""
+    return (item.partial.to(gl.int64) * HEADS) + rows
+
+
+@gluon.jit
+def store_part(acc, work, item, target, FIRST: gl.constexpr, L: gl.constexpr, HEADS: gl.constexpr):
+    """Store normalized sums [rows, columns] in the columns from FIRST on."""
+    layout: gl.constexpr = store_layout(acc.shape[1])
+    rows, head, real = rows_of(work, item, target, gl.SliceLayout(1, layout), HEADS)
+    col = FIRST + gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
+    if item.partial < 0:
+        final = final_rows(rows, head, item, target, HEADS)[:, None] + col[None, :]
+        TYPE: gl.constexpr = target.out.dtype.element_ty
+        gl.store(final, gl.convert_layout(acc.to(TYPE), layout), mask=real[:, None])
+    else:
+        at_partial = partial_rows(rows, item, HEADS)
+        partial = target.partial + at_partial[:, None] * L + col[None, :]
+        gl.store(partial, gl.convert_layout(acc, layout), mask=real[:, None])
+
+
+@gluon.constexpr_function
+def pairs_layout(pairs):
+    """That of products [pairs, rows], of [pairs, groups, 8 rows]."""
+    return gl.DistributedLinearLayout(
+        [[0, 0, 1], [8, 0, 0], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        [[16, 0, 0], [32, 0, 0]],
+        [],
+        [pairs, 8, 8],
+    )
+
+
+@gluon.jit
+def pairs_in(even, odd, TYPE: gl.constexpr, layout: gl.constexpr):
+    """Even and odd latents [pairs, rows] in TYPE, two in an integer: [pairs, groups, 8 rows]."""
+    BITS: gl.constexpr = TYPE.primitive_bitwidth
+    part: gl.constexpr = gl.int32 if BITS == 32 else gl.int16
+    pair: gl.constexpr = gl.int64 if BITS == 32 else gl.int32
+    low = even.to(TYPE).to(part, bitcast=True).to(pair) & ((1 << BITS) - 1)
+    pairs = low | (odd.to(TYPE).to(part, bitcast=True).to(pair) << BITS)
+    return gl.convert_layout(pairs.reshape([even.shape[0], ROWS // 8, 8]), layout)
+
+
+@gluon.jit
+def store_pairs(
+    even, odd, work, item, target, FIRST: gl.constexpr, L: gl.constexpr, HEADS: gl.constexpr
+):
+    """Store normalized sums [columns / 2, rows] of even and odd columns from FIRST on.
+
+    Eight rows are heads of one token. All threads have the same eight groups of them in registers,
+    so a group's address is one number for all, and a thread's place in it another.
+    """
+    PAIRS: gl.constexpr = even.shape[0]
+    layout: gl.constexpr = pairs_layout(PAIRS)
+    col = gl.arange(0, PAIRS, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    group = gl.arange(0, ROWS // 8, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    row = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    # Zero, which the compiler does not know: a count is not negative. What is computed of it is
+    # computed behind the item's tiles, not in front of all items, and then kept in memory.
+    zero = (item.count.to(gl.uint32, bitcast=True) >> 31).to(gl.int32)
+    row, col = row + zero, col + zero
+    first = (work.first_row + zero) + 8 * group
+    head = item.first_head + first % HEADS
+    real = (first // HEADS < item.count) & (head + row < target.heads)
+    if item.partial < 0:
+        final = final_rows(first, head, item, target, HEADS) + row * target.stride_h + FIRST
+        values = pairs_in(even, odd, target.out.dtype.element_ty, layout)
+        gl.store(final.to(gl.pointer_type(gl.int32), bitcast=True) + col, values, mask=real)
+    else:
+        partial = target.partial + (partial_rows(first, item, HEADS) + row) * L + FIRST
+        wide = pairs_in(even, odd, gl.float32, layout)
+        gl.store(partial.to(gl.pointer_type(gl.int64), bitcast=True) + col, wide, mask=real)
+
+
+@gluon.jit
+def store_lse(lse, work, item, target, HEADS: gl.constexpr, LSE: gl.constexpr):
+    """Store the natural-log LSE of each row."""
+    layout: gl.constexpr = lse.type.layout
+    rows, head, real = rows_of(work, item, target, layout, HEADS)
+    if item.partial < 0:
+        if LSE:
+            at_token = item.token + rows // HEADS
+            gl.store(target.lse + at_token * target.heads + head, lse, mask=real)
+    else:
+        gl.store(target.partial_lse + partial_rows(rows, item, HEADS), lse, mask=real)

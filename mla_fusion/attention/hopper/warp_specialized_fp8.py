@@ -1,0 +1,271 @@
+"""Who computes what in the warp-specialized decode kernel for Hopper when query and cache are fp8.
+
+The scores are an e4m3 product. The output is [latents, rows]: values are widened to fp16 in
+registers (`hopper.tile.widen_pairs`), as the left operand, because an e4m3 product cannot read them
+as they lie. So one warpgroup only computes scores and softmax, two widen and multiply a half each,
+and a single warp asks for the tiles, four of which fit. The products of a tile's scores run under
+the softmax of the tile before, and P lies twice in shared memory.
+
+Barriers are those of `warp_specialized.py`, except: P and factors have two slots, and a slot
+is free when both halves have used it. A half of a tile is free behind its products and a
+fence: a barrier ends no load of a thread, and the copy engine's writes keep no order with loads
+that are not fenced.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc
+
+from mla_fusion.attention.hopper.copy import barrier
+from mla_fusion.attention.hopper.decode import read_scales
+from mla_fusion.attention.hopper.tile import pairs_of, widen_pairs
+from mla_fusion.attention.hopper.warp_specialized_copy import (
+    ROWS,
+    TILE,
+    WARPS,
+    Probabilities,
+    clear_rows,
+    item_of,
+    store_lse,
+    store_pairs,
+    tiles_of,
+    turn_of,
+)
+from mla_fusion.attention.hopper.warp_specialized_scores import (
+    add_quarters,
+    decayed,
+    last_visible,
+    p_of,
+    result_of,
+    see,
+    start_scores,
+    start_state,
+    sums_of,
+)
+
+# The least normal number. Scales of zero would make scores of -inf, which no row sees, NaN.
+LEAST = gl.constexpr(2.0**-126)
+# Of the softmax. P reaches 2^8, and fp16 holds 2^15. Most tiles then have factors of 1 only, so
+# that nothing is rescaled.
+SLACK = gl.constexpr(8)
+
+
+@gluon.jit
+def slot_of(shared, number):
+    """The slot of the P that is sent as number `number`, and the phase of its barriers."""
+    at, phase = turn_of(number, shared.p.shape[0])
+    slot = Probabilities(
+        shared.p.index(at), shared.factors.index(at), shared.full.index(at),
+        shared.free.index(at),
+    )  # fmt: skip
+    return slot, phase
+
+
+@gluon.jit
+def send(shared, p, factors, sent):
+    """Give P and the factors of a tile to both halves, as number `sent`."""
+    slot, phase = slot_of(shared, sent)
+    mbarrier.wait(slot.free, phase ^ 1)
+    slot.p.store(p.to(slot.p.dtype))
+    slot.factors.store(factors)
+    fence_async_shared()
+    barrier()
+    mbarrier.arrive(slot.full, count=1)
+
+
+@gluon.jit
+def softmax_step(s, token, item, limit, factor, m, l):
+    """One step of the online softmax over a tile from `token` on: P, decay, new state."""
+    s, base, new_m = see(s, token, item, limit, factor, m, SLACK)
+    p = p_of(s, base, factor)
+    decay = gl.exp2(m - base)
+    sums = sums_of(p)
+    return p, decay, new_m, decayed(l, decay) + sums
+
+
+@gluon.jit
+def all_scores(query, tiles, done, layout: gl.constexpr):
+    """Start all products of the query with tile number `done`."""
+    return add_quarters(start_scores(query, tiles, done, layout), query, tiles, done)
+
+
+@gluon.jit
+def score(
+    work, query, tiles, shared, target, scale, q_scale_ptr, kv_scale_ptr, HEADS: gl.constexpr,
+    FOLD: gl.constexpr, LSE: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """The first warpgroup: scores and softmax."""
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TILE, 32])
+    row_layout: gl.constexpr = gl.SliceLayout(1, scores)
+    if PDL:
+        # The kernel in front may write the scales, and still read what is written here.
+        gdc.gdc_wait()
+    items = 0
+    done = 0
+    sent = 0
+    begin = gl.load(work.indptr + gl.program_id(0))
+    for number in range(begin, gl.load(work.indptr + gl.program_id(0) + 1)):
+        item = item_of(work, number, HEADS, FOLD)
+        first, count = tiles_of(item, work.first_row, HEADS)
+        factor, value_scale = read_scales(scale, q_scale_ptr, kv_scale_ptr, True)
+        factor = gl.where(factor == 0.0, LEAST, factor)
+        limit = last_visible(work, item, HEADS, row_layout)
+        m, l = start_state(row_layout)
+        if count > 0:
+            mbarrier.wait(query.full, items & 1)
+            items += 1
+            s = warpgroup_mma_wait(0, [all_scores(query, tiles, done, scores)])
+            done += 1
+            last = (first + count - 1) * TILE
+            for token in range(first * TILE, last, TILE):
+                started = all_scores(query, tiles, done, scores)
+                p, decay, m, l = softmax_step(s, token, item, limit, factor, m, l)
+                send(shared, p, decay, sent)
+                sent += 1
+                s = warpgroup_mma_wait(0, [started])
+                done += 1
+            # No warp reads the query any more.
+            barrier()
+            mbarrier.arrive(query.free, count=1)
+            p, decay, m, l = softmax_step(s, last, item, limit, factor, m, l)
+            send(shared, p, decay, sent)
+            sent += 1
+        lse, inverse = result_of(m, l)
+        slot, phase = slot_of(shared, sent)
+        mbarrier.wait(slot.free, phase ^ 1)
+        slot.factors.store(inverse * value_scale)
+        barrier()
+        mbarrier.arrive(slot.full, count=1)
+        sent += 1
+        store_lse(lse, work, item, target, HEADS, LSE)
+
+
+@gluon.jit
+def read_pairs(tiles, done, part: gl.constexpr, RIGHT: gl.constexpr, layout: gl.constexpr):
+    """Bytes of a quarter of tile number `done`, in registers: pairs of latents by tokens."""
+    PAIRS: gl.constexpr = tiles.right.shape[2] // 2
+    buffer, _ = turn_of(done, tiles.left.shape[0])
+    if RIGHT:
+        view = pairs_of(tiles.right.index(2 * buffer + part))
+    else:
+        view = pairs_of(tiles.left.index(buffer)).slice(part * PAIRS, PAIRS, dim=1)
+    return view.permute((1, 0)).load(gl.DotOperandLayout(0, layout, 2))
+
+
+@gluon.jit
+def wait_for_half(tiles, done, RIGHT: gl.constexpr):
+    """Waits that make a half visible here: the scores have waited for its arrival."""
+    buffer, phase = turn_of(done, tiles.left.shape[0])
+    if RIGHT:
+        for part in gl.static_range(2):
+            mbarrier.wait(tiles.right_full.index(2 * buffer + part), phase)
+    else:
+        mbarrier.wait(tiles.left_full.index(buffer), phase)
+
+
+@gluon.jit
+def clear_half(tiles, done, count, RIGHT: gl.constexpr):
+    """Zero the tokens of a half of tile number `done` from `count` on: zero times NaN is NaN.
+
+    Behind the arrival of the tile's P: no product of scores reads the half any more. The
+    other half's warps read none of it. The fence in front of `free_half` orders these stores, too,
+    before the next copy.
+    """
+    buffer, _ = turn_of(done, tiles.left.shape[0])
+    if RIGHT:
+        for part in gl.static_range(2):
+            clear_rows(pairs_of(tiles.right.index(2 * buffer + part)), count)
+    else:
+        clear_rows(pairs_of(tiles.left.index(buffer)), count)
+
+
+@gluon.jit
+def free_half(tiles, done, RIGHT: gl.constexpr):
+    """Tell the copying warp that all warps have used a half of tile number `done`, and fenced."""
+    buffer, _ = turn_of(done, tiles.left.shape[0])
+    if RIGHT:
+        for part in gl.static_range(2):
+            mbarrier.arrive(tiles.right_free.index(2 * buffer + part), count=1)
+    else:
+        mbarrier.arrive(tiles.left_free.index(buffer), count=1)
+
+
+@gluon.jit
+def multiply(
+    work, tiles, shared, target, HEADS: gl.constexpr, FOLD: gl.constexpr, RIGHT: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """The second and the third warpgroup: a half of the output, in two quarters of even and odd
+    latents.
+    """
+    PART: gl.constexpr = tiles.right.shape[2]
+    FIRST: gl.constexpr = 2 * PART if RIGHT else 0
+    output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
+    row_layout: gl.constexpr = gl.SliceLayout(0, output)
+    if PDL:
+        # The kernel in front may still read what is written here. The first tile waits for it too.
+        gdc.gdc_wait()
+    done = 0
+    received = 0
+    begin = gl.load(work.indptr + gl.program_id(0))
+    for number in range(begin, gl.load(work.indptr + gl.program_id(0) + 1)):
+        item = item_of(work, number, HEADS, FOLD)
+        first, count = tiles_of(item, work.first_row, HEADS)
+        even = gl.zeros([PART // 2, ROWS], gl.float32, output)
+        odd = even
+        next_even = even
+        next_odd = even
+        for t in range(first, first + count):
+            slot, phase = slot_of(shared, received)
+            mbarrier.wait(slot.full, phase)
+            factors = slot.factors.load(row_layout)
+            p = slot.p.permute((1, 0))
+            wait_for_half(tiles, done, RIGHT)
+            over = item.end - t * TILE
+            if over < TILE:
+                clear_half(tiles, done, over, RIGHT)
+            pairs = read_pairs(tiles, done, 0, RIGHT, output)
+            # Each warp has the factors of all rows, so all warps agree. No factor is above 1.
+            if gl.min(factors, 0) < 1.0:
+                even = even * factors[None, :]
+                odd = odd * factors[None, :]
+                next_even = next_even * factors[None, :]
+                next_odd = next_odd * factors[None, :]
+            low, high = widen_pairs(pairs)
+            even = warpgroup_mma(low, p, even, is_async=True)
+            odd = warpgroup_mma(high, p, odd, is_async=True)
+            pairs = read_pairs(tiles, done, 1, RIGHT, output)
+            # Values in registers are read until their product ends.
+            even, low = warpgroup_mma_wait(1, [even, low])
+            low, next_high = widen_pairs(pairs)
+            next_even = warpgroup_mma(low, p, next_even, is_async=True)
+            odd, high = warpgroup_mma_wait(1, [odd, high])
+            high = next_high
+            next_odd = warpgroup_mma(high, p, next_odd, is_async=True)
+            next_even, next_odd, low, high = warpgroup_mma_wait(0, [next_even, next_odd, low, high])
+            # Not among products under way: there a fence crashes the assembler of Triton 3.6.
+            fence_async_shared()
+            barrier()
+            free_half(tiles, done, RIGHT)
+            mbarrier.arrive(slot.free, count=1)
+            received += 1
+            done += 1
+        slot, phase = slot_of(shared, received)
+        mbarrier.wait(slot.full, phase)
+        factors = slot.factors.load(row_layout)[None, :]
+        barrier()
+        mbarrier.arrive(slot.free, count=1)
+        received += 1
+        store_pairs(even * factors, odd * factors, work, item, target, FIRST, 4 * PART, HEADS)
+        store_pairs(
+            next_even * factors, next_odd * factors, work, item, target, FIRST + PART, 4 * PART,
+            HEADS,
+        )  # fmt: skip

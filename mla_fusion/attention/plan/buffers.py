@@ -1,0 +1,328 @@
+"""The data of a plan: its settings, its buffers and the step it was refreshed for.
+
+Planners write these buffers and executors read them; neither imports the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from mla_fusion.attention.plan.device import sm_count
+from mla_fusion.attention.plan.heads import HeadLayout
+
+# fp32 sums of each head that an epilogue in slices keeps for its last CTA, and the fewest of
+# them that one counter is for: of one row, 16 columns and 2 slices.
+SUMS_PER_HEAD, SUMS_PER_COUNT = 2**14, 2**5
+OVERHEAD = 16  # default fixed cost of a work item, in blocks: AITER's
+
+# The buffers that a refresh writes.
+PLANNED = (
+    "work_indptr",
+    "work_info_set",
+    "reduce_indptr",
+    "reduce_final_map",
+    "reduce_partial_map",
+    "qo_indptr",
+    "kv_indptr",
+)
+# The six that AITER knows, in the order of get_mla_metadata_info_v1.
+AITER_BUFFERS = (
+    "work_metadata_ptrs",
+    "work_indptr",
+    "work_info_set",
+    "reduce_indptr",
+    "reduce_final_map",
+    "reduce_partial_map",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """What a plan depends on besides the lengths of its sequences.
+
+    ctas: of the persistent kernel. fold: head blocks of a sequence. granularity:
+    tokens of a block. overhead: fixed cost of a work item, in blocks. max_split_per_batch: a
+    budget of this many splits for each (folded) sequence, shared by all of them; -1 for none.
+    """
+
+    ctas: int
+    fold: int
+    granularity: int
+    overhead: int
+    max_split_per_batch: int
+
+    def busy_ctas(self, batch: int) -> int:
+        """CTAs that may get work from `batch` sequences."""
+        if self.max_split_per_batch < 0:
+            return self.ctas
+        return min(self.ctas, self.max_split_per_batch * batch * self.fold)
+
+    def max_works(self, max_batch: int) -> int:
+        """Most work items of a plan: each tile ends once, each CTA but one cuts once."""
+        return max_batch * self.fold + self.ctas - 1
+
+    def max_partials(self, max_batch: int) -> int:
+        """Most splits that are merged: two for each CTA, one for the first and the last."""
+        return min(self.max_works(max_batch), 2 * (self.ctas - 1))
+
+    def partial_map_size(self, max_batch: int) -> int:
+        """Length of reduce_partial_map, which AITER makes larger than needed with a cap."""
+        tiles, cap = max_batch * self.fold, self.max_split_per_batch
+        size = self.max_partials(max_batch)
+        return size if cap <= 0 else max(size, tiles + min(self.ctas, cap * tiles))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The arguments of `PersistentDecodePlan.allocate`.
+
+    A plan serves up to `max_batch` sequences of up to `max_query_len` query rows each.
+
+    Attributes:
+        num_heads: heads of the query on this rank.
+        q_dtype, kv_dtype: of the query and the cache.
+        device: of the plan and of everything it is used with.
+        ctas: of the kernel; by default as many as the device has SMs.
+        heads_per_work: heads of a work item, a multiple of 16; by default as `heads.layout`.
+        max_split_per_batch: -1, or a budget of this many splits for each sequence (and head
+            block), shared by all of them.
+        max_kv_len: most KV tokens of a sequence. AITER's plan then holds the cache entry of every
+            token at a fixed address; without it the first decode of a step allocates them.
+        kv_granularity: sequences are cut at multiples of this many tokens; AITER's planner takes
+            a power of two.
+        overhead: fixed cost of a work item in units of kv_granularity tokens; by default 16.
+        v_head_dim: width of the output, kv_lora_rank.
+        planner: "portable", for the kernels of this library, or "aiter", for AITER's.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+
+    max_batch: int
+    max_query_len: int
+    num_heads: int
+    q_dtype: torch.dtype
+    kv_dtype: torch.dtype
+    device: torch.device
+    ctas: int | None = None
+    heads_per_work: int | None = None
+    max_split_per_batch: int = -1
+    max_kv_len: int | None = None
+    kv_granularity: int = 16
+    overhead: int | None = None
+    v_head_dim: int = 512
+    planner: str = "portable"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "device", torch.device(self.device))
+        at_least_1 = (
+            "max_batch", "max_query_len", "num_heads", "ctas", "kv_granularity", "overhead",
+            "v_head_dim", "max_kv_len",
+        )  # fmt: skip
+        for name in at_least_1:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        cap = self.max_split_per_batch
+        if cap < 1 and cap != -1:
+            raise ValueError(f"max_split_per_batch must be -1 (no cap) or at least 1, got {cap}")
+
+    def rules(self, fold: int) -> Rules:
+        """The rules for sequences of `fold` head blocks.
+
+        Raises:
+            ValueError: `ctas` has no default on this device.
+        """
+        return Rules(
+            ctas=sm_count(self.device) if self.ctas is None else self.ctas,
+            fold=fold,
+            granularity=self.kv_granularity,
+            overhead=OVERHEAD if self.overhead is None else self.overhead,
+            max_split_per_batch=self.max_split_per_batch,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """The step of the last refresh, as the host knows it."""
+
+    batch: int
+    num_tokens: int
+    max_query_len: int
+
+
+@dataclasses.dataclass(eq=False)
+class Companions:
+    """What AITER's decode takes besides the plan, and what corrects its result.
+
+    AITER gets as many rows of every sequence as its kernel is for: those of a shorter query are the
+    last of them, and the others are anything. With N = max_batch * max_query_len query rows, and M
+    rows of AITER's, M >= N. Addresses are fixed, except that of `expanded` without `entries`. A
+    refresh writes `even`, `source`, `target`, `written` and `blind`, so a captured decode reads
+    those of its step.
+
+    Attributes:
+        buffers: the six that AITER asked for, by name: a plan is for these and their addresses.
+        last_page_lens: [max_batch] int32, ones: a page holds one token.
+        counting: [M + 1] int32, from 0.
+        even: [max_batch + 1] int32, AITER's first row of each sequence.
+        source: [M] int32, the query row of each of AITER's rows, or any where it has none.
+        target: [N] int32, AITER's row of each query row.
+        written: [N] bool, the row belongs to a sequence.
+        blind: [N] bool, the row sees no key.
+        entries: [max_batch * max_kv_len] int32, the cache entry of each KV token of the plan; None
+            without max_kv_len.
+        captured: whether a CUDA graph recorded the last refresh.
+        expanded: (key, cache entries) that the decodes of a step share.
+    """
+
+    buffers: dict[str, torch.Tensor]
+    last_page_lens: torch.Tensor
+    counting: torch.Tensor
+    even: torch.Tensor
+    source: torch.Tensor
+    target: torch.Tensor
+    written: torch.Tensor
+    blind: torch.Tensor
+    entries: torch.Tensor | None
+    captured: bool = False
+    expanded: tuple[tuple[Any, ...], torch.Tensor] | None = None
+
+    def check(self, plan: PlanBuffers) -> None:
+        """Raise ValueError unless `plan` still has the buffers it was allocated with."""
+        replaced = [name for name, own in self.buffers.items() if getattr(plan, name) is not own]
+        if replaced:
+            raise ValueError(
+                "AITER takes the six buffers that it sized for the plan, or none; "
+                f"{', '.join(replaced)} is another tensor: allocate a new plan"
+            )
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class PlanBuffers:
+    """The buffers of a persistent decode and the step they were refreshed for.
+
+    With W CTAs, B = max_batch * fold tiles (a tile is one head block of one sequence), and
+    capacities N of work items and P of splits (`Rules`):
+
+    work_metadata_ptrs: [2] uint64, the addresses of work_indptr and work_info_set.
+    work_indptr: [W + 1] int32; CTA w executes the items work_indptr[w] ... [w + 1] - 1.
+    work_info_set: [N, 8] int32, a row for each work item:
+        0 batch_idx   tile = sequence * fold + head block
+        1 partial row first row in partial_output, -1 if the item is its whole sequence
+        2, 3 qo_start, qo_end   rows of the folded query: those of head block f of sequence b
+                      start at qo_indptr[b] * fold + f * (rows of b); row i among them is the
+                      token qo_indptr[b] + i
+        4, 5 kv_start, kv_end   tokens in the concatenation of all sequences: token
+                      kv_start - kv_indptr[b] of sequence b, and so on
+        6 kv_offset   tokens of this sequence from kv_end to its end
+        7 padding
+    reduce_indptr: [B + 1] int32; tile t is merged from the splits reduce_indptr[t] ... [t + 1] - 1,
+        none if it was not split; constant after the last sequence.
+    reduce_final_map: [B, 2] int32, (qo_start, qo_end) of a split tile; not written for others.
+    reduce_partial_map: [P or more] int32, the first partial row of each split.
+    qo_indptr, kv_indptr: [max_batch + 1] int32, copies of the step's; constant after its batch.
+    partial_output, partial_lse: fp32 [P * max_query_len, per_work (, v_head_dim)]: row r of a
+        split and its natural-log LSE, normalized within the split; the LSE is -inf if the row
+        sees no key of the split. Empty if the plan is AITER's, whose decode has its own.
+    planner_scratch: [max_batch + W] int64, workspace of the portable planner on a device. Empty
+        if the plan is AITER's.
+    epilogue_sums: fp32 [num_heads * SUMS_PER_HEAD], products of slices in an epilogue, and
+        epilogue_counts: int32, how many of them are stored: all zero between two launches. Both
+        empty if the plan is AITER's, whose decode has no epilogue.
+
+    layout: heads of the query and of a work item. rules: what the planner plans by. refreshes: how
+    often the plan was refreshed. fresh: no decode was launched since the last refresh, so the next
+    one may directly follow the kernel that writes the plan. aiter: None if the plan is portable.
+
+    The causal rule: row i of n sees a token of its sequence iff n - 1 - i or more tokens follow
+    it, so inside a work item token k of the concatenation iff
+    k < kv_end + kv_offset - (n - 1 - i).
+
+    The first six have AITER's names, shapes and meaning (`get_mla_metadata_v1`, page size 1).
+    """
+
+    work_metadata_ptrs: torch.Tensor
+    work_indptr: torch.Tensor
+    work_info_set: torch.Tensor
+    reduce_indptr: torch.Tensor
+    reduce_final_map: torch.Tensor
+    reduce_partial_map: torch.Tensor
+    qo_indptr: torch.Tensor
+    kv_indptr: torch.Tensor
+    partial_output: torch.Tensor
+    partial_lse: torch.Tensor
+    planner_scratch: torch.Tensor
+    epilogue_sums: torch.Tensor
+    epilogue_counts: torch.Tensor
+    settings: Settings
+    layout: HeadLayout
+    rules: Rules
+    step: Step | None = None
+    fresh: bool = True
+    refreshes: int = 0
+    aiter: Companions | None = None
+
+    @property
+    def fold(self) -> int:
+        """Head blocks of a sequence: sequence, block = divmod(batch_idx, fold)."""
+        return self.layout.fold
+
+    @property
+    def heads_per_work(self) -> int:
+        """Heads of a work item; those from the query's head count on are padding."""
+        return self.layout.per_work
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the buffers."""
+        return self.work_indptr.device
+
+    @property
+    def of_decode(self) -> tuple[torch.Tensor, ...]:
+        """What every decode kernel takes of a plan, in the order of its arguments."""
+        partial = self.partial_output, self.partial_lse
+        return *partial, self.work_indptr, self.work_info_set, self.qo_indptr, self.kv_indptr
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors of the plan and of its companions, by name."""
+        owned = vars(self) if self.aiter is None else vars(self) | vars(self.aiter)
+        return {name: value for name, value in owned.items() if isinstance(value, torch.Tensor)}
+
+
+def common_buffers(
+    settings: Settings,
+    layout: HeadLayout,
+    rules: Rules,
+    *,
+    partials: int,
+    scratch: int,
+    epilogue: bool,
+) -> dict[str, Any]:
+    """The fields of a plan that every planner fills alike, zeroed.
+
+    Args:
+        partials: splits that the partial buffers hold. scratch: elements of planner_scratch.
+        epilogue: whether a decode of the plan may have one.
+    """
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=settings.device)
+
+    rows = partials * settings.max_query_len
+    sums = settings.num_heads * SUMS_PER_HEAD if epilogue else 0
+    return {
+        "settings": settings,
+        "layout": layout,
+        "rules": rules,
+        "qo_indptr": zeros(settings.max_batch + 1, dtype=torch.int32),
+        "kv_indptr": zeros(settings.max_batch + 1, dtype=torch.int32),
+        "partial_output": zeros(rows, layout.per_work, settings.v_head_dim),
+        "partial_lse": zeros(rows, layout.per_work),
+        "planner_scratch": zeros(scratch, dtype=torch.int64),
+        "epilogue_sums": zeros(sums),
+        "epilogue_counts": zeros(sums // SUMS_PER_COUNT, dtype=torch.int32),
+    }

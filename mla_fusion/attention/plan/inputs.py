@@ -1,0 +1,232 @@
+"""The arguments of a persistent decode, checked before anything is launched."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mla_fusion.kernels.arithmetic import FP8_DTYPES
+
+if TYPE_CHECKING:
+    from mla_fusion.attention.plan.buffers import PlanBuffers
+    from mla_fusion.attention.plan.epilogue import Epilogue
+    from mla_fusion.attention.plan.layouts import CacheLayout
+
+# Of one launch: the grid, positional arguments and keywords.
+Launch = tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]
+OUTPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scope:
+    """Where the keys are: a cache [blocks, page_size, L + R] and, for each sequence, a row of
+    `table` [B, n] int32: its blocks in order, or, in sparse decode, its slots, -1 for none.
+    With a layout the cache is uint8 [blocks, page_size, layout.bytes], for sparse decode.
+    """
+
+    kv_cache: torch.Tensor
+    table: torch.Tensor
+    layout: CacheLayout | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Sparse:
+    """What sparse decode adds: see `triton.decode_kernel`.
+
+    extra: the scope after the first one; lens: [B] int32, how many of the first scope's `first`
+    columns count; sink: [H] fp32 or None.
+    """
+
+    extra: Scope
+    first: int
+    lens: torch.Tensor
+    sink: torch.Tensor | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """The arguments of `persistent_mla_decode`, with `out` and, if wanted, `lse` allocated.
+
+    layout: of a byte cache, whose entries have scales of their own. sparse: of sparse decode, whose
+    table lists slots.
+    """
+
+    q: torch.Tensor
+    kv_cache: torch.Tensor
+    plan: PlanBuffers
+    block_table: torch.Tensor
+    softmax_scale: float
+    q_scale: torch.Tensor | None
+    kv_scale: torch.Tensor | None
+    out: torch.Tensor
+    lse: torch.Tensor | None
+    epilogue: Epilogue | None = None
+    layout: CacheLayout | None = None
+    sparse: Sparse | None = None
+
+    @property
+    def rows(self) -> int:
+        """Query rows (position x head) of a work item."""
+        return self.plan.heads_per_work * self.plan.settings.max_query_len
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """L and R."""
+        latent = self.plan.settings.v_head_dim
+        return latent, self.q.shape[2] - latent
+
+    def or_unused(self, tensor: torch.Tensor | None) -> torch.Tensor:
+        """A tensor for an argument that is not read where there is none."""
+        return self.plan.partial_lse if tensor is None else tensor
+
+    @property
+    def sink(self) -> torch.Tensor | None:
+        """That of sparse decode."""
+        return None if self.sparse is None else self.sparse.sink
+
+    @property
+    def results(self) -> tuple[torch.Tensor, ...]:
+        """What every decode kernel writes, and the plan: in the order of its arguments."""
+        return self.out, self.or_unused(self.lse), *self.plan.of_decode
+
+    @property
+    def scales(self) -> tuple[Any, ...]:
+        """The scales of query and cache, that of the scores, and the heads, in this order."""
+        both = self.or_unused(self.q_scale), self.or_unused(self.kv_scale)
+        return *both, float(self.softmax_scale), self.q.shape[1]
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Of query, output and table, in this order."""
+        return *self.q.stride()[:2], *self.out.stride()[:2], self.block_table.stride(0)
+
+    @property
+    def scopes(self) -> tuple[Any, ...]:
+        """The arguments of kernels that read two scopes; a dense cache is both of them."""
+        cache, table, plan = self.kv_cache, self.block_table, self.plan
+        extra = Scope(cache, table) if self.sparse is None else self.sparse.extra
+        caches = [cache, extra.kv_cache]
+        if self.layout is not None:
+            caches = [each.view(plan.settings.kv_dtype) for each in caches]
+        return (
+            self.q,
+            caches[0],
+            table,
+            caches[1],
+            extra.table,
+            plan.kv_indptr if self.sparse is None else self.sparse.lens,
+            self.or_unused(self.sink),
+            *self.results,
+            *self.scales,
+            *self.strides,
+            cache.stride(0),
+            extra.table.stride(0),
+            extra.kv_cache.stride(0),
+        )
+
+    def grid(self, rows: int) -> tuple[int, int]:
+        """CTAs of the plan, and blocks of `rows` query rows."""
+        return self.plan.rules.ctas, -(-self.rows // rows)
+
+    def entry(self, cache: torch.Tensor) -> int:
+        """Elements from one entry of a page to the next."""
+        return cache.stride(1) if self.layout is None else self.layout.entry_stride(cache)
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Those of every decode kernel but the warp-specialized one, which needs fewer."""
+        latent, rope = self.widths
+        return {
+            "ENTRY": self.entry(self.kv_cache),
+            "PAGE": self.kv_cache.shape[1],
+            "L": latent,
+            "R": rope,
+            "HEADS": self.plan.heads_per_work,
+            "FOLD": self.plan.fold,
+            "LSE": self.lse is not None,
+        }
+
+    @property
+    def scope_constants(self) -> dict[str, Any]:
+        """Those of kernels that read two scopes."""
+        sparse = self.sparse
+        extra = self.kv_cache if sparse is None else sparse.extra.kv_cache
+        return self.constants | {
+            "EXTRA_ENTRY": self.entry(extra),
+            "EXTRA_PAGE": extra.shape[1],
+            "FIRST": 0 if sparse is None else sparse.first,
+            "SPARSE": sparse is not None,
+            "SINK": self.sink is not None,
+        }
+
+
+def validate(given: Inputs) -> None:
+    """Raise ValueError unless the arguments of `persistent_mla_decode` fit each other.
+
+    Nothing here reads a value from the device: block numbers and lengths are trusted.
+    """
+    q, kv_cache, block_table, out = given.q, given.kv_cache, given.block_table, given.out
+    plan, settings, step = given.plan, given.plan.settings, given.plan.step
+    if step is None:
+        raise ValueError("the plan was never refreshed: call plan.refresh(...) once a step")
+
+    def check(name: str, ok: bool, want: str, got: object) -> None:
+        if not ok:
+            raise ValueError(f"{name} must be {want}, got {got}")
+
+    heads, latent = settings.num_heads, settings.v_head_dim
+    check("q", q.dim() == 3, "[T, H, L + R]", tuple(q.shape))
+    tokens, width = q.shape[0], q.shape[2]
+    if tokens != step.num_tokens:
+        raise ValueError(
+            f"the plan was refreshed for {step.num_tokens} query rows in {step.batch} sequences, "
+            f"q has {tokens}: refresh it for this step"
+        )
+    check("q", q.shape[1] == heads, f"of {heads} heads, as the plan", q.shape[1])
+    check("q", width >= latent, f"{latent} wide or wider, as the plan", width)
+    check("q", q.dtype == settings.q_dtype, f"{settings.q_dtype}, as the plan", q.dtype)
+    check("q", q.stride(2) == 1, "dense in its last dimension", q.stride())
+    if given.layout is None:
+        stored, kv_dtype, source = width, settings.kv_dtype, "as the plan"
+    else:
+        stored, kv_dtype, source = given.layout.bytes, torch.uint8, "the bytes of its layout"
+    check(
+        "kv_cache",
+        kv_cache.dim() == 3 and kv_cache.shape[2] == stored,
+        f"[blocks, page_size, {stored}]",
+        tuple(kv_cache.shape),
+    )
+    check("kv_cache", kv_cache.dtype == kv_dtype, f"{kv_dtype}, {source}", kv_cache.dtype)
+    check("kv_cache", kv_cache.stride(2) == 1, "dense in its last dimension", kv_cache.stride())
+    check(
+        "block_table",
+        block_table.dim() == 2 and block_table.shape[0] == step.batch,
+        f"[{step.batch}, max_blocks]: the plan was refreshed for {step.batch} sequences",
+        tuple(block_table.shape),
+    )
+    check("block_table", block_table.dtype == torch.int32, "int32", block_table.dtype)
+    check("block_table", block_table.stride(1) == 1, "dense in its rows", block_table.stride())
+    check("out", out.shape == (tokens, heads, latent), f"{(tokens, heads, latent)}", out.shape)
+    check("out", out.dtype in OUTPUT_DTYPES, "bf16, fp16 or fp32", out.dtype)
+    check("out", out.stride(2) == 1, "dense in its last dimension", out.stride())
+    check("softmax_scale", math.isfinite(given.softmax_scale), "finite", given.softmax_scale)
+    tensors = {"q": q, "kv_cache": kv_cache, "block_table": block_table, "out": out}
+    if given.epilogue is not None:
+        tensors |= given.epilogue.validate(tokens, heads, latent, check)
+        weight = given.epilogue.w_uv.dtype
+        check("out", out.dtype == weight, f"{weight}, as w_uv: it holds latents", out.dtype)
+    scales = (("q_scale", given.q_scale, q), ("kv_scale", given.kv_scale, kv_cache))
+    for name, scale, scaled in scales:
+        if scaled.dtype in FP8_DTYPES:
+            want = f"one fp32 element: {scaled.dtype} values have a scale"
+            if not isinstance(scale, torch.Tensor):
+                raise ValueError(f"{name} must be {want}, got {scale}")
+            ok = scale.dtype == torch.float32 and scale.numel() == 1
+            check(name, ok, want, f"{scale.dtype} {tuple(scale.shape)}")
+        if isinstance(scale, torch.Tensor):
+            tensors[name] = scale
+    for name, tensor in tensors.items():
+        check(name, tensor.device == plan.device, f"on {plan.device}, as the plan", tensor.device)

@@ -1,0 +1,247 @@
+"""The portable planner, as its specification: who decodes what, in NumPy.
+
+`planner_triton.py` computes the same on the device, element by element. The three numbered rules
+are those that are published of AITER's fast planner for page size 1 (ROCm/aiter,
+`get_mla_metadata_v1`); see docs/persistent-decode.md.
+
+The KV of a sequence is counted in blocks of `granularity` tokens; a work item costs its blocks and
+`overhead` more. The budget of a CTA is at most its share of the total cost, rounded up, and one
+more `overhead`, by which all tiles fit. The share is at least two where the longest sequence has
+more blocks than the reduction merges splits at once: on an H200 a round of it took longer than a
+block. CTAs are served in order, sequences in order, head blocks inside their sequence:
+
+1. what is left of the sequence fits into the CTA's budget: the CTA takes it all;
+2. else, if more than `overhead` of the budget is left: the CTA takes that many blocks, less
+   the overhead, and is full. If this leaves fewer tokens than a query has rows, it takes them
+   too: every later split has a key that the first row sees;
+3. else the CTA is full.
+
+Nothing is cut where each CTA can take a whole tile within its budget: there are no more tiles
+than CTAs, and the longest sequence fits. The largest load has the same bound, and no split has
+to be merged.
+
+Else smaller budgets are tried where the share is at most `SMALL_SHARE` overheads: from the one by
+which the tiles would fit if no CTA had anything left, in `STEPS` steps of an overhead. So 64
+sequences of 16 blocks are cut in 8 and 8 for 132 CTAs, not in 10 and 6. A smaller budget leaves
+room for an overhead of blocks at least: with half as many, 16 sequences of 16 blocks took longer.
+
+A sequence that one CTA took whole is written by it; splits of others go to partial rows,
+numbered in order, that a reduction merges.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from mla_fusion.attention.plan import heads
+from mla_fusion.attention.plan.buffers import PLANNED, common_buffers
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from mla_fusion.attention.plan.buffers import PlanBuffers, Rules, Settings
+
+PROVIDERS = ("reference", "triton")
+MERGED_AT_ONCE = 32  # splits, by a CTA of the reduction
+SMALL_SHARE, STEPS = 4, 4
+WORK_COLUMNS = 8
+(BATCH, PARTIAL_ROW, QO_START, QO_END, KV_START, KV_END, KV_OFFSET, PADDING) = range(WORK_COLUMNS)
+
+
+def require(settings: Settings) -> None:
+    """It plans for all settings, on any device that NumPy reads: a CPU."""
+
+
+def allocate(settings: Settings) -> dict[str, Any]:
+    """The fields of a plan, its buffers zeroed.
+
+    Raises:
+        ValueError: `heads_per_work` is no multiple of 16, or `ctas` has no default.
+    """
+    layout = heads.layout(settings.num_heads, settings.max_query_len, settings.heads_per_work)
+    rules = settings.rules(layout.fold)
+    partials = rules.max_partials(settings.max_batch)
+    scratch = settings.max_batch + rules.ctas
+    common = common_buffers(
+        settings, layout, rules, partials=partials, scratch=scratch, epilogue=True
+    )
+    planned = {
+        name: torch.zeros(shape, dtype=torch.int32, device=settings.device)
+        for name, shape in shapes(rules, settings.max_batch).items()
+    }
+    addresses = [planned[name].data_ptr() for name in ("work_indptr", "work_info_set")]
+    pointers = torch.tensor(addresses, device=settings.device).view(torch.uint64)
+    return {**common, **planned, "work_metadata_ptrs": pointers}
+
+
+def shapes(rules: Rules, max_batch: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of the buffers that a refresh writes, by name."""
+    tiles = max_batch * rules.fold
+    return {
+        "work_indptr": (rules.ctas + 1,),
+        "work_info_set": (rules.max_works(max_batch), WORK_COLUMNS),
+        "reduce_indptr": (tiles + 1,),
+        "reduce_final_map": (tiles, 2),
+        "reduce_partial_map": (rules.partial_map_size(max_batch),),
+        "qo_indptr": (max_batch + 1,),
+        "kv_indptr": (max_batch + 1,),
+    }
+
+
+def fill(
+    plan: PlanBuffers, qo_indptr: torch.Tensor, seq_lens: torch.Tensor, max_query_len: int
+) -> None:
+    """Write the plan of one step in place: `fill_arrays` for tensors on the CPU."""
+    arrays = SimpleNamespace(**{name: getattr(plan, name).numpy() for name in PLANNED})
+    fill_arrays(arrays, plan.rules, qo_indptr.numpy(), seq_lens.numpy(), max_query_len)
+
+
+def fill_arrays(
+    plan: Any,
+    rules: Rules,
+    qo_indptr: NDArray[np.int32],
+    seq_lens: NDArray[np.int32],
+    max_query_len: int,
+) -> None:
+    """Write the plan of one step, in place.
+
+    Args:
+        plan: has the buffers `PLANNED` as NumPy arrays.
+        qo_indptr: [batch + 1], first query row of each sequence, from 0; sequences without rows
+            cost nothing, and those at the end get no work item.
+        seq_lens: [batch], KV tokens of each sequence, those of the query rows included.
+        max_query_len: most query rows of a sequence; also the distance of partial rows.
+    """
+    batch = len(seq_lens)
+    plan.qo_indptr[: batch + 1] = qo_indptr
+    plan.qo_indptr[batch + 1 :] = qo_indptr[batch]
+    plan.kv_indptr[0] = 0
+    plan.kv_indptr[1 : batch + 1] = np.cumsum(seq_lens)
+    plan.kv_indptr[batch + 1 :] = plan.kv_indptr[batch]
+
+    rows = np.diff(qo_indptr)
+    is_live = rows > 0
+    blocks = np.where(is_live, -(-seq_lens // rules.granularity), 0)
+    live = int(np.flatnonzero(is_live)[-1]) + 1 if is_live.any() else 0
+    tiles = [
+        _Tile(int(blocks[b]), int(seq_lens[b]), bool(is_live[b]))
+        for b in range(live)
+        for _ in range(rules.fold)
+    ]
+    items = _pack_tightly(tiles, rules, rules.busy_ctas(batch), seq_lens, max_query_len)
+
+    partial = first_partial = 0
+    plan.reduce_indptr[0] = 0
+    for work, item in enumerate(items):
+        sequence, block = divmod(item.tile, rules.fold)
+        span = _rows_and_tokens(plan, rules, sequence, block, item.begin, item.end)
+        split = item.begin > 0 or not item.is_last
+        row = partial * max_query_len
+        plan.work_info_set[work] = (item.tile, row if split else -1, *span, 0)
+        if split:
+            plan.reduce_partial_map[partial] = row
+            partial += 1
+        if item.is_last:
+            if partial > first_partial:
+                plan.reduce_final_map[item.tile] = span[:2]
+            first_partial = partial
+            plan.reduce_indptr[item.tile + 1] = partial
+    ctas = [item.cta for item in items]
+    plan.work_indptr[:] = np.searchsorted(ctas, np.arange(rules.ctas + 1))
+    plan.reduce_indptr[len(tiles) + 1 :] = partial
+
+
+class _Tile(NamedTuple):
+    """A head block of a sequence; one that is not live has no query rows, and costs nothing."""
+
+    blocks: int
+    tokens: int
+    is_live: bool
+
+
+class _Item(NamedTuple):
+    """Blocks `begin` to `end` of a tile, for a CTA; is_last: of the tile."""
+
+    cta: int
+    tile: int
+    begin: int
+    end: int
+    is_last: bool
+
+
+def _pack_tightly(
+    tiles: list[_Tile], rules: Rules, busy: int, seq_lens: NDArray[np.int32], max_query_len: int
+) -> list[_Item]:
+    """The items of all tiles for `busy` CTAs, by the smallest budget that is tried."""
+    overhead = rules.overhead
+    total = sum(tile.blocks + overhead for tile in tiles if tile.is_live)
+    longest = -(-int(seq_lens.max(initial=0)) // rules.granularity)
+    share = max(-(-total // busy) if busy else 0, 1 + (longest > MERGED_AT_ONCE))
+    largest = share + overhead
+    if len(tiles) <= busy and longest <= share:
+        items = _pack(tiles, rules, busy, largest, largest, max_query_len)
+        assert items is not None
+        return items
+
+    def least_cost(budget: int) -> int:
+        splits = (max(1, -(-tile.blocks // (budget - overhead))) for tile in tiles if tile.is_live)
+        return sum(tile.blocks for tile in tiles) + overhead * sum(splits)
+
+    budget = largest
+    if share <= SMALL_SHARE * overhead:
+        budget = min(largest, max(share, 2 * overhead))
+        while budget < largest and least_cost(budget) > busy * budget:
+            budget += 1
+    while (items := _pack(tiles, rules, busy, budget, overhead, max_query_len)) is None:
+        budget = min(largest, budget + -(-overhead // STEPS))
+    return items
+
+
+def _pack(
+    tiles: list[_Tile], rules: Rules, busy: int, budget: int, kept: int, max_query_len: int
+) -> list[_Item] | None:
+    """The items by the three rules, or None if a budget is too small for `busy` CTAs.
+
+    kept: what a CTA that cuts a tile keeps of its budget: an overhead, or all, so that it cuts
+    none.
+    """
+    items: list[_Item] = []
+    number = done = 0  # done: blocks of this tile that are taken
+    for cta in range(busy):
+        left = budget
+        while number < len(tiles) and left >= 0:
+            tile = tiles[number]
+            remaining = tile.blocks - done
+            cost = remaining + rules.overhead if tile.is_live else 0
+            if left >= cost:
+                taken, left = remaining, left - cost
+            elif left > kept:
+                taken, left = left - kept, -1
+                if tile.tokens - (done + taken) * rules.granularity < max_query_len:
+                    taken = remaining
+            else:
+                break
+            begin, done = done, done + taken
+            is_last = taken == remaining
+            items.append(_Item(cta, number, begin, done, is_last))
+            if is_last:
+                number, done = number + 1, 0
+    return items if number == len(tiles) else None
+
+
+def _rows_and_tokens(
+    plan: Any, rules: Rules, sequence: int, block: int, begin: int, end: int
+) -> tuple[int, int, int, int, int]:
+    """Columns QO_START to KV_OFFSET of an item: the KV blocks `begin` to `end` of a sequence."""
+    token, rows_end = plan.qo_indptr[sequence : sequence + 2].tolist()
+    first, last = plan.kv_indptr[sequence : sequence + 2].tolist()
+    rows = rows_end - token
+    if rows == 0:
+        last = first
+    query = token * rules.fold + block * rows
+    stop = min(first + end * rules.granularity, last)
+    return query, query + rows, first + begin * rules.granularity, stop, last - stop

@@ -1,0 +1,260 @@
+"""The planner of `planner.py` on the device: one CTA, no host sync, the same plan.
+
+Cost, once a model step: two integers read for each sequence, 32 bytes written for each work item,
+and a serial loop. The loop takes about 23 instructions per CTA, and 12 plus one L1 load per
+sequence; more when heads are folded. On an H200 1 to 256 sequences take 4 us to 19 us for 132
+CTAs and 4 us to 25 us for 264.
+
+Why the serial part is small: lay the costs of all tiles end to end. A CTA that starts at
+position p ends at p + budget - overhead, cutting a tile, unless a tile ends between there and
+p + budget, or nothing is cut: then it ends with the last such tile. So the loop only finds ends,
+walking forward over the sequences, once for each budget that is tried; the rest follows in
+parallel, a lane for each CTA.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from mla_fusion.attention.plan.planner import MERGED_AT_ONCE, SMALL_SHARE, STEPS
+from mla_fusion.attention.plan.planner import allocate as allocate
+from mla_fusion.attention.plan.planner import require as require
+
+if TYPE_CHECKING:
+    from mla_fusion.attention.plan.buffers import PlanBuffers
+
+PROVIDERS = ("triton", "reference")
+MERGED, SMALL, TRIED = map(tl.constexpr, (MERGED_AT_ONCE, SMALL_SHARE, STEPS))
+
+
+def fill(
+    plan: PlanBuffers, qo_indptr: torch.Tensor, seq_lens: torch.Tensor, max_query_len: int
+) -> None:
+    """As `planner.fill`, from device tensors, which the kernel reads when it runs."""
+    rules, max_batch, batch = plan.rules, plan.settings.max_batch, seq_lens.shape[0]
+    plan_kernel[(1,)](
+        qo_indptr,
+        seq_lens,
+        plan.work_indptr,
+        plan.work_info_set,
+        plan.reduce_indptr,
+        plan.reduce_final_map,
+        plan.reduce_partial_map,
+        plan.qo_indptr,
+        plan.kv_indptr,
+        plan.planner_scratch,
+        batch,
+        rules.busy_ctas(batch),
+        max_query_len,
+        MAX_BATCH=max_batch,
+        CTAS=rules.ctas,
+        FOLD=rules.fold,
+        GRANULARITY=rules.granularity,
+        OVERHEAD=rules.overhead,
+        BLOCK_B=triton.next_power_of_2(max_batch),
+        BLOCK_W=triton.next_power_of_2(rules.ctas),
+        # The serial loop is the same in all warps; they share the work before and after it.
+        num_warps=4,
+    )
+
+
+# Tensors that are read side by side count as unaligned: for wider reads a thread would get several
+# neighbouring lanes, and change to others, through shared memory, at every store of a work item.
+UNALIGNED = ["qo_indptr", "seq_lens", "scratch"]
+
+
+@triton.jit
+def store_costs(
+    qo_indptr, seq_lens, plan_qo_indptr, plan_kv_indptr, sequences, b, batch, max_query_len,
+    MAX_BATCH: tl.constexpr, FOLD: tl.constexpr, GRANULARITY: tl.constexpr,
+    OVERHEAD: tl.constexpr,
+):  # fmt: skip
+    """Copy the lengths and write the pairs of all sequences; return the tiles up to the last one
+    that has query rows.
+    """
+    query = tl.load(qo_indptr + b, mask=b < batch, other=0)
+    query_end = tl.load(qo_indptr + b + 1, mask=b < batch, other=0)
+    length = tl.load(seq_lens + b, mask=b < batch, other=0)
+    last_query = tl.load(qo_indptr + batch)
+    tl.store(plan_qo_indptr, 0)
+    tl.store(plan_qo_indptr + 1 + b, tl.where(b < batch, query_end, last_query), mask=b < MAX_BATCH)
+    tl.store(plan_kv_indptr, 0)
+    tl.store(plan_kv_indptr + 1 + b, tl.cumsum(length), mask=b < MAX_BATCH)
+
+    is_live = query_end > query
+    cost = tl.where(is_live, (length + GRANULARITY - 1) // GRANULARITY + OVERHEAD, 0)
+    uncut = tl.maximum(length - max_query_len, 0) // GRANULARITY + 1
+    tl.store(sequences + b, pack(tl.cumsum(cost) * FOLD, uncut), mask=b < MAX_BATCH)
+    return tl.max(tl.where(is_live, b + 1, 0)) * FOLD
+
+
+@triton.jit(do_not_specialize=["batch", "busy", "max_query_len", *UNALIGNED])
+def plan_kernel(
+    qo_indptr, seq_lens, work_indptr, work_info_set, reduce_indptr, reduce_final_map,
+    reduce_partial_map, plan_qo_indptr, plan_kv_indptr, scratch, batch, busy, max_query_len,
+    MAX_BATCH: tl.constexpr, CTAS: tl.constexpr, FOLD: tl.constexpr,
+    GRANULARITY: tl.constexpr, OVERHEAD: tl.constexpr, BLOCK_B: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    """One CTA; `busy` of CTAS may get work from `batch` of MAX_BATCH sequences."""
+    # Pairs in the scratch. Of each sequence: where its last tile ends; how many blocks of a tile
+    # leave too little for another split. Of each CTA: its first tile; the blocks of it done.
+    sequences, starts = scratch, scratch + MAX_BATCH
+
+    b = tl.arange(0, BLOCK_B)
+    live_tiles = store_costs(
+        qo_indptr, seq_lens, plan_qo_indptr, plan_kv_indptr, sequences, b, batch, max_query_len,
+        MAX_BATCH, FOLD, GRANULARITY, OVERHEAD,
+    )  # fmt: skip
+    tl.debug_barrier()
+    # Read back although known, so that the loop finds the pairs in L1.
+    end, _ = unpack(tl.load(sequences + b, mask=b < MAX_BATCH, other=0))
+    total = tl.max(end)
+    # Dead sequences count: their lengths are known, and whether they have rows no longer is.
+    longest = tl.max(tl.load(seq_lens + b, mask=b < batch, other=0))
+    longest = (longest + GRANULARITY - 1) // GRANULARITY
+    share = tl.maximum((total + busy - 1) // busy, 1 + (longest > MERGED).to(tl.int32))
+
+    budget, kept = share + OVERHEAD, tl.full([], OVERHEAD, tl.int32)
+    if (live_tiles <= busy) & (longest <= share):
+        kept = budget  # a CTA that would cut a tile keeps all of its budget: it need not
+    elif share <= SMALL * OVERHEAD:
+        budget = smallest_budget(sequences, b, share, total, busy, MAX_BATCH, FOLD, OVERHEAD)
+    last = busy
+    while last >= busy:
+        last = find_starts(sequences, starts, budget, kept, total, busy, FOLD)
+        budget = tl.minimum(budget + (OVERHEAD + TRIED - 1) // TRIED, share + OVERHEAD)
+    tl.debug_barrier()
+
+    # A lane is a CTA; those after the last one with work start and end after all tiles.
+    w = tl.arange(0, BLOCK_W)
+    after_all = live_tiles.to(tl.int64)
+    tile, done = unpack(tl.load(starts + w, mask=w <= last, other=after_all))
+    end_tile, end_done = unpack(tl.load(starts + 1 + w, mask=w < last, other=after_all))
+    is_resumed, is_cut = (done > 0).to(tl.int32), (end_done > 0).to(tl.int32)
+    works = end_tile - tile + is_cut
+    splits = tl.where(end_tile == tile, tl.maximum(is_resumed, is_cut), is_resumed + is_cut)
+    all_splits = tl.sum(splits)
+    tl.store(reduce_indptr, 0)
+    for block in range(FOLD):
+        at = 1 + b * FOLD + block
+        tl.store(reduce_indptr + at, all_splits, mask=(b < MAX_BATCH) & (at > live_tiles))
+
+    work_end = tl.cumsum(works)
+    partial = tl.cumsum(splits) - splits
+    tl.store(work_indptr, 0)
+    tl.store(work_indptr + 1 + w, work_end, mask=w < CTAS)
+    write_items(
+        plan_qo_indptr, plan_kv_indptr, work_info_set, reduce_indptr, reduce_final_map,
+        reduce_partial_map, max_query_len, works, tile, done, work_end - works, partial, end_done,
+        FOLD, GRANULARITY, BLOCK_W,
+    )  # fmt: skip
+
+
+@triton.jit
+def smallest_budget(
+    sequences, b, share, total, busy, MAX_BATCH: tl.constexpr, FOLD: tl.constexpr,
+    OVERHEAD: tl.constexpr,
+):  # fmt: skip
+    """The smallest budget by which `busy` CTAs might take all tiles: the first that is tried."""
+    end, _ = unpack(tl.load(sequences + b, mask=b < MAX_BATCH, other=0))
+    begin, _ = unpack(tl.load(sequences + b - 1, mask=(b > 0) & (b < MAX_BATCH), other=0))
+    last_block = tl.maximum((end - begin) // FOLD - OVERHEAD - 1, 0)
+    largest = share + OVERHEAD
+    budget = tl.minimum(tl.maximum(share, 2 * OVERHEAD), largest)
+    least = busy * budget + 1
+    while (least > busy * budget) & (budget < largest):
+        cuts = last_block // (budget - OVERHEAD)
+        least = total + tl.sum(cuts) * (OVERHEAD * FOLD)
+        budget += (least > busy * budget).to(tl.int32)
+    return budget
+
+
+@triton.jit
+def find_starts(sequences, starts, budget, kept, total, busy, FOLD: tl.constexpr):
+    """Write where each CTA starts; return the last CTA that gets work, or `busy` if there are
+    too few.
+
+    All is scalar: nothing in the loop but the walk over the sequences waits for memory.
+    """
+    zero = tl.full([], 0, tl.int32)
+    tile, begin, last = zero, zero, zero
+    end, uncut = unpack(tl.load(sequences))
+    tl.store(starts, 0)
+    reach = budget
+    while (reach < total) & (last < busy):
+        while end <= reach:
+            tile += FOLD
+            sequences += 1
+            begin = end
+            end, uncut = unpack(tl.load(sequences))
+        # The tile that holds `reach`: the CTA gets done with some of its blocks.
+        tile_cost = (end - begin) // FOLD
+        block = zero
+        for i in tl.static_range(1, FOLD):  # a division takes longer
+            block += (begin + i * tile_cost <= reach).to(tl.int32)
+        tile_begin = begin + block * tile_cost
+        done = tl.maximum(reach - kept - tile_begin, 0)
+        is_whole = done >= uncut
+        last += 1
+        next_tile = tile + block + is_whole.to(tl.int32)
+        start = pack(next_tile, tl.where(is_whole, 0, done))
+        tl.store(starts + last, start, mask=last < busy)
+        reach = tile_begin + tl.where(is_whole, tile_cost, done) + budget
+    return last
+
+
+@triton.jit
+def pack(low, high):
+    """Two numbers, not negative, in one: a pair is read and written at once."""
+    return (high.to(tl.int64) << 32) | low
+
+
+@triton.jit
+def unpack(pair):
+    """The two numbers of `pack`."""
+    return pair.to(tl.int32), (pair >> 32).to(tl.int32)
+
+
+@triton.jit
+def write_items(
+    qo_indptr, kv_indptr, work_info_set, reduce_indptr, reduce_final_map, reduce_partial_map,
+    max_query_len, works, tile, done, work, partial, end_done,
+    FOLD: tl.constexpr, GRANULARITY: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    """Write the items of all CTAs, a lane for each, from where its CTA starts on."""
+    for item in range(tl.max(works)):
+        mask = item < works
+        sequence = tile // FOLD
+        block = tile % FOLD
+        query = tl.load(qo_indptr + sequence, mask=mask, other=0)
+        rows = tl.load(qo_indptr + sequence + 1, mask=mask, other=0) - query
+        token = tl.load(kv_indptr + sequence, mask=mask, other=0)
+        length = tl.load(kv_indptr + sequence + 1, mask=mask, other=0) - token
+        planned = tl.where(rows > 0, length, 0)
+        is_cut = (item == works - 1) & (end_done > 0)
+        is_split = (done > 0) | is_cut
+        stop = tl.where(is_cut, end_done * GRANULARITY, planned)
+        query = query * FOLD + block * rows
+        row = work_info_set + work * 8
+        tl.store(row, tile, mask=mask)
+        tl.store(row + 1, tl.where(is_split, partial * max_query_len, -1), mask=mask)
+        tl.store(row + 2, query, mask=mask)
+        tl.store(row + 3, query + rows, mask=mask)
+        tl.store(row + 4, token + done * GRANULARITY, mask=mask)
+        tl.store(row + 5, token + stop, mask=mask)
+        tl.store(row + 6, planned - stop, mask=mask)
+        tl.store(row + 7, 0, mask=mask)
+        tl.store(reduce_partial_map + partial, partial * max_query_len, mask=mask & is_split)
+        ends = mask & (is_cut == 0)
+        partial += is_split.to(tl.int32)
+        tl.store(reduce_indptr + 1 + tile, partial, mask=ends)
+        tl.store(reduce_final_map + 2 * tile, query, mask=ends & is_split)
+        tl.store(reduce_final_map + 2 * tile + 1, query + rows, mask=ends & is_split)
+        done = tl.zeros([BLOCK_W], tl.int32)
+        tile += 1
+        work += 1

@@ -1,0 +1,95 @@
+"""Which decode kernel the Triton provider launches, and which plan suits it."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mla_fusion.attention.cdna import fits as for_cdna
+from mla_fusion.attention.hopper import fits as for_hopper
+from mla_fusion.attention.plan.device import cdna, has_hopper, sm_count
+from mla_fusion.attention.plan.heads import layout as head_layout
+
+if TYPE_CHECKING:
+    from mla_fusion.attention.plan.inputs import Inputs
+
+# The decode kernels of each GPU, in order: the first that fits decodes. Each module has
+# `fits(given) -> why not`, `arguments(given) -> Launch` and `kernel`.
+KERNELS = {
+    "Hopper": (
+        "hopper.sparse_fp8", "hopper.warp_specialized", "hopper.decode", "triton.decode_kernel",
+    ),
+    "CDNA": ("cdna.decode", "triton.decode_kernel"),
+    "other": ("triton.decode_kernel",),
+}  # fmt: skip
+PAIRED_HEADS = 128  # of one query row: two row blocks of one item
+
+
+def kernels(device: torch.device) -> tuple[str, ...]:
+    """Those of `KERNELS` for a device."""
+    return KERNELS["CDNA" if cdna(device) else "Hopper" if has_hopper(device) else "other"]
+
+
+def chosen(given: Inputs) -> Any:
+    """The kernel module for a decode: from shapes, strides, types, the scale of the scores and
+    whether addresses are multiples of 16 bytes, which a captured graph keeps.
+    """
+    for name in kernels(given.q.device):
+        # Imported where it may be launched: Gluon's modules take a while.
+        module = importlib.import_module(f"mla_fusion.attention.{name}")
+        if not module.fits(given):
+            return module
+    raise AssertionError("the last kernel takes all")
+
+
+def plan_settings(
+    num_heads: int,
+    max_query_len: int,
+    kv_dtype: torch.dtype,
+    width: int,
+    device: torch.device | str,
+) -> dict[str, int]:
+    """What to allocate a plan with for a kernel with tiles of 64 tokens: keywords of `allocate`.
+
+    width: of a cache entry, L + R. Sequences are cut at tiles of 64 tokens. With 16 query rows at
+    most, two CTAs fit an SM if its shared memory holds their tiles, and hide each other's latency:
+    with fp8 and 512 + 64, at batch 64 and 8192 tokens, that took 97 us, one CTA 136 (before tiles
+    were copied by the copy engine: 89 us with two, one was not measured).
+
+    Where an item has several blocks of 64 rows in bf16, all its blocks run at the same time and
+    read tiles of the cache together: with 128 heads and one query row, whose items hold both blocks
+    for it, and with drafts. So the plan has fewer CTAs.
+    """
+    settings = {"kv_granularity": for_hopper.TILE, "overhead": 4}
+    sms, tile = sm_count(device), for_hopper.WARP_SPECIALIZED_ROWS
+    rows = head_layout(num_heads, max_query_len).per_work * max_query_len
+    bf16 = kv_dtype == torch.bfloat16 and width == sum(for_hopper.WARP_SPECIALIZED_WIDTHS)
+    if generation := cdna(device):
+        tile, waves = for_cdna.rows_and_waves(generation, rows, kv_dtype, kv_dtype, for_cdna.TILE)
+        ctas = waves * sms // -(-rows // tile)
+    elif bf16 and has_hopper(device):
+        if (num_heads, max_query_len) == (PAIRED_HEADS, 1):
+            rows = settings["heads_per_work"] = PAIRED_HEADS
+        ctas = sms // -(-rows // tile)
+    else:
+        # Two tiles of keys, and one of queries.
+        tiles = (2 * for_hopper.TILE + 16) * width * kv_dtype.itemsize
+        ctas = sms * (2 if rows <= 16 and 2 * tiles <= for_hopper.SHARED_MEMORY else 1)
+    return {"ctas": max(1, ctas), **settings}
+
+
+def sparse_ctas(
+    num_heads: int, widths: tuple[int, ...], kv_dtype: torch.dtype, device: torch.device
+) -> int | None:
+    """CTAs of a sparse plan over entries of bytes; None for the plan's default.
+
+    All run at the same time: two of 16 rows on an SM, or one of 32. So blocks of rows of one item
+    read its entries together.
+    """
+    if not has_hopper(device) or len(widths) > 1 or kv_dtype != torch.float8_e4m3fn:
+        return None
+    rows = head_layout(num_heads, 1).per_work
+    blocks = -(-rows // for_hopper.SPARSE_FP8_ROWS)
+    return (2 if rows <= 16 else 1) * sm_count(device) // blocks

@@ -1,0 +1,243 @@
+"""The portable decode kernel, in Triton.
+
+A CTA walks over its work items, and in each over tiles of BLOCK_N tokens of
+one sequence, with an online softmax in base 2 and fp32 sums. Tiles start at multiples of
+BLOCK_N of the sequence, so that a tile lies in one page where pages are multiples of tiles.
+
+Scores and output are transposed, tokens by rows and latents by rows, as `hopper/decode.py` says.
+
+A range of Triton's is a power of two long. Other widths are padded: L_PAD and R_PAD are those
+ranges, and `within` masks what lies beyond L and R.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+
+from mla_fusion.attention.plan.device import power_of_two
+from mla_fusion.attention.plan.device_code import (
+    LN2,
+    LOG2E,
+    Source,
+    read_item,
+    softmax_step,
+    within,
+)
+from mla_fusion.attention.triton.byte_cache import read_latents, read_rotated
+
+if TYPE_CHECKING:
+    from mla_fusion.attention.plan.inputs import Inputs, Launch
+
+
+@triton.jit
+def listed_entries(
+    at, wanted, source, ENTRY: tl.constexpr, PAGE: tl.constexpr, BEHIND: tl.constexpr
+):  # fmt: skip
+    """Addresses of the slots that the table lists for tokens `at`, and a mask of the valid ones.
+
+    And with BEHIND those of the eight bytes for each entry that follow a page's entries.
+    """
+    slot = tl.load(source.table + at, mask=wanted, other=-1)
+    wanted &= slot >= 0
+    slot = tl.where(wanted, slot, 0)
+    page = (slot // PAGE).to(tl.int64)
+    entry = source.pointer + page * source.block_stride + slot % PAGE * ENTRY
+    exponents = entry
+    if BEHIND:
+        exponents = source.pointer + page * source.block_stride + (PAGE * ENTRY + slot % PAGE * 8)
+    return entry, wanted, exponents
+
+
+@triton.jit
+def tile_entries(
+    tile, at, item, source, extra, first_lens_ptr, ENTRY: tl.constexpr, PAGE: tl.constexpr,
+    EXTRA_ENTRY: tl.constexpr, EXTRA_PAGE: tl.constexpr, FIRST: tl.constexpr,
+    SPARSE: tl.constexpr, BEHIND: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Addresses of tokens `at` of a tile, and a mask and more as `listed_entries` has them."""
+    wanted = (at >= item.begin) & (at < item.end)
+    if SPARSE:
+        if tile * BLOCK_N < FIRST:
+            wanted &= at < tl.load(first_lens_ptr + item.sequence)
+            entry, wanted, exponents = listed_entries(at, wanted, source, ENTRY, PAGE, BEHIND)
+        else:
+            entry, wanted, exponents = listed_entries(
+                at - FIRST, wanted, extra, EXTRA_ENTRY, EXTRA_PAGE, BEHIND
+            )
+    else:
+        if PAGE % BLOCK_N == 0:
+            page = tl.load(source.table + tile * BLOCK_N // PAGE)
+        else:
+            page = tl.load(source.table + at // PAGE, mask=wanted, other=0)
+        entry = source.pointer + page.to(tl.int64) * source.block_stride + at % PAGE * ENTRY
+        exponents = entry
+    return entry, wanted, exponents
+
+
+@triton.jit
+def store_item(
+    acc, m, l, value_scale, item, row, heads, sink_ptr, out_ptr, lse_ptr, partial_ptr,
+    partial_lse_ptr, out_stride_t, out_stride_h, L: tl.constexpr, L_PAD: tl.constexpr,
+    HEADS: tl.constexpr, SINK: tl.constexpr, LSE: tl.constexpr,
+):  # fmt: skip
+    """Normalize the sums and write them: to the output, or to partial rows for a split."""
+    latent = tl.arange(0, L_PAD)
+    head, real, partial = item.head, item.real, item.partial
+    divisor = tl.sum(l, 0)
+    lse = tl.where(divisor > 0.0, (m + tl.log2(divisor)) * LN2, float("-inf"))
+    if SINK:  # noqa: SIM102 (known when compiled; the other one is not)
+        if partial < 0:
+            divisor += tl.exp2(tl.load(sink_ptr + head, mask=real, other=0.0) * LOG2E - m)
+    output = acc * tl.where(lse > float("-inf"), value_scale / divisor, 0.0)[None, :]
+    if partial < 0:
+        final = out_ptr + item.token * out_stride_t + head * out_stride_h
+        final = final[None, :] + latent[:, None]
+        wanted = within(real[None, :], latent[:, None], L, L_PAD)
+        tl.store(final, output.to(out_ptr.dtype.element_ty), mask=wanted)
+        if LSE:
+            tl.store(lse_ptr + item.token * heads + head, lse, mask=real)
+    else:
+        at_partial = partial.to(tl.int64) * HEADS + row
+        rows = partial_ptr + at_partial * L
+        wanted = within(real[None, :], latent[:, None], L, L_PAD)
+        tl.store(rows[None, :] + latent[:, None], output, mask=wanted)
+        tl.store(partial_lse_ptr + at_partial, lse, mask=real)
+
+
+# Do not specialize on stride 1: the warm-up's one-column table would compile another variant.
+@triton.jit(do_not_specialize=["table_stride", "extra_table_stride"])
+def decode_kernel(
+    q_ptr, kv_ptr, table_ptr, extra_ptr, extra_table_ptr, first_lens_ptr, sink_ptr, out_ptr,
+    lse_ptr, partial_ptr, partial_lse_ptr, work_indptr_ptr, work_info_ptr, qo_indptr_ptr,
+    kv_indptr_ptr, q_scale_ptr, kv_scale_ptr, scale, heads, q_stride_t, q_stride_h, out_stride_t,
+    out_stride_h, table_stride, block_stride, extra_table_stride, extra_block_stride,
+    ENTRY: tl.constexpr, PAGE: tl.constexpr, EXTRA_ENTRY: tl.constexpr, EXTRA_PAGE: tl.constexpr,
+    FIRST: tl.constexpr, SPARSE: tl.constexpr, SINK: tl.constexpr, CODES: tl.constexpr,
+    GROUP: tl.constexpr, BEHIND: tl.constexpr, L: tl.constexpr, R: tl.constexpr,
+    L_PAD: tl.constexpr, R_PAD: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, LSE: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """One CTA (program_id 0) and one block of ROWS query rows (program_id 1).
+
+    Tensors are those of `mla_fusion.attention.persistent_mla_decode` and of its plan. scale: of the
+    scores, before the scales of q and the cache. ENTRY: stride of tokens in a page. HEADS, FOLD:
+    `heads_per_work` and `fold` of the plan. A query row is position * HEADS + head. LSE: `lse_ptr`
+    is written. DOT: the type of both products.
+
+    SPARSE: `table_ptr` lists slots instead of blocks, -1 for none. A sequence is FIRST tokens of
+    the first scope, of which the first `first_lens_ptr` count, then those of the `extra_` scope.
+    SINK: `sink_ptr` [heads] holds one more score for each head, of a key whose value is zero.
+    GROUP: not 0 for caches of bytes, of e4m3 type here; with CODES and BEHIND as `read_latents`
+    says. R is 0 where the rotated values are latents.
+    """
+    scale *= LOG2E
+    value_scale = 1.0
+    if q_ptr.dtype.element_ty.primitive_bitwidth == 8:
+        scale *= tl.load(q_scale_ptr)
+    if kv_ptr.dtype.element_ty.primitive_bitwidth == 8 and GROUP == 0:
+        value_scale = tl.load(kv_scale_ptr)
+        scale *= value_scale
+    first_row = tl.program_id(1) * ROWS
+    row = first_row + tl.arange(0, ROWS)
+    latent = tl.arange(0, L_PAD)
+    rope = L + tl.arange(0, R_PAD)
+    for work in range(
+        tl.load(work_indptr_ptr + tl.program_id(0)), tl.load(work_indptr_ptr + tl.program_id(0) + 1)
+    ):
+        info = work_info_ptr + 8 * work
+        item = read_item(info, qo_indptr_ptr, kv_indptr_ptr, row, heads, HEADS, FOLD)
+        sequence = item.sequence.to(tl.int64)
+        source = Source(kv_ptr, table_ptr + sequence * table_stride, block_stride)
+        extra_table = extra_table_ptr + sequence * extra_table_stride
+        extra = Source(extra_ptr, extra_table, extra_block_stride)
+        # Row blocks after the query rows of this sequence have nothing to do.
+        has_rows = first_row < HEADS * item.count
+        stop = tl.where(has_rows, tl.cdiv(item.end, BLOCK_N), item.begin // BLOCK_N)
+
+        query = q_ptr + item.token * q_stride_t + item.head * q_stride_h
+        real = item.real[None, :]
+        is_latent = within(real, latent[:, None], L, L_PAD)
+        is_rope = within(real, rope[:, None], L + R, L + R_PAD)
+        q_latent = tl.load(query[None, :] + latent[:, None], mask=is_latent, other=0.0)
+        q_rope = tl.load(query[None, :] + rope[:, None], mask=is_rope, other=0.0)
+        q_latent = q_latent.to(DOT)
+        q_rope = q_rope.to(DOT)
+        # Row i of n sees tokens up to n - 1 - i before the end of the sequence.
+        limit = tl.minimum(item.end, item.end + item.after - (item.count - 1 - row // HEADS))
+        m = tl.full([ROWS], float("-inf"), tl.float32)
+        l = tl.zeros([BLOCK_N, ROWS], tl.float32)
+        acc = tl.zeros([L_PAD, ROWS], tl.float32)
+        for tile in tl.range(item.begin // BLOCK_N, stop):
+            at = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            entry, wanted, exponents = tile_entries(
+                tile, at, item, source, extra, first_lens_ptr, ENTRY, PAGE, EXTRA_ENTRY,
+                EXTRA_PAGE, FIRST, SPARSE, BEHIND, BLOCK_N,
+            )  # fmt: skip
+            if GROUP > 0:
+                s = tl.zeros([BLOCK_N, ROWS], tl.float32)
+                if R > 0:
+                    s = tl.dot(read_rotated(entry, wanted, CODES, GROUP, R), q_rope, s)
+                key = read_latents(entry, exponents, wanted, CODES, GROUP, BEHIND, L, BLOCK_N)
+                s = tl.dot(key, q_latent, s)
+            else:
+                of_key = within(wanted[:, None], latent[None, :], L, L_PAD)
+                of_rope = within(wanted[:, None], rope[None, :], L + R, L + R_PAD)
+                key = tl.load(entry[:, None] + latent[None, :], mask=of_key, other=0.0)
+                key_rope = tl.load(entry[:, None] + rope[None, :], mask=of_rope, other=0.0)
+                key = key.to(DOT)
+                s = tl.dot(key, q_latent)
+                s = tl.dot(key_rope.to(DOT), q_rope, s)
+            seen = wanted[:, None] & (at[:, None] < limit[None, :])
+            p, decay, m, l = softmax_step(s, seen, scale, m, l)
+            acc = tl.dot(tl.trans(key), p.to(DOT), acc * decay[None, :])
+        store_item(
+            acc, m, l, value_scale, item, row, heads, sink_ptr, out_ptr, lse_ptr,
+            partial_ptr, partial_lse_ptr, out_stride_t, out_stride_h, L, L_PAD, HEADS, SINK, LSE,
+        )  # fmt: skip
+
+
+kernel: Any = decode_kernel
+
+
+def fits(given: Inputs) -> str:
+    """It takes all that the provider does."""
+    return ""
+
+
+def tile(rows: int, latent: int, rope: int, of_bytes: bool) -> tuple[int, int]:
+    """Query rows of a CTA for work items of `rows`, and its warps. of_bytes: of the cache.
+
+    The largest that compile for gfx942, gfx950 and sm_90 without spilling registers inside the
+    loop over tiles. fp8 latents above 512 spill there on sm_90, whatever the tile. Scales of bytes
+    take registers too: there 32 query rows spill to memory on gfx942 and gfx950, 4 warps on sm_90.
+    """
+    warp = 64 if torch.version.hip else 32
+    if of_bytes:
+        return (16, 4) if warp == 64 else (min(rows, 32), 8)
+    if rows <= 16 or power_of_two(latent) + power_of_two(rope) > 576:
+        return 16, 4 if latent <= 512 else 256 // warp
+    return 32, 256 // warp
+
+
+def arguments(given: Inputs) -> Launch:
+    """What the kernel is launched with (also for compiling without a GPU)."""
+    layout, (latent, rope) = given.layout, given.widths
+    rows, warps = tile(given.rows, latent, rope, layout is not None)
+    half = torch.float16 in (given.q.dtype, given.kv_cache.dtype)
+    options = given.scope_constants | {
+        "CODES": 0 if layout is None else layout.quantized,
+        "GROUP": 0 if layout is None else layout.group,
+        "BEHIND": layout is not None and layout.behind,
+        "L_PAD": power_of_two(latent),
+        "R_PAD": power_of_two(rope),
+        "ROWS": rows,
+        "BLOCK_N": 16,
+        "DOT": tl.float16 if half else tl.bfloat16,
+        "num_warps": warps,
+        "num_stages": 1,
+    }
+    return given.grid(rows), given.scopes, options

@@ -1,0 +1,293 @@
+"""Launches what follows a Triton decode: the epilogue in one kernel, or separate launches.
+
+`choose` says which. Separate are the reduction, vLLM's own product (`torch.bmm`) and, where the
+result is fp8, a quantization.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mla_fusion.attention.plan.buffers import SUMS_PER_HEAD
+from mla_fusion.attention.plan.epilogue import GROUP, in_groups, largest
+from mla_fusion.kernels.triton import has_early_launch
+
+if TYPE_CHECKING:
+    from mla_fusion.attention.plan.epilogue import Epilogue
+    from mla_fusion.attention.plan.inputs import Inputs
+
+LEAST = 16  # columns of a CTA, rows of a product by matrix instructions, latents of a slice
+AT_ONCE = 2**13  # latents of splits that a CTA of whole rows loads at once: 16 splits of 512
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """How the epilogue is compiled.
+
+    rows: query rows of a CTA. columns: of their results. slices: CTAs that share the
+    latents of a row; the last of them adds their products. splits: loaded at once. warps: of a
+    CTA. All are powers of two.
+
+    whole: with up to so many splits a row is not sliced: its CTAs share the columns, and each
+    has all latents. In groups it is sliced as other rows are, and loads so many splits at once. The
+    number of splits is read on the device. 0: all rows are divided alike.
+    """
+
+    rows: int
+    columns: int
+    slices: int
+    splits: int
+    warps: int
+    whole: int = 0
+
+    def of_few_splits(self, latent: int, quantization: str = "none") -> Shape:
+        """How a row of up to `whole` splits is computed, by the same CTAs."""
+        if in_groups(quantization):
+            return dataclasses.replace(self, splits=max(1, self.whole), whole=0)
+        columns = self.columns // self.slices
+        at_once = AT_ONCE // _latents(columns, latent)
+        return Shape(self.rows, columns, 1, min(self.whole, at_once), self.warps)
+
+    def sums(self, slots: int, values: int) -> int:
+        """Sums of one head that wait in the plan for the last slice."""
+        return 0 if self.slices == 1 else -(-slots // self.rows) * self.rows * values * self.slices
+
+    def unsuited(self, slots: int, latent: int, values: int, quantization: str) -> str:
+        """Why this shape cannot be launched for such rows; empty if it can."""
+        sizes = dataclasses.astuple(self)
+        if any(size < 1 or size & (size - 1) for size in (*sizes[:-1], self.whole or 1)):
+            return "rows, columns, slices, splits, warps and whole (or 0) must be powers of two"
+        if self.columns < LEAST or values % self.columns:
+            return f"columns must be {LEAST} or more and divide the {values} of a head"
+        if in_groups(quantization) and self.columns != GROUP:
+            return f"columns must be {GROUP}: a CTA finds the maximum of a group"
+        if latent % (LEAST * self.slices):
+            return f"{LEAST} * slices must divide the {latent} latents"
+        if self.whole and (self.slices == 1 or self.columns // self.slices < LEAST):
+            return f"with whole, slices must be 2 or more, and columns / slices {LEAST} or more"
+        if self.whole and self.rows > 1:
+            return "with whole, rows must be 1"
+        if (sums := self.sums(slots, values)) > SUMS_PER_HEAD:
+            return f"{sums} sums of a head wait for the last slice; a plan holds {SUMS_PER_HEAD}"
+        return ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Faster:
+    """Up to so many slots and heads, quantized in groups or not: one launch of this shape."""
+
+    slots: int
+    heads: int
+    group: bool
+    shape: Shape
+
+
+_EIGHTHS = Shape(1, 128, 8, 64, 4)
+_QUARTERS = Shape(1, 128, 4, 32, 4)
+_PAIRS = Shape(2, 128, 8, 32, 4)
+# Where one launch was measured on an H200 with V = 128 and never took longer than separate ones, in
+# the mean at most 1 / 1.2 of them: not split, in 16 splits and in up to 128, behind a decode and
+# alone. The first row that holds (`benchmarks/epilogue.py`). 4 and 8 slots were measured before the
+# kernel loaded the next splits ahead of a merge, 8 only in up to 16 splits.
+MEASURED = (
+    Faster(1, 8, False, Shape(1, 128, 8, 64, 8, whole=32)),
+    Faster(1, 16, False, Shape(1, 128, 4, 64, 8, whole=32)),
+    Faster(1, 32, False, Shape(1, 128, 4, 32, 4, whole=32)),
+    Faster(2, 16, False, Shape(1, 128, 4, 32, 4, whole=32)),
+    Faster(4, 16, False, _PAIRS),
+    Faster(1, 32, True, Shape(1, 128, 8, 64, 8, whole=16)),
+    Faster(1, 64, True, Shape(1, 128, 4, 16, 8)),
+    Faster(1, 128, True, Shape(1, 128, 2, 16, 4)),
+    Faster(2, 16, True, _EIGHTHS),
+    Faster(2, 32, True, _QUARTERS),
+    Faster(4, 16, True, _PAIRS),
+    Faster(4, 32, True, Shape(2, 128, 8, 16, 4)),
+    Faster(8, 8, True, Shape(4, 128, 4, 16, 8)),
+    Faster(8, 16, True, Shape(4, 128, 8, 16, 4)),
+)
+
+
+def choose(
+    slots: int, heads: int, latent: int, values: int, quantization: str = "none"
+) -> Shape | None:
+    """The shape for `slots` query rows and results of `values` columns a head; None: separate.
+
+    `launch` takes other shapes too, which benchmarks/epilogue.py times.
+    """
+    group = in_groups(quantization)
+    shapes = (
+        row.shape
+        for row in MEASURED
+        if slots <= row.slots and heads <= row.heads and group == row.group
+        if not row.shape.unsuited(slots, latent, values, quantization)
+    )
+    return next(shapes, None)
+
+
+def slots_of(given: Inputs) -> int:
+    """Slots of `epilogue_kernel`: query rows as if all sequences had as many, or all rows."""
+    assert given.plan.step is not None, "the caller has refreshed the plan"
+    step = given.plan.step
+    return max(step.batch * step.max_query_len, step.num_tokens)
+
+
+def chosen(given: Inputs) -> Shape | None:
+    """The shape for these inputs; None where nothing, or separate launches, follow the decode."""
+    epilogue = given.epilogue
+    if epilogue is None:
+        return None
+    heads, latent, values = epilogue.w_uv.shape
+    return choose(slots_of(given), heads, latent, values, epilogue.quantization)
+
+
+def launch(given: Inputs, shape: Shape) -> None:
+    """The epilogue in one kernel.
+
+    Raises:
+        ValueError: the shape does not suit these inputs.
+    """
+    from mla_fusion.attention.triton import epilogue_kernel
+
+    assert given.epilogue is not None
+    heads, latent, values = given.epilogue.w_uv.shape
+    slots = slots_of(given)
+    if why := shape.unsuited(slots, latent, values, given.epilogue.quantization):
+        raise ValueError(f"{shape} does not suit {slots} query rows: {why}; take another shape")
+    grid = (-(-slots // shape.rows), values // shape.columns * shape.slices, heads)
+    args, options = arguments(given, shape)
+    epilogue_kernel.epilogue_kernel[grid](*args, **options)
+
+
+def multiply(given: Inputs) -> None:
+    """The product of the latents in `out`, which the reduction has merged, and a quantization."""
+    epilogue, latents = given.epilogue, given.out
+    assert epilogue is not None
+    heads, _, values = epilogue.w_uv.shape
+    product = epilogue.out
+    if epilogue.scale is not None:
+        # torch.bmm cannot write fp8. Under capture this comes from the graph's own pool.
+        product = latents.new_empty((len(latents), heads * values))
+    target = product.view(-1, heads, values).transpose(0, 1)
+    torch.bmm(latents.transpose(0, 1), epilogue.w_uv, out=target)
+    if epilogue.scale is not None:
+        quantize(product, epilogue)
+
+
+def quantize(product: torch.Tensor, epilogue: Epilogue) -> None:
+    """Quantize a dense product [T, H * V]."""
+    from mla_fusion.attention.triton import epilogue_kernel
+
+    args, options = quantize_arguments(product, epilogue)
+    grid = (len(product), -(-product.shape[1] // GROUP))
+    epilogue_kernel.quantize_kernel[grid](*args, **options)
+
+
+def arguments(given: Inputs, shape: Shape) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional arguments and keywords of `epilogue_kernel` (also for compiling without a GPU)."""
+    plan, epilogue, latents = given.plan, given.epilogue, given.out
+    assert plan.step is not None and epilogue is not None
+    unused = plan.partial_lse
+    args = (
+        plan.partial_output,
+        plan.partial_lse,
+        plan.reduce_indptr,
+        plan.reduce_partial_map,
+        plan.qo_indptr,
+        latents,
+        unused if given.lse is None else given.lse,
+        plan.epilogue_sums,
+        plan.epilogue_counts,
+        epilogue.w_uv,
+        epilogue.out,
+        unused if epilogue.scale is None else epilogue.scale,
+        plan.step.batch,
+        plan.step.num_tokens,
+        plan.step.max_query_len,
+        latents.shape[1],
+        *latents.stride()[:2],
+        *epilogue.w_uv.stride(),
+        epilogue.out.stride(0),
+        *_scale_strides(epilogue),
+    )
+    latent = plan.settings.v_head_dim
+    few = shape.of_few_splits(latent, epilogue.quantization)
+    pdl = has_early_launch(latents.device)
+    # A warp of AMD's has 64 threads.
+    warps = max(1, shape.warps // 2) if torch.version.hip else shape.warps
+    options = {
+        "L": latent,
+        "V": epilogue.w_uv.shape[2],
+        "HEADS": plan.heads_per_work,
+        "FOLD": plan.fold,
+        "ROWS": shape.rows,
+        "DOT_ROWS": max(LEAST, shape.rows),
+        "COLUMNS": shape.columns,
+        "SLICES": shape.slices,
+        "LATENTS": _latents(shape.columns, latent // shape.slices),
+        "SPLITS": shape.splits,
+        "WHOLE": shape.whole,
+        "WHOLE_COLUMNS": few.columns,
+        "WHOLE_SLICES": few.slices,
+        "WHOLE_LATENTS": _latents(few.columns, latent // few.slices),
+        "WHOLE_SPLITS": few.splits,
+        "VECTORS": _vectors(latents, warps),
+        **_quantization(epilogue),
+        "LSE": given.lse is not None,
+        "PDL": pdl,
+        "AMD": torch.version.hip is not None,
+        "num_warps": warps,
+    }
+    if pdl:
+        options["launch_pdl"] = True
+    return args, options
+
+
+def _latents(columns: int, latent: int) -> int:
+    """Rows of W_UV that a CTA holds: a power of two that divides `latent`, all it has.
+
+    They go through shared memory, of which gfx942 has 64 KiB. More registers spill.
+    """
+    most = 2**14 if torch.version.hip else 2**15
+    return min(latent & -latent, most // columns)
+
+
+def _vectors(latents: torch.Tensor, warps: int) -> int:
+    """The least tile of latents of one split of which a thread loads four neighbours; 0: none.
+
+    Not where threads were left over: they would take other splits of the same latents, which then
+    meet through shared memory.
+    """
+    warp = 64 if torch.version.hip else 32
+    aligned = latents.data_ptr() % 8 == 0 and not any(n % 4 for n in latents.stride()[:2])
+    return 4 * warp * warps if aligned else 0
+
+
+def quantize_arguments(
+    product: torch.Tensor, epilogue: Epilogue
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional arguments and keywords of `quantize_kernel`."""
+    out = epilogue.out
+    args = (product, out, epilogue.scale, out.stride(0), *_scale_strides(epilogue))
+    options = {"WIDTH": product.shape[1], "GROUP": GROUP, **_quantization(epilogue)}
+    return args, options | {"num_warps": 1}
+
+
+def _scale_strides(epilogue: Epilogue) -> tuple[int, int]:
+    if epilogue.scale is None or epilogue.quantization == "tensor":
+        return 0, 0
+    return epilogue.scale.stride(0), epilogue.scale.stride(1)
+
+
+def _quantization(epilogue: Epilogue) -> dict[str, Any]:
+    """Constants of both kernels. A negative LIMIT: the conversion clamps by itself."""
+    out = epilogue.out
+    most = largest(out.dtype) if epilogue.scale is not None else 0.0
+    nvidia = out.is_cuda and torch.version.hip is None
+    return {
+        "QUANTIZATION": epilogue.quantization,
+        "LARGEST": most,
+        "LIMIT": -most if nvidia else most,
+    }

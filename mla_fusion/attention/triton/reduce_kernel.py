@@ -1,0 +1,145 @@
+"""The reduction behind a decode, in Triton: the splits of a sequence become rows of the output."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import triton
+import triton.language as tl
+
+from mla_fusion.attention.plan.device import power_of_two
+from mla_fusion.attention.plan.device_code import LN2, LOG2E, within
+from mla_fusion.kernels.triton import has_early_launch
+
+if TYPE_CHECKING:
+    import torch
+
+    from mla_fusion.attention.plan.buffers import PlanBuffers
+
+
+@triton.jit
+def merge_step(lse, part, m, l, acc):
+    """Merge SPLITS more splits: their LSE [splits, rows] in base 2, outputs [..., columns]."""
+    new_m = tl.maximum(m, tl.max(lse, 0))
+    base = tl.where(new_m == float("-inf"), 0.0, new_m)
+    p = tl.exp2(lse - base[None, :])
+    decay = tl.exp2(m - base)
+    l = l * decay + tl.sum(p, 0)
+    acc = acc * decay[:, None] + tl.sum(part * p[:, :, None], 0)
+    return new_m, l, acc
+
+
+@triton.jit
+def reduce_kernel(
+    partial_ptr, partial_lse_ptr, reduce_indptr_ptr, reduce_final_map_ptr, reduce_partial_map_ptr,
+    qo_indptr_ptr, sink_ptr, out_ptr, lse_ptr, heads, out_stride_t, out_stride_h,
+    SINK: tl.constexpr, L: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr,
+    ROWS: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr, LSE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Merge the splits of tile `program_id(0)`: ROWS query rows from ROWS * `program_id(1)` on.
+
+    out = sum_i exp(lse_i - lse) out_i with lse = log sum_i exp(lse_i), over SPLITS splits at once
+    and for COLUMNS latents (`program_id(2)`; the last one may have fewer). The decode kernel writes
+    tiles that were not split. PDL: the launch precedes the end of the decode kernel, which has
+    waited for the plan; this kernel waits for the decode before it reads anything else.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    PADDED: tl.constexpr = (L + COLUMNS - 1) // COLUMNS * COLUMNS
+    tile = tl.program_id(0)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    first = tl.load(reduce_indptr_ptr + tile)
+    last = tl.load(reduce_indptr_ptr + tile + 1)
+    if first == last:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        return
+    count = tl.load(reduce_final_map_ptr + 2 * tile + 1) - tl.load(reduce_final_map_ptr + 2 * tile)
+    head = tile % FOLD * HEADS + row % HEADS
+    real = (row // HEADS < count) & (head < heads)
+    token = tl.load(qo_indptr_ptr + tile // FOLD).to(tl.int64) + row // HEADS
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    l = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(first, last, SPLITS):
+        split = start + tl.arange(0, SPLITS)
+        at = tl.load(reduce_partial_map_ptr + split, mask=split < last, other=0).to(tl.int64)
+        at = at[:, None] * HEADS + row[None, :]
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        wanted = (split < last)[:, None] & real[None, :]
+        lse = tl.load(partial_lse_ptr + at, mask=wanted, other=float("-inf")) * LOG2E
+        values = partial_ptr + at[:, :, None] * L + column[None, None, :]
+        of_split = within(wanted[:, :, None], column[None, None, :], L, PADDED)
+        part = tl.load(values, mask=of_split, other=0.0)
+        m, l, acc = merge_step(lse, part, m, l, acc)
+    lse = tl.where(l > 0.0, (m + tl.log2(l)) * LN2, float("-inf"))
+    if SINK:
+        l += tl.exp2(tl.load(sink_ptr + head, mask=real, other=0.0) * LOG2E - m)
+    acc *= tl.where(lse > float("-inf"), 1.0 / l, 0.0)[:, None]
+    final = out_ptr + token * out_stride_t + head * out_stride_h
+    of_row = within(real[:, None], column[None, :], L, PADDED)
+    tl.store(final[:, None] + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=of_row)
+    if LSE:  # noqa: SIM102 (known when compiled; the other one is not)
+        if tl.program_id(2) == 0:
+            tl.store(lse_ptr + token * heads + head, lse, mask=real)
+
+
+kernel: Any = reduce_kernel
+
+
+def reduction(tiles: int, rows: int) -> tuple[int, int, int]:
+    """Rows, splits and columns of a CTA that merges `tiles` tiles of `rows` query rows each.
+
+    Few tiles have many splits, which are loaded at once; many tiles have few, if any. Measured on
+    an H200, where a CTA has 16 bytes of each of its rows and splits in a thread.
+    """
+    if tiles * rows <= 64:
+        return 1, 32, 128
+    if tiles * rows <= 512:
+        return 1, 16, 512
+    return (1 if tiles * rows <= 2048 else 4), 4, 512
+
+
+def arguments(
+    plan: PlanBuffers,
+    tiles: int,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    sink: torch.Tensor | None = None,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional arguments and keywords of the reduction of the first `tiles` tiles."""
+    latent, unused = plan.settings.v_head_dim, plan.partial_lse
+    rows, splits, columns = reduction(tiles, plan.heads_per_work)
+    args = (
+        plan.partial_output,
+        plan.partial_lse,
+        plan.reduce_indptr,
+        plan.reduce_final_map,
+        plan.reduce_partial_map,
+        plan.qo_indptr,
+        unused if sink is None else sink,
+        out,
+        unused if lse is None else lse,
+        out.shape[1],
+        out.stride(0),
+        out.stride(1),
+    )
+    pdl = has_early_launch(out.device)
+    options = {
+        "SINK": sink is not None,
+        "L": latent,
+        "HEADS": plan.heads_per_work,
+        "FOLD": plan.fold,
+        "ROWS": rows,
+        "SPLITS": splits,
+        "COLUMNS": min(columns, power_of_two(latent)),
+        "LSE": lse is not None,
+        "PDL": pdl,
+        "num_warps": 4,
+    }
+    if pdl:
+        options["launch_pdl"] = True
+    return args, options
