@@ -194,7 +194,7 @@ def test_the_first_measured_row_that_holds_is_chosen(monkeypatch):
         ((1, 96, 1, 4, 4), 512, 96, "none", "powers of two"),
         ((1, 8, 1, 4, 4), 512, 128, "none", "columns must be 16 or more and divide the 128"),
         ((1, 128, 1, 4, 4), 512, 192, "none", "divide the 192 of a head"),
-        ((1, 64, 2, 4, 4), 512, 128, "group", "columns must be 128: a program finds the maximum"),
+        ((1, 64, 2, 4, 4), 512, 128, "group", "columns must be 128: a CTA finds the maximum"),
         ((1, 128, 8, 4, 4), 320, 128, "none", r"16 \* slices must divide the 320 latents"),
         ((1, 128, 4, 4, 4, 24), 512, 128, "none", "whole .or 0. must be powers of two"),
         ((1, 128, 1, 4, 4, 8), 512, 128, "none", "slices must be 2 or more"),
