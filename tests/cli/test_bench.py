@@ -26,6 +26,12 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys, tmp_path, argv):
     assert not list(tmp_path.iterdir())
 
 
+def test_splits_were_pieces():
+    for option in ("--splits", "--pieces"):
+        settings = cli._parser(["bench"]).parse_args(["bench", "epilogue", option, "1", "4"])
+        assert settings.splits == [1, 4]
+
+
 @pytest.fixture
 def gpu(monkeypatch):
     """A pretended GPU: every candidate takes 2 us, and `agreement` is the given dict's."""

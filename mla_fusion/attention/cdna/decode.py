@@ -35,7 +35,7 @@ from mla_fusion.attention.cdna.layouts import (
     value_layout,
 )
 from mla_fusion.attention.plan.device import cdna
-from mla_fusion.attention.plan.device_code import LN2, LOG2E, read_item, softmax_step
+from mla_fusion.attention.plan.device_code import LN2, LOG2E, Target, read_item, softmax_step
 
 if TYPE_CHECKING:
     from mla_fusion.attention.plan.inputs import Inputs, Launch
@@ -163,8 +163,7 @@ def widened(x, CDNA: gl.constexpr):
 
 @gluon.jit
 def store_item(
-    acc, m, l, value_scale, item, row, heads, out_ptr, lse_ptr, partial_ptr,
-    partial_lse_ptr, out_stride_t, out_stride_h, L: gl.constexpr, HEADS: gl.constexpr,
+    acc, m, l, value_scale, item, row, target, L: gl.constexpr, HEADS: gl.constexpr,
     LSE: gl.constexpr,
 ):  # fmt: skip
     """Normalize the sums and write them: to the output, or to partial rows for a split."""
@@ -179,16 +178,16 @@ def store_item(
     latent = gl.arange(0, L, gl.SliceLayout(1, stored))
     real = gl.convert_layout(item.real, columns)[None, :]
     if item.partial < 0:
-        final = out_ptr + item.token * out_stride_t + item.head * out_stride_h
+        final = target.out + item.token * target.stride_t + item.head * target.stride_h
         final = gl.convert_layout(final, columns)[None, :] + latent[:, None]
-        gl.store(final, acc.to(out_ptr.dtype.element_ty), mask=real)
+        gl.store(final, acc.to(target.out.dtype.element_ty), mask=real)
         if LSE:
-            gl.store(lse_ptr + item.token * heads + item.head, lse, mask=item.real)
+            gl.store(target.lse + item.token * target.heads + item.head, lse, mask=item.real)
     else:
         at_partial = item.partial.to(gl.int64) * HEADS + row
-        rows = partial_ptr + gl.convert_layout(at_partial, columns)[None, :] * L
+        rows = target.partial + gl.convert_layout(at_partial, columns)[None, :] * L
         gl.store(rows + latent[:, None], acc, mask=real)
-        gl.store(partial_lse_ptr + at_partial, lse, mask=item.real)
+        gl.store(target.partial_lse + at_partial, lse, mask=item.real)
 
 
 @gluon.jit
@@ -276,6 +275,9 @@ def decode_kernel(
         factor *= value_scale
     first_row = gl.program_id(1) * ROWS
     row = first_row + gl.arange(0, ROWS, gl.SliceLayout(0, scores))
+    target = Target(
+        out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, out_stride_t, out_stride_h, heads
+    )
     begin = gl.load(work_indptr_ptr + gl.program_id(0))
     for work in range(begin, gl.load(work_indptr_ptr + gl.program_id(0) + 1)):
         info = work_info_ptr + 8 * work
@@ -295,10 +297,7 @@ def decode_kernel(
                 cache, query, shared_p, position, item, factor, m, l, acc, first, stop,
                 L, R, ENTRY, PAGE, CDNA,
             )  # fmt: skip
-        store_item(
-            acc, m, l, value_scale, item, row, heads, out_ptr, lse_ptr, partial_ptr,
-            partial_lse_ptr, out_stride_t, out_stride_h, L, HEADS, LSE,
-        )  # fmt: skip
+        store_item(acc, m, l, value_scale, item, row, target, L, HEADS, LSE)
 
 
 kernel: Any = decode_kernel

@@ -34,7 +34,7 @@ from mla_fusion.attention.hopper.copy import (
 from mla_fusion.attention.hopper.fits import TILE
 from mla_fusion.attention.hopper.fits import decode as fits
 from mla_fusion.attention.hopper.tile import add_values, scores_of, softmax_step
-from mla_fusion.attention.plan.device_code import LN2, LOG2E, Source
+from mla_fusion.attention.plan.device_code import LN2, LOG2E, Source, Target
 
 if TYPE_CHECKING:
     from mla_fusion.attention.plan.inputs import Inputs, Launch
@@ -185,8 +185,7 @@ def attend(
 
 @gluon.jit
 def store_item(
-    sums, odds, m, l, value_scale, item, first_row, heads, sink_ptr, out_ptr, lse_ptr,
-    partial_ptr, partial_lse_ptr, out_stride_t, out_stride_h, L: gl.constexpr,
+    sums, odds, m, l, value_scale, item, first_row, target, sink_ptr, L: gl.constexpr,
     HEADS: gl.constexpr, PAIRS: gl.constexpr, SINK: gl.constexpr, LSE: gl.constexpr,
 ):  # fmt: skip
     """Normalize the sums and write them: to the output, or to partial rows for a split.
@@ -200,7 +199,7 @@ def store_item(
     lse = gl.where(l > 0.0, (m + gl.log2(l)) * LN2, float("-inf"))
     rows = first_row + gl.arange(0, sums[0].shape[1], out_row)
     head = item.first_head + rows % HEADS
-    real = (rows // HEADS < item.count) & (head < heads)
+    real = (rows // HEADS < item.count) & (head < target.heads)
     lse = gl.convert_layout(lse, out_row)
     divisor = gl.convert_layout(l, out_row)
     if SINK:  # noqa: SIM102 (known when compiled; the other one is not)
@@ -210,18 +209,18 @@ def store_item(
     inverse = gl.where(lse > float("-inf"), value_scale / divisor, 0.0)[None, :]
     if item.partial < 0:
         at_token = item.token + rows // HEADS
-        final = out_ptr + at_token * out_stride_t + head * out_stride_h
+        final = target.out + at_token * target.stride_t + head * target.stride_h
         for i in gl.static_range(len(sums)):
             acc, odd = sums[i] * inverse, odds[i] * inverse
             store_output(final + i * PART, acc, odd, real, PAIRS, output)
         if LSE:
-            gl.store(lse_ptr + at_token * heads + head, lse, mask=real)
+            gl.store(target.lse + at_token * target.heads + head, lse, mask=real)
     else:
         at_partial = (item.partial.to(gl.int64) * HEADS) + rows
         for i in gl.static_range(len(sums)):
             acc, odd = sums[i] * inverse, odds[i] * inverse
-            store_output(partial_ptr + at_partial * L + i * PART, acc, odd, real, PAIRS, output)
-        gl.store(partial_lse_ptr + at_partial, lse, mask=real)
+            store_output(target.partial + at_partial * L + i * PART, acc, odd, real, PAIRS, output)
+        gl.store(target.partial_lse + at_partial, lse, mask=real)
 
 
 @gluon.jit
@@ -283,6 +282,9 @@ def decode_kernel(
     score: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [WARPS // SPLIT, SPLIT], [16, ROWS // SPLIT, 256 // BITS]
     )
+    target = Target(
+        out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, out_stride_t, out_stride_h, heads
+    )
     first_row = gl.program_id(1) * ROWS
     row = first_row + gl.arange(0, ROWS, gl.SliceLayout(0, score))
     last_work = gl.load(work_indptr_ptr + gl.program_id(0) + 1) - 1
@@ -330,9 +332,8 @@ def decode_kernel(
             if work == last_work:
                 gdc.gdc_launch_dependents()
         store_item(
-            (acc,), (odd,), m, l, value_scale, item, first_row, heads, sink_ptr, out_ptr,
-            lse_ptr, partial_ptr, partial_lse_ptr, out_stride_t, out_stride_h, L, HEADS, FP8, SINK,
-            LSE,
+            (acc,), (odd,), m, l, value_scale, item, first_row, target, sink_ptr, L, HEADS, FP8,
+            SINK, LSE,
         )  # fmt: skip
     if PDL:
         # Idle CTAs must signal too: a dependent grid waits for all of them.

@@ -40,7 +40,7 @@ from mla_fusion.attention.hopper.sparse_fp8_gather import (
     load_slots,
 )
 from mla_fusion.attention.hopper.tile import pairs_of, softmax_step, widen_pairs
-from mla_fusion.attention.plan.device_code import LOG2E
+from mla_fusion.attention.plan.device_code import LOG2E, Target
 
 if TYPE_CHECKING:
     from mla_fusion.attention.plan.inputs import Inputs, Launch
@@ -288,6 +288,9 @@ def decode_kernel(
     # Two groups of four warps share the tokens by rows.
     SPLIT: gl.constexpr = WARPS // 4
     score: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, SPLIT], [16, ROWS // SPLIT, 16])
+    target = Target(
+        out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, out_stride_t, out_stride_h, heads
+    )
     first_row = gl.program_id(1) * ROWS
     last_work = gl.load(work_indptr_ptr + gl.program_id(0) + 1) - 1
     for work in range(gl.load(work_indptr_ptr + gl.program_id(0)), last_work + 1):
@@ -320,9 +323,8 @@ def decode_kernel(
         if work == last_work:
             gdc.gdc_launch_dependents()
         store_item(
-            sums, odds, m, l, VALUE, item, first_row, heads, sink_ptr, out_ptr, lse_ptr,
-            partial_ptr, partial_lse_ptr, out_stride_t, out_stride_h, L, HEADS, True, SINK, LSE,
-        )  # fmt: skip
+            sums, odds, m, l, VALUE, item, first_row, target, sink_ptr, L, HEADS, True, SINK, LSE
+        )
     # Idle CTAs must signal too: a dependent grid waits for all of them.
     gdc.gdc_wait()
     gdc.gdc_launch_dependents()

@@ -33,13 +33,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 from triton.language.extra.cuda import gdc
 
 from mla_fusion.attention.hopper.copy import barrier
 from mla_fusion.attention.hopper.fits import warp_specialized as fits
+from mla_fusion.attention.hopper.warp_specialized_bf16 import multiply, score
 from mla_fusion.attention.hopper.warp_specialized_copy import (
     ROWS,
     TILE,
@@ -47,221 +46,20 @@ from mla_fusion.attention.hopper.warp_specialized_copy import (
     Boxes,
     Probabilities,
     Query,
-    Target,
     Tiles,
     Work,
     cache_boxes,
-    clear_rows,
     copy,
-    item_of,
     query_boxes,
-    store_lse,
-    store_part,
-    tiles_of,
-    turn_of,
 )
 from mla_fusion.attention.hopper.warp_specialized_fp8 import multiply as multiply_fp8
 from mla_fusion.attention.hopper.warp_specialized_fp8 import score as score_fp8
-from mla_fusion.attention.hopper.warp_specialized_scores import (
-    add_left,
-    add_quarters,
-    decayed,
-    last_visible,
-    p_of,
-    result_of,
-    see,
-    start_rotated,
-    start_state,
-    sums_of,
-    two_halves,
-)
-from mla_fusion.attention.plan.device_code import LOG2E
+from mla_fusion.attention.plan.device_code import LOG2E, Target
 
 if TYPE_CHECKING:
     from mla_fusion.attention.plan.inputs import Inputs, Launch
 
 __all__ = ["arguments", "fits", "kernel"]
-
-# m is a row's maximum: with slack the kernel was slower, as its sums are rescaled all the same.
-EXACT = gl.constexpr(0)
-
-
-@gluon.jit
-def give(shared, first, others, factors, sent):
-    """Give P of a tile, of its first and its other tokens, and the factors to the other
-    warpgroup, as number `sent`.
-
-    It loads them, so no fence stands between these stores and a product.
-    """
-    HALF: gl.constexpr = TILE // 2
-    mbarrier.wait(shared.free, (sent & 1) ^ 1)
-    shared.p.slice(0, HALF, dim=1).store(first)
-    shared.p.slice(HALF, HALF, dim=1).store(others)
-    shared.factors.store(factors)
-    barrier()
-    mbarrier.arrive(shared.full, count=1)
-
-
-@gluon.jit
-def multiply_left(s, base, decay, factor, acc, l, left, shared, sent):
-    """Compute P of a tile, start to add its left half to the output, and give P: new sums of both,
-    and the two operands that the products read.
-
-    Products read P from the registers where they were computed: no store, fence or
-    barrier is in front of them. Those of the first 32 tokens run under the softmax of the others.
-    """
-    HALF: gl.constexpr = TILE // 2
-    part: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HALF, 16])
-    operand: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
-    TYPE: gl.constexpr = left.dtype
-    first, others = two_halves(s, part)
-    p = p_of(first, base, factor)
-    l = decayed(l, decay) + sums_of(p)
-    first = p.to(TYPE)
-    first_p = gl.convert_layout(first, operand)
-    acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout))[:, None]
-    acc = warpgroup_mma(first_p, left.slice(0, HALF), acc, is_async=True)
-    p = p_of(others, base, factor)
-    l += sums_of(p)
-    others = p.to(TYPE)
-    other_p = gl.convert_layout(others, operand)
-    acc = warpgroup_mma(other_p, left.slice(HALF, HALF), acc, is_async=True)
-    give(shared, first, others, decay, sent)
-    return acc, l, first_p, other_p
-
-
-@gluon.jit
-def score(
-    work, query, tiles, shared, scored, target, factor, HEADS: gl.constexpr, FOLD: gl.constexpr,
-    LSE: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
-    """The first warpgroup: scores, softmax, and the left half of the output."""
-    HALF: gl.constexpr = tiles.left.shape[2]
-    BUFFERS: gl.constexpr = tiles.left.shape[0]
-    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TILE, 16])
-    output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HALF, 16])
-    row_layout: gl.constexpr = gl.SliceLayout(1, scores)
-    items = 0
-    done = 0
-    sent = 0
-    begin = gl.load(work.indptr + gl.program_id(0))
-    for number in range(begin, gl.load(work.indptr + gl.program_id(0) + 1)):
-        item = item_of(work, number, HEADS, FOLD)
-        first, count = tiles_of(item, work.first_row, HEADS)
-        limit = last_visible(work, item, HEADS, row_layout)
-        m, l = start_state(row_layout)
-        acc = gl.zeros([ROWS, HALF], gl.float32, output)
-        if count > 0:
-            mbarrier.wait(query.full, items & 1)
-            items += 1
-            buffer, _ = turn_of(done, BUFFERS)
-            started = start_rotated(query, tiles, done, scores)
-            for t in range(first, first + count):
-                left = tiles.left.index(buffer)
-                started = add_left(started, query, tiles, done)
-                started = add_quarters(started, query, tiles, done)
-                mbarrier.arrive(scored, count=1)
-                # Here, under these products: the compiler puts one behind each arrival, else in
-                # front of the left half's first product.
-                barrier()
-                s = warpgroup_mma_wait(0, [started])
-                s, base, new_m = see(s, t * TILE, item, limit, factor, m, EXACT)
-                decay = gl.exp2(m - base)
-                m = new_m
-                over = item.end - t * TILE
-                if over < TILE:
-                    clear_rows(left, over)
-                sums, l, p, others = multiply_left(
-                    s, base, decay, factor, acc, l, left, shared, sent
-                )
-                sent += 1
-                # The next scores' first product is behind the left half's, so that the tensor cores
-                # do not wait for the warps in between. Behind the last tile it is of that tile
-                # again, and not used.
-                more = t + 1 < first + count
-                started = start_rotated(query, tiles, gl.where(more, done + 1, done), scores)
-                # P is in registers, and read until the products end.
-                acc, p, others = warpgroup_mma_wait(1, [sums, p, others])
-                if more:
-                    mbarrier.arrive(tiles.left_free.index(buffer), count=1)
-                    done += 1
-                    buffer, _ = turn_of(done, BUFFERS)
-            _ = warpgroup_mma_wait(0, [started])
-            mbarrier.arrive(tiles.left_free.index(buffer), count=1)
-            done += 1
-            mbarrier.arrive(query.free, count=1)
-        lse, inverse = result_of(m, l)
-        mbarrier.wait(shared.free, (sent & 1) ^ 1)
-        shared.factors.store(inverse)
-        barrier()
-        mbarrier.arrive(shared.full, count=1)
-        sent += 1
-        if PDL:
-            # The kernel in front may still read what is written here.
-            gdc.gdc_wait()
-        store_lse(lse, work, item, target, HEADS, LSE)
-        acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, output))[:, None]
-        store_part(acc, work, item, target, 0, 2 * HALF, HEADS)
-
-
-@gluon.jit
-def multiply(
-    work, tiles, shared, scored, target, HEADS: gl.constexpr, FOLD: gl.constexpr,
-    PDL: gl.constexpr,
-):  # fmt: skip
-    """The second warpgroup: the right half of the output, in two quarters."""
-    PART: gl.constexpr = tiles.right.shape[2]
-    BUFFERS: gl.constexpr = tiles.left.shape[0]
-    output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, PART, 16])
-    row_layout: gl.constexpr = gl.SliceLayout(1, output)
-    done = 0
-    received = 0
-    begin = gl.load(work.indptr + gl.program_id(0))
-    for number in range(begin, gl.load(work.indptr + gl.program_id(0) + 1)):
-        item = item_of(work, number, HEADS, FOLD)
-        first, count = tiles_of(item, work.first_row, HEADS)
-        third = gl.zeros([ROWS, PART], gl.float32, output)
-        fourth = third
-        for t in range(first, first + count):
-            buffer, phase = turn_of(done, BUFFERS)
-            quarter = 2 * buffer
-            mbarrier.wait(shared.full, received & 1)
-            factors = shared.factors.load(row_layout)
-            p = shared.p.load(gl.DotOperandLayout(0, output, 2))
-            barrier()
-            mbarrier.arrive(shared.free, count=1)
-            received += 1
-            # Complete already; waiting makes the copies visible here.
-            mbarrier.wait(tiles.right_full.index(quarter), phase)
-            mbarrier.wait(tiles.right_full.index(quarter + 1), phase)
-            over = item.end - t * TILE
-            if over < TILE:
-                clear_rows(tiles.right.index(quarter), over)
-                clear_rows(tiles.right.index(quarter + 1), over)
-            third = third * factors[:, None]
-            sums = warpgroup_mma(p, tiles.right.index(quarter), third, is_async=True)
-            # P is in registers, and read until the last product ends.
-            third, p = warpgroup_mma_wait(0, [sums, p])
-            mbarrier.arrive(tiles.right_free.index(quarter), count=1)
-            # Not beside the third quarter's product: Triton 3.6's assembler then waits for it.
-            fourth = fourth * factors[:, None]
-            if t + 1 < first + count:
-                # The fourth quarter's product is not in front of the next scores, but under the
-                # softmax behind them.
-                mbarrier.wait(scored, (done + 1) & 1)
-            last = warpgroup_mma(p, tiles.right.index(quarter + 1), fourth, is_async=True)
-            fourth, p = warpgroup_mma_wait(0, [last, p])
-            mbarrier.arrive(tiles.right_free.index(quarter + 1), count=1)
-            done += 1
-        mbarrier.wait(shared.full, received & 1)
-        inverse = shared.factors.load(row_layout)
-        barrier()
-        mbarrier.arrive(shared.free, count=1)
-        received += 1
-        if PDL:
-            gdc.gdc_wait()
-        store_part(third * inverse[:, None], work, item, target, 2 * PART, 4 * PART, HEADS)
-        store_part(fourth * inverse[:, None], work, item, target, 3 * PART, 4 * PART, HEADS)
 
 
 @gluon.jit

@@ -34,8 +34,6 @@ from mla_fusion.attention.hopper.warp_specialized_copy import (
     Probabilities,
     clear_rows,
     item_of,
-    store_lse,
-    store_pairs,
     tiles_of,
     turn_of,
 )
@@ -49,6 +47,10 @@ from mla_fusion.attention.hopper.warp_specialized_scores import (
     start_scores,
     start_state,
     sums_of,
+)
+from mla_fusion.attention.hopper.warp_specialized_store import (
+    store_lse,
+    store_pairs,
 )
 
 # The least normal number. Scales of zero would make scores of -inf, which no row sees, NaN.

@@ -36,6 +36,18 @@ class Source(NamedTuple):
     block_stride: Any
 
 
+class Target(NamedTuple):
+    """Where results go: final rows, or partial rows for splits."""
+
+    out: Any
+    lse: Any
+    partial: Any
+    partial_lse: Any
+    stride_t: Any
+    stride_h: Any
+    heads: Any
+
+
 @triton.jit
 def within(mask, column, WIDTH: tl.constexpr, PADDED: tl.constexpr):
     """`mask` without columns from WIDTH on, of which a range up to PADDED has some."""

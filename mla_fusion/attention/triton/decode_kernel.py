@@ -23,6 +23,7 @@ from mla_fusion.attention.plan.device_code import (
     LN2,
     LOG2E,
     Source,
+    Target,
     read_item,
     softmax_step,
     within,
@@ -80,8 +81,7 @@ def tile_entries(
 
 @triton.jit
 def store_item(
-    acc, m, l, value_scale, item, row, heads, sink_ptr, out_ptr, lse_ptr, partial_ptr,
-    partial_lse_ptr, out_stride_t, out_stride_h, L: tl.constexpr, L_PAD: tl.constexpr,
+    acc, m, l, value_scale, item, row, target, sink_ptr, L: tl.constexpr, L_PAD: tl.constexpr,
     HEADS: tl.constexpr, SINK: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
     """Normalize the sums and write them: to the output, or to partial rows for a split."""
@@ -94,18 +94,18 @@ def store_item(
             divisor += tl.exp2(tl.load(sink_ptr + head, mask=real, other=0.0) * LOG2E - m)
     output = acc * tl.where(lse > float("-inf"), value_scale / divisor, 0.0)[None, :]
     if partial < 0:
-        final = out_ptr + item.token * out_stride_t + head * out_stride_h
+        final = target.out + item.token * target.stride_t + head * target.stride_h
         final = final[None, :] + latent[:, None]
         wanted = within(real[None, :], latent[:, None], L, L_PAD)
-        tl.store(final, output.to(out_ptr.dtype.element_ty), mask=wanted)
+        tl.store(final, output.to(target.out.dtype.element_ty), mask=wanted)
         if LSE:
-            tl.store(lse_ptr + item.token * heads + head, lse, mask=real)
+            tl.store(target.lse + item.token * target.heads + head, lse, mask=real)
     else:
         at_partial = partial.to(tl.int64) * HEADS + row
-        rows = partial_ptr + at_partial * L
+        rows = target.partial + at_partial * L
         wanted = within(real[None, :], latent[:, None], L, L_PAD)
         tl.store(rows[None, :] + latent[:, None], output, mask=wanted)
-        tl.store(partial_lse_ptr + at_partial, lse, mask=real)
+        tl.store(target.partial_lse + at_partial, lse, mask=real)
 
 
 # Do not specialize on stride 1: the warm-up's one-column table would compile another variant.
@@ -145,6 +145,9 @@ def decode_kernel(
     row = first_row + tl.arange(0, ROWS)
     latent = tl.arange(0, L_PAD)
     rope = L + tl.arange(0, R_PAD)
+    target = Target(
+        out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, out_stride_t, out_stride_h, heads
+    )
     for work in range(
         tl.load(work_indptr_ptr + tl.program_id(0)), tl.load(work_indptr_ptr + tl.program_id(0) + 1)
     ):
@@ -194,10 +197,7 @@ def decode_kernel(
             seen = wanted[:, None] & (at[:, None] < limit[None, :])
             p, decay, m, l = softmax_step(s, seen, scale, m, l)
             acc = tl.dot(tl.trans(key), p.to(DOT), acc * decay[None, :])
-        store_item(
-            acc, m, l, value_scale, item, row, heads, sink_ptr, out_ptr, lse_ptr,
-            partial_ptr, partial_lse_ptr, out_stride_t, out_stride_h, L, L_PAD, HEADS, SINK, LSE,
-        )  # fmt: skip
+        store_item(acc, m, l, value_scale, item, row, target, sink_ptr, L, L_PAD, HEADS, SINK, LSE)
 
 
 kernel: Any = decode_kernel
