@@ -8,9 +8,10 @@ It replaces vLLM's own last pass, and calls it for every op that is not named he
 raises on `fused_rope_unified_mla_kv_cache_update` unless getitem 1, copy and slice_scatter are all
 there; here each may be missing.
 
-Safe because an op is made in-place only if nothing reads the old value after it, through any alias.
-If something does, an op of this library stays functional, and Inductor copies. vLLM's pass makes
-vLLM's op in-place in any case, so that op writes to copies made here.
+Safe because an op is made in-place only if nothing reads the old value after it, through any alias
+that `patterns.memory` knows or cannot exclude. If something may, an op of this library stays
+functional, and Inductor copies. vLLM's pass makes vLLM's op in-place in any case, so that op writes
+to copies made here.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import fx
 from mla_fusion import ops
 from mla_fusion.passes.result import PassResult
 from mla_fusion.passes.rewrite import drop_dead, fake_like
-from mla_fusion.patterns import probe
+from mla_fusion.patterns.memory import Memory, is_view
 from mla_fusion.patterns.site import (
     FUSED_ROPE_UPDATE,
     functionalized_op,
@@ -52,14 +53,14 @@ class MLAFixFunctionalizationPass:
         self.rest = rest
 
     def __call__(self, graph: fx.Graph) -> PassResult:
-        result = PassResult()
+        result, memory = PassResult(), Memory(graph)
         for node in list(graph.nodes):
             name = functionalized_op(node)
-            if name in OWN and (call := _make_in_place(graph, node)):
+            if name in OWN and (call := _make_in_place(graph, node, memory)):
                 result.rewritten[node.name] = call
             elif name == FUSED_ROPE_UPDATE:
                 _copy_mutated(graph, node)
-                _make_in_place(graph, node)
+                _make_in_place(graph, node, memory)
         if self.rest is not None:
             self.rest(graph)
         return result
@@ -103,12 +104,12 @@ def _written(node: fx.Node) -> list[_Written]:
     return found
 
 
-def _make_in_place(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+def _make_in_place(graph: fx.Graph, node: fx.Node, memory: Memory) -> fx.Node | None:
     """Replace `node` by a call of its op; None, and no change, if an old value is read later."""
     op: Any = node.args[0]
     written = _written(node)
     for each in written:
-        if _read_later(each.target, node, [scatter for scatter, _ in each.scatters]):
+        if _read_later(memory, each.target, node, [scatter for scatter, _ in each.scatters]):
             return None
     with graph.inserting_before(node):
         call = graph.call_function(op, (), dict(node.kwargs))
@@ -158,22 +159,23 @@ def _normal(place: list[Any]) -> tuple[Any, ...]:
     return (dim, start or 0, end, step)
 
 
-def _read_later(target: fx.Node, node: fx.Node, ignored: list[fx.Node]) -> bool:
-    """Whether a node after `node` reads the memory of `target` as it was before."""
-    base = probe.strip(target, probe.VIEWS)
-    if base.op in ("placeholder", "get_attr"):
+def _read_later(memory: Memory, target: fx.Node, node: fx.Node, ignored: list[fx.Node]) -> bool:
+    """Whether a node after `node`, or `node` itself by another argument, may read the memory of
+    `target` as it was before."""
+    origins = memory.origins(target)
+    if any(origin.op in ("placeholder", "get_attr") for origin in origins):
         return True  # the caller's memory: somebody else may read it
-    seen, stack = {base}, [base]
-    while stack:
-        for user in stack.pop().users:
-            if user is node or user in seen or user in ignored:
-                continue
-            seen.add(user)
-            if user.target in probe.VIEWS:
-                stack.append(user)
-            elif user > node and is_live(user) and not _feeds_only(user, ignored):
-                return True
-    return False
+    shown = memory.viewers(origins, {node, *node.users, *ignored})
+    given: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), given.append)
+    if sum(value in shown for value in given) > 1:
+        return True
+    return any(
+        user > node and is_live(user) and not _feeds_only(user, ignored)
+        for value in shown
+        for user in value.users
+        if user not in ignored and not (user in shown and is_view(user))
+    )
 
 
 def _feeds_only(node: fx.Node, ignored: list[fx.Node]) -> bool:
