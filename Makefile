@@ -54,5 +54,5 @@ format: setup ## rewrite the files in the project's format
 
 # A GPU has its own vLLM: this takes the packages of PYTHON as they are, and sets up nothing.
 bench: ## on a GPU, with the torch and vLLM of PYTHON: time the region and the decode steps of a model
-	@benchmarks/on_gpu.sh $(PYTHON) -m mla_fusion.cli bench --csv build/bench/region.csv
+	@benchmarks/on_gpu.sh $(PYTHON) -m mla_fusion bench --csv build/bench/region.csv
 	@benchmarks/on_gpu.sh $(PYTHON) benchmarks/engine.py complete build/bench/complete.csv --only "deepseek-v2-lite fp8" --arms default,auto

@@ -1,5 +1,7 @@
 """mla-fusion: graph passes that fuse the MLA decode query preparation in vLLM."""
 
+__version__ = "0.1.0"
+
 
 def register() -> None:
     """Make the flag known to the vLLM of this process.

@@ -12,9 +12,11 @@ from email import message_from_bytes
 from pathlib import Path
 
 import pytest
+import setup_env
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+import mla_fusion
 from mla_fusion.config import vllm_compat
 from tests.command import run
 from tests.test_architecture import SOURCES, imports
@@ -139,6 +141,8 @@ def test_the_package_page_has_no_link_that_leads_nowhere(wheel):
     headings = re.findall(r"^#+ .*", (ROOT / "README.md").read_text(), re.M)
     assert re.findall(r"^#+ .*", page, re.M) == headings
     assert "Performance has other models and how it was measured." in page
+    words = re.sub(r"!\[.+|\[([^]]+)\]\((?!https:)[^)]+\)", r"\1", (ROOT / "README.md").read_text())
+    assert page.split() == words.split()
 
 
 @pytest.mark.parametrize("name", TREES.values())
@@ -211,10 +215,25 @@ def test_the_vllm_extra_is_the_supported_window():
     assert Requirement(line).specifier == SpecifierSet(expected)
 
 
+def test_a_checkout_that_is_not_installed_has_the_commands(tmp_path):
+    """As benchmarks/on_gpu.sh runs them: no metadata of a distribution is there."""
+    code = "import importlib.metadata as m, runpy, sys; m.version = None; "
+    code += "sys.argv[1:] = ['--version']; runpy.run_module('mla_fusion', run_name='__main__')"
+    said = run(sys.executable, "-c", code, cwd=tmp_path)
+    assert said == f"mla-fusion {mla_fusion.__version__}\n"
+
+
 def test_the_version_is_one_and_has_a_changelog():
-    assert importlib.metadata.version("mla-fusion") == PROJECT["version"]
+    assert importlib.metadata.version("mla-fusion") == mla_fusion.__version__
     headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)
-    assert headings and headings[0] in ("Unreleased", PROJECT["version"])
+    assert headings and headings[0] in ("Unreleased", mla_fusion.__version__)
+
+
+def test_the_classifiers_name_the_pythons_of_the_set_up():
+    low, high = setup_env.PYTHONS
+    names = {f"Programming Language :: Python :: 3.{n}" for n in range(low[1], high[1])}
+    assert names <= set(PROJECT["classifiers"])
+    assert Requirement(f"p{PROJECT['requires-python']}").specifier.contains(f"3.{low[1]}")
 
 
 def test_the_source_distribution_holds_no_more_than_it_needs(wheel):

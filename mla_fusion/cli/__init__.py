@@ -12,9 +12,9 @@ import argparse
 import importlib
 import os
 import sys
-from importlib import metadata
 from typing import TYPE_CHECKING
 
+from mla_fusion import __version__
 from mla_fusion.cli.arguments import UserError
 
 if TYPE_CHECKING:
@@ -50,11 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser(asked: Sequence[str]) -> argparse.ArgumentParser:
     """The parser, with the arguments of the command in `asked`."""
-    version = metadata.version("mla-fusion")
     parser = argparse.ArgumentParser(
         prog="mla-fusion", description="Fused MLA decode query preparation for vLLM."
     )
-    parser.add_argument("--version", action="version", version=f"mla-fusion {version}")
+    parser.add_argument("--version", action="version", version=f"mla-fusion {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in _COMMANDS.items():
         command = commands.add_parser(name, help=text)

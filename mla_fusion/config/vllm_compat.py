@@ -8,11 +8,12 @@ functions instead of importing from vLLM by path. Nothing is imported from vLLM 
 from __future__ import annotations
 
 import re
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from mla_fusion import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -41,7 +42,7 @@ def versions() -> dict[str, str]:
     if _platform().is_cuda_alike():
         device = str(_platform().get_device_name())
     return {
-        "mla-fusion": metadata.version("mla-fusion"),
+        "mla-fusion": __version__,
         "vLLM": installed_version(),
         "torch": str(torch.__version__),
         "device": device,

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import textwrap
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from mla_fusion import config
+from mla_fusion import __version__, config
 from mla_fusion.cli.doctor import known_issues
 from mla_fusion.cli.doctor.environment import Environment, probe
 from mla_fusion.config import vllm_compat
@@ -39,7 +38,7 @@ class Diagnosis:
         """Plain data for `--json`."""
         return {
             "works": self.works,
-            "mla_fusion": metadata.version("mla-fusion"),
+            "mla_fusion": __version__,
             **asdict(self.environment),
             "problems": self.problems,
             "serving_providers": self.serving,
@@ -108,7 +107,7 @@ def lines(diagnosis: Diagnosis) -> list[str]:
         "fp8 type": found.fp8 or "unknown without vLLM",
         "plugin": found.plugin or "loaded",
     }
-    out = [f"{answer} (mla-fusion {metadata.version('mla-fusion')})"]
+    out = [f"{answer} (mla-fusion {__version__})"]
     if diagnosis.works and found.default not in diagnosis.serving:
         chosen = json.dumps({config.OPTIONS_KEY: {"provider": diagnosis.serving[0]}})
         out.append(f"  name it beside the flag: --additional-config '{chosen}'")
