@@ -1,9 +1,9 @@
 """Which nodes may show the same memory, decided by what torch knows of them.
 
 Two sources speak: an op's schema, whose alias annotations name the arguments that a result may be a
-view of, and fake values, whose storage is that of what they are views of. About a Python function, a
-method, a module and a higher-order op neither does: their results may show any argument. The price
-of a wrong "may" is one copy.
+view of, and fake values, whose storage is that of what they are views of. Neither speaks about a
+Python function, a method, a module or a higher-order op: their results may show any argument. The
+price of a wrong "may" is one copy.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ def _shown(node: fx.Node) -> list[fx.Node]:
     # A functionalized op becomes an op in place: its results then are what it writes to.
     if node.target is not auto_functionalized and not any(r.alias_info for r in schema.returns):
         return []
-    given, found = arguments(node), []
+    given = arguments(node)
+    found: list[fx.Node] = []
     for argument in schema.arguments:
         if argument.alias_info:
             fx.node.map_arg(given.get(argument.name), found.append)
