@@ -290,7 +290,7 @@ def _planted():
         "planned twice": lambda: replaced(StepPlan, "_refresh", twice),
         "never planned again": lambda: replaced(StepPlan, "_refresh", never),
         "a buffer is reallocated": lambda: replaced(planner_aiter, "fill", moved),
-        "the entries are reallocated": lambda: replaced(aiter, "entries", other_pages),
+        "the entries are reallocated": lambda: replaced(entries, "entries", other_pages),
         "another scale": lambda: replaced(StepPlan, "_attend", scaled),
         "unpadded heads": lambda: replaced(aiter, "_query", unpadded),
         "uneven queries": lambda: replaced(planner_aiter, "aiter_rows", ragged),

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mla_fusion.attention.aiter import entries, selection
 from mla_fusion.attention.aiter import planner as planner_aiter
-from mla_fusion.attention.aiter import selection
-from mla_fusion.attention.aiter.entries import entries
 from mla_fusion.attention.aiter.selection import require as require
 from mla_fusion.attention.plan.buffers import AITER_BUFFERS
 from mla_fusion.kernels import aiter as fused_region
@@ -85,7 +84,7 @@ def persistent_mla_decode(given: Inputs) -> None:
         result,
         planner_aiter.aiter_rows(plan, rows)[: batch + 1],
         plan.kv_indptr[: batch + 1],
-        entries(plan, given.block_table, kv_cache.shape[1]),
+        entries.entries(plan, given.block_table, kv_cache.shape[1]),
         companions.last_page_lens[:batch],
         rows,
         page_size=1,
