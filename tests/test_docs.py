@@ -62,10 +62,11 @@ def test_the_figures_of_the_readme_are_those_of_the_flag_alone():
         for row in figures.read(figures.AUTO)
         if row["context"] == "1024"
     }
-    models = {"DeepSeek-V2-Lite": "deepseek-v2-lite", "GLM-4.7-Flash": "glm-4.7-flash"}
-    model, found = "", re.findall(r"^\| ([\w.-]*) ?\| (\d+) \| (\d+) \| (\d+) \((\S+) %\) \|$",
+    models = {"DeepSeek-V2-Lite": "deepseek-v2-lite", "GLM-4.7-Flash": "glm-4.7-flash",
+              "R1 with 128 heads": "r1-dp"}  # fmt: skip
+    model, found = "", re.findall(r"^\| ([\w. -]*?) ?\| (\d+) \| (\d+) \| (\d+) \((\S+) %\) \|$",
                                   TEXT["README.md"], re.M)  # fmt: skip
-    assert len(found) == 6
+    assert len(found) == 9
     for name, batch, default, flag, change in found:
         model = models[name] if name else model
         ours, theirs = rows[model, batch, "auto"], rows[model, batch, "default"]
