@@ -6,15 +6,23 @@ silent. So a cone of the graph is run, on a few random tokens in float64, and it
 with the formula. The cone may hold only the ops below: data movement, and addition, negation and
 multiplication. Its result is then a polynomial of the inputs, and two polynomials that agree at a
 random point are the same one (Schwartz-Zippel lemma), up to float64 rounding.
+
+That holds for the number of tokens that is run. It holds for every number because the same
+polynomials make every token of the result from that token of the inputs, which `patterns.rows`
+decides without running anything; a graph of one number of tokens is run with that one. No two
+tokens of a probe are at the same position, so none stands for another.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
+
+from mla_fusion.patterns import rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -123,9 +131,12 @@ def run(
     Casts are no-ops if they lose no more than a value of type `activation` would.
 
     Raises:
-        NotPolynomial: a node does not run on the probing values, or casts to a lesser type.
+        NotPolynomial: a node does not run on the probing values, casts to a lesser type, or does
+            not treat every token alike.
     """
-    values = dict(env)
+    interior, values = list(interior), dict(env)
+    if mixing := rows.mixing(interior):
+        raise NotPolynomial(f"{mixing.name} does not treat every token alike")
     try:
         for node in interior:
             if node.target in CASTS:
@@ -149,8 +160,11 @@ def _keeps_precision(cast: fx.Node, activation: torch.dtype) -> bool:
     return target.dtype in (activation, torch.float32, torch.float64)
 
 
-def leaf_value(node: fx.Node, generator: torch.Generator) -> Any:
-    """A random value for a leaf: a size, token positions, or float64 numbers of its shape."""
+def _leaf_value(node: fx.Node, generator: torch.Generator, table_rows: int) -> Any:
+    """A random value for a leaf: a size, token positions, or float64 numbers of its shape.
+
+    A table has `table_rows` rows, and positions are distinct ones of them.
+    """
     value = node.meta.get("val")
     if isinstance(value, int | torch.SymInt):
         return concrete(value)
@@ -158,9 +172,9 @@ def leaf_value(node: fx.Node, generator: torch.Generator) -> Any:
         raise NotPolynomial(f"{node.name} has no tensor metadata")
     shape = concrete_shape(node)
     if not value.dtype.is_floating_point:
-        return torch.randint(0, TABLE_ROWS, shape, generator=generator)
-    if shape and shape[0] > TABLE_ROWS and _is_table(node):
-        shape = (TABLE_ROWS, *shape[1:])
+        return torch.randperm(table_rows, generator=generator)[: math.prod(shape)].view(shape)
+    if shape and _is_table(node):
+        shape = (table_rows, *shape[1:])
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
@@ -178,7 +192,15 @@ def leaf_values(leaves: Iterable[fx.Node]) -> dict[fx.Node, Any]:
     """Random values for all leaves of a cone, the same ones at every call."""
     # A fixed seed: whether a layer fuses must not depend on luck.
     generator = torch.Generator().manual_seed(0x5EED)
-    return {leaf: leaf_value(leaf, generator) for leaf in leaves}
+    leaves = list(leaves)
+    places = [math.prod(concrete_shape(leaf)) for leaf in leaves if _is_integer(leaf)]
+    table_rows = max([TABLE_ROWS, *places])
+    return {leaf: _leaf_value(leaf, generator, table_rows) for leaf in leaves}
+
+
+def _is_integer(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and not value.dtype.is_floating_point
 
 
 def same(a: Any, b: torch.Tensor) -> bool:

@@ -59,7 +59,7 @@ def _diagnosis(site: Site) -> Declined:
         return Declined("computed-angles")
     calls = {leaf.args[0] for leaf in leaves if leaf.target is operator.getitem}
     arguments = [node for call in calls for node in call.all_input_nodes]
-    for node in (*leaves, *interior, *calls, *arguments):
+    for node in (*leaves, *interior, *calls, *arguments, *probe.cone(arguments)[0]):
         if "val" not in node.meta:
             return Declined("missing-metadata", f"node {node.name}")
     if scaling.product(site):
