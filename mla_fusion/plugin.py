@@ -387,7 +387,8 @@ def _count_steps() -> None:
     def build(original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
             metadata = original(self, *args, **kwargs)
-            steps, name = getattr(self, _GROUP)
+            # A builder of an engine that started without the flag may be older than this wrapper.
+            steps, name = getattr(self, _GROUP, (None, ""))
             if steps is not None:
                 steps.count(name, metadata)
             return metadata

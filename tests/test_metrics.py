@@ -97,6 +97,7 @@ def test_what_builders_of_vllm_build_is_counted_under_their_first_layers(monkeyp
     builder = mla_attention.MLACommonMetadataBuilder
     monkeypatch.setattr(builder, "__init__", lambda *args: None)
     monkeypatch.setattr(builder, "build", lambda *args, **kwargs: batch(4, 4))
+    older = builder(None, ["c.0"], engine("c.0", steps=None))
     plugin._count_steps()
     steps, others = counter(fused_to(8), []), counter(None, [])
     names = [["a.0", "a.1"], ["b.0", "b.1"], ["draft.0"]]
@@ -106,7 +107,7 @@ def test_what_builders_of_vllm_build_is_counted_under_their_first_layers(monkeyp
     first, second, draft = (builder(None, group, config) for group in names)
     elsewhere = builder(None, ["a.0"], second_engine)
     off = builder(None, ["c.0"], engine("c.0", steps=None))
-    for made in (first, first, second, elsewhere, off):
+    for made in (first, first, second, elsewhere, off, older):
         assert made.build(0, None).num_decode_tokens == 4
     draft.build_for_drafting(None, 0)
     if hasattr(builder, "update_draft_decode_metadata"):

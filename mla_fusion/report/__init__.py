@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_fusion.ops import Variant
+from mla_fusion.report.files import FormatError, read_bounded
 from mla_fusion.report.layer_graph import LayerGraph
 from mla_fusion.report.reasons import Decline
 
@@ -27,10 +28,6 @@ VERSION = 6  # of the stored format
 
 
 _DECLINES = ("declined", "plain_outputs")  # fields whose keys are declines
-
-
-class FormatError(ValueError):
-    """A file is not a report, or another release stored it."""
 
 
 @dataclass
@@ -210,22 +207,22 @@ def load(path: Path) -> Report:
         FormatError: it holds something else, or another release stored it.
     """
     try:
-        stored = json.loads(path.read_text())
-        if stored["version"] != VERSION:
-            raise FormatError(f"{path} was stored by another release of mla-fusion")
-        for entry in stored["ranges"]:
-            entry["range"] = tuple(entry["range"])
-            entry["variants"] = [Variant(**variant) for variant in entry["variants"]]
-            entry["layer"] = entry["layer"] and LayerGraph.from_json(entry["layer"])
-            for name in _DECLINES:
-                entry[name] = {
-                    Decline(code, found["detail"]): found["layers"]
-                    for code, found in entry[name].items()
-                }
-        stored["ranges"] = [RangeReport(**entry) for entry in stored["ranges"]]
-        return Report(**stored)
-    except (UnicodeDecodeError, json.JSONDecodeError, TypeError, KeyError, AttributeError):
-        raise FormatError(f"{path} is not a stored report") from None
+        text = read_bounded(path)
+    except ValueError as error:
+        raise FormatError(f"{path} is not a stored report: {error}") from None
+    # Imported here: the plugin is loaded before vLLM needs pydantic.
+    from mla_fusion.report import schema
+
+    stored = schema.parse(text, str(path), VERSION)
+    ranges = []
+    for each in stored.ranges:
+        fields = vars(each).copy()
+        for name in _DECLINES:
+            fields[name] = {
+                Decline(code, of.detail): of.layers for code, of in fields[name].items()
+            }
+        ranges.append(RangeReport(**fields))
+    return Report(**{**vars(stored), "ranges": ranges})
 
 
 def _plain(value: Any) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class Node(NamedTuple):
@@ -43,8 +43,3 @@ class LayerGraph:
             for op in ops
             if before.get(op, 0) != after.get(op, 0)
         ]
-
-    @classmethod
-    def from_json(cls, stored: dict[str, list[list[Any]]]) -> LayerGraph:
-        """Read what `json.dumps` wrote of `dataclasses.asdict`."""
-        return cls(*([Node(*row) for row in stored[stage]] for stage in ("before", "after")))

@@ -1,6 +1,9 @@
 """The command line without an engine: arguments, errors for the reader, stored reports."""
 
+import contextlib
 import os
+import socket
+from pathlib import Path
 
 import pytest
 
@@ -115,11 +118,61 @@ def test_report_without_any(tmp_path, capsys, monkeypatch):
     assert "does not exist" in fail(capsys, "report", tmp_path / "absent.json")
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[]", '{"provider": 1}'])
-def test_report_of_another_file(content, tmp_path, capsys):
-    path = tmp_path / "other.json"
-    path.write_text(content)
-    assert "not a stored report" in fail(capsys, "report", path)
+DAMAGED = {
+    "empty": lambda text: "",
+    "none": lambda text: "{}",
+    "list": lambda text: "[]",
+    "field": lambda text: '{"provider": 1}',
+    "digits": lambda text: text.replace('"bucket":8', '"bucket":' + "9" * 5000),
+    "depth": lambda text: "[" * 100_000,
+    "deep field": lambda text: text.replace('"bucket":8', '"bucket":' + "[" * 9000 + "]" * 9000),
+    "type": lambda text: text.replace('"layers":2', '"layers":"2"'),
+    "reason": lambda text: text.replace('"shape"', '"no such reason"'),
+    "empty range": lambda text: text.replace("[1,8]", "[]"),
+    "reversed range": lambda text: text.replace("[1,8]", "[8,1]"),
+    "not finite": lambda text: text.replace('"pass_ms":0.0', '"pass_ms":NaN'),
+    "unknown field": lambda text: text.replace('"bucket"', '"x":1,"bucket"'),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_damaged_report_is_one_line_and_does_not_end_a_start(damage, tmp_path, capsys, caplog):
+    path = store(tmp_path, "a.json", fused=0)
+    whole, text = report.load(path), path.read_text()
+    path.write_text(DAMAGED[damage](text))
+    assert path.read_text() != text
+    said = fail(capsys, "report", path)
+    assert f"{path} is not a stored report" in said and len(said) < 500
+    assert report.find(path) is None
+    [record] = [r for r in caplog.records if str(path) in r.getMessage()]
+    assert record.levelname == "WARNING"
+    report.store(path, whole)
+    assert report.find(path) == whole
+
+
+def unreadable(kind, path):
+    """A path from which one could read for ever, or for very long."""
+    if kind == "device":
+        return Path("/dev/zero")
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as bound, contextlib.chdir(path.parent):
+            bound.bind(path.name)
+    else:
+        with path.open("wb") as file:
+            file.truncate(10 * 2**30)
+    return path
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("command", ["check", "report"])
+@pytest.mark.parametrize("kind", ["device", "pipe", "socket", "10 GiB"])
+def test_what_is_read_is_a_file_of_a_bounded_size(kind, command, tmp_path, capsys):
+    path = unreadable(kind, tmp_path / "a")
+    said = fail(capsys, command, path)
+    assert str(path) in said
+    assert ("more than 32 MiB" if kind == "10 GiB" else "a device, a pipe or a socket") in said
 
 
 def test_layers_that_are_in_no_graph_are_reported():

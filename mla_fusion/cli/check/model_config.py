@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from mla_fusion.cli.arguments import UserError, require
+from mla_fusion.report.files import read_bounded
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -59,7 +60,7 @@ def read(model: Path) -> tuple[dict[str, Any], str]:
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(read_bounded(path))
     except (FileNotFoundError, IsADirectoryError):
         raise UserError(
             f"no config.json or params.json at {path}: give the folder of a downloaded Hugging "

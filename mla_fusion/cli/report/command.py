@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from mla_fusion.cli.arguments import UserError, require
 from mla_fusion.cli.report import dumps
 from mla_fusion.report import stored_reports
+from mla_fusion.report.files import FormatError
 
 if TYPE_CHECKING:
     import argparse
@@ -85,13 +86,14 @@ def _cache_root() -> Path:
 
 
 def _load(path: Path) -> Report:
+    require("pydantic", purpose="mla-fusion report")
     from mla_fusion import report
 
     try:
         return report.load(path)
     except FileNotFoundError:
         raise UserError(f"{path} does not exist") from None
-    except (OSError, report.FormatError) as error:
+    except (OSError, FormatError) as error:
         raise UserError(
             f"{error}; reports are in VLLM_CACHE_ROOT/torch_compile_cache/mla_fusion"
         ) from None
