@@ -8,13 +8,14 @@
 import json
 import logging
 import sys
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch
 
 import mla_fusion
-from mla_fusion import config, kernels, plugin, report
+from mla_fusion import config, kernels, plugin, report, runtime
 from mla_fusion.config import vllm_compat
 from mla_fusion.kernels import reference
 from tests.aiter_double.test_require import ABSENT, on_path, write  # noqa: F401  a fixture
@@ -138,6 +139,19 @@ def test_provider_raises_in_a_step(monkeypatch, plain_kernels):
     assert "the reference provider failed in a decode step of 5 rows" in notes(caught)
     assert all(words in notes(caught) for words in WHAT_TO_DO)
     assert_same(run(build(SPEC), SPEC, MIXED), run(module, SPEC, MIXED), MIXED)
+
+
+def test_more_slots_than_query_rows(monkeypatch, plain_kernels):
+    """A provider would read behind the query: an error, and no byte of the cache is written."""
+    layer, cache, q = SimpleNamespace(), torch.zeros(8), torch.zeros(2, 1, 8)
+    batch = SimpleNamespace(num_actual_tokens=3, num_decode_tokens=3)
+    context = batch, layer, cache, torch.arange(3)
+    monkeypatch.setattr(vllm_compat, "attention_context", lambda name: context)
+    monkeypatch.setattr(vllm_compat, "layer_name_str", str)
+    with pytest.raises(ValueError, match="layer-0 has 2 query rows for 3 slots"):
+        runtime.fused_decode_prep(
+            q, q, q, q, None, None, None, q, "layer-0", "auto", "none", True, "reference"
+        )
 
 
 def switched_off(make, provider, caplog):

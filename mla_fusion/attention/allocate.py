@@ -54,7 +54,8 @@ class PersistentDecodePlan(PlanBuffers):
         Args:
             qo_indptr: [batch + 1] int32 (vLLM's query_start_loc), from 0, not decreasing.
                 Sequences without rows are padding.
-            seq_lens: [batch] int32, KV tokens of each sequence, its new ones included.
+            seq_lens: [batch] int32, KV tokens of each sequence, its new ones included; on a CPU
+                2^31 - 1 together, at most.
             num_tokens: query rows of the step, with padding: the first dimension of the query.
             max_query_len: most query rows of a sequence in this step.
 

@@ -67,6 +67,9 @@ def fused_decode_prep(
     Either way the KV cache is written. `prepared_q` is written only for a decode-only batch, with
     zeros in padding rows. k_pe is [T, 1, R]; the other shapes are those of
     `mla_fusion.kernels.fused_mla_decode_prep`.
+
+    Raises:
+        ValueError: vLLM passes more slots than there are query rows.
     """
     metadata, layer, kv_cache, slot_mapping = vllm_compat.attention_context(layer_name)
     if not _is_fused(metadata, slot_mapping):
@@ -78,6 +81,13 @@ def fused_decode_prep(
     assert slot_mapping is not None
     # vLLM may pass fewer slots than padded rows; such rows are padding too.
     rows = slot_mapping.shape[0]
+    if rows > q.shape[0]:
+        name = vllm_compat.layer_name_str(layer_name)
+        raise ValueError(
+            f"{name} has {q.shape[0]} query rows for {rows} slots: tokens of the batch have no "
+            "query. That is a fault of vLLM's batch; run it without "
+            "pass_config.fuse_aiter_qk_rope_kvcache_mla, and report it"
+        )
     if rows < prepared_q.shape[0]:
         prepared_q[rows:].zero_()
     if cos_sin_cache is not None:

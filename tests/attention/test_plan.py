@@ -204,6 +204,7 @@ class TestPlan:
             ({"ctas": None}, "ctas must be given on cpu"),
             ({"heads_per_work": 24}, "multiple of 16"),
             ({"max_split_per_batch": 0}, "max_split_per_batch must be -1"),
+            ({"max_kv_len": 2**30}, "4294967296, and a plan counts them in 32 bits"),
         ],
     )
     def test_allocate_refuses(self, changes, message):
@@ -217,6 +218,7 @@ class TestPlan:
             ({"seq_lens": torch.tensor([4, 5])}, "seq_lens must be a dense int32"),
             ({"seq_lens": ints(1, 1, 1, 1, 1), "qo_indptr": ints(0, 1, 2, 3, 4, 5)}, "up to 4"),
             ({"max_query_len": 3}, "up to 2 a sequence"),
+            ({"seq_lens": ints(2**31 - 1, 1)}, "2147483648 KV tokens"),
         ],
     )
     def test_refresh_refuses(self, changes, message):

@@ -82,9 +82,18 @@ def test_what_does_not_go_together(capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
-def test_more_tokens_than_a_plan_can_count(capsys):
-    assert main("plan --kv 100000000 --workers 304 --batch 256") == 2
-    assert "25600000000 KV tokens" in capsys.readouterr().err
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("--kv 100000000 --workers 304 --batch 256", "25600000000 KV tokens"),
+        ("--kv 4096 --workers 100000000", "65536 at most"),
+        ("--kv 1 --workers 8 --batch 2000000000", "1048576 at most"),
+    ],
+)
+def test_more_than_a_plan_can_count_or_draw(capsys, arguments, message):
+    assert main(f"plan {arguments}") == 2
+    assert message in capsys.readouterr().err
 
 
 def test_a_file_that_cannot_be_written(tmp_path, capsys):

@@ -16,6 +16,7 @@ from mla_fusion.attention.plan.heads import HeadLayout
 # fp32 sums of each head that an epilogue in slices keeps for its last CTA, and the fewest of
 # them that one counter is for: of one row, 16 columns and 2 slices.
 SUMS_PER_HEAD, SUMS_PER_COUNT = 2**14, 2**5
+MOST_TOKENS = 2**31 - 1  # of kv_indptr
 OVERHEAD = 16  # default fixed cost of a work item, in blocks: AITER's
 
 # The buffers that a refresh writes.
@@ -126,6 +127,12 @@ class Settings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        if (tokens := self.max_batch * (self.max_kv_len or 0)) > MOST_TOKENS:
+            raise ValueError(
+                f"{self.max_batch} sequences of {self.max_kv_len} KV tokens are {tokens}, and a "
+                f"plan counts them in 32 bits: {MOST_TOKENS} at most; lower max_batch (vLLM: "
+                "max_num_seqs) or max_kv_len (max_model_len)"
+            )
         cap = self.max_split_per_batch
         if cap < 1 and cap != -1:
             raise ValueError(f"max_split_per_batch must be -1 (no cap) or at least 1, got {cap}")

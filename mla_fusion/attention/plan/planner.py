@@ -38,7 +38,7 @@ import numpy as np
 import torch
 
 from mla_fusion.attention.plan import heads
-from mla_fusion.attention.plan.buffers import PLANNED, common_buffers
+from mla_fusion.attention.plan.buffers import MOST_TOKENS, PLANNED, common_buffers
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -96,6 +96,11 @@ def fill(
     plan: PlanBuffers, qo_indptr: torch.Tensor, seq_lens: torch.Tensor, max_query_len: int
 ) -> None:
     """Write the plan of one step in place: `fill_arrays` for tensors on the CPU."""
+    if (tokens := int(seq_lens.sum(dtype=torch.int64))) > MOST_TOKENS:
+        raise ValueError(
+            f"the step has {tokens} KV tokens, and a plan counts them in 32 bits: {MOST_TOKENS} at "
+            "most; decode fewer sequences at once"
+        )
     arrays = SimpleNamespace(**{name: getattr(plan, name).numpy() for name in PLANNED})
     fill_arrays(arrays, plan.rules, qo_indptr.numpy(), seq_lens.numpy(), max_query_len)
 

@@ -11,7 +11,8 @@ from mla_fusion.cli.arguments import UserError, count, positive
 if TYPE_CHECKING:
     from mla_fusion.attention.plan.heads import HeadLayout
 
-_MOST_TOKENS = 2**31 - 1  # of kv_indptr
+_MOST_CTAS = 2**16  # of a plan that is drawn, and tiles: it is made in Python
+_MOST_TILES = 2**20
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -59,18 +60,25 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan, and draw it where asked; always 0."""
-    from mla_fusion.attention.plan.buffers import OVERHEAD, Rules
+    from mla_fusion.attention.plan.buffers import MOST_TOKENS, OVERHEAD, Rules
     from mla_fusion.cli.plan import draw
 
     if arguments.lengths is not None and arguments.batch is not None:
         raise UserError("--batch goes with --kv; --lengths names every sequence")
-    seq_lens = arguments.lengths or (arguments.kv,) * (arguments.batch or 1)
-    if sum(seq_lens) > _MOST_TOKENS:
+    sequences = len(arguments.lengths or ()) or arguments.batch or 1
+    layout = _layout(arguments)
+    for most, what, asked in (
+        (_MOST_CTAS, "CTAs", arguments.ctas),
+        (_MOST_TILES, "tiles (sequences times head blocks)", sequences * layout.fold),
+    ):
+        if asked > most:
+            raise UserError(f"{asked} {what} are asked for, and plan draws {most} at most")
+    seq_lens = arguments.lengths or (arguments.kv,) * sequences
+    if sum(seq_lens) > MOST_TOKENS:
         raise UserError(
             f"the batch has {sum(seq_lens)} KV tokens, and a plan counts them in 32 bits: "
-            f"{_MOST_TOKENS} at most"
+            f"{MOST_TOKENS} at most"
         )
-    layout = _layout(arguments)
     rules = Rules(arguments.ctas, layout.fold, 16, OVERHEAD, arguments.max_split_per_batch)
     drawn = draw.make(rules, seq_lens, arguments.query_len)
     print("\n".join(draw.lines(drawn)))
