@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mla_fusion import config, ops, report, runtime
 from mla_fusion.config import vllm_compat
 from mla_fusion.report.reasons import Decline
-from mla_fusion.runtime import collectives, decode_choice, metrics, sparse_step, step_plan
+from mla_fusion.runtime import collectives, decode_choice, metrics, sparse_step, step_plan, tables
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -298,10 +298,10 @@ def _prepare_workers() -> None:
     """Why: a worker must know the ops, have its kernels compiled and its plans made before a
     request. The operator must read what fused, even from a warm compile cache.
 
-    How: register the ops and make a step counter when a worker is made; wrap two methods of its
-    class, which overrides them. Every worker answers `collective_rpc("mla_fusion_steps")`, even if
-    the flag was switched off: vLLM would raise NotImplementedError. Until: vLLM offers hooks after
-    loading and compilation.
+    How: register the ops and make a step counter when a worker is made; wrap methods of its class,
+    which overrides them. Every worker answers `collective_rpc("mla_fusion_steps")`, even if the
+    flag was switched off: vLLM would raise NotImplementedError. Until: vLLM offers hooks after
+    loading, reloading and compilation.
     """
     from vllm.v1.worker.worker_base import WorkerBase
 
@@ -309,6 +309,8 @@ def _prepare_workers() -> None:
         def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
             _wrap(type(self), "load_model", _prepare_layers)
             _wrap(type(self), "compile_or_warm_up_model", _warm_up_and_publish)
+            for name in filter(lambda name: hasattr(type(self), name), vllm_compat.LOADS_WEIGHTS):
+                _wrap(type(self), name, tables.refreshing)
             original(self, *args, **kwargs)
             if config.is_on(self.vllm_config):
                 # No pass registers the ops if a graph that calls them comes from a warm cache.
@@ -387,8 +389,7 @@ def _count_steps() -> None:
     def build(original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
             metadata = original(self, *args, **kwargs)
-            # A builder of an engine that started without the flag may be older than this wrapper.
-            steps, name = getattr(self, _GROUP, (None, ""))
+            steps, name = getattr(self, _GROUP, (None, ""))  # None: it is older than this wrapper
             if steps is not None:
                 steps.count(name, metadata)
             return metadata

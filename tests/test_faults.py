@@ -17,7 +17,8 @@ import torch
 import mla_fusion
 from mla_fusion import config, kernels, plugin, report, runtime
 from mla_fusion.config import vllm_compat
-from mla_fusion.kernels import reference
+from mla_fusion.kernels import aiter, reference
+from mla_fusion.runtime import tables
 from tests.aiter_double.test_require import ABSENT, on_path, write  # noqa: F401  a fixture
 from tests.models import DEEPSEEK_V2
 from tests.passes.fake_engine import DECODE, MIXED, Engine, assert_same, fuse, run
@@ -139,6 +140,33 @@ def test_provider_raises_in_a_step(monkeypatch, plain_kernels):
     assert "the reference provider failed in a decode step of 5 rows" in notes(caught)
     assert all(words in notes(caught) for words in WHAT_TO_DO)
     assert_same(run(build(SPEC), SPEC, MIXED), run(module, SPEC, MIXED), MIXED)
+
+
+@pytest.mark.parametrize("method", vllm_compat.LOADS_WEIGHTS)
+def test_what_is_derived_from_buffers_follows_a_reload(make, method, monkeypatch):
+    """Through `.data`, as vLLM restores buffers after a sleep of level 2; aiter keeps halves."""
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    source, q = torch.randn(4, 8), torch.zeros(1, dtype=torch.bfloat16)
+    monkeypatch.setattr(aiter, "_halves", {})
+    monkeypatch.setattr(reference, "refresh", aiter.refresh, raising=False)
+
+    def load(self, *args, **kwargs):
+        source.data.mul_(-1)
+
+    load.__name__ = method
+    made = type("Worker", (WorkerBase,), {method: load})(make(), 0, 0, "")
+    made.vllm_config.compilation_config.static_forward_context = layers = Engine(SPEC).layers
+    for layer in layers.values():
+        setattr(layer, tables.ATTRIBUTE, {})
+        table = tables.in_type(layer, source, "native", torch.bfloat16)
+    halves = aiter._tables(table, q, 8)
+    getattr(made, method)()
+    assert torch.equal(table, source.bfloat16())
+    assert torch.equal(torch.cat(halves, 1), table)
+    if method == "wake_up":
+        made.wake_up(["kv_cache"])  # weights still sleep: nothing is read
+        assert torch.equal(table, -source.bfloat16())
 
 
 def test_more_slots_than_query_rows(monkeypatch, plain_kernels):

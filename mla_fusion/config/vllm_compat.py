@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 # vLLM 0.26 is the first release whose MLA layer has the split KV-update and attention ops this
 # library rewrites together with `VllmFusionPatternMatcherPass`; 0.33 is the last one read.
 OLDEST, NEWEST = (0, 26), (0, 33)
+# Methods of a worker after which weights and buffers may be others; a release may lack one.
+LOADS_WEIGHTS = ("reload_weights", "finish_weight_update", "wake_up")
 
 
 def installed_version() -> str:

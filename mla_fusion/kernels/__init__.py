@@ -28,8 +28,9 @@ def get_provider(name: str) -> Any:
     A provider module has `require() -> None`, which raises `ProviderUnavailable`;
     `fused_mla_decode_prep(inputs: Inputs) -> Tensor`, which does not validate;
     `unsupported(nope, rope, latent) -> str`, why it does not serve such widths, or an empty string;
-    and, if a first call compiles or builds something, `warmup` with the signature of
-    `triton.warmup`. Nothing falls back: an operator who asked for a kernel gets that kernel or an
+    if a first call compiles or builds something, `warmup` with the signature of `triton.warmup`;
+    and, if it keeps what it made of its arguments, `refresh() -> None`, which makes it anew in
+    place. Nothing falls back: an operator who asked for a kernel gets that kernel or an
     error.
     """
     if name not in PROVIDERS:

@@ -269,6 +269,14 @@ def _tables(
     return _halves[key][1:]
 
 
+def refresh() -> None:
+    """Convert all tables anew, in place: what they were made of may have changed."""
+    for source, *halves in _halves.values():
+        if source is not None:
+            for half, new in zip(halves, source.chunk(2, dim=-1), strict=True):
+                half.copy_(new)
+
+
 def warmup(
     batch: Callable[[int], Inputs],
     max_tokens: int,

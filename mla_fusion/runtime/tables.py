@@ -1,17 +1,24 @@
 """Cosines and sines in the type of the query, as a native rotation uses them.
 
-The MLA layers of an engine keep them, so they are freed with it.
+The MLA layers of an engine keep them, so they are freed with it. These and the halves of provider
+`aiter` are all that this library derives from weights or buffers and keeps: W_UK, W_UV and scales
+are read from the layer in every step. `refreshing` follows a reload or a wake-up, after which a
+replayed CUDA graph, which runs no Python, reads them at the same addresses.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from mla_fusion import config, kernels
 from mla_fusion.config import vllm_compat
 from mla_fusion.kernels.capture import refuse_during_capture
 from mla_fusion.ops import Rope
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 ATTRIBUTE = "mla_fusion_tables"
 
@@ -48,6 +55,33 @@ def in_type(layer: Any, source: torch.Tensor, rope: str, dtype: torch.dtype) -> 
         source = source if found is None else found.source
         found = kept[key] = _Rounded(source, _version(source), table)
     return found.table
+
+
+def refreshing(load: Callable[..., Any]) -> Callable[..., Any]:
+    """`load`, a method of a worker after which weights or buffers may be others, and then `refresh`
+    of its engine."""
+
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = load(self, *args, **kwargs)
+        tags = kwargs.get("tags", args[0] if args else None) if load.__name__ == "wake_up" else None
+        # Weights that still sleep have no memory.
+        if config.is_on(self.vllm_config) and (tags is None or "weights" in tags):
+            refresh(self.vllm_config)
+        return result
+
+    return wrapper
+
+
+def refresh(vllm_config: Any) -> None:
+    """Derive again, in place, what an engine keeps; a write through `.data` has no version."""
+    layers = vllm_compat.mla_layers(vllm_config.compilation_config.static_forward_context)
+    having = [getattr(layer, ATTRIBUTE, {}) for layer in layers.values()]
+    for kept in {id(each): each for each in having}.values():
+        for found in kept.values():
+            found.table.copy_(found.source)
+    provider = kernels.get_provider(config.read_options(vllm_config.additional_config).provider)
+    if hasattr(provider, "refresh"):  # after the tables: it may have been given those
+        provider.refresh()
 
 
 def _version(x: torch.Tensor) -> int:
