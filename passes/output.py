@@ -14,7 +14,8 @@ of its output: for a batch that is not decode-only vLLM's attention writes it, a
 quantization reads it.
 
 It runs after pass 4 and before pass 5, on calls that pass 4 fused. Safe because nothing but the
-quantization reads the output, and the op quantizes as `patterns.output_quantization` found. A layer
+quantization reads the output, because nothing writes the layer's cache before that, and because the
+op quantizes as `patterns.output_quantization` found. A layer
 whose output stays as it is has a reason; that is no decline of the layer.
 """
 
@@ -29,7 +30,7 @@ from mla_fusion.attention.plan.epilogue import in_groups
 from mla_fusion.passes.result import PassResult
 from mla_fusion.passes.rewrite import empty, functionalized_call
 from mla_fusion.patterns import output_quantization
-from mla_fusion.patterns.site import functionalized_op, outputs
+from mla_fusion.patterns.site import ATTENTION, functionalized_op, op_name, outputs
 from mla_fusion.report.reasons import Declined
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class MLADecodeOutputFusionPass:
             try:
                 self._check_layer(attention.kwargs["layer_name"])
                 found = output_quantization.read(outputs(attention, 1))
+                _check_cache(attention, found.last)
             except Declined as declined:
                 result.declined[attention.name] = declined.decline
                 continue
@@ -68,6 +70,20 @@ class MLADecodeOutputFusionPass:
             raise Declined("unknown-layer", str(layer_name))
         if facts.plain_output:
             raise Declined("output-epilogue", facts.plain_output)
+
+
+def _check_cache(attention: fx.Node, last: fx.Node) -> None:
+    """Raise Declined if a cache write of the layer lies between: the attention moves behind it."""
+    name, node = attention.kwargs["layer_name"], attention.next
+    while node is not last and node.op != "root":
+        named = name in (*node.args, *node.kwargs.values())
+        op = functionalized_op(node) or op_name(node.target)
+        if named and op not in _READERS:
+            raise Declined("output-quantization", f"behind {op}, which writes the cache")
+        node = node.next
+
+
+_READERS = {ATTENTION, *(f"{ops.NAMESPACE}::{name}" for name in ops.ATTENTION_OPS)}
 
 
 def _is_fused(node: fx.Node) -> bool:

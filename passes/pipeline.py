@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from torch import fx
 
 logger = logging.getLogger("vllm.mla_fusion")
+_FAILED = "mla_fusion: a pass failed; this graph stays unfused"
 
 
 class MLAFusionPass(InductorPass):
@@ -110,9 +111,14 @@ class MLAFusionPass(InductorPass):
         if ATTENTION in partition_ops and not {*ops.RUNTIME_OPS} <= {*partition_ops}:
             record.declined = {call.name: Decline("splitting-ops") for call in calls}
             return
-        layers = vllm_compat.mla_layers(vllm_compat.current_layers())
-        activation = _activation(calls)
-        facts = {name: self._facts(layer, activation) for name, layer in layers.items()}
+        try:
+            layers = vllm_compat.mla_layers(vllm_compat.current_layers())
+            activation = _activation(calls)
+            facts = {name: self._facts(layer, activation) for name, layer in layers.items()}
+        except Exception as error:
+            logger.exception(_FAILED)
+            _decline_all(record, calls, error)
+            return
         fuse(graph, calls, facts, self.provider, record)
 
     def _facts(self, layer: Any, activation: torch.dtype) -> eligibility.LayerFacts:
@@ -157,17 +163,18 @@ def fuse(
     rewrote and the next one did not, puts the whole graph back: it then runs unfused, and the
     report says why.
     """
-    everything = eligibility.common(facts.values())
+    everything: eligibility.LayerFacts | None = None
 
     def facts_of(layer_name: Any) -> eligibility.LayerFacts | None:
         name = vllm_compat.traced_layer_name(layer_name)
         return everything if name is None else facts.get(name)
 
-    # vLLM's own passes leave nodes before what they read; its cleanup after this pass sorts too.
-    stable_topological_sort(graph)
     snapshot = Snapshot(graph)
-    before = of_last_layer(calls)
     try:
+        everything = eligibility.common(facts.values())
+        # vLLM's own passes leave nodes before what they read; its cleanup after this one sorts too.
+        stable_topological_sort(graph)
+        before = of_last_layer(calls)
         canonical = CanonicalizeMLARoPEPass(facts_of)(graph)
         lifted = MLADecodeQPrepLiftPass(facts_of)(graph)
         fused = MLAAiterQkRopeKVCacheFusionPass(provider)(graph)
@@ -176,23 +183,28 @@ def fuse(
             raise Declined("unfused-pair", f"{names}: {len(fused.rewritten)} fused")
         finished = MLADecodeOutputFusionPass(facts_of)(graph)
         graph.lint()
+        attention = [finished.rewritten.get(n.name, n) for n in lifted.rewritten.values()]
+        variants = {_variant(node) for node in fused.rewritten.values()}
+        quantizations = Counter(map(_quantization, attention))
     except Exception as error:
-        logger.exception("mla_fusion: a pass failed; this graph stays unfused")
+        logger.exception(_FAILED)
         snapshot.restore()
-        decline = (
-            error.decline if isinstance(error, Declined) else Decline("pass-error", repr(error))
-        )
-        record.declined = {call.name: decline for call in calls}
+        _decline_all(record, calls, error)
         return
-    attention = [finished.rewritten.get(n.name, n) for n in lifted.rewritten.values()]
     drop_dead(graph, [*canonical.dead, *lifted.dead, *finished.dead], functionalized=True)
     record.declined = canonical.declined
     record.fused = len(fused.rewritten)
-    record.variants = {_variant(node) for node in fused.rewritten.values()}
-    record.outputs = Counter(map(_quantization, attention))
+    record.variants = variants
+    record.outputs = quantizations
     record.plain_outputs = finished.declined
     if fused.rewritten:
         record.layer = LayerGraph(before, of_last_layer(attention))
+
+
+def _decline_all(record: report.GraphRecord, calls: list[fx.Node], error: Exception) -> None:
+    """Say in `record` why no layer of the graph is fused."""
+    decline = error.decline if isinstance(error, Declined) else Decline("pass-error", repr(error))
+    record.declined = {call.name: decline for call in calls}
 
 
 def _show(stage: str, graph: fx.Graph) -> None:

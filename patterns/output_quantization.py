@@ -7,7 +7,8 @@
 The first two are vLLM's `QuantFP8` as a custom op (`+quant_fp8`, which vLLM adds for block-fp8
 checkpoints), the third is its native form for one given scale. The ops are compared by their
 arguments. The native form is run, on random bits of the activations' type, and must equal the
-formula to the bit: it is rounded, so that no polynomial tells it from others.
+formula to the bit: it is rounded, so that no polynomial tells it from others. What it makes of the
+scale alone is 1 / scale for positive normal numbers of every magnitude.
 
 The epilogue's scales are fp32, not rounded or rounded up to powers of two as DeepGEMM wants them on
 Hopper (ue8m0); any strides fit, so also those of CUTLASS (columns) and of DeepGEMM (aligned
@@ -26,7 +27,7 @@ from torch import fx
 from mla_fusion.attention.plan.epilogue import EPSILON, GROUP, largest
 from mla_fusion.kernels.arithmetic import FP8_DTYPES
 from mla_fusion.ops import Quantization
-from mla_fusion.patterns import probe
+from mla_fusion.patterns import probe, rows
 from mla_fusion.patterns.site import arguments, functionalized_op, is_live, op_name, outputs
 from mla_fusion.report.reasons import Declined
 
@@ -51,7 +52,8 @@ _IN_ORDER = probe.VIEWS - {
     aten.permute.default,
     aten.transpose.int,
 }
-_SCALES = (0.01, 0.7, 3.0)  # with which the native form is run
+_FLOAT = torch.finfo(torch.float32)
+_SCALES = (_FLOAT.tiny, 0.01, 0.7, 3.0, _FLOAT.max)  # with which the native form is run
 
 
 @dataclass(frozen=True)
@@ -187,6 +189,12 @@ def _group(node: fx.Node) -> OutputQuantization:
             raise _other(f"{_name(node)}, {name} {args[name]}")
     spelling = Quantization.GROUP_UE8M0 if args["scale_ue8m0"] else Quantization.GROUP
     _check_fp32(args["output_s"])
+    *rows_of, columns = _shape(args["input"])
+    if _shape(args["output_q"]) != [*rows_of, columns] or _shape(args["output_s"]) != [
+        *rows_of,
+        str(int(columns) // GROUP),
+    ]:
+        raise _other(f"{_name(node)} of padded rows")
     buffers = [args["output_q"], args["output_s"]]
     return OutputQuantization(spelling, outputs(node, 1), outputs(node, 2), None, buffers, node)
 
@@ -277,6 +285,8 @@ def _is_formula(
 
     What is rounded to fp8 is compared before: other orders of operations differ there.
     """
+    if rows.mixing(interior) or not _takes_reciprocal(interior, output, scale):
+        return False
     dtype = sink.meta["val"].dtype
     most = largest(dtype)
     shape = probe.concrete_shape(output[0])
@@ -287,15 +297,46 @@ def _is_formula(
         x = torch.where(x.isfinite(), x, torch.ones_like(x))
         value = torch.full(probe.concrete_shape(scale), number)
         wide = (x.float() * value.view(-1).reciprocal()).clamp(-most, most)
-        env: dict[fx.Node, Any] = {**dict.fromkeys(output, x), scale: value}
-        try:
-            for node in interior:
-                args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
-                env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-        except (RuntimeError, IndexError, TypeError, KeyError):
+        env = _run(interior, {**dict.fromkeys(output, x), scale: value})
+        if env is None:
             return False
         rounded = env[sink.all_input_nodes[0]]
         same = rounded.shape == wide.shape and torch.equal(rounded, wide)
         if not (same and torch.equal(env[sink].float(), wide.to(dtype).float())):
             return False
     return True
+
+
+def _run(interior: list[fx.Node], env: dict[fx.Node, Any]) -> dict[fx.Node, Any] | None:
+    """`env` with the values of `interior`; None if they cannot be computed."""
+    try:
+        for node in interior:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
+            env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+    except (RuntimeError, IndexError, TypeError, KeyError):
+        return None
+    return env
+
+
+def _takes_reciprocal(interior: list[fx.Node], output: list[fx.Node], scale: fx.Node) -> bool:
+    """Whether what is computed from `output` reads 1 / scale, for every scale, and no other value.
+
+    Tried with a scale of each exponent of a positive normal fp32 number, and with the least and the
+    largest one.
+    """
+    values = set(output)
+    for node in interior:
+        if values & set(node.all_input_nodes):
+            values.add(node)
+    alone = [node for node in interior if node not in values]
+    read = {n for node in values & set(interior) for n in node.all_input_nodes} - values
+    mantissas = torch.rand(254, generator=torch.Generator().manual_seed(0x5EED)) + 1
+    every = torch.ldexp(mantissas, torch.arange(-126, 128)).tolist()
+    shape = probe.concrete_shape(scale)
+    for number in (_FLOAT.tiny, *every, _FLOAT.max):
+        value = torch.full(shape, number)
+        env = _run(alone, {scale: value})
+        want = value.view(-1).reciprocal()
+        if env is None or not all(torch.equal(env[n].reshape(-1), want) for n in read):
+            return False
+    return bool(read)
