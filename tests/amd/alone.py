@@ -16,7 +16,7 @@ class Wave:
     the accumulators.
     """
 
-    def __init__(self, lds=256, readable=(), writable=(), fnuz=False, number=0, seed=1):
+    def __init__(self, lds=256, readable=(), writable=(), number=0):
         self.bytes = np.zeros(execute.function("size_of_wave", ctypes.c_uint64)(), np.uint8)
         words = self.bytes.view(np.uint32)
         self.s = words[:_SCALARS]
@@ -40,17 +40,13 @@ class Wave:
             region_count=len(regions),
             lds_size=lds,
             limit=10_000,
-            seed=seed,
-            fnuz=fnuz,
+            seed=1,
         )
 
     def set_pair(self, index, value):
         self.s[index : index + 2] = value & 0xFFFFFFFF, value >> 32
 
-    def pair(self, index):
-        return int(self.s[index]) | int(self.s[index + 1]) << 32
-
-    def run(self, *lines, run="run_alone"):
+    def run(self, *lines):
         """Execute lines of assembly; returns the names of the faults."""
         instructions, labels = [], {}
         for number, line in enumerate((*lines, "s_endpgm"), 1):
@@ -64,6 +60,6 @@ class Wave:
         )
         self.pc[:] = 0
         address = ctypes.c_void_p(self.bytes.ctypes.data)
-        execute.function(run)(ctypes.byref(self.machine), code, address)
+        execute.function("run_alone")(ctypes.byref(self.machine), code, address)
         faults = self.machine.faults
         return {name for name, count in zip(execute.FAULTS, faults, strict=True) if count}

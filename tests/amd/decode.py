@@ -67,14 +67,6 @@ class Expected:
         lse = torch.full(self.lse.shape, torch.nan)
         self.inputs = Inputs(**given, out=out, lse=lse)
 
-    def split(self, like):
-        """Which elements of a result [T, H, ...] come from more than one split."""
-        plan, mask = self.inputs.plan, torch.zeros_like(like, dtype=torch.bool)
-        splits = plan.reduce_indptr.diff().view(-1, plan.fold)[:, 0] > 0
-        for sequence in splits.nonzero().flatten().tolist():
-            mask[plan.qo_indptr[sequence] : plan.qo_indptr[sequence + 1]] = True
-        return mask
-
     def wrong(self):
         """How many elements are wrong, by result; empty if none is."""
         near = {

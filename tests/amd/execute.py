@@ -120,8 +120,8 @@ def function(name, result=None):
     return found
 
 
-def run(given, writable, settings=None, code=None):
-    """Execute a launch; `writable` names the tensors it may write, `code` replaces its program.
+def run(given, writable, settings=None):
+    """Execute a launch; `writable` names the tensors it may write.
 
     The outcome says what was wrong with an access; the caller compares the tensors.
     """
@@ -130,7 +130,7 @@ def run(given, writable, settings=None, code=None):
     directives = kernel.program.directives
     wrong = {n: directives[n] for n, want in _DIRECTIVES.items() if directives[n] != want}
     assert not wrong, f"the machine does not know a kernel with {wrong}; see tests/amd/execute.py"
-    code = encode.program(kernel.program) if code is None else code
+    code = encode.program(kernel.program)
     counts = np.zeros(len(code), np.uint64)
     arguments = _arguments(given)
     regions = _regions(given, writable, arguments)

@@ -12,8 +12,8 @@ Types of operands, in the order of the text:
 Sources are `a`, `b`, `c`; the first result is `d` in the formulas after it. `i` is the instruction,
 `w` the wave, `l` the lane, `scc` and `exec` what these were before. Functions are in machine/.
 
-A new instruction is a line here, and one in formulas.py; or a row of `SPECIAL`, a function in
-machine/instructions.h, and a case in test_instructions.py.
+A new instruction is a line here; or a row of `SPECIAL` and a function in machine/instructions.h.
+A launch that executes it is its test.
 """
 
 import dataclasses
