@@ -1,118 +1,83 @@
-"""Who decodes a layer: the table of measurements, and what `attention=auto` comes to by it."""
-
-import math
+import json
+import logging
 from types import SimpleNamespace
 
 import figures
 import pytest
+import tables
 import torch
 
 from mla_fusion.config import Options, eligibility, vllm_compat
 from mla_fusion.report.reasons import Decline
 from mla_fusion.runtime import decode_choice, measured, step_plan
 
-TYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
-BACKENDS = {"bf16": ("fa3", "FLASH_ATTN_MLA"), "fp8": ("flashmla", "FLASHMLA")}
 H200, AUTO = "NVIDIA H200", Options("triton")
+KEY = "bfloat16", 16, 1, "FLASH_ATTN_MLA"
 
 
-def table(rows):
-    """SEQUENCES by rows of `mla-fusion bench decode`: for each GPU, type, heads and query rows the
-    longest run of batches that are not slower than the backend in the mean of their shapes, nor by
-    more than MOST_LOST in one. Rows of the decode alone count only where none has the product too:
-    a layer runs both."""
-    alone, behind, found = {}, {}, {}
-    for row in rows:
-        # Older files are of one query row, and of the decode alone.
-        key = row["gpu"], row["dtype"], int(row["heads"]), int(row.get("queries", 1))
-        values = int(row.get("values", 0))
-        shape = int(row["batch"]), row["context"], row["ragged"], values
-        times = (behind if values else alone).setdefault(key, {}).setdefault(shape, {})
-        times[row["candidate"]] = float(row["p50_us"])
-    for (gpu, dtype, *shape), shapes in (alone | behind).items():
-        peer, backend = BACKENDS[dtype]
-        runs = [[]]
-        for batch in sorted({batch for batch, *_ in shapes}):
-            here = [us for (each, *_), us in shapes.items() if each == batch]
-            ratios = [us[peer] / us["ours"] for us in here]
-            if math.prod(ratios) < 1 or min(ratios) < 1 - measured.MOST_LOST:
-                runs.append([])
-            else:
-                runs[-1].append(batch)
-        longest = max(runs, key=len)
-        found[gpu, TYPES[dtype], *shape, backend] = (longest[0], longest[-1]) if longest else None
-    return found
-
-
-def stored():
-    """All rows of results that the table is of."""
-    for path in (*figures.ATTENTION, *sorted(figures.RESULTS.glob("step*_h200.csv"))):
-        yield from figures.read(path)
-
-
-def test_the_table_is_what_the_rows_say():
-    rows = list(stored())
+def test_the_shipped_files_are_what_the_rows_say():
+    rows = [row for path in tables.SOURCES for row in figures.read(path)]
     for row in rows:
         assert (int(row["latent"]), int(row["rope"])) == measured.WIDTHS
         assert int(row["page"]) == measured.PAGE
         assert row["candidate"] != "ours" or float(row["error"]) < 0.004
-    assert table(rows) == measured.SEQUENCES
-
-
-def test_query_rows_are_told_apart():
-    """Each number of them has batches of its own; one without rows has none."""
-    us = {
-        1: {1: 1.0, 4: 1.0, 16: 1.0},
-        2: {1: 1.0, 4: 1.03, 16: 1.0, 64: 0.9},
-        4: {1: 1.0, 4: 1.0, 16: 1.03},
-        8: {1: 1.03, 4: 1.03},
-    }
-    rows = [
-        {"gpu": "G", "dtype": "bf16", "heads": "8", "queries": str(queries), "batch": str(batch),
-         "context": "70", "ragged": "0", "candidate": name, "p50_us": str(time)}
-        for queries, batches in us.items() for batch, ours in batches.items()
-        for name, time in (("ours", ours), ("fa3", 1.0))
-    ]  # fmt: skip
-    key = "G", torch.bfloat16, 8
-    found = (1, (1, 16)), (2, (16, 64)), (4, (1, 4)), (8, None)
-    wanted = {(*key, n, "FLASH_ATTN_MLA"): most for n, most in found}
-    assert table(rows) == wanted
-
-
-def test_a_step_may_lose_in_one_context_what_it_gains_in_the_mean():
-    times = {1: (0.8, 1.07), 2: (0.8, 1.09), 4: (1.01, 1.0), 8: (0.99, 1.0)}
-    rows = [
-        {"gpu": "G", "dtype": "fp8", "heads": "8", "batch": str(batch), "context": str(context),
-         "ragged": "0", "candidate": name, "p50_us": str(us)}
-        for batch, ours in times.items() for context, time in enumerate(ours)
-        for name, us in (("ours", time), ("flashmla", 1.0))
-    ]  # fmt: skip
-    of_one = [row for row in rows if row["batch"] in "12"]
-    key = "G", torch.float8_e4m3fn, 8, 1, "FLASHMLA"
-    assert table(of_one) == {key: (1, 1)} and table(rows[4:]) == {key: (8, 8)}
+    shipped = {path.name: path.read_text() for path in measured.FOLDER.iterdir()}
+    assert shipped == {name: tables.text(of) for name, of in tables.tables(rows).items()}
 
 
 def test_rows_with_the_product_decide_where_there_are_some():
-    """For each width of W_UV; the range may begin and end anywhere."""
+    """Those of all widths of W_UV; what vLLM does not choose is no peer."""
+    facts = dict.fromkeys(("vllm", "triton", "commit", "command"), "")
+    times = dict.fromkeys(tables.TIMES, "1.0")
 
-    def rows(heads, values, times):
-        shared = {"gpu": "G", "dtype": "fp8", "heads": heads, "context": "70", "ragged": "0"}
-        return [
-            {**shared, **values, "batch": str(batch), "candidate": name, "p50_us": str(us)}
-            for batch, time in times.items()
-            for name, us in (("ours", time), ("flashmla", 1.0))
-        ]
+    def rows(heads, ours, **values):
+        step = {"gpu": "G", "dtype": "fp8", "heads": heads, "batch": "1", "context": "70"}
+        for name, default in (("ours", "0"), ("flashmla", "1"), ("triton_mla", "0")):
+            us = times | {"p50_us": ours} if name == "ours" else times
+            yield {**facts, **step, "ragged": "0", **values, **us, "candidate": name,
+                   "vllm_default": default}  # fmt: skip
 
     every = [
-        *rows("8", {}, {1: 1.5, 4: 1.5, 16: 1.5}),
-        *rows("8", {"values": "128"}, {1: 1.5, 2: 0.9, 4: 1.0, 16: 1.0, 32: 1.5}),
-        *rows("8", {"values": "256"}, {1: 0.9, 2: 0.9, 4: 1.0, 16: 1.5}),
-        *rows("16", {}, {1: 0.9, 4: 1.5}),
-        *rows("32", {"values": "0"}, {1: 1.5, 4: 0.9}),
+        *rows("8", "1.5"), *rows("8", "0.5", values="128"), *rows("8", "0.7", values="256"),
+        *rows("16", "0.9", values="0"),
+    ]  # fmt: skip
+    for order in (every, every[::-1]):
+        found = measured.parse(tables.tables(order)["G.json"], "G")
+        assert {shape: [row[4] for row in rows] for shape, rows in found.items()} == {
+            ("float8_e4m3fn", 8, 1, "FLASHMLA"): [0.5, 0.7],
+            ("float8_e4m3fn", 16, 1, "FLASHMLA"): [0.9],
+        }
+
+
+@pytest.mark.parametrize(
+    ("ours", "max_model_len", "span"),
+    [  # times of ours by context, for each number of sequences; the backend takes 1.0
+        ({1: (1.0, 1.0), 4: (1.0, 1.0), 16: (0.9, 0.9)}, 8192, (1, 16)),
+        ({1: (1.1, 1.1), 4: (0.9, 0.9), 16: (1.0, 1.0), 64: (1.1, 1.1)}, 8192, (4, 16)),
+        ({1: (0.9, 0.9), 2: (1.1, 1.1), 4: (0.9, 0.9), 8: (0.9, 0.9)}, 8192, (4, 8)),
+        ({1: (1.1, 1.1)}, 8192, None),
+        ({1: (0.8, 1.07)}, 8192, (1, 1)),  # loses 7 % in one, gains in the mean
+        ({1: (0.8, 1.09)}, 8192, None),  # loses more than 7 % in one
+        ({1: (1.01, 1.0)}, 8192, None),  # loses in the mean
+        ({1: (0.8, 1.09)}, 4096, None),  # nearer to 8192 than to 1024
+        ({1: (0.8, 1.09)}, 4095, (1, 1)),
+        ({1: (0.8, 1.09)}, 1, (1, 1)),  # shorter than any row
+    ],
+)
+def test_the_contexts_that_an_engine_can_have_decide(ours, max_model_len, span):
+    rows = [
+        [sequences, context, 0, us, us, us, 1.0, 1.0, 1.0]
+        for sequences, times in ours.items()
+        for context, us in zip((1024, 8192), times, strict=True)
     ]
-    found = {heads: span for (_, _, heads, *_), span in table(every).items()}
-    assert found == {8: (2, 4), 16: (1, 1), 32: (4, 4)}
-    assert table(reversed(every)) == table(every)
+    assert measured.span(rows, max_model_len) == span
+    assert measured.span(rows[::-1], max_model_len) == span
+
+
+@pytest.mark.parametrize(("max_model_len", "most"), [(202752, 2), (32768, 2), (16384, 16)])
+def test_glm_4_7_flash_in_fp8_is_ours_at_8_sequences_unless_contexts_are_long(max_model_len, most):
+    found = measured.spans(H200, max_model_len)
+    assert found["float8_e4m3fn", 20, 1, "FLASHMLA"] == (1, most)
 
 
 @pytest.fixture
@@ -138,6 +103,7 @@ def engine(seqs=256, drafts=0, dcp=1, ubatching=False, page=64, cache="auto", op
            latent=512):  # fmt: skip
     model = SimpleNamespace(
         dtype=torch.bfloat16,
+        max_model_len=131072,
         get_num_attention_heads=lambda parallel: 16,
         hf_text_config=SimpleNamespace(kv_lora_rank=latent, qk_rope_head_dim=64),
     )
@@ -163,8 +129,8 @@ def test_a_kernel_that_has_not_run_with_this_triton_is_left_out(
     assert choice.sequences == sequences
     named = "FLASH_ATTN_MLA (auto: the kernel for 64 heads has not run with Triton 3.9)"
     assert sequences or choice.why == named
-    assert measured.is_listed(H200, torch.bfloat16, 64, 1) == bool(sequences)
-    assert measured.is_listed(H200, torch.bfloat16, 16, 4) == bool(sequences)
+    assert measured.is_listed(H200, 131072, ("bfloat16", 64, 1)) == bool(sequences)
+    assert measured.is_listed(H200, 131072, ("bfloat16", 16, 4)) == bool(sequences)
     assert decode_choice.choose(layer(heads=32), AUTO, engine()).sequences == 256
 
 
@@ -212,10 +178,8 @@ def test_an_fp8_query_has_rows_of_its_own(h200, monkeypatch):
     assert many.why == "portable from 32 to 256 sequences, FLASHMLA else (auto: as measured)"
 
 
-def test_drafts_have_rows_of_their_own(h200, monkeypatch):
-    """A table with 4 query rows: steps with 3 drafts are ours up to its batch, others are not."""
-    key = H200, torch.bfloat16, 16, 4, "FLASH_ATTN_MLA"
-    monkeypatch.setattr(measured, "SEQUENCES", measured.SEQUENCES | {key: (1, 32)})
+def test_drafts_have_rows_of_their_own(h200):
+    """The table has 4 query rows: steps with 3 drafts are ours up to its batch, others are not."""
     choice = decode_choice.choose(layer(), AUTO, engine(drafts=3))
     assert (choice.planner, choice.sequences) == ("portable", 32)
     assert not decode_choice.choose(layer(), AUTO, engine(drafts=2)).planner
@@ -225,15 +189,69 @@ def test_drafts_have_rows_of_their_own(h200, monkeypatch):
         assert config.cache_config.block_size == page
 
 
-def test_fewer_sequences_than_ours_pays_with_are_vllms(h200, monkeypatch):
-    key = H200, torch.bfloat16, 16, 1, "FLASH_ATTN_MLA"
-    monkeypatch.setattr(measured, "SEQUENCES", {key: (16, 1024)})
+@pytest.fixture
+def plant(monkeypatch, tmp_path):
+    """Puts the bytes of an H200's file in place of the shipped one; its path."""
+    monkeypatch.setattr(measured, "FOLDER", tmp_path)
+
+    def write(content):
+        path = tmp_path / measured.file_name(H200)
+        path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+        return path
+
+    measured.spans.cache_clear(), measured._read.cache_clear()
+    yield write
+    measured.spans.cache_clear(), measured._read.cache_clear()
+
+
+def file_of(rows, gpu=H200, **other):
+    names = ("dtype", "heads", "queries", "backend")
+    return {"gpu": gpu, "shapes": [dict(zip(names, KEY, strict=True)) | {"rows": rows} | other]}
+
+
+def test_a_file_that_says_the_opposite_turns_the_choice_around(h200, plant):
+    """In both directions; fewer sequences than ours pays with are vLLM's."""
+    slow, fast = [2.0] * 3, [1.0] * 3
+    plant(file_of([[1, 1024, 0, *slow, *fast]]))
+    choice = decode_choice.choose(layer(), AUTO, engine())
+    slower = "FLASH_ATTN_MLA (auto: measured slower than it with 16 heads in bfloat16)"
+    assert (choice.planner, choice.why) == ("", slower)
+    measured.spans.cache_clear(), measured._read.cache_clear()
+    steps = [[1, *slow, *fast], [16, *fast, *slow], [1024, *fast, *slow]]
+    plant(file_of([[n, 1024, 0, *times] for n, *times in steps]))
     choice = decode_choice.choose(layer(), AUTO, engine())
     assert (choice.planner, choice.least, choice.sequences) == ("portable", 16, 256)
     assert (
         choice.why == "portable from 16 to 256 sequences, FLASH_ATTN_MLA else (auto: as measured)"
     )
     assert not decode_choice.choose(layer(), AUTO, engine(seqs=8)).planner
+
+
+GOOD = [1, 1024, 0, 1, 1.0, 1.0, 1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"\0", b"\xff\xfe", b"{", b"[", b"null", b"true", b"1", b'"gpu"', b"[]", b"{}",
+        b"[" * 100_000, json.dumps(file_of([GOOD])).encode()[:-1], b"9" * 10_000,
+        {"gpu": H200}, {"shapes": []}, file_of([GOOD], "NVIDIA H100"), file_of([GOOD], None),
+        {"gpu": H200, "shapes": None}, {"gpu": H200, "shapes": [None]},
+        {"gpu": H200, "shapes": [{"rows": [GOOD]}]}, {"gpu": H200, "shapes": {"a": 1}},
+        file_of([]), file_of(None), file_of([None]), file_of([GOOD, GOOD[1:]]), file_of([GOOD[1:]]),
+        file_of([GOOD], heads="16"), file_of([GOOD], queries=True), file_of([GOOD], dtype=[]),
+        *(file_of([GOOD, [*GOOD[:at], value, *GOOD[at + 1:]]]) for at, value in (
+            (0, 0), (0, 1.5), (1, -1), (2, -1), (4, 0), (7, 0), (7, -1.0), (7, float("nan")),
+            (4, float("inf")), (4, 10**400), (4, "1"), (4, None), (4, True), (4, []))),
+    ],
+)  # fmt: skip
+def test_a_damaged_file_is_one_warning_with_its_name(h200, plant, caplog, monkeypatch, content):
+    path = plant(content)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    for _ in range(2):
+        assert decode_choice.choose(layer(), AUTO, engine()) == decode_choice.Choice()
+    [said] = [record.getMessage() for record in caplog.records]
+    assert str(path) in said and "is damaged" in said
 
 
 def test_a_gpu_without_measurements_keeps_vllms_decode_silently(monkeypatch):

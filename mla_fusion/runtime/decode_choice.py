@@ -59,13 +59,13 @@ def _measured(layer: Any, options: config.Options, vllm_config: Any, most: int) 
     facts = _facts(layer, options, vllm_config, "portable")
     dtype = facts.query_dtype(vllm_config.model_config.dtype)
     rows = _query_rows(vllm_config)
-    key = gpu, dtype, layer.num_heads, rows, backend
-    least, limit = measured.SEQUENCES.get(key) or (most + 1, 0)
+    key = _name(dtype), layer.num_heads, rows, backend
+    spans = measured.spans(gpu, vllm_config.model_config.max_model_len)
+    least, limit = spans.get(key) or (most + 1, 0)
     if least > most:
-        listed = key in measured.SEQUENCES
-        found = "measured slower than it" if listed else "not measured against it"
+        found = "measured slower than it" if key in spans else "not measured against it"
         drafts = f" x {rows} query rows" if rows > 1 else ""
-        shape = f"{layer.num_heads} heads{drafts} in {str(dtype).removeprefix('torch.')}"
+        shape = f"{layer.num_heads} heads{drafts} in {_name(dtype)}"
         return Choice(why=f"{backend} (auto: {found} with {shape})")
     limit = min(limit, most)
     if least > 1:
@@ -105,6 +105,10 @@ def _facts(
     return eligibility.facts(layer, options.provider, activation, attention, rows)
 
 
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _query_rows(vllm_config: Any) -> int:
     """Most query rows of a sequence in a decode step: its newest token and the drafts after it."""
     return 1 + config.draft_tokens(vllm_config)
@@ -136,8 +140,9 @@ def _is_listed(options: config.Options, vllm_config: Any) -> bool:
     fp8 = str(cache.cache_dtype).startswith("fp8")
     dtype: torch.dtype = vllm_compat.fp8_dtype() if fp8 else model.dtype
     heads = model.get_num_attention_heads(vllm_config.parallel_config)
-    shape = model.hf_text_config
-    widths = getattr(shape, "kv_lora_rank", 0), getattr(shape, "qk_rope_head_dim", 0)
+    sizes = model.hf_text_config
+    widths = getattr(sizes, "kv_lora_rank", 0), getattr(sizes, "qk_rope_head_dim", 0)
     rows = _query_rows(vllm_config)
-    listed = measured.is_listed(vllm_compat.gpu_name(), dtype, heads, rows)
+    shape = _name(dtype), heads, rows
+    listed = measured.is_listed(vllm_compat.gpu_name(), model.max_model_len, shape)
     return listed and widths == measured.WIDTHS and not _engine_not_measured(options, vllm_config)

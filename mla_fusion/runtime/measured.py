@@ -1,57 +1,140 @@
 """Where the portable decode was measured against vLLM's own: for `attention=auto`.
 
-The times are those of `mla-fusion bench decode --values` in `benchmarks/results/step_h200.csv`: a
-decode and the product with W_UV behind it, since a layer runs both; contexts of 1024 to 65,536
-tokens, even and ragged, for 1 to 1024 sequences. Those with drafts are of the decode alone, in
-`decode_drafts_h200.csv`. A test derives SEQUENCES from these rows.
+`gpus/` has one JSON file for each GPU that was measured, named after it; `benchmarks/tables.py`
+writes it from the rows of `mla-fusion bench decode --values`: a decode and the product with W_UV
+behind it, since a layer runs both, for even and ragged sequences. With drafts they are of the
+decode alone. A file is {"gpu": its name, "shapes": [...]}, a shape has
 
-The table holds for all releases of vLLM, and of Triton with which the kernels have run on a GPU,
-whichever the rows are of: an engine that brings a newer one should not lose what was measured.
+    dtype, heads, queries, backend   type of query and cache, heads of a rank, query rows of a
+                                     sequence, and vLLM's backend that ours was measured against
+    values, vllm, triton, commit, command
+    rows                             [sequences, context, ragged, ours, theirs] each; a time is
+                                     p20, p50, p80 in microseconds, nine numbers in all
+
+Rows decide for all releases of vLLM, and of Triton with which the kernels have run on a GPU,
+whichever they are of: an engine that brings a newer one should not lose what was measured.
 """
 
 from __future__ import annotations
 
-import torch
+import functools
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
 
 from mla_fusion.attention.plan.device import triton_version
 
+logger = logging.getLogger("vllm.mla_fusion")
+
+FOLDER = Path(__file__).parent / "gpus"
 WIDTHS = 512, 64  # latent and rotated part of a cache entry
 PAGE = 64  # tokens of a page of the cache, or a multiple of it
 # Of the time in a context of the rows. Which contexts a step has is not known when it is captured:
 # it may lose so much in one where it gains in the mean of all.
 MOST_LOST = 0.07
-
-_BF16, _FP8 = torch.bfloat16, torch.float8_e4m3fn
 # More query rows (heads x rows of a sequence) have a kernel of their own, which has run with Triton
 # up to this one.
 FEW_ROWS, NEWEST_TRITON = 32, (3, 8)
 
-# (GPU, type of query and cache, heads of a rank, query rows of a sequence, vLLM's backend) -> from
-# how many to how many sequences of a step ours was not slower, the longest such range; None: slower
-# with any number.
-SEQUENCES: dict[tuple[str, torch.dtype, int, int, str], tuple[int, int] | None] = {
-    ("NVIDIA H200", _BF16, 8, 1, "FLASH_ATTN_MLA"): (1, 1024),
-    ("NVIDIA H200", _BF16, 16, 1, "FLASH_ATTN_MLA"): (1, 1024),
-    ("NVIDIA H200", _BF16, 20, 1, "FLASH_ATTN_MLA"): (1, 128),
-    ("NVIDIA H200", _BF16, 32, 1, "FLASH_ATTN_MLA"): (1, 512),
-    ("NVIDIA H200", _BF16, 64, 1, "FLASH_ATTN_MLA"): (1, 512),
-    ("NVIDIA H200", _BF16, 128, 1, "FLASH_ATTN_MLA"): (1, 1024),
-    ("NVIDIA H200", _BF16, 16, 2, "FLASH_ATTN_MLA"): (1, 128),
-    ("NVIDIA H200", _BF16, 16, 4, "FLASH_ATTN_MLA"): (1, 32),
-    ("NVIDIA H200", _BF16, 128, 2, "FLASH_ATTN_MLA"): (128, 256),
-    ("NVIDIA H200", _BF16, 128, 4, "FLASH_ATTN_MLA"): (1, 1),
-    ("NVIDIA H200", _FP8, 8, 1, "FLASHMLA"): (1, 1024),
-    ("NVIDIA H200", _FP8, 16, 1, "FLASHMLA"): (1, 1024),
-    ("NVIDIA H200", _FP8, 20, 1, "FLASHMLA"): (1, 2),
-    ("NVIDIA H200", _FP8, 32, 1, "FLASHMLA"): (1, 2),
-    ("NVIDIA H200", _FP8, 64, 1, "FLASHMLA"): (128, 1024),
-    ("NVIDIA H200", _FP8, 128, 1, "FLASHMLA"): (32, 1024),
-}
+Shape = tuple[str, int, int, str]  # dtype, heads, queries, backend
+Row = list[float]
+Span = tuple[int, int]
+
+
+def file_name(gpu: str) -> str:
+    """Of the file of a GPU."""
+    return "".join(c if c.isalnum() or c in "-." else "_" for c in gpu) + ".json"
 
 
 def has_measurements(gpu: str) -> bool:
     """Whether anything was measured on a GPU of this name."""
-    return any(name == gpu for name, *_ in SEQUENCES)
+    return bool(gpu and _read(FOLDER / file_name(gpu), gpu))
+
+
+@functools.cache
+def spans(gpu: str, max_model_len: int) -> dict[Shape, Span | None]:
+    """From how many to how many sequences of a step ours is not slower, for each measured shape.
+
+    max_model_len: the longest context, in tokens, that the engine can have. None: slower with any
+    number of sequences.
+    """
+    measured = _read(FOLDER / file_name(gpu), gpu) if gpu else {}
+    return {shape: span(rows, max_model_len) for shape, rows in measured.items()}
+
+
+def span(rows: list[Row], max_model_len: int) -> Span | None:
+    """The longest run of measured numbers of sequences with which ours is not slower in the mean
+    of the contexts, nor by more than MOST_LOST in one.
+
+    Contexts up to twice `max_model_len` count, or the shortest: rows are a factor of 8 apart, and
+    an engine that ends little below one of them is as slow there.
+    """
+    longest = max(2 * max_model_len, min(context for _, context, *_ in rows))
+    ratios: dict[int, list[float]] = {}
+    for sequences, context, _, _, ours, _, _, theirs, _ in rows:
+        if context <= longest:
+            ratios.setdefault(int(sequences), []).append(theirs / ours)
+    runs: list[list[int]] = [[]]
+    for sequences, here in sorted(ratios.items()):
+        if math.prod(here) < 1 or min(here) < 1 - MOST_LOST:
+            runs.append([])
+        else:
+            runs[-1].append(sequences)
+    run = max(runs, key=len)
+    return (run[0], run[-1]) if run else None
+
+
+@functools.cache
+def _read(path: Path, gpu: str) -> dict[Shape, list[Row]]:
+    """The rows of a GPU's file; none, and one warning, from a file that is not one."""
+    try:
+        return parse(json.loads(path.read_bytes()), gpu)
+    except FileNotFoundError:
+        return {}
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        LookupError,
+        ArithmeticError,
+        RecursionError,
+    ) as problem:
+        logger.warning(
+            "attention=auto: %s is damaged (%s: %s) and ignored; install mla-fusion again",
+            path, type(problem).__name__, problem,
+        )  # fmt: skip
+        return {}
+
+
+def parse(held: Any, gpu: str) -> dict[Shape, list[Row]]:
+    """The rows of each shape of a file's content; shapes of several `values` have one list.
+
+    Raises ValueError, TypeError, LookupError or ArithmeticError where it is not as the module's
+    docstring has it.
+    """
+    if held["gpu"] != gpu:
+        raise ValueError(f"it is of another GPU, {held['gpu']!r}")
+    found: dict[Shape, list[Row]] = {}
+    for each in held["shapes"]:
+        shape = each["dtype"], each["heads"], each["queries"], each["backend"]
+        if [*map(type, shape)] != [str, int, int, str]:
+            raise TypeError(f"a shape is {shape}")
+        columns = [*zip(*each["rows"], strict=True)]
+        if len(columns) != 9:
+            raise ValueError(f"rows of {shape} have {len(columns)} columns, not 9")
+        for i, column in enumerate(columns):
+            kinds = {int} if i < 3 else {int, float}
+            # A NaN leaves the sum one, whatever min says.
+            if not (
+                {*map(type, column)} <= kinds
+                and math.isfinite(sum(column))
+                and (min(column) > 0 or (i == 2 and min(column) == 0))
+            ):
+                raise ValueError(f"column {i} of {shape} is not of positive numbers")
+        found.setdefault(shape, []).extend(each["rows"])
+    return found
 
 
 def why_not_run(heads: int, rows: int) -> str:
@@ -62,7 +145,7 @@ def why_not_run(heads: int, rows: int) -> str:
     return "the kernel for {} has not run with Triton {}.{}".format(shape, *triton_version())
 
 
-def is_listed(gpu: str, dtype: torch.dtype, heads: int, rows: int) -> bool:
-    """Whether ours is to be used against some backend."""
-    listed = any(found and key[:4] == (gpu, dtype, heads, rows) for key, found in SEQUENCES.items())
-    return listed and not why_not_run(heads, rows)
+def is_listed(gpu: str, max_model_len: int, shape: tuple[str, int, int]) -> bool:
+    """Whether ours is to be used against some backend. shape: dtype, heads and query rows."""
+    found = spans(gpu, max_model_len).items()
+    return any(span and key[:3] == shape for key, span in found) and not why_not_run(*shape[1:])
