@@ -13,7 +13,7 @@ import torch
 from mla_fusion import attention, kernels
 from mla_fusion.attention.aiter import planner as planner_aiter
 from mla_fusion.config import vllm_compat
-from mla_fusion.report.reasons import Decline
+from mla_fusion.report.reasons import Decline, sparse
 
 FLAG = "fuse_aiter_qk_rope_kvcache_mla"
 THRESHOLD = "aiter_qk_rope_kvcache_fusion_max_token_num"
@@ -191,7 +191,7 @@ def _why_not(vllm_config: Any, options: Options, partition_refused: bool) -> Dec
         return Decline("no-mla", getattr(model, "architecture", "") or "")
     # Before what vLLM does with the class: that depends on the release and on the platform.
     if topk := getattr(model.hf_text_config, "index_topk", None):
-        return Decline("sparse-attention", f"index_topk {topk}")
+        return sparse(model.architecture, topk)
     if not options.provider:
         return Decline("provider-platform")
     try:

@@ -25,6 +25,16 @@ def _read() -> dict[str, Reason]:
 
 
 REASONS = _read()
+# The classes of vLLM 0.26 to 0.33 whose sparse layers are those of DeepSeek-V3.2. A class that is
+# not here is not offered the backend: most of the others have attention of their own.
+_CUSTOM_SERVES = {
+    "DeepSeekMTPModel",
+    "DeepseekV2ForCausalLM",
+    "DeepseekV32ForCausalLM",
+    "DeepseekV32MTPModel",
+    "DeepseekV3ForCausalLM",
+    "GlmMoeDsaForCausalLM",
+}
 
 
 @dataclass(frozen=True)
@@ -39,6 +49,13 @@ class Decline:
         reason = REASONS[self.code]
         seen = f" ({self.detail})" if self.detail else ""
         return f"{reason.why}{seen} [{self.code}]. What would help: {reason.help}."
+
+
+def sparse(architecture: str, topk: int) -> Decline:
+    """Why a model with an `index_topk` does not fuse, by its class: who could take its decode."""
+    if architecture in _CUSTOM_SERVES:
+        return Decline("sparse-attention", f"index_topk {topk}")
+    return Decline("sparse-model", f"{architecture}, index_topk {topk}")
 
 
 class Declined(Exception):

@@ -17,6 +17,8 @@ DECIDED = {
     "llama-3": ("LlamaForCausalLM", "no-mla"),
     "minicpm3": ("MiniCPM3ForCausalLM", "no-mla"),
     "deepseek-v3.2": ("DeepseekV32ForCausalLM", "sparse-attention"),
+    # The fields that name its attention; no kv_lora_rank.
+    "deepseek-v4-flash": ("DeepseekV4ForCausalLM", "sparse-model"),
     "kimi-k3": ("KimiK3ForConditionalGeneration", "no-graph"),
     "deepseek-v2-lite": ("DeepseekV2ForCausalLM", ""),
     "deepseek-v3": ("DeepseekV3ForCausalLM", ""),

@@ -65,7 +65,7 @@ def why_unreached(version, architecture):
     release = stored(version)
     row = unreachable.OF_ARCHITECTURE.get(architecture)
     if row and row.sparse:
-        return f"`{unreachable.SPARSE}`"
+        return f"`{row.sparse}`"
     if architecture in release["breakable"]:
         return f"`{unreachable.BREAKABLE}`"
     if not release["architectures"][architecture]:

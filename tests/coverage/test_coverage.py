@@ -99,8 +99,9 @@ def test_the_user_is_told_why_an_architecture_is_not_reached(
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")  # which vLLM sets itself, for good
     monkeypatch.delenv("VLLM_USE_BREAKABLE_CUDAGRAPH")
     said = unreachable.switched_off(name, model_config)
-    if unreachable.OF_ARCHITECTURE[name].sparse:
-        assert f"(index_topk 2048) [{unreachable.SPARSE}]" in said
+    if code := unreachable.OF_ARCHITECTURE[name].sparse:
+        assert f"index_topk 2048) [{code}]" in said
+        assert model_classes.decide({"kv_lora_rank": 512, "index_topk": 2048}, name).code == code
     elif name in sources["breakable"]:
         why = Decline(unreachable.BREAKABLE, name).explain()
         assert said == f"{config.FLAG} is switched off: {why}"

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 from mla_fusion import report
 
-BREAKABLE, NO_GRAPH, SPARSE = "breakable-cudagraph", "no-graph", "sparse-attention"
+BREAKABLE, NO_GRAPH = "breakable-cudagraph", "no-graph"
+SPARSE, SPARSE_MODEL = "sparse-attention", "sparse-model"
 
 
 @dataclass(frozen=True)
@@ -19,31 +20,31 @@ class Unreachable:
     """Why no pass reaches an architecture.
 
     `compiled` has the releases in which it reaches compiled classes that no engine of models.py
-    shows, each with the reason. `sparse` is whether its config has an index_topk: that is the
-    reason in every release.
+    shows, each with the reason. `sparse` is the reason in every release if its config has an
+    index_topk.
     """
 
     compiled: dict[str, str] = field(default_factory=dict)
-    sparse: bool = False
+    sparse: str = ""
 
 
 OF_ARCHITECTURE = {
-    "DeepseekV32ForCausalLM": Unreachable(sparse=True),
-    "GlmMoeDsaForCausalLM": Unreachable(sparse=True),
-    "DeepseekV32MTPModel": Unreachable(sparse=True),
-    "HYV4ForCausalLM": Unreachable(),
-    "HYV4MTPModel": Unreachable(),
-    "DeepseekV4ForCausalLM": Unreachable(),
-    "DeepseekV4ForConditionalGeneration": Unreachable(),
-    "DeepSeekV4MTPModel": Unreachable(),
+    "DeepseekV32ForCausalLM": Unreachable(sparse=SPARSE),
+    "GlmMoeDsaForCausalLM": Unreachable(sparse=SPARSE),
+    "DeepseekV32MTPModel": Unreachable(sparse=SPARSE),
+    "HYV4ForCausalLM": Unreachable(sparse=SPARSE_MODEL),
+    "HYV4MTPModel": Unreachable(sparse=SPARSE_MODEL),
+    "DeepseekV4ForCausalLM": Unreachable(sparse=SPARSE_MODEL),
+    "DeepseekV4ForConditionalGeneration": Unreachable(sparse=SPARSE_MODEL),
+    "DeepSeekV4MTPModel": Unreachable(sparse=SPARSE_MODEL),
     "DSparkDraftModel": Unreachable(),
-    "DeepseekV41ForCausalLM": Unreachable(),
+    "DeepseekV41ForCausalLM": Unreachable(sparse=SPARSE_MODEL),
     "DSparkV41DraftModel": Unreachable(),
-    "Dots3NoteForCausalLM": Unreachable(),
-    "Dots3NoteMTPModel": Unreachable(),
-    "Glm5NextForCausalLM": Unreachable(),
-    "Glm5NextForConditionalGeneration": Unreachable(),
-    "Glm5NextMTPModel": Unreachable(),
+    "Dots3NoteForCausalLM": Unreachable(sparse=SPARSE_MODEL),
+    "Dots3NoteMTPModel": Unreachable(sparse=SPARSE_MODEL),
+    "Glm5NextForCausalLM": Unreachable(sparse=SPARSE_MODEL),
+    "Glm5NextForConditionalGeneration": Unreachable(sparse=SPARSE_MODEL),
+    "Glm5NextMTPModel": Unreachable(sparse=SPARSE_MODEL),
     "KimiLinearForCausalLM": Unreachable({"0.26.0": "compiled; read, not run"}),
     "KimiK3ForConditionalGeneration": Unreachable(),
     "KimiK3MTPModel": Unreachable(),

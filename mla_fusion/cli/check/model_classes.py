@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from mla_fusion.report.reasons import Decline
+from mla_fusion.report.reasons import Decline, sparse
 
 PLATFORMS = ("nvidia", "amd")
 _DECORATOR = "@support_torch_compile"
@@ -36,7 +36,7 @@ def decide(model: dict[str, Any], architecture: str) -> Decline | None:
         return Decline("no-mla", f"vLLM builds no MLA layer in {architecture}")
     # Before the class: this reason holds on every platform and in every release.
     if model.get("index_topk"):
-        return Decline("sparse-attention", f"index_topk {model['index_topk']}")
+        return sparse(architecture, model["index_topk"])
     if where_compiled(architecture) == frozenset():
         return Decline("no-graph", architecture)
     return None
