@@ -81,26 +81,6 @@ def test_an_fp8_cache_hands_the_query_scale_to_the_fp4_product_as_vllm_does(arch
     torch.testing.assert_close(a, b, rtol=0.13, atol=0.1)
 
 
-def test_the_packed_forms_of_the_double_are_what_they_say():
-    x = torch.randn(3, 64)
-    codes, scale = numbers.to_mxfp4(x)
-    assert codes.shape == (3, 32)
-    assert scale.shape == (3, 2)
-    back = numbers.from_mxfp4(codes, scale)
-    assert torch.equal(numbers.from_mxfp4(*numbers.to_mxfp4(back)), back)
-    assert (back - x).abs().max() < 0.26 * x.abs().max()
-    assert torch.equal(numbers.truncated_bf16(torch.tensor([1.0, -1.0]) * 1.0078), torch.tensor(
-        [1.0, -1.0], dtype=torch.bfloat16))  # fmt: skip
-    exact = torch.tensor([448.0, 449.0, float("nan")])
-    assert numbers.bare_fp8(exact, torch.float8_e4m3fn).float().isnan().tolist() == [
-        False,
-        True,
-        True,
-    ]
-    clamped = numbers.clamped_fp8(exact, torch.float8_e4m3fn).float()
-    assert clamped.tolist() == [448.0, 448.0, -448.0]
-
-
 @pytest.mark.parametrize("kind", ["fp4", "fp8"])
 def test_a_packed_weight_is_refused_for_other_activations_than_bf16(kind):
     with aiter_double.installed("gfx950") as double:

@@ -24,7 +24,7 @@ ARCHITECTURES = {
     "gfx942": Architecture("gfx942", torch.float8_e4m3fnuz, 304, True),
     "gfx950": Architecture("gfx950", torch.float8_e4m3fn, 256, False),
 }
-RELEASES = ("v0.1.10.post2", "v0.1.16", "v0.1.18", "v0.1.19.post1", "v0.1.20")
+RELEASES = ("v0.1.10.post2", "v0.1.20")  # the oldest and the newest
 
 # Feature -> the first release that has it.
 SINCE = {
