@@ -31,8 +31,10 @@ TILE = 64
 class SparseScratch:
     """The plan and workspaces of sparse decode steps of one shape, at fixed addresses.
 
-    widths: columns of the index rows of each scope. All layers share it: it depends on the number
-    of tokens and on lengths, not on the slots. Make it with `sparse_scratch`.
+    widths: columns of the index rows of each scope. It depends on the number of tokens and on
+    lengths, not on the slots, so all layers with the same lengths share it. Layers with other
+    lengths, even of equal shape, need another: a refresh overwrites the last one's. Make it with
+    `sparse_scratch`.
     """
 
     widths: tuple[int, ...]
