@@ -177,11 +177,14 @@ def _apply_decision(vllm_config: Any) -> None:
         setattr(compilation.pass_config, config.THRESHOLD, None)
         logger.warning("%s is switched off: %s", config.FLAG, decision.decline.explain())
         return
+    switched = []
     if compilation.splitting_ops != [] and not compilation.use_inductor_graph_partition:
         compilation.use_inductor_graph_partition = True
-        logger.debug("%s needs use_inductor_graph_partition, now on", config.FLAG)
-    if current_platform.is_cuda_alike():  # else RMS norms add up to five residual tensors anew
-        compilation.inductor_compile_config.setdefault(config.REALIZE, 1)
+        switched.append(config.PARTITION)
+    inductor = compilation.inductor_compile_config
+    if current_platform.is_cuda_alike() and config.REALIZE not in inductor:
+        inductor[config.REALIZE] = 1  # else RMS norms add up to five residual tensors anew
+        switched.append(f"{config.REALIZE}=1")
     pass_config = compilation.pass_config
     if not current_platform.is_cuda_alike():
         # vLLM switches it on where RoPE and cache write share a graph, but its pass manager only
@@ -198,28 +201,25 @@ def _apply_decision(vllm_config: Any) -> None:
         pass_config.fuse_rope_kvcache_cat_mla = False
     elif not pass_config.fuse_rope_kvcache_cat_mla and config.ROPE_CAT not in refused:
         pass_config.fuse_rope_kvcache_cat_mla = True
-        logger.debug("%s needs fuse_rope_kvcache_cat_mla, now on", config.FLAG)
+        switched.append(config.ROPE_CAT)
+    if switched:
+        said = "%s sets for the whole engine, prefill included: %s"
+        logger.info(said, config.FLAG, ", ".join(switched))
     decode_choice.choose_page(vllm_config)
     asked = getattr(pass_config, config.THRESHOLD)
     if asked not in (None, decision.bucket):
         logger.warning(
             "%s=%d becomes %d: it is at least 2, vLLM's smallest compile range, and at most "
             "max_num_batched_tokens",
-            config.THRESHOLD,
-            asked,
-            decision.bucket,
-        )
+            config.THRESHOLD, asked, decision.bucket,
+        )  # fmt: skip
     # Kept: the bucket depends on the sizes of CUDA graphs, which vLLM may change later.
     setattr(pass_config, config.THRESHOLD, decision.bucket)
     endpoints = set(compilation.compile_ranges_endpoints or [])
     if decision.bucket not in endpoints:
         compilation.compile_ranges_endpoints = sorted({*endpoints, decision.bucket})
-        logger.debug(
-            "%s: graphs for up to %d tokens are fused by the %s provider",
-            config.FLAG,
-            decision.bucket,
-            decision.provider,
-        )
+        fused = "%s: graphs for up to %d tokens are fused by the %s provider"
+        logger.debug(fused, config.FLAG, decision.bucket, decision.provider)
 
 
 def _extend_splitting_ops(compilation: Any) -> None:

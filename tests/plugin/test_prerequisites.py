@@ -13,7 +13,7 @@ from tests.plugin.configs import CHARGED, FLAG_ON, drafted, warnings
 
 
 class TestWhatItSwitchesOn:
-    def test_prerequisites_with_one_line_each_at_debug(self, make, caplog, monkeypatch):
+    def test_prerequisites_with_a_line_of_what_prefill_gets_too(self, make, caplog, monkeypatch):
         # A logger of its own: vLLM sets the levels of those below it anew while it starts.
         caplog.set_level(logging.DEBUG, logger="apart")
         monkeypatch.setattr(plugin, "logger", logging.getLogger("apart"))
@@ -25,9 +25,22 @@ class TestWhatItSwitchesOn:
         assert set(ops.RUNTIME_OPS) <= set(compilation.splitting_ops)
         records = [r for r in caplog.records if r.name == "apart"]
         lines = [r.getMessage() for r in records]
-        for word in ("VLLM_COMPILE", "use_inductor_graph_partition", "up to 4 tokens"):
+        for word in ("VLLM_COMPILE", "up to 4 tokens"):
             assert len([line for line in lines if word in line]) == 1, (word, lines)
-        assert {r.levelno for r in records} == {logging.DEBUG}
+        said = f"{config.FLAG} sets for the whole engine, prefill included: "
+        assert [r.getMessage() for r in records if r.levelno > logging.DEBUG] == [
+            said + config.PARTITION
+        ]
+        # On a GPU, where nothing else is on yet.
+        compilation.use_inductor_graph_partition = False
+        monkeypatch.setattr(type(current_platform), "is_cuda_alike", lambda self: True)
+        for _ in range(2):  # the second finds all of them on
+            plugin._apply_decision(made)
+        every = f"{config.PARTITION}, {config.REALIZE}=1, {config.ROPE_CAT}"
+        lines = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]
+        assert [line for line in lines if line.startswith(said)] == [
+            said + config.PARTITION, said + every
+        ]  # fmt: skip
 
     @pytest.mark.parametrize(
         ("gpu", "given", "became"),
