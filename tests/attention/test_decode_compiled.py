@@ -240,6 +240,7 @@ def test_reduction(case):
     assert result.spills == 0 and result.wide_loads > 0, result
 
 
+@pytest.mark.nightly
 def test_hot_spills_are_seen():
     """The reader bites: with 64 registers the loop over tiles has to spill."""
     result = decode_report("sm_90", portable, 16, BF16, maxnreg=64)

@@ -1,16 +1,25 @@
 """What the planner's kernel compiles to; interpreted_planner.py checks what it computes."""
 
+import itertools
+
 import pytest
 import torch
+
+from tests.nightly import daily
 
 pytest.importorskip("triton")
 
 
-@pytest.mark.parametrize("target", ["gfx942", "gfx950", "sm_90"])
+SIZES = [(1, 132), (256, 132), (256, 264), (256, 304), (1024, 264)]
+
+
 @pytest.mark.parametrize(
-    "sequences, ctas", [(1, 132), (256, 132), (256, 264), (256, 304), (1024, 264)]
-)
-def test_compiles_without_spills(target, sequences, ctas):
+    "case",
+    daily(itertools.product(("gfx942", "gfx950", "sm_90"), SIZES),
+          ("gfx942", (256, 304)), ("gfx950", (256, 304)), ("sm_90", (1024, 264))),
+)  # fmt: skip
+def test_compiles_without_spills(case):
+    target, (sequences, ctas) = case
     from mla_fusion.attention.plan.planner_triton import plan_kernel
     from tests.kernels import compiled
 

@@ -46,16 +46,6 @@ def test_products_and_resources(heads, queries):
     assert result.product_waits == 5, result
 
 
-def test_the_work_of_each_warpgroup():
-    # Scores: 576 / 16 products, those of the rotated part for the first tile and for the next one.
-    # Weighted values: the left half, and two quarters, 64 / 16 each.
-    products = re.findall(r"wgmma.mma_async\S*m64n(\d+)k16", ptx())
-    assert [products.count(n) for n in ("64", "128", "256")] == [36 + 4, 2 * 4, 4]
-    # Registers move from the copying warp to the others.
-    granted = re.findall(r"setmaxnreg.(inc|dec).sync.aligned.u32\s+(\d+);", ptx())
-    assert {("dec", "40"), ("inc", "216"), ("dec", "248")} <= set(granted)
-
-
 def test_stores_fill_memory_sectors():
     """Of 512 columns and 64 rows, 256 threads store 128 each: 8 bytes of bf16, 16 of partial rows
     at once; the others are LSEs."""
@@ -73,18 +63,6 @@ def test_fp8_products_and_resources():
     assert result.hot_spills <= (10 if triton_version() >= (3, 9) else 0), result
     # With fewer registers for those the assembler waits behind each product (C7512).
     assert result.product_waits == 8, result
-
-
-def test_fp8_work_of_each_warpgroup():
-    # Scores of the first tile and of the others: 576 / 32 products each. Weighted values: four
-    # quarters of even and odd latents, 64 / 16 each.
-    products = re.findall(r"wgmma.mma_async\S*m64n64k(\d+)", ptx(FN))
-    assert [products.count(k) for k in ("32", "16")] == [2 * 18, 2 * 4 * 4]
-    granted = re.findall(r"setmaxnreg.(inc|dec).sync.aligned.u32\s+(\d+);", ptx(FN))
-    assert {("dec", "24"), ("inc", "192"), ("dec", "104")} <= set(granted)
-    # Threads meet for the maxima of two rows of a tile, in the loop and behind it; for their sums
-    # when an item ends; and for the factors that each half looks at.
-    assert ptx(FN).count("shfl.sync.bfly") == 2 * 4 + 4 + 2 * 2
 
 
 @pytest.mark.parametrize(

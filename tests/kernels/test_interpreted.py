@@ -45,6 +45,7 @@ def test_kernels_under_the_repaired_interpreter(paths, marked):
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
 
 
+@pytest.mark.nightly
 def test_the_stock_interpreter_is_why(tmp_path):
     """Without the repair fp32 -> bf16 truncates; when this fails, Triton was fixed."""
     script = tmp_path / "stock.py"

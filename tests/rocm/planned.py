@@ -5,8 +5,6 @@ checks every call.
 """
 
 import functools
-from contextlib import contextmanager
-from types import SimpleNamespace
 
 import torch
 
@@ -17,16 +15,10 @@ from tests.rocm.cases import BATCHES, PLANNED, Case
 from tests.rocm.watch import Watch
 
 NAME = steps.NAME
-# Heads, cache, and two steps of one plan.
-PAIRS = (
-    (12, "auto", "decode", "shared prefix"),
-    (64, "fp8", "4 tokens", "3 of 4 tokens"),
-    (16, "auto", "full graph", "full graph"),
-)
 
 
 def run_all(job, progress):
-    """The results of the `cases` of one `architecture`, of `planted` errors, and of `graphs`."""
+    """The results of the `cases` of one `architecture`, and of `graphs`."""
     torch.set_num_threads(1)
     architecture = job.options["architecture"]
     with aiter_double.installed(architecture) as double:
@@ -40,7 +32,6 @@ def run_all(job, progress):
         made = Backends(job.workdir)
         return {
             "steps": [one(Case(*c), made, double) for c in job.options["cases"]],
-            "planted": {name: planted(name, made, double) for name in job.options["planted"]},
             "graphs": [replayed(Case(*c), made, double) for c in job.options["graphs"]],
         }
 
@@ -182,129 +173,3 @@ def replayed(case, made, double):
         return f"{type(fault).__name__}: {fault}"
     finally:
         patch.undo()
-
-
-def planted(name, made, double):
-    """The fault that the watch or the double finds with an error planted into the library.
-
-    Two steps of other lengths run: some errors show in the second only.
-    """
-    watch = Watch(double)
-    try:
-        with PLANTED[name]():
-            for heads, cache, first, second in PAIRS:
-                backend = made.of(Case(heads, cache, first), {**BATCHES, **PLANNED}[first])
-                attach(backend)
-                for batch in (first, second):
-                    step(Case(heads, cache, batch), backend, double)
-    except (AssertionError, ValueError, aiter_double.Fault) as fault:
-        return f"{type(fault).__name__}: {fault}"
-    finally:
-        watch.stop()
-    return ""
-
-
-@contextmanager
-def replaced(owner, name, make):
-    """`owner.name` is make(original) while the block runs."""
-    original = getattr(owner, name)
-    setattr(owner, name, make(original))
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
-
-
-def _planted():
-    from mla_fusion.attention import aiter
-    from mla_fusion.attention.aiter import entries
-    from mla_fusion.attention.aiter import planner as planner_aiter
-    from mla_fusion.attention.allocate import PersistentDecodePlan
-    from mla_fusion.runtime.step_plan import StepPlan
-
-    def stale(original):
-        """The lengths of the step are read too late."""
-
-        def refresh(self, **a):
-            original(self, **a | {"seq_lens": torch.clamp(a["seq_lens"] - 1, min=1)})
-
-        return refresh
-
-    def twice(original):
-        def refresh(self, metadata, tokens):
-            original(self, metadata, tokens)
-            original(self, metadata, tokens)
-
-        return refresh
-
-    def never(original):
-        """A plan is made for the first step only."""
-
-        def refresh(self, metadata, tokens):
-            if self.plan.step is None:
-                original(self, metadata, tokens)
-
-        return refresh
-
-    def moved(original):
-        def fill(plan, *a):
-            plan.work_info_set = plan.aiter.buffers["work_info_set"] = plan.work_info_set.clone()
-            original(plan, *a)
-
-        return fill
-
-    def other_pages(original):
-        def found(plan, table, size):
-            plan.aiter.entries = original(plan, table, size).clone()
-            return plan.aiter.entries
-
-        return found
-
-    def scaled(original):
-        def attend(self, q, kv_cache, layer, *rest):
-            same = {name: getattr(layer, name) for name in ("_q_scale", "_k_scale", "_v_up_proj")}
-            wrong = SimpleNamespace(**same, impl=SimpleNamespace(scale=layer.impl.scale * 2))
-            original(self, q, kv_cache, wrong, *rest)
-
-        return attend
-
-    def unpadded(original):
-        return lambda q, companions, batch, rows, heads: original(
-            q, companions, batch, rows, q.shape[1]
-        )
-
-    def ragged(original):
-        return lambda plan, rows: plan.qo_indptr
-
-    def padding(original):
-        """Rows of no sequence keep what AITER left in them."""
-
-        def store(companions, rows, target, found, nothing):
-            companions.written.fill_(True)
-            original(companions, rows, target, found, nothing)
-
-        return store
-
-    return {
-        "stale lengths": lambda: replaced(PersistentDecodePlan, "refresh", stale),
-        "planned twice": lambda: replaced(StepPlan, "_refresh", twice),
-        "never planned again": lambda: replaced(StepPlan, "_refresh", never),
-        "a buffer is reallocated": lambda: replaced(planner_aiter, "fill", moved),
-        "the entries are reallocated": lambda: replaced(entries, "entries", other_pages),
-        "another scale": lambda: replaced(StepPlan, "_attend", scaled),
-        "unpadded heads": lambda: replaced(aiter, "_query", unpadded),
-        "uneven queries": lambda: replaced(planner_aiter, "aiter_rows", ragged),
-        "pages of another step": lambda: replaced(entries, "expand", lambda _: lambda *a: None),
-        "garbage in padded rows": lambda: replaced(aiter, "_store", padding),
-    }
-
-
-class _Planted(dict):
-    """Made when asked for: the library is imported in the child process only."""
-
-    def __missing__(self, name):
-        self.update(_planted())
-        return self[name]
-
-
-PLANTED = _Planted()
