@@ -64,6 +64,17 @@ def _is_hopper(device: torch.device) -> bool:
     return _capability(device) == (9, 0)
 
 
+def no_fp8(device: torch.device | str) -> str:
+    """Why kernels with fp8 (e4m3) do not compile for a device; empty if they do."""
+    device = torch.device(device)
+    if device.type != "cuda" or torch.version.hip is not None:
+        return ""
+    major, minor = _capability(device)
+    if (major, minor) >= (8, 9):
+        return ""
+    return f"Triton compiles fp8 (e4m3) for sm_89 and newer, not for sm_{major}{minor}"
+
+
 def has_early_launch(device: torch.device) -> bool:
     """Whether a kernel may be launched before the one in front has ended (programmatic launch)."""
     return _capability(device) >= (9, 0)
