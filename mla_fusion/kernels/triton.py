@@ -142,6 +142,8 @@ def _check(inputs: Inputs) -> None:
             raise ValueError(f"{name} spans {span} elements; the Triton provider allows 2^31 - 1")
     for name in ("kv_cache", "q_out"):
         tensor = getattr(inputs, name)
+        if tensor.dtype in FP8_DTYPES and (why := no_fp8(tensor.device)):
+            raise ValueError(f"{name} is {tensor.dtype}, but {why}; use bf16")
         if tensor.dtype == torch.float8_e4m3fnuz and tensor.is_cuda and torch.version.hip is None:
             raise ValueError(f"{name} is float8_e4m3fnuz, a type of AMD GPUs; use float8_e4m3fn")
 
