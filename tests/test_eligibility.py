@@ -10,6 +10,7 @@ from mla_fusion.attention import triton
 from mla_fusion.attention.aiter import selection
 from mla_fusion.attention.plan import device
 from mla_fusion.config import eligibility, vllm_compat
+from mla_fusion.kernels import triton as region
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -45,6 +46,22 @@ def test_a_cache_follows_the_activations_or_is_fp8(provider, activation, stored)
     declines = getattr(torch, stored, activation) != activation
     expected = f"kv-cache-dtype {stored} cache, {activation} activations" if declines else ""
     assert declined(layer(kv_cache_dtype=stored), provider, activation) == expected
+
+
+@pytest.mark.parametrize("major, minor", [(8, 0), (8, 6), (8, 9), (9, 0), (12, 0)])
+def test_fp8_needs_a_gpu_for_which_triton_compiles_it(major, minor, monkeypatch):
+    """Also in a call of the kernels; Triton's CompilationError would be all else that is said."""
+    monkeypatch.setattr(region, "_capability", lambda device: (major, minor))
+    device, old = torch.device("cuda"), (major, minor) < (8, 9)
+    given = layer(kv_cache_dtype="fp8", _k_scale=SimpleNamespace(device=device))
+    why = f"Triton compiles fp8 (e4m3) for sm_89 and newer, not for sm_{major}{minor}"
+    assert declined(given, "triton", BF16) == (f"kv-cache-dtype {why}" if old else "")
+    assert not declined(layer(_k_scale=given._k_scale), "triton", BF16)
+    q = SimpleNamespace(dtype=BF16, device=device, is_cuda=True)
+    triton.refuse_fp8(q, BF16)
+    if old:
+        with pytest.raises(ValueError, match="not for sm_8"):
+            triton.refuse_fp8(q, torch.float8_e4m3fn)
 
 
 @pytest.mark.parametrize(

@@ -224,7 +224,7 @@ def _check(given: Inputs, width: int, sink: torch.Tensor | None) -> None:
         raise ValueError("kv_scale must be None: the entries of the cache have scales of their own")
     else:
         layouts.check(given.q, given.kv_cache, given.plan.settings, given.layout)
-        provider.refuse_fnuz(given.q, given.plan.settings.kv_dtype)
+        provider.refuse_fp8(given.q, given.plan.settings.kv_dtype)
     if given.block_table.shape[1] != width:
         raise ValueError(f"the table must have {width} columns, got {given.block_table.shape[1]}")
     if sink is None:

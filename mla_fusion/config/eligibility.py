@@ -12,6 +12,7 @@ from mla_fusion.attention import get_provider, portable_provider
 from mla_fusion.attention.aiter import selection
 from mla_fusion.attention.plan import device
 from mla_fusion.config import PLANNED, vllm_compat
+from mla_fusion.kernels.triton import no_fp8
 from mla_fusion.report.reasons import Decline
 
 if TYPE_CHECKING:
@@ -120,6 +121,9 @@ def _decline(layer: Any, provider: str, activation: torch.dtype) -> Decline | No
         return Decline("packed-weights", "neither W_UK_T nor W_UK_T.weight is a plain tensor")
     if cache_dtype(layer, activation) not in (activation, vllm_compat.fp8_dtype()):
         return Decline("kv-cache-dtype", f"{layer.kv_cache_dtype} cache, {activation} activations")
+    fp8 = provider == "triton" and layer.kv_cache_dtype.startswith("fp8")
+    if fp8 and (why := no_fp8(layer._k_scale.device)):
+        return Decline("kv-cache-dtype", why)
     widths = layer.qk_nope_head_dim, layer.qk_rope_head_dim, layer.kv_lora_rank
     if why := kernels.unsupported(provider, *widths):
         return Decline("shape", f"provider {provider}: {why}")

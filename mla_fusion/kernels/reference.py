@@ -6,6 +6,8 @@ It shares no code with them and runs on any device, slowly. The formulas are tho
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from mla_fusion.kernels.inputs import Inputs
@@ -62,8 +64,10 @@ def scale(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Te
     return (x.to(dtype).float() * factor.float()[:, None, None]).to(dtype)
 
 
-def fused_mla_decode_prep(inputs: Inputs) -> torch.Tensor:
-    """See `mla_fusion.kernels.fused_mla_decode_prep`."""
+def fused_mla_decode_prep(
+    inputs: Inputs, product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+) -> torch.Tensor:
+    """See `mla_fusion.kernels.fused_mla_decode_prep`. product: instead of `absorb`."""
     q, w_uk_t, q_out, kv_cache = inputs.q, inputs.w_uk_t, inputs.q_out, inputs.kv_cache
     nope = w_uk_t.shape[1]
     stored = inputs.slot_mapping >= 0
@@ -76,7 +80,7 @@ def fused_mla_decode_prep(inputs: Inputs) -> torch.Tensor:
     if inputs.q_factor is not None:
         q_nope = scale(q_nope, inputs.q_factor, q.dtype)
         q_pe = scale(q_pe, inputs.q_factor, q.dtype)
-    absorbed = absorb(q_nope, w_uk_t)
+    absorbed = (product or absorb)(q_nope, w_uk_t)
     halves = [cast(half, q_out.dtype, inputs.q_scale) for half in (absorbed, q_pe)]
     # torch has no `where` for fp8: choose between bytes instead.
     query = torch.cat(halves, dim=-1).view(torch.uint8).masked_fill(~valid.view(-1, 1, 1), 0)

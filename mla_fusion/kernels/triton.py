@@ -64,6 +64,17 @@ def _is_hopper(device: torch.device) -> bool:
     return _capability(device) == (9, 0)
 
 
+def no_fp8(device: torch.device | str) -> str:
+    """Why kernels with fp8 (e4m3) do not compile for a device; empty if they do."""
+    device = torch.device(device)
+    if device.type != "cuda" or torch.version.hip is not None:
+        return ""
+    major, minor = _capability(device)
+    if (major, minor) >= (8, 9):
+        return ""
+    return f"Triton compiles fp8 (e4m3) for sm_89 and newer, not for sm_{major}{minor}"
+
+
 def has_early_launch(device: torch.device) -> bool:
     """Whether a kernel may be launched before the one in front has ended (programmatic launch)."""
     return _capability(device) >= (9, 0)
@@ -131,6 +142,8 @@ def _check(inputs: Inputs) -> None:
             raise ValueError(f"{name} spans {span} elements; the Triton provider allows 2^31 - 1")
     for name in ("kv_cache", "q_out"):
         tensor = getattr(inputs, name)
+        if tensor.dtype in FP8_DTYPES and (why := no_fp8(tensor.device)):
+            raise ValueError(f"{name} is {tensor.dtype}, but {why}; use bf16")
         if tensor.dtype == torch.float8_e4m3fnuz and tensor.is_cuda and torch.version.hip is None:
             raise ValueError(f"{name} is float8_e4m3fnuz, a type of AMD GPUs; use float8_e4m3fn")
 

@@ -101,6 +101,20 @@ def test_nvidia(on):
     assert "vllm-project/vllm#55609" not in threads(found)
 
 
+@pytest.mark.parametrize(
+    ("device", "triton", "named"),
+    [
+        ("NVIDIA H200", "3.8.1", ""),
+        ("NVIDIA H200", "3.10.0", "Triton 3.10.0"),
+        ("NVIDIA L40S", "3.6.0", "NVIDIA L40S"),
+        ("", "", ""),
+    ],
+)
+def test_selftest_is_named_where_nothing_was_measured(device, triton, named):
+    found = SimpleNamespace(device=device, triton=triton)
+    assert doctor.unknown(found) == named
+
+
 def test_gfx942_with_an_old_aiter(on, aiter):
     on("gfx942")
     aiter("0.1.16.post6", "q_nope")

@@ -14,6 +14,7 @@ from mla_fusion.attention.triton import epilogue as triton_epilogue
 from mla_fusion.attention.triton.choice import chosen
 from mla_fusion.attention.triton.choice import plan_settings as plan_settings
 from mla_fusion.kernels.arithmetic import FP8_DTYPES
+from mla_fusion.kernels.triton import no_fp8
 from mla_fusion.kernels.triton import require as require
 
 if TYPE_CHECKING:
@@ -50,11 +51,14 @@ def check(q: torch.Tensor, kv_cache: torch.Tensor, latent: int) -> None:
     rope = kv_cache.shape[2] - latent
     if why := unsupported(q.dtype, kv_cache.dtype, latent, rope):
         raise ValueError(f"provider 'triton': {why}; convert, or use provider 'reference'")
-    refuse_fnuz(q, kv_cache.dtype)
+    refuse_fp8(q, kv_cache.dtype)
 
 
-def refuse_fnuz(q: torch.Tensor, kv_dtype: torch.dtype) -> None:
-    """Raise ValueError for AMD's own fp8 type on another GPU."""
+def refuse_fp8(q: torch.Tensor, kv_dtype: torch.dtype) -> None:
+    """Raise ValueError for AMD's own fp8 type on another GPU, and for fp8 on one without it."""
+    types = [dtype for dtype in (q.dtype, kv_dtype) if dtype in FP8_DTYPES]
+    if types and (why := no_fp8(q.device)):
+        raise ValueError(f"provider 'triton': got {types[0]}, but {why}; use bf16")
     if torch.float8_e4m3fnuz in (q.dtype, kv_dtype) and q.is_cuda and not torch.version.hip:
         raise ValueError("float8_e4m3fnuz is a type of AMD GPUs; use float8_e4m3fn")
 

@@ -16,7 +16,7 @@ import torch
 
 from mla_fusion.attention import Epilogue, PersistentDecodePlan, persistent_mla_decode
 from mla_fusion.attention.triton import plan_settings
-from mla_fusion.cli.bench.kit import capture_calls, distance, fp8_type
+from mla_fusion.cli.bench.kit import capture_calls, distance, exact_attention, fp8_type
 
 PAGE = 64
 FP8, BF16 = fp8_type(), torch.bfloat16
@@ -152,14 +152,7 @@ def exact(inputs: Inputs, b: int, length: int, rows: slice) -> tuple[torch.Tenso
     scale = 0.5 if case.dtype == FP8 else 1.0
     keys = inputs.caches[0][inputs.table[b, : -(-length // case.page)].long()]
     keys = keys.view(-1, case.width)[:length].double() * scale
-    scores = case.scale * scale * inputs.q[rows].double() @ keys.T
-    after = torch.arange(len(scores) - 1, -1, -1, device="cuda")
-    seen = torch.arange(length, device="cuda") < length - after[:, None]
-    scores = scores.masked_fill(~seen[:, None], -torch.inf)
-    lse = scores.logsumexp(-1)
-    # exp(-inf - -inf) is NaN where a row sees nothing: such rows are zero.
-    weights = (scores - lse[..., None]).exp().nan_to_num(nan=0.0)
-    return weights @ keys[:, : case.latent], lse
+    return exact_attention(inputs.q[rows].double(), keys, case.scale * scale, case.latent)
 
 
 def error(inputs: Inputs, out: torch.Tensor, lengths: list[int]) -> float:

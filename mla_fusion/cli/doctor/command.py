@@ -11,6 +11,7 @@ from mla_fusion import __version__, config
 from mla_fusion.cli.doctor import known_issues
 from mla_fusion.cli.doctor.environment import Environment, probe
 from mla_fusion.config import vllm_compat
+from mla_fusion.runtime import measured
 
 if TYPE_CHECKING:
     import argparse
@@ -111,6 +112,8 @@ def lines(diagnosis: Diagnosis) -> list[str]:
     if diagnosis.works and found.default not in diagnosis.serving:
         chosen = json.dumps({config.OPTIONS_KEY: {"provider": diagnosis.serving[0]}})
         out.append(f"  name it beside the flag: --additional-config '{chosen}'")
+    if diagnosis.works and (what := unknown(found)):
+        out.append(f"  the kernels were not measured with {what}: run mla-fusion selftest first")
     out += _wrapped("  problem: ", diagnosis.problems)
     out += ["", *_columns(facts), "", "providers"]
     out += _columns({name: why or "available" for name, why in found.providers.items()})
@@ -118,6 +121,17 @@ def lines(diagnosis: Diagnosis) -> list[str]:
         out += ["", "known trouble on this platform (as of September 2026)"]
         out += _wrapped("  ", (f"{', '.join(i.threads)}: {i.text}" for i in diagnosis.issues))
     return out
+
+
+def unknown(found: Environment) -> str:
+    """What no measurement here is of, GPU or Triton; empty if both are known or there is no GPU."""
+    if not found.device:
+        return ""
+    newest = measured.NEWEST_TRITON
+    numbers = tuple(int(number) for number in found.triton.split(".")[:2] if number.isdigit())
+    what = [] if measured.has_measurements(found.device) else [found.device]
+    what += [f"Triton {found.triton}"] if numbers > newest else []
+    return " and ".join(what)
 
 
 def _columns(facts: dict[str, str]) -> list[str]:

@@ -3,7 +3,14 @@
 `mla-fusion bench` and `benchmarks/` import it from here.
 """
 
-from mla_fusion.cli.bench.kit.compare import POISON, agreement, distance, poisoned, steps
+from mla_fusion.cli.bench.kit.compare import (
+    POISON,
+    agreement,
+    distance,
+    exact_attention,
+    poisoned,
+    steps,
+)
 from mla_fusion.cli.bench.kit.device import Ceilings, fp8_type, measure_ceilings
 from mla_fusion.cli.bench.kit.precompile import compile_ahead
 from mla_fusion.cli.bench.kit.rows import FACTS, environment, write
@@ -18,6 +25,7 @@ __all__ = [
     "compile_ahead",
     "distance",
     "environment",
+    "exact_attention",
     "fp8_type",
     "interleave",
     "measure_ceilings",

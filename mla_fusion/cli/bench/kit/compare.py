@@ -41,3 +41,24 @@ def agreement(*pairs: tuple[torch.Tensor, torch.Tensor]) -> tuple[float, int]:
     total = sum(map(torch.numel, distances))
     worst = max((int(distance.max()) for distance in distances if distance.numel()), default=0)
     return equal / total if total else 1.0, worst
+
+
+def exact_attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    scale: float,
+    latent: int,
+    sink: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output [n, H, latent] and LSE [n, H], without the sink [H], of queries [n, H, L + R] over
+    keys [s, L + R], all in float64. Row i of the n sees all but the last n - 1 - i keys.
+    """
+    scores = scale * q @ keys.T
+    after = torch.arange(len(q) - 1, -1, -1, device=q.device)
+    seen = torch.arange(len(keys), device=q.device) < len(keys) - after[:, None]
+    scores = scores.masked_fill(~seen[:, None], -torch.inf)
+    lse = scores.logsumexp(-1)
+    total = lse if sink is None else torch.logaddexp(lse, sink.double())
+    # exp(-inf - -inf) is NaN where a row sees nothing: such rows are zero.
+    weights = (scores - total[..., None]).exp().nan_to_num(nan=0.0)
+    return weights @ keys[:, :latent], lse

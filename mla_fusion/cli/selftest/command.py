@@ -1,0 +1,104 @@
+"""`mla-fusion selftest`: is every kernel right on this GPU?
+
+Each runs in a process of its own (`watch.py`) against float64 on hostile inputs: `decode.py`,
+`region.py`, `sparse.py` and `planner.py` say which; `kernels.py` has the list.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mla_fusion import __version__
+from mla_fusion.cli.arguments import UserError
+
+if TYPE_CHECKING:
+    import argparse
+
+    from mla_fusion.cli.selftest.watch import Row
+
+MOST_JOBS, MEMORY = 8, 12 * 2**30  # processes at once, and bytes of GPU memory that one may take
+SILENCE = 150.0  # seconds; a case compiles kernels for up to half a minute
+
+
+def declare(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.description = (
+        "Runs every kernel that this GPU can launch against float64 on hostile inputs, in a few "
+        "minutes. Exit status 0 if all are right, 1 if one is wrong or never ends, 2 without a GPU."
+    )
+    parser.add_argument("--thorough", action="store_true", help="more shapes and repetitions")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="the rows, for an issue report")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run it; 0 if every kernel that runs here is right, else 1."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UserError("needs a CUDA or ROCm GPU, and torch sees none here")
+    from mla_fusion.cli.bench.kit import environment
+    from mla_fusion.cli.selftest.kernels import checks
+    from mla_fusion.cli.selftest.watch import run_all
+
+    began, names, facts = time.monotonic(), [*checks()], environment()
+    print(*(f"{name} {value}" for name, value in facts.items() if value), sep=", ", flush=True)
+    free = torch.cuda.mem_get_info()[0]
+    jobs = max(1, min(MOST_JOBS, os.cpu_count() or 1, free // MEMORY))
+    shown = Progress(len(names))
+    rows = []
+    for row in run_all(names, jobs, SILENCE, arguments.thorough, shown.case):
+        rows.append(row)
+        shown.line(line_of(row))
+    seconds = round(time.monotonic() - began)
+    wrong = [row.kernel for row in rows if row.verdict == "WRONG"]
+    right = sum(row.verdict == "right" for row in rows)
+    print(f"{right} kernels right, {len(wrong)} WRONG, {seconds} s", *wrong, sep="\n  ")
+    if arguments.json is not None:
+        data = {
+            "mla_fusion": __version__,
+            **facts,
+            "seconds": seconds,
+            "rows": [dataclasses.asdict(row) | {"verdict": row.verdict} for row in rows],
+        }
+        try:
+            arguments.json.write_text(json.dumps(data, indent=1) + "\n")
+        except OSError as error:
+            raise UserError(f"cannot write --json {arguments.json}: {error}") from None
+    return 1 if wrong or not right else 0
+
+
+def line_of(row: Row) -> str:
+    """One kernel, for people."""
+    start = f"{row.kernel:36} {row.verdict:10}"
+    if row.skipped:
+        return f"{start} {row.skipped}"
+    text = f"{start} {row.cases:3} cases, worst error {row.error:.1e}, bound {row.bound:.1e}, "
+    return text + f"{row.seconds:.0f} s" + (f": {row.wrong}" if row.wrong else "")
+
+
+class Progress:
+    """On a terminal, a bar below the lines: kernels that ended, and the cases so far."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.done, self.cases = total, 0, 0
+        self.terminal = sys.stderr.isatty()
+
+    def case(self, kernel: str, cases: int) -> None:
+        """A case of a kernel ended."""
+        self.cases += 1
+        if self.terminal:
+            bar = "#" * self.done + "." * (self.total - self.done)
+            print(f"\r[{bar}] {self.cases} cases, {kernel}\x1b[K", end="", file=sys.stderr)
+
+    def line(self, text: str) -> None:
+        """A kernel ended."""
+        self.done += 1
+        if self.terminal:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        print(text, flush=True)

@@ -1,0 +1,300 @@
+"""The decode kernels, and the epilogue behind one, against float64 attention.
+
+All bytes that no sequence owns are NaN, tails of last pages included, and entries of a block table
+after the end of a sequence name no block. Plans, outputs and partial results are full of NaN too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import random
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mla_fusion.attention import Epilogue, PersistentDecodePlan
+from mla_fusion.attention import triton as provider
+from mla_fusion.attention.plan.inputs import Inputs, validate
+from mla_fusion.cli.bench.decode_peers import TOLERANCE
+from mla_fusion.cli.bench.kit import capture_calls, distance, exact_attention
+from mla_fusion.cli.selftest.outcome import Outcome, same_bits, worst
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+BF16 = torch.bfloat16
+SCALE = 0.5  # of an fp8 query, and of an fp8 cache
+# fp8 products of Hopper sum up in fewer bits than fp32 has.
+LSE_BF16, LSE_FP8 = 1e-5, 2e-3
+ROUNDED = 3.2e-2  # relative distance of a result in e4m3: three bits of mantissa move it by 2.6e-2
+OUT_SCALE = 0.01  # of a result quantized by one scale
+MOST_SCORES = 2**25  # of a sequence in float64, so that a GPU of 16 GiB holds them
+HUGE = 2**32 + 2**30  # bytes of a cache
+NEEDED = 12 * 2**30  # bytes that must be free for it
+GROUP = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What a decode kernel is compiled for, and how its inputs lie in memory.
+
+    gap: elements between entries, blocks and rows. huge: a cache of more than 2^32 bytes. values:
+    columns of W_UV for a head. batch: sequences; 0: as many as there are hostile lengths.
+    """
+
+    heads: int
+    queries: int
+    page: int
+    latent: int = 512
+    rope: int = 64
+    q: torch.dtype = BF16
+    kv: torch.dtype = BF16
+    gap: int = 0
+    huge: bool = False
+    values: int = 0
+    quantization: str = "none"
+    batch: int = 0
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        words = [f"{self.heads} heads x {self.queries} rows, pages of {self.page}"]
+        words += [f"{self.latent} + {self.rope}", str(self.kv)[6:]]
+        words += ["strided"] if self.gap else []
+        words += ["2^32 bytes"] if self.huge else []
+        words += [f"W_UV {self.quantization}, {self.batch} sequences"] if self.values else []
+        return ", ".join(words)
+
+
+class Bench:
+    """Fixed tensors of a shape, which `fill` gives the lengths of a step."""
+
+    def __init__(self, shape: Shape, longest: int, device: str) -> None:
+        self.shape, self.device, self.longest = shape, device, longest
+        width, page = shape.latent + shape.rope, shape.page
+        self.batch = shape.batch or len(self.lengths())
+        self.blocks = sum(-(-n // page) for n in self.lengths()) + 2
+        entry = width + shape.gap
+        # Blocks are whole entries apart, as the tensor copy engine wants them.
+        step = (page + bool(shape.gap)) * entry
+        if shape.huge:
+            self.blocks = max(self.blocks, HUGE // (step * shape.kv.itemsize))
+        size = self.blocks * step * shape.kv.itemsize
+        self.storage = torch.empty(size, dtype=torch.uint8, device=device)
+        flat = self.storage.view(shape.kv)
+        self.cache = flat.as_strided((self.blocks, page, width), (step, entry, 1))
+        columns = max(-(-n // page) for n in self.lengths()) + 1
+        self.table = torch.empty(self.batch, columns, dtype=torch.int32, device=device)
+        self.starts = torch.zeros(self.batch + 1, dtype=torch.int32, device=device)
+        self.lens = torch.zeros(self.batch, dtype=torch.int32, device=device)
+        self.rows = self.batch * shape.queries
+        q = torch.randn(self.rows, shape.heads, entry, device=device)
+        self.q = q.to(shape.q)[..., shape.gap :]
+        out = torch.empty(self.rows, shape.heads, shape.latent + shape.gap, device=device)
+        self.out = out.to(BF16)[..., : shape.latent]
+        self.lse = torch.empty(self.rows, shape.heads, device=device)
+        self.scale = torch.full((1,), SCALE, device=device)
+        self.plan = self.new_plan()
+        self.epilogue = self.new_epilogue() if shape.values else None
+
+    def lengths(self) -> list[int]:
+        """Hostile KV lengths: none, one, around a page and a tile, and a long one."""
+        page, most = self.shape.page, self.longest
+        return [0, 1, page - 1, page, page + 1, 63, 64, 65, 5 * page + 3, most]
+
+    def new_plan(self) -> PersistentDecodePlan:
+        """A plan as the provider wants it; a CPU has no number of CTAs of its own."""
+        shape, width = self.shape, self.shape.latent + self.shape.rope
+        settings: dict[str, Any] = {"ctas": 5, "overhead": 1}
+        if self.device != "cpu":
+            settings = provider.plan_settings(
+                shape.heads, shape.queries, shape.kv, width, self.device
+            )
+        return PersistentDecodePlan.allocate(
+            max_batch=16, max_query_len=shape.queries, num_heads=shape.heads, q_dtype=shape.q,
+            kv_dtype=shape.kv, device=self.device, v_head_dim=shape.latent, **settings,
+        )  # fmt: skip
+
+    def new_epilogue(self) -> Epilogue:
+        """W_UV dense in L, as vLLM has it, and what is written behind it."""
+        shape, columns = self.shape, self.shape.heads * self.shape.values
+        w = torch.randn(shape.heads, shape.values, shape.latent, device=self.device)
+        w_uv = (w / shape.latent**0.5).to(BF16).transpose(1, 2)
+        fp8 = shape.quantization != "none"
+        dtype = torch.float8_e4m3fn if fp8 else BF16
+        out = torch.empty(self.rows, columns, device=self.device).to(dtype)
+        groups = torch.empty(self.rows, columns // GROUP, device=self.device)
+        scale = {
+            "tensor": torch.full((1,), OUT_SCALE, device=self.device),
+            "group": groups,
+            "group_ue8m0": groups,
+        }.get(shape.quantization)
+        return Epilogue(w_uv, out, scale, shape.quantization == "group_ue8m0")
+
+    def fill(self, rows: list[int], lengths: list[int]) -> None:
+        """Sequences of so many query rows and KV tokens, at random places; NaN everywhere else."""
+        shape, page = self.shape, self.shape.page
+        nan = 0x80 if shape.kv == torch.float8_e4m3fnuz else 0xFF
+        self.storage.fill_(nan)
+        order = torch.randperm(self.blocks, device=self.device)
+        self.table.fill_(2**30)
+        first = 0
+        for b, length in enumerate(lengths):
+            pages = order[first : first + -(-length // page)]
+            first += len(pages)
+            self.table[b, : len(pages)] = pages.int()
+            at = torch.arange(length, device=self.device)
+            keys = torch.randn(length, shape.latent + shape.rope, device=self.device)
+            self.cache[pages[at // page], at % page] = keys.to(shape.kv)
+        starts = torch.tensor([0, *rows]).cumsum(0).int()
+        self.starts.copy_(starts)
+        self.lens.copy_(torch.tensor(lengths, dtype=torch.int32))
+        self.clear()
+
+    def clear(self) -> None:
+        """NaN in all that a launch writes, but the plan's indices."""
+        for tensor in (self.out, self.lse, self.plan.partial_output, self.plan.partial_lse):
+            tensor.fill_(torch.nan)
+        if self.epilogue is not None:
+            self.epilogue.out.view(torch.uint8).fill_(0xFF)
+            if self.epilogue.quantization.startswith("group"):
+                self.epilogue.scale.fill_(torch.nan)  # type: ignore[union-attr]
+
+    def step(self, kernel: str, _: int = 0) -> None:
+        """Plan and decode, by one kernel, for as many rows as there may be."""
+        self.plan.refresh(
+            qo_indptr=self.starts, seq_lens=self.lens, num_tokens=self.rows,
+            max_query_len=self.shape.queries,
+        )  # fmt: skip
+        self.launch(kernel)
+
+    def launch(self, kernel: str) -> None:
+        """Decode by the plan of this step. An epilogue follows the kernel that is chosen."""
+        given = Inputs(
+            self.q, self.cache, self.plan, self.table, self.q.shape[2] ** -0.5, self.scale,
+            self.scale, self.out, self.lse, self.epilogue,
+        )  # fmt: skip
+        validate(given)
+        if not kernel:
+            provider.persistent_mla_decode(given)
+            return
+        provider.check(given.q, given.kv_cache, self.shape.latent)
+        module = importlib.import_module(f"mla_fusion.attention.{kernel}")
+        if why := module.fits(given):
+            raise ValueError(f"{kernel} does not take {self.shape.name}: {why}")
+        grid, args, options = module.arguments(given)
+        module.kernel[grid](*args, **options)
+        provider.merge(given)
+        self.plan.fresh = False
+
+    def results(self) -> list[torch.Tensor]:
+        """What a launch writes."""
+        if self.epilogue is None:
+            return [self.out, self.lse]
+        return [self.epilogue.out, self.lse]
+
+    def judge(self, rows: list[int], lengths: list[int]) -> tuple[float, float, str]:
+        """Largest relative distance of a sequence's result, its bound, and what else is wrong."""
+        fp8 = self.shape.kv.itemsize == 1
+        by = SCALE if fp8 else 1.0
+        of_q = SCALE if self.shape.q.itemsize == 1 else 1.0
+        errors, lse_errors, start = [], [], 0
+        for b, (count, length) in enumerate(zip(rows, lengths, strict=True)):
+            at = slice(start, start + count)
+            start += count
+            if not count:
+                continue
+            pages = self.table[b, : -(-length // self.shape.page)].long()
+            keys = self.cache[pages].flatten(0, 1)[:length].double() * by
+            q = self.q[at].double() * of_q
+            want, want_lse = exact_attention(q, keys, q.shape[2] ** -0.5, self.shape.latent)
+            errors.append(distance(*self.compared(at, want)))
+            # Without keys both are -inf, and minus each other NaN.
+            lse, none = self.lse[at].double(), torch.zeros_like(want_lse)
+            lse_errors.append(
+                float(torch.where(lse == want_lse, none, (lse - want_lse).abs()).max())
+            )
+        limit, moved = LSE_FP8 if fp8 else LSE_BF16, worst(lse_errors)
+        wrong = [] if moved <= limit else [f"LSE off by {moved:.1e}, bound {limit:.0e}"]
+        if not bool(self.out[start:].isnan().all()) and self.epilogue is None:
+            wrong.append("rows after the batch are written")
+        bound = TOLERANCE if self.shape.quantization == "none" else ROUNDED
+        return worst(errors), bound, "; ".join(wrong)
+
+    def compared(self, at: slice, want: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The result of some rows, dequantized, and what it should be."""
+        if self.epilogue is None:
+            return self.out[at], want
+        product = (want.transpose(0, 1) @ self.epilogue.w_uv.double()).transpose(0, 1).flatten(1)
+        got = self.epilogue.out[at].double()
+        if self.shape.quantization == "tensor":
+            got = got * OUT_SCALE
+        elif self.epilogue.scale is not None:
+            got = got.unflatten(1, (-1, GROUP)) * self.epilogue.scale[at].double()[..., None]
+            got = got.flatten(1)
+        return got, product
+
+
+def check(
+    kernel: str,
+    shapes: Sequence[Shape],
+    device: str = "cuda",
+    longest: int = 100_000,
+    repeats: int = 3,
+    seed: int = 0,
+) -> Iterator[Outcome]:
+    """Each shape eagerly, repeated bit by bit, and on a GPU in a graph replayed for other lengths.
+
+    kernel: a module of `mla_fusion.attention`; empty: the one that is chosen. longest: most KV
+    tokens of a sequence.
+    """
+    for shape in shapes:
+        torch.manual_seed(seed)
+        rng = random.Random(seed)
+        if shape.huge and torch.cuda.mem_get_info()[0] < NEEDED:
+            shape = dataclasses.replace(shape, huge=False)
+        most = min(longest, MOST_SCORES // (shape.heads * shape.queries))
+        bench = Bench(shape, most, device)
+        rows, lengths = step_of(bench, rng, ragged=False)
+        bench.fill(rows, lengths)
+        bench.step(kernel)
+        first = [tensor.clone() for tensor in bench.results()]
+        error, bound, wrong = bench.judge(rows, lengths)
+        for _ in range(repeats):
+            bench.clear()
+            bench.launch(kernel)
+            pairs = zip(bench.results(), first, strict=True)
+            if not all(same_bits(a, b) for a, b in pairs):
+                wrong = wrong or "two launches differ"
+        yield Outcome(shape.name, error, bound, wrong)
+        graph = None if device == "cpu" else capture_calls(functools.partial(bench.step, kernel), 1)
+        for number in range(2):
+            rows, lengths = step_of(bench, rng, ragged=True)
+            bench.fill(rows, lengths)
+            if graph is None:
+                bench.step(kernel)
+            else:
+                graph.replay()
+            yield Outcome(f"{shape.name}, replay {number}", *bench.judge(rows, lengths))
+        del bench, graph
+        if device != "cpu":
+            torch.cuda.empty_cache()
+
+
+def step_of(bench: Bench, rng: random.Random, ragged: bool) -> tuple[list[int], list[int]]:
+    """Query rows and KV tokens of each sequence. ragged: some have fewer rows, or none."""
+    lengths, queries = bench.lengths(), bench.shape.queries
+    rng.shuffle(lengths)
+    if not ragged:
+        lengths.sort(reverse=True)
+    lengths = lengths[: bench.batch]
+    if ragged and not bench.shape.batch:
+        lengths = [rng.randint(0, length) for length in lengths]
+    rows = [queries] * bench.batch
+    # An epilogue reads the rows of padding too, so a step with one has none.
+    if ragged and bench.epilogue is None:
+        rows = [rng.choice((queries, rng.randint(0, queries))) for _ in rows]
+        rows[-1] = lengths[-1] = 0
+    return rows, lengths

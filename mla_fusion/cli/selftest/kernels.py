@@ -1,0 +1,117 @@
+"""Every kernel of the library by name: why it cannot run on this GPU, or its check.
+
+A name is what the command prints, and what a child process is asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+
+from mla_fusion.attention.cdna.fits import why_no_sparse
+from mla_fusion.attention.plan.device import cdna, has_hopper
+from mla_fusion.cli.bench.kit import fp8_type
+from mla_fusion.cli.selftest import decode, planner, region, sparse
+from mla_fusion.cli.selftest.decode import BF16, Shape
+from mla_fusion.cli.selftest.outcome import CannotRun
+from mla_fusion.kernels.triton import no_fp8
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from mla_fusion.cli.selftest.outcome import Outcome
+
+# Heads, query rows, page; then of a decode that is not of 512 + 64, or lies otherwise.
+FEW = [Shape(16, 1, 64), Shape(8, 4, 16, huge=True), Shape(128, 1, 16), Shape(16, 2, 128, gap=64)]
+PORTABLE = [*FEW, Shape(40, 1, 64, 256, 32, gap=3), Shape(16, 1, 64, 320, 64)]
+HOPPER = [*FEW, Shape(32, 1, 64, 256, 64)]
+MANY_ROWS = [
+    Shape(64, 1, 64), Shape(128, 1, 64, huge=True), Shape(16, 4, 128, gap=64), Shape(16, 8, 64),
+    Shape(40, 1, 128),
+]  # fmt: skip
+CDNA = [*FEW, Shape(16, 8, 128), Shape(32, 1, 64, 256, 64)]
+EPILOGUES = [
+    Shape(16, 1, 64, values=128, batch=1),
+    Shape(32, 1, 64, values=128, batch=2, quantization="group"),
+    Shape(16, 1, 64, values=128, batch=4, quantization="tensor"),
+    Shape(8, 1, 64, values=128, batch=8, quantization="group_ue8m0"),
+    Shape(128, 1, 64, values=128, batch=8),
+]
+THOROUGH = {
+    "triton.decode_kernel": [Shape(64, 2, 32), Shape(128, 8, 128), Shape(16, 1, 64, 1024, 128)],
+    "hopper.decode": [Shape(64, 2, 32), Shape(20, 3, 64), Shape(40, 1, 16, 256, 32)],
+    "hopper.warp_specialized": [Shape(8, 8, 64), Shape(32, 8, 64), Shape(128, 2, 64)],
+    "cdna.decode": [Shape(64, 2, 32), Shape(8, 8, 16)],
+    "": [Shape(64, 1, 64, values=128, batch=1, quantization="group"), Shape(16, 2, 64, values=128,
+         batch=2)],
+}  # fmt: skip
+CACHES = ("bf16", "fp8", "656 bytes", "584 bytes")
+
+
+def of_type(shapes: list[Shape], kv: torch.dtype, q: torch.dtype) -> list[Shape]:
+    """The same shapes with another type of cache and query."""
+    return [dataclasses.replace(shape, kv=kv, q=q) for shape in shapes]
+
+
+def checks() -> dict[str, Callable[[bool], Iterator[Outcome]]]:
+    """The check of each kernel, which takes whether to be thorough and yields outcomes, or raises
+    CannotRun.
+    """
+    found: dict[str, Callable[[bool], Iterator[Outcome]]] = {"planner": _planner}
+    for kind in ("bf16", "fp8"):
+        found[f"region {kind}"] = functools.partial(_region, kind)
+        for module, shapes in (
+            ("triton.decode_kernel", PORTABLE),
+            ("hopper.decode", HOPPER),
+            ("hopper.warp_specialized", MANY_ROWS),
+            ("cdna.decode", CDNA),
+        ):
+            found[f"decode {module} {kind}"] = functools.partial(_decode, module, shapes, kind)
+    found["epilogue"] = functools.partial(_decode, "", EPILOGUES, "bf16")
+    for cache in CACHES:
+        found[f"sparse {cache}"] = functools.partial(_sparse, cache)
+    return found
+
+
+def _planner(thorough: bool) -> Iterator[Outcome]:
+    many = planner.THOROUGH if thorough else planner.PLANNERS
+    yield from planner.check(many, plans=20 if thorough else 8)
+
+
+def _region(kind: str, thorough: bool) -> Iterator[Outcome]:
+    yield from region.check(region.cases(_type_of(kind), thorough))
+
+
+def _decode(module: str, shapes: list[Shape], kind: str, thorough: bool) -> Iterator[Outcome]:
+    if module.startswith("hopper") and not has_hopper("cuda"):
+        raise CannotRun("it needs sm_90")
+    if module.startswith("cdna") and not cdna("cuda"):
+        raise CannotRun("it needs gfx942 or gfx950")
+    kv = _type_of(kind) or BF16
+    shapes = shapes + (THOROUGH[module] if thorough else [])
+    fp8 = of_type(shapes, kv, kv)
+    if kind == "fp8" and module == "triton.decode_kernel":
+        fp8 += of_type([Shape(16, 1, 64)], kv, BF16)
+    if not module and no_fp8("cuda"):
+        fp8 = [shape for shape in fp8 if shape.quantization == "none"]
+    yield from decode.check(module, fp8, repeats=15 if thorough else 3)
+
+
+def _sparse(cache: str, thorough: bool) -> Iterator[Outcome]:
+    if torch.version.hip and (why := why_no_sparse()):
+        raise CannotRun(why)
+    if cache != "bf16":
+        _type_of("fp8")
+    yield from sparse.check(sparse.variants(cache, fp8_type()), steps=40 if thorough else 4)
+
+
+def _type_of(kind: str) -> torch.dtype | None:
+    """The fp8 type of this GPU, None for bf16; CannotRun where it has no fp8."""
+    if kind == "bf16":
+        return None
+    if why := no_fp8("cuda"):
+        raise CannotRun(why)
+    return fp8_type()

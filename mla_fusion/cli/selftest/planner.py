@@ -1,0 +1,78 @@
+"""The planner's kernel against its specification, in every element of every buffer."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mla_fusion.attention import PersistentDecodePlan
+from mla_fusion.attention.plan import planner_triton
+from mla_fusion.attention.plan.buffers import PLANNED
+from mla_fusion.cli.selftest.outcome import Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+LONGEST = 8  # query rows
+# What the planner is compiled for: max_batch, heads (16, 32 and 128 are 1, 2 and 8 head blocks
+# with queries of up to 8 rows), CTAs, kv_granularity and overhead.
+PLANNERS = [
+    (1, 16, 264, 64, 4),
+    (7, 128, 256, 16, 4),
+    (64, 128, 264, 64, 4),
+    (256, 16, 132, 64, 4),
+    (256, 32, 256, 16, 16),
+]
+THOROUGH = [*PLANNERS, (1, 128, 132, 16, 16), (7, 32, 132, 64, 16), (256, 16, 264, 64, 4)]
+
+
+def check(
+    planners: Sequence[tuple[int, ...]] = PLANNERS,
+    device: str = "cuda",
+    plans: int = 10,
+    seed: int = 0,
+) -> Iterator[Outcome]:
+    """Ragged batches, each planned where an earlier plan was; error: elements that differ."""
+    rng = random.Random(seed)
+    for shape, cap in itertools.product(planners, (-1, 16)):
+        max_batch, heads, ctas, granularity, overhead = shape
+        fields: dict[str, Any] = {
+            "max_batch": max_batch, "max_query_len": LONGEST, "num_heads": heads,
+            "q_dtype": torch.bfloat16, "kv_dtype": torch.bfloat16, "ctas": ctas, "v_head_dim": 8,
+            "kv_granularity": granularity, "overhead": overhead, "max_split_per_batch": cap,
+        }  # fmt: skip
+        want, got = (PersistentDecodePlan.allocate(**fields, device=at) for at in ("cpu", device))
+        different = 0
+        for _ in range(plans):
+            rows, lengths, longest = ragged_batch(rng, max_batch, granularity)
+            starts = torch.tensor([0, *rows]).cumsum(0).int()
+            lens = torch.tensor(lengths, dtype=torch.int32)
+            want.refresh(
+                qo_indptr=starts, seq_lens=lens, num_tokens=sum(rows), max_query_len=longest
+            )
+            planner_triton.fill(got, starts.to(device), lens.to(device), longest)
+            for name in PLANNED:
+                different += int((getattr(want, name) != getattr(got, name).cpu()).sum())
+        name = f"{plans} plans of {max_batch} sequences, {heads} heads, {ctas} CTAs, cap {cap}"
+        yield Outcome(name, different, 0)
+
+
+def ragged_batch(
+    rng: random.Random, max_batch: int, granularity: int
+) -> tuple[list[int], list[int], int]:
+    """Query rows and KV tokens of up to `max_batch` sequences, and the most rows of one."""
+    longest, batch = rng.randint(1, LONGEST), rng.randint(1, max_batch)
+    rows = [rng.choice((longest, 0, rng.randint(0, longest))) for _ in range(batch)]
+
+    def length(kind: str) -> int:
+        if kind == "long":
+            return rng.randint(1, 100_000)
+        if kind == "few":  # tokens in the last block, which a cut may not leave to a split
+            return granularity * rng.randint(1, 99) + rng.randint(1, 3)
+        return rng.randint(0, 64)
+
+    kinds = rng.choice((["long"], ["short"], ["few"], ["long", "short", "short", "few"]))
+    return rows, [length(rng.choice(kinds)) for _ in rows], longest

@@ -1,0 +1,127 @@
+"""The fused region against its specification, with the product in float64.
+
+`judge` is the criterion: rotated half and cache equal; absorbed half within one step, or, in an
+activation type, what an fp32 sum in some order gives. Every byte of the cache that no slot
+addresses must stay.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mla_fusion.cli.bench.kit import POISON, capture_calls
+from mla_fusion.cli.selftest.outcome import Outcome, same_bits
+from mla_fusion.cli.selftest.region_call import Call, Case, build, different_bytes, judge, run
+from mla_fusion.kernels import get_provider
+from mla_fusion.kernels import triton as provider
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+reference = get_provider("reference")
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+HUGE = 2**32 + 2**28  # bytes of a cache
+NEEDED = 4 * HUGE  # that must be free: ours, the specification's and the comparison
+
+
+def cases(fp8: torch.dtype | None, thorough: bool) -> dict[str, Case]:
+    """Hostile calls by name. fp8: of query and cache; None: both of the activation type."""
+    kind = fp8 or BF16
+    real = Case(nope=128, rope=64, latent=512, block_size=64, heads=16, kv=kind, query=kind)
+    shapes = [(1, 16), (17, 16), (64, 128), (256, 8)]
+    if thorough:
+        shapes += [(1, 128), (3, 16), (16, 32), (33, 64), (128, 128), (512, 16), (1000, 16)]
+    found = {
+        f"{tokens} tokens, {heads} heads": dataclasses.replace(
+            real, tokens=tokens, heads=heads, seed=tokens
+        )
+        for tokens, heads in shapes
+    }
+    many = dataclasses.replace(real, tokens=40, padded=tuple(range(0, 40, 3)))
+    options: dict[str, dict[str, Any]] = {
+        "strided": {"strided": True, "neox": True},
+        "misaligned": {"strided": True, "gap": 3},
+        "odd widths": {"nope": 24, "rope": 12, "latent": 40, "block_size": 3},
+        "scaled": {"factor": FP32},
+        "all padded": {"padded": tuple(range(40))},
+        "256 latents": {"nope": 64, "latent": 256, "block_size": 16},
+    }
+    if fp8 is None:
+        options["fp16"] = {"act": FP16, "kv": FP16, "query": FP16}
+    if thorough:
+        options |= {
+            "no rope": {"angles": None},
+            "bf16 query": {"query": BF16},
+            "1024 latents": {"nope": 256, "rope": 128, "latent": 1024},
+            "320 latents": {"rope": 96, "latent": 320},
+            "one tile of tokens": {"tokens": 128, "block_size": 128},
+        }
+    return found | {name: dataclasses.replace(many, **each) for name, each in options.items()}
+
+
+def check(calls: Mapping[str, Case], device: str = "cuda") -> Iterator[Outcome]:
+    """Each call twice, bit by bit; then those that a GPU alone can run."""
+    for name, case in calls.items():
+        yield against(name, build(case, device))
+    if device == "cpu":
+        return
+    first = next(iter(calls.values()))
+    if torch.cuda.mem_get_info()[0] >= NEEDED:
+        yield against("a cache of 2^32 bytes", huge(dataclasses.replace(first, tokens=40)))
+    for tokens in (1, 256):
+        yield from replayed(dataclasses.replace(first, tokens=tokens, padded=()))
+
+
+def against(name: str, call: Call) -> Outcome:
+    """One call against the specification; error: elements and bytes that are wrong."""
+    want, want_storage = run(reference, call, product=absorb)
+    got, storage = run(provider, call)
+    again, _ = run(provider, call)
+    wrong = judge(call.inputs, got, want).wrong + different_bytes(storage, want_storage)
+    written = bool(got.view(torch.uint8)[call.inputs.slot_mapping < 0].any())
+    notes = ["padded rows are not zero"] if written else []
+    notes += [] if same_bits(got, again) else ["two launches differ"]
+    return Outcome(name, wrong, 0, "; ".join(notes))
+
+
+def absorb(q_nope: torch.Tensor, w_uk_t: torch.Tensor) -> torch.Tensor:
+    """`reference.absorb` in float64, rounded once."""
+    out = torch.einsum("thp,hpl->thl", q_nope.double(), w_uk_t.double())
+    return out.to(q_nope.dtype)
+
+
+def huge(case: Case) -> Call:
+    """A call with slots all over a cache of more than 2^32 bytes."""
+    call = build(case, "cuda")
+    width, page = case.latent + case.rope, case.block_size
+    blocks = HUGE // (page * width * case.kv.itemsize)
+    size = blocks * page * width * case.kv.itemsize
+    storage = torch.full((size,), POISON, dtype=torch.uint8, device="cuda")
+    cache = storage.view(case.kv).view(blocks, page, width)
+    last = blocks * page - 1
+    slots = last - torch.arange(case.tokens, device="cuda") * (last // (case.tokens + 1))
+    slots[list(case.padded)] = -1
+    return Call(call.inputs._replace(kv_cache=cache, slot_mapping=slots), storage)
+
+
+def replayed(case: Case) -> Iterator[Outcome]:
+    """A captured launch, replayed with other inputs in place."""
+    call = build(case, "cuda")
+    given = call.inputs
+    graph = capture_calls(lambda _: provider.fused_mla_decode_prep(given), 1)
+    for number in range(3):
+        given.q.normal_()
+        given.kv_c.normal_()
+        given.positions.random_(0, 64)
+        slots = torch.randperm(given.kv_cache.shape[0] * case.block_size, device="cuda")
+        given.slot_mapping.copy_(slots[: case.tokens])
+        call.storage.fill_(POISON)
+        fresh = dataclasses.replace(call, storage=call.storage.clone())
+        graph.replay()
+        want, want_storage = run(reference, fresh, product=absorb)
+        wrong = judge(given, given.q_out, want).wrong
+        wrong += different_bytes(call.storage, want_storage)
+        yield Outcome(f"{case.tokens} tokens, replay {number}", wrong, 0)

@@ -1,0 +1,225 @@
+"""The sparse decode against float64 attention, over every kind of cache.
+
+Entries are made with the keys that they stand for: nothing here reads one. Every entry that no
+token lists is NaN; slots of -1 are anywhere in a row, and columns that do not count name no slot.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import TYPE_CHECKING
+
+import torch
+
+from mla_fusion.attention.plan.device import has_hopper
+from mla_fusion.attention.plan.inputs import Scope
+from mla_fusion.attention.plan.layouts import EXPONENTS, FP8_DS_MLA, FP8_DS_MLA_V4, WIDE
+from mla_fusion.attention.sparse import sparse_mla_decode, sparse_scratch
+from mla_fusion.cli.bench.decode_peers import TOLERANCE
+from mla_fusion.cli.bench.kit import capture_calls, distance, exact_attention
+from mla_fusion.cli.selftest.outcome import Outcome, same_bits, worst
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from mla_fusion.attention.plan.layouts import CacheLayout
+
+BF16 = torch.bfloat16
+PAGE, NOWHERE = 64, 2**30
+SCALE = 0.5  # of an fp8 query, and of an fp8 cache without a layout
+LSE_BF16, LSE_FP8 = 1e-4, 2e-3  # a query in fp8 is summed in fewer bits than fp32 has
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """What kernels are compiled for. layout: of a cache of bytes. q, kv: types; columns: of each
+    scope. latent: summed values of a cache without a layout, which has WIDE rotated ones too.
+    """
+
+    heads: int
+    columns: tuple[int, ...] = (2048,)
+    layout: CacheLayout | None = None
+    q: torch.dtype = BF16
+    kv: torch.dtype = BF16
+    sink: bool = True
+    latent: int = 512
+    tokens: int = 16
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        cache = str(self.kv)[6:] if self.layout is None else f"{self.layout.bytes} bytes"
+        return f"{self.heads} heads, {cache}, columns {'+'.join(map(str, self.columns))}"
+
+
+def make_bank(variant: Variant, count: int, device: str) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Entries: the bytes [count, n] of each in one or two parts, and the keys that they are, in
+    float64. In byte caches codes reach the largest, and scales differ by up to 8.
+    """
+    layout = variant.layout
+    if layout is None:
+        stored = torch.randn(count, variant.latent + WIDE, device=device)
+        fp8 = variant.kv.itemsize == 1
+        stored = stored.to(variant.kv)
+        return [stored.view(torch.uint8)], stored.double() * (SCALE if fp8 else 1.0)
+    groups = layout.quantized // layout.group
+    codes = 150 * torch.randn(count, layout.quantized, device=device)
+    codes = codes.clamp(-448, 448).to(variant.kv)
+    rotated = torch.randn(count, WIDE, device=device).to(BF16)
+    exponents = torch.randint(-9, -6, (count, groups), device=device)
+    data, wide = codes.view(torch.uint8), rotated.view(torch.uint8)
+    if layout.behind:
+        scales = torch.exp2(exponents.double())
+        filled = torch.zeros(count, EXPONENTS, dtype=torch.uint8, device=device)
+        filled[:, :groups] = (exponents + 127).to(torch.uint8)
+        parts = [torch.cat((data, wide), 1), filled]
+    else:
+        stored = torch.exp2(exponents + torch.rand(count, groups, device=device)).float()
+        scales = stored.double()
+        parts = [torch.cat((data, stored.view(torch.uint8), wide), 1)]
+    values = (codes.double().unflatten(1, (groups, -1)) * scales[:, :, None]).flatten(1)
+    return parts, torch.cat((values, rotated.double()), 1)
+
+
+class Bench:
+    """Fixed tensors of a variant, which `fill` gives the lists and lengths of a step."""
+
+    def __init__(self, variant: Variant, device: str, count: int = 4096) -> None:
+        self.variant, self.device, self.count = variant, device, count
+        layout, tokens = variant.layout, variant.tokens
+        self.banks = [make_bank(variant, count, device) for _ in variant.columns]
+        self.width = variant.latent + WIDE if layout is None else layout.width
+        q = torch.randn(tokens, variant.heads, self.width, device=device)
+        self.q = q.to(variant.q)
+        self.sink = None
+        if variant.sink:
+            self.sink = 6 + 2 * torch.randn(variant.heads, device=device)
+        self.scopes = []
+        for (parts, _), columns in zip(self.banks, variant.columns, strict=True):
+            bytes_ = sum(part.shape[1] for part in parts)
+            cache = torch.empty(count // PAGE, PAGE, bytes_, dtype=torch.uint8, device=device)
+            # Rows are 16 bytes apart, as a compiled kernel expects them.
+            wide = torch.empty(tokens, -(-columns // 64) * 64, dtype=torch.int32, device=device)
+            of_type = cache if layout is not None else cache.view(variant.kv)
+            self.scopes.append(Scope(of_type, wide[:, :columns], layout))
+        self.lengths = [torch.zeros(tokens, dtype=torch.int32, device=device) for _ in self.scopes]
+        latent = variant.latent if layout is None else layout.latent
+        kv_dtype = variant.kv
+        self.scratch = sparse_scratch(
+            max_tokens=32, num_heads=variant.heads, widths=variant.columns, q_dtype=variant.q,
+            kv_dtype=kv_dtype, device=device, v_head_dim=latent,
+            ctas=5 if device == "cpu" else None,
+        )  # fmt: skip
+        self.out = torch.empty(tokens, variant.heads, latent, device=device, dtype=BF16)
+        self.lse = torch.empty(tokens, variant.heads, device=device)
+
+    def fill(self, rng: random.Random) -> None:
+        """Other lists and lengths, and NaN in every entry that they do not name."""
+        for scope, (parts, _), length in zip(self.scopes, self.banks, self.lengths, strict=True):
+            table, columns = scope.table, scope.table.shape[1]
+            table.random_(0, self.count)
+            holes = torch.rand(table.shape, device=self.device)
+            table[holes < rng.choice((0, 0.1, 0.5))] = -1
+            table[0] = -1
+            if len(table) > 2:
+                table[1] = rng.randrange(self.count)
+            length.random_(0, columns + 1)
+            length[-1], length[0] = 0, columns
+            counted = torch.arange(columns, device=self.device) < length[:, None]
+            table[~counted] = NOWHERE
+            listed = torch.zeros(self.count, dtype=torch.bool, device=self.device)
+            listed[table[counted & (table >= 0)].long()] = True
+            spoilt = [torch.where(listed[:, None], part, 0xFF) for part in parts]
+            pages = [part.reshape(self.count // PAGE, -1) for part in spoilt]
+            raw = scope.kv_cache.view(torch.uint8)
+            raw.copy_(torch.cat(pages, 1).view(raw.shape))
+        self.clear()
+
+    def clear(self) -> None:
+        """NaN in what a launch writes."""
+        plan = self.scratch.plan
+        for tensor in (self.out, self.lse, plan.partial_output, plan.partial_lse):
+            tensor.fill_(torch.nan)
+
+    def step(self, _: int = 0) -> None:
+        """Plan and decode."""
+        self.scratch.refresh(len(self.q), self.lengths)
+        scales = {}
+        if self.variant.q.itemsize == 1:
+            scales["q_scale"] = torch.full((1,), SCALE, device=self.device)
+        if self.variant.kv.itemsize == 1 and self.variant.layout is None:
+            scales["kv_scale"] = torch.full((1,), SCALE, device=self.device)
+        lse = sparse_mla_decode(
+            self.q, self.scopes, self.scratch, softmax_scale=self.width**-0.5, sink=self.sink,
+            out=self.out, return_lse=True, **scales,
+        )[1]  # fmt: skip
+        assert lse is not None
+        self.lse.copy_(lse)
+
+    def judge(self) -> tuple[float, float, str]:
+        """Largest relative distance of a token, its bound, and what else is wrong."""
+        errors, moved = [], []
+        layout, two = self.variant.layout, len(self.scopes) == 2
+        # The kernel for Hopper scales what it summed; the portable one rounds each key to bf16.
+        rounded = layout is not None and (layout.behind or two or not has_hopper(self.device))
+        by = SCALE if self.variant.q.itemsize == 1 else 1.0
+        for token, q in enumerate(self.q.double() * by):
+            found = []
+            for scope, (_, keys), each in zip(self.scopes, self.banks, self.lengths, strict=True):
+                slots = scope.table[token, : int(each[token])]
+                keys = keys[slots[slots >= 0].long()]
+                found.append(keys.to(BF16).double() if rounded else keys)
+            want, want_lse = exact_attention(
+                q[None], torch.cat(found), self.width**-0.5, self.out.shape[2], self.sink
+            )
+            errors.append(distance(self.out[token : token + 1], want))
+            got = self.lse[token : token + 1].double()
+            same = got == want_lse
+            moved.append(float((got - want_lse).abs().masked_fill(same, 0.0).max()))
+        limit = LSE_FP8 if self.variant.kv.itemsize == 1 else LSE_BF16
+        off = worst(moved)
+        wrong = "" if off <= limit else f"LSE off by {off:.1e}, bound {limit:.0e}"
+        return worst(errors), TOLERANCE, wrong
+
+
+def check(
+    variants: Sequence[Variant], device: str = "cuda", steps: int = 4, seed: int = 0
+) -> Iterator[Outcome]:
+    """Each variant eagerly, repeated bit by bit, and in a graph replayed with other lists."""
+    for variant in variants:
+        torch.manual_seed(seed)
+        rng = random.Random(seed)
+        bench = Bench(variant, device)
+        bench.fill(rng)
+        bench.step()
+        first = bench.out.clone()
+        error, bound, wrong = bench.judge()
+        for _ in range(3):
+            bench.clear()
+            bench.step()
+            if not same_bits(first, bench.out):
+                wrong = wrong or "two launches differ"
+        yield Outcome(variant.name, error, bound, wrong)
+        graph = None if device == "cpu" else capture_calls(bench.step, 1)
+        for number in range(steps):
+            bench.fill(rng)
+            if graph is None:
+                bench.step()
+            else:
+                graph.replay()
+            yield Outcome(f"{variant.name}, replay {number}", *bench.judge())
+
+
+def variants(kind: str, fp8: torch.dtype) -> list[Variant]:
+    """Those of a cache: "bf16", "fp8", "656 bytes" (DeepSeek-V3.2) or "584 bytes" (V4)."""
+    two = (128, 1024)
+    if kind == "bf16":
+        return [Variant(16), Variant(64, two), Variant(8, (70,), sink=False)]
+    if kind == "fp8":
+        return [Variant(n, c, None, fp8, fp8) for n, c in ((16, (2048,)), (128, two))]
+    if kind == "656 bytes":
+        layout, shapes = FP8_DS_MLA, [(16, (2048,)), (128, (512,)), (8, (70,)), (64, two)]
+    else:
+        layout, shapes = FP8_DS_MLA_V4, [(8, (70,)), (16, two), (128, (512,))]
+    return [Variant(n, columns, layout, BF16, fp8) for n, columns in shapes]

@@ -1,0 +1,136 @@
+"""Runs the check of each kernel in a process of its own, several at once, and kills those that
+wait for ever.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import IO, TYPE_CHECKING
+
+from mla_fusion.cli.selftest.outcome import Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+CHILD = (sys.executable, "-m", "mla_fusion.cli.selftest.child")
+
+
+@dataclasses.dataclass
+class Row:
+    """What became of a kernel. skipped: why it cannot run here; wrong: the first wrong case, or
+    how the process ended.
+    """
+
+    kernel: str
+    cases: int = 0
+    error: float = 0.0
+    bound: float = 0.0
+    wrong: str = ""
+    skipped: str = ""
+    seconds: float = 0.0
+
+    @property
+    def verdict(self) -> str:
+        """One of "right", "WRONG" and "cannot run"."""
+        return "cannot run" if self.skipped else "WRONG" if self.wrong else "right"
+
+    def add(self, outcome: Outcome) -> None:
+        """Count a case: the worst is that nearest to, or farthest beyond, its bound."""
+        self.cases += 1
+        if not outcome.right and not self.wrong:
+            why = outcome.wrong or f"error {outcome.error:.2g}, bound {outcome.bound:.2g}"
+            self.wrong = f"{outcome.case}: {why}"
+        before = self.error / self.bound if self.bound else self.error
+        now = outcome.error / outcome.bound if outcome.bound else outcome.error
+        if self.cases == 1 or not now <= before:
+            self.error, self.bound = outcome.error, outcome.bound
+
+
+def run_all(
+    names: Sequence[str],
+    jobs: int,
+    silence: float,
+    thorough: bool = False,
+    progress: Callable[[str, int], None] = lambda name, cases: None,
+) -> Iterator[Row]:
+    """A row of each kernel as it ends, `jobs` at once.
+
+    silence: seconds without a line after which a child is killed. progress: called with the kernel
+    and its number of cases so far.
+    """
+    extra = ("thorough",) if thorough else ()
+    with ThreadPoolExecutor(jobs) as pool:
+        work = [
+            pool.submit(watch, [*CHILD, name, *extra], name, silence, progress) for name in names
+        ]
+        for done in as_completed(work):
+            yield done.result()
+
+
+def watch(
+    command: Sequence[str], name: str, silence: float, progress: Callable[[str, int], None]
+) -> Row:
+    """Run one child to its end."""
+    row, began = Row(name), time.monotonic()
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
+        child = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
+        )
+        try:
+            ended = _read(child, row, silence, progress)
+        finally:
+            # And those who compile for it.
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        if not ended and not row.wrong:
+            log.seek(0)
+            lines = [line for line in log.read().splitlines() if line.strip()]
+            row.wrong = f"the process ended with {child.returncode}: {(lines or [''])[-1][:300]}"
+    row.seconds = round(time.monotonic() - began, 1)
+    return row
+
+
+def _read(
+    child: subprocess.Popen[str], row: Row, silence: float, progress: Callable[[str, int], None]
+) -> bool:
+    """Take the child's lines; whether it said how it ended, or was killed for its silence."""
+    lines: queue.Queue[str] = queue.Queue()
+    assert child.stdout is not None
+    threading.Thread(target=_forward, args=(child.stdout, lines), daemon=True).start()
+    while True:
+        try:
+            text = lines.get(timeout=silence)
+        except queue.Empty:
+            row.wrong = row.wrong or (
+                f"killed after {silence:.0f} s of silence behind case {row.cases}: a kernel waits "
+                "for ever"
+            )
+            return True
+        if not text:
+            return False
+        if not text.startswith("{"):
+            continue  # what a compiler prints
+        said = json.loads(text)
+        if "end" in said:
+            row.skipped = said["end"]
+            child.wait()
+            return True
+        row.add(Outcome(**said))
+        progress(row.kernel, row.cases)
+
+
+def _forward(source: IO[str], lines: queue.Queue[str]) -> None:
+    for line in source:
+        lines.put(line)
+    lines.put("")

@@ -1,0 +1,65 @@
+"""`mla-fusion selftest` without its kernels: processes that end well, badly or never, no GPU."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+from mla_fusion import cli
+from mla_fusion.cli.selftest import command, kernels, watch
+
+CHILD = """
+import json, os, sys, time
+def case(error, wrong=""):
+    print(json.dumps({"case": "a case", "error": error, "bound": 1.0, "wrong": wrong}), flush=True)
+kind = sys.argv[1]
+print("a compiler's line")
+case(0.5)
+if kind == "nan": case(float("nan"))
+if kind == "repeated": case(0.1, "two launches differ")
+if kind == "hangs": time.sleep(600)
+if kind == "dies": sys.exit("illegal memory access")
+print(json.dumps({"end": "no such GPU" if kind == "other" else ""}), flush=True)
+"""
+ENDS = {
+    "right": ("right", ""),
+    "nan": ("WRONG", "a case: error nan, bound 1"),
+    "repeated": ("WRONG", "a case: two launches differ"),
+    "hangs": ("WRONG", "killed after 2 s of silence behind case 1"),
+    "dies": ("WRONG", "the process ended with 1: illegal memory access"),
+    "other": ("cannot run", ""),
+}
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """A GPU that six made-up kernels run on."""
+    made = (sys.executable, "-c", CHILD)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (100 * 2**30, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(kernels, "checks", lambda: dict.fromkeys(ENDS))
+    monkeypatch.setattr(watch, "CHILD", made)
+    monkeypatch.setattr(command, "SILENCE", 2.0)
+
+
+def test_each_kernel_has_its_verdict(on_a_gpu, tmp_path, capsys):
+    file = tmp_path / "rows.json"
+    assert cli.main(["selftest", "--json", str(file)]) == 1
+    stored = json.loads(file.read_text())
+    rows = {row["kernel"]: row for row in stored["rows"]}
+    for kernel, (verdict, wrong) in ENDS.items():
+        assert rows[kernel]["verdict"] == verdict
+        assert rows[kernel]["wrong"].startswith(wrong) and bool(wrong) == bool(
+            rows[kernel]["wrong"]
+        )
+    assert stored["gpu"] == "a GPU"
+    said = capsys.readouterr().out
+    assert "1 kernels right, 4 WRONG" in said and "cannot run no such GPU" in said
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a machine without a GPU")
+def test_without_a_gpu(capsys):
+    assert cli.main(["selftest"]) == 2
+    assert "needs a CUDA or ROCm GPU" in capsys.readouterr().err
