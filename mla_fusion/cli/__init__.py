@@ -26,6 +26,7 @@ _COMMANDS = {
     "report": "show the stored reports of engines that were started with the flag on",
     "demo": "run two small models with the fusion off and on, and compare their tokens",
     "bench": "time the fused region or the decode against vLLM's kernels, on a GPU",
+    "calibrate": "measure on this GPU what attention=auto decides by",
     "plan": "draw how a persistent MLA decode shares a batch among its CTAs",
 }
 
