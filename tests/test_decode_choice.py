@@ -7,7 +7,8 @@ import pytest
 import tables
 import torch
 
-from mla_fusion.config import Options, eligibility, vllm_compat
+from mla_fusion.cli.calibrate import tables as convert
+from mla_fusion.config import Options, eligibility, identity, vllm_compat
 from mla_fusion.report.reasons import Decline
 from mla_fusion.runtime import decode_choice, measured, step_plan
 
@@ -21,31 +22,30 @@ def test_the_shipped_files_are_what_the_rows_say():
         assert (int(row["latent"]), int(row["rope"])) == measured.WIDTHS
         assert int(row["page"]) == measured.PAGE
         assert row["candidate"] != "ours" or float(row["error"]) < 0.004
-    shipped = {path.name: path.read_text() for path in measured.FOLDER.iterdir()}
-    assert shipped == {name: tables.text(of) for name, of in tables.tables(rows).items()}
+    assert {path.name: path.read_text() for path in measured.FOLDER.iterdir()} == tables.shipped()
 
 
 def test_rows_with_the_product_decide_where_there_are_some():
-    """Those of all widths of W_UV; what vLLM does not choose is no peer."""
-    facts = dict.fromkeys(("vllm", "triton", "commit", "command"), "")
-    times = dict.fromkeys(tables.TIMES, "1.0")
+    """Those of all widths of W_UV; each peer is a backend of its own."""
+    facts = dict.fromkeys(convert.FACTS, "")
+    times = dict.fromkeys(convert.TIMES, "1.0")
 
     def rows(heads, ours, **values):
         step = {"gpu": "G", "dtype": "fp8", "heads": heads, "batch": "1", "context": "70"}
-        for name, default in (("ours", "0"), ("flashmla", "1"), ("triton_mla", "0")):
+        for name in ("ours", "flashmla", "triton_mla"):
             us = times | {"p50_us": ours} if name == "ours" else times
-            yield {**facts, **step, "ragged": "0", **values, **us, "candidate": name,
-                   "vllm_default": default}  # fmt: skip
+            yield {**facts, **step, "ragged": "0", **values, **us, "candidate": name}
 
     every = [
         *rows("8", "1.5"), *rows("8", "0.5", values="128"), *rows("8", "0.7", values="256"),
         *rows("16", "0.9", values="0"),
     ]  # fmt: skip
     for order in (every, every[::-1]):
-        found = measured.parse(tables.tables(order)["G.json"], "G")
+        found = measured.parse(convert.tables(order)["G.json"], "G")
         assert {shape: [row[4] for row in rows] for shape, rows in found.items()} == {
-            ("float8_e4m3fn", 8, 1, "FLASHMLA"): [0.5, 0.7],
-            ("float8_e4m3fn", 16, 1, "FLASHMLA"): [0.9],
+            ("float8_e4m3fn", heads, 1, backend): times
+            for heads, times in ((8, [0.5, 0.7]), (16, [0.9]))
+            for backend in ("FLASHMLA", "TRITON_MLA")
         }
 
 
@@ -80,8 +80,17 @@ def test_glm_4_7_flash_in_fp8_is_ours_at_8_sequences_unless_contexts_are_long(ma
     assert found["float8_e4m3fn", 20, 1, "FLASHMLA"] == (1, most)
 
 
+def forget():
+    for cached in (measured.spans, measured._shipped, measured._own):
+        cached.cache_clear()
+
+
 @pytest.fixture
-def h200(monkeypatch):
+def h200(monkeypatch, tmp_path):
+    monkeypatch.setattr(vllm_compat, "cache_root", lambda: tmp_path)
+    monkeypatch.setattr(measured, "triton_version", lambda: (3, 6))
+    forget()
+    monkeypatch.setattr(vllm_compat, "fp8_dtype", lambda: torch.float8_e4m3fn)
     monkeypatch.setattr(vllm_compat, "gpu_name", lambda: H200)
     monkeypatch.setattr(vllm_compat, "is_hopper", lambda: True)
     monkeypatch.setattr(measured, "triton_version", lambda: (3, 6))
@@ -190,71 +199,105 @@ def test_drafts_have_rows_of_their_own(h200):
 
 
 @pytest.fixture
-def plant(monkeypatch, tmp_path):
-    """Puts the bytes of an H200's file in place of the shipped one; its path."""
-    monkeypatch.setattr(measured, "FOLDER", tmp_path)
+def plant(h200):
+    """Writes what `calibrate` would, or bytes, for an H200; the path."""
 
     def write(content):
-        path = tmp_path / measured.file_name(H200)
+        path = measured.own_file(H200)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+        forget()
         return path
 
-    measured.spans.cache_clear(), measured._read.cache_clear()
     yield write
-    measured.spans.cache_clear(), measured._read.cache_clear()
+    forget()
 
 
-def file_of(rows, gpu=H200, **other):
-    names = ("dtype", "heads", "queries", "backend")
-    return {"gpu": gpu, "shapes": [dict(zip(names, KEY, strict=True)) | {"rows": rows} | other]}
-
-
-def test_a_file_that_says_the_opposite_turns_the_choice_around(h200, plant):
-    """In both directions; fewer sequences than ours pays with are vLLM's."""
-    slow, fast = [2.0] * 3, [1.0] * 3
-    plant(file_of([[1, 1024, 0, *slow, *fast]]))
-    choice = decode_choice.choose(layer(), AUTO, engine())
-    slower = "FLASH_ATTN_MLA (auto: measured slower than it with 16 heads in bfloat16)"
-    assert (choice.planner, choice.why) == ("", slower)
-    measured.spans.cache_clear(), measured._read.cache_clear()
-    steps = [[1, *slow, *fast], [16, *fast, *slow], [1024, *fast, *slow]]
-    plant(file_of([[n, 1024, 0, *times] for n, *times in steps]))
-    choice = decode_choice.choose(layer(), AUTO, engine())
-    assert (choice.planner, choice.least, choice.sequences) == ("portable", 16, 256)
-    assert (
-        choice.why == "portable from 16 to 256 sequences, FLASH_ATTN_MLA else (auto: as measured)"
-    )
-    assert not decode_choice.choose(layer(), AUTO, engine(seqs=8)).planner
+def file_of(rows, shape=KEY, gpu=H200, kernels=None, **other):
+    named = dict(zip(("dtype", "heads", "queries", "backend"), shape, strict=True))
+    kernels = measured.kernels() if kernels is None else kernels
+    return {"gpu": gpu, "kernels": kernels, "shapes": [named | {"rows": rows} | other]}
 
 
 GOOD = [1, 1024, 0, 1, 1.0, 1.0, 1.0, 1.0, 1.0]
 
 
+def test_a_file_that_says_the_opposite_turns_the_choice_around(plant, caplog, monkeypatch):
+    """In both directions, and the report and the log name it; fewer sequences than ours pays with
+    are vLLM's, and so are other shapes as they were."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level("INFO")
+    slow, fast = [2.0] * 3, [1.0] * 3
+    compiled = identity.graphs_hash()
+    path = plant(file_of([[1, 1024, 0, *slow, *fast]]))
+    choice = decode_choice.choose(layer(), AUTO, engine())
+    slower = f"FLASH_ATTN_MLA (auto: measured slower than it, {path} with 16 heads in bfloat16)"
+    assert (choice.planner, choice.why) == ("", slower)
+    assert [r.getMessage() for r in caplog.records] == [f"attention=auto: goes by {path}"]
+    assert identity.graphs_hash() != compiled
+    assert decode_choice.choose(layer(heads=32), AUTO, engine()).why.endswith("(auto: as measured)")
+    steps = [[1, *slow, *fast], [16, *fast, *slow], [1024, *fast, *slow]]
+    plant(file_of([[n, 1024, 0, *times] for n, *times in steps]))
+    choice = decode_choice.choose(layer(), AUTO, engine())
+    assert (choice.planner, choice.least, choice.sequences) == ("portable", 16, 256)
+    wanted = "portable from 16 to 256 sequences, FLASH_ATTN_MLA else"
+    assert choice.why == f"{wanted} (auto: as measured, {path})"
+    assert not decode_choice.choose(layer(), AUTO, engine(seqs=8)).planner
+
+
+def test_a_triton_with_which_calibrate_passed_keeps_the_kernels(plant, monkeypatch):
+    monkeypatch.setattr(measured, "triton_version", lambda: (3, 9))
+    assert not decode_choice.choose(layer(heads=64), AUTO, engine()).planner
+    plant(file_of([GOOD], shape=("bfloat16", 64, 1, "FLASH_ATTN_MLA")))
+    assert decode_choice.choose(layer(heads=64), AUTO, engine()).planner == "portable"
+    assert not decode_choice.choose(layer(heads=128), AUTO, engine()).planner
+    monkeypatch.setattr(measured, "triton_version", lambda: (3, 10))
+    forget()
+    assert not decode_choice.choose(layer(heads=64), AUTO, engine()).planner
+
+
+def test_a_gpu_that_is_not_shipped_goes_by_its_own_file(plant, monkeypatch):
+    monkeypatch.setattr(vllm_compat, "gpu_name", lambda: "NVIDIA A100-SXM4/80GB")
+    assert decode_choice.choose(layer(backend="TRITON_MLA"), AUTO, engine()).why == ""
+    path = measured.own_file("NVIDIA A100-SXM4/80GB")
+    plant(b"").rename(path)
+    path.write_text(json.dumps(file_of([GOOD], (*KEY[:3], "TRITON_MLA"), "NVIDIA A100-SXM4/80GB")))
+    forget()
+    assert decode_choice.choose(layer(backend="TRITON_MLA"), AUTO, engine()).planner == "portable"
+    fp8 = decode_choice.choose(layer(backend="TRITON_MLA"), AUTO, engine(cache="fp8"))
+    assert "a query in bfloat16 and a cache in fp8" in fp8.why
+
+
 @pytest.mark.parametrize(
-    "content",
+    ("content", "why"),
     [
-        b"", b"\0", b"\xff\xfe", b"{", b"[", b"null", b"true", b"1", b'"gpu"', b"[]", b"{}",
-        b"[" * 100_000, json.dumps(file_of([GOOD])).encode()[:-1], b"9" * 10_000,
-        {"gpu": H200}, {"shapes": []}, file_of([GOOD], "NVIDIA H100"), file_of([GOOD], None),
-        {"gpu": H200, "shapes": None}, {"gpu": H200, "shapes": [None]},
-        {"gpu": H200, "shapes": [{"rows": [GOOD]}]}, {"gpu": H200, "shapes": {"a": 1}},
-        file_of([]), file_of(None), file_of([None]), file_of([GOOD, GOOD[1:]]), file_of([GOOD[1:]]),
-        file_of([GOOD], heads="16"), file_of([GOOD], queries=True), file_of([GOOD], dtype=[]),
-        *(file_of([GOOD, [*GOOD[:at], value, *GOOD[at + 1:]]]) for at, value in (
-            (0, 0), (0, 1.5), (1, -1), (2, -1), (4, 0), (7, 0), (7, -1.0), (7, float("nan")),
-            (4, float("inf")), (4, 10**400), (4, "1"), (4, None), (4, True), (4, []))),
+        *((content, "is damaged") for content in (
+            b"", b"\0", b"\xff\xfe", b"{", b"[", b"null", b"true", b"1", b'"gpu"', b"[]", b"{}",
+            b"[" * 100_000, b"9" * 10_000, json.dumps(file_of([GOOD])).encode()[:-1],
+            {"gpu": H200}, {"shapes": []}, {"gpu": H200, "shapes": []},
+            file_of([GOOD], gpu="NVIDIA H100"), file_of([GOOD], gpu=None),
+            {"gpu": H200, "shapes": None}, {"gpu": H200, "shapes": [None]},
+            {"gpu": H200, "shapes": [{"rows": [GOOD]}]}, {"gpu": H200, "shapes": {"a": 1}},
+            file_of([]), file_of(None), file_of([None]), file_of([GOOD, GOOD[1:]]),
+            file_of([GOOD[1:]]), file_of([GOOD], heads="16"), file_of([GOOD], queries=True),
+            file_of([GOOD], dtype=[]),
+            *(file_of([GOOD, [*GOOD[:at], value, *GOOD[at + 1:]]]) for at, value in (
+                (0, 0), (0, 1.5), (1, -1), (2, -1), (4, 0), (7, 0), (7, -1.0), (7, float("nan")),
+                (4, float("inf")), (4, 10**400), (4, "1"), (4, None), (4, True), (4, []))))),
+        (file_of([GOOD], kernels="0123456789ab, Triton 3.6"), "other kernels"),
     ],
 )  # fmt: skip
-def test_a_damaged_file_is_one_warning_with_its_name(h200, plant, caplog, monkeypatch, content):
+def test_a_damaged_file_is_one_warning_with_its_name(plant, caplog, monkeypatch, content, why):
+    shipped = decode_choice.choose(layer(), AUTO, engine())
     path = plant(content)
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     for _ in range(2):
-        assert decode_choice.choose(layer(), AUTO, engine()) == decode_choice.Choice()
+        assert decode_choice.choose(layer(), AUTO, engine()) == shipped
     [said] = [record.getMessage() for record in caplog.records]
-    assert str(path) in said and "is damaged" in said
+    assert str(path) in said and why in said and "run mla-fusion calibrate again" in said
 
 
-def test_a_gpu_without_measurements_keeps_vllms_decode_silently(monkeypatch):
+def test_a_gpu_without_measurements_keeps_vllms_decode_silently(h200, monkeypatch):
     for name in ("NVIDIA H100 80GB HBM3", ""):
         monkeypatch.setattr(vllm_compat, "gpu_name", lambda name=name: name)
         assert decode_choice.choose(layer(), AUTO, engine()) == decode_choice.Choice()

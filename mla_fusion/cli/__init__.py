@@ -27,6 +27,7 @@ _COMMANDS = {
     "demo": "run two small models with the fusion off and on, and compare their tokens",
     "bench": "time the fused region or the decode against vLLM's kernels, on a GPU",
     "selftest": "say whether every kernel is right on this GPU",
+    "calibrate": "measure on this GPU what attention=auto decides by",
     "plan": "draw how a persistent MLA decode shares a batch among its CTAs",
 }
 

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 
+from mla_fusion.config import vllm_compat
+
 # A checkout has the latter two beside the first, an installation inside it.
 _PACKAGES = ("mla_fusion", "mla_fusion.passes", "mla_fusion.patterns")
 # What cannot change a compiled graph or a kernel: who edits only these, or upgrades to a release in
@@ -20,6 +22,20 @@ def source_hash() -> str:
     """`hash_of` the library that is imported."""
     modules = {package: import_module(package).__file__ for package in _PACKAGES}
     return hash_of({name: Path(file).parent for name, file in modules.items() if file})
+
+
+def graphs_hash() -> str:
+    """`source_hash`, and what `mla-fusion calibrate` measured: who decodes may change a graph."""
+    files = sorted(vllm_compat.tables_folder().glob("*.json"))
+    tables = hashlib.sha256(b"".join(map(_content, files))).hexdigest()[:12]
+    return f"{source_hash()}-{tables}" if files else source_hash()
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""  # attention=auto warns of it, and goes by the shipped measurements
 
 
 def hash_of(packages: Mapping[str, Path]) -> str:

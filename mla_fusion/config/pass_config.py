@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from mla_fusion.config import FLAG, THRESHOLD
-from mla_fusion.config.identity import source_hash
+from mla_fusion.config.identity import graphs_hash
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,7 +38,7 @@ def extend(base: type, restore: Callable[[dict[str, Any]], Any]) -> type:
             """
             factors = get_hash_factors(self, {FLAG, THRESHOLD})
             if getattr(self, FLAG):
-                factors[FLAG] = [getattr(self, THRESHOLD), source_hash()]
+                factors[FLAG] = [getattr(self, THRESHOLD), graphs_hash()]
             return hash_factors(factors)
 
         def __reduce_ex__(self, protocol: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mla_fusion import config, report, runtime
 from mla_fusion.config import vllm_compat
-from mla_fusion.config.identity import source_hash
+from mla_fusion.config.identity import graphs_hash
 from mla_fusion.report.ranks import merge
 from mla_fusion.runtime import decode_choice, step_plan
 
@@ -93,5 +93,5 @@ def report_path(vllm_config: Any) -> Path:
     parallel = vllm_config.parallel_config
     factors = (vllm_config.compute_hash(), vllm_compat.compile_environment())
     compiled = hashlib.sha256(repr(factors).encode()).hexdigest()[:10]
-    name = f"{compiled}-{source_hash()}-{parallel.data_parallel_index}.json"
+    name = f"{compiled}-{graphs_hash()}-{parallel.data_parallel_index}.json"
     return report.folder(vllm_compat.cache_root()) / name

@@ -64,6 +64,8 @@ def _measured(layer: Any, options: config.Options, vllm_config: Any, most: int) 
     least, limit = spans.get(key) or (most + 1, 0)
     if least > most:
         found = "measured slower than it" if key in spans else "not measured against it"
+        if (where := measured.decided_by(gpu, key)) != "as measured":
+            found += f", {where.removeprefix('as measured, ')}"
         drafts = f" x {rows} query rows" if rows > 1 else ""
         shape = f"{layer.num_heads} heads{drafts} in {_name(dtype)}"
         return Choice(why=f"{backend} (auto: {found} with {shape})")
@@ -72,7 +74,7 @@ def _measured(layer: Any, options: config.Options, vllm_config: Any, most: int) 
         steps = f"from {least} to {limit} sequences, {backend} else"
     else:
         steps = f"up to {limit} sequences" + (f", {backend} beyond" if limit < most else "")
-    why = f"portable {steps} (auto: as measured)"
+    why = f"portable {steps} (auto: {measured.decided_by(gpu, key)})"
     return Choice("portable", limit, why, least)
 
 
@@ -94,7 +96,12 @@ def _not_measured(layer: Any, options: config.Options, vllm_config: Any) -> str:
     facts = _facts(layer, options, vllm_config, "portable")
     if facts.decline:
         return facts.decline.explain()
-    return measured.why_not_run(layer.num_heads, _query_rows(vllm_config))
+    dtype = facts.query_dtype(vllm_config.model_config.dtype)
+    cache = str(vllm_config.cache_config.cache_dtype)
+    if cache.startswith("fp8") and dtype.itemsize > 1:
+        return f"not measured with a query in {_name(dtype)} and a cache in {cache}"
+    of = _name(dtype), layer.num_heads, _query_rows(vllm_config)
+    return measured.why_not_run(vllm_compat.gpu_name(), of)
 
 
 def _facts(

@@ -11,6 +11,10 @@ decode alone. A file is {"gpu": its name, "shapes": [...]}, a shape has
     rows                             [sequences, context, ragged, ours, theirs] each; a time is
                                      p20, p50, p80 in microseconds, nine numbers in all
 
+`mla-fusion calibrate` writes such a file into a folder under vLLM's cache root, with `kernels()` as
+"kernels": another library or Triton has others. Its shapes go before the shipped ones, and were
+checked where they were measured.
+
 Rows decide for all releases of vLLM, and of Triton with which the kernels have run on a GPU,
 whichever they are of: an engine that brings a newer one should not lose what was measured.
 """
@@ -25,6 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from mla_fusion.attention.plan.device import triton_version
+from mla_fusion.config import vllm_compat
+from mla_fusion.config.identity import source_hash
 
 logger = logging.getLogger("vllm.mla_fusion")
 
@@ -50,7 +56,17 @@ def file_name(gpu: str) -> str:
 
 def has_measurements(gpu: str) -> bool:
     """Whether anything was measured on a GPU of this name."""
-    return bool(gpu and _read(FOLDER / file_name(gpu), gpu))
+    return bool(gpu and (_shipped(gpu) or _own(gpu)))
+
+
+def own_file(gpu: str) -> Path:
+    """Where `mla-fusion calibrate` writes what it measures on a GPU."""
+    return vllm_compat.tables_folder() / file_name(gpu)
+
+
+def decided_by(gpu: str, shape: Shape) -> str:
+    """What the report says of the file that has a shape."""
+    return f"as measured, {own_file(gpu)}" if shape in _own(gpu) else "as measured"
 
 
 @functools.cache
@@ -60,7 +76,7 @@ def spans(gpu: str, max_model_len: int) -> dict[Shape, Span | None]:
     max_model_len: the longest context, in tokens, that the engine can have. None: slower with any
     number of sequences.
     """
-    measured = _read(FOLDER / file_name(gpu), gpu) if gpu else {}
+    measured = _shipped(gpu) | _own(gpu) if gpu else {}
     return {shape: span(rows, max_model_len) for shape, rows in measured.items()}
 
 
@@ -86,11 +102,34 @@ def span(rows: list[Row], max_model_len: int) -> Span | None:
     return (run[0], run[-1]) if run else None
 
 
+def kernels() -> str:
+    """What tells the installed kernels from others: this library's source, and Triton."""
+    return "{}, Triton {}.{}".format(source_hash(), *triton_version())
+
+
 @functools.cache
-def _read(path: Path, gpu: str) -> dict[Shape, list[Row]]:
-    """The rows of a GPU's file; none, and one warning, from a file that is not one."""
+def _shipped(gpu: str) -> dict[Shape, list[Row]]:
+    return read(FOLDER / file_name(gpu), gpu)
+
+
+@functools.cache
+def _own(gpu: str) -> dict[Shape, list[Row]]:
+    return read(own_file(gpu), gpu, kernels())
+
+
+def read(path: Path, gpu: str, kernels: str = "") -> dict[Shape, list[Row]]:
+    """The rows of a GPU's file; none, and one warning, from a file that is not one.
+
+    kernels: those that it must be of, if any.
+    """
+    again = "run mla-fusion calibrate again" if kernels else "install mla-fusion again"
     try:
-        return parse(json.loads(path.read_bytes()), gpu)
+        held = json.loads(path.read_bytes())
+        rows = parse(held, gpu)
+        if kernels and held["kernels"] != kernels:
+            other = "attention=auto: %s is ignored, since it is of other kernels; %s"
+            logger.warning(other, path, again)
+            return {}
     except FileNotFoundError:
         return {}
     except (
@@ -102,10 +141,13 @@ def _read(path: Path, gpu: str) -> dict[Shape, list[Row]]:
         RecursionError,
     ) as problem:
         logger.warning(
-            "attention=auto: %s is damaged (%s: %s) and ignored; install mla-fusion again",
-            path, type(problem).__name__, problem,
+            "attention=auto: %s is damaged (%s: %s) and ignored; %s",
+            path, type(problem).__name__, problem, again,
         )  # fmt: skip
         return {}
+    if kernels:
+        logger.info("attention=auto: goes by %s", path)
+    return rows
 
 
 def parse(held: Any, gpu: str) -> dict[Shape, list[Row]]:
@@ -137,9 +179,12 @@ def parse(held: Any, gpu: str) -> dict[Shape, list[Row]]:
     return found
 
 
-def why_not_run(heads: int, rows: int) -> str:
-    """What has not run on a GPU with the installed Triton, of the kernel for a query; or empty."""
-    if heads * rows <= FEW_ROWS or triton_version() <= NEWEST_TRITON:
+def why_not_run(gpu: str, of: tuple[str, int, int]) -> str:
+    """What has not run on a GPU with the installed Triton, of the kernel for a query of a dtype,
+    heads and query rows; or empty."""
+    _, heads, rows = of
+    checked = any(shape[:3] == of for shape in _own(gpu))
+    if heads * rows <= FEW_ROWS or triton_version() <= NEWEST_TRITON or checked:
         return ""
     shape = f"{heads} heads x {rows} query rows" if rows > 1 else f"{heads} heads"
     return "the kernel for {} has not run with Triton {}.{}".format(shape, *triton_version())
@@ -148,4 +193,4 @@ def why_not_run(heads: int, rows: int) -> str:
 def is_listed(gpu: str, max_model_len: int, shape: tuple[str, int, int]) -> bool:
     """Whether ours is to be used against some backend. shape: dtype, heads and query rows."""
     found = spans(gpu, max_model_len).items()
-    return any(span and key[:3] == shape for key, span in found) and not why_not_run(*shape[1:])
+    return any(span and key[:3] == shape for key, span in found) and not why_not_run(gpu, shape)

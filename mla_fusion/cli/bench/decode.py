@@ -65,10 +65,7 @@ def run(settings: argparse.Namespace, facts: Mapping[str, str]) -> bool:
         offered = of_types[case.dtype]
         work.append((case, {name: offered[name] for name in names if name in offered}))
     if OURS in names:
-        alike: dict[str, dict[int, Case]] = {}
-        for case, _ in work:
-            alike.setdefault(case.name, {}).setdefault(case.batch, case)
-        compile_ahead(peers.launch_ours, [[*batches.values()] for batches in alike.values()])
+        compile_ours(case for case, _ in work)
     torch.manual_seed(0)
     rows = table(settings.csv, facts, work, settings.rounds)
     summary(rows)
@@ -76,6 +73,14 @@ def run(settings: argparse.Namespace, facts: Mapping[str, str]) -> bool:
     print(f"microseconds per {timed}; ! marks a failed check. Rows: {settings.csv}")
     passed = sum(row["candidate"] == OURS and row["error"] <= peers.TOLERANCE for row in rows)
     return passed == sum(OURS in candidates for _, candidates in work)
+
+
+def compile_ours(cases: Iterable[Case]) -> None:
+    """Compile ours for each number of heads, query rows and type, in several processes."""
+    alike: dict[str, dict[int, Case]] = {}
+    for case in cases:
+        alike.setdefault(case.name, {}).setdefault(case.batch, case)
+    compile_ahead(peers.launch_ours, [[*batches.values()] for batches in alike.values()])
 
 
 def grid(settings: argparse.Namespace, types: Iterable[torch.dtype]) -> list[Case]:

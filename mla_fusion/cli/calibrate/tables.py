@@ -1,0 +1,61 @@
+"""Rows of `mla-fusion bench decode` as the files that `attention=auto` reads."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from mla_fusion.cli.bench.decode import OURS
+from mla_fusion.cli.bench.decode_peers import BF16, FP8
+from mla_fusion.runtime import measured
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+DTYPES = {"bf16": str(BF16).removeprefix("torch."), "fp8": str(FP8).removeprefix("torch.")}
+BACKENDS = {"fa3": "FLASH_ATTN_MLA", "flashmla": "FLASHMLA", "triton_mla": "TRITON_MLA"}
+TIMES = "p20_us", "p50_us", "p80_us"
+FACTS = "vllm", "triton", "commit", "command"
+
+
+def tables(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The content of each file, by its name: ours against each peer that was timed beside it.
+
+    Rows of the decode alone count only for shapes without a row that has the product with W_UV too.
+    """
+    shapes: dict[tuple[Any, ...], dict[tuple[int, ...], dict[str, Mapping[str, Any]]]] = {}
+    behind = set()
+    for row in rows:
+        # Older files are of one query row, and of the decode alone.
+        of = row["gpu"], row["dtype"], int(row["heads"]), int(row.get("queries", 1))
+        values = int(row.get("values", 0))
+        behind |= {of} if values else set()
+        step = int(row["batch"]), int(row["context"]), int(row["ragged"])
+        shapes.setdefault((*of, values), {}).setdefault(step, {})[row["candidate"]] = row
+    found: dict[str, dict[str, Any]] = {}
+    for (gpu, dtype, heads, queries, values), steps in sorted(shapes.items()):
+        if not values and (gpu, dtype, heads, queries) in behind:
+            continue
+        table = found.setdefault(measured.file_name(gpu), {"gpu": gpu, "shapes": []})
+        for peer, backend in BACKENDS.items():
+            pairs = {step: (us[OURS], us[peer]) for step, us in sorted(steps.items())
+                     if OURS in us and peer in us}  # fmt: skip
+            if not pairs:
+                continue
+            ours, _ = next(iter(pairs.values()))
+            table["shapes"].append(
+                {"dtype": DTYPES[dtype], "heads": heads, "queries": queries, "backend": backend}
+                | {"values": values}
+                | {name: ours[name] for name in FACTS}
+                | {"rows": [[*step, *(float(f"{float(row[t]):.4g}") for row in pair for t in TIMES)]
+                            for step, pair in pairs.items()]}
+            )  # fmt: skip
+    return found
+
+
+def text(table: Mapping[str, Any]) -> str:
+    """A file: a line for each row."""
+    line = json.dumps(table)
+    for joined, broken in ("[[", "[\n["), ("], [", "],\n["), ("}, {", "},\n{"):
+        line = line.replace(joined, broken)
+    return line + "\n"

@@ -1,0 +1,95 @@
+"""`mla-fusion calibrate` with a double of the benchmark: its file, and what `auto` makes of it."""
+
+import json
+
+import pytest
+import torch
+
+from mla_fusion import cli
+from mla_fusion.cli.bench import decode
+from mla_fusion.cli.bench import decode_peers as peers
+from mla_fusion.cli.calibrate import command
+from mla_fusion.config import vllm_compat
+from mla_fusion.runtime import measured
+
+GPU = "NVIDIA H100 80GB HBM3"
+MODEL = {
+    "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 7168,
+    "num_attention_heads": 128, "num_hidden_layers": 61, "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "vocab_size": 1000,
+    "intermediate_size": 18432,
+}  # fmt: skip
+
+
+@pytest.fixture
+def gpu(monkeypatch, tmp_path):
+    """Calls `calibrate` where ours takes half of the peers' time, and errs by `error`."""
+    monkeypatch.setattr(vllm_compat, "cache_root", lambda: tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(command, "environment", lambda: dict.fromkeys(decode.FACTS, ""))
+    monkeypatch.setattr(vllm_compat, "gpu_name", lambda: GPU)
+    monkeypatch.setattr(decode, "compile_ours", lambda cases: None)
+    config = tmp_path / "config.json"
+
+    def calibrate(*options, error=0.001, **changes):
+        config.write_text(json.dumps(MODEL | changes))
+
+        def table(path, facts, work, rounds):
+            return [
+                {"batch": case.batch, "context": case.context, "ragged": int(case.ragged),
+                 "heads": case.heads, "queries": case.queries, "dtype": decode.type_of(case),
+                 "values": case.values, "candidate": name, "error": error,
+                 **dict.fromkeys(("p20_us", "p50_us", "p80_us"), 1.0 if name == "ours" else 2.0)}
+                for case, candidates in work for name in candidates
+            ]  # fmt: skip
+
+        monkeypatch.setattr(decode, "table", table)
+        return cli.main(["calibrate", str(config), *options])
+
+    return calibrate
+
+
+def test_auto_goes_by_what_it_writes(gpu, capsys):
+    """A second model's shapes join the first's, and one that is measured again replaces itself."""
+    fp8 = "--tensor-parallel-size", "8", "--kv-cache-dtype", "fp8", "--speculative-tokens", "1"
+    for options in ((), fp8, fp8):
+        assert gpu(*options) == 0
+    measured._own.cache_clear(), measured.spans.cache_clear()
+    assert measured.spans(GPU, 65536) == {
+        ("bfloat16", 128, 1, "FLASH_ATTN_MLA"): (1, 1024),
+        (str(peers.FP8)[6:], 16, 2, "FLASHMLA"): (1, 1024),
+    }
+    assert str(measured.own_file(GPU)) in capsys.readouterr().out
+    shapes = json.loads(measured.own_file(GPU).read_bytes())["shapes"]
+    assert len(shapes) == 2 and all(shape["values"] == 128 for shape in shapes)
+
+
+@pytest.mark.parametrize("error", [0.1, float("nan")])
+def test_a_wrong_kernel_has_no_time(gpu, capsys, error):
+    assert gpu(error=error) == 1 and "WRONG" in capsys.readouterr().out
+    assert not measured.own_file(GPU).exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "why"),
+    [
+        ((), {"kv_lora_rank": 256}, "entries of 512 + 64 only"),
+        (("--tensor-parallel-size", "3"), {}, "does not divide"),
+    ],
+)
+def test_a_model_that_auto_does_not_decode_is_refused(gpu, capsys, options, changes, why):
+    assert gpu(*options, **changes) == 2 and why in capsys.readouterr().err
+
+
+def test_it_needs_a_gpu(capsys):
+    assert cli.main(["calibrate", "nowhere"]) == 2 and "GPU" in capsys.readouterr().err
+
+
+def test_time_ends_it_between_numbers_of_sequences(monkeypatch):
+    """A number of sequences that has begun gets all its contexts."""
+    clock = iter([0.0, *(100.0 * n for n in range(9))])
+    monkeypatch.setattr(command.time, "monotonic", lambda: next(clock))
+    cases = [peers.Case(b, n, 16, peers.BF16) for b in (1, 4, 16) for n in (1, 2, 3)]
+    done = [(case.batch, case.context) for case, _ in command.paced(cases, {})]
+    assert done == [(1, 1), (1, 2), (1, 3)]
