@@ -147,7 +147,9 @@ class Bench:
             self.table[b, : len(pages)] = pages.int()
             at = torch.arange(length, device=self.device)
             keys = torch.randn(length, shape.latent + shape.rope, device=self.device)
-            self.cache[pages[at // page], at % page] = keys.to(shape.kv)
+            # As bytes, because torch may have no such operation on fp8.
+            stored = keys.to(shape.kv).view(torch.uint8)
+            self.cache.view(torch.uint8)[pages[at // page], at % page] = stored
         starts = torch.tensor([0, *rows]).cumsum(0).int()
         self.starts.copy_(starts)
         self.lens.copy_(torch.tensor(lengths, dtype=torch.int32))
