@@ -106,7 +106,7 @@ def test_the_user_is_told_why_an_architecture_is_not_reached(
         why = Decline(unreachable.BREAKABLE, name).explain()
         assert said == f"{config.FLAG} is switched off: {why}"
     else:
-        assert not said
+        assert "is switched off" not in said
     # Where vLLM has another list, as on ROCm.
     said = unreachable.fused_nothing(name)
     assert f"[{unreachable.NO_GRAPH}]" in said and name in said
