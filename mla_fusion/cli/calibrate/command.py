@@ -91,7 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
     if wrong:
         print(f"WRONG in {len(wrong)} shapes, marked with !: nothing is written for attention=auto")
         return 1
-    found = tables({**facts, **row} for row in timed if is_right(row))
+    # vLLM runs its backend whatever its error: FlashMLA's, with P in fp8, is beyond our bound.
+    found = tables({**facts, **row} for row in timed)
     new = next(iter(found.values()), None)
     if new is None or not new["shapes"]:
         print("no backend of vLLM could be timed here, so there is nothing to compare")
