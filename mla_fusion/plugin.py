@@ -11,7 +11,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from mla_fusion import config, ops, report, runtime
-from mla_fusion.config import vllm_compat
+from mla_fusion.config import no_effect, vllm_compat
 from mla_fusion.report.reasons import Decline
 from mla_fusion.runtime import collectives, decode_choice, metrics, sparse_step, step_plan, tables
 
@@ -53,7 +53,8 @@ def register() -> None:
         _decide_in_vllm_config()
     except (ImportError, AttributeError, TypeError) as error:
         detail = f"{version}, supported are {vllm_compat.window()}; {error}"
-        logger.warning("mla_fusion is inactive: %s", Decline("vllm-version", detail).explain())
+        why = Decline("vllm-version", detail).explain()
+        logger.warning("%s is unknown, mla_fusion is inactive: %s", report.FLAG_LINE, why)
 
 
 def _wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -121,12 +122,7 @@ def _decide_in_vllm_config() -> None:
             pass_config = self.compilation_config.pass_config
             _adopt(pass_config)
             if not config.is_on(self):
-                if getattr(pass_config, config.THRESHOLD, None) is not None:
-                    logger.warning(
-                        "%s has no effect without %s: set both", config.THRESHOLD, config.FLAG
-                    )
-                    # Said once: a draft model's config is made from the engine's.
-                    setattr(pass_config, config.THRESHOLD, None)
+                no_effect.warn(self, vllm_compat.chose_sparse_backend(self, sparse_step.BACKEND))
                 original(self, *args, **kwargs)
                 return
             setattr(self, _REFUSED, config.refused_by_operator(self.compilation_config))
@@ -175,7 +171,8 @@ def _apply_decision(vllm_config: Any) -> None:
     if decision.decline:
         setattr(compilation.pass_config, config.FLAG, False)
         setattr(compilation.pass_config, config.THRESHOLD, None)
-        logger.warning("%s is switched off: %s", config.FLAG, decision.decline.explain())
+        no_effect.is_told(compilation)
+        logger.warning("%s is switched off: %s", report.FLAG_LINE, decision.decline.explain())
         return
     switched = []
     if compilation.splitting_ops != [] and not compilation.use_inductor_graph_partition:
@@ -195,8 +192,8 @@ def _apply_decision(vllm_config: Any) -> None:
         # decode context parallelism that is the slot of another rank's token, also in prefill.
         if pass_config.fuse_rope_kvcache_cat_mla:
             logger.warning(
-                "fuse_rope_kvcache_cat_mla is switched off: under decode context parallelism it "
-                "leaves the tokens of other ranks unrotated"
+                "mla-fusion: fuse_rope_kvcache_cat_mla is switched off: under decode context "
+                "parallelism it leaves the tokens of other ranks unrotated"
             )
         pass_config.fuse_rope_kvcache_cat_mla = False
     elif not pass_config.fuse_rope_kvcache_cat_mla and config.ROPE_CAT not in refused:
@@ -204,13 +201,13 @@ def _apply_decision(vllm_config: Any) -> None:
         switched.append(config.ROPE_CAT)
     if switched:
         said = "%s sets for the whole engine, prefill included: %s"
-        logger.info(said, config.FLAG, ", ".join(switched))
+        logger.info(said, report.FLAG_LINE, ", ".join(switched))
     decode_choice.choose_page(vllm_config)
     asked = getattr(pass_config, config.THRESHOLD)
     if asked not in (None, decision.bucket):
         logger.warning(
-            "%s=%d becomes %d: it is at least 2, vLLM's smallest compile range, and at most "
-            "max_num_batched_tokens",
+            "mla-fusion: %s=%d becomes %d: it is at least 2, vLLM's smallest compile range, and "
+            "at most max_num_batched_tokens",
             config.THRESHOLD, asked, decision.bucket,
         )  # fmt: skip
     # Kept: the bucket depends on the sizes of CUDA graphs, which vLLM may change later.

@@ -1,5 +1,4 @@
 import json
-import logging
 from types import SimpleNamespace
 
 import figures
@@ -222,10 +221,9 @@ def file_of(rows, shape=KEY, gpu=H200, kernels=None, **other):
 GOOD = [1, 1024, 0, 1, 1.0, 1.0, 1.0, 1.0, 1.0]
 
 
-def test_a_file_that_says_the_opposite_turns_the_choice_around(plant, caplog, monkeypatch):
+def test_a_file_that_says_the_opposite_turns_the_choice_around(plant, vllm_loggers, caplog):
     """In both directions, and the report and the log name it; fewer sequences than ours pays with
     are vLLM's, and so are other shapes as they were."""
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     caplog.set_level("INFO")
     slow, fast = [2.0] * 3, [1.0] * 3
     compiled = identity.graphs_hash()
@@ -287,10 +285,9 @@ def test_a_gpu_that_is_not_shipped_goes_by_its_own_file(plant, monkeypatch):
         (file_of([GOOD], kernels="0123456789ab, Triton 3.6"), "other kernels"),
     ],
 )  # fmt: skip
-def test_a_damaged_file_is_one_warning_with_its_name(plant, caplog, monkeypatch, content, why):
+def test_a_damaged_file_is_one_warning_with_its_name(plant, vllm_loggers, caplog, content, why):
     shipped = decode_choice.choose(layer(), AUTO, engine())
     path = plant(content)
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     for _ in range(2):
         assert decode_choice.choose(layer(), AUTO, engine()) == shipped
     [said] = [record.getMessage() for record in caplog.records]

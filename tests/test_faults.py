@@ -189,7 +189,7 @@ def switched_off(make, provider, caplog):
     [record] = [r for r in caplog.records if r.name == "vllm.mla_fusion"]
     assert record.levelno == logging.WARNING
     message = record.getMessage()
-    assert message.startswith(f"{config.FLAG} is switched off: ")
+    assert message.startswith(f"mla-fusion: {config.FLAG} is switched off: ")
     return message
 
 

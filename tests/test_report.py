@@ -33,7 +33,8 @@ def made(*ranges):
 PREFILL = report.RangeReport((257, 8192), layers=61)
 
 
-FUSED = "decode range (1, 128): 61 of 61 MLA layers fused; prefill ranges untouched"
+FLAG_LINE = "mla-fusion: fuse_aiter_qk_rope_kvcache_mla"
+FUSED = f"{FLAG_LINE}: decode range (1, 128): 61 of 61 MLA layers fused; prefill ranges untouched"
 
 
 def test_one_line_for_a_decode_range_and_nothing_else(log):
@@ -46,8 +47,8 @@ def test_one_line_for_each_decode_range(log):
     ranges = report.RangeReport((1, 128), 61, 61), report.RangeReport((129, 256), 61, 58, declined)
     report.publish(made(*ranges, PREFILL), "V3", cached=True)
     second = (
-        "decode range (129, 256): 58 of 61 MLA layers fused; declined: 2 [shape], 1 [hisparse], "
-        "mla-fusion report says why; prefill ranges untouched"
+        f"{FLAG_LINE}: decode range (129, 256): 58 of 61 MLA layers fused; "
+        "declined: 2 [shape], 1 [hisparse], mla-fusion report says why; prefill ranges untouched"
     )
     cached = " (graphs from vLLM's compile cache)"
     assert said(log) == [("INFO", line + cached) for line in (FUSED, second)]
@@ -81,7 +82,7 @@ def test_nothing_fused_is_one_warning_with_reasons_and_help(log):
     declined = {Decline("packed-weights", "AMX"): 61}
     report.publish(made(report.RangeReport((1, 128), 61, 0, declined), PREFILL), "V3", cached=False)
     [(level, text)] = said(log)
-    assert level == "WARNING" and "fused none of 61 MLA layers" in text
+    assert level == "WARNING" and f"{FLAG_LINE} is on and fused none of 61 MLA layers" in text
     assert "(AMX) [packed-weights]" in text and reasons.REASONS["packed-weights"].help in text
 
 

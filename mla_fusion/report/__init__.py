@@ -25,6 +25,8 @@ from mla_fusion.report.reasons import Decline
 
 logger = logging.getLogger("vllm.mla_fusion")
 VERSION = 6  # of the stored format
+# In front of each log line about the flag: whoever searches the log for one of them finds it.
+FLAG_LINE = "mla-fusion: fuse_aiter_qk_rope_kvcache_mla"
 
 
 _DECLINES = ("declined", "plain_outputs")  # fields whose keys are declines
@@ -258,7 +260,7 @@ def store(path: Path, report: Report) -> None:
         part.write_text(json.dumps(report, default=_plain, separators=(",", ":")))
         part.replace(path)
     except OSError as error:
-        logger.warning("mla_fusion could not store its report at %s: %s", path, error)
+        logger.warning("mla-fusion could not store its report at %s: %s", path, error)
 
 
 def find(path: Path) -> Report | None:
@@ -267,7 +269,7 @@ def find(path: Path) -> Report | None:
         return load(path) if path.exists() else None
     except (OSError, FormatError) as error:
         logger.warning(
-            "mla_fusion does not know what fused in the graphs of vLLM's compile cache: %s. Delete "
+            "mla-fusion does not know what fused in the graphs of vLLM's compile cache: %s. Delete "
             "that file, and set VLLM_DISABLE_COMPILE_CACHE=1 once",
             error,
         )
@@ -285,19 +287,18 @@ def publish(report: Report | None, model: str, cached: bool) -> None:
     decode = report.decode_ranges() if report else []
     if report is None or not decode:
         logger.warning(
-            "fuse_aiter_qk_rope_kvcache_mla is on and fused nothing: no MLA layer was found in a "
-            "compiled graph. Either %s is a model class that vLLM does not compile [no-graph] "
+            "%s is on and fused nothing: no MLA layer was found in a compiled graph. Either "
+            "%s is a model class that vLLM does not compile [no-graph] "
             "(mla-fusion check says so), or vLLM found its graphs in a compile cache that was "
             "filled without this report (delete it or set VLLM_DISABLE_COMPILE_CACHE=1 once).",
+            FLAG_LINE,
             model,
         )
     elif not any(r.fused for r in decode):
         found = {decline.code: decline for r in decode for decline in r.declined}
         why = " ".join(decline.explain() for decline in found.values())
         layers = max(r.layers for r in decode)
-        logger.warning(
-            "fuse_aiter_qk_rope_kvcache_mla is on and fused none of %d MLA layers: %s", layers, why
-        )
+        logger.warning("%s is on and fused none of %d MLA layers: %s", FLAG_LINE, layers, why)
     else:
         note = f"; {report.uncompiled} in no graph [no-graph]" if report.uncompiled else ""
         note += f"; {report.others} layers without MLA" if report.others else ""
@@ -305,7 +306,7 @@ def publish(report: Report | None, model: str, cached: bool) -> None:
         for r in decode:
             logger.info("%s%s", _summary(r, report.ranks), note)
         for other in report.differing:
-            logger.warning("fuse_aiter_qk_rope_kvcache_mla: it differs on %s", other)
+            logger.warning("%s: it differs on %s", FLAG_LINE, other)
 
 
 def _summary(r: RangeReport, ranks: int) -> str:
@@ -314,6 +315,6 @@ def _summary(r: RangeReport, ranks: int) -> str:
         codes = ", ".join(f"{layers} [{d.code}]" for d, layers in r.declined.items())
         declined = f"; declined: {codes}, mla-fusion report says why"
     return (
-        f"decode range ({r.range[0]}, {r.range[1]}): {r.fused} of {r.layers} MLA layers {fused}"
-        f"{declined}; prefill ranges untouched"
+        f"{FLAG_LINE}: decode range ({r.range[0]}, {r.range[1]}): {r.fused} of {r.layers} "
+        f"MLA layers {fused}{declined}; prefill ranges untouched"
     )

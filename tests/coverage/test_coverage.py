@@ -104,7 +104,7 @@ def test_the_user_is_told_why_an_architecture_is_not_reached(
         assert model_classes.decide({"kv_lora_rank": 512, "index_topk": 2048}, name).code == code
     elif name in sources["breakable"]:
         why = Decline(unreachable.BREAKABLE, name).explain()
-        assert said == f"{config.FLAG} is switched off: {why}"
+        assert said == f"mla-fusion: {config.FLAG} is switched off: {why}"
     else:
         assert "is switched off" not in said
     # Where vLLM has another list, as on ROCm.

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mla_fusion import ops
+from mla_fusion import config, ops
 from mla_fusion.cli import child
 from mla_fusion.cli.demo import tiny_models
 from tests import child as children
@@ -56,7 +56,10 @@ def fused(job, fused_cache):
 
 
 NEW_TOKENS = 12
-SUMMARY = "decode range (1, 4): 3 of 3 MLA layers fused; prefill ranges untouched"
+SUMMARY = (
+    f"mla-fusion: {config.FLAG}: decode range (1, 4): 3 of 3 MLA layers fused; "
+    "prefill ranges untouched"
+)
 CACHED = " (graphs from vLLM's compile cache)"
 
 

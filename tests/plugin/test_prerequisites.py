@@ -9,7 +9,7 @@ from vllm.platforms import current_platform
 
 from mla_fusion import config, ops, plugin
 from mla_fusion.config import vllm_compat
-from tests.plugin.configs import CHARGED, FLAG_ON, drafted, warnings
+from tests.plugin.configs import CHARGED, FLAG_ON, REFERENCE, drafted, warnings
 
 
 class TestWhatItSwitchesOn:
@@ -27,7 +27,7 @@ class TestWhatItSwitchesOn:
         lines = [r.getMessage() for r in records]
         for word in ("VLLM_COMPILE", "up to 4 tokens"):
             assert len([line for line in lines if word in line]) == 1, (word, lines)
-        said = f"{config.FLAG} sets for the whole engine, prefill included: "
+        said = f"mla-fusion: {config.FLAG} sets for the whole engine, prefill included: "
         assert [r.getMessage() for r in records if r.levelno > logging.DEBUG] == [
             said + config.PARTITION
         ]
@@ -123,7 +123,24 @@ class TestWhatItSwitchesOn:
     )
     def test_a_threshold_that_is_not_taken_as_it_is(self, make, log, flag, asked, said):
         speculative = drafted(3)  # a draft model's config is made from the engine's
-        made = make({config.FLAG: flag, config.THRESHOLD: asked}, speculative_config=speculative)
+        passes = {config.FLAG: flag, config.THRESHOLD: asked}
+        options = REFERENCE if flag else {}
+        made = make(passes, speculative_config=speculative, options=options)
+        replace(made, attention_config=replace(made.attention_config, backend=None))
+        assert len(warnings(log)) == bool(said)
+        assert said in "".join(warnings(log))
+
+    @pytest.mark.parametrize(
+        "model, flag, backend, said",
+        [
+            ("mla", {}, None, 'additional_config["mla_fusion"] has no effect without pass_config.'),
+            ("mla", FLAG_ON, None, ""),
+            ("mla", {}, "CUSTOM", ""),  # the sparse decode reads them
+            ("llama", FLAG_ON, None, f"mla-fusion: {config.FLAG} is switched off: "),
+        ],
+    )
+    def test_options_without_the_flag_are_named_once(self, make, log, model, flag, backend, said):
+        made = make(flag, model=model, attention_backend=backend, speculative_config=drafted(3))
         replace(made, attention_config=replace(made.attention_config, backend=None))
         assert len(warnings(log)) == bool(said)
         assert said in "".join(warnings(log))
@@ -189,7 +206,7 @@ class TestDraftModels:
     def test_a_draft_without_mla_does_not_switch_the_flag_off(self, make, log):
         made = make(FLAG_ON, speculative_config=drafted(3))
         before = copy.deepcopy(made.compilation_config)
-        replace(made, model_config=make(model="llama").model_config)
+        replace(made, model_config=make(model="llama", options={}).model_config)
         assert config.is_on(made)
         assert not warnings(log)
         for name in ("backend", *CHARGED):
