@@ -47,15 +47,17 @@ ELSEWHERE = "docs/new-rope.md"
 def commands(language, body):
     """The commands of a block, as words without variables in front; none if it is not shell.
 
-    A block without a language is shell if it starts with one of `COMMANDS`. In a `console` block
-    commands have a prompt, and the rest is their output.
+    A block without a language is shell if it starts with one of `COMMANDS`, but not with what the
+    log has in front of a line. In a `console` block commands have a prompt, and the rest is their
+    output.
     """
     lines = body.replace("\\\n", " ").splitlines()
     if language == "console":
         lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
     found = []
     for line in lines:
-        if language not in SHELL and not found and not line.startswith(COMMANDS):
+        shell = line.startswith(COMMANDS) and not line.startswith("mla-fusion: ")
+        if language not in SHELL and not found and not shell:
             return []
         words = shlex.split(line, comments=True)
         while words and re.fullmatch(r"[A-Z][A-Z0-9_]*=.*", words[0]):

@@ -65,8 +65,9 @@ CACHED = " (graphs from vLLM's compile cache)"
 
 def own_log(result):
     """(level, message) of every line this library logged; each begins with one of these words."""
-    words = "decode range|fuse_aiter|mla_fusion|MLA fusion"
-    line = rf"(INFO|WARNING|ERROR) \S+ \S+ \[(?:__init__|plugin|pipeline)\.py:\d+\] ((?:{words}).*)"
+    words = "mla-fusion|mla_fusion|MLA fusion"
+    files = "__init__|plugin|no_effect|pipeline"
+    line = rf"(INFO|WARNING|ERROR) \S+ \S+ \[(?:{files})\.py:\d+\] ((?:{words}).*)"
     return re.findall(line, result["log"])
 
 
