@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     require("vllm", purpose="calibrate")
     if torch.version.hip:
         raise UserError("attention=auto takes vLLM's decode on AMD GPUs: nothing to calibrate")
-    settings = _settings(arguments)
+    settings, kernels = _settings(arguments), measured.kernels()
     cases = sorted(decode.grid(settings, [settings.dtype]), key=lambda case: case.batch)
     offered = candidates(settings.dtype)
     folder = arguments.out or vllm_compat.tables_folder()
@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
     if new is None or not new["shapes"]:
         print("no backend of vLLM could be timed here, so there is nothing to compare")
         return 1
-    store(path, new)
+    store(path, new, kernels)
     tell(path, new)
     return 0
 
@@ -156,19 +156,19 @@ def paced(
         yield case, offered
 
 
-def store(path: Path, new: dict[str, Any]) -> None:
+def store(path: Path, new: dict[str, Any], kernels: str) -> None:
     """Write the shapes, and keep those that the file has of other ones and of the same kernels."""
 
     def name(shape: dict[str, Any]) -> list[Any]:
         return [shape.get(key) for key in ("dtype", "heads", "queries", "backend", "values")]
 
     kept: list[dict[str, Any]] = []
-    if measured.read(path, new["gpu"], measured.kernels()):
+    if measured.read(path, new["gpu"], kernels):
         names = [name(shape) for shape in new["shapes"]]
         old = json.loads(path.read_bytes())["shapes"]
         kept = [shape for shape in old if name(shape) not in names]
     shapes = kept + new["shapes"]
-    whole = {"gpu": new["gpu"], "kernels": measured.kernels(), "shapes": shapes}
+    whole = {"gpu": new["gpu"], "kernels": kernels, "shapes": shapes}
     # In one step: an engine may be reading it.
     half = path.with_suffix(".part")
     half.write_text(text(whole))
