@@ -23,7 +23,8 @@ MODEL = {
 
 @pytest.fixture
 def gpu(monkeypatch, tmp_path):
-    """Calls `calibrate` where ours takes half of the peers' time, and errs by `error`."""
+    """Calls `calibrate` where ours takes half of the peers' time, and errs by `error`; a peer errs
+    as FlashMLA does in fp8, beyond the bound."""
     monkeypatch.setattr(vllm_compat, "cache_root", lambda: tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
@@ -39,7 +40,8 @@ def gpu(monkeypatch, tmp_path):
             return [
                 {"batch": case.batch, "context": case.context, "ragged": int(case.ragged),
                  "heads": case.heads, "queries": case.queries, "dtype": decode.type_of(case),
-                 "values": case.values, "candidate": name, "error": error,
+                 "values": case.values, "candidate": name,
+                 "error": error if name == "ours" else 0.027,
                  **dict.fromkeys(("p20_us", "p50_us", "p80_us"), 1.0 if name == "ours" else 2.0)}
                 for case, candidates in work for name in candidates
             ]  # fmt: skip
