@@ -26,8 +26,8 @@ ROWS = (
     ("cli", "__init__", "__main__"),
 )
 KNOW_NO_VLLM = {"ops", "kernels", "attention"}
-MAY_IMPORT_VLLM = {"config.vllm_compat", "config.pass_config", "passes.pipeline", "plugin"}
-MAY_CHANGE_VLLM = {"plugin", "cli.child"}  # the latter in a child process of a command
+MAY_IMPORT_VLLM = {"config.vllm_compat", "config.pass_config", "passes.pipeline"}
+MAY_CHANGE_VLLM = "cli.child"  # in a child process of a command
 KERNEL_PACKAGES = {"torch", "triton", "numpy", "aiter"}
 
 
@@ -97,7 +97,7 @@ def kernels_know_no_engine(name, source):
 
 
 def vllm_imported_elsewhere(name, source):
-    if name in MAY_IMPORT_VLLM or room(name) == "cli":
+    if name in MAY_IMPORT_VLLM or room(name) in ("cli", "plugin"):
         return
     for module, line in imports(name, source):
         if module.split(".")[0] == "vllm":
@@ -123,7 +123,7 @@ def root_name(node):
 
 
 def vllm_changed_elsewhere(name, source):
-    if name in MAY_CHANGE_VLLM:
+    if room(name) == "plugin" or name == MAY_CHANGE_VLLM:
         return
     bound = from_vllm(nodes(source))
     for node in nodes(source):
@@ -214,7 +214,7 @@ PLANTED = {
         ("cli.nested.demo", "import vllm as v\ndef f():\n    del v.a['b']"),
     ],
     version_asked_elsewhere: [
-        ("plugin", "import vllm\nif vllm.__version__ > '1': pass"),
+        ("plugin.new", "import vllm\nif vllm.__version__ > '1': pass"),
         ("plugin", "from vllm.version import __version__"),
         ("cli.demo",
          "try:\n    from vllm.a import B\nexcept (ImportError, ValueError):\n    B = None"),

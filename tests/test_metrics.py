@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from mla_fusion import plugin, report
+from mla_fusion.plugin.steps import STEPS, count_steps
 from mla_fusion.runtime import metrics
 from tests.command import run
 from tests.test_docs import TEXT
@@ -87,7 +88,7 @@ def engine(*names, steps):
     """The config of an engine with these layers, which hold the counter of its worker."""
     layers = {name: SimpleNamespace() for name in names}
     for layer in layers.values() if steps else ():
-        setattr(layer, plugin._STEPS, steps)
+        setattr(layer, STEPS, steps)
     return SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
 
 
@@ -98,7 +99,7 @@ def test_what_builders_of_vllm_build_is_counted_under_their_first_layers(monkeyp
     monkeypatch.setattr(builder, "__init__", lambda *args: None)
     monkeypatch.setattr(builder, "build", lambda *args, **kwargs: batch(4, 4))
     older = builder(None, ["c.0"], engine("c.0", steps=None))
-    plugin._count_steps()
+    count_steps()
     steps, others = counter(fused_to(8), []), counter(None, [])
     names = [["a.0", "a.1"], ["b.0", "b.1"], ["draft.0"]]
     config = engine(*(name for group in names for name in group), steps=steps)

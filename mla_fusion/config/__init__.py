@@ -1,6 +1,6 @@
 """The flag, the plugin's options, the decode bucket, and whether fusion applies to an engine.
 
-Everything here reads vLLM's config objects and changes none; `plugin.py` does that.
+Everything here reads vLLM's config objects and changes none; the plugin does that.
 """
 
 from __future__ import annotations

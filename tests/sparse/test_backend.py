@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import mla_fusion
-from mla_fusion import plugin
 from mla_fusion.attention.plan.layouts import FP8_DS_MLA
 from mla_fusion.config import vllm_compat
 from mla_fusion.kernels import ProviderUnavailable
 from mla_fusion.kernels import triton as region
+from mla_fusion.plugin import workers
 from mla_fusion.runtime import sparse_step
 from tests.sparse.layers import (
     PAGE,
@@ -76,7 +76,7 @@ def test_a_worker_that_has_loaded_its_model_prepares_the_layers(config, make, mo
         monkeypatch.setitem(layers, "without", object())
         return "result"
 
-    assert plugin._prepare_layers(load_model)(worker) == "result"
+    assert workers.prepare_layers(load_model)(worker) == "result"
     assert impl.mla_fusion_step.scratch.plan.settings.num_heads == impl.num_heads
 
 

@@ -1,0 +1,50 @@
+"""The flag and its threshold as fields of vLLM's PassConfig."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from mla_fusion import config
+from mla_fusion.plugin.wrap import WRAPPED
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def add_fields(restore: Callable[[dict[str, Any]], Any]) -> None:
+    """Why: vLLM's PassConfig forbids unknown fields, so `pass_config.fuse_aiter_...` is an error.
+
+    How: `PassConfig(...)` with one of the two fields makes an instance of a subclass that has them,
+    and from then on CompilationConfig prints them. Without them it stays vLLM's own: whatever
+    prints, compares, copies, hashes or pickles a config never meets the plugin. A process that
+    unpickles one with them calls `restore`. Until: vLLM lets a plugin declare pass options.
+    """
+    import vllm.config.compilation as compilation
+
+    from mla_fusion.config import pass_config
+
+    base = compilation.PassConfig
+    if hasattr(base, WRAPPED):
+        return
+    fields = {config.FLAG, config.THRESHOLD}
+    extended = pass_config.extend(base, restore)
+    show = functools.cache(pass_config.show_subclass)
+
+    def new(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls is not base or fields.isdisjoint(kwargs):
+            return object.__new__(cls)
+        show(compilation.CompilationConfig, base)
+        return object.__new__(extended)
+
+    base.__new__ = new
+    setattr(base, WRAPPED, True)
+
+
+def instance(fields: dict[str, Any]) -> Any:
+    """A PassConfig with these fields, some of ours among them, as pickle and copy make one."""
+    from vllm.config import PassConfig
+
+    made = PassConfig.__new__(PassConfig, **fields)
+    made.__dict__.update(fields)
+    return made
