@@ -248,7 +248,7 @@ def arguments(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         "model": str(folder),
         "load_format": "dummy",
         "model_loader_extra_config": {name: job[name] for name in ("arm", "shared_weights")},
-        "worker_extension_cls": "engine_loader.Worker",
+        "worker_extension_cls": "engine_worker.Worker",
         "max_model_len": job["max_len"],
         "max_num_seqs": job["seqs"],
         "max_num_batched_tokens": job["max_tokens"],

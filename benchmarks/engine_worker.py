@@ -1,8 +1,14 @@
-"""One vLLM engine of `benchmarks/engine.py`: the work of a process of `mla_fusion.cli.child`."""
+"""One vLLM engine of `benchmarks/engine.py`: the work of a process of `mla_fusion.cli.child`.
+
+vLLM imports this module in every worker, for `Worker`; `Loader` then takes the place of its loader
+of dummy weights.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import functools
 import json
 import random
 import statistics
@@ -14,6 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import engine_model
 import torch
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from mla_fusion import report
 from mla_fusion.cli import child
@@ -54,7 +63,6 @@ def engine(job: dict[str, Any]) -> Any:
     import mla_fusion
 
     mla_fusion.register()
-    import engine_loader  # noqa: F401, registers itself; here and, by the extension, in workers
     import vllm
 
     if engine_model.is_sparse(job["model"]):
@@ -216,3 +224,62 @@ def full_graph_time(step: Callable[[int], None]) -> float:
             "graph, or its GPU time is not that of a forward pass"
         )
     return statistics.median(begin.elapsed_time(end) * 1e3 for begin, end in pairs)
+
+
+@functools.cache
+def rotate_for_the_next_position() -> None:
+    """The error that a comparison must find; once in a process, for the drafter is loaded too."""
+    from mla_fusion.kernels import triton as provider
+
+    right = provider.launch_arguments
+
+    def wrong(plan: Any, inputs: Any) -> Any:
+        # padded rows do not use their positions
+        return right(plan, inputs._replace(positions=inputs.positions + 1))
+
+    provider.launch_arguments = wrong
+
+
+class Worker:
+    """Methods that every worker answers by `collective_rpc`."""
+
+    def engine_facts(self: Any) -> dict[str, str]:
+        """The model runner, V1 or V2, and the backend of the attention."""
+        from mla_fusion.config import vllm_compat
+
+        layers = self.vllm_config.compilation_config.static_forward_context
+        layer = next(iter(vllm_compat.mla_layers(layers).values()))
+        second = ".gpu.model_runner" in type(self.model_runner).__module__
+        return {
+            "runner": "V2" if second else "V1",
+            "attention": layer.get_attn_backend().get_name(),
+        }
+
+
+@register_model_loader("dummy")
+class Loader(BaseModelLoader):
+    """The weights of `engine_model`.
+
+    shared_weights: a file, or "". Engines that name the same one share their weights by it, one
+        file a rank (`engine_model.share`).
+    """
+
+    def download_model(self, model_config: Any) -> None:
+        """Nothing."""
+
+    def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+        """Make the weights up."""
+        engine_model.initialize(model, get_tensor_model_parallel_rank())
+
+    def load_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        """Load, one engine at a time if they share: each needs room for all weights for a while."""
+        options = self.load_config.model_loader_extra_config
+        if options["arm"] == "planted":
+            rotate_for_the_next_position()
+        if not options["shared_weights"]:
+            return super().load_model(*args, **kwargs)
+        with open(f"{options['shared_weights']}-{get_tensor_model_parallel_rank()}", "a+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            model = super().load_model(*args, **kwargs)
+            engine_model.share(model, file)
+        return model

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Writes the tables of docs/performance.md from benchmarks/results/*.csv, and draws its plots.
+"""Writes from benchmarks/results/*.csv the tables and plots of docs/performance.md, and what
+`attention=auto` decides by: mla_fusion/runtime/gpus/*.json.
 
-    python benchmarks/figures.py            tables and plots (needs matplotlib: the extra `bench`)
-    python benchmarks/figures.py --tables   tables only
+    python benchmarks/figures.py            all of it (needs matplotlib: the extra `bench`)
+    python benchmarks/figures.py --tables   without the plots
 
 A table is between `<!-- table NAME -->` and `<!-- end -->`; each plot carries the hash of the rows
 it was drawn from, so that a test fails when either is older than its source.
@@ -17,6 +18,10 @@ import math
 import re
 from pathlib import Path
 
+from mla_fusion.cli.calibrate.tables import tables as shapes_of
+from mla_fusion.cli.calibrate.tables import text
+from mla_fusion.runtime.measured import FOLDER
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "performance.md"
@@ -25,6 +30,7 @@ REGION = RESULTS / "region_h200.csv"
 # The decode, and its drafts in files of their own.
 ATTENTION = sorted(RESULTS.glob("decode*_h200.csv"))
 COMPLETE = RESULTS / "complete_h200.csv"
+DECIDES = [*ATTENTION, RESULTS / "step_h200.csv"]
 RANKS, AUTO = RESULTS / "complete_ranks_h200.csv", RESULTS / "complete_auto_h200.csv"
 
 Row = dict[str, str]
@@ -189,6 +195,13 @@ def written(page: str) -> str:
     return page
 
 
+def shipped() -> dict[str, str]:
+    """The files of `FOLDER` by name: of ours and of what vLLM chooses there."""
+    rows = [row for path in DECIDES for row in read(path)]
+    chosen = [row for row in rows if row["candidate"] == "ours" or row["vllm_default"] == "1"]
+    return {name: text(table) for name, table in shapes_of(chosen).items()}
+
+
 def save(figure, name: str, source: Path) -> None:  # type: ignore[no-untyped-def]
     """Write an SVG that is the same for the same rows."""
     from matplotlib import pyplot
@@ -237,11 +250,13 @@ PLOTS = {"region": (draw_region, REGION)}
 
 
 def main() -> None:
-    """Bring page and plots up to their source."""
+    """Bring all up to their source."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tables", action="store_true", help="do not draw")
     options = parser.parse_args()
     PAGE.write_text(written(PAGE.read_text()))
+    for name, content in shipped().items():
+        (FOLDER / name).write_text(content)
     if not options.tables:
         import matplotlib
 

@@ -121,12 +121,8 @@ def row(
 ) -> dict[str, Any]:
     """A line of dispatch.csv: `plan` serves batches of up to `tokens`."""
     return {
-        "device": device,
-        "arch": arch,
-        "query": "fp8" if query == "fp8" else "activation",
-        **widths._asdict(),
-        "heads": heads,
-        "tokens": tokens,
+        "device": device, "arch": arch, "query": "fp8" if query == "fp8" else "activation",
+        **widths._asdict(), "heads": heads, "tokens": tokens,
         **{name: int(value) for name, value in dataclasses.asdict(plan).items()},
     }  # fmt: skip
 
@@ -213,17 +209,8 @@ def main() -> None:
                         flush=True,
                     )
                     for plan, us, equal, worst in results:
-                        writer.writerow(
-                            [
-                                query,
-                                tokens,
-                                heads,
-                                f"{us:.3f}",
-                                f"{equal:.6f}",
-                                worst,
-                                changed(plan),
-                            ]
-                        )
+                        values = f"{us:.3f}", f"{equal:.6f}", worst, changed(plan)
+                        writer.writerow([query, tokens, heads, *values])
                     file.flush()
                     del region
                     torch.cuda.empty_cache()

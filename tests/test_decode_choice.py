@@ -3,7 +3,6 @@ from types import SimpleNamespace
 
 import figures
 import pytest
-import tables
 import torch
 
 from mla_fusion.cli.calibrate import tables as convert
@@ -16,12 +15,12 @@ KEY = "bfloat16", 16, 1, "FLASH_ATTN_MLA"
 
 
 def test_the_shipped_files_are_what_the_rows_say():
-    rows = [row for path in tables.SOURCES for row in figures.read(path)]
+    rows = [row for path in figures.DECIDES for row in figures.read(path)]
     for row in rows:
         assert (int(row["latent"]), int(row["rope"])) == measured.WIDTHS
         assert int(row["page"]) == measured.PAGE
         assert row["candidate"] != "ours" or float(row["error"]) < 0.004
-    assert {path.name: path.read_text() for path in measured.FOLDER.iterdir()} == tables.shipped()
+    assert {path.name: path.read_text() for path in measured.FOLDER.iterdir()} == figures.shipped()
 
 
 def test_rows_with_the_product_decide_where_there_are_some():

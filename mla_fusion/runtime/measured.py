@@ -1,6 +1,6 @@
 """Where the portable decode was measured against vLLM's own: for `attention=auto`.
 
-`gpus/` has one JSON file for each GPU that was measured, named after it; `benchmarks/tables.py`
+`gpus/` has one JSON file for each GPU that was measured, named after it; `benchmarks/figures.py`
 writes it from the rows of `mla-fusion bench decode --values`: a decode and the product with W_UV
 behind it, since a layer runs both, for even and ragged sequences. With drafts they are of the
 decode alone. A file is {"gpu": its name, "shapes": [...]}, a shape has
