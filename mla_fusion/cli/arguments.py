@@ -43,6 +43,12 @@ def count(
     parser.add_argument(name, type=positive, default=default, metavar=metavar, help=text)
 
 
+def short(text: str, most: int = 80) -> str:
+    """`text` in one line of a readable length."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else f"{line[: most - 3]}..."
+
+
 def pick(asked: Collection[str], offered: Collection[str]) -> list[str]:
     """The candidates that --peers names, all on offer if it names none.
 

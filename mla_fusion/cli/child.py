@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from mla_fusion import config
-from mla_fusion.cli.arguments import UserError
+from mla_fusion.cli.arguments import UserError, short
 from mla_fusion.report import stored_reports
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 LOG = "engine.log"
 _JOB, _RESULT = "job.json", "result.json"
+_LONGEST = 90  # characters of an engine's error that are shown
 # vLLM's own settings for a small engine without a network, inside one process.
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -169,16 +170,18 @@ def _stream(progress: TextIO) -> int | None:
 
 
 def last_error(log: Path) -> str:
-    """What the last error in a log says, in one line."""
+    """What the last error in a log says, in one line: vLLM's may have ten thousand characters."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     # "[rank0]: ValueError: why" and "(EngineCore pid=1) ERROR ... ValueError: why"
     found = [i for i, line in enumerate(lines) if "Error: " in line and "  File " not in line]
     if not found:
-        return lines[-1] if lines else "it ended before it wrote anything"
+        return short(lines[-1], _LONGEST) if lines else "it ended before it wrote anything"
     text = lines[found[-1]]
     if "ValidationError: " in text and found[-1] + 1 < len(lines):
-        return lines[found[-1] + 1].strip()  # pydantic says what is wrong one line below
-    return text[text.rfind(" ", 0, text.index("Error: ")) + 1 :]
+        text = lines[found[-1] + 1]  # pydantic says what is wrong one line below
+    else:
+        text = text[text.rfind(" ", 0, text.index("Error: ")) + 1 :]
+    return short(text, _LONGEST)
 
 
 def _child(workdir: Path) -> None:

@@ -44,11 +44,15 @@ class Decline:
     code: str
     detail: str = ""
 
-    def explain(self) -> str:
-        """One sentence for the log: why, the detail, and what would help."""
+    def sentences(self) -> tuple[str, str]:
+        """Why, with the detail and the code; and what would help."""
         reason = REASONS[self.code]
         seen = f" ({self.detail})" if self.detail else ""
-        return f"{reason.why}{seen} [{self.code}]. What would help: {reason.help}."
+        return f"{reason.why}{seen} [{self.code}].", f"What would help: {reason.help}."
+
+    def explain(self) -> str:
+        """One line for the log."""
+        return " ".join(self.sentences())
 
 
 def sparse(architecture: str, topk: int) -> Decline:

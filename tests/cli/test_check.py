@@ -5,9 +5,13 @@ import json
 import shlex
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+import mla_fusion
 from mla_fusion import cli, config, report
 from mla_fusion.cli import child
 from mla_fusion.cli.check import command as check
@@ -15,6 +19,7 @@ from mla_fusion.cli.check import shrink
 from mla_fusion.cli.check.answer import Answer
 from mla_fusion.cli.demo import tiny_models
 from mla_fusion.report import reasons
+from mla_fusion.report.reasons import Decline
 from tests.cli.test_cli import fail, store
 from tests.models import write
 
@@ -71,16 +76,25 @@ NOT_WHOLE = "must be a whole number"
         ({"architectures": "DeepseekV3ForCausalLM"}, (), "architectures must be a list"),
         ({"architectures": ["a\nb"]}, (), "architectures names no class"),
         ({"architectures": ["OpenPanguMTPModel"]}, (), "give the target's config"),
-        ({"model_type": 3}, (), '"model_type"'),
+        ({"architectures": ["NoSuchForCausalLM"]}, (), "and NoSuchForCausalLM is none"),
+        ({"architectures": None}, (), "and deepseek_v3 is none"),
+        ({"model_type": None}, (), 'config.json has no "model_type"'),
+        ({"model_type": 3}, (), 'config.json has 3 as "model_type"'),
         ({"model_type": "no_such_model"}, (), "the model type 'no_such_model'"),
+        ({}, ("--provider", "triton"), "--provider: provider 'triton' needs a GPU"),
+        ({}, ("--layers", 100_000), "--layers 100000: an engine has 64 at most"),
         ({}, ("--tensor-parallel-size", 3), "divide"),
         ({}, ("--kv-cache-dtype", "fp7"), "fp8_e4m3"),
         ({}, ("--decode-context-parallel-size", 2), "and does not divide it"),
     ],
 )  # fmt: skip
-def test_what_check_refuses(changes, argv, said, tmp_path, capsys):
+def test_what_check_refuses(changes, argv, said, tmp_path, capsys, monkeypatch):
+    """Without an engine, and by the name of the file."""
+    monkeypatch.setattr(child, "run", lambda *job, **progress: pytest.fail("an engine"))
     write(tmp_path, {**V3, **changes})
-    assert said in fail(capsys, "check", tmp_path, *argv)
+    text = fail(capsys, "check", tmp_path, *argv)
+    assert said in text
+    assert argv or "target's" in said or f"{tmp_path}/config.json" in text
 
 
 @pytest.mark.parametrize("missing", ["vllm", "depyf"])
@@ -156,6 +170,20 @@ def test_check_fails_when_a_layer_does_not_fuse(fused, first, checked):
     assert status == 1
     assert answer[0] == f"DeepseekV3ForCausalLM: {first}"
     assert fused or ("q [7]" in answer[1] and "[shape]" in answer[1])
+    assert fused or answer[2].startswith("  What would help: ")
+
+
+def test_the_class_that_the_config_names_comes_first(checked, monkeypatch):
+    whole = {"architectures": ["KimiK25ForConditionalGeneration"], "text_config": {**V3}}
+    monkeypatch.setattr("tests.cli.test_check.V3", {"model_type": "kimi_k25", **whole})
+    _, _, printed = checked(2)
+    assert printed.startswith("KimiK25ForConditionalGeneration (DeepseekV3ForCausalLM): fuses.")
+
+
+def test_many_reasons_are_a_short_answer():
+    why = [Decline(code) for code in ("shape", "no-graph", "pass-error")]
+    lines = Answer("m", 8, "engine", why, []).lines()
+    assert len(lines) == 5 and "2 of its 3 reasons, all with --json" in lines[0]
 
 
 def test_check_runs_no_head_size_the_cpu_lacks(monkeypatch, checked):
@@ -201,20 +229,62 @@ def test_the_answer_comes_first_and_can_be_pasted(checked, tmp_path):
     lines = printed.splitlines()
     assert status == 0 and len(lines) == 5
     assert lines[0] == (
-        "DeepseekV3ForCausalLM: fuses. Every MLA layer, in graphs for 1 to 128 tokens"
+        "DeepseekV3ForCausalLM: fuses. Every MLA layer, in graphs for 1 to 128 tokens: 64 requests "
+        "of 1 + 1 tokens at once (--max-num-seqs; vLLM's own may be higher)"
     )
     assert "NVIDIA GPUs" in lines[1] and "TRITON_MLA" in lines[1]
     assert "AMD GPUs" in lines[3] and "not yet run" in lines[3] and "ROCM_AITER_MLA" in lines[3]
     nvidia, amd = (shlex.split(lines[index]) for index in (2, 4))
-    serve = f"vllm serve {tmp_path} --tensor-parallel-size 2 --max-num-seqs 64 --kv-cache-dtype fp8"
-    assert nvidia == [*serve.split(), f"-cc.pass_config.{config.FLAG}=True"]
+    serve = "vllm serve MODEL --tensor-parallel-size 2 --max-num-seqs 64 --kv-cache-dtype fp8"
+    drafts = '{"method": "ngram", "num_speculative_tokens": 1}'
+    flag = f"-cc.pass_config.{config.FLAG}=True"
+    assert nvidia == [*serve.split(), "--speculative-config", drafts, flag]
     assert amd == ["VLLM_ROCM_USE_AITER=1", *nvidia]
+    assert_vllm_has_the_range(nvidia[1:], 128)
 
 
-def test_a_file_stands_for_a_model_of_any_name(checked, tmp_path, capsys):
-    checked(2)
-    assert cli.main(["check", str(tmp_path / "config.json")]) == 0
-    assert "vllm serve MODEL --max-num-seqs 256 -cc." in capsys.readouterr().out
+def assert_vllm_has_the_range(words, tokens):
+    """vLLM's own parser reads the command, whose decode bucket is that of the answer."""
+    mla_fusion.register()
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    parser.add_argument("model_tag")
+    engine = AsyncEngineArgs.from_cli_args(parser.parse_args(words[1:]))
+    drafts = SimpleNamespace(**engine.speculative_config) if engine.speculative_config else None
+    engine.compilation_config.cudagraph_capture_sizes = None
+    assert tokens == config.decode_bucket(
+        SimpleNamespace(
+            scheduler_config=SimpleNamespace(
+                max_num_seqs=engine.max_num_seqs, max_num_batched_tokens=8192
+            ),
+            compilation_config=engine.compilation_config,
+            speculative_config=drafts,
+        )
+    )
+
+
+def test_drafts_come_from_the_layers_that_the_model_has_for_them(checked, monkeypatch):
+    monkeypatch.setitem(V3, "num_nextn_predict_layers", 1)
+    _, _, printed = checked(2, "--speculative-tokens", "3")
+    words = shlex.split(printed.splitlines()[2])
+    assert json.loads(words[words.index("--speculative-config") + 1])["method"] == "mtp"
+    assert_vllm_has_the_range(words[1:], 1024)
+
+
+@pytest.mark.parametrize(
+    "folder, file, name",
+    [
+        ("a model", "config.json", "MODEL"),
+        ("a model", "model-00001-of-2.safetensors", "{folder}"),
+        ("models--org--a--b/snapshots/0123", "config.json", "org/a--b"),
+    ],
+)
+def test_the_model_is_named_as_vllm_can_serve_it(folder, file, name, tmp_path):
+    given = tmp_path / folder
+    given.mkdir(parents=True)
+    (given / file).touch()
+    for path in (given, given / "config.json"):
+        served = check.Settings(path).serve(draft=False, predicts=False)[0]
+        assert served == name.format(folder=given)
 
 
 def test_the_answer_as_json(checked):
@@ -247,7 +317,7 @@ def test_a_layer_outside_any_graph_is_not_fused():
 def test_reasons_are_read_from_the_warning_that_switched_the_flag_off():
     for code in reasons.REASONS:
         for detail in ("", "q [7] (odd)"):
-            decline = reasons.Decline(code, detail)
+            decline = Decline(code, detail)
             line = f"the flag is switched off: {decline.explain()}"
             assert check._reasons(None, ["another warning", line]) == [decline]
 

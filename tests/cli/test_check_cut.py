@@ -62,27 +62,35 @@ def test_the_cut_makes_the_rest_small():
 )
 def test_the_cut_keeps_what_the_class_needs(name, changes, kept):
     """A layer of experts, a hidden size that its heads divide, MLA layers, a target."""
-    model, architecture = model_config.read(CONFIGS / f"{name}.json")
-    small = shrink.cut({**model, **changes}, architecture, 2, 1).config
+    model = model_config.read(CONFIGS / f"{name}.json")
+    small = shrink.cut({**model.config, **changes}, model.architecture, 2, 1).config
     assert {key: small[key] for key in kept} == kept
 
 
-@pytest.mark.parametrize("key, name", [("", "DeepseekV3ForCausalLM"), ("architectures", "S")])
-def test_the_language_part_of_a_multimodal_model_is_read(key, name, tmp_path):
-    """The class of the whole model counts where its part names none."""
+@pytest.mark.parametrize(
+    "key, runs, name",
+    [
+        ("", "DeepseekV3ForCausalLM", "S (DeepseekV3ForCausalLM)"),
+        ("architectures", "S", "S"),
+    ],
+)
+def test_the_language_part_of_a_multimodal_model_is_read(key, runs, name, tmp_path):
+    """It is named after the whole model, whose class counts where the part names none."""
     part = {k: v for k, v in V3.items() if k != key}
     write(tmp_path, {"model_type": "s", "architectures": ["S"], "text_config": part})
-    assert model_config.read(tmp_path) == (part, name)
+    path = tmp_path / "config.json"
+    assert model_config.read(tmp_path) == model_config.Model(path, part, runs, name)
 
 
 def test_a_params_json_is_read_as_vllm_does(tmp_path, capsys):
     params = json.loads((CONFIGS / "mistral-large-3.json").read_text())
     path = tmp_path / "params.json"
     path.write_text(json.dumps(params))
-    model, architecture = model_config.read(tmp_path)
-    assert (architecture, model["model_type"]) == ("MistralLarge3ForCausalLM", "deepseek_v3")
-    assert (model["num_attention_heads"], model["kv_lora_rank"]) == (128, 512)
-    assert model["llama_4_scaling"]["beta"] == 0.1
+    model = model_config.read(tmp_path)
+    read = model.config
+    assert (model.architecture, read["model_type"]) == ("MistralLarge3ForCausalLM", "deepseek_v3")
+    assert (read["num_attention_heads"], read["kv_lora_rank"]) == (128, 512)
+    assert read["llama_4_scaling"]["beta"] == 0.1
     del params["llama_4_scaling"]["beta"]
     path.write_text(json.dumps(params))
     assert "llama_4_scaling config should define" in fail(capsys, "check", tmp_path)

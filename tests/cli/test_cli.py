@@ -66,6 +66,7 @@ def test_demo_exit_status_says_whether_the_tokens_are_equal(monkeypatch, tmp_pat
         ("ValidationError: 1 error\n  Value error, d\nfor more", "Value error, d"),
         ("(EngineCore pid=1) ERROR 01-01 vllm.NotAnError: c", "vllm.NotAnError: c"),
         ("Killed", "Killed"),
+        ("ValueError: " + "a" * 9000, "ValueError: " + "a" * 75 + "..."),
         ("", "it ended before it wrote anything"),
     ],
 )

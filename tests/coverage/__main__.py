@@ -18,6 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from mla_fusion.cli.check import model_classes
 from tests import child as children
 from tests.coverage import classes, models, neighbours, page
 
@@ -60,7 +61,10 @@ def read_sources(package):
         for a in classes.architectures(package)
         if page.TRANSFORMERS not in a.compiled or a.name == "TransformersForCausalLM"
     }
-    return {"architectures": found, "breakable": sorted(classes.breakable(package) & set(found))}
+    return {
+        "architectures": found,
+        "breakable": sorted(model_classes.breakable(package) & set(found)),
+    }
 
 
 def main(command, arguments):

@@ -13,7 +13,6 @@ LAYERS = {"MultiHeadLatentAttentionWrapper", "MLAAttention"}
 OWN_LAYER = "MLAAttention"  # how the names of layers end that models bring with them
 FOLDERS = ("model_executor/models", "models")
 REGISTRY = "model_executor/models/registry.py"
-CONFIG = "config/vllm.py"
 
 
 @dataclass(frozen=True)
@@ -54,16 +53,6 @@ def architectures(vllm):
         )
         found.append(Architecture(name, tuple(compiled)))
     return found
-
-
-def breakable(vllm):
-    """The architectures for which vLLM switches torch.compile off, by the list in its config."""
-    listed: set[str] = set()
-    for node in ast.walk(ast.parse((vllm / CONFIG).read_text())):
-        if isinstance(node, ast.Set | ast.Tuple):
-            names = {str(e.value) for e in node.elts if isinstance(e, ast.Constant)}
-            listed |= names if "DeepSeekV4MTPModel" in names else set()
-    return listed
 
 
 def _uses_mla(node, known):

@@ -9,7 +9,6 @@ import pytest
 
 from mla_fusion import cli, report
 from mla_fusion.cli.demo import command as demo
-from tests.models import DEEPSEEK_V2
 
 pytestmark = pytest.mark.engine
 V3 = "deepseek-v3-shaped"
@@ -104,23 +103,6 @@ def test_check_dumps_graphs_and_compiles_what_a_cpu_cannot_run(shown, tmp_path, 
         assert {op: code.count(op) for op in calls.values()} == {
             op: 2 if op == calls[stage] else 0 for op in calls.values()
         }
-
-
-def test_check_of_a_class_vllm_does_not_know_is_one_error(tmp_path, capsys):
-    strange = {**DEEPSEEK_V2, "architectures": ["NoSuchForCausalLM"]}
-    (tmp_path / "config.json").write_text(json.dumps(strange))
-    assert cli.main(["check", str(tmp_path)]) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("mla-fusion check: ") and "NoSuchForCausalLM" in error
-
-
-@pytest.mark.nightly
-def test_check_says_why_the_flag_is_switched_off(shown, capsys):
-    """The triton provider has no GPU here."""
-    model = shown[1] / V3 / "model"
-    assert cli.main(["check", str(model), "--layers", "1", "--provider", "triton"]) == 1
-    text = capsys.readouterr().out
-    assert "does not fuse" in text.splitlines()[0] and "[provider-unavailable]" in text
 
 
 @pytest.mark.parametrize(

@@ -113,8 +113,9 @@ def _settings(arguments: argparse.Namespace) -> argparse.Namespace:
     Raises:
         UserError: the config is not one of a model that `auto` may decode.
     """
-    model, architecture = model_config.read(arguments.model)
-    layer = shrink.cut(model, architecture, 1, arguments.tensor_parallel_size).config
+    model = model_config.read(arguments.model)
+    ranks = arguments.tensor_parallel_size
+    layer = shrink.cut(model.config, model.architecture, 1, ranks, model.path).config
     widths = layer["kv_lora_rank"], layer["qk_rope_head_dim"]
     if widths != measured.WIDTHS:
         raise UserError(

@@ -16,6 +16,8 @@ _NAME = {"nvidia": "NVIDIA GPUs", "amd": "AMD GPUs (not yet run there)"}
 # Without it vLLM takes none of AITER's kernels.
 _ENVIRONMENT = {"nvidia": "", "amd": "VLLM_ROCM_USE_AITER=1 "}
 
+_SHOWN = 2  # reasons of a text, in two lines each
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -30,6 +32,7 @@ class Answer:
     backends: for each platform, the attention backends with which it fuses.
     arguments: those of `vllm serve`, the model first.
     notes: lines on the decode that was asked for.
+    requests: how many at once the bucket allows.
     """
 
     model: str
@@ -41,6 +44,7 @@ class Answer:
     backends: dict[str, list[str]] = field(default_factory=dict)
     arguments: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    requests: str = ""
 
     @property
     def layers(self) -> tuple[int, int]:
@@ -68,14 +72,17 @@ class Answer:
         """The answer, in five lines at most."""
         fused, layers = self.layers
         if self.fuses:
-            out = [f"{self.model}: fuses. Every MLA layer, in graphs for 1 to {self.bucket} tokens"]
+            graphs = f"in graphs for 1 to {self.bucket} tokens: {self.requests}"
+            out = [f"{self.model}: fuses. Every MLA layer, {graphs}"]
             for platform, line in self.commands().items():
                 backends = ", ".join(self.backends[platform])
                 out += [f"  {_NAME[platform]}, attention backend {backends}:", f"    {line}"]
             return out + self.notes
         part = f"{layers - fused} of {layers} MLA layers of the cut model stay unfused"
         out = [f"{self.model}: {part if fused else 'does not fuse'}"]
-        out += [f"  {decline.explain()}" for decline in self.why]
+        if len(self.why) > _SHOWN:
+            out[0] += f". {_SHOWN} of its {len(self.why)} reasons, all with --json:"
+        out += [f"  {text}" for decline in self.why[:_SHOWN] for text in decline.sentences()]
         return out if self.why else [*out, "  no graph with an MLA layer was compiled"]
 
     def to_json(self) -> dict[str, Any]:

@@ -6,13 +6,21 @@ import json
 import shutil
 import sys
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mla_fusion import config, kernels, report
 from mla_fusion.cli import child
-from mla_fusion.cli.arguments import UserError, count, make_folder, positive, require, zero_or_more
+from mla_fusion.cli.arguments import (
+    UserError,
+    count,
+    make_folder,
+    positive,
+    require,
+    short,
+    zero_or_more,
+)
 from mla_fusion.cli.check import (
     attention_backends,
     model_classes,
@@ -21,6 +29,7 @@ from mla_fusion.cli.check import (
     shrink,
 )
 from mla_fusion.cli.check.answer import Answer
+from mla_fusion.cli.check.settings import Settings
 from mla_fusion.cli.doctor import known_issues
 from mla_fusion.cli.doctor.environment import version_of
 from mla_fusion.cli.report import dumps
@@ -34,6 +43,7 @@ _CPU_HEAD_SIZE = 576
 _CPU_CACHES = ("auto", "bfloat16")
 _PROMPTS = [(0, [1, 2, 3]), (1, [4, 5])]
 _NEW_TOKENS = 4
+_MOST_LAYERS = 64  # that an engine compiles in minutes
 _SHARED = (
     "  decode context parallelism was not part of this check: the graph is the same, and vLLM "
     "gathers the heads after the fused op. Two ranks were right on two H200s and on a CPU."
@@ -98,55 +108,6 @@ def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The engine the user would start, and how it is cut."""
-
-    model: Path
-    max_num_seqs: int = 256
-    speculative_tokens: int = 0
-    tensor_parallel_size: int = 1
-    kv_cache_dtype: str = "auto"
-    layers: int = 2
-    provider: str = "reference"
-    dump: Path | None = None
-    json: bool = False
-    attention: str = "auto"
-    decode_context_parallel_size: int = 1
-
-    @property
-    def bucket(self) -> int:
-        """As `config.decode_bucket` without CUDA graphs; draft tokens of any method widen it."""
-        return max(self.max_num_seqs * (1 + self.speculative_tokens), 2)
-
-    def serve(self, draft: bool) -> list[str]:
-        """The arguments of `vllm serve`, the model first, which a draft head is not.
-
-        --max-num-seqs is always named: the bucket depends on it, and vLLM's default on the GPU.
-        """
-        name = str(self.model) if self.model.is_dir() else "DRAFT" if draft else "MODEL"
-        words = ["MODEL" if draft else name]
-        if self.tensor_parallel_size > 1:
-            words += ["--tensor-parallel-size", str(self.tensor_parallel_size)]
-        options = {} if self.attention == "auto" else {"attention": self.attention}
-        if self.decode_context_parallel_size > 1:
-            words += ["--decode-context-parallel-size", str(self.decode_context_parallel_size)]
-            options["provider"] = "triton"  # AITER's op, ROCm's default, is declined
-        words += ["--max-num-seqs", str(self.max_num_seqs)]
-        if self.kv_cache_dtype != "auto":
-            words += ["--kv-cache-dtype", self.kv_cache_dtype]
-        if draft:
-            words += ["--speculative-config", json.dumps({**_drafts(self), "model": name})]
-        if options:
-            words += ["--additional-config", json.dumps({config.OPTIONS_KEY: options})]
-        return words
-
-
-def _drafts(settings: Settings) -> dict[str, Any]:
-    """vLLM's speculative_config with which it runs a draft head."""
-    return {"method": "mtp", "num_speculative_tokens": settings.speculative_tokens}
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Print the answer; 0 if every MLA layer of the decode range fuses, else 1.
 
@@ -169,18 +130,33 @@ def find(settings: Settings) -> Answer:
             f"--decode-context-parallel-size {shared} shares a cache among ranks of "
             f"--tensor-parallel-size {ranks}, and does not divide it"
         )
-    model, architecture = model_config.read(settings.model)
-    if "auto_map" not in model and not model_classes.knows_type(model["model_type"]):
+    if settings.layers > _MOST_LAYERS:
+        raise UserError(f"--layers {settings.layers}: an engine has {_MOST_LAYERS} at most")
+    try:
+        kernels.get_provider(settings.provider)
+    except kernels.ProviderUnavailable as error:
+        needs = str(error).partition(";")[0]
+        raise UserError(f"--provider: {needs}; the default, reference, needs nothing") from None
+    model = model_config.read(settings.model)
+    architecture, kind = model.architecture, model.config["model_type"]
+    if "auto_map" not in model.config and not model_classes.knows_type(kind):
         raise UserError(
-            f"neither this vLLM nor Transformers knows the model type {model['model_type']!r}, and "
-            "the config has no auto_map, which would name its code"
+            f"{model.path}: neither this vLLM nor Transformers knows the model type "
+            f"{short(kind, 40)!r}, and no auto_map names its code"
         )
-    decline = model_classes.decide(model, architecture)
+    decline = model_classes.decide(model.config, architecture)
     if decline:
         details = ["checked by its configuration and the source of this vLLM, no engine"]
         _tell(details)
-        return Answer(architecture, settings.bucket, "configuration", [decline], details)
-    cut = shrink.cut(model, architecture, settings.layers, settings.tensor_parallel_size)
+        return Answer(model.name, settings.bucket, "configuration", [decline], details)
+    if not model_classes.is_known(architecture):
+        raise UserError(
+            f'{model.path}: "architectures" has to name a class of this vLLM or of Transformers, '
+            f"and {short(architecture, 40)} is none"
+        )
+    cut = shrink.cut(
+        model.config, architecture, settings.layers, settings.tensor_parallel_size, model.path
+    )
     if cut.draft:
         settings = replace(settings, speculative_tokens=max(settings.speculative_tokens, 1))
     elif model_classes.is_draft_head(architecture):
@@ -195,17 +171,18 @@ def find(settings: Settings) -> Answer:
     notes, unserved = _ask_decode(settings, cut)
     if unserved:
         _tell(details[:1])
-        return Answer(architecture, settings.bucket, "configuration", unserved, details[:1])
+        return Answer(model.name, settings.bucket, "configuration", unserved, details[:1])
     why, stored = _ask_engine(settings, cut, ran, details)
     return Answer(
-        model=architecture,
+        model=model.name,
         bucket=settings.bucket,
+        requests=settings.requests,
         checked_by="engine",
         why=why,
         details=details,
         report=stored,
         backends=_backends(settings, cut, architecture),
-        arguments=settings.serve(cut.draft),
+        arguments=settings.serve(cut.draft, bool(model.config.get("num_nextn_predict_layers"))),
         notes=notes + _software_conversions(settings.kv_cache_dtype, version_of("triton")),
     )
 
@@ -302,7 +279,7 @@ def _job(settings: Settings, cut: shrink.Cut, work: Path, run_it: bool) -> child
     }
     if cut.draft:
         backend = {"attention_backend": "CPU_MLA"}  # as `child.engine_arguments` for the target
-        engine["speculative_config"] = {**_drafts(settings), **backend}
+        engine["speculative_config"] = {**settings.drafts("mtp"), **backend}
     return child.Job(
         workdir=str(work),
         cache=str(work / "cache"),
@@ -327,16 +304,12 @@ def _how_run(settings: Settings, cut: shrink.Cut, ran: bool) -> str:
         return f"runs {len(_PROMPTS)} prompts, {_NEW_TOKENS} tokens each, through its graphs"
     why = f"takes no {settings.kv_cache_dtype} cache"
     if cut.head_size != _CPU_HEAD_SIZE:
-        why = (
-            f"takes a head size of {_CPU_HEAD_SIZE} (kv_lora_rank + qk_rope_head_dim), not "
-            f"{cut.head_size}"
-        )
+        why = f"takes a head size of {_CPU_HEAD_SIZE} (latent + rope), not {cut.head_size}"
     if cut.draft:
         why = "cannot verify drafts"
     return (
-        f"compiles graphs and generates no token: vLLM's CPU attention {why}. Backends for a GPU "
-        "may take the query in fp8 too: that changes the type of the fused op's output, not what "
-        "fuses"
+        f"compiles graphs and generates no token: vLLM's CPU attention {why}. Some of a GPU take "
+        "the query in fp8: that changes nothing in what fuses"
     )
 
 

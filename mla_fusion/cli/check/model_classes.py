@@ -37,9 +37,29 @@ def decide(model: dict[str, Any], architecture: str) -> Decline | None:
     # Before the class: this reason holds on every platform and in every release.
     if model.get("index_topk"):
         return sparse(architecture, model["index_topk"])
-    if where_compiled(architecture) == frozenset():
+    compiled = where_compiled(architecture)
+    if architecture in breakable(root()):
+        graph = " has no other graph" if compiled == frozenset() else ", by vLLM's own choice"
+        return Decline("breakable-cudagraph", architecture + graph)
+    if compiled == frozenset():
         return Decline("no-graph", architecture)
     return None
+
+
+def breakable(vllm: Path) -> set[str]:
+    """The architectures for which a vLLM switches torch.compile off, by the list in its config."""
+    listed: set[str] = set()
+    for node in ast.walk(ast.parse((vllm / "config" / "vllm.py").read_text())):
+        if isinstance(node, ast.Set | ast.Tuple):
+            names = {str(e.value) for e in node.elts if isinstance(e, ast.Constant)}
+            listed |= names if "DeepSeekV4MTPModel" in names else set()
+    return listed
+
+
+def is_known(architecture: str) -> bool:
+    """Whether vLLM has a model class of that name, or Transformers, whose classes vLLM can wrap."""
+    models = _folder("transformers") / "models" / "auto" / "modeling_auto.py"
+    return architecture in _registry() or f', "{architecture}")' in models.read_text()
 
 
 def may_build_mla(architecture: str) -> bool:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mla_fusion.cli.arguments import UserError, require
+from mla_fusion.cli.arguments import UserError, require, short
 from mla_fusion.report.files import read_bounded
 
 if TYPE_CHECKING:
@@ -25,10 +26,22 @@ _RANGES = (
 )
 
 
-def read(model: Path) -> tuple[dict[str, Any], str]:
-    """(language model's part of a config, architecture); `model` is the file or its folder.
+@dataclass(frozen=True)
+class Model:
+    """The language model's part of the config at `path`, in the words of config.json.
 
-    A params.json comes back in the words of config.json.
+    `architecture` is the class that vLLM runs for it, and `name` the class that the config names,
+    with the former in brackets if it is another.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    architecture: str
+    name: str
+
+
+def read(model: Path) -> Model:
+    """Read a config; `model` is the file or its folder.
 
     Raises:
         UserError: there is no such file, it is none of a model, or a value is one of no model.
@@ -44,18 +57,22 @@ def read(model: Path) -> tuple[dict[str, Any], str]:
         # A multimodal model: its language part. The code of both is named once.
         shared = {"auto_map": content["auto_map"]} if "auto_map" in content else {}
         part = {**shared, **content["text_config"]}
-    if not isinstance(part.get("model_type"), str) or not part["model_type"]:
-        raise UserError(f'{path} is not a model\'s config.json: it has no "model_type"')
-    name = _architecture(part, path) or _architecture(content, path) or str(part["model_type"])
+    kind = part.get("model_type")
+    if not isinstance(kind, str) or not kind:
+        says = "has no" if kind is None else f"has {short(json.dumps(kind))} as"
+        raise UserError(f'{path} {says} "model_type", which names the kind of a model')
+    whole = _architecture(content, path)
+    architecture = _architecture(part, path) or whole or kind
+    name = architecture if whole in ("", architecture) else f"{whole} ({architecture})"
     for keys, least, most in _RANGES:
         for key in keys.split():
             value = part.get(key)
             if value is not None and (type(value) is not int or not least <= value <= most):
                 raise UserError(
                     f"{path}: {key} must be a whole number from {least} to {most}, "
-                    f"not {_short(json.dumps(value))}"
+                    f"not {short(json.dumps(value))}"
                 )
-    return part, name
+    return Model(path, part, architecture, name)
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -69,7 +86,7 @@ def _load(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"cannot read {path}: {error}") from None
     if not isinstance(content, dict):
-        raise UserError(f"{path} is not a model's config.json: it holds no JSON object")
+        raise UserError(f"{path} describes no model: it holds no JSON object")
     return content
 
 
@@ -81,7 +98,7 @@ def _translate(params: dict[str, Any], path: Path) -> dict[str, Any]:
     try:
         read = adapt_config_dict(params, defaults={})
     except Exception as error:  # noqa: BLE001  (it asserts, indexes and converts)
-        why = _short(f"{type(error).__name__}: {error}")
+        why = short(f"{type(error).__name__}: {error}")
         raise UserError(f"vLLM's reader of params.json refuses {path}: {why}") from None
     language = getattr(read, "text_config", read)
     # `to_dict` takes the type from the class, which has none.
@@ -92,13 +109,7 @@ def _architecture(model: dict[str, Any], path: Path) -> str:
     """The model class that a config names, or an empty string."""
     named = model.get("architectures") or [""]
     if not isinstance(named, list) or not isinstance(named[0], str):
-        raise UserError(f"{path}: architectures must be a list of names, not {_short(str(named))}")
+        raise UserError(f"{path}: architectures must be a list of names, not {short(str(named))}")
     if named[0] and not named[0].isidentifier():
-        raise UserError(f"{path}: architectures names no class: {_short(ascii(named[0]))}")
+        raise UserError(f"{path}: architectures names no class: {short(ascii(named[0]))}")
     return str(named[0])
-
-
-def _short(text: str) -> str:
-    """`text` in one line of a readable length."""
-    line = " ".join(text.split())
-    return line if len(line) <= 80 else f"{line[:77]}..."

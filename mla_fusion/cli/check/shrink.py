@@ -15,6 +15,7 @@ from mla_fusion.cli.check.model_config import LAYER_KEYS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
 _REQUIRED = (
     "num_attention_heads",
@@ -70,8 +71,14 @@ class Cut:
     quantization: Mapping[str, Any]
 
 
-def cut(model: dict[str, Any], architecture: str, layers: int, tensor_parallel_size: int) -> Cut:
-    """`model` cut to `layers` layers with the heads of one rank.
+def cut(
+    model: dict[str, Any],
+    architecture: str,
+    layers: int,
+    tensor_parallel_size: int,
+    path: Path | str = "the config",
+) -> Cut:
+    """`model`, which is read from `path`, cut to `layers` layers with the heads of one rank.
 
     Raises:
         UserError: a key is missing, or the heads do not divide.
@@ -80,7 +87,7 @@ def cut(model: dict[str, Any], architecture: str, layers: int, tensor_parallel_s
     missing = [key for key in _REQUIRED if model.get(key) is None]
     missing += [] if layer_key else [LAYER_KEYS[0]]
     if layer_key is None or missing:
-        raise UserError(f"config.json has no {', '.join(map(repr, missing))}, which MLA needs")
+        raise UserError(f"{path} has no {', '.join(map(repr, missing))}, which MLA needs")
     all_layers, heads = model[layer_key], model["num_attention_heads"]
     if heads % tensor_parallel_size:
         raise UserError(
@@ -117,8 +124,9 @@ def cut(model: dict[str, Any], architecture: str, layers: int, tensor_parallel_s
     experts = f"at most {limit} experts" if needs_experts or not has_experts else "no experts"
     group = model.get("layer_group_size") or 1
     notes = [
-        f"{layers} of {all_layers} layers",
-        *([f"of the kind that is one in {group}"] if group > 1 else []),
+        f"{layers} of {all_layers} layers"
+        if group == 1
+        else f"{layers} MLA layers, the kind of one in {group} of its {all_layers} layers",
         *(["the draft head beside them"] if draft else []),
         f"{small['num_attention_heads']} heads (one rank of {tensor_parallel_size})",
         f"hidden size {small['hidden_size']}",

@@ -90,8 +90,8 @@ def lines(drawn: Drawn) -> list[str]:
         f"busy CTAs      {drawn.busy} of {rules.ctas}",
         f"work items     {items}; sequences in {_range(drawn.splits)} splits"
         + (f", {sum(p > 1 for p in drawn.splits)} of them split" if longest > 1 else ""),
-        f"largest load   {max(loads)} blocks of {rules.granularity} tokens, {rules.overhead} of "
-        "them for each item",
+        f"largest load   {max(loads)} blocks of {rules.granularity} tokens; an item counts "
+        f"{rules.overhead} blocks more than it reads",
         f"utilisation    {drawn.utilisation:.1%} (mean load / largest load)",
     ]
     if cap > 0:
