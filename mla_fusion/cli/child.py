@@ -1,8 +1,8 @@
 """A job in a process of its own: what to do goes in as JSON, and what came out comes back.
 
 `demo` and `check` run vLLM engines through `run`; the tests and benchmarks name other work. A job
-does not use the user's compile cache, so the passes run. This file is also the child:
-python -m mla_fusion.cli.child WORKDIR.
+does not use the user's compile cache, so the passes run, and it ends with its parent. This file is
+also the child: python -m mla_fusion.cli.child WORKDIR LINE.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from mla_fusion import config
-from mla_fusion.cli.arguments import UserError, short
+from mla_fusion.cli import lifeline
+from mla_fusion.cli.arguments import UserError, mend_vllm, short
 from mla_fusion.report import stored_reports
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class Job:
     plugin: whether vLLM may load this library.
     options: further input of `work`.
     environment: further variables.
+    temporary: whether its folder goes too if the parent ends before it.
     """
 
     workdir: str
@@ -71,6 +73,7 @@ class Job:
     plugin: bool = True
     options: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
+    temporary: bool = False
 
 
 @dataclass
@@ -90,9 +93,8 @@ class EngineError(UserError):
     def __init__(self, job: Job, why: str) -> None:
         self.why, self.log = why, Path(job.workdir, LOG)
         model = job.engine.get("model")
-        super().__init__(
-            f"vLLM could not start or run its engine on {model}: {why}. What led to it: {self.log}"
-        )
+        remedy = mend_vllm(why) or f"What led to it: {self.log}"
+        super().__init__(f"vLLM could not start or run its engine on {model}: {why}. {remedy}")
 
 
 def run(job: Job, progress: TextIO | None = None) -> Outcome:
@@ -110,7 +112,7 @@ def run(job: Job, progress: TextIO | None = None) -> Outcome:
 
 
 def start(job: Job, **streams: Any) -> subprocess.Popen[str]:
-    """Start the process of a job; `streams` are those of subprocess.Popen."""
+    """Start the process of a job, in a group of its own; `streams` are of subprocess.Popen."""
     workdir, cache = Path(job.workdir), Path(job.cache).resolve()
     workdir.mkdir(parents=True, exist_ok=True)
     share_model_facts(cache)
@@ -122,9 +124,11 @@ def start(job: Job, **streams: Any) -> subprocess.Popen[str]:
     paths = filter(None, (os.environ.get("PYTHONPATH"), job.path))
     environment["PYTHONPATH"] = os.pathsep.join(paths)
     environment["VLLM_PLUGINS"] = "mla_fusion" if job.plugin else ""
+    line = lifeline.line()
     # -P: the installed package, not one in the current folder.
-    command = [sys.executable, "-P", "-m", "mla_fusion.cli.child", job.workdir]
-    return subprocess.Popen(command, env={**environment, **job.environment}, text=True, **streams)
+    command = [sys.executable, "-P", "-m", "mla_fusion.cli.child", job.workdir, str(line)]
+    streams |= {"text": True, "start_new_session": True, "pass_fds": [line]}
+    return subprocess.Popen(command, env={**environment, **job.environment}, **streams)
 
 
 def share_model_facts(cache: Path, root: Path | None = None) -> None:
@@ -154,7 +158,10 @@ def result(job: Job, process: subprocess.Popen[str]) -> dict[str, Any]:
     Raises:
         EngineError: it failed.
     """
-    process.communicate()
+    try:
+        process.communicate()
+    finally:
+        lifeline.end(process)  # an interrupt reaches this process alone
     path, log = Path(job.workdir, _RESULT), Path(job.workdir, LOG)
     if process.returncode != 0 or not path.exists():
         raise EngineError(job, f"{last_error(log)} (exit status {process.returncode})")
@@ -184,9 +191,10 @@ def last_error(log: Path) -> str:
     return short(text, _LONGEST)
 
 
-def _child(workdir: Path) -> None:
+def _child(workdir: Path, line: int) -> None:
     """The child process: progress on the parent's output, everything else into the log."""
     job = Job(**json.loads((workdir / _JOB).read_text()))
+    lifeline.end_with_parent(line, workdir if job.temporary else None)
     log = os.open(workdir / LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     progress = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(log, 1)
@@ -371,4 +379,4 @@ def steps(
 
 
 if __name__ == "__main__":
-    _child(Path(sys.argv[1]))
+    _child(Path(sys.argv[1]), int(sys.argv[2]))

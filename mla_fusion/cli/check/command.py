@@ -16,6 +16,7 @@ from mla_fusion.cli.arguments import (
     UserError,
     count,
     make_folder,
+    mend_vllm,
     positive,
     require,
     short,
@@ -123,7 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def find(settings: Settings) -> Answer:
     """The answer, from the configuration if it suffices, else from an engine; errors as `run`."""
-    require("vllm", purpose="mla-fusion check")
+    require("vllm")
     ranks, shared = settings.tensor_parallel_size, settings.decode_context_parallel_size
     if ranks % shared:
         raise UserError(
@@ -250,7 +251,7 @@ def _ask_engine(
         try:
             outcome = child.run(_job(settings, cut, work, run_it), progress=sys.stderr)
         except child.EngineError as error:
-            log = "--dump DIR keeps the engine's log there"
+            log = mend_vllm(error.why) or "--dump DIR keeps the engine's log there"
             if settings.dump and error.log.exists():
                 log = f"What led to it: {shutil.copy(error.log, settings.dump)}"
             raise UserError(f"vLLM cannot run the cut model: {error.why}. {log}") from None
@@ -286,6 +287,7 @@ def _job(settings: Settings, cut: shrink.Cut, work: Path, run_it: bool) -> child
         engine=engine,
         prompts=_PROMPTS if run_it else [],
         new_tokens=_NEW_TOKENS,
+        temporary=True,
     )
 
 

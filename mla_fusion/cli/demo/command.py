@@ -58,7 +58,7 @@ def compare(out: Path, names: Sequence[str] = tuple(tiny_models.MODELS)) -> bool
     Raises:
         UserError: an engine failed, or a package is missing.
     """
-    require("vllm", "safetensors", purpose="mla-fusion demo")
+    require("vllm", "safetensors")
     make_folder(out, "--out")
     shutil.rmtree(out / _CACHE, ignore_errors=True)
     results = []

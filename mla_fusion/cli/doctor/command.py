@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from mla_fusion import __version__, config
+from mla_fusion.cli.arguments import INSTALL_VLLM, mend_vllm, short
 from mla_fusion.cli.doctor import known_issues
 from mla_fusion.cli.doctor.environment import Environment, probe
 from mla_fusion.config import vllm_compat
@@ -75,11 +76,14 @@ def diagnose(found: Environment) -> Diagnosis:
     """The diagnosis of an environment."""
     serving = [name for name in _SERVING[found.platform] if not found.providers[name]]
     problems = []
-    if not found.vllm:
-        problems.append("vLLM is missing or cannot be imported: pip install 'mla-fusion[vllm]'")
+    if found.vllm_error:
+        remedy = mend_vllm(found.vllm_error) or f"install it anew: {INSTALL_VLLM}"
+        problems.append(f"vLLM cannot be imported: {short(found.vllm_error, 200)}: {remedy}")
+    elif not found.vllm:
+        problems.append(f"vLLM is missing: {INSTALL_VLLM}")
     elif not vllm_compat.is_supported(found.vllm):
         problems.append(f"vLLM {found.vllm} is outside the window {vllm_compat.window()}")
-    if found.plugin:
+    if found.vllm and found.plugin:
         problems.append(f"vLLM does not load the plugin: {found.plugin}")
     if not serving:
         whys = (f"{name}: {found.providers[name]}" for name in _SERVING[found.platform])
@@ -99,8 +103,9 @@ def lines(diagnosis: Diagnosis) -> list[str]:
     offers = ", ".join(
         f"{'has' if yes else 'no'} {what}" for what, yes in found.aiter_offers.items()
     )
+    broken = "cannot be imported" if found.vllm_error else "missing"
     facts = {
-        "vLLM": f"{found.vllm or 'missing'} (supported: {vllm_compat.window()})",
+        "vLLM": f"{found.vllm or broken} (supported: {vllm_compat.window()})",
         "torch": found.torch,
         "Triton": found.triton or "missing",
         "AITER": (found.aiter or "missing") + (f": {offers}" if offers else ""),

@@ -16,8 +16,9 @@ _GROUP, _PLUGIN = "vllm.general_plugins", "mla_fusion"
 
 @dataclass(frozen=True)
 class Environment:
-    """The result of `probe`. The version of a missing package is empty.
+    """The result of `probe`. The version of a package that is missing or broken is empty.
 
+    vllm_error: why vLLM cannot be imported; empty if it can, or is missing.
     platform: "cuda", "rocm" or "cpu"; vLLM's if it is installed, else torch's.
     arch: such as "sm_90" or "gfx942". fp8: the name of the platform's fp8 type in torch.
     aiter_offers: each feature that kernels/aiter.py looks for, and whether this AITER has it.
@@ -38,13 +39,14 @@ class Environment:
     providers: dict[str, str]
     default: str
     plugin: str
+    vllm_error: str = ""
 
 
 def probe() -> Environment:
     """Probe this environment."""
     import torch
 
-    vllm = _vllm_version()
+    vllm, vllm_error = _import_vllm()
     platform = _platform(vllm)
     device, arch = _device()
     providers = {name: _why_not(name) for name in kernels.PROVIDERS}
@@ -60,17 +62,22 @@ def probe() -> Environment:
         fp8=str(vllm_compat.fp8_dtype()).removeprefix("torch.") if vllm else "",
         providers=providers,
         default=vllm_compat.default_provider() if vllm else "",
-        plugin=_why_no_plugin() if vllm else "vLLM is missing",
+        plugin=_why_no_plugin() if vllm else "vLLM cannot load it",
+        vllm_error=vllm_error,
     )
 
 
-def _vllm_version() -> str:
+def _import_vllm() -> tuple[str, str]:
+    """(version, why it cannot be imported), each empty if it does not apply."""
     if find_spec("vllm") is None:
-        return ""
+        return "", ""
     try:
-        return vllm_compat.installed_version()
-    except (ImportError, AttributeError, OSError):
-        return ""  # a broken install, such as one built for another torch
+        version = vllm_compat.installed_version()
+        importlib.import_module("vllm.platforms").current_platform.is_rocm()
+        importlib.import_module("vllm.config")  # with most of what a server imports
+    except Exception as error:  # noqa: BLE001 - a broken install may raise anything
+        return "", f"{type(error).__name__}: {error}"
+    return version, ""
 
 
 def _platform(vllm: str) -> str:

@@ -79,14 +79,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _cache_root() -> Path:
-    require("vllm", purpose="mla-fusion report without PATH")
+    require("vllm", purpose="the default of PATH")
     from mla_fusion.config import vllm_compat
 
     return vllm_compat.cache_root()
 
 
 def _load(path: Path) -> Report:
-    require("pydantic", purpose="mla-fusion report")
+    require("pydantic")
     from mla_fusion import report
 
     try:

@@ -1,0 +1,49 @@
+"""`mla-fusion check` leaves nothing behind: no process of its engine, and no folder."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_check import CONFIGS
+
+STATUS = {signal.SIGINT: 130, signal.SIGTERM: -signal.SIGTERM, signal.SIGKILL: -signal.SIGKILL}
+
+
+def session(leader):
+    """The processes of a session that have not ended."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, of = stat.read_text().rpartition(")")[2].split()[:4]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        found += [int(stat.parent.name)] if int(of) == leader and state != "Z" else []
+    return found
+
+
+def until(holds, seconds):
+    limit = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < limit
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("number", STATUS)
+def test_the_engine_ends_with_the_command(number, tmp_path):
+    """A signal to the command alone, as `timeout` or a supervisor sends it."""
+    command = [sys.executable, "-m", "mla_fusion.cli", "check", CONFIGS / "deepseek-v3.json"]
+    check = subprocess.Popen(
+        command, env={**os.environ, "TMPDIR": str(tmp_path)}, stderr=subprocess.PIPE, text=True
+    )
+    while "starting vLLM" not in check.stderr.readline():
+        assert check.poll() is None
+    [engine] = Path(f"/proc/{check.pid}/task/{check.pid}/children").read_text().split()
+    assert session(int(engine)) and [*tmp_path.iterdir()]
+    check.send_signal(number)
+    assert check.wait(5) == STATUS[number]
+    until(lambda: not session(int(engine)) and not [*tmp_path.iterdir()], 5)
