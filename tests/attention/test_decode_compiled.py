@@ -31,7 +31,7 @@ MISTRAL_SMALL = (256, 64)
 
 def decode_inputs(
     heads, dtype, *, page=64, columns=128, sparse=False, widths=DEEPSEEK, kv_dtype=None,
-    layout=None,
+    layout=None, half_below=0,
 ):  # fmt: skip
     """What a decode is given, for a latent and a rotated part and a table of `columns` columns."""
     i32, f32 = torch.int32, torch.float32
@@ -41,7 +41,13 @@ def decode_inputs(
     return Inputs(
         meta(8, heads, width, dtype=dtype),
         scope.kv_cache,
-        plan_for(num_heads=heads, q_dtype=dtype, kv_dtype=kv_dtype, v_head_dim=latent),
+        plan_for(
+            num_heads=heads,
+            q_dtype=dtype,
+            kv_dtype=kv_dtype,
+            v_head_dim=latent,
+            half_below=half_below,
+        ),
         scope.table,
         0.1,
         meta(1, dtype=f32),
@@ -191,8 +197,20 @@ def test_hopper_kernel(case, dtype):
     # fp8 scores are an fp8 product, not one of widened keys.
     assert ("QGMMA" in result.matrix) == (dtype == FN), result
     if dtype == FN and heads == 16:
-        # Two programs fit a SM, as `plan_settings` has it.
-        assert 2 * result.shared <= LDS["sm_90"] and result.registers * 128 * 2 <= 65536
+        assert two_fit_an_sm(result)
+
+
+def two_fit_an_sm(result):
+    """Whether two CTAs of four warps do, as `plan_settings` has it."""
+    return 2 * result.shared <= LDS["sm_90"] and result.registers * 128 * 2 <= 65536
+
+
+def test_ctas_of_32_rows_that_share_an_sm():
+    given = decode_inputs(20, FN, half_below=1)
+    _, args, options = hopper_decode.arguments(given)
+    result = compile_report("sm_90", hopper_decode.kernel, args, options)
+    assert options["num_warps"] == 4 and two_fit_an_sm(result), result
+    assert result.hot_spills == 0, result
 
 
 @pytest.mark.parametrize("dtype", [BF16, FN], ids=["bf16", "fp8"])

@@ -142,6 +142,13 @@ def test_a_cap_of_16_leaves_most_workers_idle(cap, busy):
     assert np.count_nonzero(load) == busy
 
 
+@pytest.mark.parametrize("batch, busy", [(3, 128), (4, 256)])
+def test_few_sequences_leave_half_of_the_ctas_idle(batch, busy):
+    rules = Rules(256, 1, 16, 16, -1, half_below=4)
+    load = np.array(worker_load(plan_of(rules, [100_000] * batch), rules))
+    assert np.count_nonzero(load) == busy and not load[busy:].any()
+
+
 make = functools.partial(plan_for, max_query_len=2, v_head_dim=32)
 
 

@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 from mla_fusion.attention.cdna import decode as cdna_decode
 from mla_fusion.attention.hopper import warp_specialized
 from mla_fusion.attention.plan import device
+from mla_fusion.attention.plan.buffers import Step
 from mla_fusion.attention.plan.inputs import Scope, Sparse
 from mla_fusion.attention.plan.layouts import FP8_DS_MLA, FP8_DS_MLA_V4
 from mla_fusion.attention.triton import choice
@@ -117,6 +118,18 @@ def test_blocks_that_are_no_whole_entries_apart():
         inputs(), kv_cache=cache.as_strided((9, 64, 576), (64 * 576 + 288, 576, 1))
     )
     assert chosen(apart) == STEP
+
+
+@pytest.mark.parametrize(
+    ("batch", "ctas", "warps"), [(choice.SHARED_FROM - 1, 10, 8), (choice.SHARED_FROM, 20, 4)]
+)
+def test_ctas_of_32_rows_share_sms_with_many_sequences(batch, ctas, warps):
+    settings = choice.plan_settings(20, 1, FN, 576, "cuda")
+    given = inputs((batch, 20, 576), dtype=FN, **settings)
+    given.plan.step = Step(batch, batch, 1)
+    (grid, _), _, options = choice.chosen(given).arguments(given)
+    assert (grid, options["num_warps"]) == (ctas, warps)
+    assert grid == given.plan.rules.busy_ctas(batch)
 
 
 def test_lists_of_slots():

@@ -25,12 +25,14 @@ from tests.attention.test_decode_compiled import decode_inputs
         (16, 1, FN, 512 + 64, 2),
         (8, 1, FN, 512 + 64, 2),
         (128, 1, FN, 512 + 64, 1),
-        # A program of 32 query rows or more fills a SM.
-        (16, 2, FN, 512 + 64, 1),
+        (16, 2, FN, 512 + 64, 2),
+        (20, 1, FN, 512 + 64, 2),
         (8, 2, FN, 512 + 64, 2),
         # Two programs where shared memory holds the tiles of both.
         (16, 1, BF16, 256 + 64, 2),
+        # 32 query rows in bf16 take all registers.
         (16, 2, BF16, 256 + 64, 1),
+        (16, 2, FN, 1024 + 64, 1),
         (16, 1, BF16, 384 + 64, 1),
         (16, 1, FN, 1024 + 128, 1),
     ],

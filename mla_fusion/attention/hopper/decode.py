@@ -347,8 +347,11 @@ kernel: Any = decode_kernel
 def arguments(given: Inputs) -> Launch:
     """What the kernel is launched with (also for compiling without a GPU)."""
     rows = 16 if given.rows <= 16 else 32 if given.rows <= 32 else 64
-    warps = 4 if rows == 16 else 8
-    cache = given.kv_cache
+    cache, plan = given.kv_cache, given.plan
+    # CTAs that share SMs, or, in a step with work for half of them, have one each. A graph replays
+    # steps of fewer sequences at most, which give no other CTA work either.
+    few = plan.step is not None and plan.step.batch < plan.rules.half_below
+    warps = 4 if rows == 16 or (plan.rules.half_below and not few) else 8
     # The slots of a sparse sequence are scattered rows.
     bulk = (cache, cache, 0) if given.sparse else bulk_copy(cache, given.widths[0], TILE)
     options = given.scope_constants | {
@@ -360,4 +363,6 @@ def arguments(given: Inputs) -> Launch:
         "num_warps": warps,
         "launch_pdl": True,
     }
-    return given.grid(rows), (*given.scopes, *bulk, int(given.plan.fresh)), options
+    ctas, blocks = given.grid(rows)
+    grid = (ctas // 2 if few else ctas, blocks)
+    return grid, (*given.scopes, *bulk, int(plan.fresh)), options

@@ -114,10 +114,12 @@ def add_values(acc, odd, decay, key, p, FP8: gl.constexpr):
         odd = odd * decay[None, :]
         layout: gl.constexpr = acc.type.layout
         view = pairs_of(key)
-        for j in gl.static_range(key.shape[0] // 32):
-            value = view.slice(32 * j, 32).permute((1, 0))
+        # Beside the sums of 32 rows four warps have registers for 16 tokens.
+        STEP: gl.constexpr = 16 if p.shape[1] == 32 and layout.warps_per_cta[0] == 4 else 32
+        for j in gl.static_range(key.shape[0] // STEP):
+            value = view.slice(STEP * j, STEP).permute((1, 0))
             value = value.load(gl.DotOperandLayout(0, layout, 2))
-            p_part = p.slice(32 * j, 32)
+            p_part = p.slice(STEP * j, STEP)
             acc = warpgroup_mma(widen(value, LOW), p_part, acc, is_async=True)
             odd = warpgroup_mma(widen(value, HIGH), p_part, odd, is_async=True)
             acc, odd = warpgroup_mma_wait(0, [acc, odd])

@@ -47,6 +47,7 @@ class Rules:
     ctas: of the persistent kernel. fold: head blocks of a sequence. granularity:
     tokens of a block. overhead: fixed cost of a work item, in blocks. max_split_per_batch: a
     budget of this many splits for each (folded) sequence, shared by all of them; -1 for none.
+    half_below: as in `Settings`.
     """
 
     ctas: int
@@ -54,12 +55,14 @@ class Rules:
     granularity: int
     overhead: int
     max_split_per_batch: int
+    half_below: int = 0
 
     def busy_ctas(self, batch: int) -> int:
         """CTAs that may get work from `batch` sequences."""
+        ctas = self.ctas // 2 if batch < self.half_below else self.ctas
         if self.max_split_per_batch < 0:
-            return self.ctas
-        return min(self.ctas, self.max_split_per_batch * batch * self.fold)
+            return ctas
+        return min(ctas, self.max_split_per_batch * batch * self.fold)
 
     def max_works(self, max_batch: int) -> int:
         """Most work items of a plan: each tile ends once, each CTA but one cuts once."""
@@ -95,6 +98,7 @@ class Settings:
         kv_granularity: sequences are cut at multiples of this many tokens; AITER's planner takes
             a power of two.
         overhead: fixed cost of a work item in units of kv_granularity tokens; by default 16.
+        half_below: with fewer sequences than this, half of the CTAs, an even number, get work.
         v_head_dim: width of the output, kv_lora_rank.
         planner: "portable", for the kernels of this library, or "aiter", for AITER's.
 
@@ -114,6 +118,7 @@ class Settings:
     max_kv_len: int | None = None
     kv_granularity: int = 16
     overhead: int | None = None
+    half_below: int = 0
     v_head_dim: int = 512
     planner: str = "portable"
 
@@ -149,6 +154,7 @@ class Settings:
             granularity=self.kv_granularity,
             overhead=OVERHEAD if self.overhead is None else self.overhead,
             max_split_per_batch=self.max_split_per_batch,
+            half_below=self.half_below,
         )
 
 

@@ -113,11 +113,11 @@ def warm_up_batches(
     settings = plan.settings
     layer = settings.num_heads, settings.v_head_dim
     for batch in range(1, settings.max_batch + 1):
-        merged = reduction(batch * plan.fold, plan.heads_per_work)
+        merged = reduction(batch * plan.fold, plan.heads_per_work), batch < plan.rules.half_below
         if values is None:
             batches.setdefault(merged, batch)
             continue
         for rows in range(1, settings.max_query_len + 1):
             shape = triton_epilogue.choose(batch * rows, *layer, values, quantization)
-            batches.setdefault((rows, shape or merged), batch)
+            batches.setdefault((rows, shape or merged[0], merged[1]), batch)
     return sorted(set(batches.values()))

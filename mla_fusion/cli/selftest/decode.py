@@ -102,7 +102,8 @@ class Bench:
     def lengths(self) -> list[int]:
         """Hostile KV lengths: none, one, around a page and a tile, and a long one."""
         page, most = self.shape.page, self.longest
-        return [0, 1, page - 1, page, page + 1, 63, 64, 65, 5 * page + 3, most]
+        short = [0, 1, page - 1, page, page + 1, 63, 64, 65, 5 * page + 3]
+        return [*short * max(1, -(-self.shape.batch // len(short))), most]
 
     def new_plan(self) -> PersistentDecodePlan:
         """A plan as the provider wants it; a CPU has no number of CTAs of its own."""
@@ -113,8 +114,9 @@ class Bench:
                 shape.heads, shape.queries, shape.kv, width, self.device
             )
         return PersistentDecodePlan.allocate(
-            max_batch=16, max_query_len=shape.queries, num_heads=shape.heads, q_dtype=shape.q,
-            kv_dtype=shape.kv, device=self.device, v_head_dim=shape.latent, **settings,
+            max_batch=max(16, shape.batch), max_query_len=shape.queries, num_heads=shape.heads,
+            q_dtype=shape.q, kv_dtype=shape.kv, device=self.device, v_head_dim=shape.latent,
+            **settings,
         )  # fmt: skip
 
     def new_epilogue(self) -> Epilogue:

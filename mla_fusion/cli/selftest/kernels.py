@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 # Heads, query rows, page; then of a decode that is not of 512 + 64, or lies otherwise.
 FEW = [Shape(16, 1, 64), Shape(8, 4, 16, huge=True), Shape(128, 1, 16), Shape(16, 2, 128, gap=64)]
 PORTABLE = [*FEW, Shape(40, 1, 64, 256, 32, gap=3), Shape(16, 1, 64, 320, 64)]
-HOPPER = [*FEW, Shape(32, 1, 64, 256, 64)]
+# In fp8 CTAs share SMs from 32 sequences on.
+HOPPER = [*FEW, Shape(32, 1, 64, 256, 64), Shape(20, 1, 64, batch=40)]
 MANY_ROWS = [
     Shape(64, 1, 64), Shape(128, 1, 64, huge=True), Shape(16, 4, 128, gap=64), Shape(16, 8, 64),
     Shape(40, 1, 128),
