@@ -232,6 +232,14 @@ def test_vllm_outside_the_window_whose_names_are_gone(monkeypatch, caplog):
     assert "PassConfig" in caplog.text
 
 
+def test_without_vllm_the_error_says_what_to_do(monkeypatch):
+    monkeypatch.setattr(plugin, "_registered", False)
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    for _ in range(2):
+        with pytest.raises(ModuleNotFoundError, match="needs vLLM, which is not installed; `mla-"):
+            plugin.register()
+
+
 def test_an_engine_that_died_leaves_nothing_to_the_report_of_the_next(make, caplog):
     """Two engines in one process: the first one compiled and ran out of memory."""
     caplog.set_level(logging.INFO, logger="vllm.mla_fusion")

@@ -11,13 +11,13 @@ import dataclasses
 import json
 import pickle
 import sys
+import time
 
 from pydantic import TypeAdapter
 from vllm import plugins
 from vllm.config import CompilationConfig, PassConfig, VllmConfig
 from vllm.config.utils import replace, update_config
 from vllm.engine.arg_utils import EngineArgs
-from vllm.entrypoints.serve.utils.api_utils import log_non_default_args
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 CASES = {
@@ -31,8 +31,13 @@ CASES = {
 def main(model, yaml):
     small = {"model": model, "skip_tokenizer_init": True, "max_model_len": 256}
     early = {name: make() for name, make in CASES.items()}
-    arguments = [EngineArgs(**small, compilation_config=made) for made in early.values()]
+    known, began = {*sys.modules}, time.thread_time()
     plugins.load_general_plugins()
+    cost = {"ms": 1e3 * (time.thread_time() - began), "modules": [*sys.modules.keys() - known]}
+    arguments = [EngineArgs(**small, compilation_config=made) for made in early.values()]
+    # Here, as a process that only makes arguments has not imported it.
+    from vllm.entrypoints.serve.utils.api_utils import log_non_default_args
+
     for name, made in early.items():
         late = CASES[name]()
         print(name, json.dumps([facts(made, late), facts(late, made)]))
@@ -42,7 +47,8 @@ def main(model, yaml):
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     served = EngineArgs.from_cli_args(parser.parse_args(["--config", yaml]))
     print(json.dumps(engine_facts(served)))
-    print("wrapped:", hasattr(VllmConfig.__post_init__, "__wrapped__"))
+    wrapped = hasattr(VllmConfig.__post_init__, "__wrapped__")
+    print(json.dumps({"wrapped": wrapped, **cost}))
 
 
 def facts(made, other):

@@ -8,6 +8,7 @@ functions instead of importing from vLLM by path. Nothing is imported from vLLM 
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -310,6 +311,12 @@ def chose_sparse_backend(vllm_config: Any, path: str) -> bool:
     custom = AttentionBackendEnum.CUSTOM
     asked = vllm_config.attention_config.backend is custom
     return bool(asked and custom.is_overridden() and custom.get_path() == path)
+
+
+def may_have_sparse_layers(vllm_config: Any, path: str) -> bool:
+    """Whether a layer may be of the class at `path`, or its operator be told why none is."""
+    made = path.rpartition(".")[0] in sys.modules  # vLLM imports the class for the first layer
+    return made or chose_sparse_backend(vllm_config, path)
 
 
 def sparse_backend() -> tuple[Any, Any]:

@@ -1,7 +1,8 @@
 """Entry point of `vllm.general_plugins`: the one package that changes objects of a served vLLM.
 
 Each change says why it is needed, how it is made, and until when. `register` may be called any
-number of times, in any process. While the flag is off, nothing here changes what vLLM does.
+number of times, in any process. While the flag is off, nothing here changes what vLLM does, and
+little is imported: each module of this package imports what works for the flag where it is used.
 """
 
 from __future__ import annotations
@@ -9,33 +10,47 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from mla_fusion import report
+from mla_fusion import config
 from mla_fusion.config import vllm_compat
 from mla_fusion.plugin import cpu, decision, flag, passes, workers
-from mla_fusion.report.reasons import Decline
-from mla_fusion.runtime import sparse_step
+from mla_fusion.plugin.wrap import when_imported
 
 # Below vLLM's logger, so that its handlers and its level apply.
 logger = logging.getLogger("vllm.mla_fusion")
 
+# The changes to modules that only some processes import.
+_WHEN_IMPORTED = (
+    ("vllm.compilation.passes.pass_manager", passes.add_passes),
+    ("vllm.v1.worker.worker_base", workers.prepare_workers),
+)
 _registered = False
 
 
 def register() -> None:
-    """Make the flag known to vLLM and the passes available. Called by vLLM in every process."""
+    """Make the flag known to vLLM and the passes available. Called by vLLM in every process.
+
+    Raises:
+        ModuleNotFoundError: vLLM is not installed.
+    """
     global _registered
     if _registered:
         return
+    try:
+        version = vllm_compat.installed_version()
+    except ModuleNotFoundError as error:
+        if error.name != "vllm":
+            raise
+        what_to_do = "mla_fusion needs vLLM, which is not installed; `mla-fusion doctor` says more"
+        raise ModuleNotFoundError(what_to_do, name="vllm") from None
     _registered = True
-    version = vllm_compat.installed_version()
     if vllm_compat.is_supported(version):
         flag.add_fields(_restore)
         decision.decide_in_vllm_config()
-        passes.add_passes()
         cpu.keep_vllm_compile()
-        workers.prepare_workers()
+        for module, change in _WHEN_IMPORTED:
+            when_imported(module, change)
         # vLLM's own registry: nothing is imported before an operator chooses CUSTOM.
-        if not vllm_compat.register_sparse_backend(sparse_step.BACKEND):
+        if not vllm_compat.register_sparse_backend(config.SPARSE_BACKEND):
             logger.debug("another plugin has the attention backend CUSTOM")
         return
     # Let the flag be set, and switch it off with its reason, if this release allows that.
@@ -43,9 +58,12 @@ def register() -> None:
         flag.add_fields(_restore)
         decision.decide_in_vllm_config()
     except (ImportError, AttributeError, TypeError) as error:
+        from mla_fusion.report import FLAG_LINE
+        from mla_fusion.report.reasons import Decline
+
         detail = f"{version}, supported are {vllm_compat.window()}; {error}"
         why = Decline("vllm-version", detail).explain()
-        logger.warning("%s is unknown, mla_fusion is inactive: %s", report.FLAG_LINE, why)
+        logger.warning("%s is unknown, mla_fusion is inactive: %s", FLAG_LINE, why)
 
 
 def _restore(fields: dict[str, Any]) -> Any:

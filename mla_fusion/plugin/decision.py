@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
-from mla_fusion import config, ops, report
+from mla_fusion import config
 from mla_fusion.config import no_effect, vllm_compat
 from mla_fusion.plugin import flag
 from mla_fusion.plugin.wrap import wrap
-from mla_fusion.runtime import decode_choice, sparse_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# Below vLLM's logger, so that its handlers and its level apply.
-logger = logging.getLogger("vllm.mla_fusion")
+    from mla_fusion.config.engine import Decision
 
 _REFUSED = "_mla_fusion_refused"  # on a VllmConfig: what the operator switched off
 
@@ -36,7 +33,7 @@ def decide_in_vllm_config() -> None:
             pass_config = self.compilation_config.pass_config
             _adopt(pass_config)
             if not config.is_on(self):
-                no_effect.warn(self, vllm_compat.chose_sparse_backend(self, sparse_step.BACKEND))
+                no_effect.warn(self, vllm_compat.chose_sparse_backend(self, config.SPARSE_BACKEND))
                 original(self, *args, **kwargs)
                 return
             setattr(self, _REFUSED, config.refused_by_operator(self.compilation_config))
@@ -53,7 +50,9 @@ def decide_in_vllm_config() -> None:
     def set_compile_ranges(original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(self: Any) -> None:
             if config.is_on(self):
-                apply_decision(self)
+                from mla_fusion.plugin import prerequisites
+
+                prerequisites.apply(self, decide(self), refused(self))
             original(self)
 
         return wrapper
@@ -70,71 +69,21 @@ def _adopt(pass_config: Any) -> None:
         pass_config.__dict__ = fields
 
 
-def decide(vllm_config: Any) -> config.Decision:
-    """`config.decide` of a config, with what its operator refused."""
-    refused: frozenset[str] = getattr(vllm_config, _REFUSED, frozenset())
-    return config.decide(vllm_config, partition_refused=config.PARTITION in refused)
+def decide(vllm_config: Any) -> Decision:
+    """`config.engine.decide` of a config, with what its operator refused."""
+    from mla_fusion.config import engine
+
+    return engine.decide(vllm_config, partition_refused=config.PARTITION in refused(vllm_config))
 
 
-def apply_decision(vllm_config: Any) -> None:
-    """Switch the prerequisites on, or the flag off."""
-    from vllm.platforms import current_platform
-
-    compilation = vllm_config.compilation_config
-    refused: frozenset[str] = getattr(vllm_config, _REFUSED, frozenset())
-    decision = decide(vllm_config)
-    if decision.decline:
-        setattr(compilation.pass_config, config.FLAG, False)
-        setattr(compilation.pass_config, config.THRESHOLD, None)
-        no_effect.is_told(compilation)
-        logger.warning("%s is switched off: %s", report.FLAG_LINE, decision.decline.explain())
-        return
-    switched = []
-    if compilation.splitting_ops != [] and not compilation.use_inductor_graph_partition:
-        compilation.use_inductor_graph_partition = True
-        switched.append(config.PARTITION)
-    inductor = compilation.inductor_compile_config
-    if current_platform.is_cuda_alike() and config.REALIZE not in inductor:
-        inductor[config.REALIZE] = 1  # else RMS norms add up to five residual tensors anew
-        switched.append(f"{config.REALIZE}=1")
-    pass_config = compilation.pass_config
-    if not current_platform.is_cuda_alike():
-        # vLLM switches it on where RoPE and cache write share a graph, but its pass manager only
-        # imports that pass for GPUs.
-        pass_config.fuse_rope_kvcache_cat_mla = False
-    elif vllm_config.parallel_config.decode_context_parallel_size > 1:
-        # Its kernel takes a slot of -1 for padding and rotates neither query nor key there; under
-        # decode context parallelism that is the slot of another rank's token, also in prefill.
-        if pass_config.fuse_rope_kvcache_cat_mla:
-            logger.warning(
-                "mla-fusion: fuse_rope_kvcache_cat_mla is switched off: under decode context "
-                "parallelism it leaves the tokens of other ranks unrotated"
-            )
-        pass_config.fuse_rope_kvcache_cat_mla = False
-    elif not pass_config.fuse_rope_kvcache_cat_mla and config.ROPE_CAT not in refused:
-        pass_config.fuse_rope_kvcache_cat_mla = True
-        switched.append(config.ROPE_CAT)
-    if switched:
-        said = "%s sets for the whole engine, prefill included: %s"
-        logger.info(said, report.FLAG_LINE, ", ".join(switched))
-    decode_choice.choose_page(vllm_config)
-    asked = getattr(pass_config, config.THRESHOLD)
-    if asked not in (None, decision.bucket):
-        logger.warning(
-            "mla-fusion: %s=%d becomes %d: it is at least 2, vLLM's smallest compile range, and "
-            "at most max_num_batched_tokens",
-            config.THRESHOLD, asked, decision.bucket,
-        )  # fmt: skip
-    # Kept: the bucket depends on the sizes of CUDA graphs, which vLLM may change later.
-    setattr(pass_config, config.THRESHOLD, decision.bucket)
-    endpoints = set(compilation.compile_ranges_endpoints or [])
-    if decision.bucket not in endpoints:
-        compilation.compile_ranges_endpoints = sorted({*endpoints, decision.bucket})
-        fused = "%s: graphs for up to %d tokens are fused by the %s provider"
-        logger.debug(fused, config.FLAG, decision.bucket, decision.provider)
+def refused(vllm_config: Any) -> frozenset[str]:
+    """`config.refused_by_operator` of a config that vLLM is making; else nothing."""
+    return getattr(vllm_config, _REFUSED, frozenset())
 
 
 def _extend_splitting_ops(compilation: Any) -> None:
+    from mla_fusion import ops
+
     if "vllm::unified_mla_attention_with_output" in (compilation.splitting_ops or []):
         missing = [op for op in ops.RUNTIME_OPS if op not in compilation.splitting_ops]
         compilation.splitting_ops = [*compilation.splitting_ops, *missing]

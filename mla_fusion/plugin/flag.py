@@ -22,20 +22,22 @@ def add_fields(restore: Callable[[dict[str, Any]], Any]) -> None:
     """
     import vllm.config.compilation as compilation
 
-    from mla_fusion.config import pass_config
-
     base = compilation.PassConfig
     if hasattr(base, WRAPPED):
         return
     fields = {config.FLAG, config.THRESHOLD}
-    extended = pass_config.extend(base, restore)
-    show = functools.cache(pass_config.show_subclass)
+
+    @functools.cache
+    def extended() -> Any:
+        from mla_fusion.config import pass_config
+
+        pass_config.show_subclass(compilation.CompilationConfig, base)
+        return pass_config.extend(base, restore)
 
     def new(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls is not base or fields.isdisjoint(kwargs):
             return object.__new__(cls)
-        show(compilation.CompilationConfig, base)
-        return object.__new__(extended)
+        return object.__new__(extended())
 
     base.__new__ = new
     setattr(base, WRAPPED, True)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mla_fusion import config, report, runtime
+from mla_fusion import config
 from mla_fusion.config import vllm_compat
 from mla_fusion.plugin.steps import STEPS, count_steps
 from mla_fusion.plugin.wrap import wrap
-from mla_fusion.runtime import collectives, metrics, sparse_step, step_plan, tables
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from mla_fusion.runtime import metrics
 
 
 def prepare_workers() -> None:
@@ -30,9 +31,12 @@ def prepare_workers() -> None:
             wrap(type(self), "load_model", prepare_layers)
             wrap(type(self), "compile_or_warm_up_model", warm_up_and_publish)
             for name in filter(lambda name: hasattr(type(self), name), vllm_compat.LOADS_WEIGHTS):
-                wrap(type(self), name, tables.refreshing)
+                wrap(type(self), name, refresh_tables)
             original(self, *args, **kwargs)
             if config.is_on(self.vllm_config):
+                from mla_fusion import report, runtime
+                from mla_fusion.runtime import metrics
+
                 # No pass registers the ops if a graph that calls them comes from a warm cache.
                 runtime.register_ops()
                 setattr(self, STEPS, metrics.StepCounter(self.vllm_config.parallel_config.rank))
@@ -56,8 +60,13 @@ def prepare_layers(load_model: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = load_model(self, *args, **kwargs)
         layers = self.vllm_config.compilation_config.static_forward_context
-        sparse_step.attach(layers, self.vllm_config)
+        if vllm_compat.may_have_sparse_layers(self.vllm_config, config.SPARSE_BACKEND):
+            from mla_fusion.runtime import sparse_step
+
+            sparse_step.attach(layers, self.vllm_config)
         if config.is_on(self.vllm_config):
+            from mla_fusion.runtime import step_plan
+
             for layer in vllm_compat.mla_layers(layers).values():
                 setattr(layer, STEPS, getattr(self, STEPS))
             options = config.read_options(self.vllm_config.additional_config)
@@ -74,12 +83,32 @@ def warm_up_and_publish(compile_or_warm_up_model: Callable[..., Any]) -> Callabl
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not config.is_on(self.vllm_config):
             return compile_or_warm_up_model(self, *args, **kwargs)
+        from mla_fusion import report
+        from mla_fusion.runtime import collectives
+
         made, cached = collectives.prepare(self.vllm_config)
         result = compile_or_warm_up_model(self, *args, **kwargs)
         if vllm_compat.is_first_rank():
             report.publish(made, self.vllm_config.model_config.architecture, cached)
         sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes or []
         getattr(self, STEPS).start(made, sizes)
+        return result
+
+    return wrapper
+
+
+def refresh_tables(load: Callable[..., Any]) -> Callable[..., Any]:
+    """`load`, a method of a worker after which weights or buffers may be others, and then what this
+    library derived from them."""
+
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = load(self, *args, **kwargs)
+        tags = kwargs.get("tags", args[0] if args else None) if load.__name__ == "wake_up" else None
+        # Weights that still sleep have no memory.
+        if config.is_on(self.vllm_config) and (tags is None or "weights" in tags):
+            from mla_fusion.runtime import tables
+
+            tables.refresh(self.vllm_config)
         return result
 
     return wrapper

@@ -1,12 +1,18 @@
-"""How a method of vLLM is replaced."""
+"""How something of vLLM is replaced: a method, now or when its module is imported."""
 
 from __future__ import annotations
 
 import functools
+import importlib
+import sys
+import threading
+from importlib.abc import MetaPathFinder
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
 
 WRAPPED = "_mla_fusion_wrapped"  # on what was replaced, or on a class whose method was
 
@@ -19,3 +25,54 @@ def wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..
     wrapper = functools.wraps(original)(make(original))
     setattr(wrapper, WRAPPED, True)
     setattr(owner, name, wrapper)
+
+
+_waiting: dict[str, tuple[Callable[[], None], ...]] = {}
+_lock = threading.Lock()  # of the table alone: never held while a module is imported or changed
+
+
+def when_imported(module: str, change: Callable[[], None]) -> None:
+    """Call `change` once `module` is imported: now if it is, else at the end of its import.
+
+    A process that never imports it pays nothing, and no import of vLLM is early. Processes that
+    are forked keep what waits; those that are spawned load the plugin anew.
+    """
+    with _lock:
+        _waiting[module] = (*_waiting.get(module, ()), change)
+        if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+            sys.meta_path.insert(0, _Finder())
+    if module in sys.modules:
+        importlib.import_module(module)  # waits for a thread that is importing it
+        _apply(module)
+
+
+def _apply(module: str) -> None:
+    with _lock:
+        changes = _waiting.pop(module, ())
+    for change in changes:
+        change()
+
+
+class _Finder(MetaPathFinder):
+    """Finds what waits as the finders behind it do, and lets its loader call `_apply` at the end.
+
+    The loader stays what it is, one for each spec, so that sources and resources are found too.
+    """
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name not in _waiting:
+            return None
+        others = [finder for finder in sys.meta_path if finder is not self]
+        found = (finder.find_spec(name, path, target) for finder in others)
+        spec = next((spec for spec in found if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                _apply(name)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mla_fusion import config
-from mla_fusion.config import eligibility, vllm_compat
+from mla_fusion.config import eligibility, engine, vllm_compat
 from mla_fusion.runtime import measured
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def _engine_not_measured(options: config.Options, vllm_config: Any) -> str:
     if vllm_config.parallel_config.decode_context_parallel_size > 1:
         return "ranks share the cache"
     portable = dataclasses.replace(options, attention="portable")
-    decline = config.why_no_plan(vllm_config, portable)
+    decline = engine.why_no_plan(vllm_config, portable)
     return decline.explain() if decline else ""
 
 

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.mla_fusion")
 
-# What vLLM's registry holds as CUSTOM, and an attribute of the implementation of its layers.
-BACKEND = "mla_fusion.runtime.sparse_backend.SparseBackend"
+# Of the implementation of a layer with the attention backend CUSTOM.
 ATTRIBUTE = "mla_fusion_step"
 LATENT = FP8_DS_MLA.latent
 # By vLLM's cache type, the layout of the entries; None for bf16, as the query.
@@ -165,7 +164,7 @@ def attach(layers: Mapping[str, Any], vllm_config: Any) -> None:
     """
     said: Counter[tuple[int, str]] = Counter()
     shared: dict[tuple[Any, ...], SparseStep] = {}
-    chosen = vllm_compat.chose_sparse_backend(vllm_config, BACKEND)
+    chosen = vllm_compat.chose_sparse_backend(vllm_config, config.SPARSE_BACKEND)
     for layer in layers.values():
         impl: Any = getattr(layer, "impl", None)
         if hasattr(impl, ATTRIBUTE):

@@ -2,13 +2,13 @@
 
 The MLA layers of an engine keep them, so they are freed with it. These and the halves of provider
 `aiter` are all that this library derives from weights or buffers and keeps: W_UK, W_UV and scales
-are read from the layer in every step. `refreshing` follows a reload or a wake-up, after which a
+are read from the layer in every step. `refresh` follows a reload or a wake-up, after which a
 replayed CUDA graph, which runs no Python, reads them at the same addresses.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,9 +16,6 @@ from mla_fusion import config, kernels
 from mla_fusion.config import vllm_compat
 from mla_fusion.kernels.capture import refuse_during_capture
 from mla_fusion.ops import Rope
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 ATTRIBUTE = "mla_fusion_tables"
 
@@ -55,21 +52,6 @@ def in_type(layer: Any, source: torch.Tensor, rope: str, dtype: torch.dtype) -> 
         source = source if found is None else found.source
         found = kept[key] = _Rounded(source, _version(source), table)
     return found.table
-
-
-def refreshing(load: Callable[..., Any]) -> Callable[..., Any]:
-    """`load`, a method of a worker after which weights or buffers may be others, and then `refresh`
-    of its engine."""
-
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = load(self, *args, **kwargs)
-        tags = kwargs.get("tags", args[0] if args else None) if load.__name__ == "wake_up" else None
-        # Weights that still sleep have no memory.
-        if config.is_on(self.vllm_config) and (tags is None or "weights" in tags):
-            refresh(self.vllm_config)
-        return result
-
-    return wrapper
 
 
 def refresh(vllm_config: Any) -> None:

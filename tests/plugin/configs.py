@@ -1,6 +1,7 @@
 """What the tests of this folder set, and how they read what became of it."""
 
 from mla_fusion import config
+from mla_fusion.config import engine
 
 FLAG_ON = {config.FLAG: True}
 # Fields of the compilation config that the flag sets.
@@ -16,7 +17,7 @@ def warnings(log):
 
 def decided(made):
     """The code that the config is declined for, or an empty string."""
-    decline = config.decide(made, partition_refused=False).decline
+    decline = engine.decide(made, partition_refused=False).decline
     return decline.code if decline else ""
 
 

@@ -5,7 +5,7 @@ from vllm.config import CUDAGraphMode
 from vllm.platforms import current_platform
 
 from mla_fusion import attention, config
-from mla_fusion.config import vllm_compat
+from mla_fusion.config import engine, vllm_compat
 from mla_fusion.report import reasons
 from mla_fusion.report.reasons import Decline
 from tests import aiter_double
@@ -87,12 +87,12 @@ class TestDeclines:
         ],
     )
     def test_what_decode_context_parallelism_leaves_out(self, make, monkeypatch, options, detail):
-        monkeypatch.setattr(config.kernels, "get_provider", lambda name: None)
+        monkeypatch.setattr(engine.kernels, "get_provider", lambda name: None)
         made = make(FLAG_ON)
         made.additional_config = {"mla_fusion": options}
         assert not decided(made)
         made.parallel_config.decode_context_parallel_size = 2
-        decline = config.decide(made, partition_refused=False).decline
+        decline = engine.decide(made, partition_refused=False).decline
         assert decline.code == "context-parallel" and detail in decline.detail
 
     def test_portable_attention(self, make, log, monkeypatch):
@@ -107,7 +107,7 @@ class TestDeclines:
             raise attention.ProviderUnavailable(f"no {name} here")
 
         monkeypatch.setattr(attention, "get_provider", unavailable)
-        decision = config.decide(made, partition_refused=False)
+        decision = engine.decide(made, partition_refused=False)
         assert decision.decline == Decline(
             "provider-unavailable", "attention=portable, reference: no reference here"
         )
@@ -121,7 +121,7 @@ class TestDeclines:
         monkeypatch.setattr(vllm_compat, "is_rocm", lambda: True)
 
         def decline():
-            return config.decide(made, partition_refused=False).decline
+            return engine.decide(made, partition_refused=False).decline
 
         with aiter_double.installed("gfx942", "v0.1.10.post2"):
             made = make(FLAG_ON, options={"mla_fusion": options | {"max_split_per_batch": -1}})
@@ -168,6 +168,6 @@ class TestDeclines:
         for name in ("rocm", "cuda"):
             is_it = platform == name
             monkeypatch.setattr(type(current_platform), f"is_{name}", lambda _, is_it=is_it: is_it)
-        decision = config.decide(made, partition_refused=False)
+        decision = engine.decide(made, partition_refused=False)
         assert (decision.provider, decision.decline.code) == (provider, code)
         assert decision.decline.detail.startswith(provider)

@@ -9,7 +9,7 @@ from vllm.platforms import current_platform
 
 from mla_fusion import config, ops
 from mla_fusion.config import vllm_compat
-from mla_fusion.plugin import cpu, decision
+from mla_fusion.plugin import cpu, decision, prerequisites
 from tests.plugin.configs import CHARGED, FLAG_ON, REFERENCE, drafted, warnings
 
 
@@ -17,7 +17,7 @@ class TestWhatItSwitchesOn:
     def test_prerequisites_with_a_line_of_what_prefill_gets_too(self, make, caplog, monkeypatch):
         # A logger of its own: vLLM sets the levels of those below it anew while it starts.
         caplog.set_level(logging.DEBUG, logger="apart")
-        for module in (cpu, decision):
+        for module in (cpu, prerequisites):
             monkeypatch.setattr(module, "logger", logging.getLogger("apart"))
         made = make(FLAG_ON)
         compilation = made.compilation_config
@@ -37,7 +37,7 @@ class TestWhatItSwitchesOn:
         compilation.use_inductor_graph_partition = False
         monkeypatch.setattr(type(current_platform), "is_cuda_alike", lambda self: True)
         for _ in range(2):  # the second finds all of them on
-            decision.apply_decision(made)
+            prerequisites.apply(made, decision.decide(made), frozenset())
         every = f"{config.PARTITION}, {config.REALIZE}=1, {config.ROPE_CAT}"
         lines = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]
         assert [line for line in lines if line.startswith(said)] == [
@@ -54,7 +54,7 @@ class TestWhatItSwitchesOn:
         """Not on a CPU, where log-probabilities equal those without the flag to the bit."""
         made = make(FLAG_ON, {"inductor_compile_config": given})
         monkeypatch.setattr(type(current_platform), "is_cuda_alike", lambda self: gpu)
-        decision.apply_decision(made)
+        prerequisites.apply(made, decision.decide(made), frozenset())
         assert made.compilation_config.inductor_compile_config.get(config.REALIZE) == became
 
     def test_without_the_flag_inductor_keeps_its_threshold(self, make):
@@ -167,7 +167,7 @@ class TestWhatItSwitchesOn:
         monkeypatch.setattr(type(current_platform), "is_cuda_alike", lambda self: True)
         log.clear()
         log.set_level(logging.DEBUG, logger="vllm.mla_fusion")
-        decision.apply_decision(made)
+        prerequisites.apply(made, decision.decide(made), frozenset())
         assert passes.fuse_rope_kvcache_cat_mla is became and config.is_on(made)
         lines = [r.getMessage() for r in log.records if r.name == "vllm.mla_fusion"]
         assert len([line for line in lines if "fuse_rope_kvcache_cat_mla" in line]) == said
@@ -184,7 +184,7 @@ class TestWhatItSwitchesOn:
         passes.fuse_rope_kvcache_cat_mla = given
         monkeypatch.setattr(type(current_platform), "is_cuda_alike", lambda self: True)
         log.clear()
-        decision.apply_decision(made)
+        prerequisites.apply(made, decision.decide(made), frozenset())
         assert config.is_on(made)
         assert not passes.fuse_rope_kvcache_cat_mla
         assert ["fuse_rope_kvcache_cat_mla is switched off" in w for w in warnings(log)] == (

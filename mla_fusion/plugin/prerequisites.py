@@ -1,0 +1,71 @@
+"""What the flag switches on in an engine, or why it is switched off."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from mla_fusion import config, report
+from mla_fusion.config import no_effect
+from mla_fusion.runtime import decode_choice
+
+if TYPE_CHECKING:
+    from mla_fusion.config.engine import Decision
+
+logger = logging.getLogger("vllm.mla_fusion")
+
+
+def apply(vllm_config: Any, decision: Decision, refused: frozenset[str]) -> None:
+    """Switch the prerequisites on, or the flag off."""
+    from vllm.platforms import current_platform
+
+    compilation = vllm_config.compilation_config
+    if decision.decline:
+        setattr(compilation.pass_config, config.FLAG, False)
+        setattr(compilation.pass_config, config.THRESHOLD, None)
+        no_effect.is_told(compilation)
+        logger.warning("%s is switched off: %s", report.FLAG_LINE, decision.decline.explain())
+        return
+    switched = []
+    if compilation.splitting_ops != [] and not compilation.use_inductor_graph_partition:
+        compilation.use_inductor_graph_partition = True
+        switched.append(config.PARTITION)
+    inductor = compilation.inductor_compile_config
+    if current_platform.is_cuda_alike() and config.REALIZE not in inductor:
+        inductor[config.REALIZE] = 1  # else RMS norms add up to five residual tensors anew
+        switched.append(f"{config.REALIZE}=1")
+    pass_config = compilation.pass_config
+    if not current_platform.is_cuda_alike():
+        # vLLM switches it on where RoPE and cache write share a graph, but its pass manager only
+        # imports that pass for GPUs.
+        pass_config.fuse_rope_kvcache_cat_mla = False
+    elif vllm_config.parallel_config.decode_context_parallel_size > 1:
+        # Its kernel takes a slot of -1 for padding and rotates neither query nor key there; under
+        # decode context parallelism that is the slot of another rank's token, also in prefill.
+        if pass_config.fuse_rope_kvcache_cat_mla:
+            logger.warning(
+                "mla-fusion: fuse_rope_kvcache_cat_mla is switched off: under decode context "
+                "parallelism it leaves the tokens of other ranks unrotated"
+            )
+        pass_config.fuse_rope_kvcache_cat_mla = False
+    elif not pass_config.fuse_rope_kvcache_cat_mla and config.ROPE_CAT not in refused:
+        pass_config.fuse_rope_kvcache_cat_mla = True
+        switched.append(config.ROPE_CAT)
+    if switched:
+        said = "%s sets for the whole engine, prefill included: %s"
+        logger.info(said, report.FLAG_LINE, ", ".join(switched))
+    decode_choice.choose_page(vllm_config)
+    asked = getattr(pass_config, config.THRESHOLD)
+    if asked not in (None, decision.bucket):
+        logger.warning(
+            "mla-fusion: %s=%d becomes %d: it is at least 2, vLLM's smallest compile range, and "
+            "at most max_num_batched_tokens",
+            config.THRESHOLD, asked, decision.bucket,
+        )  # fmt: skip
+    # Kept: the bucket depends on the sizes of CUDA graphs, which vLLM may change later.
+    setattr(pass_config, config.THRESHOLD, decision.bucket)
+    endpoints = set(compilation.compile_ranges_endpoints or [])
+    if decision.bucket not in endpoints:
+        compilation.compile_ranges_endpoints = sorted({*endpoints, decision.bucket})
+        fused = "%s: graphs for up to %d tokens are fused by the %s provider"
+        logger.debug(fused, config.FLAG, decision.bucket, decision.provider)
