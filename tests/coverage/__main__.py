@@ -3,13 +3,10 @@
 models       engines of all compiled classes, with the vLLM of this environment
 neighbours   engines with the fusion off and on beside other features
              (models and neighbours take names, and then run those alone)
-graphs       the passes on graphs that a feature of a GPU build has changed
-spellings    the passes on every spelling of RoPE and cache write
-outputs      the passes on every quantization in front of o_proj
 sources RELEASE DIR
              which classes the vLLM package in DIR has, read from its sources; an error if the
              release has no column and needs one
-page         the table of docs/coverage.md from the results of all of these
+page         the table of docs/coverage.md from their results, and from what the tests check
 """
 
 import json
@@ -71,18 +68,6 @@ def main(command, arguments):
     """Run one command."""
     if command == "page":
         page.PAGE.write_text(page.text(page.PAGE.read_text()))
-    elif command == "spellings":
-        from tests.coverage import spellings
-
-        save("spellings", spellings.table())
-    elif command == "outputs":
-        from tests.coverage import outputs
-
-        save("outputs", outputs.table())
-    elif command == "graphs":
-        from tests.coverage import on_graphs
-
-        save("graphs", {n.name: n.outcome() for n in on_graphs.ON_GRAPHS})
     elif command == "sources":
         release, folder = arguments
         found = read_sources(Path(folder))

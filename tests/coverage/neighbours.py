@@ -16,30 +16,12 @@ _LAYERS = 3
 
 
 @dataclass(frozen=True)
-class Sign:
-    """Evidence that a feature did something in an engine.
-
-    `path` leads to a number in the engine's result, at least `least`; `words` has {} for it.
-    """
-
-    path: tuple[str, ...]
-    least: int
-    words: str
-
-    def number(self, result):
-        """The number of one engine."""
-        for key in self.path:
-            result = result[key]
-        assert isinstance(result, int)
-        return result
-
-
-@dataclass(frozen=True)
 class Neighbour:
     """`engine` are arguments of EngineArgs, `imitate` functions of imitations.py.
 
     `reason` is the code for which it must decline; then only its config is made, and no engine.
-    `signs` hold for the engine with the flag off and for the one with it on.
+    `signs` say that the feature did something: the least number that a path in the result of each
+    engine, with the flag off and on, leads to.
     """
 
     name: str
@@ -48,7 +30,7 @@ class Neighbour:
     reason: str = ""
     refused: str = ""  # part of vLLM's own error on a CPU
     model: str = ""  # a folder below that of the model all others run
-    signs: tuple[Sign, ...] = ()
+    signs: dict[str, int] = field(default_factory=dict)
     times: int = 1  # how often it is given the prompts
 
     def jobs(self, folder):
@@ -84,11 +66,8 @@ def _drafts(count):
         {"speculative_config": {**method, "prompt_lookup_min": 1}},
         imitate=_SEVERAL,
         model=TERSE,
-        signs=(
-            Sign(("drafts",), count, "{} verified in one step"),
-            # The token that every step makes, and the most drafts that are ever right.
-            Sign(("burst",), 1 + min(count, 3), "up to {} tokens from it"),
-        ),
+        # The token that every step makes, and the most drafts that are ever right.
+        signs={"drafts": count, "burst": 1 + min(count, 3)},
     )
 
 
@@ -110,13 +89,13 @@ NEIGHBOURS = (
         "prefix caching",
         {"enable_prefix_caching": True},
         imitate=_SEVERAL,
-        signs=(Sign(("cached",), 1, "{} prompt tokens from the cache"),),
+        signs={"cached": 1},
     ),
     Neighbour(
         "chunked prefill",
         {"enable_chunked_prefill": True, "max_num_batched_tokens": 16},
         imitate=_SEVERAL,
-        signs=(Sign(("split",), 2, "{} prompts in several steps"),),
+        signs={"split": 2},
     ),
     *(_drafts(count) for count in range(1, 8)),
     Neighbour("latents of 256 + 64", imitate=_ANY_WIDTH, model=NARROW),
@@ -128,10 +107,7 @@ NEIGHBOURS = (
         # In fp32: a decode step must give the token that a prefill gave, on any CPU.
         {"kv_transfer_config": _CONNECTOR, "dtype": "float32"},
         # Every prompt comes twice: the second one loads the entries that the first one saved.
-        signs=(
-            Sign(("kv", "saved"), _LAYERS * _COMPUTED, "{} cache entries saved"),
-            Sign(("kv", "loaded"), _LAYERS * _LOADED, "{} loaded"),
-        ),
+        signs={"kv.saved": _LAYERS * _COMPUTED, "kv.loaded": _LAYERS * _LOADED},
         times=2,
     ),
     Neighbour(

@@ -18,10 +18,12 @@ from tests.passes.graphs import Spec, build, copy
 
 @dataclass(frozen=True)
 class Output:
-    """A row: the name of `linears.project`, and what has it in vLLM 0.26, 0.32 and 0.33."""
+    """A row: the name of `linears.project`, what has it in vLLM 0.26, 0.32 and 0.33, and why it is
+    not fused, if it is not."""
 
     quantized: str
     where: str
+    reason: str = ""
 
 
 GROUPS = "`_C.per_token_group_fp8_quant`, scales"
@@ -34,25 +36,28 @@ OUTPUTS = {
     f"{GROUPS} in aligned columns, powers of two": Output("group_ue8m0", "DeepGEMM on Hopper"),
     "`_C.static_scaled_fp8_quant`": Output("tensor", "given scales, with `+quant_fp8`"),
     "aten ops, one given scale": Output("tensor_native", "given scales, the default"),
-    "`_C.per_token_group_fp8_quant_packed`": Output("group_packed", "DeepGEMM on Blackwell"),
-    "inside the op of o_proj": Output(
-        "opaque", "FlashInfer with DeepGEMM: vLLM's first choice on Hopper"
+    "`_C.per_token_group_fp8_quant_packed`": Output(
+        "group_packed", "DeepGEMM on Blackwell", "output-quantization"
     ),
-    "aten ops, groups of 128": Output("group_native", "groups, with `-quant_fp8`"),
-    "an op with a scale for each token": Output("per_token", "dynamic scales of tokens"),
-    "none": Output("", "weights in bf16 or fp16, or quantized alone"),
+    "inside the op of o_proj": Output(
+        "opaque", "FlashInfer with DeepGEMM: vLLM's first choice on Hopper", "output-opaque"
+    ),
+    "aten ops, groups of 128": Output(
+        "group_native", "groups, with `-quant_fp8`", "output-quantization"
+    ),
+    "an op with a scale for each token": Output(
+        "per_token", "dynamic scales of tokens", "output-quantization"
+    ),
+    "none": Output("", "weights in bf16 or fp16, or quantized alone", "output-unquantized"),
 }
 # Nothing here runs them; their graphs are compared after passes 2 to 4 as they are declined.
 NOT_RUN = ("opaque", "group_packed")
-
-
-def variants():
-    """How the graph comes to the passes, as in `spellings.VARIANTS`."""
-    return [(name, partition) for name in ("input", "constant") for partition in (True, False)]
+# How the graph comes to the passes, as in `spellings.VARIANTS`.
+VARIANTS = [(name, partition) for name in ("input", "constant") for partition in (True, False)]
 
 
 def outcome(name, variant):
-    """ "fused", or the code of the reason against it.
+    """Nothing if it is fused, or the code of the reason against it.
 
     Raises:
         AssertionError: what the graph computes has changed.
@@ -72,11 +77,6 @@ def outcome(name, variant):
     [kind] = made.outputs
     if kind != "none":
         assert quantized in linears.FUSED
-        return "fused"
+        return ""
     [reason] = made.plain_outputs
     return reason.code
-
-
-def table():
-    """Quantization -> {variant: outcome}."""
-    return {name: {str(v): outcome(name, v) for v in variants()} for name in OUTPUTS}

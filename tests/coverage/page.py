@@ -8,8 +8,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from tests.coverage import unreachable
+from tests.coverage import outputs, unreachable
 from tests.coverage.neighbours import NEIGHBOURS
+from tests.coverage.on_graphs import ON_GRAPHS
 from tests.coverage.outputs import OUTPUTS
 from tests.coverage.spellings import SPELLINGS, VARIANTS
 
@@ -164,9 +165,9 @@ def _total(counts):
     return _fused(f"{fused} of {layers}", codes)
 
 
-def _counts(counts):
-    """Of the layers, how many fused; the reasons of the others."""
-    return _fused(f"{counts['fused']} of {counts['layers']}", counts["declined"])
+def _all_or_none(count, reason):
+    """All of so many fused, or none for a reason."""
+    return _fused(f"0 of {count}", [reason]) if reason else f"{count} of {count}"
 
 
 def _fused(counts, codes):
@@ -175,33 +176,28 @@ def _fused(counts, codes):
 
 
 def spelled():
-    """Each spelling: how many variants fuse, and what becomes of the others."""
+    """Each spelling: all variants fuse."""
     for name in SPELLINGS:
-        outcomes = {str(variant): stored("spellings")[name][str(variant)] for variant in VARIANTS}
-        others = [f"{which}: {became}" for which, became in outcomes.items() if became != "fused"]
-        fused = f"{len(VARIANTS) - len(others)} of {len(VARIANTS)}"
-        yield "spellings", name, (", ".join([fused, *others]), "-", "-")
+        yield "spellings", name, (f"{len(VARIANTS)} of {len(VARIANTS)}", "-", "-")
 
 
 def quantizations():
-    """Each quantization in front of o_proj: in how many variants it is taken in, or why not."""
+    """Each quantization in front of o_proj: it is taken in, in all variants, or why not."""
     for name, output in OUTPUTS.items():
-        outcomes = list(stored("outputs")[name].values())
-        counts = f"{outcomes.count('fused')} of {len(outcomes)}"
-        cell = _fused(counts, sorted(set(outcomes) - {"fused"}))
+        cell = _all_or_none(len(outputs.VARIANTS), output.reason)
         yield "quantizations", f"{name} ({output.where})", (cell, "-", "-")
 
 
 def beside():
     """Each neighbour: the layers that fused, and the tokens with the flag off and on."""
     for neighbour in NEIGHBOURS:
-        name, layers, _, _, tokens = neighbour_row(neighbour, stored("neighbours"))
+        name, layers, tokens = neighbour_row(neighbour, stored("neighbours"))
         cell = tokens if layers == "-" else f"{layers}; tokens {tokens}"
         yield "neighbours", name, (cell, "-", "-")
-    for name, outcome in stored("graphs").items():
-        same = "graph unchanged" if outcome["declined"] else "outputs of the graphs equal"
-        cell = f"{_counts(outcome)}; {same if outcome['equal'] else 'DIFFERENT'}"
-        yield "neighbours", name, (cell, "-", "-")
+    for each in ON_GRAPHS:
+        same = "graph unchanged" if each.reason else "outputs of the graphs equal"
+        cell = f"{_all_or_none(len(each.specs), each.reason)}; {same}"
+        yield "neighbours", each.name, (cell, "-", "-")
     yield "neighbours", "sequence parallelism", (_NO_SEQUENCE_PARALLELISM, "not run", "not run")
 
 
@@ -215,19 +211,18 @@ def neighbour_row(neighbour, results):
     """The cells of one neighbour, from the results of its engines."""
     on = results.get(f"{neighbour.name} (on)")
     if on is None:
-        return [neighbour.name, *["not run"] * 4]
+        return [neighbour.name, *["not run"] * 2]
     if "error" in on and neighbour.refused in on["error"] and neighbour.refused:
-        return [neighbour.name, *["-"] * 3, f"vLLM refuses it on a CPU: {neighbour.refused}"]
+        return [neighbour.name, "-", f"vLLM refuses it on a CPU: {neighbour.refused}"]
     if neighbour.reason:
         declined = _switched_off(on) == neighbour.reason
         layers = _fused("none", [neighbour.reason]) if declined else "NOT DECLINED"
-        return [neighbour.name, layers, "-", "-", "nothing is changed"]
+        return [neighbour.name, layers, "nothing is changed"]
     off = results[f"{neighbour.name} (off)"]
     errors = [result["error"] for result in (off, on) if "error" in result]
     if errors:
-        return [neighbour.name, *["-"] * 3, f"FAILED: {errors[0]}"]
-    did = "; ".join(sign.words.format(sign.number(on)) for sign in neighbour.signs)
-    return [neighbour.name, _layers(on), _passes(on), did or "-", _sameness(off, on)]
+        return [neighbour.name, "-", f"FAILED: {errors[0]}"]
+    return [neighbour.name, _layers(on), _sameness(off, on)]
 
 
 def _layers(on):
@@ -237,12 +232,6 @@ def _layers(on):
     counts = [f"{made['fused']} of {made['layers']}" for made in on["reports"]]
     codes = sorted({code for made in on["reports"] for code in made["declined"]})
     return _fused(" + ".join(counts) or "0 of 0", codes)
-
-
-def _passes(on):
-    """Fused and all forward passes of each rank."""
-    of_ranks = [f"{p['fused']} of {p['fused'] + p['unfused']}" for p in on["passes"]]
-    return " + ".join(of_ranks) or "-"
 
 
 def _sameness(off, on):

@@ -107,8 +107,3 @@ def _run(spelling, is_neox, variant):
     if made.fused == made.layers == 1 and not made.declined:
         return "fused"
     return " / ".join(made.declined)
-
-
-def table():
-    """Spelling -> {variant: outcome}."""
-    return {name: {str(v): outcome(name, v) for v in VARIANTS} for name in SPELLINGS}

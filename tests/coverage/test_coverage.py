@@ -1,5 +1,6 @@
 """docs/coverage.md is true: of its results, of the installed vLLM, and of the library as it is."""
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from mla_fusion.report.reasons import Decline
 from tests.coverage import models, neighbours, on_graphs, outputs, page, spellings, unreachable
 from tests.coverage.__main__ import read_sources, run
 from tests.models import DEEPSEEK_V2, write
+from tests.nightly import daily
 from tests.passes import linears
 
 VERSION = str(vllm.__version__).split("+")[0]
@@ -119,45 +121,23 @@ def test_the_user_is_told_that_a_draft_head_is_in_no_graph(version, engine):
     assert "outside any graph: 1 MLA layers" in line or "1 in no graph" in line
 
 
-def test_the_kept_results_of_spellings():
-    found = page.stored("spellings")
-    assert {name: [*row] for name, row in found.items()} == {
-        name: [*map(str, spellings.VARIANTS)] for name in spellings.SPELLINGS
-    }
-    assert {outcome for row in found.values() for outcome in row.values()} == {"fused"}
-
-
+@pytest.mark.parametrize("variant", daily(spellings.VARIANTS, spellings.VARIANTS[0]))
 @pytest.mark.parametrize("name", spellings.SPELLINGS)
-def test_a_spelling(name):
-    """One variant; the nightly run has all."""
-    assert spellings.outcome(name, spellings.VARIANTS[0]) == "fused"
+def test_a_spelling(name, variant):
+    assert spellings.outcome(name, variant) == "fused"
 
 
-@pytest.mark.nightly
-def test_all_spellings():
-    assert spellings.table() == page.stored("spellings")
-
-
+@pytest.mark.parametrize("variant", daily(outputs.VARIANTS, outputs.VARIANTS[0]))
 @pytest.mark.parametrize("name", outputs.OUTPUTS)
-def test_quantizations_in_front_of_o_proj(name):
-    """One variant; the nightly run has all."""
-    variant = outputs.variants()[0]
-    wanted = page.stored("outputs")[name][str(variant)]
-    assert outputs.outcome(name, variant) == wanted
-    assert (wanted == "fused") is (outputs.OUTPUTS[name].quantized in linears.FUSED)
-
-
-@pytest.mark.nightly
-def test_all_quantizations_in_front_of_o_proj():
-    assert outputs.table() == page.stored("outputs")
+def test_quantizations_in_front_of_o_proj(name, variant):
+    row = outputs.OUTPUTS[name]
+    assert outputs.outcome(name, variant) == row.reason
+    assert (not row.reason) is (row.quantized in linears.FUSED)
 
 
 @pytest.mark.parametrize("neighbour", on_graphs.ON_GRAPHS, ids=lambda n: n.name)
 def test_graphs_of_a_neighbour(neighbour):
-    outcome = neighbour.outcome()
-    assert outcome == page.stored("graphs")[neighbour.name]
-    assert outcome["equal"]
-    assert set(outcome["declined"]) == ({neighbour.reason} if neighbour.reason else set())
+    neighbour.check()
 
 
 def check_engine(name, found):
@@ -174,8 +154,8 @@ def check_neighbour(neighbour, results):
         return
     off, on = (results[f"{neighbour.name} ({flag})"] for flag in ("off", "on"))
     for result in (off, on):
-        for sign in neighbour.signs:
-            assert sign.number(result) >= sign.least, sign.words
+        for path, least in neighbour.signs.items():
+            assert functools.reduce(dict.get, path.split("."), result) >= least, path
     prompts = len(on["tokens"]) // neighbour.times
     assert on["tokens"] == on["tokens"][:prompts] * neighbour.times
     fused = [made["fused"] for made in on["reports"]]
