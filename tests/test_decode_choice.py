@@ -48,34 +48,34 @@ def test_rows_with_the_product_decide_where_there_are_some():
 
 
 @pytest.mark.parametrize(
-    ("ours", "max_model_len", "span"),
+    ("ours", "max_model_len", "runs"),
     [  # times of ours by context, for each number of sequences; the backend takes 1.0
-        ({1: (1.0, 1.0), 4: (1.0, 1.0), 16: (0.9, 0.9)}, 8192, (1, 16)),
-        ({1: (1.1, 1.1), 4: (0.9, 0.9), 16: (1.0, 1.0), 64: (1.1, 1.1)}, 8192, (4, 16)),
-        ({1: (0.9, 0.9), 2: (1.1, 1.1), 4: (0.9, 0.9), 8: (0.9, 0.9)}, 8192, (4, 8)),
-        ({1: (1.1, 1.1)}, 8192, None),
-        ({1: (0.8, 1.07)}, 8192, (1, 1)),  # loses 7 % in one, gains in the mean
-        ({1: (0.8, 1.09)}, 8192, None),  # loses more than 7 % in one
-        ({1: (1.01, 1.0)}, 8192, None),  # loses in the mean
-        ({1: (0.8, 1.09)}, 4096, None),  # nearer to 8192 than to 1024
-        ({1: (0.8, 1.09)}, 4095, (1, 1)),
-        ({1: (0.8, 1.09)}, 1, (1, 1)),  # shorter than any row
+        ({1: (1.0, 1.0), 4: (1.0, 1.0), 16: (0.9, 0.9)}, 8192, [(1, 16)]),
+        ({1: (1.1, 1.1), 4: (0.9, 0.9), 16: (1.0, 1.0), 64: (1.1, 1.1)}, 8192, [(4, 16)]),
+        ({1: (0.9, 0.9), 2: (1.1, 1.1), 4: (0.9, 0.9), 8: (0.9, 0.9)}, 8192, [(1, 1), (4, 8)]),
+        ({1: (1.1, 1.1)}, 8192, []),
+        ({1: (0.8, 1.07)}, 8192, [(1, 1)]),  # loses 7 % in one, gains in the mean
+        ({1: (0.8, 1.09)}, 8192, []),  # loses more than 7 % in one
+        ({1: (1.01, 1.0)}, 8192, []),  # loses in the mean
+        ({1: (0.8, 1.09)}, 4096, []),  # nearer to 8192 than to 1024
+        ({1: (0.8, 1.09)}, 4095, [(1, 1)]),
+        ({1: (0.8, 1.09)}, 1, [(1, 1)]),  # shorter than any row
     ],
 )
-def test_the_contexts_that_an_engine_can_have_decide(ours, max_model_len, span):
+def test_the_contexts_that_an_engine_can_have_decide(ours, max_model_len, runs):
     rows = [
         [sequences, context, 0, us, us, us, 1.0, 1.0, 1.0]
         for sequences, times in ours.items()
         for context, us in zip((1024, 8192), times, strict=True)
     ]
-    assert measured.span(rows, max_model_len) == span
-    assert measured.span(rows[::-1], max_model_len) == span
+    assert measured.of_rows(rows, max_model_len) == tuple(runs)
+    assert measured.of_rows(rows[::-1], max_model_len) == tuple(runs)
 
 
-@pytest.mark.parametrize(("max_model_len", "most"), [(202752, 2), (32768, 2), (16384, 16)])
-def test_glm_4_7_flash_in_fp8_is_ours_at_8_sequences_unless_contexts_are_long(max_model_len, most):
+@pytest.mark.parametrize(("max_model_len", "few"), [(202752, 32), (32768, 32), (16384, 4)])
+def test_glm_4_7_flash_in_fp8_is_ours_at_8_sequences_unless_contexts_are_long(max_model_len, few):
     found = measured.spans(H200, max_model_len)
-    assert found["float8_e4m3fn", 20, 1, "FLASHMLA"] == (1, most)
+    assert found["float8_e4m3fn", 20, 1, "FLASHMLA"] == ((1, 1), (few, 1024))
 
 
 def forget():
@@ -133,21 +133,21 @@ def test_a_kernel_that_has_not_run_with_this_triton_is_left_out(
 ):
     monkeypatch.setattr(measured, "triton_version", lambda: triton)
     choice = decode_choice.choose(layer(heads=64), AUTO, engine())
-    assert choice.sequences == sequences
+    assert choice.most == sequences
     named = "FLASH_ATTN_MLA (auto: the kernel for 64 heads has not run with Triton 3.9)"
     assert sequences or choice.why == named
     assert measured.is_listed(H200, 131072, ("bfloat16", 64, 1)) == bool(sequences)
     assert measured.is_listed(H200, 131072, ("bfloat16", 16, 4)) == bool(sequences)
-    assert decode_choice.choose(layer(heads=32), AUTO, engine()).sequences == 256
+    assert decode_choice.choose(layer(heads=32), AUTO, engine()).most == 256
 
 
 def test_auto_is_ours_where_it_was_measured(h200):
     choice = decode_choice.choose(layer(), AUTO, engine())
-    assert (choice.planner, choice.sequences) == ("portable", 256)
-    assert choice.why == "portable up to 256 sequences (auto: as measured)"
+    assert (choice.planner, choice.most) == ("portable", 256)
+    assert choice.why == "portable with 1 to 256 sequences (auto: as measured)"
     choice = decode_choice.choose(layer(heads=20), AUTO, engine())
-    assert (choice.planner, choice.sequences) == ("portable", 128)
-    assert "up to 128 sequences, FLASH_ATTN_MLA beyond" in choice.why
+    assert (choice.planner, choice.most) == ("portable", 128)
+    assert "with 1 to 128 sequences, FLASH_ATTN_MLA else" in choice.why
 
 
 @pytest.mark.parametrize(
@@ -182,13 +182,13 @@ def test_an_fp8_query_has_rows_of_its_own(h200, monkeypatch):
     slow = "FLASHMLA (auto: measured slower than it with 64 heads in float8_e4m3fn)"
     assert (slower.planner, slower.why) == ("", slow)
     many = decode_choice.choose(layer(128, "FLASHMLA"), AUTO, engine())
-    assert many.why == "portable from 32 to 256 sequences, FLASHMLA else (auto: as measured)"
+    assert many.why == "portable with 8, 32 to 256 sequences, FLASHMLA else (auto: as measured)"
 
 
 def test_drafts_have_rows_of_their_own(h200):
     """The table has 4 query rows: steps with 3 drafts are ours up to its batch, others are not."""
     choice = decode_choice.choose(layer(), AUTO, engine(drafts=3))
-    assert (choice.planner, choice.sequences) == ("portable", 32)
+    assert (choice.planner, choice.runs) == ("portable", ((1, 32), (256, 256)))
     assert not decode_choice.choose(layer(), AUTO, engine(drafts=2)).planner
     for drafts, page in ((3, 64), (2, 16)):
         config = engine(page=16, drafts=drafts, options={"provider": "triton"})
@@ -236,8 +236,8 @@ def test_a_file_that_says_the_opposite_turns_the_choice_around(plant, vllm_logge
     steps = [[1, *slow, *fast], [16, *fast, *slow], [1024, *fast, *slow]]
     plant(file_of([[n, 1024, 0, *times] for n, *times in steps]))
     choice = decode_choice.choose(layer(), AUTO, engine())
-    assert (choice.planner, choice.least, choice.sequences) == ("portable", 16, 256)
-    wanted = "portable from 16 to 256 sequences, FLASH_ATTN_MLA else"
+    assert (choice.planner, choice.runs) == ("portable", ((16, 256),))
+    wanted = "portable with 16 to 256 sequences, FLASH_ATTN_MLA else"
     assert choice.why == f"{wanted} (auto: as measured, {path})"
     assert not decode_choice.choose(layer(), AUTO, engine(seqs=8)).planner
 
@@ -303,7 +303,7 @@ def test_a_gpu_without_measurements_keeps_vllms_decode_silently(h200, monkeypatc
 def test_an_operator_forces_either(h200, attention, planner):
     choice = decode_choice.choose(layer(24), Options("triton", attention), engine(seqs=2000))
     assert (choice.planner, choice.why) == (planner, "")
-    assert choice.sequences == (2000 if planner else 0)
+    assert choice.most == (2000 if planner else 0)
 
 
 def test_the_report_names_who_decodes_once(h200, monkeypatch):
@@ -353,8 +353,8 @@ def test_a_larger_step_than_was_measured_is_left_to_the_backend():
         lens = torch.ones(sequences, dtype=torch.int32)
         return SimpleNamespace(max_query_len=1, decode=SimpleNamespace(seq_lens=lens))
 
-    limited = step_plan.StepPlan(plan, torch.bfloat16, most=4)
+    limited = step_plan.StepPlan(plan, torch.bfloat16, [(1, 4)])
     assert limited.serves(step(4)) and not limited.serves(step(5))
-    several = step_plan.StepPlan(plan, torch.bfloat16, most=4, least=2)
-    assert several.serves(step(2)) and not several.serves(step(1))
+    several = step_plan.StepPlan(plan, torch.bfloat16, [(1, 1), (3, 4)])
+    assert [several.serves(step(n)) for n in range(1, 6)] == [True, False, True, True, False]
     assert step_plan.StepPlan(plan, torch.bfloat16).serves(step(5))

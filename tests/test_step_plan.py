@@ -341,31 +341,35 @@ def test_query_and_cache_have_scales_of_their_own(monkeypatch):
 
 @pytest.mark.parametrize(
     ("ranges", "serves"),
-    [({"a": (1, 2), "b": (1, 4)}, [False, True]), ({"a": (4, 4), "b": (1, 4)}, [False, True])],
+    [
+        ({"a": ((1, 2),), "b": ((1, 4),)}, [False, True]),
+        ({"a": ((1, 1), (4, 4)), "b": ((1, 1), (3, 4))}, [False, True]),
+    ],
 )
 def test_layers_whose_decode_was_measured_in_other_steps_share_no_plan(monkeypatch, ranges, serves):
     """With auto a backend of its own gives a layer a range of its own: here a step has three."""
     engine = Engine()
 
     def choose(layer, *_):
-        least, most = ranges[layer.layer_name]
-        return Choice("portable", most, least=least)
+        return Choice("portable", ranges[layer.layer_name])
 
     monkeypatch.setattr(step_plan.decode_choice, "choose", choose)
     step_plan.attach(engine.layers, Options("reference"), engine.vllm_config)
     plans = {name: getattr(layer, step_plan.ATTRIBUTE) for name, layer in engine.layers.items()}
-    assert [plans[name].plan.settings.max_batch for name in ranges] == [
-        m for _, m in ranges.values()
-    ]
+    largest = [runs[-1][1] for runs in ranges.values()]
+    assert [plans[name].plan.settings.max_batch for name in ranges] == largest
     step = engine.metadata([1, 1, 1], [5, 8, 3])
     assert [plans[name].serves(step) for name in ranges] == serves
 
 
 def test_the_report_has_the_choices_that_were_made(monkeypatch):
     engine, options = Engine(), Options("reference")
-    choices = {"a": Choice("portable", 2, "portable up to 2 sequences"), "b": Choice(why="slower")}
+    choices = {
+        "a": Choice("portable", ((1, 2),), "portable with 1 to 2 sequences"),
+        "b": Choice(why="slower"),
+    }
     choose = Mock(side_effect=lambda layer, *_: choices[layer.layer_name])
     monkeypatch.setattr(step_plan.decode_choice, "choose", choose)
     step_plan.attach(engine.layers, options, engine.vllm_config)
     found = step_plan.decode_choice.described(engine.layers, options)
-    assert found == "portable up to 2 sequences; slower" and choose.call_count == 2
+    assert found == "portable with 1 to 2 sequences; slower" and choose.call_count == 2

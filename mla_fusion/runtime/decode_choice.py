@@ -24,15 +24,19 @@ ATTRIBUTE = "mla_fusion_decode_choice"  # of a layer: the choice that was made f
 class Choice:
     """Who decodes the steps of a layer.
 
-    planner: "portable", "aiter", or "": vLLM's backend. least, sequences: the fewest and the most
-    of a step that the planner's decode takes; any other step is left to the backend. why: what the
+    planner: "portable", "aiter", or "": vLLM's backend. runs: from how many to how many sequences
+    of a step its decode takes, in order; any other step is left to the backend. why: what the
     report says of `auto` where it was measured on this GPU, else "".
     """
 
     planner: str = ""
-    sequences: int = 0
+    runs: tuple[measured.Span, ...] = ()
     why: str = ""
-    least: int = 1
+
+    @property
+    def most(self) -> int:
+        """The most sequences of a step that the planner's decode takes."""
+        return max((last for _, last in self.runs), default=0)
 
 
 def choose(layer: Any, options: config.Options, vllm_config: Any) -> Choice:
@@ -43,7 +47,7 @@ def choose(layer: Any, options: config.Options, vllm_config: Any) -> Choice:
     if options.attention not in config.PLANNED:
         return Choice()
     facts = _facts(layer, options, vllm_config, options.attention)
-    return Choice() if facts.decline else Choice(options.attention, most)
+    return Choice() if facts.decline else Choice(options.attention, ((1, most),))
 
 
 def _measured(layer: Any, options: config.Options, vllm_config: Any, most: int) -> Choice:
@@ -61,21 +65,17 @@ def _measured(layer: Any, options: config.Options, vllm_config: Any, most: int) 
     rows = _query_rows(vllm_config)
     key = _name(dtype), layer.num_heads, rows, backend
     spans = measured.spans(gpu, vllm_config.model_config.max_model_len)
-    least, limit = spans.get(key) or (most + 1, 0)
-    if least > most:
+    runs = tuple((a, min(b, most)) for a, b in spans.get(key, ()) if a <= most)
+    if not runs:
         found = "measured slower than it" if key in spans else "not measured against it"
         if (where := measured.decided_by(gpu, key)) != "as measured":
             found += f", {where.removeprefix('as measured, ')}"
         drafts = f" x {rows} query rows" if rows > 1 else ""
         shape = f"{layer.num_heads} heads{drafts} in {_name(dtype)}"
         return Choice(why=f"{backend} (auto: {found} with {shape})")
-    limit = min(limit, most)
-    if least > 1:
-        steps = f"from {least} to {limit} sequences, {backend} else"
-    else:
-        steps = f"up to {limit} sequences" + (f", {backend} beyond" if limit < most else "")
-    why = f"portable {steps} (auto: {measured.decided_by(gpu, key)})"
-    return Choice("portable", limit, why, least)
+    steps = f"with {measured.words(runs)} sequences"
+    steps += "" if runs == ((1, most),) else f", {backend} else"
+    return Choice("portable", runs, f"portable {steps} (auto: {measured.decided_by(gpu, key)})")
 
 
 def _engine_not_measured(options: config.Options, vllm_config: Any) -> str:

@@ -26,11 +26,14 @@ import json
 import logging
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mla_fusion.attention.plan.device import triton_version
 from mla_fusion.config import vllm_compat
 from mla_fusion.config.identity import source_hash
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 logger = logging.getLogger("vllm.mla_fusion")
 
@@ -46,7 +49,7 @@ FEW_ROWS, NEWEST_TRITON = 32, (3, 8)
 
 Shape = tuple[str, int, int, str]  # dtype, heads, queries, backend
 Row = list[float]
-Span = tuple[int, int]
+Span = tuple[int, int]  # from how many to how many sequences of a step
 
 
 def file_name(gpu: str) -> str:
@@ -70,19 +73,19 @@ def decided_by(gpu: str, shape: Shape) -> str:
 
 
 @functools.cache
-def spans(gpu: str, max_model_len: int) -> dict[Shape, Span | None]:
-    """From how many to how many sequences of a step ours is not slower, for each measured shape.
+def spans(gpu: str, max_model_len: int) -> dict[Shape, tuple[Span, ...]]:
+    """With how many sequences of a step ours is not slower, for each measured shape.
 
-    max_model_len: the longest context, in tokens, that the engine can have. None: slower with any
+    max_model_len: the longest context, in tokens, that the engine can have. Empty: slower with any
     number of sequences.
     """
     measured = _shipped(gpu) | _own(gpu) if gpu else {}
-    return {shape: span(rows, max_model_len) for shape, rows in measured.items()}
+    return {shape: of_rows(rows, max_model_len) for shape, rows in measured.items()}
 
 
-def span(rows: list[Row], max_model_len: int) -> Span | None:
-    """The longest run of measured numbers of sequences with which ours is not slower in the mean
-    of the contexts, nor by more than MOST_LOST in one.
+def of_rows(rows: list[Row], max_model_len: int) -> tuple[Span, ...]:
+    """The runs of measured numbers of sequences with which ours is not slower in the mean of the
+    contexts, nor by more than MOST_LOST in one.
 
     Contexts up to twice `max_model_len` count, or the shortest: rows are a factor of 8 apart, and
     an engine that ends little below one of them is as slow there.
@@ -98,8 +101,12 @@ def span(rows: list[Row], max_model_len: int) -> Span | None:
             runs.append([])
         else:
             runs[-1].append(sequences)
-    run = max(runs, key=len)
-    return (run[0], run[-1]) if run else None
+    return tuple((run[0], run[-1]) for run in runs if run)
+
+
+def words(runs: Iterable[Span]) -> str:
+    """For people: the numbers of sequences of some runs."""
+    return ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in runs)
 
 
 def kernels() -> str:
@@ -193,4 +200,4 @@ def why_not_run(gpu: str, of: tuple[str, int, int]) -> str:
 def is_listed(gpu: str, max_model_len: int, shape: tuple[str, int, int]) -> bool:
     """Whether ours is to be used against some backend. shape: dtype, heads and query rows."""
     found = spans(gpu, max_model_len).items()
-    return any(span and key[:3] == shape for key, span in found) and not why_not_run(gpu, shape)
+    return any(runs and key[:3] == shape for key, runs in found) and not why_not_run(gpu, shape)

@@ -25,7 +25,9 @@ from mla_fusion.runtime import decode_choice
 from mla_fusion.runtime.output import QuantizedOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from mla_fusion.runtime.measured import Span
 
 logger = logging.getLogger("vllm.mla_fusion")
 
@@ -36,20 +38,20 @@ class StepPlan:
     """A plan, the step it was refreshed for, and the buffer for the latents of a decode.
 
     Its padding rows, which belong to no sequence, stay zero: so are their products with W_UV.
-    least, most: sequences of a step that it serves; None: all that the scheduler puts into one.
+    runs: from how many to how many sequences of a step it serves; None: all that the scheduler puts
+    into one.
     """
 
     def __init__(
         self,
         plan: attention.PersistentDecodePlan,
         out_dtype: torch.dtype,
-        most: int | None = None,
-        least: int = 1,
+        runs: Sequence[Span] | None = None,
     ) -> None:
         settings = plan.settings
         rows = settings.max_batch * settings.max_query_len
         shape = (rows, settings.num_heads, settings.v_head_dim)
-        self.plan, self.most, self.least = plan, most, least
+        self.plan, self.runs = plan, runs
         self.executor = plan.planner.PROVIDERS[0]
         self.out = torch.zeros(shape, dtype=out_dtype, device=plan.device)
         self._planned: tuple[Any, Any] = (None, None)
@@ -88,7 +90,7 @@ class StepPlan:
         those of a decode step with drafts stays with the backend.
         """
         sequences = metadata.decode.seq_lens.shape[0]
-        if sequences < self.least or (self.most is not None and sequences > self.most):
+        if self.runs is not None and not any(a <= sequences <= b for a, b in self.runs):
             return False
         return int(metadata.max_query_len) <= self.plan.settings.max_query_len
 
@@ -222,18 +224,18 @@ def attach(layers: Mapping[str, Any], options: config.Options, vllm_config: Any)
             "device": layer._k_scale.device,
         }
         width = layer.kv_lora_rank + layer.qk_rope_head_dim
-        key = *shape.values(), width, choice.sequences, choice.least
+        key = *shape.values(), width, choice.runs
         if key not in plans:
             plan = attention.PersistentDecodePlan.allocate(
-                max_batch=choice.sequences,
+                max_batch=choice.most,
                 max_query_len=rows,
                 planner=choice.planner,
                 **shape,
                 **_settings(options, vllm_config, shape, width, rows),
             )
-            limited = choice.sequences < vllm_config.scheduler_config.max_num_seqs
-            most = choice.sequences if limited else None
-            plans[key] = StepPlan(plan, activation, most, choice.least)
+            all_steps = ((1, vllm_config.scheduler_config.max_num_seqs),)
+            runs = None if choice.runs == all_steps else choice.runs
+            plans[key] = StepPlan(plan, activation, runs)
         setattr(layer, ATTRIBUTE, plans[key])
         shared[plans[key]] = 1 + shared.get(plans[key], 0)
     if vllm_compat.is_first_rank():

@@ -59,8 +59,8 @@ def test_auto_goes_by_what_it_writes(gpu, capsys):
         assert gpu(*options) == 0
     measured._own.cache_clear(), measured.spans.cache_clear()
     assert measured.spans(GPU, 65536) == {
-        ("bfloat16", 128, 1, "FLASH_ATTN_MLA"): (1, 1024),
-        (str(peers.FP8)[6:], 16, 2, "FLASHMLA"): (1, 1024),
+        ("bfloat16", 128, 1, "FLASH_ATTN_MLA"): ((1, 1024),),
+        (str(peers.FP8)[6:], 16, 2, "FLASHMLA"): ((1, 1024),),
     }
     assert str(measured.own_file(GPU)) in capsys.readouterr().out
     shapes = json.loads(measured.own_file(GPU).read_bytes())["shapes"]

@@ -180,7 +180,7 @@ def tell(path: Path, new: dict[str, Any]) -> None:
     """Print what `auto` will do, and how to send the rows."""
     for shape in new["shapes"]:
         for tokens in CONTEXTS:
-            span = measured.span(shape["rows"], tokens)
-            ours = "from {} to {} sequences".format(*span) if span else "for no step"
+            runs = measured.of_rows(shape["rows"], tokens)
+            ours = f"with {measured.words(runs)} sequences" if runs else "for no step"
             print(f"--max-model-len {tokens}: portable {ours}, {shape['backend']} else")
     print(f"Rows: {path}. Open an issue with this file, and it can ship with mla-fusion.")
