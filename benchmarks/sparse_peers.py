@@ -22,6 +22,7 @@ from mla_fusion.attention.plan.layouts import (
 )
 from mla_fusion.attention.sparse import Scope, sparse_mla_decode, sparse_scratch
 from mla_fusion.cli.bench.decode_peers import BF16, FP8, PAGE, ROTATED, Call
+from mla_fusion.cli.bench.kit import exact_attention
 
 DEVICE = "cuda"
 LATENT = 512
@@ -180,13 +181,9 @@ def exact(inputs: Inputs, tokens: torch.Tensor) -> torch.Tensor:
                 parts.append(scope.kv_cache.flatten(0, 1)[slots])
             else:
                 parts.append(read_keys(scope.kv_cache, slots, case.layout, case.dtype))
-        keys = torch.cat(parts).double()
-        scores = case.scale * inputs.q[token].double() @ keys.T
-        total = scores.logsumexp(-1)
-        if inputs.sink is not None:
-            total = torch.logaddexp(total, inputs.sink.double())
-        rows.append((scores - total[:, None]).exp() @ keys[:, :LATENT])
-    return torch.stack(rows)
+        q, keys = inputs.q[None, token].double(), torch.cat(parts).double()
+        rows.append(exact_attention(q, keys, case.scale, LATENT, inputs.sink)[0])
+    return torch.cat(rows)
 
 
 def ours(inputs: Inputs) -> tuple[Call, torch.Tensor]:

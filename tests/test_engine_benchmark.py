@@ -1,20 +1,14 @@
-"""benchmarks/engine.py without its engines: verdicts, weights and rows."""
+"""benchmarks/engine.py without its engines: verdicts and rows."""
 
 import csv
-import io
 import math
-import subprocess
 import sys
 
 import engine
 import engine_compare
-import engine_jobs
-import engine_model
 import pytest
 import torch
 
-from mla_fusion.attention.triton import epilogue as triton_epilogue
-from mla_fusion.cli import child
 from tests.engine_results import BASE, TOKENS, result
 
 # Gaps move by 0.1 in one of four contexts: that is the noise.
@@ -69,45 +63,6 @@ def test_the_widest_unfused_path_is_the_measure(stored, verdict):
     assert engine_compare.judge("fused", ("cat", "stored"), results).startswith(verdict)
     assert engine_compare.judge("stored", ("cat", "stored"), results) == "not judged"
     assert engine_compare.judge("fused", (), results) == "not judged"
-
-
-def test_engines_share_equal_weights_only(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(engine_model, "reduce_tensor", lambda w: (torch.Tensor.clone, (w,)))
-    models = [torch.nn.Linear(1024, 512, dtype=torch.bfloat16) for _ in range(3)]
-    models[1].load_state_dict(models[0].state_dict())
-    own, file = models[1].weight.data_ptr(), io.BytesIO()
-    for model in models[:2]:
-        engine_model.share(model, file)
-    assert models[1].weight.data_ptr() != own and torch.equal(models[0].weight, models[1].weight)
-    with pytest.raises(RuntimeError, match="weight weight differs between two arms"):
-        engine_model.share(models[2], file)
-
-
-def test_an_engine_without_time_is_ended_with_its_children(tmp_path):
-    """The pipe is open as long as a child holds it."""
-    command = "import subprocess; subprocess.run(['sleep', '600'])"
-    worker = subprocess.Popen(
-        [sys.executable, "-c", command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-    (tmp_path / child.LOG).write_text("compiling a sampler")
-    error = engine_jobs.finish(child.Job(str(tmp_path), ""), worker, 1.0)["error"]
-    assert "no time left" in error and error.endswith("compiling a sampler") and worker.returncode
-
-
-@pytest.mark.parametrize(
-    ("model", "one", "five"), [("r1-tp8", 4, 0), ("r1-tp8-block", 4, 4), ("r1-dp", 0, 0)]
-)
-def test_portable_ends_with_the_epilogue_where_it_is_chosen(model, one, five):
-    launched = engine.portable_launches(engine_jobs.job(layers=4, model=model))
-    sizes = ("num_attention_heads", "kv_lora_rank", "v_head_dim")
-    heads, latent, values = (engine_model.MODELS[model][size] for size in sizes)
-    quantization = "group" if model == "r1-tp8-block" else "none"
-    for rows, wanted in (("1", one), ("5", five)):
-        assert launched[rows]["epilogue_kernel"] == 4 - launched[rows]["reduce_kernel"] == wanted
-        shape = triton_epilogue.choose(int(rows), heads, latent, values, quantization)
-        assert (shape is not None) == bool(wanted)
 
 
 @pytest.fixture

@@ -1,12 +1,8 @@
 """`complete` of benchmarks/engine.py without its engines: turns, rows and memory."""
 
 import argparse
-import subprocess
-import sys
-import time
 
 import engine_complete
-import engine_jobs
 import pytest
 
 from tests.engine_results import BASE, TOKENS, result
@@ -59,23 +55,3 @@ def test_complete_measures_the_arms_in_turns(monkeypatch, capsys, broken):
     assert times == [(12, 10, 14, 0.0), (11, 9, 13, -8.33), (10, 8, 12, -16.67)]
     assert [row["bucket_fused"] for row in rows[:3]] == ["", "", 2 if broken == "layer" else 3]
     assert rows[2]["verdict"].startswith("WRONG: not fused" if broken == "layer" else "right")
-
-
-def test_an_engine_that_fails_is_printed_and_the_others_go_on(capsys):
-    """One ends before it is ready, one is late, and one ends in its turn."""
-    commands = {"default": "print('{}', flush=True)", "cat": "pass", "fused": "input()"}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    engines = {
-        arm: (
-            engine_jobs.child.Job(f"/nowhere/{arm}", ""),
-            subprocess.Popen([sys.executable, "-c", code], start_new_session=True, **pipes),
-        )
-        for arm, code in commands.items()
-    }
-    assert engine_jobs.ready(engines, time.time() + 3) == {"default": {}}
-    printed = capsys.readouterr().out
-    assert list(engines) == ["default"] and "== cat: FAILED" in printed
-    assert "== fused: FAILED\nended: no time left" in printed
-    engines["default"][1].wait()
-    with pytest.raises(engine_complete.EngineEnded, match="default"):
-        engine_complete.turn(engines, "default", "time")

@@ -45,23 +45,13 @@ def unsupported(q_dtype: torch.dtype, kv_dtype: torch.dtype, latent: int, rope: 
 
 def persistent_mla_decode(given: Inputs) -> None:
     """See `mla_fusion.attention.persistent_mla_decode`."""
-    plan, kv_cache, out, lse = given.plan, given.kv_cache, given.out, given.lse
+    plan, kv_cache = given.plan, given.kv_cache
     query, scale = dequantize(given.q, given.q_scale), given.softmax_scale
     layout, latent, device = plan.layout, plan.settings.v_head_dim, given.q.device
     qo_indptr, kv_indptr = plan.qo_indptr.tolist(), plan.kv_indptr.tolist()
     rows = int(plan.reduce_indptr[-1]) * plan.settings.max_query_len
     partial_output = torch.zeros((rows, layout.per_work, latent), device=device)
     partial_lse = torch.full((rows, layout.per_work), -torch.inf, device=device)
-
-    def write(tile: int, count: int, output: torch.Tensor, logsumexp: torch.Tensor) -> None:
-        """Store the rows of a tile, less its padded heads."""
-        sequence, block = divmod(tile, layout.fold)
-        first = block * layout.per_work
-        last = min(first + layout.per_work, layout.heads)
-        tokens = slice(qo_indptr[sequence], qo_indptr[sequence] + count)
-        out[tokens, first:last] = output[:, : last - first].to(out.dtype)
-        if lse is not None:
-            lse[tokens, first:last] = logsumexp[:, : last - first]
 
     items = plan.work_info_set[: int(plan.work_indptr[-1])].tolist()
     for tile, partial, qo_start, qo_end, kv_start, kv_end, kv_offset, _ in items:
@@ -84,15 +74,34 @@ def persistent_mla_decode(given: Inputs) -> None:
         p = (scores - logsumexp[..., None]).exp().nan_to_num(nan=0.0)
         output = p @ keys[:, :latent]
         if partial < 0:
-            write(tile, count, output, logsumexp)
+            write(given, tile, output, logsumexp)
         else:
             partial_output[partial : partial + count] = output
             partial_lse[partial : partial + count] = logsumexp
 
-    reduce_indptr, final = plan.reduce_indptr.tolist(), plan.reduce_final_map.tolist()
+    merge(given, partial_output, partial_lse)
+    if given.epilogue is not None:
+        finish(given.out, given.epilogue)
+
+
+def write(given: Inputs, tile: int, output: torch.Tensor, logsumexp: torch.Tensor) -> None:
+    """Store the rows of a tile, less its padded heads."""
+    sequence, block = divmod(tile, given.plan.layout.fold)
+    per_work, token = given.plan.layout.per_work, int(given.plan.qo_indptr[sequence])
+    first, tokens = block * per_work, slice(token, token + len(output))
+    last = min(first + per_work, given.plan.layout.heads)
+    given.out[tokens, first:last] = output[:, : last - first].to(given.out.dtype)
+    if given.lse is not None:
+        given.lse[tokens, first:last] = logsumexp[:, : last - first]
+
+
+def merge(given: Inputs, partial_output: torch.Tensor, partial_lse: torch.Tensor) -> None:
+    """Merge the splits, partial rows [rows, heads of an item, ..], into rows of the output."""
+    plan = given.plan
+    indptr, final = plan.reduce_indptr.tolist(), plan.reduce_final_map.tolist()
     starts = plan.reduce_partial_map.tolist()
-    for tile in range(len(reduce_indptr) - 1):
-        splits = range(reduce_indptr[tile], reduce_indptr[tile + 1])
+    for tile in range(len(indptr) - 1):
+        splits = range(indptr[tile], indptr[tile + 1])
         if not splits:
             continue
         count = final[tile][1] - final[tile][0]
@@ -100,9 +109,7 @@ def persistent_mla_decode(given: Inputs) -> None:
         lses = torch.stack([partial_lse[starts[i] : starts[i] + count] for i in splits])
         total = lses.logsumexp(0)
         shares = (lses - total).exp().nan_to_num(nan=0.0)
-        write(tile, count, (shares[..., None] * outputs).sum(0), total)
-    if given.epilogue is not None:
-        finish(out, given.epilogue)
+        write(given, tile, (shares[..., None] * outputs).sum(0), total)
 
 
 def finish(latents: torch.Tensor, epilogue: Epilogue) -> None:

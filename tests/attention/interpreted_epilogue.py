@@ -6,13 +6,11 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
-from mla_fusion.attention import persistent_mla_decode
-from mla_fusion.attention.plan.epilogue import Epilogue
 from mla_fusion.attention.triton import epilogue as epilogues
 from mla_fusion.attention.triton.epilogue import Shape
-from mla_fusion.cli.bench.kit import distance, poisoned
+from mla_fusion.cli.bench.kit import poisoned
 from tests.attention import decodes
-from tests.attention.decodes import BF16, FN, FNUZ, FP16
+from tests.attention.decodes import FN, FNUZ, FP16
 from tests.attention.epilogue_cases import Case, check_quantized, expected, make
 from tests.kernels import interpreter
 from tests.nightly import daily
@@ -183,34 +181,3 @@ def test_any_slice_may_be_the_last(monkeypatch, quantization):
         assert torch.equal(out.view(torch.uint8), again.view(torch.uint8))
         assert scale is None or torch.equal(scale, same_scale)
     assert decodes.addresses(plan) == before
-
-
-@pytest.mark.parametrize(
-    "chosen",
-    daily([(ONE, "none"), (Shape(4, 128, 4, 4, 4), "group"), (None, "none"), (None, "group")],
-          (Shape(4, 128, 4, 4, 4), "group"), (None, "none")),
-)  # fmt: skip
-def test_decode(monkeypatch, chosen):
-    """The whole decode against that of the reference, in one launch or in separate ones."""
-    shape, quantization = chosen
-    monkeypatch.setattr(epilogues, "choose", lambda *_: shape)
-    rows, lens = [2, 1], [40, 5]
-    given = decodes.arguments(rows, lens, 32, num_heads=2, ctas=5, overhead=1)
-    assert given["plan"].reduce_indptr[-1] > 0
-    w_uv = torch.randn(2, 128, 64).to(BF16).transpose(1, 2) / 8
-    results = {}
-    for provider in ("triton", "reference"):
-        out = torch.empty(3, 256, dtype=BF16 if quantization == "none" else FN)
-        scale = {"tensor": torch.tensor([0.01]), "group": torch.empty(3, 2)}.get(quantization)
-        epilogue = Epilogue(w_uv, out, scale)
-        got, lse = persistent_mla_decode(
-            **given, epilogue=epilogue, return_lse=True, provider=provider
-        )
-        assert got is out
-        value = out.float()
-        if quantization == "group":
-            value = (value.view(3, 2, 128) * scale[..., None]).flatten(1)
-        results[provider] = value, lse
-    (got, lse), (want, want_lse) = results["triton"], results["reference"]
-    assert distance(got, want) <= (6e-3 if quantization == "none" else 2e-2)
-    torch.testing.assert_close(lse, want_lse, rtol=0, atol=1e-3)

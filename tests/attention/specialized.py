@@ -2,6 +2,7 @@
 
 import torch
 
+from mla_fusion.attention import reference
 from mla_fusion.attention.hopper import warp_specialized
 from mla_fusion.attention.plan.inputs import Inputs
 from mla_fusion.cli.bench.kit import distance
@@ -32,30 +33,6 @@ def inputs(q=(8, 64, 576), page=64, dtype=BF16, columns=128, **plan):
     )
 
 
-def merged(given, query_lens):
-    """Output and LSE, float64, with the splits of split sequences merged."""
-    plan, out, lse = given.plan, given.out.double(), given.lse.double()
-    heads, per_work = out.shape[1], plan.heads_per_work
-    partial, partial_lse = plan.partial_output.flatten(0, -2), plan.partial_lse.flatten()
-    starts = [0, *torch.tensor(query_lens).cumsum(0).tolist()]
-    for tile in range(len(query_lens) * plan.fold):
-        sequence, block = divmod(tile, plan.fold)
-        begin, end = plan.reduce_indptr[tile : tile + 2].tolist()
-        if begin == end:
-            continue
-        first, count = block * per_work, query_lens[sequence]
-        at = slice(starts[sequence], starts[sequence + 1]), slice(first, first + per_work)
-        rows = plan.reduce_partial_map[begin:end, None] * per_work + torch.arange(count * per_work)
-        shape = end - begin, count, per_work
-        real = slice(0, min(per_work, heads - first))
-        splits = partial[rows].double().view(*shape, -1)[:, :, real]
-        lses = partial_lse[rows].double().view(shape)[..., real]
-        lse[at] = lses.logsumexp(0)
-        weights = (lses - lse[at]).exp().nan_to_num(0.0)
-        out[at] = (weights[..., None] * splits).sum(0)
-    return out, lse
-
-
 def check(dtype, heads, rows, lens, options, loudness=None, **scales):
     """Run the kernel. loudness: what the queries of each head are multiplied by."""
     fields = arguments(
@@ -70,6 +47,6 @@ def check(dtype, heads, rows, lens, options, loudness=None, **scales):
     given = Inputs(**fields, out=out, lse=torch.full((tokens, heads), torch.nan))
     Machine(seed=tokens).launch(warp_specialized.kernel, *warp_specialized.arguments(given))
     want, want_lse = definition(fields, rows, lens)
-    got, got_lse = merged(given, rows)
-    assert distance(got, want) <= TOLERANCE
-    same_lse(got_lse, want_lse)
+    reference.merge(given, given.plan.partial_output, given.plan.partial_lse)
+    assert distance(given.out, want) <= TOLERANCE
+    same_lse(given.lse, want_lse)

@@ -94,16 +94,6 @@ def test_refresh_moves_nothing(use):
     assert plan.kv_indptr.tolist() == [0, 700, 733, 734, 734]
 
 
-@pytest.mark.parametrize("cap, busy", [(16, 32), (1, 2), (-1, 256)])
-def test_a_cap_leaves_units_without_work(use, cap, busy):
-    """Two long sequences on the 256 units of gfx950."""
-    double = use("gfx950")
-    plan = allocate(max_split_per_batch=cap)
-    refresh(plan, [1, 1], [100_000, 100_000])
-    assert int((plan.work_indptr.diff() > 0).sum()) == busy
-    assert [call["max_split_per_batch"] for call in double.calls(PLANNER)] == [cap]
-
-
 def test_with_a_longest_sequence_the_page_indices_stay_where_they_are(use):
     """For other lengths and another table; entries behind the last token are never read."""
     double = use()

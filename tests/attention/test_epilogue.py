@@ -150,21 +150,6 @@ from mla_fusion.attention.triton import (  # noqa: E402
 from mla_fusion.attention.triton import epilogue as epilogues  # noqa: E402
 
 
-@pytest.mark.parametrize(
-    "slots, heads, values, quantization, one_launch",
-    [
-        (1, 16, 128, "none", True), (1, 8, 256, "tensor", True), (4, 32, 128, "none", False),
-        (1, 32, 128, "none", True), (1, 33, 128, "none", False), (1, 128, 128, "group", True),
-        (2, 16, 128, "none", True), (2, 33, 128, "none", False), (2, 32, 128, "group", True),
-        (5, 16, 128, "none", False), (2, 64, 128, "none", False), (1, 16, 72, "none", False),
-        (8, 16, 128, "group", True), (8, 16, 128, "group_ue8m0", True),
-        (8, 32, 128, "group", False), (1, 16, 64, "group_ue8m0", False),
-    ],
-)  # fmt: skip
-def test_one_launch_where_it_was_measured_faster(slots, heads, values, quantization, one_launch):
-    assert (epilogues.choose(slots, heads, 512, values, quantization) is not None) == one_launch
-
-
 def test_measured_shapes_suit_what_they_are_for():
     for row in epilogues.MEASURED:
         quantization = "group" if row.group else "none"

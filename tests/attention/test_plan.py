@@ -135,13 +135,6 @@ def test_a_worker_takes_two_blocks_where_one_is_not_worth_merging(tokens, splits
     assert plan.reduce_indptr[-1] == splits
 
 
-@pytest.mark.parametrize("cap, busy", [(16, 32), (-1, 256)])
-def test_a_cap_of_16_leaves_most_workers_idle(cap, busy):
-    rules = Rules(256, 1, 16, 16, cap)
-    load = np.array(worker_load(plan_of(rules, [100_000, 100_000]), rules))
-    assert np.count_nonzero(load) == busy
-
-
 @pytest.mark.parametrize("batch, busy", [(3, 128), (4, 256)])
 def test_few_sequences_leave_half_of_the_ctas_idle(batch, busy):
     rules = Rules(256, 1, 16, 16, -1, half_below=4)

@@ -5,7 +5,9 @@ import torch
 
 pytest.importorskip("triton")
 
+from tests.attention import specialized
 from tests.attention.decodes import BF16, FN
+from tests.attention.gluon_warps import Machine
 from tests.attention.specialized import check
 
 # heads, query rows, KV tokens, and the plan.
@@ -44,3 +46,35 @@ def test_maxima_that_rise_by_all_amounts(dtype):
 def test_scales_of_zero(name):
     """All tokens that a row sees have one weight, and those that it does not see none."""
     check(FN, 16, [4, 2], [200, 70], {}, **{name: torch.zeros(1)})
+
+
+def keep_nothing(machine):
+    """Waits for products keep none of the registers that these read."""
+    wait = machine.warpgroup_mma_wait
+    machine.warpgroup_mma_wait = lambda outstanding, deps: (
+        wait(outstanding, []),
+        deps[0] if len(deps) == 1 else tuple(deps),
+    )[1]
+
+
+LEFT_OUT = {
+    "fence": (lambda m: setattr(m, "fence_async_shared", lambda: None), "fence|still load"),
+    "barrier": (lambda m: setattr(m, "barrier", lambda: None), "before the others"),
+    "kept": (keep_nothing, "does not keep"),
+    "wait": (lambda m: setattr(m.gdc, "gdc_wait", lambda: None), "before the kernel in front"),
+}
+
+
+@pytest.mark.parametrize("dtype", [BF16, FN])
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_what_the_kernel_may_not_leave_out(name, dtype, monkeypatch):
+    spoil, message = LEFT_OUT[name]
+
+    def spoilt(seed):
+        machine = Machine(seed)
+        spoil(machine)
+        return machine
+
+    monkeypatch.setattr(specialized, "Machine", spoilt)
+    with pytest.raises(AssertionError, match=message):
+        check(dtype, *CASES["64 heads"])

@@ -1,6 +1,5 @@
 """The choice of a launch plan."""
 
-import csv
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -112,26 +111,6 @@ def test_the_table_is_read_as_the_tuner_writes_it():
     assert dispatch.read(lines) == {"a gpu": dispatch.Measured("sm_00", {True: rows, False: rows})}
     file = Path(dispatch.__file__).with_name("dispatch.csv")
     assert file.read_text().splitlines()[0].split(",") == list(written[0])
-
-
-def test_the_tuner_keeps_the_rows_of_other_widths_and_devices(tmp_path):
-    path = tmp_path / "dispatch.csv"
-
-    def rows(device, widths, plan):
-        return [tune_dispatch.row(device, "sm_00", "fp8", widths, 16, 1, plan)]
-
-    tune_dispatch.write_table(path, rows("a gpu", DEEPSEEK, Plan(block_n=32)))
-    tune_dispatch.write_table(path, rows("another", MISTRAL_SMALL, Plan(block_n=16)))
-    for block_n in (16, 128):
-        tune_dispatch.write_table(path, rows("a gpu", MISTRAL_SMALL, Plan(block_n=block_n)))
-    with path.open(newline="") as file:
-        found = dispatch.read(csv.DictReader(file))
-    assert {
-        (name, widths): plan.block_n
-        for name, device in found.items()
-        for widths, by_heads in device.rows[True].items()
-        for _, plan in by_heads[16]
-    } == {("a gpu", DEEPSEEK): 32, ("another", MISTRAL_SMALL): 16, ("a gpu", MISTRAL_SMALL): 128}
 
 
 def test_an_unknown_provider_is_refused():

@@ -92,8 +92,9 @@ class Bench:
         self.rows = self.batch * shape.queries
         q = torch.randn(self.rows, shape.heads, entry, device=device)
         self.q = q.to(shape.q)[..., shape.gap :]
-        out = torch.empty(self.rows, shape.heads, shape.latent + shape.gap, device=device)
-        self.out = out.to(BF16)[..., : shape.latent]
+        wide = torch.empty(self.rows, shape.heads, shape.latent + shape.gap, device=device)
+        self.wide = wide.to(BF16)
+        self.out = self.wide[..., : shape.latent]
         self.lse = torch.empty(self.rows, shape.heads, device=device)
         self.scale = torch.full((1,), SCALE, device=device)
         self.plan = self.new_plan()
@@ -159,7 +160,7 @@ class Bench:
 
     def clear(self) -> None:
         """NaN in all that a launch writes, but the plan's indices."""
-        for tensor in (self.out, self.lse, self.plan.partial_output, self.plan.partial_lse):
+        for tensor in (self.wide, self.lse, self.plan.partial_output, self.plan.partial_lse):
             tensor.fill_(torch.nan)
         if self.epilogue is not None:
             self.epilogue.out.view(torch.uint8).fill_(0xFF)
@@ -224,6 +225,8 @@ class Bench:
         wrong = [] if moved <= limit else [f"LSE off by {moved:.1e}, bound {limit:.0e}"]
         if not bool(self.out[start:].isnan().all()) and self.epilogue is None:
             wrong.append("rows after the batch are written")
+        if not bool(self.wide[..., self.shape.latent :].isnan().all()):
+            wrong.append("columns beside a row are written")
         bound = TOLERANCE if self.shape.quantization == "none" else ROUNDED
         return worst(errors), bound, "; ".join(wrong)
 
