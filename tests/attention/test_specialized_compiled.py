@@ -13,7 +13,6 @@ from mla_fusion.attention.hopper.warp_specialized_copy import cache_boxes, query
 from mla_fusion.attention.plan.device import triton_version
 from tests.attention.decodes import BF16, FN
 from tests.attention.specialized import inputs
-from tests.kernels import products
 from tests.kernels.compiled import LDS, compile_kernel, compile_report, specialize
 
 
@@ -63,27 +62,6 @@ def test_fp8_products_and_resources():
     assert result.hot_spills <= (10 if triton_version() >= (3, 9) else 0), result
     # With fewer registers for those the assembler waits behind each product (C7512).
     assert result.product_waits == 8, result
-
-
-@pytest.mark.parametrize(
-    ("dtype", "heads", "rows"),
-    [
-        (BF16, 64, 1),
-        (FN, 64, 1),
-        pytest.param(FN, 40, 1, marks=pytest.mark.nightly),
-        pytest.param(FN, 32, 8, marks=pytest.mark.nightly),
-    ],
-)
-def test_nothing_touches_registers_of_products_under_way(dtype, heads, rows):
-    given = inputs(dtype=dtype, q=(8, heads, 576), max_query_len=rows)
-    _, args, options = warp_specialized.arguments(given)
-    compiled = compile_kernel("sm_90", warp_specialized.kernel, args, options)
-    code = products.disassemble(compiled.asm["cubin"])
-    assert sum("GMMA" in each.name for each in code) == {BF16: 52, FN: 68}[dtype]
-    assert products.touched_early(code) == []
-    if dtype == FN:
-        # Before, loads of each half were under way when it was given to the copy engine.
-        assert products.given_back_early(code) == []
 
 
 def test_the_width_of_the_table_is_no_variant():
