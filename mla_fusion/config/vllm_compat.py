@@ -196,6 +196,11 @@ def context_parallel_ranks(layer: Any) -> int:
     return int(layer.impl.dcp_world_size)
 
 
+def pads_sequences(vllm_config: Any) -> bool:
+    """Whether AITER's backend lengthens the sequences of a step by queries left out: from 0.33."""
+    return bool(getattr(vllm_config.speculative_config, "enable_adaptive_verification", False))
+
+
 def gather_query_heads(layer: Any, q: torch.Tensor) -> torch.Tensor:
     """The prepared query [T, H, L + R] of this rank and the other ranks, as [T, ranks * H, L + R].
 
