@@ -5,6 +5,9 @@ import figures
 import pytest
 import torch
 
+from mla_fusion.attention.aiter import planner
+from mla_fusion.attention.plan import device
+from mla_fusion.attention.plan.buffers import Settings
 from mla_fusion.cli.calibrate import tables as convert
 from mla_fusion.config import Options, eligibility, identity, vllm_compat
 from mla_fusion.report.reasons import Decline
@@ -99,11 +102,18 @@ def h200(monkeypatch, tmp_path):
 
 def layer(heads=16, backend="FLASH_ATTN_MLA", widths=(512, 64)):
     return SimpleNamespace(
+        kv_cache_dtype="auto",
+        _k_scale=torch.ones(1),
         num_heads=heads,
         kv_lora_rank=widths[0],
         qk_rope_head_dim=widths[1],
         attn_backend=SimpleNamespace(get_name=lambda: backend),
     )
+
+
+def step(sequences, rows=1):
+    lens = torch.ones(sequences, dtype=torch.int32)
+    return SimpleNamespace(max_query_len=rows, decode=SimpleNamespace(seq_lens=lens))
 
 
 def engine(seqs=256, drafts=0, dcp=1, ubatching=False, page=64, cache="auto", options=None,
@@ -306,6 +316,53 @@ def test_an_operator_forces_either(h200, attention, planner):
     assert choice.most == (2000 if planner else 0)
 
 
+@pytest.mark.parametrize(
+    ("arch", "backend", "heads", "drafts", "seqs", "sequences", "steps"),
+    [
+        ("gfx950", "ROCM_AITER_MLA", 8, 0, 64, 31, "32 sequences or more (by AITER's table"),
+        ("gfx950", "ROCM_AITER_MLA", 16, 0, 31, 31, ""),
+        ("gfx950", "ROCM_AITER_MLA", 8, 1, 64, 64, "32 sequences or more without drafts (by AI"),
+        ("gfx950", "ROCM_AITER_MLA", 32, 0, 64, 64, ""),
+        ("gfx950", "TRITON_MLA", 8, 0, 64, 64, ""),
+        ("gfx942", "ROCM_AITER_MLA", 8, 0, 64, 64, ""),
+    ],
+)
+def test_a_step_takes_aiters_plan_where_its_own_table_has_none_faster(
+    h200, monkeypatch, arch, backend, heads, drafts, seqs, sequences, steps
+):
+    """With drafts too, where a step has none; the report names the steps and the reason."""
+    monkeypatch.setattr(device, "architecture", lambda device: arch)
+    config, given = engine(seqs=seqs, drafts=drafts), {}
+    monkeypatch.setattr(
+        step_plan.attention.PersistentDecodePlan, "allocate",
+        lambda **settings: given.update(settings) or SimpleNamespace(
+            settings=Settings(**settings), planner=planner, device="cpu", aiter=None,
+        ),
+    )  # fmt: skip
+    monkeypatch.setattr(step_plan.StepPlan, "describe", lambda *_: "")
+    monkeypatch.setattr(vllm_compat, "mla_layers", dict)
+    monkeypatch.setattr(vllm_compat, "is_first_rank", lambda: True)
+    one, options = layer(heads, backend), Options("aiter", "aiter")
+    step_plan.attach({"a": one}, options, config)
+    assert given["max_batch"] == sequences
+    assert given["max_kv_len"] == (131072 if backend == "TRITON_MLA" else None)
+    said = decode_choice.described({"a": one}, options)
+    assert said.startswith(f"aiter, ROCM_AITER_MLA for {steps}" if steps else "aiter")
+    assert bool(steps) == (said != "aiter")
+    plan = getattr(one, step_plan.ATTRIBUTE)
+    assert plan.serves(step(31)) and plan.serves(step(32)) == (not steps)
+    assert plan.serves(step(64, 2)) == (drafts > 0)
+
+
+def test_sequences_that_vllm_pads_are_left_to_its_backend(h200):
+    """vLLM 0.33, adaptive verification: the last row of a padded sequence is no token of it."""
+    config, options = engine(drafts=1), Options("aiter", "aiter")
+    config.speculative_config.enable_adaptive_verification = True
+    choice = decode_choice.choose(layer(backend="ROCM_AITER_MLA"), options, config)
+    assert not choice.planner and "adaptive verification pads" in choice.why
+    assert decode_choice.choose(layer(backend="TRITON_MLA"), options, config).planner == "aiter"
+
+
 def test_the_report_names_who_decodes_once(h200, monkeypatch):
     """By the choices that were made, whatever would be chosen now; a layer without one has none."""
     layers = {"a": layer(), "b": layer(), "c": layer(heads=24)}
@@ -348,10 +405,6 @@ def test_a_larger_step_than_was_measured_is_left_to_the_backend():
         planner=SimpleNamespace(PROVIDERS=("triton",)),
         device="cpu",
     )
-
-    def step(sequences):
-        lens = torch.ones(sequences, dtype=torch.int32)
-        return SimpleNamespace(max_query_len=1, decode=SimpleNamespace(seq_lens=lens))
 
     limited = step_plan.StepPlan(plan, torch.bfloat16, [(1, 4)])
     assert limited.serves(step(4)) and not limited.serves(step(5))

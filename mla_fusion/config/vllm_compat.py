@@ -104,13 +104,9 @@ def window() -> str:
     return f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
 
 
-# These build MLA layers without asking `ModelConfig.use_mla`, whose list of types lacks them.
-_UNLISTED_MLA = {"SarvamMLAForCausalLM"}
-
-
 def uses_mla(model_config: Any) -> bool:
-    """Whether a vLLM `ModelConfig` is of a model with MLA layers."""
-    return bool(model_config.use_mla) or model_config.architecture in _UNLISTED_MLA
+    """Whether a vLLM `ModelConfig` is of a model with MLA layers; `use_mla` lacks one class."""
+    return bool(model_config.use_mla) or model_config.architecture == "SarvamMLAForCausalLM"
 
 
 def layer_name_type() -> str:
@@ -194,6 +190,11 @@ def context_parallel_ranks(layer: Any) -> int:
 
         layer.impl.dcp_world_size = get_dcp_group().world_size
     return int(layer.impl.dcp_world_size)
+
+
+def pads_sequences(vllm_config: Any) -> bool:
+    """Whether AITER's backend lengthens the sequences of a step by queries left out: from 0.33."""
+    return bool(getattr(vllm_config.speculative_config, "enable_adaptive_verification", False))
 
 
 def gather_query_heads(layer: Any, q: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mla_fusion import config
+from mla_fusion.attention.aiter import selection
+from mla_fusion.attention.plan import device
 from mla_fusion.config import eligibility, engine, vllm_compat
 from mla_fusion.runtime import measured
 
@@ -26,12 +28,15 @@ class Choice:
 
     planner: "portable", "aiter", or "": vLLM's backend. runs: from how many to how many sequences
     of a step its decode takes, in order; any other step is left to the backend. why: what the
-    report says of `auto` where it was measured on this GPU, else "".
+    report says beyond the option's value, if anything: how `auto` was decided, which steps AITER's
+    own table takes from `aiter`. slower_from: from so many sequences on, a step without drafts is
+    left to the backend too; 0: never.
     """
 
     planner: str = ""
     runs: tuple[measured.Span, ...] = ()
     why: str = ""
+    slower_from: int = 0
 
     @property
     def most(self) -> int:
@@ -47,7 +52,33 @@ def choose(layer: Any, options: config.Options, vllm_config: Any) -> Choice:
     if options.attention not in config.PLANNED:
         return Choice()
     facts = _facts(layer, options, vllm_config, options.attention)
-    return Choice() if facts.decline else Choice(options.attention, ((1, most),))
+    if facts.decline:
+        return Choice()
+    if options.attention == "aiter":
+        return _of_aiter(layer, facts, vllm_config, most)
+    return Choice(options.attention, ((1, most),))
+
+
+def _of_aiter(layer: Any, facts: eligibility.LayerFacts, vllm_config: Any, most: int) -> Choice:
+    """AITER's, but for the steps in which its own table has another decode as faster, which vLLM's
+    backend for AITER takes."""
+    if not backend_is_aiters(layer):
+        return Choice("aiter", ((1, most),))
+    activation, rows = vllm_config.model_config.dtype, _query_rows(vllm_config)
+    types = facts.query_dtype(activation), eligibility.cache_dtype(layer, activation)
+    arch, backend = device.architecture(layer._k_scale.device), layer.attn_backend.get_name()
+    if vllm_compat.pads_sequences(vllm_config):
+        return Choice(why=f"{backend} (aiter: adaptive verification pads the sequences of a step)")
+    first, steps = selection.slow_steps(layer.num_heads, rows, *types, most, arch)
+    if not first:
+        return Choice("aiter", ((1, most),))
+    run = 1, most if rows > 1 else first - 1
+    return Choice("aiter", (run,), f"aiter, {backend} for {steps}", slower_from=first)
+
+
+def backend_is_aiters(layer: Any) -> bool:
+    """Whether vLLM's backend of a layer decodes with AITER, and lists the pages for it."""
+    return "AITER" in layer.attn_backend.get_name()
 
 
 def _measured(layer: Any, options: config.Options, vllm_config: Any, most: int) -> Choice:

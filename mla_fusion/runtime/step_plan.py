@@ -40,6 +40,7 @@ class StepPlan:
     Its padding rows, which belong to no sequence, stay zero: so are their products with W_UV.
     runs: from how many to how many sequences of a step it serves; None: all that the scheduler puts
     into one.
+    slower_from: as of `decode_choice.Choice`.
     """
 
     def __init__(
@@ -47,11 +48,12 @@ class StepPlan:
         plan: attention.PersistentDecodePlan,
         out_dtype: torch.dtype,
         runs: Sequence[Span] | None = None,
+        slower_from: int = 0,
     ) -> None:
         settings = plan.settings
         rows = settings.max_batch * settings.max_query_len
         shape = (rows, settings.num_heads, settings.v_head_dim)
-        self.plan, self.runs = plan, runs
+        self.plan, self.runs, self.slower_from = plan, runs, slower_from
         self.executor = plan.planner.PROVIDERS[0]
         self.out = torch.zeros(shape, dtype=out_dtype, device=plan.device)
         self._planned: tuple[Any, Any] = (None, None)
@@ -73,14 +75,18 @@ class StepPlan:
     def describe(self, layers: int) -> str:
         """What it is for, in a line of the log; `layers` share it."""
         plan, settings = self.plan, self.plan.settings
-        cap = settings.max_split_per_batch
+        cap, pages = settings.max_split_per_batch, ""
+        if plan.aiter is not None and plan.aiter.entries is not None:
+            pages = f", {plan.aiter.entries.nbytes / 2**20:.1f} of them for a list of pages"
+        elif plan.aiter is not None:
+            pages = "; pages as vLLM's backend lists them, which plans each step for itself too"
         size = sum(x.nbytes for x in plan.tensors().values()) / 2**20
         return (
             f"{layers} layers share a plan, {self.executor} decodes: up to {settings.max_batch} "
             f"sequences of up to {settings.max_query_len} query tokens, {settings.num_heads} heads "
             f"as {plan.fold} x {plan.heads_per_work}, {plan.rules.ctas} CTAs, "
             f"{f'at most {cap} splits a sequence on average' if cap > 0 else 'no cap on splits'}, "
-            f"{size:.1f} MiB"
+            f"{size:.1f} MiB{pages}"
         )
 
     def serves(self, metadata: Any) -> bool:
@@ -89,10 +95,12 @@ class StepPlan:
         vLLM counts short prompts as decodes for some backends. A batch with queries longer than
         those of a decode step with drafts stays with the backend.
         """
-        sequences = metadata.decode.seq_lens.shape[0]
+        sequences, rows = metadata.decode.seq_lens.shape[0], int(metadata.max_query_len)
         if self.runs is not None and not any(a <= sequences <= b for a, b in self.runs):
             return False
-        return int(metadata.max_query_len) <= self.plan.settings.max_query_len
+        if rows == 1 and 0 < self.slower_from <= sequences:
+            return False
+        return rows <= self.plan.settings.max_query_len
 
     def decode(
         self,
@@ -111,6 +119,9 @@ class StepPlan:
         if self._planned[0] is not context or self._planned[1] is not metadata:
             self._refresh(metadata, q.shape[0])
             self._planned = context, metadata
+        if self.plan.aiter is not None:
+            # Of vLLM's backend for AITER, whose graphs find it at one address.
+            self.plan.aiter.listed = getattr(metadata.decode, "paged_kv_indices", None)
         self._attend(q, kv_cache, layer, metadata.decode.block_table, output, quantized)
 
     def _attend(
@@ -224,18 +235,18 @@ def attach(layers: Mapping[str, Any], options: config.Options, vllm_config: Any)
             "device": layer._k_scale.device,
         }
         width = layer.kv_lora_rank + layer.qk_rope_head_dim
-        key = *shape.values(), width, choice.runs
+        key = *shape.values(), width, choice.runs, choice.slower_from
         if key not in plans:
             plan = attention.PersistentDecodePlan.allocate(
                 max_batch=choice.most,
                 max_query_len=rows,
                 planner=choice.planner,
                 **shape,
-                **_settings(options, vllm_config, shape, width, rows),
+                **_settings(options, vllm_config, layer, shape, width, rows),
             )
             all_steps = ((1, vllm_config.scheduler_config.max_num_seqs),)
             runs = None if choice.runs == all_steps else choice.runs
-            plans[key] = StepPlan(plan, activation, runs)
+            plans[key] = StepPlan(plan, activation, runs, choice.slower_from)
         setattr(layer, ATTRIBUTE, plans[key])
         shared[plans[key]] = 1 + shared.get(plans[key], 0)
     if vllm_compat.is_first_rank():
@@ -258,13 +269,19 @@ def epilogues(layers: Mapping[str, Any]) -> str:
 
 
 def _settings(
-    options: config.Options, vllm_config: Any, shape: dict[str, Any], width: int, rows: int
+    options: config.Options,
+    vllm_config: Any,
+    layer: Any,
+    shape: dict[str, Any],
+    width: int,
+    rows: int,
 ) -> dict[str, Any]:
     """The arguments of `allocate` that depend on who executes the plan."""
     if options.attention == "aiter":
+        listed = decode_choice.backend_is_aiters(layer)
         return {
             "max_split_per_batch": options.max_split_per_batch,
-            "max_kv_len": vllm_config.model_config.max_model_len,
+            "max_kv_len": None if listed else vllm_config.model_config.max_model_len,
         }
     device = shape["device"]
     executor = attention.get_provider(attention.portable_provider(device))

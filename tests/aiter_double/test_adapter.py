@@ -61,6 +61,8 @@ def test_the_adapter_plans_and_decodes(double):
         double.forget()
         assert_right(*uses.run(replace(use, lengths=(700, 33, 5)), double))
         assert double.counts()[DECODE] == double.counts()[PLANNER] == 1
+        # Without it AITER leaves the plan of some batches aside.
+        assert double.calls(DECODE)[0]["num_kv_splits"] == double.arch.compute_units
 
 
 def test_a_row_that_sees_no_key_is_zero(double):
@@ -86,7 +88,7 @@ def test_random_ragged_steps(double):
         if not any(rows):
             continue
         verdict = selection.aiter_verdict(
-            fields["num_heads"], drafts, dtype, dtype, 4, double.arch.name
+            fields["num_heads"], drafts, dtype, dtype, double.arch.name
         )
         if verdict.unsupported:
             continue

@@ -15,7 +15,7 @@ def test_every_shape_that_the_library_plans_has_a_kernel(double):
     planned, at, arch, fp8 = 0, double.at, double.arch.name, double.arch.fp8
     for query, cache in ((BF16, BF16), (BF16, fp8), (fp8, fp8)):
         for count, qlen, lse in itertools.product(range(1, 145), range(1, 9), (False, True)):
-            verdict = selection.aiter_verdict(count, qlen, query, cache, 1, arch, return_lse=lse)
+            verdict = selection.aiter_verdict(count, qlen, query, cache, arch, return_lse=lse)
             if verdict.unsupported or (lse and not at.has("split_budget")):
                 continue  # the adapter asks for v0.1.16 where a log-sum-exp is wanted
             assert verdict.query_len >= qlen

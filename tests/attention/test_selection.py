@@ -8,39 +8,54 @@ from mla_fusion.attention.aiter import selection
 BF16, FN, FNUZ = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e4m3fnuz
 
 VERDICTS = [
-    # heads, query length, query, cache, batch, architecture, part of the reason
-    (16, 1, BF16, BF16, 8, "", "kernels for gfx942 and gfx950"),
-    (16, 1, torch.float16, BF16, 8, "gfx942", "no kernel takes a torch.float16 query"),
-    (16, 1, FNUZ, BF16, 8, "gfx942", "over a torch.bfloat16 cache"),
-    (16, 1, FN, FN, 8, "gfx942", "computes in torch.float8_e4m3fnuz"),
-    (144, 1, BF16, BF16, 8, "gfx942", "more than the 128"),
-    (128, 1, FNUZ, FNUZ, 8, "gfx942", "faults on gfx942"),
-    (16, 5, BF16, BF16, 8, "gfx942", "no persistent bf16 kernel for 16 heads and queries of 5"),
-    (16, 3, FNUZ, FNUZ, 8, "gfx942", ""),  # by the kernel for 4
-    (16, 5, FNUZ, FNUZ, 8, "gfx942", "queries of 5"),
-    (64, 2, FNUZ, FNUZ, 8, "gfx942", ""),  # folded to 16 heads
-    (16, 1, BF16, FN, 8, "gfx950", "no persistent bf16 over fp8 kernel"),
-    (64, 1, BF16, FNUZ, 8, "gfx942", "no persistent bf16 over fp8 kernel for 64 heads"),
-    (16, 1, BF16, BF16, 32, "gfx950", "1.4 to 1.6 times faster"),
-    (16, 1, BF16, BF16, 31, "gfx950", ""),
-    (16, 2, BF16, BF16, 32, "gfx950", ""),
-    (12, 1, BF16, BF16, 32, "gfx942", ""),
+    # heads, query length, query, cache, architecture, part of the reason
+    (16, 1, BF16, BF16, "", "kernels for gfx942 and gfx950"),
+    (16, 1, torch.float16, BF16, "gfx942", "no kernel takes a torch.float16 query"),
+    (16, 1, FNUZ, BF16, "gfx942", "over a torch.bfloat16 cache"),
+    (16, 1, FN, FN, "gfx942", "computes in torch.float8_e4m3fnuz"),
+    (144, 1, BF16, BF16, "gfx942", "more than the 128"),
+    (128, 1, FNUZ, FNUZ, "gfx942", "faults on gfx942"),
+    (16, 5, BF16, BF16, "gfx942", "no persistent bf16 kernel for 16 heads and queries of 5"),
+    (16, 3, FNUZ, FNUZ, "gfx942", ""),  # by the kernel for 4
+    (16, 5, FNUZ, FNUZ, "gfx942", "queries of 5"),
+    (64, 2, FNUZ, FNUZ, "gfx942", ""),  # folded to 16 heads
+    (16, 1, BF16, FN, "gfx950", "no persistent bf16 over fp8 kernel"),
+    (64, 1, BF16, FNUZ, "gfx942", "no persistent bf16 over fp8 kernel for 64 heads"),
 ]
 
 
-@pytest.mark.parametrize("heads, length, q, kv, batch, arch, reason", VERDICTS)
-def test_verdicts(heads, length, q, kv, batch, arch, reason):
-    verdict = selection.aiter_verdict(heads, length, q, kv, batch, arch)
-    assert reason in verdict.why_not and bool(reason) == bool(verdict.why_not)
+@pytest.mark.parametrize("heads, length, q, kv, arch, reason", VERDICTS)
+def test_verdicts(heads, length, q, kv, arch, reason):
+    why = selection.aiter_verdict(heads, length, q, kv, arch).unsupported
+    assert reason in why and bool(reason) == bool(why)
+
+
+@pytest.mark.parametrize(
+    "heads, rows, dtype, most, arch, first, words",
+    [
+        (16, 1, BF16, 32, "gfx950", 32, "32 sequences or more (by AITER's table, with bf16"),
+        (8, 1, BF16, 256, "gfx950", 32, "1.4 to 1.6 times faster there"),
+        (8, 2, BF16, 256, "gfx950", 32, "32 sequences or more without drafts ("),
+        (16, 1, BF16, 31, "gfx950", 0, ""),
+        (17, 1, BF16, 256, "gfx950", 0, ""),
+        (16, 1, FN, 256, "gfx950", 0, ""),
+        (12, 1, BF16, 256, "gfx942", 0, ""),
+    ],
+)
+def test_the_steps_in_which_aiters_table_has_another_decode_as_faster(
+    heads, rows, dtype, most, arch, first, words
+):
+    found = selection.slow_steps(heads, rows, dtype, dtype, most, arch)
+    assert found[0] == first and words in found[1] and bool(first) == bool(found[1])
 
 
 def test_a_verdict_can_change_with_the_log_sum_exp():
-    given = (16, 1, BF16, BF16, 4, "gfx942")
-    assert not selection.aiter_verdict(*given).why_not
-    assert "no log-sum-exp" in selection.aiter_verdict(*given, return_lse=True).why_not
+    given = (16, 1, BF16, BF16, "gfx942")
+    assert not selection.aiter_verdict(*given).unsupported
+    assert "no log-sum-exp" in selection.aiter_verdict(*given, return_lse=True).unsupported
     for heads, length, none in ((64, 1, False), (64, 2, True), (128, 1, True), (16, 4, False)):
-        verdict = selection.aiter_verdict(heads, length, BF16, BF16, 4, "gfx950", return_lse=True)
-        assert ("no log-sum-exp" in verdict.why_not) == none
+        verdict = selection.aiter_verdict(heads, length, BF16, BF16, "gfx950", return_lse=True)
+        assert ("no log-sum-exp" in verdict.unsupported) == none
 
 
 @pytest.mark.parametrize("arch, fp8", selection.FP8_OF.items())
@@ -48,7 +63,7 @@ def test_a_verdict_can_change_with_the_log_sum_exp():
 def test_a_step_with_drafts_has_a_kernel_of_its_own_or_the_next_length(heads, arch, fp8):
     for length in (1, 2, 3, 4):
         for dtype, exact in ((BF16, True), (fp8, length != 3)):
-            verdict = selection.aiter_verdict(heads, length, dtype, dtype, 8, arch)
+            verdict = selection.aiter_verdict(heads, length, dtype, dtype, arch)
             if (arch, heads, dtype) == ("gfx942", 128, fp8):
                 assert "faults on gfx942" in verdict.unsupported and not verdict.query_len
             elif (arch, verdict.layout.per_work, dtype) == ("gfx950", 32, fp8):

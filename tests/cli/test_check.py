@@ -356,6 +356,12 @@ def test_check_says_on_which_gpu_aiter_decodes(monkeypatch, tmp_path, capsys):
     ]
     assert cli.main([*argv, "--tensor-parallel-size", "8", "--speculative-tokens", "2"]) == 0
     assert "gfx942: 16 heads as 1 x 16" in capsys.readouterr().out
+    argv = ["check", str(tmp_path), "--attention", "aiter", "--tensor-parallel-size", "16"]
+    for sequences, slow in ((31, False), (32, True)):
+        assert cli.main([*argv, "--max-num-seqs", str(sequences)]) == 0
+        said = capsys.readouterr().out
+        named = "gfx950: 8 heads as 1 x 16; vLLM's backend for 32 sequences or more (by AITER's"
+        assert (named in said) == slow and said.count("vLLM's backend for") == slow
 
 
 @pytest.mark.parametrize(

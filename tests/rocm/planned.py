@@ -4,6 +4,7 @@ As in steps.py, but the fused layer decodes with AITER from a plan of this libra
 checks every call.
 """
 
+import dataclasses
 import functools
 
 import torch
@@ -164,6 +165,9 @@ def replayed(case, made, double):
             metadata.decode.seq_lens.copy_(lens)
             blocks = torch.randperm(steps.BLOCKS, generator=torch.Generator().manual_seed(seed))
             tables[:live] = blocks[: tables[:live].numel()].view(live, -1)[:, : tables.shape[1]]
+            requests = tuple((length - size, size) for length in lengths[:live])
+            # vLLM lists the pages before each replay.
+            backend.metadata(dataclasses.replace(batch, requests=requests), slots, tables)
             query.copy_(torch.randn(shape, generator=generator))
             step_plan.out.fill_(torch.nan)
             graph.replay()

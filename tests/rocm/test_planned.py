@@ -90,6 +90,12 @@ def decode_only(case):
     return all(cached for cached, _ in ALL_BATCHES[case.batch].requests)
 
 
+def is_slower(architecture, case):
+    """Whether AITER's table has another decode as faster, or vLLM has."""
+    few, many = case.heads <= 16, len(ALL_BATCHES[case.batch].requests) >= 32
+    return (architecture, case.cache) == ("gfx950", "auto") and few and many
+
+
 @pytest.mark.parametrize("job, case", each(1))
 def test_a_step_is_planned_once_and_decoded_right(results, job, case):
     """`watch` compares each call and each output; here is what follows from the shape."""
@@ -106,8 +112,9 @@ def test_a_step_is_planned_once_and_decoded_right(results, job, case):
     [[heads, longest, _]] = got.made
     assert heads == case.heads and longest >= 1 + ALL_BATCHES[case.batch].drafts
     assert got.calls.get(FUSED, 0) == decode_only(case)
-    assert got.decodes == decode_only(case) and got.plans == [1] * decode_only(case)
-    # vLLM's builder plans for itself; its own decode runs for mixed batches alone.
+    ours = decode_only(case) and not is_slower(architecture, case)
+    assert got.decodes == ours and got.plans == [1] * ours
+    # vLLM's builder plans for itself; its own decode runs for mixed batches, and where faster.
     assert got.calls.get(DECODE, 0) + got.calls.get("mla_gluon", 0) == (case.batch != "prefill")
     assert got.calls.get(PLANNER, 0) <= 1 + got.decodes
     for rows, live in got.rows:

@@ -82,7 +82,7 @@ class Watch:
             tensor = getattr(plan, name)
             assert tensor.shape == (shape if isinstance(shape, tuple) else (shape,)), name
             assert tensor.dtype == dtype and tensor.is_contiguous(), name
-        assert plan.aiter.entries is not None, "the entries have no buffer"
+        assert plan.aiter.entries is None, "the pages have a second list"
         self._homes[id(plan)] = {name: _home(x) for name, x in plan.tensors().items()}
         self.made.append([settings.num_heads, asked["max_seqlen_qo"], plan.fold])
 
@@ -138,6 +138,7 @@ class Watch:
             at = torch.arange(length)
             pages += (blocks[at // size].long() * size + at % size).tolist()
         assert a["kv_indices"][: ends[-1]].tolist() == pages, "other pages"
+        assert _home(a["kv_indices"]) == _home(metadata.decode.paged_kv_indices), "a second list"
         assert _home(a["kv_buffer"])[0] == _home(kv_cache)[0], "another layer's cache"
         assert a["kv_buffer"].shape == (kv_cache.shape[0] * size, 1, 1, ENTRY)
         heads = -(-layer.num_heads // 16) * 16

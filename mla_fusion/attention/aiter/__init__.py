@@ -52,9 +52,7 @@ def persistent_mla_decode(given: Inputs) -> None:
     if not kv_cache.is_contiguous():
         raise ValueError("AITER reads the cache as dense pages of one token: kv_cache is strided")
     companions.check(plan)
-    verdict = planner_aiter.verdict(
-        settings, step.max_query_len, step.batch, return_lse=lse is not None
-    )
+    verdict = planner_aiter.verdict(settings, step.max_query_len, return_lse=lse is not None)
     if verdict.unsupported:
         raise ValueError(f"{verdict.unsupported}: use the triton provider")
     if lse is not None and not selection.sizes_with_cap():

@@ -18,11 +18,14 @@ if TYPE_CHECKING:
 def entries(plan: PlanBuffers, block_table: torch.Tensor, page_size: int) -> torch.Tensor:
     """The entry, int32, of token t of the concatenation of all sequences of the step, for each t.
 
-    With max_kv_len this is a buffer of the plan, which keeps its address. A graph that did not
+    The caller's list if there is one; with max_kv_len a buffer of the plan, which keeps its
+    address. A graph that did not
     record the refresh writes its own at every decode: a refresh between its replays is not seen.
     """
     companions = plan.aiter
     assert companions is not None  # the plan is AITER's
+    if companions.listed is not None:
+        return companions.listed
     key = (plan.refreshes, block_table.data_ptr(), block_table.shape, page_size)
     shared = companions.captured or not capturing()
     if shared and companions.expanded is not None and companions.expanded[0] == key:

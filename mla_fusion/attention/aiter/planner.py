@@ -57,19 +57,13 @@ def _unsupported(settings: Settings) -> str:
     latent = settings.v_head_dim
     if latent != selection.LATENT:
         return f"its persistent decode has kernels for latents of {selection.LATENT}, not {latent}"
-    return _verdict(settings).unsupported
+    return verdict(settings, settings.max_query_len).unsupported
 
 
-def _verdict(settings: Settings) -> selection.Verdict:
-    return verdict(settings, settings.max_query_len, settings.max_batch)
-
-
-def verdict(
-    settings: Settings, query_len: int, batch: int, *, return_lse: bool = False
-) -> selection.Verdict:
-    """That of a step of a plan: `batch` sequences of up to `query_len` query rows."""
+def verdict(settings: Settings, query_len: int, *, return_lse: bool = False) -> selection.Verdict:
+    """That of a step of a plan: sequences of up to `query_len` query rows."""
     return selection.aiter_verdict(
-        settings.num_heads, query_len, settings.q_dtype, settings.kv_dtype, batch,
+        settings.num_heads, query_len, settings.q_dtype, settings.kv_dtype,
         gpu.architecture(settings.device), return_lse=return_lse,
     )  # fmt: skip
 
@@ -85,7 +79,8 @@ def allocate(settings: Settings) -> dict[str, Any]:
     capped = {"max_split_per_batch": cap} if cap > 0 else {}
     if why := cannot_cap(cap):
         raise ValueError(why)
-    longest, layout = _verdict(settings).query_len, _verdict(settings).layout
+    widest = verdict(settings, settings.max_query_len)
+    longest, layout = widest.query_len, widest.layout
     shapes = size(
         settings.max_batch,
         longest,
@@ -136,7 +131,7 @@ def fill(
     for indptr in (plan.qo_indptr, plan.kv_indptr):
         indptr[batch + 1 :].copy_(indptr[batch].expand_as(indptr[batch + 1 :]))
     settings = plan.settings
-    rows = verdict(settings, max_query_len, batch).query_len
+    rows = verdict(settings, max_query_len).query_len
     _place_rows(companions, rows, plan.qo_indptr, plan.kv_indptr)
     companions.captured = capturing()
     _, write, names = selection.installed_planner()

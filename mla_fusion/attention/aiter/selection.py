@@ -46,7 +46,7 @@ _LSE_QUERY_LENS = {
     ("gfx950", "fp8", 16): (1, 4),
     ("gfx950", "fp8", 32): (1, 4),
 }
-_SLOW_BATCH = 32
+_SLOW_BATCH = 32  # padded sequences of a step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,8 @@ class Verdict:
 
     layout: how its heads are padded and folded. query_len: the rows of a sequence that the kernel
     is for, as many as there are or the next for which there is one; 0 without a kernel.
-    unsupported: why there is no kernel, or empty. slower: why another decode is faster, or empty.
+    unsupported: why there is no kernel, or empty. slower: why another decode is faster from
+    `slower_from` sequences on, or empty.
     """
 
     layout: HeadLayout
@@ -64,9 +65,9 @@ class Verdict:
     slower: str = ""
 
     @property
-    def why_not(self) -> str:
-        """The first reason against it; empty if it is to be used."""
-        return self.unsupported or self.slower
+    def slower_from(self) -> int:
+        """From how many sequences of a step, with padding, another decode is faster; 0: never."""
+        return _SLOW_BATCH if self.slower else 0
 
 
 def aiter_verdict(
@@ -74,7 +75,6 @@ def aiter_verdict(
     query_len: int,
     q_dtype: torch.dtype,
     kv_dtype: torch.dtype,
-    batch: int,
     arch: str,
     *,
     return_lse: bool = False,
@@ -84,7 +84,6 @@ def aiter_verdict(
     Args:
         num_heads: heads of the query on this rank.
         query_len: most query rows of a sequence.
-        batch: sequences of the step, with padding.
         arch: as `plan.device.architecture` gives it.
         return_lse: whether the log-sum-exp is wanted too.
     """
@@ -124,10 +123,10 @@ def aiter_verdict(
             f"{runs} tokens writes no log-sum-exp",
         )
     slower = ""
-    if (arch, kind, layout.padded, query_len) == ("gfx950", "bf16", 16, 1) and batch >= _SLOW_BATCH:
+    if (arch, kind, layout.padded, query_len) == ("gfx950", "bf16", 16, 1):
         slower = (
-            f"for bf16, 16 heads and {_SLOW_BATCH} sequences or more AITER's other kernel is 1.4 "
-            "to 1.6 times faster on gfx950 (ROCm/aiter#4144)"
+            "by AITER's table, with bf16 and up to 16 heads its other kernel is 1.4 to 1.6 times "
+            "faster there, ROCm/aiter#4144"
         )
     return Verdict(layout, runs, slower=slower)
 
@@ -135,15 +134,32 @@ def aiter_verdict(
 def aiter_verdict_up_to(
     num_heads: int, query_len: int, q_dtype: torch.dtype, kv_dtype: torch.dtype, arch: str
 ) -> Verdict:
-    """The first verdict against queries of 1 to `query_len` tokens; without one, the longest's.
-
-    One sequence: the batch only says whether another decode is faster.
-    """
+    """The first verdict against queries of 1 to `query_len` tokens; without one, the longest's."""
     verdicts = [
-        aiter_verdict(num_heads, length, q_dtype, kv_dtype, 1, arch)
+        aiter_verdict(num_heads, length, q_dtype, kv_dtype, arch)
         for length in range(1, query_len + 1)
     ]
     return next((verdict for verdict in verdicts if verdict.unsupported), verdicts[-1])
+
+
+def slow_steps(
+    num_heads: int,
+    query_len: int,
+    q_dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    most: int,
+    arch: str,
+) -> tuple[int, str]:
+    """From how many sequences on, up to `most`, another decode is faster, and which steps those
+    are and why; (0, "") if it never is.
+
+    The table has no step with drafts, but an engine with them may have steps without.
+    """
+    single = aiter_verdict(num_heads, 1, q_dtype, kv_dtype, arch)
+    if not 0 < single.slower_from <= most:
+        return 0, ""
+    drafts = " without drafts" if query_len > 1 else ""
+    return single.slower_from, f"{single.slower_from} sequences or more{drafts} ({single.slower})"
 
 
 def unsupported_widths(latent: int, rope: int) -> str:

@@ -188,6 +188,7 @@ class Companions:
         blind: [N] bool, the row sees no key.
         entries: [max_batch * max_kv_len] int32, the cache entry of each KV token of the plan; None
             without max_kv_len.
+        listed: the same, of each step, where the caller has it at an address of its own.
         captured: whether a CUDA graph recorded the last refresh.
         expanded: (key, cache entries) that the decodes of a step share.
     """
@@ -201,6 +202,7 @@ class Companions:
     written: torch.Tensor
     blind: torch.Tensor
     entries: torch.Tensor | None
+    listed: torch.Tensor | None = None
     captured: bool = False
     expanded: tuple[tuple[Any, ...], torch.Tensor] | None = None
 
@@ -301,8 +303,8 @@ class PlanBuffers:
         return *partial, self.work_indptr, self.work_info_set, self.qo_indptr, self.kv_indptr
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors of the plan and of its companions, by name."""
-        owned = vars(self) if self.aiter is None else vars(self) | vars(self.aiter)
+        """All tensors of the plan and of its companions, by name; not the caller's `listed`."""
+        owned = vars(self) if self.aiter is None else vars(self) | vars(self.aiter) | {"listed": 0}
         return {name: value for name, value in owned.items() if isinstance(value, torch.Tensor)}
 
 

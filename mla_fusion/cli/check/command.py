@@ -207,7 +207,9 @@ def _ask_decode(settings: Settings, cut: shrink.Cut) -> tuple[list[str], list[De
             return [_SHARED], []
         return [], [Decline("context-parallel", f"attention={settings.attention}")]
     if settings.attention == "aiter":
-        return persistent_decode.of_aiter(cut.config, 1 + settings.speculative_tokens, cache)
+        return persistent_decode.of_aiter(
+            cut.config, 1 + settings.speculative_tokens, cache, settings.max_num_seqs
+        )
     if settings.attention == "portable":
         return persistent_decode.of_triton(cut.config, cache, cut.quantization)
     return [], []

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def of_aiter(
-    shape: Mapping[str, Any], query_len: int, cache: str
+    shape: Mapping[str, Any], query_len: int, cache: str, sequences: int
 ) -> tuple[list[str], list[Decline]]:
     """What attention=aiter does with a model on each architecture, and why on none.
 
@@ -27,6 +27,7 @@ def of_aiter(
         shape: num_attention_heads of a rank, kv_lora_rank and qk_rope_head_dim.
         query_len: the most query tokens of a sequence.
         cache: as --kv-cache-dtype; with fp8 vLLM's ROCM_AITER_MLA takes the query in fp8 too.
+        sequences: the most of a step.
     """
     if widths := selection.unsupported_widths(shape["kv_lora_rank"], shape["qk_rope_head_dim"]):
         return [], [Decline("aiter-attention", widths)]
@@ -37,6 +38,8 @@ def of_aiter(
         layout = verdict.layout
         taken += [] if verdict.unsupported else [arch]
         said.append(verdict.unsupported or f"{heads} heads as {layout.fold} x {layout.per_work}")
+        _, slow = selection.slow_steps(heads, query_len, dtype, dtype, sequences, arch)
+        said[-1] += f"; vLLM's backend for {slow}" if slow else ""
     notes = [f"  {arch}: {text}" for arch, text in zip(selection.FP8_OF, said, strict=True)]
     if taken:
         return notes, []

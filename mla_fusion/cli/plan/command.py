@@ -109,7 +109,7 @@ def _layout(arguments: argparse.Namespace) -> HeadLayout:
     fp8 = arguments.kv_cache_dtype == "fp8"
     dtype = selection.FP8_OF[arguments.aiter] if fp8 else torch.bfloat16
     verdict = selection.aiter_verdict(
-        arguments.heads, arguments.query_len, dtype, dtype, arguments.batch or 1, arguments.aiter
+        arguments.heads, arguments.query_len, dtype, dtype, arguments.aiter
     )
     if verdict.unsupported:
         raise UserError(f"attention=aiter: {verdict.unsupported}")
