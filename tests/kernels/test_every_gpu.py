@@ -153,9 +153,10 @@ def test_it_compiles_and_fits(target, launch):
     assert result.shared <= LDS[target], result
     assert result.registers <= (512 if target in AMD else 255), result
     # Scalar registers of AMD's go to lanes of a vector register.
-    spills = result.memory_spills if target in AMD else result.spills
-    assert (result.hot_spills if what is decode else spills) == 0, result
-    assert result.memory_spills == 0, result
+    assert result.memory_spills == result.hot_spills == 0, result
+    if what is not decode and target in NVIDIA:
+        # A dozen accesses outside of a loop over tiles, but none where it was measured.
+        assert result.spills <= (0 if target == "sm_90" else 12), result
     if what in (region, decode, behind):
         assert result.wide_loads > 0, result
         assert bool(result.matrix) == (what is not region or how[0] > 1), result
