@@ -4,6 +4,7 @@
 
     python benchmarks/figures.py            all of it (needs matplotlib: the extra `bench`)
     python benchmarks/figures.py --tables   without the plots
+    python benchmarks/figures.py --rows CSV the JSON of a GPU whose rows are kept there alone
 
 A table is between `<!-- table NAME -->` and `<!-- end -->`; each plot carries the hash of the rows
 it was drawn from, so that a test fails when either is older than its source.
@@ -16,11 +17,14 @@ import csv
 import hashlib
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
+from mla_fusion.cli.bench.decode_peers import TOLERANCE
 from mla_fusion.cli.calibrate.tables import tables as shapes_of
 from mla_fusion.cli.calibrate.tables import text
-from mla_fusion.runtime.measured import FOLDER
+from mla_fusion.runtime.measured import FOLDER, WIDTHS
+from mla_fusion.runtime.measured import PAGE as PAGE_SIZE
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -195,9 +199,18 @@ def written(page: str) -> str:
     return page
 
 
-def shipped() -> dict[str, str]:
-    """The files of `FOLDER` by name: of ours and of what vLLM chooses there."""
-    rows = [row for path in DECIDES for row in read(path)]
+def shipped(sources: Sequence[Path] = DECIDES) -> dict[str, str]:
+    """The files of `FOLDER` by name: of ours and of what vLLM chooses there.
+
+    Raises:
+        ValueError: rows are of another shape than the files', or ours was wrong.
+    """
+    rows = [row for path in sources for row in read(path)]
+    for row in rows:
+        shape = int(row["latent"]), int(row["rope"]), int(row["page"])
+        right = row["candidate"] != "ours" or float(row["error"]) <= TOLERANCE
+        if shape != (*WIDTHS, PAGE_SIZE) or not right:
+            raise ValueError(f"not a row to decide by: {row}")
     chosen = [row for row in rows if row["candidate"] == "ours" or row["vllm_default"] == "1"]
     return {name: text(table) for name, table in shapes_of(chosen).items()}
 
@@ -253,10 +266,15 @@ def main() -> None:
     """Bring all up to their source."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tables", action="store_true", help="do not draw")
+    parser.add_argument(
+        "--rows", type=Path, nargs="+", help="of bench decode, for their JSON alone"
+    )
     options = parser.parse_args()
-    PAGE.write_text(written(PAGE.read_text()))
-    for name, content in shipped().items():
+    for name, content in shipped(options.rows or DECIDES).items():
         (FOLDER / name).write_text(content)
+    if options.rows:
+        return
+    PAGE.write_text(written(PAGE.read_text()))
     if not options.tables:
         import matplotlib
 

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-from unittest import mock
 
 import pytest
 import torch
@@ -12,11 +11,10 @@ pytest.importorskip("triton")
 from mla_fusion.attention.hopper import decode as hopper_decode
 from mla_fusion.attention.hopper import fits
 from mla_fusion.attention.plan.inputs import Inputs, Scope, Sparse
-from mla_fusion.attention.plan.layouts import FP8_DS_MLA, FP8_DS_MLA_V4
 from mla_fusion.attention.triton import decode_kernel as portable
 from mla_fusion.attention.triton import reduce_kernel
 from tests.attention.decodes import BF16, FN, plan_for
-from tests.kernels.compiled import FP8, LDS, compile_report, specialize
+from tests.kernels.compiled import LDS, as_on, compile_report, specialize
 from tests.nightly import daily
 
 
@@ -61,8 +59,7 @@ def decode_inputs(
 
 def decode_arguments(target, module, heads, dtype, **shape):
     """Launch arguments of the decode kernel of a module."""
-    hip = "7" if target.startswith("gfx") else None
-    with mock.patch.object(torch.version, "hip", hip):
+    with as_on(target):
         _, args, options = module.arguments(decode_inputs(heads, dtype, **shape))
     return args, options
 
@@ -86,77 +83,6 @@ def test_the_width_of_the_table_is_no_variant(module, sparse):
         source, _ = specialize("sm_90", module.kernel, args, options)
         variants.append((source.signature, source.constants, source.attrs))
     assert variants[0] == variants[1] == variants[2]
-
-
-@pytest.mark.parametrize(
-    "case",
-    daily(itertools.product(FP8, (16, 64), (False, True)),
-          *((target, 16, False) for target in FP8), ("gfx942", 64, True)),
-)  # fmt: skip
-def test_portable_kernel(case):
-    target, heads, sparse = case
-    for dtype in (BF16, FP8[target]):
-        result = decode_report(target, portable, heads, dtype, sparse=sparse)
-        assert result.hot_spills == 0, result
-        if target.startswith("gfx"):
-            # The scalars of two scopes do not all fit; they go to lanes of a vector register.
-            assert (result.memory_spills if sparse else result.spills) == 0, result
-            assert result.registers <= 512, result
-            assert any(name.startswith("v_mfma") for name in result.matrix), result
-        assert result.shared <= LDS[target], result
-        assert result.wide_loads > 0, result
-
-
-BYTES = {"v3.2": FP8_DS_MLA, "v4": FP8_DS_MLA_V4}
-
-
-@pytest.mark.parametrize(
-    "case",
-    daily(itertools.product(FP8, (16, 64), BYTES), ("gfx950", 16, "v3.2"), ("sm_90", 16, "v4")),
-)
-def test_portable_kernel_over_bytes(case):
-    target, heads, name = case
-    layout = BYTES[name]
-    widths = layout.latent, layout.width - layout.latent
-    result = decode_report(
-        target,
-        portable,
-        heads,
-        BF16,
-        sparse=True,
-        widths=widths,
-        kv_dtype=FP8[target],
-        layout=layout,
-    )
-    assert result.hot_spills == 0 and result.memory_spills == 0, result
-    assert result.shared <= LDS[target] and result.wide_loads > 0, result
-    kind = "v_mfma" if target.startswith("gfx") else "H"
-    assert any(name.startswith(kind) for name in result.matrix), result
-    if target == "sm_90":
-        # Values are not loaded one by one; the scales of V4 are bytes.
-        assert result.narrow_loads <= (2 if layout.behind else 0), result
-
-
-OTHER_WIDTHS = [
-    (256, 64, 16, True), (256, 64, 64, False), (256, 32, 16, True), (320, 64, 16, False),
-    (320, 64, 64, False), (512, 128, 64, True), (640, 96, 16, False), (1024, 128, 16, False),
-    (1024, 128, 64, False),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "case",
-    daily(itertools.product(FP8, OTHER_WIDTHS), ("gfx942", OTHER_WIDTHS[0]),
-          ("sm_90", OTHER_WIDTHS[1])),
-)  # fmt: skip
-def test_portable_kernel_of_other_widths(case):
-    target, (latent, rope, heads, is_fp8) = case
-    dtype = FP8[target] if is_fp8 else BF16
-    result = decode_report(target, portable, heads, dtype, widths=(latent, rope))
-    assert result.hot_spills == 0 and result.memory_spills == 0, result
-    assert result.shared <= LDS[target] and result.wide_loads > 0, result
-    kind = "v_mfma" if target.startswith("gfx") else "H"
-    assert any(name.startswith(kind) for name in result.matrix), result
 
 
 HOPPER_WIDTHS = [
@@ -235,27 +161,14 @@ def test_only_the_plan_is_read_before_the_kernel_in_front_has_ended(case, dtype)
 
 def test_pieces_are_read_when_the_decode_has_ended():
     out = meta(8, 16, 512, dtype=BF16)
-    args, options = reduce_kernel.arguments(plan_for(num_heads=16), 8, out, None)
-    options |= {"PDL": True, "launch_pdl": True}
+    with as_on("sm_90"):
+        args, options = reduce_kernel.arguments(plan_for(num_heads=16), 8, out, None)
     order = compile_report("sm_90", reduce_kernel.kernel, args, options).order
     # Two waits: one in programs with nothing to merge, before or after all this.
     assert order[0] == "PREEXIT" and order.count("ACQBULK") == 2
     splits = [i for i, name in enumerate(order) if name in ("LDG.128", "STG")]
     assert order.index("ACQBULK") < splits[0] and order[splits[0]] == "LDG.128", order
     assert "ACQBULK" not in order[splits[0] : splits[-1]], order
-
-
-@pytest.mark.parametrize(
-    "case",
-    daily(itertools.product(FP8, (16, 128), (1, 8, 32, 256)),
-          ("gfx942", 16, 8), ("gfx950", 128, 32), ("sm_90", 16, 1), ("sm_90", 128, 256)),
-)  # fmt: skip
-def test_reduction(case):
-    target, heads, tiles = case
-    out, lse = meta(8, heads, 512, dtype=BF16), meta(8, heads, dtype=torch.float32)
-    args, options = reduce_kernel.arguments(plan_for(num_heads=heads), tiles, out, lse)
-    result = compile_report(target, reduce_kernel.kernel, args, options)
-    assert result.spills == 0 and result.wide_loads > 0, result
 
 
 @pytest.mark.nightly

@@ -12,7 +12,7 @@ from mla_fusion.cli.calibrate import command
 from mla_fusion.config import vllm_compat
 from mla_fusion.runtime import measured
 
-GPU = "NVIDIA H100 80GB HBM3"
+GPU = "NVIDIA H20"
 MODEL = {
     "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 7168,
     "num_attention_heads": 128, "num_hidden_layers": 61, "kv_lora_rank": 512,

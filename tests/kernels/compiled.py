@@ -3,11 +3,13 @@
 Triton has code generators, assemblers and disassemblers for both vendors; nothing runs.
 """
 
+import contextlib
 import dataclasses
 import re
 import subprocess
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import torch
 import triton
@@ -16,17 +18,17 @@ from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 
-TARGETS = {
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-    "gfx950": GPUTarget("hip", "gfx950", 64),
-    "sm_90": GPUTarget("cuda", 90, 32),
-}
-FP8 = {
-    "gfx942": torch.float8_e4m3fnuz,
-    "gfx950": torch.float8_e4m3fn,
-    "sm_90": torch.float8_e4m3fn,
-}
-LDS = {"gfx942": 64 * 1024, "gfx950": 160 * 1024, "sm_90": 227 * 1024}
+from mla_fusion.kernels import triton as provider
+
+# The GPUs on which vLLM serves MLA, and KiB of shared memory (LDS) that a CTA can have there.
+NVIDIA = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_103": 227,
+          "sm_120": 99}  # fmt: skip
+AMD = {"gfx90a": 64, "gfx942": 64, "gfx950": 160}
+TARGETS = {name: GPUTarget("cuda", int(name[3:]), 32) for name in NVIDIA}
+TARGETS |= {name: GPUTarget("hip", name, 64) for name in AMD}
+LDS = {name: 1024 * size for name, size in (NVIDIA | AMD).items()}
+# Triton has none before sm_89.
+FP8 = dict.fromkeys([*NVIDIA, *AMD][2:], torch.float8_e4m3fn) | {"gfx942": torch.float8_e4m3fnuz}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,12 +73,28 @@ def specialize(target, kernel, arguments, options):
     which it gives buffer instructions.
     """
     backend = make_backend(TARGETS[target])
+    if target in NVIDIA:
+        # Its conversions saturate by themselves, which a launch sees by the tensor's device.
+        limits = options.keys() & {"Q_LIMIT", "K_LIMIT", "LIMIT"}
+        options = {**options, **{name: -abs(options[name]) for name in limits}}
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     chosen, signature, constants, attributes = kernel._pack_args(
         backend, options, *bind(*arguments, **options)
     )
     source = GluonASTSource if kernel.is_gluon() else ASTSource
     return source(kernel, signature, constants, attributes), chosen
+
+
+@contextlib.contextmanager
+def as_on(target):
+    """Launches are made as on a GPU, from tensors without memory too."""
+    is_amd = target in AMD
+    capability = (0, 0) if is_amd else divmod(TARGETS[target].arch, 10)
+    with (
+        mock.patch.object(torch.version, "hip", "7" if is_amd else None),
+        mock.patch.object(provider, "_capability", lambda device: capability),
+    ):
+        yield
 
 
 def compile_kernel(target, kernel, arguments, options):
@@ -88,7 +106,7 @@ def compile_kernel(target, kernel, arguments, options):
 def compile_report(target, kernel, arguments, options):
     """Compile a kernel, and read its machine code."""
     compiled = compile_kernel(target, kernel, arguments, options)
-    if target.startswith("gfx"):
+    if target in AMD:
         return read_amd(compiled.asm["amdgcn"], compiled.metadata.shared)
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -136,7 +154,7 @@ def read_nvidia(usage, sass, shared):
         registers=registers,
         spills=stack + len(re.findall(r"\b(?:LDL|STL)\b", sass)),
         shared=shared,
-        matrix=tuple(sorted(set(re.findall(r"\b(HGMMA|QGMMA|HMMA)\b", sass)))),
+        matrix=tuple(sorted(set(re.findall(r"\b((?:UTC)?[HQ]G?MMA)\b", sass)))),
         fp8_converts=len(re.findall(r"F2FP\.\S*E4M3", sass)),
         wide_loads=len(re.findall(r"(?:LDG|LDGSTS)\.E\S*\.128", sass)),
         narrow_loads=len(re.findall(r"LDG\.E\.[US](?:8|16)\b", sass)),
@@ -165,6 +183,6 @@ def hot_loop(sass):
         jump = re.search(r"BRA.*`\((\.L_x_\d+)\)", line)
         begin = labels.get(jump[1], end) if jump else end
         body = lines[begin:end]
-        if any(re.search(r"\b[HQ]G?MMA\b", each) for each in body):
+        if any(re.search(r"\b(?:UTC)?[HQ]G?MMA\b", each) for each in body):
             loops.append(body)
     return "\n".join(min(loops, key=len, default=[]))
