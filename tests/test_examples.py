@@ -15,6 +15,7 @@ import urllib.request
 from pathlib import Path
 from unittest.mock import Mock
 
+import accuracy
 import custom_pass
 import pytest
 
@@ -196,4 +197,52 @@ def test_offline_llm(tmp_path, model):
         cwd=tmp_path, VLLM_ENABLE_V1_MULTIPROCESSING="0", **environment(tmp_path),
     )  # fmt: skip
     assert re.search(r"'A fused kernel is' -> '.+'", text), text
+    assert_all_layers_fused(tmp_path)
+
+
+def test_accuracy_counts_the_answers_that_chance_does_not_explain():
+    def arm(values, text="w1"):
+        return [["t", i, "none", [[text]], {"exact_match": v}] for i, v in enumerate(values)]
+
+    for off, on, lost, said in (
+        ([1, 0, 1], [1, 0, 1], False, "of 3 samples 0 answers differ, 0 lower, 0 higher (p = 1)"),
+        ([1] * 6 + [0], [0] * 7, True, "6 lower, 0 higher (p = 0.031)"),
+        ([1] * 5 + [0], [0] * 6, False, "5 lower, 0 higher (p = 0.062)"),
+        ([0] * 6, [1] * 6, False, "off 0.0000, on 1.0000"),
+    ):
+        lines, found = accuracy.compare(arm(off), arm(on)[::-1])
+        assert found == lost and lines[0].startswith("t, none, exact_match: ") and said in lines[0]
+    assert "2 answers differ" in accuracy.compare(arm([1, 1]), arm([1, 1], "w2"))[0][0]
+
+
+# What examples/accuracy.py calls of lm_eval; the real one ran by hand.
+LM_EVAL = """
+def simple_evaluate(model, model_args, tasks, task_manager, limit, batch_size, log_samples):
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(model_args.pop("pretrained"), **model_args)
+    prompts = [f"w{n} w{2 * n} w{3 * n}" for n in range(limit)]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12))
+    return {"samples": {task: [
+        {"doc_id": i, "filter": "none", "resps": [[x.outputs[0].text]], "metrics": ["m"], "m": i}
+        for i, x in enumerate(outputs)] for task in tasks}}
+"""
+
+
+@pytest.mark.engine
+@pytest.mark.nightly
+def test_accuracy_runs_both_arms(tmp_path, model):
+    (tmp_path / "lm_eval").mkdir()
+    (tmp_path / "lm_eval/__init__.py").write_text(LM_EVAL)
+    (tmp_path / "lm_eval/tasks.py").write_text("def TaskManager(include_path): pass\n")
+    engine = {"max_model_len": 128, "max_num_seqs": 8, "attention_backend": "CPU_MLA"}
+    engine["additional_config"] = {"mla_fusion": {"provider": "reference"}}
+    text = run_example(
+        "accuracy.py", str(model), "--tasks=made_up", "--limit=4", "--engine", json.dumps(engine),
+        cwd=tmp_path, VLLM_ENABLE_V1_MULTIPROCESSING="0", PYTHONPATH=str(tmp_path),
+        **environment(tmp_path),
+    )  # fmt: skip
+    assert "made_up, none, m: off 1.5000, on 1.5000; of 4 samples 0 answers differ" in text
+    answers = json.loads((tmp_path / "build/accuracy/on.json").read_text())
+    assert len({answer for *_, [[answer]], _ in answers}) > 1
     assert_all_layers_fused(tmp_path)

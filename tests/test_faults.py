@@ -147,9 +147,7 @@ def test_what_is_derived_from_buffers_follows_a_reload(make, method, monkeypatch
     """Through `.data`, as vLLM restores buffers after a sleep of level 2; aiter keeps halves."""
     from vllm.v1.worker.worker_base import WorkerBase
 
-    source, q = torch.randn(4, 8), torch.zeros(1, dtype=torch.bfloat16)
-    monkeypatch.setattr(aiter, "_halves", {})
-    monkeypatch.setattr(reference, "refresh", aiter.refresh, raising=False)
+    source, q = torch.randn(4, 8), torch.zeros(1, 8, dtype=torch.bfloat16)
 
     def load(self, *args, **kwargs):
         source.data.mul_(-1)
@@ -160,7 +158,8 @@ def test_what_is_derived_from_buffers_follows_a_reload(make, method, monkeypatch
     for layer in layers.values():
         setattr(layer, tables.ATTRIBUTE, {})
         table = tables.in_type(layer, source, "native", torch.bfloat16)
-    halves = aiter._tables(table, q, 8)
+    given = SimpleNamespace(cos_sin_cache=table, q=q, k_pe=q, derived=tables.kept(layer))
+    _, *halves = aiter.halves(given)
     getattr(made, method)()
     assert torch.equal(table, source.bfloat16())
     assert torch.equal(torch.cat(halves, 1), table)

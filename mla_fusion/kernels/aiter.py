@@ -25,7 +25,7 @@ import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -131,7 +131,7 @@ def fused_mla_decode_prep(inputs: Inputs) -> torch.Tensor:
     nope = q.shape[-1] - rope
     if inputs.q_factor is not None:
         q = scale(q, inputs.q_factor)
-    cos, sin = _tables(inputs.cos_sin_cache, q, rope)
+    table = halves(inputs)
     q_out.zero_()
     if q.shape[0] == 0:
         return q_out
@@ -146,8 +146,8 @@ def fused_mla_decode_prep(inputs: Inputs) -> torch.Tensor:
         inputs.k_scale,
         q_scale,
         inputs.positions,
-        cos,
-        sin,
+        table.cos,
+        table.sin,
         inputs.is_neox,
         True,  # is_nope_first: rows are [latent | rope]
     )
@@ -248,33 +248,41 @@ _PRODUCTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-# (address, rows, width, type, device) of a table -> (the table, kept so that no other table gets
-# its address; its dense halves). Without RoPE the address is 0.
-_halves: dict[Any, tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]] = {}
+class Halves(NamedTuple):
+    """Cosines and sines [max_position, R / 2], dense, in the type of the query.
 
+    source: what they were made of, kept so that no other table gets its address; None without RoPE.
+    """
 
-def _tables(
-    cos_sin_cache: torch.Tensor | None, q: torch.Tensor, rope: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines [max_position, R / 2], dense, in the type of q: split and cast once."""
-    where = (0, 1) if cos_sin_cache is None else (cos_sin_cache.data_ptr(), len(cos_sin_cache))
-    key = (*where, rope, q.dtype, q.device)
-    if key not in _halves:
-        refuse_during_capture("the cosines and the sines in the form AITER takes")
-        if cos_sin_cache is None:
-            cos, sin = q.new_ones((1, rope // 2)), q.new_zeros((1, rope // 2))
-        else:
-            cos, sin = (h.to(q.dtype).contiguous() for h in cos_sin_cache.chunk(2, dim=-1))
-        _halves[key] = (cos_sin_cache, cos, sin)
-    return _halves[key][1:]
+    source: torch.Tensor | None
+    cos: torch.Tensor
+    sin: torch.Tensor
 
-
-def refresh() -> None:
-    """Convert all tables anew, in place: what they were made of may have changed."""
-    for source, *halves in _halves.values():
-        if source is not None:
-            for half, new in zip(halves, source.chunk(2, dim=-1), strict=True):
+    def refresh(self) -> None:
+        """Convert them anew, in place."""
+        if self.source is not None:
+            for half, new in zip(self[1:], self.source.chunk(2, dim=-1), strict=True):
                 half.copy_(new)
+
+
+def halves(inputs: Inputs) -> Halves:
+    """Those of a call; an engine's are made once."""
+    source, q, kept = inputs.cos_sin_cache, inputs.q, inputs.derived
+    rope = inputs.k_pe.shape[-1]
+    address = None if source is None else (source.data_ptr(), len(source))
+    key = Halves, address, rope, q.dtype, q.device
+    if kept is not None and key in kept:
+        found: Halves = kept[key]
+        return found
+    if kept is not None:
+        refuse_during_capture("the cosines and the sines in the form AITER takes")
+    if source is None:
+        made = Halves(None, q.new_ones((1, rope // 2)), q.new_zeros((1, rope // 2)))
+    else:
+        made = Halves(source, *(h.to(q.dtype).contiguous() for h in source.chunk(2, dim=-1)))
+    if kept is not None:
+        kept[key] = made
+    return made
 
 
 def warmup(

@@ -10,6 +10,8 @@ import torch
 class Inputs(NamedTuple):
     """The arguments of `mla_fusion.kernels.fused_mla_decode_prep`, which describes them.
 
+    derived: an engine's `mla_fusion.runtime.tables`, where a provider keeps what it makes of the
+    cosines and sines; without it each call makes them.
     A NamedTuple: every layer of a step makes one, and a frozen dataclass takes four times as long.
     """
 
@@ -27,6 +29,7 @@ class Inputs(NamedTuple):
     q_out: torch.Tensor
     q_factor: torch.Tensor | None = None
     context_parallel: bool = False
+    derived: dict[Any, Any] | None = None
 
 
 def padded_batch(

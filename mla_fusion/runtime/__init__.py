@@ -108,6 +108,7 @@ def fused_decode_prep(
             prepared_q[:rows],
             None if q_factor is None else q_factor[:rows],
             vllm_compat.context_parallel_ranks(layer) > 1,
+            tables.kept(layer),
         )
         kernels.get_provider(provider).fused_mla_decode_prep(inputs)
     except Exception as error:

@@ -15,7 +15,6 @@ port: nothing here was read from, or run beside, AITER's kernels. docs/aiter.md 
     metadata.py   get_mla_metadata_info_v1 and get_mla_metadata_v1, with a plan of contiguous cuts
     heads.py      which kernels exist for a head count, query length and type
     decode.py     mla_decode_fwd and the small-head Gluon decode
-    reduce.py     mla_reduce_v1
     products.py   the batched products of Triton for fp4 and fp8 weights
     schemas.py    the schemas under which AITER registers its compiled ops with torch
     module.py     the module tree, and putting it into sys.modules

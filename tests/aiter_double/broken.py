@@ -1,8 +1,6 @@
 """Every rule with the op it is of, and a direct call of that op which breaks it."""
 
-import torch
-
-from tests.aiter_double import calls, other_rules, versions
+from tests.aiter_double import calls, versions
 from tests.aiter_double.decode_rules import DECODE_RULES
 from tests.aiter_double.fused_rules import RULES
 from tests.aiter_double.plan_rules import INFO_RULES, PLAN_RULES
@@ -12,23 +10,7 @@ ADAPTER_RULES = {
     versions.PLANNER: PLAN_RULES,
     versions.DECODE: DECODE_RULES,
 }
-# Of the ops that vLLM or AITER calls, and of packed weights, which are vLLM's.
-OTHER_RULES = {
-    versions.REDUCE: other_rules.REDUCE,
-    versions.GLUON: other_rules.GLUON,
-    versions.FP4_PRODUCT: other_rules.FP4,
-    versions.FP8_PRODUCT: other_rules.FP8,
-    versions.QUANTIZE: other_rules.QUANTIZE,
-}
-_GOOD = {
-    versions.INFO: calls.sizes,
-    versions.REDUCE: calls.reduce,
-    versions.GLUON: calls.gluon,
-    versions.FP4_PRODUCT: calls.fp4_product,
-    versions.FP8_PRODUCT: calls.fp8_product,
-    versions.QUANTIZE: lambda fp8: {"x": torch.randn(4, 64)},
-}
-ALL = {versions.FUSED: RULES, **ADAPTER_RULES, **OTHER_RULES}
+ALL = {versions.FUSED: RULES, **ADAPTER_RULES}
 
 
 def good(op, double):
@@ -41,7 +23,7 @@ def good(op, double):
     if op in (versions.PLANNER, versions.DECODE):
         made = calls.decode(aiter, query=fp8, cache=fp8)
         return {**made["plan" if op == versions.PLANNER else "decode"], **extra}
-    return {**_GOOD[op](fp8), **extra}
+    return {**calls.sizes(fp8), **extra}
 
 
 def call(op, double, rule=None):

@@ -3,7 +3,6 @@
 import torch
 
 from mla_fusion.kernels import reference
-from tests.aiter_double import numbers
 from tests.aiter_double.metadata import BUFFERS
 
 T, H, P, R, L = 5, 8, 128, 64, 512
@@ -88,41 +87,3 @@ def sizes(fp8):
     """The arguments of `get_mla_metadata_info_v1`."""
     shape = {"batch_size": 3, "max_seqlen_qo": 1, "num_head_qo": 16}
     return {**shape, "q_dtype": fp8, "kv_dtype": fp8, "is_sparse": False}
-
-
-def reduce(fp8):
-    """The arguments of `mla_reduce_v1` for a tile of three pieces and one of a single piece."""
-    g = torch.Generator().manual_seed(2)
-    maps = {"reduce_indptr": [0, 3, 3], "reduce_final_map": [[0, 1], [1, 2]],
-            "reduce_partial_map": [0, 1, 2]}  # fmt: skip
-    return {
-        "partial_output": torch.randn((3, 1, 16, L), generator=g),
-        "partial_lse": torch.randn((3, 1, 16, 1), generator=g),
-        **{name: torch.tensor(values, dtype=torch.int32) for name, values in maps.items()},
-        "max_seqlen_q": 1,
-        "num_kv_splits": 0,
-        "final_output": torch.zeros((2, 16, L), dtype=torch.bfloat16),
-        "final_lse": torch.zeros((2, 16)),
-    }
-
-
-def gluon(fp8):
-    """The arguments of `mla_gluon` for two sequences of one token."""
-    query = torch.randn(2, H, ENTRY).bfloat16()
-    return {
-        "q_nope": query[..., :L], "q_pe": query[..., L:], "kv_c": torch.randn(40, ENTRY).bfloat16(),
-        "o": torch.empty(2, H, L, dtype=torch.bfloat16), "sm_scale": 0.07,
-        "page_table": torch.randperm(40).int(), "seq_info": torch.tensor([0, 9, 33]).int(),
-    }  # fmt: skip
-
-
-def fp4_product(fp8):
-    """The arguments of the product with fp4 weights."""
-    codes, scale = numbers.to_mxfp4(torch.randn(H, L, P))
-    return {"x": torch.randn(H, T, P).bfloat16(), "w": codes, "w_scales": scale}
-
-
-def fp8_product(fp8):
-    """The arguments of the product with fp8 weights."""
-    weight = torch.randn(H, L, P).to(fp8)
-    return {"X": torch.randn(H, T, P).bfloat16(), "WQ": weight, "w_scale": torch.ones(1)}

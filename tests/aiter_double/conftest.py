@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 
-from mla_fusion.kernels import aiter as provider
 from tests import aiter_double
 from tests.aiter_double import ARCHITECTURES, RELEASES
 
@@ -12,6 +11,5 @@ from tests.aiter_double import ARCHITECTURES, RELEASES
 @pytest.fixture(params=itertools.product(ARCHITECTURES, RELEASES), ids="-".join)
 def double(request):
     """`import aiter` gives the double of an architecture and a release."""
-    provider._halves.clear()
     with aiter_double.installed(*request.param) as double:
         yield double

@@ -6,7 +6,6 @@ import torch
 
 from tests.aiter_double import heads, metadata
 from tests.aiter_double.faults import assume, check
-from tests.aiter_double.reduce import merge
 
 ENTRY, LATENT = 576, 512
 PLAN = ("work_meta_data", *metadata.BUFFERS[1:])  # two names of one buffer
@@ -105,7 +104,7 @@ def _validate(at, a):
 
 
 def _follow_plan(shape, a, piece, lse):
-    """Run every work item, then merge the split tiles by `reduce`."""
+    """Run every work item, then merge the split tiles."""
     moved = [a["work_indptr"].data_ptr(), a["work_info_set"].data_ptr()]
     written = a["work_meta_data"].view(torch.int64).tolist()
     assume(written == moved, "the planner wrote other addresses: a buffer moved")
@@ -132,6 +131,14 @@ def _follow_plan(shape, a, piece, lse):
         out, total = merge([partial[row] for row in rows])
         o[q0:q1, part] = out.to(o.dtype)
         lse[q0:q1, part] = total.float()
+
+
+def merge(pieces):
+    """Flash-style merge of (normalized output, natural-log sum) of the pieces of one tile."""
+    outs = torch.stack([out.double() for out, _ in pieces])
+    sums = torch.stack([total.double() for _, total in pieces])
+    total = sums.logsumexp(0)
+    return (outs * (sums - total).exp().unsqueeze(-1)).sum(0), total
 
 
 def _check_plan(a, works, fold):

@@ -13,7 +13,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-from tests.aiter_double import decode, metadata, products, qk_rope, reduce, schemas, versions
+from tests.aiter_double import decode, metadata, products, qk_rope, schemas, versions
 
 _TRITON = "aiter.ops.triton"
 # Op -> its body, and the modules that have it.
@@ -22,7 +22,6 @@ _OPS = {
     versions.INFO: (metadata.info, ("aiter",)),
     versions.PLANNER: (metadata.plan, ("aiter",)),
     versions.DECODE: (decode.run, ("aiter.mla",)),
-    versions.REDUCE: (reduce.run, ("aiter",)),
     versions.GLUON: (decode.gluon, (f"{_TRITON}.gluon.mla_gluon",)),
     versions.FP4_PRODUCT: (products.fp4, (f"{_TRITON}.{versions.FP4_PRODUCT}",)),
     versions.FP8_PRODUCT: (products.fp8, (f"{_TRITON}.{versions.FP8_PRODUCT}",)),
@@ -46,16 +45,14 @@ class Double:
         self.modules: dict[str, types.ModuleType] = {}
         self.ops = {}
         self.signatures: dict[str, inspect.Signature] = {}
-        self.compiled = [versions.FUSED, versions.REDUCE] + [versions.PLANNER] * (
-            not self.at.has("planner_wrapper")
-        )
+        self.compiled = [versions.FUSED] + [versions.PLANNER] * (not self.at.has("planner_wrapper"))
         self.observers: list[Callable[[str, dict[str, Any], Any], None]] = []
         self._calls: list[tuple[str, dict[str, Any]]] = []
         top: Any = self._module("aiter")
         named = {"fp8": self.arch.fp8, "bf16": torch.bfloat16, "fp16": torch.float16,
                  "fp32": torch.float32}  # fmt: skip
         top.dtypes = types.SimpleNamespace(**named, d_dtypes=named)
-        top.flash_attn_varlen_func = _prefill
+        top.flash_attn_varlen_func = top.mla_reduce_v1 = _prefill
         self._module("aiter.jit")
         for name, (body, modules) in _OPS.items():
             self.ops[name] = self._op(name, body)

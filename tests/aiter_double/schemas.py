@@ -11,8 +11,6 @@ _TYPES = {
     "is_causal": "bool",
     "num_heads_per_head_k": "int",
     "num_heads_k": "int",
-    "max_seqlen_q": "int",
-    "num_kv_splits": "int",
 }
 
 

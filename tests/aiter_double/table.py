@@ -30,7 +30,7 @@ def listed():
     for op, each in broken.ALL.items():
         for rule in each:
             line = f"{op} {rule.name}: {rule.says}. Breaking it: {rule.breaking}."
-            lines.append(line if op in broken.OTHER_RULES else f"{line} Here: {rule.library}.")
+            lines.append(f"{line} Here: {rule.library}.")
     return "\n".join(lines)
 
 

@@ -114,22 +114,24 @@ def test_a_padded_row_is_left_alone_by_aiter_and_zeroed_by_the_provider(double):
     assert torch.equal(ours["kv_cache"].flatten(0, 1)[41:], untouched)
 
 
-def test_tables_are_split_and_cast_once(double):
-    given = calls.provider()
-    for _ in range(2):
-        provider.fused_mla_decode_prep(Inputs(**given, is_neox=False))
-    first, second = (call["cos_cache"] for call in double.calls(FUSED))
-    assert first.data_ptr() == second.data_ptr()
+def test_an_engine_has_its_tables_split_and_cast_once(double):
+    """And another engine has its own; outside of one nothing is kept."""
+    given, one = calls.provider(), {}
+    for derived in (one, one, {}, None):
+        provider.fused_mla_decode_prep(Inputs(**given, is_neox=False, derived=derived))
+    first, second, *others = (call["cos_cache"].data_ptr() for call in double.calls(FUSED))
+    assert first == second and first not in others
 
 
 def test_tables_of_models_without_rope_fit_each_width(double):
+    derived = {}
     for rope in (calls.R, calls.R // 2):
         given = {**calls.provider(), "cos_sin_cache": None}
         given["q"] = given["q"][..., : calls.P + rope]
         given["k_pe"] = given["k_pe"][:, :rope]
         given["kv_cache"] = given["kv_cache"][..., : calls.L + rope].contiguous()
         given["q_out"] = given["q_out"][..., : calls.L + rope].contiguous()
-        provider.fused_mla_decode_prep(Inputs(**given, is_neox=True))
+        provider.fused_mla_decode_prep(Inputs(**given, is_neox=True, derived=derived))
     assert [call["cos_cache"].shape for call in double.calls(FUSED)] == [(1, 32), (1, 16)]
     assert all(call["positions"].eq(0).all() for call in double.calls(FUSED))
 

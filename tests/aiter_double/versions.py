@@ -34,7 +34,6 @@ SINCE = {
     "strict_fp8": "v0.1.14",  # only the architecture's own fp8 type is taken
     "native_64": "v0.1.15",  # gfx942 runs 64 fp8 heads unfolded (inferred from ROCm/aiter#3188)
     "split_budget": "v0.1.16",  # get_mla_metadata_info_v1 takes max_split_per_batch
-    "reduce_splits": "v0.1.16",  # mla_reduce_v1 takes num_kv_splits
     "strided_q_nope": "v0.1.17",  # the opt and general kernels honour q_nope's head stride
     "context_parallel": "v0.1.17",  # the decode and the planner know round robin
     # The planner is a Python function with separate nope and rope types, and the persistent
@@ -69,7 +68,7 @@ class Place:
 
 FUSED = "fused_qk_rope_concat_and_cache_mla"
 INFO, PLANNER, DECODE = "get_mla_metadata_info_v1", "get_mla_metadata_v1", "mla_decode_fwd"
-REDUCE, GLUON, QUANTIZE = "mla_reduce_v1", "mla_gluon", "dynamic_mxfp4_quant"
+GLUON, QUANTIZE = "mla_gluon", "dynamic_mxfp4_quant"
 FP4_PRODUCT = "batched_gemm_a16wfp4"
 FP8_PRODUCT = "batched_gemm_a8w8_a_per_token_group_prequant_w_per_batched_tensor_quant"
 
@@ -96,9 +95,6 @@ _ARGUMENTS = {
         kv_scale=None, intra_batch_mode=False, return_logits=False, return_lse=False,
         g_kv_indptr=None @context_parallel, cp_world_size=1 @context_parallel,
         cp_rank=0 @context_parallel, causal=True @causal""",
-    # num_kv_splits was inserted before final_output.
-    REDUCE: """partial_output, partial_lse, reduce_indptr, reduce_final_map, reduce_partial_map,
-        max_seqlen_q, num_kv_splits @reduce_splits, final_output, final_lse=None""",
     GLUON: """q_nope, q_pe, kv_c, o, page_table, seq_info, sm_scale, k_pe=None, kv_pe_offset=512,
         use_2d_view=False, kv_scale=1.0, min_kv_seq_len=1""",
     FP4_PRODUCT: """x, w, w_scales, dtype=None, y=None, config=None, transpose_bm=False,

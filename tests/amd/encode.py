@@ -76,8 +76,7 @@ def encode(given, labels):
     if name not in NUMBERS:
         raise UnknownInstruction(
             f"line {given.line}: the executor does not know `{given.text}`. Add {name} to "
-            "tests/amd/operations.py (a formula, or a function in tests/amd/machine/) and to "
-            "tests/amd/test_instructions.py"
+            "tests/amd/operations.py (a formula, or a function in tests/amd/machine/)"
         )
     result = Instruction(operation=NUMBERS[name], line=given.line)
     modifiers = dict(given.modifiers)

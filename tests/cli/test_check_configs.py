@@ -19,6 +19,8 @@ DECIDED = {
     "deepseek-v3.2": ("DeepseekV32ForCausalLM", "sparse-attention"),
     # The fields that name its attention; no kv_lora_rank.
     "deepseek-v4-flash": ("DeepseekV4ForCausalLM", "sparse-model"),
+    # vLLM knows the model type of the whole, not that of the language part.
+    "deepseek-v4.1-flash": ("DeepseekV41ForCausalLM", "sparse-model"),
     "kimi-k3": ("KimiK3ForConditionalGeneration", "breakable-cudagraph"),
     "deepseek-v2-lite": ("DeepseekV2ForCausalLM", ""),
     "deepseek-v3": ("DeepseekV3ForCausalLM", ""),

@@ -79,7 +79,10 @@ def test_the_language_part_of_a_multimodal_model_is_read(key, runs, name, tmp_pa
     part = {k: v for k, v in V3.items() if k != key}
     write(tmp_path, {"model_type": "s", "architectures": ["S"], "text_config": part})
     path = tmp_path / "config.json"
-    assert model_config.read(tmp_path) == model_config.Model(path, part, runs, name)
+    found = model_config.read(tmp_path)
+    kinds = found.kinds
+    assert found == model_config.Model(path, part, runs, name, kinds)
+    assert sorted(kinds) == ["deepseek_v3", "s"]
 
 
 def test_a_params_json_is_read_as_vllm_does(tmp_path, capsys):

@@ -27,7 +27,9 @@ def runtime_table(cosines):
 
 
 def aiter_tables(cosines):
-    return aiter._tables(cosines, torch.zeros(1, dtype=torch.bfloat16), cosines.shape[1])
+    given = {"q": torch.zeros(1, dtype=torch.bfloat16), "derived": getattr(LAYER, tables.ATTRIBUTE)}
+    _, *halves = aiter.halves(SimpleNamespace(cos_sin_cache=cosines, k_pe=cosines, **given))
+    return tuple(halves)
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def find(settings: Settings) -> Answer:
         raise UserError(f"--provider: {needs}; the default, reference, needs nothing") from None
     model = model_config.read(settings.model)
     architecture, kind = model.architecture, model.config["model_type"]
-    if "auto_map" not in model.config and not model_classes.knows_type(kind):
+    if "auto_map" not in model.config and not any(map(model_classes.knows_type, model.kinds)):
         raise UserError(
             f"{model.path}: neither this vLLM nor Transformers knows the model type "
             f"{short(kind, 40)!r}, and no auto_map names its code"

@@ -31,13 +31,15 @@ class Model:
     """The language model's part of the config at `path`, in the words of config.json.
 
     `architecture` is the class that vLLM runs for it, and `name` the class that the config names,
-    with the former in brackets if it is another.
+    with the former in brackets if it is another. `kinds` are the model types of the whole and of
+    the part; vLLM may know the whole's alone.
     """
 
     path: Path
     config: dict[str, Any]
     architecture: str
     name: str
+    kinds: tuple[str, ...]
 
 
 def read(model: Path) -> Model:
@@ -72,7 +74,8 @@ def read(model: Path) -> Model:
                     f"{path}: {key} must be a whole number from {least} to {most}, "
                     f"not {short(json.dumps(value))}"
                 )
-    return Model(path, part, architecture, name)
+    kinds = tuple({kind, str(content.get("model_type", kind))})
+    return Model(path, part, architecture, name, kinds)
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -128,14 +128,6 @@ u64 run_launch(Machine *m, const Instruction *program, const Start *start, const
     return executed;
 }
 
-/* For tests of single instructions: one wave, in a state that the caller made. */
-void run_alone(Machine *m, const Instruction *program, Wave *w)
-{
-    m->epoch = 1;
-    run_wave(m, w, program);
-    if (w->status == ENDED) complete(m, w, 1);
-}
-
 u64 size_of_wave(void) { return sizeof(Wave); }
 u64 size_of_group(void) { return sizeof(Group); }
 u64 size_of_tag(void) { return sizeof(Tag); }
