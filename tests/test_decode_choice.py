@@ -23,7 +23,7 @@ def test_the_shipped_files_are_what_the_rows_say():
     for path in measured.FOLDER.iterdir():
         written, held = path.read_text(), json.loads(path.read_bytes())
         assert written == shipped.get(path.name, convert.text(held))
-        assert measured.parse(held, held["gpu"]) and path.name == measured.file_name(held["gpu"])
+        assert measured.read(path, held["gpu"]) and path.name == measured.file_name(held["gpu"])
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_rows_of_a_wrong_kernel_or_another_shape_do_not_ship(tmp_path, change):
         figures.shipped([path])
 
 
-def test_rows_with_the_product_decide_where_there_are_some():
+def test_rows_with_the_product_decide_where_there_are_some(tmp_path):
     """Those of all widths of W_UV; each peer is a backend of its own."""
     facts = dict.fromkeys(convert.FACTS, "")
     times = dict.fromkeys(convert.TIMES, "1.0")
@@ -54,7 +54,8 @@ def test_rows_with_the_product_decide_where_there_are_some():
         *rows("16", "0.9", values="0"),
     ]  # fmt: skip
     for order in (every, every[::-1]):
-        found = measured.parse(convert.tables(order)["G.json"], "G")
+        (tmp_path / "G.json").write_text(convert.text(convert.tables(order)["G.json"]))
+        found = measured.read(tmp_path / "G.json", "G")
         assert {shape: [row[4] for row in rows] for shape, rows in found.items()} == {
             ("float8_e4m3fn", heads, 1, backend): times
             for heads, times in ((8, [0.5, 0.7]), (16, [0.9]))

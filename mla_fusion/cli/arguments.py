@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Collection
-    from pathlib import Path
 
+GPU_DEVICES = "nv[ghi]*", "kfd", "dxg"  # in /dev: of NVIDIA, of AMD, and under Windows
 
 # The recipes of README and docs/commands.md; tools/setup_env.py makes the second environment.
 INSTALL_VLLM = (
@@ -90,6 +91,22 @@ def make_folder(folder: Path, option: str) -> None:
         raise UserError(f"cannot write to {option} {folder}: {error}") from None
 
 
+def require_gpu() -> None:
+    """Check that there is a GPU: at once where the system has no device of one, else by torch.
+
+    Raises:
+        UserError: there is none.
+    """
+    if not (any(any(Path("/dev").glob(name)) for name in GPU_DEVICES) and _torch_sees_one()):
+        raise UserError("needs a CUDA or ROCm GPU, and torch sees none here")
+
+
+def _torch_sees_one() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def require(*modules: str, purpose: str = "it") -> None:
     """Check that packages are installed.
 
@@ -99,6 +116,7 @@ def require(*modules: str, purpose: str = "it") -> None:
     hints = {
         "vllm": INSTALL_VLLM,
         "depyf": "pip install depyf",
+        "mla_fusion.passes": "leave the folder of the checkout, or install it: pip install .",
     }
     for module in modules:
         if importlib.util.find_spec(module) is None:

@@ -15,22 +15,24 @@ decode alone. A file is {"gpu": its name, "shapes": [...]}, a shape has
 "kernels": another library or Triton has others. Its shapes go before the shipped ones, and were
 checked where they were measured.
 
-Rows decide for all releases of vLLM, and of Triton with which the kernels have run on a GPU,
-whichever they are of: an engine that brings a newer one should not lose what was measured.
+`measured_file.py` has that form as a schema. Rows decide for all releases of vLLM, and of Triton
+with which the kernels have run on a GPU, whichever they are of: an engine that brings a newer one
+should not lose what was measured.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mla_fusion.attention.plan.device import triton_version
 from mla_fusion.config import vllm_compat
 from mla_fusion.config.identity import source_hash
+from mla_fusion.report.files import read_bounded
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -48,7 +50,7 @@ MOST_LOST = 0.07
 FEW_ROWS, NEWEST_TRITON = 32, (3, 8)
 
 Shape = tuple[str, int, int, str]  # dtype, heads, queries, backend
-Row = list[float]
+Row = Sequence[float]
 Span = tuple[int, int]  # from how many to how many sequences of a step
 
 
@@ -131,58 +133,31 @@ def read(path: Path, gpu: str, kernels: str = "") -> dict[Shape, list[Row]]:
     """
     again = "run mla-fusion calibrate again" if kernels else "install mla-fusion again"
     try:
-        held = json.loads(path.read_bytes())
-        rows = parse(held, gpu)
-        if kernels and held["kernels"] != kernels:
-            other = "attention=auto: %s is ignored, since it is of other kernels; %s"
-            logger.warning(other, path, again)
-            return {}
+        content = read_bounded(path)
+        from mla_fusion.runtime import measured_file  # it takes a while
+
+        held = measured_file.parse(content)
+        if held.gpu != gpu:
+            raise ValueError(f"it is of another GPU, {held.gpu!r}")
+        if kernels and not held.kernels:
+            raise ValueError("it does not say of which kernels it is")
     except FileNotFoundError:
         return {}
-    except (
-        OSError,
-        ValueError,
-        TypeError,
-        LookupError,
-        ArithmeticError,
-        RecursionError,
-    ) as problem:
+    except (OSError, ValueError) as problem:
         logger.warning(
-            "attention=auto: %s is damaged (%s: %s) and ignored; %s",
-            path, type(problem).__name__, problem, again,
+            "attention=auto: %s is damaged (%s) and ignored; %s", path, problem, again
         )  # fmt: skip
+        return {}
+    if kernels and held.kernels != kernels:
+        other = "attention=auto: %s is ignored, since it is of other kernels; %s"
+        logger.warning(other, path, again)
         return {}
     if kernels:
         logger.info("attention=auto: goes by %s", path)
-    return rows
-
-
-def parse(held: Any, gpu: str) -> dict[Shape, list[Row]]:
-    """The rows of each shape of a file's content; shapes of several `values` have one list.
-
-    Raises ValueError, TypeError, LookupError or ArithmeticError where it is not as the module's
-    docstring has it.
-    """
-    if held["gpu"] != gpu:
-        raise ValueError(f"it is of another GPU, {held['gpu']!r}")
     found: dict[Shape, list[Row]] = {}
-    for each in held["shapes"]:
-        shape = each["dtype"], each["heads"], each["queries"], each["backend"]
-        if [*map(type, shape)] != [str, int, int, str]:
-            raise TypeError(f"a shape is {shape}")
-        columns = [*zip(*each["rows"], strict=True)]
-        if len(columns) != 9:
-            raise ValueError(f"rows of {shape} have {len(columns)} columns, not 9")
-        for i, column in enumerate(columns):
-            kinds = {int} if i < 3 else {int, float}
-            # A NaN leaves the sum one, whatever min says.
-            if not (
-                {*map(type, column)} <= kinds
-                and math.isfinite(sum(column))
-                and (min(column) > 0 or (i == 2 and min(column) == 0))
-            ):
-                raise ValueError(f"column {i} of {shape} is not of positive numbers")
-        found.setdefault(shape, []).extend(each["rows"])
+    for each in held.shapes:  # those of several `values` have one list
+        shape = each.dtype, each.heads, each.queries, each.backend
+        found.setdefault(shape, []).extend(each.rows)
     return found
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -114,3 +115,37 @@ def test_triton_mla_is_called_with_what_vllm_takes(on_cpu, monkeypatch, dtype):
     assert lens.tolist() == [39, 40, 39, 40] and lens.dtype == torch.int32
     assert torch.equal(table, inputs.table[[0, 0, 1, 1]])
     assert arguments["num_kv_splits"] == 4 and arguments["attn_logits"].shape == (4, 2, 4, 33)
+
+
+@pytest.mark.parametrize("dtype", [peers.BF16, peers.FP8])
+def test_flashinfer_is_called_as_vllm_calls_it(on_cpu, monkeypatch, dtype):
+    """On a GPU of another architecture it is left out."""
+    given, sizes = [], []
+
+    def take(**arguments):
+        given.append(arguments)
+        return torch.full((*arguments["query"].shape[:3], 32), 2.0, dtype=peers.BF16)
+
+    def size(*shape):
+        sizes.append(shape)
+        return 8
+
+    utils = SimpleNamespace(
+        get_trtllm_gen_multi_ctas_kv_counter_bytes=size, get_device_sm_count=lambda _: 4
+    )
+    decode = SimpleNamespace(trtllm_batch_decode_with_kv_cache_mla=take)
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(utils=utils))
+    monkeypatch.setitem(sys.modules, "flashinfer.decode", decode)
+    inputs = peers.make(peers.Case(2, 40, 2, dtype, queries=2, latent=32, rope=16))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    with pytest.raises(RuntimeError, match="sm_100"):
+        peers.flashinfer_mla(inputs)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 3))
+    call, out = peers.flashinfer_mla(inputs)
+    call(-1)
+    [arguments], scale = given, 0.5 if dtype == peers.FP8 else 1.0
+    assert out.eq(2).all() and arguments["query"].shape == (2, 2, 2, 48)
+    assert torch.equal(arguments["kv_cache"][:, 0].float(), inputs.caches[-1].float())
+    assert arguments["bmm1_scale"] == pytest.approx(scale**2 / 48**0.5)
+    assert arguments["bmm2_scale"] == scale
+    assert sizes == [(2, 2, 4)] and len(arguments["multi_ctas_kv_counter_buffer"]) == 8

@@ -1,14 +1,18 @@
 """`mla-fusion calibrate` with a double of the benchmark: its file, and what `auto` makes of it."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from mla_fusion import cli
+from mla_fusion.attention.triton import choice
 from mla_fusion.cli.bench import decode
 from mla_fusion.cli.bench import decode_peers as peers
-from mla_fusion.cli.calibrate import command
+from mla_fusion.cli.calibrate import command, measure
+from mla_fusion.cli.selftest.watch import Row
 from mla_fusion.config import vllm_compat
 from mla_fusion.runtime import measured
 
@@ -26,15 +30,21 @@ def gpu(monkeypatch, tmp_path):
     """Calls `calibrate` where ours takes half of the peers' time, and errs by `error`; a peer errs
     as FlashMLA does in fp8, beyond the bound."""
     monkeypatch.setattr(vllm_compat, "cache_root", lambda: tmp_path)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(command, "require_gpu", lambda: None)
+    checked = []
+    monkeypatch.setattr(measure, "run_checks", lambda names: checked.append(names) or bad)
+    monkeypatch.setattr(choice, "has_hopper", lambda _: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(command, "environment", lambda: dict.fromkeys(decode.FACTS, ""))
+    monkeypatch.setattr(measure, "environment", lambda: dict.fromkeys(decode.FACTS, ""))
     monkeypatch.setattr(vllm_compat, "gpu_name", lambda: GPU)
     monkeypatch.setattr(decode, "compile_ours", lambda cases: None)
     config = tmp_path / "config.json"
 
-    def calibrate(*options, error=0.001, **changes):
+    bad = []
+
+    def calibrate(*options, error=0.001, wrong="", shapes=False, **changes):
         config.write_text(json.dumps(MODEL | changes))
+        bad[:] = [Row("planner"), Row("epilogue", wrong=wrong)]
 
         def table(path, facts, work, rounds):
             return [
@@ -47,8 +57,9 @@ def gpu(monkeypatch, tmp_path):
             ]  # fmt: skip
 
         monkeypatch.setattr(decode, "table", table)
-        return cli.main(["calibrate", str(config), *options])
+        return cli.main(["calibrate", *([] if shapes else [str(config)]), *options])
 
+    calibrate.checked = checked
     return calibrate
 
 
@@ -67,10 +78,21 @@ def test_auto_goes_by_what_it_writes(gpu, capsys):
     assert len(shapes) == 2 and all(shape["values"] == 128 for shape in shapes)
 
 
-@pytest.mark.parametrize("error", [0.1, float("nan")])
-def test_a_wrong_kernel_has_no_time(gpu, capsys, error):
-    assert gpu(error=error) == 1 and "WRONG" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    "bad", [{"error": 0.1}, {"error": float("nan")}, {"wrong": "a case: two launches differ"}]
+)
+def test_a_wrong_kernel_has_no_time(gpu, capsys, bad):
+    assert gpu(**bad) == 1 and "nothing is" in capsys.readouterr().out
     assert not measured.own_file(GPU).exists()
+    kernels = ("hopper.warp_specialized", "hopper.decode", "triton.decode_kernel")
+    assert {*gpu.checked[0]} == {"planner", "epilogue", *(f"decode {k} bf16" for k in kernels)}
+
+
+def test_without_a_model_all_shipped_shapes_are_measured(gpu):
+    assert gpu(shapes=True) == 0
+    measured._own.cache_clear()
+    gpus = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
+    assert measured._own(GPU).keys() == {key for name in gpus for key in measured._shipped(name)}
 
 
 @pytest.mark.parametrize(
@@ -84,14 +106,20 @@ def test_a_model_that_auto_does_not_decode_is_refused(gpu, capsys, options, chan
     assert gpu(*options, **changes) == 2 and why in capsys.readouterr().err
 
 
-def test_it_needs_a_gpu(capsys):
-    assert cli.main(["calibrate", "nowhere"]) == 2 and "GPU" in capsys.readouterr().err
+@pytest.mark.parametrize("words", [["calibrate", "nowhere"], ["selftest"]])
+def test_without_a_device_it_says_so_before_torch_is_imported(words):
+    source = (
+        "import sys; from mla_fusion.cli import arguments, main; arguments.GPU_DEVICES = (); "
+        f"print(main({words}), 'torch' in sys.modules)"
+    )
+    ended = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
+    assert ended.stdout.split() == ["2", "False"] and "needs a CUDA or ROCm GPU" in ended.stderr
 
 
 def test_time_ends_it_between_numbers_of_sequences(monkeypatch):
     """A number of sequences that has begun gets all its contexts."""
     clock = iter([0.0, *(100.0 * n for n in range(9))])
-    monkeypatch.setattr(command.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(measure.time, "monotonic", lambda: next(clock))
     cases = [peers.Case(b, n, 16, peers.BF16) for b in (1, 4, 16) for n in (1, 2, 3)]
-    done = [(case.batch, case.context) for case, _ in command.paced(cases, {})]
+    done = [(case.batch, case.context) for case, _ in measure.paced(cases, {})]
     assert done == [(1, 1), (1, 2), (1, 3)]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mla_fusion import cli
+from mla_fusion.cli import arguments
 from mla_fusion.cli.selftest import command, kernels, watch
 
 CHILD = """
@@ -36,7 +37,7 @@ ENDS = {
 def on_a_gpu(monkeypatch):
     """A GPU that six made-up kernels run on."""
     made = (sys.executable, "-c", CHILD)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(command, "require_gpu", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (100 * 2**30, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(kernels, "checks", lambda: dict.fromkeys(ENDS))
@@ -59,7 +60,10 @@ def test_each_kernel_has_its_verdict(on_a_gpu, tmp_path, capsys):
     assert "1 kernels right, 4 WRONG" in said and "cannot run no such GPU" in said
 
 
-def test_without_a_gpu(capsys, monkeypatch):
+@pytest.mark.parametrize("devices", [(), ("*",)])
+def test_without_a_gpu(capsys, monkeypatch, devices):
+    """Of a device that is no GPU's, torch says so."""
+    monkeypatch.setattr(arguments, "GPU_DEVICES", devices)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cli.main(["selftest"]) == 2
     assert "needs a CUDA or ROCm GPU" in capsys.readouterr().err

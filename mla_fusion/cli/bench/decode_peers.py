@@ -16,6 +16,7 @@ import torch
 
 from mla_fusion.attention import Epilogue, PersistentDecodePlan, persistent_mla_decode
 from mla_fusion.attention.triton import plan_settings
+from mla_fusion.cli.bench.decode_blackwell import flashinfer_mla
 from mla_fusion.cli.bench.kit import capture_calls, distance, exact_attention, fp8_type
 
 PAGE = 64
@@ -378,6 +379,8 @@ def fa3(inputs: Inputs) -> tuple[Call, torch.Tensor]:
 # By the type of query and cache.
 VLLM_DEFAULT = {BF16: "fa3", FP8: "flashmla"}  # on Hopper, for 512 + 64 and pages of 64
 CANDIDATES: dict[torch.dtype, dict[str, Candidate]] = {
-    BF16: {"ours": ours, "triton_mla": triton_mla, "flashmla": flashmla, "fa3": fa3},
-    FP8: {"ours": ours, "triton_mla": triton_mla, "flashmla": flashmla},
+    BF16: {"ours": ours, "triton_mla": triton_mla, "flashmla": flashmla, "fa3": fa3}
+    | {"flashinfer_mla": flashinfer_mla},
+    FP8: {"ours": ours, "triton_mla": triton_mla, "flashmla": flashmla}
+    | {"flashinfer_mla": flashinfer_mla},
 }

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 DTYPES = {"bf16": str(BF16).removeprefix("torch."), "fp8": str(FP8).removeprefix("torch.")}
-BACKENDS = {"fa3": "FLASH_ATTN_MLA", "flashmla": "FLASHMLA", "triton_mla": "TRITON_MLA"}
+BACKENDS = {"fa3": "FLASH_ATTN_MLA", "flashmla": "FLASHMLA", "triton_mla": "TRITON_MLA",
+            "flashinfer_mla": "FLASHINFER_MLA"}  # fmt: skip
 TIMES = "p20_us", "p50_us", "p80_us"
 FACTS = "vllm", "triton", "commit", "command"
 

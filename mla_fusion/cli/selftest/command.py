@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mla_fusion import __version__
-from mla_fusion.cli.arguments import UserError
+from mla_fusion.cli.arguments import UserError, require_gpu
 
 if TYPE_CHECKING:
     import argparse
@@ -38,23 +38,13 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run it; 0 if every kernel that runs here is right, else 1."""
-    import torch
-
-    if not torch.cuda.is_available():
-        raise UserError("needs a CUDA or ROCm GPU, and torch sees none here")
+    require_gpu()
     from mla_fusion.cli.bench.kit import environment
     from mla_fusion.cli.selftest.kernels import checks
-    from mla_fusion.cli.selftest.watch import run_all
 
-    began, names, facts = time.monotonic(), [*checks()], environment()
+    began, facts = time.monotonic(), environment()
     print(*(f"{name} {value}" for name, value in facts.items() if value), sep=", ", flush=True)
-    free = torch.cuda.mem_get_info()[0]
-    jobs = max(1, min(MOST_JOBS, os.cpu_count() or 1, free // MEMORY))
-    shown = Progress(len(names))
-    rows = []
-    for row in run_all(names, jobs, SILENCE, arguments.thorough, shown.case):
-        rows.append(row)
-        shown.line(line_of(row))
+    rows = run_checks([*checks()], arguments.thorough)
     seconds = round(time.monotonic() - began)
     wrong = [row.kernel for row in rows if row.verdict == "WRONG"]
     right = sum(row.verdict == "right" for row in rows)
@@ -71,6 +61,21 @@ def run(arguments: argparse.Namespace) -> int:
         except OSError as error:
             raise UserError(f"cannot write --json {arguments.json}: {error}") from None
     return 1 if wrong or not right else 0
+
+
+def run_checks(names: list[str], thorough: bool = False) -> list[Row]:
+    """Run the checks of these kernels, and print a line for each."""
+    import torch
+
+    from mla_fusion.cli.selftest.watch import run_all
+
+    free = torch.cuda.mem_get_info()[0]
+    jobs = max(1, min(MOST_JOBS, os.cpu_count() or 1, free // MEMORY))
+    shown, rows = Progress(len(names)), []
+    for row in run_all(names, jobs, SILENCE, thorough, shown.case):
+        rows.append(row)
+        shown.line(line_of(row))
+    return rows
 
 
 def line_of(row: Row) -> str:

@@ -1,0 +1,194 @@
+"""Measures on this GPU what `attention=auto` decides by, for one model or for all shipped shapes.
+
+The kernels pass their selftest first. The portable decode and the product behind it take turns with
+vLLM's backends, as in `mla-fusion bench decode --values`, and every result is checked against
+float64 before its time counts. The rows go to the file that `mla_fusion.runtime.measured` reads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mla_fusion.attention.triton import choice
+from mla_fusion.cli.arguments import UserError, make_folder
+from mla_fusion.cli.bench import decode
+from mla_fusion.cli.bench import decode_peers as peers
+from mla_fusion.cli.bench.kit import environment
+from mla_fusion.cli.calibrate.tables import tables, text
+from mla_fusion.cli.check import model_config, shrink
+from mla_fusion.cli.selftest.command import run_checks
+from mla_fusion.cli.selftest.kernels import checks
+from mla_fusion.config import vllm_compat
+from mla_fusion.runtime import measured
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from mla_fusion.cli.bench.decode_peers import Candidate, Case
+
+CONTEXTS = 1024, 8192, 65536
+GRID = {"batches": (1, 4, 16, 64, 256, 1024), "contexts": CONTEXTS, "rounds": 5}
+LIMIT = 270  # seconds after which no further number of sequences is begun
+HOPPER = 9, 0
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """See `command.run`."""
+    if torch.version.hip:
+        raise UserError("attention=auto takes vLLM's decode on AMD GPUs: nothing to calibrate")
+    kernels = measured.kernels()
+    wanted = [_settings(arguments)] if arguments.model else every()
+    folder = arguments.out or vllm_compat.tables_folder()
+    make_folder(folder, "--out")
+    names = concerned({settings.dtype for settings in wanted})
+    print(f"selftest of {len(names)} kernels first: a wrong one has no time", flush=True)
+    if any(row.verdict == "WRONG" for row in run_checks(names)):
+        print("nothing is measured; open an issue with `mla-fusion selftest --json FILE`")
+        return 1
+    # As the engine will ask for it.
+    facts = {**environment(), "gpu": vllm_compat.gpu_name()}
+    facts["command"] = " ".join(["mla-fusion", *sys.argv[1:]])
+    path = folder / measured.file_name(facts["gpu"])
+    # Each is stored when it is measured: the whole list may be interrupted.
+    return max(calibrate(settings, facts, path, kernels) for settings in wanted)
+
+
+def calibrate(settings: argparse.Namespace, facts: dict[str, str], path: Path, kernels: str) -> int:
+    """Measure one type, number of heads and of query rows, and store it; the exit status."""
+    cases = sorted(decode.grid(settings, [settings.dtype]), key=lambda case: case.batch)
+    decode.compile_ours(cases)
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as scratch:
+        rows, offered = Path(scratch, "rows.csv"), candidates(settings.dtype)
+        timed = decode.table(rows, facts, paced(cases, offered), settings.rounds)
+    wrong = [r for r in timed if r["candidate"] == decode.OURS and not is_right(r)]
+    if wrong:
+        print(f"WRONG in {len(wrong)} shapes, marked with !: nothing is written for attention=auto")
+        return 1
+    # vLLM runs its backend whatever its error: FlashMLA's, with P in fp8, is beyond our bound.
+    found = tables({**facts, **row} for row in timed)
+    new = next(iter(found.values()), None)
+    if new is None or not new["shapes"]:
+        print("no backend of vLLM could be timed here, so there is nothing to compare")
+        return 1
+    store(path, new, kernels)
+    tell(path, new)
+    return 0
+
+
+def concerned(types: set[torch.dtype]) -> list[str]:
+    """The checks of `mla-fusion selftest` for what the portable decode launches here."""
+    kinds = [name for name, dtype in decode.TYPES.items() if dtype in types]
+    decodes = [f"decode {module} {kind}" for module in choice.kernels(torch.device("cuda"))
+               for kind in kinds]  # fmt: skip
+    return [name for name in checks() if name in ("planner", "epilogue", *decodes)]
+
+
+def every() -> list[argparse.Namespace]:
+    """The settings of every shape that a shipped file has."""
+    shapes = {
+        (each["dtype"], each["heads"], each["queries"], each["values"])
+        for file in sorted(measured.FOLDER.glob("*.json"))
+        for each in json.loads(file.read_bytes())["shapes"]
+    }
+    return [
+        _of_shape(getattr(torch, dtype), heads, queries, values)
+        for dtype, heads, queries, values in sorted(shapes)
+    ]
+
+
+def _of_shape(dtype: torch.dtype, heads: int, queries: int, values: int) -> argparse.Namespace:
+    """The settings of `bench decode` for a shape."""
+    shape = {"heads": [heads], "queries": [queries], "values": values, "dtype": dtype}
+    return argparse.Namespace(**{**decode.DEFAULTS, **GRID, **shape})
+
+
+def is_right(row: dict[str, Any]) -> bool:
+    """Whether a row passed its check; NaN did not."""
+    return bool(row["error"] <= peers.TOLERANCE)
+
+
+def _settings(arguments: argparse.Namespace) -> argparse.Namespace:
+    """Those of `bench decode` for a model.
+
+    Raises:
+        UserError: the config is not one of a model that `auto` may decode.
+    """
+    model = model_config.read(arguments.model)
+    ranks = arguments.tensor_parallel_size
+    layer = shrink.cut(model.config, model.architecture, 1, ranks, model.path).config
+    widths = layer["kv_lora_rank"], layer["qk_rope_head_dim"]
+    if widths != measured.WIDTHS:
+        raise UserError(
+            "attention=auto takes cache entries of {} + {} only, and the model's have {} + {}: "
+            "leave the decode to vLLM, or ask for attention=portable".format(
+                *measured.WIDTHS, *widths
+            )
+        )
+    dtype = peers.FP8 if arguments.kv_cache_dtype.startswith("fp8") else peers.BF16
+    heads, queries = layer["num_attention_heads"], 1 + arguments.speculative_tokens
+    return _of_shape(dtype, heads, queries, layer["v_head_dim"])
+
+
+def candidates(dtype: torch.dtype) -> dict[str, Candidate]:
+    """Ours, and what vLLM chooses on Hopper; elsewhere all peers, of which one that is missing is
+    left out: `auto` compares with the one that the engine has."""
+    offered = peers.CANDIDATES[dtype]
+    if torch.cuda.get_device_capability() != HOPPER:
+        return offered
+    return {name: offered[name] for name in (decode.OURS, peers.VLLM_DEFAULT[dtype])}
+
+
+def paced(
+    cases: list[Case], offered: dict[str, Candidate]
+) -> Iterator[tuple[Case, dict[str, Candidate]]]:
+    """Each case with its candidates, and a line of the time left; none of a further number of
+    sequences after LIMIT, since the mean of all its contexts decides."""
+    start, batch = time.monotonic(), 0
+    for done, case in enumerate(cases):
+        spent = time.monotonic() - start
+        if case.batch != batch and spent > LIMIT:
+            print(f"stopped after {spent:.0f} s: not measured from {case.batch} sequences on")
+            return
+        batch = case.batch
+        if done:
+            left = min(spent / done * (len(cases) - done), max(LIMIT - spent, 0))
+            print(f"{done} of {len(cases)}, about {left:.0f} s left", file=sys.stderr, flush=True)
+        yield case, offered
+
+
+def store(path: Path, new: dict[str, Any], kernels: str) -> None:
+    """Write the shapes, and keep those that the file has of other ones and of the same kernels."""
+
+    def name(shape: dict[str, Any]) -> list[Any]:
+        return [shape.get(key) for key in ("dtype", "heads", "queries", "backend", "values")]
+
+    kept: list[dict[str, Any]] = []
+    if measured.read(path, new["gpu"], kernels):
+        names = [name(shape) for shape in new["shapes"]]
+        old = json.loads(path.read_bytes())["shapes"]
+        kept = [shape for shape in old if name(shape) not in names]
+    shapes = kept + new["shapes"]
+    whole = {"gpu": new["gpu"], "kernels": kernels, "shapes": shapes}
+    # In one step: an engine may be reading it.
+    half = path.with_suffix(".part")
+    half.write_text(text(whole))
+    half.replace(path)
+
+
+def tell(path: Path, new: dict[str, Any]) -> None:
+    """Print what `auto` will do, and how to send the rows."""
+    for shape in new["shapes"]:
+        for tokens in CONTEXTS:
+            runs = measured.of_rows(shape["rows"], tokens)
+            ours = f"with {measured.words(runs)} sequences" if runs else "for no step"
+            print(f"--max-model-len {tokens}: portable {ours}, {shape['backend']} else")
+    print(f"Rows: {path}. Open an issue with this file, and it can ship with mla-fusion.")

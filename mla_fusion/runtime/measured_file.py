@@ -1,0 +1,50 @@
+"""The form of a GPU's file, as the docstring of `measured.py` has it: what is read, nothing else.
+
+It imports pydantic, which vLLM brings, so `measured.read` imports it when there is a file.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+_Positive = Annotated[int, Field(gt=0)]
+_Time = Annotated[float, Field(gt=0)]
+_Row = tuple[
+    _Positive, _Positive, Annotated[int, Field(ge=0)], _Time, _Time, _Time, _Time, _Time, _Time
+]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+class _Shape(_Strict):
+    dtype: str
+    heads: _Positive
+    queries: _Positive
+    backend: str
+    rows: Annotated[list[_Row], Field(min_length=1)]
+
+
+class Table(_Strict):
+    """A file."""
+
+    gpu: str
+    kernels: str = ""
+    shapes: list[_Shape]
+
+
+def parse(content: bytes) -> Table:
+    """What a file holds.
+
+    Raises:
+        ValueError: it is not as it should be; one line says where.
+    """
+    try:
+        return Table.model_validate_json(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        at = ".".join(map(str, first["loc"])) or "it"
+        raise ValueError(f"{at[:80]}: {first['msg'][:120]}") from None
