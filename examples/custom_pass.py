@@ -11,6 +11,7 @@ passes on a CPU.
 import argparse
 import os
 
+import torch
 from vllm import LLM, SamplingParams
 from vllm.config import CompilationConfig
 
@@ -44,6 +45,8 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--provider", default="triton")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("without the plugin it needs a GPU that torch.cuda can see")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # what fused is known where it compiled
     llm = LLM(
         options.model,

@@ -50,8 +50,8 @@ def test_links_and_paths_exist(name):
 def test_the_first_screen_of_the_readme_has_figures_command_and_log_line():
     lines = TEXT["README.md"].splitlines()
     assert len(lines) <= 90 and "REPOSITORY" not in TEXT["README.md"]
-    first = "\n".join(lines[:38])
-    fused = RangeReport((1, 256), layers=27, fused=27)
+    first = "\n".join(lines[:40])
+    fused = RangeReport((1, 128), layers=27, fused=27)
     assert f"-cc.pass_config.{FLAG}=True" in first and report._summary(fused, 1) in first
 
 

@@ -68,8 +68,8 @@ def commands(language, body):
 
 
 def check_vllm(words):
-    """vLLM's own parser takes the arguments; the fusion's flag is on and its options are known, or
-    the attention backend is this library's.
+    """The arguments as vLLM's own parser takes them; the fusion's flag is on and its options are
+    known, or the attention backend is this library's.
 
     Raises:
         ValueError, SystemExit: it does not.
@@ -82,6 +82,7 @@ def check_vllm(words):
     assert fused or engine.attention_backend == "CUSTOM"
     assert isinstance(engine.additional_config, dict)  # vLLM takes broken JSON as a string
     mla_fusion.config.read_options(engine.additional_config)
+    return engine
 
 
 def check_pip(words):

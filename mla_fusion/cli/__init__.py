@@ -9,6 +9,7 @@ requested command is imported.
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
 import sys
@@ -35,7 +36,11 @@ _COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; `argv` defaults to the command line's."""
     words = sys.argv[1:] if argv is None else [*argv]
-    arguments = _parser(words[:1]).parse_args(words)
+    parser = _parser(words[:1])
+    near = difflib.get_close_matches("".join(words[:1]), _COMMANDS)
+    if near and words[0] not in _COMMANDS:
+        parser.error(f"no command is called {words[0]}: did you mean {near[0]}?")
+    arguments = parser.parse_args(words)
     try:
         return int(arguments.run(arguments))
     except UserError as error:

@@ -5,13 +5,9 @@ import json
 import shlex
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-import mla_fusion
 from mla_fusion import cli, config, report
 from mla_fusion.cli import child
 from mla_fusion.cli.check import command as check
@@ -22,6 +18,7 @@ from mla_fusion.report import reasons
 from mla_fusion.report.reasons import Decline
 from tests.cli.test_cli import fail, store
 from tests.models import write
+from tests.test_docs_code import check_vllm
 
 V3 = {**tiny_models.MODELS["deepseek-v3-shaped"], "num_hidden_layers": 61}
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -107,12 +104,6 @@ def test_a_missing_package_is_named(missing, tmp_path, capsys, monkeypatch):
     text = fail(capsys, "check", tmp_path, "--dump", tmp_path / "dump")
     assert f"package {missing}" in text and "pip install" in text
     assert text.count("check") == 1
-
-
-def test_check_of_a_sparse_model_says_why_without_an_engine(tmp_path, capsys):
-    write(tmp_path, {**V3, "index_topk": 2048})
-    assert cli.main(["check", str(tmp_path)]) == 1
-    assert "[sparse-attention]" in capsys.readouterr().out
 
 
 # --- what is run, and the verdict
@@ -255,22 +246,8 @@ def test_the_answer_comes_first_and_can_be_pasted(checked, tmp_path):
 
 
 def assert_vllm_has_the_range(words, tokens):
-    """vLLM's own parser reads the command, whose decode bucket is that of the answer."""
-    mla_fusion.register()
-    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
-    parser.add_argument("model_tag")
-    engine = AsyncEngineArgs.from_cli_args(parser.parse_args(words[1:]))
-    drafts = SimpleNamespace(**engine.speculative_config) if engine.speculative_config else None
-    engine.compilation_config.cudagraph_capture_sizes = None
-    assert tokens == config.decode_bucket(
-        SimpleNamespace(
-            scheduler_config=SimpleNamespace(
-                max_num_seqs=engine.max_num_seqs, max_num_batched_tokens=8192
-            ),
-            compilation_config=engine.compilation_config,
-            speculative_config=drafts,
-        )
-    )
+    engine = check_vllm(words)
+    assert engine.max_num_seqs * (1 + engine.speculative_config["num_speculative_tokens"]) == tokens
 
 
 def test_drafts_come_from_the_layers_that_the_model_has_for_them(checked, monkeypatch):

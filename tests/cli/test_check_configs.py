@@ -1,5 +1,6 @@
 """What `mla-fusion check` says by a configuration or by vLLM's source alone; and to any config."""
 
+import copy
 import json
 from pathlib import Path
 
@@ -116,6 +117,9 @@ def test_which_attention_backends_take_the_query(platform, heads, head_size, cac
 # --- any config at all
 
 
+ODD = [None, "512", "", -1, 0, 10**30, 1.5, True, [], ["a\nb"], {}]
+
+
 def _raw():
     """The content of every file of `CONFIGS`."""
     return [json.loads(path.read_text()) for path in sorted(CONFIGS.glob("*.json"))]
@@ -128,8 +132,7 @@ def mutants(draw):
     for _ in range(draw(st.integers(1, 3))):
         other = draw(st.sampled_from(_raw()))
         key = draw(st.sampled_from(sorted({*model, *other})))
-        odd = [None, "512", "", -1, 0, 10**30, 1.5, True, [], ["a\nb"], {}, other.get(key)]
-        value = draw(st.sampled_from(["drop", *odd]))
+        value = draw(st.sampled_from(["drop", *ODD, other.get(key)]))
         if value == "drop":
             model.pop(key, None)
         else:
@@ -137,8 +140,32 @@ def mutants(draw):
     return model
 
 
-@settings(max_examples=300)
-@given(model=mutants(), fused=st.sampled_from([None, 0, 1, 2]))
+def _inside(value):
+    """The places in nested dictionaries and lists, each as (container, key)."""
+    keys = value if isinstance(value, dict) else range(len(value))
+    for key in keys:
+        yield value, key
+        if isinstance(value[key], dict | list):
+            yield from _inside(value[key])
+
+
+@st.composite
+def nested_mutants(draw):
+    """A real config, perhaps as the part of a multimodal one, with odd fields at any depth."""
+    model = copy.deepcopy(draw(st.sampled_from(_raw())))
+    if draw(st.booleans()):
+        model = {"architectures": ["KimiK25ForConditionalGeneration"], "text_config": model}
+        model |= {"model_type": "kimi_k25", "vision_config": {"hidden_size": [{}]}}
+    model.setdefault("quantization_config", {"quant_method": "fp8", "weight_block_size": [128] * 2})
+    model.setdefault("rope_scaling", {"type": "yarn", "factor": 40, "mscale": [1.0]})
+    deep = [(box, key) for box, key in _inside(model) if box is not model]
+    for box, key in draw(st.lists(st.sampled_from(deep), min_size=1, max_size=4)):
+        box[key] = draw(st.sampled_from([*ODD, "x" * 10_000, [[]] * 9, {"a": {"b": None}}]))
+    return model
+
+
+@settings(max_examples=500, deadline=5000)
+@given(model=mutants() | nested_mutants(), fused=st.sampled_from([None, 0, 1, 2]))
 def test_check_of_any_config_is_a_short_answer(model, fused, monkeypatch, tmp_path, capsys):
     """All of `check` but the engine, whose answer is mocked: it fails, or has 0 to 2 layers fused.
 
@@ -147,7 +174,9 @@ def test_check_of_any_config_is_a_short_answer(model, fused, monkeypatch, tmp_pa
 
     def play(job, progress):
         if fused is None:
-            raise child.EngineError(job, "ValueError: odd (exit status 1)")
+            log = Path(job.workdir, child.LOG)
+            log.write_text("ValueError: " + "odd " * 3000)
+            raise child.EngineError(job, f"{child.last_error(log)} (exit status 1)")
         return child.Outcome([], [], [], 0, [store(Path(job.cache), "a.json", fused)])
 
     monkeypatch.setattr(child, "run", play)
@@ -157,5 +186,7 @@ def test_check_of_any_config_is_a_short_answer(model, fused, monkeypatch, tmp_pa
     printed = capsys.readouterr()
     answer = printed.err if status == 2 else printed.out
     assert status in (0, 1, 2) and 0 < answer.count("\n") <= 5
+    lines = (printed.out + printed.err).replace(str(path), "config.json").splitlines()
+    assert max(map(len, lines)) <= 200
     assert (status == 0) == ("fuses. Every" in printed.out)
     assert "Traceback" not in printed.err

@@ -44,6 +44,12 @@ def test_wrong_arguments_are_usage_errors(argv, capsys):
     assert "usage: mla-fusion" in capsys.readouterr().err
 
 
+def test_a_command_that_is_nearly_one_is_suggested(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["chek", "m"])
+    assert capsys.readouterr().err.endswith("no command is called chek: did you mean check?\n")
+
+
 def test_a_number_that_may_be_zero_says_so(capsys):
     with pytest.raises(SystemExit):
         cli.main(["check", "m", "--speculative-tokens", "-1"])

@@ -99,7 +99,8 @@ def test_more_than_a_plan_can_count_or_draw(capsys, arguments, message):
 def test_a_file_that_cannot_be_written(tmp_path, capsys):
     missing = tmp_path / "no" / "plan.svg"
     assert main(f"{COMMAND} --svg {missing}") == 2
-    assert "cannot write" in capsys.readouterr().err
+    text = capsys.readouterr()
+    assert "cannot write" in text.err and not text.out
 
 
 DRAWN = re.compile(r"<!-- (plan [^\n]+) --svg ([^\n]+) -->\n")

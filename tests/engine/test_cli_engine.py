@@ -3,12 +3,14 @@
 import ast
 import json
 import math
+import shlex
 from pathlib import Path
 
 import pytest
 
 from mla_fusion import cli, report
 from mla_fusion.cli.demo import command as demo
+from tests.command import run
 
 pytestmark = pytest.mark.engine
 V3 = "deepseek-v3-shaped"
@@ -22,10 +24,17 @@ def shown(tmp_path_factory):
     return demo.compare(out, names=[V3]), out
 
 
+def test_the_demo_ends_with_a_command_that_shows_its_report(shown, tmp_path, capsys):
+    demo.say_what_shows(shown[1])
+    command = shlex.split(capsys.readouterr().out.partition(": ")[2])
+    assert "3 MLA layers, 3 fused" in run(*command, cwd=tmp_path)
+    assert "3 MLA layers, 3 fused" in run(*command[:-1], shown[1] / "report.json", cwd=tmp_path)
+
+
 def test_the_demo_writes_what_fused(shown):
     succeeded, out = shown
     assert succeeded
-    assert json.loads((out / "report.json").read_text()) == {
+    assert json.loads((out / "tokens.json").read_text()) == {
         "models": [
             {
                 "name": V3,
@@ -55,11 +64,6 @@ def test_the_tokens_of_the_demo_could_differ(shown):
         assert all(len(set(prompt)) > demo.NEW_TOKENS / 2 for prompt in tokens)
         assert len({tuple(prompt[-4:]) for prompt in tokens}) == len(demo.ARRIVALS)
         assert sum(logprobs) / len(logprobs) > -math.log(1024) / 2
-
-
-def test_the_report_of_the_demo_is_stored(shown, capsys):
-    assert cli.main(["report", str(shown[1] / "cache")]) == 0
-    assert "tokens 1 to 8: 3 MLA layers, 3 fused, 0 declined" in capsys.readouterr().out
 
 
 def test_the_stored_graph_of_a_layer_shows_what_fused(shown, tmp_path, capsys):

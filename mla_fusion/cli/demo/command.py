@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import random
+import shlex
 import shutil
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,7 +45,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
         "--out",
         type=Path,
         default=Path("build/demo"),
-        help="folder for the models, the logs and report.json (default: %(default)s)",
+        help="folder for models, logs, tokens.json and report.json (default: %(default)s)",
     )
 
 
@@ -53,7 +55,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def compare(out: Path, names: Sequence[str] = tuple(tiny_models.MODELS)) -> bool:
-    """Run the models `names`, write `out`/report.json; whether all fused and no token differs.
+    """Run the models `names`, write `out`/tokens.json; whether all fused and no token differs.
+
+    The report of each is in its folder, and that of the last in `out`.
 
     Raises:
         UserError: an engine failed, or a package is missing.
@@ -65,8 +69,8 @@ def compare(out: Path, names: Sequence[str] = tuple(tiny_models.MODELS)) -> bool
     for index, name in enumerate(names):
         print(f"[{index + 1}/{len(names)}] {name}: random weights, greedy, real vLLM engines")
         results.append(_run_model(name, out / name))
-    (out / "report.json").write_text(json.dumps({"models": results}, indent=1))
-    print(f"report: {out / 'report.json'}")
+    (out / "tokens.json").write_text(json.dumps({"models": results}, indent=1))
+    shutil.copyfile(out / names[-1] / "report.json", out / "report.json")
     fused = all(
         sum(r["fused"] for r in result["ranges"]) > 0
         and not any(r["declined"] for r in result["ranges"])
@@ -76,7 +80,15 @@ def compare(out: Path, names: Sequence[str] = tuple(tiny_models.MODELS)) -> bool
         print("not every MLA layer of the decode range fused; the reasons are above")
     equal = all(result["tokens_equal"] for result in results)
     print(f"tokens equal: {'yes' if equal else 'no'}")
+    say_what_shows(out)
     return equal and fused
+
+
+def say_what_shows(out: Path) -> None:
+    """Print a command that shows the last report, from any folder and without a PATH."""
+    own = Path(sys.argv[0]).absolute()
+    command = [str(own)] if own.name == "mla-fusion" else [sys.executable, "-m", "mla_fusion"]
+    print("what fused in the last engine:", shlex.join([*command, "report", str(out.absolute())]))
 
 
 def _run_model(name: str, folder: Path) -> dict[str, Any]:
@@ -90,6 +102,7 @@ def _run_model(name: str, folder: Path) -> dict[str, Any]:
         print(f"    {text}")
     if not stored:
         raise UserError(f"{name}: no layer fused and there is no report; see {folder}")
+    shutil.copyfile(on.reports[0], folder / "report.json")
     difference = first_difference(off.tokens, on.tokens)
     if difference is None:
         bits = "bit-equal" if off.logprobs == on.logprobs else "not bit-equal"

@@ -76,8 +76,19 @@ def write(name: str, folder: Path, seed: int = 0, **changes: Any) -> Path:
     model = {**MODELS[name], **changes}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(model, indent=1))
+    for file, content in _tokenizer(model["vocab_size"]).items():
+        (folder / file).write_text(json.dumps(content))
     save_file(weights(model, seed), folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def _tokenizer(vocabulary: int) -> dict[str, Any]:
+    """The files of a tokenizer with the words w0, w1, ...: a server takes text."""
+    words = {f"w{token}": token for token in range(vocabulary)}
+    kind = {"type": "WordLevel", "vocab": words, "unk_token": "w0"}
+    tokenizer = {"version": "1.0", "model": kind, "pre_tokenizer": {"type": "Whitespace"}}
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "w0"}
+    return {"tokenizer.json": tokenizer | {"added_tokens": []}, "tokenizer_config.json": named}
 
 
 def weights(model: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
