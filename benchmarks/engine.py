@@ -3,12 +3,13 @@
 
     python benchmarks/engine.py tokens OUT.csv     same tokens? many configurations, in parallel
     python benchmarks/engine.py complete OUT.csv   whole models, the engines in turns
+    python benchmarks/engine.py prefill OUT.csv    the same, of a step that prefills 2,048 tokens
     python benchmarks/engine.py sparse OUT.csv     a sparse model with the backend CUSTOM
 
 Every engine runs in a process of its own. `fused` (attention `vllm`) is compared with `default`
-(vLLM as it comes) and `cat` (graph partition and fuse_rope_kvcache_cat_mla, the prerequisites of
-the fusion). The exit status is 1 if a result is wrong. --plant adds an engine whose provider
-rotates for the next position; the comparison must find it wrong.
+(vLLM as it comes) and `cat` (graph partition and vLLM's fuse_rope_kvcache_cat_mla). The exit status
+is 1 if a result is wrong. --plant adds an engine whose provider rotates for the next position; the
+comparison must find it wrong.
 
 With block-fp8 weights `default` and `cat` are equal in every bit: vLLM's ops for norms and
 quantizations leave Inductor nothing to round otherwise. So `tokens` has more unfused arms there:
@@ -284,7 +285,7 @@ def problems(name: str, ours: str, fused: dict[str, Any], asked: dict[str, Any])
     return found
 
 
-MEASURES = {"tokens": tokens, "complete": complete, "sparse": sparse}
+MEASURES = {"tokens": tokens, "complete": complete, "prefill": complete, "sparse": sparse}
 
 
 if __name__ == "__main__":

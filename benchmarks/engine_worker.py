@@ -97,21 +97,27 @@ def take_turns(llm: Any, job: dict[str, Any], progress: TextIO) -> None:
     """Answer each line of the input with a line of JSON, until "go".
 
     "hold BATCH CONTEXT": prefill so many requests, in place of those before. "time": microseconds
-    of one of their decode steps, by the clock and (in one process) of its CUDA graph on the GPU.
+    of one of their decode steps, by the clock and (in one process) of its CUDA graph on the GPU;
+    after a BATCH of 0, of a step that prefills a prompt of CONTEXT tokens.
     """
+    batch = 0
     with contextlib.ExitStack() as held:
         for line in iter(sys.stdin.readline, "go\n"):
             asked, *sizes = line.split()
             answer = {}
             if asked == "hold":
                 held.close()
-                step = held.enter_context(requests(llm, prompts(*map(int, sizes)), HELD))
+                batch, context = map(int, sizes)
+                if batch:
+                    step = held.enter_context(requests(llm, prompts(batch, context), HELD))
+                else:
+                    step = functools.partial(prefill, llm, prompts(1, context)[0])
                 step(10)
             else:
                 step(3)
                 answer["wall"] = clocked(step, STEPS)
                 if job["tp"] == 1:
-                    answer["gpu"] = full_graph_time(step)
+                    answer["gpu"] = (full_graph_time if batch else eager_time)(step)
             print(json.dumps(answer), file=progress)
 
 
@@ -178,6 +184,17 @@ def requests(llm: Any, prompts: list[list[int]], tokens: int) -> Iterator[Callab
         core.step()
 
 
+def prefill(llm: Any, prompt: list[int], count: int) -> None:
+    """Run so many steps, each of which prefills this prompt as a new request."""
+    import vllm
+
+    core, once = llm.llm_engine, vllm.SamplingParams(max_tokens=1, detokenize=False)
+    for number in range(count):
+        core.add_request(f"prefill-{number}", {"prompt_token_ids": prompt}, once)
+        while core.has_unfinished_requests():
+            core.step()
+
+
 def prompts(batch: int, context: int) -> list[list[int]]:
     """Prompts of `context` tokens, no two equal."""
     return [[(7 * i + j) % 4000 + 10 for j in range(context)] for i in range(batch)]
@@ -190,6 +207,20 @@ def clocked(step: Callable[[int], None], count: int) -> float:
     step(count)
     torch.cuda.synchronize()
     return (time.perf_counter() - began) / count * 1e6
+
+
+def eager_time(step: Callable[[int], None]) -> float:
+    """Microseconds on the GPU of a step without a CUDA graph, median of `STEPS`."""
+    pairs = []
+    for _ in range(STEPS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(50_000_000)  # the GPU is busy until the step is enqueued
+        begin.record()
+        step(1)
+        end.record()
+        torch.cuda.synchronize()
+        pairs.append((begin, end))
+    return statistics.median(begin.elapsed_time(end) * 1e3 for begin, end in pairs)
 
 
 def full_graph_time(step: Callable[[int], None]) -> float:

@@ -27,6 +27,7 @@ from tests.test_docs import ROOT, TEXT, makefile_targets
 mla_fusion.register()
 
 import vllm  # noqa: E402
+from vllm.benchmarks import serve as benchmark  # noqa: E402
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs  # noqa: E402
 from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: E402
 
@@ -74,6 +75,11 @@ def check_vllm(words):
     Raises:
         ValueError, SystemExit: it does not.
     """
+    if words[:2] == ["bench", "serve"]:
+        client = FlexibleArgumentParser()
+        benchmark.add_cli_args(client)
+        client.parse_args(words[2:])
+        return
     assert words[0] == "serve", words
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     parser.add_argument("model_tag")

@@ -36,7 +36,9 @@ def test_complete_measures_the_arms_in_turns(monkeypatch, capsys, broken):
     monkeypatch.setattr(engine_complete, "ready", ready)
     monkeypatch.setattr(engine_complete, "turn", turn)
     monkeypatch.setattr(engine_complete, "finish", lambda arm, seconds: {"error": "why"})
-    args = argparse.Namespace(only="r1-tp8 fp8", arms="", tp=1, seconds=1e9, layers=0)
+    args = argparse.Namespace(
+        what="complete", only="r1-tp8 fp8", arms="", tp=1, seconds=1e9, layers=0
+    )
     rows, wrong = engine_complete.complete(args)
     assert wrong == (broken is not None)
     printed = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The command line `mla-fusion`: one package a command.
+"""The command line `mla-fusion`: one package a command, but for `_ELSEWHERE`.
 
 Its module `command` has `declare(parser)`, which adds its arguments, and `run(arguments)`, which
 does the work and returns the exit status: 0 for success (all fused, tokens equal), else 1. A
@@ -30,7 +30,9 @@ _COMMANDS = {
     "selftest": "say whether every kernel is right on this GPU",
     "calibrate": "measure on this GPU what attention=auto decides by",
     "plan": "draw how a persistent MLA decode shares a batch among its CTAs",
+    "bugreport": "write what doctor, report and selftest find into one file to send",
 }
+_ELSEWHERE = {"bugreport": "doctor.bugreport"}  # the module of a command that has no package
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,7 +67,8 @@ def _parser(asked: Sequence[str]) -> argparse.ArgumentParser:
     for name, text in _COMMANDS.items():
         command = commands.add_parser(name, help=text)
         if name in asked:
-            module = importlib.import_module(f"mla_fusion.cli.{name}.command")
+            where = _ELSEWHERE.get(name, f"{name}.command")
+            module = importlib.import_module(f"mla_fusion.cli.{where}")
             module.declare(command)
             command.set_defaults(run=module.run)
     return parser

@@ -14,8 +14,8 @@ from mla_fusion.config import vllm_compat
 FLAG = "fuse_aiter_qk_rope_kvcache_mla"
 THRESHOLD = "aiter_qk_rope_kvcache_fusion_max_token_num"
 OPTIONS_KEY = "mla_fusion"
-# Prerequisites that vLLM's defaults or the plugin switch on where the operator did not refuse them.
-PARTITION, ROPE_CAT = "use_inductor_graph_partition", "fuse_rope_kvcache_cat_mla"
+# A prerequisite that the plugin switches on where the operator did not refuse it.
+PARTITION = "use_inductor_graph_partition"
 # Of torch._inductor.config: a value that is used twice is stored if it has more inputs.
 REALIZE = "realize_reads_threshold"
 # Of `Options.attention`: those that ask for a persistent decode.
@@ -132,12 +132,3 @@ def draft_tokens(vllm_config: Any) -> int:
     """Draft tokens that speculative decoding adds to each token of a decode step."""
     speculative = vllm_config.speculative_config
     return (speculative.num_speculative_tokens or 0) if speculative is not None else 0
-
-
-def refused_by_operator(compilation: Any) -> frozenset[str]:
-    """The prerequisites that are False before vLLM's defaults fill in what is None."""
-    values = {
-        PARTITION: compilation.use_inductor_graph_partition,
-        ROPE_CAT: compilation.pass_config.fuse_rope_kvcache_cat_mla,
-    }
-    return frozenset(name for name, value in values.items() if value is False)

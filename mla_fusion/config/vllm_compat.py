@@ -42,7 +42,7 @@ def _platform() -> Any:
 def versions() -> dict[str, str]:
     """The releases that compile a graph together, and the device they compile it for."""
     device = _platform().device_name
-    if _platform().is_cuda_alike():
+    if is_gpu():
         device = str(_platform().get_device_name())
     return {
         "mla-fusion": __version__,
@@ -55,6 +55,11 @@ def versions() -> dict[str, str]:
 def is_rocm() -> bool:
     """Whether vLLM's platform is ROCm."""
     return bool(_platform().is_rocm())
+
+
+def is_gpu() -> bool:
+    """Whether vLLM's platform is CUDA or ROCm."""
+    return bool(_platform().is_cuda_alike())
 
 
 def default_provider() -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from mla_fusion import config
 from mla_fusion.config import vllm_compat
-from mla_fusion.plugin import cpu, decision, flag, passes, workers
+from mla_fusion.plugin import cpu, decision, flag, passes, ranges, workers
 from mla_fusion.plugin.wrap import when_imported
 
 # Below vLLM's logger, so that its handlers and its level apply.
@@ -21,6 +21,7 @@ logger = logging.getLogger("vllm.mla_fusion")
 # The changes to modules that only some processes import.
 _WHEN_IMPORTED = (
     ("vllm.compilation.passes.pass_manager", passes.add_passes),
+    ("vllm.compilation.backends", ranges.set_for_ranges),
     ("vllm.v1.worker.worker_base", workers.prepare_workers),
 )
 _registered = False

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from mla_fusion.config.engine import Decision
 
-_REFUSED = "_mla_fusion_refused"  # on a VllmConfig: what the operator switched off
+_REFUSED = "_mla_fusion_refused"  # on a VllmConfig: the operator switched graph partition off
 
 
 def decide_in_vllm_config() -> None:
@@ -36,7 +36,9 @@ def decide_in_vllm_config() -> None:
                 no_effect.warn(self, vllm_compat.chose_sparse_backend(self, config.SPARSE_BACKEND))
                 original(self, *args, **kwargs)
                 return
-            setattr(self, _REFUSED, config.refused_by_operator(self.compilation_config))
+            # vLLM's defaults fill in what is None.
+            partition = self.compilation_config.use_inductor_graph_partition
+            setattr(self, _REFUSED, partition is False)
             try:
                 original(self, *args, **kwargs)
             finally:
@@ -52,7 +54,7 @@ def decide_in_vllm_config() -> None:
             if config.is_on(self):
                 from mla_fusion.plugin import prerequisites
 
-                prerequisites.apply(self, decide(self), refused(self))
+                prerequisites.apply(self, decide(self))
             original(self)
 
         return wrapper
@@ -73,12 +75,7 @@ def decide(vllm_config: Any) -> Decision:
     """`config.engine.decide` of a config, with what its operator refused."""
     from mla_fusion.config import engine
 
-    return engine.decide(vllm_config, partition_refused=config.PARTITION in refused(vllm_config))
-
-
-def refused(vllm_config: Any) -> frozenset[str]:
-    """`config.refused_by_operator` of a config that vLLM is making; else nothing."""
-    return getattr(vllm_config, _REFUSED, frozenset())
+    return engine.decide(vllm_config, partition_refused=getattr(vllm_config, _REFUSED, False))
 
 
 def _extend_splitting_ops(compilation: Any) -> None:

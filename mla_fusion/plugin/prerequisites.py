@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from mla_fusion import config, report
-from mla_fusion.config import no_effect
+from mla_fusion.config import no_effect, vllm_compat
 from mla_fusion.runtime import decode_choice
 
 if TYPE_CHECKING:
@@ -15,10 +15,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.mla_fusion")
 
 
-def apply(vllm_config: Any, decision: Decision, refused: frozenset[str]) -> None:
+def apply(vllm_config: Any, decision: Decision) -> None:
     """Switch the prerequisites on, or the flag off."""
-    from vllm.platforms import current_platform
-
     compilation = vllm_config.compilation_config
     if decision.decline:
         setattr(compilation.pass_config, config.FLAG, False)
@@ -26,16 +24,12 @@ def apply(vllm_config: Any, decision: Decision, refused: frozenset[str]) -> None
         no_effect.is_told(compilation)
         logger.warning("%s is switched off: %s", report.FLAG_LINE, decision.decline.explain())
         return
-    switched = []
     if compilation.splitting_ops != [] and not compilation.use_inductor_graph_partition:
         compilation.use_inductor_graph_partition = True
-        switched.append(config.PARTITION)
-    inductor = compilation.inductor_compile_config
-    if current_platform.is_cuda_alike() and config.REALIZE not in inductor:
-        inductor[config.REALIZE] = 1  # else RMS norms add up to five residual tensors anew
-        switched.append(f"{config.REALIZE}=1")
+        said = "%s sets for the whole engine, prefill included: %s"
+        logger.info(said, report.FLAG_LINE, config.PARTITION)
     pass_config = compilation.pass_config
-    if not current_platform.is_cuda_alike():
+    if not vllm_compat.is_gpu():
         # vLLM switches it on where RoPE and cache write share a graph, but its pass manager only
         # imports that pass for GPUs.
         pass_config.fuse_rope_kvcache_cat_mla = False
@@ -48,12 +42,6 @@ def apply(vllm_config: Any, decision: Decision, refused: frozenset[str]) -> None
                 "parallelism it leaves the tokens of other ranks unrotated"
             )
         pass_config.fuse_rope_kvcache_cat_mla = False
-    elif not pass_config.fuse_rope_kvcache_cat_mla and config.ROPE_CAT not in refused:
-        pass_config.fuse_rope_kvcache_cat_mla = True
-        switched.append(config.ROPE_CAT)
-    if switched:
-        said = "%s sets for the whole engine, prefill included: %s"
-        logger.info(said, report.FLAG_LINE, ", ".join(switched))
     decode_choice.choose_page(vllm_config)
     asked = getattr(pass_config, config.THRESHOLD)
     if asked not in (None, decision.bucket):

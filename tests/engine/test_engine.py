@@ -111,9 +111,12 @@ def test_provider_that_is_unavailable_leaves_the_engine_as_it_is(job, alone):
     assert declined["steps"] == [{}]
 
 
-def test_invariant_2_prefill_graph_is_the_same_code_with_the_flag_on(alone, fused):
+def test_invariant_2_prefill_runs_the_same_code_and_kernels_with_the_flag_on(alone, fused):
     name = prefill_range(alone)
     assert fused["graphs"][name] == alone["graphs"][name]
+    assert fused["kernels"][name] == alone["kernels"][name]
+    sources, calls, _ = alone["kernels"][name]
+    assert sources and len(calls) > len(sources)
     assert "mla_fusion" not in fused["graphs"][name]
 
 
@@ -212,14 +215,27 @@ def test_custom_pass_hook_without_the_plugin(job, alone):
     assert custom["logprobs"] == alone["logprobs"]
 
 
-@pytest.mark.parametrize(
-    "dtype, apart", [("float32", 1e-3), pytest.param("bfloat16", 5e-2, marks=pytest.mark.nightly)]
+@pytest.fixture(
+    scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.nightly)]
 )
-def test_the_portable_decode_gives_the_same_tokens_from_one_refresh_a_step(job, dtype, apart):
+def decodes(job, request):
+    """The type, and the flag with vLLM's decode and with the portable one as if on a GPU."""
+    options = {"attention": "auto"}, {"attention": "portable", "gpu": True}
+    return request.param, *(run(job(FLAG | given, dtype=request.param)) for given in options)
+
+
+def test_invariant_2_what_inductor_gets_for_decode_leaves_prefill_as_it_is(decodes):
+    _, cpu, gpu = decodes
+    name = prefill_range(cpu)
+    assert gpu["kernels"][name] == cpu["kernels"][name]
+    thresholds = [found["kernels"]["1-4"][2] for found in (gpu, cpu)]
+    assert thresholds == [1, cpu["kernels"][name][2]] and thresholds[1] > 1
+
+
+def test_the_portable_decode_gives_the_same_tokens_from_one_refresh_a_step(decodes):
     """In bf16 its epilogue multiplies with W_UV."""
-    backend, portable = (
-        run(job(FLAG | {"attention": name}, dtype=dtype)) for name in ("auto", "portable")
-    )
+    dtype, backend, portable = decodes
+    apart = {"float32": 1e-3, "bfloat16": 5e-2}[dtype]
     assert backend["refreshes"] == []
     # All four prompts are prefilled in one step; then every step decodes four tokens, and the
     # three layers share its plan. Before them, a warm-up of one token.

@@ -7,10 +7,12 @@ the prerequisites of the flag, so that runs with the flag and without compare.
 import importlib
 import multiprocessing
 import os
+import re
 import traceback
 
 from mla_fusion import config
 from mla_fusion.cli import child
+from mla_fusion.config import vllm_compat
 
 BUCKET = 4
 PROMPTS = [(0, prompt) for prompt in ([1, 2, 3], [7], [*range(9, 60)], [5, 6])]
@@ -20,7 +22,7 @@ def serve(job, progress):
     """Build the engines of a job, then run its prompts in one after the other.
 
     Options: flag; custom_pass (the pass object in vLLM's hook); provider, attention and
-    max_split_per_batch (the options of those names);
+    max_split_per_batch (the options of those names); gpu (Inductor gets what it does for a GPU);
     fp8_ops (imitate the quantizations that a CPU build lacks); bucket; engines (how many);
     processes ("spawn" or "fork": how the engine core starts in a process of its own, in which no
     graph is recorded); fault (once all is served, the provider raises in the third step of the
@@ -30,6 +32,9 @@ def serve(job, progress):
     _configure_cpu(options.get("processes"))
     if options.get("fp8_ops"):
         importlib.import_module("tests.passes.linears")
+    if options.get("gpu"):
+        vllm_compat.is_gpu = lambda: True
+    kernels = _record_kernels()
     graphs, refreshes = _record_graphs(), _count_refreshes() if options.get("flag") else []
     arguments = {**_arguments(options), **job.engine}
     engines = [_build(arguments, options) for _ in range(options.get("engines", 1))]
@@ -39,7 +44,7 @@ def serve(job, progress):
     for engine in engines:
         engine.engine_core.shutdown()
     found = {"engines": served, "graphs": graphs, "refreshes": refreshes, "children": children}
-    return found | {"fault": fault}
+    return found | {"fault": fault, "kernels": kernels}
 
 
 def _build(arguments, options):
@@ -146,6 +151,28 @@ def _record_graphs():
 
     pass_manager.PostGradPassManager.__call__ = call
     return graphs
+
+
+def _record_kernels():
+    """By token range: the sources of the kernels that Inductor made, what its code calls in order,
+    and its threshold for values that are stored. Buffers have other numbers in each run."""
+    from torch._inductor import config as inductor
+    from torch._inductor.graph import GraphLowering
+    from vllm.compilation.passes.inductor_pass import get_pass_context
+
+    kernels = {}
+
+    def save(code):
+        try:
+            r = get_pass_context().compile_range
+        except AssertionError:  # not a graph of the model
+            return
+        sources = re.findall(r"r?'''(.*?)'''", code, re.DOTALL)
+        calls = re.findall(r"^ +(?:\w+ = )?([\w.]+)\(", code, re.MULTILINE)
+        kernels[f"{r.start}-{r.end}"] = sources, calls, inductor.realize_reads_threshold
+
+    GraphLowering.save_output_code = staticmethod(save)
+    return kernels
 
 
 def _count_refreshes():

@@ -4,12 +4,11 @@ import copy
 import logging
 
 import pytest
-from vllm.config.utils import replace
-from vllm.platforms import current_platform
+from vllm.config.utils import Range, replace
 
 from mla_fusion import config, ops
 from mla_fusion.config import vllm_compat
-from mla_fusion.plugin import cpu, decision, prerequisites
+from mla_fusion.plugin import cpu, decision, prerequisites, ranges
 from tests.plugin.configs import CHARGED, FLAG_ON, REFERENCE, drafted, warnings
 
 
@@ -33,32 +32,26 @@ class TestWhatItSwitchesOn:
         assert [r.getMessage() for r in records if r.levelno > logging.DEBUG] == [
             said + config.PARTITION
         ]
-        # On a GPU, where nothing else is on yet.
-        compilation.use_inductor_graph_partition = False
-        monkeypatch.setattr(type(current_platform), "is_cuda_alike", lambda self: True)
-        for _ in range(2):  # the second finds all of them on
-            prerequisites.apply(made, decision.decide(made), frozenset())
-        every = f"{config.PARTITION}, {config.REALIZE}=1, {config.ROPE_CAT}"
-        lines = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]
-        assert [line for line in lines if line.startswith(said)] == [
-            said + config.PARTITION, said + every
-        ]  # fmt: skip
 
     @pytest.mark.parametrize(
-        ("gpu", "given", "became"),
-        [(True, {}, 1), (True, {config.REALIZE: 4}, 4), (False, {}, None)],
+        ("gpu", "flag", "last", "given", "became"),
+        [
+            (True, FLAG_ON, 4, {}, {config.REALIZE: 1}),
+            (True, FLAG_ON, 4, {config.REALIZE: 4}, {config.REALIZE: 4}),
+            (True, FLAG_ON, 5, {}, {}),
+            (True, None, 4, {}, {}),
+            (False, FLAG_ON, 4, {}, {}),  # log-probabilities are vLLM's to the bit there
+        ],
     )
-    def test_sums_of_the_residual_stream_are_stored_on_gpus(
-        self, make, monkeypatch, gpu, given, became
+    def test_sums_of_the_residual_stream_are_stored_in_the_bucket_on_gpus(
+        self, make, monkeypatch, gpu, flag, last, given, became
     ):
-        """Not on a CPU, where log-probabilities equal those without the flag to the bit."""
-        made = make(FLAG_ON, {"inductor_compile_config": given})
-        monkeypatch.setattr(type(current_platform), "is_cuda_alike", lambda self: gpu)
-        prerequisites.apply(made, decision.decide(made), frozenset())
-        assert made.compilation_config.inductor_compile_config.get(config.REALIZE) == became
-
-    def test_without_the_flag_inductor_keeps_its_threshold(self, make):
-        assert config.REALIZE not in make().compilation_config.inductor_compile_config
+        made = make(flag, {"inductor_compile_config": given}).compilation_config
+        options = made.inductor_compile_config
+        before = dict(options)
+        monkeypatch.setattr(vllm_compat, "is_gpu", lambda: gpu)
+        for_range = ranges.for_range(options, made.pass_config, Range(1, last))
+        assert for_range == {**before, **became} and options == before
 
     @pytest.mark.parametrize(
         "seqs, drafts, override, bucket",
@@ -156,22 +149,17 @@ class TestWhatItSwitchesOn:
         assert config.is_on(made)
         assert not made.compilation_config.pass_config.fuse_rope_kvcache_cat_mla
 
-    @pytest.mark.parametrize(("given", "became", "said"), [(True, True, 0), (False, True, 1)])
-    def test_vllms_own_fusion_may_be_on_by_default(
-        self, make, log, monkeypatch, given, became, said
-    ):
-        """As vllm#49142 makes it. It is then no prerequisite that this library sets, nor says."""
+    @pytest.mark.parametrize("given", [True, False])
+    def test_vllms_own_fusion_is_left_as_it_is_on_gpus(self, make, log, monkeypatch, given):
+        """It would change prefill too, and the passes do not need it."""
         made = make(FLAG_ON, {"use_inductor_graph_partition": True})
         passes = made.compilation_config.pass_config
         passes.fuse_rope_kvcache_cat_mla = given
-        monkeypatch.setattr(type(current_platform), "is_cuda_alike", lambda self: True)
+        monkeypatch.setattr(vllm_compat, "is_gpu", lambda: True)
         log.clear()
-        log.set_level(logging.DEBUG, logger="vllm.mla_fusion")
-        prerequisites.apply(made, decision.decide(made), frozenset())
-        assert passes.fuse_rope_kvcache_cat_mla is became and config.is_on(made)
-        lines = [r.getMessage() for r in log.records if r.name == "vllm.mla_fusion"]
-        assert len([line for line in lines if "fuse_rope_kvcache_cat_mla" in line]) == said
-        assert not warnings(log)
+        prerequisites.apply(made, decision.decide(made))
+        assert passes.fuse_rope_kvcache_cat_mla is given and config.is_on(made)
+        assert not log.messages
 
     @pytest.mark.parametrize("given", [True, False])
     def test_vllms_own_fusion_is_off_under_decode_context_parallelism(
@@ -182,9 +170,9 @@ class TestWhatItSwitchesOn:
         made.parallel_config.decode_context_parallel_size = 2
         passes = made.compilation_config.pass_config
         passes.fuse_rope_kvcache_cat_mla = given
-        monkeypatch.setattr(type(current_platform), "is_cuda_alike", lambda self: True)
+        monkeypatch.setattr(vllm_compat, "is_gpu", lambda: True)
         log.clear()
-        prerequisites.apply(made, decision.decide(made), frozenset())
+        prerequisites.apply(made, decision.decide(made))
         assert config.is_on(made)
         assert not passes.fuse_rope_kvcache_cat_mla
         assert ["fuse_rope_kvcache_cat_mla is switched off" in w for w in warnings(log)] == (

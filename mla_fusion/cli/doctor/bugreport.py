@@ -1,0 +1,136 @@
+"""`mla-fusion bugreport`: what doctor, report and selftest find, in one file to send."""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import json
+import os
+import platform
+import re
+import socket
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mla_fusion import __version__
+from mla_fusion.cli.arguments import UserError, require
+from mla_fusion.cli.doctor import command as doctor
+from mla_fusion.report import stored_reports
+from mla_fusion.report.files import read_bounded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_NEWEST = 4  # stored reports
+
+
+def declare(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.description = (
+        "Writes one JSON file to send with an issue: the diagnosis of doctor, the latest stored "
+        "reports, and on a GPU the rows of selftest, which takes a minute. Paths, host names and "
+        "the user's name are left out."
+    )
+    parser.add_argument(
+        "file",
+        nargs="?",
+        type=Path,
+        default=Path("mla-fusion-bugreport.json"),
+        metavar="FILE",
+        help="where to write it (default: %(default)s)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the file; always 0."""
+    try:
+        arguments.file.touch()  # before the minute that selftest takes
+    except OSError as error:
+        raise UserError(f"cannot write {arguments.file}: {error}") from None
+    found = {
+        "mla_fusion": __version__,
+        "doctor": doctor.examine().to_json(),
+        "reports": _or_why(_reports),
+        "selftest": _or_why(_selftest),
+    }
+    arguments.file.write_text(json.dumps(Cleaner().clean(found), indent=1) + "\n")
+    print(f"wrote {arguments.file}: read it before you send it", file=sys.stderr)
+    return 0
+
+
+def _or_why(part: Callable[[], Any]) -> Any:
+    """What `part` returns, or why there is nothing."""
+    try:
+        return part()
+    except UserError as error:
+        return str(error)
+
+
+def _reports() -> list[Any]:
+    require("vllm", purpose="the folder of reports")
+    from mla_fusion.config import vllm_compat
+
+    return [_content(path) for path in stored_reports(vllm_compat.cache_root())[:_NEWEST]]
+
+
+def _content(path: Path) -> Any:
+    """A stored report as it is: one of another release, or a damaged one, may be the bug."""
+    try:
+        return json.loads(read_bounded(path))
+    except (OSError, ValueError) as error:
+        return f"cannot be read: {error}"
+
+
+def _selftest() -> Any:
+    from mla_fusion.cli.selftest import command as selftest
+
+    with tempfile.TemporaryDirectory() as folder:
+        rows = Path(folder, "selftest.json")
+        selftest.run(argparse.Namespace(json=rows, thorough=False))
+        return json.loads(rows.read_bytes())
+
+
+class Cleaner:
+    """Takes paths and the names of this host and its user out of data."""
+
+    def __init__(self) -> None:
+        hosts = {socket.gethostname(), platform.node(), os.environ.get("HOSTNAME", "")}
+        hosts |= {name.partition(".")[0] for name in hosts}
+        hosts -= {"", "localhost"}
+        user = {_user()} - {"", "root"}
+        folders = {str(Path.home()), str(Path.cwd()), sys.prefix, sys.base_prefix}
+        folders |= {each for value in os.environ.values() for each in value.split(os.pathsep)}
+        rooted = {each.rstrip("/") for each in folders if each.startswith("/")} - {""}
+        self._patterns = [
+            # First those that are known, which may hold spaces; then what looks like one.
+            (r"(?<![\w.])" + _any_of(rooted) + r"[^\s'\",;:()\[\]]*", "<path>"),
+            (r"(?<=://)[^\s/'\",;()]+|\b\d+(?:\.\d+){3}(?::\d+)?\b", "<host>"),
+            (r"(?<![\w.:/<>])(?:~[\w.-]*|\.{1,2})?/[^\s'\",;:()\[\]]+", "<path>"),
+            (rf"(?<![\w-]){_any_of(hosts)}(?![\w-])", "<host>"),
+            (rf"(?<![\w-]){_any_of(user)}(?![\w-])", "<user>"),
+        ]
+
+    def clean(self, value: Any) -> Any:
+        """`value`, plain data, without them, in keys too."""
+        if isinstance(value, dict):
+            return {self.clean(key): self.clean(each) for key, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.clean(each) for each in value]
+        if isinstance(value, str):
+            for pattern, mark in self._patterns:
+                value = re.sub(pattern, mark, value)
+        return value
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user may have no name
+        return ""
+
+
+def _any_of(texts: set[str]) -> str:
+    """A pattern of any of them, the longest first; of nothing if there is none."""
+    return f"(?:{'|'.join(map(re.escape, sorted(texts, key=len, reverse=True))) or '(?!)'})"

@@ -1,0 +1,79 @@
+"""`mla-fusion bugreport`: one file, without paths and without the names of host and user."""
+
+import getpass
+import json
+import os
+import platform
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mla_fusion import cli, report
+from mla_fusion.cli.doctor import bugreport, command, environment
+from mla_fusion.config import vllm_compat
+from mla_fusion.report.reasons import Decline
+
+SECRETS = ("node17", "acme", "jdoe", "Jane", "Doe", "secret", "models", "10.20.30.40", "gpu-b")
+FOUND = environment.probe
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    """written() -> (the text of the file, its data), on a machine with a known name and folders."""
+    home = tmp_path / "Jane Doe"
+    monkeypatch.setattr(socket, "gethostname", lambda: "node17.acme.example")
+    monkeypatch.setattr(platform, "node", lambda: "node17")
+    monkeypatch.setattr(getpass, "getuser", lambda: "jdoe")
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("MODELS", "/srv/secret models")
+    monkeypatch.setattr(vllm_compat, "cache_root", lambda: home)
+    broken = (
+        f"in {home}/.cache/a b.py, line 3: '/srv/secret models/x.bin', ~jdoe/secret/y, ../secret/z "
+        "at node17:8000, user jdoe, tcp://gpu-b:29500/q, 10.20.30.40; "
+        "vllm-project/vllm#45798, 448/584"
+    )
+    found = replace(FOUND(), plugin=broken)
+    monkeypatch.setattr(command, "probe", lambda: found)
+    decline = Decline("error", "/mnt/checkpoints/secret.safetensors on NODE node17.acme.example")
+    ranges = [report.RangeReport((1, 8), layers=2, fused=1, declined={decline: 1})]
+    report.store(report.folder(home) / "a.json", report.Report("triton", 8, ranges))
+    damaged = report.folder(home) / "b.json"
+    damaged.write_text("{")
+    os.utime(damaged, (1, 1))
+
+    def write():
+        assert cli.main(["bugreport", str(tmp_path / "out.json")]) == 0
+        text = (tmp_path / "out.json").read_text()
+        return text, json.loads(text)
+
+    return write
+
+
+def test_no_path_and_no_name_is_left(written):
+    text, data = written()
+    assert not [secret for secret in SECRETS if secret in text]
+    assert "vllm-project/vllm#45798, 448/584" in data["doctor"]["plugin"]
+    first, second = data["reports"]
+    assert first["ranges"][0]["fused"] == 1 and "[error]" not in text and '"error"' in text
+    assert second.startswith("cannot be read: ")
+    assert "torch sees none here" in data["selftest"]
+    assert {"works", "torch", "problems", "issues"} <= data["doctor"].keys()
+
+
+def test_the_rows_of_selftest_where_there_is_a_gpu(written, monkeypatch):
+    from mla_fusion.cli.selftest import command as selftest
+
+    def run(arguments):
+        Path(arguments.json).write_text('{"rows": ["a kernel"]}')
+        return 1
+
+    monkeypatch.setattr(selftest, "run", run)
+    assert written()[1]["selftest"] == {"rows": ["a kernel"]}
+
+
+def test_a_place_that_cannot_be_written_is_refused_first(monkeypatch, capsys):
+    monkeypatch.setattr(bugreport, "_or_why", pytest.fail)
+    assert cli.main(["bugreport", "/nodir/x.json"]) == 2
+    assert "cannot write /nodir/x.json" in capsys.readouterr().err
