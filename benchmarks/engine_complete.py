@@ -109,7 +109,7 @@ def measured(
         if size > room:
             needs = f"its KV cache needs {size / 1e9:.1f} GB, room is {room / 1e9:.1f}"
             print(f"   {title}, {batch} x {context} left out: {needs}")
-    if not (points := [point for point in POINTS if sizes[point] <= room]):
+    if not (points := [point for point in wanted if sizes[point] <= room]):
         return [], False
     changes = {
         "what": "complete", "model": name, "layers": model.layers, "cache": cache, "tp": args.tp,
