@@ -46,12 +46,14 @@ def prepare_workers() -> None:
 
         return wrapper
 
-    def mla_fusion_steps(self: Any) -> dict[str, dict[str, int]]:
-        steps: metrics.StepCounter | None = getattr(self, STEPS, None)
-        return {} if steps is None else steps.snapshot()
-
     wrap(WorkerBase, "__init__", init)
     WorkerBase.mla_fusion_steps = mla_fusion_steps
+
+
+def mla_fusion_steps(self: Any) -> dict[str, dict[str, int]]:
+    """What a worker answers: the snapshot of its counter, nothing if it has none."""
+    steps: metrics.StepCounter | None = getattr(self, STEPS, None)
+    return {} if steps is None else steps.snapshot()
 
 
 def prepare_layers(load_model: Callable[..., Any]) -> Callable[..., Any]:
