@@ -31,10 +31,10 @@ TILE = 64
 class SparseScratch:
     """The plan and workspaces of sparse decode steps of one shape, at fixed addresses.
 
-    widths: columns of the index rows of each scope. It depends on the number of tokens and on
+    widths: most columns of the index rows of each scope. It depends on the number of tokens and on
     lengths, not on the slots, so all layers with the same lengths share it. Layers with other
     lengths, even of equal shape, need another: a refresh overwrites the last one's. Make it with
-    `sparse_scratch`.
+    `sparse_scratch`. counted: of each scope, whether the last refresh was given lengths.
     """
 
     widths: tuple[int, ...]
@@ -42,6 +42,7 @@ class SparseScratch:
     qo_indptr: torch.Tensor
     first_lens: torch.Tensor
     seq_lens: torch.Tensor
+    counted: tuple[bool, ...] = (False, False)
 
     @property
     def first(self) -> int:
@@ -74,6 +75,7 @@ class SparseScratch:
                     f"lengths of scope {scope} must be int32 [{num_tokens}], got {given.dtype} "
                     f"{tuple(given.shape)}"
                 )
+        self.counted = tuple(given is not None for given in lengths)
         seq_lens = self.seq_lens[:num_tokens]
         if lengths[-1] is None:
             seq_lens.fill_(self.first + self.widths[-1])
@@ -106,7 +108,7 @@ def sparse_scratch(
     """A new scratch for steps of up to `max_tokens` tokens.
 
     Args:
-        widths: columns of the index rows of one or two scopes.
+        widths: most columns of the index rows of one or two scopes.
         kv_dtype: of the caches; of the e4m3 values where they are of bytes.
         Others as `PersistentDecodePlan.allocate`.
 
@@ -165,11 +167,12 @@ def sparse_mla_decode(
         q: [T, H, L + R], bf16, fp16 or fp8, dense in the last dimension.
         scopes: one or two. Each cache [blocks, page_size, L + R] is of the scratch's type, dense
             in its last dimension; each table [T, width] int32 lists slots, block * page_size
-            + entry, or -1 for none, anywhere in the row. With a `CacheLayout`, the same for both
-            scopes, the query is bf16 and a cache uint8 [blocks, page_size, layout.bytes]. A key
-            is then [latent | rope] after dequantization: value * scale in fp32, rounded to bf16
-            for both products. L is `layout.latent` = 512; `FP8_DS_MLA` has 64 rotated columns
-            beside it, `FP8_DS_MLA_V4` has them as the last 64 of it.
+            + entry, or -1 for none, anywhere in the row. A table may be narrower than the scratch
+            if the refresh was given lengths. With a `CacheLayout`, the same for both scopes, the
+            query is bf16 and a cache uint8 [blocks, page_size, layout.bytes]. A key is then
+            [latent | rope] after dequantization: value * scale in fp32, rounded to bf16 for both
+            products. L is `layout.latent` = 512; `FP8_DS_MLA` has 64 rotated columns beside it,
+            `FP8_DS_MLA_V4` has them as the last 64 of it.
         scratch: refreshed for this step.
         softmax_scale: of the scores; the scales below come on top.
         sink: [H] fp32, one more score for each head, of a key whose value is zero.
@@ -199,13 +202,13 @@ def sparse_mla_decode(
         )
     lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
     every = []
-    for number, (scope, width) in enumerate(zip(scopes, scratch.widths, strict=True)):
+    for number, scope in enumerate(scopes):
         given = Inputs(
             q, scope.kv_cache, scratch.plan, scope.table, softmax_scale, q_scale, kv_scale, out,
             lse, layout=scope.layout,
         )  # fmt: skip
         try:
-            _check(given, width, sink)
+            _check(given, scratch.widths[number], scratch.counted[number], sink)
         except ValueError as error:
             raise ValueError(f"scope {number}: {error}") from None
         every.append(given)
@@ -214,7 +217,7 @@ def sparse_mla_decode(
     return out, lse
 
 
-def _check(given: Inputs, width: int, sink: torch.Tensor | None) -> None:
+def _check(given: Inputs, width: int, counted: bool, sink: torch.Tensor | None) -> None:
     """Raise ValueError unless the arguments for one scope fit each other."""
     validate(given)
     latent, heads = given.plan.settings.v_head_dim, given.plan.settings.num_heads
@@ -225,8 +228,10 @@ def _check(given: Inputs, width: int, sink: torch.Tensor | None) -> None:
     else:
         layouts.check(given.q, given.kv_cache, given.plan.settings, given.layout)
         provider.refuse_fp8(given.q, given.plan.settings.kv_dtype)
-    if given.block_table.shape[1] != width:
-        raise ValueError(f"the table must have {width} columns, got {given.block_table.shape[1]}")
+    columns = given.block_table.shape[1]
+    if columns > width or (columns < width and not counted):
+        most = f"{width} columns" + (" at most" if counted else ", as no lengths were given")
+        raise ValueError(f"the table must have {most}, got {columns}")
     if sink is None:
         return
     dense = sink.shape == (heads,) and sink.is_contiguous()

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from mla_fusion import config
 from mla_fusion.config import vllm_compat
+from mla_fusion.plugin import deepseek_v4
 from mla_fusion.plugin.steps import STEPS, count_steps
 from mla_fusion.plugin.wrap import wrap
 
@@ -45,12 +46,14 @@ def prepare_workers() -> None:
 
         return wrapper
 
-    def mla_fusion_steps(self: Any) -> dict[str, dict[str, int]]:
-        steps: metrics.StepCounter | None = getattr(self, STEPS, None)
-        return {} if steps is None else steps.snapshot()
-
     wrap(WorkerBase, "__init__", init)
     WorkerBase.mla_fusion_steps = mla_fusion_steps
+
+
+def mla_fusion_steps(self: Any) -> dict[str, dict[str, int]]:
+    """What a worker answers: the snapshot of its counter, nothing if it has none."""
+    steps: metrics.StepCounter | None = getattr(self, STEPS, None)
+    return {} if steps is None else steps.snapshot()
 
 
 def prepare_layers(load_model: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,12 +61,13 @@ def prepare_layers(load_model: Callable[..., Any]) -> Callable[..., Any]:
     and sparse decodes need: it must be there before vLLM measures what memory is left."""
 
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        deepseek_v4.take_layers(self.vllm_config)
         result = load_model(self, *args, **kwargs)
         layers = self.vllm_config.compilation_config.static_forward_context
         if vllm_compat.may_have_sparse_layers(self.vllm_config, config.SPARSE_BACKEND):
-            from mla_fusion.runtime import sparse_step
+            from mla_fusion.runtime import sparse_layers
 
-            sparse_step.attach(layers, self.vllm_config)
+            sparse_layers.attach(layers, self.vllm_config)
         if config.is_on(self.vllm_config):
             from mla_fusion.runtime import step_plan
 

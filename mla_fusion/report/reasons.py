@@ -25,14 +25,18 @@ def _read() -> dict[str, Reason]:
 
 
 REASONS = _read()
-# The classes of vLLM 0.26 to 0.33 whose sparse layers are those of DeepSeek-V3.2. A class that is
-# not here is not offered the backend: most of the others have attention of their own.
+# The classes of vLLM 0.26 to 0.33 whose sparse layers are those of DeepSeek-V3.2 or V4. A class
+# that is not here is not offered the backend: the others have attention of their own.
 _CUSTOM_SERVES = {
     "DeepSeekMTPModel",
+    "DeepSeekV4MTPModel",
     "DeepseekV2ForCausalLM",
     "DeepseekV32ForCausalLM",
     "DeepseekV32MTPModel",
     "DeepseekV3ForCausalLM",
+    "DeepseekV41ForCausalLM",
+    "DeepseekV4ForCausalLM",
+    "DeepseekV4ForConditionalGeneration",
     "GlmMoeDsaForCausalLM",
 }
 

@@ -23,7 +23,7 @@ class SparseImpl(_Impl):
     where it is None, vLLM decodes every step.
     """
 
-    mla_fusion_step: sparse_step.SparseStep | None = None
+    mla_fusion_step: sparse_step.Step | None = None
 
     def forward_mqa(
         self, q: Any, kv_c_and_k_pe_cache: Any, attn_metadata: Any, layer: Any

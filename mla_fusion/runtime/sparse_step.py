@@ -8,8 +8,6 @@ differs on ROCm.
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,8 +24,6 @@ from mla_fusion.runtime import sparse_rocm
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-logger = logging.getLogger("vllm.mla_fusion")
 
 # Of the implementation of a layer with the attention backend CUSTOM.
 ATTRIBUTE = "mla_fusion_step"
@@ -68,11 +64,13 @@ class EveryColumn:
         return ()
 
 
-class SparseStep:
+class Step:
     """The scratch of one shape of layer, and the query and latents of the layer that runs.
 
     rows: the class that makes rows of slots from vLLM's metadata.
     """
+
+    kind = ""  # a model has one
 
     def __init__(
         self,
@@ -142,55 +140,9 @@ class SparseStep:
         """What it holds at fixed addresses."""
         return [*self.scratch.plan.tensors().values(), self.q, self.out, *self.rows.tensors()]
 
-    def describe(self, backend: str) -> str:
-        """What it is for, in a line of the log; `backend` takes the other steps."""
-        settings = self.scratch.plan.settings
-        size = sum(x.nbytes for x in self.tensors()) / 2**20
-        plain = "bf16" if self.kv_dtype.itemsize == 2 else "fp8"
-        cache = plain if self.layout is None else f"{self.layout.bytes} bytes an entry"
-        return (
-            f"decode steps of up to {settings.max_batch} tokens are this library's "
-            f"({settings.num_heads} heads, {self.scratch.widths[0]} slots, {cache}, {size:.1f} MiB "
-            f"for all layers), larger ones are {backend}'s"
-        )
 
-
-def attach(layers: Mapping[str, Any], vllm_config: Any) -> None:
-    """Give each layer of the backend CUSTOM what it shares with those of its shape in `layers`,
-    which own it.
-
-    It stays None where vLLM decodes every step. The log says both, and each reason, once; also of
-    sparse layers that vLLM made with another backend although an operator chose CUSTOM.
-    """
-    said: Counter[tuple[int, str]] = Counter()
-    shared: dict[tuple[Any, ...], SparseStep] = {}
-    chosen = vllm_compat.chose_sparse_backend(vllm_config, config.SPARSE_BACKEND)
-    for layer in layers.values():
-        impl: Any = getattr(layer, "impl", None)
-        if hasattr(impl, ATTRIBUTE):
-            backend = vllm_compat.sparse_backend()[0].get_name()
-            decline = why_not(impl, vllm_config)
-        elif chosen and getattr(impl, "is_sparse", False):
-            backend, decline = layer.attn_backend.get_name(), Decline("sparse-unasked")
-        else:
-            continue
-        if decline is not None:
-            left = f"every step is left to {backend}: {decline.explain()}"
-            said[logging.WARNING, left] += 1
-            continue
-        shape = _shape(impl, vllm_config)
-        if shape not in shared:
-            shared[shape] = SparseStep(*shape)
-        step = shared[shape]
-        setattr(impl, ATTRIBUTE, step)
-        said[logging.INFO, step.describe(backend)] += 1
-    if said and vllm_compat.is_first_rank():
-        for (level, what), count in said.items():
-            logger.log(level, "attention backend CUSTOM, %d layers: %s", count, what)
-
-
-def _shape(impl: Any, vllm_config: Any) -> tuple[Any, ...]:
-    """The arguments of `SparseStep` for a layer that this library decodes."""
+def shape(impl: Any, vllm_config: Any) -> tuple[Any, ...]:
+    """The arguments of `Step` for a layer that this library decodes."""
     heads, chosen, cache = impl.num_heads, impl.topk_indices_buffer, impl.kv_cache_dtype
     width, device = chosen.shape[1], chosen.device
     if vllm_compat.is_rocm():
@@ -208,21 +160,15 @@ def why_not(impl: Any, vllm_config: Any) -> Decline | None:
         return Decline("sparse-platform")
     if rocm and (decline := sparse_rocm.why_not(vllm_config)):
         return decline
-    try:
-        provider.require()
-    except ProviderUnavailable as error:
-        return Decline("provider-unavailable", str(error))
-    parallel = vllm_config.parallel_config
+    if decline := unavailable():
+        return decline
     widths = vllm_compat.sparse_widths(impl)
     caches: Mapping[str, Any] = sparse_rocm.caches() if rocm else LAYOUTS
     found = {
         f"latents and rotated part of {widths}": widths != (LATENT, WIDE),
         f"kv_cache_dtype {impl.kv_cache_dtype}": impl.kv_cache_dtype not in caches,
-        "decode context parallelism": parallel.decode_context_parallel_size > 1,
-        "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
-        "HiSparse": vllm_compat.keeps_cache_on_host(vllm_config),
-        "dual batch overlap": bool(getattr(parallel, "use_ubatching", False)),
         "no list of chosen tokens": impl.topk_indices_buffer is None,
+        **unserved(vllm_config),
         **(sparse_rocm.unserved(impl, vllm_config) if rocm else {}),
     }
     named = [what for what, holds in found.items() if holds]
@@ -231,3 +177,23 @@ def why_not(impl: Any, vllm_config: Any) -> Decline | None:
     if not rocm and not most_tokens(impl.num_heads, LAYOUTS[impl.kv_cache_dtype]):
         return Decline("sparse-slower", f"{impl.kv_cache_dtype}, {impl.num_heads} heads of a rank")
     return None
+
+
+def unavailable() -> Decline | None:
+    """Why the kernels of this library cannot run in this process."""
+    try:
+        provider.require()
+    except ProviderUnavailable as error:
+        return Decline("provider-unavailable", str(error))
+    return None
+
+
+def unserved(vllm_config: Any) -> dict[str, bool]:
+    """What engines may have that no sparse decode of this library takes, and whether one has it."""
+    parallel = vllm_config.parallel_config
+    return {
+        "decode context parallelism": parallel.decode_context_parallel_size > 1,
+        "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
+        "HiSparse": vllm_compat.keeps_cache_on_host(vllm_config),
+        "dual batch overlap": bool(getattr(parallel, "use_ubatching", False)),
+    }

@@ -85,12 +85,18 @@ def test_sparse_refuses_what_does_not_fit():
     scratch.refresh(2, [None])
     refused("1 scopes, got 2", table, table)
     refused("scope 0: block_table must be int32", table.long())
-    refused("scope 0: the table must have 50 columns, got 49", table[:, 1:])
+    refused(
+        "scope 0: the table must have 50 columns, as no lengths were given, got 49", table[:, 1:]
+    )
     refused(r"sink must be dense fp32 \[16\] on cpu", table, sink=torch.zeros(8))
     with pytest.raises(ValueError, match="do not fit a scratch"):
         scratch.refresh(5, [None])
     with pytest.raises(ValueError, match="lengths of scope 0"):
         scratch.refresh(2, [torch.zeros(2).long()])
+    scratch.refresh(2, [torch.tensor([3, 49]).int()])
+    refused("scope 0: the table must have 50 columns at most, got 51", torch.zeros(2, 51).int())
+    narrow, _ = sparse_mla_decode(q, [Scope(cache, table[:, 1:])], scratch, softmax_scale=1.0)
+    assert not narrow.any()
 
 
 PLANNERS = [(7, 128, 12, 16, 4), (9, 8, 5, 1, 1), (6, 32, 12, 64, 16), (1, 16, 7, 16, 2)]

@@ -6,7 +6,6 @@ import os
 import platform
 import socket
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -39,9 +38,8 @@ def written(tmp_path, monkeypatch):
     decline = Decline("error", "/mnt/checkpoints/secret.safetensors on NODE node17.acme.example")
     ranges = [report.RangeReport((1, 8), layers=2, fused=1, declined={decline: 1})]
     report.store(report.folder(home) / "a.json", report.Report("triton", 8, ranges))
-    damaged = report.folder(home) / "b.json"
-    damaged.write_text("{")
-    os.utime(damaged, (1, 1))
+    (report.folder(home) / "b.json").write_text("{")
+    os.utime(report.folder(home) / "b.json", (1, 1))  # the older one
 
     def write():
         assert cli.main(["bugreport", str(tmp_path / "out.json")]) == 0
@@ -63,13 +61,10 @@ def test_no_path_and_no_name_is_left(written):
 
 
 def test_the_rows_of_selftest_where_there_is_a_gpu(written, monkeypatch):
-    from mla_fusion.cli.selftest import command as selftest
-
     def run(arguments):
-        Path(arguments.json).write_text('{"rows": ["a kernel"]}')
-        return 1
+        return arguments.json.write_text('{"rows": ["a kernel"]}')
 
-    monkeypatch.setattr(selftest, "run", run)
+    monkeypatch.setattr("mla_fusion.cli.selftest.command.run", run)
     assert written()[1]["selftest"] == {"rows": ["a kernel"]}
 
 

@@ -19,9 +19,9 @@ DECIDED = {
     "minicpm3": ("MiniCPM3ForCausalLM", "no-mla"),
     "deepseek-v3.2": ("DeepseekV32ForCausalLM", "sparse-attention"),
     # The fields that name its attention; no kv_lora_rank.
-    "deepseek-v4-flash": ("DeepseekV4ForCausalLM", "sparse-model"),
+    "deepseek-v4-flash": ("DeepseekV4ForCausalLM", "sparse-attention"),
     # vLLM knows the model type of the whole, not that of the language part.
-    "deepseek-v4.1-flash": ("DeepseekV41ForCausalLM", "sparse-model"),
+    "deepseek-v4.1-flash": ("DeepseekV41ForCausalLM", "sparse-attention"),
     "kimi-k3": ("KimiK3ForConditionalGeneration", "breakable-cudagraph"),
     "deepseek-v2-lite": ("DeepseekV2ForCausalLM", ""),
     "deepseek-v3": ("DeepseekV3ForCausalLM", ""),

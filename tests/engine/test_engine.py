@@ -98,19 +98,6 @@ def messages(result):
     return sorted(re.sub(r"/tmp/\S+|\d+", "#", line) for line in result["log"].splitlines())
 
 
-@pytest.mark.nightly
-def test_provider_that_is_unavailable_leaves_the_engine_as_it_is(job, alone):
-    """No AITER here: one warning, and vLLM's own graphs, tokens and logprobs."""
-    declined = run(job(FLAG | {"provider": "aiter"}))
-    [(level, line)] = own_log(declined)
-    assert level == "WARNING"
-    assert "[provider-unavailable]" in line and "install ROCm's AITER" in line
-    assert declined["graphs"] == alone["graphs"]
-    assert declined["tokens"] == alone["tokens"]
-    assert declined["logprobs"] == alone["logprobs"]
-    assert declined["steps"] == [{}]
-
-
 def test_invariant_2_prefill_runs_the_same_code_and_kernels_with_the_flag_on(alone, fused):
     name = prefill_range(alone)
     assert fused["graphs"][name] == alone["graphs"][name]

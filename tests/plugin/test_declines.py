@@ -152,15 +152,10 @@ class TestDeclines:
         assert (ours.provider, ours.attention, ours.query_len) == ("reference", "portable", 4)
 
     @pytest.mark.parametrize(
-        "platform, provider, code",
-        [
-            ("rocm", "aiter", "provider-unavailable"),
-            ("cuda", "triton", "provider-unavailable"),
-            ("cpu", "", "provider-platform"),
-        ],
+        "platform, provider", [("rocm", "aiter"), ("cuda", "triton"), ("", "")]
     )
     def test_the_default_provider_is_the_platforms_and_no_other_replaces_it(
-        self, make, monkeypatch, platform, provider, code
+        self, make, monkeypatch, platform, provider
     ):
         """None of the two can run here."""
         made = make(FLAG_ON)
@@ -169,5 +164,6 @@ class TestDeclines:
             is_it = platform == name
             monkeypatch.setattr(type(current_platform), f"is_{name}", lambda _, is_it=is_it: is_it)
         decision = engine.decide(made, partition_refused=False)
+        code = "provider-unavailable" if provider else "provider-platform"
         assert (decision.provider, decision.decline.code) == (provider, code)
         assert decision.decline.detail.startswith(provider)

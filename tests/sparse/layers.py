@@ -26,7 +26,7 @@ from mla_fusion.attention.plan import buffers
 from mla_fusion.attention.plan.inputs import Scope
 from mla_fusion.config import vllm_compat
 from mla_fusion.kernels import triton as region
-from mla_fusion.runtime import sparse_step
+from mla_fusion.runtime import sparse_layers, sparse_step
 from tests.attention.pages import V32, Cache
 
 BF16 = torch.bfloat16
@@ -109,7 +109,7 @@ def layer(config, heads=16, cache="fp8_ds_mla"):
 def load(config, *impls):
     """What happens when a model with these layers is loaded."""
     layers = {str(i): types.SimpleNamespace(impl=impl) for i, impl in enumerate(impls)}
-    sparse_step.attach(layers, config)
+    sparse_layers.attach(layers, config)
 
 
 @dataclasses.dataclass

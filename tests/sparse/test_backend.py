@@ -234,13 +234,9 @@ DECLINES = {
 }
 
 
-@pytest.mark.parametrize("name", DECLINES)
-def test_what_is_declined(config, make, vllms, monkeypatch, vllm_loggers, caplog, name):
-    """vLLM's class refuses some of these itself: a layer is made, and then changed."""
-    code, detail, changes = DECLINES[name]
-    impl = make()
-    step = Step(config, impl, DECODE)
-    for attribute, value in changes.items():
+def plant(name, config, impl, monkeypatch):
+    """Make a layer, or its engine, one that is declined."""
+    for attribute, value in DECLINES[name][2].items():
         configs = (config.parallel_config, config.attention_config)
         owner = next((each for each in configs if hasattr(each, attribute)), impl)
         if name == "HiSparse":
@@ -250,6 +246,15 @@ def test_what_is_declined(config, make, vllms, monkeypatch, vllm_loggers, caplog
         monkeypatch.setattr(vllm_compat, "is_hopper", lambda: False)
     if name == "no Triton":
         monkeypatch.setattr(region, "require", unavailable)
+
+
+@pytest.mark.parametrize("name", DECLINES)
+def test_what_is_declined(config, make, vllms, monkeypatch, vllm_loggers, caplog, name):
+    """vLLM's class refuses some of these itself: a layer is made, and then changed."""
+    code, detail, _ = DECLINES[name]
+    impl = make()
+    step = Step(config, impl, DECODE)
+    plant(name, config, impl, monkeypatch)
     caplog.set_level(logging.INFO, logger="vllm.mla_fusion")
     caplog.clear()
     impl.mla_fusion_step = None

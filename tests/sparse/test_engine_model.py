@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import mla_fusion
-from mla_fusion.runtime import sparse_step
+from mla_fusion.runtime import sparse_layers, sparse_step
 from tests.sparse import layers
 
 mla_fusion.register()
@@ -106,16 +106,16 @@ def test_a_decode_step(model, config, monkeypatch):
 
     attention = [each for each in model.modules() if isinstance(each, MLAAttention)]
     names = [layer.layer_name for layer in attention]
-    sparse_step.attach(dict(zip(names, attention, strict=True)), config)
+    sparse_layers.attach(dict(zip(names, attention, strict=True)), config)
     step = attention[0].impl.mla_fusion_step
-    calls, decode = [], sparse_step.SparseStep.decode
+    calls, decode = [], sparse_step.Step.decode
 
     def watched(self, q, cache, chosen, *rest):
         out = decode(self, q, cache, chosen, *rest)
         calls.append((torch.cat(q, -1).double(), cache, chosen.clone(), out.double()))
         return out
 
-    monkeypatch.setattr(sparse_step.SparseStep, "decode", watched)
+    monkeypatch.setattr(sparse_step.Step, "decode", watched)
     batch = layers.Batch(((200, 1), (40, 1)))
     tables = torch.randperm(8, generator=torch.Generator().manual_seed(3)).view(2, 4).int()
     _, metadata = layers.build(config, attention[0].impl, batch, tables)

@@ -19,7 +19,7 @@ from mla_fusion.attention.plan import device
 from mla_fusion.config import vllm_compat
 from mla_fusion.kernels import ProviderUnavailable
 from mla_fusion.kernels import triton as region
-from mla_fusion.runtime import sparse_step
+from mla_fusion.runtime import sparse_layers
 from tests import aiter_double
 from tests.sparse import rocm
 from tests.sparse.layers import Batch, Step, build, forward_pass, layer, load, run
@@ -238,7 +238,7 @@ def test_a_model_that_names_its_backend_is_said(engine, monkeypatch, vllm_logger
     layer = types.SimpleNamespace(impl=sparse, attn_backend=backend)
     caplog.set_level(logging.INFO, logger="vllm.mla_fusion")
     dense = types.SimpleNamespace(impl=types.SimpleNamespace(is_sparse=False))
-    sparse_step.attach({"a": layer, "b": layer, "c": dense, "d": object()}, engine)
+    sparse_layers.attach({"a": layer, "b": layer, "c": dense, "d": object()}, engine)
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == asked
     if asked:

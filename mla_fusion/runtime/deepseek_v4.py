@@ -1,0 +1,192 @@
+"""Which decode steps of DeepSeek-V4's and V4.1's layers this library takes, and by which plans.
+
+vLLM's class gives decode tokens, each draft a row of its own, to `_forward_decode`: over the last
+tokens, a window, and in most layers over entries that stand for several tokens each, all of them or
+those that an indexer chose. A model has up to three kinds of layer. In a step all layers of a kind
+read as many entries, and other kinds read others: each kind has a scratch of its own.
+
+`plugin.deepseek_v4` puts the class that is made here in the place of vLLM's.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from mla_fusion import config
+from mla_fusion.attention.plan.inputs import Scope
+from mla_fusion.attention.plan.layouts import FP8_DS_MLA_V4, WIDE
+from mla_fusion.attention.sparse import TILE, sparse_mla_decode, sparse_scratch
+from mla_fusion.config import vllm_compat
+from mla_fusion.report.reasons import Decline
+from mla_fusion.runtime import sparse_step
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LATENT = FP8_DS_MLA_V4.latent
+WINDOW_ONLY, LISTED = "swaonly", "c128a"  # LISTED: vLLM's metadata has the slots of all entries
+# By kind, as vLLM's metadata names it after how many tokens an entry stands for: most query heads
+# of a rank, and most tokens of a step, that this library decodes. FlashMLA pads heads to 64.
+FASTER: dict[str, tuple[tuple[int, int], ...]] = {
+    WINDOW_ONLY: ((16, 128),),
+    "c1a": ((16, 128),),
+    "c2a": ((16, 128),),
+    "c4a": ((16, 128),),
+    LISTED: ((16, 128),),
+}
+
+
+class Step:
+    """The scratch of one kind of layer. Its plan is of one forward pass, and of the object in the
+    metadata that would hold FlashMLA's plan: vLLM makes that anew where lengths become others."""
+
+    layout = FP8_DS_MLA_V4
+
+    def __init__(
+        self, most: int, heads: int, kind: str, widths: tuple[int, ...], device: torch.device
+    ) -> None:
+        self.kind, self.heads, self.most = kind, heads, most
+        self.scratch = sparse_scratch(
+            max_tokens=most,
+            num_heads=heads,
+            widths=widths,
+            q_dtype=torch.bfloat16,
+            kv_dtype=torch.float8_e4m3fn,
+            device=device,
+        )
+        self._context: Any = None
+        self._plan: Any = None
+        self._tokens = 0
+
+    def decode(
+        self, layer: Any, q: torch.Tensor, cache: Any, window: Any, entries: Any, output: Any
+    ) -> None:
+        """Write the attention of a step into the real heads of `output`.
+
+        Args:
+            q, output: [T, padded heads, 512].
+            cache: of the compressed entries; None where there are none.
+            window, entries: vLLM's metadata of the window and of the compressed entries.
+        """
+        tokens, heads = q.shape[0], self.heads
+        slots = window.decode_swa_indices.squeeze(1)
+        scopes = [Scope(layer.swa_cache_layer.kv_cache, slots, self.layout)]
+        lengths = [window.decode_swa_lens]
+        if self.kind != WINDOW_ONLY:
+            slots, counts = self._compressed(layer, tokens, window, entries)
+            scopes.append(Scope(cache, slots, self.layout))
+            lengths.append(counts)
+        context, plan = vllm_compat.forward_context(), getattr(window, f"tile_sched_{self.kind}")
+        known = self._context is context and self._plan is plan and self._tokens == tokens
+        if not known:
+            self.scratch.refresh(tokens, lengths)
+            self._context, self._plan, self._tokens = context, plan, tokens
+        sparse_mla_decode(
+            q[:, :heads],
+            scopes,
+            self.scratch,
+            softmax_scale=layer.scale,
+            sink=layer.attn_sink[:heads],
+            out=output[:, :heads],
+        )
+
+    def _compressed(
+        self, layer: Any, tokens: int, window: Any, entries: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slots [T, n] of compressed entries, and how many of each row count."""
+        if self.kind == LISTED:
+            listed = entries.c128a_global_decode_topk_indices.squeeze(1)
+            return listed, entries.c128a_decode_topk_lens
+        slots, counts = layer.mla_fusion_slots(
+            layer.topk_indices_buffer[:tokens],
+            window.token_to_req_indices,
+            entries.block_table[: window.num_decodes],
+            entries.block_size // layer.compress_ratio,
+            window.is_valid_token[:tokens],
+        )
+        return slots, counts
+
+    def tensors(self) -> list[torch.Tensor]:
+        """What it holds at fixed addresses."""
+        return [*self.scratch.plan.tensors().values()]
+
+
+@functools.cache
+def decoded_here(base: Any, kinds: tuple[tuple[int, str], ...], slots: Callable[..., Any]) -> Any:
+    """vLLM's class of attention layers with this library's decode of the steps of the table.
+
+    Until layers are loaded, and where their step is None, vLLM decodes.
+
+    Args:
+        kinds: of layers, by compression.
+        slots: vLLM's kernel that makes slots of an indexer's choice.
+    """
+
+    class Layer(base):
+        mla_fusion_step: Step | None = None
+        mla_fusion_kinds: ClassVar[dict[int, str]] = dict(kinds)
+        mla_fusion_slots = staticmethod(slots)
+
+        def _forward_decode(
+            self, q: Any, kv_cache: Any, swa_metadata: Any, attn_metadata: Any, swa_only: bool,
+            output: Any,
+        ) -> None:  # fmt: skip
+            step = self.mla_fusion_step
+            if step is None or not 0 < q.shape[0] <= step.most:
+                super()._forward_decode(q, kv_cache, swa_metadata, attn_metadata, swa_only, output)
+            else:
+                step.decode(self, q, kv_cache, swa_metadata, attn_metadata, output)
+
+    Layer.__name__, Layer.__qualname__ = base.__name__, base.__qualname__
+    return Layer
+
+
+def shape(layer: Any, vllm_config: Any) -> tuple[Any, ...]:
+    """The arguments of `Step` for a layer that this library decodes."""
+    kind, heads = layer.mla_fusion_kinds[layer.compress_ratio], layer.n_local_heads
+    window = layer.window_size
+    if kind == WINDOW_ONLY:
+        # Drafts that see each other (DSpark) count beside the window; vLLM rounds that up.
+        widths: tuple[int, ...] = (_up(window + config.draft_tokens(vllm_config), TILE),)
+    elif kind == LISTED:
+        longest = -(-vllm_config.model_config.max_model_len // layer.compress_ratio)
+        widths = window, _up(longest, 2 * TILE)
+    else:
+        widths = window, layer.topk_indices_buffer.shape[1]
+    return most_tokens(kind, heads), heads, kind, widths, layer.attn_sink.device
+
+
+def why_not(layer: Any, vllm_config: Any) -> Decline | None:
+    """Why no decode of a layer is this library's."""
+    if not vllm_compat.is_hopper():
+        return Decline("sparse-platform")
+    if decline := sparse_step.unavailable():
+        return decline
+    kind, heads = layer.mla_fusion_kinds[layer.compress_ratio], layer.n_local_heads
+    size = getattr(layer, "swa_bytes_per_token", FP8_DS_MLA_V4.bytes)  # V4.1 has another on sm_100
+    found = {
+        f"heads of {layer.head_dim}, {layer.rope_head_dim} of them rotated": (
+            (layer.head_dim, layer.rope_head_dim) != (LATENT, WIDE)
+        ),
+        f"kv_cache_dtype {layer.kv_cache_dtype}": layer.kv_cache_dtype != "fp8_ds_mla",
+        f"entries of {size} bytes": size != FP8_DS_MLA_V4.bytes,
+        **sparse_step.unserved(vllm_config),
+    }
+    if named := [what for what, holds in found.items() if holds]:
+        return Decline("sparse-layer", ", ".join(named))
+    if not most_tokens(kind, heads):
+        return Decline("sparse-slower", f"{kind}, {heads} heads of a rank")
+    return None
+
+
+def most_tokens(kind: str, heads: int) -> int:
+    """Most tokens of a step that this library decodes in layers of a kind; 0 for none."""
+    return next((tokens for most, tokens in FASTER[kind] if heads <= most), 0)
+
+
+def _up(number: int, multiple: int) -> int:
+    """The least multiple that is not below a number."""
+    return -(-number // multiple) * multiple
