@@ -31,7 +31,7 @@ def test_complete_measures_the_arms_in_turns(monkeypatch, capsys, broken):
 
     monkeypatch.setattr(engine_complete, "MODELS", {"r1-tp8": engine_complete.Model(3, 1, arms)})
     monkeypatch.setattr(engine_complete, "POINTS", [(2, 100), (64, 100), (128, 1000)])
-    monkeypatch.setattr(engine_complete, "memory", lambda *_: (1.3e8, False))
+    monkeypatch.setattr(engine_complete, "memory", lambda *_: (1e8, False))
     monkeypatch.setattr(engine_complete, "start", lambda job: (job["arm"],))
     monkeypatch.setattr(engine_complete, "ready", ready)
     monkeypatch.setattr(engine_complete, "turn", turn)
@@ -58,5 +58,6 @@ def test_complete_measures_the_arms_in_turns(monkeypatch, capsys, broken):
     assert [row["bucket_fused"] for row in rows[:3]] == ["", "", 2 if broken == "layer" else 3]
     assert rows[2]["verdict"].startswith("WRONG: not fused" if broken == "layer" else "right")
     if broken is None:
+        monkeypatch.setattr(engine_complete, "memory", lambda *_: (1e9, False))
         rows, _ = engine_complete.complete(argparse.Namespace(**{**vars(args), "what": "prefill"}))
         assert [(row["batch"], row["context"]) for row in rows] == [(0, 2048)] * 3
