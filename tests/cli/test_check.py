@@ -71,7 +71,7 @@ NOT_WHOLE = "must be a whole number"
         ({"q_lora_rank": 10**12}, (), f"q_lora_rank {NOT_WHOLE}"),
         ({"first_k_dense_replace": -1}, (), f"first_k_dense_replace {NOT_WHOLE}"),
         ({"architectures": "DeepseekV3ForCausalLM"}, (), "architectures must be a list"),
-        ({"architectures": ["a\nb"]}, (), "architectures names no class"),
+        ({"architectures": ["a\nb"]}, (), "must be a list of names of classes, not [\"a"),
         ({"architectures": ["OpenPanguMTPModel"]}, (), "give the target's config"),
         ({"architectures": ["NoSuchForCausalLM"]}, (), "and NoSuchForCausalLM is none"),
         ({"architectures": None}, (), "and deepseek_v3 is none"),

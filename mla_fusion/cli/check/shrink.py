@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mla_fusion.cli.arguments import UserError
-from mla_fusion.cli.check.model_config import LAYER_KEYS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layers")
 _REQUIRED = (
     "num_attention_heads",
     "kv_lora_rank",
