@@ -5,6 +5,7 @@ others the second rank's answer is made up. Whole engines with two ranks are in
 `tests/engine/test_engine.py`.
 """
 
+import contextlib
 import multiprocessing
 import os
 from types import SimpleNamespace
@@ -52,7 +53,7 @@ def on_two_ranks():
 
 def fail_and_die_on_the_second(rank):
     assert vllm_compat.gather(rank) == [0, 1]
-    errors = []
+    alone, errors = vllm_compat.gather(collect_where_the_first_fails()), []
     for fault in ("fails", "dies"):
         try:
             with collectives.on_every_rank():
@@ -64,11 +65,35 @@ def fail_and_die_on_the_second(rank):
             errors.append(f"{type(error).__name__}: {error}")
         if fault == "fails":
             errors = vllm_compat.gather(errors.pop())
-    return errors
+    return [alone, *errors]
+
+
+ENGINE = SimpleNamespace(
+    compilation_config=SimpleNamespace(static_forward_context={}),
+    model_config=SimpleNamespace(architecture="V3"),
+    additional_config={},
+)
+
+
+def collect_where_the_first_fails():
+    """The first rank alone reads what is stored."""
+
+    def find(path):
+        raise RecursionError("too deep")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "report_path", lambda _: None)
+        patch.setattr(config, "decode_bucket", lambda _: 4)
+        patch.setattr(report, "find", find)
+        with pytest.raises((RecursionError, RuntimeError)) as raised:
+            collectives.collect(ENGINE)
+    return f"{raised.type.__name__}: {raised.value}"
 
 
 def test_an_error_or_the_end_of_one_rank_ends_the_start_of_all(on_two_ranks):
-    first, second, dead = on_two_ranks(fail_and_die_on_the_second)
+    alone, first, second, dead = on_two_ranks(fail_and_die_on_the_second)
+    assert alone[0] == "RecursionError: too deep"
+    assert alone[1].endswith("on rank 0: RecursionError: too deep")
     assert second == "ImportError: no module named triton"
     assert first == (
         "RuntimeError: mla_fusion could not prepare its kernels on rank 1: "
@@ -111,17 +136,14 @@ def test_the_first_rank_stores_what_all_compiled(
         if value is made[own] and not gather.called:
             gather.called = True
             return [value, made[others]]
-        assert value is (made[stored] if first else None)
-        return [made[stored], None]
+        known = made[stored] if None in (own, others) else None
+        assert value is (known if first else None)
+        return [known, None]
 
     gather.called = False
     monkeypatch.setattr(vllm_compat, "gather", gather)
-    vllm_config = SimpleNamespace(
-        compilation_config=SimpleNamespace(static_forward_context={}),
-        model_config=SimpleNamespace(architecture="V3"),
-        additional_config={},
-    )
-    merged, cached = collectives.collect(vllm_config)
+    monkeypatch.setattr(collectives, "on_every_rank", contextlib.nullcontext)
+    merged, cached = collectives.collect(ENGINE)
     assert asked == ([path] if first and None in (own, others) else [])
     if found is None:
         assert merged is made[stored] and cached is (stored is not None) and not kept

@@ -57,30 +57,35 @@ def on_every_rank() -> Iterator[None]:
 def collect(vllm_config: Any) -> tuple[report.Report | None, bool]:
     """(report, whether an earlier start made it) for all ranks of this engine.
 
-    The first rank stores it, or finds it if some rank compiled nothing.
+    The first rank stores it, or finds it if some rank compiled nothing. What a rank does alone is
+    inside `on_every_rank`: none waits for one that failed.
     """
-    path, first = report_path(vllm_config), vllm_compat.is_first_rank()
-    layers = vllm_config.compilation_config.static_forward_context
-    options = config.read_options(vllm_config.additional_config)
-    made = report.take(
-        options.provider,
-        config.decode_bucket(vllm_config),
-        len(vllm_compat.mla_layers(layers)),
-        model=vllm_config.model_config.architecture,
-        versions=vllm_compat.versions(),
-        others=vllm_compat.other_layers(layers),
-        attention=decode_choice.described(layers, options),
-        epilogue=step_plan.epilogues(layers),
-    )
+    first, found = vllm_compat.is_first_rank(), None
+    with on_every_rank():
+        path = report_path(vllm_config)
+        layers = vllm_config.compilation_config.static_forward_context
+        options = config.read_options(vllm_config.additional_config)
+        made = report.take(
+            options.provider,
+            config.decode_bucket(vllm_config),
+            len(vllm_compat.mla_layers(layers)),
+            model=vllm_config.model_config.architecture,
+            versions=vllm_compat.versions(),
+            others=vllm_compat.other_layers(layers),
+            attention=decode_choice.described(layers, options),
+            epilogue=step_plan.epilogues(layers),
+        )
     everyones = vllm_compat.gather(made)
-    stored = None
-    if None in everyones:
-        stored = vllm_compat.gather(report.find(path) if first else None)[0]
+    with on_every_rank():
+        if first and None in everyones:
+            found = report.find(path)
+    stored = vllm_compat.gather(found)[0]
     if not any(everyones):
         return stored, stored is not None
-    merged = merge([known for each in everyones if (known := each or stored)])
-    if first:
-        report.store(path, merged)
+    with on_every_rank():
+        merged = merge([known for each in everyones if (known := each or stored)])
+        if first:
+            report.store(path, merged)
     return merged, False
 
 
