@@ -152,6 +152,16 @@ def test_two_engines_in_one_process(fused, warm):
         assert engine["steps"] == fused["steps"]
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("flags", [(False, True), (True, False)], ids=str)
+def test_two_engines_of_which_one_has_the_flag(job, alone, flags):
+    """Each serves, then the first again, whose objects were made before the second changed vLLM."""
+    both = run(job({"flags": flags}))
+    assert [each["tokens"] for each in both["engines"]] == [alone["tokens"]] * 4
+    assert [each["logprobs"] for each in both["engines"]] == [alone["logprobs"]] * 4
+    assert [line for _, line in own_log(both)] == [SUMMARY]
+
+
 def test_provider_that_raises_in_a_step_ends_the_engine_with_what_to_do(warm):
     """No token of the step is handed out, and the traceback ends with the note."""
     text = " ".join(warm["fault"].split())

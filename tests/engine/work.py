@@ -23,7 +23,8 @@ def serve(job, progress):
 
     Options: flag; custom_pass (the pass object in vLLM's hook); provider, attention and
     max_split_per_batch (the options of those names); gpu (Inductor gets what it does for a GPU);
-    fp8_ops (imitate the quantizations that a CPU build lacks); bucket; engines (how many);
+    fp8_ops (imitate the quantizations that a CPU build lacks); bucket; engines (how many); flags
+    (in place of flag: one for each engine, which serves at once, and again after all others);
     processes ("spawn" or "fork": how the engine core starts in a process of its own, in which no
     graph is recorded); fault (once all is served, the provider raises in the third step of the
     first engine; the traceback comes back).
@@ -36,9 +37,12 @@ def serve(job, progress):
         vllm_compat.is_gpu = lambda: True
     kernels = _record_kernels()
     graphs, refreshes = _record_graphs(), _count_refreshes() if options.get("flag") else []
-    arguments = {**_arguments(options), **job.engine}
-    engines = [_build(arguments, options) for _ in range(options.get("engines", 1))]
-    served = [_serve_one(engine, job) for engine in engines]
+    engines, served = [], []
+    for flag in options.get("flags", [options.get("flag")] * options.get("engines", 1)):
+        engines.append(_build({**_arguments(options | {"flag": flag}), **job.engine}, options))
+        if "flags" in options:
+            served.append(_serve_one(engines[-1], job))
+    served += [_serve_one(engine, job) for engine in engines]
     children = [type(process).__name__ for process in multiprocessing.active_children()]
     fault = _fault(engines[0], job) if options.get("fault") else ""
     for engine in engines:
@@ -50,7 +54,7 @@ def serve(job, progress):
 def _build(arguments, options):
     """Without the flag as a user of vLLM does, who knows nothing of this library: some configs are
     made before vLLM loads plugins."""
-    if "flag" in options or "custom_pass" in options:
+    if options.keys() & {"flag", "flags", "custom_pass"}:
         return child.build(**arguments)
     from vllm import LLM
 
