@@ -38,12 +38,12 @@ from mla_fusion.report.reasons import Decline, Declined
 from mla_fusion.runtime import step_plan
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import fx
+    from vllm.config.utils import Range
 
 logger = logging.getLogger("vllm.mla_fusion")
-_FAILED = "mla_fusion: a pass failed; this graph stays unfused"
 
 
 class MLAFusionPass(InductorPass):
@@ -95,31 +95,23 @@ class MLAFusionPass(InductorPass):
                 "range of a graph: use compilation mode 3 with backend inductor. On a CPU vLLM "
                 "replaces that mode, unless the mla_fusion plugin is loaded and its flag is on"
             ) from None
-        record = report.GraphRecord(start=compile_range.start, end=compile_range.end)
+        contained(graph, compile_range, self._run)
+
+    def _run(self, graph: fx.Graph, record: report.GraphRecord) -> None:
         calls = list(attention_calls(graph))
         record.layers = len(calls)
-        if compile_range.end <= self.max_tokens and calls:
-            _show("before", graph)
-            began = time.perf_counter()
-            self._run(graph, calls, record)
-            record.pass_ms = (time.perf_counter() - began) * 1e3
-            _show("after", graph)
-        report.add(record)
-
-    def _run(self, graph: fx.Graph, calls: list[fx.Node], record: report.GraphRecord) -> None:
+        if record.end > self.max_tokens or not calls:
+            return
+        _show("before", graph)
         partition_ops = torch._inductor.config.custom_should_partition_ops
         if ATTENTION in partition_ops and not {*ops.RUNTIME_OPS} <= {*partition_ops}:
             record.declined = {call.name: Decline("splitting-ops") for call in calls}
-            return
-        try:
+        else:
             layers = vllm_compat.mla_layers(vllm_compat.current_layers())
             activation = _activation(calls)
             facts = {name: self._facts(layer, activation) for name, layer in layers.items()}
-        except Exception as error:
-            logger.exception(_FAILED)
-            _decline_all(record, calls, error)
-            return
-        fuse(graph, calls, facts, self.provider, record)
+            fuse(graph, calls, facts, self.provider, record)
+        _show("after", graph)
 
     def _facts(self, layer: Any, activation: torch.dtype) -> eligibility.LayerFacts:
         attention = self.attention
@@ -143,11 +135,35 @@ class LastStep(InductorPass):
         return f"mla_fusion-{source_hash()}-{self.rest.uuid() if self.rest else ''}"
 
     def __call__(self, graph: fx.Graph) -> None:
-        compile_range = get_pass_context().compile_range
+        contained(graph, get_pass_context().compile_range, lambda graph, record: self.fix(graph))
+
+
+def contained(
+    graph: fx.Graph, compile_range: Range, work: Callable[[fx.Graph, report.GraphRecord], Any]
+) -> None:
+    """Let `work` rewrite `graph` and say in the record what it did, which goes into the report.
+
+    Whatever fails, the graph is what it was before, and the report has one reason: it runs on.
+    """
+    start, end = compile_range.start, compile_range.end
+    record, snapshot = None, None
+    try:
+        record, snapshot = report.GraphRecord(start, end), Snapshot(graph)
         began = time.perf_counter()
-        self.fix(graph)
-        milliseconds = (time.perf_counter() - began) * 1e3
-        report.add(report.GraphRecord(compile_range.start, compile_range.end, pass_ms=milliseconds))
+        work(graph, record)
+        record.pass_ms = (time.perf_counter() - began) * 1e3
+        report.add(record)
+    except Exception as error:
+        logger.exception("mla_fusion: a pass failed; this graph stays as it was")
+        if snapshot:
+            snapshot.restore()
+        if isinstance(error, Declined):
+            decline = error.decline
+        else:
+            decline = Decline("pass-error", repr(error))
+        layers = record.layers if record else 0
+        declined = {f"layer {number}": decline for number in range(layers or 1)}
+        report.add(report.GraphRecord(start, end, layers, declined=declined))
 
 
 def fuse(
@@ -159,52 +175,35 @@ def fuse(
 ) -> None:
     """Run passes 2 to 4, and 6, on `graph`, whose attention calls are `calls`; fill in `record`.
 
-    A layer that cannot be fused is left as it was. An error in a pass, or a layer that one pass
-    rewrote and the next one did not, puts the whole graph back: it then runs unfused, and the
-    report says why.
+    A layer that cannot be fused is left as it was. One that a pass rewrote and the next did not is
+    an error, as `contained` takes it.
     """
-    everything: eligibility.LayerFacts | None = None
+    everything = eligibility.common(facts.values())
 
     def facts_of(layer_name: Any) -> eligibility.LayerFacts | None:
         name = vllm_compat.traced_layer_name(layer_name)
         return everything if name is None else facts.get(name)
 
-    snapshot = Snapshot(graph)
-    try:
-        everything = eligibility.common(facts.values())
-        # vLLM's own passes leave nodes before what they read; its cleanup after this one sorts too.
-        stable_topological_sort(graph)
-        before = of_last_layer(calls)
-        canonical = CanonicalizeMLARoPEPass(facts_of)(graph)
-        lifted = MLADecodeQPrepLiftPass(facts_of)(graph)
-        fused = MLAAiterQkRopeKVCacheFusionPass(provider)(graph)
-        if not len(canonical.rewritten) == len(lifted.rewritten) == len(fused.rewritten):
-            names = ", ".join(canonical.rewritten)
-            raise Declined("unfused-pair", f"{names}: {len(fused.rewritten)} fused")
-        finished = MLADecodeOutputFusionPass(facts_of)(graph)
-        graph.lint()
-        attention = [finished.rewritten.get(n.name, n) for n in lifted.rewritten.values()]
-        variants = {_variant(node) for node in fused.rewritten.values()}
-        quantizations = Counter(map(_quantization, attention))
-    except Exception as error:
-        logger.exception(_FAILED)
-        snapshot.restore()
-        _decline_all(record, calls, error)
-        return
+    # vLLM's own passes leave nodes before what they read; its cleanup after this one sorts too.
+    stable_topological_sort(graph)
+    before = of_last_layer(calls)
+    canonical = CanonicalizeMLARoPEPass(facts_of)(graph)
+    lifted = MLADecodeQPrepLiftPass(facts_of)(graph)
+    fused = MLAAiterQkRopeKVCacheFusionPass(provider)(graph)
+    if not len(canonical.rewritten) == len(lifted.rewritten) == len(fused.rewritten):
+        names = ", ".join(canonical.rewritten)
+        raise Declined("unfused-pair", f"{names}: {len(fused.rewritten)} fused")
+    finished = MLADecodeOutputFusionPass(facts_of)(graph)
+    graph.lint()
+    attention = [finished.rewritten.get(n.name, n) for n in lifted.rewritten.values()]
     drop_dead(graph, [*canonical.dead, *lifted.dead, *finished.dead], functionalized=True)
     record.declined = canonical.declined
     record.fused = len(fused.rewritten)
-    record.variants = variants
-    record.outputs = quantizations
+    record.variants = {_variant(node) for node in fused.rewritten.values()}
+    record.outputs = Counter(map(_quantization, attention))
     record.plain_outputs = finished.declined
     if fused.rewritten:
         record.layer = LayerGraph(before, of_last_layer(attention))
-
-
-def _decline_all(record: report.GraphRecord, calls: list[fx.Node], error: Exception) -> None:
-    """Say in `record` why no layer of the graph is fused."""
-    decline = error.decline if isinstance(error, Declined) else Decline("pass-error", repr(error))
-    record.declined = {call.name: decline for call in calls}
 
 
 def _show(stage: str, graph: fx.Graph) -> None:

@@ -16,7 +16,7 @@ class PassResult:
     """What became of the calls that a pass looked at, by the name each had before it.
 
     `rewritten` has the node that took a call's place. `dead` are old nodes that a new one replaced:
-    they stay in the graph, so that a `Snapshot` can go back to them, until `drop_dead`.
+    they stay in the graph until `drop_dead`.
     """
 
     rewritten: dict[str, fx.Node] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """Building blocks of the passes: new nodes with metadata, going back, and dropping dead code.
 
 A rewrite lets readers read new nodes and leaves the old nodes where they are, dead, until
-`drop_dead` at the end of the pipeline. So a `Snapshot` of all arguments undoes every rewrite.
+`drop_dead` at the end of the pipeline. A `Snapshot` undoes whatever was done to a graph.
 """
 
 from __future__ import annotations
@@ -70,18 +70,38 @@ def fake_like(value: torch.Tensor) -> torch.Tensor:
 
 
 class Snapshot:
-    """The arguments of every node of a graph; valid until an old node is erased."""
+    """A graph as it is now: its nodes in their order, and their arguments."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
-        self.saved = {node: (node.args, node.kwargs) for node in graph.nodes}
+        self.saved = [(node, node.args, node.kwargs) for node in graph.nodes]
 
     def restore(self) -> None:
-        """Give the old nodes their arguments back and erase the new nodes."""
-        for node, (args, kwargs) in self.saved.items():
-            node.args, node.kwargs = args, kwargs
-        for node in reversed([n for n in self.graph.nodes if n not in self.saved]):
+        """Make the graph what it was; a node that was erased comes back as another of its name."""
+        now = {node: self._twin(node) if node._erased else node for node, _, _ in self.saved}
+        for node, args, kwargs in self.saved:
+            now[node].args, now[node].kwargs = fx.node.map_arg((args, kwargs), now.__getitem__)
+        kept = set(now.values())
+        added = [node for node in self.graph.nodes if node not in kept]
+        for node in added:
+            node.args, node.kwargs = (), {}
+        for node in added:
             self.graph.erase_node(node)
+        for node in now.values():
+            self.graph._root.prepend(node)  # in front of what ends the list: at its end
+
+    def _twin(self, node: fx.Node) -> fx.Node:
+        twin = self.graph.node_copy(node)
+        twin.name = node.name
+        return twin
+
+
+def _only_computes(node: fx.Node) -> bool:
+    """Whether all that a call does is its result; an op of somebody else may write a cache."""
+    if node.target in probe.PURE:
+        return True
+    known = isinstance(node.target, torch._ops.OpOverload)
+    return known and node.target.namespace in ("aten", "prims") and not node.is_impure()
 
 
 def _unread_users(node: fx.Node) -> list[fx.Node] | None:
@@ -90,7 +110,7 @@ def _unread_users(node: fx.Node) -> list[fx.Node] | None:
     stack = [node]
     while stack:
         for user in stack.pop().users:
-            if user.target not in probe.PURE:
+            if not _only_computes(user):
                 return None
             if user not in found:
                 found[user] = None
@@ -101,7 +121,7 @@ def _unread_users(node: fx.Node) -> list[fx.Node] | None:
 def drop_dead(graph: fx.Graph, roots: Iterable[fx.Node], *, functionalized: bool = False) -> None:
     """Erase those of `roots` that nothing uses any more, and what only they used.
 
-    A view that nothing reads (AOT autograd leaves some) does not keep its source. A functionalized
+    A value that nothing reads (AOT autograd leaves some) does not keep its source. A functionalized
     op may write more than its results, such as a KV cache: it is erased only if `functionalized`
     says that another op took its place.
     """

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import torch
 from torch import fx
+from vllm.config.utils import Range
 from vllm.forward_context import ForwardContext, override_forward_context
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.utils.torch_utils import _encode_layer_name
@@ -98,6 +99,7 @@ class Impl:
         self.supports_quant_query_input = quantized_query
         self.dcp_world_size = 1
         self.queries: list[torch.Tensor] = []  # what `forward_mqa` was given
+        self.prompts: list[torch.Tensor] = []  # q, kv_c and k_pe of all other rows
 
     def do_kv_cache_update(
         self, kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, skip_scale=False
@@ -161,6 +163,7 @@ class Layer(MLAAttention):
             self._v_up_proj(attended, output[:decode])
         rest = slice(decode, actual)
         mixed = torch.cat((q[rest].flatten(1), k_c_normed[rest], k_pe[rest].flatten(1)), dim=-1)
+        self.impl.prompts += [mixed] if len(mixed) else []
         width = output.shape[1]
         mixed = mixed.repeat(1, -(-width // mixed.shape[1]))
         output[rest] = torch.tanh(mixed)[:, -width:] + torch.tanh(mixed.sum(-1, True))
@@ -214,6 +217,10 @@ class Engine:
         """The prepared queries that the decode of each layer was given."""
         return [layer.impl.queries for layer in self.layers.values()]
 
+    def prompts(self):
+        """What the attention of each layer was given of rows that are no decode tokens."""
+        return [layer.impl.prompts for layer in self.layers.values()]
+
 
 _UNDEFINED = {
     torch.ops.aten.empty.memory_format,
@@ -242,10 +249,11 @@ def _encode(value):
 
 @dataclass
 class Outcome:
-    """What a step leaves: outputs of the graph, queries and bytes of the cache of each layer."""
+    """What a step leaves: outputs of the graph; of each layer what it was given, and its cache."""
 
     outputs: list[torch.Tensor]
     queries: list[list[torch.Tensor]]
+    prompts: list[list[torch.Tensor]]
     caches: list[torch.Tensor]
 
 
@@ -271,7 +279,7 @@ def run(module, spec, batch=DECODE, quantized_query=False, seed=0):
     with override_forward_context(engine.context(batch)), torch.no_grad():
         outputs = _Interpreter(module).run(*flat)
     tensors = [o.clone() for o in outputs if isinstance(o, torch.Tensor)]
-    return Outcome(tensors, engine.queries(), engine.caches())
+    return Outcome(tensors, engine.queries(), engine.prompts(), engine.caches())
 
 
 # element size of a cache -> its type
@@ -347,11 +355,15 @@ def passes(spec, quantized_query=False):
 def fuse(module, spec, facts=None, quantized_query=False):
     """Passes 2 to 4, and 6, as `MLAFusionPass` runs them; what became of the layers."""
     calls = list(attention_calls(module.graph))
-    record = report.GraphRecord(start=1, end=4, layers=len(calls))
     if facts is None:
         facts = Engine(spec, quantized_query).facts()
-    pipeline.fuse(module.graph, calls, facts, "reference", record)
-    return record
+
+    def work(graph, record):
+        record.layers = len(calls)
+        pipeline.fuse(graph, calls, facts, "reference", record)
+
+    pipeline.contained(module.graph, Range(start=1, end=4), work)
+    return report._records.pop()
 
 
 def reasons(record):

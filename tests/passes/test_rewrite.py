@@ -91,12 +91,12 @@ def test_what_something_reads_stays():
     assert list(graph.nodes) == before
 
 
-def test_a_reader_that_is_no_view_keeps_its_source():
-    """Whether abs is read is not asked: only what moves data is dropped along."""
-    graph, (_, a, _) = chain(aten.alias.default, aten.abs.default)
-    before = list(graph.nodes)
+@pytest.mark.parametrize("reader, stays", [(aten.abs.default, False), (operator.neg, True)])
+def test_a_reader_that_may_do_more_than_compute_keeps_its_source(reader, stays):
+    """A function that is no op of torch, though nothing reads its result."""
+    graph, (x, a, read) = chain(aten.alias.default, reader)
     rewrite.drop_dead(graph, [a])
-    assert list(graph.nodes) == before
+    assert list(graph.nodes) == [x, *([a, read] if stays else []), graph.output_node()]
 
 
 def test_an_op_that_writes_stays():
