@@ -21,7 +21,7 @@ from mla_fusion import ops
 from mla_fusion.passes.result import PassResult
 from mla_fusion.passes.rewrite import call, functionalized_call
 from mla_fusion.patterns import probe, spellings
-from mla_fusion.patterns.site import attention_calls, output, read_site
+from mla_fusion.patterns.site import attention_calls, naming, output, read_site
 from mla_fusion.report.reasons import Declined
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class CanonicalizeMLARoPEPass:
                 self._check_layer(site.layer_name)
                 match = spellings.match(site)
                 _check_unshared(site, match)
+                _check_order(site)
             except Declined as declined:
                 result.declined[attention.name] = declined.decline
                 continue
@@ -80,6 +81,12 @@ def _check_unshared(site: Site, match: RopeMatch) -> None:
     readers = [user for user in written.users if user is not site.attention]
     if readers:
         raise Declined("shared-rotation", f"{written.name} is read by {readers[0].name}")
+
+
+def _check_order(site: Site) -> None:
+    """Raise Declined if the layer's cache is used in between: the update moves to the attention."""
+    for _, op in naming(site.layer_name, site.cache_update, site.attention):
+        raise Declined("cache-update", f"{op} uses the cache between it and the attention")
 
 
 def _one_per_token(graph: fx.Graph, factor: fx.Node | None) -> fx.Node | None:

@@ -30,7 +30,7 @@ from mla_fusion.attention.plan.epilogue import in_groups
 from mla_fusion.passes.result import PassResult
 from mla_fusion.passes.rewrite import empty, functionalized_call
 from mla_fusion.patterns import output_quantization
-from mla_fusion.patterns.site import ATTENTION, functionalized_op, op_name, outputs
+from mla_fusion.patterns.site import ATTENTION, functionalized_op, naming, outputs
 from mla_fusion.report.reasons import Declined
 
 if TYPE_CHECKING:
@@ -74,13 +74,9 @@ class MLADecodeOutputFusionPass:
 
 def _check_cache(attention: fx.Node, last: fx.Node) -> None:
     """Raise Declined if a cache write of the layer lies between: the attention moves behind it."""
-    name, node = attention.kwargs["layer_name"], attention.next
-    while node is not last and node.op != "root":
-        named = name in (*node.args, *node.kwargs.values())
-        op = functionalized_op(node) or op_name(node.target)
-        if named and op not in _READERS:
+    for _, op in naming(attention.kwargs["layer_name"], attention, last):
+        if op not in _READERS:
             raise Declined("output-quantization", f"behind {op}, which writes the cache")
-        node = node.next
 
 
 _READERS = {ATTENTION, *(f"{ops.NAMESPACE}::{name}" for name in ops.ATTENTION_OPS)}

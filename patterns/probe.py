@@ -171,6 +171,8 @@ def _leaf_value(node: fx.Node, generator: torch.Generator, table_rows: int) -> A
     if not isinstance(value, torch.Tensor):
         raise NotPolynomial(f"{node.name} has no tensor metadata")
     shape = concrete_shape(node)
+    if any(size < 0 for size in shape):
+        raise NotPolynomial(f"{node.name} has no rows of {TOKENS} tokens")
     if not value.dtype.is_floating_point:
         return torch.randperm(table_rows, generator=generator)[: math.prod(shape)].view(shape)
     if shape and _is_table(node):

@@ -68,6 +68,15 @@ def output(node: fx.Node, index: int) -> fx.Node | None:
     return next(iter(outputs(node, index)), None)
 
 
+def naming(layer_name: Any, after: fx.Node, before: fx.Node) -> Iterator[tuple[fx.Node, str]]:
+    """Calls between two nodes that are given the layer, and their ops: they may use its cache."""
+    node = after.next
+    while node is not before and node.op != "root":
+        if layer_name in (*node.args, *node.kwargs.values()):
+            yield node, functionalized_op(node) or op_name(node.target)
+        node = node.next
+
+
 def is_live(node: fx.Node) -> bool:
     """Whether what `node` does is seen: by a reader, outside the graph, or in memory."""
     if functionalized_op(node):

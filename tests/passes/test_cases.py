@@ -197,49 +197,6 @@ def test_a_value_that_something_else_reads_is_kept(spec):
         assert_kept(module, spec, "shared-rotation")
 
 
-@pytest.mark.parametrize("rope", ["native", "flashinfer"])
-def test_a_scaled_value_that_something_else_reads_is_kept(rope):
-    spec = Spec(rope, scaled="in_place")
-    for name in ("product", "rotated"):
-        module = build(spec)
-        product = edits.attention(module).kwargs["q"]
-        edits.read_also(module, {"product": product, "rotated": product.args[0]}[name])
-        assert_kept(module, spec, "shared-rotation")
-
-
-def test_factors_and_a_scaled_query_without_rope_may_have_other_users(plain_kernels):
-    """Their values are the same before and after; the unscaled query is overwritten by no step."""
-    spec = Spec("nope", scaled="in_place")
-    module = build(spec)
-    product = edits.attention(module).kwargs["q"]
-    for node in (product, *product.args):
-        edits.read_also(module, node)
-    before = graphs.copy(module)
-    assert fuse(module, spec).fused == 1
-    MLAFixFunctionalizationPass(None)(module.graph)
-    for batch in BATCHES.values():
-        assert_same(run(before, spec, batch), run(module, spec, batch), batch, tolerance=1e-5)
-
-
-def test_unrotated_values_may_have_other_users(plain_kernels):
-    spec = Spec("native")
-    module = build(spec)
-    for projection in find_all(module, aten.mm.default):
-        edits.read_also(module, projection)
-    before = graphs.copy(module)
-    assert fuse(module, spec).fused == 1
-    assert_same(run(before, spec), run(module, spec), BATCHES["decode"])
-
-
-def test_nope_may_have_other_users():
-    """Nothing is rotated, so q and k_pe are the same values before and after."""
-    spec = Spec("nope")
-    module = build(spec)
-    for argument in ("q", "k_pe"):
-        edits.read_also(module, edits.attention(module).kwargs[argument])
-    assert fuse(module, spec).fused == 1
-
-
 @pytest.mark.parametrize("rope", ROPES)
 def test_chain_of_layers(rope, plain_kernels):
     spec = Spec(rope, layers=2)

@@ -51,20 +51,6 @@ def vllm_step():
         yield FixFunctionalizationPass(config)
 
 
-def test_near_miss_old_value_is_read_later(plain_kernels):
-    """In place, the reader of the unrotated query would see the rotated one: stays functional."""
-    spec = Spec("native")
-    module = build(spec)
-    edits.read_also(module, find(module, aten.mm.default, 1))
-    before = graphs.copy(module)
-    fuse(module, spec)
-    assert [functionalized_op(n) for n in module.graph.nodes if functionalized_op(n)]
-    fix(module)
-    assert functionalized_op(find(module, FUSED)) == FUSED
-    for batch in BATCHES.values():
-        assert_same(run(before, spec, batch), run(module, spec, batch), batch, tolerance=1e-5)
-
-
 def test_near_miss_scatter_elsewhere(plain_kernels):
     """A slice_scatter to another place is no copy back."""
     module = build(CAT)
@@ -245,12 +231,6 @@ def _base(module):
     return probe.strip(find(module, edits.CAT_FUSED).kwargs["q_pe"], probe.VIEWS)
 
 
-def test_old_value_leaves_the_graph():
-    module = build(CAT)
-    edits.also_return(module, _base(module))
-    assert fix(module) == []
-
-
 def _shape(node):
     return str(node.meta["val"].shape)
 
@@ -287,16 +267,6 @@ def test_old_value_that_leaves_the_graph_is_the_old_one(with_vllm, vllm_step, pl
     assert len(copies) == 2
     for batch in BATCHES.values():
         assert_same(run(before, CAT, batch), run(module, CAT, batch), batch)
-
-
-def test_old_value_is_copied_later():
-    """Of the query: a copy that feeds more than the scatter is a reader like any other."""
-    module = build(CAT)
-    base = _base(module)
-    edits.also_return(
-        module, edits.add(module, module.graph.output_node(), aten.copy.default, base, base)
-    )
-    assert fix(module) == []
 
 
 def test_a_reader_that_nothing_reads_does_not_count():

@@ -8,10 +8,10 @@ from hypothesis import Phase, given, settings
 
 from mla_fusion import ops, runtime
 from mla_fusion.kernels import arithmetic, reference
-from mla_fusion.passes import fix_functionalization, lift
-from mla_fusion.patterns import native, output_quantization, probe, scaling
+from mla_fusion.passes import canonicalize, fix_functionalization, lift, output
+from mla_fusion.patterns import memory, native, output_quantization, probe, rows, scaling
 from mla_fusion.patterns.site import arguments, outputs
-from mla_fusion.runtime import output
+from mla_fusion.runtime import output as runtime_output
 from tests import tally
 from tests.passes import test_fuzz, test_fuzz_batches
 from tests.passes.graphs import NOPE
@@ -69,9 +69,24 @@ def _first_reader(node):
 
 _readers = output_quantization._readers
 
-# name -> (where, what, the bug)
+
+def _named_views(node):
+    return node.all_input_nodes if node.target in probe.VIEWS else []
+
+
+# name -> (where, what, the bug), or several
 IN_GRAPHS = {
     "an old value that is read later": (fix_functionalization, "_read_later", lambda *a: False),
+    "aliases by a list of names": [
+        (memory, "_shown", _named_views), (memory, "_storages", lambda node: ())
+    ],
+    "rows behind the third": (rows, "mixing", lambda interior: None),
+    "a scale of three magnitudes": [
+        (output_quantization, "_takes_reciprocal", lambda *a: True),
+        (output_quantization, "_SCALES", (0.01, 0.7, 3.0)),
+    ],
+    "a cache write in front of the quantization": (output, "_check_cache", lambda *a: None),
+    "a cache write in front of the attention": (canonicalize, "_check_order", lambda site: None),
     "a slice put back into another value": (
         fix_functionalization, "same_view", lambda a, b: True
     ),
@@ -96,7 +111,9 @@ IN_GRAPHS = {
 
 @pytest.mark.parametrize("bug", IN_GRAPHS)
 def test_graphs(bug, monkeypatch):
-    monkeypatch.setattr(*IN_GRAPHS[bug])
+    planted = IN_GRAPHS[bug]
+    for patch in planted if isinstance(planted, list) else [planted]:
+        monkeypatch.setattr(*patch)
     assert finds_a_bug(test_fuzz.test_edited_graphs_compute_the_same, test_fuzz.CASES)
 
 
@@ -160,7 +177,7 @@ def _unquantized(self, output):
     _quantize(type(self)(self.values[:1], self.scale, self.spelling), output[:1])
 
 
-_quantize = output.QuantizedOutput.quantize
+_quantize = runtime_output.QuantizedOutput.quantize
 
 IN_BATCHES = {
     "a mixed batch taken for decode": (runtime, "is_decode_only", _any_decode),
@@ -174,7 +191,7 @@ IN_BATCHES = {
     "the key is scaled": (reference, "fused_mla_decode_prep", _scaled_key),
     "no factor in a mixed batch": (arithmetic, "scale", lambda q, factor, out: q),
     "q_pe is not scaled in a mixed batch": (arithmetic, "scale", _part_scaled),
-    "some rows are not quantized": (output.QuantizedOutput, "quantize", _unquantized),
+    "some rows are not quantized": (runtime_output.QuantizedOutput, "quantize", _unquantized),
 }  # fmt: skip
 
 

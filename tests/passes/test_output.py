@@ -1,6 +1,5 @@
 """Pass 6 in the seven cases of CONTRIBUTING.md, on graphs traced from vLLM's own quantizations."""
 
-import operator
 from dataclasses import replace
 
 import pytest
@@ -137,73 +136,6 @@ def output_of(module, layer=0):
     return next(user for user in attention.users if user.args[1] == 1)
 
 
-SHARED = {
-    "read": lambda module: edits.read_also(module, output_of(module)),
-    "returned": lambda module: edits.also_return(module, output_of(module)),
-    "read as a view": lambda module: edits.also_return(
-        module,
-        edits.add(
-            module, module.graph.output_node(), aten.slice.Tensor, output_of(module), 1, 0, 1
-        ),
-    ),
-}
-
-
-@pytest.mark.parametrize("quantized", linears.FUSED)
-@pytest.mark.parametrize("name", SHARED)
-def test_an_output_with_another_reader_is_kept(name, quantized):
-    spec = spec_of(quantized)
-    module = before_pass_6(spec)
-    SHARED[name](module)
-    assert_kept(module, spec, "output-shared", "and ")
-
-
-@pytest.mark.parametrize("quantized", ["group", "tensor"])
-def test_an_output_that_is_quantized_twice_is_kept(quantized):
-    spec = spec_of(quantized)
-    module = before_pass_6(spec)
-    node = quantization(module)
-    with module.graph.inserting_after(node):
-        twin = module.graph.node_copy(node)
-    edits.also_return(
-        module, edits.add(module, module.graph.output_node(), operator.getitem, twin, 1)
-    )
-    assert_kept(module, spec, "output-shared")
-
-
-@pytest.mark.parametrize(
-    "target", [prims.convert_element_type.default, aten.mul.Tensor, aten.clamp_min.default]
-)
-def test_a_value_inside_the_native_form_with_another_reader_is_kept(target):
-    spec = spec_of("tensor_native")
-    module = before_pass_6(spec)
-    last = quantization(module)
-    node = last
-    while node.target is not target or node is last:
-        node = node.all_input_nodes[0]
-    edits.also_return(module, node)
-    assert_kept(module, spec, "output-shared")
-
-
-@pytest.mark.parametrize("quantized", linears.FUSED)
-def test_quantized_values_and_scales_may_have_other_readers(quantized):
-    spec = spec_of(quantized)
-    module = build(spec)
-    values, scales, _ = find(module, "mla_fusion_tests::fp8_linear").args
-    edits.also_return(module, values, scales)
-    before = graphs.copy(module)
-    assert fuse(module, spec).outputs == {kind(spec): 1}
-    for batch in (BATCHES["decode"], BATCHES["mixed"]):
-        assert_same(run(before, spec, batch), run(module, spec, batch), batch)
-
-
-def test_dead_readers_do_not_count():
-    spec = spec_of("tensor_native")
-    module = before_pass_6(spec)
-    edits.add(module, module.graph.output_node(), aten.abs.default, output_of(module))
-    assert len(passes(spec)[6](module.graph).rewritten) == 1
-
-
 @pytest.mark.parametrize("quantized", linears.FUSED)
 def test_views_of_the_same_shape_are_seen_through(quantized):
     spec = spec_of(quantized)
@@ -247,16 +179,6 @@ def test_nothing_to_do_is_the_same_object():
         graph, before = module.graph, printed(module)
         assert passes(spec_of())[6](graph) == PassResult()
         assert module.graph is graph and printed(module) == before
-
-
-def test_a_second_run_changes_nothing():
-    for quantized in linears.FUSED:
-        spec = spec_of(quantized)
-        module = before_pass_6(spec)
-        assert len(passes(spec)[6](module.graph).rewritten) == 1
-        before = printed(module)
-        assert passes(spec)[6](module.graph) == PassResult()
-        assert printed(module) == before
 
 
 @pytest.mark.parametrize(

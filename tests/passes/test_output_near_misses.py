@@ -6,11 +6,9 @@ import torch
 from tests.passes import edits
 from tests.passes.graphs import find
 from tests.passes.test_output import (
-    ATTENTION,
     BF16,
     assert_kept,
     before_pass_6,
-    output_of,
     quantization,
     spec_of,
 )
@@ -97,23 +95,6 @@ def _another_value(module):
     product.replace_input_with(scale, twice)
 
 
-def _clamped_scale(module):
-    """No scale of a checkpoint is that small, but one may be."""
-    reciprocal = find(module, aten.reciprocal.default)
-    scale = reciprocal.args[0]
-    clamp = edits.add(module, reciprocal, aten.clamp_min.default, scale, 1e-3)
-    reciprocal.replace_input_with(scale, clamp)
-
-
-def _first_rows(module):
-    """Of a few rows: all of them, while there are no more."""
-    first = find(module, aten.reciprocal.default)
-    output = output_of(module)
-    part = edits.add(module, first, aten.slice.Tensor, output, 0, 0, 4)
-    for user in [user for user in output.users if user is not part]:
-        user.replace_input_with(output, part)
-
-
 def _padded_group(name):
     def edit(module):
         call = quantization(module)
@@ -122,21 +103,6 @@ def _padded_group(name):
         edits.set_argument(call, **{name: padded})
 
     return edit
-
-
-def _written_between(module):
-    """Another cache write of the layer: the attention must not see it."""
-    call = quantization(module)
-    attention = find(module, ATTENTION).kwargs
-    update = torch.ops.vllm.unified_mla_kv_cache_update.default
-    with module.graph.inserting_before(call):
-        written = module.graph.call_function(
-            update,
-            (attention["kv_c"], attention["k_pe"], attention["layer_name"], "auto",
-             edits.node_named(module, "k_scale")),
-        )  # fmt: skip
-    written.meta["val"] = attention["kv_c"].meta["val"].new_empty(0)
-    edits.also_return(module, written)
 
 
 def _nothing(module):
@@ -163,11 +129,8 @@ NEAR_MISSES = {
     ),
     "of another shape": ("tensor_native", _other_order, "quantization", "formula"),
     "of two values": ("tensor_native", _another_value, "quantization", "other values"),
-    "a scale clamped": ("tensor_native", _clamped_scale, "quantization", "formula"),
-    "some rows": ("tensor_native", _first_rows, "quantization", "formula"),
     "values of padded rows": ("group", _padded_group("output_q"), "quantization", "padded"),
     "scales of padded rows": ("group", _padded_group("output_s"), "quantization", "padded"),
-    "a cache write between": ("tensor", _written_between, "quantization", "writes the cache"),
     "inside an op": ("opaque", _nothing, "opaque", "dynamic_flashinfer_deepgemm"),
 }  # fmt: skip
 

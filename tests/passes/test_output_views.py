@@ -15,9 +15,6 @@ from tests.passes.graphs import HEADS, Spec, build, find_all
 from tests.passes.test_output import (
     BF16,
     QUANTIZE,
-    assert_kept,
-    before_pass_6,
-    output_of,
     quantization,
 )
 
@@ -56,16 +53,6 @@ def test_a_square_output_that_is_transposed_is_not_the_quantized_one(name):
     with pytest.raises(Declined, match=name) as declined:
         output_quantization.read([output])
     assert declined.value.decline.code == "output-unquantized"
-
-
-def test_a_view_with_several_values_is_a_reader():
-    """Nothing lacks metadata where an output is split."""
-    spec = Spec("nope", dtype=BF16, quantized="group")
-    module = before_pass_6(spec)
-    edits.add(module, quantization(module), aten.split.Tensor, output_of(module), linears.GROUP, 1)
-    halves = find_all(module, aten.split.Tensor)[-1]
-    edits.also_return(module, halves)
-    assert_kept(module, spec, "output-shared", "aten::split")
 
 
 @pytest.mark.parametrize("quantized", ["group_tma", "tensor"])

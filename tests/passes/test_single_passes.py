@@ -95,21 +95,6 @@ def test_missing_metadata_anywhere_is_skipped(spec):
             assert printed(module) == before
 
 
-def test_dead_users_do_not_count():
-    spec = Spec("deepseek")
-    module = build(spec)
-    q = edits.attention(module).kwargs["q"]
-    edits.add(module, module.graph.output_node(), edits.aten.slice.Tensor, q, 0, 0, 2)
-    assert canonicalize(module, spec).declined == {}
-
-
-def test_a_user_that_reaches_the_output_counts():
-    spec = Spec("deepseek")
-    module = build(spec)
-    edits.also_return(module, edits.attention(module).kwargs["k_pe"])
-    assert reasons(canonicalize(module, spec)) == ["shared-rotation"]
-
-
 def test_details_name_the_obstacle():
     spec = Spec("native")
     module = build(spec)
