@@ -204,32 +204,6 @@ def test_scripts_for_gpus_call_vllm_with_arguments_it_takes(name, tmp_path):
     check_vllm(words)
 
 
-SERVE = "vllm serve MODEL -cc.pass_config.fuse_aiter_qk_rope_kvcache_mla=True"
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "vllm serve MODEL",
-        "vllm serve MODEL -cc.pass_config.fuse_aiter_qk_rope=True",
-        f"{SERVE} --no-such-flag",
-        f"""{SERVE} --additional-config '{{"mla_fusion": {{"provider": "cuda"}}}}'""",
-        f"""{SERVE} --additional-config '{{"mla_fusion": '""",
-        "mla-fusion check",
-        "mla-fusion check CONFIG --max-num-seqs many",
-        "mla-fusion nothing",
-        "make nothing",
-        "pip install '.[nothing]'",
-        "python benchmarks/nothing.py",
-        "curl nowhere",
-    ],
-)
-def test_the_checks_bite(line):
-    [command] = commands("bash", line)
-    with pytest.raises((AssertionError, ValueError, SystemExit)):
-        check(command)
-
-
 def test_every_shell_page_was_seen():
     """A change of the fences must not leave the tests above without blocks."""
     assert Path("docs/quickstart.md") in {Path(label.rsplit("-", 1)[0]) for label, _, _ in BLOCKS}

@@ -1,13 +1,12 @@
 """benchmarks/engine.py without its engines: verdicts and rows."""
 
-import csv
+import argparse
 import math
-import sys
 
 import engine
 import engine_compare
 import pytest
-import torch
+from engine_jobs import job
 
 from tests.engine_results import BASE, TOKENS, result
 
@@ -65,37 +64,8 @@ def test_the_widest_unfused_path_is_the_measure(stored, verdict):
     assert engine_compare.judge("fused", (), results) == "not judged"
 
 
-@pytest.fixture
-def tokens(monkeypatch, tmp_path):
-    """tokens(words, gaps of arms, what ours say instead) -> rows, exit status and jobs."""
-    started = []
-
-    def run(words, gaps, **instead):
-        def one(job, left):
-            started.append(job)
-            layers = job["layers"]
-            counts = dict.fromkeys(("prep_kernel", "decode_kernel", "epilogue_kernel"), layers)
-            counts |= {"reduce_kernel": 0, "plan_kernel": 1}
-            arm = "tp" if job["tp"] > job["dcp"] else job["arm"]
-            return {**result(TOKENS, gaps.get(arm, [2.0] * 4)), "steps": 9, "runner": "V1",
-                    "quantizations": ["group"], "ranges": [[1, 16, layers, layers, 0]],
-                    "launches": {"1": counts, "5": counts}, **instead}  # fmt: skip
-
-        path = tmp_path / "rows.csv"
-        monkeypatch.setattr(engine, "run", one)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-        monkeypatch.setattr("vllm.utils.import_utils.has_deep_gemm", lambda: False)
-        monkeypatch.setattr(engine, "environment", lambda commit: {"gpu": "none"})
-        monkeypatch.setattr(sys, "argv", ["engine.py", "tokens", str(path), *words])
-        with pytest.raises(SystemExit) as ended:
-            engine.main()
-        with path.open(newline="") as file:
-            return list(csv.DictReader(file)), int(ended.value.code), started
-
-    return run
-
-
 FAR, ALL = [2.0, 3.0, 2.0, 2.0], [2.1] * 4
+NAME = "r1-tp8 block-fp8"
 
 
 @pytest.mark.parametrize(
@@ -110,31 +80,24 @@ FAR, ALL = [2.0, 3.0, 2.0, 2.0], [2.1] * 4
         ({"native": ALL, "planted": FAR}, {"quantizations": []}, "WRONG: outputs quantized", "W"),
     ],
 )
-def test_block_fp8_is_measured_by_more_unfused_arms(tokens, gaps, instead, word, found):
-    """`cat` and `stored` equal `default` in every bit; an error that is not found is one."""
-    given = {"fused": ALL, "portable": ALL, **gaps}
-    rows, status, started = tokens(["--only", "r1-tp8 block-fp8"], given, **instead)
-    fused, portable = rows  # without DeepGEMM vLLM would take another layer than `ue8m0` names
-    assert [job["arm"] for job in started] == [
-        "default", "cat", "stored", "native", "fused", "portable", "planted"
-    ]  # fmt: skip
-    assert {tuple(job["variables"].items()) for job in started} == {tuple(engine.CUTLASS.items())}
-    assert portable["verdict"].startswith(word) and portable["planted"] == ""
-    only_of_portable = "launches" in instead or "quantizations" in instead
-    assert fused["verdict"].startswith("right" if only_of_portable else word)
-    assert fused["planted"].startswith(found)
-    assert "moves by 0.0000" in fused["stored / default"]
-    assert status == (word != "right" or found == "right")
-
-
-def test_context_parallelism_is_measured_against_an_engine_without_it(tokens):
-    """vLLM's own fusion, the arm `cat`, is wrong there; the error is planted everywhere."""
-    words = ["--tp", "2", "--dcp", "2", "--only", "k2-tp4 fp8"]
-    layers = {"ranges": [[1, 16, 4, 4, 0]]}
-    [row], status, started = tokens(words, {"tp": NOISY, "planted": FAR}, **layers)
-    assert [(job["arm"], job["dcp"]) for job in started] == [
-        ("default", 2), ("default", 1), ("fused", 2), ("planted", 2)
-    ]  # fmt: skip
-    assert {job["device"] for job in started} == {"0,1"} and row["gpus"] == "2"
-    assert row["verdict"] == "right" and "tp / default" in row and status == 0
-    assert row["planted"].startswith("WRONG")
+def test_block_fp8_is_measured_by_more_unfused_arms(gaps, instead, word, found):
+    """`cat` and `stored` equal `default` in every bit."""
+    args = argparse.Namespace(tp=1, dp=1, dcp=1)
+    asked = job(**engine.configurations(args)[NAME])
+    layers = asked["layers"]
+    counts = dict.fromkeys(("prep_kernel", "decode_kernel", "epilogue_kernel"), layers)
+    counts |= {"reduce_kernel": 0, "plan_kernel": 1}
+    says = {"steps": 9, "runner": "V1", "quantizations": ["group"], **instead}
+    says = {"ranges": [[1, 16, layers, layers, 0]], "launches": {"1": counts, "5": counts}} | says
+    gaps = {"fused": ALL, "portable": ALL} | gaps
+    for ours in ("fused", "portable"):
+        arms = {
+            arm: result(TOKENS, gaps.get(arm, [2.0] * 4)) | says
+            for arm in ("default", *engine.unfused(NAME, args), ours, "planted")
+        }
+        row = engine.judged(NAME, ours, arms, asked)
+        only_of_portable = "launches" in instead or "quantizations" in instead
+        as_fused = ours == "fused"
+        assert row["verdict"].startswith("right" if as_fused and only_of_portable else word)
+        assert row["planted"].startswith(found) if as_fused else row["planted"] == ""
+        assert "moves by 0.0000" in row["stored / default"]

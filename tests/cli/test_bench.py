@@ -43,36 +43,21 @@ def gpu(monkeypatch):
     own = {name: lambda region, name=name: f"own {name}" for name in region_peers.OWN_ROUNDING}
     agreements = dict.fromkeys((*peers, *(f"own {name}" for name in own)), (1.0, 0))
     facts = dict.fromkeys(("gpu", "driver", "torch", "triton", "vllm", "flashinfer"), "")
-    for module, pretended in (
-        (torch.cuda, {"is_available": lambda: True, "synchronize": lambda: None}),
-        (
-            bench,
-            {
-                "environment": lambda commit: {**facts, "commit": commit},
-                "measure_ceilings": lambda: kit.Ceilings(4000.0, 800.0),
-            },
-        ),
-        (
-            region_peers,
-            {
-                "PEERS": {**peers, "flashinfer": no_package},
-                "OWN_ROUNDING": own,
-                "chosen_plan": lambda case: region_peers.Plan(),
-            },
-        ),
-        (
-            region_cases,
-            {
-                "make_weights": lambda heads, layers, widths: [None] * layers,
-                "make_region": lambda case, weights: case,
-                "agreement": lambda region, layer, expected=None: agreements[expected or layer],
-                "capture": lambda region, layer: SimpleNamespace(replay=lambda: None),
-            },
-        ),
-        (region, {"interleave": lambda graphs, _, rounds: dict.fromkeys(graphs, [2.0] * rounds)}),
+    for module, name, value in (
+        (torch.cuda, "is_available", lambda: True),
+        (torch.cuda, "synchronize", lambda: None),
+        (bench, "environment", lambda commit: {**facts, "commit": commit}),
+        (bench, "measure_ceilings", lambda: kit.Ceilings(4000.0, 800.0)),
+        (region_peers, "PEERS", {**peers, "flashinfer": no_package}),
+        (region_peers, "OWN_ROUNDING", own),
+        (region_peers, "chosen_plan", lambda case: region_peers.Plan()),
+        (region_cases, "make_weights", lambda heads, layers, widths: [None] * layers),
+        (region_cases, "make_region", lambda case, weights: case),
+        (region_cases, "agreement", lambda _, layer, expected=None: agreements[expected or layer]),
+        (region_cases, "capture", lambda region, layer: SimpleNamespace(replay=lambda: None)),
+        (region, "interleave", lambda graphs, _, rounds: dict.fromkeys(graphs, [2.0] * rounds)),
     ):
-        for name, value in pretended.items():
-            monkeypatch.setattr(module, name, value)
+        monkeypatch.setattr(module, name, value)
     return agreements
 
 

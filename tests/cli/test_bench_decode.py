@@ -57,35 +57,22 @@ def gpu(monkeypatch, on_cpu):
         peers.BF16: {"ours": peers.ours, "triton_mla": right, "flashmla": right, "fa3": no_package},
         peers.FP8: {"ours": peers.ours, "triton_mla": right, "flashmla": wrong},
     }
-    for module, pretended in (
-        (
-            torch.cuda,
-            {
-                "is_available": lambda: True,
-                "empty_cache": lambda: None,
-                "synchronize": lambda: None,
-            },
-        ),
-        (
-            bench,
-            {
-                "environment": lambda commit: {**facts, "commit": commit},
-                "measure_ceilings": lambda: kit.Ceilings(4000.0, 800.0),
-            },
-        ),
-        (peers, {"CANDIDATES": offered, "capture_calls": lambda call, count: call}),
-        (
-            bench_decode,
-            {
-                "interleave": lambda graphs, count, rounds: {
-                    name: [times.get(name, 3.0)] * rounds for name in graphs
-                },
-                "compile_ahead": lambda launch, cases: [launch(each) for each in cases],
-            },
-        ),
+
+    def interleave(graphs, count, rounds):
+        return {name: [times.get(name, 3.0)] * rounds for name in graphs}
+
+    for module, name, value in (
+        (torch.cuda, "is_available", lambda: True),
+        (torch.cuda, "empty_cache", lambda: None),
+        (torch.cuda, "synchronize", lambda: None),
+        (bench, "environment", lambda commit: {**facts, "commit": commit}),
+        (bench, "measure_ceilings", lambda: kit.Ceilings(4000.0, 800.0)),
+        (peers, "CANDIDATES", offered),
+        (peers, "capture_calls", lambda call, count: call),
+        (bench_decode, "interleave", interleave),
+        (bench_decode, "compile_ahead", lambda launch, cases: [launch(each) for each in cases]),
     ):
-        for name, value in pretended.items():
-            monkeypatch.setattr(module, name, value)
+        monkeypatch.setattr(module, name, value)
     return SimpleNamespace(offered=offered, times=times)
 
 

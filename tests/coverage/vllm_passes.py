@@ -6,8 +6,10 @@ functionalization fix.
 """
 
 import functools
+from contextlib import contextmanager
 
 import pytest
+import torch
 from vllm.compilation.passes import pass_manager
 from vllm.compilation.passes.fusion.mla_rope_kvcache_cat_fusion import MLARoPEKVCacheCatFusionPass
 from vllm.compilation.passes.inductor_pass import InductorPass, pass_context
@@ -15,14 +17,16 @@ from vllm.config import VllmConfig
 from vllm.config.utils import Range
 from vllm.forward_context import override_forward_context
 
-from mla_fusion import report
+from mla_fusion import ops, report
 from mla_fusion.passes.pipeline import LastStep, MLAFusionPass
-from tests.passes.cuda_ops import define_cuda_ops
+from mla_fusion.patterns.site import ATTENTION
+from tests.passes.cuda_ops import define_cuda_ops, plain_kernels
 from tests.passes.edits import CAT_FUSED
-from tests.passes.fake_engine import DECODE, Engine
-from tests.passes.graphs import LATENT, ROPE, Spec, find_all
+from tests.passes.fake_engine import BATCHES, DECODE, Engine, assert_same, run
+from tests.passes.graphs import LATENT, ROPE, Spec, build, copy, find_all
 
 BUCKET = 4
+TOLERANCE = 1e-5  # of fp32: 2**-24 times a few dozen additions
 
 
 class _Look(InductorPass):
@@ -30,6 +34,29 @@ class _Look(InductorPass):
 
     def __call__(self, graph):
         self.fused_by_vllm = len(find_all(graph.owning_module, CAT_FUSED))
+
+
+def compare(spec, partition, fused_by_vllm=False, attention="auto", runs=True):
+    """Run them on the graph of `spec`; what became of its layer.
+
+    partition: Inductor splits the graph at the attention, after the passes. runs: whether the graph
+    can be run.
+
+    Raises:
+        AssertionError: what the graph computes has changed, or vLLM's own fusion did before what it
+            should not, or the reverse.
+    """
+    before = build(spec)
+    after = copy(before)
+    split_at = [ATTENTION, *ops.RUNTIME_OPS] if partition else []
+    with torch._inductor.config.patch(custom_should_partition_ops=split_at):
+        made, by_vllm = run_all(after, spec, fused_by_vllm, attention)
+    assert by_vllm == fused_by_vllm
+    with pytest.MonkeyPatch.context() as patch, contextmanager(plain_kernels)(patch):
+        for batch in (BATCHES["decode"], BATCHES["mixed"]) if runs else ():
+            results = run(before, spec, batch), run(after, spec, batch)
+            assert_same(*results, batch, tolerance=TOLERANCE)
+    return made
 
 
 def run_all(module, spec, fused_by_vllm, attention="auto"):
