@@ -87,10 +87,7 @@ def mean(factors: list[float]) -> float:
 def region_table(rows: list[Row]) -> list[str]:
     """How many times faster ours is than the best of the others, by heads, both ways."""
     region = Region(rows)
-    lines = [
-        "| heads | back to back: mean (least, most) | after another kernel |",
-        "|---|---|---|",
-    ]
+    lines = ["| heads | back to back: mean (least, most) | after another kernel |", "|---|---|---|"]
     for heads in sorted({h for _, h in region.shapes}):
         cells = [str(heads)]
         for ours in (lambda shape: region.us[*shape, "triton"], region.after):
@@ -259,9 +256,6 @@ def draw_region() -> None:
     save(figure, "region", REGION)
 
 
-PLOTS = {"region": (draw_region, REGION)}
-
-
 def main() -> None:
     """Bring all up to their source."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -280,8 +274,7 @@ def main() -> None:
 
         matplotlib.use("svg")
         matplotlib.rcParams.update({"svg.hashsalt": "mla-fusion", "svg.fonttype": "none"})
-        for draw, _ in PLOTS.values():
-            draw()
+        draw_region()
 
 
 if __name__ == "__main__":
