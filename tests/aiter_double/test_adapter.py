@@ -57,12 +57,15 @@ SHAPES = {
 
 
 def test_the_adapter_plans_and_decodes(double):
+    cap = 4 if double.at.has("split_budget") else -1
     for use in SHAPES[double.arch.name]:
         double.forget()
-        assert_right(*uses.run(replace(use, lengths=(700, 33, 5)), double))
-        assert double.counts()[DECODE] == double.counts()[PLANNER] == 1
+        settings = {**use.allocate, "max_split_per_batch": cap}
+        assert_right(*uses.run(replace(use, allocate=settings, lengths=(700, 33, 5)), double))
+        [plan], [call] = double.calls(PLANNER), double.calls(DECODE)
+        assert (plan["page_size"], plan["max_split_per_batch"]) == (1, cap)
         # Without it AITER leaves the plan of some batches aside.
-        assert double.calls(DECODE)[0]["num_kv_splits"] == double.arch.compute_units
+        assert call["num_kv_splits"] == double.arch.compute_units
 
 
 def test_a_row_that_sees_no_key_is_zero(double):
