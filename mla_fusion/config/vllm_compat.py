@@ -203,10 +203,8 @@ def pads_sequences(vllm_config: Any) -> bool:
 
 
 def gather_query_heads(layer: Any, q: torch.Tensor) -> torch.Tensor:
-    """The prepared query [T, H, L + R] of this rank and the other ranks, as [T, ranks * H, L + R].
-
-    From 0.29 on a layer has a manager of these collectives.
-    """
+    """The prepared query [T, H, L + R] of all ranks, as [T, ranks * H, L + R]; from 0.29 on a layer
+    has a manager of these collectives."""
     if manager := getattr(layer, "dcp_manager", None):
         return manager.query_gather(q)
     from vllm.distributed.parallel_state import get_dcp_group
@@ -218,8 +216,7 @@ def combine_context_parallel(
     layer: Any, attended: torch.Tensor, lse: torch.Tensor, metadata: Any
 ) -> torch.Tensor:
     """Attention [T, H, L] of this rank's heads over all ranks' caches, from that of all heads over
-    this one's: [T, ranks * H, L], with the log-sum-exp that `forward_mqa` returned.
-    """
+    this one's: [T, ranks * H, L], with the log-sum-exp that `forward_mqa` returned."""
     if manager := getattr(layer, "dcp_manager", None):
         starts = metadata.query_start_loc[: metadata.num_decodes + 1]
         return manager.combine(
