@@ -255,6 +255,8 @@ def test_a_file_that_says_the_opposite_turns_the_choice_around(plant, vllm_logge
     assert (choice.planner, choice.why) == ("", slower)
     assert [r.getMessage() for r in caplog.records] == [f"attention=auto: goes by {path}"]
     assert identity.graphs_hash() != compiled
+    assert measured.files(H200) == f"{path}, then shipped measurements"
+    assert measured.files("NVIDIA H20") == "nothing: vLLM decodes"
     assert decode_choice.choose(layer(heads=32), AUTO, engine()).why.endswith("(auto: as measured)")
     steps = [[1, *slow, *fast], [16, *fast, *slow], [1024, *fast, *slow]]
     plant(file_of([[n, 1024, 0, *times] for n, *times in steps]))

@@ -69,6 +69,12 @@ def own_file(gpu: str) -> Path:
     return vllm_compat.tables_folder() / file_name(gpu)
 
 
+def files(gpu: str) -> str:
+    """For people: by what `attention=auto` goes on a GPU."""
+    own = f"{own_file(gpu)}, then " if _own(gpu) else ""
+    return own + ("shipped measurements" if _shipped(gpu) else "nothing: vLLM decodes")
+
+
 def decided_by(gpu: str, shape: Shape) -> str:
     """What the report says of the file that has a shape."""
     return f"as measured, {own_file(gpu)}" if shape in _own(gpu) else "as measured"

@@ -94,6 +94,7 @@ def test_nvidia(on):
     on("sm_90")
     found = doctor.examine()
     assert found.works and found.serving == ["triton"] and not named(found)
+    assert "shipped measurements" in " ".join(doctor.lines(found))
     facts = found.environment
     assert (facts.platform, facts.device, facts.arch) == ("cuda", "NVIDIA H200", "sm_90")
     assert facts.fp8 == "float8_e4m3fn"

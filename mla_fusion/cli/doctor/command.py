@@ -113,6 +113,8 @@ def lines(diagnosis: Diagnosis) -> list[str]:
         "fp8 type": found.fp8 or "unknown without vLLM",
         "plugin": found.plugin or "loaded",
     }
+    if diagnosis.works and found.platform == "cuda":
+        facts["auto"] = f"goes by {measured.files(found.device)}"
     out = [f"{answer} (mla-fusion {__version__})"]
     if diagnosis.works and found.default not in diagnosis.serving:
         chosen = json.dumps({config.OPTIONS_KEY: {"provider": diagnosis.serving[0]}})
