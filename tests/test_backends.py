@@ -63,10 +63,7 @@ class Recorder:
         query = given.get("query", given.get("q_v", given.get("q")))
         if query is None:
             return None
-        out, lse = (
-            query.new_ones((*query.shape[:-1], LATENT), dtype=BF16),
-            query.new_ones(query.shape[:-1], dtype=torch.float32),
-        )
+        out, lse = torch.ones(*query.shape[:-1], LATENT, dtype=BF16), torch.ones(query.shape[:-1])
         if "flash_mla" in self.name:
             return out, lse.transpose(1, 2)
         if not (given.get("return_lse") or given.get("return_softmax_lse")):
@@ -102,17 +99,12 @@ def backend(monkeypatch):
         module._kernels = sys.modules["tokenspeed_mla"]
         recorders = []
         for kernel in kernels:
-            recorders.append(Recorder(kernel.rpartition(".")[2]))
-            owner = module
-            if "." in kernel:
-                owner = getattr(module, kernel.partition(".")[0])
-            monkeypatch.setattr(owner, recorders[-1].name, recorders[-1], raising=False)
-        for helper in (
-            "_get_workspace",
-            "_get_workspace_buffer",
-            "_get_multi_ctas_kv_counter_buffer",
-        ):
-            monkeypatch.setattr(module, helper, lambda *_: None, raising=False)
+            *owner, called = kernel.split(".")
+            recorders.append(Recorder(called))
+            target = getattr(module, *owner) if owner else module
+            monkeypatch.setattr(target, called, recorders[-1], raising=False)
+        for of_gpu in ("workspace", "workspace_buffer", "multi_ctas_kv_counter_buffer"):
+            monkeypatch.setattr(module, f"_get_{of_gpu}", lambda *_: None, raising=False)
         monkeypatch.setattr(module, "_compute_num_kv_splits", lambda *_: 4, raising=False)
         return getattr(module, cls), heads, recorders
 
@@ -196,11 +188,8 @@ def step(layer, metadata, lifted):
     def random(*shape):
         return torch.randn(shape, generator=g).to(BF16)
 
-    q, kv_c, k_pe = (
-        random(tokens, heads, NOPE + ROPE),
-        random(tokens, LATENT),
-        random(tokens, 1, ROPE),
-    )
+    q = random(tokens, heads, NOPE + ROPE)
+    kv_c, k_pe = random(tokens, LATENT), random(tokens, 1, ROPE)
     positions = torch.arange(tokens) + 3
     common = (positions, random(99, ROPE), None, layer._k_scale, _encode_layer_name(NAME),
               layer.kv_cache_dtype, Rope.NATIVE, False)  # fmt: skip
@@ -225,10 +214,10 @@ def step(layer, metadata, lifted):
 @pytest.mark.parametrize(("name", "cache", "queries", "ranks"), CASES)
 def test_the_kernel_gets_what_it_would_get(backend, name, cache, queries, ranks):
     cls, heads, recorders = backend(name)
-    left = []
-    for lifted in (True, False):
-        metadata = metadata_of(queries)
-        left.append(step(layer_of(cls, heads, cache, ranks), metadata, lifted))
+    left = [
+        step(layer_of(cls, heads, cache, ranks), metadata_of(queries), lifted)
+        for lifted in (True, False)
+    ]
     [recorder] = [each for each in recorders if each.calls]
     ours, theirs = recorder.calls
     differ = [key for key in ours.keys() | theirs.keys() if ours[key] != theirs[key]]

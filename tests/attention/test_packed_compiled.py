@@ -13,7 +13,7 @@ from mla_fusion.attention.plan.layouts import FP8_DS_MLA
 from mla_fusion.attention.triton import choice
 from tests.attention.decodes import BF16, FN
 from tests.attention.test_decode_compiled import DEEPSEEK, LDS, decode_inputs
-from tests.kernels.compiled import compile_report, specialize
+from tests.kernels.compiled import compile_report, is_one_variant
 
 
 def arguments(heads, **shape):
@@ -52,25 +52,14 @@ def test_only_the_plan_is_read_before_the_kernel_in_front_has_ended():
     assert order[-2:] == ("ACQBULK", "PREEXIT")
 
 
-def test_the_width_of_the_table_is_no_variant():
-    variants = []
-    for columns in (1, 3, 64):
-        args, options = arguments(16, columns=columns)
-        source, _ = specialize("sm_90", sparse_fp8.kernel, args, options)
-        variants.append((source.signature, source.constants, source.attrs))
-    assert variants[0] == variants[1] == variants[2]
-
-
-def test_blocks_may_be_an_odd_number_of_vectors_apart():
-    """The copies are of 16 bytes whatever the stride: its specialization must not matter."""
+def test_no_step_compiles_another_variant():
+    """Not for the width of its table; blocks may be an odd number of vectors apart: copies are of
+    16 bytes whatever the stride."""
     args, options = arguments(16)
     units = sparse_fp8.kernel.arg_names.index("block_units")
-    odd = (*args[:units], args[units] + 1, *args[units + 1 :])
-    variants = []
-    for given in (args, odd):
-        source, _ = specialize("sm_90", sparse_fp8.kernel, given, options)
-        variants.append((source.signature, source.constants, source.attrs))
-    assert variants[0] == variants[1]
+    odd = (*args[:units], args[units] + 1, *args[units + 1 :]), options
+    launches = [odd, *(arguments(16, columns=columns) for columns in (1, 3, 64))]
+    assert is_one_variant("sm_90", sparse_fp8.kernel, launches)
 
 
 @dataclasses.dataclass

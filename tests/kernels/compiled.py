@@ -85,6 +85,13 @@ def specialize(target, kernel, arguments, options):
     return source(kernel, signature, constants, attributes), chosen
 
 
+def is_one_variant(target, kernel, launches):
+    """Whether launches, each its arguments and options, take the same compiled kernel."""
+    first, *others = [specialize(target, kernel, *launch)[0] for launch in launches]
+    names = "signature", "constants", "attrs"
+    return all(getattr(each, n) == getattr(first, n) for each in others for n in names)
+
+
 @contextlib.contextmanager
 def as_on(target):
     """Launches are made as on a GPU, from tensors without memory too."""

@@ -11,7 +11,7 @@ from mla_fusion.kernels import dispatch, triton_kernels
 from mla_fusion.kernels import triton as provider
 from mla_fusion.kernels.dispatch import Plan, Widths
 from mla_fusion.kernels.inputs import Inputs
-from tests.kernels.compiled import FP8, LDS, TARGETS, as_on, compile_report, read_amd, specialize
+from tests.kernels.compiled import FP8, TARGETS, as_on, compile_report, read_amd, specialize
 from tests.nightly import daily
 
 DEFAULTS = {tokens: dispatch.default_plan(tokens, 16, 512) for tokens in (1, 8, 64, 512)}
@@ -72,16 +72,6 @@ def test_what_a_launch_knows_of_its_arguments(target):
             assert near not in known
     assert source.constants[names.index("w_col"),] == 1
     assert source.signature["tokens"] == "i32" and not source.attrs.get((names.index("tokens"),))
-
-
-@pytest.mark.parametrize("tokens", daily([1, 64], 64))
-@pytest.mark.parametrize("target", ["gfx942", "sm_90"])
-def test_a_scaled_query_compiles_without_spills(target, tokens):
-    plan, fp8 = DEFAULTS[tokens], FP8[target]
-    plain = compiled(target, plan, tokens, fp8)
-    result = compiled(target, plan, tokens, fp8, factor=torch.float32)
-    assert result.spills == 0 and result.shared <= LDS[target], result
-    assert (result.matrix, result.wide_loads) == (plain.matrix, plain.wide_loads)
 
 
 def test_a_launch_may_begin_early_where_the_gpu_can():

@@ -40,12 +40,13 @@ SHAPES = {
 }  # fmt: skip
 
 
-def region(target, dtype, tokens, heads=16, nope=128, rope=64, latent=512, neox=False):
+def region(target, dtype, tokens, heads=16, nope=128, rope=64, latent=512, also=""):
     """The fused region, by the plan of a GPU that was not measured."""
     widths = Widths(nope, rope, latent)
     plan = dispatch.default_plan(tokens, heads, latent)
     plan = dispatch.fit(plan, provider._pad(nope), provider._pad(rope), 2)
-    given = arguments(target, plan, tokens, dtype, neox, widths=widths)
+    options = {"neox": {"neox": True}, "factor": {"factor": FP32}}.get(also, {})
+    given = arguments(target, plan, tokens, dtype, widths=widths, **options)
     return triton_kernels.prep_kernel, *given
 
 
@@ -100,7 +101,8 @@ DAILY = [
 SOME = {
     (region, "fp8", 64): ("gfx942", "sm_90"),
     (region, "fp8", 512, 128): ("sm_89", "gfx950"),
-    (region, "fp8", 512, 16, 128, 64, 512, True): ("sm_90", "gfx942"),
+    (region, "fp8", 512, 16, 128, 64, 512, "neox"): ("sm_90", "gfx942"),
+    (region, "fp8", 64, 16, 128, 64, 512, "factor"): ("sm_90", "gfx942"),
     (region, "bf16", 512, 128): ("sm_86",),
     (region, "bf16", 512, 16, 64, 64, 256): ("sm_120", "gfx942"),
     (decode, "fp8", 16): ("sm_90", "gfx942"),
