@@ -24,7 +24,7 @@ from mla_fusion.cli.bench.decode_peers import TOLERANCE
 from mla_fusion.cli.calibrate.tables import tables as shapes_of
 from mla_fusion.cli.calibrate.tables import text
 from mla_fusion.runtime.measured import FOLDER, WIDTHS
-from mla_fusion.runtime.measured import PAGE as PAGE_SIZE
+from mla_fusion.runtime.measured import PAGE as TOKENS
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -197,16 +197,13 @@ def written(page: str) -> str:
 
 
 def shipped(sources: Sequence[Path] = DECIDES) -> dict[str, str]:
-    """The files of `FOLDER` by name: of ours and of what vLLM chooses there.
-
-    Raises:
-        ValueError: rows are of another shape than the files', or ours was wrong.
-    """
+    """The files of `FOLDER` by name: of ours and of what vLLM chooses there. ValueError: rows are
+    of another shape than the files', or ours was wrong."""
     rows = [row for path in sources for row in read(path)]
     for row in rows:
         shape = int(row["latent"]), int(row["rope"]), int(row["page"])
         right = row["candidate"] != "ours" or float(row["error"]) <= TOLERANCE
-        if shape != (*WIDTHS, PAGE_SIZE) or not right:
+        if shape != (*WIDTHS, TOKENS) or not right:
             raise ValueError(f"not a row to decide by: {row}")
     chosen = [row for row in rows if row["candidate"] == "ours" or row["vllm_default"] == "1"]
     return {name: text(table) for name, table in shapes_of(chosen).items()}
@@ -260,9 +257,7 @@ def main() -> None:
     """Bring all up to their source."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tables", action="store_true", help="do not draw")
-    parser.add_argument(
-        "--rows", type=Path, nargs="+", help="of bench decode, for their JSON alone"
-    )
+    parser.add_argument("--rows", type=Path, nargs="+", help="write their JSON alone")
     options = parser.parse_args()
     for name, content in shipped(options.rows or DECIDES).items():
         (FOLDER / name).write_text(content)
