@@ -8,6 +8,7 @@ import pytest
 from mla_fusion import config, ops
 from mla_fusion.cli import child
 from mla_fusion.cli.demo import tiny_models
+from mla_fusion.runtime import measured
 from tests import child as children
 from tests.engine.work import PROMPTS
 
@@ -200,6 +201,16 @@ def test_engine_and_workers_in_processes_of_their_own(job, fused, tmp_path, meth
         assert steps["fused"] >= NEW_TOKENS - 2 and steps["unfused"] >= 1
     # Written by the process of the engine core, and read here as vLLM's /metrics does.
     assert apart["exported"] == steps
+
+
+@pytest.mark.nightly
+def test_an_engine_starts_over_a_damaged_file_of_measurements(job, fused, tmp_path):
+    path = tmp_path / "mla_fusion/tables" / measured.file_name("NVIDIA H20")
+    path.parent.mkdir(parents=True)
+    path.write_text('{"gpu": "NVIDIA H20", "kernels": 1}')
+    damaged = run(job(FLAG | {"gpu": "NVIDIA H20"}, cache=tmp_path))
+    assert damaged["log"].count(f"{path} is damaged (kernels: ") == 1
+    assert damaged["tokens"] == fused["tokens"] and SUMMARY in damaged["log"]
 
 
 @pytest.mark.nightly

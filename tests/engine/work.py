@@ -27,9 +27,11 @@ def serve(job, progress):
     (in place of flag: one for each engine, which serves at once, and again after all others);
     processes ("spawn" or "fork": how the engine core starts in a process of its own, in which no
     graph is recorded); fault (once all is served, the provider raises in the third step of the
-    first engine; the traceback comes back).
+    first engine; the traceback comes back); gpu (whose measurements this library asks for).
     """
     options = job.options
+    if gpu := options.get("gpu"):
+        vllm_compat.gpu_name = lambda: gpu
     _configure_cpu(options.get("processes"))
     if options.get("fp8_ops"):
         importlib.import_module("tests.passes.linears")
