@@ -29,8 +29,16 @@ LATENT = 512
 WINDOW, RECENT = 128, 4 * PAGE  # V4's window of a token, and its entries that the window lies in
 CHUNK = 65536  # entries that are drawn at once
 ALIGNED = 576  # bytes: vLLM pads V4's pages to a multiple, as FlashMLA demands
-LAYOUTS = {"fp8_ds_mla": FP8_DS_MLA, "fp8_ds_mla_v4": FP8_DS_MLA_V4, "bf16": None}
-TOPK = {"fp8_ds_mla": (2048,), "fp8_ds_mla_v4": (512, 1024), "bf16": (2048,)}  # of the models
+# V4's layers with a compression ratio of 128 have pages of two entries.
+LAYOUTS = {
+    "fp8_ds_mla": FP8_DS_MLA, "fp8_ds_mla_v4": FP8_DS_MLA_V4, "fp8_ds_mla_v4_128": FP8_DS_MLA_V4,
+    "bf16": None,
+}  # fmt: skip
+# Of the models; V4's layers without compression have the window alone.
+TOPK = {
+    "fp8_ds_mla": (2048,), "fp8_ds_mla_v4": (0, 512, 1024), "fp8_ds_mla_v4_128": (512, 1024),
+    "bf16": (2048,),
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,13 +81,19 @@ class Case:
 
     @property
     def has_window(self) -> bool:
-        """Whether there are two scopes, and a sink."""
+        """Whether there is a scope of recent tokens, and a sink."""
         return self.layout is FP8_DS_MLA_V4
 
     @property
     def widths(self) -> tuple[int, ...]:
         """Slots of a token in each scope."""
-        return (WINDOW, self.topk) if self.has_window else (self.topk,)
+        every = (WINDOW, self.topk) if self.has_window else (self.topk,)
+        return tuple(width for width in every if width)
+
+    @property
+    def page(self) -> int:
+        """Entries of a page of what is chosen."""
+        return 2 if self.cache.endswith("_128") else PAGE
 
     def bytes(self) -> int:
         """Fewest bytes: the listed entries, their slots, queries and outputs once."""
@@ -115,25 +129,25 @@ def entries(layout: CacheLayout, count: int) -> tuple[torch.Tensor, torch.Tensor
     return (values / scales).to(FP8).flatten(1).view(torch.uint8), filled
 
 
-def byte_pages(layout: CacheLayout, count: int) -> torch.Tensor:
-    """`count` random entries in pages: uint8 [blocks, PAGE, bytes], as vLLM has them."""
+def byte_pages(layout: CacheLayout, count: int, page: int) -> torch.Tensor:
+    """`count` random entries in pages: uint8 [blocks, page, bytes], as vLLM has them."""
     codes, scales = entries(layout, count)
     rotated = torch.randn(count, WIDE, device=DEVICE).to(BF16).view(torch.uint8)
     if not layout.behind:
-        return torch.cat((codes, scales, rotated), 1).view(-1, PAGE, layout.bytes)
-    blocks, size = count // PAGE, PAGE * layout.bytes
+        return torch.cat((codes, scales, rotated), 1).view(-1, page, layout.bytes)
+    blocks, size = count // page, page * layout.bytes
     step = -(-size // ALIGNED) * ALIGNED
     whole = torch.zeros(blocks, step, dtype=torch.uint8, device=DEVICE)
     data = torch.cat((codes, rotated), 1).view(blocks, -1)
     whole[:, :size] = torch.cat((data, scales.view(blocks, -1)), 1)
-    return whole.as_strided((blocks, PAGE, layout.bytes), (step, layout.bytes, 1))
+    return whole.as_strided((blocks, page, layout.bytes), (step, layout.bytes, 1))
 
 
-def make_cache(case: Case, size: int) -> torch.Tensor:
+def make_cache(case: Case, size: int, page: int = PAGE) -> torch.Tensor:
     """Random pages of `size` entries."""
     if case.layout is None:
         return torch.randn(size, case.width, device=DEVICE, dtype=BF16).view(-1, PAGE, case.width)
-    parts = [byte_pages(case.layout, min(CHUNK, size - n)) for n in range(0, size, CHUNK)]
+    parts = [byte_pages(case.layout, min(CHUNK, size - n), page) for n in range(0, size, CHUNK)]
     if len(parts) == 1:
         return parts[0]
     # Parts are whole blocks; what lies between blocks is copied with them.
@@ -155,14 +169,15 @@ def chosen_of(case: Case) -> Scope:
     first = torch.arange(case.tokens, device=DEVICE)[:, None] * case.context
     order = torch.rand(case.tokens, case.context, device=DEVICE).argsort(1)
     slots = (first + order[:, : case.topk]).int()
-    return Scope(make_cache(case, case.tokens * case.context), slots, case.layout)
+    return Scope(make_cache(case, case.tokens * case.context, case.page), slots, case.layout)
 
 
 def make(case: Case) -> Inputs:
     """Random inputs."""
     size, scopes = case.tokens * (case.context + (RECENT if case.has_window else 0)), []
     for _ in range(max(2, min(128, ROTATED // (size * case.entry)))):
-        scopes.append([*([window_of(case)] if case.has_window else []), chosen_of(case)])
+        recent = [window_of(case)] if case.has_window else []
+        scopes.append(recent + ([chosen_of(case)] if case.topk else []))
     q = torch.randn(case.tokens, case.heads, case.width, device=DEVICE).to(BF16)
     # A sink counts as much as the keys do: its absence must show.
     weight = math.log(sum(case.widths))
@@ -191,7 +206,7 @@ def ours(inputs: Inputs) -> tuple[Call, torch.Tensor]:
     case = inputs.case
     scratch = sparse_scratch(
         max_tokens=case.tokens, num_heads=case.heads, widths=case.widths, q_dtype=BF16,
-        kv_dtype=case.dtype, device=DEVICE,
+        kv_dtype=case.dtype, device=DEVICE, layout=case.layout,
     )  # fmt: skip
     scratch.refresh(case.tokens, [None] * len(case.widths))
     out = torch.empty(case.tokens, case.heads, LATENT, device=DEVICE, dtype=BF16)
@@ -252,21 +267,25 @@ def flashmla_v4(inputs: Inputs) -> tuple[Call, torch.Tensor]:
     q[:, : case.heads] = inputs.q
     sink = torch.full((padded,), -torch.inf, device=DEVICE)
     sink[: case.heads] = inputs.sink
-    window, topk = (
+    window, *topk = (
         torch.full((case.tokens,), width, dtype=torch.int32, device=DEVICE) for width in case.widths
     )
     schedule = ops.get_mla_metadata()[0]  # filled by the first call
     out = torch.empty(case.tokens, padded, LATENT, device=DEVICE, dtype=BF16)
 
     def call(i: int) -> None:
-        recent, chosen = inputs.scopes[i]
+        recent, *chosen = inputs.scopes[i]
+        extra = {}
+        if chosen:
+            extra["extra_k_cache"] = chosen[0].kv_cache.unsqueeze(-2)
+            extra["extra_indices_in_kvcache"] = chosen[0].table.unsqueeze(1)
+            extra["extra_topk_length"] = topk[0]
         ops.flash_mla_with_kvcache(
             q=q.unsqueeze(1), k_cache=recent.kv_cache.unsqueeze(-2), block_table=None,
             head_dim_v=LATENT, tile_scheduler_metadata=schedule, cache_seqlens=None,
             is_fp8_kvcache=True, indices=recent.table.unsqueeze(1), topk_length=window,
             softmax_scale=case.scale, attn_sink=sink, out=out.unsqueeze(1),
-            extra_k_cache=chosen.kv_cache.unsqueeze(-2),
-            extra_indices_in_kvcache=chosen.table.unsqueeze(1), extra_topk_length=topk,
+            **extra,
         )  # fmt: skip
 
     return call, out[:, : case.heads]
@@ -303,6 +322,7 @@ CANDIDATES: dict[str, dict[str, Callable[[Inputs], tuple[Call, torch.Tensor]]]] 
         "flashmla, by token": lambda inputs: flashmla(inputs, False),
     },
     "fp8_ds_mla_v4": {"ours": ours, "flashmla": flashmla_v4},
+    "fp8_ds_mla_v4_128": {"ours": ours, "flashmla": flashmla_v4},
     "bf16": {"ours": ours, "fa3": fa3},
 }
 
