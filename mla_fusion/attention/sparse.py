@@ -6,8 +6,8 @@ the first scope, padded to whole tiles, then those of the last. So both scopes a
 softmax runs over them, and the log-sum-exp merge of the splits is the plan's own reduction.
 
 A cache is of one type, or of bytes in a layout of `plan/layouts.py`, the caches that vLLM keeps for
-DeepSeek-V3.2, GLM-5 and V4. Those are read in place: on Hopper one scope of the first layout by
-`hopper/sparse_fp8.py`, all others by the portable kernel.
+DeepSeek-V3.2, GLM-5 and V4. Those are read in place: on Hopper by `hopper/sparse_specialized.py`,
+or for few heads of V3.2 by `hopper/sparse_fp8.py`, elsewhere by the portable kernel.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mla_fusion.attention import triton as provider
 from mla_fusion.attention.allocate import PersistentDecodePlan
 from mla_fusion.attention.plan import layouts
 from mla_fusion.attention.plan.inputs import Inputs, Scope, Sparse, validate
-from mla_fusion.attention.triton.choice import sparse_ctas
+from mla_fusion.attention.triton.choice import sparse_settings
 
 # Scopes change between tiles, and both kernels' tiles divide this.
 TILE = 64
@@ -102,6 +102,7 @@ def sparse_scratch(
     q_dtype: torch.dtype,
     kv_dtype: torch.dtype,
     device: torch.device | str,
+    layout: layouts.CacheLayout | None = None,
     ctas: int | None = None,
     v_head_dim: int = 512,
 ) -> SparseScratch:
@@ -110,6 +111,7 @@ def sparse_scratch(
     Args:
         widths: most columns of the index rows of one or two scopes.
         kv_dtype: of the caches; of the e4m3 values where they are of bytes.
+        layout: of caches of bytes. The plan suits the kernel that reads them.
         Others as `PersistentDecodePlan.allocate`.
 
     Raises:
@@ -117,8 +119,9 @@ def sparse_scratch(
     """
     if len(widths) not in (1, 2) or min(widths) < 1:
         raise ValueError(f"widths must be those of one or two scopes, got {widths}")
-    if ctas is None:
-        ctas = sparse_ctas(num_heads, widths, kv_dtype, torch.device(device))
+    settings = sparse_settings(num_heads, len(widths), layout, torch.device(device))
+    if ctas is not None:
+        settings["ctas"] = ctas
     plan = PersistentDecodePlan.allocate(
         max_batch=max_tokens,
         max_query_len=1,
@@ -126,11 +129,9 @@ def sparse_scratch(
         q_dtype=q_dtype,
         kv_dtype=kv_dtype,
         device=device,
-        ctas=ctas,
-        kv_granularity=TILE,
-        overhead=4,
         v_head_dim=v_head_dim,
         planner="portable",
+        **settings,
     )
 
     def count(n: int) -> torch.Tensor:

@@ -91,6 +91,7 @@ class Step:
             q_dtype=torch.bfloat16,
             kv_dtype=kv_dtype,
             device=device,
+            layout=layout,
         )
         self.q, self.out = (
             torch.zeros(most, heads, columns, dtype=torch.bfloat16, device=device)

@@ -152,12 +152,13 @@ class Program:
         return tuple(Tensor(part, a.layout) for part in a.data.unbind(-1))
 
     def gl_convert_layout(self, a, layout):
-        return Tensor(a.data, layout)
+        return a if isinstance(a, Pointer) else Tensor(a.data, layout)
 
     def gl_inline_asm_elementwise(self, code, constraints, given, dtype, is_pure, pack):
-        outputs = constraints.count("=r")
-        assert (pack, is_pure, constraints) == (2, True, "=r," * outputs + "r")
-        found = assemble(code, outputs, given[0].data.contiguous())
+        outputs = constraints.count("=")
+        given = torch.broadcast_tensors(*(each.data for each in given))
+        assert is_pure and all(pack * each.itemsize == 4 for each in given)
+        found = assemble(code, outputs, *given)
         types = dtype if outputs > 1 else [dtype]
         values = [Tensor(x.view(TYPES[t])) for x, t in zip(found, types, strict=True)]
         return tuple(values) if outputs > 1 else values[0]
@@ -209,7 +210,7 @@ class Program:
         named = dict(zip(kernel.arg_names, arguments, strict=False)) | {
             name: value for name, value in options.items() if name in kernel.arg_names
         }
-        self.pdl = bool(options.get("PDL"))
+        self.pdl = bool(options.get("launch_pdl"))
         named = {name: self.argument(name, value) for name, value in named.items()}
         self.plan = [named[name].storage.data_ptr() for name in PLAN if name in named]
         self.grid, function = grid, self.python(kernel)

@@ -24,6 +24,17 @@ def combine(a, b, c, table):
     return a & b | c
 
 
+def to_fp32(bits):
+    """An fp16 as fp32."""
+    return bits.to(torch.int16).view(torch.float16).float()
+
+
+def to_bf16(high, low):
+    """Two fp32 as two bf16."""
+    high, low = (each.bfloat16().view(torch.int16).long() & 0xFFFF for each in (high, low))
+    return low | high << 16
+
+
 RUN = {
     "shl.b32": lambda a, b: a << b,
     "shr.u32": lambda a, b: a >> b,
@@ -31,25 +42,32 @@ RUN = {
     "lop3.b32": combine,
     "prmt.b32": permute,
     "cvt.rn.f16x2.e4m3x2": convert,
+    "cvt.f32.f16": to_fp32,
+    "mul.f32": lambda a, b: a * b,
+    "cvt.rn.bf16x2.f32": to_bf16,
 }
 
 
-def assemble(code, outputs, values):
-    """The outputs $0, $1, ... of `code`, as int16, for int16 `values`, two in each register."""
-    packed = values.reshape(-1, 2).long() & 0xFFFF
-    names = {f"${outputs}": packed[:, 0] | packed[:, 1] << 16}
+def assemble(code, outputs, *values):
+    """The outputs $0, $1, ... of `code` for integers, of which a register holds 32 bits."""
+    names = {}
+    for i, each in enumerate(values, outputs):
+        parts = each.contiguous().flatten().view(torch.int32).long() & 0xFFFFFFFF
+        names[f"${i}"] = parts
     for line in code.strip("{} \n").split(";"):
         match = re.match(r"\s*(\S+)\s+(.*)", line)
         if match is None or match[1] == ".reg":
             continue
         if match[1] == "mov.b32":
-            low, high, source = re.findall(r"\w+", match[2])
-            names[low], names[high] = names[source] & 0xFFFF, names[source] >> 16
+            *parts, source = re.findall(r"[$\w]+", match[2])
+            if len(parts) == 1:
+                names[parts[0]] = names[source].to(torch.int32).view(torch.float32)
+            else:
+                names |= zip(parts, (names[source] & 0xFFFF, names[source] >> 16), strict=True)
             continue
         target, *given = match[2].replace(" ", "").split(",")
         given = [names[x] if x in names else int(x, 0) for x in given]
-        names[target] = RUN[match[1]](*given) & 0xFFFFFFFF
-    halves = [
-        torch.stack([names[f"${i}"] & 0xFFFF, names[f"${i}"] >> 16], 1) for i in range(outputs)
-    ]
-    return [each.to(torch.int16).reshape(values.shape) for each in halves]
+        found = RUN[match[1]](*given)
+        names[target] = found if found.is_floating_point() else found & 0xFFFFFFFF
+    results = (names[f"${i}"].to(torch.int32).view(values[0].dtype) for i in range(outputs))
+    return [each.reshape(values[0].shape) for each in results]

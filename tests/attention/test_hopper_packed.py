@@ -1,4 +1,4 @@
-"""What the Hopper kernel over byte caches computes, in the double of `gluon_double.py`.
+"""What the Hopper kernels over byte caches compute, in the doubles of Gluon.
 
 Results are compared with float64 attention over what `pages.py` wrote; all other bytes are NaN.
 """
@@ -10,21 +10,22 @@ import torch
 
 pytest.importorskip("triton")
 
-from mla_fusion.attention.hopper import sparse_fp8
+from mla_fusion.attention.hopper import sparse_fp8, sparse_specialized
 from mla_fusion.attention.plan.inputs import Inputs as Given
 from mla_fusion.attention.plan.inputs import Sparse
 from mla_fusion.attention.plan.layouts import read_keys
 from mla_fusion.attention.sparse import sparse_scratch
 from mla_fusion.cli.bench.kit import distance
+from tests.attention import gluon_warps
 from tests.attention.decodes import BF16, FN, SCALE, same_lse
 from tests.attention.gluon_double import Machine
 from tests.attention.packed_cases import Case, Inputs, random_case
-from tests.attention.pages import V32
+from tests.attention.pages import V4, V32
 
 TOLERANCE = 3e-3  # outputs are rounded to bf16
 
 
-def run(case, stages=None, edit=None):
+def run(case, stages=2, edit=None):
     """(outputs, LSE, inputs) of a case, with the splits of split tokens merged in torch."""
     inputs = Inputs(case)
     if edit is not None:
@@ -34,16 +35,21 @@ def run(case, stages=None, edit=None):
         kv_dtype=case.kv_dtype, device="cpu", ctas=7,
     )  # fmt: skip
     scratch.refresh(case.tokens, inputs.lengths)
-    plan, scope = scratch.plan, inputs.scopes[0]
+    plan, first, last = scratch.plan, inputs.scopes[0], inputs.scopes[-1]
     plan.partial_output.fill_(torch.nan)
     plan.partial_lse.fill_(torch.nan)
     out = torch.full((case.tokens, case.heads, 512), torch.nan, dtype=BF16)
     lse = torch.full((case.tokens, case.heads), torch.nan)
     given = Given(
-        inputs.q, scope.kv_cache, plan, scope.table, SCALE, None, None, out, lse, layout=V32,
-        sparse=Sparse(scope, 0, scratch.first_lens, inputs.sink),
+        inputs.q, first.kv_cache, plan, first.table, SCALE, None, None, out, lse,
+        layout=case.layout, sparse=Sparse(last, scratch.first, scratch.first_lens, inputs.sink),
     )  # fmt: skip
-    Machine().launch(sparse_fp8.kernel, *sparse_fp8.arguments(given, stages))
+    if sparse_fp8.fits(given):
+        assert not sparse_specialized.fits(given)
+        machine = gluon_warps.Machine(case.seed)
+        machine.launch(sparse_specialized.kernel, *sparse_specialized.arguments(given))
+    else:
+        Machine().launch(sparse_fp8.kernel, *sparse_fp8.arguments(given, stages))
     for tile in range(case.tokens * plan.fold):
         first, last = plan.reduce_indptr[tile : tile + 2].tolist()
         if first < last:
@@ -68,10 +74,15 @@ def merge(plan, tile, splits, sink, out, lse):
     lse[token, first : first + count] = both.float()
 
 
-def check(case, stages=None):
+def rounds(case):
+    """Whether the kernel that takes a case rounds each key to bf16."""
+    return case.layout is V4 or len(case.widths) == 2 or case.heads > 16
+
+
+def check(case, stages=2):
     """Compare a case with float64."""
     out, lse, inputs = run(case, stages)
-    want, want_lse = inputs.expected()
+    want, want_lse = inputs.expected(BF16 if rounds(case) else torch.double)
     assert distance(out, want) <= TOLERANCE
     same_lse(lse, want_lse)
     for row, keys in zip(out, inputs.listed, strict=True):
@@ -89,6 +100,11 @@ CASES = {
     "128 heads": Case(V32, ("full",), (70,), heads=128, tokens=1),
     "2048 slots": Case(V32, ("mixed",), (2048,), ([2048, 1, 1999],), heads=16),
     "8 tokens": Case(V32, ("mixed",), (96,), heads=16, tokens=8, sink=5),
+    "v4": Case(V4, ("holes",), (150,), ([150, 3, 0],), heads=8, sink=5, page=64, gap=1024),
+    "v4 of two scopes": Case(
+        V4, ("holes", "mixed"), (70, 150), ([70, 3], [150, 2]), heads=16, tokens=2, sink=5, page=2
+    ),
+    "v3.2 of two scopes": Case(V32, ("none", "full"), (64, 65), ([64, 0], [65, 0]), tokens=2),
 }
 
 
@@ -107,17 +123,14 @@ def test_any_number_of_tiles_on_their_way(stages):
 )
 def test_random_cases(seeds):
     for seed in seeds:
-        drawn = random_case(seed)
-        case = dataclasses.replace(
-            drawn, layout=V32, fnuz=False, kinds=drawn.kinds[:1], widths=drawn.widths[:1],
-            lengths=drawn.lengths[:1],
-        )  # fmt: skip
+        case = dataclasses.replace(random_case(seed), fnuz=False)
         print(f"case {seed}: {case}")  # shown where it fails
         check(case)
 
 
+@pytest.mark.parametrize("heads", [16, 64])
 @pytest.mark.parametrize("byte", [5, 514, 600])
-def test_a_spoilt_entry_spoils_its_token(byte):
+def test_a_spoilt_entry_spoils_its_token(byte, heads):
     """A NaN in the values, the scales or the rotated values of a listed entry spoils its token."""
 
     def spoil(inputs):
@@ -125,7 +138,7 @@ def test_a_spoilt_entry_spoils_its_token(byte):
         start = byte // 4 * 4
         scope.kv_cache[slot // case.page, slot % case.page, start : start + 4] = 0xFF
 
-    case = Case(V32, ("full",), (9,), tokens=3, heads=16)
+    case = Case(V32, ("full",), (9,), tokens=3, heads=heads)
     out, lse, _ = run(case, edit=spoil)
     assert out[1].isnan().all() and not lse[1].isfinite().any()
     assert out[0].isfinite().all() and out[2].isfinite().all()
@@ -219,8 +232,10 @@ def test_a_launch_leaves_nothing_for_the_next():
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.parametrize("name", ["16 heads", "64 heads"])
 @pytest.mark.parametrize("left_out", ["fence_async_shared", "barrier"])
-def test_a_product_before_fence_and_barrier_is_refused(left_out, monkeypatch):
-    monkeypatch.setattr(Machine, left_out, lambda self: None)
-    with pytest.raises(AssertionError, match="without fence and barrier"):
-        run(CASES["16 heads"])
+def test_a_product_before_fence_and_barrier_is_refused(left_out, name, monkeypatch):
+    for machine in (Machine, gluon_warps.Machine):
+        monkeypatch.setattr(machine, left_out, lambda self: None)
+    with pytest.raises(AssertionError, match=r"without fence and barrier|before the others have"):
+        run(CASES[name])

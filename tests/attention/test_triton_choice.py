@@ -21,6 +21,7 @@ from tests.attention.test_specialized_compiled import inputs
 
 # Kernel, query rows and warps of a program.
 SPECIALIZED, STEP = ("hopper.warp_specialized", 64, 4), ("hopper.decode", 64, 8)
+FEW, MANY = "hopper.sparse_fp8", "hopper.sparse_specialized"
 DRAFTS = {"max_query_len": 4}
 
 
@@ -137,23 +138,23 @@ def test_lists_of_slots():
 
 
 @pytest.mark.parametrize(
-    ("heads", "layout", "first", "rows"),
+    ("heads", "layout", "first", "name"),
     [
-        (16, FP8_DS_MLA, 0, 16),
-        (40, FP8_DS_MLA, 0, 32),
-        (128, FP8_DS_MLA, 0, 32),
+        (16, FP8_DS_MLA, 0, FEW),
+        (40, FP8_DS_MLA, 0, MANY),
         # A second scope, and scales behind the page.
-        (16, FP8_DS_MLA, 64, None),
-        (16, FP8_DS_MLA_V4, 0, None),
+        (16, FP8_DS_MLA, 64, MANY),
+        (16, FP8_DS_MLA_V4, 0, MANY),
     ],
 )
-def test_byte_caches(monkeypatch, heads, layout, first, rows):
+def test_byte_caches(monkeypatch, heads, layout, first, name):
     given = decode_inputs(
         heads, BF16, sparse=True, widths=(512, layout.width - 512), kv_dtype=FN, layout=layout
     )
     given = dataclasses.replace(given, sparse=dataclasses.replace(given.sparse, first=first))
-    name, found, _ = chosen(given)
-    assert (found if name == "hopper.sparse_fp8" else None) == rows
+    assert chosen(given)[0] == name
+    tilted = dataclasses.replace(given, softmax_scale=-1.0, sparse=given.sparse)
+    assert chosen(tilted)[0] == (FEW if name == FEW else "triton.decode_kernel")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
     assert chosen(given)[0] == "triton.decode_kernel"
 

@@ -21,7 +21,7 @@ WARP_SPECIALIZED_WIDTHS = (512, 64)
 WARP_SPECIALIZED_TYPES = ({torch.bfloat16}, {torch.float8_e4m3fn})
 WARP_SPECIALIZED_ROWS = 64  # of a CTA
 FEW_ROWS = 32  # query rows that a CTA of another kernel decodes faster
-SPARSE_FP8_ROWS = 32  # most of a CTA
+SPARSE_FP8_ROWS = 16  # of a CTA, two of which share an SM
 
 
 def decode(given: Inputs) -> str:
@@ -80,4 +80,24 @@ def sparse_fp8(given: Inputs) -> str:
         return "it reads entries of bytes with their scales in them"
     if given.sparse is None or given.sparse.first:
         return "it reads one scope"
+    if given.rows > SPARSE_FP8_ROWS:
+        return f"it takes up to {SPARSE_FP8_ROWS} query rows, got {given.rows}"
+    return ""
+
+
+def sparse_specialized(given: Inputs) -> str:
+    """Why `sparse_specialized.py` does not take these inputs: it copies the query by the tensor
+    copy engine, 64 heads of a token at a time, and knows one distance between entries.
+    """
+    q, sparse = given.q, given.sparse
+    if given.layout is None or sparse is None:
+        return "it reads lists of entries of bytes"
+    entries = [given.entry(cache) for cache in (given.kv_cache, sparse.extra.kv_cache)]
+    if entries[0] != entries[1]:
+        return f"it reads entries of both scopes that are as far apart, got {entries} bytes"
+    if not q.shape[0] or any(n * q.itemsize % 16 for n in q.stride()[:2]) or q.data_ptr() % 16:
+        return f"it copies rows of the query that are multiples of 16 bytes apart, got {q.stride()}"
+    if not given.softmax_scale > 0:
+        # The largest product of a row has its largest score.
+        return f"it takes a positive scale of the scores, got {given.softmax_scale}"
     return ""

@@ -108,9 +108,8 @@ def scales_of(scales, layout: gl.constexpr):
     """The scale of each token [tokens] for each of the four groups, in `layout`."""
     # A thread has both tokens of its scores: lanes 4 apart, and 8 tokens apart.
     read: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [8, 0]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]],
-        [[16, 0], [32, 0]] if layout.parent.warps_per_cta[1] == 1 else [[16, 0], [32, 0], [0, 0]],
-        [], [64, 4],
+        [[0, 1], [0, 2], [8, 0]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [],
+        [64, 4],
     )  # fmt: skip
     even, odd = gl.split(scales.load(read).reshape([TOKENS, 2, 2]))
     first, third = gl.split(even)
@@ -285,9 +284,7 @@ def decode_kernel(
     if fresh != 0:
         gdc.gdc_wait()
     ring, query, shared_p = allocate(codes_ptr.dtype.element_ty, L, R, ROWS, STAGES)
-    # Two groups of four warps share the tokens by rows.
-    SPLIT: gl.constexpr = WARPS // 4
-    score: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, SPLIT], [16, ROWS // SPLIT, 16])
+    score: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
     target = Target(
         out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, out_stride_t, out_stride_h, heads
     )
@@ -333,14 +330,12 @@ def decode_kernel(
 kernel: Any = decode_kernel
 
 
-def arguments(given: Inputs, stages: int | None = None) -> Launch:
+def arguments(given: Inputs, stages: int = 2) -> Launch:
     """What the kernel is launched with (also for compiling without a GPU).
 
-    stages: tiles in shared memory. By default as many as fit: 16 rows leave room for two CTAs
-    on an SM.
+    stages: tiles in shared memory. Two leave room for two CTAs on an SM.
     """
     q, cache, kv_dtype = given.q, given.kv_cache, given.plan.settings.kv_dtype
-    rows, warps, most = (16, 4, 2) if given.rows <= 16 else (SPARSE_FP8_ROWS, 8, 3)
     args = (
         q,
         *(cache.view(dtype) for dtype in (kv_dtype, torch.bfloat16, torch.float32)),
@@ -354,10 +349,10 @@ def arguments(given: Inputs, stages: int | None = None) -> Launch:
     )
     options = given.constants | {
         "SINK": given.sink is not None,
-        "ROWS": rows,
-        "STAGES": stages or most,
-        "WARPS": warps,
-        "num_warps": warps,
+        "ROWS": SPARSE_FP8_ROWS,
+        "STAGES": stages,
+        "WARPS": 4,
+        "num_warps": 4,
         "launch_pdl": True,
     }
-    return given.grid(rows), args, options
+    return given.grid(SPARSE_FP8_ROWS), args, options

@@ -124,7 +124,8 @@ def boxes(
         layout = tile_layout(columns, tensor.itemsize, len(block) + 1)
         return TensorDescriptor(tensor, [*shape, width], [*strides, 1], [*block, columns], layout)
 
-    return box(latent // 2), box(latent // 4), box(width - latent)
+    columns = latent // 2, latent // 4, width - latent
+    return tuple(box(count) for count in columns if count)
 
 
 @gluon.constexpr_function
@@ -186,7 +187,7 @@ def copy(
         if count > 0:
             # Free from the start: the phase before the first counts as completed.
             mbarrier.wait(query.free, (items & 1) ^ 1)
-            copy_query(query, item, work.first_row, HEADS)
+            copy_query(query, item, work.first_row, R, HEADS)
             items += 1
         for t in range(first, first + count):
             token = t * TILE
@@ -214,11 +215,10 @@ def copy(
 
 
 @gluon.jit
-def copy_query(query, item, first_row, HEADS: gl.constexpr):
-    """Start the copy of an item's query rows from `first_row` on."""
+def copy_query(query, item, first_row, R: gl.constexpr, HEADS: gl.constexpr):
+    """Start the copy of an item's query rows from `first_row` on. R: rotated columns, or 0."""
     HALF: gl.constexpr = query.left.shape[1]
     PART: gl.constexpr = query.right.shape[2]
-    R: gl.constexpr = query.ropes.shape[1]
     SIZE: gl.constexpr = query.left.dtype.primitive_bitwidth // 8
     token = (item.token + first_row // HEADS).to(gl.int32)
     head = item.first_head + first_row % HEADS
@@ -227,7 +227,8 @@ def copy_query(query, item, first_row, HEADS: gl.constexpr):
     copy_rows(boxes.halves, token, head, 0, full, query.left)
     for part in gl.static_range(2):
         copy_rows(boxes.quarters, token, head, HALF + part * PART, full, query.right.index(part))
-    copy_rows(boxes.rotated, token, head, 2 * HALF, full, query.ropes)
+    if R > 0:
+        copy_rows(boxes.rotated, token, head, 2 * HALF, full, query.ropes)
 
 
 @gluon.jit

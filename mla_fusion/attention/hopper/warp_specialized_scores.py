@@ -85,6 +85,12 @@ def see(s, token, item, limit, factor, m, SLACK: gl.constexpr):
         at = token + gl.arange(0, TILE, gl.SliceLayout(0, s.type.layout))
         seen = (at >= item.begin)[None, :] & (at[None, :] < limit[:, None])
         s = gl.where(seen, s, float("-inf"))
+    return raised(s, factor, m, SLACK)
+
+
+@gluon.jit
+def raised(s, factor, m, SLACK: gl.constexpr):
+    """What `see` returns, of scores that are -inf where a row does not see a token."""
     highest = gl.max(s, 1) * factor
     new_m = gl.maximum(m, highest) if SLACK == 0 else gl.where(highest > m + SLACK, highest, m)
     # A row that has seen nothing keeps a P of zero, not NaN.
@@ -129,8 +135,11 @@ def last_visible(work, item, HEADS: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def result_of(m, l):
-    """The natural-log LSE of each row, and what its sums are multiplied by."""
+def result_of(m, l, sink=float("-inf")):
+    """The natural-log LSE of each row, and what its sums are multiplied by.
+
+    sink: one more score of each row, in base 2, of which the LSE knows nothing.
+    """
     l = gl.convert_layout(gl.sum(l, 1), m.type.layout)
     lse = gl.where(l > 0.0, (m + gl.log2(l)) * LN2, float("-inf"))
-    return lse, gl.where(l > 0.0, 1.0 / l, 0.0)
+    return lse, gl.where(l > 0.0, 1.0 / (l + gl.exp2(sink - m)), 0.0)

@@ -14,12 +14,14 @@ from mla_fusion.attention.plan.heads import layout as head_layout
 
 if TYPE_CHECKING:
     from mla_fusion.attention.plan.inputs import Inputs
+    from mla_fusion.attention.plan.layouts import CacheLayout
 
 # The decode kernels of each GPU, in order: the first that fits decodes. Each module has
 # `fits(given) -> why not`, `arguments(given) -> Launch` and `kernel`.
 KERNELS = {
     "Hopper": (
-        "hopper.sparse_fp8", "hopper.warp_specialized", "hopper.decode", "triton.decode_kernel",
+        "hopper.sparse_fp8", "hopper.sparse_specialized", "hopper.warp_specialized",
+        "hopper.decode", "triton.decode_kernel",
     ),
     "CDNA": ("cdna.decode", "triton.decode_kernel"),
     "other": ("triton.decode_kernel",),
@@ -88,16 +90,19 @@ def plan_settings(
     return {"ctas": max(1, ctas), **settings}
 
 
-def sparse_ctas(
-    num_heads: int, widths: tuple[int, ...], kv_dtype: torch.dtype, device: torch.device
-) -> int | None:
-    """CTAs of a sparse plan over entries of bytes; None for the plan's default.
+def sparse_settings(
+    num_heads: int, scopes: int, layout: CacheLayout | None, device: torch.device
+) -> dict[str, int]:
+    """What to allocate a sparse plan with: keywords of `allocate`. layout: of its caches' bytes.
 
-    All run at the same time: two of 16 rows on an SM, or one of 32. So blocks of rows of one item
-    read its entries together.
+    Up to 16 heads over one scope of entries with scales in them: two CTAs share an SM. The two
+    blocks of 128 heads run at the same time, and read the entries of their item together.
     """
-    if not has_hopper(device) or len(widths) > 1 or kv_dtype != torch.float8_e4m3fn:
-        return None
-    rows = head_layout(num_heads, 1).per_work
-    blocks = -(-rows // for_hopper.SPARSE_FP8_ROWS)
-    return (2 if rows <= 16 else 1) * sm_count(device) // blocks
+    settings = {"kv_granularity": for_hopper.TILE, "overhead": 4}
+    if has_hopper(device) and layout is not None:
+        sms = sm_count(device)
+        few = num_heads <= for_hopper.SPARSE_FP8_ROWS and scopes == 1 and not layout.behind
+        settings["ctas"] = 2 * sms if few else sms
+        if num_heads == PAIRED_HEADS:
+            settings |= {"ctas": sms // 2, "heads_per_work": PAIRED_HEADS}
+    return settings

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mla_fusion.attention.hopper.fits import SPARSE_FP8_ROWS
 from mla_fusion.attention.plan.device import has_hopper
 from mla_fusion.attention.plan.inputs import Scope
 from mla_fusion.attention.plan.layouts import EXPONENTS, FP8_DS_MLA, FP8_DS_MLA_V4, WIDE
@@ -109,7 +110,7 @@ class Bench:
         self.scratch = sparse_scratch(
             max_tokens=32, num_heads=variant.heads, widths=variant.columns, q_dtype=variant.q,
             kv_dtype=kv_dtype, device=device, v_head_dim=latent,
-            ctas=5 if device == "cpu" else None,
+            layout=layout, ctas=5 if device == "cpu" else None,
         )  # fmt: skip
         self.out = torch.empty(tokens, variant.heads, latent, device=device, dtype=BF16)
         self.lse = torch.empty(tokens, variant.heads, device=device)
@@ -160,9 +161,10 @@ class Bench:
     def judge(self) -> tuple[float, float, str]:
         """Largest relative distance of a token, its bound, and what else is wrong."""
         errors, moved = [], []
-        layout, two = self.variant.layout, len(self.scopes) == 2
-        # The kernel for Hopper scales what it summed; the portable one rounds each key to bf16.
-        rounded = layout is not None and (layout.behind or two or not has_hopper(self.device))
+        layout, one = self.variant.layout, len(self.scopes) == 1
+        # One kernel for Hopper scales what it summed; the others round each key to bf16.
+        few = self.variant.heads <= SPARSE_FP8_ROWS and one and has_hopper(self.device)
+        rounded = layout is not None and (layout.behind or not few)
         by = SCALE if self.variant.q.itemsize == 1 else 1.0
         for token, q in enumerate(self.q.double() * by):
             found = []

@@ -1,0 +1,325 @@
+"""The warps of `sparse_specialized.py` that get listed entries into shared memory, as bf16.
+
+Threads load entries into registers, dequantize and store them. A unit is 16 whole entries, eight
+threads an entry, and two are on their way while one is dequantized. Four threads have 64 latents of
+an entry, the next four those of another one, so that their stores meet in no bank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.language.extra.cuda import gdc
+
+from mla_fusion.attention.hopper.copy import barrier
+from mla_fusion.attention.hopper.decode import read_item
+from mla_fusion.attention.hopper.tile import reinterpret
+from mla_fusion.attention.hopper.warp_specialized_copy import (
+    TILE,
+    copy_query,
+    tiles_of,
+    turn_of,
+)
+
+UNIT = gl.constexpr(16)  # entries
+QUARTER = gl.constexpr(128)  # latents
+# Of the codes of a quarter [entries, integers], and of its values as bf16.
+CODES = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2]], [[0, 4], [0, 8], [1, 0], [0, 16], [2, 0]], [[4, 0], [8, 0]], [], [16, 32]
+    )
+)
+VALUES = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4]],
+        [[0, 8], [0, 16], [1, 0], [0, 32], [2, 0]],
+        [[4, 0], [8, 0]],
+        [],
+        [16, 64],
+    )
+)
+ROTATED = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
+ENTRY = gl.constexpr(gl.SliceLayout(1, CODES))
+
+
+class Scopes(NamedTuple):
+    """Two caches, or one twice, as integers of four bytes.
+
+    units, extra_units: of 16 bytes, from one block to the next. lens: how many of the first scope's
+    columns count, of each sequence.
+    """
+
+    cache: Any
+    units: Any
+    extra_cache: Any
+    extra_units: Any
+    extra_table: Any
+    extra_table_stride: Any
+    lens: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What is known of caches and lists when the kernel is compiled.
+
+    entry: units of 16 bytes from one entry to the next. page, extra_page: entries of a page. first:
+    columns of the first of two scopes. codes: e4m3 values, `group` of which share a scale. behind:
+    as in `plan.layouts.CacheLayout`. rotated: values behind the latents.
+    """
+
+    entry: int
+    page: int
+    extra_page: int
+    first: int
+    codes: int
+    group: int
+    behind: bool
+    rotated: int
+
+
+class Entries(NamedTuple):
+    """Where entries are: addresses of codes, bf16 values and scales; and their slots."""
+
+    codes: Any
+    wide: Any
+    scales: Any
+    slots: Any
+
+
+class Unit(NamedTuple):
+    """Entries in registers: their slots, codes of each quarter, scales, and bf16 values."""
+
+    slots: Any
+    codes: Any
+    scales: Any
+    wide: Any
+
+
+@gluon.jit
+def load_slots(number, item, scopes, first_end, form: gl.constexpr):
+    """The slots [entries] of unit `number` of a sequence; -1 where nothing is listed."""
+    at = number * UNIT + gl.arange(0, UNIT, ENTRY)
+    wanted = at < item.end
+    if form.first > 0:
+        if number * UNIT < form.first:
+            slots = gl.load(item.table + at, mask=wanted & (at < first_end), other=-1)
+        else:
+            slots = gl.load(item.extra_table + (at - form.first), mask=wanted, other=-1)
+    else:
+        slots = gl.load(item.table + at, mask=wanted, other=-1)
+    return slots
+
+
+@gluon.jit
+def addresses(cache, units, slots, PAGE: gl.constexpr, form: gl.constexpr):
+    """Where codes, bf16 values and scales of `slots` of one cache are."""
+    slots = slots.to(gl.uint32)
+    block = (slots // PAGE).to(gl.int64) * units.to(gl.int64)
+    codes = cache + (block + (slots % PAGE * form.entry).to(gl.int64)) * 4
+    wide = codes + form.codes // 4
+    if form.behind:
+        # Eight bytes for each entry, behind all data of the page.
+        scales = cache + block * 4 + (PAGE * form.entry * 4 + slots % PAGE * 2).to(gl.int64)
+    else:
+        scales = wide
+        wide += form.codes // form.group
+    return codes, wide, scales
+
+
+@gluon.jit
+def locate(number, slots, scopes, form: gl.constexpr):
+    """The `Entries` of `slots`, of unit `number` of a sequence."""
+    if form.first > 0:
+        if number * UNIT < form.first:
+            codes, wide, scales = addresses(scopes.cache, scopes.units, slots, form.page, form)
+        else:
+            codes, wide, scales = addresses(
+                scopes.extra_cache, scopes.extra_units, slots, form.extra_page, form
+            )
+    else:
+        codes, wide, scales = addresses(scopes.cache, scopes.units, slots, form.page, form)
+    return Entries(codes, wide, scales, slots)
+
+
+@gluon.jit
+def load_quarter(entries, NUMBER: gl.constexpr, form: gl.constexpr):
+    """Codes of a quarter; zeros where nothing is listed, or no code is left."""
+    col = NUMBER * QUARTER // 4 + gl.arange(0, QUARTER // 4, gl.SliceLayout(0, CODES))[None, :]
+    wanted = (entries.slots >= 0)[:, None]
+    if form.codes < (NUMBER + 1) * QUARTER:
+        wanted &= col < form.codes // 4
+    return gl.load(entries.codes[:, None] + col, mask=wanted, other=0)
+
+
+@gluon.jit
+def load_scales(entries, form: gl.constexpr):
+    """Of each quarter: fp32, or an integer of four exponents."""
+    listed = entries.slots >= 0
+    first = gl.load(entries.scales, mask=listed, other=0)
+    second = gl.load(entries.scales + 1, mask=listed, other=0)
+    if form.behind:
+        scales = first, first, second, second
+    else:
+        third = gl.load(entries.scales + 2, mask=listed, other=0)
+        fourth = gl.load(entries.scales + 3, mask=listed, other=0)
+        scales = first, second, third, fourth
+    return scales
+
+
+@gluon.jit
+def load_wide(entries, form: gl.constexpr):
+    """The bf16 values: for a tile of their own, or as the end of the last quarter."""
+    layout: gl.constexpr = ROTATED if form.rotated > 0 else VALUES
+    BEFORE: gl.constexpr = 0 if form.rotated > 0 else 32
+    row: gl.constexpr = gl.SliceLayout(1, layout)
+    col = gl.arange(0, BEFORE + 32, gl.SliceLayout(0, layout))[None, :]
+    wanted = gl.convert_layout(entries.slots, row)[:, None] >= 0
+    pointers = gl.convert_layout(entries.wide, row)[:, None] + (col - BEFORE)
+    return gl.load(pointers, mask=wanted & (col >= BEFORE), other=0)
+
+
+@gluon.jit
+def load_unit(entries, form: gl.constexpr):
+    """All of the `Unit` of some entries."""
+    a, b = load_quarter(entries, 0, form), load_quarter(entries, 1, form)
+    c, d = load_quarter(entries, 2, form), load_quarter(entries, 3, form)
+    scales, wide = load_scales(entries, form), load_wide(entries, form)
+    return Unit(entries.slots, (a, b, c, d), scales, wide)
+
+
+@gluon.jit
+def dequantize(codes, scales):
+    """Four e4m3 of each integer times a scale, fp32 in an integer: two integers of two bf16."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b16 low, high, first, second;
+        .reg .b32 two;
+        .reg .f32 scale, a, b;
+        mov.b32 {low, high}, $2;
+        mov.b32 scale, $3;
+        cvt.rn.f16x2.e4m3x2 two, low;
+        mov.b32 {first, second}, two;
+        cvt.f32.f16 a, first;
+        cvt.f32.f16 b, second;
+        mul.f32 a, a, scale;
+        mul.f32 b, b, scale;
+        cvt.rn.bf16x2.f32 $0, b, a;
+        cvt.rn.f16x2.e4m3x2 two, high;
+        mov.b32 {first, second}, two;
+        cvt.f32.f16 a, first;
+        cvt.f32.f16 b, second;
+        mul.f32 a, a, scale;
+        mul.f32 b, b, scale;
+        cvt.rn.bf16x2.f32 $1, b, a;
+        }""",
+        "=&r,=&r,r,r",
+        [codes, scales],
+        dtype=(gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def put_quarter(target, unit, NUMBER: gl.constexpr, U: gl.constexpr, form: gl.constexpr):
+    """Store a quarter of unit U of a tile in `target` [tokens, latents], as bf16."""
+    if form.behind:
+        # A quarter has two exponents.
+        second = gl.arange(0, QUARTER // 4, gl.SliceLayout(0, CODES))[None, :] // 16
+        exponents = unit.scales[NUMBER][:, None] >> (8 * (second + 2 * NUMBER % 4))
+        scale = (exponents & 0xFF) << 23
+    else:
+        scale = unit.scales[NUMBER][:, None]
+    low, high = dequantize(unit.codes[NUMBER], scale)
+    values = gl.convert_layout(gl.join(low, high).reshape([UNIT, QUARTER // 2]), VALUES)
+    if NUMBER == 3 and form.rotated == 0:
+        col = gl.arange(0, QUARTER // 2, gl.SliceLayout(0, VALUES))[None, :]
+        values = gl.where(col < 32, values, unit.wide)
+    part = twos_of(target).slice(UNIT * U, UNIT)
+    part.slice(QUARTER // 2 * NUMBER, QUARTER // 2, dim=1).store(values)
+
+
+@gluon.jit
+def put(tiles, buffer, unit, entries, U: gl.constexpr, form: gl.constexpr):
+    """Store unit U of a tile, and load another one, a quarter in place of each that is stored."""
+    keys = tiles.keys.index(buffer)
+    put_quarter(keys, unit, 0, U, form)
+    a = load_quarter(entries, 0, form)
+    put_quarter(keys, unit, 1, U, form)
+    b = load_quarter(entries, 1, form)
+    put_quarter(keys, unit, 2, U, form)
+    c = load_quarter(entries, 2, form)
+    put_quarter(keys, unit, 3, U, form)
+    d = load_quarter(entries, 3, form)
+    if form.rotated > 0:
+        twos_of(tiles.ropes.index(buffer)).slice(UNIT * U, UNIT).store(unit.wide)
+    tiles.slots.index(buffer).slice(UNIT * U, UNIT).store(unit.slots)
+    scales, wide = load_scales(entries, form), load_wide(entries, form)
+    return Unit(entries.slots, (a, b, c, d), scales, wide)
+
+
+@gluon.jit
+def twos_of(target):
+    """Shared memory of bf16 [tokens, columns] as integers of two."""
+    SHAPE: gl.constexpr = [target.shape[0], target.shape[1] // 2]
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+    return reinterpret(target, gl.int32, SHAPE, layout)
+
+
+@gluon.jit
+def gather(
+    work, query, tiles, scopes, form: gl.constexpr, HEADS: gl.constexpr, FOLD: gl.constexpr
+):  # fmt: skip
+    """The gathering warps: the query and all tiles of all items, in order."""
+    BUFFERS: gl.constexpr = tiles.keys.shape[0]
+    PARTS: gl.constexpr = TILE // UNIT
+    items = 0
+    done = 0
+    begin = gl.load(work.indptr + gl.program_id(0))
+    end = gl.load(work.indptr + gl.program_id(0) + 1)
+    is_short = 2 * gl.load(work.indptr + gl.num_programs(0)) <= gl.num_programs(0)
+    for number in range(begin, end):
+        item = read_item(
+            work.info + 8 * number, work.qo_indptr, work.kv_indptr, work.table, scopes.extra_table,
+            work.table_stride, scopes.extra_table_stride, HEADS, FOLD,
+        )  # fmt: skip
+        first, count = tiles_of(item, work.first_row, HEADS)
+        if number == begin:
+            # Once: the kernel in front has ended then.
+            gdc.gdc_wait()
+        if count > 0:
+            # Free from the start: the phase before the first counts as completed.
+            mbarrier.wait(query.free, (items & 1) ^ 1)
+            copy_query(query, item, work.first_row, form.rotated, HEADS)
+            items += 1
+        first_end = item.end
+        if form.first > 0:
+            first_end = gl.load(scopes.lens + item.sequence)
+        number = first * PARTS
+        slots = load_slots(number, item, scopes, first_end, form)
+        now = load_unit(locate(number, slots, scopes, form), form)
+        slots = load_slots(number + 1, item, scopes, first_end, form)
+        soon = load_unit(locate(number + 1, slots, scopes, form), form)
+        slots = load_slots(number + 2, item, scopes, first_end, form)
+        for _ in range(count):
+            buffer, phase = turn_of(done, BUFFERS)
+            mbarrier.wait(tiles.free.index(buffer), phase ^ 1)
+            for part in gl.static_range(PARTS):
+                # Behind the last unit nothing is listed, and nothing loaded.
+                entries = locate(number + part + 2, slots, scopes, form)
+                slots = load_slots(number + part + 3, item, scopes, first_end, form)
+                later = put(tiles, buffer, now, entries, part, form)
+                now = soon
+                soon = later
+            fence_async_shared()
+            barrier()
+            mbarrier.arrive(tiles.full.index(buffer), count=1)
+            number += PARTS
+            done += 1
+    # The reduction may be launched, and waits: see `warp_specialized_copy.copy`.
+    if is_short & (begin < end):
+        gdc.gdc_launch_dependents()
