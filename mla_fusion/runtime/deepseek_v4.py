@@ -31,11 +31,11 @@ WINDOW_ONLY, LISTED = "swaonly", "c128a"  # LISTED: vLLM's metadata has the slot
 # By kind, as vLLM's metadata names it after how many tokens an entry stands for: most query heads
 # of a rank, and most tokens of a step, that this library decodes. FlashMLA pads heads to 64.
 FASTER: dict[str, tuple[tuple[int, int], ...]] = {
-    WINDOW_ONLY: ((16, 128),),
-    "c1a": ((16, 128),),
-    "c2a": ((16, 128),),
-    "c4a": ((16, 128),),
-    LISTED: ((16, 128),),
+    WINDOW_ONLY: ((16, 16),),
+    "c1a": ((16, 16),),
+    "c2a": ((16, 16),),
+    "c4a": ((16, 16),),
+    LISTED: ((16, 16),),
 }
 
 
@@ -56,6 +56,7 @@ class Step:
             q_dtype=torch.bfloat16,
             kv_dtype=torch.float8_e4m3fn,
             device=device,
+            layout=self.layout,
         )
         self._context: Any = None
         self._plan: Any = None

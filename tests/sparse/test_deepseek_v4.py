@@ -120,7 +120,7 @@ def test_kinds_of_layer_with_equal_shapes_share_no_lengths(
     every = "128 + 512 slots, 584 bytes an entry, "
     said = f"(c4a, 8 heads, {every}", f"(c128a, 8 heads, {every}", "(swaonly, 8 heads, 192 slots, "
     for record, what, count in zip(caplog.records, said, (2, 2, 1), strict=True):
-        assert f"CUSTOM, {count} layers: decode steps of up to 128 tokens" in record.getMessage()
+        assert f"CUSTOM, {count} layers: decode steps of up to 16 tokens" in record.getMessage()
         assert what in record.getMessage()
     steps = [each.mla_fusion_step for each in kinds]
     assert steps[0] is steps[2] and steps[1] is steps[3] and len(set(map(id, steps))) == 3
