@@ -36,7 +36,7 @@ LAYOUTS = {"fp8_ds_mla": FP8_DS_MLA, "auto": None, "bfloat16": None}
 # (benchmarks/results/sparse_h200.csv). In an engine only 16 heads were measured, with 1, 32 and 128
 # requests (benchmarks/results/engine_sparse_h200.csv); bf16 is by these.
 FASTER: dict[Any, tuple[tuple[int, int], ...]] = {
-    FP8_DS_MLA: ((32, 128), (64, 4), (128, 1)),
+    FP8_DS_MLA: ((32, 128), (128, 16)),
     None: ((16, 32),),
 }
 
