@@ -101,3 +101,9 @@ def test_block_fp8_is_measured_by_more_unfused_arms(gaps, instead, word, found):
         assert row["verdict"].startswith("right" if as_fused and only_of_portable else word)
         assert row["planted"].startswith(found) if as_fused else row["planted"] == ""
         assert "moves by 0.0000" in row["stored / default"]
+
+
+def test_context_parallelism_is_measured_against_an_engine_without_it():
+    """vLLM's own fusion, the arm `cat`, is wrong there."""
+    args = argparse.Namespace(tp=2, dp=1, dcp=2)
+    assert engine.unfused("k2-tp4 fp8", args) == ("tp",)

@@ -1,11 +1,15 @@
-"""`benchmarks/engine.py sparse` without its engines: the indexer and verdicts."""
+"""`benchmarks/engine.py sparse` without its engines: the indexer, arms and verdicts."""
 
+import argparse
+
+import engine_complete
 import engine_indexer
 import engine_sparse
 import pytest
 import torch
 
 from mla_fusion.attention.plan.layouts import FP8_DS_MLA
+from mla_fusion.cli import child
 from mla_fusion.runtime import sparse_step
 from tests import engine_results
 
@@ -43,20 +47,50 @@ RESULTS = {
 
 
 @pytest.mark.parametrize(
-    ("arm", "instead", "found"),
+    ("arm", "instead", "message"),
     [
-        ("default", None, "not judged"),
-        ("custom", None, "right"),
-        ("ours", None, "right"),
-        ("shifted", None, "WRONG: log-probabilities move"),
+        ("", None, "'custom': 'right', 'ours': 'right', 'shifted': 'WRONG"),
         ("custom", result([2.0, 2.0, 2.1, 2.0], 0, 0), "launches a step of 1"),
         ("custom", result([2.0, 2.0, 2.1, 2.0], 4, 4), "launches a step of 128"),
         ("default", result([2.0] * 4, 4, 0), "launches a step of 1"),
+        ("ours", RESULTS["shifted"], "log-probabilities move"),
+        ("shifted", RESULTS["ours"], "'shifted': 'right'"),
         ("shifted", result([2.0, 3.0, 2.0, 2.0], 0, 0), "launches a step of 1"),
+        ("ours", None, "'custom': 'right', 'shifted'"),  # it failed
     ],
 )
-def test_verdicts(monkeypatch, arm, instead, found):
-    """By the kernels of a step, of which CUSTOM takes those of up to 15 tokens, and by tokens."""
+def test_what_is_wrong_is_counted_and_the_rest_measured(
+    monkeypatch, capsys, tmp_path, arm, instead, message
+):
+    results = {name: each for name, each in RESULTS.items() if name != arm or instead}
+    results |= {arm: instead} if instead else {}
+
+    def ready(engines, end):
+        for name in engines.keys() - results.keys():
+            del engines[name]
+        return results
+
+    def start(job):
+        (tmp_path / child.LOG).write_text("loading\nINFO attention backend CUSTOM\n")
+        return child.Job(str(tmp_path), ""), job["arm"]
+
     monkeypatch.setattr(sparse_step, "FASTER", {FP8_DS_MLA: ((16, 15),)})
-    results = RESULTS | {arm: instead or RESULTS[arm]}
-    assert found in engine_sparse.verdict(arm, results, "fp8_ds_mla")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H200")
+    for module, name, mock in (
+        (engine_sparse, "start", start),
+        (engine_sparse, "ready", ready),
+        (engine_sparse, "finish", lambda *_, **__: {}),
+        (engine_complete, "finish", lambda *_, **__: {}),
+        (
+            engine_complete,
+            "rounds",
+            lambda engines, *_: {each: {"gpu_us": 1.0} for each in engines},
+        ),
+    ):
+        monkeypatch.setattr(module, name, mock)
+    rows, wrong = engine_sparse.sparse(argparse.Namespace(only="fp8", arms="", seconds=1e9))
+    assert wrong == bool(arm)
+    printed = capsys.readouterr().out
+    assert message in printed and "custom: INFO attention" in printed and "loading" not in printed
+    timed = [name for name in ("default", "other", "custom", "ours") if name in results]
+    assert [(r["arm"], r["batch"]) for r in rows] == [(n, b) for b in (1, 32, 128) for n in timed]
