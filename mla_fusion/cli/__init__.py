@@ -32,7 +32,6 @@ _COMMANDS = {
     "plan": "draw how a persistent MLA decode shares a batch among its CTAs",
     "bugreport": "write what doctor, report and selftest find into one file to send",
 }
-_ELSEWHERE = {"bugreport": "doctor.bugreport"}  # the module of a command that has no package
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,8 +66,7 @@ def _parser(asked: Sequence[str]) -> argparse.ArgumentParser:
     for name, text in _COMMANDS.items():
         command = commands.add_parser(name, help=text)
         if name in asked:
-            where = _ELSEWHERE.get(name, f"{name}.command")
-            module = importlib.import_module(f"mla_fusion.cli.{where}")
+            module = importlib.import_module(f"mla_fusion.cli.{name}.command")
             module.declare(command)
             command.set_defaults(run=module.run)
     return parser

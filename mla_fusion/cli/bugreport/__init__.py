@@ -1,0 +1,1 @@
+"""`mla-fusion bugreport`: what the other commands find, in one file."""
