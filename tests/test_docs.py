@@ -143,7 +143,7 @@ def test_reasons_page_says_what_the_log_says():
     for code, reason in reasons.REASONS.items():
         section = page.split(f"### `{code}`")[1].split("###")[0]
         assert f"Why: {reason.why}." in section
-        assert f"What would help: {reason.help}." in section
+        assert f"Help: {reason.help}." in section
 
 
 def test_every_reason_code_in_the_source_is_in_the_table():
