@@ -47,7 +47,10 @@ def table():
     rows = [[kind, _listed(names), *cells] for (kind, *cells), names in grouped.items()]
     lines = [header, ["---"] * len(header), *models_rows(), *rows]
     assert all(len(line) == len(header) and all(line[1:]) for line in lines)
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    kinds = [line[0] for line in lines]
+    shown = [kind * (kind != above) for above, kind in zip(["-", *kinds], kinds, strict=False)]
+    rows = [[kind, *line[1:]] for kind, line in zip(shown, lines, strict=True)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
 def _listed(names):
