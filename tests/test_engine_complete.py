@@ -61,7 +61,3 @@ def test_complete_measures_the_arms_in_turns(monkeypatch, capsys, broken):
     rows, _ = engine_complete.complete(args)
     assert {(row["batch"], row["context"]) for row in rows} == {(0, 500)}
     assert rows[2]["verdict"].startswith("WRONG: not fused" if broken == "layer" else "right")
-    if broken is None:
-        monkeypatch.setattr(engine_complete, "memory", lambda *_: (1e9, False))
-        rows, _ = engine_complete.complete(argparse.Namespace(**{**vars(args), "what": "prefill"}))
-        assert [(row["batch"], row["context"]) for row in rows] == [(0, 2048)] * 3

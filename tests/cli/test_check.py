@@ -192,7 +192,7 @@ def test_check_runs_a_draft_head_beside_a_target(monkeypatch, checked):
     drafts = job.engine["speculative_config"]
     assert (drafts["method"], drafts["num_speculative_tokens"]) == ("mtp", 1)
     assert job.engine["compilation_config"]["pass_config"][config.THRESHOLD] == 8
-    assert "vllm serve MODEL" in printed and '"method": "mtp"' in printed
+    assert "vllm serve MODEL" in printed and '"method":"mtp"' in printed
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_the_answer_comes_first_and_can_be_pasted(checked, tmp_path):
     assert "AMD GPUs" in lines[3] and "not yet run" in lines[3] and "ROCM_AITER_MLA" in lines[3]
     nvidia, amd = (shlex.split(lines[index]) for index in (2, 4))
     serve = "vllm serve MODEL --tensor-parallel-size 2 --max-num-seqs 64 --kv-cache-dtype fp8"
-    drafts = '{"method": "ngram", "num_speculative_tokens": 1}'
+    drafts = '{"method":"ngram","num_speculative_tokens":1}'
     flag = f"-cc.pass_config.{config.FLAG}=True"
     assert nvidia == [*serve.split(), "--speculative-config", drafts, flag]
     assert amd == ["VLLM_ROCM_USE_AITER=1", *nvidia]

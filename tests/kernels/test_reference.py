@@ -64,9 +64,10 @@ def test_only_addressed_slots_change():
     ],
 )
 def test_wrong_arguments_are_named(name, value):
-    inputs = cases.build(cases.Case()).inputs._replace(**{name: value})
+    inputs = cases.build(cases.Case()).inputs._asdict() | {name: value}
+    del inputs["derived"]  # an engine's
     with pytest.raises(ValueError, match=name):
-        kernels.fused_mla_decode_prep(**inputs._asdict(), provider="reference")
+        kernels.fused_mla_decode_prep(**inputs, provider="reference")
 
 
 def dropped(q_nope, w_uk_t):

@@ -58,6 +58,7 @@ def read(model: Path) -> Model:
         raise UserError(f'{path} {says} "model_type", which names the kind of a model')
     whole, *_ = content.get("architectures") or [""]
     architecture, *_ = part.get("architectures") or [whole or kind]
+    whole = short(whole, 40)
     name = architecture if whole in ("", architecture) else f"{whole} ({architecture})"
     kinds = tuple({kind, str(content.get("model_type", kind))})
     return Model(path, part, architecture, name, kinds)

@@ -69,7 +69,7 @@ class Settings:
         if self.speculative_tokens:
             drafts = self.drafts("mtp" if draft or predicts else "ngram")
             drafts |= {"model": name or "DRAFT"} if draft else {}
-            words += ["--speculative-config", json.dumps(drafts)]
+            words += ["--speculative-config", json.dumps(drafts, separators=(",", ":"))]
         if options:
             words += ["--additional-config", json.dumps({config.OPTIONS_KEY: options})]
         return words
