@@ -1,0 +1,86 @@
+"""The measured files that ship, and with how many sequences their rows say that ours is faster."""
+
+import json
+
+import figures
+import pytest
+
+from mla_fusion.cli.calibrate import tables as convert
+from mla_fusion.runtime import measured
+
+
+def test_the_shipped_files_are_what_the_rows_say():
+    """Or, of a GPU whose rows are kept nowhere else, as the tool writes them."""
+    shipped = figures.shipped()
+    for path in measured.FOLDER.iterdir():
+        written, held = path.read_text(), json.loads(path.read_bytes())
+        assert written == shipped.get(path.name, convert.text(held))
+        assert measured.read(path, held["gpu"]) and path.name == measured.file_name(held["gpu"])
+
+
+@pytest.mark.parametrize(
+    "change", [{"error": "0.0041"}, {"error": "nan"}, {"latent": "256"}, {"page": "16"}]
+)
+def test_rows_of_a_wrong_kernel_or_another_shape_do_not_ship(tmp_path, change):
+    row = figures.read(figures.DECIDES[-1])[0]
+    assert row["candidate"] == "ours"
+    path = tmp_path / "rows.csv"
+    path.write_text("\n".join(",".join(each) for each in (row, (row | change).values())))
+    with pytest.raises(ValueError, match="not a row"):
+        figures.shipped([path])
+
+
+def test_rows_with_the_product_decide_where_there_are_some(tmp_path):
+    """Those of all widths of W_UV; each peer is a backend of its own."""
+    facts = dict.fromkeys(convert.FACTS, "")
+    times = dict.fromkeys(convert.TIMES, "1.0")
+
+    def rows(heads, ours, **values):
+        step = {"gpu": "G", "dtype": "fp8", "heads": heads, "batch": "1", "context": "70"}
+        for name in ("ours", "flashmla", "triton_mla"):
+            us = times | {"p50_us": ours} if name == "ours" else times
+            yield {**facts, **step, "ragged": "0", **values, **us, "candidate": name}
+
+    every = [
+        *rows("8", "1.5"), *rows("8", "0.5", values="128"), *rows("8", "0.7", values="256"),
+        *rows("16", "0.9", values="0"),
+    ]  # fmt: skip
+    for order in (every, every[::-1]):
+        (tmp_path / "G.json").write_text(convert.text(convert.tables(order)["G.json"]))
+        found = measured.read(tmp_path / "G.json", "G")
+        assert {shape: [row[4] for row in rows] for shape, rows in found.items()} == {
+            ("float8_e4m3fn", heads, 1, backend): times
+            for heads, times in ((8, [0.5, 0.7]), (16, [0.9]))
+            for backend in ("FLASHMLA", "TRITON_MLA")
+        }
+
+
+@pytest.mark.parametrize(
+    ("ours", "max_model_len", "runs"),
+    [  # times of ours by context, for each number of sequences; the backend takes 1.0
+        ({1: (1.0, 1.0), 4: (1.0, 1.0), 16: (0.9, 0.9)}, 8192, [(1, 16)]),
+        ({1: (1.1, 1.1), 4: (0.9, 0.9), 16: (1.0, 1.0), 64: (1.1, 1.1)}, 8192, [(4, 16)]),
+        ({1: (0.9, 0.9), 2: (1.1, 1.1), 4: (0.9, 0.9), 8: (0.9, 0.9)}, 8192, [(1, 1), (4, 8)]),
+        ({1: (1.1, 1.1)}, 8192, []),
+        ({1: (0.8, 1.07)}, 8192, [(1, 1)]),  # loses 7 % in one, gains in the mean
+        ({1: (0.8, 1.09)}, 8192, []),  # loses more than 7 % in one
+        ({1: (1.01, 1.0)}, 8192, []),  # loses in the mean
+        ({1: (0.8, 1.09)}, 4096, []),  # nearer to 8192 than to 1024
+        ({1: (0.8, 1.09)}, 4095, [(1, 1)]),
+        ({1: (0.8, 1.09)}, 1, [(1, 1)]),  # shorter than any row
+    ],
+)
+def test_the_contexts_that_an_engine_can_have_decide(ours, max_model_len, runs):
+    rows = [
+        [sequences, context, 0, us, us, us, 1.0, 1.0, 1.0]
+        for sequences, times in ours.items()
+        for context, us in zip((1024, 8192), times, strict=True)
+    ]
+    assert measured.of_rows(rows, max_model_len) == tuple(runs)
+    assert measured.of_rows(rows[::-1], max_model_len) == tuple(runs)
+
+
+@pytest.mark.parametrize(("max_model_len", "few"), [(202752, 32), (32768, 32), (16384, 4)])
+def test_glm_4_7_flash_in_fp8_is_ours_at_8_sequences_unless_contexts_are_long(max_model_len, few):
+    found = measured.spans("NVIDIA H200", max_model_len)
+    assert found["float8_e4m3fn", 20, 1, "FLASHMLA"] == ((1, 1), (few, 1024))
