@@ -3,7 +3,6 @@
 
     python benchmarks/engine.py tokens OUT.csv     same tokens? many configurations, in parallel
     python benchmarks/engine.py complete OUT.csv   whole models, the engines in turns
-    python benchmarks/engine.py prefill OUT.csv    the same, of a step that prefills 2,048 tokens
     python benchmarks/engine.py sparse OUT.csv     a sparse model with the backend CUSTOM
 
 Every engine runs in a process of its own. `fused` (attention `vllm`) is compared with `default`
@@ -285,7 +284,7 @@ def problems(name: str, ours: str, fused: dict[str, Any], asked: dict[str, Any])
     return found
 
 
-MEASURES = {"tokens": tokens, "complete": complete, "prefill": complete, "sparse": sparse}
+MEASURES = {"tokens": tokens, "complete": complete, "sparse": sparse}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`complete` and `prefill` of `benchmarks/engine.py`: steps of whole models, the arms in turns.
+"""`complete` of `benchmarks/engine.py`: steps of whole models, the arms in turns.
 
 All engines of a model and a cache type start side by side and keep their requests; at each point
 (batch and context) five rounds measure every arm once, in rotated order, while the others wait.
@@ -13,7 +13,7 @@ Inductor that comes with the flag (docs/flags.md), and `native`. With block-fp8 
 equal `default` in every bit, and `native` alone is a measure (see engine.py).
 
 Rows: the median, least and most of the rounds, each the median of 20 steps on the GPU (the CUDA
-graph of the forward pass, or a whole step of `prefill`) and their mean by the clock, in
+graph of the forward pass, or the whole step of a prefill, batch 0) and their mean by the clock, in
 microseconds; changes of the median are percent of `default`'s. With --tp the graphs are in other
 processes, so only the clock is read. Every arm also continues 12 prompts greedily, and the verdict
 of `engine_compare` on these tokens is in its rows.
@@ -42,8 +42,7 @@ if TYPE_CHECKING:
 
 ROUNDS = 5
 # A batch of 0 is a step that prefills one prompt; the cache also holds those of `verdict`.
-PREFILL = [(0, 2048)]
-POINTS = [(batch, context) for context in (1024, 16384) for batch in (1, 8, 32, 128)]
+POINTS = [(0, 2048)] + [(batch, context) for context in (1024, 16384) for batch in (1, 8, 32, 128)]
 ARMS = ("default", "cat", "fused", "portable")
 BLOCK = 64  # tokens of a KV cache block
 ENGINE_BYTES = 5e9  # of an engine beside weights and KV cache: context, activations, graphs
@@ -103,13 +102,12 @@ def measured(
     arms = args.arms.split(",") if args.arms else model.arms
     room, shared = memory(name, model, args.tp, len(arms))
     per_token = model.layers * 576 * (2 if cache == "auto" else 1)
-    wanted = PREFILL if args.what == "prefill" else POINTS
-    sizes = {(b, c): (b or 32) * (c + HELD + BLOCK) * per_token for b, c in wanted}
+    sizes = {(b, c): (b or 32) * (c + HELD + BLOCK) * per_token for b, c in POINTS}
     for (batch, context), size in sizes.items():
         if size > room:
             needs = f"its KV cache needs {size / 1e9:.1f} GB, room is {room / 1e9:.1f}"
             print(f"   {title}, {batch} x {context} left out: {needs}")
-    if not (points := [point for point in wanted if sizes[point] <= room]):
+    if not (points := [point for point in POINTS if sizes[point] <= room]):
         return [], False
     changes = {
         "what": "complete", "model": name, "layers": model.layers, "cache": cache, "tp": args.tp,
