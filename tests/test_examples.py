@@ -118,7 +118,7 @@ def model(tmp_path):
     from mla_fusion.cli.demo import tiny_models
 
     folder = tiny_models.write("deepseek-v3-shaped", tmp_path / "model")
-    child.share_model_facts(tmp_path / "cache")
+    child.share_facts(tmp_path / "cache")
     return folder
 
 

@@ -115,7 +115,7 @@ def start(job: Job, **streams: Any) -> subprocess.Popen[str]:
     """Start the process of a job, in a group of its own; `streams` are of subprocess.Popen."""
     workdir, cache = Path(job.workdir), Path(job.cache).resolve()
     workdir.mkdir(parents=True, exist_ok=True)
-    share_model_facts(cache)
+    share_facts(cache)
     (workdir / _JOB).write_text(json.dumps(asdict(job)))
     (workdir / _RESULT).unlink(missing_ok=True)
     environment = {**os.environ, **_ENVIRONMENT, "VLLM_CACHE_ROOT": str(cache)}
@@ -131,18 +131,17 @@ def start(job: Job, **streams: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env={**environment, **job.environment}, **streams)
 
 
-def share_model_facts(cache: Path, root: Path | None = None) -> None:
-    """Let the vLLM cache at `cache` share facts about model classes with the one at `root`.
-
-    By default that is the user's. The facts are no compiled graphs, and vLLM needs a process of ten
-    seconds to find those of one class.
+def share_facts(cache: Path, root: Path | None = None) -> None:
+    """Let the vLLM cache at `cache` share what is no compiled graph with the one at `root`, by
+    default the user's: facts about model classes, of which vLLM needs a process of ten seconds to
+    find those of one, and what `mla-fusion calibrate` measured, by which `auto` goes.
     """
     root = root or _users_cache()
-    if cache != root:
+    for name in ("modelinfos", "mla_fusion/tables") if cache != root else ():
         with contextlib.suppress(OSError):  # shared already, or a folder that takes no file
-            (root / "modelinfos").mkdir(parents=True, exist_ok=True)
-            cache.mkdir(parents=True, exist_ok=True)
-            (cache / "modelinfos").symlink_to(root / "modelinfos")
+            (root / name).mkdir(parents=True, exist_ok=True)
+            (cache / name).parent.mkdir(parents=True, exist_ok=True)
+            (cache / name).symlink_to(root / name)
 
 
 def _users_cache() -> Path:

@@ -11,6 +11,7 @@ from mla_fusion import cli, report
 from mla_fusion.cli import child
 from mla_fusion.cli.demo import command as demo
 from mla_fusion.cli.demo import tiny_models
+from mla_fusion.config import vllm_compat
 from mla_fusion.report.reasons import Decline
 
 
@@ -81,16 +82,17 @@ def test_the_error_of_a_log(log, message, tmp_path):
     assert child.last_error(tmp_path / "engine.log") == message
 
 
-def test_jobs_share_what_vllm_learns_of_a_model_class_and_no_graph(tmp_path):
+def test_jobs_share_facts_of_model_classes_and_measurements_and_no_graph(tmp_path, monkeypatch):
     first, second, users = (tmp_path / name for name in ("first", "second", "users"))
-    child.share_model_facts(first, users)
+    child.share_facts(first, users)
     (first / "modelinfos" / "V3.json").touch()
     (first / "torch_compile_cache").mkdir()
     for _ in range(2):
-        child.share_model_facts(second, users)
-    assert [path.name for path in second.rglob("*")] == ["modelinfos"]
+        child.share_facts(second, users)
+    assert {path.name for path in second.iterdir()} == {"mla_fusion", "modelinfos"}
     assert (second / "modelinfos" / "V3.json").exists()
-    assert [path.name for path in users.iterdir()] == ["modelinfos"]
+    monkeypatch.setattr(vllm_compat, "cache_root", lambda: second)
+    assert vllm_compat.tables_folder().resolve() == users / "mla_fusion" / "tables"
 
 
 # --- report

@@ -47,7 +47,7 @@ def run_all(job, progress):
         folder = Path(job.cache, str(index))
         os.environ["VLLM_CACHE_ROOT"] = str(folder / "vllm")
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
-        child.share_model_facts(folder / "vllm", Path(job.cache))
+        child.share_facts(folder / "vllm", Path(job.cache))
         done[engine["name"]] = result = _outcome(engine, folder)
         _keep_kernels()
         said = result.get("error") or result["classes"]

@@ -76,10 +76,10 @@ def run(settings: argparse.Namespace, facts: Mapping[str, str]) -> bool:
 
 
 def compile_ours(cases: Iterable[Case]) -> None:
-    """Compile ours for each number of heads, query rows and type, in several processes."""
-    alike: dict[str, dict[int, Case]] = {}
+    """Compile ours for each layer, in several processes."""
+    alike: dict[tuple[str, int], dict[int, Case]] = {}
     for case in cases:
-        alike.setdefault(case.name, {}).setdefault(case.batch, case)
+        alike.setdefault((case.name, case.values), {}).setdefault(case.batch, case)
     compile_ahead(peers.launch_ours, [[*batches.values()] for batches in alike.values()])
 
 

@@ -8,6 +8,7 @@ float64 before its time counts. The rows go to the file that `mla_fusion.runtime
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import tempfile
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
     from mla_fusion.cli.bench.decode_peers import Candidate, Case
 
 CONTEXTS = 1024, 8192, 65536
-GRID = {"batches": (1, 4, 16, 64, 256, 1024), "contexts": CONTEXTS, "rounds": 5}
+GRID = {"batches": (1, 4, 16, 64, 256, 1024), "contexts": CONTEXTS}
+ROUNDS = 5
 LIMIT = 270  # seconds after which no further number of sequences is begun
 HOPPER = 9, 0
 
@@ -57,18 +59,19 @@ def run(arguments: argparse.Namespace) -> int:
     facts = {**environment(), "gpu": vllm_compat.gpu_name()}
     facts["command"] = " ".join(["mla-fusion", *sys.argv[1:]])
     path = folder / measured.file_name(facts["gpu"])
+    shapes = [decode.grid(settings, [settings.dtype]) for settings in wanted]
+    decode.compile_ours(itertools.chain(*shapes))
     # Each is stored when it is measured: the whole list may be interrupted.
-    return max(calibrate(settings, facts, path, kernels) for settings in wanted)
+    return max(calibrate(cases, facts, path, kernels) for cases in shapes)
 
 
-def calibrate(settings: argparse.Namespace, facts: dict[str, str], path: Path, kernels: str) -> int:
+def calibrate(cases: list[Case], facts: dict[str, str], path: Path, kernels: str) -> int:
     """Measure one type, number of heads and of query rows, and store it; the exit status."""
-    cases = sorted(decode.grid(settings, [settings.dtype]), key=lambda case: case.batch)
-    decode.compile_ours(cases)
+    cases.sort(key=lambda case: case.batch)
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as scratch:
-        rows, offered = Path(scratch, "rows.csv"), candidates(settings.dtype)
-        timed = decode.table(rows, facts, paced(cases, offered), settings.rounds)
+        rows, offered = Path(scratch, "rows.csv"), candidates(cases[0].dtype)
+        timed = decode.table(rows, facts, paced(cases, offered), ROUNDS)
     wrong = [r for r in timed if r["candidate"] == decode.OURS and not is_right(r)]
     if wrong:
         print(f"WRONG in {len(wrong)} shapes, marked with !: nothing is written for attention=auto")

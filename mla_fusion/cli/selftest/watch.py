@@ -22,7 +22,8 @@ from mla_fusion.cli.selftest.outcome import Outcome
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-CHILD = (sys.executable, "-m", "mla_fusion.cli.selftest.child")
+# -P: the installed package, not one in the current folder.
+CHILD = (sys.executable, "-P", "-m", "mla_fusion.cli.selftest.child")
 
 
 @dataclasses.dataclass
