@@ -77,6 +77,7 @@ def main() -> None:
         "--arms", default="", help="`complete`, `sparse`: arms, separated by commas"
     )
     parser.add_argument("--layers", type=int, default=0, help="`complete`: at most so many layers")
+    parser.add_argument("--drafts", type=int, default=0, help="`complete`: drafts of MTP a step")
     parser.add_argument("--tp", type=int, default=1, help="`tokens`, `complete`: GPUs of an engine")
     parser.add_argument("--dcp", type=int, default=1, help="`tokens`: ranks that share a cache")
     parser.add_argument("--dp", type=int, default=1, help="`tokens`: data-parallel engines")

@@ -9,14 +9,15 @@ its engines start sooner, and caches of larger points fit.
 The noise: DeepSeek-V2-Lite has a second `default` engine, `default2`; its change against `default`
 is what equal engines differ by. The other models have no memory for it: their noise is the spread
 of the rounds. `--arms` may also name two unfused arms: `stored`, which is `cat` with the setting of
-Inductor that comes with the flag (docs/flags.md), and `native`. With block-fp8 weights the others
-equal `default` in every bit, and `native` alone is a measure (see engine.py).
+Inductor that comes with the flag (docs/flags.md), and `native`. With block-fp8 weights `native`
+alone is a measure (see engine.py).
 
 Rows: the median, least and most of the rounds, each the median of 20 steps on the GPU (the CUDA
 graph of the forward pass, or the whole step of a prefill, batch 0) and their mean by the clock, in
 microseconds; changes of the median are percent of `default`'s. With --tp the graphs are in other
-processes, so only the clock is read. Every arm also continues 12 prompts greedily, and the verdict
-of `engine_compare` on these tokens is in its rows.
+processes, so only the clock is read. With --drafts N a step has N drafts of MTP, and its GPU time
+is that of the whole step. Every arm also continues 12 prompts greedily, and the verdict of
+`engine_compare` on these tokens is in its rows.
 """
 
 from __future__ import annotations
@@ -101,8 +102,9 @@ def measured(
     """Rows of one model with one cache type; whether all was right."""
     arms = args.arms.split(",") if args.arms else model.arms
     room, shared = memory(name, model, args.tp, len(arms))
-    per_token = model.layers * 576 * (2 if cache == "auto" else 1)
-    sizes = {(b, c): (b or 32) * (c + HELD + BLOCK) * per_token for b, c in POINTS}
+    per_token = (model.layers + bool(args.drafts)) * 576 * (2 if cache == "auto" else 1)
+    rows = 1 + args.drafts
+    sizes = {(b, c): (b or 32) * (c + rows * HELD + BLOCK) * per_token for b, c in POINTS}
     for (batch, context), size in sizes.items():
         if size > room:
             needs = f"its KV cache needs {size / 1e9:.1f} GB, room is {room / 1e9:.1f}"
@@ -111,15 +113,19 @@ def measured(
         return [], False
     changes = {
         "what": "complete", "model": name, "layers": model.layers, "cache": cache, "tp": args.tp,
-        "device": devices(0, args.tp), "seqs": 128, "capture": [1, 8, 32, 128],
+        "device": devices(0, args.tp), "seqs": 128, "capture": [n * rows for n in (1, 8, 32, 128)],
+        "drafts": args.drafts,
         "max_len": 20480, "max_tokens": 8192, "cache_bytes": max(map(sizes.get, points)),
         "shared_weights": f"{tempfile.mkdtemp()}/weights" if shared else "",
     }  # fmt: skip
     began, engines = time.time(), {arm: start(job(arm=arm, **changes)) for arm in arms}
     results = ready(engines, end)
-    verdicts = {arm: verdict(arm, results, model.layers) for arm in results}
+    shape = engine_model.MODELS[name]
+    layers = model.layers + bool(args.drafts)  # the drafter's too
+    verdicts = {arm: verdict(arm, results, layers, shape) for arm in results}
     print(f"== {title}, ready after {time.time() - began:.0f} s: {verdicts}", flush=True)
     known = {"model": name, "layers": model.layers, "cache": cache, "gpus": args.tp}
+    known |= {"drafts": args.drafts} if args.drafts else {}
     told = {arm: {**known, **facts(results[arm]), "verdict": verdicts[arm]} for arm in results}
     rows, none_failed = timed(title, engines, points, told, end)
     wrong = any(found.startswith("WRONG") for found in verdicts.values())
@@ -205,11 +211,14 @@ def columns(taken: list[dict[str, float]], default: list[dict[str, float]]) -> d
     return found
 
 
-def verdict(arm: str, results: dict[str, dict[str, Any]], layers: int) -> str:
+def verdict(
+    arm: str, results: dict[str, dict[str, Any]], layers: int, model: dict[str, Any]
+) -> str:
     """What is wrong with the layers or the tokens of an arm, or "right".
 
     "not judged": an unfused arm, which is the measure, or none but `default` was run.
     """
     if "ranges" in results[arm] and layers_of(results[arm]) != (layers, layers, 0):
         return f"WRONG: not fused in every layer: {results[arm]['ranges']}"
-    return engine_compare.judge(arm, ("cat", "stored", "native"), results)
+    others = ("native",) if "quantization_config" in model else ("cat", "stored", "native")
+    return engine_compare.judge(arm, others, results)

@@ -73,6 +73,14 @@ _SIZES = {
 _V2 = {**tiny_models.MODELS["deepseek-v2-shaped"], **_SIZES}
 _V3 = {**tiny_models.MODELS["deepseek-v3-shaped"], **_SIZES, "q_lora_rank": 1536}
 _YARN = _V3["rope_scaling"]
+_V32 = {
+    **_V3,
+    "model_type": "deepseek_v32",
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "index_head_dim": 128,
+    "index_n_heads": 64,
+    "index_topk": 2048,
+}
 
 
 def _checkpoint(name: str) -> dict[str, Any]:
@@ -111,15 +119,9 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     # Kimi-K2, one rank of tensor parallel 4
     "k2-tp4": {**_V3, "rope_theta": 50000.0, "rope_scaling": {**_YARN, "factor": 32}},
-    # DeepSeek-V3.2, one rank of tensor parallel 8
-    "v3.2-tp8": {
-        **_V3,
-        "model_type": "deepseek_v32",
-        "architectures": ["DeepseekV32ForCausalLM"],
-        "index_head_dim": 128,
-        "index_n_heads": 64,
-        "index_topk": 2048,
-    },
+    # DeepSeek-V3.2, one rank of tensor parallel 8, and one of data-parallel attention
+    "v3.2-tp8": _V32,
+    "v3.2-dp": {**_V32, "num_attention_heads": 128, "num_key_value_heads": 128},
     "deepseek-v2-lite": _checkpoint("deepseek-v2-lite"),
     "glm-4.7-flash": _checkpoint("glm-4.7-flash"),
     # DeepSeek-R1 with its experts in block fp8, one rank of tensor parallel 8

@@ -1,8 +1,9 @@
-"""`sparse` of `benchmarks/engine.py`: a model shaped as DeepSeek-V3.2, with the backend CUSTOM.
+"""`sparse` of `benchmarks/engine.py`: models shaped as DeepSeek-V3.2, with the backend CUSTOM.
 
-One rank of tensor parallel 8, few layers, and an indexer that chooses by position
-(`engine_indexer`), because what is compared is the decode. A GPU ran it with vLLM 0.26. From 0.29
-on the model has a class of its own for CUDA, which a CPU ran (tests/sparse/test_engine_model.py).
+One rank of tensor parallel 8 or of data parallelism, few layers, and an indexer that chooses by
+position (`engine_indexer`), because what is compared is the decode. A GPU ran it with vLLM 0.26.
+From 0.29 on the model has a class of its own for CUDA, which a CPU ran
+(tests/sparse/test_engine_model.py).
 The model is not compiled, a decode step is one CUDA graph.
 
 The arms, side by side, then in turns at each point as in `complete`:
@@ -22,6 +23,7 @@ every layer of the steps that it takes, with one refresh, and no layer of others
 
 from __future__ import annotations
 
+import itertools
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,33 +40,33 @@ from mla_fusion.runtime import sparse_step
 if TYPE_CHECKING:
     import argparse
 
-MODEL, LAYERS, SEQS = "v3.2-tp8", 4, 128
+MODELS, LAYERS, SEQS = ("v3.2-tp8", "v3.2-dp"), 4, 128
 CACHES = {"fp8_ds_mla": "fp8_ds_mla", "bf16": "auto"}
 ARMS = ("default", "other", "custom", "ours", "shifted")
-POINTS = [(batch, 3000) for batch in (1, 32, SEQS)]
+POINTS = [(batch, 3000) for batch in (1, 16, 32, SEQS)]
 LAUNCHES = "launches a step of"
 
 
 def sparse(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
-    """Measure the cache types that `args.only` names; (rows, how many arms went wrong)."""
+    """Measure the models and caches that `args.only` names; (rows, how many arms went wrong)."""
     rows, wrong, end = [], 0, time.time() + args.seconds
     print(f"   on {torch.cuda.get_device_name()}")
-    for name, cache in CACHES.items():
-        title = f"{MODEL} {name}"
+    for model, name in itertools.product(MODELS, CACHES):
+        title = f"{model} {name}"
         if any(part in title for part in args.only.split(",")):
-            new, failed = measured(title, cache, args, end)
+            new, failed = measured(title, model, CACHES[name], args, end)
             rows += new
             wrong += failed
     return rows, wrong
 
 
 def measured(
-    title: str, cache: str, args: argparse.Namespace, end: float
+    title: str, model: str, cache: str, args: argparse.Namespace, end: float
 ) -> tuple[list[dict[str, Any]], int]:
-    """Rows of one cache type, of the engines that did not fail; how many arms went wrong."""
+    """Rows of a model and cache, of the engines that did not fail; how many arms went wrong."""
     arms = [arm for arm in ARMS if not args.arms or arm in args.arms.split(",")]
     changes = {
-        "what": "complete", "model": MODEL, "layers": LAYERS, "cache": cache, "seqs": SEQS,
+        "what": "complete", "model": model, "layers": LAYERS, "cache": cache, "seqs": SEQS,
         "cudagraph_mode": "FULL_DECODE_ONLY", "mode": 0, "capture": [1, 2, 4, 8, 16, 32, SEQS],
         "max_len": 4096, "max_tokens": 8192, "cache_bytes": 4 << 30, "tokens": 64,
         "phases": [[1, 2, 3, 17, 64, 600, 2047, 2048, 2049, 3000, 2500, 88]],
@@ -77,7 +79,7 @@ def measured(
                 print(f"   {arm}: {line}")
     verdicts, wrong = {}, len(arms) - len(results)
     for arm in results:
-        verdicts[arm] = verdict(arm, results, cache)
+        verdicts[arm] = verdict(arm, results, model, cache)
         found = verdicts[arm].startswith("WRONG")
         wrong += (not found or LAUNCHES in verdicts[arm]) if arm == "shifted" else found
         kernels = results[arm]["launches"]
@@ -85,16 +87,16 @@ def measured(
     print(f"== {title}, ready after {time.time() - began:.0f} s: {verdicts}", flush=True)
     if "shifted" in engines:
         finish(*engines.pop("shifted"), seconds=0)
-    known = {"model": MODEL, "layers": LAYERS, "cache": cache}
+    known = {"model": model, "layers": LAYERS, "cache": cache}
     facts = engine_complete.facts
     told = {arm: {**known, **facts(results[arm]), "verdict": verdicts[arm]} for arm in results}
     rows, none_failed = engine_complete.timed(title, engines, POINTS, told, end)
     return rows, wrong + (not none_failed)
 
 
-def verdict(arm: str, results: dict[str, dict[str, Any]], cache: str) -> str:
+def verdict(arm: str, results: dict[str, dict[str, Any]], model: str, cache: str) -> str:
     """What is wrong with the kernels or the tokens of an arm, or "right"."""
-    heads = engine_model.MODELS[MODEL]["num_attention_heads"]
+    heads = engine_model.MODELS[model]["num_attention_heads"]
     most = sparse_step.most_tokens(heads, sparse_step.LAYOUTS[cache])
     for batch, count in results[arm]["launches"].items():
         taken = arm in ("ours", "shifted") or (arm == "custom" and int(batch) <= most)

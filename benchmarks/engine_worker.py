@@ -97,10 +97,10 @@ def take_turns(llm: Any, job: dict[str, Any], progress: TextIO) -> None:
     """Answer each line of the input with a line of JSON, until "go".
 
     "hold BATCH CONTEXT": prefill so many requests, in place of those before. "time": microseconds
-    of one of their decode steps, by the clock and (in one process) of its CUDA graph on the GPU;
-    after a BATCH of 0, of a step that prefills a prompt of CONTEXT tokens.
+    of one of their decode steps, by the clock and (in one process) on the GPU: of its CUDA graph,
+    with drafts of the whole step; after a BATCH of 0, of a step that prefills CONTEXT tokens.
     """
-    batch = 0
+    one_graph = False
     with contextlib.ExitStack() as held:
         for line in iter(sys.stdin.readline, "go\n"):
             asked, *sizes = line.split()
@@ -108,8 +108,10 @@ def take_turns(llm: Any, job: dict[str, Any], progress: TextIO) -> None:
             if asked == "hold":
                 held.close()
                 batch, context = map(int, sizes)
+                one_graph = batch and not job["drafts"]
                 if batch:
-                    step = held.enter_context(requests(llm, prompts(batch, context), HELD))
+                    tokens = HELD * (1 + job["drafts"])
+                    step = held.enter_context(requests(llm, prompts(batch, context), tokens))
                 else:
                     step = functools.partial(prefill, llm, prompts(1, context)[0])
                 step(10)
@@ -117,7 +119,7 @@ def take_turns(llm: Any, job: dict[str, Any], progress: TextIO) -> None:
                 step(3)
                 answer["wall"] = clocked(step, STEPS)
                 if job["tp"] == 1:
-                    answer["gpu"] = (full_graph_time if batch else eager_time)(step)
+                    answer["gpu"] = (full_graph_time if one_graph else eager_time)(step)
             print(json.dumps(answer), file=progress)
 
 

@@ -108,6 +108,7 @@ def region_table(rows: list[Row]) -> list[str]:
 def complete_table(rows: list[Row], clock: str = "gpu", arms: tuple[str, ...] = ARMS) -> list[str]:
     """Time of a step of whole models by a clock, by batch: vLLM's default, and in brackets the
     change of each of `arms` against it, in percent."""
+    rows = [r for r in rows if int(r["batch"])]  # not the prefill
     batches = sorted({int(r["batch"]) for r in rows})
     head = ["model, vLLM, KV cache, context", *(f"batch {batch}" for batch in batches)]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
@@ -179,7 +180,7 @@ def tables() -> dict[str, list[str]]:
         "region": region_table(read(REGION)),
         "complete": complete_table(read(COMPLETE)),
         "complete-ranks": complete_table(read(RANKS), "wall"),
-        "complete-auto": complete_table(read(AUTO), arms=(*ARMS, "auto")),
+        "complete-auto": complete_table(read(AUTO), arms=("auto",)),
         "attention-means": attention_means([row for path in ATTENTION for row in read(path)]),
     }
 

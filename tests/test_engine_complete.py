@@ -37,7 +37,7 @@ def test_complete_measures_the_arms_in_turns(monkeypatch, capsys, broken):
     monkeypatch.setattr(engine_complete, "turn", turn)
     monkeypatch.setattr(engine_complete, "finish", lambda arm, seconds: {"error": "why"})
     args = argparse.Namespace(
-        what="complete", only="r1-tp8 fp8", arms="", tp=1, seconds=1e9, layers=0
+        what="complete", only="r1-tp8 fp8", arms="", tp=1, seconds=1e9, layers=0, drafts=0
     )
     rows, wrong = engine_complete.complete(args)
     assert wrong == (broken is not None)

@@ -88,9 +88,11 @@ def test_what_is_wrong_is_counted_and_the_rest_measured(
         ),
     ):
         monkeypatch.setattr(module, name, mock)
-    rows, wrong = engine_sparse.sparse(argparse.Namespace(only="fp8", arms="", seconds=1e9))
+    rows, wrong = engine_sparse.sparse(argparse.Namespace(only="tp8 fp8", arms="", seconds=1e9))
     assert wrong == bool(arm)
     printed = capsys.readouterr().out
     assert message in printed and "custom: INFO attention" in printed and "loading" not in printed
     timed = [name for name in ("default", "other", "custom", "ours") if name in results]
-    assert [(r["arm"], r["batch"]) for r in rows] == [(n, b) for b in (1, 32, 128) for n in timed]
+    assert [(r["arm"], r["batch"]) for r in rows] == [
+        (n, b) for b in (1, 16, 32, 128) for n in timed
+    ]
