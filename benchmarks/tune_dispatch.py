@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Measure launch plans on this GPU and write mla_fusion/kernels/dispatch.csv.
+"""Measure launch plans on this GPU and write its file of mla_fusion/kernels/gpus/.
 
-    python benchmarks/tune_dispatch.py --csv benchmarks/results/tune.csv --table dispatch.csv
+    python benchmarks/tune_dispatch.py --csv benchmarks/results/tune.csv --tables FOLDER
 
-Rows of other devices and other widths that the table has stay.
+Rows of other widths that the file has stay.
 For every shape a first round measures tile shapes, a second one varies the rest of the best plan.
 A plan whose output does not agree with the reference is counted as bad and never chosen.
 """
@@ -14,6 +14,7 @@ import argparse
 import csv
 import dataclasses
 import itertools
+import json
 import multiprocessing
 import statistics
 import sys
@@ -25,8 +26,10 @@ from typing import Any
 import torch
 
 from mla_fusion.cli.bench import kit, region_cases
+from mla_fusion.cli.calibrate.tables import text
 from mla_fusion.kernels import triton as provider
 from mla_fusion.kernels.dispatch import Plan, Widths
+from mla_fusion.runtime.measured import file_name
 
 TOKENS = (1, 8, 32, 64, 128, 256, 512)
 HEADS = (8, 16, 32, 64, 128)
@@ -116,15 +119,10 @@ def measure(
         yield plan, statistics.median(samples), *checks[plan]  # type: ignore[index, misc]
 
 
-def row(
-    device: str, arch: str, query: str, widths: Widths, heads: int, tokens: int, plan: Plan
-) -> dict[str, Any]:
-    """A line of dispatch.csv: `plan` serves batches of up to `tokens`."""
-    return {
-        "device": device, "arch": arch, "query": "fp8" if query == "fp8" else "activation",
-        **widths._asdict(), "heads": heads, "tokens": tokens,
-        **{name: int(value) for name, value in dataclasses.asdict(plan).items()},
-    }  # fmt: skip
+def row(query: str, widths: Widths, heads: int, tokens: int, plan: Plan) -> list[Any]:
+    """A row of the file: `plan` serves batches of up to `tokens`."""
+    kind = "fp8" if query == "fp8" else "activation"
+    return [kind, *widths, heads, tokens, *dataclasses.astuple(plan)]
 
 
 def changed(plan: Plan) -> dict[str, Any]:
@@ -134,19 +132,13 @@ def changed(plan: Plan) -> dict[str, Any]:
     return {name: value for name, value in fields if value != default[name]}
 
 
-def write_table(path: Path, table: list[dict[str, Any]]) -> None:
-    """Write the rows, after those of `path` for other devices and other widths."""
-    kept: list[dict[str, Any]] = []
-    if path.exists():
-        names = ("device", *Widths._fields)
-        new = {tuple(str(line[name]) for name in names) for line in table}
-        with path.open(newline="") as file:
-            lines = list(csv.DictReader(file))
-        kept = [line for line in lines if tuple(line[name] for name in names) not in new]
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, table[0], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(kept + table)
+def write_table(folder: Path, gpu: str, arch: str, plans: list[list[Any]]) -> None:
+    """Write a GPU's file: these rows, after those that it has for other widths."""
+    path = folder / file_name(gpu)
+    old = json.loads(path.read_bytes())["plans"] if path.exists() else []
+    new = {tuple(line[1:4]) for line in plans}
+    kept = [line for line in old if tuple(line[1:4]) not in new]
+    path.write_text(text({"gpu": gpu, "arch": arch, "plans": kept + plans}))
 
 
 def main() -> None:
@@ -163,14 +155,14 @@ def main() -> None:
     parser.add_argument("--queries", nargs="+", default=("fp8", "bf16"))
     parser.add_argument("--seconds", type=float, default=480, help="stop after this long")
     parser.add_argument("--csv", type=Path, required=True, help="every measurement")
-    parser.add_argument("--table", type=Path, help="the table to write into")
+    parser.add_argument("--tables", type=Path, help="the folder of the GPUs' files")
     options = parser.parse_args()
     widths = Widths(options.nope, options.rope, options.latent)
     started = time.monotonic()
     pool = multiprocessing.get_context("spawn").Pool(options.workers)
     name = torch.cuda.get_device_name()
     arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
-    table: list[dict[str, Any]] = []
+    table: list[list[Any]] = []
     fields = ["query", "tokens", "heads", "us", "equal", "worst_step", "plan"]
     with options.csv.open("w", newline="") as file:
         writer = csv.writer(file)
@@ -201,7 +193,7 @@ def main() -> None:
                     good += [r for r in more if r[2] >= 0.999 and r[3] <= 1]
                     best = min(good, key=lambda r: r[1])
                     limit = LIMITS[TOKENS.index(tokens)] if tokens in TOKENS else tokens
-                    table.append(row(name, arch, query, widths, heads, limit, best[0]))
+                    table.append(row(query, widths, heads, limit, best[0]))
                     print(
                         f"{query} T={tokens:4d} H={heads:4d} best {best[1]:7.2f} "
                         f"bad {len(results) - len(good)} {changed(best[0])} "
@@ -214,8 +206,8 @@ def main() -> None:
                     file.flush()
                     del region
                     torch.cuda.empty_cache()
-    if options.table:
-        write_table(options.table, table)
+    if options.tables:
+        write_table(options.tables, name, arch, table)
     print(f"done in {time.monotonic() - started:.0f} s", flush=True)
 
 

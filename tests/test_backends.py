@@ -157,7 +157,7 @@ def layer_of(cls, heads, cache, ranks):
     return layer
 
 
-def write(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, **_):
+def write(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, *_):
     """vLLM's cache write, which its build for CPUs has not."""
     cache = kv_cache.view(FP8) if kv_cache_dtype == "fp8" else kv_cache
     entries = reference.cast(torch.cat((kv_c, k_pe.flatten(1)), -1), cache.dtype, k_scale)

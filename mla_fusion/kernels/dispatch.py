@@ -1,27 +1,24 @@
 """Which launch computes the fused region: a plan per (tokens, heads, widths, device), measured.
 
-`dispatch.csv` has the plans that `benchmarks/tune_dispatch.py` measured to be fastest. A GPU that
-was not measured gets a default made from the shape. Widths that were not measured get the plans of
-the nearest ones. Every plan is legal for all widths: the kernel masks what a tile has beyond them,
-and `fit` shrinks tiles that are too deep. Nothing is tried out at run time, so a captured graph and
-its warm-up always agree.
+`gpus/` has a JSON file for each GPU, with the plans that `benchmarks/tune_dispatch.py` measured to
+be fastest. A GPU that was not measured gets a default made from the shape. Widths that were not
+measured get the plans of the nearest ones. Every plan is legal for all widths: the kernel masks
+what a tile has beyond them, and `fit` shrinks tiles that are too deep. Nothing is tried out at run
+time, so a captured graph and its warm-up always agree.
 """
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import functools
+import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-
+FOLDER = Path(__file__).with_name("gpus")
 CDNA = ("gfx942", "gfx950")  # AMD's generations 3 and 4
 
 
@@ -70,27 +67,20 @@ class Measured:
     rows: dict[bool, dict[Widths, dict[int, list[tuple[int, Plan]]]]]
 
 
-def read(lines: Iterable[Mapping[str, str]]) -> dict[str, Measured]:
-    """Plans by device name, from the rows of a file like dispatch.csv."""
-    found: dict[str, Measured] = {}
-    for line in lines:
-        fields: dict[str, Any] = {
-            name: type(default)(int(line[name]))
-            for name, default in dataclasses.asdict(Plan()).items()
-        }
-        device = found.setdefault(line["device"], Measured(line["arch"], {True: {}, False: {}}))
-        widths = Widths(*(int(line[name]) for name in Widths._fields))
-        by_heads = device.rows[line["query"] == "fp8"].setdefault(widths, {})
-        rows = by_heads.setdefault(int(line["heads"]), [])
-        rows.append((int(line["tokens"]), Plan(**fields)))
-    return found
+def of_table(table: dict[str, Any]) -> Measured:
+    """What a file of `gpus/` holds; a row is query, P, R, L, heads, most tokens, and a `Plan`."""
+    device = Measured(table["arch"], {True: {}, False: {}})
+    for query, nope, rope, latent, heads, tokens, *plan in table["plans"]:
+        by_heads = device.rows[query == "fp8"].setdefault(Widths(nope, rope, latent), {})
+        by_heads.setdefault(heads, []).append((tokens, Plan(*plan)))
+    return device
 
 
 @functools.cache
 def measured() -> dict[str, Measured]:
-    """Plans by device name, read from dispatch.csv once."""
-    with Path(__file__).with_name("dispatch.csv").open(newline="") as file:
-        return read(csv.DictReader(file))
+    """Plans by device name, read once."""
+    tables = (json.loads(path.read_bytes()) for path in sorted(FOLDER.glob("*.json")))
+    return {table["gpu"]: of_table(table) for table in tables}
 
 
 def default_plan(tokens: int, heads: int, latent: int) -> Plan:

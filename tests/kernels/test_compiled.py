@@ -83,7 +83,7 @@ def test_a_launch_may_begin_early_where_the_gpu_can():
 
 @pytest.mark.nightly
 def test_measured_plans_compile_without_spills():
-    """Every plan of dispatch.csv that was measured on sm_90 with an fp8 query."""
+    """Every plan that was measured on sm_90 with an fp8 query."""
     plans = {
         (widths, plan)
         for device in dispatch.measured().values()

@@ -1,6 +1,6 @@
 """The choice of a launch plan."""
 
-from pathlib import Path
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -97,20 +97,21 @@ def test_measured_tables_are_complete():
                 assert limits == sorted(set(limits)) and limits[0] == 1
 
 
-def test_the_table_is_read_as_the_tuner_writes_it():
+def test_the_file_is_read_as_the_tuner_writes_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(dispatch, "FOLDER", tmp_path)
     plan = Plan(block_m=64, rest_last=True, num_warps=8)
-    written = [
-        tune_dispatch.row(
-            "a gpu", "sm_00", query, MISTRAL_SMALL, 16, tokens, plan if tokens > 1 else Plan()
-        )
-        for query in ("fp8", "bf16")
-        for tokens in (1, 32)
-    ]
-    lines = [{name: str(value) for name, value in row.items()} for row in written]
-    rows = {MISTRAL_SMALL: {16: [(1, Plan()), (32, plan)]}}
-    assert dispatch.read(lines) == {"a gpu": dispatch.Measured("sm_00", {True: rows, False: rows})}
-    file = Path(dispatch.__file__).with_name("dispatch.csv")
-    assert file.read_text().splitlines()[0].split(",") == list(written[0])
+    for widths, height in ((DEEPSEEK, 16), (MISTRAL_SMALL, 16), (DEEPSEEK, 64)):
+        written = [
+            tune_dispatch.row(query, widths, 16, tokens, dataclasses.replace(plan, block_m=height))
+            for query in ("fp8", "bf16")
+            for tokens in (1, 32)
+        ]
+        tune_dispatch.write_table(tmp_path, "a gpu", "sm_00", written)
+    small = dataclasses.replace(plan, block_m=16)
+    rows = {w: {16: [(1, p), (32, p)]} for w, p in ((DEEPSEEK, plan), (MISTRAL_SMALL, small))}
+    assert dispatch.measured.__wrapped__() == {
+        "a gpu": dispatch.Measured("sm_00", {True: rows, False: rows})
+    }
 
 
 def test_an_unknown_provider_is_refused():

@@ -112,7 +112,7 @@ def _name_the_gpu(architecture):
         del sys.modules["vllm._C"]
 
 
-def _concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale):
+def _concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale, **_):
     """vLLM's cache write [blocks, size, 576]: rows with slot < 0 are skipped.
 
     An fp8 cache stores value / scale, computed in fp32, clamped to the finite range.
@@ -135,9 +135,10 @@ class _ExpandPageIndices:
     """The Triton kernel of that name: block tables to one flat index for each cached token."""
 
     def __getitem__(self, grid):
-        def launch(page_indices, table, *rest, KERNEL_BLOCK_SIZE, BLOCK_SIZE):
-            *_, cu_num_tokens = rest  # after one stride of the table, or two (vLLM 0.32)
-            ends = cu_num_tokens.tolist()
+        def launch(page_indices, table, *rest, KERNEL_BLOCK_SIZE, BLOCK_SIZE, CLAMP_TAIL=False):
+            assert not CLAMP_TAIL  # of adaptive verification
+            # After one stride of the table, or two (vLLM 0.32); 0.33 has the lengths behind it.
+            ends = next(each for each in rest if isinstance(each, torch.Tensor)).tolist()
             for request in range(grid[0]):
                 token = torch.arange(ends[request + 1] - ends[request])
                 block = table[request, token // KERNEL_BLOCK_SIZE]
