@@ -63,7 +63,8 @@ def test_the_figures_of_the_readme_are_those_of_the_flag_alone():
         if row["context"] == "1024"
     }
     models = {"DeepSeek-V2-Lite": "deepseek-v2-lite", "GLM-4.7-Flash": "glm-4.7-flash",
-              "R1, one rank of 8": "deepseek-r1-tp8", "R1 with 128 heads": "r1-dp"}  # fmt: skip
+              "R1, one rank of 8, 10 layers": "deepseek-r1-tp8",
+              "R1 with 128 heads, 8 layers": "r1-dp"}  # fmt: skip
     model, found = "", re.findall(r"^\| ([\w., -]*?) ?\| (\d+) \| (\d+) \| (\d+) \((\S+) %\) \|$",
                                   TEXT["README.md"], re.M)  # fmt: skip
     assert len(found) == 11
