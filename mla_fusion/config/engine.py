@@ -66,8 +66,8 @@ def _why_not(vllm_config: Any, options: Options, partition_refused: bool) -> Dec
     if model is None or not vllm_compat.uses_mla(model):
         return Decline("no-mla", getattr(model, "architecture", "") or "")
     # Before what vLLM does with the class: that depends on the release and on the platform.
-    if topk := getattr(model.hf_text_config, "index_topk", None):
-        return sparse(model.architecture, topk)
+    if decline := sparse(model.architecture, getattr(model.hf_text_config, "index_topk", None)):
+        return decline
     if not options.provider:
         return Decline("provider-platform")
     try:

@@ -39,6 +39,9 @@ _CUSTOM_SERVES = {
     "DeepseekV4ForConditionalGeneration",
     "GlmMoeDsaForCausalLM",
 }
+# How the others begin whose layers choose keys whatever their config says: HY-V4's class has a
+# default for `index_topk`.
+_SPARSE_OF_THEIR_OWN = ("Dots3Note", "Glm5Next", "HYV4")
 
 
 @dataclass(frozen=True)
@@ -59,11 +62,15 @@ class Decline:
         return " ".join(self.sentences())
 
 
-def sparse(architecture: str, topk: int) -> Decline:
-    """Why a model with an `index_topk` does not fuse, by its class: who could take its decode."""
-    if architecture in _CUSTOM_SERVES:
+def sparse(architecture: str, topk: int | None) -> Decline | None:
+    """Why a model whose layers attend to chosen keys does not fuse, by its class: who could take
+    its decode. topk: the `index_topk` of its config.
+    """
+    if topk and architecture in _CUSTOM_SERVES:
         return Decline("sparse-attention", f"index_topk {topk}")
-    return Decline("sparse-model", f"{architecture}, index_topk {topk}")
+    if topk or architecture.startswith(_SPARSE_OF_THEIR_OWN):
+        return Decline("sparse-model", architecture)
+    return None
 
 
 class Declined(Exception):

@@ -19,9 +19,8 @@ SPARSE, SPARSE_MODEL = "sparse-attention", "sparse-model"
 class Unreachable:
     """Why no pass reaches an architecture.
 
-    `compiled` has the releases in which it reaches compiled classes that no engine of models.py
-    shows, each with the reason. `sparse` is the reason in every release if its config has an
-    index_topk.
+    compiled: by release, the reason where compiled classes are reached that no engine shows.
+    sparse: the reason in every release, of the first kind if its config has an index_topk.
     """
 
     compiled: dict[str, str] = field(default_factory=dict)
@@ -68,7 +67,8 @@ def switched_off(architecture, model_config):
     model.model_arch_config = dataclasses.replace(arch_config, architectures=[architecture])
     model._architecture = architecture
     model.hf_text_config = copy.copy(model.hf_text_config)
-    model.hf_text_config.index_topk = 2048 if OF_ARCHITECTURE[architecture].sparse else None
+    sparse = OF_ARCHITECTURE[architecture].sparse
+    model.hf_text_config.index_topk = 2048 if sparse == SPARSE else None
     options = {config.OPTIONS_KEY: {"provider": "reference"}}
     with _lines() as lines:
         VllmConfig(

@@ -35,8 +35,8 @@ def decide(model: dict[str, Any], architecture: str) -> Decline | None:
     if not may_build_mla(architecture):
         return Decline("no-mla", f"vLLM builds no MLA layer in {architecture}")
     # Before the class: this reason holds on every platform and in every release.
-    if model.get("index_topk"):
-        return sparse(architecture, model["index_topk"])
+    if decline := sparse(architecture, model.get("index_topk")):
+        return decline
     compiled = where_compiled(architecture)
     if architecture in breakable(root()):
         graph = " has no other graph" if compiled == frozenset() else ", by vLLM's own choice"
