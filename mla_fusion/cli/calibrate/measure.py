@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from mla_fusion.cli.bench.decode_peers import Candidate, Case
 
 CONTEXTS = 1024, 8192, 65536
-GRID = {"batches": (1, 4, 16, 64, 256, 1024), "contexts": CONTEXTS}
+GRID = {"batches": tuple(2**n for n in range(11)), "contexts": CONTEXTS}
 ROUNDS = 5
 LIMIT = 270  # seconds after which no further number of sequences is begun
 HOPPER = 9, 0
