@@ -21,16 +21,12 @@ forward context. vLLM passes the name as an opaque object on some torch versions
 on others, so the type of that argument is chosen at registration.
 """
 
-from __future__ import annotations
-
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 NAMESPACE = "mla_fusion"
 ROPE_UPDATE = "rope_mla_kv_cache_update"

@@ -3,8 +3,6 @@
 This package imports torch and Triton, not vLLM: a kernel engineer can use it without vLLM.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 from typing import Any

@@ -5,19 +5,14 @@ dot products of the definition, no online softmax), rounded once to the output t
 `sparse_mla_decode` here needs no plan: it states what the one of `sparse.py` computes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
+from mla_fusion.attention.plan.buffers import PlanBuffers
 from mla_fusion.attention.plan.epilogue import EPSILON, GROUP, Epilogue, largest
+from mla_fusion.attention.plan.inputs import Inputs, Scope
 from mla_fusion.attention.plan.layouts import read_keys
-
-if TYPE_CHECKING:
-    from mla_fusion.attention.plan.buffers import PlanBuffers
-    from mla_fusion.attention.plan.inputs import Inputs, Scope
 
 
 def require() -> None:

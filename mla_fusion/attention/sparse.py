@@ -10,8 +10,6 @@ DeepSeek-V3.2, GLM-5 and V4. Those are read in place: on Hopper by `hopper/spars
 or for few heads of V3.2 by `hopper/sparse_fp8.py`, elsewhere by the portable kernel.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 

@@ -4,8 +4,6 @@ Everything in this package reads vLLM's config objects and changes none; the plu
 module is loaded in every process of vLLM, so it imports only what costs nothing there.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

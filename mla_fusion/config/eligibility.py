@@ -1,9 +1,8 @@
 """Which MLA layers the fused op can serve: facts read from vLLM's layer, and the verdict."""
 
-from __future__ import annotations
-
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,9 +13,6 @@ from mla_fusion.attention.plan import device
 from mla_fusion.config import PLANNED, vllm_compat
 from mla_fusion.kernels.triton import no_fp8
 from mla_fusion.report.reasons import Decline
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 _CACHE_TYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32")}
 # Opaque per-token byte formats, int8 and fp4 caches are written by kernels of their own.

@@ -1,7 +1,5 @@
 """Whether fusion applies to an engine, by vLLM's config of it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A hash of this library's source: compiled graphs must not outlive the code that wrote them."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from collections.abc import Mapping

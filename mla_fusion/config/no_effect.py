@@ -1,7 +1,5 @@
 """What an operator set for the flag although the flag is off: one warning names each."""
 
-from __future__ import annotations
-
 import logging
 import weakref
 from typing import Any

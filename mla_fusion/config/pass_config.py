@@ -1,15 +1,11 @@
 """The flag's two fields: a subclass of vLLM's PassConfig, for who sets one of them."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from mla_fusion.config import FLAG, THRESHOLD
 from mla_fusion.config.identity import graphs_hash
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def extend(base: type, restore: Callable[[dict[str, Any]], Any]) -> type:

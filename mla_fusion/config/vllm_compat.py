@@ -5,19 +5,15 @@ file, with the release in a comment (the steps are in CONTRIBUTING.md). Other fi
 functions instead of importing from vLLM by path. Nothing is imported from vLLM until it is needed.
 """
 
-from __future__ import annotations
-
 import re
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from mla_fusion import __version__
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 # vLLM 0.26 is the first release whose MLA layer has the split KV-update and attention ops this
 # library rewrites together with `VllmFusionPatternMatcherPass`; 0.33 is the last one read.

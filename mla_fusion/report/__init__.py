@@ -9,8 +9,6 @@ that a start from a warm compile cache, in which no pass runs, finds the same re
 `text`, `svg` and `page` show it.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

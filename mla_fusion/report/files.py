@@ -1,12 +1,7 @@
 """Reading a file that someone named or that an earlier start left: it may be anything."""
 
-from __future__ import annotations
-
 import stat
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
 
 MOST_BYTES = 32 * 2**20  # a config has some kilobytes, a report less than one for a layer
 

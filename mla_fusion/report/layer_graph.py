@@ -1,7 +1,5 @@
 """One layer of a compiled graph before and after the passes, small enough to store in a report."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,18 +1,11 @@
 """A report as one HTML page that loads nothing: no script, no font, no picture."""
 
-from __future__ import annotations
-
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from mla_fusion.report import svg
+from mla_fusion.report import RangeReport, Report, svg
 from mla_fusion.report.rows import KEPT, LEGEND
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from mla_fusion.report import RangeReport, Report
 
 _STYLE = "\n" + Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
 

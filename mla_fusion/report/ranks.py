@@ -1,14 +1,9 @@
 """One report for all ranks of an engine: what fused on the first, and which rank differs."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from mla_fusion.report import Report
+from mla_fusion.report import Report
 
 
 def merge(reports: Sequence[Report]) -> Report:

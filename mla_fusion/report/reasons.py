@@ -3,8 +3,6 @@
 A code is stable: logs, the report and docs/reasons.md name it.
 """
 
-from __future__ import annotations
-
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,14 +1,9 @@
 """The ops of one layer with their marks, which the text, the drawing and the page share."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from mla_fusion.ops import NAMESPACE
-
-if TYPE_CHECKING:
-    from mla_fusion.report.layer_graph import LayerGraph, Node
+from mla_fusion.report.layer_graph import LayerGraph, Node
 
 # The marks of ops, and the same in words.
 KEPT, REMOVED, NEW, FUSED = " ", "-", "+", "*"

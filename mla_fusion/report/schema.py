@@ -3,8 +3,6 @@
 It imports pydantic, which vLLM brings, so `load` imports it when there is a file to read.
 """
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError

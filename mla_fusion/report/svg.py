@@ -1,16 +1,10 @@
 """One layer before and after the passes as a drawing: a row for each op, arcs for what it reads."""
 
-from __future__ import annotations
-
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from mla_fusion.report.rows import FUSED, KEPT, NEW, REMOVED, producers, rows
-
-if TYPE_CHECKING:
-    from mla_fusion.report.layer_graph import LayerGraph
-    from mla_fusion.report.rows import Row
+from mla_fusion.report.layer_graph import LayerGraph
+from mla_fusion.report.rows import FUSED, KEPT, NEW, REMOVED, Row, producers, rows
 
 # Pixels. A panel fits the smallest phone, and a character of its font is 6.15 wide.
 PANEL_WIDTH, _ROW, _GUTTER, _CHARACTER, _GAP = 360, 18, 56, 6.15, 24

@@ -1,14 +1,7 @@
 """One layer before and after the passes as text."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from mla_fusion.report.rows import FUSED, KEPT, LEGEND, producers, rows
-
-if TYPE_CHECKING:
-    from mla_fusion.report.layer_graph import LayerGraph
-    from mla_fusion.report.rows import Row
+from mla_fusion.report.layer_graph import LayerGraph
+from mla_fusion.report.rows import FUSED, KEPT, LEGEND, Row, producers, rows
 
 
 def graph(layer: LayerGraph) -> list[str]:

@@ -5,22 +5,17 @@ stand-in for the module that records the calls; no AMD hardware has run it. As `
 says, Python checks everything before the call.
 """
 
-from __future__ import annotations
-
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from mla_fusion.attention.aiter import entries, selection
 from mla_fusion.attention.aiter import planner as planner_aiter
 from mla_fusion.attention.aiter.selection import require as require
-from mla_fusion.attention.plan.buffers import AITER_BUFFERS
+from mla_fusion.attention.plan.buffers import AITER_BUFFERS, Companions, PlanBuffers
+from mla_fusion.attention.plan.inputs import Inputs
 from mla_fusion.kernels import aiter as fused_region
-
-if TYPE_CHECKING:
-    from mla_fusion.attention.plan.buffers import Companions, PlanBuffers
-    from mla_fusion.attention.plan.inputs import Inputs
 
 LATENT, ENTRY = selection.LATENT, sum(selection.WIDTHS)
 

@@ -3,16 +3,10 @@
 Written once a refresh for all layers, from the block table and the page size of the first.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 
+from mla_fusion.attention.plan.buffers import PlanBuffers
 from mla_fusion.kernels.capture import capturing
-
-if TYPE_CHECKING:
-    from mla_fusion.attention.plan.buffers import PlanBuffers
 
 
 def entries(plan: PlanBuffers, block_table: torch.Tensor, page_size: int) -> torch.Tensor:

@@ -6,19 +6,20 @@ by keyword: releases inserted new ones in the middle (docs/aiter.md). The contra
 that of AITER's sources from v0.1.10.post2 to v0.1.20; no AMD hardware has run it.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from mla_fusion.attention.aiter import selection
 from mla_fusion.attention.plan import device as gpu
-from mla_fusion.attention.plan.buffers import AITER_BUFFERS, Companions, common_buffers
+from mla_fusion.attention.plan.buffers import (
+    AITER_BUFFERS,
+    Companions,
+    PlanBuffers,
+    Settings,
+    common_buffers,
+)
 from mla_fusion.kernels.capture import capturing
-
-if TYPE_CHECKING:
-    from mla_fusion.attention.plan.buffers import PlanBuffers, Settings
 
 PROVIDERS = ("aiter", "reference")
 

@@ -4,23 +4,18 @@ The tables follow AITER's kernel manifests and planner up to v0.1.20, and public
 They were read, not run: nothing here has run on AMD hardware.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from mla_fusion.attention.plan import heads
+from mla_fusion.attention.plan.heads import HeadLayout
 from mla_fusion.kernels import ProviderUnavailable
 from mla_fusion.kernels import aiter as fused_region
 from mla_fusion.kernels.arithmetic import FP8_DTYPES
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mla_fusion.attention.plan.heads import HeadLayout
 
 LATENT = 512  # the output of all its kernels is this wide
 WIDTHS = LATENT, 64  # of a cache entry: the latent, and the rotated part behind it

@@ -3,17 +3,12 @@
 Beside the kernel, so that who plans for it imports no Gluon.
 """
 
-from __future__ import annotations
-
 import functools
-from typing import TYPE_CHECKING
 
 import torch
 
 from mla_fusion.attention.plan.device import triton_version
-
-if TYPE_CHECKING:
-    from mla_fusion.attention.plan.inputs import Inputs
+from mla_fusion.attention.plan.inputs import Inputs
 
 WIDTHS = ((512, 64), (256, 64))  # latent and rotated part: compiled and executed
 TILE = 64  # tokens

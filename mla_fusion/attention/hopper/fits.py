@@ -3,14 +3,9 @@
 Beside the kernels, so that who plans for them imports no Gluon.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 
-if TYPE_CHECKING:
-    from mla_fusion.attention.plan.inputs import Inputs
+from mla_fusion.attention.plan.inputs import Inputs
 
 TILE = 64  # tokens that are copied and multiplied at once
 SHARED_MEMORY = 227 * 1024  # bytes of an SM

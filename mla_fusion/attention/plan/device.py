@@ -1,7 +1,5 @@
 """What kernels ask about a device and the installed Triton."""
 
-from __future__ import annotations
-
 import torch
 
 

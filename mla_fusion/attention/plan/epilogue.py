@@ -6,17 +6,12 @@ with groups of 128 and fp32 scales, which DeepGEMM wants rounded to powers of tw
 0.33).
 """
 
-from __future__ import annotations
-
 import dataclasses
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 
 from mla_fusion.kernels.arithmetic import FP8_DTYPES
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 GROUP = 128  # columns that share a scale
 EPSILON = 1e-10  # vLLM's: a group's amax is at least this, and a scale that is rounded

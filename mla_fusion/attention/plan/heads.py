@@ -5,8 +5,6 @@ cannot disagree. Heads that one work item cannot hold are folded into the batch,
 sequence becomes `fold` sequences of `per_work` heads each.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 # Rows (heads x query tokens) of the largest tile of one work item of the portable kernel.

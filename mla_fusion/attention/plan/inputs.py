@@ -1,19 +1,15 @@
 """The arguments of a persistent decode, checked before anything is launched."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from mla_fusion.attention.plan.buffers import PlanBuffers
+from mla_fusion.attention.plan.epilogue import Epilogue
+from mla_fusion.attention.plan.layouts import CacheLayout
 from mla_fusion.kernels.arithmetic import FP8_DTYPES
-
-if TYPE_CHECKING:
-    from mla_fusion.attention.plan.buffers import PlanBuffers
-    from mla_fusion.attention.plan.epilogue import Epilogue
-    from mla_fusion.attention.plan.layouts import CacheLayout
 
 # Of one launch: the grid, positional arguments and keywords.
 Launch = tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]

@@ -17,17 +17,12 @@ V4 has no columns beside the latent: its 512 values, the 64 rotated ones too, ar
 Blocks may be further apart than page_size * bytes, by a multiple of 16 bytes.
 """
 
-from __future__ import annotations
-
 import dataclasses
-from typing import TYPE_CHECKING
 
 import torch
 
+from mla_fusion.attention.plan.buffers import Settings
 from mla_fusion.kernels.arithmetic import FP8_DTYPES
-
-if TYPE_CHECKING:
-    from mla_fusion.attention.plan.buffers import Settings
 
 WIDE = 64  # bf16 values of an entry
 EXPONENTS = 8  # bytes of the scales of an entry behind the data of its page

@@ -38,12 +38,17 @@ import numpy as np
 import torch
 
 from mla_fusion.attention.plan import heads
-from mla_fusion.attention.plan.buffers import MOST_TOKENS, PLANNED, common_buffers
+from mla_fusion.attention.plan.buffers import (
+    MOST_TOKENS,
+    PLANNED,
+    PlanBuffers,
+    Rules,
+    Settings,
+    common_buffers,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-    from mla_fusion.attention.plan.buffers import PlanBuffers, Rules, Settings
 
 PROVIDERS = ("reference", "triton")
 MERGED_AT_ONCE = 32  # splits, by a CTA of the reduction

@@ -4,22 +4,18 @@
 nothing waits for the device.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from mla_fusion.attention.plan.buffers import PlanBuffers
+from mla_fusion.attention.plan.inputs import Inputs
 from mla_fusion.attention.triton import epilogue as triton_epilogue
 from mla_fusion.attention.triton.choice import chosen
 from mla_fusion.attention.triton.choice import plan_settings as plan_settings
 from mla_fusion.kernels.arithmetic import FP8_DTYPES
 from mla_fusion.kernels.triton import no_fp8
 from mla_fusion.kernels.triton import require as require
-
-if TYPE_CHECKING:
-    from mla_fusion.attention.plan.buffers import PlanBuffers
-    from mla_fusion.attention.plan.inputs import Inputs
 
 WIDE_DTYPES = (torch.bfloat16, torch.float16)
 # The widest that were compiled, in multiples of 16, the least depth of a matrix instruction.

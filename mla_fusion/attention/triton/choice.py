@@ -1,9 +1,7 @@
 """Which decode kernel the Triton provider launches, and which plan suits it."""
 
-from __future__ import annotations
-
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -11,10 +9,8 @@ from mla_fusion.attention.cdna import fits as for_cdna
 from mla_fusion.attention.hopper import fits as for_hopper
 from mla_fusion.attention.plan.device import cdna, has_hopper, sm_count
 from mla_fusion.attention.plan.heads import layout as head_layout
-
-if TYPE_CHECKING:
-    from mla_fusion.attention.plan.inputs import Inputs
-    from mla_fusion.attention.plan.layouts import CacheLayout
+from mla_fusion.attention.plan.inputs import Inputs
+from mla_fusion.attention.plan.layouts import CacheLayout
 
 # The decode kernels of each GPU, in order: the first that fits decodes. Each module has
 # `fits(given) -> why not`, `arguments(given) -> Launch` and `kernel`.

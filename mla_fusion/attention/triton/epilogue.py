@@ -7,17 +7,14 @@ result is fp8, a quantization.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from mla_fusion.attention.plan.buffers import SUMS_PER_HEAD
-from mla_fusion.attention.plan.epilogue import GROUP, in_groups, largest
+from mla_fusion.attention.plan.epilogue import GROUP, Epilogue, in_groups, largest
+from mla_fusion.attention.plan.inputs import Inputs
 from mla_fusion.kernels.triton import has_early_launch
-
-if TYPE_CHECKING:
-    from mla_fusion.attention.plan.epilogue import Epilogue
-    from mla_fusion.attention.plan.inputs import Inputs
 
 LEAST = 16  # columns of a CTA, rows of a product by matrix instructions, latents of a slice
 AT_ONCE = 2**13  # latents of splits that a CTA of whole rows loads at once: 16 splits of 512
