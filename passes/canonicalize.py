@@ -11,27 +11,20 @@ proves it) and because nothing else reads the rotated values. Declines, with a r
 spelling is unknown, whose rotated values are shared, or which the fused op cannot serve anyway.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import fx
 
 from mla_fusion import ops
-from mla_fusion.passes.result import PassResult
-from mla_fusion.passes.rewrite import call, functionalized_call
+from mla_fusion.config.eligibility import LayerFacts
+from mla_fusion.passes.rewrite import PassResult, call, functionalized_call
 from mla_fusion.patterns import probe, spellings
-from mla_fusion.patterns.site import attention_calls, naming, output, read_site
+from mla_fusion.patterns.nodes import walk
+from mla_fusion.patterns.rope import RopeMatch
+from mla_fusion.patterns.site import Site, attention_calls, naming, output, read_site
 from mla_fusion.report.reasons import Declined
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import fx
-
-    from mla_fusion.config.eligibility import LayerFacts
-    from mla_fusion.patterns.rope import RopeMatch
-    from mla_fusion.patterns.site import Site
 
 
 class CanonicalizeMLARoPEPass:
@@ -67,20 +60,18 @@ class CanonicalizeMLARoPEPass:
 def _check_unshared(site: Site, match: RopeMatch) -> None:
     """Raise Declined if more than the attention reads a rotated value or the cache update."""
     allowed = {site.attention, site.cache_update}
-    seen, stack = set(), list(match.rotated)
-    while stack:
-        node = stack.pop()
-        for user in node.users:
-            if user in allowed or user in seen:
-                continue
+
+    def readers(node: fx.Node) -> list[fx.Node]:
+        return [user for user in node.users if user not in allowed]
+
+    for node in walk(match.rotated, readers):
+        for user in readers(node):
             if user.target not in probe.PURE:
                 raise Declined("shared-rotation", f"{node.name} is read by {user.name}")
-            seen.add(user)
-            stack.append(user)
     written = output(site.cache_update, 0) or site.cache_update
-    readers = [user for user in written.users if user is not site.attention]
-    if readers:
-        raise Declined("shared-rotation", f"{written.name} is read by {readers[0].name}")
+    others = [user for user in written.users if user is not site.attention]
+    if others:
+        raise Declined("shared-rotation", f"{written.name} is read by {others[0].name}")
 
 
 def _check_order(site: Site) -> None:

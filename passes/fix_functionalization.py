@@ -14,17 +14,15 @@ functional, and Inductor copies. vLLM's pass makes vLLM's op in-place in any cas
 to copies made here.
 """
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
 from mla_fusion import ops
-from mla_fusion.passes.result import PassResult
-from mla_fusion.passes.rewrite import drop_dead, fake_like
+from mla_fusion.passes.rewrite import PassResult, drop_dead, fake_like
 from mla_fusion.patterns.memory import Memory, is_view
 from mla_fusion.patterns.site import (
     FUSED_ROPE_UPDATE,
@@ -33,9 +31,6 @@ from mla_fusion.patterns.site import (
     outputs,
     same_view,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 aten = torch.ops.aten
 

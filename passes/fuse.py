@@ -10,20 +10,13 @@ launch. It returns q and k_pe: rotated in place, and q scaled, for a batch that 
 unchanged otherwise.
 """
 
-from __future__ import annotations
+from typing import Any
 
-from typing import TYPE_CHECKING
+from torch import fx
 
 from mla_fusion import ops
-from mla_fusion.passes.result import PassResult
-from mla_fusion.passes.rewrite import empty, functionalized_call
-from mla_fusion.patterns.fused_pair import pairs
-from mla_fusion.patterns.site import output
-
-if TYPE_CHECKING:
-    from torch import fx
-
-    from mla_fusion.patterns.fused_pair import Pair
+from mla_fusion.passes.rewrite import PassResult, empty, functionalized_call
+from mla_fusion.patterns.site import made_by, op_name, output
 
 
 class MLAAiterQkRopeKVCacheFusionPass:
@@ -34,26 +27,27 @@ class MLAAiterQkRopeKVCacheFusionPass:
 
     def __call__(self, graph: fx.Graph) -> PassResult:
         result = PassResult()
-        for pair in list(pairs(graph)):
-            result.rewritten[pair.prep.name] = self._rewrite(graph, pair)
+        for rope, prep in [(_rope_of(node), node) for node in graph.nodes]:
+            if rope is not None:
+                result.rewritten[prep.name] = self._rewrite(graph, rope, prep)
         return result
 
-    def _rewrite(self, graph: fx.Graph, pair: Pair) -> fx.Node:
-        dummy, q, k_pe = (output(pair.rope, index) for index in range(3))
-        with graph.inserting_before(pair.rope):
+    def _rewrite(self, graph: fx.Graph, rope: fx.Node, prep: fx.Node) -> fx.Node:
+        dummy, q, k_pe = (output(rope, index) for index in range(3))
+        with graph.inserting_before(rope):
             fused, (_, new_q, new_k_pe, prepared) = functionalized_call(
                 graph,
                 ops.get(ops.FUSED),
                 {
-                    **pair.rope.kwargs,
-                    "prepared_q": empty(graph, pair.prep.meta["val"], pair.rope.kwargs["q"]),
+                    **rope.kwargs,
+                    "prepared_q": empty(graph, prep.meta["val"], rope.kwargs["q"]),
                     "provider": self.provider,
                 },
                 returned=(None,),
                 mutated=("q", "k_pe", "prepared_q"),
             )
-        pair.prep.replace_all_uses_with(prepared)
-        graph.erase_node(pair.prep)
+        prep.replace_all_uses_with(prepared)
+        graph.erase_node(prep)
         for old, new in ((q, new_q), (k_pe, new_k_pe)):
             if old is not None:
                 old.replace_all_uses_with(new)
@@ -63,5 +57,17 @@ class MLAAiterQkRopeKVCacheFusionPass:
             for user in list(dummy.users):
                 user.kwargs = {k: None if v is dummy else v for k, v in user.kwargs.items()}
             graph.erase_node(dummy)
-        graph.erase_node(pair.rope)
+        graph.erase_node(rope)
         return fused
+
+
+def _rope_of(prep: fx.Node) -> fx.Node | None:
+    """The canonical RoPE node whose query `prep`, if it is a query preparation, reads."""
+    if op_name(prep.target) != f"{ops.NAMESPACE}::{ops.Q_PREP}":
+        return None
+    q: Any
+    q, layer_name, *_ = prep.args
+    if made_by(q) != f"{ops.NAMESPACE}::{ops.ROPE_UPDATE}" or q.args[1] != 1:
+        return None
+    rope: fx.Node = q.args[0]
+    return rope if rope.kwargs["layer_name"] == layer_name else None

@@ -4,21 +4,17 @@ The ops of a layer are those between two attention calls. The last layer is the 
 the ops before the first attention count only in a model of one layer.
 """
 
-from __future__ import annotations
-
 import operator
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import fx
 
+from mla_fusion.patterns.nodes import values
 from mla_fusion.patterns.site import functionalized_op, op_name
 from mla_fusion.report.layer_graph import Node
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import fx
 
 _SHORT = {
     "bfloat16": "bf16",
@@ -49,13 +45,8 @@ def of_last_layer(calls: Sequence[fx.Node]) -> list[Node]:
 def _describe(node: fx.Node) -> Node:
     name = functionalized_op(node) or op_name(node.target)
     label = name or getattr(node.target, "__name__", str(node.target))
-    results = [text for value in _values(node) if (text := _tensor(value))]
+    results = [_tensor(value) for value in values(node) if isinstance(value, torch.Tensor)]
     return Node(node.name, label, [_input(n) for n in node.all_input_nodes], ", ".join(results))
-
-
-def _values(node: fx.Node) -> list[Any]:
-    value = node.meta.get("val")
-    return list(value) if isinstance(value, tuple | list) else [value]
 
 
 def _input(node: fx.Node) -> str:
@@ -65,9 +56,7 @@ def _input(node: fx.Node) -> str:
     return node.name
 
 
-def _tensor(value: Any) -> str:
-    if not isinstance(value, torch.Tensor):
-        return ""
+def _tensor(value: torch.Tensor) -> str:
     dtype = str(value.dtype).removeprefix("torch.")
     # The one symbol of a decode graph is the token count.
     shape = re.sub(r"\bs\d+\b", "T", ", ".join(str(size) for size in value.shape))

@@ -10,22 +10,15 @@ falls through to vLLM's code for any other batch. Only calls that pass 2 made ca
 without pass 4 the lift would add a launch and save none.
 """
 
-from __future__ import annotations
-
-import operator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from torch import fx
 
 from mla_fusion import ops
-from mla_fusion.passes.result import PassResult
-from mla_fusion.passes.rewrite import call, functionalized_call
-from mla_fusion.patterns.site import attention_calls, functionalized_op, op_name, outputs
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mla_fusion.config.eligibility import LayerFacts
+from mla_fusion.config.eligibility import LayerFacts
+from mla_fusion.passes.rewrite import PassResult, call, functionalized_call
+from mla_fusion.patterns.site import attention_calls, made_by, op_name, outputs
 
 
 class MLADecodeQPrepLiftPass:
@@ -38,25 +31,17 @@ class MLADecodeQPrepLiftPass:
         result = PassResult()
         for attention in list(attention_calls(graph)):
             facts = self.facts_of(attention.kwargs["layer_name"])
-            if facts is not None and _is_canonical(attention) and not _is_lifted(attention):
+            q: Any = attention.kwargs["q"]
+            canonical = made_by(q) == f"{ops.NAMESPACE}::{ops.ROPE_UPDATE}"
+            if facts is not None and canonical and not _is_lifted(q):
                 result.rewritten[attention.name] = _rewrite(graph, attention, facts)
                 result.dead.append(attention)
         return result
 
 
-def _is_canonical(attention: fx.Node) -> bool:
-    q = attention.kwargs["q"]
-    return (
-        isinstance(q, fx.Node)
-        and q.target is operator.getitem
-        and functionalized_op(q.args[0]) == f"{ops.NAMESPACE}::{ops.ROPE_UPDATE}"
-    )
-
-
-def _is_lifted(attention: fx.Node) -> bool:
+def _is_lifted(q: fx.Node) -> bool:
     """A lifted call stays in the graph, dead, until the end of the pipeline."""
-    prep = f"{ops.NAMESPACE}::{ops.Q_PREP}"
-    return any(op_name(user.target) == prep for user in attention.kwargs["q"].users)
+    return any(op_name(user.target) == f"{ops.NAMESPACE}::{ops.Q_PREP}" for user in q.users)
 
 
 def _rewrite(graph: fx.Graph, attention: fx.Node, facts: LayerFacts) -> fx.Node:

@@ -19,25 +19,19 @@ op quantizes as `patterns.output_quantization` found. A layer
 whose output stays as it is has a reason; that is no decline of the layer.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from torch import fx
 
 from mla_fusion import ops
 from mla_fusion.attention.plan.epilogue import in_groups
-from mla_fusion.passes.result import PassResult
-from mla_fusion.passes.rewrite import empty, functionalized_call
+from mla_fusion.config.eligibility import LayerFacts
+from mla_fusion.passes.rewrite import PassResult, empty, functionalized_call
 from mla_fusion.patterns import output_quantization
-from mla_fusion.patterns.site import ATTENTION, functionalized_op, naming, outputs
+from mla_fusion.patterns.output_quantization import OutputQuantization
+from mla_fusion.patterns.site import ATTENTION, functionalized_op, made_by, naming, outputs
 from mla_fusion.report.reasons import Declined
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mla_fusion.config.eligibility import LayerFacts
-    from mla_fusion.patterns.output_quantization import OutputQuantization
 
 
 class MLADecodeOutputFusionPass:
@@ -86,8 +80,7 @@ def _is_fused(node: fx.Node) -> bool:
     """A call of the attention op whose query pass 4 prepares; without readers it is dead."""
     if functionalized_op(node) != f"{ops.NAMESPACE}::{ops.ATTENTION}" or not outputs(node, 1):
         return False
-    query: Any = node.kwargs["prepared_q"]
-    return bool(functionalized_op(query.args[0]) == f"{ops.NAMESPACE}::{ops.FUSED}")
+    return made_by(node.kwargs["prepared_q"]) == f"{ops.NAMESPACE}::{ops.FUSED}"
 
 
 def _rewrite(graph: fx.Graph, attention: fx.Node, found: OutputQuantization) -> fx.Node:

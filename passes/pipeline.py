@@ -14,11 +14,13 @@ import dataclasses
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch._dynamo.utils
 import torch._inductor.config
+from torch import fx
 from torch._inductor.pattern_matcher import stable_topological_sort
 from vllm.compilation.passes.inductor_pass import InductorPass, get_pass_context
 
@@ -38,9 +40,6 @@ from mla_fusion.report.reasons import Decline, Declined
 from mla_fusion.runtime import step_plan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from torch import fx
     from vllm.config.utils import Range
 
 logger = logging.getLogger("vllm.mla_fusion")
@@ -82,11 +81,7 @@ class MLAFusionPass(InductorPass):
         return f"mla_fusion-{source_hash()}-{arguments}"
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Rewrite a graph in place.
-
-        Raises:
-            RuntimeError: vLLM's piecewise backend, which knows the token range, does not run.
-        """
+        """Rewrite a graph in place."""
         try:
             compile_range = get_pass_context().compile_range
         except AssertionError:

@@ -1,22 +1,34 @@
-"""Building blocks of the passes: new nodes with metadata, going back, and dropping dead code.
+"""Building blocks of the passes: their result, new nodes, going back, and dropping dead code.
 
 A rewrite lets readers read new nodes and leaves the old nodes where they are, dead, until
 `drop_dead` at the end of the pipeline. A `Snapshot` undoes whatever was done to a graph.
 """
 
-from __future__ import annotations
-
 import operator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 
 from mla_fusion.patterns import probe
+from mla_fusion.patterns.nodes import walk
+from mla_fusion.report.reasons import Decline
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+
+@dataclass
+class PassResult:
+    """What became of the calls that a pass looked at, by the name each had before it.
+
+    `rewritten` has the node that took a call's place. `dead` are old nodes that a new one replaced:
+    they stay in the graph until `drop_dead`.
+    """
+
+    rewritten: dict[str, fx.Node] = field(default_factory=dict)
+    declined: dict[str, Decline] = field(default_factory=dict)
+    dead: list[fx.Node] = field(default_factory=list)
 
 
 def call(graph: fx.Graph, target: Any, args: tuple[Any, ...], val: Any) -> fx.Node:
@@ -106,16 +118,12 @@ def _only_computes(node: fx.Node) -> bool:
 
 def _unread_users(node: fx.Node) -> list[fx.Node] | None:
     """All that is computed from `node`, last first; None if any of it is read."""
-    found: dict[fx.Node, None] = {}
-    stack = [node]
-    while stack:
-        for user in stack.pop().users:
-            if not _only_computes(user):
-                return None
-            if user not in found:
-                found[user] = None
-                stack.append(user)
-    return sorted(found, reverse=True)
+    found = []
+    for each in walk([node], lambda each: each.users):
+        if each is not node and not _only_computes(each):
+            return None
+        found.append(each)
+    return sorted(found[1:], reverse=True)
 
 
 def drop_dead(graph: fx.Graph, roots: Iterable[fx.Node], *, functionalized: bool = False) -> None:

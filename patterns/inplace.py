@@ -10,11 +10,8 @@ slice_scatter on it; so the attention's inputs are compared by value, as in `pro
 outputs as free variables.
 """
 
-from __future__ import annotations
-
-import operator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
@@ -22,9 +19,7 @@ from torch import fx
 from mla_fusion.ops import Rope
 from mla_fusion.patterns import probe, site
 from mla_fusion.patterns.rope import RopeMatch, is_rope_table
-
-if TYPE_CHECKING:
-    from mla_fusion.patterns.site import Site
+from mla_fusion.patterns.site import Site
 
 
 @dataclass(frozen=True)
@@ -49,8 +44,8 @@ def match(found: Site) -> RopeMatch | None:
     """The unrotated values if an in-place op of `OPS` rotates q and k_pe of the site, else None."""
     _, leaves = probe.cone([found.q, found.k_pe])
     # Only outputs that reach the attention count: either may be computed and not be used.
-    outputs = {leaf.args[1]: leaf for leaf in leaves if _is_output(leaf)}
-    calls = {leaf.args[0] for leaf in leaves if _is_output(leaf)}
+    outputs = {leaf.args[1]: leaf for leaf in leaves if site.made_by(leaf) in OPS}
+    calls = {leaf.args[0] for leaf in leaves if site.made_by(leaf) in OPS}
     if len(calls) != 1 or not outputs.keys() >= {1, 2}:
         return None
     call = calls.pop()
@@ -101,7 +96,3 @@ def _is_all_that_changes(
         found.k_pe: values[rotated[1]].reshape(values[found.k_pe].shape),
     }
     return all(probe.same(values[node], value) for node, value in want.items())
-
-
-def _is_output(node: fx.Node) -> bool:
-    return node.target is operator.getitem and site.functionalized_op(node.args[0]) in OPS

@@ -6,20 +6,17 @@ Python function, a method, a module or a higher-order op: their results may show
 price of a wrong "may" is one copy.
 """
 
-from __future__ import annotations
-
 import operator
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 
+from mla_fusion.patterns.nodes import values, walk
 from mla_fusion.patterns.site import arguments
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator
 
 _NUMBERS = (int, float, str, torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -51,16 +48,13 @@ class Memory:
         neighbours: Callable[[fx.Node], Iterable[fx.Node]],
         besides: Collection[fx.Node] = (),
     ) -> set[fx.Node]:
-        stack = list(nodes)
-        seen = set(stack)
-        while stack:
-            node = stack.pop()
+        def shared(node: fx.Node) -> Iterator[fx.Node]:
             twins = (twin for key in _storages(node) for twin in self.of_storage[key])
-            new = {*neighbours(node), *twins} - seen
-            new = {each for each in new if each not in besides and not each._erased}
-            seen |= new
-            stack += new
-        return seen
+            for each in (*neighbours(node), *twins):
+                if each not in besides and not each._erased:
+                    yield each
+
+        return set(walk(nodes, shared))
 
 
 def is_view(node: fx.Node) -> bool:
@@ -95,10 +89,8 @@ def _schema(node: fx.Node) -> Any:
 
 
 def _storages(node: fx.Node) -> set[int]:
-    value = node.meta.get("val")
-    values = value if isinstance(value, tuple | list) else [value]
     return {
         each.untyped_storage()._cdata
-        for each in values
+        for each in values(node)
         if isinstance(each, torch.Tensor) and torch._C._has_storage(each)
     }

@@ -8,22 +8,16 @@ vLLM assigns the rotated part into a slice of q, which functionalization turns i
 `slice_scatter`; both sides are recognized by what they compute.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 import torch
+from torch import fx
 
 from mla_fusion.ops import Rope
 from mla_fusion.patterns import probe
+from mla_fusion.patterns.nodes import dtype_of, is_float
 from mla_fusion.patterns.rope import RopeMatch, expected_rotation, is_rope_table
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from torch import fx
-
-    from mla_fusion.patterns.site import Site
+from mla_fusion.patterns.site import Site
 
 
 def match(site: Site) -> RopeMatch | None:
@@ -70,19 +64,12 @@ def _rounded(interior: list[fx.Node], table: fx.Node, activation: torch.dtype) -
         inputs = [n for n in node.all_input_nodes if n in angles]
         if not inputs:
             continue
-        others = [n for n in node.all_input_nodes if n not in angles and _is_float(n)]
+        others = [n for n in node.all_input_nodes if n not in angles and is_float(n)]
         if others:
             used.update(angles[n] for n in inputs)
         else:
-            value = node.meta.get("val")
-            cast = isinstance(value, torch.Tensor) and value.dtype == activation
-            angles[node] = cast or all(angles[n] for n in inputs)
+            angles[node] = dtype_of(node) == activation or all(angles[n] for n in inputs)
     return used.pop() if len(used) == 1 else None
-
-
-def _is_float(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.dtype.is_floating_point
 
 
 def _judge(

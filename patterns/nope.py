@@ -7,19 +7,13 @@ An unknown op that rotates looks the same from here, so no producer may take tok
 integer tensor with one element per token.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-import torch
 from torch import fx
 
 from mla_fusion.ops import Rope
 from mla_fusion.patterns import probe
+from mla_fusion.patterns.nodes import dtype_of, is_float
 from mla_fusion.patterns.rope import RopeMatch
-
-if TYPE_CHECKING:
-    from mla_fusion.patterns.site import Site
+from mla_fusion.patterns.site import Site
 
 
 def match(site: Site) -> RopeMatch | None:
@@ -30,29 +24,14 @@ def match(site: Site) -> RopeMatch | None:
             return None
         if any(_takes_positions(leaf) for leaf in leaves):
             return None
-    return RopeMatch(
-        rope=Rope.NONE,
-        is_neox=False,
-        q=site.q,
-        k_pe=site.k_pe,
-        positions=None,
-        cos_sin_cache=None,
-        rotated=(),
-    )
+    return RopeMatch(rope=Rope.NONE, is_neox=False, q=site.q, k_pe=site.k_pe)
 
 
 def _takes_positions(leaf: fx.Node) -> bool:
-    if not isinstance(leaf.meta.get("val"), torch.Tensor):
+    if dtype_of(leaf) is None:
         return False
     producer = leaf.args[0] if leaf.args and isinstance(leaf.args[0], fx.Node) else leaf
-    for node in {leaf, producer}:
-        for source in node.all_input_nodes:
-            value = source.meta.get("val")
-            if (
-                isinstance(value, torch.Tensor)
-                and value.dim() == 1
-                and not value.dtype.is_floating_point
-                and value.shape[0] == leaf.meta["val"].shape[0]
-            ):
-                return True
-    return False
+    sources = (source for node in (leaf, producer) for source in node.all_input_nodes)
+    integers = (s.meta["val"].shape for s in sources if dtype_of(s) and not is_float(s))
+    tokens = leaf.meta["val"].shape[0]
+    return any(len(shape) == 1 and shape[0] == tokens for shape in integers)

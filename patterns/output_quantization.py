@@ -15,11 +15,10 @@ Hopper (ue8m0); any strides fit, so also those of CUTLASS (columns) and of DeepG
 columns). DeepGEMM's scales on Blackwell, four exponents in an int32, are another op's.
 """
 
-from __future__ import annotations
-
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
@@ -28,11 +27,9 @@ from mla_fusion.attention.plan.epilogue import EPSILON, GROUP, largest
 from mla_fusion.kernels.arithmetic import FP8_DTYPES
 from mla_fusion.ops import Quantization
 from mla_fusion.patterns import probe, rows
+from mla_fusion.patterns.nodes import dtype_of, values, walk
 from mla_fusion.patterns.site import arguments, functionalized_op, is_live, op_name, outputs
 from mla_fusion.report.reasons import Declined
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -132,9 +129,7 @@ def _values(node: fx.Node) -> list[torch.Tensor]:
     """The tensors that a node stands for."""
     if node.op == "call_function" and "val" not in node.meta:
         raise Declined("missing-metadata", f"node {node.name}")
-    value = node.meta.get("val")
-    every = value if isinstance(value, tuple | list) else [value]
-    return [each for each in every if isinstance(each, torch.Tensor)]
+    return [each for each in values(node) if isinstance(each, torch.Tensor)]
 
 
 def _is_bytes(value: torch.Tensor) -> bool:
@@ -143,17 +138,11 @@ def _is_bytes(value: torch.Tensor) -> bool:
 
 def _makes_bytes(reader: fx.Node) -> bool:
     """Whether fp8 or other bytes come out of `reader`, at once or after more aten ops."""
-    seen, stack = {reader}, [reader]
-    while stack:
-        node = stack.pop()
-        if any(map(_is_bytes, _values(node))):
-            return True
-        if not _is_aten(node):
-            continue
-        new = [user for user in node.users if user not in seen and _is_aten(user)]
-        seen.update(new)
-        stack += new
-    return False
+
+    def later(node: fx.Node) -> list[fx.Node]:
+        return [user for user in node.users if _is_aten(user)] if _is_aten(node) else []
+
+    return any(_is_bytes(value) for node in walk([reader], later) for value in _values(node))
 
 
 def _is_aten(node: fx.Node) -> bool:
@@ -181,7 +170,7 @@ def _other(detail: str) -> Declined:
 def _group(node: fx.Node) -> OutputQuantization:
     """`_C.per_token_group_fp8_quant` with groups of 128, scales rounded to powers of two or not."""
     args = arguments(node)
-    _check_fp8(args["output_q"])
+    _check_type(args["output_q"], FP8_DTYPES)
     most = largest(args["output_q"].meta["val"].dtype)
     wanted = {"group_size": GROUP, "eps": EPSILON, "fp8_min": -most, "fp8_max": most}
     for name, value in wanted.items():
@@ -202,7 +191,7 @@ def _group(node: fx.Node) -> OutputQuantization:
 def _tensor(node: fx.Node) -> OutputQuantization:
     """`_C.static_scaled_fp8_quant` with one scale."""
     args = arguments(node)
-    _check_fp8(args["result"])
+    _check_type(args["result"], FP8_DTYPES)
     if _shape(args["result"]) != _shape(args["input"]):
         raise _other(f"{_name(node)} of padded rows")
     _check_one(args["scale"])
@@ -217,26 +206,21 @@ _OPS: dict[str, Callable[[fx.Node], OutputQuantization]] = {
 }
 
 
-def _check_fp8(node: fx.Node) -> None:
+def _check_type(node: fx.Node, dtypes: tuple[torch.dtype, ...], what: str = "") -> None:
     _shape(node)
-    dtype = node.meta["val"].dtype
-    if dtype not in FP8_DTYPES:
-        raise _other(str(dtype))
+    if (dtype := node.meta["val"].dtype) not in dtypes:
+        raise _other(f"{what}{dtype}")
+
+
+def _check_fp32(scales: fx.Node) -> None:
+    _check_type(scales, (torch.float32,), "scales of ")
 
 
 def _check_one(scale: fx.Node) -> None:
     """One scale, as the epilogue takes it."""
     _check_fp32(scale)
-    value = scale.meta["val"]
-    if any(size != 1 for size in value.shape):
-        raise _other(f"a scale {list(value.shape)}")
-
-
-def _check_fp32(scales: fx.Node) -> None:
-    _shape(scales)
-    dtype = scales.meta["val"].dtype
-    if dtype != torch.float32:
-        raise _other(f"scales of {dtype}")
+    if any(size != 1 for size in scale.meta["val"].shape):
+        raise _other(f"a scale {list(scale.meta['val'].shape)}")
 
 
 def _native(output: list[fx.Node], readers: list[fx.Node]) -> OutputQuantization:
@@ -254,7 +238,7 @@ def _native(output: list[fx.Node], readers: list[fx.Node]) -> OutputQuantization
     if len(given) != 1:
         raise _other(f"in aten ops, from {len(given)} other values")
     _check_one(given[0])
-    _check_fp8(sink)
+    _check_type(sink, FP8_DTYPES)
     if output[0].meta["val"].dtype.itemsize != 2:
         raise _other(f"of {output[0].meta['val'].dtype}")
     if not _is_formula(interior, output, given[0], sink):
@@ -270,8 +254,7 @@ def _pointwise_from(output: list[fx.Node]) -> tuple[set[fx.Node], list[fx.Node]]
             if user in seen or user.target not in _POINTWISE | probe.VIEWS:
                 continue
             seen.add(user)
-            value = user.meta.get("val")
-            if isinstance(value, torch.Tensor) and value.dtype in FP8_DTYPES:
+            if dtype_of(user) in FP8_DTYPES:
                 sinks.append(user)
             else:
                 stack.append(user)

@@ -13,20 +13,17 @@ decides without running anything; a graph of one number of tokens is run with th
 tokens of a probe are at the same position, so none stands for another.
 """
 
-from __future__ import annotations
-
 import math
 import operator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
+from typing import Any
 
 import torch
 from torch import fx
 
 from mla_fusion.patterns import rows
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-    from collections.abc import Set as AbstractSet
+from mla_fusion.patterns.nodes import dtype_of, is_float
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -152,12 +149,10 @@ def run(
 
 
 def _keeps_precision(cast: fx.Node, activation: torch.dtype) -> bool:
-    source, target = (n.meta.get("val") for n in (cast.all_input_nodes[0], cast))
-    if not (isinstance(source, torch.Tensor) and isinstance(target, torch.Tensor)):
-        return False
-    if not source.dtype.is_floating_point:
-        return target.dtype in (torch.int32, torch.int64)
-    return target.dtype in (activation, torch.float32, torch.float64)
+    source, target = cast.all_input_nodes[0], dtype_of(cast)
+    if is_float(source):
+        return target in (activation, torch.float32, torch.float64)
+    return dtype_of(source) is not None and target in (torch.int32, torch.int64)
 
 
 def _leaf_value(node: fx.Node, generator: torch.Generator, table_rows: int) -> Any:
@@ -195,14 +190,10 @@ def leaf_values(leaves: Iterable[fx.Node]) -> dict[fx.Node, Any]:
     # A fixed seed: whether a layer fuses must not depend on luck.
     generator = torch.Generator().manual_seed(0x5EED)
     leaves = list(leaves)
-    places = [math.prod(concrete_shape(leaf)) for leaf in leaves if _is_integer(leaf)]
+    integer = (leaf for leaf in leaves if dtype_of(leaf) and not is_float(leaf))
+    places = [math.prod(concrete_shape(leaf)) for leaf in integer]
     table_rows = max([TABLE_ROWS, *places])
     return {leaf: _leaf_value(leaf, generator, table_rows) for leaf in leaves}
-
-
-def _is_integer(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and not value.dtype.is_floating_point
 
 
 def same(a: Any, b: torch.Tensor) -> bool:
@@ -221,13 +212,8 @@ def unmodified(node: fx.Node) -> fx.Node | None:
     for candidate in (*leaves, *interior):
         if candidate.target in VIEWS and all(n in views for n in candidate.all_input_nodes):
             views.add(candidate)
-        value = candidate.meta.get("val")
-        if (
-            candidate in views
-            and isinstance(value, torch.Tensor)
-            and value.dtype == node.meta["val"].dtype
-            and concrete_shape(candidate) == shape
-        ):
+        alike = candidate in views and dtype_of(candidate) == node.meta["val"].dtype
+        if alike and concrete_shape(candidate) == shape:
             return candidate
     return None
 

@@ -1,16 +1,13 @@
 """What every spelling of RoPE + cache write is reduced to."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
-if TYPE_CHECKING:
-    from mla_fusion.ops import Rope
-    from mla_fusion.patterns.site import Site
+from mla_fusion.ops import Rope
+from mla_fusion.patterns.site import Site
 
 
 @dataclass(frozen=True)
@@ -27,9 +24,9 @@ class RopeMatch:
     is_neox: bool
     q: fx.Node
     k_pe: fx.Node
-    positions: fx.Node | None
-    cos_sin_cache: fx.Node | None
-    rotated: tuple[fx.Node, ...]
+    positions: fx.Node | None = None
+    cos_sin_cache: fx.Node | None = None
+    rotated: tuple[fx.Node, ...] = ()
     q_factor: fx.Node | None = None
 
 

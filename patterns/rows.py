@@ -11,17 +11,15 @@ to the end; so is one whose numbers depend on the number of tokens.
 Where no size is a symbol the graph has one number of tokens, and is probed with that.
 """
 
-from __future__ import annotations
-
 import math
 import operator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import fx
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from mla_fusion.patterns.nodes import values
 
 aten = torch.ops.aten
 
@@ -59,11 +57,10 @@ def _times(size: Any, unit: Any) -> bool:
 
 def _tensors(node: fx.Node) -> list[torch.Tensor]:
     """What a node stands for: one tensor or several; none for a size."""
-    value = node.meta.get("val")
-    values = value if isinstance(value, tuple | list) else [value]
-    if any(each is None for each in values):
+    every = values(node)
+    if any(each is None for each in every):
         raise _Mixed
-    return [each for each in values if isinstance(each, torch.Tensor)]
+    return [each for each in every if isinstance(each, torch.Tensor)]
 
 
 def _symbolic(node: fx.Node) -> list[Any]:
@@ -134,8 +131,8 @@ def _takes_all(node: fx.Node, named: dict[str, Any]) -> bool:
     target: Any = node.target
     if not {"start", "end", "step"} <= {a.name for a in target._schema.arguments}:
         return False
-    values = [*node.all_input_nodes[:1], node, named.get("src", node)]
-    rows = {str(_tensors(each)[0].shape[_token_dim(each) or 0]) for each in values}
+    whole = [*node.all_input_nodes[:1], node, named.get("src", node)]
+    rows = {str(_tensors(each)[0].shape[_token_dim(each) or 0]) for each in whole}
     return named.get("start") in (None, 0) and named.get("step", 1) == 1 and len(rows) == 1
 
 

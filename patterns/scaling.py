@@ -7,21 +7,17 @@ The product is taken off in front of the spellings of RoPE, so each of them has 
 it. The graph may round the query before it and its result after it, to the activation type.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import fx
 
 from mla_fusion.patterns import probe
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from mla_fusion.patterns.site import Site
+from mla_fusion.patterns.nodes import dtype_of
+from mla_fusion.patterns.site import Site
 
 
 def unscaled(site: Site) -> tuple[Site, fx.Node | None]:
@@ -56,12 +52,9 @@ def _widens(node: fx.Node) -> bool:
     """Whether `node` is a cast that rounds nothing."""
     if node.target not in probe.CASTS:
         return False
-    before = node.all_input_nodes[0].meta.get("val")
-    return (
-        isinstance(before, torch.Tensor)
-        and before.dtype.is_floating_point
-        and before.dtype.itemsize < node.meta["val"].dtype.itemsize
-    )
+    before = dtype_of(node.all_input_nodes[0])
+    wider = before is not None and before.itemsize < node.meta["val"].dtype.itemsize
+    return wider and before.is_floating_point
 
 
 def _rotated(node: Any, query: fx.Node) -> fx.Node | None:

@@ -9,11 +9,10 @@
 Every pass starts at the attention call, so no layer is missed without a reason.
 """
 
-from __future__ import annotations
-
 import operator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
@@ -21,9 +20,6 @@ from torch._higher_order_ops.auto_functionalize import auto_functionalized
 
 from mla_fusion.patterns import probe
 from mla_fusion.report.reasons import Declined
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 ATTENTION = "vllm::unified_mla_attention_with_output"
 CACHE_UPDATE = "vllm::unified_mla_kv_cache_update"
@@ -44,6 +40,12 @@ def functionalized_op(node: Any) -> str:
     if isinstance(node, fx.Node) and node.target is auto_functionalized:
         return op_name(node.args[0])
     return ""
+
+
+def made_by(node: Any) -> str:
+    """The op's name if `node` is an output of such a call, else an empty string."""
+    is_output = isinstance(node, fx.Node) and node.target is operator.getitem
+    return functionalized_op(node.args[0]) if is_output else ""
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:

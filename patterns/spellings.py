@@ -4,25 +4,19 @@ A spelling is a module with `match(site)`, which returns what is rotated and how
 one goes into `SPELLINGS`, most common first; docs/new-rope.md has the steps.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import operator
 import re
-from typing import TYPE_CHECKING
 
 import torch
+from torch import fx
 
 from mla_fusion.ops import Rope
 from mla_fusion.patterns import inplace, native, nope, probe, scaling
-from mla_fusion.patterns.site import FUSED_ROPE_UPDATE, functionalized_op
+from mla_fusion.patterns.nodes import walk
+from mla_fusion.patterns.rope import RopeMatch
+from mla_fusion.patterns.site import FUSED_ROPE_UPDATE, Site, functionalized_op
 from mla_fusion.report.reasons import Declined
-
-if TYPE_CHECKING:
-    from torch import fx
-
-    from mla_fusion.patterns.rope import RopeMatch
-    from mla_fusion.patterns.site import Site
 
 SPELLINGS = (native.match, inplace.match, nope.match)
 
@@ -80,12 +74,5 @@ def _origin(node: fx.Node) -> str:
 
 def _has_angles(node: fx.Node) -> bool:
     """Whether a cosine, or a complex number from an angle, is computed anywhere before `node`."""
-    seen, stack = {node}, [node]
-    while stack:
-        node = stack.pop()
-        if node.target in (torch.ops.aten.cos.default, torch.ops.aten.polar.default):
-            return True
-        new = set(node.all_input_nodes) - seen
-        seen |= new
-        stack += new
-    return False
+    angles = torch.ops.aten.cos.default, torch.ops.aten.polar.default
+    return any(each.target in angles for each in walk([node], lambda n: n.all_input_nodes))

@@ -3,16 +3,13 @@
 This package knows torch and Triton, not vLLM: a kernel engineer can use it alone.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 from typing import Any
 
 import torch
 
-from mla_fusion.kernels.inputs import Inputs
-from mla_fusion.kernels.validate import validate
+from mla_fusion.kernels.inputs import Inputs, validate
 
 PROVIDERS = ("reference", "triton", "aiter")
 

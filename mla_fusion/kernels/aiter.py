@@ -16,16 +16,15 @@ all of it in Python first. Four pitfalls are avoided instead of checked:
 * position 0 and one row of cosines without RoPE: not every kernel clamps positions.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import logging
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,9 +32,6 @@ from mla_fusion.kernels import ProviderUnavailable
 from mla_fusion.kernels.arithmetic import FP8_DTYPES, absorb, scale
 from mla_fusion.kernels.capture import refuse_during_capture
 from mla_fusion.kernels.inputs import Inputs
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +63,6 @@ class PackedWeight:
 
     @property
     def device(self) -> torch.device:
-        """Where it is."""
         return self.weight.device
 
 
@@ -112,11 +107,7 @@ def unsupported(nope: int, rope: int, latent: int) -> str:
 
 
 def fused_mla_decode_prep(inputs: Inputs) -> torch.Tensor:
-    """See `mla_fusion.kernels.fused_mla_decode_prep`; `w_uk_t` may be packed.
-
-    Raises:
-        ValueError: an argument that AITER would reject, by aborting, or silently misread.
-    """
+    """See `mla_fusion.kernels.fused_mla_decode_prep`; `w_uk_t` may be packed."""
     import aiter
 
     if inputs.cos_sin_cache is None:
@@ -294,11 +285,7 @@ def warmup(
 
     AITER builds the module of an op when it is first called, which takes minutes, and Triton
     compiles the packed products for some sizes. AITER may end the process: the last line of
-    `progress` then names the call.
-
-    Arguments are those of `mla_fusion.kernels.triton.warmup`; `w_uk_t` of a batch may be packed.
-
-    Returns: the number of batch sizes.
+    `progress` then names the call. Returns the number of batch sizes.
     """
     sizes = sorted({min(2**n, max_tokens) for n in range(max_tokens.bit_length() + 1)})
     for tokens in sizes:
@@ -334,11 +321,7 @@ def capabilities() -> dict[str, bool]:
 
 
 def parameters(function: Callable[..., Any], name: str) -> tuple[str, ...]:
-    """Names of the arguments of `aiter.name`, from its schema if a compiled op hides them.
-
-    Raises:
-        ProviderUnavailable: it hides them and is not registered with torch.
-    """
+    """Names of the arguments of `aiter.name`, from its schema if a compiled op hides them."""
     found = inspect.signature(function).parameters
     if tuple(found) != ("args", "kwargs"):
         return tuple(found)

@@ -3,8 +3,6 @@
 `reference.py` uses none of it: an error here must show in a comparison with the specification.
 """
 
-from __future__ import annotations
-
 import torch
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)

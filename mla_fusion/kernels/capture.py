@@ -1,7 +1,5 @@
 """Whether a CUDA graph is being captured, and what is refused during capture."""
 
-from __future__ import annotations
-
 import torch
 
 

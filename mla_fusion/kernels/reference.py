@@ -4,8 +4,6 @@ It shares no code with them and runs on any device, slowly. The formulas are tho
 (arXiv:2405.04434, section 2.1) with the absorbed up-projection of appendix C.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -4,8 +4,6 @@ The kernel itself is in `triton_kernels.py`, which is imported on first use, so 
 be imported where Triton is not installed.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Callable
@@ -248,12 +246,8 @@ def warmup(
     multiples of 16 bytes (k_pe cut out of a projection of odd width, say), the first such batch
     compiles a variant of its own: run one before capture.
 
-    Arguments:
-        batch: makes a batch of so many padded rows: `mla_fusion.kernels.padded_batch` for a layer.
-        max_tokens: the largest batch of the decode bucket.
-        progress: called with one line per configuration.
-
-    Returns: the number of configurations.
+    batch: `mla_fusion.kernels.inputs.padded_batch` for a layer. progress: called with one line per
+    configuration. Returns their number.
     """
     one = batch(1)
     heads, device = one.q.shape[1], one.q.device

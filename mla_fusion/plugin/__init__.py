@@ -5,8 +5,6 @@ number of times, in any process. While the flag is off, nothing here changes wha
 little is imported: each module of this package imports what works for the flag where it is used.
 """
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -1,7 +1,5 @@
 """vLLM's compilation mode on a CPU."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mla_fusion import config
@@ -10,8 +11,6 @@ from mla_fusion.plugin import flag
 from mla_fusion.plugin.wrap import wrap
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from mla_fusion.config.engine import Decision
 
 _REFUSED = "_mla_fusion_refused"  # on a VllmConfig: the operator switched graph partition off
@@ -28,39 +27,33 @@ def decide_in_vllm_config() -> None:
     """
     from vllm.config import VllmConfig
 
-    def post_init(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
-            pass_config = self.compilation_config.pass_config
-            _adopt(pass_config)
-            if not config.is_on(self):
-                no_effect.warn(self, vllm_compat.chose_sparse_backend(self, config.SPARSE_BACKEND))
-                original(self, *args, **kwargs)
-                return
-            # vLLM's defaults fill in what is None.
-            partition = self.compilation_config.use_inductor_graph_partition
-            setattr(self, _REFUSED, partition is False)
-            try:
-                original(self, *args, **kwargs)
-            finally:
-                # `replace`, with which vLLM makes a draft model's config, only takes known fields.
-                delattr(self, _REFUSED)
-            if config.is_on(self):
-                _extend_splitting_ops(self.compilation_config)
+    wrap(VllmConfig, "__post_init__", _post_init)
+    wrap(VllmConfig, "_set_compile_ranges", _set_compile_ranges)
 
-        return wrapper
 
-    def set_compile_ranges(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(self: Any) -> None:
-            if config.is_on(self):
-                from mla_fusion.plugin import prerequisites
+def _post_init(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
+    _adopt(self.compilation_config.pass_config)
+    if not config.is_on(self):
+        no_effect.warn(self, vllm_compat.chose_sparse_backend(self, config.SPARSE_BACKEND))
+        original(self, *args, **kwargs)
+        return
+    # vLLM's defaults fill in what is None.
+    setattr(self, _REFUSED, self.compilation_config.use_inductor_graph_partition is False)
+    try:
+        original(self, *args, **kwargs)
+    finally:
+        # `replace`, with which vLLM makes a draft model's config, only takes known fields.
+        delattr(self, _REFUSED)
+    if config.is_on(self):
+        _extend_splitting_ops(self.compilation_config)
 
-                prerequisites.apply(self, decide(self))
-            original(self)
 
-        return wrapper
+def _set_compile_ranges(original: Callable[..., Any], self: Any) -> None:
+    if config.is_on(self):
+        from mla_fusion.plugin import prerequisites
 
-    wrap(VllmConfig, "__post_init__", post_init)
-    wrap(VllmConfig, "_set_compile_ranges", set_compile_ranges)
+        prerequisites.apply(self, decide(self))
+    original(self)
 
 
 def _adopt(pass_config: Any) -> None:

@@ -1,16 +1,12 @@
 """The attention layers of DeepSeek-V4 and V4.1, which do not ask vLLM for a backend."""
 
-from __future__ import annotations
-
 import importlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from mla_fusion import config
 from mla_fusion.config import vllm_compat
 from mla_fusion.plugin.wrap import wrap
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 # By how a model's class begins: its package, and by how many tokens an entry of a layer stands for,
 # the kind of the layer.
@@ -41,15 +37,12 @@ def take_layers(vllm_config: Any) -> None:
     package, kinds = found
     ops = importlib.import_module(f"vllm.models.{package}.common.ops")
 
-    def select(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def wrapper(vllm_config: Any) -> Any:
-            selected = original(vllm_config)
-            if not (_chosen(vllm_config) and hasattr(selected, "_forward_decode")):
-                return selected
-            slots = ops.compute_global_topk_indices_and_lens
-            return deepseek_v4.decoded_here(selected, kinds, slots)
-
-        return wrapper
+    def select(original: Callable[..., Any], vllm_config: Any) -> Any:
+        selected = original(vllm_config)
+        if not (_chosen(vllm_config) and hasattr(selected, "_forward_decode")):
+            return selected
+        slots = ops.compute_global_topk_indices_and_lens
+        return deepseek_v4.decoded_here(selected, kinds, slots)
 
     model = importlib.import_module(f"vllm.models.{package}.nvidia.model")
     wrap(model, "_select_dsv4_attn_cls", select)

@@ -1,15 +1,11 @@
 """The flag and its threshold as fields of vLLM's PassConfig."""
 
-from __future__ import annotations
-
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from mla_fusion import config
 from mla_fusion.plugin.wrap import WRAPPED
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def add_fields(restore: Callable[[dict[str, Any]], Any]) -> None:

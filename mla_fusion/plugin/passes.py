@@ -1,14 +1,10 @@
 """The passes in vLLM's pass manager."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from mla_fusion import config
 from mla_fusion.plugin.wrap import wrap
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def add_passes() -> None:
@@ -21,20 +17,17 @@ def add_passes() -> None:
     from vllm.compilation.passes.pass_manager import PostGradPassManager
     from vllm.platforms import current_platform
 
-    def configure(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(self: Any, vllm_config: Any) -> None:
-            original(self, vllm_config)
-            if not config.is_on(vllm_config):
-                return
-            from mla_fusion.passes.pipeline import LastStep, MLAFusionPass
+    def configure(original: Callable[..., Any], self: Any, vllm_config: Any) -> None:
+        original(self, vllm_config)
+        if not config.is_on(vllm_config):
+            return
+        from mla_fusion.passes.pipeline import LastStep, MLAFusionPass
 
-            options = config.read_options(vllm_config.additional_config)
-            bucket, rows = config.decode_bucket(vllm_config), 1 + config.draft_tokens(vllm_config)
-            self.add(MLAFusionPass(options.provider, bucket, options.attention, rows))
-            # vLLM's last step names CUDA-only ops and raises on a CPU build.
-            rest = None if current_platform.is_cpu() else self.fix_functionalization
-            self.fix_functionalization = LastStep(rest)
-
-        return wrapper
+        options = config.read_options(vllm_config.additional_config)
+        bucket, rows = config.decode_bucket(vllm_config), 1 + config.draft_tokens(vllm_config)
+        self.add(MLAFusionPass(options.provider, bucket, options.attention, rows))
+        # vLLM's last step names CUDA-only ops and raises on a CPU build.
+        rest = None if current_platform.is_cpu() else self.fix_functionalization
+        self.fix_functionalization = LastStep(rest)
 
     wrap(PostGradPassManager, "configure", configure)

@@ -1,15 +1,11 @@
 """What Inductor does differently in the compile ranges of the decode bucket."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from mla_fusion import config
 from mla_fusion.config import vllm_compat
 from mla_fusion.plugin.wrap import wrap
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def set_for_ranges() -> None:
@@ -22,28 +18,19 @@ def set_for_ranges() -> None:
     """
     from vllm.compilation.backends import CompilerManager
 
-    def compile_(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(
-            self: Any,
-            graph: Any,
-            example_inputs: Any,
-            additional_inductor_config: dict[str, Any],
-            compilation_config: Any,
-            compile_range: Any,
-            *args: Any,
-            **kwargs: Any,
-        ) -> Any:
-            options = additional_inductor_config
-            if not kwargs.get("is_encoder", False):
-                options = for_range(options, compilation_config.pass_config, compile_range)
-            return original(
-                self, graph, example_inputs, options, compilation_config, compile_range,
-                *args, **kwargs,
-            )  # fmt: skip
+    wrap(CompilerManager, "compile", _compile)
 
-        return wrapper
 
-    wrap(CompilerManager, "compile", compile_)
+def _compile(
+    original: Callable[..., Any], self: Any, graph: Any, example_inputs: Any,
+    additional_inductor_config: dict[str, Any], compilation_config: Any, compile_range: Any,
+    *args: Any, **kwargs: Any,
+) -> Any:  # fmt: skip
+    options = additional_inductor_config
+    if not kwargs.get("is_encoder", False):
+        options = for_range(options, compilation_config.pass_config, compile_range)
+    before = graph, example_inputs, options, compilation_config, compile_range
+    return original(self, *before, *args, **kwargs)
 
 
 def for_range(options: dict[str, Any], pass_config: Any, compile_range: Any) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """What a worker does once it has loaded its model, and before its first request."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mla_fusion import config
@@ -11,8 +10,6 @@ from mla_fusion.plugin.steps import STEPS, count_steps
 from mla_fusion.plugin.wrap import wrap
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from mla_fusion.runtime import metrics
 
 
@@ -27,27 +24,25 @@ def prepare_workers() -> None:
     """
     from vllm.v1.worker.worker_base import WorkerBase
 
-    def init(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
-            wrap(type(self), "load_model", prepare_layers)
-            wrap(type(self), "compile_or_warm_up_model", warm_up_and_publish)
-            for name in filter(lambda name: hasattr(type(self), name), vllm_compat.LOADS_WEIGHTS):
-                wrap(type(self), name, refresh_tables)
-            original(self, *args, **kwargs)
-            if config.is_on(self.vllm_config):
-                from mla_fusion import report, runtime
-                from mla_fusion.runtime import metrics
-
-                # No pass registers the ops if a graph that calls them comes from a warm cache.
-                runtime.register_ops()
-                setattr(self, STEPS, metrics.StepCounter(self.vllm_config.parallel_config.rank))
-                count_steps()
-                report.forget()
-
-        return wrapper
-
-    wrap(WorkerBase, "__init__", init)
+    wrap(WorkerBase, "__init__", _init)
     WorkerBase.mla_fusion_steps = mla_fusion_steps
+
+
+def _init(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
+    wrap(type(self), "load_model", prepare_layers)
+    wrap(type(self), "compile_or_warm_up_model", warm_up_and_publish)
+    for name in filter(lambda name: hasattr(type(self), name), vllm_compat.LOADS_WEIGHTS):
+        wrap(type(self), name, refresh_tables)
+    original(self, *args, **kwargs)
+    if config.is_on(self.vllm_config):
+        from mla_fusion import report, runtime
+        from mla_fusion.runtime import metrics
+
+        # No pass registers the ops if a graph that calls them comes from a warm cache.
+        runtime.register_ops()
+        setattr(self, STEPS, metrics.StepCounter(self.vllm_config.parallel_config.rank))
+        count_steps()
+        report.forget()
 
 
 def mla_fusion_steps(self: Any) -> dict[str, dict[str, int]]:
@@ -56,63 +51,51 @@ def mla_fusion_steps(self: Any) -> dict[str, dict[str, int]]:
     return {} if steps is None else steps.snapshot()
 
 
-def prepare_layers(load_model: Callable[..., Any]) -> Callable[..., Any]:
+def prepare_layers(load_model: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """`load_model` of a worker, after which its layers have its step counter, and what persistent
     and sparse decodes need: it must be there before vLLM measures what memory is left."""
+    deepseek_v4.take_layers(self.vllm_config)
+    result = load_model(self, *args, **kwargs)
+    layers = self.vllm_config.compilation_config.static_forward_context
+    if vllm_compat.may_have_sparse_layers(self.vllm_config, config.SPARSE_BACKEND):
+        from mla_fusion.runtime import sparse_layers
 
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        deepseek_v4.take_layers(self.vllm_config)
-        result = load_model(self, *args, **kwargs)
-        layers = self.vllm_config.compilation_config.static_forward_context
-        if vllm_compat.may_have_sparse_layers(self.vllm_config, config.SPARSE_BACKEND):
-            from mla_fusion.runtime import sparse_layers
+        sparse_layers.attach(layers, self.vllm_config)
+    if config.is_on(self.vllm_config):
+        from mla_fusion.runtime import step_plan
 
-            sparse_layers.attach(layers, self.vllm_config)
-        if config.is_on(self.vllm_config):
-            from mla_fusion.runtime import step_plan
-
-            for layer in vllm_compat.mla_layers(layers).values():
-                setattr(layer, STEPS, getattr(self, STEPS))
-            options = config.read_options(self.vllm_config.additional_config)
-            step_plan.attach(layers, options, self.vllm_config)
-        return result
-
-    return wrapper
+        for layer in vllm_compat.mla_layers(layers).values():
+            setattr(layer, STEPS, getattr(self, STEPS))
+        options = config.read_options(self.vllm_config.additional_config)
+        step_plan.attach(layers, options, self.vllm_config)
+    return result
 
 
-def warm_up_and_publish(compile_or_warm_up_model: Callable[..., Any]) -> Callable[..., Any]:
+def warm_up_and_publish(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Compile the kernels before `compile_or_warm_up_model` of a worker captures graphs, because
     nothing may compile during capture; then publish the report and count steps."""
+    if not config.is_on(self.vllm_config):
+        return original(self, *args, **kwargs)
+    from mla_fusion import report
+    from mla_fusion.runtime import collectives
 
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not config.is_on(self.vllm_config):
-            return compile_or_warm_up_model(self, *args, **kwargs)
-        from mla_fusion import report
-        from mla_fusion.runtime import collectives
-
-        made, cached = collectives.prepare(self.vllm_config)
-        result = compile_or_warm_up_model(self, *args, **kwargs)
-        if vllm_compat.is_first_rank():
-            report.publish(made, self.vllm_config.model_config.architecture, cached)
-        sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes or []
-        getattr(self, STEPS).start(made, sizes)
-        return result
-
-    return wrapper
+    made, cached = collectives.prepare(self.vllm_config)
+    result = original(self, *args, **kwargs)
+    if vllm_compat.is_first_rank():
+        report.publish(made, self.vllm_config.model_config.architecture, cached)
+    sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes or []
+    getattr(self, STEPS).start(made, sizes)
+    return result
 
 
-def refresh_tables(load: Callable[..., Any]) -> Callable[..., Any]:
+def refresh_tables(load: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """`load`, a method of a worker after which weights or buffers may be others, and then what this
     library derived from them."""
+    result = load(self, *args, **kwargs)
+    tags = kwargs.get("tags", args[0] if args else None) if load.__name__ == "wake_up" else None
+    # Weights that still sleep have no memory.
+    if config.is_on(self.vllm_config) and (tags is None or "weights" in tags):
+        from mla_fusion.runtime import tables
 
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = load(self, *args, **kwargs)
-        tags = kwargs.get("tags", args[0] if args else None) if load.__name__ == "wake_up" else None
-        # Weights that still sleep have no memory.
-        if config.is_on(self.vllm_config) and (tags is None or "weights" in tags):
-            from mla_fusion.runtime import tables
-
-            tables.refresh(self.vllm_config)
-        return result
-
-    return wrapper
+        tables.refresh(self.vllm_config)
+    return result

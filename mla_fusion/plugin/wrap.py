@@ -1,28 +1,29 @@
 """How something of vLLM is replaced: a method, now or when its module is imported."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from importlib.machinery import ModuleSpec
-    from types import ModuleType
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
 
 WRAPPED = "_mla_fusion_wrapped"  # on what was replaced, or on a class whose method was
 
 
-def wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace method `name` of `owner` by make(original), once."""
+def wrap(owner: Any, name: str, instead: Callable[..., Any]) -> None:
+    """Let calls of method `name` of `owner` be calls of `instead`, once, which gets the original
+    before their arguments."""
     original = getattr(owner, name)
     if getattr(original, WRAPPED, False):
         return
-    wrapper = functools.wraps(original)(make(original))
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return instead(original, *args, **kwargs)
+
     setattr(wrapper, WRAPPED, True)
     setattr(owner, name, wrapper)
 

@@ -14,11 +14,10 @@ step, so they cannot disagree:
 `collectives` is what the ranks do together before the first step.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -29,11 +28,7 @@ from mla_fusion.kernels.inputs import Inputs, padded_batch
 from mla_fusion.ops import Quantization, Rope, Variant
 from mla_fusion.runtime import step_plan, tables
 from mla_fusion.runtime.output import QuantizedOutput
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
-    from mla_fusion.runtime.step_plan import StepPlan
+from mla_fusion.runtime.step_plan import StepPlan
 
 
 def is_decode_only(metadata: Any) -> bool:
@@ -67,9 +62,6 @@ def fused_decode_prep(
     Either way the KV cache is written. `prepared_q` is written only for a decode-only batch, with
     zeros in padding rows. k_pe is [T, 1, R]; the other shapes are those of
     `mla_fusion.kernels.fused_mla_decode_prep`.
-
-    Raises:
-        ValueError: vLLM passes more slots than there are query rows.
     """
     metadata, layer, kv_cache, slot_mapping = vllm_compat.attention_context(layer_name)
     if not _is_fused(metadata, slot_mapping):
@@ -272,12 +264,8 @@ def warm_up(
 ) -> None:
     """Let the provider compile what batches of up to `max_tokens` tokens need, if it compiles.
 
-    `layers` are all layers of the model; for each variant one of each shape is used, with every
-    slot negative, so that no cache changes.
-
-    Raises:
-        Exception: what the provider raises, with a note that says what to do. The engine then does
-            not start: the compiled graphs call the provider.
+    For each variant one layer of each shape is used, with every slot negative, so that no cache
+    changes. An error of the provider ends the start: the compiled graphs call it.
     """
     module = kernels.get_provider(provider)
     if not hasattr(module, "warmup"):
@@ -293,9 +281,7 @@ def warm_up(
             if shape in shapes:
                 continue
             shapes.add(shape)
-            table = factor_dtype = None
-            if variant.factor_dtype:
-                factor_dtype = getattr(torch, variant.factor_dtype)
+            table = None
             if variant.table_dtype:
                 dtype = getattr(torch, variant.table_dtype)
                 table = torch.zeros((1, variant.rope_dim), dtype=dtype, device=weight.device)
@@ -310,7 +296,7 @@ def warm_up(
                     rope_dim=variant.rope_dim,
                     is_neox=variant.is_neox,
                     q_dtype=getattr(torch, variant.query_dtype),
-                    factor_dtype=factor_dtype,
+                    factor_dtype=getattr(torch, variant.factor_dtype, None),
                     context_parallel=vllm_compat.context_parallel_ranks(layer) > 1,
                 )
                 module.warmup(batch, max_tokens, progress=_show)
@@ -327,11 +313,7 @@ def _show(progress: str) -> None:
 
 def warm_up_attention(layers: Mapping[str, Any], quantizations: Iterable[str] = ()) -> None:
     """Run every plan of the model `layers` once, and once for each kind of W_UV and for each of
-    `quantizations` behind it, so that its kernels are compiled or loaded.
-
-    Raises:
-        Exception: what a kernel raises, with a note on what to do. The engine does not start then.
-    """
+    `quantizations` behind it, so that its kernels are compiled or loaded."""
     planned: dict[Any, tuple[StepPlan, Any]] = {}
     for layer in layers.values():
         plan = getattr(layer, step_plan.ATTRIBUTE, None)

@@ -3,21 +3,17 @@
 `mla_fusion.report.ranks` merges their reports.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 from mla_fusion import config, report, runtime
 from mla_fusion.config import vllm_compat
 from mla_fusion.config.identity import graphs_hash
 from mla_fusion.report.ranks import merge
 from mla_fusion.runtime import decode_choice, step_plan
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 
 def prepare(vllm_config: Any) -> tuple[report.Report | None, bool]:

@@ -1,10 +1,9 @@
 """Who decodes a layer: what the option `attention` comes to in an engine."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -13,9 +12,6 @@ from mla_fusion.attention.aiter import selection
 from mla_fusion.attention.plan import device
 from mla_fusion.config import eligibility, engine, vllm_compat
 from mla_fusion.runtime import measured
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 logger = logging.getLogger("vllm.mla_fusion")
 

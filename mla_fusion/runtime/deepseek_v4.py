@@ -8,10 +8,9 @@ read as many entries, and other kinds read others: each kind has a scratch of it
 `plugin.deepseek_v4` puts the class that is made here in the place of vLLM's.
 """
 
-from __future__ import annotations
-
 import functools
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 
@@ -22,9 +21,6 @@ from mla_fusion.attention.sparse import TILE, sparse_mla_decode, sparse_scratch
 from mla_fusion.config import vllm_compat
 from mla_fusion.report.reasons import Decline
 from mla_fusion.runtime import sparse_step
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 LATENT = FP8_DS_MLA_V4.latent
 WINDOW_ONLY, LISTED = "swaonly", "c128a"  # LISTED: vLLM's metadata has the slots of all entries

@@ -20,22 +20,16 @@ with which the kernels have run on a GPU, whichever they are of: an engine that 
 should not lose what was measured.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mla_fusion.attention.plan.device import triton_version
 from mla_fusion.config import vllm_compat
 from mla_fusion.config.identity import source_hash
 from mla_fusion.report.files import read_bounded
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 logger = logging.getLogger("vllm.mla_fusion")
 

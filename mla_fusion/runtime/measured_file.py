@@ -3,8 +3,6 @@
 It imports pydantic, which vLLM brings, so `measured.read` imports it when there is a file.
 """
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError

@@ -15,18 +15,13 @@ graph, is in a compile range in which layers fused. Passes of a draft model coun
 the engine's warm-up does not.
 """
 
-from __future__ import annotations
-
 import functools
 from bisect import bisect_left
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
+from mla_fusion.report import Report
 from mla_fusion.runtime import is_decode_only
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from mla_fusion.report import Report
 
 _NAME = "mla_fusion_steps"
 _HELP = (

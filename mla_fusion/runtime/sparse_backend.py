@@ -6,8 +6,6 @@ tokens is vLLM's: metadata, builder, prefill, the layout of the cache and its wr
 that the backend gives: vLLM chooses by it the cache type and more.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from mla_fusion.config import vllm_compat

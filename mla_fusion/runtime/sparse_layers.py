@@ -1,18 +1,14 @@
 """What sparse layers get when a model is loaded, and what the log says of them."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from mla_fusion import config
 from mla_fusion.config import vllm_compat
 from mla_fusion.report.reasons import Decline
 from mla_fusion.runtime import deepseek_v4, sparse_step
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 logger = logging.getLogger("vllm.mla_fusion")
 

@@ -3,9 +3,8 @@
 Nothing here has run on AMD hardware, so nothing is taken unless an operator asks for it.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -14,9 +13,6 @@ from mla_fusion.attention.cdna.fits import why_no_sparse
 from mla_fusion.attention.plan.device import cdna
 from mla_fusion.config import vllm_compat
 from mla_fusion.report.reasons import Decline
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 class FirstColumns:

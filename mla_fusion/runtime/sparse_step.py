@@ -6,9 +6,8 @@ tokens, because every row of slots counts as a whole, with -1 for none. `sparse_
 differs on ROCm.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -21,9 +20,6 @@ from mla_fusion.kernels import ProviderUnavailable
 from mla_fusion.kernels import triton as provider
 from mla_fusion.report.reasons import Decline
 from mla_fusion.runtime import sparse_rocm
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 # Of the implementation of a layer with the attention backend CUSTOM.
 ATTRIBUTE = "mla_fusion_step"

@@ -10,11 +10,10 @@ for all steps, so every replay plans anew. The padded batch and the longest quer
 the graph.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -22,12 +21,8 @@ from mla_fusion import attention, config
 from mla_fusion.attention.plan.epilogue import GROUP, in_groups
 from mla_fusion.config import eligibility, vllm_compat
 from mla_fusion.runtime import decode_choice
+from mla_fusion.runtime.measured import Span
 from mla_fusion.runtime.output import QuantizedOutput
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from mla_fusion.runtime.measured import Span
 
 logger = logging.getLogger("vllm.mla_fusion")
 

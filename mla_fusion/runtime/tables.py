@@ -7,8 +7,6 @@ follows a reload or a wake-up, after which a replayed CUDA graph, which runs no 
 at the same addresses.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -10,7 +10,7 @@ from torch import fx
 
 from mla_fusion import ops
 from mla_fusion.passes.fix_functionalization import MLAFixFunctionalizationPass
-from mla_fusion.passes.result import PassResult
+from mla_fusion.passes.rewrite import PassResult
 from mla_fusion.patterns.site import functionalized_op
 from tests.passes import edits, graphs
 from tests.passes.fake_engine import BATCHES, assert_same, fuse, passes, reasons, run

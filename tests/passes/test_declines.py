@@ -10,7 +10,7 @@ import pytest
 from torch import fx
 
 from mla_fusion.passes import pipeline
-from mla_fusion.passes.result import PassResult
+from mla_fusion.passes.rewrite import PassResult
 from mla_fusion.report.reasons import REASONS, Decline
 from tests.passes import edits, graphs
 from tests.passes.fake_engine import Engine, fuse, reasons

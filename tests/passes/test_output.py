@@ -10,7 +10,7 @@ from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from mla_fusion import ops
 from mla_fusion.attention.plan import epilogue
 from mla_fusion.passes.fix_functionalization import MLAFixFunctionalizationPass
-from mla_fusion.passes.result import PassResult
+from mla_fusion.passes.rewrite import PassResult
 from mla_fusion.patterns.site import functionalized_op
 from tests.passes import edits, graphs, linears
 from tests.passes.fake_engine import BATCHES, Engine, assert_same, fuse, passes, reasons, run

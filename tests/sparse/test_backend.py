@@ -76,7 +76,7 @@ def test_a_worker_that_has_loaded_its_model_prepares_the_layers(config, make, mo
         monkeypatch.setitem(layers, "without", object())
         return "result"
 
-    assert workers.prepare_layers(load_model)(worker) == "result"
+    assert workers.prepare_layers(load_model, worker) == "result"
     assert impl.mla_fusion_step.scratch.plan.settings.num_heads == impl.num_heads
 
 

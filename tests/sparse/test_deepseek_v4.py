@@ -214,7 +214,7 @@ def test_a_worker_with_custom_makes_its_model_of_layers_that_decode_here(
     worker = types.SimpleNamespace(vllm_config=config)
     for backend in (None, AttentionBackendEnum.CUSTOM, AttentionBackendEnum.FLASHMLA_SPARSE):
         monkeypatch.setattr(config.attention_config, "backend", backend)
-        workers.prepare_layers(load_model)(worker)
+        workers.prepare_layers(load_model, worker)
     assert seen[0] is seen[2] is base
     assert issubclass(seen[1], base) and seen[1].backend_cls is base.backend_cls
     assert seen[1].mla_fusion_step is None and seen[1].__name__ == base.__name__

@@ -1,0 +1,39 @@
+"""What a node of a graph stands for, and what is reached from it."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+
+def values(node: fx.Node) -> list[Any]:
+    """One value or several; None without metadata."""
+    value = node.meta.get("val")
+    return list(value) if isinstance(value, tuple | list) else [value]
+
+
+def dtype_of(node: fx.Node) -> torch.dtype | None:
+    """The type of the one tensor that a node stands for."""
+    value = node.meta.get("val")
+    return value.dtype if isinstance(value, torch.Tensor) else None
+
+
+def is_float(node: fx.Node) -> bool:
+    """Whether a node stands for one tensor of a floating-point type."""
+    dtype = dtype_of(node)
+    return dtype is not None and dtype.is_floating_point
+
+
+def walk(
+    nodes: Iterable[fx.Node], neighbours: Callable[[fx.Node], Iterable[fx.Node]]
+) -> Iterator[fx.Node]:
+    """`nodes`, their neighbours, theirs and so on, each once and before its own."""
+    stack = list(dict.fromkeys(nodes))
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        yield node
+        new = dict.fromkeys(each for each in neighbours(node) if each not in seen)
+        seen.update(new)
+        stack += new
