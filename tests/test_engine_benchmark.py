@@ -5,6 +5,7 @@ import math
 
 import engine
 import engine_compare
+import engine_complete
 import pytest
 from engine_jobs import job
 
@@ -107,3 +108,17 @@ def test_context_parallelism_is_measured_against_an_engine_without_it():
     """vLLM's own fusion, the arm `cat`, is wrong there."""
     args = argparse.Namespace(tp=2, dp=1, dcp=2)
     assert engine.unfused("k2-tp4 fp8", args) == ("tp",)
+
+
+def test_complete_judges_layers_and_takes_changes_of_medians_against_default():
+    results = {"default": BASE, "cat": result(TOKENS, NOISY)}
+    blocks = {"quantization_config": {}}  # of which `native` alone is a measure
+    for fused, said in ((3, "right"), (2, "WRONG: not fused in every layer")):
+        results["fused"] = BASE | {"ranges": [[1, 128, 3, fused, 3 - fused], [129, 8192, 3, 0, 0]]}
+        assert engine_complete.verdict("fused", results, 3, {}).startswith(said)
+    results["fused"] |= {"ranges": [[1, 128, 3, 3, 0]]}
+    assert engine_complete.verdict("fused", results, 3, blocks) == "not judged"
+    ours, default = ([{"gpu": us + more} for us in (14, 12, 10)] for more in (-1.04, 0))
+    assert engine_complete.columns(ours, default) == {
+        "gpu_us": 11, "gpu_min": 9, "gpu_max": 13, "gpu_change": -8.33
+    }  # fmt: skip
