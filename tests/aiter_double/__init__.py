@@ -18,6 +18,7 @@ port: nothing here was read from, or run beside, AITER's kernels. docs/aiter.md 
     products.py   the batched products of Triton for fp4 and fp8 weights
     schemas.py    the schemas under which AITER registers its compiled ops with torch
     module.py     the module tree, and putting it into sys.modules
+    *_rules.py    uses of the library that would break a rule
 """
 
 from tests.aiter_double.faults import Aborted, Fault, SilentlyWrong

@@ -1,226 +1,140 @@
-"""The rules of AITER's fused op. test_rules.py and test_fused.py run them.
+"""Calls of the provider that would break a rule of AITER's fused op; test_fused.py makes them.
 
-`direct` changes a good call of AITER's op, `hostile` a good call of the provider; each gets the
-arguments. A rule without `hostile` is the caller's word.
+`BROKEN`: for each rule what to change in a good call, functions of its arguments, and part of the
+ValueError with which the provider refuses before it calls AITER; no words where it calls AITER so
+that the result is right.
 """
 
 import torch
 
 from tests.aiter_double.calls import H, L, P, R, T
-from tests.aiter_double.changes import (
-    by_head,
-    cache,
-    direct_table,
-    every_second,
-    few,
-    few_heads,
-    huge,
-    narrow,
-    other_flavour,
-    padded_heads,
-    same,
-    shifted,
-)
-from tests.aiter_double.rule import ABORTS, SILENT, TYPE, Rule
 
+FN, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
+
+
+def cache(dtype, *shape):
+    return {"kv_cache": lambda a: torch.zeros(shape or (3, 16, L + R)).to(dtype)}
+
+
+def other_flavour(a):
+    return torch.zeros(3, 16, L + R).to(FNUZ if a["fp8"] is FN else FN)
+
+
+def every_second(x, dim):
+    """The values of x with a stride of two in `dim`."""
+    return torch.stack((x, x), dim=dim + 1).flatten(dim, dim + 1)[
+        (slice(None),) * dim + (slice(None, None, 2),)
+    ]
+
+
+def shifted(x):
+    """The values of x, dense, at an address that no vector of 4 bytes begins at."""
+    one = 2 // x.element_size()
+    return torch.cat((x.new_empty(one), x.flatten()))[one:].view(x.shape)
+
+
+def padded_heads(a):
+    out = a["q_out"].new_zeros((T, H, 640))
+    out[..., : L + R] = a["q_out"]
+    return out[..., : L + R]
+
+
+def by_head(x):
+    """The same values [T, H, n], head by head in memory, as a batched product leaves them."""
+    return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def huge(a):
+    """A view of few rows of more than 2^30 elements each; untouched pages cost nothing."""
+    wide = torch.empty(T * 2**29 + 2**20, dtype=torch.bfloat16)
+    return wide.as_strided((T, 2, P + R), (2**29, P + R, 1))
+
+
+def narrow(latent, heads, block):
+    """Another latent width."""
+    shapes = {"q": (T, heads, P + R), "w_uk_t": (heads, P, latent), "kv_c": (T, latent),
+              "kv_cache": (50, block, latent + R), "q_out": (T, heads, latent + R)}  # fmt: skip
+    return {n: lambda a, s=shape: torch.zeros(s).bfloat16() for n, shape in shapes.items()}
+
+
+# Two heads, which the general kernel serves.
+FEW = {"q": lambda a: a["q"][:, :2], "w_uk_t": lambda a: a["w_uk_t"][:2],
+       "q_out": lambda a: a["q_out"][:, :2].contiguous()}  # fmt: skip
+CACHE = "kv_cache must be torch.bfloat16 or torch.float8"
+QUERY = "q_out must be torch.bfloat16, or fp8"
 SCALES = "k_scale and q_scale must be fp32 on the device"
+KEYS = "kv_c and k_pe must be torch.bfloat16 as q"
 ALIGNED = "q, kv_c, k_pe, kv_cache and q_out must be aligned to 4 bytes"
-
-RULES: list[Rule] = [
+TABLE = "cos_sin_cache"
+BROKEN = {
     # The cache and its type.
-    Rule("uint8-cache", "an fp8 cache kept as bytes must be viewed as fp8", ABORTS,
-         words="kv cache data type is not supported: torch.uint8",
-         refused="kv_cache must be torch.bfloat16 or torch.float8",
-         **same("kv_cache", cache(torch.uint8))),
-    Rule("other-fp8", "fp8 is the architecture's: e4m3fnuz on gfx942, e4m3fn on gfx950", TYPE,
-         words="torch.float8_e4m3fn", refused="kv_cache must be torch.bfloat16 or torch.float8",
-         **same("kv_cache", other_flavour)),
-    Rule("e5m2", "an e5m2 cache is not written as e5m2", TYPE,
-         words="torch.float8_e5m2", refused="kv_cache must be torch.bfloat16 or torch.float8",
-         **same("kv_cache", cache(torch.float8_e5m2))),
-    Rule("cache-type", "a cache that is not fp8 has the activation type", SILENT,
-         words="a cache of another type is corrupted",
-         refused="kv_cache must be torch.bfloat16 or torch.float8",
-         **same("kv_cache", cache(torch.float16))),
-    Rule("cache-width", "a cache entry is latent + rope wide", SILENT,
-         words="the width of a cache entry", refused="kv_cache must be 576 wide",
-         **same("kv_cache", cache(torch.bfloat16, 3, 16, L))),
-    Rule("cache-inner-stride", "the values of a cache entry are dense", SILENT,
-         words="values of a cache entry must be dense",
-         refused="kv_cache must be [blocks, size, L + R]",
-         **same("kv_cache", lambda a: every_second(a["kv_cache"], 2))),
+    "an fp8 cache kept as bytes": (cache(torch.uint8), CACHE),
+    "fp8 of the other architecture": ({"kv_cache": other_flavour}, CACHE),
+    "an e5m2 cache": (cache(torch.float8_e5m2), CACHE),
+    "a wide cache of another type": (cache(torch.float16), CACHE),
+    "a narrow entry": (cache(torch.bfloat16, 3, 16, L), "kv_cache must be 576 wide"),
+    "strided entries": ({"kv_cache": lambda a: every_second(a["kv_cache"], 2)},
+                        "kv_cache must be [blocks, size, L + R]"),
     # The query that is written.
-    Rule("fp8-query-wide-cache", "an fp8 query needs an fp8 cache", ABORTS,
-         words="an fp8 query needs an fp8 cache", refused="q_out must be torch.bfloat16, or fp8",
-         **same("q_out", lambda a: torch.zeros(T, H, L + R).to(a["fp8"]))),
-    Rule("query-type", "the query is of the activation type or fp8", SILENT,
-         words="q_out is written as the activation or as fp8",
-         refused="q_out must be torch.bfloat16, or fp8",
-         **same("q_out", lambda a: a["q_out"].half())),
-    Rule("query-width", "a query head is exactly latent + rope wide", ABORTS,
-         words="q_out is exactly latent + rope wide", refused="q_out must be [T, H, L + R]",
-         **same("q_out", lambda a: torch.zeros(T, H, 640).bfloat16())),
-    Rule("query-head-stride", "the heads of the query are dense", SILENT,
-         words="stores of high heads fall out of range", refused="q_out must be dense",
-         **same("q_out", lambda a: padded_heads(a["q_out"], 640))),
-    Rule("query-rows", "the query has a row for each slot", SILENT,
-         words="q_out is read for each of 5 slots", refused="q_out must be [T, H, L + R]",
-         **same("q_out", lambda a: a["q_out"][: T - 1])),
+    "an fp8 query without an fp8 cache": (
+        {"q_out": lambda a: torch.zeros(T, H, L + R).to(a["fp8"])}, QUERY),
+    "a query of another type": ({"q_out": lambda a: a["q_out"].half()}, QUERY),
+    "a wider query": ({"q_out": lambda a: torch.zeros(T, H, 640).bfloat16()},
+                      "q_out must be [T, H, L + R]"),
+    "gaps between heads": ({"q_out": padded_heads}, "q_out must be dense"),
+    "few query rows": ({"q_out": lambda a: a["q_out"][: T - 1]}, "q_out must be [T, H, L + R]"),
+    "strided values of the query": (
+        {"q_out": lambda a: every_second(a["q_out"], 2)}, "q_out must be dense"),
     # Integers.
-    *(rule for name, says in (("slot_mapping", "slots"), ("positions", "positions")) for rule in (
-        Rule(f"int32-{says}", f"{says} are int64", SILENT,
-             words=f"{name} is reinterpreted as int64", refused=f"{name} must be dense int64",
-             **same(name, lambda a, name=name: a[name].int())),
-        Rule(f"strided-{says}", f"{says} are dense", SILENT,
-             words=f"{name} must be contiguous", refused=f"{name} must be dense int64",
-             **same(name, lambda a, name=name: every_second(a[name], 0))),
-    )),
-    Rule("few-positions", "there is a position for each slot", SILENT,
-         words="positions is read for each of 5 slots", refused="positions must be 5 long",
-         **same("positions", lambda a: a["positions"][: T - 1])),
-    # Cosines and sines.
-    Rule("strided-table", "cosines and sines are dense, not halves of vLLM's table", SILENT,
-         words="cos_cache has no stride argument",
-         direct=lambda a: {"cos_cache": a["both"].bfloat16()[:, : R // 2],
-                           "sin_cache": a["both"].bfloat16()[:, R // 2 :]},
-         hostile=lambda a: {"cos_sin_cache": a["cos_sin_cache"].bfloat16()}),
-    Rule("fp32-table", "cosines and sines have the activation type", SILENT,
-         words="cos_cache is reinterpreted as the type of kv_c",
-         direct=direct_table(torch.Tensor.float),
-         hostile=lambda a: {"cos_sin_cache": a["cos_sin_cache"].float()}),
-    Rule("strided-sines", "sines are dense", SILENT,
-         words="sin_cache has no stride argument",
-         direct=lambda a: {"sin_cache": every_second(a["sin_cache"], 1)},
-         hostile=lambda a: {"cos_sin_cache": every_second(a["cos_sin_cache"], 1)}),
-    Rule("fp32-sines", "sines have the activation type", SILENT,
-         words="sin_cache is reinterpreted as the type of kv_c",
-         direct=lambda a: {"sin_cache": a["sin_cache"].float()},
-         hostile=lambda a: {"cos_sin_cache": a["cos_sin_cache"].float()}),
-    Rule("table-width", "cosines and sines are half as wide as k_pe", SILENT,
-         words="cos_cache must be half as wide as k_pe", refused="cos_sin_cache must be 64 wide",
-         direct=direct_table(lambda t: t[:, ::2].contiguous()),
-         hostile=lambda a: {"cos_sin_cache": a["cos_sin_cache"][:, ::2].contiguous()}),
-    Rule("one-row-table", "positions are not clamped to the table", SILENT,
-         words="a position outside the table",
-         direct=direct_table(lambda t: t[:1]),
-         hostile=lambda a: {"cos_sin_cache": None}, before="v0.1.19.post1"),
+    **{f"{name} {how}": ({name: lambda a, name=name, make=make: make(a[name])},
+                         f"{name} must be dense int64")
+       for name in ("slot_mapping", "positions")
+       for how, make in (("int32", torch.Tensor.int), ("strided", lambda x: every_second(x, 0)))},
+    "few positions": ({"positions": lambda a: a["positions"][: T - 1]},
+                      "positions must be 5 long"),
+    # Cosines and sines: AITER takes halves of the activation type, and does not clamp positions.
+    "a table of halves": ({TABLE: lambda a: a[TABLE].bfloat16()}, ""),
+    "an fp32 table": ({TABLE: lambda a: a[TABLE].float()}, ""),
+    "a strided table": ({TABLE: lambda a: every_second(a[TABLE], 1)}, ""),
+    "no table": ({TABLE: lambda a: None}, ""),
+    "a narrow table": ({TABLE: lambda a: a[TABLE][:, ::2].contiguous()},
+                       "cos_sin_cache must be 64 wide"),
     # Scales.
-    *(rule for name in ("k_scale", "q_scale") for rule in (
-        Rule(f"host-{name}", f"{name} is a tensor", ABORTS, words=f"{name} must be a tensor",
-             refused=SCALES, **same(name, lambda a: 0.02)),
-        Rule(f"device-of-{name}", f"{name} is on the device of the query", SILENT,
-             words=f"{name} is dereferenced on the device",
-             refused=SCALES, **same(name, lambda a: torch.ones(1, device="meta"))),
-        Rule(f"fp64-{name}", f"{name} is fp32", SILENT, words=f"{name} is reinterpreted as fp32",
-             refused=SCALES, **same(name, lambda a: torch.ones(1, dtype=torch.float64))),
-        Rule(f"empty-{name}", f"{name} has an element", SILENT, words=f"{name} has no element",
-             refused=SCALES, **same(name, lambda a: torch.ones(0))),
-    )),
+    **{f"{name}: {how}": ({name: lambda a, value=value: value}, SCALES)
+       for name in ("k_scale", "q_scale")
+       for how, value in (("a number", 0.02), ("elsewhere", torch.ones(1, device="meta")),
+                          ("fp64", torch.ones(1, dtype=torch.float64)), ("none", torch.ones(0)))},
     # What is read.
-    Rule("unabsorbed-query", "the query is absorbed: as wide as the latent", ABORTS,
-         words="q_nope is absorbed",
-         direct=lambda a: {"q_nope": a["q"][..., :P]}, hostile=lambda a: {}),
-    Rule("strided-query", "before v0.1.17 the heads of the absorbed query are dense", SILENT,
-         words="opt ignores the head stride",
-         direct=lambda a: {"q_nope": by_head(a["q_nope"])},
-         hostile=lambda a: {"q": by_head(a["q"])},
-         before="v0.1.17"),
-    Rule("strided-query-general", "the same with few heads, in the general kernel", SILENT,
-         words="general ignores the head stride",
-         direct=lambda a: few_heads(a) | {"q_nope": by_head(a["q_nope"][:, :2])},
-         hostile=lambda a: few(a) | {"q": by_head(a["q"][:, :2])}, before="v0.1.17"),
-    Rule("query-inner-stride", "the values of a query head are dense", SILENT,
-         words="q_pe must have a dense last dimension", refused="q must be [T, H, P + R], dense",
-         direct=lambda a: {"q_pe": every_second(a["q_pe"], 2)},
-         hostile=lambda a: {"q": every_second(a["q"], 2)}),
-    Rule("3d-key", "a key with a head dimension has stride(1) equal to its width", ABORTS,
-         words="3-D k_pe is [T, 1, n] with stride(1) == n", refused="k_pe must be [T, R]",
-         direct=lambda a: {"kv_c": a["kv_c"].unsqueeze(1),
-                           "k_pe": torch.zeros(T, 1, 2 * R).bfloat16()[..., :R]},
-         hostile=lambda a: {"k_pe": a["k_pe"].unsqueeze(1)}),
-    Rule("key-rank", "latent and key have equal ranks", ABORTS,
-         words="kv_c and k_pe have equal ranks", refused="k_pe must be [T, R]",
-         **same("k_pe", lambda a: a["k_pe"].unsqueeze(1))),
-    *(Rule(f"inner-stride-of-{name}", f"the values of {name} are dense", ABORTS,
-           words=f"{name} has a dense last dimension", refused=f"{name} must be [T, ",
-           **same(name, lambda a, name=name: every_second(a[name], 1)))
-      for name in ("kv_c", "k_pe")),
-    Rule("output-inner-stride", "the values of the prepared query are dense", SILENT,
-         words="q_out must have a dense last dimension", refused="q_out must be dense",
-         **same("q_out", lambda a: every_second(a["q_out"], 2))),
-    Rule("latent-mismatch", "the latent has the type of the query", SILENT,
-         words="q_nope is reinterpreted as the type of kv_c",
-         refused="kv_c and k_pe must be torch.bfloat16 as q",
-         direct=lambda a: {n: a[n].half() for n in ("kv_c", "kv_cache", "q_out")},
-         hostile=lambda a: {"kv_c": a["kv_c"].half()}),
-    Rule("key-type", "the key has the type of the latent", SILENT,
-         words="k_pe is reinterpreted as the type of kv_c",
-         refused="kv_c and k_pe must be torch.bfloat16 as q",
-         **same("k_pe", lambda a: a["k_pe"].half())),
-    Rule("query-input-type", "the query has the type of the latent", SILENT,
-         words="q_pe is reinterpreted as the type of kv_c",
-         refused="kv_c and k_pe must be torch.float16 as q",
-         direct=lambda a: {"q_pe": a["q_pe"].half()},
-         hostile=lambda a: {"q": a["q"].half()}),
-    Rule("latent-type", "activations are fp32, fp16 or bf16", ABORTS,
-         words="kv_c is fp32, fp16 or bf16", refused="q must be fp32, fp16 or bf16",
-         direct=lambda a: {"kv_c": a["kv_c"].double()},
-         hostile=lambda a: {n: a[n].double() for n in ("q", "kv_c", "k_pe", "kv_cache", "q_out")}),
-    Rule("few-queries", "there is a query for each slot", SILENT,
-         words="q_pe is read for each of 5 slots", refused="q must be [T, H, P + R]",
-         direct=lambda a: {"q_pe": a["q_pe"][: T - 1]},
-         hostile=lambda a: {"q": a["q"][: T - 1]}),
-    *(Rule(f"few-rows-of-{name}", f"there is a row of {name} for each slot", SILENT,
-           words=f"{name} is read for each of 5 slots", refused="kv_c and k_pe must be 5 rows",
-           **same(name, lambda a, name=name: a[name][: T - 1]))
-      for name in ("kv_c", "k_pe")),
+    "query heads apart": ({"q": lambda a: by_head(a["q"])}, ""),
+    "few query heads apart": (FEW | {"q": lambda a: by_head(a["q"][:, :2])}, ""),
+    "strided query heads": ({"q": lambda a: every_second(a["q"], 2)}, "q must be [T, H, P + R], d"),
+    "a key of three dimensions": ({"k_pe": lambda a: a["k_pe"].unsqueeze(1)}, "k_pe must be [T, R"),
+    **{f"strided {name}": ({name: lambda a, name=name: every_second(a[name], 1)},
+                           f"{name} must be [T, ")
+       for name in ("kv_c", "k_pe")},
+    "a latent of another type": ({"kv_c": lambda a: a["kv_c"].half()}, KEYS),
+    "a key of another type": ({"k_pe": lambda a: a["k_pe"].half()}, KEYS),
+    "a query of another type than the key": (
+        {"q": lambda a: a["q"].half()}, "kv_c and k_pe must be torch.float16 as q"),
+    "activations in fp64": (
+        {n: lambda a, n=n: a[n].double() for n in ("q", "kv_c", "k_pe", "kv_cache", "q_out")},
+        "q must be fp32, fp16 or bf16"),
+    "few queries": ({"q": lambda a: a["q"][: T - 1]}, "q must be [T, H, P + R]"),
+    **{f"few rows of {name}": ({name: lambda a, name=name: a[name][: T - 1]},
+                               "kv_c and k_pe must be 5 rows")
+       for name in ("kv_c", "k_pe")},
+    "a query of two dimensions": ({"q": lambda a: a["q"][:, 0]}, "q must be [T, H, P + R]"),
     # Kernels that do less than their dispatch lets through.
-    Rule("narrow-latent", "with blocks of one token a latent of 64 is not rotated in full", SILENT,
-         words="per_head rotates with its first 32 threads",
-         refused="kv_cache must be of blocks larger than 1",
-         **narrow(64, 32, 1)),
-    Rule("odd-latent", "the general kernel takes 8 values of the latent at a time", SILENT,
-         words="general handles 8 values",
-         refused="k_pe must be of even width beside a latent of 8 n",
-         **narrow(508, H, 16)),
-    Rule("32-bit-offsets", "the general kernel computes offsets in 32 bits", SILENT,
-         words="general computes offsets in 32 bits",
-         refused="q must be small enough for 32-bit offsets",
-         direct=lambda a: few_heads(a) | {"q_pe": huge(a, 2)[..., P:]},
-         hostile=lambda a: few(a) | {"q": huge(a, 2)}),
-    Rule("compute-all", "compute_all_q_rope is refused by the general kernel", ABORTS,
-         words="compute_all_q_rope needs the per_head or opt kernel",
-         direct=lambda a: few_heads(a) | {"compute_all_q_rope": True}, hostile=few,
-         since="v0.1.19.post1"),
-    Rule("alignment-of-q", "q is aligned to 4 bytes (inferred)", SILENT,
-         words="q_pe is loaded in vectors of 4 bytes or more", refused=ALIGNED,
-         direct=lambda a: {"q_pe": shifted(a["q_pe"])}, hostile=lambda a: {"q": shifted(a["q"])}),
-    *(Rule(f"alignment-of-{name}", f"{name} is aligned to 4 bytes (inferred)", SILENT,
-           words=f"{name} is loaded in vectors of 4 bytes or more", refused=ALIGNED,
-           **same(name, lambda a, name=name: shifted(a[name])))
-      for name in ("kv_c", "k_pe", "kv_cache", "q_out")),
-    Rule("alignment-of-rope", "the rotated part of every head is aligned to 4 bytes", SILENT,
-         words="q_pe is loaded in vectors of 4 bytes or more", refused=ALIGNED,
-         direct=lambda a: {"q_pe": a["q"].new_zeros(T, H, R + 2)[..., 1 : R + 1]},
-         hostile=lambda a: {"q": a["q"].new_zeros(T, H, P + R + 2)[..., : P + R + 1],
-                            "w_uk_t": a["w_uk_t"].new_zeros(H, P + 1, L)}),
-    Rule("alignment-of-rows", "every row is aligned to 4 bytes", SILENT,
-         words="k_pe is loaded in vectors of 4 bytes or more", refused=ALIGNED,
-         **same("k_pe", lambda a: a["k_pe"].new_zeros(T, 2 * R + 1)[:, :R])),
-    Rule("heads", "both parts of the query have equally many heads", ABORTS,
-         words="q_nope and q_pe have equal heads",
-         direct=lambda a: {"q_pe": a["q_pe"][:, :2]}, hostile=lambda a: {}),
-    Rule("query-rank", "both parts of the query are [T, H, n]", ABORTS,
-         words="q_nope and q_pe have equal ranks", refused="q must be [T, H, P + R]",
-         direct=lambda a: {"q_pe": a["q_pe"][:, 0]}, hostile=lambda a: {"q": a["q"][:, 0]}),
-    # What would need values of the device, or cannot occur in a graph.
-    Rule("position", "a position is in the table", SILENT,
-         words="a position outside the table reads other memory",
-         direct=lambda a: few_heads(a) | {"positions": a["positions"] + 1000}),
-    Rule("slot", "a slot is in the cache", SILENT,
-         words="a slot outside the cache writes other memory",
-         direct=lambda a: {"slot_mapping": a["slot_mapping"] + 1000}),
-    Rule("overlap", "outputs do not overlap inputs", SILENT,
-         words="outputs must not alias inputs",
-         direct=lambda a: {"q_pe": a["q_out"][..., :R]}),
-]  # fmt: skip
+    "a narrow latent in blocks of one": (
+        narrow(64, 32, 1), "kv_cache must be of blocks larger than 1"),
+    "an odd latent": (narrow(508, H, 16), "k_pe must be of even width beside a latent of 8 n"),
+    "32-bit offsets": (FEW | {"q": huge}, "q must be small enough for 32-bit offsets"),
+    "few heads": (FEW, ""),
+    **{f"{name} not aligned": ({name: lambda a, name=name: shifted(a[name])}, ALIGNED)
+       for name in ("q", "kv_c", "k_pe", "kv_cache", "q_out")},
+    "rotated parts not aligned": (
+        {"q": lambda a: a["q"].new_zeros(T, H, P + R + 2)[..., : P + R + 1],
+         "w_uk_t": lambda a: a["w_uk_t"].new_zeros(H, P + 1, L)}, ALIGNED),
+    "rows not aligned": (
+        {"k_pe": lambda a: a["k_pe"].new_zeros(T, 2 * R + 1)[:, :R]}, ALIGNED),
+}  # fmt: skip

@@ -9,8 +9,8 @@ import torch
 
 from mla_fusion.attention.aiter import selection
 from mla_fusion.cli.bench.kit import distance
-from tests.aiter_double import broken, uses
-from tests.aiter_double.rule import RAISED
+from tests.aiter_double import uses
+from tests.aiter_double.adapter_rules import RULES, WIDE
 from tests.aiter_double.uses import Use
 from tests.aiter_double.versions import DECODE, PLANNER
 
@@ -25,19 +25,17 @@ def assert_right(out, expected):
 
 
 def test_the_adapter_keeps_every_rule(double):
-    for op, rules in broken.ADAPTER_RULES.items():
-        for rule in (r for r in rules if r.hostile and r.holds(double.at)):
-            double.forget()
-            with rule.named():
-                if rule.library == RAISED:
-                    with pytest.raises(ValueError, match=re.escape(rule.refused)):
-                        uses.run(rule.hostile, double)
-                else:
-                    assert_right(*uses.run(rule.hostile, double))
-                assert bool(double.calls(op)) != (rule.library == RAISED)
+    for op, rule in ((op, r) for op, rules in RULES.items() for r in rules if r.holds(double.at)):
+        double.forget()
+        if rule.refused:
+            with pytest.raises(ValueError, match=re.escape(rule.refused)):
+                uses.run(rule.hostile, double)
+                pytest.fail(f"not refused: {rule.says}")
+        else:
+            assert_right(*uses.run(rule.hostile, double))
+        assert bool(double.calls(op)) != bool(rule.refused), rule.says
 
 
-WIDE = {"q_dtype": torch.bfloat16, "kv_dtype": torch.bfloat16}
 SHAPES = {
     "gfx942": [
         Use({**WIDE, "num_heads": 12}, rows=(2, 1, 1)),

@@ -1,6 +1,6 @@
 """The provider keeps every rule of AITER's fused op, and is right.
 
-No AMD hardware is involved. docs/aiter.md prints the table.
+No AMD hardware is involved.
 """
 
 import re
@@ -14,25 +14,24 @@ from mla_fusion.kernels import aiter as provider
 from mla_fusion.kernels import reference
 from mla_fusion.kernels.inputs import Inputs
 from tests.aiter_double import calls
-from tests.aiter_double.fused_rules import RULES
-from tests.aiter_double.rule import RAISED
+from tests.aiter_double.fused_rules import BROKEN
 from tests.aiter_double.versions import FUSED
 
 
 def test_the_provider_keeps_every_rule(double):
-    for rule in (r for r in RULES if r.hostile):
+    for name, (changes, refused) in BROKEN.items():
         double.forget()
         ours = calls.provider()
-        ours |= rule.hostile({**ours, "fp8": double.arch.fp8})
-        with rule.named():
-            if rule.library == RAISED:
-                with pytest.raises(ValueError, match=re.escape(rule.refused)):
-                    provider.fused_mla_decode_prep(Inputs(**ours, is_neox=False))
-                assert not double.calls(FUSED)
-                continue
-            theirs = {**ours, **{name: ours[name].clone() for name in ("kv_cache", "q_out")}}
+        given = {**ours, "fp8": double.arch.fp8}
+        ours |= {argument: make(given) for argument, make in changes.items()}
+        if refused:
+            with pytest.raises(ValueError, match=re.escape(refused)):
+                provider.fused_mla_decode_prep(Inputs(**ours, is_neox=False))
+                pytest.fail(f"not refused: {name}")
+        else:
+            theirs = {**ours, **{n: ours[n].clone() for n in ("kv_cache", "q_out")}}
             assert_equal_to_the_reference(double, ours, theirs, is_neox=False)
-            assert len(double.calls(FUSED)) == 1
+        assert len(double.calls(FUSED)) == (not refused), name
 
 
 def assert_equal_to_the_reference(double, ours, theirs, is_neox):

@@ -1,4 +1,4 @@
-"""The sparse decode's kernels, for benchmarks on a CPU: the reference in their place."""
+"""The sparse decode's kernels on a CPU: the reference in their place."""
 
 from mla_fusion.attention import reference
 from mla_fusion.attention.plan.inputs import Scope
@@ -7,6 +7,7 @@ from mla_fusion.attention.plan.inputs import Scope
 def launch(given):
     """The kernels, by the reference, in fp32 and without rounding of keys."""
     plan, tokens, sparse = given.plan, len(given.q), given.sparse
+    assert plan.step.num_tokens == tokens
     end = plan.kv_indptr[1 : tokens + 1] - plan.kv_indptr[:tokens]
     scopes = [Scope(sparse.extra.kv_cache, sparse.extra.table, given.layout)]
     lengths = [end.long()]

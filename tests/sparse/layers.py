@@ -20,14 +20,13 @@ import numpy as np
 import pytest
 import torch
 
-from mla_fusion.attention import reference
 from mla_fusion.attention import triton as provider
 from mla_fusion.attention.plan import buffers
-from mla_fusion.attention.plan.inputs import Scope
 from mla_fusion.config import vllm_compat
 from mla_fusion.kernels import triton as region
 from mla_fusion.runtime import sparse_layers, sparse_step
 from tests.attention.pages import V32, Cache
+from tests.sparse import launched
 
 BF16 = torch.bfloat16
 PAGE, TOPK, SCALE = 64, 128, 0.1
@@ -55,7 +54,7 @@ def imitate(monkeypatch):
     monkeypatch.setattr(region, "require", lambda: None)
     monkeypatch.setattr(provider, "require", lambda: None)
     monkeypatch.setattr(buffers, "sm_count", lambda device: 4)
-    monkeypatch.setattr(provider, "launch", launch)
+    monkeypatch.setattr(provider, "launch", launched.launch)
     monkeypatch.setattr(sparse_utils, "triton_convert_req_index_to_global_index", to_slots)
     monkeypatch.setattr(
         _custom_ops, "concat_mla_q", lambda a, b, out: out.copy_(torch.cat((a, b), -1))
@@ -66,18 +65,6 @@ def imitate(monkeypatch):
     monkeypatch.setattr(flashmla_sparse, "get_mla_metadata", lambda *_, **__: (None, None))
     table = dict.fromkeys(sparse_step.FASTER, ((16, 15),))
     monkeypatch.setattr(sparse_step, "FASTER", table)
-
-
-def launch(given):
-    """The kernels: slots of the last scope, of which a plan for so many columns was made."""
-    assert given.plan.step.num_tokens == len(given.q) and given.sparse.first == 0
-    assert given.plan.kv_indptr[1] == given.block_table.shape[1]
-    scope = Scope(given.kv_cache, given.block_table, given.layout)
-    out, _ = reference.sparse_mla_decode(
-        given.q, [scope], [None], latent=512, softmax_scale=given.softmax_scale,
-        kv_dtype=given.plan.settings.kv_dtype,
-    )  # fmt: skip
-    given.out.copy_(out)
 
 
 def to_slots(req_id, block_table, token_indices, BLOCK_SIZE, NUM_TOPK_TOKENS):

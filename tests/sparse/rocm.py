@@ -5,7 +5,6 @@
     is_rocm, is_hopper          true and false: the backend is made anew, over vLLM's class for ROCm
     cdna                        3: a GPU of gfx942
     fp8_dtype                   its: e4m3fnuz
-    launch                      as there, but the plan says how many columns of each row count
     triton_convert_req_index_.. of the class for ROCm, in plain torch
     generate_sparse_seqlen_..   in plain torch
     mla_decode_fwd              the body of vLLM's op, which calls the double
@@ -20,10 +19,7 @@ import types
 
 import torch
 
-from mla_fusion.attention import reference
-from mla_fusion.attention import triton as provider
 from mla_fusion.attention.plan import device
-from mla_fusion.attention.plan.inputs import Scope
 from mla_fusion.config import vllm_compat
 from tests.sparse import layers
 
@@ -45,7 +41,6 @@ def imitate(monkeypatch, double):
     platform = type(current_platform)
     for name, value in (("fp8_dtype", double.arch.fp8), ("num_compute_units", 304)):
         monkeypatch.setattr(platform, name, classmethod(lambda *_, value=value: value))
-    monkeypatch.setattr(provider, "launch", launch)
     monkeypatch.setattr(module, "triton_convert_req_index_to_global_index", to_slots)
     monkeypatch.setattr(module, "generate_sparse_seqlen_triton", lengths)
     is_942 = double.arch.name == "gfx942"
@@ -57,18 +52,6 @@ def imitate(monkeypatch, double):
     monkeypatch.setattr(aiter_ops.rocm_aiter_ops, "mla_decode_fwd", staticmethod(decode))
     stream = types.SimpleNamespace(synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
-
-
-def launch(given):
-    """The kernels: slots of the last scope, of which the plan says how many count."""
-    plan, tokens = given.plan, len(given.q)
-    assert plan.step.num_tokens == tokens and given.sparse.first == 0
-    counts = plan.kv_indptr[1 : tokens + 1] - plan.kv_indptr[:tokens]
-    out, _ = reference.sparse_mla_decode(
-        given.q, [Scope(given.kv_cache, given.block_table)], [counts.long()], latent=512,
-        softmax_scale=given.softmax_scale, kv_dtype=plan.settings.kv_dtype, kv_scale=given.kv_scale,
-    )  # fmt: skip
-    given.out.copy_(out)
 
 
 def to_slots(
