@@ -1,15 +1,15 @@
-"""FX graphs as data: written where they were seen, read where they are tested.
+"""FX graphs of real engines on an H200, kept as data.
 
-`dump` turns a post-grad graph into plain lists and dictionaries, `load` builds it again from them,
-with fake values for one symbolic number of tokens. An op that this build of vLLM lacks is defined
-from the schema beside the graph, without a body: such a graph can be rewritten, not run.
+Post-grad graphs of one layer, as vLLM 0.26.0 handed them to the passes, in plain lists and
+dictionaries. `read` builds them again, with fake values for one symbolic number of tokens. An op
+that this build of vLLM lacks is defined from the schema beside the graph, without a body: such a
+graph can be rewritten, not run.
 """
 
 import functools
 import gzip
 import importlib
 import json
-import re
 from pathlib import Path
 
 import sympy
@@ -20,44 +20,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from vllm.utils.torch_utils import _encode_layer_name
 
-from mla_fusion.config import vllm_compat
-
 FOLDER = Path(__file__).with_name("recorded")
 _TOKENS = 5  # the hint of every symbol
 
 
-def write(path, graph, origin):
-    """Write `graph` with where it comes from: the command, the machine, the versions."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"origin": origin, **dump(graph)}, indent=0)
-    path.write_bytes(gzip.compress(text.encode(), mtime=0))
-
-
 def read(path):
-    """The graph in a file, and where it comes from."""
+    """The graph in a file."""
     stored = json.loads(gzip.decompress(path.read_bytes()))
-    return load(stored), stored["origin"]
-
-
-def dump(graph):
-    """`graph` as plain data."""
-    schemas: dict[str, str] = {}
-    nodes = [
-        {
-            "op": node.op,
-            "name": node.name,
-            "target": _encode(node.target, schemas) if node.op == "call_function" else node.target,
-            "args": _encode(node.args, schemas),
-            "kwargs": _encode(node.kwargs, schemas),
-            "val": _encode(_value(node.meta.get("val")), schemas),
-        }
-        for node in graph.nodes
-    ]
-    return {"schemas": schemas, "nodes": nodes}
-
-
-def load(stored):
-    """The graph that `dump` was given."""
     for name, schema in stored["schemas"].items():
         _define_if_missing(name, schema)
     graph, entries = fx.Graph(), {entry["name"]: entry for entry in stored["nodes"]}
@@ -83,58 +52,8 @@ def load(stored):
     return fx.GraphModule(root, graph)
 
 
-def _value(value):
-    """What of a node's fake value a pass may read."""
-    if isinstance(value, torch.Tensor):
-        return {
-            "shape": list(value.shape),
-            "stride": list(value.stride()),
-            "dtype": value.dtype,
-        }
-    if isinstance(value, tuple | list):
-        return [_value(item) for item in value]
-    if value is None or isinstance(value, int | float | torch.SymInt):
-        return value
-    name = vllm_compat.traced_layer_name(value)
-    if name is None:
-        raise TypeError(f"cannot record a value of type {type(value)}")
-    return {"layer": name}
-
-
-def _parsable(schema):
-    """Torch prints aliases that C++ inferred as `($0! -> )`, which its parser does not read."""
-    return re.sub(r"\(\$(\d+)! -> \)", r"(a\1!)", schema)
-
-
-def _encode(value, schemas):
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, fx.Node):
-        return {"node": value.name}
-    if isinstance(value, torch.SymInt):
-        return {"size": str(value.node.expr)}
-    if isinstance(value, tuple):
-        return {"tuple": [_encode(item, schemas) for item in value]}
-    if isinstance(value, list):
-        return [_encode(item, schemas) for item in value]
-    if isinstance(value, dict):
-        return {"dict": {key: _encode(item, schemas) for key, item in value.items()}}
-    if isinstance(value, torch._ops.OpOverload):
-        schemas[str(value)] = _parsable(str(value._schema))
-        return {"overload": str(value)}
-    if isinstance(value, torch._ops.HigherOrderOperator):
-        return {"higher": value.name()}
-    if isinstance(value, torch.device):
-        return {"device": value.type}
-    if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
-        return {"torch": str(value).removeprefix("torch.")}
-    if callable(value) and value.__module__ in ("_operator", "math"):
-        return {"function": f"{value.__module__}.{value.__name__}"}
-    raise TypeError(f"cannot record {value!r} of type {type(value)}")
-
-
 class _Decoder:
-    """`_encode` backwards; fake values share one mode and one set of symbols.
+    """What stands in a file by its kind; fake values share one mode and one set of symbols.
 
     `create` makes the node of a name, when it is first asked for.
     """

@@ -6,5 +6,5 @@ steps.py          single steps of one MLA layer: vLLM's metadata builder, layer 
                   its graph before and after this library's passes
 engine.py         the whole engine: tests/engine/work.py on the imitated platform
 test_backend.py   the steps over a matrix of batches, head counts and caches
-test_engine.py    the engine with the flag and without
+test_engine.py    whole engines with the flag and without
 """

@@ -1,70 +1,91 @@
-"""A whole vLLM engine on its ROCm backend over the double of AITER, with the flag and without.
+"""Whole vLLM engines on its ROCm backend over the double of AITER, with the flag and without.
 
-Prompts of several lengths mixed with decode, and speculative decoding. No AMD hardware is involved.
+vLLM's worker, model runner, builder and backend serve several prompts, mixed with decode and with
+drafts; with attention=aiter `watch` checks every call they make. Each engine takes a minute, so
+they run nightly. No AMD hardware is involved.
 """
 
 import pytest
 
-from mla_fusion.cli import child
 from tests import child as children
 from tests.engine.work import BUCKET
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 FUSED = "fused_qk_rope_concat_and_cache_mla"
-PROMPTS = [
-    (0, [1, 2, 3, 1, 2, 3, 1, 2]),
-    (0, [7]),
-    (0, [9, 10, 11, 12, 9, 10, 11, 12, 9, 10]),
-    (0, [5, 6, 5, 6, 5]),
+LAYERS, MAX_TOKENS = 2, 6
+# Every token is in every prompt, and so has a continuation there that is drafted.
+VOCABULARY = 48
+PROMPTS = [(0, [(step * n) % VOCABULARY for n in range(VOCABULARY)]) for step in (1, 5, 7, 11)]
+# architecture, heads, cache, drafts, attention and its cap. On the double vLLM's own decode of an
+# fp8 cache takes no query of three tokens, and it decodes batches of several lengths: fp8 has one
+# draft at most.
+ENGINES = [
+    ("gfx950", 16, "auto", 3, "auto", None),
+    ("gfx942", 12, "fp8", 0, "auto", None),
+    ("gfx950", 8, "auto", 3, "aiter", -1),
+    ("gfx942", 12, "fp8", 1, "aiter", -1),
+    ("gfx942", 16, "auto", 2, "aiter", -1),
+    ("gfx950", 20, "fp8", 0, "aiter", -1),
+    ("gfx942", 40, "auto", 3, "aiter", 16),
+    ("gfx950", 64, "fp8", 1, "aiter", -1),
+    ("gfx942", 128, "auto", 0, "aiter", 1),
 ]
-MAX_TOKENS = 6
-DRAFTS = 3
-SPECULATIVE = {"method": "ngram", "num_speculative_tokens": DRAFTS, "prompt_lookup_max": 2}
-# (options, arguments of the engine)
-ENGINES = {
-    "gfx950, bf16 cache, 16 heads, speculating": (
-        {"architecture": "gfx950", "heads": 16, "bucket": BUCKET * (1 + DRAFTS)},
-        {"speculative_config": SPECULATIVE},
-    ),
-    "gfx942, fp8 cache, 12 heads": (
-        {"architecture": "gfx942", "heads": 12},
-        {"kv_cache_dtype": "fp8"},
-    ),
-}
-
+COMPARED = ENGINES[:4]
 # Without the flag an fp8 value is rounded twice, which moved no logprob by more than 0.12 here. A
 # query without its rope half in one of the 12 heads moves them by 0.4 and more.
 BOUND = 0.2
 
 
-def pair(name, folder):
-    """What the engine did with the flag and without, both at once."""
-    options, engine = ENGINES[name]
-    started = []
-    for flag in ({"flag": True, "provider": "aiter"}, {}):
-        job = children.job(
-            "tests.rocm.engine:serve",
-            folder / ("on" if flag else "off"),
-            engine=engine,
-            options={**options, **flag},
-            prompts=PROMPTS,
-            new_tokens=MAX_TOKENS,
-            plugin=bool(flag),
-        )
-        started.append((job, child.start(job)))
-    return [child.result(*each) for each in started]
+def serve(folder, engine, **options):
+    """What an engine did."""
+    architecture, heads, cache, drafts, *_ = engine
+    arguments = {"kv_cache_dtype": cache}
+    if drafts:
+        arguments["speculative_config"] = {
+            "method": "ngram", "num_speculative_tokens": drafts,
+            "prompt_lookup_min": 1, "prompt_lookup_max": 2,
+        }  # fmt: skip
+    given = {"architecture": architecture, "heads": heads, "bucket": BUCKET * (1 + drafts)}
+    given["vocab_size"] = VOCABULARY
+    asked = children.job(
+        "tests.rocm.engine:serve", folder, engine=arguments, options={**given, **options},
+        prompts=PROMPTS, new_tokens=MAX_TOKENS, plugin=bool(options),
+    )  # fmt: skip
+    return children.run(asked)
 
 
-@pytest.mark.parametrize("name", ENGINES)
-def test_the_engine_serves_what_it_serves_without_the_flag(name, tmp_path):
-    on, off = pair(name, tmp_path)
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: "-".join(map(str, engine)))
+def test_an_engine_serves_what_it_serves_without_the_flag(engine, tmp_path):
+    architecture, _, cache, _, attention, cap = engine
+    chosen = {"provider": "aiter", "attention": attention}
+    if attention == "aiter":
+        chosen["max_split_per_batch"] = cap
+    on = serve(tmp_path / "on", engine, flag=True, **chosen)
     assert on["calls"][FUSED] > 0
-    assert FUSED not in off["calls"]
-    if "bf16" in name:
-        assert on["tokens"] == off["tokens"]
-        assert on["logprobs"] == off["logprobs"]
-        return
-    assert_alike(on, off)
+    if attention == "aiter":
+        assert_planned_once_a_step(on, engine)
+    if engine in COMPARED:
+        off = serve(tmp_path / "off", engine)
+        assert FUSED not in off["calls"] and not off["watched"]["made"]
+        if (architecture, cache, attention) == ("gfx950", "auto", "auto"):
+            assert (on["tokens"], on["logprobs"]) == (off["tokens"], off["logprobs"])
+        assert_alike(on, off)
+
+
+def assert_planned_once_a_step(on, engine):
+    """By one plan that both layers share."""
+    _, heads, _, drafts, _, cap = engine
+    watched = on["watched"]
+    [[planned, _, fold]] = watched["made"]
+    assert planned == heads
+    assert set(watched["plans"]) == {1}, "a step is planned once"
+    assert watched["decodes"] == LAYERS * len(watched["plans"]) > 0
+    lengths = {live for _, live in watched["rows"]}
+    assert lengths <= set(range(1, 2 + drafts)) and 1 + drafts in lengths
+    if cap > 0:
+        assert max(watched["busy"]) <= cap * BUCKET * fold
+    [steps] = on["steps"]
+    assert sum(group["fused"] for group in steps.values()) == len(watched["plans"])
 
 
 def assert_alike(on, off):
