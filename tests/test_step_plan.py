@@ -103,16 +103,17 @@ def check(engine, metadata, *names):
             torch.testing.assert_close(attend(name, q), expected, rtol=1e-5, atol=1e-5)
 
 
-def watch_epilogues(monkeypatch):
-    """The epilogues of all decodes from here on, in their order."""
-    epilogues = []
-    decode = attention.persistent_mla_decode
-    monkeypatch.setattr(
-        step_plan.attention,
-        "persistent_mla_decode",
-        lambda *args, **kwargs: epilogues.append(kwargs["epilogue"]) or decode(*args, **kwargs),
-    )
-    return epilogues
+def watch_decodes(monkeypatch, run=True):
+    """The named arguments of all decodes from here on, in their order; `run`: they are made."""
+    seen, decode = [], attention.persistent_mla_decode
+
+    def watched(*args, **kwargs):
+        seen.append(kwargs | {"rows": len(args[0])})
+        if run:
+            decode(*args, **kwargs)
+
+    monkeypatch.setattr(step_plan.attention, "persistent_mla_decode", watched)
+    return seen
 
 
 def query(tokens):
@@ -170,14 +171,14 @@ def test_the_decode_multiplies_with_w_uv_itself(monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "SPEC", Spec(dtype=torch.bfloat16))
     engine = Engine(drafts=1)
     layer = engine.layers["a"]
-    epilogues = watch_epilogues(monkeypatch)
+    decodes = watch_decodes(monkeypatch)
     monkeypatch.setattr(layer, "_v_up_proj", Mock(side_effect=AssertionError("called")))
     assert step_plan.epilogues(engine.layers) == "W_UV"
     metadata = engine.metadata([2, 0, 0], [4, 0, 0])
     metadata.num_actual_tokens = metadata.num_decode_tokens = 4
     with engine.step(metadata):
         out = attend("a", query(4))
-    assert epilogues[0].w_uv is layer.W_UV and epilogues[0].scale is None
+    assert decodes[0]["epilogue"].w_uv is layer.W_UV and decodes[0]["epilogue"].scale is None
     latents = getattr(layer, step_plan.ATTRIBUTE).out[:4]
     assert latents[:2].any() and not latents[2:].any()
     want = torch.einsum("thl,hlv->thv", latents.double(), layer.W_UV.double()).flatten(1)
@@ -188,7 +189,7 @@ def test_the_decode_multiplies_with_w_uv_itself(monkeypatch):
         assert torch.equal(attend("a", query(4)), out)
     before = [layer.kv_cache.clone() for layer in engine.layers.values()]
     runtime.warm_up_attention(engine.layers)
-    assert epilogues[-1] is not None
+    assert decodes[-1]["epilogue"] is not None
     for each, cache in zip(engine.layers.values(), before, strict=True):
         assert torch.equal(each.kv_cache, cache)
 
@@ -225,14 +226,10 @@ def test_a_warm_up_runs_each_kind_of_w_uv(monkeypatch):
     engine = Engine()
     layer = engine.layers["b"]
     layer.W_UV = layer.W_UV.transpose(1, 2).contiguous().transpose(1, 2)
-    strides = []
-    monkeypatch.setattr(
-        step_plan.attention,
-        "persistent_mla_decode",
-        lambda *_, epilogue, **__: strides.append(epilogue.w_uv.stride()),
-    )
+    decodes = watch_decodes(monkeypatch, run=False)
     runtime.warm_up_attention(engine.layers)
-    assert sorted(strides) == sorted(layer.W_UV.stride() for layer in engine.layers.values())
+    strides = sorted(each["epilogue"].w_uv.stride() for each in decodes)
+    assert strides == sorted(layer.W_UV.stride() for layer in engine.layers.values())
 
 
 @pytest.mark.parametrize(
@@ -263,15 +260,10 @@ def test_a_warm_up_runs_the_plan_and_changes_no_cache(refreshes):
 def test_a_warm_up_runs_what_the_provider_asks_for(refreshes, monkeypatch):
     """Batches that compile something else, each for both query lengths."""
     monkeypatch.setattr(reference, "warm_up_batches", lambda *_: [1, 3])
-    decode, steps = step_plan.attention.persistent_mla_decode, []
-
-    def record(*args, **kwargs):
-        steps.append((args[2].step.batch, args[0].shape[0], kwargs["block_table"].shape[0]))
-        decode(*args, **kwargs)
-
-    monkeypatch.setattr(step_plan.attention, "persistent_mla_decode", record)
+    decodes = watch_decodes(monkeypatch)
     runtime.warm_up_attention(Engine(drafts=1).layers)
-    assert steps == [(1, 1, 1), (3, 3, 3), (1, 2, 1), (3, 6, 3)]
+    steps = [(each["rows"], len(each["block_table"])) for each in decodes]
+    assert steps == [(1, 1), (3, 3), (2, 1), (6, 3)]
     assert refreshes == [1, 3, 2, 6]
 
 
@@ -326,15 +318,9 @@ def test_layers_that_are_declined(change, detail):
 
 def test_query_and_cache_have_scales_of_their_own(monkeypatch):
     """The cache of this engine is not fp8, so no result depends on them."""
-    engine, given = Engine(), {}
-    decode = attention.persistent_mla_decode
-    monkeypatch.setattr(
-        step_plan.attention,
-        "persistent_mla_decode",
-        lambda *args, **kwargs: given.update(kwargs) or decode(*args, **kwargs),
-    )
+    engine, decodes = Engine(), watch_decodes(monkeypatch)
     check(engine, engine.metadata([1, 1, 1], [3, 8, 1]), "a")
-    layer = engine.layers["a"]
+    layer, [given] = engine.layers["a"], decodes
     assert given["q_scale"] == layer._q_scale and given["kv_scale"] == layer._k_scale
     assert layer._q_scale != layer._k_scale
 

@@ -3,12 +3,8 @@
 vLLM's own passes change the graph where a CPU build has them, else an edit with the same result.
 """
 
-from __future__ import annotations
-
 import operator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -18,45 +14,25 @@ from tests.passes.cuda_ops import plain_kernels
 from tests.passes.fake_engine import BATCHES, assert_same, fuse, reasons, run
 from tests.passes.graphs import ROPES, Spec, build, copy, printed
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import fx
+SPECS = [Spec(rope, q_lora=True) for rope in ROPES]
 
 
-@dataclass(frozen=True)
-class OnGraphs:
-    """A feature, on traced graphs of several spellings.
-
-    `edit` changes a graph as the feature does; `reason` is the code if the layer must decline.
-    """
-
-    name: str
-    specs: tuple[Spec, ...]
-    edit: Callable[[fx.GraphModule], None]
-    reason: str = ""
-
-    def check(self):
-        """Each layer fuses, and outputs stay equal; or declines, and graphs stay as they were."""
-        for spec in self.specs:
-            before = build(spec)
-            self.edit(before)
-            after = copy(before)
-            record = fuse(after, spec)
-            assert reasons(record) == [self.reason] * bool(self.reason)
-            assert record.fused == (not self.reason)
-            if self.reason:
-                assert printed(after) == printed(before)
-            else:
-                _check_outputs(before, after, spec)
-
-
-def _check_outputs(before, after, spec):
-    with pytest.MonkeyPatch.context() as patch, contextmanager(plain_kernels)(patch):
-        for name in ("mixed", "decode"):
-            batch = BATCHES[name]
-            results = run(before, spec, batch), run(after, spec, batch)
-            assert_same(*results, batch, tolerance=1e-5)
+def check(edit, reason):
+    """Each layer fuses, and outputs stay equal; or declines, and graphs stay as they were."""
+    for spec in SPECS:
+        before = build(spec)
+        edit(before)
+        after = copy(before)
+        record = fuse(after, spec)
+        assert reasons(record) == [reason] * bool(reason)
+        assert record.fused == (not reason)
+        if reason:
+            assert printed(after) == printed(before)
+            continue
+        with pytest.MonkeyPatch.context() as patch, contextmanager(plain_kernels)(patch):
+            for batch in (BATCHES["mixed"], BATCHES["decode"]):
+                results = run(before, spec, batch), run(after, spec, batch)
+                assert_same(*results, batch, tolerance=1e-5)
 
 
 def _quantized_output(module):
@@ -78,34 +54,21 @@ def _vllms_rope_passes(module):
 
 def _dual_norm(module):
     """One op normalizes the query's and the key's latent: kv_c is an output of it."""
-    call = edits.attention(module)
-    kv_c = call.kwargs["kv_c_normed"]
-    both = torch.ops.mla_fusion_tests.both.default
-    with module.graph.inserting_after(kv_c):
-        pair = module.graph.call_function(both, (kv_c, kv_c))
-    value = kv_c.meta["val"]
-    pair.meta["val"] = (value, value)
-    with module.graph.inserting_after(pair):
-        first = module.graph.call_function(operator.getitem, (pair, 0))
-    first.meta["val"] = value
+    kv_c = edits.attention(module).kwargs["kv_c_normed"]
+    pair = edits.add(module, kv_c.next, torch.ops.mla_fusion_tests.both.default, kv_c, kv_c)
+    first = edits.add(module, pair.next, operator.getitem, pair, 0)
     kv_c.replace_all_uses_with(first, delete_user_cb=lambda user: user is not pair)
     module.graph.lint()
 
 
-def _declare_ops():
-    """A stand-in for AITER's op, which normalizes two tensors at once."""
-    library = torch.library.Library("mla_fusion_tests", "FRAGMENT")
-    library.define("both(Tensor a, Tensor b) -> (Tensor, Tensor)")
-    library.impl("both", lambda a, b: (a.clone(), b.clone()), "CompositeExplicitAutograd")
-    return library
+# A stand-in for AITER's op, which normalizes two tensors at once.
+_library = torch.library.Library("mla_fusion_tests", "FRAGMENT")
+_library.define("both(Tensor a, Tensor b) -> (Tensor, Tensor)")
+_library.impl("both", lambda a, b: (a.clone(), b.clone()), "CompositeExplicitAutograd")
 
-
-_library = _declare_ops()
-
-
-_LORA = tuple(Spec(rope, q_lora=True) for rope in ROPES)
-ON_GRAPHS = (
-    OnGraphs("attention and quantization fused", _LORA, _quantized_output, "quantized-output"),
-    OnGraphs("dual RMSNorm fused", _LORA, _dual_norm),
-    OnGraphs("fuse_rope_kvcache", _LORA, _vllms_rope_passes),
-)
+# name -> how the feature changes a graph, and the code if the layer must decline
+ON_GRAPHS = {
+    "attention and quantization fused": (_quantized_output, "quantized-output"),
+    "dual RMSNorm fused": (_dual_norm, ""),
+    "fuse_rope_kvcache": (_vllms_rope_passes, ""),
+}

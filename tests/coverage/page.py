@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.coverage import outputs, unreachable
 from tests.coverage.neighbours import NEIGHBOURS
-from tests.coverage.on_graphs import ON_GRAPHS
+from tests.coverage.on_graphs import ON_GRAPHS, SPECS
 from tests.coverage.outputs import OUTPUTS
 from tests.coverage.spellings import SPELLINGS, VARIANTS
 
@@ -197,10 +197,10 @@ def beside():
         name, layers, tokens = neighbour_row(neighbour, stored("neighbours"))
         cell = tokens if layers == "-" else f"{layers}; tokens {tokens}"
         yield "neighbours", name, (cell, "-", "-")
-    for each in ON_GRAPHS:
-        same = "graph unchanged" if each.reason else "outputs of the graphs equal"
-        cell = f"{_all_or_none(len(each.specs), each.reason)}; {same}"
-        yield "neighbours", each.name, (cell, "-", "-")
+    for name, (_, reason) in ON_GRAPHS.items():
+        same = "graph unchanged" if reason else "outputs of the graphs equal"
+        cell = f"{_all_or_none(len(SPECS), reason)}; {same}"
+        yield "neighbours", name, (cell, "-", "-")
     yield "neighbours", "sequence parallelism", (_NO_SEQUENCE_PARALLELISM, "not run", "not run")
 
 

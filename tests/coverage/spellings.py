@@ -4,82 +4,42 @@ The graphs are traced from vLLM's own code (`tests/passes/graphs.py`), and run b
 passes; others were recorded from an engine on a GPU (`tests/passes/recorded.py`).
 """
 
-from dataclasses import dataclass
+import itertools
 
 from tests.coverage import vllm_passes
 from tests.passes.graphs import Spec
 
-
-@dataclass(frozen=True)
-class Spelling:
-    """The graphs of a row.
-
-    Attributes:
-        rope: as in `Spec`.
-        styles: `is_neox` of each graph.
-        scaled: as in `Spec`.
-        by_vllm: whether vLLM's own fusion of RoPE and cache write is on, and must find it.
-    """
-
-    rope: str
-    styles: tuple[bool, ...] = (False, True)
-    scaled: str = ""
-    by_vllm: bool = False
-
-
+BOTH = (False, True)
+# name -> what `Spec` has, `is_neox` of each graph, and whether vLLM's own fusion of RoPE and cache
+# write is on, and must find it
 SPELLINGS = {
-    "native, NeoX": Spelling("native", (True,)),
-    "native, GPT-J": Spelling("native", (False,)),
-    "native, DeepSeek scaling": Spelling("deepseek"),
-    "`_C.rotary_embedding`": Spelling("vllm_c"),
-    "`vllm.flashinfer_rotary_embedding`": Spelling("flashinfer"),
-    "`vllm.rocm_aiter_triton_rotary_embedding`": Spelling("aiter"),
-    "vLLM's fused RoPE and cache write": Spelling("deepseek", by_vllm=True),
-    "no RoPE": Spelling("nope", (False,)),
-    "native, DeepSeek scaling, then a scaled query": Spelling("deepseek", scaled="in_place"),
-    "`vllm.flashinfer_rotary_embedding`, then a scaled query": Spelling(
-        "flashinfer", scaled="in_place"
+    "native, NeoX": ({"rope": "native"}, (True,), False),
+    "native, GPT-J": ({"rope": "native"}, (False,), False),
+    "native, DeepSeek scaling": ({"rope": "deepseek"}, BOTH, False),
+    "`_C.rotary_embedding`": ({"rope": "vllm_c"}, BOTH, False),
+    "`vllm.flashinfer_rotary_embedding`": ({"rope": "flashinfer"}, BOTH, False),
+    "`vllm.rocm_aiter_triton_rotary_embedding`": ({"rope": "aiter"}, BOTH, False),
+    "vLLM's fused RoPE and cache write": ({"rope": "deepseek"}, BOTH, True),
+    "no RoPE": ({"rope": "nope"}, (False,), False),
+    "native, DeepSeek scaling, then a scaled query": (
+        {"rope": "deepseek", "scaled": "in_place"}, BOTH, False
     ),
-}
-
-
-@dataclass(frozen=True)
-class Variant:
-    """How the graph comes to the passes.
-
-    Attributes:
-        layer_name: "input" or "constant", as in `Spec`.
-        partition: Inductor splits the graph at the attention, after the passes; else the graph
-            is whole because vLLM was told to split nowhere.
-    """
-
-    q_lora: bool
-    layer_name: str
-    partition: bool
-
-    def __str__(self):
-        words = "q_lora" if self.q_lora else "no q_lora", f"name {self.layer_name}"
-        return ", ".join((*words, "partition" if self.partition else "whole"))
-
-
-VARIANTS = [
-    Variant(q_lora, name, partition)
-    for q_lora in (False, True)
-    for name in ("input", "constant")
-    for partition in (True, False)
-]
+    "`vllm.flashinfer_rotary_embedding`, then a scaled query": (
+        {"rope": "flashinfer", "scaled": "in_place"}, BOTH, False
+    ),
+}  # fmt: skip
+# How the graph comes to the passes: with q_lora; `layer_name` as in `Spec`; and whether Inductor
+# splits the graph at the attention, after the passes, or vLLM was told to split nowhere.
+VARIANTS = list(itertools.product(BOTH, ("input", "constant"), (True, False)))
 
 
 def outcome(name, variant):
-    """ "fused", or the code of the reason against it."""
-    spelling = SPELLINGS[name]
-    return " / ".join(sorted({_run(spelling, style, variant) for style in spelling.styles}))
-
-
-def _run(spelling, is_neox, variant):
-    name, q_lora = variant.layer_name, variant.q_lora
-    spec = Spec(spelling.rope, is_neox, q_lora=q_lora, layer_name=name, scaled=spelling.scaled)
-    made = vllm_passes.compare(spec, variant.partition, spelling.by_vllm)
-    if made.fused == made.layers == 1 and not made.declined:
-        return "fused"
-    return " / ".join(made.declined)
+    """The codes of the reasons against it, if it is not fused."""
+    (given, styles, by_vllm), (q_lora, layer_name, partition) = SPELLINGS[name], variant
+    declined: set[str] = set()
+    for is_neox in styles:
+        spec = Spec(is_neox=is_neox, q_lora=q_lora, layer_name=layer_name, **given)
+        made = vllm_passes.compare(spec, partition, by_vllm)
+        assert made.layers == 1 and made.fused + len(made.declined) == 1
+        declined |= {decline.code for decline in made.declined}
+    return declined

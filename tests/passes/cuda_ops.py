@@ -22,18 +22,8 @@ def plain_kernels(monkeypatch):
     def flashinfer_rope(**kwargs):
         graphs.rotate_in_place(**kwargs)
 
-    def concat_and_cache_mla_rope_fused(
-        positions,
-        q_pe,
-        k_pe,
-        kv_c,
-        cos_sin_cache,
-        is_neox,
-        slot_mapping,
-        kv_cache,
-        kv_cache_dtype,
-        scale,
-    ):
+    def concat_and_cache_mla_rope_fused(positions, q_pe, k_pe, kv_c, cos_sin_cache, is_neox, *rest):
+        slot_mapping, kv_cache, kv_cache_dtype, scale = rest
         graphs.rotate_in_place(positions, q_pe, k_pe, ROPE, cos_sin_cache, is_neox)
         Impl(False).do_kv_cache_update(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale)
 

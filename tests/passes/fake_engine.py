@@ -55,11 +55,6 @@ class Batch:
     def decode_only(self):
         return not self.profile and self.actual == self.decode > 0
 
-    @property
-    def has_rows_without_slot(self):
-        slots = self.slot_mapping()
-        return slots is not None and (len(slots) < self.rows or bool((slots < 0).any()))
-
     def slot_mapping(self):
         """Distinct slots, -1 for rows that are padding or holes."""
         if self.profile:

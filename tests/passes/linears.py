@@ -143,38 +143,20 @@ def _declare_ops():
     The CPU build declares one of them without arguments, so that one gets an overload. vLLM's own
     declarations are taken where its GPU library is loaded.
     """
+    group = "Tensor input, Tensor(a!) output_q, Tensor(b!) output_s, int group_size, float eps, "
+    group += "float fp8_min, float fp8_max"
+    scaled = "bool scale_ue8m0, bool dummy_is_scale_transposed, bool dummy_is_tma_aligned"
+    one = "Tensor(a!) result, Tensor input, Tensor scale, int[]? group_shape=None"
+    per_token = "Tensor(a!) result, Tensor input, Tensor(b!) scale"
     out = []
     for namespace, schema, body in (
-        (
-            "_C",
-            "per_token_group_fp8_quant(Tensor input, Tensor(a!) output_q, Tensor(b!) output_s, "
-            "int group_size, float eps, float fp8_min, float fp8_max, bool scale_ue8m0, "
-            "bool dummy_is_scale_transposed, bool dummy_is_tma_aligned) -> ()",
-            group_quantize,
-        ),
-        (
-            "_C",
-            "static_scaled_fp8_quant.cpu(Tensor(a!) result, Tensor input, Tensor scale, "
-            "int[]? group_shape=None) -> ()",
-            static_quantize,
-        ),
-        (
-            "_C",
-            "per_token_group_fp8_quant_packed(Tensor input, Tensor(a!) output_q, "
-            "Tensor(b!) output_s, int group_size, float eps, float fp8_min, float fp8_max) -> ()",
-            None,
-        ),
-        (
-            "mla_fusion_tests",
-            "per_token_quant(Tensor(a!) result, Tensor input, Tensor(b!) scale) -> ()",
-            _per_token_quant,
-        ),
-        (
-            "mla_fusion_tests",
-            "fp8_linear(Tensor x, Tensor scales, Tensor weight) -> Tensor",
-            _fp8_linear,
-        ),
-    ):
+        ("_C", f"per_token_group_fp8_quant({group}, {scaled}) -> ()", group_quantize),
+        ("_C", f"static_scaled_fp8_quant.cpu({one}) -> ()", static_quantize),
+        ("_C", f"per_token_group_fp8_quant_packed({group}) -> ()", None),
+        ("mla_fusion_tests", f"per_token_quant({per_token}) -> ()", _per_token_quant),
+        ("mla_fusion_tests", "fp8_linear(Tensor x, Tensor scales, Tensor weight) -> Tensor",
+         _fp8_linear),
+    ):  # fmt: skip
         library = torch.library.Library(namespace, "FRAGMENT")
         name = schema.partition("(")[0]
         declared = getattr(getattr(torch.ops, namespace), name.partition(".")[0], None)

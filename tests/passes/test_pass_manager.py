@@ -32,16 +32,17 @@ def no_records():
     report.forget()
 
 
-def run_pass(module, spec, start, end, attention="auto"):
+def run_pass(module, spec, start, end, attention="auto", provider="reference", **of_layers):
     """`MLAFusionPass` as vLLM's pass manager calls it for one compile range."""
     engine = Engine(spec)
     for layer in engine.layers.values():
         layer.impl.sinks = torch.zeros(1)  # the portable decode has none
+        vars(layer).update(of_layers)
     with (
         override_forward_context(engine.context(DECODE)),
         pass_context(Range(start=start, end=end)),
     ):
-        MLAFusionPass("reference", BUCKET, attention)(module.graph)
+        MLAFusionPass(provider, BUCKET, attention)(module.graph)
     (record,) = report._records
     return record
 
@@ -175,15 +176,10 @@ def test_provider_reaches_the_layers_facts_and_the_fused_node():
     for provider, dtype, fused in (("aiter", bf16, 1), ("aiter", fp16, 0), ("triton", bf16, 0)):
         spec = Spec(dtype=dtype)
         report.forget()
-        engine, module = Engine(spec), build(spec)
-        for layer in engine.layers.values():
-            layer.W_UK_T, layer.is_aiter_triton_fp8_bmm_enabled = None, True
-        with (
-            override_forward_context(engine.context(DECODE)),
-            pass_context(Range(start=1, end=BUCKET)),
-        ):
-            MLAFusionPass(provider, BUCKET)(module.graph)
-        assert report._records[0].fused == fused
+        module = build(spec)
+        packed = {"W_UK_T": None, "is_aiter_triton_fp8_bmm_enabled": True}
+        record = run_pass(module, spec, 1, BUCKET, provider=provider, **packed)
+        assert record.fused == fused
         if fused:
             node = graphs.find(module, f"{ops.NAMESPACE}::{ops.FUSED}")
             assert node.kwargs["provider"] == provider
