@@ -70,20 +70,14 @@ def main() -> None:
     parser.add_argument("what", choices=MEASURES)
     parser.add_argument("out")
     parser.add_argument("--jobs", type=int, default=4, help="`tokens`: engines at a time")
-    parser.add_argument(
-        "--seconds", type=float, default=1e6, help="end engines, or start no point, after this time"
-    )
-    parser.add_argument(
-        "--arms", default="", help="`complete`, `sparse`: arms, separated by commas"
-    )
+    parser.add_argument("--seconds", type=float, default=1e6, help="end engines after this time")
+    parser.add_argument("--arms", default="", help="`complete`, `sparse`: separated by commas")
     parser.add_argument("--layers", type=int, default=0, help="`complete`: at most so many layers")
     parser.add_argument("--drafts", type=int, default=0, help="`complete`: drafts of MTP a step")
     parser.add_argument("--tp", type=int, default=1, help="`tokens`, `complete`: GPUs of an engine")
     parser.add_argument("--dcp", type=int, default=1, help="`tokens`: ranks that share a cache")
     parser.add_argument("--dp", type=int, default=1, help="`tokens`: data-parallel engines")
-    parser.add_argument(
-        "--only", default="", help="names of configurations, or parts of names, separated by commas"
-    )
+    parser.add_argument("--only", default="", help="parts of configurations' names, with commas")
     parser.add_argument("--plant", nargs="*", default=(), help="`tokens`: configurations for it")
     parser.add_argument("--commit", default="", help="commit, where git does not know it")
     args = parser.parse_args()

@@ -32,13 +32,9 @@ def start(options: dict[str, Any], variables: dict[str, str] | None = None) -> E
     if options["runner"] == "V1":  # else vLLM chooses
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     work = child.Job(
-        workdir=folder,
-        cache=f"{folder}/cache",
-        work="engine_worker:main",
-        path=str(Path(__file__).parent),
-        options=options,
-        environment=environment,
-    )
+        workdir=folder, cache=f"{folder}/cache", work="engine_worker:main",
+        path=str(Path(__file__).parent), options=options, environment=environment,
+    )  # fmt: skip
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     return work, child.start(work, **pipes)
 
@@ -117,32 +113,16 @@ def devices(first: int, count: int) -> str:
 def job(**changes: Any) -> dict[str, Any]:
     """A job with defaults."""
     base = {
-        "what": "tokens",
-        "model": "r1-tp8",
-        "arm": "fused",
-        "layers": 4,
-        "cache": "fp8",
+        "what": "tokens", "model": "r1-tp8", "arm": "fused", "layers": 4, "cache": "fp8",
         "cudagraph_mode": "FULL_AND_PIECEWISE",
         "mode": 3,  # of compilation: vLLM's default
-        "capture": [1, 2, 4, 8, 16],
-        "rope": "native",
-        "drafts": 0,
-        "drafter": "mtp",
-        "runner": "",
+        "capture": [1, 2, 4, 8, 16], "rope": "native", "drafts": 0, "drafter": "mtp", "runner": "",
         "variables": {},  # of the environment
-        "seqs": 16,
-        "max_len": 4096,
-        "max_tokens": 2048,
-        "cache_bytes": 1 << 30,
-        "shared_weights": "",
-        "tp": 1,
-        "dp": 1,
-        "dp_rank": 0,
-        "dcp": 1,
-        "tokens": 256,
+        "seqs": 16, "max_len": 4096, "max_tokens": 2048, "cache_bytes": 1 << 30,
+        "shared_weights": "", "tp": 1, "dp": 1, "dp_rank": 0, "dcp": 1, "tokens": 256,
         # Prompt lengths of requests; a phase begins when the one before has ended.
         "phases": [[1, 2, 3, 5, 17, 64, 130, 257, 600, 31, 4, 88]],
         "pause": 5,
         "device": os.environ.get("CUDA_VISIBLE_DEVICES", "0"),
-    }
+    }  # fmt: skip
     return {**base, **changes}

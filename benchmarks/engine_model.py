@@ -74,13 +74,10 @@ _V2 = {**tiny_models.MODELS["deepseek-v2-shaped"], **_SIZES}
 _V3 = {**tiny_models.MODELS["deepseek-v3-shaped"], **_SIZES, "q_lora_rank": 1536}
 _YARN = _V3["rope_scaling"]
 _V32 = {
-    **_V3,
-    "model_type": "deepseek_v32",
-    "architectures": ["DeepseekV32ForCausalLM"],
-    "index_head_dim": 128,
-    "index_n_heads": 64,
-    "index_topk": 2048,
-}
+    **_V3, "model_type": "deepseek_v32", "architectures": ["DeepseekV32ForCausalLM"],
+    "index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048,
+}  # fmt: skip
+_HEADS = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 128)
 
 
 def _checkpoint(name: str) -> dict[str, Any]:
@@ -100,16 +97,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "r1-tp8": _V3,
     # The same with its weights in block fp8, as the checkpoint has them
     "r1-tp8-block": {
-        **_V3,
-        "quantization_config": _checkpoint("deepseek-v3")["quantization_config"],
+        **_V3, "quantization_config": _checkpoint("deepseek-v3")["quantization_config"]
     },
     # DeepSeek-R1, one rank of data-parallel attention: all heads; its MLP is that of the rank above
-    "r1-dp": {
-        **_V3,
-        "num_attention_heads": 128,
-        "num_key_value_heads": 128,
-        "max_position_embeddings": 163840,
-    },
+    "r1-dp": {**_V3, **_HEADS, "max_position_embeddings": 163840},
     # The attention of Mistral-Large-3, one rank of tensor parallel 8. The checkpoint scales the
     # query from position 8192 on: here from 32 on.
     "large3-tp8": {
@@ -121,19 +112,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "k2-tp4": {**_V3, "rope_theta": 50000.0, "rope_scaling": {**_YARN, "factor": 32}},
     # DeepSeek-V3.2, one rank of tensor parallel 8, and one of data-parallel attention
     "v3.2-tp8": _V32,
-    "v3.2-dp": {**_V32, "num_attention_heads": 128, "num_key_value_heads": 128},
+    "v3.2-dp": {**_V32, **_HEADS},
     "deepseek-v2-lite": _checkpoint("deepseek-v2-lite"),
     "glm-4.7-flash": _checkpoint("glm-4.7-flash"),
     # DeepSeek-R1 with its experts in block fp8, one rank of tensor parallel 8
     "deepseek-r1-tp8": {
-        **_checkpoint("deepseek-v3"),
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "intermediate_size": 2304,
-        "moe_intermediate_size": 256,
-        "vocab_size": 16160,
+        **_checkpoint("deepseek-v3"), "num_attention_heads": 16, "num_key_value_heads": 16,
+        "intermediate_size": 2304, "moe_intermediate_size": 256, "vocab_size": 16160,
     },
-}
+}  # fmt: skip
 # What tensor parallelism divides: a model of one rank has this N times for N ranks.
 _DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size",
             "moe_intermediate_size", "vocab_size")  # fmt: skip

@@ -73,18 +73,10 @@ def measure(layers: int, folder: Path) -> dict[str, Any]:
 def model(layers: int) -> dict[str, Any]:
     """config.json of a narrow DeepSeek-V3 with dense layers and RoPE without scaling."""
     narrow = dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 64)
-    return {
-        **tiny_models.MODELS["deepseek-v3-shaped"],
-        **narrow,
-        "num_hidden_layers": layers,
-        "first_k_dense_replace": layers,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "q_lora_rank": 32,
-        "vocab_size": 256,
-        "max_position_embeddings": 4096,
-        "rope_scaling": None,
-    }
+    narrow |= dict.fromkeys(("num_hidden_layers", "first_k_dense_replace"), layers)
+    narrow |= {"num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 32}
+    others = {"vocab_size": 256, "max_position_embeddings": 4096, "rope_scaling": None}
+    return {**tiny_models.MODELS["deepseek-v3-shaped"], **narrow, **others}
 
 
 if __name__ == "__main__":

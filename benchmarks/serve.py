@@ -98,19 +98,10 @@ def main() -> None:
 def serve(arm: str) -> Server:
     """Start a server with an engine of this arm."""
     folder = Path(tempfile.mkdtemp())
-    tokens = SEQUENCES * (INPUT + OUTPUT + 64)
-    arguments = engine_model.arguments(
-        job(
-            model="deepseek-v2-lite",
-            arm=arm,
-            layers=27,
-            seqs=SEQUENCES,
-            capture=[1, 2, 4, 8, 16, 32, 64, 96, 128],
-            max_tokens=8192,
-            cache_bytes=tokens * 27 * 576,
-        ),
-        folder,
-    )
+    tokens, capture = SEQUENCES * (INPUT + OUTPUT + 64), [1, 2, 4, 8, 16, 32, 64, 96, 128]
+    sizes = {"layers": 27, "seqs": SEQUENCES, "capture": capture, "max_tokens": 8192}
+    sizes["cache_bytes"] = tokens * 27 * 576
+    arguments = engine_model.arguments(job(model="deepseek-v2-lite", arm=arm, **sizes), folder)
     write_tokenizer(folder, engine_model.MODELS["deepseek-v2-lite"]["vocab_size"])
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -127,15 +118,11 @@ def serve(arm: str) -> Server:
     }
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags(arguments)]
     with (folder / "log").open("wb") as log:
+        # `-m` puts the folder it runs in first: a checkout there hides the installed package.
         process = subprocess.Popen(
-            [*command, "--port", str(port)],
-            env=environment,
-            # `-m` puts the folder it runs in first: a checkout there hides the installed package.
-            cwd=folder,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+            [*command, "--port", str(port)], env=environment, cwd=folder, stdout=log,
+            stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
     return Server(arm, folder, port, process)
 
 
