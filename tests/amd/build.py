@@ -163,21 +163,8 @@ def library():
         BUILD.mkdir(parents=True, exist_ok=True)
         # Another process may build it too: each writes its own file, and renaming is atomic.
         mine = built.with_suffix(f".{os.getpid()}")
-        command = [
-            compiler,
-            *FLAGS,
-            "-shared",
-            "-fPIC",
-            "-I",
-            str(FOLDER),
-            "-x",
-            "c",
-            "-",
-            "-o",
-            mine,
-            "-lm",
-        ]
-        done = subprocess.run(command, input=text, capture_output=True, text=True)
+        command = [compiler, *FLAGS, "-shared", "-fPIC", "-I", FOLDER, "-x", "c", "-", "-o", mine]
+        done = subprocess.run([*command, "-lm"], input=text, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{compiler} does not compile the machine:\n{done.stderr}")
         mine.rename(built)

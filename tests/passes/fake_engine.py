@@ -252,6 +252,21 @@ class Outcome:
     caches: list[torch.Tensor]
 
 
+def execute(module, values):
+    """What a graph returns for these values of its inputs, of as many tokens as there are
+    positions."""
+    flat = []
+    for node in module.graph.find_nodes(op="placeholder"):
+        if node.name.startswith("tokens"):
+            flat.append(len(values["positions"]))
+        elif node.name.startswith("layer_name"):
+            flat.append(_encode_layer_name(f"model.layers.{node.name.split('_')[-1]}.attn"))
+        else:
+            flat.append(values[node.name].clone())
+    with torch.no_grad():
+        return _Interpreter(module).run(*flat)
+
+
 def run(module, spec, batch=DECODE, quantized_query=False, seed=0):
     """Execute a graph of `graphs.build(spec)`, before or after passes, on fresh caches.
 
@@ -263,16 +278,8 @@ def run(module, spec, batch=DECODE, quantized_query=False, seed=0):
     if slots is not None:
         # vLLM leaves garbage there, which must never be an index.
         values["positions"][: len(slots)][slots < 0] = 0
-    flat = []
-    for node in module.graph.find_nodes(op="placeholder"):
-        if node.name.startswith("tokens"):
-            flat.append(batch.rows)
-        elif node.name.startswith("layer_name"):
-            flat.append(_encode_layer_name(f"model.layers.{node.name.split('_')[-1]}.attn"))
-        else:
-            flat.append(values[node.name].clone())
-    with override_forward_context(engine.context(batch)), torch.no_grad():
-        outputs = _Interpreter(module).run(*flat)
+    with override_forward_context(engine.context(batch)):
+        outputs = execute(module, values)
     tensors = [o.clone() for o in outputs if isinstance(o, torch.Tensor)]
     return Outcome(tensors, engine.queries(), engine.prompts(), engine.caches())
 

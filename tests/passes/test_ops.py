@@ -19,52 +19,23 @@ ALL = (ops.ROPE_UPDATE, ops.Q_PREP, ops.FUSED, *ops.ATTENTION_OPS)
 def arguments(name, tokens, rope="native"):
     """Arguments of an op by name, in the order of its schema."""
     torch.manual_seed(tokens)
-    layer = _encode_layer_name(layer_names(SPEC)[0])
-    q, kv_c = torch.randn(tokens, HEADS, NOPE + ROPE), torch.randn(tokens, LATENT)
-    k_pe, prepared = torch.randn(tokens, 1, ROPE), torch.randn(tokens, HEADS, LATENT + ROPE)
-    step = {
-        "q": q,
-        "kv_c": kv_c,
-        "k_pe": k_pe,
-        "positions": None if rope == "none" else torch.arange(tokens),
-        "cos_sin_cache": None if rope == "none" else torch.randn(MAX_POSITION, ROPE),
-        "q_factor": None if rope == "none" else torch.rand(tokens),
-        "k_scale": torch.tensor(0.5),
-        "layer_name": layer,
-        "kv_cache_dtype": "auto",
-        "rope": rope,
-        "is_neox": False,
-    }
-    if name == ops.ROPE_UPDATE:
-        return step
-    if name == ops.FUSED:
-        names = list(step)
-        before = {k: step[k] for k in names[:3]}
-        after = {k: step[k] for k in names[3:]}
-        return {**before, "prepared_q": prepared, **after, "provider": "reference"}
-    if name == ops.Q_PREP:
-        return {
-            "q": q,
-            "layer_name": layer,
-            "kv_lora_rank": LATENT,
-            "qk_rope_head_dim": ROPE,
-            "query_dtype": torch.float32,
-        }
-    attention = {
-        "q": q,
-        "prepared_q": prepared,
-        "kv_c": kv_c,
-        "k_pe": k_pe,
+    rotates = rope != "none"
+    values = {
+        "q": torch.randn(tokens, HEADS, NOPE + ROPE), "kv_c": torch.randn(tokens, LATENT),
+        "k_pe": torch.randn(tokens, 1, ROPE),
+        "prepared_q": torch.randn(tokens, HEADS, LATENT + ROPE),
+        "positions": torch.arange(tokens) if rotates else None,
+        "cos_sin_cache": torch.randn(MAX_POSITION, ROPE) if rotates else None,
+        "q_factor": torch.rand(tokens) if rotates else None, "k_scale": torch.tensor(0.5),
+        "layer_name": _encode_layer_name(layer_names(SPEC)[0]), "kv_cache_dtype": "auto",
+        "rope": rope, "is_neox": False, "provider": "reference", "kv_lora_rank": LATENT,
+        "qk_rope_head_dim": ROPE, "query_dtype": torch.float32, "kv_cache_dummy_dep": None,
         "output": torch.zeros(tokens, HEADS * SPEC.value),
-        "layer_name": layer,
-    }
-    if name == ops.ATTENTION:
-        return {**attention, "kv_cache_dummy_dep": None}
-    attention["quantized"] = torch.zeros(tokens, HEADS * SPEC.value).to(linears.FP8)
-    if name == ops.GROUP_ATTENTION:
-        spelling = str(ops.Quantization.GROUP)
-        return {**attention, "scales": torch.zeros(tokens, HEADS), "quantization": spelling}
-    return {**attention, "scale": torch.tensor([0.1]), "quantization": "native"}
+        "quantized": torch.zeros(tokens, HEADS * SPEC.value).to(linears.FP8),
+        "scales": torch.zeros(tokens, HEADS), "scale": torch.tensor([0.1]),
+        "quantization": "native" if name == ops.TENSOR_ATTENTION else str(ops.Quantization.GROUP),
+    }  # fmt: skip
+    return {each.name: values[each.name] for each in ops.get(name)._schema.arguments}
 
 
 def batch(tokens, decode_only):

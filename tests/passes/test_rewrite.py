@@ -27,34 +27,6 @@ def test_new_value_keeps_strides_and_type():
     assert (new.shape, new.stride(), new.dtype) == (value.shape, value.stride(), value.dtype)
 
 
-def test_functionalized_call_reads_every_output():
-    graph, (x,) = chain()
-    x.meta["val"] = torch.zeros(3)
-    dummy = torch.zeros(0)
-    with graph.inserting_before(graph.output_node()):
-        node, outputs = rewrite.functionalized_call(
-            graph, aten.neg.default, {"x": x}, returned=(dummy,), mutated=("x",)
-        )
-    assert node.args == (aten.neg.default,) and node.kwargs == {"x": x}
-    assert [(o.target, o.args) for o in outputs] == [
-        (operator.getitem, (node, index)) for index in (0, 1)
-    ]
-    assert outputs[0].meta["val"] is dummy is node.meta["val"][0]
-    assert outputs[1].meta["val"] is node.meta["val"][1]
-    assert node.meta["val"][1].shape == (3,)
-
-
-def test_nothing_returned_has_no_reader():
-    graph, (x,) = chain()
-    x.meta["val"] = torch.zeros(3)
-    with graph.inserting_before(graph.output_node()):
-        node, outputs = rewrite.functionalized_call(
-            graph, aten.neg.default, {"x": x}, returned=(None,), mutated=("x",)
-        )
-    assert outputs[0] is None
-    assert outputs[1].args == (node, 1)
-
-
 def test_snapshot_goes_back():
     graph, (_, a, b) = chain(aten.neg.default, aten.abs.default, result=2)
     before, arguments = list(graph.nodes), [n.args for n in graph.nodes]

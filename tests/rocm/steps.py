@@ -178,16 +178,8 @@ def run(module, spec, backend, batch):
     layer, cache = backend.layer, backend.cache.clone()
     layer.kv_cache = cache
     metadata = backend.metadata(batch, slots, tables)
-    flat = []
-    for node in module.graph.find_nodes(op="placeholder"):
-        if node.name.startswith("tokens"):
-            flat.append(len(slots))
-        elif node.name.startswith("layer_name"):
-            flat.append(fake_engine._encode(NAME))
-        else:
-            flat.append(values[node.name].clone())
-    with forward_pass(layer, metadata, slots), torch.no_grad():
-        outputs = fake_engine._Interpreter(module).run(*flat)
+    with forward_pass(layer, metadata, slots):
+        outputs = fake_engine.execute(module, values)
     return [outputs[0][: batch.live].clone(), cache.flatten(0, 1).view(torch.uint8)]
 
 
