@@ -35,11 +35,6 @@ def check(edit, reason):
                 assert_same(*results, batch, tolerance=1e-5)
 
 
-def _quantized_output(module):
-    scale = edits.node_named(module, "k_scale")
-    edits.set_argument(edits.attention(module), output_scale=scale)
-
-
 def _vllms_rope_passes(module):
     """The two passes that vLLM runs before RopeKVCacheFusionPass, which has no pattern for MLA."""
     from vllm.compilation.passes.utility.scatter_split_replace import ScatterSplitReplacementPass
@@ -68,7 +63,7 @@ _library.impl("both", lambda a, b: (a.clone(), b.clone()), "CompositeExplicitAut
 
 # name -> how the feature changes a graph, and the code if the layer must decline
 ON_GRAPHS = {
-    "attention and quantization fused": (_quantized_output, "quantized-output"),
+    "attention and quantization fused": (edits.quantized_output, "quantized-output"),
     "dual RMSNorm fused": (_dual_norm, ""),
     "fuse_rope_kvcache": (_vllms_rope_passes, ""),
 }

@@ -4,49 +4,32 @@ The graphs are traced from vLLM's own `QuantFP8` (`tests/passes/linears.py`) on 
 in for a GPU: a CPU build of vLLM has no linear layer that quantizes its input in the graph.
 """
 
-from dataclasses import dataclass
-
 import torch
 
 from tests.coverage import vllm_passes
 from tests.passes import linears
 from tests.passes.graphs import Spec
 
-
-@dataclass(frozen=True)
-class Output:
-    """A row: the name of `linears.project`, what has it in vLLM 0.26, 0.32 and 0.33, and why it is
-    not fused, if it is not."""
-
-    quantized: str
-    where: str
-    reason: str = ""
-
-
 GROUPS = "`_C.per_token_group_fp8_quant`, scales"
+# The name of `linears.project`, what has it in vLLM 0.26, 0.32 and 0.33, and why it is not fused.
 OUTPUTS = {
-    f"{GROUPS} in rows": Output("group", "Triton"),
-    f"{GROUPS} in columns": Output("group_columns", "CUTLASS"),
-    f"{GROUPS} in aligned columns": Output(
-        "group_tma", "DeepGEMM with `VLLM_USE_DEEP_GEMM_E8M0=0`"
-    ),
-    f"{GROUPS} in aligned columns, powers of two": Output("group_ue8m0", "DeepGEMM on Hopper"),
-    "`_C.static_scaled_fp8_quant`": Output("tensor", "given scales, with `+quant_fp8`"),
-    "aten ops, one given scale": Output("tensor_native", "given scales, the default"),
-    "`_C.per_token_group_fp8_quant_packed`": Output(
-        "group_packed", "DeepGEMM on Blackwell", "output-quantization"
-    ),
-    "inside the op of o_proj": Output(
-        "opaque", "FlashInfer with DeepGEMM: vLLM's first choice on Hopper", "output-opaque"
-    ),
-    "aten ops, groups of 128": Output(
-        "group_native", "groups, with `-quant_fp8`", "output-quantization"
-    ),
-    "an op with a scale for each token": Output(
-        "per_token", "dynamic scales of tokens", "output-quantization"
-    ),
-    "none": Output("", "weights in bf16 or fp16, or quantized alone", "output-unquantized"),
-}
+    f"{GROUPS} in rows": ("group", "Triton", ""),
+    f"{GROUPS} in columns": ("group_columns", "CUTLASS", ""),
+    f"{GROUPS} in aligned columns": (
+        "group_tma", "DeepGEMM with `VLLM_USE_DEEP_GEMM_E8M0=0`", ""),
+    f"{GROUPS} in aligned columns, powers of two": ("group_ue8m0", "DeepGEMM on Hopper", ""),
+    "`_C.static_scaled_fp8_quant`": ("tensor", "given scales, with `+quant_fp8`", ""),
+    "aten ops, one given scale": ("tensor_native", "given scales, the default", ""),
+    "`_C.per_token_group_fp8_quant_packed`": (
+        "group_packed", "DeepGEMM on Blackwell", "output-quantization"),
+    "inside the op of o_proj": (
+        "opaque", "FlashInfer with DeepGEMM: vLLM's first choice on Hopper", "output-opaque"),
+    "aten ops, groups of 128": (
+        "group_native", "groups, with `-quant_fp8`", "output-quantization"),
+    "an op with a scale for each token": (
+        "per_token", "dynamic scales of tokens", "output-quantization"),
+    "none": ("", "weights in bf16 or fp16, or quantized alone", "output-unquantized"),
+}  # fmt: skip
 # Nothing here runs them; their graphs are compared after passes 2 to 4 as they are declined.
 NOT_RUN = ("opaque", "group_packed")
 # How the graph comes to the passes, as in `spellings.VARIANTS`.
@@ -56,7 +39,7 @@ VARIANTS = [(name, partition) for name in ("input", "constant") for partition in
 def outcome(name, variant):
     """Nothing if it is fused, or the code of the reason against it."""
     layer_name, partition = variant
-    quantized = OUTPUTS[name].quantized
+    quantized, *_ = OUTPUTS[name]
     spec = Spec("nope", dtype=torch.bfloat16, quantized=quantized, layer_name=layer_name)
     runs = quantized not in NOT_RUN
     made = vllm_passes.compare(spec, partition, attention="portable", runs=runs)

@@ -186,9 +186,9 @@ def spelled():
 
 def quantizations():
     """Each quantization in front of o_proj: it is taken in, in all variants, or why not."""
-    for name, output in OUTPUTS.items():
-        cell = _all_or_none(len(outputs.VARIANTS), output.reason)
-        yield "quantizations", f"{name} ({output.where})", (cell, "-", "-")
+    for name, (_, where, reason) in OUTPUTS.items():
+        cell = _all_or_none(len(outputs.VARIANTS), reason)
+        yield "quantizations", f"{name} ({where})", (cell, "-", "-")
 
 
 def beside():

@@ -53,6 +53,16 @@ def set_argument(node, **values):
     node.kwargs = {**node.kwargs, **values}
 
 
+def through(call, name, target, *args):
+    """An edit: an argument of the call that `call` finds is read through an op."""
+
+    def edit(module):
+        node = call(module)
+        set_argument(node, **{name: add(module, node, target, node.kwargs[name], *args)})
+
+    return edit
+
+
 def also_return(module, *nodes):
     """Append values to what the graph returns."""
     output = module.graph.output_node()
@@ -286,30 +296,18 @@ def _k_scaled_by_position(module):
     set_argument(call, k_pe=k_pe)
 
 
-def _other_kv(module):
-    call = attention(module)
-    set_argument(
-        call, kv_c_normed=add(module, call, aten.mul.Tensor, call.kwargs["kv_c_normed"], 2.0)
-    )
-
-
 def _mystery_write(module):
     call = attention(module)
     set_argument(call, kv_cache_dummy_dep=add(module, call, aten.neg.default, call.kwargs["k_pe"]))
 
 
-def _quantized_output(module):
+def quantized_output(module):
     set_argument(attention(module), output_scale=node_named(module, "k_scale"))
 
 
 def _replicated_query(module):
     call = attention(module)
     set_argument(call, q_dcp_replicated=call.kwargs["q"])
-
-
-def _flat_query(module):
-    call = attention(module)
-    set_argument(call, q=add(module, call, aten.flatten.using_ints, call.kwargs["q"], 1))
 
 
 _GPTJ, _NEOX = Spec("native"), Spec("native", is_neox=True)
@@ -365,11 +363,15 @@ NEAR_MISSES = {
     "part of the query scaled": (_GPTJ, _part_scaled, "unknown-rope"),
     "k_pe scaled by position": (_GPTJ, _k_scaled_by_position, "unknown-rope"),
     "op with positions": (Spec("nope"), _mystery_rope, "unknown-rope"),
-    "attention to other kv_c": (_GPTJ, _other_kv, "cache-update"),
+    "attention to other kv_c": (
+        _GPTJ, through(attention, "kv_c_normed", aten.mul.Tensor, 2.0), "cache-update"
+    ),
     "unknown cache update": (_GPTJ, _mystery_write, "cache-update"),
-    "quantized output": (_GPTJ, _quantized_output, "quantized-output"),
+    "quantized output": (_GPTJ, quantized_output, "quantized-output"),
     "query replicated across ranks": (_GPTJ, _replicated_query, "attention-argument"),
-    "query of two dimensions": (_GPTJ, _flat_query, "shape"),
+    "query of two dimensions": (
+        _GPTJ, through(attention, "q", aten.flatten.using_ints, 1), "shape"
+    ),
 }  # fmt: skip
 
 

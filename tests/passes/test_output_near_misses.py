@@ -14,6 +14,7 @@ from tests.passes.test_output import (
 )
 
 aten, prims = torch.ops.aten, torch.ops.prims
+CAST = prims.convert_element_type.default
 
 
 def _argument(**values):
@@ -51,39 +52,8 @@ def _other_order(module):
     node.replace_input_with(node.args[0], flipped)
 
 
-def _two_scales(module):
-    scale = edits.node_named(module, "o_scale")
-    call = quantization(module)
-    edits.set_argument(call, scale=edits.add(module, call, aten.cat.default, [scale, scale]))
-
-
-def _wide_scale(module):
-    scale = edits.node_named(module, "o_scale")
-    call = quantization(module)
-    wide = edits.add(module, call, prims.convert_element_type.default, scale, torch.float64)
-    edits.set_argument(call, scale=wide)
-
-
-def _padded(module):
-    call = quantization(module)
-    result = call.kwargs["result"]
-    edits.set_argument(call, result=edits.add(module, call, aten.cat.default, [result, result]))
-
-
-def _integers(module):
-    call = quantization(module)
-    result = call.kwargs["result"]
-    other = edits.add(module, call, prims.convert_element_type.default, result, torch.int8)
-    edits.set_argument(call, result=other)
-
-
-def _group_scales_in_bytes(module):
-    call = quantization(module)
-    scales = call.kwargs["output_s"]
-    edits.set_argument(
-        call,
-        output_s=edits.add(module, call, prims.convert_element_type.default, scales, torch.uint8),
-    )
+def _through(name, target, *args):
+    return edits.through(quantization, name, target, *args)
 
 
 def _another_value(module):
@@ -95,12 +65,14 @@ def _another_value(module):
     product.replace_input_with(scale, twice)
 
 
-def _padded_group(name):
+def _twice(name):
+    """Two of what an argument is, one after the other."""
+
     def edit(module):
         call = quantization(module)
         given = call.kwargs[name]
-        padded = edits.add(module, call, aten.cat.default, [given, given])
-        edits.set_argument(call, **{name: padded})
+        twice = edits.add(module, call, aten.cat.default, [given, given])
+        edits.set_argument(call, **{name: twice})
 
     return edit
 
@@ -117,11 +89,15 @@ NEAR_MISSES = {
     "a scale of each token": ("per_token", _nothing, "quantization", "per_token_quant"),
     "another least maximum": ("group", _argument(eps=1e-6), "quantization", "eps"),
     "another most": ("group", _argument(fp8_max=240.0), "quantization", "fp8_max 240"),
-    "scales in bytes": ("group_ue8m0", _group_scales_in_bytes, "quantization", "uint8"),
-    "two scales": ("tensor", _two_scales, "quantization", "a scale [2]"),
-    "a scale in fp64": ("tensor", _wide_scale, "quantization", "float64"),
-    "padded rows": ("tensor", _padded, "quantization", "padded rows"),
-    "integers": ("tensor", _integers, "quantization", "int8"),
+    "scales in bytes": (
+        "group_ue8m0", _through("output_s", CAST, torch.uint8), "quantization", "uint8"
+    ),
+    "two scales": ("tensor", _twice("scale"), "quantization", "a scale [2]"),
+    "a scale in fp64": (
+        "tensor", _through("scale", CAST, torch.float64), "quantization", "float64"
+    ),
+    "padded rows": ("tensor", _twice("result"), "quantization", "padded rows"),
+    "integers": ("tensor", _through("result", CAST, torch.int8), "quantization", "int8"),
     "division": ("tensor_native", _division, "quantization", "in aten ops"),
     "rounded before": ("tensor_native", _rounded_first, "quantization", "another formula"),
     "less clamped": (
@@ -129,8 +105,8 @@ NEAR_MISSES = {
     ),
     "of another shape": ("tensor_native", _other_order, "quantization", "formula"),
     "of two values": ("tensor_native", _another_value, "quantization", "other values"),
-    "values of padded rows": ("group", _padded_group("output_q"), "quantization", "padded"),
-    "scales of padded rows": ("group", _padded_group("output_s"), "quantization", "padded"),
+    "values of padded rows": ("group", _twice("output_q"), "quantization", "padded"),
+    "scales of padded rows": ("group", _twice("output_s"), "quantization", "padded"),
     "inside an op": ("opaque", _nothing, "opaque", "dynamic_flashinfer_deepgemm"),
 }  # fmt: skip
 
