@@ -1,7 +1,8 @@
-"""A graph of one number of tokens is probed with it; `programs` takes token dimensions apart."""
+"""What a graph is probed with; `programs` takes token dimensions apart."""
 
 import torch
 
+from mla_fusion.patterns import probe
 from tests.passes import edits
 from tests.passes.fake_engine import fuse
 from tests.passes.graphs import Spec, build, find
@@ -21,3 +22,11 @@ def test_cosines_of_another_row_are_kept():
     for reader in readers:
         reader.replace_input_with(lookup, other)
     assert fuse(module, spec).fused == 0
+
+
+def test_only_the_table_is_probed_with_few_rows():
+    """Also where it is cast before its lookup."""
+    for table_dtype in (torch.bfloat16, torch.float32):
+        module = build(Spec("native", dtype=torch.bfloat16, table_dtype=table_dtype))
+        given = module.graph.find_nodes(op="placeholder")
+        assert [node.name for node in given if probe._is_table(node)] == ["table"]
