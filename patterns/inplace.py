@@ -83,10 +83,8 @@ def _is_all_that_changes(
     found: Site, q: fx.Node, query: fx.Node, k_pe: fx.Node, rotated: tuple[fx.Node, fx.Node]
 ) -> bool:
     """Whether `query` is the tail of q, and q and k_pe of the site have `rotated` in its place."""
-    interior, leaves = probe.cone([found.q, found.k_pe, query, k_pe, q])
-    try:
-        values = probe.run(interior, probe.leaf_values(leaves), found.q.meta["val"].dtype)
-    except probe.NotPolynomial:
+    values = probe.run([found.q, found.k_pe, query, k_pe, q], found.q.meta["val"].dtype)
+    if values is None:
         return False
     width = probe.concrete_shape(found.k_pe)[-1]
     tail = values[rotated[0]].reshape(*values[q].shape[:-1], width)

@@ -22,7 +22,7 @@ from mla_fusion.patterns.site import Site
 
 def match(site: Site) -> RopeMatch | None:
     """The unrotated values if q and k_pe of `site` are RoPE in aten ops, else None."""
-    interior, leaves = probe.cone([site.q, site.k_pe])
+    interior, _ = probe.cone([site.q, site.k_pe])
     sources = {probe.LOOKUPS[n.target](n) for n in interior if n.target in probe.LOOKUPS}
     q, k_pe = probe.unmodified(site.q), probe.unmodified(site.k_pe)
     if len(sources) != 1 or q is None or k_pe is None:
@@ -35,11 +35,8 @@ def match(site: Site) -> RopeMatch | None:
     rounded = _rounded(interior, table, activation)
     if given.op not in ("placeholder", "get_attr") or rounded is None:
         return None
-    try:
-        values = probe.run(interior, probe.leaf_values(leaves), activation)
-    except probe.NotPolynomial:
-        return None
-    is_neox = _judge(values, site, (q, k_pe, table, positions))
+    values = probe.run([site.q, site.k_pe], activation)
+    is_neox = None if values is None else _judge(values, site, (q, k_pe, table, positions))
     if is_neox is None:
         return None
     return RopeMatch(

@@ -15,7 +15,7 @@ tokens of a probe are at the same position, so none stands for another.
 
 import math
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -73,8 +73,8 @@ LOOKUPS = {
 }
 
 
-class NotPolynomial(Exception):
-    """The cone holds something that probing cannot judge."""
+class _NotPolynomial(Exception):
+    """A leaf has no value to probe with."""
 
 
 def cone(
@@ -121,30 +121,29 @@ def concrete_shape(node: fx.Node) -> tuple[int, ...]:
 
 
 def run(
-    interior: Iterable[fx.Node], env: Mapping[fx.Node, Any], activation: torch.dtype
-) -> dict[fx.Node, Any]:
-    """Run the interior of a cone on `env`, the values of its leaves.
+    outputs: Iterable[fx.Node], activation: torch.dtype, stop: Iterable[fx.Node] = ()
+) -> dict[fx.Node, Any] | None:
+    """Values of `outputs` and of all that they are computed from, as `cone` has it, for random
+    leaves.
 
-    Casts are no-ops if they lose no more than a value of type `activation` would.
-
-    Raises:
-        NotPolynomial: a node does not run on the probing values, casts to a lesser type, or does
-            not treat every token alike.
+    Casts are no-ops if they lose no more than a value of type `activation` would. None: a node does
+    not run on the probing values, casts to a lesser type, or does not treat every token alike.
     """
-    interior, values = list(interior), dict(env)
-    if mixing := rows.mixing(interior):
-        raise NotPolynomial(f"{mixing.name} does not treat every token alike")
+    interior, leaves = cone(outputs, stop)
+    if rows.mixing(interior):
+        return None
     try:
+        values = _leaf_values(leaves)
         for node in interior:
             if node.target in CASTS:
                 if not _keeps_precision(node, activation):
-                    raise NotPolynomial(f"{node.name} loses precision")
+                    return None
                 values[node] = values[node.all_input_nodes[0]]
                 continue
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
             values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-    except (RuntimeError, IndexError, TypeError, KeyError) as error:
-        raise NotPolynomial(f"{node.name}: {error}") from error
+    except (_NotPolynomial, RuntimeError, IndexError, TypeError, KeyError):
+        return None
     return values
 
 
@@ -164,10 +163,10 @@ def _leaf_value(node: fx.Node, generator: torch.Generator, table_rows: int) -> A
     if isinstance(value, int | torch.SymInt):
         return concrete(value)
     if not isinstance(value, torch.Tensor):
-        raise NotPolynomial(f"{node.name} has no tensor metadata")
+        raise _NotPolynomial
     shape = concrete_shape(node)
     if any(size < 0 for size in shape):
-        raise NotPolynomial(f"{node.name} has no rows of {TOKENS} tokens")
+        raise _NotPolynomial  # no rows of TOKENS tokens
     if not value.dtype.is_floating_point:
         return torch.randperm(table_rows, generator=generator)[: math.prod(shape)].view(shape)
     if shape and _is_table(node):
@@ -185,11 +184,10 @@ def _is_table(node: fx.Node) -> bool:
     return False
 
 
-def leaf_values(leaves: Iterable[fx.Node]) -> dict[fx.Node, Any]:
+def _leaf_values(leaves: list[fx.Node]) -> dict[fx.Node, Any]:
     """Random values for all leaves of a cone, the same ones at every call."""
     # A fixed seed: whether a layer fuses must not depend on luck.
     generator = torch.Generator().manual_seed(0x5EED)
-    leaves = list(leaves)
     integer = (leaf for leaf in leaves if dtype_of(leaf) and not is_float(leaf))
     places = [math.prod(concrete_shape(leaf)) for leaf in integer]
     table_rows = max([TABLE_ROWS, *places])

@@ -84,9 +84,7 @@ def _factors(node: Any, query: fx.Node) -> fx.Node | None:
 
 def _is_the_product(query: fx.Node, rotated: fx.Node, factors: fx.Node) -> bool:
     """Whether `query` is `rotated`, each token times its factor."""
-    interior, leaves = probe.cone([query], stop=[rotated, factors])
-    try:
-        values = probe.run(interior, probe.leaf_values(leaves), query.meta["val"].dtype)
-    except probe.NotPolynomial:
-        return False
-    return probe.same(values[query], values[rotated] * values[factors].reshape(-1, 1, 1))
+    values = probe.run([query], query.meta["val"].dtype, stop=[rotated, factors])
+    return values is not None and probe.same(
+        values[query], values[rotated] * values[factors].reshape(-1, 1, 1)
+    )

@@ -83,14 +83,13 @@ def _measured(layer: Any, options: config.Options, vllm_config: Any, most: int) 
     if not measured.has_measurements(gpu):
         return Choice()
     backend = layer.attn_backend.get_name()
-    if why := _engine_not_measured(options, vllm_config) or _not_measured(
-        layer, options, vllm_config
-    ):
-        return Choice(why=f"{backend} (auto: {why})")
     facts = _facts(layer, options, vllm_config, "portable")
     dtype = facts.query_dtype(vllm_config.model_config.dtype)
     rows = _query_rows(vllm_config)
     key = _name(dtype), layer.num_heads, rows, backend
+    why = _engine_not_measured(options, vllm_config) or _not_measured(layer, vllm_config, facts)
+    if why := why or measured.why_not_run(gpu, key[:3]):
+        return Choice(why=f"{backend} (auto: {why})")
     spans = measured.spans(gpu, vllm_config.model_config.max_model_len)
     runs = tuple((a, min(b, most)) for a, b in spans.get(key, ()) if a <= most)
     if not runs:
@@ -114,21 +113,19 @@ def _engine_not_measured(options: config.Options, vllm_config: Any) -> str:
     return decline.explain() if decline else ""
 
 
-def _not_measured(layer: Any, options: config.Options, vllm_config: Any) -> str:
+def _not_measured(layer: Any, vllm_config: Any, facts: eligibility.LayerFacts) -> str:
     """What of a layer the measurements do not cover; empty if they do."""
     if (widths := (layer.kv_lora_rank, layer.qk_rope_head_dim)) != measured.WIDTHS:
         return "not measured with {} + {}".format(*widths)
     if (page := vllm_config.cache_config.block_size) % measured.PAGE:
         return f"not measured with pages of {page} tokens"
-    facts = _facts(layer, options, vllm_config, "portable")
     if facts.decline:
         return facts.decline.explain()
     dtype = facts.query_dtype(vllm_config.model_config.dtype)
     cache = str(vllm_config.cache_config.cache_dtype)
     if cache.startswith("fp8") and dtype.itemsize > 1:
         return f"not measured with a query in {_name(dtype)} and a cache in {cache}"
-    of = _name(dtype), layer.num_heads, _query_rows(vllm_config)
-    return measured.why_not_run(vllm_compat.gpu_name(), of)
+    return ""
 
 
 def _facts(

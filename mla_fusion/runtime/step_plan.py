@@ -224,6 +224,7 @@ def attach(layers: Mapping[str, Any], options: config.Options, vllm_config: Any)
         query = eligibility.facts(layer, options.provider, activation).query_dtype(activation)
         shape = {
             "num_heads": layer.num_heads,
+            "max_query_len": rows,
             "q_dtype": query,
             "kv_dtype": eligibility.cache_dtype(layer, activation),
             "v_head_dim": layer.kv_lora_rank,
@@ -232,12 +233,17 @@ def attach(layers: Mapping[str, Any], options: config.Options, vllm_config: Any)
         width = layer.kv_lora_rank + layer.qk_rope_head_dim
         key = *shape.values(), width, choice.runs, choice.slower_from
         if key not in plans:
+            if choice.planner == "aiter":
+                listed = decode_choice.backend_is_aiters(layer)
+                longest = None if listed else vllm_config.model_config.max_model_len
+                cap = options.max_split_per_batch
+                settings = {"max_split_per_batch": cap, "max_kv_len": longest}
+            else:
+                executor = attention.get_provider(attention.portable_provider(shape["device"]))
+                of = layer.num_heads, rows, shape["kv_dtype"], width, shape["device"]
+                settings = executor.plan_settings(*of)
             plan = attention.PersistentDecodePlan.allocate(
-                max_batch=choice.most,
-                max_query_len=rows,
-                planner=choice.planner,
-                **shape,
-                **_settings(options, vllm_config, layer, shape, width, rows),
+                max_batch=choice.most, planner=choice.planner, **shape, **settings
             )
             all_steps = ((1, vllm_config.scheduler_config.max_num_seqs),)
             runs = None if choice.runs == all_steps else choice.runs
@@ -261,26 +267,3 @@ def epilogues(layers: Mapping[str, Any]) -> str:
     plans = [(getattr(layer, ATTRIBUTE, None), layer) for layer in layers.values()]
     reasons = dict.fromkeys(plan.epilogue(layer) for plan, layer in plans if plan is not None)
     return "; ".join(f"none: {why}" if why else "W_UV" for why in reasons)
-
-
-def _settings(
-    options: config.Options,
-    vllm_config: Any,
-    layer: Any,
-    shape: dict[str, Any],
-    width: int,
-    rows: int,
-) -> dict[str, Any]:
-    """The arguments of `allocate` that depend on who executes the plan."""
-    if options.attention == "aiter":
-        listed = decode_choice.backend_is_aiters(layer)
-        return {
-            "max_split_per_batch": options.max_split_per_batch,
-            "max_kv_len": None if listed else vllm_config.model_config.max_model_len,
-        }
-    device = shape["device"]
-    executor = attention.get_provider(attention.portable_provider(device))
-    settings: dict[str, Any] = executor.plan_settings(
-        shape["num_heads"], rows, shape["kv_dtype"], width, device
-    )
-    return settings
