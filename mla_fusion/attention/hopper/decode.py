@@ -260,15 +260,14 @@ def decode_kernel(
     FIRST: gl.constexpr, SPARSE: gl.constexpr, SINK: gl.constexpr, L: gl.constexpr,
     R: gl.constexpr, HEADS: gl.constexpr, FOLD: gl.constexpr, ROWS: gl.constexpr,
     BLOCK_N: gl.constexpr, LSE: gl.constexpr, BULK: gl.constexpr, WARPS: gl.constexpr,
-    PDL: gl.constexpr,
 ):  # fmt: skip
     """Arguments as `triton.decode_kernel`, and those of `hopper.copy.bulk_copy`.
 
-    BULK: the copy engine takes whole tiles. PDL: the launch precedes the end of the kernel in
-    front, and the kernel waits for that one before it reads anything but the plan. With `fresh` not
-    0 it waits at once: the kernel in front may be writing the plan.
+    BULK: the copy engine takes whole tiles. The launch precedes the end of the kernel in front, and
+    the kernel waits for that one before it reads anything but the plan. With `fresh` not 0 it waits
+    at once: the kernel in front may be writing the plan.
     """
-    if PDL and fresh != 0:
+    if fresh != 0:
         gdc.gdc_wait()
     TYPE: gl.constexpr = kv_ptr.dtype.element_ty
     BITS: gl.constexpr = TYPE.primitive_bitwidth
@@ -296,9 +295,8 @@ def decode_kernel(
         first = Source(kv_ptr, item.table, block_stride)
         extra = Source(extra_ptr, item.extra_table, extra_block_stride)
         copies = Copies(first, extra, latents, rotated, block_rows)
-        if PDL:
-            # All that follows, scales too, may be written by the kernel in front.
-            gdc.gdc_wait()
+        # All that follows, scales too, may be written by the kernel in front.
+        gdc.gdc_wait()
         factor, value_scale = read_scales(scale, q_scale_ptr, kv_scale_ptr, FP8)
         if FP8:
             value_scale *= 256.0  # `widen` leaves it out
@@ -328,17 +326,16 @@ def decode_kernel(
         fence_async_shared()
         # The reduction may be launched, and waits. Not yet where it has many rows: all its CTAs
         # would go to the few SMs that are done first.
-        if PDL and ROWS <= 32:  # noqa: SIM102 (known when compiled; the other one is not)
+        if ROWS <= 32:  # noqa: SIM102 (known when compiled; the other one is not)
             if work == last_work:
                 gdc.gdc_launch_dependents()
         store_item(
             (acc,), (odd,), m, l, value_scale, item, first_row, target, sink_ptr, L, HEADS, FP8,
             SINK, LSE,
         )  # fmt: skip
-    if PDL:
-        # Idle CTAs must signal too: a dependent grid waits for all of them.
-        gdc.gdc_wait()
-        gdc.gdc_launch_dependents()
+    # Idle CTAs must signal too: a dependent grid waits for all of them.
+    gdc.gdc_wait()
+    gdc.gdc_launch_dependents()
 
 
 kernel: Any = decode_kernel
@@ -359,7 +356,6 @@ def arguments(given: Inputs) -> Launch:
         "BLOCK_N": TILE,
         "BULK": bulk[2] > 0,
         "WARPS": warps,
-        "PDL": True,
         "num_warps": warps,
         "launch_pdl": True,
     }
