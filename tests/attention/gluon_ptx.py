@@ -30,8 +30,9 @@ def to_fp32(bits):
 
 
 def to_bf16(high, low):
-    """Two fp32 as two bf16."""
-    high, low = (each.bfloat16().view(torch.int16).long() & 0xFFFF for each in (high, low))
+    """Two fp32, or their bits, as two bf16."""
+    both = (x if x.is_floating_point() else x.int().view(torch.float32) for x in (high, low))
+    high, low = (each.bfloat16().view(torch.int16).long() & 0xFFFF for each in both)
     return low | high << 16
 
 

@@ -74,7 +74,8 @@ def operator(name):
     def method(self, other):
         if isinstance(other, Pointer):
             return NotImplemented
-        return Tensor(getattr(self.data, name)(raw(other)), self.layout)
+        layout = self.layout or getattr(other, "layout", None)
+        return Tensor(getattr(self.data, name)(raw(other)), layout)
 
     return method
 

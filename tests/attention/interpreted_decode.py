@@ -112,18 +112,13 @@ def test_the_kernel_cuts_only_what_the_specification_cuts():
     """Whole tiles where they are within the budget, and no single blocks of a long sequence: with
     random lengths neither rule decides."""
     cases = [
-        (8, [1100] * 7 + [1300], 8, False),
-        (7, [1100] * 7 + [1300], 8, True),
-        (8, [1100] * 7 + [1600], 8, True),
+        (8, [1100] * 7 + [1300], 8, False), (7, [1100] * 7 + [1300], 8, True),
+        (8, [1100] * 7 + [1600], 8, True), (60, [64 * 32], 8, True), (60, [64 * 33], 8, True),
         (16, [1100, 1300], 128, False),  # eight tiles each
-        (60, [64 * 32], 8, True),
-        (60, [64 * 33], 8, True),
         # Small shares.
-        (12, [1024] * 6, 8, True),
-        (12, [2256, 2394, 741, 376], 8, True),
-        (4, [108, 423, 1038, 638], 8, True),
-        (7, [1000, 2200, 100], 32, True),
-    ]
+        (12, [1024] * 6, 8, True), (12, [2256, 2394, 741, 376], 8, True),
+        (4, [108, 423, 1038, 638], 8, True), (7, [1000, 2200, 100], 32, True),
+    ]  # fmt: skip
     for ctas, lengths, num_heads, is_cut in cases:
         want, got = (
             plan_for(max_batch=9, max_query_len=1, num_heads=num_heads, heads_per_work=16,

@@ -33,7 +33,7 @@ def inputs(q=(8, 64, 576), page=64, dtype=BF16, columns=128, **plan):
     )
 
 
-def check(dtype, heads, rows, lens, options, loudness=None, **scales):
+def check(dtype, heads, rows, lens, options, loudness=None, module=warp_specialized, **scales):
     """Run the kernel. loudness: what the queries of each head are multiplied by."""
     fields = arguments(
         rows, lens, 64, 512, 64, num_heads=heads, q_dtype=dtype, kv_dtype=dtype, overhead=1,
@@ -45,7 +45,7 @@ def check(dtype, heads, rows, lens, options, loudness=None, **scales):
     tokens = len(fields["q"])
     out = torch.full((tokens, heads, 512), torch.nan, dtype=BF16)
     given = Inputs(**fields, out=out, lse=torch.full((tokens, heads), torch.nan))
-    Machine(seed=tokens).launch(warp_specialized.kernel, *warp_specialized.arguments(given))
+    Machine(seed=tokens).launch(module.kernel, *module.arguments(given))
     want, want_lse = definition(fields, rows, lens)
     reference.merge(given, given.plan.partial_output, given.plan.partial_lse)
     assert distance(given.out, want) <= TOLERANCE

@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 
 from mla_fusion.attention.hopper import decode as hopper_decode
 from mla_fusion.attention.hopper import fits
+from mla_fusion.attention.plan.buffers import Step
 from mla_fusion.attention.plan.inputs import Inputs, Scope, Sparse
 from mla_fusion.attention.triton import decode_kernel as portable
 from mla_fusion.attention.triton import reduce_kernel
@@ -121,20 +122,18 @@ def test_hopper_kernel(case, dtype):
     # fp8 scores are an fp8 product, not one of widened keys.
     assert ("QGMMA" in result.matrix) == (dtype == FN), result
     if dtype == FN and heads == 16:
-        assert two_fit_an_sm(result)
+        # Two CTAs of four warps fit an SM, as `plan_settings` has it.
+        assert 2 * result.shared <= LDS["sm_90"] and result.registers * 128 * 2 <= 65536, result
 
 
-def two_fit_an_sm(result):
-    """Whether two CTAs of four warps do, as `plan_settings` has it."""
-    return 2 * result.shared <= LDS["sm_90"] and result.registers * 128 * 2 <= 65536
-
-
-def test_ctas_of_32_rows_that_share_an_sm():
-    given = decode_inputs(20, FN, half_below=1)
+@pytest.mark.parametrize("heads", [16, 20])
+def test_tiles_of_two_boxes(heads):
+    given = decode_inputs(heads, FN, half_below=9)
+    given.plan.step = Step(8, 8, 1)
     _, args, options = hopper_decode.arguments(given)
     result = compile_report("sm_90", hopper_decode.kernel, args, options)
-    assert options["num_warps"] == 4 and two_fit_an_sm(result), result
-    assert result.hot_spills == 0, result
+    assert options["num_warps"] == 8 and result.hot_spills == 0, result
+    assert result.shared <= LDS["sm_90"], result
 
 
 @pytest.mark.parametrize("dtype", [BF16, FN], ids=["bf16", "fp8"])

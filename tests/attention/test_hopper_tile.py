@@ -6,7 +6,6 @@ import torch
 pytest.importorskip("triton")
 
 from mla_fusion.attention.hopper import tile as hopper_tile
-from mla_fusion.attention.hopper.warp_specialized_copy import log2_of
 from tests.attention.decodes import FN
 from tests.attention.gluon_double import Machine
 from tests.attention.gluon_values import Tensor
@@ -31,9 +30,3 @@ def test_a_byte_is_moved(at):
     signs = torch.where((CODES if at == 0 else CODES.flip(0)) < 128, 480.0, -480.0)[:, None]
     want = torch.where(WANTED[at].isnan(), signs.to(torch.float16), WANTED[at])
     torch.testing.assert_close(found, want, rtol=0, atol=0)
-
-
-def test_buffers_are_a_power_of_two():
-    assert [log2_of(count) for count in (1, 2, 4)] == [0, 1, 2]
-    with pytest.raises(AssertionError, match="low bits"):
-        log2_of(3)

@@ -92,15 +92,11 @@ def plan_of(rules, seq_lens):
     # Public figures of AITER's planner, contexts of 8192: blocks of the largest split, splits of
     # one sequence, partial rows in all.
     [
-        (304, 1, 2, 256, 256),
-        (304, 8, 14, 37, 296),
-        (256, 1, 3, 171, 171),
-        (304, 64, 112, 6, 341),
-        (304, 256, 445, 3, 550),
-        (256, 64, 132, 4, 256),
+        (304, 1, 2, 256, 256), (304, 8, 14, 37, 296), (304, 64, 112, 6, 341),
+        (304, 256, 445, 3, 550), (256, 1, 3, 171, 171), (256, 64, 132, 4, 256),
         (256, 256, 512, 1, 0),
     ],
-)
+)  # fmt: skip
 def test_the_published_examples(ctas, batch, blocks, splits, rows):
     plan = plan_of(Rules(ctas, 1, 16, 16, -1), [8192] * batch)
     items = plan.work_info_set[: plan.work_indptr[-1]]

@@ -1,11 +1,14 @@
-"""The specialized decode kernel for Hopper executed on a CPU: results, masks and waits."""
+"""The dense decode kernels for Hopper executed on a CPU: results, masks and waits."""
+
+import types
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from tests.attention import specialized
+from mla_fusion.attention.hopper import decode
+from tests.attention import gluon_double, specialized
 from tests.attention.decodes import BF16, FN
 from tests.attention.gluon_warps import Machine
 from tests.attention.specialized import check
@@ -78,3 +81,32 @@ def test_what_the_kernel_may_not_leave_out(name, dtype, monkeypatch):
     monkeypatch.setattr(specialized, "Machine", spoilt)
     with pytest.raises(AssertionError, match=message):
         check(dtype, *CASES["64 heads"])
+
+
+class InStep(Machine):
+    """All warps go in step. The compiler puts a barrier behind each fence."""
+
+    own = (*Machine.own, "async_copy")
+    warpgroup_mma = gluon_double.Machine.warpgroup_mma
+    warpgroup_mma_wait = gluon_double.Machine.warpgroup_mma_wait
+    async_copy = types.SimpleNamespace(wait_group=lambda outstanding: None)
+
+    def switch(self):
+        for barrier, phase in self.waiting.values():
+            while barrier.phases % 2 == phase:
+                self.land()
+
+    def fence_async_shared(self):
+        super().fence_async_shared()
+        self.barrier()
+
+
+@pytest.mark.parametrize("dtype", [BF16, FN])
+@pytest.mark.parametrize(
+    ("heads", "rows", "lens", "options"),
+    [(20, [1, 1, 1], [130, 64, 1], {}), (32, [1], [1300], {"ctas": 3}), (16, [2, 1], [200, 70], {}),
+     (16, [1, 1], [200, 129], {}), (16, [1, 1], [500, 129], {"ctas": 4, "half_below": 3})],
+)  # fmt: skip
+def test_tiles_of_one_box_and_of_two(dtype, heads, rows, lens, options, monkeypatch):
+    monkeypatch.setattr(specialized, "Machine", InStep)
+    check(dtype, heads, rows, lens, options, module=decode)

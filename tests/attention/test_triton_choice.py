@@ -54,27 +54,22 @@ def sparse(given):
 @pytest.mark.parametrize(
     ("q", "options", "wanted"),
     [
-        ((8, 64, 576), {}, SPECIALIZED),
-        ((8, 128, 576), {}, SPECIALIZED),
+        ((8, 64, 576), {}, SPECIALIZED), ((8, 128, 576), {}, SPECIALIZED),
         ((8, 128, 576), {"heads_per_work": 128}, SPECIALIZED),
-        ((8, 40, 576), {"page": 128}, SPECIALIZED),
-        ((8, 16, 576), DRAFTS, SPECIALIZED),
+        ((8, 40, 576), {"page": 128}, SPECIALIZED), ((8, 16, 576), DRAFTS, SPECIALIZED),
         ((8, 128, 576), {"max_query_len": 2}, SPECIALIZED),
         ((8, 64, 576), {"dtype": FN}, SPECIALIZED),
         ((8, 16, 576), {"dtype": FN, **DRAFTS}, SPECIALIZED),
         ((8, 32, 576), {"dtype": FN}, ("hopper.decode", 32, 8)),
         ((8, 64, 576), {"dtype": FN, "page": 96}, STEP),
         # Fewer than 33 query rows.
-        ((8, 16, 576), {}, ("hopper.decode", 16, 4)),
-        ((8, 32, 576), {}, ("hopper.decode", 32, 8)),
+        ((8, 16, 576), {}, ("hopper.decode", 16, 4)), ((8, 32, 576), {}, ("hopper.decode", 32, 8)),
         ((8, 8, 576), {"max_query_len": 2}, ("hopper.decode", 16, 4)),
         ((8, 8, 576), DRAFTS, ("hopper.decode", 32, 8)),
         # Other types and widths.
-        ((8, 64, 576), {"dtype": FP16}, STEP),
-        ((8, 64, 320), {}, STEP),
+        ((8, 64, 576), {"dtype": FP16}, STEP), ((8, 64, 320), {}, STEP),
         # Tiles span pages, also with the plan of pairs.
-        ((8, 64, 576), {"page": 16}, STEP),
-        ((8, 64, 576), {"page": 96}, STEP),
+        ((8, 64, 576), {"page": 16}, STEP), ((8, 64, 576), {"page": 96}, STEP),
         ((8, 128, 576), {"page": 1, "heads_per_work": 128}, STEP),
         # Padded heads between query rows, and several rows of 32 heads.
         ((8, 24, 576), {"max_query_len": 8}, SPECIALIZED),
@@ -85,7 +80,7 @@ def sparse(given):
         # No rows to describe to the copy engine.
         ((0, 64, 576), {}, STEP),
     ],
-)
+)  # fmt: skip
 def test_the_kernel_of_a_decode(q, options, wanted):
     given = inputs(q, **options)
     assert chosen(given) == wanted
@@ -124,9 +119,9 @@ def test_blocks_that_are_no_whole_entries_apart():
 @pytest.mark.parametrize(
     ("batch", "ctas", "warps"), [(choice.SHARED_FROM - 1, 10, 8), (choice.SHARED_FROM, 20, 4)]
 )
-def test_ctas_of_32_rows_share_sms_with_many_sequences(batch, ctas, warps):
-    settings = choice.plan_settings(20, 1, FN, 576, "cuda")
-    given = inputs((batch, 20, 576), dtype=FN, **settings)
+def test_ctas_of_16_rows_share_sms_with_many_sequences(batch, ctas, warps):
+    settings = choice.plan_settings(16, 1, FN, 576, "cuda")
+    given = inputs((batch, 16, 576), dtype=FN, **settings)
     given.plan.step = Step(batch, batch, 1)
     (grid, _), _, options = choice.chosen(given).arguments(given)
     assert (grid, options["num_warps"]) == (ctas, warps)
@@ -221,20 +216,13 @@ def test_plans_for_cdna(cdna, heads, rows, dtype, ctas):
 @pytest.mark.parametrize(
     ("heads", "rows", "dtype", "width", "ctas"),
     [
-        (128, 1, BF16, 576, 5),
-        (128, 2, BF16, 576, 5),
-        (16, 8, BF16, 576, 5),
-        (32, 3, BF16, 576, 5),
-        (16, 24, BF16, 576, 1),
-        (64, 1, BF16, 576, 10),
-        (16, 4, BF16, 576, 10),
-        (8, 8, BF16, 576, 10),
-        (128, 1, FN, 576, 10),
-        (128, 2, FN, 576, 10),
-        (128, 1, FP16, 576, 10),
+        (128, 1, BF16, 576, 5), (128, 2, BF16, 576, 5), (16, 8, BF16, 576, 5),
+        (32, 3, BF16, 576, 5), (16, 24, BF16, 576, 1), (64, 1, BF16, 576, 10),
+        (16, 4, BF16, 576, 10), (8, 8, BF16, 576, 10), (128, 1, FN, 576, 10),
+        (128, 2, FN, 576, 5), (16, 8, FN, 576, 5), (128, 1, FP16, 576, 10),
         (128, 1, BF16, 320, 10),
     ],
-)
+)  # fmt: skip
 def test_items_of_several_row_blocks(heads, rows, dtype, width, ctas):
     """So few CTAs that the programs of all blocks fill the GPU once."""
     settings = choice.plan_settings(heads, rows, dtype, width, "cuda")

@@ -21,22 +21,17 @@ from tests.attention.test_decode_compiled import decode_inputs
 @pytest.mark.parametrize(
     ("heads", "rows", "dtype", "width", "programs"),
     [
-        (16, 1, BF16, 512 + 64, 1),
-        (16, 1, FN, 512 + 64, 2),
-        (8, 1, FN, 512 + 64, 2),
-        (128, 1, FN, 512 + 64, 1),
-        (16, 2, FN, 512 + 64, 2),
-        (20, 1, FN, 512 + 64, 2),
-        (8, 2, FN, 512 + 64, 2),
+        (16, 1, BF16, 512 + 64, 1), (16, 1, FN, 512 + 64, 2), (8, 1, FN, 512 + 64, 2),
+        (8, 2, FN, 512 + 64, 2), (128, 1, FN, 512 + 64, 1),
+        # 32 query rows have tiles of 128 tokens.
+        (16, 2, FN, 512 + 64, 1), (20, 1, FN, 512 + 64, 1),
         # Two programs where shared memory holds the tiles of both.
         (16, 1, BF16, 256 + 64, 2),
         # 32 query rows in bf16 take all registers.
-        (16, 2, BF16, 256 + 64, 1),
-        (16, 2, FN, 1024 + 64, 1),
-        (16, 1, BF16, 384 + 64, 1),
+        (16, 2, BF16, 256 + 64, 1), (16, 2, FN, 1024 + 64, 1), (16, 1, BF16, 384 + 64, 1),
         (16, 1, FN, 1024 + 128, 1),
     ],
-)
+)  # fmt: skip
 def test_workers(monkeypatch, heads, rows, dtype, width, programs):
     properties = SimpleNamespace(multi_processor_count=10)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)

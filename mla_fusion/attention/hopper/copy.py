@@ -1,7 +1,7 @@
 """How the decode kernel for Hopper gets tiles of keys into shared memory, in Gluon.
 
-The tensor copy engine (TMA) copies whole tiles; one thread computes the address. All threads copy
-the others, 16 bytes each at a time: over several pages, the last of a sequence, lists of slots.
+The tensor copy engine (TMA) copies tiles of whole pages; one thread computes the address. All
+threads copy the others, 16 bytes each at a time: over several pages, lists of slots.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from mla_fusion.attention.hopper.tile import reinterpret
 from mla_fusion.attention.plan.device_code import Source
 
+TILE = gl.constexpr(64)  # tokens that the copy engine copies at once
 # Triton 3.9 renamed all three.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
@@ -142,6 +144,35 @@ def copy_tile(
 
 
 @gluon.jit
+def row_of(copies, token, PAGE: gl.constexpr):
+    """The row of the cache that has token `token` of a sequence."""
+    return gl.load(copies.first.table + token // PAGE) * copies.block_rows + token % PAGE
+
+
+@gluon.jit
+def copy_box(buffer, copies, row, BOX: gl.constexpr):
+    """Have the copy engine copy the TILE tokens from `row` on into box BOX of a tile."""
+    keys, ropes = buffer.keys.slice(BOX * TILE, TILE), buffer.ropes.slice(BOX * TILE, TILE)
+    tma_load(copies.latents, [row, 0], buffer.arrived, keys)
+    tma_load(copies.rotated, [row, keys.shape[1]], buffer.arrived, ropes)
+
+
+@gluon.jit
+def copy_boxes(buffer, copies, token, BOXES: gl.constexpr, PAGE: gl.constexpr):
+    """Have the copy engine copy BOXES * TILE tokens from `token` on, one box or two."""
+    keys, ropes = buffer.keys, buffer.ropes
+    BITS: gl.constexpr = keys.dtype.primitive_bitwidth
+    mbarrier.expect(buffer.arrived, BOXES * TILE * (keys.shape[1] + ropes.shape[1]) * BITS // 8)
+    row = row_of(copies, token, PAGE)
+    if BOXES == 2:
+        other = row_of(copies, token + TILE, PAGE)
+        copy_box(buffer, copies, row, 0)
+        copy_box(buffer, copies, other, 1)
+    else:
+        copy_box(buffer, copies, row, 0)
+
+
+@gluon.jit
 def start_copy(
     buffer, copies, tile, end, first_end, ENTRY: gl.constexpr, PAGE: gl.constexpr,
     EXTRA_ENTRY: gl.constexpr, EXTRA_PAGE: gl.constexpr, FIRST: gl.constexpr,
@@ -150,9 +181,9 @@ def start_copy(
     """Start the copy of tile `tile` of a sequence into `buffer`, which is `one_of` the two.
 
     A SPARSE sequence has FIRST tokens of the first scope, then those of the other. BULK: the copy
-    engine takes whole tiles. It cannot leave out the tokens after an end, which may be NaN.
+    engine copies, the tokens after an end too, which may be NaN; none where no token is left.
     """
-    keys, ropes, arrived = buffer.keys, buffer.ropes, buffer.arrived
+    keys, ropes = buffer.keys, buffer.ropes
     BLOCK_N: gl.constexpr = keys.shape[0]
     if SPARSE:
         SKIP: gl.constexpr = FIRST // BLOCK_N
@@ -164,30 +195,46 @@ def start_copy(
                 SPARSE, WARPS,
             )  # fmt: skip
     elif BULK:
-        token = tile * BLOCK_N
-        if token + BLOCK_N <= end:
-            row = gl.load(copies.first.table + token // PAGE) * copies.block_rows + token % PAGE
-            BITS: gl.constexpr = keys.dtype.primitive_bitwidth
-            mbarrier.expect(arrived, BLOCK_N * (keys.shape[1] + ropes.shape[1]) * BITS // 8)
-            tma_load(copies.latents, [row, 0], arrived, keys)
-            tma_load(copies.rotated, [row, keys.shape[1]], arrived, ropes)
-        else:
-            copy_tile(keys, ropes, copies.first, tile, end, ENTRY, PAGE, SPARSE, WARPS)
+        BOXES: gl.constexpr = BLOCK_N // TILE
+        token = tile * TILE
+        if token + (BOXES - 1) * TILE < end:
+            copy_boxes(buffer, copies, token, BOXES, PAGE)
+        elif BOXES == 2:  # noqa: SIM102 (known when compiled; the other one is not)
+            if token < end:
+                copy_boxes(buffer, copies, token, 1, PAGE)
     else:
         copy_tile(keys, ropes, copies.first, tile, end, ENTRY, PAGE, SPARSE, WARPS)
 
 
 @gluon.jit
-def wait_for_tile(buffers, buffer, phases, is_whole, BULK: gl.constexpr):
-    """Wait until a tile has arrived; return the next phases of both barriers."""
+def clear_rows(tile, count, WARPS: gl.constexpr):
+    """Zero the rows of `tile` [tokens, columns] of 16 bits from `count` on: they may hold NaN."""
+    COUNT: gl.constexpr = tile.shape[0]
+    PART: gl.constexpr = 32
+    twos = reinterpret(
+        tile, gl.int32, [COUNT, tile.shape[1] // 2], gl.NVMMASharedLayout(128, 32, 2)
+    )
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
+    row = gl.arange(0, COUNT, gl.SliceLayout(1, layout))
+    for i in gl.static_range(twos.shape[1] // PART):
+        part = twos.slice(i * PART, PART, dim=1)
+        zeros = gl.zeros([COUNT, PART], gl.int32, layout)
+        part.store(gl.where((row < count)[:, None], part.load(layout), zeros))
+    fence_async_shared()
+    barrier()
+
+
+@gluon.jit
+def wait_for_tile(buffers, buffer, phases, left, BULK: gl.constexpr, WARPS: gl.constexpr):
+    """Wait until a tile has arrived, of `left` tokens; return the next phases of both barriers."""
     if BULK:
-        if is_whole:
-            mbarrier.wait(buffers.arrived.index(buffer), phases >> buffer & 1)
-            phases ^= 1 << buffer
-        else:
-            async_copy.wait_group(0)
-            fence_async_shared()
-            barrier()
+        mbarrier.wait(buffers.arrived.index(buffer), phases >> buffer & 1)
+        phases ^= 1 << buffer
+        keys = buffers.keys.index(buffer)
+        # P is zero there. Widened fp8 has no NaN.
+        if keys.dtype.primitive_bitwidth == 16:  # noqa: SIM102 (known when compiled)
+            if left < keys.shape[0]:
+                clear_rows(keys, left, WARPS)
     else:
         fence_async_shared()
     return phases

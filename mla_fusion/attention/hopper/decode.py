@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc
 
 from mla_fusion.attention.hopper.copy import (
+    TILE,
     Buffers,
     Copies,
     barrier,
@@ -31,9 +32,8 @@ from mla_fusion.attention.hopper.copy import (
     start_copy,
     wait_for_tile,
 )
-from mla_fusion.attention.hopper.fits import TILE
 from mla_fusion.attention.hopper.fits import decode as fits
-from mla_fusion.attention.hopper.tile import add_values, scores_of, softmax_step
+from mla_fusion.attention.hopper.tile import add_values, packed, scores_of, softmax_step
 from mla_fusion.attention.plan.device_code import LN2, LOG2E, Source, Target
 
 if TYPE_CHECKING:
@@ -64,13 +64,9 @@ def store_output(pointers, acc, odd, wanted, PAIRS: gl.constexpr, layout: gl.con
     col = gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout))
     if PAIRS:
         # One store for two neighbours: one of them would fill only half of a memory sector.
-        BITS: gl.constexpr = TYPE.primitive_bitwidth
-        part: gl.constexpr = gl.int32 if BITS == 32 else gl.int16
-        pair: gl.constexpr = gl.int64 if BITS == 32 else gl.int32
-        low = acc.to(TYPE).to(part, bitcast=True).to(pair) & ((1 << BITS) - 1)
-        high = odd.to(TYPE).to(part, bitcast=True).to(pair) << BITS
-        target = pointers.to(gl.pointer_type(pair), bitcast=True)
-        gl.store(target[None, :] + col[:, None], low | high, mask=wanted[None, :])
+        pairs = packed(acc, odd, TYPE)
+        target = pointers.to(gl.pointer_type(pairs.dtype), bitcast=True)
+        gl.store(target[None, :] + col[:, None], pairs, mask=wanted[None, :])
     else:
         gl.store(pointers[None, :] + col[:, None], acc.to(TYPE), mask=wanted[None, :])
 
@@ -144,6 +140,7 @@ def attend(
         the next phases of both barriers).
     """
     BLOCK_N: gl.constexpr = shared_p.shape[0]
+    TILES: gl.constexpr = BLOCK_N // TILE
     ROWS: gl.constexpr = shared_p.shape[1]
     L: gl.constexpr = q_keys.shape[1]
     score: gl.constexpr = row.type.layout.parent
@@ -155,7 +152,7 @@ def attend(
     acc = gl.zeros([L // 2 if PAIRS else L, ROWS], gl.float32, output)
     odd = acc
     current = 0
-    for t in range(item.begin // BLOCK_N, stop):
+    for t in range(item.begin // TILE, stop, TILES):
         if BULK:
             # No warp reads the other buffer any more.
             barrier()
@@ -163,13 +160,13 @@ def attend(
             async_copy.wait_group(0)
         # After the last tile this copies nothing.
         start_copy(
-            one_of(buffers, 1 - current), copies, t + 1, item.end, first_end, ENTRY, PAGE,
+            one_of(buffers, 1 - current), copies, t + TILES, item.end, first_end, ENTRY, PAGE,
             EXTRA_ENTRY, EXTRA_PAGE, FIRST, SPARSE, BULK, WARPS,
         )  # fmt: skip
-        is_whole = t * BLOCK_N + BLOCK_N <= item.end
-        phases = wait_for_tile(buffers, current, phases, is_whole, BULK)
+        left = item.end - t * TILE
+        phases = wait_for_tile(buffers, current, phases, left, BULK, WARPS)
         s = scores_of(buffers, current, q_keys, q_ropes, score)
-        at = t * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, score))
+        at = t * TILE + gl.arange(0, BLOCK_N, gl.SliceLayout(1, score))
         seen = (at >= item.begin)[:, None] & (at[:, None] < limit[None, :])
         if SPARSE:
             seen &= (slots_of(at, copies, t, item.end, first_end, FIRST) >= 0)[:, None]
@@ -178,7 +175,7 @@ def attend(
         shared_p.store(p.to(shared_p.dtype))
         fence_async_shared()
         decay = gl.convert_layout(decay, gl.SliceLayout(0, output))
-        acc, odd = add_values(acc, odd, decay, buffers.keys.index(current), shared_p, PAIRS)
+        acc, odd = add_values(acc, odd, decay, buffers.keys.index(current), shared_p, left, PAIRS)
         current = 1 - current
     return acc, odd, m, l, phases
 
@@ -260,15 +257,14 @@ def decode_kernel(
     FIRST: gl.constexpr, SPARSE: gl.constexpr, SINK: gl.constexpr, L: gl.constexpr,
     R: gl.constexpr, HEADS: gl.constexpr, FOLD: gl.constexpr, ROWS: gl.constexpr,
     BLOCK_N: gl.constexpr, LSE: gl.constexpr, BULK: gl.constexpr, WARPS: gl.constexpr,
-    PDL: gl.constexpr,
 ):  # fmt: skip
     """Arguments as `triton.decode_kernel`, and those of `hopper.copy.bulk_copy`.
 
-    BULK: the copy engine takes whole tiles. PDL: the launch precedes the end of the kernel in
-    front, and the kernel waits for that one before it reads anything but the plan. With `fresh` not
-    0 it waits at once: the kernel in front may be writing the plan.
+    BULK: the copy engine takes whole tiles. The launch precedes the end of the kernel in front, and
+    the kernel waits for that one before it reads anything but the plan. With `fresh` not 0 it waits
+    at once: the kernel in front may be writing the plan.
     """
-    if PDL and fresh != 0:
+    if fresh != 0:
         gdc.gdc_wait()
     TYPE: gl.constexpr = kv_ptr.dtype.element_ty
     BITS: gl.constexpr = TYPE.primitive_bitwidth
@@ -296,19 +292,18 @@ def decode_kernel(
         first = Source(kv_ptr, item.table, block_stride)
         extra = Source(extra_ptr, item.extra_table, extra_block_stride)
         copies = Copies(first, extra, latents, rotated, block_rows)
-        if PDL:
-            # All that follows, scales too, may be written by the kernel in front.
-            gdc.gdc_wait()
+        # All that follows, scales too, may be written by the kernel in front.
+        gdc.gdc_wait()
         factor, value_scale = read_scales(scale, q_scale_ptr, kv_scale_ptr, FP8)
         if FP8:
             value_scale *= 256.0  # `widen` leaves it out
         first_end = item.end
         if SPARSE:
             first_end = gl.minimum(item.end, gl.load(first_lens_ptr + item.sequence))
-        tile = item.begin // BLOCK_N
+        tile = item.begin // TILE
         # Row blocks after the query rows of this sequence have nothing to do.
         has_rows = first_row < HEADS * item.count
-        stop = gl.where(has_rows, (item.end + BLOCK_N - 1) // BLOCK_N, tile)
+        stop = gl.where(has_rows, (item.end + TILE - 1) // TILE, tile)
         # A copy without a wait would put its barrier a phase ahead.
         if tile < stop:
             start_copy(
@@ -328,17 +323,16 @@ def decode_kernel(
         fence_async_shared()
         # The reduction may be launched, and waits. Not yet where it has many rows: all its CTAs
         # would go to the few SMs that are done first.
-        if PDL and ROWS <= 32:  # noqa: SIM102 (known when compiled; the other one is not)
+        if ROWS <= 32:  # noqa: SIM102 (known when compiled; the other one is not)
             if work == last_work:
                 gdc.gdc_launch_dependents()
         store_item(
             (acc,), (odd,), m, l, value_scale, item, first_row, target, sink_ptr, L, HEADS, FP8,
             SINK, LSE,
         )  # fmt: skip
-    if PDL:
-        # Idle CTAs must signal too: a dependent grid waits for all of them.
-        gdc.gdc_wait()
-        gdc.gdc_launch_dependents()
+    # Idle CTAs must signal too: a dependent grid waits for all of them.
+    gdc.gdc_wait()
+    gdc.gdc_launch_dependents()
 
 
 kernel: Any = decode_kernel
@@ -351,15 +345,16 @@ def arguments(given: Inputs) -> Launch:
     # CTAs that share SMs, or, in a step with work for half of them, have one each. A graph replays
     # steps of fewer sequences at most, which give no other CTA work either.
     few = plan.step is not None and plan.step.batch < plan.rules.half_below
-    warps = 4 if rows == 16 or (plan.rules.half_below and not few) else 8
     # The slots of a sparse sequence are scattered rows.
-    bulk = (cache, cache, 0) if given.sparse else bulk_copy(cache, given.widths[0], TILE)
+    bulk = (cache, cache, 0) if given.sparse else bulk_copy(cache, given.widths[0], TILE.value)
+    # A CTA that has an SM holds tiles of two boxes of fp8, one for the scores of each warpgroup.
+    boxes = 2 if bulk[2] and (rows == 32 or few) and cache.itemsize == 1 else 1
+    warps = 4 if rows == 16 and boxes == 1 else 8
     options = given.scope_constants | {
         "ROWS": rows,
-        "BLOCK_N": TILE,
+        "BLOCK_N": boxes * TILE.value,
         "BULK": bulk[2] > 0,
         "WARPS": warps,
-        "PDL": True,
         "num_warps": warps,
         "launch_pdl": True,
     }

@@ -17,8 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc
 
-from mla_fusion.attention.hopper.copy import barrier
-from mla_fusion.attention.hopper.warp_specialized_bf16 import EXACT, multiply_left
+from mla_fusion.attention.hopper.warp_specialized_bf16 import EXACT, give_last, multiply_left, take
 from mla_fusion.attention.hopper.warp_specialized_copy import (
     ROWS,
     TILE,
@@ -27,7 +26,7 @@ from mla_fusion.attention.hopper.warp_specialized_copy import (
     tiles_of,
     turn_of,
 )
-from mla_fusion.attention.hopper.warp_specialized_scores import raised, result_of, start_state
+from mla_fusion.attention.hopper.warp_specialized_scores import raised, start_state
 from mla_fusion.attention.hopper.warp_specialized_store import rows_of, store_lse, store_part
 from mla_fusion.attention.plan.device_code import LOG2E
 
@@ -113,11 +112,7 @@ def score(
             if item.partial < 0:
                 _rows, head, real = rows_of(work, item, target, row_layout, HEADS)
                 sink = gl.load(sink_ptr + head, mask=real, other=float("-inf")) * LOG2E
-        lse, inverse = result_of(m, l, sink)
-        mbarrier.wait(shared.free, (sent & 1) ^ 1)
-        shared.factors.store(inverse)
-        barrier()
-        mbarrier.arrive(shared.full, count=1)
+        lse, inverse = give_last(m, l, sink, shared, sent)
         sent += 1
         store_lse(lse, work, item, target, HEADS, LSE)
         acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, output))[:, None]
@@ -130,7 +125,6 @@ def multiply(work, tiles, shared, target, HEADS: gl.constexpr, FOLD: gl.constexp
     HALF: gl.constexpr = tiles.keys.shape[2] // 2
     BUFFERS: gl.constexpr = tiles.keys.shape[0]
     output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HALF, 16])
-    row_layout: gl.constexpr = gl.SliceLayout(1, output)
     done = 0
     received = 0
     begin = gl.load(work.indptr + gl.program_id(0))
@@ -139,24 +133,17 @@ def multiply(work, tiles, shared, target, HEADS: gl.constexpr, FOLD: gl.constexp
         count = tiles_of(item, work.first_row, HEADS)[1]
         acc = gl.zeros([ROWS, HALF], gl.float32, output)
         for _ in range(count):
-            mbarrier.wait(shared.full, received & 1)
-            factors = shared.factors.load(row_layout)
-            p = shared.p.load(gl.DotOperandLayout(0, output, 2))
-            barrier()
-            mbarrier.arrive(shared.free, count=1)
+            p, factors = take(shared, received, output)
             received += 1
             buffer, phase = turn_of(done, BUFFERS)
             # Complete already; waiting makes the tile visible here.
             mbarrier.wait(tiles.full.index(buffer), phase)
             right = tiles.keys.index(buffer).slice(HALF, HALF, dim=1)
-            sums = warpgroup_mma(p, right, acc * factors[:, None], is_async=True)
+            sums = warpgroup_mma(p, right, acc * factors, is_async=True)
             acc, p = warpgroup_mma_wait(0, [sums, p])
             mbarrier.arrive(tiles.free.index(buffer), count=1)
             done += 1
-        mbarrier.wait(shared.full, received & 1)
-        inverse = shared.factors.load(row_layout)
-        barrier()
-        mbarrier.arrive(shared.free, count=1)
+        _, inverse = take(shared, received, output)
         received += 1
         gdc.gdc_wait()
-        store_part(acc * inverse[:, None], work, item, target, HALF, 2 * HALF, HEADS)
+        store_part(acc * inverse, work, item, target, HALF, 2 * HALF, HEADS)

@@ -37,10 +37,28 @@ HIGH = _to_fp16(
 )
 
 
+BF16_PAIR = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
+FP16_PAIR = gl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
+
+
 @gluon.jit
 def widen(pairs, BYTE: gl.constexpr):
     """The LOW or HIGH bytes of int16 `pairs` as fp16, times 2^-8. A NaN becomes 480."""
     return gl.inline_asm_elementwise(BYTE, "=r,r", [pairs], dtype=gl.float16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def packed(low, high, TYPE: gl.constexpr):
+    """Two fp32 in TYPE as one integer, `low` in its low bits. Triton converts one at a time."""
+    if TYPE.primitive_bitwidth == 32:
+        low = low.to(gl.int32, bitcast=True).to(gl.int64) & 0xFFFFFFFF
+        pair = low | (high.to(gl.int32, bitcast=True).to(gl.int64) << 32)
+    else:
+        CODE: gl.constexpr = BF16_PAIR if gl.bfloat16 == TYPE else FP16_PAIR
+        pair = gl.inline_asm_elementwise(
+            CODE, "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
+        )
+    return pair
 
 
 @gluon.jit
@@ -107,22 +125,35 @@ def softmax_step(s, seen, m):
 
 
 @gluon.jit
-def add_values(acc, odd, decay, key, p, FP8: gl.constexpr):
-    """Decay the sums [latents, rows] and add the weighted values of a tile."""
+def add_box(acc, odd, view, p, BOX: gl.constexpr, RUNNING: gl.constexpr):
+    """Add the weighted values of 64 tokens, the first or the second of `view`.
+
+    RUNNING: products that may run under the widening of the next values. Registers hold two.
+    """
+    STEP: gl.constexpr = 32
+    operand: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    for j in gl.static_range(2):
+        value = view.slice(64 * BOX + STEP * j, STEP).permute((1, 0)).load(operand)
+        part = p.slice(64 * BOX + STEP * j, STEP)
+        acc = warpgroup_mma(widen(value, LOW), part, acc, is_async=True)
+        odd = warpgroup_mma(widen(value, HIGH), part, odd, is_async=True)
+        acc, odd = warpgroup_mma_wait(RUNNING, [acc, odd])
+    return warpgroup_mma_wait(0, [acc, odd])
+
+
+@gluon.jit
+def add_values(acc, odd, decay, key, p, left, FP8: gl.constexpr):
+    """Decay the sums [latents, rows] and add the weighted values of a tile, of `left` tokens."""
     acc = acc * decay[None, :]
     if FP8:
         odd = odd * decay[None, :]
-        layout: gl.constexpr = acc.type.layout
         view = pairs_of(key)
-        # Beside the sums of 32 rows four warps have registers for 16 tokens.
-        STEP: gl.constexpr = 16 if p.shape[1] == 32 and layout.warps_per_cta[0] == 4 else 32
-        for j in gl.static_range(key.shape[0] // STEP):
-            value = view.slice(STEP * j, STEP).permute((1, 0))
-            value = value.load(gl.DotOperandLayout(0, layout, 2))
-            p_part = p.slice(STEP * j, STEP)
-            acc = warpgroup_mma(widen(value, LOW), p_part, acc, is_async=True)
-            odd = warpgroup_mma(widen(value, HIGH), p_part, odd, is_async=True)
-            acc, odd = warpgroup_mma_wait(0, [acc, odd])
+        BOXES: gl.constexpr = key.shape[0] // 64
+        RUNNING: gl.constexpr = 2 * (BOXES - 1)
+        acc, odd = add_box(acc, odd, view, p, 0, RUNNING)
+        if BOXES == 2:  # noqa: SIM102 (known when compiled; the other one is not)
+            if left > 64:
+                acc, odd = add_box(acc, odd, view, p, 1, RUNNING)
     else:
         acc = warpgroup_mma(key.permute((1, 0)), p, acc, is_async=True)
         acc = warpgroup_mma_wait(0, [acc])

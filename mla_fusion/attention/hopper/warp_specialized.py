@@ -79,12 +79,11 @@ def decode_kernel(
     out_stride_h, table_stride, q_halves, q_quarters, q_rotated, halves, quarters, rotated,
     block_rows, fresh,
     PAGE: gl.constexpr, HEADS: gl.constexpr, FOLD: gl.constexpr, LSE: gl.constexpr,
-    PDL: gl.constexpr,
 ):  # fmt: skip
-    """Arguments as `triton.decode_kernel`, and descriptors of query and cache; PDL and `fresh` as
-    `hopper.decode` has them.
+    """Arguments as `triton.decode_kernel`, and descriptors of query and cache; `fresh` as
+    `hopper.decode` has it, which is launched as early.
     """
-    if PDL and fresh != 0:
+    if fresh != 0:
         gdc.gdc_wait()
     TYPE: gl.constexpr = halves.block_type.element_ty
     BITS: gl.constexpr = TYPE.primitive_bitwidth
@@ -137,11 +136,11 @@ def decode_kernel(
             [
                 (score_fp8, (
                     work, query, tiles, shared, target, scale, q_scale_ptr, kv_scale_ptr, HEADS,
-                    FOLD, LSE, PDL,
+                    FOLD, LSE,
                 )),
-                (multiply_fp8, (work, tiles, shared, target, HEADS, FOLD, False, PDL)),
-                (multiply_fp8, (work, tiles, shared, target, HEADS, FOLD, True, PDL)),
-                (copy, (work, query, tiles, cache, block_rows, PAGE, HEADS, FOLD, PDL)),
+                (multiply_fp8, (work, tiles, shared, target, HEADS, FOLD, False)),
+                (multiply_fp8, (work, tiles, shared, target, HEADS, FOLD, True)),
+                (copy, (work, query, tiles, cache, block_rows, PAGE, HEADS, FOLD)),
             ],
             [4, 4, 1],
             [192, 192, 24],
@@ -160,18 +159,17 @@ def decode_kernel(
             [
                 (score, (
                     work, query, tiles, shared, made.index(2), target, scale * LOG2E, HEADS, FOLD,
-                    LSE, PDL,
+                    LSE,
                 )),
-                (multiply, (work, tiles, shared, made.index(2), target, HEADS, FOLD, PDL)),
-                (copy, (work, query, tiles, cache, block_rows, PAGE, HEADS, FOLD, PDL)),
+                (multiply, (work, tiles, shared, made.index(2), target, HEADS, FOLD)),
+                (copy, (work, query, tiles, cache, block_rows, PAGE, HEADS, FOLD)),
             ],
             [4, 1],
             [216, 40],
         )  # fmt: skip
-    if PDL:
-        # Idle CTAs must signal too: a dependent grid waits for all of them.
-        gdc.gdc_wait()
-        gdc.gdc_launch_dependents()
+    # Idle CTAs must signal too: a dependent grid waits for all of them.
+    gdc.gdc_wait()
+    gdc.gdc_launch_dependents()
 
 
 kernel: Any = decode_kernel
@@ -194,7 +192,6 @@ def arguments(given: Inputs) -> Launch:
         "HEADS": per_work,
         "FOLD": given.plan.fold,
         "LSE": given.lse is not None,
-        "PDL": True,
         "launch_pdl": True,
         "num_warps": WARPS.value,
     }

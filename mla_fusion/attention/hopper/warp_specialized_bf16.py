@@ -63,6 +63,28 @@ def give(shared, first, others, factors, sent):
 
 
 @gluon.jit
+def give_last(m, l, sink, shared, sent):
+    """Give what all sums are multiplied by, as number `sent`; the LSE of each row, and that."""
+    lse, inverse = result_of(m, l, sink)
+    mbarrier.wait(shared.free, (sent & 1) ^ 1)
+    shared.factors.store(inverse)
+    barrier()
+    mbarrier.arrive(shared.full, count=1)
+    return lse, inverse
+
+
+@gluon.jit
+def take(shared, received, output: gl.constexpr):
+    """What the other warpgroup has given as number `received`: P as an operand, and factors."""
+    mbarrier.wait(shared.full, received & 1)
+    factors = shared.factors.load(gl.SliceLayout(1, output))
+    p = shared.p.load(gl.DotOperandLayout(0, output, 2))
+    barrier()
+    mbarrier.arrive(shared.free, count=1)
+    return p, factors[:, None]
+
+
+@gluon.jit
 def multiply_left(s, base, decay, factor, acc, l, left, shared, sent):
     """Compute P of a tile, start to add its left half to the output, and give P: new sums of both,
     and the two operands that the products read.
@@ -93,7 +115,7 @@ def multiply_left(s, base, decay, factor, acc, l, left, shared, sent):
 @gluon.jit
 def score(
     work, query, tiles, shared, scored, target, factor, HEADS: gl.constexpr, FOLD: gl.constexpr,
-    LSE: gl.constexpr, PDL: gl.constexpr,
+    LSE: gl.constexpr,
 ):  # fmt: skip
     """The first warpgroup: scores, softmax, and the left half of the output."""
     HALF: gl.constexpr = tiles.left.shape[2]
@@ -150,30 +172,21 @@ def score(
             mbarrier.arrive(tiles.left_free.index(buffer), count=1)
             done += 1
             mbarrier.arrive(query.free, count=1)
-        lse, inverse = result_of(m, l)
-        mbarrier.wait(shared.free, (sent & 1) ^ 1)
-        shared.factors.store(inverse)
-        barrier()
-        mbarrier.arrive(shared.full, count=1)
+        lse, inverse = give_last(m, l, float("-inf"), shared, sent)
         sent += 1
-        if PDL:
-            # The kernel in front may still read what is written here.
-            gdc.gdc_wait()
+        # The kernel in front may still read what is written here.
+        gdc.gdc_wait()
         store_lse(lse, work, item, target, HEADS, LSE)
         acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, output))[:, None]
         store_part(acc, work, item, target, 0, 2 * HALF, HEADS)
 
 
 @gluon.jit
-def multiply(
-    work, tiles, shared, scored, target, HEADS: gl.constexpr, FOLD: gl.constexpr,
-    PDL: gl.constexpr,
-):  # fmt: skip
+def multiply(work, tiles, shared, scored, target, HEADS: gl.constexpr, FOLD: gl.constexpr):
     """The second warpgroup: the right half of the output, in two quarters."""
     PART: gl.constexpr = tiles.right.shape[2]
     BUFFERS: gl.constexpr = tiles.left.shape[0]
     output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, PART, 16])
-    row_layout: gl.constexpr = gl.SliceLayout(1, output)
     done = 0
     received = 0
     begin = gl.load(work.indptr + gl.program_id(0))
@@ -185,11 +198,7 @@ def multiply(
         for t in range(first, first + count):
             buffer, phase = turn_of(done, BUFFERS)
             quarter = 2 * buffer
-            mbarrier.wait(shared.full, received & 1)
-            factors = shared.factors.load(row_layout)
-            p = shared.p.load(gl.DotOperandLayout(0, output, 2))
-            barrier()
-            mbarrier.arrive(shared.free, count=1)
+            p, factors = take(shared, received, output)
             received += 1
             # Complete already; waiting makes the copies visible here.
             mbarrier.wait(tiles.right_full.index(quarter), phase)
@@ -198,13 +207,13 @@ def multiply(
             if over < TILE:
                 clear_rows(tiles.right.index(quarter), over)
                 clear_rows(tiles.right.index(quarter + 1), over)
-            third = third * factors[:, None]
+            third = third * factors
             sums = warpgroup_mma(p, tiles.right.index(quarter), third, is_async=True)
             # P is in registers, and read until the last product ends.
             third, p = warpgroup_mma_wait(0, [sums, p])
             mbarrier.arrive(tiles.right_free.index(quarter), count=1)
             # Not beside the third quarter's product: Triton 3.6's assembler then waits for it.
-            fourth = fourth * factors[:, None]
+            fourth = fourth * factors
             if t + 1 < first + count:
                 # The fourth quarter's product is not in front of the next scores, but under the
                 # softmax behind them.
@@ -213,12 +222,8 @@ def multiply(
             fourth, p = warpgroup_mma_wait(0, [last, p])
             mbarrier.arrive(tiles.right_free.index(quarter + 1), count=1)
             done += 1
-        mbarrier.wait(shared.full, received & 1)
-        inverse = shared.factors.load(row_layout)
-        barrier()
-        mbarrier.arrive(shared.free, count=1)
+        _, inverse = take(shared, received, output)
         received += 1
-        if PDL:
-            gdc.gdc_wait()
-        store_part(third * inverse[:, None], work, item, target, 2 * PART, 4 * PART, HEADS)
-        store_part(fourth * inverse[:, None], work, item, target, 3 * PART, 4 * PART, HEADS)
+        gdc.gdc_wait()
+        store_part(third * inverse, work, item, target, 2 * PART, 4 * PART, HEADS)
+        store_part(fourth * inverse, work, item, target, 3 * PART, 4 * PART, HEADS)

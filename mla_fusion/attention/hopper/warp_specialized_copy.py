@@ -165,7 +165,7 @@ def item_of(work, number, HEADS: gl.constexpr, FOLD: gl.constexpr):
 @gluon.jit
 def copy(
     work, query, tiles, cache, block_rows, PAGE: gl.constexpr, HEADS: gl.constexpr,
-    FOLD: gl.constexpr, PDL: gl.constexpr,
+    FOLD: gl.constexpr,
 ):  # fmt: skip
     """The copying warp: the query and all tiles of all items, in order."""
     HALF: gl.constexpr = tiles.left.shape[2]
@@ -181,7 +181,7 @@ def copy(
     for number in range(begin, end):
         item = item_of(work, number, HEADS, FOLD)
         first, count = tiles_of(item, work.first_row, HEADS)
-        if PDL and number == begin:
+        if number == begin:
             # Once: the kernel in front has ended then.
             gdc.gdc_wait()
         if count > 0:
@@ -209,7 +209,7 @@ def copy(
             done += 1
     # The reduction may be launched, and waits: where half of the CTAs have nothing to do, its
     # own find room beside those that have. Idle CTAs signal when they end.
-    if PDL and SIZE == 1:  # noqa: SIM102 (known when compiled; the other one is not)
+    if SIZE == 1:  # noqa: SIM102 (known when compiled; the other one is not)
         if is_short & (begin < end):
             gdc.gdc_launch_dependents()
 

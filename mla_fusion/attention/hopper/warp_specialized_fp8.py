@@ -102,14 +102,13 @@ def all_scores(query, tiles, done, layout: gl.constexpr):
 @gluon.jit
 def score(
     work, query, tiles, shared, target, scale, q_scale_ptr, kv_scale_ptr, HEADS: gl.constexpr,
-    FOLD: gl.constexpr, LSE: gl.constexpr, PDL: gl.constexpr,
+    FOLD: gl.constexpr, LSE: gl.constexpr,
 ):  # fmt: skip
     """The first warpgroup: scores and softmax."""
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TILE, 32])
     row_layout: gl.constexpr = gl.SliceLayout(1, scores)
-    if PDL:
-        # The kernel in front may write the scales, and still read what is written here.
-        gdc.gdc_wait()
+    # The kernel in front may write the scales, and still read what is written here.
+    gdc.gdc_wait()
     items = 0
     done = 0
     sent = 0
@@ -203,7 +202,6 @@ def free_half(tiles, done, RIGHT: gl.constexpr):
 @gluon.jit
 def multiply(
     work, tiles, shared, target, HEADS: gl.constexpr, FOLD: gl.constexpr, RIGHT: gl.constexpr,
-    PDL: gl.constexpr,
 ):  # fmt: skip
     """The second and the third warpgroup: a half of the output, in two quarters of even and odd
     latents.
@@ -212,9 +210,8 @@ def multiply(
     FIRST: gl.constexpr = 2 * PART if RIGHT else 0
     output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
     row_layout: gl.constexpr = gl.SliceLayout(0, output)
-    if PDL:
-        # The kernel in front may still read what is written here. The first tile waits for it too.
-        gdc.gdc_wait()
+    # The kernel in front may still read what is written here. The first tile waits for it too.
+    gdc.gdc_wait()
     done = 0
     received = 0
     begin = gl.load(work.indptr + gl.program_id(0))

@@ -23,10 +23,9 @@ KERNELS = {
     "other": ("triton.decode_kernel",),
 }  # fmt: skip
 PAIRED_HEADS = 128  # of one query row: two row blocks of one item
-# Sequences from which two CTAs of 17 to 32 query rows in fp8 share an SM. They read long contexts
-# faster, and split short ones in more parts: on an H200 0.76 of the time at 64 x 65536, 1.02 at
-# 64 x 1024, and with one CTA an SM 0.78 at 16 x 1024.
-SHARED_FROM = 32
+# Sequences from which two CTAs of up to 16 query rows in fp8 share an SM. On an H200 one CTA took
+# 0.80 to 1.02 of the time with 1 and 4, and 1.10 at 64 x 8192.
+SHARED_FROM = 5
 
 
 def kernels(device: torch.device) -> tuple[str, ...]:
@@ -60,29 +59,28 @@ def plan_settings(
     with fp8 and 512 + 64, at batch 64 and 8192 tokens, that took 97 us, one CTA 136 (before tiles
     were copied by the copy engine: 89 us with two, one was not measured).
 
-    Where an item has several blocks of 64 rows in bf16, all its blocks run at the same time and
-    read tiles of the cache together: with 128 heads and one query row, whose items hold both blocks
-    for it, and with drafts. So the plan has fewer CTAs.
+    Where an item has several blocks of 64 rows, all its blocks run at the same time and read tiles
+    of the cache together: with drafts, and in bf16 with 128 heads and one query row, whose items
+    hold both blocks for it. So the plan has fewer CTAs.
     """
     settings = {"kv_granularity": for_hopper.TILE, "overhead": 4}
     sms, tile = sm_count(device), for_hopper.WARP_SPECIALIZED_ROWS
     rows = head_layout(num_heads, max_query_len).per_work * max_query_len
-    bf16 = kv_dtype == torch.bfloat16 and width == sum(for_hopper.WARP_SPECIALIZED_WIDTHS)
+    specialized = width == sum(for_hopper.WARP_SPECIALIZED_WIDTHS) and has_hopper(device)
     if generation := cdna(device):
         tile, waves = for_cdna.rows_and_waves(generation, rows, kv_dtype, kv_dtype, for_cdna.TILE)
         ctas = waves * sms // -(-rows // tile)
-    elif bf16 and has_hopper(device):
+    elif specialized and (kv_dtype == torch.bfloat16 or rows > tile):
         if (num_heads, max_query_len) == (PAIRED_HEADS, 1):
             rows = settings["heads_per_work"] = PAIRED_HEADS
         ctas = sms // -(-rows // tile)
     else:
         # Two tiles of keys, and one of queries.
-        tiles = (2 * for_hopper.TILE + max(rows, 16)) * width * kv_dtype.itemsize
-        shared = 2 * tiles <= for_hopper.SHARED_MEMORY
-        if 16 < rows <= for_hopper.FEW_ROWS:
-            shared &= has_hopper(device) and kv_dtype.itemsize == 1
-            settings["half_below"] = SHARED_FROM if shared else 0
-        ctas = sms * (2 if rows <= for_hopper.FEW_ROWS and shared else 1)
+        tiles = (2 * for_hopper.TILE + 16) * width * kv_dtype.itemsize
+        shared = rows <= 16 and 2 * tiles <= for_hopper.SHARED_MEMORY
+        ctas = sms * (2 if shared else 1)
+        if specialized and shared:
+            settings["half_below"] = SHARED_FROM
     return {"ctas": max(1, ctas), **settings}
 
 
