@@ -31,8 +31,8 @@ MOST_HEADS, MOST_TOKENS = 16, 64
 
 
 class Step:
-    """The scratch of one kind of layer. Its plan is of one forward pass, and of the object in the
-    metadata that would hold FlashMLA's plan: vLLM makes that anew where lengths become others."""
+    """The scratch of one kind of layer, and its plan of one forward pass: in that all layers of a
+    kind have the same lengths, although vLLM's metadata of each group of caches has its own."""
 
     layout = FP8_DS_MLA_V4
 
@@ -49,9 +49,7 @@ class Step:
             device=device,
             layout=self.layout,
         )
-        self._context: Any = None
-        self._plan: Any = None
-        self._tokens = 0
+        self._planned: tuple[Any, int] = (None, 0)
 
     def decode(
         self, layer: Any, q: torch.Tensor, cache: Any, window: Any, entries: Any, output: Any
@@ -71,11 +69,11 @@ class Step:
             slots, counts = self._compressed(layer, tokens, window, entries)
             scopes.append(Scope(cache, slots, self.layout))
             lengths.append(counts)
-        context, plan = vllm_compat.forward_context(), getattr(window, f"tile_sched_{self.kind}")
-        known = self._context is context and self._plan is plan and self._tokens == tokens
-        if not known:
+        # A new context for each forward pass, drafts' too.
+        context = vllm_compat.forward_context()
+        if self._planned[0] is not context or self._planned[1] != tokens:
             self.scratch.refresh(tokens, lengths)
-            self._context, self._plan, self._tokens = context, plan, tokens
+            self._planned = context, tokens
         sparse_mla_decode(
             q[:, :heads],
             scopes,

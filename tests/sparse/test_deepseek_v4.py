@@ -136,24 +136,22 @@ def test_kinds_of_layer_with_equal_shapes_share_no_lengths(
 
 
 @pytest.mark.parametrize("ratio", [1, 4])
-def test_the_plan_follows_the_lengths_of_each_pass_and_metadata(load, launches, ratio):
+def test_a_pass_plans_once_although_groups_of_caches_have_metadata_of_their_own(
+    load, launches, ratio
+):
     """Windows of [3, 2], [3, 2] and [4, 1] tokens: as many rows, and as many tokens."""
-    one = layer(ratio)
-    load(one)
-    plan = one.mla_fusion_step.scratch.plan
-    step, other = Step((2, 1)), Step((3, 0))
-    for _ in range(2):  # a captured graph runs with the metadata of its warm-up
-        with step.context(one):
+    one, other = layer(ratio), layer(ratio, seed=1)
+    load(one, other)
+    for count, positions in enumerate(((2, 1), (2, 1), (3, 0)), 1):
+        step, second = Step(positions), Step(positions, seed=1)
+        with step.context(one, other):
             check(step.run(one), step, one)
-    assert plan.refreshes == 2
-    with step.context(one):
-        step.run(one)
-        vllm_compat.forward_context().attn_metadata.update(
-            {one.prefix: other.entries, one.swa_cache_layer.prefix: other.window}
-        )  # as drafts do between their steps
-        one.topk_indices_buffer[:2] = other.chosen
-        check(other.run(one), other, one)
-    assert plan.refreshes == 4
+            vllm_compat.forward_context().attn_metadata.update(
+                {other.prefix: second.entries, other.swa_cache_layer.prefix: second.window}
+            )
+            other.topk_indices_buffer[:2] = second.chosen
+            check(second.run(other), second, other)
+        assert one.mla_fusion_step.scratch.plan.refreshes == count
 
 
 @pytest.mark.parametrize("ratio", [1, 4, 128])
