@@ -131,8 +131,9 @@ class Step:
             decode_swa_indices=window[:, None], decode_swa_lens=lens,
             num_decodes=len(positions), num_decode_tokens=rows,
         )  # fmt: skip
-        for kind in deepseek_v4.FASTER:
-            setattr(self.window, f"tile_sched_{kind}", object())
+        for _, kinds in MODELS.values():
+            for _, kind in kinds:
+                setattr(self.window, f"tile_sched_{kind}", object())
         self.entries = DeepseekV4FlashMLAMetadata(
             num_reqs=len(positions), max_query_len=1, max_seq_len=max(positions) + 1,
             num_actual_tokens=rows, query_start_loc=torch.arange(rows + 1),

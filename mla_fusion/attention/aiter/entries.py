@@ -13,8 +13,8 @@ def entries(plan: PlanBuffers, block_table: torch.Tensor, page_size: int) -> tor
     """The entry, int32, of token t of the concatenation of all sequences of the step, for each t.
 
     The caller's list if there is one; with max_kv_len a buffer of the plan, which keeps its
-    address. A graph that did not
-    record the refresh writes its own at every decode: a refresh between its replays is not seen.
+    address. A graph that did not record the refresh writes its own at every decode: a refresh
+    between its replays is not seen.
     """
     companions = plan.aiter
     assert companions is not None  # the plan is AITER's

@@ -113,9 +113,7 @@ def allocate(settings: Settings) -> dict[str, Any]:
         blind=zeros(rows, torch.bool),
         entries=None if kv_len is None else zeros(batch * kv_len),
     )
-    rules = settings.rules(layout.fold)
-    common = common_buffers(settings, layout, rules, partials=0, scratch=0, epilogue=False)
-    return {**common, **six, "aiter": companions}
+    return {**common_buffers(settings, layout, portable=False), **six, "aiter": companions}
 
 
 def fill(

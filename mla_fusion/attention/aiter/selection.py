@@ -74,13 +74,8 @@ def aiter_verdict(
     *,
     return_lse: bool = False,
 ) -> Verdict:
-    """Whether AITER's persistent kernel serves these shapes on `arch`.
-
-    Args:
-        num_heads: heads of the query on this rank.
-        query_len: most query rows of a sequence.
-        arch: as `plan.device.architecture` gives it.
-        return_lse: whether the log-sum-exp is wanted too.
+    """Whether AITER's persistent kernel serves sequences of up to `query_len` query rows on `arch`,
+    as `plan.device.architecture` gives it.
     """
     kind = _kind(q_dtype, kv_dtype)
     layout = heads.aiter_layout(num_heads, query_len, kind, arch)

@@ -19,17 +19,7 @@ SUMS_PER_HEAD, SUMS_PER_COUNT = 2**14, 2**5
 MOST_TOKENS = 2**31 - 1  # of kv_indptr
 OVERHEAD = 16  # default fixed cost of a work item, in blocks: AITER's
 
-# The buffers that a refresh writes.
-PLANNED = (
-    "work_indptr",
-    "work_info_set",
-    "reduce_indptr",
-    "reduce_final_map",
-    "reduce_partial_map",
-    "qo_indptr",
-    "kv_indptr",
-)
-# The six that AITER knows, in the order of get_mla_metadata_info_v1.
+# The six buffers that AITER knows, in the order of get_mla_metadata_info_v1.
 AITER_BUFFERS = (
     "work_metadata_ptrs",
     "work_indptr",
@@ -38,16 +28,15 @@ AITER_BUFFERS = (
     "reduce_final_map",
     "reduce_partial_map",
 )
+PLANNED = (*AITER_BUFFERS[1:], "qo_indptr", "kv_indptr")  # what a refresh writes
 
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
     """What a plan depends on besides the lengths of its sequences.
 
-    ctas: of the persistent kernel. fold: head blocks of a sequence. granularity:
-    tokens of a block. overhead: fixed cost of a work item, in blocks. max_split_per_batch: a
-    budget of this many splits for each (folded) sequence, shared by all of them; -1 for none.
-    half_below: as in `Settings`.
+    fold: head blocks of a sequence. granularity: tokens of a block. max_split_per_batch: of each
+    folded sequence. The others, and these, as in `Settings`.
     """
 
     ctas: int
@@ -86,9 +75,7 @@ class Settings:
     A plan serves up to `max_batch` sequences of up to `max_query_len` query rows each.
 
     Attributes:
-        num_heads: heads of the query on this rank.
-        q_dtype, kv_dtype: of the query and the cache.
-        device: of the plan and of everything it is used with.
+        num_heads: of this rank.
         ctas: of the kernel; by default as many as the device has SMs.
         heads_per_work: heads of a work item, a multiple of 16; by default as `heads.layout`.
         max_split_per_batch: -1, or a budget of this many splits for each sequence (and head
@@ -308,36 +295,27 @@ class PlanBuffers:
         return {name: value for name, value in owned.items() if isinstance(value, torch.Tensor)}
 
 
-def common_buffers(
-    settings: Settings,
-    layout: HeadLayout,
-    rules: Rules,
-    *,
-    partials: int,
-    scratch: int,
-    epilogue: bool,
-) -> dict[str, Any]:
+def common_buffers(settings: Settings, layout: HeadLayout, *, portable: bool) -> dict[str, Any]:
     """The fields of a plan that every planner fills alike, zeroed.
 
-    Args:
-        partials: splits that the partial buffers hold. scratch: elements of planner_scratch.
-        epilogue: whether a decode of the plan may have one.
+    portable: whether the decode of this library executes it; AITER's has workspaces of its own.
     """
 
     def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=settings.device)
 
-    rows = partials * settings.max_query_len
-    sums = settings.num_heads * SUMS_PER_HEAD if epilogue else 0
+    rules, batch = settings.rules(layout.fold), settings.max_batch
+    rows = rules.max_partials(batch) * settings.max_query_len if portable else 0
+    sums = settings.num_heads * SUMS_PER_HEAD if portable else 0
     return {
         "settings": settings,
         "layout": layout,
         "rules": rules,
-        "qo_indptr": zeros(settings.max_batch + 1, dtype=torch.int32),
-        "kv_indptr": zeros(settings.max_batch + 1, dtype=torch.int32),
+        "qo_indptr": zeros(batch + 1, dtype=torch.int32),
+        "kv_indptr": zeros(batch + 1, dtype=torch.int32),
         "partial_output": zeros(rows, layout.per_work, settings.v_head_dim),
         "partial_lse": zeros(rows, layout.per_work),
-        "planner_scratch": zeros(scratch, dtype=torch.int64),
+        "planner_scratch": zeros(batch + rules.ctas if portable else 0, dtype=torch.int64),
         "epilogue_sums": zeros(sums),
         "epilogue_counts": zeros(sums // SUMS_PER_COUNT, dtype=torch.int32),
     }

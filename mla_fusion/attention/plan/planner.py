@@ -68,15 +68,10 @@ def allocate(settings: Settings) -> dict[str, Any]:
         ValueError: `heads_per_work` is no multiple of 16, or `ctas` has no default.
     """
     layout = heads.layout(settings.num_heads, settings.max_query_len, settings.heads_per_work)
-    rules = settings.rules(layout.fold)
-    partials = rules.max_partials(settings.max_batch)
-    scratch = settings.max_batch + rules.ctas
-    common = common_buffers(
-        settings, layout, rules, partials=partials, scratch=scratch, epilogue=True
-    )
+    common = common_buffers(settings, layout, portable=True)
     planned = {
         name: torch.zeros(shape, dtype=torch.int32, device=settings.device)
-        for name, shape in shapes(rules, settings.max_batch).items()
+        for name, shape in shapes(common["rules"], settings.max_batch).items()
     }
     addresses = [planned[name].data_ptr() for name in ("work_indptr", "work_info_set")]
     pointers = torch.tensor(addresses, device=settings.device).view(torch.uint64)

@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from mla_fusion.attention.plan.buffers import PLANNED
 from mla_fusion.attention.plan.planner import MERGED_AT_ONCE, SMALL_SHARE, STEPS
 from mla_fusion.attention.plan.planner import allocate as allocate
 from mla_fusion.attention.plan.planner import require as require
@@ -39,13 +40,7 @@ def fill(
     plan_kernel[(1,)](
         qo_indptr,
         seq_lens,
-        plan.work_indptr,
-        plan.work_info_set,
-        plan.reduce_indptr,
-        plan.reduce_final_map,
-        plan.reduce_partial_map,
-        plan.qo_indptr,
-        plan.kv_indptr,
+        *(getattr(plan, name) for name in PLANNED),
         plan.planner_scratch,
         batch,
         rules.busy_ctas(batch),

@@ -7,24 +7,6 @@ import triton.language as tl
 
 
 @triton.jit
-def read_scales(entry, exponents, group, wanted, CODES: tl.constexpr, BEHIND: tl.constexpr):
-    """Scales [tokens, groups] in fp32 of entries that are `wanted`; zeros elsewhere.
-
-    BEHIND: ue8m0 at `exponents`, of which 0 and 255 are not written by anyone and not told apart
-    from zero and infinity. Else fp32, behind the CODES values at `entry`.
-    """
-    if BEHIND:
-        source = exponents.to(tl.pointer_type(tl.uint8), bitcast=True)
-        code = tl.load(source[:, None] + group[None, :], mask=wanted, other=0)
-        scales = (code.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-    else:
-        source = (entry + CODES).to(tl.pointer_type(tl.float32), bitcast=True)
-        source = tl.multiple_of(source[:, None], (16, 16))
-        scales = tl.load(source + group[None, :], mask=wanted, other=0.0)
-    return scales
-
-
-@triton.jit
 def read_latents(
     entry, exponents, wanted, CODES: tl.constexpr, GROUP: tl.constexpr, BEHIND: tl.constexpr,
     L: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -32,11 +14,20 @@ def read_latents(
     """Latents [tokens, L] of a tile, value * scale in fp32, rounded to bf16; zeros if not `wanted`.
 
     CODES: e4m3 values of an entry, GROUP of which share a scale. The L - CODES after them are bf16.
+    BEHIND: scales are ue8m0, at `exponents`; a code of 0 or 255 is written by nobody, and not told
+    apart from zero and infinity. Else they are fp32, behind the CODES values at `entry`.
     """
     group, column = tl.arange(0, L // GROUP), tl.arange(0, L)[None, :]
     wanted = wanted[:, None]
     of_group = wanted & (group < CODES // GROUP)[None, :]
-    scales = read_scales(entry, exponents, group, of_group, CODES, BEHIND)
+    if BEHIND:
+        source = exponents.to(tl.pointer_type(tl.uint8), bitcast=True)
+        code = tl.load(source[:, None] + group[None, :], mask=of_group, other=0)
+        scales = (code.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    else:
+        source = (entry + CODES).to(tl.pointer_type(tl.float32), bitcast=True)
+        source = tl.multiple_of(source[:, None], (16, 16))
+        scales = tl.load(source + group[None, :], mask=of_group, other=0.0)
     scales = tl.broadcast_to(scales[:, :, None], [BLOCK_N, L // GROUP, GROUP])
     # Triton 3.6 has lost the alignment of an entry by here, and would load single bytes.
     aligned = tl.multiple_of(entry[:, None], (16, 16))

@@ -82,8 +82,6 @@ class Faster:
     shape: Shape
 
 
-_EIGHTHS = Shape(1, 128, 8, 64, 4)
-_QUARTERS = Shape(1, 128, 4, 32, 4)
 _PAIRS = Shape(2, 128, 8, 32, 4)
 # Where one launch was measured on an H200 with V = 128 and never took longer than separate ones, in
 # the mean at most 1 / 1.2 of them: not split, in 16 splits and in up to 128, behind a decode and
@@ -98,8 +96,8 @@ MEASURED = (
     Faster(1, 32, True, Shape(1, 128, 8, 64, 8, whole=16)),
     Faster(1, 64, True, Shape(1, 128, 4, 16, 8)),
     Faster(1, 128, True, Shape(1, 128, 2, 16, 4)),
-    Faster(2, 16, True, _EIGHTHS),
-    Faster(2, 32, True, _QUARTERS),
+    Faster(2, 16, True, Shape(1, 128, 8, 64, 4)),
+    Faster(2, 32, True, Shape(1, 128, 4, 32, 4)),
     Faster(4, 16, True, _PAIRS),
     Faster(4, 32, True, Shape(2, 128, 8, 16, 4)),
     Faster(8, 8, True, Shape(4, 128, 4, 16, 8)),
@@ -186,7 +184,6 @@ def arguments(given: Inputs, shape: Shape) -> tuple[tuple[Any, ...], dict[str, A
     """Positional arguments and keywords of `epilogue_kernel` (also for compiling without a GPU)."""
     plan, epilogue, latents = given.plan, given.epilogue, given.out
     assert plan.step is not None and epilogue is not None
-    unused = plan.partial_lse
     args = (
         plan.partial_output,
         plan.partial_lse,
@@ -194,12 +191,12 @@ def arguments(given: Inputs, shape: Shape) -> tuple[tuple[Any, ...], dict[str, A
         plan.reduce_partial_map,
         plan.qo_indptr,
         latents,
-        unused if given.lse is None else given.lse,
+        given.or_unused(given.lse),
         plan.epilogue_sums,
         plan.epilogue_counts,
         epilogue.w_uv,
         epilogue.out,
-        unused if epilogue.scale is None else epilogue.scale,
+        given.or_unused(epilogue.scale),
         plan.step.batch,
         plan.step.num_tokens,
         plan.step.max_query_len,
