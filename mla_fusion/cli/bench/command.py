@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mla_fusion.cli.arguments import UserError, positive
+from mla_fusion.cli import UserError, positive
 from mla_fusion.cli.bench import decode, epilogue, region, region_cases, report
-from mla_fusion.cli.bench.kit import environment, measure_ceilings
+from mla_fusion.cli.bench.kit import environment, known, measure_ceilings
 
 if TYPE_CHECKING:
     import argparse
@@ -145,7 +145,7 @@ def measure(settings: argparse.Namespace) -> bool:
     print(*(f"{name} {value}" for name, value in facts.items() if value), sep=", ")
     print(f"ceilings: copy {ceilings.gbps:.0f} GB/s, bf16 product {ceilings.tflops:.0f} TFLOP/s")
     if settings.what == "decode":
-        return decode.run(settings, facts)
+        return decode.run(settings, known(facts))
     if settings.what == "epilogue":
-        return epilogue.run(settings, facts)
+        return epilogue.run(settings, known(facts))
     return region.run(settings, facts, ceilings)

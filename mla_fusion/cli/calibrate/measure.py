@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mla_fusion.attention.triton import choice
-from mla_fusion.cli.arguments import UserError, make_folder
+from mla_fusion.cli import UserError, make_folder
 from mla_fusion.cli.bench import decode
 from mla_fusion.cli.bench import decode_peers as peers
 from mla_fusion.cli.bench.kit import environment

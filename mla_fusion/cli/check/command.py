@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mla_fusion import config, kernels, report
-from mla_fusion.cli import child
-from mla_fusion.cli.arguments import (
+from mla_fusion.cli import (
     UserError,
-    count,
+    child,
     make_folder,
     mend_vllm,
-    positive,
+    option,
     require,
     short,
+    version_of,
     zero_or_more,
 )
 from mla_fusion.cli.check import (
@@ -32,7 +32,6 @@ from mla_fusion.cli.check import (
 from mla_fusion.cli.check.answer import Answer
 from mla_fusion.cli.check.settings import Settings
 from mla_fusion.cli.doctor import known_issues
-from mla_fusion.cli.doctor.environment import version_of
 from mla_fusion.cli.report import dumps
 from mla_fusion.report.reasons import Decline, recognize
 
@@ -65,47 +64,25 @@ def declare(parser: argparse.ArgumentParser) -> None:
         metavar="CONFIG",
         help="the model's config.json or params.json, or its folder; not a name on the Hub",
     )
-    parser.add_argument(
-        "--max-num-seqs",
-        type=positive,
-        default=256,
-        metavar="N",
-        help="as the server will get it (default: %(default)s; vLLM's own depends on the GPU)",
-    )
-    parser.add_argument(
-        "--speculative-tokens",
-        type=zero_or_more,
-        default=0,
-        metavar="K",
-        help="draft tokens a step: the decode bucket is N * (1 + K) tokens (default: %(default)s)",
-    )
+    text = "as the server will get it (default: 256; vLLM's own depends on the GPU)"
+    option(parser, "--max-num-seqs", "N", text, 256)
+    text = "draft tokens a step: the decode bucket is N * (1 + K) tokens"
+    option(parser, "--speculative-tokens", "K", text, 0, zero_or_more)
     text = "emulated: the heads of one rank of TP"
-    count(parser, "--tensor-parallel-size", "TP", text, 1)
+    option(parser, "--tensor-parallel-size", "TP", text, 1)
     text = "ranks of TP that share a cache; not run, see the note of the answer"
-    count(parser, "--decode-context-parallel-size", "DCP", text, 1)
-    parser.add_argument(
-        "--kv-cache-dtype", default="auto", metavar="T", help="as in vLLM (default: %(default)s)"
+    option(parser, "--decode-context-parallel-size", "DCP", text, 1)
+    option(parser, "--kv-cache-dtype", "T", "as in vLLM", "auto", str)
+    option(parser, "--layers", "L", "layers that are kept", 2)
+    text = "who computes the fused op"
+    option(parser, "--provider", None, text, "reference", choices=kernels.PROVIDERS)
+    text = "who decodes: aiter and portable are persistent decodes"
+    option(parser, "--attention", None, text, "auto", choices=config.ATTENTION)
+    text = (
+        "write the report, and the graph before and after the passes as readable Python, for "
+        "mla-fusion report DIR (needs depyf)"
     )
-    count(parser, "--layers", "L", "layers that are kept", 2)
-    parser.add_argument(
-        "--provider",
-        choices=kernels.PROVIDERS,
-        default="reference",
-        help="who computes the fused op (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--attention",
-        choices=config.ATTENTION,
-        default="auto",
-        help="who decodes: aiter and portable are persistent decodes (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--dump",
-        type=Path,
-        metavar="DIR",
-        help="write the report, and the graph before and after the passes as readable Python, for "
-        "mla-fusion report DIR (needs depyf)",
-    )
+    option(parser, "--dump", "DIR", text, kind=Path)
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
 
 

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mla_fusion.cli.arguments import UserError, require, short
+from mla_fusion.cli import UserError, require, short
 from mla_fusion.report.files import read_bounded
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import AfterValidator, ConfigDict, ValidationError, create_model
 
-from mla_fusion.cli.arguments import UserError, short
+from mla_fusion.cli import UserError, short
 from mla_fusion.cli.check.shrink import LAYER_KEYS
 
 if TYPE_CHECKING:

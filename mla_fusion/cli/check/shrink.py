@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mla_fusion.cli.arguments import UserError
+from mla_fusion.cli import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

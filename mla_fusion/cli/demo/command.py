@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mla_fusion import report
-from mla_fusion.cli import child
-from mla_fusion.cli.arguments import UserError, make_folder, require
+from mla_fusion.cli import UserError, child, make_folder, require
 from mla_fusion.cli.demo import tiny_models
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from mla_fusion import __version__, config
-from mla_fusion.cli.arguments import INSTALL_VLLM, mend_vllm, short
+from mla_fusion.cli import INSTALL_VLLM, mend_vllm, short
 from mla_fusion.cli.doctor import known_issues
 from mla_fusion.cli.doctor.environment import Environment, probe
 from mla_fusion.config import vllm_compat

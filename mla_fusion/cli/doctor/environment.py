@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from mla_fusion import config, kernels
+from mla_fusion.cli import version_of
 from mla_fusion.config import vllm_compat
 
 _GROUP, _PLUGIN = "vllm.general_plugins", "mla_fusion"
@@ -103,14 +104,6 @@ def _device() -> tuple[str, str]:
     if torch.version.hip:
         return properties.name, properties.gcnArchName.partition(":")[0]
     return properties.name, f"sm_{properties.major}{properties.minor}"
-
-
-def version_of(package: str) -> str:
-    """The version of an installed package; empty if it is missing."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def _aiter_version(why_not: str) -> str:

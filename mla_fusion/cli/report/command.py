@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mla_fusion.cli.arguments import UserError, require
+from mla_fusion.cli import UserError, require, write
 from mla_fusion.cli.report import dumps
 from mla_fusion.report import stored_reports
 from mla_fusion.report.files import FormatError
@@ -118,10 +118,7 @@ def _layer(report: Report, path: Path) -> LayerGraph:
 
 
 def _write(path: Path, content: str) -> None:
-    try:
-        path.write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error}") from None
+    write(path, content)
     print(f"wrote {path}", file=sys.stderr)
 
 

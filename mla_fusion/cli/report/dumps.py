@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mla_fusion.cli.arguments import UserError
+from mla_fusion.cli import UserError
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mla_fusion import __version__
-from mla_fusion.cli.arguments import UserError, require
+from mla_fusion.cli import UserError, require
 from mla_fusion.cli.doctor import command as doctor
 from mla_fusion.report import stored_reports
 from mla_fusion.report.files import read_bounded
