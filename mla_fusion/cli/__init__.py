@@ -5,22 +5,18 @@ the work and returns the exit status: 0 for success (all fused, tokens equal), e
 is an error that the user can fix; its exit status is 2. Only the requested command is imported.
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import importlib
 import importlib.util
 import os
 import sys
+from collections.abc import Callable, Collection, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mla_fusion import __version__
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
 
 _COMMANDS = {
     "doctor": "say whether fusion can work in this environment",

@@ -9,8 +9,6 @@ children the other, and a thread of each waits until it closes. A signal from th
 (PR_SET_PDEATHSIG) would leave what the child had started, and its folder.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib
@@ -22,16 +20,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from mla_fusion import config
 from mla_fusion.cli import UserError, mend_vllm, short
 from mla_fusion.report import stored_reports
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 LOG = "engine.log"
 # A shell outside the group $0 ends it, and then removes the folder $1, to which nobody writes now.

@@ -7,20 +7,16 @@ Peers whose package is missing are named and left out. How time is taken:
 mla_fusion/cli/bench/kit/timing.py.
 """
 
-from __future__ import annotations
-
+import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from mla_fusion.cli import UserError, positive
 from mla_fusion.cli.bench import decode, epilogue, region, region_cases, report
 from mla_fusion.cli.bench.kit import environment, known, measure_ceilings
-
-if TYPE_CHECKING:
-    import argparse
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "region": region.DEFAULTS,

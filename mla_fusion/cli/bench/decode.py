@@ -7,17 +7,19 @@ With `--values` a call is decode and product with a W_UV of its own, and the col
 columns for a head; 0 marks the decode alone.
 """
 
-from __future__ import annotations
-
+import argparse
 import dataclasses
 import functools
 import itertools
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from mla_fusion.cli.bench import decode_peers as peers
+from mla_fusion.cli.bench.decode_peers import Candidate, Case
 from mla_fusion.cli.bench.kit import (
     TIMES,
     Row,
@@ -28,13 +30,6 @@ from mla_fusion.cli.bench.kit import (
     rates,
     rows_file,
 )
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Iterable, Mapping
-    from pathlib import Path
-
-    from mla_fusion.cli.bench.decode_peers import Candidate, Case
 
 LAYER = ["heads", "queries", "dtype"]
 CASE = ["batch", "context", "ragged", *LAYER, "latent", "rope", "page", "values"]

@@ -1,13 +1,9 @@
 """What vLLM would run on sm_100 and sm_103, as a candidate of `decode_peers`."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 WORKSPACE = 128 * 2**20  # bytes, as in vLLM
 

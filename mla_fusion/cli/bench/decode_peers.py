@@ -5,8 +5,6 @@ A candidate is a function of `Inputs` that returns a call and the tensor it writ
 call is what a layer launches: decode and product, ours as `StepPlan` asks for it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from collections.abc import Callable

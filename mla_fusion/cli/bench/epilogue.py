@@ -8,13 +8,14 @@ checked against the reference in the same run, and two launches against each oth
 kernel is named rows x columns x slices x splits x warps, and w with the splits of whole rows.
 """
 
-from __future__ import annotations
-
+import argparse
 import dataclasses
 import functools
 import itertools
 import statistics
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,6 +24,7 @@ from mla_fusion.attention import triton as provider
 from mla_fusion.attention.plan.epilogue import GROUP, Epilogue
 from mla_fusion.attention.plan.inputs import Inputs
 from mla_fusion.attention.triton import epilogue as epilogues
+from mla_fusion.attention.triton.epilogue import Shape
 from mla_fusion.cli import version_of
 from mla_fusion.cli.bench.kit import (
     TIMES,
@@ -34,15 +36,7 @@ from mla_fusion.cli.bench.kit import (
     steps,
 )
 
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable, Iterable, Mapping
-    from pathlib import Path
-
-    from mla_fusion.attention.triton.epilogue import Shape
-
-    Step = Callable[[Inputs], None]
-
+Step = Callable[[Inputs], None]
 KEY = ["tokens", "heads", "pieces", "values", "quantization", "place"]
 RESULT = [*KEY, "candidate", "chosen", *TIMES, "worst_step"]
 FP8, BF16, PAGE, LATENT, ROPE = torch.float8_e4m3fn, torch.bfloat16, 64, 512, 64

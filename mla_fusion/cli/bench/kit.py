@@ -4,8 +4,6 @@
 that take turns round by round, so that clock changes and neighbours meet all of them alike.
 """
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import dataclasses
@@ -14,9 +12,10 @@ import multiprocessing
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -25,10 +24,6 @@ from mla_fusion.attention.aiter.selection import FP8_OF
 from mla_fusion.attention.plan.device import architecture
 from mla_fusion.cli import UserError, version_of
 
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
-    from pathlib import Path
-
 T = TypeVar("T")
 Row = dict[str, Any]
 AddRows = Callable[[Iterable[Row]], None]
@@ -36,6 +31,34 @@ FACTS = ["gpu", "driver", "torch", "triton", "vllm", "commit", "command"]
 TIMES = ["p20_us", "p50_us", "p80_us"]
 POISON = 0x5A
 """The byte that outputs are filled with before a call."""
+
+
+class Work(Protocol):
+    """A shape that counts its own work."""
+
+    def bytes(self) -> int:
+        """Fewest bytes."""
+
+    def flops(self) -> int:
+        """Floating-point operations."""
+
+
+@functools.cache
+def fp8_type() -> torch.dtype:
+    """The fp8 type that this GPU computes in: e4m3fnuz on gfx942, e4m3fn on all others."""
+    return FP8_OF.get(architecture(torch.device("cuda")), torch.float8_e4m3fn)
+
+
+@dataclasses.dataclass
+class Ceilings:
+    """What this GPU was measured to do: GB/s of a copy (read plus write) and bf16 TFLOP/s."""
+
+    gbps: float
+    tflops: float
+
+    def floor_us(self, work: Work) -> float:
+        """Nothing that does `work` is faster than this, in microseconds."""
+        return max(work.bytes() / self.gbps / 1e3, work.flops() / self.tflops / 1e6)
 
 
 def capture_calls(call: Callable[[int], object], count: int) -> torch.cuda.CUDAGraph:
@@ -139,34 +162,6 @@ def exact_attention(
     # exp(-inf - -inf) is NaN where a row sees nothing: such rows are zero.
     weights = (scores - total[..., None]).exp().nan_to_num(nan=0.0)
     return weights @ keys[:, :latent], lse
-
-
-class Work(Protocol):
-    """A shape that counts its own work."""
-
-    def bytes(self) -> int:
-        """Fewest bytes."""
-
-    def flops(self) -> int:
-        """Floating-point operations."""
-
-
-@functools.cache
-def fp8_type() -> torch.dtype:
-    """The fp8 type that this GPU computes in: e4m3fnuz on gfx942, e4m3fn on all others."""
-    return FP8_OF.get(architecture(torch.device("cuda")), torch.float8_e4m3fn)
-
-
-@dataclasses.dataclass
-class Ceilings:
-    """What this GPU was measured to do: GB/s of a copy (read plus write) and bf16 TFLOP/s."""
-
-    gbps: float
-    tflops: float
-
-    def floor_us(self, work: Work) -> float:
-        """Nothing that does `work` is faster than this, in microseconds."""
-        return max(work.bytes() / self.gbps / 1e3, work.flops() / self.tflops / 1e6)
 
 
 def measure_ceilings() -> Ceilings:

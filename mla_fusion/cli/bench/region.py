@@ -1,20 +1,13 @@
 """`mla-fusion bench region`: the fused region against what else can compute it."""
 
-from __future__ import annotations
-
+import argparse
 import dataclasses
-from typing import TYPE_CHECKING
 
 import torch
 
 from mla_fusion.cli.bench import region_cases, region_peers
-from mla_fusion.cli.bench.kit import TIMES, Row, interleave, pick, quantiles, rows_file
+from mla_fusion.cli.bench.kit import TIMES, Ceilings, Row, interleave, pick, quantiles, rows_file
 from mla_fusion.kernels.dispatch import Widths
-
-if TYPE_CHECKING:
-    import argparse
-
-    from mla_fusion.cli.bench.kit import Ceilings
 
 EQUAL, STEPS = 0.995, 1  # least share of equal elements, and most steps, of a result that counts
 # "query" is the type of query and cache, "equal" the share of elements that equal the reference

@@ -5,8 +5,6 @@ from memory in every layer; the activations rotate over a few sets, because in a
 before has just produced them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ Each function takes a `Region` and returns a layer, or raises ImportError where 
 missing. Peers may rotate q and k_pe in place; none of them is given less than it asks for.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

@@ -5,20 +5,16 @@ not the hour of the whole grids. The file is written after each part, because AI
 process, and holds the error of a part that fails.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import json
 import tempfile
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mla_fusion.cli.doctor import command as doctor
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 # A chain of loads, a full GPU, and the two between; sequences that split and those that do not.
 SHAPES: dict[str, dict[str, Any]] = {

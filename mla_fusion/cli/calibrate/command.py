@@ -2,15 +2,10 @@
 which is imported where there is a GPU: it takes seconds.
 """
 
-from __future__ import annotations
-
+import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mla_fusion.cli import option, require, require_gpu, zero_or_more
-
-if TYPE_CHECKING:
-    import argparse
 
 
 def declare(parser: argparse.ArgumentParser) -> None:

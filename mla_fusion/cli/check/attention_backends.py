@@ -4,8 +4,6 @@ As in mla_fusion/cli/model_classes.py, vLLM's source is read: most backends cann
 without their GPU.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 

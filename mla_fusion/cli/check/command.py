@@ -1,14 +1,12 @@
 """`mla-fusion check`: whether the MLA layers of a model would fuse, and why, found on a CPU."""
 
-from __future__ import annotations
-
+import argparse
 import json
 import shutil
 import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mla_fusion import config, kernels, report
 from mla_fusion.cli import (
@@ -34,9 +32,6 @@ from mla_fusion.cli.check.settings import Settings
 from mla_fusion.cli.doctor import known_issues
 from mla_fusion.cli.report import dumps
 from mla_fusion.report.reasons import Decline, recognize
-
-if TYPE_CHECKING:
-    import argparse
 
 # What vLLM's CPU attention can run; other models and caches are only compiled.
 _CPU_HEAD_SIZE = 576

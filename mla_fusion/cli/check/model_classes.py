@@ -4,8 +4,6 @@ vLLM is read, not imported: its registry says which file has a model class, and 
 whether the class is compiled. The answer holds for the installed release, and takes no time.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

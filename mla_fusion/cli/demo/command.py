@@ -5,24 +5,20 @@ prompts that fall into the decode bucket, and prefill mixed with decode inside t
 it. Both engines decode greedily, and must produce the same tokens.
 """
 
-from __future__ import annotations
-
+import argparse
 import json
 import random
 import shlex
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mla_fusion import report
 from mla_fusion.cli import UserError, child, make_folder, require
 from mla_fusion.cli.demo import tiny_models
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Sequence
 
 MAX_NUM_SEQS = 8  # also the decode bucket, in tokens
 NEW_TOKENS = 24

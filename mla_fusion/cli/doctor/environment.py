@@ -1,7 +1,5 @@
 """The environment, as `mla-fusion doctor` probes it."""
 
-from __future__ import annotations
-
 import importlib
 from dataclasses import dataclass
 from importlib import metadata

@@ -1,22 +1,15 @@
 """`mla-fusion report`: what fused in the engines of this machine, as text, drawing or page."""
 
-from __future__ import annotations
-
+import argparse
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mla_fusion.cli import UserError, require, write
 from mla_fusion.cli.report import dumps
-from mla_fusion.report import stored_reports
+from mla_fusion.report import Report, stored_reports
 from mla_fusion.report.files import FormatError
-
-if TYPE_CHECKING:
-    import argparse
-
-    from mla_fusion.report import Report
-    from mla_fusion.report.layer_graph import LayerGraph
+from mla_fusion.report.layer_graph import LayerGraph
 
 _NEWEST = 8  # reports that are printed; an engine stores one for each rank
 

@@ -4,12 +4,11 @@ All bytes that no sequence owns are NaN, tails of last pages included, and entri
 after the end of a sequence name no block. Plans, outputs and partial results are full of NaN too.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import random
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -18,12 +17,7 @@ from mla_fusion.attention import triton as provider
 from mla_fusion.attention.plan.inputs import Inputs, validate
 from mla_fusion.cli.bench.decode_peers import TOLERANCE
 from mla_fusion.cli.bench.kit import distance, exact_attention
-from mla_fusion.cli.selftest.outcome import apart, decoded, moved, worst
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from mla_fusion.cli.selftest.outcome import Outcome
+from mla_fusion.cli.selftest.outcome import Outcome, apart, decoded, moved, worst
 
 BF16 = torch.bfloat16
 SCALE = 0.5  # of an fp8 query, and of an fp8 cache

@@ -6,14 +6,12 @@ the last one is how it ended: {"end": reason}, empty if all cases ran. A kernel 
 ends the process takes only this process with it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
 import sys
 import traceback
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -24,9 +22,6 @@ from mla_fusion.cli.selftest import decode, planner, region, sparse
 from mla_fusion.cli.selftest.decode import BF16, Shape
 from mla_fusion.cli.selftest.outcome import CannotRun, Outcome
 from mla_fusion.kernels.triton import no_fp8
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 # Heads, query rows, page; then of a decode that is not of 512 + 64, or lies otherwise.
 FEW = [Shape(16, 1, 64), Shape(8, 4, 16, huge=True), Shape(128, 1, 16), Shape(16, 2, 128, gap=64)]

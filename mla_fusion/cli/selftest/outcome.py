@@ -1,17 +1,13 @@
 """What a check of a kernel yields, one outcome a case; and the cases of a decode."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import TYPE_CHECKING, Protocol
+import random
+from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 
 from mla_fusion.cli.bench.kit import capture_calls
-
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Iterator
 
 
 class CannotRun(Exception):

@@ -4,28 +4,26 @@ Entries are made with the keys that they stand for: nothing here reads one. Ever
 token lists is NaN; slots of -1 are anywhere in a row, and columns that do not count name no slot.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import random
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from mla_fusion.attention.hopper.fits import SPARSE_FP8_ROWS
 from mla_fusion.attention.plan.device import has_hopper
 from mla_fusion.attention.plan.inputs import Scope
-from mla_fusion.attention.plan.layouts import EXPONENTS, FP8_DS_MLA, FP8_DS_MLA_V4, WIDE
+from mla_fusion.attention.plan.layouts import (
+    EXPONENTS,
+    FP8_DS_MLA,
+    FP8_DS_MLA_V4,
+    WIDE,
+    CacheLayout,
+)
 from mla_fusion.attention.sparse import sparse_mla_decode, sparse_scratch
 from mla_fusion.cli.bench.decode_peers import TOLERANCE
 from mla_fusion.cli.bench.kit import distance, exact_attention
-from mla_fusion.cli.selftest.outcome import apart, decoded, moved, worst
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from mla_fusion.attention.plan.layouts import CacheLayout
-    from mla_fusion.cli.selftest.outcome import Outcome
+from mla_fusion.cli.selftest.outcome import Outcome, apart, decoded, moved, worst
 
 BF16 = torch.bfloat16
 PAGE, NOWHERE = 64, 2**30

@@ -2,8 +2,6 @@
 wait for ever.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
@@ -13,14 +11,11 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import TYPE_CHECKING
 
 from mla_fusion.cli.child import end
 from mla_fusion.cli.selftest.outcome import Outcome
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
 
 # -P: the installed package, not one in the current folder.
 CHILD = (sys.executable, "-P", "-m", "mla_fusion.cli.selftest.kernels")
