@@ -111,7 +111,7 @@ def test_a_report_has_what_was_measured_and_what_failed(gpu, monkeypatch, capsys
 
     monkeypatch.setattr(bench.decode, "run", decode)
     found = SimpleNamespace(to_json=lambda: {"platform": "rocm"})
-    monkeypatch.setattr(bench.report.doctor, "examine", lambda: found)
+    monkeypatch.setattr(bench.doctor, "examine", lambda: found)
     assert cli.main(["bench", "--report", str(path), "--commit", "abc"]) == 1
     report = json.loads(path.read_text())
     assert report["doctor"] == {"platform": "rocm"}

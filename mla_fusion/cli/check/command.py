@@ -21,7 +21,6 @@ from mla_fusion.cli import (
     zero_or_more,
 )
 from mla_fusion.cli.check import (
-    attention_backends,
     model_classes,
     model_config,
     persistent_decode,
@@ -197,9 +196,7 @@ def _backends(settings: Settings, cut: shrink.Cut, architecture: str) -> dict[st
     compiled = model_classes.where_compiled(architecture)
     heads = cut.config["num_attention_heads"] * settings.decode_context_parallel_size
     found = {
-        platform: attention_backends.that_take(
-            platform, heads, cut.head_size, settings.kv_cache_dtype
-        )
+        platform: model_classes.backends(platform, heads, cut.head_size, settings.kv_cache_dtype)
         for platform in model_classes.PLATFORMS
         if compiled is None or platform in compiled
     }

@@ -157,8 +157,10 @@ def first_difference(
     off: Sequence[Sequence[int]], on: Sequence[Sequence[int]]
 ) -> tuple[int, int] | None:
     """(prompt, position) of the first token that differs; None if none does."""
-    for prompt, (expected, got) in enumerate(zip(off, on, strict=True)):
-        for position, (a, b) in enumerate(zip(expected, got, strict=True)):
-            if a != b:
-                return prompt, position
-    return None
+    different = (
+        (prompt, position)
+        for prompt, pair in enumerate(zip(off, on, strict=True))
+        for position, (expected, got) in enumerate(zip(*pair, strict=True))
+        if expected != got
+    )
+    return next(different, None)
