@@ -13,8 +13,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from mla_fusion.cli import child
-from mla_fusion.cli.arguments import UserError
+from mla_fusion.cli import UserError, child
 
 Engine = tuple[child.Job, "subprocess.Popen[str]"]
 ENDS = 10  # seconds in which a process whose output is closed has ended

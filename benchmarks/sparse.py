@@ -21,7 +21,6 @@ its kernels are left out, with a line.
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
 import itertools
 import math
@@ -34,20 +33,21 @@ from sparse_peers import CANDIDATES, LAYOUTS, TOPK, Case, Inputs, exact, make, v
 
 from mla_fusion.cli.bench.kit import (
     FACTS,
+    TIMES,
     capture_calls,
     distance,
     environment,
+    four_digits,
     interleave,
     measure_ceilings,
-    quantiles,
-    write,
+    rates,
+    rows_file,
 )
 
 TOLERANCE = 1e-2  # FlashMLA rounds the keys to bf16
 CHECKED = 8  # tokens
 CASE = ["tokens", "heads", "topk", "context", "cache"]
-TIMES = ["p20_us", "p50_us", "p80_us", "gbps", "share", "tflops", "error"]
-RESULT = ["candidate", "vllm_default", *TIMES]
+RESULT = ["candidate", "vllm_default", *TIMES, "gbps", "share", "tflops", "error"]
 
 
 def error(inputs: Inputs, out: torch.Tensor) -> float:
@@ -71,10 +71,8 @@ def measure(case: Case, rounds: int, copy_gbps: float) -> list[dict]:
             print(f"{name} left out: {type(problem).__name__} {str(problem)[:300]}")
     default, rows = vllm_default(case), []
     for name, samples in interleave(graphs, len(inputs.scopes), rounds).items():
-        p20, p50, p80 = quantiles(samples)
         row = dataclasses.asdict(case) | {"candidate": name, "vllm_default": int(name == default)}
-        row |= {"p20_us": p20, "p50_us": p50, "p80_us": p80, "error": errors[name]}
-        row |= {"gbps": case.bytes() / p50 / 1e3, "tflops": case.flops() / p50 / 1e6}
+        row |= rates(case, samples) | {"error": errors[name]}
         rows.append(row | {"share": row["gbps"] / copy_gbps})
     return rows
 
@@ -118,10 +116,7 @@ def main() -> None:
     ceilings = measure_ceilings()
     print(facts, ceilings, flush=True)
     rows = []
-    options.csv.parent.mkdir(parents=True, exist_ok=True)
-    with options.csv.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FACTS + CASE + RESULT)
-        writer.writeheader()
+    with rows_file(options.csv, facts, CASE + RESULT) as add:
         listed = [(cache, n) for cache in options.cache for n in options.topk or TOPK[cache]]
         shapes = listed, options.heads, options.tokens
         for (cache, topk), heads, tokens in itertools.product(*shapes):
@@ -130,8 +125,7 @@ def main() -> None:
                 continue
             case = Case(tokens, heads, topk, options.context, cache)
             new = measure(case, options.rounds, ceilings.gbps)
-            write(writer, facts, new)
-            file.flush()
+            add(map(four_digits, new))
             rows += new
             line = " | ".join(
                 f"{r['candidate']} {r['p50_us']:.1f} ({r['gbps']:.0f} GB/s, error {r['error']:.1e})"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
+import functools
 import itertools
 import json
 import multiprocessing
@@ -95,8 +96,8 @@ def compile_plan(job: tuple[Plan, bool, Widths]) -> None:
         region_cases.Case(2, 16, fp8, widths), region_cases.make_weights(16, 1, widths)
     )
     try:
-        layer = region_cases.provider_layer(region, provider.fused_mla_decode_prep, plan=plan)
-        layer(region.weights[0], region.caches[0], region.sets[0])
+        layer = functools.partial(provider.fused_mla_decode_prep, plan=plan)
+        layer(region.calls[0])
         torch.cuda.synchronize()
     except (RuntimeError, ValueError) as error:
         print(f"{plan}: {error}", flush=True)
@@ -108,13 +109,13 @@ def measure(
     """Median microseconds, share of elements equal to the reference, and worst step, per plan."""
     graphs, checks = {}, {}
     for plan in plans:
-        layer = region_cases.provider_layer(region, provider.fused_mla_decode_prep, plan=plan)
+        layer = functools.partial(provider.fused_mla_decode_prep, plan=plan)
         try:
             checks[plan] = region_cases.agreement(region, layer)
             graphs[plan] = region_cases.capture(region, layer)
         except (RuntimeError, ValueError) as error:
             print(f"{region.case} {plan}: {type(error).__name__} {str(error)[:200]}", flush=True)
-    times = kit.interleave(graphs, len(region.weights), rounds)  # type: ignore[arg-type]
+    times = kit.interleave(graphs, len(region.calls), rounds)  # type: ignore[arg-type]
     for plan, samples in times.items():
         yield plan, statistics.median(samples), *checks[plan]  # type: ignore[index, misc]
 

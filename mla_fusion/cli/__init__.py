@@ -1,25 +1,22 @@
-"""The command line `mla-fusion`: one package a command, but for `_ELSEWHERE`.
+"""The command line `mla-fusion`: one package a command, but for `_ELSEWHERE`; and what they share.
 
-Its module `command` has `declare(parser)`, which adds its arguments, and `run(arguments)`, which
-does the work and returns the exit status: 0 for success (all fused, tokens equal), else 1. A
-`UserError` is an error that the user can fix; its exit status is 2. Only the package of the
-requested command is imported.
+A command's module has `declare(parser)`, which adds its arguments, and `run(arguments)`, which does
+the work and returns the exit status: 0 for success (all fused, tokens equal), else 1. A `UserError`
+is an error that the user can fix; its exit status is 2. Only the requested command is imported.
 """
-
-from __future__ import annotations
 
 import argparse
 import difflib
 import importlib
+import importlib.util
 import os
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
 
 from mla_fusion import __version__
-from mla_fusion.cli.arguments import UserError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _COMMANDS = {
     "doctor": "say whether fusion can work in this environment",
@@ -32,6 +29,26 @@ _COMMANDS = {
     "plan": "draw how a persistent MLA decode shares a batch among its CTAs",
     "bugreport": "write what doctor, report and selftest find into one file to send",
 }
+_ELSEWHERE = {"bugreport": "report.bugreport"}
+GPU_DEVICES = "nv[ghi]*", "kfd", "dxg"  # in /dev: of NVIDIA, of AMD, and under Windows
+
+# The recipes of README and docs/commands.md; tools/setup_env.py makes the second environment.
+INSTALL_VLLM = (
+    "in a clone of mla-fusion pip install '.[vllm]', or without a GPU make setup, which makes "
+    ".venv with a CPU build"
+)
+_WITHOUT_TORCHVISION = (
+    "pip uninstall -y torchvision torchaudio torchcodec: they are of another torch, and no model "
+    "here needs them"
+)
+_HINTS = {
+    "vllm": INSTALL_VLLM,
+    "mla_fusion.passes": "leave the folder of the checkout, or install it: pip install .",
+}
+
+
+class UserError(Exception):
+    """An error that the user can fix; the message says what happened, why, and what to do."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,7 +83,113 @@ def _parser(asked: Sequence[str]) -> argparse.ArgumentParser:
     for name, text in _COMMANDS.items():
         command = commands.add_parser(name, help=text)
         if name in asked:
-            module = importlib.import_module(f"mla_fusion.cli.{name}.command")
+            where = _ELSEWHERE.get(name, f"{name}.command")
+            module = importlib.import_module(f"mla_fusion.cli.{where}")
             module.declare(command)
             command.set_defaults(run=module.run)
     return parser
+
+
+def positive(text: str) -> int:
+    """An argument that is a positive whole number."""
+    number = int(text) if text.isascii() and text.isdigit() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return number
+
+
+def zero_or_more(text: str) -> int:
+    """An argument that is a whole number, 0 included."""
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither 0 nor a positive whole number")
+    return int(text)
+
+
+def option(
+    parser: argparse._ActionsContainer,
+    name: str,
+    metavar: str | None,
+    text: str,
+    default: Any = None,
+    kind: Callable[[str], Any] = positive,
+    choices: Collection[str] | None = None,
+) -> None:
+    """Add an option that takes one value, a positive whole number unless `kind` or `choices` say
+    another; its help ends with the default, unless that is None or `text` names one."""
+    if default is not None and "(default: " not in text:
+        text += f" (default: {default})"
+    kind = str if choices else kind
+    parser.add_argument(
+        name, type=kind, default=default, metavar=metavar, choices=choices, help=text
+    )
+
+
+def mend_vllm(error: str) -> str:
+    """What to do about an error of vLLM's import; empty if it is none that is known here."""
+    return _WITHOUT_TORCHVISION if "torchvision::nms" in error else ""
+
+
+def short(text: str, most: int = 80) -> str:
+    """`text` in one line of a readable length."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else f"{line[: most - 3]}..."
+
+
+def version_of(package: str) -> str:
+    """The version of an installed package; empty if it is missing."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def make_folder(folder: Path, option: str) -> None:
+    """Make the folder that `option` names, unless it is there.
+
+    Raises:
+        UserError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write to {option} {folder}: {error}") from None
+
+
+def write(path: Path, text: str, option: str = "") -> None:
+    """Write a file that the user named, by `option`.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {option}{path}: {error.strerror}") from None
+
+
+def require_gpu() -> None:
+    """Check that there is a GPU: at once where the system has no device of one, else by torch.
+
+    Raises:
+        UserError: there is none.
+    """
+    if not (any(any(Path("/dev").glob(name)) for name in GPU_DEVICES) and _torch_sees_one()):
+        raise UserError("needs a CUDA or ROCm GPU, and torch sees none here")
+
+
+def _torch_sees_one() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def require(*modules: str, purpose: str = "it") -> None:
+    """Check that packages are installed.
+
+    Raises:
+        UserError: one is missing; the message names it, what needs it and how to get it.
+    """
+    for module in modules:
+        if importlib.util.find_spec(module) is None:
+            hint = _HINTS.get(module, f"pip install {module}")
+            raise UserError(f"{purpose} needs the package {module}, which is missing: {hint}")

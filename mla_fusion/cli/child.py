@@ -1,33 +1,37 @@
 """A job in a process of its own: what to do goes in as JSON, and what came out comes back.
 
 `demo` and `check` run vLLM engines through `run`; the tests and benchmarks name other work. A job
-does not use the user's compile cache, so the passes run, and it ends with its parent. This file is
-also the child: python -m mla_fusion.cli.child WORKDIR LINE.
+does not use the user's compile cache, so the passes run. This file is also the child: python -m
+mla_fusion.cli.child WORKDIR LINE.
+
+A job ends with its parent, however that ends: the parent holds one end of a pipe and gives its
+children the other, and a thread of each waits until it closes. A signal from the kernel
+(PR_SET_PDEATHSIG) would leave what the child had started, and its folder.
 """
 
-from __future__ import annotations
-
 import contextlib
+import functools
 import importlib
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from mla_fusion import config
-from mla_fusion.cli import lifeline
-from mla_fusion.cli.arguments import UserError, mend_vllm, short
+from mla_fusion.cli import UserError, mend_vllm, short
 from mla_fusion.report import stored_reports
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
 LOG = "engine.log"
+# A shell outside the group $0 ends it, and then removes the folder $1, to which nobody writes now.
+_END = 'kill -9 "-$0"; sleep 0.5; if [ -n "$1" ]; then rm -rf -- "$1"; fi'
 _JOB, _RESULT = "job.json", "result.json"
 _LONGEST = 90  # characters of an engine's error that are shown
 # vLLM's own settings for a small engine without a network, inside one process.
@@ -47,33 +51,24 @@ _STAGES = {
 
 @dataclass
 class Job:
-    """One child process.
+    """One child process, in order: folder of its log and its result, vLLM cache root (from a warm
+    one no pass runs), work "module:function", and what that function reads.
 
-    workdir: the folder of its log and its result.
-    cache: its vLLM cache root; from a warm one no pass runs.
-    work: "module:function", called with the job and a stream for its progress. The dictionary that
-        it returns comes back.
-    path: a further folder to import from.
-    engine: arguments of `build`.
-    prompts: (step at which it arrives, token ids) of each.
-    new_tokens: how many tokens each prompt is continued by.
-    plugin: whether vLLM may load this library.
-    options: further input of `work`.
-    environment: further variables.
-    temporary: whether its folder goes too if the parent ends before it.
+    It is called with the job and a stream for its progress; the dictionary that it returns comes
+    back.
     """
 
     workdir: str
     cache: str
     work: str = "mla_fusion.cli.child:generate"
-    path: str = ""
-    engine: dict[str, Any] = field(default_factory=dict)
-    prompts: Sequence[tuple[int, list[int]]] = ()
-    new_tokens: int = 0
-    plugin: bool = True
-    options: dict[str, Any] = field(default_factory=dict)
-    environment: dict[str, str] = field(default_factory=dict)
-    temporary: bool = False
+    path: str = ""  # a further folder to import from
+    engine: dict[str, Any] = field(default_factory=dict)  # arguments of `build`
+    prompts: Sequence[tuple[int, list[int]]] = ()  # (step at which it arrives, token ids) of each
+    new_tokens: int = 0  # by which each prompt is continued
+    plugin: bool = True  # whether vLLM may load this library
+    options: dict[str, Any] = field(default_factory=dict)  # further input of `work`
+    environment: dict[str, str] = field(default_factory=dict)  # further variables
+    temporary: bool = False  # whether its folder goes too if the parent ends before it
 
 
 @dataclass
@@ -106,7 +101,10 @@ def run(job: Job, progress: TextIO | None = None) -> Outcome:
     older = stored_reports(Path(job.cache))
     progress = progress or sys.stdout
     progress.flush()
-    outcome = Outcome(**result(job, start(job, stdout=_stream(progress))))
+    stdout = None  # the child's own, where there is no file, as under pytest
+    with contextlib.suppress(OSError):
+        stdout = progress.fileno()
+    outcome = Outcome(**result(job, start(job, stdout=stdout)))
     outcome.reports = [path for path in stored_reports(Path(job.cache)) if path not in older]
     return outcome
 
@@ -124,11 +122,36 @@ def start(job: Job, **streams: Any) -> subprocess.Popen[str]:
     paths = filter(None, (os.environ.get("PYTHONPATH"), job.path))
     environment["PYTHONPATH"] = os.pathsep.join(paths)
     environment["VLLM_PLUGINS"] = "mla_fusion" if job.plugin else ""
-    line = lifeline.line()
+    line = lifeline()
     # -P: the installed package, not one in the current folder.
     command = [sys.executable, "-P", "-m", "mla_fusion.cli.child", job.workdir, str(line)]
     streams |= {"text": True, "start_new_session": True, "pass_fds": [line]}
     return subprocess.Popen(command, env={**environment, **job.environment}, **streams)
+
+
+@functools.cache
+def lifeline() -> int:
+    """The end of the pipe that children get; the other stays open as long as this process."""
+    reading, _ = os.pipe()
+    return reading
+
+
+def _end_with_parent(reading: int, folder: Path | None) -> None:
+    """End this process and its group when the parent is gone, and remove `folder`."""
+
+    def wait() -> None:
+        os.read(reading, 1)
+        words = ["sh", "-c", _END, str(os.getpgrp()), str(folder or "")]
+        subprocess.Popen(words, start_new_session=True)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """End a child that has a group of its own, with all that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def share_facts(cache: Path, root: Path | None = None) -> None:
@@ -160,19 +183,11 @@ def result(job: Job, process: subprocess.Popen[str]) -> dict[str, Any]:
     try:
         process.communicate()
     finally:
-        lifeline.end(process)  # an interrupt reaches this process alone
+        end(process)  # an interrupt reaches this process alone
     path, log = Path(job.workdir, _RESULT), Path(job.workdir, LOG)
     if process.returncode != 0 or not path.exists():
         raise EngineError(job, f"{last_error(log)} (exit status {process.returncode})")
     return dict(json.loads(path.read_text()))
-
-
-def _stream(progress: TextIO) -> int | None:
-    """The file descriptor of `progress`; None, the child's own, without one, as under pytest."""
-    try:
-        return progress.fileno()
-    except OSError:
-        return None
 
 
 def last_error(log: Path) -> str:
@@ -193,7 +208,7 @@ def last_error(log: Path) -> str:
 def _child(workdir: Path, line: int) -> None:
     """The child process: progress on the parent's output, everything else into the log."""
     job = Job(**json.loads((workdir / _JOB).read_text()))
-    lifeline.end_with_parent(line, workdir if job.temporary else None)
+    _end_with_parent(line, workdir if job.temporary else None)
     log = os.open(workdir / LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     progress = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(log, 1)
@@ -219,9 +234,7 @@ def flag_on(bucket: int | None = None, **options: str) -> dict[str, Any]:
 def generate(job: Job, progress: TextIO) -> dict[str, Any]:
     """Build the engine of a job and run its prompts; see `Outcome`."""
     warnings = [] if not job.plugin else kept_messages(logging.WARNING)
-    began = time.perf_counter()
-
-    stages = dict(_STAGES)
+    began, stages = time.perf_counter(), dict(_STAGES)
 
     def say(what: str) -> None:
         print(f"    {time.perf_counter() - began:3.0f} s: {what}", file=progress)

@@ -11,7 +11,6 @@ import torch
 from mla_fusion import cli
 from mla_fusion.cli.bench import command as bench
 from mla_fusion.cli.bench import kit, region, region_cases, region_peers
-from mla_fusion.cli.bench.kit import device
 
 ARGV = ["bench", "--tokens", "1", "8", "--heads", "16", "--layers", "3", "--rounds", "10"]
 
@@ -52,7 +51,7 @@ def gpu(monkeypatch):
         (region_peers, "OWN_ROUNDING", own),
         (region_peers, "chosen_plan", lambda case: region_peers.Plan()),
         (region_cases, "make_weights", lambda heads, layers, widths: [None] * layers),
-        (region_cases, "make_region", lambda case, weights: case),
+        (region_cases, "make_region", lambda case, calls: region_cases.Region(case, calls)),
         (region_cases, "agreement", lambda _, layer, expected=None: agreements[expected or layer]),
         (region_cases, "capture", lambda region, layer: SimpleNamespace(replay=lambda: None)),
         (region, "interleave", lambda graphs, _, rounds: dict.fromkeys(graphs, [2.0] * rounds)),
@@ -112,7 +111,7 @@ def test_a_report_has_what_was_measured_and_what_failed(gpu, monkeypatch, capsys
 
     monkeypatch.setattr(bench.decode, "run", decode)
     found = SimpleNamespace(to_json=lambda: {"platform": "rocm"})
-    monkeypatch.setattr(bench.report.doctor, "examine", lambda: found)
+    monkeypatch.setattr(bench.doctor, "examine", lambda: found)
     assert cli.main(["bench", "--report", str(path), "--commit", "abc"]) == 1
     report = json.loads(path.read_text())
     assert report["doctor"] == {"platform": "rocm"}
@@ -135,5 +134,5 @@ def test_a_report_has_shapes_of_its_own(gpu, capsys, tmp_path):
     [("gfx942", torch.float8_e4m3fnuz), ("gfx950", torch.float8_e4m3fn), ("", torch.float8_e4m3fn)],
 )
 def test_the_fp8_type_of_a_gpu(monkeypatch, arch, wanted):
-    monkeypatch.setattr(device, "architecture", lambda device: arch)
+    monkeypatch.setattr(kit, "architecture", lambda device: arch)
     assert kit.fp8_type.__wrapped__() == wanted

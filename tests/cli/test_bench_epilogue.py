@@ -11,10 +11,11 @@ import torch
 from mla_fusion.attention.plan.epilogue import Epilogue
 from mla_fusion.attention.triton import epilogue as epilogues
 from mla_fusion.cli.bench import epilogue as bench_epilogue
+from mla_fusion.cli.bench import kit
 from mla_fusion.cli.bench.epilogue import WRONG, Case
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-FACTS = dict.fromkeys(bench_epilogue.FACTS, "x")
+FACTS = dict.fromkeys(kit.FACTS, "x")
 
 
 @pytest.mark.parametrize(("step", "right"), [(1, True), (2, False)])
@@ -46,7 +47,7 @@ def test_rows_are_written_and_judged(monkeypatch, tmp_path, capsys, step, right)
     assert ("2.00 (2.00-2.00)!" in printed) == (not right)
     with settings.csv.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 16 and set(rows[0]) == {*bench_epilogue.FACTS, *bench_epilogue.RESULT}
+    assert len(rows) == 16 and set(rows[0]) == {*kit.FACTS, *bench_epilogue.RESULT}
 
 
 LATENTS = torch.randn(2, 1, 16, generator=torch.Generator().manual_seed(1)).bfloat16()

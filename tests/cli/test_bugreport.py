@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from mla_fusion import cli, report
-from mla_fusion.cli.bugreport import command as bugreport
 from mla_fusion.cli.doctor import command, environment
+from mla_fusion.cli.report import bugreport
 from mla_fusion.config import vllm_compat
 from mla_fusion.report.reasons import Decline
 

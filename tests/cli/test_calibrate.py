@@ -9,7 +9,7 @@ import torch
 
 from mla_fusion import cli
 from mla_fusion.attention.triton import choice
-from mla_fusion.cli.bench import decode
+from mla_fusion.cli.bench import decode, kit
 from mla_fusion.cli.bench import decode_peers as peers
 from mla_fusion.cli.calibrate import command, measure
 from mla_fusion.cli.selftest.watch import Row
@@ -35,7 +35,7 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(measure, "run_checks", lambda names: checked.append(names) or bad)
     monkeypatch.setattr(choice, "has_hopper", lambda _: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(measure, "environment", lambda: dict.fromkeys(decode.FACTS, ""))
+    monkeypatch.setattr(measure, "environment", lambda: dict.fromkeys(kit.FACTS, ""))
     monkeypatch.setattr(vllm_compat, "gpu_name", lambda: GPU)
     monkeypatch.setattr(decode, "compile_ours", lambda cases: None)
     config = tmp_path / "config.json"
@@ -109,8 +109,8 @@ def test_a_model_that_auto_does_not_decode_is_refused(gpu, capsys, options, chan
 @pytest.mark.parametrize("words", [["calibrate", "nowhere"], ["selftest"]])
 def test_without_a_device_it_says_so_before_torch_is_imported(words):
     source = (
-        "import sys; from mla_fusion.cli import arguments, main; arguments.GPU_DEVICES = (); "
-        f"print(main({words}), 'torch' in sys.modules)"
+        "import sys; from mla_fusion import cli; cli.GPU_DEVICES = (); "
+        f"print(cli.main({words}), 'torch' in sys.modules)"
     )
     ended = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
     assert ended.stdout.split() == ["2", "False"] and "needs a CUDA or ROCm GPU" in ended.stderr

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mla_fusion import cli
 from mla_fusion.cli import child
-from mla_fusion.cli.check import attention_backends, model_classes, model_config
+from mla_fusion.cli.check import model_classes, model_config
 from tests.cli.test_check import CONFIGS
 from tests.cli.test_cli import store
 
@@ -111,7 +111,7 @@ AITER = ["ROCM_AITER_MLA", "ROCM_AITER_TRITON_MLA", "TRITON_MLA"]
 )
 @pytest.mark.usefixtures("vllm_0_32")
 def test_which_attention_backends_take_the_query(platform, heads, head_size, cache, names):
-    assert attention_backends.that_take(platform, heads, head_size, cache) == sorted(names)
+    assert model_classes.backends(platform, heads, head_size, cache) == sorted(names)
 
 
 # --- any config at all

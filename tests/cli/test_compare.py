@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mla_fusion.cli.bench.kit import compare
+from mla_fusion.cli.bench import kit as compare
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 

@@ -28,7 +28,7 @@ def session(leader):
 @pytest.mark.parametrize("number", STATUS)
 def test_the_engine_ends_with_the_command(number, tmp_path):
     """A signal to the command alone, as `timeout` or a supervisor sends it."""
-    command = [sys.executable, "-m", "mla_fusion.cli", "check", CONFIGS / "deepseek-v3.json"]
+    command = [sys.executable, "-m", "mla_fusion", "check", CONFIGS / "deepseek-v3.json"]
     check = subprocess.Popen(
         command, env={**os.environ, "TMPDIR": str(tmp_path)}, stderr=subprocess.PIPE, text=True
     )

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from mla_fusion import cli
-from mla_fusion.cli import arguments
 from mla_fusion.cli.selftest import command, kernels, watch
 
 CHILD = """
@@ -63,7 +62,7 @@ def test_each_kernel_has_its_verdict(on_a_gpu, tmp_path, capsys):
 @pytest.mark.parametrize("devices", [(), ("*",)])
 def test_without_a_gpu(capsys, monkeypatch, devices):
     """Of a device that is no GPU's, torch says so."""
-    monkeypatch.setattr(arguments, "GPU_DEVICES", devices)
+    monkeypatch.setattr(cli, "GPU_DEVICES", devices)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cli.main(["selftest"]) == 2
     assert "needs a CUDA or ROCm GPU" in capsys.readouterr().err

@@ -4,28 +4,34 @@ file.
 `region` is the fused region, `decode` the decode attention, and `epilogue` what follows it: each
 has a module of its name beside this one. Every candidate is checked in the run that times it.
 Peers whose package is missing are named and left out. How time is taken:
-mla_fusion/cli/bench/kit/timing.py.
+mla_fusion/cli/bench/kit.py.
 """
 
-from __future__ import annotations
-
+import argparse
+import csv
+import json
 import sys
+import tempfile
+import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from mla_fusion.cli.arguments import UserError, positive
-from mla_fusion.cli.bench import decode, epilogue, region, region_cases, report
-from mla_fusion.cli.bench.kit import environment, measure_ceilings
-
-if TYPE_CHECKING:
-    import argparse
+from mla_fusion.cli import UserError, positive
+from mla_fusion.cli.bench import decode, epilogue, region, region_cases
+from mla_fusion.cli.bench.kit import environment, known, measure_ceilings
+from mla_fusion.cli.doctor import command as doctor
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "region": region.DEFAULTS,
     "decode": decode.DEFAULTS,
     "epilogue": epilogue.DEFAULTS,
+}
+# A chain of loads, a full GPU, and the two between; sequences that split and those that do not.
+SHAPES: dict[str, dict[str, Any]] = {
+    "region": {"tokens": (1, 16, 64, 256), "heads": (16, 128), "rounds": 7},
+    "decode": {"batches": (4, 64), "contexts": (8192,), "heads": (16, 128)},
 }
 NUMBERS = {
     "tokens": ("T", ""),
@@ -122,9 +128,39 @@ def run(arguments: argparse.Namespace) -> int:
             wrong = ", ".join(map(_option, typed or ["peers"]))
             raise UserError(f"--report measures shapes of its own: leave out {wrong}")
         require_gpu()
-        return 0 if report.write(arguments.report, arguments.commit, DEFAULTS, measure) else 1
+        return 0 if write_report(arguments.report, arguments.commit) else 1
     settle(arguments)
     return 0 if measure(arguments) else 1
+
+
+def write_report(path: Path, commit: str) -> bool:
+    """What a GPU that was never measured says, in one file to send: `SHAPES` of the region and of
+    the decode, all else as in `DEFAULTS`, and what doctor finds. Whether all is right.
+
+    Minutes, not the hour of the whole grids. The file is written after each part, because AITER may
+    end the process, and holds the error of a part that fails.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    report: dict[str, Any] = {"doctor": doctor.examine().to_json()}
+    right = True
+    for what, shapes in SHAPES.items():
+        path.write_text(json.dumps(report, indent=1))
+        with tempfile.TemporaryDirectory() as folder:
+            rows = Path(folder, "rows.csv")
+            settings = {"peers": (), "commit": commit, **DEFAULTS[what], **shapes}
+            part: dict[str, Any] = {}
+            try:
+                part["right"] = measure(argparse.Namespace(what=what, csv=rows, **settings))
+            except Exception:  # noqa: BLE001 (whatever it is, it goes into the file)
+                part["error"] = traceback.format_exc()
+            if rows.exists():
+                with rows.open(newline="") as file:
+                    part["rows"] = list(csv.DictReader(file))
+        report[what] = part
+        right &= part.get("right", False)
+    path.write_text(json.dumps(report, indent=1))
+    print(f"Send this file: {path}")
+    return right
 
 
 def require_gpu() -> None:
@@ -145,7 +181,7 @@ def measure(settings: argparse.Namespace) -> bool:
     print(*(f"{name} {value}" for name, value in facts.items() if value), sep=", ")
     print(f"ceilings: copy {ceilings.gbps:.0f} GB/s, bf16 product {ceilings.tflops:.0f} TFLOP/s")
     if settings.what == "decode":
-        return decode.run(settings, facts)
+        return decode.run(settings, known(facts))
     if settings.what == "epilogue":
-        return epilogue.run(settings, facts)
+        return epilogue.run(settings, known(facts))
     return region.run(settings, facts, ceilings)

@@ -7,32 +7,33 @@ With `--values` a call is decode and product with a W_UV of its own, and the col
 columns for a head; 0 marks the decode alone.
 """
 
-from __future__ import annotations
-
-import csv
+import argparse
 import dataclasses
 import functools
 import itertools
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from mla_fusion.cli.arguments import pick
 from mla_fusion.cli.bench import decode_peers as peers
-from mla_fusion.cli.bench.kit import FACTS, compile_ahead, interleave, quantiles, write
+from mla_fusion.cli.bench.decode_peers import Candidate, Case
+from mla_fusion.cli.bench.kit import (
+    TIMES,
+    Row,
+    compile_ahead,
+    four_digits,
+    interleave,
+    pick,
+    rates,
+    rows_file,
+)
 
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Iterable, Mapping
-    from pathlib import Path
-
-    from mla_fusion.cli.bench.decode_peers import Candidate, Case
-
-Row = dict[str, Any]
 LAYER = ["heads", "queries", "dtype"]
 CASE = ["batch", "context", "ragged", *LAYER, "latent", "rope", "page", "values"]
-RESULT = ["candidate", "vllm_default", "p20_us", "p50_us", "p80_us", "gbps", "tflops", "error"]
+RESULT = ["candidate", "vllm_default", *TIMES, "gbps", "tflops", "error"]
 OURS = "ours"
 MOST_TOKENS = 2**24  # of a step: an H200 holds so many of 14 layers with 576 bytes a token
 TYPES = {"bf16": peers.BF16, "fp8": peers.FP8}
@@ -109,14 +110,10 @@ def table(
     """Measure the candidates of each case, print a line for each, write the rows; all rows."""
     rows: list[Row] = []
     left_out: set[str] = set()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FACTS + CASE + RESULT)
-        writer.writeheader()
+    with rows_file(path, facts, CASE + RESULT) as add:
         for case, candidates in work:
             new = measure(case, candidates, rounds, left_out)
-            write(writer, {name: facts[name] for name in FACTS}, new)
-            file.flush()
+            add(map(four_digits, new))
             rows += new
             times = " | ".join(
                 f"{r['candidate']} {r['p50_us']:.1f} ({r['gbps']:.0f} GB/s, {r['tflops']:.0f} TF)"
@@ -159,13 +156,10 @@ def measure(
     default = peers.VLLM_DEFAULT[case.dtype] if (case.latent, case.rope) == (512, 64) else ""
     rows = []
     for name, samples in interleave(graphs, len(inputs.caches), rounds).items():
-        p20, p50, p80 = quantiles(samples)
         row = {k: getattr(case, k) for k in CASE if k not in ("ragged", "dtype")}
         row |= {"ragged": int(case.ragged), "dtype": type_of(case)}
         row |= {"candidate": name, "vllm_default": int(name == default)}
-        row |= {"p20_us": p20, "p50_us": p50, "p80_us": p80}
-        row |= {"gbps": case.bytes() / p50 / 1e3, "tflops": case.flops() / p50 / 1e6}
-        rows.append(row | {"error": errors[name]})
+        rows.append(row | rates(case, samples) | {"error": errors[name]})
     return rows
 
 

@@ -5,8 +5,6 @@ A candidate is a function of `Inputs` that returns a call and the tensor it writ
 call is what a layer launches: decode and product, ours as `StepPlan` asks for it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from collections.abc import Callable
@@ -16,7 +14,6 @@ import torch
 
 from mla_fusion.attention import Epilogue, PersistentDecodePlan, persistent_mla_decode
 from mla_fusion.attention.triton import plan_settings
-from mla_fusion.cli.bench.decode_blackwell import flashinfer_mla
 from mla_fusion.cli.bench.kit import capture_calls, distance, exact_attention, fp8_type
 
 PAGE = 64
@@ -26,6 +23,7 @@ FP8, BF16 = fp8_type(), torch.bfloat16
 # rounding adds in squares: 2.8e-3.
 TOLERANCE = 4e-3
 PLANNED = 1024  # sequences of a plan at least, so that few planners are compiled
+WORKSPACE = 128 * 2**20  # bytes of FlashInfer, as in vLLM
 ROTATED = 2**28  # bytes of caches that a graph walks over, several times the L2 cache
 Call = Callable[[int], object]
 Candidate = Callable[["Inputs"], tuple[Call, torch.Tensor]]
@@ -197,18 +195,12 @@ def starts_of(case: Case) -> torch.Tensor:
 
 def make_plan(case: Case, cap: int = -1) -> PersistentDecodePlan:
     """A plan with the settings that suit the kernel."""
+    settings = plan_settings(case.heads, case.queries, case.dtype, case.width, "cuda")
     return PersistentDecodePlan.allocate(
-        max_batch=case.batch,
-        max_query_len=case.queries,
-        num_heads=case.heads,
-        q_dtype=case.dtype,
-        kv_dtype=case.dtype,
-        device="cuda",
-        v_head_dim=case.latent,
-        planner="portable",
-        max_split_per_batch=cap,
-        **plan_settings(case.heads, case.queries, case.dtype, case.width, "cuda"),
-    )
+        max_batch=case.batch, max_query_len=case.queries, num_heads=case.heads,
+        q_dtype=case.dtype, kv_dtype=case.dtype, device="cuda", v_head_dim=case.latent,
+        planner="portable", max_split_per_batch=cap, **settings,
+    )  # fmt: skip
 
 
 def ours(inputs: Inputs, cap: int = -1) -> tuple[Call, torch.Tensor]:
@@ -250,17 +242,10 @@ def decode(
 ) -> torch.Tensor | None:
     """One call of this library on cache `i`, for as many query rows as `out` has; its LSE."""
     _, lse = persistent_mla_decode(
-        inputs.q[: len(out)],
-        inputs.caches[i],
-        plan,
-        block_table=inputs.table,
-        softmax_scale=inputs.case.scale,
-        q_scale=inputs.scale,
-        kv_scale=inputs.scale,
-        out=out,
-        return_lse=return_lse,
-        epilogue=epilogue,
-    )
+        inputs.q[: len(out)], inputs.caches[i], plan, block_table=inputs.table,
+        softmax_scale=inputs.case.scale, q_scale=inputs.scale, kv_scale=inputs.scale, out=out,
+        return_lse=return_lse, epilogue=epilogue,
+    )  # fmt: skip
     return lse
 
 
@@ -288,21 +273,9 @@ def triton_mla(inputs: Inputs) -> tuple[Call, torch.Tensor]:
     def call(i: int) -> None:
         cache = inputs.caches[i].unsqueeze(2)
         decode_attention_fwd(
-            q,
-            cache,
-            cache[..., :latent],
-            latents,
-            lse,
-            table,
-            lens,
-            logits,
-            splits,
-            inputs.case.scale,
-            inputs.case.page,
-            k_scale=one,
-            v_scale=one,
-            is_mla=True,
-        )
+            q, cache, cache[..., :latent], latents, lse, table, lens, logits, splits,
+            inputs.case.scale, inputs.case.page, k_scale=one, v_scale=one, is_mla=True,
+        )  # fmt: skip
         inputs.follow(i, latents, out)
 
     return call, out
@@ -344,43 +317,62 @@ def fa3(inputs: Inputs) -> tuple[Call, torch.Tensor]:
     shared: dict[str, Any] = {"max_seqlen_q": case.queries, "max_seqlen_k": longest}
     shared |= {"cu_seqlens_q": starts_of(case), "causal": True, "num_splits": 32}
     schedule = get_scheduler_metadata(
-        batch_size=case.batch,
-        num_heads_q=case.heads,
-        num_heads_kv=1,
-        headdim=case.rope,
-        headdim_v=case.latent,
-        cache_seqlens=inputs.lens,
-        qkv_dtype=BF16,
-        page_size=case.page,
+        batch_size=case.batch, num_heads_q=case.heads, num_heads_kv=1, headdim=case.rope,
+        headdim_v=case.latent, cache_seqlens=inputs.lens, qkv_dtype=BF16, page_size=case.page,
         **shared,
-    )
+    )  # fmt: skip
     latent, rope = inputs.q.split([case.latent, case.rope], dim=-1)
     out = inputs.result(inputs.latents())
 
     def call(i: int) -> None:
         cache = inputs.caches[i].unsqueeze(-2)
         result = flash_attn_varlen_func(
-            q=rope,
-            q_v=latent,
-            k=cache[..., case.latent :],
-            v=cache[..., : case.latent],
-            seqused_k=inputs.lens,
-            block_table=inputs.table,
-            softmax_scale=case.scale,
-            scheduler_metadata=schedule,
-            fa_version=3,
-            **shared,
-        )
+            q=rope, q_v=latent, k=cache[..., case.latent :], v=cache[..., : case.latent],
+            seqused_k=inputs.lens, block_table=inputs.table, softmax_scale=case.scale,
+            scheduler_metadata=schedule, fa_version=3, **shared,
+        )  # fmt: skip
         inputs.follow(i, result, out)
+
+    return call, out
+
+
+def flashinfer_mla(inputs: Inputs) -> tuple[Call, torch.Tensor]:
+    """FlashInfer's decode, as vLLM's FLASHINFER_MLA calls it on sm_100 and sm_103.
+
+    From 0.32 on vLLM keeps the counters that the kernel would clear at every call.
+    """
+    if torch.cuda.get_device_capability()[0] != 10:
+        raise RuntimeError("vLLM runs it on sm_100 and sm_103 alone")
+    from flashinfer import utils
+    from flashinfer.decode import trtllm_batch_decode_with_kv_cache_mla
+
+    case, device = inputs.case, inputs.q.device
+    scale = float(inputs.scale) if case.dtype.itemsize == 1 else 1.0
+    out = inputs.result(inputs.latents())
+    shared: dict[str, Any] = {"query": inputs.q.unflatten(0, (case.batch, case.queries))}
+    shared |= {"block_tables": inputs.table, "seq_lens": inputs.lens}
+    shared |= {"max_seq_len": max(case.lengths()), "qk_nope_head_dim": 128}
+    shared |= {"kv_lora_rank": case.latent, "qk_rope_head_dim": case.rope}
+    shared |= {"bmm1_scale": case.scale * scale * scale, "bmm2_scale": scale}
+    shared["workspace_buffer"] = torch.zeros(WORKSPACE, dtype=torch.int8, device=device)
+    if size := getattr(utils, "get_trtllm_gen_multi_ctas_kv_counter_bytes", None):
+        count = size(case.batch, case.heads, utils.get_device_sm_count(device))
+        counters = torch.zeros(count, dtype=torch.uint8, device=device)
+        shared["multi_ctas_kv_counter_buffer"] = counters
+
+    def call(i: int) -> None:
+        result = trtllm_batch_decode_with_kv_cache_mla(
+            kv_cache=inputs.caches[i].unsqueeze(1), **shared
+        )
+        inputs.follow(i, result.flatten(0, 1), out)
 
     return call, out
 
 
 # By the type of query and cache.
 VLLM_DEFAULT = {BF16: "fa3", FP8: "flashmla"}  # on Hopper, for 512 + 64 and pages of 64
+FOR_ALL: dict[str, Candidate] = {"ours": ours, "triton_mla": triton_mla, "flashmla": flashmla}
 CANDIDATES: dict[torch.dtype, dict[str, Candidate]] = {
-    BF16: {"ours": ours, "triton_mla": triton_mla, "flashmla": flashmla, "fa3": fa3}
-    | {"flashinfer_mla": flashinfer_mla},
-    FP8: {"ours": ours, "triton_mla": triton_mla, "flashmla": flashmla}
-    | {"flashinfer_mla": flashinfer_mla},
+    BF16: {**FOR_ALL, "fa3": fa3, "flashinfer_mla": flashinfer_mla},
+    FP8: {**FOR_ALL, "flashinfer_mla": flashinfer_mla},
 }

@@ -8,14 +8,14 @@ checked against the reference in the same run, and two launches against each oth
 kernel is named rows x columns x slices x splits x warps, and w with the splits of whole rows.
 """
 
-from __future__ import annotations
-
-import csv
+import argparse
 import dataclasses
 import functools
 import itertools
 import statistics
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,21 +24,21 @@ from mla_fusion.attention import triton as provider
 from mla_fusion.attention.plan.epilogue import GROUP, Epilogue
 from mla_fusion.attention.plan.inputs import Inputs
 from mla_fusion.attention.triton import epilogue as epilogues
-from mla_fusion.cli.bench.kit import FACTS, capture_calls, interleave, quantiles, steps
-from mla_fusion.cli.doctor.environment import version_of
+from mla_fusion.attention.triton.epilogue import Shape
+from mla_fusion.cli import version_of
+from mla_fusion.cli.bench.kit import (
+    TIMES,
+    Row,
+    capture_calls,
+    interleave,
+    quantiles,
+    rows_file,
+    steps,
+)
 
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable, Iterable, Mapping
-    from pathlib import Path
-
-    from mla_fusion.attention.triton.epilogue import Shape
-
-    Step = Callable[[Inputs], None]
-
-Row = dict[str, Any]
+Step = Callable[[Inputs], None]
 KEY = ["tokens", "heads", "pieces", "values", "quantization", "place"]
-RESULT = [*KEY, "candidate", "chosen", "p20_us", "p50_us", "p80_us", "worst_step"]
+RESULT = [*KEY, "candidate", "chosen", *TIMES, "worst_step"]
 FP8, BF16, PAGE, LATENT, ROPE = torch.float8_e4m3fn, torch.bfloat16, 64, 512, 64
 WEIGHTS = 2**27  # bytes of W_UV that a graph walks over, at most: more than the L2 cache
 MOST_PIECES = 256  # of a step: about what two CTAs on each SM make
@@ -101,14 +101,10 @@ def table(
 ) -> list[Row]:
     """Measure each case, print a line for each place, write the rows; all rows."""
     rows: list[Row] = []
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FACTS + RESULT)
-        writer.writeheader()
+    with rows_file(path, facts, RESULT) as add:
         for case in cases:
             rows += (new := measure(case, candidates_of(case), rounds))
-            writer.writerows({**{name: facts[name] for name in FACTS}, **row} for row in new)
-            file.flush()
+            add(new)
             show(new)
             torch.cuda.empty_cache()
     return rows
@@ -244,14 +240,13 @@ def measure(case: Case, found: Mapping[str, Step], rounds: int) -> list[Row]:
     graphs["alone"] = captured(provider.decode)
     times = interleave(graphs, len(calls), rounds)
     assert not calls[0].plan.epilogue_counts.any(), "a slice was counted and never collected"
-    alone, rows = quantiles(times.pop("alone"))[1], []
+    alone, rows = quantiles(times.pop("alone"))["p50_us"], []
     for key, samples in times.items():
         place, name = key.split()
         less = alone if place == "behind" else 0.0
-        p20, p50, p80 = (round(x - less, 3) for x in quantiles(samples))
         row = dataclasses.asdict(case) | {"pieces": pieces, "place": place, "candidate": name}
         row |= {"chosen": int(name == chosen), "worst_step": errors[name]}
-        rows.append(row | {"p20_us": p20, "p50_us": p50, "p80_us": p80})
+        rows.append(row | {q: round(us - less, 3) for q, us in quantiles(samples).items()})
     return rows
 
 

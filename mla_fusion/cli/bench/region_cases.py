@@ -5,10 +5,9 @@ from memory in every layer; the activations rotate over a few sets, because in a
 before has just produced them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -22,6 +21,7 @@ DEEPSEEK, BLOCK = Widths(nope=128, rope=64, latent=512), 64
 FIELDS = {"nope": "qk_nope_head_dim", "rope": "qk_rope_head_dim", "latent": "kv_lora_rank"}
 ACTIVATION_SETS = 4
 MAX_POSITION = 8192
+SCALE = 0.02  # of query and cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,45 +56,19 @@ class Case:
 
 
 @dataclasses.dataclass
-class Activations:
-    """The per-step inputs of a layer and its output buffer; shapes as in `kernels`."""
-
-    q: torch.Tensor
-    kv_c: torch.Tensor
-    k_pe: torch.Tensor
-    slots: torch.Tensor
-    positions: torch.Tensor
-    q_out: torch.Tensor
-
-
-@dataclasses.dataclass
 class Region:
-    """Inputs of all layers of one case, on the current CUDA device."""
+    """A case and the call of each layer, on the current CUDA device: weights, cache and, in turns,
+    one of a few sets of activations."""
 
     case: Case
-    weights: list[torch.Tensor]
-    caches: list[torch.Tensor]
-    sets: list[Activations]
-    cos_sin: torch.Tensor
-    k_scale: torch.Tensor
-    q_scale: torch.Tensor
+    calls: list[Inputs]
 
-    def inputs(self, w_uk_t: torch.Tensor, kv_cache: torch.Tensor, a: Activations) -> Inputs:
-        """The arguments of a provider for one layer."""
-        return Inputs(
-            a.q,
-            w_uk_t,
-            a.kv_c,
-            a.k_pe,
-            kv_cache,
-            a.slots,
-            a.positions,
-            self.cos_sin,
-            self.k_scale,
-            self.q_scale,
-            is_neox=False,
-            q_out=a.q_out,
-        )
+    @property
+    def angles(self) -> torch.Tensor:
+        """Cosines and sines [n, R] in fp32, exact in bf16 too."""
+        cos_sin = self.calls[0].cos_sin_cache
+        assert cos_sin is not None
+        return cos_sin
 
 
 def make_weights(heads: int, layers: int, widths: Widths = DEEPSEEK) -> list[torch.Tensor]:
@@ -109,49 +83,40 @@ def make_weights(heads: int, layers: int, widths: Widths = DEEPSEEK) -> list[tor
 def make_region(case: Case, weights: list[torch.Tensor]) -> Region:
     """Random inputs for `case`; tokens go to distinct random slots."""
     (nope, rope, latent), device, act = case.widths, weights[0].device, torch.bfloat16
-    blocks = max(16, 2 * -(-case.tokens // BLOCK))
+    blocks, tokens, heads = max(16, 2 * -(-case.tokens // BLOCK)), case.tokens, case.heads
     entries = blocks, BLOCK, (latent + rope) * case.target.itemsize  # in bytes
     angles = torch.randn(MAX_POSITION, rope // 2, device=device)
-    sets = [
-        Activations(
-            q=torch.randn(case.tokens, case.heads, nope + rope, device=device, dtype=act),
-            kv_c=torch.randn(case.tokens, latent, device=device, dtype=act),
-            k_pe=torch.randn(case.tokens, rope, device=device, dtype=act),
-            slots=torch.randperm(blocks * BLOCK, device=device)[: case.tokens],
-            positions=torch.randint(0, MAX_POSITION, (case.tokens,), device=device),
-            q_out=torch.empty(
-                case.tokens, case.heads, latent + rope, device=device, dtype=case.target
-            ),
-        )
+    # Peers which want bf16 angles compute the same rotation.
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1).bfloat16().float()
+    scale = torch.full((1,), SCALE, device=device)
+    sets: list[dict[str, Any]] = [
+        {
+            "q": torch.randn(tokens, heads, nope + rope, device=device, dtype=act),
+            "kv_c": torch.randn(tokens, latent, device=device, dtype=act),
+            "k_pe": torch.randn(tokens, rope, device=device, dtype=act),
+            "slot_mapping": torch.randperm(blocks * BLOCK, device=device)[:tokens],
+            "positions": torch.randint(0, MAX_POSITION, (tokens,), device=device),
+            "q_out": torch.empty(tokens, heads, latent + rope, device=device, dtype=case.target),
+        }
         for _ in range(ACTIVATION_SETS)
     ]
-    return Region(
-        case=case,
-        weights=weights,
-        caches=[
-            torch.zeros(entries, device=device, dtype=torch.uint8).view(case.target)
-            for _ in weights
-        ],
-        sets=sets,
-        # Exact in bf16 too, so that peers which want bf16 angles compute the same rotation.
-        cos_sin=torch.cat((angles.cos(), angles.sin()), dim=-1).bfloat16().float(),
-        k_scale=torch.full((1,), 0.02, device=device),
-        q_scale=torch.full((1,), 0.02, device=device),
-    )
+    calls = [
+        Inputs(
+            w_uk_t=weight,
+            kv_cache=torch.zeros(entries, device=device, dtype=torch.uint8).view(case.target),
+            cos_sin_cache=cos_sin,
+            k_scale=scale,
+            q_scale=scale,
+            is_neox=False,
+            **sets[i % ACTIVATION_SETS],
+        )
+        for i, weight in enumerate(weights)
+    ]
+    return Region(case, calls)
 
 
-Layer = Callable[[torch.Tensor, torch.Tensor, Activations], torch.Tensor | None]
-"""One layer of a candidate: (w_uk_t, kv_cache, activations); the query is what it returns, or else
-it is in `q_out`."""
-
-
-def provider_layer(region: Region, function: Callable[..., torch.Tensor], **extra: object) -> Layer:
-    """A candidate from the function of a provider of `mla_fusion.kernels`."""
-
-    def layer(w_uk_t: torch.Tensor, kv_cache: torch.Tensor, a: Activations) -> None:
-        function(region.inputs(w_uk_t, kv_cache, a), **extra)
-
-    return layer
+Layer = Callable[[Inputs], torch.Tensor | None]
+"""One layer of a candidate; the query is what it returns, or else it is in `q_out`."""
 
 
 def agreement(region: Region, layer: Layer, expected: Layer | None = None) -> tuple[float, int]:
@@ -162,27 +127,19 @@ def agreement(region: Region, layer: Layer, expected: Layer | None = None) -> tu
     or bf16 steps) over query and cache. The inputs are copied, because some peers rotate q in
     place.
     """
-    source, weight = region.sets[0], region.weights[0]
-    if expected is None:
-        expected = provider_layer(region, get_provider("reference").fused_mla_decode_prep)
-    results = []
-    for run in (layer, expected):
-        a = dataclasses.replace(
-            source,
+    source, results = region.calls[0], []
+    for run in (layer, expected or get_provider("reference").fused_mla_decode_prep):
+        given = source._replace(
             q=source.q.clone(),
             k_pe=source.k_pe.clone(),
             q_out=kit.poisoned(source.q_out),
+            kv_cache=kit.poisoned(source.kv_cache),
         )
-        cache = kit.poisoned(region.caches[0])
-        query = run(weight, cache, a)
-        results.append((a.q_out if query is None else query, cache))
+        query = run(given)
+        results.append((given.q_out if query is None else query, given.kv_cache))
     return kit.agreement(*zip(*results, strict=True))
 
 
 def capture(region: Region, layer: Layer) -> torch.cuda.CUDAGraph:
     """All layers of one candidate in a CUDA graph."""
-
-    def call(i: int) -> None:
-        layer(region.weights[i], region.caches[i], region.sets[i % len(region.sets)])
-
-    return kit.capture_calls(call, len(region.weights))
+    return kit.capture_calls(lambda i: layer(region.calls[i]), len(region.calls))

@@ -4,29 +4,22 @@ Each function takes a `Region` and returns a layer, or raises ImportError where 
 missing. Peers may rotate q and k_pe in place; none of them is given less than it asks for.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 
 import torch
 
-from mla_fusion.cli.bench.region_cases import (
-    BLOCK,
-    Activations,
-    Layer,
-    Region,
-    provider_layer,
-)
+from mla_fusion.cli.bench.region_cases import ACTIVATION_SETS, BLOCK, SCALE, Layer, Region
 from mla_fusion.kernels import dispatch, get_provider
 from mla_fusion.kernels import triton as provider
 from mla_fusion.kernels.dispatch import Plan
+from mla_fusion.kernels.inputs import Inputs
 
 
-def product(w_uk_t: torch.Tensor, a: Activations, latent: torch.Tensor) -> None:
+def product(given: Inputs, latent: torch.Tensor) -> None:
     """q_nope @ W_UK into `latent` [T, H, L] with cuBLAS."""
-    nope = w_uk_t.shape[1]
-    torch.bmm(a.q[..., :nope].transpose(0, 1), w_uk_t, out=latent.transpose(0, 1))
+    nope = given.w_uk_t.shape[1]
+    torch.bmm(given.q[..., :nope].transpose(0, 1), given.w_uk_t, out=latent.transpose(0, 1))
 
 
 def workspace(region: Region) -> torch.Tensor:
@@ -38,44 +31,42 @@ def workspace(region: Region) -> torch.Tensor:
 
 def chosen_plan(region: Region) -> Plan:
     """What the dispatch table says for this case."""
-    case, table = region.case, dispatch.device_table(region.weights[0].device)
+    case, table = region.case, dispatch.device_table(region.calls[0].q.device)
     return dispatch.choose(case.tokens, case.heads, case.fp8, case.widths, table)
 
 
 def ours(region: Region) -> Layer:
     """This library's Triton provider, as the table chooses."""
-    return provider_layer(region, provider.fused_mla_decode_prep)
+    return provider.fused_mla_decode_prep
 
 
 def bmm_and_one_kernel(region: Region) -> Layer:
     """cuBLAS and one Triton kernel for the rest: AITER's division of work."""
     from mla_fusion.cli.bench import two_launches
 
-    return provider_layer(region, two_launches.fused_mla_decode_prep)
+    return two_launches.fused_mla_decode_prep
 
 
 def bmm(region: Region) -> Layer:
     """The product alone: a part of every two-launch form, and no result."""
-    latent = workspace(region)
-    return lambda w_uk_t, kv_cache, a: product(w_uk_t, a, latent)
+    return functools.partial(product, latent=workspace(region))
 
 
 def plain(region: Region) -> Layer:
     """A small kernel without programmatic launch, as an engine has one before the region."""
 
-    def layer(w_uk_t: torch.Tensor, kv_cache: torch.Tensor, a: Activations) -> None:
-        a.positions.add_(0)
+    def layer(given: Inputs) -> None:
+        given.positions.add_(0)
 
     return layer
 
 
 def ours_after_plain(region: Region) -> Layer:
     """`plain` and then the provider: what is left of a programmatic launch in an engine."""
-    second = ours(region)
 
-    def layer(w_uk_t: torch.Tensor, kv_cache: torch.Tensor, a: Activations) -> None:
-        a.positions.add_(0)
-        second(w_uk_t, kv_cache, a)
+    def layer(given: Inputs) -> None:
+        given.positions.add_(0)
+        provider.fused_mla_decode_prep(given)
 
     return layer
 
@@ -84,22 +75,18 @@ def vllm_unfused(region: Region) -> Layer:
     """vLLM: rotary_embedding, concat_and_cache_mla, bmm, cat, static fp8 quantization."""
     from vllm import _custom_ops as ops
 
-    latent, angles = workspace(region), region.cos_sin.bfloat16()
+    latent, angles = workspace(region), region.angles.bfloat16()
     nope, rope, _ = region.case.widths
 
-    def layer(w_uk_t: torch.Tensor, kv_cache: torch.Tensor, a: Activations) -> None:
-        q_pe = a.q[..., nope:]
-        ops.rotary_embedding(a.positions, q_pe, a.k_pe.unsqueeze(1), rope, angles, False)
+    def layer(given: Inputs) -> None:
+        q_pe, cache, out = given.q[..., nope:], given.kv_cache.view(torch.uint8), given.q_out
+        ops.rotary_embedding(given.positions, q_pe, given.k_pe.unsqueeze(1), rope, angles, False)
         ops.concat_and_cache_mla(
-            a.kv_c, a.k_pe, kv_cache.view(torch.uint8), a.slots, "fp8", region.k_scale
+            given.kv_c, given.k_pe, cache, given.slot_mapping, "fp8", given.k_scale
         )
-        product(w_uk_t, a, latent)
+        product(given, latent)
         query = torch.cat((latent, q_pe), dim=-1)
-        ops.scaled_fp8_quant(
-            query.view(query.shape[0], -1),
-            region.q_scale,
-            output=a.q_out.view(query.shape[0], -1),
-        )
+        ops.scaled_fp8_quant(query.flatten(1), given.q_scale, output=out.flatten(1))
 
     return layer
 
@@ -123,25 +110,17 @@ def vllm_40392(region: Region) -> Layer:
 
     # Every shape of the grid is a compilation of its own; beyond the limit they would run eagerly.
     torch._dynamo.config.recompile_limit = 256
-    latent, angles = workspace(region), region.cos_sin.bfloat16()
+    latent, angles = workspace(region), region.angles.bfloat16()
     nope, cat_quant = region.case.widths.nope, _cat_quant()
 
-    def layer(w_uk_t: torch.Tensor, kv_cache: torch.Tensor, a: Activations) -> torch.Tensor:
-        q_pe = a.q[..., nope:]
+    def layer(given: Inputs) -> torch.Tensor:
+        q_pe, cache = given.q[..., nope:], given.kv_cache.view(torch.uint8)
         ops.concat_and_cache_mla_rope_fused(
-            a.positions,
-            q_pe,
-            a.k_pe,
-            a.kv_c,
-            angles,
-            False,
-            a.slots,
-            kv_cache.view(torch.uint8),
-            "fp8",
-            region.k_scale,
-        )
-        product(w_uk_t, a, latent)
-        return cat_quant(latent, q_pe, region.q_scale)
+            given.positions, q_pe, given.k_pe, given.kv_c, angles, False, given.slot_mapping,
+            cache, "fp8", given.k_scale,
+        )  # fmt: skip
+        product(given, latent)
+        return cat_quant(latent, q_pe, given.q_scale)
 
     return layer
 
@@ -152,33 +131,20 @@ def flashinfer(region: Region) -> Layer:
 
     latent, tokens, (nope, _, width) = workspace(region), region.case.tokens, region.case.widths
     requests = torch.arange(tokens + 1, dtype=torch.int32, device="cuda")
-    pages = {id(a.slots): (a.slots // BLOCK).int() for a in region.sets}
-    entries = {id(a.slots): (a.slots % BLOCK).int() for a in region.sets}
+    slots = [call.slot_mapping for call in region.calls[:ACTIVATION_SETS]]
+    places = {id(each): ((each // BLOCK).int(), (each % BLOCK).int()) for each in slots}
 
-    def layer(w_uk_t: torch.Tensor, kv_cache: torch.Tensor, a: Activations) -> None:
-        product(w_uk_t, a, latent)
+    def layer(given: Inputs) -> None:
+        product(given, latent)
+        cache, out = given.kv_cache, given.q_out
+        page, entry = places[id(given.slot_mapping)]
         rope_quantize_fp8_append_paged_kv_cache(
-            a.q[..., nope:],
-            a.k_pe,
-            latent,
-            a.kv_c,
-            None,
-            region.cos_sin,
-            a.positions,
-            (kv_cache[..., :width], kv_cache[..., width:]),
-            pages[id(a.slots)],
-            requests,
-            requests[:tokens],
-            entries[id(a.slots)],
-            is_neox=False,
-            quantize_dtype=torch.float8_e4m3fn,
-            quant_scale_q=1 / 0.02,
-            quant_scale_kv=1 / 0.02,
-            page_size=BLOCK,
-            q_rope_out=a.q_out[..., width:],
-            q_nope_out=a.q_out[..., :width],
-            enable_pdl=True,
-        )
+            given.q[..., nope:], given.k_pe, latent, given.kv_c, None, given.cos_sin_cache,
+            given.positions, (cache[..., :width], cache[..., width:]), page, requests,
+            requests[:tokens], entry, is_neox=False, quantize_dtype=torch.float8_e4m3fn,
+            quant_scale_q=1 / SCALE, quant_scale_kv=1 / SCALE, page_size=BLOCK,
+            q_rope_out=out[..., width:], q_nope_out=out[..., :width], enable_pdl=True,
+        )  # fmt: skip
 
     return layer
 
@@ -188,23 +154,22 @@ def rotated_first(region: Region, *, every_operation: bool) -> Layer:
 
     every_operation: the products and their sum round to bf16 one by one, else the sum alone.
     """
-
     dtype = torch.bfloat16 if every_operation else torch.float32
+    nope, angles = region.case.widths.nope, region.angles
 
     def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        cos, sin = region.cos_sin[positions].to(dtype).chunk(2, dim=-1)
+        cos, sin = angles[positions].to(dtype).chunk(2, dim=-1)
         shape = (x.shape[0], *(1,) * (x.dim() - 2), cos.shape[-1])
         cos, sin = cos.view(shape), sin.view(shape)
         first, second = x[..., ::2].to(dtype), x[..., 1::2].to(dtype)
         pair = first * cos - second * sin, second * cos + first * sin
         return torch.stack(pair, dim=-1).flatten(-2).bfloat16()
 
-    def layer(w_uk_t: torch.Tensor, kv_cache: torch.Tensor, a: Activations) -> None:
-        q = a.q.clone()
-        nope = region.case.widths.nope
-        q[..., nope:] = rotate(a.q[..., nope:], a.positions)
-        inputs = region.inputs(w_uk_t, kv_cache, a)
-        rotated = inputs._replace(q=q, k_pe=rotate(a.k_pe, a.positions), cos_sin_cache=None)
+    def layer(given: Inputs) -> None:
+        q = given.q.clone()
+        q[..., nope:] = rotate(given.q[..., nope:], given.positions)
+        k_pe = rotate(given.k_pe, given.positions)
+        rotated = given._replace(q=q, k_pe=k_pe, cos_sin_cache=None)
         get_provider("reference").fused_mla_decode_prep(rotated)
 
     return layer

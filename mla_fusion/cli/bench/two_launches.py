@@ -4,8 +4,6 @@ AITER divides the work so. The rest programs are those of the Triton provider; w
 they also cast the latents.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

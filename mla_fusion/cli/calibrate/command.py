@@ -2,15 +2,10 @@
 which is imported where there is a GPU: it takes seconds.
 """
 
-from __future__ import annotations
-
+import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from mla_fusion.cli.arguments import count, require, require_gpu, zero_or_more
-
-if TYPE_CHECKING:
-    import argparse
+from mla_fusion.cli import option, require, require_gpu, zero_or_more
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -29,23 +24,11 @@ def declare(parser: argparse.ArgumentParser) -> None:
         help="as for mla-fusion check: a file or its folder; without it all shapes that the "
         "shipped measurements have, and only --out counts",
     )
-    count(parser, "--tensor-parallel-size", "TP", "measure the heads of one rank of TP", 1)
-    parser.add_argument(
-        "--kv-cache-dtype",
-        choices=("auto", "bfloat16", "fp8", "fp8_e4m3"),
-        default="auto",
-        help="as in vLLM (default: %(default)s, which is bfloat16)",
-    )
-    parser.add_argument(
-        "--speculative-tokens",
-        type=zero_or_more,
-        default=0,
-        metavar="K",
-        help="draft tokens a step (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="default: where attention=auto reads it"
-    )
+    option(parser, "--tensor-parallel-size", "TP", "measure the heads of one rank of TP", 1)
+    text, types = "as in vLLM (default: auto, which is bfloat16)", "auto bfloat16 fp8 fp8_e4m3"
+    option(parser, "--kv-cache-dtype", None, text, "auto", choices=types.split())
+    option(parser, "--speculative-tokens", "K", "draft tokens a step", 0, zero_or_more)
+    option(parser, "--out", "FOLDER", "default: where attention=auto reads it", kind=Path)
 
 
 def run(arguments: argparse.Namespace) -> int:

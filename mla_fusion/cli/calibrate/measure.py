@@ -5,23 +5,23 @@ vLLM's backends, as in `mla-fusion bench decode --values`, and every result is c
 float64 before its time counts. The rows go to the file that `mla_fusion.runtime.measured` reads.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from mla_fusion.attention.triton import choice
-from mla_fusion.cli.arguments import UserError, make_folder
+from mla_fusion.cli import UserError, make_folder
 from mla_fusion.cli.bench import decode
 from mla_fusion.cli.bench import decode_peers as peers
+from mla_fusion.cli.bench.decode_peers import Candidate, Case
 from mla_fusion.cli.bench.kit import environment
 from mla_fusion.cli.calibrate.tables import tables, text
 from mla_fusion.cli.check import model_config, shrink
@@ -29,11 +29,6 @@ from mla_fusion.cli.selftest.command import run_checks
 from mla_fusion.cli.selftest.kernels import checks
 from mla_fusion.config import vllm_compat
 from mla_fusion.runtime import measured
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from mla_fusion.cli.bench.decode_peers import Candidate, Case
 
 CONTEXTS = 1024, 8192, 65536
 GRID = {"batches": tuple(2**n for n in range(11)), "contexts": CONTEXTS}

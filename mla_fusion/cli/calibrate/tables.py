@@ -1,21 +1,17 @@
 """Rows of `mla-fusion bench decode` as the files that `attention=auto` reads."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from mla_fusion.cli.bench.decode import OURS
 from mla_fusion.cli.bench.decode_peers import BF16, FP8
+from mla_fusion.cli.bench.kit import TIMES
 from mla_fusion.runtime import measured
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
 
 DTYPES = {"bf16": str(BF16).removeprefix("torch."), "fp8": str(FP8).removeprefix("torch.")}
 BACKENDS = {"fa3": "FLASH_ATTN_MLA", "flashmla": "FLASHMLA", "triton_mla": "TRITON_MLA",
             "flashinfer_mla": "FLASHINFER_MLA"}  # fmt: skip
-TIMES = "p20_us", "p50_us", "p80_us"
 FACTS = "vllm", "triton", "commit", "command"
 
 

@@ -1,16 +1,12 @@
 """The answer of `mla-fusion check`: whether a model fuses, where, and the command to type."""
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mla_fusion import config
-
-if TYPE_CHECKING:
-    from mla_fusion.report import Report
-    from mla_fusion.report.reasons import Decline
+from mla_fusion.report import Report
+from mla_fusion.report.reasons import Decline
 
 _NAME = {"nvidia": "NVIDIA GPUs", "amd": "AMD GPUs (not yet run there)"}
 # Without it vLLM takes none of AITER's kernels.

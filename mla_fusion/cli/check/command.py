@@ -1,29 +1,26 @@
 """`mla-fusion check`: whether the MLA layers of a model would fuse, and why, found on a CPU."""
 
-from __future__ import annotations
-
+import argparse
 import json
 import shutil
 import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mla_fusion import config, kernels, report
-from mla_fusion.cli import child
-from mla_fusion.cli.arguments import (
+from mla_fusion.cli import (
     UserError,
-    count,
+    child,
     make_folder,
     mend_vllm,
-    positive,
+    option,
     require,
     short,
+    version_of,
     zero_or_more,
 )
 from mla_fusion.cli.check import (
-    attention_backends,
     model_classes,
     model_config,
     persistent_decode,
@@ -32,12 +29,8 @@ from mla_fusion.cli.check import (
 from mla_fusion.cli.check.answer import Answer
 from mla_fusion.cli.check.settings import Settings
 from mla_fusion.cli.doctor import known_issues
-from mla_fusion.cli.doctor.environment import version_of
 from mla_fusion.cli.report import dumps
 from mla_fusion.report.reasons import Decline, recognize
-
-if TYPE_CHECKING:
-    import argparse
 
 # What vLLM's CPU attention can run; other models and caches are only compiled.
 _CPU_HEAD_SIZE = 576
@@ -65,47 +58,25 @@ def declare(parser: argparse.ArgumentParser) -> None:
         metavar="CONFIG",
         help="the model's config.json or params.json, or its folder; not a name on the Hub",
     )
-    parser.add_argument(
-        "--max-num-seqs",
-        type=positive,
-        default=256,
-        metavar="N",
-        help="as the server will get it (default: %(default)s; vLLM's own depends on the GPU)",
-    )
-    parser.add_argument(
-        "--speculative-tokens",
-        type=zero_or_more,
-        default=0,
-        metavar="K",
-        help="draft tokens a step: the decode bucket is N * (1 + K) tokens (default: %(default)s)",
-    )
+    text = "as the server will get it (default: 256; vLLM's own depends on the GPU)"
+    option(parser, "--max-num-seqs", "N", text, 256)
+    text = "draft tokens a step: the decode bucket is N * (1 + K) tokens"
+    option(parser, "--speculative-tokens", "K", text, 0, zero_or_more)
     text = "emulated: the heads of one rank of TP"
-    count(parser, "--tensor-parallel-size", "TP", text, 1)
+    option(parser, "--tensor-parallel-size", "TP", text, 1)
     text = "ranks of TP that share a cache; not run, see the note of the answer"
-    count(parser, "--decode-context-parallel-size", "DCP", text, 1)
-    parser.add_argument(
-        "--kv-cache-dtype", default="auto", metavar="T", help="as in vLLM (default: %(default)s)"
+    option(parser, "--decode-context-parallel-size", "DCP", text, 1)
+    option(parser, "--kv-cache-dtype", "T", "as in vLLM", "auto", str)
+    option(parser, "--layers", "L", "layers that are kept", 2)
+    text = "who computes the fused op"
+    option(parser, "--provider", None, text, "reference", choices=kernels.PROVIDERS)
+    text = "who decodes: aiter and portable are persistent decodes"
+    option(parser, "--attention", None, text, "auto", choices=config.ATTENTION)
+    text = (
+        "write the report, and the graph before and after the passes as readable Python, for "
+        "mla-fusion report DIR (needs depyf)"
     )
-    count(parser, "--layers", "L", "layers that are kept", 2)
-    parser.add_argument(
-        "--provider",
-        choices=kernels.PROVIDERS,
-        default="reference",
-        help="who computes the fused op (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--attention",
-        choices=config.ATTENTION,
-        default="auto",
-        help="who decodes: aiter and portable are persistent decodes (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--dump",
-        type=Path,
-        metavar="DIR",
-        help="write the report, and the graph before and after the passes as readable Python, for "
-        "mla-fusion report DIR (needs depyf)",
-    )
+    option(parser, "--dump", "DIR", text, kind=Path)
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
 
 
@@ -225,9 +196,7 @@ def _backends(settings: Settings, cut: shrink.Cut, architecture: str) -> dict[st
     compiled = model_classes.where_compiled(architecture)
     heads = cut.config["num_attention_heads"] * settings.decode_context_parallel_size
     found = {
-        platform: attention_backends.that_take(
-            platform, heads, cut.head_size, settings.kv_cache_dtype
-        )
+        platform: model_classes.backends(platform, heads, cut.head_size, settings.kv_cache_dtype)
         for platform in model_classes.PLATFORMS
         if compiled is None or platform in compiled
     }

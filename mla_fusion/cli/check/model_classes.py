@@ -1,10 +1,9 @@
 """What a model's configuration and the source of the installed vLLM decide about fusion.
 
 vLLM is read, not imported: its registry says which file has a model class, and the file says
-whether the class is compiled. The answer holds for the installed release, and takes no time.
+whether the class is compiled; most attention backends cannot be imported without their GPU. The
+answer holds for the installed release, and takes no time.
 """
-
-from __future__ import annotations
 
 import ast
 import functools
@@ -15,7 +14,10 @@ from typing import Any
 
 from mla_fusion.report.reasons import Decline, sparse
 
-PLATFORMS = ("nvidia", "amd")
+PLATFORMS = {"nvidia": "cuda.py", "amd": "rocm.py"}  # and their files in vLLM/platforms
+_FOLDER = "v1/attention/backends"
+_HEAD_SIZES = r"def get_supported_head_sizes.*?return \[(.*?)\]"  # of any if the list is empty
+_CACHES = r"supported_kv_cache_dtypes[^=]*= \[(.*?)\]"
 _DECORATOR = "@support_torch_compile"
 # A file that has one of them builds MLA layers, or the model of a class that its config names.
 _MAY_BUILD_MLA = ("MLAAttention", "MultiHeadLatentAttention", "init_vllm_registered_model")
@@ -159,4 +161,53 @@ def _registry() -> dict[str, str]:
                 first = value.elts[0]
                 if isinstance(first, ast.Constant) and isinstance(first.value, str):
                     found.setdefault(str(key.value), first.value)
+    return found
+
+
+def backends(platform: str, heads: int, head_size: int, cache: str) -> list[str]:
+    """The MLA attention backends that take what the fused op writes, of those that vLLM chooses
+    from on a platform, sorted.
+
+    Args:
+        platform: one of `PLATFORMS`.
+        heads: the query heads of a rank. A backend that pads them is left out [padded-heads].
+        head_size: kv_lora_rank + qk_rope_head_dim.
+        cache: as --kv-cache-dtype.
+    """
+    registry = (root() / _FOLDER / "registry.py").read_text()
+    paths = dict(re.findall(r'^    (\w+) = \(?\s*"vllm\.([\w.]+)"', registry, re.M))
+    file = root() / "platforms" / PLATFORMS[platform]
+    names = set(re.findall(r"AttentionBackendEnum\.(\w*MLA)\b", file.read_text()))
+    return sorted(name for name in names if _takes(paths[name], heads, head_size, cache))
+
+
+def _takes(path: str, heads: int, head_size: int, cache: str) -> bool:
+    module, _, backend = path.rpartition(".")
+    sizes, caches = _inherited(backend, _HEAD_SIZES), _inherited(backend, _CACHES)
+    text = root().joinpath(*module.split(".")).with_suffix(".py").read_text()
+    named = re.search(r"q_pad_num_heads=(\w+)", text)
+    padded = named and re.search(rf"^{named[1]} = {heads}$", text, re.M) is None
+    return not padded and f'"{cache}"' in caches and str(head_size) in (sizes or str(head_size))
+
+
+def _inherited(name: str, pattern: str) -> str:
+    """What a pattern finds in a class, or in the nearest of its bases that has it."""
+    while name in _classes():
+        name, text = _classes()[name]
+        if found := re.search(pattern, text, re.S):
+            return found[1]
+    return ""
+
+
+@functools.cache
+def _classes() -> dict[str, tuple[str, str]]:
+    """Class -> (its first base, its source)."""
+    files = [*(root() / _FOLDER / "mla").glob("*.py")]
+    files += [root() / "model_executor/layers/attention/mla_attention.py"]
+    found = {}
+    for file in files:
+        for name, base, text in re.findall(
+            r"^class (\w+Backend)\((\w+).*?:\n((?: .*\n|\n)+)", file.read_text(), re.M
+        ):
+            found[name] = base, text
     return found

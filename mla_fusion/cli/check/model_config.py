@@ -1,16 +1,12 @@
 """Read a model's config.json, or Mistral's params.json, and refuse values that no model has."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from mla_fusion.cli.arguments import UserError, require, short
+from mla_fusion.cli import UserError, require, short
 from mla_fusion.report.files import read_bounded
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,8 @@
 An engine on a CPU cannot say: AITER and the kernels of Triton are not there.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -13,9 +12,6 @@ from mla_fusion.attention import triton
 from mla_fusion.attention.aiter import selection
 from mla_fusion.attention.triton import epilogue as triton_epilogue
 from mla_fusion.report.reasons import Decline
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 def of_aiter(

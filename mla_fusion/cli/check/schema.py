@@ -3,19 +3,15 @@
 It imports pydantic, which vLLM brings, so `model_config` imports it when there is a config to read.
 """
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, ConfigDict, ValidationError, create_model
 
-from mla_fusion.cli.arguments import UserError, short
+from mla_fusion.cli import UserError, short
 from mla_fusion.cli.check.shrink import LAYER_KEYS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 # Keys, and the smallest and the largest whole number that they may hold.
 _RANGES = (

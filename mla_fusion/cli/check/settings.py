@@ -1,7 +1,5 @@
 """The engine that a user of `mla-fusion check` would start, and how it is cut."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass

@@ -4,17 +4,13 @@ The cut model keeps what decides about fusion: the model class, the latent, rope
 head count of one tensor-parallel rank, the rope scaling, q_lora. Everything else is made small.
 """
 
-from __future__ import annotations
-
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from mla_fusion.cli.arguments import UserError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
+from mla_fusion.cli import UserError
 
 LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layers")
 _REQUIRED = (

@@ -5,25 +5,20 @@ prompts that fall into the decode bucket, and prefill mixed with decode inside t
 it. Both engines decode greedily, and must produce the same tokens.
 """
 
-from __future__ import annotations
-
+import argparse
 import json
 import random
 import shlex
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mla_fusion import report
-from mla_fusion.cli import child
-from mla_fusion.cli.arguments import UserError, make_folder, require
+from mla_fusion.cli import UserError, child, make_folder, require
 from mla_fusion.cli.demo import tiny_models
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Sequence
 
 MAX_NUM_SEQS = 8  # also the decode bucket, in tokens
 NEW_TOKENS = 24
@@ -162,8 +157,10 @@ def first_difference(
     off: Sequence[Sequence[int]], on: Sequence[Sequence[int]]
 ) -> tuple[int, int] | None:
     """(prompt, position) of the first token that differs; None if none does."""
-    for prompt, (expected, got) in enumerate(zip(off, on, strict=True)):
-        for position, (a, b) in enumerate(zip(expected, got, strict=True)):
-            if a != b:
-                return prompt, position
-    return None
+    different = (
+        (prompt, position)
+        for prompt, pair in enumerate(zip(off, on, strict=True))
+        for position, (expected, got) in enumerate(zip(*pair, strict=True))
+        if expected != got
+    )
+    return next(different, None)

@@ -4,15 +4,11 @@ The weights have unit gain. With vLLM's dummy weights of about 1e-3 every attent
 zero, and a wrong rotation or cache entry would not change a token.
 """
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 _COMMON: dict[str, Any] = {
     "hidden_size": 256,

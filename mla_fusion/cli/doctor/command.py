@@ -1,22 +1,18 @@
 """`mla-fusion doctor`: whether fusion can work in this environment."""
 
-from __future__ import annotations
-
+import argparse
 import json
 import textwrap
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mla_fusion import __version__, config
-from mla_fusion.cli.arguments import INSTALL_VLLM, mend_vllm, short
+from mla_fusion.cli import INSTALL_VLLM, mend_vllm, short
 from mla_fusion.cli.doctor import known_issues
 from mla_fusion.cli.doctor.environment import Environment, probe
 from mla_fusion.config import vllm_compat
 from mla_fusion.runtime import measured
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Iterable
 
 # The providers that serve on each platform; `reference` is plain torch, no faster than vLLM.
 _SERVING = {"rocm": ("aiter", "triton"), "cuda": ("triton",), "cpu": ("reference",)}

@@ -1,7 +1,5 @@
 """The environment, as `mla-fusion doctor` probes it."""
 
-from __future__ import annotations
-
 import importlib
 from dataclasses import dataclass
 from importlib import metadata
@@ -9,6 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from mla_fusion import config, kernels
+from mla_fusion.cli import version_of
 from mla_fusion.config import vllm_compat
 
 _GROUP, _PLUGIN = "vllm.general_plugins", "mla_fusion"
@@ -103,14 +102,6 @@ def _device() -> tuple[str, str]:
     if torch.version.hip:
         return properties.name, properties.gcnArchName.partition(":")[0]
     return properties.name, f"sm_{properties.major}{properties.minor}"
-
-
-def version_of(package: str) -> str:
-    """The version of an installed package; empty if it is missing."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def _aiter_version(why_not: str) -> str:

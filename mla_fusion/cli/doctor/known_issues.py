@@ -5,16 +5,12 @@ row must hold, an empty one always does), the public threads, and the trouble wi
 text names the settings that `doctor` cannot see (a model, a flag of vLLM).
 """
 
-from __future__ import annotations
-
 import csv
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from mla_fusion.cli.doctor.environment import Environment
+from mla_fusion.cli.doctor.environment import Environment
 
 # Column -> whether its value holds in an environment.
 _CONDITIONS = {

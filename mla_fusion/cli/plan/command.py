@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mla_fusion.cli.arguments import UserError, count, positive
+from mla_fusion.cli import UserError, option, positive, write
 
 if TYPE_CHECKING:
     from mla_fusion.attention.plan.heads import HeadLayout
@@ -25,8 +25,8 @@ def declare(parser: argparse.ArgumentParser) -> None:
     lengths.add_argument(
         "--lengths", type=_lengths, metavar="N,N,...", help="KV tokens of each sequence"
     )
-    count(lengths, "--kv", "N", "KV tokens of every sequence")
-    count(parser, "--batch", "B", "sequences, with --kv (default: 1)")
+    option(lengths, "--kv", "N", "KV tokens of every sequence")
+    option(parser, "--batch", "B", "sequences, with --kv (default: 1)")
     parser.add_argument(
         "--ctas",
         "--workers",
@@ -35,27 +35,16 @@ def declare(parser: argparse.ArgumentParser) -> None:
         metavar="W",
         help="CTAs, one for each SM or compute unit: 132 on an H200, 304 MI300X, 256 MI355X",
     )
-    count(parser, "--heads", "H", "query heads of one rank", 16)
+    option(parser, "--heads", "H", "query heads of one rank", 16)
     text = "query tokens of each sequence: 1, and more with drafts"
-    count(parser, "--query-len", "Q", text, 1)
-    parser.add_argument(
-        "--max-split-per-batch",
-        type=positive,
-        default=-1,
-        metavar="N",
-        help="a budget of N splits for each sequence, shared by all; without it there is no cap",
-    )
-    parser.add_argument(
-        "--aiter",
-        choices=("gfx942", "gfx950"),
-        help="heads as AITER's kernels on this GPU take them (attention=aiter), or why none does",
-    )
-    parser.add_argument(
-        "--kv-cache-dtype",
-        choices=("auto", "fp8"),
-        help="of query and cache, with --aiter (default: auto, bf16)",
-    )
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw a picture")
+    option(parser, "--query-len", "Q", text, 1)
+    text = "a budget of N splits for each sequence, shared by all; without it there is no cap"
+    option(parser, "--max-split-per-batch", "N", text)
+    text = "heads as AITER's kernels on this GPU take them (attention=aiter), or why none does"
+    option(parser, "--aiter", None, text, choices=("gfx942", "gfx950"))
+    text = "of query and cache, with --aiter (default: auto, bf16)"
+    option(parser, "--kv-cache-dtype", None, text, choices=("auto", "fp8"))
+    option(parser, "--svg", "FILE", "also draw a picture", kind=Path)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -81,14 +70,11 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if arguments.svg is not None and not arguments.svg.parent.is_dir():
         raise UserError(f"cannot write {arguments.svg}: {arguments.svg.parent} is no folder")
-    rules = Rules(arguments.ctas, layout.fold, 16, OVERHEAD, arguments.max_split_per_batch)
+    rules = Rules(arguments.ctas, layout.fold, 16, OVERHEAD, arguments.max_split_per_batch or -1)
     drawn = draw.make(rules, seq_lens, arguments.query_len)
     print("\n".join(draw.lines(drawn)))
     if arguments.svg is not None:
-        try:
-            arguments.svg.write_text(draw.svg(drawn))
-        except OSError as error:
-            raise UserError(f"cannot write {arguments.svg}: {error.strerror}") from None
+        write(arguments.svg, draw.svg(drawn))
         print(f"\n{arguments.svg} written")
     return 0
 

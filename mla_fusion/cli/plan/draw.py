@@ -3,8 +3,6 @@
 Nothing here needs a GPU: the plan is made by its specification, `planner.py`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from types import SimpleNamespace

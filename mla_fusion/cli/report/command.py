@@ -1,22 +1,15 @@
 """`mla-fusion report`: what fused in the engines of this machine, as text, drawing or page."""
 
-from __future__ import annotations
-
+import argparse
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from mla_fusion.cli.arguments import UserError, require
+from mla_fusion.cli import UserError, require, write
 from mla_fusion.cli.report import dumps
-from mla_fusion.report import stored_reports
+from mla_fusion.report import Report, stored_reports
 from mla_fusion.report.files import FormatError
-
-if TYPE_CHECKING:
-    import argparse
-
-    from mla_fusion.report import Report
-    from mla_fusion.report.layer_graph import LayerGraph
+from mla_fusion.report.layer_graph import LayerGraph
 
 _NEWEST = 8  # reports that are printed; an engine stores one for each rank
 
@@ -118,10 +111,7 @@ def _layer(report: Report, path: Path) -> LayerGraph:
 
 
 def _write(path: Path, content: str) -> None:
-    try:
-        path.write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error}") from None
+    write(path, content)
     print(f"wrote {path}", file=sys.stderr)
 
 

@@ -1,13 +1,8 @@
 """The graphs before and after the passes, which depyf wrote under vLLM's debug_dump_path."""
 
-from __future__ import annotations
+from pathlib import Path
 
-from typing import TYPE_CHECKING
-
-from mla_fusion.cli.arguments import UserError
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from mla_fusion.cli import UserError
 
 STAGES = ("before", "after")
 

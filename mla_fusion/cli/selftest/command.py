@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mla_fusion import __version__
-from mla_fusion.cli.arguments import UserError, require_gpu
+from mla_fusion.cli import require_gpu, write
 
 if TYPE_CHECKING:
     import argparse
@@ -56,10 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
             "seconds": seconds,
             "rows": [dataclasses.asdict(row) | {"verdict": row.verdict} for row in rows],
         }
-        try:
-            arguments.json.write_text(json.dumps(data, indent=1) + "\n")
-        except OSError as error:
-            raise UserError(f"cannot write --json {arguments.json}: {error}") from None
+        write(arguments.json, json.dumps(data, indent=1) + "\n", "--json ")
     return 1 if wrong or not right else 0
 
 

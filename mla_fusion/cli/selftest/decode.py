@@ -4,13 +4,11 @@ All bytes that no sequence owns are NaN, tails of last pages included, and entri
 after the end of a sequence name no block. Plans, outputs and partial results are full of NaN too.
 """
 
-from __future__ import annotations
-
 import dataclasses
-import functools
 import importlib
 import random
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -18,11 +16,8 @@ from mla_fusion.attention import Epilogue, PersistentDecodePlan
 from mla_fusion.attention import triton as provider
 from mla_fusion.attention.plan.inputs import Inputs, validate
 from mla_fusion.cli.bench.decode_peers import TOLERANCE
-from mla_fusion.cli.bench.kit import capture_calls, distance, exact_attention
-from mla_fusion.cli.selftest.outcome import Outcome, same_bits, worst
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+from mla_fusion.cli.bench.kit import distance, exact_attention
+from mla_fusion.cli.selftest.outcome import Outcome, apart, decoded, moved, worst
 
 BF16 = torch.bfloat16
 SCALE = 0.5  # of an fp8 query, and of an fp8 cache
@@ -69,10 +64,11 @@ class Shape:
 
 
 class Bench:
-    """Fixed tensors of a shape, which `fill` gives the lengths of a step."""
+    """Fixed tensors of a shape, decoded by a module of `mla_fusion.attention`, or by the one that
+    is chosen."""
 
-    def __init__(self, shape: Shape, longest: int, device: str) -> None:
-        self.shape, self.device, self.longest = shape, device, longest
+    def __init__(self, kernel: str, shape: Shape, longest: int, device: str) -> None:
+        self.kernel, self.shape, self.device, self.longest = kernel, shape, device, longest
         width, page = shape.latent + shape.rope, shape.page
         self.batch = shape.batch or len(self.lengths())
         self.blocks = sum(-(-n // page) for n in self.lengths()) + 2
@@ -136,8 +132,25 @@ class Bench:
         }.get(shape.quantization)
         return Epilogue(w_uv, out, scale, shape.quantization == "group_ue8m0")
 
-    def fill(self, rows: list[int], lengths: list[int]) -> None:
-        """Sequences of so many query rows and KV tokens, at random places; NaN everywhere else."""
+    def draw(self, rng: random.Random, ragged: bool) -> tuple[list[int], list[int]]:
+        """Query rows and KV tokens of each sequence. ragged: some have fewer rows, or none."""
+        lengths, queries = self.lengths(), self.shape.queries
+        rng.shuffle(lengths)
+        if not ragged:
+            lengths.sort(reverse=True)
+        lengths = lengths[: self.batch]
+        if ragged and not self.shape.batch:
+            lengths = [rng.randint(0, length) for length in lengths]
+        rows = [queries] * self.batch
+        # An epilogue reads the rows of padding too, so a step with one has none.
+        if ragged and self.epilogue is None:
+            rows = [rng.choice((queries, rng.randint(0, queries))) for _ in rows]
+            rows[-1] = lengths[-1] = 0
+        return rows, lengths
+
+    def fill(self, rng: random.Random, ragged: bool) -> None:
+        """Sequences at random places; NaN everywhere else."""
+        rows, lengths = self.drawn = self.draw(rng, ragged)
         shape, page = self.shape, self.shape.page
         nan = 0x80 if shape.kv == torch.float8_e4m3fnuz else 0xFF
         self.storage.fill_(nan)
@@ -167,46 +180,42 @@ class Bench:
             if self.epilogue.quantization.startswith("group"):
                 self.epilogue.scale.fill_(torch.nan)  # type: ignore[union-attr]
 
-    def step(self, kernel: str, _: int = 0) -> None:
-        """Plan and decode, by one kernel, for as many rows as there may be."""
+    def step(self, _: int = 0) -> None:
+        """Plan and decode, for as many rows as there may be."""
         self.plan.refresh(
             qo_indptr=self.starts, seq_lens=self.lens, num_tokens=self.rows,
             max_query_len=self.shape.queries,
         )  # fmt: skip
-        self.launch(kernel)
+        self.launch()
 
-    def launch(self, kernel: str) -> None:
+    def launch(self) -> None:
         """Decode by the plan of this step. An epilogue follows the kernel that is chosen."""
         given = Inputs(
             self.q, self.cache, self.plan, self.table, self.q.shape[2] ** -0.5, self.scale,
             self.scale, self.out, self.lse, self.epilogue,
         )  # fmt: skip
         validate(given)
-        if not kernel:
+        if not self.kernel:
             provider.persistent_mla_decode(given)
             return
         provider.check(given.q, given.kv_cache, self.shape.latent)
-        module = importlib.import_module(f"mla_fusion.attention.{kernel}")
+        module = importlib.import_module(f"mla_fusion.attention.{self.kernel}")
         if why := module.fits(given):
-            raise ValueError(f"{kernel} does not take {self.shape.name}: {why}")
+            raise ValueError(f"{self.kernel} does not take {self.shape.name}: {why}")
         grid, args, options = module.arguments(given)
         module.kernel[grid](*args, **options)
         provider.merge(given)
         self.plan.fresh = False
 
     def results(self) -> list[torch.Tensor]:
-        """What a launch writes."""
-        if self.epilogue is None:
-            return [self.out, self.lse]
-        return [self.epilogue.out, self.lse]
+        return [self.out if self.epilogue is None else self.epilogue.out, self.lse]
 
-    def judge(self, rows: list[int], lengths: list[int]) -> tuple[float, float, str]:
-        """Largest relative distance of a sequence's result, its bound, and what else is wrong."""
+    def judge(self) -> tuple[float, float, str]:
         fp8 = self.shape.kv.itemsize == 1
         by = SCALE if fp8 else 1.0
         of_q = SCALE if self.shape.q.itemsize == 1 else 1.0
         errors, lse_errors, start = [], [], 0
-        for b, (count, length) in enumerate(zip(rows, lengths, strict=True)):
+        for b, (count, length) in enumerate(zip(*self.drawn, strict=True)):
             at = slice(start, start + count)
             start += count
             if not count:
@@ -216,13 +225,8 @@ class Bench:
             q = self.q[at].double() * of_q
             want, want_lse = exact_attention(q, keys, q.shape[2] ** -0.5, self.shape.latent)
             errors.append(distance(*self.compared(at, want)))
-            # Without keys both are -inf, and minus each other NaN.
-            lse, none = self.lse[at].double(), torch.zeros_like(want_lse)
-            lse_errors.append(
-                float(torch.where(lse == want_lse, none, (lse - want_lse).abs()).max())
-            )
-        limit, moved = LSE_FP8 if fp8 else LSE_BF16, worst(lse_errors)
-        wrong = [] if moved <= limit else [f"LSE off by {moved:.1e}, bound {limit:.0e}"]
+            lse_errors.append(apart(self.lse[at], want_lse))
+        wrong = moved(lse_errors, LSE_FP8 if fp8 else LSE_BF16)
         if not bool(self.out[start:].isnan().all()) and self.epilogue is None:
             wrong.append("rows after the batch are written")
         if not bool(self.wide[..., self.shape.latent :].isnan().all()):
@@ -252,56 +256,17 @@ def check(
     repeats: int = 3,
     seed: int = 0,
 ) -> Iterator[Outcome]:
-    """Each shape eagerly, repeated bit by bit, and on a GPU in a graph replayed for other lengths.
-
-    kernel: a module of `mla_fusion.attention`; empty: the one that is chosen. longest: most KV
-    tokens of a sequence.
+    """The cases of each shape (`outcome.decoded`), by a module of `mla_fusion.attention`, or by the
+    one that is chosen. longest: most KV tokens of a sequence.
     """
+    gpu = device != "cpu"
     for shape in shapes:
         torch.manual_seed(seed)
-        rng = random.Random(seed)
         if shape.huge and torch.cuda.mem_get_info()[0] < NEEDED:
             shape = dataclasses.replace(shape, huge=False)
         most = min(longest, MOST_SCORES // (shape.heads * shape.queries))
-        bench = Bench(shape, most, device)
-        rows, lengths = step_of(bench, rng, ragged=False)
-        bench.fill(rows, lengths)
-        bench.step(kernel)
-        first = [tensor.clone() for tensor in bench.results()]
-        error, bound, wrong = bench.judge(rows, lengths)
-        for _ in range(repeats):
-            bench.clear()
-            bench.launch(kernel)
-            pairs = zip(bench.results(), first, strict=True)
-            if not all(same_bits(a, b) for a, b in pairs):
-                wrong = wrong or "two launches differ"
-        yield Outcome(shape.name, error, bound, wrong)
-        graph = None if device == "cpu" else capture_calls(functools.partial(bench.step, kernel), 1)
-        for number in range(2):
-            rows, lengths = step_of(bench, rng, ragged=True)
-            bench.fill(rows, lengths)
-            if graph is None:
-                bench.step(kernel)
-            else:
-                graph.replay()
-            yield Outcome(f"{shape.name}, replay {number}", *bench.judge(rows, lengths))
-        del bench, graph
-        if device != "cpu":
+        bench = Bench(kernel, shape, most, device)
+        yield from decoded(shape.name, bench, random.Random(seed), repeats, 2, gpu)
+        del bench
+        if gpu:
             torch.cuda.empty_cache()
-
-
-def step_of(bench: Bench, rng: random.Random, ragged: bool) -> tuple[list[int], list[int]]:
-    """Query rows and KV tokens of each sequence. ragged: some have fewer rows, or none."""
-    lengths, queries = bench.lengths(), bench.shape.queries
-    rng.shuffle(lengths)
-    if not ragged:
-        lengths.sort(reverse=True)
-    lengths = lengths[: bench.batch]
-    if ragged and not bench.shape.batch:
-        lengths = [rng.randint(0, length) for length in lengths]
-    rows = [queries] * bench.batch
-    # An epilogue reads the rows of padding too, so a step with one has none.
-    if ragged and bench.epilogue is None:
-        rows = [rng.choice((queries, rng.randint(0, queries))) for _ in rows]
-        rows[-1] = lengths[-1] = 0
-    return rows, lengths

@@ -1,13 +1,17 @@
 """Every kernel of the library by name: why it cannot run on this GPU, or its check.
 
-A name is what the command prints, and what a child process is asked for.
+A name is what the command prints, and what a child process is asked for: python -m
+mla_fusion.cli.selftest.kernels NAME [thorough]. The child prints a line of JSON for each outcome;
+the last one is how it ended: {"end": reason}, empty if all cases ran. A kernel that never ends or
+ends the process takes only this process with it.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -16,13 +20,8 @@ from mla_fusion.attention.plan.device import cdna, has_hopper
 from mla_fusion.cli.bench.kit import fp8_type
 from mla_fusion.cli.selftest import decode, planner, region, sparse
 from mla_fusion.cli.selftest.decode import BF16, Shape
-from mla_fusion.cli.selftest.outcome import CannotRun
+from mla_fusion.cli.selftest.outcome import CannotRun, Outcome
 from mla_fusion.kernels.triton import no_fp8
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from mla_fusion.cli.selftest.outcome import Outcome
 
 # Heads, query rows, page; then of a decode that is not of 512 + 64, or lies otherwise.
 FEW = [Shape(16, 1, 64), Shape(8, 4, 16, huge=True), Shape(128, 1, 16), Shape(16, 2, 128, gap=64)]
@@ -116,3 +115,27 @@ def _type_of(kind: str) -> torch.dtype | None:
     if why := no_fp8("cuda"):
         raise CannotRun(why)
     return fp8_type()
+
+
+def main(name: str, thorough: bool) -> None:
+    """The child process: run the check of one kernel."""
+    reason = ""
+    try:
+        for outcome in checks()[name](thorough):
+            say(dataclasses.asdict(outcome))
+    except CannotRun as why:
+        reason = str(why)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the kernel did not run
+        traceback.print_exc()
+        problem = f"{type(error).__name__}: {error}".split("\n")[0][:300]
+        say(dataclasses.asdict(Outcome("the next case", 0.0, 0.0, problem)))
+    say({"end": reason})
+
+
+def say(line: dict[str, object]) -> None:
+    """One line for the parent."""
+    print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], "thorough" in sys.argv[2:])

@@ -1,10 +1,9 @@
 """The planner's kernel against its specification, in every element of every buffer."""
 
-from __future__ import annotations
-
 import itertools
 import random
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -12,9 +11,6 @@ from mla_fusion.attention import PersistentDecodePlan
 from mla_fusion.attention.plan import planner_triton
 from mla_fusion.attention.plan.buffers import PLANNED
 from mla_fusion.cli.selftest.outcome import Outcome
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 LONGEST = 8  # query rows
 # What the planner is compiled for: max_batch, heads (16, 32 and 128 are 1, 2 and 8 head blocks

@@ -5,10 +5,9 @@ activation type, what an fp32 sum in some order gives. Every byte of the cache t
 addresses must stay.
 """
 
-from __future__ import annotations
-
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 
@@ -17,9 +16,6 @@ from mla_fusion.cli.selftest.outcome import Outcome, same_bits
 from mla_fusion.cli.selftest.region_call import Call, Case, build, different_bytes, judge, run
 from mla_fusion.kernels import get_provider
 from mla_fusion.kernels import triton as provider
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 reference = get_provider("reference")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -3,8 +3,6 @@
 The tests of all providers use them too.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -4,27 +4,26 @@ Entries are made with the keys that they stand for: nothing here reads one. Ever
 token lists is NaN; slots of -1 are anywhere in a row, and columns that do not count name no slot.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import random
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from mla_fusion.attention.hopper.fits import SPARSE_FP8_ROWS
 from mla_fusion.attention.plan.device import has_hopper
 from mla_fusion.attention.plan.inputs import Scope
-from mla_fusion.attention.plan.layouts import EXPONENTS, FP8_DS_MLA, FP8_DS_MLA_V4, WIDE
+from mla_fusion.attention.plan.layouts import (
+    EXPONENTS,
+    FP8_DS_MLA,
+    FP8_DS_MLA_V4,
+    WIDE,
+    CacheLayout,
+)
 from mla_fusion.attention.sparse import sparse_mla_decode, sparse_scratch
 from mla_fusion.cli.bench.decode_peers import TOLERANCE
-from mla_fusion.cli.bench.kit import capture_calls, distance, exact_attention
-from mla_fusion.cli.selftest.outcome import Outcome, same_bits, worst
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from mla_fusion.attention.plan.layouts import CacheLayout
+from mla_fusion.cli.bench.kit import distance, exact_attention
+from mla_fusion.cli.selftest.outcome import Outcome, apart, decoded, moved, worst
 
 BF16 = torch.bfloat16
 PAGE, NOWHERE = 64, 2**30
@@ -115,7 +114,7 @@ class Bench:
         self.out = torch.empty(tokens, variant.heads, latent, device=device, dtype=BF16)
         self.lse = torch.empty(tokens, variant.heads, device=device)
 
-    def fill(self, rng: random.Random) -> None:
+    def fill(self, rng: random.Random, ragged: bool) -> None:
         """Other lists and lengths, and NaN in every entry that they do not name."""
         for scope, (parts, _), length in zip(self.scopes, self.banks, self.lengths, strict=True):
             table, columns = scope.table, scope.table.shape[1]
@@ -138,13 +137,11 @@ class Bench:
         self.clear()
 
     def clear(self) -> None:
-        """NaN in what a launch writes."""
         plan = self.scratch.plan
         for tensor in (self.out, self.lse, plan.partial_output, plan.partial_lse):
             tensor.fill_(torch.nan)
 
     def step(self, _: int = 0) -> None:
-        """Plan and decode."""
         self.scratch.refresh(len(self.q), self.lengths)
         scales = {}
         if self.variant.q.itemsize == 1:
@@ -158,9 +155,13 @@ class Bench:
         assert lse is not None
         self.lse.copy_(lse)
 
+    launch = step
+
+    def results(self) -> list[torch.Tensor]:
+        return [self.out]
+
     def judge(self) -> tuple[float, float, str]:
-        """Largest relative distance of a token, its bound, and what else is wrong."""
-        errors, moved = [], []
+        errors, lse_errors = [], []
         layout, one = self.variant.layout, len(self.scopes) == 1
         # One kernel for Hopper scales what it summed; the others round each key to bf16.
         few = self.variant.heads <= SPARSE_FP8_ROWS and one and has_hopper(self.device)
@@ -176,41 +177,19 @@ class Bench:
                 q[None], torch.cat(found), self.width**-0.5, self.out.shape[2], self.sink
             )
             errors.append(distance(self.out[token : token + 1], want))
-            got = self.lse[token : token + 1].double()
-            same = got == want_lse
-            moved.append(float((got - want_lse).abs().masked_fill(same, 0.0).max()))
+            lse_errors.append(apart(self.lse[token : token + 1], want_lse))
         limit = LSE_FP8 if self.variant.kv.itemsize == 1 else LSE_BF16
-        off = worst(moved)
-        wrong = "" if off <= limit else f"LSE off by {off:.1e}, bound {limit:.0e}"
-        return worst(errors), TOLERANCE, wrong
+        return worst(errors), TOLERANCE, "".join(moved(lse_errors, limit))
 
 
 def check(
     variants: Sequence[Variant], device: str = "cuda", steps: int = 4, seed: int = 0
 ) -> Iterator[Outcome]:
-    """Each variant eagerly, repeated bit by bit, and in a graph replayed with other lists."""
+    """The cases of each variant; see `outcome.decoded`."""
     for variant in variants:
         torch.manual_seed(seed)
-        rng = random.Random(seed)
         bench = Bench(variant, device)
-        bench.fill(rng)
-        bench.step()
-        first = bench.out.clone()
-        error, bound, wrong = bench.judge()
-        for _ in range(3):
-            bench.clear()
-            bench.step()
-            if not same_bits(first, bench.out):
-                wrong = wrong or "two launches differ"
-        yield Outcome(variant.name, error, bound, wrong)
-        graph = None if device == "cpu" else capture_calls(bench.step, 1)
-        for number in range(steps):
-            bench.fill(rng)
-            if graph is None:
-                bench.step()
-            else:
-                graph.replay()
-            yield Outcome(f"{variant.name}, replay {number}", *bench.judge())
+        yield from decoded(variant.name, bench, random.Random(seed), 3, steps, device != "cpu")
 
 
 def variants(kind: str, fp8: torch.dtype) -> list[Variant]:

@@ -2,28 +2,23 @@
 wait for ever.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
-import queue
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import IO, TYPE_CHECKING
 
+from mla_fusion.cli.child import end
 from mla_fusion.cli.selftest.outcome import Outcome
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
 # -P: the installed package, not one in the current folder.
-CHILD = (sys.executable, "-P", "-m", "mla_fusion.cli.selftest.child")
+CHILD = (sys.executable, "-P", "-m", "mla_fusion.cli.selftest.kernels")
 
 
 @dataclasses.dataclass
@@ -81,57 +76,46 @@ def run_all(
 def watch(
     command: Sequence[str], name: str, silence: float, progress: Callable[[str, int], None]
 ) -> Row:
-    """Run one child to its end."""
+    """Run one child to its end: that of its last line, that of its process, or for its silence."""
     row, began = Row(name), time.monotonic()
+
+    def stop() -> None:
+        row.wrong = row.wrong or (
+            f"killed after {silence:.0f} s of silence behind case {row.cases}: a kernel waits for "
+            "ever"
+        )
+        os.killpg(process.pid, signal.SIGKILL)
+
     with tempfile.TemporaryFile("w+", errors="replace") as log:
-        child = subprocess.Popen(
+        process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
         )
         try:
-            ended = _read(child, row, silence, progress)
+            while text := _line(process, threading.Timer(silence, stop)):
+                said = json.loads(text) if text.startswith("{") else {}  # or a compiler's line
+                if "end" in said:
+                    row.skipped = said["end"]
+                    break
+                if said:
+                    row.add(Outcome(**said))
+                    progress(row.kernel, row.cases)
+            else:
+                process.wait()
+                log.seek(0)
+                lines = [line for line in log.read().splitlines() if line.strip()]
+                why = f"the process ended with {process.returncode}: {(lines or [''])[-1][:300]}"
+                row.wrong = row.wrong or why
         finally:
-            # And those who compile for it.
-            if child.poll() is None:
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-        if not ended and not row.wrong:
-            log.seek(0)
-            lines = [line for line in log.read().splitlines() if line.strip()]
-            row.wrong = f"the process ended with {child.returncode}: {(lines or [''])[-1][:300]}"
+            end(process)  # and those who compile for it
     row.seconds = round(time.monotonic() - began, 1)
     return row
 
 
-def _read(
-    child: subprocess.Popen[str], row: Row, silence: float, progress: Callable[[str, int], None]
-) -> bool:
-    """Take the child's lines; whether it said how it ended, or was killed for its silence."""
-    lines: queue.Queue[str] = queue.Queue()
-    assert child.stdout is not None
-    threading.Thread(target=_forward, args=(child.stdout, lines), daemon=True).start()
-    while True:
-        try:
-            text = lines.get(timeout=silence)
-        except queue.Empty:
-            row.wrong = row.wrong or (
-                f"killed after {silence:.0f} s of silence behind case {row.cases}: a kernel waits "
-                "for ever"
-            )
-            return True
-        if not text:
-            return False
-        if not text.startswith("{"):
-            continue  # what a compiler prints
-        said = json.loads(text)
-        if "end" in said:
-            row.skipped = said["end"]
-            child.wait()
-            return True
-        row.add(Outcome(**said))
-        progress(row.kernel, row.cases)
-
-
-def _forward(source: IO[str], lines: queue.Queue[str]) -> None:
-    for line in source:
-        lines.put(line)
-    lines.put("")
+def _line(process: subprocess.Popen[str], timer: threading.Timer) -> str:
+    """The next line of a child; empty at its end."""
+    assert process.stdout is not None
+    timer.start()
+    try:
+        return process.stdout.readline()
+    finally:
+        timer.cancel()

@@ -1,7 +1,5 @@
 """`mla-fusion bugreport`: what doctor, report and selftest find, in one file to send."""
 
-from __future__ import annotations
-
 import argparse
 import getpass
 import json
@@ -11,17 +9,15 @@ import re
 import socket
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mla_fusion import __version__
-from mla_fusion.cli.arguments import UserError, require
+from mla_fusion.cli import UserError, require
 from mla_fusion.cli.doctor import command as doctor
 from mla_fusion.report import stored_reports
 from mla_fusion.report.files import read_bounded
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _NEWEST = 4  # stored reports
 

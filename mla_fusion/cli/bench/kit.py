@@ -1,0 +1,251 @@
+"""What every benchmark does: time candidates in turns, compare results, say on what it ran.
+
+`mla-fusion bench` and `benchmarks/` import it from here. Candidates are CUDA graphs of many calls
+that take turns round by round, so that clock changes and neighbours meet all of them alike.
+"""
+
+import contextlib
+import csv
+import dataclasses
+import functools
+import multiprocessing
+import os
+import subprocess
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+
+from mla_fusion.attention.aiter.selection import FP8_OF
+from mla_fusion.attention.plan.device import architecture
+from mla_fusion.cli import UserError, version_of
+
+T = TypeVar("T")
+Row = dict[str, Any]
+AddRows = Callable[[Iterable[Row]], None]
+FACTS = ["gpu", "driver", "torch", "triton", "vllm", "commit", "command"]
+TIMES = ["p20_us", "p50_us", "p80_us"]
+POISON = 0x5A
+"""The byte that outputs are filled with before a call."""
+
+
+class Work(Protocol):
+    """A shape that counts its own work."""
+
+    def bytes(self) -> int:
+        """Fewest bytes."""
+
+    def flops(self) -> int:
+        """Floating-point operations."""
+
+
+@functools.cache
+def fp8_type() -> torch.dtype:
+    """The fp8 type that this GPU computes in: e4m3fnuz on gfx942, e4m3fn on all others."""
+    return FP8_OF.get(architecture(torch.device("cuda")), torch.float8_e4m3fn)
+
+
+@dataclasses.dataclass
+class Ceilings:
+    """What this GPU was measured to do: GB/s of a copy (read plus write) and bf16 TFLOP/s."""
+
+    gbps: float
+    tflops: float
+
+    def floor_us(self, work: Work) -> float:
+        """Nothing that does `work` is faster than this, in microseconds."""
+        return max(work.bytes() / self.gbps / 1e3, work.flops() / self.tflops / 1e6)
+
+
+def capture_calls(call: Callable[[int], object], count: int) -> torch.cuda.CUDAGraph:
+    """A graph of `count` calls, after a first one that is not captured."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call(0)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(count):
+            call(i)
+    return graph
+
+
+def interleave(
+    graphs: dict[str, torch.cuda.CUDAGraph], layers: int, rounds: int
+) -> dict[str, list[float]]:
+    """Microseconds per layer of every graph, one sample per round."""
+    samples: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in graphs}
+    for _ in range(rounds):
+        for name, graph in graphs.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            # The first replay keeps the GPU busy while the CPU enqueues the second.
+            graph.replay()
+            begin.record()
+            graph.replay()
+            end.record()
+            samples[name].append((begin, end))
+        torch.cuda.synchronize()
+    return {
+        name: [begin.elapsed_time(end) * 1e3 / layers for begin, end in pairs]
+        for name, pairs in samples.items()
+    }
+
+
+def quantiles(samples: Sequence[float]) -> dict[str, float]:
+    """p20, median and p80, as `TIMES`."""
+    return dict(zip(TIMES, np.quantile(samples, (0.2, 0.5, 0.8)).tolist(), strict=True))
+
+
+def rates(work: Work, samples: Sequence[float]) -> dict[str, float]:
+    """The times of a shape with its GB/s and TFLOP/s."""
+    times = quantiles(samples)
+    us = times["p50_us"]
+    return {**times, "gbps": work.bytes() / us / 1e3, "tflops": work.flops() / us / 1e6}
+
+
+def poisoned(like: torch.Tensor) -> torch.Tensor:
+    """A tensor like `like`, filled with `POISON`: what stays so was not written."""
+    return torch.full_like(like.view(torch.uint8), POISON).view(like.dtype)
+
+
+def steps(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    """Distance in representable values (ulp) per element; NaN is at distance 0 from NaN."""
+
+    def ordinal(x: torch.Tensor) -> torch.Tensor:
+        bits = 8 * x.element_size()
+        raw = x.view({8: torch.uint8, 16: torch.int16, 32: torch.int32}[bits]).long()
+        raw = raw & ((1 << bits) - 1)
+        sign = 1 << (bits - 1)
+        return torch.where(raw >= sign, sign - raw, raw)
+
+    got_nan, want_nan = got.float().isnan(), want.float().isnan()
+    distance = (ordinal(got) - ordinal(want)).abs()
+    return distance.masked_fill(got_nan & want_nan, 0).masked_fill(got_nan ^ want_nan, 1 << 40)
+
+
+def distance(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Relative distance of two tensors, in float64; NaN if either holds one."""
+    want = want.double()
+    return float((got.double() - want).norm() / want.norm().clamp(min=1e-9))
+
+
+def agreement(*pairs: tuple[torch.Tensor, torch.Tensor]) -> tuple[float, int]:
+    """Share of equal elements, and the largest distance in steps, over pairs of tensors."""
+    distances = [steps(got, want).flatten() for got, want in pairs]
+    equal = sum(int((distance == 0).sum()) for distance in distances)
+    total = sum(map(torch.numel, distances))
+    worst = max((int(distance.max()) for distance in distances if distance.numel()), default=0)
+    return equal / total if total else 1.0, worst
+
+
+def exact_attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    scale: float,
+    latent: int,
+    sink: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output [n, H, latent] and LSE [n, H], without the sink [H], of queries [n, H, L + R] over
+    keys [s, L + R], all in float64. Row i of the n sees all but the last n - 1 - i keys.
+    """
+    scores = scale * q @ keys.T
+    after = torch.arange(len(q) - 1, -1, -1, device=q.device)
+    seen = torch.arange(len(keys), device=q.device) < len(keys) - after[:, None]
+    scores = scores.masked_fill(~seen[:, None], -torch.inf)
+    lse = scores.logsumexp(-1)
+    total = lse if sink is None else torch.logaddexp(lse, sink.double())
+    # exp(-inf - -inf) is NaN where a row sees nothing: such rows are zero.
+    weights = (scores - total[..., None]).exp().nan_to_num(nan=0.0)
+    return weights @ keys[:, :latent], lse
+
+
+def measure_ceilings() -> Ceilings:
+    """Copy bandwidth and bf16 matrix rate of this GPU, on random data."""
+    from triton.testing import do_bench
+
+    source = torch.randint(0, 256, (2**31,), device="cuda", dtype=torch.uint8)
+    target = torch.empty_like(source)
+    copy = do_bench(lambda: target.copy_(source)) / 1e3
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    product = do_bench(lambda: a @ b) / 1e3
+    return Ceilings(gbps=2 * source.numel() / copy / 1e9, tflops=2 * 8192**3 / product / 1e12)
+
+
+def compile_ahead(launch: Callable[[T], str], given: Sequence[T]) -> None:
+    """Call `launch` with each of `given`, in as many processes as there are cores, and print what
+    it returns: the name of what it compiled. What fails is compiled by the benchmark itself.
+    """
+    if len(given) < 2:
+        return
+    start = time.monotonic()
+    workers = min(len(given), os.cpu_count() or 1)
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        for done in as_completed([pool.submit(launch, each) for each in given]):
+            problem = done.exception()
+            failed = f"not compiled ahead: {type(problem).__name__} {problem}"[:300]
+            text = failed if problem else f"{done.result()} compiled"
+            print(f"{text}, {time.monotonic() - start:.0f} s", flush=True)
+
+
+def _output(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True).stdout.split("\n")[0]
+    except OSError:
+        return ""
+
+
+def environment(commit: str = "") -> dict[str, str]:
+    """GPU, driver, versions and commit; what is not there is an empty string."""
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "torch": torch.__version__,
+        "triton": version_of("triton"),
+        "vllm": version_of("vllm"),
+        "flashinfer": version_of("flashinfer-python"),
+        "commit": commit or _output("git", "rev-parse", "--short", "HEAD"),
+    }
+
+
+@contextlib.contextmanager
+def rows_file(path: Path, facts: Mapping[str, str], columns: Sequence[str]) -> Iterator[AddRows]:
+    """A CSV file that is complete after each shape: yields what adds rows of `columns` to it, each
+    behind `facts`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*facts, *columns])
+        writer.writeheader()
+
+        def add(rows: Iterable[Row]) -> None:
+            writer.writerows({**facts, **row} for row in rows)
+            file.flush()
+
+        yield add
+
+
+def four_digits(row: Row) -> Row:
+    """A row as it is written."""
+    return {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()}
+
+
+def known(facts: Mapping[str, str]) -> dict[str, str]:
+    """Those of `facts` that a file of decodes has, in its order."""
+    return {name: facts[name] for name in FACTS}
+
+
+def pick(asked: Collection[str], offered: Collection[str]) -> list[str]:
+    """The candidates that --peers names, all on offer if it names none.
+
+    Raises:
+        UserError: one is not on offer.
+    """
+    if unknown := [name for name in asked if name not in offered]:
+        raise UserError(
+            f"no candidate is called {' or '.join(unknown)}: --peers takes {', '.join(offered)}"
+        )
+    return [*(asked or offered)]

@@ -1,1 +1,0 @@
-"""`mla-fusion bugreport`: what the other commands find, in one file."""
