@@ -98,6 +98,9 @@ class Program:
     def gl_num_programs(self, axis):
         return self.grid[axis]
 
+    def gl_num_warps(self):
+        return self.warps
+
     def gl_arange(self, start, end, layout=None):
         return Tensor(torch.arange(start, end, dtype=torch.int32), layout)
 
@@ -185,6 +188,10 @@ class Program:
                     space[name] = mine[name]
                 elif isinstance(value, JITFunction):
                     space[name] = self.python(value)
+                elif isinstance(value, types.ModuleType) and "hopper" in value.__name__:
+                    parts = {n: f for n, f in vars(value).items() if isinstance(f, JITFunction)}
+                    parts = {n: self.python(function) for n, function in parts.items()}
+                    space[name] = types.SimpleNamespace(**parts)
                 elif isinstance(value, gl.constexpr):
                     space[name] = value.value
         code = function.fn.__code__
@@ -210,7 +217,7 @@ class Program:
         named = dict(zip(kernel.arg_names, arguments, strict=False)) | {
             name: value for name, value in options.items() if name in kernel.arg_names
         }
-        self.pdl = bool(options.get("launch_pdl"))
+        self.pdl, self.warps = bool(options.get("launch_pdl")), options["num_warps"]
         named = {name: self.argument(name, value) for name, value in named.items()}
         self.plan = [named[name].storage.data_ptr() for name in PLAN if name in named]
         self.grid, function = grid, self.python(kernel)

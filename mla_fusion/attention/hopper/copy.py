@@ -4,8 +4,6 @@ The tensor copy engine (TMA) copies tiles of whole pages; one thread computes th
 threads copy the others, 16 bytes each at a time: over several pages, lists of slots.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 
@@ -16,10 +14,10 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from mla_fusion.attention.hopper.tile import reinterpret
+from mla_fusion.attention.hopper.tile import pairs_of
+from mla_fusion.attention.hopper.work import TILE
 from mla_fusion.attention.plan.device_code import Source
 
-TILE = gl.constexpr(64)  # tokens that the copy engine copies at once
 # Triton 3.9 renamed all three.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
@@ -88,30 +86,23 @@ def load_layout(width, bits, warps):
 
 
 @gluon.jit
-def one_of(buffers, buffer):
-    """Buffer 0 or 1 of the two."""
-    return Buffers(
-        buffers.keys.index(buffer), buffers.ropes.index(buffer), buffers.arrived.index(buffer)
-    )
-
-
-@gluon.jit
 def copy_part(
-    target, base, source, token, end, ENTRY: gl.constexpr, PAGE: gl.constexpr,
-    ROWS_ARE: gl.constexpr, WARPS: gl.constexpr,
+    target, base, source, token, end, ENTRY: gl.constexpr, PAGE: gl.constexpr, ROWS: gl.constexpr
 ):  # fmt: skip
     """Start the copy of some columns of tokens `token` ... into `target` [tokens, width].
 
     base: of the columns, in the cache, or of token `token` if the tile is in one page. Tokens from
     `end` on, and those of slot -1, are not read and become zeros.
     """
-    layout: gl.constexpr = load_layout(target.shape[1], target.dtype.primitive_bitwidth, WARPS)
+    layout: gl.constexpr = load_layout(
+        target.shape[1], target.dtype.primitive_bitwidth, gl.num_warps()
+    )
     row = gl.arange(0, target.shape[0], gl.SliceLayout(1, layout))
     col = gl.arange(0, target.shape[1], gl.SliceLayout(0, layout))
     wanted = row < end - token
-    if ROWS_ARE == "one page":
+    if ROWS == "one page":
         offset = row * ENTRY
-    elif ROWS_ARE == "pages":
+    elif ROWS == "pages":
         at = token + row
         page = gl.load(source.table + at // PAGE, mask=wanted, other=0)
         offset = page.to(gl.int64) * source.block_stride + at % PAGE * ENTRY
@@ -126,10 +117,10 @@ def copy_part(
 
 @gluon.jit
 def copy_tile(
-    keys, ropes, source, tile, end, ENTRY: gl.constexpr, PAGE: gl.constexpr, SPARSE: gl.constexpr,
-    WARPS: gl.constexpr,
-):  # fmt: skip
-    """Start the copy of tile `tile` of a sequence, latent to `keys`, rotated part to `ropes`."""
+    buffer, source, tile, end, ENTRY: gl.constexpr, PAGE: gl.constexpr, SPARSE: gl.constexpr
+):
+    """Start the copy of tile `tile` of a sequence."""
+    keys, ropes = buffer.keys, buffer.ropes
     BLOCK_N: gl.constexpr = keys.shape[0]
     rows: gl.constexpr = "slots" if SPARSE else "one page" if PAGE % BLOCK_N == 0 else "pages"
     token = tile * BLOCK_N
@@ -138,15 +129,16 @@ def copy_tile(
         # Tiles after the end copy nothing; the first page stands in for theirs.
         page = gl.load(source.table + gl.where(token < end, token // PAGE, 0))
         base += page.to(gl.int64) * source.block_stride + token % PAGE * ENTRY
-    copy_part(keys, base, source, token, end, ENTRY, PAGE, rows, WARPS)
-    copy_part(ropes, base + keys.shape[1], source, token, end, ENTRY, PAGE, rows, WARPS)
+    copy_part(keys, base, source, token, end, ENTRY, PAGE, rows)
+    copy_part(ropes, base + keys.shape[1], source, token, end, ENTRY, PAGE, rows)
     async_copy.commit_group()
 
 
 @gluon.jit
 def row_of(copies, token, PAGE: gl.constexpr):
     """The row of the cache that has token `token` of a sequence."""
-    return gl.load(copies.first.table + token // PAGE) * copies.block_rows + token % PAGE
+    page = gl.load(copies.first.table + token // PAGE)
+    return page * copies.block_rows + token % PAGE
 
 
 @gluon.jit
@@ -173,51 +165,45 @@ def copy_boxes(buffer, copies, token, BOXES: gl.constexpr, PAGE: gl.constexpr):
 
 
 @gluon.jit
-def start_copy(
-    buffer, copies, tile, end, first_end, ENTRY: gl.constexpr, PAGE: gl.constexpr,
-    EXTRA_ENTRY: gl.constexpr, EXTRA_PAGE: gl.constexpr, FIRST: gl.constexpr,
-    SPARSE: gl.constexpr, BULK: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """Start the copy of tile `tile` of a sequence into `buffer`, which is `one_of` the two.
+def start_copy(buffers, at, copies, tile, end, first_end, form: gl.constexpr, BULK: gl.constexpr):
+    """Start the copy of tile `tile` of a sequence into buffer `at`.
 
-    A SPARSE sequence has FIRST tokens of the first scope, then those of the other. BULK: the copy
+    A sparse sequence has the columns of the first scope, then those of the other. BULK: the copy
     engine copies, the tokens after an end too, which may be NaN; none where no token is left.
     """
-    keys, ropes = buffer.keys, buffer.ropes
-    BLOCK_N: gl.constexpr = keys.shape[0]
-    if SPARSE:
-        SKIP: gl.constexpr = FIRST // BLOCK_N
+    buffer = Buffers(buffers.keys.index(at), buffers.ropes.index(at), buffers.arrived.index(at))
+    BLOCK_N: gl.constexpr = buffer.keys.shape[0]
+    if form.SPARSE:
+        SKIP: gl.constexpr = form.FIRST // BLOCK_N
         if tile < SKIP:
-            copy_tile(keys, ropes, copies.first, tile, first_end, ENTRY, PAGE, SPARSE, WARPS)
+            copy_tile(buffer, copies.first, tile, first_end, form.ENTRY, form.PAGE, True)
         else:
             copy_tile(
-                keys, ropes, copies.extra, tile - SKIP, end - FIRST, EXTRA_ENTRY, EXTRA_PAGE,
-                SPARSE, WARPS,
+                buffer, copies.extra, tile - SKIP, end - form.FIRST, form.EXTRA_ENTRY,
+                form.EXTRA_PAGE, True,
             )  # fmt: skip
     elif BULK:
         BOXES: gl.constexpr = BLOCK_N // TILE
         token = tile * TILE
         if token + (BOXES - 1) * TILE < end:
-            copy_boxes(buffer, copies, token, BOXES, PAGE)
+            copy_boxes(buffer, copies, token, BOXES, form.PAGE)
         elif BOXES == 2:  # noqa: SIM102 (known when compiled; the other one is not)
             if token < end:
-                copy_boxes(buffer, copies, token, 1, PAGE)
+                copy_boxes(buffer, copies, token, 1, form.PAGE)
     else:
-        copy_tile(keys, ropes, copies.first, tile, end, ENTRY, PAGE, SPARSE, WARPS)
+        copy_tile(buffer, copies.first, tile, end, form.ENTRY, form.PAGE, False)
 
 
 @gluon.jit
-def clear_rows(tile, count, WARPS: gl.constexpr):
+def clear_rows(tile, count):
     """Zero the rows of `tile` [tokens, columns] of 16 bits from `count` on: they may hold NaN."""
     COUNT: gl.constexpr = tile.shape[0]
     PART: gl.constexpr = 32
-    twos = reinterpret(
-        tile, gl.int32, [COUNT, tile.shape[1] // 2], gl.NVMMASharedLayout(128, 32, 2)
-    )
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
+    pairs = pairs_of(tile)
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
     row = gl.arange(0, COUNT, gl.SliceLayout(1, layout))
-    for i in gl.static_range(twos.shape[1] // PART):
-        part = twos.slice(i * PART, PART, dim=1)
+    for i in gl.static_range(pairs.shape[1] // PART):
+        part = pairs.slice(i * PART, PART, dim=1)
         zeros = gl.zeros([COUNT, PART], gl.int32, layout)
         part.store(gl.where((row < count)[:, None], part.load(layout), zeros))
     fence_async_shared()
@@ -225,7 +211,7 @@ def clear_rows(tile, count, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def wait_for_tile(buffers, buffer, phases, left, BULK: gl.constexpr, WARPS: gl.constexpr):
+def wait_for_tile(buffers, buffer, phases, left, BULK: gl.constexpr):
     """Wait until a tile has arrived, of `left` tokens; return the next phases of both barriers."""
     if BULK:
         mbarrier.wait(buffers.arrived.index(buffer), phases >> buffer & 1)
@@ -234,7 +220,7 @@ def wait_for_tile(buffers, buffer, phases, left, BULK: gl.constexpr, WARPS: gl.c
         # P is zero there. Widened fp8 has no NaN.
         if keys.dtype.primitive_bitwidth == 16:  # noqa: SIM102 (known when compiled)
             if left < keys.shape[0]:
-                clear_rows(keys, left, WARPS)
+                clear_rows(keys, left)
     else:
         fence_async_shared()
     return phases

@@ -10,9 +10,7 @@ latents (always enough) instead of a rank's 16 heads. Keys and values are one ti
 memory, read once for each product (`hopper/tile.py`), while `hopper/copy.py` copies the next one.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -21,35 +19,31 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc
 
 from mla_fusion.attention.hopper.copy import (
-    TILE,
     Buffers,
     Copies,
     barrier,
     bulk_copy,
     load_layout,
-    one_of,
     slots_of,
     start_copy,
     wait_for_tile,
 )
 from mla_fusion.attention.hopper.fits import decode as fits
 from mla_fusion.attention.hopper.tile import add_values, packed, scores_of, softmax_step
+from mla_fusion.attention.hopper.work import TILE, Work, form_of, read_item
 from mla_fusion.attention.plan.device_code import LN2, LOG2E, Source, Target
-
-if TYPE_CHECKING:
-    from mla_fusion.attention.plan.inputs import Inputs, Launch
+from mla_fusion.attention.plan.inputs import Inputs, Launch
 
 __all__ = ["arguments", "fits", "kernel"]
 
 
 @gluon.jit
-def load_query(
-    target, q_ptr, item, first_row, heads, stride_t, stride_h, HEADS: gl.constexpr,
-    WARPS: gl.constexpr,
-):  # fmt: skip
+def load_query(target, q_ptr, work, item, heads, stride_t, stride_h, HEADS: gl.constexpr):
     """Rows of the query [rows, width] into shared memory; zeros for rows of padding."""
-    layout: gl.constexpr = load_layout(target.shape[1], target.dtype.primitive_bitwidth, WARPS)
-    rows = first_row + gl.arange(0, target.shape[0], gl.SliceLayout(1, layout))
+    layout: gl.constexpr = load_layout(
+        target.shape[1], target.dtype.primitive_bitwidth, gl.num_warps()
+    )
+    rows = work.first_row + gl.arange(0, target.shape[0], gl.SliceLayout(1, layout))
     cols = gl.arange(0, target.shape[1], gl.SliceLayout(0, layout))
     head = item.first_head + rows % HEADS
     pointers = q_ptr + (rows // HEADS).to(gl.int64) * stride_t + head * stride_h
@@ -71,47 +65,6 @@ def store_output(pointers, acc, odd, wanted, PAIRS: gl.constexpr, layout: gl.con
         gl.store(pointers[None, :] + col[:, None], acc.to(TYPE), mask=wanted[None, :])
 
 
-class Item(NamedTuple):
-    """A work item: KV tokens `begin` to `end` of a sequence, `after` more follow; `partial` row.
-
-    Its query is the heads from `first_head` on, of the `count` rows from `token` on; the tables are
-    the rows of the sequence.
-    """
-
-    sequence: Any
-    first_head: Any
-    partial: Any
-    count: Any
-    token: Any
-    begin: Any
-    end: Any
-    after: Any
-    table: Any
-    extra_table: Any
-
-
-@gluon.jit
-def read_item(
-    info, qo_indptr_ptr, kv_indptr_ptr, table_ptr, extra_table_ptr, table_stride,
-    extra_table_stride, HEADS: gl.constexpr, FOLD: gl.constexpr,
-):  # fmt: skip
-    """The work item in row `info` of work_info_set."""
-    tile_index = gl.load(info)
-    partial = gl.load(info + 1)
-    count = gl.load(info + 3) - gl.load(info + 2)
-    kv_start = gl.load(info + 4)
-    kv_end = gl.load(info + 5)
-    after = gl.load(info + 6)
-    sequence = tile_index // FOLD
-    first_head = tile_index % FOLD * HEADS
-    token = gl.load(qo_indptr_ptr + sequence).to(gl.int64)
-    kv_base = gl.load(kv_indptr_ptr + sequence)
-    table = table_ptr + sequence.to(gl.int64) * table_stride
-    extra_table = extra_table_ptr + sequence.to(gl.int64) * extra_table_stride
-    begin, end = kv_start - kv_base, kv_end - kv_base
-    return Item(sequence, first_head, partial, count, token, begin, end, after, table, extra_table)
-
-
 @gluon.jit
 def read_scales(scale, q_scale_ptr, kv_scale_ptr, FP8: gl.constexpr):
     """The factor of the scores, in base 2, and that of the output."""
@@ -126,10 +79,8 @@ def read_scales(scale, q_scale_ptr, kv_scale_ptr, FP8: gl.constexpr):
 
 @gluon.jit
 def attend(
-    buffers, q_keys, q_ropes, shared_p, copies, item, row, factor, first_end, stop, phases,
-    ENTRY: gl.constexpr, PAGE: gl.constexpr, EXTRA_ENTRY: gl.constexpr, EXTRA_PAGE: gl.constexpr,
-    FIRST: gl.constexpr, SPARSE: gl.constexpr, BULK: gl.constexpr, WARPS: gl.constexpr,
-    HEADS: gl.constexpr, PAIRS: gl.constexpr,
+    buffers, q_keys, q_ropes, shared_p, copies, work, item, row, factor, first_end, stop, phases,
+    form: gl.constexpr, BULK: gl.constexpr, PAIRS: gl.constexpr,
 ):  # fmt: skip
     """The online softmax over the tiles of an item, whose first one is on its way.
 
@@ -144,9 +95,9 @@ def attend(
     ROWS: gl.constexpr = shared_p.shape[1]
     L: gl.constexpr = q_keys.shape[1]
     score: gl.constexpr = row.type.layout.parent
-    output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
+    output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, ROWS, 16])
     # Row i of n sees tokens up to n - 1 - i before the end of the sequence.
-    limit = gl.minimum(item.end, item.end + item.after - (item.count - 1 - row // HEADS))
+    limit = gl.minimum(item.end, item.end + item.after - (item.count - 1 - row // form.HEADS))
     m = gl.full([ROWS], float("-inf"), gl.float32, row.type.layout)
     l = gl.zeros([BLOCK_N, ROWS], gl.float32, score)
     acc = gl.zeros([L // 2 if PAIRS else L, ROWS], gl.float32, output)
@@ -159,17 +110,14 @@ def attend(
         else:
             async_copy.wait_group(0)
         # After the last tile this copies nothing.
-        start_copy(
-            one_of(buffers, 1 - current), copies, t + TILES, item.end, first_end, ENTRY, PAGE,
-            EXTRA_ENTRY, EXTRA_PAGE, FIRST, SPARSE, BULK, WARPS,
-        )  # fmt: skip
+        start_copy(buffers, 1 - current, copies, t + TILES, item.end, first_end, form, BULK)
         left = item.end - t * TILE
-        phases = wait_for_tile(buffers, current, phases, left, BULK, WARPS)
+        phases = wait_for_tile(buffers, current, phases, left, BULK)
         s = scores_of(buffers, current, q_keys, q_ropes, score)
         at = t * TILE + gl.arange(0, BLOCK_N, gl.SliceLayout(1, score))
         seen = (at >= item.begin)[:, None] & (at[:, None] < limit[None, :])
-        if SPARSE:
-            seen &= (slots_of(at, copies, t, item.end, first_end, FIRST) >= 0)[:, None]
+        if form.SPARSE:
+            seen &= (slots_of(at, copies, t, item.end, first_end, form.FIRST) >= 0)[:, None]
         p, decay, m = softmax_step(s * factor, seen, m)
         l = l * decay[None, :] + p
         shared_p.store(p.to(shared_p.dtype))
@@ -182,8 +130,8 @@ def attend(
 
 @gluon.jit
 def store_item(
-    sums, odds, m, l, value_scale, item, first_row, target, sink_ptr, L: gl.constexpr,
-    HEADS: gl.constexpr, PAIRS: gl.constexpr, SINK: gl.constexpr, LSE: gl.constexpr,
+    sums, odds, m, l, value_scale, work, item, target, sink_ptr, form: gl.constexpr,
+    PAIRS: gl.constexpr,
 ):  # fmt: skip
     """Normalize the sums and write them: to the output, or to partial rows for a split.
 
@@ -191,32 +139,33 @@ def store_item(
     """
     output: gl.constexpr = sums[0].type.layout
     out_row: gl.constexpr = gl.SliceLayout(0, output)
-    PART: gl.constexpr = L // len(sums)
+    PART: gl.constexpr = form.L // len(sums)
     l = gl.sum(l, 0)
     lse = gl.where(l > 0.0, (m + gl.log2(l)) * LN2, float("-inf"))
-    rows = first_row + gl.arange(0, sums[0].shape[1], out_row)
-    head = item.first_head + rows % HEADS
-    real = (rows // HEADS < item.count) & (head < target.heads)
+    rows = work.first_row + gl.arange(0, sums[0].shape[1], out_row)
+    head = item.first_head + rows % form.HEADS
+    real = (rows // form.HEADS < item.count) & (head < target.heads)
     lse = gl.convert_layout(lse, out_row)
     divisor = gl.convert_layout(l, out_row)
-    if SINK:  # noqa: SIM102 (known when compiled; the other one is not)
+    if form.SINK:  # noqa: SIM102 (known when compiled; the other one is not)
         if item.partial < 0:
             sink = gl.load(sink_ptr + head, mask=real, other=0.0) * LOG2E
             divisor += gl.exp2(sink - gl.convert_layout(m, out_row))
     inverse = gl.where(lse > float("-inf"), value_scale / divisor, 0.0)[None, :]
     if item.partial < 0:
-        at_token = item.token + rows // HEADS
+        at_token = item.token + rows // form.HEADS
         final = target.out + at_token * target.stride_t + head * target.stride_h
         for i in gl.static_range(len(sums)):
             acc, odd = sums[i] * inverse, odds[i] * inverse
             store_output(final + i * PART, acc, odd, real, PAIRS, output)
-        if LSE:
+        if form.LSE:
             gl.store(target.lse + at_token * target.heads + head, lse, mask=real)
     else:
-        at_partial = (item.partial.to(gl.int64) * HEADS) + rows
+        at_partial = (item.partial.to(gl.int64) * form.HEADS) + rows
+        partial = target.partial + at_partial * form.L
         for i in gl.static_range(len(sums)):
             acc, odd = sums[i] * inverse, odds[i] * inverse
-            store_output(target.partial + at_partial * L + i * PART, acc, odd, real, PAIRS, output)
+            store_output(partial + i * PART, acc, odd, real, PAIRS, output)
         gl.store(target.partial_lse + at_partial, lse, mask=real)
 
 
@@ -253,10 +202,7 @@ def decode_kernel(
     kv_indptr_ptr, q_scale_ptr, kv_scale_ptr, scale, heads, q_stride_t, q_stride_h, out_stride_t,
     out_stride_h, table_stride, block_stride, extra_table_stride, extra_block_stride, latents,
     rotated, block_rows, fresh,
-    ENTRY: gl.constexpr, PAGE: gl.constexpr, EXTRA_ENTRY: gl.constexpr, EXTRA_PAGE: gl.constexpr,
-    FIRST: gl.constexpr, SPARSE: gl.constexpr, SINK: gl.constexpr, L: gl.constexpr,
-    R: gl.constexpr, HEADS: gl.constexpr, FOLD: gl.constexpr, ROWS: gl.constexpr,
-    BLOCK_N: gl.constexpr, LSE: gl.constexpr, BULK: gl.constexpr, WARPS: gl.constexpr,
+    FORM: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BULK: gl.constexpr,
 ):  # fmt: skip
     """Arguments as `triton.decode_kernel`, and those of `hopper.copy.bulk_copy`.
 
@@ -269,11 +215,12 @@ def decode_kernel(
     TYPE: gl.constexpr = kv_ptr.dtype.element_ty
     BITS: gl.constexpr = TYPE.primitive_bitwidth
     FP8: gl.constexpr = BITS == 8
-    buffers, q_keys, q_ropes, shared_p = allocate(TYPE, L, R, ROWS, BLOCK_N, BULK)
+    buffers, q_keys, q_ropes, shared_p = allocate(TYPE, FORM.L, FORM.R, ROWS, BLOCK_N, BULK)
     # For each buffer a bit: the phase of its barrier that the next tile by the engine completes.
     phases = 0
 
     # More warps than a tile has 16 tokens for share them by rows.
+    WARPS: gl.constexpr = gl.num_warps()
     SPLIT: gl.constexpr = WARPS * 16 // BLOCK_N
     score: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [WARPS // SPLIT, SPLIT], [16, ROWS // SPLIT, 256 // BITS]
@@ -281,14 +228,14 @@ def decode_kernel(
     target = Target(
         out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, out_stride_t, out_stride_h, heads
     )
-    first_row = gl.program_id(1) * ROWS
-    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(0, score))
-    last_work = gl.load(work_indptr_ptr + gl.program_id(0) + 1) - 1
-    for work in range(gl.load(work_indptr_ptr + gl.program_id(0)), last_work + 1):
-        item = read_item(
-            work_info_ptr + 8 * work, qo_indptr_ptr, kv_indptr_ptr, table_ptr, extra_table_ptr,
-            table_stride, extra_table_stride, HEADS, FOLD,
-        )  # fmt: skip
+    work = Work(
+        work_indptr_ptr, work_info_ptr, qo_indptr_ptr, kv_indptr_ptr, table_ptr, table_stride,
+        extra_table_ptr, extra_table_stride, gl.program_id(1) * ROWS,
+    )  # fmt: skip
+    row = work.first_row + gl.arange(0, ROWS, gl.SliceLayout(0, score))
+    last = gl.load(work.indptr + gl.program_id(0) + 1) - 1
+    for number in range(gl.load(work.indptr + gl.program_id(0)), last + 1):
+        item = read_item(work, number, FORM)
         first = Source(kv_ptr, item.table, block_stride)
         extra = Source(extra_ptr, item.extra_table, extra_block_stride)
         copies = Copies(first, extra, latents, rotated, block_rows)
@@ -298,25 +245,23 @@ def decode_kernel(
         if FP8:
             value_scale *= 256.0  # `widen` leaves it out
         first_end = item.end
-        if SPARSE:
+        if FORM.SPARSE:
             first_end = gl.minimum(item.end, gl.load(first_lens_ptr + item.sequence))
         tile = item.begin // TILE
         # Row blocks after the query rows of this sequence have nothing to do.
-        has_rows = first_row < HEADS * item.count
+        has_rows = work.first_row < FORM.HEADS * item.count
         stop = gl.where(has_rows, (item.end + TILE - 1) // TILE, tile)
         # A copy without a wait would put its barrier a phase ahead.
         if tile < stop:
-            start_copy(
-                one_of(buffers, 0), copies, tile, item.end, first_end, ENTRY, PAGE,
-                EXTRA_ENTRY, EXTRA_PAGE, FIRST, SPARSE, BULK, WARPS,
-            )  # fmt: skip
+            start_copy(buffers, 0, copies, tile, item.end, first_end, FORM, BULK)
         query = q_ptr + item.token * q_stride_t
-        load_query(q_keys, query, item, first_row, heads, q_stride_t, q_stride_h, HEADS, WARPS)
-        load_query(q_ropes, query + L, item, first_row, heads, q_stride_t, q_stride_h, HEADS, WARPS)
+        load_query(q_keys, query, work, item, heads, q_stride_t, q_stride_h, FORM.HEADS)
+        query += FORM.L
+        load_query(q_ropes, query, work, item, heads, q_stride_t, q_stride_h, FORM.HEADS)
         fence_async_shared()
         acc, odd, m, l, phases = attend(
-            buffers, q_keys, q_ropes, shared_p, copies, item, row, factor, first_end, stop,
-            phases, ENTRY, PAGE, EXTRA_ENTRY, EXTRA_PAGE, FIRST, SPARSE, BULK, WARPS, HEADS, FP8,
+            buffers, q_keys, q_ropes, shared_p, copies, work, item, row, factor, first_end, stop,
+            phases, FORM, BULK, FP8,
         )  # fmt: skip
         async_copy.wait_group(0)
         # The zeros after the last tile, before the copy engine writes there.
@@ -324,12 +269,9 @@ def decode_kernel(
         # The reduction may be launched, and waits. Not yet where it has many rows: all its CTAs
         # would go to the few SMs that are done first.
         if ROWS <= 32:  # noqa: SIM102 (known when compiled; the other one is not)
-            if work == last_work:
+            if number == last:
                 gdc.gdc_launch_dependents()
-        store_item(
-            (acc,), (odd,), m, l, value_scale, item, first_row, target, sink_ptr, L, HEADS, FP8,
-            SINK, LSE,
-        )  # fmt: skip
+        store_item((acc,), (odd,), m, l, value_scale, work, item, target, sink_ptr, FORM, FP8)
     # Idle CTAs must signal too: a dependent grid waits for all of them.
     gdc.gdc_wait()
     gdc.gdc_launch_dependents()
@@ -350,11 +292,11 @@ def arguments(given: Inputs) -> Launch:
     # A CTA that has an SM holds tiles of two boxes of fp8, one for the scores of each warpgroup.
     boxes = 2 if bulk[2] and (rows == 32 or few) and cache.itemsize == 1 else 1
     warps = 4 if rows == 16 and boxes == 1 else 8
-    options = given.scope_constants | {
+    options = {
+        "FORM": form_of(given),
         "ROWS": rows,
         "BLOCK_N": boxes * TILE.value,
         "BULK": bulk[2] > 0,
-        "WARPS": warps,
         "num_warps": warps,
         "launch_pdl": True,
     }

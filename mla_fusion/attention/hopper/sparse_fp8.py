@@ -13,9 +13,7 @@ L] times queries [L, rows], outputs values [L, tokens] times P [tokens, rows]. W
   up to a ratio of 2^26 between the scales of a token, or of tokens of like P.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -29,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc
 
 from mla_fusion.attention.hopper.copy import barrier, load_layout
-from mla_fusion.attention.hopper.decode import read_item, store_item
+from mla_fusion.attention.hopper.decode import store_item
 from mla_fusion.attention.hopper.fits import SPARSE_FP8_ROWS
 from mla_fusion.attention.hopper.fits import sparse_fp8 as fits
 from mla_fusion.attention.hopper.sparse_fp8_gather import (
@@ -40,14 +38,12 @@ from mla_fusion.attention.hopper.sparse_fp8_gather import (
     load_slots,
 )
 from mla_fusion.attention.hopper.tile import pairs_of, softmax_step, widen_pairs
+from mla_fusion.attention.hopper.work import TILE, Work, form_of, items_of, read_item
 from mla_fusion.attention.plan.device_code import LOG2E, Target
-
-if TYPE_CHECKING:
-    from mla_fusion.attention.plan.inputs import Inputs, Launch
+from mla_fusion.attention.plan.inputs import Inputs, Launch
 
 __all__ = ["arguments", "fits", "kernel"]
 
-TOKENS = gl.constexpr(64)  # of a tile: the M of WGMMA
 BLOCK = gl.constexpr(16)  # query rows that are loaded at once
 LARGEST_P = gl.constexpr(2.0**15)  # the largest one in fp16
 VALUE = gl.constexpr(2.0**-15)
@@ -67,7 +63,7 @@ class Query(NamedTuple):
 
 
 @gluon.jit
-def load_query(query, q_ptr, item, first_row, heads, stride_h, WARPS: gl.constexpr):
+def load_query(query, q_ptr, work, item, heads, stride_h):
     """The rows of a token's query, times a power of two of each, into shared memory.
 
     A row's largest latent then is below 2^15 and not below 2^14, so that fp16 holds all eight bits
@@ -75,10 +71,10 @@ def load_query(query, q_ptr, item, first_row, heads, stride_h, WARPS: gl.constex
     """
     L: gl.constexpr = 2 * query.even.shape[1]
     R: gl.constexpr = query.rope.shape[1]
-    wide: gl.constexpr = load_layout(L, 16, WARPS)
-    narrow: gl.constexpr = load_layout(R, 16, WARPS)
+    wide: gl.constexpr = load_layout(L, 16, gl.num_warps())
+    narrow: gl.constexpr = load_layout(R, 16, gl.num_warps())
     for block in gl.static_range(query.rope.shape[0] // BLOCK):
-        row = first_row + block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, wide))
+        row = work.first_row + block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, wide))
         col = gl.arange(0, L, gl.SliceLayout(0, wide))
         head = item.first_head + row
         pointers = q_ptr + (head * stride_h)[:, None] + col[None, :]
@@ -95,7 +91,7 @@ def load_query(query, q_ptr, item, first_row, heads, stride_h, WARPS: gl.constex
         )
 
         power = gl.convert_layout(power, gl.SliceLayout(1, narrow))
-        row = first_row + block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, narrow))
+        row = work.first_row + block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, narrow))
         col = L + gl.arange(0, R, gl.SliceLayout(0, narrow))
         head = item.first_head + row
         pointers = q_ptr + (head * stride_h)[:, None] + col[None, :]
@@ -111,7 +107,7 @@ def scales_of(scales, layout: gl.constexpr):
         [[0, 1], [0, 2], [8, 0]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [],
         [64, 4],
     )  # fmt: skip
-    even, odd = gl.split(scales.load(read).reshape([TOKENS, 2, 2]))
+    even, odd = gl.split(scales.load(read).reshape([TILE, 2, 2]))
     first, third = gl.split(even)
     second, fourth = gl.split(odd)
     return (
@@ -139,7 +135,7 @@ def scores_of(view, rope, scale, query, score: gl.constexpr):
     One group at a time: with the widened latents of two in flight, registers spill.
     """
     ROWS: gl.constexpr = query.rope.shape[0]
-    zeros = gl.zeros([TOKENS, ROWS], gl.float32, score)
+    zeros = gl.zeros([TILE, ROWS], gl.float32, score)
     q_rope = query.rope.permute((1, 0))
     rotated = warpgroup_mma(rope, q_rope, zeros, use_acc=False, is_async=True)
     a = product(view, query, zeros, 0)
@@ -174,7 +170,7 @@ def add_group(acc, odd, decay, view, shared_p, GROUP: gl.constexpr):
     PAIRS: gl.constexpr = acc.shape[0]
     acc = acc * decay[None, :]
     odd = odd * decay[None, :]
-    for j in gl.static_range(TOKENS // 32):
+    for j in gl.static_range(TILE // 32):
         pairs = view.slice(32 * j, 32).slice(GROUP * PAIRS, PAIRS, dim=1).permute((1, 0))
         low, high = widen_pairs(pairs.load(gl.DotOperandLayout(0, layout, 2)))
         part = shared_p.slice(32 * j, 32)
@@ -187,8 +183,7 @@ def add_group(acc, odd, decay, view, shared_p, GROUP: gl.constexpr):
 
 @gluon.jit
 def attend(
-    ring, entries, query, shared_p, factor, tile, stop, score: gl.constexpr, ENTRY: gl.constexpr,
-    PAGE: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+    ring, entries, query, shared_p, factor, tile, stop, score: gl.constexpr, form: gl.constexpr
 ):  # fmt: skip
     """The online softmax over tiles `tile` to `stop`, of which STAGES - 1 are on their way.
 
@@ -200,9 +195,10 @@ def attend(
     """
     ROWS: gl.constexpr = shared_p.shape[2]
     SLOTS: gl.constexpr = ring.slots.shape[0]
+    STAGES: gl.constexpr = ring.keys.shape[0]
     token: gl.constexpr = gl.SliceLayout(1, score)
     m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(0, score))
-    l = gl.zeros([TOKENS, ROWS], gl.float32, score)
+    l = gl.zeros([TILE, ROWS], gl.float32, score)
     acc0 = gl.zeros([ring.keys.shape[2] // (2 * GROUPS), ROWS], gl.float32, score)
     acc1, acc2, acc3 = acc0, acc0, acc0
     odd0, odd1, odd2, odd3 = acc0, acc0, acc0, acc0
@@ -212,8 +208,8 @@ def attend(
         # first fence is also that of the query, which no product reads before.
         fence_async_shared()
         barrier()
-        copy_entries(ring, entries, t + STAGES - 1, ENTRY, PAGE, STAGES, WARPS)
-        later = load_slots(entries, t + STAGES, TOKENS, WARPS)
+        copy_entries(ring, entries, t + STAGES - 1, form.ENTRY, form.PAGE)
+        later = load_slots(entries, t + STAGES, TILE)
         buffer = t % STAGES
         view = pairs_of(ring.keys.index(buffer))
         scale = scales_of(ring.scales.index(buffer), token)
@@ -251,10 +247,10 @@ def allocate(
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     ring = Ring(
-        gl.allocate_shared_memory(TYPE, [STAGES, TOKENS, L], codes),
-        gl.allocate_shared_memory(gl.bfloat16, [STAGES, TOKENS, R], wide),
-        gl.allocate_shared_memory(gl.float32, [STAGES, TOKENS, GROUPS], plain),
-        gl.allocate_shared_memory(gl.int32, [4 if STAGES < 4 else 8, TOKENS], line),
+        gl.allocate_shared_memory(TYPE, [STAGES, TILE, L], codes),
+        gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, R], wide),
+        gl.allocate_shared_memory(gl.float32, [STAGES, TILE, GROUPS], plain),
+        gl.allocate_shared_memory(gl.int32, [4 if STAGES < 4 else 8, TILE], line),
     )
     query = Query(
         gl.allocate_shared_memory(gl.float16, [ROWS, L // 2], wide),
@@ -262,7 +258,7 @@ def allocate(
         gl.allocate_shared_memory(gl.bfloat16, [ROWS, R], wide),
         gl.allocate_shared_memory(gl.float32, [ROWS], line),
     )
-    shared_p = gl.allocate_shared_memory(gl.float16, [GROUPS, TOKENS, ROWS], p_layout)
+    shared_p = gl.allocate_shared_memory(gl.float16, [GROUPS, TILE, ROWS], p_layout)
     return ring, query, shared_p
 
 
@@ -272,56 +268,50 @@ def decode_kernel(
     q_ptr, codes_ptr, ropes_ptr, scales_ptr, table_ptr, sink_ptr, out_ptr, lse_ptr,
     partial_ptr, partial_lse_ptr, work_indptr_ptr, work_info_ptr, qo_indptr_ptr, kv_indptr_ptr,
     scale, heads, q_stride_t, q_stride_h, out_stride_t, out_stride_h, table_stride, block_units,
-    fresh, ENTRY: gl.constexpr, PAGE: gl.constexpr, SINK: gl.constexpr, L: gl.constexpr,
-    R: gl.constexpr, HEADS: gl.constexpr, FOLD: gl.constexpr, ROWS: gl.constexpr,
-    STAGES: gl.constexpr, LSE: gl.constexpr, WARPS: gl.constexpr,
+    fresh, FORM: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One CTA (program_id 0) and one block of ROWS query rows (program_id 1), of one token each.
 
-    Arguments as `hopper.decode`, with the cache as `hopper_gather.Entries` says and
+    Arguments as `hopper.decode`, with the cache as `sparse_fp8_gather.Entries` says and
     `table_ptr` of its slots. It is launched before the kernel in front has ended.
     """
     if fresh != 0:
         gdc.gdc_wait()
-    ring, query, shared_p = allocate(codes_ptr.dtype.element_ty, L, R, ROWS, STAGES)
-    score: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
+    ring, query, shared_p = allocate(codes_ptr.dtype.element_ty, FORM.L, FORM.R, ROWS, STAGES)
+    score: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, ROWS, 16])
     target = Target(
         out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, out_stride_t, out_stride_h, heads
     )
-    first_row = gl.program_id(1) * ROWS
-    last_work = gl.load(work_indptr_ptr + gl.program_id(0) + 1) - 1
-    for work in range(gl.load(work_indptr_ptr + gl.program_id(0)), last_work + 1):
-        item = read_item(
-            work_info_ptr + 8 * work, qo_indptr_ptr, kv_indptr_ptr, table_ptr, table_ptr,
-            table_stride, table_stride, HEADS, FOLD,
-        )  # fmt: skip
+    work = Work(
+        work_indptr_ptr, work_info_ptr, qo_indptr_ptr, kv_indptr_ptr, table_ptr, table_stride,
+        table_ptr, table_stride, gl.program_id(1) * ROWS,
+    )  # fmt: skip
+    begin, end = items_of(work)
+    for number in range(begin, end):
+        item = read_item(work, number, FORM)
         # All that follows may be written by the kernel in front.
         gdc.gdc_wait()
         entries = Entries(codes_ptr, ropes_ptr, scales_ptr, block_units, item.table, item.end)
-        tile, stop = item.begin // TOKENS, (item.end + TOKENS - 1) // TOKENS
+        tile, stop = item.begin // TILE, (item.end + TILE - 1) // TILE
         # A graph's padding has items without query rows.
         stop = gl.where(item.count > 0, stop, tile)
         # No warp still reads the slots or entries of the item before.
         barrier()
         for i in gl.static_range(STAGES):
             slots = ring.slots.index((tile + i) % ring.slots.shape[0])
-            slots.store(load_slots(entries, tile + i, TOKENS, WARPS))
+            slots.store(load_slots(entries, tile + i, TILE))
         barrier()
         for i in gl.static_range(STAGES - 1):
-            copy_entries(ring, entries, tile + i, ENTRY, PAGE, STAGES, WARPS)
+            copy_entries(ring, entries, tile + i, FORM.ENTRY, FORM.PAGE)
         of_token = q_ptr + item.token * q_stride_t
-        load_query(query, of_token, item, first_row, heads, q_stride_h, WARPS)
+        load_query(query, of_token, work, item, heads, q_stride_h)
         factor = query.inverse.load(gl.SliceLayout(0, score)) * (scale * LOG2E)
-        sums, odds, m, l = attend(
-            ring, entries, query, shared_p, factor, tile, stop, score, ENTRY, PAGE, STAGES, WARPS
-        )
+        sums, odds, m, l = attend(ring, entries, query, shared_p, factor, tile, stop, score, FORM)
         async_copy.wait_group(0)
         # The reduction may be launched, and waits: see `hopper.decode`.
-        if work == last_work:
+        if number == end - 1:
             gdc.gdc_launch_dependents()
-        store_item(
-            sums, odds, m, l, VALUE, item, first_row, target, sink_ptr, L, HEADS, True, SINK, LSE
-        )
+        store_item(sums, odds, m, l, VALUE, work, item, target, sink_ptr, FORM, True)
     # Idle CTAs must signal too: a dependent grid waits for all of them.
     gdc.gdc_wait()
     gdc.gdc_launch_dependents()
@@ -347,11 +337,10 @@ def arguments(given: Inputs, stages: int = 2) -> Launch:
         cache.stride(0) // 16,
         int(given.plan.fresh),
     )
-    options = given.constants | {
-        "SINK": given.sink is not None,
+    options = {
+        "FORM": form_of(given),
         "ROWS": SPARSE_FP8_ROWS,
         "STAGES": stages,
-        "WARPS": 4,
         "num_warps": 4,
         "launch_pdl": True,
     }

@@ -5,8 +5,6 @@ values. All threads copy, 16 bytes each at a time. Slots are loaded a tile befor
 so that no copy waits for the slot that it follows.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
@@ -56,23 +54,20 @@ def rows_layout(tokens, width, bits, warps):
 
 
 @gluon.jit
-def load_slots(entries, tile, TOKENS: gl.constexpr, WARPS: gl.constexpr):
+def load_slots(entries, tile, TOKENS: gl.constexpr):
     """The slots of tile `tile` [tokens]; -1 from the end on."""
-    at = tile * TOKENS + gl.arange(0, TOKENS, gl.BlockedLayout([1], [32], [WARPS], [0]))
+    at = tile * TOKENS + gl.arange(0, TOKENS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     return gl.load(entries.table + at, mask=at < entries.end, other=-1)
 
 
 @gluon.jit
-def copy_part(
-    target, pointer, slots, block_stride, ENTRY: gl.constexpr, PAGE: gl.constexpr,
-    WARPS: gl.constexpr,
-):  # fmt: skip
+def copy_part(target, pointer, slots, block_stride, ENTRY: gl.constexpr, PAGE: gl.constexpr):
     """Start the copy of some columns, at `pointer` in the first entry, of the entries of a tile.
 
     Strides are in elements. Entries of slot -1 become zeros.
     """
     layout: gl.constexpr = rows_layout(
-        target.shape[0], target.shape[1], target.dtype.primitive_bitwidth, WARPS
+        target.shape[0], target.shape[1], target.dtype.primitive_bitwidth, gl.num_warps()
     )
     col = gl.arange(0, target.shape[1], gl.SliceLayout(0, layout))
     slot = slots.load(gl.SliceLayout(1, layout))
@@ -83,18 +78,15 @@ def copy_part(
 
 
 @gluon.jit
-def copy_entries(
-    ring, entries, tile, ENTRY: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
-    WARPS: gl.constexpr,
-):  # fmt: skip
+def copy_entries(ring, entries, tile, ENTRY: gl.constexpr, PAGE: gl.constexpr):
     """Start the copy of tile `tile`, whose slots are there."""
     L: gl.constexpr = ring.keys.shape[2]
-    buffer = tile % STAGES
+    buffer = tile % ring.keys.shape[0]
     slots = ring.slots.index(tile % ring.slots.shape[0])
     units = entries.block_units.to(gl.int64)
-    copy_part(ring.keys.index(buffer), entries.codes, slots, units * 16, ENTRY, PAGE, WARPS)
+    copy_part(ring.keys.index(buffer), entries.codes, slots, units * 16, ENTRY, PAGE)
     scales = entries.scales + L // 4
-    copy_part(ring.scales.index(buffer), scales, slots, units * 4, ENTRY // 4, PAGE, WARPS)
+    copy_part(ring.scales.index(buffer), scales, slots, units * 4, ENTRY // 4, PAGE)
     ropes = entries.ropes + (L + 4 * GROUPS) // 2
-    copy_part(ring.ropes.index(buffer), ropes, slots, units * 8, ENTRY // 2, PAGE, WARPS)
+    copy_part(ring.ropes.index(buffer), ropes, slots, units * 8, ENTRY // 2, PAGE)
     async_copy.commit_group()

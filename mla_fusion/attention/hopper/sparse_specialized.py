@@ -2,43 +2,163 @@
 
 As `warp_specialized.py` with bf16, of which it takes the query, the softmax and the stores. Four
 warps gather the listed entries and dequantize them, once for all query rows of a CTA
-(`sparse_specialized_gather.py`). Two warpgroups multiply them (`sparse_specialized_products.py`).
+(`sparse_specialized_gather.py`). Two warpgroups multiply them. A tile arrives at once and later
+than its products take, so the next tile's scores have no place behind the products of this one.
 V4's entries have no rotated part beside their latents.
 
 Fewer than 64 query rows are padded: the products of 64 take less time than the gather.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.language.extra.cuda import gdc
 
+from mla_fusion.attention.hopper import warp_specialized_bf16 as bf16
+from mla_fusion.attention.hopper import warp_specialized_rows as rows
 from mla_fusion.attention.hopper.copy import barrier
 from mla_fusion.attention.hopper.fits import sparse_specialized as fits
-from mla_fusion.attention.hopper.sparse_specialized_gather import Form, Scopes, gather
-from mla_fusion.attention.hopper.sparse_specialized_products import Tiles, multiply, score
+from mla_fusion.attention.hopper.sparse_specialized_gather import Scopes, gather
 from mla_fusion.attention.hopper.warp_specialized import new_barriers
 from mla_fusion.attention.hopper.warp_specialized_copy import (
     ROWS,
-    TILE,
     WARPS,
     Boxes,
     Probabilities,
     Query,
-    Work,
     query_boxes,
+    turn_of,
 )
+from mla_fusion.attention.hopper.work import TILE, Work, form_of, items_of, read_item, tiles_of
 from mla_fusion.attention.plan.device_code import LOG2E, Target
-
-if TYPE_CHECKING:
-    from mla_fusion.attention.plan.inputs import Inputs, Launch
+from mla_fusion.attention.plan.inputs import Inputs, Launch
 
 __all__ = ["arguments", "fits", "kernel"]
+
+
+class Tiles(NamedTuple):
+    """Tiles of keys in shared memory, and two barriers of each.
+
+    keys: [n, tokens, L]. ropes: [n, tokens, R]; nothing reads it if R is 0. slots: [n, tokens], -1
+    for none. full: the gathering warps have stored a tile. free: both halves are used.
+    """
+
+    keys: Any
+    ropes: Any
+    slots: Any
+    full: Any
+    free: Any
+
+
+@gluon.jit
+def scores_of(query, tiles, buffer, R: gl.constexpr, layout: gl.constexpr):
+    """Products [rows, tokens] of the query with a tile, -inf where it has no token."""
+    HALF: gl.constexpr = query.left.shape[1]
+    PART: gl.constexpr = query.right.shape[2]
+    keys = tiles.keys.index(buffer)
+    s = gl.zeros([ROWS, TILE], gl.float32, layout)
+    left = keys.slice(0, HALF, dim=1).permute((1, 0))
+    s = warpgroup_mma(query.left, left, s, use_acc=False, is_async=True)
+    for part in gl.static_range(2):
+        quarter = keys.slice(HALF + part * PART, PART, dim=1).permute((1, 0))
+        s = warpgroup_mma(query.right.index(part), quarter, s, is_async=True)
+    if R > 0:
+        rotated = tiles.ropes.index(buffer).permute((1, 0))
+        s = warpgroup_mma(query.ropes, rotated, s, is_async=True)
+    s = warpgroup_mma_wait(0, [s])
+    seen = tiles.slots.index(buffer).load(gl.SliceLayout(0, layout)) >= 0
+    return gl.where(seen[None, :], s, float("-inf"))
+
+
+@gluon.jit
+def score(
+    work, query, tiles, shared, target, sink_ptr, factor, form: gl.constexpr
+):  # fmt: skip
+    """The first warpgroup: scores, softmax, and the left half of the output."""
+    HALF: gl.constexpr = query.left.shape[1]
+    BUFFERS: gl.constexpr = tiles.keys.shape[0]
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TILE, 16])
+    output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HALF, 16])
+    row_layout: gl.constexpr = gl.SliceLayout(1, scores)
+    items = 0
+    done = 0
+    sent = 0
+    begin, end = items_of(work)
+    for number in range(begin, end):
+        item = read_item(work, number, form)
+        count = tiles_of(work, item, form)[1]
+        m, l = rows.start_state(row_layout)
+        acc = gl.zeros([ROWS, HALF], gl.float32, output)
+        if count > 0:
+            mbarrier.wait(query.full, items & 1)
+            items += 1
+            for _ in range(count):
+                buffer, phase = turn_of(done, BUFFERS)
+                mbarrier.wait(tiles.full.index(buffer), phase)
+                s = scores_of(query, tiles, buffer, form.R, scores)
+                s, base, new_m = rows.raised(s, factor, m)
+                decay = gl.exp2(m - base)
+                m = new_m
+                left = tiles.keys.index(buffer).slice(0, HALF, dim=1)
+                sums, l, p, others = bf16.multiply_left(
+                    s, base, decay, factor, acc, l, left, shared, sent
+                )
+                sent += 1
+                # P is in registers, and read until the products end.
+                acc, p, others = warpgroup_mma_wait(0, [sums, p, others])
+                mbarrier.arrive(tiles.free.index(buffer), count=1)
+                done += 1
+            mbarrier.arrive(query.free, count=1)
+        # The kernel in front may still read what is written here.
+        gdc.gdc_wait()
+        sink = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
+        if form.SINK:  # noqa: SIM102 (known when compiled; the other one is not)
+            if item.partial < 0:
+                _rows, head, real = rows.rows_of(work, item, target, form.HEADS, row_layout)
+                sink = gl.load(sink_ptr + head, mask=real, other=float("-inf")) * LOG2E
+        lse, inverse = bf16.give_last(m, l, sink, shared, sent)
+        sent += 1
+        rows.store_lse(lse, work, item, target, form)
+        acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, output))[:, None]
+        rows.store_part(acc, work, item, target, 0, form)
+
+
+@gluon.jit
+def multiply(work, tiles, shared, target, form: gl.constexpr):
+    """The second warpgroup: the right half of the output."""
+    HALF: gl.constexpr = tiles.keys.shape[2] // 2
+    BUFFERS: gl.constexpr = tiles.keys.shape[0]
+    output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HALF, 16])
+    done = 0
+    received = 0
+    begin, end = items_of(work)
+    for number in range(begin, end):
+        item = read_item(work, number, form)
+        count = tiles_of(work, item, form)[1]
+        acc = gl.zeros([ROWS, HALF], gl.float32, output)
+        for _ in range(count):
+            p, factors = bf16.take(shared, received, output)
+            received += 1
+            buffer, phase = turn_of(done, BUFFERS)
+            # Complete already; waiting makes the tile visible here.
+            mbarrier.wait(tiles.full.index(buffer), phase)
+            right = tiles.keys.index(buffer).slice(HALF, HALF, dim=1)
+            sums = warpgroup_mma(p, right, acc * factors, is_async=True)
+            acc, p = warpgroup_mma_wait(0, [sums, p])
+            mbarrier.arrive(tiles.free.index(buffer), count=1)
+            done += 1
+        _, inverse = bf16.take(shared, received, output)
+        received += 1
+        gdc.gdc_wait()
+        rows.store_part(acc * inverse, work, item, target, HALF, form)
 
 
 # Do not specialize on stride 1: the warm-up's one-column table would compile another variant.
@@ -49,8 +169,7 @@ def decode_kernel(
     table_ptr, extra_table_ptr, lens_ptr, sink_ptr, cache_ptr, extra_cache_ptr, out_ptr, lse_ptr,
     partial_ptr, partial_lse_ptr, work_indptr_ptr, work_info_ptr, qo_indptr_ptr, kv_indptr_ptr,
     scale, heads, out_stride_t, out_stride_h, table_stride, extra_table_stride, units, extra_units,
-    q_halves, q_quarters, q_rotated, fresh, FORM: gl.constexpr, SINK: gl.constexpr,
-    HEADS: gl.constexpr, FOLD: gl.constexpr, LSE: gl.constexpr,
+    q_halves, q_quarters, q_rotated, fresh, FORM: gl.constexpr,
 ):  # fmt: skip
     """Arguments as `triton.decode_kernel`, caches as `sparse_specialized_gather.Scopes`, and
     descriptors of the query; `fresh` as `hopper.decode` has it, which is launched as early.
@@ -59,7 +178,7 @@ def decode_kernel(
         gdc.gdc_wait()
     TYPE: gl.constexpr = gl.bfloat16
     BUFFERS: gl.constexpr = 2
-    R: gl.constexpr = FORM.rotated
+    R: gl.constexpr = FORM.R
     HALF: gl.constexpr = q_halves.block_type.shape[2]
     PART: gl.constexpr = q_quarters.block_type.shape[2]
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -95,12 +214,9 @@ def decode_kernel(
     )
     work = Work(
         work_indptr_ptr, work_info_ptr, qo_indptr_ptr, kv_indptr_ptr, table_ptr, table_stride,
-        gl.program_id(1) * ROWS,
+        extra_table_ptr, extra_table_stride, gl.program_id(1) * ROWS,
     )  # fmt: skip
-    scopes = Scopes(
-        cache_ptr, units, extra_cache_ptr, extra_units, extra_table_ptr, extra_table_stride,
-        lens_ptr,
-    )  # fmt: skip
+    scopes = Scopes(cache_ptr, units, extra_cache_ptr, extra_units, lens_ptr)
     target = Target(
         out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, out_stride_t, out_stride_h, heads
     )
@@ -109,11 +225,10 @@ def decode_kernel(
     gl.warp_specialize(
         [
             (score, (
-                work, query, tiles, shared, target, sink_ptr, scale * LOG2E, R, SINK, HEADS, FOLD,
-                LSE,
+                work, query, tiles, shared, target, sink_ptr, scale * LOG2E, FORM
             )),
-            (multiply, (work, tiles, shared, target, HEADS, FOLD)),
-            (gather, (work, query, tiles, scopes, FORM, HEADS, FOLD)),
+            (multiply, (work, tiles, shared, target, FORM)),
+            (gather, (work, query, tiles, scopes, FORM)),
         ],
         [4, 4],
         [184, 104],
@@ -128,8 +243,8 @@ kernel: Any = decode_kernel
 
 def arguments(given: Inputs) -> Launch:
     """What the kernel is launched with (also for compiling without a GPU)."""
-    layout, sparse, plan = given.layout, given.sparse, given.plan
-    assert layout is not None and sparse is not None, "`fits` has asked for both"
+    sparse, plan = given.sparse, given.plan
+    assert sparse is not None, "`fits` has asked for it"
     caches = given.kv_cache, sparse.extra.kv_cache
     halves, quarters, *rotated = query_boxes(given.q, given.widths[0], plan.heads_per_work)
     args = (
@@ -148,22 +263,5 @@ def arguments(given: Inputs) -> Launch:
         *(rotated or [quarters]),
         int(plan.fresh),
     )
-    options = {
-        "FORM": Form(
-            entry=given.entry(given.kv_cache) // 16,
-            page=given.kv_cache.shape[1],
-            extra_page=sparse.extra.kv_cache.shape[1],
-            first=sparse.first,
-            codes=layout.quantized,
-            group=layout.group,
-            behind=layout.behind,
-            rotated=given.widths[1],
-        ),
-        "SINK": sparse.sink is not None,
-        "HEADS": plan.heads_per_work,
-        "FOLD": plan.fold,
-        "LSE": given.lse is not None,
-        "launch_pdl": True,
-        "num_warps": WARPS.value,
-    }
+    options = {"FORM": form_of(given), "launch_pdl": True, "num_warps": WARPS.value}
     return given.grid(ROWS.value), args, options

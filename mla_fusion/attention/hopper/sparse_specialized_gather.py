@@ -5,9 +5,6 @@ threads an entry, and two are on their way while one is dequantized. Four thread
 an entry, the next four those of another one, so that their stores meet in no bank.
 """
 
-from __future__ import annotations
-
-import dataclasses
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
@@ -16,14 +13,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc
 
 from mla_fusion.attention.hopper.copy import barrier
-from mla_fusion.attention.hopper.decode import read_item
-from mla_fusion.attention.hopper.tile import reinterpret
-from mla_fusion.attention.hopper.warp_specialized_copy import (
-    TILE,
-    copy_query,
-    tiles_of,
-    turn_of,
-)
+from mla_fusion.attention.hopper.tile import pairs_of
+from mla_fusion.attention.hopper.warp_specialized_copy import copy_query, turn_of
+from mla_fusion.attention.hopper.work import TILE, items_of, read_item, tiles_of
 
 UNIT = gl.constexpr(16)  # entries
 QUARTER = gl.constexpr(128)  # latents
@@ -57,28 +49,7 @@ class Scopes(NamedTuple):
     units: Any
     extra_cache: Any
     extra_units: Any
-    extra_table: Any
-    extra_table_stride: Any
     lens: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class Form:
-    """What is known of caches and lists when the kernel is compiled.
-
-    entry: units of 16 bytes from one entry to the next. page, extra_page: entries of a page. first:
-    columns of the first of two scopes. codes: e4m3 values, `group` of which share a scale. behind:
-    as in `plan.layouts.CacheLayout`. rotated: values behind the latents.
-    """
-
-    entry: int
-    page: int
-    extra_page: int
-    first: int
-    codes: int
-    group: int
-    behind: bool
-    rotated: int
 
 
 class Entries(NamedTuple):
@@ -104,11 +75,11 @@ def load_slots(number, item, scopes, first_end, form: gl.constexpr):
     """The slots [entries] of unit `number` of a sequence; -1 where nothing is listed."""
     at = number * UNIT + gl.arange(0, UNIT, ENTRY)
     wanted = at < item.end
-    if form.first > 0:
-        if number * UNIT < form.first:
+    if form.FIRST > 0:
+        if number * UNIT < form.FIRST:
             slots = gl.load(item.table + at, mask=wanted & (at < first_end), other=-1)
         else:
-            slots = gl.load(item.extra_table + (at - form.first), mask=wanted, other=-1)
+            slots = gl.load(item.extra_table + (at - form.FIRST), mask=wanted, other=-1)
     else:
         slots = gl.load(item.table + at, mask=wanted, other=-1)
     return slots
@@ -119,29 +90,29 @@ def addresses(cache, units, slots, PAGE: gl.constexpr, form: gl.constexpr):
     """Where codes, bf16 values and scales of `slots` of one cache are."""
     slots = slots.to(gl.uint32)
     block = (slots // PAGE).to(gl.int64) * units.to(gl.int64)
-    codes = cache + (block + (slots % PAGE * form.entry).to(gl.int64)) * 4
-    wide = codes + form.codes // 4
-    if form.behind:
+    codes = cache + (block + (slots % PAGE * (form.ENTRY // 16)).to(gl.int64)) * 4
+    wide = codes + form.layout.quantized // 4
+    if form.layout.behind:
         # Eight bytes for each entry, behind all data of the page.
-        scales = cache + block * 4 + (PAGE * form.entry * 4 + slots % PAGE * 2).to(gl.int64)
+        scales = cache + block * 4 + (PAGE * form.ENTRY // 4 + slots % PAGE * 2).to(gl.int64)
     else:
         scales = wide
-        wide += form.codes // form.group
+        wide += form.layout.quantized // form.layout.group
     return codes, wide, scales
 
 
 @gluon.jit
 def locate(number, slots, scopes, form: gl.constexpr):
     """The `Entries` of `slots`, of unit `number` of a sequence."""
-    if form.first > 0:
-        if number * UNIT < form.first:
-            codes, wide, scales = addresses(scopes.cache, scopes.units, slots, form.page, form)
+    if form.FIRST > 0:
+        if number * UNIT < form.FIRST:
+            codes, wide, scales = addresses(scopes.cache, scopes.units, slots, form.PAGE, form)
         else:
             codes, wide, scales = addresses(
-                scopes.extra_cache, scopes.extra_units, slots, form.extra_page, form
+                scopes.extra_cache, scopes.extra_units, slots, form.EXTRA_PAGE, form
             )
     else:
-        codes, wide, scales = addresses(scopes.cache, scopes.units, slots, form.page, form)
+        codes, wide, scales = addresses(scopes.cache, scopes.units, slots, form.PAGE, form)
     return Entries(codes, wide, scales, slots)
 
 
@@ -150,8 +121,8 @@ def load_quarter(entries, NUMBER: gl.constexpr, form: gl.constexpr):
     """Codes of a quarter; zeros where nothing is listed, or no code is left."""
     col = NUMBER * QUARTER // 4 + gl.arange(0, QUARTER // 4, gl.SliceLayout(0, CODES))[None, :]
     wanted = (entries.slots >= 0)[:, None]
-    if form.codes < (NUMBER + 1) * QUARTER:
-        wanted &= col < form.codes // 4
+    if form.layout.quantized < (NUMBER + 1) * QUARTER:
+        wanted &= col < form.layout.quantized // 4
     return gl.load(entries.codes[:, None] + col, mask=wanted, other=0)
 
 
@@ -161,7 +132,7 @@ def load_scales(entries, form: gl.constexpr):
     listed = entries.slots >= 0
     first = gl.load(entries.scales, mask=listed, other=0)
     second = gl.load(entries.scales + 1, mask=listed, other=0)
-    if form.behind:
+    if form.layout.behind:
         scales = first, first, second, second
     else:
         third = gl.load(entries.scales + 2, mask=listed, other=0)
@@ -173,8 +144,8 @@ def load_scales(entries, form: gl.constexpr):
 @gluon.jit
 def load_wide(entries, form: gl.constexpr):
     """The bf16 values: for a tile of their own, or as the end of the last quarter."""
-    layout: gl.constexpr = ROTATED if form.rotated > 0 else VALUES
-    BEFORE: gl.constexpr = 0 if form.rotated > 0 else 32
+    layout: gl.constexpr = ROTATED if form.R > 0 else VALUES
+    BEFORE: gl.constexpr = 0 if form.R > 0 else 32
     row: gl.constexpr = gl.SliceLayout(1, layout)
     col = gl.arange(0, BEFORE + 32, gl.SliceLayout(0, layout))[None, :]
     wanted = gl.convert_layout(entries.slots, row)[:, None] >= 0
@@ -227,7 +198,7 @@ def dequantize(codes, scales):
 @gluon.jit
 def put_quarter(target, unit, NUMBER: gl.constexpr, U: gl.constexpr, form: gl.constexpr):
     """Store a quarter of unit U of a tile in `target` [tokens, latents], as bf16."""
-    if form.behind:
+    if form.layout.behind:
         # A quarter has two exponents.
         second = gl.arange(0, QUARTER // 4, gl.SliceLayout(0, CODES))[None, :] // 16
         exponents = unit.scales[NUMBER][:, None] >> (8 * (second + 2 * NUMBER % 4))
@@ -236,10 +207,10 @@ def put_quarter(target, unit, NUMBER: gl.constexpr, U: gl.constexpr, form: gl.co
         scale = unit.scales[NUMBER][:, None]
     low, high = dequantize(unit.codes[NUMBER], scale)
     values = gl.convert_layout(gl.join(low, high).reshape([UNIT, QUARTER // 2]), VALUES)
-    if NUMBER == 3 and form.rotated == 0:
+    if NUMBER == 3 and form.R == 0:
         col = gl.arange(0, QUARTER // 2, gl.SliceLayout(0, VALUES))[None, :]
         values = gl.where(col < 32, values, unit.wide)
-    part = twos_of(target).slice(UNIT * U, UNIT)
+    part = pairs_of(target).slice(UNIT * U, UNIT)
     part.slice(QUARTER // 2 * NUMBER, QUARTER // 2, dim=1).store(values)
 
 
@@ -255,49 +226,35 @@ def put(tiles, buffer, unit, entries, U: gl.constexpr, form: gl.constexpr):
     c = load_quarter(entries, 2, form)
     put_quarter(keys, unit, 3, U, form)
     d = load_quarter(entries, 3, form)
-    if form.rotated > 0:
-        twos_of(tiles.ropes.index(buffer)).slice(UNIT * U, UNIT).store(unit.wide)
+    if form.R > 0:
+        pairs_of(tiles.ropes.index(buffer)).slice(UNIT * U, UNIT).store(unit.wide)
     tiles.slots.index(buffer).slice(UNIT * U, UNIT).store(unit.slots)
     scales, wide = load_scales(entries, form), load_wide(entries, form)
     return Unit(entries.slots, (a, b, c, d), scales, wide)
 
 
 @gluon.jit
-def twos_of(target):
-    """Shared memory of bf16 [tokens, columns] as integers of two."""
-    SHAPE: gl.constexpr = [target.shape[0], target.shape[1] // 2]
-    layout: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
-    return reinterpret(target, gl.int32, SHAPE, layout)
-
-
-@gluon.jit
-def gather(
-    work, query, tiles, scopes, form: gl.constexpr, HEADS: gl.constexpr, FOLD: gl.constexpr
-):  # fmt: skip
+def gather(work, query, tiles, scopes, form: gl.constexpr):
     """The gathering warps: the query and all tiles of all items, in order."""
     BUFFERS: gl.constexpr = tiles.keys.shape[0]
     PARTS: gl.constexpr = TILE // UNIT
     items = 0
     done = 0
-    begin = gl.load(work.indptr + gl.program_id(0))
-    end = gl.load(work.indptr + gl.program_id(0) + 1)
+    begin, end = items_of(work)
     is_short = 2 * gl.load(work.indptr + gl.num_programs(0)) <= gl.num_programs(0)
     for number in range(begin, end):
-        item = read_item(
-            work.info + 8 * number, work.qo_indptr, work.kv_indptr, work.table, scopes.extra_table,
-            work.table_stride, scopes.extra_table_stride, HEADS, FOLD,
-        )  # fmt: skip
-        first, count = tiles_of(item, work.first_row, HEADS)
+        item = read_item(work, number, form)
+        first, count = tiles_of(work, item, form)
         if number == begin:
             # Once: the kernel in front has ended then.
             gdc.gdc_wait()
         if count > 0:
             # Free from the start: the phase before the first counts as completed.
             mbarrier.wait(query.free, (items & 1) ^ 1)
-            copy_query(query, item, work.first_row, form.rotated, HEADS)
+            copy_query(query, work, item, form.R, form.HEADS)
             items += 1
         first_end = item.end
-        if form.first > 0:
+        if form.FIRST > 0:
             first_end = gl.load(scopes.lens + item.sequence)
         number = first * PARTS
         slots = load_slots(number, item, scopes, first_end, form)

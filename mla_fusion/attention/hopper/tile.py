@@ -5,8 +5,6 @@ one token. `widen` makes fp16 of either byte, exact except for a factor of 2^-8:
 and exponent and mantissa, to where fp16 has them. Two other kernels convert both (`widen_pairs`).
 """
 
-from __future__ import annotations
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
@@ -92,11 +90,12 @@ def reinterpret(shared, TYPE: gl.constexpr, SHAPE: gl.constexpr, layout: gl.cons
 
 
 @gluon.jit
-def pairs_of(key):
-    """A tile of fp8 in shared memory [tokens, L] as int16 [tokens, L / 2]."""
-    SHAPE: gl.constexpr = [key.shape[0], key.shape[1] // 2]
-    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    return reinterpret(key, gl.int16, SHAPE, layout)
+def pairs_of(tile):
+    """A tile in shared memory [tokens, columns] as integers of two neighbours."""
+    BITS: gl.constexpr = 2 * tile.dtype.primitive_bitwidth
+    SHAPE: gl.constexpr = [tile.shape[0], tile.shape[1] // 2]
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2)
+    return reinterpret(tile, gl.int16 if BITS == 16 else gl.int32, SHAPE, layout)
 
 
 @gluon.jit

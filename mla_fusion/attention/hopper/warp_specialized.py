@@ -24,40 +24,31 @@ Barriers (mbarrier), all completed by one arrival:
 | scored: all products of a tile's scores are issued | the scores | the right half |
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc
 
+from mla_fusion.attention.hopper import warp_specialized_bf16 as bf16
+from mla_fusion.attention.hopper import warp_specialized_fp8 as fp8
 from mla_fusion.attention.hopper.copy import barrier
 from mla_fusion.attention.hopper.fits import warp_specialized as fits
-from mla_fusion.attention.hopper.warp_specialized_bf16 import multiply, score
 from mla_fusion.attention.hopper.warp_specialized_copy import (
     ROWS,
-    TILE,
     WARPS,
     Boxes,
     Probabilities,
     Query,
     Tiles,
-    Work,
     cache_boxes,
     copy,
     query_boxes,
 )
-from mla_fusion.attention.hopper.warp_specialized_fp8 import multiply as multiply_fp8
-from mla_fusion.attention.hopper.warp_specialized_fp8 import score as score_fp8
+from mla_fusion.attention.hopper.work import TILE, Work, form_of
 from mla_fusion.attention.plan.device_code import LOG2E, Target
-
-if TYPE_CHECKING:
-    from mla_fusion.attention.plan.inputs import Inputs, Launch
+from mla_fusion.attention.plan.inputs import Inputs, Launch
 
 __all__ = ["arguments", "fits", "kernel"]
 
@@ -78,7 +69,7 @@ def decode_kernel(
     qo_indptr_ptr, kv_indptr_ptr, q_scale_ptr, kv_scale_ptr, scale, heads, out_stride_t,
     out_stride_h, table_stride, q_halves, q_quarters, q_rotated, halves, quarters, rotated,
     block_rows, fresh,
-    PAGE: gl.constexpr, HEADS: gl.constexpr, FOLD: gl.constexpr, LSE: gl.constexpr,
+    FORM: gl.constexpr,
 ):  # fmt: skip
     """Arguments as `triton.decode_kernel`, and descriptors of query and cache; `fresh` as
     `hopper.decode` has it, which is launched as early.
@@ -103,7 +94,6 @@ def decode_kernel(
         new_barriers(BUFFERS),
         new_barriers(2 * BUFFERS),
     )
-    first_row = gl.program_id(1) * ROWS
     query_made = new_barriers(2)
     query = Query(
         Boxes(q_halves, q_quarters, q_rotated),
@@ -115,7 +105,7 @@ def decode_kernel(
     )
     work = Work(
         work_indptr_ptr, work_info_ptr, qo_indptr_ptr, kv_indptr_ptr, table_ptr, table_stride,
-        first_row,
+        table_ptr, table_stride, gl.program_id(1) * ROWS,
     )  # fmt: skip
     target = Target(
         out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, out_stride_t, out_stride_h, heads
@@ -134,13 +124,12 @@ def decode_kernel(
         barrier()
         gl.warp_specialize(
             [
-                (score_fp8, (
-                    work, query, tiles, shared, target, scale, q_scale_ptr, kv_scale_ptr, HEADS,
-                    FOLD, LSE,
+                (fp8.score, (
+                    work, query, tiles, shared, target, scale, q_scale_ptr, kv_scale_ptr, FORM
                 )),
-                (multiply_fp8, (work, tiles, shared, target, HEADS, FOLD, False)),
-                (multiply_fp8, (work, tiles, shared, target, HEADS, FOLD, True)),
-                (copy, (work, query, tiles, cache, block_rows, PAGE, HEADS, FOLD)),
+                (fp8.multiply, (work, tiles, shared, target, FORM, False)),
+                (fp8.multiply, (work, tiles, shared, target, FORM, True)),
+                (copy, (work, query, tiles, cache, block_rows, FORM)),
             ],
             [4, 4, 1],
             [192, 192, 24],
@@ -157,12 +146,11 @@ def decode_kernel(
         barrier()
         gl.warp_specialize(
             [
-                (score, (
-                    work, query, tiles, shared, made.index(2), target, scale * LOG2E, HEADS, FOLD,
-                    LSE,
+                (bf16.score, (
+                    work, query, tiles, shared, made.index(2), target, scale * LOG2E, FORM
                 )),
-                (multiply, (work, tiles, shared, made.index(2), target, HEADS, FOLD)),
-                (copy, (work, query, tiles, cache, block_rows, PAGE, HEADS, FOLD)),
+                (bf16.multiply, (work, tiles, shared, made.index(2), target, FORM)),
+                (copy, (work, query, tiles, cache, block_rows, FORM)),
             ],
             [4, 1],
             [216, 40],
@@ -177,22 +165,15 @@ kernel: Any = decode_kernel
 
 def arguments(given: Inputs) -> Launch:
     """What the kernel is launched with (also for compiling without a GPU)."""
-    latent, per_work = given.widths[0], given.plan.heads_per_work
+    latent = given.widths[0]
     args = (
         given.block_table,
         *given.results,
         *given.scales,
         *given.strides[2:],
-        *query_boxes(given.q, latent, per_work),
+        *query_boxes(given.q, latent, given.plan.heads_per_work),
         *cache_boxes(given.kv_cache, latent),
         int(given.plan.fresh),
     )
-    options = {
-        "PAGE": given.kv_cache.shape[1],
-        "HEADS": per_work,
-        "FOLD": given.plan.fold,
-        "LSE": given.lse is not None,
-        "launch_pdl": True,
-        "num_warps": WARPS.value,
-    }
+    options = {"FORM": form_of(given), "launch_pdl": True, "num_warps": WARPS.value}
     return given.grid(ROWS.value), args, options

@@ -3,8 +3,6 @@
 See `warp_specialized.py`.
 """
 
-from __future__ import annotations
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -14,36 +12,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc
 
+from mla_fusion.attention.hopper import warp_specialized_rows as rows
 from mla_fusion.attention.hopper.copy import barrier
-from mla_fusion.attention.hopper.warp_specialized_copy import (
-    ROWS,
-    TILE,
-    WARPS,
-    clear_rows,
-    item_of,
-    tiles_of,
-    turn_of,
-)
-from mla_fusion.attention.hopper.warp_specialized_scores import (
-    add_left,
-    add_quarters,
-    decayed,
-    last_visible,
-    p_of,
-    result_of,
-    see,
-    start_rotated,
-    start_state,
-    sums_of,
-    two_halves,
-)
-from mla_fusion.attention.hopper.warp_specialized_store import (
-    store_lse,
-    store_part,
-)
-
-# m is a row's maximum: with slack the kernel was slower, as its sums are rescaled all the same.
-EXACT = gl.constexpr(0)
+from mla_fusion.attention.hopper.warp_specialized_copy import ROWS, WARPS, clear_rows, turn_of
+from mla_fusion.attention.hopper.work import TILE, items_of, read_item, tiles_of
 
 
 @gluon.jit
@@ -65,7 +37,7 @@ def give(shared, first, others, factors, sent):
 @gluon.jit
 def give_last(m, l, sink, shared, sent):
     """Give what all sums are multiplied by, as number `sent`; the LSE of each row, and that."""
-    lse, inverse = result_of(m, l, sink)
+    lse, inverse = rows.result_of(m, l, sink)
     mbarrier.wait(shared.free, (sent & 1) ^ 1)
     shared.factors.store(inverse)
     barrier()
@@ -96,15 +68,15 @@ def multiply_left(s, base, decay, factor, acc, l, left, shared, sent):
     part: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HALF, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     TYPE: gl.constexpr = left.dtype
-    first, others = two_halves(s, part)
-    p = p_of(first, base, factor)
-    l = decayed(l, decay) + sums_of(p)
+    first, others = rows.two_halves(s, part)
+    p = rows.p_of(first, base, factor)
+    l = rows.decayed(l, decay) + rows.sums_of(p)
     first = p.to(TYPE)
     first_p = gl.convert_layout(first, operand)
     acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout))[:, None]
     acc = warpgroup_mma(first_p, left.slice(0, HALF), acc, is_async=True)
-    p = p_of(others, base, factor)
-    l += sums_of(p)
+    p = rows.p_of(others, base, factor)
+    l += rows.sums_of(p)
     others = p.to(TYPE)
     other_p = gl.convert_layout(others, operand)
     acc = warpgroup_mma(other_p, left.slice(HALF, HALF), acc, is_async=True)
@@ -113,10 +85,7 @@ def multiply_left(s, base, decay, factor, acc, l, left, shared, sent):
 
 
 @gluon.jit
-def score(
-    work, query, tiles, shared, scored, target, factor, HEADS: gl.constexpr, FOLD: gl.constexpr,
-    LSE: gl.constexpr,
-):  # fmt: skip
+def score(work, query, tiles, shared, scored, target, factor, form: gl.constexpr):
     """The first warpgroup: scores, softmax, and the left half of the output."""
     HALF: gl.constexpr = tiles.left.shape[2]
     BUFFERS: gl.constexpr = tiles.left.shape[0]
@@ -126,28 +95,28 @@ def score(
     items = 0
     done = 0
     sent = 0
-    begin = gl.load(work.indptr + gl.program_id(0))
-    for number in range(begin, gl.load(work.indptr + gl.program_id(0) + 1)):
-        item = item_of(work, number, HEADS, FOLD)
-        first, count = tiles_of(item, work.first_row, HEADS)
-        limit = last_visible(work, item, HEADS, row_layout)
-        m, l = start_state(row_layout)
+    begin, end = items_of(work)
+    for number in range(begin, end):
+        item = read_item(work, number, form)
+        first, count = tiles_of(work, item, form)
+        limit = rows.last_visible(work, item, form.HEADS, row_layout)
+        m, l = rows.start_state(row_layout)
         acc = gl.zeros([ROWS, HALF], gl.float32, output)
         if count > 0:
             mbarrier.wait(query.full, items & 1)
             items += 1
             buffer, _ = turn_of(done, BUFFERS)
-            started = start_rotated(query, tiles, done, scores)
+            started = rows.start_rotated(query, tiles, done, scores)
             for t in range(first, first + count):
                 left = tiles.left.index(buffer)
-                started = add_left(started, query, tiles, done)
-                started = add_quarters(started, query, tiles, done)
+                started = rows.add_left(started, query, tiles, done)
+                started = rows.add_quarters(started, query, tiles, done)
                 mbarrier.arrive(scored, count=1)
                 # Here, under these products: the compiler puts one behind each arrival, else in
                 # front of the left half's first product.
                 barrier()
                 s = warpgroup_mma_wait(0, [started])
-                s, base, new_m = see(s, t * TILE, item, limit, factor, m, EXACT)
+                s, base, new_m = rows.see(s, t * TILE, item, limit, factor, m)
                 decay = gl.exp2(m - base)
                 m = new_m
                 over = item.end - t * TILE
@@ -161,7 +130,7 @@ def score(
                 # do not wait for the warps in between. Behind the last tile it is of that tile
                 # again, and not used.
                 more = t + 1 < first + count
-                started = start_rotated(query, tiles, gl.where(more, done + 1, done), scores)
+                started = rows.start_rotated(query, tiles, gl.where(more, done + 1, done), scores)
                 # P is in registers, and read until the products end.
                 acc, p, others = warpgroup_mma_wait(1, [sums, p, others])
                 if more:
@@ -176,23 +145,23 @@ def score(
         sent += 1
         # The kernel in front may still read what is written here.
         gdc.gdc_wait()
-        store_lse(lse, work, item, target, HEADS, LSE)
+        rows.store_lse(lse, work, item, target, form)
         acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, output))[:, None]
-        store_part(acc, work, item, target, 0, 2 * HALF, HEADS)
+        rows.store_part(acc, work, item, target, 0, form)
 
 
 @gluon.jit
-def multiply(work, tiles, shared, scored, target, HEADS: gl.constexpr, FOLD: gl.constexpr):
+def multiply(work, tiles, shared, scored, target, form: gl.constexpr):
     """The second warpgroup: the right half of the output, in two quarters."""
     PART: gl.constexpr = tiles.right.shape[2]
     BUFFERS: gl.constexpr = tiles.left.shape[0]
     output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, PART, 16])
     done = 0
     received = 0
-    begin = gl.load(work.indptr + gl.program_id(0))
-    for number in range(begin, gl.load(work.indptr + gl.program_id(0) + 1)):
-        item = item_of(work, number, HEADS, FOLD)
-        first, count = tiles_of(item, work.first_row, HEADS)
+    begin, end = items_of(work)
+    for number in range(begin, end):
+        item = read_item(work, number, form)
+        first, count = tiles_of(work, item, form)
         third = gl.zeros([ROWS, PART], gl.float32, output)
         fourth = third
         for t in range(first, first + count):
@@ -225,5 +194,5 @@ def multiply(work, tiles, shared, scored, target, HEADS: gl.constexpr, FOLD: gl.
         _, inverse = take(shared, received, output)
         received += 1
         gdc.gdc_wait()
-        store_part(third * inverse, work, item, target, 2 * PART, 4 * PART, HEADS)
-        store_part(fourth * inverse, work, item, target, 3 * PART, 4 * PART, HEADS)
+        rows.store_part(third * inverse, work, item, target, 2 * PART, form)
+        rows.store_part(fourth * inverse, work, item, target, 3 * PART, form)

@@ -3,39 +3,21 @@
 See `hopper/warp_specialized.py`.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc
 
 from mla_fusion.attention.hopper.copy import barrier, tile_layout, tma_load
-from mla_fusion.attention.hopper.decode import read_item
 from mla_fusion.attention.hopper.tile import reinterpret
+from mla_fusion.attention.hopper.work import TILE, items_of, read_item, tiles_of
 
 ROWS = gl.constexpr(64)  # query rows of a CTA: the M of WGMMA
-TILE = gl.constexpr(64)  # tokens
 WARPS = gl.constexpr(4)  # a warpgroup
-
-
-class Work(NamedTuple):
-    """What all warps read: the plan, and the query's rows of this CTA."""
-
-    indptr: Any
-    info: Any
-    qo_indptr: Any
-    kv_indptr: Any
-    table: Any
-    table_stride: Any
-    first_row: Any
 
 
 class Tiles(NamedTuple):
@@ -146,27 +128,7 @@ def turn_of(number, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def tiles_of(item, first_row, HEADS: gl.constexpr):
-    """First tile of an item, and how many it has: none if the CTA has no rows in it."""
-    first = item.begin // TILE
-    count = (item.end + TILE - 1) // TILE - first
-    return first, gl.where(first_row < HEADS * item.count, count, 0)
-
-
-@gluon.jit
-def item_of(work, number, HEADS: gl.constexpr, FOLD: gl.constexpr):
-    """Work item `number` of the plan."""
-    return read_item(
-        work.info + 8 * number, work.qo_indptr, work.kv_indptr, work.table, work.table,
-        work.table_stride, work.table_stride, HEADS, FOLD,
-    )  # fmt: skip
-
-
-@gluon.jit
-def copy(
-    work, query, tiles, cache, block_rows, PAGE: gl.constexpr, HEADS: gl.constexpr,
-    FOLD: gl.constexpr,
-):  # fmt: skip
+def copy(work, query, tiles, cache, block_rows, form: gl.constexpr):
     """The copying warp: the query and all tiles of all items, in order."""
     HALF: gl.constexpr = tiles.left.shape[2]
     PART: gl.constexpr = tiles.right.shape[2]
@@ -175,23 +137,22 @@ def copy(
     BUFFERS: gl.constexpr = tiles.left.shape[0]
     items = 0
     done = 0
-    begin = gl.load(work.indptr + gl.program_id(0))
-    end = gl.load(work.indptr + gl.program_id(0) + 1)
+    begin, end = items_of(work)
     is_short = 2 * gl.load(work.indptr + gl.num_programs(0)) <= gl.num_programs(0)
     for number in range(begin, end):
-        item = item_of(work, number, HEADS, FOLD)
-        first, count = tiles_of(item, work.first_row, HEADS)
+        item = read_item(work, number, form)
+        first, count = tiles_of(work, item, form)
         if number == begin:
             # Once: the kernel in front has ended then.
             gdc.gdc_wait()
         if count > 0:
             # Free from the start: the phase before the first counts as completed.
             mbarrier.wait(query.free, (items & 1) ^ 1)
-            copy_query(query, item, work.first_row, R, HEADS)
+            copy_query(query, work, item, R, form.HEADS)
             items += 1
         for t in range(first, first + count):
             token = t * TILE
-            row = gl.load(item.table + token // PAGE) * block_rows + token % PAGE
+            row = gl.load(item.table + token // form.PAGE) * block_rows + token % form.PAGE
             buffer, phase = turn_of(done, BUFFERS)
             mbarrier.wait(tiles.left_free.index(buffer), phase ^ 1)
             full = tiles.left_full.index(buffer)
@@ -215,13 +176,13 @@ def copy(
 
 
 @gluon.jit
-def copy_query(query, item, first_row, R: gl.constexpr, HEADS: gl.constexpr):
-    """Start the copy of an item's query rows from `first_row` on. R: rotated columns, or 0."""
+def copy_query(query, work, item, R: gl.constexpr, HEADS: gl.constexpr):
+    """Start the copy of the query rows of an item. R: rotated columns, or 0."""
     HALF: gl.constexpr = query.left.shape[1]
     PART: gl.constexpr = query.right.shape[2]
     SIZE: gl.constexpr = query.left.dtype.primitive_bitwidth // 8
-    token = (item.token + first_row // HEADS).to(gl.int32)
-    head = item.first_head + first_row % HEADS
+    token = (item.token + work.first_row // HEADS).to(gl.int32)
+    head = item.first_head + work.first_row % HEADS
     mbarrier.expect(query.full, ROWS * (2 * HALF + R) * SIZE)
     boxes, full = query.boxes, query.full
     copy_rows(boxes.halves, token, head, 0, full, query.left)

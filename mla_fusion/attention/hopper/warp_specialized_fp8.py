@@ -12,8 +12,6 @@ fence: a barrier ends no load of a thread, and the copy engine's writes keep no 
 that are not fenced.
 """
 
-from __future__ import annotations
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -24,34 +22,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc
 
+from mla_fusion.attention.hopper import warp_specialized_rows as rows
 from mla_fusion.attention.hopper.copy import barrier
 from mla_fusion.attention.hopper.decode import read_scales
 from mla_fusion.attention.hopper.tile import pairs_of, widen_pairs
 from mla_fusion.attention.hopper.warp_specialized_copy import (
     ROWS,
-    TILE,
     WARPS,
     Probabilities,
     clear_rows,
-    item_of,
-    tiles_of,
     turn_of,
 )
-from mla_fusion.attention.hopper.warp_specialized_scores import (
-    add_quarters,
-    decayed,
-    last_visible,
-    p_of,
-    result_of,
-    see,
-    start_scores,
-    start_state,
-    sums_of,
-)
-from mla_fusion.attention.hopper.warp_specialized_store import (
-    store_lse,
-    store_pairs,
-)
+from mla_fusion.attention.hopper.work import TILE, items_of, read_item, tiles_of
 
 # The least normal number. Scales of zero would make scores of -inf, which no row sees, NaN.
 LEAST = gl.constexpr(2.0**-126)
@@ -86,23 +68,28 @@ def send(shared, p, factors, sent):
 @gluon.jit
 def softmax_step(s, token, item, limit, factor, m, l):
     """One step of the online softmax over a tile from `token` on: P, decay, new state."""
-    s, base, new_m = see(s, token, item, limit, factor, m, SLACK)
-    p = p_of(s, base, factor)
+    s, base, new_m = rows.see(s, token, item, limit, factor, m, SLACK)
+    p = rows.p_of(s, base, factor)
     decay = gl.exp2(m - base)
-    sums = sums_of(p)
-    return p, decay, new_m, decayed(l, decay) + sums
+    sums = rows.sums_of(p)
+    return p, decay, new_m, rows.decayed(l, decay) + sums
 
 
 @gluon.jit
 def all_scores(query, tiles, done, layout: gl.constexpr):
-    """Start all products of the query with tile number `done`."""
-    return add_quarters(start_scores(query, tiles, done, layout), query, tiles, done)
+    """Start all products [rows, tokens] of the query with tile number `done` of the CTA."""
+    buffer, phase = turn_of(done, tiles.left.shape[0])
+    mbarrier.wait(tiles.left_full.index(buffer), phase)
+    s = gl.zeros([ROWS, TILE], gl.float32, layout)
+    left = tiles.left.index(buffer).permute((1, 0))
+    s = warpgroup_mma(query.left, left, s, use_acc=False, is_async=True)
+    s = warpgroup_mma(query.ropes, tiles.ropes.index(buffer).permute((1, 0)), s, is_async=True)
+    return rows.add_quarters(s, query, tiles, done)
 
 
 @gluon.jit
 def score(
-    work, query, tiles, shared, target, scale, q_scale_ptr, kv_scale_ptr, HEADS: gl.constexpr,
-    FOLD: gl.constexpr, LSE: gl.constexpr,
+    work, query, tiles, shared, target, scale, q_scale_ptr, kv_scale_ptr, form: gl.constexpr
 ):  # fmt: skip
     """The first warpgroup: scores and softmax."""
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TILE, 32])
@@ -112,14 +99,14 @@ def score(
     items = 0
     done = 0
     sent = 0
-    begin = gl.load(work.indptr + gl.program_id(0))
-    for number in range(begin, gl.load(work.indptr + gl.program_id(0) + 1)):
-        item = item_of(work, number, HEADS, FOLD)
-        first, count = tiles_of(item, work.first_row, HEADS)
+    begin, end = items_of(work)
+    for number in range(begin, end):
+        item = read_item(work, number, form)
+        first, count = tiles_of(work, item, form)
         factor, value_scale = read_scales(scale, q_scale_ptr, kv_scale_ptr, True)
         factor = gl.where(factor == 0.0, LEAST, factor)
-        limit = last_visible(work, item, HEADS, row_layout)
-        m, l = start_state(row_layout)
+        limit = rows.last_visible(work, item, form.HEADS, row_layout)
+        m, l = rows.start_state(row_layout)
         if count > 0:
             mbarrier.wait(query.full, items & 1)
             items += 1
@@ -139,14 +126,14 @@ def score(
             p, decay, m, l = softmax_step(s, last, item, limit, factor, m, l)
             send(shared, p, decay, sent)
             sent += 1
-        lse, inverse = result_of(m, l)
+        lse, inverse = rows.result_of(m, l)
         slot, phase = slot_of(shared, sent)
         mbarrier.wait(slot.free, phase ^ 1)
         slot.factors.store(inverse * value_scale)
         barrier()
         mbarrier.arrive(slot.full, count=1)
         sent += 1
-        store_lse(lse, work, item, target, HEADS, LSE)
+        rows.store_lse(lse, work, item, target, form)
 
 
 @gluon.jit
@@ -200,9 +187,7 @@ def free_half(tiles, done, RIGHT: gl.constexpr):
 
 
 @gluon.jit
-def multiply(
-    work, tiles, shared, target, HEADS: gl.constexpr, FOLD: gl.constexpr, RIGHT: gl.constexpr,
-):  # fmt: skip
+def multiply(work, tiles, shared, target, form: gl.constexpr, RIGHT: gl.constexpr):
     """The second and the third warpgroup: a half of the output, in two quarters of even and odd
     latents.
     """
@@ -214,10 +199,10 @@ def multiply(
     gdc.gdc_wait()
     done = 0
     received = 0
-    begin = gl.load(work.indptr + gl.program_id(0))
-    for number in range(begin, gl.load(work.indptr + gl.program_id(0) + 1)):
-        item = item_of(work, number, HEADS, FOLD)
-        first, count = tiles_of(item, work.first_row, HEADS)
+    begin, end = items_of(work)
+    for number in range(begin, end):
+        item = read_item(work, number, form)
+        first, count = tiles_of(work, item, form)
         even = gl.zeros([PART // 2, ROWS], gl.float32, output)
         odd = even
         next_even = even
@@ -263,8 +248,7 @@ def multiply(
         barrier()
         mbarrier.arrive(slot.free, count=1)
         received += 1
-        store_pairs(even * factors, odd * factors, work, item, target, FIRST, 4 * PART, HEADS)
-        store_pairs(
-            next_even * factors, next_odd * factors, work, item, target, FIRST + PART, 4 * PART,
-            HEADS,
-        )  # fmt: skip
+        even, odd = even * factors, odd * factors
+        rows.store_pairs(even, odd, work, item, target, FIRST, form)
+        even, odd = next_even * factors, next_odd * factors
+        rows.store_pairs(even, odd, work, item, target, FIRST + PART, form)

@@ -1,0 +1,248 @@
+"""What a warpgroup of a warp-specialized decode kernel does with its 64 query rows: scores, softmax
+and stores, for bf16 and fp8.
+
+Scores are [rows, tokens], and four threads have a row of them.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
+
+from mla_fusion.attention.hopper.warp_specialized_copy import ROWS, turn_of
+from mla_fusion.attention.hopper.work import TILE
+from mla_fusion.attention.plan.device_code import LN2
+
+# Of [rows, 4]: a sum for each of the four threads that have a row of scores.
+SUMS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
+    )
+)
+
+
+@gluon.jit
+def start_rotated(query, tiles, done, layout: gl.constexpr):
+    """Start the product of the query with the rotated part of tile number `done`."""
+    buffer, phase = turn_of(done, tiles.left.shape[0])
+    mbarrier.wait(tiles.left_full.index(buffer), phase)
+    s = gl.zeros([ROWS, TILE], gl.float32, layout)
+    rotated = tiles.ropes.index(buffer).permute((1, 0))
+    return warpgroup_mma(query.ropes, rotated, s, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def add_left(s, query, tiles, done):
+    """Start the product with the left half, behind `start_rotated`."""
+    buffer, _ = turn_of(done, tiles.left.shape[0])
+    left = tiles.left.index(buffer).permute((1, 0))
+    return warpgroup_mma(query.left, left, s, is_async=True)
+
+
+@gluon.jit
+def add_quarters(s, query, tiles, done):
+    """Start the other two products, with the quarters."""
+    buffer, phase = turn_of(done, tiles.left.shape[0])
+    for part in gl.static_range(2):
+        quarter = 2 * buffer + part
+        mbarrier.wait(tiles.right_full.index(quarter), phase)
+        right = tiles.right.index(quarter).permute((1, 0))
+        s = warpgroup_mma(query.right.index(part), right, s, is_async=True)
+    return s
+
+
+@gluon.jit
+def start_state(layout: gl.constexpr):
+    """m and l of rows that have seen nothing."""
+    m = gl.full([ROWS], float("-inf"), gl.float32, layout)
+    return m, gl.zeros([ROWS, 4], gl.float32, SUMS)
+
+
+@gluon.jit
+def see(s, token, item, limit, factor, m, SLACK: gl.constexpr = 0):
+    """The scores of a tile from `token` on, -inf where a row does not see one; what is subtracted
+    from them times `factor`; and the new m.
+
+    factor: of the scores, in base 2. It is positive, so the maximum needs no product of each.
+    SLACK: how far a maximum may be above its row's m, in base 2, before m is raised.
+    P reaches 2^SLACK, and most decays are 1. Sums and LSE do not depend on where m is. bf16 was
+    slower with any: its sums are rescaled all the same.
+    """
+    # Of the tiles of an item only the first and the last ones have tokens that a row does not see.
+    shortest = gl.minimum(item.end, item.end + item.after - (item.count - 1))
+    if (token < item.begin) | (token + TILE > shortest):
+        at = token + gl.arange(0, TILE, gl.SliceLayout(0, s.type.layout))
+        seen = (at >= item.begin)[None, :] & (at[None, :] < limit[:, None])
+        s = gl.where(seen, s, float("-inf"))
+    return raised(s, factor, m, SLACK)
+
+
+@gluon.jit
+def raised(s, factor, m, SLACK: gl.constexpr = 0):
+    """What `see` returns, of scores that are -inf where a row does not see a token."""
+    highest = gl.max(s, 1) * factor
+    new_m = gl.maximum(m, highest) if SLACK == 0 else gl.where(highest > m + SLACK, highest, m)
+    # A row that has seen nothing keeps a P of zero, not NaN.
+    base = gl.where(new_m == float("-inf"), 0.0, new_m)
+    return s, base, new_m
+
+
+@gluon.jit
+def p_of(s, base, factor):
+    """P of scores [rows, tokens]."""
+    return gl.exp2(s * factor - gl.convert_layout(base, gl.SliceLayout(1, s.type.layout))[:, None])
+
+
+@gluon.jit
+def decayed(l, decay):
+    """The sums of the rows so far, times the decay of each."""
+    return l * gl.convert_layout(decay, gl.SliceLayout(1, SUMS))[:, None]
+
+
+@gluon.jit
+def sums_of(p):
+    """The sums of P [rows, tokens]. Four threads' sums meet in `result_of`."""
+    # A thread has two neighbours of every eight tokens.
+    sums = gl.sum(gl.sum(p.reshape([ROWS, p.shape[1] // 8, 4, 2]), 3), 1)
+    return gl.convert_layout(sums, SUMS)
+
+
+@gluon.jit
+def two_halves(s, layout: gl.constexpr):
+    """The scores of the first 32 tokens and of the others: registers that a thread has already."""
+    first, others = gl.split(s.reshape([ROWS, 2, TILE // 2]).permute((0, 2, 1)))
+    return gl.convert_layout(first, layout), gl.convert_layout(others, layout)
+
+
+@gluon.jit
+def last_visible(work, item, HEADS: gl.constexpr, layout: gl.constexpr):
+    """The end of the tokens that each row sees: row i of n up to n - 1 - i before the end of the
+    sequence.
+    """
+    row = work.first_row + gl.arange(0, ROWS, layout)
+    return gl.minimum(item.end, item.end + item.after - (item.count - 1 - row // HEADS))
+
+
+@gluon.jit
+def result_of(m, l, sink=float("-inf")):
+    """The natural-log LSE of each row, and what its sums are multiplied by.
+
+    sink: one more score of each row, in base 2, of which the LSE knows nothing.
+    """
+    l = gl.convert_layout(gl.sum(l, 1), m.type.layout)
+    lse = gl.where(l > 0.0, (m + gl.log2(l)) * LN2, float("-inf"))
+    return lse, gl.where(l > 0.0, 1.0 / (l + gl.exp2(sink - m)), 0.0)
+
+
+@gluon.constexpr_function
+def store_layout(columns):
+    """The layout in which a thread stores four neighbours of a row, and four threads 16.
+
+    In that of products they are pairs, and four threads' fill half of a memory sector. From there
+    to here two threads of a warp exchange pairs by shuffles. More than four would go through shared
+    memory, which is full.
+    """
+    wide = [[0, 16 << i] for i in range((columns // 16).bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0], *wide],
+        [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, columns],
+    )
+
+
+@gluon.jit
+def rows_of(work, item, target, HEADS: gl.constexpr, layout: gl.constexpr):
+    """The rows of an item that this CTA has, and which of them are real."""
+    rows = work.first_row + gl.arange(0, ROWS, layout)
+    head = item.first_head + rows % HEADS
+    return rows, head, (rows // HEADS < item.count) & (head < target.heads)
+
+
+@gluon.jit
+def final_rows(rows, head, item, target, HEADS: gl.constexpr):
+    """Where `rows` of the output begin."""
+    return target.out + (item.token + rows // HEADS) * target.stride_t + head * target.stride_h
+
+
+@gluon.jit
+def store_part(acc, work, item, target, FIRST: gl.constexpr, form: gl.constexpr):
+    """Store normalized sums [rows, columns] in the columns from FIRST on."""
+    layout: gl.constexpr = store_layout(acc.shape[1])
+    rows, head, real = rows_of(work, item, target, form.HEADS, gl.SliceLayout(1, layout))
+    col = FIRST + gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
+    if item.partial < 0:
+        final = final_rows(rows, head, item, target, form.HEADS)[:, None] + col[None, :]
+        TYPE: gl.constexpr = target.out.dtype.element_ty
+        gl.store(final, gl.convert_layout(acc.to(TYPE), layout), mask=real[:, None])
+    else:
+        at_partial = item.partial.to(gl.int64) * form.HEADS + rows
+        partial = target.partial + at_partial[:, None] * form.L + col[None, :]
+        gl.store(partial, gl.convert_layout(acc, layout), mask=real[:, None])
+
+
+@gluon.constexpr_function
+def pairs_layout(pairs):
+    """That of products [pairs, rows], of [pairs, groups, 8 rows]."""
+    return gl.DistributedLinearLayout(
+        [[0, 0, 1], [8, 0, 0], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        [[16, 0, 0], [32, 0, 0]],
+        [],
+        [pairs, 8, 8],
+    )
+
+
+@gluon.jit
+def pairs_in(even, odd, TYPE: gl.constexpr, layout: gl.constexpr):
+    """Even and odd latents [pairs, rows] in TYPE, two in an integer: [pairs, groups, 8 rows]."""
+    BITS: gl.constexpr = TYPE.primitive_bitwidth
+    part: gl.constexpr = gl.int32 if BITS == 32 else gl.int16
+    pair: gl.constexpr = gl.int64 if BITS == 32 else gl.int32
+    low = even.to(TYPE).to(part, bitcast=True).to(pair) & ((1 << BITS) - 1)
+    pairs = low | (odd.to(TYPE).to(part, bitcast=True).to(pair) << BITS)
+    return gl.convert_layout(pairs.reshape([even.shape[0], ROWS // 8, 8]), layout)
+
+
+@gluon.jit
+def store_pairs(even, odd, work, item, target, FIRST: gl.constexpr, form: gl.constexpr):
+    """Store normalized sums [columns / 2, rows] of even and odd columns from FIRST on.
+
+    Eight rows are heads of one token. All threads have the same eight groups of them in registers,
+    so a group's address is one number for all, and a thread's place in it another.
+    """
+    PAIRS: gl.constexpr = even.shape[0]
+    layout: gl.constexpr = pairs_layout(PAIRS)
+    col = gl.arange(0, PAIRS, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    group = gl.arange(0, ROWS // 8, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    row = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    # Zero, which the compiler does not know: a count is not negative. What is computed of it is
+    # computed behind the item's tiles, not in front of all items, and then kept in memory.
+    zero = (item.count.to(gl.uint32, bitcast=True) >> 31).to(gl.int32)
+    row, col = row + zero, col + zero
+    first = (work.first_row + zero) + 8 * group
+    head = item.first_head + first % form.HEADS
+    real = (first // form.HEADS < item.count) & (head + row < target.heads)
+    if item.partial < 0:
+        final = final_rows(first, head, item, target, form.HEADS) + row * target.stride_h + FIRST
+        values = pairs_in(even, odd, target.out.dtype.element_ty, layout)
+        gl.store(final.to(gl.pointer_type(gl.int32), bitcast=True) + col, values, mask=real)
+    else:
+        at_partial = item.partial.to(gl.int64) * form.HEADS + first + row
+        partial = target.partial + at_partial * form.L + FIRST
+        wide = pairs_in(even, odd, gl.float32, layout)
+        gl.store(partial.to(gl.pointer_type(gl.int64), bitcast=True) + col, wide, mask=real)
+
+
+@gluon.jit
+def store_lse(lse, work, item, target, form: gl.constexpr):
+    """Store the natural-log LSE of each row."""
+    layout: gl.constexpr = lse.type.layout
+    rows, head, real = rows_of(work, item, target, form.HEADS, layout)
+    if item.partial < 0:
+        if form.LSE:
+            at_token = item.token + rows // form.HEADS
+            gl.store(target.lse + at_token * target.heads + head, lse, mask=real)
+    else:
+        at_partial = item.partial.to(gl.int64) * form.HEADS + rows
+        gl.store(target.partial_lse + at_partial, lse, mask=real)
