@@ -9,7 +9,8 @@ import torch
 pytest.importorskip("triton")
 
 from mla_fusion.attention.hopper import warp_specialized
-from mla_fusion.attention.hopper.warp_specialized_copy import cache_boxes, query_boxes
+from mla_fusion.attention.hopper.copy import cache_boxes
+from mla_fusion.attention.hopper.warp_specialized_copy import columns_of, query_boxes
 from mla_fusion.attention.plan.device import triton_version
 from tests.attention.decodes import BF16, FN
 from tests.attention.specialized import inputs
@@ -80,5 +81,5 @@ def test_the_copy_engine_sees_rows():
     assert {n: query_boxes(q, 512, n)[0].block_shape[:2] for n in blocks} == blocks
     # Half of each block is another layer's: the last row is inside the memory all the same.
     cache = torch.empty(10, 256, 576, dtype=BF16)[:, :128]
-    *boxes, step = cache_boxes(cache, 512)
+    *boxes, step = cache_boxes(cache, columns_of(512, 64), 64)
     assert step == 256 and boxes[0].shape == [9 * 256 + 128, 576]

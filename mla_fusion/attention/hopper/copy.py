@@ -5,7 +5,8 @@ threads copy the others, 16 bytes each at a time: over several pages, lists of s
 """
 
 import functools
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import Any
 
 import torch
 from triton.experimental import gluon
@@ -16,7 +17,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mla_fusion.attention.hopper.tile import pairs_of
 from mla_fusion.attention.hopper.work import TILE
-from mla_fusion.attention.plan.device_code import Source
 
 # Triton 3.9 renamed all three.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -24,56 +24,46 @@ async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_gl
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
-class Copies(NamedTuple):
-    """What the tiles of a sequence are copied from.
+# What the tiles of a sequence are copied from. first, extra: its scopes; the other is for sparse
+# sequences. latents, rotated, block_rows: as `cache_boxes` returns them.
+Copies = namedtuple("Copies", "first extra latents rotated block_rows")
 
-    first, extra: its scopes; the other is for sparse sequences. latents, rotated, block_rows: as
-    `bulk_copy` returns them.
-    """
-
-    first: Source
-    extra: Source
-    latents: Any
-    rotated: Any
-    block_rows: Any
+# Two tiles in shared memory, and a barrier for each, which the copy engine completes. keys: [2,
+# tokens, L]. ropes: [2, tokens, R].
+Buffers = namedtuple("Buffers", "keys ropes arrived")
 
 
-class Buffers(NamedTuple):
-    """Two tiles in shared memory, and a barrier for each, which the copy engine completes.
-
-    keys: [2, tokens, L]. ropes: [2, tokens, R].
-    """
-
-    keys: Any
-    ropes: Any
-    arrived: Any
-
-
-def bulk_copy(kv_cache: torch.Tensor, latent: int, block_n: int) -> tuple[object, object, int]:
+def cache_boxes(kv_cache: torch.Tensor, columns: tuple[int, ...], block_n: int) -> tuple[Any, ...]:
     """`kv_cache` [blocks, page_size, L + R] as the tensor copy engine sees it: one list of rows.
 
     Returns:
-        Descriptors of tiles of `block_n` tokens, of their latent and of their rotated part, and
-        the rows from one block to the next. 0 if the engine cannot copy such tiles: they span
-        pages, or blocks are not a whole number of rows apart. The descriptors are then the cache,
-        and unused.
+        Descriptors of tiles of `block_n` tokens and so many columns each, and the rows from one
+        block to the next. 0 if the engine cannot copy such tiles: they span pages, or blocks are
+        not a whole number of rows apart. The descriptors are then the cache, and unused.
     """
-    blocks, page_size, width = kv_cache.shape
+    blocks, page_size, _ = kv_cache.shape
     block_stride, entry, _ = kv_cache.stride()
     if page_size % block_n or block_stride % entry:
-        return kv_cache, kv_cache, 0
-    rows = (blocks - 1) * (block_stride // entry) + page_size
+        return *[kv_cache] * len(columns), 0
+    step = block_stride // entry
+    return *boxes(kv_cache, [(blocks - 1) * step + page_size], [entry], [block_n], *columns), step
 
-    def tiles(columns: int) -> TensorDescriptor:
-        layout = tile_layout(columns, kv_cache.itemsize)
-        return TensorDescriptor(kv_cache, [rows, width], [entry, 1], [block_n, columns], layout)
 
-    return tiles(latent), tiles(width - latent), block_stride // entry
+def boxes(
+    tensor: torch.Tensor, shape: list[int], strides: list[int], block: list[int], *columns: int
+) -> tuple[TensorDescriptor, ...]:
+    """Descriptors of `block` rows of `shape`, `strides` elements apart, for each of `columns`."""
+    whole, strides = [*shape, tensor.shape[-1]], [*strides, 1]
+    return tuple(
+        TensorDescriptor(tensor, whole, strides, [*block, count], layout)
+        for count in columns
+        if count and (layout := tile_layout(count, tensor.itemsize, len(block) + 1))
+    )
 
 
 @functools.cache
-def tile_layout(columns: int, size: int, rank: int = 2) -> gl.NVMMASharedLayout:
-    """The layout of `keys` or `ropes` in the kernel; Triton takes microseconds to make it."""
+def tile_layout(columns: int, size: int, rank: int) -> gl.NVMMASharedLayout:
+    """The layout of a tile in shared memory; Triton takes microseconds to make it."""
     return gl.NVMMASharedLayout(min(128, columns * size), 8 * size, rank)
 
 
@@ -187,9 +177,8 @@ def start_copy(buffers, at, copies, tile, end, first_end, form: gl.constexpr, BU
         token = tile * TILE
         if token + (BOXES - 1) * TILE < end:
             copy_boxes(buffer, copies, token, BOXES, form.PAGE)
-        elif BOXES == 2:  # noqa: SIM102 (known when compiled; the other one is not)
-            if token < end:
-                copy_boxes(buffer, copies, token, 1, form.PAGE)
+        elif BOXES == 2 and token < end:
+            copy_boxes(buffer, copies, token, 1, form.PAGE)
     else:
         copy_tile(buffer, copies.first, tile, end, form.ENTRY, form.PAGE, False)
 
@@ -218,9 +207,8 @@ def wait_for_tile(buffers, buffer, phases, left, BULK: gl.constexpr):
         phases ^= 1 << buffer
         keys = buffers.keys.index(buffer)
         # P is zero there. Widened fp8 has no NaN.
-        if keys.dtype.primitive_bitwidth == 16:  # noqa: SIM102 (known when compiled)
-            if left < keys.shape[0]:
-                clear_rows(keys, left)
+        if keys.dtype.primitive_bitwidth == 16 and left < keys.shape[0]:
+            clear_rows(keys, left)
     else:
         fence_async_shared()
     return phases

@@ -22,7 +22,7 @@ from mla_fusion.attention.hopper.copy import (
     Buffers,
     Copies,
     barrier,
-    bulk_copy,
+    cache_boxes,
     load_layout,
     slots_of,
     start_copy,
@@ -147,10 +147,9 @@ def store_item(
     real = (rows // form.HEADS < item.count) & (head < target.heads)
     lse = gl.convert_layout(lse, out_row)
     divisor = gl.convert_layout(l, out_row)
-    if form.SINK:  # noqa: SIM102 (known when compiled; the other one is not)
-        if item.partial < 0:
-            sink = gl.load(sink_ptr + head, mask=real, other=0.0) * LOG2E
-            divisor += gl.exp2(sink - gl.convert_layout(m, out_row))
+    if form.SINK and item.partial < 0:
+        sink = gl.load(sink_ptr + head, mask=real, other=0.0) * LOG2E
+        divisor += gl.exp2(sink - gl.convert_layout(m, out_row))
     inverse = gl.where(lse > float("-inf"), value_scale / divisor, 0.0)[None, :]
     if item.partial < 0:
         at_token = item.token + rows // form.HEADS
@@ -204,7 +203,7 @@ def decode_kernel(
     rotated, block_rows, fresh,
     FORM: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BULK: gl.constexpr,
 ):  # fmt: skip
-    """Arguments as `triton.decode_kernel`, and those of `hopper.copy.bulk_copy`.
+    """Arguments as `triton.decode_kernel`, and those of `hopper.copy.cache_boxes`.
 
     BULK: the copy engine takes whole tiles. The launch precedes the end of the kernel in front, and
     the kernel waits for that one before it reads anything but the plan. With `fresh` not 0 it waits
@@ -268,9 +267,8 @@ def decode_kernel(
         fence_async_shared()
         # The reduction may be launched, and waits. Not yet where it has many rows: all its CTAs
         # would go to the few SMs that are done first.
-        if ROWS <= 32:  # noqa: SIM102 (known when compiled; the other one is not)
-            if number == last:
-                gdc.gdc_launch_dependents()
+        if ROWS <= 32 and number == last:
+            gdc.gdc_launch_dependents()
         store_item((acc,), (odd,), m, l, value_scale, work, item, target, sink_ptr, FORM, FP8)
     # Idle CTAs must signal too: a dependent grid waits for all of them.
     gdc.gdc_wait()
@@ -288,7 +286,7 @@ def arguments(given: Inputs) -> Launch:
     # steps of fewer sequences at most, which give no other CTA work either.
     few = plan.step is not None and plan.step.batch < plan.rules.half_below
     # The slots of a sparse sequence are scattered rows.
-    bulk = (cache, cache, 0) if given.sparse else bulk_copy(cache, given.widths[0], TILE.value)
+    bulk = (cache, cache, 0) if given.sparse else cache_boxes(cache, given.widths, TILE.value)
     # A CTA that has an SM holds tiles of two boxes of fp8, one for the scores of each warpgroup.
     boxes = 2 if bulk[2] and (rows == 32 or few) and cache.itemsize == 1 else 1
     warps = 4 if rows == 16 and boxes == 1 else 8

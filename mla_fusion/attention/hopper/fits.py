@@ -49,9 +49,8 @@ def warp_specialized(given: Inputs) -> str:
         )
     if why := decode(given):
         return why
-    if not given.softmax_scale > 0:
-        # The largest product of a row has its largest score.
-        return f"it takes a positive scale of the scores, got {given.softmax_scale}"
+    if why := _of_scale(given):
+        return why
     page_size, (block_stride, entry, _) = kv_cache.shape[1], kv_cache.stride()
     if page_size % TILE or block_stride % entry:
         return (
@@ -92,7 +91,10 @@ def sparse_specialized(given: Inputs) -> str:
         return f"it reads entries of both scopes that are as far apart, got {entries} bytes"
     if not q.shape[0] or any(n * q.itemsize % 16 for n in q.stride()[:2]) or q.data_ptr() % 16:
         return f"it copies rows of the query that are multiples of 16 bytes apart, got {q.stride()}"
-    if not given.softmax_scale > 0:
-        # The largest product of a row has its largest score.
-        return f"it takes a positive scale of the scores, got {given.softmax_scale}"
-    return ""
+    return _of_scale(given)
+
+
+def _of_scale(given: Inputs) -> str:
+    """Where it is positive, the largest product of a row has its largest score."""
+    scale = given.softmax_scale
+    return "" if scale > 0 else f"it takes a positive scale of the scores, got {scale}"

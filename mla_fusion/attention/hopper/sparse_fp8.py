@@ -8,12 +8,13 @@ L] times queries [L, rows], outputs values [L, tokens] times P [tokens, rows]. W
 - The query is fp16 too: each row times a power of two, even latents apart from odd ones.
 - A scale belongs to 128 latents of a token. Scores are four products, of 128 latents each, which
   are added with their scales. The output has four sets of P, one times each scale.
-- P is relative to the largest P * scale of its row, not to the largest P. So
-  it fits fp16, whatever the scales are. Below 2^-29 it loses bits: latents keep their precision
-  up to a ratio of 2^26 between the scales of a token, or of tokens of like P.
+- P is relative to the largest P * scale of its row, so that it fits fp16 whatever the scales are.
+  Below 2^-29 it loses bits: latents keep their precision up to a ratio of 2^26 between the scales
+  of a token, or of tokens of like P.
 """
 
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import Any
 
 import torch
 from triton.experimental import gluon
@@ -44,22 +45,13 @@ from mla_fusion.attention.plan.inputs import Inputs, Launch
 
 __all__ = ["arguments", "fits", "kernel"]
 
-BLOCK = gl.constexpr(16)  # query rows that are loaded at once
+STAGES = gl.constexpr(2)  # tiles in shared memory: room for two CTAs on an SM
 LARGEST_P = gl.constexpr(2.0**15)  # the largest one in fp16
 VALUE = gl.constexpr(2.0**-15)
 
-
-class Query(NamedTuple):
-    """Rows of a query in shared memory, each times a power of two.
-
-    even, odd: [rows, L / 2], its even and odd latents. rope: [rows, R]. inverse: [rows], one over
-    the power.
-    """
-
-    even: Any
-    odd: Any
-    rope: Any
-    inverse: Any
+# Rows of a query in shared memory, each times a power of two. even, odd: [rows, L / 2], its even
+# and odd latents. rope: [rows, R]. inverse: [rows], one over the power.
+Query = namedtuple("Query", "even odd rope inverse")
 
 
 @gluon.jit
@@ -70,33 +62,31 @@ def load_query(query, q_ptr, work, item, heads, stride_h):
     of a bf16 latent down to 2^-31 of it.
     """
     L: gl.constexpr = 2 * query.even.shape[1]
+    ROWS: gl.constexpr = query.rope.shape[0]
     R: gl.constexpr = query.rope.shape[1]
     wide: gl.constexpr = load_layout(L, 16, gl.num_warps())
     narrow: gl.constexpr = load_layout(R, 16, gl.num_warps())
-    for block in gl.static_range(query.rope.shape[0] // BLOCK):
-        row = work.first_row + block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, wide))
-        col = gl.arange(0, L, gl.SliceLayout(0, wide))
-        head = item.first_head + row
-        pointers = q_ptr + (head * stride_h)[:, None] + col[None, :]
-        value = gl.load(pointers, mask=(head < heads)[:, None], other=0.0).to(gl.float32)
-        exponent = gl.max(gl.abs(value), 1).to(gl.int32, bitcast=True) >> 23
-        # A row of smaller latents, or of zeros, keeps a power that rotated values stand.
-        exponent = gl.maximum(exponent, 127 - 60)
-        power = ((2 * 127 + 14 - exponent) << 23).to(gl.float32, bitcast=True)
-        even, odd = gl.split((value * power[:, None]).reshape([BLOCK, L // 2, 2]))
-        query.even.slice(block * BLOCK, BLOCK).store(even.to(gl.float16))
-        query.odd.slice(block * BLOCK, BLOCK).store(odd.to(gl.float16))
-        query.inverse.slice(block * BLOCK, BLOCK).store(
-            ((exponent - 14) << 23).to(gl.float32, bitcast=True)
-        )
+    row = work.first_row + gl.arange(0, ROWS, gl.SliceLayout(1, wide))
+    col = gl.arange(0, L, gl.SliceLayout(0, wide))
+    head = item.first_head + row
+    pointers = q_ptr + (head * stride_h)[:, None] + col[None, :]
+    value = gl.load(pointers, mask=(head < heads)[:, None], other=0.0).to(gl.float32)
+    exponent = gl.max(gl.abs(value), 1).to(gl.int32, bitcast=True) >> 23
+    # A row of smaller latents, or of zeros, keeps a power that rotated values stand.
+    exponent = gl.maximum(exponent, 127 - 60)
+    power = ((2 * 127 + 14 - exponent) << 23).to(gl.float32, bitcast=True)
+    even, odd = gl.split((value * power[:, None]).reshape([ROWS, L // 2, 2]))
+    query.even.store(even.to(gl.float16))
+    query.odd.store(odd.to(gl.float16))
+    query.inverse.store(((exponent - 14) << 23).to(gl.float32, bitcast=True))
 
-        power = gl.convert_layout(power, gl.SliceLayout(1, narrow))
-        row = work.first_row + block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, narrow))
-        col = L + gl.arange(0, R, gl.SliceLayout(0, narrow))
-        head = item.first_head + row
-        pointers = q_ptr + (head * stride_h)[:, None] + col[None, :]
-        value = gl.load(pointers, mask=(head < heads)[:, None], other=0.0).to(gl.float32)
-        query.rope.slice(block * BLOCK, BLOCK).store((value * power[:, None]).to(gl.bfloat16))
+    power = gl.convert_layout(power, gl.SliceLayout(1, narrow))
+    row = work.first_row + gl.arange(0, ROWS, gl.SliceLayout(1, narrow))
+    col = L + gl.arange(0, R, gl.SliceLayout(0, narrow))
+    head = item.first_head + row
+    pointers = q_ptr + (head * stride_h)[:, None] + col[None, :]
+    value = gl.load(pointers, mask=(head < heads)[:, None], other=0.0).to(gl.float32)
+    query.rope.store((value * power[:, None]).to(gl.bfloat16))
 
 
 @gluon.jit
@@ -110,10 +100,8 @@ def scales_of(scales, layout: gl.constexpr):
     even, odd = gl.split(scales.load(read).reshape([TILE, 2, 2]))
     first, third = gl.split(even)
     second, fourth = gl.split(odd)
-    return (
-        gl.convert_layout(first, layout), gl.convert_layout(second, layout),
-        gl.convert_layout(third, layout), gl.convert_layout(fourth, layout),
-    )  # fmt: skip
+    first, second = gl.convert_layout(first, layout), gl.convert_layout(second, layout)
+    return first, second, gl.convert_layout(third, layout), gl.convert_layout(fourth, layout)
 
 
 @gluon.jit
@@ -141,12 +129,10 @@ def scores_of(view, rope, scale, query, score: gl.constexpr):
     a = product(view, query, zeros, 0)
     rotated, a = warpgroup_mma_wait(0, [rotated, a])
     s = rotated + a * scale[0][:, None]
-    a = warpgroup_mma_wait(0, [product(view, query, zeros, 1)])
-    s += a * scale[1][:, None]
-    a = warpgroup_mma_wait(0, [product(view, query, zeros, 2)])
-    s += a * scale[2][:, None]
-    a = warpgroup_mma_wait(0, [product(view, query, zeros, 3)])
-    return s + a * scale[3][:, None]
+    for group in gl.static_range(1, GROUPS):
+        a = warpgroup_mma_wait(0, [product(view, query, zeros, group)])
+        s += a * scale[group][:, None]
+    return s
 
 
 @gluon.jit
@@ -185,17 +171,14 @@ def add_group(acc, odd, decay, view, shared_p, GROUP: gl.constexpr):
 def attend(
     ring, entries, query, shared_p, factor, tile, stop, score: gl.constexpr, form: gl.constexpr
 ):  # fmt: skip
-    """The online softmax over tiles `tile` to `stop`, of which STAGES - 1 are on their way.
-
-    factor: of the scores of each row, in base 2.
+    """The online softmax over tiles `tile` to `stop`, of which STAGES - 1 are on their way. factor:
+    of the scores of each row, in base 2.
 
     Returns:
-        (sums [pairs of latents, rows] of each group, those of odd latents, m [rows], l
-        [tokens, rows]).
+        (sums [pairs of latents, rows] of each group, those of odd latents, m, l [tokens, rows]).
     """
     ROWS: gl.constexpr = shared_p.shape[2]
     SLOTS: gl.constexpr = ring.slots.shape[0]
-    STAGES: gl.constexpr = ring.keys.shape[0]
     token: gl.constexpr = gl.SliceLayout(1, score)
     m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(0, score))
     l = gl.zeros([TILE, ROWS], gl.float32, score)
@@ -237,9 +220,7 @@ def attend(
 
 
 @gluon.jit
-def allocate(
-    TYPE: gl.constexpr, L: gl.constexpr, R: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr
-):
+def allocate(TYPE: gl.constexpr, L: gl.constexpr, R: gl.constexpr, ROWS: gl.constexpr):
     """Shared memory: tiles of entries, the query, and four sets of P of a tile."""
     codes: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -250,7 +231,7 @@ def allocate(
         gl.allocate_shared_memory(TYPE, [STAGES, TILE, L], codes),
         gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, R], wide),
         gl.allocate_shared_memory(gl.float32, [STAGES, TILE, GROUPS], plain),
-        gl.allocate_shared_memory(gl.int32, [4 if STAGES < 4 else 8, TILE], line),
+        gl.allocate_shared_memory(gl.int32, [4, TILE], line),
     )
     query = Query(
         gl.allocate_shared_memory(gl.float16, [ROWS, L // 2], wide),
@@ -268,7 +249,7 @@ def decode_kernel(
     q_ptr, codes_ptr, ropes_ptr, scales_ptr, table_ptr, sink_ptr, out_ptr, lse_ptr,
     partial_ptr, partial_lse_ptr, work_indptr_ptr, work_info_ptr, qo_indptr_ptr, kv_indptr_ptr,
     scale, heads, q_stride_t, q_stride_h, out_stride_t, out_stride_h, table_stride, block_units,
-    fresh, FORM: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+    fresh, FORM: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """One CTA (program_id 0) and one block of ROWS query rows (program_id 1), of one token each.
 
@@ -277,7 +258,7 @@ def decode_kernel(
     """
     if fresh != 0:
         gdc.gdc_wait()
-    ring, query, shared_p = allocate(codes_ptr.dtype.element_ty, FORM.L, FORM.R, ROWS, STAGES)
+    ring, query, shared_p = allocate(codes_ptr.dtype.element_ty, FORM.L, FORM.R, ROWS)
     score: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, ROWS, 16])
     target = Target(
         out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, out_stride_t, out_stride_h, heads
@@ -320,15 +301,12 @@ def decode_kernel(
 kernel: Any = decode_kernel
 
 
-def arguments(given: Inputs, stages: int = 2) -> Launch:
-    """What the kernel is launched with (also for compiling without a GPU).
-
-    stages: tiles in shared memory. Two leave room for two CTAs on an SM.
-    """
-    q, cache, kv_dtype = given.q, given.kv_cache, given.plan.settings.kv_dtype
+def arguments(given: Inputs) -> Launch:
+    """What the kernel is launched with (also for compiling without a GPU)."""
+    cache, e4m3 = given.kv_cache, given.plan.settings.kv_dtype
     args = (
-        q,
-        *(cache.view(dtype) for dtype in (kv_dtype, torch.bfloat16, torch.float32)),
+        given.q,
+        *(cache.view(dtype) for dtype in (e4m3, torch.bfloat16, torch.float32)),
         given.block_table,
         given.or_unused(given.sink),
         *given.results,
@@ -337,11 +315,5 @@ def arguments(given: Inputs, stages: int = 2) -> Launch:
         cache.stride(0) // 16,
         int(given.plan.fresh),
     )
-    options = {
-        "FORM": form_of(given),
-        "ROWS": SPARSE_FP8_ROWS,
-        "STAGES": stages,
-        "num_warps": 4,
-        "launch_pdl": True,
-    }
+    options = {"FORM": form_of(given), "ROWS": SPARSE_FP8_ROWS, "num_warps": 4, "launch_pdl": True}
     return given.grid(SPARSE_FP8_ROWS), args, options

@@ -5,7 +5,7 @@ values. All threads copy, 16 bytes each at a time. Slots are loaded a tile befor
 so that no copy waits for the slot that it follows.
 """
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -16,32 +16,14 @@ from mla_fusion.attention.hopper.copy import async_load
 GROUPS = gl.constexpr(4)  # of latents with a scale of their own
 
 
-class Entries(NamedTuple):
-    """A cache, three times over, and the slots of a sequence: `end` of them count.
+# A cache, three times over, and the slots of a sequence: `end` of them count. codes, ropes,
+# scales: the address of the cache as e4m3, bf16 and fp32. block_units: 16 bytes each, from one
+# block to the next.
+Entries = namedtuple("Entries", "codes ropes scales block_units table end")
 
-    codes, ropes, scales: the address of the cache as e4m3, bf16 and fp32. block_units: 16 bytes
-    each, from one block to the next.
-    """
-
-    codes: Any
-    ropes: Any
-    scales: Any
-    block_units: Any
-    table: Any
-    end: Any
-
-
-class Ring(NamedTuple):
-    """Tiles in shared memory: STAGES of entries, and more of slots.
-
-    keys: [STAGES, tokens, L]. ropes: [STAGES, tokens, R]. scales: [STAGES, tokens, GROUPS].
-    slots: [more than STAGES, tokens].
-    """
-
-    keys: Any
-    ropes: Any
-    scales: Any
-    slots: Any
+# Tiles in shared memory: STAGES of entries, and more of slots. keys: [STAGES, tokens, L]. ropes:
+# [STAGES, tokens, R]. scales: [STAGES, tokens, GROUPS]. slots: [more than STAGES, tokens].
+Ring = namedtuple("Ring", "keys ropes scales slots")
 
 
 @gluon.constexpr_function

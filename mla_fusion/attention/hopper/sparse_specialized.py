@@ -9,7 +9,8 @@ V4's entries have no rotated part beside their latents.
 Fewer than 64 query rows are padded: the products of 64 take less time than the gather.
 """
 
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import Any
 
 import torch
 from triton.experimental import gluon
@@ -44,18 +45,10 @@ from mla_fusion.attention.plan.inputs import Inputs, Launch
 __all__ = ["arguments", "fits", "kernel"]
 
 
-class Tiles(NamedTuple):
-    """Tiles of keys in shared memory, and two barriers of each.
-
-    keys: [n, tokens, L]. ropes: [n, tokens, R]; nothing reads it if R is 0. slots: [n, tokens], -1
-    for none. full: the gathering warps have stored a tile. free: both halves are used.
-    """
-
-    keys: Any
-    ropes: Any
-    slots: Any
-    full: Any
-    free: Any
+# Tiles of keys in shared memory, and two barriers of each. keys: [n, tokens, L]. ropes: [n,
+# tokens, R]; nothing reads it if R is 0. slots: [n, tokens], -1 for none. full: the gathering
+# warps have stored a tile. free: both halves are used.
+Tiles = namedtuple("Tiles", "keys ropes slots full free")
 
 
 @gluon.jit
@@ -120,10 +113,9 @@ def score(
         # The kernel in front may still read what is written here.
         gdc.gdc_wait()
         sink = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
-        if form.SINK:  # noqa: SIM102 (known when compiled; the other one is not)
-            if item.partial < 0:
-                _rows, head, real = rows.rows_of(work, item, target, form.HEADS, row_layout)
-                sink = gl.load(sink_ptr + head, mask=real, other=float("-inf")) * LOG2E
+        if form.SINK and item.partial < 0:
+            _, head, real = rows.rows_of(work, item, target, form.HEADS, row_layout)
+            sink = gl.load(sink_ptr + head, mask=real, other=float("-inf")) * LOG2E
         lse, inverse = bf16.give_last(m, l, sink, shared, sent)
         sent += 1
         rows.store_lse(lse, work, item, target, form)

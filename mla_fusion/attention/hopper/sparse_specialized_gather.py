@@ -5,7 +5,7 @@ threads an entry, and two are on their way while one is dequantized. Four thread
 an entry, the next four those of another one, so that their stores meet in no bank.
 """
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -20,54 +20,26 @@ from mla_fusion.attention.hopper.work import TILE, items_of, read_item, tiles_of
 UNIT = gl.constexpr(16)  # entries
 QUARTER = gl.constexpr(128)  # latents
 # Of the codes of a quarter [entries, integers], and of its values as bf16.
-CODES = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2]], [[0, 4], [0, 8], [1, 0], [0, 16], [2, 0]], [[4, 0], [8, 0]], [], [16, 32]
-    )
-)
-VALUES = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4]],
-        [[0, 8], [0, 16], [1, 0], [0, 32], [2, 0]],
-        [[4, 0], [8, 0]],
-        [],
-        [16, 64],
-    )
-)
+CODES = gl.constexpr(gl.DistributedLinearLayout(
+    [[0, 1], [0, 2]], [[0, 4], [0, 8], [1, 0], [0, 16], [2, 0]], [[4, 0], [8, 0]], [], [16, 32]
+))  # fmt: skip
+VALUES = gl.constexpr(gl.DistributedLinearLayout(
+    [[0, 1], [0, 2], [0, 4]], [[0, 8], [0, 16], [1, 0], [0, 32], [2, 0]], [[4, 0], [8, 0]], [],
+    [16, 64],
+))  # fmt: skip
 ROTATED = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
 ENTRY = gl.constexpr(gl.SliceLayout(1, CODES))
 
 
-class Scopes(NamedTuple):
-    """Two caches, or one twice, as integers of four bytes.
+# Two caches, or one twice, as integers of four bytes. units, extra_units: of 16 bytes, from one
+# block to the next. lens: how many of the first scope's columns count, of each sequence.
+Scopes = namedtuple("Scopes", "cache units extra_cache extra_units lens")
 
-    units, extra_units: of 16 bytes, from one block to the next. lens: how many of the first scope's
-    columns count, of each sequence.
-    """
+# Where entries are: addresses of codes, bf16 values and scales; and their slots.
+Entries = namedtuple("Entries", "codes wide scales slots")
 
-    cache: Any
-    units: Any
-    extra_cache: Any
-    extra_units: Any
-    lens: Any
-
-
-class Entries(NamedTuple):
-    """Where entries are: addresses of codes, bf16 values and scales; and their slots."""
-
-    codes: Any
-    wide: Any
-    scales: Any
-    slots: Any
-
-
-class Unit(NamedTuple):
-    """Entries in registers: their slots, codes of each quarter, scales, and bf16 values."""
-
-    slots: Any
-    codes: Any
-    scales: Any
-    wide: Any
+# Entries in registers: their slots, codes of each quarter, scales, and bf16 values.
+Unit = namedtuple("Unit", "slots codes scales wide")
 
 
 @gluon.jit
@@ -75,13 +47,10 @@ def load_slots(number, item, scopes, first_end, form: gl.constexpr):
     """The slots [entries] of unit `number` of a sequence; -1 where nothing is listed."""
     at = number * UNIT + gl.arange(0, UNIT, ENTRY)
     wanted = at < item.end
-    if form.FIRST > 0:
-        if number * UNIT < form.FIRST:
-            slots = gl.load(item.table + at, mask=wanted & (at < first_end), other=-1)
-        else:
-            slots = gl.load(item.extra_table + (at - form.FIRST), mask=wanted, other=-1)
+    if form.FIRST == 0 or number * UNIT < form.FIRST:
+        slots = gl.load(item.table + at, mask=wanted & (at < first_end), other=-1)
     else:
-        slots = gl.load(item.table + at, mask=wanted, other=-1)
+        slots = gl.load(item.extra_table + (at - form.FIRST), mask=wanted, other=-1)
     return slots
 
 
@@ -104,15 +73,12 @@ def addresses(cache, units, slots, PAGE: gl.constexpr, form: gl.constexpr):
 @gluon.jit
 def locate(number, slots, scopes, form: gl.constexpr):
     """The `Entries` of `slots`, of unit `number` of a sequence."""
-    if form.FIRST > 0:
-        if number * UNIT < form.FIRST:
-            codes, wide, scales = addresses(scopes.cache, scopes.units, slots, form.PAGE, form)
-        else:
-            codes, wide, scales = addresses(
-                scopes.extra_cache, scopes.extra_units, slots, form.EXTRA_PAGE, form
-            )
-    else:
+    if form.FIRST == 0 or number * UNIT < form.FIRST:
         codes, wide, scales = addresses(scopes.cache, scopes.units, slots, form.PAGE, form)
+    else:
+        codes, wide, scales = addresses(
+            scopes.extra_cache, scopes.extra_units, slots, form.EXTRA_PAGE, form
+        )
     return Entries(codes, wide, scales, slots)
 
 

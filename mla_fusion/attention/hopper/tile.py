@@ -150,9 +150,8 @@ def add_values(acc, odd, decay, key, p, left, FP8: gl.constexpr):
         BOXES: gl.constexpr = key.shape[0] // 64
         RUNNING: gl.constexpr = 2 * (BOXES - 1)
         acc, odd = add_box(acc, odd, view, p, 0, RUNNING)
-        if BOXES == 2:  # noqa: SIM102 (known when compiled; the other one is not)
-            if left > 64:
-                acc, odd = add_box(acc, odd, view, p, 1, RUNNING)
+        if BOXES == 2 and left > 64:
+            acc, odd = add_box(acc, odd, view, p, 1, RUNNING)
     else:
         acc = warpgroup_mma(key.permute((1, 0)), p, acc, is_async=True)
         acc = warpgroup_mma_wait(0, [acc])

@@ -33,7 +33,7 @@ from triton.language.extra.cuda import gdc
 
 from mla_fusion.attention.hopper import warp_specialized_bf16 as bf16
 from mla_fusion.attention.hopper import warp_specialized_fp8 as fp8
-from mla_fusion.attention.hopper.copy import barrier
+from mla_fusion.attention.hopper.copy import barrier, cache_boxes
 from mla_fusion.attention.hopper.fits import warp_specialized as fits
 from mla_fusion.attention.hopper.warp_specialized_copy import (
     ROWS,
@@ -42,7 +42,7 @@ from mla_fusion.attention.hopper.warp_specialized_copy import (
     Probabilities,
     Query,
     Tiles,
-    cache_boxes,
+    columns_of,
     copy,
     query_boxes,
 )
@@ -165,14 +165,13 @@ kernel: Any = decode_kernel
 
 def arguments(given: Inputs) -> Launch:
     """What the kernel is launched with (also for compiling without a GPU)."""
-    latent = given.widths[0]
     args = (
         given.block_table,
         *given.results,
         *given.scales,
         *given.strides[2:],
-        *query_boxes(given.q, latent, given.plan.heads_per_work),
-        *cache_boxes(given.kv_cache, latent),
+        *query_boxes(given.q, given.widths[0], given.plan.heads_per_work),
+        *cache_boxes(given.kv_cache, columns_of(*given.widths), TILE.value),
         int(given.plan.fresh),
     )
     options = {"FORM": form_of(given), "launch_pdl": True, "num_warps": WARPS.value}

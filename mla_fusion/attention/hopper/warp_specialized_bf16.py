@@ -68,7 +68,9 @@ def multiply_left(s, base, decay, factor, acc, l, left, shared, sent):
     part: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HALF, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     TYPE: gl.constexpr = left.dtype
-    first, others = rows.two_halves(s, part)
+    # Registers that a thread has already: the scores of the first 32 tokens, and of the others.
+    first, others = gl.split(s.reshape([ROWS, 2, HALF]).permute((0, 2, 1)))
+    first, others = gl.convert_layout(first, part), gl.convert_layout(others, part)
     p = rows.p_of(first, base, factor)
     l = rows.decayed(l, decay) + rows.sums_of(p)
     first = p.to(TYPE)
@@ -82,6 +84,24 @@ def multiply_left(s, base, decay, factor, acc, l, left, shared, sent):
     acc = warpgroup_mma(other_p, left.slice(HALF, HALF), acc, is_async=True)
     give(shared, first, others, decay, sent)
     return acc, l, first_p, other_p
+
+
+@gluon.jit
+def start_rotated(query, tiles, done, layout: gl.constexpr):
+    """Start the product of the query with the rotated part of tile number `done`."""
+    buffer, phase = turn_of(done, tiles.left.shape[0])
+    mbarrier.wait(tiles.left_full.index(buffer), phase)
+    s = gl.zeros([ROWS, TILE], gl.float32, layout)
+    rotated = tiles.ropes.index(buffer).permute((1, 0))
+    return warpgroup_mma(query.ropes, rotated, s, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def add_left(s, query, tiles, done):
+    """Start the product with the left half, behind `start_rotated`."""
+    buffer, _ = turn_of(done, tiles.left.shape[0])
+    left = tiles.left.index(buffer).permute((1, 0))
+    return warpgroup_mma(query.left, left, s, is_async=True)
 
 
 @gluon.jit
@@ -106,10 +126,10 @@ def score(work, query, tiles, shared, scored, target, factor, form: gl.constexpr
             mbarrier.wait(query.full, items & 1)
             items += 1
             buffer, _ = turn_of(done, BUFFERS)
-            started = rows.start_rotated(query, tiles, done, scores)
+            started = start_rotated(query, tiles, done, scores)
             for t in range(first, first + count):
                 left = tiles.left.index(buffer)
-                started = rows.add_left(started, query, tiles, done)
+                started = add_left(started, query, tiles, done)
                 started = rows.add_quarters(started, query, tiles, done)
                 mbarrier.arrive(scored, count=1)
                 # Here, under these products: the compiler puts one behind each arrival, else in
@@ -130,7 +150,7 @@ def score(work, query, tiles, shared, scored, target, factor, form: gl.constexpr
                 # do not wait for the warps in between. Behind the last tile it is of that tile
                 # again, and not used.
                 more = t + 1 < first + count
-                started = rows.start_rotated(query, tiles, gl.where(more, done + 1, done), scores)
+                started = start_rotated(query, tiles, gl.where(more, done + 1, done), scores)
                 # P is in registers, and read until the products end.
                 acc, p, others = warpgroup_mma_wait(1, [sums, p, others])
                 if more:

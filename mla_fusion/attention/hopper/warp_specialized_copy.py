@@ -3,7 +3,7 @@
 See `hopper/warp_specialized.py`.
 """
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import torch
 from triton.experimental import gluon
@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc
 
-from mla_fusion.attention.hopper.copy import barrier, tile_layout, tma_load
+from mla_fusion.attention.hopper.copy import barrier, boxes, tma_load
 from mla_fusion.attention.hopper.tile import reinterpret
 from mla_fusion.attention.hopper.work import TILE, items_of, read_item, tiles_of
 
@@ -20,94 +20,38 @@ ROWS = gl.constexpr(64)  # query rows of a CTA: the M of WGMMA
 WARPS = gl.constexpr(4)  # a warpgroup
 
 
-class Tiles(NamedTuple):
-    """Tiles of keys in shared memory, two of bf16 or four of fp8, and their barriers.
+# Tiles of keys in shared memory, two of bf16 or four of fp8, and their barriers. left, ropes: [n,
+# tokens, columns]. right: [2 n, tokens, columns], two quarters of each tile.
+Tiles = namedtuple("Tiles", "left right ropes left_full right_full left_free right_free")
 
-    left, ropes: [n, tokens, columns]. right: [2 n, tokens, columns], two quarters of each tile.
-    """
+# P [rows, tokens] of a tile, factors [rows] of the sums so far, and their barriers. For fp8 two
+# of each.
+Probabilities = namedtuple("Probabilities", "p factors full free")
 
-    left: Any
-    right: Any
-    ropes: Any
-    left_full: Any
-    right_full: Any
-    left_free: Any
-    right_free: Any
+# Descriptors of 64 rows of a half of the latents, of a quarter, and of the rotated part. Rows of
+# a cache are tokens; those of the query tokens by heads.
+Boxes = namedtuple("Boxes", "halves quarters rotated")
 
-
-class Probabilities(NamedTuple):
-    """P [rows, tokens] of a tile, factors [rows] of the sums so far, and their barriers.
-
-    For fp8 two of each.
-    """
-
-    p: Any
-    factors: Any
-    full: Any
-    free: Any
+# The query as the copy engine sees it, its rows in shared memory, and barriers. left, ropes:
+# [rows, columns]. right: [2, rows, columns].
+Query = namedtuple("Query", "boxes left right ropes full free")
 
 
-class Boxes(NamedTuple):
-    """Descriptors of 64 rows of a half of the latents, of a quarter, and of the rotated part.
-
-    Rows of a cache are tokens; those of the query tokens by heads.
-    """
-
-    halves: Any
-    quarters: Any
-    rotated: Any
+def columns_of(latent: int, rotated: int) -> tuple[int, int, int]:
+    """Columns of each of `Boxes`."""
+    return latent // 2, latent // 4, rotated
 
 
-class Query(NamedTuple):
-    """The query as the copy engine sees it, its rows in shared memory, and barriers.
-
-    left, ropes: [rows, columns]. right: [2, rows, columns].
-    """
-
-    boxes: Any
-    left: Any
-    right: Any
-    ropes: Any
-    full: Any
-    free: Any
-
-
-def cache_boxes(kv_cache: torch.Tensor, latent: int) -> tuple[object, ...]:
-    """`kv_cache` [blocks, page_size, L + R] as the tensor copy engine sees it: one list of rows.
-
-    Returns:
-        Its `Boxes`, and the rows from one block to the next.
-    """
-    blocks, page_size, _ = kv_cache.shape
-    block_stride, entry, _ = kv_cache.stride()
-    rows = (blocks - 1) * (block_stride // entry) + page_size
-    return *boxes(kv_cache, [rows], [entry], [TILE.value], latent), block_stride // entry
-
-
-def query_boxes(q: torch.Tensor, latent: int, per_work: int) -> tuple[object, ...]:
+def query_boxes(q: torch.Tensor, latent: int, per_work: int) -> tuple[TensorDescriptor, ...]:
     """`Boxes` of the query [tokens, heads, L + R] for items of `per_work` heads: 64 heads of a
-    token, or all of an item's of several tokens.
+    token, or all of an item's of several tokens; no last one if R is 0.
 
     Heads of padding are zeros. The rows that follow those of an item belong to other tokens, or are
     zeros. What either gives is not stored.
     """
     heads = per_work if ROWS.value % per_work == 0 else ROWS.value
-    block = [ROWS.value // heads, heads]
-    return boxes(q, [*q.shape[:2]], [*q.stride()[:2]], block, latent)
-
-
-def boxes(
-    tensor: torch.Tensor, shape: list[int], strides: list[int], block: list[int], latent: int
-) -> tuple[object, ...]:
-    """`Boxes` of `block` rows of `shape` that are `strides` elements apart."""
-    width = tensor.shape[-1]
-
-    def box(columns: int) -> TensorDescriptor:
-        layout = tile_layout(columns, tensor.itemsize, len(block) + 1)
-        return TensorDescriptor(tensor, [*shape, width], [*strides, 1], [*block, columns], layout)
-
-    columns = latent // 2, latent // 4, width - latent
-    return tuple(box(count) for count in columns if count)
+    block, columns = [ROWS.value // heads, heads], columns_of(latent, q.shape[2] - latent)
+    return boxes(q, [*q.shape[:2]], [*q.stride()[:2]], block, *columns)
 
 
 @gluon.constexpr_function
@@ -170,9 +114,8 @@ def copy(work, query, tiles, cache, block_rows, form: gl.constexpr):
             done += 1
     # The reduction may be launched, and waits: where half of the CTAs have nothing to do, its
     # own find room beside those that have. Idle CTAs signal when they end.
-    if SIZE == 1:  # noqa: SIM102 (known when compiled; the other one is not)
-        if is_short & (begin < end):
-            gdc.gdc_launch_dependents()
+    if SIZE == 1 and is_short & (begin < end):
+        gdc.gdc_launch_dependents()
 
 
 @gluon.jit

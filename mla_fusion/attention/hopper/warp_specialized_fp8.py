@@ -137,53 +137,20 @@ def score(
 
 
 @gluon.jit
-def read_pairs(tiles, done, part: gl.constexpr, RIGHT: gl.constexpr, layout: gl.constexpr):
-    """Bytes of a quarter of tile number `done`, in registers: pairs of latents by tokens."""
+def of_half(left, right, at, RIGHT: gl.constexpr):
+    """What a half of the tile in buffer `at` has: one of `left`, or two of `right`."""
+    return (right.index(2 * at), right.index(2 * at + 1)) if RIGHT else (left.index(at),)
+
+
+@gluon.jit
+def read_quarter(tiles, at, NUMBER: gl.constexpr, RIGHT: gl.constexpr, layout: gl.constexpr):
+    """A quarter of the tile in buffer `at`, in registers: pairs of latents by tokens."""
     PAIRS: gl.constexpr = tiles.right.shape[2] // 2
-    buffer, _ = turn_of(done, tiles.left.shape[0])
     if RIGHT:
-        view = pairs_of(tiles.right.index(2 * buffer + part))
+        view = pairs_of(tiles.right.index(2 * at + NUMBER))
     else:
-        view = pairs_of(tiles.left.index(buffer)).slice(part * PAIRS, PAIRS, dim=1)
+        view = pairs_of(tiles.left.index(at)).slice(NUMBER * PAIRS, PAIRS, dim=1)
     return view.permute((1, 0)).load(gl.DotOperandLayout(0, layout, 2))
-
-
-@gluon.jit
-def wait_for_half(tiles, done, RIGHT: gl.constexpr):
-    """Waits that make a half visible here: the scores have waited for its arrival."""
-    buffer, phase = turn_of(done, tiles.left.shape[0])
-    if RIGHT:
-        for part in gl.static_range(2):
-            mbarrier.wait(tiles.right_full.index(2 * buffer + part), phase)
-    else:
-        mbarrier.wait(tiles.left_full.index(buffer), phase)
-
-
-@gluon.jit
-def clear_half(tiles, done, count, RIGHT: gl.constexpr):
-    """Zero the tokens of a half of tile number `done` from `count` on: zero times NaN is NaN.
-
-    Behind the arrival of the tile's P: no product of scores reads the half any more. The
-    other half's warps read none of it. The fence in front of `free_half` orders these stores, too,
-    before the next copy.
-    """
-    buffer, _ = turn_of(done, tiles.left.shape[0])
-    if RIGHT:
-        for part in gl.static_range(2):
-            clear_rows(pairs_of(tiles.right.index(2 * buffer + part)), count)
-    else:
-        clear_rows(pairs_of(tiles.left.index(buffer)), count)
-
-
-@gluon.jit
-def free_half(tiles, done, RIGHT: gl.constexpr):
-    """Tell the copying warp that all warps have used a half of tile number `done`, and fenced."""
-    buffer, _ = turn_of(done, tiles.left.shape[0])
-    if RIGHT:
-        for part in gl.static_range(2):
-            mbarrier.arrive(tiles.right_free.index(2 * buffer + part), count=1)
-    else:
-        mbarrier.arrive(tiles.left_free.index(buffer), count=1)
 
 
 @gluon.jit
@@ -212,11 +179,19 @@ def multiply(work, tiles, shared, target, form: gl.constexpr, RIGHT: gl.constexp
             mbarrier.wait(slot.full, phase)
             factors = slot.factors.load(row_layout)
             p = slot.p.permute((1, 0))
-            wait_for_half(tiles, done, RIGHT)
+            at, turn = turn_of(done, tiles.left.shape[0])
+            full = of_half(tiles.left_full, tiles.right_full, at, RIGHT)
+            for i in gl.static_range(len(full)):
+                # Complete already: the scores have waited. This makes the copies visible here.
+                mbarrier.wait(full[i], turn)
             over = item.end - t * TILE
             if over < TILE:
-                clear_half(tiles, done, over, RIGHT)
-            pairs = read_pairs(tiles, done, 0, RIGHT, output)
+                # No product of scores reads the half any more, and the other half's warps none of
+                # it. The fence in front of its release is before the next copy.
+                parts = of_half(tiles.left, tiles.right, at, RIGHT)
+                for i in gl.static_range(len(parts)):
+                    clear_rows(pairs_of(parts[i]), over)
+            pairs = read_quarter(tiles, at, 0, RIGHT, output)
             # Each warp has the factors of all rows, so all warps agree. No factor is above 1.
             if gl.min(factors, 0) < 1.0:
                 even = even * factors[None, :]
@@ -226,7 +201,7 @@ def multiply(work, tiles, shared, target, form: gl.constexpr, RIGHT: gl.constexp
             low, high = widen_pairs(pairs)
             even = warpgroup_mma(low, p, even, is_async=True)
             odd = warpgroup_mma(high, p, odd, is_async=True)
-            pairs = read_pairs(tiles, done, 1, RIGHT, output)
+            pairs = read_quarter(tiles, at, 1, RIGHT, output)
             # Values in registers are read until their product ends.
             even, low = warpgroup_mma_wait(1, [even, low])
             low, next_high = widen_pairs(pairs)
@@ -238,7 +213,9 @@ def multiply(work, tiles, shared, target, form: gl.constexpr, RIGHT: gl.constexp
             # Not among products under way: there a fence crashes the assembler of Triton 3.6.
             fence_async_shared()
             barrier()
-            free_half(tiles, done, RIGHT)
+            free = of_half(tiles.left_free, tiles.right_free, at, RIGHT)
+            for i in gl.static_range(len(free)):
+                mbarrier.arrive(free[i], count=1)
             mbarrier.arrive(slot.free, count=1)
             received += 1
             done += 1

@@ -13,29 +13,9 @@ from mla_fusion.attention.hopper.work import TILE
 from mla_fusion.attention.plan.device_code import LN2
 
 # Of [rows, 4]: a sum for each of the four threads that have a row of scores.
-SUMS = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
-    )
-)
-
-
-@gluon.jit
-def start_rotated(query, tiles, done, layout: gl.constexpr):
-    """Start the product of the query with the rotated part of tile number `done`."""
-    buffer, phase = turn_of(done, tiles.left.shape[0])
-    mbarrier.wait(tiles.left_full.index(buffer), phase)
-    s = gl.zeros([ROWS, TILE], gl.float32, layout)
-    rotated = tiles.ropes.index(buffer).permute((1, 0))
-    return warpgroup_mma(query.ropes, rotated, s, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def add_left(s, query, tiles, done):
-    """Start the product with the left half, behind `start_rotated`."""
-    buffer, _ = turn_of(done, tiles.left.shape[0])
-    left = tiles.left.index(buffer).permute((1, 0))
-    return warpgroup_mma(query.left, left, s, is_async=True)
+SUMS = gl.constexpr(gl.DistributedLinearLayout(
+    [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
+))  # fmt: skip
 
 
 @gluon.jit
@@ -107,13 +87,6 @@ def sums_of(p):
 
 
 @gluon.jit
-def two_halves(s, layout: gl.constexpr):
-    """The scores of the first 32 tokens and of the others: registers that a thread has already."""
-    first, others = gl.split(s.reshape([ROWS, 2, TILE // 2]).permute((0, 2, 1)))
-    return gl.convert_layout(first, layout), gl.convert_layout(others, layout)
-
-
-@gluon.jit
 def last_visible(work, item, HEADS: gl.constexpr, layout: gl.constexpr):
     """The end of the tokens that each row sees: row i of n up to n - 1 - i before the end of the
     sequence.
@@ -142,12 +115,9 @@ def store_layout(columns):
     memory, which is full.
     """
     wide = [[0, 16 << i] for i in range((columns // 16).bit_length() - 1)]
+    lanes = [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [8, 0], *wide],
-        [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]],
-        [[16, 0], [32, 0]],
-        [],
-        [64, columns],
+        [[0, 1], [0, 2], [8, 0], *wide], lanes, [[16, 0], [32, 0]], [], [64, columns]
     )
 
 
@@ -184,13 +154,9 @@ def store_part(acc, work, item, target, FIRST: gl.constexpr, form: gl.constexpr)
 @gluon.constexpr_function
 def pairs_layout(pairs):
     """That of products [pairs, rows], of [pairs, groups, 8 rows]."""
-    return gl.DistributedLinearLayout(
-        [[0, 0, 1], [8, 0, 0], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
-        [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
-        [[16, 0, 0], [32, 0, 0]],
-        [],
-        [pairs, 8, 8],
-    )
+    registers = [[0, 0, 1], [8, 0, 0], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    lanes = [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0, 0], [32, 0, 0]], [], [pairs, 8, 8])
 
 
 @gluon.jit

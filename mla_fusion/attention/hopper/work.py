@@ -1,7 +1,7 @@
 """The work items of a plan, as decode kernels for Hopper (sm_90) read them, in Gluon."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -39,37 +39,18 @@ def form_of(given: Inputs) -> Form:
     return Form(**given.scope_constants, layout=given.layout)
 
 
-class Work(NamedTuple):
-    """What all warps read: the plan, the table of each scope, and the query rows of this CTA."""
+# What all warps read: the plan, the table of each scope, and the query rows of this CTA.
+Work = namedtuple(
+    "Work",
+    "indptr info qo_indptr kv_indptr table table_stride extra_table extra_table_stride first_row",
+)
 
-    indptr: Any
-    info: Any
-    qo_indptr: Any
-    kv_indptr: Any
-    table: Any
-    table_stride: Any
-    extra_table: Any
-    extra_table_stride: Any
-    first_row: Any
-
-
-class Item(NamedTuple):
-    """A work item: KV tokens `begin` to `end` of a sequence, `after` more follow; `partial` row.
-
-    Its query is the heads from `first_head` on, of the `count` rows from `token` on; the tables are
-    the rows of the sequence.
-    """
-
-    sequence: Any
-    first_head: Any
-    partial: Any
-    count: Any
-    token: Any
-    begin: Any
-    end: Any
-    after: Any
-    table: Any
-    extra_table: Any
+# A work item: KV tokens `begin` to `end` of a sequence, `after` more follow; `partial` row. Its
+# query is the heads from `first_head` on, of the `count` rows from `token` on; the tables are the
+# rows of the sequence.
+Item = namedtuple(
+    "Item", "sequence first_head partial count token begin end after table extra_table"
+)
 
 
 @gluon.jit
