@@ -142,6 +142,7 @@ def test_the_latents_are_of_the_type_of_w_uv():
 
 triton = pytest.importorskip("triton")
 from mla_fusion.attention import triton as provider  # noqa: E402
+from mla_fusion.attention.hopper.fits import product_rows  # noqa: E402
 from mla_fusion.attention.triton import (  # noqa: E402
     decode_kernel,
     epilogue_kernel,
@@ -204,14 +205,15 @@ def test_a_shape_that_does_not_suit_is_refused(shape, latent, values, quantizati
 
 
 def test_a_warm_up_runs_every_launch():
-    """Each that a step of up to 3 query rows a sequence makes, and each reduction."""
+    """Each that a step of up to 3 query rows a sequence makes, each reduction and product."""
     plan = plan_for(max_batch=40, max_query_len=3, num_heads=16, ctas=132)
 
     def launches(rows, batches):
         """What follows the decode of so many sequences of `rows` query rows."""
         for batch in batches:
             shape = epilogues.choose(batch * rows, 16, 512, 128)
-            yield shape or reduce_kernel.reduction(batch * plan.fold, plan.heads_per_work)
+            reduction = reduce_kernel.reduction(batch * plan.fold, plan.heads_per_work)
+            yield shape or (reduction, product_rows(batch * rows))
 
     batches = provider.warm_up_batches(plan, 128)
     for rows in (1, 2, 3):

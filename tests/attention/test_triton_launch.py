@@ -84,7 +84,7 @@ def test_tiles_in_several_pages_are_copied_by_threads(strange):
 
 @pytest.mark.parametrize(
     ("heads", "most", "batches"),
-    [(16, 256, [1, 5, 33, 129]), (128, 256, [1, 5, 17]), (128, 16, [1, 5]), (128, 1, [1])],
+    [(16, 256, [1, 9, 33, 129]), (128, 256, [1, 2, 5, 17]), (128, 16, [1, 2, 5]), (128, 1, [1])],
 )
 def test_a_warm_up_compiles_every_reduction(heads, most, batches):
     plan = plan_for(max_batch=most, num_heads=heads, ctas=132)
@@ -121,8 +121,8 @@ def test_the_grid_of_the_reduction_is_that_of_the_step(monkeypatch):
     plan = plan_for(max_batch=256, num_heads=128, ctas=132)
     for batch in (1, 4, 64):
         launch(plan, batch)
-    # A program for each row of few tiles, for four rows of many.
-    assert reductions.grids == [(2, 64, 1), (8, 64, 1), (128, 16, 1)]
+    # Two programs for each row of few tiles, one for four rows of many.
+    assert reductions.grids == [(2, 64, 2), (8, 64, 1), (128, 16, 1)]
 
 
 def test_the_first_decode_of_a_refreshed_plan_waits_for_it(monkeypatch):

@@ -359,7 +359,7 @@ def test_check_needs_no_engine_to_say_that_no_gpu_decodes(changes, argv, said, t
 @pytest.mark.parametrize(
     "changes, said",
     [
-        ({"num_attention_heads": 16}, "with the merge in one launch for up to 4 query rows"),
+        ({"num_attention_heads": 16}, "with the merge in one launch for up to 2 query rows"),
         ({"num_attention_heads": 256}, "on its own"),
     ],
 )

@@ -5,6 +5,7 @@ Beside the kernels, so that who plans for them imports no Gluon.
 
 import torch
 
+from mla_fusion.attention.plan.device import power_of_two
 from mla_fusion.attention.plan.inputs import Inputs
 
 TILE = 64  # tokens that are copied and multiplied at once
@@ -17,6 +18,10 @@ WARP_SPECIALIZED_TYPES = ({torch.bfloat16}, {torch.float8_e4m3fn})
 WARP_SPECIALIZED_ROWS = 64  # of a CTA
 FEW_ROWS = 32  # query rows that a CTA of another kernel decodes faster
 SPARSE_FP8_ROWS = 16  # of a CTA, two of which share an SM
+PRODUCT_COLUMNS, PRODUCT_ROWS = 128, 64  # of a CTA of `product.py`
+# Tokens times blocks of columns, rows and heads. On an H200 `torch.bmm` took 0.99 to 1.15 of the
+# time of a decode and this product up to here, and 0.96 at twice as much.
+PRODUCT_SIZE = 4096
 
 
 def decode(given: Inputs) -> str:
@@ -98,3 +103,31 @@ def _of_scale(given: Inputs) -> str:
     """Where it is positive, the largest product of a row has its largest score."""
     scale = given.softmax_scale
     return "" if scale > 0 else f"it takes a positive scale of the scores, got {scale}"
+
+
+def product_rows(tokens: int) -> int:
+    """Tokens of a CTA of `product.py`."""
+    return min(PRODUCT_ROWS, max(8, power_of_two(tokens)))
+
+
+def product(given: Inputs) -> str:
+    """Why `product.py` does not take these inputs: it copies W_UV by the tensor copy engine, and 16
+    aligned bytes of latents at once; or where `torch.bmm` was as fast.
+    """
+    assert given.epilogue is not None
+    w, latents, out = given.epilogue.w_uv, given.out, given.epilogue.out
+    tokens, (heads, latent, values) = len(latents), w.shape
+    if latent not in (256, 512) or values % PRODUCT_COLUMNS:
+        return f"it takes 256 or 512 latents and multiples of {PRODUCT_COLUMNS} columns"
+    blocks = -(-tokens // PRODUCT_ROWS) * heads * (values // PRODUCT_COLUMNS)
+    if tokens * blocks > PRODUCT_SIZE:
+        return f"it takes up to {PRODUCT_SIZE} rows of its CTAs, got {tokens * blocks}"
+    head, row, column = w.stride()
+    step = max(row, column)
+    if (row == 1 and head % column) or any(n % 8 for n in (head, step)):
+        return f"it takes heads of W_UV that are whole rows of 16 bytes apart, got {w.stride()}"
+    # Where it is quantized, the product is a dense tensor of its own.
+    strides = [*latents.stride()[:2], out.stride(0)]
+    if any(n % 8 for n in strides) or any(t.data_ptr() % 16 for t in (w, latents, out)):
+        return f"it copies 16 aligned bytes at once, got rows {strides} elements apart"
+    return ""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from mla_fusion.attention.hopper.fits import product_rows
 from mla_fusion.attention.plan.buffers import PlanBuffers
 from mla_fusion.attention.plan.inputs import Inputs
 from mla_fusion.attention.triton import epilogue as triton_epilogue
@@ -114,6 +115,8 @@ def warm_up_batches(
             batches.setdefault(merged, batch)
             continue
         for rows in range(1, settings.max_query_len + 1):
-            shape = triton_epilogue.choose(batch * rows, *layer, values, quantization)
-            batches.setdefault((rows, shape or merged[0], merged[1]), batch)
+            tokens = batch * rows
+            shape = triton_epilogue.choose(tokens, *layer, values, quantization)
+            separate = merged[0], product_rows(tokens)
+            batches.setdefault((rows, shape or separate, merged[1]), batch)
     return sorted(set(batches.values()))

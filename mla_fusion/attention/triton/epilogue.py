@@ -1,7 +1,7 @@
 """Launches what follows a Triton decode: the epilogue in one kernel, or separate launches.
 
-`choose` says which. Separate are the reduction, vLLM's own product (`torch.bmm`) and, where the
-result is fp8, a quantization.
+`choose` says which. Separate are the reduction, the product (`hopper.product`, or `torch.bmm` as in
+vLLM) and, where the result is fp8, a quantization.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
+from mla_fusion.attention.hopper import fits as for_hopper
 from mla_fusion.attention.plan.buffers import SUMS_PER_HEAD
+from mla_fusion.attention.plan.device import has_hopper
 from mla_fusion.attention.plan.epilogue import GROUP, Epilogue, in_groups, largest
 from mla_fusion.attention.plan.inputs import Inputs
 from mla_fusion.kernels.triton import has_early_launch
@@ -92,7 +94,6 @@ MEASURED = (
     Faster(1, 16, False, Shape(1, 128, 4, 64, 8, whole=32)),
     Faster(1, 32, False, Shape(1, 128, 4, 32, 4, whole=32)),
     Faster(2, 16, False, Shape(1, 128, 4, 32, 4, whole=32)),
-    Faster(4, 16, False, _PAIRS),
     Faster(1, 32, True, Shape(1, 128, 8, 64, 8, whole=16)),
     Faster(1, 64, True, Shape(1, 128, 4, 16, 8)),
     Faster(1, 128, True, Shape(1, 128, 2, 16, 4)),
@@ -165,8 +166,14 @@ def multiply(given: Inputs) -> None:
     if epilogue.scale is not None:
         # torch.bmm cannot write fp8. Under capture this comes from the graph's own pool.
         product = latents.new_empty((len(latents), heads * values))
-    target = product.view(-1, heads, values).transpose(0, 1)
-    torch.bmm(latents.transpose(0, 1), epilogue.w_uv, out=target)
+    if has_hopper(latents.device) and not for_hopper.product(given):
+        from mla_fusion.attention.hopper import product as hopper_product
+
+        grid, args, options = hopper_product.arguments(given, product)
+        hopper_product.kernel[grid](*args, **options)
+    else:
+        target = product.view(-1, heads, values).transpose(0, 1)
+        torch.bmm(latents.transpose(0, 1), epilogue.w_uv, out=target)
     if epilogue.scale is not None:
         quantize(product, epilogue)
 
@@ -266,7 +273,9 @@ def quantize_arguments(
     out = epilogue.out
     args = (product, out, epilogue.scale, out.stride(0), *_scale_strides(epilogue))
     options = {"WIDTH": product.shape[1], "GROUP": GROUP, **_quantization(epilogue)}
-    return args, options | {"num_warps": 1}
+    pdl = has_early_launch(out.device)
+    options |= {"PDL": pdl, "num_warps": 1}
+    return args, options | ({"launch_pdl": True} if pdl else {})
 
 
 def _scale_strides(epilogue: Epilogue) -> tuple[int, int]:

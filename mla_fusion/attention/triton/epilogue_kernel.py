@@ -379,8 +379,13 @@ def epilogue_kernel(
 def quantize_kernel(
     y_ptr, out_ptr, scale_ptr, out_stride_t, scale_stride_t, scale_stride_g, WIDTH: tl.constexpr,
     GROUP: tl.constexpr, QUANTIZATION: tl.constexpr, LARGEST: tl.constexpr, LIMIT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Quantize GROUP columns, `program_id(1)`, of row `program_id(0)` of a product [T, WIDTH]."""
+    """Quantize GROUP columns, `program_id(1)`, of row `program_id(0)` of a product [T, WIDTH].
+
+    PDL: the launch precedes the end of the product's kernel."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
     inside = column < WIDTH

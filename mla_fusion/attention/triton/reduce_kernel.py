@@ -96,8 +96,8 @@ def reduction(tiles: int, rows: int) -> tuple[int, int, int]:
     Few tiles have many splits, which are loaded at once; many tiles have few, if any. Measured on
     an H200, where a CTA has 16 bytes of each of its rows and splits in a thread.
     """
-    if tiles * rows <= 64:
-        return 1, 32, 128
+    if tiles * rows <= 128:
+        return 1, 32, 256
     if tiles * rows <= 512:
         return 1, 16, 512
     return (1 if tiles * rows <= 2048 else 4), 4, 512

@@ -1,0 +1,113 @@
+"""The product with W_UV for Hopper: executed on a CPU, compiled, and where it is launched."""
+
+import dataclasses
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from mla_fusion.attention.hopper import fits, product
+from mla_fusion.attention.plan.epilogue import Epilogue
+from mla_fusion.attention.triton import epilogue as epilogues
+from mla_fusion.cli.bench.kit import distance
+from tests.attention.decodes import BF16
+from tests.attention.test_epilogue_compiled import inputs
+from tests.attention.test_specialized_run import InStep
+from tests.kernels.compiled import compile_report
+
+
+class Machine(InStep):
+    """W_UV may be copied before the kernel in front has ended: nothing else is copied by TMA."""
+
+    def tma_load(self, *args):
+        pdl, self.pdl = self.pdl, False
+        super().tma_load(*args)
+        self.pdl = pdl
+
+
+def weights(dense, heads, latent, values, dtype=BF16):
+    """W_UV as vLLM has it, half of a larger matrix: dense in "L", or, dequantized, in "V"."""
+    both = values + 128
+    if dense == "L":
+        return torch.randn(heads, both, latent).to(dtype)[:, 128:].transpose(1, 2)
+    return torch.randn(latent, heads, both).to(dtype)[..., 128:].transpose(0, 1)
+
+
+def case(tokens, w_uv):
+    """Latents of so many tokens, as inputs of a decode."""
+    heads, latent, values = w_uv.shape
+    latents = torch.randn(tokens, heads, latent).to(w_uv.dtype)
+    out = torch.full((tokens, heads * values), torch.nan, dtype=w_uv.dtype)
+    given = inputs("sm_90", heads, values=values, latent=latent)
+    return dataclasses.replace(given, out=latents, epilogue=Epilogue(w_uv, out))
+
+
+@pytest.mark.parametrize("dense", "LV")
+@pytest.mark.parametrize(
+    ("tokens", "heads", "latent", "values", "dtype"),
+    [(1, 3, 256, 128, BF16), (9, 2, 512, 256, torch.float16), (70, 1, 256, 256, BF16)],
+)
+def test_the_product(dense, tokens, heads, latent, values, dtype):
+    torch.manual_seed(0)
+    given = case(tokens, weights(dense, heads, latent, values, dtype))
+    assert not fits.product(given)
+    out = given.epilogue.out
+    Machine(0).launch(product.kernel, *product.arguments(given, out))
+    want = torch.einsum("thl,hlv->thv", given.out.double(), given.epilogue.w_uv.double())
+    assert distance(out, want.flatten(1)) < 2.5e-3
+
+
+@pytest.mark.parametrize("left_out", ["gdc_wait", "fence_async_shared"])
+def test_what_the_kernel_may_not_leave_out(left_out):
+    machine, given = Machine(0), case(3, weights("L", 1, 256, 128))
+    setattr(machine.gdc if left_out == "gdc_wait" else machine, left_out, lambda: None)
+    with pytest.raises(AssertionError, match=r"before the kernel in front|without fence"):
+        machine.launch(product.kernel, *product.arguments(given, given.epilogue.out))
+
+
+@pytest.mark.parametrize("dense", ["latent", "columns"])
+def test_w_uv_alone_is_read_before_the_reduction_has_ended(dense):
+    given = inputs("sm_90", 16, dense=dense)
+    given = dataclasses.replace(given, out=torch.empty(64, 16, 512, dtype=BF16, device="meta"))
+    out = torch.empty(64, 2048, dtype=BF16, device="meta")
+    report = compile_report("sm_90", product.kernel, *product.arguments(given, out)[1:])
+    before, after = " ".join(report.order).split("ACQBULK")
+    assert set(before.split()) == {"UTMALDG"} and "UTMALDG" not in after
+    assert report.spills == 0 and report.shared <= fits.SHARED_MEMORY
+
+
+@pytest.mark.parametrize(
+    ("tokens", "w_uv", "why"),
+    [
+        (1, (2, 320, 128), "256 or 512 latents"),
+        (1, (2, 512, 192), "multiples of 128 columns"),
+        (33, (128, 512, 128), "up to 4096 rows of its CTAs, got 4224"),
+        (65, (32, 512, 128), "up to 4096 rows of its CTAs, got 4160"),
+    ],
+)
+def test_what_it_leaves_to_torch(tokens, w_uv, why):
+    heads, latent, values = w_uv
+    assert why in fits.product(case(tokens, weights("L", heads, latent, values)))
+
+
+def test_heads_of_w_uv_are_whole_rows_apart():
+    odd = torch.randn(3, 128 * 512 + 8).to(BF16)[:, : 128 * 512].view(3, 128, 512).transpose(1, 2)
+    assert "whole rows of 16 bytes apart" in fits.product(case(1, odd))
+
+
+def test_rows_of_latents_are_aligned():
+    given = case(2, weights("L", 3, 256, 128))
+    latents = torch.empty(2, 3, 260, dtype=BF16)[..., :256]
+    assert "16 aligned bytes" in fits.product(dataclasses.replace(given, out=latents))
+
+
+@pytest.mark.parametrize(("target", "tokens", "launched"), [("sm_90", 4, 1), ("sm_90", 33, 0),
+                                                            ("sm_80", 4, 0)])  # fmt: skip
+def test_where_it_is_launched(target, tokens, launched, monkeypatch):
+    given, grids = case(tokens, weights("L", 128, 512, 128)), []
+    monkeypatch.setattr(product, "kernel", dict.fromkeys([(1, 128, 1)], lambda *_, **__: None))
+    monkeypatch.setattr(torch, "bmm", lambda *_, **__: grids.append("bmm"))
+    monkeypatch.setattr(epilogues, "has_hopper", lambda _: target == "sm_90")
+    epilogues.multiply(given)
+    assert len(grids) == 1 - launched
