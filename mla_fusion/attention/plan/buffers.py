@@ -13,30 +13,24 @@ import torch
 from mla_fusion.attention.plan.device import sm_count
 from mla_fusion.attention.plan.heads import HeadLayout
 
-# fp32 sums of each head that an epilogue in slices keeps for its last CTA, and the fewest of
-# them that one counter is for: of one row, 16 columns and 2 slices.
+# fp32 sums of a head that an epilogue in slices keeps for its last CTA, and the fewest of them that
+# one counter is for: of one row, 16 columns and 2 slices.
 SUMS_PER_HEAD, SUMS_PER_COUNT = 2**14, 2**5
 MOST_TOKENS = 2**31 - 1  # of kv_indptr
 OVERHEAD = 16  # default fixed cost of a work item, in blocks: AITER's
 
 # The six buffers that AITER knows, in the order of get_mla_metadata_info_v1.
 AITER_BUFFERS = (
-    "work_metadata_ptrs",
-    "work_indptr",
-    "work_info_set",
-    "reduce_indptr",
-    "reduce_final_map",
+    "work_metadata_ptrs", "work_indptr", "work_info_set", "reduce_indptr", "reduce_final_map",
     "reduce_partial_map",
-)
+)  # fmt: skip
 PLANNED = (*AITER_BUFFERS[1:], "qo_indptr", "kv_indptr")  # what a refresh writes
 
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """What a plan depends on besides the lengths of its sequences.
-
-    fold: head blocks of a sequence. granularity: tokens of a block. max_split_per_batch: of each
-    folded sequence. The others, and these, as in `Settings`.
+    """What a plan depends on besides the lengths of its sequences, as in `Settings`; fold: head
+    blocks of a sequence, max_split_per_batch: of each of them.
     """
 
     ctas: int
@@ -72,9 +66,8 @@ class Rules:
 class Settings:
     """The arguments of `PersistentDecodePlan.allocate`.
 
-    A plan serves up to `max_batch` sequences of up to `max_query_len` query rows each.
-
     Attributes:
+        max_batch, max_query_len: most sequences, and query rows of each.
         num_heads: of this rank.
         ctas: of the kernel; by default as many as the device has SMs.
         heads_per_work: heads of a work item, a multiple of 16; by default as `heads.layout`.
@@ -82,9 +75,9 @@ class Settings:
             block), shared by all of them.
         max_kv_len: most KV tokens of a sequence. AITER's plan then holds the cache entry of every
             token at a fixed address; without it the first decode of a step allocates them.
-        kv_granularity: sequences are cut at multiples of this many tokens; AITER's planner takes
-            a power of two.
-        overhead: fixed cost of a work item in units of kv_granularity tokens; by default 16.
+        kv_granularity: tokens of a block: sequences are cut at multiples of it. AITER's planner
+            takes a power of two.
+        overhead: fixed cost of a work item, in blocks; by default 16.
         half_below: with fewer sequences than this, half of the CTAs, an even number, get work.
         v_head_dim: width of the output, kv_lora_rank.
         planner: "portable", for the kernels of this library, or "aiter", for AITER's.
@@ -111,13 +104,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "device", torch.device(self.device))
-        at_least_1 = (
-            "max_batch", "max_query_len", "num_heads", "ctas", "kv_granularity", "overhead",
-            "v_head_dim", "max_kv_len",
-        )  # fmt: skip
-        for name in at_least_1:
-            value = getattr(self, name)
-            if value is not None and value < 1:
+        at_least_0 = "half_below", "max_split_per_batch"  # the latter with a rule of its own
+        for name, value in vars(self).items():
+            if isinstance(value, int) and value < 1 and name not in at_least_0:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if (tokens := self.max_batch * (self.max_kv_len or 0)) > MOST_TOKENS:
             raise ValueError(
@@ -159,10 +148,9 @@ class Companions:
     """What AITER's decode takes besides the plan, and what corrects its result.
 
     AITER gets as many rows of every sequence as its kernel is for: those of a shorter query are the
-    last of them, and the others are anything. With N = max_batch * max_query_len query rows, and M
-    rows of AITER's, M >= N. Addresses are fixed, except that of `expanded` without `entries`. A
-    refresh writes `even`, `source`, `target`, `written` and `blind`, so a captured decode reads
-    those of its step.
+    last of them, and the others are anything. There are N = max_batch * max_query_len query rows,
+    and M >= N of AITER's. Addresses are fixed, except that of `expanded` without `entries`. A
+    refresh writes `even` to `blind`, so a captured decode reads those of its step.
 
     Attributes:
         buffers: the six that AITER asked for, by name: a plan is for these and their addresses.
@@ -171,11 +159,9 @@ class Companions:
         even: [max_batch + 1] int32, AITER's first row of each sequence.
         source: [M] int32, the query row of each of AITER's rows, or any where it has none.
         target: [N] int32, AITER's row of each query row.
-        written: [N] bool, the row belongs to a sequence.
-        blind: [N] bool, the row sees no key.
+        written, blind: [N] bool, the row belongs to a sequence; it sees no key.
         entries: [max_batch * max_kv_len] int32, the cache entry of each KV token of the plan; None
-            without max_kv_len.
-        listed: the same, of each step, where the caller has it at an address of its own.
+            without max_kv_len. listed: the same of a step, at an address of the caller's.
         captured: whether a CUDA graph recorded the last refresh.
         expanded: (key, cache entries) that the decodes of a step share.
     """
@@ -207,8 +193,8 @@ class Companions:
 class PlanBuffers:
     """The buffers of a persistent decode and the step they were refreshed for.
 
-    With W CTAs, B = max_batch * fold tiles (a tile is one head block of one sequence), and
-    capacities N of work items and P of splits (`Rules`):
+    W CTAs, B = max_batch * fold tiles (a tile is one head block of one sequence), room for N work
+    items and P splits (`Rules`):
 
     work_metadata_ptrs: [2] uint64, the addresses of work_indptr and work_info_set.
     work_indptr: [W + 1] int32; CTA w executes the items work_indptr[w] ... [w + 1] - 1.
@@ -229,16 +215,14 @@ class PlanBuffers:
     qo_indptr, kv_indptr: [max_batch + 1] int32, copies of the step's; constant after its batch.
     partial_output, partial_lse: fp32 [P * max_query_len, per_work (, v_head_dim)]: row r of a
         split and its natural-log LSE, normalized within the split; the LSE is -inf if the row
-        sees no key of the split. Empty if the plan is AITER's, whose decode has its own.
-    planner_scratch: [max_batch + W] int64, workspace of the portable planner on a device. Empty
-        if the plan is AITER's.
+        sees no key of the split.
+    planner_scratch: [max_batch + W] int64, workspace of the portable planner on a device.
     epilogue_sums: fp32 [num_heads * SUMS_PER_HEAD], products of slices in an epilogue, and
-        epilogue_counts: int32, how many of them are stored: all zero between two launches. Both
-        empty if the plan is AITER's, whose decode has no epilogue.
+        epilogue_counts: int32, how many of them are stored: all zero between two launches.
 
-    layout: heads of the query and of a work item. rules: what the planner plans by. refreshes: how
-    often the plan was refreshed. fresh: no decode was launched since the last refresh, so the next
-    one may directly follow the kernel that writes the plan. aiter: None if the plan is portable.
+    If the plan is AITER's, the last five are empty: its decode has workspaces of its own, and no
+    epilogue. fresh: no decode was launched since the last refresh, so the next one may directly
+    follow the kernel that writes the plan. aiter: None if the plan is portable.
 
     The causal rule: row i of n sees a token of its sequence iff n - 1 - i or more tokens follow
     it, so inside a work item token k of the concatenation iff
@@ -296,10 +280,7 @@ class PlanBuffers:
 
 
 def common_buffers(settings: Settings, layout: HeadLayout, *, portable: bool) -> dict[str, Any]:
-    """The fields of a plan that every planner fills alike, zeroed.
-
-    portable: whether the decode of this library executes it; AITER's has workspaces of its own.
-    """
+    """The fields of a plan that every planner fills alike, zeroed. portable: it is not AITER's."""
 
     def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=settings.device)

@@ -1,8 +1,6 @@
 """What decode kernels of several rooms share, in Triton: work items and the online softmax."""
 
-from __future__ import annotations
-
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
@@ -10,42 +8,15 @@ import triton.language as tl
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 
+# A work item: KV tokens `begin` to `end` of a sequence, `after` more follow; `partial` row. Of each
+# query row of the CTA: head, token, and whether it is real, none of padding.
+Item = namedtuple("Item", "sequence partial count head real token begin end after")
 
-class Item(NamedTuple):
-    """A work item: KV tokens `begin` to `end` of a sequence, `after` more follow; `partial` row.
+# A cache and the row of its table for one sequence: blocks, or slots; strides in elements.
+Source = namedtuple("Source", "pointer table block_stride")
 
-    Of each query row of the CTA: head, token, and whether it is real, none of padding.
-    """
-
-    sequence: Any
-    partial: Any
-    count: Any
-    head: Any
-    real: Any
-    token: Any
-    begin: Any
-    end: Any
-    after: Any
-
-
-class Source(NamedTuple):
-    """A cache and the row of its table for one sequence: blocks, or slots; strides in elements."""
-
-    pointer: Any
-    table: Any
-    block_stride: Any
-
-
-class Target(NamedTuple):
-    """Where results go: final rows, or partial rows for splits."""
-
-    out: Any
-    lse: Any
-    partial: Any
-    partial_lse: Any
-    stride_t: Any
-    stride_h: Any
-    heads: Any
+# Where results go: final rows, or partial rows for splits.
+Target = namedtuple("Target", "out lse partial partial_lse stride_t stride_h heads")
 
 
 @triton.jit

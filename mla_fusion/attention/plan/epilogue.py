@@ -54,10 +54,8 @@ class Epilogue:
     @property
     def quantization(self) -> str:
         """ "none", "tensor", "group" or "group_ue8m0"."""
-        if self.scale is None:
-            return "none"
-        if self.scale.dim() == 1:
-            return "tensor"
+        if self.scale is None or self.scale.dim() == 1:
+            return "none" if self.scale is None else "tensor"
         return "group_ue8m0" if self.ue8m0 else "group"
 
     def validate(
@@ -65,8 +63,8 @@ class Epilogue:
     ) -> dict[str, torch.Tensor]:
         """Call `check(name, holds, wanted, got)` for each rule; returns the tensors by name."""
         w, out, scale = self.w_uv, self.out, self.scale
-        fits = w.dim() == 3 and w.shape[:2] == (heads, latent)
-        check("w_uv", fits, f"[{heads}, {latent}, V]", tuple(w.shape))
+        ok = w.dim() == 3 and w.shape[:2] == (heads, latent)
+        check("w_uv", ok, f"[{heads}, {latent}, V]", tuple(w.shape))
         check("w_uv", w.dtype in (torch.bfloat16, torch.float16), "bf16 or fp16", w.dtype)
         check("w_uv", 1 in w.stride()[1:], "dense in L or in V", w.stride())
         width = heads * w.shape[2]
@@ -81,7 +79,6 @@ class Epilogue:
         check("epilogue.out", out.dtype in FP8_DTYPES, "fp8 (e4m3) with a scale", out.dtype)
         check("epilogue.scale", scale.dtype == torch.float32, "fp32", scale.dtype)
         groups = (tokens, width // GROUP)
-        fits = scale.shape == (1,) or (width % GROUP == 0 and scale.shape == groups)
-        want = f"[1], or [{tokens}, {width} / {GROUP}]"
-        check("epilogue.scale", fits, want, tuple(scale.shape))
+        ok = scale.shape == (1,) or (width % GROUP == 0 and scale.shape == groups)
+        check("epilogue.scale", ok, f"[1], or [{tokens}, {width} / {GROUP}]", tuple(scale.shape))
         return tensors | {"epilogue.scale": scale}

@@ -1,8 +1,7 @@
-"""The heads of a work item: the one place that pads and folds heads.
+"""The heads of a work item: the one place that pads and folds them, for plan, query and launch.
 
-The size of a plan, the padding of a query and the launch of a kernel all ask here, so that they
-cannot disagree. Heads that one work item cannot hold are folded into the batch, as AITER does: a
-sequence becomes `fold` sequences of `per_work` heads each.
+Heads that one work item cannot hold are folded into the batch, as AITER does: a sequence becomes
+`fold` sequences of `per_work` heads each.
 """
 
 import dataclasses
@@ -13,10 +12,8 @@ MAX_ROWS = 128
 
 @dataclasses.dataclass(frozen=True)
 class HeadLayout:
-    """`heads` of the query, padded to `padded`, in blocks of `per_work`.
-
-    Head block f of a sequence holds the heads f * per_work ... (f + 1) * per_work - 1; heads from
-    `heads` on are padding.
+    """`heads` of the query, padded to `padded`, in blocks of `per_work`: head block f of a sequence
+    holds the heads f * per_work ... (f + 1) * per_work - 1; those from `heads` on are padding.
     """
 
     heads: int

@@ -19,8 +19,8 @@ OUTPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 @dataclasses.dataclass(frozen=True)
 class Scope:
     """Where the keys are: a cache [blocks, page_size, L + R] and, for each sequence, a row of
-    `table` [B, n] int32: its blocks in order, or, in sparse decode, its slots, -1 for none.
-    With a layout the cache is uint8 [blocks, page_size, layout.bytes], for sparse decode.
+    `table` [B, n] int32: its blocks in order. In sparse decode its slots, -1 for none, and with a
+    layout the cache is uint8 [blocks, page_size, layout.bytes].
     """
 
     kv_cache: torch.Tensor
@@ -44,10 +44,8 @@ class Sparse:
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """The arguments of `persistent_mla_decode`, with `out` and, if wanted, `lse` allocated.
-
-    layout: of a byte cache, whose entries have scales of their own. sparse: of sparse decode, whose
-    table lists slots.
+    """The arguments of `persistent_mla_decode`, with `out` and, if wanted, `lse` allocated; the
+    layout of a byte cache, whose entries have scales of their own; and sparse decode's.
     """
 
     q: torch.Tensor
@@ -107,21 +105,12 @@ class Inputs:
         caches = [cache, extra.kv_cache]
         if self.layout is not None:
             caches = [each.view(plan.settings.kv_dtype) for each in caches]
+        lens = plan.kv_indptr if self.sparse is None else self.sparse.lens
+        strides = cache.stride(0), extra.table.stride(0), extra.kv_cache.stride(0)
         return (
-            self.q,
-            caches[0],
-            table,
-            caches[1],
-            extra.table,
-            plan.kv_indptr if self.sparse is None else self.sparse.lens,
-            self.or_unused(self.sink),
-            *self.results,
-            *self.scales,
-            *self.strides,
-            cache.stride(0),
-            extra.table.stride(0),
-            extra.kv_cache.stride(0),
-        )
+            self.q, caches[0], table, caches[1], extra.table, lens, self.or_unused(self.sink),
+            *self.results, *self.scales, *self.strides, *strides,
+        )  # fmt: skip
 
     def grid(self, rows: int) -> tuple[int, int]:
         """CTAs of the plan, and blocks of `rows` query rows."""
@@ -181,35 +170,30 @@ def validate(given: Inputs) -> None:
             f"the plan was refreshed for {step.num_tokens} query rows in {step.batch} sequences, "
             f"q has {tokens}: refresh it for this step"
         )
-    check("q", q.shape[1] == heads, f"of {heads} heads, as the plan", q.shape[1])
-    check("q", width >= latent, f"{latent} wide or wider, as the plan", width)
-    check("q", q.dtype == settings.q_dtype, f"{settings.q_dtype}, as the plan", q.dtype)
-    check("q", q.stride(2) == 1, "dense in its last dimension", q.stride())
-    if given.layout is None:
-        stored, kv_dtype, source = width, settings.kv_dtype, "as the plan"
-    else:
+    stored, kv_dtype, source = width, settings.kv_dtype, "as the plan"
+    if given.layout is not None:
         stored, kv_dtype, source = given.layout.bytes, torch.uint8, "the bytes of its layout"
-    check(
-        "kv_cache",
-        kv_cache.dim() == 3 and kv_cache.shape[2] == stored,
-        f"[blocks, page_size, {stored}]",
-        tuple(kv_cache.shape),
-    )
-    check("kv_cache", kv_cache.dtype == kv_dtype, f"{kv_dtype}, {source}", kv_cache.dtype)
-    check("kv_cache", kv_cache.stride(2) == 1, "dense in its last dimension", kv_cache.stride())
-    check(
-        "block_table",
-        block_table.dim() == 2 and block_table.shape[0] == step.batch,
-        f"[{step.batch}, max_blocks]: the plan was refreshed for {step.batch} sequences",
-        tuple(block_table.shape),
-    )
-    check("block_table", block_table.dtype == torch.int32, "int32", block_table.dtype)
-    check("block_table", block_table.stride(1) == 1, "dense in its rows", block_table.stride())
-    check("out", out.shape == (tokens, heads, latent), f"{(tokens, heads, latent)}", out.shape)
-    check("out", out.dtype in OUTPUT_DTYPES, "bf16, fp16 or fp32", out.dtype)
-    check("out", out.stride(2) == 1, "dense in its last dimension", out.stride())
-    check("softmax_scale", math.isfinite(given.softmax_scale), "finite", given.softmax_scale)
+    is_cache = kv_cache.dim() == 3 and kv_cache.shape[2] == stored
+    is_table = block_table.dim() == 2 and block_table.shape[0] == step.batch
+    table = f"[{step.batch}, max_blocks]: the plan was refreshed for {step.batch} sequences"
+    rows, factor = (tokens, heads, latent), given.softmax_scale
+    for name, ok, want, got in (
+        ("q", q.shape[1] == heads, f"of {heads} heads, as the plan", q.shape[1]),
+        ("q", width >= latent, f"{latent} wide or wider, as the plan", width),
+        ("q", q.dtype == settings.q_dtype, f"{settings.q_dtype}, as the plan", q.dtype),
+        ("kv_cache", is_cache, f"[blocks, page_size, {stored}]", tuple(kv_cache.shape)),
+        ("kv_cache", kv_cache.dtype == kv_dtype, f"{kv_dtype}, {source}", kv_cache.dtype),
+        ("block_table", is_table, table, tuple(block_table.shape)),
+        ("block_table", block_table.dtype == torch.int32, "int32", block_table.dtype),
+        ("out", out.shape == rows, f"{rows}", out.shape),
+        ("out", out.dtype in OUTPUT_DTYPES, "bf16, fp16 or fp32", out.dtype),
+        ("softmax_scale", math.isfinite(factor), "finite", factor),
+    ):
+        check(name, ok, want, got)
     tensors = {"q": q, "kv_cache": kv_cache, "block_table": block_table, "out": out}
+    for name, tensor in tensors.items():
+        where = "dense in its rows" if tensor is block_table else "dense in its last dimension"
+        check(name, tensor.stride(-1) == 1, where, tensor.stride())
     if given.epilogue is not None:
         tensors |= given.epilogue.validate(tokens, heads, latent, check)
         weight = given.epilogue.w_uv.dtype

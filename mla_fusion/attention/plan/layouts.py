@@ -1,6 +1,6 @@
 """The byte caches of sparse models: what an entry holds, and its key in plain torch.
 
-Both are `fp8_ds_mla` to vLLM, a uint8 tensor [blocks, page_size, bytes]; the note on top of its
+Both are `fp8_ds_mla` to vLLM, uint8 [blocks, page_size, bytes]; the note on top of its
 `v1/attention/backends/mla/flashmla_sparse.py` (0.32) and `tests/quant.py` of FlashMLA define them:
 
     FP8_DS_MLA, of DeepSeek-V3.2 and GLM-5: 656 bytes a token, one after the other
@@ -37,8 +37,8 @@ class CacheLayout:
         quantized: e4m3 values, at the start of the entry's data.
         group: values that share a scale: stored = value / scale.
         latent: values that are summed, `v_head_dim` of the scratch.
-        behind: scales are ue8m0 and lie behind the data of all tokens of the page; else they are
-            fp32 and lie behind the entry's own e4m3 values.
+        behind: scales are ue8m0, behind the data of all tokens of the page; else fp32, behind the
+            entry's own e4m3 values.
     """
 
     bytes: int
@@ -66,23 +66,24 @@ def check(q: torch.Tensor, cache: torch.Tensor, settings: Settings, layout: Cach
 
     Nor may query or scratch be of widths or types that the entries do not have.
     """
+    size, align = layout.bytes, (cache.data_ptr(), cache.stride(0), layout.entry_stride(cache))
     if settings.v_head_dim != layout.latent or q.shape[2] != layout.width:
         raise ValueError(
-            f"entries of {layout.bytes} bytes hold keys of {layout.width} columns, of which "
+            f"entries of {size} bytes hold keys of {layout.width} columns, of which "
             f"{layout.latent} are summed, got a query of {q.shape[2]} and v_head_dim "
             f"{settings.v_head_dim}"
         )
     if q.dtype != torch.bfloat16 or settings.kv_dtype not in FP8_DTYPES:
         raise ValueError(
-            f"entries of {layout.bytes} bytes hold fp8 (e4m3) and bf16 values: the scratch must "
-            f"be for a bf16 query and that fp8 type, got {q.dtype} over {settings.kv_dtype}"
+            f"entries of {size} bytes hold fp8 (e4m3) and bf16 values: the scratch must be for a "
+            f"bf16 query and that fp8 type, got {q.dtype} over {settings.kv_dtype}"
         )
-    if layout.behind and cache.stride(1) != layout.bytes:
+    if layout.behind and cache.stride(1) != size:
         raise ValueError(
-            f"pages of {layout.bytes} bytes a token hold all scales behind all data, so entries "
-            f"must be {layout.bytes} bytes apart, got {cache.stride(1)}: pass the whole pages"
+            f"pages of {size} bytes a token hold all scales behind all data, so entries must be "
+            f"{size} bytes apart, got {cache.stride(1)}: pass the whole pages"
         )
-    if any(n % 16 for n in (cache.data_ptr(), cache.stride(0), layout.entry_stride(cache))):
+    if any(n % 16 for n in align):
         raise ValueError(
             "the address of kv_cache and the strides of its blocks and entries must be multiples "
             f"of 16 bytes, which a thread reads at once, got {cache.data_ptr():#x} and "

@@ -29,32 +29,22 @@ A sequence that one CTA took whole is written by it; splits of others go to part
 numbered in order, that a reduction merges.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from mla_fusion.attention.plan import heads
-from mla_fusion.attention.plan.buffers import (
-    MOST_TOKENS,
-    PLANNED,
-    PlanBuffers,
-    Rules,
-    Settings,
-    common_buffers,
-)
+from mla_fusion.attention.plan import buffers, heads
+from mla_fusion.attention.plan.buffers import MOST_TOKENS, PLANNED, PlanBuffers, Rules, Settings
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+Numbers = np.ndarray[Any, np.dtype[np.int32]]
 
 PROVIDERS = ("reference", "triton")
 MERGED_AT_ONCE = 32  # splits, by a CTA of the reduction
 SMALL_SHARE, STEPS = 4, 4
-WORK_COLUMNS = 8
-(BATCH, PARTIAL_ROW, QO_START, QO_END, KV_START, KV_END, KV_OFFSET, PADDING) = range(WORK_COLUMNS)
+# Columns of work_info_set; the eighth is padding.
+BATCH, PARTIAL_ROW, QO_START, QO_END, KV_START, KV_END, KV_OFFSET = range(7)
 
 
 def require(settings: Settings) -> None:
@@ -62,13 +52,9 @@ def require(settings: Settings) -> None:
 
 
 def allocate(settings: Settings) -> dict[str, Any]:
-    """The fields of a plan, its buffers zeroed.
-
-    Raises:
-        ValueError: `heads_per_work` is no multiple of 16, or `ctas` has no default.
-    """
+    """The fields of a plan, its buffers zeroed; raises as `heads.layout` and `Settings.rules`."""
     layout = heads.layout(settings.num_heads, settings.max_query_len, settings.heads_per_work)
-    common = common_buffers(settings, layout, portable=True)
+    common = buffers.common_buffers(settings, layout, portable=True)
     planned = {
         name: torch.zeros(shape, dtype=torch.int32, device=settings.device)
         for name, shape in shapes(common["rules"], settings.max_batch).items()
@@ -83,7 +69,7 @@ def shapes(rules: Rules, max_batch: int) -> dict[str, tuple[int, ...]]:
     tiles = max_batch * rules.fold
     return {
         "work_indptr": (rules.ctas + 1,),
-        "work_info_set": (rules.max_works(max_batch), WORK_COLUMNS),
+        "work_info_set": (rules.max_works(max_batch), 8),
         "reduce_indptr": (tiles + 1,),
         "reduce_final_map": (tiles, 2),
         "reduce_partial_map": (rules.partial_map_size(max_batch),),
@@ -106,11 +92,7 @@ def fill(
 
 
 def fill_arrays(
-    plan: Any,
-    rules: Rules,
-    qo_indptr: NDArray[np.int32],
-    seq_lens: NDArray[np.int32],
-    max_query_len: int,
+    plan: Any, rules: Rules, qo_indptr: Numbers, seq_lens: Numbers, max_query_len: int
 ) -> None:
     """Write the plan of one step, in place.
 
@@ -128,36 +110,41 @@ def fill_arrays(
     plan.kv_indptr[1 : batch + 1] = np.cumsum(seq_lens)
     plan.kv_indptr[batch + 1 :] = plan.kv_indptr[batch]
 
-    rows = np.diff(qo_indptr)
-    is_live = rows > 0
+    is_live = np.diff(qo_indptr) > 0
     blocks = np.where(is_live, -(-seq_lens // rules.granularity), 0)
     live = int(np.flatnonzero(is_live)[-1]) + 1 if is_live.any() else 0
-    tiles = [
-        _Tile(int(blocks[b]), int(seq_lens[b]), bool(is_live[b]))
-        for b in range(live)
-        for _ in range(rules.fold)
-    ]
-    items = _pack_tightly(tiles, rules, rules.busy_ctas(batch), seq_lens, max_query_len)
+    each = zip(blocks.tolist(), seq_lens.tolist(), is_live.tolist(), strict=True)
+    tiles = [_Tile(*tile) for tile in list(each)[:live] for _ in range(rules.fold)]
+    longest = -(-int(seq_lens.max(initial=0)) // rules.granularity)
+    items = _pack_tightly(tiles, rules, rules.busy_ctas(batch), longest, max_query_len)
+    cta, tile, begin, end, is_last = np.array(items, np.int64).reshape(-1, 5).T
+    ends = is_last > 0
 
-    partial = first_partial = 0
+    sequence, block = np.divmod(tile, rules.fold)
+    token, first = plan.qo_indptr[sequence], plan.kv_indptr[sequence]
+    rows = plan.qo_indptr[sequence + 1] - token
+    last = np.where(rows > 0, plan.kv_indptr[sequence + 1], first)
+    query = token * rules.fold + block * rows
+    start, stop = first + begin * rules.granularity, first + end * rules.granularity
+    stop = np.minimum(stop, last)
+    is_split = (begin > 0) | ~ends
+    after = np.cumsum(is_split)  # partial rows up to and with an item's
+    partial = (after - 1) * max_query_len
+    columns = (
+        tile, np.where(is_split, partial, -1), query, query + rows, start, stop, last - stop,
+        np.zeros_like(tile),
+    )  # fmt: skip
+    plan.work_info_set[: len(items)] = np.stack(columns, 1)
+    plan.work_indptr[:] = np.searchsorted(cta, np.arange(rules.ctas + 1))
+    plan.reduce_partial_map[: is_split.sum()] = partial[is_split]
     plan.reduce_indptr[0] = 0
-    for work, item in enumerate(items):
-        sequence, block = divmod(item.tile, rules.fold)
-        span = _rows_and_tokens(plan, rules, sequence, block, item.begin, item.end)
-        split = item.begin > 0 or not item.is_last
-        row = partial * max_query_len
-        plan.work_info_set[work] = (item.tile, row if split else -1, *span, 0)
-        if split:
-            plan.reduce_partial_map[partial] = row
-            partial += 1
-        if item.is_last:
-            if partial > first_partial:
-                plan.reduce_final_map[item.tile] = span[:2]
-            first_partial = partial
-            plan.reduce_indptr[item.tile + 1] = partial
-    ctas = [item.cta for item in items]
-    plan.work_indptr[:] = np.searchsorted(ctas, np.arange(rules.ctas + 1))
-    plan.reduce_indptr[len(tiles) + 1 :] = partial
+    plan.reduce_indptr[tile[ends] + 1] = after[ends]
+    plan.reduce_indptr[len(tiles) + 1 :] = is_split.sum()
+    plan.reduce_final_map[tile[is_split]] = np.stack((query, query + rows), 1)[is_split]
+
+
+# CTA, tile, the blocks of the tile from and to, and whether they are its last.
+_Item = tuple[int, int, int, int, bool]
 
 
 class _Tile(NamedTuple):
@@ -168,40 +155,29 @@ class _Tile(NamedTuple):
     is_live: bool
 
 
-class _Item(NamedTuple):
-    """Blocks `begin` to `end` of a tile, for a CTA; is_last: of the tile."""
-
-    cta: int
-    tile: int
-    begin: int
-    end: int
-    is_last: bool
-
-
 def _pack_tightly(
-    tiles: list[_Tile], rules: Rules, busy: int, seq_lens: NDArray[np.int32], max_query_len: int
+    tiles: list[_Tile], rules: Rules, busy: int, longest: int, max_query_len: int
 ) -> list[_Item]:
-    """The items of all tiles for `busy` CTAs, by the smallest budget that is tried."""
+    """The items of all tiles for `busy` CTAs, by the smallest budget that is tried. longest: blocks
+    of the longest sequence.
+    """
     overhead = rules.overhead
     total = sum(tile.blocks + overhead for tile in tiles if tile.is_live)
-    longest = -(-int(seq_lens.max(initial=0)) // rules.granularity)
     share = max(-(-total // busy) if busy else 0, 1 + (longest > MERGED_AT_ONCE))
-    largest = share + overhead
-    if len(tiles) <= busy and longest <= share:
-        items = _pack(tiles, rules, busy, largest, largest, max_query_len)
-        assert items is not None
-        return items
 
     def least_cost(budget: int) -> int:
         splits = (max(1, -(-tile.blocks // (budget - overhead))) for tile in tiles if tile.is_live)
         return sum(tile.blocks for tile in tiles) + overhead * sum(splits)
 
-    budget = largest
-    if share <= SMALL_SHARE * overhead:
+    budget = largest = share + overhead
+    kept = overhead
+    if len(tiles) <= busy and longest <= share:
+        kept = largest
+    elif share <= SMALL_SHARE * overhead:
         budget = min(largest, max(share, 2 * overhead))
         while budget < largest and least_cost(budget) > busy * budget:
             budget += 1
-    while (items := _pack(tiles, rules, busy, budget, overhead, max_query_len)) is None:
+    while (items := _pack(tiles, rules, busy, budget, kept, max_query_len)) is None:
         budget = min(largest, budget + -(-overhead // STEPS))
     return items
 
@@ -211,8 +187,7 @@ def _pack(
 ) -> list[_Item] | None:
     """The items by the three rules, or None if a budget is too small for `busy` CTAs.
 
-    kept: what a CTA that cuts a tile keeps of its budget: an overhead, or all, so that it cuts
-    none.
+    kept: what a CTA that cuts a tile keeps of its budget: an overhead; or all: it cuts none.
     """
     items: list[_Item] = []
     number = done = 0  # done: blocks of this tile that are taken
@@ -232,21 +207,7 @@ def _pack(
                 break
             begin, done = done, done + taken
             is_last = taken == remaining
-            items.append(_Item(cta, number, begin, done, is_last))
+            items.append((cta, number, begin, done, is_last))
             if is_last:
                 number, done = number + 1, 0
     return items if number == len(tiles) else None
-
-
-def _rows_and_tokens(
-    plan: Any, rules: Rules, sequence: int, block: int, begin: int, end: int
-) -> tuple[int, int, int, int, int]:
-    """Columns QO_START to KV_OFFSET of an item: the KV blocks `begin` to `end` of a sequence."""
-    token, rows_end = plan.qo_indptr[sequence : sequence + 2].tolist()
-    first, last = plan.kv_indptr[sequence : sequence + 2].tolist()
-    rows = rows_end - token
-    if rows == 0:
-        last = first
-    query = token * rules.fold + block * rows
-    stop = min(first + end * rules.granularity, last)
-    return query, query + rows, first + begin * rules.granularity, stop, last - stop

@@ -12,21 +12,14 @@ walking forward over the sequences, once for each budget that is tried; the rest
 parallel, a lane for each CTA.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 
-from mla_fusion.attention.plan.buffers import PLANNED
+from mla_fusion.attention.plan.buffers import PLANNED, PlanBuffers
 from mla_fusion.attention.plan.planner import MERGED_AT_ONCE, SMALL_SHARE, STEPS
 from mla_fusion.attention.plan.planner import allocate as allocate
 from mla_fusion.attention.plan.planner import require as require
-
-if TYPE_CHECKING:
-    from mla_fusion.attention.plan.buffers import PlanBuffers
 
 PROVIDERS = ("triton", "reference")
 MERGED, SMALL, TRIED = map(tl.constexpr, (MERGED_AT_ONCE, SMALL_SHARE, STEPS))
@@ -38,23 +31,13 @@ def fill(
     """As `planner.fill`, from device tensors, which the kernel reads when it runs."""
     rules, max_batch, batch = plan.rules, plan.settings.max_batch, seq_lens.shape[0]
     plan_kernel[(1,)](
-        qo_indptr,
-        seq_lens,
-        *(getattr(plan, name) for name in PLANNED),
-        plan.planner_scratch,
-        batch,
-        rules.busy_ctas(batch),
-        max_query_len,
-        MAX_BATCH=max_batch,
-        CTAS=rules.ctas,
-        FOLD=rules.fold,
-        GRANULARITY=rules.granularity,
-        OVERHEAD=rules.overhead,
-        BLOCK_B=triton.next_power_of_2(max_batch),
-        BLOCK_W=triton.next_power_of_2(rules.ctas),
+        qo_indptr, seq_lens, *(getattr(plan, name) for name in PLANNED), plan.planner_scratch,
+        batch, rules.busy_ctas(batch), max_query_len, MAX_BATCH=max_batch, CTAS=rules.ctas,
+        FOLD=rules.fold, GRANULARITY=rules.granularity, OVERHEAD=rules.overhead,
+        BLOCK_B=triton.next_power_of_2(max_batch), BLOCK_W=triton.next_power_of_2(rules.ctas),
         # The serial loop is the same in all warps; they share the work before and after it.
         num_warps=4,
-    )
+    )  # fmt: skip
 
 
 # Tensors that are read side by side count as unaligned: for wider reads a thread would get several
