@@ -93,7 +93,7 @@ def compile_plan(job: tuple[Plan, bool, Widths]) -> None:
     """Compile a plan into Triton's cache on disk; runs in a worker process."""
     plan, fp8, widths = job
     region = region_cases.make_region(
-        region_cases.Case(2, 16, fp8, widths), region_cases.make_weights(16, 1, widths)
+        region_cases.timed(2, 16, fp8, widths), region_cases.make_weights(16, 1, widths)
     )
     try:
         layer = functools.partial(provider.fused_mla_decode_prep, plan=plan)
@@ -181,7 +181,7 @@ def main() -> None:
                     if time.monotonic() - started > options.seconds:
                         print("out of time")
                         sys.exit(1)
-                    case = region_cases.Case(tokens, heads, fp8, widths)
+                    case = region_cases.timed(tokens, heads, fp8, widths)
                     region = region_cases.make_region(case, weights)
                     first = list(tiles(tokens, heads, widths.latent))
                     results = list(measure(region, first, options.rounds))

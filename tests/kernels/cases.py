@@ -5,13 +5,13 @@ import functools
 import torch
 
 from mla_fusion.cli.bench.kit import POISON
-from mla_fusion.cli.selftest.region_call import Call as Call
-from mla_fusion.cli.selftest.region_call import Case as Case
-from mla_fusion.cli.selftest.region_call import absorb_interval as absorb_interval
-from mla_fusion.cli.selftest.region_call import build as build
-from mla_fusion.cli.selftest.region_call import different_bytes as different_bytes
-from mla_fusion.cli.selftest.region_call import judge as judge
-from mla_fusion.cli.selftest.region_call import run as run
+from mla_fusion.cli.bench.region_cases import Call as Call
+from mla_fusion.cli.bench.region_cases import Case as Case
+from mla_fusion.cli.bench.region_cases import build as build
+from mla_fusion.cli.bench.region_cases import run as run
+from mla_fusion.cli.selftest.region import absorb_interval as absorb_interval
+from mla_fusion.cli.selftest.region import different_bytes as different_bytes
+from mla_fusion.cli.selftest.region import judge as judge
 from mla_fusion.kernels import reference
 from mla_fusion.kernels.inputs import padded_batch
 

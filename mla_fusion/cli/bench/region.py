@@ -47,7 +47,7 @@ def run(settings: argparse.Namespace, facts: dict[str, str], ceilings: Ceilings)
         for heads in settings.heads:
             weights = region_cases.make_weights(heads, settings.layers, widths)
             for tokens in settings.tokens:
-                case = region_cases.Case(tokens, heads, not settings.bf16, widths)
+                case = region_cases.timed(tokens, heads, not settings.bf16, widths)
                 region = region_cases.make_region(case, weights)
                 rows = measure(region, names, missing, settings.rounds, ceilings)
                 add(rows)

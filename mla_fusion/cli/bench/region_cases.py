@@ -1,8 +1,9 @@
-"""Shapes of the fused region: many layers in one CUDA graph, with distinct weights per layer.
+"""Calls of the fused region with random inputs, for its checks; and many layers of one in a CUDA
+graph, for its benchmark.
 
-Distinct weights and caches keep the L2 cache from holding what a real model would have to fetch
-from memory in every layer; the activations rotate over a few sets, because in a model the layer
-before has just produced them.
+There distinct weights and caches keep the L2 cache from holding what a real model would have to
+fetch from memory in every layer; the activations rotate over a few sets, because in a model the
+layer before has just produced them.
 """
 
 import dataclasses
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from mla_fusion.cli.bench import kit
+from mla_fusion.cli.bench.kit import POISON, poisoned
 from mla_fusion.kernels import get_provider
 from mla_fusion.kernels.dispatch import Widths
 from mla_fusion.kernels.inputs import Inputs
@@ -26,33 +28,127 @@ SCALE = 0.02  # of query and cache
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One shape of the benchmark: bf16 activations, and fp8 or bf16 for cache and query."""
+    """One call of the fused region. kv: type of the cache; query: type of q_out; gap: elements
+    before each row of a strided input; factor: type of the query's factors, if it has some."""
 
-    tokens: int
-    heads: int
-    fp8: bool = True
-    widths: Widths = DEEPSEEK
+    tokens: int = 5
+    heads: int = 3
+    nope: int = 32
+    rope: int = 16
+    latent: int = 64
+    act: torch.dtype = torch.bfloat16
+    kv: torch.dtype = torch.float8_e4m3fn
+    query: torch.dtype = torch.float8_e4m3fn
+    angles: torch.dtype | None = torch.float32
+    neox: bool = False
+    block_size: int = 4
+    strided: bool = False
+    gap: int = 8
+    padded: tuple[int, ...] = (1,)
+    seed: int = 0
+    factor: torch.dtype | None = None
+    context_parallel: bool = False  # the rows of `padded` are tokens of another rank
 
     @property
-    def target(self) -> torch.dtype:
-        """Type of the cache and of the query."""
-        return kit.fp8_type() if self.fp8 else torch.bfloat16
+    def fp8(self) -> bool:
+        """Whether the query is in fp8."""
+        return self.query.itemsize == 1
+
+    @property
+    def widths(self) -> Widths:
+        """P, R and L."""
+        return Widths(self.nope, self.rope, self.latent)
 
     def bytes(self) -> int:
-        """Fewest bytes of one layer: every input read once, every output written once."""
-        out, (nope, rope, latent) = 1 if self.fp8 else 2, self.widths
+        """Fewest bytes of one layer in bf16: every input read once, every output written once."""
+        out = self.query.itemsize
         per_token = (
-            2 * self.heads * (nope + rope)
-            + out * self.heads * (latent + rope)
-            + (2 + out) * (latent + rope)
-            + 4 * rope  # one fp32 row of cosines and sines
+            2 * self.heads * (self.nope + self.rope)
+            + out * self.heads * (self.latent + self.rope)
+            + (2 + out) * (self.latent + self.rope)
+            + 4 * self.rope  # one fp32 row of cosines and sines
             + 16  # slot and position
         )
-        return 2 * self.heads * nope * latent + self.tokens * per_token
+        return 2 * self.heads * self.nope * self.latent + self.tokens * per_token
 
     def flops(self) -> int:
         """Floating-point operations of one layer's product; RoPE and casts are noise beside it."""
-        return 2 * self.tokens * self.heads * self.widths.nope * self.widths.latent
+        return 2 * self.tokens * self.heads * self.nope * self.latent
+
+
+def timed(tokens: int, heads: int, fp8: bool = True, widths: Widths = DEEPSEEK) -> Case:
+    """A case of the benchmark: bf16 activations, and fp8 or bf16 for cache and query."""
+    kind = kit.fp8_type() if fp8 else torch.bfloat16
+    return Case(tokens, heads, *widths, kv=kind, query=kind, block_size=BLOCK, padded=())
+
+
+@dataclasses.dataclass
+class Call:
+    """Arguments of one call, and the storage that `inputs.kv_cache` is a view of."""
+
+    inputs: Inputs
+    storage: torch.Tensor
+
+
+def build(case: Case, device: str = "cpu") -> Call:
+    """Random inputs; the cache and all gaps of its storage are poisoned."""
+    drawn: dict[str, Any] = {"generator": torch.Generator(device).manual_seed(case.seed)}
+    drawn["device"] = device
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, **drawn)
+
+    def rows(*shape: int) -> torch.Tensor:
+        """A tensor of `shape`, cut out of wider rows if the case is strided."""
+        extra = case.gap if case.strided else 0
+        return random(*shape[:-1], shape[-1] + extra).to(case.act)[..., extra:]
+
+    width = case.latent + case.rope
+    blocks = -(-case.tokens // case.block_size) + 3
+    entry, gap = (width + 16, 32) if case.strided else (width, 0)
+    step = case.block_size * entry + gap
+    size = blocks * step * case.kv.itemsize
+    storage = torch.full((size,), POISON, dtype=torch.uint8, device=device)
+    cache = storage.view(case.kv).as_strided((blocks, case.block_size, width), (step, entry, 1))
+    slots = torch.randperm(blocks * case.block_size, **drawn)[: case.tokens]
+    positions = torch.randint(0, 64, (case.tokens,), **drawn)
+    for row in case.padded:
+        if row < case.tokens:
+            slots[row] = -1
+            positions[row] = 7 if case.context_parallel else 10**12
+    weight = (random(case.heads, case.nope, case.latent) / case.nope**0.5).to(case.act)
+    angles = factor = None
+    if case.angles is not None:
+        angles = random(64, case.rope).clamp(-1, 1).to(case.angles)
+    if case.factor is not None:
+        factor = (1 + random(case.tokens).abs()).to(case.factor)
+    inputs = Inputs(
+        q=rows(case.tokens, case.heads, case.nope + case.rope),
+        w_uk_t=weight,
+        kv_c=rows(case.tokens, case.latent),
+        k_pe=rows(case.tokens, case.rope),
+        kv_cache=cache,
+        slot_mapping=slots,
+        positions=positions,
+        cos_sin_cache=angles,
+        k_scale=torch.tensor([0.031], device=device),
+        q_scale=torch.tensor([0.017], device=device),
+        is_neox=case.neox,
+        q_out=torch.empty(case.tokens, case.heads, width, dtype=case.query, device=device),
+        q_factor=factor,
+        context_parallel=case.context_parallel,
+    )
+    return Call(inputs, storage)
+
+
+def run(module: Any, call: Call, **extra: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Call a provider on copies of the outputs; returns the query and the raw cache storage."""
+    out = poisoned(call.inputs.q_out)
+    cache, storage = call.inputs.kv_cache, call.storage.clone()
+    copy = storage.view(cache.dtype).as_strided(cache.shape, cache.stride())
+    inputs = call.inputs._replace(kv_cache=copy, q_out=out)
+    assert module.fused_mla_decode_prep(inputs, **extra) is out
+    return out, storage
 
 
 @dataclasses.dataclass
@@ -82,36 +178,19 @@ def make_weights(heads: int, layers: int, widths: Widths = DEEPSEEK) -> list[tor
 
 def make_region(case: Case, weights: list[torch.Tensor]) -> Region:
     """Random inputs for `case`; tokens go to distinct random slots."""
-    (nope, rope, latent), device, act = case.widths, weights[0].device, torch.bfloat16
-    blocks, tokens, heads = max(16, 2 * -(-case.tokens // BLOCK)), case.tokens, case.heads
-    entries = blocks, BLOCK, (latent + rope) * case.target.itemsize  # in bytes
-    angles = torch.randn(MAX_POSITION, rope // 2, device=device)
+    angles = torch.randn(MAX_POSITION, case.rope // 2, device="cuda")
     # Peers which want bf16 angles compute the same rotation.
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1).bfloat16().float()
-    scale = torch.full((1,), SCALE, device=device)
-    sets: list[dict[str, Any]] = [
-        {
-            "q": torch.randn(tokens, heads, nope + rope, device=device, dtype=act),
-            "kv_c": torch.randn(tokens, latent, device=device, dtype=act),
-            "k_pe": torch.randn(tokens, rope, device=device, dtype=act),
-            "slot_mapping": torch.randperm(blocks * BLOCK, device=device)[:tokens],
-            "positions": torch.randint(0, MAX_POSITION, (tokens,), device=device),
-            "q_out": torch.empty(tokens, heads, latent + rope, device=device, dtype=case.target),
-        }
-        for _ in range(ACTIVATION_SETS)
-    ]
-    calls = [
-        Inputs(
-            w_uk_t=weight,
-            kv_cache=torch.zeros(entries, device=device, dtype=torch.uint8).view(case.target),
-            cos_sin_cache=cos_sin,
-            k_scale=scale,
-            q_scale=scale,
-            is_neox=False,
-            **sets[i % ACTIVATION_SETS],
-        )
-        for i, weight in enumerate(weights)
-    ]
+    scale = torch.full((1,), SCALE, device="cuda")
+    sets = []
+    for seed in range(ACTIVATION_SETS):
+        given = build(dataclasses.replace(case, seed=seed), "cuda").inputs
+        given.positions.random_(0, MAX_POSITION)
+        sets.append(given._replace(cos_sin_cache=cos_sin, k_scale=scale, q_scale=scale))
+    calls = []
+    for i, weight in enumerate(weights):
+        given = sets[i % ACTIVATION_SETS]
+        calls.append(given._replace(w_uk_t=weight, kv_cache=poisoned(given.kv_cache)))
     return Region(case, calls)
 
 
@@ -132,8 +211,8 @@ def agreement(region: Region, layer: Layer, expected: Layer | None = None) -> tu
         given = source._replace(
             q=source.q.clone(),
             k_pe=source.k_pe.clone(),
-            q_out=kit.poisoned(source.q_out),
-            kv_cache=kit.poisoned(source.kv_cache),
+            q_out=poisoned(source.q_out),
+            kv_cache=poisoned(source.kv_cache),
         )
         query = run(given)
         results.append((given.q_out if query is None else query, given.kv_cache))

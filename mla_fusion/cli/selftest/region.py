@@ -1,8 +1,8 @@
 """The fused region against its specification, with the product in float64.
 
-`judge` is the criterion: rotated half and cache equal; absorbed half within one step, or, in an
-activation type, what an fp32 sum in some order gives. Every byte of the cache that no slot
-addresses must stay.
+`judge` is the criterion, for the tests of all providers too: rotated half and cache equal; absorbed
+half within one step, or, in an activation type, what an fp32 sum in some order gives. Every byte of
+the cache that no slot addresses must stay.
 """
 
 import dataclasses
@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from mla_fusion.cli.bench.kit import POISON, capture_calls
+from mla_fusion.cli.bench.kit import POISON, agreement, capture_calls, steps
+from mla_fusion.cli.bench.region_cases import Call, Case, build, run
 from mla_fusion.cli.selftest.outcome import Outcome, same_bits
-from mla_fusion.cli.selftest.region_call import Call, Case, build, different_bytes, judge, run
 from mla_fusion.kernels import get_provider
 from mla_fusion.kernels import triton as provider
+from mla_fusion.kernels.inputs import Inputs
 
 reference = get_provider("reference")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -121,3 +122,72 @@ def replayed(case: Case) -> Iterator[Outcome]:
         wrong = judge(given, given.q_out, want).wrong
         wrong += different_bytes(call.storage, want_storage)
         yield Outcome(f"{case.tokens} tokens, replay {number}", wrong, 0)
+
+
+def absorb_interval(
+    q_nope: torch.Tensor, w_uk_t: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The smallest and the largest result of the absorb product, [T, H, L] each, activation type.
+
+    An fp32 sum of P exact products is within gamma_P * sum |q_i * w_i| of the exact sum s, in any
+    order: gamma_n = n u / (1 - n u), u = 2^-24 (N. Higham, Accuracy and Stability of Numerical
+    Algorithms, 2nd edition, sections 3.1 and 4.2). Rounding to the activation type is monotonic.
+    The two results are nearly always equal or neighbours. Where the products cancel, they are many
+    units in the last place of s apart: a limit of one unit would demand one order of summation.
+
+    The bound also covers rounded fp32 products. Matrix units that truncate have no such proof and
+    are held to the same interval.
+    """
+    q, w = q_nope.double().transpose(0, 1), w_uk_t.double()
+    terms = w_uk_t.shape[1] * 2.0**-24
+    exact = torch.bmm(q, w).transpose(0, 1)
+    bound = terms / (1 - terms) * torch.bmm(q.abs(), w.abs()).transpose(0, 1)
+    return (exact - bound).to(q_nope.dtype), (exact + bound).to(q_nope.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Judgement:
+    """A query against the reference.
+
+    equal: share of equal elements. bounded: elements of the absorbed half more than one step off,
+    but inside `absorb_interval`. wrong: all other deviations. worst: largest distance in steps.
+    """
+
+    equal: float
+    bounded: int
+    wrong: int
+    worst: int
+
+
+def judge(inputs: Inputs, got: torch.Tensor, want: torch.Tensor) -> Judgement:
+    """Hold a query `got` [T, H, L + R] to the specification; `want` is the reference's.
+
+    The rotated half must be equal. The absorbed half must be within one step, or within what an
+    fp32 sum in some order gives; in fp8 within one step, and equal in 99.9 % of the elements.
+    """
+    q, w = inputs.q, inputs.w_uk_t
+    nope, latent = w.shape[1:]
+    if inputs.q_factor is not None:
+        q = reference.scale(q, inputs.q_factor, q.dtype)
+    distance = steps(got, want)
+    equal, worst = agreement((got, want))
+    absorbed = distance[..., :latent]
+    off = absorbed > 1
+    if got.element_size() > 1:
+        low, high = absorb_interval(q[..., :nope], w)
+        value = got[..., :latent]
+        off = off & ~((low <= value) & (value <= high))
+    wrong = int(off.sum()) + int((distance[..., latent:] > 0).sum())
+    if got.element_size() == 1 and equal < 0.999:
+        wrong += int((absorbed > 0).sum())
+    return Judgement(
+        equal=equal,
+        bounded=int((absorbed > 1).sum()) - int(off.sum()),
+        wrong=wrong,
+        worst=worst,
+    )
+
+
+def different_bytes(got: torch.Tensor, want: torch.Tensor) -> int:
+    """How many bytes differ; NaN equals a NaN of the same bits."""
+    return int((got.view(torch.uint8) != want.view(torch.uint8)).sum())
