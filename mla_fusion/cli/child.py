@@ -136,7 +136,7 @@ def lifeline() -> int:
     return reading
 
 
-def _end_with_parent(reading: int, folder: Path | None) -> None:
+def end_with_parent(reading: int, folder: Path | None = None) -> None:
     """End this process and its group when the parent is gone, and remove `folder`."""
 
     def wait() -> None:
@@ -208,7 +208,7 @@ def last_error(log: Path) -> str:
 def _child(workdir: Path, line: int) -> None:
     """The child process: progress on the parent's output, everything else into the log."""
     job = Job(**json.loads((workdir / _JOB).read_text()))
-    _end_with_parent(line, workdir if job.temporary else None)
+    end_with_parent(line, workdir if job.temporary else None)
     log = os.open(workdir / LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     progress = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(log, 1)

@@ -43,7 +43,7 @@ def gpu(monkeypatch):
     agreements = dict.fromkeys((*peers, *(f"own {name}" for name in own)), (1.0, 0))
     facts = dict.fromkeys(("gpu", "driver", "torch", "triton", "vllm", "flashinfer"), "")
     for module, name, value in (
-        (torch.cuda, "is_available", lambda: True),
+        (bench, "require_gpu", lambda: None),
         (torch.cuda, "synchronize", lambda: None),
         (bench, "environment", lambda commit: {**facts, "commit": commit}),
         (bench, "measure_ceilings", lambda: kit.Ceilings(4000.0, 800.0)),

@@ -62,7 +62,7 @@ def gpu(monkeypatch, on_cpu):
         return {name: [times.get(name, 3.0)] * rounds for name in graphs}
 
     for module, name, value in (
-        (torch.cuda, "is_available", lambda: True),
+        (bench, "require_gpu", lambda: None),
         (torch.cuda, "empty_cache", lambda: None),
         (torch.cuda, "synchronize", lambda: None),
         (bench, "environment", lambda commit: {**facts, "commit": commit}),

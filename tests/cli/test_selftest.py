@@ -1,13 +1,16 @@
 """`mla-fusion selftest` without its kernels: processes that end well, badly or never, no GPU."""
 
 import json
+import subprocess
 import sys
+import time
 
 import pytest
 import torch
 
 from mla_fusion import cli
 from mla_fusion.cli.selftest import command, kernels, watch
+from tests.cli.test_lifeline import session
 
 CHILD = """
 import json, os, sys, time
@@ -66,3 +69,30 @@ def test_without_a_gpu(capsys, monkeypatch, devices):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cli.main(["selftest"]) == 2
     assert "needs a CUDA or ROCm GPU" in capsys.readouterr().err
+
+
+ENDLESS = """
+import sys
+from mla_fusion.cli.selftest import watch
+watch.CHILD = (sys.executable, "-c", '''import os, sys, time
+from mla_fusion.cli.child import end_with_parent
+end_with_parent(int(sys.argv[2]))
+print(os.getpid(), file=open(sys.argv[1], "w"))
+time.sleep(600)''')
+print(*watch.run_all([sys.argv[1]], 1, 600))
+"""
+
+
+def test_a_child_ends_with_a_command_that_is_killed(tmp_path):
+    path = tmp_path / "pid"
+    command = subprocess.Popen([sys.executable, "-c", ENDLESS, path])
+    limit = time.monotonic() + 60
+    while not (path.exists() and path.read_text().strip()):
+        assert command.poll() is None and time.monotonic() < limit
+        time.sleep(0.05)
+    child = int(path.read_text())
+    assert session(child)
+    command.kill()
+    while session(child):
+        assert time.monotonic() < limit
+        time.sleep(0.05)

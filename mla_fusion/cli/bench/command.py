@@ -16,9 +16,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from mla_fusion.cli import UserError, positive
+from mla_fusion.cli import UserError, positive, require_gpu
 from mla_fusion.cli.bench import decode, epilogue, region, region_cases
 from mla_fusion.cli.bench.kit import environment, known, measure_ceilings
 from mla_fusion.cli.doctor import command as doctor
@@ -161,15 +159,6 @@ def write_report(path: Path, commit: str) -> bool:
     path.write_text(json.dumps(report, indent=1))
     print(f"Send this file: {path}")
     return right
-
-
-def require_gpu() -> None:
-    """Raise UserError without a GPU."""
-    if not torch.cuda.is_available():
-        raise UserError(
-            "needs a CUDA or ROCm GPU, and torch sees none here; the kernels are tested without "
-            "one by the test suite, but only a GPU has times worth reading"
-        )
 
 
 def measure(settings: argparse.Namespace) -> bool:

@@ -1,9 +1,9 @@
 """Every kernel of the library by name: why it cannot run on this GPU, or its check.
 
 A name is what the command prints, and what a child process is asked for: python -m
-mla_fusion.cli.selftest.kernels NAME [thorough]. The child prints a line of JSON for each outcome;
-the last one is how it ended: {"end": reason}, empty if all cases ran. A kernel that never ends or
-ends the process takes only this process with it.
+mla_fusion.cli.selftest.kernels NAME LIFELINE [thorough]. The child prints a line of JSON for each
+outcome; the last one is how it ended: {"end": reason}, empty if all cases ran. A kernel that never
+ends or ends the process takes only this process with it.
 """
 
 import dataclasses
@@ -18,42 +18,43 @@ import torch
 from mla_fusion.attention.cdna.fits import why_no_sparse
 from mla_fusion.attention.plan.device import cdna, has_hopper
 from mla_fusion.cli.bench.kit import fp8_type
+from mla_fusion.cli.child import end_with_parent
 from mla_fusion.cli.selftest import decode, planner, region, sparse
-from mla_fusion.cli.selftest.decode import BF16, Shape
+from mla_fusion.cli.selftest.decode import Shape
 from mla_fusion.cli.selftest.outcome import CannotRun, Outcome
 from mla_fusion.kernels.triton import no_fp8
 
 # Heads, query rows, page; then of a decode that is not of 512 + 64, or lies otherwise.
 FEW = [Shape(16, 1, 64), Shape(8, 4, 16, huge=True), Shape(128, 1, 16), Shape(16, 2, 128, gap=64)]
-PORTABLE = [*FEW, Shape(40, 1, 64, 256, 32, gap=3), Shape(16, 1, 64, 320, 64)]
-# In fp8 CTAs share SMs from 32 sequences on.
-HOPPER = [*FEW, Shape(32, 1, 64, 256, 64), Shape(20, 1, 64, batch=40)]
-MANY_ROWS = [
-    Shape(64, 1, 64), Shape(128, 1, 64, huge=True), Shape(16, 4, 128, gap=64), Shape(16, 8, 64),
-    Shape(40, 1, 128),
-]  # fmt: skip
-CDNA = [*FEW, Shape(16, 8, 128), Shape(32, 1, 64, 256, 64)]
-EPILOGUES = [
-    Shape(16, 1, 64, values=128, batch=1),
-    Shape(32, 1, 64, values=128, batch=2, quantization="group"),
-    Shape(16, 1, 64, values=128, batch=4, quantization="tensor"),
-    Shape(8, 1, 64, values=128, batch=8, quantization="group_ue8m0"),
-    Shape(128, 1, 64, values=128, batch=8),
-]
-THOROUGH = {
-    "triton.decode_kernel": [Shape(64, 2, 32), Shape(128, 8, 128), Shape(16, 1, 64, 1024, 128)],
-    "hopper.decode": [Shape(64, 2, 32), Shape(20, 3, 64), Shape(40, 1, 16, 256, 32)],
-    "hopper.warp_specialized": [Shape(8, 8, 64), Shape(32, 8, 64), Shape(128, 2, 64)],
-    "cdna.decode": [Shape(64, 2, 32), Shape(8, 8, 16)],
-    "": [Shape(64, 1, 64, values=128, batch=1, quantization="group"), Shape(16, 2, 64, values=128,
-         batch=2)],
+# By module: the shapes of its kernel, and those of a thorough check too.
+DECODES = {
+    "triton.decode_kernel": (
+        [*FEW, Shape(40, 1, 64, 256, 32, gap=3), Shape(16, 1, 64, 320, 64)],
+        [Shape(64, 2, 32), Shape(128, 8, 128), Shape(16, 1, 64, 1024, 128)],
+    ),
+    # In fp8 CTAs share SMs from 32 sequences on.
+    "hopper.decode": (
+        [*FEW, Shape(32, 1, 64, 256, 64), Shape(20, 1, 64, batch=40)],
+        [Shape(64, 2, 32), Shape(20, 3, 64), Shape(40, 1, 16, 256, 32)],
+    ),
+    "hopper.warp_specialized": (
+        [Shape(64, 1, 64), Shape(128, 1, 64, huge=True), Shape(16, 4, 128, gap=64),
+         Shape(16, 8, 64), Shape(40, 1, 128)],
+        [Shape(8, 8, 64), Shape(32, 8, 64), Shape(128, 2, 64)],
+    ),
+    "cdna.decode": (
+        [*FEW, Shape(16, 8, 128), Shape(32, 1, 64, 256, 64)], [Shape(64, 2, 32), Shape(8, 8, 16)]
+    ),
 }  # fmt: skip
-CACHES = ("bf16", "fp8", "656 bytes", "584 bytes")
-
-
-def of_type(shapes: list[Shape], kv: torch.dtype, q: torch.dtype) -> list[Shape]:
-    """The same shapes with another type of cache and query."""
-    return [dataclasses.replace(shape, kv=kv, q=q) for shape in shapes]
+_behind = functools.partial(Shape, queries=1, page=64, values=128)
+EPILOGUES = [
+    _behind(16, batch=1),
+    _behind(32, batch=2, quantization="group"),
+    _behind(16, batch=4, quantization="tensor"),
+    _behind(8, batch=8, quantization="group_ue8m0"),
+    _behind(128, batch=8),
+]
+MORE_EPILOGUES = [_behind(64, batch=1, quantization="group"), _behind(16, queries=2, batch=2)]
 
 
 def checks() -> dict[str, Callable[[bool], Iterator[Outcome]]]:
@@ -63,15 +64,10 @@ def checks() -> dict[str, Callable[[bool], Iterator[Outcome]]]:
     found: dict[str, Callable[[bool], Iterator[Outcome]]] = {"planner": _planner}
     for kind in ("bf16", "fp8"):
         found[f"region {kind}"] = functools.partial(_region, kind)
-        for module, shapes in (
-            ("triton.decode_kernel", PORTABLE),
-            ("hopper.decode", HOPPER),
-            ("hopper.warp_specialized", MANY_ROWS),
-            ("cdna.decode", CDNA),
-        ):
-            found[f"decode {module} {kind}"] = functools.partial(_decode, module, shapes, kind)
-    found["epilogue"] = functools.partial(_decode, "", EPILOGUES, "bf16")
-    for cache in CACHES:
+        for module in DECODES:
+            found[f"decode {module} {kind}"] = functools.partial(_decode, module, kind)
+    found["epilogue"] = _epilogue
+    for cache in ("bf16", "fp8", "656 bytes", "584 bytes"):
         found[f"sparse {cache}"] = functools.partial(_sparse, cache)
     return found
 
@@ -85,19 +81,23 @@ def _region(kind: str, thorough: bool) -> Iterator[Outcome]:
     yield from region.check(region.cases(_type_of(kind), thorough))
 
 
-def _decode(module: str, shapes: list[Shape], kind: str, thorough: bool) -> Iterator[Outcome]:
+def _decode(module: str, kind: str, thorough: bool) -> Iterator[Outcome]:
     if module.startswith("hopper") and not has_hopper("cuda"):
         raise CannotRun("it needs sm_90")
     if module.startswith("cdna") and not cdna("cuda"):
         raise CannotRun("it needs gfx942 or gfx950")
-    kv = _type_of(kind) or BF16
-    shapes = shapes + (THOROUGH[module] if thorough else [])
-    fp8 = of_type(shapes, kv, kv)
+    kv, (shapes, more) = _type_of(kind), DECODES[module]
+    shapes = [dataclasses.replace(s, kv=kv, q=kv) for s in shapes + (more if thorough else [])]
     if kind == "fp8" and module == "triton.decode_kernel":
-        fp8 += of_type([Shape(16, 1, 64)], kv, BF16)
-    if not module and no_fp8("cuda"):
-        fp8 = [shape for shape in fp8 if shape.quantization == "none"]
-    yield from decode.check(module, fp8, repeats=15 if thorough else 3)
+        shapes.append(Shape(16, 1, 64, kv=kv))
+    yield from decode.check(module, shapes, repeats=15 if thorough else 3)
+
+
+def _epilogue(thorough: bool) -> Iterator[Outcome]:
+    shapes = EPILOGUES + (MORE_EPILOGUES if thorough else [])
+    if no_fp8("cuda"):
+        shapes = [shape for shape in shapes if shape.quantization == "none"]
+    yield from decode.check("", shapes, repeats=15 if thorough else 3)
 
 
 def _sparse(cache: str, thorough: bool) -> Iterator[Outcome]:
@@ -108,10 +108,10 @@ def _sparse(cache: str, thorough: bool) -> Iterator[Outcome]:
     yield from sparse.check(sparse.variants(cache, fp8_type()), steps=40 if thorough else 4)
 
 
-def _type_of(kind: str) -> torch.dtype | None:
-    """The fp8 type of this GPU, None for bf16; CannotRun where it has no fp8."""
+def _type_of(kind: str) -> torch.dtype:
+    """bf16, or the fp8 type of this GPU; CannotRun where it has no fp8."""
     if kind == "bf16":
-        return None
+        return torch.bfloat16
     if why := no_fp8("cuda"):
         raise CannotRun(why)
     return fp8_type()
@@ -138,4 +138,5 @@ def say(line: dict[str, object]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], "thorough" in sys.argv[2:])
+    end_with_parent(int(sys.argv[2]))
+    main(sys.argv[1], "thorough" in sys.argv[3:])

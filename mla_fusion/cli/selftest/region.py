@@ -24,9 +24,8 @@ HUGE = 2**32 + 2**28  # bytes of a cache
 NEEDED = 6 * HUGE  # that must be free: the inputs, three results and the comparison
 
 
-def cases(fp8: torch.dtype | None, thorough: bool) -> dict[str, Case]:
-    """Hostile calls by name. fp8: of query and cache; None: both of the activation type."""
-    kind = fp8 or BF16
+def cases(kind: torch.dtype, thorough: bool) -> dict[str, Case]:
+    """Hostile calls by name. kind: of query and cache; BF16: both of the activation type."""
     real = Case(nope=128, rope=64, latent=512, block_size=64, heads=16, kv=kind, query=kind)
     shapes = [(1, 16), (17, 16), (64, 128), (256, 8)]
     if thorough:
@@ -46,7 +45,7 @@ def cases(fp8: torch.dtype | None, thorough: bool) -> dict[str, Case]:
         "all padded": {"padded": tuple(range(40))},
         "256 latents": {"nope": 64, "latent": 256, "block_size": 16},
     }
-    if fp8 is None:
+    if kind == BF16:
         options["fp16"] = {"act": FP16, "kv": FP16, "query": FP16}
     if thorough:
         options |= {

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
-from mla_fusion.cli.child import end
+from mla_fusion.cli.child import end, lifeline
 from mla_fusion.cli.selftest.outcome import Outcome
 
 # -P: the installed package, not one in the current folder.
@@ -64,11 +64,10 @@ def run_all(
     silence: seconds without a line after which a child is killed. progress: called with the kernel
     and its number of cases so far.
     """
-    extra = ("thorough",) if thorough else ()
+    extra = [str(lifeline()), *(["thorough"] if thorough else [])]
     with ThreadPoolExecutor(jobs) as pool:
-        work = [
-            pool.submit(watch, [*CHILD, name, *extra], name, silence, progress) for name in names
-        ]
+        work = [pool.submit(watch, [*CHILD, name, *extra], name, silence, progress)
+                for name in names]  # fmt: skip
         for done in as_completed(work):
             yield done.result()
 
@@ -88,8 +87,9 @@ def watch(
 
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
-        )
+            command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True,
+            pass_fds=[lifeline()],
+        )  # fmt: skip
         try:
             while text := _line(process, threading.Timer(silence, stop)):
                 said = json.loads(text) if text.startswith("{") else {}  # or a compiler's line
