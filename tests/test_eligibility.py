@@ -57,11 +57,10 @@ def test_fp8_needs_a_gpu_for_which_triton_compiles_it(major, minor, monkeypatch)
     why = f"Triton compiles fp8 (e4m3) for sm_89 and newer, not for sm_{major}{minor}"
     assert declined(given, "triton", BF16) == (f"kv-cache-dtype {why}" if old else "")
     assert not declined(layer(_k_scale=given._k_scale), "triton", BF16)
-    q = SimpleNamespace(dtype=BF16, device=device, is_cuda=True)
-    triton.refuse_fp8(q, BF16)
+    triton.refuse_fp8(device, q=BF16)
     if old:
         with pytest.raises(ValueError, match="not for sm_8"):
-            triton.refuse_fp8(q, torch.float8_e4m3fn)
+            triton.refuse_fp8(device, q=torch.float8_e4m3fn)
 
 
 @pytest.mark.parametrize(

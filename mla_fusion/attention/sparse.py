@@ -226,7 +226,7 @@ def _check(given: Inputs, width: int, counted: bool, sink: torch.Tensor | None) 
         raise ValueError("kv_scale must be None: the entries of the cache have scales of their own")
     else:
         layouts.check(given.q, given.kv_cache, given.plan.settings, given.layout)
-        provider.refuse_fp8(given.q, given.plan.settings.kv_dtype)
+        provider.refuse_fp8(given.q.device, kv_cache=given.plan.settings.kv_dtype)
     columns = given.block_table.shape[1]
     if columns > width or (columns < width and not counted):
         most = f"{width} columns" + (" at most" if counted else ", as no lengths were given")

@@ -54,13 +54,11 @@ class Plan:
     num_warps: int = 4
 
 
-@dataclasses.dataclass(frozen=True)
-class Measured:
+class Measured(NamedTuple):
     """The plans measured on one device.
 
     arch: its architecture, as "sm_90" or "gfx942".
-    rows: for an fp8 query and for one of the activation type (the key is whether fp8), by widths
-        and number of heads: (most tokens, plan), in ascending order.
+    rows: by whether the query is fp8, widths and number of heads: (most tokens, plan), ascending.
     """
 
     arch: str
@@ -122,13 +120,8 @@ def fit(plan: Plan, depth: int, rotated: int, itemsize: int) -> Plan:
     if rotated > 64:
         plan = dataclasses.replace(plan, rope_rows=max(1, plan.rope_rows * 64 // rotated))
     factor = max(1, depth * itemsize // 256)
-    if factor == 1:
-        return plan
-    return dataclasses.replace(
-        plan,
-        block_m=plan.block_m if plan.block_m == 1 else max(16, plan.block_m // factor),
-        block_n=max(16, plan.block_n // factor),
-    )
+    block_m = min(plan.block_m, max(16, plan.block_m // factor))  # 1 stays
+    return dataclasses.replace(plan, block_m=block_m, block_n=max(16, plan.block_n // factor))
 
 
 @functools.lru_cache(maxsize=8)
@@ -163,13 +156,3 @@ def choose(tokens: int, heads: int, fp8_query: bool, widths: Widths, table: str 
     by_heads = by_widths[min(by_widths, key=widths.distance)]
     rows = by_heads[min(by_heads, key=lambda nearest: abs(math.log(nearest / heads)))]
     return next((plan for limit, plan in rows if tokens <= limit), rows[-1][1])
-
-
-def representatives(
-    max_tokens: int, heads: int, fp8_query: bool, widths: Widths, table: str | None
-) -> dict[Plan, int]:
-    """Every plan that batches of 1 to `max_tokens` tokens use, with a token count that uses it."""
-    plans: dict[Plan, int] = {}
-    for tokens in range(1, max_tokens + 1):
-        plans.setdefault(choose(tokens, heads, fp8_query, widths, table), tokens)
-    return plans

@@ -64,18 +64,27 @@ def _is_hopper(device: torch.device) -> bool:
 
 def no_fp8(device: torch.device | str) -> str:
     """Why kernels with fp8 (e4m3) do not compile for a device; empty if they do."""
-    device = torch.device(device)
-    if device.type != "cuda" or torch.version.hip is not None:
-        return ""
-    major, minor = _capability(device)
-    if (major, minor) >= (8, 9):
+    major, minor = _capability(torch.device(device))
+    if (major, minor) >= (8, 9) or not major:
         return ""
     return f"Triton compiles fp8 (e4m3) for sm_89 and newer, not for sm_{major}{minor}"
 
 
-def has_early_launch(device: torch.device) -> bool:
-    """Whether a kernel may be launched before the one in front has ended (programmatic launch)."""
-    return _capability(device) >= (9, 0)
+def refuse_fp8(device: torch.device, **dtypes: torch.dtype) -> None:
+    """Raise ValueError where a tensor of these types, by name, is of fp8 that kernels for a device
+    do not have."""
+    for name, dtype in dtypes.items():
+        if dtype in FP8_DTYPES and (why := no_fp8(device)):
+            raise ValueError(f"provider 'triton': {name} is {dtype}, but {why}; use bf16")
+        if dtype == torch.float8_e4m3fnuz and device.type == "cuda" and not torch.version.hip:
+            raise ValueError(f"{name} is float8_e4m3fnuz, a type of AMD GPUs; use float8_e4m3fn")
+
+
+def early_launch(device: torch.device) -> dict[str, Any]:
+    """Options of a launch, PDL among them: where the device can, a kernel is launched before the
+    one in front has ended (programmatic dependent launch)."""
+    early = _capability(device) >= (9, 0)
+    return {"PDL": early, "launch_pdl": True} if early else {"PDL": early}
 
 
 def _direct(plan: Plan, w_uk_t: torch.Tensor, q_out: torch.Tensor) -> bool:
@@ -127,23 +136,15 @@ def _check(inputs: Inputs) -> None:
     if why := unsupported(*widths_of(inputs)):
         raise ValueError(f"provider 'triton': {why}; use provider 'reference'")
     for name in ("q", "kv_c", "k_pe", "cos_sin_cache", "kv_cache", "w_uk_t", "q_out"):
-        tensor = getattr(inputs, name)
-        if tensor is None:
+        if (tensor := getattr(inputs, name)) is None:
             continue
         shape, stride = tensor.shape, tensor.stride()
         if stride[-1] != 1 and shape[-1] > 1 and name != "w_uk_t":
             raise ValueError(f"{name} must have a dense last dimension, got {stride}")
-        if name == "kv_cache":
-            continue
         span = sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
-        if span >= 2**31:
+        if span >= 2**31 and name != "kv_cache":
             raise ValueError(f"{name} spans {span} elements; the Triton provider allows 2^31 - 1")
-    for name in ("kv_cache", "q_out"):
-        tensor = getattr(inputs, name)
-        if tensor.dtype in FP8_DTYPES and (why := no_fp8(tensor.device)):
-            raise ValueError(f"{name} is {tensor.dtype}, but {why}; use bf16")
-        if tensor.dtype == torch.float8_e4m3fnuz and tensor.is_cuda and torch.version.hip is None:
-            raise ValueError(f"{name} is float8_e4m3fnuz, a type of AMD GPUs; use float8_e4m3fn")
+    refuse_fp8(inputs.q.device, kv_cache=inputs.kv_cache.dtype, q_out=inputs.q_out.dtype)
 
 
 def fused_mla_decode_prep(inputs: Inputs, plan: Plan | None = None) -> torch.Tensor:
@@ -155,10 +156,8 @@ def fused_mla_decode_prep(inputs: Inputs, plan: Plan | None = None) -> torch.Ten
     if tokens == 0:
         return q_out
     _check(inputs)
-    widths = widths_of(inputs)
-    if plan is None:
-        table = dispatch.device_table(q.device)
-        plan = dispatch.choose(tokens, heads, q_out.dtype in FP8_DTYPES, widths, table)
+    widths, table = widths_of(inputs), dispatch.device_table(q.device)
+    plan = plan or dispatch.choose(tokens, heads, q_out.dtype in FP8_DTYPES, widths, table)
     plan = dispatch.fit(plan, _pad(widths.nope), _pad(widths.rope), q.element_size())
     args, options = launch_arguments(plan, inputs)
     triton_kernels.prep_kernel[programs(plan, tokens, heads, widths.latent),](*args, **options)
@@ -182,43 +181,27 @@ def launch_arguments(plan: Plan, inputs: Inputs) -> tuple[tuple[Any, ...], dict[
     if any(stride % align for stride in strides):
         align = 1
     q_row, kv_c_row, k_pe_row = (stride // align for stride in strides)
-    args = (
-        q, inputs.w_uk_t, kv_c, k_pe, inputs.kv_cache, inputs.slot_mapping, inputs.positions,
-        inputs.positions if angles is None else angles,
-        inputs.k_scale, inputs.q_scale, inputs.q_factor, inputs.q_out,
-        tokens, heads, q_row, q.stride(1), *inputs.w_uk_t.stride(), kv_c_row, k_pe_row,
-        *inputs.kv_cache.stride()[:2], 0 if angles is None else angles.stride(0),
-    )  # fmt: skip
-    return args, _options(plan, align, inputs)
-
-
-def _options(plan: Plan, align: int, inputs: Inputs) -> dict[str, Any]:
-    """The constants of `prep_kernel` and the options of its launch."""
     w_uk_t, kv_cache, q_out = inputs.w_uk_t, inputs.kv_cache, inputs.q_out
-    heads, nope, latent = w_uk_t.shape
-    rope, early = inputs.k_pe.shape[1], has_early_launch(q_out.device)
-    options: dict[str, Any] = {
-        "P": nope,
-        "R": rope,
-        "L": latent,
-        "P_PAD": _pad(nope),
-        "R_PAD": _pad(rope),
-        "L_PAD": _pad(latent),
+    args = (
+        q, w_uk_t, kv_c, k_pe, kv_cache, inputs.slot_mapping, inputs.positions,
+        inputs.positions if angles is None else angles,
+        inputs.k_scale, inputs.q_scale, inputs.q_factor, q_out,
+        tokens, heads, q_row, q.stride(1), *w_uk_t.stride(), kv_c_row, k_pe_row,
+        *kv_cache.stride()[:2], 0 if angles is None else angles.stride(0),
+    )  # fmt: skip
+    widths = dict(zip("PRL", widths_of(inputs), strict=True))
+    options: dict[str, Any] = widths | {f"{name}_PAD": _pad(n) for name, n in widths.items()}
+    # The constants that are fields of the plan have their names, in capitals.
+    options |= {name.upper(): n for name, n in vars(plan).items() if name != "num_warps"}
+    options |= {
         "BLOCK_SIZE": kv_cache.shape[1],
-        "ROPE": inputs.cos_sin_cache is not None,
+        "ROPE": angles is not None,
         "NEOX": inputs.is_neox,
         "Q_LIMIT": _limit(q_out),
         "K_LIMIT": _limit(kv_cache),
         "ALIGN": align,
         "ALL_ROWS": inputs.context_parallel,
-        "BLOCK_M": plan.block_m,
-        "BLOCK_N": plan.block_n,
-        "M_TILES": plan.m_tiles,
-        "ROPE_ROWS": plan.rope_rows,
-        "CACHE_TOKENS": plan.cache_tokens,
-        "REST_LAST": plan.rest_last,
         "ONE_TOKEN": heads % plan.rope_rows == 0,
-        "PDL": early,
         "DIRECT": _direct(plan, w_uk_t, q_out),
         "WARPS": plan.num_warps,
         "num_warps": plan.num_warps,
@@ -227,9 +210,7 @@ def _options(plan: Plan, align: int, inputs: Inputs) -> dict[str, Any]:
         # would be many units in the last place off the reference's.
         "enable_fp_fusion": False,
     }
-    if early:
-        options["launch_pdl"] = True
-    return options
+    return args, options | early_launch(q_out.device)
 
 
 def warmup(
@@ -251,9 +232,11 @@ def warmup(
     """
     one = batch(1)
     heads, device = one.q.shape[1], one.q.device
-    table = dispatch.device_table(device)
-    fp8 = one.q_out.dtype in FP8_DTYPES
-    plans = dispatch.representatives(max_tokens, heads, fp8, widths_of(one), table)
+    layer = heads, one.q_out.dtype in FP8_DTYPES, widths_of(one), dispatch.device_table(device)
+    # Each plan that such batches use, with a number of tokens that uses it.
+    plans: dict[Plan, int] = {}
+    for tokens in range(1, max_tokens + 1):
+        plans.setdefault(dispatch.choose(tokens, *layer), tokens)
     for done, (plan, tokens) in enumerate(plans.items(), start=1):
         progress(
             f"mla-fusion: compiling Triton configuration {done} of {len(plans)} "

@@ -51,21 +51,21 @@ def choose(layer: Any, options: config.Options, vllm_config: Any) -> Choice:
     if facts.decline:
         return Choice()
     if options.attention == "aiter":
-        return _of_aiter(layer, facts, vllm_config, most)
+        return _of_aiter(layer, vllm_config, most)
     return Choice(options.attention, ((1, most),))
 
 
-def _of_aiter(layer: Any, facts: eligibility.LayerFacts, vllm_config: Any, most: int) -> Choice:
+def _of_aiter(layer: Any, vllm_config: Any, most: int) -> Choice:
     """AITER's, but for the steps in which its own table has another decode as faster, which vLLM's
     backend for AITER takes."""
     if not backend_is_aiters(layer):
         return Choice("aiter", ((1, most),))
     activation, rows = vllm_config.model_config.dtype, _query_rows(vllm_config)
-    types = facts.query_dtype(activation), eligibility.cache_dtype(layer, activation)
+    cache = eligibility.cache_dtype(layer, activation)
     arch, backend = device.architecture(layer._k_scale.device), layer.attn_backend.get_name()
     if vllm_compat.pads_sequences(vllm_config):
         return Choice(why=f"{backend} (aiter: adaptive verification pads the sequences of a step)")
-    first, steps = selection.slow_steps(layer.num_heads, rows, *types, most, arch)
+    first, steps = selection.slow_steps(layer.num_heads, rows, cache, most, arch)
     if not first:
         return Choice("aiter", ((1, most),))
     run = 1, most if rows > 1 else first - 1

@@ -157,9 +157,10 @@ def test_only_the_plan_is_read_before_the_kernel_in_front_has_ended(case, dtype)
 
 
 def test_pieces_are_read_when_the_decode_has_ended():
-    out = meta(8, 16, 512, dtype=BF16)
+    given = decode_inputs(16, BF16)
+    given.plan.step = Step(8, 8, 1)
     with as_on("sm_90"):
-        args, options = reduce_kernel.arguments(plan_for(num_heads=16), 8, out, None)
+        _, args, options = reduce_kernel.arguments(given)
     order = compile_report("sm_90", reduce_kernel.kernel, args, options).order
     # Two waits: one in programs with nothing to merge, before or after all this.
     assert order[0] == "PREEXIT" and order.count("ACQBULK") == 2

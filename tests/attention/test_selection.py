@@ -45,7 +45,7 @@ def test_verdicts(heads, length, q, kv, arch, reason):
 def test_the_steps_in_which_aiters_table_has_another_decode_as_faster(
     heads, rows, dtype, most, arch, first, words
 ):
-    found = selection.slow_steps(heads, rows, dtype, dtype, most, arch)
+    found = selection.slow_steps(heads, rows, dtype, most, arch)
     assert found[0] == first and words in found[1] and bool(first) == bool(found[1])
 
 

@@ -69,16 +69,6 @@ def test_amd_has_plans_of_its_own(monkeypatch, arch, tokens, wanted):
     assert dispatch.choose(tokens, 128, True, DEEPSEEK, table) == wanted
 
 
-def test_representatives_cover_every_batch_of_the_bucket(table):
-    plans = dispatch.representatives(20, 8, True, DEEPSEEK, table)
-    assert plans == {Plan(block_m=1): 1, Plan(block_n=32): 2}
-    for measured in (None, table):
-        for widths in (DEEPSEEK, MISTRAL_SMALL):
-            covered = dispatch.representatives(64, 16, True, widths, measured)
-            chosen = {dispatch.choose(t, 16, True, widths, measured) for t in range(1, 65)}
-            assert chosen == set(covered)
-
-
 def test_fit_shrinks_tiles_of_deeper_or_wider_operands():
     plan = Plan(block_m=64, block_n=256)
     assert dispatch.fit(plan, 128, 64, 2) == dispatch.fit(plan, 64, 32, 2) == plan

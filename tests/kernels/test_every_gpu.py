@@ -13,13 +13,14 @@ pytest.importorskip("triton")
 
 from mla_fusion.attention.aiter import entries_kernel
 from mla_fusion.attention.plan import planner_triton
+from mla_fusion.attention.plan.buffers import Step
 from mla_fusion.attention.plan.layouts import FP8_DS_MLA, FP8_DS_MLA_V4
 from mla_fusion.attention.triton import decode_kernel, epilogue, epilogue_kernel, reduce_kernel
 from mla_fusion.kernels import dispatch, triton_kernels
 from mla_fusion.kernels import triton as provider
 from mla_fusion.kernels.dispatch import Widths
 from tests.attention.decodes import BF16, FP32, plan_for
-from tests.attention.test_decode_compiled import decode_arguments
+from tests.attention.test_decode_compiled import decode_arguments, decode_inputs
 from tests.attention.test_epilogue_compiled import (
     CHOSEN,
     CHOSEN_OF_32,
@@ -65,9 +66,10 @@ def decode(target, dtype, heads, latent=512, rope=64, layout=None, **options):
 
 def reduction(target, dtype, heads, tiles):
     """The reduction of so many tiles."""
-    out, lse = meta(8, heads, 512), meta(8, heads, dtype=FP32)
+    given = decode_inputs(heads, BF16)
+    given.plan.step = Step(tiles // given.plan.fold, tiles, 1)
     with as_on(target):
-        given = reduce_kernel.arguments(plan_for(num_heads=heads), tiles, out, lse)
+        _, *given = reduce_kernel.arguments(given)
     return reduce_kernel.kernel, *given
 
 

@@ -4,10 +4,9 @@ The tables follow AITER's kernel manifests and planner up to v0.1.20, and public
 They were read, not run: nothing here has run on AMD hardware.
 """
 
-import dataclasses
 import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,25 +43,17 @@ _LSE_QUERY_LENS = {
 _SLOW_BATCH = 32  # padded sequences of a step
 
 
-@dataclasses.dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """AITER's persistent decode for one shape.
 
     layout: how its heads are padded and folded. query_len: the rows of a sequence that the kernel
     is for, as many as there are or the next for which there is one; 0 without a kernel.
-    unsupported: why there is no kernel, or empty. slower: why another decode is faster from
-    `slower_from` sequences on, or empty.
+    unsupported: why there is no kernel, or empty.
     """
 
     layout: HeadLayout
     query_len: int = 0
     unsupported: str = ""
-    slower: str = ""
-
-    @property
-    def slower_from(self) -> int:
-        """From how many sequences of a step, with padding, another decode is faster; 0: never."""
-        return _SLOW_BATCH if self.slower else 0
 
 
 def aiter_verdict(
@@ -88,10 +79,9 @@ def aiter_verdict(
     if not kind:
         return without(
             f"no kernel takes a {q_dtype} query over a {kv_dtype} cache: queries are bf16, or fp8 "
-            "over an fp8 cache",
+            "over an fp8 cache"
         )
-    wrong = {q_dtype, kv_dtype} & set(FP8_DTYPES) - {FP8_OF[arch]}
-    if wrong:
+    if wrong := {q_dtype, kv_dtype} & set(FP8_DTYPES) - {FP8_OF[arch]}:
         return without(f"{arch} computes in {FP8_OF[arch]}, not in {wrong.pop()}")
     if layout.padded > 128:
         return without(f"{layout.padded} heads are more than the 128 of the largest kernel")
@@ -112,13 +102,7 @@ def aiter_verdict(
             f"the persistent {kind} kernel of {arch} for {layout.per_work} heads and queries of "
             f"{runs} tokens writes no log-sum-exp",
         )
-    slower = ""
-    if (arch, kind, layout.padded, query_len) == ("gfx950", "bf16", 16, 1):
-        slower = (
-            "by AITER's table, with bf16 and up to 16 heads its other kernel is 1.4 to 1.6 times "
-            "faster there, ROCm/aiter#4144"
-        )
-    return Verdict(layout, runs, slower=slower)
+    return Verdict(layout, runs)
 
 
 def aiter_verdict_up_to(
@@ -133,23 +117,20 @@ def aiter_verdict_up_to(
 
 
 def slow_steps(
-    num_heads: int,
-    query_len: int,
-    q_dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-    most: int,
-    arch: str,
+    num_heads: int, query_len: int, dtype: torch.dtype, most: int, arch: str
 ) -> tuple[int, str]:
-    """From how many sequences on, up to `most`, another decode is faster, and which steps those
-    are and why; (0, "") if it never is.
+    """From how many sequences on, padded ones too and up to `most`, another decode is faster over a
+    cache of `dtype`, and which steps those are and why; (0, "") if it never is.
 
     The table has no step with drafts, but an engine with them may have steps without.
     """
-    single = aiter_verdict(num_heads, 1, q_dtype, kv_dtype, arch)
-    if not 0 < single.slower_from <= most:
+    if (arch, dtype) != ("gfx950", torch.bfloat16) or num_heads > 16 or most < _SLOW_BATCH:
         return 0, ""
     drafts = " without drafts" if query_len > 1 else ""
-    return single.slower_from, f"{single.slower_from} sequences or more{drafts} ({single.slower})"
+    return _SLOW_BATCH, (
+        f"{_SLOW_BATCH} sequences or more{drafts} (by AITER's table, with bf16 and up to 16 heads "
+        "its other kernel is 1.4 to 1.6 times faster there, ROCm/aiter#4144)"
+    )
 
 
 def unsupported_widths(latent: int, rope: int) -> str:

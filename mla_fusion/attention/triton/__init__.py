@@ -15,7 +15,7 @@ from mla_fusion.attention.triton import epilogue as triton_epilogue
 from mla_fusion.attention.triton.choice import chosen
 from mla_fusion.attention.triton.choice import plan_settings as plan_settings
 from mla_fusion.kernels.arithmetic import FP8_DTYPES
-from mla_fusion.kernels.triton import no_fp8
+from mla_fusion.kernels.triton import refuse_fp8 as refuse_fp8
 from mla_fusion.kernels.triton import require as require
 
 WIDE_DTYPES = (torch.bfloat16, torch.float16)
@@ -48,16 +48,7 @@ def check(q: torch.Tensor, kv_cache: torch.Tensor, latent: int) -> None:
     rope = kv_cache.shape[2] - latent
     if why := unsupported(q.dtype, kv_cache.dtype, latent, rope):
         raise ValueError(f"provider 'triton': {why}; convert, or use provider 'reference'")
-    refuse_fp8(q, kv_cache.dtype)
-
-
-def refuse_fp8(q: torch.Tensor, kv_dtype: torch.dtype) -> None:
-    """Raise ValueError for AMD's own fp8 type on another GPU, and for fp8 on one without it."""
-    types = [dtype for dtype in (q.dtype, kv_dtype) if dtype in FP8_DTYPES]
-    if types and (why := no_fp8(q.device)):
-        raise ValueError(f"provider 'triton': got {types[0]}, but {why}; use bf16")
-    if torch.float8_e4m3fnuz in (q.dtype, kv_dtype) and q.is_cuda and not torch.version.hip:
-        raise ValueError("float8_e4m3fnuz is a type of AMD GPUs; use float8_e4m3fn")
+    refuse_fp8(q.device, q=q.dtype, kv_cache=kv_cache.dtype)
 
 
 def persistent_mla_decode(given: Inputs) -> None:
@@ -69,8 +60,7 @@ def persistent_mla_decode(given: Inputs) -> None:
 def launch(given: Inputs) -> None:
     """The decode and what follows it; arguments are checked."""
     decode(given)
-    shape = triton_epilogue.chosen(given)
-    if shape is not None:
+    if (shape := triton_epilogue.chosen(given)) is not None:
         triton_epilogue.launch(given, shape)
     else:
         merge(given)
@@ -91,11 +81,7 @@ def merge(given: Inputs) -> None:
     # Imported when launched: a kernel needs Triton.
     from mla_fusion.attention.triton import reduce_kernel
 
-    plan = given.plan
-    assert plan.step is not None, "the caller has refreshed the plan"
-    tiles = plan.step.batch * plan.fold
-    args, options = reduce_kernel.arguments(plan, tiles, given.out, given.lse, given.sink)
-    grid = (tiles, -(-given.rows // options["ROWS"]), -(-options["L"] // options["COLUMNS"]))
+    grid, args, options = reduce_kernel.arguments(given)
     reduce_kernel.kernel[grid](*args, **options)
 
 

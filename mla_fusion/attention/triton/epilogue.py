@@ -7,7 +7,7 @@ vLLM) and, where the result is fp8, a quantization.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,7 +16,7 @@ from mla_fusion.attention.plan.buffers import SUMS_PER_HEAD
 from mla_fusion.attention.plan.device import has_hopper
 from mla_fusion.attention.plan.epilogue import GROUP, Epilogue, in_groups, largest
 from mla_fusion.attention.plan.inputs import Inputs
-from mla_fusion.kernels.triton import has_early_launch
+from mla_fusion.kernels.triton import early_launch
 
 LEAST = 16  # columns of a CTA, rows of a product by matrix instructions, latents of a slice
 AT_ONCE = 2**13  # latents of splits that a CTA of whole rows loads at once: 16 splits of 512
@@ -74,8 +74,7 @@ class Shape:
         return ""
 
 
-@dataclasses.dataclass(frozen=True)
-class Faster:
+class Faster(NamedTuple):
     """Up to so many slots and heads, quantized in groups or not: one launch of this shape."""
 
     slots: int
@@ -113,27 +112,24 @@ def choose(
 
     `launch` takes other shapes too, which benchmarks/epilogue.py times.
     """
-    group = in_groups(quantization)
-    shapes = (
-        row.shape
-        for row in MEASURED
-        if slots <= row.slots and heads <= row.heads and group == row.group
-        if not row.shape.unsuited(slots, latent, values, quantization)
-    )
-    return next(shapes, None)
+    of = in_groups(quantization)
+    for most, most_heads, group, shape in MEASURED:
+        served = slots <= most and heads <= most_heads and group == of
+        if served and not shape.unsuited(slots, latent, values, quantization):
+            return shape
+    return None
 
 
 def slots_of(given: Inputs) -> int:
     """Slots of `epilogue_kernel`: query rows as if all sequences had as many, or all rows."""
-    assert given.plan.step is not None, "the caller has refreshed the plan"
     step = given.plan.step
+    assert step is not None, "the caller has refreshed the plan"
     return max(step.batch * step.max_query_len, step.num_tokens)
 
 
 def chosen(given: Inputs) -> Shape | None:
     """The shape for these inputs; None where nothing, or separate launches, follow the decode."""
-    epilogue = given.epilogue
-    if epilogue is None:
+    if (epilogue := given.epilogue) is None:
         return None
     heads, latent, values = epilogue.w_uv.shape
     return choose(slots_of(given), heads, latent, values, epilogue.quantization)
@@ -180,47 +176,31 @@ def multiply(given: Inputs) -> None:
 
 def quantize(product: torch.Tensor, epilogue: Epilogue) -> None:
     """Quantize a dense product [T, H * V]."""
-    from mla_fusion.attention.triton import epilogue_kernel
+    from mla_fusion.attention.triton.epilogue_kernel import quantize_kernel
 
     args, options = quantize_arguments(product, epilogue)
-    grid = (len(product), -(-product.shape[1] // GROUP))
-    epilogue_kernel.quantize_kernel[grid](*args, **options)
+    quantize_kernel[len(product), -(-product.shape[1] // GROUP)](*args, **options)
 
 
 def arguments(given: Inputs, shape: Shape) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional arguments and keywords of `epilogue_kernel` (also for compiling without a GPU)."""
     plan, epilogue, latents = given.plan, given.epilogue, given.out
     assert plan.step is not None and epilogue is not None
+    step, w_uv, out = plan.step, epilogue.w_uv, epilogue.out
     args = (
-        plan.partial_output,
-        plan.partial_lse,
-        plan.reduce_indptr,
-        plan.reduce_partial_map,
-        plan.qo_indptr,
-        latents,
-        given.or_unused(given.lse),
-        plan.epilogue_sums,
-        plan.epilogue_counts,
-        epilogue.w_uv,
-        epilogue.out,
-        given.or_unused(epilogue.scale),
-        plan.step.batch,
-        plan.step.num_tokens,
-        plan.step.max_query_len,
-        latents.shape[1],
-        *latents.stride()[:2],
-        *epilogue.w_uv.stride(),
-        epilogue.out.stride(0),
-        *_scale_strides(epilogue),
-    )
+        plan.partial_output, plan.partial_lse, plan.reduce_indptr, plan.reduce_partial_map,
+        plan.qo_indptr, latents, given.or_unused(given.lse), plan.epilogue_sums,
+        plan.epilogue_counts, w_uv, out, given.or_unused(epilogue.scale),
+        step.batch, step.num_tokens, step.max_query_len, latents.shape[1], *latents.stride()[:2],
+        *w_uv.stride(), out.stride(0), *_scale_strides(epilogue),
+    )  # fmt: skip
     latent = plan.settings.v_head_dim
     few = shape.of_few_splits(latent, epilogue.quantization)
-    pdl = has_early_launch(latents.device)
     # A warp of AMD's has 64 threads.
     warps = max(1, shape.warps // 2) if torch.version.hip else shape.warps
     options = {
         "L": latent,
-        "V": epilogue.w_uv.shape[2],
+        "V": w_uv.shape[2],
         "HEADS": plan.heads_per_work,
         "FOLD": plan.fold,
         "ROWS": shape.rows,
@@ -237,13 +217,10 @@ def arguments(given: Inputs, shape: Shape) -> tuple[tuple[Any, ...], dict[str, A
         "VECTORS": _vectors(latents, warps),
         **_quantization(epilogue),
         "LSE": given.lse is not None,
-        "PDL": pdl,
         "AMD": torch.version.hip is not None,
         "num_warps": warps,
     }
-    if pdl:
-        options["launch_pdl"] = True
-    return args, options
+    return args, options | early_launch(latents.device)
 
 
 def _latents(columns: int, latent: int) -> int:
@@ -273,9 +250,7 @@ def quantize_arguments(
     out = epilogue.out
     args = (product, out, epilogue.scale, out.stride(0), *_scale_strides(epilogue))
     options = {"WIDTH": product.shape[1], "GROUP": GROUP, **_quantization(epilogue)}
-    pdl = has_early_launch(out.device)
-    options |= {"PDL": pdl, "num_warps": 1}
-    return args, options | ({"launch_pdl": True} if pdl else {})
+    return args, options | {"num_warps": 1} | early_launch(out.device)
 
 
 def _scale_strides(epilogue: Epilogue) -> tuple[int, int]:
@@ -288,9 +263,5 @@ def _quantization(epilogue: Epilogue) -> dict[str, Any]:
     """Constants of both kernels. A negative LIMIT: the conversion clamps by itself."""
     out = epilogue.out
     most = largest(out.dtype) if epilogue.scale is not None else 0.0
-    nvidia = out.is_cuda and torch.version.hip is None
-    return {
-        "QUANTIZATION": epilogue.quantization,
-        "LARGEST": most,
-        "LIMIT": -most if nvidia else most,
-    }
+    limit = -most if out.is_cuda and torch.version.hip is None else most
+    return {"QUANTIZATION": epilogue.quantization, "LARGEST": most, "LIMIT": limit}

@@ -9,12 +9,10 @@ import triton.language as tl
 
 from mla_fusion.attention.plan.device import power_of_two
 from mla_fusion.attention.plan.device_code import LN2, LOG2E, within
-from mla_fusion.kernels.triton import has_early_launch
+from mla_fusion.kernels.triton import early_launch
 
 if TYPE_CHECKING:
-    import torch
-
-    from mla_fusion.attention.plan.buffers import PlanBuffers
+    from mla_fusion.attention.plan.inputs import Inputs
 
 
 @triton.jit
@@ -103,43 +101,28 @@ def reduction(tiles: int, rows: int) -> tuple[int, int, int]:
     return (1 if tiles * rows <= 2048 else 4), 4, 512
 
 
-def arguments(
-    plan: PlanBuffers,
-    tiles: int,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    sink: torch.Tensor | None = None,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional arguments and keywords of the reduction of the first `tiles` tiles."""
-    latent, unused = plan.settings.v_head_dim, plan.partial_lse
+def arguments(given: Inputs) -> tuple[tuple[int, int, int], tuple[Any, ...], dict[str, Any]]:
+    """What the reduction of a step is launched with (also for compiling without a GPU)."""
+    plan, out, (latent, _) = given.plan, given.out, given.widths
+    assert plan.step is not None, "the caller has refreshed the plan"
+    tiles = plan.step.batch * plan.fold
     rows, splits, columns = reduction(tiles, plan.heads_per_work)
+    columns = min(columns, power_of_two(latent))
     args = (
-        plan.partial_output,
-        plan.partial_lse,
-        plan.reduce_indptr,
-        plan.reduce_final_map,
-        plan.reduce_partial_map,
-        plan.qo_indptr,
-        unused if sink is None else sink,
-        out,
-        unused if lse is None else lse,
-        out.shape[1],
-        out.stride(0),
-        out.stride(1),
-    )
-    pdl = has_early_launch(out.device)
+        plan.partial_output, plan.partial_lse, plan.reduce_indptr, plan.reduce_final_map,
+        plan.reduce_partial_map, plan.qo_indptr, given.or_unused(given.sink), out,
+        given.or_unused(given.lse), out.shape[1], *out.stride()[:2],
+    )  # fmt: skip
     options = {
-        "SINK": sink is not None,
+        "SINK": given.sink is not None,
         "L": latent,
         "HEADS": plan.heads_per_work,
         "FOLD": plan.fold,
         "ROWS": rows,
         "SPLITS": splits,
-        "COLUMNS": min(columns, power_of_two(latent)),
-        "LSE": lse is not None,
-        "PDL": pdl,
+        "COLUMNS": columns,
+        "LSE": given.lse is not None,
         "num_warps": 4,
     }
-    if pdl:
-        options["launch_pdl"] = True
-    return args, options
+    grid = tiles, -(-given.rows // rows), -(-latent // columns)
+    return grid, args, options | early_launch(out.device)

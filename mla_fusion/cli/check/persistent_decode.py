@@ -34,7 +34,7 @@ def of_aiter(
         layout = verdict.layout
         taken += [] if verdict.unsupported else [arch]
         said.append(verdict.unsupported or f"{heads} heads as {layout.fold} x {layout.per_work}")
-        _, slow = selection.slow_steps(heads, query_len, dtype, dtype, sequences, arch)
+        _, slow = selection.slow_steps(heads, query_len, dtype, sequences, arch)
         said[-1] += f"; vLLM's backend for {slow}" if slow else ""
     notes = [f"  {arch}: {text}" for arch, text in zip(selection.FP8_OF, said, strict=True)]
     if taken:
