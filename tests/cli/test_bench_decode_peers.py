@@ -25,19 +25,18 @@ def test_ours_is_what_float64_attention_gives(on_cpu, dtype, page):
     inputs = peers.make(case)
     call, out = peers.ours(inputs)
     call(0)
-    lengths = case.lengths()
-    assert peers.error(inputs, out, lengths) <= peers.TOLERANCE
+    assert peers.error(inputs, out) <= peers.TOLERANCE
     scale = 0.5 if dtype == peers.FP8 else 1.0  # of query and cache
-    for b, length in enumerate(lengths):
+    for b, length in enumerate(case.lengths()):
         at = torch.arange(length)
         keys = inputs.caches[0][inputs.table[b, at // page].long(), at % page].double() * scale
         scores = inputs.q[b].double() * scale @ keys.T / 48**0.5
-        want, _ = peers.exact(inputs, b, length, slice(b, b + 1))
+        want, _ = peers.exact(inputs, b)
         torch.testing.assert_close(want[0], scores.softmax(-1) @ keys[:, :32])
     out[2, 1] *= 1.02
-    assert peers.error(inputs, out, lengths) > peers.TOLERANCE
+    assert peers.error(inputs, out) > peers.TOLERANCE
     out[2, 1, 0] = torch.nan
-    assert not peers.error(inputs, out, lengths) <= peers.TOLERANCE
+    assert not peers.error(inputs, out) <= peers.TOLERANCE
 
 
 @pytest.mark.parametrize("dtype", [peers.BF16, peers.FP8])
@@ -53,9 +52,9 @@ def test_behind_w_uv_the_product_is_checked(on_cpu, monkeypatch, dtype):
         graph, apart, (_, out) = peers.prepare(inputs, build)
         assert apart <= peers.TOLERANCE and out.shape == (6, 2, 24)
         graph(0)
-        assert peers.error(inputs, out, case.lengths()) == apart
+        assert peers.error(inputs, out) == apart
         inputs.w_uv.reverse()
-        assert peers.error(inputs, out, case.lengths()) > peers.TOLERANCE
+        assert peers.error(inputs, out) > peers.TOLERANCE
         inputs.w_uv.reverse()
 
 
@@ -66,11 +65,7 @@ def vllms(inputs):
 
     def call(i):
         of_call = dataclasses.replace(inputs, caches=[inputs.caches[i]])
-        each = torch.arange(len(inputs.q)).view(case.batch, case.queries)
-        found = [
-            peers.exact(of_call, b, length, slice(int(rows[0]), int(rows[-1]) + 1))[0]
-            for b, (length, rows) in enumerate(zip(case.lengths(), each, strict=True))
-        ]
+        found = [peers.exact(of_call, b)[0] for b in range(case.batch)]
         inputs.follow(i, torch.cat(found).to(peers.BF16), out)
 
     return call, out

@@ -126,11 +126,6 @@ def table(
     return rows
 
 
-def type_of(case: Case) -> str:
-    """Name of the type of query and cache."""
-    return next(name for name, dtype in TYPES.items() if dtype == case.dtype)
-
-
 def measure(
     case: Case, candidates: Mapping[str, Candidate], rounds: int, left_out: set[str]
 ) -> list[Row]:
@@ -157,7 +152,7 @@ def measure(
     rows = []
     for name, samples in interleave(graphs, len(inputs.caches), rounds).items():
         row = {k: getattr(case, k) for k in CASE if k not in ("ragged", "dtype")}
-        row |= {"ragged": int(case.ragged), "dtype": type_of(case)}
+        row |= {"ragged": int(case.ragged), "dtype": case.kind}
         row |= {"candidate": name, "vllm_default": int(name == default)}
         rows.append(row | rates(case, samples) | {"error": errors[name]})
     return rows
