@@ -27,7 +27,6 @@ WORKSPACE = 128 * 2**20  # bytes of FlashInfer, as in vLLM
 ROTATED = 2**28  # bytes of caches that a graph walks over, several times the L2 cache
 Call = Callable[[int], object]
 Candidate = Callable[["Inputs"], tuple[Call, torch.Tensor]]
-UNAVAILABLE = (ImportError, RuntimeError, AttributeError, ValueError)  # a peer that is not here
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,13 +117,20 @@ class Inputs:
         self.caches.reverse()
         self.w_uv.reverse()
 
-    def follow(self, i: int, latents: torch.Tensor, out: torch.Tensor) -> None:
-        """What follows call `i` of a decode that is not ours: the product, as vLLM's `_v_up_proj`
-        has it; without W_UV, only what is checked is kept, since a copy would be timed."""
-        if self.w_uv:
-            torch.bmm(latents.transpose(0, 1), self.w_uv[i], out=out.transpose(0, 1))
-        elif i < 0:
-            out.copy_(latents)
+    def behind(self, decode: Callable[[int], torch.Tensor]) -> tuple[Call, torch.Tensor]:
+        """Behind a decode that is not ours, which returns its latents: the product, as vLLM's
+        `_v_up_proj` has it; without W_UV, only what is checked is kept, since a copy would be
+        timed."""
+        out = self.result(self.latents())
+
+        def call(i: int) -> None:
+            latents = decode(i)
+            if self.w_uv:
+                torch.bmm(latents.transpose(0, 1), self.w_uv[i], out=out.transpose(0, 1))
+            elif i < 0:
+                out.copy_(latents)
+
+        return call, out
 
 
 def make(case: Case) -> Inputs:
@@ -259,20 +265,19 @@ def triton_mla(inputs: Inputs) -> tuple[Call, torch.Tensor]:
     lens = (inputs.lens[:, None] - after).flatten()
     table = inputs.table.repeat_interleave(rows, 0)
     latents = inputs.latents()
-    out = inputs.result(latents)
     lse = torch.empty(q.shape[:2], device="cuda", dtype=BF16)
     logits = torch.empty(*q.shape[:2], splits, latent + 1, device="cuda")
     one = inputs.scale if fp8 else torch.ones(1, device="cuda")
 
-    def call(i: int) -> None:
+    def call(i: int) -> torch.Tensor:
         cache = inputs.caches[i].unsqueeze(2)
         decode_attention_fwd(
             q, cache, cache[..., :latent], latents, lse, table, lens, logits, splits,
             inputs.case.scale, inputs.case.page, k_scale=one, v_scale=one, is_mla=True,
         )  # fmt: skip
-        inputs.follow(i, latents, out)
+        return latents
 
-    return call, out
+    return inputs.behind(call)
 
 
 def flashmla(inputs: Inputs) -> tuple[Call, torch.Tensor]:
@@ -281,7 +286,6 @@ def flashmla(inputs: Inputs) -> tuple[Call, torch.Tensor]:
 
     case = inputs.case
     q = inputs.q.unflatten(0, (case.batch, case.queries))
-    out = inputs.result(inputs.latents())
     shared: dict[str, Any] = {"head_dim_v": case.latent, "softmax_scale": case.scale}
     shared |= {"causal": True, "block_table": inputs.table, "cache_seqlens": inputs.lens}
     if case.dtype == FP8:
@@ -294,11 +298,11 @@ def flashmla(inputs: Inputs) -> tuple[Call, torch.Tensor]:
         shared |= {"tile_scheduler_metadata": ops.get_mla_metadata()[0]}
         function = ops.flash_mla_with_kvcache
 
-    def call(i: int) -> None:
-        result, _ = function(q=q, k_cache=inputs.caches[i].unsqueeze(-2), **shared)
-        inputs.follow(i, result.flatten(0, 1), out)
+    def call(i: int) -> torch.Tensor:
+        out, _ = function(q=q, k_cache=inputs.caches[i].unsqueeze(-2), **shared)
+        return out.flatten(0, 1)
 
-    return call, out
+    return inputs.behind(call)
 
 
 def fa3(inputs: Inputs) -> tuple[Call, torch.Tensor]:
@@ -316,18 +320,16 @@ def fa3(inputs: Inputs) -> tuple[Call, torch.Tensor]:
         **shared,
     )  # fmt: skip
     latent, rope = inputs.q.split([case.latent, case.rope], dim=-1)
-    out = inputs.result(inputs.latents())
 
-    def call(i: int) -> None:
+    def call(i: int) -> torch.Tensor:
         cache = inputs.caches[i].unsqueeze(-2)
-        result = flash_attn_varlen_func(
+        return flash_attn_varlen_func(
             q=rope, q_v=latent, k=cache[..., case.latent :], v=cache[..., : case.latent],
             seqused_k=inputs.lens, block_table=inputs.table, softmax_scale=case.scale,
             scheduler_metadata=schedule, fa_version=3, **shared,
         )  # fmt: skip
-        inputs.follow(i, result, out)
 
-    return call, out
+    return inputs.behind(call)
 
 
 def flashinfer_mla(inputs: Inputs) -> tuple[Call, torch.Tensor]:
@@ -342,7 +344,6 @@ def flashinfer_mla(inputs: Inputs) -> tuple[Call, torch.Tensor]:
 
     case, device = inputs.case, inputs.q.device
     scale = float(inputs.scale) if case.dtype.itemsize == 1 else 1.0
-    out = inputs.result(inputs.latents())
     shared: dict[str, Any] = {"query": inputs.q.unflatten(0, (case.batch, case.queries))}
     shared |= {"block_tables": inputs.table, "seq_lens": inputs.lens}
     shared |= {"max_seq_len": max(case.lengths()), "qk_nope_head_dim": 128}
@@ -354,13 +355,11 @@ def flashinfer_mla(inputs: Inputs) -> tuple[Call, torch.Tensor]:
         counters = torch.zeros(count, dtype=torch.uint8, device=device)
         shared["multi_ctas_kv_counter_buffer"] = counters
 
-    def call(i: int) -> None:
-        result = trtllm_batch_decode_with_kv_cache_mla(
-            kv_cache=inputs.caches[i].unsqueeze(1), **shared
-        )
-        inputs.follow(i, result.flatten(0, 1), out)
+    def call(i: int) -> torch.Tensor:
+        cache = inputs.caches[i].unsqueeze(1)
+        return trtllm_batch_decode_with_kv_cache_mla(kv_cache=cache, **shared).flatten(0, 1)
 
-    return call, out
+    return inputs.behind(call)
 
 
 # By the type of query and cache.
