@@ -89,6 +89,7 @@ def test_a_measurement_runs_up_to_its_first_device_call(line, monkeypatch, tmp_p
         return subprocess.Popen(["sh", "-c", "echo ready; cat"], text=True, **pipes)
 
     for module, name, mock in (
+        (cli, "GPU_DEVICES", ("*",)),
         (torch.cuda, "is_available", lambda: True),
         (torch.cuda, "device_count", lambda: 1),
         (torch.cuda, "get_device_name", meet),

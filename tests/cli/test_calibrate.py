@@ -49,7 +49,7 @@ def gpu(monkeypatch, tmp_path):
         def table(path, facts, work, rounds):
             return [
                 {"batch": case.batch, "context": case.context, "ragged": int(case.ragged),
-                 "heads": case.heads, "queries": case.queries, "dtype": decode.type_of(case),
+                 "heads": case.heads, "queries": case.queries, "dtype": case.kind,
                  "values": case.values, "candidate": name,
                  "error": error if name == "ours" else 0.027,
                  **dict.fromkeys(("p20_us", "p50_us", "p80_us"), 1.0 if name == "ours" else 2.0)}

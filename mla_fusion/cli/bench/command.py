@@ -21,11 +21,8 @@ from mla_fusion.cli.bench import decode, epilogue, region, region_cases
 from mla_fusion.cli.bench.kit import environment, known, measure_ceilings
 from mla_fusion.cli.doctor import command as doctor
 
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "region": region.DEFAULTS,
-    "decode": decode.DEFAULTS,
-    "epilogue": epilogue.DEFAULTS,
-}
+MODULES = {"region": region, "decode": decode, "epilogue": epilogue}
+DEFAULTS: dict[str, dict[str, Any]] = {name: each.DEFAULTS for name, each in MODULES.items()}
 # A chain of loads, a full GPU, and the two between; sequences that split and those that do not.
 SHAPES: dict[str, dict[str, Any]] = {
     "region": {"tokens": (1, 16, 64, 256), "heads": (16, 128), "rounds": 7},

@@ -22,6 +22,7 @@ from mla_fusion.cli.bench import decode_peers as peers
 from mla_fusion.cli.bench.decode_peers import Candidate, Case
 from mla_fusion.cli.bench.kit import (
     TIMES,
+    UNAVAILABLE,
     Row,
     compile_ahead,
     four_digits,
@@ -61,10 +62,10 @@ def run(settings: argparse.Namespace, facts: Mapping[str, str]) -> bool:
         capped = functools.partial(peers.ours, cap=cap)
         of_types = {dtype: offered | {OURS: capped} for dtype, offered in of_types.items()}
     names = pick(settings.peers, dict.fromkeys(itertools.chain(*of_types.values())))
-    work = []
-    for case in grid(settings, list(of_types)):
-        offered = of_types[case.dtype]
-        work.append((case, {name: offered[name] for name in names if name in offered}))
+    work = [
+        (case, {name: build for name, build in of_types[case.dtype].items() if name in names})
+        for case in grid(settings, list(of_types))
+    ]
     if OURS in names:
         compile_ours(case for case, _ in work)
     torch.manual_seed(0)
@@ -126,11 +127,6 @@ def table(
     return rows
 
 
-def type_of(case: Case) -> str:
-    """Name of the type of query and cache."""
-    return next(name for name, dtype in TYPES.items() if dtype == case.dtype)
-
-
 def measure(
     case: Case, candidates: Mapping[str, Candidate], rounds: int, left_out: set[str]
 ) -> list[Row]:
@@ -151,13 +147,13 @@ def measure(
     for name, build in candidates.items():
         try:
             graphs[name], errors[name], kept[name] = peers.prepare(inputs, build)
-        except peers.UNAVAILABLE as problem:
+        except UNAVAILABLE as problem:
             leave_out(name, problem)
     default = peers.VLLM_DEFAULT[case.dtype] if (case.latent, case.rope) == (512, 64) else ""
     rows = []
     for name, samples in interleave(graphs, len(inputs.caches), rounds).items():
         row = {k: getattr(case, k) for k in CASE if k not in ("ragged", "dtype")}
-        row |= {"ragged": int(case.ragged), "dtype": type_of(case)}
+        row |= {"ragged": int(case.ragged), "dtype": case.kind}
         row |= {"candidate": name, "vllm_default": int(name == default)}
         rows.append(row | rates(case, samples) | {"error": errors[name]})
     return rows

@@ -27,7 +27,6 @@ WORKSPACE = 128 * 2**20  # bytes of FlashInfer, as in vLLM
 ROTATED = 2**28  # bytes of caches that a graph walks over, several times the L2 cache
 Call = Callable[[int], object]
 Candidate = Callable[["Inputs"], tuple[Call, torch.Tensor]]
-UNAVAILABLE = (ImportError, RuntimeError, AttributeError, ValueError)  # a peer that is not here
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,10 +49,15 @@ class Case:
     values: int = 0
 
     @property
+    def kind(self) -> str:
+        """Name of the type of query and cache."""
+        return "fp8" if self.dtype == FP8 else "bf16"
+
+    @property
     def name(self) -> str:
         """Heads, query rows and type."""
         rows = f" x {self.queries} rows" if self.queries > 1 else ""
-        return f"H={self.heads}{rows} {'fp8' if self.dtype == FP8 else 'bf16'}"
+        return f"H={self.heads}{rows} {self.kind}"
 
     @property
     def width(self) -> int:
@@ -108,13 +112,25 @@ class Inputs:
         """What a candidate writes: `latents`, or [rows, H, V] behind W_UV."""
         return latents.new_empty(*latents.shape[:2], self.case.values) if self.w_uv else latents
 
-    def follow(self, i: int, latents: torch.Tensor, out: torch.Tensor) -> None:
-        """What follows call `i` of a decode that is not ours: the product, as vLLM's `_v_up_proj`
-        has it; without W_UV, only what is checked is kept, since a copy would be timed."""
-        if self.w_uv:
-            torch.bmm(latents.transpose(0, 1), self.w_uv[i], out=out.transpose(0, 1))
-        elif i < 0:
-            out.copy_(latents)
+    def reverse(self) -> None:
+        """Put the last cache and W_UV first."""
+        self.caches.reverse()
+        self.w_uv.reverse()
+
+    def behind(self, decode: Callable[[int], torch.Tensor]) -> tuple[Call, torch.Tensor]:
+        """Behind a decode that is not ours, which returns its latents: the product, as vLLM's
+        `_v_up_proj` has it; without W_UV, only what is checked is kept, since a copy would be
+        timed."""
+        out = self.result(self.latents())
+
+        def call(i: int) -> None:
+            latents = decode(i)
+            if self.w_uv:
+                torch.bmm(latents.transpose(0, 1), self.w_uv[i], out=out.transpose(0, 1))
+            elif i < 0:
+                out.copy_(latents)
+
+        return call, out
 
 
 def make(case: Case) -> Inputs:
@@ -143,23 +159,24 @@ def make(case: Case) -> Inputs:
     return Inputs(case, q, caches, table, lens, torch.full((1,), 0.5, device="cuda"), w_uv)
 
 
-def exact(inputs: Inputs, b: int, length: int, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """float64 attention of the query rows `rows`, those of sequence `b`, over its first `length`
-    tokens: output [n, H, L] and LSE [n, H]. Row i of the n sees all but the last n - 1 - i.
+def exact(inputs: Inputs, b: int) -> tuple[torch.Tensor, slice]:
+    """float64 attention of sequence `b`, [n, H, L], and the query rows that it is of. Row i of the
+    n sees all but the last n - 1 - i tokens.
     """
-    case = inputs.case
+    case, length = inputs.case, inputs.case.lengths()[b]
+    rows = slice(b * case.queries, (b + 1) * case.queries)
     scale = 0.5 if case.dtype == FP8 else 1.0
     keys = inputs.caches[0][inputs.table[b, : -(-length // case.page)].long()]
     keys = keys.view(-1, case.width)[:length].double() * scale
-    return exact_attention(inputs.q[rows].double(), keys, case.scale * scale, case.latent)
+    q = inputs.q[rows].double()
+    return exact_attention(q, keys, case.scale * scale, case.latent)[0], rows
 
 
-def error(inputs: Inputs, out: torch.Tensor, lengths: list[int]) -> float:
+def error(inputs: Inputs, out: torch.Tensor) -> float:
     """Largest relative distance of a few sequences' outputs; NaN stays NaN."""
-    found = []
-    for b in {0, len(lengths) // 2, len(lengths) - 1}:
-        rows = slice(b * inputs.case.queries, (b + 1) * inputs.case.queries)
-        want, _ = exact(inputs, b, lengths[b], rows)
+    found, batch = [], inputs.case.batch
+    for b in {0, batch // 2, batch - 1}:
+        want, rows = exact(inputs, b)
         if inputs.w_uv:
             want = (want.transpose(0, 1) @ inputs.w_uv[0].double()).transpose(0, 1)
         found.append(distance(out[rows], want))
@@ -177,13 +194,10 @@ def prepare(
     call, out = build(inputs)
     out.fill_(torch.nan)
     # -1 is the last cache, and the sign for FlashMLA to keep its result.
-    of_calls = inputs.caches, inputs.w_uv
-    for tensors in of_calls:
-        tensors.reverse()
+    inputs.reverse()
     call(-1)
-    for tensors in of_calls:
-        tensors.reverse()
-    apart = error(inputs, out, inputs.case.lengths())
+    inputs.reverse()
+    apart = error(inputs, out)
     return capture_calls(call, len(inputs.caches)), apart, (call, out)
 
 
@@ -194,19 +208,18 @@ def starts_of(case: Case) -> torch.Tensor:
 
 
 def make_plan(case: Case, cap: int = -1) -> PersistentDecodePlan:
-    """A plan with the settings that suit the kernel."""
+    """A plan with the settings that suit the kernel; `cap` as max_split_per_batch."""
     settings = plan_settings(case.heads, case.queries, case.dtype, case.width, "cuda")
     return PersistentDecodePlan.allocate(
-        max_batch=case.batch, max_query_len=case.queries, num_heads=case.heads,
+        max_batch=max(case.batch, PLANNED), max_query_len=case.queries, num_heads=case.heads,
         q_dtype=case.dtype, kv_dtype=case.dtype, device="cuda", v_head_dim=case.latent,
         planner="portable", max_split_per_batch=cap, **settings,
     )  # fmt: skip
 
 
 def ours(inputs: Inputs, cap: int = -1) -> tuple[Call, torch.Tensor]:
-    """This library; `cap` as max_split_per_batch."""
-    most = max(inputs.case.batch, PLANNED)
-    plan = make_plan(dataclasses.replace(inputs.case, batch=most), cap)
+    """This library; `cap` as in `make_plan`."""
+    plan = make_plan(inputs.case, cap)
     plan.refresh(
         qo_indptr=starts_of(inputs.case), seq_lens=inputs.lens, num_tokens=len(inputs.q),
         max_query_len=inputs.case.queries,
@@ -215,8 +228,12 @@ def ours(inputs: Inputs, cap: int = -1) -> tuple[Call, torch.Tensor]:
     out = inputs.result(latents)
 
     def call(i: int) -> None:
-        epilogue = Epilogue(inputs.w_uv[i], out.flatten(1)) if inputs.w_uv else None
-        decode(inputs, plan, i, latents, epilogue=epilogue)
+        persistent_mla_decode(
+            inputs.q, inputs.caches[i], plan, block_table=inputs.table,
+            softmax_scale=inputs.case.scale, q_scale=inputs.scale, kv_scale=inputs.scale,
+            out=latents,
+            epilogue=Epilogue(inputs.w_uv[i], out.flatten(1)) if inputs.w_uv else None,
+        )  # fmt: skip
 
     return call, out
 
@@ -230,23 +247,6 @@ def launch_ours(cases: list[Case]) -> str:
         call(0)
     torch.cuda.synchronize()
     return cases[0].name
-
-
-def decode(
-    inputs: Inputs,
-    plan: PersistentDecodePlan,
-    i: int,
-    out: torch.Tensor,
-    return_lse: bool = False,
-    epilogue: Epilogue | None = None,
-) -> torch.Tensor | None:
-    """One call of this library on cache `i`, for as many query rows as `out` has; its LSE."""
-    _, lse = persistent_mla_decode(
-        inputs.q[: len(out)], inputs.caches[i], plan, block_table=inputs.table,
-        softmax_scale=inputs.case.scale, q_scale=inputs.scale, kv_scale=inputs.scale, out=out,
-        return_lse=return_lse, epilogue=epilogue,
-    )  # fmt: skip
-    return lse
 
 
 def triton_mla(inputs: Inputs) -> tuple[Call, torch.Tensor]:
@@ -265,20 +265,19 @@ def triton_mla(inputs: Inputs) -> tuple[Call, torch.Tensor]:
     lens = (inputs.lens[:, None] - after).flatten()
     table = inputs.table.repeat_interleave(rows, 0)
     latents = inputs.latents()
-    out = inputs.result(latents)
     lse = torch.empty(q.shape[:2], device="cuda", dtype=BF16)
     logits = torch.empty(*q.shape[:2], splits, latent + 1, device="cuda")
     one = inputs.scale if fp8 else torch.ones(1, device="cuda")
 
-    def call(i: int) -> None:
+    def call(i: int) -> torch.Tensor:
         cache = inputs.caches[i].unsqueeze(2)
         decode_attention_fwd(
             q, cache, cache[..., :latent], latents, lse, table, lens, logits, splits,
             inputs.case.scale, inputs.case.page, k_scale=one, v_scale=one, is_mla=True,
         )  # fmt: skip
-        inputs.follow(i, latents, out)
+        return latents
 
-    return call, out
+    return inputs.behind(call)
 
 
 def flashmla(inputs: Inputs) -> tuple[Call, torch.Tensor]:
@@ -287,7 +286,6 @@ def flashmla(inputs: Inputs) -> tuple[Call, torch.Tensor]:
 
     case = inputs.case
     q = inputs.q.unflatten(0, (case.batch, case.queries))
-    out = inputs.result(inputs.latents())
     shared: dict[str, Any] = {"head_dim_v": case.latent, "softmax_scale": case.scale}
     shared |= {"causal": True, "block_table": inputs.table, "cache_seqlens": inputs.lens}
     if case.dtype == FP8:
@@ -300,11 +298,11 @@ def flashmla(inputs: Inputs) -> tuple[Call, torch.Tensor]:
         shared |= {"tile_scheduler_metadata": ops.get_mla_metadata()[0]}
         function = ops.flash_mla_with_kvcache
 
-    def call(i: int) -> None:
-        result, _ = function(q=q, k_cache=inputs.caches[i].unsqueeze(-2), **shared)
-        inputs.follow(i, result.flatten(0, 1), out)
+    def call(i: int) -> torch.Tensor:
+        out, _ = function(q=q, k_cache=inputs.caches[i].unsqueeze(-2), **shared)
+        return out.flatten(0, 1)
 
-    return call, out
+    return inputs.behind(call)
 
 
 def fa3(inputs: Inputs) -> tuple[Call, torch.Tensor]:
@@ -322,18 +320,16 @@ def fa3(inputs: Inputs) -> tuple[Call, torch.Tensor]:
         **shared,
     )  # fmt: skip
     latent, rope = inputs.q.split([case.latent, case.rope], dim=-1)
-    out = inputs.result(inputs.latents())
 
-    def call(i: int) -> None:
+    def call(i: int) -> torch.Tensor:
         cache = inputs.caches[i].unsqueeze(-2)
-        result = flash_attn_varlen_func(
+        return flash_attn_varlen_func(
             q=rope, q_v=latent, k=cache[..., case.latent :], v=cache[..., : case.latent],
             seqused_k=inputs.lens, block_table=inputs.table, softmax_scale=case.scale,
             scheduler_metadata=schedule, fa_version=3, **shared,
         )  # fmt: skip
-        inputs.follow(i, result, out)
 
-    return call, out
+    return inputs.behind(call)
 
 
 def flashinfer_mla(inputs: Inputs) -> tuple[Call, torch.Tensor]:
@@ -348,7 +344,6 @@ def flashinfer_mla(inputs: Inputs) -> tuple[Call, torch.Tensor]:
 
     case, device = inputs.case, inputs.q.device
     scale = float(inputs.scale) if case.dtype.itemsize == 1 else 1.0
-    out = inputs.result(inputs.latents())
     shared: dict[str, Any] = {"query": inputs.q.unflatten(0, (case.batch, case.queries))}
     shared |= {"block_tables": inputs.table, "seq_lens": inputs.lens}
     shared |= {"max_seq_len": max(case.lengths()), "qk_nope_head_dim": 128}
@@ -360,13 +355,11 @@ def flashinfer_mla(inputs: Inputs) -> tuple[Call, torch.Tensor]:
         counters = torch.zeros(count, dtype=torch.uint8, device=device)
         shared["multi_ctas_kv_counter_buffer"] = counters
 
-    def call(i: int) -> None:
-        result = trtllm_batch_decode_with_kv_cache_mla(
-            kv_cache=inputs.caches[i].unsqueeze(1), **shared
-        )
-        inputs.follow(i, result.flatten(0, 1), out)
+    def call(i: int) -> torch.Tensor:
+        cache = inputs.caches[i].unsqueeze(1)
+        return trtllm_batch_decode_with_kv_cache_mla(kv_cache=cache, **shared).flatten(0, 1)
 
-    return call, out
+    return inputs.behind(call)
 
 
 # By the type of query and cache.

@@ -215,8 +215,7 @@ def measure(case: Case, found: Mapping[str, Step], rounds: int) -> list[Row]:
     from triton.errors import TritonError
 
     calls, chosen = make(case), name_of(case.chosen())
-    graphs: dict[str, torch.cuda.CUDAGraph] = {}
-    errors: dict[str, int] = {}
+    graphs, errors = {}, {}
 
     def captured(*every: Step) -> torch.cuda.CUDAGraph:
         def call(index: int) -> None:

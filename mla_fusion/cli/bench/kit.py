@@ -29,6 +29,7 @@ Row = dict[str, Any]
 AddRows = Callable[[Iterable[Row]], None]
 FACTS = ["gpu", "driver", "torch", "triton", "vllm", "commit", "command"]
 TIMES = ["p20_us", "p50_us", "p80_us"]
+UNAVAILABLE = (ImportError, RuntimeError, AttributeError, ValueError)  # a peer that is not here
 POISON = 0x5A
 """The byte that outputs are filled with before a call."""
 

@@ -5,8 +5,9 @@ import dataclasses
 
 import torch
 
-from mla_fusion.cli.bench import region_cases, region_peers
+from mla_fusion.cli.bench import kit, region_cases, region_peers
 from mla_fusion.cli.bench.kit import TIMES, Ceilings, Row, interleave, pick, quantiles, rows_file
+from mla_fusion.cli.bench.region_cases import Region
 from mla_fusion.kernels.dispatch import Widths
 
 EQUAL, STEPS = 0.995, 1  # least share of equal elements, and most steps, of a result that counts
@@ -64,11 +65,7 @@ def run(settings: argparse.Namespace, facts: dict[str, str], ceilings: Ceilings)
 
 
 def measure(
-    region: region_cases.Region,
-    names: list[str],
-    missing: set[str],
-    rounds: int,
-    ceilings: Ceilings,
+    region: Region, names: list[str], missing: set[str], rounds: int, ceilings: Ceilings
 ) -> list[Row]:
     """The rows of one shape. missing: the candidates that are not here, each named once."""
     # A captured graph does not keep its candidate's workspaces alive: `layers` does.
@@ -86,7 +83,7 @@ def measure(
             graphs[name] = region_cases.capture(region, layer)
             graphs[name].replay()
             torch.cuda.synchronize()
-        except (ImportError, RuntimeError, AttributeError, ValueError) as error:
+        except kit.UNAVAILABLE as error:
             print(f"{name} left out: {type(error).__name__} {str(error)[:300]}")
             missing.add(name)
     case, rows = region.case, []

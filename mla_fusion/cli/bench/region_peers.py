@@ -35,11 +35,6 @@ def chosen_plan(region: Region) -> Plan:
     return dispatch.choose(case.tokens, case.heads, case.fp8, case.widths, table)
 
 
-def ours(region: Region) -> Layer:
-    """This library's Triton provider, as the table chooses."""
-    return provider.fused_mla_decode_prep
-
-
 def bmm_and_one_kernel(region: Region) -> Layer:
     """cuBLAS and one Triton kernel for the rest: AITER's division of work."""
     from mla_fusion.cli.bench import two_launches
@@ -52,23 +47,15 @@ def bmm(region: Region) -> Layer:
     return functools.partial(product, latent=workspace(region))
 
 
-def plain(region: Region) -> Layer:
+def plain(given: Inputs) -> None:
     """A small kernel without programmatic launch, as an engine has one before the region."""
-
-    def layer(given: Inputs) -> None:
-        given.positions.add_(0)
-
-    return layer
+    given.positions.add_(0)
 
 
-def ours_after_plain(region: Region) -> Layer:
-    """`plain` and then the provider: what is left of a programmatic launch in an engine."""
-
-    def layer(given: Inputs) -> None:
-        given.positions.add_(0)
-        provider.fused_mla_decode_prep(given)
-
-    return layer
+def plain_and_ours(given: Inputs) -> None:
+    """What is left of a programmatic launch in an engine."""
+    plain(given)
+    provider.fused_mla_decode_prep(given)
 
 
 def vllm_unfused(region: Region) -> Layer:
@@ -176,14 +163,14 @@ def rotated_first(region: Region, *, every_operation: bool) -> Layer:
 
 
 PEERS: dict[str, Callable[[Region], Layer]] = {
-    "triton": ours,
+    "triton": lambda region: provider.fused_mla_decode_prep,
     "bmm+1": bmm_and_one_kernel,
     "flashinfer": flashinfer,
     "vllm-40392": vllm_40392,
     "vllm-unfused": vllm_unfused,
     "bmm": bmm,
-    "plain": plain,
-    "plain+triton": ours_after_plain,
+    "plain": lambda region: plain,
+    "plain+triton": lambda region: plain_and_ours,
 }
 NOT_A_RESULT = ("bmm", "plain")
 # What vLLM's kernels compute, to the bit: the specification rounds the rotated half once.

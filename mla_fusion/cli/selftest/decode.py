@@ -88,8 +88,8 @@ class Bench:
         self.rows = self.batch * shape.queries
         q = torch.randn(self.rows, shape.heads, entry, device=device)
         self.q = q.to(shape.q)[..., shape.gap :]
-        wide = torch.empty(self.rows, shape.heads, shape.latent + shape.gap, device=device)
-        self.wide = wide.to(BF16)
+        columns = shape.latent + shape.gap
+        self.wide = torch.empty(self.rows, shape.heads, columns, device=device, dtype=BF16)
         self.out = self.wide[..., : shape.latent]
         self.lse = torch.empty(self.rows, shape.heads, device=device)
         self.scale = torch.full((1,), SCALE, device=device)
@@ -104,12 +104,11 @@ class Bench:
 
     def new_plan(self) -> PersistentDecodePlan:
         """A plan as the provider wants it; a CPU has no number of CTAs of its own."""
-        shape, width = self.shape, self.shape.latent + self.shape.rope
+        shape = self.shape
         settings: dict[str, Any] = {"ctas": 5, "overhead": 1}
         if self.device != "cpu":
-            settings = provider.plan_settings(
-                shape.heads, shape.queries, shape.kv, width, self.device
-            )
+            layer = shape.heads, shape.queries, shape.kv, shape.latent + shape.rope
+            settings = provider.plan_settings(*layer, self.device)
         return PersistentDecodePlan.allocate(
             max_batch=max(16, shape.batch), max_query_len=shape.queries, num_heads=shape.heads,
             q_dtype=shape.q, kv_dtype=shape.kv, device=self.device, v_head_dim=shape.latent,
@@ -124,12 +123,11 @@ class Bench:
         fp8 = shape.quantization != "none"
         dtype = torch.float8_e4m3fn if fp8 else BF16
         out = torch.empty(self.rows, columns, device=self.device).to(dtype)
-        groups = torch.empty(self.rows, columns // GROUP, device=self.device)
-        scale = {
-            "tensor": torch.full((1,), OUT_SCALE, device=self.device),
-            "group": groups,
-            "group_ue8m0": groups,
-        }.get(shape.quantization)
+        scale = None
+        if shape.quantization == "tensor":
+            scale = torch.full((1,), OUT_SCALE, device=self.device)
+        elif fp8:
+            scale = torch.empty(self.rows, columns // GROUP, device=self.device)
         return Epilogue(w_uv, out, scale, shape.quantization == "group_ue8m0")
 
     def draw(self, rng: random.Random, ragged: bool) -> tuple[list[int], list[int]]:
@@ -166,9 +164,8 @@ class Bench:
             # As bytes, because torch may have no such operation on fp8.
             stored = keys.to(shape.kv).view(torch.uint8)
             self.cache.view(torch.uint8)[pages[at // page], at % page] = stored
-        starts = torch.tensor([0, *rows]).cumsum(0).int()
-        self.starts.copy_(starts)
-        self.lens.copy_(torch.tensor(lengths, dtype=torch.int32))
+        self.starts.copy_(torch.tensor([0, *rows]).cumsum(0))
+        self.lens.copy_(torch.tensor(lengths))
         self.clear()
 
     def clear(self) -> None:

@@ -54,20 +54,11 @@ def moved(lse_errors: list[float], limit: float) -> list[str]:
 class Bench(Protocol):
     """Fixed tensors, which `fill` gives the contents of a step, with NaN where nothing is read."""
 
-    def fill(self, rng: random.Random, ragged: bool) -> None:
-        """Other contents; the first are not ragged."""
-
-    def clear(self) -> None:
-        """NaN in what a launch writes."""
-
-    def step(self, _: int = 0) -> None:
-        """Plan and decode."""
-
-    def launch(self) -> None:
-        """Decode by the plan of this step."""
-
-    def results(self) -> list[torch.Tensor]:
-        """What a launch writes."""
+    def fill(self, rng: random.Random, ragged: bool) -> None: ...  # the first are not ragged
+    def clear(self) -> None: ...  # NaN in what a launch writes
+    def step(self, _: int = 0) -> None: ...  # plan and decode
+    def launch(self) -> None: ...  # decode by the plan of this step
+    def results(self) -> list[torch.Tensor]: ...  # what a launch writes
 
     def judge(self) -> tuple[float, float, str]:
         """Largest relative distance of a result, its bound, and what else is wrong."""
