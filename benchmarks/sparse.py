@@ -26,23 +26,14 @@ import itertools
 import math
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from sparse_peers import CANDIDATES, LAYOUTS, TOPK, Case, Inputs, exact, make, vllm_default
 
-from mla_fusion.cli.bench.kit import (
-    FACTS,
-    TIMES,
-    capture_calls,
-    distance,
-    environment,
-    four_digits,
-    interleave,
-    measure_ceilings,
-    rates,
-    rows_file,
-)
+from mla_fusion.cli.bench import kit
+from mla_fusion.cli.bench.kit import TIMES, capture_calls, distance, four_digits, rates
 
 TOLERANCE = 1e-2  # FlashMLA rounds the keys to bf16
 CHECKED = 8  # tokens
@@ -58,34 +49,32 @@ def error(inputs: Inputs, out: torch.Tensor) -> float:
 
 def measure(case: Case, rounds: int, copy_gbps: float) -> list[dict]:
     """Rows of one case; copy_gbps: the rate of a copy."""
-    inputs, graphs, errors, kept = make(case), {}, {}, []
-    for name, build in CANDIDATES[case.cache].items():
-        try:
-            call, out = build(inputs)
-            out.fill_(torch.nan)
-            call(-1)  # the last cache, and the sign for vLLM's kernels to keep their result
-            errors[name] = error(inputs, out)
-            graphs[name] = capture_calls(call, len(inputs.scopes))
-            kept.append((call, out))
-        except (ImportError, RuntimeError, AttributeError, ValueError, TypeError) as problem:
-            print(f"{name} left out: {type(problem).__name__} {str(problem)[:300]}")
+    inputs, candidates = make(case), CANDIDATES[case.cache]
+
+    def prepare(name: str) -> tuple[torch.cuda.CUDAGraph, float, object]:
+        call, out = candidates[name](inputs)
+        out.fill_(torch.nan)
+        call(-1)  # the last cache, and the sign for vLLM's kernels to keep their result
+        off = error(inputs, out)
+        return capture_calls(call, len(inputs.scopes)), off, (call, out)
+
     default, rows = vllm_default(case), []
-    for name, samples in interleave(graphs, len(inputs.scopes), rounds).items():
+    for name, off, samples in kit.compare(candidates, prepare, len(inputs.scopes), rounds, set()):
         row = dataclasses.asdict(case) | {"candidate": name, "vllm_default": int(name == default)}
-        row |= rates(case, samples) | {"error": errors[name]}
+        row |= rates(case, samples) | {"error": off}
         rows.append(row | {"share": row["gbps"] / copy_gbps})
     return rows
 
 
 def summary(rows: list[dict]) -> None:
     """Geometric means against the fastest call of vLLM's kernels, and what is wrong."""
-    table: dict = {}
+    found: dict = {}
     for row in rows:
         who = "ours" if row["candidate"] == "ours" else "vllm"
-        times = table.setdefault((row["cache"], row["heads"], row["topk"], row["tokens"]), {})
+        times = found.setdefault((row["cache"], row["heads"], row["topk"], row["tokens"]), {})
         times[who] = min(times.get(who, math.inf), row["p50_us"])
-    for cache, heads in sorted({key[:2] for key in table}):
-        ratios = {k[2:]: t["vllm"] / t["ours"] for k, t in table.items()
+    for cache, heads in sorted({key[:2] for key in found}):
+        ratios = {k[2:]: t["vllm"] / t["ours"] for k, t in found.items()
                   if k[:2] == (cache, heads) and len(t) == 2}  # fmt: skip
         if ratios:
             mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
@@ -94,6 +83,16 @@ def summary(rows: list[dict]) -> None:
                 f"{cache}, H={heads}: geometric mean {mean:.2f}; slower at (topk, tokens) {slower}"
             )
     print(f"rows that are wrong: {[row for row in rows if not row['error'] <= TOLERANCE]}")
+
+
+def show(case: Case, rows: list[dict]) -> None:
+    """A line of a case."""
+    line = " | ".join(
+        f"{r['candidate']} {r['p50_us']:.1f} ({r['gbps']:.0f} GB/s, error {r['error']:.1e})"
+        for r in rows
+    )
+    where = f"{case.cache}, {case.tokens:4d} tokens, H={case.heads}, {case.topk} slots"
+    print(f"{where}: {line}", flush=True)
 
 
 def main() -> None:
@@ -109,30 +108,25 @@ def main() -> None:
     parser.add_argument("--commit", default="", help="commit, where git does not know it")
     parser.add_argument("--csv", type=Path, required=True)
     options = parser.parse_args()
-    start, known = time.monotonic(), environment(options.commit)
-    facts = {name: known[name] for name in FACTS if name in known}
-    facts["command"] = " ".join(["benchmarks/sparse.py", *sys.argv[1:]])
+    start, command = time.monotonic(), " ".join(["benchmarks/sparse.py", *sys.argv[1:]])
+    facts = kit.known({**kit.environment(options.commit), "command": command})
     torch.manual_seed(0)
-    ceilings = measure_ceilings()
+    ceilings = kit.measure_ceilings()
     print(facts, ceilings, flush=True)
-    rows = []
-    with rows_file(options.csv, facts, CASE + RESULT) as add:
-        listed = [(cache, n) for cache in options.cache for n in options.topk or TOPK[cache]]
-        shapes = listed, options.heads, options.tokens
-        for (cache, topk), heads, tokens in itertools.product(*shapes):
+    listed = [(cache, n) for cache in options.cache for n in options.topk or TOPK[cache]]
+
+    def work() -> Iterator[Case]:
+        shapes = itertools.product(listed, options.heads, options.tokens)
+        for (cache, topk), heads, tokens in shapes:
             if time.monotonic() - start > options.seconds:
                 print(f"no time for {heads} heads, {tokens} tokens, {topk} slots")
-                continue
-            case = Case(tokens, heads, topk, options.context, cache)
-            new = measure(case, options.rounds, ceilings.gbps)
-            add(map(four_digits, new))
-            rows += new
-            line = " | ".join(
-                f"{r['candidate']} {r['p50_us']:.1f} ({r['gbps']:.0f} GB/s, error {r['error']:.1e})"
-                for r in new
-            )
-            print(f"{cache}, {tokens:4d} tokens, H={heads}, {topk} slots: {line}", flush=True)
-            torch.cuda.empty_cache()
+            else:
+                yield Case(tokens, heads, topk, options.context, cache)
+
+    def rows_of(case: Case) -> list[dict]:
+        return measure(case, options.rounds, ceilings.gbps)
+
+    rows = kit.table(options.csv, facts, CASE + RESULT, work(), rows_of, show, four_digits)
     summary(rows)
 
 

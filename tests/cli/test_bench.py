@@ -10,7 +10,7 @@ import torch
 
 from mla_fusion import cli
 from mla_fusion.cli.bench import command as bench
-from mla_fusion.cli.bench import kit, region, region_cases, region_peers
+from mla_fusion.cli.bench import kit, region_cases, region_peers
 
 ARGV = ["bench", "--tokens", "1", "8", "--heads", "16", "--layers", "3", "--rounds", "10"]
 
@@ -54,7 +54,7 @@ def gpu(monkeypatch):
         (region_cases, "make_region", lambda case, calls: region_cases.Region(case, calls)),
         (region_cases, "agreement", lambda _, layer, expected=None: agreements[expected or layer]),
         (region_cases, "capture", lambda region, layer: SimpleNamespace(replay=lambda: None)),
-        (region, "interleave", lambda graphs, _, rounds: dict.fromkeys(graphs, [2.0] * rounds)),
+        (kit, "interleave", lambda graphs, _, rounds: dict.fromkeys(graphs, [2.0] * rounds)),
     ):
         monkeypatch.setattr(module, name, value)
     return agreements

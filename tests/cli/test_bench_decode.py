@@ -69,7 +69,7 @@ def gpu(monkeypatch, on_cpu):
         (bench, "measure_ceilings", lambda: kit.Ceilings(4000.0, 800.0)),
         (peers, "CANDIDATES", offered),
         (peers, "capture_calls", lambda call, count: call),
-        (bench_decode, "interleave", interleave),
+        (kit, "interleave", interleave),
         (bench_decode, "compile_ahead", lambda launch, cases: [launch(each) for each in cases]),
     ):
         monkeypatch.setattr(module, name, value)

@@ -19,18 +19,9 @@ from typing import Any
 import torch
 
 from mla_fusion.cli.bench import decode_peers as peers
+from mla_fusion.cli.bench import kit
 from mla_fusion.cli.bench.decode_peers import Candidate, Case
-from mla_fusion.cli.bench.kit import (
-    TIMES,
-    UNAVAILABLE,
-    Row,
-    compile_ahead,
-    four_digits,
-    interleave,
-    pick,
-    rates,
-    rows_file,
-)
+from mla_fusion.cli.bench.kit import TIMES, Row, compile_ahead, four_digits, pick, rates
 
 LAYER = ["heads", "queries", "dtype"]
 CASE = ["batch", "context", "ragged", *LAYER, "latent", "rope", "page", "values"]
@@ -109,53 +100,46 @@ def table(
     rounds: int,
 ) -> list[Row]:
     """Measure the candidates of each case, print a line for each, write the rows; all rows."""
-    rows: list[Row] = []
     left_out: set[str] = set()
-    with rows_file(path, facts, CASE + RESULT) as add:
-        for case, candidates in work:
-            new = measure(case, candidates, rounds, left_out)
-            add(map(four_digits, new))
-            rows += new
-            times = " | ".join(
-                f"{r['candidate']} {r['p50_us']:.1f} ({r['gbps']:.0f} GB/s, {r['tflops']:.0f} TF)"
-                f"{'' if r['error'] <= peers.TOLERANCE else '!'}"
-                for r in new
-            )
-            name = f"{case.batch:4d} x {case.context:6d}{' ragged' if case.ragged else ''}"
-            print(f"{name} {case.name}: {times or 'nothing'}", flush=True)
-            torch.cuda.empty_cache()
-    return rows
+
+    def rows(work: tuple[Case, Mapping[str, Candidate]]) -> list[Row]:
+        return measure(*work, rounds, left_out)
+
+    return kit.table(path, facts, CASE + RESULT, work, rows, show, four_digits)
+
+
+def show(work: tuple[Case, object], rows: list[Row]) -> None:
+    """A line of a case."""
+    case, _ = work
+    times = " | ".join(
+        f"{r['candidate']} {r['p50_us']:.1f} ({r['gbps']:.0f} GB/s, {r['tflops']:.0f} TF)"
+        f"{'' if r['error'] <= peers.TOLERANCE else '!'}"
+        for r in rows
+    )
+    name = f"{case.batch:4d} x {case.context:6d}{' ragged' if case.ragged else ''}"
+    print(f"{name} {case.name}: {times or 'nothing'}", flush=True)
 
 
 def measure(
     case: Case, candidates: Mapping[str, Candidate], rounds: int, left_out: set[str]
 ) -> list[Row]:
     """Rows of one case. left_out: the lines about candidates left out, each printed once."""
-    graphs, errors, kept = {}, {}, {}
-
-    def leave_out(name: str, problem: Exception) -> None:
-        line = f"{name} left out: {type(problem).__name__} {str(problem)[:300]}"
-        if line not in left_out:
-            print(line, flush=True)
-        left_out.add(line)
-
     try:
         inputs = peers.make(case)
     except torch.OutOfMemoryError as problem:
-        leave_out(f"{case.batch} x {case.context}", problem)
+        text = str(problem)[:300]
+        print(f"{case.batch} x {case.context} left out: OutOfMemoryError {text}", flush=True)
         return []
-    for name, build in candidates.items():
-        try:
-            graphs[name], errors[name], kept[name] = peers.prepare(inputs, build)
-        except UNAVAILABLE as problem:
-            leave_out(name, problem)
     default = peers.VLLM_DEFAULT[case.dtype] if (case.latent, case.rope) == (512, 64) else ""
     rows = []
-    for name, samples in interleave(graphs, len(inputs.caches), rounds).items():
+    for name, error, samples in kit.compare(
+        candidates, lambda name: peers.prepare(inputs, candidates[name]), len(inputs.caches),
+        rounds, left_out,
+    ):  # fmt: skip
         row = {k: getattr(case, k) for k in CASE if k not in ("ragged", "dtype")}
         row |= {"ragged": int(case.ragged), "dtype": case.kind}
         row |= {"candidate": name, "vllm_default": int(name == default)}
-        rows.append(row | rates(case, samples) | {"error": errors[name]})
+        rows.append(row | rates(case, samples) | {"error": error})
     return rows
 
 

@@ -26,15 +26,8 @@ from mla_fusion.attention.plan.inputs import Inputs
 from mla_fusion.attention.triton import epilogue as epilogues
 from mla_fusion.attention.triton.epilogue import Shape
 from mla_fusion.cli import version_of
-from mla_fusion.cli.bench.kit import (
-    TIMES,
-    Row,
-    capture_calls,
-    interleave,
-    quantiles,
-    rows_file,
-    steps,
-)
+from mla_fusion.cli.bench import kit
+from mla_fusion.cli.bench.kit import TIMES, Row, capture_calls, interleave, quantiles, steps
 
 Step = Callable[[Inputs], None]
 KEY = ["tokens", "heads", "pieces", "values", "quantization", "place"]
@@ -100,14 +93,11 @@ def table(
     rounds: int,
 ) -> list[Row]:
     """Measure each case, print a line for each place, write the rows; all rows."""
-    rows: list[Row] = []
-    with rows_file(path, facts, RESULT) as add:
-        for case in cases:
-            rows += (new := measure(case, candidates_of(case), rounds))
-            add(new)
-            show(new)
-            torch.cuda.empty_cache()
-    return rows
+
+    def rows(case: Case) -> list[Row]:
+        return measure(case, candidates_of(case), rounds)
+
+    return kit.table(path, facts, RESULT, cases, rows, show)
 
 
 def make(case: Case, calls: int = 64) -> list[Inputs]:
@@ -249,7 +239,7 @@ def measure(case: Case, found: Mapping[str, Step], rounds: int) -> list[Row]:
     return rows
 
 
-def show(rows: list[Row]) -> None:
+def show(_: Case, rows: list[Row]) -> None:
     """The five fastest of a case, what is chosen with a star, wrong results with a mark."""
     for place in ("back", "behind"):
         here = sorted((r for r in rows if r["place"] == place), key=lambda r: r["p50_us"])

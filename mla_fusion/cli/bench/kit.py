@@ -4,7 +4,6 @@
 that take turns round by round, so that clock changes and neighbours meet all of them alike.
 """
 
-import contextlib
 import csv
 import dataclasses
 import functools
@@ -12,7 +11,7 @@ import multiprocessing
 import os
 import subprocess
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -25,11 +24,12 @@ from mla_fusion.attention.plan.device import architecture
 from mla_fusion.cli import UserError, version_of
 
 T = TypeVar("T")
+C = TypeVar("C")
 Row = dict[str, Any]
-AddRows = Callable[[Iterable[Row]], None]
 FACTS = ["gpu", "driver", "torch", "triton", "vllm", "commit", "command"]
 TIMES = ["p20_us", "p50_us", "p80_us"]
-UNAVAILABLE = (ImportError, RuntimeError, AttributeError, ValueError)  # a peer that is not here
+# A peer that is not here, or that this vLLM calls otherwise.
+UNAVAILABLE = ImportError, RuntimeError, AttributeError, ValueError, TypeError
 POISON = 0x5A
 """The byte that outputs are filled with before a call."""
 
@@ -95,6 +95,32 @@ def interleave(
         name: [begin.elapsed_time(end) * 1e3 / layers for begin, end in pairs]
         for name, pairs in samples.items()
     }
+
+
+def compare(
+    names: Iterable[str],
+    prepare: Callable[[str], tuple[torch.cuda.CUDAGraph, C, object]],
+    calls: int,
+    rounds: int,
+    left_out: set[str],
+) -> list[tuple[str, C, list[float]]]:
+    """Each candidate that is here, what its check found, and its microseconds per call.
+
+    prepare: makes a graph of `calls` calls, a check's result, and what the graph reads, which must
+    live as long. left_out: the lines about candidates left out, each printed once.
+    """
+    graphs, checks, kept = {}, {}, []
+    for name in names:
+        try:
+            graphs[name], checks[name], tensors = prepare(name)
+            kept.append(tensors)
+        except UNAVAILABLE as problem:
+            line = f"{name} left out: {type(problem).__name__} {str(problem)[:300]}"
+            if line not in left_out:
+                print(line, flush=True)
+            left_out.add(line)
+    times = interleave(graphs, calls, rounds)
+    return [(name, checks[name], samples) for name, samples in times.items()]
 
 
 def quantiles(samples: Sequence[float]) -> dict[str, float]:
@@ -213,20 +239,30 @@ def environment(commit: str = "") -> dict[str, str]:
     }
 
 
-@contextlib.contextmanager
-def rows_file(path: Path, facts: Mapping[str, str], columns: Sequence[str]) -> Iterator[AddRows]:
-    """A CSV file that is complete after each shape: yields what adds rows of `columns` to it, each
-    behind `facts`."""
+def table(
+    path: Path,
+    facts: Mapping[str, str],
+    columns: Sequence[str],
+    work: Iterable[T],
+    measure: Callable[[T], list[Row]],
+    show: Callable[[T, list[Row]], object],
+    written: Callable[[Row], Row] = dict,
+) -> list[Row]:
+    """Measure and show each shape, and write its rows behind `facts` into a CSV file that is
+    complete after each; all rows. written: a row as the file has it.
+    """
+    rows: list[Row] = []
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, [*facts, *columns])
         writer.writeheader()
-
-        def add(rows: Iterable[Row]) -> None:
-            writer.writerows({**facts, **row} for row in rows)
+        for shape in work:
+            rows += (new := measure(shape))
+            writer.writerows({**facts, **written(row)} for row in new)
             file.flush()
-
-        yield add
+            show(shape, new)
+            torch.cuda.empty_cache()
+    return rows
 
 
 def four_digits(row: Row) -> Row:
