@@ -31,10 +31,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "performance.md"
 IMAGES = ROOT / "docs" / "images"
 REGION = RESULTS / "region_h200.csv"
-# The decode, and its drafts in files of their own.
-ATTENTION = sorted(RESULTS.glob("decode*_h200.csv"))
+# A decode and the product with W_UV behind it.
+STEPS = RESULTS / "step_h200.csv"
 COMPLETE = RESULTS / "complete_h200.csv"
-DECIDES = [*ATTENTION, RESULTS / "step_h200.csv"]
 RANKS, AUTO = RESULTS / "complete_ranks_h200.csv", RESULTS / "complete_auto_h200.csv"
 
 Row = dict[str, str]
@@ -181,7 +180,7 @@ def tables() -> dict[str, list[str]]:
         "complete": complete_table(read(COMPLETE)),
         "complete-ranks": complete_table(read(RANKS), "wall"),
         "complete-auto": complete_table(read(AUTO), arms=("auto",)),
-        "attention-means": attention_means([row for path in ATTENTION for row in read(path)]),
+        "attention-means": attention_means(read(STEPS)),
     }
 
 
@@ -197,7 +196,7 @@ def written(page: str) -> str:
     return page
 
 
-def shipped(sources: Sequence[Path] = DECIDES) -> dict[str, str]:
+def shipped(sources: Sequence[Path] = (STEPS,)) -> dict[str, str]:
     """The files of `FOLDER` by name: of ours and of what vLLM chooses there. ValueError: rows are
     of another shape than the files', or ours was wrong."""
     rows = [row for path in sources for row in read(path)]
@@ -260,7 +259,7 @@ def main() -> None:
     parser.add_argument("--tables", action="store_true", help="do not draw")
     parser.add_argument("--rows", type=Path, nargs="+", help="write their JSON alone")
     options = parser.parse_args()
-    for name, content in shipped(options.rows or DECIDES).items():
+    for name, content in shipped(options.rows or (STEPS,)).items():
         (FOLDER / name).write_text(content)
     if options.rows:
         return

@@ -122,17 +122,19 @@ def test_an_fp8_query_has_rows_of_its_own(h200, monkeypatch):
     monkeypatch.setattr(vllm_compat, "fp8_dtype", lambda: torch.float8_e4m3fn)
     h200["found"] = eligibility.LayerFacts(None, quantized_query=True)
     assert decode_choice.choose(layer(backend="FLASHMLA"), AUTO, engine()).planner == "portable"
-    slower = decode_choice.choose(layer(64, "FLASHMLA"), AUTO, engine(seqs=64))
+    many = decode_choice.choose(layer(16, "FLASHMLA"), AUTO, engine(drafts=7))
+    runs = "portable with 1 to 4, 16, 128 to 256 sequences, FLASHMLA else (auto: as measured)"
+    assert many.why == runs
+    monkeypatch.setattr(measured, "spans", lambda *_: {("float8_e4m3fn", 64, 1, "FLASHMLA"): ()})
+    slower = decode_choice.choose(layer(64, "FLASHMLA"), AUTO, engine())
     slow = "FLASHMLA (auto: measured slower than it with 64 heads in float8_e4m3fn)"
     assert (slower.planner, slower.why) == ("", slow)
-    many = decode_choice.choose(layer(128, "FLASHMLA"), AUTO, engine())
-    assert many.why == "portable with 8, 32 to 256 sequences, FLASHMLA else (auto: as measured)"
 
 
 def test_drafts_have_rows_of_their_own(h200):
     """The table has 4 query rows: steps with 3 drafts are ours up to its batch, others are not."""
     choice = decode_choice.choose(layer(), AUTO, engine(drafts=3))
-    assert (choice.planner, choice.runs) == ("portable", ((1, 32), (256, 256)))
+    assert (choice.planner, choice.runs) == ("portable", ((1, 64), (256, 256)))
     assert not decode_choice.choose(layer(), AUTO, engine(drafts=2)).planner
     for drafts, page in ((3, 64), (2, 16)):
         config = engine(page=16, drafts=drafts, options={"provider": "triton"})

@@ -22,7 +22,7 @@ def test_the_shipped_files_are_what_the_rows_say():
     "change", [{"error": "0.0041"}, {"error": "nan"}, {"latent": "256"}, {"page": "16"}]
 )
 def test_rows_of_a_wrong_kernel_or_another_shape_do_not_ship(tmp_path, change):
-    row = figures.read(figures.DECIDES[-1])[0]
+    row = figures.read(figures.STEPS)[0]
     assert row["candidate"] == "ours"
     path = tmp_path / "rows.csv"
     path.write_text("\n".join(",".join(each) for each in (row, (row | change).values())))
@@ -80,7 +80,9 @@ def test_the_contexts_that_an_engine_can_have_decide(ours, max_model_len, runs):
     assert measured.of_rows(rows[::-1], max_model_len) == tuple(runs)
 
 
-@pytest.mark.parametrize(("max_model_len", "few"), [(202752, 32), (32768, 32), (16384, 4)])
-def test_glm_4_7_flash_in_fp8_is_ours_at_8_sequences_unless_contexts_are_long(max_model_len, few):
+@pytest.mark.parametrize(
+    ("max_model_len", "runs"), [(202752, ((1, 128), (512, 512))), (16384, ((1, 512),))]
+)
+def test_bf16_of_20_heads_is_ours_with_256_sequences_unless_contexts_are_long(max_model_len, runs):
     found = measured.spans("NVIDIA H200", max_model_len)
-    assert found["float8_e4m3fn", 20, 1, "FLASHMLA"] == ((1, 1), (few, 1024))
+    assert found["bfloat16", 20, 1, "FLASH_ATTN_MLA"] == runs

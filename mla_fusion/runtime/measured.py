@@ -2,8 +2,8 @@
 
 `gpus/` has one JSON file for each GPU that was measured, named after it; `benchmarks/figures.py`
 writes it from the rows of `mla-fusion bench decode --values`: a decode and the product with W_UV
-behind it, since a layer runs both, for even and ragged sequences. With drafts they are of the
-decode alone. A file is {"gpu": its name, "shapes": [...]}, a shape has
+behind it, since a layer runs both, for even and ragged sequences. A file is
+{"gpu": its name, "shapes": [...]}, a shape has
 
     dtype, heads, queries, backend   type of query and cache, heads of a rank, query rows of a
                                      sequence, and vLLM's backend that ours was measured against
