@@ -9,8 +9,8 @@ from mla_fusion.cli.bench.region_cases import Call as Call
 from mla_fusion.cli.bench.region_cases import Case as Case
 from mla_fusion.cli.bench.region_cases import build as build
 from mla_fusion.cli.bench.region_cases import run as run
+from mla_fusion.cli.selftest.outcome import different_bytes as different_bytes
 from mla_fusion.cli.selftest.region import absorb_interval as absorb_interval
-from mla_fusion.cli.selftest.region import different_bytes as different_bytes
 from mla_fusion.cli.selftest.region import judge as judge
 from mla_fusion.kernels import reference
 from mla_fusion.kernels.inputs import padded_batch
@@ -31,8 +31,7 @@ def check_against_reference(module, call, **extra):
     """Query as `judge` wants it, cache equal to the reference's, no stray bytes."""
     got, got_cache = run(module, call, **extra)
     want, want_cache = run(reference, call)
-    judgement = judge(call.inputs, got, want)
-    assert judgement.wrong == 0, judgement
+    assert judge(call.inputs, got, want)[0] == 0
     assert different_bytes(got_cache, want_cache) == 0
     if not call.inputs.context_parallel:
         assert not got.view(torch.uint8)[call.inputs.slot_mapping < 0].any()

@@ -50,12 +50,10 @@ class Case:
 
     @property
     def kind(self) -> str:
-        """Name of the type of query and cache."""
         return "fp8" if self.dtype == FP8 else "bf16"
 
     @property
     def name(self) -> str:
-        """Heads, query rows and type."""
         rows = f" x {self.queries} rows" if self.queries > 1 else ""
         return f"H={self.heads}{rows} {self.kind}"
 

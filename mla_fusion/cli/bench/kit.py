@@ -37,11 +37,8 @@ POISON = 0x5A
 class Work(Protocol):
     """A shape that counts its own work."""
 
-    def bytes(self) -> int:
-        """Fewest bytes."""
-
-    def flops(self) -> int:
-        """Floating-point operations."""
+    def bytes(self) -> int: ...  # the fewest
+    def flops(self) -> int: ...
 
 
 @functools.cache
@@ -171,11 +168,7 @@ def agreement(*pairs: tuple[torch.Tensor, torch.Tensor]) -> tuple[float, int]:
 
 
 def exact_attention(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    scale: float,
-    latent: int,
-    sink: torch.Tensor | None = None,
+    q: torch.Tensor, keys: torch.Tensor, scale: float, latent: int, sink: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [n, H, latent] and LSE [n, H], without the sink [H], of queries [n, H, L + R] over
     keys [s, L + R], all in float64. Row i of the n sees all but the last n - 1 - i keys.

@@ -42,7 +42,7 @@ def counts(row: Row) -> bool:
 
 
 def run(settings: argparse.Namespace, facts: dict[str, str], ceilings: Ceilings) -> bool:
-    """Measure the region."""
+    """Measure the region; whether ours passed every check."""
     names = pick(settings.peers, region_peers.PEERS)
     widths = Widths(*(getattr(settings, name) for name in Widths._fields))
     left_out: set[str] = set()

@@ -51,12 +51,10 @@ class Case:
 
     @property
     def fp8(self) -> bool:
-        """Whether the query is in fp8."""
         return self.query.itemsize == 1
 
     @property
     def widths(self) -> Widths:
-        """P, R and L."""
         return Widths(self.nope, self.rope, self.latent)
 
     def bytes(self) -> int:

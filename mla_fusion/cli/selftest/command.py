@@ -50,12 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
     right = sum(row.verdict == "right" for row in rows)
     print(f"{right} kernels right, {len(wrong)} WRONG, {seconds} s", *wrong, sep="\n  ")
     if arguments.json is not None:
-        data = {
-            "mla_fusion": __version__,
-            **facts,
-            "seconds": seconds,
-            "rows": [dataclasses.asdict(row) | {"verdict": row.verdict} for row in rows],
-        }
+        told = [dataclasses.asdict(row) | {"verdict": row.verdict} for row in rows]
+        data = {"mla_fusion": __version__, **facts, "seconds": seconds, "rows": told}
         write(arguments.json, json.dumps(data, indent=1) + "\n", "--json ")
     return 1 if wrong or not right else 0
 
@@ -92,14 +88,12 @@ class Progress:
         self.terminal = sys.stderr.isatty()
 
     def case(self, kernel: str, cases: int) -> None:
-        """A case of a kernel ended."""
         self.cases += 1
         if self.terminal:
             bar = "#" * self.done + "." * (self.total - self.done)
             print(f"\r[{bar}] {self.cases} cases, {kernel}\x1b[K", end="", file=sys.stderr)
 
     def line(self, text: str) -> None:
-        """A kernel ended."""
         self.done += 1
         if self.terminal:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)

@@ -54,7 +54,6 @@ class Shape:
 
     @property
     def name(self) -> str:
-        """For people."""
         words = [f"{self.heads} heads x {self.queries} rows, pages of {self.page}"]
         words += [f"{self.latent} + {self.rope}", str(self.kv)[6:]]
         words += ["strided"] if self.gap else []

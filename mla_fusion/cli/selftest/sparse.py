@@ -48,7 +48,6 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """For people."""
         cache = str(self.kv)[6:] if self.layout is None else f"{self.layout.bytes} bytes"
         return f"{self.heads} heads, {cache}, columns {'+'.join(map(str, self.columns))}"
 
