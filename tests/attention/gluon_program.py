@@ -22,6 +22,13 @@ from tests.attention.gluon_values import TYPES, Pointer, Shared, Tensor, poison,
 PLAN = ("work_indptr_ptr", "work_info_ptr", "qo_indptr_ptr", "kv_indptr_ptr")
 
 
+def elementwise(function):
+    """The method of Gluon that is this function of torch."""
+    return lambda self, *given: Tensor(
+        function(*(torch.as_tensor(raw(each)) for each in given)), given[0].layout
+    )
+
+
 class Program:
     """One program at a time: its number, what its products may read; and Gluon's functions.
 
@@ -40,12 +47,9 @@ class Program:
             gdc_wait=lambda: self.waited.add(self.threads()),
             gdc_launch_dependents=lambda: self.behind("a kernel that reads the plan is launched"),
         )
-        self.gl = types.SimpleNamespace(
-            **{name: value for name, value in vars(gl).items() if not name.startswith("__")}
-        )
-        for name in dir(self):
-            if name.startswith("gl_"):
-                setattr(self.gl, name[3:], getattr(self, name))
+        mine = {"static_range": range}
+        mine |= {name[3:]: getattr(self, name) for name in dir(self) if name.startswith("gl_")}
+        self.gl = types.SimpleNamespace(**vars(gl) | mine)
         self.namespaces = {}
 
     # The kernel in front
@@ -123,11 +127,8 @@ class Program:
         layout = next((x.layout for x in (a, b) if isinstance(x, Tensor)), None)
         return Tensor(torch.where(torch.as_tensor(raw(condition)), raw(a), raw(b)), layout)
 
-    def gl_maximum(self, a, b):
-        return Tensor(torch.maximum(a.data, torch.as_tensor(raw(b))), a.layout)
-
-    def gl_minimum(self, a, b):
-        return Tensor(torch.minimum(a.data, torch.as_tensor(raw(b))), a.layout)
+    gl_abs, gl_exp2, gl_log2 = map(elementwise, (torch.abs, torch.exp2, torch.log2))
+    gl_maximum, gl_minimum = map(elementwise, (torch.maximum, torch.minimum))
 
     def gl_max(self, a, axis):
         # NaN loses, as in the hardware's maximum.
@@ -138,15 +139,6 @@ class Program:
 
     def gl_sum(self, a, axis):
         return Tensor(a.data.sum(axis))
-
-    def gl_abs(self, a):
-        return Tensor(a.data.abs(), a.layout)
-
-    def gl_exp2(self, a):
-        return Tensor(torch.exp2(a.data), a.layout)
-
-    def gl_log2(self, a):
-        return Tensor(torch.log2(a.data), a.layout)
 
     def gl_join(self, a, b):
         return Tensor(torch.stack([a.data, b.data], -1), a.layout)
@@ -165,9 +157,6 @@ class Program:
         types = dtype if outputs > 1 else [dtype]
         values = [Tensor(x.view(TYPES[t])) for x, t in zip(found, types, strict=True)]
         return tuple(values) if outputs > 1 else values[0]
-
-    def gl_static_range(self, *bounds):
-        return range(*bounds)
 
     def gl_allocate_shared_memory(self, dtype, shape, layout):
         data = torch.empty(shape, dtype=TYPES[dtype])
@@ -194,8 +183,7 @@ class Program:
                     space[name] = types.SimpleNamespace(**parts)
                 elif isinstance(value, gl.constexpr):
                     space[name] = value.value
-        code = function.fn.__code__
-        defaults = function.fn.__defaults__
+        code, defaults = function.fn.__code__, function.fn.__defaults__
         return types.FunctionType(code, self.namespaces[id(module)], code.co_name, defaults)
 
     def argument(self, name, value):
@@ -214,9 +202,8 @@ class Program:
 
     def launch(self, kernel, grid, arguments, options):
         """Run all programs of a launch."""
-        named = dict(zip(kernel.arg_names, arguments, strict=False)) | {
-            name: value for name, value in options.items() if name in kernel.arg_names
-        }
+        named = dict(zip(kernel.arg_names, arguments, strict=False))
+        named |= {name: value for name, value in options.items() if name in kernel.arg_names}
         self.pdl, self.warps = bool(options.get("launch_pdl")), options["num_warps"]
         named = {name: self.argument(name, value) for name, value in named.items()}
         self.plan = [named[name].storage.data_ptr() for name in PLAN if name in named]

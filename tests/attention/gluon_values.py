@@ -31,34 +31,29 @@ class Tensor:
 
     @property
     def dtype(self):
-        """Gluon's type."""
         return NAMES[self.data.dtype]
 
     @property
     def type(self):
-        """What Gluon says of a tensor: its layout."""
         return types.SimpleNamespace(layout=self.layout)
 
     def to(self, dtype, bitcast=False):
         """Another type; uint32 becomes int64."""
-        if dtype == gl.uint32:
-            return Tensor(self.data.long() & 0xFFFFFFFF, self.layout)
-        if bitcast:
-            return Tensor(self.data.view(TYPES[dtype]), self.layout)
         data = self.data
-        if dtype == gl.float8e4nv:
+        if dtype == gl.uint32:
+            return Tensor(data.long() & 0xFFFFFFFF, self.layout)
+        if dtype == gl.float8e4nv and not bitcast:
             data = data.clamp(-448, 448)  # conversions saturate, torch's do not
-        return Tensor(data.to(TYPES[dtype]), self.layout)
+        cast = data.view if bitcast else data.to
+        return Tensor(cast(TYPES[dtype]), self.layout)
 
     def __getitem__(self, key):
         return Tensor(self.data[key], self.layout)
 
     def reshape(self, shape):
-        """Another shape, in the same order."""
         return Tensor(self.data.reshape(shape), self.layout)
 
     def permute(self, order):
-        """Dimensions in another order."""
         return Tensor(self.data.permute(order), self.layout)
 
     def __index__(self):
@@ -111,26 +106,21 @@ class Pointer:
         return Pointer(self.storage[: count * ratio].view(wide), self.offset // ratio)
 
     def read(self, mask, other):
-        """The elements where the mask says, `other` elsewhere."""
-        shape, wanted = self.offset.shape, torch.tensor(True) if mask is None else raw(mask)
-        if mask is not None:
-            shape = torch.broadcast_shapes(shape, wanted.shape)
-        offset, wanted = self.offset.expand(shape), wanted.expand(shape)
+        wanted = torch.tensor(True) if mask is None else raw(mask)
+        offset, wanted = torch.broadcast_tensors(self.offset, wanted)
         chosen = offset[wanted]
         assert ((chosen >= 0) & (chosen < len(self.storage))).all(), "a read out of bounds"
         # Torch indexes no fp8.
         plain = self.storage.view(INTEGERS[self.storage.dtype.itemsize])
         filler = torch.tensor(0 if other is None else other, dtype=self.storage.dtype)
-        result = filler.view(plain.dtype).expand(shape).clone()
+        result = filler.view(plain.dtype).expand(offset.shape).clone()
         result[wanted] = plain[chosen]
         return result.view(self.storage.dtype)
 
     def write(self, value, mask):
-        """Store the elements where the mask says."""
         value = torch.as_tensor(raw(value))
         wanted = torch.tensor(True) if mask is None else raw(mask)
-        shape = torch.broadcast_shapes(self.offset.shape, value.shape, wanted.shape)
-        offset, value, wanted = (x.expand(shape) for x in (self.offset, value, wanted))
+        offset, value, wanted = torch.broadcast_tensors(self.offset, value, wanted)
         chosen = offset[wanted]
         assert ((chosen >= 0) & (chosen < len(self.storage))).all(), "a store out of bounds"
         assert value.dtype == self.storage.dtype
@@ -139,8 +129,8 @@ class Pointer:
 
 def poison(data):
     """Fill a tensor with bytes that spoil what reads them."""
-    data.copy_(torch.full(data.shape, 2**30).to(data.dtype) if not data.is_floating_point()
-               else torch.full(data.shape, torch.nan).to(data.dtype))  # fmt: skip
+    filler = torch.nan if data.is_floating_point() else 2**30
+    data.copy_(torch.full(data.shape, filler).to(data.dtype))
 
 
 def storage(data):
@@ -159,27 +149,21 @@ class Shared:
         self.memory = memory
 
     def index(self, at):
-        """One of the first dimension."""
         return Shared(self.data[int(at)], self.memory)
 
     def slice(self, start, length, dim=0):
-        """Some of a dimension."""
         return Shared(self.data.narrow(dim, start, length), self.memory)
 
     def permute(self, order):
-        """Dimensions in another order."""
         return Shared(self.data.permute(order), self.memory)
 
     def reinterpret(self, dtype, shape, layout):
-        """The same bytes as another type."""
         return Shared(self.data.view(TYPES[dtype]).view(shape), self.memory)
 
     def load(self, layout=None):
-        """The elements."""
         return self.memory.loaded(self.data, layout)
 
     def store(self, value):
-        """Write the elements."""
         assert list(value.shape) == self.shape and value.dtype == self.dtype
         self.memory.stored(self.data)
         self.data.copy_(value.data)

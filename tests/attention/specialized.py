@@ -1,4 +1,4 @@
-"""A decode by the specialized kernel for Hopper: executed on a CPU, and inputs for its compiler."""
+"""A dense decode by a kernel for Hopper, executed on a CPU."""
 
 import torch
 
@@ -6,31 +6,10 @@ from mla_fusion.attention import reference
 from mla_fusion.attention.hopper import warp_specialized
 from mla_fusion.attention.plan.inputs import Inputs
 from mla_fusion.cli.bench.kit import distance
-from tests.attention.decodes import BF16, arguments, definition, plan_for, same_lse
+from tests.attention.decodes import BF16, arguments, definition, same_lse
 from tests.attention.gluon_warps import Machine
 
 TOLERANCE = 3.5e-3
-
-
-def inputs(q=(8, 64, 576), page=64, dtype=BF16, columns=128, **plan):
-    """A decode of DeepSeek's widths without memory, by default with 64 heads."""
-
-    def meta(*shape, dtype=dtype):
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    tokens, heads, width = q
-    fields = {"num_heads": heads, "q_dtype": dtype, "kv_dtype": dtype, "v_head_dim": width - 64}
-    return Inputs(
-        meta(*q),
-        meta(99, page, width),
-        plan_for(**{**fields, **plan}),
-        meta(8, columns, dtype=torch.int32),
-        0.1,
-        None,
-        None,
-        meta(tokens, heads, width - 64, dtype=BF16),
-        meta(tokens, heads, dtype=torch.float32),
-    )
 
 
 def check(dtype, heads, rows, lens, options, loudness=None, module=warp_specialized, **scales):

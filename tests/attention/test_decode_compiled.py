@@ -1,155 +1,126 @@
-"""The decode kernels compiled (not run) for AMD and NVIDIA: spills, memory, instructions."""
+"""The decode kernels compiled (not run) for Hopper: spills, memory, instructions, variants."""
 
-import functools
 import itertools
+import re
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from mla_fusion.attention.hopper import decode as hopper_decode
-from mla_fusion.attention.hopper import fits
+from mla_fusion.attention.hopper import (
+    decode,
+    fits,
+    sparse_fp8,
+    sparse_specialized,
+    warp_specialized,
+)
+from mla_fusion.attention.hopper.copy import cache_boxes
+from mla_fusion.attention.hopper.warp_specialized_copy import columns_of, query_boxes
 from mla_fusion.attention.plan.buffers import Step
-from mla_fusion.attention.plan.inputs import Inputs, Scope, Sparse
+from mla_fusion.attention.plan.device import triton_version
+from mla_fusion.attention.plan.layouts import FP8_DS_MLA, FP8_DS_MLA_V4
 from mla_fusion.attention.triton import decode_kernel as portable
 from mla_fusion.attention.triton import reduce_kernel
-from tests.attention.decodes import BF16, FN, plan_for
-from tests.kernels.compiled import LDS, as_on, compile_report, is_one_variant
+from tests.attention.decodes import BF16, FN
+from tests.attention.without_memory import arguments, inputs, report
+from tests.kernels.compiled import LDS, as_on, compile_kernel, compile_report, is_one_variant
 from tests.nightly import daily
 
-
-def meta(*shape, dtype):
-    """A tensor without memory."""
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-DEEPSEEK = (512, 64)
-MISTRAL_SMALL = (256, 64)
+TYPES = pytest.mark.parametrize("dtype", [BF16, FN], ids=["bf16", "fp8"])
+BYTES = {"sparse": True, "kv_dtype": FN, "layout": FP8_DS_MLA}
+BYTES_V4 = {**BYTES, "layout": FP8_DS_MLA_V4, "widths": (512, 0)}
 
 
-def decode_inputs(
-    heads, dtype, *, page=64, columns=128, sparse=False, widths=DEEPSEEK, kv_dtype=None,
-    layout=None, half_below=0,
-):  # fmt: skip
-    """What a decode is given, for a latent and a rotated part and a table of `columns` columns."""
-    i32, f32 = torch.int32, torch.float32
-    latent, width, kv_dtype = widths[0], sum(widths), kv_dtype or dtype
-    stored, byte = (width, kv_dtype) if layout is None else (layout.bytes, torch.uint8)
-    scope = Scope(meta(99, page, stored, dtype=byte), meta(8, columns, dtype=i32), layout)
-    return Inputs(
-        meta(8, heads, width, dtype=dtype),
-        scope.kv_cache,
-        plan_for(
-            num_heads=heads,
-            q_dtype=dtype,
-            kv_dtype=kv_dtype,
-            v_head_dim=latent,
-            half_below=half_below,
-        ),
-        scope.table,
-        0.1,
-        meta(1, dtype=f32),
-        meta(1, dtype=f32),
-        meta(8, heads, latent, dtype=BF16),
-        meta(8, heads, dtype=f32),
-        layout=layout,
-        sparse=Sparse(scope, 128, meta(8, dtype=i32), meta(heads, dtype=f32)) if sparse else None,
+def fit(result, ctas=1, warps=4):
+    """Whether so many CTAs fit an SM: their shared memory and registers."""
+    return (
+        ctas * (result.shared + 1024) <= LDS["sm_90"] + 1024
+        and ctas * result.registers * 32 * warps <= 65536
     )
 
 
-def decode_arguments(target, module, heads, dtype, **shape):
-    """Launch arguments of the decode kernel of a module."""
-    with as_on(target):
-        _, args, options = module.arguments(decode_inputs(heads, dtype, **shape))
-    return args, options
-
-
-@functools.cache
-def decode_report(target, module, heads, dtype, *, maxnreg=None, **shape):
-    """Report of one decode kernel, compiled and disassembled once for all tests."""
-    args, options = decode_arguments(target, module, heads, dtype, **shape)
-    if maxnreg is not None:
-        options["maxnreg"] = maxnreg
-    return compile_report(target, module.kernel, args, options)
-
-
-@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
-@pytest.mark.parametrize("module", [portable, hopper_decode], ids=["portable", "hopper"])
-def test_the_width_of_the_table_is_no_variant(module, sparse):
+@pytest.mark.parametrize(
+    "module, heads, options",
+    [(portable, 16, {}), (portable, 16, {"sparse": True}), (decode, 16, {}),
+     (decode, 16, {"sparse": True}), (warp_specialized, 64, {}), (sparse_fp8, 16, BYTES)],
+)  # fmt: skip
+def test_the_width_of_the_table_is_no_variant(module, heads, options):
     """The warm-up runs with a table of one column; no request may compile another kernel."""
-    launches = [
-        decode_arguments("sm_90", module, 16, BF16, columns=n, sparse=sparse) for n in (1, 3, 64)
-    ]
+    launches = [arguments("sm_90", module, heads, BF16, columns=n, **options) for n in (1, 3, 64)]
+    if module is sparse_fp8:
+        # Blocks may be an odd number of vectors apart: copies are of 16 bytes all the same.
+        args, options = launches[0]
+        units = module.kernel.arg_names.index("block_units")
+        launches.append(((*args[:units], args[units] + 1, *args[units + 1 :]), options))
     assert is_one_variant("sm_90", module.kernel, launches)
 
 
-HOPPER_WIDTHS = [
-    (MISTRAL_SMALL, 16), (MISTRAL_SMALL, 32), (MISTRAL_SMALL, 64), ((256, 32), 16), ((256, 32), 64)
-]  # fmt: skip
+MISTRAL_SMALL = (256, 64)
+WIDTHS = [(MISTRAL_SMALL, 16), (MISTRAL_SMALL, 32), (MISTRAL_SMALL, 64), ((256, 32), 16),
+          ((256, 32), 64)]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "case", daily(itertools.product(HOPPER_WIDTHS, (BF16, FN)), (HOPPER_WIDTHS[0], FN))
-)
-def test_hopper_kernel_of_other_widths(case):
+@pytest.mark.parametrize("case", daily(itertools.product(WIDTHS, (BF16, FN)), (WIDTHS[0], FN)))
+def test_other_widths(case):
     (widths, heads), dtype = case
     assert widths in fits.WIDTHS
-    result = decode_report("sm_90", hopper_decode, heads, dtype, widths=widths)
+    result = report("sm_90", decode, heads, dtype, widths=widths)
     assert result.hot_spills == 0 and "HGMMA" in result.matrix and result.bulk_copies > 0, result
     assert ("QGMMA" in result.matrix) == (dtype == FN), result
-    # Two programs fit a SM, as `plan_settings` has it.
-    programs = 2 if heads == 16 else 1
-    assert programs * (result.shared + 1024) <= fits.SHARED_MEMORY + 1024, result
-    assert programs * result.registers * 32 * (4 if heads == 16 else 8) <= 65536, result
+    # As `plan_settings` has it.
+    assert fit(result, *((2, 4) if heads == 16 else (1, 8))), result
 
 
-@pytest.mark.parametrize("dtype", [BF16, FN], ids=["bf16", "fp8"])
+@TYPES
 @pytest.mark.parametrize(
     "case",
     daily(itertools.product((16, 32, 64), ("dense", "page of one", "sparse")),
           (16, "dense"), (16, "page of one"), (16, "sparse"), (64, "dense")),
 )  # fmt: skip
-def test_hopper_kernel(case, dtype):
+def test_decode(case, dtype):
     heads, kind = case
     options = {"page of one": {"page": 1}, "sparse": {"sparse": True}}.get(kind, {})
-    result = decode_report("sm_90", hopper_decode, heads, dtype, **options)
-    assert result.hot_spills == 0, result
-    assert result.shared <= LDS["sm_90"], result
+    result = report("sm_90", decode, heads, dtype, **options)
+    assert result.hot_spills == 0 and result.shared <= LDS["sm_90"], result
     assert "HGMMA" in result.matrix and "HMMA" not in result.matrix, result
     # Whole tiles in one page go through the copy engine, one thread's work.
     assert (result.bulk_copies > 0) == (kind == "dense"), result
     # fp8 scores are an fp8 product, not one of widened keys.
     assert ("QGMMA" in result.matrix) == (dtype == FN), result
-    if dtype == FN and heads == 16:
-        # Two CTAs of four warps fit an SM, as `plan_settings` has it.
-        assert 2 * result.shared <= LDS["sm_90"] and result.registers * 128 * 2 <= 65536, result
+    # As `plan_settings` has it.
+    assert dtype != FN or heads != 16 or fit(result, 2), result
 
 
 @pytest.mark.parametrize("heads", [16, 20])
 def test_tiles_of_two_boxes(heads):
-    given = decode_inputs(heads, FN, half_below=9)
+    given = inputs(heads, FN, half_below=9)
     given.plan.step = Step(8, 8, 1)
-    _, args, options = hopper_decode.arguments(given)
-    result = compile_report("sm_90", hopper_decode.kernel, args, options)
+    _, args, options = decode.arguments(given)
+    result = compile_report("sm_90", decode.kernel, args, options)
     assert options["num_warps"] == 8 and result.hot_spills == 0, result
     assert result.shared <= LDS["sm_90"], result
 
 
-@pytest.mark.parametrize("dtype", [BF16, FN], ids=["bf16", "fp8"])
+CASES = [(decode, heads, dtype, sparse) for heads in (16, 64) for dtype in (BF16, FN)
+         for sparse in (False, True)]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "case", daily(itertools.product((16, 64), (False, True)), (16, False), (64, False))
+    "case",
+    daily([*CASES, (sparse_fp8, 16, BF16, True)], *CASES[::2], (sparse_fp8, 16, BF16, True)),
 )
-def test_only_the_plan_is_read_before_the_kernel_in_front_has_ended(case, dtype):
+def test_only_the_plan_is_read_before_the_kernel_in_front_has_ended(case):
     """Queries, keys, tables and scales may be what the kernel in front writes."""
-    heads, sparse = case
-    options = {"sparse": True} if sparse else {}
-    order = decode_report("sm_90", hopper_decode, heads, dtype, **options).order
+    module, heads, dtype, sparse = case
+    options = BYTES if module is sparse_fp8 else {"sparse": True} if sparse else {}
+    order = report("sm_90", module, heads, dtype, **options).order
     # At once if the plan is fresh; then, for each work item, after the reads of the plan: two
-    # numbers of work_indptr, seven of work_info_set, qo_indptr and kv_indptr.
+    # numbers of work_indptr, seven (or six) of work_info_set, qo_indptr and kv_indptr.
     first = order.index("ACQBULK")
     second = order.index("ACQBULK", first + 1)
-    assert sorted(order[:second]) == ["ACQBULK", *["LDG"] * 11]
+    reads = 10 if module is sparse_fp8 else 11
+    assert sorted(order[:second]) == ["ACQBULK", *["LDG"] * reads]
     # No successor is let in before, and programs without work wait too.
     assert "PREEXIT" not in order[:second]
     assert order.count("PREEXIT") == (2 if heads == 16 else 1)
@@ -157,7 +128,7 @@ def test_only_the_plan_is_read_before_the_kernel_in_front_has_ended(case, dtype)
 
 
 def test_pieces_are_read_when_the_decode_has_ended():
-    given = decode_inputs(16, BF16)
+    given = inputs(16)
     given.plan.step = Step(8, 8, 1)
     with as_on("sm_90"):
         _, args, options = reduce_kernel.arguments(given)
@@ -172,5 +143,72 @@ def test_pieces_are_read_when_the_decode_has_ended():
 @pytest.mark.nightly
 def test_hot_spills_are_seen():
     """The reader bites: with 64 registers the loop over tiles has to spill."""
-    result = decode_report("sm_90", portable, 16, BF16, maxnreg=64)
+    result = report("sm_90", portable, 16, BF16, maxnreg=64)
     assert result.hot_spills > 0, result
+
+
+@pytest.mark.parametrize(
+    ("heads", "queries"), [(64, 1), pytest.param(8, 8, marks=pytest.mark.nightly)]
+)
+def test_warp_specialized_of_bf16(heads, queries):
+    result = report("sm_90", warp_specialized, heads, BF16, max_query_len=queries)
+    assert result.matrix == ("HGMMA",) and result.shared <= LDS["sm_90"], result
+    # Query and tile: a half and two quarters in boxes of 64 columns each, and the rotated part.
+    assert result.bulk_copies == 18, result
+    # Addresses of stores may wait in memory; nothing in the loop over tiles does.
+    assert result.hot_spills == 0, result
+    # One for scores, one for the left half, two for the quarters of the right, and one for what is
+    # started behind the last tile.
+    assert result.product_waits == 5, result
+
+
+def test_stores_fill_memory_sectors():
+    """Of 512 columns and 64 rows, 256 threads store 128 each: 8 bytes of bf16, 16 of partial rows
+    at once; the others are LSEs."""
+    args, options = arguments("sm_90", warp_specialized)
+    code = compile_kernel("sm_90", warp_specialized.kernel, args, options).asm["ptx"]
+    stores = re.findall(r"st\.global\.(\S+)", code)
+    assert [stores.count(each) for each in ("v2.b32", "v4.b32")] == [2 * 32, 2 * 32]
+    assert len(stores) - 4 * 32 <= 4
+
+
+def test_warp_specialized_of_fp8():
+    result = report("sm_90", warp_specialized, 64, FN)
+    assert result.matrix == ("HGMMA", "QGMMA") and result.shared <= LDS["sm_90"], result
+    # Query and tile: four boxes of 128 columns each, and the rotated part.
+    assert result.bulk_copies == 10, result
+    # Triton 3.9 keeps addresses in memory in the loop over tiles; 3.6 to 3.8 spill nothing there.
+    assert result.hot_spills <= (10 if triton_version() >= (3, 9) else 0), result
+    # With fewer registers for those the assembler waits behind each product (C7512).
+    assert result.product_waits == 8, result
+
+
+def test_the_copy_engine_sees_rows():
+    q = torch.empty(8, 130, 576, dtype=BF16)[:, :128]
+    half, quarter, rotated = query_boxes(q, 512, 128)
+    assert [box.block_shape[2] for box in (half, quarter, rotated)] == [256, 128, 64]
+    assert half.shape == [8, 128, 576] and half.strides == [130 * 576, 576, 1]
+    # 64 heads of a token, or all of an item's of several.
+    blocks = {8: [8, 8], 16: [4, 16], 32: [2, 32], 48: [1, 64], 64: [1, 64], 128: [1, 64]}
+    assert {n: query_boxes(q, 512, n)[0].block_shape[:2] for n in blocks} == blocks
+    # Half of each block is another layer's: the last row is inside the memory all the same.
+    cache = torch.empty(10, 256, 576, dtype=BF16)[:, :128]
+    *boxes, step = cache_boxes(cache, columns_of(512, 64), 64)
+    assert step == 256 and boxes[0].shape == [9 * 256 + 128, 576]
+
+
+def test_sparse_fp8():
+    result = report("sm_90", sparse_fp8, 16, BF16, **BYTES)
+    assert result.hot_spills == 0 and result.matrix == ("HGMMA",) and fit(result, 2), result
+    assert result.narrow_loads == 0 and result.wide_loads > 0, result
+
+
+@pytest.mark.parametrize("options", [BYTES_V4, pytest.param(BYTES, marks=pytest.mark.nightly)])
+def test_sparse_specialized(options):
+    result = report("sm_90", sparse_specialized, 64, BF16, **options)
+    assert result.matrix == ("HGMMA",) and result.shared <= LDS["sm_90"], result
+    assert result.hot_spills == 0 and result.narrow_loads == 0, result
+    # Behind scores, and behind the products of each half: none is made serial.
+    assert result.product_waits == 3, result
+    # Six units are loaded, 16 bytes at a time. Triton 3.9 spills some of an item, outside of tiles.
+    assert result.wide_loads >= 4 * 6 and result.spills < 200, result

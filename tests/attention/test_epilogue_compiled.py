@@ -11,14 +11,10 @@ from mla_fusion.attention.plan.epilogue import GROUP, Epilogue, in_groups
 from mla_fusion.attention.plan.inputs import Inputs
 from mla_fusion.attention.triton import epilogue as epilogues
 from mla_fusion.attention.triton import epilogue_kernel
-from tests.attention.decodes import BF16, FP32, plan_for, refresh
+from tests.attention.decodes import FP32, plan_for, refresh
+from tests.attention.without_memory import meta
 from tests.kernels.compiled import FP8, as_on, compile_report
 from tests.nightly import daily
-
-
-def meta(*shape, dtype=BF16):
-    """A tensor without memory."""
-    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def inputs(target, heads, *, values=128, latent=512, quantization="none", dense="latent"):

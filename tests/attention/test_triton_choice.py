@@ -15,9 +15,8 @@ from mla_fusion.attention.plan.buffers import Step
 from mla_fusion.attention.plan.inputs import Scope, Sparse
 from mla_fusion.attention.plan.layouts import FP8_DS_MLA, FP8_DS_MLA_V4
 from mla_fusion.attention.triton import choice
+from tests.attention import without_memory
 from tests.attention.decodes import BF16, FN, FP16
-from tests.attention.test_decode_compiled import decode_inputs
-from tests.attention.test_specialized_compiled import inputs
 
 # Kernel, query rows and warps of a program.
 SPECIALIZED, STEP = ("hopper.warp_specialized", 64, 4), ("hopper.decode", 64, 8)
@@ -32,6 +31,12 @@ def hopper(monkeypatch):
     properties = SimpleNamespace(multi_processor_count=10, gcnArchName="gfx90a")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(choice, "has_hopper", lambda _: device.has_hopper("cuda"))
+
+
+def inputs(q=(8, 64, 576), **options):
+    """A decode of a query [tokens, heads, L + 64], by default of 64 heads of DeepSeek's."""
+    tokens, heads, width = q
+    return without_memory.inputs(heads, tokens=tokens, widths=(width - 64, 64), **options)
 
 
 def chosen(given):
@@ -143,8 +148,8 @@ def test_lists_of_slots():
     ],
 )
 def test_byte_caches(monkeypatch, heads, layout, first, name):
-    given = decode_inputs(
-        heads, BF16, sparse=True, widths=(512, layout.width - 512), kv_dtype=FN, layout=layout
+    given = without_memory.inputs(
+        heads, sparse=True, widths=(512, layout.width - 512), kv_dtype=FN, layout=layout
     )
     given = dataclasses.replace(given, sparse=dataclasses.replace(given.sparse, first=first))
     assert chosen(given)[0] == name
@@ -229,3 +234,20 @@ def test_items_of_several_row_blocks(heads, rows, dtype, width, ctas):
     assert settings["ctas"] == ctas
     wide = (heads, rows) == (128, 1) and ctas == 5
     assert settings.get("heads_per_work") == (128 if wide else None)
+
+
+def test_plans_for_byte_caches(monkeypatch):
+    gpu = torch.device("cuda")
+    assert choice.kernels(gpu)[0] == FEW
+    assert not device.has_hopper("cpu")
+    for heads, scopes, layout, ctas in (
+        (16, 1, FP8_DS_MLA, 20), (16, 2, FP8_DS_MLA, 10), (16, 1, FP8_DS_MLA_V4, 10),
+        (32, 1, FP8_DS_MLA, 10), (64, 1, FP8_DS_MLA, 10), (128, 1, FP8_DS_MLA, 5),
+    ):  # fmt: skip
+        settings = choice.sparse_settings(heads, scopes, layout, gpu)
+        assert settings["ctas"] == ctas
+        assert settings.get("heads_per_work") == (128 if heads == 128 else None)
+    assert "ctas" not in choice.sparse_settings(16, 1, None, gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
+    assert choice.kernels(gpu) == choice.KERNELS["other"]
+    assert "ctas" not in choice.sparse_settings(16, 1, FP8_DS_MLA, gpu)

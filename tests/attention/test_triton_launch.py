@@ -15,7 +15,7 @@ from mla_fusion.attention.plan.inputs import Inputs
 from mla_fusion.attention.plan.layouts import FP8_DS_MLA
 from mla_fusion.attention.triton import decode_kernel, reduce_kernel
 from tests.attention.decodes import BF16, FN, plan_for, refresh
-from tests.attention.test_decode_compiled import decode_inputs
+from tests.attention.without_memory import inputs
 
 
 @pytest.mark.parametrize(
@@ -48,14 +48,14 @@ def test_workers(monkeypatch, heads, rows, dtype, width, programs):
     ],
 )  # fmt: skip
 def test_the_kernel_for_hopper_is_for_some_widths(latent, rope, taken):
-    given = decode_inputs(16, BF16, widths=(latent, rope))
+    given = inputs(16, BF16, widths=(latent, rope))
     assert (not hopper_decode.fits(given)) is taken
     assert not provider.unsupported(BF16, BF16, latent, rope)
 
 
 def test_byte_caches_are_left_to_the_portable_kernel():
-    assert not hopper_decode.fits(decode_inputs(16, BF16, sparse=True))
-    of_bytes = decode_inputs(16, BF16, sparse=True, kv_dtype=FN, layout=FP8_DS_MLA)
+    assert not hopper_decode.fits(inputs(16, BF16, sparse=True))
+    of_bytes = inputs(16, BF16, sparse=True, kv_dtype=FN, layout=FP8_DS_MLA)
     assert "of one type" in hopper_decode.fits(of_bytes)
 
 

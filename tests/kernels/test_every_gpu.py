@@ -20,7 +20,6 @@ from mla_fusion.kernels import dispatch, triton_kernels
 from mla_fusion.kernels import triton as provider
 from mla_fusion.kernels.dispatch import Widths
 from tests.attention.decodes import BF16, FP32, plan_for
-from tests.attention.test_decode_compiled import decode_arguments, decode_inputs
 from tests.attention.test_epilogue_compiled import (
     CHOSEN,
     CHOSEN_OF_32,
@@ -28,9 +27,11 @@ from tests.attention.test_epilogue_compiled import (
     ROWS,
     WHOLE,
     inputs,
-    meta,
 )
 from tests.attention.test_epilogue_compiled import arguments as epilogue_arguments
+from tests.attention.without_memory import arguments as decode_arguments
+from tests.attention.without_memory import inputs as decode_inputs
+from tests.attention.without_memory import meta
 from tests.kernels.compiled import AMD, FP8, LDS, NVIDIA, TARGETS, as_on, compile_report
 from tests.kernels.test_compiled import arguments
 

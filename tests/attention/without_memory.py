@@ -1,0 +1,49 @@
+"""Decodes without memory, for the compiler, and for what is chosen by shapes alone."""
+
+import functools
+
+import torch
+
+from mla_fusion.attention.plan.inputs import Inputs, Scope, Sparse
+from tests.attention.decodes import BF16, FP32, plan_for
+from tests.kernels.compiled import as_on, compile_report
+
+DEEPSEEK = (512, 64)
+
+
+def meta(*shape, dtype=BF16):
+    """A tensor without memory."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def inputs(
+    heads=64, dtype=BF16, *, tokens=8, page=64, columns=128, sparse=False, widths=DEEPSEEK,
+    kv_dtype=None, layout=None, **plan,
+):  # fmt: skip
+    """What a decode is given, for a latent and a rotated part and a table of `columns` columns."""
+    i32, latent, width, kv_dtype = torch.int32, widths[0], sum(widths), kv_dtype or dtype
+    stored, byte = (width, kv_dtype) if layout is None else (layout.bytes, torch.uint8)
+    scope = Scope(meta(99, page, stored, dtype=byte), meta(8, columns, dtype=i32), layout)
+    types = {"num_heads": heads, "q_dtype": dtype, "kv_dtype": kv_dtype, "v_head_dim": latent}
+    second = Sparse(scope, 128, meta(8, dtype=i32), meta(heads, dtype=FP32)) if sparse else None
+    one = meta(1, dtype=FP32)
+    return Inputs(
+        meta(tokens, heads, width, dtype=dtype), scope.kv_cache, plan_for(**types | plan),
+        scope.table, 0.1, one, one, meta(tokens, heads, latent), meta(tokens, heads, dtype=FP32),
+        layout=layout, sparse=second,
+    )  # fmt: skip
+
+
+def arguments(target, module, *heads_and_type, **shape):
+    """Launch arguments of the decode kernel of a module."""
+    with as_on(target):
+        _, args, options = module.arguments(inputs(*heads_and_type, **shape))
+    return args, options
+
+
+@functools.cache
+def report(target, module, *heads_and_type, maxnreg=None, **shape):
+    """Report of one decode kernel, compiled and disassembled once for all tests."""
+    args, options = arguments(target, module, *heads_and_type, **shape)
+    limit = {} if maxnreg is None else {"maxnreg": maxnreg}
+    return compile_report(target, module.kernel, args, options | limit)
