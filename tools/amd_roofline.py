@@ -163,8 +163,8 @@ def region(target, tokens, heads, other=False):
         regions.fused_mla_decode_prep(given, plan=plan)
     launch = launches[0]
     memory = _bytes(given.q, given.w_uk_t, given.kv_c, given.k_pe, given.q_out) + tokens * (L + R)
-    tile = f"tiles of {launch.constants['BLOCK_M']} x {launch.constants['BLOCK_N']}"
-    name = f"{tokens} tokens, {heads} heads, {tile}"
+    plan = launch.constants["FORM"].plan
+    name = f"{tokens} tokens, {heads} heads, tiles of {plan.block_m} x {plan.block_n}"
     return Line(name, launch, executed(launch), memory, tokens * heads * L * P)
 
 

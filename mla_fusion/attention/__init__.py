@@ -4,7 +4,6 @@ This package imports torch and Triton, not vLLM: a kernel engineer can use it wi
 """
 
 import functools
-import importlib
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ import torch
 from mla_fusion.attention.allocate import PersistentDecodePlan
 from mla_fusion.attention.plan.epilogue import Epilogue
 from mla_fusion.attention.plan.inputs import Inputs, validate
-from mla_fusion.kernels import ProviderUnavailable
+from mla_fusion.kernels import ProviderUnavailable, load
 
 __all__ = [
     "PROVIDERS",
@@ -44,12 +43,7 @@ def get_provider(name: str) -> Any:
         ValueError: no such provider.
         ProviderUnavailable: it cannot run here.
     """
-    if name not in PROVIDERS:
-        raise ValueError(f"unknown provider {name!r}: choose one of {', '.join(PROVIDERS)}")
-    # Imported when chosen: each needs what the others do without.
-    module = importlib.import_module(f"mla_fusion.attention.{name}")
-    module.require()
-    return module
+    return load(__name__, PROVIDERS, name)
 
 
 def portable_provider(device: torch.device) -> str:
@@ -114,14 +108,11 @@ def persistent_mla_decode(
             'it with planner="aiter" for aiter, with planner="portable" for the others'
         )
     module = get_provider(provider)
-    latent = plan.settings.v_head_dim
     if out is None:
         dtype = q.dtype if q.dtype.itemsize > 1 else torch.bfloat16
         dtype = dtype if epilogue is None else epilogue.w_uv.dtype
-        out = torch.empty((*q.shape[:2], latent), dtype=dtype, device=q.device)
-    lse = None
-    if return_lse:
-        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        out = q.new_empty((*q.shape[:2], plan.settings.v_head_dim), dtype=dtype)
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
     given = Inputs(
         q, kv_cache, plan, block_table, softmax_scale, q_scale, kv_scale, out, lse, epilogue
     )

@@ -63,15 +63,10 @@ class PersistentDecodePlan(PlanBuffers):
             ValueError: the step is larger than the plan, or a tensor is not as above.
         """
         settings, batch = self.settings, seq_lens.shape[0]
-        for name, tensor, length in (
-            ("qo_indptr", qo_indptr, batch + 1),
-            ("seq_lens", seq_lens, batch),
-        ):
-            if (
-                tensor.dtype != torch.int32
-                or tensor.shape != (length,)
-                or not tensor.is_contiguous()
-            ):
+        given = {"qo_indptr": (qo_indptr, batch + 1), "seq_lens": (seq_lens, batch)}
+        for name, (tensor, length) in given.items():
+            shaped = tensor.shape == (length,) and tensor.is_contiguous()
+            if tensor.dtype != torch.int32 or not shaped:
                 raise ValueError(
                     f"{name} must be a dense int32 tensor of {length} elements (a batch of "
                     f"{batch}), got {tensor.dtype} {tuple(tensor.shape)}"

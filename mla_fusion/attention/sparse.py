@@ -80,10 +80,7 @@ class SparseScratch:
         else:
             torch.add(lengths[-1], self.first, out=seq_lens)
         if len(lengths) == 2:
-            if lengths[0] is None:
-                self.first_lens.fill_(self.widths[0])
-            else:
-                self.first_lens[:num_tokens].copy_(lengths[0])
+            self.first_lens[:num_tokens] = self.widths[0] if lengths[0] is None else lengths[0]
         self.plan.refresh(
             qo_indptr=self.qo_indptr[: num_tokens + 1],
             seq_lens=seq_lens,

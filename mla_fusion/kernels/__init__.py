@@ -30,10 +30,15 @@ def get_provider(name: str) -> Any:
     place. Nothing falls back: an operator who asked for a kernel gets that kernel or an
     error.
     """
-    if name not in PROVIDERS:
-        raise ValueError(f"unknown provider {name!r}: choose one of {', '.join(PROVIDERS)}")
+    return load(__name__, PROVIDERS, name)
+
+
+def load(package: str, providers: tuple[str, ...], name: str) -> Any:
+    """The module `name`, one of `providers` in a package, after its `require()`."""
+    if name not in providers:
+        raise ValueError(f"unknown provider {name!r}: choose one of {', '.join(providers)}")
     # Imported when chosen: each needs packages that the others do without.
-    module = importlib.import_module(f"mla_fusion.kernels.{name}")
+    module = importlib.import_module(f"{package}.{name}")
     module.require()
     return module
 

@@ -201,12 +201,8 @@ def _aligned(x: torch.Tensor, first: int = 0) -> bool:
 
 
 def _device_fp32(x: Any, like: torch.Tensor) -> bool:
-    return (
-        isinstance(x, torch.Tensor)
-        and x.dtype == torch.float32
-        and x.numel() >= 1
-        and x.device == like.device
-    )
+    is_fp32 = isinstance(x, torch.Tensor) and x.dtype == torch.float32
+    return is_fp32 and x.numel() >= 1 and x.device == like.device
 
 
 def _absorb(
@@ -219,23 +215,20 @@ def _absorb(
     """
     if isinstance(w_uk_t, torch.Tensor):
         return absorb(q_nope, w_uk_t)
-    name, arguments = _PRODUCTS[w_uk_t.kind]
+    name = _PRODUCTS[w_uk_t.kind]
     product = getattr(importlib.import_module(f"aiter.ops.triton.{name}"), name)
+    options: dict[str, Any] = {"group_size": 128}
     if w_uk_t.kind == "fp4":
-        arguments = {**arguments, "y_scale": y_scale}
-    out = product(
-        q_nope.transpose(0, 1), w_uk_t.weight, w_uk_t.scale, transpose_bm=True, **arguments
-    )
+        options = {"prequant": True, "y_scale": y_scale}
+    given = q_nope.transpose(0, 1), w_uk_t.weight, w_uk_t.scale
+    out: torch.Tensor = product(*given, transpose_bm=True, **options)
     return out.contiguous()
 
 
-# kind of a packed weight -> AITER's product, in the module of the same name, and its arguments
-_PRODUCTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "fp4": ("batched_gemm_a16wfp4", {"prequant": True}),
-    "fp8": (
-        "batched_gemm_a8w8_a_per_token_group_prequant_w_per_batched_tensor_quant",
-        {"group_size": 128},
-    ),
+# kind of a packed weight -> AITER's product, in the module of the same name
+_PRODUCTS = {
+    "fp4": "batched_gemm_a16wfp4",
+    "fp8": "batched_gemm_a8w8_a_per_token_group_prequant_w_per_batched_tensor_quant",
 }
 
 
@@ -262,10 +255,10 @@ def halves(inputs: Inputs) -> Halves:
     rope = inputs.k_pe.shape[-1]
     address = None if source is None else (source.data_ptr(), len(source))
     key = Halves, address, rope, q.dtype, q.device
-    if kept is not None and key in kept:
-        found: Halves = kept[key]
-        return found
     if kept is not None:
+        if key in kept:
+            found: Halves = kept[key]
+            return found
         refuse_during_capture("the cosines and the sines in the form AITER takes")
     if source is None:
         made = Halves(None, q.new_ones((1, rope // 2)), q.new_zeros((1, rope // 2)))
@@ -293,7 +286,7 @@ def warmup(
         q, w_uk_t, cache = inputs.q, inputs.w_uk_t, inputs.kv_cache.dtype
         of = f"for {tokens} tokens ({q.shape[1]} heads, {q.dtype}, cache {cache})"
         if isinstance(w_uk_t, PackedWeight):
-            progress(f"mla-fusion: calling AITER's {_PRODUCTS[w_uk_t.kind][0]} {of}")
+            progress(f"mla-fusion: calling AITER's {_PRODUCTS[w_uk_t.kind]} {of}")
             nope = w_uk_t.shape[1]
             _absorb(q[..., :nope], w_uk_t, None if cache == q.dtype else inputs.q_scale)
         progress(f"mla-fusion: calling AITER's {_OP} {of}; a first call builds it")

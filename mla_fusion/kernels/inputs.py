@@ -55,22 +55,13 @@ def padded_batch(
     act: dict[str, Any] = {"dtype": w_uk_t.dtype, "device": w_uk_t.device}
     slots = torch.full((tokens,), -1, dtype=torch.int64, device=w_uk_t.device)
     factor = None if factor_dtype is None else slots.new_ones(tokens, dtype=factor_dtype)
+    q = torch.zeros((tokens, heads, nope + rope_dim), **act)
+    kv_c, k_pe = torch.zeros((tokens, latent), **act), torch.zeros((tokens, rope_dim), **act)
+    q_out = torch.empty((tokens, heads, latent + rope_dim), dtype=q_dtype, device=w_uk_t.device)
     return Inputs(
-        q=torch.zeros((tokens, heads, nope + rope_dim), **act),
-        w_uk_t=w_uk_t,
-        kv_c=torch.zeros((tokens, latent), **act),
-        k_pe=torch.zeros((tokens, rope_dim), **act),
-        kv_cache=kv_cache,
-        slot_mapping=slots,
-        positions=torch.zeros_like(slots),
-        cos_sin_cache=cos_sin_cache,
-        k_scale=k_scale,
-        q_scale=q_scale,
-        is_neox=is_neox,
-        q_out=torch.empty((tokens, heads, latent + rope_dim), dtype=q_dtype, device=w_uk_t.device),
-        q_factor=factor,
-        context_parallel=context_parallel,
-    )
+        q, w_uk_t, kv_c, k_pe, kv_cache, slots, torch.zeros_like(slots), cos_sin_cache, k_scale,
+        q_scale, is_neox, q_out, factor, context_parallel,
+    )  # fmt: skip
 
 
 def validate(inputs: Inputs) -> None:

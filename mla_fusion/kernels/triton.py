@@ -4,6 +4,7 @@ The kernel itself is in `triton_kernels.py`, which is imported on first use, so 
 be imported where Triton is not installed.
 """
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable
@@ -114,6 +115,31 @@ def _pad(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What `prep_kernel` is compiled for.
+
+    ALIGN: the row strides of q, kv_c and k_pe come divided by it. ALL_ROWS: a row with a slot below
+    0 is no padding and has a query. ONE_TOKEN: the rotated rows of a program are of one token.
+    DIRECT: see `triton_product.py`. P_PAD, R_PAD, L_PAD: ranges of Triton's, powers of two.
+    """
+
+    P: int
+    R: int
+    L: int
+    P_PAD: int
+    R_PAD: int
+    L_PAD: int
+    BLOCK_SIZE: int
+    ROPE: bool
+    NEOX: bool
+    ALIGN: int
+    ALL_ROWS: bool
+    ONE_TOKEN: bool
+    DIRECT: bool
+    plan: Plan
+
+
 def widths_of(inputs: Inputs) -> Widths:
     """P, R and L of a call."""
     _, nope, latent = inputs.w_uk_t.shape
@@ -189,21 +215,17 @@ def launch_arguments(plan: Plan, inputs: Inputs) -> tuple[tuple[Any, ...], dict[
         tokens, heads, q_row, q.stride(1), *w_uk_t.stride(), kv_c_row, k_pe_row,
         *kv_cache.stride()[:2], 0 if angles is None else angles.stride(0),
     )  # fmt: skip
-    widths = dict(zip("PRL", widths_of(inputs), strict=True))
-    options: dict[str, Any] = widths | {f"{name}_PAD": _pad(n) for name, n in widths.items()}
-    # The constants that are fields of the plan have their names, in capitals.
-    options |= {name.upper(): n for name, n in vars(plan).items() if name != "num_warps"}
-    options |= {
-        "BLOCK_SIZE": kv_cache.shape[1],
-        "ROPE": angles is not None,
-        "NEOX": inputs.is_neox,
+    nope, rope, latent = widths_of(inputs)
+    form = Form(
+        P=nope, R=rope, L=latent, P_PAD=_pad(nope), R_PAD=_pad(rope), L_PAD=_pad(latent),
+        BLOCK_SIZE=kv_cache.shape[1], ROPE=angles is not None, NEOX=inputs.is_neox, ALIGN=align,
+        ALL_ROWS=inputs.context_parallel, ONE_TOKEN=heads % plan.rope_rows == 0,
+        DIRECT=_direct(plan, w_uk_t, q_out), plan=plan,
+    )  # fmt: skip
+    options: dict[str, Any] = {
+        "FORM": form,
         "Q_LIMIT": _limit(q_out),
         "K_LIMIT": _limit(kv_cache),
-        "ALIGN": align,
-        "ALL_ROWS": inputs.context_parallel,
-        "ONE_TOKEN": heads % plan.rope_rows == 0,
-        "DIRECT": _direct(plan, w_uk_t, q_out),
-        "WARPS": plan.num_warps,
         "num_warps": plan.num_warps,
         "num_stages": 2,
         # Contraction would leave one product of x * cos - y * sin unrounded: near zero the result

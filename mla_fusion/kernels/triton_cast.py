@@ -59,24 +59,3 @@ def scaled(x, factor, SCALED: tl.constexpr, ACT: tl.constexpr):
     if SCALED:
         x = (x.to(ACT).to(tl.float32) * factor).to(ACT).to(tl.float32)
     return x
-
-
-@triton.jit
-def round_bf16_pairs(x):
-    """fp32 `x` rounded to bf16, in fp32: two elements by one instruction of NVIDIA's.
-
-    `x.to(tl.bfloat16).to(tl.float32)` gives the same, by a slow instruction for each element.
-    """
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 pair;
-        cvt.rn.bf16x2.f32 pair, $3, $2;
-        shl.b32 $0, pair, 16;
-        and.b32 $1, pair, 0xffff0000;
-        }""",
-        "=r,=r,r,r",
-        [x],
-        dtype=tl.float32,
-        is_pure=True,
-        pack=2,
-    )

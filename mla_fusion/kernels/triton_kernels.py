@@ -21,16 +21,14 @@ from mla_fusion.kernels.triton_rows import cache_rows, query_rows
 
 
 @triton.jit
-def _my_work(
-    tokens, heads, CACHE_TOKENS: tl.constexpr, ROPE_ROWS: tl.constexpr, REST_LAST: tl.constexpr
-):
+def _my_work(tokens, heads, form: tl.constexpr):
     """Of this program: whether it is one of the rest, which of those (cache rows come first), which
     of the product programs, and how many programs write cache rows."""
-    cache_programs = tl.cdiv(tokens, CACHE_TOKENS)
-    rest = cache_programs + tl.cdiv(tokens * heads, ROPE_ROWS)
+    cache_programs = tl.cdiv(tokens, form.plan.cache_tokens)
+    rest = cache_programs + tl.cdiv(tokens * heads, form.plan.rope_rows)
     work = tl.program_id(0)
     products = tl.num_programs(0) - rest
-    if REST_LAST:
+    if form.plan.rest_last:
         return work >= products, work - products, work, cache_programs
     else:
         return work < rest, work, work - rest, cache_programs
@@ -45,36 +43,27 @@ def prep_kernel(
     tokens, heads,
     q_row, q_head, w_head, w_row, w_col, kv_c_row, k_pe_row, cache_block, cache_entry,
     cos_sin_stride,
-    P: tl.constexpr, R: tl.constexpr, L: tl.constexpr,
-    P_PAD: tl.constexpr, R_PAD: tl.constexpr, L_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, ROPE: tl.constexpr, NEOX: tl.constexpr,
-    Q_LIMIT: tl.constexpr, K_LIMIT: tl.constexpr, ALIGN: tl.constexpr, ALL_ROWS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, M_TILES: tl.constexpr,
-    ROPE_ROWS: tl.constexpr, CACHE_TOKENS: tl.constexpr, REST_LAST: tl.constexpr,
-    ONE_TOKEN: tl.constexpr, PDL: tl.constexpr, DIRECT: tl.constexpr, WARPS: tl.constexpr,
+    FORM: tl.constexpr, Q_LIMIT: tl.constexpr, K_LIMIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """See the module. Shapes and types are those of `kernels.fused_mla_decode_prep`.
+    """See the module. Shapes and types are those of `kernels.fused_mla_decode_prep`; FORM is a
+    `triton.Form`, whose `plan` gives BLOCK_M and other sizes their values.
 
     `factor_ptr` is None for a query without a factor: the machine code then has no trace of it.
 
     Q_LIMIT and K_LIMIT are the largest finite fp8 values, 0 for a target that is not fp8, and
-    negative where conversions saturate by themselves. The row strides of q, kv_c and k_pe come
-    divided by ALIGN. ALL_ROWS: a row with a slot below 0 is no padding and has a query. PDL: the
-    launch has the programmatic-dependent-launch attribute. DIRECT: see `triton_product.py`; WARPS
-    is num_warps.
+    negative where conversions saturate by themselves. PDL: the launch has the
+    programmatic-dependent-launch attribute.
     """
     # The factor shows Triton the alignment, which decides between 16-byte and 2-byte loads;
     # tl.multiple_of has no effect on an argument.
-    q_row = q_row * ALIGN
-    kv_c_row = kv_c_row * ALIGN
-    k_pe_row = k_pe_row * ALIGN
+    q_row = q_row * FORM.ALIGN
+    kv_c_row = kv_c_row * FORM.ALIGN
+    k_pe_row = k_pe_row * FORM.ALIGN
     if PDL:
         # The next kernel may start loading its weights; it waits for this grid before it reads
         # or writes anything else.
         tl.extra.cuda.gdc_launch_dependents()
-    is_rest, unit, work, cache_programs = _my_work(
-        tokens, heads, CACHE_TOKENS, ROPE_ROWS, REST_LAST
-    )
+    is_rest, unit, work, cache_programs = _my_work(tokens, heads, FORM)
     if is_rest:
         if PDL:
             tl.extra.cuda.gdc_wait()
@@ -82,17 +71,17 @@ def prep_kernel(
             cache_rows(
                 kv_c_ptr, k_pe_ptr, cache_ptr, slot_ptr, position_ptr, cos_sin_ptr, k_scale_ptr,
                 unit, tokens, kv_c_row, k_pe_row, cache_block, cache_entry, cos_sin_stride,
-                R, L, R_PAD, L_PAD, BLOCK_SIZE, ROPE, NEOX, K_LIMIT, CACHE_TOKENS,
+                FORM, K_LIMIT,
             )  # fmt: skip
         else:
             query_rows(
                 q_ptr, out_ptr, slot_ptr, position_ptr, cos_sin_ptr, q_scale_ptr,
                 factor_ptr, unit - cache_programs, tokens, heads, q_row, q_head, cos_sin_stride,
-                P, R, L, R_PAD, L_PAD, ROPE, NEOX, Q_LIMIT, ALL_ROWS, ROPE_ROWS, ONE_TOKEN,
+                FORM, Q_LIMIT,
             )  # fmt: skip
     else:
         product(
             q_ptr, w_ptr, slot_ptr, q_scale_ptr, factor_ptr, out_ptr,
             work, tokens, heads, q_row, q_head, w_head, w_row, w_col,
-            P, L, L + R, P_PAD, Q_LIMIT, BLOCK_M, BLOCK_N, M_TILES, ALL_ROWS, PDL, DIRECT, WARPS,
+            FORM, Q_LIMIT, PDL,
         )  # fmt: skip

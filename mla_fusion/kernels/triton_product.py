@@ -22,14 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mla_fusion.kernels.triton_cast import (
-    cast,
-    factors_of,
-    inverse_of,
-    query_slots,
-    round_bf16_pairs,
-    scaled,
-)
+from mla_fusion.kernels.triton_cast import cast, factors_of, inverse_of, query_slots, scaled
 
 
 @triton.jit
@@ -38,24 +31,29 @@ def _product_cast(
 ):
     """fp32 sums `y` rounded to the activation type and then cast to OUT."""
     if DIRECT and LIMIT < 0:
-        y = round_bf16_pairs(y)
+        # To bf16 and back, two elements by one instruction of NVIDIA's; as below it is a slow
+        # instruction for each.
+        y = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 pair;
+            cvt.rn.bf16x2.f32 pair, $3, $2;
+            shl.b32 $0, pair, 16;
+            and.b32 $1, pair, 0xffff0000;
+            }""",
+            "=r,=r,r,r", [y], tl.float32, True, 2,
+        )  # fmt: skip
     elif LIMIT != 0:
         y = y.to(ACT).to(tl.float32)
     return cast(y, inverse, OUT, LIMIT)
 
 
 @triton.jit
-def _query_tile(
-    q_ptrs, q_row, m_start, end, P: tl.constexpr, P_PAD: tl.constexpr, BLOCK_M: tl.constexpr
-):
+def _query_tile(q_ptrs, q_row, m_start, end, form: tl.constexpr):
     """q_nope of one head for tokens m_start ... m_start + BLOCK_M, zero from token `end` on."""
-    m = m_start + tl.arange(0, BLOCK_M)
-    k = tl.arange(0, P_PAD)
-    return tl.load(
-        q_ptrs + m[:, None] * q_row + k[None, :],
-        mask=(m < end)[:, None] & (k < P)[None, :],
-        other=0.0,
-    )
+    m = m_start + tl.arange(0, form.plan.block_m)
+    k = tl.arange(0, form.P_PAD)
+    wanted = (m < end)[:, None] & (k < form.P)[None, :]
+    return tl.load(q_ptrs + m[:, None] * q_row + k[None, :], mask=wanted, other=0.0)
 
 
 @triton.jit
@@ -70,11 +68,10 @@ def _scaled_tile(q, factor_ptr, m_start, end, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def _direct_weights(
-    w_ptrs, w_row, w_col, n_start,
-    P: tl.constexpr, L: tl.constexpr, P_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+def _direct_weights(w_ptrs, w_row, w_col, n_start, form: tl.constexpr):
     """W_UK of one head for latents n_start ... n_start + BLOCK_N, in DIRECT order."""
+    P_PAD: tl.constexpr = form.P_PAD
+    BLOCK_N: tl.constexpr = form.plan.block_n
     # [lane % 4, P_PAD, 64 latents, 16 of a lane]: Triton spreads a warp over the last dimension and
     # then over the others from the first on, here over 4 rows of 64 latents. These are whole lines
     # of memory, and rows that the swizzle of shared memory keeps in banks of their own.
@@ -83,10 +80,10 @@ def _direct_weights(
     block = tl.arange(0, BLOCK_N // 64)[None, None, :, None]
     n = n_start + block * 64 + lane * 16 + tl.arange(0, 16)[None, None, None, :]
     w_ptrs = w_ptrs + k * w_row + n * w_col
-    if P == P_PAD and L % BLOCK_N == 0:
+    if form.P == P_PAD and form.L % BLOCK_N == 0:
         w = tl.load(w_ptrs)
     else:
-        w = tl.load(w_ptrs, mask=(k < P) & (n < L), other=0.0)
+        w = tl.load(w_ptrs, mask=(k < form.P) & (n < form.L), other=0.0)
     w = tl.reshape(w, (4, P_PAD, BLOCK_N // 64, 8, 2))
     return tl.reshape(tl.permute(w, (1, 2, 3, 0, 4)), (P_PAD, BLOCK_N))
 
@@ -100,18 +97,17 @@ def _direct_slots(slot_ptr, m, tokens, BLOCK_M: tl.constexpr, ALL_ROWS: tl.const
 
 
 @triton.jit
-def _direct_store(
-    y, slot, out_ptrs, m, n_start, heads,
-    L: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr,
-):  # fmt: skip
+def _direct_store(y, slot, out_ptrs, m, n_start, heads, form: tl.constexpr):
     """Store a tile in DIRECT order as rows of 64 latents, each from the four lanes that hold it.
 
     The order of the rows is the one that Triton spreads over the program: 8 for a warp, then the
     next warps (16 tokens further, then in the columns beside), then the next rows of the same warp
     (64 columns further, then 8 tokens). So the layout changes without moving data.
     """
-    SIDES: tl.constexpr = 16 * WARPS // BLOCK_M
+    BLOCK_M: tl.constexpr = form.plan.block_m
+    BLOCK_N: tl.constexpr = form.plan.block_n
+    WIDTH: tl.constexpr = form.L + form.R
+    SIDES: tl.constexpr = 16 * form.plan.num_warps // BLOCK_M
     BLOCKS: tl.constexpr = BLOCK_N // SIDES // 64
     ROWS: tl.constexpr = BLOCK_M * BLOCK_N // 64
     # [16 tokens, half, token, side, 64 columns, 8 columns, lane % 4, 2] of the instruction
@@ -124,101 +120,93 @@ def _direct_store(
     column = n_start + side * (BLOCK_N // SIDES) + block * 64 + tl.arange(0, 64)[None, :]
     stored = tl.broadcast_to(slot >= 0, (2, BLOCK_N // 64, BLOCK_M // 2))
     stored = tl.reshape(stored, (ROWS, 1))
-    tl.store(out_ptrs + (m + row) * heads * WIDTH + column, y, mask=stored & (column < L))
+    tl.store(out_ptrs + (m + row) * heads * WIDTH + column, y, mask=stored & (column < form.L))
 
 
 @triton.jit
-def _weights(
-    w_ptrs, w_row, w_col, n_start, k, n,
-    P: tl.constexpr, L: tl.constexpr, P_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
-    DIRECT: tl.constexpr,
-):  # fmt: skip
+def _weights(w_ptrs, w_row, w_col, n_start, k, n, form: tl.constexpr):
     """W_UK of one head for rows k and latents n (those from `n_start` on), zero outside of it."""
     tile = w_ptrs + k[:, None] * w_row + n[None, :] * w_col
-    if DIRECT:
-        return _direct_weights(w_ptrs, w_row, w_col, n_start, P, L, P_PAD, BLOCK_N)
-    elif P == P_PAD and L % BLOCK_N == 0:
+    if form.DIRECT:
+        return _direct_weights(w_ptrs, w_row, w_col, n_start, form)
+    elif form.P == form.P_PAD and form.L % form.plan.block_n == 0:
         return tl.load(tile)
     else:
-        return tl.load(tile, mask=(k < P)[:, None] & (n < L)[None, :], other=0.0)
+        return tl.load(tile, mask=(k < form.P)[:, None] & (n < form.L)[None, :], other=0.0)
 
 
 @triton.jit
-def _store(
-    y, slot_ptr, out_ptrs, m, tokens, n_start, heads,
-    L: tl.constexpr, WIDTH: tl.constexpr, P_PAD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALL_ROWS: tl.constexpr,
-):  # fmt: skip
+def _store(y, slot_ptr, out_ptrs, m, tokens, n_start, heads, form: tl.constexpr):
     """Store a tile of the tokens m ... m + BLOCK_M and the latents n_start ... n_start + BLOCK_N.
 
     A store of the shape of the q or W tile would make Triton load that tile with the store's 16
     elements per thread, which for 16-bit operands halves the use of every memory transaction: such
     a tile is stored as [2 BLOCK_M, BLOCK_N / 2].
     """
-    FOLD: tl.constexpr = 2 if BLOCK_N == P_PAD or BLOCK_M == P_PAD else 1
+    BLOCK_M: tl.constexpr = form.plan.block_m
+    BLOCK_N: tl.constexpr = form.plan.block_n
+    WIDTH: tl.constexpr = form.L + form.R
+    FOLD: tl.constexpr = 2 if BLOCK_N == form.P_PAD or BLOCK_M == form.P_PAD else 1
     y = tl.reshape(y, (FOLD * BLOCK_M, BLOCK_N // FOLD))
     part = tl.arange(0, FOLD * BLOCK_M)[:, None]
     row = m + part // FOLD
-    slot = query_slots(slot_ptr, row, row < tokens, ALL_ROWS)
+    slot = query_slots(slot_ptr, row, row < tokens, form.ALL_ROWS)
     column = tl.arange(0, BLOCK_N // FOLD)[None, :]
     column += n_start + (part % FOLD) * (BLOCK_N // FOLD)
     out = out_ptrs + row * heads * WIDTH + column
-    tl.store(out, y, mask=(slot >= 0) & (column < L))
+    tl.store(out, y, mask=(slot >= 0) & (column < form.L))
 
 
 @triton.jit
 def _sum_rows(
     w, q_ptrs, factor_ptr, slot_ptr, out_ptrs, inverse, m_start, tokens, k, n, q_row, heads,
-    P: tl.constexpr, L: tl.constexpr, WIDTH: tl.constexpr,
-    Q_LIMIT: tl.constexpr, M_TILES: tl.constexpr, ALL_ROWS: tl.constexpr,
+    form: tl.constexpr, Q_LIMIT: tl.constexpr,
 ):  # fmt: skip
     """M_TILES rows of the product, each as a sum over k without matrix instructions."""
+    M_TILES: tl.constexpr = form.plan.m_tiles
     for i in tl.static_range(M_TILES):
         token = m_start + i
         inside = token < tokens
-        q = tl.load(q_ptrs + token * q_row + k, mask=inside & (k < P), other=0.0)
-        slot = query_slots(slot_ptr, token, inside, ALL_ROWS)
+        q = tl.load(q_ptrs + token * q_row + k, mask=inside & (k < form.P), other=0.0)
+        slot = query_slots(slot_ptr, token, inside, form.ALL_ROWS)
         factor = factors_of(factor_ptr, token, inside)
         q = scaled(q.to(tl.float32), factor, factor_ptr is not None, q_ptrs.dtype.element_ty)
         y = tl.sum(q[:, None] * w.to(tl.float32), axis=0)
         y = _product_cast(
             y, q_ptrs.dtype.element_ty, inverse, out_ptrs.dtype.element_ty, Q_LIMIT, False
         )
-        out = out_ptrs + token * heads * WIDTH + n
-        tl.store(out, y, mask=(slot >= 0) & (n < L))
+        out = out_ptrs + token * heads * (form.L + form.R) + n
+        tl.store(out, y, mask=(slot >= 0) & (n < form.L))
 
 
 @triton.jit
 def _walk_tiles(
     w, q_ptrs, factor_ptr, slot_ptr, out_ptrs, inverse, m_start, tokens, n_start, q_row, heads,
-    P: tl.constexpr, L: tl.constexpr, WIDTH: tl.constexpr, P_PAD: tl.constexpr,
-    Q_LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, M_TILES: tl.constexpr,
-    ALL_ROWS: tl.constexpr, DIRECT: tl.constexpr, WARPS: tl.constexpr,
+    form: tl.constexpr, Q_LIMIT: tl.constexpr,
 ):  # fmt: skip
     """M_TILES tiles of the product, of BLOCK_M tokens each, by matrix instructions."""
-    q = _query_tile(q_ptrs, q_row, m_start, tokens, P, P_PAD, BLOCK_M)
+    BLOCK_M: tl.constexpr = form.plan.block_m
+    M_TILES: tl.constexpr = form.plan.m_tiles
+    q = _query_tile(q_ptrs, q_row, m_start, tokens, form)
     for i in tl.range(0, M_TILES, num_stages=1):
         m = m_start + i * BLOCK_M
         if M_TILES > 1:
             # Loads the next tile while this one is multiplied and stored.
             end = tl.minimum(tokens, m_start + M_TILES * BLOCK_M)
-            following = _query_tile(q_ptrs, q_row, m + BLOCK_M, end, P, P_PAD, BLOCK_M)
-        if DIRECT:
+            following = _query_tile(q_ptrs, q_row, m + BLOCK_M, end, form)
+        if form.DIRECT:
             # Arrives during the product.
-            slot = _direct_slots(slot_ptr, m, tokens, BLOCK_M, ALL_ROWS)
+            slot = _direct_slots(slot_ptr, m, tokens, BLOCK_M, form.ALL_ROWS)
         # Scaled here, before there is a result in registers: a loaded tile is half as wide.
         q = _scaled_tile(q, factor_ptr, m, tokens, BLOCK_M)
         y = tl.dot(q, w, input_precision="ieee")
         y = _product_cast(
-            y, q_ptrs.dtype.element_ty, inverse, out_ptrs.dtype.element_ty, Q_LIMIT, DIRECT
+            y, q_ptrs.dtype.element_ty, inverse, out_ptrs.dtype.element_ty, Q_LIMIT, form.DIRECT
         )
-        if DIRECT:
-            _direct_store(y, slot, out_ptrs, m, n_start, heads, L, WIDTH, BLOCK_M, BLOCK_N, WARPS)
+        if form.DIRECT:
+            _direct_store(y, slot, out_ptrs, m, n_start, heads, form)
         else:
-            _store(
-                y, slot_ptr, out_ptrs, m, tokens, n_start, heads,
-                L, WIDTH, P_PAD, BLOCK_M, BLOCK_N, ALL_ROWS,
-            )  # fmt: skip
+            _store(y, slot_ptr, out_ptrs, m, tokens, n_start, heads, form)
         if M_TILES > 1:
             q = following
 
@@ -227,9 +215,7 @@ def _walk_tiles(
 def product(
     q_ptr, w_ptr, slot_ptr, q_scale_ptr, factor_ptr, out_ptr,
     work, tokens, heads, q_row, q_head, w_head, w_row, w_col,
-    P: tl.constexpr, L: tl.constexpr, WIDTH: tl.constexpr, P_PAD: tl.constexpr,
-    Q_LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, M_TILES: tl.constexpr,
-    ALL_ROWS: tl.constexpr, PDL: tl.constexpr, DIRECT: tl.constexpr, WARPS: tl.constexpr,
+    form: tl.constexpr, Q_LIMIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """q_nope @ W_UK of one head, for M_TILES * BLOCK_M tokens and BLOCK_N latents.
 
@@ -237,27 +223,29 @@ def product(
     Other arguments are those of `prep_kernel`. Rows without a slot are not stored.
     DIRECT: see the module.
     """
-    n_tiles: tl.constexpr = (L + BLOCK_N - 1) // BLOCK_N
-    m_groups = tl.cdiv(tokens, BLOCK_M * M_TILES)
+    BLOCK_N: tl.constexpr = form.plan.block_n
+    GROUP: tl.constexpr = form.plan.block_m * form.plan.m_tiles
+    n_tiles: tl.constexpr = (form.L + BLOCK_N - 1) // BLOCK_N
+    m_groups = tl.cdiv(tokens, GROUP)
     n_start = (work % n_tiles) * BLOCK_N
     n = n_start + tl.arange(0, BLOCK_N)
-    m_start = ((work // n_tiles) % m_groups) * BLOCK_M * M_TILES
+    m_start = ((work // n_tiles) % m_groups) * GROUP
     head = work // n_tiles // m_groups
-    k = tl.arange(0, P_PAD)
-    w = _weights(w_ptr + head * w_head, w_row, w_col, n_start, k, n, P, L, P_PAD, BLOCK_N, DIRECT)
+    k = tl.arange(0, form.P_PAD)
+    w = _weights(w_ptr + head * w_head, w_row, w_col, n_start, k, n, form)
     if PDL:
         # Weights do not change between launches; everything below may.
         tl.extra.cuda.gdc_wait()
     inverse = inverse_of(q_scale_ptr, Q_LIMIT)
     q_ptrs = q_ptr + head * q_head
-    out_ptrs = out_ptr + head * WIDTH
-    if BLOCK_M == 1:
+    out_ptrs = out_ptr + head * (form.L + form.R)
+    if form.plan.block_m == 1:
         _sum_rows(
             w, q_ptrs, factor_ptr, slot_ptr, out_ptrs, inverse, m_start, tokens, k, n, q_row, heads,
-            P, L, WIDTH, Q_LIMIT, M_TILES, ALL_ROWS,
+            form, Q_LIMIT,
         )  # fmt: skip
     else:
         _walk_tiles(
             w, q_ptrs, factor_ptr, slot_ptr, out_ptrs, inverse, m_start, tokens, n_start, q_row,
-            heads, P, L, WIDTH, P_PAD, Q_LIMIT, BLOCK_M, BLOCK_N, M_TILES, ALL_ROWS, DIRECT, WARPS,
+            heads, form, Q_LIMIT,
         )  # fmt: skip

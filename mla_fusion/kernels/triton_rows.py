@@ -14,9 +14,8 @@ from mla_fusion.kernels.triton_cast import cast, factors_of, inverse_of, query_s
 
 @triton.jit
 def _rope_rows(
-    src, dst, rows, cos_sin, valid, inverse, factor,
-    R: tl.constexpr, R_PAD: tl.constexpr, ROPE: tl.constexpr, NEOX: tl.constexpr,
-    LIMIT: tl.constexpr, SCALED: tl.constexpr, ZERO_INVALID: tl.constexpr,
+    src, dst, rows, cos_sin, valid, inverse, factor, form: tl.constexpr, LIMIT: tl.constexpr,
+    SCALED: tl.constexpr, ZERO_INVALID: tl.constexpr,
 ):  # fmt: skip
     """RoPE of rows of R elements; `src`, `dst` and `cos_sin` are [ROWS, 1] pointers to them.
 
@@ -25,12 +24,14 @@ def _rope_rows(
     """
     DTYPE: tl.constexpr = dst.dtype.element_ty
     ACT: tl.constexpr = src.dtype.element_ty
+    R: tl.constexpr = form.R
+    R_PAD: tl.constexpr = form.R_PAD
     HALF: tl.constexpr = R // 2
     cols = tl.arange(0, R_PAD)[None, :]
     stored = rows
     if not ZERO_INVALID:
         stored = rows & valid
-    if not ROPE:
+    if not form.ROPE:
         x = tl.load(src + cols, mask=rows & (cols < R), other=0.0).to(tl.float32)
         y = cast(scaled(x, factor, SCALED, ACT), inverse, tl.float32, LIMIT)
         if ZERO_INVALID:
@@ -41,7 +42,7 @@ def _rope_rows(
         inside = rows & (pair < HALF)
         cos = tl.load(cos_sin + pair, mask=inside, other=0.0).to(tl.float32)
         sin = tl.load(cos_sin + HALF + pair, mask=inside, other=0.0).to(tl.float32)
-        if NEOX:
+        if form.NEOX:
             a = tl.load(src + pair, mask=inside, other=0.0).to(tl.float32)
             b = tl.load(src + HALF + pair, mask=inside, other=0.0).to(tl.float32)
             first = scaled(a * cos - b * sin, factor, SCALED, ACT)
@@ -80,18 +81,19 @@ def _angles(cos_sin_ptr, position_ptr, token, inside, slot, stride, ROPE: tl.con
 def cache_rows(
     kv_c_ptr, k_pe_ptr, cache_ptr, slot_ptr, position_ptr, cos_sin_ptr, k_scale_ptr,
     unit, tokens, kv_c_row, k_pe_row, cache_block, cache_entry, cos_sin_stride,
-    R: tl.constexpr, L: tl.constexpr, R_PAD: tl.constexpr, L_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, ROPE: tl.constexpr, NEOX: tl.constexpr, K_LIMIT: tl.constexpr,
-    CACHE_TOKENS: tl.constexpr,
+    form: tl.constexpr, K_LIMIT: tl.constexpr,
 ):  # fmt: skip
     """cast(kv_c | rope(k_pe)) of CACHE_TOKENS tokens; a slot below 0 writes nothing."""
+    CACHE_TOKENS: tl.constexpr = form.plan.cache_tokens
+    BLOCK_SIZE: tl.constexpr = form.BLOCK_SIZE
+    L: tl.constexpr = form.L
     token = unit * CACHE_TOKENS + tl.arange(0, CACHE_TOKENS)[:, None]
     inside = token < tokens
     slot = tl.load(slot_ptr + token, mask=inside, other=-1)
-    angles = _angles(cos_sin_ptr, position_ptr, token, inside, slot, cos_sin_stride, ROPE)
+    angles = _angles(cos_sin_ptr, position_ptr, token, inside, slot, cos_sin_stride, form.ROPE)
     valid = slot >= 0
     inverse = inverse_of(k_scale_ptr, K_LIMIT)
-    cols = tl.arange(0, L_PAD)[None, :]
+    cols = tl.arange(0, form.L_PAD)[None, :]
     latent = tl.load(kv_c_ptr + token * kv_c_row + cols, mask=inside & (cols < L), other=0.0)
     slot = tl.where(valid, slot, 0)
     row = (slot // BLOCK_SIZE) * cache_block + (slot % BLOCK_SIZE) * cache_entry
@@ -99,36 +101,34 @@ def cache_rows(
     tl.store(cache_ptr + row + cols, latent, mask=valid & (cols < L))
     _rope_rows(
         k_pe_ptr + token * k_pe_row, cache_ptr + row + L, inside, angles, valid, inverse, 1.0,
-        R, R_PAD, ROPE, NEOX, K_LIMIT, False, False,
+        form, K_LIMIT, False, False,
     )  # fmt: skip
 
 
 @triton.jit
 def rotated_rows(
     q_ptr, out_ptr, slot_ptr, position_ptr, cos_sin_ptr, q_scale_ptr, factor_ptr,
-    unit, tokens, heads, q_row, q_head, cos_sin_stride,
-    P: tl.constexpr, R: tl.constexpr, L: tl.constexpr, R_PAD: tl.constexpr,
-    ROPE: tl.constexpr, NEOX: tl.constexpr, Q_LIMIT: tl.constexpr, ALL_ROWS: tl.constexpr,
-    ROPE_ROWS: tl.constexpr, ONE_TOKEN: tl.constexpr,
+    unit, tokens, heads, q_row, q_head, cos_sin_stride, form: tl.constexpr, Q_LIMIT: tl.constexpr,
 ):  # fmt: skip
     """RoPE of ROPE_ROWS rows of q_pe [tokens * heads, R]. Returns their numbers, which are inside
     of the batch, their slots, and 1 / scale.
 
     ONE_TOKEN: all rows belong to one token, whose slot, position and angles are loaded once.
     """
-    WIDTH: tl.constexpr = L + R
+    ROPE_ROWS: tl.constexpr = form.plan.rope_rows
+    WIDTH: tl.constexpr = form.L + form.R
     row = unit * ROPE_ROWS + tl.arange(0, ROPE_ROWS)[:, None]
-    TOKENS: tl.constexpr = 1 if ONE_TOKEN else ROPE_ROWS
+    TOKENS: tl.constexpr = 1 if form.ONE_TOKEN else ROPE_ROWS
     token = (unit * ROPE_ROWS + tl.arange(0, TOKENS)[:, None]) // heads
     inside = token < tokens
-    slot = query_slots(slot_ptr, token, inside, ALL_ROWS)
-    angles = _angles(cos_sin_ptr, position_ptr, token, inside, slot, cos_sin_stride, ROPE)
+    slot = query_slots(slot_ptr, token, inside, form.ALL_ROWS)
+    angles = _angles(cos_sin_ptr, position_ptr, token, inside, slot, cos_sin_stride, form.ROPE)
     valid = slot >= 0
     inverse = inverse_of(q_scale_ptr, Q_LIMIT)
     _rope_rows(
-        q_ptr + token * q_row + (row % heads) * q_head + P, out_ptr + row * WIDTH + L,
+        q_ptr + token * q_row + (row % heads) * q_head + form.P, out_ptr + row * WIDTH + form.L,
         inside, angles, valid, inverse, factors_of(factor_ptr, token, inside),
-        R, R_PAD, ROPE, NEOX, Q_LIMIT, factor_ptr is not None, True,
+        form, Q_LIMIT, factor_ptr is not None, True,
     )  # fmt: skip
     return row, inside, slot, inverse
 
@@ -136,22 +136,20 @@ def rotated_rows(
 @triton.jit
 def query_rows(
     q_ptr, out_ptr, slot_ptr, position_ptr, cos_sin_ptr, q_scale_ptr, factor_ptr,
-    unit, tokens, heads, q_row, q_head, cos_sin_stride,
-    P: tl.constexpr, R: tl.constexpr, L: tl.constexpr, R_PAD: tl.constexpr, L_PAD: tl.constexpr,
-    ROPE: tl.constexpr, NEOX: tl.constexpr, Q_LIMIT: tl.constexpr, ALL_ROWS: tl.constexpr,
-    ROPE_ROWS: tl.constexpr, ONE_TOKEN: tl.constexpr,
+    unit, tokens, heads, q_row, q_head, cos_sin_stride, form: tl.constexpr, Q_LIMIT: tl.constexpr,
 ):  # fmt: skip
     """`rotated_rows`, and zeros in the latent part of those that are padding."""
     row, inside, slot, _ = rotated_rows(
         q_ptr, out_ptr, slot_ptr, position_ptr, cos_sin_ptr, q_scale_ptr, factor_ptr,
-        unit, tokens, heads, q_row, q_head, cos_sin_stride,
-        P, R, L, R_PAD, ROPE, NEOX, Q_LIMIT, ALL_ROWS, ROPE_ROWS, ONE_TOKEN,
+        unit, tokens, heads, q_row, q_head, cos_sin_stride, form, Q_LIMIT,
     )  # fmt: skip
+    ROPE_ROWS: tl.constexpr = form.plan.rope_rows
+    L_PAD: tl.constexpr = form.L_PAD
     cols = tl.arange(0, L_PAD)[None, :]
-    out = out_ptr + row * (L + R) + cols
+    out = out_ptr + row * (form.L + form.R) + cols
     # The product does not store padded rows: a mask on its stores is cheaper than a select for
     # each element.
     padded = inside & (slot < 0)
     if tl.max(tl.reshape(padded.to(tl.int32), (padded.shape[0],)), axis=0) > 0:
         zero = tl.zeros((ROPE_ROWS, L_PAD), tl.float32).to(out_ptr.dtype.element_ty)
-        tl.store(out, zero, mask=padded & (cols < L))
+        tl.store(out, zero, mask=padded & (cols < form.L))

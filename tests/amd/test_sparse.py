@@ -83,7 +83,7 @@ def test_sparse(target, name, monkeypatch):
             kv_scale=case.kv_scale, out=out, return_lse=True,
         )  # fmt: skip
     assert [each.kernel.program.name for each in launches] == ["decode_kernel", "reduce_kernel"]
-    assert launches[0].constants["SPARSE"]
+    assert launches[0].constants["FORM"].SPARSE
     for token in range(len(out)):
         latents, magnitudes, sums = case.expected(token)
         bound = (HALF_STEP + FP32) * magnitudes + HALF_STEP * latents.abs()

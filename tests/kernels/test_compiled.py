@@ -1,5 +1,6 @@
 """The Triton kernel compiled (not run) for AMD and NVIDIA: registers, spills, instructions."""
 
+import dataclasses
 import functools
 
 import pytest
@@ -107,11 +108,11 @@ def test_large_tiles_are_stored_from_registers(tile):
     block_n, num_warps = tile
     plan = Plan(block_m=64, block_n=block_n, m_tiles=8, rope_rows=32, num_warps=num_warps)
     args, options = arguments("sm_90", plan, 512, FP8["sm_90"])
-    assert options["DIRECT"]
+    assert options["FORM"].DIRECT
     direct = compile_report("sm_90", triton_kernels.prep_kernel, args, options)
     assert direct.spills == direct.hot_reads == 0 and direct.hot_barriers <= 2, direct
     # A planted error: without DIRECT the output goes through shared memory.
-    options["DIRECT"] = False
+    options["FORM"] = dataclasses.replace(options["FORM"], DIRECT=False)
     exchanged = compile_report("sm_90", triton_kernels.prep_kernel, args, options)
     assert exchanged.hot_reads > 0 and exchanged.hot_barriers > 2, exchanged
 
@@ -121,7 +122,7 @@ def test_aligned_strides_give_wide_query_loads():
     plan = DEFAULTS[64]
     args, options = arguments("sm_90", plan, 64, torch.float8_e4m3fn)
     wide = compile_report("sm_90", triton_kernels.prep_kernel, args, options)
-    options["ALIGN"] = 1
+    options["FORM"] = dataclasses.replace(options["FORM"], ALIGN=1)
     narrow = compile_report("sm_90", triton_kernels.prep_kernel, args, options)
     assert wide.narrow_loads < narrow.narrow_loads, (wide, narrow)
 

@@ -56,13 +56,10 @@ def persistent_mla_decode(given: Inputs) -> None:
             "newer, or use the triton provider"
         )
     decode = importlib.import_module("aiter.mla").mla_decode_fwd
-    extra: dict[str, Any] = {}
-    scales = (("q_scale", given.q_scale, q), ("kv_scale", given.kv_scale, kv_cache))
-    for name, scale, tensor in scales:
+    extra: dict[str, Any] = {} if lse is None else {"return_lse": True}
+    for name, tensor in (("q_scale", q), ("kv_scale", kv_cache)):
         if tensor.dtype != torch.bfloat16:
-            extra[name] = scale
-    if lse is not None:
-        extra["return_lse"] = True
+            extra[name] = getattr(given, name)
     if lacking := sorted(set(extra) - set(fused_region.parameters(decode, "mla_decode_fwd"))):
         raise ValueError(
             f"this AITER's mla_decode_fwd has no {' and no '.join(lacking)}: install v0.1.10.post2 "

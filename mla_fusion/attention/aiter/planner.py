@@ -49,13 +49,11 @@ def cannot_cap(cap: int) -> str:
 def _unsupported(settings: Settings) -> str:
     """Why AITER has no kernel for these settings; empty if it has."""
     portable_only = ("ctas", "heads_per_work", "overhead")
-    given = [name for name in portable_only if getattr(settings, name) is not None]
-    if given:
+    if given := [name for name in portable_only if getattr(settings, name) is not None]:
         return f"only the portable planner takes {' and '.join(given)}"
-    granularity = settings.kv_granularity
+    granularity, latent = settings.kv_granularity, settings.v_head_dim
     if granularity & (granularity - 1):
         return f"AITER's planner takes a power of two as kv_granularity, got {granularity}"
-    latent = settings.v_head_dim
     if latent != selection.LATENT:
         return f"its persistent decode has kernels for latents of {selection.LATENT}, not {latent}"
     return verdict(settings, settings.max_query_len).unsupported
@@ -82,17 +80,9 @@ def allocate(settings: Settings) -> dict[str, Any]:
         raise ValueError(why)
     widest = verdict(settings, settings.max_query_len)
     longest, layout = widest.query_len, widest.layout
-    shapes = size(
-        settings.max_batch,
-        longest,
-        layout.padded,
-        settings.q_dtype,
-        settings.kv_dtype,
-        is_sparse=False,
-        fast_mode=True,
-        **capped,
-    )
     device, batch = settings.device, settings.max_batch
+    types = settings.q_dtype, settings.kv_dtype
+    shapes = size(batch, longest, layout.padded, *types, is_sparse=False, fast_mode=True, **capped)
     six = {
         name: torch.zeros(shape, dtype=dtype, device=device)
         for name, (shape, dtype) in zip(AITER_BUFFERS, shapes, strict=True)

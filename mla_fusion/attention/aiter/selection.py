@@ -109,11 +109,11 @@ def aiter_verdict_up_to(
     num_heads: int, query_len: int, q_dtype: torch.dtype, kv_dtype: torch.dtype, arch: str
 ) -> Verdict:
     """The first verdict against queries of 1 to `query_len` tokens; without one, the longest's."""
-    verdicts = [
-        aiter_verdict(num_heads, length, q_dtype, kv_dtype, arch)
-        for length in range(1, query_len + 1)
-    ]
-    return next((verdict for verdict in verdicts if verdict.unsupported), verdicts[-1])
+    for length in range(1, query_len + 1):
+        verdict = aiter_verdict(num_heads, length, q_dtype, kv_dtype, arch)
+        if verdict.unsupported:
+            break
+    return verdict
 
 
 def slow_steps(

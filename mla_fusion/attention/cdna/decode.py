@@ -101,13 +101,15 @@ def blocks_of(
 @gluon.jit
 def read(
     cache, tile, blocks, FIRST: gl.constexpr, COUNT: gl.constexpr, COLUMN: gl.constexpr,
-    WIDTH: gl.constexpr, ENTRY: gl.constexpr, PAGE: gl.constexpr, LAYOUT: gl.constexpr,
+    WIDTH: gl.constexpr, form: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """WIDTH columns from COLUMN on of these tokens, whose `blocks` are known.
 
     Tokens that are not the item's repeat one that is: their P is zero, and a masked load
     would be a branch.
     """
+    ENTRY: gl.constexpr = form.ENTRY
+    PAGE: gl.constexpr = form.PAGE
     at = tokens_of(cache, tile, FIRST, COUNT, LAYOUT)
     column = COLUMN + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
     if PAGE % COUNT == 0:
@@ -126,14 +128,11 @@ def read(
 
 
 @gluon.jit
-def read_keys(
-    cache, tile, blocks, L: gl.constexpr, R: gl.constexpr, ENTRY: gl.constexpr,
-    PAGE: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
+def read_keys(cache, tile, blocks, form: gl.constexpr, LAYOUT: gl.constexpr):
     """The keys of a tile, PART columns each."""
     keys = ()
-    for i in gl.static_range((L + R) // PART):
-        part = read(cache, tile, blocks, 0, TILE, i * PART, PART, ENTRY, PAGE, LAYOUT)
+    for i in gl.static_range(0, (form.L + form.R) // PART):
+        part = read(cache, tile, blocks, 0, TILE, i * PART, PART, form, LAYOUT)
         keys = keys + (part,)  # type: ignore[assignment]  # noqa: RUF005 (no starred tuples)
     return keys
 
@@ -162,11 +161,9 @@ def widened(x, CDNA: gl.constexpr):
 
 
 @gluon.jit
-def store_item(
-    acc, m, l, value_scale, item, row, target, L: gl.constexpr, HEADS: gl.constexpr,
-    LSE: gl.constexpr,
-):  # fmt: skip
+def store_item(acc, m, l, value_scale, item, row, target, form: gl.constexpr):
     """Normalize the sums and write them: to the output, or to partial rows for a split."""
+    L: gl.constexpr = form.L
     ROWS: gl.constexpr = acc.shape[1]
     stored: gl.constexpr = output_layout(L, ROWS)
     columns: gl.constexpr = gl.SliceLayout(0, stored)
@@ -181,10 +178,10 @@ def store_item(
         final = target.out + item.token * target.stride_t + item.head * target.stride_h
         final = gl.convert_layout(final, columns)[None, :] + latent[:, None]
         gl.store(final, acc.to(target.out.dtype.element_ty), mask=real)
-        if LSE:
+        if form.LSE:
             gl.store(target.lse + item.token * target.heads + item.head, lse, mask=item.real)
     else:
-        at_partial = item.partial.to(gl.int64) * HEADS + row
+        at_partial = item.partial.to(gl.int64) * form.HEADS + row
         rows = target.partial + gl.convert_layout(at_partial, columns)[None, :] * L
         gl.store(rows + latent[:, None], acc, mask=real)
         gl.store(target.partial_lse + at_partial, lse, mask=item.real)
@@ -192,8 +189,8 @@ def store_item(
 
 @gluon.jit
 def attend(
-    cache, query, shared_p, position, item, factor, m, l, acc, first, stop,
-    L: gl.constexpr, R: gl.constexpr, ENTRY: gl.constexpr, PAGE: gl.constexpr, CDNA: gl.constexpr,
+    cache, query, shared_p, position, item, factor, m, l, acc, first, stop, form: gl.constexpr,
+    CDNA: gl.constexpr,
 ):  # fmt: skip
     """Tiles `first` to `stop` of an item: new m, l and sums of its rows.
 
@@ -203,6 +200,8 @@ def attend(
     output: gl.constexpr = acc.type.layout
     TYPE: gl.constexpr = query.latents.dtype
     ROWS: gl.constexpr = query.latents.shape[0]
+    L: gl.constexpr = form.L
+    PAGE: gl.constexpr = form.PAGE
     WIDE: gl.constexpr = 128 // TYPE.primitive_bitwidth  # 16 bytes of a lane
     keys: gl.constexpr = gl.DotOperandLayout(0, scores, WIDE)
     queries: gl.constexpr = gl.DotOperandLayout(1, scores, WIDE)
@@ -213,7 +212,7 @@ def attend(
     limit = gl.minimum(item.end, item.end + item.after - (item.count - 1 - position))
     blocks = blocks_of(cache, first, 0, TILE, PAGE, keys)
     for tile in range(first, stop):
-        key = read_keys(cache, tile, blocks, L, R, ENTRY, PAGE, keys)
+        key = read_keys(cache, tile, blocks, form, keys)
         value_blocks = ()
         for i in gl.static_range(TILE // CHUNK):
             if PAGE % TILE == 0:
@@ -224,10 +223,10 @@ def attend(
         blocks = blocks_of(cache, tile + 1, 0, TILE, PAGE, keys)
         value = ()
         for i in gl.static_range(TILE // CHUNK):
-            part = read(cache, tile, value_blocks[i], i * CHUNK, CHUNK, 0, L, ENTRY, PAGE, values)
+            part = read(cache, tile, value_blocks[i], i * CHUNK, CHUNK, 0, L, form, values)
             value = value + (part,)  # type: ignore[assignment]  # noqa: RUF005
         s = gl.zeros([TILE, ROWS], gl.float32, scores)
-        for i in gl.static_range((L + R) // PART):
+        for i in gl.static_range((L + form.R) // PART):
             part = part_of(query, i).permute((1, 0)).load(queries)
             s = cdna3.mfma(key[i].to(TYPE), part, s)
         at = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(1, scores))
@@ -248,13 +247,14 @@ def decode_kernel(
     q_ptr, kv_ptr, table_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, work_indptr_ptr,
     work_info_ptr, qo_indptr_ptr, kv_indptr_ptr, q_scale_ptr, kv_scale_ptr, scale, heads,
     q_stride_t, q_stride_h, out_stride_t, out_stride_h, table_stride, block_stride,
-    ENTRY: gl.constexpr, PAGE: gl.constexpr, L: gl.constexpr, R: gl.constexpr,
-    HEADS: gl.constexpr, FOLD: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
-    LSE: gl.constexpr, CDNA: gl.constexpr,
+    FORM: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, CDNA: gl.constexpr,
 ):  # fmt: skip
     """Arguments as `triton.decode_kernel`; CDNA: 3 or 4; BLOCK_N: the tokens of a tile."""
     TYPE: gl.constexpr = q_ptr.dtype.element_ty
     BITS: gl.constexpr = TYPE.primitive_bitwidth
+    L: gl.constexpr = FORM.L
+    R: gl.constexpr = FORM.R
+    HEADS: gl.constexpr = FORM.HEADS
     scores: gl.constexpr = product_layout(CDNA, BITS)
     output: gl.constexpr = product_layout(CDNA, 16)
     # Sixteen bytes are read at once, from each row at another place.
@@ -281,7 +281,7 @@ def decode_kernel(
     begin = gl.load(work_indptr_ptr + gl.program_id(0))
     for work in range(begin, gl.load(work_indptr_ptr + gl.program_id(0) + 1)):
         info = work_info_ptr + 8 * work
-        item = read_item(info, qo_indptr_ptr, kv_indptr_ptr, row, heads, HEADS, FOLD)
+        item = read_item(info, qo_indptr_ptr, kv_indptr_ptr, row, heads, HEADS, FORM.FOLD)
         table = table_ptr + item.sequence.to(gl.int64) * table_stride
         cache = Cache(kv_ptr, table, block_stride, item.begin, item.end)
         first = item.begin // TILE
@@ -294,10 +294,9 @@ def decode_kernel(
             position = row // HEADS
             store_query(query, q_ptr, item, position, q_stride_t, q_stride_h)
             m, l, acc = attend(
-                cache, query, shared_p, position, item, factor, m, l, acc, first, stop,
-                L, R, ENTRY, PAGE, CDNA,
+                cache, query, shared_p, position, item, factor, m, l, acc, first, stop, FORM, CDNA,
             )  # fmt: skip
-        store_item(acc, m, l, value_scale, item, row, target, L, HEADS, LSE)
+        store_item(acc, m, l, value_scale, item, row, target, FORM)
 
 
 kernel: Any = decode_kernel
@@ -311,7 +310,8 @@ def arguments(given: Inputs) -> Launch:
     args = (
         q, cache, given.block_table, *given.results, *given.scales, *given.strides, cache.stride(0),
     )  # fmt: skip
-    options = given.constants | {
+    options = {
+        "FORM": given.form,
         "ROWS": rows,
         "BLOCK_N": TILE.value,
         "CDNA": generation,

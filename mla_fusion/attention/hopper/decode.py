@@ -30,7 +30,7 @@ from mla_fusion.attention.hopper.copy import (
 )
 from mla_fusion.attention.hopper.fits import decode as fits
 from mla_fusion.attention.hopper.tile import add_values, packed, scores_of, softmax_step
-from mla_fusion.attention.hopper.work import TILE, Work, form_of, read_item
+from mla_fusion.attention.hopper.work import TILE, Work, read_item
 from mla_fusion.attention.plan.device_code import LN2, LOG2E, Source, Target
 from mla_fusion.attention.plan.inputs import Inputs, Launch
 
@@ -291,7 +291,7 @@ def arguments(given: Inputs) -> Launch:
     boxes = 2 if bulk[2] and (rows == 32 or few) and cache.itemsize == 1 else 1
     warps = 4 if rows == 16 and boxes == 1 else 8
     options = {
-        "FORM": form_of(given),
+        "FORM": given.form,
         "ROWS": rows,
         "BLOCK_N": boxes * TILE.value,
         "BULK": bulk[2] > 0,

@@ -39,7 +39,7 @@ from mla_fusion.attention.hopper.sparse_fp8_gather import (
     load_slots,
 )
 from mla_fusion.attention.hopper.tile import pairs_of, softmax_step, widen_pairs
-from mla_fusion.attention.hopper.work import TILE, Work, form_of, items_of, read_item
+from mla_fusion.attention.hopper.work import TILE, Work, items_of, read_item
 from mla_fusion.attention.plan.device_code import LOG2E, Target
 from mla_fusion.attention.plan.inputs import Inputs, Launch
 
@@ -315,5 +315,5 @@ def arguments(given: Inputs) -> Launch:
         cache.stride(0) // 16,
         int(given.plan.fresh),
     )
-    options = {"FORM": form_of(given), "ROWS": SPARSE_FP8_ROWS, "num_warps": 4, "launch_pdl": True}
+    options = {"FORM": given.form, "ROWS": SPARSE_FP8_ROWS, "num_warps": 4, "launch_pdl": True}
     return given.grid(SPARSE_FP8_ROWS), args, options

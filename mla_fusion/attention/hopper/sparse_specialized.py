@@ -38,7 +38,7 @@ from mla_fusion.attention.hopper.warp_specialized_copy import (
     query_boxes,
     turn_of,
 )
-from mla_fusion.attention.hopper.work import TILE, Work, form_of, items_of, read_item, tiles_of
+from mla_fusion.attention.hopper.work import TILE, Work, items_of, read_item, tiles_of
 from mla_fusion.attention.plan.device_code import LOG2E, Target
 from mla_fusion.attention.plan.inputs import Inputs, Launch
 
@@ -255,5 +255,5 @@ def arguments(given: Inputs) -> Launch:
         *(rotated or [quarters]),
         int(plan.fresh),
     )
-    options = {"FORM": form_of(given), "launch_pdl": True, "num_warps": WARPS.value}
+    options = {"FORM": given.form, "launch_pdl": True, "num_warps": WARPS.value}
     return given.grid(ROWS.value), args, options

@@ -46,7 +46,7 @@ from mla_fusion.attention.hopper.warp_specialized_copy import (
     copy,
     query_boxes,
 )
-from mla_fusion.attention.hopper.work import TILE, Work, form_of
+from mla_fusion.attention.hopper.work import TILE, Work
 from mla_fusion.attention.plan.device_code import LOG2E, Target
 from mla_fusion.attention.plan.inputs import Inputs, Launch
 
@@ -174,5 +174,5 @@ def arguments(given: Inputs) -> Launch:
         *cache_boxes(given.kv_cache, columns_of(*given.widths), TILE.value),
         int(given.plan.fresh),
     )
-    options = {"FORM": form_of(given), "launch_pdl": True, "num_warps": WARPS.value}
+    options = {"FORM": given.form, "launch_pdl": True, "num_warps": WARPS.value}
     return given.grid(ROWS.value), args, options

@@ -1,42 +1,13 @@
 """The work items of a plan, as decode kernels for Hopper (sm_90) read them, in Gluon."""
 
-import dataclasses
 from collections import namedtuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from mla_fusion.attention.hopper import fits
-from mla_fusion.attention.plan.inputs import Inputs
-from mla_fusion.attention.plan.layouts import CacheLayout
 
 TILE = gl.constexpr(fits.TILE)
-
-
-@dataclasses.dataclass(frozen=True)
-class Form:
-    """What is known of a decode when its kernel is compiled: `Inputs.scope_constants`, and the
-    layout of its byte caches.
-    """
-
-    L: int
-    R: int
-    HEADS: int
-    FOLD: int
-    ENTRY: int
-    PAGE: int
-    EXTRA_ENTRY: int
-    EXTRA_PAGE: int
-    FIRST: int
-    SPARSE: bool
-    SINK: bool
-    LSE: bool
-    layout: CacheLayout | None
-
-
-def form_of(given: Inputs) -> Form:
-    """That of a decode."""
-    return Form(**given.scope_constants, layout=given.layout)
 
 
 # What all warps read: the plan, the table of each scope, and the query rows of this CTA.

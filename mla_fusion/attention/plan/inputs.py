@@ -43,6 +43,30 @@ class Sparse:
 
 
 @dataclasses.dataclass(frozen=True)
+class Form:
+    """What is known of a decode when its kernel is compiled.
+
+    ENTRY: stride of tokens in a page of PAGE. HEADS, FOLD: `heads_per_work` and `fold` of the plan.
+    SPARSE: the table lists slots. A sequence is FIRST tokens of the first scope, then those of the
+    `EXTRA_` scope. SINK, LSE: whether there is one. layout: of byte caches.
+    """
+
+    L: int
+    R: int
+    HEADS: int
+    FOLD: int
+    ENTRY: int
+    PAGE: int
+    EXTRA_ENTRY: int
+    EXTRA_PAGE: int
+    FIRST: int
+    SPARSE: bool
+    SINK: bool
+    LSE: bool
+    layout: CacheLayout | None
+
+
+@dataclasses.dataclass(frozen=True)
 class Inputs:
     """The arguments of `persistent_mla_decode`, with `out` and, if wanted, `lse` allocated; the
     layout of a byte cache, whose entries have scales of their own; and sparse decode's.
@@ -121,31 +145,18 @@ class Inputs:
         return cache.stride(1) if self.layout is None else self.layout.entry_stride(cache)
 
     @property
-    def constants(self) -> dict[str, Any]:
-        """Those of every decode kernel but the warp-specialized one, which needs fewer."""
+    def form(self) -> Form:
+        """What its kernel is compiled for."""
         latent, rope = self.widths
-        return {
-            "ENTRY": self.entry(self.kv_cache),
-            "PAGE": self.kv_cache.shape[1],
-            "L": latent,
-            "R": rope,
-            "HEADS": self.plan.heads_per_work,
-            "FOLD": self.plan.fold,
-            "LSE": self.lse is not None,
-        }
-
-    @property
-    def scope_constants(self) -> dict[str, Any]:
-        """Those of kernels that read two scopes."""
-        sparse = self.sparse
-        extra = self.kv_cache if sparse is None else sparse.extra.kv_cache
-        return self.constants | {
-            "EXTRA_ENTRY": self.entry(extra),
-            "EXTRA_PAGE": extra.shape[1],
-            "FIRST": 0 if sparse is None else sparse.first,
-            "SPARSE": sparse is not None,
-            "SINK": self.sink is not None,
-        }
+        cache, sparse = self.kv_cache, self.sparse
+        extra = cache if sparse is None else sparse.extra.kv_cache
+        return Form(
+            L=latent, R=rope, HEADS=self.plan.heads_per_work, FOLD=self.plan.fold,
+            ENTRY=self.entry(cache), PAGE=cache.shape[1],
+            EXTRA_ENTRY=self.entry(extra), EXTRA_PAGE=extra.shape[1],
+            FIRST=0 if sparse is None else sparse.first, SPARSE=sparse is not None,
+            SINK=self.sink is not None, LSE=self.lse is not None, layout=self.layout,
+        )  # fmt: skip
 
 
 def validate(given: Inputs) -> None:

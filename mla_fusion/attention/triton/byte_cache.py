@@ -7,20 +7,19 @@ import triton.language as tl
 
 
 @triton.jit
-def read_latents(
-    entry, exponents, wanted, CODES: tl.constexpr, GROUP: tl.constexpr, BEHIND: tl.constexpr,
-    L: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+def read_latents(entry, exponents, wanted, form: tl.constexpr, BLOCK_N: tl.constexpr):
     """Latents [tokens, L] of a tile, value * scale in fp32, rounded to bf16; zeros if not `wanted`.
 
-    CODES: e4m3 values of an entry, GROUP of which share a scale. The L - CODES after them are bf16.
-    BEHIND: scales are ue8m0, at `exponents`; a code of 0 or 255 is written by nobody, and not told
-    apart from zero and infinity. Else they are fp32, behind the CODES values at `entry`.
+    Scales that lie behind the data of a page are at `exponents`; a code of 0 or 255 is written by
+    nobody, and not told apart from zero and infinity.
     """
+    CODES: tl.constexpr = form.layout.quantized
+    GROUP: tl.constexpr = form.layout.group
+    L: tl.constexpr = form.L
     group, column = tl.arange(0, L // GROUP), tl.arange(0, L)[None, :]
     wanted = wanted[:, None]
     of_group = wanted & (group < CODES // GROUP)[None, :]
-    if BEHIND:
+    if form.layout.behind:
         source = exponents.to(tl.pointer_type(tl.uint8), bitcast=True)
         code = tl.load(source[:, None] + group[None, :], mask=of_group, other=0)
         scales = (code.to(tl.int32) << 23).to(tl.float32, bitcast=True)
@@ -42,11 +41,11 @@ def read_latents(
 
 
 @triton.jit
-def read_rotated(
-    entry, wanted, CODES: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr
-):  # fmt: skip
+def read_rotated(entry, wanted, form: tl.constexpr):
     """The R bf16 values [tokens, R] behind values and fp32 scales; zeros if not `wanted`."""
+    CODES: tl.constexpr = form.layout.quantized
     # Triton 3.6 forgets what it knows of an address where its type changes.
-    source = (entry + CODES + CODES // GROUP * 4).to(tl.pointer_type(tl.bfloat16), bitcast=True)
+    source = entry + CODES + CODES // form.layout.group * 4
+    source = source.to(tl.pointer_type(tl.bfloat16), bitcast=True)
     source = tl.multiple_of(source[:, None], (16, 16))
-    return tl.load(source + tl.arange(0, R)[None, :], mask=wanted[:, None], other=0.0)
+    return tl.load(source + tl.arange(0, form.R)[None, :], mask=wanted[:, None], other=0.0)

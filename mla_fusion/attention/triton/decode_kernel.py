@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
 @triton.jit
 def listed_entries(
-    at, wanted, source, ENTRY: tl.constexpr, PAGE: tl.constexpr, BEHIND: tl.constexpr
+    at, wanted, source, ENTRY: tl.constexpr, PAGE: tl.constexpr, form: tl.constexpr
 ):  # fmt: skip
     """Addresses of the slots that the table lists for tokens `at`, and a mask of the valid ones.
 
-    And with BEHIND those of the eight bytes for each entry that follow a page's entries.
+    And, where scales are behind a page's entries, those of its eight bytes for each.
     """
     slot = tl.load(source.table + at, mask=wanted, other=-1)
     wanted &= slot >= 0
@@ -48,26 +48,28 @@ def listed_entries(
     page = (slot // PAGE).to(tl.int64)
     entry = source.pointer + page * source.block_stride + slot % PAGE * ENTRY
     exponents = entry
-    if BEHIND:
-        exponents = source.pointer + page * source.block_stride + (PAGE * ENTRY + slot % PAGE * 8)
+    if form.layout is not None:  # noqa: SIM102 (without a layout the other one is not compiled)
+        if form.layout.behind:
+            behind = PAGE * ENTRY + slot % PAGE * 8
+            exponents = source.pointer + page * source.block_stride + behind
     return entry, wanted, exponents
 
 
 @triton.jit
 def tile_entries(
-    tile, at, item, source, extra, first_lens_ptr, ENTRY: tl.constexpr, PAGE: tl.constexpr,
-    EXTRA_ENTRY: tl.constexpr, EXTRA_PAGE: tl.constexpr, FIRST: tl.constexpr,
-    SPARSE: tl.constexpr, BEHIND: tl.constexpr, BLOCK_N: tl.constexpr,
+    tile, at, item, source, extra, first_lens_ptr, form: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
     """Addresses of tokens `at` of a tile, and a mask and more as `listed_entries` has them."""
+    ENTRY: tl.constexpr = form.ENTRY
+    PAGE: tl.constexpr = form.PAGE
     wanted = (at >= item.begin) & (at < item.end)
-    if SPARSE:
-        if tile * BLOCK_N < FIRST:
+    if form.SPARSE:
+        if tile * BLOCK_N < form.FIRST:
             wanted &= at < tl.load(first_lens_ptr + item.sequence)
-            entry, wanted, exponents = listed_entries(at, wanted, source, ENTRY, PAGE, BEHIND)
+            entry, wanted, exponents = listed_entries(at, wanted, source, ENTRY, PAGE, form)
         else:
             entry, wanted, exponents = listed_entries(
-                at - FIRST, wanted, extra, EXTRA_ENTRY, EXTRA_PAGE, BEHIND
+                at - form.FIRST, wanted, extra, form.EXTRA_ENTRY, form.EXTRA_PAGE, form
             )
     else:
         if PAGE % BLOCK_N == 0:
@@ -81,29 +83,27 @@ def tile_entries(
 
 @triton.jit
 def store_item(
-    acc, m, l, value_scale, item, row, target, sink_ptr, L: tl.constexpr, L_PAD: tl.constexpr,
-    HEADS: tl.constexpr, SINK: tl.constexpr, LSE: tl.constexpr,
+    acc, m, l, value_scale, item, row, target, sink_ptr, form: tl.constexpr, L_PAD: tl.constexpr
 ):  # fmt: skip
     """Normalize the sums and write them: to the output, or to partial rows for a split."""
     latent = tl.arange(0, L_PAD)
     head, real, partial = item.head, item.real, item.partial
     divisor = tl.sum(l, 0)
     lse = tl.where(divisor > 0.0, (m + tl.log2(divisor)) * LN2, float("-inf"))
-    if SINK:  # noqa: SIM102 (known when compiled; the other one is not)
+    if form.SINK:  # noqa: SIM102 (known when compiled; the other one is not)
         if partial < 0:
             divisor += tl.exp2(tl.load(sink_ptr + head, mask=real, other=0.0) * LOG2E - m)
     output = acc * tl.where(lse > float("-inf"), value_scale / divisor, 0.0)[None, :]
+    wanted = within(real[None, :], latent[:, None], form.L, L_PAD)
     if partial < 0:
         final = target.out + item.token * target.stride_t + head * target.stride_h
         final = final[None, :] + latent[:, None]
-        wanted = within(real[None, :], latent[:, None], L, L_PAD)
         tl.store(final, output.to(target.out.dtype.element_ty), mask=wanted)
-        if LSE:
+        if form.LSE:
             tl.store(target.lse + item.token * target.heads + head, lse, mask=real)
     else:
-        at_partial = partial.to(tl.int64) * HEADS + row
-        rows = target.partial + at_partial * L
-        wanted = within(real[None, :], latent[:, None], L, L_PAD)
+        at_partial = partial.to(tl.int64) * form.HEADS + row
+        rows = target.partial + at_partial * form.L
         tl.store(rows[None, :] + latent[:, None], output, mask=wanted)
         tl.store(target.partial_lse + at_partial, lse, mask=real)
 
@@ -115,30 +115,28 @@ def decode_kernel(
     lse_ptr, partial_ptr, partial_lse_ptr, work_indptr_ptr, work_info_ptr, qo_indptr_ptr,
     kv_indptr_ptr, q_scale_ptr, kv_scale_ptr, scale, heads, q_stride_t, q_stride_h, out_stride_t,
     out_stride_h, table_stride, block_stride, extra_table_stride, extra_block_stride,
-    ENTRY: tl.constexpr, PAGE: tl.constexpr, EXTRA_ENTRY: tl.constexpr, EXTRA_PAGE: tl.constexpr,
-    FIRST: tl.constexpr, SPARSE: tl.constexpr, SINK: tl.constexpr, CODES: tl.constexpr,
-    GROUP: tl.constexpr, BEHIND: tl.constexpr, L: tl.constexpr, R: tl.constexpr,
-    L_PAD: tl.constexpr, R_PAD: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, LSE: tl.constexpr, DOT: tl.constexpr,
+    FORM: tl.constexpr, L_PAD: tl.constexpr, R_PAD: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """One CTA (program_id 0) and one block of ROWS query rows (program_id 1).
 
     Tensors are those of `mla_fusion.attention.persistent_mla_decode` and of its plan. scale: of the
-    scores, before the scales of q and the cache. ENTRY: stride of tokens in a page. HEADS, FOLD:
-    `heads_per_work` and `fold` of the plan. A query row is position * HEADS + head. LSE: `lse_ptr`
-    is written. DOT: the type of both products.
+    scores, before the scales of q and the cache. FORM: `Inputs.form`. A query row is position *
+    HEADS + head. DOT: the type of both products.
 
-    SPARSE: `table_ptr` lists slots instead of blocks, -1 for none. A sequence is FIRST tokens of
-    the first scope, of which the first `first_lens_ptr` count, then those of the `extra_` scope.
-    SINK: `sink_ptr` [heads] holds one more score for each head, of a key whose value is zero.
-    GROUP: not 0 for caches of bytes, of e4m3 type here; with CODES and BEHIND as `read_latents`
-    says. R is 0 where the rotated values are latents.
+    SPARSE: `table_ptr` lists slots instead of blocks, -1 for none; the first `first_lens_ptr` of
+    the first scope's tokens count. SINK: `sink_ptr` [heads] holds one more score for each head, of
+    a key whose value is zero. Caches with a layout are of e4m3 type here. R is 0 where the rotated
+    values are latents.
     """
+    L: tl.constexpr = FORM.L
+    R: tl.constexpr = FORM.R
+    HEADS: tl.constexpr = FORM.HEADS
     scale *= LOG2E
     value_scale = 1.0
     if q_ptr.dtype.element_ty.primitive_bitwidth == 8:
         scale *= tl.load(q_scale_ptr)
-    if kv_ptr.dtype.element_ty.primitive_bitwidth == 8 and GROUP == 0:
+    if kv_ptr.dtype.element_ty.primitive_bitwidth == 8 and FORM.layout is None:
         value_scale = tl.load(kv_scale_ptr)
         scale *= value_scale
     first_row = tl.program_id(1) * ROWS
@@ -152,7 +150,7 @@ def decode_kernel(
         tl.load(work_indptr_ptr + tl.program_id(0)), tl.load(work_indptr_ptr + tl.program_id(0) + 1)
     ):
         info = work_info_ptr + 8 * work
-        item = read_item(info, qo_indptr_ptr, kv_indptr_ptr, row, heads, HEADS, FOLD)
+        item = read_item(info, qo_indptr_ptr, kv_indptr_ptr, row, heads, HEADS, FORM.FOLD)
         sequence = item.sequence.to(tl.int64)
         source = Source(kv_ptr, table_ptr + sequence * table_stride, block_stride)
         extra_table = extra_table_ptr + sequence * extra_table_stride
@@ -177,14 +175,13 @@ def decode_kernel(
         for tile in tl.range(item.begin // BLOCK_N, stop):
             at = tile * BLOCK_N + tl.arange(0, BLOCK_N)
             entry, wanted, exponents = tile_entries(
-                tile, at, item, source, extra, first_lens_ptr, ENTRY, PAGE, EXTRA_ENTRY,
-                EXTRA_PAGE, FIRST, SPARSE, BEHIND, BLOCK_N,
-            )  # fmt: skip
-            if GROUP > 0:
+                tile, at, item, source, extra, first_lens_ptr, FORM, BLOCK_N
+            )
+            if FORM.layout is not None:
                 s = tl.zeros([BLOCK_N, ROWS], tl.float32)
                 if R > 0:
-                    s = tl.dot(read_rotated(entry, wanted, CODES, GROUP, R), q_rope, s)
-                key = read_latents(entry, exponents, wanted, CODES, GROUP, BEHIND, L, BLOCK_N)
+                    s = tl.dot(read_rotated(entry, wanted, FORM), q_rope, s)
+                key = read_latents(entry, exponents, wanted, FORM, BLOCK_N)
                 s = tl.dot(key, q_latent, s)
             else:
                 of_key = within(wanted[:, None], latent[None, :], L, L_PAD)
@@ -197,7 +194,7 @@ def decode_kernel(
             seen = wanted[:, None] & (at[:, None] < limit[None, :])
             p, decay, m, l = softmax_step(s, seen, scale, m, l)
             acc = tl.dot(tl.trans(key), p.to(DOT), acc * decay[None, :])
-        store_item(acc, m, l, value_scale, item, row, target, sink_ptr, L, L_PAD, HEADS, SINK, LSE)
+        store_item(acc, m, l, value_scale, item, row, target, sink_ptr, FORM, L_PAD)
 
 
 kernel: Any = decode_kernel
@@ -225,13 +222,11 @@ def tile(rows: int, latent: int, rope: int, of_bytes: bool) -> tuple[int, int]:
 
 def arguments(given: Inputs) -> Launch:
     """What the kernel is launched with (also for compiling without a GPU)."""
-    layout, (latent, rope) = given.layout, given.widths
-    rows, warps = tile(given.rows, latent, rope, layout is not None)
+    latent, rope = given.widths
+    rows, warps = tile(given.rows, latent, rope, given.layout is not None)
     half = torch.float16 in (given.q.dtype, given.kv_cache.dtype)
-    options = given.scope_constants | {
-        "CODES": 0 if layout is None else layout.quantized,
-        "GROUP": 0 if layout is None else layout.group,
-        "BEHIND": layout is not None and layout.behind,
+    options = {
+        "FORM": given.form,
         "L_PAD": power_of_two(latent),
         "R_PAD": power_of_two(rope),
         "ROWS": rows,

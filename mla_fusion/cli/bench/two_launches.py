@@ -20,32 +20,29 @@ def rest_kernel(
     latent_ptr, q_ptr, kv_c_ptr, k_pe_ptr, cache_ptr, slot_ptr, position_ptr, cos_sin_ptr,
     k_scale_ptr, q_scale_ptr, out_ptr,
     tokens, heads, q_row, q_head, kv_c_row, k_pe_row, cache_block, cache_entry, cos_sin_stride,
-    P: tl.constexpr, R: tl.constexpr, L: tl.constexpr, R_PAD: tl.constexpr, L_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, ROPE: tl.constexpr, NEOX: tl.constexpr,
-    Q_LIMIT: tl.constexpr, K_LIMIT: tl.constexpr,
-    ROPE_ROWS: tl.constexpr, CACHE_TOKENS: tl.constexpr, ONE_TOKEN: tl.constexpr,
+    FORM: tl.constexpr, Q_LIMIT: tl.constexpr, K_LIMIT: tl.constexpr,
 ):  # fmt: skip
     """Cache rows, rotated rows, and with Q_LIMIT not 0 the casts of `latent_ptr` [T, H, L]."""
     unit = tl.program_id(0)
-    cache_programs = tl.cdiv(tokens, CACHE_TOKENS)
+    cache_programs = tl.cdiv(tokens, FORM.plan.cache_tokens)
     if unit < cache_programs:
         cache_rows(
             kv_c_ptr, k_pe_ptr, cache_ptr, slot_ptr, position_ptr, cos_sin_ptr, k_scale_ptr,
             unit, tokens, kv_c_row, k_pe_row, cache_block, cache_entry, cos_sin_stride,
-            R, L, R_PAD, L_PAD, BLOCK_SIZE, ROPE, NEOX, K_LIMIT, CACHE_TOKENS,
+            FORM, K_LIMIT,
         )  # fmt: skip
     else:
         row, inside, slot, inverse = rotated_rows(
             q_ptr, out_ptr, slot_ptr, position_ptr, cos_sin_ptr, q_scale_ptr, None,
             unit - cache_programs, tokens, heads, q_row, q_head, cos_sin_stride,
-            P, R, L, R_PAD, ROPE, NEOX, Q_LIMIT, False, ROPE_ROWS, ONE_TOKEN,
+            FORM, Q_LIMIT,
         )  # fmt: skip
         if Q_LIMIT != 0:
-            cols = tl.arange(0, L_PAD)[None, :]
-            stored = inside & (slot >= 0) & (cols < L)
-            y = tl.load(latent_ptr + row * L + cols, mask=stored, other=0.0).to(tl.float32)
+            cols = tl.arange(0, FORM.L_PAD)[None, :]
+            stored = inside & (slot >= 0) & (cols < FORM.L)
+            y = tl.load(latent_ptr + row * FORM.L + cols, mask=stored, other=0.0).to(tl.float32)
             y = cast(y, inverse, out_ptr.dtype.element_ty, Q_LIMIT)
-            tl.store(out_ptr + row * (L + R) + cols, y, mask=stored)
+            tl.store(out_ptr + row * (FORM.L + FORM.R) + cols, y, mask=stored)
 
 
 def fused_mla_decode_prep(inputs: Inputs) -> torch.Tensor:
