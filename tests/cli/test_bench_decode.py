@@ -76,15 +76,11 @@ def gpu(monkeypatch, on_cpu):
     return SimpleNamespace(offered=offered, times=times)
 
 
-def rows_of(path):
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def measured(path, *words):
     """Exit status and rows of a run."""
     status = cli.main([*ARGV, *words, "--csv", str(path)])
-    return status, rows_of(path)
+    with path.open(newline="") as file:
+        return status, list(csv.DictReader(file))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import argparse
 import csv
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,14 +26,12 @@ def test_rows_are_written_and_judged(monkeypatch, tmp_path, capsys, step, right)
     def measure(case, found, rounds):
         assert rounds == 5
         chosen = bench_epilogue.name_of(case.chosen())
-        separate = 1.0 if case.pieces == 8 else 3.0
-        times = {"separate": separate, **({chosen: 2.0} if chosen in found else {})}
+        times = {"separate": 1.0 if case.pieces == 8 else 3.0, chosen: 2.0}
         return [
-            {"tokens": case.tokens, "heads": case.heads, "pieces": case.pieces,
-             "values": case.values, "quantization": case.quantization, "place": place,
-             "candidate": name, "chosen": int(name == chosen), "p20_us": us, "p50_us": us,
-             "p80_us": us, "worst_step": step if name == chosen else 0}
-            for place in ("back", "behind") for name, us in times.items()
+            {**dataclasses.asdict(case), "place": place, "candidate": name,
+             "chosen": int(name == chosen), **dict.fromkeys(kit.TIMES, times[name]),
+             "worst_step": step if name == chosen else 0}
+            for place in ("back", "behind") for name in found
         ]  # fmt: skip
 
     monkeypatch.setattr(bench_epilogue, "measure", measure)
