@@ -15,16 +15,6 @@ from mla_fusion.cli.bench import kit, region_cases, region_peers
 ARGV = ["bench", "--tokens", "1", "8", "--heads", "16", "--layers", "3", "--rounds", "10"]
 
 
-@pytest.mark.parametrize(
-    "argv", [[*ARGV, "--csv"], ["bench", "decode", "--csv"], ["bench", "--report"]]
-)
-def test_without_a_gpu_it_says_so(monkeypatch, capsys, tmp_path, argv):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert cli.main([*argv, str(tmp_path / "file")]) == 2
-    assert "torch sees none here" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
 def test_splits_were_pieces():
     for option in ("--splits", "--pieces"):
         settings = cli._parser(["bench"]).parse_args(["bench", "epilogue", option, "1", "4"])

@@ -63,11 +63,15 @@ def test_each_kernel_has_its_verdict(on_a_gpu, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("devices", [(), ("*",)])
-def test_without_a_gpu(capsys, monkeypatch, devices):
-    """Of a device that is no GPU's, torch says so."""
+@pytest.mark.parametrize(
+    "words", ["selftest", "bench --layers 3", "bench decode", "bench --report x"]
+)
+def test_without_a_gpu(capsys, monkeypatch, tmp_path, words, devices):
+    """Of a device that is no GPU's, torch says so. Nothing is written."""
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cli, "GPU_DEVICES", devices)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert cli.main(["selftest"]) == 2
+    assert cli.main(words.split()) == 2 and not [*tmp_path.iterdir()]
     assert "needs a CUDA or ROCm GPU" in capsys.readouterr().err
 
 
