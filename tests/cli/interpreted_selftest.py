@@ -32,6 +32,21 @@ def test_decode(bug, tmp_path, monkeypatch):
     assert not next(decode.check("planted", [shape], "cpu", 70, repeats=0)).right
 
 
+def test_a_launch_that_gives_another_output(monkeypatch):
+    """In one of them alone, the second time."""
+    results, times = decode.Bench.results, iter(range(2))
+
+    def differing(bench):
+        out, lse = (each.clone() for each in results(bench))
+        out.view(-1)[0] += next(times)
+        return [out, lse]
+
+    monkeypatch.setattr(decode.Bench, "results", differing)
+    shape = Shape(8, 1, 16, 64, 16, batch=3)
+    found = next(decode.check("triton.decode_kernel", [shape], "cpu", 70, repeats=1))
+    assert found.wrong == "two launches differ"
+
+
 @pytest.mark.parametrize("bug", [False, True])
 def test_region(bug, monkeypatch):
     calls = {"padded": region.Case(), "strided": region.Case(strided=True, neox=True)}

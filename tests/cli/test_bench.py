@@ -15,16 +15,6 @@ from mla_fusion.cli.bench import kit, region_cases, region_peers
 ARGV = ["bench", "--tokens", "1", "8", "--heads", "16", "--layers", "3", "--rounds", "10"]
 
 
-@pytest.mark.parametrize(
-    "argv", [[*ARGV, "--csv"], ["bench", "decode", "--csv"], ["bench", "--report"]]
-)
-def test_without_a_gpu_it_says_so(monkeypatch, capsys, tmp_path, argv):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert cli.main([*argv, str(tmp_path / "file")]) == 2
-    assert "torch sees none here" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
 def test_splits_were_pieces():
     for option in ("--splits", "--pieces"):
         settings = cli._parser(["bench"]).parse_args(["bench", "epilogue", option, "1", "4"])
@@ -41,11 +31,10 @@ def gpu(monkeypatch):
     peers = {name: lambda region, name=name: name for name in region_peers.PEERS}
     own = {name: lambda region, name=name: f"own {name}" for name in region_peers.OWN_ROUNDING}
     agreements = dict.fromkeys((*peers, *(f"own {name}" for name in own)), (1.0, 0))
-    facts = dict.fromkeys(("gpu", "driver", "torch", "triton", "vllm", "flashinfer"), "")
     for module, name, value in (
         (bench, "require_gpu", lambda: None),
         (torch.cuda, "synchronize", lambda: None),
-        (bench, "environment", lambda commit: {**facts, "commit": commit}),
+        (bench, "environment", lambda commit: dict.fromkeys(kit.FACTS, commit)),
         (bench, "measure_ceilings", lambda: kit.Ceilings(4000.0, 800.0)),
         (region_peers, "PEERS", {**peers, "flashinfer": no_package}),
         (region_peers, "OWN_ROUNDING", own),
@@ -68,32 +57,26 @@ def test_rows_and_what_is_missing(gpu, capsys, tmp_path):
     assert printed.count("flashinfer left out: ImportError No module named 'flashinfer'") == 1
     with path.open() as file:
         rows = list(csv.DictReader(file))
-    assert [(r["tokens"], r["heads"]) for r in rows if r["candidate"] == "triton"] == [
-        ("1", "16"),
-        ("8", "16"),
-    ]
+    ours = [(r["tokens"], r["heads"]) for r in rows if r["candidate"] == "triton"]
+    assert ours == [("1", "16"), ("8", "16")]
     assert {r["candidate"] for r in rows} == set(region_peers.PEERS) - {"flashinfer"}
     assert {(r["p50_us"], r["commit"], r["query"]) for r in rows} == {("2.0", "abc", "fp8")}
     assert {r["candidate"] for r in rows if r["equal"] == ""} == set(region_peers.NOT_A_RESULT)
     assert {(r["nope"], r["rope"], r["latent"]) for r in rows} == {("64", "64", "256")}
 
 
-@pytest.mark.parametrize(
-    ("name", "agreement", "status"),
-    [("triton", (0.99, 1), 1), ("triton", (0.999, 2), 1), ("vllm-40392", (0.99, 40), 0)],
-)
-def test_a_failed_check_is_marked_and_ours_fails_the_run(
-    gpu, capsys, tmp_path, name, agreement, status
-):
+BAD = [("triton", (0.99, 1)), ("triton", (0.999, 2)), ("vllm-40392", (0.99, 40))]
+
+
+@pytest.mark.parametrize(("name", "agreement"), BAD)
+def test_a_failed_check_is_marked_and_ours_fails_the_run(gpu, capsys, tmp_path, name, agreement):
     gpu[name] = agreement
-    assert cli.main([*ARGV, "--csv", str(tmp_path / "rows.csv")]) == status
+    assert cli.main([*ARGV, "--csv", str(tmp_path / "rows.csv")]) == (name == "triton")
     assert f"{name} 2.00!" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("own", "mark"), [(1.0, ""), (0.9999, "!")])
-def test_a_peer_that_rounds_twice_counts_if_its_roundings_explain_it(
-    gpu, capsys, tmp_path, own, mark
-):
+def test_a_peer_that_rounds_twice_may_be_explained_by_it(gpu, capsys, tmp_path, own, mark):
     gpu["vllm-40392"], gpu["own vllm-40392"] = (0.996, 44), (own, 0 if own == 1.0 else 1)
     assert cli.main([*ARGV, "--csv", str(tmp_path / "rows.csv")]) == 0
     assert f"vllm-40392 2.00{mark} |" in capsys.readouterr().out
@@ -129,10 +112,7 @@ def test_a_report_has_shapes_of_its_own(gpu, capsys, tmp_path):
     assert "leave out --tokens, --heads, --layers, --rounds" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("arch", "wanted"),
-    [("gfx942", torch.float8_e4m3fnuz), ("gfx950", torch.float8_e4m3fn), ("", torch.float8_e4m3fn)],
-)
-def test_the_fp8_type_of_a_gpu(monkeypatch, arch, wanted):
+@pytest.mark.parametrize(("arch", "kind"), [("gfx942", "fnuz"), ("gfx950", "fn"), ("", "fn")])
+def test_the_fp8_type_of_a_gpu(monkeypatch, arch, kind):
     monkeypatch.setattr(kit, "architecture", lambda device: arch)
-    assert kit.fp8_type.__wrapped__() == wanted
+    assert kit.fp8_type.__wrapped__() == getattr(torch, f"float8_e4m3{kind}")

@@ -51,7 +51,6 @@ def no_package(inputs):
 @pytest.fixture
 def gpu(monkeypatch, on_cpu):
     """A pretended GPU: ours takes 2 us, a peer 3 us; the candidates, by type, to be changed."""
-    facts = dict.fromkeys(("gpu", "driver", "torch", "triton", "vllm", "flashinfer"), "")
     times = {"ours": 2.0}
     offered = {
         peers.BF16: {"ours": peers.ours, "triton_mla": right, "flashmla": right, "fa3": no_package},
@@ -65,7 +64,7 @@ def gpu(monkeypatch, on_cpu):
         (bench, "require_gpu", lambda: None),
         (torch.cuda, "empty_cache", lambda: None),
         (torch.cuda, "synchronize", lambda: None),
-        (bench, "environment", lambda commit: {**facts, "commit": commit}),
+        (bench, "environment", lambda commit: dict.fromkeys(kit.FACTS, commit)),
         (bench, "measure_ceilings", lambda: kit.Ceilings(4000.0, 800.0)),
         (peers, "CANDIDATES", offered),
         (peers, "capture_calls", lambda call, count: call),
@@ -76,52 +75,39 @@ def gpu(monkeypatch, on_cpu):
     return SimpleNamespace(offered=offered, times=times)
 
 
-def rows_of(path):
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def measured(path, *words):
     """Exit status and rows of a run."""
     status = cli.main([*ARGV, *words, "--csv", str(path)])
-    return status, rows_of(path)
+    with path.open(newline="") as file:
+        return status, list(csv.DictReader(file))
 
 
-@pytest.mark.parametrize(
-    ("words", "name"),
-    [
-        (["--batches", "4"], "batches"),
-        (["--page", "64"], "page"),
-        (["region", "--fp8"], "fp8"),
-        (["decode", "--tokens", "8"], "tokens"),
-        (["decode", "--layers", "61"], "layers"),
-        (["--max-split-per-batch", "4"], "max-split-per-batch"),
-    ],
-)
-def test_an_option_of_the_other_is_refused(words, name, capsys):
+OTHERS = "batches 4", "page 64", "fp8", "tokens 8", "layers 61", "max-split-per-batch 4"
+
+
+@pytest.mark.parametrize("option", OTHERS)
+def test_an_option_of_the_other_is_refused(option, capsys):
     """Also with its default: it would say nothing."""
-    assert cli.main(["bench", *words]) == 2
-    what = "decode" if "decode" in words else "region"
+    name, *value = option.split()
+    what = "decode" if name in ("tokens", "layers") else "region"
+    assert cli.main(["bench", what, f"--{name}", *value]) == 2
     assert f"bench {what} has no option --{name}: leave it out" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "offered"),
-    [
-        (["decode", "--peers", "ours", "fa4"], "ours, triton_mla, flashmla, fa3"),
-        # FlashAttention 3 takes no fp8 cache.
-        (["decode", "--fp8", "--peers", "fa3"], "ours, triton_mla, flashmla"),
-        (["region", "--peers", "fa3"], "triton, bmm+1"),
-    ],
-)
-def test_an_unknown_candidate_is_refused_before_anything_is_written(
-    gpu, words, offered, capsys, tmp_path
-):
+UNKNOWN = {
+    "decode --peers ours fa4": "ours, triton_mla, flashmla, fa3",
+    # FlashAttention 3 takes no fp8 cache.
+    "decode --fp8 --peers fa3": "ours, triton_mla, flashmla",
+    "region --peers fa3": "triton, bmm+1",
+}
+
+
+@pytest.mark.parametrize("words", UNKNOWN)
+def test_an_unknown_candidate_is_refused_before_anything_is_written(gpu, words, capsys, tmp_path):
     path = tmp_path / "out" / "rows.csv"
-    small = SMALL if "decode" in words else ["--layers", "1", "--tokens", "1"]
-    assert cli.main(["bench", *words, *small, "--csv", str(path)]) == 2
-    said = capsys.readouterr().err
-    assert f"no candidate is called {words[-1]}: --peers takes {offered}" in said
+    assert cli.main(["bench", *words.split(), "--csv", str(path)]) == 2
+    said = f"no candidate is called {words[-3:]}: --peers takes {UNKNOWN[words]}"
+    assert said in capsys.readouterr().err
     assert not path.parent.exists()
 
 
@@ -183,23 +169,14 @@ def test_splits_are_capped_as_asked(gpu, monkeypatch, tmp_path, words, cap):
     assert status == 0 and {row["candidate"] for row in rows} == {"ours"} and caps == {cap}
 
 
-@pytest.mark.parametrize(
-    ("name", "build", "status", "mark"),
-    [
-        ("ours", wrong, 1, "!"),
-        ("ours", not_a_number, 1, "!"),
-        ("triton_mla", not_a_number, 0, "!"),
-        ("triton_mla", wrong, 0, "!"),
-        ("triton_mla", right, 0, ""),
-    ],
-)
-def test_a_failed_check_is_marked_and_ours_fails_the_run(
-    gpu, capsys, tmp_path, name, build, status, mark
-):
+@pytest.mark.parametrize("build", [wrong, not_a_number, right])
+@pytest.mark.parametrize("name", ["ours", "triton_mla"])
+def test_a_failed_check_is_marked_and_ours_fails_the_run(gpu, capsys, tmp_path, name, build):
+    build, mark = (peers.ours, "") if build is right else (build, "!")
     gpu.offered[peers.BF16][name] = build
-    ended, rows = measured(tmp_path / "rows.csv", "--bf16")
+    status, rows = measured(tmp_path / "rows.csv", "--bf16")
     printed = capsys.readouterr().out
-    assert ended == status and len(rows) == 9
+    assert status == (bool(mark) and name == "ours") and len(rows) == 9
     [line] = [line for line in printed.splitlines() if line.startswith("   1 x     70 H=2 bf16:")]
     [shown] = [each for each in line.partition(": ")[2].split(" | ") if each.startswith(name)]
     assert shown.endswith(f"TF){mark}")

@@ -2,6 +2,7 @@
 
 import argparse
 import csv
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,14 +26,12 @@ def test_rows_are_written_and_judged(monkeypatch, tmp_path, capsys, step, right)
     def measure(case, found, rounds):
         assert rounds == 5
         chosen = bench_epilogue.name_of(case.chosen())
-        separate = 1.0 if case.pieces == 8 else 3.0
-        times = {"separate": separate, **({chosen: 2.0} if chosen in found else {})}
+        times = {"separate": 1.0 if case.pieces == 8 else 3.0, chosen: 2.0}
         return [
-            {"tokens": case.tokens, "heads": case.heads, "pieces": case.pieces,
-             "values": case.values, "quantization": case.quantization, "place": place,
-             "candidate": name, "chosen": int(name == chosen), "p20_us": us, "p50_us": us,
-             "p80_us": us, "worst_step": step if name == chosen else 0}
-            for place in ("back", "behind") for name, us in times.items()
+            {**dataclasses.asdict(case), "place": place, "candidate": name,
+             "chosen": int(name == chosen), **dict.fromkeys(kit.TIMES, times[name]),
+             "worst_step": step if name == chosen else 0}
+            for place in ("back", "behind") for name in found
         ]  # fmt: skip
 
     monkeypatch.setattr(bench_epilogue, "measure", measure)
@@ -109,10 +108,8 @@ STEPS = {
 def test_every_result_is_checked(one_layer, name):
     step, wrong = STEPS[name]
     rows = bench_epilogue.measure(Case(128, 1, 3, 128, "group"), {"separate": step}, 3)
-    assert [(r["place"], r["p50_us"], r["pieces"]) for r in rows] == [
-        ("back", 2, 3),
-        ("behind", 1, 3),
-    ]
+    found = [(r["place"], r["p50_us"], r["pieces"]) for r in rows]
+    assert found == [("back", 2, 3), ("behind", 1, 3)]
     assert {row["worst_step"] for row in rows} == {wrong} and rows[0]["chosen"] == 1
     assert len(bench_epilogue.summary(rows)) == (2 if wrong else 0)
 

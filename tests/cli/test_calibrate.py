@@ -1,5 +1,6 @@
 """`mla-fusion calibrate` with a double of the benchmark: its file, and what `auto` makes of it."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -48,11 +49,9 @@ def gpu(monkeypatch, tmp_path):
 
         def table(path, facts, work, rounds):
             return [
-                {"batch": case.batch, "context": case.context, "ragged": int(case.ragged),
-                 "heads": case.heads, "queries": case.queries, "dtype": case.kind,
-                 "values": case.values, "candidate": name,
+                {**dataclasses.asdict(case), "dtype": case.kind, "candidate": name,
                  "error": error if name == "ours" else 0.027,
-                 **dict.fromkeys(("p20_us", "p50_us", "p80_us"), 1.0 if name == "ours" else 2.0)}
+                 **dict.fromkeys(kit.TIMES, 1.0 if name == "ours" else 2.0)}
                 for case, candidates in work for name in candidates
             ]  # fmt: skip
 

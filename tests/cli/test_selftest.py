@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -53,46 +54,45 @@ def test_each_kernel_has_its_verdict(on_a_gpu, tmp_path, capsys):
     stored = json.loads(file.read_text())
     rows = {row["kernel"]: row for row in stored["rows"]}
     for kernel, (verdict, wrong) in ENDS.items():
+        found = rows[kernel]["wrong"]
         assert rows[kernel]["verdict"] == verdict
-        assert rows[kernel]["wrong"].startswith(wrong) and bool(wrong) == bool(
-            rows[kernel]["wrong"]
-        )
+        assert found.startswith(wrong) and bool(found) == bool(wrong)
     assert stored["gpu"] == "a GPU"
     said = capsys.readouterr().out
     assert "1 kernels right, 4 WRONG" in said and "cannot run no such GPU" in said
 
 
 @pytest.mark.parametrize("devices", [(), ("*",)])
-def test_without_a_gpu(capsys, monkeypatch, devices):
-    """Of a device that is no GPU's, torch says so."""
+@pytest.mark.parametrize(
+    "words", ["selftest", "bench --layers 3", "bench decode", "bench --report x"]
+)
+def test_without_a_gpu(capsys, monkeypatch, tmp_path, words, devices):
+    """Of a device that is no GPU's, torch says so. Nothing is written."""
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cli, "GPU_DEVICES", devices)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert cli.main(["selftest"]) == 2
+    assert cli.main(words.split()) == 2 and not [*tmp_path.iterdir()]
     assert "needs a CUDA or ROCm GPU" in capsys.readouterr().err
 
 
-ENDLESS = """
-import sys
-from mla_fusion.cli.selftest import watch
-watch.CHILD = (sys.executable, "-c", '''import os, sys, time
-from mla_fusion.cli.child import end_with_parent
-end_with_parent(int(sys.argv[2]))
-print(os.getpid(), file=open(sys.argv[1], "w"))
-time.sleep(600)''')
-print(*watch.run_all([sys.argv[1]], 1, 600))
-"""
+ENDLESS = (
+    "import sys, time; from mla_fusion.cli.child import end_with_parent; "
+    "end_with_parent(int(sys.argv[2])); time.sleep(600)"
+)
 
 
-def test_a_child_ends_with_a_command_that_is_killed(tmp_path):
-    path = tmp_path / "pid"
-    command = subprocess.Popen([sys.executable, "-c", ENDLESS, path])
-    limit = time.monotonic() + 60
-    while not (path.exists() and path.read_text().strip()):
-        assert command.poll() is None and time.monotonic() < limit
-        time.sleep(0.05)
-    child = int(path.read_text())
-    assert session(child)
+def test_a_child_ends_with_a_command_that_is_killed():
+    source = (
+        "import sys; from mla_fusion.cli.selftest import watch; "
+        f"watch.CHILD = sys.executable, '-c', {ENDLESS!r}; print(*watch.run_all(['one'], 1, 600))"
+    )
+    command, child = subprocess.Popen([sys.executable, "-c", source]), []
+    while not (child and session(int(child[0]))):
+        assert command.poll() is None
+        tasks = Path(f"/proc/{command.pid}/task").glob("*/children")
+        child = "".join(path.read_text() for path in tasks).split()
     command.kill()
-    while session(child):
+    limit = time.monotonic() + 30
+    while session(int(child[0])):
         assert time.monotonic() < limit
         time.sleep(0.05)
