@@ -133,3 +133,14 @@ def lists(kind, width, tokens, generator):
 def same_lse(got, want):
     """Log-sum-exps within 1e-3, and -inf where the other is."""
     torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-3)
+
+
+class Launches:
+    """Stands in for a kernel, and keeps the grid and the arguments of every launch."""
+
+    def __init__(self):
+        self.grids, self.arguments = [], []
+
+    def __getitem__(self, grid):
+        self.grids.append(grid)
+        return lambda *args, **_: self.arguments.append(args)

@@ -18,17 +18,6 @@ def permute(a, b, order):
     return sum(both[order >> 4 * i & 0xF] << 8 * i for i in range(4))
 
 
-def combine(a, b, c, table):
-    """The one function of three registers that is used."""
-    assert table == 0xEA
-    return a & b | c
-
-
-def to_fp32(bits):
-    """An fp16 as fp32."""
-    return bits.to(torch.int16).view(torch.float16).float()
-
-
 def to_bf16(high, low):
     """Two fp32, or their bits, as two bf16."""
     both = (x if x.is_floating_point() else x.int().view(torch.float32) for x in (high, low))
@@ -40,10 +29,10 @@ RUN = {
     "shl.b32": lambda a, b: a << b,
     "shr.u32": lambda a, b: a >> b,
     "and.b32": lambda a, b: a & b,
-    "lop3.b32": combine,
+    "lop3.b32": lambda a, b, c, table: {0xEA: a & b | c}[table],
     "prmt.b32": permute,
     "cvt.rn.f16x2.e4m3x2": convert,
-    "cvt.f32.f16": to_fp32,
+    "cvt.f32.f16": lambda a: a.to(torch.int16).view(torch.float16).float(),
     "mul.f32": lambda a, b: a * b,
     "cvt.rn.bf16x2.f32": to_bf16,
 }

@@ -36,17 +36,6 @@ class Barrier:
             self.phases, self.pending = self.phases + 1, self.count
 
 
-class Barriers:
-    """Shared memory of barriers."""
-
-    def __init__(self, count):
-        self.all = [Barrier() for _ in range(count)]
-
-    def index(self, at):
-        """One of them."""
-        return self.all[int(at)]
-
-
 class Descriptor:
     """Boxes of a tensor, for the copy engine."""
 
@@ -116,10 +105,8 @@ class Machine(Program):
         self.products = threading.local()
         self.turn, self.live, self.waiting, self.failed = None, set(), {}, None
         self.changed = threading.Condition()
-        self.mbarrier = types.SimpleNamespace(
-            init=self.init, wait=self.wait, arrive=self.arrive, expect=self.expect,
-            MBarrierLayout=lambda: "barriers",
-        )  # fmt: skip
+        own = {name: getattr(self, name) for name in ("init", "wait", "arrive", "expect")}
+        self.mbarrier = types.SimpleNamespace(**own, MBarrierLayout=lambda: "barriers")
 
     def argument(self, name, value):
         """What a kernel gets for an argument; the copy engine's descriptors too."""
@@ -146,7 +133,7 @@ class Machine(Program):
 
     def switch(self):
         """Let another thread run."""
-        me = threading.current_thread().name
+        me = self.threads()
         with self.changed:
             while self.flying and self.random.random() < 0.4:
                 self.land()
@@ -210,10 +197,9 @@ class Machine(Program):
         barrier.complete()
 
     def wait(self, barrier, phase):
-        me = threading.current_thread().name
-        self.waiting[me] = barrier, int(phase)
+        self.waiting[self.threads()] = barrier, int(phase)
         self.switch()
-        del self.waiting[me]
+        del self.waiting[self.threads()]
 
     def tma_load(self, descriptor, corner, barrier, target):
         self.behind("a copy is started")
@@ -295,5 +281,6 @@ class Machine(Program):
 
     def gl_allocate_shared_memory(self, dtype, shape, layout):
         if layout == "barriers":
-            return Barriers(shape[0])
+            made = [Barrier() for _ in range(shape[0])]
+            return types.SimpleNamespace(index=lambda at: made[int(at)])
         return super().gl_allocate_shared_memory(dtype, shape, layout)

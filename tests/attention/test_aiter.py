@@ -224,19 +224,16 @@ class TestAllocation:
         with pytest.raises(ValueError, match="choose one of portable, aiter"):
             allocate(planner="auto")
 
-    @pytest.mark.parametrize(
-        "changes, reason",
-        [
+    def test_what_it_cannot_plan_is_refused(self, use):
+        use()
+        for changes, reason in (
             ({"max_query_len": 5}, "queries of 5"),
             ({"ctas": 8}, "only the portable planner takes ctas"),
             ({"kv_granularity": 24}, "power of two as kv_granularity, got 24"),
             ({"v_head_dim": 256}, "kernels for latents of 512, not 256"),
-        ],
-    )
-    def test_what_it_cannot_plan_is_refused(self, use, changes, reason):
-        use()
-        with pytest.raises(ValueError, match=reason):
-            allocate(**changes)
+        ):
+            with pytest.raises(ValueError, match=reason):
+                allocate(**changes)
 
     def test_slower_is_still_possible_when_asked_for(self, use):
         use("gfx950")

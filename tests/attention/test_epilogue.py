@@ -7,7 +7,17 @@ from mla_fusion.attention import Epilogue, persistent_mla_decode
 from mla_fusion.attention.plan.inputs import Inputs
 from mla_fusion.attention.reference import power_of_two
 from mla_fusion.cli.bench.kit import distance, steps
-from tests.attention.decodes import BF16, FN, FNUZ, FP16, arguments, definition, plan_for, refresh
+from tests.attention.decodes import (
+    BF16,
+    FN,
+    FNUZ,
+    FP16,
+    Launches,
+    arguments,
+    definition,
+    plan_for,
+    refresh,
+)
 
 HEADS, LATENT, VALUES = 4, 64, 32
 WIDTH = HEADS * VALUES
@@ -223,23 +233,14 @@ def test_a_warm_up_runs_every_launch():
 @pytest.mark.parametrize("batch, kernels", [(1, ["epilogue"]), (64, ["reduce"])])
 def test_the_launches(monkeypatch, batch, kernels):
     """One behind the decode, with programs for all rows, heads and columns; or the reduction."""
-    launched = []
-
-    class Launches:
-        def __init__(self, name):
-            self.name = name
-
-        def __getitem__(self, grid):
-            launched.append((self.name, grid))
-            return lambda *_, **__: None
-
+    made = {name: Launches() for name in ("decode", "reduce", "epilogue")}
     shape = epilogues.Shape(1, 16, 4, 32, 8) if batch == 1 else None
     if shape:
         monkeypatch.setattr(torch.Tensor, "new_empty", None)  # nothing is allocated
     monkeypatch.setattr(epilogues, "choose", lambda *_: shape)
-    monkeypatch.setattr(decode_kernel, "kernel", Launches("decode"))
-    monkeypatch.setattr(reduce_kernel, "kernel", Launches("reduce"))
-    monkeypatch.setattr(epilogue_kernel, "epilogue_kernel", Launches("epilogue"))
+    monkeypatch.setattr(decode_kernel, "kernel", made["decode"])
+    monkeypatch.setattr(reduce_kernel, "kernel", made["reduce"])
+    monkeypatch.setattr(epilogue_kernel, "epilogue_kernel", made["epilogue"])
     plan = plan_for(max_batch=64, num_heads=HEADS, v_head_dim=LATENT, ctas=132)
     refresh(plan, [1] * batch, [9] * batch, batch + (batch == 1))
     tokens = batch + (batch == 1)
@@ -251,10 +252,11 @@ def test_the_launches(monkeypatch, batch, kernels):
         Epilogue(layer(), out),
     )  # fmt: skip
     provider.launch(given)
-    assert [name for name, _ in launched] == ["decode", *kernels] and not plan.fresh
+    grids = {name: each.grids for name, each in made.items() if each.grids}
+    assert list(grids) == ["decode", *kernels] and not plan.fresh
     if batch == 1:
         # Two rows: one of a sequence, one behind the last. Two blocks of columns, four slices.
-        assert launched[-1][1] == (2, 8, HEADS)
+        assert grids["epilogue"] == [(2, 8, HEADS)]
     else:
         torch.testing.assert_close(out[5].double(), layer().double().sum(1).flatten(), rtol=0.01,
                                    atol=0.05)  # fmt: skip

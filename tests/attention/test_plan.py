@@ -51,6 +51,16 @@ def check_ragged_batches(case):
         seen["smaller than before"] += step is steps[1] and len(step) < len(steps[0])
 
 
+def plan_of(rules, seq_lens):
+    """A plan that was checked, the sequences of its items, and the tokens of each."""
+    plan, batch = buffers(rules, len(seq_lens)), len(seq_lens)
+    indptr = np.arange(batch + 1, dtype=np.int32)
+    planner.fill_arrays(plan, rules, indptr, np.array(seq_lens, np.int32), 1)
+    check_plan(plan, rules, [1] * batch, seq_lens, 1)
+    items = plan.work_info_set[: plan.work_indptr[-1]]
+    return plan, items[:, planner.BATCH], items[:, planner.KV_END] - items[:, planner.KV_START]
+
+
 @pytest.mark.parametrize(
     "ctas, lengths, most, is_level",
     [
@@ -63,13 +73,8 @@ def check_ragged_batches(case):
     ],
 )
 def test_the_largest_split_is_the_smallest_that_fits(ctas, lengths, most, is_level):
-    rules = Rules(ctas, 1, 64, 4, -1)
-    plan = buffers(rules, len(lengths))
-    starts = np.arange(len(lengths) + 1, dtype=np.int32)
-    planner.fill_arrays(plan, rules, starts, np.array(lengths, np.int32), 1)
-    check_plan(plan, rules, [1] * len(lengths), lengths, 1)
-    items = plan.work_info_set[: plan.work_indptr[-1]]
-    blocks = -(-(items[:, planner.KV_END] - items[:, planner.KV_START]) // 64)
+    _, _, tokens = plan_of(Rules(ctas, 1, 64, 4, -1), lengths)
+    blocks = -(-tokens // 64)
     assert blocks.max() == most and (blocks.min() == most) == is_level, blocks
 
 
@@ -78,13 +83,6 @@ def test_every_plan_covers_its_batch_once():
     check_ragged_batches()
     assert seen["batches"] >= 1200
     assert min(seen["split"], seen["smaller than before"]) > 100, seen
-
-
-def plan_of(rules, seq_lens):
-    plan = buffers(rules, len(seq_lens))
-    indptr = np.arange(len(seq_lens) + 1, dtype=np.int32)
-    planner.fill_arrays(plan, rules, indptr, np.array(seq_lens, np.int32), 1)
-    return plan
 
 
 @pytest.mark.parametrize(
@@ -98,19 +96,14 @@ def plan_of(rules, seq_lens):
     ],
 )  # fmt: skip
 def test_the_published_examples(ctas, batch, blocks, splits, rows):
-    plan = plan_of(Rules(ctas, 1, 16, 16, -1), [8192] * batch)
-    items = plan.work_info_set[: plan.work_indptr[-1]]
-    counts = np.bincount(items[:, planner.BATCH])
-    tokens = items[:, planner.KV_END] - items[:, planner.KV_START]
-    assert tokens.max() == blocks * 16
-    assert counts.max() == splits
-    assert plan.reduce_indptr[-1] == rows
+    plan, tiles, tokens = plan_of(Rules(ctas, 1, 16, 16, -1), [8192] * batch)
+    found = tokens.max() // 16, np.bincount(tiles).max(), plan.reduce_indptr[-1]
+    assert found == (blocks, splits, rows)
 
 
 def test_a_cap_is_a_budget_of_the_whole_batch():
-    plan = plan_of(Rules(304, 1, 16, 16, 4), [8192, 16])
-    items = plan.work_info_set[: plan.work_indptr[-1]]
-    assert np.bincount(items[:, planner.BATCH]).tolist() == [8, 1]
+    _, tiles, _ = plan_of(Rules(304, 1, 16, 16, 4), [8192, 16])
+    assert np.bincount(tiles).tolist() == [8, 1]
 
 
 @pytest.mark.parametrize(
@@ -119,22 +112,21 @@ def test_a_cap_is_a_budget_of_the_whole_batch():
 def test_nothing_is_cut_where_whole_tiles_are_within_the_budget(tiles, longest, cut):
     """Lengths that differ by less than an item costs, as after a common prompt: a CTA that
     fills its budget would cut a block from nearly every sequence."""
-    lengths = [1100] * (tiles - 2) + [longest] * 2
-    plan = plan_of(Rules(132, 1, 64, 4, -1), lengths)
+    plan, *_ = plan_of(Rules(132, 1, 64, 4, -1), [1100] * (tiles - 2) + [longest] * 2)
     splits = plan.reduce_indptr[-1]
     assert splits > 200 if cut else splits == 0
 
 
 @pytest.mark.parametrize("tokens, splits", [(2048, 32), (2049, 17), (16384, 128)])
 def test_a_worker_takes_two_blocks_where_one_is_not_worth_merging(tokens, splits):
-    plan = plan_of(Rules(264, 1, 64, 4, -1), [tokens])
+    plan, *_ = plan_of(Rules(264, 1, 64, 4, -1), [tokens])
     assert plan.reduce_indptr[-1] == splits
 
 
 @pytest.mark.parametrize("batch, busy", [(3, 128), (4, 256)])
 def test_few_sequences_leave_half_of_the_ctas_idle(batch, busy):
     rules = Rules(256, 1, 16, 16, -1, half_below=4)
-    load = np.array(worker_load(plan_of(rules, [100_000] * batch), rules))
+    load = np.array(worker_load(plan_of(rules, [100_000] * batch)[0], rules))
     assert np.count_nonzero(load) == busy and not load[busy:].any()
 
 
@@ -147,30 +139,21 @@ def ints(*values):
 
 class TestPlan:
     def test_buffers_have_the_published_shapes(self):
-        plan = make(num_heads=128, heads_per_work=64, max_split_per_batch=4)
-        tiles, ctas = 4 * 2, 8
+        plan, tiles, ctas = make(num_heads=128, heads_per_work=64, max_split_per_batch=4), 4 * 2, 8
+        shapes = {
+            "work_indptr": (ctas + 1,), "work_info_set": (tiles + ctas - 1, 8),
+            "reduce_indptr": (tiles + 1,), "reduce_final_map": (tiles, 2),
+            "reduce_partial_map": (tiles + ctas,), "partial_output": (2 * (ctas - 1) * 2, 64, 32),
+        }  # fmt: skip
+        assert {name: getattr(plan, name).shape for name in shapes} == shapes
         assert plan.work_metadata_ptrs.dtype == torch.uint64
-        assert plan.work_indptr.shape == (ctas + 1,)
-        assert plan.work_info_set.shape == (tiles + ctas - 1, 8)
-        assert plan.reduce_indptr.shape == (tiles + 1,)
-        assert plan.reduce_final_map.shape == (tiles, 2)
-        assert plan.reduce_partial_map.shape == (tiles + ctas,)
-        assert plan.partial_output.shape == (2 * (ctas - 1) * 2, 64, 32)
         assert make().reduce_partial_map.shape == (4 + ctas - 1,)
 
     @pytest.mark.parametrize(
         ("heads", "rows", "per_work", "fold"),
-        [
-            (8, 1, 16, 1),
-            (8, 2, 8, 1),
-            (4, 8, 8, 1),
-            (8, 40, 8, 1),
-            (9, 4, 16, 1),
-            (24, 2, 32, 1),
-            (32, 8, 16, 2),
-            (80, 1, 16, 5),
-        ],
-    )
+        [(8, 1, 16, 1), (8, 2, 8, 1), (4, 8, 8, 1), (8, 40, 8, 1), (9, 4, 16, 1), (24, 2, 32, 1),
+         (32, 8, 16, 2), (80, 1, 16, 5)],
+    )  # fmt: skip
     def test_heads_of_an_item(self, heads, rows, per_work, fold):
         """Several rows of up to 8 heads have no padding to 16: 8 of them are a block of 64."""
         plan = make(num_heads=heads, max_query_len=rows)

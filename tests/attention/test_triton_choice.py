@@ -101,24 +101,15 @@ def test_a_scale_that_is_not_positive(dtype, scale):
     assert "it takes a positive scale" in warp_specialized.fits(given)
 
 
-def test_a_query_of_another_type():
+def test_other_types_and_strides():
     given = inputs(dtype=FN)
     other = dataclasses.replace(given, q=given.q.to(BF16))
     assert "query and cache of one type" in warp_specialized.fits(other)
-
-
-def test_a_query_with_gaps_between_tokens():
-    gaps = torch.empty(8, 65, 576, dtype=BF16, device="meta")[:, :64]
-    given = dataclasses.replace(inputs(), q=gaps)
-    assert chosen(given) == SPECIALIZED
-
-
-def test_blocks_that_are_no_whole_entries_apart():
-    cache = torch.empty(9 * 65 * 576, dtype=BF16, device="meta")
-    apart = dataclasses.replace(
-        inputs(), kv_cache=cache.as_strided((9, 64, 576), (64 * 576 + 288, 576, 1))
-    )
-    assert chosen(apart) == STEP
+    # A query with gaps between tokens; blocks of a cache that are no whole entries apart.
+    gaps, cache = without_memory.meta(8, 65, 576)[:, :64], without_memory.meta(9 * 65 * 576)
+    apart = cache.as_strided((9, 64, 576), (64 * 576 + 288, 576, 1))
+    assert chosen(dataclasses.replace(inputs(), q=gaps)) == SPECIALIZED
+    assert chosen(dataclasses.replace(inputs(), kv_cache=apart)) == STEP
 
 
 @pytest.mark.parametrize(
@@ -139,14 +130,10 @@ def test_lists_of_slots():
 
 @pytest.mark.parametrize(
     ("heads", "layout", "first", "name"),
-    [
-        (16, FP8_DS_MLA, 0, FEW),
-        (40, FP8_DS_MLA, 0, MANY),
-        # A second scope, and scales behind the page.
-        (16, FP8_DS_MLA, 64, MANY),
-        (16, FP8_DS_MLA_V4, 0, MANY),
-    ],
-)
+    # A second scope, and scales behind the page.
+    [(16, FP8_DS_MLA, 0, FEW), (40, FP8_DS_MLA, 0, MANY), (16, FP8_DS_MLA, 64, MANY),
+     (16, FP8_DS_MLA_V4, 0, MANY)],
+)  # fmt: skip
 def test_byte_caches(monkeypatch, heads, layout, first, name):
     given = without_memory.inputs(
         heads, sparse=True, widths=(512, layout.width - 512), kv_dtype=FN, layout=layout
@@ -186,8 +173,7 @@ def cdna(monkeypatch):
     [
         ((8, 16, 576), {"dtype": FN}, ("cdna.decode", 16, 4, 3)),
         ((8, 16, 576), {}, ("cdna.decode", 16, 4, 2)),
-        ((8, 16, 576), {"dtype": FN, "page": 1},
-         ("cdna.decode", 16, 4, 2)),
+        ((8, 16, 576), {"dtype": FN, "page": 1}, ("cdna.decode", 16, 4, 2)),
         ((8, 128, 576), {}, ("cdna.decode", 32, 4, 1)),
         ((8, 128, 576), {"dtype": FN}, ("cdna.decode", 32, 4, 2)),
         # Types, widths and strides that it does not take.

@@ -1,7 +1,6 @@
 """How the Triton decode is launched on a GPU, only from shapes."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from mla_fusion.attention.hopper.copy import cache_boxes
 from mla_fusion.attention.plan.inputs import Inputs
 from mla_fusion.attention.plan.layouts import FP8_DS_MLA
 from mla_fusion.attention.triton import decode_kernel, reduce_kernel
-from tests.attention.decodes import BF16, FN, plan_for, refresh
+from tests.attention.decodes import BF16, FN, Launches, plan_for, refresh
 from tests.attention.without_memory import inputs
 
 
@@ -89,18 +88,6 @@ def test_tiles_in_several_pages_are_copied_by_threads(strange):
 def test_a_warm_up_compiles_every_reduction(heads, most, batches):
     plan = plan_for(max_batch=most, num_heads=heads, ctas=132)
     assert provider.warm_up_batches(plan) == batches
-
-
-class Launches:
-    """Stands in for a kernel, and keeps the grid and the arguments of every launch."""
-
-    def __init__(self):
-        self.grids: list[tuple[int, ...]] = []
-        self.arguments: list[tuple[Any, ...]] = []
-
-    def __getitem__(self, grid):
-        self.grids.append(grid)
-        return lambda *args, **_: self.arguments.append(args)
 
 
 def launch(plan, batch, refreshed=True):

@@ -1,5 +1,7 @@
 """A VllmConfig of a sparse model."""
 
+import logging
+
 import pytest
 import torch
 
@@ -33,3 +35,10 @@ def config(tmp_path_factory):
     workspace.reset_workspace_manager()
     parallel_state.destroy_model_parallel()
     parallel_state.destroy_distributed_environment()
+
+
+@pytest.fixture
+def said(vllm_loggers, caplog):
+    """`caplog` of this library's messages."""
+    caplog.set_level(logging.INFO, logger="vllm.mla_fusion")
+    return caplog

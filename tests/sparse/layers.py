@@ -13,8 +13,11 @@ Classes and builder are vLLM's own. `imitate` replaces what needs a GPU:
 """
 
 import contextlib
+import csv
 import dataclasses
+import re
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -67,14 +70,15 @@ def imitate(monkeypatch):
     monkeypatch.setattr(sparse_step, "FASTER", table)
 
 
-def to_slots(req_id, block_table, token_indices, BLOCK_SIZE, NUM_TOPK_TOKENS):
+def to_slots(req_id, block_table, token_indices, BLOCK_SIZE, NUM_TOPK_TOKENS, stride=None):
     """vLLM's kernel, as its docstring has it."""
     assert req_id.shape[0] == token_indices.shape[0]
     assert token_indices.shape[1] == NUM_TOPK_TOKENS and NUM_TOPK_TOKENS % 128 == 0
     column = token_indices // BLOCK_SIZE
     inside = (token_indices >= 0) & (column < block_table.shape[1])
     blocks = block_table[req_id.long()[:, None], column.clamp(0, block_table.shape[1] - 1).long()]
-    return torch.where(inside, blocks * BLOCK_SIZE + token_indices % BLOCK_SIZE, -1).int()
+    slots = blocks * (stride or BLOCK_SIZE) + token_indices % BLOCK_SIZE
+    return torch.where(inside, slots, -1).int()
 
 
 def layer(config, heads=16, cache="fp8_ds_mla"):
@@ -225,6 +229,18 @@ def run(impl, step, q, layer=None):
     """The decode of a step, in a forward pass of its own."""
     with forward_pass():
         return impl.forward_mqa(q, step.cache, step.metadata, layer)
+
+
+def timed(caches):
+    """{(cache, slots, heads, tokens): {candidate: microseconds}} of the rows of an H200 whose cache
+    is named so; later ones count."""
+    path, times = Path(__file__).parents[2] / "benchmarks/results/sparse_h200.csv", {}
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            if re.fullmatch(caches, row["cache"]):
+                shape = row["cache"], row["topk"], int(row["heads"]), int(row["tokens"])
+                times.setdefault(shape, {})[row["candidate"]] = float(row["p50_us"])
+    return times
 
 
 def fp8_type():

@@ -59,13 +59,9 @@ def to_slots(
     BLOCK_STRIDE_ROWS=None, BLOCK_SIZE=64, NUM_TOPK_TOKENS=2048,
 ):  # fmt: skip
     """vLLM's kernel: a position of -1, or outside of the table, becomes slot 0."""
-    assert req_id.shape[0] == token_indices.shape[0]
-    assert token_indices.shape[1] == NUM_TOPK_TOKENS and NUM_TOPK_TOKENS % 128 == 0
-    column = token_indices // BLOCK_SIZE
-    inside = (token_indices >= 0) & (column < block_table.shape[1])
-    blocks = block_table[req_id.long()[:, None], column.clamp(0, block_table.shape[1] - 1).long()]
-    slots = blocks * (BLOCK_STRIDE_ROWS or BLOCK_SIZE) + token_indices % BLOCK_SIZE
-    slots = torch.where(inside, slots, 0).int()
+    slots = layers.to_slots(
+        req_id, block_table, token_indices, BLOCK_SIZE, NUM_TOPK_TOKENS, BLOCK_STRIDE_ROWS
+    ).clamp(min=0)
     for row, (start, end) in zip(slots, cu_seqlens.unfold(0, 2, 1).tolist(), strict=True):
         paged_kv_indices[start:end] = row[: end - start]
 

@@ -1,8 +1,6 @@
 """The attention backend CUSTOM: vLLM's own classes, with this library's decode of small steps."""
 
-import csv
 import gc
-import logging
 import re
 import types
 import weakref
@@ -27,6 +25,7 @@ from tests.sparse.layers import (
     layer,
     load,
     run,
+    timed,
 )
 
 mla_fusion.register()
@@ -249,31 +248,29 @@ def plant(name, config, impl, monkeypatch):
 
 
 @pytest.mark.parametrize("name", DECLINES)
-def test_what_is_declined(config, make, vllms, monkeypatch, vllm_loggers, caplog, name):
+def test_what_is_declined(config, make, vllms, monkeypatch, said, name):
     """vLLM's class refuses some of these itself: a layer is made, and then changed."""
     code, detail, _ = DECLINES[name]
     impl = make()
     step = Step(config, impl, DECODE)
     plant(name, config, impl, monkeypatch)
-    caplog.set_level(logging.INFO, logger="vllm.mla_fusion")
-    caplog.clear()
+    said.clear()
     impl.mla_fusion_step = None
     load(config, *[impl] * 3)
     assert impl.mla_fusion_step is None
-    [said] = [record.getMessage() for record in caplog.records]
-    assert f"[{code}]" in said and detail in said and "CUSTOM, 3 layers" in said
+    [message] = said.messages
+    assert f"[{code}]" in message and detail in message and "CUSTOM, 3 layers" in message
     assert run(impl, step, step.q) == ("latents", "lse") and len(vllms) == 1
 
 
-def test_what_is_served_and_what_is_left_is_said_once(config, make, vllm_loggers, caplog):
-    caplog.set_level(logging.INFO, logger="vllm.mla_fusion")
+def test_what_is_served_and_what_is_left_is_said_once(config, make, said):
     layers = [make() for _ in range(3)]
-    caplog.clear()
+    said.clear()
     load(config, *layers, None)
-    [said] = [record.getMessage() for record in caplog.records]
-    assert "CUSTOM, 3 layers: decode steps of up to 15 tokens are this library's" in said
-    assert "(16 heads, 128 slots, 656 bytes an entry, " in said
-    assert "larger ones are FLASHMLA_SPARSE's" in said
+    [message] = said.messages
+    assert "CUSTOM, 3 layers: decode steps of up to 15 tokens are this library's" in message
+    assert "(16 heads, 128 slots, 656 bytes an entry, " in message
+    assert "larger ones are FLASHMLA_SPARSE's" in message
 
 
 @pytest.mark.parametrize(
@@ -288,13 +285,9 @@ def test_the_table_of_shapes(heads, packed, bf16):
 
 def test_what_is_faster_was_measured():
     """By the latest rows of each number of heads, and no larger step that was measured is."""
-    path = Path(__file__).parents[2] / "benchmarks" / "results" / "sparse_h200.csv"
-    with path.open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["cache"] == "fp8_ds_mla"]
     times: dict = {}
-    for row in rows:  # later ones overwrite
-        found = times.setdefault((int(row["heads"]), int(row["tokens"])), {})
-        found[row["candidate"]] = float(row["p50_us"])
+    for (_, _, heads, tokens), found in timed("fp8_ds_mla").items():
+        times.setdefault((heads, tokens), {}).update(found)
     assert {heads for heads, _ in times} == {8, 16, 32, 64, 128}
     for (heads, tokens), found in times.items():
         faster = found.pop("ours") < min(found.values())

@@ -1,8 +1,6 @@
 """DeepSeek-V4's decode: vLLM's classes, with this library's kernels replaced by the reference."""
 
-import csv
 import importlib
-import logging
 import types
 from pathlib import Path
 
@@ -15,7 +13,7 @@ from mla_fusion.config import vllm_compat
 from mla_fusion.plugin import workers
 from mla_fusion.runtime import deepseek_v4, sparse_layers
 from tests.sparse import launched, test_backend, v4
-from tests.sparse.layers import imitate
+from tests.sparse.layers import imitate, timed
 from tests.sparse.v4 import LAYERS, Step, layer
 
 mla_fusion.register()
@@ -108,20 +106,19 @@ def test_a_decode_step_is_what_vllms_kernel_for_cpus_computes(load, launches, pa
 
 
 def test_kinds_of_layer_with_equal_shapes_share_no_lengths(
-    config, load, launches, monkeypatch, vllm_loggers, caplog
+    config, load, launches, monkeypatch, said
 ):
     """512 chosen entries of 4 tokens, and room for 512 of 128: one step runs both, twice. Drafts
     that see each other have rows that hold them beside the window."""
     drafts = types.SimpleNamespace(num_speculative_tokens=7, parallel_drafting=False)
     monkeypatch.setattr(config, "speculative_config", drafts)
-    caplog.set_level(logging.INFO, logger="vllm.mla_fusion")
     kinds = [layer(ratio, seed=seed) for seed, ratio in enumerate((4, 128, 4, 128, 1))]
     load(*kinds)
     every = "128 + 512 slots, 584 bytes an entry, "
-    said = f"(c4a, 8 heads, {every}", f"(c128a, 8 heads, {every}", "(swaonly, 8 heads, 192 slots, "
-    for record, what, count in zip(caplog.records, said, (2, 2, 1), strict=True):
-        assert f"CUSTOM, {count} layers: decode steps of up to 64 tokens" in record.getMessage()
-        assert what in record.getMessage()
+    named = f"(c4a, 8 heads, {every}", f"(c128a, 8 heads, {every}", "(swaonly, 8 heads, 192 slots, "
+    for message, what, count in zip(said.messages, named, (2, 2, 1), strict=True):
+        assert f"CUSTOM, {count} layers: decode steps of up to 64 tokens" in message
+        assert what in message
     steps = [each.mla_fusion_step for each in kinds]
     assert steps[0] is steps[2] and steps[1] is steps[3] and len(set(map(id, steps))) == 3
     assert steps[0].scratch.widths == steps[1].scratch.widths == (128, 512)
@@ -179,16 +176,15 @@ DECLINES = {
 
 
 @pytest.mark.parametrize("name", DECLINES)
-def test_what_is_declined(config, load, launches, monkeypatch, vllm_loggers, caplog, name):
+def test_what_is_declined(config, load, launches, monkeypatch, said, name):
     code, detail, *changes = DECLINES[name]
     layers = [layer(4, seed=seed, **(changes[0] if changes else {})) for seed in range(2)]
     if not changes:
         test_backend.plant(name, config, layers[0], monkeypatch)
-    caplog.set_level(logging.INFO, logger="vllm.mla_fusion")
     load(*layers)
-    [said] = [record.getMessage() for record in caplog.records]
-    assert f"[{code}]" in said and detail in said
-    assert "CUSTOM, 2 layers: every step is left to FLASHMLA_SPARSE_DSV4" in said
+    [message] = said.messages
+    assert f"[{code}]" in message and detail in message
+    assert "CUSTOM, 2 layers: every step is left to FLASHMLA_SPARSE_DSV4" in message
     assert layers[0].mla_fusion_step is None
 
 
@@ -227,13 +223,7 @@ def test_the_page_says_which_steps():
 
 def test_what_is_faster_was_measured():
     """Up to so many tokens ours is not slower beyond 1 %, and in the next step it is."""
-    path = Path(__file__).parents[2] / "benchmarks" / "results" / "sparse_h200.csv"
-    times = {}
-    with path.open(newline="") as file:
-        for row in csv.DictReader(file):
-            if row["cache"].startswith("fp8_ds_mla_v4"):
-                shape = row["cache"], row["topk"], int(row["heads"]), int(row["tokens"])
-                times.setdefault(shape, {})[row["candidate"]] = float(row["p50_us"])
+    times = timed("fp8_ds_mla_v4.*")
     assert len(times) == 5 * 2 * 6
     for (*shape, tokens), found in times.items():
         faster = found["flashmla"] >= 0.99 * found["ours"]

@@ -3,7 +3,6 @@ AITER beside it. No AMD hardware is involved.
 """
 
 import importlib.util
-import logging
 import types
 from pathlib import Path
 
@@ -17,11 +16,10 @@ from mla_fusion.attention import triton as provider
 from mla_fusion.attention.cdna import fits
 from mla_fusion.attention.plan import device
 from mla_fusion.config import vllm_compat
-from mla_fusion.kernels import ProviderUnavailable
 from mla_fusion.kernels import triton as region
 from mla_fusion.runtime import sparse_layers
 from tests import aiter_double
-from tests.sparse import rocm
+from tests.sparse import rocm, test_backend
 from tests.sparse.layers import Batch, Step, build, forward_pass, layer, load, run
 
 mla_fusion.register()
@@ -168,10 +166,6 @@ def test_other_steps_are_vllms(engine, make, batch):
     assert impl.mla_fusion_step.scratch.plan.refreshes == 0
 
 
-def unavailable():
-    raise ProviderUnavailable("planted: no Triton here")
-
-
 DECLINES = {
     "by default": ("sparse-unmeasured", "", {"additional_config": {}}),
     "vllm": ("sparse-unmeasured", "", {"additional_config": {"mla_fusion": {"attention": "vllm"}}}),
@@ -190,7 +184,7 @@ DECLINES = {
 
 
 @pytest.mark.parametrize("name", DECLINES)
-def test_what_is_declined(engine, make, monkeypatch, vllm_loggers, caplog, name):
+def test_what_is_declined(engine, make, monkeypatch, said, name):
     code, detail, changes = DECLINES[name]
     impl = make()
     step = Step(engine, impl, BATCHES["decode"], dense=True)
@@ -205,29 +199,27 @@ def test_what_is_declined(engine, make, monkeypatch, vllm_loggers, caplog, name)
     if name == "Triton 3.6":
         monkeypatch.setattr(fits, "triton_version", lambda: (3, 6))
     if name == "no Triton":
-        monkeypatch.setattr(region, "require", unavailable)
-    caplog.set_level(logging.INFO, logger="vllm.mla_fusion")
-    caplog.clear()
+        monkeypatch.setattr(region, "require", test_backend.unavailable)
+    said.clear()
     impl.mla_fusion_step = None
     load(engine, impl)
     assert impl.mla_fusion_step is None
-    [said] = [record.getMessage() for record in caplog.records]
-    assert f"[{code}]" in said and detail in said
-    assert "every step is left to ROCM_AITER_MLA_SPARSE" in said
+    [message] = said.messages
+    assert f"[{code}]" in message and detail in message
+    assert "every step is left to ROCM_AITER_MLA_SPARSE" in message
     if not changes:
         close(decoded(impl, step, step.parts()), step.expected)
 
 
-def test_what_is_served_is_said(make, vllm_loggers, caplog):
-    caplog.set_level(logging.INFO, logger="vllm.mla_fusion")
+def test_what_is_served_is_said(make, said):
     make("fp8")
-    [said] = [record.getMessage() for record in caplog.records]
-    assert "decode steps of up to 16 tokens are this library's (16 heads, 128 slots, fp8" in said
-    assert "larger ones are ROCM_AITER_MLA_SPARSE's" in said
+    [message] = said.messages
+    assert "decode steps of up to 16 tokens are this library's (16 heads, 128 slots, fp8" in message
+    assert "larger ones are ROCM_AITER_MLA_SPARSE's" in message
 
 
 @pytest.mark.parametrize("asked", [True, False])
-def test_a_model_that_names_its_backend_is_said(engine, monkeypatch, vllm_loggers, caplog, asked):
+def test_a_model_that_names_its_backend_is_said(engine, monkeypatch, said, asked):
     """vLLM's class for ROCm does from 0.31 on: CUSTOM was chosen, and no layer has it."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -236,14 +228,12 @@ def test_a_model_that_names_its_backend_is_said(engine, monkeypatch, vllm_logger
     backend = types.SimpleNamespace(get_name=lambda: "ROCM_AITER_MLA_SPARSE")
     sparse = types.SimpleNamespace(is_sparse=True)
     layer = types.SimpleNamespace(impl=sparse, attn_backend=backend)
-    caplog.set_level(logging.INFO, logger="vllm.mla_fusion")
     dense = types.SimpleNamespace(impl=types.SimpleNamespace(is_sparse=False))
     sparse_layers.attach({"a": layer, "b": layer, "c": dense, "d": object()}, engine)
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == asked
+    assert len(said.messages) == asked
     if asked:
-        assert "CUSTOM, 2 layers: every step is left to ROCM_AITER_MLA_SPARSE" in said[0]
-        assert "[sparse-unasked]" in said[0]
+        assert "CUSTOM, 2 layers: every step is left to ROCM_AITER_MLA_SPARSE" in said.messages[0]
+        assert "[sparse-unasked]" in said.messages[0]
 
 
 def test_vllms_class_for_rocm_names_its_backend():

@@ -1,7 +1,6 @@
 """Layers of DeepSeek-V4 and V4.1 on a CPU, by vLLM's classes, over pages of random entries.
 
-A layer's pages lie among those of other layers: `STRIDE` bytes from one block to the next. Entries
-are decoded here by their definition once more, in float64.
+A layer's pages lie among those of other layers: `STRIDE` bytes from one block to the next.
 """
 
 import importlib
@@ -10,9 +9,9 @@ import types
 
 import torch
 
+from mla_fusion.attention.plan.layouts import FP8_DS_MLA_V4, read_keys
 from mla_fusion.plugin.deepseek_v4 import MODELS
 from mla_fusion.runtime import deepseek_v4
-from tests.attention.pages import VALUES
 
 PADDED, WIDTH, PAGE, TOPK, BLOCK = 64, 512, 64, 512, 256
 STRIDE = 1_002_240  # bytes, of DeepSeek-V4-Flash
@@ -39,21 +38,6 @@ def pages(page, generator, offset=576):
     data[..., 448:] = rotated.view(torch.uint8)
     scales[..., :7] = torch.randint(119, 124, (BLOCKS, page, 7), generator=generator).byte()
     return memory.as_strided((BLOCKS, page, 584), (STRIDE, 584, 1), offset)
-
-
-def keys(cache, slots):
-    """float64 [n, 512]: what is in these slots."""
-    found = []
-    for block, entry in (
-        (int(slot) // cache.shape[1], int(slot) % cache.shape[1]) for slot in slots
-    ):
-        flat = cache[block].flatten()
-        data, at = flat[576 * entry :][:576], 576 * cache.shape[1] + 8 * entry
-        values = torch.from_numpy(VALUES[False])[data[:448].long()]
-        scales = 2.0 ** (flat[at : at + 7].double() - 127)
-        rotated = data[448:].contiguous().view(BF16).double()
-        found.append(torch.cat((values * scales.repeat_interleave(64), rotated)))
-    return torch.stack(found) if found else torch.zeros(0, WIDTH, dtype=torch.double)
 
 
 def to_slots(chosen, owners, tables, page, valid):
@@ -162,10 +146,10 @@ class Step:
         """float64 [T, heads, 512]."""
         out = torch.zeros(len(self.q), self.heads, WIDTH, dtype=torch.double)
         for row, query in enumerate(self.q[:, : self.heads].double()):
-            read = [
-                keys(cache, slots[row, : lens[row]]) for cache, slots, lens in self.slots(layer)
-            ]
-            every = torch.cat(read)
+            every = torch.cat([
+                read_keys(cache, slots[row, : lens[row]], FP8_DS_MLA_V4, torch.float8_e4m3fn)
+                for cache, slots, lens in self.slots(layer)
+            ]).double()  # fmt: skip
             if len(every):
                 scores = query @ every.T * layer.scale
                 sink = layer.attn_sink[: self.heads, None].double()
