@@ -63,12 +63,9 @@ def declare(parser: argparse.ArgumentParser) -> None:
         "torch.bmm and quantization. Each is checked in the same run. Needs a GPU; what is not "
         "installed is left out."
     )
-    parser.add_argument(
-        "what", nargs="?", choices=[*DEFAULTS], default="region", help="default: %(default)s"
-    )
-    parser.add_argument(
-        "--csv", type=Path, help="file for the rows (default: build/bench/ and what is timed)"
-    )
+    add = parser.add_argument
+    add("what", nargs="?", choices=[*DEFAULTS], default="region", help="default: %(default)s")
+    add("--csv", type=Path, help="file for the rows (default: build/bench/ and what is timed)")
     for name, (metavar, text) in NUMBERS.items():
         of = {what: defaults[name] for what, defaults in DEFAULTS.items() if name in defaults}
         several = all(isinstance(default, tuple) for default in of.values())
@@ -76,28 +73,16 @@ def declare(parser: argparse.ArgumentParser) -> None:
             f"{what} {' '.join(map(str, default)) if several else default}"
             for what, default in of.items()
         )
-        parser.add_argument(
-            _option(name),
-            *ALIASES.get(name, ()),
-            type=positive,
-            nargs="+" if several else None,
-            metavar=metavar,
-            help=f"{text} (default: {said})".strip(),
-        )
+        text, nargs = f"{text} (default: {said})".strip(), "+" if several else None
+        names = _option(name), *ALIASES.get(name, ())
+        add(*names, type=positive, nargs=nargs, metavar=metavar, help=text)
     for name, text in FLAGS.items():
         having = ", ".join(what for what, defaults in DEFAULTS.items() if name in defaults)
-        text = f"{having}: {text}"
-        parser.add_argument(f"--{name}", action="store_true", default=None, help=text)
-    parser.add_argument(
-        "--peers", nargs="+", default=(), metavar="NAME", help="candidates (default: all)"
-    )
-    parser.add_argument(
-        "--report",
-        type=Path,
-        metavar="FILE",
-        help="a few shapes of both and what doctor finds, as JSON in FILE, to be sent",
-    )
-    parser.add_argument("--commit", default="", help="commit, where git does not know it")
+        add(f"--{name}", action="store_true", default=None, help=f"{having}: {text}")
+    add("--peers", nargs="+", default=(), metavar="NAME", help="candidates (default: all)")
+    text = "a few shapes of both and what doctor finds, as JSON in FILE, to be sent"
+    add("--report", type=Path, metavar="FILE", help=text)
+    add("--commit", default="", help="commit, where git does not know it")
 
 
 def settle(settings: argparse.Namespace) -> None:

@@ -16,14 +16,11 @@ def declare(parser: argparse.ArgumentParser) -> None:
         "attention=auto. Takes up to 5 minutes for a model. Run it on an idle GPU, and again after "
         "an upgrade of mla-fusion or Triton."
     )
-    parser.add_argument(
-        "model",
-        type=Path,
-        nargs="?",
-        metavar="CONFIG",
-        help="as for mla-fusion check: a file or its folder; without it all shapes that the "
-        "shipped measurements have, and only --out counts",
+    text = (
+        "as for mla-fusion check: a file or its folder; without it all shapes that the shipped "
+        "measurements have, and only --out counts"
     )
+    parser.add_argument("model", type=Path, nargs="?", metavar="CONFIG", help=text)
     option(parser, "--tensor-parallel-size", "TP", "measure the heads of one rank of TP", 1)
     text, types = "as in vLLM (default: auto, which is bfloat16)", "auto bfloat16 fp8 fp8_e4m3"
     option(parser, "--kv-cache-dtype", None, text, "auto", choices=types.split())

@@ -8,8 +8,8 @@ float64 before its time counts. The rows go to the file that `mla_fusion.runtime
 import argparse
 import itertools
 import json
+import os
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,9 +64,8 @@ def calibrate(cases: list[Case], facts: dict[str, str], path: Path, kernels: str
     """Measure one type, number of heads and of query rows, and store it; the exit status."""
     cases.sort(key=lambda case: case.batch)
     torch.manual_seed(0)
-    with tempfile.TemporaryDirectory() as scratch:
-        rows, offered = Path(scratch, "rows.csv"), candidates(cases[0].dtype)
-        timed = decode.table(rows, facts, paced(cases, offered), ROUNDS)
+    offered = candidates(cases[0].dtype)
+    timed = decode.table(Path(os.devnull), facts, paced(cases, offered), ROUNDS)
     wrong = [r for r in timed if r["candidate"] == decode.OURS and not is_right(r)]
     if wrong:
         print(f"WRONG in {len(wrong)} shapes, marked with !: nothing is written for attention=auto")
@@ -97,10 +96,7 @@ def every() -> list[argparse.Namespace]:
         for file in sorted(measured.FOLDER.glob("*.json"))
         for each in json.loads(file.read_bytes())["shapes"]
     }
-    return [
-        _of_shape(getattr(torch, dtype), heads, queries, values)
-        for dtype, heads, queries, values in sorted(shapes)
-    ]
+    return [_of_shape(getattr(torch, dtype), *rest) for dtype, *rest in sorted(shapes)]
 
 
 def _of_shape(dtype: torch.dtype, heads: int, queries: int, values: int) -> argparse.Namespace:
@@ -125,11 +121,10 @@ def _settings(arguments: argparse.Namespace) -> argparse.Namespace:
     layer = shrink.cut(model.config, model.architecture, 1, ranks, model.path).config
     widths = layer["kv_lora_rank"], layer["qk_rope_head_dim"]
     if widths != measured.WIDTHS:
+        ours, models = ("{} + {}".format(*each) for each in (measured.WIDTHS, widths))
         raise UserError(
-            "attention=auto takes cache entries of {} + {} only, and the model's have {} + {}: "
-            "leave the decode to vLLM, or ask for attention=portable".format(
-                *measured.WIDTHS, *widths
-            )
+            f"attention=auto takes cache entries of {ours} only, and the model's have {models}: "
+            "leave the decode to vLLM, or ask for attention=portable"
         )
     dtype = peers.FP8 if arguments.kv_cache_dtype.startswith("fp8") else peers.BF16
     heads, queries = layer["num_attention_heads"], 1 + arguments.speculative_tokens

@@ -46,9 +46,8 @@ def check(
             rows, lengths, longest = ragged_batch(rng, max_batch, granularity)
             starts = torch.tensor([0, *rows]).cumsum(0).int()
             lens = torch.tensor(lengths, dtype=torch.int32)
-            want.refresh(
-                qo_indptr=starts, seq_lens=lens, num_tokens=sum(rows), max_query_len=longest
-            )
+            step = {"num_tokens": sum(rows), "max_query_len": longest}
+            want.refresh(qo_indptr=starts, seq_lens=lens, **step)
             planner_triton.fill(got, starts.to(device), lens.to(device), longest)
             for name in PLANNED:
                 different += int((getattr(want, name) != getattr(got, name).cpu()).sum())

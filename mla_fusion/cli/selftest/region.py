@@ -31,10 +31,8 @@ def cases(kind: torch.dtype, thorough: bool) -> dict[str, Case]:
     if thorough:
         shapes += [(1, 128), (3, 16), (16, 32), (33, 64), (128, 128), (512, 16), (1000, 16)]
     found = {
-        f"{tokens} tokens, {heads} heads": dataclasses.replace(
-            real, tokens=tokens, heads=heads, seed=tokens
-        )
-        for tokens, heads in shapes
+        f"{n} tokens, {heads} heads": dataclasses.replace(real, tokens=n, heads=heads, seed=n)
+        for n, heads in shapes
     }
     many = dataclasses.replace(real, tokens=40, padded=tuple(range(0, 40, 3)))
     options: dict[str, dict[str, Any]] = {

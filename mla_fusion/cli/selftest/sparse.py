@@ -11,15 +11,10 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from mla_fusion.attention.hopper.fits import SPARSE_FP8_ROWS
+from mla_fusion.attention.plan import layouts
 from mla_fusion.attention.plan.device import has_hopper
 from mla_fusion.attention.plan.inputs import Scope
-from mla_fusion.attention.plan.layouts import (
-    EXPONENTS,
-    FP8_DS_MLA,
-    FP8_DS_MLA_V4,
-    WIDE,
-    CacheLayout,
-)
+from mla_fusion.attention.plan.layouts import WIDE, CacheLayout
 from mla_fusion.attention.sparse import sparse_mla_decode, sparse_scratch
 from mla_fusion.cli.bench.decode_peers import TOLERANCE
 from mla_fusion.cli.bench.kit import distance, exact_attention
@@ -70,7 +65,7 @@ def make_bank(variant: Variant, count: int, device: str) -> tuple[list[torch.Ten
     data, wide = codes.view(torch.uint8), rotated.view(torch.uint8)
     if layout.behind:
         scales = torch.exp2(exponents.double())
-        filled = torch.zeros(count, EXPONENTS, dtype=torch.uint8, device=device)
+        filled = torch.zeros(count, layouts.EXPONENTS, dtype=torch.uint8, device=device)
         filled[:, :groups] = (exponents + 127).to(torch.uint8)
         parts = [torch.cat((data, wide), 1), filled]
     else:
@@ -104,11 +99,10 @@ class Bench:
             self.scopes.append(Scope(of_type, wide[:, :columns], layout))
         self.lengths = [torch.zeros(tokens, dtype=torch.int32, device=device) for _ in self.scopes]
         latent = variant.latent if layout is None else layout.latent
-        kv_dtype = variant.kv
         self.scratch = sparse_scratch(
             max_tokens=32, num_heads=variant.heads, widths=variant.columns, q_dtype=variant.q,
-            kv_dtype=kv_dtype, device=device, v_head_dim=latent,
-            layout=layout, ctas=5 if device == "cpu" else None,
+            kv_dtype=variant.kv, device=device, v_head_dim=latent, layout=layout,
+            ctas=5 if device == "cpu" else None,
         )  # fmt: skip
         self.out = torch.empty(tokens, variant.heads, latent, device=device, dtype=BF16)
         self.lse = torch.empty(tokens, variant.heads, device=device)
@@ -199,7 +193,7 @@ def variants(kind: str, fp8: torch.dtype) -> list[Variant]:
     if kind == "fp8":
         return [Variant(n, c, None, fp8, fp8) for n, c in ((16, (2048,)), (128, two))]
     if kind == "656 bytes":
-        layout, shapes = FP8_DS_MLA, [(16, (2048,)), (128, (512,)), (8, (70,)), (64, two)]
+        layout, shapes = layouts.FP8_DS_MLA, [(16, (2048,)), (128, (512,)), (8, (70,)), (64, two)]
     else:
-        layout, shapes = FP8_DS_MLA_V4, [(8, (70,)), (16, two), (128, (512,))]
+        layout, shapes = layouts.FP8_DS_MLA_V4, [(8, (70,)), (16, two), (128, (512,))]
     return [Variant(n, columns, layout, BF16, fp8) for n, columns in shapes]
