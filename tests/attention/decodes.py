@@ -13,15 +13,10 @@ def plan_for(**changes):
     """A plan of 8 CTAs on the CPU for 4 sequences of one row of 20 heads, and `changes`."""
     planner = changes.get("planner", "portable")
     fields = {
-        "max_batch": 4,
-        "max_query_len": 1,
-        "num_heads": 20,
-        "q_dtype": BF16,
-        "kv_dtype": BF16,
-        "device": "cpu",
-        "ctas": 8 if planner == "portable" else None,
-    }
-    return PersistentDecodePlan.allocate(**{**fields, **changes})
+        "max_batch": 4, "max_query_len": 1, "num_heads": 20, "q_dtype": BF16, "kv_dtype": BF16,
+        "device": "cpu", "ctas": 8 if planner == "portable" else None,
+    }  # fmt: skip
+    return PersistentDecodePlan.allocate(**fields | changes)
 
 
 def refresh(plan, query_lens, seq_lens, num_tokens=None):
@@ -35,7 +30,6 @@ def refresh(plan, query_lens, seq_lens, num_tokens=None):
 
 
 def addresses(plan):
-    """Where each tensor of a plan is."""
     tensors = {name: x for name, x in vars(plan).items() if isinstance(x, torch.Tensor)}
     return {name: tensor.data_ptr() for name, tensor in tensors.items()}
 
@@ -70,15 +64,11 @@ def arguments(query_lens, seq_lens, page=16, v_head_dim=64, rope=16, **options):
         rows = random(g, length, width, dtype=settings.kv_dtype)
         cache[table[b, at // page].long(), at % page] = rows
     tokens = sum(query_lens)
+    q = random(g, tokens, settings.num_heads, width, dtype=settings.q_dtype)
     return {
-        "q": random(g, tokens, settings.num_heads, width, dtype=settings.q_dtype),
-        "kv_cache": cache,
-        "plan": plan,
-        "block_table": table,
-        "softmax_scale": SCALE,
-        "q_scale": torch.tensor([0.2]),
-        "kv_scale": torch.tensor([0.3]),
-    }
+        "q": q, "kv_cache": cache, "plan": plan, "block_table": table, "softmax_scale": SCALE,
+        "q_scale": torch.tensor([0.2]), "kv_scale": torch.tensor([0.3]),
+    }  # fmt: skip
 
 
 def exact(x, scale):

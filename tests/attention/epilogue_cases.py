@@ -47,13 +47,11 @@ def make(case, quantization="none", fp8=FN, lse=False):
     """The inputs of an epilogue: a plan whose splits are those of `case`, and random values."""
     g = torch.Generator().manual_seed(len(case.rows) + sum(case.splits))
     most = max(case.rows)
+    per_work = case.per_work or (16 if case.heads > 16 else None)
     plan = decodes.plan_for(
-        max_batch=len(case.rows),
-        max_query_len=most,
-        num_heads=case.heads,
-        v_head_dim=case.latent,
-        heads_per_work=case.per_work or (16 if case.heads > 16 else None),
-    )
+        max_batch=len(case.rows), max_query_len=most, num_heads=case.heads,
+        v_head_dim=case.latent, heads_per_work=per_work,
+    )  # fmt: skip
     tokens = sum(case.rows) + case.padding
     decodes.refresh(plan, case.rows, [n + 9 for n in case.rows], tokens)
     counts = [n for n in case.splits for _ in range(plan.fold)]

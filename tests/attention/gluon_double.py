@@ -47,12 +47,10 @@ class Machine(Program):
         self.open.append((target.data, value))
 
     def commit_group(self):
-        """End a group of copies."""
         self.groups.append(self.open)
         self.open = []
 
     def wait_group(self, outstanding):
-        """Land all groups but the last ones."""
         while len(self.groups) > outstanding:
             for target, value in self.groups.pop(0):
                 target.copy_(value)
@@ -61,11 +59,9 @@ class Machine(Program):
     # Products
 
     def warpgroup_mma(self, a, b, acc, use_acc=True, is_async=False):
-        """A matrix product, at once."""
         self.check_operands(a, b)
         product = a.data.float() @ b.data.float()
         return Tensor(acc.data + product if use_acc else product, acc.layout)
 
     def warpgroup_mma_wait(self, outstanding, deps):
-        """Products are done already."""
         return deps[0] if len(deps) == 1 else tuple(deps)

@@ -55,7 +55,6 @@ class Program:
     # The kernel in front
 
     def behind(self, what):
-        """Refuse what is done in front of the wait for it."""
         assert not self.pdl or self.threads() in self.waited, f"{what} before the kernel in front"
 
     # What products may read
@@ -65,11 +64,9 @@ class Program:
         return ""
 
     def loaded(self, data, layout):
-        """What threads load from shared memory."""
         return Tensor(data.clone(), layout)
 
     def stored(self, data):
-        """Threads write shared memory."""
         self.unfenced.add((self.threads(), storage(data)))
 
     def fence_async_shared(self):
@@ -187,7 +184,6 @@ class Program:
         return types.FunctionType(code, self.namespaces[id(module)], code.co_name, defaults)
 
     def argument(self, name, value):
-        """What a kernel gets for an argument."""
         if isinstance(value, torch.Tensor):
             whole = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage())
             return Pointer(whole, torch.tensor(value.storage_offset()))
@@ -196,12 +192,10 @@ class Program:
         return value
 
     def ended(self):
-        """A program has ended."""
         for each in (self.unfenced, self.unseen, self.waited):
             each.clear()
 
     def launch(self, kernel, grid, arguments, options):
-        """Run all programs of a launch."""
         named = dict(zip(kernel.arg_names, arguments, strict=False))
         named |= {name: value for name, value in options.items() if name in kernel.arg_names}
         self.pdl, self.warps = bool(options.get("launch_pdl")), options["num_warps"]

@@ -18,7 +18,6 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # b
 
 
 def raw(value):
-    """The torch tensor or number in a value."""
     return value.data if isinstance(value, Tensor) else value
 
 
@@ -97,7 +96,6 @@ class Pointer:
         return Pointer(self.storage, self.offset[key])
 
     def to(self, dtype, bitcast):
-        """Pointers to elements of another size."""
         assert bitcast
         wide = TYPES[dtype.element_ty]
         ratio = wide.itemsize // self.storage.dtype.itemsize
@@ -134,7 +132,6 @@ def poison(data):
 
 
 def storage(data):
-    """The allocation that a view is of."""
     return data.untyped_storage().data_ptr()
 
 

@@ -30,7 +30,6 @@ class Barrier:
         self.count, self.pending, self.bytes, self.phases = 0, 0, 0, 0
 
     def complete(self):
-        """Begin the next phase if nothing is missing."""
         assert self.pending >= 0, "more arrivals than a phase has"
         if self.pending == 0 and self.bytes == 0:
             self.phases, self.pending = self.phases + 1, self.count
@@ -49,7 +48,6 @@ class Descriptor:
         )
 
     def box(self, corner):
-        """The elements of a box; zeros outside of the tensor."""
         block = self.block_type.shape
         ends = [slice(at, at + n) for at, n in zip(corner, block, strict=True)]
         inside = self.data[tuple(ends)]
@@ -109,7 +107,6 @@ class Machine(Program):
         self.mbarrier = types.SimpleNamespace(**own, MBarrierLayout=lambda: "barriers")
 
     def argument(self, name, value):
-        """What a kernel gets for an argument; the copy engine's descriptors too."""
         return Descriptor(value) if hasattr(value, "block_shape") else super().argument(name, value)
 
     # Threads
@@ -132,7 +129,6 @@ class Machine(Program):
             self.land()
 
     def switch(self):
-        """Let another thread run."""
         me = self.threads()
         with self.changed:
             while self.flying and self.random.random() < 0.4:
@@ -144,7 +140,6 @@ class Machine(Program):
                 raise RuntimeError("another thread failed")
 
     def run(self, name, function, args):
-        """A thread of a partition."""
         try:
             with self.changed:
                 self.changed.wait_for(lambda: self.turn == name or self.failed is not None)
@@ -162,7 +157,6 @@ class Machine(Program):
             self.changed.notify_all()
 
     def gl_warp_specialize(self, partitions, warps, registers):
-        """Run all partitions."""
         assert len(warps) == len(registers) == len(partitions) - 1
         names = [f"partition {i}" for i in range(len(partitions))]
         self.live, self.waiting = set(names), {}
@@ -213,7 +207,6 @@ class Machine(Program):
         self.flying.append((barrier, target.data, value))
 
     def land(self):
-        """One of the copies arrives."""
         barrier, target, value = self.flying.pop(self.random.randrange(len(self.flying)))
         target.copy_(value)
         barrier.bytes -= value.numel() * value.element_size()

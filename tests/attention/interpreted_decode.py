@@ -19,20 +19,14 @@ from tests.nightly import daily
 interpreter.install()
 
 DAILY = [
-    Shape(8, 1, 16, 64, 16, gap=3, batch=4),
-    Shape(128, 1, 32, 64, 16, batch=2),
-    Shape(8, 4, 16, 64, 16, batch=4),
-    Shape(24, 2, 32, 64, 16, FN, FN, batch=2),
-    Shape(16, 1, 64, batch=1),
-    Shape(16, 1, 64, 64, 16, kv=FN, batch=2),
+    Shape(8, 1, 16, 64, 16, gap=3, batch=4), Shape(128, 1, 32, 64, 16, batch=2),
+    Shape(8, 4, 16, 64, 16, batch=4), Shape(24, 2, 32, 64, 16, FN, FN, batch=2),
+    Shape(16, 1, 64, batch=1), Shape(16, 1, 64, 64, 16, kv=FN, batch=2),
     Shape(16, 2, 128, 80, 48, FN, FN, batch=2),
-]
+]  # fmt: skip
 SHAPES = [
-    *DAILY,
-    Shape(16, 1, 1, 64, 16, FP16, FP16, batch=3),
-    Shape(16, 8, 64, 64, 16, batch=2),
-    Shape(16, 1, 16, 64, 16, FNUZ, FNUZ, batch=1),
-    Shape(16, 1, 16, 64, 16, FP16, FN, batch=1),
+    *DAILY, Shape(16, 1, 1, 64, 16, FP16, FP16, batch=3), Shape(16, 8, 64, 64, 16, batch=2),
+    Shape(16, 1, 16, 64, 16, FNUZ, FNUZ, batch=1), Shape(16, 1, 16, 64, 16, FP16, FN, batch=1),
     *(Shape(16, 2, 32, *widths, dtype, dtype, gap=3, batch=2)
       for dtype, *widths in ((BF16, 256, 64), (BF16, 320, 64), (FN, 256, 64), (FN, 256, 32),
                              (BF16, 640, 96), (BF16, 512, 128), (BF16, 1024, 128))),

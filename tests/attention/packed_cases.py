@@ -32,12 +32,10 @@ class Case:
 
     @property
     def kv_dtype(self):
-        """Which e4m3."""
         return FNUZ if self.fnuz else FN
 
 
 def random_case(seed):
-    """Any layout, lists, lengths and sink."""
     rng = random.Random(seed)
     tokens, count = rng.randint(1, 3), rng.randint(1, 2)
     widths = tuple(rng.choice((1, rng.randint(2, 40), 64, 65)) for _ in range(count))
@@ -46,19 +44,14 @@ def random_case(seed):
         drawn = [rng.choice((0, most, rng.randint(0, most))) for _ in range(tokens)]
         return None if rng.random() < 0.3 else drawn
 
+    layout = rng.choice((V32, V4))
+    kinds = tuple(rng.choice(("full", "holes", "none", "mixed", "same")) for _ in widths)
     return Case(
-        rng.choice((V32, V4)),
-        tuple(rng.choice(("full", "holes", "none", "mixed", "same")) for _ in widths),
-        widths,
-        tuple(map(lengths, widths)),
-        heads=rng.choice((1, 8, 16, 20, 40)),
-        fnuz=rng.random() < 0.2,
-        page=rng.choice((1, 2, 4, 8, 64)),
-        gap=rng.choice((0, 0, 16, 1156)),
+        layout, kinds, widths, tuple(map(lengths, widths)), tokens=tokens, seed=seed,
+        heads=rng.choice((1, 8, 16, 20, 40)), fnuz=rng.random() < 0.2,
+        page=rng.choice((1, 2, 4, 8, 64)), gap=rng.choice((0, 0, 16, 1156)),
         sink=rng.choice((None, 0, 5, 40)),
-        tokens=tokens,
-        seed=seed,
-    )
+    )  # fmt: skip
 
 
 class Inputs:
@@ -89,7 +82,6 @@ class Inputs:
         self.listed = [torch.tensor(np.array(each)).reshape(-1, width) for each in keys]
 
     def expected(self, dtype=torch.double):
-        """(out, lse) in float64, of keys rounded to `dtype`."""
         pairs = [
             decodes.attention(q.double(), keys.to(dtype).double(), 512, self.sink)
             for q, keys in zip(self.q, self.listed, strict=True)

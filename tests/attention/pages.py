@@ -62,7 +62,6 @@ class Cache:
         self.keys = {}
 
     def put(self, at, data):
-        """Overwrite the bytes from `at` on."""
         self.memory[at : at + len(data)] = data
 
     def write(self, slot, numbers, rng):

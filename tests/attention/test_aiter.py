@@ -51,7 +51,6 @@ def published(monkeypatch):
 
 
 def arguments(**changes):
-    """The arguments of a decode of a ragged batch of three."""
     options = {"planner": "aiter", "num_heads": 12} | changes
     return decodes.arguments(ROWS, LENGTHS, **WIDTHS, **options)
 

@@ -7,17 +7,8 @@ from mla_fusion.attention import Epilogue, persistent_mla_decode
 from mla_fusion.attention.plan.inputs import Inputs
 from mla_fusion.attention.reference import power_of_two
 from mla_fusion.cli.bench.kit import distance, steps
-from tests.attention.decodes import (
-    BF16,
-    FN,
-    FNUZ,
-    FP16,
-    Launches,
-    arguments,
-    definition,
-    plan_for,
-    refresh,
-)
+from tests.attention import decodes
+from tests.attention.decodes import BF16, FN, FNUZ, FP16, arguments, definition, plan_for, refresh
 
 HEADS, LATENT, VALUES = 4, 64, 32
 WIDTH = HEADS * VALUES
@@ -153,11 +144,7 @@ def test_the_latents_are_of_the_type_of_w_uv():
 triton = pytest.importorskip("triton")
 from mla_fusion.attention import triton as provider  # noqa: E402
 from mla_fusion.attention.hopper.fits import product_rows  # noqa: E402
-from mla_fusion.attention.triton import (  # noqa: E402
-    decode_kernel,
-    epilogue_kernel,
-    reduce_kernel,
-)
+from mla_fusion.attention.triton import decode_kernel, epilogue_kernel, reduce_kernel  # noqa: E402
 from mla_fusion.attention.triton import epilogue as epilogues  # noqa: E402
 
 
@@ -233,7 +220,7 @@ def test_a_warm_up_runs_every_launch():
 @pytest.mark.parametrize("batch, kernels", [(1, ["epilogue"]), (64, ["reduce"])])
 def test_the_launches(monkeypatch, batch, kernels):
     """One behind the decode, with programs for all rows, heads and columns; or the reduction."""
-    made = {name: Launches() for name in ("decode", "reduce", "epilogue")}
+    made = {name: decodes.Launches() for name in ("decode", "reduce", "epilogue")}
     shape = epilogues.Shape(1, 16, 4, 32, 8) if batch == 1 else None
     if shape:
         monkeypatch.setattr(torch.Tensor, "new_empty", None)  # nothing is allocated

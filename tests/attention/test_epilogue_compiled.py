@@ -37,7 +37,6 @@ def inputs(target, heads, *, values=128, latent=512, quantization="none", dense=
 
 
 def arguments(target, heads, shape, **options):
-    """Launch arguments of the epilogue, for a GPU."""
     with as_on(target):
         return epilogues.arguments(inputs(target, heads, **options), shape)
 

@@ -58,7 +58,6 @@ def run(case, edit=None):
 
 
 def merge(plan, tile, splits, sink, out, lse):
-    """The reduction of one tile."""
     token, block = divmod(tile, plan.fold)
     per_work, heads = plan.heads_per_work, out.shape[1]
     first = block * per_work
@@ -80,7 +79,6 @@ def rounds(case):
 
 
 def check(case):
-    """Compare a case with float64."""
     out, lse, inputs = run(case)
     want, want_lse = inputs.expected(BF16 if rounds(case) else torch.double)
     assert distance(out, want) <= TOLERANCE

@@ -20,13 +20,9 @@ seen: collections.Counter[str] = collections.Counter()
 @st.composite
 def batches(draw):
     """Rules, the longest query, and two ragged batches of (query rows, KV tokens)."""
-    rules = Rules(
-        ctas=draw(st.integers(1, 40)),
-        fold=draw(st.sampled_from((1, 1, 2, 8))),
-        granularity=draw(st.sampled_from((1, 16, 64))),
-        overhead=draw(st.sampled_from((1, 2, 16))),
-        max_split_per_batch=draw(st.sampled_from((-1, -1, 1, 4, 16))),
-    )
+    # CTAs, fold, granularity, overhead, cap.
+    choices = (1, 1, 2, 8), (1, 16, 64), (1, 2, 16), (-1, -1, 1, 4, 16)
+    rules = Rules(draw(st.integers(1, 40)), *(draw(st.sampled_from(each)) for each in choices))
     longest = draw(st.sampled_from((1, 1, 2, 4, 8)))
     rows = st.sampled_from((longest, longest, 1, 0)) | st.integers(0, longest)
     tokens = st.integers(0, 70) | st.integers(0, 2000) | st.sampled_from((0, 1, 15, 16, 17, 512))

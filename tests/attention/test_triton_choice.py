@@ -51,7 +51,6 @@ def chosen(given):
 
 
 def sparse(given):
-    """The same cache as lists of slots."""
     scope = Scope(given.kv_cache, given.block_table)
     return dataclasses.replace(given, sparse=Sparse(scope, 0, given.plan.kv_indptr, None))
 

@@ -12,7 +12,6 @@ DEEPSEEK = (512, 64)
 
 
 def meta(*shape, dtype=BF16):
-    """A tensor without memory."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
@@ -35,7 +34,6 @@ def inputs(
 
 
 def arguments(target, module, *heads_and_type, **shape):
-    """Launch arguments of the decode kernel of a module."""
     with as_on(target):
         _, args, options = module.arguments(inputs(*heads_and_type, **shape))
     return args, options

@@ -82,7 +82,6 @@ def to_slots(req_id, block_table, token_indices, BLOCK_SIZE, NUM_TOPK_TOKENS, st
 
 
 def layer(config, heads=16, cache="fp8_ds_mla"):
-    """The implementation of a layer of CUSTOM."""
     from vllm.config import set_current_vllm_config
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -98,7 +97,6 @@ def layer(config, heads=16, cache="fp8_ds_mla"):
 
 
 def load(config, *impls):
-    """What happens when a model with these layers is loaded."""
     layers = {str(i): types.SimpleNamespace(impl=impl) for i, impl in enumerate(impls)}
     sparse_layers.attach(layers, config)
 
@@ -244,5 +242,4 @@ def timed(caches):
 
 
 def fp8_type():
-    """That of vLLM's platform."""
     return vllm_compat.fp8_dtype()

@@ -16,17 +16,8 @@ from mla_fusion.kernels import ProviderUnavailable
 from mla_fusion.kernels import triton as region
 from mla_fusion.plugin import workers
 from mla_fusion.runtime import sparse_step
-from tests.sparse.layers import (
-    PAGE,
-    Batch,
-    Step,
-    forward_pass,
-    imitate,
-    layer,
-    load,
-    run,
-    timed,
-)
+from tests.sparse import layers as imitated
+from tests.sparse.layers import PAGE, Batch, Step, forward_pass, layer, load, run
 
 mla_fusion.register()
 
@@ -44,7 +35,7 @@ BATCHES = {
 @pytest.fixture
 def make(config, monkeypatch):
     """make(**what differs) -> a layer."""
-    imitate(monkeypatch)
+    imitated.imitate(monkeypatch)
     return lambda **changes: layer(config, **changes)
 
 
@@ -286,7 +277,7 @@ def test_the_table_of_shapes(heads, packed, bf16):
 def test_what_is_faster_was_measured():
     """By the latest rows of each number of heads, and no larger step that was measured is."""
     times: dict = {}
-    for (_, _, heads, tokens), found in timed("fp8_ds_mla").items():
+    for (_, _, heads, tokens), found in imitated.timed("fp8_ds_mla").items():
         times.setdefault((heads, tokens), {}).update(found)
     assert {heads for heads, _ in times} == {8, 16, 32, 64, 128}
     for (heads, tokens), found in times.items():

@@ -48,7 +48,6 @@ def to_slots(chosen, owners, tables, page, valid):
 
 
 def module(package="deepseek_v4"):
-    """vLLM's, with the class of a layer."""
     return importlib.import_module(f"vllm.models.{package}.nvidia.flashmla")
 
 
@@ -143,7 +142,6 @@ class Step:
         return found
 
     def expected(self, layer):
-        """float64 [T, heads, 512]."""
         out = torch.zeros(len(self.q), self.heads, WIDTH, dtype=torch.double)
         for row, query in enumerate(self.q[:, : self.heads].double()):
             every = torch.cat([
