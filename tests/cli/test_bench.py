@@ -40,7 +40,7 @@ def gpu(monkeypatch):
         (region_peers, "OWN_ROUNDING", own),
         (region_peers, "chosen_plan", lambda case: region_peers.Plan()),
         (region_cases, "make_weights", lambda heads, layers, widths: [None] * layers),
-        (region_cases, "make_region", lambda case, calls: region_cases.Region(case, calls)),
+        (region_cases, "make_region", lambda case, calls: region_cases.Region(case, calls, None)),
         (region_cases, "agreement", lambda _, layer, expected=None: agreements[expected or layer]),
         (region_cases, "capture", lambda region, layer: SimpleNamespace(replay=lambda: None)),
         (kit, "interleave", lambda graphs, _, rounds: dict.fromkeys(graphs, [2.0] * rounds)),
@@ -61,7 +61,7 @@ def test_rows_and_what_is_missing(gpu, capsys, tmp_path):
     assert ours == [("1", "16"), ("8", "16")]
     assert {r["candidate"] for r in rows} == set(region_peers.PEERS) - {"flashinfer"}
     assert {(r["p50_us"], r["commit"], r["query"]) for r in rows} == {("2.0", "abc", "fp8")}
-    assert {r["candidate"] for r in rows if r["equal"] == ""} == set(region_peers.NOT_A_RESULT)
+    assert {r["candidate"] for r in rows if r["equal"] == ""} == {*region_peers.NOT_A_RESULT}
     assert {(r["nope"], r["rope"], r["latent"]) for r in rows} == {("64", "64", "256")}
 
 

@@ -152,17 +152,12 @@ def run(module: Any, call: Call, **extra: Any) -> tuple[torch.Tensor, torch.Tens
 @dataclasses.dataclass
 class Region:
     """A case and the call of each layer, on the current CUDA device: weights, cache and, in turns,
-    one of a few sets of activations."""
+    one of a few sets of activations. angles: cosines and sines [n, R] in fp32, exact in bf16 too.
+    """
 
     case: Case
     calls: list[Inputs]
-
-    @property
-    def angles(self) -> torch.Tensor:
-        """Cosines and sines [n, R] in fp32, exact in bf16 too."""
-        cos_sin = self.calls[0].cos_sin_cache
-        assert cos_sin is not None
-        return cos_sin
+    angles: torch.Tensor
 
 
 def make_weights(heads: int, layers: int, widths: Widths = DEEPSEEK) -> list[torch.Tensor]:
@@ -189,7 +184,7 @@ def make_region(case: Case, weights: list[torch.Tensor]) -> Region:
     for i, weight in enumerate(weights):
         given = sets[i % ACTIVATION_SETS]
         calls.append(given._replace(w_uk_t=weight, kv_cache=poisoned(given.kv_cache)))
-    return Region(case, calls)
+    return Region(case, calls, cos_sin)
 
 
 Layer = Callable[[Inputs], torch.Tensor | None]
