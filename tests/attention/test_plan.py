@@ -61,8 +61,8 @@ def plan_of(rules, seq_lens):
     "ctas, lengths, most, is_level",
     [
         (132, [1024] * 64, 8, True),  # not 10 and 6
-        (264, [1024] * 128, 8, True),
         (132, [1024] * 16, 3, False),  # not 2: a split costs more than a block saves
+        (132, [2048] * 64, 16, True),  # not 18 and 14
         (132, [8192] * 64, 64, True),
         (12, [2256, 2394, 741, 376], 9, False),  # the second budget that is tried
         (4, [108, 423, 1038, 638], 10, False),  # the third

@@ -20,7 +20,7 @@ Nothing is cut where each CTA can take a whole tile within its budget: there are
 than CTAs, and the longest sequence fits. The largest load has the same bound, and no split has
 to be merged.
 
-Else smaller budgets are tried where the share is at most `SMALL_SHARE` overheads: from the one by
+Else smaller budgets are tried where the share is at most `SMALL_SHARE` blocks: from the one by
 which the tiles would fit if no CTA had anything left, in `STEPS` steps of an overhead. So 64
 sequences of 16 blocks are cut in 8 and 8 for 132 CTAs, not in 10 and 6. A smaller budget leaves
 room for an overhead of blocks at least: with half as many, 16 sequences of 16 blocks took longer.
@@ -42,7 +42,7 @@ Numbers = np.ndarray[Any, np.dtype[np.int32]]
 
 PROVIDERS = ("reference", "triton")
 MERGED_AT_ONCE = 32  # splits, by a CTA of the reduction
-SMALL_SHARE, STEPS = 4, 4
+SMALL_SHARE, STEPS = 64, 4
 # Columns of work_info_set; the eighth is padding.
 BATCH, PARTIAL_ROW, QO_START, QO_END, KV_START, KV_END, KV_OFFSET = range(7)
 
@@ -173,7 +173,7 @@ def _pack_tightly(
     kept = overhead
     if len(tiles) <= busy and longest <= share:
         kept = largest
-    elif share <= SMALL_SHARE * overhead:
+    elif share <= SMALL_SHARE:
         budget = min(largest, max(share, 2 * overhead))
         while budget < largest and least_cost(budget) > busy * budget:
             budget += 1

@@ -100,7 +100,7 @@ def plan_kernel(
     budget, kept = share + OVERHEAD, tl.full([], OVERHEAD, tl.int32)
     if (live_tiles <= busy) & (longest <= share):
         kept = budget  # a CTA that would cut a tile keeps all of its budget: it need not
-    elif share <= SMALL * OVERHEAD:
+    elif share <= SMALL:
         budget = smallest_budget(sequences, b, share, total, busy, MAX_BATCH, FOLD, OVERHEAD)
     last = busy
     while last >= busy:
