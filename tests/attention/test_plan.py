@@ -103,7 +103,7 @@ def test_a_cap_is_a_budget_of_the_whole_batch():
 
 
 @pytest.mark.parametrize(
-    "tiles, longest, cut", [(132, 1400, False), (133, 1400, True), (132, 1500, True)]
+    "tiles, longest, cut", [(132, 1600, False), (133, 1400, True), (132, 1700, True)]
 )
 def test_nothing_is_cut_where_whole_tiles_are_within_the_budget(tiles, longest, cut):
     """Lengths that differ by less than an item costs, as after a common prompt: a CTA that
