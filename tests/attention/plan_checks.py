@@ -79,10 +79,10 @@ def check_plan(plan, rules, query_lens, seq_lens, max_query_len):
     load = np.array(worker_load(plan, rules))
     busy = rules.busy_ctas(batch)
     assert not load[busy:].any()
-    tail = -(-(max_query_len - 1) // rules.granularity)
+    spare = max(-(-(max_query_len - 1) // rules.granularity), 0 if splits else rules.overhead // 2)
     if load.any():
         is_long = max(seq_lens) > planner.MERGED_AT_ONCE * rules.granularity
-        assert load.max() <= max(load[:busy].mean() + 1, 1 + is_long) + rules.overhead + tail
+        assert load.max() <= max(load[:busy].mean() + 1, 1 + is_long) + rules.overhead + spare
 
 
 def worker_load(plan, rules):

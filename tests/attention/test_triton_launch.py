@@ -105,11 +105,11 @@ def test_the_grid_of_the_reduction_is_that_of_the_step(monkeypatch):
     reductions = Launches()
     monkeypatch.setattr(decode_kernel, "kernel", Launches())
     monkeypatch.setattr(reduce_kernel, "kernel", reductions)
-    plan = plan_for(max_batch=256, num_heads=128, ctas=132)
+    plan = plan_for(max_batch=256, max_query_len=4, num_heads=16, ctas=132)
     for batch in (1, 4, 64):
         launch(plan, batch)
     # Two programs for each row of few tiles, one for four rows of many.
-    assert reductions.grids == [(2, 64, 2), (8, 64, 1), (128, 16, 1)]
+    assert reductions.grids == [(1, 64, 2), (4, 64, 1), (64, 16, 1)]
 
 
 def test_the_first_decode_of_a_refreshed_plan_waits_for_it(monkeypatch):

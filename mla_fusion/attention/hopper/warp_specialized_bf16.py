@@ -13,8 +13,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc
 
 from mla_fusion.attention.hopper import warp_specialized_rows as rows
-from mla_fusion.attention.hopper.copy import barrier
-from mla_fusion.attention.hopper.warp_specialized_copy import ROWS, WARPS, clear_rows, turn_of
+from mla_fusion.attention.hopper.copy import barrier, clear_rows
+from mla_fusion.attention.hopper.warp_specialized_copy import ROWS, WARPS, turn_of
 from mla_fusion.attention.hopper.work import TILE, items_of, read_item, tiles_of
 
 

@@ -8,11 +8,11 @@ from collections import namedtuple
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc
 
-from mla_fusion.attention.hopper.copy import barrier, boxes, tma_load
+from mla_fusion.attention.hopper.copy import boxes, tma_load
 from mla_fusion.attention.hopper.tile import reinterpret
 from mla_fusion.attention.hopper.work import TILE, items_of, read_item, tiles_of
 
@@ -142,17 +142,3 @@ def copy_rows(box, token, head, column, full, target):
     layout: gl.constexpr = box.layout
     target = reinterpret(target, target.dtype, SHAPE, layout)
     tma_load(box, [token, head, column], full, target)
-
-
-@gluon.jit
-def clear_rows(tile, count):
-    """Zero the rows of `tile` [tokens, columns] from `count` on: they may hold NaN."""
-    PART: gl.constexpr = 64
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-    row = gl.arange(0, TILE, gl.SliceLayout(1, layout))
-    for i in gl.static_range(tile.shape[1] // PART):
-        part = tile.slice(i * PART, PART, dim=1)
-        zeros = gl.zeros([TILE, PART], tile.dtype, layout)
-        part.store(gl.where((row < count)[:, None], part.load(layout), zeros))
-    fence_async_shared()
-    barrier()

@@ -16,14 +16,15 @@ block. CTAs are served in order, sequences in order, head blocks inside their se
    too: every later split has a key that the first row sees;
 3. else the CTA is full.
 
-Nothing is cut where each CTA can take a whole tile within its budget: there are no more tiles
-than CTAs, and the longest sequence fits. The largest load has the same bound, and no split has
-to be merged.
+Nothing is cut where there are no more tiles than CTAs, and the longest has at most half an overhead
+more blocks than the share: less than merging takes.
 
-Else smaller budgets are tried where the share is at most `SMALL_SHARE` overheads: from the one by
-which the tiles would fit if no CTA had anything left, in `STEPS` steps of an overhead. So 64
-sequences of 16 blocks are cut in 8 and 8 for 132 CTAs, not in 10 and 6. A smaller budget leaves
-room for an overhead of blocks at least: with half as many, 16 sequences of 16 blocks took longer.
+Else smaller budgets are tried where the share is at most `SMALL_SHARE` overheads, or `EVEN_SHARE`
+blocks if all tiles are as long: from the one by which the tiles would fit if no CTA had anything
+left, in `STEPS` steps of an overhead. So 64 sequences of 32 blocks are cut in 16 and 16 for 132
+CTAs, not in 18 and 14. Tiles of other lengths seldom fit, and each budget is a pass. A smaller
+budget leaves room for an overhead of blocks at least: with half as many, 16 sequences of 16 blocks
+took longer.
 
 A sequence that one CTA took whole is written by it; splits of others go to partial rows,
 numbered in order, that a reduction merges.
@@ -42,7 +43,7 @@ Numbers = np.ndarray[Any, np.dtype[np.int32]]
 
 PROVIDERS = ("reference", "triton")
 MERGED_AT_ONCE = 32  # splits, by a CTA of the reduction
-SMALL_SHARE, STEPS = 4, 4
+SMALL_SHARE, EVEN_SHARE, STEPS = 4, 64, 4
 # Columns of work_info_set; the eighth is padding.
 BATCH, PARTIAL_ROW, QO_START, QO_END, KV_START, KV_END, KV_OFFSET = range(7)
 
@@ -171,9 +172,10 @@ def _pack_tightly(
 
     budget = largest = share + overhead
     kept = overhead
-    if len(tiles) <= busy and longest <= share:
-        kept = largest
-    elif share <= SMALL_SHARE * overhead:
+    is_even = total == len(tiles) * (longest + overhead)
+    if len(tiles) <= busy and longest <= share + overhead // 2:
+        kept = budget = max(largest, longest + overhead)
+    elif share <= (EVEN_SHARE if is_even else SMALL_SHARE * overhead):
         budget = min(largest, max(share, 2 * overhead))
         while budget < largest and least_cost(budget) > busy * budget:
             budget += 1

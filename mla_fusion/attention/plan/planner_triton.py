@@ -17,12 +17,13 @@ import triton
 import triton.language as tl
 
 from mla_fusion.attention.plan.buffers import PLANNED, PlanBuffers
-from mla_fusion.attention.plan.planner import MERGED_AT_ONCE, SMALL_SHARE, STEPS
+from mla_fusion.attention.plan.planner import EVEN_SHARE, MERGED_AT_ONCE, SMALL_SHARE, STEPS
 from mla_fusion.attention.plan.planner import allocate as allocate
 from mla_fusion.attention.plan.planner import require as require
 
 PROVIDERS = ("triton", "reference")
 MERGED, SMALL, TRIED = map(tl.constexpr, (MERGED_AT_ONCE, SMALL_SHARE, STEPS))
+EVEN = tl.constexpr(EVEN_SHARE)
 
 
 def fill(
@@ -98,9 +99,11 @@ def plan_kernel(
     share = tl.maximum((total + busy - 1) // busy, 1 + (longest > MERGED).to(tl.int32))
 
     budget, kept = share + OVERHEAD, tl.full([], OVERHEAD, tl.int32)
-    if (live_tiles <= busy) & (longest <= share):
+    is_even = total == live_tiles.to(tl.int64) * (longest + OVERHEAD)
+    if (live_tiles <= busy) & (longest <= share + OVERHEAD // 2):
+        budget = tl.maximum(budget, longest + OVERHEAD)
         kept = budget  # a CTA that would cut a tile keeps all of its budget: it need not
-    elif share <= SMALL * OVERHEAD:
+    elif share <= tl.where(is_even, EVEN, SMALL * OVERHEAD):
         budget = smallest_budget(sequences, b, share, total, busy, MAX_BATCH, FOLD, OVERHEAD)
     last = busy
     while last >= busy:
@@ -178,11 +181,13 @@ def find_starts(sequences, starts, budget, kept, total, busy, FOLD: tl.constexpr
         tile_begin = begin + block * tile_cost
         done = tl.maximum(reach - kept - tile_begin, 0)
         is_whole = done >= uncut
-        last += 1
         next_tile = tile + block + is_whole.to(tl.int32)
         start = pack(next_tile, tl.where(is_whole, 0, done))
-        tl.store(starts + last, start, mask=last < busy)
-        reach = tile_begin + tl.where(is_whole, tile_cost, done) + budget
+        position = tile_begin + tl.where(is_whole, tile_cost, done)
+        # None starts where the last tile was taken whole.
+        last += (position < total).to(tl.int32)
+        tl.store(starts + last, start, mask=(position < total) & (last < busy))
+        reach = position + budget
     return last
 
 

@@ -95,8 +95,9 @@ def warm_up_batches(
 
     settings = plan.settings
     layer = settings.num_heads, settings.v_head_dim
+    of_work = plan.heads_per_work * settings.max_query_len
     for batch in range(1, settings.max_batch + 1):
-        merged = reduction(batch * plan.fold, plan.heads_per_work), batch < plan.rules.half_below
+        merged = reduction(batch * plan.fold, of_work), batch < plan.rules.half_below
         if values is None:
             batches.setdefault(merged, batch)
             continue

@@ -26,6 +26,9 @@ PAIRED_HEADS = 128  # of one query row: two row blocks of one item
 # Sequences from which two CTAs of up to 16 query rows in fp8 share an SM. On an H200 one CTA took
 # 0.80 to 1.02 of the time with 1 and 4, and 1.10 at 64 x 8192.
 SHARED_FROM = 5
+# Fixed cost of a work item, in blocks of 64 tokens. The low one is for tiles of 128 tokens, which
+# splits of 3 blocks would fill badly, and for fp8_ds_mla, whose blocks take longer.
+OVERHEAD, LOW_OVERHEAD = 4, 2
 
 
 def kernels(device: torch.device) -> tuple[str, ...]:
@@ -63,7 +66,7 @@ def plan_settings(
     of the cache together: with drafts, and in bf16 with 128 heads and one query row, whose items
     hold both blocks for it. So the plan has fewer CTAs.
     """
-    settings = {"kv_granularity": for_hopper.TILE, "overhead": 4}
+    settings = {"kv_granularity": for_hopper.TILE, "overhead": OVERHEAD}
     sms, tile = sm_count(device), for_hopper.WARP_SPECIALIZED_ROWS
     rows = head_layout(num_heads, max_query_len).per_work * max_query_len
     specialized = width == sum(for_hopper.WARP_SPECIALIZED_WIDTHS) and has_hopper(device)
@@ -81,6 +84,8 @@ def plan_settings(
         ctas = sms * (2 if shared else 1)
         if specialized and shared:
             settings["half_below"] = SHARED_FROM
+        if specialized and 16 < rows <= 32 and kv_dtype.itemsize == 1:
+            settings["overhead"] = LOW_OVERHEAD
     return {"ctas": max(1, ctas), **settings}
 
 
@@ -92,9 +97,11 @@ def sparse_settings(
     Up to 16 heads over one scope of entries with scales in them: two CTAs share an SM. The two
     blocks of 128 heads run at the same time, and read the entries of their item together.
     """
-    settings = {"kv_granularity": for_hopper.TILE, "overhead": 4}
+    settings = {"kv_granularity": for_hopper.TILE, "overhead": OVERHEAD}
     if has_hopper(device) and layout is not None:
         sms = sm_count(device)
+        if not layout.behind:
+            settings["overhead"] = LOW_OVERHEAD
         few = num_heads <= for_hopper.SPARSE_FP8_ROWS and scopes == 1 and not layout.behind
         settings["ctas"] = 2 * sms if few else sms
         if num_heads == PAIRED_HEADS:

@@ -106,7 +106,7 @@ def arguments(given: Inputs) -> tuple[tuple[int, int, int], tuple[Any, ...], dic
     plan, out, (latent, _) = given.plan, given.out, given.widths
     assert plan.step is not None, "the caller has refreshed the plan"
     tiles = plan.step.batch * plan.fold
-    rows, splits, columns = reduction(tiles, plan.heads_per_work)
+    rows, splits, columns = reduction(tiles, given.rows)
     columns = min(columns, power_of_two(latent))
     args = (
         plan.partial_output, plan.partial_lse, plan.reduce_indptr, plan.reduce_final_map,
