@@ -54,7 +54,7 @@ def probe() -> Environment:
         torch=str(torch.__version__),
         triton=version_of("triton"),
         aiter=_aiter_version(providers["aiter"]),
-        aiter_offers=_aiter_offers() if not providers["aiter"] else {},
+        aiter_offers={} if providers["aiter"] else _aiter_offers(),
         platform=platform,
         device=device,
         arch=arch,
@@ -113,9 +113,9 @@ def _aiter_version(why_not: str) -> str:
 
 
 def _aiter_offers() -> dict[str, bool]:
-    module: Any = importlib.import_module("mla_fusion.kernels.aiter")
-    offers: dict[str, bool] = module.capabilities()
-    return offers
+    from mla_fusion.kernels import aiter
+
+    return aiter.capabilities()
 
 
 def _why_not(provider: str) -> str:
