@@ -18,28 +18,17 @@ _SHOWN = 2  # reasons of a text, in two lines each
 
 @dataclass(frozen=True)
 class Answer:
-    """What `mla-fusion check` prints, as text or as JSON.
+    """What `mla-fusion check` prints, as text or as JSON."""
 
-    model: the architecture.
-    settings: for which it was asked.
-    checked_by: "engine" or "configuration".
-    why: each reason against it.
-    details: lines on how it was found.
-    report: that of the engine that ran the cut model, if one ran and compiled an MLA layer.
-    backends: for each platform, the attention backends with which it fuses.
-    arguments: those of `vllm serve`, the model first.
-    notes: lines on the decode that was asked for.
-    """
-
-    model: str
-    settings: Settings
-    checked_by: str
-    why: list[Decline]
-    details: list[str]
-    report: Report | None = None
-    backends: dict[str, list[str]] = field(default_factory=dict)
-    arguments: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    model: str  # the architecture
+    settings: Settings  # for which it was asked
+    checked_by: str  # "engine" or "configuration"
+    why: list[Decline]  # each reason against it
+    details: list[str]  # lines on how it was found
+    report: Report | None = None  # of the engine, if one ran and compiled an MLA layer
+    backends: dict[str, list[str]] = field(default_factory=dict)  # with which it fuses, by platform
+    arguments: list[str] = field(default_factory=list)  # of `vllm serve`, the model first
+    notes: list[str] = field(default_factory=list)  # lines on the decode that was asked for
 
     @property
     def layers(self) -> tuple[int, int]:

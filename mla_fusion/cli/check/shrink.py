@@ -38,17 +38,13 @@ _TARGETS = {"DeepSeekMTPModel": ("DeepseekV3ForCausalLM", "deepseek_v3")}
 
 @dataclass(frozen=True)
 class Cut:
-    """A cut model: its config, its width of a cache entry, and a line on what was changed.
-
-    `draft` is whether it is a draft head: `config` is then that of a target with this head.
-    `quantization` is the model's quantization_config, which the cut model does not have.
-    """
+    """A cut model."""
 
     config: dict[str, Any]
-    head_size: int
-    draft: bool
-    changed: str
-    quantization: Mapping[str, Any]
+    head_size: int  # width of a cache entry
+    draft: bool  # whether it is a draft head: `config` is then that of a target with this head
+    changed: str  # a line on what was changed
+    quantization: Mapping[str, Any]  # the model's quantization_config, which the cut model lacks
 
 
 def cut(model: Model, layers: int, tensor_parallel_size: int) -> Cut:
