@@ -1,8 +1,9 @@
 """The command line `mla-fusion`: one package a command, but for `_ELSEWHERE`; and what they share.
 
-A command's module has `declare(parser)`, which adds its arguments, and `run(arguments)`, which does
-the work and returns the exit status: 0 for success (all fused, tokens equal), else 1. A `UserError`
-is an error that the user can fix; its exit status is 2. Only the requested command is imported.
+The docstring of a command's module is what its --help says first. It has `declare(parser)`, which
+adds its arguments, and `run(arguments)`, which does the work and returns the exit status: 0 for
+success (all fused, tokens equal), else 1. A `UserError` is an error that the user can fix; its exit
+status is 2. Only the requested command is imported.
 """
 
 import argparse
@@ -75,9 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser(asked: Sequence[str]) -> argparse.ArgumentParser:
     """The parser, with the arguments of the command in `asked`."""
-    parser = argparse.ArgumentParser(
-        prog="mla-fusion", description="Fused MLA decode query preparation for vLLM."
-    )
+    text = "Fused MLA decode query preparation for vLLM."
+    parser = argparse.ArgumentParser(prog="mla-fusion", description=text)
     parser.add_argument("--version", action="version", version=f"mla-fusion {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in _COMMANDS.items():
@@ -85,8 +85,9 @@ def _parser(asked: Sequence[str]) -> argparse.ArgumentParser:
         if name in asked:
             where = _ELSEWHERE.get(name, f"{name}.command")
             module = importlib.import_module(f"mla_fusion.cli.{where}")
-            module.declare(command)
+            command.description = module.__doc__
             command.set_defaults(run=module.run)
+            module.declare(command)
     return parser
 
 
@@ -173,14 +174,13 @@ def require_gpu() -> None:
     Raises:
         UserError: there is none.
     """
-    if not (any(any(Path("/dev").glob(name)) for name in GPU_DEVICES) and _torch_sees_one()):
+    found = any(any(Path("/dev").glob(name)) for name in GPU_DEVICES)
+    if found:
+        import torch
+
+        found = torch.cuda.is_available()
+    if not found:
         raise UserError("needs a CUDA or ROCm GPU, and torch sees none here")
-
-
-def _torch_sees_one() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def require(*modules: str, purpose: str = "it") -> None:

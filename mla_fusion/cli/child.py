@@ -184,9 +184,9 @@ def result(job: Job, process: subprocess.Popen[str]) -> dict[str, Any]:
         process.communicate()
     finally:
         end(process)  # an interrupt reaches this process alone
-    path, log = Path(job.workdir, _RESULT), Path(job.workdir, LOG)
-    if process.returncode != 0 or not path.exists():
-        raise EngineError(job, f"{last_error(log)} (exit status {process.returncode})")
+    path, status = Path(job.workdir, _RESULT), process.returncode
+    if status != 0 or not path.exists():
+        raise EngineError(job, f"{last_error(Path(job.workdir, LOG))} (exit status {status})")
     return dict(json.loads(path.read_text()))
 
 
@@ -300,13 +300,8 @@ def small_engine(arguments: dict[str, Any]) -> dict[str, Any]:
     """`arguments`, of EngineArgs or LLM, and what makes an engine small where they are silent."""
     from vllm.platforms import current_platform
 
-    small = {
-        "skip_tokenizer_init": True,
-        "dtype": "bfloat16",
-        "seed": 0,
-        "max_model_len": 256,
-        "disable_log_stats": True,
-    }
+    small: dict[str, Any] = {"skip_tokenizer_init": True, "disable_log_stats": True}
+    small |= {"dtype": "bfloat16", "seed": 0, "max_model_len": 256}
     if current_platform.is_cpu():
         # By name: where the CPU has AMX, vLLM would take another, which packs W_UK.
         small["attention_backend"] = "CPU_MLA"

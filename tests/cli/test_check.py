@@ -11,7 +11,7 @@ import pytest
 from mla_fusion import cli, config, report
 from mla_fusion.cli import child
 from mla_fusion.cli.check import command as check
-from mla_fusion.cli.check import shrink
+from mla_fusion.cli.check import model_config, persistent_decode, shrink
 from mla_fusion.cli.check.answer import Answer
 from mla_fusion.cli.demo import tiny_models
 from mla_fusion.report import reasons
@@ -29,7 +29,7 @@ def test_check_passes_every_argument_on(monkeypatch, tmp_path):
 
     def find(settings):
         seen.append(settings)
-        return Answer("m", 8, "configuration", [], [])
+        return Answer("m", check.Settings(Path("m")), "configuration", [], [])
 
     monkeypatch.setattr(check, "find", find)
     argv = "check m --max-num-seqs 8 --speculative-tokens 3 --tensor-parallel-size 2"
@@ -174,7 +174,7 @@ def test_the_class_that_the_config_names_comes_first(checked, monkeypatch):
 
 def test_many_reasons_are_a_short_answer():
     why = [Decline(code) for code in ("shape", "no-graph", "pass-error")]
-    lines = Answer("m", 8, "engine", why, []).lines()
+    lines = Answer("m", check.Settings(Path("m")), "engine", why, []).lines()
     assert len(lines) == 5 and "2 of its 3 reasons, all with --json" in lines[0]
 
 
@@ -297,7 +297,9 @@ def test_software_conversions_of_an_old_triton(version, cache, notes, checked, m
 
 def test_a_layer_outside_any_graph_is_not_fused():
     stored = report.Report("triton", 8, [report.RangeReport((1, 8), 2, 2)], uncompiled=1)
-    answer = Answer("m", 8, "engine", check._reasons(stored, []), [], stored)
+    answer = Answer(
+        "m", check.Settings(Path("m")), "engine", check._reasons(stored, []), [], stored
+    )
     assert not answer.fuses and answer.lines()[0].startswith("m: 1 of 3 MLA layers")
     assert "[no-graph]" in answer.lines()[1]
 
@@ -313,6 +315,11 @@ def test_reasons_are_read_from_the_warning_that_switched_the_flag_off():
 # --- who decodes
 
 MANY = {**V3, "num_attention_heads": 128}
+
+
+def cut_of(config, layers=2, ranks=1):
+    [name] = config["architectures"]
+    return shrink.cut(model_config.Model(Path("c"), config, name, name, ()), layers, ranks)
 
 
 def test_check_says_on_which_gpu_aiter_decodes(monkeypatch, tmp_path, capsys):
@@ -364,8 +371,8 @@ def test_check_needs_no_engine_to_say_that_no_gpu_decodes(changes, argv, said, t
     ],
 )
 def test_check_names_the_epilogue_of_the_portable_decode(changes, said):
-    cut = shrink.cut({**MANY, **changes}, "DeepseekV3ForCausalLM", 2, 1)
-    notes, declined = check._ask_decode(check.Settings(Path("m"), attention="portable"), cut)
+    cut = cut_of({**MANY, **changes})
+    notes, declined = persistent_decode.ask(check.Settings(Path("m"), attention="portable"), cut)
     assert not declined
     assert notes == [f"  epilogue of the decode: product with W_UV, {said}"]
 
@@ -383,18 +390,18 @@ def test_check_names_the_epilogue_of_the_portable_decode(changes, said):
     ],
 )
 def test_check_names_the_quantization_in_front_of_o_proj(quantization, said):
-    cut = shrink.cut({**MANY, "quantization_config": quantization}, "DeepseekV3ForCausalLM", 2, 1)
+    cut = cut_of({**MANY, "quantization_config": quantization})
     assert "quantization_config" not in cut.config
-    notes, _ = check._ask_decode(check.Settings(Path("m"), attention="portable"), cut)
+    notes, _ = persistent_decode.ask(check.Settings(Path("m"), attention="portable"), cut)
     assert notes[1].startswith("  quantization in front of o_proj: ") and said in notes[1]
-    assert not check._ask_decode(check.Settings(Path("m")), cut)[0]
+    assert not persistent_decode.ask(check.Settings(Path("m")), cut)[0]
 
 
 @pytest.mark.parametrize(
     "attention, platforms, aiters", [("auto", 2, True), ("portable", 2, False), ("aiter", 1, True)]
 )
 def test_check_names_the_backends_that_go_with_the_decode(attention, platforms, aiters):
-    cut = shrink.cut(MANY, "DeepseekV3ForCausalLM", layers=2, tensor_parallel_size=8)
+    cut = cut_of(MANY, ranks=8)
     settings_of = check.Settings(Path("m"), attention=attention)
     found = check._backends(settings_of, cut, "DeepseekV3ForCausalLM")
     assert (len(found), any("AITER" in name for name in found["amd"])) == (platforms, aiters)

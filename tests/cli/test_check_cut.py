@@ -4,20 +4,20 @@ import json
 
 import pytest
 
-from mla_fusion.cli.check import model_config, shrink
-from tests.cli.test_check import CONFIGS, V3
+from mla_fusion.cli.check import model_config
+from tests.cli.test_check import CONFIGS, V3, cut_of
 from tests.cli.test_cli import fail
 from tests.models import write
 
 
 def test_the_cut_keeps_what_decides_about_fusion():
-    cut = shrink.cut(V3, "DeepseekV3ForCausalLM", layers=2, tensor_parallel_size=2)
+    made = cut_of(V3, ranks=2)
     kept = ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
-    assert {k: cut.config[k] for k in kept} == {k: V3[k] for k in kept}
-    assert cut.config["rope_scaling"] == V3["rope_scaling"]
-    assert cut.config["num_attention_heads"] == V3["num_attention_heads"] // 2
-    assert cut.config["num_hidden_layers"] == 2 and cut.config["first_k_dense_replace"] == 2
-    assert cut.head_size == 576
+    assert {k: made.config[k] for k in kept} == {k: V3[k] for k in kept}
+    assert made.config["rope_scaling"] == V3["rope_scaling"]
+    assert made.config["num_attention_heads"] == V3["num_attention_heads"] // 2
+    assert made.config["num_hidden_layers"] == 2 and made.config["first_k_dense_replace"] == 2
+    assert made.head_size == 576
 
 
 def test_the_cut_makes_the_rest_small():
@@ -32,7 +32,7 @@ def test_the_cut_makes_the_rest_small():
         "quantization_config": {"quant_method": "fp8"},
         "auto_map": {"AutoConfig": "code.Config"},
     }
-    small = shrink.cut(full, "DeepseekV3ForCausalLM", layers=3, tensor_parallel_size=1).config
+    small = cut_of(full, layers=3).config
     assert small["hidden_size"] == 512 and small["n_routed_experts"] == 8
     assert small["vocab_size"] > small["eos_token_id"] and small["bos_token_id"] == 1
     assert small["layer_types"] == ["mla"] * 3
@@ -63,7 +63,7 @@ def test_the_cut_makes_the_rest_small():
 def test_the_cut_keeps_what_the_class_needs(name, changes, kept):
     """A layer of experts, a hidden size that its heads divide, MLA layers, a target."""
     model = model_config.read(CONFIGS / f"{name}.json")
-    small = shrink.cut({**model.config, **changes}, model.architecture, 2, 1).config
+    small = cut_of({**model.config, **changes}).config
     assert {key: small[key] for key in kept} == kept
 
 

@@ -118,7 +118,7 @@ def _settings(arguments: argparse.Namespace) -> argparse.Namespace:
     """
     model = model_config.read(arguments.model)
     ranks = arguments.tensor_parallel_size
-    layer = shrink.cut(model.config, model.architecture, 1, ranks, model.path).config
+    layer = shrink.cut(model, 1, ranks).config
     widths = layer["kv_lora_rank"], layer["qk_rope_head_dim"]
     if widths != measured.WIDTHS:
         ours, models = ("{} + {}".format(*each) for each in (measured.WIDTHS, widths))

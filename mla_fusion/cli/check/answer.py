@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mla_fusion import config
+from mla_fusion.cli.check.settings import Settings
 from mla_fusion.report import Report
 from mla_fusion.report.reasons import Decline
 
@@ -17,30 +18,17 @@ _SHOWN = 2  # reasons of a text, in two lines each
 
 @dataclass(frozen=True)
 class Answer:
-    """What `mla-fusion check` prints, as text or as JSON.
+    """What `mla-fusion check` prints, as text or as JSON."""
 
-    model: the architecture.
-    bucket: the largest token count of a graph that fuses.
-    checked_by: "engine" or "configuration".
-    why: each reason against it.
-    details: lines on how it was found.
-    report: that of the engine that ran the cut model, if one ran and compiled an MLA layer.
-    backends: for each platform, the attention backends with which it fuses.
-    arguments: those of `vllm serve`, the model first.
-    notes: lines on the decode that was asked for.
-    requests: how many at once the bucket allows.
-    """
-
-    model: str
-    bucket: int
-    checked_by: str
-    why: list[Decline]
-    details: list[str]
-    report: Report | None = None
-    backends: dict[str, list[str]] = field(default_factory=dict)
-    arguments: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    requests: str = ""
+    model: str  # the architecture
+    settings: Settings  # for which it was asked
+    checked_by: str  # "engine" or "configuration"
+    why: list[Decline]  # each reason against it
+    details: list[str]  # lines on how it was found
+    report: Report | None = None  # of the engine, if one ran and compiled an MLA layer
+    backends: dict[str, list[str]] = field(default_factory=dict)  # with which it fuses, by platform
+    arguments: list[str] = field(default_factory=list)  # of `vllm serve`, the model first
+    notes: list[str] = field(default_factory=list)  # lines on the decode that was asked for
 
     @property
     def layers(self) -> tuple[int, int]:
@@ -59,17 +47,20 @@ class Answer:
 
     def commands(self) -> dict[str, str]:
         """The command line for each platform on which it fuses."""
-        if not self.fuses:
-            return {}
         line = shlex.join(["vllm", "serve", *self.arguments, f"-cc.pass_config.{config.FLAG}=True"])
-        return {platform: _ENVIRONMENT[platform] + line for platform in self.backends}
+        return {name: _ENVIRONMENT[name] + line for name in self.backends if self.fuses}
 
     def lines(self) -> list[str]:
         """The answer, in five lines at most."""
-        fused, layers = self.layers
+        (fused, layers), asked = self.layers, self.settings
         if self.fuses:
-            graphs = f"in graphs for 1 to {self.bucket} tokens: {self.requests}"
-            out = [f"{self.model}: fuses. Every MLA layer, {graphs}"]
+            drafts = asked.speculative_tokens
+            each = f" of 1 + {drafts} tokens" if drafts else ""
+            out = [
+                f"{self.model}: fuses. Every MLA layer, in graphs for 1 to {asked.bucket} tokens: "
+                f"{asked.max_num_seqs} requests{each} at once "
+                "(--max-num-seqs; vLLM's own may be higher)"
+            ]
             for platform, line in self.commands().items():
                 backends = ", ".join(self.backends[platform])
                 out += [f"  {_NAME[platform]}, attention backend {backends}:", f"    {line}"]
@@ -88,7 +79,7 @@ class Answer:
             "model": self.model,
             "fuses": self.fuses,
             "checked_by": self.checked_by,
-            "tokens": [1, self.bucket] if self.fuses else None,
+            "tokens": [1, self.settings.bucket] if self.fuses else None,
             "platforms": [*self.backends] if self.fuses else [],
             "backends": self.backends if self.fuses else {},
             "commands": self.commands(),

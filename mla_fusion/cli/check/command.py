@@ -1,4 +1,7 @@
-"""`mla-fusion check`: whether the MLA layers of a model would fuse, and why, found on a CPU."""
+"""Reads config.json or params.json; where that does not decide, cuts the model to a few layers with
+random weights and starts a vLLM engine on it with the flag on. Prints whether every MLA layer
+fuses, where, and what to type, or why not. Needs no GPU and no network.
+"""
 
 import argparse
 import json
@@ -20,12 +23,7 @@ from mla_fusion.cli import (
     version_of,
     zero_or_more,
 )
-from mla_fusion.cli.check import (
-    model_classes,
-    model_config,
-    persistent_decode,
-    shrink,
-)
+from mla_fusion.cli.check import model_classes, model_config, persistent_decode, shrink
 from mla_fusion.cli.check.answer import Answer
 from mla_fusion.cli.check.settings import Settings
 from mla_fusion.cli.doctor import known_issues
@@ -38,26 +36,12 @@ _CPU_CACHES = ("auto", "bfloat16")
 _PROMPTS = [(0, [1, 2, 3]), (1, [4, 5])]
 _NEW_TOKENS = 4
 _MOST_LAYERS = 64  # that an engine compiles in minutes
-_SHARED = (
-    "  decode context parallelism was not part of this check: the graph is the same, and vLLM "
-    "gathers the heads after the fused op. Two ranks were right on two H200s and on a CPU."
-)
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    parser.description = (
-        "Reads config.json or params.json; where that does not decide, cuts the model to a few "
-        "layers with random weights and starts a vLLM engine on it with the flag on. Prints "
-        "whether every MLA layer fuses, where, and what to type, or why not. Needs no GPU and no "
-        "network."
-    )
-    parser.add_argument(
-        "model",
-        type=Path,
-        metavar="CONFIG",
-        help="the model's config.json or params.json, or its folder; not a name on the Hub",
-    )
+    text = "the model's config.json or params.json, or its folder; not a name on the Hub"
+    parser.add_argument("model", type=Path, metavar="CONFIG", help=text)
     text = "as the server will get it (default: 256; vLLM's own depends on the GPU)"
     option(parser, "--max-num-seqs", "N", text, 256)
     text = "draft tokens a step: the decode bucket is N * (1 + K) tokens"
@@ -96,6 +80,67 @@ def run(arguments: argparse.Namespace) -> int:
 def find(settings: Settings) -> Answer:
     """The answer, from the configuration if it suffices, else from an engine; errors as `run`."""
     require("vllm")
+    _refuse(settings)
+    model = model_config.read(settings.model)
+    architecture, kind = model.architecture, model.config["model_type"]
+    if "auto_map" not in model.config and not any(map(model_classes.knows_type, model.kinds)):
+        raise UserError(
+            f"{model.path}: neither this vLLM nor Transformers knows the model type "
+            f"{short(kind, 40)!r}, and no auto_map names its code"
+        )
+    decline = model_classes.decide(model.config, architecture)
+    if decline:
+        details = ["checked by its configuration and the source of this vLLM, no engine"]
+        _tell(details)
+        return Answer(model.name, settings, "configuration", [decline], details)
+    if not model_classes.is_known(architecture):
+        raise UserError(
+            f'{model.path}: "architectures" has to name a class of this vLLM or of Transformers, '
+            f"and {short(architecture, 40)} is none"
+        )
+    cut = shrink.cut(model, settings.layers, settings.tensor_parallel_size)
+    if cut.draft:
+        settings = replace(settings, speculative_tokens=max(settings.speculative_tokens, 1))
+    elif model_classes.is_draft_head(architecture):
+        raise UserError(
+            f"{architecture} is a draft head, which vLLM runs beside its target: give the target's "
+            "config"
+        )
+    details = [f"checked as: {cut.changed}"]
+    notes, unserved = persistent_decode.ask(settings, cut)
+    if unserved:
+        _tell(details)
+        return Answer(model.name, settings, "configuration", unserved, details)
+    lacks = _cpu_lacks(settings, cut)
+    details.append(
+        f"compiles graphs and generates no token: vLLM's CPU attention {lacks}. Some of a GPU take "
+        "the query in fp8: that changes nothing in what fuses"
+        if lacks
+        else f"runs {len(_PROMPTS)} prompts, {_NEW_TOKENS} tokens each, through its graphs"
+    )
+    why, stored = _ask_engine(settings, cut, not lacks, details)
+    if settings.kv_cache_dtype.startswith("fp8"):
+        triton = version_of("triton")
+        notes += [
+            f"  on {issue.conditions['arch']} with the Triton that is installed here, {triton}: "
+            f"{issue.text}"
+            for issue in known_issues.of_triton(triton)
+        ]
+    return Answer(
+        model=model.name,
+        settings=settings,
+        checked_by="engine",
+        why=why,
+        details=details,
+        report=stored,
+        backends=_backends(settings, cut, architecture),
+        arguments=settings.serve(cut.draft, bool(model.config.get("num_nextn_predict_layers"))),
+        notes=notes,
+    )
+
+
+def _refuse(settings: Settings) -> None:
+    """Refuse what no engine can have or what cannot run here."""
     ranks, shared = settings.tensor_parallel_size, settings.decode_context_parallel_size
     if ranks % shared:
         raise UserError(
@@ -109,81 +154,16 @@ def find(settings: Settings) -> Answer:
     except kernels.ProviderUnavailable as error:
         needs = str(error).partition(";")[0]
         raise UserError(f"--provider: {needs}; the default, reference, needs nothing") from None
-    model = model_config.read(settings.model)
-    architecture, kind = model.architecture, model.config["model_type"]
-    if "auto_map" not in model.config and not any(map(model_classes.knows_type, model.kinds)):
-        raise UserError(
-            f"{model.path}: neither this vLLM nor Transformers knows the model type "
-            f"{short(kind, 40)!r}, and no auto_map names its code"
-        )
-    decline = model_classes.decide(model.config, architecture)
-    if decline:
-        details = ["checked by its configuration and the source of this vLLM, no engine"]
-        _tell(details)
-        return Answer(model.name, settings.bucket, "configuration", [decline], details)
-    if not model_classes.is_known(architecture):
-        raise UserError(
-            f'{model.path}: "architectures" has to name a class of this vLLM or of Transformers, '
-            f"and {short(architecture, 40)} is none"
-        )
-    cut = shrink.cut(
-        model.config, architecture, settings.layers, settings.tensor_parallel_size, model.path
-    )
+
+
+def _cpu_lacks(settings: Settings, cut: shrink.Cut) -> str:
+    """Why vLLM's CPU attention cannot run the cut model; empty if it can."""
     if cut.draft:
-        settings = replace(settings, speculative_tokens=max(settings.speculative_tokens, 1))
-    elif model_classes.is_draft_head(architecture):
-        raise UserError(
-            f"{architecture} is a draft head, which vLLM runs beside its target: give the target's "
-            "config"
-        )
-    # vLLM's CPU attention cannot verify drafts.
-    fits = cut.head_size == _CPU_HEAD_SIZE and settings.kv_cache_dtype in _CPU_CACHES
-    ran = fits and not cut.draft
-    details = [f"checked as: {cut.changed}", _how_run(settings, cut, ran)]
-    notes, unserved = _ask_decode(settings, cut)
-    if unserved:
-        _tell(details[:1])
-        return Answer(model.name, settings.bucket, "configuration", unserved, details[:1])
-    why, stored = _ask_engine(settings, cut, ran, details)
-    return Answer(
-        model=model.name,
-        bucket=settings.bucket,
-        requests=settings.requests,
-        checked_by="engine",
-        why=why,
-        details=details,
-        report=stored,
-        backends=_backends(settings, cut, architecture),
-        arguments=settings.serve(cut.draft, bool(model.config.get("num_nextn_predict_layers"))),
-        notes=notes + _software_conversions(settings.kv_cache_dtype, version_of("triton")),
-    )
-
-
-def _software_conversions(cache: str, triton: str) -> list[str]:
-    """What this Triton costs with an fp8 cache, where the server has the same."""
-    if not cache.startswith("fp8"):
-        return []
-    return [
-        f"  on {issue.conditions['arch']} with the Triton that is installed here, {triton}: "
-        f"{issue.text}"
-        for issue in known_issues.of_triton(triton)
-    ]
-
-
-def _ask_decode(settings: Settings, cut: shrink.Cut) -> tuple[list[str], list[Decline]]:
-    """(what a chosen persistent decode does on a GPU, why it does not take the model)."""
+        return "cannot verify drafts"
+    if cut.head_size != _CPU_HEAD_SIZE:
+        return f"takes a head size of {_CPU_HEAD_SIZE} (latent + rope), not {cut.head_size}"
     cache = settings.kv_cache_dtype
-    if settings.decode_context_parallel_size > 1:
-        if settings.attention not in config.PLANNED:
-            return [_SHARED], []
-        return [], [Decline("context-parallel", f"attention={settings.attention}")]
-    if settings.attention == "aiter":
-        return persistent_decode.of_aiter(
-            cut.config, 1 + settings.speculative_tokens, cache, settings.max_num_seqs
-        )
-    if settings.attention == "portable":
-        return persistent_decode.of_triton(cut.config, cache, cut.quantization)
-    return [], []
+    return "" if cache in _CPU_CACHES else f"takes no {cache} cache"
 
 
 def _tell(details: list[str]) -> None:
@@ -270,20 +250,6 @@ def _reasons(stored: report.Report | None, warnings: list[str]) -> list[Decline]
         declines += [Decline("no-graph")] if stored.uncompiled else []
         return [*{decline.code: decline for decline in reversed(declines)}.values()]
     return [found for text in warnings if (found := recognize(text))]
-
-
-def _how_run(settings: Settings, cut: shrink.Cut, ran: bool) -> str:
-    if ran:
-        return f"runs {len(_PROMPTS)} prompts, {_NEW_TOKENS} tokens each, through its graphs"
-    why = f"takes no {settings.kv_cache_dtype} cache"
-    if cut.head_size != _CPU_HEAD_SIZE:
-        why = f"takes a head size of {_CPU_HEAD_SIZE} (latent + rope), not {cut.head_size}"
-    if cut.draft:
-        why = "cannot verify drafts"
-    return (
-        f"compiles graphs and generates no token: vLLM's CPU attention {why}. Some of a GPU take "
-        "the query in fp8: that changes nothing in what fuses"
-    )
 
 
 def _check_cache_type(name: str) -> None:

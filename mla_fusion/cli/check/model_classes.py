@@ -5,7 +5,6 @@ whether the class is compiled; most attention backends cannot be imported withou
 answer holds for the installed release, and takes no time.
 """
 
-import ast
 import functools
 import re
 from importlib.util import find_spec
@@ -19,6 +18,8 @@ _FOLDER = "v1/attention/backends"
 _HEAD_SIZES = r"def get_supported_head_sizes.*?return \[(.*?)\]"  # of any if the list is empty
 _CACHES = r"supported_kv_cache_dtypes[^=]*= \[(.*?)\]"
 _DECORATOR = "@support_torch_compile"
+# In the file of a model class: the module of another.
+_IMPORT = r"^ *from (?:\.+|vllm\.model_executor\.models\.)([\w.]+) import"
 # A file that has one of them builds MLA layers, or the model of a class that its config names.
 _MAY_BUILD_MLA = ("MLAAttention", "MultiHeadLatentAttention", "init_vllm_registered_model")
 
@@ -40,22 +41,17 @@ def decide(model: dict[str, Any], architecture: str) -> Decline | None:
     if decline := sparse(architecture, model.get("index_topk")):
         return decline
     compiled = where_compiled(architecture)
-    if architecture in breakable(root()):
+    if architecture in breakable(_folder("vllm")):
         graph = " has no other graph" if compiled == frozenset() else ", by vLLM's own choice"
         return Decline("breakable-cudagraph", architecture + graph)
-    if compiled == frozenset():
-        return Decline("no-graph", architecture)
-    return None
+    return Decline("no-graph", architecture) if compiled == frozenset() else None
 
 
 def breakable(vllm: Path) -> set[str]:
     """The architectures for which a vLLM switches torch.compile off, by the list in its config."""
-    listed: set[str] = set()
-    for node in ast.walk(ast.parse((vllm / "config" / "vllm.py").read_text())):
-        if isinstance(node, ast.Set | ast.Tuple):
-            names = {str(e.value) for e in node.elts if isinstance(e, ast.Constant)}
-            listed |= names if "DeepSeekV4MTPModel" in names else set()
-    return listed
+    text = (vllm / "config" / "vllm.py").read_text()
+    lists = re.findall(r'[({][^(){}]*"DeepSeekV4MTPModel"[^(){}]*[)}]', text)
+    return {name for each in lists for name in re.findall(r'"(\w+)"', each)}
 
 
 def is_known(architecture: str) -> bool:
@@ -70,25 +66,16 @@ def may_build_mla(architecture: str) -> bool:
     MiniCPM3's does not, although its config has a latent: it expands the latent and runs
     multi-head attention.
     """
-    registry = _registry()
-    modules = set(registry.values())
-    seen = {registry.get(architecture, "")}
+    modules = set(_registry().values())
+    seen = {_registry().get(architecture, "")}
     waiting = [*seen]
     while waiting:
-        file = root() / "model_executor" / "models" / f"{waiting.pop()}.py"
-        if not file.exists():  # a class of another package, or one that vLLM does not know
+        text = _source(waiting.pop())
+        # No text: a class of another package, or one that vLLM does not know.
+        if not text or any(name in text for name in _MAY_BUILD_MLA):
             return True
-        text = file.read_text()
-        if any(name in text for name in _MAY_BUILD_MLA):
-            return True
-        imported = {
-            node.module.removeprefix("vllm.model_executor.models.")
-            for node in ast.walk(ast.parse(text))
-            if isinstance(node, ast.ImportFrom)
-            and node.module
-            and (node.level or node.module.startswith("vllm."))
-        }
-        waiting += (imported & modules) - seen
+        imported = {*re.findall(_IMPORT, text, re.M)} & modules - seen
+        waiting += imported
         seen |= imported
     return False
 
@@ -96,7 +83,7 @@ def may_build_mla(architecture: str) -> bool:
 def knows_type(name: str) -> bool:
     """Whether vLLM or Transformers names a model type where they keep their configurations."""
     named = re.compile(rf'"{re.escape(name)}"|\b{re.escape(name)}="')
-    folders = [root() / "transformers_utils", root() / "config"]
+    folders = [_folder("vllm") / "transformers_utils", _folder("vllm") / "config"]
     folders.append(_folder("transformers") / "models" / "auto")
     files = (file for folder in folders for file in folder.rglob("*.py"))
     return any(named.search(file.read_text()) for file in files)
@@ -104,10 +91,8 @@ def knows_type(name: str) -> bool:
 
 def is_draft_head(architecture: str) -> bool:
     """Whether vLLM lists a class among those for speculative decoding."""
-    table = re.search(
-        r"^_SPECULATIVE_DECODING_MODELS = {$(.*?)^}$", _registry_source(), re.M | re.S
-    )
-    return table is not None and f'"{architecture}"' in table[1]
+    _, _, table = _source("registry").partition("\n_SPECULATIVE_DECODING_MODELS = {\n")
+    return f'"{architecture}"' in table.partition("\n}\n")[0]
 
 
 def where_compiled(architecture: str) -> frozenset[str] | None:
@@ -116,27 +101,16 @@ def where_compiled(architecture: str) -> frozenset[str] | None:
     A file under vllm/model_executor/models without the decorator may run the class of another
     file. A package under vllm/models is complete, with a folder for each platform.
     """
-    module = _registry().get(architecture)
-    if module is None:
-        return None
+    module = _registry().get(architecture, "")
     if "." not in module:
-        file = root() / "model_executor" / "models" / f"{module}.py"
-        return frozenset(PLATFORMS) if file.exists() and _DECORATOR in file.read_text() else None
-    package = root().joinpath(*module.split(".")[1:])
+        return frozenset(PLATFORMS) if _DECORATOR in _source(module) else None
+    package = _folder(module.split(".")[0]).joinpath(*module.split(".")[1:])
     return frozenset(
         platform
         for platform in PLATFORMS
-        if any(
-            _DECORATOR in path.read_text()
-            for part in (platform, "common")
-            for path in (package / part).rglob("*.py")
-        )
+        for part in (platform, "common")
+        if any(_DECORATOR in path.read_text() for path in (package / part).rglob("*.py"))
     )
-
-
-def root() -> Path:
-    """The folder of the installed vLLM."""
-    return _folder("vllm")
 
 
 def _folder(package: str) -> Path:
@@ -145,23 +119,17 @@ def _folder(package: str) -> Path:
     return Path(spec.origin).parent
 
 
-def _registry_source() -> str:
-    return (root() / "model_executor" / "models" / "registry.py").read_text()
+def _source(module: str) -> str:
+    """The source of a module of vLLM's models; empty if there is none."""
+    file = _folder("vllm") / "model_executor" / "models" / f"{module}.py"
+    return file.read_text() if file.exists() else ""
 
 
 @functools.cache
 def _registry() -> dict[str, str]:
-    """Architecture -> module, from the tables in vLLM's registry.py."""
-    found: dict[str, str] = {}
-    for node in ast.walk(ast.parse(_registry_source())):
-        if not isinstance(node, ast.Dict):
-            continue
-        for key, value in zip(node.keys, node.values, strict=True):
-            if isinstance(key, ast.Constant) and isinstance(value, ast.Tuple):
-                first = value.elts[0]
-                if isinstance(first, ast.Constant) and isinstance(first.value, str):
-                    found.setdefault(str(key.value), first.value)
-    return found
+    """Architecture -> module, from the tables in vLLM's registry.py; of two entries the first."""
+    entries = re.findall(r'^    "(\w+)": \(\s*"([\w.]+)",', _source("registry"), re.M)
+    return dict(reversed(entries))
 
 
 def backends(platform: str, heads: int, head_size: int, cache: str) -> list[str]:
@@ -174,17 +142,17 @@ def backends(platform: str, heads: int, head_size: int, cache: str) -> list[str]
         head_size: kv_lora_rank + qk_rope_head_dim.
         cache: as --kv-cache-dtype.
     """
-    registry = (root() / _FOLDER / "registry.py").read_text()
+    registry = (_folder("vllm") / _FOLDER / "registry.py").read_text()
     paths = dict(re.findall(r'^    (\w+) = \(?\s*"vllm\.([\w.]+)"', registry, re.M))
-    file = root() / "platforms" / PLATFORMS[platform]
-    names = set(re.findall(r"AttentionBackendEnum\.(\w*MLA)\b", file.read_text()))
+    chosen_from = (_folder("vllm") / "platforms" / PLATFORMS[platform]).read_text()
+    names = set(re.findall(r"AttentionBackendEnum\.(\w*MLA)\b", chosen_from))
     return sorted(name for name in names if _takes(paths[name], heads, head_size, cache))
 
 
 def _takes(path: str, heads: int, head_size: int, cache: str) -> bool:
     module, _, backend = path.rpartition(".")
     sizes, caches = _inherited(backend, _HEAD_SIZES), _inherited(backend, _CACHES)
-    text = root().joinpath(*module.split(".")).with_suffix(".py").read_text()
+    text = _folder("vllm").joinpath(*module.split(".")).with_suffix(".py").read_text()
     named = re.search(r"q_pad_num_heads=(\w+)", text)
     padded = named and re.search(rf"^{named[1]} = {heads}$", text, re.M) is None
     return not padded and f'"{cache}"' in caches and str(head_size) in (sizes or str(head_size))
@@ -202,12 +170,8 @@ def _inherited(name: str, pattern: str) -> str:
 @functools.cache
 def _classes() -> dict[str, tuple[str, str]]:
     """Class -> (its first base, its source)."""
-    files = [*(root() / _FOLDER / "mla").glob("*.py")]
-    files += [root() / "model_executor/layers/attention/mla_attention.py"]
-    found = {}
-    for file in files:
-        for name, base, text in re.findall(
-            r"^class (\w+Backend)\((\w+).*?:\n((?: .*\n|\n)+)", file.read_text(), re.M
-        ):
-            found[name] = base, text
-    return found
+    files = [*(_folder("vllm") / _FOLDER / "mla").glob("*.py")]
+    files += [_folder("vllm") / "model_executor/layers/attention/mla_attention.py"]
+    text = "\n".join(file.read_text() for file in files)
+    found = re.findall(r"^class (\w+Backend)\((\w+).*?:\n((?: .*\n|\n)+)", text, re.M)
+    return {name: (base, source) for name, base, source in found}

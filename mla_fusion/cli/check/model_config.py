@@ -8,6 +8,24 @@ from typing import Any
 from mla_fusion.cli import UserError, require, short
 from mla_fusion.report.files import read_bounded
 
+LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layers")
+_OBJECTS = ("auto_map", "quantization_config", "text_config")
+# Key -> the smallest and the largest whole number that it may hold.
+_WHOLE = {
+    key: (least, most)
+    for keys, least, most in (
+        # `mla-fusion check` builds the attention with its own sizes: these bound its memory.
+        ("kv_lora_rank q_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim", 1, 8192),
+        ("num_attention_heads num_key_value_heads", 1, 1024),
+        (f"{' '.join(LAYER_KEYS)} hidden_size intermediate_size ffn_hidden_size", 1, 2**24),
+        ("vocab_size max_position_embeddings expert_ffn_hidden_size", 1, 2**24),
+        ("first_k_dense_replace index_topk layer_group_size moe_intermediate_size", 0, 2**24),
+        ("moe_topk n_group n_routed_experts num_experts num_experts_per_tok topk_group", 0, 2**24),
+        ("num_nextn_predict_layers zero_expert_num", 0, 2**24),
+    )
+    for key in keys.split()
+}
+
 
 @dataclass(frozen=True)
 class Model:
@@ -31,23 +49,19 @@ def read(model: Path) -> Model:
     Raises:
         UserError: there is no such file, it is none of a model, or a value is one of no model.
     """
-    require("pydantic", purpose="reading a config")
     path = model
     if model.is_dir():
         path = next((p for p in (model / "config.json", model / "params.json") if p.exists()), path)
     content = _load(path)
     if "model_type" not in content and {"dim", "n_layers"} <= set(content):
         content = _translate(content, path)
-    # Imported here: it needs pydantic, and other commands do not.
-    from mla_fusion.cli.check import schema
-
-    schema.check(content, path)
+    _refuse_odd(content, path)
     part = content
     if "kv_lora_rank" not in content and content.get("text_config"):
         # A multimodal model: its language part. The code of both is named once.
         shared = {"auto_map": content["auto_map"]} if "auto_map" in content else {}
         part = {**shared, **content["text_config"]}
-        schema.check(part, path)
+        _refuse_odd(part, path)
     kind = part.get("model_type")
     if not isinstance(kind, str) or not kind:
         says = "has no" if kind is None else f"has {short(json.dumps(kind))} as"
@@ -88,3 +102,25 @@ def _translate(params: dict[str, Any], path: Path) -> dict[str, Any]:
     language = getattr(read, "text_config", read)
     # `to_dict` takes the type from the class, which has none.
     return {**language.to_dict(), "model_type": language.model_type}
+
+
+def _refuse_odd(config: dict[str, Any], path: Path) -> None:
+    """Refuse a value that no model has under a key that is read here; null counts as absent."""
+    for key in ("architectures", *_OBJECTS, *_WHOLE):
+        value = config.get(key)
+        if key in _WHOLE:
+            least, most = _WHOLE[key]
+            fits = type(value) is int and least <= value <= most
+            what = f"a whole number from {least} to {most}"
+        elif key in _OBJECTS:
+            fits, what = isinstance(value, dict), "a JSON object"
+        else:
+            fits = isinstance(value, list) and all(map(_is_class, value))
+            what = "a list of names of classes"
+        if value is not None and not fits:
+            said = short(json.dumps(value, default=str))
+            raise UserError(f"{path}: {key} must be {what}, not {said}")
+
+
+def _is_class(value: Any) -> bool:
+    return isinstance(value, str) and value.isidentifier()

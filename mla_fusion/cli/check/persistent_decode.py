@@ -8,68 +8,74 @@ from typing import Any
 
 import torch
 
+from mla_fusion import config
 from mla_fusion.attention import triton
 from mla_fusion.attention.aiter import selection
 from mla_fusion.attention.triton import epilogue as triton_epilogue
+from mla_fusion.cli.check.settings import Settings
+from mla_fusion.cli.check.shrink import Cut
 from mla_fusion.report.reasons import Decline
 
+_SHARED = (
+    "  decode context parallelism was not part of this check: the graph is the same, and vLLM "
+    "gathers the heads after the fused op. Two ranks were right on two H200s and on a CPU."
+)
 
-def of_aiter(
-    shape: Mapping[str, Any], query_len: int, cache: str, sequences: int
-) -> tuple[list[str], list[Decline]]:
-    """What attention=aiter does with a model on each architecture, and why on none.
 
-    Args:
-        shape: num_attention_heads of a rank, kv_lora_rank and qk_rope_head_dim.
-        query_len: the most query tokens of a sequence.
-        cache: as --kv-cache-dtype; with fp8 vLLM's ROCM_AITER_MLA takes the query in fp8 too.
-        sequences: the most of a step.
-    """
-    if widths := selection.unsupported_widths(shape["kv_lora_rank"], shape["qk_rope_head_dim"]):
-        return [], [Decline("aiter-attention", widths)]
-    heads, taken, said = shape["num_attention_heads"], [], []
+def ask(settings: Settings, cut: Cut) -> tuple[list[str], list[Decline]]:
+    """(what a chosen persistent decode does on a GPU, why it does not take the model)."""
+    if settings.decode_context_parallel_size > 1:
+        if settings.attention not in config.PLANNED:
+            return [_SHARED], []
+        return [], [Decline("context-parallel", f"attention={settings.attention}")]
+    of = {"aiter": _of_aiter, "portable": _of_triton}
+    return of[settings.attention](settings, cut) if settings.attention in of else ([], [])
+
+
+def _of_aiter(settings: Settings, cut: Cut) -> tuple[list[str], list[Decline]]:
+    """For each architecture; with an fp8 cache vLLM's ROCM_AITER_MLA takes the query in fp8 too."""
+    widths = cut.config["kv_lora_rank"], cut.config["qk_rope_head_dim"]
+    if unsupported := selection.unsupported_widths(*widths):
+        return [], [Decline("aiter-attention", unsupported)]
+    heads, query_len = cut.config["num_attention_heads"], 1 + settings.speculative_tokens
+    said, taken = {}, False
     for arch, fp8 in selection.FP8_OF.items():
-        dtype = fp8 if cache.startswith("fp8") else torch.bfloat16
+        dtype = fp8 if settings.kv_cache_dtype.startswith("fp8") else torch.bfloat16
         verdict = selection.aiter_verdict_up_to(heads, query_len, dtype, dtype, arch)
-        layout = verdict.layout
-        taken += [] if verdict.unsupported else [arch]
-        said.append(verdict.unsupported or f"{heads} heads as {layout.fold} x {layout.per_work}")
+        layout, taken = verdict.layout, taken or not verdict.unsupported
+        said[arch] = verdict.unsupported or f"{heads} heads as {layout.fold} x {layout.per_work}"
+        sequences = settings.max_num_seqs
         _, slow = selection.slow_steps(heads, query_len, dtype, sequences, arch)
-        said[-1] += f"; vLLM's backend for {slow}" if slow else ""
-    notes = [f"  {arch}: {text}" for arch, text in zip(selection.FP8_OF, said, strict=True)]
+        said[arch] += f"; vLLM's backend for {slow}" if slow else ""
     if taken:
-        return notes, []
-    return [], [Decline("aiter-attention", f"{heads} heads, {'; '.join(said)}")]
+        return [f"  {arch}: {text}" for arch, text in said.items()], []
+    return [], [Decline("aiter-attention", f"{heads} heads, {'; '.join(said.values())}")]
 
 
-def of_triton(
-    shape: Mapping[str, Any], cache: str, quantization: Mapping[str, Any]
-) -> tuple[list[str], list[Decline]]:
-    """What attention=portable does with a model on a GPU, and why not; arguments as `of_aiter`, and
-    the model's quantization_config."""
-    stored = torch.float8_e4m3fn if cache.startswith("fp8") else torch.bfloat16
-    widths = shape["kv_lora_rank"], shape["qk_rope_head_dim"]
-    if why := triton.unsupported(torch.bfloat16, stored, *widths):
+def _of_triton(settings: Settings, cut: Cut) -> tuple[list[str], list[Decline]]:
+    fp8 = settings.kv_cache_dtype.startswith("fp8")
+    stored = torch.float8_e4m3fn if fp8 else torch.bfloat16
+    latent, rope = cut.config["kv_lora_rank"], cut.config["qk_rope_head_dim"]
+    if why := triton.unsupported(torch.bfloat16, stored, latent, rope):
         return [], [Decline("portable-attention", f"triton: {why}")]
-    layer = shape["num_attention_heads"], shape["kv_lora_rank"], shape["v_head_dim"]
+    layer = cut.config["num_attention_heads"], latent, cut.config["v_head_dim"]
     measured = (row.slots for row in triton_epilogue.MEASURED)
     rows = max((n for n in measured if triton_epilogue.choose(n, *layer)), default=0)
     launch = f"with the merge in one launch for up to {rows} query rows" if rows else "on its own"
     notes = [f"  epilogue of the decode: product with W_UV, {launch}"]
-    if quantization:
-        notes.append(f"  quantization in front of o_proj: {_quantizes(quantization)}")
+    if cut.quantization:
+        notes += [f"  quantization in front of o_proj: {_quantizes(cut.quantization)}"]
     return notes, []
 
 
 def _quantizes(quantization: Mapping[str, Any]) -> str:
     """Whether the epilogue quantizes for o_proj, as far as a config says it."""
-    if quantization.get("quant_method") == "fp8" and quantization.get("weight_block_size"):
+    fp8 = quantization.get("quant_method") == "fp8"
+    if fp8 and quantization.get("weight_block_size"):
         return (
             "in the epilogue where vLLM has it in the graph, on Hopper with "
             "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER=0"
         )
-    if quantization.get("quant_method") == "fp8" and (
-        quantization.get("activation_scheme") == "static"
-    ):
+    if fp8 and quantization.get("activation_scheme") == "static":
         return "in the epilogue"
     return "the server's report says whether it is in the epilogue"

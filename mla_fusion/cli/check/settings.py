@@ -15,7 +15,7 @@ _SNAPSHOT = re.compile(r"/models--(.+?)--(.+)/snapshots/[^/]+$")
 
 @dataclass(frozen=True)
 class Settings:
-    """The engine the user would start, and how it is cut."""
+    """The engine the user would start, and how it is cut: the command's arguments."""
 
     model: Path
     max_num_seqs: int = 256
@@ -34,15 +34,6 @@ class Settings:
         """As `config.decode_bucket` without CUDA graphs; draft tokens of any method widen it."""
         return max(self.max_num_seqs * (1 + self.speculative_tokens), 2)
 
-    @property
-    def requests(self) -> str:
-        """What the bucket allows, in words: the user's own server may be another."""
-        drafts = self.speculative_tokens
-        each = f" of 1 + {drafts} tokens" if drafts else ""
-        return (
-            f"{self.max_num_seqs} requests{each} at once (--max-num-seqs; vLLM's own may be higher)"
-        )
-
     def drafts(self, method: str) -> dict[str, Any]:
         """vLLM's speculative_config with `method`."""
         return {"method": method, "num_speculative_tokens": self.speculative_tokens}
@@ -53,30 +44,28 @@ class Settings:
         --max-num-seqs is always named: the bucket depends on it, and vLLM's default on the GPU.
         Drafts come from the layers with which the model `predicts` them, else from the prompt.
         """
-        name = self._served()
+        name, shared = self._served(), self.decode_context_parallel_size
         words = ["MODEL" if draft else name or "MODEL"]
-        if self.tensor_parallel_size > 1:
-            words += ["--tensor-parallel-size", str(self.tensor_parallel_size)]
-        options = {} if self.attention == "auto" else {"attention": self.attention}
-        if self.decode_context_parallel_size > 1:
-            words += ["--decode-context-parallel-size", str(self.decode_context_parallel_size)]
-            options["provider"] = "triton"  # AITER's op, ROCm's default, is declined
-        words += ["--max-num-seqs", str(self.max_num_seqs)]
-        if self.kv_cache_dtype != "auto":
-            words += ["--kv-cache-dtype", self.kv_cache_dtype]
+        for flag, value, default in (
+            ("--tensor-parallel-size", self.tensor_parallel_size, 1),
+            ("--decode-context-parallel-size", shared, 1),
+            ("--max-num-seqs", self.max_num_seqs, None),
+            ("--kv-cache-dtype", self.kv_cache_dtype, "auto"),
+        ):
+            words += [flag, str(value)] if value != default else []
         if self.speculative_tokens:
             drafts = self.drafts("mtp" if draft or predicts else "ngram")
             drafts |= {"model": name or "DRAFT"} if draft else {}
             words += ["--speculative-config", json.dumps(drafts, separators=(",", ":"))]
+        options = {} if self.attention == "auto" else {"attention": self.attention}
+        # AITER's op, ROCm's default, is declined by ranks that share a cache.
+        options |= {"provider": "triton"} if shared > 1 else {}
         if options:
             words += ["--additional-config", json.dumps({config.OPTIONS_KEY: options})]
         return words
 
     def _served(self) -> str:
-        """How vLLM is given the model: by its name on the Hub, or its folder with weights.
-
-        Empty where there is a config alone.
-        """
+        """The model's name on the Hub, or its folder if that has weights; else empty."""
         folder = self.model if self.model.is_dir() else self.model.parent
         if hub := _SNAPSHOT.search(str(folder.absolute())):
             return f"{hub[1]}/{hub[2]}"

@@ -1,8 +1,5 @@
-"""`mla-fusion demo`: two small MLA models, each served by vLLM with the flag off and on.
-
-Prompts arrive while others decode, so every kind of batch occurs: only prefill, only decode, short
-prompts that fall into the decode bucket, and prefill mixed with decode inside the bucket and above
-it. Both engines decode greedily, and must produce the same tokens.
+"""Builds two small models with random weights, DeepSeek-V2- and V3-shaped, runs a vLLM engine for
+each with the flag off and on, and compares the tokens. Needs no GPU.
 """
 
 import argparse
@@ -17,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from mla_fusion import report
-from mla_fusion.cli import UserError, child, make_folder, require
+from mla_fusion.cli import UserError, child, make_folder, option, require
 from mla_fusion.cli.demo import tiny_models
 
 MAX_NUM_SEQS = 8  # also the decode bucket, in tokens
 NEW_TOKENS = 24
-# (step at which the prompt arrives, its tokens)
+# (step at which the prompt arrives, its tokens). Others decode then, so every kind of batch occurs:
+# only prefill, only decode, short prompts that fall into the decode bucket, and prefill mixed with
+# decode inside the bucket and above it.
 ARRIVALS = [(0, 5), (0, 40), (2, 1), (4, 2), (6, 3), (9, 100), (20, 2)]
 
 # One for all four engines, made anew by each demo. They share facts about the model class; their
@@ -32,16 +31,8 @@ _CACHE = "cache"
 
 def declare(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    parser.description = (
-        "Builds two small models with random weights, DeepSeek-V2- and V3-shaped, runs a vLLM "
-        "engine for each with the flag off and on, and compares the tokens. Needs no GPU."
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("build/demo"),
-        help="folder for models, logs, tokens.json and report.json (default: %(default)s)",
-    )
+    text = "folder for models, logs, tokens.json and report.json"
+    option(parser, "--out", None, text, Path("build/demo"), Path)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -66,11 +57,9 @@ def compare(out: Path, names: Sequence[str] = tuple(tiny_models.MODELS)) -> bool
         results.append(_run_model(name, out / name))
     (out / "tokens.json").write_text(json.dumps({"models": results}, indent=1))
     shutil.copyfile(out / names[-1] / "report.json", out / "report.json")
-    fused = all(
-        sum(r["fused"] for r in result["ranges"]) > 0
-        and not any(r["declined"] for r in result["ranges"])
-        for result in results
-    )
+    ranges = [result["ranges"] for result in results]
+    fused = all(any(r["fused"] for r in each) for each in ranges)
+    fused &= not any(r["declined"] for each in ranges for r in each)
     if not fused:
         print("not every MLA layer of the decode range fused; the reasons are above")
     equal = all(result["tokens_equal"] for result in results)
@@ -112,12 +101,8 @@ def _run_model(name: str, folder: Path) -> dict[str, Any]:
         "name": name,
         "tokens_equal": difference is None,
         "ranges": [
-            {
-                "range": list(r.range),
-                "layers": r.layers,
-                "fused": r.fused,
-                "declined": sum(r.declined.values()),
-            }
+            {"range": r.range, "layers": r.layers, "fused": r.fused}
+            | {"declined": sum(r.declined.values())}
             for r in stored.ranges
         ],
     }
@@ -127,40 +112,27 @@ def _run_engine(folder: Path, model: Path, fuse: bool) -> child.Outcome:
     flag = "on" if fuse else "off"
     print(f"  flag {flag}: {'fused decode' if fuse else 'vLLM as it is'}, starting an engine")
     began = time.perf_counter()
-    limits = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": 256}
-    outcome = child.run(
-        child.Job(
-            workdir=str(folder / flag),
-            cache=str(folder.parent / _CACHE),
-            engine={
-                "model": str(model),
-                **limits,
-                **(child.flag_on(provider="reference") if fuse else {}),
-            },
-            prompts=_prompts(),
-            new_tokens=NEW_TOKENS,
-            plugin=fuse,  # with the flag off it is stock vLLM
-        )
+    engine = {"model": str(model), "max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": 256}
+    choose = random.Random(1)
+    job = child.Job(
+        workdir=str(folder / flag),
+        cache=str(folder.parent / _CACHE),
+        engine=engine | (child.flag_on(provider="reference") if fuse else {}),
+        prompts=[(step, [choose.randrange(1024) for _ in range(n)]) for step, n in ARRIVALS],
+        new_tokens=NEW_TOKENS,
+        plugin=fuse,  # with the flag off it is stock vLLM
     )
+    outcome = child.run(job)
     print(f"    done in {time.perf_counter() - began:.0f} s")
     return outcome
-
-
-def _prompts() -> list[tuple[int, list[int]]]:
-    choose, vocabulary = random.Random(1), 1024
-    return [
-        (step, [choose.randrange(vocabulary) for _ in range(length)]) for step, length in ARRIVALS
-    ]
 
 
 def first_difference(
     off: Sequence[Sequence[int]], on: Sequence[Sequence[int]]
 ) -> tuple[int, int] | None:
     """(prompt, position) of the first token that differs; None if none does."""
-    different = (
-        (prompt, position)
-        for prompt, pair in enumerate(zip(off, on, strict=True))
-        for position, (expected, got) in enumerate(zip(*pair, strict=True))
-        if expected != got
-    )
-    return next(different, None)
+    for prompt, pair in enumerate(zip(off, on, strict=True)):
+        for position, (expected, got) in enumerate(zip(*pair, strict=True)):
+            if expected != got:
+                return prompt, position
+    return None

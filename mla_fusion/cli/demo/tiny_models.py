@@ -35,33 +35,30 @@ _COMMON: dict[str, Any] = {
     "hidden_act": "silu",
     "torch_dtype": "bfloat16",
 }
-_V2: dict[str, Any] = {
-    "model_type": "deepseek_v2",
-    "architectures": ["DeepseekV2ForCausalLM"],
-    "q_lora_rank": None,
-    "topk_method": "greedy",
-    "max_position_embeddings": 4096,
-}
-_V3: dict[str, Any] = {
-    "model_type": "deepseek_v3",
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "q_lora_rank": 128,
-    "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",
-    "max_position_embeddings": 163840,
-    "rope_scaling": {
-        "type": "yarn",
-        "factor": 40,
-        "original_max_position_embeddings": 4096,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-    },
-}
 MODELS: dict[str, dict[str, Any]] = {
-    "deepseek-v2-shaped": {**_COMMON, **_V2},
-    "deepseek-v3-shaped": {**_COMMON, **_V3},
+    "deepseek-v2-shaped": {
+        **_COMMON,
+        "model_type": "deepseek_v2",
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "q_lora_rank": None,
+        "topk_method": "greedy",
+        "max_position_embeddings": 4096,
+    },
+    "deepseek-v3-shaped": {
+        **_COMMON,
+        "model_type": "deepseek_v3",
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "q_lora_rank": 128,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "max_position_embeddings": 163840,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 40,
+            "original_max_position_embeddings": 4096,
+            **{"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    },
 }
 
 

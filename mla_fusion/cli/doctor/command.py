@@ -1,4 +1,6 @@
-"""`mla-fusion doctor`: whether fusion can work in this environment."""
+"""Probes vLLM, torch, Triton, AITER, the GPU, the plugin and the providers, and names known trouble
+with what it finds. Exit status 0 if fusion can work here, else 1.
+"""
 
 import argparse
 import json
@@ -46,20 +48,14 @@ class Diagnosis:
 
 def declare(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    parser.description = (
-        "Probes vLLM, torch, Triton, AITER, the GPU, the plugin and the providers, and names known "
-        "trouble with what it finds. Exit status 0 if fusion can work here, else 1."
-    )
     parser.add_argument("--json", action="store_true", help="print it as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the diagnosis; 0 if fusion can work here, else 1."""
     diagnosis = examine()
-    if arguments.json:
-        print(json.dumps(diagnosis.to_json(), indent=1))
-    else:
-        print("\n".join(lines(diagnosis)))
+    as_json = arguments.json
+    print(json.dumps(diagnosis.to_json(), indent=1) if as_json else "\n".join(lines(diagnosis)))
     return 0 if diagnosis.works else 1
 
 
@@ -96,15 +92,13 @@ def lines(diagnosis: Diagnosis) -> list[str]:
         answer = f"fusion can work here, with provider {' or '.join(diagnosis.serving)}{note}"
     else:
         answer = "fusion cannot work here"
-    offers = ", ".join(
-        f"{'has' if yes else 'no'} {what}" for what, yes in found.aiter_offers.items()
-    )
+    offers = [f"{'has' if yes else 'no'} {what}" for what, yes in found.aiter_offers.items()]
     broken = "cannot be imported" if found.vllm_error else "missing"
     facts = {
         "vLLM": f"{found.vllm or broken} (supported: {vllm_compat.window()})",
         "torch": found.torch,
         "Triton": found.triton or "missing",
-        "AITER": (found.aiter or "missing") + (f": {offers}" if offers else ""),
+        "AITER": (found.aiter or "missing") + (f": {', '.join(offers)}" if offers else ""),
         "GPU": f"{found.device} ({found.arch}, {found.platform})" if found.device else "none",
         "fp8 type": found.fp8 or "unknown without vLLM",
         "plugin": found.plugin or "loaded",
@@ -130,10 +124,9 @@ def unknown(found: Environment) -> str:
     """What no measurement here is of, GPU or Triton; empty if both are known or there is no GPU."""
     if not found.device:
         return ""
-    newest = measured.NEWEST_TRITON
-    numbers = tuple(int(number) for number in found.triton.split(".")[:2] if number.isdigit())
     what = [] if measured.has_measurements(found.device) else [found.device]
-    what += [f"Triton {found.triton}"] if numbers > newest else []
+    newer = known_issues.numbers(found.triton)[:2] > measured.NEWEST_TRITON
+    what += [f"Triton {found.triton}"] if newer else []
     return " and ".join(what)
 
 
@@ -144,10 +137,5 @@ def _columns(facts: dict[str, str]) -> list[str]:
 def _wrapped(start: str, texts: Iterable[str]) -> list[str]:
     """Each text after `start`, in lines of at most 100 characters."""
     indent = " " * max(len(start), 4)
-    return [
-        line
-        for text in texts
-        for line in textwrap.wrap(
-            start + text, 100, subsequent_indent=indent, break_on_hyphens=False
-        )
-    ]
+    wrap = textwrap.TextWrapper(100, subsequent_indent=indent, break_on_hyphens=False).wrap
+    return [line for text in texts for line in wrap(start + text)]

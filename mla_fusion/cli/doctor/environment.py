@@ -15,30 +15,21 @@ _GROUP, _PLUGIN = "vllm.general_plugins", "mla_fusion"
 
 @dataclass(frozen=True)
 class Environment:
-    """The result of `probe`. The version of a package that is missing or broken is empty.
-
-    vllm_error: why vLLM cannot be imported; empty if it can, or is missing.
-    platform: "cuda", "rocm" or "cpu"; vLLM's if it is installed, else torch's.
-    arch: such as "sm_90" or "gfx942". fp8: the name of the platform's fp8 type in torch.
-    aiter_offers: each feature that kernels/aiter.py looks for, and whether this AITER has it.
-    providers: why each provider cannot run; empty if it can.
-    default: the provider of the flag alone; empty if there is none.
-    plugin: why vLLM would not load the plugin; empty if it would.
-    """
+    """The result of `probe`. The version of a package that is missing or broken is empty."""
 
     vllm: str
     torch: str
     triton: str
     aiter: str
-    aiter_offers: dict[str, bool]
-    platform: str
+    aiter_offers: dict[str, bool]  # each feature that kernels/aiter.py looks for: is it there?
+    platform: str  # "cuda", "rocm" or "cpu"; vLLM's if it is installed, else torch's
     device: str
-    arch: str
-    fp8: str
-    providers: dict[str, str]
-    default: str
-    plugin: str
-    vllm_error: str = ""
+    arch: str  # such as "sm_90" or "gfx942"
+    fp8: str  # the name of the platform's fp8 type in torch
+    providers: dict[str, str]  # why each provider cannot run; empty if it can
+    default: str  # the provider of the flag alone; empty if there is none
+    plugin: str  # why vLLM would not load the plugin; empty if it would
+    vllm_error: str = ""  # why vLLM cannot be imported; empty if it can, or is missing
 
 
 def probe() -> Environment:
@@ -54,7 +45,7 @@ def probe() -> Environment:
         torch=str(torch.__version__),
         triton=version_of("triton"),
         aiter=_aiter_version(providers["aiter"]),
-        aiter_offers=_aiter_offers() if not providers["aiter"] else {},
+        aiter_offers={} if providers["aiter"] else _aiter_offers(),
         platform=platform,
         device=device,
         arch=arch,
@@ -87,9 +78,8 @@ def _platform(vllm: str) -> str:
         return next((name for name, is_it in found.items() if is_it), "cpu")
     import torch
 
-    if not torch.cuda.is_available():
-        return "cpu"
-    return "rocm" if torch.version.hip else "cuda"
+    gpu = "rocm" if torch.version.hip else "cuda"
+    return gpu if torch.cuda.is_available() else "cpu"
 
 
 def _device() -> tuple[str, str]:
@@ -113,9 +103,9 @@ def _aiter_version(why_not: str) -> str:
 
 
 def _aiter_offers() -> dict[str, bool]:
-    module: Any = importlib.import_module("mla_fusion.kernels.aiter")
-    offers: dict[str, bool] = module.capabilities()
-    return offers
+    from mla_fusion.kernels import aiter
+
+    return aiter.capabilities()
 
 
 def _why_not(provider: str) -> str:

@@ -1,4 +1,6 @@
-"""`mla-fusion plan`: how a persistent decode would share a batch among its CTAs."""
+"""Plans one step of the persistent MLA decode and prints work per CTA, utilisation and splits.
+Needs no GPU and no model.
+"""
 
 from __future__ import annotations
 
@@ -17,24 +19,13 @@ _MOST_TILES = 2**20
 
 def declare(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    parser.description = (
-        "Plans one step of the persistent MLA decode and prints work per CTA, "
-        "utilisation and splits. Needs no GPU and no model."
-    )
     lengths = parser.add_mutually_exclusive_group(required=True)
-    lengths.add_argument(
-        "--lengths", type=_lengths, metavar="N,N,...", help="KV tokens of each sequence"
-    )
+    option(lengths, "--lengths", "N,N,...", "KV tokens of each sequence", kind=_lengths)
     option(lengths, "--kv", "N", "KV tokens of every sequence")
     option(parser, "--batch", "B", "sequences, with --kv (default: 1)")
-    parser.add_argument(
-        "--ctas",
-        "--workers",
-        type=positive,
-        required=True,
-        metavar="W",
-        help="CTAs, one for each SM or compute unit: 132 on an H200, 304 MI300X, 256 MI355X",
-    )
+    text = "CTAs, one for each SM or compute unit: 132 on an H200, 304 MI300X, 256 MI355X"
+    names = "--ctas", "--workers"
+    parser.add_argument(*names, type=positive, required=True, metavar="W", help=text)
     option(parser, "--heads", "H", "query heads of one rank", 16)
     text = "query tokens of each sequence: 1, and more with drafts"
     option(parser, "--query-len", "Q", text, 1)
@@ -96,9 +87,8 @@ def _layout(arguments: argparse.Namespace) -> HeadLayout:
         return heads.layout(arguments.heads, arguments.query_len)
     fp8 = arguments.kv_cache_dtype == "fp8"
     dtype = selection.FP8_OF[arguments.aiter] if fp8 else torch.bfloat16
-    verdict = selection.aiter_verdict(
-        arguments.heads, arguments.query_len, dtype, dtype, arguments.aiter
-    )
+    asked = arguments.heads, arguments.query_len, dtype, dtype, arguments.aiter
+    verdict = selection.aiter_verdict(*asked)
     if verdict.unsupported:
         raise UserError(f"attention=aiter: {verdict.unsupported}")
     return verdict.layout

@@ -19,22 +19,14 @@ _COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377")  #
 
 @dataclasses.dataclass(frozen=True)
 class Drawn:
-    """One plan, read back from its buffers.
-
-    Attributes:
-        rules: what it was made by.
-        seq_lens: KV tokens of each sequence.
-        query_len: query rows of each sequence.
-        shares: for each CTA its items in order, as (sequence, cost in blocks); the fixed
-            cost of an item is part of it.
-        splits: for each sequence the most splits that one of its head blocks is in.
-    """
+    """One plan, read back from its buffers."""
 
     rules: Rules
-    seq_lens: tuple[int, ...]
-    query_len: int
+    seq_lens: tuple[int, ...]  # KV tokens of each sequence
+    query_len: int  # query rows of each sequence
+    # for each CTA its items in order, as (sequence, cost in blocks), the fixed cost included
     shares: tuple[tuple[tuple[int, int], ...], ...]
-    splits: tuple[int, ...]
+    splits: tuple[int, ...]  # for each sequence, the most that one of its head blocks is in
 
     @property
     def loads(self) -> list[int]:
@@ -68,9 +60,8 @@ def make(rules: Rules, seq_lens: tuple[int, ...], query_len: int) -> Drawn:
         shares.append(tuple(zip(sequences.tolist(), costs, strict=True)))
     items = plan.work_info_set[: plan.work_indptr[-1]]
     counts = np.bincount(items[:, planner.BATCH], minlength=batch * rules.fold)
-    return Drawn(
-        rules, seq_lens, query_len, tuple(shares), tuple(counts.reshape(batch, -1).max(1).tolist())
-    )
+    splits = counts.reshape(batch, -1).max(1).tolist()
+    return Drawn(rules, seq_lens, query_len, tuple(shares), tuple(splits))
 
 
 def lines(drawn: Drawn) -> list[str]:
@@ -93,8 +84,8 @@ def lines(drawn: Drawn) -> list[str]:
         f"utilisation    {drawn.utilisation:.1%} (mean load / largest load)",
     ]
     if cap > 0:
-        free = make(dataclasses.replace(rules, max_split_per_batch=-1), drawn.seq_lens,
-                    drawn.query_len)  # fmt: skip
+        uncapped = dataclasses.replace(rules, max_split_per_batch=-1)
+        free = make(uncapped, drawn.seq_lens, drawn.query_len)
         text += [
             f"without a cap  {free.busy} of {rules.ctas} busy, largest load {max(free.loads)}: "
             f"{max(loads) / max(free.loads):.1f} times less, utilisation {free.utilisation:.1%}"
@@ -112,12 +103,12 @@ def _range(values: tuple[int, ...]) -> str:
 
 
 def _plot(drawn: Drawn) -> list[str]:
-    group = -(-drawn.rules.ctas // ROWS)
-    top = max(drawn.loads) * group
-    label = 2 * len(str(drawn.rules.ctas - 1)) + 1
-    title = f"{'CTAs':>{label}}   load; digits and letters are sequences"
-    rows = [title if len(drawn.seq_lens) <= len(_SYMBOLS) else f"{title}, modulo {len(_SYMBOLS)}"]
     ctas = drawn.rules.ctas
+    group = -(-ctas // ROWS)
+    top = max(drawn.loads) * group
+    label = 2 * len(str(ctas - 1)) + 1
+    modulo = f", modulo {len(_SYMBOLS)}" if len(drawn.seq_lens) > len(_SYMBOLS) else ""
+    rows = [f"{'CTAs':>{label}}   load; digits and letters are sequences{modulo}"]
     used = max(cta + 1 for cta, share in enumerate(drawn.shares) if share)
     for first in range(0, used, group):
         last = min(first + group, ctas) - 1

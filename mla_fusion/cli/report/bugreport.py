@@ -1,4 +1,7 @@
-"""`mla-fusion bugreport`: what doctor, report and selftest find, in one file to send."""
+"""Writes one JSON file to send with an issue: the diagnosis of doctor, the latest stored reports,
+and on a GPU the rows of selftest, which takes a minute. Paths, host names and the user's name are
+left out.
+"""
 
 import argparse
 import getpass
@@ -24,19 +27,8 @@ _NEWEST = 4  # stored reports
 
 def declare(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    parser.description = (
-        "Writes one JSON file to send with an issue: the diagnosis of doctor, the latest stored "
-        "reports, and on a GPU the rows of selftest, which takes a minute. Paths, host names and "
-        "the user's name are left out."
-    )
-    parser.add_argument(
-        "file",
-        nargs="?",
-        type=Path,
-        default=Path("mla-fusion-bugreport.json"),
-        metavar="FILE",
-        help="where to write it (default: %(default)s)",
-    )
+    name, text = Path("mla-fusion-bugreport.json"), "where to write it (default: %(default)s)"
+    parser.add_argument("file", nargs="?", type=Path, default=name, metavar="FILE", help=text)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -51,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         "reports": _or_why(_reports),
         "selftest": _or_why(_selftest),
     }
-    arguments.file.write_text(json.dumps(Cleaner().clean(found), indent=1) + "\n")
+    arguments.file.write_text(json.dumps(_clean(found, _secrets()), indent=1) + "\n")
     print(f"wrote {arguments.file}: read it before you send it", file=sys.stderr)
     return 0
 
@@ -88,36 +80,33 @@ def _selftest() -> Any:
         return json.loads(rows.read_bytes())
 
 
-class Cleaner:
-    """Takes paths and the names of this host and its user out of data."""
+def _secrets() -> list[tuple[str, str]]:
+    """(pattern, what stands for it) of paths and of the names of this host and its user."""
+    hosts = {socket.gethostname(), platform.node(), os.environ.get("HOSTNAME", "")}
+    hosts |= {name.partition(".")[0] for name in hosts}
+    folders = {str(Path.home()), str(Path.cwd()), sys.prefix, sys.base_prefix}
+    folders |= {each for value in os.environ.values() for each in value.split(os.pathsep)}
+    rooted = {each.rstrip("/") for each in folders if each.startswith("/")}
+    return [
+        # First those that are known, which may hold spaces; then what looks like one.
+        (r"(?<![\w.])" + _any_of(rooted) + r"[^\s'\",;:()\[\]]*", "<path>"),
+        (r"(?<=://)[^\s/'\",;()]+|\b\d+(?:\.\d+){3}(?::\d+)?\b", "<host>"),
+        (r"(?<![\w.:/<>])(?:~[\w.-]*|\.{1,2})?/[^\s'\",;:()\[\]]+", "<path>"),
+        (rf"(?<![\w-]){_any_of(hosts - {'localhost'})}(?![\w-])", "<host>"),
+        (rf"(?<![\w-]){_any_of({_user()} - {'root'})}(?![\w-])", "<user>"),
+    ]
 
-    def __init__(self) -> None:
-        hosts = {socket.gethostname(), platform.node(), os.environ.get("HOSTNAME", "")}
-        hosts |= {name.partition(".")[0] for name in hosts}
-        hosts -= {"", "localhost"}
-        user = {_user()} - {"", "root"}
-        folders = {str(Path.home()), str(Path.cwd()), sys.prefix, sys.base_prefix}
-        folders |= {each for value in os.environ.values() for each in value.split(os.pathsep)}
-        rooted = {each.rstrip("/") for each in folders if each.startswith("/")} - {""}
-        self._patterns = [
-            # First those that are known, which may hold spaces; then what looks like one.
-            (r"(?<![\w.])" + _any_of(rooted) + r"[^\s'\",;:()\[\]]*", "<path>"),
-            (r"(?<=://)[^\s/'\",;()]+|\b\d+(?:\.\d+){3}(?::\d+)?\b", "<host>"),
-            (r"(?<![\w.:/<>])(?:~[\w.-]*|\.{1,2})?/[^\s'\",;:()\[\]]+", "<path>"),
-            (rf"(?<![\w-]){_any_of(hosts)}(?![\w-])", "<host>"),
-            (rf"(?<![\w-]){_any_of(user)}(?![\w-])", "<user>"),
-        ]
 
-    def clean(self, value: Any) -> Any:
-        """`value`, plain data, without them, in keys too."""
-        if isinstance(value, dict):
-            return {self.clean(key): self.clean(each) for key, each in value.items()}
-        if isinstance(value, list | tuple):
-            return [self.clean(each) for each in value]
-        if isinstance(value, str):
-            for pattern, mark in self._patterns:
-                value = re.sub(pattern, mark, value)
-        return value
+def _clean(value: Any, secrets: list[tuple[str, str]]) -> Any:
+    """`value`, plain data, without `secrets`, in keys too."""
+    if isinstance(value, dict):
+        return {_clean(key, secrets): _clean(each, secrets) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_clean(each, secrets) for each in value]
+    if isinstance(value, str):
+        for pattern, mark in secrets:
+            value = re.sub(pattern, mark, value)
+    return value
 
 
 def _user() -> str:
@@ -128,5 +117,6 @@ def _user() -> str:
 
 
 def _any_of(texts: set[str]) -> str:
-    """A pattern of any of them, the longest first; of nothing if there is none."""
-    return f"(?:{'|'.join(map(re.escape, sorted(texts, key=len, reverse=True))) or '(?!)'})"
+    """A pattern of any of them that is not empty, the longest first; else of nothing."""
+    escaped = map(re.escape, sorted(texts - {""}, key=len, reverse=True))
+    return f"(?:{'|'.join(escaped) or '(?!)'})"

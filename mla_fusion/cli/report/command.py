@@ -1,11 +1,13 @@
-"""`mla-fusion report`: what fused in the engines of this machine, as text, drawing or page."""
+"""Prints what fused in the engines of this machine, the latest start first. With an option below,
+shows only the latest.
+"""
 
 import argparse
 import sys
 import time
 from pathlib import Path
 
-from mla_fusion.cli import UserError, require, write
+from mla_fusion.cli import UserError, option, require, write
 from mla_fusion.cli.report import dumps
 from mla_fusion.report import Report, stored_reports
 from mla_fusion.report.files import FormatError
@@ -16,31 +18,20 @@ _NEWEST = 8  # reports that are printed; an engine stores one for each rank
 
 def declare(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    parser.description = (
-        "Prints what fused in the engines of this machine, the latest start first. "
-        "With an option below, shows only the latest."
+    text = (
+        "a stored report, a folder with some (a dump of mla-fusion check), or a vLLM cache root "
+        "(default: that of this user)"
     )
-    parser.add_argument(
-        "path",
-        nargs="?",
-        type=Path,
-        metavar="PATH",
-        help="a stored report, a folder with some (a dump of mla-fusion check), or a vLLM cache "
-        "root (default: that of this user)",
+    parser.add_argument("path", nargs="?", type=Path, metavar="PATH", help=text)
+    text = "print the graph of one layer before and after"
+    parser.add_argument("--graph", action="store_true", help=text)
+    text = (
+        "print the whole graphs before and after as Python; PATH is a folder to which they were "
+        "dumped (needs depyf when they are written)"
     )
-    parser.add_argument(
-        "--graph", action="store_true", help="print the graph of one layer before and after"
-    )
-    parser.add_argument(
-        "--python",
-        action="store_true",
-        help="print the whole graphs before and after as Python; PATH is a folder to which they "
-        "were dumped (needs depyf when they are written)",
-    )
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw that layer into FILE")
-    parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="write all of it as one self-contained page"
-    )
+    parser.add_argument("--python", action="store_true", help=text)
+    option(parser, "--svg", "FILE", "draw that layer into FILE", kind=Path)
+    option(parser, "--html", "FILE", "write all of it as one self-contained page", kind=Path)
 
 
 def run(arguments: argparse.Namespace) -> int:

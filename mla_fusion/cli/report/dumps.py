@@ -4,8 +4,6 @@ from pathlib import Path
 
 from mla_fusion.cli import UserError
 
-STAGES = ("before", "after")
-
 
 def find(folder: Path) -> dict[str, list[Path]]:
     """{"before" or "after": files at or below `folder`, one for each compiled graph}.
@@ -15,7 +13,10 @@ def find(folder: Path) -> dict[str, list[Path]]:
     Raises:
         UserError: there are none.
     """
-    found = {stage: _of_depyf(folder, stage) or _copied(folder, stage) for stage in STAGES}
+    found = {}
+    for stage in ("before", "after"):
+        of_depyf = sorted(folder.rglob(f"*.mla_fusion.{stage}.*.py"), key=_place)
+        found[stage] = of_depyf or sorted(folder.glob(f"tokens_*.{stage}.py"))
     if not all(found.values()):
         raise UserError(
             f"no graph before and after the passes under {folder}: write them with "
@@ -25,10 +26,6 @@ def find(folder: Path) -> dict[str, list[Path]]:
     return found
 
 
-def _of_depyf(folder: Path, stage: str) -> list[Path]:
-    paths = folder.rglob(f"*.mla_fusion.{stage}.*.py")
-    return sorted(paths, key=lambda path: (path.name.split(".")[0], int(path.name.split(".")[-2])))
-
-
-def _copied(folder: Path, stage: str) -> list[Path]:
-    return sorted(folder.glob(f"tokens_*.{stage}.py"))
+def _place(path: Path) -> tuple[str, int]:
+    first, *_, number, _ = path.name.split(".")
+    return first, int(number)
