@@ -68,18 +68,15 @@ def clamped(cache, at):
 
 
 @gluon.jit
-def tokens_of(
-    cache, tile, FIRST: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr
-):  # fmt: skip
+def tokens_of(cache, tile, FIRST: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
     """COUNT tokens of a tile from its token FIRST on; one of the item for each that is not."""
     return clamped(cache, tile * TILE + FIRST + gl.arange(0, COUNT, gl.SliceLayout(1, LAYOUT)))
 
 
 @gluon.jit
 def blocks_of(
-    cache, tile, FIRST: gl.constexpr, COUNT: gl.constexpr, PAGE: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):  # fmt: skip
+    cache, tile, FIRST: gl.constexpr, COUNT: gl.constexpr, PAGE: gl.constexpr, LAYOUT: gl.constexpr
+):
     """The block of each of these tokens; one number if all are in one."""
     if PAGE % COUNT == 0:
         at = clamped(cache, tile * TILE + FIRST)

@@ -215,9 +215,7 @@ def sum_of_slices(sums_ptr, part, SLICES: tl.constexpr, ROWS: tl.constexpr, COLU
 
 
 @triton.jit
-def write(
-    given, sums, rows, form: tl.constexpr, SLICES: tl.constexpr, LIMIT: tl.constexpr
-):  # fmt: skip
+def write(given, sums, rows, form: tl.constexpr, SLICES: tl.constexpr, LIMIT: tl.constexpr):
     """Round, quantize and store the sums [COLUMNS, n] of `rows`, of which the first ROWS count."""
     COLUMNS: tl.constexpr = sums.shape[0]
     V: tl.constexpr = form.V
@@ -239,9 +237,7 @@ def write(
 
 
 @triton.jit
-def compute(
-    given, form: tl.constexpr, cut: tl.constexpr, LIMIT: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
+def compute(given, form: tl.constexpr, cut: tl.constexpr, LIMIT: tl.constexpr, PDL: tl.constexpr):
     """COLUMNS columns of `rows`, or what one of SLICES slices of their latents adds to them:
     `program_id(1)` is the slice + SLICES * the block of columns."""
     ROWS: tl.constexpr = form.ROWS
