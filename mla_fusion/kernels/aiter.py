@@ -270,9 +270,7 @@ def halves(inputs: Inputs) -> Halves:
 
 
 def warmup(
-    batch: Callable[[int], Inputs],
-    max_tokens: int,
-    progress: Callable[[str], None] = logger.info,
+    batch: Callable[[int], Inputs], max_tokens: int, progress: Callable[[str], None] = logger.info
 ) -> int:
     """Call AITER as batches of 1 to `max_tokens` tokens do, with padded rows.
 

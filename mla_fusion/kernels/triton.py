@@ -236,9 +236,7 @@ def launch_arguments(plan: Plan, inputs: Inputs) -> tuple[tuple[Any, ...], dict[
 
 
 def warmup(
-    batch: Callable[[int], Inputs],
-    max_tokens: int,
-    progress: Callable[[str], None] = logger.info,
+    batch: Callable[[int], Inputs], max_tokens: int, progress: Callable[[str], None] = logger.info
 ) -> int:
     """Compile every configuration that batches of 1 to `max_tokens` tokens can use.
 

@@ -34,9 +34,7 @@ def _my_work(tokens, heads, form: tl.constexpr):
         return work < rest, work, work - rest, cache_programs
 
 
-@triton.jit(
-    do_not_specialize=["tokens", "heads", "q_row", "kv_c_row", "k_pe_row"],
-)
+@triton.jit(do_not_specialize=["tokens", "heads", "q_row", "kv_c_row", "k_pe_row"])
 def prep_kernel(
     q_ptr, w_ptr, kv_c_ptr, k_pe_ptr, cache_ptr, slot_ptr, position_ptr, cos_sin_ptr,
     k_scale_ptr, q_scale_ptr, factor_ptr, out_ptr,

@@ -20,9 +20,10 @@ def run(at, a):
     planned = a["work_meta_data"] is not None
     if planned and shape.skips_plan(batch):
         planned = a["num_kv_splits"] is not None
-    causal = a.get("causal", True)
+    if not a.get("causal", True):
+        raise NotImplementedError("nobody calls it so")
     if planned:
-        shape.check_persistent(a["return_lse"], causal)
+        shape.check_persistent(a["return_lse"])
     else:
         shape.check_plain(a["num_kv_splits"])
     keys = kv.reshape(-1, ENTRY)
@@ -30,17 +31,16 @@ def run(at, a):
     wide_q = q.double() * (a["q_scale"].double() if shape.kind == "fp8" else 1)
     key_scale = a["kv_scale"].double() if shape.kind != "bf16" else 1
 
-    def piece(first_q, last_q, first, until, after, causal):
+    def piece(first_q, last_q, first, until, after):
         slots = a["kv_indices"][first:until].long()
         assume(bool((slots >= 0).all()) and bool((slots < keys.shape[0]).all()),
                "an index outside the cache reads other memory")  # fmt: skip
-        return _attend(wide_q[first_q:last_q], keys[slots].double() * key_scale, after, scale,
-                       causal)  # fmt: skip
+        return _attend(wide_q[first_q:last_q], keys[slots].double() * key_scale, after, scale)
 
     lse = torch.zeros(q.shape[:2], dtype=torch.float32)
     if not planned:
         for b in range(batch):
-            out, sums = piece(qo[b], qo[b + 1], ends[b], ends[b + 1], 0, causal)
+            out, sums = piece(qo[b], qo[b + 1], ends[b], ends[b + 1], 0)
             o[qo[b] : qo[b + 1]] = out.to(o.dtype)
             lse[qo[b] : qo[b + 1]] = sums.float()
     else:
@@ -52,14 +52,13 @@ def run(at, a):
     return None, lse if a["return_lse"] else None
 
 
-def _attend(q, keys, after, scale, causal):
+def _attend(q, keys, after, scale):
     """(normalized output, natural-log sum) of one piece; `after` keys of the sequence follow it."""
     scores = torch.einsum("qhd,kd->qhk", q, keys) * scale
-    if causal:
-        # Query i of n sees all but the last n - 1 - i keys of the sequence.
-        behind = torch.arange(keys.shape[0] - 1, -1, -1) + after
-        hidden = behind < torch.arange(q.shape[0] - 1, -1, -1).unsqueeze(1)
-        scores = scores.masked_fill(hidden.unsqueeze(1), float("-inf"))
+    # Query i of n sees all but the last n - 1 - i keys of the sequence.
+    behind = torch.arange(keys.shape[0] - 1, -1, -1) + after
+    hidden = behind < torch.arange(q.shape[0] - 1, -1, -1).unsqueeze(1)
+    scores = scores.masked_fill(hidden.unsqueeze(1), float("-inf"))
     sums = scores.logsumexp(-1)
     weights = (scores - sums.unsqueeze(-1)).exp().nan_to_num(nan=0.0)
     return torch.einsum("qhk,kd->qhd", weights, keys[:, :LATENT]), sums
@@ -112,12 +111,11 @@ def _follow_plan(shape, a, piece, lse):
     fold = shape.heads // run_heads
     works = a["work_info_set"][: int(a["work_indptr"][-1])].tolist()
     _check_plan(a, works, fold)
-    causal = a.get("causal", True)
     partial: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     tiles: dict[int, slice] = {}
     for batch, row, q0, q1, first, until, after, _ in works:
         part = slice((batch % fold) * run_heads, (batch % fold + 1) * run_heads)
-        out, weight = (x[:, part] for x in piece(q0, q1, first, until, after, causal))
+        out, weight = (x[:, part] for x in piece(q0, q1, first, until, after))
         if row < 0:
             o[q0:q1, part] = out.to(o.dtype)
             lse[q0:q1, part] = weight.float()
@@ -170,4 +168,4 @@ def gluon(at, a):
         slots = a["page_table"][ends[b] : ends[b + 1]].long()
         assume(bool((slots >= 0).all()), "an index outside the cache reads other memory")
         keys = a["kv_c"][slots].double() * a["kv_scale"]
-        o[b] = _attend(q[b], keys, 0, a["sm_scale"], True)[0].to(o.dtype)
+        o[b] = _attend(q[b], keys, 0, a["sm_scale"])[0].to(o.dtype)

@@ -26,12 +26,7 @@ PERSISTENT = {
     ("gfx950", "fp8"): {8: (4,), 16: (1, 2, 4), 32: (1, 4), 64: (1, 2, 4), 128: (1, 2, 4)},
 }
 # The same for kernels that also write the log-sum-exp.
-LSE = {
-    ("gfx942", "fp8"): {64: (1,)},
-    ("gfx950", "fp8"): {8: (4,), 16: (1, 4), 32: (1, 4)},
-}
-# And for those that hide nothing of a draft from its first token.
-NON_CAUSAL = {("gfx950", "fp8"): {8: (4,), 16: (1, 4), 32: (4,)}}
+LSE = {("gfx942", "fp8"): {64: (1,)}, ("gfx950", "fp8"): {8: (4,), 16: (1, 4), 32: (1, 4)}}
 # Kernels without a plan.
 PLAIN = {
     ("gfx942", "bf16"): {8: (1,), 16: (1, 4, 8), 32: (1,), 64: (1,), 128: (1,)},
@@ -89,24 +84,20 @@ class Shape:
         what = f"{self.kind} of {self.heads} heads, {self.qlen} query tokens"
         check(self.at, ok, f"the planner knows no {what}")
 
-    def check_persistent(self, lse, causal):
+    def check_persistent(self, lse):
         """Fail where the manifest has no persistent kernel."""
         run, qlen = self.folded, self.qlen
         if self._key == ("gfx950", "bf16"):
             # A kernel of 32 x 4 rows, and one of 64 that can do more.
             wide = run * qlen >= 128 or run > 64
-            exists = wide or run * qlen >= 64 or run >= 16
-            writes_lse = sees_all = not wide
+            exists, writes_lse = wide or run * qlen >= 64 or run >= 16, not wide
         else:
-            exists, writes_lse, sees_all = (
-                qlen in table.get(self._key, {}).get(run, ())
-                for table in (PERSISTENT, LSE, NON_CAUSAL)
-            )
+            tables = (table.get(self._key, {}) for table in (PERSISTENT, LSE))
+            exists, writes_lse = (qlen in table.get(run, ()) for table in tables)
         what = f"persistent {self.kind} kernel for {self.heads} heads, {qlen} query tokens"
         check(self.at, exists, f"no {what}")
         writes_lse = writes_lse and self.at.has("lse_kernels")
         check(self.at, not lse or writes_lse, f"no LSE from the {what}")
-        check(self.at, causal or qlen == 1 or sees_all, f"no non-causal {what}")
 
     def check_plain(self, splits):
         """Fail where no kernel does without a plan, or its number of splits is unknown."""

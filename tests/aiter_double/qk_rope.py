@@ -9,9 +9,9 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.floa
 WIDE = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def kernel(tokens, heads, latent, rope, block, nope_first):
+def kernel(tokens, heads, latent, rope, block):
     """Which kernel the dispatch picks for 2-D kv_c and k_pe."""
-    if nope_first and latent <= 512 and block == 1 and rope == 64 and tokens < 256:
+    if latent <= 512 and block == 1 and rope == 64 and tokens < 256:
         return "per_head"
     if rope == 64 and latent == 512 and latent * heads >= 2048:
         return "opt"
@@ -20,19 +20,12 @@ def kernel(tokens, heads, latent, rope, block, nope_first):
 
 def run(at, a):
     """The op with its arguments by name; writes kv_cache and q_out."""
-    check(at, a["k_pe"].dim() == a["kv_c"].dim(), "kv_c and k_pe have equal ranks")
+    if not a["is_nope_first"] or a.get("compute_all_q_rope"):
+        raise NotImplementedError("nobody calls it so")
     for name in ("k_pe", "kv_c"):
+        check(at, a[name].dim() == 2, f"{name} is [T, n]")
         check(at, a[name].stride(-1) == 1, f"{name} has a dense last dimension")
-        if a[name].dim() == 3:
-            if a[name].shape[1] > 1:
-                raise NotImplementedError(
-                    "several key heads: the prefill kernels are no part of it"
-                )
-            dense = a[name].stride(1) == a[name].shape[2]
-            check(at, dense, f"3-D {name} is [T, 1, n] with stride(1) == n")
-            a[name] = a[name].squeeze(1)
-    picked = _validate(at, a)
-    _compute(at, a, picked)
+    _compute(at, a, _validate(at, a))
 
 
 def _validate(at, a):
@@ -74,9 +67,7 @@ def _validate(at, a):
     inputs = {t.untyped_storage().data_ptr() for t in (q_nope, q_pe, kv_c, k_pe)}
     assume(not outputs & inputs, "outputs must not alias inputs")
 
-    picked = kernel(tokens, heads, latent, rope, cache.shape[1], a["is_nope_first"])
-    if a.get("compute_all_q_rope"):
-        check(at, picked != "general", "compute_all_q_rope needs the per_head or opt kernel")
+    picked = kernel(tokens, heads, latent, rope, cache.shape[1])
     if picked != "per_head" and not at.has("strided_q_nope"):
         assume(q_nope.stride(1) == latent, f"{picked} ignores the head stride of q_nope")
     if picked == "per_head":
@@ -118,7 +109,7 @@ def _compute(at, a, picked):
     clamps = at.has("compute_all") and picked != "general"
     block = cache.shape[1]
     for token, slot in enumerate(a["slot_mapping"].tolist()):
-        if slot < 0 and not a.get("compute_all_q_rope"):
+        if slot < 0:
             continue  # the whole token returns: its row of q_out keeps what it held
         row = int(a["positions"][token])
         if clamps:
@@ -126,16 +117,14 @@ def _compute(at, a, picked):
         assume(0 <= row < cos.shape[0], "a position outside the table reads other memory")
         c, s = cos[row], a["sin_cache"][row]
         query = numbers.rotated(q_pe[token], c, s, a["is_neox"])
-        _store(q_out[token], q_nope[token], query, q_inv, a["is_nope_first"], False)
-        if slot >= 0:
-            assume(slot < cache.shape[0] * block, "a slot outside the cache writes other memory")
-            key = numbers.rotated(k_pe[token], c, s, a["is_neox"])
-            entry = cache[slot // block, slot % block]
-            cut = at.arch.truncates_key and picked == "opt"
-            _store(entry, kv_c[token], key, k_inv, a["is_nope_first"], cut)
+        _store(q_out[token], q_nope[token], query, q_inv, False)
+        assume(slot < cache.shape[0] * block, "a slot outside the cache writes other memory")
+        key = numbers.rotated(k_pe[token], c, s, a["is_neox"])
+        cut = at.arch.truncates_key and picked == "opt"
+        _store(cache[slot // block, slot % block], kv_c[token], key, k_inv, cut)
 
 
-def _store(out, nope, rope, inverse, nope_first, truncates):
+def _store(out, nope, rope, inverse, truncates):
     """One row: the nope half is copied or clamped to fp8, the rope half is rounded once."""
     if out.dtype in FP8:
         halves = [
@@ -145,6 +134,4 @@ def _store(out, nope, rope, inverse, nope_first, truncates):
     else:
         cut = truncates and out.dtype == torch.bfloat16
         halves = [nope, numbers.truncated_bf16(rope) if cut else rope.to(out.dtype)]
-    if not nope_first:
-        halves.reverse()
     out.copy_(torch.cat([h.to(out.dtype) for h in halves], dim=-1))

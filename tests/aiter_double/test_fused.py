@@ -84,20 +84,17 @@ def test_a_scaled_query(double, cache, query):
         assert 0 < off.max() < 4 * 2.0**-9 * largest
 
 
-def test_a_factor_of_another_length_is_refused(double):
-    given = calls.provider()
-    with pytest.raises(ValueError, match="q_factor must be as long as q"):
-        provider.fused_mla_decode_prep(
-            Inputs(**given, is_neox=False, q_factor=torch.ones(calls.T - 1))
-        )
-
-
-def test_a_cache_that_ranks_share_is_refused(double):
-    """A token of another rank has the slot -1, and needs its query here."""
-    with pytest.raises(ValueError, match="whose slot is -1: use the triton provider"):
-        provider.fused_mla_decode_prep(
-            Inputs(**calls.provider(), is_neox=False, context_parallel=True)
-        )
+@pytest.mark.parametrize(
+    "more, words",
+    [
+        ({"q_factor": torch.ones(calls.T - 1)}, "q_factor must be as long as q"),
+        # A token of another rank has the slot -1, and needs its query here.
+        ({"context_parallel": True}, "whose slot is -1: use the triton provider"),
+    ],
+)
+def test_other_arguments_are_refused(double, more, words):
+    with pytest.raises(ValueError, match=words):
+        provider.fused_mla_decode_prep(Inputs(**calls.provider(), is_neox=False, **more))
     assert not double.calls(FUSED)
 
 

@@ -25,6 +25,6 @@ def test_every_shape_that_the_library_plans_has_a_kernel(double):
             assert shape.kind != "mixed" or shape.heads == 16
             shape.check_supported()
             shape.check_planned()
-            shape.check_persistent(lse, True)
+            shape.check_persistent(lse)
             planned += 1
     assert planned > 300

@@ -212,7 +212,7 @@ def test_a_warm_up_runs_every_launch():
             reduction = reduce_kernel.reduction(batch * plan.fold, 16 * 3)
             yield shape or (reduction, product_rows(batch * rows))
 
-    batches = provider.warm_up_batches(plan, 128)
+    batches = provider.warm_up_batches(plan, 128, "none")
     for rows in (1, 2, 3):
         assert set(launches(rows, batches)) == set(launches(rows, range(1, 41)))
 

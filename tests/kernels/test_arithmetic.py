@@ -80,7 +80,3 @@ def test_cast_to_other_types_rounds_once_and_does_not_scale(module):
     got = module.cast(x, BF16, torch.tensor([0.5]))
     assert got.dtype == BF16 and got[:2].tolist() == [1.0078125, 1.0]
     assert got[2] == x[2].to(BF16) and got[3].isnan()
-
-
-def test_fp8_types_are_both_e4m3():
-    assert set(arithmetic.FP8_DTYPES) == {torch.float8_e4m3fn, torch.float8_e4m3fnuz}

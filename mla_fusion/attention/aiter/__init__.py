@@ -20,9 +20,7 @@ from mla_fusion.kernels import aiter as fused_region
 LATENT, ENTRY = selection.LATENT, sum(selection.WIDTHS)
 
 
-def warm_up_batches(
-    plan: PlanBuffers, values: int | None = None, quantization: str = "none"
-) -> list[int]:
+def warm_up_batches(plan: PlanBuffers, values: int | None, quantization: str) -> list[int]:
     """Numbers of sequences that load, together, all that AITER launches for steps of `plan`."""
     return [1]
 

@@ -93,14 +93,14 @@ def aiter_verdict(
     if not runs:
         return without(
             f"{arch} has no persistent {kind} kernel for {layout.per_work} heads and queries of "
-            f"{query_len} tokens",
+            f"{query_len} tokens"
         )
     # Of the two bf16 kernels of gfx950, the one for many rows writes none.
     wide = any_heads and (layout.padded > 64 or layout.padded * runs >= 128)
     if return_lse and (wide or runs not in _LSE_QUERY_LENS.get(key, ())):
         return without(
             f"the persistent {kind} kernel of {arch} for {layout.per_work} heads and queries of "
-            f"{runs} tokens writes no log-sum-exp",
+            f"{runs} tokens writes no log-sum-exp"
         )
     return Verdict(layout, runs)
 

@@ -16,7 +16,8 @@ as they are; values become bf16.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections import namedtuple
+from typing import TYPE_CHECKING, Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -44,21 +45,10 @@ __all__ = ["arguments", "fits", "kernel"]
 PART = gl.constexpr(64)  # columns of the query that are in registers at a time
 
 
-class Cache(NamedTuple):
-    """The cache, the row of its block table for one sequence, and the tokens of an item."""
-
-    pointer: Any
-    table: Any
-    block_stride: Any
-    begin: Any
-    end: Any
-
-
-class Query(NamedTuple):
-    """The query in LDS, [rows, columns]: its latents and its rotated part."""
-
-    latents: Any
-    rotated: Any
+# The cache, the row of its block table for one sequence, and the tokens of an item.
+Cache = namedtuple("Cache", "pointer table block_stride begin end")
+# The query in LDS, [rows, columns]: its latents and its rotated part.
+Query = namedtuple("Query", "latents rotated")
 
 
 @gluon.jit
@@ -78,18 +68,15 @@ def clamped(cache, at):
 
 
 @gluon.jit
-def tokens_of(
-    cache, tile, FIRST: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr
-):  # fmt: skip
+def tokens_of(cache, tile, FIRST: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
     """COUNT tokens of a tile from its token FIRST on; one of the item for each that is not."""
     return clamped(cache, tile * TILE + FIRST + gl.arange(0, COUNT, gl.SliceLayout(1, LAYOUT)))
 
 
 @gluon.jit
 def blocks_of(
-    cache, tile, FIRST: gl.constexpr, COUNT: gl.constexpr, PAGE: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):  # fmt: skip
+    cache, tile, FIRST: gl.constexpr, COUNT: gl.constexpr, PAGE: gl.constexpr, LAYOUT: gl.constexpr
+):
     """The block of each of these tokens; one number if all are in one."""
     if PAGE % COUNT == 0:
         at = clamped(cache, tile * TILE + FIRST)

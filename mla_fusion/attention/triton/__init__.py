@@ -85,9 +85,7 @@ def merge(given: Inputs) -> None:
     reduce_kernel.kernel[grid](*args, **options)
 
 
-def warm_up_batches(
-    plan: PlanBuffers, values: int | None = None, quantization: str = "none"
-) -> list[int]:
+def warm_up_batches(plan: PlanBuffers, values: int | None, quantization: str) -> list[int]:
     """Numbers of sequences that compile, together, all that steps of `plan` launch, with an
     epilogue of `values` columns a head and this quantization if there is one."""
     batches: dict[Any, int] = {}

@@ -35,9 +35,7 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def listed_entries(
-    at, wanted, source, ENTRY: tl.constexpr, PAGE: tl.constexpr, form: tl.constexpr
-):  # fmt: skip
+def listed_entries(at, wanted, source, ENTRY: tl.constexpr, PAGE: tl.constexpr, form: tl.constexpr):
     """Addresses of the slots that the table lists for tokens `at`, and a mask of the valid ones.
 
     And, where scales are behind a page's entries, those of its eight bytes for each.

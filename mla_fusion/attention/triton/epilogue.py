@@ -74,6 +74,38 @@ class Shape:
         return ""
 
 
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """How the CTAs of a row divide it: as `Shape`; LATENTS of W_UV are read at once."""
+
+    COLUMNS: int
+    SLICES: int
+    LATENTS: int
+    SPLITS: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What `epilogue_kernel` is compiled for.
+
+    HEADS, FOLD: of the plan. ROWS, WHOLE: of a `Shape`. A tile of VECTORS latents or more is loaded
+    in vectors; 0: none is. QUANTIZATION: `Epilogue.quantization`.
+    """
+
+    L: int
+    V: int
+    HEADS: int
+    FOLD: int
+    ROWS: int
+    DOT_ROWS: int
+    WHOLE: int
+    VECTORS: int
+    QUANTIZATION: str
+    LARGEST: float
+    LSE: bool
+    AMD: bool
+
+
 class Faster(NamedTuple):
     """Up to so many slots and heads, quantized in groups or not: one launch of this shape."""
 
@@ -198,29 +230,21 @@ def arguments(given: Inputs, shape: Shape) -> tuple[tuple[Any, ...], dict[str, A
     few = shape.of_few_splits(latent, epilogue.quantization)
     # A warp of AMD's has 64 threads.
     warps = max(1, shape.warps // 2) if torch.version.hip else shape.warps
-    options = {
-        "L": latent,
-        "V": w_uv.shape[2],
-        "HEADS": plan.heads_per_work,
-        "FOLD": plan.fold,
-        "ROWS": shape.rows,
-        "DOT_ROWS": max(LEAST, shape.rows),
-        "COLUMNS": shape.columns,
-        "SLICES": shape.slices,
-        "LATENTS": _latents(shape.columns, latent // shape.slices),
-        "SPLITS": shape.splits,
-        "WHOLE": shape.whole,
-        "WHOLE_COLUMNS": few.columns,
-        "WHOLE_SLICES": few.slices,
-        "WHOLE_LATENTS": _latents(few.columns, latent // few.slices),
-        "WHOLE_SPLITS": few.splits,
-        "VECTORS": _vectors(latents, warps),
-        **_quantization(epilogue),
-        "LSE": given.lse is not None,
-        "AMD": torch.version.hip is not None,
-        "num_warps": warps,
-    }
+    quantization = _quantization(epilogue)
+    limit = quantization.pop("LIMIT")
+    form = Form(
+        L=latent, V=w_uv.shape[2], HEADS=plan.heads_per_work, FOLD=plan.fold, ROWS=shape.rows,
+        DOT_ROWS=max(LEAST, shape.rows), WHOLE=shape.whole, VECTORS=_vectors(latents, warps),
+        LSE=given.lse is not None, AMD=torch.version.hip is not None, **quantization,
+    )  # fmt: skip
+    cuts = {"CUT": _cut(shape, latent), "WHOLE_CUT": _cut(few, latent)}
+    options = {"FORM": form, **cuts, "LIMIT": limit, "num_warps": warps}
     return args, options | early_launch(latents.device)
+
+
+def _cut(shape: Shape, latent: int) -> Cut:
+    at_once = _latents(shape.columns, latent // shape.slices)
+    return Cut(shape.columns, shape.slices, at_once, shape.splits)
 
 
 def _latents(columns: int, latent: int) -> int:

@@ -15,7 +15,7 @@ W_UV is on its way before the decode has ended: it does not change between launc
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
@@ -27,78 +27,48 @@ from mla_fusion.kernels.triton_cast import cast
 EPSILON = tl.constexpr(1e-10)
 
 
-class Tensors(NamedTuple):
-    """Of a launch: those of the plan, and of `Epilogue`. `latent_ptr` is `out` of the decode."""
+# Of a launch: tensors of the plan and of `Epilogue`, `latent_ptr` being `out` of the decode; the
+# step, heads, and strides in elements.
+Given = namedtuple(
+    "Given",
+    "partial_ptr partial_lse_ptr reduce_indptr_ptr reduce_partial_map_ptr qo_indptr_ptr latent_ptr "
+    "lse_ptr sums_ptr count_ptr w_ptr out_ptr scale_ptr batch tokens positions heads "
+    "latent_stride_t latent_stride_h w_head w_row w_column out_stride_t scale_stride_t "
+    "scale_stride_g",
+)
 
-    partial_ptr: Any
-    partial_lse_ptr: Any
-    reduce_indptr_ptr: Any
-    reduce_partial_map_ptr: Any
-    qo_indptr_ptr: Any
-    latent_ptr: Any
-    lse_ptr: Any
-    sums_ptr: Any
-    count_ptr: Any
-    w_ptr: Any
-    out_ptr: Any
-    scale_ptr: Any
-
-
-class Sizes(NamedTuple):
-    """Of a launch: its step, heads, and strides in elements."""
-
-    batch: Any
-    tokens: Any
-    positions: Any
-    heads: Any
-    latent_stride_t: Any
-    latent_stride_h: Any
-    w_head: Any
-    w_row: Any
-    w_column: Any
-    out_stride_t: Any
-    scale_stride_t: Any
-    scale_stride_g: Any
-
-
-class Rows(NamedTuple):
-    """Of each row of a CTA: its token, whether there is one, its row in a partial tile, and
-    its splits: `begin` ... `end` - 1 of `reduce_partial_map`, none if it was not split."""
-
-    token: Any
-    real: Any
-    at: Any
-    begin: Any
-    end: Any
+# Of each row of a CTA: its token, whether there is one, its row in a partial tile, and its splits:
+# `begin` ... `end` - 1 of `reduce_partial_map`, none if it was not split.
+Rows = namedtuple("Rows", "token real at begin end")
 
 
 @triton.jit
-def read_rows(given, sizes, slot, HEADS: tl.constexpr, FOLD: tl.constexpr):
+def read_rows(given, slot, HEADS: tl.constexpr, FOLD: tl.constexpr):
     """What `slot` numbers are, for the head of this CTA."""
     head = tl.program_id(2)
-    sequence = tl.minimum(slot // sizes.positions, sizes.batch)
-    in_batch = sequence < sizes.batch
+    sequence = tl.minimum(slot // given.positions, given.batch)
+    in_batch = sequence < given.batch
     first = tl.load(given.qo_indptr_ptr + sequence)
     count = tl.load(given.qo_indptr_ptr + sequence + 1, mask=in_batch, other=0) - first
     count = tl.where(in_batch, count, 0)
-    position = slot - sequence * sizes.positions
+    position = slot - sequence * given.positions
     has_query = position < count
     # Slots without a query row before this one: all of those before, less the query rows.
-    after_last = tl.load(given.qo_indptr_ptr + sizes.batch) + slot - first - count
+    after_last = tl.load(given.qo_indptr_ptr + given.batch) + slot - first - count
     token = tl.where(has_query, first + position, after_last)
     # Not `has_query`: all loads of the plan are one trip.
     tile = given.reduce_indptr_ptr + sequence * FOLD + head // HEADS
     begin = tl.load(tile, mask=in_batch, other=0)
     end = tl.where(has_query, tl.load(tile + 1, mask=in_batch, other=0), begin)
     at = position * HEADS + head % HEADS
-    return Rows(token.to(tl.int64), token < sizes.tokens, at, begin, end)
+    return Rows(token.to(tl.int64), token < given.tokens, at, begin, end)
 
 
 @triton.jit
-def count_splits(given, sizes, slot, HEADS: tl.constexpr, FOLD: tl.constexpr):
+def count_splits(given, slot, HEADS: tl.constexpr, FOLD: tl.constexpr):
     """Splits of the sequence of one slot, for the head of this CTA; 0 behind the last one."""
-    sequence = slot // sizes.positions
-    in_batch = sequence < sizes.batch
+    sequence = slot // given.positions
+    in_batch = sequence < given.batch
     tile = given.reduce_indptr_ptr + sequence * FOLD + tl.program_id(2) // HEADS
     begin = tl.load(tile, mask=in_batch, other=0)
     return tl.load(tile + 1, mask=in_batch, other=0) - begin
@@ -114,14 +84,13 @@ def place(rows, reduce_partial_map_ptr, start, HEADS: tl.constexpr, SPLITS: tl.c
 
 @triton.jit
 def loaded(
-    rows, at, start, partial_ptr, partial_lse_ptr, latent, L: tl.constexpr, SPLITS: tl.constexpr,
-    VECTORS: tl.constexpr,
+    rows, at, start, given, latent, L: tl.constexpr, SPLITS: tl.constexpr, VECTORS: tl.constexpr
 ):  # fmt: skip
     """LSE [SPLITS, ROWS] in base 2, and latents `latent` of the splits from `start` on."""
     split = rows.begin[None, :] + start + tl.arange(0, SPLITS)[:, None]
     wanted = split < rows.end[None, :]
-    lse = tl.load(partial_lse_ptr + at, mask=wanted, other=float("-inf")) * LOG2E
-    values = partial_ptr + at[:, :, None] * L + latent[None, None, :]
+    lse = tl.load(given.partial_lse_ptr + at, mask=wanted, other=float("-inf")) * LOG2E
+    values = given.partial_ptr + at[:, :, None] * L + latent[None, None, :]
     if VECTORS:
         values = tl.multiple_of(values, (1, 1, 16))
     return lse, tl.load(values, mask=wanted[:, :, None], other=0.0)
@@ -129,9 +98,8 @@ def loaded(
 
 @triton.jit
 def merged(
-    rows, partial_ptr, partial_lse_ptr, reduce_partial_map_ptr, latents, latent,
-    L: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
-    VECTORS: tl.constexpr, PDL: tl.constexpr,
+    rows, given, latents, latent, form: tl.constexpr, SPLITS: tl.constexpr, VECTORS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Latents `latent` [ROWS, n] of each row in the type of W_UV, and its LSE [ROWS] in base 2.
 
@@ -139,10 +107,12 @@ def merged(
     the rows that the decode has written itself, whose LSE is not known here. VECTORS: four
     neighbouring latents go to one thread.
     """
+    ROWS: tl.constexpr = form.ROWS
+    HEADS: tl.constexpr = form.HEADS
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, latent.shape[0]], tl.float32)
-    at = place(rows, reduce_partial_map_ptr, 0, HEADS, SPLITS)
+    at = place(rows, given.reduce_partial_map_ptr, 0, HEADS, SPLITS)
     if PDL:
         # All that follows was written by the decode; the plan was there before it.
         tl.extra.cuda.gdc_wait()
@@ -151,16 +121,14 @@ def merged(
     if VECTORS:
         values = tl.multiple_of(values, (1, 8))
     whole = tl.load(values, mask=(rows.real & ~is_split)[:, None], other=0.0)
-    lse, part = loaded(rows, at, 0, partial_ptr, partial_lse_ptr, latent, L, SPLITS, VECTORS)
+    lse, part = loaded(rows, at, 0, given, latent, form.L, SPLITS, VECTORS)
     most = tl.max(rows.end - rows.begin, 0)
     for start in range(SPLITS, most + SPLITS, SPLITS):
         next_lse, next_part = lse, part
         # A branch, or the compiler puts these loads behind the merge, which waits for others.
         if start < most:
-            at = place(rows, reduce_partial_map_ptr, start, HEADS, SPLITS)
-            next_lse, next_part = loaded(
-                rows, at, start, partial_ptr, partial_lse_ptr, latent, L, SPLITS, VECTORS
-            )
+            at = place(rows, given.reduce_partial_map_ptr, start, HEADS, SPLITS)
+            next_lse, next_part = loaded(rows, at, start, given, latent, form.L, SPLITS, VECTORS)
         m, l, acc = merge_step(lse, part, m, l, acc)
         lse, part = next_lse, next_part
     lse = tl.where(l > 0.0, m + tl.log2(l), float("-inf"))
@@ -209,15 +177,15 @@ def quantized(
 
 @triton.jit
 def is_last(
-    sums, sums_ptr, count_ptr, part, SLICES: tl.constexpr, ROWS: tl.constexpr,
-    DOT_ROWS: tl.constexpr, COLUMNS: tl.constexpr, AMD: tl.constexpr,
+    sums, sums_ptr, count_ptr, part, ROWS: tl.constexpr, SLICES: tl.constexpr, AMD: tl.constexpr
 ):  # fmt: skip
     """Store the sums [COLUMNS, DOT_ROWS] of slice `part` % SLICES; whether all slices are stored
     now, as seen by one CTA of them.
 
     That one puts the count back to 0 for the next launch, which counts after it has waited.
     """
-    column, row = tl.arange(0, COLUMNS)[:, None], tl.arange(0, DOT_ROWS)[None, :]
+    COLUMNS: tl.constexpr = sums.shape[0]
+    column, row = tl.arange(0, COLUMNS)[:, None], tl.arange(0, sums.shape[1])[None, :]
     mine = sums_ptr + part.to(tl.int64) * (ROWS * COLUMNS)
     tl.store(mine + row * COLUMNS + column, sums, mask=row < ROWS)
     # All threads have stored when the one that counts releases what it sees. On AMD a barrier does
@@ -247,77 +215,69 @@ def sum_of_slices(sums_ptr, part, SLICES: tl.constexpr, ROWS: tl.constexpr, COLU
 
 
 @triton.jit
-def write(
-    given, sizes, sums, rows, V: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    SLICES: tl.constexpr, QUANTIZATION: tl.constexpr, LARGEST: tl.constexpr, LIMIT: tl.constexpr,
-):  # fmt: skip
+def write(given, sums, rows, form: tl.constexpr, SLICES: tl.constexpr, LIMIT: tl.constexpr):
     """Round, quantize and store the sums [COLUMNS, n] of `rows`, of which the first ROWS count."""
+    COLUMNS: tl.constexpr = sums.shape[0]
+    V: tl.constexpr = form.V
+    QUANTIZATION: tl.constexpr = form.QUANTIZATION
+    LARGEST: tl.constexpr = form.LARGEST
     head = tl.program_id(2)
     block = tl.program_id(1) // SLICES
-    stored = rows.real & (tl.arange(0, sums.shape[1]) < ROWS)
+    stored = rows.real & (tl.arange(0, sums.shape[1]) < form.ROWS)
     y = sums.to(given.w_ptr.dtype.element_ty)
     if QUANTIZATION != "none":
         y = quantized(
             y.to(tl.float32), rows.token, stored, (head * V) // COLUMNS + block, given.scale_ptr,
-            sizes.scale_stride_t, sizes.scale_stride_g, QUANTIZATION,
+            given.scale_stride_t, given.scale_stride_g, QUANTIZATION,
             given.out_ptr.dtype.element_ty, LARGEST, LIMIT,
         )  # fmt: skip
     column = block * COLUMNS + tl.arange(0, COLUMNS)
-    out = given.out_ptr + rows.token[None, :] * sizes.out_stride_t + head * V + column[:, None]
+    out = given.out_ptr + rows.token[None, :] * given.out_stride_t + head * V + column[:, None]
     tl.store(out, y, mask=stored[None, :])
 
 
 @triton.jit
-def compute(
-    given, sizes, L: tl.constexpr, V: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr,
-    ROWS: tl.constexpr, DOT_ROWS: tl.constexpr, COLUMNS: tl.constexpr, SLICES: tl.constexpr,
-    LATENTS: tl.constexpr, SPLITS: tl.constexpr, VECTORS: tl.constexpr,
-    QUANTIZATION: tl.constexpr, LARGEST: tl.constexpr, LIMIT: tl.constexpr, LSE: tl.constexpr,
-    PDL: tl.constexpr, AMD: tl.constexpr,
-):  # fmt: skip
+def compute(given, form: tl.constexpr, cut: tl.constexpr, LIMIT: tl.constexpr, PDL: tl.constexpr):
     """COLUMNS columns of `rows`, or what one of SLICES slices of their latents adds to them:
     `program_id(1)` is the slice + SLICES * the block of columns."""
-    SLICE: tl.constexpr = L // SLICES
-    FOURS: tl.constexpr = VECTORS > 0 and ROWS * LATENTS >= VECTORS
+    ROWS: tl.constexpr = form.ROWS
+    DOT_ROWS: tl.constexpr = form.DOT_ROWS
+    COLUMNS: tl.constexpr = cut.COLUMNS
+    SLICES: tl.constexpr = cut.SLICES
+    LATENTS: tl.constexpr = cut.LATENTS
+    SLICE: tl.constexpr = form.L // SLICES
+    FOURS: tl.constexpr = form.VECTORS > 0 and ROWS * LATENTS >= form.VECTORS
     head = tl.program_id(2)
     block = tl.program_id(1) // SLICES
     column = block * COLUMNS + tl.arange(0, COLUMNS)
     latent = tl.program_id(1) % SLICES * SLICE + tl.arange(0, LATENTS)
-    w_tile = given.w_ptr + head.to(tl.int64) * sizes.w_head + column[:, None] * sizes.w_column
-    w = tl.load(w_tile + latent[None, :] * sizes.w_row)
+    w_tile = given.w_ptr + head.to(tl.int64) * given.w_head + column[:, None] * given.w_column
+    w = tl.load(w_tile + latent[None, :] * given.w_row)
     slot = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    rows = read_rows(given, sizes, slot, HEADS, FOLD)
+    rows = read_rows(given, slot, form.HEADS, form.FOLD)
     # The rows again, in the layout of the result; of one slice, they repeat as in its product.
     RESULTS: tl.constexpr = DOT_ROWS if SLICES == 1 else ROWS
     copy = tl.program_id(0) * ROWS + tl.arange(0, RESULTS) % ROWS
-    out_rows = read_rows(given, sizes, copy, HEADS, FOLD)
-    latents = given.latent_ptr + rows.token * sizes.latent_stride_t + head * sizes.latent_stride_h
+    out_rows = read_rows(given, copy, form.HEADS, form.FOLD)
+    latents = given.latent_ptr + rows.token * given.latent_stride_t + head * given.latent_stride_h
     sums = tl.zeros([COLUMNS, DOT_ROWS], tl.float32)
     for start in tl.static_range(0, SLICE, LATENTS):
-        x, lse = merged(
-            rows, given.partial_ptr, given.partial_lse_ptr, given.reduce_partial_map_ptr, latents,
-            start + latent, L, HEADS, ROWS, SPLITS, FOURS, PDL,
-        )  # fmt: skip
+        x, lse = merged(rows, given, latents, start + latent, form, cut.SPLITS, FOURS, PDL)
         if start > 0:
-            w = tl.load(w_tile + (start + latent)[None, :] * sizes.w_row)
+            w = tl.load(w_tile + (start + latent)[None, :] * given.w_row)
         sums = multiplied(w, x, sums, ROWS, DOT_ROWS)
-    if LSE:  # noqa: SIM102 (known when compiled; the other one is not)
+    if form.LSE:  # noqa: SIM102 (known when compiled; the other one is not)
         if tl.program_id(1) == 0:
             is_split = rows.end > rows.begin
-            lse_ptr = given.lse_ptr + rows.token * sizes.heads + head
+            lse_ptr = given.lse_ptr + rows.token * given.heads + head
             tl.store(lse_ptr, lse * LN2, mask=is_split)
     if SLICES > 1:
-        part = (tl.program_id(0) * sizes.heads + head) * tl.num_programs(1) + tl.program_id(1)
-        if is_last(
-            sums, given.sums_ptr, given.count_ptr, part, SLICES, ROWS, DOT_ROWS, COLUMNS, AMD
-        ):
+        part = (tl.program_id(0) * given.heads + head) * tl.num_programs(1) + tl.program_id(1)
+        if is_last(sums, given.sums_ptr, given.count_ptr, part, ROWS, SLICES, form.AMD):
             total = sum_of_slices(given.sums_ptr, part, SLICES, ROWS, COLUMNS)
-            write(
-                given, sizes, total, out_rows, V, ROWS, COLUMNS, SLICES, QUANTIZATION, LARGEST,
-                LIMIT,
-            )  # fmt: skip
+            write(given, total, out_rows, form, SLICES, LIMIT)
     else:
-        write(given, sizes, sums, out_rows, V, ROWS, COLUMNS, SLICES, QUANTIZATION, LARGEST, LIMIT)
+        write(given, sums, out_rows, form, SLICES, LIMIT)
 
 
 # Do not specialize on a batch or a stride of 1: the warm-up runs few batches, and scales in rows
@@ -332,47 +292,31 @@ def epilogue_kernel(
     partial_ptr, partial_lse_ptr, reduce_indptr_ptr, reduce_partial_map_ptr, qo_indptr_ptr,
     latent_ptr, lse_ptr, sums_ptr, count_ptr, w_ptr, out_ptr, scale_ptr, batch, tokens, positions,
     heads, latent_stride_t, latent_stride_h, w_head, w_row, w_column, out_stride_t, scale_stride_t,
-    scale_stride_g, L: tl.constexpr, V: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr,
-    ROWS: tl.constexpr, DOT_ROWS: tl.constexpr, COLUMNS: tl.constexpr, SLICES: tl.constexpr,
-    LATENTS: tl.constexpr, SPLITS: tl.constexpr, WHOLE: tl.constexpr,
-    WHOLE_COLUMNS: tl.constexpr, WHOLE_SLICES: tl.constexpr, WHOLE_LATENTS: tl.constexpr,
-    WHOLE_SPLITS: tl.constexpr, VECTORS: tl.constexpr, QUANTIZATION: tl.constexpr,
-    LARGEST: tl.constexpr, LIMIT: tl.constexpr, LSE: tl.constexpr, PDL: tl.constexpr,
-    AMD: tl.constexpr,
+    scale_stride_g, FORM: tl.constexpr, CUT: tl.constexpr, WHOLE_CUT: tl.constexpr,
+    LIMIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Slots ROWS * `program_id(0)` and following, head `program_id(2)`; `program_id(1)` is the
-    slice + SLICES * the block of COLUMNS columns. If no slot has more than WHOLE splits, it is the
-    slice + WHOLE_SLICES * the block of WHOLE_COLUMNS columns; WHOLE is 0 where nothing is divided
-    so.
+    """Slots ROWS * `program_id(0)` and following of FORM, an `epilogue.Form`; head `program_id(2)`;
+    `program_id(1)` is the slice + SLICES * the block of COLUMNS columns of CUT, an `epilogue.Cut`,
+    or of WHOLE_CUT if no slot has more than WHOLE splits.
 
-    W_UV is read LATENTS (WHOLE_LATENTS) of its L rows at a time, the first ones before the decode
-    has ended, and SPLITS (WHOLE_SPLITS) splits of a row. A tile of VECTORS latents or more is
-    loaded in vectors; 0: none is. QUANTIZATION: `Epilogue.quantization`. PDL: the launch precedes
-    the end of the decode kernel.
+    The first LATENTS of W_UV are read before the decode has ended. LIMIT as `cast` has it. PDL: the
+    launch precedes the end of the decode kernel.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    given = Tensors(
+    given = Given(
         partial_ptr, partial_lse_ptr, reduce_indptr_ptr, reduce_partial_map_ptr, qo_indptr_ptr,
-        latent_ptr, lse_ptr, sums_ptr, count_ptr, w_ptr, out_ptr, scale_ptr,
+        latent_ptr, lse_ptr, sums_ptr, count_ptr, w_ptr, out_ptr, scale_ptr, batch, tokens,
+        positions, heads, latent_stride_t, latent_stride_h, w_head, w_row, w_column, out_stride_t,
+        scale_stride_t, scale_stride_g,
     )  # fmt: skip
-    sizes = Sizes(
-        batch, tokens, positions, heads, latent_stride_t, latent_stride_h, w_head, w_row, w_column,
-        out_stride_t, scale_stride_t, scale_stride_g,
-    )  # fmt: skip
-    if WHOLE > 0:  # noqa: SIM102 (known when compiled; the other one is not)
+    if FORM.WHOLE > 0:  # noqa: SIM102 (known when compiled; the other one is not)
         # All CTAs of this slot and head read the same numbers: either each slice is counted or
         # none is, and the count is 0 again behind the launch.
-        if count_splits(given, sizes, tl.program_id(0), HEADS, FOLD) <= WHOLE:
-            compute(
-                given, sizes, L, V, HEADS, FOLD, ROWS, DOT_ROWS, WHOLE_COLUMNS, WHOLE_SLICES,
-                WHOLE_LATENTS, WHOLE_SPLITS, VECTORS, QUANTIZATION, LARGEST, LIMIT, LSE, PDL, AMD,
-            )  # fmt: skip
+        if count_splits(given, tl.program_id(0), FORM.HEADS, FORM.FOLD) <= FORM.WHOLE:
+            compute(given, FORM, WHOLE_CUT, LIMIT, PDL)
             return
-    compute(
-        given, sizes, L, V, HEADS, FOLD, ROWS, DOT_ROWS, COLUMNS, SLICES, LATENTS, SPLITS,
-        VECTORS, QUANTIZATION, LARGEST, LIMIT, LSE, PDL, AMD,
-    )  # fmt: skip
+    compute(given, FORM, CUT, LIMIT, PDL)
 
 
 @triton.jit(do_not_specialize=["scale_ptr", "scale_stride_t", "scale_stride_g"])
