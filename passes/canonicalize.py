@@ -35,7 +35,7 @@ class CanonicalizeMLARoPEPass:
 
     def __call__(self, graph: fx.Graph) -> PassResult:
         result = PassResult()
-        for attention in list(attention_calls(graph)):
+        for attention in attention_calls(graph):
             try:
                 site = read_site(attention)
                 self._check_layer(site.layer_name)

@@ -29,7 +29,7 @@ class MLADecodeQPrepLiftPass:
 
     def __call__(self, graph: fx.Graph) -> PassResult:
         result = PassResult()
-        for attention in list(attention_calls(graph)):
+        for attention in attention_calls(graph):
             facts = self.facts_of(attention.kwargs["layer_name"])
             q: Any = attention.kwargs["q"]
             canonical = made_by(q) == f"{ops.NAMESPACE}::{ops.ROPE_UPDATE}"

@@ -15,8 +15,8 @@ quantization reads it.
 
 It runs after pass 4 and before pass 5, on calls that pass 4 fused. Safe because nothing but the
 quantization reads the output, because nothing writes the layer's cache before that, and because the
-op quantizes as `patterns.output_quantization` found. A layer
-whose output stays as it is has a reason; that is no decline of the layer.
+op quantizes as `patterns.output_quantization` found. A layer whose output stays as it is has a
+reason; that is no decline of the layer.
 """
 
 from collections.abc import Callable

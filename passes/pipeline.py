@@ -93,7 +93,7 @@ class MLAFusionPass(InductorPass):
         contained(graph, compile_range, self._run)
 
     def _run(self, graph: fx.Graph, record: report.GraphRecord) -> None:
-        calls = list(attention_calls(graph))
+        calls = attention_calls(graph)
         record.layers = len(calls)
         if record.end > self.max_tokens or not calls:
             return

@@ -31,9 +31,11 @@ class PassResult:
     dead: list[fx.Node] = field(default_factory=list)
 
 
-def call(graph: fx.Graph, target: Any, args: tuple[Any, ...], val: Any) -> fx.Node:
+def call(
+    graph: fx.Graph, target: Any, args: tuple[Any, ...], val: Any, /, **kwargs: Any
+) -> fx.Node:
     """A call at the insertion point, with its metadata."""
-    node = graph.call_function(target, args)
+    node = graph.call_function(target, args, kwargs)
     node.meta["val"] = val
     return node
 
@@ -43,13 +45,9 @@ def empty(graph: fx.Graph, value: torch.Tensor, rows_of: Any) -> fx.Node:
     tokens: Any = value.shape[0]
     if not isinstance(tokens, int):
         tokens = call(graph, torch.ops.aten.sym_size.int, (rows_of, 0), tokens)
-    node = graph.call_function(
-        torch.ops.aten.empty.memory_format,
-        ([tokens, *value.shape[1:]],),
-        {"dtype": value.dtype, "device": value.device, "pin_memory": False},
-    )
-    node.meta["val"] = value
-    return node
+    kwargs = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+    shape = [tokens, *value.shape[1:]]
+    return call(graph, torch.ops.aten.empty.memory_format, (shape,), value, **kwargs)
 
 
 def functionalized_call(
@@ -67,8 +65,7 @@ def functionalized_call(
         mutated: names of its mutated arguments, in schema order; they follow the returned values.
     """
     values = (*returned, *(fake_like(kwargs[name].meta["val"]) for name in mutated))
-    node = graph.call_function(auto_functionalized, (op,), dict(kwargs))
-    node.meta["val"] = values
+    node = call(graph, auto_functionalized, (op,), values, **kwargs)
     outputs = [
         None if value is None else call(graph, operator.getitem, (node, index), value)
         for index, value in enumerate(values)

@@ -112,11 +112,9 @@ class Site:
     k_scale: fx.Node
 
 
-def attention_calls(graph: fx.Graph) -> Iterator[fx.Node]:
+def attention_calls(graph: fx.Graph) -> list[fx.Node]:
     """Every functionalized call of vLLM's MLA attention op, in graph order."""
-    for node in graph.nodes:
-        if functionalized_op(node) == ATTENTION:
-            yield node
+    return [node for node in graph.nodes if functionalized_op(node) == ATTENTION]
 
 
 def read_site(attention: fx.Node) -> Site:
