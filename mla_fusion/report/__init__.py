@@ -12,6 +12,7 @@ that a start from a warm compile cache, in which no pass runs, finds the same re
 import json
 import logging
 import os
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,6 @@ logger = logging.getLogger("vllm.mla_fusion")
 VERSION = 6  # of the stored format
 # In front of each log line about the flag: whoever searches the log for one of them finds it.
 FLAG_LINE = "mla-fusion: fuse_aiter_qk_rope_kvcache_mla"
-
-
-_DECLINES = ("declined", "plain_outputs")  # fields whose keys are declines
 
 
 @dataclass
@@ -174,7 +172,7 @@ def take(provider: str, bucket: int, model_layers: int = 0, **of_engine: Any) ->
     if not _records:
         return None
     ranges: dict[tuple[int, int], RangeReport] = {}
-    for record in _records:
+    for record in sorted(_records, key=lambda record: (record.start, record.end)):
         key = (record.start, record.end)
         total = ranges.setdefault(key, RangeReport(key))
         total.layers += record.layers
@@ -184,13 +182,10 @@ def take(provider: str, bucket: int, model_layers: int = 0, **of_engine: Any) ->
         total.variants += [v for v in record.variants if v not in total.variants]
         _count(record.declined, total.declined)
         _count(record.plain_outputs, total.plain_outputs)
-        for kind, layers in record.outputs.items():
-            total.outputs[kind] = total.outputs.get(kind, 0) + layers
+        total.outputs = Counter(total.outputs) + Counter(record.outputs)
     _records.clear()
-    seen = max(r.layers for r in ranges.values())
-    uncompiled = max(model_layers - seen, 0)
-    ordered = [ranges[key] for key in sorted(ranges)]
-    return Report(provider, bucket, ordered, uncompiled=uncompiled, **of_engine)
+    uncompiled = max(model_layers - max(r.layers for r in ranges.values()), 0)
+    return Report(provider, bucket, [*ranges.values()], uncompiled=uncompiled, **of_engine)
 
 
 def _count(declined: dict[str, Decline], total: dict[Decline, int]) -> None:
@@ -213,27 +208,16 @@ def load(path: Path) -> Report:
     # Imported here: the plugin is loaded before vLLM needs pydantic.
     from mla_fusion.report import schema
 
-    stored = schema.parse(text, str(path), VERSION)
-    ranges = []
-    for each in stored.ranges:
-        fields = vars(each).copy()
-        for name in _DECLINES:
-            fields[name] = {
-                Decline(code, of.detail): of.layers for code, of in fields[name].items()
-            }
-        ranges.append(RangeReport(**fields))
-    return Report(**{**vars(stored), "ranges": ranges})
+    made: Report = schema.parse(text, str(path), Report, RangeReport)
+    return made
 
 
 def _plain(value: Any) -> dict[str, Any]:
     """A part of a report as JSON takes it, the way `load` reads it."""
-    fields = {**vars(value)}
-    if isinstance(value, RangeReport):
-        for name in _DECLINES:
-            fields[name] = {
-                decline.code: {"layers": layers, "detail": decline.detail}
-                for decline, layers in fields[name].items()
-            }
+    fields = vars(value).copy()
+    for name in {"declined", "plain_outputs"} & fields.keys():
+        of = fields[name].items()
+        fields[name] = {d.code: {"layers": layers, "detail": d.detail} for d, layers in of}
     return fields
 
 
@@ -301,18 +285,13 @@ def publish(report: Report | None, model: str, cached: bool) -> None:
         note = f"; {report.uncompiled} in no graph [no-graph]" if report.uncompiled else ""
         note += f"; {report.others} layers without MLA" if report.others else ""
         note += " (graphs from vLLM's compile cache)" if cached else ""
+        fused = f"fused on {report.ranks} ranks" if report.ranks > 1 else "fused"
         for r in decode:
-            logger.info("%s%s", _summary(r, report.ranks), note)
+            codes = ", ".join(f"{layers} [{d.code}]" for d, layers in r.declined.items())
+            declined = f"; declined: {codes}, mla-fusion report says why" if codes else ""
+            logger.info(
+                "%s: decode range %s: %d of %d MLA layers %s; prefill ranges untouched%s",
+                *(FLAG_LINE, r.range, r.fused, r.layers, fused + declined, note),
+            )
         for other in report.differing:
             logger.warning("%s: it differs on %s", FLAG_LINE, other)
-
-
-def _summary(r: RangeReport, ranks: int) -> str:
-    fused, declined = f"fused on {ranks} ranks" if ranks > 1 else "fused", ""
-    if r.declined:
-        codes = ", ".join(f"{layers} [{d.code}]" for d, layers in r.declined.items())
-        declined = f"; declined: {codes}, mla-fusion report says why"
-    return (
-        f"{FLAG_LINE}: decode range ({r.range[0]}, {r.range[1]}): {r.fused} of {r.layers} "
-        f"MLA layers {fused}{declined}; prefill ranges untouched"
-    )

@@ -25,19 +25,8 @@ class LayerGraph:
     before: list[Node]
     after: list[Node]
 
-    def census(self) -> dict[str, dict[str, int]]:
-        """How often each op is called, under "before" and "after"."""
-        return {
-            stage: dict(Counter(node.op for node in nodes))
-            for stage, nodes in (("before", self.before), ("after", self.after))
-        }
-
     def changes(self) -> list[tuple[str, int, int]]:
         """(op, calls before, calls after) of every op whose count changed."""
-        before, after = self.census().values()
-        ops = sorted({*before, *after})
-        return [
-            (op, before.get(op, 0), after.get(op, 0))
-            for op in ops
-            if before.get(op, 0) != after.get(op, 0)
-        ]
+        before, after = (Counter(node.op for node in nodes) for nodes in (self.before, self.after))
+        ops = sorted(before | after)
+        return [(op, before[op], after[op]) for op in ops if before[op] != after[op]]

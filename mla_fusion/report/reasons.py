@@ -17,12 +17,8 @@ class Reason:
     help: str
 
 
-def _read() -> dict[str, Reason]:
-    text = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
-    return {code: Reason(**fields) for code, fields in tomllib.loads(text).items()}
-
-
-REASONS = _read()
+_TEXT = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+REASONS = {code: Reason(**fields) for code, fields in tomllib.loads(_TEXT).items()}
 # The classes of vLLM 0.26 to 0.33 whose sparse layers are those of DeepSeek-V3.2 or V4. A class
 # that is not here is not offered the backend: the others have attention of their own.
 _CUSTOM_SERVES = {

@@ -12,10 +12,11 @@ LEGEND = {REMOVED: "replaced", NEW: "new", FUSED: "new op of mla-fusion", KEPT: 
 
 @dataclass(frozen=True)
 class Row:
-    """One op of a layer as every view shows it."""
+    """One op of a layer as every view shows it; `reads` are the rows whose results it takes."""
 
     mark: str
     node: Node
+    reads: list[int]
 
     @property
     def op(self) -> str:
@@ -25,21 +26,17 @@ class Row:
 
 def rows(layer: LayerGraph) -> tuple[list[Row], list[Row]]:
     """The ops before and after, each with its mark."""
-    old = {node.name for node in layer.before}
-    kept = old & {node.name for node in layer.after}
-    before = [Row(KEPT if node.name in kept else REMOVED, node) for node in layer.before]
-    after = [Row(_mark(node, kept), node) for node in layer.after]
-    return before, after
+    kept = {node.name for node in layer.before} & {node.name for node in layer.after}
+    return _marked(layer.before, kept, REMOVED), _marked(layer.after, kept, NEW)
 
 
-def _mark(node: Node, kept: set[str]) -> str:
-    if node.op.startswith(f"{NAMESPACE}::"):
-        return FUSED
-    return KEPT if node.name in kept else NEW
-
-
-def producers(all_rows: list[Row], row: Row) -> list[int]:
-    """The indices in `all_rows` of the ops whose results `row` reads."""
-    at = {other.node.name: index for index, other in enumerate(all_rows)}
-    names = [name.partition(".")[0] for name in row.node.inputs]
-    return sorted({at[name] for name in names if name in at})
+def _marked(nodes: list[Node], kept: set[str], otherwise: str) -> list[Row]:
+    at = {node.name: index for index, node in enumerate(nodes)}
+    listed = []
+    for node in nodes:
+        mark = KEPT if node.name in kept else otherwise
+        if otherwise == NEW and node.op.startswith(f"{NAMESPACE}::"):
+            mark = FUSED
+        reads = {at[name] for each in node.inputs if (name := each.partition(".")[0]) in at}
+        listed.append(Row(mark, node, sorted(reads)))
+    return listed

@@ -1,18 +1,17 @@
-"""The stored format of a report: what `load` takes from a file, and nothing else.
+"""The stored format of a report: every field of its dataclasses, in a narrower type, and no other.
 
 It imports pydantic, which vLLM brings, so `load` imports it when there is a file to read.
 """
 
-from typing import Annotated
+from typing import Annotated, Any, get_type_hints
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError, create_model
 
-from mla_fusion.ops import Variant
 from mla_fusion.report.files import FormatError
-from mla_fusion.report.layer_graph import LayerGraph
-from mla_fusion.report.reasons import REASONS
+from mla_fusion.report.reasons import REASONS, Decline
 
-Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
+_STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+_Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 
 def _known(code: str) -> str:
@@ -27,66 +26,42 @@ def _ordered(span: tuple[int, int]) -> tuple[int, int]:
     return span
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+def _declines(stored: dict[str, Any]) -> dict[Decline, int]:
+    return {Decline(code, of.detail): of.layers for code, of in stored.items()}
 
 
-class _Layers(_Strict):
-    """Layers that declined for one reason, and what was found on the first."""
-
-    layers: Count
-    detail: str
-
-
-_Declined = dict[Annotated[str, AfterValidator(_known)], _Layers]
-
-
-class StoredRange(_Strict):
-    """`RangeReport`."""
-
-    range: Annotated[tuple[Count, Count], AfterValidator(_ordered)]
-    layers: Count
-    fused: Count
-    declined: _Declined
-    layer: LayerGraph | None
-    variants: list[Variant]
-    outputs: dict[str, Count]
-    plain_outputs: _Declined
-    pass_ms: float
+_Layers: Any = create_model("_Layers", __config__=_STRICT, layers=(_Count, ...), detail=(str, ...))
+_Version: Any = create_model("_Version", __config__=ConfigDict(strict=True), version=(int, ...))
+_NARROWER: Any = {
+    int: _Count,
+    tuple[int, int]: Annotated[tuple[_Count, _Count], AfterValidator(_ordered)],
+    dict[str, int]: dict[str, _Count],
+    dict[Decline, int]: Annotated[
+        dict[Annotated[str, AfterValidator(_known)], _Layers], AfterValidator(_declines)
+    ],
+}
 
 
-class _Version(BaseModel):
-    model_config = ConfigDict(strict=True)
-    version: int
+def _stored(of: type, **narrower: Any) -> Any:
+    """The type that pydantic reads into a dataclass."""
+    hints = {name: _NARROWER.get(hint, hint) for name, hint in get_type_hints(of).items()}
+    fields: dict[str, Any] = {name: (hint, ...) for name, hint in (hints | narrower).items()}
+    model = create_model(of.__name__, __config__=_STRICT, **fields)
+    return Annotated[model, AfterValidator(lambda found: of(**vars(found)))]
 
 
-class StoredReport(_Strict):
-    """`Report`."""
-
-    provider: str
-    bucket: Count
-    ranges: list[StoredRange]
-    model: str
-    versions: dict[str, str]
-    uncompiled: Count
-    others: Count
-    ranks: Annotated[int, Field(ge=1, le=2**31 - 1)]
-    differing: list[str]
-    attention: str
-    epilogue: str
-    version: int
-
-
-def parse(text: bytes, name: str, version: int) -> StoredReport:
-    """What a file called `name` holds, in the stored format `version`.
+def parse(text: bytes, name: str, report: Any, of_range: Any) -> Any:
+    """The `report` that a file called `name` holds; its ranges are `of_range`.
 
     Raises:
         FormatError: it holds no report, or one of another version.
     """
+    each: Any = _stored(of_range)
+    stored = _stored(report, ranges=list[each], ranks=Annotated[_Count, Field(ge=1)])
     try:
-        if _Version.model_validate_json(text).version != version:
+        if _Version.model_validate_json(text).version != report.version:
             raise FormatError(f"{name} was stored by another release of mla-fusion")
-        return StoredReport.model_validate_json(text)
+        return TypeAdapter(stored).validate_json(text)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         at = ".".join(map(str, first["loc"]))

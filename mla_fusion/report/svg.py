@@ -4,7 +4,7 @@ from html import escape
 from pathlib import Path
 
 from mla_fusion.report.layer_graph import LayerGraph
-from mla_fusion.report.rows import FUSED, KEPT, NEW, REMOVED, Row, producers, rows
+from mla_fusion.report.rows import FUSED, KEPT, NEW, REMOVED, Row, rows
 
 # Pixels. A panel fits the smallest phone, and a character of its font is 6.15 wide.
 PANEL_WIDTH, _ROW, _GUTTER, _CHARACTER, _GAP = 360, 18, 56, 6.15, 24
@@ -16,21 +16,17 @@ STYLE = "\n" + Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
 
 def drawing(layer: LayerGraph) -> str:
     """A whole SVG file: before on the left, after on the right."""
-    drawn = _panels(layer)
-    width, height = 2 * PANEL_WIDTH + _GAP, max(height for _, height in drawn)
-    right = f'<g transform="translate({PANEL_WIDTH + _GAP} 0)">{drawn[1][0]}</g>'
+    (before, height), (after, other) = map(_panel, ("before", "after"), rows(layer))
+    right = f'<g transform="translate({PANEL_WIDTH + _GAP} 0)">{after}</g>'
     page = '<rect width="100%" height="100%" style="fill: var(--page)"/>'
-    return _svg(width, height, f"<style>{STYLE}</style>{page}{drawn[0][0]}{right}") + "\n"
+    body = f"<style>{STYLE}</style>{page}{before}{right}"
+    return _svg(2 * PANEL_WIDTH + _GAP, max(height, other), body) + "\n"
 
 
-def panels(layer: LayerGraph) -> tuple[str, str]:
+def panels(layer: LayerGraph) -> str:
     """The drawings before and after, for a page that has `STYLE`."""
-    before, after = (_svg(PANEL_WIDTH, height, body) for body, height in _panels(layer))
-    return before, after
-
-
-def _panels(layer: LayerGraph) -> list[tuple[str, int]]:
-    return [_panel(*each) for each in zip(("before", "after"), rows(layer), strict=True)]
+    drawn = map(_panel, ("before", "after"), rows(layer))
+    return "".join(_svg(PANEL_WIDTH, height, body) for body, height in drawn)
 
 
 def _svg(width: int, height: int, body: str) -> str:
@@ -53,7 +49,7 @@ def _panel(title: str, listed: list[Row]) -> tuple[str, int]:
         y += height
     for index, row in enumerate(listed):
         style = ' class="fused"' if row.mark == FUSED else ""
-        for source in producers(listed, row):
+        for source in row.reads:
             out.append(f'<path{style} d="{_arc(middles[source], middles[index])}"/>')
     return "".join(out), y + 6
 
@@ -72,13 +68,11 @@ def _row(row: Row, y: int, height: int) -> str:
     tail = f' <tspan class="dim">{escape(result)}</tspan>' if result else ""
     out.append(f'<text x="{left}" y="{base}">{escape(row.op)}{tail}</text>')
     if row.mark == FUSED:
-        below = _shorten(row.node.result, fits)
+        below = row.node.result
+        if len(below) > fits:
+            below = below[: fits - 1] + "\N{HORIZONTAL ELLIPSIS}"
         out.append(f'<text class="dim" x="{left}" y="{base + _ROW - 3}">{escape(below)}</text>')
     return "".join(out) + "</g>"
-
-
-def _shorten(text: str, fits: int) -> str:
-    return text if len(text) <= fits else text[: fits - 1] + "\N{HORIZONTAL ELLIPSIS}"
 
 
 def _arc(start: int, end: int) -> str:

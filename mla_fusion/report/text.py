@@ -1,7 +1,9 @@
 """One layer before and after the passes as text."""
 
+from itertools import groupby
+
 from mla_fusion.report.layer_graph import LayerGraph
-from mla_fusion.report.rows import FUSED, KEPT, LEGEND, Row, producers, rows
+from mla_fusion.report.rows import FUSED, KEPT, LEGEND, Row, rows
 
 
 def graph(layer: LayerGraph) -> list[str]:
@@ -10,35 +12,21 @@ def graph(layer: LayerGraph) -> list[str]:
     out = [f"one layer, {len(layer.before)} ops before, {len(layer.after)} after ({legend})"]
     for stage, listed in zip(("before", "after"), rows(layer), strict=True):
         out.append(f"{stage}:")
-        shown = _near_changes(listed)
-        hidden = 0
-        for index, row in enumerate(listed):
-            if index not in shown:
-                hidden += 1
-                continue
-            out += _gap(hidden)
-            hidden = 0
-            inputs = ", ".join(map(_short, row.node.inputs))
-            out.append(f"  {row.mark} {_short(row.node.name)} = {row.op}({inputs})")
-            if row.mark == FUSED or row.node.result:
-                out[-1] += f" -> {row.node.result or 'nothing'}"
-        out += _gap(hidden)
+        changed = {index for index, row in enumerate(listed) if row.mark != KEPT}
+        shown = changed.union(*(listed[index].reads for index in changed))
+        shown |= {index for index, row in enumerate(listed) if changed & {*row.reads}}
+        for near, indices in groupby(range(len(listed)), shown.__contains__):
+            run = [listed[index] for index in indices]
+            out += map(_line, run) if near else [f"      ... {len(run)} kept"]
     return out
 
 
-def _gap(hidden: int) -> list[str]:
-    return [f"      ... {hidden} kept"] if hidden else []
-
-
-def _near_changes(listed: list[Row]) -> set[int]:
-    shown = set()
-    for index, row in enumerate(listed):
-        read = producers(listed, row)
-        if row.mark != KEPT:
-            shown |= {index, *read}
-        elif any(listed[other].mark != KEPT for other in read):
-            shown.add(index)
-    return shown
+def _line(row: Row) -> str:
+    inputs = ", ".join(map(_short, row.node.inputs))
+    line = f"  {row.mark} {_short(row.node.name)} = {row.op}({inputs})"
+    if row.mark == FUSED or row.node.result:
+        line += f" -> {row.node.result or 'nothing'}"
+    return line
 
 
 def _short(name: str) -> str:
