@@ -122,8 +122,8 @@ def test_an_fp8_query_has_rows_of_its_own(h200, monkeypatch):
     monkeypatch.setattr(vllm_compat, "fp8_dtype", lambda: torch.float8_e4m3fn)
     h200["found"] = eligibility.LayerFacts(None, quantized_query=True)
     assert decode_choice.choose(layer(backend="FLASHMLA"), AUTO, engine()).planner == "portable"
-    many = decode_choice.choose(layer(16, "FLASHMLA"), AUTO, engine(drafts=7))
-    runs = "portable with 1 to 4, 16, 128 to 256 sequences, FLASHMLA else (auto: as measured)"
+    many = decode_choice.choose(layer(128, "FLASHMLA"), AUTO, engine())
+    runs = "portable with 8, 32 to 256 sequences, FLASHMLA else (auto: as measured)"
     assert many.why == runs
     monkeypatch.setattr(measured, "spans", lambda *_: {("float8_e4m3fn", 64, 1, "FLASHMLA"): ()})
     slower = decode_choice.choose(layer(64, "FLASHMLA"), AUTO, engine())

@@ -6,9 +6,9 @@ from pathlib import Path
 import figures
 import pytest
 
-from mla_fusion import cli, config, kernels, report
+from mla_fusion import cli, config, kernels
 from mla_fusion.config import FLAG
-from mla_fusion.report import RangeReport, reasons
+from mla_fusion.report import reasons
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
@@ -51,8 +51,7 @@ def test_the_first_screen_of_the_readme_has_figures_command_and_log_line():
     lines = TEXT["README.md"].splitlines()
     assert len(lines) <= 90 and "REPOSITORY" not in TEXT["README.md"]
     first = "\n".join(lines[:40])
-    fused = RangeReport((1, 128), layers=27, fused=27)
-    assert f"-cc.pass_config.{FLAG}=True" in first and report._summary(fused, 1) in first
+    assert f"-cc.pass_config.{FLAG}=True" in first and FUSED.replace("61", "27") in first
 
 
 def test_the_figures_of_the_readme_are_those_of_the_flag_alone():
@@ -62,7 +61,7 @@ def test_the_figures_of_the_readme_are_those_of_the_flag_alone():
         for row in figures.read(figures.AUTO)
         if row["context"] == "1024"
     }
-    models = {"DeepSeek-V2-Lite": "deepseek-v2-lite", "GLM-4.7-Flash": "glm-4.7-flash",
+    models = {"DeepSeek-V2-Lite": "deepseek-v2-lite", "GLM-4.7-Flash, 20 layers": "glm-4.7-flash",
               "R1, one rank of 8, 10 layers": "deepseek-r1-tp8",
               "R1 with 128 heads, 8 layers": "r1-dp"}  # fmt: skip
     model, found = "", re.findall(r"^\| ([\w., -]*?) ?\| (\d+) \| (\d+) \| (\d+) \((\S+) %\) \|$",

@@ -73,12 +73,13 @@ def copy_latents(target, pointer, stride_t, left, WARPS: gl.constexpr):
 def product_kernel(
     latent_ptr, w, out_ptr, tokens, latent_stride_t, latent_stride_h, out_stride_t, w_step,
     L: gl.constexpr, V: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
-    DENSE: gl.constexpr, WARPS: gl.constexpr,
+    DENSE: gl.constexpr, FOLLOWED: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """COLUMNS columns, block `program_id(0)`, of head `program_id(1)`; ROWS tokens.
 
     w: descriptor of W_UV as `weights_of` has it; w_step: rows or columns of it from head to head.
-    W_UV does not change between launches: only the latents wait for the kernel in front.
+    W_UV does not change between launches: only the latents wait for the kernel in front. FOLLOWED:
+    a quantization may be launched, which waits; in a benchmark the next decode would begin early.
     """
     TYPE: gl.constexpr = latent_ptr.dtype.element_ty
     wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -93,8 +94,8 @@ def product_kernel(
     head = gl.program_id(1)
     copy_weights(weights, w, arrived, head * w_step + column, DENSE)
     gdc.gdc_wait()
-    # A quantization may be launched.
-    gdc.gdc_launch_dependents()
+    if FOLLOWED:
+        gdc.gdc_launch_dependents()
     first = gl.program_id(2) * ROWS
     pointer = latent_ptr + first.to(gl.int64) * latent_stride_t + head * latent_stride_h
     copy_latents(latents, pointer, latent_stride_t, tokens - first, WARPS)
@@ -152,6 +153,7 @@ def arguments(
         "ROWS": rows,
         "COLUMNS": COLUMNS,
         "DENSE": dense,
+        "FOLLOWED": epilogue.scale is not None,
         "WARPS": warps,
         "num_warps": warps,
         "launch_pdl": True,
