@@ -47,11 +47,16 @@ def test_links_and_paths_exist(name):
             assert (ROOT / word).exists() or (ROOT / "docs" / word).exists(), word
 
 
-def test_the_first_screen_of_the_readme_has_figures_command_and_log_line():
+def test_the_first_screen_of_the_readme_has_figures_command_and_log_line(caplog):
     lines = TEXT["README.md"].splitlines()
     assert len(lines) <= 90 and "REPOSITORY" not in TEXT["README.md"]
     first = "\n".join(lines[:40])
-    assert f"-cc.pass_config.{FLAG}=True" in first and FUSED.replace("61", "27") in first
+    caplog.set_level("INFO", logger="vllm.mla_fusion")
+    made = report.Report("triton", 128, [report.RangeReport((1, 128), layers=27, fused=27)])
+    report.publish(made, "DeepseekV2ForCausalLM", cached=False)
+    [line] = caplog.messages
+    assert f"-cc.pass_config.{FLAG}=True" in first
+    assert line.removeprefix(f"{report.FLAG_LINE}: ") in first
 
 
 def test_the_figures_of_the_readme_are_those_of_the_flag_alone():

@@ -37,11 +37,6 @@ FLAG_LINE = "mla-fusion: fuse_aiter_qk_rope_kvcache_mla"
 FUSED = f"{FLAG_LINE}: decode range (1, 128): 61 of 61 MLA layers fused; prefill ranges untouched"
 
 
-def test_one_line_for_a_decode_range_and_nothing_else(log):
-    report.publish(made(report.RangeReport((1, 128), 61, 61), PREFILL), "V3", cached=False)
-    assert said(log) == [("INFO", FUSED)]
-
-
 def test_one_line_for_each_decode_range(log):
     declined = {Decline("shape"): 2, Decline("hisparse"): 1}
     ranges = report.RangeReport((1, 128), 61, 61), report.RangeReport((129, 256), 61, 58, declined)

@@ -27,10 +27,7 @@ SPEC = Spec(dtype=torch.bfloat16, quantized="group")
 SPELLINGS = {
     "rows": (Quantization.GROUP, lambda t: torch.full((t, 2), 7.0)),
     "columns": (Quantization.GROUP, lambda t: torch.full((2, t), 7.0).T),
-    "aligned columns": (
-        Quantization.GROUP,
-        lambda t: torch.full((2, -(-t // 4) * 4), 7.0).T[:t],
-    ),
+    "aligned columns": (Quantization.GROUP, lambda t: torch.full((2, -(-t // 4) * 4), 7.0).T[:t]),
     "powers of two": (
         Quantization.GROUP_UE8M0,
         lambda t: torch.full((2, -(-t // 4) * 4), 7.0).T[:t],

@@ -187,11 +187,6 @@ def test_the_decode_multiplies_with_w_uv_itself(monkeypatch):
     layer.W_UV = SimpleNamespace(weight=layer.W_UV)
     with engine.step(metadata):
         assert torch.equal(attend("a", query(4)), out)
-    before = [layer.kv_cache.clone() for layer in engine.layers.values()]
-    runtime.warm_up_attention(engine.layers)
-    assert decodes[-1]["epilogue"] is not None
-    for each, cache in zip(engine.layers.values(), before, strict=True):
-        assert torch.equal(each.kv_cache, cache)
 
 
 @pytest.mark.parametrize(
@@ -247,24 +242,21 @@ def test_batches_that_the_plan_does_not_serve(query_lens, causal, error, said):
         attend("a", query(sum(query_lens)))
 
 
-def test_a_warm_up_runs_the_plan_and_changes_no_cache(refreshes):
-    """The plan of both layers, for a query of one token and for the longest."""
-    engine = Engine(drafts=1)
+@pytest.mark.parametrize(
+    "batches, steps", [(None, [(1, 1), (2, 1)]), ([1, 3], [(1, 1), (3, 3), (2, 1), (6, 3)])]
+)
+def test_a_warm_up_runs_what_the_provider_asks_for(refreshes, monkeypatch, batches, steps):
+    """Batches that compile something else, for a query of one token and for the longest: the plan
+    of both layers, and no cache is changed."""
+    if batches:
+        monkeypatch.setattr(reference, "warm_up_batches", lambda *_: batches)
+    decodes, engine = watch_decodes(monkeypatch), Engine(drafts=1)
     before = [layer.kv_cache.clone() for layer in engine.layers.values()]
     runtime.warm_up_attention(engine.layers)
-    assert refreshes == [1, 2]
+    assert [(each["rows"], len(each["block_table"])) for each in decodes] == steps
+    assert refreshes == [rows for rows, _ in steps]
     for layer, cache in zip(engine.layers.values(), before, strict=True):
         assert torch.equal(layer.kv_cache, cache)
-
-
-def test_a_warm_up_runs_what_the_provider_asks_for(refreshes, monkeypatch):
-    """Batches that compile something else, each for both query lengths."""
-    monkeypatch.setattr(reference, "warm_up_batches", lambda *_: [1, 3])
-    decodes = watch_decodes(monkeypatch)
-    runtime.warm_up_attention(Engine(drafts=1).layers)
-    steps = [(each["rows"], len(each["block_table"])) for each in decodes]
-    assert steps == [(1, 1), (3, 3), (2, 1), (6, 3)]
-    assert refreshes == [1, 3, 2, 6]
 
 
 def test_a_warm_up_leaves_out_what_has_no_plan_or_no_cache(refreshes):

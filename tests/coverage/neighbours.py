@@ -86,10 +86,7 @@ NEIGHBOURS = (
     # vLLM then runs one graph with the attention in it, without graph partition.
     Neighbour("empty splitting_ops", {"compilation_config": {"splitting_ops": []}}),
     Neighbour(
-        "prefix caching",
-        {"enable_prefix_caching": True},
-        imitate=_SEVERAL,
-        signs={"cached": 1},
+        "prefix caching", {"enable_prefix_caching": True}, imitate=_SEVERAL, signs={"cached": 1}
     ),
     Neighbour(
         "chunked prefill",

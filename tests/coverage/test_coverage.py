@@ -18,9 +18,7 @@ from tests.passes import linears
 
 VERSION = str(vllm.__version__).split("+")[0]
 # Of all classes on their default configuration: limits of the kernel.
-DECLINED = {
-    page.TRANSFORMERS: {"computed-angles"},
-}
+DECLINED = {page.TRANSFORMERS: {"computed-angles"}}
 DRAFT_HEADS = ("glm4_moe_lite+mtp", "longcat_flash+mtp")  # which vLLM does not compile
 
 

@@ -63,10 +63,7 @@ def run_all(module, spec, fused_by_vllm, attention="auto"):
     """Run them; (what became of the layers, calls of vLLM's own fused op before passes 2 to 4)."""
     report.forget()
     manager, look = _manager(fused_by_vllm, attention)
-    with (
-        override_forward_context(Engine(spec).context(DECODE)),
-        pass_context(Range(1, BUCKET)),
-    ):
+    with override_forward_context(Engine(spec).context(DECODE)), pass_context(Range(1, BUCKET)):
         manager(module.graph)
     module.graph.lint()
     made = report.take("reference", BUCKET)

@@ -21,22 +21,20 @@ PROMPTS = [(0, prompt) for prompt in ([1, 2, 3], [7], [*range(9, 60)], [5, 6])]
 def serve(job, progress):
     """Build the engines of a job, then run its prompts in one after the other.
 
-    Options: flag; custom_pass (the pass object in vLLM's hook); provider, attention and
-    max_split_per_batch (the options of those names); gpu (Inductor gets what it does for a GPU);
-    fp8_ops (imitate the quantizations that a CPU build lacks); bucket; engines (how many); flags
-    (in place of flag: one for each engine, which serves at once, and again after all others);
-    processes ("spawn" or "fork": how the engine core starts in a process of its own, in which no
-    graph is recorded); fault (once all is served, the provider raises in the third step of the
-    first engine; the traceback comes back); gpu (whose measurements this library asks for).
+    Options: flag; custom_pass (the pass object in vLLM's hook); attention (the option of that
+    name); gpu (whose measurements this library asks for; Inductor gets what it does for a GPU);
+    fp8_ops (imitate the quantizations that a CPU build lacks); engines (how many); flags (in place
+    of flag: one for each engine, which serves at once, and again after all others); processes
+    ("spawn" or "fork": how the engine core starts in a process of its own, in which no graph is
+    recorded); fault (once all is served, the provider raises in the third step of the first
+    engine; the traceback comes back).
     """
     options = job.options
     if gpu := options.get("gpu"):
-        vllm_compat.gpu_name = lambda: gpu
+        vllm_compat.gpu_name, vllm_compat.is_gpu = lambda: gpu, lambda: True
     _configure_cpu(options.get("processes"))
     if options.get("fp8_ops"):
         importlib.import_module("tests.passes.linears")
-    if options.get("gpu"):
-        vllm_compat.is_gpu = lambda: True
     kernels = _record_kernels()
     graphs, refreshes = _record_graphs(), _count_refreshes() if options.get("flag") else []
     engines, served = [], []
@@ -64,16 +62,10 @@ def _build(arguments, options):
 
 
 def _serve_one(engine, job):
-    completions, _ = child.complete(engine, job.prompts, job.new_tokens, logprobs=2)
-    ranked = [
-        [sorted((x.logprob for x in seen.values()), reverse=True) for seen in c.logprobs]
-        for c in completions
-    ]
+    completions, _ = child.complete(engine, job.prompts, job.new_tokens)
     result = {
         "tokens": [list(c.token_ids) for c in completions],
         "logprobs": [child.chosen(c) for c in completions],
-        # How far the second candidate of each step lies below the first.
-        "margins": [[best - second for best, second, *_ in steps] for steps in ranked],
         "key": engine.vllm_config.compute_hash(),
     }
     if job.options.get("flag"):
@@ -89,15 +81,13 @@ def _arguments(options):
         "backend": "inductor",
         "use_inductor_graph_partition": True,
         "compile_sizes": [],
-        "compile_ranges_endpoints": [options.get("bucket", BUCKET)],
+        "compile_ranges_endpoints": [BUCKET],
         "pass_config": {"fuse_rope_kvcache_cat_mla": False},
     }
     arguments = {"max_num_seqs": BUCKET, "compilation_config": compilation}
     if options.get("flag"):
         compilation["pass_config"][config.FLAG] = True
-        chosen = {"provider": "reference", "attention": "auto"}
-        named = (*chosen, "max_split_per_batch")
-        chosen |= {name: options[name] for name in named if name in options}
+        chosen = {"provider": "reference", "attention": options.get("attention", "auto")}
         arguments["additional_config"] = {config.OPTIONS_KEY: chosen}
     if options.get("custom_pass"):
         from vllm.config import CompilationConfig

@@ -224,7 +224,7 @@ def _mystery_rope(module):
     set_argument(call, q=add(module, call, rotate, call.kwargs["q"], positions))
 
 
-def _nothing(module):
+def nothing(module):
     """The graph is a near miss as it was traced."""
 
 
@@ -347,9 +347,9 @@ NEAR_MISSES = {
     "other columns given to the op": (Spec("aiter"), _rotate_other_columns, "unknown-rope"),
     "unrotated k_pe written, in place": (Spec("vllm_c"), _write_unrotated, "cache-update"),
     "rotated twice": (_GPTJ, _rotated_again, "cache-update"),
-    "computed angles": (Spec("computed"), _nothing, "computed-angles"),
-    "computed angles, NeoX": (Spec("computed", is_neox=True), _nothing, "computed-angles"),
-    "computed angles, complex": (Spec("computed_complex"), _nothing, "computed-angles"),
+    "computed angles": (Spec("computed"), nothing, "computed-angles"),
+    "computed angles, NeoX": (Spec("computed", is_neox=True), nothing, "computed-angles"),
+    "computed angles, complex": (Spec("computed_complex"), nothing, "computed-angles"),
     "query scaled by head": (
         _GPTJ, lambda m: scale_query(m, factor_of_columns(m)[0]), "scaled-query"
     ),

@@ -70,20 +70,15 @@ class Batch:
 
 
 DECODE = Batch(rows=5, actual=5, decode=5)
-PADDED = Batch(rows=5, actual=3, decode=3)
-SHORT_SLOTS = Batch(rows=5, actual=3, decode=3, slots=3)
-HOLES = Batch(rows=5, actual=5, decode=5, holes=(1,))
 MIXED = Batch(rows=5, actual=5, decode=2)
-PREFILL = Batch(rows=5, actual=4, decode=0)
-PROFILE = Batch(rows=5, actual=5, decode=5, profile=True)
 BATCHES = {
     "decode": DECODE,
-    "padded": PADDED,
-    "short slots": SHORT_SLOTS,
-    "holes": HOLES,
+    "padded": Batch(rows=5, actual=3, decode=3),
+    "short slots": Batch(rows=5, actual=3, decode=3, slots=3),
+    "holes": Batch(rows=5, actual=5, decode=5, holes=(1,)),
     "mixed": MIXED,
-    "prefill": PREFILL,
-    "profile": PROFILE,
+    "prefill": Batch(rows=5, actual=4, decode=0),
+    "profile": Batch(rows=5, actual=5, decode=5, profile=True),
 }
 
 

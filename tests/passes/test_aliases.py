@@ -56,16 +56,15 @@ def test_an_op_that_says_nothing_but_whose_value_has_the_storage(plain_kernels):
     assert_reads_the_old_value(module, FUSED_LAYER)
 
 
-@pytest.mark.parametrize("target", [aten.clone.default, aten.neg.default, aten.sum.default])
-def test_a_value_of_its_own_costs_no_copy(target):
+@pytest.mark.parametrize(
+    "calls",
+    [
+        *([(target,)] for target in (aten.clone.default, aten.neg.default, aten.sum.default)),
+        [(aten.unbind.int, 1), (edits.operator.getitem, 1), (aten.neg.default,)],
+    ],
+)
+def test_a_value_of_its_own_or_an_alias_that_is_read_before_costs_no_copy(calls):
     module = build(FUSED_LAYER)
-    edits.also_return(module, programs.behind(module, projection(module), (target,)))
-    assert in_place(module, FUSED_LAYER)
-
-
-def test_an_alias_that_is_read_before_costs_no_copy():
-    module = build(FUSED_LAYER)
-    calls = [(aten.unbind.int, 1), (edits.operator.getitem, 1), (aten.neg.default,)]
     edits.also_return(module, programs.behind(module, projection(module), *calls))
     assert in_place(module, FUSED_LAYER)
 

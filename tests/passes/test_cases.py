@@ -29,11 +29,13 @@ VARIANTS = [
     Spec("flashinfer", dtype=torch.bfloat16, table_dtype=torch.float32),
 ]
 BF16 = torch.bfloat16
+SCALED_BF16 = [Spec(rope, dtype=BF16, scaled="in_place") for rope in ("native", "nope")]
 SCALED = [
     *(Spec(rope, rope != "native", scaled="in_place") for rope in ROPES),
     *(Spec("flashinfer", dtype=BF16, scaled=scaled) for scaled in SCALINGS),
 ]
-ALL = SPELLINGS + VARIANTS + SCALED
+CHAINS = [Spec(rope, layers=2, scaled="in_place" * (rope == "deepseek")) for rope in ROPES]
+ALL = SPELLINGS + VARIANTS + SCALED + CHAINS
 
 # A rotation by another kernel, or in another order, differs in the last bits. fp32: 2**-24 times
 # a few dozen additions; bf16: one rounding of 2**-9 to either side.
@@ -88,22 +90,28 @@ def test_matched(spec):
     module = build(spec)
     module.graph.eliminate_dead_code()  # AOT autograd leaves dead code of its own
     old = set(module.graph.nodes)
+    names = [call.kwargs["layer_name"] for call in find_all(module, edits.ATTENTION)]
     record = fuse(module, spec)
-    assert (record.layers, record.fused, record.declined) == (1, 1, {})
-    fused, attention = find(module, FUSED), find(module, ATTENTION)
-    assert fused.kwargs["is_neox"] is (spec.is_neox and spec.rope != "nope")
-    for index, name in ((1, "q"), (2, "k_pe"), (3, "prepared_q")):
-        assert attention.kwargs[name].args == (fused, index)
-    check_factor(fused.kwargs["q_factor"], spec)
-    unrotated = fused.kwargs["q"]
-    assert unrotated.target is aten.reshape.default
-    assert unrotated.args[0].target is aten.mm.default
+    assert (record.layers, record.fused, record.declined) == (spec.layers, spec.layers, {})
+    calls = zip(names, find_all(module, FUSED), find_all(module, ATTENTION), strict=True)
+    for name, fused, attention in calls:
+        assert fused.kwargs["layer_name"] == attention.kwargs["layer_name"] == name
+        assert fused.kwargs["is_neox"] is (spec.is_neox and spec.rope != "nope")
+        for index, argument in ((1, "q"), (2, "k_pe"), (3, "prepared_q")):
+            assert attention.kwargs[argument].args == (fused, index)
+        unrotated = fused.kwargs["q"]
+        assert unrotated.target is aten.reshape.default
+        assert unrotated.args[0].target is aten.mm.default
+    [factor] = {fused.kwargs["q_factor"] for fused in find_all(module, FUSED)}  # all share it
+    check_factor(factor, spec)
     left = {functionalized_op(node) for node in module.graph.nodes} - {""}
     assert left == {FUSED, ATTENTION}
     assert not find_all(module, edits.UPDATE)
     check_metadata(module, old)
     before = printed(module)
     module.graph.eliminate_dead_code()
+    again = fuse(module, spec)
+    assert (again.layers, again.fused, again.declined) == (0, 0, {})
     assert printed(module) == before
     module.recompile()
 
@@ -126,7 +134,7 @@ def test_matched_by_the_last_step(spec):
     module = build(spec)
     old = set(module.graph.nodes)
     fuse(module, spec)
-    assert len(MLAFixFunctionalizationPass(None)(module.graph).rewritten) == 2
+    assert len(MLAFixFunctionalizationPass(None)(module.graph).rewritten) == 2 * spec.layers
     module.graph.lint()
     assert not [n for n in module.graph.nodes if functionalized_op(n)]
     assert not find_all(module, aten.slice_scatter.default)
@@ -170,21 +178,18 @@ def test_near_miss_is_kept(name):
     assert_kept(*edits.near_miss(name))
 
 
-@pytest.mark.parametrize("spec", SPELLINGS, ids=str)
+@pytest.mark.parametrize("spec", SPELLINGS + SCALED_BF16, ids=str)
 def test_missing_metadata_is_a_decline(spec):
-    for argument in ("q", "kv_c_normed", "k_pe", "output"):
-        module = build(spec)
-        del edits.attention(module).kwargs[argument].meta["val"]
-        assert_kept(module, spec, "missing-metadata")
+    def read(module):
+        """What the attention reads, and of a scaled query the product and what it multiplies."""
+        given = edits.attention(module).kwargs
+        values = [given[name] for name in ("q", "kv_c_normed", "k_pe", "output")]
+        product = values[0].all_input_nodes[0]
+        return [*values, product, product.args[0]] if spec.scaled else values
 
-
-@pytest.mark.parametrize("rope", ["native", "nope"])
-def test_missing_metadata_of_the_scaling_is_a_decline(rope):
-    spec = Spec(rope, dtype=BF16, scaled="in_place")
-    for name in ("product", "rotated"):
+    for index in range(len(read(build(spec)))):
         module = build(spec)
-        product = edits.attention(module).kwargs["q"].all_input_nodes[0]
-        del {"product": product, "rotated": product.args[0]}[name].meta["val"]
+        del read(module)[index].meta["val"]
         assert_kept(module, spec, "missing-metadata")
 
 
@@ -195,35 +200,6 @@ def test_a_value_that_something_else_reads_is_kept(spec):
         module = build(spec)
         edits.read_also(module, edits.attention(module).kwargs[argument])
         assert_kept(module, spec, "shared-rotation")
-
-
-@pytest.mark.parametrize("rope", ROPES)
-def test_chain_of_layers(rope, plain_kernels):
-    spec = Spec(rope, layers=2)
-    module = build(spec)
-    record = fuse(module, spec)
-    assert (record.layers, record.fused, record.declined) == (2, 2, {})
-    names = [n.kwargs["layer_name"].name for n in find_all(module, FUSED)]
-    assert names == ["layer_name_0", "layer_name_1"]
-    assert [n.kwargs["layer_name"].name for n in find_all(module, ATTENTION)] == names
-    batch = BATCHES["mixed"]
-    assert_same(run(build(spec), spec, batch), run(module, spec, batch), batch)
-    before = printed(module)
-    record = fuse(module, spec)
-    assert (record.layers, record.fused, record.declined) == (0, 0, {})
-    assert printed(module) == before
-
-
-def test_layers_of_a_chain_share_the_factor(plain_kernels):
-    spec = Spec("deepseek", layers=2, scaled="in_place")
-    module = build(spec)
-    assert fuse(module, spec).fused == 2
-    first, second = (n.kwargs["q_factor"] for n in find_all(module, FUSED))
-    assert first is second
-    for batch in (BATCHES["mixed"], BATCHES["padded"]):
-        tolerance = 1e-5 if batch.decode_only else None
-        assert_same(run(build(spec), spec, batch), run(module, spec, batch), batch,
-                    tolerance=tolerance)  # fmt: skip
 
 
 def test_one_layer_of_a_chain_is_kept(plain_kernels):

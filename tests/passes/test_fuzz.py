@@ -16,15 +16,7 @@ from mla_fusion.patterns.site import ATTENTION, attention_calls, functionalized_
 from mla_fusion.report.reasons import REASONS
 from tests import tally
 from tests.passes import grammar, graphs, programs
-from tests.passes.fake_engine import (
-    BATCHES,
-    Batch,
-    assert_found,
-    assert_same,
-    fuse,
-    passes,
-    run,
-)
+from tests.passes.fake_engine import BATCHES, Batch, assert_found, assert_same, fuse, passes, run
 from tests.passes.graphs import build, printed, state
 
 # fp32: the order of a sum. bf16: a rounding of 2**-9 to either side, which the attention and the

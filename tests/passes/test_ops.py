@@ -42,34 +42,32 @@ def batch(tokens, decode_only):
     return Batch(rows=tokens, actual=tokens, decode=tokens if decode_only else tokens // 2)
 
 
+def fake(name, args):
+    """What an op returns for fake tensors."""
+    with FakeTensorMode() as mode:
+        return ops.get(name)(**{
+            k: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for k, v in args.items()
+        })  # fmt: skip
+
+
 @pytest.mark.parametrize("decode_only", [True, False])
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("name", ALL)
 def test_invariant_1_real_shape_is_the_fake_shape(name, tokens, decode_only):
     args = arguments(name, tokens)
-    op = ops.get(name)
     with override_forward_context(Engine(SPEC).context(batch(tokens, decode_only))):
-        real = op(**args)
-    with FakeTensorMode() as mode:
-        fake = op(**{
-            k: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for k, v in args.items()
-        })  # fmt: skip
+        real = ops.get(name)(**args)
+    made = fake(name, args)
     if name in (ops.FUSED, *ops.ATTENTION_OPS):  # they write into buffers of the graph
-        assert real is fake is None
+        assert real is made is None
         return
-    assert real.shape == fake.shape
-    assert real.stride() == fake.stride()
-    assert real.dtype == fake.dtype
+    assert (real.shape, real.stride(), real.dtype) == (made.shape, made.stride(), made.dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16])
 def test_invariant_1_query_type_is_the_one_asked_for(dtype):
-    args = {**arguments(ops.Q_PREP, 3), "query_dtype": dtype}
-    with FakeTensorMode() as mode:
-        fake = ops.get(ops.Q_PREP)(**{
-            k: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for k, v in args.items()
-        })  # fmt: skip
-    assert (fake.dtype, tuple(fake.shape)) == (dtype, (3, HEADS, LATENT + ROPE))
+    made = fake(ops.Q_PREP, {**arguments(ops.Q_PREP, 3), "query_dtype": dtype})
+    assert (made.dtype, tuple(made.shape)) == (dtype, (3, HEADS, LATENT + ROPE))
 
 
 @pytest.mark.parametrize("decode_only", [True, False])

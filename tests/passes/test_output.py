@@ -10,6 +10,7 @@ from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from mla_fusion import ops
 from mla_fusion.attention.plan import epilogue
 from mla_fusion.passes.fix_functionalization import MLAFixFunctionalizationPass
+from mla_fusion.passes.output import MLADecodeOutputFusionPass
 from mla_fusion.passes.rewrite import PassResult
 from mla_fusion.patterns.site import functionalized_op
 from tests.passes import edits, graphs, linears
@@ -98,10 +99,10 @@ def new_buffer(module, spec):
     return find(module, GROUPS if in_groups(spec) else TENSOR).kwargs["quantized"]
 
 
-def assert_kept(module, spec, reason, detail=""):
+def assert_kept(module, spec, reason, detail="", step=None):
     """No output is quantized, each for `reason`, and the graph is the same code."""
     before = printed(module)
-    result = passes(spec)[6](module.graph)
+    result = (step or passes(spec)[6])(module.graph)
     assert (result.rewritten, set(reasons(result))) == ({}, {reason})
     assert all(detail in declined.detail for declined in result.declined.values())
     assert printed(module) == before
@@ -189,7 +190,9 @@ def test_nothing_to_do_is_the_same_object():
     ],
 )
 def test_layers_whose_decode_has_no_epilogue(spec, code, detail):
-    assert_kept(before_pass_6(spec), spec, code, detail)
+    module = before_pass_6(spec)
+    assert_kept(module, spec, code, detail)
+    assert_kept(module, spec, "unknown-layer", step=MLADecodeOutputFusionPass(lambda name: None))
 
 
 def test_an_output_that_nothing_quantizes_is_no_decline_of_the_layer():
@@ -200,13 +203,6 @@ def test_an_output_that_nothing_quantizes_is_no_decline_of_the_layer():
     [reason] = record.plain_outputs.values()
     assert (reason.code, reason.detail) == ("output-unquantized", "aten::addmm")
     assert "none needed" in reason.explain()
-
-
-def test_an_unknown_layer_is_kept():
-    spec = spec_of()
-    module = before_pass_6(spec)
-    result = type(passes(spec)[6])(lambda name: None)(module.graph)
-    assert reasons(result) == ["unknown-layer"]
 
 
 @pytest.mark.parametrize("spec", ALL, ids=str)

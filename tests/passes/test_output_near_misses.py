@@ -5,13 +5,7 @@ import torch
 
 from tests.passes import edits
 from tests.passes.graphs import find
-from tests.passes.test_output import (
-    BF16,
-    assert_kept,
-    before_pass_6,
-    quantization,
-    spec_of,
-)
+from tests.passes.test_output import BF16, assert_kept, before_pass_6, quantization, spec_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
 CAST = prims.convert_element_type.default
@@ -77,16 +71,12 @@ def _twice(name):
     return edit
 
 
-def _nothing(module):
-    """As it was traced."""
-
-
 # name -> (quantization, edit, reason, what the detail names)
 NEAR_MISSES = {
-    "packed": ("group_packed", _nothing, "quantization", "per_token_group_fp8_quant_packed"),
-    "groups of 64": ("group_of_64", _nothing, "quantization", "group_size 64"),
-    "aten ops of groups": ("group_native", _nothing, "quantization", "in aten ops"),
-    "a scale of each token": ("per_token", _nothing, "quantization", "per_token_quant"),
+    "packed": ("group_packed", edits.nothing, "quantization", "per_token_group_fp8_quant_packed"),
+    "groups of 64": ("group_of_64", edits.nothing, "quantization", "group_size 64"),
+    "aten ops of groups": ("group_native", edits.nothing, "quantization", "in aten ops"),
+    "a scale of each token": ("per_token", edits.nothing, "quantization", "per_token_quant"),
     "another least maximum": ("group", _argument(eps=1e-6), "quantization", "eps"),
     "another most": ("group", _argument(fp8_max=240.0), "quantization", "fp8_max 240"),
     "scales in bytes": (
@@ -107,7 +97,7 @@ NEAR_MISSES = {
     "of two values": ("tensor_native", _another_value, "quantization", "other values"),
     "values of padded rows": ("group", _twice("output_q"), "quantization", "padded"),
     "scales of padded rows": ("group", _twice("output_s"), "quantization", "padded"),
-    "inside an op": ("opaque", _nothing, "opaque", "dynamic_flashinfer_deepgemm"),
+    "inside an op": ("opaque", edits.nothing, "opaque", "dynamic_flashinfer_deepgemm"),
 }  # fmt: skip
 
 

@@ -12,11 +12,7 @@ from mla_fusion.report.reasons import Declined
 from tests.passes import edits, graphs, linears
 from tests.passes.fake_engine import BATCHES, assert_same, fuse, run
 from tests.passes.graphs import HEADS, Spec, build, find_all
-from tests.passes.test_output import (
-    BF16,
-    QUANTIZE,
-    quantization,
-)
+from tests.passes.test_output import BF16, QUANTIZE, quantization
 
 aten = torch.ops.aten
 WIDTH = HEADS * linears.GROUP

@@ -40,47 +40,46 @@ def test_snapshot_goes_back():
     graph.lint()
 
 
+def aside(graph, target, source):
+    """One more call in front of the output, which nothing reads."""
+    with graph.inserting_before(graph.output_node()):
+        return graph.call_function(target, (source,))
+
+
+def dropped(graph, *roots):
+    """What goes with `roots`."""
+    before = list(graph.nodes)
+    rewrite.drop_dead(graph, list(roots))
+    graph.lint()
+    return [node for node in before if node not in graph.nodes]
+
+
 @pytest.mark.parametrize("length", [1, 3])
 def test_what_nothing_reads_goes_with_what_only_it_read(length):
     graph, values = chain(*[aten.neg.default] * (length + 1), result=1)
-    rewrite.drop_dead(graph, [values[-1]])
-    assert list(graph.nodes) == [*values[:2], graph.output_node()]
+    assert dropped(graph, values[-1]) == values[2:]
 
 
 @pytest.mark.filterwarnings("error")  # torch warns of a node that is erased twice
 def test_views_that_nothing_reads_go_with_their_source():
-    graph, (x, a, view, _) = chain(aten.abs.default, aten.alias.default, aten.alias.default)
-    with graph.inserting_before(graph.output_node()):
-        twin = graph.call_function(aten.alias.default, (a,))
-    rewrite.drop_dead(graph, [a, twin, view])  # also where one root falls with another
-    assert list(graph.nodes) == [x, graph.output_node()]
+    graph, (_, a, *views) = chain(aten.abs.default, aten.alias.default, aten.alias.default)
+    twin = aside(graph, aten.alias.default, a)
+    assert dropped(graph, a, twin, views[0]) == [a, *views, twin]  # one root falls with another
 
 
 def test_what_something_reads_stays():
     graph, (x, a, view, _) = chain(aten.abs.default, aten.alias.default, aten.neg.default, result=3)
-    before = list(graph.nodes)
-    rewrite.drop_dead(graph, [a, view, x, graph.output_node()])
-    assert list(graph.nodes) == before
+    assert not dropped(graph, a, view, x, graph.output_node())
 
 
 @pytest.mark.parametrize("reader, stays", [(aten.abs.default, False), (operator.neg, True)])
 def test_a_reader_that_may_do_more_than_compute_keeps_its_source(reader, stays):
     """A function that is no op of torch, though nothing reads its result."""
-    graph, (x, a, read) = chain(aten.alias.default, reader)
-    rewrite.drop_dead(graph, [a])
-    assert list(graph.nodes) == [x, *([a, read] if stays else []), graph.output_node()]
+    graph, (_, a, read) = chain(aten.alias.default, reader)
+    assert dropped(graph, a) == ([] if stays else [a, read])
 
 
-def test_an_op_that_writes_stays():
-    graph, (_, writes) = chain(aten.neg_.default)
-    before = list(graph.nodes)
-    rewrite.drop_dead(graph, [writes])
-    assert list(graph.nodes) == before
-
-
-def test_the_roots_after_one_that_stays_are_dropped():
+def test_an_op_that_writes_stays_and_the_roots_after_it_are_dropped():
     graph, (x, a) = chain(aten.neg.default)
-    with graph.inserting_before(graph.output_node()):
-        writes = graph.call_function(aten.abs_.default, (x,))
-    rewrite.drop_dead(graph, [a, writes, x])
-    assert list(graph.nodes) == [x, writes, graph.output_node()]
+    writes = aside(graph, aten.abs_.default, x)
+    assert dropped(graph, a, writes, x) == [a]

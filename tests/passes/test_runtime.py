@@ -55,10 +55,7 @@ def step(tokens, seed=0):
 def test_decode_only(actual, decode, expected):
     metadata = SimpleNamespace(num_actual_tokens=actual, num_decode_tokens=decode)
     assert runtime.is_decode_only(metadata) is expected
-
-
-def test_the_profile_run_is_not_decode_only():
-    assert not runtime.is_decode_only(None)
+    assert not runtime.is_decode_only(None)  # the profile run
 
 
 def test_without_slots_every_op_takes_the_path_of_vllm(monkeypatch):
@@ -232,11 +229,12 @@ def test_weights_are_taken_in_the_form_vllm_multiplies_by():
     assert runtime._absorb_weight(layer) == PackedWeight("fp4", "packed", "scale")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("shape", [(3, 4, 10), (3, 1, 4, 10), (1, 1, 4, 10)])
+@pytest.mark.parametrize("shape", [(3, 4, 10), (3, 1, 4, 10), (1, 1, 4, 10), (3, 1, 10)])
 def test_cache_with_and_without_a_head_dimension(shape):
+    """The dimension of three is that of the entries of a block, also of one entry."""
     cache = torch.randn(shape)
     view = runtime._cache_view(cache, "auto")
-    assert view.shape == (shape[0], 4, 10)
+    assert view.shape == (shape[0], *shape[-2:])
     assert view.data_ptr() == cache.data_ptr()
     assert runtime._cache_view(cache.view(torch.uint8), "fp8").dtype is FP8
 
@@ -329,7 +327,3 @@ class TestWarmUp:
         monkeypatch.setattr(kernels, "get_provider", get_provider)
         runtime.warm_up(Engine(SPEC).layers, VARIANTS, "reference", 4)
         assert asked == ["reference"]
-
-
-def test_cache_of_one_entry_per_block_keeps_its_dimensions():
-    assert runtime._cache_view(torch.randn(3, 1, 10), "auto").shape == (3, 1, 10)

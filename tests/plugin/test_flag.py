@@ -35,10 +35,8 @@ class TestWaysToSetTheFlag:
         assert config.is_on(made)
         assert config.decode_bucket(made) == 64
 
-    def test_pass_config_object(self, make):
+    def test_pass_config_object_and_dictionary_as_llm_takes_it(self, make):
         assert config.is_on(make(PassConfig(**FLAG_ON)))
-
-    def test_dictionary_as_llm_takes_it(self, make):
         assert config.is_on(make(compilation_config={"pass_config": FLAG_ON}))
 
     def test_a_worker_that_has_not_loaded_the_plugin(self, make):

@@ -9,7 +9,7 @@ from vllm.config.utils import Range, replace
 from mla_fusion import config, ops
 from mla_fusion.config import vllm_compat
 from mla_fusion.plugin import cpu, decision, prerequisites, ranges
-from tests.plugin.configs import CHARGED, FLAG_ON, REFERENCE, drafted, warnings
+from tests.plugin.configs import CHARGED, FLAG_ON, drafted, warnings
 
 
 class TestWhatItSwitchesOn:
@@ -106,34 +106,21 @@ class TestWhatItSwitchesOn:
         assert cache.user_specified_block_size == (pages == 64 or asked is not None)
 
     @pytest.mark.parametrize(
-        "flag, asked, said",
+        "passes, given, said",
         [
-            (True, 1, "=1 becomes 2"),
-            (True, 10**6, "=1000000 becomes 2048"),
-            (False, 64, "has no effect"),
-            (True, 64, ""),
+            (FLAG_ON | {config.THRESHOLD: 1}, {}, "=1 becomes 2"),
+            (FLAG_ON | {config.THRESHOLD: 10**6}, {}, "=1000000 becomes 2048"),
+            (FLAG_ON | {config.THRESHOLD: 64}, {}, ""),
+            ({config.FLAG: False, config.THRESHOLD: 64}, {"options": {}}, "has no effect"),
+            ({}, {}, 'additional_config["mla_fusion"] has no effect without pass_config.'),
+            (FLAG_ON, {}, ""),
+            ({}, {"attention_backend": "CUSTOM"}, ""),  # the sparse decode reads the options
+            (FLAG_ON, {"model": "llama"}, f"mla-fusion: {config.FLAG} is switched off: "),
         ],
     )
-    def test_a_threshold_that_is_not_taken_as_it_is(self, make, log, flag, asked, said):
-        speculative = drafted(3)  # a draft model's config is made from the engine's
-        passes = {config.FLAG: flag, config.THRESHOLD: asked}
-        options = REFERENCE if flag else {}
-        made = make(passes, speculative_config=speculative, options=options)
-        replace(made, attention_config=replace(made.attention_config, backend=None))
-        assert len(warnings(log)) == bool(said)
-        assert said in "".join(warnings(log))
-
-    @pytest.mark.parametrize(
-        "model, flag, backend, said",
-        [
-            ("mla", {}, None, 'additional_config["mla_fusion"] has no effect without pass_config.'),
-            ("mla", FLAG_ON, None, ""),
-            ("mla", {}, "CUSTOM", ""),  # the sparse decode reads them
-            ("llama", FLAG_ON, None, f"mla-fusion: {config.FLAG} is switched off: "),
-        ],
-    )
-    def test_options_without_the_flag_are_named_once(self, make, log, model, flag, backend, said):
-        made = make(flag, model=model, attention_backend=backend, speculative_config=drafted(3))
+    def test_what_is_not_taken_as_it_is_is_named_once(self, make, log, passes, given, said):
+        """A draft model's config is made from the engine's."""
+        made = make(passes, speculative_config=drafted(3), **given)
         replace(made, attention_config=replace(made.attention_config, backend=None))
         assert len(warnings(log)) == bool(said)
         assert said in "".join(warnings(log))
