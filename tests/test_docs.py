@@ -6,7 +6,7 @@ from pathlib import Path
 import figures
 import pytest
 
-from mla_fusion import cli, config, kernels
+from mla_fusion import cli, config, kernels, report
 from mla_fusion.config import FLAG
 from mla_fusion.report import reasons
 
