@@ -34,11 +34,7 @@ from mla_fusion.patterns.site import (
 
 aten = torch.ops.aten
 
-OWN = {
-    f"{ops.NAMESPACE}::{ops.ROPE_UPDATE}",
-    *ops.RUNTIME_OPS,
-    FUSED_ROPE_UPDATE,
-}
+OWN = {f"{ops.NAMESPACE}::{ops.ROPE_UPDATE}", *ops.RUNTIME_OPS, FUSED_ROPE_UPDATE}
 
 
 class MLAFixFunctionalizationPass:
@@ -175,8 +171,5 @@ def _read_later(memory: Memory, target: fx.Node, node: fx.Node, ignored: list[fx
 
 def _feeds_only(node: fx.Node, ignored: list[fx.Node]) -> bool:
     """A `copy` into a slice that only feeds a scatter about to be removed."""
-    return (
-        node.target is aten.copy.default
-        and bool(node.users)
-        and all(user in ignored for user in node.users)
-    )
+    is_copy = node.target is aten.copy.default
+    return is_copy and bool(node.users) and node.users.keys() <= {*ignored}

@@ -10,7 +10,6 @@ slice_scatter on it; so the attention's inputs are compared by value, as in `pro
 outputs as free variables.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,22 +17,16 @@ from torch import fx
 
 from mla_fusion.ops import Rope
 from mla_fusion.patterns import probe, site
+from mla_fusion.patterns.nodes import arguments
 from mla_fusion.patterns.rope import RopeMatch, is_rope_table
 from mla_fusion.patterns.site import Site
 
-
-@dataclass(frozen=True)
-class _Op:
-    rope: Rope
-    query: str
-    key: str
-
-
+# Ops, and what they call the query and the key.
 OPS = {
-    "_C::rotary_embedding": _Op(Rope.VLLM_C, "query", "key"),
-    "vllm::flashinfer_rotary_embedding": _Op(Rope.FLASHINFER, "query", "key"),
-    "vllm::rocm_aiter_triton_rotary_embedding": _Op(Rope.AITER_TRITON, "query", "key"),
-    site.FUSED_ROPE_UPDATE: _Op(Rope.CAT_FUSED, "q_pe", "k_pe"),
+    "_C::rotary_embedding": (Rope.VLLM_C, "query", "key"),
+    "vllm::flashinfer_rotary_embedding": (Rope.FLASHINFER, "query", "key"),
+    "vllm::rocm_aiter_triton_rotary_embedding": (Rope.AITER_TRITON, "query", "key"),
+    site.FUSED_ROPE_UPDATE: (Rope.CAT_FUSED, "q_pe", "k_pe"),
 }
 
 # Arguments of `_C.rotary_embedding` and of AITER's op that change their meaning when set.
@@ -50,19 +43,20 @@ def match(found: Site) -> RopeMatch | None:
         return None
     call = calls.pop()
     assert isinstance(call, fx.Node)
-    op, args = OPS[site.functionalized_op(call)], site.arguments(call)
-    if op.rope is Rope.CAT_FUSED and call is not found.cache_update:
+    args = arguments(call)
+    rope, query, key = OPS[site.functionalized_op(call)]
+    if rope is Rope.CAT_FUSED and call is not found.cache_update:
         return None
     q, rotated = probe.unmodified(found.q), (outputs[1], outputs[2])
     if q is None or not _rotates_whole_heads(args, found):
         return None
-    if not _is_all_that_changes(found, q, args[op.query], args[op.key], rotated):
+    if not _is_all_that_changes(found, q, args[query], args[key], rotated):
         return None
     return RopeMatch(
-        rope=op.rope,
+        rope=rope,
         is_neox=args["is_neox"],
         q=q,
-        k_pe=args[op.key],
+        k_pe=args[key],
         positions=args["positions"],
         cos_sin_cache=args["cos_sin_cache"],
         rotated=rotated,

@@ -8,15 +8,14 @@ price of a wrong "may" is one copy.
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
 from torch import fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 
-from mla_fusion.patterns.nodes import values, walk
-from mla_fusion.patterns.site import arguments
+from mla_fusion.patterns.nodes import arguments, values, walk
 
 _NUMBERS = (int, float, str, torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -32,29 +31,21 @@ class Memory:
 
     def origins(self, node: fx.Node) -> set[fx.Node]:
         """`node` and all whose memory it may show."""
-        return self._reached([node], _shown)
+        return set(walk([node], lambda each: [*_shown(each), *self._twins(each)]))
 
     def viewers(self, nodes: Iterable[fx.Node], besides: Collection[fx.Node]) -> set[fx.Node]:
         """`nodes` and all that may show memory of one of them, without what is in `besides`."""
 
-        def views(node: fx.Node) -> Iterator[fx.Node]:
-            return (user for user in node.users if node in _shown(user))
+        def showing(node: fx.Node) -> list[fx.Node]:
+            views = (user for user in node.users if node in _shown(user))
+            return [each for each in (*views, *self._twins(node)) if each not in besides]
 
-        return self._reached(nodes, views, besides)
+        return set(walk(nodes, showing))
 
-    def _reached(
-        self,
-        nodes: Iterable[fx.Node],
-        neighbours: Callable[[fx.Node], Iterable[fx.Node]],
-        besides: Collection[fx.Node] = (),
-    ) -> set[fx.Node]:
-        def shared(node: fx.Node) -> Iterator[fx.Node]:
-            twins = (twin for key in _storages(node) for twin in self.of_storage[key])
-            for each in (*neighbours(node), *twins):
-                if each not in besides and not each._erased:
-                    yield each
-
-        return set(walk(nodes, shared))
+    def _twins(self, node: fx.Node) -> list[fx.Node]:
+        """What has the same storage, as far as it is still in the graph."""
+        found = (twin for storage in _storages(node) for twin in self.of_storage[storage])
+        return [twin for twin in found if not twin._erased]
 
 
 def is_view(node: fx.Node) -> bool:

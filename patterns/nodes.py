@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._higher_order_ops.auto_functionalize import auto_functionalized
 
 
 def values(node: fx.Node) -> list[Any]:
@@ -23,6 +24,18 @@ def is_float(node: fx.Node) -> bool:
     """Whether a node stands for one tensor of a floating-point type."""
     dtype = dtype_of(node)
     return dtype is not None and dtype.is_floating_point
+
+
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of a call, direct or functionalized, by their names in the schema."""
+    if node.target is auto_functionalized:
+        return dict(node.kwargs)
+    assert isinstance(node.target, torch._ops.OpOverload)
+    schema = node.target._schema.arguments
+    named = {a.name: a.default_value for a in schema if a.has_default_value()}
+    named.update({a.name: value for a, value in zip(schema, node.args, strict=False)})
+    named.update(node.kwargs)
+    return named
 
 
 def walk(

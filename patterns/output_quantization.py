@@ -27,8 +27,8 @@ from mla_fusion.attention.plan.epilogue import EPSILON, GROUP, largest
 from mla_fusion.kernels.arithmetic import FP8_DTYPES
 from mla_fusion.ops import Quantization
 from mla_fusion.patterns import probe, rows
-from mla_fusion.patterns.nodes import dtype_of, values, walk
-from mla_fusion.patterns.site import arguments, functionalized_op, is_live, op_name, outputs
+from mla_fusion.patterns.nodes import arguments, dtype_of, values, walk
+from mla_fusion.patterns.site import functionalized_op, is_live, op_name, outputs
 from mla_fusion.report.reasons import Declined
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -86,7 +86,8 @@ def read(output: list[fx.Node]) -> OutputQuantization:
     readers = list(dict.fromkeys(reader for node in output for reader in _readers(node)))
     quantizing = [reader for reader in readers if _makes_bytes(reader)]
     if not quantizing:
-        inside = [_name(reader) for reader in readers if _takes_bytes(reader)]
+        # One that takes fp8 beside the output quantizes the activations inside.
+        inside = [_name(reader) for reader in readers if _taken(reader) & {*FP8_DTYPES}]
         if inside:
             raise Declined("output-opaque", ", ".join(inside))
         raise Declined("output-unquantized", ", ".join(map(_name, readers)))
@@ -132,17 +133,14 @@ def _values(node: fx.Node) -> list[torch.Tensor]:
     return [each for each in values(node) if isinstance(each, torch.Tensor)]
 
 
-def _is_bytes(value: torch.Tensor) -> bool:
-    return value.dtype.itemsize == 1 and value.dtype != torch.bool
-
-
 def _makes_bytes(reader: fx.Node) -> bool:
     """Whether fp8 or other bytes come out of `reader`, at once or after more aten ops."""
 
     def later(node: fx.Node) -> list[fx.Node]:
         return [user for user in node.users if _is_aten(user)] if _is_aten(node) else []
 
-    return any(_is_bytes(value) for node in walk([reader], later) for value in _values(node))
+    made = {value.dtype for node in walk([reader], later) for value in _values(node)}
+    return any(dtype.itemsize == 1 for dtype in made - {torch.bool})
 
 
 def _is_aten(node: fx.Node) -> bool:
@@ -157,10 +155,8 @@ def _is_aten(node: fx.Node) -> bool:
 _PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scaled_mm.default}
 
 
-def _takes_bytes(reader: fx.Node) -> bool:
-    """Whether `reader` also takes an fp8 tensor: it quantizes the activations inside."""
-    taken = [value for node in reader.all_input_nodes for value in _values(node)]
-    return any(value.dtype in FP8_DTYPES for value in taken)
+def _taken(reader: fx.Node) -> set[torch.dtype]:
+    return {value.dtype for node in reader.all_input_nodes for value in _values(node)}
 
 
 def _other(detail: str) -> Declined:
@@ -225,7 +221,14 @@ def _check_one(scale: fx.Node) -> None:
 
 def _native(output: list[fx.Node], readers: list[fx.Node]) -> OutputQuantization:
     """`QuantFP8` in aten ops, for one given scale."""
-    dependent, sinks = _pointwise_from(output)
+    pointwise = _POINTWISE | probe.VIEWS
+
+    def later(node: fx.Node) -> list[fx.Node]:
+        ends = dtype_of(node) in FP8_DTYPES
+        return [] if ends else [user for user in node.users if user.target in pointwise]
+
+    dependent = set(walk(output, later))
+    sinks = [node for node in dependent if dtype_of(node) in FP8_DTYPES]
     if len(sinks) != 1:
         raise _other(f"in aten ops: {', '.join(map(_name, readers))}")
     [sink] = sinks
@@ -233,7 +236,7 @@ def _native(output: list[fx.Node], readers: list[fx.Node]) -> OutputQuantization
     others = sorted(user for user in users - dependent if is_live(user))
     if others:
         raise Declined("output-shared", f"the quantization and {', '.join(map(_name, others))}")
-    interior, leaves = probe.cone([sink], stop=output, ops=_POINTWISE | probe.VIEWS)
+    interior, leaves = probe.cone([sink], stop=output, ops=pointwise)
     given = [leaf for leaf in leaves if leaf not in output]
     if len(given) != 1:
         raise _other(f"in aten ops, from {len(given)} other values")
@@ -244,21 +247,6 @@ def _native(output: list[fx.Node], readers: list[fx.Node]) -> OutputQuantization
     if not _is_formula(interior, output, given[0], sink):
         raise _other("in aten ops, by another formula")
     return OutputQuantization(Quantization.TENSOR_NATIVE, [sink], [], given[0], [], sink)
-
-
-def _pointwise_from(output: list[fx.Node]) -> tuple[set[fx.Node], list[fx.Node]]:
-    """(what is computed from `output` by pointwise ops, those of it that are fp8)."""
-    seen, stack, sinks = set(output), list(output), []
-    while stack:
-        for user in stack.pop().users:
-            if user in seen or user.target not in _POINTWISE | probe.VIEWS:
-                continue
-            seen.add(user)
-            if dtype_of(user) in FP8_DTYPES:
-                sinks.append(user)
-            else:
-                stack.append(user)
-    return seen, sinks
 
 
 def _is_formula(

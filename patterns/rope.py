@@ -7,6 +7,7 @@ import torch
 from torch import fx
 
 from mla_fusion.ops import Rope
+from mla_fusion.patterns.nodes import dtype_of
 from mla_fusion.patterns.site import Site
 
 
@@ -35,15 +36,12 @@ def is_rope_table(table: Any, positions: Any, site: Site) -> bool:
 
     The table [max_position, R] is of the activation type or fp32, positions [T] are int64.
     """
-    value, pos, k_pe = (
-        node.meta.get("val") if isinstance(node, fx.Node) else None
-        for node in (table, positions, site.k_pe)
-    )
+    given = (table, positions, site.k_pe)
+    if not all(isinstance(node, fx.Node) and dtype_of(node) for node in given):
+        return False
+    value, pos, k_pe = (node.meta["val"] for node in given)
     return (
-        isinstance(value, torch.Tensor)
-        and isinstance(pos, torch.Tensor)
-        and isinstance(k_pe, torch.Tensor)
-        and value.dim() == 2
+        value.dim() == 2
         and value.shape[1] == k_pe.shape[-1]
         and value.dtype in (k_pe.dtype, torch.float32)
         and pos.dim() == 1

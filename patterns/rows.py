@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mla_fusion.patterns.nodes import values
+from mla_fusion.patterns.nodes import arguments, values
 
 aten = torch.ops.aten
 
@@ -99,10 +99,7 @@ def _check(node: fx.Node) -> None:
             raise _Mixed
     elif all(dim is None for dim in given) and node.target is not aten.expand.default:
         raise _Mixed  # some rows of a value without tokens
-    named = {
-        argument.name: value
-        for argument, value in zip(node.target._schema.arguments, node.args, strict=False)
-    } | dict(node.kwargs)
+    named = arguments(node)
     _check_dim(node, named)
     _check_lookup(node.target, named)
     _check_sizes(node, named)
@@ -114,11 +111,9 @@ def _check(node: fx.Node) -> None:
 
 def _check_dim(node: fx.Node, named: dict[str, Any]) -> None:
     """An op along one dimension: not along that of the tokens, unless it takes all of it."""
-    target: Any = node.target
-    dims = {a.name: a.default_value for a in target._schema.arguments if a.name == "dim"}
-    if not dims or node.target in _NEW_DIM:
+    if "dim" not in named or node.target in _NEW_DIM:
         return
-    dim = named.get("dim", dims["dim"])
+    dim = named["dim"]
     rank = max(tensor.dim() for n in node.all_input_nodes for tensor in _tensors(n))
     along = {_token_dim(n) for n in node.all_input_nodes}
     for each in dim if isinstance(dim, tuple | list) else [dim]:
@@ -128,12 +123,11 @@ def _check_dim(node: fx.Node, named: dict[str, Any]) -> None:
 
 def _takes_all(node: fx.Node, named: dict[str, Any]) -> bool:
     """Whether a slice, or a scatter into one, is of all rows."""
-    target: Any = node.target
-    if not {"start", "end", "step"} <= {a.name for a in target._schema.arguments}:
+    if not {"start", "end", "step"} <= named.keys():
         return False
     whole = [*node.all_input_nodes[:1], node, named.get("src", node)]
     rows = {str(_tensors(each)[0].shape[_token_dim(each) or 0]) for each in whole}
-    return named.get("start") in (None, 0) and named.get("step", 1) == 1 and len(rows) == 1
+    return named["start"] in (None, 0) and named["step"] == 1 and len(rows) == 1
 
 
 def _check_lookup(target: torch._ops.OpOverload, named: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from torch import fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 
 from mla_fusion.patterns import probe
+from mla_fusion.patterns.nodes import arguments
 from mla_fusion.report.reasons import Declined
 
 ATTENTION = "vllm::unified_mla_attention_with_output"
@@ -46,18 +47,6 @@ def made_by(node: Any) -> str:
     """The op's name if `node` is an output of such a call, else an empty string."""
     is_output = isinstance(node, fx.Node) and node.target is operator.getitem
     return functionalized_op(node.args[0]) if is_output else ""
-
-
-def arguments(node: fx.Node) -> dict[str, Any]:
-    """The arguments of a call, direct or functionalized, by their names in the schema."""
-    if node.target is auto_functionalized:
-        return dict(node.kwargs)
-    assert isinstance(node.target, torch._ops.OpOverload)
-    schema = node.target._schema.arguments
-    named = {a.name: a.default_value for a in schema if a.has_default_value()}
-    named.update({a.name: value for a, value in zip(schema, node.args, strict=False)})
-    named.update(node.kwargs)
-    return named
 
 
 def outputs(node: fx.Node, index: int) -> list[fx.Node]:

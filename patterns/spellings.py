@@ -29,21 +29,17 @@ def match(site: Site) -> RopeMatch:
     """
     site, factors = scaling.unscaled(site)
     for spelling in SPELLINGS:
-        found = spelling(site)
-        if found is not None:
-            _check(site, found)
-            return dataclasses.replace(found, q_factor=factors)
-    raise _diagnosis(site)
-
-
-def _check(site: Site, found: RopeMatch) -> None:
-    """Raise Declined if a match of any spelling cannot be used."""
+        if found := spelling(site):
+            break
+    else:
+        raise _diagnosis(site)
     for node in (found.q, found.k_pe):
         if "val" not in node.meta:
             raise Declined("missing-metadata", f"node {node.name}")
     rotates = functionalized_op(site.cache_update) == FUSED_ROPE_UPDATE
     if rotates != (found.rope is Rope.CAT_FUSED):
         raise Declined("cache-update", "k_pe is rotated by the cache update and outside of it")
+    return dataclasses.replace(found, q_factor=factors)
 
 
 def _diagnosis(site: Site) -> Declined:
