@@ -110,8 +110,7 @@ def _rewrite(graph: fx.Graph, site: Site, match: RopeMatch) -> fx.Node:
                 "rope": str(match.rope),
                 "is_neox": match.is_neox,
             },
-            returned=(site.kv_c.meta["val"].new_empty(0),),
-            mutated=("q", "k_pe"),
+            returned=site.kv_c.meta["val"].new_empty(0),
         )
     new = {"q": q, "k_pe": rotated_k, "kv_cache_dummy_dep": dummy}
     site.attention.kwargs = {**site.attention.kwargs, **new}

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from mla_fusion import ops
-from mla_fusion.passes.rewrite import PassResult, drop_dead, fake_like
+from mla_fusion.passes.rewrite import PassResult, drop_dead, fake_like, mutated
 from mla_fusion.patterns.memory import Memory, is_view
 from mla_fusion.patterns.site import (
     FUSED_ROPE_UPDATE,
@@ -57,15 +57,9 @@ class MLAFixFunctionalizationPass:
         return result
 
 
-def _mutated(op: Any) -> list[str]:
-    """Names of the arguments that `op` writes to, in schema order."""
-    assert isinstance(op, torch._ops.OpOverload)
-    return [a.name for a in op._schema.arguments if a.alias_info and a.alias_info.is_write]
-
-
 def _copy_mutated(graph: fx.Graph, node: fx.Node) -> None:
     """Let the op of `node` write to copies, which nothing else reads."""
-    for name in _mutated(node.args[0]):
+    for name in mutated(node.args[0]):
         source = node.kwargs[name]
         assert isinstance(source, fx.Node)
         with graph.inserting_before(node):
@@ -87,7 +81,7 @@ class _Written:
 def _written(node: fx.Node) -> list[_Written]:
     op: Any = node.args[0]
     found = []
-    for index, name in enumerate(_mutated(op), start=max(len(op._schema.returns), 1)):
+    for index, name in enumerate(mutated(op), start=max(len(op._schema.returns), 1)):
         target, reads = node.kwargs[name], outputs(node, index)
         assert isinstance(target, fx.Node)
         scatters = [pair for read in reads for pair in _scatter_back(read, target)]

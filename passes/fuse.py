@@ -43,8 +43,6 @@ class MLAAiterQkRopeKVCacheFusionPass:
                     "prepared_q": empty(graph, prep.meta["val"], rope.kwargs["q"]),
                     "provider": self.provider,
                 },
-                returned=(None,),
-                mutated=("q", "k_pe", "prepared_q"),
             )
         prep.replace_all_uses_with(prepared)
         graph.erase_node(prep)

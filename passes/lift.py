@@ -69,8 +69,6 @@ def _rewrite(graph: fx.Graph, attention: fx.Node, facts: LayerFacts) -> fx.Node:
                 "layer_name": args["layer_name"],
                 "kv_cache_dummy_dep": args["kv_cache_dummy_dep"],
             },
-            returned=(None,),
-            mutated=("output",),
         )
     for read in outputs(attention, 1):
         read.replace_all_uses_with(output)

@@ -92,13 +92,8 @@ def _rewrite(graph: fx.Graph, attention: fx.Node, found: OutputQuantization) -> 
         ]
         kwargs |= {"quantized": quantized, "quantization": str(found.spelling)}
         kwargs |= {"scales": scales[0]} if grouped else {"scale": found.scale}
-        new, (_, output, *made) = functionalized_call(
-            graph,
-            ops.get(ops.GROUP_ATTENTION if grouped else ops.TENSOR_ATTENTION),
-            kwargs,
-            returned=(None,),
-            mutated=("output", "quantized", "scales") if grouped else ("output", "quantized"),
-        )
+        op = ops.get(ops.GROUP_ATTENTION if grouped else ops.TENSOR_ATTENTION)
+        new, (_, output, *made) = functionalized_call(graph, op, kwargs)
     graph.erase_node(output)  # nothing reads it
     for read, value in zip((found.values, found.scales), made, strict=False):
         for node in read:

@@ -5,7 +5,7 @@ A rewrite lets readers read new nodes and leaves the old nodes where they are, d
 """
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,21 +50,20 @@ def empty(graph: fx.Graph, value: torch.Tensor, rows_of: Any) -> fx.Node:
     return call(graph, torch.ops.aten.empty.memory_format, (shape,), value, **kwargs)
 
 
+def mutated(op: Any) -> list[str]:
+    """Names of the arguments that `op` writes to, in schema order."""
+    return [a.name for a in op._schema.arguments if a.alias_info and a.alias_info.is_write]
+
+
 def functionalized_call(
-    graph: fx.Graph,
-    op: torch._ops.OpOverload,
-    kwargs: Mapping[str, Any],
-    returned: Sequence[Any],
-    mutated: Sequence[str],
+    graph: fx.Graph, op: Any, kwargs: Mapping[str, Any], returned: torch.Tensor | None = None
 ) -> tuple[fx.Node, list[Any]]:
     """`auto_functionalized(op, ...)` at the insertion point, and a getitem for each output.
 
-    Args:
-        returned: fake values of what the op returns; (None,) if it returns nothing, and then the
-            first output is None too.
-        mutated: names of its mutated arguments, in schema order; they follow the returned values.
+    The first output is what the op returns, with the fake value `returned`; None if it returns
+    nothing. Its mutated arguments follow.
     """
-    values = (*returned, *(fake_like(kwargs[name].meta["val"]) for name in mutated))
+    values = (returned, *(fake_like(kwargs[name].meta["val"]) for name in mutated(op)))
     node = call(graph, auto_functionalized, (op,), values, **kwargs)
     outputs = [
         None if value is None else call(graph, operator.getitem, (node, index), value)

@@ -72,10 +72,7 @@ def _rounded(interior: list[fx.Node], table: fx.Node, activation: torch.dtype) -
 def _judge(
     values: dict[fx.Node, torch.Tensor], site: Site, unrotated: Iterable[fx.Node]
 ) -> bool | None:
-    """is_neox if q and k_pe of `site` are the rotation of `unrotated`, else None.
-
-    `values` are those of a probe; `unrotated` are q, k_pe, the table and the positions.
-    """
+    """is_neox if a probe has q and k_pe of `site` as the rotation of `unrotated`, else None."""
     q, k_pe, table, positions = (values[node] for node in unrotated)
     for is_neox in (True, False):
         want_q, want_k = expected_rotation(q, k_pe, table, positions, is_neox)

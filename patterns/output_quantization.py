@@ -55,24 +55,15 @@ _SCALES = (_FLOAT.tiny, 0.01, 0.7, 3.0, _FLOAT.max)  # with which the native for
 
 @dataclass(frozen=True)
 class OutputQuantization:
-    """The nodes that quantize one attention's output.
-
-    Attributes:
-        spelling: how.
-        values: what is read as the fp8 output: nodes of the graph.
-        scales: what is read as its scales, where they are computed.
-        scale: the given scale, else None.
-        buffers: the tensors the op writes into: of the values, and of the scales it computes; none
-            of the native form.
-        last: the last node of the quantization: all that it reads comes before.
-    """
+    """The nodes that quantize one attention's output."""
 
     spelling: Quantization
-    values: list[fx.Node]
-    scales: list[fx.Node]
-    scale: fx.Node | None
+    values: list[fx.Node]  # what is read as the fp8 output
+    scales: list[fx.Node]  # what is read as its scales, where they are computed
+    scale: fx.Node | None  # the given one
+    # Tensors the op writes into: the values, and the scales it computes; none of the native form.
     buffers: list[fx.Node]
-    last: fx.Node
+    last: fx.Node  # the last of the quantization: all that it reads comes before
 
 
 def read(output: list[fx.Node]) -> OutputQuantization:
@@ -175,10 +166,8 @@ def _group(node: fx.Node) -> OutputQuantization:
     spelling = Quantization.GROUP_UE8M0 if args["scale_ue8m0"] else Quantization.GROUP
     _check_fp32(args["output_s"])
     *rows_of, columns = _shape(args["input"])
-    if _shape(args["output_q"]) != [*rows_of, columns] or _shape(args["output_s"]) != [
-        *rows_of,
-        str(int(columns) // GROUP),
-    ]:
+    groups = [*rows_of, str(int(columns) // GROUP)]
+    if _shape(args["output_q"]) != [*rows_of, columns] or _shape(args["output_s"]) != groups:
         raise _other(f"{_name(node)} of padded rows")
     buffers = [args["output_q"], args["output_s"]]
     return OutputQuantization(spelling, outputs(node, 1), outputs(node, 2), None, buffers, node)

@@ -60,12 +60,10 @@ def _widens(node: fx.Node) -> bool:
 def _rotated(node: Any, query: fx.Node) -> fx.Node | None:
     """The value of the shape and the type of `query` among the sources of `node`."""
     shape, dtype = probe.concrete_shape(query), query.meta["val"].dtype
-    found = (
-        source
-        for source, value in _sources(node)
-        if value.dtype == dtype and probe.concrete_shape(source) == shape
-    )
-    return next(found, None)
+    for source, value in _sources(node):
+        if value.dtype == dtype and probe.concrete_shape(source) == shape:
+            return source
+    return None
 
 
 def _factors(node: Any, query: fx.Node) -> fx.Node | None:

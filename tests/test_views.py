@@ -9,9 +9,8 @@ import pytest
 
 from mla_fusion import cli, report
 from mla_fusion.report import page, svg, text
-from mla_fusion.report.layer_graph import LayerGraph, Node
+from mla_fusion.report.layer_graph import FUSED, KEPT, NEW, REMOVED, LayerGraph, Node, rows
 from mla_fusion.report.reasons import Decline
-from mla_fusion.report.rows import FUSED, KEPT, NEW, REMOVED, rows
 
 OWN = "mla_fusion::fused_aiter_qk_rope_kvcache_q_concat_quant_mla"
 LAYER = LayerGraph(

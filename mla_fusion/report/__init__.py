@@ -5,8 +5,8 @@ into a `Report`; `ranks` merges those of all workers. `store` keeps it under vLL
 that a start from a warm compile cache, in which no pass runs, finds the same report by `find`;
 `publish` logs it.
 
-`reasons` lists every reason. `layer_graph` is a layer before and after as data, `rows` its layout;
-`text`, `svg` and `page` show it.
+`reasons` lists every reason. `layer_graph` is a layer before and after; `text`, `svg` and `page`
+show it.
 """
 
 import json
@@ -23,7 +23,6 @@ from mla_fusion.report.layer_graph import LayerGraph
 from mla_fusion.report.reasons import Decline
 
 logger = logging.getLogger("vllm.mla_fusion")
-VERSION = 6  # of the stored format
 # In front of each log line about the flag: whoever searches the log for one of them finds it.
 FLAG_LINE = "mla-fusion: fuse_aiter_qk_rope_kvcache_mla"
 
@@ -84,7 +83,7 @@ class Report:
     differing: list[str] = field(default_factory=list)
     attention: str = "auto"  # as the option of that name
     epilogue: str = ""  # what that decode does beyond the attention, or why it does not
-    version: int = VERSION
+    version: int = 6  # of the stored format
 
     @property
     def fused(self) -> int:
@@ -118,7 +117,14 @@ class Report:
             for decline, layers in r.declined.items():
                 out.append(f"    {layers} declined: {decline.explain()}")
             if self.epilogue:  # else vLLM's backend decodes
-                out += _output_lines(r)
+                out += [
+                    f"    {layers} outputs quantized {_KINDS[kind]} by the attention op"
+                    for kind, layers in r.outputs.items()
+                    if layers and kind in _KINDS
+                ]
+                for decline, layers in r.plain_outputs.items():
+                    why = decline.explain()
+                    out.append(f"    {layers} outputs not quantized by the attention op: {why}")
             if r.layer:
                 out.append("    ops of one layer, before -> after:")
                 for op, before, after in r.layer.changes():
@@ -136,18 +142,6 @@ _KINDS = {
     "group_ue8m0": "in groups of 128, scales powers of two,",
     "tensor": "by one given scale",
 }
-
-
-def _output_lines(r: RangeReport) -> list[str]:
-    """What becomes of the attention's output: quantized by its op, or not, and why."""
-    out = [
-        f"    {layers} outputs quantized {_KINDS[kind]} by the attention op"
-        for kind, layers in r.outputs.items()
-        if layers and kind in _KINDS
-    ]
-    for decline, layers in r.plain_outputs.items():
-        out.append(f"    {layers} outputs not quantized by the attention op: {decline.explain()}")
-    return out
 
 
 _records: list[GraphRecord] = []

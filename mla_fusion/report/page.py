@@ -5,7 +5,7 @@ from html import escape
 from pathlib import Path
 
 from mla_fusion.report import Report, svg
-from mla_fusion.report.rows import KEPT, LEGEND
+from mla_fusion.report.layer_graph import KEPT, LEGEND
 
 _STYLE = "\n" + Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
 

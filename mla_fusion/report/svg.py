@@ -3,8 +3,7 @@
 from html import escape
 from pathlib import Path
 
-from mla_fusion.report.layer_graph import LayerGraph
-from mla_fusion.report.rows import FUSED, KEPT, NEW, REMOVED, Row, rows
+from mla_fusion.report.layer_graph import FUSED, KEPT, NEW, REMOVED, LayerGraph, Row, rows
 
 # Pixels. A panel fits the smallest phone, and a character of its font is 6.15 wide.
 PANEL_WIDTH, _ROW, _GUTTER, _CHARACTER, _GAP = 360, 18, 56, 6.15, 24

@@ -2,8 +2,7 @@
 
 from itertools import groupby
 
-from mla_fusion.report.layer_graph import LayerGraph
-from mla_fusion.report.rows import FUSED, KEPT, LEGEND, Row, rows
+from mla_fusion.report.layer_graph import FUSED, KEPT, LEGEND, LayerGraph, Row, rows
 
 
 def graph(layer: LayerGraph) -> list[str]:

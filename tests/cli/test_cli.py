@@ -127,7 +127,7 @@ DAMAGED = {
     "depth": lambda text: "[" * 100_000,
     "deep field": lambda text: text.replace('"bucket":8', '"bucket":' + "[" * 9000 + "]" * 9000),
     "type": lambda text: text.replace('"layers":2', '"layers":"2"'),
-    "negative": lambda text: text.replace('"layers":2', '"layers":-2'),
+    "negative": lambda text: text.replace('"fused":0', '"fused":-1'),
     "reason": lambda text: text.replace('"shape"', '"no such reason"'),
     "empty range": lambda text: text.replace("[1,8]", "[]"),
     "reversed range": lambda text: text.replace("[1,8]", "[8,1]"),
