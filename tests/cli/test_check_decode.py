@@ -1,0 +1,105 @@
+"""`mla-fusion check`: which decode goes with a model, asked without an engine."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from mla_fusion import cli, report
+from mla_fusion.cli.check import command as check
+from mla_fusion.cli.check import model_config, persistent_decode, shrink
+from tests.cli.test_check import V3
+from tests.models import write
+
+MANY = {**V3, "num_attention_heads": 128}
+
+
+def cut_of(config, layers=2, ranks=1):
+    [name] = config["architectures"]
+    return shrink.cut(model_config.Model(Path("c"), config, name, name, ()), layers, ranks)
+
+
+def test_check_says_on_which_gpu_aiter_decodes(monkeypatch, tmp_path, capsys):
+    """The engine on the CPU, which has no AITER, runs as with attention=auto."""
+    write(tmp_path, MANY)
+    ran = report.Report("reference", 256, [report.RangeReport((1, 256), layers=2, fused=2)])
+    monkeypatch.setattr(check, "_ask_engine", lambda *given: ([], ran))
+    argv = ["check", str(tmp_path), "--attention", "aiter", "--kv-cache-dtype", "fp8"]
+    assert cli.main(argv) == 0
+    fuses, platform, command, *notes = capsys.readouterr().out.splitlines()
+    assert "fuses" in fuses and platform.endswith("attention backend ROCM_AITER_MLA:")
+    [words] = [shlex.split(command)]
+    given = json.loads(words[words.index("--additional-config") + 1])
+    assert given == {"mla_fusion": {"attention": "aiter"}}
+    assert notes == [
+        "  gfx942: fp8 with 128 heads faults on gfx942 (vllm-project/vllm#43067)",
+        "  gfx950: 128 heads as 1 x 128",
+    ]
+    assert cli.main([*argv, "--tensor-parallel-size", "8", "--speculative-tokens", "2"]) == 0
+    assert "gfx942: 16 heads as 1 x 16" in capsys.readouterr().out
+    argv = ["check", str(tmp_path), "--attention", "aiter", "--tensor-parallel-size", "16"]
+    for sequences, slow in ((31, False), (32, True)):
+        assert cli.main([*argv, "--max-num-seqs", str(sequences)]) == 0
+        said = capsys.readouterr().out
+        named = "gfx950: 8 heads as 1 x 16; vLLM's backend for 32 sequences or more (by AITER's"
+        assert (named in said) == slow and said.count("vLLM's backend for") == slow
+
+
+@pytest.mark.parametrize(
+    "changes, argv, said",
+    [
+        ({"kv_lora_rank": 256}, ("aiter",), "latents of 512 and 64 rotated, got 256 and 64"),
+        ({}, ("aiter", "--speculative-tokens", 4), "128 heads, gfx942 has no persistent bf16"),
+        ({"kv_lora_rank": 2048}, ("portable",), "triton: "),
+    ],
+)
+def test_check_needs_no_engine_to_say_that_no_gpu_decodes(changes, argv, said, tmp_path, capsys):
+    write(tmp_path, {**MANY, **changes})
+    assert cli.main(["check", str(tmp_path), "--attention", *map(str, argv)]) == 1
+    out = capsys.readouterr().out
+    assert said in out and f"[{argv[0]}-attention]" in out
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"num_attention_heads": 16}, "with the merge in one launch for up to 2 query rows"),
+        ({"num_attention_heads": 256}, "on its own"),
+    ],
+)
+def test_check_names_the_epilogue_of_the_portable_decode(changes, said):
+    cut = cut_of({**MANY, **changes})
+    notes, declined = persistent_decode.ask(check.Settings(Path("m"), attention="portable"), cut)
+    assert not declined
+    assert notes == [f"  epilogue of the decode: product with W_UV, {said}"]
+
+
+@pytest.mark.parametrize(
+    "quantization, said",
+    [
+        (
+            {"quant_method": "fp8", "weight_block_size": [128, 128]},
+            "on Hopper with VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER=0",
+        ),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, "o_proj: in the epilogue"),
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "the server's report says"),
+        ({"quant_method": "compressed-tensors"}, "the server's report says"),
+    ],
+)
+def test_check_names_the_quantization_in_front_of_o_proj(quantization, said):
+    cut = cut_of({**MANY, "quantization_config": quantization})
+    assert "quantization_config" not in cut.config
+    notes, _ = persistent_decode.ask(check.Settings(Path("m"), attention="portable"), cut)
+    assert notes[1].startswith("  quantization in front of o_proj: ") and said in notes[1]
+    assert not persistent_decode.ask(check.Settings(Path("m")), cut)[0]
+
+
+@pytest.mark.parametrize(
+    "attention, platforms, aiters", [("auto", 2, True), ("portable", 2, False), ("aiter", 1, True)]
+)
+def test_check_names_the_backends_that_go_with_the_decode(attention, platforms, aiters):
+    cut = cut_of(MANY, ranks=8)
+    settings_of = check.Settings(Path("m"), attention=attention)
+    found = check._backends(settings_of, cut, "DeepseekV3ForCausalLM")
+    assert (len(found), any("AITER" in name for name in found["amd"])) == (platforms, aiters)
