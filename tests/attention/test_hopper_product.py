@@ -66,14 +66,16 @@ def test_what_the_kernel_may_not_leave_out(left_out):
         machine.launch(product.kernel, *product.arguments(given, given.epilogue.out))
 
 
-@pytest.mark.parametrize("dense", ["latent", "columns"])
-def test_w_uv_alone_is_read_before_the_reduction_has_ended(dense):
-    given = inputs("sm_90", 16, dense=dense)
+@pytest.mark.parametrize("dense, quantization", [("latent", "none"), ("columns", "tensor")])
+def test_w_uv_alone_is_read_before_the_reduction_has_ended(dense, quantization):
+    """And only a quantization may be launched before the end of the product."""
+    given = inputs("sm_90", 16, dense=dense, quantization=quantization)
     given = dataclasses.replace(given, out=torch.empty(64, 16, 512, dtype=BF16, device="meta"))
     out = torch.empty(64, 2048, dtype=BF16, device="meta")
     report = compile_report("sm_90", product.kernel, *product.arguments(given, out)[1:])
     before, after = " ".join(report.order).split("ACQBULK")
     assert set(before.split()) == {"UTMALDG"} and "UTMALDG" not in after
+    assert ("PREEXIT" in after) == (quantization != "none")
     assert report.spills == 0 and report.shared <= fits.SHARED_MEMORY
 
 

@@ -19,8 +19,8 @@ WARP_SPECIALIZED_ROWS = 64  # of a CTA
 FEW_ROWS = 32  # query rows that a CTA of another kernel decodes faster
 SPARSE_FP8_ROWS = 16  # of a CTA, two of which share an SM
 PRODUCT_COLUMNS, PRODUCT_ROWS = 128, 64  # of a CTA of `product.py`
-# Tokens times blocks of columns, rows and heads. On an H200 `torch.bmm` took 0.99 to 1.15 of the
-# time of a decode and this product up to here, and 0.96 at twice as much.
+# Tokens times blocks of columns, rows and heads. On an H200 a decode and `torch.bmm` took 1.00 to
+# 1.20 of the time of a decode and this product up to here, 0.95 to 1.02 at twice as much.
 PRODUCT_SIZE = 4096
 
 

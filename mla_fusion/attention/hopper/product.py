@@ -30,9 +30,8 @@ from mla_fusion.attention.hopper.copy import (
     tile_layout,
     tma_load,
 )
-from mla_fusion.attention.hopper.fits import PRODUCT_COLUMNS as COLUMNS
+from mla_fusion.attention.hopper.fits import PRODUCT_COLUMNS, product_rows
 from mla_fusion.attention.hopper.fits import product as fits
-from mla_fusion.attention.hopper.fits import product_rows
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["arguments", "fits", "kernel"]
 
 BOX = gl.constexpr(256)  # most rows of a copy by the tensor copy engine
+COLUMNS = gl.constexpr(PRODUCT_COLUMNS)
 
 
 @gluon.jit
@@ -56,9 +56,9 @@ def copy_weights(weights, w, arrived, first, DENSE: gl.constexpr):
 
 
 @gluon.jit
-def copy_latents(target, pointer, stride_t, left, WARPS: gl.constexpr):
+def copy_latents(target, pointer, stride_t, left):
     """Copy rows of latents into `target` [rows, L]; zeros from row `left` on."""
-    layout: gl.constexpr = load_layout(target.shape[1], 16, WARPS)
+    layout: gl.constexpr = load_layout(target.shape[1], 16, gl.num_warps())
     row = gl.arange(0, target.shape[0], gl.SliceLayout(1, layout))
     col = gl.arange(0, target.shape[1], gl.SliceLayout(0, layout))
     async_load(target, pointer + row[:, None] * stride_t + col[None, :], mask=(row < left)[:, None])
@@ -72,8 +72,8 @@ def copy_latents(target, pointer, stride_t, left, WARPS: gl.constexpr):
 @gluon.jit(do_not_specialize=["tokens"])
 def product_kernel(
     latent_ptr, w, out_ptr, tokens, latent_stride_t, latent_stride_h, out_stride_t, w_step,
-    L: gl.constexpr, V: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
-    DENSE: gl.constexpr, FOLLOWED: gl.constexpr, WARPS: gl.constexpr,
+    L: gl.constexpr, V: gl.constexpr, ROWS: gl.constexpr, DENSE: gl.constexpr,
+    FOLLOWED: gl.constexpr,
 ):  # fmt: skip
     """COLUMNS columns, block `program_id(0)`, of head `program_id(1)`; ROWS tokens.
 
@@ -82,6 +82,7 @@ def product_kernel(
     a quantization may be launched, which waits; in a benchmark the next decode would begin early.
     """
     TYPE: gl.constexpr = latent_ptr.dtype.element_ty
+    WARPS: gl.constexpr = gl.num_warps()
     wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     SHAPE: gl.constexpr = [COLUMNS, L] if DENSE == "L" else [L, COLUMNS]
     weights = gl.allocate_shared_memory(TYPE, SHAPE, wide)
@@ -98,7 +99,7 @@ def product_kernel(
         gdc.gdc_launch_dependents()
     first = gl.program_id(2) * ROWS
     pointer = latent_ptr + first.to(gl.int64) * latent_stride_t + head * latent_stride_h
-    copy_latents(latents, pointer, latent_stride_t, tokens - first, WARPS)
+    copy_latents(latents, pointer, latent_stride_t, tokens - first)
     mbarrier.wait(arrived, 0)
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
     w_tile = weights if DENSE == "L" else weights.permute((1, 0))
@@ -127,11 +128,11 @@ def weights_of(given: Inputs) -> tuple[TensorDescriptor, int, str]:
     heads, latent, values = w_uv.shape
     head, row, column = w_uv.stride()
     if row == 1:
-        step = head // column
-        shape, stride, box = [(heads - 1) * step + values, latent], column, [COLUMNS, latent]
+        step, stride, box = head // column, column, [PRODUCT_COLUMNS, latent]
+        shape = [(heads - 1) * step + values, latent]
     else:
-        step = head
-        shape, stride, box = [latent, (heads - 1) * step + values], row, [BOX.value, COLUMNS]
+        step, stride, box = head, row, [BOX.value, PRODUCT_COLUMNS]
+        shape = [latent, (heads - 1) * step + values]
     w = TensorDescriptor(w_uv, shape, [stride, 1], box, tile_layout(box[1], 2, 2))
     return w, step, "L" if row == 1 else "V"
 
@@ -146,17 +147,14 @@ def arguments(
     heads, latent, values = epilogue.w_uv.shape
     w, step, dense = weights_of(given)
     rows = product_rows(tokens)
-    warps = COLUMNS // 16
     options = {
         "L": latent,
         "V": values,
         "ROWS": rows,
-        "COLUMNS": COLUMNS,
         "DENSE": dense,
         "FOLLOWED": epilogue.scale is not None,
-        "WARPS": warps,
-        "num_warps": warps,
+        "num_warps": PRODUCT_COLUMNS // 16,
         "launch_pdl": True,
     }
     args = latents, w, out, tokens, *latents.stride()[:2], out.stride(0), step
-    return (values // COLUMNS, heads, -(-tokens // rows)), args, options
+    return (values // PRODUCT_COLUMNS, heads, -(-tokens // rows)), args, options

@@ -115,7 +115,6 @@ class Faster(NamedTuple):
     shape: Shape
 
 
-_PAIRS = Shape(2, 128, 8, 32, 4)
 # Where one launch was measured on an H200 with V = 128 and never took longer than separate ones, in
 # the mean at most 1 / 1.2 of them: not split, in 16 splits and in up to 128, behind a decode and
 # alone. The first row that holds (`benchmarks/epilogue.py`). 4 and 8 slots were measured before the
@@ -130,7 +129,7 @@ MEASURED = (
     Faster(1, 128, True, Shape(1, 128, 2, 16, 4)),
     Faster(2, 16, True, Shape(1, 128, 8, 64, 4)),
     Faster(2, 32, True, Shape(1, 128, 4, 32, 4)),
-    Faster(4, 16, True, _PAIRS),
+    Faster(4, 16, True, Shape(2, 128, 8, 32, 4)),
     Faster(4, 32, True, Shape(2, 128, 8, 16, 4)),
     Faster(8, 8, True, Shape(4, 128, 4, 16, 8)),
     Faster(8, 16, True, Shape(4, 128, 8, 16, 4)),
