@@ -5,7 +5,8 @@ import json
 import pytest
 
 from mla_fusion.cli.check import model_config
-from tests.cli.test_check import CONFIGS, V3, cut_of
+from tests.cli.test_check import CONFIGS, V3
+from tests.cli.test_check_decode import cut_of
 from tests.cli.test_cli import fail
 from tests.models import write
 
