@@ -1,5 +1,6 @@
 """The decode kernels compiled (not run) for Hopper: spills, memory, instructions, variants."""
 
+import dataclasses
 import itertools
 import re
 
@@ -19,11 +20,12 @@ from mla_fusion.attention.hopper.copy import cache_boxes
 from mla_fusion.attention.hopper.warp_specialized_copy import columns_of, query_boxes
 from mla_fusion.attention.plan.buffers import Step
 from mla_fusion.attention.plan.device import triton_version
+from mla_fusion.attention.plan.epilogue import Epilogue
 from mla_fusion.attention.plan.layouts import FP8_DS_MLA, FP8_DS_MLA_V4
 from mla_fusion.attention.triton import decode_kernel as portable
 from mla_fusion.attention.triton import reduce_kernel
 from tests.attention.decodes import BF16, FN
-from tests.attention.without_memory import arguments, inputs, report
+from tests.attention.without_memory import arguments, inputs, meta, report
 from tests.kernels.compiled import LDS, as_on, compile_kernel, compile_report, is_one_variant
 from tests.nightly import daily
 
@@ -127,14 +129,17 @@ def test_only_the_plan_is_read_before_the_kernel_in_front_has_ended(case):
     assert order[-2:] == ("ACQBULK", "PREEXIT")
 
 
-def test_pieces_are_read_when_the_decode_has_ended():
-    given = inputs(16)
+@pytest.mark.parametrize("epilogue", [None, Epilogue(meta(16, 512, 128), meta(8, 2048))])
+def test_pieces_are_read_when_the_decode_has_ended(epilogue):
+    """And only a product may be launched before the end of the reduction."""
+    given = dataclasses.replace(inputs(16), epilogue=epilogue)
     given.plan.step = Step(8, 8, 1)
     with as_on("sm_90"):
         _, args, options = reduce_kernel.arguments(given)
     order = compile_report("sm_90", reduce_kernel.kernel, args, options).order
+    assert order.count("PREEXIT") == (order[0] == "PREEXIT") == (epilogue is not None)
     # Two waits: one in programs with nothing to merge, before or after all this.
-    assert order[0] == "PREEXIT" and order.count("ACQBULK") == 2
+    assert order.count("ACQBULK") == 2
     splits = [i for i, name in enumerate(order) if name in ("LDG.128", "STG")]
     assert order.index("ACQBULK") < splits[0] and order[splits[0]] == "LDG.128", order
     assert "ACQBULK" not in order[splits[0] : splits[-1]], order

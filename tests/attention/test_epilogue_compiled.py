@@ -61,7 +61,7 @@ WHOLE = epilogues.Shape(1, 32, 1, 16, 4)
 )
 def test_only_w_uv_and_the_plan_are_read_before_the_decode_has_ended(shape):
     order = report("sm_90", 16, shape).order
-    assert order[0] == "PREEXIT", "the next kernel may be launched early too"
+    assert "PREEXIT" not in order, "the next kernel would begin early only in a benchmark"
     first, *others = " ".join(order).split("ACQBULK")
     assert "STG" not in first, order
     assert len(others) == 1 + (shape.whole > 0), "each division waits once"

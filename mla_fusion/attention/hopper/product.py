@@ -79,7 +79,7 @@ def product_kernel(
 
     w: descriptor of W_UV as `weights_of` has it; w_step: rows or columns of it from head to head.
     W_UV does not change between launches: only the latents wait for the kernel in front. FOLLOWED:
-    a quantization may be launched, which waits; in a benchmark the next decode would begin early.
+    a quantization may be launched, as in `reduce_kernel`.
     """
     TYPE: gl.constexpr = latent_ptr.dtype.element_ty
     WARPS: gl.constexpr = gl.num_warps()

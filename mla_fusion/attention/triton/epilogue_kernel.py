@@ -302,8 +302,6 @@ def epilogue_kernel(
     The first LATENTS of W_UV are read before the decode has ended. LIMIT as `cast` has it. PDL: the
     launch precedes the end of the decode kernel.
     """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     given = Given(
         partial_ptr, partial_lse_ptr, reduce_indptr_ptr, reduce_partial_map_ptr, qo_indptr_ptr,
         latent_ptr, lse_ptr, sums_ptr, count_ptr, w_ptr, out_ptr, scale_ptr, batch, tokens,

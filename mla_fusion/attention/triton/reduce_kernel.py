@@ -33,16 +33,17 @@ def reduce_kernel(
     qo_indptr_ptr, sink_ptr, out_ptr, lse_ptr, heads, out_stride_t, out_stride_h,
     SINK: tl.constexpr, L: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr,
     ROWS: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr, LSE: tl.constexpr,
-    PDL: tl.constexpr,
+    FOLLOWED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of tile `program_id(0)`: ROWS query rows from ROWS * `program_id(1)` on.
 
     out = sum_i exp(lse_i - lse) out_i with lse = log sum_i exp(lse_i), over SPLITS splits at once
     and for COLUMNS latents (`program_id(2)`; the last one may have fewer). The decode kernel writes
     tiles that were not split. PDL: the launch precedes the end of the decode kernel, which has
-    waited for the plan; this kernel waits for the decode before it reads anything else.
+    waited for the plan; this kernel waits for the decode before it reads anything else. FOLLOWED: a
+    product may be launched, which waits; in a benchmark the next decode would begin early.
     """
-    if PDL:
+    if PDL and FOLLOWED:
         tl.extra.cuda.gdc_launch_dependents()
     PADDED: tl.constexpr = (L + COLUMNS - 1) // COLUMNS * COLUMNS
     tile = tl.program_id(0)
@@ -122,6 +123,7 @@ def arguments(given: Inputs) -> tuple[tuple[int, int, int], tuple[Any, ...], dic
         "SPLITS": splits,
         "COLUMNS": columns,
         "LSE": given.lse is not None,
+        "FOLLOWED": given.epilogue is not None,
         "num_warps": 4,
     }
     grid = tiles, -(-given.rows // rows), -(-latent // columns)
