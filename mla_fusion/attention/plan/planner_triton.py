@@ -1,9 +1,8 @@
 """The planner of `planner.py` on the device: one CTA, no host sync, the same plan.
 
 Cost, once a model step: two integers read for each sequence, 32 bytes written for each work item,
-and a serial loop. The loop takes about 23 instructions per CTA, and 12 plus one L1 load per
-sequence; more when heads are folded. On an H200 1 to 256 sequences take 4 us to 19 us for 132
-CTAs and 4 us to 25 us for 264.
+and a serial loop. The loop takes about 23 instructions for each tile that is cut or ends a CTA, and
+12 plus one L1 load per sequence; more when heads are folded.
 
 Why the serial part is small: lay the costs of all tiles end to end. A CTA that starts at
 position p ends at p + budget - overhead, cutting a tile, unless a tile ends between there and
@@ -107,7 +106,8 @@ def plan_kernel(
         budget = smallest_budget(sequences, b, share, total, busy, MAX_BATCH, FOLD, OVERHEAD)
     last = busy
     while last >= busy:
-        last = find_starts(sequences, starts, budget, kept, total, busy, FOLD)
+        tl.debug_barrier()  # other threads store a start than for the budget before
+        last = find_starts(sequences, starts, budget, kept, total, busy, FOLD, BLOCK_W)
         budget = tl.minimum(budget + (OVERHEAD + TRIED - 1) // TRIED, share + OVERHEAD)
     tl.debug_barrier()
 
@@ -156,13 +156,18 @@ def smallest_budget(
 
 
 @triton.jit
-def find_starts(sequences, starts, budget, kept, total, busy, FOLD: tl.constexpr):
-    """Write where each CTA starts; return the last CTA that gets work, or `busy` if there are
-    too few.
+def find_starts(
+    sequences, starts, budget, kept, total, busy, FOLD: tl.constexpr, BLOCK_W: tl.constexpr
+):  # fmt: skip
+    """Write where each CTA starts; return the last CTA that gets work, or `busy` or more if there
+    are too few.
 
-    All is scalar: nothing in the loop but the walk over the sequences waits for memory.
+    Scalar but for the stores of CTAs that start in the same tile: nothing in the loop but the walk
+    over the sequences waits for memory.
     """
     zero = tl.full([], 0, tl.int32)
+    lane = 1 + tl.arange(0, BLOCK_W)
+    step = budget - kept  # blocks of a CTA that starts and ends in a tile
     tile, begin, last = zero, zero, zero
     end, uncut = unpack(tl.load(sequences))
     tl.store(starts, 0)
@@ -187,6 +192,12 @@ def find_starts(sequences, starts, budget, kept, total, busy, FOLD: tl.constexpr
         # None starts where the last tile was taken whole.
         last += (position < total).to(tl.int32)
         tl.store(starts + last, start, mask=(position < total) & (last < busy))
+        if (step > 0) & (done + step < uncut):
+            more = (uncut - 1 - done) // step  # cuts of this tile behind the first
+            others = pack(next_tile, done + lane * step)
+            tl.store(starts + last + lane, others, mask=(lane <= more) & (last + lane < busy))
+            last += more
+            position += more * step
         reach = position + budget
     return last
 
