@@ -192,7 +192,8 @@ def find_starts(
         # None starts where the last tile was taken whole.
         last += (position < total).to(tl.int32)
         tl.store(starts + last, start, mask=(position < total) & (last < busy))
-        if (step > 0) & (done + step < uncut):
+        # Three or more: one or two are found sooner by the next turns than by this division.
+        if (step > 0) & (done + 3 * step < uncut):
             more = (uncut - 1 - done) // step  # cuts of this tile behind the first
             others = pack(next_tile, done + lane * step)
             tl.store(starts + last + lane, others, mask=(lane <= more) & (last + lane < busy))

@@ -99,7 +99,7 @@ def reduction(tiles: int, rows: int) -> tuple[int, int, int]:
         return 1, 32, 256
     if tiles * rows <= 512:
         return 1, 16, 512
-    return (1 if tiles * rows <= 2048 else 4), 4, 512
+    return (1 if tiles * rows <= 2048 else 2 if tiles * rows <= 4096 else 4), 4, 512
 
 
 def arguments(given: Inputs) -> tuple[tuple[int, int, int], tuple[Any, ...], dict[str, Any]]:
