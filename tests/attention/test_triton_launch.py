@@ -83,7 +83,12 @@ def test_tiles_in_several_pages_are_copied_by_threads(strange):
 
 @pytest.mark.parametrize(
     ("heads", "most", "batches"),
-    [(16, 256, [1, 9, 33, 129]), (128, 256, [1, 2, 5, 17]), (128, 16, [1, 2, 5]), (128, 1, [1])],
+    [
+        (16, 256, [1, 9, 33, 129]),
+        (128, 256, [1, 2, 5, 17, 33]),
+        (128, 16, [1, 2, 5]),
+        (128, 1, [1]),
+    ],
 )
 def test_a_warm_up_compiles_every_reduction(heads, most, batches):
     plan = plan_for(max_batch=most, num_heads=heads, ctas=132)
@@ -108,8 +113,8 @@ def test_the_grid_of_the_reduction_is_that_of_the_step(monkeypatch):
     plan = plan_for(max_batch=256, max_query_len=4, num_heads=16, ctas=132)
     for batch in (1, 4, 64):
         launch(plan, batch)
-    # Two programs for each row of few tiles, one for four rows of many.
-    assert reductions.grids == [(1, 64, 2), (4, 64, 1), (64, 16, 1)]
+    # Two programs for each row of few tiles, one for two rows of many.
+    assert reductions.grids == [(1, 64, 2), (4, 64, 1), (64, 32, 1)]
 
 
 def test_the_first_decode_of_a_refreshed_plan_waits_for_it(monkeypatch):

@@ -26,9 +26,9 @@ PAIRED_HEADS = 128  # of one query row: two row blocks of one item
 # Sequences from which two CTAs of up to 16 query rows in fp8 share an SM. On an H200 one CTA took
 # 0.80 to 1.02 of the time with 1 and 4, and 1.10 at 64 x 8192.
 SHARED_FROM = 5
-# Fixed cost of a work item, in blocks of 64 tokens. The low one is for tiles of 128 tokens, which
-# splits of 3 blocks would fill badly, and for fp8_ds_mla, whose blocks take longer.
-OVERHEAD, LOW_OVERHEAD = 4, 2
+# Fixed cost of a work item, in blocks of 64 tokens: less for tiles of 128 tokens, which splits of 3
+# blocks would fill badly, and for fp8_ds_mla, whose blocks take longer.
+OVERHEAD, WIDE_OVERHEAD, DS_MLA_OVERHEAD = 4, 3, 2
 
 
 def kernels(device: torch.device) -> tuple[str, ...]:
@@ -85,7 +85,7 @@ def plan_settings(
         if specialized and shared:
             settings["half_below"] = SHARED_FROM
         if specialized and 16 < rows <= 32 and kv_dtype.itemsize == 1:
-            settings["overhead"] = LOW_OVERHEAD
+            settings["overhead"] = WIDE_OVERHEAD
     return {"ctas": max(1, ctas), **settings}
 
 
@@ -101,7 +101,7 @@ def sparse_settings(
     if has_hopper(device) and layout is not None:
         sms = sm_count(device)
         if not layout.behind:
-            settings["overhead"] = LOW_OVERHEAD
+            settings["overhead"] = DS_MLA_OVERHEAD
         few = num_heads <= for_hopper.SPARSE_FP8_ROWS and scopes == 1 and not layout.behind
         settings["ctas"] = 2 * sms if few else sms
         if num_heads == PAIRED_HEADS:
