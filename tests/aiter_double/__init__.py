@@ -16,8 +16,7 @@ port: nothing here was read from, or run beside, AITER's kernels. docs/aiter.md 
     heads.py      which kernels exist for a head count, query length and type
     decode.py     mla_decode_fwd and the small-head Gluon decode
     products.py   the batched products of Triton for fp4 and fp8 weights
-    schemas.py    the schemas under which AITER registers its compiled ops with torch
-    module.py     the module tree, and putting it into sys.modules
+    module.py     the module tree with the schemas of compiled ops, and putting it into sys.modules
     *_rules.py    uses of the library that would break a rule
 """
 

@@ -26,19 +26,6 @@ def truncated_bf16(x):
     return (x.contiguous().view(torch.int32) & -65536).view(torch.float32).to(torch.bfloat16)
 
 
-def rotated(x, cos, sin, is_neox):
-    """RoPE of x [..., R] by cos, sin [R / 2], in fp32; complex multiplication, pair by pair."""
-    wide = x.float()
-    half = wide.shape[-1] // 2
-    even = torch.arange(half) if is_neox else torch.arange(0, 2 * half, 2)
-    odd = even + (half if is_neox else 1)
-    c, s = cos.float(), sin.float()
-    out = torch.empty_like(wide)
-    out[..., even] = wide[..., even] * c - wide[..., odd] * s
-    out[..., odd] = wide[..., odd] * c + wide[..., even] * s
-    return out
-
-
 def to_mxfp4(x):
     """x [..., K] as (bytes [..., K / 2], exponents + 127 [..., K / 32]), rounded to nearest.
 

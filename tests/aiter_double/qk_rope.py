@@ -2,6 +2,7 @@
 
 import torch
 
+from mla_fusion.kernels import reference
 from tests.aiter_double import numbers
 from tests.aiter_double.faults import assume, check, reject
 
@@ -107,7 +108,7 @@ def _compute(at, a, picked):
     cache, q_out, cos = a["kv_cache"], a["q_out"], a["cos_cache"]
     q_inv, k_inv = 1.0 / a["q_scale"].flatten()[0], 1.0 / a["k_scale"].flatten()[0]
     clamps = at.has("compute_all") and picked != "general"
-    block = cache.shape[1]
+    block, first = cache.shape[1], torch.zeros(1, dtype=torch.int64)
     for token, slot in enumerate(a["slot_mapping"].tolist()):
         if slot < 0:
             continue  # the whole token returns: its row of q_out keeps what it held
@@ -115,11 +116,11 @@ def _compute(at, a, picked):
         if clamps:
             row = min(max(row, 0), cos.shape[0] - 1)
         assume(0 <= row < cos.shape[0], "a position outside the table reads other memory")
-        c, s = cos[row], a["sin_cache"][row]
-        query = numbers.rotated(q_pe[token], c, s, a["is_neox"])
+        angles = torch.cat((cos[row], a["sin_cache"][row]))[None], a["is_neox"]
+        query = reference.rotate(q_pe[None, token], first, *angles)[0]
         _store(q_out[token], q_nope[token], query, q_inv, False)
         assume(slot < cache.shape[0] * block, "a slot outside the cache writes other memory")
-        key = numbers.rotated(k_pe[token], c, s, a["is_neox"])
+        key = reference.rotate(k_pe[None, token], first, *angles)[0]
         cut = at.arch.truncates_key and picked == "opt"
         _store(cache[slot // block, slot % block], kv_c[token], key, k_inv, cut)
 

@@ -4,6 +4,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -15,6 +16,8 @@ HEADERS = ("state", "floats", "lanes", "memory", "instructions", "matrix")
 BUILD = Path(__file__).parents[2] / "build" / "amd"
 # No contraction: an instruction rounds as often as it says.
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fwrapv", "-fno-strict-aliasing", "-w")
+_C_TYPES = {"u8": ctypes.c_uint8, "u16": ctypes.c_uint16, "u32": ctypes.c_uint32,
+            "u64": ctypes.c_uint64, "i32": ctypes.c_int32, "int": ctypes.c_int}  # fmt: skip
 _WIDE = ("u64", "i64")
 _NAMES = "abc"
 
@@ -142,6 +145,20 @@ def source():
     parts.append(f"static Action *const ACTIONS[] = {{ {', '.join(actions)} }};")
     parts.append('#include "launch.h"')
     return "\n".join(parts)
+
+
+def structure(name, **known):
+    """A structure of machine/ for ctypes; `known`: others that it has, and sizes by name."""
+    text = "".join(path.read_text() for path in FOLDER.glob("*.h"))
+    text = re.sub(r"/\*.*?\*/|\bconst\b", "", text, flags=re.DOTALL)
+    body = re.search(rf"typedef struct {{([^}}]*)}} {name};", text)[1]
+    fields = []
+    for kind, declared in re.findall(r"(\w+)\s([^;]+);", body):
+        for pointer, field, size in re.findall(r"(\*?)(\w+)(?:\[(\w+)\])?", declared):
+            of = ctypes.c_void_p if pointer else known.get(kind) or _C_TYPES[kind]
+            size = known.get(size) or int(size or 0)
+            fields.append((field, of * size if size else of))
+    return type(name, (ctypes.Structure,), {"_fields_": fields})
 
 
 @functools.cache

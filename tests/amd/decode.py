@@ -10,8 +10,7 @@ from mla_fusion.attention import triton
 from mla_fusion.attention.plan import device
 from mla_fusion.attention.plan.inputs import Inputs
 from mla_fusion.attention.triton import choice
-from tests import tally
-from tests.amd.provider import machine
+from tests.amd.provider import compared, machine
 from tests.attention import decodes
 from tests.attention.decodes import BF16
 from tests.kernels.compiled import FP8
@@ -119,8 +118,5 @@ def check(target, name, settings=None, portable=False):
     expected = Expected(target, name)
     with kernel_of(portable), machine(target, settings) as launches:
         triton.launch(expected.inputs)
-    assert not (wrong := expected.wrong()), wrong
-    tally.add(
-        "AMD machine code", bytes_compared=2 * expected.out.numel() + 4 * expected.lse.numel()
-    )
+    compared(expected.wrong(), expected.inputs.out, expected.inputs.lse)
     return launches

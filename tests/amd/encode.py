@@ -1,10 +1,10 @@
 """Instructions of the text as the structures of machine/state.h."""
 
-import ctypes
 import functools
 import re
 import struct
 
+from tests.amd import build
 from tests.amd.operations import BRANCHES, FORMULAS, NUMBERS, SPECIAL
 
 SCC, ACCUMULATORS = 128, 512
@@ -27,34 +27,8 @@ class UnknownInstruction(NotImplementedError):
     """The text has something that the machine does not execute."""
 
 
-class Operand(ctypes.Structure):
-    _fields_ = [
-        *(
-            (name, ctypes.c_uint8)
-            for name in ("kind", "count", "negate", "absolute", "select", "extend")
-        ),
-        ("index", ctypes.c_uint16),
-        ("value", ctypes.c_uint64),
-    ]
-
-
-class Instruction(ctypes.Structure):
-    _fields_ = [
-        ("operation", ctypes.c_uint32),
-        ("line", ctypes.c_uint32),
-        ("result", Operand),
-        ("second", Operand),
-        ("source", Operand * 4),
-        ("offset", ctypes.c_int32 * 2),
-        ("immediate", ctypes.c_uint32),
-        *(
-            (name, ctypes.c_uint8)
-            for name in (
-                "size", "format", "op_sel", "op_sel_hi", "neg_lo", "neg_hi", "result_select",
-                "result_keep", "dpp", "dpp_argument", "row_mask", "bank_mask", "bound",
-            )
-        ),
-    ]  # fmt: skip
+Operand = build.structure("Operand")
+Instruction = build.structure("Instruction", Operand=Operand)
 
 
 @functools.cache

@@ -1,8 +1,7 @@
 """The epilogue on the machine, against the formula that the interpreted one is compared with."""
 
 from mla_fusion.attention.triton import epilogue as epilogues
-from tests import tally
-from tests.amd.provider import machine
+from tests.amd.provider import compared, machine
 from tests.attention.epilogue_cases import Case, check_quantized, expected, make
 from tests.kernels.compiled import FP8
 
@@ -35,8 +34,7 @@ def check(target, given, settings=None):
     wide, inputs = make(given, lse=True)
     with machine(target, settings) as launches:
         epilogues.launch(inputs, given.shape)
-    assert not (found := wrong(inputs, wide, expected(inputs))), found
-    tally.add("AMD machine code", bytes_compared=2 * wide.numel() + 4 * inputs.lse.numel())
+    compared(wrong(inputs, wide, expected(inputs)), wide, inputs.lse)
     return launches
 
 
@@ -53,8 +51,7 @@ def check_quantization(target, given, quantization, settings=None):
         epilogues.launch(fused, given.shape)
         product = plain.epilogue.out.contiguous()
         epilogues.quantize(product, separate.epilogue)
-    assert not (found := wrong(plain, wide, want)), found
+    compared(wrong(plain, wide, want), wide, plain.lse)
     for got in (fused.epilogue, separate.epilogue):
         check_quantized(product, got, quantization)
-        tally.add("AMD machine code", bytes_compared=got.out.numel() + 4 * got.scale.numel())
     return launches

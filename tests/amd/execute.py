@@ -35,51 +35,8 @@ _DIRECTIVES = {
 }
 
 
-class Machine(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("lds", "tags", "regions", "program")),
-        ("counts", ctypes.c_void_p),
-        *((name, ctypes.c_void_p) for name in ("view", "states", "written", "shared")),
-        *((name, ctypes.c_uint64) for name in ("shared_size", "limit")),
-        ("pauses", ctypes.c_uint32),
-        *((name, ctypes.c_uint32) for name in ("lds_size", "region_count", "shared_count")),
-        *((name, ctypes.c_uint32) for name in ("epoch", "seed")),
-        ("rounding", ctypes.c_int32),
-        ("fnuz", ctypes.c_uint32),
-        ("faults", ctypes.c_uint32 * len(FAULTS)),
-        *((f"fault_{name}", ctypes.c_uint32) for name in ("kind", "line", "wave", "size")),
-        ("fault_address", ctypes.c_uint64),
-    ]
-
-
-class Region(ctypes.Structure):
-    _fields_ = [
-        ("begin", ctypes.c_uint64),
-        ("end", ctypes.c_uint64),
-        ("readable", ctypes.c_uint32),
-        ("writable", ctypes.c_uint32),
-    ]
-
-
-class Shared(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_uint64) for name in ("begin", "end", "offset")]
-
-
-class Group(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("lds", "view", "states", "tags", "waves")),
-        *((name, ctypes.c_uint32) for name in ("epoch", "turn", "ended")),
-        ("status", ctypes.c_int32),
-    ]
-
-
-class Start(ctypes.Structure):
-    _fields_ = [
-        ("user", ctypes.c_void_p),
-        ("user_count", ctypes.c_uint32),
-        ("dimensions", ctypes.c_uint32 * 3),
-        *((name, ctypes.c_uint32) for name in ("vectors", "accumulators", "mode", "pc")),
-    ]
+Machine = build.structure("Machine", FAULTS=len(FAULTS))
+Region, Shared, Group, Start = map(build.structure, ("Region", "Shared", "Group", "Start"))
 
 
 @dataclasses.dataclass(frozen=True)

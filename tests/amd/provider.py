@@ -67,6 +67,13 @@ def machine(target, settings=None):
     return launched(target, run)
 
 
+def compared(wrong, *tensors):
+    """Nothing is wrong with these tensors, whose bytes are counted."""
+    assert not wrong, wrong
+    compared = sum(x.numel() * x.element_size() for x in tensors)
+    tally.add("AMD machine code", bytes_compared=compared)
+
+
 @contextlib.contextmanager
 def launched(target, run=lambda given: None):
     """Within it, what the library launches is compiled for `target` and given to `run`; yields the

@@ -3,8 +3,7 @@
 import torch
 
 from mla_fusion.kernels import reference, triton
-from tests import tally
-from tests.amd.provider import machine
+from tests.amd.provider import compared, machine
 from tests.kernels import cases
 from tests.kernels.compiled import FP8
 
@@ -110,9 +109,5 @@ def check(target, call, settings=None, plan=None):
     """Execute the region of `call`, compare it, and return its launches."""
     with machine(target, settings) as launches:
         query, storage = cases.run(triton, call, plan=plan)
-    wrong = Expected(call).wrong(query, storage)
-    assert not wrong, wrong
-    tally.add(
-        "AMD machine code", bytes_compared=query.numel() * query.element_size() + storage.numel()
-    )
+    compared(Expected(call).wrong(query, storage), query, storage)
     return launches

@@ -13,10 +13,10 @@ Checks, which raise `CheckFailed`:
 Only processes started with TRITON_INTERPRET=1 can use this module.
 """
 
-import dataclasses
 import functools
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton.runtime import interpreter as stock
 
@@ -28,100 +28,37 @@ class CheckFailed(Exception):
     """A kernel accessed memory that it must not access."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Fp8:
-    """An 8-bit format without infinities: 1 sign bit, `exponent` bits, the rest mantissa.
-
-    fnuz: negative zero is the only NaN; otherwise the all-ones magnitude is NaN.
-    """
-
-    exponent: int
-    bias: int
-    fnuz: bool
-
-    @property
-    def nan(self):
-        """The NaN code."""
-        return 0x80 if self.fnuz else 0x7F
-
-    def values(self):
-        """The value of every code 0 ... 255, float64."""
-        code = np.arange(256)
-        mantissa_bits = 7 - self.exponent
-        exponent = (code >> mantissa_bits) & ((1 << self.exponent) - 1)
-        mantissa = (code & ((1 << mantissa_bits) - 1)) / 2.0**mantissa_bits
-        magnitude = np.where(
-            exponent == 0,
-            mantissa * 2.0 ** (1 - self.bias),
-            (1 + mantissa) * 2.0 ** (exponent - self.bias),
-        )
-        value = np.where(code & 0x80, -magnitude, magnitude)
-        value[self.nan] = np.nan
-        if not self.fnuz:
-            value[0xFF] = np.nan
-        return value
-
-    def encode(self, x):
-        """fp32 `x` as codes: nearest, ties to the even code, saturating, NaN to NaN."""
-        positive = self.values()[:0x80]
-        positive = positive[np.isfinite(positive)]
-        midpoints = (positive[:-1] + positive[1:]) / 2
-        magnitude = np.minimum(np.abs(x.astype(np.float64)), positive[-1])
-        code = np.searchsorted(midpoints, magnitude, side="left")
-        tie = (code < len(midpoints)) & (
-            midpoints[np.minimum(code, len(midpoints) - 1)] == magnitude
-        )
-        code = code + (tie & (code % 2 == 1))
-        signed = np.signbit(x) & ((code != 0) | (not self.fnuz))
-        code = np.where(signed, code | 0x80, code)
-        return np.where(np.isnan(x), self.nan, code).astype(np.uint8)
-
-
-FORMATS = {
-    tl.float8e4nv: Fp8(exponent=4, bias=7, fnuz=False),
-    tl.float8e4b8: Fp8(exponent=4, bias=8, fnuz=True),
+SMALL = {
+    tl.bfloat16: torch.bfloat16,
+    tl.float8e4nv: torch.float8_e4m3fn,
+    tl.float8e4b8: torch.float8_e4m3fnuz,
 }
-TABLES = {dtype: form.values().astype(np.float32) for dtype, form in FORMATS.items()}
-
-
-def bf16_decode(raw):
-    """fp32 values of bf16 bit patterns."""
-    return (raw.astype(np.uint16).astype(np.uint32) << 16).view(np.float32)
-
-
-def bf16_encode(x):
-    """bf16 bit patterns of fp32 `x`, nearest with ties to even; NaN becomes the quiet NaN."""
-    bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
-    rounded = (bits + (0x7FFF + ((bits >> 16) & 1)).astype(np.uint32)) >> 16
-    return np.where(np.isnan(x), 0x7FC0, rounded).astype(np.uint16)
 
 
 def is_small(dtype):
     """Whether the stock interpreter keeps `dtype` as bit patterns."""
-    return dtype.scalar == tl.bfloat16 or dtype.scalar in FORMATS
+    return dtype.scalar in SMALL
 
 
 def decode(handle):
     """The values of a handle, in fp32 if its type is small."""
-    dtype = handle.dtype.scalar
-    if dtype == tl.bfloat16:
-        return bf16_decode(handle.data)
-    if dtype in FORMATS:
-        return TABLES[dtype][handle.data.view(np.uint8)]
-    return handle.data
+    if not is_small(handle.dtype):
+        return handle.data
+    return torch.tensor(handle.data).view(SMALL[handle.dtype.scalar]).float().numpy()
 
 
 def encode(values, dtype):
-    """A handle of type `dtype` with `values` rounded to it."""
-    dtype = dtype.scalar
-    values = np.asarray(values)
-    if dtype == tl.bfloat16:
-        data = bf16_encode(values.astype(np.float32))
-    elif dtype in FORMATS:
-        data = FORMATS[dtype].encode(values.astype(np.float32))
-    else:
-        data = values.astype(stock._get_np_dtype(dtype))
-    return stock.TensorHandle(data, dtype)
+    """A handle of type `dtype` with `values` rounded to it, to even; fp8 saturates."""
+    dtype, values = dtype.scalar, np.asarray(values)
+    stored = stock._get_np_dtype(dtype)
+    if dtype not in SMALL:
+        return stock.TensorHandle(values.astype(stored), dtype)
+    x = torch.tensor(values.astype(np.float32))
+    if dtype != tl.bfloat16:
+        limit = torch.finfo(SMALL[dtype]).max
+        x = x.clamp(-limit, limit)
+    bits = x.to(SMALL[dtype]).view(torch.uint8 if dtype != tl.bfloat16 else torch.int16)
+    return stock.TensorHandle(bits.numpy().view(stored), dtype)
 
 
 class Checker:

@@ -4,7 +4,8 @@ imitation.py      what of vLLM's ROCm platform is imitated; all of it
 cases.py          batches and cases
 steps.py          single steps of one MLA layer: vLLM's metadata builder, layer and backend, and
                   its graph before and after this library's passes
+work.py           what a child process makes of a case, and `watch.py` of a plan's calls
 engine.py         the whole engine: tests/engine/work.py on the imitated platform
-test_backend.py   the steps over a matrix of batches, head counts and caches
+test_steps.py     the steps over a matrix of batches, head counts and caches
 test_engine.py    whole engines with the flag and without
 """

@@ -40,10 +40,8 @@ BATCHES = {
     "4 tokens, mixed": Batch(((70, 4), (9, 4), (0, 6)), drafts=3),
     "33 requests": Batch(tuple((3 + i, 1) for i in range(33))),
 }
-
-
 # For each number of drafts, what else meets the plan of attention=aiter.
-PLANNED = {
+PLANNED = BATCHES | {
     "shared prefix": Batch(((70, 1), (69, 1), (40, 1)), shared=2),
     "1 of 2 tokens": Batch(((70, 1), (4, 1)), drafts=1),
     "2 tokens, full graph": Batch(((70, 2), (9, 2)), rows=4, dummies=2, drafts=1),
@@ -65,3 +63,11 @@ class Case:
     cache: str
     batch: str
     products: str = ""
+
+    @property
+    def of(self):
+        return PLANNED[self.batch]
+
+    @property
+    def decode_only(self):
+        return all(cached for cached, _ in self.of.requests)

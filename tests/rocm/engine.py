@@ -28,7 +28,7 @@ def serve(job, progress):
         sizes |= {name: job.options[name] for name in ("vocab_size",) if name in job.options}
         model = tiny_models.write(MODEL, Path(job.workdir, "model"), **sizes)
         engine = {**job.engine, "model": str(model)}
-        watch = Watch(double)
-        served = work.serve(dataclasses.replace(job, engine=engine), progress)
+        with Watch(double) as watch:
+            served = work.serve(dataclasses.replace(job, engine=engine), progress)
         found = {"calls": double.counts(), "watched": watch.found()}
         return served["engines"][0] | found

@@ -1,18 +1,14 @@
 """Single steps of one MLA layer through vLLM's ROCm backend, before and after the passes.
 
-`run_all` is the work of a child process. The layer, its metadata builder and its backend are
-vLLM's own. The graph is traced from vLLM's code (tests/passes/graphs.py) in the real widths, and
-runs three times: unchanged, with the aiter provider, and with the reference provider.
+The layer, its metadata builder and its backend are vLLM's own. The graph is traced from vLLM's code
+(tests/passes/graphs.py) in the real widths.
 """
 
 import json
 
 import torch
 
-from mla_fusion.cli.bench.kit import agreement
-from tests import aiter_double
 from tests.rocm import imitation
-from tests.rocm.cases import BATCHES, Case
 
 HIDDEN, NOPE, ROPE, LATENT, VALUE, MAX_LENGTH = 64, 128, 64, 512, 128, 256
 BLOCKS, BLOCK = 96, 16
@@ -183,94 +179,9 @@ def run(module, spec, backend, batch):
     return [outputs[0][: batch.live].clone(), cache.flatten(0, 1).view(torch.uint8)]
 
 
-def compare(case, backend, double):
-    """A step with the passes, compared with the same step without them.
-
-    fault: why the double refused a call, or empty. fused: how many layers the passes fused;
-    declined: why not. calls: how often each op of AITER was called in the fused run.
-    same_as_reference: whether cache and output equal the reference provider's bytes.
-    latent_steps, rope_steps: the largest difference of the two halves of the decode's query, in
-    steps of its type. same: whether the live rows of the output equal those without the passes.
-    error, scale: the largest difference of them, and the largest value. cache_equal, cache_steps:
-    the share of equal bytes in the written cache entries, and the largest difference there in steps
-    of the stored type. elsewhere: whether no other byte of the cache changed.
-    """
-    from tests.passes import graphs
-
-    batch, same_as_reference = BATCHES[case.batch], False
-    module, spec = graph(case)
-    fused, by_reference = graphs.copy(module), graphs.copy(module)
-    double.forget()
-    before_out, before_cache = run(module, spec, backend, batch)
-    before_query = attended(double, batch)
-    record = fuse(fused, backend.layer, "aiter")
-    double.forget()
-    out, cache = run(fused, spec, backend, batch)
-    calls, query = double.counts(), attended(double, batch)
-    if hasattr(backend.layer, "W_UK_T"):
-        fuse(by_reference, backend.layer, "reference")
-        ref_out, ref_cache = run(by_reference, spec, backend, batch)
-        same_as_reference = torch.equal(out, ref_out) and torch.equal(cache, ref_cache)
+def elsewhere(cache, backend, batch):
+    """Whether the bytes of a cache after a step are as before outside of the slots of the batch."""
     slots = places(batch)[0]
-    written = torch.zeros(len(cache), dtype=torch.bool)
-    written[slots[slots >= 0]] = True
-    a, b = cache[written], before_cache[written]
-    start = backend.cache.flatten(0, 1).view(torch.uint8)
-    return {
-        "fault": "",
-        "fused": record.fused,
-        "declined": ", ".join(d.code for d in record.declined.values()),
-        "calls": calls,
-        "same_as_reference": same_as_reference,
-        "latent_steps": _steps(query[..., :LATENT], before_query[..., :LATENT]),
-        "rope_steps": _steps(query[..., LATENT:], before_query[..., LATENT:]),
-        "same": torch.equal(out, before_out),
-        "error": float((out.float() - before_out.float()).abs().max()),
-        "scale": float(before_out.float().abs().max()),
-        "cache_equal": float((a == b).float().mean()),
-        "cache_steps": _steps(a.view(backend.stored), b.view(backend.stored)),
-        "elsewhere": torch.equal(cache[~written], start[~written]),
-    }
-
-
-def attended(double, batch):
-    """The live rows [T, H, L + R] of the query that the decode of the last step was given.
-
-    Heads may be padded. In a mixed batch T counts the decode tokens, and is 0 without any.
-    """
-    for call in double.calls("mla_decode_fwd"):
-        return call["q"][: batch.live]
-    for call in double.calls("mla_gluon"):  # [B, H, *], or [B, n, H, *] for drafts
-        return torch.cat((call["q_nope"], call["q_pe"]), dim=-1).flatten(0, -3)[: batch.live]
-    return torch.empty((0, 1, LATENT + ROPE), dtype=torch.bfloat16)
-
-
-def _steps(a, b):
-    """The largest distance in representable values."""
-    assert a.dtype == b.dtype
-    return agreement((a.contiguous(), b.contiguous()))[1]
-
-
-def run_all(job, progress):
-    """The results of the `cases` of one `architecture`."""
-    torch.set_num_threads(1)
-    architecture, results = job.options["architecture"], []
-    with aiter_double.installed(architecture) as double:
-        imitation.imitate(architecture)
-        import pytest
-
-        from tests.passes import cuda_ops
-
-        kernels = cuda_ops.plain_kernels(pytest.MonkeyPatch())
-        next(kernels)
-        backends = {}
-        for case in (Case(*c) for c in job.options["cases"]):
-            batch = BATCHES[case.batch]
-            key = (case.heads, case.cache, case.products, batch.drafts, batch.dummies > 0)
-            if key not in backends:
-                backends[key] = Backend(*key, job.workdir)
-            try:
-                results.append(compare(case, backends[key], double))
-            except aiter_double.Fault as fault:
-                results.append({"fault": f"{type(fault).__name__}: {fault}", "calls": {}})
-    return {"results": results}
+    start = backend.cache.flatten(0, 1).view(torch.uint8).clone()
+    start[slots[slots >= 0]] = cache[slots[slots >= 0]]
+    return torch.equal(cache, start)

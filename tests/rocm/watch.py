@@ -5,21 +5,22 @@ and scales; and how often. The double itself refuses what AITER would.
 """
 
 from collections import Counter
+from unittest import mock
 
 import torch
 
+from tests.aiter_double import decode
 from tests.aiter_double import metadata as sizes
-from tests.aiter_double.uses import causal_attention
+from tests.aiter_double.uses import dense
 from tests.aiter_double.versions import DECODE, INFO, PLANNER
 
-BUFFERS = ("work_metadata_ptrs", *sizes.BUFFERS[1:])
 LATENT, ENTRY = 512, 576
 # Of the largest value: one rounding of the output to bf16, and of the sums before it.
 BOUND = 2**-7
 
 
 class Watch:
-    """Watches the plans that are made from now on.
+    """Watches the plans that are made while it is entered.
 
     Attributes:
         made: what AITER was asked for the sizes of each plan.
@@ -29,44 +30,39 @@ class Watch:
     """
 
     def __init__(self, double):
-        from mla_fusion.runtime import step_plan
-
         self.double, self.made = double, []
         self.passes: Counter[int] = Counter()
         self.decodes, self.busy, self.rows = 0, [], []
         self._contexts, self._homes, self._now = [], {}, None
-        self._init, self._decode = step_plan.StepPlan.__init__, step_plan.StepPlan.decode
-        watch = self
+
+    def __enter__(self):
+        from mla_fusion.runtime.step_plan import StepPlan
+
+        watch, stock_init, stock_decode = self, StepPlan.__init__, StepPlan.decode
 
         def init(self, plan, *args):
-            watch._init(self, plan, *args)
+            stock_init(self, plan, *args)
             watch._know(plan)
 
         def decode(self, q, kv_cache, metadata, layer, *outputs):
             watch._now = self.plan, kv_cache, metadata, layer
-            watch._decode(self, q, kv_cache, metadata, layer, *outputs)
+            stock_decode(self, q, kv_cache, metadata, layer, *outputs)
             watch._now = None
             watch.check_output(q, kv_cache, metadata, layer, self.out[: len(q)])
 
-        step_plan.StepPlan.__init__, step_plan.StepPlan.decode = init, decode
-        double.observers.append(self._see)
+        self._patch = mock.patch.multiple(StepPlan, __init__=init, decode=decode)
+        self._patch.start()
+        self.double.observers.append(self._see)
+        return self
 
-    def stop(self):
-        """Put back what the watch has replaced."""
-        from mla_fusion.runtime import step_plan
-
-        step_plan.StepPlan.__init__, step_plan.StepPlan.decode = self._init, self._decode
+    def __exit__(self, *exception):
+        self._patch.stop()
         self.double.observers.remove(self._see)
 
     def found(self):
         """What was seen, for a test to compare."""
-        return {
-            "made": self.made,
-            "plans": sorted(self.passes.values()),
-            "decodes": self.decodes,
-            "busy": self.busy,
-            "rows": self.rows,
-        }
+        seen = {name: getattr(self, name) for name in ("made", "decodes", "busy", "rows")}
+        return seen | {"plans": sorted(self.passes.values())}
 
     def _know(self, plan):
         """The sizes that AITER asked for are those of the plan, and its addresses are for ever."""
@@ -78,7 +74,7 @@ class Watch:
         assert (asked["q_dtype"], asked["kv_dtype"]) == (settings.q_dtype, settings.kv_dtype)
         assert asked["max_split_per_batch"] == settings.max_split_per_batch
         shapes = sizes.info(self.double.at, asked)
-        for name, (shape, dtype) in zip(BUFFERS, shapes, strict=True):
+        for name, (shape, dtype) in zip(sizes.BUFFERS, shapes, strict=True):
             tensor = getattr(plan, name)
             assert tensor.shape == (shape if isinstance(shape, tuple) else (shape,)), name
             assert tensor.dtype == dtype and tensor.is_contiguous(), name
@@ -96,7 +92,7 @@ class Watch:
         homes = self._homes[id(plan)]
         for name, tensor in plan.tensors().items():
             assert _home(tensor) == homes[name], f"{name} of the plan moved"
-        for name, given in zip(BUFFERS, names, strict=True):
+        for name, given in zip(sizes.BUFFERS, names, strict=True):
             assert _home(a[given]) == homes[name], f"{given} is another buffer"
         lengths = metadata.decode.seq_lens
         rows = a["max_seqlen_qo"] if "max_seqlen_qo" in a else a["max_seqlen_q"]
@@ -108,7 +104,7 @@ class Watch:
 
     def _check_plan(self, a):
         plan, _, metadata, _ = self._now
-        rows, starts, ends = self._check_common(a, BUFFERS)
+        rows, starts, ends = self._check_common(a, sizes.BUFFERS)
         context = _context()
         if not any(known is context for known in self._contexts):
             self._contexts.append(context)
@@ -127,7 +123,7 @@ class Watch:
 
     def _check_decode(self, a):
         plan, kv_cache, metadata, layer = self._now
-        rows, starts, ends = self._check_common(a, ("work_meta_data", *BUFFERS[1:]))
+        rows, starts, ends = self._check_common(a, decode.PLAN)
         self.decodes += 1
         assert self.passes[id(_context()), id(metadata)] == 1, "the plan is of another step"
         assert a["qo_indptr"].tolist() == starts, "other queries"
@@ -154,14 +150,12 @@ class Watch:
 
     def check_output(self, q, kv_cache, metadata, layer, out):
         """Against dense attention over the blocks that vLLM's table names."""
-        table, lengths = metadata.decode.block_table, metadata.decode.seq_lens.tolist()
+        lengths = metadata.decode.seq_lens.tolist()
         starts = metadata.query_start_loc[: len(lengths) + 1].tolist()
-        size, keys = kv_cache.shape[1], []
-        for blocks, length in zip(table, lengths, strict=True):
-            at = torch.arange(length)
-            keys.append(_wide(kv_cache[blocks[at // size].long(), at % size], layer._k_scale))
-        expected = causal_attention(_wide(q, layer._q_scale), keys, starts, layer.impl.scale)
-        live = starts[-1]
+        given = {"q": q, "kv_cache": kv_cache, "block_table": metadata.decode.block_table}
+        given |= {"q_scale": layer._q_scale, "kv_scale": layer._k_scale}
+        given["softmax_scale"] = layer.impl.scale
+        expected, live = dense(given, starts, lengths), starts[-1]
         error = (out[:live].double() - expected[:live]).abs().max()
         assert error <= BOUND * expected[:live].abs().max(), f"wrong by {float(error)}"
         assert not out[live:].any(), "padded rows are not zero"
@@ -169,10 +163,6 @@ class Watch:
 
 def _home(tensor):
     return [tensor.data_ptr(), list(tensor.shape), str(tensor.dtype)]
-
-
-def _wide(x, scale):
-    return x.double() * (scale.double() if x.dtype.itemsize == 1 else 1)
 
 
 def _context():

@@ -1,6 +1,6 @@
 /* The state of a workgroup on one compute unit, and what an instruction is after parsing.
 
-   Instruction and Operand are filled by encode.py and Machine by execute.py: both mirror them. */
+   Instruction and Operand are filled by encode.py and Machine by execute.py: build.py reads them here. */
 #include <math.h>
 #include <stdint.h>
 #include <string.h>

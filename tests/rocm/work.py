@@ -1,0 +1,209 @@
+"""Steps of one MLA layer through vLLM's ROCm backend; the work of a child process."""
+
+import contextlib
+import dataclasses
+import functools
+
+import torch
+
+from mla_fusion.cli.bench.kit import agreement
+from tests import aiter_double
+from tests.aiter_double.versions import DECODE, GLUON, PLANNER
+from tests.rocm import imitation, steps
+from tests.rocm.cases import Case
+from tests.rocm.steps import LATENT, NAME, ROPE
+from tests.rocm.watch import Watch
+
+
+def run_all(job, progress):
+    """For each kind of work in the options, the results of its cases on one `architecture`.
+
+    A result is a dictionary; its fault says why the double or a check refused, or is empty.
+    """
+    torch.set_num_threads(1)
+    architecture = job.options["architecture"]
+    with aiter_double.installed(architecture) as double:
+        imitation.imitate(architecture)
+        import pytest
+
+        from tests.passes import cuda_ops
+
+        kernels = cuda_ops.plain_kernels(pytest.MonkeyPatch())
+        next(kernels)
+        backend = functools.cache(lambda *made_for: steps.Backend(*made_for, job.workdir))
+
+        def result(work, case):
+            batch = case.of
+            made_for = case.heads, case.cache, case.products, batch.drafts, batch.dummies > 0
+            try:
+                return {"fault": "", **work(case, backend(*made_for), double)}
+            except (Unfused, AssertionError, ValueError, aiter_double.Fault) as fault:
+                return {"fault": f"{type(fault).__name__}: {fault}"}
+
+        return {
+            kind: [result(WORK[kind], Case(*case)) for case in cases]
+            for kind, cases in job.options["cases"].items()
+        }
+
+
+class Unfused(Exception):
+    """The passes declined the layer; the message is their reason."""
+
+
+def compared(case, backend, double):
+    """A step with the passes, compared with the same step without them.
+
+    fused: how many layers the passes fused; declined: why not. calls: how often each op of AITER
+    was called in the fused run. same_as_reference: whether cache and output equal the reference
+    provider's bytes. latent_steps, rope_steps: the largest difference of the two halves of the
+    decode's query, in steps of its type. same: whether the live rows of the output equal those
+    without the passes. error, scale: the largest difference of them, and the largest value.
+    cache_equal, cache_steps: the share of equal bytes in the written cache entries, and the largest
+    difference there in steps of the stored type. elsewhere: as `steps.elsewhere`.
+    """
+    from tests.passes import graphs
+
+    batch, same_as_reference = case.of, False
+    module, spec = steps.graph(case)
+    fused, by_reference = graphs.copy(module), graphs.copy(module)
+    double.forget()
+    before_out, before_cache = steps.run(module, spec, backend, batch)
+    before_query = attended(double, batch)
+    record = steps.fuse(fused, backend.layer, "aiter")
+    double.forget()
+    out, cache = steps.run(fused, spec, backend, batch)
+    calls, query = double.counts(), attended(double, batch)
+    if hasattr(backend.layer, "W_UK_T"):
+        steps.fuse(by_reference, backend.layer, "reference")
+        reference = steps.run(by_reference, spec, backend, batch)
+        same_as_reference = all(map(torch.equal, (out, cache), reference))
+    slots = steps.places(batch)[0]
+    a, b = (x[slots[slots >= 0]] for x in (cache, before_cache))
+    return {
+        "fused": record.fused,
+        "declined": ", ".join(d.code for d in record.declined.values()),
+        "calls": calls,
+        "same_as_reference": same_as_reference,
+        "latent_steps": _steps(query[..., :LATENT], before_query[..., :LATENT]),
+        "rope_steps": _steps(query[..., LATENT:], before_query[..., LATENT:]),
+        "same": torch.equal(out, before_out),
+        "error": float((out.float() - before_out.float()).abs().max()),
+        "scale": float(before_out.float().abs().max()),
+        "cache_equal": float((a == b).float().mean()),
+        "cache_steps": _steps(a.view(backend.stored), b.view(backend.stored)),
+        "elsewhere": steps.elsewhere(cache, backend, batch),
+    }
+
+
+def attended(double, batch):
+    """The live rows [T, H, L + R] of the query that the decode of the last step was given.
+
+    Heads may be padded. In a mixed batch T counts the decode tokens, and is 0 without any.
+    """
+    for call in double.calls(DECODE):
+        return call["q"][: batch.live]
+    for call in double.calls(GLUON):  # [B, H, *], or [B, n, H, *] for drafts
+        return torch.cat((call["q_nope"], call["q_pe"]), dim=-1).flatten(0, -3)[: batch.live]
+    return torch.empty((0, 1, LATENT + ROPE), dtype=torch.bfloat16)
+
+
+def _steps(a, b):
+    """The largest distance in representable values."""
+    assert a.dtype == b.dtype
+    return agreement((a.contiguous(), b.contiguous()))[1]
+
+
+def planned(case, backend, double):
+    """A step of which AITER decodes from a plan of this library: what the watch found, and the rest
+    as `compared` has it; no error where vLLM's own backend has no kernel.
+    """
+    batch = case.of
+    with Watch(double) as watch:
+        attach(backend)
+        module, spec = steps.graph(case)
+        record = steps.fuse(module, backend.layer, "aiter", "aiter", 1 + batch.drafts)
+        for decline in record.declined.values():
+            assert not watch.made, "a layer that stays unfused has no plan"
+            raise Unfused(decline.explain())
+        assert record.fused == 1
+        double.forget()
+        out, cache = steps.run(module, spec, backend, batch)
+        calls, expected = double.counts(), out
+        module, spec = steps.graph(case)
+        with contextlib.suppress(aiter_double.Fault):
+            expected, _ = steps.run(module, spec, backend, batch)
+    return {
+        "calls": calls,
+        "error": float((out.float() - expected.float()).abs().max()),
+        "scale": float(expected.float().abs().max()),
+        "elsewhere": steps.elsewhere(cache, backend, batch),
+        **watch.found(),
+    }
+
+
+def attach(backend):
+    """The plan of the layer by the library's own start-up, or None."""
+    from mla_fusion.config import Options
+    from mla_fusion.runtime import step_plan
+
+    vars(backend.layer).pop(step_plan.ATTRIBUTE, None)
+    step_plan.attach({NAME: backend.layer}, Options("aiter", "aiter", -1), backend.config)
+    return getattr(backend.layer, step_plan.ATTRIBUTE, None)
+
+
+def replayed(case, backend, double):
+    """A captured decode, replayed for other lengths, tables and queries in the same memory.
+
+    vLLM pads a decode batch to a captured size: here the last sequences have no tokens.
+    """
+    import pytest
+
+    from mla_fusion import runtime
+    from tests.attention.captured import Graph, call
+    from tests.passes import fake_engine
+
+    batch = case.of
+    with Watch(double) as watch:  # not the capture, which computes nothing
+        step_plan = attach(backend)
+    layer, live, size = backend.layer, len(batch.requests), 1 + batch.drafts
+    layer.kv_cache = backend.cache.clone()
+    stored = layer.kv_cache.view(backend.stored)
+    stored.copy_(stored.float().nan_to_num(nan=0.5))
+    slots, _, tables = steps.places(batch)
+    metadata = backend.metadata(batch, slots, tables)
+    tokens = metadata.num_actual_tokens
+    shape = (tokens, case.heads, LATENT + ROPE)
+    query = torch.zeros(shape, dtype=step_plan.plan.settings.q_dtype)
+    output = torch.zeros((tokens, case.heads * steps.VALUE), dtype=torch.bfloat16)
+    unused = torch.empty(0)
+
+    def attention():
+        with steps.forward_pass(layer, metadata, slots), torch.no_grad():
+            name = fake_engine._encode(NAME)
+            runtime._attention(unused, query, unused, unused, output, name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in (("aiter", PLANNER), ("aiter.mla", DECODE)):
+            op = functools.wraps(double.ops[name])(functools.partial(call, double.ops[name]))
+            patch.setattr(double.modules[module], name, op)
+        attention()
+        with Graph(patch) as graph:
+            attention()
+        generator = torch.Generator().manual_seed(1)
+        for lengths, seed in (((50, 21), 3), ((size, 90), 4)):
+            lens = torch.zeros_like(metadata.decode.seq_lens)
+            lens[:live] = torch.tensor(lengths[:live], dtype=torch.int32)
+            metadata.decode.seq_lens.copy_(lens)
+            blocks = torch.randperm(steps.BLOCKS, generator=torch.Generator().manual_seed(seed))
+            tables[:live] = blocks[: tables[:live].numel()].view(live, -1)[:, : tables.shape[1]]
+            requests = tuple((length - size, size) for length in lengths[:live])
+            # vLLM lists the pages before each replay.
+            backend.metadata(dataclasses.replace(batch, requests=requests), slots, tables)
+            query.copy_(torch.randn(shape, generator=generator))
+            step_plan.out.fill_(torch.nan)
+            graph.replay()
+            watch.check_output(query, stored, metadata, layer, step_plan.out[:tokens])
+    return {}
+
+
+WORK = {"compared": compared, "planned": planned, "replayed": replayed}
