@@ -122,9 +122,9 @@ def find(settings: Settings) -> Answer:
     if settings.kv_cache_dtype.startswith("fp8"):
         triton = version_of("triton")
         notes += [
-            f"  on {issue.conditions['arch']} with the Triton that is installed here, {triton}: "
-            f"{issue.text}"
-            for issue in known_issues.of_triton(triton)
+            f"  on {issue['arch']} with the Triton that is installed here, {triton}: {issue['text']}"
+            for issue in known_issues.ISSUES
+            if known_issues.is_before(triton, issue["triton before"])
         ]
     return Answer(
         model=model.name,

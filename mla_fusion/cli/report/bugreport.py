@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(f"cannot write {arguments.file}: {error}") from None
     found = {
         "mla_fusion": __version__,
-        "doctor": doctor.examine().to_json(),
+        "doctor": doctor.examine(),
         "reports": _or_why(_reports),
         "selftest": _or_why(_selftest),
     }
