@@ -25,7 +25,7 @@ from mla_fusion.cli import (
 from mla_fusion.cli.check import model_classes, model_config, persistent_decode, shrink
 from mla_fusion.cli.check.answer import Answer, Settings
 from mla_fusion.cli.doctor import known_issues
-from mla_fusion.cli.report import dumps
+from mla_fusion.cli.report.command import find_graphs
 from mla_fusion.report.reasons import Decline, Declined, recognize
 
 # What vLLM's CPU attention can run; other models and caches are only compiled.
@@ -278,7 +278,7 @@ def _copy_dump(work: Path, folder: Path, report_path: Path, stored: report.Repor
         raise UserError(f"the passes met no MLA layer: no graph to put in {folder}")
     first, last = decode[0].range
     shutil.copyfile(report_path, folder / "report.json")
-    for stage, sources in dumps.find(work / "depyf").items():
+    for stage, sources in find_graphs(work / "depyf").items():
         for index, source in enumerate(sources):
             piece = f".piece{index}" if len(sources) > 1 else ""
             shutil.copyfile(source, folder / f"tokens_{first}_{last}{piece}.{stage}.py")
