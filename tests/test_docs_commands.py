@@ -23,27 +23,18 @@ def shows(lines, page=PAGE):
     assert "\n".join(["```", *lines, "```"]) in page, "\n".join(lines)
 
 
-def test_doctor():
+def test_doctor(monkeypatch):
     """The environment of docs/performance.md, with a VLLM_PLUGINS that lacks the plugin."""
-    found = doctor.Environment(
-        vllm="0.26.0",
-        torch="2.11.0+cu130",
-        triton="3.6.0",
-        aiter="",
-        aiter_offers={},
-        platform="cuda",
-        device="NVIDIA H200",
-        arch="sm_90",
-        fp8="float8_e4m3fn",
-        providers={
-            "reference": "",
-            "triton": "",
-            "aiter": "the module aiter is missing: install ROCm's AITER",
-        },
-        default="triton",
-        plugin="VLLM_PLUGINS=other leaves it out: add mla_fusion, or unset it",
-    )
-    lines = doctor.lines(doctor.diagnose(found))
+    missing = "the module aiter is missing: install ROCm's AITER"
+    found = {
+        **{"vllm": "0.26.0", "torch": "2.11.0+cu130", "triton": "3.6.0", "aiter": ""},
+        **{"aiter_offers": {}, "platform": "cuda", "device": "NVIDIA H200", "arch": "sm_90"},
+        **{"fp8": "float8_e4m3fn", "default": "triton", "vllm_error": ""},
+        "providers": {"reference": "", "triton": "", "aiter": missing},
+        "plugin": "VLLM_PLUGINS=other leaves it out: add mla_fusion, or unset it",
+    }
+    monkeypatch.setattr(doctor, "probe", lambda: found)
+    lines = doctor.lines(doctor.examine())
     [trouble] = [at for at, line in enumerate(lines) if line.startswith("known trouble")]
     assert lines[trouble + 1 :]
     shows([*lines[: trouble + 1], "  ..."])

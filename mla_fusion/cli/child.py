@@ -1,8 +1,7 @@
 """A job in a process of its own: what to do goes in as JSON, and what came out comes back.
 
 `demo` and `check` run vLLM engines through `run`; the tests and benchmarks name other work. A job
-does not use the user's compile cache, so the passes run. This file is also the child: python -m
-mla_fusion.cli.child WORKDIR LINE.
+does not use the user's compile cache, so the passes run. The child runs this file too.
 
 A job ends with its parent, however that ends: the parent holds one end of a pipe and gives its
 children the other, and a thread of each waits until it closes. A signal from the kernel
@@ -12,6 +11,7 @@ children the other, and a thread of each waits until it closes. A signal from th
 import contextlib
 import functools
 import importlib
+import itertools
 import json
 import logging
 import os
@@ -78,7 +78,6 @@ class Outcome:
     tokens: list[list[int]]
     logprobs: list[list[float]]
     warnings: list[str]  # of this library
-    seconds: float
     reports: list[Path] = field(default_factory=list)
 
 
@@ -159,19 +158,15 @@ def share_facts(cache: Path, root: Path | None = None) -> None:
     default the user's: facts about model classes, of which vLLM needs a process of ten seconds to
     find those of one, and what `mla-fusion calibrate` measured, by which `auto` goes.
     """
-    root = root or _users_cache()
+    if root is None:
+        users = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        root = Path(os.environ.get("VLLM_CACHE_ROOT") or Path(users, "vllm"))
+        root = root.expanduser().resolve()
     for name in ("modelinfos", "mla_fusion/tables") if cache != root else ():
         with contextlib.suppress(OSError):  # shared already, or a folder that takes no file
             (root / name).mkdir(parents=True, exist_ok=True)
             (cache / name).parent.mkdir(parents=True, exist_ok=True)
             (cache / name).symlink_to(root / name)
-
-
-def _users_cache() -> Path:
-    """vLLM's own cache root of this user."""
-    users = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    root = Path(os.environ.get("VLLM_CACHE_ROOT") or Path(users, "vllm"))
-    return root.expanduser().resolve()
 
 
 def result(job: Job, process: subprocess.Popen[str]) -> dict[str, Any]:
@@ -193,16 +188,14 @@ def result(job: Job, process: subprocess.Popen[str]) -> dict[str, Any]:
 def last_error(log: Path) -> str:
     """What the last error in a log says, in one line: vLLM's may have ten thousand characters."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    # "[rank0]: ValueError: why" and "(EngineCore pid=1) ERROR ... ValueError: why"
-    found = [i for i, line in enumerate(lines) if "Error: " in line and "  File " not in line]
-    if not found:
-        return short(lines[-1], _LONGEST) if lines else "it ended before it wrote anything"
-    text = lines[found[-1]]
-    if "ValidationError: " in text and found[-1] + 1 < len(lines):
-        text = lines[found[-1] + 1]  # pydantic says what is wrong one line below
-    else:
-        text = text[text.rfind(" ", 0, text.index("Error: ")) + 1 :]
-    return short(text, _LONGEST)
+    said = lines[-1] if lines else "it ended before it wrote anything"
+    for line, below in itertools.pairwise([*lines, ""]):
+        # "[rank0]: ValueError: why" and "(EngineCore pid=1) ERROR ... ValueError: why"
+        if "Error: " in line and "  File " not in line:
+            start = line.rfind(" ", 0, line.index("Error: ")) + 1
+            # pydantic says what is wrong one line below
+            said = below if below and "ValidationError: " in line else line[start:]
+    return short(said, _LONGEST)
 
 
 def _child(workdir: Path, line: int) -> None:
@@ -253,15 +246,12 @@ def generate(job: Job, progress: TextIO) -> dict[str, Any]:
         logging.getLogger(f"vllm.{name}").addFilter(pass_on)
     engine = build(**job.engine)
     print(f"    engine ready after {time.perf_counter() - began:.0f} s", file=progress)
-    tokens, logprobs = [], []
-    if job.prompts:
-        outputs, count = complete(engine, job.prompts, job.new_tokens)
-        tokens = [list(output.token_ids) for output in outputs]
-        logprobs = [chosen(output) for output in outputs]
+    outputs, count = complete(engine, job.prompts, job.new_tokens)
+    tokens = [list(output.token_ids) for output in outputs]
+    if tokens:
         made = sum(map(len, tokens))
         print(f"    {len(tokens)} prompts, {made} tokens, {count} steps", file=progress)
-    seconds = time.perf_counter() - began
-    return {"tokens": tokens, "logprobs": logprobs, "warnings": warnings, "seconds": seconds}
+    return {"tokens": tokens, "logprobs": [*map(chosen, outputs)], "warnings": warnings}
 
 
 def kept_messages(level: int) -> list[str]:
@@ -350,12 +340,9 @@ def complete(
 
     `logprobs` is how many candidates of each step come with the one that was chosen.
     """
-    finished: dict[int, Any] = {}
-    count = 0
-    for outputs in steps(engine, prompts, new_tokens, logprobs=logprobs):
-        finished |= {int(o.request_id): o.outputs[0] for o in outputs if o.finished}
-        count += 1
-    return [finished[index] for index in range(len(prompts))], count
+    made = [*steps(engine, prompts, new_tokens, logprobs=logprobs)]
+    finished = {int(o.request_id): o.outputs[0] for outputs in made for o in outputs if o.finished}
+    return [finished[index] for index in range(len(prompts))], len(made)
 
 
 def chosen(completion: Any) -> list[float]:

@@ -93,8 +93,7 @@ def test_a_report_has_what_was_measured_and_what_failed(gpu, monkeypatch, capsys
         raise RuntimeError("no such instruction")
 
     monkeypatch.setattr(bench.decode, "run", decode)
-    found = SimpleNamespace(to_json=lambda: {"platform": "rocm"})
-    monkeypatch.setattr(bench.doctor, "examine", lambda: found)
+    monkeypatch.setattr(bench.doctor, "examine", lambda: {"platform": "rocm"})
     assert cli.main(["bench", "--report", str(path), "--commit", "abc"]) == 1
     report = json.loads(path.read_text())
     assert report["doctor"] == {"platform": "rocm"}

@@ -5,7 +5,6 @@ import json
 import os
 import platform
 import socket
-from dataclasses import replace
 
 import pytest
 
@@ -34,8 +33,7 @@ def written(tmp_path, monkeypatch):
         "at node17:8000, user jdoe, tcp://gpu-b:29500/q, 10.20.30.40; "
         "vllm-project/vllm#45798, 448/584"
     )
-    found = replace(FOUND(), plugin=broken)
-    monkeypatch.setattr(command, "probe", lambda: found)
+    monkeypatch.setattr(command, "probe", lambda: FOUND() | {"plugin": broken})
     decline = Decline("error", "/mnt/checkpoints/secret.safetensors on NODE node17.acme.example")
     ranges = [report.RangeReport((1, 8), layers=2, fused=1, declined={decline: 1})]
     report.store(report.folder(home) / "a.json", report.Report("triton", 8, ranges))

@@ -11,7 +11,7 @@ import pytest
 from mla_fusion import cli, config, report
 from mla_fusion.cli import child
 from mla_fusion.cli.check import command as check
-from mla_fusion.cli.check.answer import Answer
+from mla_fusion.cli.check.answer import Answer, Settings
 from mla_fusion.cli.demo import tiny_models
 from mla_fusion.report import reasons
 from mla_fusion.report.reasons import Decline
@@ -23,20 +23,9 @@ V3 = {**tiny_models.MODELS["deepseek-v3-shaped"], "num_hidden_layers": 61}
 CONFIGS = Path(__file__).parents[1] / "configs"
 
 
-def test_check_passes_every_argument_on(monkeypatch, tmp_path):
-    seen = []
-
-    def find(settings):
-        seen.append(settings)
-        return Answer("m", check.Settings(Path("m")), "configuration", [], [])
-
-    monkeypatch.setattr(check, "find", find)
-    argv = "check m --max-num-seqs 8 --speculative-tokens 3 --tensor-parallel-size 2"
-    argv += f" --kv-cache-dtype fp8 --layers 4 --provider triton --dump {tmp_path} --json"
-    argv += " --attention aiter --decode-context-parallel-size 2"
-    assert cli.main(argv.split()) == cli.main(["check", "m"]) == 1
-    given = check.Settings(Path("m"), 8, 3, 2, "fp8", 4, "triton", tmp_path, True, "aiter", 2)
-    assert seen == [given, check.Settings(Path("m"))]
+def asked(model, *options):
+    """The settings of a command line."""
+    return Settings(**vars(cli._parser(["check"]).parse_args(["check", str(model), *options])))
 
 
 # --- what a user gets wrong
@@ -117,7 +106,8 @@ def checked(monkeypatch, tmp_path, capsys):
 
         def play(job, progress):
             jobs.append(job)
-            return child.Outcome([], [], [], 0, [store(Path(job.cache), "a.json", fused)])
+            job.config = json.loads(Path(job.engine["model"], "config.json").read_text())
+            return child.Outcome([], [], [], [store(Path(job.cache), "a.json", fused)])
 
         monkeypatch.setattr(child, "run", play)
         monkeypatch.setattr(check, "require", lambda *modules, **_: None)
@@ -128,9 +118,11 @@ def checked(monkeypatch, tmp_path, capsys):
 
 
 def test_check_runs_prompts_and_derives_the_bucket(checked):
-    status, job, _ = checked(2, "--max-num-seqs", "8")
+    status, job, _ = checked(2, "--max-num-seqs", "8", "--layers", "3")
     assert status == 0 and job.prompts and job.plugin
     assert job.engine["compilation_config"]["pass_config"] == {config.FLAG: True}
+    assert job.engine["additional_config"] == {config.OPTIONS_KEY: {"provider": "reference"}}
+    assert job.engine["max_num_seqs"] == 8 and job.config["num_hidden_layers"] == 3
 
 
 def test_check_widens_the_bucket_by_draft_tokens(checked):
@@ -173,7 +165,7 @@ def test_the_class_that_the_config_names_comes_first(checked, monkeypatch):
 
 def test_many_reasons_are_a_short_answer():
     why = [Decline(code) for code in ("shape", "no-graph", "pass-error")]
-    lines = Answer("m", check.Settings(Path("m")), "engine", why, []).lines()
+    lines = Answer("m", asked("m"), "engine", why, []).lines()
     assert len(lines) == 5 and "2 of its 3 reasons, all with --json" in lines[0]
 
 
@@ -270,7 +262,7 @@ def test_the_model_is_named_as_vllm_can_serve_it(folder, file, name, tmp_path):
     given.mkdir(parents=True)
     (given / file).touch()
     for path in (given, given / "config.json"):
-        served = check.Settings(path).serve(draft=False, predicts=False)[0]
+        served = asked(path).serve(draft=False, predicts=False)[0]
         assert served == name.format(folder=given)
 
 
@@ -296,9 +288,7 @@ def test_software_conversions_of_an_old_triton(version, cache, notes, checked, m
 
 def test_a_layer_outside_any_graph_is_not_fused():
     stored = report.Report("triton", 8, [report.RangeReport((1, 8), 2, 2)], uncompiled=1)
-    answer = Answer(
-        "m", check.Settings(Path("m")), "engine", check._reasons(stored, []), [], stored
-    )
+    answer = Answer("m", asked("m"), "engine", check._reasons(stored, []), [], stored)
     assert not answer.fuses and answer.lines()[0].startswith("m: 1 of 3 MLA layers")
     assert "[no-graph]" in answer.lines()[1]
 

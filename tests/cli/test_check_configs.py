@@ -177,7 +177,7 @@ def test_check_of_any_config_is_a_short_answer(model, fused, monkeypatch, tmp_pa
             log = Path(job.workdir, child.LOG)
             log.write_text("ValueError: " + "odd " * 3000)
             raise child.EngineError(job, f"{child.last_error(log)} (exit status 1)")
-        return child.Outcome([], [], [], 0, [store(Path(job.cache), "a.json", fused)])
+        return child.Outcome([], [], [], [store(Path(job.cache), "a.json", fused)])
 
     monkeypatch.setattr(child, "run", play)
     path = tmp_path / "config.json"

@@ -9,7 +9,7 @@ import pytest
 from mla_fusion import cli, report
 from mla_fusion.cli.check import command as check
 from mla_fusion.cli.check import model_config, persistent_decode, shrink
-from tests.cli.test_check import V3
+from tests.cli.test_check import V3, asked
 from tests.models import write
 
 MANY = {**V3, "num_attention_heads": 128}
@@ -70,9 +70,9 @@ def test_check_needs_no_engine_to_say_that_no_gpu_decodes(changes, argv, said, t
 )
 def test_check_names_the_epilogue_of_the_portable_decode(changes, said):
     cut = cut_of({**MANY, **changes})
-    notes, declined = persistent_decode.ask(check.Settings(Path("m"), attention="portable"), cut)
-    assert not declined
-    assert notes == [f"  epilogue of the decode: product with W_UV, {said}"]
+    assert persistent_decode.ask(asked("m", "--attention", "portable"), cut) == [
+        f"  epilogue of the decode: product with W_UV, {said}"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -90,9 +90,9 @@ def test_check_names_the_epilogue_of_the_portable_decode(changes, said):
 def test_check_names_the_quantization_in_front_of_o_proj(quantization, said):
     cut = cut_of({**MANY, "quantization_config": quantization})
     assert "quantization_config" not in cut.config
-    notes, _ = persistent_decode.ask(check.Settings(Path("m"), attention="portable"), cut)
-    assert notes[1].startswith("  quantization in front of o_proj: ") and said in notes[1]
-    assert not persistent_decode.ask(check.Settings(Path("m")), cut)[0]
+    _, note = persistent_decode.ask(asked("m", "--attention", "portable"), cut)
+    assert note.startswith("  quantization in front of o_proj: ") and said in note
+    assert not persistent_decode.ask(asked("m"), cut)
 
 
 @pytest.mark.parametrize(
@@ -100,6 +100,6 @@ def test_check_names_the_quantization_in_front_of_o_proj(quantization, said):
 )
 def test_check_names_the_backends_that_go_with_the_decode(attention, platforms, aiters):
     cut = cut_of(MANY, ranks=8)
-    settings_of = check.Settings(Path("m"), attention=attention)
-    found = check._backends(settings_of, cut, "DeepseekV3ForCausalLM")
+    settings = asked("m", "--attention", attention)
+    found = check._backends(settings, cut, "DeepseekV3ForCausalLM")
     assert (len(found), any("AITER" in name for name in found["amd"])) == (platforms, aiters)

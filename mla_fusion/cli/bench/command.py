@@ -121,7 +121,7 @@ def write_report(path: Path, commit: str) -> bool:
     end the process, and holds the error of a part that fails.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    report: dict[str, Any] = {"doctor": doctor.examine().to_json()}
+    report: dict[str, Any] = {"doctor": doctor.examine()}
     right = True
     for what, shapes in SHAPES.items():
         path.write_text(json.dumps(report, indent=1))

@@ -8,7 +8,6 @@ import json
 import shutil
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 from mla_fusion import config, kernels, report
@@ -24,11 +23,10 @@ from mla_fusion.cli import (
     zero_or_more,
 )
 from mla_fusion.cli.check import model_classes, model_config, persistent_decode, shrink
-from mla_fusion.cli.check.answer import Answer
-from mla_fusion.cli.check.settings import Settings
+from mla_fusion.cli.check.answer import Answer, Settings
 from mla_fusion.cli.doctor import known_issues
-from mla_fusion.cli.report import dumps
-from mla_fusion.report.reasons import Decline, recognize
+from mla_fusion.cli.report.command import find_graphs
+from mla_fusion.report.reasons import Decline, Declined, recognize
 
 # What vLLM's CPU attention can run; other models and caches are only compiled.
 _CPU_HEAD_SIZE = 576
@@ -70,10 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         UserError: the model or the settings cannot be used.
     """
-    named = {k: v for k, v in vars(arguments).items() if k not in ("run", "command")}
-    settings = Settings(**named)
-    answer = find(settings)
-    print(json.dumps(answer.to_json(), indent=1) if settings.json else "\n".join(answer.lines()))
+    answer = find(Settings(**vars(arguments)))
+    print(json.dumps(answer.to_json(), indent=1) if arguments.json else "\n".join(answer.lines()))
     return 0 if answer.fuses else 1
 
 
@@ -82,35 +78,17 @@ def find(settings: Settings) -> Answer:
     require("vllm")
     _refuse(settings)
     model = model_config.read(settings.model)
-    architecture, kind = model.architecture, model.config["model_type"]
-    if "auto_map" not in model.config and not any(map(model_classes.knows_type, model.kinds)):
-        raise UserError(
-            f"{model.path}: neither this vLLM nor Transformers knows the model type "
-            f"{short(kind, 40)!r}, and no auto_map names its code"
-        )
-    decline = model_classes.decide(model.config, architecture)
-    if decline:
-        details = ["checked by its configuration and the source of this vLLM, no engine"]
+    _refuse_unknown(model)
+    details = ["checked by its configuration and the source of this vLLM, no engine"]
+    try:
+        if decline := model_classes.decide(model.config, model.architecture):
+            raise Declined(decline.code, decline.detail)
+        cut = _cut(model, settings)
+        details = [f"checked as: {cut.changed}"]
+        notes = persistent_decode.ask(settings, cut)
+    except Declined as error:
         _tell(details)
-        return Answer(model.name, settings, "configuration", [decline], details)
-    if not model_classes.is_known(architecture):
-        raise UserError(
-            f'{model.path}: "architectures" has to name a class of this vLLM or of Transformers, '
-            f"and {short(architecture, 40)} is none"
-        )
-    cut = shrink.cut(model, settings.layers, settings.tensor_parallel_size)
-    if cut.draft:
-        settings = replace(settings, speculative_tokens=max(settings.speculative_tokens, 1))
-    elif model_classes.is_draft_head(architecture):
-        raise UserError(
-            f"{architecture} is a draft head, which vLLM runs beside its target: give the target's "
-            "config"
-        )
-    details = [f"checked as: {cut.changed}"]
-    notes, unserved = persistent_decode.ask(settings, cut)
-    if unserved:
-        _tell(details)
-        return Answer(model.name, settings, "configuration", unserved, details)
+        return Answer(model.name, settings, "configuration", [error.decline], details)
     lacks = _cpu_lacks(settings, cut)
     details.append(
         f"compiles graphs and generates no token: vLLM's CPU attention {lacks}. Some of a GPU take "
@@ -120,11 +98,11 @@ def find(settings: Settings) -> Answer:
     )
     why, stored = _ask_engine(settings, cut, not lacks, details)
     if settings.kv_cache_dtype.startswith("fp8"):
-        triton = version_of("triton")
+        with_triton = f"with the Triton that is installed here, {version_of('triton')}"
         notes += [
-            f"  on {issue.conditions['arch']} with the Triton that is installed here, {triton}: "
-            f"{issue.text}"
-            for issue in known_issues.of_triton(triton)
+            f"  on {issue['arch']} {with_triton}: {issue['text']}"
+            for issue in known_issues.ISSUES
+            if known_issues.is_before(version_of("triton"), issue["triton before"])
         ]
     return Answer(
         model=model.name,
@@ -133,10 +111,38 @@ def find(settings: Settings) -> Answer:
         why=why,
         details=details,
         report=stored,
-        backends=_backends(settings, cut, architecture),
+        backends=_backends(settings, cut, model.architecture),
         arguments=settings.serve(cut.draft, bool(model.config.get("num_nextn_predict_layers"))),
         notes=notes,
     )
+
+
+def _refuse_unknown(model: model_config.Model) -> None:
+    kind = model.config["model_type"]
+    if "auto_map" not in model.config and not any(map(model_classes.knows_type, model.kinds)):
+        raise UserError(
+            f"{model.path}: neither this vLLM nor Transformers knows the model type "
+            f"{short(kind, 40)!r}, and no auto_map names its code"
+        )
+
+
+def _cut(model: model_config.Model, settings: Settings) -> shrink.Cut:
+    """The model that an engine compiles; a draft head asks for a draft token at least."""
+    architecture = model.architecture
+    if not model_classes.is_known(architecture):
+        raise UserError(
+            f'{model.path}: "architectures" has to name a class of this vLLM or of Transformers, '
+            f"and {short(architecture, 40)} is none"
+        )
+    cut = shrink.cut(model, settings.layers, settings.tensor_parallel_size)
+    if cut.draft:
+        settings.speculative_tokens = max(settings.speculative_tokens, 1)
+    elif model_classes.is_draft_head(architecture):
+        raise UserError(
+            f"{architecture} is a draft head, which vLLM runs beside its target: give the target's "
+            "config"
+        )
+    return cut
 
 
 def _refuse(settings: Settings) -> None:
@@ -272,7 +278,7 @@ def _copy_dump(work: Path, folder: Path, report_path: Path, stored: report.Repor
         raise UserError(f"the passes met no MLA layer: no graph to put in {folder}")
     first, last = decode[0].range
     shutil.copyfile(report_path, folder / "report.json")
-    for stage, sources in dumps.find(work / "depyf").items():
+    for stage, sources in find_graphs(work / "depyf").items():
         for index, source in enumerate(sources):
             piece = f".piece{index}" if len(sources) > 1 else ""
             shutil.copyfile(source, folder / f"tokens_{first}_{last}{piece}.{stage}.py")

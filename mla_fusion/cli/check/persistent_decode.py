@@ -12,9 +12,9 @@ from mla_fusion import config
 from mla_fusion.attention import triton
 from mla_fusion.attention.aiter import selection
 from mla_fusion.attention.triton import epilogue as triton_epilogue
-from mla_fusion.cli.check.settings import Settings
+from mla_fusion.cli.check.answer import Settings
 from mla_fusion.cli.check.shrink import Cut
-from mla_fusion.report.reasons import Decline
+from mla_fusion.report.reasons import Declined
 
 _SHARED = (
     "  decode context parallelism was not part of this check: the graph is the same, and vLLM "
@@ -22,42 +22,46 @@ _SHARED = (
 )
 
 
-def ask(settings: Settings, cut: Cut) -> tuple[list[str], list[Decline]]:
-    """(what a chosen persistent decode does on a GPU, why it does not take the model)."""
+def ask(settings: Settings, cut: Cut) -> list[str]:
+    """What a chosen persistent decode does on a GPU, in lines.
+
+    Raises:
+        Declined: it does not take the model.
+    """
     if settings.decode_context_parallel_size > 1:
-        if settings.attention not in config.PLANNED:
-            return [_SHARED], []
-        return [], [Decline("context-parallel", f"attention={settings.attention}")]
-    of = {"aiter": _of_aiter, "portable": _of_triton}
-    return of[settings.attention](settings, cut) if settings.attention in of else ([], [])
+        if settings.attention in config.PLANNED:
+            raise Declined("context-parallel", f"attention={settings.attention}")
+        return [_SHARED]
+    if settings.attention == "aiter":
+        return _of_aiter(settings, cut)
+    return _of_triton(settings, cut) if settings.attention == "portable" else []
 
 
-def _of_aiter(settings: Settings, cut: Cut) -> tuple[list[str], list[Decline]]:
+def _of_aiter(settings: Settings, cut: Cut) -> list[str]:
     """For each architecture; with an fp8 cache vLLM's ROCM_AITER_MLA takes the query in fp8 too."""
     widths = cut.config["kv_lora_rank"], cut.config["qk_rope_head_dim"]
     if unsupported := selection.unsupported_widths(*widths):
-        return [], [Decline("aiter-attention", unsupported)]
+        raise Declined("aiter-attention", unsupported)
     heads, query_len = cut.config["num_attention_heads"], 1 + settings.speculative_tokens
-    said, taken = {}, False
+    said, taken = [], False
     for arch, fp8 in selection.FP8_OF.items():
         dtype = fp8 if settings.kv_cache_dtype.startswith("fp8") else torch.bfloat16
         verdict = selection.aiter_verdict_up_to(heads, query_len, dtype, dtype, arch)
         layout, taken = verdict.layout, taken or not verdict.unsupported
-        said[arch] = verdict.unsupported or f"{heads} heads as {layout.fold} x {layout.per_work}"
-        sequences = settings.max_num_seqs
-        _, slow = selection.slow_steps(heads, query_len, dtype, sequences, arch)
-        said[arch] += f"; vLLM's backend for {slow}" if slow else ""
-    if taken:
-        return [f"  {arch}: {text}" for arch, text in said.items()], []
-    return [], [Decline("aiter-attention", f"{heads} heads, {'; '.join(said.values())}")]
+        text = verdict.unsupported or f"{heads} heads as {layout.fold} x {layout.per_work}"
+        _, slow = selection.slow_steps(heads, query_len, dtype, settings.max_num_seqs, arch)
+        said.append((arch, f"{text}; vLLM's backend for {slow}" if slow else text))
+    if not taken:
+        raise Declined("aiter-attention", f"{heads} heads, {'; '.join(text for _, text in said)}")
+    return [f"  {arch}: {text}" for arch, text in said]
 
 
-def _of_triton(settings: Settings, cut: Cut) -> tuple[list[str], list[Decline]]:
+def _of_triton(settings: Settings, cut: Cut) -> list[str]:
     fp8 = settings.kv_cache_dtype.startswith("fp8")
     stored = torch.float8_e4m3fn if fp8 else torch.bfloat16
     latent, rope = cut.config["kv_lora_rank"], cut.config["qk_rope_head_dim"]
     if why := triton.unsupported(torch.bfloat16, stored, latent, rope):
-        return [], [Decline("portable-attention", f"triton: {why}")]
+        raise Declined("portable-attention", f"triton: {why}")
     layer = cut.config["num_attention_heads"], latent, cut.config["v_head_dim"]
     measured = (row.slots for row in triton_epilogue.MEASURED)
     rows = max((n for n in measured if triton_epilogue.choose(n, *layer)), default=0)
@@ -65,7 +69,7 @@ def _of_triton(settings: Settings, cut: Cut) -> tuple[list[str], list[Decline]]:
     notes = [f"  epilogue of the decode: product with W_UV, {launch}"]
     if cut.quantization:
         notes += [f"  quantization in front of o_proj: {_quantizes(cut.quantization)}"]
-    return notes, []
+    return notes
 
 
 def _quantizes(quantization: Mapping[str, Any]) -> str:

@@ -6,44 +6,17 @@ import argparse
 import json
 import textwrap
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from mla_fusion import __version__, config
 from mla_fusion.cli import INSTALL_VLLM, mend_vllm, short
 from mla_fusion.cli.doctor import known_issues
-from mla_fusion.cli.doctor.environment import Environment, probe
+from mla_fusion.cli.doctor.environment import probe
 from mla_fusion.config import vllm_compat
 from mla_fusion.runtime import measured
 
 # The providers that serve on each platform; `reference` is plain torch, no faster than vLLM.
 _SERVING = {"rocm": ("aiter", "triton"), "cuda": ("triton",), "cpu": ("reference",)}
-
-
-@dataclass(frozen=True)
-class Diagnosis:
-    """The environment, the problems that rule fusion out, and known trouble."""
-
-    environment: Environment
-    problems: list[str]
-    serving: list[str]
-    issues: list[known_issues.Issue]
-
-    @property
-    def works(self) -> bool:
-        """Whether nothing rules fusion out."""
-        return not self.problems
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data for `--json`."""
-        return {
-            "works": self.works,
-            "mla_fusion": __version__,
-            **asdict(self.environment),
-            "problems": self.problems,
-            "serving_providers": self.serving,
-            "issues": [{"threads": [*i.threads], "text": i.text} for i in self.issues],
-        }
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -53,81 +26,90 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the diagnosis; 0 if fusion can work here, else 1."""
-    diagnosis = examine()
-    as_json = arguments.json
-    print(json.dumps(diagnosis.to_json(), indent=1) if as_json else "\n".join(lines(diagnosis)))
-    return 0 if diagnosis.works else 1
+    found = examine()
+    print(json.dumps(found, indent=1) if arguments.json else "\n".join(lines(found)))
+    return 0 if found["works"] else 1
 
 
-def examine() -> Diagnosis:
-    """Probe this environment; imports vLLM and, where it is installed, AITER."""
-    return diagnose(probe())
+def examine() -> dict[str, Any]:
+    """What `--json` prints: the environment, the problems that rule fusion out, known trouble.
 
-
-def diagnose(found: Environment) -> Diagnosis:
-    """The diagnosis of an environment."""
-    serving = [name for name in _SERVING[found.platform] if not found.providers[name]]
+    Imports vLLM and, where it is installed, AITER.
+    """
+    found = probe()
+    vllm, error, providers = found["vllm"], found["vllm_error"], found["providers"]
+    names = _SERVING[found["platform"]]
+    serving = [name for name in names if not providers[name]]
     problems = []
-    if found.vllm_error:
-        remedy = mend_vllm(found.vllm_error) or f"install it anew: {INSTALL_VLLM}"
-        problems.append(f"vLLM cannot be imported: {short(found.vllm_error, 200)}: {remedy}")
-    elif not found.vllm:
+    if error:
+        remedy = mend_vllm(error) or f"install it anew: {INSTALL_VLLM}"
+        problems.append(f"vLLM cannot be imported: {short(error, 200)}: {remedy}")
+    elif not vllm:
         problems.append(f"vLLM is missing: {INSTALL_VLLM}")
-    elif not vllm_compat.is_supported(found.vllm):
-        problems.append(f"vLLM {found.vllm} is outside the window {vllm_compat.window()}")
-    if found.vllm and found.plugin:
-        problems.append(f"vLLM does not load the plugin: {found.plugin}")
+    elif not vllm_compat.is_supported(vllm):
+        problems.append(f"vLLM {vllm} is outside the window {vllm_compat.window()}")
+    if vllm and found["plugin"]:
+        problems.append(f"vLLM does not load the plugin: {found['plugin']}")
     if not serving:
-        whys = (f"{name}: {found.providers[name]}" for name in _SERVING[found.platform])
+        whys = (f"{name}: {providers[name]}" for name in names)
         problems.append("no provider can serve here: " + "; ".join(whys))
-    issues = [issue for issue in known_issues.ISSUES if issue.applies(found)]
-    return Diagnosis(found, problems, serving, issues)
+    return {
+        "works": not problems,
+        "mla_fusion": __version__,
+        **found,
+        "problems": problems,
+        "serving_providers": serving,
+        "issues": [
+            {"threads": issue["threads"].split(), "text": issue["text"]}
+            for issue in known_issues.ISSUES
+            if known_issues.applies(issue, found)
+        ],
+    }
 
 
-def lines(diagnosis: Diagnosis) -> list[str]:
-    """The diagnosis as one screen: the answer first."""
-    found = diagnosis.environment
-    if diagnosis.works:
-        note = ", for development only (no GPU)" if found.platform == "cpu" else ""
-        answer = f"fusion can work here, with provider {' or '.join(diagnosis.serving)}{note}"
+def lines(found: dict[str, Any]) -> list[str]:
+    """A diagnosis as one screen: the answer first."""
+    works, serving, device = found["works"], found["serving_providers"], found["device"]
+    if works:
+        note = ", for development only (no GPU)" if found["platform"] == "cpu" else ""
+        answer = f"fusion can work here, with provider {' or '.join(serving)}{note}"
     else:
         answer = "fusion cannot work here"
-    offers = [f"{'has' if yes else 'no'} {what}" for what, yes in found.aiter_offers.items()]
-    broken = "cannot be imported" if found.vllm_error else "missing"
+    offers = [f"{'has' if yes else 'no'} {what}" for what, yes in found["aiter_offers"].items()]
+    version = found["vllm"] or ("cannot be imported" if found["vllm_error"] else "missing")
     facts = {
-        "vLLM": f"{found.vllm or broken} (supported: {vllm_compat.window()})",
-        "torch": found.torch,
-        "Triton": found.triton or "missing",
-        "AITER": (found.aiter or "missing") + (f": {', '.join(offers)}" if offers else ""),
-        "GPU": f"{found.device} ({found.arch}, {found.platform})" if found.device else "none",
-        "fp8 type": found.fp8 or "unknown without vLLM",
-        "plugin": found.plugin or "loaded",
+        "vLLM": f"{version} (supported: {vllm_compat.window()})",
+        "torch": found["torch"],
+        "Triton": found["triton"] or "missing",
+        "AITER": (found["aiter"] or "missing") + (f": {', '.join(offers)}" if offers else ""),
+        "GPU": f"{device} ({found['arch']}, {found['platform']})" if device else "none",
+        "fp8 type": found["fp8"] or "unknown without vLLM",
+        "plugin": found["plugin"] or "loaded",
     }
-    if diagnosis.works and found.platform == "cuda":
-        facts["auto"] = f"goes by {measured.files(found.device)}"
+    if works and found["platform"] == "cuda":
+        facts["auto"] = f"goes by {measured.files(device)}"
     out = [f"{answer} (mla-fusion {__version__})"]
-    if diagnosis.works and found.default not in diagnosis.serving:
-        chosen = json.dumps({config.OPTIONS_KEY: {"provider": diagnosis.serving[0]}})
+    if works and found["default"] not in serving:
+        chosen = json.dumps({config.OPTIONS_KEY: {"provider": serving[0]}})
         out.append(f"  name it beside the flag: --additional-config '{chosen}'")
-    if diagnosis.works and (what := unknown(found)):
+    if works and (what := unknown(device, found["triton"])):
         out.append(f"  the kernels were not measured with {what}: run mla-fusion selftest first")
-    out += _wrapped("  problem: ", diagnosis.problems)
+    out += _wrapped("  problem: ", found["problems"])
     out += ["", *_columns(facts), "", "providers"]
-    out += _columns({name: why or "available" for name, why in found.providers.items()})
-    if diagnosis.issues:
+    out += _columns({name: why or "available" for name, why in found["providers"].items()})
+    if found["issues"]:
         out += ["", "known trouble on this platform (as of September 2026)"]
-        out += _wrapped("  ", (f"{', '.join(i.threads)}: {i.text}" for i in diagnosis.issues))
+        out += _wrapped("  ", (f"{', '.join(i['threads'])}: {i['text']}" for i in found["issues"]))
     return out
 
 
-def unknown(found: Environment) -> str:
+def unknown(device: str, triton: str) -> str:
     """What no measurement here is of, GPU or Triton; empty if both are known or there is no GPU."""
-    if not found.device:
+    if not device:
         return ""
-    what = [] if measured.has_measurements(found.device) else [found.device]
-    newer = known_issues.numbers(found.triton)[:2] > measured.NEWEST_TRITON
-    what += [f"Triton {found.triton}"] if newer else []
-    return " and ".join(what)
+    what = [] if measured.has_measurements(device) else [device]
+    newer = known_issues.numbers(triton)[:2] > measured.NEWEST_TRITON
+    return " and ".join([*what, f"Triton {triton}"] if newer else what)
 
 
 def _columns(facts: dict[str, str]) -> list[str]:

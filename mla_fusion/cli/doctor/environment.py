@@ -1,60 +1,44 @@
 """The environment, as `mla-fusion doctor` probes it."""
 
 import importlib
-from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
 
+import torch
+
 from mla_fusion import config, kernels
 from mla_fusion.cli import version_of
 from mla_fusion.config import vllm_compat
+from mla_fusion.kernels import aiter
 
 _GROUP, _PLUGIN = "vllm.general_plugins", "mla_fusion"
 
 
-@dataclass(frozen=True)
-class Environment:
-    """The result of `probe`. The version of a package that is missing or broken is empty."""
-
-    vllm: str
-    torch: str
-    triton: str
-    aiter: str
-    aiter_offers: dict[str, bool]  # each feature that kernels/aiter.py looks for: is it there?
-    platform: str  # "cuda", "rocm" or "cpu"; vLLM's if it is installed, else torch's
-    device: str
-    arch: str  # such as "sm_90" or "gfx942"
-    fp8: str  # the name of the platform's fp8 type in torch
-    providers: dict[str, str]  # why each provider cannot run; empty if it can
-    default: str  # the provider of the flag alone; empty if there is none
-    plugin: str  # why vLLM would not load the plugin; empty if it would
-    vllm_error: str = ""  # why vLLM cannot be imported; empty if it can, or is missing
-
-
-def probe() -> Environment:
-    """Probe this environment."""
-    import torch
-
+def probe() -> dict[str, Any]:
+    """The environment as plain data. The version of a package that is missing or broken is empty,
+    and so is why something does not work, if it does."""
     vllm, vllm_error = _import_vllm()
-    platform = _platform(vllm)
     device, arch = _device()
     providers = {name: _why_not(name) for name in kernels.PROVIDERS}
-    return Environment(
-        vllm=vllm,
-        torch=str(torch.__version__),
-        triton=version_of("triton"),
-        aiter=_aiter_version(providers["aiter"]),
-        aiter_offers={} if providers["aiter"] else _aiter_offers(),
-        platform=platform,
-        device=device,
-        arch=arch,
-        fp8=str(vllm_compat.fp8_dtype()).removeprefix("torch.") if vllm else "",
-        providers=providers,
-        default=vllm_compat.default_provider() if vllm else "",
-        plugin=_why_no_plugin() if vllm else "vLLM cannot load it",
-        vllm_error=vllm_error,
-    )
+    # A distribution called aiter may be another project's; then the provider cannot run.
+    other = "" if providers["aiter"] else version_of("aiter") or "unknown"
+    return {
+        "vllm": vllm,
+        "torch": str(torch.__version__),
+        "triton": version_of("triton"),
+        "aiter": version_of("amd-aiter") or other,
+        # Each feature that kernels/aiter.py looks for: is it there?
+        "aiter_offers": {} if providers["aiter"] else aiter.capabilities(),
+        "platform": _platform(vllm),
+        "device": device,
+        "arch": arch,  # such as "sm_90" or "gfx942"
+        "fp8": str(vllm_compat.fp8_dtype()).removeprefix("torch.") if vllm else "",
+        "providers": providers,  # why each cannot run
+        "default": vllm_compat.default_provider() if vllm else "",  # provider of the flag alone
+        "plugin": _why_no_plugin() if vllm else "vLLM cannot load it",
+        "vllm_error": vllm_error,  # why vLLM cannot be imported, unless it is missing
+    }
 
 
 def _import_vllm() -> tuple[str, str]:
@@ -71,41 +55,22 @@ def _import_vllm() -> tuple[str, str]:
 
 
 def _platform(vllm: str) -> str:
+    """ "cuda", "rocm" or "cpu", by vLLM if it is installed, else by torch."""
     if vllm:
-        from vllm.platforms import current_platform as platform
-
-        found = {"rocm": platform.is_rocm(), "cuda": platform.is_cuda()}
-        return next((name for name, is_it in found.items() if is_it), "cpu")
-    import torch
-
-    gpu = "rocm" if torch.version.hip else "cuda"
-    return gpu if torch.cuda.is_available() else "cpu"
+        is_rocm, is_gpu = vllm_compat.is_rocm(), vllm_compat.is_gpu()
+    else:
+        is_rocm, is_gpu = bool(torch.version.hip), torch.cuda.is_available()
+    return ("rocm" if is_rocm else "cuda") if is_gpu else "cpu"
 
 
 def _device() -> tuple[str, str]:
     """(name, architecture) of the first GPU; empty without one."""
-    import torch
-
     if not torch.cuda.is_available():
         return "", ""
     properties: Any = torch.cuda.get_device_properties(0)
     if torch.version.hip:
         return properties.name, properties.gcnArchName.partition(":")[0]
     return properties.name, f"sm_{properties.major}{properties.minor}"
-
-
-def _aiter_version(why_not: str) -> str:
-    """The version of AMD's AITER, "unknown" without one; `why_not` is the provider's reason.
-
-    A distribution called aiter may be another project's; then the provider cannot run.
-    """
-    return version_of("amd-aiter") or ("" if why_not else version_of("aiter") or "unknown")
-
-
-def _aiter_offers() -> dict[str, bool]:
-    from mla_fusion.kernels import aiter
-
-    return aiter.capabilities()
 
 
 def _why_not(provider: str) -> str:

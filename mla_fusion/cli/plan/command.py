@@ -59,14 +59,13 @@ def run(arguments: argparse.Namespace) -> int:
             f"the batch has {sum(seq_lens)} KV tokens, and a plan counts them in 32 bits: "
             f"{MOST_TOKENS} at most"
         )
-    if arguments.svg is not None and not arguments.svg.parent.is_dir():
-        raise UserError(f"cannot write {arguments.svg}: {arguments.svg.parent} is no folder")
     rules = Rules(arguments.ctas, layout.fold, 16, OVERHEAD, arguments.max_split_per_batch or -1)
     drawn = draw.make(rules, seq_lens, arguments.query_len)
-    print("\n".join(draw.lines(drawn)))
+    lines = draw.lines(drawn)
     if arguments.svg is not None:
         write(arguments.svg, draw.svg(drawn))
-        print(f"\n{arguments.svg} written")
+        lines += ["", f"{arguments.svg} written"]
+    print("\n".join(lines))
     return 0
 
 

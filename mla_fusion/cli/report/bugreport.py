@@ -4,6 +4,7 @@ left out.
 """
 
 import argparse
+import contextlib
 import getpass
 import json
 import os
@@ -17,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from mla_fusion import __version__
-from mla_fusion.cli import UserError, require
+from mla_fusion.cli import UserError, write
 from mla_fusion.cli.doctor import command as doctor
+from mla_fusion.cli.report.command import cache_root
 from mla_fusion.report import stored_reports
 from mla_fusion.report.files import read_bounded
 
@@ -33,17 +35,14 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the file; always 0."""
-    try:
-        arguments.file.touch()  # before the minute that selftest takes
-    except OSError as error:
-        raise UserError(f"cannot write {arguments.file}: {error}") from None
+    write(arguments.file, "")  # before the minute that selftest takes
     found = {
         "mla_fusion": __version__,
-        "doctor": doctor.examine().to_json(),
+        "doctor": doctor.examine(),
         "reports": _or_why(_reports),
         "selftest": _or_why(_selftest),
     }
-    arguments.file.write_text(json.dumps(_clean(found, _secrets()), indent=1) + "\n")
+    write(arguments.file, json.dumps(_clean(found, _secrets()), indent=1) + "\n")
     print(f"wrote {arguments.file}: read it before you send it", file=sys.stderr)
     return 0
 
@@ -57,18 +56,14 @@ def _or_why(part: Callable[[], Any]) -> Any:
 
 
 def _reports() -> list[Any]:
-    require("vllm", purpose="the folder of reports")
-    from mla_fusion.config import vllm_compat
-
-    return [_content(path) for path in stored_reports(vllm_compat.cache_root())[:_NEWEST]]
-
-
-def _content(path: Path) -> Any:
-    """A stored report as it is: one of another release, or a damaged one, may be the bug."""
-    try:
-        return json.loads(read_bounded(path))
-    except (OSError, ValueError) as error:
-        return f"cannot be read: {error}"
+    """The newest as they are: one of another release, or a damaged one, may be the bug."""
+    found = []
+    for path in stored_reports(cache_root())[:_NEWEST]:
+        try:
+            found.append(json.loads(read_bounded(path)))
+        except (OSError, ValueError) as error:
+            found.append(f"cannot be read: {error}")
+    return found
 
 
 def _selftest() -> Any:
@@ -87,13 +82,16 @@ def _secrets() -> list[tuple[str, str]]:
     folders = {str(Path.home()), str(Path.cwd()), sys.prefix, sys.base_prefix}
     folders |= {each for value in os.environ.values() for each in value.split(os.pathsep)}
     rooted = {each.rstrip("/") for each in folders if each.startswith("/")}
+    user = ""
+    with contextlib.suppress(KeyError, OSError):  # a container's user may have no name
+        user = getpass.getuser()
     return [
         # First those that are known, which may hold spaces; then what looks like one.
         (r"(?<![\w.])" + _any_of(rooted) + r"[^\s'\",;:()\[\]]*", "<path>"),
         (r"(?<=://)[^\s/'\",;()]+|\b\d+(?:\.\d+){3}(?::\d+)?\b", "<host>"),
         (r"(?<![\w.:/<>])(?:~[\w.-]*|\.{1,2})?/[^\s'\",;:()\[\]]+", "<path>"),
         (rf"(?<![\w-]){_any_of(hosts - {'localhost'})}(?![\w-])", "<host>"),
-        (rf"(?<![\w-]){_any_of({_user()} - {'root'})}(?![\w-])", "<user>"),
+        (rf"(?<![\w-]){_any_of({user} - {'root'})}(?![\w-])", "<user>"),
     ]
 
 
@@ -107,13 +105,6 @@ def _clean(value: Any, secrets: list[tuple[str, str]]) -> Any:
         for pattern, mark in secrets:
             value = re.sub(pattern, mark, value)
     return value
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container's user may have no name
-        return ""
 
 
 def _any_of(texts: set[str]) -> str:

@@ -8,38 +8,38 @@ import time
 from pathlib import Path
 
 from mla_fusion.cli import UserError, option, require, write
-from mla_fusion.cli.report import dumps
-from mla_fusion.report import Report, stored_reports
+from mla_fusion.report import Report, load, page, stored_reports, svg, text
 from mla_fusion.report.files import FormatError
-from mla_fusion.report.layer_graph import LayerGraph
 
 _NEWEST = 8  # reports that are printed; an engine stores one for each rank
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    text = (
+    what = (
         "a stored report, a folder with some (a dump of mla-fusion check), or a vLLM cache root "
         "(default: that of this user)"
     )
-    parser.add_argument("path", nargs="?", type=Path, metavar="PATH", help=text)
-    text = "print the graph of one layer before and after"
-    parser.add_argument("--graph", action="store_true", help=text)
-    text = (
+    parser.add_argument("path", nargs="?", type=Path, metavar="PATH", help=what)
+    what = "print the graph of one layer before and after"
+    parser.add_argument("--graph", action="store_true", help=what)
+    what = (
         "print the whole graphs before and after as Python; PATH is a folder to which they were "
         "dumped (needs depyf when they are written)"
     )
-    parser.add_argument("--python", action="store_true", help=text)
+    parser.add_argument("--python", action="store_true", help=what)
     option(parser, "--svg", "FILE", "draw that layer into FILE", kind=Path)
     option(parser, "--html", "FILE", "write all of it as one self-contained page", kind=Path)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Show the reports; always 0."""
-    root = arguments.path or _cache_root()
+    root = arguments.path or cache_root()
     views = arguments.graph or arguments.svg or arguments.html
     if arguments.python:
-        _print_python(root)
+        for stage, files in find_graphs(root).items():
+            for file in files:
+                print(f"# {stage}: {file}\n{file.read_text()}")
         if not views:
             return 0
     named_file = arguments.path and not root.is_dir()
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
             "there, give that folder as PATH"
         )
     if views:
-        _show(_load(paths[0]), paths[0], arguments)
+        _show(paths[0], arguments)
         return 0
     for index, path in enumerate(paths[:_NEWEST]):
         lines = _load(path).lines()
@@ -62,8 +62,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _cache_root() -> Path:
-    require("vllm", purpose="the default of PATH")
+def cache_root() -> Path:
+    """The vLLM cache root of this user."""
+    require("vllm", purpose="the folder of reports")
     from mla_fusion.config import vllm_compat
 
     return vllm_compat.cache_root()
@@ -71,10 +72,8 @@ def _cache_root() -> Path:
 
 def _load(path: Path) -> Report:
     require("pydantic")
-    from mla_fusion import report
-
     try:
-        return report.load(path)
+        return load(path)
     except FileNotFoundError:
         raise UserError(f"{path} does not exist") from None
     except (OSError, FormatError) as error:
@@ -83,30 +82,46 @@ def _load(path: Path) -> Report:
         ) from None
 
 
-def _show(report: Report, path: Path, arguments: argparse.Namespace) -> None:
-    from mla_fusion.report import page, svg, text
-
-    if arguments.graph:
-        print("\n".join(text.graph(_layer(report, path))))
-    if arguments.svg:
-        _write(arguments.svg, svg.drawing(_layer(report, path)))
+def _show(path: Path, arguments: argparse.Namespace) -> None:
+    """The views of one report that were asked for."""
+    report = _load(path)
+    if arguments.graph or arguments.svg:
+        layer = next((r.layer for r in report.decode_ranges() if r.layer), None)
+        if layer is None:
+            raise UserError(
+                f"no layer fused in {path}, so there is no graph to show; see its reasons"
+            )
+        if arguments.graph:
+            print("\n".join(text.graph(layer)))
+        if arguments.svg:
+            write(arguments.svg, svg.drawing(layer))
     if arguments.html:
-        _write(arguments.html, page.page(report))
+        write(arguments.html, page.page(report))
+    for each in filter(None, (arguments.svg, arguments.html)):
+        print(f"wrote {each}", file=sys.stderr)
 
 
-def _layer(report: Report, path: Path) -> LayerGraph:
-    layer = next((r.layer for r in report.decode_ranges() if r.layer), None)
-    if layer is None:
-        raise UserError(f"no layer fused in {path}, so there is no graph to show; see its reasons")
-    return layer
+def find_graphs(folder: Path) -> dict[str, list[Path]]:
+    """{"before" or "after": files at or below `folder`, one for each compiled graph}.
+
+    depyf wrote them under vLLM's debug_dump_path, or `mla-fusion check --dump` copied them.
+
+    Raises:
+        UserError: there are none.
+    """
+    found = {}
+    for stage in ("before", "after"):
+        of_depyf = sorted(folder.rglob(f"*.mla_fusion.{stage}.*.py"), key=_place)
+        found[stage] = of_depyf or sorted(folder.glob(f"tokens_*.{stage}.py"))
+    if not all(found.values()):
+        raise UserError(
+            f"no graph before and after the passes under {folder}: write them with "
+            "mla-fusion check CONFIG --dump DIR, or by starting vLLM with "
+            "-cc.debug_dump_path=DIR and depyf installed (a warm compile cache writes none)"
+        )
+    return found
 
 
-def _write(path: Path, content: str) -> None:
-    write(path, content)
-    print(f"wrote {path}", file=sys.stderr)
-
-
-def _print_python(folder: Path) -> None:
-    for stage, paths in dumps.find(folder).items():
-        for path in paths:
-            print(f"# {stage}: {path}\n{path.read_text()}")
+def _place(path: Path) -> tuple[str, int]:
+    first, *_, number, _ = path.name.split(".")
+    return first, int(number)
