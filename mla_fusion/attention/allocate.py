@@ -18,7 +18,13 @@ from mla_fusion.attention.plan.buffers import PlanBuffers, Settings, Step
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class PersistentDecodePlan(PlanBuffers):
-    """`PlanBuffers` with the planner that writes them, a module."""
+    """`PlanBuffers` with the planner that writes them, a module that has
+
+    PROVIDERS               names of the providers that execute its plans, the default first
+    require(settings)       raises ValueError or ProviderUnavailable where it cannot plan
+    allocate(settings)      the fields of `PlanBuffers`
+    fill(plan, qo_indptr, seq_lens, max_query_len)    writes the plan of a step, in place
+    """
 
     planner: Any
 
@@ -30,12 +36,21 @@ class PersistentDecodePlan(PlanBuffers):
             arguments: the fields of `plan.buffers.Settings`; `device` may be a string.
 
         Raises:
-            ValueError: an argument is out of range, or AITER was asked for and has no kernel; the
-                message says why.
+            ValueError: an argument is out of range, or AITER was asked for and has no kernel.
             ProviderUnavailable: AITER was asked for and is not here.
         """
         settings = Settings(**arguments)
-        module = choose_planner(settings)
+        portable: Any = planner
+        if settings.device.type != "cpu":
+            # Imported here: a CPU does without Triton.
+            from mla_fusion.attention.plan import planner_triton as portable
+        modules = {"portable": portable, "aiter": planner_aiter}
+        if settings.planner not in modules:
+            raise ValueError(
+                f"unknown planner {settings.planner!r}: choose one of {', '.join(modules)}"
+            )
+        module = modules[settings.planner]
+        module.require(settings)
         return cls(**module.allocate(settings), planner=module)
 
     def refresh(
@@ -87,30 +102,3 @@ class PersistentDecodePlan(PlanBuffers):
         self.step = Step(batch, num_tokens, max_query_len)
         self.fresh = True
         self.refreshes += 1
-
-
-def choose_planner(settings: Settings) -> Any:
-    """The planner module that `settings.planner` names.
-
-    A planner module has
-
-        PROVIDERS               names of the providers that execute its plans, the default first
-        require(settings)       raises ValueError or ProviderUnavailable where it cannot plan
-        allocate(settings)      the fields of `PlanBuffers`
-        fill(plan, qo_indptr, seq_lens, max_query_len)    writes the plan of a step, in place
-
-    Raises:
-        ValueError, ProviderUnavailable: as its `require`; or the name is unknown.
-    """
-    portable: Any = planner
-    if settings.device.type != "cpu":
-        # Imported here: a CPU does without Triton.
-        from mla_fusion.attention.plan import planner_triton as portable
-    modules = {"portable": portable, "aiter": planner_aiter}
-    if settings.planner not in modules:
-        raise ValueError(
-            f"unknown planner {settings.planner!r}: choose one of {', '.join(modules)}"
-        )
-    module = modules[settings.planner]
-    module.require(settings)
-    return module

@@ -2,7 +2,6 @@
 
 It runs on any device, reads the plan back to the host, and is not fast. Arithmetic is fp32 (the
 dot products of the definition, no online softmax), rounded once to the output type.
-`sparse_mla_decode` here needs no plan: it states what the one of `sparse.py` computes.
 """
 
 from collections.abc import Sequence
@@ -39,7 +38,7 @@ def unsupported(q_dtype: torch.dtype, kv_dtype: torch.dtype, latent: int, rope: 
 def persistent_mla_decode(given: Inputs) -> None:
     """See `mla_fusion.attention.persistent_mla_decode`."""
     plan, kv_cache = given.plan, given.kv_cache
-    query, scale = dequantize(given.q, given.q_scale), given.softmax_scale
+    query, page = dequantize(given.q, given.q_scale), kv_cache.shape[1]
     layout, latent, device = plan.layout, plan.settings.v_head_dim, given.q.device
     qo_indptr, kv_indptr = plan.qo_indptr.tolist(), plan.kv_indptr.tolist()
     rows = int(plan.reduce_indptr[-1]) * plan.settings.max_query_len
@@ -56,11 +55,11 @@ def persistent_mla_decode(given: Inputs) -> None:
         queries[:, : real.shape[1]] = real
         positions = torch.arange(kv_start, kv_end, device=device)
         at = positions - kv_indptr[sequence]
-        blocks = given.block_table[sequence, at // kv_cache.shape[1]].long()
-        keys = dequantize(kv_cache[blocks, at % kv_cache.shape[1]], given.kv_scale)
+        blocks = given.block_table[sequence, at // page].long()
+        keys = dequantize(kv_cache[blocks, at % page], given.kv_scale)
         ends = kv_end + kv_offset - torch.arange(count - 1, -1, -1, device=device)
         visible = positions < ends[:, None]
-        scores = torch.einsum("nhd,kd->nhk", queries, keys) * scale
+        scores = torch.einsum("nhd,kd->nhk", queries, keys) * given.softmax_scale
         scores = scores.masked_fill(~visible[:, None], -torch.inf)
         logsumexp = scores.logsumexp(-1)
         # exp(-inf - -inf) is NaN where a row sees nothing: such rows are zero.
@@ -98,8 +97,8 @@ def merge(given: Inputs, partial_output: torch.Tensor, partial_lse: torch.Tensor
         if not splits:
             continue
         count = final[tile][1] - final[tile][0]
-        outputs = torch.stack([partial_output[starts[i] : starts[i] + count] for i in splits])
-        lses = torch.stack([partial_lse[starts[i] : starts[i] + count] for i in splits])
+        rows = [slice(starts[i], starts[i] + count) for i in splits]
+        outputs, lses = (torch.stack([x[at] for at in rows]) for x in (partial_output, partial_lse))
         total = lses.logsumexp(0)
         shares = (lses - total).exp().nan_to_num(nan=0.0)
         write(given, tile, (shares[..., None] * outputs).sum(0), total)
@@ -151,7 +150,7 @@ def sparse_mla_decode(
     q_scale: torch.Tensor | None = None,
     kv_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) in fp32 as `mla_fusion.attention.sparse.sparse_mla_decode`, keys not rounded.
+    """(out, lse) in fp32 as `sparse.sparse_mla_decode`, without a plan, keys not rounded.
 
     lengths: as `SparseScratch.refresh` takes them. latent, kv_dtype: `v_head_dim` and `kv_dtype` of
     the scratch.

@@ -29,10 +29,10 @@ TILE = 64
 class SparseScratch:
     """The plan and workspaces of sparse decode steps of one shape, at fixed addresses.
 
-    widths: most columns of the index rows of each scope. It depends on the number of tokens and on
-    lengths, not on the slots, so all layers with the same lengths share it. Layers with other
-    lengths, even of equal shape, need another: a refresh overwrites the last one's. Make it with
-    `sparse_scratch`. counted: of each scope, whether the last refresh was given lengths.
+    Make it with `sparse_scratch`. It depends on the number of tokens and on lengths, not on the
+    slots, so all layers with the same lengths share it. Others, even of equal shape, need another:
+    a refresh overwrites the last one's. widths: most columns of the index rows of each scope.
+    counted: of each, whether the last refresh was given lengths.
     """
 
     widths: tuple[int, ...]
@@ -118,23 +118,12 @@ def sparse_scratch(
     if ctas is not None:
         settings["ctas"] = ctas
     plan = PersistentDecodePlan.allocate(
-        max_batch=max_tokens,
-        max_query_len=1,
-        num_heads=num_heads,
-        q_dtype=q_dtype,
-        kv_dtype=kv_dtype,
-        device=device,
-        v_head_dim=v_head_dim,
-        planner="portable",
-        **settings,
-    )
+        max_batch=max_tokens, max_query_len=1, num_heads=num_heads, q_dtype=q_dtype,
+        kv_dtype=kv_dtype, device=device, v_head_dim=v_head_dim, **settings,
+    )  # fmt: skip
 
-    def count(n: int) -> torch.Tensor:
-        return torch.arange(n, dtype=torch.int32, device=device)
-
-    return SparseScratch(
-        widths, plan, count(max_tokens + 1), 0 * count(max_tokens), 0 * count(max_tokens)
-    )
+    starts = torch.arange(max_tokens + 1, dtype=torch.int32, device=device)
+    return SparseScratch(widths, plan, starts, 0 * starts[:-1], 0 * starts[:-1])
 
 
 def sparse_mla_decode(
@@ -214,7 +203,7 @@ def sparse_mla_decode(
 
 
 def _check(given: Inputs, width: int, counted: bool, sink: torch.Tensor | None) -> None:
-    """Raise ValueError unless the arguments for one scope fit each other."""
+    """Raise ValueError unless the arguments for one scope fit."""
     validate(given)
     latent, heads = given.plan.settings.v_head_dim, given.plan.settings.num_heads
     if given.layout is None:

@@ -162,9 +162,8 @@ class Program:
 
     # Kernels
 
-    def python(self, function):
-        """A function of a kernel, over its module with the functions of this machine."""
-        module = function.fn.__globals__
+    def namespace(self, module):
+        """The names of a kernel's module, with the functions of this machine."""
         if id(module) not in self.namespaces:
             space = self.namespaces[id(module)] = dict(module)
             mine = {"gdc": self.gdc, "RENAMED": True}
@@ -174,14 +173,18 @@ class Program:
                     space[name] = mine[name]
                 elif isinstance(value, JITFunction):
                     space[name] = self.python(value)
-                elif isinstance(value, types.ModuleType) and "hopper" in value.__name__:
-                    parts = {n: f for n, f in vars(value).items() if isinstance(f, JITFunction)}
-                    parts = {n: self.python(function) for n, function in parts.items()}
-                    space[name] = types.SimpleNamespace(**parts)
+                elif isinstance(value, types.ModuleType) and "attention.hopper" in value.__name__:
+                    space[name] = types.SimpleNamespace(**self.namespace(vars(value)))
                 elif isinstance(value, gl.constexpr):
                     space[name] = value.value
+        return self.namespaces[id(module)]
+
+    def python(self, function):
+        """A function of a kernel, over its module with the functions of this machine."""
         code, defaults = function.fn.__code__, function.fn.__defaults__
-        return types.FunctionType(code, self.namespaces[id(module)], code.co_name, defaults)
+        return types.FunctionType(
+            code, self.namespace(function.fn.__globals__), code.co_name, defaults
+        )
 
     def argument(self, name, value):
         if isinstance(value, torch.Tensor):

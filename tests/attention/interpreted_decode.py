@@ -8,7 +8,6 @@ import torch
 from mla_fusion.attention.plan import planner_triton
 from mla_fusion.attention.plan.buffers import PLANNED
 from mla_fusion.attention.plan.layouts import FP8_DS_MLA
-from mla_fusion.attention.sparse import Scope, sparse_mla_decode, sparse_scratch
 from mla_fusion.cli.selftest import decode, planner, sparse
 from mla_fusion.cli.selftest.decode import Shape
 from mla_fusion.cli.selftest.sparse import Variant
@@ -59,38 +58,6 @@ VARIANTS = [
 def test_sparse(variant):
     found = [*sparse.check([variant], "cpu", steps=1)]
     assert all(each.right for each in found), found
-
-
-def test_sparse_refuses_what_does_not_fit():
-    scratch = sparse_scratch(
-        max_tokens=4, num_heads=16, widths=(50,), q_dtype=BF16, kv_dtype=BF16, device="cpu",
-        ctas=7, v_head_dim=64,
-    )  # fmt: skip
-    q, table = torch.zeros(2, 16, 80, dtype=BF16), torch.zeros(2, 50).int()
-    cache = torch.zeros(4, 16, 80, dtype=BF16)
-
-    def refused(message, *tables, **options):
-        with pytest.raises(ValueError, match=message):
-            scopes = [Scope(cache, table) for table in tables]
-            sparse_mla_decode(q, scopes, scratch, softmax_scale=1.0, **options)
-
-    scratch.refresh(3, [None])
-    refused("refresh", table)
-    scratch.refresh(2, [None])
-    refused("1 scopes, got 2", table, table)
-    refused("scope 0: block_table must be int32", table.long())
-    refused(
-        "scope 0: the table must have 50 columns, as no lengths were given, got 49", table[:, 1:]
-    )
-    refused(r"sink must be dense fp32 \[16\] on cpu", table, sink=torch.zeros(8))
-    with pytest.raises(ValueError, match="do not fit a scratch"):
-        scratch.refresh(5, [None])
-    with pytest.raises(ValueError, match="lengths of scope 0"):
-        scratch.refresh(2, [torch.zeros(2).long()])
-    scratch.refresh(2, [torch.tensor([3, 49]).int()])
-    refused("scope 0: the table must have 50 columns at most, got 51", torch.zeros(2, 51).int())
-    narrow, _ = sparse_mla_decode(q, [Scope(cache, table[:, 1:])], scratch, softmax_scale=1.0)
-    assert not narrow.any()
 
 
 PLANNERS = [(7, 128, 12, 16, 4), (9, 8, 5, 1, 1), (6, 32, 12, 64, 16), (1, 16, 7, 16, 2)]

@@ -16,8 +16,7 @@ from mla_fusion.attention.hopper import (
     sparse_specialized,
     warp_specialized,
 )
-from mla_fusion.attention.hopper.copy import cache_boxes
-from mla_fusion.attention.hopper.warp_specialized_copy import columns_of, query_boxes
+from mla_fusion.attention.hopper.warp_specialized_copy import query_boxes
 from mla_fusion.attention.plan.buffers import Step
 from mla_fusion.attention.plan.device import triton_version
 from mla_fusion.attention.plan.epilogue import Epilogue
@@ -196,10 +195,6 @@ def test_the_copy_engine_sees_rows():
     # 64 heads of a token, or all of an item's of several.
     blocks = {8: [8, 8], 16: [4, 16], 32: [2, 32], 48: [1, 64], 64: [1, 64], 128: [1, 64]}
     assert {n: query_boxes(q, 512, n)[0].block_shape[:2] for n in blocks} == blocks
-    # Half of each block is another layer's: the last row is inside the memory all the same.
-    cache = torch.empty(10, 256, 576, dtype=BF16)[:, :128]
-    *boxes, step = cache_boxes(cache, columns_of(512, 64), 64)
-    assert step == 256 and boxes[0].shape == [9 * 256 + 128, 576]
 
 
 def test_sparse_fp8():

@@ -206,17 +206,25 @@ def test_plans_for_cdna(cdna, heads, rows, dtype, ctas):
 @pytest.mark.parametrize(
     ("heads", "rows", "dtype", "width", "ctas"),
     [
+        # Several row blocks: the programs of all fill the GPU once.
         (128, 1, BF16, 576, 5), (128, 2, BF16, 576, 5), (16, 8, BF16, 576, 5),
         (32, 3, BF16, 576, 5), (16, 24, BF16, 576, 1), (64, 1, BF16, 576, 10),
         (16, 4, BF16, 576, 10), (8, 8, BF16, 576, 10), (128, 1, FN, 576, 10),
         (128, 2, FN, 576, 5), (16, 8, FN, 576, 5), (128, 1, FP16, 576, 10),
-        (128, 1, BF16, 320, 10), (32, 1, FN, 576, 10),
+        (128, 1, BF16, 320, 10),
+        # 17 to 32 query rows in fp8 have tiles of 128 tokens.
+        (32, 1, FN, 576, 10), (16, 2, FN, 576, 10), (20, 1, FN, 576, 10),
+        # Two programs where shared memory holds the tiles of both, but 32 rows of bf16 take all
+        # registers.
+        (16, 1, BF16, 576, 10), (16, 1, FN, 576, 20), (8, 1, FN, 576, 20), (8, 2, FN, 576, 20),
+        (16, 1, BF16, 320, 20), (16, 2, BF16, 320, 10), (16, 2, FN, 1088, 10),
+        (16, 1, BF16, 448, 10), (16, 1, FN, 1152, 10),
     ],
 )  # fmt: skip
-def test_items_of_several_row_blocks(heads, rows, dtype, width, ctas):
-    """So few CTAs that the programs of all blocks fill the GPU once."""
+def test_plans_for_hopper(heads, rows, dtype, width, ctas):
     settings = choice.plan_settings(heads, rows, dtype, width, "cuda")
-    assert (settings["ctas"], settings["overhead"]) == (ctas, 3 if heads * rows == 32 else 4)
+    wide_tiles = dtype == FN and width == 576 and 16 < heads * rows <= 32
+    assert (settings["ctas"], settings["overhead"]) == (ctas, 3 if wide_tiles else 4)
     wide = (heads, rows) == (128, 1) and ctas == 5
     assert settings.get("heads_per_work") == (128 if wide else None)
 

@@ -1,7 +1,5 @@
 """How the Triton decode is launched on a GPU, only from shapes."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -15,27 +13,6 @@ from mla_fusion.attention.plan.layouts import FP8_DS_MLA
 from mla_fusion.attention.triton import decode_kernel, reduce_kernel
 from tests.attention.decodes import BF16, FN, Launches, plan_for, refresh
 from tests.attention.without_memory import inputs
-
-
-@pytest.mark.parametrize(
-    ("heads", "rows", "dtype", "width", "programs"),
-    [
-        (16, 1, BF16, 512 + 64, 1), (16, 1, FN, 512 + 64, 2), (8, 1, FN, 512 + 64, 2),
-        (8, 2, FN, 512 + 64, 2), (128, 1, FN, 512 + 64, 1),
-        # 32 query rows have tiles of 128 tokens.
-        (16, 2, FN, 512 + 64, 1), (20, 1, FN, 512 + 64, 1),
-        # Two programs where shared memory holds the tiles of both.
-        (16, 1, BF16, 256 + 64, 2),
-        # 32 query rows in bf16 take all registers.
-        (16, 2, BF16, 256 + 64, 1), (16, 2, FN, 1024 + 64, 1), (16, 1, BF16, 384 + 64, 1),
-        (16, 1, FN, 1024 + 128, 1),
-    ],
-)  # fmt: skip
-def test_workers(monkeypatch, heads, rows, dtype, width, programs):
-    properties = SimpleNamespace(multi_processor_count=10)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    assert provider.plan_settings(heads, rows, dtype, width, "cuda")["ctas"] == 10 * programs
 
 
 @pytest.mark.parametrize(

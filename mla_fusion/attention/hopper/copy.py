@@ -68,11 +68,14 @@ def tile_layout(columns: int, size: int, rank: int) -> gl.NVMMASharedLayout:
 
 
 @gluon.constexpr_function
-def load_layout(width, bits, warps):
-    """The layout in which threads read 16 bytes each of rows of `width` elements."""
+def load_layout(width, bits, warps, rows=1):
+    """The layout in which threads read 16 bytes each of rows of `width` elements. Of so many `rows`
+    a thread has neighbours.
+    """
     vector = 128 // bits
     threads = min(32, width // vector)
-    return gl.BlockedLayout([1, vector], [32 // threads, threads], [warps, 1], [1, 0])
+    rows = max(1, rows // warps // (32 // threads))
+    return gl.BlockedLayout([rows, vector], [32 // threads, threads], [warps, 1], [1, 0])
 
 
 @gluon.jit
@@ -132,26 +135,18 @@ def row_of(copies, token, PAGE: gl.constexpr):
 
 
 @gluon.jit
-def copy_box(buffer, copies, row, BOX: gl.constexpr):
-    """Have the copy engine copy the TILE tokens from `row` on into box BOX of a tile."""
-    keys, ropes = buffer.keys.slice(BOX * TILE, TILE), buffer.ropes.slice(BOX * TILE, TILE)
-    tma_load(copies.latents, [row, 0], buffer.arrived, keys)
-    tma_load(copies.rotated, [row, keys.shape[1]], buffer.arrived, ropes)
-
-
-@gluon.jit
 def copy_boxes(buffer, copies, token, BOXES: gl.constexpr, PAGE: gl.constexpr):
     """Have the copy engine copy BOXES * TILE tokens from `token` on, one box or two."""
     keys, ropes = buffer.keys, buffer.ropes
     BITS: gl.constexpr = keys.dtype.primitive_bitwidth
     mbarrier.expect(buffer.arrived, BOXES * TILE * (keys.shape[1] + ropes.shape[1]) * BITS // 8)
     row = row_of(copies, token, PAGE)
-    if BOXES == 2:
-        other = row_of(copies, token + TILE, PAGE)
-        copy_box(buffer, copies, row, 0)
-        copy_box(buffer, copies, other, 1)
-    else:
-        copy_box(buffer, copies, row, 0)
+    other = row_of(copies, token + TILE, PAGE) if BOXES == 2 else row
+    for box in gl.static_range(BOXES):
+        at = other if box == 1 else row
+        tma_load(copies.latents, [at, 0], buffer.arrived, keys.slice(box * TILE, TILE))
+        target = ropes.slice(box * TILE, TILE)
+        tma_load(copies.rotated, [at, keys.shape[1]], buffer.arrived, target)
 
 
 @gluon.jit
@@ -212,14 +207,3 @@ def wait_for_tile(buffers, buffer, phases, left, BULK: gl.constexpr):
     else:
         fence_async_shared()
     return phases
-
-
-@gluon.jit
-def slots_of(at, copies, tile, end, first_end, FIRST: gl.constexpr):
-    """Slots of tokens `at` of a tile of a sparse sequence, -1 for none."""
-    BLOCK_N: gl.constexpr = at.shape[0]
-    if tile * BLOCK_N < FIRST:
-        slots = gl.load(copies.first.table + at, mask=at < first_end, other=-1)
-    else:
-        slots = gl.load(copies.extra.table + at - FIRST, mask=at < end, other=-1)
-    return slots

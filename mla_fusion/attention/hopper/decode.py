@@ -18,18 +18,9 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc
 
-from mla_fusion.attention.hopper.copy import (
-    Buffers,
-    Copies,
-    barrier,
-    cache_boxes,
-    load_layout,
-    slots_of,
-    start_copy,
-    wait_for_tile,
-)
+from mla_fusion.attention.hopper import copy, tile
+from mla_fusion.attention.hopper.copy import barrier
 from mla_fusion.attention.hopper.fits import decode as fits
-from mla_fusion.attention.hopper.tile import add_values, packed, scores_of, softmax_step
 from mla_fusion.attention.hopper.work import TILE, Work, read_item
 from mla_fusion.attention.plan.device_code import LN2, LOG2E, Source, Target
 from mla_fusion.attention.plan.inputs import Inputs, Launch
@@ -40,7 +31,7 @@ __all__ = ["arguments", "fits", "kernel"]
 @gluon.jit
 def load_query(target, q_ptr, work, item, heads, stride_t, stride_h, HEADS: gl.constexpr):
     """Rows of the query [rows, width] into shared memory; zeros for rows of padding."""
-    layout: gl.constexpr = load_layout(
+    layout: gl.constexpr = copy.load_layout(
         target.shape[1], target.dtype.primitive_bitwidth, gl.num_warps()
     )
     rows = work.first_row + gl.arange(0, target.shape[0], gl.SliceLayout(1, layout))
@@ -52,17 +43,21 @@ def load_query(target, q_ptr, work, item, heads, stride_t, stride_h, HEADS: gl.c
 
 
 @gluon.jit
-def store_output(pointers, acc, odd, wanted, PAIRS: gl.constexpr, layout: gl.constexpr):
-    """Store acc [width, rows] in columns from `pointers` [rows] on, `odd` between with PAIRS."""
-    TYPE: gl.constexpr = pointers.dtype.element_ty
-    col = gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout))
-    if PAIRS:
-        # One store for two neighbours: one of them would fill only half of a memory sector.
-        pairs = packed(acc, odd, TYPE)
-        target = pointers.to(gl.pointer_type(pairs.dtype), bitcast=True)
-        gl.store(target[None, :] + col[:, None], pairs, mask=wanted[None, :])
-    else:
-        gl.store(pointers[None, :] + col[:, None], acc.to(TYPE), mask=wanted[None, :])
+def store_output(start, sums, odds, inverse, wanted, L: gl.constexpr, PAIRS: gl.constexpr):
+    """Store L latents times `inverse` from `start` [rows] on: see `store_item`."""
+    PART: gl.constexpr = L // len(sums)
+    TYPE: gl.constexpr = start.dtype.element_ty
+    col = gl.arange(0, sums[0].shape[0], gl.SliceLayout(1, sums[0].type.layout))
+    for i in gl.static_range(len(sums)):
+        acc, odd = sums[i] * inverse, odds[i] * inverse
+        pointers = start + i * PART
+        if PAIRS:
+            # One store for two neighbours: one of them would fill only half of a memory sector.
+            pairs = tile.packed(acc, odd, TYPE)
+            target = pointers.to(gl.pointer_type(pairs.dtype), bitcast=True)
+            gl.store(target[None, :] + col[:, None], pairs, mask=wanted[None, :])
+        else:
+            gl.store(pointers[None, :] + col[:, None], acc.to(TYPE), mask=wanted[None, :])
 
 
 @gluon.jit
@@ -110,20 +105,25 @@ def attend(
         else:
             async_copy.wait_group(0)
         # After the last tile this copies nothing.
-        start_copy(buffers, 1 - current, copies, t + TILES, item.end, first_end, form, BULK)
+        copy.start_copy(buffers, 1 - current, copies, t + TILES, item.end, first_end, form, BULK)
         left = item.end - t * TILE
-        phases = wait_for_tile(buffers, current, phases, left, BULK)
-        s = scores_of(buffers, current, q_keys, q_ropes, score)
+        phases = copy.wait_for_tile(buffers, current, phases, left, BULK)
+        s = tile.scores_of(buffers, current, q_keys, q_ropes, score)
         at = t * TILE + gl.arange(0, BLOCK_N, gl.SliceLayout(1, score))
         seen = (at >= item.begin)[:, None] & (at[:, None] < limit[None, :])
         if form.SPARSE:
-            seen &= (slots_of(at, copies, t, item.end, first_end, form.FIRST) >= 0)[:, None]
-        p, decay, m = softmax_step(s * factor, seen, m)
+            if t * BLOCK_N < form.FIRST:
+                slots = gl.load(copies.first.table + at, mask=at < first_end, other=-1)
+            else:
+                slots = gl.load(copies.extra.table + at - form.FIRST, mask=at < item.end, other=-1)
+            seen &= (slots >= 0)[:, None]
+        p, decay, m = tile.softmax_step(s * factor, seen, m)
         l = l * decay[None, :] + p
         shared_p.store(p.to(shared_p.dtype))
         fence_async_shared()
         decay = gl.convert_layout(decay, gl.SliceLayout(0, output))
-        acc, odd = add_values(acc, odd, decay, buffers.keys.index(current), shared_p, left, PAIRS)
+        key = buffers.keys.index(current)
+        acc, odd = tile.add_values(acc, odd, decay, key, shared_p, left, PAIRS)
         current = 1 - current
     return acc, odd, m, l, phases
 
@@ -135,11 +135,10 @@ def store_item(
 ):  # fmt: skip
     """Normalize the sums and write them: to the output, or to partial rows for a split.
 
-    sums, odds: [latents, rows] each, of as many parts of the L latents as they are.
+    sums: [latents, rows] each, of as many parts of the L latents as they are; `odds` between with
+    PAIRS.
     """
-    output: gl.constexpr = sums[0].type.layout
-    out_row: gl.constexpr = gl.SliceLayout(0, output)
-    PART: gl.constexpr = form.L // len(sums)
+    out_row: gl.constexpr = gl.SliceLayout(0, sums[0].type.layout)
     l = gl.sum(l, 0)
     lse = gl.where(l > 0.0, (m + gl.log2(l)) * LN2, float("-inf"))
     rows = work.first_row + gl.arange(0, sums[0].shape[1], out_row)
@@ -154,17 +153,13 @@ def store_item(
     if item.partial < 0:
         at_token = item.token + rows // form.HEADS
         final = target.out + at_token * target.stride_t + head * target.stride_h
-        for i in gl.static_range(len(sums)):
-            acc, odd = sums[i] * inverse, odds[i] * inverse
-            store_output(final + i * PART, acc, odd, real, PAIRS, output)
+        store_output(final, sums, odds, inverse, real, form.L, PAIRS)
         if form.LSE:
             gl.store(target.lse + at_token * target.heads + head, lse, mask=real)
     else:
         at_partial = (item.partial.to(gl.int64) * form.HEADS) + rows
         partial = target.partial + at_partial * form.L
-        for i in gl.static_range(len(sums)):
-            acc, odd = sums[i] * inverse, odds[i] * inverse
-            store_output(partial + i * PART, acc, odd, real, PAIRS, output)
+        store_output(partial, sums, odds, inverse, real, form.L, PAIRS)
         gl.store(target.partial_lse + at_partial, lse, mask=real)
 
 
@@ -190,7 +185,7 @@ def allocate(
         mbarrier.init(arrived.index(1), count=1)
         fence_async_shared()
         barrier()
-    return Buffers(keys, ropes, arrived), q_keys, q_ropes, shared_p
+    return copy.Buffers(keys, ropes, arrived), q_keys, q_ropes, shared_p
 
 
 # Do not specialize on stride 1: the warm-up's one-column table would compile another variant.
@@ -237,7 +232,7 @@ def decode_kernel(
         item = read_item(work, number, FORM)
         first = Source(kv_ptr, item.table, block_stride)
         extra = Source(extra_ptr, item.extra_table, extra_block_stride)
-        copies = Copies(first, extra, latents, rotated, block_rows)
+        copies = copy.Copies(first, extra, latents, rotated, block_rows)
         # All that follows, scales too, may be written by the kernel in front.
         gdc.gdc_wait()
         factor, value_scale = read_scales(scale, q_scale_ptr, kv_scale_ptr, FP8)
@@ -246,13 +241,13 @@ def decode_kernel(
         first_end = item.end
         if FORM.SPARSE:
             first_end = gl.minimum(item.end, gl.load(first_lens_ptr + item.sequence))
-        tile = item.begin // TILE
+        first_tile = item.begin // TILE
         # Row blocks after the query rows of this sequence have nothing to do.
         has_rows = work.first_row < FORM.HEADS * item.count
-        stop = gl.where(has_rows, (item.end + TILE - 1) // TILE, tile)
+        stop = gl.where(has_rows, (item.end + TILE - 1) // TILE, first_tile)
         # A copy without a wait would put its barrier a phase ahead.
-        if tile < stop:
-            start_copy(buffers, 0, copies, tile, item.end, first_end, FORM, BULK)
+        if first_tile < stop:
+            copy.start_copy(buffers, 0, copies, first_tile, item.end, first_end, FORM, BULK)
         query = q_ptr + item.token * q_stride_t
         load_query(q_keys, query, work, item, heads, q_stride_t, q_stride_h, FORM.HEADS)
         query += FORM.L
@@ -286,18 +281,14 @@ def arguments(given: Inputs) -> Launch:
     # steps of fewer sequences at most, which give no other CTA work either.
     few = plan.step is not None and plan.step.batch < plan.rules.half_below
     # The slots of a sparse sequence are scattered rows.
-    bulk = (cache, cache, 0) if given.sparse else cache_boxes(cache, given.widths, TILE.value)
+    bulk = (cache, cache, 0) if given.sparse else copy.cache_boxes(cache, given.widths, TILE.value)
     # A CTA that has an SM holds tiles of two boxes of fp8, one for the scores of each warpgroup.
     boxes = 2 if bulk[2] and (rows == 32 or few) and cache.itemsize == 1 else 1
     warps = 4 if rows == 16 and boxes == 1 else 8
     options = {
-        "FORM": given.form,
-        "ROWS": rows,
-        "BLOCK_N": boxes * TILE.value,
-        "BULK": bulk[2] > 0,
-        "num_warps": warps,
-        "launch_pdl": True,
-    }
+        "FORM": given.form, "ROWS": rows, "BLOCK_N": boxes * TILE.value, "BULK": bulk[2] > 0,
+        "num_warps": warps, "launch_pdl": True,
+    }  # fmt: skip
     ctas, blocks = given.grid(rows)
     grid = (ctas // 2 if few else ctas, blocks)
     return grid, (*given.scopes, *bulk, int(plan.fresh)), options

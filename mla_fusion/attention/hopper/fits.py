@@ -1,7 +1,4 @@
-"""Which decodes each kernel for Hopper takes: why it does not, or an empty string.
-
-Beside the kernels, so that who plans for them imports no Gluon.
-"""
+"""Why a kernel for Hopper does not take a decode, or an empty string; without importing Gluon."""
 
 import torch
 
@@ -40,8 +37,8 @@ def decode(given: Inputs) -> str:
 
 
 def warp_specialized(given: Inputs) -> str:
-    """Why `warp_specialized.py` does not take these inputs: it copies query and cache by the tensor
-    copy engine only, 64 rows at a time.
+    """Why `warp_specialized.py` does not: it copies by the tensor copy engine only, 64 rows at a
+    time.
     """
     q, kv_cache, per_work = given.q, given.kv_cache, given.plan.heads_per_work
     if given.sparse is not None or given.rows <= FEW_ROWS:
@@ -52,9 +49,7 @@ def warp_specialized(given: Inputs) -> str:
             "it takes bf16 or e4m3, query and cache of one type, of 512 + 64, got "
             "{} over {} of {} + {}".format(q.dtype, kv_cache.dtype, *given.widths)
         )
-    if why := decode(given):
-        return why
-    if why := _of_scale(given):
+    if why := decode(given) or _of_scale(given):
         return why
     page_size, (block_stride, entry, _) = kv_cache.shape[1], kv_cache.stride()
     if page_size % TILE or block_stride % entry:
@@ -85,8 +80,8 @@ def sparse_fp8(given: Inputs) -> str:
 
 
 def sparse_specialized(given: Inputs) -> str:
-    """Why `sparse_specialized.py` does not take these inputs: it copies the query by the tensor
-    copy engine, 64 heads of a token at a time, and knows one distance between entries.
+    """Why `sparse_specialized.py` does not: it copies the query by the tensor copy engine, 64 heads
+    of a token at a time, and knows one distance between entries.
     """
     q, sparse = given.q, given.sparse
     if given.layout is None or sparse is None:

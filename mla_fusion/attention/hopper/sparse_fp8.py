@@ -27,17 +27,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc
 
+from mla_fusion.attention.hopper import sparse_fp8_gather as gather
 from mla_fusion.attention.hopper.copy import barrier, load_layout
 from mla_fusion.attention.hopper.decode import store_item
 from mla_fusion.attention.hopper.fits import SPARSE_FP8_ROWS
 from mla_fusion.attention.hopper.fits import sparse_fp8 as fits
-from mla_fusion.attention.hopper.sparse_fp8_gather import (
-    GROUPS,
-    Entries,
-    Ring,
-    copy_entries,
-    load_slots,
-)
+from mla_fusion.attention.hopper.sparse_fp8_gather import GROUPS
 from mla_fusion.attention.hopper.tile import pairs_of, softmax_step, widen_pairs
 from mla_fusion.attention.hopper.work import TILE, Work, items_of, read_item
 from mla_fusion.attention.plan.device_code import LOG2E, Target
@@ -191,8 +186,8 @@ def attend(
         # first fence is also that of the query, which no product reads before.
         fence_async_shared()
         barrier()
-        copy_entries(ring, entries, t + STAGES - 1, form.ENTRY, form.PAGE)
-        later = load_slots(entries, t + STAGES, TILE)
+        gather.copy_entries(ring, entries, t + STAGES - 1, form.ENTRY, form.PAGE)
+        later = gather.load_slots(entries, t + STAGES, TILE)
         buffer = t % STAGES
         view = pairs_of(ring.keys.index(buffer))
         scale = scales_of(ring.scales.index(buffer), token)
@@ -227,7 +222,7 @@ def allocate(TYPE: gl.constexpr, L: gl.constexpr, R: gl.constexpr, ROWS: gl.cons
     p_layout: gl.constexpr = gl.NVMMASharedLayout(2 * ROWS, 16, 2)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    ring = Ring(
+    ring = gather.Ring(
         gl.allocate_shared_memory(TYPE, [STAGES, TILE, L], codes),
         gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, R], wide),
         gl.allocate_shared_memory(gl.float32, [STAGES, TILE, GROUPS], plain),
@@ -272,7 +267,9 @@ def decode_kernel(
         item = read_item(work, number, FORM)
         # All that follows may be written by the kernel in front.
         gdc.gdc_wait()
-        entries = Entries(codes_ptr, ropes_ptr, scales_ptr, block_units, item.table, item.end)
+        entries = gather.Entries(
+            codes_ptr, ropes_ptr, scales_ptr, block_units, item.table, item.end
+        )
         tile, stop = item.begin // TILE, (item.end + TILE - 1) // TILE
         # A graph's padding has items without query rows.
         stop = gl.where(item.count > 0, stop, tile)
@@ -280,10 +277,10 @@ def decode_kernel(
         barrier()
         for i in gl.static_range(STAGES):
             slots = ring.slots.index((tile + i) % ring.slots.shape[0])
-            slots.store(load_slots(entries, tile + i, TILE))
+            slots.store(gather.load_slots(entries, tile + i, TILE))
         barrier()
         for i in gl.static_range(STAGES - 1):
-            copy_entries(ring, entries, tile + i, FORM.ENTRY, FORM.PAGE)
+            gather.copy_entries(ring, entries, tile + i, FORM.ENTRY, FORM.PAGE)
         of_token = q_ptr + item.token * q_stride_t
         load_query(query, of_token, work, item, heads, q_stride_h)
         factor = query.inverse.load(gl.SliceLayout(0, score)) * (scale * LOG2E)
@@ -305,15 +302,9 @@ def arguments(given: Inputs) -> Launch:
     """What the kernel is launched with (also for compiling without a GPU)."""
     cache, e4m3 = given.kv_cache, given.plan.settings.kv_dtype
     args = (
-        given.q,
-        *(cache.view(dtype) for dtype in (e4m3, torch.bfloat16, torch.float32)),
-        given.block_table,
-        given.or_unused(given.sink),
-        *given.results,
-        *given.scales[2:],
-        *given.strides,
-        cache.stride(0) // 16,
-        int(given.plan.fresh),
-    )
+        given.q, *(cache.view(dtype) for dtype in (e4m3, torch.bfloat16, torch.float32)),
+        given.block_table, given.or_unused(given.sink), *given.results, *given.scales[2:],
+        *given.strides, cache.stride(0) // 16, int(given.plan.fresh),
+    )  # fmt: skip
     options = {"FORM": given.form, "ROWS": SPARSE_FP8_ROWS, "num_warps": 4, "launch_pdl": True}
     return given.grid(SPARSE_FP8_ROWS), args, options

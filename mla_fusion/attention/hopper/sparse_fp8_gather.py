@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from mla_fusion.attention.hopper.copy import async_load
+from mla_fusion.attention.hopper.copy import async_load, load_layout
 
 GROUPS = gl.constexpr(4)  # of latents with a scale of their own
 
@@ -24,15 +24,6 @@ Entries = namedtuple("Entries", "codes ropes scales block_units table end")
 # Tiles in shared memory: STAGES of entries, and more of slots. keys: [STAGES, tokens, L]. ropes:
 # [STAGES, tokens, R]. scales: [STAGES, tokens, GROUPS]. slots: [more than STAGES, tokens].
 Ring = namedtuple("Ring", "keys ropes scales slots")
-
-
-@gluon.constexpr_function
-def rows_layout(tokens, width, bits, warps):
-    """A layout of [tokens, width]: 16 bytes of a row a thread, neighbouring rows in a thread."""
-    vector = 128 // bits
-    threads = min(32, width // vector)
-    rows = max(1, tokens // warps // (32 // threads))
-    return gl.BlockedLayout([rows, vector], [32 // threads, threads], [warps, 1], [1, 0])
 
 
 @gluon.jit
@@ -48,8 +39,8 @@ def copy_part(target, pointer, slots, block_stride, ENTRY: gl.constexpr, PAGE: g
 
     Strides are in elements. Entries of slot -1 become zeros.
     """
-    layout: gl.constexpr = rows_layout(
-        target.shape[0], target.shape[1], target.dtype.primitive_bitwidth, gl.num_warps()
+    layout: gl.constexpr = load_layout(
+        target.shape[1], target.dtype.primitive_bitwidth, gl.num_warps(), target.shape[0]
     )
     col = gl.arange(0, target.shape[1], gl.SliceLayout(0, layout))
     slot = slots.load(gl.SliceLayout(1, layout))

@@ -24,20 +24,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc
 
 from mla_fusion.attention.hopper import warp_specialized_bf16 as bf16
+from mla_fusion.attention.hopper import warp_specialized_copy as ws
 from mla_fusion.attention.hopper import warp_specialized_rows as rows
 from mla_fusion.attention.hopper.copy import barrier
 from mla_fusion.attention.hopper.fits import sparse_specialized as fits
 from mla_fusion.attention.hopper.sparse_specialized_gather import Scopes, gather
 from mla_fusion.attention.hopper.warp_specialized import new_barriers
-from mla_fusion.attention.hopper.warp_specialized_copy import (
-    ROWS,
-    WARPS,
-    Boxes,
-    Probabilities,
-    Query,
-    query_boxes,
-    turn_of,
-)
+from mla_fusion.attention.hopper.warp_specialized_copy import ROWS, WARPS, turn_of
 from mla_fusion.attention.hopper.work import TILE, Work, items_of, read_item, tiles_of
 from mla_fusion.attention.plan.device_code import LOG2E, Target
 from mla_fusion.attention.plan.inputs import Inputs, Launch
@@ -72,9 +65,7 @@ def scores_of(query, tiles, buffer, R: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def score(
-    work, query, tiles, shared, target, sink_ptr, factor, form: gl.constexpr
-):  # fmt: skip
+def score(work, query, tiles, shared, target, sink_ptr, factor, form: gl.constexpr):
     """The first warpgroup: scores, softmax, and the left half of the output."""
     HALF: gl.constexpr = query.left.shape[1]
     BUFFERS: gl.constexpr = tiles.keys.shape[0]
@@ -190,15 +181,15 @@ def decode_kernel(
         new_barriers(BUFFERS, 2),
     )
     made = new_barriers(4)
-    query = Query(
-        Boxes(q_halves, q_quarters, q_rotated),
+    query = ws.Query(
+        ws.Boxes(q_halves, q_quarters, q_rotated),
         q_left,
         gl.allocate_shared_memory(TYPE, [2, ROWS, PART], layout),
         q_ropes,
         made.index(2),
         made.index(3),
     )
-    shared = Probabilities(
+    shared = ws.Probabilities(
         gl.allocate_shared_memory(TYPE, [ROWS, TILE], layout),
         gl.allocate_shared_memory(gl.float32, [ROWS], line),
         made.index(0),
@@ -216,9 +207,7 @@ def decode_kernel(
     barrier()
     gl.warp_specialize(
         [
-            (score, (
-                work, query, tiles, shared, target, sink_ptr, scale * LOG2E, FORM
-            )),
+            (score, (work, query, tiles, shared, target, sink_ptr, scale * LOG2E, FORM)),
             (multiply, (work, tiles, shared, target, FORM)),
             (gather, (work, query, tiles, scopes, FORM)),
         ],
@@ -238,22 +227,13 @@ def arguments(given: Inputs) -> Launch:
     sparse, plan = given.sparse, given.plan
     assert sparse is not None, "`fits` has asked for it"
     caches = given.kv_cache, sparse.extra.kv_cache
-    halves, quarters, *rotated = query_boxes(given.q, given.widths[0], plan.heads_per_work)
+    halves, quarters, *rotated = ws.query_boxes(given.q, given.widths[0], plan.heads_per_work)
     args = (
-        given.block_table,
-        sparse.extra.table,
-        sparse.lens,
-        given.or_unused(sparse.sink),
-        *(cache.view(torch.int32) for cache in caches),
-        *given.results,
-        *given.scales[2:],
-        *given.strides[2:],
-        sparse.extra.table.stride(0),
-        *(cache.stride(0) // 16 for cache in caches),
-        halves,
-        quarters,
-        *(rotated or [quarters]),
+        given.block_table, sparse.extra.table, sparse.lens, given.or_unused(sparse.sink),
+        *(cache.view(torch.int32) for cache in caches), *given.results, *given.scales[2:],
+        *given.strides[2:], sparse.extra.table.stride(0),
+        *(cache.stride(0) // 16 for cache in caches), halves, quarters, *(rotated or [quarters]),
         int(plan.fresh),
-    )
+    )  # fmt: skip
     options = {"FORM": given.form, "launch_pdl": True, "num_warps": WARPS.value}
     return given.grid(ROWS.value), args, options

@@ -29,7 +29,24 @@ VALUES = gl.constexpr(gl.DistributedLinearLayout(
 ))  # fmt: skip
 ROTATED = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
 ENTRY = gl.constexpr(gl.SliceLayout(1, CODES))
-
+# PTX of `dequantize`: two values, from either half of the codes.
+HALF = """
+    cvt.rn.f16x2.e4m3x2 two, {codes};
+    mov.b32 {{first, second}}, two;
+    cvt.f32.f16 a, first;
+    cvt.f32.f16 b, second;
+    mul.f32 a, a, scale;
+    mul.f32 b, b, scale;
+    cvt.rn.bf16x2.f32 {result}, b, a;"""
+DEQUANTIZE = gl.constexpr(f"""{{
+    .reg .b16 low, high, first, second;
+    .reg .b32 two;
+    .reg .f32 scale, a, b;
+    mov.b32 {{low, high}}, $2;
+    mov.b32 scale, $3;
+    {HALF.format(codes="low", result="$0")}
+    {HALF.format(codes="high", result="$1")}
+}}""")
 
 # Two caches, or one twice, as integers of four bytes. units, extra_units: of 16 bytes, from one
 # block to the next. lens: how many of the first scope's columns count, of each sequence.
@@ -56,30 +73,28 @@ def load_slots(number, item, scopes, first_end, form: gl.constexpr):
 
 @gluon.jit
 def addresses(cache, units, slots, PAGE: gl.constexpr, form: gl.constexpr):
-    """Where codes, bf16 values and scales of `slots` of one cache are."""
-    slots = slots.to(gl.uint32)
-    block = (slots // PAGE).to(gl.int64) * units.to(gl.int64)
-    codes = cache + (block + (slots % PAGE * (form.ENTRY // 16)).to(gl.int64)) * 4
+    """The `Entries` of `slots` of one cache."""
+    at = slots.to(gl.uint32)
+    block = (at // PAGE).to(gl.int64) * units.to(gl.int64)
+    codes = cache + (block + (at % PAGE * (form.ENTRY // 16)).to(gl.int64)) * 4
     wide = codes + form.layout.quantized // 4
     if form.layout.behind:
         # Eight bytes for each entry, behind all data of the page.
-        scales = cache + block * 4 + (PAGE * form.ENTRY // 4 + slots % PAGE * 2).to(gl.int64)
+        scales = cache + block * 4 + (PAGE * form.ENTRY // 4 + at % PAGE * 2).to(gl.int64)
     else:
         scales = wide
         wide += form.layout.quantized // form.layout.group
-    return codes, wide, scales
+    return Entries(codes, wide, scales, slots)
 
 
 @gluon.jit
 def locate(number, slots, scopes, form: gl.constexpr):
     """The `Entries` of `slots`, of unit `number` of a sequence."""
     if form.FIRST == 0 or number * UNIT < form.FIRST:
-        codes, wide, scales = addresses(scopes.cache, scopes.units, slots, form.PAGE, form)
+        found = addresses(scopes.cache, scopes.units, slots, form.PAGE, form)
     else:
-        codes, wide, scales = addresses(
-            scopes.extra_cache, scopes.extra_units, slots, form.EXTRA_PAGE, form
-        )
-    return Entries(codes, wide, scales, slots)
+        found = addresses(scopes.extra_cache, scopes.extra_units, slots, form.EXTRA_PAGE, form)
+    return found
 
 
 @gluon.jit
@@ -123,41 +138,15 @@ def load_wide(entries, form: gl.constexpr):
 def load_unit(entries, form: gl.constexpr):
     """All of the `Unit` of some entries."""
     a, b = load_quarter(entries, 0, form), load_quarter(entries, 1, form)
-    c, d = load_quarter(entries, 2, form), load_quarter(entries, 3, form)
-    scales, wide = load_scales(entries, form), load_wide(entries, form)
-    return Unit(entries.slots, (a, b, c, d), scales, wide)
+    quarters = a, b, load_quarter(entries, 2, form), load_quarter(entries, 3, form)
+    return Unit(entries.slots, quarters, load_scales(entries, form), load_wide(entries, form))
 
 
 @gluon.jit
 def dequantize(codes, scales):
     """Four e4m3 of each integer times a scale, fp32 in an integer: two integers of two bf16."""
     return gl.inline_asm_elementwise(
-        """{
-        .reg .b16 low, high, first, second;
-        .reg .b32 two;
-        .reg .f32 scale, a, b;
-        mov.b32 {low, high}, $2;
-        mov.b32 scale, $3;
-        cvt.rn.f16x2.e4m3x2 two, low;
-        mov.b32 {first, second}, two;
-        cvt.f32.f16 a, first;
-        cvt.f32.f16 b, second;
-        mul.f32 a, a, scale;
-        mul.f32 b, b, scale;
-        cvt.rn.bf16x2.f32 $0, b, a;
-        cvt.rn.f16x2.e4m3x2 two, high;
-        mov.b32 {first, second}, two;
-        cvt.f32.f16 a, first;
-        cvt.f32.f16 b, second;
-        mul.f32 a, a, scale;
-        mul.f32 b, b, scale;
-        cvt.rn.bf16x2.f32 $1, b, a;
-        }""",
-        "=&r,=&r,r,r",
-        [codes, scales],
-        dtype=(gl.int32, gl.int32),
-        is_pure=True,
-        pack=1,
+        DEQUANTIZE, "=&r,=&r,r,r", [codes, scales], (gl.int32, gl.int32), is_pure=True, pack=1
     )
 
 
@@ -195,8 +184,8 @@ def put(tiles, buffer, unit, entries, U: gl.constexpr, form: gl.constexpr):
     if form.R > 0:
         pairs_of(tiles.ropes.index(buffer)).slice(UNIT * U, UNIT).store(unit.wide)
     tiles.slots.index(buffer).slice(UNIT * U, UNIT).store(unit.slots)
-    scales, wide = load_scales(entries, form), load_wide(entries, form)
-    return Unit(entries.slots, (a, b, c, d), scales, wide)
+    quarters = a, b, c, d
+    return Unit(entries.slots, quarters, load_scales(entries, form), load_wide(entries, form))
 
 
 @gluon.jit

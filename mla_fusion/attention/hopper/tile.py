@@ -13,28 +13,29 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
-def _to_fp16(moves: str) -> gl.constexpr:
-    """PTX that widens a byte of each int16, two at a time; `moves` put sign and rest in place."""
-    return gl.constexpr(
-        f"""{{
-        .reg .b32 sign, rest;
-        {moves}
-        lop3.b32 $0, rest, 0x3F803F80, sign, 0xEA;
-        }}"""
-    )
-
-
-LOW = _to_fp16(
-    """shl.b32 sign, $1, 8;
-        shl.b32 rest, $1, 7;
-        and.b32 sign, sign, 0x80008000;"""
-)
-HIGH = _to_fp16(
-    """shr.u32 rest, $1, 1;
-        and.b32 sign, $1, 0x80008000;"""
-)
-
-
+# PTX that widens a byte of each int16, two at a time: it puts sign and rest in place.
+LOW = gl.constexpr("""{
+    .reg .b32 sign, rest;
+    shl.b32 sign, $1, 8;
+    shl.b32 rest, $1, 7;
+    and.b32 sign, sign, 0x80008000;
+    lop3.b32 $0, rest, 0x3F803F80, sign, 0xEA;
+}""")
+HIGH = gl.constexpr("""{
+    .reg .b32 sign, rest;
+    shr.u32 rest, $1, 1;
+    and.b32 sign, $1, 0x80008000;
+    lop3.b32 $0, rest, 0x3F803F80, sign, 0xEA;
+}""")
+# And both bytes, converted.
+BOTH = gl.constexpr("""{
+    .reg .b32 sorted;
+    .reg .b16 low, high;
+    prmt.b32 sorted, $2, 0, 0x3120;
+    mov.b32 {low, high}, sorted;
+    cvt.rn.f16x2.e4m3x2 $0, low;
+    cvt.rn.f16x2.e4m3x2 $1, high;
+}""")
 BF16_PAIR = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
 FP16_PAIR = gl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
 
@@ -53,30 +54,14 @@ def packed(low, high, TYPE: gl.constexpr):
         pair = low | (high.to(gl.int32, bitcast=True).to(gl.int64) << 32)
     else:
         CODE: gl.constexpr = BF16_PAIR if gl.bfloat16 == TYPE else FP16_PAIR
-        pair = gl.inline_asm_elementwise(
-            CODE, "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
-        )
+        pair = gl.inline_asm_elementwise(CODE, "=r,f,f", [low, high], gl.int32, True, 1)
     return pair
 
 
 @gluon.jit
 def widen_pairs(pairs):
     """The low and the high bytes of int16 `pairs`, e4m3, as fp16: exact, and NaN stays NaN."""
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .b32 sorted;
-        .reg .b16 low, high;
-        prmt.b32 sorted, $2, 0, 0x3120;
-        mov.b32 {low, high}, sorted;
-        cvt.rn.f16x2.e4m3x2 $0, low;
-        cvt.rn.f16x2.e4m3x2 $1, high;
-        }""",
-        "=r,=r,r",
-        [pairs],
-        dtype=(gl.float16, gl.float16),
-        is_pure=True,
-        pack=2,
-    )
+    return gl.inline_asm_elementwise(BOTH, "=r,=r,r", [pairs], (gl.float16, gl.float16), True, 2)
 
 
 @gluon.jit

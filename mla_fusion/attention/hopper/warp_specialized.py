@@ -32,20 +32,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc
 
 from mla_fusion.attention.hopper import warp_specialized_bf16 as bf16
+from mla_fusion.attention.hopper import warp_specialized_copy as ws
 from mla_fusion.attention.hopper import warp_specialized_fp8 as fp8
 from mla_fusion.attention.hopper.copy import barrier, cache_boxes
 from mla_fusion.attention.hopper.fits import warp_specialized as fits
-from mla_fusion.attention.hopper.warp_specialized_copy import (
-    ROWS,
-    WARPS,
-    Boxes,
-    Probabilities,
-    Query,
-    Tiles,
-    columns_of,
-    copy,
-    query_boxes,
-)
+from mla_fusion.attention.hopper.warp_specialized_copy import ROWS, WARPS
 from mla_fusion.attention.hopper.work import TILE, Work
 from mla_fusion.attention.plan.device_code import LOG2E, Target
 from mla_fusion.attention.plan.inputs import Inputs, Launch
@@ -85,7 +76,7 @@ def decode_kernel(
     R: gl.constexpr = rotated.block_type.shape[1]
     tile: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2)
     rope: gl.constexpr = gl.NVMMASharedLayout(R * BITS // 8, BITS, 2)
-    tiles = Tiles(
+    tiles = ws.Tiles(
         gl.allocate_shared_memory(TYPE, [BUFFERS, TILE, HALF], tile),
         gl.allocate_shared_memory(TYPE, [2 * BUFFERS, TILE, PART], tile),
         gl.allocate_shared_memory(TYPE, [BUFFERS, TILE, R], rope),
@@ -95,8 +86,8 @@ def decode_kernel(
         new_barriers(2 * BUFFERS),
     )
     query_made = new_barriers(2)
-    query = Query(
-        Boxes(q_halves, q_quarters, q_rotated),
+    query = ws.Query(
+        ws.Boxes(q_halves, q_quarters, q_rotated),
         gl.allocate_shared_memory(TYPE, [ROWS, HALF], tile),
         gl.allocate_shared_memory(TYPE, [2, ROWS, PART], tile),
         gl.allocate_shared_memory(TYPE, [ROWS, R], rope),
@@ -110,11 +101,11 @@ def decode_kernel(
     target = Target(
         out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, out_stride_t, out_stride_h, heads
     )
-    cache = Boxes(halves, quarters, rotated)
+    cache = ws.Boxes(halves, quarters, rotated)
     p_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     if FP8:
-        shared = Probabilities(
+        shared = ws.Probabilities(
             gl.allocate_shared_memory(gl.float16, [2, ROWS, TILE], p_layout),
             gl.allocate_shared_memory(gl.float32, [2, ROWS], plain),
             new_barriers(2),
@@ -129,14 +120,14 @@ def decode_kernel(
                 )),
                 (fp8.multiply, (work, tiles, shared, target, FORM, False)),
                 (fp8.multiply, (work, tiles, shared, target, FORM, True)),
-                (copy, (work, query, tiles, cache, block_rows, FORM)),
+                (ws.copy, (work, query, tiles, cache, block_rows, FORM)),
             ],
             [4, 4, 1],
             [192, 192, 24],
         )  # fmt: skip
     else:
         made = new_barriers(3)
-        shared = Probabilities(
+        shared = ws.Probabilities(
             gl.allocate_shared_memory(TYPE, [ROWS, TILE], p_layout),
             gl.allocate_shared_memory(gl.float32, [ROWS], plain),
             made.index(0),
@@ -150,7 +141,7 @@ def decode_kernel(
                     work, query, tiles, shared, made.index(2), target, scale * LOG2E, FORM
                 )),
                 (bf16.multiply, (work, tiles, shared, made.index(2), target, FORM)),
-                (copy, (work, query, tiles, cache, block_rows, FORM)),
+                (ws.copy, (work, query, tiles, cache, block_rows, FORM)),
             ],
             [4, 1],
             [216, 40],
@@ -166,13 +157,10 @@ kernel: Any = decode_kernel
 def arguments(given: Inputs) -> Launch:
     """What the kernel is launched with (also for compiling without a GPU)."""
     args = (
-        given.block_table,
-        *given.results,
-        *given.scales,
-        *given.strides[2:],
-        *query_boxes(given.q, given.widths[0], given.plan.heads_per_work),
-        *cache_boxes(given.kv_cache, columns_of(*given.widths), TILE.value),
+        given.block_table, *given.results, *given.scales, *given.strides[2:],
+        *ws.query_boxes(given.q, given.widths[0], given.plan.heads_per_work),
+        *cache_boxes(given.kv_cache, ws.columns_of(*given.widths), TILE.value),
         int(given.plan.fresh),
-    )
+    )  # fmt: skip
     options = {"FORM": given.form, "launch_pdl": True, "num_warps": WARPS.value}
     return given.grid(ROWS.value), args, options

@@ -1,7 +1,4 @@
-"""Who computes what in the warp-specialized decode kernel when query and cache are bf16.
-
-See `warp_specialized.py`.
-"""
+"""The two warpgroups of `warp_specialized.py` that compute, when query and cache are bf16."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -20,10 +17,9 @@ from mla_fusion.attention.hopper.work import TILE, items_of, read_item, tiles_of
 
 @gluon.jit
 def give(shared, first, others, factors, sent):
-    """Give P of a tile, of its first and its other tokens, and the factors to the other
-    warpgroup, as number `sent`.
+    """Give P of a tile, of its first and its other tokens, and the factors, as number `sent`.
 
-    It loads them, so no fence stands between these stores and a product.
+    The other warpgroup loads them, so no fence stands between these stores and a product.
     """
     HALF: gl.constexpr = TILE // 2
     mbarrier.wait(shared.free, (sent & 1) ^ 1)
@@ -59,10 +55,8 @@ def take(shared, received, output: gl.constexpr):
 @gluon.jit
 def multiply_left(s, base, decay, factor, acc, l, left, shared, sent):
     """Compute P of a tile, start to add its left half to the output, and give P: new sums of both,
-    and the two operands that the products read.
-
-    Products read P from the registers where they were computed: no store, fence or
-    barrier is in front of them. Those of the first 32 tokens run under the softmax of the others.
+    and the two operands, which the products read where they were computed: no store, fence or
+    barrier is in front. Those of the first 32 tokens run under the softmax of the others.
     """
     HALF: gl.constexpr = TILE // 2
     part: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HALF, 16])

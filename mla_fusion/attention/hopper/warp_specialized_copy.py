@@ -1,7 +1,4 @@
-"""What the warps of the warp-specialized decode kernel share, and the warp that copies.
-
-See `hopper/warp_specialized.py`.
-"""
+"""What the warps of `warp_specialized.py` share, and the warp that copies."""
 
 from collections import namedtuple
 

@@ -26,12 +26,7 @@ from mla_fusion.attention.hopper import warp_specialized_rows as rows
 from mla_fusion.attention.hopper.copy import barrier, clear_rows
 from mla_fusion.attention.hopper.decode import read_scales
 from mla_fusion.attention.hopper.tile import pairs_of, widen_pairs
-from mla_fusion.attention.hopper.warp_specialized_copy import (
-    ROWS,
-    WARPS,
-    Probabilities,
-    turn_of,
-)
+from mla_fusion.attention.hopper.warp_specialized_copy import ROWS, WARPS, Probabilities, turn_of
 from mla_fusion.attention.hopper.work import TILE, items_of, read_item, tiles_of
 
 # The least normal number. Scales of zero would make scores of -inf, which no row sees, NaN.

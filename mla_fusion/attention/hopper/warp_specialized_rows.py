@@ -1,5 +1,4 @@
-"""What a warpgroup of a warp-specialized decode kernel does with its 64 query rows: scores, softmax
-and stores, for bf16 and fp8.
+"""What warpgroups do with 64 query rows, in bf16 and fp8: scores, softmax and stores.
 
 Scores are [rows, tokens], and four threads have a row of them.
 """
@@ -43,9 +42,9 @@ def see(s, token, item, limit, factor, m, SLACK: gl.constexpr = 0):
     from them times `factor`; and the new m.
 
     factor: of the scores, in base 2. It is positive, so the maximum needs no product of each.
-    SLACK: how far a maximum may be above its row's m, in base 2, before m is raised.
-    P reaches 2^SLACK, and most decays are 1. Sums and LSE do not depend on where m is. bf16 was
-    slower with any: its sums are rescaled all the same.
+    SLACK: how far, in base 2, a maximum may be above its row's m before m is raised. P reaches
+    2^SLACK, most decays are 1, sums and LSE stay. bf16 was slower with any: it rescales all the
+    same.
     """
     # Of the tiles of an item only the first and the last ones have tokens that a row does not see.
     shortest = gl.minimum(item.end, item.end + item.after - (item.count - 1))
@@ -88,9 +87,7 @@ def sums_of(p):
 
 @gluon.jit
 def last_visible(work, item, HEADS: gl.constexpr, layout: gl.constexpr):
-    """The end of the tokens that each row sees: row i of n up to n - 1 - i before the end of the
-    sequence.
-    """
+    """The end of what each row sees: row i of n up to n - 1 - i before the sequence's."""
     row = work.first_row + gl.arange(0, ROWS, layout)
     return gl.minimum(item.end, item.end + item.after - (item.count - 1 - row // HEADS))
 

@@ -29,8 +29,8 @@ PLANNED = (*AITER_BUFFERS[1:], "qo_indptr", "kv_indptr")  # what a refresh write
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """What a plan depends on besides the lengths of its sequences, as in `Settings`; fold: head
-    blocks of a sequence, max_split_per_batch: of each of them.
+    """What a plan depends on besides lengths, as in `Settings`; fold: head blocks of a sequence,
+    max_split_per_batch: of each of them.
     """
 
     ctas: int
@@ -119,19 +119,11 @@ class Settings:
             raise ValueError(f"max_split_per_batch must be -1 (no cap) or at least 1, got {cap}")
 
     def rules(self, fold: int) -> Rules:
-        """The rules for sequences of `fold` head blocks.
-
-        Raises:
-            ValueError: `ctas` has no default on this device.
-        """
-        return Rules(
-            ctas=sm_count(self.device) if self.ctas is None else self.ctas,
-            fold=fold,
-            granularity=self.kv_granularity,
-            overhead=OVERHEAD if self.overhead is None else self.overhead,
-            max_split_per_batch=self.max_split_per_batch,
-            half_below=self.half_below,
-        )
+        """The rules for sequences of `fold` head blocks; ValueError without a default of `ctas`."""
+        ctas = sm_count(self.device) if self.ctas is None else self.ctas
+        overhead = OVERHEAD if self.overhead is None else self.overhead
+        cap, below = self.max_split_per_batch, self.half_below
+        return Rules(ctas, fold, self.kv_granularity, overhead, cap, below)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,10 +139,9 @@ class Step:
 class Companions:
     """What AITER's decode takes besides the plan, and what corrects its result.
 
-    AITER gets as many rows of every sequence as its kernel is for: those of a shorter query are the
-    last of them, and the others are anything. There are N = max_batch * max_query_len query rows,
-    and M >= N of AITER's. Addresses are fixed, except that of `expanded` without `entries`. A
-    refresh writes `even` to `blind`, so a captured decode reads those of its step.
+    AITER gets as many rows of every sequence as its kernel is for: those of a shorter query last,
+    in front of them any. N = max_batch * max_query_len query rows become M >= N of AITER's.
+    Addresses are fixed, but for `expanded` without `entries`. A refresh writes `even` to `blind`.
 
     Attributes:
         buffers: the six that AITER asked for, by name: a plan is for these and their addresses.
@@ -267,12 +258,6 @@ class PlanBuffers:
         """The device of the buffers."""
         return self.work_indptr.device
 
-    @property
-    def of_decode(self) -> tuple[torch.Tensor, ...]:
-        """What every decode kernel takes of a plan, in the order of its arguments."""
-        partial = self.partial_output, self.partial_lse
-        return *partial, self.work_indptr, self.work_info_set, self.qo_indptr, self.kv_indptr
-
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors of the plan and of its companions, by name; not the caller's `listed`."""
         owned = vars(self) if self.aiter is None else vars(self) | vars(self.aiter) | {"listed": 0}
@@ -289,9 +274,7 @@ def common_buffers(settings: Settings, layout: HeadLayout, *, portable: bool) ->
     rows = rules.max_partials(batch) * settings.max_query_len if portable else 0
     sums = settings.num_heads * SUMS_PER_HEAD if portable else 0
     return {
-        "settings": settings,
-        "layout": layout,
-        "rules": rules,
+        "settings": settings, "layout": layout, "rules": rules,
         "qo_indptr": zeros(batch + 1, dtype=torch.int32),
         "kv_indptr": zeros(batch + 1, dtype=torch.int32),
         "partial_output": zeros(rows, layout.per_work, settings.v_head_dim),
@@ -299,4 +282,4 @@ def common_buffers(settings: Settings, layout: HeadLayout, *, portable: bool) ->
         "planner_scratch": zeros(batch + rules.ctas if portable else 0, dtype=torch.int64),
         "epilogue_sums": zeros(sums),
         "epilogue_counts": zeros(sums // SUMS_PER_COUNT, dtype=torch.int32),
-    }
+    }  # fmt: skip

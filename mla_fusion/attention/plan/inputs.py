@@ -108,7 +108,11 @@ class Inputs:
     @property
     def results(self) -> tuple[torch.Tensor, ...]:
         """What every decode kernel writes, and the plan: in the order of its arguments."""
-        return self.out, self.or_unused(self.lse), *self.plan.of_decode
+        plan = self.plan
+        return (
+            self.out, self.or_unused(self.lse), plan.partial_output, plan.partial_lse,
+            plan.work_indptr, plan.work_info_set, plan.qo_indptr, plan.kv_indptr,
+        )  # fmt: skip
 
     @property
     def scales(self) -> tuple[Any, ...]:

@@ -62,9 +62,8 @@ FP8_DS_MLA_V4 = CacheLayout(bytes=584, quantized=448, group=64, latent=512, behi
 
 
 def check(q: torch.Tensor, cache: torch.Tensor, settings: Settings, layout: CacheLayout) -> None:
-    """Raise ValueError unless kernels can read the cache in place; its shape and type are checked.
-
-    Nor may query or scratch be of widths or types that the entries do not have.
+    """Raise ValueError unless kernels can read the cache, of checked shape and type, in place, and
+    query and scratch have the widths and types of its entries.
     """
     size, align = layout.bytes, (cache.data_ptr(), cache.stride(0), layout.entry_stride(cache))
     if settings.v_head_dim != layout.latent or q.shape[2] != layout.width:

@@ -4,11 +4,11 @@
 are those that are published of AITER's fast planner for page size 1 (ROCm/aiter,
 `get_mla_metadata_v1`); see docs/persistent-decode.md.
 
-The KV of a sequence is counted in blocks of `granularity` tokens; a work item costs its blocks and
-`overhead` more. The budget of a CTA is at most its share of the total cost, rounded up, and one
-more `overhead`, by which all tiles fit. The share is at least two where the longest sequence has
-more blocks than the reduction merges splits at once: on an H200 a round of it took longer than a
-block. CTAs are served in order, sequences in order, head blocks inside their sequence:
+KV is counted in blocks of `granularity` tokens; a work item costs its blocks and `overhead` more.
+The budget of a CTA is at most its share of the total cost, rounded up, and one more `overhead`, by
+which all tiles fit. The share is at least two where the longest sequence has more blocks than the
+reduction merges splits at once: on an H200 a round of it took longer than a block. CTAs are served
+in order, sequences in order, head blocks inside their sequence:
 
 1. what is left of the sequence fits into the CTA's budget: the CTA takes it all;
 2. else, if more than `overhead` of the budget is left: the CTA takes that many blocks, less
@@ -49,7 +49,7 @@ BATCH, PARTIAL_ROW, QO_START, QO_END, KV_START, KV_END, KV_OFFSET = range(7)
 
 
 def require(settings: Settings) -> None:
-    """It plans for all settings, on any device that NumPy reads: a CPU."""
+    """It plans for all settings, on a CPU."""
 
 
 def allocate(settings: Settings) -> dict[str, Any]:
@@ -131,10 +131,8 @@ def fill_arrays(
     is_split = (begin > 0) | ~ends
     after = np.cumsum(is_split)  # partial rows up to and with an item's
     partial = (after - 1) * max_query_len
-    columns = (
-        tile, np.where(is_split, partial, -1), query, query + rows, start, stop, last - stop,
-        np.zeros_like(tile),
-    )  # fmt: skip
+    row, none = np.where(is_split, partial, -1), np.zeros_like(tile)
+    columns = tile, row, query, query + rows, start, stop, last - stop, none
     plan.work_info_set[: len(items)] = np.stack(columns, 1)
     plan.work_indptr[:] = np.searchsorted(cta, np.arange(rules.ctas + 1))
     plan.reduce_partial_map[: is_split.sum()] = partial[is_split]
@@ -159,9 +157,7 @@ class _Tile(NamedTuple):
 def _pack_tightly(
     tiles: list[_Tile], rules: Rules, busy: int, longest: int, max_query_len: int
 ) -> list[_Item]:
-    """The items of all tiles for `busy` CTAs, by the smallest budget that is tried. longest: blocks
-    of the longest sequence.
-    """
+    """The items for `busy` CTAs by the smallest budget tried; longest: of the longest sequence."""
     overhead = rules.overhead
     total = sum(tile.blocks + overhead for tile in tiles if tile.is_live)
     share = max(-(-total // busy) if busy else 0, 1 + (longest > MERGED_AT_ONCE))
