@@ -81,7 +81,7 @@ def test_a_kernel_that_has_not_run_with_this_triton_is_left_out(
     assert sequences or choice.why == named
     assert measured.is_listed(H200, 131072, ("bfloat16", 64, 1)) == bool(sequences)
     assert measured.is_listed(H200, 131072, ("bfloat16", 16, 4)) == bool(sequences)
-    assert decode_choice.choose(layer(heads=32), AUTO, engine()).most == 256
+    assert decode_choice.choose(layer(), AUTO, engine()).most == 256
 
 
 def test_auto_is_ours_where_it_was_measured(h200):
@@ -89,8 +89,8 @@ def test_auto_is_ours_where_it_was_measured(h200):
     assert (choice.planner, choice.most) == ("portable", 256)
     assert choice.why == "portable with 1 to 256 sequences (auto: as measured)"
     choice = decode_choice.choose(layer(heads=20), AUTO, engine())
-    assert (choice.planner, choice.most) == ("portable", 128)
-    assert "with 1 to 128 sequences, FLASH_ATTN_MLA else" in choice.why
+    assert (choice.planner, choice.most) == ("portable", 64)
+    assert "with 1 to 64 sequences, FLASH_ATTN_MLA else" in choice.why
 
 
 @pytest.mark.parametrize(
@@ -120,9 +120,9 @@ def test_auto_leaves_a_layer_that_the_portable_decode_cannot_serve(h200):
 def test_an_fp8_query_has_rows_of_its_own(h200, monkeypatch):
     h200["found"] = eligibility.LayerFacts(None, quantized_query=True)
     assert decode_choice.choose(layer(backend="FLASHMLA"), AUTO, engine()).planner == "portable"
-    many = decode_choice.choose(layer(128, "FLASHMLA"), AUTO, engine())
-    runs = "portable with 8, 32 to 256 sequences, FLASHMLA else (auto: as measured)"
-    assert many.why == runs
+    drafts = decode_choice.choose(layer(backend="FLASHMLA"), AUTO, engine(drafts=3))
+    runs = "portable with 1 to 8, 32 to 256 sequences, FLASHMLA else (auto: as measured)"
+    assert drafts.why == runs
     monkeypatch.setattr(measured, "spans", lambda *_: {("float8_e4m3fn", 64, 1, "FLASHMLA"): ()})
     slower = decode_choice.choose(layer(64, "FLASHMLA"), AUTO, engine())
     slow = "FLASHMLA (auto: measured slower than it with 64 heads in float8_e4m3fn)"
@@ -132,7 +132,7 @@ def test_an_fp8_query_has_rows_of_its_own(h200, monkeypatch):
 def test_drafts_have_rows_of_their_own(h200):
     """The table has 4 query rows: steps with 3 drafts are ours up to its batch, others are not."""
     choice = decode_choice.choose(layer(), AUTO, engine(drafts=3))
-    assert (choice.planner, choice.runs) == ("portable", ((1, 64), (256, 256)))
+    assert (choice.planner, choice.runs) == ("portable", ((1, 256),))
     assert not decode_choice.choose(layer(), AUTO, engine(drafts=2)).planner
 
 

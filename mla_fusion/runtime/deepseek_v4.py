@@ -26,7 +26,7 @@ LATENT = FP8_DS_MLA_V4.latent
 WINDOW_ONLY, LISTED = "swaonly", "c128a"  # LISTED: vLLM's metadata has the slots of all entries
 # Most query heads of a rank, and most tokens of a step, that this library decodes in layers of any
 # kind; FlashMLA pads heads to 64. Measured on an H200 in vLLM's class of V4: 1.08 to 1.91 times as
-# fast. With 128 tokens the kernel alone was 0.79 to 0.98 times as fast. V4.1 goes by V4.
+# fast. With 128 tokens the kernel alone was 0.80 to 1.04 times as fast. V4.1 goes by V4.
 MOST_HEADS, MOST_TOKENS = 16, 64
 
 

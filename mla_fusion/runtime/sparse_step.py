@@ -27,13 +27,11 @@ LATENT = FP8_DS_MLA.latent
 # By vLLM's cache type, the layout of the entries; None for bf16, as the query.
 LAYOUTS = {"fp8_ds_mla": FP8_DS_MLA, "auto": None, "bfloat16": None}
 # By layout: most query heads of a rank, and most tokens of a step, that this library decodes faster
-# than FlashMLA, which pads a rank to 64 or 128 heads. Measured by itself on an H200: 1, 4, 16, 64
-# and 128 tokens of 8, 16, 32, 64 and 128 heads over fp8_ds_mla
-# (benchmarks/results/sparse_h200.csv). In an engine only 16 heads were measured, with 1, 32 and 128
-# requests (benchmarks/results/engine_sparse_h200.csv); bf16 is by these.
+# than vLLM's choice; FlashMLA pads a rank to 64 or 128 heads. Measured by itself on an H200, 1 to
+# 128 tokens (benchmarks/results/sparse_h200.csv).
 FASTER: dict[Any, tuple[tuple[int, int], ...]] = {
-    FP8_DS_MLA: ((32, 128), (128, 16)),
-    None: ((16, 32),),
+    FP8_DS_MLA: ((32, 128), (64, 64), (128, 16)),
+    None: ((16, 16),),
 }
 
 

@@ -222,9 +222,10 @@ def test_the_page_says_which_steps():
 
 
 def test_what_is_faster_was_measured():
-    """Up to so many tokens ours is not slower beyond 1 %, and in the next step it is."""
+    """Up to so many tokens ours is not slower beyond 2 %. In the next step it is, but over a window
+    alone."""
     times = timed("fp8_ds_mla_v4.*")
     assert len(times) == 5 * 2 * 6
     for (*shape, tokens), found in times.items():
-        faster = found["flashmla"] >= 0.99 * found["ours"]
-        assert faster == (tokens <= deepseek_v4.MOST_TOKENS), (shape, tokens)
+        ours = tokens <= deepseek_v4.MOST_TOKENS or shape[1] == "0"
+        assert (found["flashmla"] >= 0.98 * found["ours"]) == ours, (shape, tokens)
