@@ -198,12 +198,12 @@ def written(page: str) -> str:
 
 def shipped(sources: Sequence[Path] = (STEPS,)) -> dict[str, str]:
     """The files of `FOLDER` by name: of ours and of what vLLM chooses there. ValueError: rows are
-    of another shape than the files', or ours was wrong."""
+    of another shape than the files' or of the decode alone, or ours was wrong."""
     rows = [row for path in sources for row in read(path)]
     for row in rows:
         shape = int(row["latent"]), int(row["rope"]), int(row["page"])
         right = row["candidate"] != "ours" or float(row["error"]) <= TOLERANCE
-        if shape != (*WIDTHS, TOKENS) or not right:
+        if shape != (*WIDTHS, TOKENS) or row["values"] == "0" or not right:
             raise ValueError(f"not a row to decide by: {row}")
     chosen = [row for row in rows if row["candidate"] == "ours" or row["vllm_default"] == "1"]
     return {name: text(table) for name, table in shapes_of(chosen).items()}
