@@ -43,7 +43,7 @@ def gpu(monkeypatch):
         (region_cases, "make_weights", lambda heads, layers, widths: [None] * layers),
         (region_cases, "make_region", lambda case, calls: region_cases.Region(case, calls, None)),
         (region_cases, "agreement", lambda _, layer, expected=None: agreements[expected or layer]),
-        (region_cases, "capture", lambda region, layer: SimpleNamespace(replay=lambda: None)),
+        (kit, "capture_calls", lambda call, count: SimpleNamespace(replay=lambda: None)),
         (kit, "interleave", lambda graphs, _, rounds: dict.fromkeys(graphs, [2.0] * rounds)),
     ):
         monkeypatch.setattr(module, name, value)

@@ -71,7 +71,7 @@ def measure(region: Region, names: list[str], rounds: int, ceilings: Ceilings) -
             check["equal"], check["worst_step"] = region_cases.agreement(region, layer)
         if own := region_peers.OWN_ROUNDING.get(name):
             check["own_rounding"] = region_cases.agreement(region, layer, own(region))[0]
-        graph = region_cases.capture(region, layer)
+        graph = kit.capture_calls(lambda i: layer(region.calls[i]), len(region.calls))
         graph.replay()
         torch.cuda.synchronize()
         return graph, check, layer  # a graph does not keep its candidate's workspaces alive
