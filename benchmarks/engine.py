@@ -31,11 +31,9 @@ error in every configuration, and reads from the report of each rank that it fus
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import engine_compare
@@ -43,7 +41,7 @@ import engine_model
 import torch
 from engine_compare import layers_of
 from engine_complete import complete
-from engine_jobs import devices, job, run
+from engine_jobs import devices, job, run, write
 from engine_sparse import sparse
 
 from mla_fusion.cli.bench.kit import environment
@@ -91,13 +89,7 @@ def main() -> None:
     rows, wrong = MEASURES[args.what](args)
     if not rows:
         sys.exit("nothing was measured: see above, or --only names no configuration")
-    command = " ".join(["benchmarks/engine.py", *sys.argv[1:]])
-    facts = {**environment(args.commit), "command": command}
-    columns = dict.fromkeys(column for row in rows for column in row)
-    with Path(args.out).open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*columns, *facts], restval="")
-        writer.writeheader()
-        writer.writerows({**row, **facts} for row in rows)
+    write(args.out, rows, environment(args.commit, "benchmarks/engine.py"))
     sys.exit(bool(wrong))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import signal
@@ -100,6 +101,16 @@ def run(options: dict[str, Any], seconds: float) -> dict[str, Any]:
         return failed[0]
     joined = {name: [each for r in results for each in r[name]] for name in ("tokens", "top")}
     return results[0] | joined
+
+
+def write(path: Path | str, rows: list[dict[str, Any]], facts: dict[str, str]) -> None:
+    """The rows, with `facts` behind each, as a CSV file."""
+    columns = dict.fromkeys(column for row in rows for column in {**row, **facts})
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with Path(path).open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, restval="")
+        writer.writeheader()
+        writer.writerows({**row, **facts} for row in rows)
 
 
 def devices(first: int, count: int) -> str:

@@ -15,7 +15,6 @@ import dataclasses
 import itertools
 import re
 import statistics
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,7 +28,7 @@ from mla_fusion.attention.triton import epilogue_kernel
 from mla_fusion.attention.triton.epilogue import Shape
 from mla_fusion.cli.bench import epilogue as bench_epilogue
 from mla_fusion.cli.bench.epilogue import LATENT, SEPARATE, Case
-from mla_fusion.cli.bench.kit import environment, known
+from mla_fusion.cli.bench.kit import environment
 
 PROGRAMS = 32, 528  # fewest and most of a launch that is worth a measurement
 
@@ -122,8 +121,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1e9, help="start no shape after these")
     parser.add_argument("--commit", default="", help="commit, where git does not know it")
     options = parser.parse_args()
-    start, command = time.monotonic(), " ".join(["benchmarks/epilogue.py", *sys.argv[1:]])
-    facts = known({**environment(options.commit), "command": command})
+    start, facts = time.monotonic(), environment(options.commit, "benchmarks/epilogue.py")
     print(facts, flush=True)
     torch.manual_seed(0)
     torch.set_default_device("cuda")

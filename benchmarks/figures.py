@@ -19,6 +19,7 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import geometric_mean
 
 from mla_fusion.cli.bench.decode_peers import TOLERANCE
 from mla_fusion.cli.calibrate.tables import tables as shapes_of
@@ -78,9 +79,9 @@ class Region:
         return min(self.us[*shape, peer] for peer in PEERS if (*shape, peer) in self.us)
 
 
-def mean(factors: list[float]) -> float:
-    """The geometric mean."""
-    return math.prod(factors) ** (1 / len(factors))
+def spread(factors: list[float]) -> str:
+    """The geometric mean, the least and the most."""
+    return f"{geometric_mean(factors):.2f}x ({min(factors):.2f}, {max(factors):.2f})"
 
 
 def region_table(rows: list[Row]) -> list[str]:
@@ -93,7 +94,7 @@ def region_table(rows: list[Row]) -> list[str]:
             factors = [
                 region.best_peer((t, h)) / ours((t, h)) for t, h in region.shapes if h == heads
             ]
-            cells.append(f"{mean(factors):.2f}x ({min(factors):.2f}, {max(factors):.2f})")
+            cells.append(spread(factors))
         lines.append(f"| {' | '.join(cells)} |")
     lost = [
         f"T={t}, H={h}"
@@ -132,36 +133,23 @@ def complete_table(rows: list[Row], clock: str = "gpu", arms: tuple[str, ...] = 
     return lines
 
 
-def attention_times(rows: list[Row]) -> dict[tuple[int, int, str], dict[tuple[str, str], Row]]:
-    """Rows by (heads, query rows, dtype) and then by (shape, candidate), for the decoders of
-    `DECODERS`."""
-    times: dict[tuple[int, int, str], dict[tuple[str, str], Row]] = {}
-    for r in rows:
-        if r["candidate"] in DECODERS and r["context"] != "100000":
-            ragged = ", ragged" if r["ragged"] == "1" else ""
-            shape = f"{r['batch']} x {r['context']}{ragged}"
-            # Older files are of one query row.
-            of = int(r["heads"]), int(r.get("queries", 1)), r["dtype"]
-            times.setdefault(of, {})[shape, r["candidate"]] = r
-    return times
-
-
 def attention_means(rows: list[Row]) -> list[str]:
     """How many times faster ours is than each peer, over all shapes of a number of heads, and of
     query rows if there are several: the geometric mean, the least and the most, and in how many
     shapes the peer is faster."""
+    # By heads, query rows and dtype, then by candidate, then by shape.
+    times: dict[tuple[int, int, str], dict[str, dict[tuple[str, ...], float]]] = {}
+    for r in rows:
+        of = times.setdefault((int(r["heads"]), int(r["queries"]), r["dtype"]), {})
+        shape = r["batch"], r["context"], r["ragged"]
+        of.setdefault(r["candidate"], {})[shape] = float(r["p50_us"])
     cells: dict[str, dict[tuple[str, str], str]] = {}
-    for (heads, queries, dtype), each in sorted(attention_times(rows).items()):
+    for (heads, queries, dtype), each in sorted(times.items()):
         name = f"{heads} x {queries}" if queries > 1 else str(heads)
-        shapes = dict.fromkeys(shape for shape, _ in each)
-        for peer in dict.fromkeys(peer for _, peer in each if peer != "ours"):
-            factors = [
-                float(each[shape, peer]["p50_us"]) / float(each[shape, "ours"]["p50_us"])
-                for shape in shapes
-            ]
-            spread = f"{mean(factors):.2f}x ({min(factors):.2f}, {max(factors):.2f})"
+        for peer in each.keys() & DECODERS.keys() - {"ours"}:
+            factors = [us / each["ours"][shape] for shape, us in each[peer].items()]
             lost = f"{sum(factor < 1 for factor in factors)} of {len(factors)}"
-            cells.setdefault(name, {})[dtype, peer] = f"{spread}; {lost}"
+            cells.setdefault(name, {})[dtype, peer] = f"{spread(factors)}; {lost}"
     measured = {key for of_heads in cells.values() for key in of_heads}
     keys = [(t, peer) for t in ("bf16", "fp8") for peer in DECODERS if (t, peer) in measured]
     lines = [
@@ -198,12 +186,12 @@ def written(page: str) -> str:
 
 def shipped(sources: Sequence[Path] = (STEPS,)) -> dict[str, str]:
     """The files of `FOLDER` by name: of ours and of what vLLM chooses there. ValueError: rows are
-    of another shape than the files', or ours was wrong."""
+    of another shape than the files' or of the decode alone, or ours was wrong."""
     rows = [row for path in sources for row in read(path)]
     for row in rows:
         shape = int(row["latent"]), int(row["rope"]), int(row["page"])
         right = row["candidate"] != "ours" or float(row["error"]) <= TOLERANCE
-        if shape != (*WIDTHS, TOKENS) or not right:
+        if shape != (*WIDTHS, TOKENS) or row["values"] == "0" or not right:
             raise ValueError(f"not a row to decide by: {row}")
     chosen = [row for row in rows if row["candidate"] == "ours" or row["vllm_default"] == "1"]
     return {name: text(table) for name, table in shapes_of(chosen).items()}

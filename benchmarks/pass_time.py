@@ -10,7 +10,6 @@ how long the passes took on it, pass 5 and vLLM's own last step included.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import platform
@@ -19,6 +18,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+import engine_jobs
 
 from mla_fusion import report
 from mla_fusion.cli import child
@@ -36,11 +37,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             rows.append(measure(layers, Path(folder)))
         print(rows[-1], flush=True)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    with args.out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
+    engine_jobs.write(args.out, rows, {})
 
 
 def measure(layers: int, folder: Path) -> dict[str, Any]:

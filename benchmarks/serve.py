@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import json
 import os
 import signal
@@ -34,9 +33,9 @@ from typing import Any
 
 import engine_model
 import engine_worker
-from engine_jobs import job
+from engine_jobs import job, write
 
-from mla_fusion.cli.bench.kit import environment
+from mla_fusion.cli.bench import kit
 
 # Requests a second and requests, from idle to saturated.
 LOADS = ((1.0, 10), (8.0, 80), (24.0, 240), (float("inf"), 384))
@@ -86,12 +85,7 @@ def main() -> None:
         for server in servers:
             with contextlib.suppress(ProcessLookupError):  # it has ended
                 os.killpg(server.process.pid, signal.SIGKILL)
-    command = " ".join(["benchmarks/serve.py", *sys.argv[1:]])
-    facts = {**environment(args.commit), "command": command}
-    with Path(args.out).open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0], *facts])
-        writer.writeheader()
-        writer.writerows({**row, **facts} for row in rows)
+    write(args.out, rows, kit.environment(args.commit, "benchmarks/serve.py"))
     sys.exit(any(count not in ("", "27 of 27") for count in fused.values()))
 
 

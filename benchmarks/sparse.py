@@ -24,7 +24,7 @@ import argparse
 import dataclasses
 import itertools
 import math
-import sys
+import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,7 +48,7 @@ def error(inputs: Inputs, out: torch.Tensor) -> float:
 
 
 def measure(case: Case, rounds: int, copy_gbps: float) -> list[dict]:
-    """Rows of one case; copy_gbps: the rate of a copy."""
+    """Rows of one case, and a line; copy_gbps: the rate of a copy."""
     inputs, candidates = make(case), CANDIDATES[case.cache]
 
     def prepare(name: str) -> tuple[torch.cuda.CUDAGraph, float, object]:
@@ -59,10 +59,16 @@ def measure(case: Case, rounds: int, copy_gbps: float) -> list[dict]:
         return capture_calls(call, len(inputs.scopes)), off, (call, out)
 
     default, rows = vllm_default(case), []
-    for name, off, samples in kit.compare(candidates, prepare, len(inputs.scopes), rounds, set()):
+    for name, off, samples in kit.compare(candidates, prepare, len(inputs.scopes), rounds):
         row = dataclasses.asdict(case) | {"candidate": name, "vllm_default": int(name == default)}
         row |= rates(case, samples) | {"error": off}
         rows.append(row | {"share": row["gbps"] / copy_gbps})
+    line = " | ".join(
+        f"{r['candidate']} {r['p50_us']:.1f} ({r['gbps']:.0f} GB/s, error {r['error']:.1e})"
+        for r in rows
+    )
+    where = f"{case.cache}, {case.tokens:4d} tokens, H={case.heads}, {case.topk} slots"
+    print(f"{where}: {line}", flush=True)
     return rows
 
 
@@ -77,22 +83,12 @@ def summary(rows: list[dict]) -> None:
         ratios = {k[2:]: t["vllm"] / t["ours"] for k, t in found.items()
                   if k[:2] == (cache, heads) and len(t) == 2}  # fmt: skip
         if ratios:
-            mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
+            mean = statistics.geometric_mean(ratios.values())
             slower = {k: round(v, 2) for k, v in ratios.items() if v < 1}
             print(
                 f"{cache}, H={heads}: geometric mean {mean:.2f}; slower at (topk, tokens) {slower}"
             )
     print(f"rows that are wrong: {[row for row in rows if not row['error'] <= TOLERANCE]}")
-
-
-def show(case: Case, rows: list[dict]) -> None:
-    """A line of a case."""
-    line = " | ".join(
-        f"{r['candidate']} {r['p50_us']:.1f} ({r['gbps']:.0f} GB/s, error {r['error']:.1e})"
-        for r in rows
-    )
-    where = f"{case.cache}, {case.tokens:4d} tokens, H={case.heads}, {case.topk} slots"
-    print(f"{where}: {line}", flush=True)
 
 
 def main() -> None:
@@ -108,8 +104,7 @@ def main() -> None:
     parser.add_argument("--commit", default="", help="commit, where git does not know it")
     parser.add_argument("--csv", type=Path, required=True)
     options = parser.parse_args()
-    start, command = time.monotonic(), " ".join(["benchmarks/sparse.py", *sys.argv[1:]])
-    facts = kit.known({**kit.environment(options.commit), "command": command})
+    start, facts = time.monotonic(), kit.environment(options.commit, "benchmarks/sparse.py")
     torch.manual_seed(0)
     ceilings = kit.measure_ceilings()
     print(facts, ceilings, flush=True)
@@ -123,11 +118,10 @@ def main() -> None:
             else:
                 yield Case(tokens, heads, topk, options.context, cache)
 
-    def rows_of(case: Case) -> list[dict]:
+    def rows(case: Case) -> list[dict]:
         return measure(case, options.rounds, ceilings.gbps)
 
-    rows = kit.table(options.csv, facts, CASE + RESULT, work(), rows_of, show, four_digits)
-    summary(rows)
+    summary(kit.table(options.csv, facts, CASE + RESULT, work(), rows, four_digits))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Shapes of the sparse decode for `sparse.py`, their inputs, and who computes them.
 
-A candidate is a function of `Inputs` that returns a call and the tensor it writes. Plans and
-FlashMLA's metadata are made before the calls: once a step, not once a layer.
+A candidate is a function of `Inputs` that returns a call and the tensor it writes.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from collections.abc import Callable
 import torch
 
 from mla_fusion.attention.plan.layouts import (
-    EXPONENTS,
     FP8_DS_MLA,
     FP8_DS_MLA_V4,
     WIDE,
@@ -23,6 +21,7 @@ from mla_fusion.attention.plan.layouts import (
 from mla_fusion.attention.sparse import Scope, sparse_mla_decode, sparse_scratch
 from mla_fusion.cli.bench.decode_peers import BF16, FP8, PAGE, ROTATED, Call
 from mla_fusion.cli.bench.kit import exact_attention
+from mla_fusion.cli.selftest.sparse import Variant, make_bank
 
 DEVICE = "cuda"
 LATENT = 512
@@ -91,6 +90,11 @@ class Case:
         return tuple(width for width in every if width)
 
     @property
+    def padded(self) -> int:
+        """Query heads that FlashMLA has a kernel for."""
+        return 64 if self.heads <= 64 else 128
+
+    @property
     def page(self) -> int:
         """Entries of a page of what is chosen."""
         return 2 if self.cache.endswith("_128") else PAGE
@@ -115,31 +119,15 @@ class Inputs:
     scopes: list[list[Scope]]
 
 
-def entries(layout: CacheLayout, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random entries uint8: the values [count, ..], and scales [count, ..]."""
-    values = torch.randn(count, layout.quantized // layout.group, layout.group, device=DEVICE)
-    scales = values.abs().amax(-1, keepdim=True) / 448
-    if layout.behind:
-        exponents = scales.log2().ceil()
-        scales = exponents.exp2()
-        filled = torch.zeros(count, EXPONENTS, dtype=torch.uint8, device=DEVICE)
-        filled[:, : exponents.shape[1]] = (exponents[:, :, 0] + 127).to(torch.uint8)
-    else:
-        filled = scales[:, :, 0].contiguous().view(torch.uint8)
-    return (values / scales).to(FP8).flatten(1).view(torch.uint8), filled
-
-
 def byte_pages(layout: CacheLayout, count: int, page: int) -> torch.Tensor:
     """`count` random entries in pages: uint8 [blocks, page, bytes], as vLLM has them."""
-    codes, scales = entries(layout, count)
-    rotated = torch.randn(count, WIDE, device=DEVICE).to(BF16).view(torch.uint8)
-    if not layout.behind:
-        return torch.cat((codes, scales, rotated), 1).view(-1, page, layout.bytes)
+    (data, *scales), _ = make_bank(Variant(1, layout=layout, kv=FP8), count, DEVICE)
+    if not scales:
+        return data.view(-1, page, layout.bytes)
     blocks, size = count // page, page * layout.bytes
     step = -(-size // ALIGNED) * ALIGNED
     whole = torch.zeros(blocks, step, dtype=torch.uint8, device=DEVICE)
-    data = torch.cat((codes, rotated), 1).view(blocks, -1)
-    whole[:, :size] = torch.cat((data, scales.view(blocks, -1)), 1)
+    whole[:, :size] = torch.cat((data.view(blocks, -1), scales[0].view(blocks, -1)), 1)
     return whole.as_strided((blocks, page, layout.bytes), (step, layout.bytes, 1))
 
 
@@ -219,17 +207,11 @@ def ours(inputs: Inputs) -> tuple[Call, torch.Tensor]:
     return call, out
 
 
-def padded_heads(case: Case) -> int:
-    """Query heads that FlashMLA has a kernel for."""
-    return 64 if case.heads <= 64 else 128
-
-
 def flashmla(inputs: Inputs, together: bool) -> tuple[Call, torch.Tensor]:
     """FlashMLA sparse, padded; the tokens as one sequence if `together`."""
     from vllm.v1.attention.ops import flashmla as ops
 
-    case = inputs.case
-    padded = padded_heads(case)
+    case, padded = inputs.case, inputs.case.padded
     sequences, rows = (1, case.tokens) if together else (case.tokens, 1)
     lens = torch.full((sequences,), case.context, dtype=torch.int32, device=DEVICE)
     table = torch.zeros(sequences, 1, dtype=torch.int32, device=DEVICE)
@@ -261,8 +243,7 @@ def flashmla_v4(inputs: Inputs) -> tuple[Call, torch.Tensor]:
     """
     from vllm.v1.attention.ops import flashmla as ops
 
-    case = inputs.case
-    padded = padded_heads(case)
+    case, padded = inputs.case, inputs.case.padded
     q = inputs.q.new_zeros(case.tokens, padded, case.width)
     q[:, : case.heads] = inputs.q
     sink = torch.full((padded,), -torch.inf, device=DEVICE)

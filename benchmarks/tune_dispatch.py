@@ -11,20 +11,22 @@ A plan whose output does not agree with the reference is counted as bad and neve
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
 import functools
 import itertools
 import json
 import multiprocessing
+import operator
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 
 from mla_fusion.cli.bench import kit, region_cases
 from mla_fusion.cli.calibrate.tables import text
@@ -36,43 +38,30 @@ TOKENS = (1, 8, 32, 64, 128, 256, 512)
 HEADS = (8, 16, 32, 64, 128)
 # A plan measured at `TOKENS[i]` serves batches up to LIMITS[i].
 LIMITS = (1, 16, 32, 64, 128, 256, 512)
-
-
-def power_of_two(size: int, low: int, high: int) -> int:
-    """The power of two at or above `size`, between `low` and `high`."""
-    return min(high, max(low, 1 << max(0, size - 1).bit_length()))
-
-
-def rest_tiles(tokens: int, heads: int) -> dict[str, int]:
-    """Rest programs for the first round: a few hundred of them at most."""
-    return {
-        "rope_rows": power_of_two(tokens * heads // 256, 16, 128),
-        "cache_tokens": power_of_two(tokens // 64, 1, 8),
-    }
+COLUMNS = ["query", "tokens", "heads", "us", "equal", "worst_step", "plan"]
 
 
 def tiles(tokens: int, heads: int, latent: int) -> Iterator[Plan]:
-    """First round: product tiles for batches of `tokens`."""
-    rest = rest_tiles(tokens, heads)
+    """First round: product tiles for batches of `tokens`, and a few hundred rest programs."""
+    rope_rows = min(128, max(16, triton.next_power_of_2(tokens * heads // 256)))
+    cache_tokens = min(8, max(1, triton.next_power_of_2(tokens // 64)))
+    rest = {"rope_rows": rope_rows, "cache_tokens": cache_tokens}
     if tokens == 1:
         for block_n, warps in itertools.product((32, 64, 128), (2, 4, 8)):
             yield Plan(block_m=1, block_n=block_n, num_warps=warps, **rest)
-    heights = {1: (16,), 8: (16,), 32: (16, 32), 64: (32, 64)}.get(tokens, (64, 128))
-    widths = {1: (32, 64), 8: (32, 64, 128), 32: (32, 64, 128), 64: (64, 128)}.get(
-        tokens, (64, 128, 256)
-    )
-    for block_m, block_n, m_tiles, warps in itertools.product(
-        heights, widths, (1, 2, 4, 8), (4, 8)
-    ):
+    many = (64, 128), (64, 128, 256)
+    heights, widths = {
+        1: ((16,), (32, 64)), 8: ((16,), (32, 64, 128)), 32: ((16, 32), (32, 64, 128)),
+        64: ((32, 64), (64, 128)),
+    }.get(tokens, many)  # fmt: skip
+    every = itertools.product(heights, widths, (1, 2, 4, 8), (4, 8))
+    for block_m, block_n, m_tiles, warps in every:
         programs = heads * -(-latent // block_n) * -(-tokens // (block_m * m_tiles))
-        too_few = programs < 64 and m_tiles > 1
-        if block_m * (m_tiles - 1) >= tokens or too_few or block_m * block_n < 512:
+        if block_m * (m_tiles - 1) >= tokens or not (64 if m_tiles > 1 else 1) <= programs <= 4096:
             continue
-        if (warps == 8 and block_m * block_n < 2048) or (warps == 4 and block_m * block_n > 16384):
-            continue
-        if programs > 4096:
-            continue
-        yield Plan(block_m=block_m, block_n=block_n, m_tiles=m_tiles, num_warps=warps, **rest)
+        least, most = (512, 16384) if warps == 4 else (2048, 2**15)
+        if least <= block_m * block_n <= most:
+            yield Plan(block_m=block_m, block_n=block_n, m_tiles=m_tiles, num_warps=warps, **rest)
 
 
 def variations(best: Plan, tokens: int) -> Iterator[Plan]:
@@ -92,32 +81,28 @@ def variations(best: Plan, tokens: int) -> Iterator[Plan]:
 def compile_plan(job: tuple[Plan, bool, Widths]) -> None:
     """Compile a plan into Triton's cache on disk; runs in a worker process."""
     plan, fp8, widths = job
-    region = region_cases.make_region(
-        region_cases.timed(2, 16, fp8, widths), region_cases.make_weights(16, 1, widths)
-    )
+    weights = region_cases.make_weights(16, 1, widths)
+    region = region_cases.make_region(region_cases.timed(2, 16, fp8, widths), weights)
     try:
-        layer = functools.partial(provider.fused_mla_decode_prep, plan=plan)
-        layer(region.calls[0])
+        provider.fused_mla_decode_prep(region.calls[0], plan=plan)
         torch.cuda.synchronize()
     except (RuntimeError, ValueError) as error:
         print(f"{plan}: {error}", flush=True)
 
 
 def measure(
-    region: region_cases.Region, plans: list[Plan], rounds: int
-) -> Iterator[tuple[Plan, float, float, int]]:
+    region: region_cases.Region, plans: Iterable[Plan], rounds: int
+) -> list[tuple[Plan, float, float, int]]:
     """Median microseconds, share of elements equal to the reference, and worst step, per plan."""
-    graphs, checks = {}, {}
-    for plan in plans:
+
+    def prepare(plan: Plan) -> tuple[torch.cuda.CUDAGraph, tuple[float, int], None]:
         layer = functools.partial(provider.fused_mla_decode_prep, plan=plan)
-        try:
-            checks[plan] = region_cases.agreement(region, layer)
-            graphs[plan] = region_cases.capture(region, layer)
-        except (RuntimeError, ValueError) as error:
-            print(f"{region.case} {plan}: {type(error).__name__} {str(error)[:200]}", flush=True)
-    times = kit.interleave(graphs, len(region.calls), rounds)  # type: ignore[arg-type]
-    for plan, samples in times.items():
-        yield plan, statistics.median(samples), *checks[plan]  # type: ignore[index, misc]
+        check = region_cases.agreement(region, layer)
+        return kit.capture_calls(lambda i: layer(region.calls[i]), calls), check, None
+
+    calls = len(region.calls)
+    found = kit.compare(plans, prepare, calls, rounds)
+    return [(plan, statistics.median(us), *check) for plan, check, us in found]
 
 
 def row(query: str, widths: Widths, heads: int, tokens: int, plan: Plan) -> list[Any]:
@@ -142,6 +127,58 @@ def write_table(folder: Path, gpu: str, arch: str, plans: list[list[Any]]) -> No
     path.write_text(text({"gpu": gpu, "arch": arch, "plans": kept + plans}))
 
 
+def compile_all(pool: Pool, plans: Iterable[Plan], fp8: bool, widths: Widths) -> None:
+    """In all worker processes."""
+    pool.map(compile_plan, [(plan, fp8, widths) for plan in sorted(plans, key=str)], chunksize=1)
+
+
+def regions(
+    options: argparse.Namespace, widths: Widths, pool: Pool
+) -> Iterator[region_cases.Region]:
+    """Of each shape, the plans of its first round compiled."""
+    started = time.monotonic()
+    for fp8 in (query == "fp8" for query in options.queries):
+        shapes = itertools.product(options.tokens, options.heads)
+        known = {plan for shape in shapes for plan in tiles(*shape, widths.latent)}
+        compile_all(pool, known, fp8, widths)
+        print(f"{len(known)} plans, {time.monotonic() - started:.0f} s", flush=True)
+        for heads in options.heads:
+            weights = region_cases.make_weights(heads, options.layers, widths)
+            for tokens in options.tokens:
+                if time.monotonic() - started > options.seconds:
+                    sys.exit("out of time")
+                case = region_cases.timed(tokens, heads, fp8, widths)
+                yield region_cases.make_region(case, weights)
+
+
+def tune(
+    region: region_cases.Region, rounds: int, pool: Pool
+) -> tuple[list[Any], list[dict[str, Any]]]:
+    """The row of a shape for the GPU's file, and those of its measurements."""
+    case, kind = region.case, "fp8" if region.case.fp8 else "bf16"
+    results = measure(region, tiles(case.tokens, case.heads, case.latent), rounds)
+    # Second round, around the best of the first.
+    plans = set(variations(right(results)[0][0], case.tokens))
+    compile_all(pool, plans, case.fp8, case.widths)
+    results += measure(region, plans, rounds)
+    plan, us, equal, worst = right(results)[0]
+    bad = len(results) - len(right(results))
+    shape = f"{kind} T={case.tokens:4d} H={case.heads:4d}"
+    found = f"{changed(plan)} equal {equal:.6f} worst {worst}"
+    print(f"{shape} best {us:7.2f} bad {bad} {found}", flush=True)
+    limit = LIMITS[TOKENS.index(case.tokens)] if case.tokens in TOKENS else case.tokens
+    return row(kind, case.widths, case.heads, limit, plan), [
+        {"query": kind, "tokens": case.tokens, "heads": case.heads, "us": f"{us:.3f}",
+         "equal": f"{equal:.6f}", "worst_step": worst, "plan": changed(plan)}
+        for plan, us, equal, worst in results
+    ]  # fmt: skip
+
+
+def right(results: list[tuple[Plan, float, float, int]]) -> list[tuple[Plan, float, float, int]]:
+    """Those that agree with the reference, the fastest first."""
+    return sorted((r for r in results if r[2] >= 0.999 and r[3] <= 1), key=operator.itemgetter(1))
+
+
 def main() -> None:
     """Tune every shape asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -159,57 +196,18 @@ def main() -> None:
     parser.add_argument("--tables", type=Path, help="the folder of the GPUs' files")
     options = parser.parse_args()
     widths = Widths(options.nope, options.rope, options.latent)
-    started = time.monotonic()
-    pool = multiprocessing.get_context("spawn").Pool(options.workers)
-    name = torch.cuda.get_device_name()
-    arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
-    table: list[list[Any]] = []
-    fields = ["query", "tokens", "heads", "us", "equal", "worst_step", "plan"]
-    with options.csv.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(fields)
-        for query in options.queries:
-            fp8 = query == "fp8"
-            shapes = itertools.product(options.tokens, options.heads)
-            known = {plan for shape in shapes for plan in tiles(*shape, widths.latent)}
-            jobs = [(plan, fp8, widths) for plan in sorted(known, key=str)]
-            pool.map(compile_plan, jobs, chunksize=1)
-            print(f"{query}: {len(known)} plans, {time.monotonic() - started:.0f} s", flush=True)
-            for heads in options.heads:
-                weights = region_cases.make_weights(heads, options.layers, widths)
-                for tokens in options.tokens:
-                    if time.monotonic() - started > options.seconds:
-                        print("out of time")
-                        sys.exit(1)
-                    case = region_cases.timed(tokens, heads, fp8, widths)
-                    region = region_cases.make_region(case, weights)
-                    first = list(tiles(tokens, heads, widths.latent))
-                    results = list(measure(region, first, options.rounds))
-                    good = [r for r in results if r[2] >= 0.999 and r[3] <= 1]
-                    one = min(good, key=lambda r: r[1])
-                    plans = sorted(set(variations(one[0], tokens)), key=str)
-                    pool.map(compile_plan, [(p, fp8, widths) for p in plans], chunksize=1)
-                    more = list(measure(region, plans, options.rounds))
-                    results += more
-                    good += [r for r in more if r[2] >= 0.999 and r[3] <= 1]
-                    best = min(good, key=lambda r: r[1])
-                    limit = LIMITS[TOKENS.index(tokens)] if tokens in TOKENS else tokens
-                    table.append(row(query, widths, heads, limit, best[0]))
-                    print(
-                        f"{query} T={tokens:4d} H={heads:4d} best {best[1]:7.2f} "
-                        f"bad {len(results) - len(good)} {changed(best[0])} "
-                        f"equal {best[2]:.6f} worst {best[3]}",
-                        flush=True,
-                    )
-                    for plan, us, equal, worst in results:
-                        values = f"{us:.3f}", f"{equal:.6f}", worst, changed(plan)
-                        writer.writerow([query, tokens, heads, *values])
-                    file.flush()
-                    del region
-                    torch.cuda.empty_cache()
+    facts, plans = kit.environment(program="benchmarks/tune_dispatch.py"), []
+    with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
+
+        def rows(region: region_cases.Region) -> list[dict[str, Any]]:
+            plan, measured = tune(region, options.rounds, pool)
+            plans.append(plan)
+            return measured
+
+        kit.table(options.csv, facts, COLUMNS, regions(options, widths, pool), rows)
     if options.tables:
-        write_table(options.tables, name, arch, table)
-    print(f"done in {time.monotonic() - started:.0f} s", flush=True)
+        arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
+        write_table(options.tables, facts["gpu"], arch, plans)
 
 
 if __name__ == "__main__":

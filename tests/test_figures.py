@@ -29,7 +29,7 @@ def test_region_means_and_losses():
 
 
 def test_a_decode_peer_of_one_type_has_no_column_for_the_other():
-    shape = {"batch": "1", "context": "1024", "ragged": "0", "heads": "16"}
+    shape = {"batch": "1", "context": "1024", "ragged": "0", "heads": "16", "queries": "1"}
     rows = [
         {**shape, "dtype": dtype, "candidate": candidate, "p50_us": us}
         for dtype, candidate, us in (

@@ -19,7 +19,8 @@ def test_the_shipped_files_are_what_the_rows_say():
 
 
 @pytest.mark.parametrize(
-    "change", [{"error": "0.0041"}, {"error": "nan"}, {"latent": "256"}, {"page": "16"}]
+    "change",
+    [{"error": "0.0041"}, {"error": "nan"}, {"latent": "256"}, {"page": "16"}, {"values": "0"}],
 )
 def test_rows_of_a_wrong_kernel_or_another_shape_do_not_ship(tmp_path, change):
     row = figures.read(figures.STEPS)[0]
@@ -30,29 +31,20 @@ def test_rows_of_a_wrong_kernel_or_another_shape_do_not_ship(tmp_path, change):
         figures.shipped([path])
 
 
-def test_rows_with_the_product_decide_where_there_are_some(tmp_path):
-    """Those of all widths of W_UV; each peer is a backend of its own."""
-    facts = dict.fromkeys(convert.FACTS, "")
-    times = dict.fromkeys(convert.TIMES, "1.0")
-
-    def rows(heads, ours, **values):
-        step = {"gpu": "G", "dtype": "fp8", "heads": heads, "batch": "1", "context": "70"}
-        for name in ("ours", "flashmla", "triton_mla"):
-            us = times | {"p50_us": ours} if name == "ours" else times
-            yield {**facts, **step, "ragged": "0", **values, **us, "candidate": name}
-
-    every = [
-        *rows("8", "1.5"), *rows("8", "0.5", values="128"), *rows("8", "0.7", values="256"),
-        *rows("16", "0.9", values="0"),
-    ]  # fmt: skip
-    for order in (every, every[::-1]):
-        (tmp_path / "G.json").write_text(convert.text(convert.tables(order)["G.json"]))
-        found = measured.read(tmp_path / "G.json", "G")
-        assert {shape: [row[4] for row in rows] for shape, rows in found.items()} == {
-            ("float8_e4m3fn", heads, 1, backend): times
-            for heads, times in ((8, [0.5, 0.7]), (16, [0.9]))
-            for backend in ("FLASHMLA", "TRITON_MLA")
-        }
+def test_rows_of_all_widths_of_w_uv_decide_against_each_peer(tmp_path):
+    row = dict.fromkeys(convert.FACTS, "") | dict.fromkeys(convert.TIMES, "1.0")
+    row |= {"gpu": "G", "dtype": "fp8", "heads": "8", "queries": "1", "batch": "1"}
+    rows = [
+        {**row, "context": "70", "ragged": "0", "values": values, "candidate": name}
+        | ({"p50_us": ours} if name == "ours" else {})
+        for values, ours in (("256", "0.7"), ("128", "0.5"))
+        for name in ("ours", "flashmla", "triton_mla")
+    ]
+    (tmp_path / "G.json").write_text(convert.text(convert.tables(rows)["G.json"]))
+    found = measured.read(tmp_path / "G.json", "G")
+    assert {shape: [row[4] for row in rows] for shape, rows in found.items()} == {
+        ("float8_e4m3fn", 8, 1, backend): [0.5, 0.7] for backend in ("FLASHMLA", "TRITON_MLA")
+    }
 
 
 @pytest.mark.parametrize(

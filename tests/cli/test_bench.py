@@ -28,6 +28,7 @@ def gpu(monkeypatch):
     def no_package(region):
         raise ImportError("No module named 'flashinfer'")
 
+    kit.say_once.cache_clear()
     peers = {name: lambda region, name=name: name for name in region_peers.PEERS}
     own = {name: lambda region, name=name: f"own {name}" for name in region_peers.OWN_ROUNDING}
     agreements = dict.fromkeys((*peers, *(f"own {name}" for name in own)), (1.0, 0))
@@ -42,7 +43,7 @@ def gpu(monkeypatch):
         (region_cases, "make_weights", lambda heads, layers, widths: [None] * layers),
         (region_cases, "make_region", lambda case, calls: region_cases.Region(case, calls, None)),
         (region_cases, "agreement", lambda _, layer, expected=None: agreements[expected or layer]),
-        (region_cases, "capture", lambda region, layer: SimpleNamespace(replay=lambda: None)),
+        (kit, "capture_calls", lambda call, count: SimpleNamespace(replay=lambda: None)),
         (kit, "interleave", lambda graphs, _, rounds: dict.fromkeys(graphs, [2.0] * rounds)),
     ):
         monkeypatch.setattr(module, name, value)
@@ -86,7 +87,7 @@ def test_a_report_has_what_was_measured_and_what_failed(gpu, monkeypatch, capsys
     """One file, with the rows of the region, the error of the decode, and the environment."""
     path = tmp_path / "new" / "report.json"
 
-    def decode(settings, facts):
+    def decode(settings, facts, _):
         assert (settings.batches, settings.contexts, settings.fp8) == ((4, 64), (8192,), False)
         # What was found before is in the file.
         assert json.loads(path.read_text())["region"]["right"] is True

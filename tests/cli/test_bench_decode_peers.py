@@ -51,8 +51,11 @@ def test_behind_w_uv_the_product_is_checked(on_cpu, monkeypatch, dtype):
     for build in (peers.ours, vllms):
         graph, apart, (_, out) = peers.prepare(inputs, build)
         assert apart <= peers.TOLERANCE and out.shape == (6, 2, 24)
-        graph(0)
+        graph(-1)
         assert peers.error(inputs, out) == apart
+        graph(0)
+        assert peers.error(inputs, out) > peers.TOLERANCE
+        graph(-1)
         inputs.w_uv.reverse()
         assert peers.error(inputs, out) > peers.TOLERANCE
         inputs.w_uv.reverse()
@@ -62,7 +65,7 @@ def vllms(inputs):
     """A peer: float64 attention, then what follows a decode of vLLM's."""
 
     def decode(i):
-        of_call = dataclasses.replace(inputs, caches=[inputs.caches[i]])
+        of_call = dataclasses.replace(inputs, caches=[inputs.caches[i]], w_uv=[])
         found = [peers.exact(of_call, b)[0] for b in range(inputs.case.batch)]
         return torch.cat(found).to(peers.BF16)
 

@@ -38,7 +38,7 @@ def test_rows_are_written_and_judged(monkeypatch, tmp_path, capsys, step, right)
     settings = argparse.Namespace(
         tokens=(1,), heads=(16,), splits=(1, 8), rounds=5, csv=tmp_path / "rows.csv"
     )
-    assert bench_epilogue.run(settings, FACTS) == right
+    assert bench_epilogue.run(settings, FACTS, None) == right
     printed = capsys.readouterr().out
     assert "T=1 H=16 S=8 none back: separate 1.00" in printed
     assert "(1, 16, 8, 128, 'none', 'back'): chosen 2.00, separate 1.00" in printed

@@ -1,16 +1,13 @@
 """`mla-fusion bench`: this library's kernels against their peers over a grid of shapes, into a CSV
 file.
 
-`region` is the fused region, `decode` the decode attention, and `epilogue` what follows it: each
-has a module of its name beside this one. Every candidate is checked in the run that times it.
-Peers whose package is missing are named and left out. How time is taken:
-mla_fusion/cli/bench/kit.py.
+`region` is the fused region, `decode` the decode attention, `epilogue` what follows it: a module
+each. Every candidate is checked in the run that times it. How time is taken: `kit.py`.
 """
 
 import argparse
 import csv
 import json
-import sys
 import tempfile
 import traceback
 from pathlib import Path
@@ -18,7 +15,7 @@ from typing import Any
 
 from mla_fusion.cli import UserError, positive, require_gpu
 from mla_fusion.cli.bench import decode, epilogue, region, region_cases
-from mla_fusion.cli.bench.kit import environment, known, measure_ceilings
+from mla_fusion.cli.bench.kit import environment, measure_ceilings
 from mla_fusion.cli.doctor import command as doctor
 
 MODULES = {"region": region, "decode": decode, "epilogue": epilogue}
@@ -146,13 +143,7 @@ def write_report(path: Path, commit: str) -> bool:
 def measure(settings: argparse.Namespace) -> bool:
     """Measure, print a line for each shape, write the rows; whether ours passed every check."""
     require_gpu()
-    command = " ".join(["mla-fusion", *sys.argv[1:]])
-    facts = {**environment(settings.commit), "command": command}
-    ceilings = measure_ceilings()
+    facts, ceilings = environment(settings.commit), measure_ceilings()
     print(*(f"{name} {value}" for name, value in facts.items() if value), sep=", ")
     print(f"ceilings: copy {ceilings.gbps:.0f} GB/s, bf16 product {ceilings.tflops:.0f} TFLOP/s")
-    if settings.what == "decode":
-        return decode.run(settings, known(facts))
-    if settings.what == "epilogue":
-        return epilogue.run(settings, known(facts))
-    return region.run(settings, facts, ceilings)
+    return bool(MODULES[settings.what].run(settings, facts, ceilings))

@@ -11,7 +11,7 @@ import argparse
 import dataclasses
 import functools
 import itertools
-import math
+import statistics
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,16 @@ import torch
 from mla_fusion.cli.bench import decode_peers as peers
 from mla_fusion.cli.bench import kit
 from mla_fusion.cli.bench.decode_peers import Candidate, Case
-from mla_fusion.cli.bench.kit import TIMES, Row, compile_ahead, four_digits, pick, rates
+from mla_fusion.cli.bench.kit import (
+    TIMES,
+    Ceilings,
+    Row,
+    compile_ahead,
+    four_digits,
+    pick,
+    rates,
+    worst,
+)
 
 LAYER = ["heads", "queries", "dtype"]
 CASE = ["batch", "context", "ragged", *LAYER, "latent", "rope", "page", "values"]
@@ -45,7 +54,7 @@ DEFAULTS = {
 }
 
 
-def run(settings: argparse.Namespace, facts: Mapping[str, str]) -> bool:
+def run(settings: argparse.Namespace, facts: Mapping[str, str], _: Ceilings) -> bool:
     """Measure the grid and print the summary; whether ours passed the check in every shape."""
     types = [name for name in TYPES if getattr(settings, name)] or list(TYPES)
     of_types = {TYPES[name]: peers.CANDIDATES[TYPES[name]] for name in types}
@@ -64,7 +73,7 @@ def run(settings: argparse.Namespace, facts: Mapping[str, str]) -> bool:
     summary(rows)
     timed = "decode and product" if settings.values else "decode"
     print(f"microseconds per {timed}; ! marks a failed check. Rows: {settings.csv}")
-    passed = sum(row["candidate"] == OURS and row["error"] <= peers.TOLERANCE for row in rows)
+    passed = sum(row["candidate"] == OURS and is_right(row) for row in rows)
     return passed == sum(OURS in candidates for _, candidates in work)
 
 
@@ -100,47 +109,37 @@ def table(
     rounds: int,
 ) -> list[Row]:
     """Measure the candidates of each case, print a line for each, write the rows; all rows."""
-    left_out: set[str] = set()
-
-    def rows(work: tuple[Case, Mapping[str, Candidate]]) -> list[Row]:
-        return measure(*work, rounds, left_out)
-
-    return kit.table(path, facts, CASE + RESULT, work, rows, show, four_digits)
+    columns = CASE + RESULT
+    return kit.table(path, facts, columns, work, lambda each: measure(*each, rounds), four_digits)
 
 
-def show(work: tuple[Case, object], rows: list[Row]) -> None:
-    """A line of a case."""
-    case, _ = work
-    times = " | ".join(
-        f"{r['candidate']} {r['p50_us']:.1f} ({r['gbps']:.0f} GB/s, {r['tflops']:.0f} TF)"
-        f"{'' if r['error'] <= peers.TOLERANCE else '!'}"
-        for r in rows
-    )
-    name = f"{case.batch:4d} x {case.context:6d}{' ragged' if case.ragged else ''}"
-    print(f"{name} {case.name}: {times or 'nothing'}", flush=True)
-
-
-def measure(
-    case: Case, candidates: Mapping[str, Candidate], rounds: int, left_out: set[str]
-) -> list[Row]:
-    """Rows of one case. left_out: the lines about candidates left out, each printed once."""
+def measure(case: Case, candidates: Mapping[str, Candidate], rounds: int) -> list[Row]:
+    """Rows of one case, and a line."""
+    shape = f"{case.batch:4d} x {case.context:6d}{' ragged' if case.ragged else ''} {case.name}"
     try:
         inputs = peers.make(case)
     except torch.OutOfMemoryError as problem:
-        text = str(problem)[:300]
-        print(f"{case.batch} x {case.context} left out: OutOfMemoryError {text}", flush=True)
+        print(f"{shape}: nothing, OutOfMemoryError {str(problem)[:300]}", flush=True)
         return []
     default = peers.VLLM_DEFAULT[case.dtype] if (case.latent, case.rope) == (512, 64) else ""
-    rows = []
+    known = {name: getattr(case, name) for name in CASE}
+    known |= {"ragged": int(case.ragged), "dtype": case.kind}
+    rows, times = [], []
     for name, error, samples in kit.compare(
-        candidates, lambda name: peers.prepare(inputs, candidates[name]), len(inputs.caches),
-        rounds, left_out,
-    ):  # fmt: skip
-        row = {k: getattr(case, k) for k in CASE if k not in ("ragged", "dtype")}
-        row |= {"ragged": int(case.ragged), "dtype": case.kind}
-        row |= {"candidate": name, "vllm_default": int(name == default)}
-        rows.append(row | rates(case, samples) | {"error": error})
+        candidates, lambda name: peers.prepare(inputs, candidates[name]), len(inputs.caches), rounds
+    ):
+        row = known | {"candidate": name, "vllm_default": int(name == default)}
+        rows.append(row := row | rates(case, samples) | {"error": error})
+        mark = "" if is_right(row) else "!"
+        rate = f"({row['gbps']:.0f} GB/s, {row['tflops']:.0f} TF)"
+        times.append(f"{name} {row['p50_us']:.1f} {rate}{mark}")
+    print(f"{shape}: {' | '.join(times) or 'nothing'}", flush=True)
     return rows
+
+
+def is_right(row: Row) -> bool:
+    """Whether a row passed its check; NaN did not."""
+    return bool(row["error"] <= peers.TOLERANCE)
 
 
 def summary(rows: list[Row]) -> None:
@@ -159,7 +158,7 @@ def summary(rows: list[Row]) -> None:
             }
             if not ratios:
                 continue
-            mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
+            mean = statistics.geometric_mean(ratios.values())
             faster = {k: round(ratio, 2) for k, ratio in ratios.items() if ratio < 1}
             name = peers.Case(0, 0, heads, TYPES[dtype], queries=queries).name
             print(
@@ -167,11 +166,8 @@ def summary(rows: list[Row]) -> None:
                 f"least {min(ratios.values()):.2f}x; that one is faster at (batch, context, "
                 f"ragged) {faster or 'none'}"
             )
-    wrong = [row["candidate"] for row in rows if not row["error"] <= peers.TOLERANCE]
+    wrong = [row["candidate"] for row in rows if not is_right(row)]
     for name in dict.fromkeys(wrong):
-        # max() may lose a NaN; torch keeps it.
-        worst = torch.tensor([r["error"] for r in rows if r["candidate"] == name]).max()
-        print(
-            f"{name} is off by more than {peers.TOLERANCE} in {wrong.count(name)} shapes, by "
-            f"{worst:.2g} at most"
-        )
+        most = worst([row["error"] for row in rows if row["candidate"] == name])
+        shapes_off = f"by more than {peers.TOLERANCE} in {wrong.count(name)} shapes"
+        print(f"{name} is off {shapes_off}, by {most:.2g} at most")

@@ -1,8 +1,7 @@
 """Shapes of decode attention, their inputs and exact results, and who computes them.
 
 A candidate is a function of `Inputs` that returns a call and the tensor it writes, or raises one of
-`UNAVAILABLE`. It makes its plan or its metadata before: once a step, not once a layer. With W_UV a
-call is what a layer launches: decode and product, ours as `StepPlan` asks for it.
+`UNAVAILABLE`. It makes its plan or its metadata before: once a step, not once a layer.
 """
 
 import dataclasses
@@ -14,7 +13,7 @@ import torch
 
 from mla_fusion.attention import Epilogue, PersistentDecodePlan, persistent_mla_decode
 from mla_fusion.attention.triton import plan_settings
-from mla_fusion.cli.bench.kit import capture_calls, distance, exact_attention, fp8_type
+from mla_fusion.cli.bench.kit import capture_calls, distance, exact_attention, fp8_type, worst
 
 PAGE = 64
 FP8, BF16 = fp8_type(), torch.bfloat16
@@ -110,15 +109,9 @@ class Inputs:
         """What a candidate writes: `latents`, or [rows, H, V] behind W_UV."""
         return latents.new_empty(*latents.shape[:2], self.case.values) if self.w_uv else latents
 
-    def reverse(self) -> None:
-        """Put the last cache and W_UV first."""
-        self.caches.reverse()
-        self.w_uv.reverse()
-
     def behind(self, decode: Callable[[int], torch.Tensor]) -> tuple[Call, torch.Tensor]:
-        """Behind a decode that is not ours, which returns its latents: the product, as vLLM's
-        `_v_up_proj` has it; without W_UV, only what is checked is kept, since a copy would be
-        timed."""
+        """The product behind a decode that is not ours, which returns its latents, as vLLM's
+        `_v_up_proj` has it. Without W_UV only what is checked is kept: a copy would be timed."""
         out = self.result(self.latents())
 
         def call(i: int) -> None:
@@ -158,43 +151,37 @@ def make(case: Case) -> Inputs:
 
 
 def exact(inputs: Inputs, b: int) -> tuple[torch.Tensor, slice]:
-    """float64 attention of sequence `b`, [n, H, L], and the query rows that it is of. Row i of the
-    n sees all but the last n - 1 - i tokens.
+    """float64 attention of sequence `b` over the last cache, behind the last W_UV if there is one,
+    [n, H, L or V], and its query rows. Row i of the n sees all but the last n - 1 - i tokens.
     """
     case, length = inputs.case, inputs.case.lengths()[b]
     rows = slice(b * case.queries, (b + 1) * case.queries)
     scale = 0.5 if case.dtype == FP8 else 1.0
-    keys = inputs.caches[0][inputs.table[b, : -(-length // case.page)].long()]
+    keys = inputs.caches[-1][inputs.table[b, : -(-length // case.page)].long()]
     keys = keys.view(-1, case.width)[:length].double() * scale
-    q = inputs.q[rows].double()
-    return exact_attention(q, keys, case.scale * scale, case.latent)[0], rows
+    want, _ = exact_attention(inputs.q[rows].double(), keys, case.scale * scale, case.latent)
+    if inputs.w_uv:
+        want = torch.einsum("thl,hlv->thv", want, inputs.w_uv[-1].double())
+    return want, rows
 
 
 def error(inputs: Inputs, out: torch.Tensor) -> float:
     """Largest relative distance of a few sequences' outputs; NaN stays NaN."""
-    found, batch = [], inputs.case.batch
-    for b in {0, batch // 2, batch - 1}:
-        want, rows = exact(inputs, b)
-        if inputs.w_uv:
-            want = (want.transpose(0, 1) @ inputs.w_uv[0].double()).transpose(0, 1)
-        found.append(distance(out[rows], want))
-    # max() may lose a NaN; torch keeps it.
-    return float(torch.tensor(found).max())
+    batch = inputs.case.batch
+    wanted = [exact(inputs, b) for b in {0, batch // 2, batch - 1}]
+    return worst([distance(out[rows], want) for want, rows in wanted])
 
 
 def prepare(
     inputs: Inputs, build: Candidate
 ) -> tuple[torch.cuda.CUDAGraph, float, tuple[Call, torch.Tensor]]:
-    """A candidate's graph, a call on each cache, and the error of its first call.
+    """A candidate's graph, a call on each cache, and the error of the last one's.
 
     The third result, call and output, keeps what the graph reads: it must live as long.
     """
     call, out = build(inputs)
     out.fill_(torch.nan)
-    # -1 is the last cache, and the sign for FlashMLA to keep its result.
-    inputs.reverse()
-    call(-1)
-    inputs.reverse()
+    call(-1)  # the last cache, and the sign for `Inputs.behind` to keep the result
     apart = error(inputs, out)
     return capture_calls(call, len(inputs.caches)), apart, (call, out)
 
@@ -237,9 +224,8 @@ def ours(inputs: Inputs, cap: int = -1) -> tuple[Call, torch.Tensor]:
 
 
 def launch_ours(cases: list[Case]) -> str:
-    """Launch ours for short sequences, so that Triton's cache has what `cases` need: many batches
-    of as many heads and query rows. Their name.
-    """
+    """Launch ours for short sequences, so that Triton's cache has what `cases`, which differ in the
+    batch alone, need. Their name."""
     for case in cases:
         call, _ = ours(make(dataclasses.replace(case, context=case.page, ragged=False)))
         call(0)
@@ -282,22 +268,22 @@ def flashmla(inputs: Inputs) -> tuple[Call, torch.Tensor]:
     """FlashMLA, dense, as vLLM's backend calls it; its metadata is made before."""
     from vllm.v1.attention.ops import flashmla as ops
 
-    case = inputs.case
-    q = inputs.q.unflatten(0, (case.batch, case.queries))
-    shared: dict[str, Any] = {"head_dim_v": case.latent, "softmax_scale": case.scale}
-    shared |= {"causal": True, "block_table": inputs.table, "cache_seqlens": inputs.lens}
+    case, function = inputs.case, ops.flash_mla_with_kvcache
+    shared: dict[str, Any] = {
+        "q": inputs.q.unflatten(0, (case.batch, case.queries)), "head_dim_v": case.latent,
+        "softmax_scale": case.scale, "causal": True, "block_table": inputs.table,
+        "cache_seqlens": inputs.lens,
+    }  # fmt: skip
     if case.dtype == FP8:
-        rows = case.queries * case.heads
-        schedule, splits = ops.get_mla_metadata_dense_fp8(inputs.lens, rows, 1)
-        shared |= {"tile_scheduler_metadata": schedule, "num_splits": splits}
+        function, rows = ops.flash_mla_with_kvcache_fp8, case.queries * case.heads
+        schedule, shared["num_splits"] = ops.get_mla_metadata_dense_fp8(inputs.lens, rows, 1)
         shared |= {"descale_q": inputs.scale, "descale_k": inputs.scale}
-        function = ops.flash_mla_with_kvcache_fp8
     else:
-        shared |= {"tile_scheduler_metadata": ops.get_mla_metadata()[0]}
-        function = ops.flash_mla_with_kvcache
+        schedule = ops.get_mla_metadata()[0]
+    shared["tile_scheduler_metadata"] = schedule
 
     def call(i: int) -> torch.Tensor:
-        out, _ = function(q=q, k_cache=inputs.caches[i].unsqueeze(-2), **shared)
+        out, _ = function(k_cache=inputs.caches[i].unsqueeze(-2), **shared)
         return out.flatten(0, 1)
 
     return inputs.behind(call)
@@ -309,9 +295,11 @@ def fa3(inputs: Inputs) -> tuple[Call, torch.Tensor]:
     """
     from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
 
-    case, longest = inputs.case, max(inputs.case.lengths())
-    shared: dict[str, Any] = {"max_seqlen_q": case.queries, "max_seqlen_k": longest}
-    shared |= {"cu_seqlens_q": starts_of(case), "causal": True, "num_splits": 32}
+    case = inputs.case
+    shared: dict[str, Any] = {
+        "max_seqlen_q": case.queries, "max_seqlen_k": max(case.lengths()), "causal": True,
+        "cu_seqlens_q": starts_of(case), "num_splits": 32,
+    }  # fmt: skip
     schedule = get_scheduler_metadata(
         batch_size=case.batch, num_heads_q=case.heads, num_heads_kv=1, headdim=case.rope,
         headdim_v=case.latent, cache_seqlens=inputs.lens, qkv_dtype=BF16, page_size=case.page,
@@ -342,12 +330,13 @@ def flashinfer_mla(inputs: Inputs) -> tuple[Call, torch.Tensor]:
 
     case, device = inputs.case, inputs.q.device
     scale = float(inputs.scale) if case.dtype.itemsize == 1 else 1.0
-    shared: dict[str, Any] = {"query": inputs.q.unflatten(0, (case.batch, case.queries))}
-    shared |= {"block_tables": inputs.table, "seq_lens": inputs.lens}
-    shared |= {"max_seq_len": max(case.lengths()), "qk_nope_head_dim": 128}
-    shared |= {"kv_lora_rank": case.latent, "qk_rope_head_dim": case.rope}
-    shared |= {"bmm1_scale": case.scale * scale * scale, "bmm2_scale": scale}
-    shared["workspace_buffer"] = torch.zeros(WORKSPACE, dtype=torch.int8, device=device)
+    shared: dict[str, Any] = {
+        "query": inputs.q.unflatten(0, (case.batch, case.queries)), "block_tables": inputs.table,
+        "seq_lens": inputs.lens, "max_seq_len": max(case.lengths()), "qk_nope_head_dim": 128,
+        "kv_lora_rank": case.latent, "qk_rope_head_dim": case.rope, "bmm2_scale": scale,
+        "bmm1_scale": case.scale * scale * scale,
+        "workspace_buffer": torch.zeros(WORKSPACE, dtype=torch.int8, device=device),
+    }  # fmt: skip
     if size := getattr(utils, "get_trtllm_gen_multi_ctas_kv_counter_bytes", None):
         count = size(case.batch, case.heads, utils.get_device_sm_count(device))
         counters = torch.zeros(count, dtype=torch.uint8, device=device)

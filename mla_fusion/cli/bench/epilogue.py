@@ -1,11 +1,10 @@
 """`mla-fusion bench epilogue`: what follows a decode, in one launch and in separate ones.
 
 Separate are the reduction, torch.bmm and, where the result is fp8, a quantization: vLLM's op, or
-this library's where vLLM is missing. A candidate is a CUDA graph of calls with distinct W_UV, so
-that L2 does not hold what an engine would have to fetch; graphs take turns. "back": calls follow
-each other. "behind": each follows a decode, less the same graph of the decode alone. Results are
-checked against the reference in the same run, and two launches against each other. A shape of the
-kernel is named rows x columns x slices x splits x warps, and w with the splits of whole rows.
+this library's where vLLM is missing. Calls have distinct W_UV, so that L2 does not hold what an
+engine would have to fetch. "back": calls follow each other. "behind": each follows a decode, less
+the same graph of the decode alone. A shape of the kernel is named rows x columns x slices x splits
+x warps, and w with the splits of whole rows.
 """
 
 import argparse
@@ -27,7 +26,15 @@ from mla_fusion.attention.triton import epilogue as epilogues
 from mla_fusion.attention.triton.epilogue import Shape
 from mla_fusion.cli import version_of
 from mla_fusion.cli.bench import kit
-from mla_fusion.cli.bench.kit import TIMES, Row, capture_calls, interleave, quantiles, steps
+from mla_fusion.cli.bench.kit import (
+    TIMES,
+    Ceilings,
+    Row,
+    capture_calls,
+    interleave,
+    quantiles,
+    steps,
+)
 
 Step = Callable[[Inputs], None]
 KEY = ["tokens", "heads", "pieces", "values", "quantization", "place"]
@@ -68,13 +75,12 @@ def grid(
     quantizations: Iterable[str] = ("none", "group"),
 ) -> list[Case]:
     """Every case, in no more splits than a step has."""
-    every = itertools.product(tokens, heads, pieces, (values,), quantizations)
-    cases = itertools.starmap(Case, every)
-    fewer = (dataclasses.replace(c, pieces=min(c.pieces, MOST_PIECES // c.tokens)) for c in cases)
-    return list(dict.fromkeys(fewer))
+    every = itertools.product(tokens, heads, pieces, quantizations)
+    cases = (Case(t, h, min(s, MOST_PIECES // t), values, q) for t, h, s, q in every)
+    return list(dict.fromkeys(cases))
 
 
-def run(settings: argparse.Namespace, facts: Mapping[str, str]) -> bool:
+def run(settings: argparse.Namespace, facts: Mapping[str, str], _: Ceilings) -> bool:
     """Measure what the library launches; whether every result passed its check."""
     torch.manual_seed(0)
     cases = grid(settings.tokens, settings.heads, settings.splits, GROUP)
@@ -95,23 +101,25 @@ def table(
     """Measure each case, print a line for each place, write the rows; all rows."""
 
     def rows(case: Case) -> list[Row]:
-        return measure(case, candidates_of(case), rounds)
+        found = measure(case, candidates_of(case), rounds)
+        show(found)
+        return found
 
-    return kit.table(path, facts, RESULT, cases, rows, show)
+    return kit.table(path, facts, RESULT, cases, rows)
 
 
 def make(case: Case, calls: int = 64) -> list[Inputs]:
     """Up to so many calls that differ in W_UV, behind one plan; on the default device."""
     tokens, heads, fold = case.tokens, case.heads, -(-case.heads // 64)
-    # With half as many CTAs again as splits, the planner gives each two blocks: one split.
-    plan = PersistentDecodePlan.allocate(
-        max_batch=tokens, max_query_len=1, num_heads=heads, q_dtype=FP8, kv_dtype=FP8,
-        device="cpu", v_head_dim=LATENT, ctas=-(-3 * tokens * fold * case.pieces // 2),
-        kv_granularity=PAGE, overhead=1, planner="portable",
-    )  # fmt: skip
     blocks, width, columns = 2 * case.pieces, LATENT + ROPE, heads * case.values
-    # Planned on the host: every such plan would compile another planner.
+    # Planned on the host: every such plan would compile another planner. With half as many CTAs
+    # again as splits, the planner gives each two blocks: one split.
     with torch.device("cpu"):
+        plan = PersistentDecodePlan.allocate(
+            max_batch=tokens, max_query_len=1, num_heads=heads, q_dtype=FP8, kv_dtype=FP8,
+            device="cpu", v_head_dim=LATENT, ctas=-(-3 * tokens * fold * case.pieces // 2),
+            kv_granularity=PAGE, overhead=1, planner="portable",
+        )  # fmt: skip
         lens, rows = torch.full((tokens,), PAGE * blocks).int(), torch.arange(tokens + 1).int()
         plan.refresh(qo_indptr=rows, seq_lens=lens, num_tokens=tokens, max_query_len=1)
     for name, tensor in plan.tensors().items():
@@ -122,13 +130,12 @@ def make(case: Case, calls: int = 64) -> list[Inputs]:
     latents, half = torch.empty(tokens, heads, LATENT, dtype=BF16), torch.full((1,), 0.5)
     out = torch.empty(tokens, columns, dtype=BF16 if case.quantization == "none" else FP8)
     scales = {"tensor": half, "group": torch.empty(columns // GROUP, tokens).T}
-    made = []
+    scale, made = scales.get(case.quantization), []
     for _ in range(min(calls, max(8, WEIGHTS // (2 * columns * LATENT)))):
         # As vLLM has it: dense in L.
         w_uv = torch.randn(heads, case.values, LATENT, dtype=BF16) / LATENT**0.5
-        epilogue = Epilogue(w_uv.transpose(1, 2), out, scales.get(case.quantization))
-        scale = width**-0.5
-        made.append(Inputs(q, cache, plan, pages, scale, half, half, latents, None, epilogue))
+        every = q, cache, plan, pages, width**-0.5, half, half, latents, None
+        made.append(Inputs(*every, Epilogue(w_uv.transpose(1, 2), out, scale)))
     return made
 
 
@@ -164,11 +171,9 @@ def name_of(shape: Shape | None) -> str:
 
 def candidates(case: Case, shapes: Iterable[Shape] = ()) -> dict[str, Step]:
     """Who computes what follows the decode: separate launches, what is chosen, and `shapes`."""
-    chosen = case.chosen()
-    found: dict[str, Step] = {SEPARATE: separate}
-    for shape in {*shapes, *([chosen] if chosen else [])}:
-        found[name_of(shape)] = functools.partial(epilogues.launch, shape=shape)
-    return found
+    known = [*shapes, *([chosen] if (chosen := case.chosen()) else [])]
+    launches = {name_of(shape): functools.partial(epilogues.launch, shape=shape) for shape in known}
+    return {SEPARATE: separate, **launches}
 
 
 def worst_step(given: Inputs, step: Step) -> int:
@@ -229,17 +234,16 @@ def measure(case: Case, found: Mapping[str, Step], rounds: int) -> list[Row]:
     graphs["alone"] = captured(provider.decode)
     times = interleave(graphs, len(calls), rounds)
     assert not calls[0].plan.epilogue_counts.any(), "a slice was counted and never collected"
-    alone, rows = quantiles(times.pop("alone"))["p50_us"], []
+    less, rows = {"back": 0.0, "behind": quantiles(times.pop("alone"))["p50_us"]}, []
     for key, samples in times.items():
         place, name = key.split()
-        less = alone if place == "behind" else 0.0
         row = dataclasses.asdict(case) | {"pieces": pieces, "place": place, "candidate": name}
         row |= {"chosen": int(name == chosen), "worst_step": errors[name]}
-        rows.append(row | {q: round(us - less, 3) for q, us in quantiles(samples).items()})
+        rows.append(row | {q: round(us - less[place], 3) for q, us in quantiles(samples).items()})
     return rows
 
 
-def show(_: Case, rows: list[Row]) -> None:
+def show(rows: list[Row]) -> None:
     """The five fastest of a case, what is chosen with a star, wrong results with a mark."""
     for place in ("back", "behind"):
         here = sorted((r for r in rows if r["place"] == place), key=lambda r: r["p50_us"])
@@ -254,17 +258,17 @@ def show(_: Case, rows: list[Row]) -> None:
 
 def summary(rows: list[Row]) -> list[Row]:
     """Print where what is chosen loses, and the mean against separate launches; wrong rows."""
-    cases: dict[tuple[Any, ...], dict[str, tuple[float, int]]] = {}
+    cases: dict[tuple[Any, ...], dict[str, float]] = {}
+    ours: dict[tuple[Any, ...], float] = {}
     for row in rows:
         key = tuple(row[name] for name in KEY)
-        cases.setdefault(key, {})[row["candidate"]] = row["p50_us"], row["chosen"]
-    gains = []
+        cases.setdefault(key, {})[row["candidate"]] = row["p50_us"]
+        ours |= {key: row["p50_us"]} if row["chosen"] else {}
+    gains = [found[SEPARATE] / ours[key] for key, found in cases.items()]
     for key, found in cases.items():
-        best = min(found, key=lambda name: found[name][0])
-        ours = next(time for time, chosen in found.values() if chosen)
-        gains.append(found[SEPARATE][0] / ours)
-        if found[best][0] < 0.97 * ours:
-            print(f"{key}: chosen {ours:.2f}, {best} {found[best][0]:.2f}")
+        best = min(found, key=found.__getitem__)
+        if found[best] < 0.97 * ours[key]:
+            print(f"{key}: chosen {ours[key]:.2f}, {best} {found[best]:.2f}")
     mean = statistics.geometric_mean(gains)
     print(f"chosen against separate: geometric mean {mean:.2f}, least {min(gains):.2f}")
     wrong = [row for row in rows if row["worst_step"] > 1]

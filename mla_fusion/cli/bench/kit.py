@@ -1,7 +1,7 @@
 """What every benchmark does: time candidates in turns, compare results, say on what it ran.
 
-`mla-fusion bench` and `benchmarks/` import it from here. Candidates are CUDA graphs of many calls
-that take turns round by round, so that clock changes and neighbours meet all of them alike.
+Candidates are CUDA graphs of many calls that take turns round by round, so that clock changes and
+neighbours meet all of them alike.
 """
 
 import csv
@@ -10,6 +10,7 @@ import functools
 import multiprocessing
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -74,10 +75,10 @@ def capture_calls(call: Callable[[int], object], count: int) -> torch.cuda.CUDAG
 
 
 def interleave(
-    graphs: dict[str, torch.cuda.CUDAGraph], layers: int, rounds: int
-) -> dict[str, list[float]]:
+    graphs: dict[T, torch.cuda.CUDAGraph], layers: int, rounds: int
+) -> dict[T, list[float]]:
     """Microseconds per layer of every graph, one sample per round."""
-    samples: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in graphs}
+    samples: dict[T, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in graphs}
     for _ in range(rounds):
         for name, graph in graphs.items():
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -95,16 +96,16 @@ def interleave(
 
 
 def compare(
-    names: Iterable[str],
-    prepare: Callable[[str], tuple[torch.cuda.CUDAGraph, C, object]],
+    names: Iterable[T],
+    prepare: Callable[[T], tuple[torch.cuda.CUDAGraph, C, object]],
     calls: int,
     rounds: int,
-    left_out: set[str],
-) -> list[tuple[str, C, list[float]]]:
-    """Each candidate that is here, what its check found, and its microseconds per call.
+) -> list[tuple[T, C, list[float]]]:
+    """Each candidate that is here, what its check found, and its microseconds per call; a line of
+    each that is not.
 
     prepare: makes a graph of `calls` calls, a check's result, and what the graph reads, which must
-    live as long. left_out: the lines about candidates left out, each printed once.
+    live as long.
     """
     graphs, checks, kept = {}, {}, []
     for name in names:
@@ -112,12 +113,15 @@ def compare(
             graphs[name], checks[name], tensors = prepare(name)
             kept.append(tensors)
         except UNAVAILABLE as problem:
-            line = f"{name} left out: {type(problem).__name__} {str(problem)[:300]}"
-            if line not in left_out:
-                print(line, flush=True)
-            left_out.add(line)
+            say_once(f"{name} left out: {type(problem).__name__} {str(problem)[:300]}")
     times = interleave(graphs, calls, rounds)
     return [(name, checks[name], samples) for name, samples in times.items()]
+
+
+@functools.cache
+def say_once(line: str) -> None:
+    """Print a line, unless this process has."""
+    print(line, flush=True)
 
 
 def quantiles(samples: Sequence[float]) -> dict[str, float]:
@@ -158,13 +162,18 @@ def distance(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.double() - want).norm() / want.norm().clamp(min=1e-9))
 
 
+def worst(errors: Sequence[float]) -> float:
+    """The largest; NaN if one is, which max() may lose."""
+    return float(torch.tensor([0.0, *errors], dtype=torch.double).max())
+
+
 def agreement(*pairs: tuple[torch.Tensor, torch.Tensor]) -> tuple[float, int]:
     """Share of equal elements, and the largest distance in steps, over pairs of tensors."""
     distances = [steps(got, want).flatten() for got, want in pairs]
     equal = sum(int((distance == 0).sum()) for distance in distances)
     total = sum(map(torch.numel, distances))
-    worst = max((int(distance.max()) for distance in distances if distance.numel()), default=0)
-    return equal / total if total else 1.0, worst
+    most = max((int(distance.max()) for distance in distances if distance.numel()), default=0)
+    return equal / total if total else 1.0, most
 
 
 def exact_attention(
@@ -219,8 +228,8 @@ def _output(*command: str) -> str:
         return ""
 
 
-def environment(commit: str = "") -> dict[str, str]:
-    """GPU, driver, versions and commit; what is not there is an empty string."""
+def environment(commit: str = "", program: str = "mla-fusion") -> dict[str, str]:
+    """GPU, driver, versions, commit and command; what is not there is an empty string."""
     return {
         "gpu": torch.cuda.get_device_name(),
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
@@ -229,6 +238,7 @@ def environment(commit: str = "") -> dict[str, str]:
         "vllm": version_of("vllm"),
         "flashinfer": version_of("flashinfer-python"),
         "commit": commit or _output("git", "rev-parse", "--short", "HEAD"),
+        "command": " ".join([program, *sys.argv[1:]]),
     }
 
 
@@ -238,22 +248,20 @@ def table(
     columns: Sequence[str],
     work: Iterable[T],
     measure: Callable[[T], list[Row]],
-    show: Callable[[T, list[Row]], object],
     written: Callable[[Row], Row] = dict,
 ) -> list[Row]:
-    """Measure and show each shape, and write its rows behind `facts` into a CSV file that is
-    complete after each; all rows. written: a row as the file has it.
+    """Measure each shape, and write its rows behind `FACTS` into a CSV file that is complete after
+    each; all rows. written: a row as the file has it.
     """
     rows: list[Row] = []
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*facts, *columns])
+        writer = csv.DictWriter(file, [*FACTS, *columns], extrasaction="ignore")
         writer.writeheader()
         for shape in work:
             rows += (new := measure(shape))
             writer.writerows({**facts, **written(row)} for row in new)
             file.flush()
-            show(shape, new)
             torch.cuda.empty_cache()
     return rows
 
@@ -263,19 +271,12 @@ def four_digits(row: Row) -> Row:
     return {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()}
 
 
-def known(facts: Mapping[str, str]) -> dict[str, str]:
-    """Those of `facts` that a file of decodes has, in its order."""
-    return {name: facts[name] for name in FACTS}
-
-
 def pick(asked: Collection[str], offered: Collection[str]) -> list[str]:
     """The candidates that --peers names, all on offer if it names none.
 
     Raises:
         UserError: one is not on offer.
     """
-    if unknown := [name for name in asked if name not in offered]:
-        raise UserError(
-            f"no candidate is called {' or '.join(unknown)}: --peers takes {', '.join(offered)}"
-        )
+    if unknown := " or ".join(name for name in asked if name not in offered):
+        raise UserError(f"no candidate is called {unknown}: --peers takes {', '.join(offered)}")
     return [*(asked or offered)]

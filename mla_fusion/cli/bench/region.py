@@ -2,7 +2,7 @@
 
 import argparse
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -17,7 +17,7 @@ EQUAL, STEPS = 0.995, 1  # least share of equal elements, and most steps, of a r
 # roundings give, if they are known.
 SHAPE = ["query", *Widths._fields, "tokens", "heads", "candidate"]
 CHECK = ["equal", "worst_step", "own_rounding"]
-COLUMNS = [*SHAPE, *TIMES, "floor_us", "gbps", *CHECK, "plan"]
+COLUMNS = ["flashinfer", *SHAPE, *TIMES, "floor_us", "gbps", *CHECK, "plan"]
 DEFAULTS = {
     "tokens": (1, 8, 32, 64, 128, 256, 512),
     "heads": (8, 16, 32, 64, 128),
@@ -41,11 +41,10 @@ def counts(row: Row) -> bool:
     return bool(row["equal"] >= EQUAL and near)
 
 
-def run(settings: argparse.Namespace, facts: dict[str, str], ceilings: Ceilings) -> bool:
+def run(settings: argparse.Namespace, facts: Mapping[str, str], ceilings: Ceilings) -> bool:
     """Measure the region; whether ours passed every check."""
     names = pick(settings.peers, region_peers.PEERS)
     widths = Widths(*(getattr(settings, name) for name in Widths._fields))
-    left_out: set[str] = set()
 
     def work() -> Iterator[Region]:
         for heads in settings.heads:
@@ -55,22 +54,15 @@ def run(settings: argparse.Namespace, facts: dict[str, str], ceilings: Ceilings)
                 yield region_cases.make_region(case, weights)
 
     def rows(region: Region) -> list[Row]:
-        return measure(region, names, left_out, settings.rounds, ceilings)
+        return measure(region, names, settings.rounds, ceilings)
 
-    def show(region: Region, rows: list[Row]) -> None:
-        case, floor = region.case, ceilings.floor_us(region.case)
-        times = (f"{r['candidate']} {r['p50_us']:.2f}{'' if counts(r) else '!'}" for r in rows)
-        print(f"T={case.tokens:4d} H={case.heads:4d} floor {floor:6.2f} |", " | ".join(times))
-
-    found = kit.table(settings.csv, facts, COLUMNS, work(), rows, show)
+    found = kit.table(settings.csv, facts, COLUMNS, work(), rows)
     print(f"microseconds per layer; ! marks a failed check. Rows: {settings.csv}")
     return all(counts(row) for row in found if row["candidate"].endswith("triton"))
 
 
-def measure(
-    region: Region, names: list[str], left_out: set[str], rounds: int, ceilings: Ceilings
-) -> list[Row]:
-    """The rows of one shape. left_out: the lines about candidates left out, each printed once."""
+def measure(region: Region, names: list[str], rounds: int, ceilings: Ceilings) -> list[Row]:
+    """The rows of one shape, and a line."""
 
     def prepare(name: str) -> tuple[torch.cuda.CUDAGraph, Row, object]:
         layer = region_peers.PEERS[name](region)
@@ -79,18 +71,20 @@ def measure(
             check["equal"], check["worst_step"] = region_cases.agreement(region, layer)
         if own := region_peers.OWN_ROUNDING.get(name):
             check["own_rounding"] = region_cases.agreement(region, layer, own(region))[0]
-        graph = region_cases.capture(region, layer)
+        graph = kit.capture_calls(lambda i: layer(region.calls[i]), len(region.calls))
         graph.replay()
         torch.cuda.synchronize()
         return graph, check, layer  # a graph does not keep its candidate's workspaces alive
 
-    case, found = region.case, []
+    case, found, floor = region.case, [], ceilings.floor_us(region.case)
     plan = str(dataclasses.asdict(region_peers.chosen_plan(region)))
     shape = {"query": "fp8" if case.fp8 else "bf16", **case.widths._asdict()}
-    shape |= {"tokens": case.tokens, "heads": case.heads}
-    for name, check, samples in kit.compare(names, prepare, len(region.calls), rounds, left_out):
+    shape |= {"tokens": case.tokens, "heads": case.heads, "floor_us": round(floor, 3)}
+    for name, check, samples in kit.compare(names, prepare, len(region.calls), rounds):
         times = {quantile: round(us, 3) for quantile, us in quantiles(samples).items()}
-        row = {**shape, "candidate": name, **times, "floor_us": round(ceilings.floor_us(case), 3)}
-        row |= {"gbps": round(case.bytes() / times["p50_us"] / 1e3), **check}
+        row = {**shape, "candidate": name, **times, **check}
+        row["gbps"] = round(case.bytes() / times["p50_us"] / 1e3)
         found.append(row | {"plan": plan if name == "triton" else ""})
+    shown = (f"{r['candidate']} {r['p50_us']:.2f}{'' if counts(r) else '!'}" for r in found)
+    print(f"T={case.tokens:4d} H={case.heads:4d} floor {floor:6.2f} |", " | ".join(shown))
     return found

@@ -1,12 +1,11 @@
-"""Calls of the fused region with random inputs, for its checks; and many layers of one in a CUDA
-graph, for its benchmark.
+"""Calls of the fused region with random inputs, for its checks; and many layers, for its benchmark.
 
-There distinct weights and caches keep the L2 cache from holding what a real model would have to
-fetch from memory in every layer; the activations rotate over a few sets, because in a model the
-layer before has just produced them.
+There distinct weights and caches keep the L2 cache from holding what a model would have to fetch in
+every layer; activations rotate over a few sets, because the layer before has just produced them.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -60,13 +59,10 @@ class Case:
     def bytes(self) -> int:
         """Fewest bytes of one layer in bf16: every input read once, every output written once."""
         out = self.query.itemsize
-        per_token = (
-            2 * self.heads * (self.nope + self.rope)
-            + out * self.heads * (self.latent + self.rope)
-            + (2 + out) * (self.latent + self.rope)
-            + 4 * self.rope  # one fp32 row of cosines and sines
-            + 16  # slot and position
-        )
+        width = self.latent + self.rope
+        per_token = 2 * self.heads * (self.nope + self.rope) + out * self.heads * width
+        per_token += (2 + out) * width
+        per_token += 4 * self.rope + 16  # fp32 cosines and sines; slot and position
         return 2 * self.heads * self.nope * self.latent + self.tokens * per_token
 
     def flops(self) -> int:
@@ -121,21 +117,13 @@ def build(case: Case, device: str = "cpu") -> Call:
     if case.factor is not None:
         factor = (1 + random(case.tokens).abs()).to(case.factor)
     inputs = Inputs(
-        q=rows(case.tokens, case.heads, case.nope + case.rope),
-        w_uk_t=weight,
-        kv_c=rows(case.tokens, case.latent),
-        k_pe=rows(case.tokens, case.rope),
-        kv_cache=cache,
-        slot_mapping=slots,
-        positions=positions,
-        cos_sin_cache=angles,
-        k_scale=torch.tensor([0.031], device=device),
-        q_scale=torch.tensor([0.017], device=device),
-        is_neox=case.neox,
+        q=rows(case.tokens, case.heads, case.nope + case.rope), w_uk_t=weight,
+        kv_c=rows(case.tokens, case.latent), k_pe=rows(case.tokens, case.rope),
+        kv_cache=cache, slot_mapping=slots, positions=positions, cos_sin_cache=angles,
+        k_scale=torch.tensor([0.031], device=device), q_scale=torch.tensor([0.017], device=device),
         q_out=torch.empty(case.tokens, case.heads, width, dtype=case.query, device=device),
-        q_factor=factor,
-        context_parallel=case.context_parallel,
-    )
+        is_neox=case.neox, q_factor=factor, context_parallel=case.context_parallel,
+    )  # fmt: skip
     return Call(inputs, storage)
 
 
@@ -163,10 +151,8 @@ class Region:
 def make_weights(heads: int, layers: int, widths: Widths = DEEPSEEK) -> list[torch.Tensor]:
     """`layers` random W_UK of [heads, P, L], bf16."""
     nope, _, latent = widths
-    return [
-        torch.randn(heads, nope, latent, device="cuda", dtype=torch.bfloat16) / nope**0.5
-        for _ in range(layers)
-    ]
+    made: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    return [torch.randn(heads, nope, latent, **made) / nope**0.5 for _ in range(layers)]
 
 
 def make_region(case: Case, weights: list[torch.Tensor]) -> Region:
@@ -180,10 +166,10 @@ def make_region(case: Case, weights: list[torch.Tensor]) -> Region:
         given = build(dataclasses.replace(case, seed=seed), "cuda").inputs
         given.positions.random_(0, MAX_POSITION)
         sets.append(given._replace(cos_sin_cache=cos_sin, k_scale=scale, q_scale=scale))
-    calls = []
-    for i, weight in enumerate(weights):
-        given = sets[i % ACTIVATION_SETS]
-        calls.append(given._replace(w_uk_t=weight, kv_cache=poisoned(given.kv_cache)))
+    calls = [
+        given._replace(w_uk_t=weight, kv_cache=poisoned(given.kv_cache))
+        for weight, given in zip(weights, itertools.cycle(sets), strict=False)
+    ]
     return Region(case, calls, cos_sin)
 
 
@@ -192,26 +178,13 @@ Layer = Callable[[Inputs], torch.Tensor | None]
 
 
 def agreement(region: Region, layer: Layer, expected: Layer | None = None) -> tuple[float, int]:
-    """One layer of a candidate against `expected`, which is the reference unless given, on the GPU
-    and from fresh buffers.
-
-    Returns the share of equal elements, and the largest distance in units in the last place (fp8
-    or bf16 steps) over query and cache. The inputs are copied, because some peers rotate q in
-    place.
+    """`kit.agreement` of the query and cache of one layer of a candidate with those of `expected`,
+    the reference unless given, on copies: some peers rotate q in place.
     """
     source, results = region.calls[0], []
     for run in (layer, expected or get_provider("reference").fused_mla_decode_prep):
-        given = source._replace(
-            q=source.q.clone(),
-            k_pe=source.k_pe.clone(),
-            q_out=poisoned(source.q_out),
-            kv_cache=poisoned(source.kv_cache),
-        )
+        given = source._replace(q=source.q.clone(), k_pe=source.k_pe.clone())
+        given = given._replace(q_out=poisoned(given.q_out), kv_cache=poisoned(given.kv_cache))
         query = run(given)
         results.append((given.q_out if query is None else query, given.kv_cache))
     return kit.agreement(*zip(*results, strict=True))
-
-
-def capture(region: Region, layer: Layer) -> torch.cuda.CUDAGraph:
-    """All layers of one candidate in a CUDA graph."""
-    return kit.capture_calls(lambda i: layer(region.calls[i]), len(region.calls))

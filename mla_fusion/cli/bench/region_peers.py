@@ -1,7 +1,5 @@
-"""What else can compute the fused region, as candidates for `mla-fusion bench region`.
-
-Each function takes a `Region` and returns a layer, or raises ImportError where its package is
-missing. Peers may rotate q and k_pe in place; none of them is given less than it asks for.
+"""What else can compute the fused region: functions of a `Region` that return a layer, or raise
+ImportError where a package is missing. A layer may rotate q and k_pe in place.
 """
 
 import functools
@@ -24,9 +22,8 @@ def product(given: Inputs, latent: torch.Tensor) -> None:
 
 def workspace(region: Region) -> torch.Tensor:
     """Room for the product of one layer, [T, H, L] bf16."""
-    case = region.case
-    shape = case.tokens, case.heads, case.widths.latent
-    return torch.empty(shape, device="cuda", dtype=torch.bfloat16)
+    q, latent = region.calls[0].q, region.case.latent
+    return q.new_empty(*q.shape[:2], latent)
 
 
 def chosen_plan(region: Region) -> Plan:
@@ -85,10 +82,9 @@ def _cat_quant() -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.T
     from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 
     compiled = CompilationConfig(mode=CompilationMode.VLLM_COMPILE, custom_ops=["none"])
+    options = {"static": True, "group_shape": GroupShape.PER_TENSOR, "compile_native": True}
     with set_current_vllm_config(VllmConfig(compilation_config=compiled)):
-        return _DecodeConcatQuantFP8(
-            static=True, group_shape=GroupShape.PER_TENSOR, compile_native=True
-        )
+        return _DecodeConcatQuantFP8(**options)
 
 
 def vllm_40392(region: Region) -> Layer:

@@ -8,6 +8,7 @@ float64 before its time counts. The rows go to the file that `mla_fusion.runtime
 import argparse
 import itertools
 import json
+import operator
 import os
 import sys
 import time
@@ -52,7 +53,6 @@ def run(arguments: argparse.Namespace) -> int:
         return 1
     # As the engine will ask for it.
     facts = {**environment(), "gpu": vllm_compat.gpu_name()}
-    facts["command"] = " ".join(["mla-fusion", *sys.argv[1:]])
     path = folder / measured.file_name(facts["gpu"])
     shapes = [decode.grid(settings, [settings.dtype]) for settings in wanted]
     decode.compile_ours(itertools.chain(*shapes))
@@ -66,18 +66,17 @@ def calibrate(cases: list[Case], facts: dict[str, str], path: Path, kernels: str
     torch.manual_seed(0)
     offered = candidates(cases[0].dtype)
     timed = decode.table(Path(os.devnull), facts, paced(cases, offered), ROUNDS)
-    wrong = [r for r in timed if r["candidate"] == decode.OURS and not is_right(r)]
+    wrong = sum(row["candidate"] == decode.OURS and not decode.is_right(row) for row in timed)
     if wrong:
-        print(f"WRONG in {len(wrong)} shapes, marked with !: nothing is written for attention=auto")
+        print(f"WRONG in {wrong} shapes, marked with !: nothing is written for attention=auto")
         return 1
     # vLLM runs its backend whatever its error: FlashMLA's, with P in fp8, is beyond our bound.
-    found = tables({**facts, **row} for row in timed)
-    new = next(iter(found.values()), None)
-    if new is None or not new["shapes"]:
+    [*found] = tables({**facts, **row} for row in timed).values()
+    if not found or not found[0]["shapes"]:
         print("no backend of vLLM could be timed here, so there is nothing to compare")
         return 1
-    store(path, new, kernels)
-    tell(path, new)
+    store(path, found[0], kernels)
+    tell(path, found[0]["shapes"])
     return 0
 
 
@@ -105,11 +104,6 @@ def _of_shape(dtype: torch.dtype, heads: int, queries: int, values: int) -> argp
     return argparse.Namespace(**{**decode.DEFAULTS, **GRID, **shape})
 
 
-def is_right(row: dict[str, Any]) -> bool:
-    """Whether a row passed its check; NaN did not."""
-    return bool(row["error"] <= peers.TOLERANCE)
-
-
 def _settings(arguments: argparse.Namespace) -> argparse.Namespace:
     """Those of `bench decode` for a model.
 
@@ -117,8 +111,7 @@ def _settings(arguments: argparse.Namespace) -> argparse.Namespace:
         UserError: the config is not one of a model that `auto` may decode.
     """
     model = model_config.read(arguments.model)
-    ranks = arguments.tensor_parallel_size
-    layer = shrink.cut(model, 1, ranks).config
+    layer = shrink.cut(model, 1, arguments.tensor_parallel_size).config
     widths = layer["kv_lora_rank"], layer["qk_rope_head_dim"]
     if widths != measured.WIDTHS:
         ours, models = ("{} + {}".format(*each) for each in (measured.WIDTHS, widths))
@@ -161,25 +154,21 @@ def paced(
 def store(path: Path, new: dict[str, Any], kernels: str) -> None:
     """Write the shapes, and keep those that the file has of other ones and of the same kernels."""
 
-    def name(shape: dict[str, Any]) -> list[Any]:
-        return [shape.get(key) for key in ("dtype", "heads", "queries", "backend", "values")]
-
-    kept: list[dict[str, Any]] = []
+    name = operator.itemgetter("dtype", "heads", "queries", "backend", "values")
+    shapes = new["shapes"]
     if measured.read(path, new["gpu"], kernels):
-        names = [name(shape) for shape in new["shapes"]]
+        names = [*map(name, shapes)]
         old = json.loads(path.read_bytes())["shapes"]
-        kept = [shape for shape in old if name(shape) not in names]
-    shapes = kept + new["shapes"]
-    whole = {"gpu": new["gpu"], "kernels": kernels, "shapes": shapes}
+        shapes = [shape for shape in old if name(shape) not in names] + shapes
     # In one step: an engine may be reading it.
     half = path.with_suffix(".part")
-    half.write_text(text(whole))
+    half.write_text(text({"gpu": new["gpu"], "kernels": kernels, "shapes": shapes}))
     half.replace(path)
 
 
-def tell(path: Path, new: dict[str, Any]) -> None:
+def tell(path: Path, shapes: list[dict[str, Any]]) -> None:
     """Print what `auto` will do, and how to send the rows."""
-    for shape in new["shapes"]:
+    for shape in shapes:
         for tokens in CONTEXTS:
             runs = measured.of_rows(shape["rows"], tokens)
             ours = f"with {measured.words(runs)} sequences" if runs else "for no step"

@@ -16,26 +16,17 @@ FACTS = "vllm", "triton", "commit", "command"
 
 
 def tables(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The content of each file, by its name: ours against each peer that was timed beside it.
-
-    Rows of the decode alone count only for shapes without a row that has the product with W_UV too.
-    """
-    shapes: dict[tuple[Any, ...], dict[tuple[int, ...], dict[str, Mapping[str, Any]]]] = {}
-    behind = set()
+    """The content of each file, by its name: ours against each peer that was timed beside it."""
+    steps: dict[tuple[Any, ...], dict[tuple[int, ...], dict[str, Mapping[str, Any]]]] = {}
     for row in rows:
-        # Older files are of one query row, and of the decode alone.
-        of = row["gpu"], row["dtype"], int(row["heads"]), int(row.get("queries", 1))
-        values = int(row.get("values", 0))
-        behind |= {of} if values else set()
+        shape = row["gpu"], row["dtype"], *(int(row[k]) for k in ("heads", "queries", "values"))
         step = int(row["batch"]), int(row["context"]), int(row["ragged"])
-        shapes.setdefault((*of, values), {}).setdefault(step, {})[row["candidate"]] = row
+        steps.setdefault(shape, {}).setdefault(step, {})[row["candidate"]] = row
     found: dict[str, dict[str, Any]] = {}
-    for (gpu, dtype, heads, queries, values), steps in sorted(shapes.items()):
-        if not values and (gpu, dtype, heads, queries) in behind:
-            continue
+    for (gpu, dtype, heads, queries, values), us_of in sorted(steps.items()):
         table = found.setdefault(measured.file_name(gpu), {"gpu": gpu, "shapes": []})
         for peer, backend in BACKENDS.items():
-            pairs = {step: (us[OURS], us[peer]) for step, us in sorted(steps.items())
+            pairs = {step: (us[OURS], us[peer]) for step, us in sorted(us_of.items())
                      if OURS in us and peer in us}  # fmt: skip
             if not pairs:
                 continue

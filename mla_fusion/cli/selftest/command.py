@@ -7,6 +7,7 @@ Each runs in a process of its own (`watch.py`) against float64 on hostile inputs
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import sys
@@ -57,17 +58,28 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def run_checks(names: list[str], thorough: bool = False) -> list[Row]:
-    """Run the checks of these kernels, and print a line for each."""
+    """Run the checks of these kernels, and print a line for each; on a terminal, below the lines, a
+    bar of the kernels that ended."""
     import torch
 
     from mla_fusion.cli.selftest.watch import run_all
 
     free = torch.cuda.mem_get_info()[0]
     jobs = max(1, min(MOST_JOBS, os.cpu_count() or 1, free // MEMORY))
-    shown, rows = Progress(len(names)), []
-    for row in run_all(names, jobs, SILENCE, thorough, shown.case):
+    terminal, number = sys.stderr.isatty(), itertools.count(1)
+    rows: list[Row] = []
+
+    def case(kernel: str) -> None:
+        if terminal:
+            bar = "#" * len(rows) + "." * (len(names) - len(rows))
+            text = f"\r[{bar}] {next(number)} cases, {kernel}\x1b[K"
+            print(text, end="", file=sys.stderr)
+
+    for row in run_all(names, jobs, SILENCE, thorough, case):
         rows.append(row)
-        shown.line(line_of(row))
+        if terminal:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        print(line_of(row), flush=True)
     return rows
 
 
@@ -78,23 +90,3 @@ def line_of(row: Row) -> str:
         return f"{start} {row.skipped}"
     text = f"{start} {row.cases:3} cases, worst error {row.error:.1e}, bound {row.bound:.1e}, "
     return text + f"{row.seconds:.0f} s" + (f": {row.wrong}" if row.wrong else "")
-
-
-class Progress:
-    """On a terminal, a bar below the lines: kernels that ended, and the cases so far."""
-
-    def __init__(self, total: int) -> None:
-        self.total, self.done, self.cases = total, 0, 0
-        self.terminal = sys.stderr.isatty()
-
-    def case(self, kernel: str, cases: int) -> None:
-        self.cases += 1
-        if self.terminal:
-            bar = "#" * self.done + "." * (self.total - self.done)
-            print(f"\r[{bar}] {self.cases} cases, {kernel}\x1b[K", end="", file=sys.stderr)
-
-    def line(self, text: str) -> None:
-        self.done += 1
-        if self.terminal:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-        print(text, flush=True)

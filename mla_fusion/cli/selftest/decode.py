@@ -16,8 +16,9 @@ from mla_fusion.attention import Epilogue, PersistentDecodePlan
 from mla_fusion.attention import triton as provider
 from mla_fusion.attention.plan.inputs import Inputs, validate
 from mla_fusion.cli.bench.decode_peers import TOLERANCE
-from mla_fusion.cli.bench.kit import distance, exact_attention
-from mla_fusion.cli.selftest.outcome import Outcome, apart, decoded, moved, worst
+from mla_fusion.cli.bench.kit import exact_attention
+from mla_fusion.cli.selftest import outcome
+from mla_fusion.cli.selftest.outcome import Outcome
 
 BF16 = torch.bfloat16
 SCALE = 0.5  # of an fp8 query, and of an fp8 cache
@@ -62,11 +63,13 @@ class Shape:
         return ", ".join(words)
 
 
-class Bench:
-    """Fixed tensors of a shape, decoded by a module of `mla_fusion.attention`, or by the one that
-    is chosen."""
+class Bench(outcome.Bench):
+    """Of a shape, decoded by a module of `mla_fusion.attention`, or by the one that is chosen."""
 
     def __init__(self, kernel: str, shape: Shape, longest: int, device: str) -> None:
+        torch.manual_seed(0)
+        self.bound = TOLERANCE if shape.quantization == "none" else ROUNDED
+        self.lse_bound = LSE_FP8 if shape.kv.itemsize == 1 else LSE_BF16
         self.kernel, self.shape, self.device, self.longest = kernel, shape, device, longest
         width, page = shape.latent + shape.rope, shape.page
         self.batch = shape.batch or len(self.lengths())
@@ -76,10 +79,8 @@ class Bench:
         step = (page + bool(shape.gap)) * entry
         if shape.huge:
             self.blocks = max(self.blocks, HUGE // (step * shape.kv.itemsize))
-        size = self.blocks * step * shape.kv.itemsize
-        self.storage = torch.empty(size, dtype=torch.uint8, device=device)
-        flat = self.storage.view(shape.kv)
-        self.cache = flat.as_strided((self.blocks, page, width), (step, entry, 1))
+        self.storage = torch.empty(self.blocks * step, dtype=shape.kv, device=device)
+        self.cache = self.storage.as_strided((self.blocks, page, width), (step, entry, 1))
         columns = max(-(-n // page) for n in self.lengths()) + 1
         self.table = torch.empty(self.batch, columns, dtype=torch.int32, device=device)
         self.starts = torch.zeros(self.batch + 1, dtype=torch.int32, device=device)
@@ -87,10 +88,8 @@ class Bench:
         self.rows = self.batch * shape.queries
         q = torch.randn(self.rows, shape.heads, entry, device=device)
         self.q = q.to(shape.q)[..., shape.gap :]
-        columns = shape.latent + shape.gap
-        self.wide = torch.empty(self.rows, shape.heads, columns, device=device, dtype=BF16)
-        self.out = self.wide[..., : shape.latent]
-        self.lse = torch.empty(self.rows, shape.heads, device=device)
+        self.wide = q.new_empty(*q.shape[:2], shape.latent + shape.gap, dtype=BF16)
+        self.out, self.lse = self.wide[..., : shape.latent], q.new_empty(q.shape[:2])
         self.scale = torch.full((1,), SCALE, device=device)
         self.plan = self.new_plan()
         self.epilogue = self.new_epilogue() if shape.values else None
@@ -119,14 +118,12 @@ class Bench:
         shape, columns = self.shape, self.shape.heads * self.shape.values
         w = torch.randn(shape.heads, shape.values, shape.latent, device=self.device)
         w_uv = (w / shape.latent**0.5).to(BF16).transpose(1, 2)
-        fp8 = shape.quantization != "none"
-        dtype = torch.float8_e4m3fn if fp8 else BF16
-        out = torch.empty(self.rows, columns, device=self.device).to(dtype)
-        scale = None
-        if shape.quantization == "tensor":
-            scale = torch.full((1,), OUT_SCALE, device=self.device)
-        elif fp8:
-            scale = torch.empty(self.rows, columns // GROUP, device=self.device)
+        dtype = BF16 if shape.quantization == "none" else torch.float8_e4m3fn
+        out = w.new_empty((self.rows, columns), dtype=dtype)
+        groups = w.new_empty((self.rows, columns // GROUP))
+        scale = {"none": None, "tensor": w.new_full((1,), OUT_SCALE)}.get(
+            shape.quantization, groups
+        )
         return Epilogue(w_uv, out, scale, shape.quantization == "group_ue8m0")
 
     def draw(self, rng: random.Random, ragged: bool) -> tuple[list[int], list[int]]:
@@ -138,11 +135,11 @@ class Bench:
         lengths = lengths[: self.batch]
         if ragged and not self.shape.batch:
             lengths = [rng.randint(0, length) for length in lengths]
-        rows = [queries] * self.batch
         # An epilogue reads the rows of padding too, so a step with one has none.
-        if ragged and self.epilogue is None:
-            rows = [rng.choice((queries, rng.randint(0, queries))) for _ in rows]
-            rows[-1] = lengths[-1] = 0
+        if not ragged or self.epilogue is not None:
+            return [queries] * self.batch, lengths
+        rows = [rng.choice((queries, rng.randint(0, queries))) for _ in lengths]
+        rows[-1] = lengths[-1] = 0
         return rows, lengths
 
     def fill(self, rng: random.Random, ragged: bool) -> None:
@@ -150,7 +147,7 @@ class Bench:
         rows, lengths = self.drawn = self.draw(rng, ragged)
         shape, page = self.shape, self.shape.page
         nan = 0x80 if shape.kv == torch.float8_e4m3fnuz else 0xFF
-        self.storage.fill_(nan)
+        self.storage.view(torch.uint8).fill_(nan)
         order = torch.randperm(self.blocks, device=self.device)
         self.table.fill_(2**30)
         first = 0
@@ -206,42 +203,42 @@ class Bench:
     def results(self) -> list[torch.Tensor]:
         return [self.out if self.epilogue is None else self.epilogue.out, self.lse]
 
-    def judge(self) -> tuple[float, float, str]:
-        fp8 = self.shape.kv.itemsize == 1
-        by = SCALE if fp8 else 1.0
-        of_q = SCALE if self.shape.q.itemsize == 1 else 1.0
-        errors, lse_errors, start = [], [], 0
+    def compared(self) -> Iterator[tuple[torch.Tensor, ...]]:
+        shape, start = self.shape, 0
+        of_keys, of_q = (SCALE if dtype.itemsize == 1 else 1.0 for dtype in (shape.kv, shape.q))
         for b, (count, length) in enumerate(zip(*self.drawn, strict=True)):
             at = slice(start, start + count)
             start += count
             if not count:
                 continue
-            pages = self.table[b, : -(-length // self.shape.page)].long()
-            keys = self.cache[pages].flatten(0, 1)[:length].double() * by
+            pages = self.table[b, : -(-length // shape.page)].long()
+            keys = self.cache[pages].flatten(0, 1)[:length].double() * of_keys
             q = self.q[at].double() * of_q
-            want, want_lse = exact_attention(q, keys, q.shape[2] ** -0.5, self.shape.latent)
-            errors.append(distance(*self.compared(at, want)))
-            lse_errors.append(apart(self.lse[at], want_lse))
-        wrong = moved(lse_errors, LSE_FP8 if fp8 else LSE_BF16)
-        if not bool(self.out[start:].isnan().all()) and self.epilogue is None:
-            wrong.append("rows after the batch are written")
-        if not bool(self.wide[..., self.shape.latent :].isnan().all()):
-            wrong.append("columns beside a row are written")
-        bound = TOLERANCE if self.shape.quantization == "none" else ROUNDED
-        return worst(errors), bound, "; ".join(wrong)
+            want, lse = exact_attention(q, keys, q.shape[2] ** -0.5, shape.latent)
+            if self.epilogue is None:
+                yield self.out[at], want, self.lse[at], lse
+            else:
+                product = torch.einsum("thl,hlv->thv", want, self.epilogue.w_uv.double())
+                yield self.dequantized(at), product.flatten(1), self.lse[at], lse
 
-    def compared(self, at: slice, want: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The result of some rows, dequantized, and what it should be."""
-        if self.epilogue is None:
-            return self.out[at], want
-        product = (want.transpose(0, 1) @ self.epilogue.w_uv.double()).transpose(0, 1).flatten(1)
-        got = self.epilogue.out[at].double()
-        if self.shape.quantization == "tensor":
-            got = got * OUT_SCALE
-        elif self.epilogue.scale is not None:
-            got = got.unflatten(1, (-1, GROUP)) * self.epilogue.scale[at].double()[..., None]
-            got = got.flatten(1)
-        return got, product
+    def dequantized(self, at: slice) -> torch.Tensor:
+        """What the epilogue wrote of some rows."""
+        assert self.epilogue is not None
+        got, scale = self.epilogue.out[at].double(), self.epilogue.scale
+        if self.epilogue.quantization == "tensor":
+            return got * OUT_SCALE
+        if scale is None:
+            return got
+        return (got.unflatten(1, (-1, GROUP)) * scale[at].double()[..., None]).flatten(1)
+
+    def notes(self) -> list[str]:
+        behind = self.out[sum(self.drawn[0]) :]
+        found = []
+        if self.epilogue is None and not behind.isnan().all():
+            found.append("rows after the batch are written")
+        if not self.wide[..., self.shape.latent :].isnan().all():
+            found.append("columns beside a row are written")
+        return found
 
 
 def check(
@@ -250,19 +247,13 @@ def check(
     device: str = "cuda",
     longest: int = 100_000,
     repeats: int = 3,
-    seed: int = 0,
 ) -> Iterator[Outcome]:
-    """The cases of each shape (`outcome.decoded`), by a module of `mla_fusion.attention`, or by the
-    one that is chosen. longest: most KV tokens of a sequence.
+    """The cases of each shape, by a module of `mla_fusion.attention`, or by the one that is chosen.
+    longest: most KV tokens of a sequence.
     """
-    gpu = device != "cpu"
     for shape in shapes:
-        torch.manual_seed(seed)
         if shape.huge and torch.cuda.mem_get_info()[0] < NEEDED:
             shape = dataclasses.replace(shape, huge=False)
         most = min(longest, MOST_SCORES // (shape.heads * shape.queries))
-        bench = Bench(kernel, shape, most, device)
-        yield from decoded(shape.name, bench, random.Random(seed), repeats, 2, gpu)
-        del bench
-        if gpu:
-            torch.cuda.empty_cache()
+        yield from Bench(kernel, shape, most, device).cases(shape.name, repeats, replays=2)
+        torch.cuda.empty_cache()  # for the kernels that are checked beside this one

@@ -74,11 +74,11 @@ def checks() -> dict[str, Callable[[bool], Iterator[Outcome]]]:
 
 def _planner(thorough: bool) -> Iterator[Outcome]:
     many = planner.THOROUGH if thorough else planner.PLANNERS
-    yield from planner.check(many, plans=20 if thorough else 8)
+    return planner.check(many, plans=20 if thorough else 8)
 
 
 def _region(kind: str, thorough: bool) -> Iterator[Outcome]:
-    yield from region.check(region.cases(_type_of(kind), thorough))
+    return region.check(region.cases(_type_of(kind), thorough))
 
 
 def _decode(module: str, kind: str, thorough: bool) -> Iterator[Outcome]:
@@ -90,14 +90,14 @@ def _decode(module: str, kind: str, thorough: bool) -> Iterator[Outcome]:
     shapes = [dataclasses.replace(s, kv=kv, q=kv) for s in shapes + (more if thorough else [])]
     if kind == "fp8" and module == "triton.decode_kernel":
         shapes.append(Shape(16, 1, 64, kv=kv))
-    yield from decode.check(module, shapes, repeats=15 if thorough else 3)
+    return decode.check(module, shapes, repeats=15 if thorough else 3)
 
 
 def _epilogue(thorough: bool) -> Iterator[Outcome]:
     shapes = EPILOGUES + (MORE_EPILOGUES if thorough else [])
     if no_fp8("cuda"):
         shapes = [shape for shape in shapes if shape.quantization == "none"]
-    yield from decode.check("", shapes, repeats=15 if thorough else 3)
+    return decode.check("", shapes, repeats=15 if thorough else 3)
 
 
 def _sparse(cache: str, thorough: bool) -> Iterator[Outcome]:
@@ -105,7 +105,7 @@ def _sparse(cache: str, thorough: bool) -> Iterator[Outcome]:
         raise CannotRun(why)
     if cache != "bf16":
         _type_of("fp8")
-    yield from sparse.check(sparse.variants(cache, fp8_type()), steps=40 if thorough else 4)
+    return sparse.check(sparse.variants(cache, fp8_type()), steps=40 if thorough else 4)
 
 
 def _type_of(kind: str) -> torch.dtype:

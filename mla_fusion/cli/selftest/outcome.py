@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from mla_fusion.cli.bench.kit import capture_calls
+from mla_fusion.cli.bench.kit import capture_calls, distance, worst
 
 
 class CannotRun(Exception):
@@ -33,55 +33,60 @@ def different_bytes(got: torch.Tensor, want: torch.Tensor) -> int:
     return int((got.view(torch.uint8) != want.view(torch.uint8)).sum())
 
 
-def worst(errors: list[float]) -> float:
-    """The largest; NaN if one is, which max() may lose."""
-    return float(torch.tensor([0.0, *errors], dtype=torch.double).max())
-
-
 def apart(got: torch.Tensor, want: torch.Tensor) -> float:
     """The largest distance of two LSE. Without keys both are -inf, and minus each other NaN."""
     off = (got.double() - want).abs()
     return float(off.masked_fill(got.double() == want, 0.0).max())
 
 
-def moved(lse_errors: list[float], limit: float) -> list[str]:
-    """What is wrong with LSE that are so far off."""
-    off = worst(lse_errors)
-    return [] if off <= limit else [f"LSE off by {off:.1e}, bound {limit:.0e}"]
-
-
 class Bench(Protocol):
-    """Fixed tensors, which `fill` gives the contents of a step, with NaN where nothing is read."""
+    """Fixed tensors of a decode, and its cases. bound: of a result's relative distance."""
 
-    def fill(self, rng: random.Random, ragged: bool) -> None: ...  # the first are not ragged
+    device: str
+    bound: float
+    lse_bound: float
+
+    def fill(self, rng: random.Random, ragged: bool) -> None:
+        """The contents of a step, with NaN where nothing is read; the first are not ragged."""
+
     def clear(self) -> None: ...  # NaN in what a launch writes
     def step(self, _: int = 0) -> None: ...  # plan and decode
     def launch(self) -> None: ...  # decode by the plan of this step
     def results(self) -> list[torch.Tensor]: ...  # what a launch writes
 
-    def judge(self) -> tuple[float, float, str]:
-        """Largest relative distance of a result, its bound, and what else is wrong."""
+    def compared(self) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Results and LSE of some rows beside what they should be: got, want, got, want."""
 
+    def notes(self) -> list[str]:
+        """What else is wrong."""
+        return []
 
-def decoded(
-    name: str, bench: Bench, rng: random.Random, repeats: int, replays: int, gpu: bool
-) -> Iterator[Outcome]:
-    """A step eagerly, repeated bit by bit, and on a GPU in a graph replayed with other contents."""
-    bench.fill(rng, ragged=False)
-    bench.step()
-    first = [tensor.clone() for tensor in bench.results()]
-    error, bound, wrong = bench.judge()
-    for _ in range(repeats):
-        bench.clear()
-        bench.launch()
-        if any(map(different_bytes, bench.results(), first)):
-            wrong = wrong or "two launches differ"
-    yield Outcome(name, error, bound, wrong)
-    graph = capture_calls(bench.step, 1) if gpu else None
-    for number in range(replays):
-        bench.fill(rng, ragged=True)
-        if graph is None:
-            bench.step()
-        else:
-            graph.replay()
-        yield Outcome(f"{name}, replay {number}", *bench.judge())
+    def judged(self, name: str) -> Outcome:
+        """A case whose results are there."""
+        compared = [*self.compared()]
+        off = worst([apart(*lse) for _, _, *lse in compared])
+        lse = f"LSE off by {off:.1e}, bound {self.lse_bound:.0e}"
+        wrong = [*([] if off <= self.lse_bound else [lse]), *self.notes()]
+        error = worst([distance(*out) for *out, _, _ in compared])
+        return Outcome(name, error, self.bound, "; ".join(wrong))
+
+    def cases(self, name: str, repeats: int, replays: int) -> Iterator[Outcome]:
+        """A step eagerly, repeated bit by bit, and on a GPU in a graph replayed with other contents
+        each time."""
+        rng = random.Random(0)
+        self.fill(rng, ragged=False)
+        self.step()
+        first = [tensor.clone() for tensor in self.results()]
+        outcome = self.judged(name)
+        for _ in range(repeats):
+            self.clear()
+            self.launch()
+            if any(map(different_bytes, self.results(), first)):
+                wrong = outcome.wrong or "two launches differ"
+                outcome = dataclasses.replace(outcome, wrong=wrong)
+        yield outcome
+        replay = self.step if self.device == "cpu" else capture_calls(self.step, 1).replay
+        for number in range(replays):
+            self.fill(rng, ragged=True)
+            replay()
+            yield self.judged(f"{name}, replay {number}")

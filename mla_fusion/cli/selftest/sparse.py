@@ -17,8 +17,9 @@ from mla_fusion.attention.plan.inputs import Scope
 from mla_fusion.attention.plan.layouts import WIDE, CacheLayout
 from mla_fusion.attention.sparse import sparse_mla_decode, sparse_scratch
 from mla_fusion.cli.bench.decode_peers import TOLERANCE
-from mla_fusion.cli.bench.kit import distance, exact_attention
-from mla_fusion.cli.selftest.outcome import Outcome, apart, decoded, moved, worst
+from mla_fusion.cli.bench.kit import exact_attention
+from mla_fusion.cli.selftest import outcome
+from mla_fusion.cli.selftest.outcome import Outcome
 
 BF16 = torch.bfloat16
 PAGE, NOWHERE = 64, 2**30
@@ -76,19 +77,21 @@ def make_bank(variant: Variant, count: int, device: str) -> tuple[list[torch.Ten
     return parts, torch.cat((values, rotated.double()), 1)
 
 
-class Bench:
-    """Fixed tensors of a variant, which `fill` gives the lists and lengths of a step."""
+class Bench(outcome.Bench):
+    """Of a variant."""
+
+    bound = TOLERANCE
 
     def __init__(self, variant: Variant, device: str, count: int = 4096) -> None:
+        torch.manual_seed(0)
         self.variant, self.device, self.count = variant, device, count
-        layout, tokens = variant.layout, variant.tokens
+        self.lse_bound = LSE_FP8 if variant.kv.itemsize == 1 else LSE_BF16
+        layout, tokens, heads = variant.layout, variant.tokens, variant.heads
         self.banks = [make_bank(variant, count, device) for _ in variant.columns]
+        latent = variant.latent if layout is None else layout.latent
         self.width = variant.latent + WIDE if layout is None else layout.width
-        q = torch.randn(tokens, variant.heads, self.width, device=device)
-        self.q = q.to(variant.q)
-        self.sink = None
-        if variant.sink:
-            self.sink = 6 + 2 * torch.randn(variant.heads, device=device)
+        self.q = torch.randn(tokens, heads, self.width, device=device).to(variant.q)
+        self.sink = 6 + 2 * torch.randn(heads, device=device) if variant.sink else None
         self.scopes = []
         for (parts, _), columns in zip(self.banks, variant.columns, strict=True):
             bytes_ = sum(part.shape[1] for part in parts)
@@ -98,14 +101,13 @@ class Bench:
             of_type = cache if layout is not None else cache.view(variant.kv)
             self.scopes.append(Scope(of_type, wide[:, :columns], layout))
         self.lengths = [torch.zeros(tokens, dtype=torch.int32, device=device) for _ in self.scopes]
-        latent = variant.latent if layout is None else layout.latent
         self.scratch = sparse_scratch(
-            max_tokens=32, num_heads=variant.heads, widths=variant.columns, q_dtype=variant.q,
+            max_tokens=32, num_heads=heads, widths=variant.columns, q_dtype=variant.q,
             kv_dtype=variant.kv, device=device, v_head_dim=latent, layout=layout,
             ctas=5 if device == "cpu" else None,
         )  # fmt: skip
-        self.out = torch.empty(tokens, variant.heads, latent, device=device, dtype=BF16)
-        self.lse = torch.empty(tokens, variant.heads, device=device)
+        self.out = torch.empty(tokens, heads, latent, device=device, dtype=BF16)
+        self.lse = torch.empty(tokens, heads, device=device)
 
     def fill(self, rng: random.Random, ragged: bool) -> None:
         """Other lists and lengths, and NaN in every entry that they do not name."""
@@ -153,36 +155,28 @@ class Bench:
     def results(self) -> list[torch.Tensor]:
         return [self.out]
 
-    def judge(self) -> tuple[float, float, str]:
-        errors, lse_errors = [], []
-        layout, one = self.variant.layout, len(self.scopes) == 1
+    def compared(self) -> Iterator[tuple[torch.Tensor, ...]]:
+        layout = self.variant.layout
         # One kernel for Hopper scales what it summed; the others round each key to bf16.
-        few = self.variant.heads <= SPARSE_FP8_ROWS and one and has_hopper(self.device)
-        rounded = layout is not None and (layout.behind or not few)
+        few = self.variant.heads <= SPARSE_FP8_ROWS and len(self.scopes) == 1
+        rounds = layout is not None and (layout.behind or not (few and has_hopper(self.device)))
         by = SCALE if self.variant.q.itemsize == 1 else 1.0
         for token, q in enumerate(self.q.double() * by):
             found = []
             for scope, (_, keys), each in zip(self.scopes, self.banks, self.lengths, strict=True):
                 slots = scope.table[token, : int(each[token])]
                 keys = keys[slots[slots >= 0].long()]
-                found.append(keys.to(BF16).double() if rounded else keys)
-            want, want_lse = exact_attention(
+                found.append(keys.to(BF16).double() if rounds else keys)
+            want, lse = exact_attention(
                 q[None], torch.cat(found), self.width**-0.5, self.out.shape[2], self.sink
             )
-            errors.append(distance(self.out[token : token + 1], want))
-            lse_errors.append(apart(self.lse[token : token + 1], want_lse))
-        limit = LSE_FP8 if self.variant.kv.itemsize == 1 else LSE_BF16
-        return worst(errors), TOLERANCE, "".join(moved(lse_errors, limit))
+            yield self.out[token : token + 1], want, self.lse[token : token + 1], lse
 
 
-def check(
-    variants: Sequence[Variant], device: str = "cuda", steps: int = 4, seed: int = 0
-) -> Iterator[Outcome]:
-    """The cases of each variant; see `outcome.decoded`."""
+def check(variants: Sequence[Variant], device: str = "cuda", steps: int = 4) -> Iterator[Outcome]:
+    """The cases of each variant."""
     for variant in variants:
-        torch.manual_seed(seed)
-        bench = Bench(variant, device)
-        yield from decoded(variant.name, bench, random.Random(seed), 3, steps, device != "cpu")
+        yield from Bench(variant, device).cases(variant.name, repeats=3, replays=steps)
 
 
 def variants(kind: str, fp8: torch.dtype) -> list[Variant]:

@@ -57,24 +57,21 @@ def run_all(
     jobs: int,
     silence: float,
     thorough: bool = False,
-    progress: Callable[[str, int], None] = lambda name, cases: None,
+    progress: Callable[[str], None] = lambda name: None,
 ) -> Iterator[Row]:
     """A row of each kernel as it ends, `jobs` at once.
 
     silence: seconds without a line after which a child is killed. progress: called with the kernel
-    and its number of cases so far.
+    at each of its cases.
     """
     extra = [str(lifeline()), *(["thorough"] if thorough else [])]
     with ThreadPoolExecutor(jobs) as pool:
-        work = [pool.submit(watch, [*CHILD, name, *extra], name, silence, progress)
-                for name in names]  # fmt: skip
+        work = [pool.submit(watch, name, extra, silence, progress) for name in names]
         for done in as_completed(work):
             yield done.result()
 
 
-def watch(
-    command: Sequence[str], name: str, silence: float, progress: Callable[[str, int], None]
-) -> Row:
+def watch(name: str, extra: list[str], silence: float, progress: Callable[[str], None]) -> Row:
     """Run one child to its end: that of its last line, that of its process, or for its silence."""
     row, began = Row(name), time.monotonic()
 
@@ -87,8 +84,8 @@ def watch(
 
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True,
-            pass_fds=[lifeline()],
+            [*CHILD, name, *extra], stdout=subprocess.PIPE, stderr=log, text=True,
+            start_new_session=True, pass_fds=[lifeline()],
         )  # fmt: skip
         try:
             while text := _line(process, threading.Timer(silence, stop)):
@@ -98,7 +95,7 @@ def watch(
                     break
                 if said:
                     row.add(Outcome(**said))
-                    progress(row.kernel, row.cases)
+                    progress(name)
             else:
                 process.wait()
                 log.seek(0)
