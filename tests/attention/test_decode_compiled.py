@@ -211,4 +211,5 @@ def test_sparse_specialized(options):
     # Behind scores, and behind the products of each half: none is made serial.
     assert result.product_waits == 3, result
     # Six units are loaded, 16 bytes at a time. Triton 3.9 spills some of an item, outside of tiles.
-    assert result.wide_loads >= 4 * 6 and result.spills < 200, result
+    assert result.spills <= (280 if triton_version() >= (3, 9) else 50), result
+    assert result.wide_loads >= 4 * 6, result
