@@ -60,9 +60,9 @@ def main(work: child.Job, progress: TextIO) -> dict[str, Any]:
 
 def engine(job: dict[str, Any]) -> Any:
     """The vLLM engine of a job, in this process."""
-    import mla_fusion
+    from mla_fusion import plugin
 
-    mla_fusion.register()
+    plugin.register()
     import vllm
 
     if engine_model.is_sparse(job["model"]):

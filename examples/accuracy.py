@@ -43,9 +43,9 @@ def main() -> int:
 
 def evaluate(options: argparse.Namespace) -> None:
     """One arm: write [task, sample, filter, answer, {metric: value}] of every sample."""
-    import mla_fusion
+    from mla_fusion import plugin
 
-    mla_fusion.register()  # first: vLLM checks the arguments of LLM before it loads plugins
+    plugin.register()  # first: vLLM checks the arguments of LLM before it loads plugins
     import lm_eval
     from lm_eval.tasks import TaskManager
 

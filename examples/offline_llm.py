@@ -5,10 +5,10 @@ python examples/offline_llm.py MODEL
 
 import argparse
 
-import mla_fusion
+from mla_fusion import plugin
 
 # First: vLLM checks the arguments of LLM before it loads plugins.
-mla_fusion.register()
+plugin.register()
 
 from vllm import LLM, SamplingParams  # noqa: E402
 

@@ -18,12 +18,12 @@ FOLDERS = {
 
 # Rooms, the lowest row first: a room imports from its own row and from lower ones.
 ROWS = (
-    ("ops", "kernels"),
+    ("__init__", "ops", "kernels"),
     ("attention", "report"),
     ("config", "patterns"),
     ("runtime",),
     ("passes", "plugin"),
-    ("cli", "__init__", "__main__"),
+    ("cli", "__main__"),
 )
 KNOW_NO_VLLM = {"ops", "kernels", "attention"}
 MAY_IMPORT_VLLM = {"config.vllm_compat", "config.pass_config", "passes.pipeline"}
@@ -71,8 +71,8 @@ def imports(name, source):
 
 def own(module):
     """The module of this library that an import means, below mla_fusion; None for others."""
-    if module.split(".")[0] != "mla_fusion" or module == "mla_fusion.__version__":
-        return None  # the version is a literal: any room may show it
+    if module.split(".")[0] != "mla_fusion":
+        return None
     below = module.removeprefix("mla_fusion").removeprefix(".")
     while below and below not in SOURCES:
         below = below.rpartition(".")[0]

@@ -17,14 +17,13 @@ from unittest.mock import MagicMock, Mock
 import pytest
 from packaging.requirements import Requirement
 
-import mla_fusion
-from mla_fusion import cli, report
+from mla_fusion import cli, config, plugin, report
 from mla_fusion.attention import sparse
 from mla_fusion.config import FLAG
 from tests.command import run
 from tests.test_docs import ROOT, TEXT, makefile_targets
 
-mla_fusion.register()
+plugin.register()
 
 import vllm  # noqa: E402
 from vllm.benchmarks import serve as benchmark  # noqa: E402
@@ -87,7 +86,7 @@ def check_vllm(words):
     fused = getattr(engine.compilation_config.pass_config, FLAG, False)
     assert fused or engine.attention_backend == "CUSTOM"
     assert isinstance(engine.additional_config, dict)  # vLLM takes broken JSON as a string
-    mla_fusion.config.read_options(engine.additional_config)
+    config.read_options(engine.additional_config)
     return engine
 
 

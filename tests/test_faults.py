@@ -14,7 +14,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-import mla_fusion
 from mla_fusion import config, kernels, plugin, report, runtime
 from mla_fusion.config import vllm_compat
 from mla_fusion.kernels import aiter, reference
@@ -24,7 +23,7 @@ from tests.models import DEEPSEEK_V2
 from tests.passes.fake_engine import DECODE, MIXED, Engine, assert_same, fuse, run
 from tests.passes.graphs import Spec, build
 
-mla_fusion.register()
+plugin.register()
 
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 

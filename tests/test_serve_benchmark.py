@@ -5,9 +5,9 @@ import pytest
 import serve
 from engine_jobs import job
 
-import mla_fusion
+from mla_fusion import plugin
 
-mla_fusion.register()
+plugin.register()
 
 from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: E402
 from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: E402

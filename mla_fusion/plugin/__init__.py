@@ -26,7 +26,9 @@ _registered = False
 
 
 def register() -> None:
-    """Make the flag known to vLLM and the passes available. Called by vLLM in every process.
+    """Make the flag known to vLLM and the passes available. vLLM calls it in every process, when it
+    loads plugins. Code that builds `CompilationConfig` or `LLM` calls it first, because vLLM checks
+    their arguments before.
 
     Raises:
         ModuleNotFoundError: vLLM is not installed.

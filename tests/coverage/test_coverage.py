@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import vllm
 
-import mla_fusion
-from mla_fusion import config
+from mla_fusion import config, plugin
 from mla_fusion.cli.check import model_classes
 from mla_fusion.report.reasons import Decline
 from tests.coverage import models, neighbours, on_graphs, outputs, page, spellings, unreachable
@@ -32,7 +31,7 @@ def model_config(tmp_path_factory):
     """vLLM's config of a small MLA model."""
     from vllm.engine.arg_utils import EngineArgs
 
-    mla_fusion.register()
+    plugin.register()
     folder = write(tmp_path_factory.mktemp("model"), DEEPSEEK_V2)
     args = EngineArgs(model=folder, skip_tokenizer_init=True, max_model_len=256)
     return args.create_engine_config().model_config

@@ -4,11 +4,11 @@ import logging
 
 import pytest
 
-import mla_fusion
+from mla_fusion import plugin
 from tests.models import DEEPSEEK_V2, LLAMA, config_of, register_configs, write
 from tests.plugin.configs import REFERENCE
 
-mla_fusion.register()
+plugin.register()
 
 from vllm.config import CompilationConfig  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402

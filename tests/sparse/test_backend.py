@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import mla_fusion
+from mla_fusion import plugin
 from mla_fusion.attention.plan.layouts import FP8_DS_MLA
 from mla_fusion.config import vllm_compat
 from mla_fusion.kernels import ProviderUnavailable
@@ -19,7 +19,7 @@ from mla_fusion.runtime import sparse_step
 from tests.sparse import layers as imitated
 from tests.sparse.layers import PAGE, Batch, Step, forward_pass, layer, load, run
 
-mla_fusion.register()
+plugin.register()
 
 FASTER = sparse_step.FASTER  # `imitate` replaces it
 DECODE = Batch(((40, 1), (0, 1), (200, 1)))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import mla_fusion
+from mla_fusion import plugin
 from mla_fusion.attention import triton as provider
 from mla_fusion.config import vllm_compat
 from mla_fusion.plugin import workers
@@ -16,7 +16,7 @@ from tests.sparse import launched, test_backend, v4
 from tests.sparse.layers import imitate, timed
 from tests.sparse.v4 import LAYERS, Step, layer
 
-mla_fusion.register()
+plugin.register()
 
 STEPS = {
     "one": {"positions": (300,)},

@@ -12,11 +12,11 @@ import engine_indexer
 import pytest
 import torch
 
-import mla_fusion
+from mla_fusion import plugin
 from mla_fusion.runtime import sparse_layers, sparse_step
 from tests.sparse import layers
 
-mla_fusion.register()
+plugin.register()
 
 CLASS = "vllm.models.deepseek_v32.nvidia.model"
 

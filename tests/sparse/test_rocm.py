@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import mla_fusion
+from mla_fusion import plugin
 from mla_fusion.attention import triton as provider
 from mla_fusion.attention.cdna import fits
 from mla_fusion.attention.plan import device
@@ -22,7 +22,7 @@ from tests import aiter_double
 from tests.sparse import rocm, test_backend
 from tests.sparse.layers import Batch, Step, build, forward_pass, layer, load, run
 
-mla_fusion.register()
+plugin.register()
 
 ASKED = {"mla_fusion": {"attention": "portable"}}
 BATCHES = {
