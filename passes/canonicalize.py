@@ -12,6 +12,7 @@ spelling is unknown, whose rotated values are shared, or which the fused op cann
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,35 +27,31 @@ from mla_fusion.patterns.rope import RopeMatch
 from mla_fusion.patterns.site import Site, attention_calls, naming, output, read_site
 from mla_fusion.report.reasons import Declined
 
+aten = torch.ops.aten
 
+
+@dataclass
 class CanonicalizeMLARoPEPass:
-    """`facts_of` maps the layer_name argument of an attention call to that layer's facts."""
+    """`facts_of` gives the facts of the layer that an attention call names, or raises Declined."""
 
-    def __init__(self, facts_of: Callable[[Any], LayerFacts | None]) -> None:
-        self.facts_of = facts_of
+    facts_of: Callable[[Any], LayerFacts]
 
     def __call__(self, graph: fx.Graph) -> PassResult:
         result = PassResult()
         for attention in attention_calls(graph):
             try:
                 site = read_site(attention)
-                self._check_layer(site.layer_name)
+                if decline := self.facts_of(site.layer_name).decline:
+                    raise Declined(decline.code, decline.detail)
                 match = spellings.match(site)
                 _check_unshared(site, match)
                 _check_order(site)
             except Declined as declined:
-                result.declined[attention.name] = declined.decline
+                result.declined.append(declined.decline)
                 continue
             result.dead += (site.q, site.k_pe, site.cache_update)
             result.rewritten[attention.name] = _rewrite(graph, site, match)
         return result
-
-    def _check_layer(self, layer_name: Any) -> None:
-        facts = self.facts_of(layer_name)
-        if facts is None:
-            raise Declined("unknown-layer", str(layer_name))
-        if facts.decline:
-            raise Declined(facts.decline.code, facts.decline.detail)
 
 
 def _check_unshared(site: Site, match: RopeMatch) -> None:
@@ -76,42 +73,22 @@ def _check_unshared(site: Site, match: RopeMatch) -> None:
 
 def _check_order(site: Site) -> None:
     """Raise Declined if the layer's cache is used in between: the update moves to the attention."""
-    for _, op in naming(site.layer_name, site.cache_update, site.attention):
+    for op in naming(site.layer_name, site.cache_update, site.attention):
         raise Declined("cache-update", f"{op} uses the cache between it and the attention")
-
-
-def _one_per_token(graph: fx.Graph, factor: fx.Node | None) -> fx.Node | None:
-    """The query's factors as [T]."""
-    if factor is None or factor.meta["val"].dim() == 1:
-        return factor
-    val = factor.meta["val"].reshape(-1)
-    return call(graph, torch.ops.aten.reshape.default, (factor, [-1]), val)
 
 
 def _rewrite(graph: fx.Graph, site: Site, match: RopeMatch) -> fx.Node:
     with graph.inserting_before(site.attention):
-        k_pe = match.k_pe
+        k_pe, factor = match.k_pe, match.q_factor
         if k_pe.meta["val"].dim() == 2:
-            val = k_pe.meta["val"].unsqueeze(1)
-            k_pe = call(graph, torch.ops.aten.unsqueeze.default, (k_pe, 1), val)
-        update, (dummy, q, rotated_k) = functionalized_call(
-            graph,
-            ops.get(ops.ROPE_UPDATE),
-            {
-                "q": match.q,
-                "kv_c": site.kv_c,
-                "k_pe": k_pe,
-                "positions": match.positions,
-                "cos_sin_cache": match.cos_sin_cache,
-                "q_factor": _one_per_token(graph, match.q_factor),
-                "k_scale": site.k_scale,
-                "layer_name": site.layer_name,
-                "kv_cache_dtype": site.kv_cache_dtype,
-                "rope": str(match.rope),
-                "is_neox": match.is_neox,
-            },
-            returned=site.kv_c.meta["val"].new_empty(0),
-        )
-    new = {"q": q, "k_pe": rotated_k, "kv_cache_dummy_dep": dummy}
-    site.attention.kwargs = {**site.attention.kwargs, **new}
+            k_pe = call(graph, aten.unsqueeze.default, (k_pe, 1), k_pe.meta["val"].unsqueeze(1))
+        if factor and factor.meta["val"].dim() != 1:
+            factor = call(graph, aten.reshape.default, (factor, [-1]), factor.meta["val"].flatten())
+        op, returned = ops.get(ops.ROPE_UPDATE), site.kv_c.meta["val"].new_empty(0)
+        given = vars(site) | vars(match) | {"k_pe": k_pe, "q_factor": factor}
+        given["rope"] = str(match.rope)
+        kwargs = {argument.name: given[argument.name] for argument in op._schema.arguments}
+        update, (dummy, q, rotated_k) = functionalized_call(graph, op, kwargs, returned)
+    read = {"q": q, "k_pe": rotated_k, "kv_cache_dummy_dep": dummy}
+    site.attention.kwargs = {**site.attention.kwargs, **read}
     return update

@@ -23,25 +23,20 @@ from torch import fx
 
 from mla_fusion import ops
 from mla_fusion.passes.rewrite import PassResult, drop_dead, fake_like, mutated
+from mla_fusion.patterns import site
 from mla_fusion.patterns.memory import Memory, is_view
-from mla_fusion.patterns.site import (
-    FUSED_ROPE_UPDATE,
-    functionalized_op,
-    is_live,
-    outputs,
-    same_view,
-)
+from mla_fusion.patterns.site import FUSED_ROPE_UPDATE, functionalized_op, outputs, same_view
 
 aten = torch.ops.aten
 
 OWN = {f"{ops.NAMESPACE}::{ops.ROPE_UPDATE}", *ops.RUNTIME_OPS, FUSED_ROPE_UPDATE}
 
 
+@dataclass
 class MLAFixFunctionalizationPass:
     """`rest` is vLLM's own pass for all other ops; None where it cannot run (CPU builds)."""
 
-    def __init__(self, rest: Callable[[fx.Graph], None] | None) -> None:
-        self.rest = rest
+    rest: Callable[[fx.Graph], None] | None
 
     def __call__(self, graph: fx.Graph) -> PassResult:
         result, memory = PassResult(), Memory(graph)
@@ -52,6 +47,8 @@ class MLAFixFunctionalizationPass:
             elif name == FUSED_ROPE_UPDATE:
                 _copy_mutated(graph, node)
                 _make_in_place(graph, node, memory)
+        if result.rewritten:
+            drop_dead(graph)
         if self.rest is not None:
             self.rest(graph)
         return result
@@ -69,63 +66,44 @@ def _copy_mutated(graph: fx.Graph, node: fx.Node) -> None:
         node.update_kwarg(name, copy)
 
 
-@dataclass(frozen=True)
-class _Written:
-    """An argument that an op writes to, and what reads the written value."""
-
-    target: fx.Node
-    reads: list[fx.Node]  # getitems of the functionalized op
-    scatters: list[tuple[fx.Node, fx.Node]]  # as `_scatter_back` finds them
-
-
-def _written(node: fx.Node) -> list[_Written]:
-    op: Any = node.args[0]
-    found = []
-    for index, name in enumerate(mutated(op), start=max(len(op._schema.returns), 1)):
-        target, reads = node.kwargs[name], outputs(node, index)
-        assert isinstance(target, fx.Node)
-        scatters = [pair for read in reads for pair in _scatter_back(read, target)]
-        found.append(_Written(target, reads, scatters))
-    return found
-
-
 def _make_in_place(graph: fx.Graph, node: fx.Node, memory: Memory) -> fx.Node | None:
     """Replace `node` by a call of its op; None, and no change, if an old value is read later."""
     op: Any = node.args[0]
-    written = _written(node)
-    for each in written:
-        if _read_later(memory, each.target, node, [scatter for scatter, _ in each.scatters]):
+    written = []
+    for index, name in enumerate(mutated(op), start=max(len(op._schema.returns), 1)):
+        target: Any = node.kwargs[name]
+        reads = outputs(node, index)
+        scatters = [scatter for read in reads for scatter in _scatters_back(read, target)]
+        if _read_later(memory, target, node, scatters):
             return None
+        written.append((target, reads, scatters))
     with graph.inserting_before(node):
         call = graph.call_function(op, (), dict(node.kwargs))
     if "val" in node.meta:
         call.meta["val"] = node.meta["val"][0] if op._schema.returns else None
-    for each in written:
-        for scatter, whole in each.scatters:
-            scatter.replace_all_uses_with(whole)
-        _replace(graph, each.reads, each.target)
-    _replace(graph, outputs(node, 0), call)
+    for target, _, scatters in written:
+        _replace(graph, scatters, target.args[0])
+    for value, reads, _ in (*written, (call, outputs(node, 0), ())):
+        _replace(graph, reads, value)
     graph.erase_node(node)
-    drop_dead(graph, [scatter for each in written for scatter, _ in each.scatters])
     return call
 
 
-def _replace(graph: fx.Graph, reads: list[fx.Node], value: fx.Node) -> None:
-    for read in reads:
-        read.replace_all_uses_with(value)
-        graph.erase_node(read)
+def _replace(graph: fx.Graph, old: list[fx.Node], value: Any) -> None:
+    for node in old:
+        node.replace_all_uses_with(value)
+        graph.erase_node(node)
 
 
-def _scatter_back(mutated: fx.Node, target: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
-    """(slice_scatter, whole) pairs that only put a mutated slice back where it lies.
+def _scatters_back(mutated: fx.Node, target: fx.Node) -> list[fx.Node]:
+    """Each slice_scatter that only puts a mutated slice back where it lies.
 
-    `target` is slice(whole, dim, start, ...), perhaps followed by views that keep the slice as it
-    is; the scatter writes the mutated value to the same place of a value equal to `whole`.
+    `target` is slice(whole, dim, start, ...); the scatter writes the mutated value to the same
+    place of a value equal to `whole`.
     """
     if target.target is not aten.slice.Tensor:
         return []
     whole, *place = target.args
-    assert isinstance(whole, fx.Node)
     found = []
     for user in mutated.users:
         copies = list(user.users) if user.target is aten.copy.default else [user]
@@ -134,7 +112,7 @@ def _scatter_back(mutated: fx.Node, target: fx.Node) -> list[tuple[fx.Node, fx.N
                 continue
             base, _, *where = scatter.args
             if _normal(where) == _normal(place) and same_view(base, whole):
-                found.append((scatter, whole))
+                found.append(scatter)
     return found
 
 
@@ -156,7 +134,7 @@ def _read_later(memory: Memory, target: fx.Node, node: fx.Node, ignored: list[fx
     if sum(value in shown for value in given) > 1:
         return True
     return any(
-        user > node and is_live(user) and not _feeds_only(user, ignored)
+        user > node and site.is_live(user) and not _feeds_only(user, ignored)
         for value in shown
         for user in value.users
         if user not in ignored and not (user in shown and is_view(user))

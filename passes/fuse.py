@@ -10,6 +10,7 @@ launch. It returns q and k_pe: rotated in place, and q scaled, for a batch that 
 unchanged otherwise.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
@@ -19,11 +20,11 @@ from mla_fusion.passes.rewrite import PassResult, empty, functionalized_call
 from mla_fusion.patterns.site import made_by, op_name, output
 
 
+@dataclass
 class MLAAiterQkRopeKVCacheFusionPass:
     """`provider` is who computes the fused op: "aiter", "triton" or "reference"."""
 
-    def __init__(self, provider: str) -> None:
-        self.provider = provider
+    provider: str
 
     def __call__(self, graph: fx.Graph) -> PassResult:
         result = PassResult()
@@ -35,20 +36,14 @@ class MLAAiterQkRopeKVCacheFusionPass:
     def _rewrite(self, graph: fx.Graph, rope: fx.Node, prep: fx.Node) -> fx.Node:
         dummy, q, k_pe = (output(rope, index) for index in range(3))
         with graph.inserting_before(rope):
+            buffer = empty(graph, prep.meta["val"], rope.kwargs["q"])
+            kwargs = {**rope.kwargs, "prepared_q": buffer, "provider": self.provider}
             fused, (_, new_q, new_k_pe, prepared) = functionalized_call(
-                graph,
-                ops.get(ops.FUSED),
-                {
-                    **rope.kwargs,
-                    "prepared_q": empty(graph, prep.meta["val"], rope.kwargs["q"]),
-                    "provider": self.provider,
-                },
+                graph, ops.get(ops.FUSED), kwargs
             )
-        prep.replace_all_uses_with(prepared)
-        graph.erase_node(prep)
-        for old, new in ((q, new_q), (k_pe, new_k_pe)):
+        for old, value in ((prep, prepared), (q, new_q), (k_pe, new_k_pe)):
             if old is not None:
-                old.replace_all_uses_with(new)
+                old.replace_all_uses_with(value)
                 graph.erase_node(old)
         if dummy is not None:
             # It ordered the cache write before the attention; the prepared query does so now.

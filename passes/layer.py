@@ -1,7 +1,6 @@
-"""The last layer of a graph, read for the report.
+"""The last layer of a graph, read for the report: the ops behind the attention before it.
 
-The ops of a layer are those between two attention calls. The last layer is the one that is read:
-the ops before the first attention count only in a model of one layer.
+Those before the first attention count only in a model of one layer.
 """
 
 import operator
@@ -16,15 +15,14 @@ from mla_fusion.patterns.nodes import values
 from mla_fusion.patterns.site import functionalized_op, op_name
 from mla_fusion.report.layer_graph import Node
 
-_SHORT = {
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "float32": "fp32",
-    "float8_e4m3fn": "fp8",
-    "float8_e4m3fnuz": "fp8fnuz",
-    "int64": "i64",
-    "int32": "i32",
-    "uint8": "u8",
+# What is cut from the name of a type, in this order.
+_CUT = {
+    "bfloat": "bf",
+    "float": "fp",
+    "uint": "u",
+    "int": "i",
+    "_e4m3fnuz": "fnuz",
+    "_e4m3fn": "",
 }
 
 
@@ -58,6 +56,8 @@ def _input(node: fx.Node) -> str:
 
 def _tensor(value: torch.Tensor) -> str:
     dtype = str(value.dtype).removeprefix("torch.")
+    for long, short in _CUT.items():
+        dtype = dtype.replace(long, short)
     # The one symbol of a decode graph is the token count.
     shape = re.sub(r"\bs\d+\b", "T", ", ".join(str(size) for size in value.shape))
-    return f"{_SHORT.get(dtype, dtype)}[{shape}]"
+    return f"{dtype}[{shape}]"

@@ -11,6 +11,7 @@ without pass 4 the lift would add a launch and save none.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
@@ -21,19 +22,18 @@ from mla_fusion.passes.rewrite import PassResult, call, functionalized_call
 from mla_fusion.patterns.site import attention_calls, made_by, op_name, outputs
 
 
+@dataclass
 class MLADecodeQPrepLiftPass:
     """`facts_of` as for pass 2: the type of the prepared query follows from the facts."""
 
-    def __init__(self, facts_of: Callable[[Any], LayerFacts | None]) -> None:
-        self.facts_of = facts_of
+    facts_of: Callable[[Any], LayerFacts]
 
     def __call__(self, graph: fx.Graph) -> PassResult:
         result = PassResult()
         for attention in attention_calls(graph):
-            facts = self.facts_of(attention.kwargs["layer_name"])
             q: Any = attention.kwargs["q"]
-            canonical = made_by(q) == f"{ops.NAMESPACE}::{ops.ROPE_UPDATE}"
-            if facts is not None and canonical and not _is_lifted(q):
+            if made_by(q) == f"{ops.NAMESPACE}::{ops.ROPE_UPDATE}" and not _is_lifted(q):
+                facts = self.facts_of(attention.kwargs["layer_name"])
                 result.rewritten[attention.name] = _rewrite(graph, attention, facts)
                 result.dead.append(attention)
         return result
@@ -47,29 +47,15 @@ def _is_lifted(q: fx.Node) -> bool:
 def _rewrite(graph: fx.Graph, attention: fx.Node, facts: LayerFacts) -> fx.Node:
     args = attention.kwargs
     q, kv_c, k_pe = args["q"], args["kv_c_normed"], args["k_pe"]
-    latent, rope = kv_c.meta["val"].shape[-1], k_pe.meta["val"].shape[-1]
-    value = q.meta["val"]
+    value, latent, rope = q.meta["val"], kv_c.meta["val"].shape[-1], k_pe.meta["val"].shape[-1]
     dtype = facts.query_dtype(value.dtype)
+    made = value.new_empty((*value.shape[:2], latent + rope), dtype=dtype)
     with graph.inserting_before(attention):
-        prepared = call(
-            graph,
-            ops.get(ops.Q_PREP),
-            (q, args["layer_name"], latent, rope, dtype),
-            value.new_empty((*value.shape[:2], latent + rope), dtype=dtype),
-        )
-        new, (_, output) = functionalized_call(
-            graph,
-            ops.get(ops.ATTENTION),
-            {
-                "q": q,
-                "prepared_q": prepared,
-                "kv_c": kv_c,
-                "k_pe": k_pe,
-                "output": args["output"],
-                "layer_name": args["layer_name"],
-                "kv_cache_dummy_dep": args["kv_cache_dummy_dep"],
-            },
-        )
+        given = (q, args["layer_name"], latent, rope, dtype)
+        prepared = call(graph, ops.get(ops.Q_PREP), given, made)
+        same = ("k_pe", "output", "layer_name", "kv_cache_dummy_dep")
+        kwargs = {"q": q, "prepared_q": prepared, "kv_c": kv_c} | {k: args[k] for k in same}
+        new, (_, output) = functionalized_call(graph, ops.get(ops.ATTENTION), kwargs)
     for read in outputs(attention, 1):
         read.replace_all_uses_with(output)
     return new

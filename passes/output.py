@@ -13,13 +13,13 @@ So the epilogue of a decode merges, multiplies with W_UV and quantizes. The op s
 of its output: for a batch that is not decode-only vLLM's attention writes it, and vLLM's
 quantization reads it.
 
-It runs after pass 4 and before pass 5, on calls that pass 4 fused. Safe because nothing but the
-quantization reads the output, because nothing writes the layer's cache before that, and because the
-op quantizes as `patterns.output_quantization` found. A layer whose output stays as it is has a
-reason; that is no decline of the layer.
+Safe because nothing but the quantization reads the output, because nothing writes the layer's cache
+before that, and because the op quantizes as `patterns.output_quantization` found. An output that
+stays as it is has a reason; that is no decline of the layer.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
@@ -34,11 +34,11 @@ from mla_fusion.patterns.site import ATTENTION, functionalized_op, made_by, nami
 from mla_fusion.report.reasons import Declined
 
 
+@dataclass
 class MLADecodeOutputFusionPass:
     """`facts_of` as for pass 2: they say whether the decode has an epilogue."""
 
-    def __init__(self, facts_of: Callable[[Any], LayerFacts | None]) -> None:
-        self.facts_of = facts_of
+    facts_of: Callable[[Any], LayerFacts]
 
     def __call__(self, graph: fx.Graph) -> PassResult:
         result = PassResult()
@@ -46,11 +46,12 @@ class MLADecodeOutputFusionPass:
             if not _is_fused(attention):
                 continue
             try:
-                self._check_layer(attention.kwargs["layer_name"])
+                if why := self.facts_of(attention.kwargs["layer_name"]).plain_output:
+                    raise Declined("output-epilogue", why)
                 found = output_quantization.read(outputs(attention, 1))
                 _check_cache(attention, found.last)
             except Declined as declined:
-                result.declined[attention.name] = declined.decline
+                result.declined.append(declined.decline)
                 continue
             if not any(node.users for node in found.values):
                 continue  # rewritten before, and dead until the end of the pipeline
@@ -58,17 +59,10 @@ class MLADecodeOutputFusionPass:
             result.dead += (attention, found.last)
         return result
 
-    def _check_layer(self, layer_name: Any) -> None:
-        facts = self.facts_of(layer_name)
-        if facts is None:
-            raise Declined("unknown-layer", str(layer_name))
-        if facts.plain_output:
-            raise Declined("output-epilogue", facts.plain_output)
-
 
 def _check_cache(attention: fx.Node, last: fx.Node) -> None:
     """Raise Declined if a cache write of the layer lies between: the attention moves behind it."""
-    for _, op in naming(attention.kwargs["layer_name"], attention, last):
+    for op in naming(attention.kwargs["layer_name"], attention, last):
         if op not in _READERS:
             raise Declined("output-quantization", f"behind {op}, which writes the cache")
 
@@ -87,9 +81,8 @@ def _rewrite(graph: fx.Graph, attention: fx.Node, found: OutputQuantization) -> 
     kwargs = {k: v for k, v in attention.kwargs.items() if k != "kv_cache_dummy_dep"}
     grouped = in_groups(found.spelling.kind)
     with graph.inserting_before(found.last):
-        quantized, *scales = found.buffers or [
-            empty(graph, found.values[0].meta["val"], kwargs["q"])
-        ]
+        first = found.values[0]
+        quantized, *scales = found.buffers or [empty(graph, first.meta["val"], kwargs["q"])]
         kwargs |= {"quantized": quantized, "quantization": str(found.spelling)}
         kwargs |= {"scales": scales[0]} if grouped else {"scale": found.scale}
         op = ops.get(ops.GROUP_ATTENTION if grouped else ops.TENSOR_ATTENTION)

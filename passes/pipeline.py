@@ -15,6 +15,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.mla_fusion")
 
 
+@dataclass(eq=False)
 class MLAFusionPass(InductorPass):
     """Passes 2 to 4, and 6, on every graph whose token range lies inside the decode bucket.
 
@@ -62,23 +64,21 @@ class MLAFusionPass(InductorPass):
         query_len: the most query tokens of a sequence in a decode step.
     """
 
-    def __init__(
-        self, provider: str, max_tokens: int, attention: str = "auto", query_len: int = 1
-    ) -> None:
-        runtime.register_ops()
-        self.provider = provider
-        self.max_tokens = max_tokens
-        self.attention = attention
-        self.query_len = query_len
+    provider: str
+    max_tokens: int
+    attention: str = "auto"
+    query_len: int = 1
 
-    def __reduce__(self) -> tuple[type, tuple[str, int, str, int]]:
+    def __post_init__(self) -> None:
+        runtime.register_ops()
+
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
         """Built anew in a worker process, so that the ops are registered there too."""
-        return type(self), (self.provider, self.max_tokens, self.attention, self.query_len)
+        return type(self), dataclasses.astuple(self)
 
     def uuid(self) -> str:
         """Changes with the source of this library and with every argument."""
-        arguments = f"{self.provider}-{self.max_tokens}-{self.attention}-{self.query_len}"
-        return f"mla_fusion-{source_hash()}-{arguments}"
+        return "-".join(map(str, ("mla_fusion", source_hash(), *dataclasses.astuple(self))))
 
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite a graph in place."""
@@ -92,15 +92,15 @@ class MLAFusionPass(InductorPass):
             ) from None
         contained(graph, compile_range, self._run)
 
-    def _run(self, graph: fx.Graph, record: report.GraphRecord) -> None:
+    def _run(self, graph: fx.Graph, record: report.RangeReport) -> None:
         calls = attention_calls(graph)
         record.layers = len(calls)
-        if record.end > self.max_tokens or not calls:
+        if record.range[1] > self.max_tokens or not calls:
             return
         _show("before", graph)
         partition_ops = torch._inductor.config.custom_should_partition_ops
         if ATTENTION in partition_ops and not {*ops.RUNTIME_OPS} <= {*partition_ops}:
-            record.declined = {call.name: Decline("splitting-ops") for call in calls}
+            record.declined = {Decline("splitting-ops"): len(calls)}
         else:
             layers = vllm_compat.mla_layers(vllm_compat.current_layers())
             activation = _activation(calls)
@@ -118,32 +118,32 @@ class MLAFusionPass(InductorPass):
         return found
 
 
+@dataclass(eq=False)
 class LastStep(InductorPass):
     """Pass 5 in vLLM's form; `rest` is vLLM's own last step, or None where it cannot run."""
 
-    def __init__(self, rest: InductorPass | None) -> None:
-        self.rest = rest
-        self.fix = MLAFixFunctionalizationPass(rest)
+    rest: InductorPass | None
 
     def uuid(self) -> str:
         """Changes with the source of this library and with vLLM's own step."""
         return f"mla_fusion-{source_hash()}-{self.rest.uuid() if self.rest else ''}"
 
     def __call__(self, graph: fx.Graph) -> None:
-        contained(graph, get_pass_context().compile_range, lambda graph, record: self.fix(graph))
+        fix, compile_range = MLAFixFunctionalizationPass, get_pass_context().compile_range
+        contained(graph, compile_range, lambda graph, record: fix(self.rest)(graph))
 
 
 def contained(
-    graph: fx.Graph, compile_range: Range, work: Callable[[fx.Graph, report.GraphRecord], Any]
+    graph: fx.Graph, compile_range: Range, work: Callable[[fx.Graph, report.RangeReport], Any]
 ) -> None:
     """Let `work` rewrite `graph` and say in the record what it did, which goes into the report.
 
     Whatever fails, the graph is what it was before, and the report has one reason: it runs on.
     """
-    start, end = compile_range.start, compile_range.end
+    span = compile_range.start, compile_range.end
     record, snapshot = None, None
     try:
-        record, snapshot = report.GraphRecord(start, end), Snapshot(graph)
+        record, snapshot = report.RangeReport(span), Snapshot(graph)
         began = time.perf_counter()
         work(graph, record)
         record.pass_ms = (time.perf_counter() - began) * 1e3
@@ -152,13 +152,10 @@ def contained(
         logger.exception("mla_fusion: a pass failed; this graph stays as it was")
         if snapshot:
             snapshot.restore()
-        if isinstance(error, Declined):
-            decline = error.decline
-        else:
-            decline = Decline("pass-error", repr(error))
+        known = error.decline if isinstance(error, Declined) else None
+        decline = known or Decline("pass-error", repr(error))
         layers = record.layers if record else 0
-        declined = {f"layer {number}": decline for number in range(layers or 1)}
-        report.add(report.GraphRecord(start, end, layers, declined=declined))
+        report.add(report.RangeReport(span, layers, declined={decline: layers or 1}))
 
 
 def fuse(
@@ -166,19 +163,14 @@ def fuse(
     calls: list[fx.Node],
     facts: Mapping[str, eligibility.LayerFacts],
     provider: str,
-    record: report.GraphRecord,
+    record: report.RangeReport,
 ) -> None:
     """Run passes 2 to 4, and 6, on `graph`, whose attention calls are `calls`; fill in `record`.
 
     A layer that cannot be fused is left as it was. One that a pass rewrote and the next did not is
     an error, as `contained` takes it.
     """
-    everything = eligibility.common(facts.values())
-
-    def facts_of(layer_name: Any) -> eligibility.LayerFacts | None:
-        name = vllm_compat.traced_layer_name(layer_name)
-        return everything if name is None else facts.get(name)
-
+    facts_of = by_argument(facts)
     # vLLM's own passes leave nodes before what they read; its cleanup after this one sorts too.
     stable_topological_sort(graph)
     before = of_last_layer(calls)
@@ -191,14 +183,35 @@ def fuse(
     finished = MLADecodeOutputFusionPass(facts_of)(graph)
     graph.lint()
     attention = [finished.rewritten.get(n.name, n) for n in lifted.rewritten.values()]
-    drop_dead(graph, [*canonical.dead, *lifted.dead, *finished.dead], functionalized=True)
-    record.declined = canonical.declined
+    if replaced := [*canonical.dead, *lifted.dead, *finished.dead]:
+        drop_dead(graph, replaced)
+    record.declined = report.counted(canonical.declined)
     record.fused = len(fused.rewritten)
-    record.variants = {_variant(node) for node in fused.rewritten.values()}
+    record.variants = [*dict.fromkeys(map(_variant, fused.rewritten.values()))]
     record.outputs = Counter(map(_quantization, attention))
-    record.plain_outputs = finished.declined
+    record.plain_outputs = report.counted(finished.declined)
     if fused.rewritten:
         record.layer = LayerGraph(before, of_last_layer(attention))
+
+
+def by_argument(
+    facts: Mapping[str, eligibility.LayerFacts],
+) -> Callable[[Any], eligibility.LayerFacts]:
+    """The facts of the layer that an op's argument names; of a name without a value, if all agree.
+
+    Raises Declined where there are none.
+    """
+    distinct = {*facts.values()}
+    everything = distinct.pop() if len(distinct) == 1 else None
+
+    def facts_of(layer_name: Any) -> eligibility.LayerFacts:
+        name = vllm_compat.traced_layer_name(layer_name)
+        found = everything if name is None else facts.get(name)
+        if found is None:
+            raise Declined("unknown-layer", str(layer_name))
+        return found
+
+    return facts_of
 
 
 def _show(stage: str, graph: fx.Graph) -> None:

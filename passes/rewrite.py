@@ -13,21 +13,20 @@ import torch
 from torch import fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 
-from mla_fusion.patterns import probe
-from mla_fusion.patterns.nodes import walk
+from mla_fusion.patterns.nodes import is_aten, walk
 from mla_fusion.report.reasons import Decline
 
 
 @dataclass
 class PassResult:
-    """What became of the calls that a pass looked at, by the name each had before it.
+    """What became of the calls that a pass looked at.
 
-    `rewritten` has the node that took a call's place. `dead` are old nodes that a new one replaced:
-    they stay in the graph until `drop_dead`.
+    `rewritten` has the node that took a call's place, by the name of the call. `dead` are the old
+    nodes.
     """
 
     rewritten: dict[str, fx.Node] = field(default_factory=dict)
-    declined: dict[str, Decline] = field(default_factory=dict)
+    declined: list[Decline] = field(default_factory=list)
     dead: list[fx.Node] = field(default_factory=list)
 
 
@@ -104,40 +103,17 @@ class Snapshot:
         return twin
 
 
-def _only_computes(node: fx.Node) -> bool:
-    """Whether all that a call does is its result; an op of somebody else may write a cache."""
-    if node.target in probe.PURE:
-        return True
-    known = isinstance(node.target, torch._ops.OpOverload)
-    return known and node.target.namespace in ("aten", "prims") and not node.is_impure()
+def drop_dead(graph: fx.Graph, replaced: Iterable[fx.Node] = ()) -> None:
+    """Erase every op that nothing reads.
 
-
-def _unread_users(node: fx.Node) -> list[fx.Node] | None:
-    """All that is computed from `node`, last first; None if any of it is read."""
-    found = []
-    for each in walk([node], lambda each: each.users):
-        if each is not node and not _only_computes(each):
-            return None
-        found.append(each)
-    return sorted(found[1:], reverse=True)
-
-
-def drop_dead(graph: fx.Graph, roots: Iterable[fx.Node], *, functionalized: bool = False) -> None:
-    """Erase those of `roots` that nothing uses any more, and what only they used.
-
-    A value that nothing reads (AOT autograd leaves some) does not keep its source. A functionalized
-    op may write more than its results, such as a KV cache: it is erased only if `functionalized`
-    says that another op took its place.
+    One that is no op of torch, or is functionalized, may write more than its results, such as a KV
+    cache: it goes only if another took its place, that is with `replaced` or what they read.
     """
-    worklist = list(roots)
-    while worklist:
-        node = worklist.pop()
-        stays = not functionalized if node.target is auto_functionalized else node.is_impure()
-        if node._erased or stays:
-            continue
-        unread = _unread_users(node)
-        if unread is None:
-            continue
-        for dead in (*unread, node):
-            worklist.extend(dead.all_input_nodes)
-            graph.erase_node(dead)
+    old = set(walk(replaced, lambda node: node.all_input_nodes))
+
+    def stays(node: fx.Node) -> bool:
+        if node in old:
+            return node.is_impure() and node.target is not auto_functionalized
+        return node.is_impure() or not (is_aten(node) or node.target is operator.getitem)
+
+    graph.eliminate_dead_code(lambda node: bool(node.users) or stays(node))

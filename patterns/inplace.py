@@ -52,15 +52,8 @@ def match(found: Site) -> RopeMatch | None:
         return None
     if not _is_all_that_changes(found, q, args[query], args[key], rotated):
         return None
-    return RopeMatch(
-        rope=rope,
-        is_neox=args["is_neox"],
-        q=q,
-        k_pe=args[key],
-        positions=args["positions"],
-        cos_sin_cache=args["cos_sin_cache"],
-        rotated=rotated,
-    )
+    found_by = args["positions"], args["cos_sin_cache"]
+    return RopeMatch(rope, args["is_neox"], q, args[key], *found_by, rotated=rotated)
 
 
 def _rotates_whole_heads(args: dict[str, Any], found: Site) -> bool:

@@ -39,15 +39,8 @@ def match(site: Site) -> RopeMatch | None:
     is_neox = None if values is None else _judge(values, site, (q, k_pe, table, positions))
     if is_neox is None:
         return None
-    return RopeMatch(
-        rope=Rope.NATIVE if rounded else Rope.NATIVE_FP32,
-        is_neox=is_neox,
-        q=q,
-        k_pe=k_pe,
-        positions=positions,
-        cos_sin_cache=given,
-        rotated=(site.q, site.k_pe),
-    )
+    rope = Rope.NATIVE if rounded else Rope.NATIVE_FP32
+    return RopeMatch(rope, is_neox, q, k_pe, positions, given, rotated=(site.q, site.k_pe))
 
 
 def _rounded(interior: list[fx.Node], table: fx.Node, activation: torch.dtype) -> bool | None:

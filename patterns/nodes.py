@@ -26,6 +26,12 @@ def is_float(node: fx.Node) -> bool:
     return dtype is not None and dtype.is_floating_point
 
 
+def is_aten(node: fx.Node) -> bool:
+    """Whether a node is a call of one of torch's own ops."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target.namespace in ("aten", "prims")
+
+
 def arguments(node: fx.Node) -> dict[str, Any]:
     """The arguments of a call, direct or functionalized, by their names in the schema."""
     if node.target is auto_functionalized:

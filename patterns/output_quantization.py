@@ -16,9 +16,8 @@ columns). DeepGEMM's scales on Blackwell, four exponents in an int32, are anothe
 """
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -27,7 +26,7 @@ from mla_fusion.attention.plan.epilogue import EPSILON, GROUP, largest
 from mla_fusion.kernels.arithmetic import FP8_DTYPES
 from mla_fusion.ops import Quantization
 from mla_fusion.patterns import probe, rows
-from mla_fusion.patterns.nodes import arguments, dtype_of, values, walk
+from mla_fusion.patterns.nodes import arguments, dtype_of, is_aten, values, walk
 from mla_fusion.patterns.site import functionalized_op, is_live, op_name, outputs
 from mla_fusion.report.reasons import Declined
 
@@ -58,19 +57,18 @@ class OutputQuantization:
     """The nodes that quantize one attention's output."""
 
     spelling: Quantization
-    values: list[fx.Node]  # what is read as the fp8 output
-    scales: list[fx.Node]  # what is read as its scales, where they are computed
-    scale: fx.Node | None  # the given one
-    # Tensors the op writes into: the values, and the scales it computes; none of the native form.
-    buffers: list[fx.Node]
     last: fx.Node  # the last of the quantization: all that it reads comes before
+    values: list[fx.Node]  # what is read as the fp8 output
+    scale: fx.Node | None = None  # the given one
+    scales: Sequence[fx.Node] = ()  # what is read as its scales, where they are computed
+    # Tensors the op writes into: the values, and the scales it computes; none of the native form.
+    buffers: Sequence[fx.Node] = ()
 
 
 def read(output: list[fx.Node]) -> OutputQuantization:
     """How the output of an attention, which is all of `output`, is quantized.
 
-    Raises:
-        Declined: it is not, not visibly, in another way, or has another reader.
+    Raises Declined if it is not, not visibly, in another way, or has another reader.
     """
     for node in output:
         _shape(node)
@@ -78,12 +76,12 @@ def read(output: list[fx.Node]) -> OutputQuantization:
     quantizing = [reader for reader in readers if _makes_bytes(reader)]
     if not quantizing:
         # One that takes fp8 beside the output quantizes the activations inside.
-        inside = [_name(reader) for reader in readers if _taken(reader) & {*FP8_DTYPES}]
+        inside = [_name(reader) for reader in readers if _takes_fp8(reader)]
         if inside:
             raise Declined("output-opaque", ", ".join(inside))
         raise Declined("output-unquantized", ", ".join(map(_name, readers)))
     first = quantizing[0]
-    if _is_aten(first):
+    if _is_no_product(first):
         return _native(output, readers)
     if len(readers) > 1:
         others = ", ".join(_name(reader) for reader in readers if reader is not first)
@@ -128,26 +126,23 @@ def _makes_bytes(reader: fx.Node) -> bool:
     """Whether fp8 or other bytes come out of `reader`, at once or after more aten ops."""
 
     def later(node: fx.Node) -> list[fx.Node]:
-        return [user for user in node.users if _is_aten(user)] if _is_aten(node) else []
+        return [user for user in node.users if _is_no_product(user)] if _is_no_product(node) else []
 
     made = {value.dtype for node in walk([reader], later) for value in _values(node)}
     return any(dtype.itemsize == 1 for dtype in made - {torch.bool})
 
 
-def _is_aten(node: fx.Node) -> bool:
+def _is_no_product(node: fx.Node) -> bool:
     """Whether it is an op without a product: what comes behind o_proj is not its input."""
-    if node.target in probe.VIEWS:
-        return True
-    target = node.target
-    known = isinstance(target, torch._ops.OpOverload) and target.namespace in ("aten", "prims")
-    return known and target not in _PRODUCTS
+    return node.target in probe.VIEWS or (is_aten(node) and node.target not in _PRODUCTS)
 
 
 _PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scaled_mm.default}
 
 
-def _taken(reader: fx.Node) -> set[torch.dtype]:
-    return {value.dtype for node in reader.all_input_nodes for value in _values(node)}
+def _takes_fp8(reader: fx.Node) -> bool:
+    taken = [value.dtype for node in reader.all_input_nodes for value in _values(node)]
+    return any(dtype in FP8_DTYPES for dtype in taken)
 
 
 def _other(detail: str) -> Declined:
@@ -164,13 +159,13 @@ def _group(node: fx.Node) -> OutputQuantization:
         if args[name] != value:
             raise _other(f"{_name(node)}, {name} {args[name]}")
     spelling = Quantization.GROUP_UE8M0 if args["scale_ue8m0"] else Quantization.GROUP
-    _check_fp32(args["output_s"])
+    _check_type(args["output_s"], *_FP32)
     *rows_of, columns = _shape(args["input"])
     groups = [*rows_of, str(int(columns) // GROUP)]
     if _shape(args["output_q"]) != [*rows_of, columns] or _shape(args["output_s"]) != groups:
         raise _other(f"{_name(node)} of padded rows")
     buffers = [args["output_q"], args["output_s"]]
-    return OutputQuantization(spelling, outputs(node, 1), outputs(node, 2), None, buffers, node)
+    return OutputQuantization(spelling, node, outputs(node, 1), None, outputs(node, 2), buffers)
 
 
 def _tensor(node: fx.Node) -> OutputQuantization:
@@ -180,9 +175,8 @@ def _tensor(node: fx.Node) -> OutputQuantization:
     if _shape(args["result"]) != _shape(args["input"]):
         raise _other(f"{_name(node)} of padded rows")
     _check_one(args["scale"])
-    return OutputQuantization(
-        Quantization.TENSOR, outputs(node, 1), [], args["scale"], [args["result"]], node
-    )
+    values, buffers = outputs(node, 1), [args["result"]]
+    return OutputQuantization(Quantization.TENSOR, node, values, args["scale"], buffers=buffers)
 
 
 _OPS: dict[str, Callable[[fx.Node], OutputQuantization]] = {
@@ -191,19 +185,18 @@ _OPS: dict[str, Callable[[fx.Node], OutputQuantization]] = {
 }
 
 
+_FP32 = (torch.float32,), "scales of "
+
+
 def _check_type(node: fx.Node, dtypes: tuple[torch.dtype, ...], what: str = "") -> None:
     _shape(node)
     if (dtype := node.meta["val"].dtype) not in dtypes:
         raise _other(f"{what}{dtype}")
 
 
-def _check_fp32(scales: fx.Node) -> None:
-    _check_type(scales, (torch.float32,), "scales of ")
-
-
 def _check_one(scale: fx.Node) -> None:
     """One scale, as the epilogue takes it."""
-    _check_fp32(scale)
+    _check_type(scale, *_FP32)
     if any(size != 1 for size in scale.meta["val"].shape):
         raise _other(f"a scale {list(scale.meta['val'].shape)}")
 
@@ -221,8 +214,8 @@ def _native(output: list[fx.Node], readers: list[fx.Node]) -> OutputQuantization
     if len(sinks) != 1:
         raise _other(f"in aten ops: {', '.join(map(_name, readers))}")
     [sink] = sinks
-    users = {user for node in dependent - {sink} for user in node.users}
-    others = sorted(user for user in users - dependent if is_live(user))
+    users = {user for node in dependent - {sink} for user in node.users} - dependent
+    others = sorted(filter(is_live, users))
     if others:
         raise Declined("output-shared", f"the quantization and {', '.join(map(_name, others))}")
     interior, leaves = probe.cone([sink], stop=output, ops=pointwise)
@@ -230,12 +223,11 @@ def _native(output: list[fx.Node], readers: list[fx.Node]) -> OutputQuantization
     if len(given) != 1:
         raise _other(f"in aten ops, from {len(given)} other values")
     _check_one(given[0])
-    _check_type(sink, FP8_DTYPES)
     if output[0].meta["val"].dtype.itemsize != 2:
         raise _other(f"of {output[0].meta['val'].dtype}")
     if not _is_formula(interior, output, given[0], sink):
         raise _other("in aten ops, by another formula")
-    return OutputQuantization(Quantization.TENSOR_NATIVE, [sink], [], given[0], [], sink)
+    return OutputQuantization(Quantization.TENSOR_NATIVE, sink, [sink], given[0])
 
 
 def _is_formula(
@@ -257,33 +249,18 @@ def _is_formula(
         x = torch.where(x.isfinite(), x, torch.ones_like(x))
         value = torch.full(probe.concrete_shape(scale), number)
         wide = (x.float() * value.view(-1).reciprocal()).clamp(-most, most)
-        env = _run(interior, {**dict.fromkeys(output, x), scale: value})
+        env = probe.evaluate(interior, {**dict.fromkeys(output, x), scale: value})
         if env is None:
             return False
-        rounded = env[sink.all_input_nodes[0]]
-        same = rounded.shape == wide.shape and torch.equal(rounded, wide)
+        same = torch.equal(env[sink.all_input_nodes[0]], wide)
         if not (same and torch.equal(env[sink].float(), wide.to(dtype).float())):
             return False
     return True
 
 
-def _run(interior: list[fx.Node], env: dict[fx.Node, Any]) -> dict[fx.Node, Any] | None:
-    """`env` with the values of `interior`; None if they cannot be computed."""
-    try:
-        for node in interior:
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
-            env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-    except (RuntimeError, IndexError, TypeError, KeyError):
-        return None
-    return env
-
-
 def _takes_reciprocal(interior: list[fx.Node], output: list[fx.Node], scale: fx.Node) -> bool:
-    """Whether what is computed from `output` reads 1 / scale, for every scale, and no other value.
-
-    Tried with a scale of each exponent of a positive normal fp32 number, and with the least and the
-    largest one.
-    """
+    """Whether what is computed from `output` reads 1 / scale, and no other value, for a scale of
+    each exponent of positive normal fp32 numbers, the least and the largest."""
     values = set(output)
     for node in interior:
         if values & set(node.all_input_nodes):
@@ -295,7 +272,7 @@ def _takes_reciprocal(interior: list[fx.Node], output: list[fx.Node], scale: fx.
     shape = probe.concrete_shape(scale)
     for number in (_FLOAT.tiny, *every, _FLOAT.max):
         value = torch.full(shape, number)
-        env = _run(alone, {scale: value})
+        env = probe.evaluate(alone, {scale: value})
         want = value.view(-1).reciprocal()
         if env is None or not all(torch.equal(env[n].reshape(-1), want) for n in read):
             return False

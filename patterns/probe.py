@@ -1,11 +1,10 @@
 """Recognizes what a piece of graph computes by computing it.
 
-The same RoPE is written in many ways: by vLLM's classes, by releases of vLLM, by how torch
-decomposes and de-duplicates views. A textual pattern for each is brittle, and a missed one is
-silent. So a cone of the graph is run, on a few random tokens in float64, and its result compared
-with the formula. The cone may hold only the ops below: data movement, and addition, negation and
-multiplication. Its result is then a polynomial of the inputs, and two polynomials that agree at a
-random point are the same one (Schwartz-Zippel lemma), up to float64 rounding.
+The same RoPE is written in many ways, so a cone of the graph is run, on a few random tokens in
+float64, and its result compared with the formula. The cone may hold only the ops below: data
+movement, and addition, negation and multiplication. Its result is then a polynomial of the inputs,
+and two polynomials that agree at a random point are the same one (Schwartz-Zippel lemma), up to
+float64 rounding.
 
 That holds for the number of tokens that is run. It holds for every number because the same
 polynomials make every token of the result from that token of the inputs, which `patterns.rows`
@@ -73,10 +72,6 @@ LOOKUPS = {
 }
 
 
-class _NotPolynomial(Exception):
-    """A leaf has no value to probe with."""
-
-
 def cone(
     outputs: Iterable[fx.Node], stop: Iterable[fx.Node] = (), ops: AbstractSet[Any] = PURE
 ) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -123,26 +118,31 @@ def concrete_shape(node: fx.Node) -> tuple[int, ...]:
 def run(
     outputs: Iterable[fx.Node], activation: torch.dtype, stop: Iterable[fx.Node] = ()
 ) -> dict[fx.Node, Any] | None:
-    """Values of `outputs` and of all that they are computed from, as `cone` has it, for random
-    leaves.
+    """Values of `outputs` and of all in their `cone`, for random leaves.
 
     Casts are no-ops if they lose no more than a value of type `activation` would. None: a node does
     not run on the probing values, casts to a lesser type, or does not treat every token alike.
     """
     interior, leaves = cone(outputs, stop)
-    if rows.mixing(interior):
+    casts = (node for node in interior if node.target in CASTS)
+    if rows.mixing(interior) or not all(_keeps_precision(cast, activation) for cast in casts):
         return None
+    values = _leaf_values(leaves)
+    return None if values is None else evaluate(interior, values, no_ops=CASTS)
+
+
+def evaluate(
+    interior: Iterable[fx.Node], values: dict[fx.Node, Any], no_ops: AbstractSet[Any] = frozenset()
+) -> dict[fx.Node, Any] | None:
+    """`values` with those of `interior`; None if a node does not run on them."""
     try:
-        values = _leaf_values(leaves)
         for node in interior:
-            if node.target in CASTS:
-                if not _keeps_precision(node, activation):
-                    return None
+            if node.target in no_ops:
                 values[node] = values[node.all_input_nodes[0]]
                 continue
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
             values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-    except (_NotPolynomial, RuntimeError, IndexError, TypeError, KeyError):
+    except (RuntimeError, IndexError, TypeError, KeyError):
         return None
     return values
 
@@ -152,26 +152,6 @@ def _keeps_precision(cast: fx.Node, activation: torch.dtype) -> bool:
     if is_float(source):
         return target in (activation, torch.float32, torch.float64)
     return dtype_of(source) is not None and target in (torch.int32, torch.int64)
-
-
-def _leaf_value(node: fx.Node, generator: torch.Generator, table_rows: int) -> Any:
-    """A random value for a leaf: a size, token positions, or float64 numbers of its shape.
-
-    A table has `table_rows` rows, and positions are distinct ones of them.
-    """
-    value = node.meta.get("val")
-    if isinstance(value, int | torch.SymInt):
-        return concrete(value)
-    if not isinstance(value, torch.Tensor):
-        raise _NotPolynomial
-    shape = concrete_shape(node)
-    if any(size < 0 for size in shape):
-        raise _NotPolynomial  # no rows of TOKENS tokens
-    if not value.dtype.is_floating_point:
-        return torch.randperm(table_rows, generator=generator)[: math.prod(shape)].view(shape)
-    if shape and _is_table(node):
-        shape = (table_rows, *shape[1:])
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 def _is_table(node: fx.Node) -> bool:
@@ -184,14 +164,29 @@ def _is_table(node: fx.Node) -> bool:
     return False
 
 
-def _leaf_values(leaves: list[fx.Node]) -> dict[fx.Node, Any]:
-    """Random values for all leaves of a cone, the same ones at every call."""
+def _leaf_values(leaves: list[fx.Node]) -> dict[fx.Node, Any] | None:
+    """Sizes, positions (distinct rows of the tables) or float64 numbers, the same ones at every
+    call; None if a leaf has none."""
     # A fixed seed: whether a layer fuses must not depend on luck.
     generator = torch.Generator().manual_seed(0x5EED)
     integer = (leaf for leaf in leaves if dtype_of(leaf) and not is_float(leaf))
-    places = [math.prod(concrete_shape(leaf)) for leaf in integer]
-    table_rows = max([TABLE_ROWS, *places])
-    return {leaf: _leaf_value(leaf, generator, table_rows) for leaf in leaves}
+    table_rows = max([TABLE_ROWS, *(math.prod(concrete_shape(leaf)) for leaf in integer)])
+    values: dict[fx.Node, Any] = {}
+    for leaf in leaves:
+        value = leaf.meta.get("val")
+        if isinstance(value, int | torch.SymInt):
+            values[leaf] = concrete(value)
+            continue
+        shape = concrete_shape(leaf) if isinstance(value, torch.Tensor) else (-1,)
+        if any(size < 0 for size in shape):
+            return None  # no metadata, or no rows of TOKENS tokens
+        if is_float(leaf):
+            shape = (table_rows, *shape[1:]) if shape and _is_table(leaf) else shape
+            values[leaf] = torch.randn(shape, generator=generator, dtype=torch.float64)
+        else:
+            places = torch.randperm(table_rows, generator=generator)
+            values[leaf] = places[: math.prod(shape)].view(shape)
+    return values
 
 
 def same(a: Any, b: torch.Tensor) -> bool:

@@ -75,15 +75,11 @@ def _is_symbolic(size: Any) -> bool:
 
 def _token_dim(node: fx.Node) -> int | None:
     """The token dimension of a node's value, or of every one of its values."""
-    found = set()
-    for tensor in _tensors(node):
-        dims = [dim for dim, size in enumerate(tensor.shape) if _is_symbolic(size)]
-        if len(dims) > 1:
-            raise _Mixed
-        found.add(dims[0] if dims else None)
-    if len(found) > 1:
+    shapes = [tensor.shape for tensor in _tensors(node)]
+    dims = [[dim for dim, size in enumerate(shape) if _is_symbolic(size)] for shape in shapes]
+    if any(len(each) > 1 or each != dims[0] for each in dims):
         raise _Mixed
-    return found.pop() if found else None
+    return dims[0][0] if dims and dims[0] else None
 
 
 def _check(node: fx.Node) -> None:

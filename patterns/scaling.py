@@ -60,24 +60,21 @@ def _widens(node: fx.Node) -> bool:
 def _rotated(node: Any, query: fx.Node) -> fx.Node | None:
     """The value of the shape and the type of `query` among the sources of `node`."""
     shape, dtype = probe.concrete_shape(query), query.meta["val"].dtype
-    for source, value in _sources(node):
-        if value.dtype == dtype and probe.concrete_shape(source) == shape:
-            return source
-    return None
+    alike = (source for source, value in _sources(node) if value.dtype == dtype)
+    return next((source for source in alike if probe.concrete_shape(source) == shape), None)
 
 
 def _factors(node: Any, query: fx.Node) -> fx.Node | None:
     """One number per token among the sources of `node`, of [T] if there is such a one."""
     tokens, dtypes = probe.concrete_shape(query)[0], (torch.float32, query.meta["val"].dtype)
-    found = [
+    found = (
         source
         for source, value in _sources(node)
         if math.prod(probe.concrete_shape(source)) == tokens
         and value.dtype in dtypes
         and value.is_contiguous()
-    ]
-    flat = (source for source in found if source.meta["val"].dim() == 1)
-    return next(flat, next(iter(found), None))
+    )
+    return min(found, key=lambda source: source.meta["val"].dim() != 1, default=None)
 
 
 def _is_the_product(query: fx.Node, rotated: fx.Node, factors: fx.Node) -> bool:

@@ -25,6 +25,8 @@ from mla_fusion.report.reasons import Declined
 ATTENTION = "vllm::unified_mla_attention_with_output"
 CACHE_UPDATE = "vllm::unified_mla_kv_cache_update"
 FUSED_ROPE_UPDATE = "vllm::fused_rope_unified_mla_kv_cache_update"
+# What they call the latents and the scale.
+_WRITES = {CACHE_UPDATE: ("kv_c_normed", "k_scale"), FUSED_ROPE_UPDATE: ("kv_c", "kv_cache_scale")}
 
 # Arguments of vLLM's attention op that this library's op takes too. A layer that sets any other
 # (a quantized output, a query replicated for context parallelism) is declined.
@@ -59,12 +61,12 @@ def output(node: fx.Node, index: int) -> fx.Node | None:
     return next(iter(outputs(node, index)), None)
 
 
-def naming(layer_name: Any, after: fx.Node, before: fx.Node) -> Iterator[tuple[fx.Node, str]]:
-    """Calls between two nodes that are given the layer, and their ops: they may use its cache."""
+def naming(layer_name: Any, after: fx.Node, before: fx.Node) -> Iterator[str]:
+    """The ops between two nodes that are given the layer: they may use its cache."""
     node = after.next
     while node is not before and node.op != "root":
         if layer_name in (*node.args, *node.kwargs.values()):
-            yield node, functionalized_op(node) or op_name(node.target)
+            yield functionalized_op(node) or op_name(node.target)
         node = node.next
 
 
@@ -109,9 +111,8 @@ def attention_calls(graph: fx.Graph) -> list[fx.Node]:
 def read_site(attention: fx.Node) -> Site:
     """The site around one attention call.
 
-    Raises:
-        Declined: the call uses an argument that this library's attention op does not take, or its
-            cache update is not one of vLLM's or wrote other values than it reads.
+    Raises Declined if the call uses an argument that this library's attention op does not take, or
+    its cache update is not one of vLLM's or wrote other values than it reads.
     """
     args = arguments(attention)
     extra = sorted(name for name, v in args.items() if v is not None and name not in _TAKEN_OVER)
@@ -123,29 +124,19 @@ def read_site(attention: fx.Node) -> Site:
     if isinstance(update, fx.Node) and update.target is operator.getitem and update.args[1] == 0:
         update = update.args[0]
     name = functionalized_op(update) or op_name(getattr(update, "target", None))
-    if name not in (CACHE_UPDATE, FUSED_ROPE_UPDATE):
+    if name not in _WRITES:
         raise Declined("cache-update", f"written by {name or update}")
     written = arguments(update)
-    kv_c = written["kv_c_normed" if name == CACHE_UPDATE else "kv_c"]
+    kv_c, scale = (written[argument] for argument in _WRITES[name])
     if kv_c is not args["kv_c_normed"] or written["layer_name"] != args["layer_name"]:
         raise Declined("cache-update", "the attention reads other values than were written")
     # The fused op of vLLM rotates k_pe itself: the spelling relates the two.
     if name == CACHE_UPDATE and not same_view(written["k_pe"], args["k_pe"]):
         raise Declined("cache-update", "the attention reads another k_pe than was written")
-    nodes = (args["q"], kv_c, args["k_pe"])
+    nodes = args["q"], kv_c, args["k_pe"]
     for node in (*nodes, args["output"]):
         if not isinstance(node.meta.get("val"), torch.Tensor):
             raise Declined("missing-metadata", f"node {node.name}")
-    q, kv_c, k_pe = nodes
-    if q.meta["val"].dim() != 3 or k_pe.meta["val"].dim() != 3 or kv_c.meta["val"].dim() != 2:
+    if [node.meta["val"].dim() for node in nodes] != [3, 2, 3]:
         raise Declined("shape", ", ".join(f"{n.name} {list(n.meta['val'].shape)}" for n in nodes))
-    return Site(
-        attention=attention,
-        cache_update=update,
-        q=q,
-        kv_c=kv_c,
-        k_pe=k_pe,
-        layer_name=args["layer_name"],
-        kv_cache_dtype=written["kv_cache_dtype"],
-        k_scale=written["k_scale" if name == CACHE_UPDATE else "kv_cache_scale"],
-    )
+    return Site(attention, update, *nodes, args["layer_name"], written["kv_cache_dtype"], scale)

@@ -24,8 +24,7 @@ SPELLINGS = (native.match, inplace.match, nope.match)
 def match(site: Site) -> RopeMatch:
     """The first spelling that fits, and the query's factors.
 
-    Raises:
-        Declined: none fits, or the cache update does not go with the one that does.
+    Raises Declined if none fits, or the cache update does not go with the one that does.
     """
     site, factors = scaling.unscaled(site)
     for spelling in SPELLINGS:
@@ -48,8 +47,8 @@ def _diagnosis(site: Site) -> Declined:
     if not any(node.target in probe.LOOKUPS for node in interior) and _has_angles(site.k_pe):
         return Declined("computed-angles")
     calls = {leaf.args[0] for leaf in leaves if leaf.target is operator.getitem}
-    arguments = [node for call in calls for node in call.all_input_nodes]
-    for node in (*leaves, *interior, *calls, *arguments, *probe.cone(arguments)[0]):
+    inner, sources = probe.cone(node for call in calls for node in call.all_input_nodes)
+    for node in (*leaves, *interior, *calls, *inner, *sources):
         if "val" not in node.meta:
             return Declined("missing-metadata", f"node {node.name}")
     if scaling.product(site):

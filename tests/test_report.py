@@ -50,7 +50,7 @@ def test_one_line_for_each_decode_range(log):
 
 
 def test_the_other_layers_of_a_hybrid_are_counted(log):
-    report.add(report.GraphRecord(1, 128, layers=2, fused=2))
+    report.add(report.RangeReport((1, 128), layers=2, fused=2))
     stored = report.take("triton", 256, model_layers=2, others=14)
     assert stored is not None and stored.lines()[-1] == "  14 layers without MLA, as they were"
     report.publish(stored, "Ring", cached=False)
@@ -90,9 +90,8 @@ def test_no_layer_found_is_one_warning(report_made, log):
 
 def test_layers_are_counted_by_code_with_the_detail_of_the_first():
     for name in ("a", "b"):
-        declined = {f"{name}{i}": Decline("shape", f"{name}{i}") for i in range(2)}
-        declined[name] = Decline("hisparse")
-        report.add(report.GraphRecord(1, 4, layers=3, declined=declined))
+        declined = [*(Decline("shape", f"{name}{i}") for i in range(2)), Decline("hisparse")]
+        report.add(report.RangeReport((1, 4), layers=3, declined=report.counted(declined)))
     stored = report.take("reference", 4)
     assert stored is not None
     assert stored.ranges[0].declined == {Decline("shape", "a0"): 4, Decline("hisparse"): 2}
@@ -188,9 +187,9 @@ def test_variants_are_those_of_all_ranks():
 def test_the_outputs_of_layers_are_counted_and_stored(tmp_path):
     """Two graphs of one range; only an engine with plans shows them."""
     report.forget()
-    plain = {"b": Decline("output-opaque", "gemm")}
-    report.add(report.GraphRecord(1, 4, 2, 2, outputs={"group": 1, "none": 1}, plain_outputs=plain))
-    report.add(report.GraphRecord(1, 4, 3, 3, outputs={"group": 2, "tensor": 1}))
+    outputs, plain = {"group": 1, "none": 1}, {Decline("output-opaque", "gemm"): 1}
+    report.add(report.RangeReport((1, 4), 2, 2, outputs=outputs, plain_outputs=plain))
+    report.add(report.RangeReport((1, 4), 3, 3, outputs={"group": 2, "tensor": 1}))
     made = report.take("triton", 4, attention="portable", epilogue="W_UV")
     text = "\n".join(made.lines())
     assert "3 outputs quantized in groups of 128 by the attention op" in text

@@ -1,6 +1,5 @@
 """Which MLA layers the fused op can serve: facts read from vLLM's layer, and the verdict."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,12 +82,6 @@ def cache_dtype(layer: Any, activation: torch.dtype) -> torch.dtype:
     if layer.kv_cache_dtype.startswith("fp8"):
         return vllm_compat.fp8_dtype()
     return _CACHE_TYPES.get(layer.kv_cache_dtype, activation)
-
-
-def common(layers: Iterable[LayerFacts]) -> LayerFacts | None:
-    """The facts shared by all layers; None if they differ or there is none."""
-    distinct = set(layers)
-    return distinct.pop() if len(distinct) == 1 else None
 
 
 def _decline(layer: Any, provider: str, activation: torch.dtype) -> Decline | None:

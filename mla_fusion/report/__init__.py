@@ -1,19 +1,18 @@
 """What fused, what did not, and why: counts per compile range, reasons, a layer before and after.
 
-The passes add one `GraphRecord` per compiled graph. When the worker has compiled, `take` sums them
-into a `Report`; `ranks` merges those of all workers. `store` keeps it under vLLM's cache root, so
+The passes add one `RangeReport` per compiled graph. When the worker has compiled, `take` makes a
+`Report` of them; `ranks` merges those of all workers. `store` keeps it under vLLM's cache root, so
 that a start from a warm compile cache, in which no pass runs, finds the same report by `find`;
 `publish` logs it.
-
-`reasons` lists every reason. `layer_graph` is a layer before and after; `text`, `svg` and `page`
-show it.
 """
 
 import json
 import logging
 import os
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,30 +27,13 @@ FLAG_LINE = "mla-fusion: fuse_aiter_qk_rope_kvcache_mla"
 
 
 @dataclass
-class GraphRecord:
-    """One compiled graph: its token range, and which of its MLA layers fused or declined."""
-
-    start: int
-    end: int
-    layers: int = 0
-    fused: int = 0
-    declined: dict[str, Decline] = field(default_factory=dict)
-    layer: LayerGraph | None = None
-    variants: set[Variant] = field(default_factory=set)
-    # of the fused layers: how their attention ops quantize, and why others do not
-    outputs: dict[str, int] = field(default_factory=dict)
-    plain_outputs: dict[str, Decline] = field(default_factory=dict)
-    pass_ms: float = 0.0
-
-
-@dataclass
 class RangeReport:
-    """All graphs of one compile range."""
+    """One compiled graph, or all of one compile range."""
 
     range: tuple[int, int]
     layers: int = 0
     fused: int = 0
-    # how many layers declined, under the first decline of each code
+    # how many layers declined, as `counted` has it
     declined: dict[Decline, int] = field(default_factory=dict)
     # one fused layer of the first graph in which there is one
     layer: LayerGraph | None = None
@@ -61,6 +43,26 @@ class RangeReport:
     outputs: dict[str, int] = field(default_factory=dict)
     plain_outputs: dict[Decline, int] = field(default_factory=dict)
     pass_ms: float = 0.0
+
+    def add(self, graph: "RangeReport") -> None:
+        """Count a graph of the range."""
+        self.layers += graph.layers
+        self.fused += graph.fused
+        self.pass_ms += graph.pass_ms
+        self.layer = self.layer or graph.layer
+        self.variants += [v for v in graph.variants if v not in self.variants]
+        self.outputs = Counter(self.outputs) + Counter(graph.outputs)
+        self.declined = counted(self.declined, graph.declined)
+        self.plain_outputs = counted(self.plain_outputs, graph.plain_outputs)
+
+
+def counted(*declines: Iterable[Decline]) -> dict[Decline, int]:
+    """How many layers declined, of lists or of such counts, under the first of each code."""
+    total: dict[Decline, int] = {}
+    for decline in chain(*(Counter(each).elements() for each in declines)):
+        first = next((d for d in total if d.code == decline.code), decline)
+        total[first] = total.get(first, 0) + 1
+    return total
 
 
 @dataclass
@@ -144,10 +146,10 @@ _KINDS = {
 }
 
 
-_records: list[GraphRecord] = []
+_records: list[RangeReport] = []
 
 
-def add(record: GraphRecord) -> None:
+def add(record: RangeReport) -> None:
     """Keep the record of a compiled graph; the passes call it once for each."""
     _records.append(record)
 
@@ -166,35 +168,15 @@ def take(provider: str, bucket: int, model_layers: int = 0, **of_engine: Any) ->
     if not _records:
         return None
     ranges: dict[tuple[int, int], RangeReport] = {}
-    for record in sorted(_records, key=lambda record: (record.start, record.end)):
-        key = (record.start, record.end)
-        total = ranges.setdefault(key, RangeReport(key))
-        total.layers += record.layers
-        total.fused += record.fused
-        total.pass_ms += record.pass_ms
-        total.layer = total.layer or record.layer
-        total.variants += [v for v in record.variants if v not in total.variants]
-        _count(record.declined, total.declined)
-        _count(record.plain_outputs, total.plain_outputs)
-        total.outputs = Counter(total.outputs) + Counter(record.outputs)
+    for record in sorted(_records, key=lambda record: record.range):
+        ranges.setdefault(record.range, RangeReport(record.range)).add(record)
     _records.clear()
     uncompiled = max(model_layers - max(r.layers for r in ranges.values()), 0)
     return Report(provider, bucket, [*ranges.values()], uncompiled=uncompiled, **of_engine)
 
 
-def _count(declined: dict[str, Decline], total: dict[Decline, int]) -> None:
-    """Add the layers of a graph to `total`, under the first decline of each code."""
-    for decline in declined.values():
-        first = next((d for d in total if d.code == decline.code), decline)
-        total[first] = total.get(first, 0) + 1
-
-
 def load(path: Path) -> Report:
-    """The report stored at `path`.
-
-    Raises:
-        FormatError: it holds something else, or another release stored it.
-    """
+    """The report stored at `path`; a FormatError if it is none, or another release stored it."""
     try:
         text = read_bounded(path)
     except ValueError as error:
@@ -271,8 +253,7 @@ def publish(report: Report | None, model: str, cached: bool) -> None:
             model,
         )
     elif not any(r.fused for r in decode):
-        found = {decline.code: decline for r in decode for decline in r.declined}
-        why = " ".join(decline.explain() for decline in found.values())
+        why = " ".join(decline.explain() for decline in counted(*(r.declined for r in decode)))
         layers = max(r.layers for r in decode)
         logger.warning("%s is on and fused none of %d MLA layers: %s", FLAG_LINE, layers, why)
     else:

@@ -20,12 +20,16 @@ def page(report: Report) -> str:
         tokens += "" if r.range[1] <= report.bucket else ", untouched"
         ranges.append((tokens, r.layers, r.fused, sum(r.declined.values())))
         why += [(decline.code, count, decline.explain()) for decline, count in r.declined.items()]
+    versions = " ".join(f"{k} {v}," for k, v in report.versions.items() if k != "device")
+    facts = {"provider": report.provider, "decode bucket": f"{report.bucket} tokens"}
+    facts["compiled with"] = versions.rstrip(",")
+    facts["compiled for"] = report.versions.get("device", "")
     title = f"MLA fusion: {report.model or 'a model'}"
     tone = "good" if 0 < fused == layers else "bad"
     body = [
         f"<h1>{escape(title)}</h1>",
         f'<p class="verdict {tone}">{fused} of {layers} MLA layers of the decode graphs fused</p>',
-        _table((), _facts(report)),
+        _table((), [(name, value) for name, value in facts.items() if value]),
         "<h2>Ranges of token counts</h2>",
         _table(("tokens", "MLA layers", "fused", "declined"), ranges),
         '<p class="dim">Graphs above the decode bucket are left untouched.</p>',
@@ -51,17 +55,6 @@ def page(report: Report) -> str:
         f"<title>{escape(title)}</title>\n<style>{_STYLE}{svg.STYLE}</style>\n</head>\n"
         "<body>\n" + "\n".join(body) + "\n</body>\n</html>\n"
     )
-
-
-def _facts(report: Report) -> list[tuple[str, str]]:
-    versions = " ".join(f"{k} {v}," for k, v in report.versions.items() if k != "device")
-    facts = {
-        "provider": report.provider,
-        "decode bucket": f"{report.bucket} tokens",
-        "compiled with": versions.rstrip(","),
-        "compiled for": report.versions.get("device", ""),
-    }
-    return [(name, value) for name, value in facts.items() if value]
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -1,6 +1,6 @@
 """The stored format of a report: every field of its dataclasses, in a narrower type, and no other.
 
-It imports pydantic, which vLLM brings, so `load` imports it when there is a file to read.
+It imports pydantic, which vLLM brings: `load` imports it when there is a file to read.
 """
 
 from typing import Annotated, Any, get_type_hints
@@ -51,11 +51,7 @@ def _stored(of: type, **narrower: Any) -> Any:
 
 
 def parse(text: bytes, name: str, report: Any, of_range: Any) -> Any:
-    """The `report` that a file called `name` holds; its ranges are `of_range`.
-
-    Raises:
-        FormatError: it holds no report, or one of another version.
-    """
+    """The `report` that a file called `name` holds, or a FormatError; its ranges are `of_range`."""
     each: Any = _stored(of_range)
     stored = _stored(report, ranges=list[each], ranks=Annotated[_Count, Field(ge=1)])
     try:

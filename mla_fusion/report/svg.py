@@ -56,22 +56,20 @@ def _panel(title: str, listed: list[Row]) -> tuple[str, int]:
 def _row(row: Row, y: int, height: int) -> str:
     base, left = y + 12, _GUTTER + 16
     fits = int((PANEL_WIDTH - left) / _CHARACTER)
-    full = escape(f"{row.node.name} = {row.node.op} -> {row.node.result or 'nothing'}")
-    result = row.node.result if len(row.op) + len(row.node.result) < fits else ""
-    out = [f'<g class="{_CLASS[row.mark]}"><title>{full}</title>']
+    result, box, tail, below = row.node.result, "", "", ""
+    full = escape(f"{row.node.name} = {row.node.op} -> {result or 'nothing'}")
     if row.mark == FUSED:
-        box = f'x="{_GUTTER}" y="{y}" width="{PANEL_WIDTH - _GUTTER}" height="{height}"'
-        out.append(f"<rect {box}/>")
-        result = ""
-    out.append(f'<text class="sign" x="{_GUTTER + 4}" y="{base}">{SIGN[row.mark]}</text>')
-    tail = f' <tspan class="dim">{escape(result)}</tspan>' if result else ""
-    out.append(f'<text x="{left}" y="{base}">{escape(row.op)}{tail}</text>')
-    if row.mark == FUSED:
-        below = row.node.result
-        if len(below) > fits:
-            below = below[: fits - 1] + "\N{HORIZONTAL ELLIPSIS}"
-        out.append(f'<text class="dim" x="{left}" y="{base + _ROW - 3}">{escape(below)}</text>')
-    return "".join(out) + "</g>"
+        size = f'y="{y}" width="{PANEL_WIDTH - _GUTTER}" height="{height}"'
+        box = f'<rect x="{_GUTTER}" {size}/>'
+        cut = result if len(result) <= fits else result[: fits - 1] + "\N{HORIZONTAL ELLIPSIS}"
+        below = f'<text class="dim" x="{left}" y="{base + _ROW - 3}">{escape(cut)}</text>'
+    elif result and len(row.op) + len(result) < fits:
+        tail = f' <tspan class="dim">{escape(result)}</tspan>'
+    return (
+        f'<g class="{_CLASS[row.mark]}"><title>{full}</title>{box}'
+        f'<text class="sign" x="{_GUTTER + 4}" y="{base}">{SIGN[row.mark]}</text>'
+        f'<text x="{left}" y="{base}">{escape(row.op)}{tail}</text>{below}</g>'
+    )
 
 
 def _arc(start: int, end: int) -> str:

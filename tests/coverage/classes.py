@@ -6,6 +6,7 @@ Nothing is imported: half of these modules need a GPU.
 """
 
 import ast
+import re
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -70,20 +71,12 @@ def _reach(start, known):
 
 
 def _registry(path):
-    """Architecture -> "module:class" from the literal tables of vLLM's registry."""
-    out = {}
-    for node in ast.walk(ast.parse(path.read_text())):
-        if not isinstance(node, ast.Dict):
-            continue
-        for key, value in zip(node.keys, node.values, strict=True):
-            if not (isinstance(key, ast.Constant) and isinstance(value, ast.Tuple)):
-                continue
-            parts = [e.value for e in value.elts if isinstance(e, ast.Constant)]
-            if len(parts) == 2 and all(isinstance(part, str) for part in parts):
-                module = str(parts[0])
-                full = module if "." in module else f"vllm.model_executor.models.{module}"
-                out[str(key.value)] = f"{full}:{parts[1]}"
-    return out
+    """Architecture -> "module:class" from the tables of vLLM's registry."""
+    entries = re.findall(r'(?m)^ *"(\w+)": \(\s*"([\w.]+)",\s*"(\w+)",?\s*\)', path.read_text())
+    return {
+        name: f"{module if '.' in module else f'vllm.model_executor.models.{module}'}:{of_class}"
+        for name, module, of_class in entries
+    }
 
 
 def _definitions(vllm, names):

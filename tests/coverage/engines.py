@@ -6,12 +6,11 @@ share one where they can. Each engine has its own compile cache: from a warm one
 
 import logging
 import os
-import sys
 import time
 import traceback
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from mla_fusion.cli import child
 
@@ -74,7 +73,7 @@ def _outcome(asked, folder):
     lines = child.kept_messages(logging.INFO)
     records: list[tuple[str, Any]] = []
     try:
-        with _watch(records):
+        with _watched(records):
             generated, layers = _run(asked, folder)
     except Exception as error:  # noqa: BLE001  (what failed is a row of the table)
         traceback.print_exc()
@@ -92,10 +91,8 @@ def _outcome(asked, folder):
     }
 
 
-@contextmanager
-def _watch(records):
-    """Keep each graph's record beside the class it belongs to."""
-    import torch
+def _watched(records):
+    """Keep each graph's record beside the class it belongs to, meanwhile."""
     from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 
     from mla_fusion import report
@@ -103,35 +100,27 @@ def _watch(records):
     original = report.add
 
     def add(record):
-        frame: Any = sys._getframe(1)
-        while frame is not None:
-            owner = frame.f_locals.get("self")
-            if isinstance(owner, TorchCompileWithNoGuardsWrapper) and isinstance(
-                owner, torch.nn.Module
-            ):
+        owners = (frame.f_locals.get("self") for frame, _ in traceback.walk_stack(None))
+        for owner in owners:
+            if isinstance(owner, TorchCompileWithNoGuardsWrapper):
                 records.append((f"{type(owner).__module__}:{type(owner).__name__}", record))
                 break
-            frame = frame.f_back
         original(record)
 
-    report.add = add
-    try:
-        yield
-    finally:
-        report.add = original
+    return mock.patch.object(report, "add", add)
 
 
 def _classes(records):
     """Per compiled class: its MLA layers in the decode range, how many fused, and the declines."""
     out: dict[str, Any] = {}
     for name, record in records:
-        if not record.layers or record.start != 1:
+        if not record.layers or record.range[0] != 1:
             continue
         entry = out.setdefault(name, {"layers": 0, "fused": 0, "declined": {}})
         entry["layers"] += record.layers
         entry["fused"] += record.fused
-        for decline in record.declined.values():
-            entry["declined"][decline.code] = entry["declined"].get(decline.code, 0) + 1
+        for decline, layers in record.declined.items():
+            entry["declined"][decline.code] = entry["declined"].get(decline.code, 0) + layers
     return out
 
 

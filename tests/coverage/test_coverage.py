@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import vllm
 
-from mla_fusion import config, plugin
+from mla_fusion import config, plugin, report
 from mla_fusion.cli.check import model_classes
 from mla_fusion.report.reasons import Decline
 from tests.coverage import models, neighbours, on_graphs, outputs, page, spellings, unreachable
@@ -85,11 +85,13 @@ def test_no_reason_is_left_of_what_has_gone(name):
 
 @pytest.mark.parametrize("name", unreachable.OF_ARCHITECTURE)
 def test_the_user_is_told_why_an_architecture_is_not_reached(
-    name, sources, model_config, monkeypatch
+    name, sources, model_config, monkeypatch, caplog
 ):
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")  # which vLLM sets itself, for good
     monkeypatch.delenv("VLLM_USE_BREAKABLE_CUDAGRAPH")
-    said = unreachable.switched_off(name, model_config)
+    caplog.set_level("INFO", logger="vllm.mla_fusion")
+    unreachable.make_config(name, model_config)
+    said = " ".join(r.getMessage() for r in caplog.records if r.name == "vllm.mla_fusion")
     if code := unreachable.OF_ARCHITECTURE[name].sparse:
         topk = 2048 if code == unreachable.SPARSE else None
         assert f"[{code}]" in said
@@ -100,8 +102,8 @@ def test_the_user_is_told_why_an_architecture_is_not_reached(
     else:
         assert "is switched off" not in said
     # Where vLLM has another list, as on ROCm.
-    said = unreachable.fused_nothing(name)
-    assert f"[{unreachable.NO_GRAPH}]" in said and name in said
+    report.publish(None, name, cached=False)
+    assert f"[{unreachable.NO_GRAPH}]" in caplog.messages[-1] and name in caplog.messages[-1]
 
 
 @pytest.mark.parametrize("version", [page.NEW, page.OLD])

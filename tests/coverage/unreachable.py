@@ -1,15 +1,10 @@
-"""Architectures with MLA layers that no graph pass can reach, and the log lines that say so.
-
-The lines come from the library and vLLM: the functions run what an engine would run.
-"""
+"""Architectures with MLA layers that no graph pass can reach."""
 
 import copy
 import dataclasses
-import logging
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from mla_fusion import report
+from mla_fusion import config
 
 BREAKABLE, NO_GRAPH = "breakable-cudagraph", "no-graph"
 SPARSE, SPARSE_MODEL = "sparse-attention", "sparse-model"
@@ -53,14 +48,12 @@ OF_ARCHITECTURE = {
 }
 
 
-def switched_off(architecture, model_config):
-    """The line that switches the flag off for it, if one does.
+def make_config(architecture, model_config):
+    """vLLM's config of an engine, with the flag on.
 
-    `model_config` is of any MLA model: vLLM's own config is made with it, under that name.
+    `model_config` is of any MLA model: it is made with that, under this name.
     """
     from vllm.config import CompilationConfig, VllmConfig
-
-    from mla_fusion import config
 
     model = copy.copy(model_config)
     arch_config = model.model_arch_config
@@ -69,35 +62,6 @@ def switched_off(architecture, model_config):
     model.hf_text_config = copy.copy(model.hf_text_config)
     sparse = OF_ARCHITECTURE[architecture].sparse
     model.hf_text_config.index_topk = 2048 if sparse == SPARSE else None
+    compilation = CompilationConfig(pass_config={config.FLAG: True})
     options = {config.OPTIONS_KEY: {"provider": "reference"}}
-    with _lines() as lines:
-        VllmConfig(
-            model_config=model,
-            compilation_config=CompilationConfig(pass_config={config.FLAG: True}),
-            additional_config=options,
-        )
-    return " ".join(lines)
-
-
-def fused_nothing(architecture):
-    """The line at start-up if none of its layers was in a graph."""
-    with _lines() as lines:
-        report.publish(None, architecture, cached=False)
-    return " ".join(lines)
-
-
-@contextmanager
-def _lines():
-    """This library's log lines."""
-    lines: list[str] = []
-
-    def keep(record):
-        lines.append(record.getMessage())
-        return False
-
-    logger = logging.getLogger("vllm.mla_fusion")
-    logger.addFilter(keep)
-    try:
-        yield lines
-    finally:
-        logger.removeFilter(keep)
+    VllmConfig(model_config=model, compilation_config=compilation, additional_config=options)

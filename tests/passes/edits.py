@@ -122,21 +122,17 @@ def _k_at_other_positions(module):
         last.replace_input_with(old, new)
 
 
-def _k_scaled(module):
+def _k_scaled(module, factor=2.0):
     update, call = find(module, UPDATE), attention(module)
-    k_pe = update.args[1]
-    twice = add(module, update, aten.mul.Tensor, k_pe, 2.0)
-    update.args = (update.args[0], twice, *update.args[2:])
-    set_argument(call, k_pe=twice)
+    k_pe = add(module, call, aten.mul.Tensor, update.args[1], factor)
+    call.prepend(update)
+    update.args = (update.args[0], k_pe, *update.args[2:])
+    set_argument(call, k_pe=k_pe)
 
 
 def _write_unrotated(module):
     update = find(module, UPDATE)
     update.args = (update.args[0], unrotated_k(module), *update.args[2:])
-
-
-def _attend_to_unrotated(module):
-    set_argument(attention(module), k_pe=unrotated_k(module))
 
 
 def _round_query(module, dtype):
@@ -155,33 +151,19 @@ def _set_op_argument(rope, **values):
     return lambda module: set_argument(find(module, IN_PLACE[rope]), **values)
 
 
-def _offsets(module):
-    set_argument(find(module, IN_PLACE["aiter"]), offsets=node_named(module, "positions"))
-
-
-def _short_table(rope):
+def _short_table(module, rope):
     """The table holds fewer angles than k_pe has pairs: part of it is rotated."""
-
-    def edit(module):
-        call = find(module, IN_PLACE[rope])
-        table = node_named(module, "table")
-        half = add(module, call, aten.slice.Tensor, table, 1, 0, ROPE // 2)
-        set_argument(call, cos_sin_cache=half)
-
-    return edit
+    through(lambda module: find(module, IN_PLACE[rope]), "cos_sin_cache",
+            aten.slice.Tensor, 1, 0, ROPE // 2)(module)  # fmt: skip
 
 
-def _second_call(rope):
+def _second_call(module, rope):
     """q and k_pe are rotated by two calls of the op."""
-
-    def edit(module):
-        call = find(module, IN_PLACE[rope])
-        with module.graph.inserting_after(call):
-            twin = module.graph.node_copy(call)
-        read = next(u for u in call.users if u.target is operator.getitem and u.args[1] == 2)
-        read.args = (twin, 2)
-
-    return edit
+    call = find(module, IN_PLACE[rope])
+    with module.graph.inserting_after(call):
+        twin = module.graph.node_copy(call)
+    read = next(u for u in call.users if u.target is operator.getitem and u.args[1] == 2)
+    read.args = (twin, 2)
 
 
 def _rotated_again(module):
@@ -190,26 +172,13 @@ def _rotated_again(module):
     q = add(module, update, aten.slice.Tensor, call.kwargs["q"], 2, NOPE, NOPE + ROPE)
     k_pe = add(module, update, aten.squeeze.dim, call.kwargs["k_pe"], 1)
     kv_c, _, name, dtype, scale = update.args
+    positions, table = (node_named(module, name) for name in ("positions", "table"))
+    op = torch.ops.vllm.fused_rope_unified_mla_kv_cache_update.default
+    given = (positions, q, k_pe, kv_c, table, False, dtype, scale, name)
     with module.graph.inserting_before(update):
-        again = module.graph.call_function(
-            torch.ops.higher_order.auto_functionalized,
-            (torch.ops.vllm.fused_rope_unified_mla_kv_cache_update.default,),
-            {
-                "positions": node_named(module, "positions"),
-                "q_pe": q,
-                "k_pe": k_pe,
-                "kv_c": kv_c,
-                "cos_sin_cache": node_named(module, "table"),
-                "is_neox": False,
-                "kv_cache_dtype": dtype,
-                "kv_cache_scale": scale,
-                "layer_name": name,
-            },
-        )
-        again.meta["val"] = (update.meta["val"], q.meta["val"], k_pe.meta["val"])
-        written = module.graph.call_function(operator.getitem, (again, 0))
-        written.meta["val"] = update.meta["val"]
-    update.replace_all_uses_with(written)
+        values = tuple(node.meta["val"] for node in (update, q, k_pe))
+        again = graphs.functionalized(module.graph, op, given, values)
+    update.replace_all_uses_with(add(module, update, operator.getitem, again, 0))
     module.graph.erase_node(update)
 
 
@@ -265,18 +234,6 @@ def scale_query(module, *factors, dtype=None):
     set_argument(call, q=q)
 
 
-def _scaled_twice(module):
-    scale_query(module, *[factor_of_positions(module)] * 2)
-
-
-def _scaled_in_fp64(module):
-    scale_query(module, factor_of_positions(module, torch.float64))
-
-
-def _scaled_and_rounded(module):
-    scale_query(module, factor_of_positions(module), dtype=torch.float16)
-
-
 def _part_scaled(module):
     """The rotated part of the query alone, which is put back into its place."""
     call = attention(module)
@@ -285,15 +242,6 @@ def _part_scaled(module):
     part = add(module, call, aten.mul.Tensor, part, factor_of_positions(module))
     q = add(module, call, aten.slice_scatter.default, q, part, 2, NOPE, NOPE + ROPE)
     set_argument(call, q=q)
-
-
-def _k_scaled_by_position(module):
-    update, call = find(module, UPDATE), attention(module)
-    factor = factor_of_positions(module)
-    k_pe = add(module, call, aten.mul.Tensor, call.kwargs["k_pe"], factor)
-    call.prepend(update)
-    update.args = (update.args[0], k_pe, *update.args[2:])
-    set_argument(call, k_pe=k_pe)
 
 
 def _mystery_write(module):
@@ -305,79 +253,82 @@ def quantized_output(module):
     set_argument(attention(module), output_scale=node_named(module, "k_scale"))
 
 
-def _replicated_query(module):
-    call = attention(module)
-    set_argument(call, q_dcp_replicated=call.kwargs["q"])
+_GPTJ, _NEOX, _DEEPSEEK = Spec("native"), Spec("native", is_neox=True), Spec("deepseek")
+_C, _FLASHINFER, _AITER, _CAT = (Spec(rope) for rope in IN_PLACE)
 
-
-_GPTJ, _NEOX = Spec("native"), Spec("native", is_neox=True)
-_DEEPSEEK = Spec("deepseek")
-
-# name -> (graph, edit, the reason it must decline for)
-NEAR_MISSES = {
-    "sin and cos swapped": (_GPTJ, _swap_sin_cos, "unknown-rope"),
-    "sin and cos swapped, NeoX": (_NEOX, _swap_sin_cos, "unknown-rope"),
-    "sin and cos swapped, DeepSeek": (_DEEPSEEK, _swap_sin_cos, "unknown-rope"),
-    "sign of q flipped": (_GPTJ, lambda m: _flip_sign(m, 0), "unknown-rope"),
-    "sign of k_pe flipped": (_NEOX, lambda m: _flip_sign(m, 1), "unknown-rope"),
-    "signs flipped, DeepSeek": (_DEEPSEEK, _flip_both_signs, "unknown-rope"),
-    "rotated part put elsewhere": (_GPTJ, _scatter_elsewhere, "unknown-rope"),
-    "other columns rotated": (_GPTJ, _rotate_other_columns, "unknown-rope"),
-    "k_pe at other positions": (_GPTJ, _k_at_other_positions, "unknown-rope"),
-    "k_pe scaled": (_GPTJ, _k_scaled, "unknown-rope"),
-    "unrotated k_pe written": (_GPTJ, _write_unrotated, "cache-update"),
-    "attention to unrotated k_pe": (_NEOX, _attend_to_unrotated, "cache-update"),
-    "query rounded to integers": (_GPTJ, lambda m: _round_query(m, torch.int32), "unknown-rope"),
-    "query rounded to fp8": (
-        _DEEPSEEK, lambda m: _round_query(m, torch.float8_e4m3fn), "unknown-rope"
-    ),
-    "inverse rotation": (Spec("vllm_c"), _set_op_argument("vllm_c", inverse=True), "unknown-rope"),
-    "first columns kept": (
-        Spec("vllm_c"), _set_op_argument("vllm_c", rope_dim_offset=4), "unknown-rope"
-    ),
-    "offsets": (Spec("aiter"), _offsets, "unknown-rope"),
-    "other head size": (
-        Spec("flashinfer"), _set_op_argument("flashinfer", head_size=ROPE // 2), "unknown-rope"
-    ),
-    "short table": (Spec("flashinfer"), _short_table("flashinfer"), "unknown-rope"),
-    "short table, fused update": (Spec("cat_fused"), _short_table("cat_fused"), "unknown-rope"),
-    "two calls": (Spec("flashinfer"), _second_call("flashinfer"), "unknown-rope"),
-    "two calls, fused update": (Spec("cat_fused"), _second_call("cat_fused"), "unknown-rope"),
-    "in-place result put elsewhere": (Spec("flashinfer"), _scatter_elsewhere, "unknown-rope"),
-    "other columns given to the op": (Spec("aiter"), _rotate_other_columns, "unknown-rope"),
-    "unrotated k_pe written, in place": (Spec("vllm_c"), _write_unrotated, "cache-update"),
-    "rotated twice": (_GPTJ, _rotated_again, "cache-update"),
-    "computed angles": (Spec("computed"), nothing, "computed-angles"),
-    "computed angles, NeoX": (Spec("computed", is_neox=True), nothing, "computed-angles"),
-    "computed angles, complex": (Spec("computed_complex"), nothing, "computed-angles"),
-    "query scaled by head": (
-        _GPTJ, lambda m: scale_query(m, factor_of_columns(m)[0]), "scaled-query"
-    ),
-    "query scaled by channel": (
-        Spec("flashinfer"), lambda m: scale_query(m, factor_of_columns(m)[1]), "scaled-query"
-    ),
-    "query scaled twice": (_GPTJ, _scaled_twice, "scaled-query"),
-    "query scaled in fp64": (_GPTJ, _scaled_in_fp64, "scaled-query"),
-    "scaled query rounded": (_NEOX, _scaled_and_rounded, "scaled-query"),
-    "query scaled by a number": (_NEOX, lambda m: scale_query(m, 1.5), "scaled-query"),
-    "part of the query scaled": (_GPTJ, _part_scaled, "unknown-rope"),
-    "k_pe scaled by position": (_GPTJ, _k_scaled_by_position, "unknown-rope"),
-    "op with positions": (Spec("nope"), _mystery_rope, "unknown-rope"),
-    "attention to other kv_c": (
-        _GPTJ, through(attention, "kv_c_normed", aten.mul.Tensor, 2.0), "cache-update"
-    ),
-    "unknown cache update": (_GPTJ, _mystery_write, "cache-update"),
-    "quantized output": (_GPTJ, quantized_output, "quantized-output"),
-    "query replicated across ranks": (_GPTJ, _replicated_query, "attention-argument"),
-    "query of two dimensions": (
-        _GPTJ, through(attention, "q", aten.flatten.using_ints, 1), "shape"
-    ),
+# the reason it must decline for -> name -> (graph, edit)
+_BY_REASON = {
+    "unknown-rope": {
+        "sin and cos swapped": (_GPTJ, _swap_sin_cos),
+        "sin and cos swapped, NeoX": (_NEOX, _swap_sin_cos),
+        "sin and cos swapped, DeepSeek": (_DEEPSEEK, _swap_sin_cos),
+        "sign of q flipped": (_GPTJ, lambda m: _flip_sign(m, 0)),
+        "sign of k_pe flipped": (_NEOX, lambda m: _flip_sign(m, 1)),
+        "signs flipped, DeepSeek": (_DEEPSEEK, _flip_both_signs),
+        "rotated part put elsewhere": (_GPTJ, _scatter_elsewhere),
+        "other columns rotated": (_GPTJ, _rotate_other_columns),
+        "k_pe at other positions": (_GPTJ, _k_at_other_positions),
+        "k_pe scaled": (_GPTJ, _k_scaled),
+        "query rounded to integers": (_GPTJ, lambda m: _round_query(m, torch.int32)),
+        "query rounded to fp8": (_DEEPSEEK, lambda m: _round_query(m, torch.float8_e4m3fn)),
+        "inverse rotation": (_C, _set_op_argument("vllm_c", inverse=True)),
+        "first columns kept": (_C, _set_op_argument("vllm_c", rope_dim_offset=4)),
+        "offsets": (_AITER, lambda m: set_argument(find(m, IN_PLACE["aiter"]), offsets=
+                                                   node_named(m, "positions"))),
+        "other head size": (_FLASHINFER, _set_op_argument("flashinfer", head_size=ROPE // 2)),
+        "short table": (_FLASHINFER, lambda m: _short_table(m, "flashinfer")),
+        "short table, fused update": (_CAT, lambda m: _short_table(m, "cat_fused")),
+        "two calls": (_FLASHINFER, lambda m: _second_call(m, "flashinfer")),
+        "two calls, fused update": (_CAT, lambda m: _second_call(m, "cat_fused")),
+        "in-place result put elsewhere": (_FLASHINFER, _scatter_elsewhere),
+        "other columns given to the op": (_AITER, _rotate_other_columns),
+        "part of the query scaled": (_GPTJ, _part_scaled),
+        "k_pe scaled by position": (_GPTJ, lambda m: _k_scaled(m, factor_of_positions(m))),
+        "op with positions": (Spec("nope"), _mystery_rope),
+    },
+    "cache-update": {
+        "unrotated k_pe written": (_GPTJ, _write_unrotated),
+        "unrotated k_pe written, in place": (_C, _write_unrotated),
+        "attention to unrotated k_pe": (
+            _NEOX, lambda m: set_argument(attention(m), k_pe=unrotated_k(m))
+        ),
+        "attention to other kv_c": (_GPTJ, through(attention, "kv_c_normed", aten.mul.Tensor, 2.0)),
+        "rotated twice": (_GPTJ, _rotated_again),
+        "unknown cache update": (_GPTJ, _mystery_write),
+    },
+    "computed-angles": {
+        "computed angles": (Spec("computed"), nothing),
+        "computed angles, NeoX": (Spec("computed", is_neox=True), nothing),
+        "computed angles, complex": (Spec("computed_complex"), nothing),
+    },
+    "scaled-query": {
+        "query scaled by head": (_GPTJ, lambda m: scale_query(m, factor_of_columns(m)[0])),
+        "query scaled by channel": (_FLASHINFER, lambda m: scale_query(m, factor_of_columns(m)[1])),
+        "query scaled twice": (_GPTJ, lambda m: scale_query(m, *[factor_of_positions(m)] * 2)),
+        "query scaled in fp64": (
+            _GPTJ, lambda m: scale_query(m, factor_of_positions(m, torch.float64))
+        ),
+        "scaled query rounded": (
+            _NEOX, lambda m: scale_query(m, factor_of_positions(m), dtype=torch.float16)
+        ),
+        "query scaled by a number": (_NEOX, lambda m: scale_query(m, 1.5)),
+    },
+    "quantized-output": {"quantized output": (_GPTJ, quantized_output)},
+    "attention-argument": {
+        "query replicated across ranks": (_GPTJ, lambda m: set_argument(
+            attention(m), q_dcp_replicated=attention(m).kwargs["q"])),
+    },
+    "shape": {
+        "query of two dimensions": (_GPTJ, through(attention, "q", aten.flatten.using_ints, 1)),
+    },
 }  # fmt: skip
+NEAR_MISSES = {name: reason for reason, cases in _BY_REASON.items() for name in cases}
 
 
 def near_miss(name):
     """The graph of a near miss, its spec, and the reason it must decline for."""
-    spec, edit, reason = NEAR_MISSES[name]
+    reason = NEAR_MISSES[name]
+    spec, edit = _BY_REASON[reason][name]
     module = graphs.build(spec)
     edit(module)
     module.graph.lint()

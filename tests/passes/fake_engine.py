@@ -5,6 +5,7 @@ the same layers. What vLLM's backends do (cache write, attention) is written her
 """
 
 import contextlib
+from collections import Counter
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from vllm.model_executor.layers.attention import MLAAttention
 from vllm.utils.torch_utils import _encode_layer_name
 
 from mla_fusion import report
-from mla_fusion.config import eligibility, vllm_compat
+from mla_fusion.config import eligibility
 from mla_fusion.kernels import reference
 from mla_fusion.passes import pipeline
 from mla_fusion.passes.canonicalize import CanonicalizeMLARoPEPass
@@ -191,11 +192,11 @@ class Engine:
             slot_mapping=dict.fromkeys(self.layers, slots) if slots is not None else {},
         )
 
-    def facts(self, provider="reference"):
+    def facts(self):
         """The facts of all layers, as `MLAFusionPass` reads them; no layer has a plan."""
         attention = "portable" if self.spec.quantized else "auto"
         return {
-            name: eligibility.facts(layer, provider, self.spec.dtype, attention)
+            name: eligibility.facts(layer, "reference", self.spec.dtype, attention)
             for name, layer in self.layers.items()
         }
 
@@ -203,20 +204,11 @@ class Engine:
         """The bytes of all caches."""
         return [layer.kv_cache.view(torch.uint8) for layer in self.layers.values()]
 
-    def queries(self):
-        """The prepared queries that the decode of each layer was given."""
-        return [layer.impl.queries for layer in self.layers.values()]
 
-    def prompts(self):
-        """What the attention of each layer was given of rows that are no decode tokens."""
-        return [layer.impl.prompts for layer in self.layers.values()]
-
-
+aten = torch.ops.aten
 _UNDEFINED = {
-    torch.ops.aten.empty.memory_format,
-    torch.ops.aten.empty_strided.default,
-    torch.ops.aten.new_empty_strided.default,
-}
+    aten.empty.memory_format, aten.empty_strided.default, aten.new_empty_strided.default
+}  # fmt: skip
 
 
 class _Interpreter(fx.Interpreter):
@@ -276,7 +268,9 @@ def run(module, spec, batch=DECODE, quantized_query=False, seed=0):
     with override_forward_context(engine.context(batch)):
         outputs = execute(module, values)
     tensors = [o.clone() for o in outputs if isinstance(o, torch.Tensor)]
-    return Outcome(tensors, engine.queries(), engine.prompts(), engine.caches())
+    impls = [layer.impl for layer in engine.layers.values()]
+    queries, prompts = [impl.queries for impl in impls], [impl.prompts for impl in impls]
+    return Outcome(tensors, queries, prompts, engine.caches())
 
 
 # element size of a cache -> its type
@@ -332,9 +326,8 @@ def _assert_close(a, b, tolerance):
 
 
 def facts_of(spec, quantized_query=False):
-    """What passes 2 and 3 take: the facts of the layer that a graph argument names."""
-    facts = Engine(spec, quantized_query).facts()
-    return lambda layer_name: facts.get(vllm_compat.traced_layer_name(layer_name) or "")
+    """What passes 2, 3 and 6 take: the facts of the layer that a graph argument names."""
+    return pipeline.by_argument(Engine(spec, quantized_query).facts())
 
 
 def passes(spec, quantized_query=False):
@@ -363,6 +356,6 @@ def fuse(module, spec, facts=None, quantized_query=False):
     return report._records.pop()
 
 
-def reasons(record):
-    """The codes of the layers that were declined."""
-    return [decline.code for decline in record.declined.values()]
+def reasons(made):
+    """The codes of the layers that were declined, of a record or of the result of one pass."""
+    return [decline.code for decline in Counter(made.declined).elements()]

@@ -6,7 +6,9 @@ graph, one of its nodes and a number that chooses between its variants, and does
 has no meaning. A graph that an edit broke does not run before the passes, and is not counted.
 """
 
+import functools
 import itertools
+import operator
 import random
 from typing import Any
 
@@ -60,10 +62,7 @@ def _exists(spec):
 
 
 def _spec(row):
-    values: dict[str, Any] = {}
-    for choice in row:
-        values |= choice
-    return Spec(**values)
+    return Spec(**functools.reduce(operator.or_, row))
 
 
 def describe(spec):

@@ -174,6 +174,14 @@ def find_all(module, target):
     return [node for node in module.graph.nodes if node.op == "call_function" and is_call(node)]
 
 
+def functionalized(graph, op, args, value):
+    """`auto_functionalized(op, ...)` at the insertion point; `args` in the order of the schema."""
+    kwargs = dict(zip((a.name for a in op._schema.arguments), args, strict=True))
+    node = graph.call_function(auto_functionalized, (op,), kwargs)
+    node.meta["val"] = value
+    return node
+
+
 def _rms_norm(x, gain):
     wide = x.float()
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype) * gain
@@ -321,12 +329,9 @@ def _rename_inputs(module, names):
 def _functionalize_cat_fused(module):
     """Put vLLM's fused op, functionalized, where the functional stand-in was traced."""
     fused = torch.ops.vllm.fused_rope_unified_mla_kv_cache_update.default
-    names = [a.name for a in fused._schema.arguments]
     for node in find_all(module, "mla_fusion_tests::rope_update"):
         with module.graph.inserting_before(node):
-            kwargs = dict(zip(names, node.args, strict=True))
-            new = module.graph.call_function(auto_functionalized, (fused,), kwargs)
-        new.meta["val"] = node.meta["val"]
+            new = functionalized(module.graph, fused, node.args, node.meta["val"])
         node.replace_all_uses_with(new)
         module.graph.erase_node(node)
 

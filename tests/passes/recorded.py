@@ -8,8 +8,9 @@ graph can be rewritten, not run.
 
 import functools
 import gzip
-import importlib
 import json
+import pkgutil
+from operator import attrgetter
 from pathlib import Path
 
 import sympy
@@ -63,6 +64,17 @@ class _Decoder:
         self.shapes = ShapeEnv()
         self.mode = FakeTensorMode(shape_env=self.shapes)
         self.symbols: dict[str, sympy.Symbol] = {}
+        self.kinds = {
+            "node": self.node,
+            "tuple": lambda items: tuple(map(self, items)),
+            "dict": self._dict,
+            "size": self._size,
+            "overload": lambda name: attrgetter(name)(torch.ops),
+            "higher": lambda name: getattr(torch.ops.higher_order, name),
+            "device": lambda kind: torch.device("cpu"),  # whatever it was recorded on
+            "torch": lambda name: getattr(torch, name),
+            "function": pkgutil.resolve_name,
+        }
 
     def __call__(self, value):
         if isinstance(value, list):
@@ -70,13 +82,7 @@ class _Decoder:
         if not isinstance(value, dict):
             return value
         [(kind, content)] = value.items()
-        return getattr(self, f"_{kind}")(content)
-
-    def _node(self, name):
-        return self.node(name)
-
-    def _tuple(self, items):
-        return tuple(self(item) for item in items)
+        return self.kinds[kind](content)
 
     def _dict(self, content):
         if content.keys() == {"layer"}:
@@ -96,23 +102,6 @@ class _Decoder:
         expression = sympy.sympify(text, locals=self.symbols)
         hint = int(expression.subs(dict.fromkeys(expression.free_symbols, _TOKENS)))
         return self.shapes.create_symintnode(expression, hint=hint)
-
-    def _overload(self, name):
-        namespace, op, overload = name.split(".")
-        return getattr(getattr(getattr(torch.ops, namespace), op), overload)
-
-    def _higher(self, name):
-        return getattr(torch.ops.higher_order, name)
-
-    def _device(self, kind):
-        return torch.device("cpu")  # whatever it was recorded on
-
-    def _torch(self, name):
-        return getattr(torch, name)
-
-    def _function(self, name):
-        module, function = name.split(".")
-        return getattr(importlib.import_module(module), function)
 
 
 _libraries: list[torch.library.Library] = []

@@ -8,14 +8,12 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from vllm.forward_context import override_forward_context
 
-from mla_fusion import runtime
 from mla_fusion.config import vllm_compat
 from mla_fusion.runtime import step_plan
 from tests.passes.fake_engine import Batch, Engine
-from tests.passes.graphs import HEADS, LATENT, ROPE, VALUE
-from tests.passes.test_runtime import BF16, NAME, SPEC, step
+from tests.passes.graphs import HEADS, LATENT
+from tests.passes.test_runtime import NAME, SPEC, attend, prepare, step
 
 ROWS = 5
 OTHERS = ((1, 3), (0, 2, 4))  # rows whose token the other rank keeps
@@ -24,10 +22,7 @@ OTHERS = ((1, 3), (0, 2, 4))  # rows whose token the other rank keeps
 def prepared_by(engine, holes):
     """(the prepared query, the forward context) of a decode step with slot -1 in `holes`."""
     context = engine.context(Batch(rows=ROWS, actual=ROWS, decode=ROWS, holes=holes))
-    prepared = torch.full((ROWS, HEADS, LATENT + ROPE), torch.nan, dtype=BF16)
-    with override_forward_context(context):
-        runtime.fused_decode_prep(**step(ROWS), prepared_q=prepared, provider="reference")
-    return prepared, context
+    return prepare(context, step(ROWS)), context
 
 
 def ranks():
@@ -95,10 +90,7 @@ def test_the_attention_gathers_heads_and_combines_parts(monkeypatch, release):
             module = all_to_all if "a2a" in name else common
             monkeypatch.setattr(module, name, combine if name == used else None, raising=False)
         monkeypatch.setattr(state, "get_dcp_group", lambda: group)
-    output = torch.zeros(ROWS, HEADS * VALUE, dtype=BF16)
-    args = step(ROWS)
-    with override_forward_context(context):
-        runtime._attention(args["q"], mine, args["kv_c"], args["k_pe"], output, args["layer_name"])
+    output = attend(context, step(ROWS), mine)
     query, (of_group, rest) = given
     assert torch.equal(query, torch.cat((mine, theirs), dim=1))
     if release == "manager":
@@ -118,9 +110,5 @@ def test_a_layer_without_context_parallelism_gathers_nothing(monkeypatch):
     for name in ("gather_query_heads", "combine_context_parallel"):
         monkeypatch.setattr(vllm_compat, name, None)
     assert not hasattr(engine.layers[NAME], step_plan.ATTRIBUTE)
-    args, output = step(ROWS), torch.zeros(ROWS, HEADS * VALUE, dtype=BF16)
-    with override_forward_context(context):
-        runtime._attention(
-            args["q"], prepared, args["kv_c"], args["k_pe"], output, args["layer_name"]
-        )
-    assert output.ne(0).any()
+    output = attend(context, step(ROWS), prepared)
+    assert output.ne(0).any() and not output.isnan().any()

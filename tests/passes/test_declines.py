@@ -41,7 +41,7 @@ def test_a_decline_names_the_op_and_its_line(name, op):
     for trace, where in ((None, ""), ("\n".join(frames), " at b/c.py:7")):
         for node in module.graph.nodes:
             node.meta["stack_trace"] = trace
-        [decline] = fuse(module, spec).declined.values()
+        [decline] = fuse(module, spec).declined
         assert decline.detail.removeprefix("q comes from ") == op + where
 
 

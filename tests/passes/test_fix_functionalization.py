@@ -90,32 +90,27 @@ def test_output_read_by_several_getitems(plain_kernels):
 def test_regular_chain_as_vllm_does(spec, vllm_step, plain_kernels):
     """On the graph that vLLM's step was written for, both write the same code."""
     theirs, ours = build(spec), build(spec)
+    values = find(ours, edits.CAT_FUSED).meta["val"]
     vllm_step(theirs.graph)
     fix(ours)
     assert printed(ours) == printed(theirs)
+    assert find(ours, edits.CAT_FUSED).meta["val"] is values[0]
     assert_same(run(build(spec), spec), run(ours, spec), BATCHES["decode"])
 
 
 def _query_without_users(module):
     """Nothing reads the rotated query: it has no getitem 1."""
-    read = output(find(module, edits.CAT_FUSED), 1)
-    assert read is not None
     edits.set_argument(edits.attention(module), q=find(module, aten.slice_scatter.default).args[0])
-    for target in (aten.slice_scatter.default, aten.copy.default):
-        module.graph.erase_node(find(module, target))
-    module.graph.erase_node(read)
+    module.graph.eliminate_dead_code()
 
 
 def _query_used_directly(module):
     """The rotated query is joined to the rest without copy and slice_scatter."""
-    read = output(find(module, edits.CAT_FUSED), 1)
-    scatter = find(module, aten.slice_scatter.default)
+    read, scatter = (find(module, edits.CAT_FUSED), 1), find(module, aten.slice_scatter.default)
     rest = edits.add(module, scatter, aten.slice.Tensor, scatter.args[0], 2, 0, NOPE)
-    edits.set_argument(
-        edits.attention(module), q=edits.add(module, scatter, aten.cat.default, [rest, read], -1)
-    )
-    for target in (aten.slice_scatter.default, aten.copy.default):
-        module.graph.erase_node(find(module, target))
+    whole = edits.add(module, scatter, aten.cat.default, [rest, output(*read)], -1)
+    edits.set_argument(edits.attention(module), q=whole)
+    module.graph.eliminate_dead_code()
 
 
 def _without_copy(module):
@@ -125,15 +120,9 @@ def _without_copy(module):
 
 
 def _key_without_users(module):
-    read = output(find(module, edits.CAT_FUSED), 2)
-    assert read is not None
-    call = edits.attention(module)
-    edits.set_argument(
-        call, k_pe=edits.add(module, call, aten.unsqueeze.default,
-                             find(module, edits.CAT_FUSED).kwargs["k_pe"], 1),
-    )  # fmt: skip
+    call, given = edits.attention(module), find(module, edits.CAT_FUSED).kwargs["k_pe"]
+    edits.set_argument(call, k_pe=edits.add(module, call, aten.unsqueeze.default, given, 1))
     module.graph.eliminate_dead_code()
-    assert read._erased
 
 
 CRASHES = {
@@ -179,35 +168,22 @@ def test_rewritten_names_the_calls_that_are_in_place_now():
     assert fix(module) == [attention.name]
 
 
-def test_metadata_is_that_of_the_ops_own_result():
-    module = build(CAT)
-    call = find(module, edits.CAT_FUSED)
-    values = call.meta["val"]
-    fix(module)
-    assert find(module, edits.CAT_FUSED).meta["val"] is values[0]
-
-
 @pytest.mark.parametrize("place", [[], [2], [2, None], [2, 3], [2, 3, 5], [2, 3, 5, 2]], ids=str)
 def test_place_of_a_slice(place):
     normal = [*place, *[0, 0, None, 1][len(place) :]]
     assert fix_functionalization._normal(place) == (normal[0], normal[1] or 0, *normal[2:])
 
 
-def _in_place_on(module, target):
-    """The op rotates `target` [T, H, R] and nothing reads the rotated value."""
-    _query_without_users(module)
-    edits.set_argument(find(module, edits.CAT_FUSED), q_pe=target)
-
-
 @pytest.mark.parametrize("kind", ["placeholder", "get_attr"])
 def test_memory_of_the_caller_is_not_written(kind):
     module = build(CAT)
+    _query_without_users(module)
     q_pe = find(module, edits.CAT_FUSED).kwargs["q_pe"]
     module.register_buffer("given", torch.zeros(1))
     with module.graph.inserting_before(next(iter(module.graph.nodes))):
         target = getattr(module.graph, kind)("given")
     target.meta["val"] = q_pe.meta["val"]
-    _in_place_on(module, target)
+    edits.set_argument(find(module, edits.CAT_FUSED), q_pe=target)
     assert fix(module) == []
 
 
@@ -248,8 +224,8 @@ def test_old_value_that_leaves_the_graph_is_the_old_one(with_vllm, vllm_step, pl
     MLAFixFunctionalizationPass(vllm_step if with_vllm else None)(module.graph)
     module.graph.lint()
     copies = find_all(module, aten.clone.default)
-    assert [_shape(copy) for copy in copies] == [_shape(copy.args[0]) for copy in copies]
     assert len(copies) == 2
+    assert list(map(_shape, copies)) == [_shape(copy.args[0]) for copy in copies]
     for batch in BATCHES.values():
         assert_same(run(before, CAT, batch), run(module, CAT, batch), batch)
 
@@ -273,10 +249,9 @@ def test_an_op_stays_if_its_results_go_with_a_scatter(plain_kernels):
     """It writes the cache, though what reads its query is dead: a scatter of the same base."""
     module = build(CAT)
     first, scatter = find(module, edits.CAT_FUSED), find(module, aten.slice_scatter.default)
-    own = {
-        name: edits.add(module, first, aten.clone.default, first.kwargs[name])
-        for name in ("q_pe", "k_pe")
-    }
+    own = {}
+    for name in ("q_pe", "k_pe"):
+        own[name] = edits.add(module, first, aten.clone.default, first.kwargs[name])
     with module.graph.inserting_after(first):
         second = module.graph.node_copy(first)
     edits.set_argument(second, **own)
@@ -291,16 +266,13 @@ def test_memory_that_two_ops_write_one_after_the_other(plain_kernels):
     module = build(CAT)
     first = find(module, edits.CAT_FUSED)
     reads = [output(first, index) for index in range(3)]
-    users = [list(read.users) for read in reads if read is not None]
-    last = max(read for read in reads if read is not None)
-    with module.graph.inserting_after(last):
+    users = [list(read.users) for read in reads]
+    with module.graph.inserting_after(max(reads)):
         second = module.graph.node_copy(first)
     edits.set_argument(second, q_pe=reads[1], k_pe=reads[2])
-    for index, readers in reversed(list(enumerate(users))):
-        with module.graph.inserting_after(second):
-            read = module.graph.call_function(edits.operator.getitem, (second, index))
-        read.meta["val"] = first.meta["val"][index]
-        for reader in readers:
-            reader.replace_input_with(reads[index], read)  # type: ignore[arg-type]
+    for index in (2, 1, 0):
+        read = edits.add(module, second.next, edits.operator.getitem, second, index)
+        for reader in users[index]:
+            reader.replace_input_with(reads[index], read)
     module.graph.lint()
     fix_and_compare(module)

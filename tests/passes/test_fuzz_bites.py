@@ -53,7 +53,7 @@ def _any_group(node):
     buffers = [args["output_q"], args["output_s"]]
     values, scales = outputs(node, 1), outputs(node, 2)
     return output_quantization.OutputQuantization(
-        ops.Quantization.GROUP, values, scales, None, buffers, node
+        ops.Quantization.GROUP, node, values, None, scales, buffers
     )
 
 
@@ -63,22 +63,14 @@ _NOT_ROUNDED = {each.name: each for each in ops.Quantization} | {
 }
 
 
-def _first_reader(node):
-    return _readers(node)[:1]
-
-
 _readers = output_quantization._readers
-
-
-def _named_views(node):
-    return node.all_input_nodes if node.target in probe.VIEWS else []
-
 
 # name -> (where, what, the bug), or several
 IN_GRAPHS = {
     "an old value that is read later": (fix_functionalization, "_read_later", lambda *a: False),
     "aliases by a list of names": [
-        (memory, "_shown", _named_views), (memory, "_storages", lambda node: ())
+        (memory, "_shown", lambda n: n.all_input_nodes if n.target in probe.VIEWS else []),
+        (memory, "_storages", lambda node: ()),
     ],
     "rows behind the third": (rows, "mixing", lambda interior: None),
     "a scale of three magnitudes": [
@@ -104,7 +96,9 @@ IN_GRAPHS = {
     "scales that are powers of two as others": (
         output_quantization, "Quantization", SimpleNamespace(**_NOT_ROUNDED)
     ),
-    "an output that something else reads": (output_quantization, "_readers", _first_reader),
+    "an output that something else reads": (
+        output_quantization, "_readers", lambda node: _readers(node)[:1]
+    ),
     "no metadata is missed": (output_quantization, "_shape", lambda node: []),
 }  # fmt: skip
 
@@ -123,10 +117,6 @@ def _writes_row_without_slot(inputs):
     if (inputs.slot_mapping < 0).any():
         inputs.kv_cache.view(torch.uint8)[-1, -1] = 0
     return result
-
-
-def _any_decode(metadata):
-    return metadata is not None and metadata.num_decode_tokens > 0
 
 
 def _wrong_slots(inputs):
@@ -180,7 +170,9 @@ def _unquantized(self, output):
 _quantize = runtime_output.QuantizedOutput.quantize
 
 IN_BATCHES = {
-    "a mixed batch taken for decode": (runtime, "is_decode_only", _any_decode),
+    "a mixed batch taken for decode": (
+        runtime, "is_decode_only", lambda step: step is not None and step.num_decode_tokens > 0
+    ),
     "a row without a slot is written": (
         reference, "fused_mla_decode_prep", _writes_row_without_slot
     ),

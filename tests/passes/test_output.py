@@ -11,6 +11,7 @@ from mla_fusion import ops
 from mla_fusion.attention.plan import epilogue
 from mla_fusion.passes.fix_functionalization import MLAFixFunctionalizationPass
 from mla_fusion.passes.output import MLADecodeOutputFusionPass
+from mla_fusion.passes.pipeline import by_argument
 from mla_fusion.passes.rewrite import PassResult
 from mla_fusion.patterns.site import functionalized_op
 from tests.passes import edits, graphs, linears
@@ -104,7 +105,7 @@ def assert_kept(module, spec, reason, detail="", step=None):
     before = printed(module)
     result = (step or passes(spec)[6])(module.graph)
     assert (result.rewritten, set(reasons(result))) == ({}, {reason})
-    assert all(detail in declined.detail for declined in result.declined.values())
+    assert all(detail in declined.detail for declined in result.declined)
     assert printed(module) == before
 
 
@@ -158,7 +159,7 @@ def test_chain(quantized):
     before = graphs.copy(module)
     record = fuse(module, spec)
     assert (record.fused, record.outputs) == (3, {kind(spec): 2, "none": 1})
-    assert [d.code for d in record.plain_outputs.values()] == ["output-shared"]
+    assert [d.code for d in record.plain_outputs] == ["output-shared"]
     names = [
         [n.kwargs["layer_name"].name for n in find_all(module, op)]
         for op in (ATTENTION, GROUPS if in_groups(spec) else TENSOR)
@@ -192,7 +193,7 @@ def test_nothing_to_do_is_the_same_object():
 def test_layers_whose_decode_has_no_epilogue(spec, code, detail):
     module = before_pass_6(spec)
     assert_kept(module, spec, code, detail)
-    assert_kept(module, spec, "unknown-layer", step=MLADecodeOutputFusionPass(lambda name: None))
+    assert_kept(module, spec, "unknown-layer", step=MLADecodeOutputFusionPass(by_argument({})))
 
 
 def test_an_output_that_nothing_quantizes_is_no_decline_of_the_layer():
@@ -200,7 +201,7 @@ def test_an_output_that_nothing_quantizes_is_no_decline_of_the_layer():
     module = build(spec)
     record = fuse(module, spec, facts=Engine(quantized).facts())
     assert (record.fused, record.declined, record.outputs) == (1, {}, {"none": 1})
-    [reason] = record.plain_outputs.values()
+    [reason] = record.plain_outputs
     assert (reason.code, reason.detail) == ("output-unquantized", "aten::addmm")
     assert "none needed" in reason.explain()
 

@@ -46,10 +46,10 @@ def aside(graph, target, source):
         return graph.call_function(target, (source,))
 
 
-def dropped(graph, *roots):
-    """What goes with `roots`."""
+def dropped(graph, *replaced):
+    """What goes with `replaced`."""
     before = list(graph.nodes)
-    rewrite.drop_dead(graph, list(roots))
+    rewrite.drop_dead(graph, replaced)
     graph.lint()
     return [node for node in before if node not in graph.nodes]
 
@@ -57,14 +57,8 @@ def dropped(graph, *roots):
 @pytest.mark.parametrize("length", [1, 3])
 def test_what_nothing_reads_goes_with_what_only_it_read(length):
     graph, values = chain(*[aten.neg.default] * (length + 1), result=1)
-    assert dropped(graph, values[-1]) == values[2:]
-
-
-@pytest.mark.filterwarnings("error")  # torch warns of a node that is erased twice
-def test_views_that_nothing_reads_go_with_their_source():
-    graph, (_, a, *views) = chain(aten.abs.default, aten.alias.default, aten.alias.default)
-    twin = aside(graph, aten.alias.default, a)
-    assert dropped(graph, a, twin, views[0]) == [a, *views, twin]  # one root falls with another
+    twin = aside(graph, aten.alias.default, values[1])
+    assert dropped(graph) == [*values[2:], twin]
 
 
 def test_what_something_reads_stays():
@@ -74,12 +68,14 @@ def test_what_something_reads_stays():
 
 @pytest.mark.parametrize("reader, stays", [(aten.abs.default, False), (operator.neg, True)])
 def test_a_reader_that_may_do_more_than_compute_keeps_its_source(reader, stays):
-    """A function that is no op of torch, though nothing reads its result."""
-    graph, (_, a, read) = chain(aten.alias.default, reader)
-    assert dropped(graph, a) == ([] if stays else [a, read])
+    """A function that is no op of torch, though nothing reads its result, unless it is replaced."""
+    for replaced in (False, True):
+        graph, (_, a, read) = chain(aten.alias.default, reader)
+        kept = stays and not replaced
+        assert dropped(graph, *[read] * replaced) == ([] if kept else [a, read])
 
 
-def test_an_op_that_writes_stays_and_the_roots_after_it_are_dropped():
+def test_an_op_that_writes_stays_and_those_around_it_go():
     graph, (x, a) = chain(aten.neg.default)
     writes = aside(graph, aten.abs_.default, x)
     assert dropped(graph, a, writes, x) == [a]

@@ -18,7 +18,7 @@ from mla_fusion.kernels.aiter import PackedWeight
 from mla_fusion.ops import Rope
 from mla_fusion.report import Variant
 from mla_fusion.runtime import tables
-from tests.passes.fake_engine import MIXED, Batch, Engine, Layer
+from tests.passes.fake_engine import DECODE, MIXED, Batch, Engine, Layer
 from tests.passes.graphs import HEADS, LATENT, MAX_POSITION, NOPE, ROPE, VALUE, Spec, layer_names
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -48,6 +48,23 @@ def step(tokens, seed=0):
     }
 
 
+def prepare(context, args):
+    """The prepared query of a step; NaN where the op writes nothing."""
+    prepared = torch.full((len(args["q"]), HEADS, LATENT + ROPE), torch.nan, dtype=BF16)
+    with override_forward_context(context):
+        runtime.fused_decode_prep(**args, prepared_q=prepared, provider="reference")
+    return prepared
+
+
+def attend(context, args, prepared):
+    """The attention's output of a step."""
+    output = torch.full((len(prepared), HEADS * VALUE), torch.nan, dtype=BF16)
+    q, kv_c, k_pe, name = (args[key] for key in ("q", "kv_c", "k_pe", "layer_name"))
+    with override_forward_context(context):
+        runtime._attention(q, prepared, kv_c, k_pe, output, name)
+    return output
+
+
 @pytest.mark.parametrize(
     "actual, decode, expected",
     [(0, 0, False), (1, 1, True), (3, 3, True), (3, 2, False), (3, 0, False)],
@@ -61,21 +78,15 @@ def test_decode_only(actual, decode, expected):
 def test_without_slots_every_op_takes_the_path_of_vllm(monkeypatch):
     """Else the attention would read a query that nobody prepared."""
     engine = Engine(SPEC)
-    context = engine.context(Batch(rows=5, actual=5, decode=5))
+    context = engine.context(DECODE)
     context.slot_mapping = {}
     args = step(5) | {"rope": Rope.NONE, "positions": None, "cos_sin_cache": None}
-    prepared = torch.full((5, HEADS, LATENT + ROPE), torch.nan, dtype=BF16)
-    output = torch.full((5, HEADS * VALUE), torch.nan, dtype=BF16)
-    with override_forward_context(context):
-        runtime.fused_decode_prep(**args, prepared_q=prepared, provider="reference")
-        assert prepared.isnan().all()
-        with monkeypatch.context() as patch:
-            patch.setattr(engine.layers[NAME], "W_UK_T", None)  # no product could be computed
-            runtime.decode_q_prep(args["q"], args["layer_name"], LATENT, ROPE, BF16)
-        runtime._attention(
-            args["q"], prepared, args["kv_c"], args["k_pe"], output, args["layer_name"]
-        )
-    assert not output.isnan().any()
+    prepared = prepare(context, args)
+    assert prepared.isnan().all()
+    with override_forward_context(context), monkeypatch.context() as patch:
+        patch.setattr(engine.layers[NAME], "W_UK_T", None)  # no product could be computed
+        runtime.decode_q_prep(args["q"], args["layer_name"], LATENT, ROPE, BF16)
+    assert not attend(context, args, prepared).isnan().any()
 
 
 @pytest.mark.parametrize("rope", [Rope.NATIVE, Rope.NATIVE_FP32])
@@ -85,10 +96,7 @@ def test_cosines_are_rounded_where_the_graph_rounds_them(rope):
     table = args["cos_sin_cache"]
     if rope is Rope.NATIVE:
         table = table.to(BF16)
-    prepared = torch.zeros(5, HEADS, LATENT + ROPE, dtype=BF16)
-    decode = Batch(rows=5, actual=5, decode=5)
-    with override_forward_context(Engine(SPEC).context(decode)):
-        runtime.fused_decode_prep(**args, prepared_q=prepared, provider="reference")
+    prepared = prepare(Engine(SPEC).context(DECODE), args)
     rotated = reference.rotate(args["q"][..., NOPE:], args["positions"], table, False).to(BF16)
     assert torch.equal(prepared[..., LATENT:], rotated)
     with override_forward_context(Engine(SPEC).context(MIXED)):
@@ -109,14 +117,11 @@ def test_a_scaled_query_is_rounded_as_in_vllm(rope, factor_type):
         for x in (q[..., NOPE:], k_pe):
             x.copy_(reference.rotate(x, args["positions"], table, False))
     q *= args["q_factor"][:, None, None]
-    prepared = torch.zeros(5, HEADS, LATENT + ROPE, dtype=BF16)
     engine = Engine(SPEC)
-    with override_forward_context(engine.context(Batch(rows=5, actual=5, decode=5))):
-        runtime.fused_decode_prep(**args, prepared_q=prepared, provider="reference")
+    prepared = prepare(engine.context(DECODE), args)
     absorbed = reference.absorb(q[..., :NOPE], engine.layers[NAME].W_UK_T)
     assert torch.equal(prepared, torch.cat((absorbed, q[..., NOPE:]), dim=-1))
-    with override_forward_context(Engine(SPEC).context(MIXED)):
-        runtime.fused_decode_prep(**args, prepared_q=prepared, provider="reference")
+    prepare(Engine(SPEC).context(MIXED), args)
     assert torch.equal(args["q"], q)
     assert torch.equal(args["k_pe"], k_pe)
 
@@ -183,18 +188,16 @@ def test_an_engine_owns_its_tables():
 @pytest.mark.parametrize("slots", [1, 3, 5])
 def test_rows_without_a_slot_are_zero(slots):
     """vLLM passes fewer slots than there are rows; heads are 2."""
-    prepared = torch.full((5, HEADS, LATENT + ROPE), 7.0, dtype=BF16)
     batch = Batch(rows=5, actual=slots, decode=slots, slots=slots)
-    with override_forward_context(Engine(SPEC).context(batch)):
-        runtime.fused_decode_prep(**step(5), prepared_q=prepared, provider="reference")
+    prepared = prepare(Engine(SPEC).context(batch), step(5))
     assert prepared[slots:].eq(0).all()
-    assert prepared[:slots].ne(0).any(-1).all() and prepared[:slots].ne(7).all()
+    assert prepared[:slots].ne(0).any(-1).all() and not prepared.isnan().any()
 
 
 def test_query_preparation_casts_with_the_layers_scale():
     spec = Spec("nope", dtype=BF16, kv_cache_dtype="fp8")
     engine, q = Engine(spec), step(5)["q"]
-    with override_forward_context(engine.context(Batch(rows=5, actual=5, decode=5))):
+    with override_forward_context(engine.context(DECODE)):
         out = runtime.decode_q_prep(q, _encode_layer_name(NAME), LATENT, ROPE, FP8)
     layer = engine.layers[NAME]
     both = torch.cat((reference.absorb(q[..., :NOPE], layer.W_UK_T), q[..., NOPE:]), dim=-1)

@@ -143,7 +143,7 @@ def fuse(module, layer, provider, attention="auto", query_len=1):
     from mla_fusion.patterns.site import attention_calls
 
     calls = list(attention_calls(module.graph))
-    record = report.GraphRecord(start=1, end=64, layers=len(calls))
+    record = report.RangeReport((1, 64), layers=len(calls))
     facts = {NAME: eligibility.facts(layer, provider, torch.bfloat16, attention, query_len)}
     pipeline.fuse(module.graph, calls, facts, provider, record)
     with pass_context(Range(start=1, end=64)):

@@ -81,7 +81,7 @@ def compared(case, backend, double):
     a, b = (x[slots[slots >= 0]] for x in (cache, before_cache))
     return {
         "fused": record.fused,
-        "declined": ", ".join(d.code for d in record.declined.values()),
+        "declined": ", ".join(d.code for d in record.declined),
         "calls": calls,
         "same_as_reference": same_as_reference,
         "latent_steps": _steps(query[..., :LATENT], before_query[..., :LATENT]),
@@ -122,7 +122,7 @@ def planned(case, backend, double):
         attach(backend)
         module, spec = steps.graph(case)
         record = steps.fuse(module, backend.layer, "aiter", "aiter", 1 + batch.drafts)
-        for decline in record.declined.values():
+        for decline in record.declined:
             assert not watch.made, "a layer that stays unfused has no plan"
             raise Unfused(decline.explain())
         assert record.fused == 1
