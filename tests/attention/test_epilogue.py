@@ -146,6 +146,7 @@ from mla_fusion.attention import triton as provider  # noqa: E402
 from mla_fusion.attention.hopper.fits import product_rows  # noqa: E402
 from mla_fusion.attention.triton import decode_kernel, epilogue_kernel, reduce_kernel  # noqa: E402
 from mla_fusion.attention.triton import epilogue as epilogues  # noqa: E402
+from tests.attention.epilogue_cases import Case, make  # noqa: E402
 
 
 def test_measured_shapes_suit_what_they_are_for():
@@ -187,18 +188,10 @@ def test_the_first_measured_row_that_holds_is_chosen(monkeypatch):
     ],
 )
 def test_a_shape_that_does_not_suit_is_refused(shape, latent, values, quantization, why):
-    plan = plan_for(max_batch=16, num_heads=2, v_head_dim=latent)
-    refresh(plan, [1] * 9, [9] * 9)
-    out, scale = torch.empty(9, 2 * values, dtype=BF16), None
-    if quantization == "group":
-        out, scale = out.to(FN), torch.empty(9, 2 * values // 128)
-    w_uv, unused = torch.empty(2, latent, values, dtype=BF16), torch.empty(0)
-    given = Inputs(
-        unused, unused, plan, unused, 1.0, None, None, torch.empty(9, 2, latent), None,
-        Epilogue(w_uv, out, scale),
-    )  # fmt: skip
+    shape = epilogues.Shape(*shape)
+    _, given = make(Case((1,) * 9, (0,) * 9, shape, values=values, latent=latent), quantization)
     with pytest.raises(ValueError, match=f"does not suit 9 query rows: .*{why}"):
-        epilogues.launch(given, epilogues.Shape(*shape))
+        epilogues.launch(given, shape)
 
 
 def test_a_warm_up_runs_every_launch():

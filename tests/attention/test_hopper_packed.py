@@ -10,14 +10,14 @@ import torch
 
 pytest.importorskip("triton")
 
+from mla_fusion.attention import reference
 from mla_fusion.attention.hopper import sparse_fp8, sparse_specialized
 from mla_fusion.attention.plan.inputs import Inputs as Given
 from mla_fusion.attention.plan.inputs import Sparse
 from mla_fusion.attention.plan.layouts import read_keys
-from mla_fusion.attention.sparse import sparse_scratch
 from mla_fusion.cli.bench.kit import distance
 from tests.attention import gluon_warps
-from tests.attention.decodes import BF16, FN, SCALE, same_lse
+from tests.attention.decodes import BF16, FN, SCALE
 from tests.attention.gluon_double import Machine
 from tests.attention.packed_cases import Case, Inputs, random_case
 from tests.attention.pages import V4, V32
@@ -30,14 +30,8 @@ def run(case, edit=None):
     inputs = Inputs(case)
     if edit is not None:
         edit(inputs)
-    scratch = sparse_scratch(
-        max_tokens=max(4, case.tokens), num_heads=case.heads, widths=case.widths, q_dtype=BF16,
-        kv_dtype=case.kv_dtype, device="cpu", ctas=7,
-    )  # fmt: skip
-    scratch.refresh(case.tokens, inputs.lengths)
+    scratch = inputs.scratch()
     plan, first, last = scratch.plan, inputs.scopes[0], inputs.scopes[-1]
-    plan.partial_output.fill_(torch.nan)
-    plan.partial_lse.fill_(torch.nan)
     out = torch.full((case.tokens, case.heads, 512), torch.nan, dtype=BF16)
     lse = torch.full((case.tokens, case.heads), torch.nan)
     given = Given(
@@ -50,41 +44,21 @@ def run(case, edit=None):
         machine.launch(sparse_specialized.kernel, *sparse_specialized.arguments(given))
     else:
         Machine().launch(sparse_fp8.kernel, *sparse_fp8.arguments(given))
-    for tile in range(case.tokens * plan.fold):
-        first, last = plan.reduce_indptr[tile : tile + 2].tolist()
-        if first < last:
-            merge(plan, tile, plan.reduce_partial_map[first:last].long(), inputs.sink, out, lse)
-    return out, lse, inputs
-
-
-def merge(plan, tile, splits, sink, out, lse):
-    token, block = divmod(tile, plan.fold)
-    per_work, heads = plan.heads_per_work, out.shape[1]
-    first = block * per_work
-    count = min(per_work, heads - first)
-    lses = plan.partial_lse[splits, :count].double()
-    both = lses.logsumexp(0)
-    weights = torch.exp(lses - both.nan_to_num(neginf=0.0))
-    values = (weights[..., None] * plan.partial_output[splits, :count].double()).sum(0)
-    if sink is not None:
-        factor = torch.sigmoid(both - sink[first : first + count].double())
-        values = values * factor.nan_to_num()[:, None]
-    out[token, first : first + count] = values.to(out.dtype)
-    lse[token, first : first + count] = both.float()
-
-
-def rounds(case):
-    """Whether the kernel that takes a case rounds each key to bf16."""
-    return case.layout is V4 or len(case.widths) == 2 or case.heads > 16
+    merged = dataclasses.replace(given, out=out.float())
+    reference.merge(merged, plan.partial_output, plan.partial_lse)
+    if inputs.sink is not None:
+        is_split = plan.reduce_indptr.diff()[: case.tokens * plan.fold].view(case.tokens, -1) > 0
+        is_split = is_split.repeat_interleave(plan.heads_per_work, 1)[:, : case.heads]
+        factor = torch.where(is_split, torch.sigmoid(lse - inputs.sink), 1.0)
+        merged.out.mul_(factor[..., None])
+    return merged.out, lse, inputs
 
 
 def check(case):
     out, lse, inputs = run(case)
-    want, want_lse = inputs.expected(BF16 if rounds(case) else torch.double)
-    assert distance(out, want) <= TOLERANCE
-    same_lse(lse, want_lse)
-    for row, keys in zip(out, inputs.listed, strict=True):
-        assert len(keys) or (row == 0).all()
+    # The kernel of few heads over one scope of V3.2 does not round keys.
+    rounds = case.layout is V4 or len(case.widths) == 2 or case.heads > 16
+    inputs.check(out, lse, TOLERANCE, BF16 if rounds else torch.double)
 
 
 CASES = {
