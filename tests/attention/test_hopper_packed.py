@@ -19,7 +19,7 @@ from mla_fusion.cli.bench.kit import distance
 from tests.attention import gluon_warps
 from tests.attention.decodes import BF16, FN, SCALE
 from tests.attention.gluon_double import Machine
-from tests.attention.packed_cases import Case, Inputs, random_case
+from tests.attention.packed_cases import SLOTS, Case, Inputs, random_case
 from tests.attention.pages import V4, V32
 
 TOLERANCE = 3e-3  # outputs are rounded to bf16
@@ -111,22 +111,12 @@ def test_a_spoilt_entry_spoils_its_token(byte, heads):
     assert out[0].isfinite().all() and out[2].isfinite().all()
 
 
-def change(inputs, parts):
-    """Replace bytes of every entry that is listed, by parts of (offset, tensor)."""
-    scope = inputs.scopes[0]
-    slots = scope.table[(scope.table >= 0) & (scope.table < 41)].unique()
-    page = scope.kv_cache.shape[1]
-    for at, value in parts:
-        data = value.contiguous().view(torch.uint8)
-        for i, slot in enumerate(slots.tolist()):
-            scope.kv_cache[slot // page, slot % page, at : at + data.shape[1]] = data[i % len(data)]
-
-
 def against_entries(inputs, out, lse, columns=512):
     """Compare with float64 attention over the cache as it is now, so many columns at a time."""
     scope = inputs.scopes[0]
     for t, row in enumerate(scope.table.long()):
-        keys = read_keys(scope.kv_cache, row[(row >= 0) & (row < 41)], V32, FN).double()
+        keys = read_keys(scope.kv_cache, row[(row >= 0) & (row < SLOTS)], V32, FN).double()
+        # Not `decodes.attention`: the LSE of two equal scores of 2^99 is that of one.
         scores = SCALE * inputs.q[t].double() @ keys.T
         want = scores.softmax(-1) @ keys[:, :512]
         for got, part in zip(out[t].split(columns, -1), want.split(columns, -1), strict=True):
@@ -138,13 +128,15 @@ def against_entries(inputs, out, lse, columns=512):
 def test_scales_may_be_of_any_size(most):
     """Those of a token's groups, and of tokens, are far apart; the largest is about 2^most."""
     generator = torch.Generator().manual_seed(most + 200)
-    exponents = most - torch.randint(0, 12, (41, 4), generator=generator)
-    exponents[torch.rand(41, 4, generator=generator) < 0.2] -= 20
+    exponents = most - torch.randint(0, 12, (SLOTS, 4), generator=generator)
+    exponents[torch.rand(SLOTS, 4, generator=generator) < 0.2] -= 20
 
     def edit(inputs):
         inputs.q *= 2.0 ** -max(most, -20)
         inputs.q[..., 512:] *= 2.0 ** max(most, -20)
-        change(inputs, [(512, torch.exp2(exponents.float()))])
+        cache, page = inputs.scopes[0].kv_cache, case.page
+        for slot, scales in enumerate(torch.exp2(exponents.float()).view(torch.uint8)):
+            cache[slot // page, slot % page, 512:528] = scales
 
     case = Case(V32, ("holes",), (130,), heads=16, page=8)
     out, lse, inputs = run(case, edit=edit)
@@ -174,20 +166,18 @@ def test_latents_keep_their_precision_up_to_a_ratio_of_scales(what):
     against_entries(inputs, out, lse, columns=128)
 
 
-@pytest.mark.parametrize("power", [0.0, 2.0**-115, 2.0**-70, 2.0**-30, 2.0**15, 2.0**99])
-def test_queries_may_be_of_any_size(power):
-    """Scores of a query of 2^99 are far apart: one key is left of the softmax."""
+@pytest.mark.parametrize(
+    "power, latents",
+    [(0.0, 1), (2.0**-115, 1), (2.0**-70, 1), (2.0**-30, 1), (2.0**15, 1), (2.0**99, 1), (1.0, 0)],
+)
+def test_queries_may_be_of_any_size(power, latents):
+    """Scores of a query of 2^99 are far apart: one key is left of the softmax. With `latents` of 0
+    a query has rotated values alone.
+    """
 
     def edit(inputs):
         inputs.q *= power
-
-    out, lse, inputs = run(Case(V32, ("full",), (20,), heads=16, page=8), edit=edit)
-    against_entries(inputs, out, lse)
-
-
-def test_a_query_may_have_rotated_values_alone():
-    def edit(inputs):
-        inputs.q[..., :512] = 0
+        inputs.q[..., :512] *= latents
 
     out, lse, inputs = run(Case(V32, ("full",), (20,), heads=16, page=8), edit=edit)
     against_entries(inputs, out, lse)

@@ -1,15 +1,7 @@
 """Layers of vLLM's FLASHMLA_SPARSE on a CPU, by the backend CUSTOM, with their metadata.
 
-Classes and builder are vLLM's own. `imitate` replaces what needs a GPU:
-
-    is_hopper, require            true, and no complaint: the shapes are those of an H200
-    FASTER                        up to 16 heads and 15 tokens, with any cache
-    sm_count                      4, for the plan
-    launch                        the kernels, by the reference
-    triton_convert_req_index_...  in plain torch: there is no Triton driver on a CPU
-    concat_mla_q                  in plain torch
-    empty_cache, pinned memory    nothing, and none
-    num_compute_units, get_mla_metadata   of FlashMLA, which is not called
+Classes and builder are vLLM's own. `imitate` replaces what needs a GPU: kernels, by the reference
+or plain torch, and what asks about the GPU.
 """
 
 import contextlib
@@ -51,7 +43,7 @@ def kept_environment():
 
 
 def imitate(monkeypatch):
-    """Let layers be made and run in this process."""
+    """Let layers be made and run here: steps of up to 16 heads and 15 tokens are ours."""
     from vllm import _custom_ops
     from vllm.utils import torch_utils
     from vllm.v1.attention.backends.mla import flashmla_sparse, sparse_utils
