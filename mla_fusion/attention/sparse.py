@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 import torch
 
+from mla_fusion.attention import PersistentDecodePlan
 from mla_fusion.attention import triton as provider
-from mla_fusion.attention.allocate import PersistentDecodePlan
 from mla_fusion.attention.plan import layouts
 from mla_fusion.attention.plan.inputs import Inputs, Scope, Sparse, validate
 from mla_fusion.attention.triton.choice import sparse_settings

@@ -166,14 +166,14 @@ class Program:
         """The names of a kernel's module, with the functions of this machine."""
         if id(module) not in self.namespaces:
             space = self.namespaces[id(module)] = dict(module)
-            mine = {"gdc": self.gdc, "RENAMED": True}
+            mine = {"gdc": self.gdc, "RENAMED": True, "tl": self.gl}
             mine |= {name: getattr(self, name) for name in self.own}
             for name, value in module.items():
                 if name in mine:
                     space[name] = mine[name]
                 elif isinstance(value, JITFunction):
                     space[name] = self.python(value)
-                elif isinstance(value, types.ModuleType) and "attention.hopper" in value.__name__:
+                elif isinstance(value, types.ModuleType) and "attention" in value.__name__:
                     space[name] = types.SimpleNamespace(**self.namespace(vars(value)))
                 elif isinstance(value, gl.constexpr):
                     space[name] = value.value

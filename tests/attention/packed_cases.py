@@ -7,6 +7,8 @@ import numpy as np
 import torch
 
 from mla_fusion.attention.plan.inputs import Scope
+from mla_fusion.attention.sparse import sparse_scratch
+from mla_fusion.cli.bench.kit import distance
 from tests.attention import decodes
 from tests.attention.decodes import BF16, FN, FNUZ, lists
 from tests.attention.pages import V4, V32, WIDTH, Cache
@@ -58,6 +60,7 @@ class Inputs:
     """The tensors of a case; `listed`: float64 keys of each token, one for each time it is seen."""
 
     def __init__(self, case):
+        self.case = case
         generator, rng = torch.Generator().manual_seed(case.seed), np.random.default_rng(case.seed)
         width = WIDTH[case.layout]
         self.q = torch.randn(case.tokens, case.heads, width, generator=generator).to(BF16)
@@ -80,6 +83,26 @@ class Inputs:
                         keys[t].append(cache.keys[slot])
             self.scopes.append(Scope(cache.tensor(), table, case.layout))
         self.listed = [torch.tensor(np.array(each)).reshape(-1, width) for each in keys]
+
+    def scratch(self):
+        """A refreshed scratch, whose partial rows are NaN."""
+        case = self.case
+        made = sparse_scratch(
+            max_tokens=max(4, case.tokens), num_heads=case.heads, widths=case.widths, q_dtype=BF16,
+            kv_dtype=case.kv_dtype, device="cpu", ctas=7,
+        )  # fmt: skip
+        made.refresh(case.tokens, self.lengths)
+        made.plan.partial_output.fill_(torch.nan)
+        made.plan.partial_lse.fill_(torch.nan)
+        return made
+
+    def check(self, out, lse, tolerance, dtype):
+        """Results are near those of keys rounded to `dtype`, and zeros where none is listed."""
+        want, want_lse = self.expected(dtype)
+        assert distance(out, want) <= tolerance
+        decodes.same_lse(lse, want_lse)
+        for row, keys in zip(out, self.listed, strict=True):
+            assert len(keys) or (row == 0).all()
 
     def expected(self, dtype=torch.double):
         pairs = [

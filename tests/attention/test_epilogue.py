@@ -21,6 +21,11 @@ def layer(dtype=BF16, dense="latent", values=VALUES):
     return w_uv.transpose(1, 2).contiguous().transpose(1, 2) if dense == "latent" else w_uv
 
 
+def epilogue(**change):
+    """An epilogue of two rows, with `change`."""
+    return Epilogue(**{"w_uv": layer(), "out": torch.zeros(2, WIDTH, dtype=BF16), **change})
+
+
 @pytest.mark.parametrize("dense", ["latent", "values"])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_attention_times_w_uv(dtype, dense):
@@ -44,12 +49,11 @@ def test_attention_times_w_uv(dtype, dense):
 @pytest.mark.parametrize("fp8, most", [(FN, 448.0), (FNUZ, 224.0)])
 def test_groups_have_vllms_scales(fp8, most):
     given = arguments([1, 1], [20, 0], num_heads=HEADS)
-    plain = Epilogue(layer(), torch.empty(2, WIDTH, dtype=BF16))
-    y = persistent_mla_decode(**given, epilogue=plain)[0].double()
+    y = persistent_mla_decode(**given, epilogue=epilogue())[0].double()
     assert y[0].any() and not y[1].any()
     column_major = torch.empty(WIDTH // 128, 2).T
     for scale in (torch.empty(2, WIDTH // 128), column_major):
-        group = Epilogue(layer(), torch.empty(2, WIDTH, dtype=fp8), scale)
+        group = epilogue(out=torch.empty(2, WIDTH, dtype=fp8), scale=scale)
         out, _ = persistent_mla_decode(**given, epilogue=group)
         amax = y.abs().view(2, -1, 128).amax(-1).clamp(min=1e-10)
         assert torch.equal(scale, (amax.float() / torch.tensor(most)))
@@ -76,15 +80,12 @@ def test_scales_are_rounded_to_vllms_powers_of_two(dtype, most):
 
 def test_a_tensor_scale_is_given():
     given = arguments([1, 1], [20, 90], num_heads=HEADS)
-    y = persistent_mla_decode(
-        **given, epilogue=Epilogue(layer(), torch.empty(2, WIDTH, dtype=BF16))
-    )[0]
+    y = persistent_mla_decode(**given, epilogue=epilogue())[0]
     scale = y.abs().amax().float().view(1) / 300
     want = (y.float() * (1 / scale)).to(FN)
-    fine = Epilogue(layer(), torch.empty(2, WIDTH, dtype=FN), scale)
-    assert torch.equal(persistent_mla_decode(**given, epilogue=fine)[0], want)
     # What is too large is stored as the largest.
-    small = Epilogue(layer(), torch.empty(2, WIDTH, dtype=FN), scale / 10)
+    fine, small = (epilogue(out=torch.empty(2, WIDTH, dtype=FN), scale=scale / n) for n in (1, 10))
+    assert torch.equal(persistent_mla_decode(**given, epilogue=fine)[0], want)
     out = persistent_mla_decode(**given, epilogue=small)[0]
     assert out.float().abs().max() == 448 and int(steps(out, want).max()) > 1
 
@@ -100,11 +101,6 @@ def test_rows_behind_the_batch_are_products_of_what_out_holds():
     assert epilogue.out[:2].any() and not epilogue.out[2].any()
     want = layer().double().sum(1).flatten()
     torch.testing.assert_close(epilogue.out[3].double(), want, rtol=2**-8, atol=1e-3)
-
-
-def epilogue(**change):
-    """A valid epilogue of two rows, with `change`."""
-    return Epilogue(**{"w_uv": layer(), "out": torch.zeros(2, WIDTH, dtype=BF16), **change})
 
 
 FP8_OUT = torch.zeros(2, WIDTH).to(FN)
@@ -146,6 +142,7 @@ from mla_fusion.attention import triton as provider  # noqa: E402
 from mla_fusion.attention.hopper.fits import product_rows  # noqa: E402
 from mla_fusion.attention.triton import decode_kernel, epilogue_kernel, reduce_kernel  # noqa: E402
 from mla_fusion.attention.triton import epilogue as epilogues  # noqa: E402
+from tests.attention.epilogue_cases import Case, make  # noqa: E402
 
 
 def test_measured_shapes_suit_what_they_are_for():
@@ -187,18 +184,10 @@ def test_the_first_measured_row_that_holds_is_chosen(monkeypatch):
     ],
 )
 def test_a_shape_that_does_not_suit_is_refused(shape, latent, values, quantization, why):
-    plan = plan_for(max_batch=16, num_heads=2, v_head_dim=latent)
-    refresh(plan, [1] * 9, [9] * 9)
-    out, scale = torch.empty(9, 2 * values, dtype=BF16), None
-    if quantization == "group":
-        out, scale = out.to(FN), torch.empty(9, 2 * values // 128)
-    w_uv, unused = torch.empty(2, latent, values, dtype=BF16), torch.empty(0)
-    given = Inputs(
-        unused, unused, plan, unused, 1.0, None, None, torch.empty(9, 2, latent), None,
-        Epilogue(w_uv, out, scale),
-    )  # fmt: skip
+    shape = epilogues.Shape(*shape)
+    _, given = make(Case((1,) * 9, (0,) * 9, shape, values=values, latent=latent), quantization)
     with pytest.raises(ValueError, match=f"does not suit 9 query rows: .*{why}"):
-        epilogues.launch(given, epilogues.Shape(*shape))
+        epilogues.launch(given, shape)
 
 
 def test_a_warm_up_runs_every_launch():

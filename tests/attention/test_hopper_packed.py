@@ -10,16 +10,16 @@ import torch
 
 pytest.importorskip("triton")
 
+from mla_fusion.attention import reference
 from mla_fusion.attention.hopper import sparse_fp8, sparse_specialized
 from mla_fusion.attention.plan.inputs import Inputs as Given
 from mla_fusion.attention.plan.inputs import Sparse
 from mla_fusion.attention.plan.layouts import read_keys
-from mla_fusion.attention.sparse import sparse_scratch
 from mla_fusion.cli.bench.kit import distance
 from tests.attention import gluon_warps
-from tests.attention.decodes import BF16, FN, SCALE, same_lse
+from tests.attention.decodes import BF16, FN, SCALE
 from tests.attention.gluon_double import Machine
-from tests.attention.packed_cases import Case, Inputs, random_case
+from tests.attention.packed_cases import SLOTS, Case, Inputs, random_case
 from tests.attention.pages import V4, V32
 
 TOLERANCE = 3e-3  # outputs are rounded to bf16
@@ -30,14 +30,8 @@ def run(case, edit=None):
     inputs = Inputs(case)
     if edit is not None:
         edit(inputs)
-    scratch = sparse_scratch(
-        max_tokens=max(4, case.tokens), num_heads=case.heads, widths=case.widths, q_dtype=BF16,
-        kv_dtype=case.kv_dtype, device="cpu", ctas=7,
-    )  # fmt: skip
-    scratch.refresh(case.tokens, inputs.lengths)
+    scratch = inputs.scratch()
     plan, first, last = scratch.plan, inputs.scopes[0], inputs.scopes[-1]
-    plan.partial_output.fill_(torch.nan)
-    plan.partial_lse.fill_(torch.nan)
     out = torch.full((case.tokens, case.heads, 512), torch.nan, dtype=BF16)
     lse = torch.full((case.tokens, case.heads), torch.nan)
     given = Given(
@@ -50,41 +44,21 @@ def run(case, edit=None):
         machine.launch(sparse_specialized.kernel, *sparse_specialized.arguments(given))
     else:
         Machine().launch(sparse_fp8.kernel, *sparse_fp8.arguments(given))
-    for tile in range(case.tokens * plan.fold):
-        first, last = plan.reduce_indptr[tile : tile + 2].tolist()
-        if first < last:
-            merge(plan, tile, plan.reduce_partial_map[first:last].long(), inputs.sink, out, lse)
-    return out, lse, inputs
-
-
-def merge(plan, tile, splits, sink, out, lse):
-    token, block = divmod(tile, plan.fold)
-    per_work, heads = plan.heads_per_work, out.shape[1]
-    first = block * per_work
-    count = min(per_work, heads - first)
-    lses = plan.partial_lse[splits, :count].double()
-    both = lses.logsumexp(0)
-    weights = torch.exp(lses - both.nan_to_num(neginf=0.0))
-    values = (weights[..., None] * plan.partial_output[splits, :count].double()).sum(0)
-    if sink is not None:
-        factor = torch.sigmoid(both - sink[first : first + count].double())
-        values = values * factor.nan_to_num()[:, None]
-    out[token, first : first + count] = values.to(out.dtype)
-    lse[token, first : first + count] = both.float()
-
-
-def rounds(case):
-    """Whether the kernel that takes a case rounds each key to bf16."""
-    return case.layout is V4 or len(case.widths) == 2 or case.heads > 16
+    merged = dataclasses.replace(given, out=out.float())
+    reference.merge(merged, plan.partial_output, plan.partial_lse)
+    if inputs.sink is not None:
+        is_split = plan.reduce_indptr.diff()[: case.tokens * plan.fold].view(case.tokens, -1) > 0
+        is_split = is_split.repeat_interleave(plan.heads_per_work, 1)[:, : case.heads]
+        factor = torch.where(is_split, torch.sigmoid(lse - inputs.sink), 1.0)
+        merged.out.mul_(factor[..., None])
+    return merged.out, lse, inputs
 
 
 def check(case):
     out, lse, inputs = run(case)
-    want, want_lse = inputs.expected(BF16 if rounds(case) else torch.double)
-    assert distance(out, want) <= TOLERANCE
-    same_lse(lse, want_lse)
-    for row, keys in zip(out, inputs.listed, strict=True):
-        assert len(keys) or (row == 0).all()
+    # The kernel of few heads over one scope of V3.2 does not round keys.
+    rounds = case.layout is V4 or len(case.widths) == 2 or case.heads > 16
+    inputs.check(out, lse, TOLERANCE, BF16 if rounds else torch.double)
 
 
 CASES = {
@@ -137,22 +111,12 @@ def test_a_spoilt_entry_spoils_its_token(byte, heads):
     assert out[0].isfinite().all() and out[2].isfinite().all()
 
 
-def change(inputs, parts):
-    """Replace bytes of every entry that is listed, by parts of (offset, tensor)."""
-    scope = inputs.scopes[0]
-    slots = scope.table[(scope.table >= 0) & (scope.table < 41)].unique()
-    page = scope.kv_cache.shape[1]
-    for at, value in parts:
-        data = value.contiguous().view(torch.uint8)
-        for i, slot in enumerate(slots.tolist()):
-            scope.kv_cache[slot // page, slot % page, at : at + data.shape[1]] = data[i % len(data)]
-
-
 def against_entries(inputs, out, lse, columns=512):
     """Compare with float64 attention over the cache as it is now, so many columns at a time."""
     scope = inputs.scopes[0]
     for t, row in enumerate(scope.table.long()):
-        keys = read_keys(scope.kv_cache, row[(row >= 0) & (row < 41)], V32, FN).double()
+        keys = read_keys(scope.kv_cache, row[(row >= 0) & (row < SLOTS)], V32, FN).double()
+        # Not `decodes.attention`: the LSE of two equal scores of 2^99 is that of one.
         scores = SCALE * inputs.q[t].double() @ keys.T
         want = scores.softmax(-1) @ keys[:, :512]
         for got, part in zip(out[t].split(columns, -1), want.split(columns, -1), strict=True):
@@ -164,13 +128,15 @@ def against_entries(inputs, out, lse, columns=512):
 def test_scales_may_be_of_any_size(most):
     """Those of a token's groups, and of tokens, are far apart; the largest is about 2^most."""
     generator = torch.Generator().manual_seed(most + 200)
-    exponents = most - torch.randint(0, 12, (41, 4), generator=generator)
-    exponents[torch.rand(41, 4, generator=generator) < 0.2] -= 20
+    exponents = most - torch.randint(0, 12, (SLOTS, 4), generator=generator)
+    exponents[torch.rand(SLOTS, 4, generator=generator) < 0.2] -= 20
 
     def edit(inputs):
         inputs.q *= 2.0 ** -max(most, -20)
         inputs.q[..., 512:] *= 2.0 ** max(most, -20)
-        change(inputs, [(512, torch.exp2(exponents.float()))])
+        cache, page = inputs.scopes[0].kv_cache, case.page
+        for slot, scales in enumerate(torch.exp2(exponents.float()).view(torch.uint8)):
+            cache[slot // page, slot % page, 512:528] = scales
 
     case = Case(V32, ("holes",), (130,), heads=16, page=8)
     out, lse, inputs = run(case, edit=edit)
@@ -200,20 +166,18 @@ def test_latents_keep_their_precision_up_to_a_ratio_of_scales(what):
     against_entries(inputs, out, lse, columns=128)
 
 
-@pytest.mark.parametrize("power", [0.0, 2.0**-115, 2.0**-70, 2.0**-30, 2.0**15, 2.0**99])
-def test_queries_may_be_of_any_size(power):
-    """Scores of a query of 2^99 are far apart: one key is left of the softmax."""
+@pytest.mark.parametrize(
+    "power, latents",
+    [(0.0, 1), (2.0**-115, 1), (2.0**-70, 1), (2.0**-30, 1), (2.0**15, 1), (2.0**99, 1), (1.0, 0)],
+)
+def test_queries_may_be_of_any_size(power, latents):
+    """Scores of a query of 2^99 are far apart: one key is left of the softmax. With `latents` of 0
+    a query has rotated values alone.
+    """
 
     def edit(inputs):
         inputs.q *= power
-
-    out, lse, inputs = run(Case(V32, ("full",), (20,), heads=16, page=8), edit=edit)
-    against_entries(inputs, out, lse)
-
-
-def test_a_query_may_have_rotated_values_alone():
-    def edit(inputs):
-        inputs.q[..., :512] = 0
+        inputs.q[..., :512] *= latents
 
     out, lse, inputs = run(Case(V32, ("full",), (20,), heads=16, page=8), edit=edit)
     against_entries(inputs, out, lse)

@@ -89,19 +89,15 @@ def test_w_uv_alone_is_read_before_the_reduction_has_ended(dense, quantization):
     ],
 )
 def test_what_it_leaves_to_torch(tokens, w_uv, why):
-    heads, latent, values = w_uv
-    assert why in fits.product(case(tokens, weights("L", heads, latent, values)))
+    assert why in fits.product(case(tokens, weights("L", *w_uv)))
 
 
-def test_heads_of_w_uv_are_whole_rows_apart():
+def test_strides_that_it_leaves_to_torch():
     odd = torch.randn(3, 128 * 512 + 8).to(BF16)[:, : 128 * 512].view(3, 128, 512).transpose(1, 2)
     assert "whole rows of 16 bytes apart" in fits.product(case(1, odd))
-
-
-def test_rows_of_latents_are_aligned():
-    given = case(2, weights("L", 3, 256, 128))
     latents = torch.empty(2, 3, 260, dtype=BF16)[..., :256]
-    assert "16 aligned bytes" in fits.product(dataclasses.replace(given, out=latents))
+    given = dataclasses.replace(case(2, weights("L", 3, 256, 128)), out=latents)
+    assert "16 aligned bytes" in fits.product(given)
 
 
 @pytest.mark.parametrize(("target", "tokens", "launched"), [("sm_90", 4, 1), ("sm_90", 33, 0),

@@ -71,17 +71,17 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize("change, message", BAD)
-def test_refused(change, message):
+FP8 = {"q_dtype": FN, "kv_dtype": FN}
+
+
+@pytest.mark.parametrize(
+    "change, message, types",
+    [*((*each, {}) for each in BAD), ({"q_scale": None}, "q_scale must be one fp32 element", FP8),
+     ({"kv_scale": torch.ones(2)}, "kv_scale must be one fp32 element", FP8)],
+)  # fmt: skip
+def test_refused(change, message, types):
     with pytest.raises(ValueError, match=message):
-        persistent_mla_decode(**{**arguments([1, 1], [20, 30]), **change})
-
-
-def test_refused_without_scales():
-    given = arguments([1], [20], q_dtype=FN, kv_dtype=FN)
-    for change in ({"q_scale": None}, {"kv_scale": torch.ones(2)}):
-        with pytest.raises(ValueError, match="must be one fp32 element"):
-            persistent_mla_decode(**{**given, **change})
+        persistent_mla_decode(**{**arguments([1, 1], [20, 30], **types), **change})
 
 
 class NoOperation(TorchDispatchMode):

@@ -1,15 +1,7 @@
 """Layers of vLLM's FLASHMLA_SPARSE on a CPU, by the backend CUSTOM, with their metadata.
 
-Classes and builder are vLLM's own. `imitate` replaces what needs a GPU:
-
-    is_hopper, require            true, and no complaint: the shapes are those of an H200
-    FASTER                        up to 16 heads and 15 tokens, with any cache
-    sm_count                      4, for the plan
-    launch                        the kernels, by the reference
-    triton_convert_req_index_...  in plain torch: there is no Triton driver on a CPU
-    concat_mla_q                  in plain torch
-    empty_cache, pinned memory    nothing, and none
-    num_compute_units, get_mla_metadata   of FlashMLA, which is not called
+Classes and builder are vLLM's own. `imitate` replaces what needs a GPU: kernels, by the reference
+or plain torch, and what asks about the GPU.
 """
 
 import contextlib
@@ -24,15 +16,18 @@ import pytest
 import torch
 
 from mla_fusion.attention import triton as provider
-from mla_fusion.attention.plan import buffers
+from mla_fusion.attention.cdna import fits
+from mla_fusion.attention.plan import buffers, device
 from mla_fusion.config import vllm_compat
+from mla_fusion.kernels import ProviderUnavailable
 from mla_fusion.kernels import triton as region
 from mla_fusion.runtime import sparse_layers, sparse_step
+from tests.attention import decodes
 from tests.attention.pages import V32, Cache
 from tests.sparse import launched
 
 BF16 = torch.bfloat16
-PAGE, TOPK, SCALE = 64, 128, 0.1
+PAGE, TOPK = 64, 128
 K_SCALE, Q_SCALE = 0.25, 0.0625
 SIZES = {"q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
          "qk_head_dim": 192, "v_head_dim": 128, "kv_b_proj": None}  # fmt: skip
@@ -48,7 +43,7 @@ def kept_environment():
 
 
 def imitate(monkeypatch):
-    """Let layers be made and run in this process."""
+    """Let layers be made and run here: steps of up to 16 heads and 15 tokens are ours."""
     from vllm import _custom_ops
     from vllm.utils import torch_utils
     from vllm.v1.attention.backends.mla import flashmla_sparse, sparse_utils
@@ -89,7 +84,7 @@ def layer(config, heads=16, cache="fp8_ds_mla"):
     made = AttentionBackendEnum.CUSTOM.get_class().get_impl_cls()
     with set_current_vllm_config(config):
         impl = made(
-            heads, 576, SCALE, 1, None, None, cache, None, "decoder", None,
+            heads, 576, decodes.SCALE, 1, None, None, cache, None, "decoder", None,
             **SIZES, topk_indices_buffer=chosen,
         )  # fmt: skip
     load(config, impl)
@@ -174,16 +169,12 @@ class Step:
                     written.write(slot, rng.normal(size=576), rng)
                     entry = torch.tensor(written.keys[slot]) / scale
                     plain[slot // PAGE, slot % PAGE] = entry.to(stored)
-                key = (
-                    torch.tensor(np.array(written.keys[slot]))
-                    if packed
-                    else plain[slot // PAGE, slot % PAGE].double() * scale
-                )
-                keys.append(key.double())
+                key = plain[slot // PAGE, slot % PAGE].double() * scale
+                keys.append(torch.tensor(written.keys[slot]) if packed else key)
             if keys:
-                keys = torch.stack(keys)
-                weights = (self.q[token].double() @ keys.T * SCALE).softmax(-1)
-                self.expected[token] = weights @ keys[:, :512]
+                self.expected[token], _ = decodes.attention(
+                    self.q[token].double(), torch.stack(keys), 512
+                )
         self.cache = written.tensor() if packed else plain
         self.tables = torch.tensor(tables).int()
         self.builder, self.metadata = build(config, impl, batch, self.tables)
@@ -212,6 +203,32 @@ def build(config, impl, batch, tables, builder=None):
     with set_current_vllm_config(config):
         builder = builder or made(spec, ["layer"], config, torch.device("cpu"))
         return builder, builder.build(0, batch.common(tables))
+
+
+def unavailable():
+    raise ProviderUnavailable("planted: no Triton here")
+
+
+def plant(monkeypatch, config, impl, changes):
+    """Change what a layer, its engine's configs or what asks about the GPU have of these names."""
+    configs = config, config.model_config, config.parallel_config, config.attention_config
+    for name, value in changes.items():
+        owners = (vllm_compat, region, fits, device) if callable(value) else configs
+        owner = next((each for each in owners if hasattr(each, name)), impl)
+        if name == "hisparse_config":
+            owner = config.attention_config  # vLLM 0.26 has none
+        monkeypatch.setattr(owner, name, value, raising=False)
+
+
+def assert_declined(said, loaded, layers, code, *parts):
+    """Layers that are `loaded` now decode nothing here, and one message says why."""
+    said.clear()
+    for impl in layers:
+        impl.mla_fusion_step = None
+    loaded(*layers)
+    assert not any(impl.mla_fusion_step for impl in layers)
+    [message] = said.messages
+    assert all(part in message for part in (f"[{code}]", f"CUSTOM, {len(layers)} layers", *parts))
 
 
 def forward_pass():

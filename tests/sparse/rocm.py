@@ -1,16 +1,7 @@
 """Layers of vLLM's ROCM_AITER_MLA_SPARSE on a CPU, by the backend CUSTOM, over the double of AITER.
 
-`imitate` is for one test; it adds to that of `layers.py`:
-
-    is_rocm, is_hopper          true and false: the backend is made anew, over vLLM's class for ROCm
-    cdna                        3: a GPU of gfx942
-    fp8_dtype                   its: e4m3fnuz
-    triton_convert_req_index_.. of the class for ROCm, in plain torch
-    generate_sparse_seqlen_..   in plain torch
-    mla_decode_fwd              the body of vLLM's op, which calls the double
-    vllm.platforms.rocm         answers which GPU there is
-    current_stream              nothing to wait for
-    next_power_of_2             vLLM's stand-in for Triton on a CPU has none
+`imitate` is for one test and adds to that of `layers.py`: the backend is made anew, over vLLM's
+class for ROCm with kernels in plain torch and the double as AITER, whose GPU vLLM sees.
 """
 
 import importlib
@@ -47,8 +38,8 @@ def imitate(monkeypatch, double):
     named = {"on_gfx942": is_942, "on_gfx950": not is_942, "on_mi3xx": True}
     asked = types.SimpleNamespace(**{name: lambda v=value: v for name, value in named.items()})
     monkeypatch.setitem(sys.modules, "vllm.platforms.rocm", asked)
-    power = device.power_of_two
-    monkeypatch.setattr(module.triton, "next_power_of_2", power, raising=False)
+    # vLLM's stand-in for Triton on a CPU has none.
+    monkeypatch.setattr(module.triton, "next_power_of_2", device.power_of_two, raising=False)
     monkeypatch.setattr(aiter_ops.rocm_aiter_ops, "mla_decode_fwd", staticmethod(decode))
     stream = types.SimpleNamespace(synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)

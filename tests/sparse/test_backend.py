@@ -1,5 +1,6 @@
 """The attention backend CUSTOM: vLLM's own classes, with this library's decode of small steps."""
 
+import functools
 import gc
 import re
 import types
@@ -12,12 +13,10 @@ import torch
 from mla_fusion import plugin
 from mla_fusion.attention.plan.layouts import FP8_DS_MLA
 from mla_fusion.config import vllm_compat
-from mla_fusion.kernels import ProviderUnavailable
-from mla_fusion.kernels import triton as region
 from mla_fusion.plugin import workers
 from mla_fusion.runtime import sparse_step
 from tests.sparse import layers as imitated
-from tests.sparse.layers import PAGE, Batch, Step, forward_pass, layer, load, run
+from tests.sparse.layers import PAGE, Batch, Step, forward_pass, layer, load, run, unavailable
 
 plugin.register()
 
@@ -206,13 +205,9 @@ def test_of_a_mixed_batch_the_decode_tokens_alone_are_served(config, make, vllms
     assert not vllms
 
 
-def unavailable():
-    raise ProviderUnavailable("planted: no Triton here")
-
-
 DECLINES = {
-    "not Hopper": ("sparse-platform", "", {}),
-    "no Triton": ("provider-unavailable", "planted: no Triton here", {}),
+    "not Hopper": ("sparse-platform", "", {"is_hopper": lambda: False}),
+    "no Triton": ("provider-unavailable", "planted: no Triton here", {"require": unavailable}),
     "heads": ("sparse-slower", "fp8_ds_mla, 17 heads of a rank", {"num_heads": 17}),
     "wider": ("sparse-layer", "latents and rotated part of (512, 128)", {"qk_rope_head_dim": 128}),
     "cache": ("sparse-layer", "kv_cache_dtype nvfp4_ds_mla", {"kv_cache_dtype": "nvfp4_ds_mla"}),
@@ -224,33 +219,15 @@ DECLINES = {
 }
 
 
-def plant(name, config, impl, monkeypatch):
-    """Make a layer, or its engine, one that is declined."""
-    for attribute, value in DECLINES[name][2].items():
-        configs = (config.parallel_config, config.attention_config)
-        owner = next((each for each in configs if hasattr(each, attribute)), impl)
-        if name == "HiSparse":
-            owner = config.attention_config  # vLLM 0.26 has none
-        monkeypatch.setattr(owner, attribute, value, raising=name != "HiSparse")
-    if name == "not Hopper":
-        monkeypatch.setattr(vllm_compat, "is_hopper", lambda: False)
-    if name == "no Triton":
-        monkeypatch.setattr(region, "require", unavailable)
-
-
 @pytest.mark.parametrize("name", DECLINES)
 def test_what_is_declined(config, make, vllms, monkeypatch, said, name):
     """vLLM's class refuses some of these itself: a layer is made, and then changed."""
-    code, detail, _ = DECLINES[name]
+    code, detail, changes = DECLINES[name]
     impl = make()
     step = Step(config, impl, DECODE)
-    plant(name, config, impl, monkeypatch)
-    said.clear()
-    impl.mla_fusion_step = None
-    load(config, *[impl] * 3)
-    assert impl.mla_fusion_step is None
-    [message] = said.messages
-    assert f"[{code}]" in message and detail in message and "CUSTOM, 3 layers" in message
+    imitated.plant(monkeypatch, config, impl, changes)
+    loaded = functools.partial(load, config)
+    imitated.assert_declined(said, loaded, [impl] * 3, code, detail)
     assert run(impl, step, step.q) == ("latents", "lse") and len(vllms) == 1
 
 

@@ -13,7 +13,7 @@ from mla_fusion.config import vllm_compat
 from mla_fusion.plugin import workers
 from mla_fusion.runtime import deepseek_v4, sparse_layers
 from tests.sparse import launched, test_backend, v4
-from tests.sparse.layers import imitate, timed
+from tests.sparse.layers import assert_declined, imitate, plant, timed
 from tests.sparse.v4 import LAYERS, Step, layer
 
 plugin.register()
@@ -165,7 +165,7 @@ def test_other_steps_are_left_to_vllm(load, launches, vllms, monkeypatch, ratio)
 
 
 DECLINES = {
-    name: test_backend.DECLINES[name][:2]
+    name: test_backend.DECLINES[name]
     for name in ("not Hopper", "no Triton", "DCP", "PCP", "DBO", "HiSparse")
 } | {
     "heads": ("sparse-slower", "17 heads of a rank", {"n_local_heads": 17}),
@@ -177,15 +177,12 @@ DECLINES = {
 
 @pytest.mark.parametrize("name", DECLINES)
 def test_what_is_declined(config, load, launches, monkeypatch, said, name):
-    code, detail, *changes = DECLINES[name]
-    layers = [layer(4, seed=seed, **(changes[0] if changes else {})) for seed in range(2)]
-    if not changes:
-        test_backend.plant(name, config, layers[0], monkeypatch)
-    load(*layers)
-    [message] = said.messages
-    assert f"[{code}]" in message and detail in message
-    assert "CUSTOM, 2 layers: every step is left to FLASHMLA_SPARSE_DSV4" in message
-    assert layers[0].mla_fusion_step is None
+    code, detail, changes = DECLINES[name]
+    layers = [layer(4, seed=seed) for seed in range(2)]
+    for each in layers:
+        plant(monkeypatch, config, each, changes)
+    left = "every step is left to FLASHMLA_SPARSE_DSV4"
+    assert_declined(said, load, layers, code, detail, left)
 
 
 @pytest.mark.parametrize("package", sorted({package for package, _ in LAYERS}))

@@ -2,6 +2,7 @@
 AITER beside it. No AMD hardware is involved.
 """
 
+import functools
 import importlib.util
 import types
 from pathlib import Path
@@ -13,13 +14,10 @@ from torch.utils._pytree import tree_leaves
 
 from mla_fusion import plugin
 from mla_fusion.attention import triton as provider
-from mla_fusion.attention.cdna import fits
-from mla_fusion.attention.plan import device
 from mla_fusion.config import vllm_compat
-from mla_fusion.kernels import triton as region
 from mla_fusion.runtime import sparse_layers
 from tests import aiter_double
-from tests.sparse import rocm, test_backend
+from tests.sparse import layers, rocm, test_backend
 from tests.sparse.layers import Batch, Step, build, forward_pass, layer, load, run
 
 plugin.register()
@@ -169,17 +167,16 @@ def test_other_steps_are_vllms(engine, make, batch):
 DECLINES = {
     "by default": ("sparse-unmeasured", "", {"additional_config": {}}),
     "vllm": ("sparse-unmeasured", "", {"additional_config": {"mla_fusion": {"attention": "vllm"}}}),
-    "another GPU": ("sparse-platform", "", {}),
-    "Triton 3.6": ("provider-unavailable", "Triton 3.6 does not compile", {}),
-    "no Triton": ("provider-unavailable", "planted: no Triton here", {}),
+    "another GPU": ("sparse-platform", "", {"architecture": lambda device: "gfx1201"}),
+    "Triton 3.6": ("provider-unavailable", "Triton 3.6 does not compile",
+                   {"triton_version": lambda: (3, 6)}),
+    **{name: test_backend.DECLINES[name] for name in ("no Triton", "no list", "HiSparse")},
     "fp16": ("sparse-layer", "activations of torch.float16", {"dtype": torch.float16}),
     "fp16 cache": ("sparse-layer", "kv_cache_dtype float16", {"kv_cache_dtype": "float16"}),
     "sinks": ("sparse-layer", "attention sinks", {"sinks": torch.zeros(16)}),
     "fp8 query": ("sparse-layer", "a quantized query", {"supports_quant_query_input": True}),
     "a tail": ("sparse-layer", "130 columns for 128 chosen tokens",
                {"topk_indices_buffer": torch.zeros(4, 130)}),
-    "no list": ("sparse-layer", "no list of chosen tokens", {"topk_indices_buffer": None}),
-    "HiSparse": ("sparse-layer", "HiSparse", {"hisparse_config": object()}),
 }  # fmt: skip
 
 
@@ -188,26 +185,10 @@ def test_what_is_declined(engine, make, monkeypatch, said, name):
     code, detail, changes = DECLINES[name]
     impl = make()
     step = Step(engine, impl, BATCHES["decode"], dense=True)
-    owners = (engine, engine.model_config, engine.attention_config)
-    for attribute, value in changes.items():
-        owner = next((each for each in owners if hasattr(each, attribute)), impl)
-        if name == "HiSparse":
-            owner = engine.attention_config  # vLLM 0.26 has none
-        monkeypatch.setattr(owner, attribute, value, raising=False)
-    if name == "another GPU":
-        monkeypatch.setattr(device, "architecture", lambda device: "gfx1201")
-    if name == "Triton 3.6":
-        monkeypatch.setattr(fits, "triton_version", lambda: (3, 6))
-    if name == "no Triton":
-        monkeypatch.setattr(region, "require", test_backend.unavailable)
-    said.clear()
-    impl.mla_fusion_step = None
-    load(engine, impl)
-    assert impl.mla_fusion_step is None
-    [message] = said.messages
-    assert f"[{code}]" in message and detail in message
-    assert "every step is left to ROCM_AITER_MLA_SPARSE" in message
-    if not changes:
+    layers.plant(monkeypatch, engine, impl, changes)
+    left = "every step is left to ROCM_AITER_MLA_SPARSE"
+    layers.assert_declined(said, functools.partial(load, engine), [impl], code, detail, left)
+    if code in ("sparse-platform", "provider-unavailable"):
         close(decoded(impl, step, step.parts()), step.expected)
 
 

@@ -22,7 +22,7 @@ from mla_fusion.attention.hopper import copy, tile
 from mla_fusion.attention.hopper.copy import barrier
 from mla_fusion.attention.hopper.fits import decode as fits
 from mla_fusion.attention.hopper.work import TILE, Work, read_item
-from mla_fusion.attention.plan.device_code import LN2, LOG2E, Source, Target
+from mla_fusion.attention.plan.device_code import LN2, LOG2E, Source, Target, softmax_step
 from mla_fusion.attention.plan.inputs import Inputs, Launch
 
 __all__ = ["arguments", "fits", "kernel"]
@@ -117,8 +117,7 @@ def attend(
             else:
                 slots = gl.load(copies.extra.table + at - form.FIRST, mask=at < item.end, other=-1)
             seen &= (slots >= 0)[:, None]
-        p, decay, m = tile.softmax_step(s * factor, seen, m)
-        l = l * decay[None, :] + p
+        p, decay, m, l = softmax_step(s, seen, factor, m, l)
         shared_p.store(p.to(shared_p.dtype))
         fence_async_shared()
         decay = gl.convert_layout(decay, gl.SliceLayout(0, output))

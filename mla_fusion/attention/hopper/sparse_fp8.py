@@ -11,6 +11,8 @@ L] times queries [L, rows], outputs values [L, tokens] times P [tokens, rows]. W
 - P is relative to the largest P * scale of its row, so that it fits fp16 whatever the scales are.
   Below 2^-29 it loses bits: latents keep their precision up to a ratio of 2^26 between the scales
   of a token, or of tokens of like P.
+- All threads copy the listed entries, 656 bytes in a row each, 16 bytes at a time. Slots are loaded
+  a tile before they are needed, so that no copy waits for the slot that it follows.
 """
 
 from collections import namedtuple
@@ -27,26 +29,73 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc
 
-from mla_fusion.attention.hopper import sparse_fp8_gather as gather
-from mla_fusion.attention.hopper.copy import barrier, load_layout
+from mla_fusion.attention.hopper.copy import async_load, barrier, load_layout
 from mla_fusion.attention.hopper.decode import store_item
 from mla_fusion.attention.hopper.fits import SPARSE_FP8_ROWS
 from mla_fusion.attention.hopper.fits import sparse_fp8 as fits
-from mla_fusion.attention.hopper.sparse_fp8_gather import GROUPS
-from mla_fusion.attention.hopper.tile import pairs_of, softmax_step, widen_pairs
+from mla_fusion.attention.hopper.tile import pairs_of, widen_pairs
 from mla_fusion.attention.hopper.work import TILE, Work, items_of, read_item
-from mla_fusion.attention.plan.device_code import LOG2E, Target
+from mla_fusion.attention.plan.device_code import LOG2E, Target, softmax_step
 from mla_fusion.attention.plan.inputs import Inputs, Launch
 
 __all__ = ["arguments", "fits", "kernel"]
 
+GROUPS = gl.constexpr(4)  # of latents with a scale of their own
 STAGES = gl.constexpr(2)  # tiles in shared memory: room for two CTAs on an SM
 LARGEST_P = gl.constexpr(2.0**15)  # the largest one in fp16
 VALUE = gl.constexpr(2.0**-15)
 
+# A cache, three times over, and the slots of a sequence: `end` of them count. codes, ropes,
+# scales: the address of the cache as e4m3, bf16 and fp32. block_units: 16 bytes each, from one
+# block to the next.
+Entries = namedtuple("Entries", "codes ropes scales block_units table end")
+
+# Tiles in shared memory: STAGES of entries, and more of slots. keys: [STAGES, tokens, L]. ropes:
+# [STAGES, tokens, R]. scales: [STAGES, tokens, GROUPS]. slots: [more than STAGES, tokens].
+Ring = namedtuple("Ring", "keys ropes scales slots")
+
 # Rows of a query in shared memory, each times a power of two. even, odd: [rows, L / 2], its even
 # and odd latents. rope: [rows, R]. inverse: [rows], one over the power.
 Query = namedtuple("Query", "even odd rope inverse")
+
+
+@gluon.jit
+def load_slots(entries, tile):
+    """The slots of tile `tile` [tokens]; -1 from the end on."""
+    at = tile * TILE + gl.arange(0, TILE, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    return gl.load(entries.table + at, mask=at < entries.end, other=-1)
+
+
+@gluon.jit
+def copy_part(target, pointer, slots, block_stride, ENTRY: gl.constexpr, PAGE: gl.constexpr):
+    """Start the copy of some columns, at `pointer` in the first entry, of the entries of a tile.
+
+    Strides are in elements. Entries of slot -1 become zeros.
+    """
+    layout: gl.constexpr = load_layout(
+        target.shape[1], target.dtype.primitive_bitwidth, gl.num_warps(), target.shape[0]
+    )
+    col = gl.arange(0, target.shape[1], gl.SliceLayout(0, layout))
+    slot = slots.load(gl.SliceLayout(1, layout))
+    wanted = slot >= 0
+    slot = slot.to(gl.uint32)
+    offset = (slot // PAGE).to(gl.int64) * block_stride + (slot % PAGE * ENTRY).to(gl.int64)
+    async_load(target, pointer + offset[:, None] + col[None, :], mask=wanted[:, None])
+
+
+@gluon.jit
+def copy_entries(ring, entries, tile, ENTRY: gl.constexpr, PAGE: gl.constexpr):
+    """Start the copy of tile `tile`, whose slots are there."""
+    L: gl.constexpr = ring.keys.shape[2]
+    buffer = tile % ring.keys.shape[0]
+    slots = ring.slots.index(tile % ring.slots.shape[0])
+    units = entries.block_units.to(gl.int64)
+    copy_part(ring.keys.index(buffer), entries.codes, slots, units * 16, ENTRY, PAGE)
+    scales = entries.scales + L // 4
+    copy_part(ring.scales.index(buffer), scales, slots, units * 4, ENTRY // 4, PAGE)
+    ropes = entries.ropes + (L + 4 * GROUPS) // 2
+    copy_part(ring.ropes.index(buffer), ropes, slots, units * 8, ENTRY // 2, PAGE)
+    async_copy.commit_group()
 
 
 @gluon.jit
@@ -186,8 +235,8 @@ def attend(
         # first fence is also that of the query, which no product reads before.
         fence_async_shared()
         barrier()
-        gather.copy_entries(ring, entries, t + STAGES - 1, form.ENTRY, form.PAGE)
-        later = gather.load_slots(entries, t + STAGES, TILE)
+        copy_entries(ring, entries, t + STAGES - 1, form.ENTRY, form.PAGE)
+        later = load_slots(entries, t + STAGES)
         buffer = t % STAGES
         view = pairs_of(ring.keys.index(buffer))
         scale = scales_of(ring.scales.index(buffer), token)
@@ -195,7 +244,7 @@ def attend(
         seen = ring.slots.index(t % SLOTS).load(token) >= 0
         exponent, inverse = bound_of(scale)
         s = s * factor[None, :] + exponent[:, None]
-        p, decay, m = softmax_step(s, seen[:, None], m)
+        p, decay, m, _ = softmax_step(s, seen[:, None], 1.0, m, l)
         l = l * decay[None, :] + p * inverse[:, None]
         for i in gl.static_range(GROUPS):
             share = scale[i] * (inverse * LARGEST_P)
@@ -222,7 +271,7 @@ def allocate(TYPE: gl.constexpr, L: gl.constexpr, R: gl.constexpr, ROWS: gl.cons
     p_layout: gl.constexpr = gl.NVMMASharedLayout(2 * ROWS, 16, 2)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    ring = gather.Ring(
+    ring = Ring(
         gl.allocate_shared_memory(TYPE, [STAGES, TILE, L], codes),
         gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, R], wide),
         gl.allocate_shared_memory(gl.float32, [STAGES, TILE, GROUPS], plain),
@@ -248,7 +297,7 @@ def decode_kernel(
 ):  # fmt: skip
     """One CTA (program_id 0) and one block of ROWS query rows (program_id 1), of one token each.
 
-    Arguments as `hopper.decode`, with the cache as `sparse_fp8_gather.Entries` says and
+    Arguments as `hopper.decode`, with the cache as `sparse_fp8_Entries` says and
     `table_ptr` of its slots. It is launched before the kernel in front has ended.
     """
     if fresh != 0:
@@ -267,9 +316,7 @@ def decode_kernel(
         item = read_item(work, number, FORM)
         # All that follows may be written by the kernel in front.
         gdc.gdc_wait()
-        entries = gather.Entries(
-            codes_ptr, ropes_ptr, scales_ptr, block_units, item.table, item.end
-        )
+        entries = Entries(codes_ptr, ropes_ptr, scales_ptr, block_units, item.table, item.end)
         tile, stop = item.begin // TILE, (item.end + TILE - 1) // TILE
         # A graph's padding has items without query rows.
         stop = gl.where(item.count > 0, stop, tile)
@@ -277,10 +324,10 @@ def decode_kernel(
         barrier()
         for i in gl.static_range(STAGES):
             slots = ring.slots.index((tile + i) % ring.slots.shape[0])
-            slots.store(gather.load_slots(entries, tile + i, TILE))
+            slots.store(load_slots(entries, tile + i))
         barrier()
         for i in gl.static_range(STAGES - 1):
-            gather.copy_entries(ring, entries, tile + i, FORM.ENTRY, FORM.PAGE)
+            copy_entries(ring, entries, tile + i, FORM.ENTRY, FORM.PAGE)
         of_token = q_ptr + item.token * q_stride_t
         load_query(query, of_token, work, item, heads, q_stride_h)
         factor = query.inverse.load(gl.SliceLayout(0, score)) * (scale * LOG2E)

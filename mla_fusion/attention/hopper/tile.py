@@ -1,4 +1,4 @@
-"""The arithmetic of one tile in the decode kernel for Hopper: scores, softmax, weighted values.
+"""The arithmetic of one tile in the decode kernel for Hopper: scores and weighted values.
 
 The second product reads an fp8 tile as pairs: the two bytes of a 16-bit element are two latents of
 one token. `widen` makes fp16 of either byte, exact except for a factor of 2^-8: it moves the sign,
@@ -94,18 +94,6 @@ def scores_of(buffers, buffer, q_keys, q_ropes, layout: gl.constexpr):
     rope = buffers.ropes.index(buffer)
     s = warpgroup_mma(rope, q_ropes.permute((1, 0)), s, is_async=True)
     return warpgroup_mma_wait(0, [s])
-
-
-@gluon.jit
-def softmax_step(s, seen, m):
-    """One step of the online softmax: P [tokens, rows], decay of earlier sums, new m."""
-    s = gl.where(seen, s, float("-inf"))
-    new_m = gl.maximum(m, gl.max(s, 0))
-    # A row that has seen nothing keeps a P of zero, not NaN.
-    base = gl.where(new_m == float("-inf"), 0.0, new_m)
-    p = gl.exp2(s - base[None, :])
-    decay = gl.exp2(m - base)
-    return p, decay, new_m
 
 
 @gluon.jit
