@@ -297,7 +297,7 @@ def decode_kernel(
 ):  # fmt: skip
     """One CTA (program_id 0) and one block of ROWS query rows (program_id 1), of one token each.
 
-    Arguments as `hopper.decode`, with the cache as `sparse_fp8_Entries` says and
+    Arguments as `hopper.decode`, with the cache as `Entries` says and
     `table_ptr` of its slots. It is launched before the kernel in front has ended.
     """
     if fresh != 0:
