@@ -21,20 +21,6 @@ from mla_fusion.kernels.triton_product import product
 from mla_fusion.kernels.triton_rows import cache_rows, query_rows
 
 
-@triton.jit
-def _my_work(tokens, heads, form: tl.constexpr):
-    """Of this program: whether it is one of the rest, which of those (cache rows come first), which
-    of the product programs, and how many programs write cache rows."""
-    cache_programs = tl.cdiv(tokens, form.plan.cache_tokens)
-    rest = cache_programs + tl.cdiv(tokens * heads, form.plan.rope_rows)
-    work = tl.program_id(0)
-    products = tl.num_programs(0) - rest
-    if form.plan.rest_last:
-        return work >= products, work - products, work, cache_programs
-    else:
-        return work < rest, work, work - rest, cache_programs
-
-
 @triton.jit(do_not_specialize=["tokens", "heads", "q_row", "kv_c_row", "k_pe_row"])
 def prep_kernel(
     q_ptr, w_ptr, kv_c_ptr, k_pe_ptr, cache_ptr, slot_ptr, position_ptr, cos_sin_ptr, k_scale_ptr,
@@ -65,7 +51,15 @@ def prep_kernel(
         k_scale_ptr, q_scale_ptr, factor_ptr, out_ptr, tokens, heads, q_row, q_head, w_head, w_row,
         w_col, kv_c_row, k_pe_row, cache_block, cache_entry, cos_sin_row,
     )  # fmt: skip
-    is_rest, unit, work, cache_programs = _my_work(tokens, heads, FORM)
+    cache_programs = tl.cdiv(tokens, FORM.plan.cache_tokens)
+    rest = cache_programs + tl.cdiv(tokens * heads, FORM.plan.rope_rows)
+    work = tl.program_id(0)
+    # Of the rest, the programs of cache rows are the first.
+    if FORM.plan.rest_last:
+        products = tl.num_programs(0) - rest
+        is_rest, unit = work >= products, work - products
+    else:
+        is_rest, unit, work = work < rest, work, work - rest
     if is_rest:
         if PDL:
             tl.extra.cuda.gdc_wait()

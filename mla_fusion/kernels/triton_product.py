@@ -55,16 +55,6 @@ def _query_tile(q_ptrs, q_row, m_start, end, form: tl.constexpr):
 
 
 @triton.jit
-def _scaled_tile(q, given, m_start, BLOCK_M: tl.constexpr):
-    """A tile of `_query_tile` times its tokens' factors."""
-    if given.factor is None:
-        return q
-    else:
-        factor = factors_of(given, m_start + tl.arange(0, BLOCK_M))[:, None]
-        return scaled(q.to(tl.float32), factor, True, q.dtype).to(q.dtype)
-
-
-@triton.jit
 def _direct_weights(w_ptrs, w_row, w_col, n_start, form: tl.constexpr):
     """W_UK of one head for latents n_start ... n_start + BLOCK_N, in DIRECT order."""
     P_PAD: tl.constexpr = form.P_PAD
@@ -83,14 +73,6 @@ def _direct_weights(w_ptrs, w_row, w_col, n_start, form: tl.constexpr):
         w = tl.load(w_ptrs, mask=(k < form.P) & (n < form.L), other=0.0)
     w = tl.reshape(w, (4, P_PAD, BLOCK_N // 64, 8, 2))
     return tl.reshape(tl.permute(w, (1, 2, 3, 0, 4)), (P_PAD, BLOCK_N))
-
-
-@triton.jit
-def _direct_slots(given, m, BLOCK_M: tl.constexpr, ALL_ROWS: tl.constexpr):
-    """Slots of tokens m ... m + BLOCK_M in the order of `_direct_store`: [2, 1, BLOCK_M / 2]."""
-    row = tl.arange(0, BLOCK_M // 2)[None, None, :]
-    token = m + row % 8 + row // 8 * 16 + tl.arange(0, 2)[:, None, None] * 8
-    return query_slots(given, token, ALL_ROWS)
 
 
 @triton.jit
@@ -188,10 +170,14 @@ def _walk_tiles(
             end = tl.minimum(given.tokens, m_start + M_TILES * BLOCK_M)
             following = _query_tile(q_ptrs, given.q_row, m + BLOCK_M, end, form)
         if form.DIRECT:
-            # Arrives during the product.
-            slot = _direct_slots(given, m, BLOCK_M, form.ALL_ROWS)
-        # Scaled here, before there is a result in registers: a loaded tile is half as wide.
-        q = _scaled_tile(q, given, m, BLOCK_M)
+            # In the order of `_direct_store`: [2, 1, BLOCK_M / 2]. They arrive during the product.
+            row = tl.arange(0, BLOCK_M // 2)[None, None, :]
+            token = m + row % 8 + row // 8 * 16 + tl.arange(0, 2)[:, None, None] * 8
+            slot = query_slots(given, token, form.ALL_ROWS)
+        if given.factor is not None:
+            # Here, before there is a result in registers: a loaded tile is half as wide.
+            factor = factors_of(given, m + tl.arange(0, BLOCK_M))[:, None]
+            q = scaled(q.to(tl.float32), factor, True, q.dtype).to(q.dtype)
         y = tl.dot(q, w, input_precision="ieee")
         y = _product_cast(y, given, inverse, Q_LIMIT, form.DIRECT)
         if form.DIRECT:
