@@ -84,7 +84,6 @@ def check(target, name, settings=None, portable=False):
     heads, rows, page, query, cache, sequences, *latent = CASES[name]
     types = {"bf16": BF16, "fp8": FP8[target]}
     layer = {"q": types[query], "kv": types[cache], "latent": latent[0] if latent else 512}
-    torch.manual_seed(0)
     bench = Bench("", Shape(heads, rows, page, batch=sequences, **layer), LONGEST, "cpu")
     if name == "many splits":
         more = {"ctas": 70, "kv_granularity": 1, "overhead": 1}

@@ -78,8 +78,8 @@ def judged(bench, target, settings=None):
     """Execute the step of a `selftest` bench, which is filled, and judge it; its launches."""
     with machine(target, settings) as launches:
         bench.step()
-    error, bound, wrong = bench.judge()
-    compared(wrong if error <= bound else (error, bound, wrong), bench.out, bench.lse)
+    outcome = bench.judged(target)
+    compared("" if outcome.right else outcome, *bench.results())
     return launches
 
 

@@ -7,7 +7,6 @@ import pytest
 
 pytest.importorskip("triton")
 
-import torch
 
 from mla_fusion.attention import triton as provider
 from mla_fusion.attention.cdna.fits import why_no_sparse
@@ -32,7 +31,6 @@ def test_sparse(target, name, monkeypatch):
     variant = VARIANTS[name]
     if name == "fp8 cache":
         variant = dataclasses.replace(variant, kv=FP8[target])
-    torch.manual_seed(0)
     bench = sparse.Bench(variant, "cpu", count=128)
     bench.fill(random.Random(0), ragged=True)
     launches = judged(bench, target)
