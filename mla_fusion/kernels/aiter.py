@@ -162,8 +162,8 @@ def validate(inputs: Inputs, arch_fp8: torch.dtype) -> None:
         ("kv_c and k_pe", min(kv_c.shape[0], k_pe.shape[0]) >= tokens, f"{tokens} rows or more"),
         ("k_pe", rope % 2 == 0 and latent % 8 == 0, "of even width beside a latent of 8 n"),
         ("q_factor", factor is None or factor.shape == q.shape[:1], "as long as q"),
-        ("slot_mapping", _dense_int64(slot_mapping), "dense int64 [T]"),
-        ("positions", _dense_int64(positions), "dense int64 [T]"),
+        *((name, x.dtype == torch.int64 and x.dim() == 1 and x.is_contiguous(), "dense int64 [T]")
+          for name, x in (("slot_mapping", slot_mapping), ("positions", positions))),
         ("positions", positions.shape[0] >= tokens, f"{tokens} long or more"),
         ("cos_sin_cache", cos_sin_cache is None or cos_sin_cache.shape[-1] == rope, f"{rope} wide"),
         ("k_scale and q_scale", _device_fp32(inputs.k_scale, q) and _device_fp32(inputs.q_scale, q),
@@ -185,10 +185,6 @@ def validate(inputs: Inputs, arch_fp8: torch.dtype) -> None:
     for name, ok, want in rules:
         if not ok:
             raise ValueError(f"AITER's {_OP}: {name} must be {want}")
-
-
-def _dense_int64(x: torch.Tensor) -> bool:
-    return x.dtype == torch.int64 and x.dim() == 1 and x.is_contiguous()
 
 
 def _aligned(x: torch.Tensor, first: int = 0) -> bool:
@@ -251,22 +247,19 @@ class Halves(NamedTuple):
 
 def halves(inputs: Inputs) -> Halves:
     """Those of a call; an engine's are made once."""
-    source, q, kept = inputs.cos_sin_cache, inputs.q, inputs.derived
-    rope = inputs.k_pe.shape[-1]
+    source, q, rope = inputs.cos_sin_cache, inputs.q, inputs.k_pe.shape[-1]
     address = None if source is None else (source.data_ptr(), len(source))
     key = Halves, address, rope, q.dtype, q.device
-    if kept is not None:
-        if key in kept:
-            found: Halves = kept[key]
-            return found
-        refuse_during_capture("the cosines and the sines in the form AITER takes")
-    if source is None:
-        made = Halves(None, q.new_ones((1, rope // 2)), q.new_zeros((1, rope // 2)))
-    else:
-        made = Halves(source, *(h.to(q.dtype).contiguous() for h in source.chunk(2, dim=-1)))
-    if kept is not None:
-        kept[key] = made
-    return made
+    kept: dict[Any, Halves] = {} if inputs.derived is None else inputs.derived
+    if key not in kept:
+        if inputs.derived is not None:
+            refuse_during_capture("the cosines and the sines in the form AITER takes")
+        if source is None:
+            kept[key] = Halves(None, q.new_ones((1, rope // 2)), q.new_zeros((1, rope // 2)))
+        else:
+            both = (half.to(q.dtype).contiguous() for half in source.chunk(2, dim=-1))
+            kept[key] = Halves(source, *both)
+    return kept[key]
 
 
 def warmup(

@@ -65,20 +65,18 @@ class Measured(NamedTuple):
     rows: dict[bool, dict[Widths, dict[int, list[tuple[int, Plan]]]]]
 
 
-def of_table(table: dict[str, Any]) -> Measured:
-    """What a file of `gpus/` holds; a row is query, P, R, L, heads, most tokens, and a `Plan`."""
-    device = Measured(table["arch"], {True: {}, False: {}})
-    for query, nope, rope, latent, heads, tokens, *plan in table["plans"]:
-        by_heads = device.rows[query == "fp8"].setdefault(Widths(nope, rope, latent), {})
-        by_heads.setdefault(heads, []).append((tokens, Plan(*plan)))
-    return device
-
-
 @functools.cache
 def measured() -> dict[str, Measured]:
-    """Plans by device name, read once."""
-    tables = (json.loads(path.read_bytes()) for path in sorted(FOLDER.glob("*.json")))
-    return {table["gpu"]: of_table(table) for table in tables}
+    """Plans by device name, from `gpus/`, whose rows are query, P, R, L, heads, most tokens, and a
+    `Plan`; read once."""
+    found = {}
+    for path in sorted(FOLDER.glob("*.json")):
+        table: dict[str, Any] = json.loads(path.read_bytes())
+        device = found[table["gpu"]] = Measured(table["arch"], {True: {}, False: {}})
+        for query, nope, rope, latent, heads, tokens, *plan in table["plans"]:
+            by_heads = device.rows[query == "fp8"].setdefault(Widths(nope, rope, latent), {})
+            by_heads.setdefault(heads, []).append((tokens, Plan(*plan)))
+    return found
 
 
 def default_plan(tokens: int, heads: int, latent: int) -> Plan:

@@ -1,9 +1,18 @@
-"""How the Triton kernel converts a value to the type of the query or of the cache."""
+"""The arguments of a launch of the fused region; types, scales and slots of query and cache."""
 
 from __future__ import annotations
 
+from collections import namedtuple
+
 import triton
 import triton.language as tl
+
+# As `kernels.fused_mla_decode_prep` has them; strides in elements, of a stated dimension.
+Given = namedtuple(
+    "Given",
+    "q w kv_c k_pe cache slot position cos_sin k_scale q_scale factor out tokens heads q_row "
+    "q_head w_head w_row w_col kv_c_row k_pe_row cache_block cache_entry cos_sin_row",
+)
 
 
 @triton.jit
@@ -29,25 +38,26 @@ def cast(x, inverse, DTYPE: tl.constexpr, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def query_slots(slot_ptr, token, inside, ALL_ROWS: tl.constexpr):
-    """Below 0 for a row without a query: one that is masked out by `inside`, or of padding.
+def query_slots(given, token, ALL_ROWS: tl.constexpr):
+    """Below 0 for a row without a query: one beyond the tokens, or of padding.
 
     ALL_ROWS: no row is padding. Under context parallelism -1 is also the slot of a token that
     another rank keeps in its cache.
     """
+    inside = token < given.tokens
     if ALL_ROWS:
         return tl.where(inside, 0, -1)
     else:
-        return tl.load(slot_ptr + token, mask=inside, other=-1)
+        return tl.load(given.slot + token, mask=inside, other=-1)
 
 
 @triton.jit
-def factors_of(factor_ptr, token, inside):
-    """The query's factors of `token` in fp32, unused if it has none; `inside` masks rows out."""
-    if factor_ptr is None:
+def factors_of(given, token):
+    """The query's factors of `token` in fp32, unused if it has none."""
+    if given.factor is None:
         return 1.0  # Triton 3.6 has no functions that return None
     else:
-        return tl.load(factor_ptr + token, mask=inside, other=0.0).to(tl.float32)
+        return tl.load(given.factor + token, mask=token < given.tokens, other=0.0).to(tl.float32)
 
 
 @triton.jit

@@ -16,32 +16,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from mla_fusion.kernels.triton_cast import Given
 from mla_fusion.kernels.triton_product import product
 from mla_fusion.kernels.triton_rows import cache_rows, query_rows
 
 
-@triton.jit
-def _my_work(tokens, heads, form: tl.constexpr):
-    """Of this program: whether it is one of the rest, which of those (cache rows come first), which
-    of the product programs, and how many programs write cache rows."""
-    cache_programs = tl.cdiv(tokens, form.plan.cache_tokens)
-    rest = cache_programs + tl.cdiv(tokens * heads, form.plan.rope_rows)
-    work = tl.program_id(0)
-    products = tl.num_programs(0) - rest
-    if form.plan.rest_last:
-        return work >= products, work - products, work, cache_programs
-    else:
-        return work < rest, work, work - rest, cache_programs
-
-
 @triton.jit(do_not_specialize=["tokens", "heads", "q_row", "kv_c_row", "k_pe_row"])
 def prep_kernel(
-    q_ptr, w_ptr, kv_c_ptr, k_pe_ptr, cache_ptr, slot_ptr, position_ptr, cos_sin_ptr,
-    k_scale_ptr, q_scale_ptr, factor_ptr, out_ptr,
-    tokens, heads,
-    q_row, q_head, w_head, w_row, w_col, kv_c_row, k_pe_row, cache_block, cache_entry,
-    cos_sin_stride,
-    FORM: tl.constexpr, Q_LIMIT: tl.constexpr, K_LIMIT: tl.constexpr, PDL: tl.constexpr,
+    q_ptr, w_ptr, kv_c_ptr, k_pe_ptr, cache_ptr, slot_ptr, position_ptr, cos_sin_ptr, k_scale_ptr,
+    q_scale_ptr, factor_ptr, out_ptr, tokens, heads, q_row, q_head, w_head, w_row, w_col, kv_c_row,
+    k_pe_row, cache_block, cache_entry, cos_sin_row, FORM: tl.constexpr, Q_LIMIT: tl.constexpr,
+    K_LIMIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """See the module. Shapes and types are those of `kernels.fused_mla_decode_prep`; FORM is a
     `triton.Form`, whose `plan` gives BLOCK_M and other sizes their values.
@@ -61,25 +46,26 @@ def prep_kernel(
         # The next kernel may start loading its weights; it waits for this grid before it reads
         # or writes anything else.
         tl.extra.cuda.gdc_launch_dependents()
-    is_rest, unit, work, cache_programs = _my_work(tokens, heads, FORM)
+    given = Given(
+        q_ptr, w_ptr, kv_c_ptr, k_pe_ptr, cache_ptr, slot_ptr, position_ptr, cos_sin_ptr,
+        k_scale_ptr, q_scale_ptr, factor_ptr, out_ptr, tokens, heads, q_row, q_head, w_head, w_row,
+        w_col, kv_c_row, k_pe_row, cache_block, cache_entry, cos_sin_row,
+    )  # fmt: skip
+    cache_programs = tl.cdiv(tokens, FORM.plan.cache_tokens)
+    rest = cache_programs + tl.cdiv(tokens * heads, FORM.plan.rope_rows)
+    work = tl.program_id(0)
+    # Of the rest, the programs of cache rows are the first.
+    if FORM.plan.rest_last:
+        products = tl.num_programs(0) - rest
+        is_rest, unit = work >= products, work - products
+    else:
+        is_rest, unit, work = work < rest, work, work - rest
     if is_rest:
         if PDL:
             tl.extra.cuda.gdc_wait()
         if unit < cache_programs:
-            cache_rows(
-                kv_c_ptr, k_pe_ptr, cache_ptr, slot_ptr, position_ptr, cos_sin_ptr, k_scale_ptr,
-                unit, tokens, kv_c_row, k_pe_row, cache_block, cache_entry, cos_sin_stride,
-                FORM, K_LIMIT,
-            )  # fmt: skip
+            cache_rows(given, unit, FORM, K_LIMIT)
         else:
-            query_rows(
-                q_ptr, out_ptr, slot_ptr, position_ptr, cos_sin_ptr, q_scale_ptr,
-                factor_ptr, unit - cache_programs, tokens, heads, q_row, q_head, cos_sin_stride,
-                FORM, Q_LIMIT,
-            )  # fmt: skip
+            query_rows(given, unit - cache_programs, FORM, Q_LIMIT)
     else:
-        product(
-            q_ptr, w_ptr, slot_ptr, q_scale_ptr, factor_ptr, out_ptr,
-            work, tokens, heads, q_row, q_head, w_head, w_row, w_col,
-            FORM, Q_LIMIT, PDL,
-        )  # fmt: skip
+        product(given, work, FORM, Q_LIMIT, PDL)

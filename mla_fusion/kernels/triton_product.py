@@ -26,10 +26,8 @@ from mla_fusion.kernels.triton_cast import cast, factors_of, inverse_of, query_s
 
 
 @triton.jit
-def _product_cast(
-    y, ACT: tl.constexpr, inverse, OUT: tl.constexpr, LIMIT: tl.constexpr, DIRECT: tl.constexpr
-):
-    """fp32 sums `y` rounded to the activation type and then cast to OUT."""
+def _product_cast(y, given, inverse, LIMIT: tl.constexpr, DIRECT: tl.constexpr):
+    """fp32 sums `y` rounded to the activation type and then cast to that of the query."""
     if DIRECT and LIMIT < 0:
         # To bf16 and back, two elements by one instruction of NVIDIA's; as below it is a slow
         # instruction for each.
@@ -43,8 +41,8 @@ def _product_cast(
             "=r,=r,r,r", [y], tl.float32, True, 2,
         )  # fmt: skip
     elif LIMIT != 0:
-        y = y.to(ACT).to(tl.float32)
-    return cast(y, inverse, OUT, LIMIT)
+        y = y.to(given.q.dtype.element_ty).to(tl.float32)
+    return cast(y, inverse, given.out.dtype.element_ty, LIMIT)
 
 
 @triton.jit
@@ -54,17 +52,6 @@ def _query_tile(q_ptrs, q_row, m_start, end, form: tl.constexpr):
     k = tl.arange(0, form.P_PAD)
     wanted = (m < end)[:, None] & (k < form.P)[None, :]
     return tl.load(q_ptrs + m[:, None] * q_row + k[None, :], mask=wanted, other=0.0)
-
-
-@triton.jit
-def _scaled_tile(q, factor_ptr, m_start, end, BLOCK_M: tl.constexpr):
-    """A tile of `_query_tile` times its tokens' factors."""
-    if factor_ptr is None:
-        return q
-    else:
-        m = m_start + tl.arange(0, BLOCK_M)
-        factor = factors_of(factor_ptr, m, m < end)[:, None]
-        return scaled(q.to(tl.float32), factor, True, q.dtype).to(q.dtype)
 
 
 @triton.jit
@@ -86,14 +73,6 @@ def _direct_weights(w_ptrs, w_row, w_col, n_start, form: tl.constexpr):
         w = tl.load(w_ptrs, mask=(k < form.P) & (n < form.L), other=0.0)
     w = tl.reshape(w, (4, P_PAD, BLOCK_N // 64, 8, 2))
     return tl.reshape(tl.permute(w, (1, 2, 3, 0, 4)), (P_PAD, BLOCK_N))
-
-
-@triton.jit
-def _direct_slots(slot_ptr, m, tokens, BLOCK_M: tl.constexpr, ALL_ROWS: tl.constexpr):
-    """Slots of tokens m ... m + BLOCK_M in the order of `_direct_store`: [2, 1, BLOCK_M / 2]."""
-    row = tl.arange(0, BLOCK_M // 2)[None, None, :]
-    token = m + row % 8 + row // 8 * 16 + tl.arange(0, 2)[:, None, None] * 8
-    return query_slots(slot_ptr, token, token < tokens, ALL_ROWS)
 
 
 @triton.jit
@@ -136,7 +115,7 @@ def _weights(w_ptrs, w_row, w_col, n_start, k, n, form: tl.constexpr):
 
 
 @triton.jit
-def _store(y, slot_ptr, out_ptrs, m, tokens, n_start, heads, form: tl.constexpr):
+def _store(y, given, out_ptrs, m, n_start, form: tl.constexpr):
     """Store a tile of the tokens m ... m + BLOCK_M and the latents n_start ... n_start + BLOCK_N.
 
     A store of the shape of the q or W tile would make Triton load that tile with the store's 16
@@ -150,102 +129,89 @@ def _store(y, slot_ptr, out_ptrs, m, tokens, n_start, heads, form: tl.constexpr)
     y = tl.reshape(y, (FOLD * BLOCK_M, BLOCK_N // FOLD))
     part = tl.arange(0, FOLD * BLOCK_M)[:, None]
     row = m + part // FOLD
-    slot = query_slots(slot_ptr, row, row < tokens, form.ALL_ROWS)
+    slot = query_slots(given, row, form.ALL_ROWS)
     column = tl.arange(0, BLOCK_N // FOLD)[None, :]
     column += n_start + (part % FOLD) * (BLOCK_N // FOLD)
-    out = out_ptrs + row * heads * WIDTH + column
+    out = out_ptrs + row * given.heads * WIDTH + column
     tl.store(out, y, mask=(slot >= 0) & (column < form.L))
 
 
 @triton.jit
 def _sum_rows(
-    w, q_ptrs, factor_ptr, slot_ptr, out_ptrs, inverse, m_start, tokens, k, n, q_row, heads,
-    form: tl.constexpr, Q_LIMIT: tl.constexpr,
+    w, given, q_ptrs, out_ptrs, inverse, m_start, k, n, form: tl.constexpr, Q_LIMIT: tl.constexpr
 ):  # fmt: skip
     """M_TILES rows of the product, each as a sum over k without matrix instructions."""
     M_TILES: tl.constexpr = form.plan.m_tiles
     for i in tl.static_range(M_TILES):
         token = m_start + i
-        inside = token < tokens
-        q = tl.load(q_ptrs + token * q_row + k, mask=inside & (k < form.P), other=0.0)
-        slot = query_slots(slot_ptr, token, inside, form.ALL_ROWS)
-        factor = factors_of(factor_ptr, token, inside)
-        q = scaled(q.to(tl.float32), factor, factor_ptr is not None, q_ptrs.dtype.element_ty)
+        wanted = (token < given.tokens) & (k < form.P)
+        q = tl.load(q_ptrs + token * given.q_row + k, mask=wanted, other=0.0)
+        slot = query_slots(given, token, form.ALL_ROWS)
+        factor = factors_of(given, token)
+        q = scaled(q.to(tl.float32), factor, given.factor is not None, q_ptrs.dtype.element_ty)
         y = tl.sum(q[:, None] * w.to(tl.float32), axis=0)
-        y = _product_cast(
-            y, q_ptrs.dtype.element_ty, inverse, out_ptrs.dtype.element_ty, Q_LIMIT, False
-        )
-        out = out_ptrs + token * heads * (form.L + form.R) + n
+        y = _product_cast(y, given, inverse, Q_LIMIT, False)
+        out = out_ptrs + token * given.heads * (form.L + form.R) + n
         tl.store(out, y, mask=(slot >= 0) & (n < form.L))
 
 
 @triton.jit
 def _walk_tiles(
-    w, q_ptrs, factor_ptr, slot_ptr, out_ptrs, inverse, m_start, tokens, n_start, q_row, heads,
-    form: tl.constexpr, Q_LIMIT: tl.constexpr,
+    w, given, q_ptrs, out_ptrs, inverse, m_start, n_start, form: tl.constexpr, Q_LIMIT: tl.constexpr
 ):  # fmt: skip
     """M_TILES tiles of the product, of BLOCK_M tokens each, by matrix instructions."""
     BLOCK_M: tl.constexpr = form.plan.block_m
     M_TILES: tl.constexpr = form.plan.m_tiles
-    q = _query_tile(q_ptrs, q_row, m_start, tokens, form)
+    q = _query_tile(q_ptrs, given.q_row, m_start, given.tokens, form)
     for i in tl.range(0, M_TILES, num_stages=1):
         m = m_start + i * BLOCK_M
         if M_TILES > 1:
             # Loads the next tile while this one is multiplied and stored.
-            end = tl.minimum(tokens, m_start + M_TILES * BLOCK_M)
-            following = _query_tile(q_ptrs, q_row, m + BLOCK_M, end, form)
+            end = tl.minimum(given.tokens, m_start + M_TILES * BLOCK_M)
+            following = _query_tile(q_ptrs, given.q_row, m + BLOCK_M, end, form)
         if form.DIRECT:
-            # Arrives during the product.
-            slot = _direct_slots(slot_ptr, m, tokens, BLOCK_M, form.ALL_ROWS)
-        # Scaled here, before there is a result in registers: a loaded tile is half as wide.
-        q = _scaled_tile(q, factor_ptr, m, tokens, BLOCK_M)
+            # In the order of `_direct_store`: [2, 1, BLOCK_M / 2]. They arrive during the product.
+            row = tl.arange(0, BLOCK_M // 2)[None, None, :]
+            token = m + row % 8 + row // 8 * 16 + tl.arange(0, 2)[:, None, None] * 8
+            slot = query_slots(given, token, form.ALL_ROWS)
+        if given.factor is not None:
+            # Here, before there is a result in registers: a loaded tile is half as wide.
+            factor = factors_of(given, m + tl.arange(0, BLOCK_M))[:, None]
+            q = scaled(q.to(tl.float32), factor, True, q.dtype).to(q.dtype)
         y = tl.dot(q, w, input_precision="ieee")
-        y = _product_cast(
-            y, q_ptrs.dtype.element_ty, inverse, out_ptrs.dtype.element_ty, Q_LIMIT, form.DIRECT
-        )
+        y = _product_cast(y, given, inverse, Q_LIMIT, form.DIRECT)
         if form.DIRECT:
-            _direct_store(y, slot, out_ptrs, m, n_start, heads, form)
+            _direct_store(y, slot, out_ptrs, m, n_start, given.heads, form)
         else:
-            _store(y, slot_ptr, out_ptrs, m, tokens, n_start, heads, form)
+            _store(y, given, out_ptrs, m, n_start, form)
         if M_TILES > 1:
             q = following
 
 
 @triton.jit
-def product(
-    q_ptr, w_ptr, slot_ptr, q_scale_ptr, factor_ptr, out_ptr,
-    work, tokens, heads, q_row, q_head, w_head, w_row, w_col,
-    form: tl.constexpr, Q_LIMIT: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+def product(given, work, form: tl.constexpr, Q_LIMIT: tl.constexpr, PDL: tl.constexpr):
     """q_nope @ W_UK of one head, for M_TILES * BLOCK_M tokens and BLOCK_N latents.
 
-    `work` says which: latents of a group of tokens follow each other, then groups, then heads.
-    Other arguments are those of `prep_kernel`. Rows without a slot are not stored.
-    DIRECT: see the module.
+    `work` says which: latents of a group of tokens follow each other, then groups, then heads. Rows
+    without a slot are not stored.
     """
     BLOCK_N: tl.constexpr = form.plan.block_n
     GROUP: tl.constexpr = form.plan.block_m * form.plan.m_tiles
     n_tiles: tl.constexpr = (form.L + BLOCK_N - 1) // BLOCK_N
-    m_groups = tl.cdiv(tokens, GROUP)
+    m_groups = tl.cdiv(given.tokens, GROUP)
     n_start = (work % n_tiles) * BLOCK_N
     n = n_start + tl.arange(0, BLOCK_N)
     m_start = ((work // n_tiles) % m_groups) * GROUP
     head = work // n_tiles // m_groups
     k = tl.arange(0, form.P_PAD)
-    w = _weights(w_ptr + head * w_head, w_row, w_col, n_start, k, n, form)
+    w = _weights(given.w + head * given.w_head, given.w_row, given.w_col, n_start, k, n, form)
     if PDL:
         # Weights do not change between launches; everything below may.
         tl.extra.cuda.gdc_wait()
-    inverse = inverse_of(q_scale_ptr, Q_LIMIT)
-    q_ptrs = q_ptr + head * q_head
-    out_ptrs = out_ptr + head * (form.L + form.R)
+    inverse = inverse_of(given.q_scale, Q_LIMIT)
+    q_ptrs = given.q + head * given.q_head
+    out_ptrs = given.out + head * (form.L + form.R)
     if form.plan.block_m == 1:
-        _sum_rows(
-            w, q_ptrs, factor_ptr, slot_ptr, out_ptrs, inverse, m_start, tokens, k, n, q_row, heads,
-            form, Q_LIMIT,
-        )  # fmt: skip
+        _sum_rows(w, given, q_ptrs, out_ptrs, inverse, m_start, k, n, form, Q_LIMIT)
     else:
-        _walk_tiles(
-            w, q_ptrs, factor_ptr, slot_ptr, out_ptrs, inverse, m_start, tokens, n_start, q_row,
-            heads, form, Q_LIMIT,
-        )  # fmt: skip
+        _walk_tiles(w, given, q_ptrs, out_ptrs, inverse, m_start, n_start, form, Q_LIMIT)

@@ -31,85 +31,73 @@ def _rope_rows(
     stored = rows
     if not ZERO_INVALID:
         stored = rows & valid
-    if not form.ROPE:
-        x = tl.load(src + cols, mask=rows & (cols < R), other=0.0).to(tl.float32)
-        y = cast(scaled(x, factor, SCALED, ACT), inverse, tl.float32, LIMIT)
-        if ZERO_INVALID:
-            y = tl.where(valid, y, 0.0)
-        tl.store(dst + cols, y.to(DTYPE), mask=stored & (cols < R))
-    else:
+    if form.ROPE:
         pair = tl.arange(0, R_PAD // 2)[None, :]
         inside = rows & (pair < HALF)
         cos = tl.load(cos_sin + pair, mask=inside, other=0.0).to(tl.float32)
         sin = tl.load(cos_sin + HALF + pair, mask=inside, other=0.0).to(tl.float32)
-        if form.NEOX:
-            a = tl.load(src + pair, mask=inside, other=0.0).to(tl.float32)
-            b = tl.load(src + HALF + pair, mask=inside, other=0.0).to(tl.float32)
-            first = scaled(a * cos - b * sin, factor, SCALED, ACT)
-            second = scaled(b * cos + a * sin, factor, SCALED, ACT)
-            first = cast(first, inverse, tl.float32, LIMIT)
-            second = cast(second, inverse, tl.float32, LIMIT)
-            if ZERO_INVALID:
-                first = tl.where(valid, first, 0.0)
-                second = tl.where(valid, second, 0.0)
-            tl.store(dst + pair, first.to(DTYPE), mask=stored & (pair < HALF))
-            tl.store(dst + HALF + pair, second.to(DTYPE), mask=stored & (pair < HALF))
-        else:
+    if form.ROPE and form.NEOX:
+        a = tl.load(src + pair, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(src + HALF + pair, mask=inside, other=0.0).to(tl.float32)
+        first = scaled(a * cos - b * sin, factor, SCALED, ACT)
+        second = scaled(b * cos + a * sin, factor, SCALED, ACT)
+        first = cast(first, inverse, tl.float32, LIMIT)
+        second = cast(second, inverse, tl.float32, LIMIT)
+        if ZERO_INVALID:
+            first = tl.where(valid, first, 0.0)
+            second = tl.where(valid, second, 0.0)
+        tl.store(dst + pair, first.to(DTYPE), mask=stored & (pair < HALF))
+        tl.store(dst + HALF + pair, second.to(DTYPE), mask=stored & (pair < HALF))
+    else:
+        x = tl.load(src + cols, mask=rows & (cols < R), other=0.0).to(tl.float32)
+        if form.ROPE:
             # Accesses of whole rows are wide; pairs are split in registers.
-            ROWS: tl.constexpr = src.shape[0]
-            x = tl.load(src + cols, mask=rows & (cols < R), other=0.0).to(tl.float32)
-            a, b = tl.split(tl.reshape(x, (ROWS, R_PAD // 2, 2)))
-            y = tl.join(a * cos - b * sin, b * cos + a * sin)
-            y = scaled(tl.reshape(y, (ROWS, R_PAD)), factor, SCALED, ACT)
-            y = cast(y, inverse, tl.float32, LIMIT)
-            if ZERO_INVALID:
-                y = tl.where(valid, y, 0.0)
-            tl.store(dst + cols, y.to(DTYPE), mask=stored & (cols < R))
+            a, b = tl.split(tl.reshape(x, (src.shape[0], R_PAD // 2, 2)))
+            x = tl.join(a * cos - b * sin, b * cos + a * sin)
+            x = tl.reshape(x, (src.shape[0], R_PAD))
+        y = cast(scaled(x, factor, SCALED, ACT), inverse, tl.float32, LIMIT)
+        if ZERO_INVALID:
+            y = tl.where(valid, y, 0.0)
+        tl.store(dst + cols, y.to(DTYPE), mask=stored & (cols < R))
 
 
 @triton.jit
-def _angles(cos_sin_ptr, position_ptr, token, inside, slot, stride, ROPE: tl.constexpr):
+def _angles(given, token, slot, ROPE: tl.constexpr):
     """Pointers to the rows of cosines and sines of `token`; a padded row uses position 0."""
     if ROPE:
-        position = tl.load(position_ptr + token, mask=inside, other=0)
-        return cos_sin_ptr + tl.where(slot >= 0, position, 0) * stride
+        position = tl.load(given.position + token, mask=token < given.tokens, other=0)
+        return given.cos_sin + tl.where(slot >= 0, position, 0) * given.cos_sin_row
     else:
-        return cos_sin_ptr + token * 0
+        return given.cos_sin + token * 0
 
 
 @triton.jit
-def cache_rows(
-    kv_c_ptr, k_pe_ptr, cache_ptr, slot_ptr, position_ptr, cos_sin_ptr, k_scale_ptr,
-    unit, tokens, kv_c_row, k_pe_row, cache_block, cache_entry, cos_sin_stride,
-    form: tl.constexpr, K_LIMIT: tl.constexpr,
-):  # fmt: skip
+def cache_rows(given, unit, form: tl.constexpr, K_LIMIT: tl.constexpr):
     """cast(kv_c | rope(k_pe)) of CACHE_TOKENS tokens; a slot below 0 writes nothing."""
     CACHE_TOKENS: tl.constexpr = form.plan.cache_tokens
     BLOCK_SIZE: tl.constexpr = form.BLOCK_SIZE
     L: tl.constexpr = form.L
     token = unit * CACHE_TOKENS + tl.arange(0, CACHE_TOKENS)[:, None]
-    inside = token < tokens
-    slot = tl.load(slot_ptr + token, mask=inside, other=-1)
-    angles = _angles(cos_sin_ptr, position_ptr, token, inside, slot, cos_sin_stride, form.ROPE)
+    inside = token < given.tokens
+    slot = tl.load(given.slot + token, mask=inside, other=-1)
+    angles = _angles(given, token, slot, form.ROPE)
     valid = slot >= 0
-    inverse = inverse_of(k_scale_ptr, K_LIMIT)
+    inverse = inverse_of(given.k_scale, K_LIMIT)
     cols = tl.arange(0, form.L_PAD)[None, :]
-    latent = tl.load(kv_c_ptr + token * kv_c_row + cols, mask=inside & (cols < L), other=0.0)
+    wanted = inside & (cols < L)
+    latent = tl.load(given.kv_c + token * given.kv_c_row + cols, mask=wanted, other=0.0)
     slot = tl.where(valid, slot, 0)
-    row = (slot // BLOCK_SIZE) * cache_block + (slot % BLOCK_SIZE) * cache_entry
-    latent = cast(latent.to(tl.float32), inverse, cache_ptr.dtype.element_ty, K_LIMIT)
-    tl.store(cache_ptr + row + cols, latent, mask=valid & (cols < L))
+    row = slot // BLOCK_SIZE * given.cache_block + slot % BLOCK_SIZE * given.cache_entry
+    latent = cast(latent.to(tl.float32), inverse, given.cache.dtype.element_ty, K_LIMIT)
+    tl.store(given.cache + row + cols, latent, mask=valid & (cols < L))
     _rope_rows(
-        k_pe_ptr + token * k_pe_row, cache_ptr + row + L, inside, angles, valid, inverse, 1.0,
-        form, K_LIMIT, False, False,
+        given.k_pe + token * given.k_pe_row, given.cache + row + L, inside, angles, valid, inverse,
+        1.0, form, K_LIMIT, False, False,
     )  # fmt: skip
 
 
 @triton.jit
-def rotated_rows(
-    q_ptr, out_ptr, slot_ptr, position_ptr, cos_sin_ptr, q_scale_ptr, factor_ptr,
-    unit, tokens, heads, q_row, q_head, cos_sin_stride, form: tl.constexpr, Q_LIMIT: tl.constexpr,
-):  # fmt: skip
+def rotated_rows(given, unit, form: tl.constexpr, Q_LIMIT: tl.constexpr):
     """RoPE of ROPE_ROWS rows of q_pe [tokens * heads, R]. Returns their numbers, which are inside
     of the batch, their slots, and 1 / scale.
 
@@ -119,37 +107,28 @@ def rotated_rows(
     WIDTH: tl.constexpr = form.L + form.R
     row = unit * ROPE_ROWS + tl.arange(0, ROPE_ROWS)[:, None]
     TOKENS: tl.constexpr = 1 if form.ONE_TOKEN else ROPE_ROWS
-    token = (unit * ROPE_ROWS + tl.arange(0, TOKENS)[:, None]) // heads
-    inside = token < tokens
-    slot = query_slots(slot_ptr, token, inside, form.ALL_ROWS)
-    angles = _angles(cos_sin_ptr, position_ptr, token, inside, slot, cos_sin_stride, form.ROPE)
-    valid = slot >= 0
-    inverse = inverse_of(q_scale_ptr, Q_LIMIT)
+    token = (unit * ROPE_ROWS + tl.arange(0, TOKENS)[:, None]) // given.heads
+    inside = token < given.tokens
+    slot = query_slots(given, token, form.ALL_ROWS)
+    angles = _angles(given, token, slot, form.ROPE)
+    inverse = inverse_of(given.q_scale, Q_LIMIT)
+    q = given.q + token * given.q_row + (row % given.heads) * given.q_head + form.P
     _rope_rows(
-        q_ptr + token * q_row + (row % heads) * q_head + form.P, out_ptr + row * WIDTH + form.L,
-        inside, angles, valid, inverse, factors_of(factor_ptr, token, inside),
-        form, Q_LIMIT, factor_ptr is not None, True,
+        q, given.out + row * WIDTH + form.L, inside, angles, slot >= 0, inverse,
+        factors_of(given, token), form, Q_LIMIT, given.factor is not None, True,
     )  # fmt: skip
     return row, inside, slot, inverse
 
 
 @triton.jit
-def query_rows(
-    q_ptr, out_ptr, slot_ptr, position_ptr, cos_sin_ptr, q_scale_ptr, factor_ptr,
-    unit, tokens, heads, q_row, q_head, cos_sin_stride, form: tl.constexpr, Q_LIMIT: tl.constexpr,
-):  # fmt: skip
+def query_rows(given, unit, form: tl.constexpr, Q_LIMIT: tl.constexpr):
     """`rotated_rows`, and zeros in the latent part of those that are padding."""
-    row, inside, slot, _ = rotated_rows(
-        q_ptr, out_ptr, slot_ptr, position_ptr, cos_sin_ptr, q_scale_ptr, factor_ptr,
-        unit, tokens, heads, q_row, q_head, cos_sin_stride, form, Q_LIMIT,
-    )  # fmt: skip
-    ROPE_ROWS: tl.constexpr = form.plan.rope_rows
-    L_PAD: tl.constexpr = form.L_PAD
-    cols = tl.arange(0, L_PAD)[None, :]
-    out = out_ptr + row * (form.L + form.R) + cols
+    row, inside, slot, _ = rotated_rows(given, unit, form, Q_LIMIT)
+    cols = tl.arange(0, form.L_PAD)[None, :]
+    out = given.out + row * (form.L + form.R) + cols
     # The product does not store padded rows: a mask on its stores is cheaper than a select for
     # each element.
     padded = inside & (slot < 0)
     if tl.max(tl.reshape(padded.to(tl.int32), (padded.shape[0],)), axis=0) > 0:
-        zero = tl.zeros((ROPE_ROWS, L_PAD), tl.float32).to(out_ptr.dtype.element_ty)
+        zero = tl.zeros(out.shape, tl.float32).to(given.out.dtype.element_ty)
         tl.store(out, zero, mask=padded & (cols < form.L))

@@ -130,6 +130,9 @@ BROKEN = {
     "an odd latent": (narrow(508, H, 16), "k_pe must be of even width beside a latent of 8 n"),
     "32-bit offsets": (FEW | {"q": huge}, "q must be small enough for 32-bit offsets"),
     "few heads": (FEW, ""),
+    "few factors": ({"q_factor": lambda a: torch.ones(T - 1)}, "q_factor must be as long as q"),
+    # A token of another rank has the slot -1, and needs its query here.
+    "other ranks": ({"context_parallel": lambda a: True}, "slot is -1: use the triton provider"),
     **{f"{name} not aligned": ({name: lambda a, name=name: shifted(a[name])}, ALIGNED)
        for name in ("q", "kv_c", "k_pe", "kv_cache", "q_out")},
     "rotated parts not aligned": (

@@ -84,20 +84,6 @@ def test_a_scaled_query(double, cache, query):
         assert 0 < off.max() < 4 * 2.0**-9 * largest
 
 
-@pytest.mark.parametrize(
-    "more, words",
-    [
-        ({"q_factor": torch.ones(calls.T - 1)}, "q_factor must be as long as q"),
-        # A token of another rank has the slot -1, and needs its query here.
-        ({"context_parallel": True}, "whose slot is -1: use the triton provider"),
-    ],
-)
-def test_other_arguments_are_refused(double, more, words):
-    with pytest.raises(ValueError, match=words):
-        provider.fused_mla_decode_prep(Inputs(**calls.provider(), is_neox=False, **more))
-    assert not double.calls(FUSED)
-
-
 def test_a_padded_row_is_left_alone_by_aiter_and_zeroed_by_the_provider(double):
     good = calls.fused(calls.provider())
     getattr(sys.modules["aiter"], FUSED)(**good)

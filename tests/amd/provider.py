@@ -74,6 +74,15 @@ def compared(wrong, *tensors):
     tally.add("AMD machine code", bytes_compared=compared)
 
 
+def judged(bench, target, settings=None):
+    """Execute the step of a `selftest` bench, which is filled, and judge it; its launches."""
+    with machine(target, settings) as launches:
+        bench.step()
+    outcome = bench.judged(target)
+    compared("" if outcome.right else outcome, *bench.results())
+    return launches
+
+
 @contextlib.contextmanager
 def launched(target, run=lambda given: None):
     """Within it, what the library launches is compiled for `target` and given to `run`; yields the

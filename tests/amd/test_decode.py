@@ -8,7 +8,7 @@ from tests.amd import decode
 from tests.amd.execute import Settings
 
 # Both types, sequences of several tiles, and several row blocks.
-SOME = ("ragged", "128 heads", "tiles")
+SOME = ("ragged", "128 heads", "fp8 drafts")
 PORTABLE = ("fp8 cache",)
 pytestmark = pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 

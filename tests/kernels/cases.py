@@ -4,7 +4,6 @@ import functools
 
 import torch
 
-from mla_fusion.cli.bench.kit import POISON
 from mla_fusion.cli.bench.region_cases import Call as Call
 from mla_fusion.cli.bench.region_cases import Case as Case
 from mla_fusion.cli.bench.region_cases import build as build
@@ -35,17 +34,3 @@ def check_against_reference(module, call, **extra):
     assert different_bytes(got_cache, want_cache) == 0
     if not call.inputs.context_parallel:
         assert not got.view(torch.uint8)[call.inputs.slot_mapping < 0].any()
-
-
-def stray_bytes(storage: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> int:
-    """How many bytes of `storage` were written that no slot addresses.
-
-    storage is flat uint8, filled with `POISON` before; `cache` [blocks, block_size, width], of a
-    type of one byte, has the strides of the view of it that was written; negative slots address
-    nothing.
-    """
-    allowed = torch.zeros_like(storage, dtype=torch.bool)
-    slots = slots[slots >= 0]
-    view = allowed.as_strided(cache.shape, cache.stride())
-    view[slots // cache.shape[1], slots % cache.shape[1]] = True
-    return int((storage[~allowed] != POISON).sum())

@@ -19,26 +19,18 @@ from mla_fusion.attention.triton import decode_kernel, epilogue, epilogue_kernel
 from mla_fusion.kernels import dispatch, triton_kernels
 from mla_fusion.kernels import triton as provider
 from mla_fusion.kernels.dispatch import Widths
+from tests.attention import test_epilogue_compiled as epilogues
+from tests.attention import without_memory
 from tests.attention.decodes import BF16, FP32, plan_for
-from tests.attention.test_epilogue_compiled import (
-    CHOSEN,
-    CHOSEN_OF_32,
-    ONE_ROW,
-    ROWS,
-    WHOLE,
-    inputs,
-)
-from tests.attention.test_epilogue_compiled import arguments as epilogue_arguments
-from tests.attention.without_memory import arguments as decode_arguments
-from tests.attention.without_memory import inputs as decode_inputs
 from tests.attention.without_memory import meta
 from tests.kernels.compiled import AMD, FP8, LDS, NVIDIA, TARGETS, as_on, compile_report
 from tests.kernels.test_compiled import arguments
 
 LAYOUTS = {"V3.2": FP8_DS_MLA, "V4": FP8_DS_MLA_V4}
 SHAPES = {
-    "one row": ONE_ROW, "rows": ROWS, "most rows": epilogue.Shape(16, 128, 2, 1, 8),
-    "whole": WHOLE, "chosen": CHOSEN, "of 32": CHOSEN_OF_32,
+    "one row": epilogues.ONE_ROW, "rows": epilogues.ROWS, "whole": epilogues.WHOLE,
+    "most rows": epilogue.Shape(16, 128, 2, 1, 8), "chosen": epilogues.CHOSEN,
+    "of 32": epilogues.CHOSEN_OF_32,
     "of groups": epilogue.choose(1, 16, 512, 128, "group"),
 }  # fmt: skip
 
@@ -61,13 +53,13 @@ def decode(target, dtype, heads, latent=512, rope=64, layout=None, **options):
         options |= {"layout": layout, "kv_dtype": dtype, "sparse": True}
         dtype = BF16
     options["widths"] = latent, rope
-    given = decode_arguments(target, decode_kernel, heads, dtype, **options)
+    given = without_memory.arguments(target, decode_kernel, heads, dtype, **options)
     return decode_kernel.kernel, *given
 
 
 def reduction(target, dtype, heads, tiles):
     """The reduction of so many tiles."""
-    given = decode_inputs(heads, BF16)
+    given = without_memory.inputs(heads, BF16)
     given.plan.step = Step(tiles // given.plan.fold, tiles, 1)
     with as_on(target):
         _, *given = reduce_kernel.arguments(given)
@@ -76,13 +68,13 @@ def reduction(target, dtype, heads, tiles):
 
 def behind(target, dtype, shape, quantization="none", dense="latent"):
     """What follows a decode, in one kernel."""
-    given = epilogue_arguments(target, 16, SHAPES[shape], quantization=quantization, dense=dense)
+    given = epilogues.arguments(target, 16, SHAPES[shape], quantization=quantization, dense=dense)
     return epilogue_kernel.epilogue_kernel, *given
 
 
 def quantized(target, dtype, quantization):
     """The quantization alone."""
-    given = inputs(target, 16, quantization=quantization).epilogue
+    given = epilogues.inputs(target, 16, quantization=quantization).epilogue
     return epilogue_kernel.quantize_kernel, *epilogue.quantize_arguments(meta(8, 2048), given)
 
 

@@ -11,7 +11,7 @@ import triton.language as tl
 from mla_fusion.kernels import triton as provider
 from mla_fusion.kernels.dispatch import Plan
 from mla_fusion.kernels.inputs import Inputs
-from mla_fusion.kernels.triton_cast import cast
+from mla_fusion.kernels.triton_cast import Given, cast
 from mla_fusion.kernels.triton_rows import cache_rows, rotated_rows
 
 
@@ -19,24 +19,21 @@ from mla_fusion.kernels.triton_rows import cache_rows, rotated_rows
 def rest_kernel(
     latent_ptr, q_ptr, kv_c_ptr, k_pe_ptr, cache_ptr, slot_ptr, position_ptr, cos_sin_ptr,
     k_scale_ptr, q_scale_ptr, out_ptr,
-    tokens, heads, q_row, q_head, kv_c_row, k_pe_row, cache_block, cache_entry, cos_sin_stride,
+    tokens, heads, q_row, q_head, kv_c_row, k_pe_row, cache_block, cache_entry, cos_sin_row,
     FORM: tl.constexpr, Q_LIMIT: tl.constexpr, K_LIMIT: tl.constexpr,
 ):  # fmt: skip
     """Cache rows, rotated rows, and with Q_LIMIT not 0 the casts of `latent_ptr` [T, H, L]."""
+    given = Given(
+        q_ptr, None, kv_c_ptr, k_pe_ptr, cache_ptr, slot_ptr, position_ptr, cos_sin_ptr,
+        k_scale_ptr, q_scale_ptr, None, out_ptr, tokens, heads, q_row, q_head, 0, 0, 0, kv_c_row,
+        k_pe_row, cache_block, cache_entry, cos_sin_row,
+    )  # fmt: skip
     unit = tl.program_id(0)
     cache_programs = tl.cdiv(tokens, FORM.plan.cache_tokens)
     if unit < cache_programs:
-        cache_rows(
-            kv_c_ptr, k_pe_ptr, cache_ptr, slot_ptr, position_ptr, cos_sin_ptr, k_scale_ptr,
-            unit, tokens, kv_c_row, k_pe_row, cache_block, cache_entry, cos_sin_stride,
-            FORM, K_LIMIT,
-        )  # fmt: skip
+        cache_rows(given, unit, FORM, K_LIMIT)
     else:
-        row, inside, slot, inverse = rotated_rows(
-            q_ptr, out_ptr, slot_ptr, position_ptr, cos_sin_ptr, q_scale_ptr, None,
-            unit - cache_programs, tokens, heads, q_row, q_head, cos_sin_stride,
-            FORM, Q_LIMIT,
-        )  # fmt: skip
+        row, inside, slot, inverse = rotated_rows(given, unit - cache_programs, FORM, Q_LIMIT)
         if Q_LIMIT != 0:
             cols = tl.arange(0, FORM.L_PAD)[None, :]
             stored = inside & (slot >= 0) & (cols < FORM.L)
