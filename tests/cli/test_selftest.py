@@ -45,7 +45,7 @@ def on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(kernels, "checks", lambda: dict.fromkeys(ENDS))
     monkeypatch.setattr(watch, "CHILD", made)
-    monkeypatch.setattr(command, "SILENCE", 2.0)
+    monkeypatch.setattr(watch, "SILENCE", 2.0)
 
 
 def test_each_kernel_has_its_verdict(on_a_gpu, tmp_path, capsys):
@@ -84,7 +84,7 @@ ENDLESS = (
 def test_a_child_ends_with_a_command_that_is_killed():
     source = (
         "import sys; from mla_fusion.cli.selftest import watch; "
-        f"watch.CHILD = sys.executable, '-c', {ENDLESS!r}; print(*watch.run_all(['one'], 1, 600))"
+        f"watch.CHILD = sys.executable, '-c', {ENDLESS!r}; watch.watch('one', False, print)"
     )
     command, child = subprocess.Popen([sys.executable, "-c", source]), []
     while not (child and session(int(child[0]))):

@@ -26,8 +26,8 @@ from mla_fusion.cli.bench.decode_peers import Candidate, Case
 from mla_fusion.cli.bench.kit import environment
 from mla_fusion.cli.calibrate.tables import tables, text
 from mla_fusion.cli.check import model_config, shrink
-from mla_fusion.cli.selftest.command import run_checks
 from mla_fusion.cli.selftest.kernels import checks
+from mla_fusion.cli.selftest.watch import run_checks
 from mla_fusion.config import vllm_compat
 from mla_fusion.runtime import measured
 
