@@ -136,8 +136,6 @@ def make_cache(case: Case, size: int, page: int = PAGE) -> torch.Tensor:
     if case.layout is None:
         return torch.randn(size, case.width, device=DEVICE, dtype=BF16).view(-1, PAGE, case.width)
     parts = [byte_pages(case.layout, min(CHUNK, size - n), page) for n in range(0, size, CHUNK)]
-    if len(parts) == 1:
-        return parts[0]
     # Parts are whole blocks; what lies between blocks is copied with them.
     step = parts[0].stride(0)
     flat = torch.cat([part.as_strided((len(part), step), (step, 1)) for part in parts])
@@ -278,7 +276,7 @@ def fa3(inputs: Inputs) -> tuple[Call, torch.Tensor]:
 
     case = inputs.case
     starts = torch.arange(case.tokens + 1, dtype=torch.int32, device=DEVICE)
-    counts = torch.full((case.tokens,), case.topk, dtype=torch.int32, device=DEVICE)
+    counts = torch.full_like(starts[1:], case.topk)
     latent, rope = (part.contiguous() for part in inputs.q.split([LATENT, WIDE], dim=-1))
     out = torch.empty(case.tokens, case.heads, LATENT, device=DEVICE, dtype=BF16)
 
