@@ -117,7 +117,7 @@ def test_without_a_device_it_says_so_before_torch_is_imported(words):
 
 def test_time_ends_it_between_numbers_of_sequences(monkeypatch):
     """A number of sequences that has begun gets all its contexts."""
-    clock = iter([0.0, *(100.0 * n for n in range(9))])
+    clock = iter([0.0, *(150.0 * n for n in range(9))])
     monkeypatch.setattr(measure.time, "monotonic", lambda: next(clock))
     cases = [peers.Case(b, n, 16, peers.BF16) for b in (1, 4, 16) for n in (1, 2, 3)]
     done = [(case.batch, case.context) for case in measure.paced(cases)]

@@ -1,6 +1,7 @@
 """`mla-fusion selftest` without its kernels: processes that end well, badly or never, no GPU."""
 
 import json
+import math
 import subprocess
 import sys
 import time
@@ -57,7 +58,7 @@ def test_each_kernel_has_its_verdict(on_a_gpu, tmp_path, capsys):
         found = rows[kernel]["wrong"]
         assert rows[kernel]["verdict"] == verdict
         assert found.startswith(wrong) and bool(found) == bool(wrong)
-    assert stored["gpu"] == "a GPU"
+    assert stored["gpu"] == "a GPU" and math.isnan(rows["nan"]["error"])
     said = capsys.readouterr().out
     assert "1 kernels right, 4 WRONG" in said and "cannot run no such GPU" in said
 
