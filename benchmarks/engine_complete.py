@@ -2,22 +2,19 @@
 
 All engines of a model and a cache type start side by side and keep their requests; at each point
 (batch and context) five rounds measure every arm once, in rotated order, while the others wait.
-If weights of their own do not fit, they share one copy by CUDA IPC (`engine_model.share`). A point
-whose KV caches do not fit is left out, with a printed line. --layers takes fewer layers of a model:
-its engines start sooner, and caches of larger points fit.
+Weights that do not fit are one copy, shared by CUDA IPC (`engine_model.share`). A point whose KV
+caches do not fit is left out, with a line. With --layers engines start sooner, and more points fit.
 
-The noise: DeepSeek-V2-Lite has a second `default` engine, `default2`; its change against `default`
-is what equal engines differ by. The other models have no memory for it: their noise is the spread
-of the rounds. `--arms` may also name two unfused arms: `stored`, which is `cat` with the setting of
-Inductor that comes with the flag (docs/flags.md), and `native`. With block-fp8 weights `native`
-alone is a measure (see engine.py).
+The noise: DeepSeek-V2-Lite has a second `default` engine, `default2`; the other models have no
+memory for it, and their noise is the spread of the rounds. `--arms` may also name two unfused arms:
+`stored`, which is `cat` with the setting of Inductor that comes with the flag (docs/flags.md), and
+`native`, which with block-fp8 weights alone is a measure (see engine.py).
 
 Rows: the median, least and most of the rounds, each the median of 20 steps on the GPU (the CUDA
-graph of the forward pass, or the whole step of a prefill, batch 0) and their mean by the clock, in
-microseconds; changes of the median are percent of `default`'s. With --tp the graphs are in other
-processes, so only the clock is read. With --drafts N a step has N drafts of MTP, and its GPU time
-is that of the whole step. Every arm also continues 12 prompts greedily, and the verdict of
-`engine_compare` on these tokens is in its rows.
+graph of the forward pass, or the whole step of a prefill, batch 0, or with drafts of MTP) and their
+mean by the clock, in microseconds; changes of the median are percent of `default`'s. With --tp the
+graphs are in other processes, so only the clock is read. Every arm also continues 12 prompts
+greedily, and the verdict of `engine_compare` on these tokens is in its rows.
 """
 
 from __future__ import annotations
@@ -62,6 +59,11 @@ class Model:
     gigabytes: float
     arms: tuple[str, ...] = ARMS
 
+    def cut(self, most: int) -> Model:
+        """The model with at most so many layers; all of its own if 0."""
+        layers = min(self.layers, most or self.layers)
+        return Model(layers, self.gigabytes * layers / self.layers, self.arms)
+
 
 MODELS = {
     "deepseek-v2-lite": Model(27, 31.5, (*ARMS, "default2")),
@@ -82,18 +84,10 @@ def complete(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
         for cache in ("fp8", "auto"):
             title = f"{name} {'bf16' if cache == 'auto' else cache}"
             if any(part in title for part in args.only.split(",")):
-                new, right = measured(title, name, fewer(model, args.layers), cache, args, end)
+                new, right = measured(title, name, model.cut(args.layers), cache, args, end)
                 rows += new
                 wrong += not right
     return rows, wrong
-
-
-def fewer(model: Model, layers: int) -> Model:
-    """The model with at most so many layers; all of its own if 0."""
-    if not 0 < layers < model.layers:
-        return model
-    part = layers / model.layers
-    return dataclasses.replace(model, layers=layers, gigabytes=model.gigabytes * part)
 
 
 def measured(

@@ -23,16 +23,13 @@ import json
 import pickle
 import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
 from mla_fusion import config
 from mla_fusion.cli.demo import tiny_models
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 SCALE = 0.06
 SPREAD = 3.0
@@ -48,28 +45,19 @@ PEAK = {2048: 0.28, 7168: 0.21}
 
 # Options of engines with the fusion: `auto` is what the flag alone does; `planted` has an error.
 OPTIONS: dict[str, dict[str, str]] = {
-    "fused": {"attention": "vllm"},
-    "portable": {"attention": "portable"},
-    "auto": {},
+    "fused": {"attention": "vllm"}, "portable": {"attention": "portable"}, "auto": {},
     "planted": {"attention": "vllm"},
-}
-
+}  # fmt: skip
 # Attention backends that arms ask for; else vLLM chooses.
 BACKENDS = {"other": "FLASHMLA_SPARSE", "custom": "CUSTOM", "ours": "CUSTOM", "shifted": "CUSTOM"}
 
 _CONFIGS = Path(__file__).parent.parent / "tests" / "configs"
 _SIZES = {
-    "hidden_size": 7168,
-    "intermediate_size": 2304,
-    "moe_intermediate_size": 256,
-    "routed_scaling_factor": 2.5,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "num_nextn_predict_layers": 1,
+    "hidden_size": 7168, "intermediate_size": 2304, "moe_intermediate_size": 256,
+    "routed_scaling_factor": 2.5, "num_attention_heads": 16, "num_key_value_heads": 16,
+    "num_nextn_predict_layers": 1, "vocab_size": 4096, "max_position_embeddings": 16384,
     "first_k_dense_replace": 1000,  # every layer dense, the drafter's too
-    "vocab_size": 4096,
-    "max_position_embeddings": 16384,
-}
+}  # fmt: skip
 _V2 = {**tiny_models.MODELS["deepseek-v2-shaped"], **_SIZES}
 _V3 = {**tiny_models.MODELS["deepseek-v3-shaped"], **_SIZES, "q_lora_rank": 1536}
 _YARN = _V3["rope_scaling"]
@@ -88,9 +76,7 @@ def _checkpoint(name: str) -> dict[str, Any]:
 MODELS: dict[str, dict[str, Any]] = {
     # The attention of DeepSeek-V2-Lite
     "v2-lite": {
-        **_V2,
-        "hidden_size": 2048,
-        "scoring_func": "sigmoid",
+        **_V2, "hidden_size": 2048, "scoring_func": "sigmoid",
         "rope_scaling": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
     },
     # DeepSeek-R1, one rank of tensor parallel 8
@@ -199,34 +185,25 @@ def share(model: torch.nn.Module, file: BinaryIO) -> None:
     Raises:
         RuntimeError: a weight differs from the one it would be replaced by.
     """
+    large = {n: w for n, w in model.named_parameters() if w.nbytes >= SMALLEST}
     file.seek(0)
     if not (written := file.read()):
         torch.cuda.synchronize()
-        pickle.dump({name: reduce_tensor(weight.data) for name, weight in large(model)}, file)
+        pickle.dump({name: reduce_tensor(weight.data) for name, weight in large.items()}, file)
         return
     handles = pickle.loads(written)
-    for name, weight in large(model):
+    for name, weight in large.items():
         rebuild, arguments = handles[name]
         first = rebuild(*arguments)
-        if not equal(weight.data, first):
+        # torch compares no fp8.
+        dtype = torch.uint8 if weight.dtype.itemsize == 1 else weight.dtype
+        if not torch.equal(weight.data.view(dtype), first.view(dtype)):
             raise RuntimeError(
                 f"weight {name} differs between two arms, so they cannot share it: vLLM processed "
                 "it in two ways. Run these arms with --arms one at a time beside `default`"
             )
         weight.data = first
     torch.cuda.empty_cache()
-
-
-def large(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """The weights worth sharing, by name."""
-    return ((n, w) for n, w in model.named_parameters() if w.nbytes >= SMALLEST)
-
-
-def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether all bits are equal; torch compares no fp8."""
-    if a.dtype.itemsize == 1:
-        a, b = a.view(torch.uint8), b.view(torch.uint8)
-    return torch.equal(a, b)
 
 
 def arguments(job: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -259,12 +236,8 @@ def _configs(job: dict[str, Any]) -> dict[str, Any]:
     """Compilation, plugin and speculation as the job asks for."""
     # vLLM's fused all-reduce needs NVLink multicast, which a machine may not have.
     passes: dict[str, Any] = {} if job["tp"] == 1 else {"fuse_allreduce_rms": False}
-    compilation: dict[str, Any] = {
-        "mode": job["mode"],
-        "cudagraph_mode": job["cudagraph_mode"],
-        "cudagraph_capture_sizes": job["capture"],
-        "pass_config": passes,
-    }
+    compilation = {name: job[name] for name in ("mode", "cudagraph_mode")}
+    compilation |= {"cudagraph_capture_sizes": job["capture"], "pass_config": passes}
     configs: dict[str, Any] = {"compilation_config": compilation}
     # vLLM's own fusion (#40392) does not match FlashInfer's op: `cat` would equal `default`.
     if job["rope"] == "custom" and job["arm"] not in ("cat", "stored"):
@@ -283,9 +256,6 @@ def _configs(job: dict[str, Any]) -> dict[str, Any]:
         configs["attention_backend"] = BACKENDS[job["arm"]]
     if job["drafts"]:
         lookup = {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
-        configs["speculative_config"] = {
-            "method": job["drafter"],
-            "num_speculative_tokens": job["drafts"],
-            **(lookup if job["drafter"] == "ngram" else {}),
-        }
+        drafter = {"method": job["drafter"], "num_speculative_tokens": job["drafts"]}
+        configs["speculative_config"] = drafter | (lookup if job["drafter"] == "ngram" else {})
     return configs

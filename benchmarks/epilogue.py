@@ -27,8 +27,8 @@ from mla_fusion.attention.triton import epilogue as epilogues
 from mla_fusion.attention.triton import epilogue_kernel
 from mla_fusion.attention.triton.epilogue import Shape
 from mla_fusion.cli.bench import epilogue as bench_epilogue
+from mla_fusion.cli.bench import kit
 from mla_fusion.cli.bench.epilogue import LATENT, SEPARATE, Case
-from mla_fusion.cli.bench.kit import environment
 
 PROGRAMS = 32, 528  # fewest and most of a launch that is worth a measurement
 
@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1e9, help="start no shape after these")
     parser.add_argument("--commit", default="", help="commit, where git does not know it")
     options = parser.parse_args()
-    start, facts = time.monotonic(), environment(options.commit, "benchmarks/epilogue.py")
+    start, facts = time.monotonic(), kit.environment(options.commit, "benchmarks/epilogue.py")
     print(facts, flush=True)
     torch.manual_seed(0)
     torch.set_default_device("cuda")
@@ -131,10 +131,12 @@ def main() -> None:
     compile_all(cases, options.whole)
     print(f"compiled after {time.monotonic() - start:.0f} s", flush=True)
     in_time = itertools.takewhile(lambda _: time.monotonic() - start < options.seconds, cases)
-    rows = bench_epilogue.table(
-        options.csv, facts, in_time,
-        lambda case: bench_epilogue.candidates(case, tuned(case, options.whole)), options.rounds,
-    )  # fmt: skip
+
+    def measured(case: Case) -> list[dict]:
+        found = bench_epilogue.candidates(case, tuned(case, options.whole))
+        return bench_epilogue.measure(case, found, options.rounds)
+
+    rows = kit.table(options.csv, facts, bench_epilogue.RESULT, in_time, measured)
     bench_epilogue.summary(rows)
     advise(rows)
     print(f"{len(rows)} rows after {time.monotonic() - start:.0f} s")

@@ -108,15 +108,15 @@ def region_table(rows: list[Row]) -> list[str]:
 def complete_table(rows: list[Row], clock: str = "gpu", arms: tuple[str, ...] = ARMS) -> list[str]:
     """Time of a step of whole models by a clock, by batch: vLLM's default, and in brackets the
     change of each of `arms` against it, in percent."""
-    rows = [r for r in rows if int(r["batch"])]  # not the prefill
-    batches = sorted({int(r["batch"]) for r in rows})
-    head = ["model, vLLM, KV cache, context", *(f"batch {batch}" for batch in batches)]
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     points: dict[tuple[str, ...], dict[tuple[int, str], Row]] = {}
     for r in rows:
-        cache = "bf16" if r["cache"] == "auto" else r["cache"]
-        point = r["model"], r["vllm"], cache, r["context"]
-        points.setdefault(point, {})[int(r["batch"]), r["arm"]] = r
+        if int(r["batch"]):  # not the prefill
+            cache = "bf16" if r["cache"] == "auto" else r["cache"]
+            point = r["model"], r["vllm"], cache, r["context"]
+            points.setdefault(point, {})[int(r["batch"]), r["arm"]] = r
+    batches = sorted({batch for measured in points.values() for batch, _ in measured})
+    head = ["model, vLLM, KV cache, context", *(f"batch {batch}" for batch in batches)]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for point, measured in points.items():
         cells = [", ".join(point)]
         for batch in batches:

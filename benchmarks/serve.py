@@ -100,16 +100,11 @@ def serve(arm: str) -> Server:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    here = str(Path(__file__).parent)
-    environment = {
-        **os.environ,
-        # A graph from a cache would not meet the passes.
-        "VLLM_CACHE_ROOT": str(folder / "cache"),
-        "VLLM_DISABLE_COMPILE_CACHE": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), here))),
-    }
+    paths = os.environ.get("PYTHONPATH"), str(Path(__file__).parent)
+    # A graph from a cache would not meet the passes.
+    environment = os.environ | {"VLLM_CACHE_ROOT": f"{folder}/cache", "HF_HUB_OFFLINE": "1"}
+    environment |= {"VLLM_DISABLE_COMPILE_CACHE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags(arguments)]
     with (folder / "log").open("wb") as log:
         # `-m` puts the folder it runs in first: a checkout there hides the installed package.

@@ -41,10 +41,11 @@ CASE = ["tokens", "heads", "topk", "context", "cache"]
 RESULT = ["candidate", "vllm_default", *TIMES, "gbps", "share", "tflops", "error"]
 
 
-def error(inputs: Inputs, out: torch.Tensor) -> float:
+def error(inputs: Inputs) -> float:
     """Relative distance of a few tokens' outputs on the last cache; NaN stays NaN."""
-    tokens = torch.linspace(0, len(out) - 1, min(CHECKED, len(out))).long()
-    return distance(out[tokens], exact(inputs, tokens))
+    count = len(inputs.out)
+    tokens = torch.linspace(0, count - 1, min(CHECKED, count)).long()
+    return distance(inputs.out[tokens], exact(inputs, tokens))
 
 
 def measure(case: Case, rounds: int, copy_gbps: float) -> list[dict]:
@@ -52,11 +53,11 @@ def measure(case: Case, rounds: int, copy_gbps: float) -> list[dict]:
     inputs, candidates = make(case), CANDIDATES[case.cache]
 
     def prepare(name: str) -> tuple[torch.cuda.CUDAGraph, float, object]:
-        call, out = candidates[name](inputs)
-        out.fill_(torch.nan)
+        call = candidates[name](inputs)
+        inputs.out.fill_(torch.nan)
         call(-1)  # the last cache, and the sign for vLLM's kernels to keep their result
-        off = error(inputs, out)
-        return capture_calls(call, len(inputs.scopes)), off, (call, out)
+        off = error(inputs)
+        return capture_calls(call, len(inputs.scopes)), off, call
 
     default, rows = vllm_default(case), []
     for name, off, samples in kit.compare(candidates, prepare, len(inputs.scopes), rounds):

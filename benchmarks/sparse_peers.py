@@ -1,6 +1,7 @@
 """Shapes of the sparse decode for `sparse.py`, their inputs, and who computes them.
 
-A candidate is a function of `Inputs` that returns a call and the tensor it writes.
+A candidate is a function of `Inputs` that returns a call; that of the last cache, with -1, writes
+`Inputs.out`.
 """
 
 from __future__ import annotations
@@ -111,12 +112,14 @@ class Case:
 
 @dataclasses.dataclass
 class Inputs:
-    """Query [T, H, width], sink [H] or None, and for each call of a graph its scopes."""
+    """Query [T, H, width], sink [H] or None, for each call of a graph its scopes, and the output
+    [T, H, L]."""
 
     case: Case
     q: torch.Tensor
     sink: torch.Tensor | None
     scopes: list[list[Scope]]
+    out: torch.Tensor
 
 
 def byte_pages(layout: CacheLayout, count: int, page: int) -> torch.Tensor:
@@ -136,8 +139,6 @@ def make_cache(case: Case, size: int, page: int = PAGE) -> torch.Tensor:
     if case.layout is None:
         return torch.randn(size, case.width, device=DEVICE, dtype=BF16).view(-1, PAGE, case.width)
     parts = [byte_pages(case.layout, min(CHUNK, size - n), page) for n in range(0, size, CHUNK)]
-    if len(parts) == 1:
-        return parts[0]
     # Parts are whole blocks; what lies between blocks is copied with them.
     step = parts[0].stride(0)
     flat = torch.cat([part.as_strided((len(part), step), (step, 1)) for part in parts])
@@ -170,7 +171,7 @@ def make(case: Case) -> Inputs:
     # A sink counts as much as the keys do: its absence must show.
     weight = math.log(sum(case.widths))
     sink = weight + torch.randn(case.heads, device=DEVICE) if case.has_window else None
-    return Inputs(case, q, sink, scopes)
+    return Inputs(case, q, sink, scopes, q.new_empty(case.tokens, case.heads, LATENT))
 
 
 def exact(inputs: Inputs, tokens: torch.Tensor) -> torch.Tensor:
@@ -189,7 +190,7 @@ def exact(inputs: Inputs, tokens: torch.Tensor) -> torch.Tensor:
     return torch.cat(rows)
 
 
-def ours(inputs: Inputs) -> tuple[Call, torch.Tensor]:
+def ours(inputs: Inputs) -> Call:
     """This library."""
     case = inputs.case
     scratch = sparse_scratch(
@@ -197,17 +198,17 @@ def ours(inputs: Inputs) -> tuple[Call, torch.Tensor]:
         kv_dtype=case.dtype, device=DEVICE, layout=case.layout,
     )  # fmt: skip
     scratch.refresh(case.tokens, [None] * len(case.widths))
-    out = torch.empty(case.tokens, case.heads, LATENT, device=DEVICE, dtype=BF16)
 
     def call(i: int) -> None:
         sparse_mla_decode(
-            inputs.q, inputs.scopes[i], scratch, softmax_scale=case.scale, sink=inputs.sink, out=out
-        )
+            inputs.q, inputs.scopes[i], scratch, softmax_scale=case.scale, sink=inputs.sink,
+            out=inputs.out,
+        )  # fmt: skip
 
-    return call, out
+    return call
 
 
-def flashmla(inputs: Inputs, together: bool) -> tuple[Call, torch.Tensor]:
+def flashmla(inputs: Inputs, together: bool) -> Call:
     """FlashMLA sparse, padded; the tokens as one sequence if `together`."""
     from vllm.v1.attention.ops import flashmla as ops
 
@@ -216,7 +217,6 @@ def flashmla(inputs: Inputs, together: bool) -> tuple[Call, torch.Tensor]:
     lens = torch.full((sequences,), case.context, dtype=torch.int32, device=DEVICE)
     table = torch.zeros(sequences, 1, dtype=torch.int32, device=DEVICE)
     schedule = ops.get_mla_metadata()[0]  # filled by the first call
-    out = torch.empty(case.tokens, case.heads, LATENT, device=DEVICE, dtype=BF16)
 
     def call(i: int) -> None:
         [scope] = inputs.scopes[i]
@@ -231,12 +231,12 @@ def flashmla(inputs: Inputs, together: bool) -> tuple[Call, torch.Tensor]:
             indices=scope.table.view(sequences, rows, case.topk), softmax_scale=case.scale,
         )  # fmt: skip
         if i < 0:
-            out.copy_(result[:, :, : case.heads].flatten(0, 1))
+            inputs.out.copy_(result[:, :, : case.heads].flatten(0, 1))
 
-    return call, out
+    return call
 
 
-def flashmla_v4(inputs: Inputs) -> tuple[Call, torch.Tensor]:
+def flashmla_v4(inputs: Inputs) -> Call:
     """FlashMLA sparse with a second scope and a sink, as vLLM's layers of DeepSeek-V4 call it.
 
     They keep query and output padded: the kernel in front writes the query so.
@@ -268,19 +268,20 @@ def flashmla_v4(inputs: Inputs) -> tuple[Call, torch.Tensor]:
             softmax_scale=case.scale, attn_sink=sink, out=out.unsqueeze(1),
             **extra,
         )  # fmt: skip
+        if i < 0:
+            inputs.out.copy_(out[:, : case.heads])
 
-    return call, out[:, : case.heads]
+    return call
 
 
-def fa3(inputs: Inputs) -> tuple[Call, torch.Tensor]:
+def fa3(inputs: Inputs) -> Call:
     """FlashAttention 3 with pages of one entry, as vLLM's FLASH_ATTN_MLA_SPARSE calls it."""
     from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
 
     case = inputs.case
     starts = torch.arange(case.tokens + 1, dtype=torch.int32, device=DEVICE)
-    counts = torch.full((case.tokens,), case.topk, dtype=torch.int32, device=DEVICE)
+    counts = torch.full_like(starts[1:], case.topk)
     latent, rope = (part.contiguous() for part in inputs.q.split([LATENT, WIDE], dim=-1))
-    out = torch.empty(case.tokens, case.heads, LATENT, device=DEVICE, dtype=BF16)
 
     def call(i: int) -> None:
         [scope] = inputs.scopes[i]
@@ -291,12 +292,12 @@ def fa3(inputs: Inputs) -> tuple[Call, torch.Tensor]:
             block_table=scope.table, softmax_scale=case.scale, causal=True, fa_version=3,
         )  # fmt: skip
         if i < 0:
-            out.copy_(result)
+            inputs.out.copy_(result)
 
-    return call, out
+    return call
 
 
-CANDIDATES: dict[str, dict[str, Callable[[Inputs], tuple[Call, torch.Tensor]]]] = {
+CANDIDATES: dict[str, dict[str, Callable[[Inputs], Call]]] = {
     "fp8_ds_mla": {
         "ours": ours,
         "flashmla": lambda inputs: flashmla(inputs, True),

@@ -15,6 +15,7 @@ from mla_fusion.cli.selftest.decode import Shape
 from tests.kernels import interpreter
 
 interpreter.install()
+DECODE = Shape(8, 1, 16, 64, 16, batch=3)
 
 
 @pytest.mark.parametrize("bug", ["(item.count - row", "(item.count - 2 - row"])
@@ -42,9 +43,16 @@ def test_a_launch_that_gives_another_output(monkeypatch):
         return [out, lse]
 
     monkeypatch.setattr(decode.Bench, "results", differing)
-    shape = Shape(8, 1, 16, 64, 16, batch=3)
-    found = next(decode.check("triton.decode_kernel", [shape], "cpu", 70, repeats=1))
+    found = next(decode.check("triton.decode_kernel", [DECODE], "cpu", 70, repeats=1))
     assert found.wrong == "two launches differ"
+
+
+def test_an_lse_that_is_off(monkeypatch):
+    merge = decode.provider.merge
+    off = lambda given: (merge(given), given.lse.add_(0.1))  # noqa: E731
+    monkeypatch.setattr(decode.provider, "merge", off)
+    found = next(decode.check("triton.decode_kernel", [DECODE], "cpu", 70, repeats=0))
+    assert found.wrong == "LSE off by 1.0e-01, bound 1e-05"
 
 
 @pytest.mark.parametrize("bug", [False, True])

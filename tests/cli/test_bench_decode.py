@@ -30,18 +30,17 @@ def right(inputs):
 
 
 def wrong(inputs):
-    call, out = peers.ours(inputs)
+    call = peers.ours(inputs)
 
     def off(i):
         call(i)
-        out.mul_(1.5)
+        inputs.out.mul_(1.5)
 
-    return off, out
+    return off
 
 
 def not_a_number(inputs):
-    _, out = peers.ours(inputs)
-    return lambda i: None, out  # leaves the NaN that was there
+    return lambda i: None  # leaves the NaN that was there
 
 
 def no_package(inputs):

@@ -23,9 +23,8 @@ def on_cpu(monkeypatch):
 def test_ours_is_what_float64_attention_gives(on_cpu, dtype, page):
     case = peers.Case(3, 100, 2, dtype, ragged=True, page=page, latent=32, rope=16)
     inputs = peers.make(case)
-    call, out = peers.ours(inputs)
-    call(0)
-    assert peers.error(inputs, out) <= peers.TOLERANCE
+    peers.ours(inputs)(0)
+    assert peers.error(inputs) <= peers.TOLERANCE
     scale = 0.5 if dtype == peers.FP8 else 1.0  # of query and cache
     for b, length in enumerate(case.lengths()):
         at = torch.arange(length)
@@ -33,10 +32,10 @@ def test_ours_is_what_float64_attention_gives(on_cpu, dtype, page):
         scores = inputs.q[b].double() * scale @ keys.T / 48**0.5
         want, _ = peers.exact(inputs, b)
         torch.testing.assert_close(want[0], scores.softmax(-1) @ keys[:, :32])
-    out[2, 1] *= 1.02
-    assert peers.error(inputs, out) > peers.TOLERANCE
-    out[2, 1, 0] = torch.nan
-    assert not peers.error(inputs, out) <= peers.TOLERANCE
+    inputs.out[2, 1] *= 1.02
+    assert peers.error(inputs) > peers.TOLERANCE
+    inputs.out[2, 1, 0] = torch.nan
+    assert not peers.error(inputs) <= peers.TOLERANCE
 
 
 @pytest.mark.parametrize("dtype", [peers.BF16, peers.FP8])
@@ -49,15 +48,15 @@ def test_behind_w_uv_the_product_is_checked(on_cpu, monkeypatch, dtype):
     assert [w.shape for w in inputs.w_uv] == [(2, 32, 24)] * 2 == [(2, 32, 24)] * len(inputs.caches)
     assert inputs.w_uv[0].stride() == (24 * 32, 1, 32)
     for build in (peers.ours, vllms):
-        graph, apart, (_, out) = peers.prepare(inputs, build)
-        assert apart <= peers.TOLERANCE and out.shape == (6, 2, 24)
+        graph, apart, _ = peers.prepare(inputs, build)
+        assert apart <= peers.TOLERANCE and inputs.out.shape == (6, 2, 24)
         graph(-1)
-        assert peers.error(inputs, out) == apart
+        assert peers.error(inputs) == apart
         graph(0)
-        assert peers.error(inputs, out) > peers.TOLERANCE
+        assert peers.error(inputs) > peers.TOLERANCE
         graph(-1)
         inputs.w_uv.reverse()
-        assert peers.error(inputs, out) > peers.TOLERANCE
+        assert peers.error(inputs) > peers.TOLERANCE
         inputs.w_uv.reverse()
 
 
@@ -97,12 +96,11 @@ def test_triton_mla_is_called_with_what_vllm_takes(on_cpu, monkeypatch, dtype):
     processors = SimpleNamespace(multi_processor_count=4)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: processors)
     inputs = peers.make(peers.Case(2, 40, 2, dtype, queries=2, page=16, latent=32, rope=16))
-    call, out = peers.triton_mla(inputs)
-    call(-1)
+    peers.triton_mla(inputs)(-1)
     [arguments] = given[:1]
     scale = 0.5 if dtype == peers.FP8 else 1.0
     assert arguments["page_size"] == 16 and arguments["is_mla"] is True
-    assert arguments["q"].dtype == peers.BF16 and out.eq(2).all()
+    assert arguments["q"].dtype == peers.BF16 and inputs.out.eq(2).all()
     assert float(arguments["k_scale"]) == float(arguments["v_scale"]) == scale
     assert torch.equal(arguments["q"].float(), inputs.q.float() * scale)
     assert arguments["v_buffer"].shape == (6, 16, 1, 32)
@@ -137,10 +135,9 @@ def test_flashinfer_is_called_as_vllm_calls_it(on_cpu, monkeypatch, dtype):
     with pytest.raises(RuntimeError, match="sm_100"):
         peers.flashinfer_mla(inputs)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 3))
-    call, out = peers.flashinfer_mla(inputs)
-    call(-1)
+    peers.flashinfer_mla(inputs)(-1)
     [arguments], scale = given, 0.5 if dtype == peers.FP8 else 1.0
-    assert out.eq(2).all() and arguments["query"].shape == (2, 2, 2, 48)
+    assert inputs.out.eq(2).all() and arguments["query"].shape == (2, 2, 2, 48)
     assert torch.equal(arguments["kv_cache"][:, 0].float(), inputs.caches[-1].float())
     assert arguments["bmm1_scale"] == pytest.approx(scale**2 / 48**0.5)
     assert arguments["bmm2_scale"] == scale

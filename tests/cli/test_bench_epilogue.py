@@ -27,12 +27,14 @@ def test_rows_are_written_and_judged(monkeypatch, tmp_path, capsys, step, right)
         assert rounds == 5
         chosen = bench_epilogue.name_of(case.chosen())
         times = {"separate": 1.0 if case.pieces == 8 else 3.0, chosen: 2.0}
-        return [
+        rows = [
             {**dataclasses.asdict(case), "place": place, "candidate": name,
              "chosen": int(name == chosen), **dict.fromkeys(kit.TIMES, times[name]),
              "worst_step": step if name == chosen else 0}
             for place in ("back", "behind") for name in found
         ]  # fmt: skip
+        bench_epilogue.show(rows)
+        return rows
 
     monkeypatch.setattr(bench_epilogue, "measure", measure)
     settings = argparse.Namespace(
@@ -105,12 +107,14 @@ STEPS = {
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_every_result_is_checked(one_layer, name):
+def test_every_result_is_checked(one_layer, name, capsys):
     step, wrong = STEPS[name]
     rows = bench_epilogue.measure(Case(128, 1, 3, 128, "group"), {"separate": step}, 3)
     found = [(r["place"], r["p50_us"], r["pieces"]) for r in rows]
     assert found == [("back", 2, 3), ("behind", 1, 3)]
     assert {row["worst_step"] for row in rows} == {wrong} and rows[0]["chosen"] == 1
+    mark = "!" if wrong else ""
+    assert f"behind: separate* 1.00 (1.00-1.00){mark}\n" in capsys.readouterr().out
     assert len(bench_epilogue.summary(rows)) == (2 if wrong else 0)
 
 

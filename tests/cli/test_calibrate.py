@@ -47,15 +47,15 @@ def gpu(monkeypatch, tmp_path):
         config.write_text(json.dumps(MODEL | changes))
         bad[:] = [Row("planner"), Row("epilogue", wrong=wrong)]
 
-        def table(path, facts, work, rounds):
+        def timed(case, candidates, rounds):
             return [
                 {**dataclasses.asdict(case), "dtype": case.kind, "candidate": name,
                  "error": error if name == "ours" else 0.027,
                  **dict.fromkeys(kit.TIMES, 1.0 if name == "ours" else 2.0)}
-                for case, candidates in work for name in candidates
+                for name in candidates
             ]  # fmt: skip
 
-        monkeypatch.setattr(decode, "table", table)
+        monkeypatch.setattr(decode, "measure", timed)
         return cli.main(["calibrate", *([] if shapes else [str(config)]), *options])
 
     calibrate.checked = checked
@@ -117,8 +117,8 @@ def test_without_a_device_it_says_so_before_torch_is_imported(words):
 
 def test_time_ends_it_between_numbers_of_sequences(monkeypatch):
     """A number of sequences that has begun gets all its contexts."""
-    clock = iter([0.0, *(100.0 * n for n in range(9))])
+    clock = iter([0.0, *(150.0 * n for n in range(9))])
     monkeypatch.setattr(measure.time, "monotonic", lambda: next(clock))
     cases = [peers.Case(b, n, 16, peers.BF16) for b in (1, 4, 16) for n in (1, 2, 3)]
-    done = [(case.batch, case.context) for case, _ in measure.paced(cases, {})]
+    done = [(case.batch, case.context) for case in measure.paced(cases)]
     assert done == [(1, 1), (1, 2), (1, 3)]

@@ -1,6 +1,7 @@
 """`mla-fusion selftest` without its kernels: processes that end well, badly or never, no GPU."""
 
 import json
+import math
 import subprocess
 import sys
 import time
@@ -45,7 +46,7 @@ def on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(kernels, "checks", lambda: dict.fromkeys(ENDS))
     monkeypatch.setattr(watch, "CHILD", made)
-    monkeypatch.setattr(command, "SILENCE", 2.0)
+    monkeypatch.setattr(watch, "SILENCE", 2.0)
 
 
 def test_each_kernel_has_its_verdict(on_a_gpu, tmp_path, capsys):
@@ -57,7 +58,7 @@ def test_each_kernel_has_its_verdict(on_a_gpu, tmp_path, capsys):
         found = rows[kernel]["wrong"]
         assert rows[kernel]["verdict"] == verdict
         assert found.startswith(wrong) and bool(found) == bool(wrong)
-    assert stored["gpu"] == "a GPU"
+    assert stored["gpu"] == "a GPU" and math.isnan(rows["nan"]["error"])
     said = capsys.readouterr().out
     assert "1 kernels right, 4 WRONG" in said and "cannot run no such GPU" in said
 
@@ -84,7 +85,7 @@ ENDLESS = (
 def test_a_child_ends_with_a_command_that_is_killed():
     source = (
         "import sys; from mla_fusion.cli.selftest import watch; "
-        f"watch.CHILD = sys.executable, '-c', {ENDLESS!r}; print(*watch.run_all(['one'], 1, 600))"
+        f"watch.CHILD = sys.executable, '-c', {ENDLESS!r}; watch.watch('one', False, print)"
     )
     command, child = subprocess.Popen([sys.executable, "-c", source]), []
     while not (child and session(int(child[0]))):

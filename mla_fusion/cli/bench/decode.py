@@ -13,7 +13,6 @@ import functools
 import itertools
 import statistics
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,7 +68,11 @@ def run(settings: argparse.Namespace, facts: Mapping[str, str], _: Ceilings) -> 
     if OURS in names:
         compile_ours(case for case, _ in work)
     torch.manual_seed(0)
-    rows = table(settings.csv, facts, work, settings.rounds)
+
+    def of(shape: tuple[Case, Mapping[str, Candidate]]) -> list[Row]:
+        return measure(*shape, settings.rounds)
+
+    rows = kit.table(settings.csv, facts, CASE + RESULT, work, of, four_digits)
     summary(rows)
     timed = "decode and product" if settings.values else "decode"
     print(f"microseconds per {timed}; ! marks a failed check. Rows: {settings.csv}")
@@ -100,17 +103,6 @@ def grid(settings: argparse.Namespace, types: Iterable[torch.dtype]) -> list[Cas
         if batch * context <= MOST_TOKENS
     ]
     return cases + [dataclasses.replace(c, ragged=True) for c in cases if 16 <= c.batch <= 64]
-
-
-def table(
-    path: Path,
-    facts: Mapping[str, str],
-    work: Iterable[tuple[Case, Mapping[str, Candidate]]],
-    rounds: int,
-) -> list[Row]:
-    """Measure the candidates of each case, print a line for each, write the rows; all rows."""
-    columns = CASE + RESULT
-    return kit.table(path, facts, columns, work, lambda each: measure(*each, rounds), four_digits)
 
 
 def measure(case: Case, candidates: Mapping[str, Candidate], rounds: int) -> list[Row]:

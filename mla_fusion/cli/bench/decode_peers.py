@@ -1,7 +1,7 @@
 """Shapes of decode attention, their inputs and exact results, and who computes them.
 
-A candidate is a function of `Inputs` that returns a call and the tensor it writes, or raises one of
-`UNAVAILABLE`. It makes its plan or its metadata before: once a step, not once a layer.
+A candidate is a function of `Inputs` that returns a call, which writes `Inputs.out`, or raises one
+of `UNAVAILABLE`. It makes its plan or its metadata before: once a step, not once a layer.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ PLANNED = 1024  # sequences of a plan at least, so that few planners are compile
 WORKSPACE = 128 * 2**20  # bytes of FlashInfer, as in vLLM
 ROTATED = 2**28  # bytes of caches that a graph walks over, several times the L2 cache
 Call = Callable[[int], object]
-Candidate = Callable[["Inputs"], tuple[Call, torch.Tensor]]
+Candidate = Callable[["Inputs"], Call]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Inputs:
     """Tensors of one case; `caches` and `w_uv` are distinct, one for each call of a graph.
 
     q: [batch * queries, H, L + R]. caches: [blocks, page, L + R] each. w_uv: [H, L, V] each, or
-    none.
+    none. out: [batch * queries, H, V], or without W_UV `latents`, with L.
     """
 
     case: Case
@@ -99,29 +99,22 @@ class Inputs:
     table: torch.Tensor
     lens: torch.Tensor
     scale: torch.Tensor  # of an fp8 query, and of an fp8 cache
-    w_uv: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    w_uv: list[torch.Tensor]
+    latents: torch.Tensor
+    out: torch.Tensor
 
-    def latents(self) -> torch.Tensor:
-        """What a decode writes."""
-        return torch.empty(*self.q.shape[:2], self.case.latent, device="cuda", dtype=BF16)
-
-    def result(self, latents: torch.Tensor) -> torch.Tensor:
-        """What a candidate writes: `latents`, or [rows, H, V] behind W_UV."""
-        return latents.new_empty(*latents.shape[:2], self.case.values) if self.w_uv else latents
-
-    def behind(self, decode: Callable[[int], torch.Tensor]) -> tuple[Call, torch.Tensor]:
+    def behind(self, decode: Callable[[int], torch.Tensor]) -> Call:
         """The product behind a decode that is not ours, which returns its latents, as vLLM's
         `_v_up_proj` has it. Without W_UV only what is checked is kept: a copy would be timed."""
-        out = self.result(self.latents())
 
         def call(i: int) -> None:
             latents = decode(i)
             if self.w_uv:
-                torch.bmm(latents.transpose(0, 1), self.w_uv[i], out=out.transpose(0, 1))
+                torch.bmm(latents.transpose(0, 1), self.w_uv[i], out=self.out.transpose(0, 1))
             elif i < 0:
-                out.copy_(latents)
+                self.out.copy_(latents)
 
-        return call, out
+        return call
 
 
 def make(case: Case) -> Inputs:
@@ -147,7 +140,10 @@ def make(case: Case) -> Inputs:
     rows = case.batch * case.queries
     q = torch.randn(rows, case.heads, case.width, device="cuda", dtype=BF16).to(case.dtype)
     lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
-    return Inputs(case, q, caches, table, lens, torch.full((1,), 0.5, device="cuda"), w_uv)
+    latents = q.new_empty(rows, case.heads, case.latent, dtype=BF16)
+    out = latents.new_empty(rows, case.heads, case.values) if w_uv else latents
+    scale = torch.full((1,), 0.5, device="cuda")
+    return Inputs(case, q, caches, table, lens, scale, w_uv, latents, out)
 
 
 def exact(inputs: Inputs, b: int) -> tuple[torch.Tensor, slice]:
@@ -165,25 +161,21 @@ def exact(inputs: Inputs, b: int) -> tuple[torch.Tensor, slice]:
     return want, rows
 
 
-def error(inputs: Inputs, out: torch.Tensor) -> float:
+def error(inputs: Inputs) -> float:
     """Largest relative distance of a few sequences' outputs; NaN stays NaN."""
     batch = inputs.case.batch
     wanted = [exact(inputs, b) for b in {0, batch // 2, batch - 1}]
-    return worst([distance(out[rows], want) for want, rows in wanted])
+    return worst([distance(inputs.out[rows], want) for want, rows in wanted])
 
 
-def prepare(
-    inputs: Inputs, build: Candidate
-) -> tuple[torch.cuda.CUDAGraph, float, tuple[Call, torch.Tensor]]:
-    """A candidate's graph, a call on each cache, and the error of the last one's.
-
-    The third result, call and output, keeps what the graph reads: it must live as long.
-    """
-    call, out = build(inputs)
-    out.fill_(torch.nan)
+def prepare(inputs: Inputs, build: Candidate) -> tuple[torch.cuda.CUDAGraph, float, Call]:
+    """A candidate's graph, a call on each cache, the error of the last one's, and the call, which
+    keeps what the graph reads."""
+    call = build(inputs)
+    inputs.out.fill_(torch.nan)
     call(-1)  # the last cache, and the sign for `Inputs.behind` to keep the result
-    apart = error(inputs, out)
-    return capture_calls(call, len(inputs.caches)), apart, (call, out)
+    apart = error(inputs)
+    return capture_calls(call, len(inputs.caches)), apart, call
 
 
 def starts_of(case: Case) -> torch.Tensor:
@@ -202,38 +194,35 @@ def make_plan(case: Case, cap: int = -1) -> PersistentDecodePlan:
     )  # fmt: skip
 
 
-def ours(inputs: Inputs, cap: int = -1) -> tuple[Call, torch.Tensor]:
+def ours(inputs: Inputs, cap: int = -1) -> Call:
     """This library; `cap` as in `make_plan`."""
     plan = make_plan(inputs.case, cap)
     plan.refresh(
         qo_indptr=starts_of(inputs.case), seq_lens=inputs.lens, num_tokens=len(inputs.q),
         max_query_len=inputs.case.queries,
     )  # fmt: skip
-    latents = inputs.latents()
-    out = inputs.result(latents)
 
     def call(i: int) -> None:
         persistent_mla_decode(
             inputs.q, inputs.caches[i], plan, block_table=inputs.table,
             softmax_scale=inputs.case.scale, q_scale=inputs.scale, kv_scale=inputs.scale,
-            out=latents,
-            epilogue=Epilogue(inputs.w_uv[i], out.flatten(1)) if inputs.w_uv else None,
+            out=inputs.latents,
+            epilogue=Epilogue(inputs.w_uv[i], inputs.out.flatten(1)) if inputs.w_uv else None,
         )  # fmt: skip
 
-    return call, out
+    return call
 
 
 def launch_ours(cases: list[Case]) -> str:
     """Launch ours for short sequences, so that Triton's cache has what `cases`, which differ in the
     batch alone, need. Their name."""
     for case in cases:
-        call, _ = ours(make(dataclasses.replace(case, context=case.page, ragged=False)))
-        call(0)
+        ours(make(dataclasses.replace(case, context=case.page, ragged=False)))(0)
     torch.cuda.synchronize()
     return cases[0].name
 
 
-def triton_mla(inputs: Inputs) -> tuple[Call, torch.Tensor]:
+def triton_mla(inputs: Inputs) -> Call:
     """vLLM's Triton split-KV decode, with a bf16 query, as its backend calls it: each query row is
     a sequence of its own.
     """
@@ -248,7 +237,7 @@ def triton_mla(inputs: Inputs) -> tuple[Call, torch.Tensor]:
     after = torch.arange(rows - 1, -1, -1, dtype=torch.int32, device="cuda")
     lens = (inputs.lens[:, None] - after).flatten()
     table = inputs.table.repeat_interleave(rows, 0)
-    latents = inputs.latents()
+    latents = inputs.latents
     lse = torch.empty(q.shape[:2], device="cuda", dtype=BF16)
     logits = torch.empty(*q.shape[:2], splits, latent + 1, device="cuda")
     one = inputs.scale if fp8 else torch.ones(1, device="cuda")
@@ -264,7 +253,7 @@ def triton_mla(inputs: Inputs) -> tuple[Call, torch.Tensor]:
     return inputs.behind(call)
 
 
-def flashmla(inputs: Inputs) -> tuple[Call, torch.Tensor]:
+def flashmla(inputs: Inputs) -> Call:
     """FlashMLA, dense, as vLLM's backend calls it; its metadata is made before."""
     from vllm.v1.attention.ops import flashmla as ops
 
@@ -289,7 +278,7 @@ def flashmla(inputs: Inputs) -> tuple[Call, torch.Tensor]:
     return inputs.behind(call)
 
 
-def fa3(inputs: Inputs) -> tuple[Call, torch.Tensor]:
+def fa3(inputs: Inputs) -> Call:
     """FlashAttention 3, bf16 only, as vLLM's FLASH_ATTN_MLA calls it under full CUDA graphs: the
     latent half of the query apart, at most 32 splits, the schedule made before.
     """
@@ -318,7 +307,7 @@ def fa3(inputs: Inputs) -> tuple[Call, torch.Tensor]:
     return inputs.behind(call)
 
 
-def flashinfer_mla(inputs: Inputs) -> tuple[Call, torch.Tensor]:
+def flashinfer_mla(inputs: Inputs) -> Call:
     """FlashInfer's decode, as vLLM's FLASHINFER_MLA calls it on sm_100 and sm_103.
 
     From 0.32 on vLLM keeps the counters that the kernel would clear at every call.

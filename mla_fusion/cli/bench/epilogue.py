@@ -13,7 +13,6 @@ import functools
 import itertools
 import statistics
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -84,28 +83,14 @@ def run(settings: argparse.Namespace, facts: Mapping[str, str], _: Ceilings) -> 
     """Measure what the library launches; whether every result passed its check."""
     torch.manual_seed(0)
     cases = grid(settings.tokens, settings.heads, settings.splits, GROUP)
-    with torch.device("cuda"):
-        rows = table(settings.csv, facts, cases, candidates, settings.rounds)
-    wrong = summary(rows)
-    print(f"microseconds per call; ! marks a failed check. Rows: {settings.csv}")
-    return not wrong
-
-
-def table(
-    path: Path,
-    facts: Mapping[str, str],
-    cases: Iterable[Case],
-    candidates_of: Callable[[Case], Mapping[str, Step]],
-    rounds: int,
-) -> list[Row]:
-    """Measure each case, print a line for each place, write the rows; all rows."""
 
     def rows(case: Case) -> list[Row]:
-        found = measure(case, candidates_of(case), rounds)
-        show(found)
-        return found
+        return measure(case, candidates(case), settings.rounds)
 
-    return kit.table(path, facts, RESULT, cases, rows)
+    with torch.device("cuda"):
+        wrong = summary(kit.table(settings.csv, facts, RESULT, cases, rows))
+    print(f"microseconds per call; ! marks a failed check. Rows: {settings.csv}")
+    return not wrong
 
 
 def make(case: Case, calls: int = 64) -> list[Inputs]:
@@ -202,7 +187,7 @@ def worst_step(given: Inputs, step: Step) -> int:
 
 
 def measure(case: Case, found: Mapping[str, Step], rounds: int) -> list[Row]:
-    """Rows of one case; a shape that cannot run is named and left out.
+    """Rows of one case, and lines; a shape that cannot run is named and left out.
 
     Raises:
         Exception: what is chosen cannot run, or separate launches cannot.
@@ -240,6 +225,7 @@ def measure(case: Case, found: Mapping[str, Step], rounds: int) -> list[Row]:
         row = dataclasses.asdict(case) | {"pieces": pieces, "place": place, "candidate": name}
         row |= {"chosen": int(name == chosen), "worst_step": errors[name]}
         rows.append(row | {q: round(us - less[place], 3) for q, us in quantiles(samples).items()})
+    show(rows)
     return rows
 
 

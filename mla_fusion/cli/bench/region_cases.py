@@ -47,6 +47,7 @@ class Case:
     seed: int = 0
     factor: torch.dtype | None = None
     context_parallel: bool = False  # the rows of `padded` are tokens of another rank
+    least: int = 0  # bytes of the cache, of which the last entry is written then
 
     @property
     def fp8(self) -> bool:
@@ -98,13 +99,16 @@ def build(case: Case, device: str = "cpu") -> Call:
         return random(*shape[:-1], shape[-1] + extra).to(case.act)[..., extra:]
 
     width = case.latent + case.rope
-    blocks = -(-case.tokens // case.block_size) + 3
     entry, gap = (width + 16, 32) if case.strided else (width, 0)
     step = case.block_size * entry + gap
-    size = blocks * step * case.kv.itemsize
+    page = step * case.kv.itemsize
+    blocks = max(-(-case.tokens // case.block_size) + 3, -(-case.least // page))
+    size = blocks * page
     storage = torch.full((size,), POISON, dtype=torch.uint8, device=device)
     cache = storage.view(case.kv).as_strided((blocks, case.block_size, width), (step, entry, 1))
     slots = torch.randperm(blocks * case.block_size, **drawn)[: case.tokens]
+    if case.least:
+        slots[0] = blocks * case.block_size - 1
     positions = torch.randint(0, 64, (case.tokens,), **drawn)
     for row in case.padded:
         if row < case.tokens:

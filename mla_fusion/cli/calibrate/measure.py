@@ -9,7 +9,6 @@ import argparse
 import itertools
 import json
 import operator
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -26,8 +25,8 @@ from mla_fusion.cli.bench.decode_peers import Candidate, Case
 from mla_fusion.cli.bench.kit import environment
 from mla_fusion.cli.calibrate.tables import tables, text
 from mla_fusion.cli.check import model_config, shrink
-from mla_fusion.cli.selftest.command import run_checks
 from mla_fusion.cli.selftest.kernels import checks
+from mla_fusion.cli.selftest.watch import run_checks
 from mla_fusion.config import vllm_compat
 from mla_fusion.runtime import measured
 
@@ -64,8 +63,10 @@ def calibrate(cases: list[Case], facts: dict[str, str], path: Path, kernels: str
     """Measure one type, number of heads and of query rows, and store it; the exit status."""
     cases.sort(key=lambda case: case.batch)
     torch.manual_seed(0)
-    offered = candidates(cases[0].dtype)
-    timed = decode.table(Path(os.devnull), facts, paced(cases, offered), ROUNDS)
+    offered, timed = candidates(cases[0].dtype), []
+    for case in paced(cases):
+        timed += decode.measure(case, offered, ROUNDS)
+        torch.cuda.empty_cache()
     wrong = sum(row["candidate"] == decode.OURS and not decode.is_right(row) for row in timed)
     if wrong:
         print(f"WRONG in {wrong} shapes, marked with !: nothing is written for attention=auto")
@@ -133,11 +134,9 @@ def candidates(dtype: torch.dtype) -> dict[str, Candidate]:
     return {name: offered[name] for name in (decode.OURS, peers.VLLM_DEFAULT[dtype])}
 
 
-def paced(
-    cases: list[Case], offered: dict[str, Candidate]
-) -> Iterator[tuple[Case, dict[str, Candidate]]]:
-    """Each case with its candidates, and a line of the time left; none of a further number of
-    sequences after LIMIT, since the mean of all its contexts decides."""
+def paced(cases: list[Case]) -> Iterator[Case]:
+    """Each case, and a line of the time left; none of a further number of sequences after LIMIT,
+    since the mean of all its contexts decides."""
     start, batch = time.monotonic(), 0
     for done, case in enumerate(cases):
         spent = time.monotonic() - start
@@ -148,7 +147,7 @@ def paced(
         if done:
             left = min(spent / done * (len(cases) - done), max(LIMIT - spent, 0))
             print(f"{done} of {len(cases)}, about {left:.0f} s left", file=sys.stderr, flush=True)
-        yield case, offered
+        yield case
 
 
 def store(path: Path, new: dict[str, Any], kernels: str) -> None:

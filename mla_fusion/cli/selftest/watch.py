@@ -3,6 +3,7 @@ wait for ever.
 """
 
 import dataclasses
+import itertools
 import json
 import os
 import signal
@@ -11,12 +12,16 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+
+import torch
 
 from mla_fusion.cli.child import end, lifeline
 from mla_fusion.cli.selftest.outcome import Outcome
 
+MOST_JOBS, MEMORY = 8, 12 * 2**30  # processes at once, and bytes of GPU memory that one may take
+SILENCE = 150.0  # seconds; a case compiles kernels for up to half a minute
 # -P: the installed package, not one in the current folder.
 CHILD = (sys.executable, "-P", "-m", "mla_fusion.cli.selftest.kernels")
 
@@ -51,44 +56,55 @@ class Row:
         if self.cases == 1 or not now <= before:
             self.error, self.bound = outcome.error, outcome.bound
 
+    def __str__(self) -> str:
+        start = f"{self.kernel:36} {self.verdict:10}"
+        if self.skipped:
+            return f"{start} {self.skipped}"
+        worst = f"worst error {self.error:.1e}, bound {self.bound:.1e}, {self.seconds:.0f} s"
+        return f"{start} {self.cases:3} cases, {worst}" + (f": {self.wrong}" if self.wrong else "")
 
-def run_all(
-    names: Sequence[str],
-    jobs: int,
-    silence: float,
-    thorough: bool = False,
-    progress: Callable[[str], None] = lambda name: None,
-) -> Iterator[Row]:
-    """A row of each kernel as it ends, `jobs` at once.
 
-    silence: seconds without a line after which a child is killed. progress: called with the kernel
-    at each of its cases.
-    """
-    extra = [str(lifeline()), *(["thorough"] if thorough else [])]
+def run_checks(names: Sequence[str], thorough: bool = False) -> list[Row]:
+    """Run the checks of these kernels, and print a line for each as it ends; below the lines, on a
+    terminal, a bar of the kernels that ended."""
+    free = torch.cuda.mem_get_info()[0]
+    jobs = max(1, min(MOST_JOBS, os.cpu_count() or 1, free // MEMORY))
+    terminal, number = sys.stderr.isatty(), itertools.count(1)
+    rows: list[Row] = []
+
+    def case(kernel: str) -> None:
+        if terminal:
+            bar = "#" * len(rows) + "." * (len(names) - len(rows))
+            text = f"\r[{bar}] {next(number)} cases, {kernel}\x1b[K"
+            print(text, end="", file=sys.stderr)
+
     with ThreadPoolExecutor(jobs) as pool:
-        work = [pool.submit(watch, name, extra, silence, progress) for name in names]
-        for done in as_completed(work):
-            yield done.result()
+        for done in as_completed([pool.submit(watch, name, thorough, case) for name in names]):
+            rows.append(done.result())
+            if terminal:
+                print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            print(rows[-1], flush=True)
+    return rows
 
 
-def watch(name: str, extra: list[str], silence: float, progress: Callable[[str], None]) -> Row:
-    """Run one child to its end: that of its last line, that of its process, or for its silence."""
+def watch(name: str, thorough: bool, progress: Callable[[str], None]) -> Row:
+    """Run one child to its end: that of its last line, that of its process, or for its silence.
+    progress: called with the kernel at each of its cases."""
     row, began = Row(name), time.monotonic()
+    command = [*CHILD, name, str(lifeline()), *(["thorough"] if thorough else [])]
 
     def stop() -> None:
-        row.wrong = row.wrong or (
-            f"killed after {silence:.0f} s of silence behind case {row.cases}: a kernel waits for "
-            "ever"
-        )
+        why = f"killed after {SILENCE:.0f} s of silence behind case {row.cases}: a kernel waits for"
+        row.wrong = row.wrong or f"{why} ever"
         os.killpg(process.pid, signal.SIGKILL)
 
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         process = subprocess.Popen(
-            [*CHILD, name, *extra], stdout=subprocess.PIPE, stderr=log, text=True,
+            command, stdout=subprocess.PIPE, stderr=log, text=True,
             start_new_session=True, pass_fds=[lifeline()],
         )  # fmt: skip
         try:
-            while text := _line(process, threading.Timer(silence, stop)):
+            while text := _line(process, threading.Timer(SILENCE, stop)):
                 said = json.loads(text) if text.startswith("{") else {}  # or a compiler's line
                 if "end" in said:
                     row.skipped = said["end"]
