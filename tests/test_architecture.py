@@ -26,7 +26,7 @@ ROWS = (
     ("cli", "__init__", "__main__"),
 )
 KNOW_NO_VLLM = {"ops", "kernels", "attention"}
-MAY_IMPORT_VLLM = {"config.vllm_compat", "config.pass_config", "passes.pipeline"}
+MAY_IMPORT_VLLM = {"config.vllm_compat", "passes.pipeline"}
 MAY_CHANGE_VLLM = "cli.child"  # in a child process of a command
 KERNEL_PACKAGES = {"torch", "triton", "numpy", "aiter"}
 

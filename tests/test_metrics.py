@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from mla_fusion import plugin, report
-from mla_fusion.plugin.steps import STEPS, count_steps
+from mla_fusion.plugin.workers import STEPS, count_steps
 from mla_fusion.runtime import metrics
 from tests.command import run
 from tests.test_docs import TEXT

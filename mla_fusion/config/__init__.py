@@ -20,8 +20,6 @@ REALIZE = "realize_reads_threshold"
 PLANNED = ("portable", "aiter")
 ATTENTION = ("auto", *PLANNED, "vllm")
 _CAP = "max_split_per_batch"
-# What vLLM's registry of attention backends holds as CUSTOM.
-SPARSE_BACKEND = "mla_fusion.runtime.sparse_backend.SparseBackend"
 
 
 class OptionError(ValueError):

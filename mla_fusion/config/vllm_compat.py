@@ -20,6 +20,8 @@ from mla_fusion import __version__
 OLDEST, NEWEST = (0, 26), (0, 33)
 # Methods of a worker after which weights and buffers may be others; a release may lack one.
 LOADS_WEIGHTS = ("reload_weights", "finish_weight_update", "wake_up")
+# What vLLM's registry of attention backends holds as CUSTOM.
+SPARSE_BACKEND = "mla_fusion.runtime.sparse_backend.SparseBackend"
 
 
 def installed_version() -> str:
@@ -290,32 +292,30 @@ def traced_layer_name(layer_name: Any) -> str | None:
     return getattr(getattr(traced, "real_obj", traced), "value", None)
 
 
-def register_sparse_backend(path: str) -> bool:
-    """Offer the class at `path` as `--attention-backend CUSTOM`; False if another plugin has it.
-
-    vLLM imports the class where an operator chooses it.
-    """
+def register_sparse_backend() -> bool:
+    """Offer `SPARSE_BACKEND`, which vLLM imports where an operator chooses it, as
+    `--attention-backend CUSTOM`; False if another plugin has that."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     custom = AttentionBackendEnum.CUSTOM
     if not custom.is_overridden():
-        register_backend(custom, path)
-    return bool(custom.get_path() == path)
+        register_backend(custom, SPARSE_BACKEND)
+    return bool(custom.get_path() == SPARSE_BACKEND)
 
 
-def chose_sparse_backend(vllm_config: Any, path: str) -> bool:
-    """Whether an operator chose `--attention-backend CUSTOM`, and the class at `path` is that."""
+def chose_sparse_backend(vllm_config: Any) -> bool:
+    """Whether an operator chose `--attention-backend CUSTOM`, and it is `SPARSE_BACKEND`."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     custom = AttentionBackendEnum.CUSTOM
     asked = vllm_config.attention_config.backend is custom
-    return bool(asked and custom.is_overridden() and custom.get_path() == path)
+    return bool(asked and custom.is_overridden() and custom.get_path() == SPARSE_BACKEND)
 
 
-def may_have_sparse_layers(vllm_config: Any, path: str) -> bool:
-    """Whether a layer may be of the class at `path`, or its operator be told why none is."""
-    made = path.rpartition(".")[0] in sys.modules  # vLLM imports the class for the first layer
-    return made or chose_sparse_backend(vllm_config, path)
+def may_have_sparse_layers(vllm_config: Any) -> bool:
+    """Whether a layer may be of `SPARSE_BACKEND`, or its operator be told why none is."""
+    made = SPARSE_BACKEND.rpartition(".")[0] in sys.modules  # imported for the first layer
+    return made or chose_sparse_backend(vllm_config)
 
 
 def sparse_backend() -> tuple[Any, Any]:
