@@ -17,7 +17,7 @@ import torch
 from mla_fusion import config
 from mla_fusion.attention.plan.inputs import Scope
 from mla_fusion.attention.plan.layouts import FP8_DS_MLA_V4, WIDE
-from mla_fusion.attention.sparse import TILE, sparse_mla_decode, sparse_scratch
+from mla_fusion.attention.sparse import TILE, sparse_mla_decode
 from mla_fusion.config import vllm_compat
 from mla_fusion.report.reasons import Decline
 from mla_fusion.runtime import sparse_step
@@ -30,26 +30,15 @@ WINDOW_ONLY, LISTED = "swaonly", "c128a"  # LISTED: vLLM's metadata has the slot
 MOST_HEADS, MOST_TOKENS = 16, 64
 
 
-class Step:
-    """The scratch of one kind of layer, and its plan of one forward pass: in that all layers of a
-    kind have the same lengths, although vLLM's metadata of each group of caches has its own."""
-
-    layout = FP8_DS_MLA_V4
+class Step(sparse_step.Shared):
+    """What layers of one kind share: in a forward pass they have the same lengths, although vLLM's
+    metadata of each group of caches has its own."""
 
     def __init__(
         self, most: int, heads: int, kind: str, widths: tuple[int, ...], device: torch.device
     ) -> None:
-        self.kind, self.heads, self.most = kind, heads, most
-        self.scratch = sparse_scratch(
-            max_tokens=most,
-            num_heads=heads,
-            widths=widths,
-            q_dtype=torch.bfloat16,
-            kv_dtype=torch.float8_e4m3fn,
-            device=device,
-            layout=self.layout,
-        )
-        self._planned: tuple[Any, int] = (None, 0)
+        super().__init__(most, heads, widths, FP8_DS_MLA_V4, torch.float8_e4m3fn, device)
+        self.kind = kind
 
     def decode(
         self, layer: Any, q: torch.Tensor, cache: Any, window: Any, entries: Any, output: Any
@@ -69,11 +58,8 @@ class Step:
             slots, counts = self._compressed(layer, tokens, window, entries)
             scopes.append(Scope(cache, slots, self.layout))
             lengths.append(counts)
-        # A new context for each forward pass, drafts' too.
-        context = vllm_compat.forward_context()
-        if self._planned[0] is not context or self._planned[1] != tokens:
+        if self.begins(tokens):
             self.scratch.refresh(tokens, lengths)
-            self._planned = context, tokens
         sparse_mla_decode(
             q[:, :heads],
             scopes,
@@ -98,10 +84,6 @@ class Step:
             window.is_valid_token[:tokens],
         )
         return slots, counts
-
-    def tensors(self) -> list[torch.Tensor]:
-        """What it holds at fixed addresses."""
-        return [*self.scratch.plan.tensors().values()]
 
 
 @functools.cache
