@@ -25,7 +25,7 @@ def add_passes() -> None:
         from mla_fusion.passes.pipeline import LastStep, MLAFusionPass
 
         options = config.read_options(vllm_config.additional_config)
-        bucket, rows = config.decode_bucket(vllm_config), 1 + config.draft_tokens(vllm_config)
+        bucket, rows = config.decode_bucket(vllm_config), config.query_rows(vllm_config)
         self.add(MLAFusionPass(options.provider, bucket, options.attention, rows))
         # vLLM's last step names CUDA-only ops and raises on a CPU build.
         rest = None if current_platform.is_cpu() else self.fix_functionalization

@@ -1,11 +1,9 @@
 """Which decode steps of DeepSeek-V4's and V4.1's layers this library takes, and by which plans.
 
-vLLM's class gives decode tokens, each draft a row of its own, to `_forward_decode`: over the last
-tokens, a window, and in most layers over entries that stand for several tokens each, all of them or
-those that an indexer chose. A model has up to three kinds of layer. In a step all layers of a kind
-read as many entries, and other kinds read others: each kind has a scratch of its own.
-
-`plugin.deepseek_v4` puts the class that is made here in the place of vLLM's.
+vLLM's class gives decode tokens, each draft a row of its own, to `_forward_decode`: over a window
+of the last tokens, and in most layers over entries that stand for several tokens each, all of them
+or those that an indexer chose. A model has up to three kinds of layer. In a step all layers of a
+kind read as many entries, so each kind has a scratch. `plugin.deepseek_v4` replaces vLLM's class.
 """
 
 import functools
@@ -122,7 +120,7 @@ def shape(layer: Any, vllm_config: Any) -> tuple[Any, ...]:
     window = layer.window_size
     if kind == WINDOW_ONLY:
         # Drafts that see each other (DSpark) count beside the window; vLLM rounds that up.
-        widths: tuple[int, ...] = (_up(window + config.draft_tokens(vllm_config), TILE),)
+        widths: tuple[int, ...] = (_up(window + config.query_rows(vllm_config) - 1, TILE),)
     elif kind == LISTED:
         longest = -(-vllm_config.model_config.max_model_len // layer.compress_ratio)
         widths = window, _up(longest, 2 * TILE)

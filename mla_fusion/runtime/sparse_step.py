@@ -1,9 +1,8 @@
 """Which decode steps of a sparse layer this library takes, and what all layers share for them.
 
 The decode is `attention.sparse`. The first layer of a forward pass refreshes its plan; in a
-captured graph that is a kernel of the graph. On Hopper the plan depends only on the number of
-tokens, because every row of slots counts as a whole, with -1 for none. `sparse_rocm` has what
-differs on ROCm.
+captured graph that is a kernel of the graph. On Hopper the plan depends on the number of tokens
+alone: every column of a row of slots counts, -1 is none. `sparse_rocm` has what differs on ROCm.
 """
 
 from collections.abc import Mapping
@@ -67,11 +66,7 @@ class Shared:
 
 
 class Step(Shared):
-    """What all layers of a shape share: query and latents of the layer that runs too.
-
-    On ROCm `rows` makes rows of slots from vLLM's metadata; elsewhere it is None: every column
-    counts, and -1 is none.
-    """
+    """What all layers of a shape share: query and latents of the layer that runs too."""
 
     def __init__(
         self, most: int, heads: int, width: int, layout: Any, kv_dtype: torch.dtype,
@@ -156,8 +151,7 @@ def why_not(impl: Any, vllm_config: Any) -> Decline | None:
         **unserved(vllm_config),
         **(sparse_rocm.unserved(impl, vllm_config) if rocm else {}),
     }
-    named = [what for what, holds in found.items() if holds]
-    if named:
+    if named := [what for what, holds in found.items() if holds]:
         return Decline("sparse-layer", ", ".join(named))
     if not rocm and not most_tokens(impl.num_heads, LAYOUTS[impl.kv_cache_dtype]):
         return Decline("sparse-slower", f"{impl.kv_cache_dtype}, {impl.num_heads} heads of a rank")

@@ -213,7 +213,7 @@ def attach(layers: Mapping[str, Any], options: config.Options, vllm_config: Any)
     The log names each plan once: how many layers share it, and for what it is.
     """
     activation = vllm_config.model_config.dtype
-    rows = 1 + config.draft_tokens(vllm_config)
+    rows = config.query_rows(vllm_config)
     shared: dict[StepPlan, int] = {}
     plans: dict[tuple[Any, ...], StepPlan] = {}
     for layer in vllm_compat.mla_layers(layers).values():
