@@ -41,12 +41,10 @@ class Step(sparse_step.Shared):
     def decode(
         self, layer: Any, q: torch.Tensor, cache: Any, window: Any, entries: Any, output: Any
     ) -> None:
-        """Write the attention of a step into the real heads of `output`.
+        """Write the attention of a step into the real heads of `output` [T, padded heads, 512].
 
-        Args:
-            q, output: [T, padded heads, 512].
-            cache: of the compressed entries; None where there are none.
-            window, entries: vLLM's metadata of the window and of the compressed entries.
+        cache: of the compressed entries; None where there are none. window, entries: vLLM's
+        metadata of the window and of the compressed entries.
         """
         tokens, heads = q.shape[0], self.heads
         slots = window.decode_swa_indices.squeeze(1)
@@ -59,13 +57,9 @@ class Step(sparse_step.Shared):
         if self.begins(tokens):
             self.scratch.refresh(tokens, lengths)
         sparse_mla_decode(
-            q[:, :heads],
-            scopes,
-            self.scratch,
-            softmax_scale=layer.scale,
-            sink=layer.attn_sink[:heads],
-            out=output[:, :heads],
-        )
+            q[:, :heads], scopes, self.scratch, softmax_scale=layer.scale,
+            sink=layer.attn_sink[:heads], out=output[:, :heads],
+        )  # fmt: skip
 
     def _compressed(
         self, layer: Any, tokens: int, window: Any, entries: Any
@@ -75,24 +69,19 @@ class Step(sparse_step.Shared):
             listed = entries.c128a_global_decode_topk_indices.squeeze(1)
             return listed, entries.c128a_decode_topk_lens
         slots, counts = layer.mla_fusion_slots(
-            layer.topk_indices_buffer[:tokens],
-            window.token_to_req_indices,
+            layer.topk_indices_buffer[:tokens], window.token_to_req_indices,
             entries.block_table[: window.num_decodes],
-            entries.block_size // layer.compress_ratio,
-            window.is_valid_token[:tokens],
-        )
+            entries.block_size // layer.compress_ratio, window.is_valid_token[:tokens],
+        )  # fmt: skip
         return slots, counts
 
 
 @functools.cache
 def decoded_here(base: Any, kinds: tuple[tuple[int, str], ...], slots: Callable[..., Any]) -> Any:
-    """vLLM's class of attention layers with this library's decode of small steps.
+    """vLLM's class of attention layers with this library's decode of small steps; until layers are
+    loaded, and where their step is None, vLLM decodes.
 
-    Until layers are loaded, and where their step is None, vLLM decodes.
-
-    Args:
-        kinds: of layers, by compression.
-        slots: vLLM's kernel that makes slots of an indexer's choice.
+    kinds: of layers, by compression. slots: vLLM's kernel that makes slots of an indexer's choice.
     """
 
     class Layer(base):
@@ -136,10 +125,9 @@ def why_not(layer: Any, vllm_config: Any) -> Decline | None:
     if decline := sparse_step.unavailable():
         return decline
     size = getattr(layer, "swa_bytes_per_token", FP8_DS_MLA_V4.bytes)  # V4.1 has another on sm_100
+    widths = layer.head_dim, layer.rope_head_dim
     found = {
-        f"heads of {layer.head_dim}, {layer.rope_head_dim} of them rotated": (
-            (layer.head_dim, layer.rope_head_dim) != (LATENT, WIDE)
-        ),
+        "heads of {}, {} of them rotated".format(*widths): widths != (LATENT, WIDE),
         f"kv_cache_dtype {layer.kv_cache_dtype}": layer.kv_cache_dtype != "fp8_ds_mla",
         f"entries of {size} bytes": size != FP8_DS_MLA_V4.bytes,
         **sparse_step.unserved(vllm_config),

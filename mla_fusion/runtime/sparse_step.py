@@ -90,14 +90,12 @@ class Step(Shared):
     ) -> torch.Tensor:  # fmt: skip
         """Latents [T, H, 512] of a step, at an address that the next layer writes again.
 
-        Args:
-            q: [T, H, 512 + 64], or its two parts.
-            chosen: [T, n] int32, positions within a token's own sequence, -1 for none.
-            layer: whose `_k_scale` an fp8 cache without a layout has.
+        q: [T, H, 512 + 64], or its two parts. chosen: [T, n] int32, positions within a token's own
+        sequence, -1 for none. layer: whose `_k_scale` an fp8 cache without a layout has.
         """
         tokens, rows = chosen.shape[0], self.rows
         if self.begins(tokens):
-            self.scratch.refresh(tokens, [rows and rows.lengths(tokens, metadata)])
+            self.scratch.refresh(tokens, [rows.lengths(tokens, metadata) if rows else None])
         if isinstance(q, tuple):
             latent, rotated = q
             q = self.q[:tokens]
@@ -107,13 +105,9 @@ class Step(Shared):
         slots = (rows.convert if rows else vllm_compat.cache_slots)(metadata, chosen)
         out = self.out[:tokens]
         sparse_mla_decode(
-            q,
-            [Scope(stored, slots, self.layout)],
-            self.scratch,
-            softmax_scale=scale,
-            kv_scale=layer._k_scale if scaled else None,
-            out=out,
-        )
+            q, [Scope(stored, slots, self.layout)], self.scratch, softmax_scale=scale,
+            kv_scale=layer._k_scale if scaled else None, out=out,
+        )  # fmt: skip
         return out
 
     def tensors(self) -> list[torch.Tensor]:
