@@ -24,10 +24,10 @@ def job(tmp_path_factory):
     """
     model = tiny_models.write("deepseek-v2-shaped", tmp_path_factory.mktemp("model"))
 
-    def make(options, dtype="bfloat16", changes=None, **fields):
+    def make(options, dtype="bfloat16", changes=None, model=str(model), **fields):
         folder = tmp_path_factory.mktemp("engine")
         fields = {"prompts": PROMPTS, "new_tokens": NEW_TOKENS, "options": options} | fields
-        engine = {"model": str(model), "dtype": dtype, "hf_overrides": changes or {}}
+        engine = {"model": model, "dtype": dtype, "hf_overrides": changes or {}}
         return children.job("tests.engine.work:serve", folder, engine=engine, **fields)
 
     return make
