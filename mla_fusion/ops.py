@@ -13,12 +13,11 @@ This file imports only torch, so that patterns and passes can be read and tested
     mla_attention_with_tensor_quantized_output      or with one given scale
 
 The last four are what runs. They write into buffers of the graph and return nothing: under
-piecewise CUDA graphs they run between captured pieces, which read fixed addresses, and Inductor
-hands a returned tensor on through such a piece.
+piecewise CUDA graphs they run between captured pieces, which read fixed addresses.
 
-An op that takes `layer_name` finds the layer, its KV cache and the batch's metadata in vLLM's
-forward context. vLLM passes the name as an opaque object on some torch versions and as a string
-on others, so the type of that argument is chosen at registration.
+By `layer_name` an op finds the layer, its KV cache and the batch's metadata in vLLM's forward
+context. It is an opaque object on some torch versions and a string on others, so its type is chosen
+at registration.
 """
 
 from collections.abc import Callable, Mapping
@@ -40,8 +39,7 @@ TENSOR_ATTENTION = "mla_attention_with_tensor_quantized_output"
 class Rope(StrEnum):
     """How the unfused graph rotates: a batch that is not decode-only is rotated the same way.
 
-    The cosines and sines are rounded to the activation type in `NATIVE`; every other spelling
-    uses the table as it is stored.
+    `NATIVE` rounds the cosines and sines to the activation type; others use them as stored.
     """
 
     NONE = "none"
@@ -120,8 +118,7 @@ _SCHEMAS = {
     ),
 }
 
-_library: torch.library.Library | None = None
-_registered_type: str | None = None
+_registered: tuple[str, torch.library.Library] | None = None  # kept: its ops go with a library
 
 
 def register(layer_name_type: str, bodies: Mapping[str, Callable[..., Any]]) -> None:
@@ -135,24 +132,23 @@ def register(layer_name_type: str, bodies: Mapping[str, Callable[..., Any]]) -> 
     Raises:
         RuntimeError: the ops exist with the other type.
     """
-    global _library, _registered_type
-    if _registered_type == layer_name_type:
-        return
-    if _registered_type is not None:
+    global _registered
+    if _registered is not None:
+        if _registered[0] == layer_name_type:
+            return
         raise RuntimeError(
-            f"the mla_fusion ops take layer_name as {_registered_type}, and a torch op cannot be "
+            f"the mla_fusion ops take layer_name as {_registered[0]}, and a torch op cannot be "
             f"redefined as {layer_name_type}: use one vLLM configuration per process"
         )
     library = torch.library.Library(NAMESPACE, "DEF")
     for name, schema in _SCHEMAS.items():
         # flexible_layout: these ops take any strides, so Inductor inserts no copies for them.
-        library.define(
-            name + schema.format(layer_name=layer_name_type), tags=(torch.Tag.flexible_layout,)
-        )
+        schema = schema.format(layer_name=layer_name_type)
+        library.define(name + schema, tags=(torch.Tag.flexible_layout,))
         for key in ("CPU", "CUDA"):
             library.impl(name, bodies[name], key)
         library._register_fake(name, _FAKES[name])
-    _library, _registered_type = library, layer_name_type
+    _registered = layer_name_type, library
 
 
 def get(name: str) -> torch._ops.OpOverload:
@@ -165,13 +161,9 @@ def _rope_update(q: torch.Tensor, kv_c: torch.Tensor, *rest: Any) -> torch.Tenso
 
 
 def _q_prep(
-    q: torch.Tensor,
-    layer_name: Any,
-    kv_lora_rank: int,
-    qk_rope_head_dim: int,
-    query_dtype: torch.dtype,
+    q: torch.Tensor, layer_name: Any, latent: int, rope_dim: int, query_dtype: torch.dtype
 ) -> torch.Tensor:
-    return q.new_empty((*q.shape[:2], kv_lora_rank + qk_rope_head_dim), dtype=query_dtype)
+    return q.new_empty((*q.shape[:2], latent + rope_dim), dtype=query_dtype)
 
 
 def _no_output(*args: Any) -> None:

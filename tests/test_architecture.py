@@ -10,11 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = {
-    "mla_fusion": "mla_fusion",
-    "passes": "mla_fusion.passes",
-    "patterns": "mla_fusion.patterns",
-}
+FOLDERS = ("mla_fusion", "passes", "patterns")  # a checkout has the latter two beside the first
 
 # Rooms, the lowest row first: a room imports from its own row and from lower ones.
 ROWS = (
@@ -26,16 +22,16 @@ ROWS = (
     ("cli", "__main__"),
 )
 KNOW_NO_VLLM = {"ops", "kernels", "attention"}
-MAY_IMPORT_VLLM = {"config.vllm_compat", "config.pass_config", "passes.pipeline"}
+MAY_IMPORT_VLLM = {"config.vllm_compat", "passes.pipeline"}
 MAY_CHANGE_VLLM = "cli.child"  # in a child process of a command
-KERNEL_PACKAGES = {"torch", "triton", "numpy", "aiter"}
+KERNEL_PACKAGES = {"torch", "triton", "numpy", "aiter", "mla_fusion"}
 
 
 def modules():
     """(dotted name below mla_fusion, source) of every module."""
-    for folder, package in FOLDERS.items():
+    for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
-            dotted = ".".join([package, *path.relative_to(ROOT / folder).with_suffix("").parts])
+            dotted = ".".join(path.relative_to(ROOT).with_suffix("").parts)
             yield dotted.removeprefix("mla_fusion.").removesuffix(".__init__"), path.read_text()
 
 
@@ -87,20 +83,16 @@ def wrong_direction(name, source):
 
 
 def kernels_know_no_engine(name, source):
-    if room(name) not in KNOW_NO_VLLM:
-        return
+    known = KERNEL_PACKAGES | sys.stdlib_module_names
     for module, line in imports(name, source):
-        package = module.split(".")[0]
-        standard = package in sys.stdlib_module_names
-        if not standard and package not in KERNEL_PACKAGES and package != "mla_fusion":
-            yield f"{name}:{line} imports {package}"
+        if room(name) in KNOW_NO_VLLM and module.split(".")[0] not in known:
+            yield f"{name}:{line} imports {module}"
 
 
 def vllm_imported_elsewhere(name, source):
-    if name in MAY_IMPORT_VLLM or room(name) in ("cli", "plugin"):
-        return
+    may = name in MAY_IMPORT_VLLM or room(name) in ("cli", "plugin")
     for module, line in imports(name, source):
-        if module.split(".")[0] == "vllm":
+        if not may and module.split(".")[0] == "vllm":
             yield f"{name}:{line} imports {module}; ask config.vllm_compat"
 
 

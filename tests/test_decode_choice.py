@@ -10,6 +10,7 @@ from mla_fusion.attention.plan.buffers import Settings
 from mla_fusion.config import Options, eligibility, identity, vllm_compat
 from mla_fusion.report.reasons import Decline
 from mla_fusion.runtime import decode_choice, measured, step_plan
+from mla_fusion.runtime.decode_choice import Choice
 
 H200, AUTO = "NVIDIA H200", Options("triton")
 KEY = "bfloat16", 16, 1, "FLASH_ATTN_MLA"
@@ -33,15 +34,11 @@ def h200(monkeypatch, tmp_path):
     return facts
 
 
-def layer(heads=16, backend="FLASH_ATTN_MLA", widths=(512, 64)):
+def layer(heads=16, backend="FLASH_ATTN_MLA", latent=512):
     return SimpleNamespace(
-        kv_cache_dtype="auto",
-        _k_scale=torch.ones(1),
-        num_heads=heads,
-        kv_lora_rank=widths[0],
-        qk_rope_head_dim=widths[1],
-        attn_backend=SimpleNamespace(get_name=lambda: backend),
-    )
+        kv_cache_dtype="auto", _k_scale=torch.ones(1), num_heads=heads, kv_lora_rank=latent,
+        qk_rope_head_dim=64, attn_backend=SimpleNamespace(get_name=lambda: backend),
+    )  # fmt: skip
 
 
 def step(sequences, rows=1):
@@ -51,23 +48,19 @@ def step(sequences, rows=1):
 
 def engine(seqs=256, drafts=0, dcp=1, ubatching=False, page=64, cache="auto", options=None,
            latent=512):  # fmt: skip
-    model = SimpleNamespace(
-        dtype=torch.bfloat16,
-        max_model_len=131072,
-        get_num_attention_heads=lambda parallel: 16,
-        hf_text_config=SimpleNamespace(kv_lora_rank=latent, qk_rope_head_dim=64),
-    )
-    return SimpleNamespace(
-        scheduler_config=SimpleNamespace(max_num_seqs=seqs),
-        speculative_config=SimpleNamespace(num_speculative_tokens=drafts) if drafts else None,
-        parallel_config=SimpleNamespace(decode_context_parallel_size=dcp, use_ubatching=ubatching),
-        cache_config=SimpleNamespace(
-            block_size=page, user_specified_block_size=False, cache_dtype=cache
-        ),
-        model_config=model,
-        device_config=SimpleNamespace(device_type="cpu"),
-        additional_config={"mla_fusion": options or {}},
-    )
+    sizes = SimpleNamespace(kv_lora_rank=latent, qk_rope_head_dim=64)
+    model = {"dtype": torch.bfloat16, "max_model_len": 131072, "hf_text_config": sizes,
+             "get_num_attention_heads": lambda parallel: 16}  # fmt: skip
+    configs = {
+        "scheduler": {"max_num_seqs": seqs},
+        "speculative": {"num_speculative_tokens": drafts},
+        "parallel": {"decode_context_parallel_size": dcp, "use_ubatching": ubatching},
+        "cache": {"block_size": page, "user_specified_block_size": False, "cache_dtype": cache},
+        "model": model,
+        "device": {"device_type": "cpu"},
+    }
+    made = {f"{name}_config": SimpleNamespace(**fields) for name, fields in configs.items()}
+    return SimpleNamespace(additional_config={"mla_fusion": options or {}}, **made)
 
 
 @pytest.mark.parametrize("triton, sequences", [((3, 8), 256), ((3, 9), 0)])
@@ -85,12 +78,14 @@ def test_a_kernel_that_has_not_run_with_this_triton_is_left_out(
 
 
 def test_auto_is_ours_where_it_was_measured(h200):
+    named = "portable with 1 to 256 sequences (auto: as measured)"
     choice = decode_choice.choose(layer(), AUTO, engine())
-    assert (choice.planner, choice.most) == ("portable", 256)
-    assert choice.why == "portable with 1 to 256 sequences (auto: as measured)"
+    assert choice == Choice("portable", ((1, 256),), named)
     choice = decode_choice.choose(layer(heads=20), AUTO, engine())
     assert (choice.planner, choice.most) == ("portable", 64)
     assert "with 1 to 64 sequences, FLASH_ATTN_MLA else" in choice.why
+    choice = decode_choice.choose(layer(), AUTO, engine(drafts=3))  # 4 query rows have their own
+    assert (choice.planner, choice.runs) == ("portable", ((1, 256),))
 
 
 @pytest.mark.parametrize(
@@ -98,7 +93,7 @@ def test_auto_is_ours_where_it_was_measured(h200):
     [
         ({"heads": 24}, {}, "FLASH_ATTN_MLA (auto: not measured against it with 24 heads in bfl"),
         ({"backend": "TRITON_MLA"}, {}, "TRITON_MLA (auto: not measured against it with 16 heads "),
-        ({"widths": (256, 64)}, {}, "not measured with 256 + 64"),
+        ({"latent": 256}, {}, "not measured with 256 + 64"),
         ({}, {"drafts": 2}, "not measured against it with 16 heads x 3 query rows in bfloat16)"),
         ({}, {"dcp": 2}, "ranks share the cache"),
         ({}, {"ubatching": True}, "microbatches"),
@@ -106,12 +101,8 @@ def test_auto_is_ours_where_it_was_measured(h200):
     ],
 )
 def test_auto_is_vllms_elsewhere_and_says_why(h200, of_layer, of_engine, why):
-    one, config = layer(**of_layer), engine(**of_engine)
-    choice = decode_choice.choose(one, AUTO, config)
+    choice = decode_choice.choose(layer(**of_layer), AUTO, engine(**of_engine))
     assert not choice.planner and why in choice.why
-
-
-def test_auto_leaves_a_layer_that_the_portable_decode_cannot_serve(h200):
     h200["found"] = eligibility.LayerFacts(Decline("portable-attention", "a sliding window"), False)
     choice = decode_choice.choose(layer(), AUTO, engine())
     assert not choice.planner and "a sliding window" in choice.why
@@ -127,13 +118,6 @@ def test_an_fp8_query_has_rows_of_its_own(h200, monkeypatch):
     slower = decode_choice.choose(layer(64, "FLASHMLA"), AUTO, engine())
     slow = "FLASHMLA (auto: measured slower than it with 64 heads in float8_e4m3fn)"
     assert (slower.planner, slower.why) == ("", slow)
-
-
-def test_drafts_have_rows_of_their_own(h200):
-    """The table has 4 query rows: steps with 3 drafts are ours up to its batch, others are not."""
-    choice = decode_choice.choose(layer(), AUTO, engine(drafts=3))
-    assert (choice.planner, choice.runs) == ("portable", ((1, 256),))
-    assert not decode_choice.choose(layer(), AUTO, engine(drafts=2)).planner
 
 
 @pytest.fixture
@@ -238,14 +222,15 @@ def test_a_damaged_file_is_one_warning_with_its_name(plant, vllm_loggers, caplog
 def test_a_gpu_without_measurements_keeps_vllms_decode_silently(h200, monkeypatch):
     for name in ("NVIDIA H20", ""):
         monkeypatch.setattr(vllm_compat, "gpu_name", lambda name=name: name)
-        assert decode_choice.choose(layer(), AUTO, engine()) == decode_choice.Choice()
+        assert decode_choice.choose(layer(), AUTO, engine()) == Choice()
 
 
-@pytest.mark.parametrize(("attention", "planner"), [("portable", "portable"), ("vllm", "")])
-def test_an_operator_forces_either(h200, attention, planner):
-    choice = decode_choice.choose(layer(24), Options("triton", attention), engine(seqs=2000))
-    assert (choice.planner, choice.why) == (planner, "")
-    assert choice.most == (2000 if planner else 0)
+@pytest.mark.parametrize(
+    ("attention", "choice"), [("portable", Choice("portable", ((1, 2000),))), ("vllm", Choice())]
+)
+def test_an_operator_forces_either(h200, attention, choice):
+    options = Options("triton", attention)
+    assert decode_choice.choose(layer(24), options, engine(seqs=2000)) == choice
 
 
 @pytest.mark.parametrize(
@@ -311,13 +296,8 @@ def test_the_report_names_who_decodes_once(h200, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "changes", "page"),
     [
-        ({}, {}, 64),
-        ({}, {"cache": "fp8"}, 64),
-        ({}, {"drafts": 1}, 64),
-        ({}, {"drafts": 2}, 16),
-        ({}, {"drafts": 3}, 64),
-        ({}, {"dcp": 2}, 16),
-        ({}, {"latent": 256}, 16),
+        *(({}, {}, 64), ({}, {"cache": "fp8"}, 64), ({}, {"drafts": 1}, 64)),
+        *(({}, {"drafts": 2}, 16), ({}, {"dcp": 2}, 16), ({}, {"latent": 256}, 16)),
         ({"attention": "vllm"}, {}, 16),
         ({"attention": "portable"}, {"drafts": 1}, 64),
     ],
@@ -335,10 +315,8 @@ def test_a_page_holds_a_tile_where_the_portable_decode_may_run(h200, options, ch
 def test_a_larger_step_than_was_measured_is_left_to_the_backend():
     plan = SimpleNamespace(
         settings=SimpleNamespace(max_batch=4, max_query_len=1, num_heads=2, v_head_dim=8),
-        planner=SimpleNamespace(PROVIDERS=("triton",)),
-        device="cpu",
-    )
-
+        planner=SimpleNamespace(PROVIDERS=("triton",)), device="cpu",
+    )  # fmt: skip
     limited = step_plan.StepPlan(plan, torch.bfloat16, [(1, 4)])
     assert limited.serves(step(4)) and not limited.serves(step(5))
     several = step_plan.StepPlan(plan, torch.bfloat16, [(1, 1), (3, 4)])

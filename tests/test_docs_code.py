@@ -92,18 +92,15 @@ def check_vllm(words):
 
 def check_pip(words):
     assert words[0] == "install"
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
-        "optional-dependencies"
-    ]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for word in words[1:]:
         if re.match(r"\.|mla-fusion", word):
             asked = Requirement(re.sub(r"^\.", "mla-fusion", word))
-            assert asked.extras <= set(extras), word
+            assert asked.extras <= {*project["optional-dependencies"]}, word
 
 
 def check_make(words):
-    if words[0] == "-C":
-        words = words[2:]
+    words = words[2:] if words[0] == "-C" else words
     targets = [word for word in words if "=" not in word]
     assert targets and set(targets) <= makefile_targets(), words
 

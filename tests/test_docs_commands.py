@@ -51,9 +51,8 @@ def test_check_of_a_model_that_fuses(monkeypatch, tmp_path, checked):  # noqa: F
 
 def test_the_log_line(caplog):
     caplog.set_level(logging.INFO, logger="vllm.mla_fusion")
-    report.publish(
-        report.Report("triton", 128, [report.RangeReport((1, 128), 61, 61)]), "V3", False
-    )
+    made = report.Report("triton", 128, [report.RangeReport((1, 128), 61, 61)])
+    report.publish(made, "V3", False)
     shows(caplog.messages, TEXT["docs/operate.md"])
 
 

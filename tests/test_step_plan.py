@@ -33,6 +33,15 @@ class Impl(fake_engine.Impl):
         raise AssertionError("the backend's decode was called")
 
 
+def config_of(spec, sequences, drafts=0):
+    """vLLM's, as far as a plan reads it."""
+    return SimpleNamespace(
+        speculative_config=SimpleNamespace(num_speculative_tokens=drafts) if drafts else None,
+        scheduler_config=SimpleNamespace(max_num_seqs=sequences),
+        model_config=SimpleNamespace(dtype=spec.dtype),
+    )
+
+
 class Engine:
     """Two layers with full caches, and the metadata of a decode-only batch."""
 
@@ -44,12 +53,7 @@ class Engine:
             layer.kv_cache = torch.randn(
                 (fake_engine.BLOCKS, PAGE, LATENT + ROPE), generator=generator
             ).to(SPEC.dtype)
-        speculative = SimpleNamespace(num_speculative_tokens=drafts) if drafts else None
-        self.vllm_config = SimpleNamespace(
-            speculative_config=speculative,
-            scheduler_config=SimpleNamespace(max_num_seqs=4),
-            model_config=SimpleNamespace(dtype=SPEC.dtype),
-        )
+        self.vllm_config = config_of(SPEC, 4, drafts)
         step_plan.attach(self.layers, PORTABLE, self.vllm_config)
 
     def metadata(self, query_lens, seq_lens):
@@ -135,12 +139,15 @@ def refreshes(monkeypatch):
     return seen
 
 
-def test_all_layers_of_a_pass_share_one_refresh(refreshes):
-    engine = Engine(drafts=2)
+def test_all_layers_of_a_pass_share_one_refresh(refreshes, monkeypatch):
+    engine, decodes = Engine(drafts=2), watch_decodes(monkeypatch)
     assert len({getattr(layer, step_plan.ATTRIBUTE) for layer in engine.layers.values()}) == 1
     for lengths in (([3, 1, 2], [8, 5, 7]), ([1, 3, 1], [1, 6, 2])):
         check(engine, engine.metadata(*lengths), *engine.layers)
     assert refreshes == [6, 5]
+    # The cache of this engine is not fp8, so no result depends on the scales.
+    layer, given = engine.layers["a"], decodes[0]
+    assert given["q_scale"] == layer._q_scale != given["kv_scale"] == layer._k_scale
 
 
 def test_lengths_that_grow_in_place_are_seen_by_the_next_pass(refreshes):
@@ -289,12 +296,10 @@ class AiterMLAImpl(Impl):
     [
         ({"sliding_window": 128}, "a sliding window"),
         ({"non_causal_multi_token_decode": True}, "a draft layer without causal mask"),
-        (
-            {"impl": AiterMLAImpl(False)},
-            "AiterMLAImpl has a persistent plan of its own, and attention=aiter another",
-        ),
+        ({"impl": AiterMLAImpl(False)},
+         "AiterMLAImpl has a persistent plan of its own, and attention=aiter another"),
     ],
-)
+)  # fmt: skip
 def test_layers_that_are_declined(change, detail):
     engine = Engine()
     layer = engine.layers["a"]
@@ -308,46 +313,18 @@ def test_layers_that_are_declined(change, detail):
     assert not hasattr(layer, step_plan.ATTRIBUTE)
 
 
-def test_query_and_cache_have_scales_of_their_own(monkeypatch):
-    """The cache of this engine is not fp8, so no result depends on them."""
-    engine, decodes = Engine(), watch_decodes(monkeypatch)
-    check(engine, engine.metadata([1, 1, 1], [3, 8, 1]), "a")
-    layer, [given] = engine.layers["a"], decodes
-    assert given["q_scale"] == layer._q_scale and given["kv_scale"] == layer._k_scale
-    assert layer._q_scale != layer._k_scale
-
-
-@pytest.mark.parametrize(
-    ("ranges", "serves"),
-    [
-        ({"a": ((1, 2),), "b": ((1, 4),)}, [False, True]),
-        ({"a": ((1, 1), (4, 4)), "b": ((1, 1), (3, 4))}, [False, True]),
-    ],
-)
-def test_layers_whose_decode_was_measured_in_other_steps_share_no_plan(monkeypatch, ranges, serves):
+@pytest.mark.parametrize("runs", [((1, 2),), ((1, 1), (4, 4))])
+def test_layers_whose_decode_was_measured_in_other_steps_share_no_plan(monkeypatch, runs):
     """With auto a backend of its own gives a layer a range of its own: here a step has three."""
-    engine = Engine()
-
-    def choose(layer, *_):
-        return Choice("portable", ranges[layer.layer_name])
-
-    monkeypatch.setattr(step_plan.decode_choice, "choose", choose)
-    step_plan.attach(engine.layers, Options("reference"), engine.vllm_config)
-    plans = {name: getattr(layer, step_plan.ATTRIBUTE) for name, layer in engine.layers.items()}
-    largest = [runs[-1][1] for runs in ranges.values()]
-    assert [plans[name].plan.settings.max_batch for name in ranges] == largest
-    step = engine.metadata([1, 1, 1], [5, 8, 3])
-    assert [plans[name].serves(step) for name in ranges] == serves
-
-
-def test_the_report_has_the_choices_that_were_made(monkeypatch):
     engine, options = Engine(), Options("reference")
-    choices = {
-        "a": Choice("portable", ((1, 2),), "portable with 1 to 2 sequences"),
-        "b": Choice(why="slower"),
-    }
+    choices = {"a": Choice("portable", runs, "small"), "b": Choice("portable", ((1, 1), (3, 4)))}
     choose = Mock(side_effect=lambda layer, *_: choices[layer.layer_name])
     monkeypatch.setattr(step_plan.decode_choice, "choose", choose)
     step_plan.attach(engine.layers, options, engine.vllm_config)
-    found = step_plan.decode_choice.described(engine.layers, options)
-    assert found == "portable with 1 to 2 sequences; slower" and choose.call_count == 2
+    plans = [getattr(layer, step_plan.ATTRIBUTE) for layer in engine.layers.values()]
+    assert [each.plan.settings.max_batch for each in plans] == [runs[-1][1], 4]
+    step = engine.metadata([1, 1, 1], [5, 8, 3])
+    assert [each.serves(step) for each in plans] == [False, True]
+    # The report has the choices that were made.
+    assert step_plan.decode_choice.described(engine.layers, options) == "small"
+    assert choose.call_count == 2

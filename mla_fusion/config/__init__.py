@@ -1,7 +1,7 @@
 """The flag, the plugin's options and the decode bucket.
 
-Everything in this package reads vLLM's config objects and changes none; the plugin does that. This
-module is loaded in every process of vLLM, so it imports only what costs nothing there.
+This package reads vLLM's config objects and changes none. This module is loaded in every process
+of vLLM, so it imports only what costs nothing there.
 """
 
 from dataclasses import dataclass
@@ -20,8 +20,6 @@ REALIZE = "realize_reads_threshold"
 PLANNED = ("portable", "aiter")
 ATTENTION = ("auto", *PLANNED, "vllm")
 _CAP = "max_split_per_batch"
-# What vLLM's registry of attention backends holds as CUSTOM.
-SPARSE_BACKEND = "mla_fusion.runtime.sparse_backend.SparseBackend"
 
 
 class OptionError(ValueError):
@@ -54,51 +52,38 @@ def read_options(additional_config: Any) -> Options:
     """
     from mla_fusion.kernels import PROVIDERS
 
+    where = f'additional_config["{OPTIONS_KEY}"]'
     choices = {"provider": PROVIDERS, "attention": ATTENTION}
     given = additional_config if isinstance(additional_config, dict) else {}
+    raw = given.get(OPTIONS_KEY, {})
     if "mla-fusion" in given:
         raise OptionError(
             f'additional_config["mla-fusion"]: the key is "{OPTIONS_KEY}", with an underscore'
         )
-    raw = given.get(OPTIONS_KEY, {})
     if not isinstance(raw, dict):
+        example = '{"provider": "triton"}'
+        raise OptionError(f"{where} must be a dictionary such as {example}, got {raw!r}")
+    if unknown := sorted(raw.keys() - {*choices, _CAP}):
+        known = "; ".join(f"{name} ({', '.join(values)})" for name, values in choices.items())
         raise OptionError(
-            f'additional_config["{OPTIONS_KEY}"] must be a dictionary such as '
-            f'{{"provider": "triton"}}, got {raw!r}'
+            f"unknown option {', '.join(unknown)} in {where}; there are {known}; {_CAP} (-1, or a "
+            "whole number from 1 on)"
         )
-    unknown = sorted(set(raw) - {*choices, _CAP})
-    if unknown:
-        known = "; ".join(f"{name} ({', '.join(choices[name])})" for name in choices)
-        known += f"; {_CAP} (-1, or a whole number from 1 on)"
+    for name, values in choices.items():
+        if name in raw and raw[name] not in values:
+            asked = f"unknown {name} {raw[name]!r} in {where}"
+            raise OptionError(f"{asked}: choose one of {', '.join(values)}")
+    options = Options(**{"provider": vllm_compat.default_provider(), **raw})
+    cap = options.max_split_per_batch
+    if type(cap) is not int or (cap != -1 and cap < 1):  # True is an int
+        must = "must be -1, for no cap, or a whole number from 1 on"
+        raise OptionError(f"{_CAP} in {where} {must}, got {cap!r}")
+    if _CAP in raw and options.attention != "aiter":
         raise OptionError(
-            f'unknown option {", ".join(unknown)} in additional_config["{OPTIONS_KEY}"]; '
-            f"there are {known}"
+            f'{_CAP} in {where} caps the plan of "attention": "aiter", and attention is '
+            f'"{options.attention}": set both, or leave it out'
         )
-    for name in choices.keys() & raw:
-        if raw[name] not in choices[name]:
-            raise OptionError(
-                f"unknown {name} {raw[name]!r} in additional_config["
-                f'"{OPTIONS_KEY}"]: choose one of {", ".join(choices[name])}'
-            )
-    _check_cap(raw)
-    return Options(**{"provider": vllm_compat.default_provider(), **raw})
-
-
-def _check_cap(raw: dict[str, Any]) -> None:
-    """Raise OptionError unless the cap on splits is one, and somebody obeys it."""
-    if _CAP not in raw:
-        return
-    cap, where = raw[_CAP], f'{_CAP} in additional_config["{OPTIONS_KEY}"]'
-    # True is an int.
-    if type(cap) is not int or (cap != -1 and cap < 1):
-        raise OptionError(
-            f"{where} must be -1, for no cap, or a whole number from 1 on, got {cap!r}"
-        )
-    if raw.get("attention") != "aiter":
-        raise OptionError(
-            f'{where} caps the plan of "attention": "aiter", and attention is '
-            f'"{raw.get("attention", "auto")}": set both, or leave it out'
-        )
+    return options
 
 
 def is_on(vllm_config: Any) -> bool:
@@ -118,15 +103,14 @@ def decode_bucket(vllm_config: Any) -> int:
     compilation = vllm_config.compilation_config
     bucket = getattr(compilation.pass_config, THRESHOLD, None)
     if bucket is None:
-        query_len = 1 + draft_tokens(vllm_config)
-        bucket = scheduler.max_num_seqs * query_len
+        rows = query_rows(vllm_config)
+        bucket = scheduler.max_num_seqs * rows
         sizes = [n for n in compilation.cudagraph_capture_sizes or () if n >= bucket]
         if sizes:  # vLLM also rounds the sizes of decode graphs up to whole queries
-            bucket = -(-min(sizes) // query_len) * query_len
+            bucket = -(-min(sizes) // rows) * rows
     return min(max(bucket, 2), scheduler.max_num_batched_tokens)
 
 
-def draft_tokens(vllm_config: Any) -> int:
-    """Draft tokens that speculative decoding adds to each token of a decode step."""
-    speculative = vllm_config.speculative_config
-    return (speculative.num_speculative_tokens or 0) if speculative is not None else 0
+def query_rows(vllm_config: Any) -> int:
+    """Most query rows of a sequence in a decode step: its newest token and the drafts after it."""
+    return 1 + (getattr(vllm_config.speculative_config, "num_speculative_tokens", 0) or 0)

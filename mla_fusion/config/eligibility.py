@@ -22,9 +22,8 @@ FUSABLE_CACHES = {"auto", "fp8", "fp8_e4m3", *_CACHE_TYPES}
 class LayerFacts:
     """What the passes need to know of one layer, free of references to the model.
 
-    `decline` says why the fused op cannot serve it; `quantized_query` is whether the backend takes
-    its query in fp8 when the cache is fp8; `plain_output` says why its attention op cannot quantize
-    its output, empty if it can.
+    `decline` says why the fused op cannot serve it; `quantized_query`: the backend takes an fp8
+    query over an fp8 cache; `plain_output` says why its attention op cannot quantize its output.
     """
 
     decline: Decline | None
@@ -37,11 +36,7 @@ class LayerFacts:
 
 
 def facts(
-    layer: Any,
-    provider: str,
-    activation: torch.dtype,
-    attention: str = "auto",
-    query_len: int = 1,
+    layer: Any, provider: str, activation: torch.dtype, attention: str = "auto", query_len: int = 1
 ) -> LayerFacts:
     """The facts of one `MLAAttention` layer of vLLM after its weights were loaded.
 
@@ -103,9 +98,8 @@ def _decline(layer: Any, provider: str, activation: torch.dtype) -> Decline | No
     if packed and provider != "aiter":
         return Decline("packed-weights", f"AITER {packed}")
     if packed and activation != torch.bfloat16:
-        return Decline(
-            "packed-weights", f"AITER's {packed} product is one of bf16, not of {activation}"
-        )
+        why = f"AITER's {packed} product is one of bf16, not of {activation}"
+        return Decline("packed-weights", why)
     if not packed and vllm_compat.absorb_weight(layer) is None:
         return Decline("packed-weights", "neither W_UK_T nor W_UK_T.weight is a plain tensor")
     if cache_dtype(layer, activation) not in (activation, vllm_compat.fp8_dtype()):

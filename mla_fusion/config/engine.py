@@ -1,38 +1,17 @@
 """Whether fusion applies to an engine, by vLLM's config of it."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from mla_fusion import attention, kernels
 from mla_fusion.attention.aiter import planner as planner_aiter
-from mla_fusion.config import (
-    PLANNED,
-    Options,
-    decode_bucket,
-    read_options,
-    vllm_compat,
-)
+from mla_fusion.config import PLANNED, Options, read_options, vllm_compat
 from mla_fusion.report.reasons import Decline, sparse
 
 
-@dataclass(frozen=True)
-class Decision:
-    """Whether the passes can fire in an engine; `decline` says why not."""
-
-    provider: str
-    bucket: int
-    decline: Decline | None
-
-    @property
-    def applies(self) -> bool:
-        """Whether there is no reason against it."""
-        return self.decline is None
-
-
-def decide(vllm_config: Any, *, partition_refused: bool) -> Decision:
-    """Whether fusion applies to an engine whose flag is on.
+def why_not(vllm_config: Any, partition_refused: bool = False) -> Decline | None:
+    """Why the passes cannot fire in an engine whose flag is on.
 
     Args:
         vllm_config: vLLM's, after its defaults and its platform were applied.
@@ -42,21 +21,6 @@ def decide(vllm_config: Any, *, partition_refused: bool) -> Decision:
         OptionError: as `read_options`.
     """
     options = read_options(vllm_config.additional_config)
-    decline = _why_not(vllm_config, options, partition_refused)
-    return Decision(options.provider, decode_bucket(vllm_config), decline)
-
-
-def _served_model(vllm_config: Any) -> Any:
-    """The config of the model the engine serves.
-
-    A draft model's VllmConfig holds its own model, and shares the compilation config with the
-    engine's: it must not be decided twice, and differently.
-    """
-    target = getattr(vllm_config.speculative_config, "target_model_config", None)
-    return target or vllm_config.model_config
-
-
-def _why_not(vllm_config: Any, options: Options, partition_refused: bool) -> Decline | None:
     version = vllm_compat.installed_version()
     if not vllm_compat.is_supported(version):
         return Decline("vllm-version", f"{version}, supported are {vllm_compat.window()}")
@@ -99,6 +63,16 @@ def _why_not(vllm_config: Any, options: Options, partition_refused: bool) -> Dec
     if compilation.mode != 3 or compilation.backend not in ("", "inductor"):
         return Decline("not-compiled", f"mode {compilation.mode}, backend {compilation.backend!r}")
     return None
+
+
+def _served_model(vllm_config: Any) -> Any:
+    """The config of the model the engine serves.
+
+    A draft model's VllmConfig holds its own model, and shares the compilation config with the
+    engine's: it must not be decided twice, and differently.
+    """
+    target = getattr(vllm_config.speculative_config, "target_model_config", None)
+    return target or vllm_config.model_config
 
 
 def why_no_plan(vllm_config: Any, options: Options) -> Decline | None:

@@ -1,8 +1,8 @@
 """The supported window of vLLM releases, and every name or behaviour that moved inside it.
 
-A new release is admitted here: `NEWEST` moves, and every difference becomes a function of this
-file, with the release in a comment (the steps are in CONTRIBUTING.md). Other files call these
-functions instead of importing from vLLM by path. Nothing is imported from vLLM until it is needed.
+A release is admitted by the steps in CONTRIBUTING.md: `NEWEST` moves, and every difference becomes
+a function of this file, with the release in a comment. Other files call these functions and import
+nothing from vLLM; here it is imported where it is needed.
 """
 
 import re
@@ -20,6 +20,8 @@ from mla_fusion import __version__
 OLDEST, NEWEST = (0, 26), (0, 33)
 # Methods of a worker after which weights and buffers may be others; a release may lack one.
 LOADS_WEIGHTS = ("reload_weights", "finish_weight_update", "wake_up")
+# What vLLM's registry of attention backends holds as CUSTOM.
+SPARSE_BACKEND = "mla_fusion.runtime.sparse_backend.SparseBackend"
 
 
 def installed_version() -> str:
@@ -37,15 +39,10 @@ def _platform() -> Any:
 
 def versions() -> dict[str, str]:
     """The releases that compile a graph together, and the device they compile it for."""
-    device = _platform().device_name
-    if is_gpu():
-        device = str(_platform().get_device_name())
-    return {
-        "mla-fusion": __version__,
-        "vLLM": installed_version(),
-        "torch": str(torch.__version__),
-        "device": device,
-    }
+    platform = _platform()
+    device = str(platform.get_device_name()) if is_gpu() else platform.device_name
+    own = {"mla-fusion": __version__, "vLLM": installed_version()}
+    return own | {"torch": str(torch.__version__), "device": device}
 
 
 def is_rocm() -> bool:
@@ -141,11 +138,8 @@ def forward_context() -> Any:
 
 
 def with_attention_hooks(body: Callable[..., None]) -> Callable[..., None]:
-    """`body` with the decorators of vLLM's own MLA attention op, in vLLM's order.
-
-    The KV-transfer hook waits for and saves the layer's cache (prefill/decode disaggregation);
-    the other ends a breakable CUDA graph around the op.
-    """
+    """`body` with the decorators of vLLM's own MLA attention op, in vLLM's order: the KV-transfer
+    hook waits for and saves the layer's cache, the other ends a breakable CUDA graph."""
     from vllm.compilation.breakable_cudagraph import eager_break_during_capture
     from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
 
@@ -153,10 +147,8 @@ def with_attention_hooks(body: Callable[..., None]) -> Callable[..., None]:
 
 
 def runs_breakable_cudagraphs() -> bool:
-    """Whether vLLM captures breakable CUDA graphs, for which it switches torch.compile off.
-
-    VLLM_USE_BREAKABLE_CUDAGRAPH says so; vLLM sets it itself for a list of architectures.
-    """
+    """Whether vLLM captures breakable CUDA graphs, for which it switches torch.compile off: by
+    VLLM_USE_BREAKABLE_CUDAGRAPH, which it sets itself for a list of architectures."""
     from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled
 
     return bool(is_breakable_cudagraph_enabled())
@@ -181,15 +173,17 @@ def is_first_rank() -> bool:
     return bool(is_global_first_rank())
 
 
+def _dcp_group() -> Any:
+    from vllm.distributed.parallel_state import get_dcp_group
+
+    return get_dcp_group()
+
+
 def context_parallel_ranks(layer: Any) -> int:
-    """Ranks of decode context parallelism, which each keep a part of every sequence's cache.
-
-    Set here too because vLLM 0.26 sets it in the first `forward_impl`, which fused steps skip.
-    """
+    """Ranks of decode context parallelism, which each keep a part of every sequence's cache. vLLM
+    0.26 sets the number in the first `forward_impl`, which fused steps skip: so it is set here."""
     if layer.impl.dcp_world_size == -1:
-        from vllm.distributed.parallel_state import get_dcp_group
-
-        layer.impl.dcp_world_size = get_dcp_group().world_size
+        layer.impl.dcp_world_size = _dcp_group().world_size
     return int(layer.impl.dcp_world_size)
 
 
@@ -203,9 +197,7 @@ def gather_query_heads(layer: Any, q: torch.Tensor) -> torch.Tensor:
     has a manager of these collectives."""
     if manager := getattr(layer, "dcp_manager", None):
         return manager.query_gather(q)
-    from vllm.distributed.parallel_state import get_dcp_group
-
-    return get_dcp_group().all_gather(q, dim=1)
+    return _dcp_group().all_gather(q, dim=1)
 
 
 def combine_context_parallel(
@@ -214,17 +206,14 @@ def combine_context_parallel(
     """Attention [T, H, L] of this rank's heads over all ranks' caches, from that of all heads over
     this one's: [T, ranks * H, L], with the log-sum-exp that `forward_mqa` returned."""
     if manager := getattr(layer, "dcp_manager", None):
-        starts = metadata.query_start_loc[: metadata.num_decodes + 1]
-        return manager.combine(
-            attended, lse, seq_lens=metadata.decode.seq_lens, query_start_loc=starts
-        )
-    from vllm.distributed.parallel_state import get_dcp_group
+        starts, lens = metadata.query_start_loc, metadata.decode.seq_lens
+        starts = starts[: metadata.num_decodes + 1]
+        return manager.combine(attended, lse, seq_lens=lens, query_start_loc=starts)
     from vllm.v1.attention.ops.common import cp_lse_ag_out_rs
     from vllm.v1.attention.ops.dcp_alltoall import dcp_a2a_lse_reduce
 
     combine = dcp_a2a_lse_reduce if layer.dcp_a2a else cp_lse_ag_out_rs
-    base_e = layer.impl.lse_base_on_e
-    return combine(attended, lse, get_dcp_group(), is_lse_base_on_e=base_e)
+    return combine(attended, lse, _dcp_group(), is_lse_base_on_e=layer.impl.lse_base_on_e)
 
 
 def fp8_dtype() -> torch.dtype:
@@ -235,8 +224,7 @@ def fp8_dtype() -> torch.dtype:
 def absorb_weight(layer: Any) -> torch.Tensor | None:
     """W_UK [H, P, L] of an MLA layer; None if it is not kept in the type of the activations.
 
-    Up to 0.33 the layer's `W_UK_T` is the tensor. vllm#55741 (open) puts an object in its place,
-    with the operand that its own product takes as `weight`.
+    Up to 0.33 `W_UK_T` is the tensor; vllm#55741 (open) puts an object with it as `weight` there.
     """
     return _plain_weight(layer, "W_UK_T")
 
@@ -280,42 +268,38 @@ def current_layers() -> Mapping[str, Any]:
 
 
 def traced_layer_name(layer_name: Any) -> str | None:
-    """The layer's name in a `layer_name` argument of a graph; None if it is unknown.
-
-    It is a string constant, or a graph input that holds vLLM's opaque LayerName.
-    """
+    """The layer's name in an argument of a graph, a string constant or a graph input that holds
+    vLLM's opaque LayerName; None if it is unknown."""
     if isinstance(layer_name, str):
         return layer_name
     traced = getattr(layer_name, "meta", {}).get("val", layer_name)
     return getattr(getattr(traced, "real_obj", traced), "value", None)
 
 
-def register_sparse_backend(path: str) -> bool:
-    """Offer the class at `path` as `--attention-backend CUSTOM`; False if another plugin has it.
-
-    vLLM imports the class where an operator chooses it.
-    """
+def register_sparse_backend() -> bool:
+    """Offer `SPARSE_BACKEND`, which vLLM imports where an operator chooses it, as
+    `--attention-backend CUSTOM`; False if another plugin has that."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     custom = AttentionBackendEnum.CUSTOM
     if not custom.is_overridden():
-        register_backend(custom, path)
-    return bool(custom.get_path() == path)
+        register_backend(custom, SPARSE_BACKEND)
+    return bool(custom.get_path() == SPARSE_BACKEND)
 
 
-def chose_sparse_backend(vllm_config: Any, path: str) -> bool:
-    """Whether an operator chose `--attention-backend CUSTOM`, and the class at `path` is that."""
+def chose_sparse_backend(vllm_config: Any) -> bool:
+    """Whether an operator chose `--attention-backend CUSTOM`, and it is `SPARSE_BACKEND`."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     custom = AttentionBackendEnum.CUSTOM
     asked = vllm_config.attention_config.backend is custom
-    return bool(asked and custom.is_overridden() and custom.get_path() == path)
+    return bool(asked and custom.is_overridden() and custom.get_path() == SPARSE_BACKEND)
 
 
-def may_have_sparse_layers(vllm_config: Any, path: str) -> bool:
-    """Whether a layer may be of the class at `path`, or its operator be told why none is."""
-    made = path.rpartition(".")[0] in sys.modules  # vLLM imports the class for the first layer
-    return made or chose_sparse_backend(vllm_config, path)
+def may_have_sparse_layers(vllm_config: Any) -> bool:
+    """Whether a layer may be of `SPARSE_BACKEND`, or its operator be told why none is."""
+    made = SPARSE_BACKEND.rpartition(".")[0] in sys.modules  # imported for the first layer
+    return made or chose_sparse_backend(vllm_config)
 
 
 def sparse_backend() -> tuple[Any, Any]:
@@ -325,15 +309,12 @@ def sparse_backend() -> tuple[Any, Any]:
     (vllm#50064). From 0.31 on DeepSeek-V3.2 names the latter in its class for ROCm.
     """
     if is_rocm():
-        from vllm.v1.attention.backends.mla import rocm_aiter_mla_sparse
+        from vllm.v1.attention.backends.mla import rocm_aiter_mla_sparse as rocm
 
-        return (
-            rocm_aiter_mla_sparse.ROCMAiterMLASparseBackend,
-            rocm_aiter_mla_sparse.ROCMAiterMLASparseImpl,
-        )
-    from vllm.v1.attention.backends.mla import flashmla_sparse
+        return rocm.ROCMAiterMLASparseBackend, rocm.ROCMAiterMLASparseImpl
+    from vllm.v1.attention.backends.mla import flashmla_sparse as cuda
 
-    return flashmla_sparse.FlashMLASparseBackend, flashmla_sparse.FlashMLASparseImpl
+    return cuda.FlashMLASparseBackend, cuda.FlashMLASparseImpl
 
 
 def sparse_widths(impl: Any) -> tuple[int, int]:
@@ -349,19 +330,14 @@ def keeps_cache_on_host(vllm_config: Any) -> bool:
 
 def cache_slots(metadata: Any, chosen: torch.Tensor) -> torch.Tensor:
     """Slots [T, n], block * page size + entry, of the positions [T, n] that an indexer chose for
-    the first T tokens of a batch, -1 for none.
-
-    Kernels of newer releases also count rows between blocks (BLOCK_STRIDE_ROWS): not here.
-    """
+    the first T tokens of a batch, -1 for none; newer kernels also count rows between blocks."""
     from vllm.v1.attention.backends.mla import sparse_utils
 
+    tokens, width = chosen.shape
     return sparse_utils.triton_convert_req_index_to_global_index(
-        metadata.req_id_per_token[: chosen.shape[0]],
-        metadata.block_table,
-        chosen,
-        BLOCK_SIZE=metadata.block_size,
-        NUM_TOPK_TOKENS=chosen.shape[1],
-    )
+        metadata.req_id_per_token[:tokens], metadata.block_table, chosen,
+        BLOCK_SIZE=metadata.block_size, NUM_TOPK_TOKENS=width,
+    )  # fmt: skip
 
 
 def write_cache_slots(
@@ -378,15 +354,9 @@ def write_cache_slots(
     page = metadata.block_size
     rows = {"BLOCK_STRIDE_ROWS": page} if hasattr(module, "flat_kv_row_view") else {}
     module.triton_convert_req_index_to_global_index(
-        metadata.req_id_per_token[:tokens],
-        metadata.block_table,
-        chosen,
-        starts,
-        out,
-        BLOCK_SIZE=page,
-        NUM_TOPK_TOKENS=width,
-        **rows,
-    )
+        metadata.req_id_per_token[:tokens], metadata.block_table, chosen, starts, out,
+        BLOCK_SIZE=page, NUM_TOPK_TOKENS=width, **rows,
+    )  # fmt: skip
 
 
 def join_query(latent: torch.Tensor, rotated: torch.Tensor, out: torch.Tensor) -> None:

@@ -8,9 +8,8 @@ little is imported: each module of this package imports what works for the flag 
 import logging
 from typing import Any
 
-from mla_fusion import config
 from mla_fusion.config import vllm_compat
-from mla_fusion.plugin import cpu, decision, flag, passes, ranges, workers
+from mla_fusion.plugin import compilation, decision, flag, workers
 from mla_fusion.plugin.wrap import when_imported
 
 # Below vLLM's logger, so that its handlers and its level apply.
@@ -18,8 +17,8 @@ logger = logging.getLogger("vllm.mla_fusion")
 
 # The changes to modules that only some processes import.
 _WHEN_IMPORTED = (
-    ("vllm.compilation.passes.pass_manager", passes.add_passes),
-    ("vllm.compilation.backends", ranges.set_for_ranges),
+    ("vllm.compilation.passes.pass_manager", compilation.add_passes),
+    ("vllm.compilation.backends", compilation.set_options_for_ranges),
     ("vllm.v1.worker.worker_base", workers.prepare_workers),
 )
 _registered = False
@@ -47,11 +46,11 @@ def register() -> None:
     if vllm_compat.is_supported(version):
         flag.add_fields(_restore)
         decision.decide_in_vllm_config()
-        cpu.keep_vllm_compile()
+        decision.keep_vllm_compile()
         for module, change in _WHEN_IMPORTED:
             when_imported(module, change)
         # vLLM's own registry: nothing is imported before an operator chooses CUSTOM.
-        if not vllm_compat.register_sparse_backend(config.SPARSE_BACKEND):
+        if not vllm_compat.register_sparse_backend():
             logger.debug("another plugin has the attention backend CUSTOM")
         return
     # Let the flag be set, and switch it off with its reason, if this release allows that.

@@ -1,19 +1,25 @@
 """Whether the flag applies to an engine, decided while vLLM makes the engine's config."""
 
-from __future__ import annotations
-
+import logging
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mla_fusion import config
-from mla_fusion.config import no_effect, vllm_compat
+from mla_fusion.config import vllm_compat
 from mla_fusion.plugin import flag
-from mla_fusion.plugin.wrap import wrap
+from mla_fusion.plugin.wrap import WRAPPED, wrap
 
 if TYPE_CHECKING:
-    from mla_fusion.config.engine import Decision
+    from mla_fusion.report.reasons import Decline
+
+logger = logging.getLogger("vllm.mla_fusion")
 
 _REFUSED = "_mla_fusion_refused"  # on a VllmConfig: the operator switched graph partition off
+_SINGLE_TRACE = 2  # CompilationMode.DYNAMO_TRACE_ONCE, an IntEnum
+# Compilation configs whose operator was told all there is to tell of a flag that is off, by id:
+# other configs of an engine, as a draft model's, are made with the same one.
+_told: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def decide_in_vllm_config() -> None:
@@ -31,10 +37,43 @@ def decide_in_vllm_config() -> None:
     wrap(VllmConfig, "_set_compile_ranges", _set_compile_ranges)
 
 
+def keep_vllm_compile() -> None:
+    """Why: on a CPU vLLM replaces its piecewise backend, which runs passes, by a single trace.
+
+    How: if only the mode speaks against fusion, restore mode and backend after the platform's
+    check. Until: vLLM keeps VLLM_COMPILE on a CPU.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    platform = type(current_platform)
+    original = platform.check_and_update_config
+    if hasattr(platform, WRAPPED):
+        return
+
+    def check_and_update_config(cls: type, vllm_config: Any) -> None:
+        compilation = vllm_config.compilation_config
+        asked = compilation.mode, compilation.backend, compilation.ir_enable_torch_wrap
+        original(vllm_config)
+        became = compilation.mode, compilation.backend, compilation.ir_enable_torch_wrap
+        compilation.mode, compilation.backend, compilation.ir_enable_torch_wrap = asked
+        on = became[0] == _SINGLE_TRACE and config.is_on(vllm_config)
+        if on and why_not(vllm_config) is None:
+            # vLLM would derive them from the sizes of CUDA graphs, which a CPU does not have.
+            compilation.compile_sizes = compilation.compile_sizes or []
+            logger.debug("%s needs compilation mode VLLM_COMPILE, kept on the CPU", config.FLAG)
+        else:
+            compilation.mode, compilation.backend, compilation.ir_enable_torch_wrap = became
+
+    platform.check_and_update_config = classmethod(check_and_update_config)
+    setattr(platform, WRAPPED, True)
+
+
 def _post_init(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
     _adopt(self.compilation_config.pass_config)
     if not config.is_on(self):
-        no_effect.warn(self, vllm_compat.chose_sparse_backend(self, config.SPARSE_BACKEND))
+        _warn_of_no_effect(self)
         original(self, *args, **kwargs)
         return
     # vLLM's defaults fill in what is None.
@@ -52,7 +91,9 @@ def _set_compile_ranges(original: Callable[..., Any], self: Any) -> None:
     if config.is_on(self):
         from mla_fusion.plugin import prerequisites
 
-        prerequisites.apply(self, decide(self))
+        prerequisites.apply(self, why_not(self))
+        if not config.is_on(self):
+            _told[id(self.compilation_config)] = self.compilation_config
     original(self)
 
 
@@ -64,11 +105,11 @@ def _adopt(pass_config: Any) -> None:
         pass_config.__dict__ = fields
 
 
-def decide(vllm_config: Any) -> Decision:
-    """`config.engine.decide` of a config, with what its operator refused."""
+def why_not(vllm_config: Any) -> "Decline | None":
+    """`config.engine.why_not` of a config, with what its operator refused."""
     from mla_fusion.config import engine
 
-    return engine.decide(vllm_config, partition_refused=getattr(vllm_config, _REFUSED, False))
+    return engine.why_not(vllm_config, getattr(vllm_config, _REFUSED, False))
 
 
 def _extend_splitting_ops(compilation: Any) -> None:
@@ -77,3 +118,21 @@ def _extend_splitting_ops(compilation: Any) -> None:
     if "vllm::unified_mla_attention_with_output" in (compilation.splitting_ops or []):
         missing = [op for op in ops.RUNTIME_OPS if op not in compilation.splitting_ops]
         compilation.splitting_ops = [*compilation.splitting_ops, *missing]
+
+
+def _warn_of_no_effect(vllm_config: Any) -> None:
+    """Name once what an operator set for a flag that is off: the threshold, and the options unless
+    the sparse decode reads them, which it does without the flag."""
+    compilation, given = vllm_config.compilation_config, vllm_config.additional_config
+    if id(compilation) in _told:
+        return
+    _told[id(compilation)] = compilation
+    sparse, unused = vllm_compat.chose_sparse_backend(vllm_config), []
+    if getattr(compilation.pass_config, config.THRESHOLD, None) is not None:
+        unused.append(config.THRESHOLD)
+    if isinstance(given, dict) and config.OPTIONS_KEY in given and not sparse:
+        unused.append(f'additional_config["{config.OPTIONS_KEY}"]')
+    for name in unused:
+        logger.warning(
+            "mla-fusion: %s has no effect without pass_config.%s: set both", name, config.FLAG
+        )

@@ -4,7 +4,6 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from mla_fusion import config
 from mla_fusion.config import vllm_compat
 from mla_fusion.plugin.wrap import wrap
 
@@ -26,7 +25,7 @@ def take_layers(vllm_config: Any) -> None:
     """
     from vllm.platforms import current_platform
 
-    if not (current_platform.is_cuda() and _chosen(vllm_config)):
+    if not (current_platform.is_cuda() and vllm_compat.chose_sparse_backend(vllm_config)):
         return
     name = vllm_config.model_config.architecture
     found = next((each for start, each in MODELS.items() if name.startswith(start)), None)
@@ -39,14 +38,11 @@ def take_layers(vllm_config: Any) -> None:
 
     def select(original: Callable[..., Any], vllm_config: Any) -> Any:
         selected = original(vllm_config)
-        if not (_chosen(vllm_config) and hasattr(selected, "_forward_decode")):
+        chosen = vllm_compat.chose_sparse_backend(vllm_config)
+        if not (chosen and hasattr(selected, "_forward_decode")):
             return selected
         slots = ops.compute_global_topk_indices_and_lens
         return deepseek_v4.decoded_here(selected, kinds, slots)
 
     model = importlib.import_module(f"vllm.models.{package}.nvidia.model")
     wrap(model, "_select_dsv4_attn_cls", select)
-
-
-def _chosen(vllm_config: Any) -> bool:
-    return vllm_compat.chose_sparse_backend(vllm_config, config.SPARSE_BACKEND)

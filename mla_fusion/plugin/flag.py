@@ -1,37 +1,39 @@
 """The flag and its threshold as fields of vLLM's PassConfig."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
 
-from mla_fusion import config
+from mla_fusion.config import FLAG, THRESHOLD
+from mla_fusion.config.identity import graphs_hash
 from mla_fusion.plugin.wrap import WRAPPED
 
+Restore = Callable[[dict[str, Any]], Any]
 
-def add_fields(restore: Callable[[dict[str, Any]], Any]) -> None:
+
+def add_fields(restore: Restore) -> None:
     """Why: vLLM's PassConfig forbids unknown fields, so `pass_config.fuse_aiter_...` is an error.
 
     How: `PassConfig(...)` with one of the two fields makes an instance of a subclass that has them,
     and from then on CompilationConfig prints them. Without them it stays vLLM's own: whatever
     prints, compares, copies, hashes or pickles a config never meets the plugin. A process that
-    unpickles one with them calls `restore`. Until: vLLM lets a plugin declare pass options.
+    unpickles one with them calls `restore`, which makes an instance from its fields. Until: vLLM
+    lets a plugin declare pass options.
     """
     import vllm.config.compilation as compilation
 
     base = compilation.PassConfig
     if hasattr(base, WRAPPED):
         return
-    fields = {config.FLAG, config.THRESHOLD}
 
     @functools.cache
-    def extended() -> Any:
-        from mla_fusion.config import pass_config
-
-        pass_config.show_subclass(compilation.CompilationConfig, base)
-        return pass_config.extend(base, restore)
+    def extended() -> type:
+        _show_subclass(compilation.CompilationConfig, base)
+        return _extend(base, restore)
 
     def new(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if cls is not base or fields.isdisjoint(kwargs):
+        if cls is not base or {FLAG, THRESHOLD}.isdisjoint(kwargs):
             return object.__new__(cls)
         return object.__new__(extended())
 
@@ -46,3 +48,50 @@ def instance(fields: dict[str, Any]) -> Any:
     made = PassConfig.__new__(PassConfig, **fields)
     made.__dict__.update(fields)
     return made
+
+
+def _extend(base: Any, restore: Restore) -> type:
+    """`base`, vLLM's PassConfig, with the fields of this library."""
+    from pydantic import Field
+    from vllm.config.utils import config, get_hash_factors, hash_factors
+
+    class PassConfig(base):
+        __doc__ = base.__doc__
+
+        fuse_aiter_qk_rope_kvcache_mla: bool = False
+        """Fuse MLA QK-RoPE, KV-cache write, q-absorb, q-concat and q-quant in decode graphs
+        (mla-fusion)."""
+
+        aiter_qk_rope_kvcache_fusion_max_token_num: int | None = Field(default=None, gt=0)
+        """The largest number of tokens of a graph that is fused; by default
+        max_num_seqs * (1 + num_speculative_tokens), padded to its CUDA graph (mla-fusion)."""
+
+        def compute_hash(self) -> str:
+            """vLLM's hash while the flag is off; else it also covers this library's source.
+
+            vLLM finds compiled graphs by this hash, not by the uuid of its passes.
+            """
+            factors = get_hash_factors(self, {FLAG, THRESHOLD})
+            if getattr(self, FLAG):
+                factors[FLAG] = [getattr(self, THRESHOLD), graphs_hash()]
+            return hash_factors(factors)
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            # The class is not found under its name: vLLM's is. A worker process unpickles its
+            # config before it loads plugins.
+            return restore, (dict(self.__dict__),)
+
+    PassConfig.__qualname__, PassConfig.__module__ = base.__qualname__, base.__module__
+    extended: type = config(PassConfig)
+    return extended
+
+
+def _show_subclass(compilation_config: Any, base: type) -> None:
+    """Let vLLM's CompilationConfig print and dump all fields of its pass config: pydantic compiled
+    its schema for `base`, whose fields alone it would show."""
+    from pydantic import SerializeAsAny
+    from pydantic.dataclasses import rebuild_dataclass
+
+    [declared] = [f for f in dataclasses.fields(compilation_config) if f.name == "pass_config"]
+    declared.type = SerializeAsAny[base]  # type: ignore[misc, valid-type]
+    rebuild_dataclass(compilation_config, force=True)

@@ -1,28 +1,23 @@
 """What the flag switches on in an engine, or why it is switched off."""
 
-from __future__ import annotations
-
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mla_fusion import config, report
-from mla_fusion.config import no_effect, vllm_compat
+from mla_fusion.config import vllm_compat
+from mla_fusion.report.reasons import Decline
 from mla_fusion.runtime import decode_choice
-
-if TYPE_CHECKING:
-    from mla_fusion.config.engine import Decision
 
 logger = logging.getLogger("vllm.mla_fusion")
 
 
-def apply(vllm_config: Any, decision: Decision) -> None:
+def apply(vllm_config: Any, decline: Decline | None) -> None:
     """Switch the prerequisites on, or the flag off."""
     compilation = vllm_config.compilation_config
-    if decision.decline:
+    if decline:
         setattr(compilation.pass_config, config.FLAG, False)
         setattr(compilation.pass_config, config.THRESHOLD, None)
-        no_effect.is_told(compilation)
-        logger.warning("%s is switched off: %s", report.FLAG_LINE, decision.decline.explain())
+        logger.warning("%s is switched off: %s", report.FLAG_LINE, decline.explain())
         return
     if compilation.splitting_ops != [] and not compilation.use_inductor_graph_partition:
         compilation.use_inductor_graph_partition = True
@@ -43,17 +38,18 @@ def apply(vllm_config: Any, decision: Decision) -> None:
             )
         pass_config.fuse_rope_kvcache_cat_mla = False
     decode_choice.choose_page(vllm_config)
-    asked = getattr(pass_config, config.THRESHOLD)
-    if asked not in (None, decision.bucket):
+    asked, bucket = getattr(pass_config, config.THRESHOLD), config.decode_bucket(vllm_config)
+    if asked not in (None, bucket):
         logger.warning(
             "mla-fusion: %s=%d becomes %d: it is at least 2, vLLM's smallest compile range, and "
             "at most max_num_batched_tokens",
-            config.THRESHOLD, asked, decision.bucket,
+            config.THRESHOLD, asked, bucket,
         )  # fmt: skip
     # Kept: the bucket depends on the sizes of CUDA graphs, which vLLM may change later.
-    setattr(pass_config, config.THRESHOLD, decision.bucket)
+    setattr(pass_config, config.THRESHOLD, bucket)
     endpoints = set(compilation.compile_ranges_endpoints or [])
-    if decision.bucket not in endpoints:
-        compilation.compile_ranges_endpoints = sorted({*endpoints, decision.bucket})
+    if bucket not in endpoints:
+        compilation.compile_ranges_endpoints = sorted({*endpoints, bucket})
+        provider = config.read_options(vllm_config.additional_config).provider
         fused = "%s: graphs for up to %d tokens are fused by the %s provider"
-        logger.debug(fused, config.FLAG, decision.bucket, decision.provider)
+        logger.debug(fused, config.FLAG, bucket, provider)

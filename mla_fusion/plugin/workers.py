@@ -1,4 +1,4 @@
-"""What a worker does once it has loaded its model, and before its first request."""
+"""What a worker does once it has loaded its model, before its first request, and in each step."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Any
 from mla_fusion import config
 from mla_fusion.config import vllm_compat
 from mla_fusion.plugin import deepseek_v4
-from mla_fusion.plugin.steps import STEPS, count_steps
 from mla_fusion.plugin.wrap import wrap
 
 if TYPE_CHECKING:
     from mla_fusion.runtime import metrics
+
+STEPS = "_mla_fusion_step_counter"  # on a worker and on its MLA layers
+_GROUP = "_mla_fusion_group"  # on a metadata builder: (its worker's counter, its first layer)
 
 
 def prepare_workers() -> None:
@@ -26,6 +28,20 @@ def prepare_workers() -> None:
 
     wrap(WorkerBase, "__init__", _init)
     WorkerBase.mla_fusion_steps = mla_fusion_steps
+
+
+def count_steps() -> None:
+    """Why: an operator wants to see how many steps take the fused path, and under full CUDA graphs
+    the ops run no Python.
+
+    How: count what `MLACommonMetadataBuilder.build` returns, under the name of the first layer the
+    builder was made for. That layer holds the counter of its worker. `runtime.metrics` says which
+    passes have no build. Until: vLLM lets a plugin observe steps.
+    """
+    from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
+
+    wrap(MLACommonMetadataBuilder, "__init__", _init_builder)
+    wrap(MLACommonMetadataBuilder, "build", _build)
 
 
 def _init(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
@@ -57,7 +73,7 @@ def prepare_layers(load_model: Callable[..., Any], self: Any, *args: Any, **kwar
     deepseek_v4.take_layers(self.vllm_config)
     result = load_model(self, *args, **kwargs)
     layers = self.vllm_config.compilation_config.static_forward_context
-    if vllm_compat.may_have_sparse_layers(self.vllm_config, config.SPARSE_BACKEND):
+    if vllm_compat.may_have_sparse_layers(self.vllm_config):
         from mla_fusion.runtime import sparse_layers
 
         sparse_layers.attach(layers, self.vllm_config)
@@ -99,3 +115,20 @@ def refresh_tables(load: Callable[..., Any], self: Any, *args: Any, **kwargs: An
 
         tables.refresh(self.vllm_config)
     return result
+
+
+def _init_builder(
+    original: Callable[..., Any], self: Any, spec: Any, layer_names: Any, vllm_config: Any,
+    *args: Any, **kwargs: Any,
+) -> None:  # fmt: skip
+    original(self, spec, layer_names, vllm_config, *args, **kwargs)
+    layers = vllm_config.compilation_config.static_forward_context
+    setattr(self, _GROUP, (getattr(layers.get(layer_names[0]), STEPS, None), layer_names[0]))
+
+
+def _build(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    metadata = original(self, *args, **kwargs)
+    steps, name = getattr(self, _GROUP, (None, ""))  # None: it is older than this wrapper
+    if steps is not None:
+        steps.count(name, metadata)
+    return metadata

@@ -1,8 +1,7 @@
 """The bodies of the custom ops: what they do in a step.
 
 A compile range counts tokens, so a decode graph also meets mixed batches, short prompts and the
-profile run. `_is_fused` decides whether a batch may be fused. Both runtime ops call it in the same
-step, so they cannot disagree:
+profile run. `_is_fused` decides for both runtime ops of a step, which cannot disagree:
 
     decode-only    the provider prepares the query and writes the cache; the attention op hands
                    the prepared query to the backend's decode, or to the persistent one if it was
@@ -42,26 +41,15 @@ def _is_fused(metadata: Any, slot_mapping: torch.Tensor | None) -> bool:
 
 
 def fused_decode_prep(
-    q: torch.Tensor,
-    kv_c: torch.Tensor,
-    k_pe: torch.Tensor,
-    prepared_q: torch.Tensor,
-    positions: torch.Tensor | None,
-    cos_sin_cache: torch.Tensor | None,
-    q_factor: torch.Tensor | None,
-    k_scale: torch.Tensor,
-    layer_name: Any,
-    kv_cache_dtype: str,
-    rope: str,
-    is_neox: bool,
-    provider: str,
-) -> None:
-    """Prepare the decode query into `prepared_q` [T, H, L + R], or rotate q and k_pe in place and
-    scale q.
+    q: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor, prepared_q: torch.Tensor,
+    positions: torch.Tensor | None, cos_sin_cache: torch.Tensor | None,
+    q_factor: torch.Tensor | None, k_scale: torch.Tensor, layer_name: Any, kv_cache_dtype: str,
+    rope: str, is_neox: bool, provider: str,
+) -> None:  # fmt: skip
+    """Prepare the decode query into `prepared_q` [T, H, L + R], with zeros in padding rows, or
+    rotate q and k_pe in place and scale q. Either way the KV cache is written.
 
-    Either way the KV cache is written. `prepared_q` is written only for a decode-only batch, with
-    zeros in padding rows. k_pe is [T, 1, R]; the other shapes are those of
-    `mla_fusion.kernels.fused_mla_decode_prep`.
+    k_pe is [T, 1, R]; other shapes are those of `mla_fusion.kernels.fused_mla_decode_prep`.
     """
     metadata, layer, kv_cache, slot_mapping = vllm_compat.attention_context(layer_name)
     if not _is_fused(metadata, slot_mapping):
@@ -86,22 +74,13 @@ def fused_decode_prep(
         cos_sin_cache = tables.in_type(layer, cos_sin_cache, rope, q.dtype)
     try:
         inputs = Inputs(
-            q[:rows],
-            _absorb_weight(layer),
-            kv_c[:rows],
-            k_pe[:rows].squeeze(1),
-            _cache_view(kv_cache, layer.kv_cache_dtype),
-            slot_mapping,
-            slot_mapping if positions is None else positions[:rows],
-            cos_sin_cache,
-            k_scale,
-            layer._q_scale,
-            is_neox,
-            prepared_q[:rows],
+            q[:rows], _absorb_weight(layer), kv_c[:rows], k_pe[:rows].squeeze(1),
+            _cache_view(layer, kv_cache), slot_mapping,
+            slot_mapping if positions is None else positions[:rows], cos_sin_cache, k_scale,
+            layer._q_scale, is_neox, prepared_q[:rows],
             None if q_factor is None else q_factor[:rows],
-            vllm_compat.context_parallel_ranks(layer) > 1,
-            tables.kept(layer),
-        )
+            vllm_compat.context_parallel_ranks(layer) > 1, tables.kept(layer),
+        )  # fmt: skip
         kernels.get_provider(provider).fused_mla_decode_prep(inputs)
     except Exception as error:
         name = vllm_compat.layer_name_str(layer_name)
@@ -111,41 +90,29 @@ def fused_decode_prep(
 
 def _explain(error: Exception, provider: str, when: str) -> None:
     """Note on a provider's error that the engine cannot go on, and what to do."""
-    note = (
+    memory = " It needs memory beside vLLM's: lower gpu_memory_utilization."
+    error.add_note(
         f"mla_fusion: the {provider} provider failed {when}. The compiled graphs call it, so the "
         "engine cannot go on without it, and nothing falls back silently."
-    )
-    if isinstance(error, torch.OutOfMemoryError):
-        note += " It needs memory beside vLLM's: lower gpu_memory_utilization."
-    note += (
-        " Or start with another provider "
-        '(additional_config={"mla_fusion": {"provider": ...}}), or without '
+        f"{memory if isinstance(error, torch.OutOfMemoryError) else ''} Or start with another "
+        'provider (additional_config={"mla_fusion": {"provider": ...}}), or without '
         "pass_config.fuse_aiter_qk_rope_kvcache_mla."
     )
-    error.add_note(note)
 
 
 def rope_and_cache_update(
-    q: torch.Tensor,
-    kv_c: torch.Tensor,
-    k_pe: torch.Tensor,
-    positions: torch.Tensor | None,
-    cos_sin_cache: torch.Tensor | None,
-    q_factor: torch.Tensor | None,
-    k_scale: torch.Tensor,
-    layer_name: Any,
-    kv_cache_dtype: str,
-    rope: str,
-    is_neox: bool,
-) -> torch.Tensor:
+    q: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor, positions: torch.Tensor | None,
+    cos_sin_cache: torch.Tensor | None, q_factor: torch.Tensor | None, k_scale: torch.Tensor,
+    layer_name: Any, kv_cache_dtype: str, rope: str, is_neox: bool,
+) -> torch.Tensor:  # fmt: skip
     """Rotate q [T, H, P + R] and k_pe [T, 1, R] in place, multiply all of q by `q_factor` [T] if
     there is one, and write the cache, as vLLM does.
 
     Returns an empty tensor: readers of the cache take it, so that they run after the write.
 
-    Each in-place spelling calls the op that the unfused graph called, so the result is the same to
-    the bit. A native rotation is computed in fp32 and rounded once, as Inductor's C++ does; its
-    Triton code may contract to FMA and round a tie otherwise.
+    An in-place spelling calls the op of the unfused graph, so the result is the same to the bit. A
+    native rotation is computed in fp32 and rounded once, as Inductor's C++ does; its Triton code
+    may contract to FMA and round a tie otherwise.
     """
     q_pe = q[..., q.shape[-1] - k_pe.shape[-1] :]
     if rope == Rope.CAT_FUSED:
@@ -171,12 +138,9 @@ def rope_and_cache_update(
 
 
 def decode_q_prep(
-    q: torch.Tensor,
-    layer_name: Any,
-    kv_lora_rank: int,
-    qk_rope_head_dim: int,
+    q: torch.Tensor, layer_name: Any, kv_lora_rank: int, qk_rope_head_dim: int,
     query_dtype: torch.dtype,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Absorb, concatenate and quantize a rotated query, in plain torch: [T, H, L + R].
 
     The op exists so that each pass leaves a graph that runs; `fused_decode_prep` replaces it.
@@ -211,14 +175,9 @@ def _quantizing_attention_op(*args: Any) -> None:
 
 
 def _attention(
-    q: torch.Tensor,
-    prepared_q: torch.Tensor,
-    kv_c: torch.Tensor,
-    k_pe: torch.Tensor,
-    output: torch.Tensor,
-    layer_name: Any,
-    quantized: QuantizedOutput | None = None,
-) -> None:
+    q: torch.Tensor, prepared_q: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor,
+    output: torch.Tensor, layer_name: Any, quantized: QuantizedOutput | None = None,
+) -> None:  # fmt: skip
     """Attend, into `output` [T, H * V] or `quantized`; then `output` is a workspace."""
     metadata, layer, kv_cache, slot_mapping = vllm_compat.attention_context(layer_name)
     if not _is_fused(metadata, slot_mapping):
@@ -226,19 +185,16 @@ def _attention(
         if quantized is not None:
             quantized.quantize(output)
         return
-    shared = vllm_compat.context_parallel_ranks(layer) > 1
     rows = metadata.num_actual_tokens
+    query = prepared_q[:rows]
     plan: StepPlan | None = getattr(layer, step_plan.ATTRIBUTE, None)
     if plan is not None and plan.serves(metadata):
-        cache = _cache_view(kv_cache, layer.kv_cache_dtype)
-        plan.decode(prepared_q[:rows], cache, metadata, layer, output, quantized)
+        plan.decode(query, _cache_view(layer, kv_cache), metadata, layer, output, quantized)
         return
-    query = prepared_q[:rows]
+    shared = vllm_compat.context_parallel_ranks(layer) > 1
     if shared:
         query = vllm_compat.gather_query_heads(layer, query)
-    attended, lse = layer.impl.forward_mqa(
-        query, _typed_cache(kv_cache, layer.kv_cache_dtype), metadata, layer
-    )
+    attended, lse = layer.impl.forward_mqa(query, _typed_cache(layer, kv_cache), metadata, layer)
     if shared:
         attended = vllm_compat.combine_context_parallel(layer, attended, lse, metadata)
     layer._v_up_proj(attended, out=output[:rows])
@@ -249,13 +205,11 @@ def _attention(
 def register_ops() -> None:
     """Define the ops in this process, with the bodies of this module; see `ops.register`."""
     bodies: dict[str, Callable[..., Any]] = {
-        ops.ROPE_UPDATE: rope_and_cache_update,
-        ops.Q_PREP: decode_q_prep,
-        ops.FUSED: fused_decode_prep,
-        ops.ATTENTION: _attention_op,
+        ops.ROPE_UPDATE: rope_and_cache_update, ops.Q_PREP: decode_q_prep,
+        ops.FUSED: fused_decode_prep, ops.ATTENTION: _attention_op,
         ops.GROUP_ATTENTION: _quantizing_attention_op,
         ops.TENSOR_ATTENTION: _quantizing_attention_op,
-    }
+    }  # fmt: skip
     ops.register(vllm_compat.layer_name_type(), bodies)
 
 
@@ -277,8 +231,7 @@ def warm_up(
             if own != (variant.kv_cache_dtype, variant.rope_dim) or layer.kv_cache.numel() == 0:
                 continue
             weight = _absorb_weight(layer)
-            shape = (type(weight), tuple(weight.shape))
-            if shape in shapes:
+            if (shape := (type(weight), tuple(weight.shape))) in shapes:
                 continue
             shapes.add(shape)
             table = None
@@ -287,18 +240,13 @@ def warm_up(
                 table = torch.zeros((1, variant.rope_dim), dtype=dtype, device=weight.device)
             try:
                 batch = functools.partial(
-                    padded_batch,
-                    w_uk_t=weight,
-                    kv_cache=_cache_view(layer.kv_cache, layer.kv_cache_dtype),
-                    cos_sin_cache=table,
-                    k_scale=layer._k_scale,
-                    q_scale=layer._q_scale,
-                    rope_dim=variant.rope_dim,
-                    is_neox=variant.is_neox,
+                    padded_batch, w_uk_t=weight, kv_cache=_cache_view(layer, layer.kv_cache),
+                    cos_sin_cache=table, k_scale=layer._k_scale, q_scale=layer._q_scale,
+                    rope_dim=variant.rope_dim, is_neox=variant.is_neox,
                     q_dtype=getattr(torch, variant.query_dtype),
                     factor_dtype=getattr(torch, variant.factor_dtype, None),
                     context_parallel=vllm_compat.context_parallel_ranks(layer) > 1,
-                )
+                )  # fmt: skip
                 module.warmup(batch, max_tokens, progress=_show)
             except Exception as error:
                 _explain(error, provider, f"to prepare its kernels for up to {max_tokens} tokens")
@@ -321,7 +269,7 @@ def warm_up_attention(layers: Mapping[str, Any], quantizations: Iterable[str] = 
             planned[plan, plan.variant(layer)] = plan, layer
     for plan, layer in planned.values():
         try:
-            plan.warm_up(_cache_view(layer.kv_cache, layer.kv_cache_dtype), layer, quantizations)
+            plan.warm_up(_cache_view(layer, layer.kv_cache), layer, quantizations)
         except Exception as error:
             error.add_note(
                 f"mla_fusion: the persistent decode of {plan.executor} failed to prepare its "
@@ -339,14 +287,13 @@ def _absorb_weight(layer: Any) -> Any:
     return vllm_compat.absorb_weight(layer)
 
 
-def _typed_cache(kv_cache: torch.Tensor, kv_cache_dtype: str) -> torch.Tensor:
+def _typed_cache(layer: Any, kv_cache: torch.Tensor) -> torch.Tensor:
     """vLLM keeps an fp8 cache as bytes; kernels want the platform's fp8 type."""
-    if kv_cache_dtype.startswith("fp8"):
-        return kv_cache.view(vllm_compat.fp8_dtype())
-    return kv_cache
+    fp8 = layer.kv_cache_dtype.startswith("fp8")
+    return kv_cache.view(vllm_compat.fp8_dtype()) if fp8 else kv_cache
 
 
-def _cache_view(kv_cache: torch.Tensor, kv_cache_dtype: str) -> torch.Tensor:
+def _cache_view(layer: Any, kv_cache: torch.Tensor) -> torch.Tensor:
     """The cache as [blocks, block_size, L + R]; some releases keep a head dimension of one."""
-    cache = _typed_cache(kv_cache, kv_cache_dtype)
+    cache = _typed_cache(layer, kv_cache)
     return cache.squeeze(1) if cache.dim() == 4 else cache

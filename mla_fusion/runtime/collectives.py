@@ -51,26 +51,20 @@ def on_every_rank() -> Iterator[None]:
 
 
 def collect(vllm_config: Any) -> tuple[report.Report | None, bool]:
-    """(report, whether an earlier start made it) for all ranks of this engine.
-
-    The first rank stores it, or finds it if some rank compiled nothing. What a rank does alone is
-    inside `on_every_rank`: none waits for one that failed.
-    """
+    """(report, whether an earlier start made it) for all ranks of this engine: the first rank
+    stores it, or finds it if some rank compiled nothing."""
     first, found = vllm_compat.is_first_rank(), None
     with on_every_rank():
         path = report_path(vllm_config)
         layers = vllm_config.compilation_config.static_forward_context
         options = config.read_options(vllm_config.additional_config)
         made = report.take(
-            options.provider,
-            config.decode_bucket(vllm_config),
-            len(vllm_compat.mla_layers(layers)),
-            model=vllm_config.model_config.architecture,
-            versions=vllm_compat.versions(),
-            others=vllm_compat.other_layers(layers),
+            options.provider, config.decode_bucket(vllm_config),
+            len(vllm_compat.mla_layers(layers)), model=vllm_config.model_config.architecture,
+            versions=vllm_compat.versions(), others=vllm_compat.other_layers(layers),
             attention=decode_choice.described(layers, options),
             epilogue=step_plan.epilogues(layers),
-        )
+        )  # fmt: skip
     everyones = vllm_compat.gather(made)
     with on_every_rank():
         if first and None in everyones:
@@ -86,11 +80,9 @@ def collect(vllm_config: Any) -> tuple[report.Report | None, bool]:
 
 
 def report_path(vllm_config: Any) -> Path:
-    """Where the report of an engine with this config is stored, beside vLLM's compile cache.
-
-    Its name covers what vLLM's cache key covers, except the model's sources: an engine that takes
-    graphs from the cache must find their report.
-    """
+    """Where the report of an engine with this config is stored, beside vLLM's compile cache: its
+    name covers what vLLM's cache key covers but the model's sources, so that an engine that takes
+    graphs from the cache finds their report."""
     parallel = vllm_config.parallel_config
     factors = (vllm_config.compute_hash(), vllm_compat.compile_environment())
     compiled = hashlib.sha256(repr(factors).encode()).hexdigest()[:10]

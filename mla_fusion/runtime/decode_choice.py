@@ -45,23 +45,19 @@ def choose(layer: Any, options: config.Options, vllm_config: Any) -> Choice:
     most = int(vllm_config.scheduler_config.max_num_seqs)
     if options.attention == "auto":
         return _measured(layer, options, vllm_config, most)
-    if options.attention not in config.PLANNED:
+    planned = options.attention in config.PLANNED
+    if not planned or _facts(layer, options, vllm_config, options.attention).decline:
         return Choice()
-    facts = _facts(layer, options, vllm_config, options.attention)
-    if facts.decline:
-        return Choice()
-    if options.attention == "aiter":
-        return _of_aiter(layer, vllm_config, most)
+    if options.attention == "aiter" and backend_is_aiters(layer):
+        return _beside_aiters(layer, vllm_config, most)
     return Choice(options.attention, ((1, most),))
 
 
-def _of_aiter(layer: Any, vllm_config: Any, most: int) -> Choice:
-    """AITER's, but for the steps in which its own table has another decode as faster, which vLLM's
+def _beside_aiters(layer: Any, vllm_config: Any, most: int) -> Choice:
+    """AITER's decode, but for the steps in which its own table has another as faster, which vLLM's
     backend for AITER takes."""
-    if not backend_is_aiters(layer):
-        return Choice("aiter", ((1, most),))
-    activation, rows = vllm_config.model_config.dtype, _query_rows(vllm_config)
-    cache = eligibility.cache_dtype(layer, activation)
+    rows = config.query_rows(vllm_config)
+    cache = eligibility.cache_dtype(layer, vllm_config.model_config.dtype)
     arch, backend = device.architecture(layer._k_scale.device), layer.attn_backend.get_name()
     if vllm_compat.pads_sequences(vllm_config):
         return Choice(why=f"{backend} (aiter: adaptive verification pads the sequences of a step)")
@@ -85,19 +81,17 @@ def _measured(layer: Any, options: config.Options, vllm_config: Any, most: int) 
     backend = layer.attn_backend.get_name()
     facts = _facts(layer, options, vllm_config, "portable")
     dtype = facts.query_dtype(vllm_config.model_config.dtype)
-    rows = _query_rows(vllm_config)
-    key = _name(dtype), layer.num_heads, rows, backend
+    kernel = _name(dtype), layer.num_heads, config.query_rows(vllm_config)
     why = _engine_not_measured(options, vllm_config) or _not_measured(layer, vllm_config, facts)
-    if why := why or measured.why_not_run(gpu, key[:3]):
+    if why := why or measured.why_not_run(gpu, kernel):
         return Choice(why=f"{backend} (auto: {why})")
-    spans = measured.spans(gpu, vllm_config.model_config.max_model_len)
+    key, spans = (*kernel, backend), measured.spans(gpu, vllm_config.model_config.max_model_len)
     runs = tuple((a, min(b, most)) for a, b in spans.get(key, ()) if a <= most)
     if not runs:
         found = "measured slower than it" if key in spans else "not measured against it"
         if (where := measured.decided_by(gpu, key)) != "as measured":
             found += f", {where.removeprefix('as measured, ')}"
-        drafts = f" x {rows} query rows" if rows > 1 else ""
-        shape = f"{layer.num_heads} heads{drafts} in {_name(dtype)}"
+        shape = f"{measured.heads_and_rows(kernel)} in {_name(dtype)}"
         return Choice(why=f"{backend} (auto: {found} with {shape})")
     steps = f"with {measured.words(runs)} sequences"
     steps += "" if runs == ((1, most),) else f", {backend} else"
@@ -131,18 +125,12 @@ def _not_measured(layer: Any, vllm_config: Any, facts: eligibility.LayerFacts) -
 def _facts(
     layer: Any, options: config.Options, vllm_config: Any, attention: str
 ) -> eligibility.LayerFacts:
-    activation = vllm_config.model_config.dtype
-    rows = _query_rows(vllm_config)
+    activation, rows = vllm_config.model_config.dtype, config.query_rows(vllm_config)
     return eligibility.facts(layer, options.provider, activation, attention, rows)
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _query_rows(vllm_config: Any) -> int:
-    """Most query rows of a sequence in a decode step: its newest token and the drafts after it."""
-    return 1 + config.draft_tokens(vllm_config)
 
 
 def described(layers: Mapping[str, Any], options: config.Options) -> str:
@@ -167,13 +155,12 @@ def choose_page(vllm_config: Any) -> None:
 
 def _is_listed(options: config.Options, vllm_config: Any) -> bool:
     """Whether `auto` may come to the portable decode, before the layers and their backend exist."""
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    fp8 = str(cache.cache_dtype).startswith("fp8")
+    model = vllm_config.model_config
+    fp8 = str(vllm_config.cache_config.cache_dtype).startswith("fp8")
     dtype: torch.dtype = vllm_compat.fp8_dtype() if fp8 else model.dtype
     heads = model.get_num_attention_heads(vllm_config.parallel_config)
     sizes = model.hf_text_config
     widths = getattr(sizes, "kv_lora_rank", 0), getattr(sizes, "qk_rope_head_dim", 0)
-    rows = _query_rows(vllm_config)
-    shape = _name(dtype), heads, rows
-    listed = measured.is_listed(vllm_compat.gpu_name(), model.max_model_len, shape)
+    kernel = _name(dtype), heads, config.query_rows(vllm_config)
+    listed = measured.is_listed(vllm_compat.gpu_name(), model.max_model_len, kernel)
     return listed and widths == measured.WIDTHS and not _engine_not_measured(options, vllm_config)

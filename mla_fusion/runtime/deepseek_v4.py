@@ -1,11 +1,9 @@
 """Which decode steps of DeepSeek-V4's and V4.1's layers this library takes, and by which plans.
 
-vLLM's class gives decode tokens, each draft a row of its own, to `_forward_decode`: over the last
-tokens, a window, and in most layers over entries that stand for several tokens each, all of them or
-those that an indexer chose. A model has up to three kinds of layer. In a step all layers of a kind
-read as many entries, and other kinds read others: each kind has a scratch of its own.
-
-`plugin.deepseek_v4` puts the class that is made here in the place of vLLM's.
+vLLM's class gives decode tokens, each draft a row of its own, to `_forward_decode`: over a window
+of the last tokens, and in most layers over entries that stand for several tokens each, all of them
+or those that an indexer chose. A model has up to three kinds of layer. In a step all layers of a
+kind read as many entries, so each kind has a scratch. `plugin.deepseek_v4` replaces vLLM's class.
 """
 
 import functools
@@ -17,7 +15,7 @@ import torch
 from mla_fusion import config
 from mla_fusion.attention.plan.inputs import Scope
 from mla_fusion.attention.plan.layouts import FP8_DS_MLA_V4, WIDE
-from mla_fusion.attention.sparse import TILE, sparse_mla_decode, sparse_scratch
+from mla_fusion.attention.sparse import TILE, sparse_mla_decode
 from mla_fusion.config import vllm_compat
 from mla_fusion.report.reasons import Decline
 from mla_fusion.runtime import sparse_step
@@ -30,36 +28,23 @@ WINDOW_ONLY, LISTED = "swaonly", "c128a"  # LISTED: vLLM's metadata has the slot
 MOST_HEADS, MOST_TOKENS = 16, 64
 
 
-class Step:
-    """The scratch of one kind of layer, and its plan of one forward pass: in that all layers of a
-    kind have the same lengths, although vLLM's metadata of each group of caches has its own."""
-
-    layout = FP8_DS_MLA_V4
+class Step(sparse_step.Shared):
+    """What layers of one kind share: in a forward pass they have the same lengths, although vLLM's
+    metadata of each group of caches has its own."""
 
     def __init__(
         self, most: int, heads: int, kind: str, widths: tuple[int, ...], device: torch.device
     ) -> None:
-        self.kind, self.heads, self.most = kind, heads, most
-        self.scratch = sparse_scratch(
-            max_tokens=most,
-            num_heads=heads,
-            widths=widths,
-            q_dtype=torch.bfloat16,
-            kv_dtype=torch.float8_e4m3fn,
-            device=device,
-            layout=self.layout,
-        )
-        self._planned: tuple[Any, int] = (None, 0)
+        super().__init__(most, heads, widths, FP8_DS_MLA_V4, torch.float8_e4m3fn, device)
+        self.kind = kind
 
     def decode(
         self, layer: Any, q: torch.Tensor, cache: Any, window: Any, entries: Any, output: Any
     ) -> None:
-        """Write the attention of a step into the real heads of `output`.
+        """Write the attention of a step into the real heads of `output` [T, padded heads, 512].
 
-        Args:
-            q, output: [T, padded heads, 512].
-            cache: of the compressed entries; None where there are none.
-            window, entries: vLLM's metadata of the window and of the compressed entries.
+        cache: of the compressed entries; None where there are none. window, entries: vLLM's
+        metadata of the window and of the compressed entries.
         """
         tokens, heads = q.shape[0], self.heads
         slots = window.decode_swa_indices.squeeze(1)
@@ -69,19 +54,12 @@ class Step:
             slots, counts = self._compressed(layer, tokens, window, entries)
             scopes.append(Scope(cache, slots, self.layout))
             lengths.append(counts)
-        # A new context for each forward pass, drafts' too.
-        context = vllm_compat.forward_context()
-        if self._planned[0] is not context or self._planned[1] != tokens:
+        if self.begins(tokens):
             self.scratch.refresh(tokens, lengths)
-            self._planned = context, tokens
         sparse_mla_decode(
-            q[:, :heads],
-            scopes,
-            self.scratch,
-            softmax_scale=layer.scale,
-            sink=layer.attn_sink[:heads],
-            out=output[:, :heads],
-        )
+            q[:, :heads], scopes, self.scratch, softmax_scale=layer.scale,
+            sink=layer.attn_sink[:heads], out=output[:, :heads],
+        )  # fmt: skip
 
     def _compressed(
         self, layer: Any, tokens: int, window: Any, entries: Any
@@ -91,28 +69,19 @@ class Step:
             listed = entries.c128a_global_decode_topk_indices.squeeze(1)
             return listed, entries.c128a_decode_topk_lens
         slots, counts = layer.mla_fusion_slots(
-            layer.topk_indices_buffer[:tokens],
-            window.token_to_req_indices,
+            layer.topk_indices_buffer[:tokens], window.token_to_req_indices,
             entries.block_table[: window.num_decodes],
-            entries.block_size // layer.compress_ratio,
-            window.is_valid_token[:tokens],
-        )
+            entries.block_size // layer.compress_ratio, window.is_valid_token[:tokens],
+        )  # fmt: skip
         return slots, counts
-
-    def tensors(self) -> list[torch.Tensor]:
-        """What it holds at fixed addresses."""
-        return [*self.scratch.plan.tensors().values()]
 
 
 @functools.cache
 def decoded_here(base: Any, kinds: tuple[tuple[int, str], ...], slots: Callable[..., Any]) -> Any:
-    """vLLM's class of attention layers with this library's decode of small steps.
+    """vLLM's class of attention layers with this library's decode of small steps; until layers are
+    loaded, and where their step is None, vLLM decodes.
 
-    Until layers are loaded, and where their step is None, vLLM decodes.
-
-    Args:
-        kinds: of layers, by compression.
-        slots: vLLM's kernel that makes slots of an indexer's choice.
+    kinds: of layers, by compression. slots: vLLM's kernel that makes slots of an indexer's choice.
     """
 
     class Layer(base):
@@ -140,7 +109,7 @@ def shape(layer: Any, vllm_config: Any) -> tuple[Any, ...]:
     window = layer.window_size
     if kind == WINDOW_ONLY:
         # Drafts that see each other (DSpark) count beside the window; vLLM rounds that up.
-        widths: tuple[int, ...] = (_up(window + config.draft_tokens(vllm_config), TILE),)
+        widths: tuple[int, ...] = (_up(window + config.query_rows(vllm_config) - 1, TILE),)
     elif kind == LISTED:
         longest = -(-vllm_config.model_config.max_model_len // layer.compress_ratio)
         widths = window, _up(longest, 2 * TILE)
@@ -156,10 +125,9 @@ def why_not(layer: Any, vllm_config: Any) -> Decline | None:
     if decline := sparse_step.unavailable():
         return decline
     size = getattr(layer, "swa_bytes_per_token", FP8_DS_MLA_V4.bytes)  # V4.1 has another on sm_100
+    widths = layer.head_dim, layer.rope_head_dim
     found = {
-        f"heads of {layer.head_dim}, {layer.rope_head_dim} of them rotated": (
-            (layer.head_dim, layer.rope_head_dim) != (LATENT, WIDE)
-        ),
+        "heads of {}, {} of them rotated".format(*widths): widths != (LATENT, WIDE),
         f"kv_cache_dtype {layer.kv_cache_dtype}": layer.kv_cache_dtype != "fp8_ds_mla",
         f"entries of {size} bytes": size != FP8_DS_MLA_V4.bytes,
         **sparse_step.unserved(vllm_config),

@@ -1,9 +1,8 @@
 """Where the portable decode was measured against vLLM's own: for `attention=auto`.
 
-`gpus/` has one JSON file for each GPU that was measured, named after it; `benchmarks/figures.py`
-writes it from the rows of `mla-fusion bench decode --values`: a decode and the product with W_UV
-behind it, since a layer runs both, for even and ragged sequences. A file is
-{"gpu": its name, "shapes": [...]}, a shape has
+`gpus/` has a JSON file for each GPU, which `benchmarks/figures.py` writes from the rows of
+`mla-fusion bench decode --values`: a decode and the product with W_UV behind it, for even and
+ragged sequences. A file is {"gpu": its name, "shapes": [...]} (`measured_file.py`); a shape has
 
     dtype, heads, queries, backend   type of query and cache, heads of a rank, query rows of a
                                      sequence, and vLLM's backend that ours was measured against
@@ -11,13 +10,11 @@ behind it, since a layer runs both, for even and ragged sequences. A file is
     rows                             [sequences, context, ragged, ours, theirs] each; a time is
                                      p20, p50, p80 in microseconds, nine numbers in all
 
-`mla-fusion calibrate` writes such a file into a folder under vLLM's cache root, with `kernels()` as
-"kernels": another library or Triton has others. Its shapes go before the shipped ones, and were
-checked where they were measured.
+`mla-fusion calibrate` writes such a file under vLLM's cache root, with `kernels()` as "kernels":
+another library or Triton has others. Its shapes go before the shipped ones.
 
-`measured_file.py` has that form as a schema. Rows decide for all releases of vLLM, and of Triton
-with which the kernels have run on a GPU, whichever they are of: an engine that brings a newer one
-should not lose what was measured.
+Rows decide for all releases of vLLM, and of Triton with which the kernels have run on a GPU: an
+engine that brings a newer one should not lose what was measured.
 """
 
 import functools
@@ -43,7 +40,8 @@ MOST_LOST = 0.07
 # up to this one.
 FEW_ROWS, NEWEST_TRITON = 32, (3, 8)
 
-Shape = tuple[str, int, int, str]  # dtype, heads, queries, backend
+Kernel = tuple[str, int, int]  # type of the query, heads, query rows of a sequence
+Shape = tuple[str, int, int, str]  # these, and the backend
 Row = Sequence[float]
 Span = tuple[int, int]  # from how many to how many sequences of a step
 
@@ -70,16 +68,15 @@ def files(gpu: str) -> str:
 
 
 def decided_by(gpu: str, shape: Shape) -> str:
-    """What the report says of the file that has a shape."""
+    """For the report: what has a shape."""
     return f"as measured, {own_file(gpu)}" if shape in _own(gpu) else "as measured"
 
 
 @functools.cache
 def spans(gpu: str, max_model_len: int) -> dict[Shape, tuple[Span, ...]]:
-    """With how many sequences of a step ours is not slower, for each measured shape.
+    """With how many sequences of a step ours is not slower, for each measured shape; () for none.
 
-    max_model_len: the longest context, in tokens, that the engine can have. Empty: slower with any
-    number of sequences.
+    max_model_len: the longest context, in tokens, that the engine can have.
     """
     measured = _shipped(gpu) | _own(gpu) if gpu else {}
     return {shape: of_rows(rows, max_model_len) for shape, rows in measured.items()}
@@ -127,10 +124,8 @@ def _own(gpu: str) -> dict[Shape, list[Row]]:
 
 
 def read(path: Path, gpu: str, kernels: str = "") -> dict[Shape, list[Row]]:
-    """The rows of a GPU's file; none, and one warning, from a file that is not one.
-
-    kernels: those that it must be of, if any.
-    """
+    """The rows of a GPU's file, of these `kernels` if they are given; none, and one warning, from
+    a file that is not one."""
     again = "run mla-fusion calibrate again" if kernels else "install mla-fusion again"
     try:
         content = read_bounded(path)
@@ -144,9 +139,8 @@ def read(path: Path, gpu: str, kernels: str = "") -> dict[Shape, list[Row]]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as problem:
-        logger.warning(
-            "attention=auto: %s is damaged (%s) and ignored; %s", path, problem, again
-        )  # fmt: skip
+        damaged = "attention=auto: %s is damaged (%s) and ignored; %s"
+        logger.warning(damaged, path, problem, again)
         return {}
     if kernels and held.kernels != kernels:
         other = "attention=auto: %s is ignored, since it is of other kernels; %s"
@@ -161,18 +155,22 @@ def read(path: Path, gpu: str, kernels: str = "") -> dict[Shape, list[Row]]:
     return found
 
 
-def why_not_run(gpu: str, of: tuple[str, int, int]) -> str:
-    """What has not run on a GPU with the installed Triton, of the kernel for a query of a dtype,
-    heads and query rows; or empty."""
+def why_not_run(gpu: str, of: Kernel) -> str:
+    """Why a kernel is not known to run on a GPU with the installed Triton; empty if it is."""
     _, heads, rows = of
     checked = any(shape[:3] == of for shape in _own(gpu))
     if heads * rows <= FEW_ROWS or triton_version() <= NEWEST_TRITON or checked:
         return ""
-    shape = f"{heads} heads x {rows} query rows" if rows > 1 else f"{heads} heads"
-    return "the kernel for {} has not run with Triton {}.{}".format(shape, *triton_version())
+    triton = "{}.{}".format(*triton_version())
+    return f"the kernel for {heads_and_rows(of)} has not run with Triton {triton}"
 
 
-def is_listed(gpu: str, max_model_len: int, shape: tuple[str, int, int]) -> bool:
-    """Whether ours is to be used against some backend. shape: dtype, heads and query rows."""
+def heads_and_rows(of: Kernel) -> str:
+    """For people: the heads of a kernel, and its query rows if there are several."""
+    return f"{of[1]} heads" + (f" x {of[2]} query rows" if of[2] > 1 else "")
+
+
+def is_listed(gpu: str, max_model_len: int, of: Kernel) -> bool:
+    """Whether ours is to be used against some backend, with the kernel for such a query."""
     found = spans(gpu, max_model_len).items()
-    return any(runs and key[:3] == shape for key, runs in found) and not why_not_run(gpu, shape)
+    return any(runs and shape[:3] == of for shape, runs in found) and not why_not_run(gpu, of)

@@ -4,15 +4,13 @@ Prometheus.
 vLLM's workers are usually other processes: `llm.collective_rpc("mla_fusion_steps")` asks them, and
 returns one `StepCounter.snapshot` for each rank.
 
-vLLM builds the attention metadata in Python before a forward pass, once for each group of layers
-that share it (a KV-cache group); passes are counted there. The fused op cannot count: a replayed
-CUDA graph runs no Python. So a draft pass that reuses metadata (vLLM's V2 model runner, backends
-with `update_draft_decode_metadata`) is not counted: it may be one of several in a replayed graph.
-Nothing is read from the device.
+Passes are counted where vLLM builds the attention metadata in Python, once for each group of layers
+that share it (a KV-cache group): the fused op cannot, since a replayed CUDA graph runs no Python.
+So a draft pass that reuses metadata (vLLM's V2 model runner, backends with
+`update_draft_decode_metadata`) is not counted. Nothing is read from the device.
 
 A pass is fused if `runtime.is_decode_only` says so and its token count, padded to the next CUDA
-graph, is in a compile range in which layers fused. Passes of a draft model count like any other;
-the engine's warm-up does not.
+graph, is in a compile range in which layers fused. Draft passes count, the warm-up does not.
 """
 
 import functools
@@ -35,8 +33,7 @@ class StepCounter:
     """The counts of one worker. Nothing is counted before `start`, so the warm-up is not."""
 
     def __init__(self, rank: int) -> None:
-        """`rank` is the label of the exported metric."""
-        self._rank = rank
+        self._rank = rank  # the label of the exported metric
         self._started = False
         self._ranges: list[tuple[int, int]] = []
         self._capture_sizes: list[int] = []
@@ -61,28 +58,22 @@ class StepCounter:
         tokens = metadata.num_actual_tokens
         path = 0 if is_decode_only(metadata) and self._in_fused_range(tokens) else 1
         self._counts.setdefault(group, [0, 0])[path] += 1
-        _exported(group, _PATHS[path], str(self._rank)).inc()
+        _exported().labels(group, _PATHS[path], str(self._rank)).inc()
 
     def snapshot(self) -> dict[str, dict[str, int]]:
         """{first layer of a group: {"fused": passes, "unfused": passes}}."""
         return {name: dict(zip(_PATHS, n, strict=True)) for name, n in self._counts.items()}
 
     def _in_fused_range(self, tokens: int) -> bool:
-        larger = bisect_left(self._capture_sizes, tokens)
         sizes = self._capture_sizes
+        larger = bisect_left(sizes, tokens)
         padded = sizes[larger] if larger < len(sizes) else tokens
         return any(first <= padded <= last for first, last in self._ranges)
 
 
 @functools.cache
-def _exported(*labels: str) -> Any:
-    """The counter of vLLM's endpoint with the labels group, path and rank."""
-    return _counter().labels(*labels)
-
-
-@functools.cache
-def _counter() -> Any:
-    # vLLM brings prometheus_client, and imports it in every process.
+def _exported() -> Any:
+    """The counter of vLLM's endpoint; vLLM brings prometheus_client, and imports it everywhere."""
     from prometheus_client import Counter
 
     return Counter(_NAME, _HELP, ("group", "path", "rank"))

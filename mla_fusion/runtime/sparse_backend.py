@@ -1,9 +1,8 @@
 """vLLM's sparse MLA with the small decode steps of this library: `--attention-backend CUSTOM`.
 
-vLLM imports this module where an operator chose that, through `plugin`. The base is vLLM's backend
-of the platform: FLASHMLA_SPARSE, or ROCM_AITER_MLA_SPARSE. Everything but the decode of decode
-tokens is vLLM's: metadata, builder, prefill, the layout of the cache and its writes. So is the name
-that the backend gives: vLLM chooses by it the cache type and more.
+vLLM imports this module where an operator chose that. All but the decode of decode tokens is that
+of vLLM's backend of the platform, FLASHMLA_SPARSE or ROCM_AITER_MLA_SPARSE: metadata, builder,
+prefill, cache, and the name, by which vLLM chooses the cache type and more.
 """
 
 from typing import Any
@@ -17,9 +16,7 @@ _Backend, _Impl = vllm_compat.sparse_backend()
 
 
 class SparseImpl(_Impl):
-    """A layer. What it shares with others is attached when all layers are loaded; until then, and
-    where it is None, vLLM decodes every step.
-    """
+    """A layer. Until its step is attached, and where it is None, vLLM decodes every step."""
 
     mla_fusion_step: sparse_step.Step | None = None
 

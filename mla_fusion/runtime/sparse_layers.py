@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from mla_fusion import config
 from mla_fusion.config import vllm_compat
 from mla_fusion.report.reasons import Decline
 from mla_fusion.runtime import deepseek_v4, sparse_step
@@ -22,7 +21,7 @@ def attach(layers: Mapping[str, Any], vllm_config: Any) -> None:
     """
     said: Counter[tuple[int, str]] = Counter()
     shared: dict[tuple[Any, ...], Any] = {}
-    chosen = vllm_compat.chose_sparse_backend(vllm_config, config.SPARSE_BACKEND)
+    chosen = vllm_compat.chose_sparse_backend(vllm_config)
     for layer in layers.values():
         v4 = hasattr(layer, "swa_cache_layer")
         owner = layer if v4 else getattr(layer, "impl", None)

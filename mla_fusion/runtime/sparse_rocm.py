@@ -18,10 +18,10 @@ from mla_fusion.report.reasons import Decline
 class FirstColumns:
     """Rows of slots from the metadata of ROCM_AITER_MLA_SPARSE.
 
-    Of a token's row of positions the first columns are its choice: as many as the difference of
-    two elements of `paged_kv_indptr`, at most all. vLLM lists their slots without gaps, which
-    AITER reads as pages of one token. Here vLLM's kernel writes them in rows of one width, and the
-    plan counts as many of each, so both decodes read the same entries. A row of padding has none.
+    The first columns of a token's row of positions are its choice, as many as two elements of
+    `paged_kv_indptr` differ, in a row of padding none. vLLM lists their slots without gaps, as
+    pages of one token. Here its kernel writes them in rows of one width, and the plan counts as
+    many of each: both decodes read the same entries.
     """
 
     def __init__(self, most: int, width: int, device: torch.device) -> None:

@@ -1,9 +1,8 @@
 """Which decode steps of a sparse layer this library takes, and what all layers share for them.
 
 The decode is `attention.sparse`. The first layer of a forward pass refreshes its plan; in a
-captured graph that is a kernel of the graph. On Hopper the plan depends only on the number of
-tokens, because every row of slots counts as a whole, with -1 for none. `sparse_rocm` has what
-differs on ROCm.
+captured graph that is a kernel of the graph. On Hopper the plan depends on the number of tokens
+alone: every column of a row of slots counts, -1 is none. `sparse_rocm` has what differs on ROCm.
 """
 
 from collections.abc import Mapping
@@ -40,58 +39,46 @@ def most_tokens(heads: int, layout: Any) -> int:
     return next((tokens for most, tokens in FASTER[layout] if heads <= most), 0)
 
 
-class EveryColumn:
-    """Rows of slots from the metadata of FLASHMLA_SPARSE: each column counts, -1 is none."""
+class Shared:
+    """The scratch that layers of one shape and engine share, and the forward pass of its plan."""
 
-    def __init__(self, most: int, width: int, device: torch.device) -> None:
-        pass
-
-    def lengths(self, tokens: int, metadata: Any) -> None:
-        """None: the plan counts every column."""
-
-    def convert(self, metadata: Any, chosen: torch.Tensor) -> torch.Tensor:
-        """[T, n]: slots of the positions in `chosen`."""
-        return vllm_compat.cache_slots(metadata, chosen)
-
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Nothing."""
-        return ()
-
-
-class Step:
-    """The scratch of one shape of layer, and the query and latents of the layer that runs.
-
-    rows: the class that makes rows of slots from vLLM's metadata.
-    """
-
-    kind = ""  # a model has one
+    kind = ""  # of several in a model
 
     def __init__(
-        self,
-        most: int,
-        heads: int,
-        width: int,
-        layout: Any,
-        kv_dtype: torch.dtype,
-        rows: type[EveryColumn | sparse_rocm.FirstColumns],
+        self, most: int, heads: int, widths: tuple[int, ...], layout: Any, kv_dtype: torch.dtype,
         device: torch.device,
-    ) -> None:
-        self.layout, self.kv_dtype = layout, kv_dtype
-        self.rows = rows(most, width, device)
+    ) -> None:  # fmt: skip
+        self.heads, self.most, self.layout, self.kv_dtype = heads, most, layout, kv_dtype
         self.scratch = sparse_scratch(
-            max_tokens=most,
-            num_heads=heads,
-            widths=(width,),
-            q_dtype=torch.bfloat16,
-            kv_dtype=kv_dtype,
-            device=device,
-            layout=layout,
-        )
+            max_tokens=most, num_heads=heads, widths=widths, q_dtype=torch.bfloat16,
+            kv_dtype=kv_dtype, device=device, layout=layout,
+        )  # fmt: skip
+        self._planned: tuple[Any, int] = (None, 0)
+
+    def begins(self, tokens: int) -> bool:
+        """Whether its plan is of another forward pass, drafts' too, or of another size."""
+        before, self._planned = self._planned, (vllm_compat.forward_context(), tokens)
+        return before[0] is not self._planned[0] or before[1] != tokens
+
+    def tensors(self) -> list[torch.Tensor]:
+        """What it holds at fixed addresses."""
+        return [*self.scratch.plan.tensors().values()]
+
+
+class Step(Shared):
+    """What all layers of a shape share: query and latents of the layer that runs too."""
+
+    def __init__(
+        self, most: int, heads: int, width: int, layout: Any, kv_dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        super().__init__(most, heads, (width,), layout, kv_dtype, device)
+        rocm = vllm_compat.is_rocm()
+        self.rows = sparse_rocm.FirstColumns(most, width, device) if rocm else None
         self.q, self.out = (
             torch.zeros(most, heads, columns, dtype=torch.bfloat16, device=device)
             for columns in (LATENT + WIDE, LATENT)
         )
-        self._planned: tuple[Any, int] = (None, 0)
 
     def serves(self, tokens: int, metadata: Any) -> bool:
         """Whether this library decodes the step: few tokens, and none of them of a prefill."""
@@ -103,37 +90,29 @@ class Step:
     ) -> torch.Tensor:  # fmt: skip
         """Latents [T, H, 512] of a step, at an address that the next layer writes again.
 
-        Args:
-            q: [T, H, 512 + 64], or its two parts.
-            chosen: [T, n] int32, positions within a token's own sequence, -1 for none.
-            layer: whose `_k_scale` an fp8 cache without a layout has.
+        q: [T, H, 512 + 64], or its two parts. chosen: [T, n] int32, positions within a token's own
+        sequence, -1 for none. layer: whose `_k_scale` an fp8 cache without a layout has.
         """
-        tokens = chosen.shape[0]
-        # A new context for each forward pass.
-        context = vllm_compat.forward_context()
-        if self._planned[0] is not context or self._planned[1] != tokens:
-            self.scratch.refresh(tokens, [self.rows.lengths(tokens, metadata)])
-            self._planned = context, tokens
+        tokens, rows = chosen.shape[0], self.rows
+        if self.begins(tokens):
+            self.scratch.refresh(tokens, [rows.lengths(tokens, metadata) if rows else None])
         if isinstance(q, tuple):
             latent, rotated = q
             q = self.q[:tokens]
             vllm_compat.join_query(latent, rotated, q)
         scaled = self.layout is None and self.kv_dtype.itemsize == 1
         stored = cache.view(self.kv_dtype if self.layout is None else torch.uint8)
+        slots = (rows.convert if rows else vllm_compat.cache_slots)(metadata, chosen)
         out = self.out[:tokens]
         sparse_mla_decode(
-            q,
-            [Scope(stored, self.rows.convert(metadata, chosen), self.layout)],
-            self.scratch,
-            softmax_scale=scale,
-            kv_scale=layer._k_scale if scaled else None,
-            out=out,
-        )
+            q, [Scope(stored, slots, self.layout)], self.scratch, softmax_scale=scale,
+            kv_scale=layer._k_scale if scaled else None, out=out,
+        )  # fmt: skip
         return out
 
     def tensors(self) -> list[torch.Tensor]:
         """What it holds at fixed addresses."""
-        return [*self.scratch.plan.tensors().values(), self.q, self.out, *self.rows.tensors()]
+        return [*super().tensors(), self.q, self.out, *(self.rows.tensors() if self.rows else ())]
 
 
 def shape(impl: Any, vllm_config: Any) -> tuple[Any, ...]:
@@ -142,10 +121,10 @@ def shape(impl: Any, vllm_config: Any) -> tuple[Any, ...]:
     width, device = chosen.shape[1], chosen.device
     if vllm_compat.is_rocm():
         most, kv_dtype = config.decode_bucket(vllm_config), sparse_rocm.caches()[cache]
-        return most, heads, width, None, kv_dtype, sparse_rocm.FirstColumns, device
+        return most, heads, width, None, kv_dtype, device
     layout = LAYOUTS[cache]
     kv_dtype = torch.bfloat16 if layout is None else torch.float8_e4m3fn
-    return most_tokens(heads, layout), heads, width, layout, kv_dtype, EveryColumn, device
+    return most_tokens(heads, layout), heads, width, layout, kv_dtype, device
 
 
 def why_not(impl: Any, vllm_config: Any) -> Decline | None:
@@ -166,8 +145,7 @@ def why_not(impl: Any, vllm_config: Any) -> Decline | None:
         **unserved(vllm_config),
         **(sparse_rocm.unserved(impl, vllm_config) if rocm else {}),
     }
-    named = [what for what, holds in found.items() if holds]
-    if named:
+    if named := [what for what, holds in found.items() if holds]:
         return Decline("sparse-layer", ", ".join(named))
     if not rocm and not most_tokens(impl.num_heads, LAYOUTS[impl.kv_cache_dtype]):
         return Decline("sparse-slower", f"{impl.kv_cache_dtype}, {impl.num_heads} heads of a rank")

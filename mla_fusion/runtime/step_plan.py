@@ -4,10 +4,9 @@ Each layer that `decode_choice` leaves to a planner gets a `StepPlan` after the 
 before vLLM measures free memory. The first attention of a forward pass refreshes it from the
 batch's metadata; the others of the same pass read it.
 
-The CUDA graph of a whole decode step runs no Python at replay. There the refresh is a kernel of the
-graph, or several: it reads sequence lengths and query positions at the addresses that vLLM keeps
-for all steps, so every replay plans anew. The padded batch and the longest query are constants of
-the graph.
+In the CUDA graph of a whole decode step, which runs no Python at replay, the refresh is one or
+several kernels. They read lengths and query positions at the addresses that vLLM keeps for all
+steps, so every replay plans anew; the padded batch and the longest query are constants.
 """
 
 import itertools
@@ -33,18 +32,14 @@ class StepPlan:
     """A plan, the step it was refreshed for, and the buffer for the latents of a decode.
 
     Its padding rows, which belong to no sequence, stay zero: so are their products with W_UV.
-    runs: from how many to how many sequences of a step it serves; None: all that the scheduler puts
-    into one.
-    slower_from: as of `decode_choice.Choice`.
+    `runs` and `slower_from` are those of `decode_choice.Choice`; None: all that the scheduler puts
+    into a step.
     """
 
     def __init__(
-        self,
-        plan: attention.PersistentDecodePlan,
-        out_dtype: torch.dtype,
-        runs: Sequence[Span] | None = None,
-        slower_from: int = 0,
-    ) -> None:
+        self, plan: attention.PersistentDecodePlan, out_dtype: torch.dtype,
+        runs: Sequence[Span] | None = None, slower_from: int = 0,
+    ) -> None:  # fmt: skip
         settings = plan.settings
         rows = settings.max_batch * settings.max_query_len
         shape = (rows, settings.num_heads, settings.v_head_dim)
@@ -85,30 +80,20 @@ class StepPlan:
         )
 
     def serves(self, metadata: Any) -> bool:
-        """Whether the plan decodes this decode-only batch.
-
-        vLLM counts short prompts as decodes for some backends. A batch with queries longer than
-        those of a decode step with drafts stays with the backend.
-        """
+        """Whether the plan decodes this decode-only batch; for some backends vLLM counts short
+        prompts as decodes, whose queries are longer than those of a step with drafts."""
         sequences, rows = metadata.decode.seq_lens.shape[0], int(metadata.max_query_len)
         if self.runs is not None and not any(a <= sequences <= b for a, b in self.runs):
             return False
-        if rows == 1 and 0 < self.slower_from <= sequences:
-            return False
-        return rows <= self.plan.settings.max_query_len
+        slower = rows == 1 and 0 < self.slower_from <= sequences
+        return not slower and rows <= self.plan.settings.max_query_len
 
     def decode(
-        self,
-        q: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: Any,
-        layer: Any,
-        output: torch.Tensor,
-        quantized: QuantizedOutput | None = None,
-    ) -> None:
+        self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, layer: Any,
+        output: torch.Tensor, quantized: QuantizedOutput | None = None,
+    ) -> None:  # fmt: skip
         """Write what follows from the prepared query [rows, H, L + R] of a decode-only batch into
-        `output` [T, H * V], or into `quantized`: its attention, times W_UV.
-        """
+        `output` [T, H * V], or into `quantized`: its attention, times W_UV."""
         # A new context for each forward pass: drafts change the lengths in one metadata object.
         context = vllm_compat.forward_context()
         if self._planned[0] is not context or self._planned[1] is not metadata:
@@ -120,14 +105,9 @@ class StepPlan:
         self._attend(q, kv_cache, layer, metadata.decode.block_table, output, quantized)
 
     def _attend(
-        self,
-        q: torch.Tensor,
-        kv_cache: torch.Tensor,
-        layer: Any,
-        block_table: torch.Tensor,
-        output: torch.Tensor,
-        quantized: QuantizedOutput | None,
-    ) -> None:
+        self, q: torch.Tensor, kv_cache: torch.Tensor, layer: Any, block_table: torch.Tensor,
+        output: torch.Tensor, quantized: QuantizedOutput | None,
+    ) -> None:  # fmt: skip
         weight = None if self.epilogue(layer) else vllm_compat.value_weight(layer)
         rows, epilogue = q.shape[0], None
         out = self.out[:rows]
@@ -136,16 +116,10 @@ class StepPlan:
         elif weight is not None:
             epilogue = attention.Epilogue(weight, output[:rows])
         attention.persistent_mla_decode(
-            q,
-            kv_cache,
-            self.plan,
-            block_table=block_table,
-            softmax_scale=layer.impl.scale,
-            q_scale=layer._q_scale.view(1),
-            kv_scale=layer._k_scale.view(1),
-            out=out,
+            q, kv_cache, self.plan, block_table=block_table, softmax_scale=layer.impl.scale,
+            q_scale=layer._q_scale.view(1), kv_scale=layer._k_scale.view(1), out=out,
             epilogue=epilogue,
-        )
+        )  # fmt: skip
         if epilogue is None:
             layer._v_up_proj(out, out=output[:rows])
             if quantized is not None:
@@ -159,19 +133,16 @@ class StepPlan:
             )
         seq_lens = metadata.decode.seq_lens
         self.plan.refresh(
-            qo_indptr=metadata.query_start_loc[: seq_lens.shape[0] + 1],
-            seq_lens=seq_lens,
-            num_tokens=num_tokens,
-            max_query_len=metadata.max_query_len,
-        )
+            qo_indptr=metadata.query_start_loc[: seq_lens.shape[0] + 1], seq_lens=seq_lens,
+            num_tokens=num_tokens, max_query_len=metadata.max_query_len,
+        )  # fmt: skip
         self.out[:num_tokens].zero_()
 
     def warm_up(
         self, kv_cache: torch.Tensor, layer: Any, quantizations: Iterable[str] = ()
     ) -> None:
         """Run it on the first block, for queries of every length, until every kernel that a step
-        can launch is compiled or loaded; with the outputs of `quantizations` too.
-        """
+        can launch is compiled or loaded; with the outputs of `quantizations` too."""
         kinds = {"none"}
         if not self.epilogue(layer):
             kinds |= set(quantizations)
@@ -208,12 +179,10 @@ class StepPlan:
 
 
 def attach(layers: Mapping[str, Any], options: config.Options, vllm_config: Any) -> None:
-    """Give every MLA layer that `decode_choice` leaves to a planner the plan of its shape.
-
-    The log names each plan once: how many layers share it, and for what it is.
-    """
+    """Give every MLA layer that `decode_choice` leaves to a planner the plan of its shape, and name
+    each plan in the log: how many layers share it, and for what it is."""
     activation = vllm_config.model_config.dtype
-    rows = 1 + config.draft_tokens(vllm_config)
+    rows = config.query_rows(vllm_config)
     shared: dict[StepPlan, int] = {}
     plans: dict[tuple[Any, ...], StepPlan] = {}
     for layer in vllm_compat.mla_layers(layers).values():
@@ -223,13 +192,10 @@ def attach(layers: Mapping[str, Any], options: config.Options, vllm_config: Any)
             continue
         query = eligibility.facts(layer, options.provider, activation).query_dtype(activation)
         shape = {
-            "num_heads": layer.num_heads,
-            "max_query_len": rows,
-            "q_dtype": query,
+            "num_heads": layer.num_heads, "max_query_len": rows, "q_dtype": query,
             "kv_dtype": eligibility.cache_dtype(layer, activation),
-            "v_head_dim": layer.kv_lora_rank,
-            "device": layer._k_scale.device,
-        }
+            "v_head_dim": layer.kv_lora_rank, "device": layer._k_scale.device,
+        }  # fmt: skip
         width = layer.kv_lora_rank + layer.qk_rope_head_dim
         key = *shape.values(), width, choice.runs, choice.slower_from
         if key not in plans:

@@ -11,6 +11,7 @@ import pytest
 from mla_fusion import cli, report
 from mla_fusion.cli.demo import command as demo
 from tests.command import run
+from tests.nightly import daily
 
 pytestmark = pytest.mark.engine
 V3 = "deepseek-v3-shaped"
@@ -34,33 +35,26 @@ def test_the_demo_ends_with_a_command_that_shows_its_report(shown, tmp_path, cap
 def test_the_demo_writes_what_fused(shown):
     succeeded, out = shown
     assert succeeded
-    assert json.loads((out / "tokens.json").read_text()) == {
-        "models": [
-            {
-                "name": V3,
-                "tokens_equal": True,
-                "ranges": [
-                    {"range": [1, demo.MAX_NUM_SEQS], "layers": 3, "fused": 3, "declined": 0},
-                    {"range": [9, 2048], "layers": 3, "fused": 0, "declined": 0},
-                ],
-            }
-        ]
-    }
+    ranges = [
+        {"range": [1, demo.MAX_NUM_SEQS], "layers": 3, "fused": 3, "declined": 0},
+        {"range": [9, 2048], "layers": 3, "fused": 0, "declined": 0},
+    ]
+    said = {"name": V3, "tokens_equal": True, "ranges": ranges}
+    assert json.loads((out / "tokens.json").read_text()) == {"models": [said]}
+
+
+def result(shown, flag):
+    return json.loads((shown[1] / V3 / flag / "result.json").read_text())
 
 
 def test_invariant_3_logprobs_are_bit_equal_in_decode_mixed_and_prefill_batches(shown):
-    off, on = (
-        json.loads((shown[1] / V3 / flag / "result.json").read_text())["logprobs"]
-        for flag in ("off", "on")
-    )
-    assert on == off
+    assert result(shown, "on")["logprobs"] == result(shown, "off")["logprobs"]
 
 
 def test_the_tokens_of_the_demo_could_differ(shown):
     """A model that says the same whatever it reads, or knows nothing, would hide an error."""
-    for flag in ("off", "on"):
-        result = json.loads((shown[1] / V3 / flag / "result.json").read_text())
-        tokens, logprobs = result["tokens"], [x for prompt in result["logprobs"] for x in prompt]
+    for made in (result(shown, "off"), result(shown, "on")):
+        tokens, logprobs = made["tokens"], [x for prompt in made["logprobs"] for x in prompt]
         assert all(len(set(prompt)) > demo.NEW_TOKENS / 2 for prompt in tokens)
         assert len({tuple(prompt[-4:]) for prompt in tokens}) == len(demo.ARRIVALS)
         assert sum(logprobs) / len(logprobs) > -math.log(1024) / 2
@@ -109,20 +103,13 @@ def test_check_dumps_graphs_and_compiles_what_a_cpu_cannot_run(shown, tmp_path, 
         }
 
 
-@pytest.mark.parametrize(
-    "name, heads",
-    [
-        ("deepseek-v2-lite", 16),
-        pytest.param("glm-4.7-flash", 20, marks=pytest.mark.nightly),
-        pytest.param("longcat-flash", 64, marks=pytest.mark.nightly),
-        pytest.param("openpangu-ultra-moe", 128, marks=pytest.mark.nightly),
-        pytest.param("ring-2.5", 64, marks=pytest.mark.nightly),
-        pytest.param("sarvam-105b", 64, marks=pytest.mark.nightly),
-        pytest.param("deepseek-v3", 128, marks=pytest.mark.nightly),
-        pytest.param("kimi-k2", 64, marks=pytest.mark.nightly),
-    ],
-)
-def test_check_of_a_public_model(name, heads, capfd):
+HEADS = {"deepseek-v2-lite": 16, "glm-4.7-flash": 20, "longcat-flash": 64,
+         "openpangu-ultra-moe": 128, "ring-2.5": 64, "sarvam-105b": 64, "deepseek-v3": 128,
+         "kimi-k2": 64}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", daily(HEADS, "deepseek-v2-lite"))
+def test_check_of_a_public_model(name, capfd):
     """Its config.json alone, on a CPU, without a network: an engine compiles it and generates."""
     assert cli.main(["check", str(CONFIGS / f"{name}.json"), "--json"]) == 0
     out, progress = capfd.readouterr()
@@ -135,7 +122,7 @@ def test_check_of_a_public_model(name, heads, capfd):
     # Every layer of LongCat-Flash has two attentions.
     assert fused == layers == (4 if name == "longcat-flash" else 2)
     details = "\n".join(said["details"])
-    assert f"{heads} heads (one rank of 1)" in details and "4 tokens each" in details
+    assert f"{HEADS[name]} heads (one rank of 1)" in details and "4 tokens each" in details
 
 
 @pytest.mark.nightly

@@ -24,10 +24,10 @@ def job(tmp_path_factory):
     """
     model = tiny_models.write("deepseek-v2-shaped", tmp_path_factory.mktemp("model"))
 
-    def make(options, dtype="bfloat16", changes=None, **fields):
+    def make(options, dtype="bfloat16", changes=None, model=str(model), **fields):
         folder = tmp_path_factory.mktemp("engine")
         fields = {"prompts": PROMPTS, "new_tokens": NEW_TOKENS, "options": options} | fields
-        engine = {"model": str(model), "dtype": dtype, "hf_overrides": changes or {}}
+        engine = {"model": model, "dtype": dtype, "hf_overrides": changes or {}}
         return children.job("tests.engine.work:serve", folder, engine=engine, **fields)
 
     return make
@@ -67,7 +67,7 @@ CACHED = " (graphs from vLLM's compile cache)"
 def own_log(result):
     """(level, message) of every line this library logged; each begins with one of these words."""
     words = "mla-fusion|mla_fusion|MLA fusion"
-    files = "__init__|prerequisites|no_effect|pipeline"
+    files = "__init__|prerequisites|decision|pipeline"
     line = rf"(INFO|WARNING|ERROR) \S+ \S+ \[(?:{files})\.py:\d+\] ((?:{words}).*)"
     return re.findall(line, result["log"])
 

@@ -13,9 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from mla_fusion import ops
 from mla_fusion.cli.demo import tiny_models
-from tests import child as children
-from tests.engine.test_engine import FLAG, NEW_TOKENS, prefill_range, run
-from tests.engine.work import PROMPTS
+from tests.engine.test_engine import FLAG, job, prefill_range, run  # noqa: F401  a fixture
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
@@ -44,19 +42,14 @@ def quantize(folder):
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def test_a_static_fp8_checkpoint(tmp_path):
+def test_a_static_fp8_checkpoint(tmp_path, job):  # noqa: F811
     """Prefill is vLLM's to the bit; decode steps quantize in the epilogue."""
     model = tiny_models.write("deepseek-v2-shaped", tmp_path / "model")
     quantize(model)
-    outcomes = []
-    for name, flag in (("off", {}), ("on", FLAG | {"attention": "portable"})):
-        options = {"fp8_ops": True, **flag}
-        engine = {"model": str(model), "dtype": "bfloat16"}
-        (tmp_path / name).mkdir()
-        fields = {"prompts": PROMPTS, "new_tokens": NEW_TOKENS, "options": options}
-        asked = children.job("tests.engine.work:serve", tmp_path / name, engine=engine, **fields)
-        outcomes.append(run(asked))
-    off, on = outcomes
+    off, on = (
+        run(job({"fp8_ops": True, **flag}, model=str(model)))
+        for flag in ({}, FLAG | {"attention": "portable"})
+    )
     graph = on["graphs"]["1-4"]
     assert graph.count(f"{ops.TENSOR_ATTENTION}.default(") == 3
     assert ops.ATTENTION not in graph and "aten.reciprocal" not in graph

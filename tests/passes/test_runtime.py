@@ -236,10 +236,11 @@ def test_weights_are_taken_in_the_form_vllm_multiplies_by():
 def test_cache_with_and_without_a_head_dimension(shape):
     """The dimension of three is that of the entries of a block, also of one entry."""
     cache = torch.randn(shape)
-    view = runtime._cache_view(cache, "auto")
+    plain, fp8 = (SimpleNamespace(kv_cache_dtype=each) for each in ("auto", "fp8"))
+    view = runtime._cache_view(plain, cache)
     assert view.shape == (shape[0], *shape[-2:])
     assert view.data_ptr() == cache.data_ptr()
-    assert runtime._cache_view(cache.view(torch.uint8), "fp8").dtype is FP8
+    assert runtime._cache_view(fp8, cache.view(torch.uint8)).dtype is FP8
 
 
 VARIANTS = (

@@ -17,7 +17,7 @@ def warnings(log):
 
 def decided(made):
     """The code that the config is declined for, or an empty string."""
-    decline = engine.decide(made, partition_refused=False).decline
+    decline = engine.why_not(made)
     return decline.code if decline else ""
 
 

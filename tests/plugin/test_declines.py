@@ -92,7 +92,7 @@ class TestDeclines:
         made.additional_config = {"mla_fusion": options}
         assert not decided(made)
         made.parallel_config.decode_context_parallel_size = 2
-        decline = engine.decide(made, partition_refused=False).decline
+        decline = engine.why_not(made)
         assert decline.code == "context-parallel" and detail in decline.detail
 
     def test_portable_attention(self, make, log, monkeypatch):
@@ -107,8 +107,7 @@ class TestDeclines:
             raise attention.ProviderUnavailable(f"no {name} here")
 
         monkeypatch.setattr(attention, "get_provider", unavailable)
-        decision = engine.decide(made, partition_refused=False)
-        assert decision.decline == Decline(
+        assert engine.why_not(made) == Decline(
             "provider-unavailable", "attention=portable, reference: no reference here"
         )
 
@@ -119,23 +118,19 @@ class TestDeclines:
         [warning] = warnings(log)
         assert "[attention-platform]" in warning and 'choose "portable"' in warning
         monkeypatch.setattr(vllm_compat, "is_rocm", lambda: True)
-
-        def decline():
-            return engine.decide(made, partition_refused=False).decline
-
         with aiter_double.installed("gfx942", "v0.1.10.post2"):
             made = make(FLAG_ON, options={"mla_fusion": options | {"max_split_per_batch": -1}})
-            assert config.is_on(made) and decline() is None
+            assert config.is_on(made) and engine.why_not(made) is None
             made.parallel_config.enable_dbo = True
             assert decided(made) == "microbatches"
             made.additional_config = {"mla_fusion": options}
-            assert decline() == Decline(
+            assert engine.why_not(made) == Decline(
                 "provider-unavailable",
                 "attention=aiter: this AITER sizes its buffers without max_split_per_batch: leave "
                 "it at -1, or install v0.1.16 or newer",
             )
         attention.get_provider.cache_clear()
-        found = decline()
+        found = engine.why_not(made)
         assert found.code == "provider-unavailable"
         assert found.detail.startswith("attention=aiter: the module aiter is missing")
 
@@ -163,7 +158,7 @@ class TestDeclines:
         for name in ("rocm", "cuda"):
             is_it = platform == name
             monkeypatch.setattr(type(current_platform), f"is_{name}", lambda _, is_it=is_it: is_it)
-        decision = engine.decide(made, partition_refused=False)
-        code = "provider-unavailable" if provider else "provider-platform"
-        assert (decision.provider, decision.decline.code) == (provider, code)
-        assert decision.decline.detail.startswith(provider)
+        assert config.read_options({}).provider == provider
+        decline = engine.why_not(made)
+        assert decline.code == ("provider-unavailable" if provider else "provider-platform")
+        assert decline.detail.startswith(provider)

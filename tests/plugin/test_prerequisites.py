@@ -8,7 +8,7 @@ from vllm.config.utils import Range, replace
 
 from mla_fusion import config, ops
 from mla_fusion.config import vllm_compat
-from mla_fusion.plugin import cpu, decision, prerequisites, ranges
+from mla_fusion.plugin import compilation, decision, prerequisites
 from tests.plugin.configs import CHARGED, FLAG_ON, drafted, warnings
 
 
@@ -16,7 +16,7 @@ class TestWhatItSwitchesOn:
     def test_prerequisites_with_a_line_of_what_prefill_gets_too(self, make, caplog, monkeypatch):
         # A logger of its own: vLLM sets the levels of those below it anew while it starts.
         caplog.set_level(logging.DEBUG, logger="apart")
-        for module in (cpu, prerequisites):
+        for module in (decision, prerequisites):
             monkeypatch.setattr(module, "logger", logging.getLogger("apart"))
         made = make(FLAG_ON)
         compilation = made.compilation_config
@@ -50,7 +50,7 @@ class TestWhatItSwitchesOn:
         options = made.inductor_compile_config
         before = dict(options)
         monkeypatch.setattr(vllm_compat, "is_gpu", lambda: gpu)
-        for_range = ranges.for_range(options, made.pass_config, Range(1, last))
+        for_range = compilation.for_range(options, made.pass_config, Range(1, last))
         assert for_range == {**before, **became} and options == before
 
     @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ class TestWhatItSwitchesOn:
         passes.fuse_rope_kvcache_cat_mla = given
         monkeypatch.setattr(vllm_compat, "is_gpu", lambda: True)
         log.clear()
-        prerequisites.apply(made, decision.decide(made))
+        prerequisites.apply(made, decision.why_not(made))
         assert config.is_on(made)
         assert passes.fuse_rope_kvcache_cat_mla is (given and ranks == 1)
         said = given and ranks == 2

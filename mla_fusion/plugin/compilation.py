@@ -1,0 +1,66 @@
+"""What vLLM compiles: its passes, and Inductor's options in the decode bucket."""
+
+from collections.abc import Callable
+from typing import Any
+
+from mla_fusion import config
+from mla_fusion.config import vllm_compat
+from mla_fusion.plugin.wrap import wrap
+
+
+def add_passes() -> None:
+    """Why: vLLM's hook for custom passes has one slot, which belongs to the user, and its last
+    step cannot be extended.
+
+    How: after `PostGradPassManager.configure`, append the passes and put pass 5 in place of
+    `fix_functionalization`. Until: vLLM takes several custom passes.
+    """
+    from vllm.compilation.passes.pass_manager import PostGradPassManager
+    from vllm.platforms import current_platform
+
+    def configure(original: Callable[..., Any], self: Any, vllm_config: Any) -> None:
+        original(self, vllm_config)
+        if not config.is_on(vllm_config):
+            return
+        from mla_fusion.passes.pipeline import LastStep, MLAFusionPass
+
+        options = config.read_options(vllm_config.additional_config)
+        bucket, rows = config.decode_bucket(vllm_config), config.query_rows(vllm_config)
+        self.add(MLAFusionPass(options.provider, bucket, options.attention, rows))
+        # vLLM's last step names CUDA-only ops and raises on a CPU build.
+        rest = None if current_platform.is_cpu() else self.fix_functionalization
+        self.fix_functionalization = LastStep(rest)
+
+    wrap(PostGradPassManager, "configure", configure)
+
+
+def set_options_for_ranges() -> None:
+    """Why: Inductor lets each RMS norm add up to five residual tensors anew, which costs a decode
+    step. vLLM has one set of Inductor's options for all ranges, and prefill shall keep it.
+
+    How: `CompilerManager.compile` gets the options of `for_range`. vLLM's cache key covers all that
+    they depend on: the flag, the bucket and this library's source. Until: vLLM takes options for a
+    range.
+    """
+    from vllm.compilation.backends import CompilerManager
+
+    def compile_range(
+        original: Callable[..., Any], self: Any, graph: Any, example_inputs: Any,
+        additional_inductor_config: dict[str, Any], compilation_config: Any, compile_range: Any,
+        *args: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        options = additional_inductor_config
+        if not kwargs.get("is_encoder", False):
+            options = for_range(options, compilation_config.pass_config, compile_range)
+        before = graph, example_inputs, options, compilation_config, compile_range
+        return original(self, *before, *args, **kwargs)
+
+    wrap(CompilerManager, "compile", compile_range)
+
+
+def for_range(options: dict[str, Any], pass_config: Any, compile_range: Any) -> dict[str, Any]:
+    """Inductor's options for a range: `options`, which all ranges share, or a copy with more."""
+    fused = getattr(pass_config, config.FLAG, False) and vllm_compat.is_gpu()
+    if fused and compile_range.end <= getattr(pass_config, config.THRESHOLD):
+        return {config.REALIZE: 1, **options}
+    return options
