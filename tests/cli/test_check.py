@@ -105,7 +105,7 @@ def checked(monkeypatch, tmp_path, capsys):
         def play(job, progress):
             jobs.append(job)
             job.config = json.loads(Path(job.engine["model"], "config.json").read_text())
-            return child.Outcome([], [], [], [store(Path(job.cache), "a.json", fused)])
+            return child.Outcome([], [], [], report.load(store(Path(job.cache), "a.json", fused)))
 
         monkeypatch.setattr(child, "run", play)
         monkeypatch.setattr(cli, "require", lambda *modules, **_: None)

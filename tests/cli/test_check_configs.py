@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mla_fusion import cli
+from mla_fusion import cli, report
 from mla_fusion.cli import child
 from mla_fusion.cli.check import model_classes, model_config
 from tests.cli.test_check import CONFIGS
@@ -162,7 +162,7 @@ def test_check_of_any_config_is_a_short_answer(model, fused, monkeypatch, tmp_pa
             log = Path(job.workdir, child.LOG)
             log.write_text("ValueError: " + "odd " * 3000)
             raise child.EngineError(job, f"{child.last_error(log)} (exit status 1)")
-        return child.Outcome([], [], [], [store(Path(job.cache), "a.json", fused)])
+        return child.Outcome([], [], [], report.load(store(Path(job.cache), "a.json", fused)))
 
     monkeypatch.setattr(child, "run", play)
     path = tmp_path / "config.json"

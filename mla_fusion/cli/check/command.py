@@ -197,10 +197,9 @@ def _ask_engine(
             if settings.dump and error.log.exists():
                 log = f"What led to it: {shutil.copy(error.log, settings.dump)}"
             raise UserError(f"vLLM cannot run the cut model: {error.why}. {log}") from None
-        stored = report.load(outcome.reports[0]) if outcome.reports else None
-        if settings.dump and stored:
-            _copy_dump(work, settings.dump, outcome.reports[0], stored)
-    return _reasons(stored, outcome.warnings), stored
+        if settings.dump and outcome.report:
+            _copy_dump(work / "depyf", settings.dump, outcome.report)
+    return _reasons(outcome.report, outcome.warnings), outcome.report
 
 
 def _job(settings: Settings, cut: shrink.Cut, work: Path, run_it: bool) -> child.Job:
@@ -255,15 +254,15 @@ def _check_cache_type(name: str) -> None:
         raise UserError(f"unknown --kv-cache-dtype {name!r}; vLLM has {', '.join(known)}")
 
 
-def _copy_dump(work: Path, folder: Path, report_path: Path, stored: report.Report) -> None:
+def _copy_dump(of_depyf: Path, folder: Path, stored: report.Report) -> None:
     """Copy what depyf wrote, named after the token range, and the report, into `folder`."""
     # One range is in the bucket; vLLM compiles one graph for it, or one for each piece.
     decode = stored.decode_ranges()
     if not decode:
         raise UserError(f"the passes met no MLA layer: no graph to put in {folder}")
     first, last = decode[0].range
-    shutil.copyfile(report_path, folder / "report.json")
-    for stage, sources in find_graphs(work / "depyf").items():
+    report.store(folder / "report.json", stored)
+    for stage, sources in find_graphs(of_depyf).items():
         for index, source in enumerate(sources):
             piece = f".piece{index}" if len(sources) > 1 else ""
             shutil.copyfile(source, folder / f"tokens_{first}_{last}{piece}.{stage}.py")
