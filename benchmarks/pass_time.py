@@ -21,7 +21,6 @@ from typing import Any
 
 import engine_jobs
 
-from mla_fusion import report
 from mla_fusion.cli import child
 from mla_fusion.cli.demo import tiny_models
 
@@ -47,7 +46,8 @@ def measure(layers: int, folder: Path) -> dict[str, Any]:
         "model": str(folder), "load_format": "dummy", "max_num_seqs": 4
     }  # fmt: skip
     job = child.Job(workdir=str(folder), cache=str(folder / "cache"), engine=engine)
-    made = report.load(child.run(job).reports[0])
+    made = child.run(job).report
+    assert made is not None
     decode = made.ranges[0]
     assert decode.fused == decode.layers == layers, decode
     log = (folder / child.LOG).read_text()

@@ -38,10 +38,6 @@ INSTALL_VLLM = (
     "in a clone of mla-fusion pip install '.[vllm]', or without a GPU make setup, which makes "
     ".venv with a CPU build"
 )
-_WITHOUT_TORCHVISION = (
-    "pip uninstall -y torchvision torchaudio torchcodec: they are of another torch, and no model "
-    "here needs them"
-)
 _HINTS = {
     "vllm": INSTALL_VLLM,
     "mla_fusion.passes": "leave the folder of the checkout, or install it: pip install .",
@@ -57,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else [*argv]
     parser = _parser(words[:1])
     near = difflib.get_close_matches("".join(words[:1]), _COMMANDS)
-    if near and words[0] not in _COMMANDS:
+    if near and near[0] != words[0]:
         parser.error(f"no command is called {words[0]}: did you mean {near[0]}?")
     arguments = parser.parse_args(words)
     try:
@@ -127,7 +123,11 @@ def option(
 
 def mend_vllm(error: str) -> str:
     """What to do about an error of vLLM's import; empty if it is none that is known here."""
-    return _WITHOUT_TORCHVISION if "torchvision::nms" in error else ""
+    remedy = (
+        "pip uninstall -y torchvision torchaudio torchcodec: they are of another torch, and no "
+        "model here needs them"
+    )
+    return remedy if "torchvision::nms" in error else ""
 
 
 def short(text: str, most: int = 80) -> str:
@@ -145,11 +145,7 @@ def version_of(package: str) -> str:
 
 
 def make_folder(folder: Path, option: str) -> None:
-    """Make the folder that `option` names, unless it is there.
-
-    Raises:
-        UserError: it cannot be made.
-    """
+    """Make the folder that `option` names, unless it is there; a UserError if it cannot be."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -157,11 +153,7 @@ def make_folder(folder: Path, option: str) -> None:
 
 
 def write(path: Path, text: str, option: str = "") -> None:
-    """Write a file that the user named, by `option`.
-
-    Raises:
-        UserError: it cannot be written.
-    """
+    """Write a file that the user named, by `option`; a UserError if it cannot be written."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -169,26 +161,17 @@ def write(path: Path, text: str, option: str = "") -> None:
 
 
 def require_gpu() -> None:
-    """Check that there is a GPU: at once where the system has no device of one, else by torch.
-
-    Raises:
-        UserError: there is none.
-    """
-    found = any(any(Path("/dev").glob(name)) for name in GPU_DEVICES)
-    if found:
+    """A UserError without a GPU: at once where the system has no device of one, else by torch."""
+    if any(any(Path("/dev").glob(name)) for name in GPU_DEVICES):
         import torch
 
-        found = torch.cuda.is_available()
-    if not found:
-        raise UserError("needs a CUDA or ROCm GPU, and torch sees none here")
+        if torch.cuda.is_available():
+            return
+    raise UserError("needs a CUDA or ROCm GPU, and torch sees none here")
 
 
 def require(*modules: str, purpose: str = "it") -> None:
-    """Check that packages are installed.
-
-    Raises:
-        UserError: one is missing; the message names it, what needs it and how to get it.
-    """
+    """A UserError that names the first package that is missing, what needs it, and a remedy."""
     for module in modules:
         if importlib.util.find_spec(module) is None:
             hint = _HINTS.get(module, f"pip install {module}")

@@ -27,7 +27,7 @@ from typing import Any, TextIO
 
 from mla_fusion import config
 from mla_fusion.cli import UserError, mend_vllm, short
-from mla_fusion.report import stored_reports
+from mla_fusion.report import Report, load, stored_reports
 
 LOG = "engine.log"
 # A shell outside the group $0 ends it, and then removes the folder $1, to which nobody writes now.
@@ -78,7 +78,7 @@ class Outcome:
     tokens: list[list[int]]
     logprobs: list[list[float]]
     warnings: list[str]  # of this library
-    reports: list[Path] = field(default_factory=list)
+    report: Report | None = None  # that the engine stored
 
 
 class EngineError(UserError):
@@ -92,11 +92,8 @@ class EngineError(UserError):
 
 
 def run(job: Job, progress: TextIO | None = None) -> Outcome:
-    """Run a job whose work is `generate`; its progress goes to `progress` (sys.stdout).
-
-    Raises:
-        EngineError: as `result`.
-    """
+    """Run a job whose work is `generate`; its progress goes to `progress` (sys.stdout); errors as
+    `result`."""
     older = stored_reports(Path(job.cache))
     progress = progress or sys.stdout
     progress.flush()
@@ -104,7 +101,8 @@ def run(job: Job, progress: TextIO | None = None) -> Outcome:
     with contextlib.suppress(OSError):
         stdout = progress.fileno()
     outcome = Outcome(**result(job, start(job, stdout=stdout)))
-    outcome.reports = [path for path in stored_reports(Path(job.cache)) if path not in older]
+    newest = next(iter(stored_reports(Path(job.cache))), None)
+    outcome.report = load(newest) if newest and newest not in older else None
     return outcome
 
 
@@ -115,12 +113,18 @@ def start(job: Job, **streams: Any) -> subprocess.Popen[str]:
     share_facts(cache)
     (workdir / _JOB).write_text(json.dumps(asdict(job)))
     (workdir / _RESULT).unlink(missing_ok=True)
-    environment = {**os.environ, **_ENVIRONMENT, "VLLM_CACHE_ROOT": str(cache)}
-    environment["TORCHINDUCTOR_CACHE_DIR"] = str(cache / "inductor")
-    environment.pop("VLLM_DEBUG_DUMP_PATH", None)
     paths = filter(None, (os.environ.get("PYTHONPATH"), job.path))
-    environment["PYTHONPATH"] = os.pathsep.join(paths)
-    environment["VLLM_PLUGINS"] = "mla_fusion" if job.plugin else ""
+    environment = (
+        os.environ
+        | _ENVIRONMENT
+        | {
+            "VLLM_CACHE_ROOT": str(cache),
+            "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+            "PYTHONPATH": os.pathsep.join(paths),
+            "VLLM_PLUGINS": "mla_fusion" if job.plugin else "",
+        }
+    )
+    environment.pop("VLLM_DEBUG_DUMP_PATH", None)
     line = lifeline()
     # -P: the installed package, not one in the current folder.
     command = [sys.executable, "-P", "-m", "mla_fusion.cli.child", job.workdir, str(line)]
@@ -229,16 +233,15 @@ def generate(job: Job, progress: TextIO) -> dict[str, Any]:
     warnings = [] if not job.plugin else kept_messages(logging.WARNING)
     began, stages = time.perf_counter(), dict(_STAGES)
 
-    def say(what: str) -> None:
-        print(f"    {time.perf_counter() - began:3.0f} s: {what}", file=progress)
-
     def pass_on(record: logging.LogRecord) -> bool:
-        """Print a line for each of `_STAGES`, and for each graph that vLLM has compiled."""
+        """A line for each of `_STAGES`, and for each graph that vLLM has compiled."""
         text = record.getMessage()
-        for begin in [begin for begin in stages if begin in text]:
-            say(stages.pop(begin))  # a draft head logs it again
+        # A draft head logs a stage again.
+        said = [stages.pop(begin) for begin in [*stages] if begin in text]
         if "ompiling a graph for compile range" in text:
-            say(f"graph for {text[text.index('compile range') :]}")
+            said.append(f"graph for {text[text.index('compile range') :]}")
+        for what in said:
+            print(f"    {time.perf_counter() - began:3.0f} s: {what}", file=progress)
         return True
 
     print("    starting vLLM", file=progress)
@@ -276,7 +279,7 @@ def build(**arguments: Any) -> Any:
 
 
 def engine_arguments(**arguments: Any) -> Any:
-    """EngineArgs of a small engine; `arguments` come before those of `small_engine`."""
+    """EngineArgs of a small engine; `arguments` come before its own."""
     if "mla_fusion" in os.environ["VLLM_PLUGINS"]:
         from mla_fusion.plugin import register
 

@@ -31,12 +31,9 @@ def asked(model, *options):
 # --- what a user gets wrong
 
 
-def test_check_without_a_config(tmp_path, capsys):
-    assert "no config.json" in fail(capsys, "check", tmp_path)
-
-
 @pytest.mark.parametrize("content", ["{", "[]", "{}", "\x00", '{"kv_lora_rank": 512}'])
 def test_check_of_something_that_is_no_config(content, tmp_path, capsys):
+    assert "no config.json" in fail(capsys, "check", tmp_path)
     (tmp_path / "config.json").write_text(content)
     assert str(tmp_path / "config.json") in fail(capsys, "check", tmp_path)
 
@@ -65,6 +62,7 @@ NOT_WHOLE = "must be a whole number"
         ({"architectures": None}, (), "and deepseek_v3 is none"),
         ({"model_type": None}, (), 'config.json has no "model_type"'),
         ({"model_type": 3}, (), 'config.json has 3 as "model_type"'),
+        ({"model_type": "m" * 99}, (), '... as "model_type"'),
         ({"model_type": "no_such_model"}, (), "the model type 'no_such_model'"),
         ({}, ("--provider", "triton"), "--provider: provider 'triton' needs a GPU"),
         ({}, ("--layers", 100_000), "--layers 100000: an engine has 64 at most"),
@@ -107,10 +105,10 @@ def checked(monkeypatch, tmp_path, capsys):
         def play(job, progress):
             jobs.append(job)
             job.config = json.loads(Path(job.engine["model"], "config.json").read_text())
-            return child.Outcome([], [], [], [store(Path(job.cache), "a.json", fused)])
+            return child.Outcome([], [], [], report.load(store(Path(job.cache), "a.json", fused)))
 
         monkeypatch.setattr(child, "run", play)
-        monkeypatch.setattr(check, "require", lambda *modules, **_: None)
+        monkeypatch.setattr(cli, "require", lambda *modules, **_: None)
         status = cli.main(["check", write(tmp_path, V3), *argv])
         return status, jobs[0], capsys.readouterr().out
 
@@ -280,7 +278,7 @@ def test_the_answer_as_json(checked):
     ("", "fp8", 0),
 ])  # fmt: skip
 def test_software_conversions_of_an_old_triton(version, cache, notes, checked, monkeypatch):
-    monkeypatch.setattr(check, "version_of", lambda package: version)
+    monkeypatch.setattr(cli, "version_of", lambda package: version)
     _, _, printed = checked(2, "--kv-cache-dtype", cache)
     assert printed.count("on gfx950 with the Triton that is installed here") == notes
     assert printed.count("install Triton 3.7") == notes

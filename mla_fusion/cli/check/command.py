@@ -10,18 +10,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from mla_fusion import config, kernels, report
-from mla_fusion.cli import (
-    UserError,
-    child,
-    make_folder,
-    mend_vllm,
-    option,
-    require,
-    short,
-    version_of,
-    zero_or_more,
-)
+from mla_fusion import cli, config, kernels, report
+from mla_fusion.cli import UserError, child, option
 from mla_fusion.cli.check import model_classes, model_config, persistent_decode, shrink
 from mla_fusion.cli.check.answer import Answer, Settings
 from mla_fusion.cli.doctor import known_issues
@@ -34,6 +24,10 @@ _CPU_CACHES = ("auto", "bfloat16")
 _PROMPTS = [(0, [1, 2, 3]), (1, [4, 5])]
 _NEW_TOKENS = 4
 _MOST_LAYERS = 64  # that an engine compiles in minutes
+_COMPILES = (
+    "compiles graphs and generates no token: vLLM's CPU attention {}. Some of a GPU take the query "
+    "in fp8: that changes nothing in what fuses"
+)
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +37,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
     text = "as the server will get it (default: 256; vLLM's own depends on the GPU)"
     option(parser, "--max-num-seqs", "N", text, 256)
     text = "draft tokens a step: the decode bucket is N * (1 + K) tokens"
-    option(parser, "--speculative-tokens", "K", text, 0, zero_or_more)
+    option(parser, "--speculative-tokens", "K", text, 0, cli.zero_or_more)
     text = "emulated: the heads of one rank of TP"
     option(parser, "--tensor-parallel-size", "TP", text, 1)
     text = "ranks of TP that share a cache; not run, see the note of the answer"
@@ -63,22 +57,26 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the answer; 0 if every MLA layer of the decode range fuses, else 1.
-
-    Raises:
-        UserError: the model or the settings cannot be used.
-    """
+    """Print the answer; 0 if every MLA layer of the decode range fuses, else 1."""
     answer = find(Settings(**vars(arguments)))
     print(json.dumps(answer.to_json(), indent=1) if arguments.json else "\n".join(answer.lines()))
     return 0 if answer.fuses else 1
 
 
 def find(settings: Settings) -> Answer:
-    """The answer, from the configuration if it suffices, else from an engine; errors as `run`."""
-    require("vllm")
+    """The answer, from the configuration if it suffices, else from an engine.
+
+    Raises:
+        UserError: the model or the settings cannot be used.
+    """
+    cli.require("vllm")
     _refuse(settings)
     model = model_config.read(settings.model)
-    _refuse_unknown(model)
+    if "auto_map" not in model.config and not any(map(model_classes.knows_type, model.kinds)):
+        raise UserError(
+            f"{model.path}: neither this vLLM nor Transformers knows the model type "
+            f"{model.config['model_type']!r}, and no auto_map names its code"
+        )
     details = ["checked by its configuration and the source of this vLLM, no engine"]
     try:
         if decline := model_classes.decide(model.config, model.architecture):
@@ -90,19 +88,15 @@ def find(settings: Settings) -> Answer:
         _tell(details)
         return Answer(model.name, settings, "configuration", [error.decline], details)
     lacks = _cpu_lacks(settings, cut)
-    details.append(
-        f"compiles graphs and generates no token: vLLM's CPU attention {lacks}. Some of a GPU take "
-        "the query in fp8: that changes nothing in what fuses"
-        if lacks
-        else f"runs {len(_PROMPTS)} prompts, {_NEW_TOKENS} tokens each, through its graphs"
-    )
+    runs = f"runs {len(_PROMPTS)} prompts, {_NEW_TOKENS} tokens each, through its graphs"
+    details.append(_COMPILES.format(lacks) if lacks else runs)
     why, stored = _ask_engine(settings, cut, not lacks, details)
     if settings.kv_cache_dtype.startswith("fp8"):
-        with_triton = f"with the Triton that is installed here, {version_of('triton')}"
+        triton = cli.version_of("triton")
         notes += [
-            f"  on {issue['arch']} {with_triton}: {issue['text']}"
-            for issue in known_issues.ISSUES
-            if known_issues.is_before(version_of("triton"), issue["triton before"])
+            f"  on {each['arch']} with the Triton that is installed here, {triton}: {each['text']}"
+            for each in known_issues.ISSUES
+            if known_issues.is_before(triton, each["triton before"])
         ]
     return Answer(
         model=model.name,
@@ -117,22 +111,13 @@ def find(settings: Settings) -> Answer:
     )
 
 
-def _refuse_unknown(model: model_config.Model) -> None:
-    kind = model.config["model_type"]
-    if "auto_map" not in model.config and not any(map(model_classes.knows_type, model.kinds)):
-        raise UserError(
-            f"{model.path}: neither this vLLM nor Transformers knows the model type "
-            f"{short(kind, 40)!r}, and no auto_map names its code"
-        )
-
-
 def _cut(model: model_config.Model, settings: Settings) -> shrink.Cut:
     """The model that an engine compiles; a draft head asks for a draft token at least."""
     architecture = model.architecture
     if not model_classes.is_known(architecture):
         raise UserError(
             f'{model.path}: "architectures" has to name a class of this vLLM or of Transformers, '
-            f"and {short(architecture, 40)} is none"
+            f"and {architecture} is none"
         )
     cut = shrink.cut(model, settings.layers, settings.tensor_parallel_size)
     if cut.draft:
@@ -199,8 +184,8 @@ def _ask_engine(
 ) -> tuple[list[Decline], report.Report | None]:
     """(reasons, report) of an engine that runs the cut model with the flag on."""
     if settings.dump:
-        require("depyf", purpose="--dump")
-        make_folder(settings.dump, "--dump")
+        cli.require("depyf", purpose="--dump")
+        cli.make_folder(settings.dump, "--dump")
     _check_cache_type(settings.kv_cache_dtype)
     _tell(details)
     with tempfile.TemporaryDirectory(prefix="mla-fusion-check-") as folder:
@@ -208,14 +193,13 @@ def _ask_engine(
         try:
             outcome = child.run(_job(settings, cut, work, run_it), progress=sys.stderr)
         except child.EngineError as error:
-            log = mend_vllm(error.why) or "--dump DIR keeps the engine's log there"
+            log = cli.mend_vllm(error.why) or "--dump DIR keeps the engine's log there"
             if settings.dump and error.log.exists():
                 log = f"What led to it: {shutil.copy(error.log, settings.dump)}"
             raise UserError(f"vLLM cannot run the cut model: {error.why}. {log}") from None
-        stored = report.load(outcome.reports[0]) if outcome.reports else None
-        if settings.dump and stored:
-            _copy_dump(work, settings.dump, outcome.reports[0], stored)
-    return _reasons(stored, outcome.warnings), stored
+        if settings.dump and outcome.report:
+            _copy_dump(work / "depyf", settings.dump, outcome.report)
+    return _reasons(outcome.report, outcome.warnings), outcome.report
 
 
 def _job(settings: Settings, cut: shrink.Cut, work: Path, run_it: bool) -> child.Job:
@@ -270,15 +254,15 @@ def _check_cache_type(name: str) -> None:
         raise UserError(f"unknown --kv-cache-dtype {name!r}; vLLM has {', '.join(known)}")
 
 
-def _copy_dump(work: Path, folder: Path, report_path: Path, stored: report.Report) -> None:
+def _copy_dump(of_depyf: Path, folder: Path, stored: report.Report) -> None:
     """Copy what depyf wrote, named after the token range, and the report, into `folder`."""
     # One range is in the bucket; vLLM compiles one graph for it, or one for each piece.
     decode = stored.decode_ranges()
     if not decode:
         raise UserError(f"the passes met no MLA layer: no graph to put in {folder}")
     first, last = decode[0].range
-    shutil.copyfile(report_path, folder / "report.json")
-    for stage, sources in find_graphs(work / "depyf").items():
+    report.store(folder / "report.json", stored)
+    for stage, sources in find_graphs(of_depyf).items():
         for index, source in enumerate(sources):
             piece = f".piece{index}" if len(sources) > 1 else ""
             shutil.copyfile(source, folder / f"tokens_{first}_{last}{piece}.{stage}.py")

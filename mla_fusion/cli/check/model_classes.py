@@ -27,9 +27,8 @@ _MAY_BUILD_MLA = ("MLAAttention", "MultiHeadLatentAttention", "init_vllm_registe
 def decide(model: dict[str, Any], architecture: str) -> Decline | None:
     """Why no layer can fuse; None if only an engine can say.
 
-    Args:
-        model: the content of config.json; for a multimodal model, its language part.
-        architecture: the class that vLLM would run.
+    `model` is the content of config.json (of a multimodal model, its language part), and
+    `architecture` the class that vLLM would run.
     """
     # DeepSeek-V4's latent is compressed along the sequence and goes by another key.
     keys = ("kv_lora_rank", "qk_rope_head_dim", "compress_ratios")
@@ -56,7 +55,7 @@ def breakable(vllm: Path) -> set[str]:
 
 def is_known(architecture: str) -> bool:
     """Whether vLLM has a model class of that name, or Transformers, whose classes vLLM can wrap."""
-    models = _folder("transformers") / "models" / "auto" / "modeling_auto.py"
+    models = _folder("transformers") / "models/auto/modeling_auto.py"
     return architecture in _registry() or f', "{architecture}")' in models.read_text()
 
 
@@ -83,8 +82,8 @@ def may_build_mla(architecture: str) -> bool:
 def knows_type(name: str) -> bool:
     """Whether vLLM or Transformers names a model type where they keep their configurations."""
     named = re.compile(rf'"{re.escape(name)}"|\b{re.escape(name)}="')
-    folders = [_folder("vllm") / "transformers_utils", _folder("vllm") / "config"]
-    folders.append(_folder("transformers") / "models" / "auto")
+    vllm, transformers = _folder("vllm"), _folder("transformers")
+    folders = vllm / "transformers_utils", vllm / "config", transformers / "models/auto"
     files = (file for folder in folders for file in folder.rglob("*.py"))
     return any(named.search(file.read_text()) for file in files)
 
@@ -121,7 +120,7 @@ def _folder(package: str) -> Path:
 
 def _source(module: str) -> str:
     """The source of a module of vLLM's models; empty if there is none."""
-    file = _folder("vllm") / "model_executor" / "models" / f"{module}.py"
+    file = _folder("vllm") / f"model_executor/models/{module}.py"
     return file.read_text() if file.exists() else ""
 
 
@@ -134,13 +133,10 @@ def _registry() -> dict[str, str]:
 
 def backends(platform: str, heads: int, head_size: int, cache: str) -> list[str]:
     """The MLA attention backends that take what the fused op writes, of those that vLLM chooses
-    from on a platform, sorted.
+    from on one of `PLATFORMS`, sorted.
 
-    Args:
-        platform: one of `PLATFORMS`.
-        heads: the query heads of a rank. A backend that pads them is left out [padded-heads].
-        head_size: kv_lora_rank + qk_rope_head_dim.
-        cache: as --kv-cache-dtype.
+    `heads` are the query heads of a rank; a backend that pads them is left out [padded-heads].
+    `head_size` is kv_lora_rank + qk_rope_head_dim, and `cache` as --kv-cache-dtype.
     """
     registry = (_folder("vllm") / _FOLDER / "registry.py").read_text()
     paths = dict(re.findall(r'^    (\w+) = \(?\s*"vllm\.([\w.]+)"', registry, re.M))

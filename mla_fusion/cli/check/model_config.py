@@ -9,6 +9,7 @@ from mla_fusion.cli import UserError, require, short
 from mla_fusion.report.files import read_bounded
 
 LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layers")
+_LONGEST_NAME = 80  # of a class or a type
 _OBJECTS = ("auto_map", "quantization_config", "text_config")
 # Key -> the smallest and the largest whole number that it may hold.
 _WHOLE = {
@@ -63,12 +64,11 @@ def read(model: Path) -> Model:
         part = {**shared, **content["text_config"]}
         _refuse_odd(part, path)
     kind = part.get("model_type")
-    if not isinstance(kind, str) or not kind:
+    if not isinstance(kind, str) or not 0 < len(kind) <= _LONGEST_NAME:
         says = "has no" if kind is None else f"has {short(json.dumps(kind))} as"
         raise UserError(f'{path} {says} "model_type", which names the kind of a model')
     whole, *_ = content.get("architectures") or [""]
     architecture, *_ = part.get("architectures") or [whole or kind]
-    whole = short(whole, 40)
     name = architecture if whole in ("", architecture) else f"{whole} ({architecture})"
     kinds = tuple({kind, str(content.get("model_type", kind))})
     return Model(path, part, architecture, name, kinds)
@@ -123,4 +123,4 @@ def _refuse_odd(config: dict[str, Any], path: Path) -> None:
 
 
 def _is_class(value: Any) -> bool:
-    return isinstance(value, str) and value.isidentifier()
+    return isinstance(value, str) and value.isidentifier() and len(value) <= _LONGEST_NAME

@@ -27,6 +27,7 @@ ARRIVALS = [(0, 5), (0, 40), (2, 1), (4, 2), (6, 3), (9, 100), (20, 2)]
 # One for all four engines, made anew by each demo. They share facts about the model class; their
 # graphs have different keys.
 _CACHE = "cache"
+_COUNTED = "range", "layers", "fused", "declined"
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -43,23 +44,20 @@ def run(arguments: argparse.Namespace) -> int:
 def compare(out: Path, names: Sequence[str] = tuple(tiny_models.MODELS)) -> bool:
     """Run the models `names`, write `out`/tokens.json; whether all fused and no token differs.
 
-    The report of each is in its folder, and that of the last in `out`.
-
-    Raises:
-        UserError: an engine failed, or a package is missing.
+    The report of each is in its folder, and that of the last in `out`. A UserError says that an
+    engine failed or a package is missing.
     """
     require("vllm", "safetensors")
     make_folder(out, "--out")
     shutil.rmtree(out / _CACHE, ignore_errors=True)
-    results = []
+    results, fused = [], True
     for index, name in enumerate(names):
         print(f"[{index + 1}/{len(names)}] {name}: random weights, greedy, real vLLM engines")
-        results.append(_run_model(name, out / name))
+        result, stored = _run_model(name, out / name)
+        results.append(result)
+        fused &= stored.fused > 0 and not any(r.declined for r in stored.ranges)
+        report.store(out / "report.json", stored)
     (out / "tokens.json").write_text(json.dumps({"models": results}, indent=1))
-    shutil.copyfile(out / names[-1] / "report.json", out / "report.json")
-    ranges = [result["ranges"] for result in results]
-    fused = all(any(r["fused"] for r in each) for each in ranges)
-    fused &= not any(r["declined"] for each in ranges for r in each)
     if not fused:
         print("not every MLA layer of the decode range fused; the reasons are above")
     equal = all(result["tokens_equal"] for result in results)
@@ -75,18 +73,18 @@ def say_what_shows(out: Path) -> None:
     print("what fused in the last engine:", shlex.join([*command, "report", str(out.absolute())]))
 
 
-def _run_model(name: str, folder: Path) -> dict[str, Any]:
+def _run_model(name: str, folder: Path) -> tuple[dict[str, Any], report.Report]:
+    """(its part of tokens.json, the report of its engine with the flag on)."""
     shutil.rmtree(folder, ignore_errors=True)
     model = tiny_models.write(name, folder / "model")
     off = _run_engine(folder, model, fuse=False)
     on = _run_engine(folder, model, fuse=True)
-    stored = report.load(on.reports[0]) if on.reports else None
-    lines = stored.lines() if stored else []
+    stored, lines = on.report, on.report.lines() if on.report else []
     for text in [*(w for w in on.warnings if w not in lines), *lines]:
         print(f"    {text}")
     if not stored:
         raise UserError(f"{name}: no layer fused and there is no report; see {folder}")
-    shutil.copyfile(on.reports[0], folder / "report.json")
+    report.store(folder / "report.json", stored)
     difference = first_difference(off.tokens, on.tokens)
     if difference is None:
         bits = "bit-equal" if off.logprobs == on.logprobs else "not bit-equal"
@@ -97,15 +95,9 @@ def _run_model(name: str, folder: Path) -> dict[str, Any]:
             f"    tokens: prompt {prompt} differs from token {position} on: "
             f"{off.tokens[prompt][position:][:4]} off, {on.tokens[prompt][position:][:4]} on"
         )
-    return {
-        "name": name,
-        "tokens_equal": difference is None,
-        "ranges": [
-            {"range": r.range, "layers": r.layers, "fused": r.fused}
-            | {"declined": sum(r.declined.values())}
-            for r in stored.ranges
-        ],
-    }
+    counted = [(r.range, r.layers, r.fused, sum(r.declined.values())) for r in stored.ranges]
+    ranges = [dict(zip(_COUNTED, each, strict=True)) for each in counted]
+    return {"name": name, "tokens_equal": difference is None, "ranges": ranges}, stored
 
 
 def _run_engine(folder: Path, model: Path, fuse: bool) -> child.Outcome:

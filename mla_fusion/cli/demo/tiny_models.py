@@ -13,15 +13,8 @@ import torch
 _COMMON: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 256,
-    "moe_intermediate_size": 128,
     "num_hidden_layers": 3,
-    "first_k_dense_replace": 3,  # every layer dense: the experts below are never built
-    "n_routed_experts": 8,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "routed_scaling_factor": 1.0,
+    "first_k_dense_replace": 3,  # every layer dense: no experts are built
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     # Those of DeepSeek's models; vLLM's CPU attention takes no other latent and rope sizes.
@@ -30,9 +23,6 @@ _COMMON: dict[str, Any] = {
     "qk_nope_head_dim": 128,
     "v_head_dim": 128,
     "vocab_size": 1024,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
     "torch_dtype": "bfloat16",
 }
 MODELS: dict[str, dict[str, Any]] = {
@@ -41,7 +31,6 @@ MODELS: dict[str, dict[str, Any]] = {
         "model_type": "deepseek_v2",
         "architectures": ["DeepseekV2ForCausalLM"],
         "q_lora_rank": None,
-        "topk_method": "greedy",
         "max_position_embeddings": 4096,
     },
     "deepseek-v3-shaped": {
@@ -49,8 +38,6 @@ MODELS: dict[str, dict[str, Any]] = {
         "model_type": "deepseek_v3",
         "architectures": ["DeepseekV3ForCausalLM"],
         "q_lora_rank": 128,
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
         "max_position_embeddings": 163840,
         "rope_scaling": {
             "type": "yarn",

@@ -2,16 +2,10 @@
 Needs no GPU and no model.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mla_fusion.cli import UserError, option, positive, write
-
-if TYPE_CHECKING:
-    from mla_fusion.attention.plan.heads import HeadLayout
 
 _MOST_CTAS = 2**16  # of a plan that is drawn, and tiles: it is made in Python
 _MOST_TILES = 2**20
@@ -46,10 +40,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.lengths is not None and arguments.batch is not None:
         raise UserError("--batch goes with --kv; --lengths names every sequence")
     sequences = len(arguments.lengths or ()) or arguments.batch or 1
-    layout = _layout(arguments)
+    fold = _head_blocks(arguments)
     for most, what, asked in (
         (_MOST_CTAS, "CTAs", arguments.ctas),
-        (_MOST_TILES, "tiles (sequences times head blocks)", sequences * layout.fold),
+        (_MOST_TILES, "tiles (sequences times head blocks)", sequences * fold),
     ):
         if asked > most:
             raise UserError(f"{asked} {what} are asked for, and plan draws {most} at most")
@@ -59,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"the batch has {sum(seq_lens)} KV tokens, and a plan counts them in 32 bits: "
             f"{MOST_TOKENS} at most"
         )
-    rules = Rules(arguments.ctas, layout.fold, 16, OVERHEAD, arguments.max_split_per_batch or -1)
+    rules = Rules(arguments.ctas, fold, 16, OVERHEAD, arguments.max_split_per_batch or -1)
     drawn = draw.make(rules, seq_lens, arguments.query_len)
     lines = draw.lines(drawn)
     if arguments.svg is not None:
@@ -69,12 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _layout(arguments: argparse.Namespace) -> HeadLayout:
-    """How the kernel takes the heads.
-
-    Raises:
-        UserError: AITER has none for them.
-    """
+def _head_blocks(arguments: argparse.Namespace) -> int:
+    """In how many blocks the kernel takes the heads; a UserError if AITER has none for them."""
     import torch
 
     from mla_fusion.attention.aiter import selection
@@ -83,14 +73,14 @@ def _layout(arguments: argparse.Namespace) -> HeadLayout:
     if arguments.aiter is None:
         if arguments.kv_cache_dtype is not None:
             raise UserError("--kv-cache-dtype goes with --aiter: other plans depend on no type")
-        return heads.layout(arguments.heads, arguments.query_len)
+        return heads.layout(arguments.heads, arguments.query_len).fold
     fp8 = arguments.kv_cache_dtype == "fp8"
     dtype = selection.FP8_OF[arguments.aiter] if fp8 else torch.bfloat16
     asked = arguments.heads, arguments.query_len, dtype, dtype, arguments.aiter
     verdict = selection.aiter_verdict(*asked)
     if verdict.unsupported:
         raise UserError(f"attention=aiter: {verdict.unsupported}")
-    return verdict.layout
+    return verdict.layout.fold
 
 
 def _lengths(text: str) -> tuple[int, ...]:

@@ -1,10 +1,8 @@
-"""A plan as text and as a picture: who works on what, and how evenly.
-
-Nothing here needs a GPU: the plan is made by its specification, `planner.py`.
-"""
+"""A plan, by its specification `planner.py`, as text and as a picture: who works on what."""
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,8 +23,8 @@ class Drawn:
     seq_lens: tuple[int, ...]  # KV tokens of each sequence
     query_len: int  # query rows of each sequence
     # for each CTA its items in order, as (sequence, cost in blocks), the fixed cost included
-    shares: tuple[tuple[tuple[int, int], ...], ...]
-    splits: tuple[int, ...]  # for each sequence, the most that one of its head blocks is in
+    shares: list[list[tuple[int, int]]]
+    splits: list[int]  # for each sequence, the most that one of its head blocks is in
 
     @property
     def loads(self) -> list[int]:
@@ -51,25 +49,23 @@ def make(rules: Rules, seq_lens: tuple[int, ...], query_len: int) -> Drawn:
     plan = SimpleNamespace(**{name: np.zeros(s, np.int32) for name, s in shapes.items()})
     qo_indptr = np.arange(batch + 1, dtype=np.int32) * query_len
     planner.fill_arrays(plan, rules, qo_indptr, np.array(seq_lens, np.int32), query_len)
-    shares = []
-    for begin, end in itertools.pairwise(plan.work_indptr.tolist()):
-        items = plan.work_info_set[begin:end]
-        blocks = -(-(items[:, planner.KV_END] - items[:, planner.KV_START]) // rules.granularity)
-        sequences = items[:, planner.BATCH] // rules.fold
-        costs = (blocks + rules.overhead).tolist()
-        shares.append(tuple(zip(sequences.tolist(), costs, strict=True)))
     items = plan.work_info_set[: plan.work_indptr[-1]]
-    counts = np.bincount(items[:, planner.BATCH], minlength=batch * rules.fold)
-    splits = counts.reshape(batch, -1).max(1).tolist()
-    return Drawn(rules, seq_lens, query_len, tuple(shares), tuple(splits))
+    tiles = items[:, planner.BATCH]
+    blocks = -(-(items[:, planner.KV_END] - items[:, planner.KV_START]) // rules.granularity)
+    costs = (blocks + rules.overhead).tolist()
+    each = [*zip((tiles // rules.fold).tolist(), costs, strict=True)]
+    shares = [each[begin:end] for begin, end in itertools.pairwise(plan.work_indptr.tolist())]
+    counts = np.bincount(tiles, minlength=batch * rules.fold)
+    return Drawn(rules, seq_lens, query_len, shares, counts.reshape(batch, -1).max(1).tolist())
 
 
 def lines(drawn: Drawn) -> list[str]:
     """The plan in words and as a plot, a row for each CTA or group of CTAs."""
     rules, loads = drawn.rules, drawn.loads
     cap = rules.max_split_per_batch
-    items = sum(map(len, drawn.shares))
-    longest = max(drawn.splits)
+    splits = f"{_range(drawn.splits)} splits"
+    if cut := sum(count > 1 for count in drawn.splits):
+        splits += f", {cut} of them split"
     text = [
         f"{_count(len(drawn.seq_lens), 'sequence')} of {_range(drawn.seq_lens)} KV tokens, "
         f"{_count(drawn.query_len, 'query row')} each, {_count(rules.fold, 'head block')}; "
@@ -77,8 +73,7 @@ def lines(drawn: Drawn) -> list[str]:
         + (f"at most {cap} splits per sequence on average" if cap > 0 else "no cap on splits"),
         "",
         f"busy CTAs      {drawn.busy} of {rules.ctas}",
-        f"work items     {items}; sequences in {_range(drawn.splits)} splits"
-        + (f", {sum(p > 1 for p in drawn.splits)} of them split" if longest > 1 else ""),
+        f"work items     {sum(map(len, drawn.shares))}; sequences in {splits}",
         f"largest load   {max(loads)} blocks of {rules.granularity} tokens; an item counts "
         f"{rules.overhead} blocks more than it reads",
         f"utilisation    {drawn.utilisation:.1%} (mean load / largest load)",
@@ -97,7 +92,7 @@ def _count(number: int, name: str) -> str:
     return f"{number} {name}{'' if number == 1 else 's'}"
 
 
-def _range(values: tuple[int, ...]) -> str:
+def _range(values: Sequence[int]) -> str:
     low, high = min(values), max(values)
     return str(low) if low == high else f"{low} to {high}"
 
