@@ -180,10 +180,10 @@ def decode(target, heads, kind, portable=False):
     tiles = -((work[:, 4] - work[:, 5]) // launch.constants["BLOCK_N"])
     first = int(tiles[: plan.work_indptr[1]].sum())
     counts = executed(launch, 1) * (blocks * int(tiles.sum()) / first)
-    partials = int(plan.reduce_indptr[sequences * plan.fold]) * plan.heads_per_work * (L + 1) * 4
-    memory = sequences * length * (L + R) * given.kv_cache.element_size()
-    memory += partials + _bytes(given.q, given.out)
-    needed = sequences * length * launch.constants["ROWS"] * blocks * plan.fold * (2 * L + R)
+    splits = int(plan.reduce_indptr[sequences * plan.layout.fold])
+    memory = splits * plan.layout.per_work * (L + 1) * 4 + _bytes(given.q, given.out)
+    memory += sequences * length * (L + R) * given.kv_cache.element_size()
+    needed = sequences * length * launch.constants["ROWS"] * blocks * plan.layout.fold * (2 * L + R)
     name = f"{heads} heads, {kind}{', the portable kernel' if portable else ''}"
     return Line(name, launch, counts, memory, needed)
 

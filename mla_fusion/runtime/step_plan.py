@@ -74,7 +74,7 @@ class StepPlan:
         return (
             f"{layers} layers share a plan, {self.executor} decodes: up to {settings.max_batch} "
             f"sequences of up to {settings.max_query_len} query tokens, {settings.num_heads} heads "
-            f"as {plan.fold} x {plan.heads_per_work}, {plan.rules.ctas} CTAs, "
+            f"as {plan.layout.fold} x {plan.layout.per_work}, {plan.rules.ctas} CTAs, "
             f"{f'at most {cap} splits a sequence on average' if cap > 0 else 'no cap on splits'}, "
             f"{size:.1f} MiB{pages}"
         )

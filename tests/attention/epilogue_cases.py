@@ -54,12 +54,12 @@ def make(case, quantization="none", fp8=FN, lse=False):
     )  # fmt: skip
     tokens = sum(case.rows) + case.padding
     decodes.refresh(plan, case.rows, [n + 9 for n in case.rows], tokens)
-    counts = [n for n in case.splits for _ in range(plan.fold)]
+    counts = [n for n in case.splits for _ in range(plan.layout.fold)]
     plan.reduce_indptr = torch.tensor([0, *counts]).cumsum(0).int()
     # In any order, and none in the first rows.
     order = 1 + torch.randperm(sum(counts), generator=g)
     plan.reduce_partial_map = (most * order).int()
-    shape = most * (sum(counts) + 1), plan.heads_per_work
+    shape = most * (sum(counts) + 1), plan.layout.per_work
     plan.partial_output = torch.randn(*shape, case.latent, generator=g)
     # In the first head weights differ, and some are 0; in the others each split counts.
     plan.partial_lse = 1.5 * torch.randn(shape, generator=g)
@@ -133,10 +133,10 @@ def expected(given):
     plan, latents, w_uv = given.plan, given.out, given.epilogue.w_uv
     low, high, rows = latents.clone(), latents.clone(), plan.qo_indptr.tolist()
     lse = torch.full(latents.shape[:2], NOT_WRITTEN, dtype=torch.float64)
-    for sequence, block in itertools.product(range(plan.step.batch), range(plan.fold)):
-        tile = sequence * plan.fold + block
+    for sequence, block in itertools.product(range(plan.step.batch), range(plan.layout.fold)):
+        tile = sequence * plan.layout.fold + block
         splits = plan.reduce_partial_map[slice(*plan.reduce_indptr[tile : tile + 2].tolist())]
-        heads = slice(block * plan.heads_per_work, (block + 1) * plan.heads_per_work)
+        heads = slice(block * plan.layout.per_work, (block + 1) * plan.layout.per_work)
         for i, token in enumerate(range(rows[sequence], rows[sequence + 1])):
             if not len(splits):
                 continue

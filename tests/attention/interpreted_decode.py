@@ -1,17 +1,23 @@
-"""Decode kernels and the planner's kernel under the repaired interpreter, by the checks of
-`mla-fusion selftest`, which need no GPU but for their graphs; test_interpreted.py runs this.
+"""Decode kernels, the planner's and that of page indices under the repaired interpreter, most by
+the checks of `mla-fusion selftest`; test_interpreted.py runs this.
 """
+
+import random
 
 import pytest
 import torch
 
+from mla_fusion.attention.aiter import entries, entries_kernel
 from mla_fusion.attention.plan import planner_triton
 from mla_fusion.attention.plan.buffers import PLANNED
 from mla_fusion.attention.plan.layouts import FP8_DS_MLA
+from mla_fusion.attention.sparse import sparse_mla_decode
+from mla_fusion.cli.bench.kit import distance
 from mla_fusion.cli.selftest import decode, planner, sparse
 from mla_fusion.cli.selftest.decode import Shape
 from mla_fusion.cli.selftest.sparse import Variant
-from tests.attention.decodes import BF16, FN, FNUZ, FP16, plan_for
+from tests.attention.decodes import BF16, FN, FNUZ, FP16, SCALE, plan_for
+from tests.attention.packed_cases import Inputs, random_case
 from tests.kernels import interpreter
 from tests.nightly import daily
 
@@ -93,3 +99,48 @@ def test_the_kernel_cuts_only_what_the_specification_cuts():
         assert (want.reduce_indptr[-1] > 0) == is_cut, (ctas, lengths)
         for name in PLANNED:
             assert torch.equal(getattr(want, name), getattr(got, name)), (name, ctas, lengths)
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(12), pytest.param(range(12, 412), marks=pytest.mark.nightly)], ids=len
+)
+def test_random_byte_caches(seeds):
+    for seed in seeds:
+        case = random_case(seed)
+        print(f"case {seed}: {case}")  # shown where it fails
+        inputs = Inputs(case)
+        out = torch.full((case.tokens, case.heads, 512), torch.nan, dtype=BF16)
+        _, lse = sparse_mla_decode(
+            inputs.q, inputs.scopes, inputs.scratch(), softmax_scale=SCALE, sink=inputs.sink,
+            out=out, return_lse=True,
+        )  # fmt: skip
+        assert distance(out, inputs.expected()[0]) <= 1e-2
+        inputs.check(out, lse, 4e-3, BF16)
+
+
+def test_page_indices_are_those_of_torch(monkeypatch):
+    """And nothing else is written; bounds and races are checked."""
+    monkeypatch.setattr(entries_kernel, "BLOCK", 32)
+    monkeypatch.setattr(entries_kernel, "CTAS", 2)
+    rng = random.Random(0)
+    for number in range(20):
+        page, batch = rng.choice((1, 16, 24, 64)), rng.randint(1, 5)
+        lengths = [rng.choice((0, 1, rng.randint(0, 300), 64)) for _ in range(batch)]
+        columns = max(1, -(-max(lengths) // page))
+        wide = torch.randint(0, 999, (batch, columns + 3), dtype=torch.int32)
+        table = wide[:, :columns]  # its rows are strided, as in vLLM
+        kv_indptr = torch.tensor([0, *lengths]).cumsum(0).int()
+        want = torch.full((sum(lengths) + 7,), -5, dtype=torch.int32)
+        got = want.clone()
+        entries.expand(want, kv_indptr, table, page)
+        entries_kernel.launch(got, kv_indptr, table, page)
+        assert torch.equal(want, got), (number, page, lengths)
+
+
+def test_no_page_index_is_written_behind_the_buffer():
+    """Sequences longer than the plan was allocated for break a promise, not other memory."""
+    found = torch.zeros(40, dtype=torch.int32)
+    kv_indptr = torch.tensor([0, 30, 60], dtype=torch.int32)
+    table = torch.arange(1, 9, dtype=torch.int32).view(2, 4)
+    entries_kernel.launch(found, kv_indptr, table, 8)
+    assert found[29] == 4 * 8 + 5 and found[39] == 6 * 8 + 1

@@ -198,7 +198,7 @@ def test_a_warm_up_runs_every_launch():
         """What follows the decode of so many sequences of `rows` query rows."""
         for batch in batches:
             shape = epilogues.choose(batch * rows, 16, 512, 128)
-            reduction = reduce_kernel.reduction(batch * plan.fold, 16 * 3)
+            reduction = reduce_kernel.reduction(batch * plan.layout.fold, 16 * 3)
             yield shape or (reduction, product_rows(batch * rows))
 
     batches = provider.warm_up_batches(plan, 128, "none")

@@ -1,17 +1,17 @@
 """The epilogue compiled (not run) for AMD and NVIDIA: spills, memory, order of its reads."""
 
+import dataclasses
 import functools
 
 import pytest
-import torch
 
 pytest.importorskip("triton")
 
 from mla_fusion.attention.plan.epilogue import GROUP, Epilogue, in_groups
-from mla_fusion.attention.plan.inputs import Inputs
 from mla_fusion.attention.triton import epilogue as epilogues
 from mla_fusion.attention.triton import epilogue_kernel
-from tests.attention.decodes import FP32, plan_for, refresh
+from tests.attention import without_memory
+from tests.attention.decodes import FP32, refresh
 from tests.attention.without_memory import meta
 from tests.kernels.compiled import FP8, as_on, compile_report
 from tests.nightly import daily
@@ -28,12 +28,10 @@ def inputs(target, heads, *, values=128, latent=512, quantization="none", dense=
         scale = meta(1, dtype=FP32)
     if in_groups(quantization):
         scale = meta(heads * values // GROUP, 8, dtype=FP32).T
-    plan = plan_for(num_heads=heads, max_batch=8, v_head_dim=latent)
-    refresh(plan, [1] * 8, [9] * 8)
-    q, kv, latents = meta(8, heads, latent + 64), meta(9, 64, latent + 64), meta(8, heads, latent)
-    unused = meta(8, 9, dtype=torch.int32)
+    given = without_memory.inputs(heads, widths=(latent, 64), max_batch=8)
+    refresh(given.plan, [1] * 8, [9] * 8)
     epilogue = Epilogue(w_uv, out, scale, quantization == "group_ue8m0")
-    return Inputs(q, kv, plan, unused, 0.1, None, None, latents, None, epilogue)
+    return dataclasses.replace(given, lse=None, epilogue=epilogue)
 
 
 def arguments(target, heads, shape, **options):

@@ -47,8 +47,8 @@ def run(case, edit=None):
     merged = dataclasses.replace(given, out=out.float())
     reference.merge(merged, plan.partial_output, plan.partial_lse)
     if inputs.sink is not None:
-        is_split = plan.reduce_indptr.diff()[: case.tokens * plan.fold].view(case.tokens, -1) > 0
-        is_split = is_split.repeat_interleave(plan.heads_per_work, 1)[:, : case.heads]
+        splits = plan.reduce_indptr.diff().view(-1, plan.layout.fold)[: case.tokens]
+        is_split = (splits > 0).repeat_interleave(plan.layout.per_work, 1)[:, : case.heads]
         factor = torch.where(is_split, torch.sigmoid(lse - inputs.sink), 1.0)
         merged.out.mul_(factor[..., None])
     return merged.out, lse, inputs

@@ -153,7 +153,7 @@ class TestPlan:
     def test_heads_of_an_item(self, heads, rows, per_work, fold):
         """Several rows of up to 8 heads have no padding to 16: 8 of them are a block of 64."""
         plan = make(num_heads=heads, max_query_len=rows)
-        assert (plan.heads_per_work, plan.fold) == (per_work, fold)
+        assert (plan.layout.per_work, plan.layout.fold) == (per_work, fold)
 
     def test_refresh_moves_nothing(self):
         plan = make()

@@ -1,15 +1,18 @@
-"""The dense decode kernels for Hopper executed on a CPU: results, masks and waits."""
+"""The dense decode kernels for Hopper executed on a CPU: results, masks, waits, and all e4m3."""
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from mla_fusion.attention.hopper import decode
-from tests.attention import gluon_double, specialized
-from tests.attention.decodes import BF16, FN
+from mla_fusion.attention import reference
+from mla_fusion.attention.hopper import decode, tile, warp_specialized
+from mla_fusion.attention.plan.inputs import Inputs
+from mla_fusion.cli.bench.kit import distance
+from tests.attention import gluon_double
+from tests.attention.decodes import BF16, FN, arguments, definition, same_lse
+from tests.attention.gluon_values import Tensor
 from tests.attention.gluon_warps import Machine
-from tests.attention.specialized import check
 
 # heads, query rows, KV tokens, and the plan.
 CASES = {
@@ -27,6 +30,28 @@ CASES = {
     "drafts of 128 heads": (128, [2, 1], [300, 1], {}),
     "splits that begin and end within tiles": (64, [1, 1], [333, 90], {"kv_granularity": 16}),
 }
+
+
+def check(
+    dtype, heads, rows, lens, options, loudness=None, module=warp_specialized, machine=None,
+    **scales,
+):  # fmt: skip
+    """Run the kernel. loudness: what the queries of each head are multiplied by."""
+    fields = arguments(
+        rows, lens, 64, 512, 64, num_heads=heads, q_dtype=dtype, kv_dtype=dtype, overhead=1,
+        **{"kv_granularity": 64, **options},
+    )  # fmt: skip
+    fields |= scales
+    if loudness is not None:
+        fields["q"] = (fields["q"].float() * loudness[:, None]).to(dtype)
+    tokens = len(fields["q"])
+    out = torch.full((tokens, heads, 512), torch.nan, dtype=BF16)
+    given = Inputs(**fields, out=out, lse=torch.full((tokens, heads), torch.nan))
+    (machine or Machine(seed=tokens)).launch(module.kernel, *module.arguments(given))
+    want, want_lse = definition(fields, rows, lens)
+    reference.merge(given, given.plan.partial_output, given.plan.partial_lse)
+    assert distance(given.out, want) <= 3.5e-3
+    same_lse(given.lse, want_lse)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FN])
@@ -68,17 +93,11 @@ LEFT_OUT = {
 
 @pytest.mark.parametrize("dtype", [BF16, FN])
 @pytest.mark.parametrize("name", LEFT_OUT)
-def test_what_the_kernel_may_not_leave_out(name, dtype, monkeypatch):
-    spoil, message = LEFT_OUT[name]
-
-    def spoilt(seed):
-        machine = Machine(seed)
-        spoil(machine)
-        return machine
-
-    monkeypatch.setattr(specialized, "Machine", spoilt)
+def test_what_the_kernel_may_not_leave_out(name, dtype):
+    (spoil, message), machine = LEFT_OUT[name], Machine(seed=3)
+    spoil(machine)
     with pytest.raises(AssertionError, match=message):
-        check(dtype, *CASES["64 heads"])
+        check(dtype, *CASES["64 heads"], machine=machine)
 
 
 class InStep(Machine, gluon_double.Machine):
@@ -104,6 +123,27 @@ class InStep(Machine, gluon_double.Machine):
     [(20, [1, 1, 1], [130, 64, 1], {}), (32, [1], [1300], {"ctas": 3}), (16, [2, 1], [200, 70], {}),
      (16, [1, 1], [200, 129], {}), (16, [1, 1], [500, 129], {"ctas": 4, "half_below": 3})],
 )  # fmt: skip
-def test_tiles_of_one_box_and_of_two(dtype, heads, rows, lens, options, monkeypatch):
-    monkeypatch.setattr(specialized, "Machine", InStep)
-    check(dtype, heads, rows, lens, options, module=decode)
+def test_tiles_of_one_box_and_of_two(dtype, heads, rows, lens, options):
+    check(dtype, heads, rows, lens, options, module=decode, machine=InStep(seed=0))
+
+
+CODES = torch.arange(256, dtype=torch.uint8)
+PAIRS = Tensor(torch.stack([CODES, CODES.flip(0)], 1).view(torch.int16))
+WANTED = [each.view(FN).to(torch.float16)[:, None] for each in (CODES, CODES.flip(0))]
+
+
+def test_both_bytes_are_converted():
+    """NaN stays NaN."""
+    found = gluon_double.Machine().python(tile.widen_pairs)(PAIRS)
+    for each, want in zip(found, WANTED, strict=True):
+        torch.testing.assert_close(each.data, want, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_byte_is_moved(at):
+    """2^-8 of its value, and a NaN becomes 480."""
+    moves = (tile.LOW, tile.HIGH)[at].value
+    found = gluon_double.Machine().python(tile.widen)(PAIRS, moves).data * 256
+    signs = torch.where((CODES if at == 0 else CODES.flip(0)) < 128, 480.0, -480.0)[:, None]
+    want = torch.where(WANTED[at].isnan(), signs.to(torch.float16), WANTED[at])
+    torch.testing.assert_close(found, want, rtol=0, atol=0)

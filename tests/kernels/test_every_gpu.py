@@ -60,7 +60,7 @@ def decode(target, dtype, heads, latent=512, rope=64, layout=None, **options):
 def reduction(target, dtype, heads, tiles):
     """The reduction of so many tiles."""
     given = without_memory.inputs(heads, BF16)
-    given.plan.step = Step(tiles // given.plan.fold, tiles, 1)
+    given.plan.step = Step(tiles // given.plan.layout.fold, tiles, 1)
     with as_on(target):
         _, *given = reduce_kernel.arguments(given)
     return reduce_kernel.kernel, *given

@@ -80,7 +80,7 @@ class Watch:
             assert tensor.dtype == dtype and tensor.is_contiguous(), name
         assert plan.aiter.entries is None, "the pages have a second list"
         self._homes[id(plan)] = {name: _home(x) for name, x in plan.tensors().items()}
-        self.made.append([settings.num_heads, asked["max_seqlen_qo"], plan.fold])
+        self.made.append([settings.num_heads, asked["max_seqlen_qo"], plan.layout.fold])
 
     def _see(self, name, a, result):
         if self._now is not None and name in (PLANNER, DECODE):

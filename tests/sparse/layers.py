@@ -15,16 +15,17 @@ import numpy as np
 import pytest
 import torch
 
+from mla_fusion.attention import reference
 from mla_fusion.attention import triton as provider
 from mla_fusion.attention.cdna import fits
 from mla_fusion.attention.plan import buffers, device
+from mla_fusion.attention.plan.inputs import Scope
 from mla_fusion.config import vllm_compat
 from mla_fusion.kernels import ProviderUnavailable
 from mla_fusion.kernels import triton as region
 from mla_fusion.runtime import sparse_layers, sparse_step
 from tests.attention import decodes
 from tests.attention.pages import V32, Cache
-from tests.sparse import launched
 
 BF16 = torch.bfloat16
 PAGE, TOPK = 64, 128
@@ -52,7 +53,7 @@ def imitate(monkeypatch):
     monkeypatch.setattr(region, "require", lambda: None)
     monkeypatch.setattr(provider, "require", lambda: None)
     monkeypatch.setattr(buffers, "sm_count", lambda device: 4)
-    monkeypatch.setattr(provider, "launch", launched.launch)
+    monkeypatch.setattr(provider, "launch", launched)
     monkeypatch.setattr(sparse_utils, "triton_convert_req_index_to_global_index", to_slots)
     monkeypatch.setattr(
         _custom_ops, "concat_mla_q", lambda a, b, out: out.copy_(torch.cat((a, b), -1))
@@ -63,6 +64,26 @@ def imitate(monkeypatch):
     monkeypatch.setattr(flashmla_sparse, "get_mla_metadata", lambda *_, **__: (None, None))
     table = dict.fromkeys(sparse_step.FASTER, ((16, 15),))
     monkeypatch.setattr(sparse_step, "FASTER", table)
+
+
+def launched(given):
+    """The kernels, by the reference, in fp32 and without rounding of keys."""
+    plan, tokens, sparse = given.plan, len(given.q), given.sparse
+    assert plan.step.num_tokens == tokens
+    end = plan.kv_indptr[1 : tokens + 1] - plan.kv_indptr[:tokens]
+    scopes = [Scope(sparse.extra.kv_cache, sparse.extra.table, given.layout)]
+    lengths = [end.long()]
+    if sparse.first:
+        scopes = [Scope(given.kv_cache, given.block_table, given.layout), *scopes]
+        lengths = [sparse.lens[:tokens].long(), end.long() - sparse.first]
+    out, lse = reference.sparse_mla_decode(
+        given.q, scopes, lengths, latent=512, softmax_scale=given.softmax_scale,
+        kv_dtype=plan.settings.kv_dtype, sink=sparse.sink, q_scale=given.q_scale,
+        kv_scale=given.kv_scale,
+    )  # fmt: skip
+    given.out.copy_(out)
+    if given.lse is not None:
+        given.lse.copy_(lse)
 
 
 def to_slots(req_id, block_table, token_indices, BLOCK_SIZE, NUM_TOPK_TOKENS, stride=None):

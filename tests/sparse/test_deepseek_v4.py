@@ -12,8 +12,8 @@ from mla_fusion.attention import triton as provider
 from mla_fusion.config import vllm_compat
 from mla_fusion.plugin import workers
 from mla_fusion.runtime import deepseek_v4, sparse_layers
-from tests.sparse import launched, test_backend, v4
-from tests.sparse.layers import assert_declined, imitate, plant, timed
+from tests.sparse import test_backend, v4
+from tests.sparse.layers import assert_declined, imitate, launched, plant, timed
 from tests.sparse.v4 import LAYERS, Step, layer
 
 plugin.register()
@@ -34,7 +34,7 @@ def launches(monkeypatch):
 
     def launch(given):
         seen.append(given)
-        launched.launch(given)
+        launched(given)
 
     monkeypatch.setattr(provider, "launch", launch)
     return seen

@@ -12,6 +12,7 @@ import torch
 from mla_fusion.attention.plan.layouts import FP8_DS_MLA_V4, read_keys
 from mla_fusion.plugin.deepseek_v4 import MODELS
 from mla_fusion.runtime import deepseek_v4
+from tests.attention.decodes import SCALE, attention
 
 PADDED, WIDTH, PAGE, TOPK, BLOCK = 64, 512, 64, 512, 256
 STRIDE = 1_002_240  # bytes, of DeepSeek-V4-Flash
@@ -65,7 +66,7 @@ def layer(ratio, heads=8, seed=0, package="deepseek_v4", **changes):
     entries = pages(BLOCK // ratio, generator, 37440) if two else torch.zeros(0)
     fields = {
         "compress_ratio": ratio, "n_local_heads": heads, "head_dim": WIDTH, "rope_head_dim": 64,
-        "window_size": 128, "scale": WIDTH**-0.5, "kv_cache_dtype": "fp8_ds_mla",
+        "window_size": 128, "scale": SCALE, "kv_cache_dtype": "fp8_ds_mla",
         "prefix": f"{seed}.attn", "swa_cache_layer": window, "kv_cache": entries,
         "attn_sink": torch.nn.Parameter(sink, requires_grad=False),
         "topk_indices_buffer": torch.full((256, TOPK), -1, dtype=torch.int32),
@@ -148,10 +149,7 @@ class Step:
                 read_keys(cache, slots[row, : lens[row]], FP8_DS_MLA_V4, torch.float8_e4m3fn)
                 for cache, slots, lens in self.slots(layer)
             ]).double()  # fmt: skip
-            if len(every):
-                scores = query @ every.T * layer.scale
-                sink = layer.attn_sink[: self.heads, None].double()
-                out[row] = torch.cat((scores, sink), 1).softmax(1)[:, :-1] @ every
+            out[row], _ = attention(query, every, WIDTH, layer.attn_sink[: self.heads])
         return out
 
     def context(self, *layers):

@@ -40,7 +40,7 @@ def warp_specialized(given: Inputs) -> str:
     """Why `warp_specialized.py` does not: it copies by the tensor copy engine only, 64 rows at a
     time.
     """
-    q, kv_cache, per_work = given.q, given.kv_cache, given.plan.heads_per_work
+    q, kv_cache, per_work = given.q, given.kv_cache, given.plan.layout.per_work
     if given.sparse is not None or given.rows <= FEW_ROWS:
         return f"it takes blocks of more than {FEW_ROWS} query rows, no lists of slots"
     types = {q.dtype, kv_cache.dtype}

@@ -227,7 +227,7 @@ def arguments(given: Inputs) -> Launch:
     sparse, plan = given.sparse, given.plan
     assert sparse is not None, "`fits` has asked for it"
     caches = given.kv_cache, sparse.extra.kv_cache
-    halves, quarters, *rotated = ws.query_boxes(given.q, given.widths[0], plan.heads_per_work)
+    halves, quarters, *rotated = ws.query_boxes(given.q, given.widths[0], plan.layout.per_work)
     args = (
         given.block_table, sparse.extra.table, sparse.lens, given.or_unused(sparse.sink),
         *(cache.view(torch.int32) for cache in caches), *given.results, *given.scales[2:],

@@ -158,7 +158,7 @@ def arguments(given: Inputs) -> Launch:
     """What the kernel is launched with (also for compiling without a GPU)."""
     args = (
         given.block_table, *given.results, *given.scales, *given.strides[2:],
-        *ws.query_boxes(given.q, given.widths[0], given.plan.heads_per_work),
+        *ws.query_boxes(given.q, given.widths[0], given.plan.layout.per_work),
         *cache_boxes(given.kv_cache, ws.columns_of(*given.widths), TILE.value),
         int(given.plan.fresh),
     )  # fmt: skip

@@ -244,16 +244,6 @@ class PlanBuffers:
     aiter: Companions | None = None
 
     @property
-    def fold(self) -> int:
-        """Head blocks of a sequence: sequence, block = divmod(batch_idx, fold)."""
-        return self.layout.fold
-
-    @property
-    def heads_per_work(self) -> int:
-        """Heads of a work item; those from the query's head count on are padding."""
-        return self.layout.per_work
-
-    @property
     def device(self) -> torch.device:
         """The device of the buffers."""
         return self.work_indptr.device

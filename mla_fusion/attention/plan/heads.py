@@ -22,7 +22,7 @@ class HeadLayout:
 
     @property
     def fold(self) -> int:
-        """Head blocks of a sequence."""
+        """Head blocks of a sequence: sequence, block = divmod(batch_idx, fold)."""
         return self.padded // self.per_work
 
 

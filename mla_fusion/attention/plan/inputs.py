@@ -46,7 +46,7 @@ class Sparse:
 class Form:
     """What is known of a decode when its kernel is compiled.
 
-    ENTRY: stride of tokens in a page of PAGE. HEADS, FOLD: `heads_per_work` and `fold` of the plan.
+    ENTRY: stride of tokens in a page of PAGE. HEADS, FOLD: of the plan's layout.
     SPARSE: the table lists slots. A sequence is FIRST tokens of the first scope, then those of the
     `EXTRA_` scope. SINK, LSE: whether there is one. layout: of byte caches.
     """
@@ -88,7 +88,7 @@ class Inputs:
     @property
     def rows(self) -> int:
         """Query rows (position x head) of a work item."""
-        return self.plan.heads_per_work * self.plan.settings.max_query_len
+        return self.plan.layout.per_work * self.plan.settings.max_query_len
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -155,7 +155,7 @@ class Inputs:
         cache, sparse = self.kv_cache, self.sparse
         extra = cache if sparse is None else sparse.extra.kv_cache
         return Form(
-            L=latent, R=rope, HEADS=self.plan.heads_per_work, FOLD=self.plan.fold,
+            L=latent, R=rope, HEADS=self.plan.layout.per_work, FOLD=self.plan.layout.fold,
             ENTRY=self.entry(cache), PAGE=cache.shape[1],
             EXTRA_ENTRY=self.entry(extra), EXTRA_PAGE=extra.shape[1],
             FIRST=0 if sparse is None else sparse.first, SPARSE=sparse is not None,

@@ -93,9 +93,9 @@ def warm_up_batches(plan: PlanBuffers, values: int | None, quantization: str) ->
 
     settings = plan.settings
     layer = settings.num_heads, settings.v_head_dim
-    of_work = plan.heads_per_work * settings.max_query_len
+    of_work = plan.layout.per_work * settings.max_query_len
     for batch in range(1, settings.max_batch + 1):
-        merged = reduction(batch * plan.fold, of_work), batch < plan.rules.half_below
+        merged = reduction(batch * plan.layout.fold, of_work), batch < plan.rules.half_below
         if values is None:
             batches.setdefault(merged, batch)
             continue

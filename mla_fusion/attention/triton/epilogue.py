@@ -232,9 +232,10 @@ def arguments(given: Inputs, shape: Shape) -> tuple[tuple[Any, ...], dict[str, A
     quantization = _quantization(epilogue)
     limit = quantization.pop("LIMIT")
     form = Form(
-        L=latent, V=w_uv.shape[2], HEADS=plan.heads_per_work, FOLD=plan.fold, ROWS=shape.rows,
-        DOT_ROWS=max(LEAST, shape.rows), WHOLE=shape.whole, VECTORS=_vectors(latents, warps),
-        LSE=given.lse is not None, AMD=torch.version.hip is not None, **quantization,
+        L=latent, V=w_uv.shape[2], HEADS=plan.layout.per_work, FOLD=plan.layout.fold,
+        ROWS=shape.rows, DOT_ROWS=max(LEAST, shape.rows), WHOLE=shape.whole,
+        VECTORS=_vectors(latents, warps), LSE=given.lse is not None,
+        AMD=torch.version.hip is not None, **quantization,
     )  # fmt: skip
     cuts = {"CUT": _cut(shape, latent), "WHOLE_CUT": _cut(few, latent)}
     options = {"FORM": form, **cuts, "LIMIT": limit, "num_warps": warps}

@@ -106,7 +106,7 @@ def arguments(given: Inputs) -> tuple[tuple[int, int, int], tuple[Any, ...], dic
     """What the reduction of a step is launched with (also for compiling without a GPU)."""
     plan, out, (latent, _) = given.plan, given.out, given.widths
     assert plan.step is not None, "the caller has refreshed the plan"
-    tiles = plan.step.batch * plan.fold
+    tiles = plan.step.batch * plan.layout.fold
     rows, splits, columns = reduction(tiles, given.rows)
     columns = min(columns, power_of_two(latent))
     args = (
@@ -117,8 +117,8 @@ def arguments(given: Inputs) -> tuple[tuple[int, int, int], tuple[Any, ...], dic
     options = {
         "SINK": given.sink is not None,
         "L": latent,
-        "HEADS": plan.heads_per_work,
-        "FOLD": plan.fold,
+        "HEADS": plan.layout.per_work,
+        "FOLD": plan.layout.fold,
         "ROWS": rows,
         "SPLITS": splits,
         "COLUMNS": columns,
