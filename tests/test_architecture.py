@@ -135,13 +135,12 @@ def version_asked_elsewhere(name, source):
     """A version of vLLM read, or an import from it that may fail."""
     if name == "config.vllm_compat":
         return
-    bound = from_vllm(nodes(source))
+    bound, versions = from_vllm(nodes(source)), ("__version__", "__version_tuple__")
     for node in nodes(source):
-        if (
-            isinstance(node, ast.Attribute)
-            and node.attr in ("__version__", "__version_tuple__")
-            and root_name(node) in bound
-        ) or (isinstance(node, ast.ImportFrom) and node.module == "vllm.version"):
+        read = isinstance(node, ast.Attribute) and node.attr in versions
+        if (read and root_name(node) in bound) or (
+            isinstance(node, ast.ImportFrom) and node.module == "vllm.version"
+        ):
             yield f"{name}:{node.lineno} reads vLLM's version"
         elif isinstance(node, ast.Try) and from_vllm(ast.walk(ast.Module(node.body, []))):
             caught = {n.id for h in node.handlers if h.type for n in ast.walk(h.type)
@@ -160,10 +159,8 @@ def product_computes_with_its_oracle(name, source):
 def jit_function_returns_none(name, source):
     """Triton 3.6, that of vLLM 0.26, cannot compile it; the tests here compile with a newer one."""
     for function in nodes(source):
-        if isinstance(function, ast.FunctionDef) and any(
-            ast.unparse(decorator).endswith((".jit", ".jit()"))
-            for decorator in function.decorator_list
-        ):
+        decorators = map(ast.unparse, getattr(function, "decorator_list", ()))
+        if any(each.endswith((".jit", ".jit()")) for each in decorators):
             for node in ast.walk(function):
                 if isinstance(node, ast.Return) and getattr(node.value, "value", 0) is None:
                     yield f"{name}:{node.lineno} returns None from a function of Triton"

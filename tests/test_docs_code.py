@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import tomllib
+from collections import defaultdict
 from pathlib import Path
 from unittest.mock import MagicMock, Mock
 
@@ -141,15 +142,6 @@ GPU = "# on a GPU\n"
 RUN = [b for b in PYTHON if not b[0].startswith(ELSEWHERE) and not b[1].startswith(GPU)]
 
 
-class Anything(dict):
-    """Mocks for the names that a block for a GPU does not define."""
-
-    def __missing__(self, name):
-        if hasattr(builtins, name):
-            raise KeyError(name)
-        return Mock()
-
-
 def test_python_for_a_gpu_calls_what_exists_with_arguments_it_takes(monkeypatch):
     blocks = [body for _, body in PYTHON if body.startswith(GPU)]
     called = []
@@ -164,9 +156,11 @@ def test_python_for_a_gpu_calls_what_exists_with_arguments_it_takes(monkeypatch)
     for name in ("sparse_scratch", "sparse_mla_decode"):
         monkeypatch.setattr(sparse, name, stand_in(inspect.signature(getattr(sparse, name))))
     for body in blocks:
-        exec(compile(body, "docs", "exec"), {}, Anything())
+        # What a block for a GPU does not define is a mock.
+        exec(compile(body, "docs", "exec"), {}, defaultdict(Mock, vars(builtins)))
         with pytest.raises(TypeError):
-            exec(compile(body.replace("num_heads", "heads"), "docs", "exec"), {}, Anything())
+            wrong = compile(body.replace("num_heads", "heads"), "docs", "exec")
+            exec(wrong, {}, defaultdict(Mock, vars(builtins)))
     assert len(blocks) == 1 and len(called) == 2
 
 

@@ -17,17 +17,10 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 def layer(**changes):
     """What `facts` reads of a layer of DeepSeek-V2-Lite with W_UK as it is."""
-    fields = {
-        "impl": SimpleNamespace(supports_quant_query_input=False),
-        "kv_cache_dtype": "auto",
-        "num_heads": 16,
-        "kv_lora_rank": 512,
-        "qk_rope_head_dim": 64,
-        "qk_nope_head_dim": 128,
-        "W_UK_T": torch.zeros(1),
-        "_k_scale": torch.ones(()),
-    }
-    return SimpleNamespace(**{**fields, **changes})
+    fields = {"num_heads": 16, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128}
+    fields |= {"W_UK_T": torch.zeros(1), "_k_scale": torch.ones(()), "kv_cache_dtype": "auto"}
+    fields |= {"impl": SimpleNamespace(supports_quant_query_input=False)}
+    return SimpleNamespace(**fields | changes)
 
 
 def declined(layer, provider, activation, attention="auto", query_len=1):
@@ -131,11 +124,7 @@ class TestPortable:
         [
             ({}, FP16, ""),
             ({"kv_cache_dtype": "fp8"}, BF16, ""),
-            (
-                {"kv_lora_rank": 456},
-                BF16,
-                "a kv_lora_rank that is a multiple of 16 up to 1024, not",
-            ),
+            ({"kv_lora_rank": 456}, BF16, "kv_lora_rank that is a multiple of 16 up to 1024, not"),
             ({}, FP32, "got torch.float32 over torch.float32"),
             ({"kv_cache_dtype": "fp8"}, FP32, "got torch.float32 over torch.float8_e4m3fn"),
         ],

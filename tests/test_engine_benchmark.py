@@ -9,8 +9,18 @@ import engine_complete
 import pytest
 from engine_jobs import job
 
-from tests.engine_results import BASE, TOKENS, result
 
+def result(tokens, gaps):
+    """One sequence as an engine sends it; in every context token 100 + chosen is second, `gap`
+    below."""
+    return {
+        "tokens": [tokens],
+        "top": [[[[t, -0.1], [t + 100, -0.1 - g]] for t, g in zip(tokens, gaps, strict=True)]],
+    }
+
+
+TOKENS = [1, 2, 3, 4]
+BASE = {**result(TOKENS, [2.0] * 4), "runner": "V2"}
 # Gaps move by 0.1 in one of four contexts: that is the noise.
 NOISY = [2.0, 2.1, 2.0, 2.0]
 NOISE = engine_compare.compare(result(TOKENS, NOISY), BASE)

@@ -192,26 +192,26 @@ def test_triton_missing(make, monkeypatch, caplog):
     assert "provider 'triton' needs the triton package (pip install triton" in warning
 
 
-def test_vllm_outside_the_window_that_still_takes_the_flag(make, monkeypatch, caplog):
+@pytest.fixture
+def outside(monkeypatch):
+    """A vLLM outside the window, to which the plugin is not yet known."""
     monkeypatch.setattr(plugin, "_registered", False)
     monkeypatch.setattr(vllm_compat, "installed_version", lambda: "0.99.0")
+
+
+def test_vllm_outside_the_window_that_still_takes_the_flag(outside, make, caplog):
     plugin.register()
     warning = switched_off(make, "reference", caplog)
     assert "this vLLM release is outside the window" in warning
     assert "(0.99.0, supported are 0.26 to 0.33) [vllm-version]" in warning
 
 
-def test_vllm_outside_the_window_whose_names_are_gone(monkeypatch, caplog):
+def test_vllm_outside_the_window_whose_names_are_gone(outside, monkeypatch, caplog):
     """Nothing is changed and nothing raised: vLLM starts without the plugin."""
-    import vllm.config.compilation as compilation
-
-    monkeypatch.setattr(plugin, "_registered", False)
-    monkeypatch.setattr(vllm_compat, "installed_version", lambda: "0.99.0")
-    monkeypatch.delattr(compilation, "PassConfig")
+    monkeypatch.delattr("vllm.config.compilation.PassConfig")
     plugin.register()
     assert "mla_fusion is inactive: this vLLM release is outside the window" in caplog.text
-    assert "0.99.0, supported are 0.26 to 0.33" in caplog.text
-    assert "PassConfig" in caplog.text
+    assert "0.99.0, supported are 0.26 to 0.33" in caplog.text and "PassConfig" in caplog.text
 
 
 def test_without_vllm_the_error_says_what_to_do(monkeypatch):

@@ -17,38 +17,17 @@ from mla_fusion.config import vllm_compat
 from mla_fusion.runtime import collectives
 
 
-def work(rank, port, task, results):
-    """One worker; its result or error goes into `results`."""
+def work(rank, port, results):
+    """One worker; the result or error of its task goes into `results`."""
     from vllm.distributed.parallel_state import init_distributed_environment
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     address = f"tcp://127.0.0.1:{port}"
     init_distributed_environment(2, rank, address, local_rank=rank, backend="gloo")
     try:
-        results.put((rank, task(rank)))
+        results.put((rank, fail_and_die_on_the_second(rank)))
     except Exception as error:  # noqa: BLE001 - the test reads it
         results.put((rank, f"{type(error).__name__}: {error}"))
-
-
-@pytest.fixture
-def on_two_ranks():
-    """on_two_ranks(task) -> what task(0) returned, or its error."""
-
-    def run(task):
-        from vllm.utils.network_utils import get_open_port
-
-        context = multiprocessing.get_context("spawn")
-        results, port = context.Queue(), get_open_port()
-        workers = [context.Process(target=work, args=(r, port, task, results)) for r in range(2)]
-        for worker in workers:
-            worker.start()
-        rank, found = results.get(timeout=120)
-        for worker in workers:
-            worker.join(60)
-        assert rank == 0
-        return found
-
-    return run
 
 
 def fail_and_die_on_the_second(rank):
@@ -90,8 +69,19 @@ def collect_where_the_first_fails():
     return f"{raised.type.__name__}: {raised.value}"
 
 
-def test_an_error_or_the_end_of_one_rank_ends_the_start_of_all(on_two_ranks):
-    alone, first, second, dead = on_two_ranks(fail_and_die_on_the_second)
+def test_an_error_or_the_end_of_one_rank_ends_the_start_of_all():
+    from vllm.utils.network_utils import get_open_port
+
+    context = multiprocessing.get_context("spawn")
+    results, port = context.Queue(), get_open_port()
+    workers = [context.Process(target=work, args=(rank, port, results)) for rank in range(2)]
+    for worker in workers:
+        worker.start()
+    rank, found = results.get(timeout=120)
+    for worker in workers:
+        worker.join(60)
+    assert rank == 0
+    alone, first, second, dead = found
     assert alone[0] == "RecursionError: too deep"
     assert alone[1].endswith("on rank 0: RecursionError: too deep")
     assert second == "ImportError: no module named triton"

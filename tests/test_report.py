@@ -100,14 +100,8 @@ def test_layers_are_counted_by_code_with_the_detail_of_the_first():
 def test_the_report_of_a_graph_survives_its_file(tmp_path):
     spec = Spec("deepseek", layers=2)
     report.add(fuse(build(spec), spec))
-    stored = report.take(
-        "reference",
-        4,
-        model="V3",
-        versions={"vLLM": "0.32.0"},
-        attention="portable",
-        epilogue="W_UV",
-    )
+    said = {"model": "V3", "attention": "portable", "epilogue": "W_UV"}
+    stored = report.take("reference", 4, versions={"vLLM": "0.32.0"}, **said)
     assert stored is not None and stored.ranges[0].layer is not None
     said = "provider reference, attention portable, epilogue W_UV, decode bucket 4 tokens"
     assert said in stored.lines()[0]

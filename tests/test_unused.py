@@ -36,10 +36,9 @@ def processes(tmp_path_factory):
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes)
 
-    started = {plugin: start(plugin) for plugin in ("mla_fusion", "")}
-    ended = {plugin: process.communicate() for plugin, process in started.items()}
     found = {}
-    for plugin, (printed, errors) in ended.items():
+    for plugin, process in [(plugin, start(plugin)) for plugin in ("mla_fusion", "")]:
+        printed, errors = process.communicate()
         *lines, last = printed.splitlines() or ["{}"]
         found[plugin] = lines, json.loads(last), errors
     return found

@@ -46,14 +46,10 @@ def alone(job):
 
 
 @pytest.fixture(scope="module")
-def fused_cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("fused")
-
-
-@pytest.fixture(scope="module")
-def fused(job, fused_cache):
+def fused(job, tmp_path_factory):
     """The flag on."""
-    return run(job(FLAG, cache=fused_cache))
+    cache = tmp_path_factory.mktemp("fused")
+    return run(job(FLAG, cache=cache)) | {"cache": cache}
 
 
 NEW_TOKENS = 12
@@ -134,9 +130,9 @@ def test_a_scaled_query_gives_the_tokens_of_vllm_alone_to_the_bit(job, alone):
 
 
 @pytest.fixture(scope="module")
-def warm(job, fused_cache, fused):
+def warm(job, fused):
     """Two engines on the cache that `fused` left; then the provider of the first one fails."""
-    return run(job(FLAG | {"engines": 2, "fault": True}, cache=fused_cache))
+    return run(job(FLAG | {"engines": 2, "fault": True}, cache=fused["cache"]))
 
 
 def test_warm_compile_cache_still_yields_the_report(fused, warm):

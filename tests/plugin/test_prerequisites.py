@@ -24,14 +24,12 @@ class TestWhatItSwitchesOn:
         assert compilation.use_inductor_graph_partition
         assert 4 in compilation.compile_ranges_endpoints
         assert set(ops.RUNTIME_OPS) <= set(compilation.splitting_ops)
-        records = [r for r in caplog.records if r.name == "apart"]
-        lines = [r.getMessage() for r in records]
+        said = [(r.levelno, r.getMessage()) for r in caplog.records if r.name == "apart"]
         for word in ("VLLM_COMPILE", "up to 4 tokens"):
-            assert len([line for line in lines if word in line]) == 1, (word, lines)
-        said = f"mla-fusion: {config.FLAG} sets for the whole engine, prefill included: "
-        assert [r.getMessage() for r in records if r.levelno > logging.DEBUG] == [
-            said + config.PARTITION
-        ]
+            assert [word in line for _, line in said].count(True) == 1, (word, said)
+        partition = f"{config.FLAG} sets for the whole engine, prefill included: {config.PARTITION}"
+        lines = [line for level, line in said if level > logging.DEBUG]
+        assert lines == [f"mla-fusion: {partition}"]
 
     @pytest.mark.parametrize(
         ("gpu", "flag", "last", "given", "became"),
@@ -55,13 +53,14 @@ class TestWhatItSwitchesOn:
 
     @pytest.mark.parametrize(
         "seqs, drafts, override, bucket",
-        [(4, 0, None, 4), (1, 0, None, 2), (4, 0, 64, 64), (4, 3, None, 16)],
+        [(4, 0, None, 4), (1, 0, None, 2), (4, 0, 64, 64), (4, 3, None, 16), (4, 0, 10**6, 2048)],
     )
     def test_decode_bucket(self, make, seqs, drafts, override, bucket):
         pass_config = {**FLAG_ON, config.THRESHOLD: override}
         made = make(pass_config, max_num_seqs=seqs, speculative_config=drafted(drafts))
         assert config.decode_bucket(made) == bucket
-        assert bucket in made.compilation_config.compile_ranges_endpoints
+        # A bucket as large as the batch, 2048 tokens, adds none.
+        assert made.compilation_config.compile_ranges_endpoints == sorted({bucket, 2048})
 
     @pytest.mark.parametrize(
         "seqs, drafts, sizes, bucket",
@@ -82,28 +81,18 @@ class TestWhatItSwitchesOn:
         decided.compilation_config.cudagraph_capture_sizes = sizes
         assert config.decode_bucket(decided) == 4
 
-    def test_a_bucket_as_large_as_the_batch_adds_no_endpoint(self, make):
-        off = make()
-        tokens = off.scheduler_config.max_num_batched_tokens
-        made = make({**FLAG_ON, config.THRESHOLD: 10 * tokens})
-        assert config.decode_bucket(made) == tokens
-        assert made.compilation_config.compile_ranges_endpoints == [tokens]
-
     @pytest.mark.parametrize(
-        "attention, hopper, asked, pages",
-        [("portable", True, None, 64), ("portable", True, 16, 16), ("portable", False, None, 16),
-         ("auto", True, None, 16)],
-    )  # fmt: skip
+        "hopper, given, pages", [(True, {}, 64), (True, {"block_size": 16}, 16), (False, {}, 16)]
+    )
     def test_a_page_holds_a_tile_of_the_portable_decode(
-        self, make, monkeypatch, attention, hopper, asked, pages
+        self, make, monkeypatch, hopper, given, pages
     ):
         monkeypatch.setattr(vllm_compat, "is_hopper", lambda: hopper)
-        options = {"mla_fusion": {"provider": "reference", "attention": attention}}
-        given = {} if asked is None else {"block_size": asked}
+        options = {"mla_fusion": {"provider": "reference", "attention": "portable"}}
         cache = make(FLAG_ON, options=options, **given).cache_config
         assert cache.block_size == pages
         # What vLLM asks before it lets the backend choose.
-        assert cache.user_specified_block_size == (pages == 64 or asked is not None)
+        assert cache.user_specified_block_size == (hopper or bool(given))
 
     @pytest.mark.parametrize(
         "passes, given, said",
@@ -148,27 +137,22 @@ class TestWhatItSwitchesOn:
         prerequisites.apply(made, decision.why_not(made))
         assert config.is_on(made)
         assert passes.fuse_rope_kvcache_cat_mla is (given and ranks == 1)
-        said = given and ranks == 2
-        assert ["fuse_rope_kvcache_cat_mla is switched off" in m for m in log.messages] == [
-            True
-        ] * said
+        said = ["fuse_rope_kvcache_cat_mla is switched off" in line for line in log.messages]
+        assert said == [True] * (given and ranks == 2)
 
     def test_endpoints_of_the_operator_stay(self, make):
         made = make(FLAG_ON, {"compile_ranges_endpoints": [32]})
         assert {4, 32} <= set(made.compilation_config.compile_ranges_endpoints)
 
 
-class TestDraftModels:
+def test_a_draft_without_mla_does_not_switch_the_flag_off(make, log):
     """vLLM makes a draft model's config by `replace`; both share one compilation config."""
-
-    def test_a_draft_without_mla_does_not_switch_the_flag_off(self, make, log):
-        made = make(FLAG_ON, speculative_config=drafted(3))
-        before = copy.deepcopy(made.compilation_config)
-        replace(made, model_config=make(model="llama", options={}).model_config)
-        assert config.is_on(made)
-        assert not warnings(log)
-        for name in ("backend", *CHARGED):
-            assert getattr(made.compilation_config, name) == getattr(before, name)
+    made = make(FLAG_ON, speculative_config=drafted(3))
+    before = copy.deepcopy(made.compilation_config)
+    replace(made, model_config=make(model="llama", options={}).model_config)
+    assert config.is_on(made) and not warnings(log)
+    for name in ("backend", *CHARGED):
+        assert getattr(made.compilation_config, name) == getattr(before, name)
 
 
 def test_a_model_with_mla_that_is_not_in_vllms_list_of_types(make, log):

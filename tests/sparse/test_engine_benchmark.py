@@ -9,7 +9,7 @@ import torch
 
 from mla_fusion.attention.plan.layouts import FP8_DS_MLA
 from mla_fusion.runtime import sparse_step
-from tests import engine_results
+from tests import test_engine_benchmark as example
 
 
 @pytest.mark.parametrize("layer", [0, 3])
@@ -33,7 +33,7 @@ def result(gaps, decodes, most):
         batch: {"plan_kernel": n > 0, "decode_kernel": n, "reduce_kernel": n}
         for batch, n in (("1", decodes), ("128", most))
     }
-    return {**engine_results.result(engine_results.TOKENS, gaps), "launches": launches}
+    return {**example.result(example.TOKENS, gaps), "launches": launches}
 
 
 @pytest.mark.parametrize(
