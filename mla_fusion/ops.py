@@ -156,22 +156,14 @@ def get(name: str) -> torch._ops.OpOverload:
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
-def _rope_update(q: torch.Tensor, kv_c: torch.Tensor, *rest: Any) -> torch.Tensor:
-    return kv_c.new_empty(0)
-
-
 def _q_prep(
     q: torch.Tensor, layer_name: Any, latent: int, rope_dim: int, query_dtype: torch.dtype
 ) -> torch.Tensor:
     return q.new_empty((*q.shape[:2], latent + rope_dim), dtype=query_dtype)
 
 
-def _no_output(*args: Any) -> None:
-    return None
-
-
-_FAKES = {
-    ROPE_UPDATE: _rope_update,
+_FAKES: dict[str, Callable[..., Any]] = {
+    ROPE_UPDATE: lambda q, kv_c, *_: kv_c.new_empty(0),
     Q_PREP: _q_prep,
-    **dict.fromkeys((FUSED, *ATTENTION_OPS), _no_output),
+    **dict.fromkeys((FUSED, *ATTENTION_OPS), lambda *_: None),
 }

@@ -69,12 +69,12 @@ def test_a_kernel_that_has_not_run_with_this_triton_is_left_out(
 ):
     monkeypatch.setattr(measured, "triton_version", lambda: triton)
     choice = decode_choice.choose(layer(heads=64), AUTO, engine())
-    assert choice.most == sequences
+    assert choice.runs == ((1, sequences),) * bool(sequences)
     named = "FLASH_ATTN_MLA (auto: the kernel for 64 heads has not run with Triton 3.9)"
     assert sequences or choice.why == named
     assert measured.is_listed(H200, 131072, ("bfloat16", 64, 1)) == bool(sequences)
     assert measured.is_listed(H200, 131072, ("bfloat16", 16, 4)) == bool(sequences)
-    assert decode_choice.choose(layer(), AUTO, engine()).most == 256
+    assert decode_choice.choose(layer(), AUTO, engine()).planner
 
 
 def test_auto_is_ours_where_it_was_measured(h200):
@@ -82,7 +82,7 @@ def test_auto_is_ours_where_it_was_measured(h200):
     choice = decode_choice.choose(layer(), AUTO, engine())
     assert choice == Choice("portable", ((1, 256),), named)
     choice = decode_choice.choose(layer(heads=20), AUTO, engine())
-    assert (choice.planner, choice.most) == ("portable", 64)
+    assert (choice.planner, choice.runs) == ("portable", ((1, 64),))
     assert "with 1 to 64 sequences, FLASH_ATTN_MLA else" in choice.why
     choice = decode_choice.choose(layer(), AUTO, engine(drafts=3))  # 4 query rows have their own
     assert (choice.planner, choice.runs) == ("portable", ((1, 256),))

@@ -5,6 +5,8 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from prometheus_client import generate_latest
+from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 from mla_fusion import plugin, report
 from mla_fusion.plugin.workers import STEPS, count_steps
@@ -12,7 +14,6 @@ from mla_fusion.runtime import metrics
 from tests.command import run
 from tests.test_docs import TEXT
 
-generate_latest = pytest.importorskip("prometheus_client").generate_latest
 GROUP = "model.layers.0.self_attn.attn"
 
 
@@ -77,8 +78,9 @@ def engine(*names, steps):
 
 def test_what_builders_of_vllm_build_is_counted_under_their_first_layers(monkeypatch):
     """A model of two groups and its draft, whose metadata vLLM builds by another method."""
-    mla_attention = pytest.importorskip("vllm.model_executor.layers.attention.mla_attention")
-    builder = mla_attention.MLACommonMetadataBuilder
+    from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
+
+    builder = MLACommonMetadataBuilder
     monkeypatch.setattr(builder, "__init__", lambda *args: None)
     monkeypatch.setattr(builder, "build", lambda *args, **kwargs: batch(4, 4))
     older = builder(None, ["c.0"], engine("c.0", steps=None))
@@ -109,9 +111,10 @@ def test_what_builders_of_vllm_build_is_counted_under_their_first_layers(monkeyp
 
 
 def test_a_worker_whose_flag_is_off_answers_that_it_counted_nothing():
-    worker_base = pytest.importorskip("vllm.v1.worker.worker_base")
+    from vllm.v1.worker.worker_base import WorkerBase
+
     plugin.register()
-    assert worker_base.WorkerBase.mla_fusion_steps(SimpleNamespace()) == {}
+    assert WorkerBase.mla_fusion_steps(SimpleNamespace()) == {}
 
 
 _WORKER = f"""
@@ -130,13 +133,12 @@ for decode in (4, 4, 0):
 def test_what_a_worker_counts_is_served_by_vllms_endpoint_if_they_share_a_folder(
     shared, tmp_path, monkeypatch
 ):
-    prometheus = pytest.importorskip("vllm.v1.metrics.prometheus")
     monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
     if shared:
         monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     run(sys.executable, "-c", _WORKER)
     # What vLLM's /metrics prints.
-    shown = generate_latest(prometheus.get_prometheus_registry()).decode()
+    shown = generate_latest(get_prometheus_registry()).decode()
     for path, passes in (("fused", "2.0"), ("unfused", "1.0")):
         labels = f'group="{GROUP}",path="{path}",rank="3"'
         assert (f"mla_fusion_steps_total{{{labels}}} {passes}" in shown) is shared

@@ -114,25 +114,16 @@ def test_the_report_of_a_graph_survives_its_file(tmp_path):
     assert fused.endswith(f"[T, {heads}, {latent + rope}]")
 
 
-def test_a_start_without_graphs_or_file_knows_nothing(tmp_path):
-    assert report.take("reference", 4) is None
-    assert report.find(tmp_path / "r.json") is None
-
-
-@pytest.mark.parametrize("text", ["", '{"version": 1}'])
-def test_a_file_that_is_no_report_is_a_warning(text, tmp_path, log):
+def test_a_start_without_graphs_or_file_knows_nothing(tmp_path, log):
+    """A file that is no report is a warning, and so is a folder that takes no file."""
     path = tmp_path / "r.json"
-    path.write_text(text)
+    assert report.take("reference", 4) is None and report.find(path) is None and not said(log)
+    path.touch()
     assert report.find(path) is None
-    [(level, said_)] = said(log)
-    assert level == "WARNING" and str(path) in said_ and "VLLM_DISABLE_COMPILE_CACHE=1" in said_
-
-
-def test_a_folder_that_takes_no_file_is_a_warning(tmp_path, log):
-    (tmp_path / "file").touch()
-    report.store(tmp_path / "file" / "r.json", made())
-    [(level, said_)] = said(log)
-    assert level == "WARNING" and "could not store its report" in said_
+    report.store(path / "r.json", made())
+    (found, why), (stored, why_not) = said(log)
+    assert found == stored == "WARNING" and str(path) in why
+    assert "VLLM_DISABLE_COMPILE_CACHE=1" in why and "could not store its report" in why_not
 
 
 def test_a_report_is_stored_in_one_step(tmp_path, monkeypatch):
@@ -164,10 +155,9 @@ def test_a_rank_that_differs_is_named(log):
     other = report.RangeReport((1, 128), 61, 60, {Decline("shape", "x"): 1})
     merged = merge([made(RANGE), made(RANGE), made(other), made()])
     report.publish(merged, "V3", cached=False)
-    assert [text.partition(" differs on ")[2] for _, text in said(log)[1:]] == [
-        "rank 2: 60 of 61 fused in decode range (1, 128), 1 [shape]",
-        "rank 3: no MLA layer in a graph",
-    ]
+    differs = [text.partition(" differs on ")[2] for _, text in said(log)[1:]]
+    second = "rank 2: 60 of 61 fused in decode range (1, 128), 1 [shape]"
+    assert differs == [second, "rank 3: no MLA layer in a graph"]
     assert merged.lines()[1:3] == [f"  differs on {other}" for other in merged.differing]
 
 

@@ -108,9 +108,7 @@ def test_the_page_says_what_the_report_says():
     assert "2 of 3 MLA layers of the decode graphs fused" in said
     assert "Model<V3>" in said and "q <b> & more" in said and said.count("untouched") == 2
     assert [len(tree.findall(f".//{tag}")) for tag in ("{*}svg", "table")] == [2, 4]
-
-
-def test_the_page_of_a_report_in_which_nothing_fused_has_the_reasons_and_no_graph():
+    # Where nothing fused there are the reasons and no graph.
     tree, said = parsed(page.page(stored(None)))
     assert "0 of 3 MLA layers" in said and "[shape]" in said
     assert tree.find(".//{*}svg") is None

@@ -58,10 +58,8 @@ def facts(
 
 
 def no_epilogue(layer: Any, attention: str, activation: torch.dtype) -> str:
-    """Why the decode of this layer has no epilogue; empty if it has one.
-
-    `attention` is who decodes: "portable", "aiter", or another word for vLLM's backend.
-    """
+    """Why the decode of this layer by "portable", "aiter" or another word, vLLM's backend, has no
+    epilogue; empty if it has one."""
     if attention != "portable":
         return "AITER's decode has none" if attention == "aiter" else "vLLM's backend decodes"
     weight = vllm_compat.value_weight(layer)

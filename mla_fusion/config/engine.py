@@ -11,11 +11,9 @@ from mla_fusion.report.reasons import Decline, sparse
 
 
 def why_not(vllm_config: Any, partition_refused: bool = False) -> Decline | None:
-    """Why the passes cannot fire in an engine whose flag is on.
-
-    Args:
-        vllm_config: vLLM's, after its defaults and its platform were applied.
-        partition_refused: whether the operator switched Inductor's graph partition off.
+    """Why the passes cannot fire in an engine whose flag is on, and whose operator switched
+    Inductor's graph partition off if `partition_refused`. vLLM's defaults and its platform were
+    applied to its config.
 
     Raises:
         OptionError: as `read_options`.
@@ -66,11 +64,8 @@ def why_not(vllm_config: Any, partition_refused: bool = False) -> Decline | None
 
 
 def _served_model(vllm_config: Any) -> Any:
-    """The config of the model the engine serves.
-
-    A draft model's VllmConfig holds its own model, and shares the compilation config with the
-    engine's: it must not be decided twice, and differently.
-    """
+    """The config of the model that the engine serves: a draft model's VllmConfig holds its own, and
+    shares the compilation config with the engine's, which must not be decided differently."""
     target = getattr(vllm_config.speculative_config, "target_model_config", None)
     return target or vllm_config.model_config
 

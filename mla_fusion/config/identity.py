@@ -10,8 +10,7 @@ from mla_fusion.config import vllm_compat
 
 # A checkout has the latter two beside the first, an installation inside it.
 _PACKAGES = ("mla_fusion", "mla_fusion.passes", "mla_fusion.patterns")
-# What cannot change a compiled graph or a kernel: who edits only these, or upgrades to a release in
-# which only they changed, keeps the compiled graphs.
+# What cannot change a compiled graph or a kernel: a change of these alone keeps compiled graphs.
 _LEFT_OUT = ("mla_fusion/cli/", "mla_fusion/report/")
 
 
@@ -37,10 +36,8 @@ def _content(path: Path) -> bytes:
 
 
 def hash_of(packages: Mapping[str, Path]) -> str:
-    """The first 12 hex digits of SHA-256 over the name and content of every file of the packages.
-
-    packages: the folder of each. Its subfolders count too.
-    """
+    """The first 12 hex digits of SHA-256 over the name and content of every file in the folder of
+    each package."""
     files = {
         f"{package.replace('.', '/')}/{path.relative_to(folder).as_posix()}": path
         for package, folder in packages.items()

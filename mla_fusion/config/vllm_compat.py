@@ -99,7 +99,7 @@ def is_supported(version: str) -> bool:
 
 def window() -> str:
     """The supported window as text."""
-    return f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+    return "{}.{} to {}.{}".format(*OLDEST, *NEWEST)
 
 
 def uses_mla(model_config: Any) -> bool:
@@ -195,9 +195,8 @@ def pads_sequences(vllm_config: Any) -> bool:
 def gather_query_heads(layer: Any, q: torch.Tensor) -> torch.Tensor:
     """The prepared query [T, H, L + R] of all ranks, as [T, ranks * H, L + R]; from 0.29 on a layer
     has a manager of these collectives."""
-    if manager := getattr(layer, "dcp_manager", None):
-        return manager.query_gather(q)
-    return _dcp_group().all_gather(q, dim=1)
+    manager = getattr(layer, "dcp_manager", None)
+    return manager.query_gather(q) if manager else _dcp_group().all_gather(q, dim=1)
 
 
 def combine_context_parallel(
@@ -206,8 +205,8 @@ def combine_context_parallel(
     """Attention [T, H, L] of this rank's heads over all ranks' caches, from that of all heads over
     this one's: [T, ranks * H, L], with the log-sum-exp that `forward_mqa` returned."""
     if manager := getattr(layer, "dcp_manager", None):
-        starts, lens = metadata.query_start_loc, metadata.decode.seq_lens
-        starts = starts[: metadata.num_decodes + 1]
+        starts = metadata.query_start_loc[: metadata.num_decodes + 1]
+        lens = metadata.decode.seq_lens
         return manager.combine(attended, lse, seq_lens=lens, query_start_loc=starts)
     from vllm.v1.attention.ops.common import cp_lse_ag_out_rs
     from vllm.v1.attention.ops.dcp_alltoall import dcp_a2a_lse_reduce
@@ -277,8 +276,7 @@ def traced_layer_name(layer_name: Any) -> str | None:
 
 
 def register_sparse_backend() -> bool:
-    """Offer `SPARSE_BACKEND`, which vLLM imports where an operator chooses it, as
-    `--attention-backend CUSTOM`; False if another plugin has that."""
+    """Offer `SPARSE_BACKEND` as `--attention-backend CUSTOM`; False if another plugin has that."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     custom = AttentionBackendEnum.CUSTOM
@@ -303,11 +301,9 @@ def may_have_sparse_layers(vllm_config: Any) -> bool:
 
 
 def sparse_backend() -> tuple[Any, Any]:
-    """vLLM's sparse MLA of this platform: the backend and the implementation of its layers.
-
-    FLASHMLA_SPARSE, on ROCm ROCM_AITER_MLA_SPARSE, which up to 0.26 fails in its first step
-    (vllm#50064). From 0.31 on DeepSeek-V3.2 names the latter in its class for ROCm.
-    """
+    """vLLM's sparse MLA of this platform, the backend and its layers' implementation:
+    FLASHMLA_SPARSE, or ROCM_AITER_MLA_SPARSE, which up to 0.26 fails in its first step
+    (vllm#50064) and from 0.31 on is named in DeepSeek-V3.2's class for ROCm."""
     if is_rocm():
         from vllm.v1.attention.backends.mla import rocm_aiter_mla_sparse as rocm
 
@@ -344,10 +340,8 @@ def write_cache_slots(
     metadata: Any, chosen: torch.Tensor, starts: torch.Tensor, out: torch.Tensor
 ) -> None:
     """Write into `out` the slots of the positions [T, n] that an indexer chose, by the kernel of
-    vLLM's ROCM_AITER_MLA_SPARSE: those of token t to starts[t]:starts[t + 1], for -1 slot 0.
-
-    It allocates nothing. From 0.32 on it also counts rows between blocks: not here.
-    """
+    vLLM's ROCM_AITER_MLA_SPARSE, which allocates nothing: those of token t to starts[t]:starts[t +
+    1], for -1 slot 0. From 0.32 on it also counts rows between blocks: not here."""
     from vllm.v1.attention.backends.mla import rocm_aiter_mla_sparse as module
 
     tokens, width = chosen.shape

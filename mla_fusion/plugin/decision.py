@@ -84,7 +84,12 @@ def _post_init(original: Callable[..., Any], self: Any, *args: Any, **kwargs: An
         # `replace`, with which vLLM makes a draft model's config, only takes known fields.
         delattr(self, _REFUSED)
     if config.is_on(self):
-        _extend_splitting_ops(self.compilation_config)
+        from mla_fusion import ops
+
+        splitting = self.compilation_config.splitting_ops or []
+        if "vllm::unified_mla_attention_with_output" in splitting:
+            missing = [op for op in ops.RUNTIME_OPS if op not in splitting]
+            self.compilation_config.splitting_ops = [*splitting, *missing]
 
 
 def _set_compile_ranges(original: Callable[..., Any], self: Any) -> None:
@@ -110,14 +115,6 @@ def why_not(vllm_config: Any) -> "Decline | None":
     from mla_fusion.config import engine
 
     return engine.why_not(vllm_config, getattr(vllm_config, _REFUSED, False))
-
-
-def _extend_splitting_ops(compilation: Any) -> None:
-    from mla_fusion import ops
-
-    if "vllm::unified_mla_attention_with_output" in (compilation.splitting_ops or []):
-        missing = [op for op in ops.RUNTIME_OPS if op not in compilation.splitting_ops]
-        compilation.splitting_ops = [*compilation.splitting_ops, *missing]
 
 
 def _warn_of_no_effect(vllm_config: Any) -> None:

@@ -1,15 +1,12 @@
 """What a worker does once it has loaded its model, before its first request, and in each step."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mla_fusion import config
 from mla_fusion.config import vllm_compat
 from mla_fusion.plugin import deepseek_v4
 from mla_fusion.plugin.wrap import wrap
-
-if TYPE_CHECKING:
-    from mla_fusion.runtime import metrics
 
 STEPS = "_mla_fusion_step_counter"  # on a worker and on its MLA layers
 _GROUP = "_mla_fusion_group"  # on a metadata builder: (its worker's counter, its first layer)
@@ -63,7 +60,7 @@ def _init(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) ->
 
 def mla_fusion_steps(self: Any) -> dict[str, dict[str, int]]:
     """What a worker answers: the snapshot of its counter, nothing if it has none."""
-    steps: metrics.StepCounter | None = getattr(self, STEPS, None)
+    steps: Any = getattr(self, STEPS, None)
     return {} if steps is None else steps.snapshot()
 
 

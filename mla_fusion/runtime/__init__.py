@@ -1,16 +1,13 @@
 """The bodies of the custom ops: what they do in a step.
 
 A compile range counts tokens, so a decode graph also meets mixed batches, short prompts and the
-profile run. `_is_fused` decides for both runtime ops of a step, which cannot disagree:
+profile run. `_is_fused` decides for all ops of a step: else one reads what none wrote.
 
     decode-only    the provider prepares the query and writes the cache; the attention op hands
                    the prepared query to the backend's decode, or to the persistent one if it was
                    chosen, and projects the result up; it quantizes it if the graph did
     anything else  q and k_pe are rotated in place and vLLM's own op writes the cache; the
                    attention op calls the layer as vLLM does, then vLLM's quantization
-
-`step_plan` holds the persistent decode's plan, `metrics` counts the steps that ran fused, and
-`collectives` is what the ranks do together before the first step.
 """
 
 import functools
@@ -36,7 +33,7 @@ def is_decode_only(metadata: Any) -> bool:
 
 
 def _is_fused(metadata: Any, slot_mapping: torch.Tensor | None) -> bool:
-    """Whether this step is fused. All ops must agree, or one reads what none wrote."""
+    """Whether this step is fused."""
     return slot_mapping is not None and is_decode_only(metadata)
 
 

@@ -1,7 +1,4 @@
-"""What the ranks of an engine tell each other while it starts: every rank calls `prepare`.
-
-`mla_fusion.report.ranks` merges their reports.
-"""
+"""What the ranks of an engine tell each other while it starts: every rank calls `prepare`."""
 
 import contextlib
 import hashlib

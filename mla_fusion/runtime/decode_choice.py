@@ -34,11 +34,6 @@ class Choice:
     why: str = ""
     slower_from: int = 0
 
-    @property
-    def most(self) -> int:
-        """The most sequences of a step that the planner's decode takes."""
-        return max((last for _, last in self.runs), default=0)
-
 
 def choose(layer: Any, options: config.Options, vllm_config: Any) -> Choice:
     """The choice for an MLA layer whose weights are loaded."""

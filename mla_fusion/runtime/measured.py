@@ -86,8 +86,7 @@ def of_rows(rows: list[Row], max_model_len: int) -> tuple[Span, ...]:
     """The runs of measured numbers of sequences with which ours is not slower in the mean of the
     contexts, nor by more than MOST_LOST in one.
 
-    Contexts up to twice `max_model_len` count, or the shortest: rows are a factor of 8 apart, and
-    an engine that ends little below one of them is as slow there.
+    Contexts up to twice `max_model_len` count, or the shortest: rows are a factor of 8 apart.
     """
     longest = max(2 * max_model_len, min(context for _, context, *_ in rows))
     ratios: dict[int, list[float]] = {}

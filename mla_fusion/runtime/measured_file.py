@@ -5,28 +5,21 @@ It imports pydantic, which vLLM brings, so `measured.read` imports it when there
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 
-_Positive = Annotated[int, Field(gt=0)]
-_Time = Annotated[float, Field(gt=0)]
-_Row = tuple[
-    _Positive, _Positive, Annotated[int, Field(ge=0)], _Time, _Time, _Time, _Time, _Time, _Time
-]
+_Time = PositiveFloat
+_Row = tuple[PositiveInt, PositiveInt, NonNegativeInt, _Time, _Time, _Time, _Time, _Time, _Time]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
-
-
-class _Shape(_Strict):
+class _Shape(BaseModel, strict=True, allow_inf_nan=False):
     dtype: str
-    heads: _Positive
-    queries: _Positive
+    heads: PositiveInt
+    queries: PositiveInt
     backend: str
     rows: Annotated[list[_Row], Field(min_length=1)]
 
 
-class Table(_Strict):
+class Table(BaseModel, strict=True):
     """A file."""
 
     gpu: str

@@ -21,7 +21,6 @@ from typing import Any
 from mla_fusion.report import Report
 from mla_fusion.runtime import is_decode_only
 
-_NAME = "mla_fusion_steps"
 _HELP = (
     "Forward passes of a group of MLA layers, fused or as vLLM runs them; draft passes that reuse "
     "attention metadata are not counted (mla-fusion)."
@@ -40,12 +39,8 @@ class StepCounter:
         self._counts: dict[str, list[int]] = {}  # in the order of _PATHS
 
     def start(self, report: Report | None, capture_sizes: Sequence[int]) -> None:
-        """Forget all counts and count from now on.
-
-        Args:
-            report: what fused in which range; None if nothing did.
-            capture_sizes: the token counts of CUDA graphs, empty without them.
-        """
+        """Forget all counts and count from now on, by what fused in which range (`report`, None if
+        nothing did) and the token counts of CUDA graphs."""
         self._counts.clear()
         self._ranges = [r.range for r in report.decode_ranges() if r.fused] if report else []
         self._capture_sizes = sorted(capture_sizes)
@@ -76,4 +71,4 @@ def _exported() -> Any:
     """The counter of vLLM's endpoint; vLLM brings prometheus_client, and imports it everywhere."""
     from prometheus_client import Counter
 
-    return Counter(_NAME, _HELP, ("group", "path", "rank"))
+    return Counter("mla_fusion_steps", _HELP, ("group", "path", "rank"))

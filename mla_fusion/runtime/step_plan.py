@@ -165,9 +165,7 @@ class StepPlan:
             qo_indptr = length * torch.arange(batch + 1, dtype=torch.int32, device=device)
             seq_lens = torch.full((batch,), length, dtype=torch.int32, device=device)
             shape = (tokens, settings.num_heads, kv_cache.shape[-1])
-            q = torch.zeros(shape, dtype=torch.uint8, device=device)
-            if settings.q_dtype.itemsize > 1:
-                q = q.to(settings.q_dtype)
+            q = torch.zeros(shape, dtype=settings.q_dtype, device=device)
             self.plan.refresh(
                 qo_indptr=qo_indptr, seq_lens=seq_lens, num_tokens=tokens, max_query_len=length
             )
@@ -175,7 +173,7 @@ class StepPlan:
             table = torch.zeros((batch, length), dtype=torch.int32, device=device)
             output = self.out.new_empty((tokens, columns))
             quantized = QuantizedOutput.for_warm_up(output, kind, vllm_compat.fp8_dtype())
-            self._attend(q.view(settings.q_dtype), kv_cache, layer, table, output, quantized)
+            self._attend(q, kv_cache, layer, table, output, quantized)
 
 
 def attach(layers: Mapping[str, Any], options: config.Options, vllm_config: Any) -> None:
@@ -209,7 +207,7 @@ def attach(layers: Mapping[str, Any], options: config.Options, vllm_config: Any)
                 of = layer.num_heads, rows, shape["kv_dtype"], width, shape["device"]
                 settings = executor.plan_settings(*of)
             plan = attention.PersistentDecodePlan.allocate(
-                max_batch=choice.most, planner=choice.planner, **shape, **settings
+                max_batch=choice.runs[-1][1], planner=choice.planner, **shape, **settings
             )
             all_steps = ((1, vllm_config.scheduler_config.max_num_seqs),)
             runs = None if choice.runs == all_steps else choice.runs
@@ -228,8 +226,8 @@ def planner(layer: Any) -> str:
 
 
 def epilogues(layers: Mapping[str, Any]) -> str:
-    """What the decodes of these layers do beyond the attention, for the report; empty without
-    plans. Each reason against it is named once."""
+    """For the report: what these layers' decodes do beyond the attention, or why not, each once;
+    empty without plans."""
     plans = [(getattr(layer, ATTRIBUTE, None), layer) for layer in layers.values()]
     reasons = dict.fromkeys(plan.epilogue(layer) for plan, layer in plans if plan is not None)
     return "; ".join(f"none: {why}" if why else "W_UV" for why in reasons)

@@ -1,10 +1,9 @@
 """What an engine derives from its cosines and sines: those in the type of the query, as a native
 rotation uses them, and the halves of provider `aiter`.
 
-Its MLA layers keep them, so they are freed with it. They are all that this library derives from
-weights or buffers and keeps: W_UK, W_UV and scales are read from the layer in every step. `refresh`
-follows a reload or a wake-up, after which a replayed CUDA graph, which runs no Python, reads them
-at the same addresses.
+Its MLA layers keep them, so they are freed with it. W_UK, W_UV and scales are read from the layer
+in every step. `refresh` follows a reload or a wake-up, after which a replayed CUDA graph, which
+runs no Python, reads the tables at the same addresses.
 """
 
 from typing import Any, NamedTuple

@@ -33,10 +33,9 @@ class TestDeclines:
         assert reasons.REASONS[code].help in warning
 
     def test_nothing_is_charged(self, make):
-        declined, off = make(FLAG_ON, model="llama"), make(model="llama")
+        made = [make(flag, model="llama").compilation_config for flag in (FLAG_ON, None)]
         for name in (*CHARGED, "compile_sizes", "use_inductor_graph_partition"):
-            of_declined, of_off = (getattr(c.compilation_config, name) for c in (declined, off))
-            assert of_declined == of_off
+            assert getattr(made[0], name) == getattr(made[1], name)
 
     @pytest.mark.parametrize("asked", [True, False], ids=["by the operator", "by vLLM"])
     def test_breakable_cudagraphs(self, make, log, monkeypatch, asked):
@@ -107,9 +106,8 @@ class TestDeclines:
             raise attention.ProviderUnavailable(f"no {name} here")
 
         monkeypatch.setattr(attention, "get_provider", unavailable)
-        assert engine.why_not(made) == Decline(
-            "provider-unavailable", "attention=portable, reference: no reference here"
-        )
+        why = "attention=portable, reference: no reference here"
+        assert engine.why_not(made) == Decline("provider-unavailable", why)
 
     def test_attention_of_aiter(self, make, log, monkeypatch):
         """Off ROCm, without AITER, with one too old for the cap, and with two microbatches."""
@@ -124,11 +122,9 @@ class TestDeclines:
             made.parallel_config.enable_dbo = True
             assert decided(made) == "microbatches"
             made.additional_config = {"mla_fusion": options}
-            assert engine.why_not(made) == Decline(
-                "provider-unavailable",
-                "attention=aiter: this AITER sizes its buffers without max_split_per_batch: leave "
-                "it at -1, or install v0.1.16 or newer",
-            )
+            old = "this AITER sizes its buffers without max_split_per_batch: leave it at -1, or "
+            old = f"attention=aiter: {old}install v0.1.16 or newer"
+            assert engine.why_not(made) == Decline("provider-unavailable", old)
         attention.get_provider.cache_clear()
         found = engine.why_not(made)
         assert found.code == "provider-unavailable"

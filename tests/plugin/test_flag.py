@@ -86,14 +86,14 @@ print("hash", made.compute_hash())
 
 
 class TestBadInput:
-    def test_unknown_key(self):
-        with pytest.raises(Exception, match="fuse_aiter_qk_rope_kvcache_mal"):
-            CompilationConfig(pass_config={"fuse_aiter_qk_rope_kvcache_mal": True})
-
-    @pytest.mark.parametrize("value", [0, -1, 2.5, "many"])
-    def test_threshold_that_is_no_positive_integer(self, value):
-        with pytest.raises(Exception, match=config.THRESHOLD):
-            CompilationConfig(pass_config={config.THRESHOLD: value})
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [(config.FLAG.replace("mla", "mal"), True)]
+        + [(config.THRESHOLD, value) for value in (0, -1, 2.5, "many")],
+    )
+    def test_an_unknown_key_or_a_threshold_that_is_no_positive_integer(self, key, value):
+        with pytest.raises(Exception, match=key):
+            CompilationConfig(pass_config={key: value})
 
     @pytest.mark.parametrize(
         "options, names",
