@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from mla_fusion import ops
-from mla_fusion.passes.rewrite import PassResult, drop_dead, fake_like, mutated
+from mla_fusion.passes.rewrite import PassResult, drop_dead, fake_like, mutated, replace
 from mla_fusion.patterns import site
 from mla_fusion.patterns.memory import Memory, is_view
 from mla_fusion.patterns.site import FUSED_ROPE_UPDATE, functionalized_op, outputs, same_view
@@ -82,17 +82,11 @@ def _make_in_place(graph: fx.Graph, node: fx.Node, memory: Memory) -> fx.Node | 
     if "val" in node.meta:
         call.meta["val"] = node.meta["val"][0] if op._schema.returns else None
     for target, _, scatters in written:
-        _replace(graph, scatters, target.args[0])
+        replace(graph, scatters, target.args[0])
     for value, reads, _ in (*written, (call, outputs(node, 0), ())):
-        _replace(graph, reads, value)
+        replace(graph, reads, value)
     graph.erase_node(node)
     return call
-
-
-def _replace(graph: fx.Graph, old: list[fx.Node], value: Any) -> None:
-    for node in old:
-        node.replace_all_uses_with(value)
-        graph.erase_node(node)
 
 
 def _scatters_back(mutated: fx.Node, target: fx.Node) -> list[fx.Node]:

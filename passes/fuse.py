@@ -16,8 +16,8 @@ from typing import Any
 from torch import fx
 
 from mla_fusion import ops
-from mla_fusion.passes.rewrite import PassResult, empty, functionalized_call
-from mla_fusion.patterns.site import made_by, op_name, output
+from mla_fusion.passes.rewrite import PassResult, empty, functionalized_call, replace
+from mla_fusion.patterns.site import made_by, op_name, outputs
 
 
 @dataclass
@@ -34,18 +34,16 @@ class MLAAiterQkRopeKVCacheFusionPass:
         return result
 
     def _rewrite(self, graph: fx.Graph, rope: fx.Node, prep: fx.Node) -> fx.Node:
-        dummy, q, k_pe = (output(rope, index) for index in range(3))
         with graph.inserting_before(rope):
             buffer = empty(graph, prep.meta["val"], rope.kwargs["q"])
             kwargs = {**rope.kwargs, "prepared_q": buffer, "provider": self.provider}
             fused, (_, new_q, new_k_pe, prepared) = functionalized_call(
                 graph, ops.get(ops.FUSED), kwargs
             )
-        for old, value in ((prep, prepared), (q, new_q), (k_pe, new_k_pe)):
-            if old is not None:
-                old.replace_all_uses_with(value)
-                graph.erase_node(old)
-        if dummy is not None:
+        replace(graph, [prep], prepared)
+        replace(graph, outputs(rope, 1), new_q)
+        replace(graph, outputs(rope, 2), new_k_pe)
+        for dummy in outputs(rope, 0):
             # It ordered the cache write before the attention; the prepared query does so now.
             for user in list(dummy.users):
                 user.kwargs = {k: None if v is dummy else v for k, v in user.kwargs.items()}

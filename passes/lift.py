@@ -18,8 +18,8 @@ from torch import fx
 
 from mla_fusion import ops
 from mla_fusion.config.eligibility import LayerFacts
-from mla_fusion.passes.rewrite import PassResult, call, functionalized_call
-from mla_fusion.patterns.site import attention_calls, made_by, op_name, outputs
+from mla_fusion.passes.rewrite import PassResult, call, functionalized_call, replace
+from mla_fusion.patterns.site import attention_calls, made_by, outputs
 
 
 @dataclass
@@ -32,16 +32,10 @@ class MLADecodeQPrepLiftPass:
         result = PassResult()
         for attention in attention_calls(graph):
             q: Any = attention.kwargs["q"]
-            if made_by(q) == f"{ops.NAMESPACE}::{ops.ROPE_UPDATE}" and not _is_lifted(q):
+            if made_by(q) == f"{ops.NAMESPACE}::{ops.ROPE_UPDATE}":
                 facts = self.facts_of(attention.kwargs["layer_name"])
                 result.rewritten[attention.name] = _rewrite(graph, attention, facts)
-                result.dead.append(attention)
         return result
-
-
-def _is_lifted(q: fx.Node) -> bool:
-    """A lifted call stays in the graph, dead, until the end of the pipeline."""
-    return any(op_name(user.target) == f"{ops.NAMESPACE}::{ops.Q_PREP}" for user in q.users)
 
 
 def _rewrite(graph: fx.Graph, attention: fx.Node, facts: LayerFacts) -> fx.Node:
@@ -56,6 +50,6 @@ def _rewrite(graph: fx.Graph, attention: fx.Node, facts: LayerFacts) -> fx.Node:
         same = ("k_pe", "output", "layer_name", "kv_cache_dummy_dep")
         kwargs = {"q": q, "prepared_q": prepared, "kv_c": kv_c} | {k: args[k] for k in same}
         new, (_, output) = functionalized_call(graph, ops.get(ops.ATTENTION), kwargs)
-    for read in outputs(attention, 1):
-        read.replace_all_uses_with(output)
+    replace(graph, outputs(attention, 1), output)
+    graph.erase_node(attention)
     return new

@@ -183,7 +183,7 @@ def fuse(
     finished = MLADecodeOutputFusionPass(facts_of)(graph)
     graph.lint()
     attention = [finished.rewritten.get(n.name, n) for n in lifted.rewritten.values()]
-    if replaced := [*canonical.dead, *lifted.dead, *finished.dead]:
+    if replaced := [*canonical.dead, *finished.dead]:
         drop_dead(graph, replaced)
     record.declined = report.counted(canonical.declined)
     record.fused = len(fused.rewritten)

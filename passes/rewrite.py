@@ -76,6 +76,13 @@ def fake_like(value: torch.Tensor) -> torch.Tensor:
     return value.new_empty_strided(value.shape, value.stride())
 
 
+def replace(graph: fx.Graph, old: Iterable[fx.Node], value: fx.Node) -> None:
+    """Let readers of each of `old` read `value`, and erase them."""
+    for node in old:
+        node.replace_all_uses_with(value)
+        graph.erase_node(node)
+
+
 class Snapshot:
     """A graph as it is now: its nodes in their order, and their arguments."""
 

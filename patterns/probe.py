@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from mla_fusion.patterns import rows
-from mla_fusion.patterns.nodes import dtype_of, is_float
+from mla_fusion.patterns.nodes import dtype_of, is_float, walk
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -79,27 +79,15 @@ def cone(
 
     `stop` are nodes to treat as leaves although they are of `ops`.
     """
-    stops, interior, leaves, seen = set(stop), [], [], set()
+    stops = set(stop)
 
-    # Iterative post-order: a chain of views may be longer than Python's recursion limit.
-    stack = [(node, False) for node in reversed(list(outputs))]
-    while stack:
-        node, expanded = stack.pop()
-        if expanded:
-            interior.append(node)
-            continue
-        if node in seen:
-            continue
-        seen.add(node)
-        pure = node.op == "call_function" and node.target in ops and node not in stops
-        if pure and node.target is operator.getitem:
-            pure = node.args[0].target in ops
-        if not pure:
-            leaves.append(node)
-            continue
-        stack.append((node, True))
-        stack.extend((n, False) for n in reversed(node.all_input_nodes))
-    return interior, leaves
+    def inside(node: fx.Node) -> bool:
+        computed = node.op == "call_function" and node.target in ops and node not in stops
+        # An output of several: what made them counts.
+        return computed and (node.target is not operator.getitem or node.args[0].target in ops)
+
+    found = sorted(walk(outputs, lambda node: node.all_input_nodes if inside(node) else ()))
+    return [node for node in found if inside(node)], [node for node in found if not inside(node)]
 
 
 def concrete(size: Any) -> int:

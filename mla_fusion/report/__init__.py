@@ -103,11 +103,9 @@ class Report:
     def lines(self) -> list[str]:
         """The report as text: for each range its counts, reasons and changed ops."""
         ranks = f", {self.ranks} ranks" if self.ranks > 1 else ""
-        who = f"provider {self.provider}"
-        if self.attention != "auto":
-            who += f", attention {self.attention}"
-        if self.epilogue:
-            who += f", epilogue {self.epilogue}"
+        attention = "" if self.attention == "auto" else self.attention
+        named = {"provider": self.provider, "attention": attention, "epilogue": self.epilogue}
+        who = ", ".join(f"{name} {value}" for name, value in named.items() if value)
         out = [f"MLA fusion: {who}, decode bucket {self.bucket} tokens{ranks}"]
         out += [f"  differs on {other}" for other in self.differing]
         for r in self.ranges:

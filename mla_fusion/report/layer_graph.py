@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from mla_fusion.ops import NAMESPACE
 
-# The marks of ops, and the same in words.
+# The marks of ops, and those of a change in words.
 KEPT, REMOVED, NEW, FUSED = " ", "-", "+", "*"
-LEGEND = {REMOVED: "replaced", NEW: "new", FUSED: "new op of mla-fusion", KEPT: "kept"}
+LEGEND = {REMOVED: "replaced", NEW: "new", FUSED: "new op of mla-fusion"}
 
 
 class Node(NamedTuple):

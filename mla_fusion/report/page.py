@@ -5,7 +5,7 @@ from html import escape
 from pathlib import Path
 
 from mla_fusion.report import Report, svg
-from mla_fusion.report.layer_graph import KEPT, LEGEND
+from mla_fusion.report.layer_graph import LEGEND
 
 _STYLE = "\n" + Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
 
@@ -38,8 +38,7 @@ def page(report: Report) -> str:
         body += ["<h2>Why layers declined</h2>", _table(("code", "layers", "why"), why)]
     layer = next((r.layer for r in decode if r.layer), None)
     if layer:
-        signs = [f"{svg.SIGN[mark]} {word}" for mark, word in LEGEND.items() if mark != KEPT]
-        legend = escape(", ".join(signs))
+        legend = escape(", ".join(f"{svg.SIGN[mark]} {word}" for mark, word in LEGEND.items()))
         body += [
             "<h2>Ops of one layer</h2>",
             _table(("op", "before", "after"), layer.changes()),

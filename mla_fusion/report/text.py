@@ -7,7 +7,7 @@ from mla_fusion.report.layer_graph import FUSED, KEPT, LEGEND, LayerGraph, Row, 
 
 def graph(layer: LayerGraph) -> list[str]:
     """Lines with every changed op, marked, and the kept ops that it reads or that read it."""
-    legend = ", ".join(f"{mark} {word}" for mark, word in LEGEND.items() if mark != KEPT)
+    legend = ", ".join(f"{mark} {word}" for mark, word in LEGEND.items())
     out = [f"one layer, {len(layer.before)} ops before, {len(layer.after)} after ({legend})"]
     for stage, listed in zip(("before", "after"), rows(layer), strict=True):
         out.append(f"{stage}:")

@@ -111,31 +111,30 @@ def _watched(records):
 
 
 def _classes(records):
-    """Per compiled class: its MLA layers in the decode range, how many fused, and the declines."""
-    out: dict[str, Any] = {}
+    """Per compiled class the counts of its decode range."""
+    from mla_fusion import report
+
+    found: dict[str, Any] = {}
     for name, record in records:
-        if not record.layers or record.range[0] != 1:
-            continue
-        entry = out.setdefault(name, {"layers": 0, "fused": 0, "declined": {}})
-        entry["layers"] += record.layers
-        entry["fused"] += record.fused
-        for decline, layers in record.declined.items():
-            entry["declined"][decline.code] = entry["declined"].get(decline.code, 0) + layers
-    return out
+        if record.layers and record.range[0] == 1:
+            found.setdefault(name, report.RangeReport(record.range)).add(record)
+    return {name: _counts([total]) for name, total in found.items()}
 
 
 def _reports(folder):
-    """The decode range of the report of each rank, as `_classes` counts."""
+    """The counts of the decode range in the report of each rank."""
     from mla_fusion import report
 
-    out = []
-    for path in sorted((folder / "vllm").glob("torch_compile_cache/mla_fusion/*.json")):
-        made = report.load(path)
-        ranges = [r for r in made.ranges if r.range[1] <= made.bucket]
-        declined = {d.code: layers for r in ranges for d, layers in r.declined.items()}
-        layers, fused = sum(r.layers for r in ranges), sum(r.fused for r in ranges)
-        out.append({"layers": layers, "fused": fused, "declined": declined})
-    return out
+    paths = sorted((folder / "vllm").glob("torch_compile_cache/mla_fusion/*.json"))
+    made = [report.load(path) for path in paths]
+    return [_counts([r for r in each.ranges if r.range[1] <= each.bucket]) for each in made]
+
+
+def _counts(ranges):
+    """MLA layers, how many fused, and the declines by their code."""
+    declined = {d.code: layers for r in ranges for d, layers in r.declined.items()}
+    layers, fused = sum(r.layers for r in ranges), sum(r.fused for r in ranges)
+    return {"layers": layers, "fused": fused, "declined": declined}
 
 
 def _run(asked, folder):

@@ -4,14 +4,12 @@ vLLM's own passes change the graph where a CPU build has them, else an edit with
 """
 
 import operator
-from contextlib import contextmanager
 
-import pytest
 import torch
 
-from tests.passes import edits
-from tests.passes.cuda_ops import plain_kernels
-from tests.passes.fake_engine import BATCHES, assert_same, fuse, reasons, run
+from tests.coverage import vllm_passes
+from tests.passes import declare, edits
+from tests.passes.fake_engine import fuse, reasons
 from tests.passes.graphs import ROPES, Spec, build, copy, printed
 
 SPECS = [Spec(rope, q_lora=True) for rope in ROPES]
@@ -29,10 +27,7 @@ def check(edit, reason):
         if reason:
             assert printed(after) == printed(before)
             continue
-        with pytest.MonkeyPatch.context() as patch, contextmanager(plain_kernels)(patch):
-            for batch in (BATCHES["mixed"], BATCHES["decode"]):
-                results = run(before, spec, batch), run(after, spec, batch)
-                assert_same(*results, batch, tolerance=1e-5)
+        vllm_passes.assert_equal(before, after, spec)
 
 
 def _vllms_rope_passes(module):
@@ -57,9 +52,8 @@ def _dual_norm(module):
 
 
 # A stand-in for AITER's op, which normalizes two tensors at once.
-_library = torch.library.Library("mla_fusion_tests", "FRAGMENT")
-_library.define("both(Tensor a, Tensor b) -> (Tensor, Tensor)")
-_library.impl("both", lambda a, b: (a.clone(), b.clone()), "CompositeExplicitAutograd")
+_both = lambda a, b: (a.clone(), b.clone())  # noqa: E731
+declare.op("mla_fusion_tests", "both(Tensor a, Tensor b) -> (Tensor, Tensor)", _both, _both)
 
 # name -> how the feature changes a graph, and the code if the layer must decline
 ON_GRAPHS = {

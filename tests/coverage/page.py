@@ -5,14 +5,13 @@ It is between `<!-- table -->` and `<!-- end -->`. What has the same result is o
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.coverage import outputs, unreachable
+from tests.coverage import tables, unreachable
 from tests.coverage.neighbours import NEIGHBOURS
 from tests.coverage.on_graphs import ON_GRAPHS, SPECS
-from tests.coverage.outputs import OUTPUTS
-from tests.coverage.spellings import SPELLINGS, VARIANTS
 
 RESULTS = Path(__file__).with_name("results")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "coverage.md"
@@ -99,19 +98,14 @@ def compiled(version):
 
 
 def shown(version):
-    """Compiled class -> (engines that had it, its counts in all of them together)."""
-    out: dict[str, tuple[list[str], dict[str, Any]]] = {}
-    for engine, result in stored(version)["engines"].items():
+    """Compiled class -> "layers", "fused" and the reasons of the others, counted in all engines."""
+    out: dict[str, Counter[str]] = {}
+    for result in stored(version)["engines"].values():
         for name, counts in result.get("classes", {}).items():
             if name.startswith("transformers."):
                 name = _MODELS + TRANSFORMERS
-            empty: dict[str, Any] = {"layers": 0, "fused": 0, "declined": {}}
-            engines, total = out.setdefault(name.removeprefix(_MODELS), ([], empty))
-            engines.append(engine)
-            total["layers"] += counts["layers"]
-            total["fused"] += counts["fused"]
-            for code, layers in counts["declined"].items():
-                total["declined"][code] = total["declined"].get(code, 0) + layers
+            total = out.setdefault(name.removeprefix(_MODELS), Counter())
+            total.update(counts["declined"], layers=counts["layers"], fused=counts["fused"])
     return out
 
 
@@ -128,15 +122,13 @@ def models_rows():
         }
         states = tuple(_state(version, architecture, found) for version in (NEW, OLD, SOURCES))
         of_state, all_classes = grouped.setdefault(states, ([], set()))
-        if TRANSFORMERS in classes:
-            of_state.append("any, with `model_impl=transformers`")
-        else:
-            of_state.append(f"`{architecture}`")
+        any_model = "any, with `model_impl=transformers`"
+        of_state.append(any_model if TRANSFORMERS in classes else f"`{architecture}`")
         all_classes |= classes
     rows = []
     for states, (of_state, classes) in grouped.items():
         cells = [
-            _total([found[v][name][1] for name in classes if name in found[v]])
+            _total([found[v][name] for name in classes if name in found[v]])
             if state is _ALL
             else state
             for v, state in zip((NEW, OLD, SOURCES), states, strict=True)
@@ -157,15 +149,15 @@ def _state(version, architecture, found):
         return code
     if version == SOURCES:
         return "compiled"
-    counts = [found[version][name][1] for name in classes]
-    return _ALL if all(not count["declined"] for count in counts) else _total(counts)
+    counts = [found[version][name] for name in classes]
+    return _ALL if all(count["layers"] == count["fused"] for count in counts) else _total(counts)
 
 
 def _total(counts):
     """Of all layers, how many fused; the reasons of the others."""
-    codes = dict.fromkeys(code for count in counts for code in count["declined"])
-    fused, layers = (sum(count[key] for count in counts) for key in ("fused", "layers"))
-    return _fused(f"{fused} of {layers}", codes)
+    total = sum(counts, Counter())
+    fused, layers = (total.pop(key, 0) for key in ("fused", "layers"))
+    return _fused(f"{fused} of {layers}", total)
 
 
 def _all_or_none(count, reason):
@@ -180,14 +172,14 @@ def _fused(counts, codes):
 
 def spelled():
     """Each spelling: all variants fuse."""
-    for name in SPELLINGS:
-        yield "spellings", name, (f"{len(VARIANTS)} of {len(VARIANTS)}", "-", "-")
+    for name in tables.SPELLINGS:
+        yield "spellings", name, (_all_or_none(len(tables.VARIANTS), ""), "-", "-")
 
 
 def quantizations():
     """Each quantization in front of o_proj: it is taken in, in all variants, or why not."""
-    for name, (_, where, reason) in OUTPUTS.items():
-        cell = _all_or_none(len(outputs.VARIANTS), reason)
+    for name, (_, where, reason) in tables.OUTPUTS.items():
+        cell = _all_or_none(len(tables.OUTPUT_VARIANTS), reason)
         yield "quantizations", f"{name} ({where})", (cell, "-", "-")
 
 

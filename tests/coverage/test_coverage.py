@@ -4,16 +4,18 @@ import functools
 from pathlib import Path
 
 import pytest
+import torch
 import vllm
 
 from mla_fusion import config, plugin, report
 from mla_fusion.cli.check import model_classes
 from mla_fusion.report.reasons import Decline
-from tests.coverage import models, neighbours, on_graphs, outputs, page, spellings, unreachable
+from tests.coverage import models, neighbours, on_graphs, page, tables, unreachable, vllm_passes
 from tests.coverage.__main__ import read_sources, run
 from tests.models import DEEPSEEK_V2, write
 from tests.nightly import daily
 from tests.passes import linears
+from tests.passes.graphs import Spec
 
 VERSION = str(vllm.__version__).split("+")[0]
 # Of all classes on their default configuration: limits of the kernel.
@@ -48,10 +50,9 @@ def test_every_compiled_class_was_shown_by_an_engine(version):
 
 @pytest.mark.parametrize("version", [page.NEW, page.OLD])
 def test_every_layer_fused_or_declined_for_a_known_limit(version):
-    for name, (_, counts) in page.shown(version).items():
-        declined = counts["declined"]
-        assert counts["layers"] == counts["fused"] + sum(declined.values()) > 0, name
-        assert set(declined) <= DECLINED.get(name, set()), name
+    for name, counts in page.shown(version).items():
+        assert 2 * counts["layers"] == counts.total() > 0, name
+        assert set(counts) <= {"layers", "fused", *DECLINED.get(name, ())}, name
 
 
 def test_the_installed_vllm_has_no_other_mla_class(sources):
@@ -113,22 +114,30 @@ def test_the_user_is_told_that_a_draft_head_is_in_no_graph(version, engine):
     assert "outside any graph: 1 MLA layers" in line or "1 in no graph" in line
 
 
-@pytest.mark.parametrize("variant", daily(spellings.VARIANTS, spellings.VARIANTS[0]))
-@pytest.mark.parametrize("name", spellings.SPELLINGS)
-def test_a_spelling(name, variant):
-    assert spellings.outcome(name, variant) == set()
+@pytest.mark.parametrize("variant", daily(tables.VARIANTS, tables.VARIANTS[0]))
+@pytest.mark.parametrize("name", tables.SPELLINGS)
+def test_a_spelling(name, variant, plain_kernels):
+    (given, styles, by_vllm), (q_lora, layer_name, partition) = tables.SPELLINGS[name], variant
+    for is_neox in styles:
+        spec = Spec(is_neox=is_neox, q_lora=q_lora, layer_name=layer_name, **given)
+        made = vllm_passes.compare(spec, partition, by_vllm)
+        assert (made.layers, made.fused, made.declined) == (1, 1, {})
 
 
-@pytest.mark.parametrize("variant", daily(outputs.VARIANTS, outputs.VARIANTS[0]))
-@pytest.mark.parametrize("name", outputs.OUTPUTS)
-def test_quantizations_in_front_of_o_proj(name, variant):
-    quantized, _, reason = outputs.OUTPUTS[name]
-    assert outputs.outcome(name, variant) == reason
-    assert (not reason) is (quantized in linears.FUSED)
+@pytest.mark.parametrize("variant", daily(tables.OUTPUT_VARIANTS, tables.OUTPUT_VARIANTS[0]))
+@pytest.mark.parametrize("name", tables.OUTPUTS)
+def test_quantizations_in_front_of_o_proj(name, variant, plain_kernels):
+    (quantized, _, reason), (layer_name, partition) = tables.OUTPUTS[name], variant
+    spec = Spec("nope", dtype=torch.bfloat16, quantized=quantized, layer_name=layer_name)
+    runs = quantized not in tables.NOT_RUN
+    made = vllm_passes.compare(spec, partition, attention="portable", runs=runs)
+    assert (made.fused, made.declined) == (1, {})
+    assert [decline.code for decline in made.plain_outputs] == [reason] * bool(reason)
+    assert (reason == "") is (made.outputs.keys() != {"none"}) is (quantized in linears.FUSED)
 
 
 @pytest.mark.parametrize("name", on_graphs.ON_GRAPHS)
-def test_graphs_of_a_neighbour(name):
+def test_graphs_of_a_neighbour(name, plain_kernels):
     on_graphs.check(*on_graphs.ON_GRAPHS[name])
 
 

@@ -6,7 +6,7 @@ import types
 
 import torch
 
-from tests.passes import graphs
+from tests.passes import declare, graphs
 from tests.passes.fake_engine import Impl
 from tests.passes.graphs import ROPE
 
@@ -47,7 +47,6 @@ def _rotary_embedding(*args, rope_dim_offset=0, inverse=False):
 @functools.cache
 def define_cuda_ops():
     """Define the CUDA ops that vLLM's last step names and a CPU build lacks; nothing calls them."""
-    library = torch.library.Library("_C", "FRAGMENT")
     for name in (
         "fused_add_rms_norm_static_fp8_quant",
         "rms_norm_dynamic_per_token_quant",
@@ -56,8 +55,4 @@ def define_cuda_ops():
         "fused_qk_norm_rope",
     ):
         if not hasattr(torch.ops._C, name):
-            library.define(f"{name}(Tensor x) -> ()")
-    _libraries.append(library)
-
-
-_libraries: list[torch.library.Library] = []
+            declare.op("_C", f"{name}(Tensor x) -> ()")

@@ -130,6 +130,16 @@ def _k_scaled(module, factor=2.0):
     set_argument(call, k_pe=k_pe)
 
 
+def _cosines_of_another_row(module):
+    """Whatever positions of a batch may be equal."""
+    lookup = find(module, aten.index.Tensor)
+    readers = list(lookup.users)
+    rows = [add(module, readers[0], aten.select.int, lookup, 0, i) for i in (1, 0, 2, 3, 4)]
+    other = add(module, readers[0], aten.stack.default, rows)
+    for reader in readers:
+        reader.replace_input_with(lookup, other)
+
+
 def _write_unrotated(module):
     update = find(module, UPDATE)
     update.args = (update.args[0], unrotated_k(module), *update.args[2:])
@@ -268,6 +278,7 @@ _BY_REASON = {
         "rotated part put elsewhere": (_GPTJ, _scatter_elsewhere),
         "other columns rotated": (_GPTJ, _rotate_other_columns),
         "k_pe at other positions": (_GPTJ, _k_at_other_positions),
+        "cosines of another row": (Spec("native", dynamic=False), _cosines_of_another_row),
         "k_pe scaled": (_GPTJ, _k_scaled),
         "query rounded to integers": (_GPTJ, lambda m: _round_query(m, torch.int32)),
         "query rounded to fp8": (_DEEPSEEK, lambda m: _round_query(m, torch.float8_e4m3fn)),

@@ -342,6 +342,14 @@ def passes(spec, quantized_query=False):
     }
 
 
+def after_pass(last, spec):
+    """A graph after passes 2 to `last`, before anything is dropped."""
+    module = graphs.build(spec)
+    for number in range(2, last + 1):
+        passes(spec)[number](module.graph)
+    return module
+
+
 def fuse(module, spec, facts=None, quantized_query=False):
     """Passes 2 to 4, and 6, as `MLAFusionPass` runs them; what became of the layers."""
     calls = list(attention_calls(module.graph))

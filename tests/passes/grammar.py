@@ -65,11 +65,6 @@ def _spec(row):
     return Spec(**functools.reduce(operator.or_, row))
 
 
-def describe(spec):
-    """A name that is unique among the specs of the grammar."""
-    return f"{spec}-{spec.kv_cache_dtype}-{str(spec.table_dtype).removeprefix('torch.')}"
-
-
 def pairwise():
     """A few combinations among which every two values of two options meet, found greedily."""
     rows = list(itertools.product(*(range(len(values)) for values in OPTIONS.values())))

@@ -26,7 +26,7 @@ from vllm.utils.torch_utils import _encode_layer_name
 
 from mla_fusion import runtime
 from mla_fusion.config import vllm_compat
-from tests.passes import linears
+from tests.passes import declare, linears
 
 runtime.register_ops()
 
@@ -86,7 +86,8 @@ class Spec:
         words += [f"scaled_{self.scaled}"] * bool(self.scaled)
         words += [f"quantized_{self.quantized}"] * bool(self.quantized)
         words += [self.layer_name, str(self.dtype).removeprefix("torch.")]
-        return "-".join(words)
+        words += ["table_" + str(self.table_dtype).removeprefix("torch.")] * bool(self.table_dtype)
+        return "-".join(words + [f"{self.kv_cache_dtype}_cache"] * (self.kv_cache_dtype != "auto"))
 
 
 def layer_names(spec):
@@ -345,36 +346,6 @@ def _bake_layer_names(module, spec):
         module.graph.erase_node(placeholder)
 
 
-def _declare_ops():
-    """Ops that vLLM registers on ROCm only, and the stand-in for vLLM's fused op."""
-    name = vllm_compat.layer_name_type()
-    library = torch.library.Library("mla_fusion_tests", "DEF")
-    library.define(
-        "rope_update(Tensor positions, Tensor q_pe, Tensor k_pe, Tensor kv_c, Tensor table, "
-        f"bool is_neox, str kv_cache_dtype, Tensor scale, {name} layer_name) "
-        "-> (Tensor, Tensor, Tensor)"
-    )
-
-    def fake(positions, q_pe, k_pe, kv_c, *rest):
-        return kv_c.new_empty(0), torch.empty_like(q_pe), torch.empty_like(k_pe)
-
-    library._register_fake("rope_update", fake)
-    library.define("mystery_rope(Tensor q, Tensor positions) -> Tensor")
-    library._register_fake("mystery_rope", lambda q, positions: torch.empty_like(q))
-    library.impl("mystery_rope", lambda q, positions: q * positions.cos().view(-1, 1, 1), "CPU")
-    _LIBRARIES.append(library)
-    if hasattr(torch.ops.vllm, "rocm_aiter_triton_rotary_embedding"):
-        return
-    rocm = torch.library.Library("vllm", "FRAGMENT")
-    rocm.define(
-        "rocm_aiter_triton_rotary_embedding(Tensor positions, Tensor(a!) query, Tensor(b!) key, "
-        "SymInt head_size, Tensor cos_sin_cache, bool is_neox, Tensor? offsets=None) -> ()"
-    )
-    rocm._register_fake("rocm_aiter_triton_rotary_embedding", lambda *args: None)
-    rocm.impl("rocm_aiter_triton_rotary_embedding", rotate_in_place, "CPU")
-    _LIBRARIES.append(rocm)
-
-
 def rotate_in_place(positions, query, key, head_size, cos_sin_cache, is_neox, offsets=None):
     """RoPE by complex numbers, in place, for [T, H, R] and [T, R]; written apart from the library.
 
@@ -396,5 +367,25 @@ def rotate_in_place(positions, query, key, head_size, cos_sin_cache, is_neox, of
         x.copy_((back.transpose(-1, -2) if is_neox else back).flatten(-2))
 
 
-_LIBRARIES: list[torch.library.Library] = []
-_declare_ops()
+# The stand-in for vLLM's fused op, an op that rotates unknown to all, and one of ROCm.
+declare.op(
+    "mla_fusion_tests",
+    "rope_update(Tensor positions, Tensor q_pe, Tensor k_pe, Tensor kv_c, Tensor table, "
+    f"bool is_neox, str cache_dtype, Tensor scale, {vllm_compat.layer_name_type()} layer_name) "
+    "-> (Tensor, Tensor, Tensor)",
+    fake=lambda positions, q_pe, k_pe, kv_c, *rest: (
+        kv_c.new_empty(0), torch.empty_like(q_pe), torch.empty_like(k_pe)
+    ),
+)  # fmt: skip
+declare.op(
+    "mla_fusion_tests", "mystery_rope(Tensor q, Tensor positions) -> Tensor",
+    lambda q, positions: q * positions.cos().view(-1, 1, 1),
+    fake=lambda q, positions: torch.empty_like(q),
+)  # fmt: skip
+if not hasattr(torch.ops.vllm, "rocm_aiter_triton_rotary_embedding"):
+    declare.op(
+        "vllm",
+        "rocm_aiter_triton_rotary_embedding(Tensor positions, Tensor(a!) query, Tensor(b!) key, "
+        "SymInt head_size, Tensor cos_sin_cache, bool is_neox, Tensor? offsets=None) -> ()",
+        rotate_in_place,
+    )

@@ -13,6 +13,8 @@ from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
 from vllm.model_executor.layers.quantization.utils import fp8_utils
 from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 
+from tests.passes import declare
+
 FP8 = torch.float8_e4m3fn
 GROUP = 128
 LIMIT = torch.tensor(448.0)
@@ -137,43 +139,20 @@ def _fp8_linear(x, scales, weight):
     return (wide @ weight.float()).to(weight.dtype)
 
 
-def _declare_ops():
-    """CUDA ops with bodies for a CPU, but for packed scales, which nothing here unpacks.
-
-    The CPU build declares one of them without arguments, so that one gets an overload. vLLM's own
-    declarations are taken where its GPU library is loaded.
-    """
-    group = "Tensor input, Tensor(a!) output_q, Tensor(b!) output_s, int group_size, float eps, "
-    group += "float fp8_min, float fp8_max"
-    scaled = "bool scale_ue8m0, bool dummy_is_scale_transposed, bool dummy_is_tma_aligned"
-    one = "Tensor(a!) result, Tensor input, Tensor scale, int[]? group_shape=None"
-    per_token = "Tensor(a!) result, Tensor input, Tensor(b!) scale"
-    out = []
-    for namespace, schema, body in (
-        ("_C", f"per_token_group_fp8_quant({group}, {scaled}) -> ()", group_quantize),
-        ("_C", f"static_scaled_fp8_quant.cpu({one}) -> ()", static_quantize),
-        ("_C", f"per_token_group_fp8_quant_packed({group}) -> ()", None),
-        ("mla_fusion_tests", f"per_token_quant({per_token}) -> ()", _per_token_quant),
-        ("mla_fusion_tests", "fp8_linear(Tensor x, Tensor scales, Tensor weight) -> Tensor",
-         _fp8_linear),
-    ):  # fmt: skip
-        library = torch.library.Library(namespace, "FRAGMENT")
-        name = schema.partition("(")[0]
-        declared = getattr(getattr(torch.ops, namespace), name.partition(".")[0], None)
-        if declared is not None and declared.default._schema.arguments:
-            name = declared.__name__
-        else:
-            library.define(schema)
-        if body is not None:
-            library.impl(name, body, "CPU")
-        if body is _fp8_linear:
-            library._register_fake(name, lambda x, s, w: w.new_empty((x.shape[0], w.shape[1])))
-        else:
-            library._register_fake(name, lambda *args: None)
-        out.append(library)
-    return out
-
-
-_libraries = _declare_ops()
+# CUDA ops with bodies for a CPU, but for packed scales, which nothing here unpacks. One gets an
+# overload: the CPU build declares it without arguments.
+_GROUPED = "Tensor input, Tensor(a!) output_q, Tensor(b!) output_s, int group_size, float eps, "
+_GROUPED += "float fp8_min, float fp8_max"
+_SCALED = "bool scale_ue8m0, bool dummy_is_scale_transposed, bool dummy_is_tma_aligned"
+_ONE = "Tensor(a!) result, Tensor input, Tensor scale, int[]? group_shape=None"
+_PER_TOKEN = "Tensor(a!) result, Tensor input, Tensor(b!) scale"
+declare.op("_C", f"per_token_group_fp8_quant({_GROUPED}, {_SCALED}) -> ()", group_quantize)
+declare.op("_C", f"static_scaled_fp8_quant.cpu({_ONE}) -> ()", static_quantize)
+declare.op("_C", f"per_token_group_fp8_quant_packed({_GROUPED}) -> ()")
+declare.op("mla_fusion_tests", f"per_token_quant({_PER_TOKEN}) -> ()", _per_token_quant)
+declare.op(
+    "mla_fusion_tests", "fp8_linear(Tensor x, Tensor scales, Tensor weight) -> Tensor", _fp8_linear,
+    fake=lambda x, scales, weight: weight.new_empty((x.shape[0], weight.shape[1])),
+)  # fmt: skip
 _STATIC = torch.ops._C.static_scaled_fp8_quant
 STATIC_QUANTIZE = getattr(_STATIC, "cpu", _STATIC.default)  # the one with arguments

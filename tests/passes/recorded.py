@@ -21,6 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from vllm.utils.torch_utils import _encode_layer_name
 
+from tests.passes import declare
+
 FOLDER = Path(__file__).with_name("recorded")
 _TOKENS = 5  # the hint of every symbol
 
@@ -29,7 +31,9 @@ def read(path):
     """The graph in a file."""
     stored = json.loads(gzip.decompress(path.read_bytes()))
     for name, schema in stored["schemas"].items():
-        _define_if_missing(name, schema)
+        namespace, op = name.split(".")[:2]
+        if not hasattr(getattr(torch.ops, namespace), op):
+            declare.op(namespace, schema.split("::", 1)[1])
     graph, entries = fx.Graph(), {entry["name"]: entry for entry in stored["nodes"]}
 
     def create(name):
@@ -102,15 +106,3 @@ class _Decoder:
         expression = sympy.sympify(text, locals=self.symbols)
         hint = int(expression.subs(dict.fromkeys(expression.free_symbols, _TOKENS)))
         return self.shapes.create_symintnode(expression, hint=hint)
-
-
-_libraries: list[torch.library.Library] = []
-
-
-def _define_if_missing(name, schema):
-    namespace, op = name.split(".")[:2]
-    if hasattr(getattr(torch.ops, namespace), op):
-        return
-    library = torch.library.Library(namespace, "FRAGMENT")
-    library.define(schema.split("::", 1)[1])
-    _libraries.append(library)

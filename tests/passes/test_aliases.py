@@ -6,16 +6,14 @@ import torch
 from mla_fusion import ops
 from mla_fusion.passes.fix_functionalization import MLAFixFunctionalizationPass
 from mla_fusion.patterns.site import functionalized_op
-from tests.passes import edits, graphs, programs
+from tests.passes import declare, edits, graphs, programs
 from tests.passes.fake_engine import BATCHES, assert_same, fuse, run
 from tests.passes.graphs import Spec, build, find
 
 aten = torch.ops.aten
 FUSED = f"{ops.NAMESPACE}::{ops.FUSED}"
 FUSED_LAYER, CAT = Spec("native"), Spec("cat_fused")
-_LIBRARY = torch.library.Library("mla_fusion_tests", "FRAGMENT")
-_LIBRARY.define("forgets(Tensor x) -> Tensor")
-_LIBRARY.impl("forgets", lambda x: x.detach(), "CompositeExplicitAutograd")
+declare.op("mla_fusion_tests", "forgets(Tensor x) -> Tensor", torch.detach, torch.detach)
 
 
 def projection(module):

@@ -213,7 +213,7 @@ def test_edited_graphs_compute_the_same(data, spec, steps, misplaced, quantized,
 
 @pytest.mark.nightly
 @pytest.mark.usefixtures("plain_kernels")
-@pytest.mark.parametrize("spec", grammar.every_spec(), ids=grammar.describe)
+@pytest.mark.parametrize("spec", grammar.every_spec(), ids=str)
 def test_every_spelling_of_the_grammar_fuses(spec):
     """All combinations of the options; the default run has every pair of them."""
     module, quantized = build(spec), spec.kv_cache_dtype == "fp8"

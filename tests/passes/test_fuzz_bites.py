@@ -85,7 +85,9 @@ IN_GRAPHS = {
     "anything is a rotation": (probe, "same", lambda a, b: a.shape == b.shape),
     "NeoX for GPT-J": (native, "_judge", _flipped),
     "a slice that is put back elsewhere": (fix_functionalization, "_normal", lambda place: ()),
-    "a pass that is not idempotent": (lift, "_is_lifted", lambda attention: False),
+    "a call that pass 2 left is lifted": (
+        lift, "made_by", lambda q: f"{ops.NAMESPACE}::{ops.ROPE_UPDATE}"
+    ),
     "a cast that loses precision": (probe, "_keeps_precision", lambda *a: True),
     "a factor of each head or channel": (scaling, "_factors", lambda node, query: node),
     "any product with a factor": (scaling, "_is_the_product", lambda *a: True),

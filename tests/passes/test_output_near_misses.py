@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from tests.passes import edits
+from tests.passes.fake_engine import after_pass
 from tests.passes.graphs import find
-from tests.passes.test_output import BF16, assert_kept, before_pass_6, quantization, spec_of
+from tests.passes.test_output import BF16, assert_kept, quantization, spec_of
 
 aten = torch.ops.aten
 CAST = torch.ops.prims.convert_element_type.default
@@ -96,7 +97,7 @@ NEAR_MISSES = {
 def test_near_miss_is_kept(name):
     quantized, edit, detail = NEAR_MISSES[name]
     spec = spec_of(quantized)
-    module = before_pass_6(spec)
+    module = after_pass(4, spec)
     edit(module)
     reason = "opaque" if quantized == "opaque" else "quantization"
     assert_kept(module, spec, f"output-{reason}", detail)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import fx
-from torch._higher_order_ops.auto_functionalize import auto_functionalized
 
 from mla_fusion.passes.fix_functionalization import MLAFixFunctionalizationPass
 from mla_fusion.patterns import output_quantization
@@ -39,10 +38,8 @@ def test_a_square_output_that_is_transposed_is_not_the_quantized_one(name):
     target, args = TURNS[name]
     view = graph.call_function(target, (output, *args))
     view.meta["val"] = output.meta["val"]
-    arguments = {"result": result, "input": view, "scale": scale, "group_shape": None}
-    call = graph.call_function(auto_functionalized, (linears.STATIC_QUANTIZE,), arguments)
-    call.meta["val"] = (None, result.meta["val"])
-    graph.output(call)
+    arguments, values = (result, view, scale, None), (None, result.meta["val"])
+    graph.output(graphs.functionalized(graph, linears.STATIC_QUANTIZE, arguments, values))
     if name == "alias":
         assert output_quantization.read([output]).scale is scale
         return

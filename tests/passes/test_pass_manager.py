@@ -1,6 +1,7 @@
 """The passes in vLLM's form: their gate (invariant 2), cache key (9) and record for the report."""
 
 import importlib
+import itertools
 import pickle
 import shutil
 from pathlib import Path
@@ -83,41 +84,33 @@ def test_invariant_2_graph_without_mla_is_untouched():
     assert (record.layers, record.declined) == (0, {})
 
 
-class Clock:
-    """Seconds that pass between one look and the next."""
-
-    def __init__(self, seconds):
-        self.now, self.seconds = 100.0, seconds
-
-    def perf_counter(self):
-        self.now += self.seconds
-        return self.now
+@pytest.fixture
+def clock(monkeypatch):
+    """A quarter of a second passes between one look and the next."""
+    seconds = itertools.count(100, 0.25)
+    monkeypatch.setattr(pipeline, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
 
 
-def test_record_of_a_graph_says_what_a_warm_up_needs(monkeypatch):
+def test_record_of_a_graph_says_what_a_warm_up_needs(monkeypatch, clock):
     shown = []
     monkeypatch.setattr(
         torch._dynamo.utils, "lazy_format_graph_code", lambda *given: shown.append(given)
     )
-    monkeypatch.setattr(pipeline, "time", Clock(0.25))
     spec = Spec("native", is_neox=True, dtype=torch.bfloat16, table_dtype=torch.float32)
     module = build(spec)
     owner = module.graph.owning_module
     record = run_pass(module, spec, 1, BUCKET)
-    want = ops.Variant(True, graphs.ROPE, "float32", "bfloat16", "auto")
-    assert record.variants == [want]
+    assert record.variants == [ops.Variant(True, graphs.ROPE, "float32", "bfloat16", "auto")]
     assert record.pass_ms == 250
     assert shown == [("mla_fusion.before", owner), ("mla_fusion.after", owner)]
     assert record.layer.before and record.layer.before != record.layer.after
     report.forget()
     nope = Spec("nope", dtype=torch.bfloat16, kv_cache_dtype="fp8", scaled="in_place")
-    record = run_pass(build(nope), nope, 1, BUCKET)
-    want = ops.Variant(False, graphs.ROPE, "", "bfloat16", "fp8", "float32")
-    assert record.variants == [want]
+    [only] = run_pass(build(nope), nope, 1, BUCKET).variants
+    assert only == ops.Variant(False, graphs.ROPE, "", "bfloat16", "fp8", "float32")
 
 
-def test_record_of_the_last_step(monkeypatch):
-    monkeypatch.setattr(pipeline, "time", Clock(0.25))
+def test_record_of_the_last_step(clock):
     seen: list[fx.Graph] = []
     module = build(Spec())
     with pass_context(Range(start=2, end=9)):

@@ -12,9 +12,10 @@ from mla_fusion.passes.canonicalize import CanonicalizeMLARoPEPass
 from mla_fusion.passes.fuse import MLAAiterQkRopeKVCacheFusionPass
 from mla_fusion.passes.lift import MLADecodeQPrepLiftPass
 from mla_fusion.passes.pipeline import by_argument
+from mla_fusion.patterns import probe
 from mla_fusion.report.reasons import Decline
 from tests.passes import edits
-from tests.passes.fake_engine import facts_of, passes
+from tests.passes.fake_engine import after_pass, facts_of, passes
 from tests.passes.graphs import HEADS, LATENT, ROPE, ROPES, Spec, build, find, find_all, printed
 
 CANONICAL, Q_PREP, FUSED, ATTENTION = (
@@ -22,18 +23,6 @@ CANONICAL, Q_PREP, FUSED, ATTENTION = (
 )
 ROPE_OF = dict(zip(ROPES, (Rope.NATIVE, Rope.NATIVE, Rope.VLLM_C, Rope.FLASHINFER,
                            Rope.AITER_TRITON, Rope.CAT_FUSED, Rope.NONE), strict=True))  # fmt: skip
-
-
-def after(last, spec):
-    """A graph after passes 2 to `last`."""
-    module = build(spec)
-    for number in range(2, last + 1):
-        passes(spec)[number](module.graph)
-    return module
-
-
-def canonicalize(module, spec):
-    return passes(spec)[2](module.graph)
 
 
 def lift(module, spec):
@@ -54,7 +43,7 @@ def test_canonical_node(rope, is_neox):
     module = build(spec)
     attention = edits.attention(module)
     old = {name: attention.kwargs[name].meta["val"] for name in ("q", "k_pe")}
-    result = canonicalize(module, spec)
+    result = passes(spec)[2](module.graph)
     node = find(module, CANONICAL)
     assert (result.rewritten, result.declined) == ({attention.name: node}, [])
     names = {k: getattr(v, "name", v) for k, v in node.kwargs.items()}
@@ -86,11 +75,19 @@ def test_details_name_the_obstacle():
         module = build(spec)
         value = edits.attention(module).kwargs[argument]
         edits.read_also(module, value)
-        [shared] = canonicalize(module, spec).declined
+        [shared] = passes(spec)[2](module.graph).declined
         [reader] = [n for n in value.users if n.target is edits.aten.neg.default]
         # What is computed from a rotated value by moving and adding is followed to its reader.
         pair = (reader.name, "output") if argument == "q" else (value.name, reader.name)
         assert shared.detail == "{} is read by {}".format(*pair)
+
+
+def test_only_the_table_is_probed_with_few_rows():
+    """Also where it is cast before its lookup."""
+    for table_dtype in (torch.bfloat16, torch.float32):
+        module = build(Spec("native", dtype=torch.bfloat16, table_dtype=table_dtype))
+        given = module.graph.find_nodes(op="placeholder")
+        assert [node.name for node in given if probe._is_table(node)] == ["table"]
 
 
 # --- pass 3
@@ -100,27 +97,25 @@ def test_details_name_the_obstacle():
 def test_lifted_call(rope):
     """All readers of the output read the new call, also where it is taken apart twice."""
     spec = Spec(rope)
-    module = after(2, spec)
+    module = after_pass(2, spec)
     old = edits.attention(module)
+    given = old.kwargs
     twin = edits.add(module, module.graph.output_node(), operator.getitem, old, 1)
     edits.read_also(module, twin)
     assert lift(module, spec) == [old.name]
     prep, new = find(module, Q_PREP), find(module, ATTENTION)
     assert list(prep.meta["val"].shape[1:]) == [HEADS, LATENT + ROPE]
-    assert not [user for read in old.users for user in read.users]
-    q, name = old.kwargs["q"], old.kwargs["layer_name"]
-    assert prep.args == (q, name, LATENT, ROPE, torch.float32)
-    taken = ("q", "k_pe", "output", "layer_name", "kv_cache_dummy_dep")
-    want = {k: old.kwargs[k] for k in taken}
-    assert dict(new.kwargs) == {**want, "prepared_q": prep, "kv_c": old.kwargs["kv_c_normed"]}
+    assert not find_all(module, edits.ATTENTION)
+    assert prep.args == (given["q"], given["layer_name"], LATENT, ROPE, torch.float32)
+    want = {k: given[k] for k in ("q", "k_pe", "output", "layer_name", "kv_cache_dummy_dep")}
+    assert dict(new.kwargs) == {**want, "prepared_q": prep, "kv_c": given["kv_c_normed"]}
     nothing, output = new.meta["val"]
-    assert nothing is None
-    assert str(output.shape) == str(old.kwargs["output"].meta["val"].shape)
+    assert nothing is None and str(output.shape) == str(given["output"].meta["val"].shape)
 
 
 def test_query_type_is_that_of_the_backend():
     spec = Spec("nope", kv_cache_dtype="fp8", dtype=torch.bfloat16)
-    module = after(2, spec)
+    module = after_pass(2, spec)
     MLADecodeQPrepLiftPass(facts_of(spec, quantized_query=True))(module.graph)
     assert find(module, Q_PREP).meta["val"].dtype is torch.float8_e4m3fn
 
@@ -128,7 +123,7 @@ def test_query_type_is_that_of_the_backend():
 @pytest.mark.parametrize("through", ["copy", "split"])
 def test_near_miss_a_query_that_is_not_canonical_is_kept(through):
     spec = Spec("native")
-    module = after(2, spec)
+    module = after_pass(2, spec)
     attention = edits.attention(module)
     other = attention.kwargs["q"]
     if through == "copy":
@@ -144,7 +139,7 @@ def test_near_miss_a_query_that_is_not_canonical_is_kept(through):
 
 def test_a_graph_that_was_lifted_in_part_is_lifted_whole():
     spec = Spec("native", layers=2)
-    module = after(2, spec)
+    module = after_pass(2, spec)
     attention = edits.attention(module, 1)
     query = attention.kwargs["q"]
     edits.set_argument(attention, q=edits.add(module, attention, edits.aten.clone.default, query))
@@ -156,7 +151,7 @@ def test_a_graph_that_was_lifted_in_part_is_lifted_whole():
 
 def test_a_call_whose_output_nothing_reads_is_lifted():
     spec = Spec("native")
-    module = after(2, spec)
+    module = after_pass(2, spec)
     for read in list(edits.attention(module).users):
         read.replace_all_uses_with(edits.attention(module).kwargs["output"])
         module.graph.erase_node(read)
@@ -169,7 +164,7 @@ def test_a_call_whose_output_nothing_reads_is_lifted():
 @pytest.mark.parametrize("rope", ["native", "flashinfer", "nope"])
 @pytest.mark.parametrize("provider", ["reference", "triton", "aiter"])
 def test_fused_node(rope, provider):
-    module = after(3, Spec(rope))
+    module = after_pass(3, Spec(rope))
     canonical, prep = find(module, CANONICAL), find(module, Q_PREP)
     kwargs = dict(canonical.kwargs)
     assert fuse_pairs(module, provider) == [prep.name]
@@ -183,7 +178,7 @@ def test_fused_node(rope, provider):
 
 @pytest.mark.parametrize("of", ["another layer", "another value"])
 def test_near_miss_the_preparation_of_something_else_is_kept(of):
-    module = after(3, Spec("native", layers=2))
+    module = after_pass(3, Spec("native", layers=2))
     prep, other = find_all(module, Q_PREP)
     if of == "another layer":
         prep.args = (prep.args[0], other.args[1], *prep.args[2:])
@@ -196,7 +191,7 @@ def test_near_miss_the_preparation_of_something_else_is_kept(of):
 
 def test_unread_outputs_may_be_missing():
     """An output of the canonical node that nothing reads need not have a getitem."""
-    module = after(3, Spec("native"))
+    module = after_pass(3, Spec("native"))
     dummy = find(module, ATTENTION).kwargs["kv_cache_dummy_dep"]
     for user in list(dummy.users):
         edits.set_argument(user, kv_cache_dummy_dep=None)
@@ -207,7 +202,7 @@ def test_unread_outputs_may_be_missing():
 
 def test_rotated_values_with_several_users():
     """Other readers of the canonical q or k_pe read the fused node's."""
-    module = after(3, Spec("native"))
+    module = after_pass(3, Spec("native"))
     attention = find(module, ATTENTION)
     for name in ("q", "k_pe"):
         edits.read_also(module, attention.kwargs[name])
@@ -218,7 +213,7 @@ def test_rotated_values_with_several_users():
 
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_buffer_is_allocated_by_the_graph(dynamic):
-    module = after(3, Spec("native", dynamic=dynamic))
+    module = after_pass(3, Spec("native", dynamic=dynamic))
     value = find(module, Q_PREP).meta["val"]
     fuse_pairs(module)
     node = find(module, FUSED)
