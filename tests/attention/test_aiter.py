@@ -183,65 +183,64 @@ def test_rows_after_the_last_sequence_are_not_written(use):
     assert_decoded(given, out[:2], [2, 0, 0], [700, 0, 0])
 
 
-class TestReleases:
-    def test_types_have_four_names_in_some(self, use, published):
-        published(PLANNER, "dtype_q=None, dtype_kv=None", "unused=None")
-        double = use()
-        refresh(allocate(), ROWS, LENGTHS)
-        [made] = double.calls(PLANNER)
-        assert made["dtype_q_rope"] == made["dtype_kv_nope"] == BF16
-
-    def test_the_first_planners_are_refused(self, use, published):
-        published(PLANNER, "kv_last_page_lens, ")
-        use()
-        with pytest.raises(ProviderUnavailable, match=r"v0\.1\.10\.post2"):
-            allocate()
-
-    def test_without_the_decode(self, use):
-        delattr(use().modules["aiter"], INFO)
-        with pytest.raises(ProviderUnavailable, match="no persistent MLA decode"):
-            allocate()
-
-    def test_the_log_sum_exp_is_newer(self, use, published):
-        published(DECODE, ", return_lse=False")
-        use("gfx950")
-        with pytest.raises(ValueError, match="return_lse"):
-            attention.persistent_mla_decode(**arguments(), return_lse=True)
+def test_types_have_four_names_in_some_releases(use, published):
+    published(PLANNER, "dtype_q=None, dtype_kv=None", "unused=None")
+    double = use()
+    refresh(allocate(), ROWS, LENGTHS)
+    [made] = double.calls(PLANNER)
+    assert made["dtype_q_rope"] == made["dtype_kv_nope"] == BF16
 
 
-def test_only_its_own_providers_take_the_plan(use):
+def test_the_first_releases_are_refused(use, published):
+    published(PLANNER, "kv_last_page_lens, ")
+    double = use()
+    with pytest.raises(ProviderUnavailable, match=r"v0\.1\.10\.post2"):
+        allocate()
+    delattr(double.modules["aiter"], INFO)
+    with pytest.raises(ProviderUnavailable, match="no persistent MLA decode"):
+        allocate()
+
+
+@pytest.mark.parametrize(
+    "options, why",
+    [({"return_lse": True}, "return_lse"),
+     ({"provider": "triton"}, "for aiter and reference, not for triton")],
+)  # fmt: skip
+def test_a_decode_that_is_refused(use, published, options, why):
+    published(DECODE, ", return_lse=False")  # as older releases have it
+    use("gfx950")
+    with pytest.raises(ValueError, match=why):
+        attention.persistent_mla_decode(**arguments(), **options)
+
+
+def test_aiter_plans_where_it_was_asked_for(use):
+    """And where it is slower."""
+    use("gfx950")
+    for changes in ({}, {"num_heads": 16, "max_query_len": 1, "max_batch": 32}):
+        plan = allocate(**changes)
+        assert plan.planner is planner_aiter and plan.layout.padded == 16
+    assert allocate(planner="portable").planner is planner
+
+
+@pytest.mark.parametrize(
+    "changes, why",
+    [
+        ({"planner": "auto"}, "choose one of portable, aiter"),
+        ({"max_query_len": 5}, "queries of 5"),
+        ({"ctas": 8}, "only the portable planner takes ctas"),
+        ({"kv_granularity": 24}, "power of two as kv_granularity, got 24"),
+        ({"v_head_dim": 256}, "kernels for latents of 512, not 256"),
+    ],
+)
+def test_a_plan_that_is_refused(use, changes, why):
     use()
-    with pytest.raises(ValueError, match="for aiter and reference, not for triton"):
-        attention.persistent_mla_decode(**arguments(), provider="triton")
+    with pytest.raises(ValueError, match=why):
+        allocate(**changes)
 
 
-class TestAllocation:
-    def test_aiter_plans_where_it_was_asked_for(self, use):
-        use()
-        assert allocate().planner is planner_aiter and allocate().layout.padded == 16
-        assert allocate(planner="portable").planner is planner
-        with pytest.raises(ValueError, match="choose one of portable, aiter"):
-            allocate(planner="auto")
-
-    def test_what_it_cannot_plan_is_refused(self, use):
-        use()
-        for changes, reason in (
-            ({"max_query_len": 5}, "queries of 5"),
-            ({"ctas": 8}, "only the portable planner takes ctas"),
-            ({"kv_granularity": 24}, "power of two as kv_granularity, got 24"),
-            ({"v_head_dim": 256}, "kernels for latents of 512, not 256"),
-        ):
-            with pytest.raises(ValueError, match=reason):
-                allocate(**changes)
-
-    def test_slower_is_still_possible_when_asked_for(self, use):
-        use("gfx950")
-        changes = {"num_heads": 16, "max_query_len": 1, "max_batch": 32}
-        assert allocate(**changes).planner is planner_aiter
-
-    def test_without_aiter(self, use):
-        use()
-        for name in [name for name in sys.modules if name.split(".")[0] == "aiter"]:
-            del sys.modules[name]
-        with pytest.raises(ProviderUnavailable, match="missing"):
-            allocate()
+def test_without_aiter(use):
+    use()
+    for name in [name for name in sys.modules if name.split(".")[0] == "aiter"]:
+        del sys.modules[name]
+    with pytest.raises(ProviderUnavailable, match="missing"):
+        allocate()

@@ -226,9 +226,9 @@ def attend(
     token: gl.constexpr = gl.SliceLayout(1, score)
     m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(0, score))
     l = gl.zeros([TILE, ROWS], gl.float32, score)
-    acc0 = gl.zeros([ring.keys.shape[2] // (2 * GROUPS), ROWS], gl.float32, score)
-    acc1, acc2, acc3 = acc0, acc0, acc0
-    odd0, odd1, odd2, odd3 = acc0, acc0, acc0, acc0
+    zeros = gl.zeros([ring.keys.shape[2] // (2 * GROUPS), ROWS], gl.float32, score)
+    accs = zeros, zeros, zeros, zeros
+    odds = accs
     for t in range(tile, stop):
         async_copy.wait_group(STAGES - 2)
         # All copies of the tile have arrived, and no warp reads the buffer of the one before. The
@@ -252,15 +252,13 @@ def attend(
         fence_async_shared()
         # P of all warps is there.
         barrier()
-        acc0, odd0 = add_group(acc0, odd0, decay, view, shared_p.index(0), 0)
-        acc1, odd1 = add_group(acc1, odd1, decay, view, shared_p.index(1), 1)
-        acc2, odd2 = add_group(acc2, odd2, decay, view, shared_p.index(2), 2)
-        acc3, odd3 = add_group(acc3, odd3, decay, view, shared_p.index(3), 3)
-        acc0, odd0, acc1, odd1, acc2, odd2, acc3, odd3 = warpgroup_mma_wait(
-            0, [acc0, odd0, acc1, odd1, acc2, odd2, acc3, odd3]
-        )
+        sums = ()
+        for i in gl.static_range(GROUPS):
+            sums += add_group(accs[i], odds[i], decay, view, shared_p.index(i), i)
+        sums = warpgroup_mma_wait(0, sums)
+        accs, odds = sums[0::2], sums[1::2]
         ring.slots.index((t + STAGES) % SLOTS).store(later)
-    return (acc0, acc1, acc2, acc3), (odd0, odd1, odd2, odd3), m, l
+    return accs, odds, m, l
 
 
 @gluon.jit

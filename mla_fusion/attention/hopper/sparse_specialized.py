@@ -174,27 +174,20 @@ def decode_kernel(
         ropes = gl.allocate_shared_memory(TYPE, [BUFFERS, TILE, R], layout)
         q_ropes = gl.allocate_shared_memory(TYPE, [ROWS, R], layout)
     tiles = Tiles(
-        keys,
-        ropes,
-        gl.allocate_shared_memory(gl.int32, [BUFFERS, TILE], line),
-        new_barriers(BUFFERS),
-        new_barriers(BUFFERS, 2),
-    )
+        keys, ropes, gl.allocate_shared_memory(gl.int32, [BUFFERS, TILE], line),
+        new_barriers(BUFFERS), new_barriers(BUFFERS, 2),
+    )  # fmt: skip
     made = new_barriers(4)
     query = ws.Query(
         ws.Boxes(q_halves, q_quarters, q_rotated),
-        q_left,
-        gl.allocate_shared_memory(TYPE, [2, ROWS, PART], layout),
-        q_ropes,
-        made.index(2),
-        made.index(3),
-    )
+        q_left, gl.allocate_shared_memory(TYPE, [2, ROWS, PART], layout), q_ropes,
+        made.index(2), made.index(3),
+    )  # fmt: skip
     shared = ws.Probabilities(
         gl.allocate_shared_memory(TYPE, [ROWS, TILE], layout),
         gl.allocate_shared_memory(gl.float32, [ROWS], line),
-        made.index(0),
-        made.index(1),
-    )
+        made.index(0), made.index(1),
+    )  # fmt: skip
     work = Work(
         work_indptr_ptr, work_info_ptr, qo_indptr_ptr, kv_indptr_ptr, table_ptr, table_stride,
         extra_table_ptr, extra_table_stride, gl.program_id(1) * ROWS,

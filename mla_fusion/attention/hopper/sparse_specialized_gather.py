@@ -137,8 +137,9 @@ def load_wide(entries, form: gl.constexpr):
 @gluon.jit
 def load_unit(entries, form: gl.constexpr):
     """All of the `Unit` of some entries."""
-    a, b = load_quarter(entries, 0, form), load_quarter(entries, 1, form)
-    quarters = a, b, load_quarter(entries, 2, form), load_quarter(entries, 3, form)
+    quarters = ()
+    for i in gl.static_range(4):
+        quarters += (load_quarter(entries, i, form),)  # type: ignore[assignment]
     return Unit(entries.slots, quarters, load_scales(entries, form), load_wide(entries, form))
 
 
@@ -172,19 +173,13 @@ def put_quarter(target, unit, NUMBER: gl.constexpr, U: gl.constexpr, form: gl.co
 @gluon.jit
 def put(tiles, buffer, unit, entries, U: gl.constexpr, form: gl.constexpr):
     """Store unit U of a tile, and load another one, a quarter in place of each that is stored."""
-    keys = tiles.keys.index(buffer)
-    put_quarter(keys, unit, 0, U, form)
-    a = load_quarter(entries, 0, form)
-    put_quarter(keys, unit, 1, U, form)
-    b = load_quarter(entries, 1, form)
-    put_quarter(keys, unit, 2, U, form)
-    c = load_quarter(entries, 2, form)
-    put_quarter(keys, unit, 3, U, form)
-    d = load_quarter(entries, 3, form)
+    quarters = ()
+    for i in gl.static_range(4):
+        put_quarter(tiles.keys.index(buffer), unit, i, U, form)
+        quarters += (load_quarter(entries, i, form),)  # type: ignore[assignment]
     if form.R > 0:
         pairs_of(tiles.ropes.index(buffer)).slice(UNIT * U, UNIT).store(unit.wide)
     tiles.slots.index(buffer).slice(UNIT * U, UNIT).store(unit.slots)
-    quarters = a, b, c, d
     return Unit(entries.slots, quarters, load_scales(entries, form), load_wide(entries, form))
 
 

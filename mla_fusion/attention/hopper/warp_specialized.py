@@ -80,20 +80,17 @@ def decode_kernel(
         gl.allocate_shared_memory(TYPE, [BUFFERS, TILE, HALF], tile),
         gl.allocate_shared_memory(TYPE, [2 * BUFFERS, TILE, PART], tile),
         gl.allocate_shared_memory(TYPE, [BUFFERS, TILE, R], rope),
-        new_barriers(BUFFERS),
-        new_barriers(2 * BUFFERS),
-        new_barriers(BUFFERS),
-        new_barriers(2 * BUFFERS),
-    )
+        new_barriers(BUFFERS), new_barriers(2 * BUFFERS),
+        new_barriers(BUFFERS), new_barriers(2 * BUFFERS),
+    )  # fmt: skip
     query_made = new_barriers(2)
     query = ws.Query(
         ws.Boxes(q_halves, q_quarters, q_rotated),
         gl.allocate_shared_memory(TYPE, [ROWS, HALF], tile),
         gl.allocate_shared_memory(TYPE, [2, ROWS, PART], tile),
         gl.allocate_shared_memory(TYPE, [ROWS, R], rope),
-        query_made.index(0),
-        query_made.index(1),
-    )
+        query_made.index(0), query_made.index(1),
+    )  # fmt: skip
     work = Work(
         work_indptr_ptr, work_info_ptr, qo_indptr_ptr, kv_indptr_ptr, table_ptr, table_stride,
         table_ptr, table_stride, gl.program_id(1) * ROWS,
@@ -108,9 +105,8 @@ def decode_kernel(
         shared = ws.Probabilities(
             gl.allocate_shared_memory(gl.float16, [2, ROWS, TILE], p_layout),
             gl.allocate_shared_memory(gl.float32, [2, ROWS], plain),
-            new_barriers(2),
-            new_barriers(2, 2),
-        )
+            new_barriers(2), new_barriers(2, 2),
+        )  # fmt: skip
         fence_async_shared()
         barrier()
         gl.warp_specialize(
@@ -130,9 +126,8 @@ def decode_kernel(
         shared = ws.Probabilities(
             gl.allocate_shared_memory(TYPE, [ROWS, TILE], p_layout),
             gl.allocate_shared_memory(gl.float32, [ROWS], plain),
-            made.index(0),
-            made.index(1),
-        )
+            made.index(0), made.index(1),
+        )  # fmt: skip
         fence_async_shared()
         barrier()
         gl.warp_specialize(
