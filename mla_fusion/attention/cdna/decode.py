@@ -179,10 +179,7 @@ def attend(
     cache, query, shared_p, position, item, factor, m, l, acc, first, stop, form: gl.constexpr,
     CDNA: gl.constexpr,
 ):  # fmt: skip
-    """Tiles `first` to `stop` of an item: new m, l and sums of its rows.
-
-    position: of each row, in the query of its sequence.
-    """
+    """Tiles `first` to `stop` of an item: new m, l and sums of rows at `position` of a query."""
     scores: gl.constexpr = l.type.layout
     output: gl.constexpr = acc.type.layout
     TYPE: gl.constexpr = query.latents.dtype
@@ -202,11 +199,10 @@ def attend(
         key = read_keys(cache, tile, blocks, form, keys)
         value_blocks = ()
         for i in gl.static_range(TILE // CHUNK):
-            if PAGE % TILE == 0:
-                value_blocks = value_blocks + (blocks,)  # type: ignore[assignment]  # noqa: RUF005
-            else:
+            part = blocks
+            if PAGE % TILE != 0:
                 part = blocks_of(cache, tile, i * CHUNK, CHUNK, PAGE, values)
-                value_blocks = value_blocks + (part,)  # type: ignore[assignment]  # noqa: RUF005
+            value_blocks = value_blocks + (part,)  # type: ignore[assignment]  # noqa: RUF005
         blocks = blocks_of(cache, tile + 1, 0, TILE, PAGE, keys)
         value = ()
         for i in gl.static_range(TILE // CHUNK):
@@ -292,17 +288,10 @@ kernel: Any = decode_kernel
 def arguments(given: Inputs) -> Launch:
     """What the kernel is launched with (also for compiling without a GPU)."""
     q, cache, generation = given.q, given.kv_cache, cdna(given.q.device)
-    page = cache.shape[1]
-    rows, waves = rows_and_waves(generation, given.rows, q.dtype, cache.dtype, page)
-    args = (
-        q, cache, given.block_table, *given.results, *given.scales, *given.strides, cache.stride(0),
-    )  # fmt: skip
+    rows, waves = rows_and_waves(generation, given.rows, q.dtype, cache.dtype, cache.shape[1])
+    tensors = q, cache, given.block_table, *given.results
     options = {
-        "FORM": given.form,
-        "ROWS": rows,
-        "BLOCK_N": TILE.value,
-        "CDNA": generation,
-        "num_warps": WARPS.value,
-        "waves_per_eu": waves,
-    }
-    return given.grid(rows), args, options
+        "FORM": given.form, "ROWS": rows, "BLOCK_N": TILE.value, "CDNA": generation,
+        "num_warps": WARPS.value, "waves_per_eu": waves,
+    }  # fmt: skip
+    return given.grid(rows), (*tensors, *given.scales, *given.strides, cache.stride(0)), options

@@ -1,7 +1,6 @@
-"""Launches what follows a Triton decode: the epilogue in one kernel, or separate launches.
-
-`choose` says which. Separate are the reduction, the product (`hopper.product`, or `torch.bmm` as in
-vLLM) and, where the result is fp8, a quantization.
+"""Launches what follows a Triton decode: the epilogue in one kernel, or, as `choose` says, separate
+launches: the reduction, the product (`hopper.product`, or `torch.bmm` as in vLLM) and, where the
+result is fp8, a quantization.
 """
 
 from __future__ import annotations
@@ -143,11 +142,10 @@ def choose(
 
     `launch` takes other shapes too, which benchmarks/epilogue.py times.
     """
-    of = in_groups(quantization)
-    for most, most_heads, group, shape in MEASURED:
-        served = slots <= most and heads <= most_heads and group == of
-        if served and not shape.unsuited(slots, latent, values, quantization):
-            return shape
+    for row in MEASURED:
+        served = slots <= row.slots and heads <= row.heads and row.group == in_groups(quantization)
+        if served and not row.shape.unsuited(slots, latent, values, quantization):
+            return row.shape
     return None
 
 
@@ -259,8 +257,7 @@ def _latents(columns: int, latent: int) -> int:
 def _vectors(latents: torch.Tensor, warps: int) -> int:
     """The least tile of latents of one split of which a thread loads four neighbours; 0: none.
 
-    Not where threads were left over: they would take other splits of the same latents, which then
-    meet through shared memory.
+    Threads that were left over would take other splits of it, which meet through shared memory.
     """
     warp = 64 if torch.version.hip else 32
     aligned = latents.data_ptr() % 8 == 0 and not any(n % 4 for n in latents.stride()[:2])
@@ -277,10 +274,9 @@ def quantize_arguments(
     return args, options | {"num_warps": 1} | early_launch(out.device)
 
 
-def _scale_strides(epilogue: Epilogue) -> tuple[int, int]:
-    if epilogue.scale is None or epilogue.quantization == "tensor":
-        return 0, 0
-    return epilogue.scale.stride(0), epilogue.scale.stride(1)
+def _scale_strides(epilogue: Epilogue) -> tuple[int, ...]:
+    scale = epilogue.scale
+    return (0, 0) if scale is None or scale.dim() == 1 else scale.stride()
 
 
 def _quantization(epilogue: Epilogue) -> dict[str, Any]:
