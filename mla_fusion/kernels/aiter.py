@@ -150,8 +150,8 @@ def validate(inputs: Inputs, arch_fp8: torch.dtype) -> None:
     q, kv_c, k_pe, kv_cache = inputs.q, inputs.kv_c, inputs.k_pe, inputs.kv_cache
     positions, slot_mapping = inputs.positions, inputs.slot_mapping
     cos_sin_cache, q_out, factor = inputs.cos_sin_cache, inputs.q_out, inputs.q_factor
-    act, tokens = q.dtype, slot_mapping.shape[0]
-    heads, (latent, rope) = q.shape[1], (kv_c.shape[-1], k_pe.shape[-1])
+    act, tokens, heads = q.dtype, slot_mapping.shape[0], q.shape[1]
+    latent, rope = kv_c.shape[-1], k_pe.shape[-1]
     general = not (rope == 64 and latent == 512 and latent * heads >= 2048)
     rules: list[tuple[str, bool, str]] = [
         ("q", act in (torch.float32, torch.float16, torch.bfloat16), "fp32, fp16 or bf16"),
@@ -306,12 +306,9 @@ def capabilities() -> dict[str, bool]:
 
 def parameters(function: Callable[..., Any], name: str) -> tuple[str, ...]:
     """Names of the arguments of `aiter.name`, from its schema if a compiled op hides them."""
-    found = inspect.signature(function).parameters
-    if tuple(found) != ("args", "kwargs"):
-        return tuple(found)
-    op = getattr(torch.ops.aiter, name, None)
-    if op is None:
-        raise ProviderUnavailable(
-            f"the arguments of AITER's {name} cannot be read: reinstall AITER"
-        )
+    if (found := tuple(inspect.signature(function).parameters)) != ("args", "kwargs"):
+        return found
+    if (op := getattr(torch.ops.aiter, name, None)) is None:
+        why = f"the arguments of AITER's {name} cannot be read: reinstall AITER"
+        raise ProviderUnavailable(why)
     return tuple(argument.name for argument in op.default._schema.arguments)
