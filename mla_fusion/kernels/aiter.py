@@ -204,11 +204,8 @@ def _device_fp32(x: Any, like: torch.Tensor) -> bool:
 def _absorb(
     q_nope: torch.Tensor, w_uk_t: torch.Tensor | PackedWeight, y_scale: torch.Tensor | None
 ) -> torch.Tensor:
-    """The absorbed query [T, H, L], dense, by the product for this form of weight.
-
-    The packed products are called as vLLM calls them: with an fp8 cache the fp4 product gets the
-    scale of the query as `y_scale`.
-    """
+    """The absorbed query [T, H, L], dense. Packed products are called as vLLM calls them: with an
+    fp8 cache the fp4 product gets the scale of the query as `y_scale`."""
     if isinstance(w_uk_t, torch.Tensor):
         return absorb(q_nope, w_uk_t)
     name = _PRODUCTS[w_uk_t.kind]
@@ -288,10 +285,8 @@ def warmup(
 
 
 def capabilities() -> dict[str, bool]:
-    """Whether this AITER has what `require` does not ask for, by AITER's names.
-
-    An argument that cannot be read counts as missing: nothing depends on it.
-    """
+    """Whether this AITER has what `require` does not ask for, by AITER's names; an argument that
+    cannot be read counts as missing, as nothing depends on it."""
     import aiter
 
     try:

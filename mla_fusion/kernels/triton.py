@@ -39,10 +39,8 @@ def require() -> None:
 
 
 def _limit(tensor: torch.Tensor) -> float:
-    """Largest finite value of an fp8 tensor's type, 0 for every other type.
-
-    Negative on NVIDIA, whose conversion to fp8 saturates (cvt.rn.satfinite): an explicit clamp
-    costs large batches 4 % of their time.
+    """Largest finite value of an fp8 tensor's type, 0 for every other type. Negative on NVIDIA,
+    whose conversion saturates (cvt.rn.satfinite): a clamp costs large batches 4 % of their time.
     """
     if tensor.dtype not in FP8_DTYPES:
         return 0.0
@@ -88,11 +86,9 @@ def early_launch(device: torch.device) -> dict[str, Any]:
 
 
 def _direct(plan: Plan, w_uk_t: torch.Tensor, q_out: torch.Tensor) -> bool:
-    """Whether product tiles are stored straight from registers (see `triton_product.py`).
-
-    A warp has 16 tokens of a tile, and must have a multiple of 64 latents. Triton compiles this
-    only for a W_UK of which it can load 16 aligned elements at a time. Only these types were
-    measured.
+    """Whether product tiles are stored straight from registers (see `triton_product.py`): of the
+    types that were measured. A warp has 16 tokens of a tile, and must have a multiple of 64
+    latents; Triton compiles it only for a W_UK of which it can load 16 aligned elements at once.
     """
     sides, rest = divmod(16 * plan.num_warps, plan.block_m)
     head, row, column = w_uk_t.stride()

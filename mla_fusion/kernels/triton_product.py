@@ -1,7 +1,6 @@
 """The q-absorb product: q_nope @ W_UK, written into the latent part of the query.
 
-A program loads its tile of W_UK once for several token tiles: at decode sizes W_UK is most of the
-bytes.
+A program loads its tile of W_UK once for several token tiles: in decode it is most of the bytes.
 
 DIRECT: large tiles of an fp8 query are stored straight from the registers of WGMMA, which leaves a
 warp with 16 tokens, and a lane with two neighbours of every 8 columns of the tokens lane / 4 and

@@ -100,10 +100,9 @@ def _query(q: torch.Tensor, source: torch.Tensor | None, heads: int) -> torch.Te
 def _store(
     companions: Companions, rows: int, target: torch.Tensor, found: torch.Tensor, nothing: float
 ) -> None:
-    """Copy the rows and heads of `target` from AITER's result, of `rows` rows a sequence.
-
-    AITER leaves garbage in a row that sees no key, which becomes `nothing`, and in the rows after
-    the last sequence, where `target` keeps its values.
+    """Copy the rows and heads of `target` from AITER's result, of `rows` rows a sequence. It leaves
+    garbage in a row that sees no key, which becomes `nothing`, and in the rows after the last
+    sequence, where `target` keeps its values.
     """
     real = slice(min(len(target), len(companions.target)))
     shape = (-1, *(1,) * (target.dim() - 1))

@@ -1,7 +1,7 @@
 """A decode kernel for AMD's CDNA 3 and 4 (gfx942, gfx950), in Gluon.
 
-Why not only the portable kernel: there, with 16 rows, all warps repeat the scores, keys go through
-LDS with a barrier before and after, and nothing is in flight meanwhile. Here
+In the portable kernel, with 16 rows, all warps repeat the scores, keys go through LDS with a
+barrier before and after, and nothing is in flight meanwhile. Here
 
 - a warp computes the scores of 16 of 64 tokens, then a quarter of the latents over all 64;
 - keys come from memory in the order that matrix instructions take (`cdna/layouts.py`), once for
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 
 __all__ = ["arguments", "fits", "kernel"]
 PART = gl.constexpr(64)  # columns of the query that are in registers at a time
-
-
 # The cache, the row of its block table for one sequence, and the tokens of an item.
 Cache = namedtuple("Cache", "pointer table block_stride begin end")
 # The query in LDS, [rows, columns]: its latents and its rotated part.
@@ -90,11 +88,8 @@ def read(
     cache, tile, blocks, FIRST: gl.constexpr, COUNT: gl.constexpr, COLUMN: gl.constexpr,
     WIDTH: gl.constexpr, form: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """WIDTH columns from COLUMN on of these tokens, whose `blocks` are known.
-
-    Tokens that are not the item's repeat one that is: their P is zero, and a masked load
-    would be a branch.
-    """
+    """WIDTH columns from COLUMN on of these tokens, whose `blocks` are known. Tokens that are not
+    the item's repeat one that is: their P is zero, and a masked load would be a branch."""
     ENTRY: gl.constexpr = form.ENTRY
     PAGE: gl.constexpr = form.PAGE
     at = tokens_of(cache, tile, FIRST, COUNT, LAYOUT)

@@ -33,10 +33,8 @@ if TYPE_CHECKING:
 
 @triton.jit
 def listed_entries(at, wanted, source, ENTRY: tl.constexpr, PAGE: tl.constexpr, form: tl.constexpr):
-    """Addresses of the slots that the table lists for tokens `at`, and a mask of the valid ones.
-
-    And, where scales are behind a page's entries, those of its eight bytes for each.
-    """
+    """Addresses of the slots that the table lists for tokens `at`, a mask of the valid ones, and,
+    where scales are behind a page's entries, the addresses of its eight bytes for each."""
     slot = tl.load(source.table + at, mask=wanted, other=-1)
     wanted &= slot >= 0
     slot = tl.where(wanted, slot, 0)
@@ -199,11 +197,10 @@ def fits(given: Inputs) -> str:
 
 
 def tile(rows: int, latent: int, rope: int, of_bytes: bool) -> tuple[int, int]:
-    """Query rows of a CTA for work items of `rows`, and its warps. of_bytes: of the cache.
-
-    The largest that compile for gfx942, gfx950 and sm_90 without spilling registers inside the
-    loop over tiles. fp8 latents above 512 spill there on sm_90, whatever the tile. Scales of bytes
-    take registers too: there 32 query rows spill to memory on gfx942 and gfx950, 4 warps on sm_90.
+    """Query rows of a CTA for work items of `rows`, and its warps: the largest that compile for
+    gfx942, gfx950 and sm_90 without spilling registers inside the loop over tiles. fp8 latents
+    above 512 spill there on sm_90, whatever the tile. of_bytes: the scales of such a cache take
+    registers too: 32 query rows spill to memory on gfx942 and gfx950, 4 warps on sm_90.
     """
     warp = 64 if torch.version.hip else 32
     if of_bytes:
