@@ -150,8 +150,8 @@ def validate(inputs: Inputs, arch_fp8: torch.dtype) -> None:
     q, kv_c, k_pe, kv_cache = inputs.q, inputs.kv_c, inputs.k_pe, inputs.kv_cache
     positions, slot_mapping = inputs.positions, inputs.slot_mapping
     cos_sin_cache, q_out, factor = inputs.cos_sin_cache, inputs.q_out, inputs.q_factor
-    act, tokens = q.dtype, slot_mapping.shape[0]
-    heads, (latent, rope) = q.shape[1], (kv_c.shape[-1], k_pe.shape[-1])
+    act, tokens, heads = q.dtype, slot_mapping.shape[0], q.shape[1]
+    latent, rope = kv_c.shape[-1], k_pe.shape[-1]
     general = not (rope == 64 and latent == 512 and latent * heads >= 2048)
     rules: list[tuple[str, bool, str]] = [
         ("q", act in (torch.float32, torch.float16, torch.bfloat16), "fp32, fp16 or bf16"),
@@ -204,11 +204,8 @@ def _device_fp32(x: Any, like: torch.Tensor) -> bool:
 def _absorb(
     q_nope: torch.Tensor, w_uk_t: torch.Tensor | PackedWeight, y_scale: torch.Tensor | None
 ) -> torch.Tensor:
-    """The absorbed query [T, H, L], dense, by the product for this form of weight.
-
-    The packed products are called as vLLM calls them: with an fp8 cache the fp4 product gets the
-    scale of the query as `y_scale`.
-    """
+    """The absorbed query [T, H, L], dense. Packed products are called as vLLM calls them: with an
+    fp8 cache the fp4 product gets the scale of the query as `y_scale`."""
     if isinstance(w_uk_t, torch.Tensor):
         return absorb(q_nope, w_uk_t)
     name = _PRODUCTS[w_uk_t.kind]
@@ -288,10 +285,8 @@ def warmup(
 
 
 def capabilities() -> dict[str, bool]:
-    """Whether this AITER has what `require` does not ask for, by AITER's names.
-
-    An argument that cannot be read counts as missing: nothing depends on it.
-    """
+    """Whether this AITER has what `require` does not ask for, by AITER's names; an argument that
+    cannot be read counts as missing, as nothing depends on it."""
     import aiter
 
     try:
@@ -306,12 +301,9 @@ def capabilities() -> dict[str, bool]:
 
 def parameters(function: Callable[..., Any], name: str) -> tuple[str, ...]:
     """Names of the arguments of `aiter.name`, from its schema if a compiled op hides them."""
-    found = inspect.signature(function).parameters
-    if tuple(found) != ("args", "kwargs"):
-        return tuple(found)
-    op = getattr(torch.ops.aiter, name, None)
-    if op is None:
-        raise ProviderUnavailable(
-            f"the arguments of AITER's {name} cannot be read: reinstall AITER"
-        )
+    if (found := tuple(inspect.signature(function).parameters)) != ("args", "kwargs"):
+        return found
+    if (op := getattr(torch.ops.aiter, name, None)) is None:
+        why = f"the arguments of AITER's {name} cannot be read: reinstall AITER"
+        raise ProviderUnavailable(why)
     return tuple(argument.name for argument in op.default._schema.arguments)

@@ -1,10 +1,9 @@
 """Which launch computes the fused region: a plan per (tokens, heads, widths, device), measured.
 
 `gpus/` has a JSON file for each GPU, with the plans that `benchmarks/tune_dispatch.py` measured to
-be fastest. A GPU that was not measured gets a default made from the shape. Widths that were not
-measured get the plans of the nearest ones. Every plan is legal for all widths: the kernel masks
-what a tile has beyond them, and `fit` shrinks tiles that are too deep. Nothing is tried out at run
-time, so a captured graph and its warm-up always agree.
+be fastest; other GPUs get a default made from the shape, other widths the plans of the nearest.
+Every plan is legal for all widths: the kernel masks what a tile has beyond them, and `fit` shrinks
+tiles that are too deep. Nothing is tried out at run time: a graph and its warm-up agree.
 """
 
 from __future__ import annotations
@@ -102,18 +101,15 @@ def cdna_plan(arch: str, tokens: int, heads: int, latent: int) -> Plan:
     65 tokens on.
     """
     plan = default_plan(tokens, heads, latent)
-    if plan.block_n == 128 and (arch == "gfx942" or tokens <= 64):
-        cache_tokens = min(4, plan.cache_tokens)
-        return dataclasses.replace(plan, block_n=64, rope_rows=64, cache_tokens=cache_tokens)
-    return plan
+    if plan.block_n < 128 or (arch == "gfx950" and tokens > 64):
+        return plan
+    return dataclasses.replace(plan, block_n=64, cache_tokens=min(4, plan.cache_tokens))
 
 
 def fit(plan: Plan, depth: int, rotated: int, itemsize: int) -> Plan:
-    """`plan` with smaller tiles if the reduction is deeper, its type or the rotated part wider.
-
-    depth, rotated: P and R, padded to powers of two. The limits are those of 128 elements of 16
-    bits and of 64 rotated ones. Tiles shrink by the excess factor, so that the operands fit the
-    same shared memory (LDS), and a rotation the same registers.
+    """`plan` with smaller tiles where there are more than 128 elements of 16 bits to sum, or more
+    than 64 rotated ones: by the excess factor, so that the operands fit the same shared memory
+    (LDS), and a rotation the same registers. depth, rotated: P and R, padded to powers of two.
     """
     if rotated > 64:
         plan = dataclasses.replace(plan, rope_rows=max(1, plan.rope_rows * 64 // rotated))
@@ -124,8 +120,8 @@ def fit(plan: Plan, depth: int, rotated: int, itemsize: int) -> Plan:
 
 @functools.lru_cache(maxsize=8)
 def device_table(device: torch.device) -> str | None:
-    """The measured device whose plans serve this one: itself, else one of its architecture; an
-    architecture of `CDNA` has plans of its own without one."""
+    """The measured device whose plans serve this one: itself, else one of its architecture; one of
+    `CDNA` has plans of its own without."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

@@ -29,9 +29,7 @@ def rotate(
     first, second = slice(0, None, 2), slice(1, None, 2)
     if is_neox:
         first, second = slice(0, half), slice(half, None)
-    angles = cos_sin_cache[positions].float()
-    while angles.dim() < x.dim():
-        angles = angles.unsqueeze(1)
+    angles = cos_sin_cache[positions].float().unflatten(0, (-1, *(1,) * (x.dim() - 2)))
     cos, sin = angles[..., :half], angles[..., half:]
     a, b = x[..., first].float(), x[..., second].float()
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
@@ -51,9 +49,7 @@ def cast(x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor) -> torch.Tens
     if dtype.itemsize > 1:
         return x.to(dtype)
     largest = torch.finfo(dtype).max
-    scaled = x.to(torch.float32) * (1.0 / scale.to(torch.float32))
-    scaled = torch.where(scaled > largest, largest, scaled)
-    return torch.where(scaled < -largest, -largest, scaled).to(dtype)
+    return (x.float() * (1.0 / scale.float())).clamp(-largest, largest).to(dtype)
 
 
 def scale(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -1,7 +1,6 @@
 """The Triton provider: the fused region in one launch, by the plan of `dispatch.choose`.
 
-The kernel itself is in `triton_kernels.py`, which is imported on first use, so that this module can
-be imported where Triton is not installed.
+The kernel, `triton_kernels.py`, is imported on first use: this module can be where Triton is not.
 """
 
 import dataclasses
@@ -40,10 +39,8 @@ def require() -> None:
 
 
 def _limit(tensor: torch.Tensor) -> float:
-    """Largest finite value of an fp8 tensor's type, 0 for every other type.
-
-    Negative on NVIDIA, whose conversion to fp8 saturates (cvt.rn.satfinite): an explicit clamp
-    costs large batches 4 % of their time.
+    """Largest finite value of an fp8 tensor's type, 0 for every other type. Negative on NVIDIA,
+    whose conversion saturates (cvt.rn.satfinite): a clamp costs large batches 4 % of their time.
     """
     if tensor.dtype not in FP8_DTYPES:
         return 0.0
@@ -89,11 +86,9 @@ def early_launch(device: torch.device) -> dict[str, Any]:
 
 
 def _direct(plan: Plan, w_uk_t: torch.Tensor, q_out: torch.Tensor) -> bool:
-    """Whether product tiles are stored straight from registers (see `triton_product.py`).
-
-    A warp has 16 tokens of a tile, and must have a multiple of 64 latents. Triton compiles this
-    only for a W_UK of which it can load 16 aligned elements at a time. Only these types were
-    measured.
+    """Whether product tiles are stored straight from registers (see `triton_product.py`): of the
+    types that were measured. A warp has 16 tokens of a tile, and must have a multiple of 64
+    latents; Triton compiles it only for a W_UK of which it can load 16 aligned elements at once.
     """
     sides, rest = divmod(16 * plan.num_warps, plan.block_m)
     head, row, column = w_uk_t.stride()
@@ -202,7 +197,7 @@ def launch_arguments(plan: Plan, inputs: Inputs) -> tuple[tuple[Any, ...], dict[
     tokens, heads, _ = q.shape
     # Row strides of one token have no meaning. Fixed, they select the aligned variant, which the
     # warm-up compiled.
-    strides = [q.stride(0), kv_c.stride(0), k_pe.stride(0)] if tokens > 1 else [0, 0, 0]
+    strides = [x.stride(0) if tokens > 1 else 0 for x in (q, kv_c, k_pe)]
     align = 16 // q.element_size()
     if any(stride % align for stride in strides):
         align = 1
@@ -223,32 +218,26 @@ def launch_arguments(plan: Plan, inputs: Inputs) -> tuple[tuple[Any, ...], dict[
         DIRECT=_direct(plan, w_uk_t, q_out), plan=plan,
     )  # fmt: skip
     options: dict[str, Any] = {
-        "FORM": form,
-        "Q_LIMIT": _limit(q_out),
-        "K_LIMIT": _limit(kv_cache),
-        "num_warps": plan.num_warps,
-        "num_stages": 2,
+        "FORM": form, "Q_LIMIT": _limit(q_out), "K_LIMIT": _limit(kv_cache),
+        "num_warps": plan.num_warps, "num_stages": 2,
         # Contraction would leave one product of x * cos - y * sin unrounded: near zero the result
         # would be many units in the last place off the reference's.
         "enable_fp_fusion": False,
-    }
+    }  # fmt: skip
     return args, options | early_launch(q_out.device)
 
 
 def warmup(
     batch: Callable[[int], Inputs], max_tokens: int, progress: Callable[[str], None] = logger.info
 ) -> int:
-    """Compile every configuration that batches of 1 to `max_tokens` tokens can use.
+    """Compile every configuration that batches of 1 to `max_tokens` tokens can use: their number.
 
     Call it once per layer shape, before the first request and before graph capture; a second call
-    costs only the launches.
+    costs only the launches. The activations of a padded batch are dense: where the rows of a real
+    one do not begin at multiples of 16 bytes (k_pe cut out of a projection of odd width, say), the
+    first such batch compiles a variant of its own. Run one before capture.
 
-    The activations of a padded batch are dense. Where the rows of a real one do not begin at
-    multiples of 16 bytes (k_pe cut out of a projection of odd width, say), the first such batch
-    compiles a variant of its own: run one before capture.
-
-    batch: `mla_fusion.kernels.inputs.padded_batch` for a layer. progress: called with one line per
-    configuration. Returns their number.
+    batch: `mla_fusion.kernels.inputs.padded_batch` for a layer. progress: called with a line each.
     """
     one = batch(1)
     heads, device = one.q.shape[1], one.q.device
@@ -258,10 +247,8 @@ def warmup(
     for tokens in range(1, max_tokens + 1):
         plans.setdefault(dispatch.choose(tokens, *layer), tokens)
     for done, (plan, tokens) in enumerate(plans.items(), start=1):
-        progress(
-            f"mla-fusion: compiling Triton configuration {done} of {len(plans)} "
-            f"({heads} heads, from {tokens} tokens)"
-        )
+        of = f"{done} of {len(plans)} ({heads} heads, from {tokens} tokens)"
+        progress(f"mla-fusion: compiling Triton configuration {of}")
         fused_mla_decode_prep(batch(tokens), plan)
     if device.type == "cuda":
         torch.cuda.synchronize(device)

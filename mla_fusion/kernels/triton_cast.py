@@ -39,11 +39,8 @@ def cast(x, inverse, DTYPE: tl.constexpr, LIMIT: tl.constexpr):
 
 @triton.jit
 def query_slots(given, token, ALL_ROWS: tl.constexpr):
-    """Below 0 for a row without a query: one beyond the tokens, or of padding.
-
-    ALL_ROWS: no row is padding. Under context parallelism -1 is also the slot of a token that
-    another rank keeps in its cache.
-    """
+    """Below 0 for a row without a query: one beyond the tokens, or of padding, which no row is with
+    ALL_ROWS: under context parallelism -1 is the slot of a token that another rank keeps."""
     inside = token < given.tokens
     if ALL_ROWS:
         return tl.where(inside, 0, -1)
@@ -62,10 +59,7 @@ def factors_of(given, token):
 
 @triton.jit
 def scaled(x, factor, SCALED: tl.constexpr, ACT: tl.constexpr):
-    """fp32 `x` rounded to the activation type, times `factor`, rounded again, in fp32.
-
-    Unless SCALED it stays as it is.
-    """
+    """fp32 `x`, if SCALED rounded to the activation type, times `factor`, and rounded again."""
     if SCALED:
         x = (x.to(ACT).to(tl.float32) * factor).to(ACT).to(tl.float32)
     return x

@@ -1,7 +1,6 @@
 """The q-absorb product: q_nope @ W_UK, written into the latent part of the query.
 
-A program loads its tile of W_UK once for several token tiles: at decode sizes W_UK is most of the
-bytes.
+A program loads its tile of W_UK once for several token tiles: in decode it is most of the bytes.
 
 DIRECT: large tiles of an fp8 query are stored straight from the registers of WGMMA, which leaves a
 warp with 16 tokens, and a lane with two neighbours of every 8 columns of the tokens lane / 4 and
@@ -55,24 +54,33 @@ def _query_tile(q_ptrs, q_row, m_start, end, form: tl.constexpr):
 
 
 @triton.jit
-def _direct_weights(w_ptrs, w_row, w_col, n_start, form: tl.constexpr):
-    """W_UK of one head for latents n_start ... n_start + BLOCK_N, in DIRECT order."""
+def _weights(given, head, n_start, k, n, form: tl.constexpr):
+    """W_UK of one head for rows k and latents n (those from `n_start` on), zero outside of it."""
     P_PAD: tl.constexpr = form.P_PAD
     BLOCK_N: tl.constexpr = form.plan.block_n
-    # [lane % 4, P_PAD, 64 latents, 16 of a lane]: Triton spreads a warp over the last dimension and
-    # then over the others from the first on, here over 4 rows of 64 latents. These are whole lines
-    # of memory, and rows that the swizzle of shared memory keeps in banks of their own.
-    lane = tl.arange(0, 4)[:, None, None, None]
-    k = tl.arange(0, P_PAD)[None, :, None, None]
-    block = tl.arange(0, BLOCK_N // 64)[None, None, :, None]
-    n = n_start + block * 64 + lane * 16 + tl.arange(0, 16)[None, None, None, :]
-    w_ptrs = w_ptrs + k * w_row + n * w_col
-    if form.P == P_PAD and form.L % BLOCK_N == 0:
-        w = tl.load(w_ptrs)
+    w = given.w + head * given.w_head
+    if form.DIRECT:
+        # [lane % 4, P_PAD, 64 latents, 16 of a lane]: Triton spreads a warp over the last dimension
+        # and then over the others from the first on, here over 4 rows of 64 latents. These are
+        # whole lines of memory, and rows that the swizzle of shared memory keeps in banks of their
+        # own.
+        lane = tl.arange(0, 4)[:, None, None, None]
+        k = tl.arange(0, P_PAD)[None, :, None, None]
+        block = tl.arange(0, BLOCK_N // 64)[None, None, :, None]
+        n = n_start + block * 64 + lane * 16 + tl.arange(0, 16)[None, None, None, :]
+        w = w + k * given.w_row + n * given.w_col
+        wanted = (k < form.P) & (n < form.L)
     else:
-        w = tl.load(w_ptrs, mask=(k < form.P) & (n < form.L), other=0.0)
-    w = tl.reshape(w, (4, P_PAD, BLOCK_N // 64, 8, 2))
-    return tl.reshape(tl.permute(w, (1, 2, 3, 0, 4)), (P_PAD, BLOCK_N))
+        w = w + k[:, None] * given.w_row + n[None, :] * given.w_col
+        wanted = (k < form.P)[:, None] & (n < form.L)[None, :]
+    if form.P == P_PAD and form.L % BLOCK_N == 0:
+        w = tl.load(w)
+    else:
+        w = tl.load(w, mask=wanted, other=0.0)
+    if form.DIRECT:
+        w = tl.permute(tl.reshape(w, (4, P_PAD, BLOCK_N // 64, 8, 2)), (1, 2, 3, 0, 4))
+        w = tl.reshape(w, (P_PAD, BLOCK_N))
+    return w
 
 
 @triton.jit
@@ -100,18 +108,6 @@ def _direct_store(y, slot, out_ptrs, m, n_start, heads, form: tl.constexpr):
     stored = tl.broadcast_to(slot >= 0, (2, BLOCK_N // 64, BLOCK_M // 2))
     stored = tl.reshape(stored, (ROWS, 1))
     tl.store(out_ptrs + (m + row) * heads * WIDTH + column, y, mask=stored & (column < form.L))
-
-
-@triton.jit
-def _weights(w_ptrs, w_row, w_col, n_start, k, n, form: tl.constexpr):
-    """W_UK of one head for rows k and latents n (those from `n_start` on), zero outside of it."""
-    tile = w_ptrs + k[:, None] * w_row + n[None, :] * w_col
-    if form.DIRECT:
-        return _direct_weights(w_ptrs, w_row, w_col, n_start, form)
-    elif form.P == form.P_PAD and form.L % form.plan.block_n == 0:
-        return tl.load(tile)
-    else:
-        return tl.load(tile, mask=(k < form.P)[:, None] & (n < form.L)[None, :], other=0.0)
 
 
 @triton.jit
@@ -204,7 +200,7 @@ def product(given, work, form: tl.constexpr, Q_LIMIT: tl.constexpr, PDL: tl.cons
     m_start = ((work // n_tiles) % m_groups) * GROUP
     head = work // n_tiles // m_groups
     k = tl.arange(0, form.P_PAD)
-    w = _weights(given.w + head * given.w_head, given.w_row, given.w_col, n_start, k, n, form)
+    w = _weights(given, head, n_start, k, n, form)
     if PDL:
         # Weights do not change between launches; everything below may.
         tl.extra.cuda.gdc_wait()

@@ -19,8 +19,8 @@ def _rope_rows(
 ):  # fmt: skip
     """RoPE of rows of R elements; `src`, `dst` and `cos_sin` are [ROWS, 1] pointers to them.
 
-    `factor` [ROWS, 1] scales the rotated rows if SCALED. `rows` [ROWS, 1] masks rows out. Rows that
-    are not `valid` [ROWS, 1] become zeros (ZERO_INVALID) or are not stored.
+    `factor` scales the rotated rows if SCALED. `rows` masks rows out. Rows that are not `valid`
+    become zeros (ZERO_INVALID) or are not stored.
     """
     DTYPE: tl.constexpr = dst.dtype.element_ty
     ACT: tl.constexpr = src.dtype.element_ty

@@ -42,7 +42,10 @@ def run(double, kind, cache, query):
     """Call the provider; its arguments, and the absorbed query [T, H, L] in fp32 it should use."""
     given = calls.provider(cache, query)
     fp8 = double.arch.fp8
-    weight, wide = packed(kind, given["w_uk_t"], fp8)
+    plain = given["w_uk_t"]
+    weight, wide = packed(kind, plain, fp8)
+    assert weight.shape == tuple(plain.shape)
+    assert (weight.dtype, weight.device) == (plain.dtype, plain.device)
     q = rounded_query(kind, given["q"][..., :P], fp8)
     absorbed = torch.einsum("thp,hpl->thl", q, wide)
     given["w_uk_t"] = weight

@@ -11,7 +11,7 @@ from mla_fusion.kernels.inputs import padded_batch
 from mla_fusion.report import Variant
 from tests import aiter_double
 from tests.aiter_double import Aborted, calls
-from tests.aiter_double.calls import H, L, P, R
+from tests.aiter_double.calls import H, L, R
 from tests.aiter_double.test_products import packed
 from tests.aiter_double.versions import FP4_PRODUCT, FP8_PRODUCT, FUSED
 from tests.passes.fake_engine import Engine
@@ -68,14 +68,6 @@ def test_the_last_line_names_the_call_that_ended_the_process(monkeypatch, kind, 
         with pytest.raises(Aborted):
             provider.warmup(partial(padded_batch, **given), 5, progress=lines.append)
     assert f"AITER's {op} for 1 tokens (8 heads, torch.bfloat16, cache torch.bfloat16)" in lines[-1]
-
-
-def test_a_packed_weight_has_the_shape_of_a_plain_one():
-    weight = calls.provider()["w_uk_t"]
-    for kind in ("fp4", "fp8"):
-        form, _ = packed(kind, weight, torch.float8_e4m3fn)
-        assert form.shape == tuple(weight.shape) == (H, P, L)
-        assert (form.dtype, form.device) == (weight.dtype, weight.device)
 
 
 @pytest.fixture

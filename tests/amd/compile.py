@@ -30,9 +30,7 @@ class Launch:
     constants: dict[str, object] = dataclasses.field(default_factory=dict)
 
 
-@functools.cache
-def _parsed(text):
-    return assembly.parse(text)
+_parsed = functools.cache(assembly.parse)
 
 
 def launch(target, kernel, arguments, options, grid):

@@ -105,11 +105,8 @@ class Checker:
 def install():
     """Repair the interpreter of this process, before the first launch."""
     builder, checker = stock.InterpreterBuilder, Checker()
-    stock_binary, stock_unary, stock_ternary = (
-        builder.binary_op,
-        builder.unary_op,
-        builder.ternary_op,
-    )
+    stock_unary, stock_binary = builder.unary_op, builder.binary_op
+    stock_ternary, stock_fma = builder.ternary_op, builder.create_fma
     stock_cast, stock_sum = builder.cast_impl, stock.ReduceOps.sum
 
     def cast(self, source, target):
@@ -150,16 +147,14 @@ def install():
         return self.to_tensor(encode(total, value.dtype).data, value.dtype)
 
     def fma(self, x, y, z):
+        if not is_small(z.dtype):
+            return stock_fma(self, x, y, z)
         wide = decode(x).astype(np.float64) * decode(y) + decode(z)
         return encode(wide.astype(np.float32), z.dtype)
 
     builder.cast_impl, builder.create_fp_to_fp = cast, convert
     builder.binary_op, builder.unary_op, builder.ternary_op = binary, unary, ternary
-    builder.create_dot, stock.ReduceOps.sum = dot, reduce_sum
-    stock_fma = builder.create_fma
-    builder.create_fma = lambda self, x, y, z: (
-        fma(self, x, y, z) if is_small(z.dtype) else stock_fma(self, x, y, z)
-    )
+    builder.create_dot, builder.create_fma, stock.ReduceOps.sum = dot, fma, reduce_sum
     # Stock Triton patches its language anew for each call of a device function, a third of the time
     # of a launch.
     patched = set()
@@ -172,12 +167,8 @@ def install():
         return self.rewrite()(*arguments, **keywords)
 
     stock.InterpretedFunction.__call__ = call
-    executor = stock.GridExecutor
-    stock_init, stock_load, stock_store = (
-        executor._init_args_hst,
-        builder.create_masked_load,
-        builder.create_masked_store,
-    )
+    executor, stock_init = stock.GridExecutor, stock.GridExecutor._init_args_hst
+    stock_load, stock_store = builder.create_masked_load, builder.create_masked_store
 
     def initialize(self, arguments, keywords):
         result = stock_init(self, arguments, keywords)

@@ -1,8 +1,7 @@
 """Provider `aiter`: AITER's persistent MLA decode, for a plan of its planner.
 
-The contract is that of AITER's sources from v0.1.10.post2 to v0.1.20. Tests run it against a
-stand-in for the module that records the calls; no AMD hardware has run it. As `aiter/planner.py`
-says, Python checks everything before the call.
+The contract is that of AITER's sources from v0.1.10.post2 to v0.1.20; no AMD hardware has run it.
+As `aiter/planner.py` says, Python checks everything before the call.
 """
 
 import importlib
@@ -32,11 +31,10 @@ def persistent_mla_decode(given: Inputs) -> None:
         ValueError: an argument that AITER would reject, by aborting, or silently misread.
     """
     q, kv_cache, plan, lse = given.q, given.kv_cache, given.plan, given.lse
-    step, layout, companions = plan.step, plan.layout, plan.aiter
+    step, layout, companions, settings = plan.step, plan.layout, plan.aiter, plan.settings
     assert step is not None and companions is not None  # validated
     if given.epilogue is not None:
         raise ValueError("AITER's decode has no epilogue: multiply with W_UV after it")
-    settings = plan.settings
     if (q.shape[2], settings.v_head_dim) != (ENTRY, LATENT):
         raise ValueError(
             f"AITER decodes entries of {ENTRY} with values of {LATENT}, got {q.shape[2]} and "
@@ -55,16 +53,15 @@ def persistent_mla_decode(given: Inputs) -> None:
         )
     decode = importlib.import_module("aiter.mla").mla_decode_fwd
     extra: dict[str, Any] = {} if lse is None else {"return_lse": True}
-    for name, tensor in (("q_scale", q), ("kv_scale", kv_cache)):
-        if tensor.dtype != torch.bfloat16:
-            extra[name] = getattr(given, name)
+    extra |= {} if q.dtype == torch.bfloat16 else {"q_scale": given.q_scale}
+    extra |= {} if kv_cache.dtype == torch.bfloat16 else {"kv_scale": given.kv_scale}
     if lacking := sorted(set(extra) - set(fused_region.parameters(decode, "mla_decode_fwd"))):
         raise ValueError(
             f"this AITER's mla_decode_fwd has no {' and no '.join(lacking)}: install v0.1.10.post2 "
             "or newer"
         )
     batch, rows = step.batch, verdict.query_len
-    query = _query(q, companions, batch, rows, layout.padded)
+    query = _query(q, companions.source[: batch * rows] if rows > 1 else None, layout.padded)
     result = torch.empty((*query.shape[:2], LATENT), dtype=torch.bfloat16, device=q.device)
     _, logsumexp = decode(
         query,
@@ -89,14 +86,12 @@ def persistent_mla_decode(given: Inputs) -> None:
         _store(companions, rows, lse, logsumexp, -torch.inf)
 
 
-def _query(
-    q: torch.Tensor, companions: Companions, batch: int, rows: int, heads: int
-) -> torch.Tensor:
-    """The query as AITER takes it: dense, padded to `heads`, and with as many rows for every
-    sequence if they have more than one."""
+def _query(q: torch.Tensor, source: torch.Tensor | None, heads: int) -> torch.Tensor:
+    """The query as AITER takes it: dense, padded to `heads`, and if `source` says of which rows,
+    with as many for every sequence."""
     values = q.view(torch.uint8)  # not every op knows fp8
-    if rows > 1:
-        values = values.index_select(0, companions.source[: batch * rows])
+    if source is not None:
+        values = values.index_select(0, source)
     if missing := heads - q.shape[1]:
         values = torch.nn.functional.pad(values, (0, 0, 0, missing))
     return values.view(q.dtype).contiguous()
@@ -105,10 +100,9 @@ def _query(
 def _store(
     companions: Companions, rows: int, target: torch.Tensor, found: torch.Tensor, nothing: float
 ) -> None:
-    """Copy the rows and heads of `target` from AITER's result, of `rows` rows a sequence.
-
-    AITER leaves garbage in a row that sees no key, which becomes `nothing`, and in the rows after
-    the last sequence, where `target` keeps its values.
+    """Copy the rows and heads of `target` from AITER's result, of `rows` rows a sequence. It leaves
+    garbage in a row that sees no key, which becomes `nothing`, and in the rows after the last
+    sequence, where `target` keeps its values.
     """
     real = slice(min(len(target), len(companions.target)))
     shape = (-1, *(1,) * (target.dim() - 1))

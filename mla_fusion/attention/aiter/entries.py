@@ -24,8 +24,7 @@ def entries(plan: PlanBuffers, block_table: torch.Tensor, page_size: int) -> tor
     shared = companions.captured or not capturing()
     if shared and companions.expanded is not None and companions.expanded[0] == key:
         return companions.expanded[1]
-    found = companions.entries
-    if found is None:
+    if (found := companions.entries) is None:
         # As many as the block table can hold, so nothing waits for the device.
         found = block_table.new_zeros(block_table.numel() * page_size)
     expand(found, plan.kv_indptr[: len(block_table) + 1], block_table, page_size)

@@ -1,9 +1,8 @@
-"""AITER's planner, called for the buffers of this library.
+"""AITER's planner, called for the buffers of this library, as docs/aiter.md has its contract.
 
 A failed check of AITER may abort the process, and a missing buffer makes it allocate or read other
 memory. So Python checks everything first, hands over all six buffers or none, and passes arguments
-by keyword: releases inserted new ones in the middle (docs/aiter.md). The contract is
-that of AITER's sources from v0.1.10.post2 to v0.1.20; no AMD hardware has run it.
+by keyword: releases inserted new ones in the middle. No AMD hardware has run it.
 """
 
 from typing import Any
@@ -74,13 +73,11 @@ def allocate(settings: Settings) -> dict[str, Any]:
         ValueError: this AITER cannot size its buffers for the cap.
     """
     size, _, _ = selection.installed_planner()
-    cap = settings.max_split_per_batch
+    cap, device, batch = settings.max_split_per_batch, settings.device, settings.max_batch
     capped = {"max_split_per_batch": cap} if cap > 0 else {}
     if why := cannot_cap(cap):
         raise ValueError(why)
-    widest = verdict(settings, settings.max_query_len)
-    longest, layout = widest.query_len, widest.layout
-    device, batch = settings.device, settings.max_batch
+    layout, longest, _ = verdict(settings, settings.max_query_len)
     types = settings.q_dtype, settings.kv_dtype
     shapes = size(batch, longest, layout.padded, *types, is_sparse=False, fast_mode=True, **capped)
     six = {
@@ -113,21 +110,19 @@ def fill(
     batch, companions = seq_lens.shape[0], plan.aiter
     assert companions is not None  # the plan is AITER's
     companions.check(plan)
-    for indptr in (plan.qo_indptr, plan.kv_indptr):
-        indptr[0].zero_()
+    plan.kv_indptr[0].zero_()
     plan.qo_indptr[: batch + 1].copy_(qo_indptr)
     torch.cumsum(seq_lens, 0, dtype=torch.int32, out=plan.kv_indptr[1 : batch + 1])
     for indptr in (plan.qo_indptr, plan.kv_indptr):
         indptr[batch + 1 :].copy_(indptr[batch].expand_as(indptr[batch + 1 :]))
     settings = plan.settings
     rows = verdict(settings, max_query_len).query_len
-    _place_rows(companions, rows, plan.qo_indptr, plan.kv_indptr)
+    _place_rows(plan, companions, rows)
     companions.captured = capturing()
     _, write, names = selection.installed_planner()
     types = {"dtype_q": settings.q_dtype, "dtype_kv": settings.kv_dtype}
     if "dtype_q" not in names:
-        halves = ("nope", "rope")
-        types = {f"{name}_{half}": types[name] for name in types for half in halves}
+        types = {f"{name}_{half}": types[name] for name in types for half in ("nope", "rope")}
     write(
         aiter_rows(plan, rows)[: batch + 1],
         plan.kv_indptr[: batch + 1],
@@ -157,14 +152,9 @@ def aiter_rows(plan: PlanBuffers, rows: int) -> torch.Tensor:
     return plan.aiter.even if rows > 1 else plan.qo_indptr
 
 
-def _place_rows(
-    companions: Companions, rows: int, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor
-) -> None:
-    """Write where the query rows go, from the indptrs [max_batch + 1] of the plan.
-
-    `rows` is how many AITER has of each sequence.
-    """
-    most = len(companions.last_page_lens)
+def _place_rows(plan: PlanBuffers, companions: Companions, rows: int) -> None:
+    """Write where the query rows go, of which AITER has `rows` of each sequence."""
+    qo_indptr, kv_indptr, most = plan.qo_indptr, plan.kv_indptr, len(companions.last_page_lens)
     torch.mul(companions.counting[: most + 1], rows, out=companions.even)
 
     row = companions.counting[: len(companions.target)]

@@ -1,7 +1,7 @@
 """Which shapes AITER's persistent decode serves, and how well; and what the installed AITER has.
 
-The tables follow AITER's kernel manifests and planner up to v0.1.20, and public reports on them.
-They were read, not run: nothing here has run on AMD hardware.
+The tables follow AITER's kernel manifests and planner up to v0.1.20, and public reports on them,
+which were read: nothing here has run on AMD hardware.
 """
 
 import importlib
@@ -65,9 +65,7 @@ def aiter_verdict(
     *,
     return_lse: bool = False,
 ) -> Verdict:
-    """Whether AITER's persistent kernel serves sequences of up to `query_len` query rows on `arch`,
-    as `plan.device.architecture` gives it.
-    """
+    """Whether AITER serves sequences of up to `query_len` rows on a `plan.device.architecture`."""
     kind = _kind(q_dtype, kv_dtype)
     layout = heads.aiter_layout(num_heads, query_len, kind, arch)
 
@@ -120,9 +118,8 @@ def slow_steps(
     num_heads: int, query_len: int, dtype: torch.dtype, most: int, arch: str
 ) -> tuple[int, str]:
     """From how many sequences on, padded ones too and up to `most`, another decode is faster over a
-    cache of `dtype`, and which steps those are and why; (0, "") if it never is.
-
-    The table has no step with drafts, but an engine with them may have steps without.
+    cache of `dtype`, and which steps those are and why; (0, "") if it never is. The table has no
+    step with drafts, but an engine with them may have steps without.
     """
     if (arch, dtype) != ("gfx950", torch.bfloat16) or num_heads > 16 or most < _SLOW_BATCH:
         return 0, ""
@@ -144,11 +141,10 @@ def unsupported_widths(latent: int, rope: int) -> str:
 
 def _kind(q_dtype: torch.dtype, kv_dtype: torch.dtype) -> str:
     """How AITER names the pair of types; empty if no kernel takes it."""
-    if q_dtype == torch.bfloat16:
-        if kv_dtype == torch.bfloat16:
-            return "bf16"
-        return "bf16 over fp8" if kv_dtype in FP8_DTYPES else ""
-    return "fp8" if q_dtype in FP8_DTYPES and kv_dtype == q_dtype else ""
+    if q_dtype == torch.bfloat16 and kv_dtype in FP8_DTYPES:
+        return "bf16 over fp8"
+    same = {torch.bfloat16: "bf16", **dict.fromkeys(FP8_DTYPES, "fp8")}
+    return same.get(q_dtype, "") if q_dtype == kv_dtype else ""
 
 
 def require() -> None:
@@ -177,6 +173,5 @@ def installed_planner() -> tuple[Callable[..., Any], Callable[..., Any], tuple[s
 
 def sizes_with_cap() -> bool:
     """Whether the buffers can be sized for max_split_per_batch: v0.1.16 or newer."""
-    size, _, _ = installed_planner()
-    names = fused_region.parameters(size, "get_mla_metadata_info_v1")
-    return "max_split_per_batch" in names
+    name = "get_mla_metadata_info_v1"
+    return "max_split_per_batch" in fused_region.parameters(installed_planner()[0], name)

@@ -1,7 +1,7 @@
 """A decode kernel for AMD's CDNA 3 and 4 (gfx942, gfx950), in Gluon.
 
-Why not only the portable kernel: there, with 16 rows, all warps repeat the scores, keys go through
-LDS with a barrier before and after, and nothing is in flight meanwhile. Here
+In the portable kernel, with 16 rows, all warps repeat the scores, keys go through LDS with a
+barrier before and after, and nothing is in flight meanwhile. Here
 
 - a warp computes the scores of 16 of 64 tokens, then a quarter of the latents over all 64;
 - keys come from memory in the order that matrix instructions take (`cdna/layouts.py`), once for
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 
 __all__ = ["arguments", "fits", "kernel"]
 PART = gl.constexpr(64)  # columns of the query that are in registers at a time
-
-
 # The cache, the row of its block table for one sequence, and the tokens of an item.
 Cache = namedtuple("Cache", "pointer table block_stride begin end")
 # The query in LDS, [rows, columns]: its latents and its rotated part.
@@ -90,11 +88,8 @@ def read(
     cache, tile, blocks, FIRST: gl.constexpr, COUNT: gl.constexpr, COLUMN: gl.constexpr,
     WIDTH: gl.constexpr, form: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """WIDTH columns from COLUMN on of these tokens, whose `blocks` are known.
-
-    Tokens that are not the item's repeat one that is: their P is zero, and a masked load
-    would be a branch.
-    """
+    """WIDTH columns from COLUMN on of these tokens, whose `blocks` are known. Tokens that are not
+    the item's repeat one that is: their P is zero, and a masked load would be a branch."""
     ENTRY: gl.constexpr = form.ENTRY
     PAGE: gl.constexpr = form.PAGE
     at = tokens_of(cache, tile, FIRST, COUNT, LAYOUT)
@@ -179,10 +174,7 @@ def attend(
     cache, query, shared_p, position, item, factor, m, l, acc, first, stop, form: gl.constexpr,
     CDNA: gl.constexpr,
 ):  # fmt: skip
-    """Tiles `first` to `stop` of an item: new m, l and sums of its rows.
-
-    position: of each row, in the query of its sequence.
-    """
+    """Tiles `first` to `stop` of an item: new m, l and sums of rows at `position` of a query."""
     scores: gl.constexpr = l.type.layout
     output: gl.constexpr = acc.type.layout
     TYPE: gl.constexpr = query.latents.dtype
@@ -202,11 +194,10 @@ def attend(
         key = read_keys(cache, tile, blocks, form, keys)
         value_blocks = ()
         for i in gl.static_range(TILE // CHUNK):
-            if PAGE % TILE == 0:
-                value_blocks = value_blocks + (blocks,)  # type: ignore[assignment]  # noqa: RUF005
-            else:
+            part = blocks
+            if PAGE % TILE != 0:
                 part = blocks_of(cache, tile, i * CHUNK, CHUNK, PAGE, values)
-                value_blocks = value_blocks + (part,)  # type: ignore[assignment]  # noqa: RUF005
+            value_blocks = value_blocks + (part,)  # type: ignore[assignment]  # noqa: RUF005
         blocks = blocks_of(cache, tile + 1, 0, TILE, PAGE, keys)
         value = ()
         for i in gl.static_range(TILE // CHUNK):
@@ -292,17 +283,10 @@ kernel: Any = decode_kernel
 def arguments(given: Inputs) -> Launch:
     """What the kernel is launched with (also for compiling without a GPU)."""
     q, cache, generation = given.q, given.kv_cache, cdna(given.q.device)
-    page = cache.shape[1]
-    rows, waves = rows_and_waves(generation, given.rows, q.dtype, cache.dtype, page)
-    args = (
-        q, cache, given.block_table, *given.results, *given.scales, *given.strides, cache.stride(0),
-    )  # fmt: skip
+    rows, waves = rows_and_waves(generation, given.rows, q.dtype, cache.dtype, cache.shape[1])
+    tensors = q, cache, given.block_table, *given.results
     options = {
-        "FORM": given.form,
-        "ROWS": rows,
-        "BLOCK_N": TILE.value,
-        "CDNA": generation,
-        "num_warps": WARPS.value,
-        "waves_per_eu": waves,
-    }
-    return given.grid(rows), args, options
+        "FORM": given.form, "ROWS": rows, "BLOCK_N": TILE.value, "CDNA": generation,
+        "num_warps": WARPS.value, "waves_per_eu": waves,
+    }  # fmt: skip
+    return given.grid(rows), (*tensors, *given.scales, *given.strides, cache.stride(0)), options

@@ -1,7 +1,4 @@
-"""Which decodes the kernel for CDNA 3 and 4 takes, and how it is compiled.
-
-Beside the kernel, so that who plans for it imports no Gluon.
-"""
+"""Which decodes the kernel for CDNA 3 and 4 takes, and how it is compiled; imports no Gluon."""
 
 import functools
 
@@ -30,20 +27,18 @@ def decode(given: Inputs) -> str:
 def rows_and_waves(
     generation: int, rows: int, q_dtype: torch.dtype, kv_dtype: torch.dtype, page: int
 ) -> tuple[int, int]:
-    """For work items of `rows` query rows: those of a CTA, and the waves of a SIMD, which the
-    compiler may not fall short of. generation: of CDNA; page: tokens of a block.
-
-    As many waves as fit without spills: they hide each other's latency. With four waves of 128
-    registers the loop over tiles spills.
+    """For work items of `rows` query rows: those of a CTA, and the fewest waves of a SIMD for the
+    compiler: as many as fit without spills, to hide each other's latency. With four waves of 128
+    registers the loop over tiles spills. generation: of CDNA; page: tokens of a block.
     """
-    few = rows <= 16
-    if generation == 4 and kv_dtype.itemsize == 1 and not converts_e4m3fn():
+    few, fp8 = rows <= 16, kv_dtype.itemsize == 1
+    if generation == 4 and fp8 and not converts_e4m3fn():
         waves = 1
     elif few:
         aligned = page % TILE == 0 or page in (16, 32)
         waves = 3 if q_dtype.itemsize == 1 and aligned else 2
     else:
-        waves = 2 if kv_dtype.itemsize == 1 else 1
+        waves = 2 if fp8 else 1
     return 16 if few else 32, waves
 
 
@@ -55,6 +50,5 @@ def converts_e4m3fn() -> bool:
 
 def why_no_sparse() -> str:
     """Why sparse decode is not compiled for AMD GPUs; empty if it is."""
-    if (found := triton_version()) >= (3, 7):
-        return ""
-    return "Triton {}.{} does not compile the sparse decode for AMD GPUs, 3.7 does".format(*found)
+    why = "Triton {}.{} does not compile the sparse decode for AMD GPUs, 3.7 does"
+    return "" if triton_version() >= (3, 7) else why.format(*triton_version())

@@ -25,11 +25,7 @@ TILE = gl.constexpr(64)  # tokens; 16 of each warp's scores
 @gluon.constexpr_function
 def _steps(first: int, end: int) -> list[int]:
     """first, 2 * first, 4 * first and so on below `end`."""
-    found = []
-    while first < end:
-        found.append(first)
-        first *= 2
-    return found
+    return [first << n for n in range((end // first - 1).bit_length())]
 
 
 @gluon.constexpr_function

@@ -1,7 +1,6 @@
-"""The Triton provider: a persistent decode kernel and a reduction, two launches.
+"""The Triton provider: a persistent decode kernel, as `choice.py` says, and a reduction.
 
-`choice.py` says which decode kernel. All execute the same plan. Nothing is allocated here and
-nothing waits for the device.
+All execute the same plan. Nothing is allocated here and nothing waits for the device.
 """
 
 from typing import Any
@@ -24,18 +23,15 @@ MOST_LATENTS, MOST_ROTATED = 1024, 128
 
 
 def unsupported(q_dtype: torch.dtype, kv_dtype: torch.dtype, latent: int, rope: int) -> str:
-    """Why this provider does not decode such queries over such a cache; empty if it does.
-
-    Both are multiplied in one 16-bit type. Another pair of types would compile, and be rounded or
-    overflow on the way there.
+    """Why this provider does not decode such queries over such a cache; empty if it does. Both are
+    multiplied in one 16-bit type, on the way to which other pairs would be rounded or overflow.
     """
     most = {"kv_lora_rank": (latent, MOST_LATENTS), "qk_rope_head_dim": (rope, MOST_ROTATED)}
     for name, (size, limit) in most.items():
         if size not in range(16, limit + 1, 16):
             return f"it takes a {name} that is a multiple of 16 up to {limit}, not {size}"
-    if kv_dtype == q_dtype and q_dtype in (*WIDE_DTYPES, *FP8_DTYPES):
-        return ""
-    if kv_dtype in FP8_DTYPES and q_dtype in WIDE_DTYPES:
+    same = kv_dtype == q_dtype and q_dtype in (*WIDE_DTYPES, *FP8_DTYPES)
+    if same or (kv_dtype in FP8_DTYPES and q_dtype in WIDE_DTYPES):
         return ""
     return (
         "it takes a bf16 or fp16 query over a cache of its type or of fp8 (e4m3), or an fp8 query "

@@ -37,9 +37,8 @@ def kernels(device: torch.device) -> tuple[str, ...]:
 
 
 def chosen(given: Inputs) -> Any:
-    """The kernel module for a decode: from shapes, strides, types, the scale of the scores and
-    whether addresses are multiples of 16 bytes, which a captured graph keeps.
-    """
+    """The kernel module for a decode, by what a captured graph keeps: shapes, strides, types, the
+    scale of the scores and whether addresses are multiples of 16 bytes."""
     for name in kernels(given.q.device):
         # Imported where it may be launched: Gluon's modules take a while.
         module = importlib.import_module(f"mla_fusion.attention.{name}")
@@ -57,14 +56,11 @@ def plan_settings(
 ) -> dict[str, int]:
     """What to allocate a plan with for a kernel with tiles of 64 tokens: keywords of `allocate`.
 
-    width: of a cache entry, L + R. Sequences are cut at tiles of 64 tokens. With 16 query rows at
-    most, two CTAs fit an SM if its shared memory holds their tiles, and hide each other's latency:
-    with fp8 and 512 + 64, at batch 64 and 8192 tokens, that took 97 us, one CTA 136 (before tiles
-    were copied by the copy engine: 89 us with two, one was not measured).
-
-    Where an item has several blocks of 64 rows, all its blocks run at the same time and read tiles
-    of the cache together: with drafts, and in bf16 with 128 heads and one query row, whose items
-    hold both blocks for it. So the plan has fewer CTAs.
+    width: of a cache entry, L + R. With 16 query rows at most, two CTAs fit an SM if its shared
+    memory holds their tiles, and hide each other's latency: with fp8 and 512 + 64, at batch 64 and
+    8192 tokens, that took 97 us, one CTA 136. The blocks of 64 rows of an item run at the same time
+    and read tiles of the cache together: with drafts, and in bf16 with 128 heads and one query row,
+    whose items hold both blocks for it. So the plan has fewer CTAs.
     """
     settings = {"kv_granularity": for_hopper.TILE, "overhead": OVERHEAD}
     sms, tile = sm_count(device), for_hopper.WARP_SPECIALIZED_ROWS
@@ -92,10 +88,9 @@ def plan_settings(
 def sparse_settings(
     num_heads: int, scopes: int, layout: CacheLayout | None, device: torch.device
 ) -> dict[str, int]:
-    """What to allocate a sparse plan with: keywords of `allocate`. layout: of its caches' bytes.
-
-    Up to 16 heads over one scope of entries with scales in them: two CTAs share an SM. The two
-    blocks of 128 heads run at the same time, and read the entries of their item together.
+    """The same of a sparse plan. layout: of its caches' bytes. Up to 16 heads over one scope of
+    entries with scales in them: two CTAs share an SM. The two blocks of 128 heads run at the same
+    time, and read the entries of their item together.
     """
     settings = {"kv_granularity": for_hopper.TILE, "overhead": OVERHEAD}
     if has_hopper(device) and layout is not None:

@@ -1,13 +1,10 @@
 """The portable decode kernel, in Triton.
 
-A CTA walks over its work items, and in each over tiles of BLOCK_N tokens of
-one sequence, with an online softmax in base 2 and fp32 sums. Tiles start at multiples of
-BLOCK_N of the sequence, so that a tile lies in one page where pages are multiples of tiles.
-
-Scores and output are transposed, tokens by rows and latents by rows, as `hopper/decode.py` says.
-
-A range of Triton's is a power of two long. Other widths are padded: L_PAD and R_PAD are those
-ranges, and `within` masks what lies beyond L and R.
+A CTA walks over its work items, and in each over tiles of BLOCK_N tokens of one sequence, with an
+online softmax in base 2 and fp32 sums. Tiles start at multiples of BLOCK_N of the sequence: a tile
+lies in one page where pages are multiples of tiles. Scores and output are transposed, tokens by
+rows and latents by rows, as `hopper/decode.py` says. A range of Triton's is a power of two long:
+L_PAD and R_PAD are those of L and R, and `within` masks what lies beyond.
 """
 
 from __future__ import annotations
@@ -36,20 +33,17 @@ if TYPE_CHECKING:
 
 @triton.jit
 def listed_entries(at, wanted, source, ENTRY: tl.constexpr, PAGE: tl.constexpr, form: tl.constexpr):
-    """Addresses of the slots that the table lists for tokens `at`, and a mask of the valid ones.
-
-    And, where scales are behind a page's entries, those of its eight bytes for each.
-    """
+    """Addresses of the slots that the table lists for tokens `at`, a mask of the valid ones, and,
+    where scales are behind a page's entries, the addresses of its eight bytes for each."""
     slot = tl.load(source.table + at, mask=wanted, other=-1)
     wanted &= slot >= 0
     slot = tl.where(wanted, slot, 0)
-    page = (slot // PAGE).to(tl.int64)
-    entry = source.pointer + page * source.block_stride + slot % PAGE * ENTRY
+    page = source.pointer + (slot // PAGE).to(tl.int64) * source.block_stride
+    entry = page + slot % PAGE * ENTRY
     exponents = entry
     if form.layout is not None:  # noqa: SIM102 (without a layout the other one is not compiled)
         if form.layout.behind:
-            behind = PAGE * ENTRY + slot % PAGE * 8
-            exponents = source.pointer + page * source.block_stride + behind
+            exponents = page + PAGE * ENTRY + slot % PAGE * 8
     return entry, wanted, exponents
 
 
@@ -163,8 +157,7 @@ def decode_kernel(
         is_rope = within(real, rope[:, None], L + R, L + R_PAD)
         q_latent = tl.load(query[None, :] + latent[:, None], mask=is_latent, other=0.0)
         q_rope = tl.load(query[None, :] + rope[:, None], mask=is_rope, other=0.0)
-        q_latent = q_latent.to(DOT)
-        q_rope = q_rope.to(DOT)
+        q_latent, q_rope = q_latent.to(DOT), q_rope.to(DOT)
         # Row i of n sees tokens up to n - 1 - i before the end of the sequence.
         limit = tl.minimum(item.end, item.end + item.after - (item.count - 1 - row // HEADS))
         m = tl.full([ROWS], float("-inf"), tl.float32)
@@ -204,11 +197,10 @@ def fits(given: Inputs) -> str:
 
 
 def tile(rows: int, latent: int, rope: int, of_bytes: bool) -> tuple[int, int]:
-    """Query rows of a CTA for work items of `rows`, and its warps. of_bytes: of the cache.
-
-    The largest that compile for gfx942, gfx950 and sm_90 without spilling registers inside the
-    loop over tiles. fp8 latents above 512 spill there on sm_90, whatever the tile. Scales of bytes
-    take registers too: there 32 query rows spill to memory on gfx942 and gfx950, 4 warps on sm_90.
+    """Query rows of a CTA for work items of `rows`, and its warps: the largest that compile for
+    gfx942, gfx950 and sm_90 without spilling registers inside the loop over tiles. fp8 latents
+    above 512 spill there on sm_90, whatever the tile. of_bytes: the scales of such a cache take
+    registers too: 32 query rows spill to memory on gfx942 and gfx950, 4 warps on sm_90.
     """
     warp = 64 if torch.version.hip else 32
     if of_bytes:
@@ -224,13 +216,8 @@ def arguments(given: Inputs) -> Launch:
     rows, warps = tile(given.rows, latent, rope, given.layout is not None)
     half = torch.float16 in (given.q.dtype, given.kv_cache.dtype)
     options = {
-        "FORM": given.form,
-        "L_PAD": power_of_two(latent),
-        "R_PAD": power_of_two(rope),
-        "ROWS": rows,
-        "BLOCK_N": 16,
-        "DOT": tl.float16 if half else tl.bfloat16,
-        "num_warps": warps,
-        "num_stages": 1,
-    }
+        "FORM": given.form, "L_PAD": power_of_two(latent), "R_PAD": power_of_two(rope),
+        "ROWS": rows, "BLOCK_N": 16, "DOT": tl.float16 if half else tl.bfloat16,
+        "num_warps": warps, "num_stages": 1,
+    }  # fmt: skip
     return given.grid(rows), given.scopes, options

@@ -1,7 +1,6 @@
-"""Launches what follows a Triton decode: the epilogue in one kernel, or separate launches.
-
-`choose` says which. Separate are the reduction, the product (`hopper.product`, or `torch.bmm` as in
-vLLM) and, where the result is fp8, a quantization.
+"""Launches what follows a Triton decode: the epilogue in one kernel, or, as `choose` says, separate
+launches: the reduction, the product (`hopper.product`, or `torch.bmm` as in vLLM) and, where the
+result is fp8, a quantization.
 """
 
 from __future__ import annotations
@@ -24,15 +23,13 @@ AT_ONCE = 2**13  # latents of splits that a CTA of whole rows loads at once: 16 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """How the epilogue is compiled.
+    """How the epilogue is compiled; all are powers of two.
 
-    rows: query rows of a CTA. columns: of their results. slices: CTAs that share the
-    latents of a row; the last of them adds their products. splits: loaded at once. warps: of a
-    CTA. All are powers of two.
-
-    whole: with up to so many splits a row is not sliced: its CTAs share the columns, and each
-    has all latents. In groups it is sliced as other rows are, and loads so many splits at once. The
-    number of splits is read on the device. 0: all rows are divided alike.
+    rows: query rows of a CTA. columns: of their results. slices: CTAs that share the latents of a
+    row; the last of them adds their products. splits: loaded at once. warps: of a CTA. whole: with
+    up to so many splits, as read on the device, a row is not sliced: its CTAs share the columns,
+    and each has all latents. In groups it is sliced as other rows are, and loads so many splits at
+    once. 0: all rows are divided alike.
     """
 
     rows: int
@@ -86,11 +83,8 @@ class Cut:
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What `epilogue_kernel` is compiled for.
-
-    HEADS, FOLD: of the plan. ROWS, WHOLE: of a `Shape`. A tile of VECTORS latents or more is loaded
-    in vectors; 0: none is. QUANTIZATION: `Epilogue.quantization`.
-    """
+    """What `epilogue_kernel` is compiled for. HEADS, FOLD: of the plan. ROWS, WHOLE: of a `Shape`.
+    A tile of VECTORS latents or more is loaded in vectors; 0: none is."""
 
     L: int
     V: int
@@ -139,15 +133,11 @@ MEASURED = (
 def choose(
     slots: int, heads: int, latent: int, values: int, quantization: str = "none"
 ) -> Shape | None:
-    """The shape for `slots` query rows and results of `values` columns a head; None: separate.
-
-    `launch` takes other shapes too, which benchmarks/epilogue.py times.
-    """
-    of = in_groups(quantization)
-    for most, most_heads, group, shape in MEASURED:
-        served = slots <= most and heads <= most_heads and group == of
-        if served and not shape.unsuited(slots, latent, values, quantization):
-            return shape
+    """The shape for `slots` query rows and results of `values` columns a head; None: separate."""
+    for row in MEASURED:
+        served = slots <= row.slots and heads <= row.heads and row.group == in_groups(quantization)
+        if served and not row.shape.unsuited(slots, latent, values, quantization):
+            return row.shape
     return None
 
 
@@ -188,8 +178,7 @@ def multiply(given: Inputs) -> None:
     """The product of the latents in `out`, which the reduction has merged, and a quantization."""
     epilogue, latents = given.epilogue, given.out
     assert epilogue is not None
-    heads, _, values = epilogue.w_uv.shape
-    product = epilogue.out
+    (heads, _, values), product = epilogue.w_uv.shape, epilogue.out
     if epilogue.scale is not None:
         # torch.bmm cannot write fp8. Under capture this comes from the graph's own pool.
         product = latents.new_empty((len(latents), heads * values))
@@ -248,10 +237,8 @@ def _cut(shape: Shape, latent: int) -> Cut:
 
 
 def _latents(columns: int, latent: int) -> int:
-    """Rows of W_UV that a CTA holds: a power of two that divides `latent`, all it has.
-
-    They go through shared memory, of which gfx942 has 64 KiB. More registers spill.
-    """
+    """Rows of W_UV that a CTA holds: a power of two that divides `latent`, all it has. They go
+    through shared memory, of which gfx942 has 64 KiB; more registers spill."""
     most = 2**14 if torch.version.hip else 2**15
     return min(latent & -latent, most // columns)
 
@@ -259,8 +246,7 @@ def _latents(columns: int, latent: int) -> int:
 def _vectors(latents: torch.Tensor, warps: int) -> int:
     """The least tile of latents of one split of which a thread loads four neighbours; 0: none.
 
-    Not where threads were left over: they would take other splits of the same latents, which then
-    meet through shared memory.
+    Threads that were left over would take other splits of it, which meet through shared memory.
     """
     warp = 64 if torch.version.hip else 32
     aligned = latents.data_ptr() % 8 == 0 and not any(n % 4 for n in latents.stride()[:2])
@@ -277,10 +263,9 @@ def quantize_arguments(
     return args, options | {"num_warps": 1} | early_launch(out.device)
 
 
-def _scale_strides(epilogue: Epilogue) -> tuple[int, int]:
-    if epilogue.scale is None or epilogue.quantization == "tensor":
-        return 0, 0
-    return epilogue.scale.stride(0), epilogue.scale.stride(1)
+def _scale_strides(epilogue: Epilogue) -> tuple[int, ...]:
+    scale = epilogue.scale
+    return (0, 0) if scale is None or scale.dim() == 1 else scale.stride()
 
 
 def _quantization(epilogue: Epilogue) -> dict[str, Any]:
