@@ -33,11 +33,8 @@ _lock = threading.Lock()  # of the table alone: never held while a module is imp
 
 
 def when_imported(module: str, change: Callable[[], None]) -> None:
-    """Call `change` once `module` is imported: now if it is, else at the end of its import.
-
-    A process that never imports it pays nothing, and no import of vLLM is early. Processes that
-    are forked keep what waits; those that are spawned load the plugin anew.
-    """
+    """Call `change` once `module` is imported: now if it is, else at the end of its import, which
+    no process does for it. Forked processes keep what waits; spawned ones load the plugin anew."""
     with _lock:
         _waiting[module] = (*_waiting.get(module, ()), change)
         if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
@@ -55,10 +52,8 @@ def _apply(module: str) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds what waits as the finders behind it do, and lets its loader call `_apply` at the end.
-
-    The loader stays what it is, one for each spec, so that sources and resources are found too.
-    """
+    """Finds what waits as the finders behind it do, and lets the loader that they found, one for
+    each spec, call `_apply` at the end; sources and resources are found as before."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -213,11 +213,8 @@ def register_ops() -> None:
 def warm_up(
     layers: Mapping[str, Any], variants: Iterable[Variant], provider: str, max_tokens: int
 ) -> None:
-    """Let the provider compile what batches of up to `max_tokens` tokens need, if it compiles.
-
-    For each variant one layer of each shape is used, with every slot negative, so that no cache
-    changes. An error of the provider ends the start: the compiled graphs call it.
-    """
+    """Let the provider compile what batches of up to `max_tokens` tokens need, if it compiles: for
+    each variant with one layer of each shape, and negative slots, so that no cache changes."""
     module = kernels.get_provider(provider)
     if not hasattr(module, "warmup"):
         return

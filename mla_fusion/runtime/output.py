@@ -48,11 +48,9 @@ class QuantizedOutput:
         return Epilogue(w_uv, values[:rows], scale, self.spelling == Quantization.GROUP_UE8M0)
 
     def quantize(self, output: torch.Tensor) -> None:
-        """Quantize all rows of `output` [T, H * V] by what the unfused graph called.
-
-        A native quantization is computed with a correctly rounded reciprocal of the scale, as by
-        Inductor's C++; that of its Triton code may be one step off.
-        """
+        """Quantize all rows of `output` [T, H * V] by what the unfused graph called, a native one
+        with a correctly rounded reciprocal of the scale, as Inductor's C++; its Triton code may be
+        one step off."""
         values, scale, most = self.values, self.scale, largest(self.values.dtype)
         if in_groups(self.spelling.kind):
             columns = scale.stride(0) < scale.stride(1)

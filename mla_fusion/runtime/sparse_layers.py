@@ -13,12 +13,9 @@ logger = logging.getLogger("vllm.mla_fusion")
 
 
 def attach(layers: Mapping[str, Any], vllm_config: Any) -> None:
-    """Give each layer of the backend CUSTOM what it shares with those of its shape in `layers`,
-    which own it. A layer has an implementation of vLLM's, or is one of DeepSeek-V4's.
-
-    It stays None where vLLM decodes every step. The log says both, and each reason, once; also of
-    sparse layers that vLLM made with another backend although an operator chose CUSTOM.
-    """
+    """Give each layer of the backend CUSTOM, or its implementation, what it shares with those of
+    its shape in `layers`, which own it; None where vLLM decodes every step. The log says both, and
+    each reason, once; also of sparse layers with another backend than CUSTOM, which was chosen."""
     said: Counter[tuple[int, str]] = Counter()
     shared: dict[tuple[Any, ...], Any] = {}
     chosen = vllm_compat.chose_sparse_backend(vllm_config)
