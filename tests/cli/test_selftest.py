@@ -44,7 +44,7 @@ def on_a_gpu(monkeypatch):
     monkeypatch.setattr(command, "require_gpu", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (100 * 2**30, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    monkeypatch.setattr(kernels, "checks", lambda: dict.fromkeys(ENDS))
+    monkeypatch.setattr(kernels, "NAMES", [*ENDS])
     monkeypatch.setattr(watch, "CHILD", made)
     monkeypatch.setattr(watch, "SILENCE", 2.0)
 

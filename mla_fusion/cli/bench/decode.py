@@ -31,8 +31,8 @@ from mla_fusion.cli.bench.kit import (
     worst,
 )
 
-LAYER = ["heads", "queries", "dtype"]
-CASE = ["batch", "context", "ragged", *LAYER, "latent", "rope", "page", "values"]
+STEP, LAYER = ["batch", "context", "ragged"], ["heads", "queries", "dtype"]
+CASE = [*STEP, *LAYER, "latent", "rope", "page", "values"]
 RESULT = ["candidate", "vllm_default", *TIMES, "gbps", "tflops", "error"]
 OURS = "ours"
 MOST_TOKENS = 2**24  # of a step: an H200 holds so many of 14 layers with 576 bytes a token
@@ -136,27 +136,26 @@ def is_right(row: Row) -> bool:
 
 def summary(rows: list[Row]) -> None:
     """Geometric means against each peer, the shapes in which it is faster, and who was wrong."""
-    shapes: dict[tuple[Any, ...], Row] = {}
+    layers: dict[tuple[Any, ...], dict[tuple[Any, ...], dict[str, float]]] = {}
     for row in rows:
-        shapes.setdefault(tuple(row[k] for k in CASE), {})[row["candidate"]] = row["p50_us"]
-    names = [name for name in dict.fromkeys(row["candidate"] for row in rows) if name != OURS]
-    for of in dict.fromkeys(tuple(row[k] for k in LAYER) for row in rows):
-        heads, queries, dtype = of
-        for peer in names:
+        layer, shape = (tuple(row[key] for key in keys) for keys in (LAYER, STEP))
+        us = layers.setdefault(layer, {}).setdefault(shape, {})
+        us[row["candidate"]] = row["p50_us"]
+    for (heads, queries, dtype), shapes in layers.items():
+        name = peers.Case(0, 0, heads, TYPES[dtype], queries=queries).name
+        for peer in dict.fromkeys(each for us in shapes.values() for each in us):
             ratios = {
-                shape[:3]: us[peer] / us[OURS]
+                shape: us[peer] / us[OURS]
                 for shape, us in shapes.items()
-                if shape[3:6] == of and peer in us and OURS in us
+                if peer != OURS and us.keys() >= {peer, OURS}
             }
             if not ratios:
                 continue
-            mean = statistics.geometric_mean(ratios.values())
+            mean, least = statistics.geometric_mean(ratios.values()), min(ratios.values())
             faster = {k: round(ratio, 2) for k, ratio in ratios.items() if ratio < 1}
-            name = peers.Case(0, 0, heads, TYPES[dtype], queries=queries).name
             print(
-                f"{name} against {peer}: geometric mean {mean:.2f}x of {len(ratios)}, "
-                f"least {min(ratios.values()):.2f}x; that one is faster at (batch, context, "
-                f"ragged) {faster or 'none'}"
+                f"{name} against {peer}: geometric mean {mean:.2f}x of {len(ratios)}, least "
+                f"{least:.2f}x; that one is faster at (batch, context, ragged) {faster or 'none'}"
             )
     wrong = [row["candidate"] for row in rows if not is_right(row)]
     for name in dict.fromkeys(wrong):

@@ -25,7 +25,7 @@ from mla_fusion.cli.bench.decode_peers import Candidate, Case
 from mla_fusion.cli.bench.kit import environment
 from mla_fusion.cli.calibrate.tables import tables, text
 from mla_fusion.cli.check import model_config, shrink
-from mla_fusion.cli.selftest.kernels import checks
+from mla_fusion.cli.selftest.kernels import NAMES
 from mla_fusion.cli.selftest.watch import run_checks
 from mla_fusion.config import vllm_compat
 from mla_fusion.runtime import measured
@@ -86,7 +86,7 @@ def concerned(types: set[torch.dtype]) -> list[str]:
     kinds = [name for name, dtype in decode.TYPES.items() if dtype in types]
     decodes = [f"decode {module} {kind}" for module in choice.kernels(torch.device("cuda"))
                for kind in kinds]  # fmt: skip
-    return [name for name in checks() if name in ("planner", "epilogue", *decodes)]
+    return [name for name in NAMES if name in ("planner", "epilogue", *decodes)]
 
 
 def every() -> list[argparse.Namespace]:
