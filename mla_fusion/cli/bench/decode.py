@@ -1,10 +1,9 @@
 """`mla-fusion bench decode`: the portable persistent decode against what vLLM would run.
 
-Candidates take turns, each a CUDA graph of calls on distinct caches, so that the L2 cache does not
-hold what an engine would have to fetch. Each is checked against float64 attention over the
-dequantized inputs in the same run. The column `vllm_default` marks what vLLM chooses on Hopper.
-With `--values` a call is decode and product with a W_UV of its own, and the column `values` has its
-columns for a head; 0 marks the decode alone.
+Calls are on distinct caches, so that the L2 cache does not hold what an engine would have to fetch;
+results are checked against float64 attention. The column `vllm_default` marks what vLLM chooses on
+Hopper. With `--values` a call is decode and product with a W_UV of its own, and the column `values`
+has its columns for a head; 0 marks the decode alone.
 """
 
 import argparse

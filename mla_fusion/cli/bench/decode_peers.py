@@ -148,8 +148,7 @@ def make(case: Case) -> Inputs:
 
 def exact(inputs: Inputs, b: int) -> tuple[torch.Tensor, slice]:
     """float64 attention of sequence `b` over the last cache, behind the last W_UV if there is one,
-    [n, H, L or V], and its query rows. Row i of the n sees all but the last n - 1 - i tokens.
-    """
+    [n, H, L or V], and its query rows. Row i of the n sees all but the last n - 1 - i tokens."""
     case, length = inputs.case, inputs.case.lengths()[b]
     rows = slice(b * case.queries, (b + 1) * case.queries)
     scale = 0.5 if case.dtype == FP8 else 1.0
@@ -224,8 +223,7 @@ def launch_ours(cases: list[Case]) -> str:
 
 def triton_mla(inputs: Inputs) -> Call:
     """vLLM's Triton split-KV decode, with a bf16 query, as its backend calls it: each query row is
-    a sequence of its own.
-    """
+    a sequence of its own."""
     from vllm.v1.attention.backends.mla.triton_mla import _compute_num_kv_splits
     from vllm.v1.attention.ops.triton_decode_attention import decode_attention_fwd
 
@@ -280,8 +278,7 @@ def flashmla(inputs: Inputs) -> Call:
 
 def fa3(inputs: Inputs) -> Call:
     """FlashAttention 3, bf16 only, as vLLM's FLASH_ATTN_MLA calls it under full CUDA graphs: the
-    latent half of the query apart, at most 32 splits, the schedule made before.
-    """
+    latent half of the query apart, at most 32 splits, the schedule made before."""
     from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
 
     case = inputs.case
