@@ -76,6 +76,12 @@ def test_without_a_gpu(capsys, monkeypatch, tmp_path, words, devices):
     assert "needs a CUDA or ROCm GPU" in capsys.readouterr().err
 
 
+def test_a_child_says_why_its_kernel_cannot_run(capsys, monkeypatch):
+    monkeypatch.setattr(kernels, "has_hopper", lambda _: False)
+    kernels.main("decode hopper.decode bf16", thorough=False)
+    assert capsys.readouterr().out == '{"end": "it needs sm_90"}\n'
+
+
 ENDLESS = (
     "import sys, time; from mla_fusion.cli.child import end_with_parent; "
     "end_with_parent(int(sys.argv[2])); time.sleep(600)"

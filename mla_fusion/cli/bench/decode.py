@@ -19,16 +19,7 @@ import torch
 from mla_fusion.cli.bench import decode_peers as peers
 from mla_fusion.cli.bench import kit
 from mla_fusion.cli.bench.decode_peers import Candidate, Case
-from mla_fusion.cli.bench.kit import (
-    TIMES,
-    Ceilings,
-    Row,
-    compile_ahead,
-    four_digits,
-    pick,
-    rates,
-    worst,
-)
+from mla_fusion.cli.bench.kit import TIMES, Ceilings, Row, compile_ahead
 
 STEP, LAYER = ["batch", "context", "ragged"], ["heads", "queries", "dtype"]
 CASE = [*STEP, *LAYER, "latent", "rope", "page", "values"]
@@ -37,19 +28,10 @@ OURS = "ours"
 MOST_TOKENS = 2**24  # of a step: an H200 holds so many of 14 layers with 576 bytes a token
 TYPES = {"bf16": peers.BF16, "fp8": peers.FP8}
 DEFAULTS = {
-    "batches": (1, 4, 16, 64, 128),
-    "contexts": (1024, 8192, 65536),
-    "heads": (16, 128),
-    "queries": (1,),
-    "rope": 64,
-    "latent": 512,
-    "page": peers.PAGE,
-    "values": 0,
-    "max_split_per_batch": -1,
-    "rounds": 7,
-    "bf16": False,
-    "fp8": False,
-}
+    "batches": (1, 4, 16, 64, 128), "contexts": (1024, 8192, 65536), "heads": (16, 128),
+    "queries": (1,), "rope": 64, "latent": 512, "page": peers.PAGE, "values": 0,
+    "max_split_per_batch": -1, "rounds": 7, "bf16": False, "fp8": False,
+}  # fmt: skip
 
 
 def run(settings: argparse.Namespace, facts: Mapping[str, str], _: Ceilings) -> bool:
@@ -59,7 +41,7 @@ def run(settings: argparse.Namespace, facts: Mapping[str, str], _: Ceilings) -> 
     if (cap := settings.max_split_per_batch) > 0:
         capped = functools.partial(peers.ours, cap=cap)
         of_types = {dtype: offered | {OURS: capped} for dtype, offered in of_types.items()}
-    names = pick(settings.peers, dict.fromkeys(itertools.chain(*of_types.values())))
+    names = kit.pick(settings.peers, dict.fromkeys(itertools.chain(*of_types.values())))
     work = [
         (case, {name: build for name, build in of_types[case.dtype].items() if name in names})
         for case in grid(settings, list(of_types))
@@ -71,7 +53,7 @@ def run(settings: argparse.Namespace, facts: Mapping[str, str], _: Ceilings) -> 
     def of(shape: tuple[Case, Mapping[str, Candidate]]) -> list[Row]:
         return measure(*shape, settings.rounds)
 
-    rows = kit.table(settings.csv, facts, CASE + RESULT, work, of, four_digits)
+    rows = kit.table(settings.csv, facts, CASE + RESULT, work, of, kit.four_digits)
     summary(rows)
     timed = "decode and product" if settings.values else "decode"
     print(f"microseconds per {timed}; ! marks a failed check. Rows: {settings.csv}")
@@ -120,7 +102,7 @@ def measure(case: Case, candidates: Mapping[str, Candidate], rounds: int) -> lis
         candidates, lambda name: peers.prepare(inputs, candidates[name]), len(inputs.caches), rounds
     ):
         row = known | {"candidate": name, "vllm_default": int(name == default)}
-        rows.append(row := row | rates(case, samples) | {"error": error})
+        rows.append(row := row | kit.rates(case, samples) | {"error": error})
         mark = "" if is_right(row) else "!"
         rate = f"({row['gbps']:.0f} GB/s, {row['tflops']:.0f} TF)"
         times.append(f"{name} {row['p50_us']:.1f} {rate}{mark}")
@@ -158,6 +140,6 @@ def summary(rows: list[Row]) -> None:
             )
     wrong = [row["candidate"] for row in rows if not is_right(row)]
     for name in dict.fromkeys(wrong):
-        most = worst([row["error"] for row in rows if row["candidate"] == name])
+        most = kit.worst([row["error"] for row in rows if row["candidate"] == name])
         shapes_off = f"by more than {peers.TOLERANCE} in {wrong.count(name)} shapes"
         print(f"{name} is off {shapes_off}, by {most:.2g} at most")
