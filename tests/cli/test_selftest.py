@@ -44,7 +44,7 @@ def on_a_gpu(monkeypatch):
     monkeypatch.setattr(command, "require_gpu", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (100 * 2**30, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    monkeypatch.setattr(kernels, "checks", lambda: dict.fromkeys(ENDS))
+    monkeypatch.setattr(kernels, "NAMES", [*ENDS])
     monkeypatch.setattr(watch, "CHILD", made)
     monkeypatch.setattr(watch, "SILENCE", 2.0)
 
@@ -74,6 +74,12 @@ def test_without_a_gpu(capsys, monkeypatch, tmp_path, words, devices):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cli.main(words.split()) == 2 and not [*tmp_path.iterdir()]
     assert "needs a CUDA or ROCm GPU" in capsys.readouterr().err
+
+
+def test_a_child_says_why_its_kernel_cannot_run(capsys, monkeypatch):
+    monkeypatch.setattr(kernels, "has_hopper", lambda _: False)
+    kernels.main("decode hopper.decode bf16", thorough=False)
+    assert capsys.readouterr().out == '{"end": "it needs sm_90"}\n'
 
 
 ENDLESS = (

@@ -1,10 +1,9 @@
 """`mla-fusion bench decode`: the portable persistent decode against what vLLM would run.
 
-Candidates take turns, each a CUDA graph of calls on distinct caches, so that the L2 cache does not
-hold what an engine would have to fetch. Each is checked against float64 attention over the
-dequantized inputs in the same run. The column `vllm_default` marks what vLLM chooses on Hopper.
-With `--values` a call is decode and product with a W_UV of its own, and the column `values` has its
-columns for a head; 0 marks the decode alone.
+Calls are on distinct caches, so that the L2 cache does not hold what an engine would have to fetch;
+results are checked against float64 attention. The column `vllm_default` marks what vLLM chooses on
+Hopper. With `--values` a call is decode and product with a W_UV of its own, and the column `values`
+has its columns for a head; 0 marks the decode alone.
 """
 
 import argparse
@@ -20,37 +19,19 @@ import torch
 from mla_fusion.cli.bench import decode_peers as peers
 from mla_fusion.cli.bench import kit
 from mla_fusion.cli.bench.decode_peers import Candidate, Case
-from mla_fusion.cli.bench.kit import (
-    TIMES,
-    Ceilings,
-    Row,
-    compile_ahead,
-    four_digits,
-    pick,
-    rates,
-    worst,
-)
+from mla_fusion.cli.bench.kit import TIMES, Ceilings, Row, compile_ahead
 
-LAYER = ["heads", "queries", "dtype"]
-CASE = ["batch", "context", "ragged", *LAYER, "latent", "rope", "page", "values"]
+STEP, LAYER = ["batch", "context", "ragged"], ["heads", "queries", "dtype"]
+CASE = [*STEP, *LAYER, "latent", "rope", "page", "values"]
 RESULT = ["candidate", "vllm_default", *TIMES, "gbps", "tflops", "error"]
 OURS = "ours"
 MOST_TOKENS = 2**24  # of a step: an H200 holds so many of 14 layers with 576 bytes a token
 TYPES = {"bf16": peers.BF16, "fp8": peers.FP8}
 DEFAULTS = {
-    "batches": (1, 4, 16, 64, 128),
-    "contexts": (1024, 8192, 65536),
-    "heads": (16, 128),
-    "queries": (1,),
-    "rope": 64,
-    "latent": 512,
-    "page": peers.PAGE,
-    "values": 0,
-    "max_split_per_batch": -1,
-    "rounds": 7,
-    "bf16": False,
-    "fp8": False,
-}
+    "batches": (1, 4, 16, 64, 128), "contexts": (1024, 8192, 65536), "heads": (16, 128),
+    "queries": (1,), "rope": 64, "latent": 512, "page": peers.PAGE, "values": 0,
+    "max_split_per_batch": -1, "rounds": 7, "bf16": False, "fp8": False,
+}  # fmt: skip
 
 
 def run(settings: argparse.Namespace, facts: Mapping[str, str], _: Ceilings) -> bool:
@@ -60,7 +41,7 @@ def run(settings: argparse.Namespace, facts: Mapping[str, str], _: Ceilings) -> 
     if (cap := settings.max_split_per_batch) > 0:
         capped = functools.partial(peers.ours, cap=cap)
         of_types = {dtype: offered | {OURS: capped} for dtype, offered in of_types.items()}
-    names = pick(settings.peers, dict.fromkeys(itertools.chain(*of_types.values())))
+    names = kit.pick(settings.peers, dict.fromkeys(itertools.chain(*of_types.values())))
     work = [
         (case, {name: build for name, build in of_types[case.dtype].items() if name in names})
         for case in grid(settings, list(of_types))
@@ -72,7 +53,7 @@ def run(settings: argparse.Namespace, facts: Mapping[str, str], _: Ceilings) -> 
     def of(shape: tuple[Case, Mapping[str, Candidate]]) -> list[Row]:
         return measure(*shape, settings.rounds)
 
-    rows = kit.table(settings.csv, facts, CASE + RESULT, work, of, four_digits)
+    rows = kit.table(settings.csv, facts, CASE + RESULT, work, of, kit.four_digits)
     summary(rows)
     timed = "decode and product" if settings.values else "decode"
     print(f"microseconds per {timed}; ! marks a failed check. Rows: {settings.csv}")
@@ -121,7 +102,7 @@ def measure(case: Case, candidates: Mapping[str, Candidate], rounds: int) -> lis
         candidates, lambda name: peers.prepare(inputs, candidates[name]), len(inputs.caches), rounds
     ):
         row = known | {"candidate": name, "vllm_default": int(name == default)}
-        rows.append(row := row | rates(case, samples) | {"error": error})
+        rows.append(row := row | kit.rates(case, samples) | {"error": error})
         mark = "" if is_right(row) else "!"
         rate = f"({row['gbps']:.0f} GB/s, {row['tflops']:.0f} TF)"
         times.append(f"{name} {row['p50_us']:.1f} {rate}{mark}")
@@ -136,30 +117,29 @@ def is_right(row: Row) -> bool:
 
 def summary(rows: list[Row]) -> None:
     """Geometric means against each peer, the shapes in which it is faster, and who was wrong."""
-    shapes: dict[tuple[Any, ...], Row] = {}
+    layers: dict[tuple[Any, ...], dict[tuple[Any, ...], dict[str, float]]] = {}
     for row in rows:
-        shapes.setdefault(tuple(row[k] for k in CASE), {})[row["candidate"]] = row["p50_us"]
-    names = [name for name in dict.fromkeys(row["candidate"] for row in rows) if name != OURS]
-    for of in dict.fromkeys(tuple(row[k] for k in LAYER) for row in rows):
-        heads, queries, dtype = of
-        for peer in names:
+        layer, shape = (tuple(row[key] for key in keys) for keys in (LAYER, STEP))
+        us = layers.setdefault(layer, {}).setdefault(shape, {})
+        us[row["candidate"]] = row["p50_us"]
+    for (heads, queries, dtype), shapes in layers.items():
+        name = peers.Case(0, 0, heads, TYPES[dtype], queries=queries).name
+        for peer in dict.fromkeys(each for us in shapes.values() for each in us):
             ratios = {
-                shape[:3]: us[peer] / us[OURS]
+                shape: us[peer] / us[OURS]
                 for shape, us in shapes.items()
-                if shape[3:6] == of and peer in us and OURS in us
+                if peer != OURS and us.keys() >= {peer, OURS}
             }
             if not ratios:
                 continue
-            mean = statistics.geometric_mean(ratios.values())
+            mean, least = statistics.geometric_mean(ratios.values()), min(ratios.values())
             faster = {k: round(ratio, 2) for k, ratio in ratios.items() if ratio < 1}
-            name = peers.Case(0, 0, heads, TYPES[dtype], queries=queries).name
             print(
-                f"{name} against {peer}: geometric mean {mean:.2f}x of {len(ratios)}, "
-                f"least {min(ratios.values()):.2f}x; that one is faster at (batch, context, "
-                f"ragged) {faster or 'none'}"
+                f"{name} against {peer}: geometric mean {mean:.2f}x of {len(ratios)}, least "
+                f"{least:.2f}x; that one is faster at (batch, context, ragged) {faster or 'none'}"
             )
     wrong = [row["candidate"] for row in rows if not is_right(row)]
     for name in dict.fromkeys(wrong):
-        most = worst([row["error"] for row in rows if row["candidate"] == name])
+        most = kit.worst([row["error"] for row in rows if row["candidate"] == name])
         shapes_off = f"by more than {peers.TOLERANCE} in {wrong.count(name)} shapes"
         print(f"{name} is off {shapes_off}, by {most:.2g} at most")

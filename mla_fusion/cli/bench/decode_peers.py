@@ -98,6 +98,7 @@ class Inputs:
     caches: list[torch.Tensor]
     table: torch.Tensor
     lens: torch.Tensor
+    starts: torch.Tensor  # the first query row of each sequence, and their number
     scale: torch.Tensor  # of an fp8 query, and of an fp8 cache
     w_uv: list[torch.Tensor]
     latents: torch.Tensor
@@ -140,16 +141,16 @@ def make(case: Case) -> Inputs:
     rows = case.batch * case.queries
     q = torch.randn(rows, case.heads, case.width, device="cuda", dtype=BF16).to(case.dtype)
     lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    starts = torch.arange(0, rows + 1, case.queries, dtype=torch.int32, device="cuda")
     latents = q.new_empty(rows, case.heads, case.latent, dtype=BF16)
     out = latents.new_empty(rows, case.heads, case.values) if w_uv else latents
     scale = torch.full((1,), 0.5, device="cuda")
-    return Inputs(case, q, caches, table, lens, scale, w_uv, latents, out)
+    return Inputs(case, q, caches, table, lens, starts, scale, w_uv, latents, out)
 
 
 def exact(inputs: Inputs, b: int) -> tuple[torch.Tensor, slice]:
     """float64 attention of sequence `b` over the last cache, behind the last W_UV if there is one,
-    [n, H, L or V], and its query rows. Row i of the n sees all but the last n - 1 - i tokens.
-    """
+    [n, H, L or V], and its query rows. Row i of the n sees all but the last n - 1 - i tokens."""
     case, length = inputs.case, inputs.case.lengths()[b]
     rows = slice(b * case.queries, (b + 1) * case.queries)
     scale = 0.5 if case.dtype == FP8 else 1.0
@@ -178,12 +179,6 @@ def prepare(inputs: Inputs, build: Candidate) -> tuple[torch.cuda.CUDAGraph, flo
     return capture_calls(call, len(inputs.caches)), apart, call
 
 
-def starts_of(case: Case) -> torch.Tensor:
-    """The first query row of each sequence, and their number."""
-    sequences = torch.arange(case.batch + 1, dtype=torch.int32, device="cuda")
-    return sequences * case.queries
-
-
 def make_plan(case: Case, cap: int = -1) -> PersistentDecodePlan:
     """A plan with the settings that suit the kernel; `cap` as max_split_per_batch."""
     settings = plan_settings(case.heads, case.queries, case.dtype, case.width, "cuda")
@@ -198,7 +193,7 @@ def ours(inputs: Inputs, cap: int = -1) -> Call:
     """This library; `cap` as in `make_plan`."""
     plan = make_plan(inputs.case, cap)
     plan.refresh(
-        qo_indptr=starts_of(inputs.case), seq_lens=inputs.lens, num_tokens=len(inputs.q),
+        qo_indptr=inputs.starts, seq_lens=inputs.lens, num_tokens=len(inputs.q),
         max_query_len=inputs.case.queries,
     )  # fmt: skip
 
@@ -224,8 +219,7 @@ def launch_ours(cases: list[Case]) -> str:
 
 def triton_mla(inputs: Inputs) -> Call:
     """vLLM's Triton split-KV decode, with a bf16 query, as its backend calls it: each query row is
-    a sequence of its own.
-    """
+    a sequence of its own."""
     from vllm.v1.attention.backends.mla.triton_mla import _compute_num_kv_splits
     from vllm.v1.attention.ops.triton_decode_attention import decode_attention_fwd
 
@@ -280,14 +274,13 @@ def flashmla(inputs: Inputs) -> Call:
 
 def fa3(inputs: Inputs) -> Call:
     """FlashAttention 3, bf16 only, as vLLM's FLASH_ATTN_MLA calls it under full CUDA graphs: the
-    latent half of the query apart, at most 32 splits, the schedule made before.
-    """
+    latent half of the query apart, at most 32 splits, the schedule made before."""
     from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
 
     case = inputs.case
     shared: dict[str, Any] = {
         "max_seqlen_q": case.queries, "max_seqlen_k": max(case.lengths()), "causal": True,
-        "cu_seqlens_q": starts_of(case), "num_splits": 32,
+        "cu_seqlens_q": inputs.starts, "num_splits": 32,
     }  # fmt: skip
     schedule = get_scheduler_metadata(
         batch_size=case.batch, num_heads_q=case.heads, num_heads_kv=1, headdim=case.rope,

@@ -25,15 +25,7 @@ from mla_fusion.attention.triton import epilogue as epilogues
 from mla_fusion.attention.triton.epilogue import Shape
 from mla_fusion.cli import version_of
 from mla_fusion.cli.bench import kit
-from mla_fusion.cli.bench.kit import (
-    TIMES,
-    Ceilings,
-    Row,
-    capture_calls,
-    interleave,
-    quantiles,
-    steps,
-)
+from mla_fusion.cli.bench.kit import TIMES, Row, capture_calls, interleave, quantiles
 
 Step = Callable[[Inputs], None]
 KEY = ["tokens", "heads", "pieces", "values", "quantization", "place"]
@@ -44,11 +36,8 @@ MOST_PIECES = 256  # of a step: about what two CTAs on each SM make
 SEPARATE = "separate"
 WRONG = 1 << 20  # steps of a result that is wrong as a whole
 DEFAULTS = {
-    "tokens": (1, 2, 4, 8, 32, 128),
-    "heads": (8, 16, 32, 128),
-    "splits": (1, 16, 128),
-    "rounds": 9,
-}
+    "tokens": (1, 2, 4, 8, 32, 128), "heads": (8, 16, 32, 128), "splits": (1, 16, 128), "rounds": 9
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +68,7 @@ def grid(
     return list(dict.fromkeys(cases))
 
 
-def run(settings: argparse.Namespace, facts: Mapping[str, str], _: Ceilings) -> bool:
+def run(settings: argparse.Namespace, facts: Mapping[str, str], _: kit.Ceilings) -> bool:
     """Measure what the library launches; whether every result passed its check."""
     torch.manual_seed(0)
     cases = grid(settings.tokens, settings.heads, settings.splits, GROUP)
@@ -183,7 +172,7 @@ def worst_step(given: Inputs, step: Step) -> int:
             print(f"WRONG: scales are off by a factor of {2**ratio}")
             return WRONG
     exact = epilogue.out.float()
-    return int(steps(got, epilogue.out)[exact.abs() > 0.5 * exact.std()].max())
+    return int(kit.steps(got, epilogue.out)[exact.abs() > 0.5 * exact.std()].max())
 
 
 def measure(case: Case, found: Mapping[str, Step], rounds: int) -> list[Row]:

@@ -101,11 +101,8 @@ def compare(
     calls: int,
     rounds: int,
 ) -> list[tuple[T, C, list[float]]]:
-    """Each candidate that is here, what its check found, and its microseconds per call; a line of
-    each that is not.
-
-    prepare: makes a graph of `calls` calls, a check's result, and what the graph reads, which must
-    live as long.
+    """Each candidate that is here, what its check found, and its microseconds per call. prepare: a
+    graph of `calls` calls, what a check found, and what the graph reads, which must live as long.
     """
     graphs, checks, kept = {}, {}, []
     for name in names:
@@ -180,8 +177,7 @@ def exact_attention(
     q: torch.Tensor, keys: torch.Tensor, scale: float, latent: int, sink: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [n, H, latent] and LSE [n, H], without the sink [H], of queries [n, H, L + R] over
-    keys [s, L + R], all in float64. Row i of the n sees all but the last n - 1 - i keys.
-    """
+    keys [s, L + R], all in float64. Row i of the n sees all but the last n - 1 - i keys."""
     scores = scale * q @ keys.T
     after = torch.arange(len(q) - 1, -1, -1, device=q.device)
     seen = torch.arange(len(keys), device=q.device) < len(keys) - after[:, None]
@@ -207,8 +203,7 @@ def measure_ceilings() -> Ceilings:
 
 def compile_ahead(launch: Callable[[T], str], given: Sequence[T]) -> None:
     """Call `launch` with each of `given`, in as many processes as there are cores, and print what
-    it returns: the name of what it compiled. What fails is compiled by the benchmark itself.
-    """
+    it returns: the name of what it compiled. What fails is compiled by the benchmark itself."""
     if len(given) < 2:
         return
     start = time.monotonic()
@@ -251,8 +246,7 @@ def table(
     written: Callable[[Row], Row] = dict,
 ) -> list[Row]:
     """Measure each shape, and write its rows behind `FACTS` into a CSV file that is complete after
-    each; all rows. written: a row as the file has it.
-    """
+    each; all rows. written: a row as the file has it."""
     rows: list[Row] = []
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:

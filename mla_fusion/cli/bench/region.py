@@ -19,13 +19,9 @@ SHAPE = ["query", *Widths._fields, "tokens", "heads", "candidate"]
 CHECK = ["equal", "worst_step", "own_rounding"]
 COLUMNS = ["flashinfer", *SHAPE, *TIMES, "floor_us", "gbps", *CHECK, "plan"]
 DEFAULTS = {
-    "tokens": (1, 8, 32, 64, 128, 256, 512),
-    "heads": (8, 16, 32, 64, 128),
-    **region_cases.DEEPSEEK._asdict(),
-    "layers": 61,
-    "rounds": 15,
-    "bf16": False,
-}
+    "tokens": (1, 8, 32, 64, 128, 256, 512), "heads": (8, 16, 32, 64, 128),
+    **region_cases.DEEPSEEK._asdict(), "layers": 61, "rounds": 15, "bf16": False,
+}  # fmt: skip
 
 
 def counts(row: Row) -> bool:

@@ -183,8 +183,7 @@ Layer = Callable[[Inputs], torch.Tensor | None]
 
 def agreement(region: Region, layer: Layer, expected: Layer | None = None) -> tuple[float, int]:
     """`kit.agreement` of the query and cache of one layer of a candidate with those of `expected`,
-    the reference unless given, on copies: some peers rotate q in place.
-    """
+    the reference unless given, on copies: some peers rotate q in place."""
     source, results = region.calls[0], []
     for run in (layer, expected or get_provider("reference").fused_mla_decode_prep):
         given = source._replace(q=source.q.clone(), k_pe=source.k_pe.clone())

@@ -39,11 +39,6 @@ def bmm_and_one_kernel(region: Region) -> Layer:
     return two_launches.fused_mla_decode_prep
 
 
-def bmm(region: Region) -> Layer:
-    """The product alone: a part of every two-launch form, and no result."""
-    return functools.partial(product, latent=workspace(region))
-
-
 def plain(given: Inputs) -> None:
     """A small kernel without programmatic launch, as an engine has one before the region."""
     given.positions.add_(0)
@@ -164,7 +159,8 @@ PEERS: dict[str, Callable[[Region], Layer]] = {
     "flashinfer": flashinfer,
     "vllm-40392": vllm_40392,
     "vllm-unfused": vllm_unfused,
-    "bmm": bmm,
+    # The product alone: a part of every two-launch form.
+    "bmm": lambda region: functools.partial(product, latent=workspace(region)),
     "plain": lambda region: plain,
     "plain+triton": lambda region: plain_and_ours,
 }

@@ -21,11 +21,11 @@ from mla_fusion.attention.triton import choice
 from mla_fusion.cli import UserError, make_folder
 from mla_fusion.cli.bench import decode
 from mla_fusion.cli.bench import decode_peers as peers
-from mla_fusion.cli.bench.decode_peers import Candidate, Case
+from mla_fusion.cli.bench.decode_peers import Case
 from mla_fusion.cli.bench.kit import environment
 from mla_fusion.cli.calibrate.tables import tables, text
 from mla_fusion.cli.check import model_config, shrink
-from mla_fusion.cli.selftest.kernels import checks
+from mla_fusion.cli.selftest.kernels import NAMES
 from mla_fusion.cli.selftest.watch import run_checks
 from mla_fusion.config import vllm_compat
 from mla_fusion.runtime import measured
@@ -63,7 +63,12 @@ def calibrate(cases: list[Case], facts: dict[str, str], path: Path, kernels: str
     """Measure one type, number of heads and of query rows, and store it; the exit status."""
     cases.sort(key=lambda case: case.batch)
     torch.manual_seed(0)
-    offered, timed = candidates(cases[0].dtype), []
+    dtype, timed = cases[0].dtype, []
+    offered = peers.CANDIDATES[dtype]
+    # Elsewhere all peers, of which one that is missing is left out: `auto` compares with the one
+    # that the engine has.
+    if torch.cuda.get_device_capability() == HOPPER:
+        offered = {name: offered[name] for name in (decode.OURS, peers.VLLM_DEFAULT[dtype])}
     for case in paced(cases):
         timed += decode.measure(case, offered, ROUNDS)
         torch.cuda.empty_cache()
@@ -86,7 +91,7 @@ def concerned(types: set[torch.dtype]) -> list[str]:
     kinds = [name for name, dtype in decode.TYPES.items() if dtype in types]
     decodes = [f"decode {module} {kind}" for module in choice.kernels(torch.device("cuda"))
                for kind in kinds]  # fmt: skip
-    return [name for name in checks() if name in ("planner", "epilogue", *decodes)]
+    return [name for name in NAMES if name in ("planner", "epilogue", *decodes)]
 
 
 def every() -> list[argparse.Namespace]:
@@ -123,15 +128,6 @@ def _settings(arguments: argparse.Namespace) -> argparse.Namespace:
     dtype = peers.FP8 if arguments.kv_cache_dtype.startswith("fp8") else peers.BF16
     heads, queries = layer["num_attention_heads"], 1 + arguments.speculative_tokens
     return _of_shape(dtype, heads, queries, layer["v_head_dim"])
-
-
-def candidates(dtype: torch.dtype) -> dict[str, Candidate]:
-    """Ours, and what vLLM chooses on Hopper; elsewhere all peers, of which one that is missing is
-    left out: `auto` compares with the one that the engine has."""
-    offered = peers.CANDIDATES[dtype]
-    if torch.cuda.get_device_capability() != HOPPER:
-        return offered
-    return {name: offered[name] for name in (decode.OURS, peers.VLLM_DEFAULT[dtype])}
 
 
 def paced(cases: list[Case]) -> Iterator[Case]:

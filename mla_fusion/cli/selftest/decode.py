@@ -249,8 +249,7 @@ def check(
     repeats: int = 3,
 ) -> Iterator[Outcome]:
     """The cases of each shape, by a module of `mla_fusion.attention`, or by the one that is chosen.
-    longest: most KV tokens of a sequence.
-    """
+    longest: most KV tokens of a sequence."""
     for shape in shapes:
         if shape.huge and torch.cuda.mem_get_info()[0] < NEEDED:
             shape = dataclasses.replace(shape, huge=False)

@@ -11,7 +11,7 @@ import functools
 import json
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -57,31 +57,38 @@ EPILOGUES = [
 MORE_EPILOGUES = [_behind(64, batch=1, quantization="group"), _behind(16, queries=2, batch=2)]
 
 
-def checks() -> dict[str, Callable[[bool], Iterator[Outcome]]]:
-    """The check of each kernel, which takes whether to be thorough and yields outcomes, or raises
-    CannotRun.
+NAMES = [
+    "planner",
+    *(f"{what} {kind}" for kind in ("bf16", "fp8")
+      for what in ("region", *(f"decode {module}" for module in DECODES))),
+    "epilogue", *(f"sparse {cache}" for cache in ("bf16", "fp8", "656 bytes", "584 bytes")),
+]  # fmt: skip
+
+
+def check(name: str, thorough: bool) -> Iterator[Outcome]:
+    """The cases of one of `NAMES`.
+
+    Raises:
+        CannotRun: not on this GPU.
     """
-    found: dict[str, Callable[[bool], Iterator[Outcome]]] = {"planner": _planner}
-    for kind in ("bf16", "fp8"):
-        found[f"region {kind}"] = functools.partial(_region, kind)
-        for module in DECODES:
-            found[f"decode {module} {kind}"] = functools.partial(_decode, module, kind)
-    found["epilogue"] = _epilogue
-    for cache in ("bf16", "fp8", "656 bytes", "584 bytes"):
-        found[f"sparse {cache}"] = functools.partial(_sparse, cache)
-    return found
-
-
-def _planner(thorough: bool) -> Iterator[Outcome]:
-    many = planner.THOROUGH if thorough else planner.PLANNERS
-    return planner.check(many, plans=20 if thorough else 8)
-
-
-def _region(kind: str, thorough: bool) -> Iterator[Outcome]:
-    return region.check(region.cases(_type_of(kind), thorough))
-
-
-def _decode(module: str, kind: str, thorough: bool) -> Iterator[Outcome]:
+    what, _, of = name.partition(" ")
+    repeats = 15 if thorough else 3
+    if what == "planner":
+        many = planner.THOROUGH if thorough else planner.PLANNERS
+        return planner.check(many, plans=20 if thorough else 8)
+    if what == "region":
+        return region.check(region.cases(_type_of(of), thorough))
+    if what == "epilogue":
+        shapes = EPILOGUES + (MORE_EPILOGUES if thorough else [])
+        if no_fp8("cuda"):
+            shapes = [shape for shape in shapes if shape.quantization == "none"]
+        return decode.check("", shapes, repeats=repeats)
+    if what == "sparse":
+        if torch.version.hip and (why := why_no_sparse()):
+            raise CannotRun(why)
+        fp8 = fp8_type() if of == "bf16" else _type_of("fp8")
+        return sparse.check(sparse.variants(of, fp8), steps=40 if thorough else 4)
+    module, kind = of.split()
     if module.startswith("hopper") and not has_hopper("cuda"):
         raise CannotRun("it needs sm_90")
     if module.startswith("cdna") and not cdna("cuda"):
@@ -90,22 +97,7 @@ def _decode(module: str, kind: str, thorough: bool) -> Iterator[Outcome]:
     shapes = [dataclasses.replace(s, kv=kv, q=kv) for s in shapes + (more if thorough else [])]
     if kind == "fp8" and module == "triton.decode_kernel":
         shapes.append(Shape(16, 1, 64, kv=kv))
-    return decode.check(module, shapes, repeats=15 if thorough else 3)
-
-
-def _epilogue(thorough: bool) -> Iterator[Outcome]:
-    shapes = EPILOGUES + (MORE_EPILOGUES if thorough else [])
-    if no_fp8("cuda"):
-        shapes = [shape for shape in shapes if shape.quantization == "none"]
-    return decode.check("", shapes, repeats=15 if thorough else 3)
-
-
-def _sparse(cache: str, thorough: bool) -> Iterator[Outcome]:
-    if torch.version.hip and (why := why_no_sparse()):
-        raise CannotRun(why)
-    if cache != "bf16":
-        _type_of("fp8")
-    return sparse.check(sparse.variants(cache, fp8_type()), steps=40 if thorough else 4)
+    return decode.check(module, shapes, repeats=repeats)
 
 
 def _type_of(kind: str) -> torch.dtype:
@@ -121,7 +113,7 @@ def main(name: str, thorough: bool) -> None:
     """The child process: run the check of one kernel."""
     reason = ""
     try:
-        for outcome in checks()[name](thorough):
+        for outcome in check(name, thorough):
             say(dataclasses.asdict(outcome))
     except CannotRun as why:
         reason = str(why)

@@ -1,8 +1,5 @@
-"""The fused region against its specification, with the product in float64.
-
-`judge` is the criterion, for the tests of all providers too: rotated half and cache equal; absorbed
-half within one step, or, in an activation type, what an fp32 sum in some order gives. Every byte of
-the cache that no slot addresses must stay.
+"""The fused region against its specification, with the product in float64: the query as `judge`
+wants it, for the tests of all providers too, and every byte of the cache equal.
 """
 
 import dataclasses

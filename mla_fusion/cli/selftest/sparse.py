@@ -30,8 +30,7 @@ LSE_BF16, LSE_FP8 = 1e-4, 2e-3  # a query in fp8 is summed in fewer bits than fp
 @dataclasses.dataclass(frozen=True)
 class Variant:
     """What kernels are compiled for. layout: of a cache of bytes. q, kv: types; columns: of each
-    scope. latent: summed values of a cache without a layout, which has WIDE rotated ones too.
-    """
+    scope. latent: summed values of a cache without a layout, which has WIDE rotated ones too."""
 
     heads: int
     columns: tuple[int, ...] = (2048,)
@@ -50,8 +49,7 @@ class Variant:
 
 def make_bank(variant: Variant, count: int, device: str) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Entries: the bytes [count, n] of each in one or two parts, and the keys that they are, in
-    float64. In byte caches codes reach the largest, and scales differ by up to 8.
-    """
+    float64. In byte caches codes reach the largest, and scales differ by up to 8."""
     layout = variant.layout
     if layout is None:
         stored = torch.randn(count, variant.latent + WIDE, device=device)

@@ -29,8 +29,7 @@ CHILD = (sys.executable, "-P", "-m", "mla_fusion.cli.selftest.kernels")
 @dataclasses.dataclass
 class Row:
     """What became of a kernel. skipped: why it cannot run here; wrong: the first wrong case, or
-    how the process ended.
-    """
+    how the process ended."""
 
     kernel: str
     cases: int = 0
