@@ -118,8 +118,6 @@ def fused_mla_decode_prep(inputs: Inputs) -> torch.Tensor:
     if inputs.context_parallel:
         raise ValueError("AITER leaves out a query whose slot is -1: use the triton provider")
     validate(inputs, aiter.dtypes.fp8)
-    rope = inputs.k_pe.shape[-1]
-    nope = q.shape[-1] - rope
     if inputs.q_factor is not None:
         q = scale(q, inputs.q_factor)
     table = halves(inputs)
@@ -127,8 +125,8 @@ def fused_mla_decode_prep(inputs: Inputs) -> torch.Tensor:
     if q.shape[0] == 0:
         return q_out
     getattr(aiter, _OP)(
-        _absorb(q[..., :nope], w_uk_t, None if inputs.kv_cache.dtype == q.dtype else q_scale),
-        q[..., nope:],
+        _absorb(q, inputs),
+        q[..., w_uk_t.shape[1] :],
         inputs.kv_c,
         inputs.k_pe,
         inputs.kv_cache,
@@ -201,18 +199,19 @@ def _device_fp32(x: Any, like: torch.Tensor) -> bool:
     return is_fp32 and x.numel() >= 1 and x.device == like.device
 
 
-def _absorb(
-    q_nope: torch.Tensor, w_uk_t: torch.Tensor | PackedWeight, y_scale: torch.Tensor | None
-) -> torch.Tensor:
+def _absorb(q: torch.Tensor, inputs: Inputs) -> torch.Tensor:
     """The absorbed query [T, H, L], dense. Packed products are called as vLLM calls them: with an
     fp8 cache the fp4 product gets the scale of the query as `y_scale`."""
+    w_uk_t = inputs.w_uk_t
+    q_nope = q[..., : w_uk_t.shape[1]]
     if isinstance(w_uk_t, torch.Tensor):
         return absorb(q_nope, w_uk_t)
     name = _PRODUCTS[w_uk_t.kind]
     product = getattr(importlib.import_module(f"aiter.ops.triton.{name}"), name)
     options: dict[str, Any] = {"group_size": 128}
     if w_uk_t.kind == "fp4":
-        options = {"prequant": True, "y_scale": y_scale}
+        wide = inputs.kv_cache.dtype == q.dtype
+        options = {"prequant": True, "y_scale": None if wide else inputs.q_scale}
     given = q_nope.transpose(0, 1), w_uk_t.weight, w_uk_t.scale
     out: torch.Tensor = product(*given, transpose_bm=True, **options)
     return out.contiguous()
@@ -275,8 +274,7 @@ def warmup(
         of = f"for {tokens} tokens ({q.shape[1]} heads, {q.dtype}, cache {cache})"
         if isinstance(w_uk_t, PackedWeight):
             progress(f"mla-fusion: calling AITER's {_PRODUCTS[w_uk_t.kind]} {of}")
-            nope = w_uk_t.shape[1]
-            _absorb(q[..., :nope], w_uk_t, None if cache == q.dtype else inputs.q_scale)
+            _absorb(q, inputs)
         progress(f"mla-fusion: calling AITER's {_OP} {of}; a first call builds it")
         fused_mla_decode_prep(inputs)
     if q.device.type == "cuda":

@@ -30,7 +30,17 @@ def require(settings: Settings) -> None:
         ValueError: there is no kernel for them; the message says why.
         ProviderUnavailable: AITER is missing or too old.
     """
-    if why := _unsupported(settings):
+    portable_only = ("ctas", "heads_per_work", "overhead")
+    granularity, latent = settings.kv_granularity, settings.v_head_dim
+    if given := [name for name in portable_only if getattr(settings, name) is not None]:
+        why = f"only the portable planner takes {' and '.join(given)}"
+    elif granularity & (granularity - 1):
+        why = f"AITER's planner takes a power of two as kv_granularity, got {granularity}"
+    elif latent != selection.LATENT:
+        why = f"its persistent decode has kernels for latents of {selection.LATENT}, not {latent}"
+    else:
+        why = verdict(settings, settings.max_query_len).unsupported
+    if why:
         raise ValueError(f'planner="aiter" is not possible: {why}')
     selection.require()
 
@@ -43,19 +53,6 @@ def cannot_cap(cap: int) -> str:
         "this AITER sizes its buffers without max_split_per_batch: leave it at -1, or install "
         "v0.1.16 or newer"
     )
-
-
-def _unsupported(settings: Settings) -> str:
-    """Why AITER has no kernel for these settings; empty if it has."""
-    portable_only = ("ctas", "heads_per_work", "overhead")
-    if given := [name for name in portable_only if getattr(settings, name) is not None]:
-        return f"only the portable planner takes {' and '.join(given)}"
-    granularity, latent = settings.kv_granularity, settings.v_head_dim
-    if granularity & (granularity - 1):
-        return f"AITER's planner takes a power of two as kv_granularity, got {granularity}"
-    if latent != selection.LATENT:
-        return f"its persistent decode has kernels for latents of {selection.LATENT}, not {latent}"
-    return verdict(settings, settings.max_query_len).unsupported
 
 
 def verdict(settings: Settings, query_len: int, *, return_lse: bool = False) -> selection.Verdict:

@@ -115,16 +115,9 @@ def arguments(given: Inputs) -> tuple[tuple[int, int, int], tuple[Any, ...], dic
         given.or_unused(given.lse), out.shape[1], *out.stride()[:2],
     )  # fmt: skip
     options = {
-        "SINK": given.sink is not None,
-        "L": latent,
-        "HEADS": plan.layout.per_work,
-        "FOLD": plan.layout.fold,
-        "ROWS": rows,
-        "SPLITS": splits,
-        "COLUMNS": columns,
-        "LSE": given.lse is not None,
-        "FOLLOWED": given.epilogue is not None,
-        "num_warps": 4,
-    }
+        "SINK": given.sink is not None, "L": latent, "HEADS": plan.layout.per_work,
+        "FOLD": plan.layout.fold, "ROWS": rows, "SPLITS": splits, "COLUMNS": columns,
+        "LSE": given.lse is not None, "FOLLOWED": given.epilogue is not None, "num_warps": 4,
+    }  # fmt: skip
     grid = tiles, -(-given.rows // rows), -(-latent // columns)
     return grid, args, options | early_launch(out.device)
