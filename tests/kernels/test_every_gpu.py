@@ -29,10 +29,11 @@ from tests.kernels.test_compiled import arguments
 LAYOUTS = {"V3.2": FP8_DS_MLA, "V4": FP8_DS_MLA_V4}
 SHAPES = {
     "one row": epilogues.ONE_ROW, "rows": epilogues.ROWS, "whole": epilogues.WHOLE,
-    "most rows": epilogue.Shape(16, 128, 2, 1, 8), "chosen": epilogues.CHOSEN,
-    "of 32": epilogues.CHOSEN_OF_32,
+    "chosen": epilogues.CHOSEN, "of 32": epilogues.CHOSEN_OF_32,
     "of groups": epilogue.choose(1, 16, 512, 128, "group"),
+    "most rows": epilogue.choose(8, 8, 512, 128, "group"),
 }  # fmt: skip
+GROUPED = "of groups", "most rows"
 
 
 def region(target, dtype, tokens, heads=16, nope=128, rope=64, latent=512, also=""):
@@ -133,8 +134,9 @@ NIGHTLY = [
         ("bf16", 16, 1024, 128))),
     *((decode, "fp8", 64, 512, 64, layout) for layout in LAYOUTS),
     *((reduction, "bf16", heads, tiles) for heads in (16, 128) for tiles in (1, 8, 32, 256)),
-    *((behind, "bf16", shape) for shape in SHAPES if shape not in ("one row", "of groups")),
+    *((behind, "bf16", shape) for shape in SHAPES if shape not in ("one row", *GROUPED)),
     (behind, "fp8", "chosen", "tensor", "values"), (behind, "fp8", "rows", "group_ue8m0"),
+    (behind, "fp8", "most rows", "group"),
     (quantized, "fp8", "group_ue8m0"),
     (planner, "bf16", 1024, 132, 16), (planner, "bf16", 1, 132, 16),
 ]  # fmt: skip
