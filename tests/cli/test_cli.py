@@ -194,9 +194,7 @@ def test_the_first_difference_is_found():
     assert demo.first_difference([[1, 2], [3, 4]], [[1, 2], [3, 5]]) == (1, 1)
 
 
-def test_the_demo_models_differ_where_the_real_ones_do():
-    v2, v3 = (tiny_models.weights(model, seed=0) for model in tiny_models.MODELS.values())
-    assert "model.layers.0.self_attn.q_proj.weight" in v2
-    assert "model.layers.0.self_attn.q_b_proj.weight" in v3
-    again = tiny_models.weights(tiny_models.MODELS["deepseek-v2-shaped"], seed=0)
-    assert all(again[name].equal(tensor) for name, tensor in v2.items())
+def test_a_demo_model_is_the_same_each_time():
+    model = tiny_models.MODELS["deepseek-v2-shaped"]
+    once, again = (tiny_models.weights(model, seed=0) for _ in range(2))
+    assert all(again[name].equal(tensor) for name, tensor in once.items())

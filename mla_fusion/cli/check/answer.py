@@ -40,13 +40,12 @@ class Settings(argparse.Namespace):
         """
         name, shared = self._served(), self.decode_context_parallel_size
         words = ["MODEL" if draft else name or "MODEL"]
-        for flag, value, default in (
-            ("--tensor-parallel-size", self.tensor_parallel_size, 1),
-            ("--decode-context-parallel-size", shared, 1),
-            ("--max-num-seqs", self.max_num_seqs, None),
-            ("--kv-cache-dtype", self.kv_cache_dtype, "auto"),
-        ):
-            words += [flag, str(value)] if value != default else []
+        for flag, default in (
+            ("tensor-parallel-size", 1), ("decode-context-parallel-size", 1),
+            ("max-num-seqs", None), ("kv-cache-dtype", "auto"),
+        ):  # fmt: skip
+            value = getattr(self, flag.replace("-", "_"))
+            words += [f"--{flag}", str(value)] if value != default else []
         if self.speculative_tokens:
             drafts = self.drafts("mtp" if draft or predicts else "ngram")
             drafts |= {"model": name or "DRAFT"} if draft else {}

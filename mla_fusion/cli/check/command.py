@@ -8,6 +8,7 @@ import json
 import shutil
 import sys
 import tempfile
+import typing
 from pathlib import Path
 
 from mla_fusion import cli, config, kernels, report
@@ -245,11 +246,9 @@ def _reasons(stored: report.Report | None, warnings: list[str]) -> list[Decline]
 def _check_cache_type(name: str) -> None:
     if name in (*_CPU_CACHES, "fp8"):
         return
-    from typing import get_args
-
     from vllm.config.cache import CacheDType
 
-    known = get_args(CacheDType)
+    known = typing.get_args(CacheDType)
     if name not in known:
         raise UserError(f"unknown --kv-cache-dtype {name!r}; vLLM has {', '.join(known)}")
 

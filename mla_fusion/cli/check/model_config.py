@@ -45,11 +45,8 @@ class Model:
 
 
 def read(model: Path) -> Model:
-    """Read a config; `model` is the file or its folder.
-
-    Raises:
-        UserError: there is no such file, it is none of a model, or a value is one of no model.
-    """
+    """Read a config; `model` is the file or its folder. A UserError says that there is no file,
+    that it is none of a model, or that a value is one of no model."""
     path = model
     if model.is_dir():
         path = next((p for p in (model / "config.json", model / "params.json") if p.exists()), path)

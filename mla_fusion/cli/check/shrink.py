@@ -48,11 +48,8 @@ class Cut:
 
 
 def cut(model: Model, layers: int, tensor_parallel_size: int) -> Cut:
-    """`model`, cut to `layers` layers with the heads of one rank.
-
-    Raises:
-        UserError: a key is missing, or the heads do not divide.
-    """
+    """`model`, cut to `layers` layers with the heads of one rank; a UserError if a key is missing
+    or the heads do not divide."""
     whole = model.config
     layer_key = next((key for key in LAYER_KEYS if whole.get(key) is not None), LAYER_KEYS[0])
     missing = [key for key in (*_REQUIRED, layer_key) if whole.get(key) is None]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from mla_fusion import config, kernels
+from mla_fusion.attention.plan.device import architecture
 from mla_fusion.cli import version_of
 from mla_fusion.config import vllm_compat
 from mla_fusion.kernels import aiter
@@ -67,10 +68,8 @@ def _device() -> tuple[str, str]:
     """(name, architecture) of the first GPU; empty without one."""
     if not torch.cuda.is_available():
         return "", ""
-    properties: Any = torch.cuda.get_device_properties(0)
-    if torch.version.hip:
-        return properties.name, properties.gcnArchName.partition(":")[0]
-    return properties.name, f"sm_{properties.major}{properties.minor}"
+    found = torch.cuda.get_device_properties(0)
+    return found.name, architecture(torch.device("cuda", 0)) or f"sm_{found.major}{found.minor}"
 
 
 def _why_not(provider: str) -> str:

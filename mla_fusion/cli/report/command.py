@@ -104,10 +104,8 @@ def _show(path: Path, arguments: argparse.Namespace) -> None:
 def find_graphs(folder: Path) -> dict[str, list[Path]]:
     """{"before" or "after": files at or below `folder`, one for each compiled graph}.
 
-    depyf wrote them under vLLM's debug_dump_path, or `mla-fusion check --dump` copied them.
-
-    Raises:
-        UserError: there are none.
+    depyf wrote them under vLLM's debug_dump_path, or `mla-fusion check --dump` copied them. A
+    UserError says that there are none.
     """
     found = {}
     for stage in ("before", "after"):
