@@ -37,7 +37,7 @@ def test_the_engine_ends_with_the_command(number, tmp_path):
     [engine] = Path(f"/proc/{check.pid}/task/{check.pid}/children").read_text().split()
     assert session(int(engine)) and [*tmp_path.iterdir()]
     check.send_signal(number)
-    assert check.wait(5) == STATUS[number]
+    assert check.wait(30) == STATUS[number]  # a hang, not the time on a busy machine
     # An interrupted command ends them itself, before it returns.
     limit = time.monotonic() + (0.5 if number == signal.SIGINT else 5)
     while session(int(engine)) or [*tmp_path.iterdir()]:
