@@ -206,7 +206,7 @@ def test_invariant_9_source_hash(library):
         "mla_fusion/runtime/step_plan.py": True,
         "mla_fusion/config/eligibility.py": True,
         "mla_fusion/ops.py": True,
-        "mla_fusion/plugin/steps.py": True,
+        "mla_fusion/plugin/workers.py": True,
         "mla_fusion/kernels/new.csv": True,
         "mla_fusion/attention/nested/new.py": True,
         "mla_fusion.passes/nested/deeper/new.py": True,

@@ -1,8 +1,8 @@
 """The planner of `planner.py` on the device: one CTA, no host sync, the same plan.
 
 Cost, once a model step: two integers read for each sequence, 32 bytes written for each work item,
-and a serial loop. The loop takes about 23 instructions for each tile that is cut or ends a CTA, and
-12 plus one L1 load per sequence; more when heads are folded.
+and a serial loop. The loop takes about 23 instructions per CTA, and 12 plus one L1 load per
+sequence; more when heads are folded. From the fourth on, CTAs that start in one tile take none.
 
 Why the serial part is small: lay the costs of all tiles end to end. A CTA that starts at
 position p ends at p + budget - overhead, cutting a tile, unless a tile ends between there and

@@ -1,6 +1,6 @@
-"""Launches what follows a Triton decode: the epilogue in one kernel, or, as `choose` says, separate
-launches: the reduction, the product (`hopper.product`, or `torch.bmm` as in vLLM) and, where the
-result is fp8, a quantization.
+"""Launches what follows a Triton decode: the epilogue, one kernel, or separate launches; `choose`
+says which. Separate are the reduction, the product (`hopper.product`, or `torch.bmm` as in vLLM)
+and, where the result is fp8, a quantization.
 """
 
 from __future__ import annotations
@@ -111,8 +111,9 @@ class Faster(NamedTuple):
 
 # Where one launch was measured on an H200 with V = 128 and never took longer than separate ones, in
 # the mean at most 1 / 1.2 of them: not split, in 16 splits and in up to 128, behind a decode and
-# alone. The first row that holds (`benchmarks/epilogue.py`). 4 and 8 slots were measured before the
-# kernel loaded the next splits ahead of a merge, 8 only in up to 16 splits.
+# alone. The first row that holds (`benchmarks/epilogue.py`). All were measured while the kernel let
+# the next decode begin early; 4 and 8 slots before it loaded the next splits ahead of a merge, 8
+# only in up to 16 splits.
 MEASURED = (
     Faster(1, 8, False, Shape(1, 128, 8, 64, 8, whole=32)),
     Faster(1, 16, False, Shape(1, 128, 4, 64, 8, whole=32)),
