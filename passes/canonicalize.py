@@ -24,7 +24,7 @@ from mla_fusion.passes.rewrite import PassResult, call, functionalized_call
 from mla_fusion.patterns import probe, spellings
 from mla_fusion.patterns.nodes import walk
 from mla_fusion.patterns.rope import RopeMatch
-from mla_fusion.patterns.site import Site, attention_calls, naming, output, read_site
+from mla_fusion.patterns.site import Site, attention_calls, naming, outputs, read_site
 from mla_fusion.report.reasons import Declined
 
 aten = torch.ops.aten
@@ -65,10 +65,10 @@ def _check_unshared(site: Site, match: RopeMatch) -> None:
         for user in readers(node):
             if user.target not in probe.PURE:
                 raise Declined("shared-rotation", f"{node.name} is read by {user.name}")
-    written = output(site.cache_update, 0) or site.cache_update
-    others = [user for user in written.users if user is not site.attention]
-    if others:
-        raise Declined("shared-rotation", f"{written.name} is read by {others[0].name}")
+    for written in outputs(site.cache_update, 0) or [site.cache_update]:
+        for user in written.users:
+            if user is not site.attention:
+                raise Declined("shared-rotation", f"{written.name} is read by {user.name}")
 
 
 def _check_order(site: Site) -> None:

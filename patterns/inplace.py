@@ -53,7 +53,8 @@ def match(found: Site) -> RopeMatch | None:
     if not _is_all_that_changes(found, q, args[query], args[key], rotated):
         return None
     found_by = args["positions"], args["cos_sin_cache"]
-    return RopeMatch(rope, args["is_neox"], q, args[key], *found_by, rotated=rotated)
+    every = *site.outputs(call, 1), *site.outputs(call, 2)
+    return RopeMatch(rope, args["is_neox"], q, args[key], *found_by, rotated=every)
 
 
 def _rotates_whole_heads(args: dict[str, Any], found: Site) -> bool:

@@ -56,11 +56,6 @@ def outputs(node: fx.Node, index: int) -> list[fx.Node]:
     return [u for u in node.users if u.target is operator.getitem and u.args[1] == index]
 
 
-def output(node: fx.Node, index: int) -> fx.Node | None:
-    """The first getitem that reads output `index` of `node`; None if there is none."""
-    return next(iter(outputs(node, index)), None)
-
-
 def naming(layer_name: Any, after: fx.Node, before: fx.Node) -> Iterator[str]:
     """The ops between two nodes that are given the layer: they may use its cache."""
     node = after.next

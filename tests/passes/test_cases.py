@@ -11,7 +11,8 @@ from torch import fx
 from mla_fusion import ops
 from mla_fusion.passes.fix_functionalization import MLAFixFunctionalizationPass
 from mla_fusion.passes.rewrite import PassResult
-from mla_fusion.patterns.site import functionalized_op
+from mla_fusion.patterns import inplace
+from mla_fusion.patterns.site import functionalized_op, made_by
 from tests.passes import edits, graphs
 from tests.passes.fake_engine import BATCHES, after_pass, assert_same, fuse, passes, reasons, run
 from tests.passes.graphs import ROPES, SCALINGS, Spec, build, find, find_all, printed
@@ -193,6 +194,11 @@ def test_a_value_that_something_else_reads_is_kept(spec):
     for argument in (*rotated, "kv_cache_dummy_dep"):
         module = build(spec)
         edits.read_also(module, edits.attention(module).kwargs[argument])
+        assert_kept(module, spec, "shared-rotation")
+    for name in [n.name for n in build(spec).graph.nodes if made_by(n) in inplace.OPS]:
+        module = build(spec)
+        output = edits.node_named(module, name)  # of which another getitem is read
+        edits.read_also(module, edits.add(module, output.next, output.target, *output.args))
         assert_kept(module, spec, "shared-rotation")
 
 

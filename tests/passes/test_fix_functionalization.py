@@ -13,7 +13,7 @@ from mla_fusion import ops
 from mla_fusion.passes import fix_functionalization
 from mla_fusion.passes.fix_functionalization import MLAFixFunctionalizationPass
 from mla_fusion.patterns import probe
-from mla_fusion.patterns.site import functionalized_op, output
+from mla_fusion.patterns.site import functionalized_op, outputs
 from tests.passes import edits, graphs
 from tests.passes.cuda_ops import define_cuda_ops
 from tests.passes.fake_engine import BATCHES, assert_same, fuse, run
@@ -108,7 +108,7 @@ def _query_used_directly(module):
     """The rotated query is joined to the rest without copy and slice_scatter."""
     read, scatter = (find(module, edits.CAT_FUSED), 1), find(module, aten.slice_scatter.default)
     rest = edits.add(module, scatter, aten.slice.Tensor, scatter.args[0], 2, 0, NOPE)
-    whole = edits.add(module, scatter, aten.cat.default, [rest, output(*read)], -1)
+    whole = edits.add(module, scatter, aten.cat.default, [rest, *outputs(*read)], -1)
     edits.set_argument(edits.attention(module), q=whole)
     module.graph.eliminate_dead_code()
 
@@ -265,7 +265,7 @@ def test_memory_that_two_ops_write_one_after_the_other(plain_kernels):
     """The second op rotates what the first one rotated."""
     module = build(CAT)
     first = find(module, edits.CAT_FUSED)
-    reads = [output(first, index) for index in range(3)]
+    reads = [read for index in range(3) for read in outputs(first, index)]
     users = [list(read.users) for read in reads]
     with module.graph.inserting_after(max(reads)):
         second = module.graph.node_copy(first)
