@@ -3,8 +3,6 @@ says which. Separate are the reduction, the product (`hopper.product`, or `torch
 and, where the result is fp8, a quantization.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -26,10 +24,10 @@ class Shape:
     """How the epilogue is compiled; all are powers of two.
 
     rows: query rows of a CTA. columns: of their results. slices: CTAs that share the latents of a
-    row; the last of them adds their products. splits: loaded at once. warps: of a CTA. whole: with
-    up to so many splits, as read on the device, a row is not sliced: its CTAs share the columns,
-    and each has all latents. In groups it is sliced as other rows are, and loads so many splits at
-    once. 0: all rows are divided alike.
+    row; the last of them adds their products. splits: loaded at once. whole: with up to so many
+    splits, as read on the device, a row is not sliced: its CTAs share the columns, and each has all
+    latents. In groups it is sliced as other rows are, and loads so many splits at once. 0: all rows
+    are divided alike.
     """
 
     rows: int
@@ -39,7 +37,7 @@ class Shape:
     warps: int
     whole: int = 0
 
-    def of_few_splits(self, latent: int, quantization: str = "none") -> Shape:
+    def of_few_splits(self, latent: int, quantization: str = "none") -> "Shape":
         """How a row of up to `whole` splits is computed, by the same CTAs."""
         if in_groups(quantization):
             return dataclasses.replace(self, splits=max(1, self.whole), whole=0)
@@ -84,7 +82,8 @@ class Cut:
 @dataclasses.dataclass(frozen=True)
 class Form:
     """What `epilogue_kernel` is compiled for. HEADS, FOLD: of the plan. ROWS, WHOLE: of a `Shape`.
-    A tile of VECTORS latents or more is loaded in vectors; 0: none is."""
+    A tile of VECTORS latents or more is loaded in vectors; 0: none is. WHOLE_CUT: of rows of up to
+    WHOLE splits."""
 
     L: int
     V: int
@@ -92,7 +91,9 @@ class Form:
     FOLD: int
     ROWS: int
     DOT_ROWS: int
+    CUT: Cut
     WHOLE: int
+    WHOLE_CUT: Cut
     VECTORS: int
     QUANTIZATION: str
     LARGEST: float
@@ -158,11 +159,7 @@ def chosen(given: Inputs) -> Shape | None:
 
 
 def launch(given: Inputs, shape: Shape) -> None:
-    """The epilogue in one kernel.
-
-    Raises:
-        ValueError: the shape does not suit these inputs.
-    """
+    """The epilogue in one kernel; a ValueError where the shape does not suit these inputs."""
     from mla_fusion.attention.triton import epilogue_kernel
 
     assert given.epilogue is not None
@@ -204,7 +201,7 @@ def quantize(product: torch.Tensor, epilogue: Epilogue) -> None:
 
 
 def arguments(given: Inputs, shape: Shape) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional arguments and keywords of `epilogue_kernel` (also for compiling without a GPU)."""
+    """Positional arguments and keywords of `epilogue_kernel`."""
     plan, epilogue, latents = given.plan, given.epilogue, given.out
     assert plan.step is not None and epilogue is not None
     step, w_uv, out = plan.step, epilogue.w_uv, epilogue.out
@@ -216,25 +213,21 @@ def arguments(given: Inputs, shape: Shape) -> tuple[tuple[Any, ...], dict[str, A
         *w_uv.stride(), out.stride(0), *_scale_strides(epilogue),
     )  # fmt: skip
     latent = plan.settings.v_head_dim
-    few = shape.of_few_splits(latent, epilogue.quantization)
+    cut, whole_cut = (
+        Cut(of.columns, of.slices, _latents(of.columns, latent // of.slices), of.splits)
+        for of in (shape, shape.of_few_splits(latent, epilogue.quantization))
+    )
     # A warp of AMD's has 64 threads.
     warps = max(1, shape.warps // 2) if torch.version.hip else shape.warps
-    quantization = _quantization(epilogue)
-    limit = quantization.pop("LIMIT")
+    kind, most, limit = _quantization(epilogue).values()
     form = Form(
         L=latent, V=w_uv.shape[2], HEADS=plan.layout.per_work, FOLD=plan.layout.fold,
-        ROWS=shape.rows, DOT_ROWS=max(LEAST, shape.rows), WHOLE=shape.whole,
-        VECTORS=_vectors(latents, warps), LSE=given.lse is not None,
-        AMD=torch.version.hip is not None, **quantization,
+        ROWS=shape.rows, DOT_ROWS=max(LEAST, shape.rows), CUT=cut, WHOLE=shape.whole,
+        WHOLE_CUT=whole_cut, VECTORS=_vectors(latents, warps), QUANTIZATION=kind, LARGEST=most,
+        LSE=given.lse is not None, AMD=torch.version.hip is not None,
     )  # fmt: skip
-    cuts = {"CUT": _cut(shape, latent), "WHOLE_CUT": _cut(few, latent)}
-    options = {"FORM": form, **cuts, "LIMIT": limit, "num_warps": warps}
+    options = {"FORM": form, "LIMIT": limit, "num_warps": warps}
     return args, options | early_launch(latents.device)
-
-
-def _cut(shape: Shape, latent: int) -> Cut:
-    at_once = _latents(shape.columns, latent // shape.slices)
-    return Cut(shape.columns, shape.slices, at_once, shape.splits)
 
 
 def _latents(columns: int, latent: int) -> int:
@@ -246,9 +239,7 @@ def _latents(columns: int, latent: int) -> int:
 
 def _vectors(latents: torch.Tensor, warps: int) -> int:
     """The least tile of latents of one split of which a thread loads four neighbours; 0: none.
-
-    Threads that were left over would take other splits of it, which meet through shared memory.
-    """
+    Threads left over would take other splits of it, which meet through shared memory."""
     warp = 64 if torch.version.hip else 32
     aligned = latents.data_ptr() % 8 == 0 and not any(n % 4 for n in latents.stride()[:2])
     return 4 * warp * warps if aligned else 0

@@ -3,8 +3,8 @@
 A CTA has ROWS query rows of one head, one of SLICES slices of their latents, and COLUMNS
 columns of their results. It merges its slice and multiplies it with its part of W_UV: with all
 columns in one CTA nothing is merged twice. The last CTA of the slices adds the products.
-That costs more than it saves where a row has few splits. So the CTAs of a row may divide it by
-columns if it has few, and by latents if it has more: they read how many in the plan.
+That costs more than it saves where a row has few splits, which its CTAs read in the plan: they may
+then divide it by columns.
 
 Slots number the query rows of a step as if every sequence had `positions` of them: slot = sequence
 * positions + position. A slot without a query row takes one of the rows after the last sequence, so
@@ -12,8 +12,6 @@ every row of the result is written, by one CTA.
 
 W_UV is on its way before the decode has ended: it does not change between launches.
 """
-
-from __future__ import annotations
 
 from collections import namedtuple
 
@@ -43,7 +41,7 @@ Rows = namedtuple("Rows", "token real at begin end")
 
 
 @triton.jit
-def read_rows(given, slot, HEADS: tl.constexpr, FOLD: tl.constexpr):
+def read_rows(given, slot, form: tl.constexpr):
     """What `slot` numbers are, for the head of this CTA."""
     head = tl.program_id(2)
     sequence = tl.minimum(slot // given.positions, given.batch)
@@ -57,19 +55,19 @@ def read_rows(given, slot, HEADS: tl.constexpr, FOLD: tl.constexpr):
     after_last = tl.load(given.qo_indptr_ptr + given.batch) + slot - first - count
     token = tl.where(has_query, first + position, after_last)
     # Not `has_query`: all loads of the plan are one trip.
-    tile = given.reduce_indptr_ptr + sequence * FOLD + head // HEADS
+    tile = given.reduce_indptr_ptr + sequence * form.FOLD + head // form.HEADS
     begin = tl.load(tile, mask=in_batch, other=0)
     end = tl.where(has_query, tl.load(tile + 1, mask=in_batch, other=0), begin)
-    at = position * HEADS + head % HEADS
+    at = position * form.HEADS + head % form.HEADS
     return Rows(token.to(tl.int64), token < given.tokens, at, begin, end)
 
 
 @triton.jit
-def count_splits(given, slot, HEADS: tl.constexpr, FOLD: tl.constexpr):
+def count_splits(given, slot, form: tl.constexpr):
     """Splits of the sequence of one slot, for the head of this CTA; 0 behind the last one."""
     sequence = slot // given.positions
     in_batch = sequence < given.batch
-    tile = given.reduce_indptr_ptr + sequence * FOLD + tl.program_id(2) // HEADS
+    tile = given.reduce_indptr_ptr + sequence * form.FOLD + tl.program_id(2) // form.HEADS
     begin = tl.load(tile, mask=in_batch, other=0)
     return tl.load(tile + 1, mask=in_batch, other=0) - begin
 
@@ -103,16 +101,13 @@ def merged(
 ):  # fmt: skip
     """Latents `latent` [ROWS, n] of each row in the type of W_UV, and its LSE [ROWS] in base 2.
 
-    SPLITS splits are loaded at once, and the next ones before these are merged. `latents` points at
-    the rows that the decode has written itself, whose LSE is not known here. VECTORS: four
-    neighbouring latents go to one thread.
+    SPLITS splits are loaded at once, and the next ones before these are merged. `latents`: the rows
+    that the decode has written itself. VECTORS: four neighbouring latents go to one thread.
     """
-    ROWS: tl.constexpr = form.ROWS
-    HEADS: tl.constexpr = form.HEADS
-    m = tl.full([ROWS], float("-inf"), tl.float32)
-    l = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, latent.shape[0]], tl.float32)
-    at = place(rows, given.reduce_partial_map_ptr, 0, HEADS, SPLITS)
+    m = tl.full([form.ROWS], float("-inf"), tl.float32)
+    l = tl.zeros([form.ROWS], tl.float32)
+    acc = tl.zeros([form.ROWS, latent.shape[0]], tl.float32)
+    at = place(rows, given.reduce_partial_map_ptr, 0, form.HEADS, SPLITS)
     if PDL:
         # All that follows was written by the decode; the plan was there before it.
         tl.extra.cuda.gdc_wait()
@@ -127,7 +122,7 @@ def merged(
         next_lse, next_part = lse, part
         # A branch, or the compiler puts these loads behind the merge, which waits for others.
         if start < most:
-            at = place(rows, given.reduce_partial_map_ptr, start, HEADS, SPLITS)
+            at = place(rows, given.reduce_partial_map_ptr, start, form.HEADS, SPLITS)
             next_lse, next_part = loaded(rows, at, start, given, latent, form.L, SPLITS, VECTORS)
         m, l, acc = merge_step(lse, part, m, l, acc)
         lse, part = next_lse, next_part
@@ -138,11 +133,9 @@ def merged(
 
 @triton.jit
 def multiplied(w, x, sums, ROWS: tl.constexpr, DOT_ROWS: tl.constexpr):
-    """`sums` [COLUMNS, DOT_ROWS] plus W_UV [COLUMNS, n] times latents [ROWS, n].
-
-    Rows repeat up to the least width of a matrix instruction, DOT_ROWS. One row too: for a sum of
-    its products Triton moves W_UV to the layout of the latents, after the wait.
-    """
+    """`sums` [COLUMNS, DOT_ROWS] plus W_UV [COLUMNS, n] times latents [ROWS, n], which repeat up to
+    the least width of a matrix instruction. One row too: for a sum of its products Triton moves
+    W_UV to the layout of the latents, after the wait."""
     REPEATS: tl.constexpr = DOT_ROWS // ROWS
     x = tl.broadcast_to(x[None], (REPEATS, ROWS, x.shape[1]))
     x = tl.reshape(x, (DOT_ROWS, x.shape[2]))
@@ -161,8 +154,7 @@ def quantized(
     y, token, stored, group, scale_ptr, scale_stride_t, scale_stride_g, QUANTIZATION: tl.constexpr,
     OUT: tl.constexpr, LARGEST: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """fp32 `y` [COLUMNS, rows] in OUT; with groups, each column of it is one, whose scale is
-    stored. LIMIT as `cast` has it."""
+    """fp32 `y` [COLUMNS, rows] in OUT; with groups, each column is one, whose scale is stored."""
     if QUANTIZATION == "group" or QUANTIZATION == "group_ue8m0":
         scale = tl.maximum(tl.max(tl.abs(y), 0), EPSILON)
         scale = tl.div_rn(scale, tl.full(scale.shape, LARGEST, tl.float32))
@@ -179,11 +171,8 @@ def quantized(
 def is_last(
     sums, sums_ptr, count_ptr, part, ROWS: tl.constexpr, SLICES: tl.constexpr, AMD: tl.constexpr
 ):  # fmt: skip
-    """Store the sums [COLUMNS, DOT_ROWS] of slice `part` % SLICES; whether all slices are stored
-    now, as seen by one CTA of them.
-
-    That one puts the count back to 0 for the next launch, which counts after it has waited.
-    """
+    """Store the sums [COLUMNS, DOT_ROWS] of slice `part` % SLICES; True for the CTA that finds all
+    stored, which puts the count back to 0 for the next launch: that counts after it has waited."""
     COLUMNS: tl.constexpr = sums.shape[0]
     column, row = tl.arange(0, COLUMNS)[:, None], tl.arange(0, sums.shape[1])[None, :]
     mine = sums_ptr + part.to(tl.int64) * (ROWS * COLUMNS)
@@ -204,8 +193,7 @@ def is_last(
 
 @triton.jit
 def sum_of_slices(sums_ptr, part, SLICES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The stored sums [COLUMNS, ROWS] of all slices, added in their order: the bits of the result
-    do not depend on which CTA is the last."""
+    """The stored sums [COLUMNS, ROWS] of all slices, in their order: the same bits every time."""
     column, row = tl.arange(0, COLUMNS)[:, None], tl.arange(0, ROWS)[None, :]
     first = sums_ptr + (part // SLICES).to(tl.int64) * (SLICES * ROWS * COLUMNS)
     total = tl.zeros([COLUMNS, ROWS], tl.float32)
@@ -219,17 +207,15 @@ def write(given, sums, rows, form: tl.constexpr, SLICES: tl.constexpr, LIMIT: tl
     """Round, quantize and store the sums [COLUMNS, n] of `rows`, of which the first ROWS count."""
     COLUMNS: tl.constexpr = sums.shape[0]
     V: tl.constexpr = form.V
-    QUANTIZATION: tl.constexpr = form.QUANTIZATION
-    LARGEST: tl.constexpr = form.LARGEST
     head = tl.program_id(2)
     block = tl.program_id(1) // SLICES
     stored = rows.real & (tl.arange(0, sums.shape[1]) < form.ROWS)
     y = sums.to(given.w_ptr.dtype.element_ty)
-    if QUANTIZATION != "none":
+    if form.QUANTIZATION != "none":
         y = quantized(
             y.to(tl.float32), rows.token, stored, (head * V) // COLUMNS + block, given.scale_ptr,
-            given.scale_stride_t, given.scale_stride_g, QUANTIZATION,
-            given.out_ptr.dtype.element_ty, LARGEST, LIMIT,
+            given.scale_stride_t, given.scale_stride_g, form.QUANTIZATION,
+            given.out_ptr.dtype.element_ty, form.LARGEST, LIMIT,
         )  # fmt: skip
     column = block * COLUMNS + tl.arange(0, COLUMNS)
     out = given.out_ptr + rows.token[None, :] * given.out_stride_t + head * V + column[:, None]
@@ -254,11 +240,11 @@ def compute(given, form: tl.constexpr, cut: tl.constexpr, LIMIT: tl.constexpr, P
     w_tile = given.w_ptr + head.to(tl.int64) * given.w_head + column[:, None] * given.w_column
     w = tl.load(w_tile + latent[None, :] * given.w_row)
     slot = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    rows = read_rows(given, slot, form.HEADS, form.FOLD)
+    rows = read_rows(given, slot, form)
     # The rows again, in the layout of the result; of one slice, they repeat as in its product.
     RESULTS: tl.constexpr = DOT_ROWS if SLICES == 1 else ROWS
     copy = tl.program_id(0) * ROWS + tl.arange(0, RESULTS) % ROWS
-    out_rows = read_rows(given, copy, form.HEADS, form.FOLD)
+    out_rows = read_rows(given, copy, form)
     latents = given.latent_ptr + rows.token * given.latent_stride_t + head * given.latent_stride_h
     sums = tl.zeros([COLUMNS, DOT_ROWS], tl.float32)
     for start in tl.static_range(0, SLICE, LATENTS):
@@ -292,15 +278,12 @@ def epilogue_kernel(
     partial_ptr, partial_lse_ptr, reduce_indptr_ptr, reduce_partial_map_ptr, qo_indptr_ptr,
     latent_ptr, lse_ptr, sums_ptr, count_ptr, w_ptr, out_ptr, scale_ptr, batch, tokens, positions,
     heads, latent_stride_t, latent_stride_h, w_head, w_row, w_column, out_stride_t, scale_stride_t,
-    scale_stride_g, FORM: tl.constexpr, CUT: tl.constexpr, WHOLE_CUT: tl.constexpr,
-    LIMIT: tl.constexpr, PDL: tl.constexpr,
+    scale_stride_g, FORM: tl.constexpr, LIMIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Slots ROWS * `program_id(0)` and following of FORM, an `epilogue.Form`; head `program_id(2)`;
-    `program_id(1)` is the slice + SLICES * the block of COLUMNS columns of CUT, an `epilogue.Cut`,
-    or of WHOLE_CUT if no slot has more than WHOLE splits.
-
-    The first LATENTS of W_UV are read before the decode has ended. LIMIT as `cast` has it. PDL: the
-    launch precedes the end of the decode kernel.
+    `program_id(1)` is the slice + SLICES * the block of COLUMNS columns of CUT, or of WHOLE_CUT if
+    no slot has more than WHOLE splits. LIMIT as `cast` has it. PDL: the launch precedes the end of
+    the decode kernel, before which the first LATENTS of W_UV are read.
     """
     given = Given(
         partial_ptr, partial_lse_ptr, reduce_indptr_ptr, reduce_partial_map_ptr, qo_indptr_ptr,
@@ -311,10 +294,10 @@ def epilogue_kernel(
     if FORM.WHOLE > 0:  # noqa: SIM102 (known when compiled; the other one is not)
         # All CTAs of this slot and head read the same numbers: either each slice is counted or
         # none is, and the count is 0 again behind the launch.
-        if count_splits(given, tl.program_id(0), FORM.HEADS, FORM.FOLD) <= FORM.WHOLE:
-            compute(given, FORM, WHOLE_CUT, LIMIT, PDL)
+        if count_splits(given, tl.program_id(0), FORM) <= FORM.WHOLE:
+            compute(given, FORM, FORM.WHOLE_CUT, LIMIT, PDL)
             return
-    compute(given, FORM, CUT, LIMIT, PDL)
+    compute(given, FORM, FORM.CUT, LIMIT, PDL)
 
 
 @triton.jit(do_not_specialize=["scale_ptr", "scale_stride_t", "scale_stride_g"])
@@ -323,9 +306,7 @@ def quantize_kernel(
     GROUP: tl.constexpr, QUANTIZATION: tl.constexpr, LARGEST: tl.constexpr, LIMIT: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Quantize GROUP columns, `program_id(1)`, of row `program_id(0)` of a product [T, WIDTH].
-
-    PDL: the launch precedes the end of the product's kernel."""
+    """Quantize GROUP columns, `program_id(1)`, of row `program_id(0)` of a product [T, WIDTH]."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
