@@ -117,14 +117,10 @@ def test_quantized(name, quantization):
     "case, fp8, quantization",
     [
         (Case((1,) * 4, (5, 4, 0, 9), Shape(1, 128, 4, 2, 4, 4), 2, 128, padding=2), FN, "group"),
-        pytest.param(
-            Case((2, 0, 1), (3, 0, 6), Shape(1, 128, 2, 4, 4, 4), 1, 256),
-            FNUZ,
-            "group_ue8m0",
-            marks=pytest.mark.nightly,
-        ),
+        pytest.param(Case((2, 0, 1), (3, 0, 6), Shape(1, 128, 2, 4, 4, 4), 1, 256), FNUZ,
+                     "group_ue8m0", marks=pytest.mark.nightly),
     ],
-)
+)  # fmt: skip
 def test_rows_of_few_pieces_in_groups(case, fp8, quantization):
     """They are slices that load `whole` splits at once; others are slices of `splits`."""
 
