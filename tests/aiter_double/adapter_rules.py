@@ -85,7 +85,7 @@ RULES = {
         Rule("both indptr tensors describe one batch",
              Use(refresh=lambda a: {"seq_lens": a["seq_lens"][:-1]}), ONE_BATCH),
         Rule("there is a last page for each sequence", Use(lengths=(70, 3, 200, 5)),
-             "a batch of 4 does not fit a plan"),
+             "the batch must be 1 to 3 sequences"),
         Rule("a page of one token is full", Use(lengths=(64, 16, 208))),
         Rule("cuts are at multiples of a power of two", Use({"kv_granularity": 24}),
              "AITER's planner takes a power of two as kv_granularity, got 24"),

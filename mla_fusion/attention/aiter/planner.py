@@ -67,8 +67,10 @@ def allocate(settings: Settings) -> dict[str, Any]:
     """The fields of a plan; the six buffers are zeroed and of the sizes that AITER asks for.
 
     Raises:
-        ValueError: this AITER cannot size its buffers for the cap.
+        ValueError, ProviderUnavailable: as `require`, or this AITER cannot size its buffers for
+            the cap.
     """
+    require(settings)
     size, _, _ = selection.installed_planner()
     cap, device, batch = settings.max_split_per_batch, settings.device, settings.max_batch
     capped = {"max_split_per_batch": cap} if cap > 0 else {}

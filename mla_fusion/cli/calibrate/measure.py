@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from mla_fusion.attention.triton import choice
+from mla_fusion.attention import triton
 from mla_fusion.cli import UserError, make_folder
 from mla_fusion.cli.bench import decode
 from mla_fusion.cli.bench import decode_peers as peers
@@ -89,7 +89,7 @@ def calibrate(cases: list[Case], facts: dict[str, str], path: Path, kernels: str
 def concerned(types: set[torch.dtype]) -> list[str]:
     """The checks of `mla-fusion selftest` for what the portable decode launches here."""
     kinds = [name for name, dtype in decode.TYPES.items() if dtype in types]
-    decodes = [f"decode {module} {kind}" for module in choice.kernels(torch.device("cuda"))
+    decodes = [f"decode {module} {kind}" for module in triton.kernels(torch.device("cuda"))
                for kind in kinds]  # fmt: skip
     return [name for name in NAMES if name in ("planner", "epilogue", *decodes)]
 
