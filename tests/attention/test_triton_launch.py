@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from mla_fusion import attention
 from mla_fusion.attention import triton as provider
 from mla_fusion.attention.hopper import decode as hopper_decode
-from mla_fusion.attention.hopper.copy import cache_boxes
+from mla_fusion.attention.hopper.common import cache_boxes
 from mla_fusion.attention.plan.inputs import Inputs
 from mla_fusion.attention.triton import decode_kernel, reduce_kernel
 from tests.attention.decodes import (
