@@ -10,7 +10,6 @@ from mla_fusion import report
 from mla_fusion.config import vllm_compat
 from mla_fusion.ops import Variant
 from mla_fusion.report import reasons
-from mla_fusion.report.ranks import merge
 from mla_fusion.report.reasons import Decline
 from tests.passes.fake_engine import fuse
 from tests.passes.graphs import Spec, build
@@ -144,7 +143,7 @@ RANGE = report.RangeReport((1, 128), 61, 61)
 
 
 def test_ranks_that_agree_are_one_line(log, tmp_path):
-    merged = merge([made(RANGE, PREFILL)] * 4)
+    merged = report.merge([made(RANGE, PREFILL)] * 4)
     report.publish(merged, "V3", cached=False)
     assert said(log) == [("INFO", FUSED.replace("fused;", "fused on 4 ranks;"))]
     report.store(tmp_path / "r.json", merged)
@@ -153,7 +152,7 @@ def test_ranks_that_agree_are_one_line(log, tmp_path):
 
 def test_a_rank_that_differs_is_named(log):
     other = report.RangeReport((1, 128), 61, 60, {Decline("shape", "x"): 1})
-    merged = merge([made(RANGE), made(RANGE), made(other), made()])
+    merged = report.merge([made(RANGE), made(RANGE), made(other), made()])
     report.publish(merged, "V3", cached=False)
     differs = [text.partition(" differs on ")[2] for _, text in said(log)[1:]]
     second = "rank 2: 60 of 61 fused in decode range (1, 128), 1 [shape]"
@@ -165,7 +164,7 @@ def test_variants_are_those_of_all_ranks():
     """Each rank compiles what any of them needs: a start from a warm cache only has this report."""
     a, b = (Variant(neox, 64, "float32", "bfloat16", "auto") for neox in (False, True))
     ranges = [dataclasses.replace(RANGE, variants=[v]) for v in (a, b)]
-    assert merge([made(r) for r in ranges]).ranges[0].variants == [a, b]
+    assert report.merge([made(r) for r in ranges]).ranges[0].variants == [a, b]
 
 
 def test_the_outputs_of_layers_are_counted_and_stored(tmp_path):
@@ -186,5 +185,5 @@ def test_the_outputs_of_layers_are_counted_and_stored(tmp_path):
     made.epilogue = ""
     assert "outputs" not in "\n".join(made.lines())
     other = report.Report("triton", 4, [report.RangeReport((1, 4), 5, 5, outputs={"x": 5})])
-    [only] = merge([made, other]).ranges
+    [only] = report.merge([made, other]).ranges
     assert only.outputs == {"x": 0, "group": 3, "none": 1, "tensor": 1}

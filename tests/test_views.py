@@ -7,9 +7,10 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from mla_fusion import cli, report
-from mla_fusion.report import page, svg, text
-from mla_fusion.report.layer_graph import FUSED, KEPT, NEW, REMOVED, LayerGraph, Node, rows
+from mla_fusion.report import views
+from mla_fusion.report.layer_graph import LayerGraph, Node
 from mla_fusion.report.reasons import Decline
+from mla_fusion.report.views import FUSED, KEPT, NEW, REMOVED
 
 OWN = "mla_fusion::fused_aiter_qk_rope_kvcache_q_concat_quant_mla"
 LAYER = LayerGraph(
@@ -54,13 +55,13 @@ def test_another_version_of_the_format_is_refused_by_name(path, capsys):
 
 
 def test_marks_tell_replaced_new_kept_and_own_ops():
-    before, after = rows(LAYER)
+    before, after = views.rows(LAYER).values()
     assert [row.mark for row in before] == [KEPT, KEPT, REMOVED, REMOVED]
     assert [row.mark for row in after] == [KEPT, KEPT, NEW, FUSED, NEW]
 
 
 def test_text_marks_the_fused_op_and_leaves_out_what_is_far_from_a_change():
-    lines = text.graph(LAYER)
+    lines = views.text(LAYER)
     assert lines[0].startswith("one layer, 4 ops before, 5 after")
     name = OWN.removeprefix("mla_fusion::")
     assert f"  * out_1 = {name}(mm, empty) -> bf16[T, 192], fp8[T, 576]" in lines
@@ -72,7 +73,7 @@ def test_text_marks_the_fused_op_and_leaves_out_what_is_far_from_a_change():
 
 
 def test_the_drawing_has_a_row_for_each_op_and_an_arc_for_each_input():
-    tree = ET.fromstring(svg.drawing(LAYER))
+    tree = ET.fromstring(views.drawing(LAYER))
     space = {"s": "http://www.w3.org/2000/svg"}
     classes = [g.get("class") for g in tree.iterfind(".//s:g[@class]", space)]
     assert classes == ["kept", "kept", "gone", "gone", "kept", "kept", "new", "fused", "new"]
@@ -80,7 +81,7 @@ def test_the_drawing_has_a_row_for_each_op_and_an_arc_for_each_input():
     # Nothing is drawn outside its panel: a phone shows one panel's width.
     for shown in tree.iterfind(".//s:g[@class]/s:text", space):
         characters = len("".join(shown.itertext()))
-        assert float(shown.get("x", "")) + characters * 6.15 <= svg.PANEL_WIDTH
+        assert float(shown.get("x", "")) + characters * 6.15 <= views.PANEL_WIDTH
 
 
 def parsed(content):
@@ -91,7 +92,7 @@ def parsed(content):
 
 
 def test_the_page_needs_nothing_else():
-    content = page.page(stored())
+    content = views.page(stored())
     tree, _ = parsed(content)
     assert not {"script", "img", "iframe", "object"} & {each.tag for each in tree.iter()}
     links = [each.get(name) for each in tree.iter() for name in ("src", "href", "action")]
@@ -104,12 +105,12 @@ def test_the_page_needs_nothing_else():
 
 
 def test_the_page_says_what_the_report_says():
-    tree, said = parsed(page.page(stored()))
+    tree, said = parsed(views.page(stored()))
     assert "2 of 3 MLA layers of the decode graphs fused" in said
     assert "Model<V3>" in said and "q <b> & more" in said and said.count("untouched") == 2
     assert [len(tree.findall(f".//{tag}")) for tag in ("{*}svg", "table")] == [2, 4]
     # Where nothing fused there are the reasons and no graph.
-    tree, said = parsed(page.page(stored(None)))
+    tree, said = parsed(views.page(stored(None)))
     assert "0 of 3 MLA layers" in said and "[shape]" in said
     assert tree.find(".//{*}svg") is None
 
@@ -118,9 +119,9 @@ def test_the_command_writes_them(path, capsys):
     drawing, document = path.with_suffix(".svg"), path.with_suffix(".html")
     argv = ["report", str(path.parent), "--graph", "--svg", str(drawing), "--html", str(document)]
     assert cli.main(argv) == 0
-    assert capsys.readouterr().out.splitlines() == text.graph(LAYER)
-    assert drawing.read_text() == svg.drawing(LAYER)
-    assert document.read_text() == page.page(stored())
+    assert capsys.readouterr().out.splitlines() == views.text(LAYER)
+    assert drawing.read_text() == views.drawing(LAYER)
+    assert document.read_text() == views.page(stored())
 
 
 def test_without_a_fused_layer_there_is_no_graph_to_show(tmp_path, capsys):

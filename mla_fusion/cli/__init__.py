@@ -89,10 +89,9 @@ def _parser(asked: Sequence[str]) -> argparse.ArgumentParser:
 
 def positive(text: str) -> int:
     """An argument that is a positive whole number."""
-    number = int(text) if text.isascii() and text.isdigit() else 0
-    if number < 1:
+    if not (text.isascii() and text.isdigit() and int(text)):
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
-    return number
+    return int(text)
 
 
 def zero_or_more(text: str) -> int:
@@ -115,10 +114,8 @@ def option(
     another; its help ends with the default, unless that is None or `text` names one."""
     if default is not None and "(default: " not in text:
         text += f" (default: {default})"
-    kind = str if choices else kind
-    parser.add_argument(
-        name, type=kind, default=default, metavar=metavar, choices=choices, help=text
-    )
+    given: dict[str, Any] = {"metavar": metavar, "choices": choices, "help": text}
+    parser.add_argument(name, type=str if choices else kind, default=default, **given)
 
 
 def mend_vllm(error: str) -> str:

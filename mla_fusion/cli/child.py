@@ -10,11 +10,11 @@ children the other, and a thread of each waits until it closes. A signal from th
 
 import contextlib
 import functools
-import importlib
 import itertools
 import json
 import logging
 import os
+import pkgutil
 import signal
 import subprocess
 import sys
@@ -33,15 +33,6 @@ LOG = "engine.log"
 # A shell outside the group $0 ends it, and then removes the folder $1, to which nobody writes now.
 _END = 'kill -9 "-$0"; sleep 0.5; if [ -n "$1" ]; then rm -rf -- "$1"; fi'
 _JOB, _RESULT = "job.json", "result.json"
-_LONGEST = 90  # characters of an engine's error that are shown
-# vLLM's own settings for a small engine without a network, inside one process.
-_ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-}
-
 # What vLLM logs when a stage of its start begins -> what the user reads.
 _STAGES = {
     "Resolved architecture": "vLLM is imported",
@@ -51,15 +42,12 @@ _STAGES = {
 
 @dataclass
 class Job:
-    """One child process, in order: folder of its log and its result, vLLM cache root (from a warm
-    one no pass runs), work "module:function", and what that function reads.
+    """One child process, and what its work reads."""
 
-    It is called with the job and a stream for its progress; the dictionary that it returns comes
-    back.
-    """
-
-    workdir: str
-    cache: str
+    workdir: str  # folder of its log and its result
+    cache: str  # vLLM cache root; from a warm one no pass runs
+    # "module:function". It is called with the job and a stream for its progress, and returns a
+    # dictionary for JSON.
     work: str = "mla_fusion.cli.child:generate"
     path: str = ""  # a further folder to import from
     engine: dict[str, Any] = field(default_factory=dict)  # arguments of `build`
@@ -92,7 +80,7 @@ class EngineError(UserError):
 
 
 def run(job: Job, progress: TextIO | None = None) -> Outcome:
-    """Run a job whose work is `generate`; its progress goes to `progress` (sys.stdout); errors as
+    """Run a job whose work is `generate`, with its progress on `progress` (sys.stdout); errors as
     `result`."""
     older = stored_reports(Path(job.cache))
     progress = progress or sys.stdout
@@ -114,22 +102,22 @@ def start(job: Job, **streams: Any) -> subprocess.Popen[str]:
     (workdir / _JOB).write_text(json.dumps(asdict(job)))
     (workdir / _RESULT).unlink(missing_ok=True)
     paths = filter(None, (os.environ.get("PYTHONPATH"), job.path))
-    environment = (
-        os.environ
-        | _ENVIRONMENT
-        | {
-            "VLLM_CACHE_ROOT": str(cache),
-            "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
-            "PYTHONPATH": os.pathsep.join(paths),
-            "VLLM_PLUGINS": "mla_fusion" if job.plugin else "",
-        }
-    )
+    environment = {
+        **os.environ,
+        "VLLM_CACHE_ROOT": str(cache),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+        "PYTHONPATH": os.pathsep.join(paths),
+        "VLLM_PLUGINS": "mla_fusion" if job.plugin else "",
+        # vLLM's own settings for a small engine without a network, inside one process.
+        **dict.fromkeys(("HF_HUB_OFFLINE", "VLLM_NO_USAGE_STATS", "VLLM_CPU_KVCACHE_SPACE"), "1"),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        **job.environment,
+    }
     environment.pop("VLLM_DEBUG_DUMP_PATH", None)
-    line = lifeline()
     # -P: the installed package, not one in the current folder.
-    command = [sys.executable, "-P", "-m", "mla_fusion.cli.child", job.workdir, str(line)]
-    streams |= {"text": True, "start_new_session": True, "pass_fds": [line]}
-    return subprocess.Popen(command, env={**environment, **job.environment}, **streams)
+    command = [sys.executable, "-P", "-m", "mla_fusion.cli.child", job.workdir, str(lifeline())]
+    streams |= {"text": True, "start_new_session": True, "pass_fds": [lifeline()]}
+    return subprocess.Popen(command, env=environment, **streams)
 
 
 @functools.cache
@@ -159,13 +147,11 @@ def end(process: subprocess.Popen[str]) -> None:
 
 def share_facts(cache: Path, root: Path | None = None) -> None:
     """Let the vLLM cache at `cache` share what is no compiled graph with the one at `root`, by
-    default the user's: facts about model classes, of which vLLM needs a process of ten seconds to
-    find those of one, and what `mla-fusion calibrate` measured, by which `auto` goes.
-    """
+    default the user's: facts about model classes, each of which costs vLLM a process of ten
+    seconds, and what `mla-fusion calibrate` measured, by which `auto` goes."""
     if root is None:
-        users = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        root = Path(os.environ.get("VLLM_CACHE_ROOT") or Path(users, "vllm"))
-        root = root.expanduser().resolve()
+        users = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "vllm")
+        root = Path(os.environ.get("VLLM_CACHE_ROOT") or users).expanduser().resolve()
     for name in ("modelinfos", "mla_fusion/tables") if cache != root else ():
         with contextlib.suppress(OSError):  # shared already, or a folder that takes no file
             (root / name).mkdir(parents=True, exist_ok=True)
@@ -174,11 +160,7 @@ def share_facts(cache: Path, root: Path | None = None) -> None:
 
 
 def result(job: Job, process: subprocess.Popen[str]) -> dict[str, Any]:
-    """What the work of a job returned, once its process has ended.
-
-    Raises:
-        EngineError: it failed.
-    """
+    """What the work of a job returned, once its process has ended; an EngineError if it failed."""
     try:
         process.communicate()
     finally:
@@ -199,7 +181,7 @@ def last_error(log: Path) -> str:
             start = line.rfind(" ", 0, line.index("Error: ")) + 1
             # pydantic says what is wrong one line below
             said = below if below and "ValidationError: " in line else line[start:]
-    return short(said, _LONGEST)
+    return short(said, 90)
 
 
 def _child(workdir: Path, line: int) -> None:
@@ -210,8 +192,7 @@ def _child(workdir: Path, line: int) -> None:
     progress = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    module, _, function = job.work.partition(":")
-    outcome = getattr(importlib.import_module(module), function)(job, progress)
+    outcome = pkgutil.resolve_name(job.work)(job, progress)
     (workdir / _RESULT).write_text(json.dumps(outcome))
     # Nothing is left to save, and taking vLLM down in order takes seconds.
     for stream in (progress, sys.stdout, sys.stderr):
@@ -222,15 +203,13 @@ def _child(workdir: Path, line: int) -> None:
 def flag_on(bucket: int | None = None, **options: str) -> dict[str, Any]:
     """Arguments of `build` with the flag on; without `bucket` it is derived, as in production."""
     passes = {config.FLAG: True} | ({} if bucket is None else {config.THRESHOLD: bucket})
-    return {
-        "compilation_config": {"pass_config": passes},
-        "additional_config": {config.OPTIONS_KEY: options},
-    }
+    compiled = {"compilation_config": {"pass_config": passes}}
+    return compiled | {"additional_config": {config.OPTIONS_KEY: options}}
 
 
 def generate(job: Job, progress: TextIO) -> dict[str, Any]:
     """Build the engine of a job and run its prompts; see `Outcome`."""
-    warnings = [] if not job.plugin else kept_messages(logging.WARNING)
+    warnings = kept_messages(logging.WARNING)
     began, stages = time.perf_counter(), dict(_STAGES)
 
     def pass_on(record: logging.LogRecord) -> bool:
@@ -272,14 +251,14 @@ def kept_messages(level: int) -> list[str]:
 
 
 def build(**arguments: Any) -> Any:
-    """A small vLLM engine in this process, with these arguments of EngineArgs."""
+    """A small vLLM engine in this process; arguments as `engine_arguments`."""
     from vllm.v1.engine.llm_engine import LLMEngine
 
     return LLMEngine.from_engine_args(engine_arguments(**arguments))
 
 
 def engine_arguments(**arguments: Any) -> Any:
-    """EngineArgs of a small engine; `arguments` come before its own."""
+    """EngineArgs of `small_engine`."""
     if "mla_fusion" in os.environ["VLLM_PLUGINS"]:
         from mla_fusion.plugin import register
 
@@ -316,10 +295,8 @@ def register_type(name: str) -> None:
 
 
 def _imitate_on_cpu(model_type: str, platform: Any) -> dict[str, Any]:
-    """Imitate what vLLM lacks on a CPU for a type of model; returns the engine arguments it needs.
-
-    The passes read nothing of it.
-    """
+    """Imitate what vLLM lacks on a CPU for a type of model, of which the passes read nothing;
+    returns the engine arguments that it needs."""
     if model_type == "longcat_flash":
         from vllm.model_executor.models import longcat_flash
 
@@ -339,10 +316,8 @@ def _imitate_on_cpu(model_type: str, platform: Any) -> dict[str, Any]:
 def complete(
     engine: Any, prompts: Sequence[tuple[int, list[int]]], new_tokens: int, logprobs: int = 0
 ) -> tuple[list[Any], int]:
-    """(vLLM's completion of each prompt, steps).
-
-    `logprobs` is how many candidates of each step come with the one that was chosen.
-    """
+    """(vLLM's completion of each prompt, steps); `logprobs` is how many candidates of each step
+    come with the one that was chosen."""
     made = [*steps(engine, prompts, new_tokens, logprobs=logprobs)]
     finished = {int(o.request_id): o.outputs[0] for outputs in made for o in outputs if o.finished}
     return [finished[index] for index in range(len(prompts))], len(made)

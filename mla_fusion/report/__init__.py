@@ -1,7 +1,7 @@
 """What fused, what did not, and why: counts per compile range, reasons, a layer before and after.
 
 The passes add one `RangeReport` per compiled graph. When the worker has compiled, `take` makes a
-`Report` of them; `ranks` merges those of all workers. `store` keeps it under vLLM's cache root, so
+`Report` of them; `merge` joins those of all workers. `store` keeps it under vLLM's cache root, so
 that a start from a warm compile cache, in which no pass runs, finds the same report by `find`;
 `publish` logs it.
 """
@@ -10,8 +10,8 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,11 @@ from mla_fusion.report.reasons import Decline
 logger = logging.getLogger("vllm.mla_fusion")
 # In front of each log line about the flag: whoever searches the log for one of them finds it.
 FLAG_LINE = "mla-fusion: fuse_aiter_qk_rope_kvcache_mla"
+_KINDS = {
+    "group": "in groups of 128",
+    "group_ue8m0": "in groups of 128, scales powers of two,",
+    "tensor": "by one given scale",
+}
 
 
 @dataclass
@@ -87,11 +92,6 @@ class Report:
     epilogue: str = ""  # what that decode does beyond the attention, or why it does not
     version: int = 6  # of the stored format
 
-    @property
-    def fused(self) -> int:
-        """Fused layers, over all ranges."""
-        return sum(r.fused for r in self.ranges)
-
     def quantizations(self) -> set[str]:
         """How attention ops quantize their outputs, on any rank."""
         return {kind for r in self.ranges for kind in r.outputs}
@@ -99,6 +99,13 @@ class Report:
     def decode_ranges(self) -> list[RangeReport]:
         """The ranges inside the bucket that have MLA layers."""
         return [r for r in self.ranges if r.range[1] <= self.bucket and r.layers]
+
+    def decode(self) -> RangeReport:
+        """The decode ranges as one: a layer counts as often as a graph has it."""
+        total = RangeReport((1, self.bucket))
+        for each in self.decode_ranges():
+            total.add(each)
+        return total
 
     def lines(self) -> list[str]:
         """The report as text: for each range its counts, reasons and changed ops."""
@@ -114,34 +121,26 @@ class Report:
                 f"  tokens {r.range[0]} to {r.range[1]}: {r.layers} MLA layers, "
                 f"{r.fused} fused, {sum(r.declined.values())} declined{note}"
             )
-            for decline, layers in r.declined.items():
-                out.append(f"    {layers} declined: {decline.explain()}")
+            out += [f"    {n} declined: {d.explain()}" for d, n in r.declined.items()]
             if self.epilogue:  # else vLLM's backend decodes
                 out += [
-                    f"    {layers} outputs quantized {_KINDS[kind]} by the attention op"
-                    for kind, layers in r.outputs.items()
-                    if layers and kind in _KINDS
+                    f"    {n} outputs quantized {_KINDS[kind]} by the attention op"
+                    for kind, n in r.outputs.items()
+                    if n and kind in _KINDS
                 ]
-                for decline, layers in r.plain_outputs.items():
-                    why = decline.explain()
-                    out.append(f"    {layers} outputs not quantized by the attention op: {why}")
+                out += [
+                    f"    {n} outputs not quantized by the attention op: {d.explain()}"
+                    for d, n in r.plain_outputs.items()
+                ]
             if r.layer:
                 out.append("    ops of one layer, before -> after:")
-                for op, before, after in r.layer.changes():
-                    out.append(f"      {before:3d} -> {after:<3d} {op}")
+                out += [f"      {old:3d} -> {new:<3d} {op}" for op, old, new in r.layer.changes()]
         if self.uncompiled:
             why = Decline("no-graph").explain()
             out.append(f"  outside any graph: {self.uncompiled} MLA layers: {why}")
         if self.others:
             out.append(f"  {self.others} layers without MLA, as they were")
         return out
-
-
-_KINDS = {
-    "group": "in groups of 128",
-    "group_ue8m0": "in groups of 128, scales powers of two,",
-    "tensor": "by one given scale",
-}
 
 
 _records: list[RangeReport] = []
@@ -173,6 +172,38 @@ def take(provider: str, bucket: int, model_layers: int = 0, **of_engine: Any) ->
     return Report(provider, bucket, [*ranges.values()], uncompiled=uncompiled, **of_engine)
 
 
+def merge(reports: Sequence[Report]) -> Report:
+    """The report of an engine from those of its ranks, in their order.
+
+    Counts, reasons and the drawn layer are the first rank's. `variants` and the keys of `outputs`
+    are those of all ranks. A rank with other counts or reasons, as in another stage of a pipeline,
+    is named in `differing`.
+    """
+    first, *others = reports
+    ranges = []
+    for r in first.ranges:
+        same = [o for report in others for o in report.ranges if o.range == r.range]
+        variants = dict.fromkeys(v for each in (r, *same) for v in each.variants)
+        kinds = dict.fromkeys((kind for each in same for kind in each.outputs), 0)
+        ranges.append(replace(r, variants=[*variants], outputs={**kinds, **r.outputs}))
+    expected, *found = map(_said, reports)
+    differing = [f"rank {rank}: {said}" for rank, said in enumerate(found, 1) if said != expected]
+    return replace(first, ranges=ranges, ranks=len(reports), differing=differing)
+
+
+def _said(report: Report) -> str:
+    """What a rank's report says, in one line."""
+    found = [
+        ", ".join([f"{r.fused} of {r.layers} fused in decode range {r.range}", *_codes(r)])
+        for r in report.decode_ranges()
+    ]
+    return "; ".join(found) or "no MLA layer in a graph"
+
+
+def _codes(found: RangeReport) -> list[str]:
+    return [f"{layers} [{d.code}]" for d, layers in found.declined.items()]
+
+
 def load(path: Path) -> Report:
     """The report stored at `path`; a FormatError if it is none, or another release stored it."""
     try:
@@ -202,8 +233,7 @@ def folder(cache_root: Path) -> Path:
 
 def stored_reports(cache_root: Path) -> list[Path]:
     """The reports stored under a vLLM cache root, or copied by `check --dump`, newest first."""
-    found = [*folder(cache_root).glob("*.json")]
-    found += cache_root.glob("report.json")
+    found = [*folder(cache_root).glob("*.json"), *cache_root.glob("report.json")]
     return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
 
 
@@ -247,11 +277,10 @@ def publish(report: Report | None, model: str, cached: bool) -> None:
             "%s is a model class that vLLM does not compile [no-graph] "
             "(mla-fusion check says so), or vLLM found its graphs in a compile cache that was "
             "filled without this report (delete it or set VLLM_DISABLE_COMPILE_CACHE=1 once).",
-            FLAG_LINE,
-            model,
+            *(FLAG_LINE, model),
         )
     elif not any(r.fused for r in decode):
-        why = " ".join(decline.explain() for decline in counted(*(r.declined for r in decode)))
+        why = " ".join(decline.explain() for decline in report.decode().declined)
         layers = max(r.layers for r in decode)
         logger.warning("%s is on and fused none of %d MLA layers: %s", FLAG_LINE, layers, why)
     else:
@@ -260,7 +289,7 @@ def publish(report: Report | None, model: str, cached: bool) -> None:
         note += " (graphs from vLLM's compile cache)" if cached else ""
         fused = f"fused on {report.ranks} ranks" if report.ranks > 1 else "fused"
         for r in decode:
-            codes = ", ".join(f"{layers} [{d.code}]" for d, layers in r.declined.items())
+            codes = ", ".join(_codes(r))
             declined = f"; declined: {codes}, mla-fusion report says why" if codes else ""
             logger.info(
                 "%s: decode range %s: %d of %d MLA layers %s; prefill ranges untouched%s",

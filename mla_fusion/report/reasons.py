@@ -22,17 +22,10 @@ REASONS = {code: Reason(**fields) for code, fields in tomllib.loads(_TEXT).items
 # The classes of vLLM 0.26 to 0.33 whose sparse layers are those of DeepSeek-V3.2 or V4. A class
 # that is not here is not offered the backend: the others have attention of their own.
 _CUSTOM_SERVES = {
-    "DeepSeekMTPModel",
-    "DeepSeekV4MTPModel",
-    "DeepseekV2ForCausalLM",
-    "DeepseekV32ForCausalLM",
-    "DeepseekV32MTPModel",
-    "DeepseekV3ForCausalLM",
-    "DeepseekV41ForCausalLM",
-    "DeepseekV4ForCausalLM",
-    "DeepseekV4ForConditionalGeneration",
-    "GlmMoeDsaForCausalLM",
-}
+    "DeepSeekMTPModel", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "GlmMoeDsaForCausalLM",
+    "DeepseekV32ForCausalLM", "DeepseekV32MTPModel", "DeepseekV41ForCausalLM",
+    "DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration", "DeepSeekV4MTPModel",
+}  # fmt: skip
 # How the others begin whose layers choose keys whatever their config says: HY-V4's class has a
 # default for `index_topk`.
 _SPARSE_OF_THEIR_OWN = ("Dots3Note", "Glm5Next", "HYV4")

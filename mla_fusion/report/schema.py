@@ -3,7 +3,7 @@
 It imports pydantic, which vLLM brings: `load` imports it when there is a file to read.
 """
 
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError, create_model
 
@@ -31,7 +31,6 @@ def _declines(stored: dict[str, Any]) -> dict[Decline, int]:
 
 
 _Layers: Any = create_model("_Layers", __config__=_STRICT, layers=(_Count, ...), detail=(str, ...))
-_Version: Any = create_model("_Version", __config__=ConfigDict(strict=True), version=(int, ...))
 _NARROWER: Any = {
     int: _Count,
     tuple[int, int]: Annotated[tuple[_Count, _Count], AfterValidator(_ordered)],
@@ -53,13 +52,15 @@ def _stored(of: type, **narrower: Any) -> Any:
 def parse(text: bytes, name: str, report: Any, of_range: Any) -> Any:
     """The `report` that a file called `name` holds, or a FormatError; its ranges are `of_range`."""
     each: Any = _stored(of_range)
-    stored = _stored(report, ranges=list[each], ranks=Annotated[_Count, Field(ge=1)])
+    version: Any = Literal[report.version]
+    ranks = Annotated[_Count, Field(ge=1)]
     try:
-        if _Version.model_validate_json(text).version != report.version:
-            raise FormatError(f"{name} was stored by another release of mla-fusion")
-        return TypeAdapter(stored).validate_json(text)
+        of = _stored(report, ranges=list[each], ranks=ranks, version=version)
+        return TypeAdapter(of).validate_json(text)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        at = ".".join(map(str, first["loc"]))
-        why = " ".join(f"{at[:80]} {first['msg'][:120]}".split())
+        errors = error.errors(include_url=False, include_input=False)
+        if any(each["type"] == "literal_error" for each in errors):
+            raise FormatError(f"{name} was stored by another release of mla-fusion") from None
+        at = ".".join(map(str, errors[0]["loc"]))
+        why = " ".join(f"{at[:80]} {errors[0]['msg'][:120]}".split())
         raise FormatError(f"{name} is not a stored report: {why}") from None

@@ -9,7 +9,6 @@ from typing import Any
 from mla_fusion import config, report, runtime
 from mla_fusion.config import vllm_compat
 from mla_fusion.config.identity import graphs_hash
-from mla_fusion.report.ranks import merge
 from mla_fusion.runtime import decode_choice, step_plan
 
 
@@ -70,7 +69,7 @@ def collect(vllm_config: Any) -> tuple[report.Report | None, bool]:
     if not any(everyones):
         return stored, stored is not None
     with on_every_rank():
-        merged = merge([known for each in everyones if (known := each or stored)])
+        merged = report.merge([known for each in everyones if (known := each or stored)])
         if first:
             report.store(path, merged)
     return merged, False

@@ -9,13 +9,13 @@ import socket
 import pytest
 
 from mla_fusion import cli, report
-from mla_fusion.cli.doctor import command, environment
+from mla_fusion.cli.doctor import command
 from mla_fusion.cli.report import bugreport
 from mla_fusion.config import vllm_compat
 from mla_fusion.report.reasons import Decline
 
 SECRETS = ("node17", "acme", "jdoe", "Jane", "Doe", "secret", "models", "10.20.30.40", "gpu-b")
-FOUND = environment.probe
+FOUND = command.probe
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from vllm import platforms
 
 from mla_fusion import cli, kernels
 from mla_fusion.cli.doctor import command as doctor
-from mla_fusion.cli.doctor import environment, known_issues
+from mla_fusion.cli.doctor import known_issues
 from mla_fusion.config import vllm_compat
 from tests.aiter_double.test_require import ABSENT, on_path, write  # noqa: F401  a fixture
 
@@ -154,8 +154,8 @@ def test_an_amd_gpu_with_an_aiter(on, aiter, name):
 def test_software_conversions_of_an_old_triton(on, aiter, arch, version, monkeypatch):
     on(arch)
     aiter("0.1.20.post1")
-    of = environment.version_of
-    monkeypatch.setattr(environment, "version_of", lambda n: version if n == "triton" else of(n))
+    of = doctor.version_of
+    monkeypatch.setattr(doctor, "version_of", lambda n: version if n == "triton" else of(n))
     slow = arch == "gfx950" and version.startswith("3.6")
     found = doctor.examine()
     assert ("triton-lang/triton#6110" in threads(found)) is slow
@@ -190,7 +190,7 @@ def version(number):
         (version("0.26.0"), ""),
         (version("0.33.1+rocm700"), ""),
         (version("0.34.0"), "vLLM 0.34.0 is outside the window 0.26 to 0.33"),
-        ((environment, "find_spec", lambda name: None), "vLLM is missing"),
+        ((doctor, "find_spec", lambda name: None), "vLLM is missing"),
         (
             (metadata, "entry_points", lambda **asked: ()),
             "install mla-fusion in vLLM's environment",

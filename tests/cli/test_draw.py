@@ -7,7 +7,7 @@ import pytest
 
 from mla_fusion import cli
 from mla_fusion.attention.plan.buffers import Rules
-from mla_fusion.cli.plan import draw
+from mla_fusion.cli.plan import command
 
 COMMAND = "plan --batch 2 --kv 100000 --ctas 256"
 
@@ -46,7 +46,7 @@ def test_the_picture_has_a_bar_for_each_item(tmp_path):
     file = tmp_path / "plan.svg"
     assert main(f"plan --lengths 100,9000,1 --workers 4 --svg {file}") == 0
     rules = Rules(4, 1, 16, 16, -1)
-    items = sum(map(len, draw.make(rules, (100, 9000, 1), 1).shares))
+    items = sum(map(len, command.make(rules, (100, 9000, 1), 1).shares))
     names = [element.tag for element in ElementTree.parse(file).iter()]
     assert sum(name.endswith("title") for name in names) == items
 

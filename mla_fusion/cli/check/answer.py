@@ -38,7 +38,7 @@ class Settings(argparse.Namespace):
         --max-num-seqs is always named: the bucket depends on it, and vLLM's default on the GPU.
         Drafts come from the layers with which the model `predicts` them, else from the prompt.
         """
-        name, shared = self._served(), self.decode_context_parallel_size
+        name = self._served()
         words = ["MODEL" if draft else name or "MODEL"]
         for flag, default in (
             ("tensor-parallel-size", 1), ("decode-context-parallel-size", 1),
@@ -52,7 +52,7 @@ class Settings(argparse.Namespace):
             words += ["--speculative-config", json.dumps(drafts, separators=(",", ":"))]
         options = {} if self.attention == "auto" else {"attention": self.attention}
         # AITER's op, ROCm's default, is declined by ranks that share a cache.
-        options |= {"provider": "triton"} if shared > 1 else {}
+        options |= {"provider": "triton"} if self.decode_context_parallel_size > 1 else {}
         if options:
             words += ["--additional-config", json.dumps({config.OPTIONS_KEY: options})]
         return words
@@ -84,9 +84,8 @@ class Answer:
         """(fused, all) MLA layers of the cut model, as often as a decode graph has them."""
         if self.report is None:
             return 0, 0
-        decode = self.report.decode_ranges()
-        every = sum(r.layers for r in decode) + self.report.uncompiled
-        return sum(r.fused for r in decode), every
+        decode = self.report.decode()
+        return decode.fused, decode.layers + self.report.uncompiled
 
     @property
     def fuses(self) -> bool:

@@ -8,8 +8,8 @@ import json
 import shutil
 import sys
 import tempfile
-import typing
 from pathlib import Path
+from typing import get_args
 
 from mla_fusion import cli, config, kernels, report
 from mla_fusion.cli import UserError, child, option
@@ -20,10 +20,8 @@ from mla_fusion.cli.report.command import find_graphs
 from mla_fusion.report.reasons import Decline, Declined, recognize
 
 # What vLLM's CPU attention can run; other models and caches are only compiled.
-_CPU_HEAD_SIZE = 576
-_CPU_CACHES = ("auto", "bfloat16")
-_PROMPTS = [(0, [1, 2, 3]), (1, [4, 5])]
-_NEW_TOKENS = 4
+_CPU_HEAD_SIZE, _CPU_CACHES = 576, ("auto", "bfloat16")
+_PROMPTS, _NEW_TOKENS = [(0, [1, 2, 3]), (1, [4, 5])], 4
 _MOST_LAYERS = 64  # that an engine compiles in minutes
 _COMPILES = (
     "compiles graphs and generates no token: vLLM's CPU attention {}. Some of a GPU take the query "
@@ -49,11 +47,8 @@ def declare(parser: argparse.ArgumentParser) -> None:
     option(parser, "--provider", None, text, "reference", choices=kernels.PROVIDERS)
     text = "who decodes: aiter and portable are persistent decodes"
     option(parser, "--attention", None, text, "auto", choices=config.ATTENTION)
-    text = (
-        "write the report, and the graph before and after the passes as readable Python, for "
-        "mla-fusion report DIR (needs depyf)"
-    )
-    option(parser, "--dump", "DIR", text, kind=Path)
+    text = "write the report, and the graphs before and after the passes as readable Python, for "
+    option(parser, "--dump", "DIR", f"{text}mla-fusion report DIR (needs depyf)", kind=Path)
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
 
 
@@ -65,11 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def find(settings: Settings) -> Answer:
-    """The answer, from the configuration if it suffices, else from an engine.
-
-    Raises:
-        UserError: the model or the settings cannot be used.
-    """
+    """The answer, from the configuration if it suffices, else from an engine; a UserError if the
+    model or the settings cannot be used."""
     cli.require("vllm")
     _refuse(settings)
     model = model_config.read(settings.model)
@@ -86,12 +78,14 @@ def find(settings: Settings) -> Answer:
         details = [f"checked as: {cut.changed}"]
         notes = persistent_decode.ask(settings, cut)
     except Declined as error:
-        _tell(details)
+        print(*details, sep="\n", file=sys.stderr)
         return Answer(model.name, settings, "configuration", [error.decline], details)
+    _prepare(settings)
     lacks = _cpu_lacks(settings, cut)
     runs = f"runs {len(_PROMPTS)} prompts, {_NEW_TOKENS} tokens each, through its graphs"
     details.append(_COMPILES.format(lacks) if lacks else runs)
-    why, stored = _ask_engine(settings, cut, not lacks, details)
+    print(*details, sep="\n", file=sys.stderr, flush=True)
+    why, stored = _ask_engine(settings, cut, not lacks)
     if settings.kv_cache_dtype.startswith("fp8"):
         triton = cli.version_of("triton")
         notes += [
@@ -99,17 +93,9 @@ def find(settings: Settings) -> Answer:
             for each in known_issues.ISSUES
             if known_issues.is_before(triton, each["triton before"])
         ]
-    return Answer(
-        model=model.name,
-        settings=settings,
-        checked_by="engine",
-        why=why,
-        details=details,
-        report=stored,
-        backends=_backends(settings, cut, model.architecture),
-        arguments=settings.serve(cut.draft, bool(model.config.get("num_nextn_predict_layers"))),
-        notes=notes,
-    )
+    backends = _backends(settings, cut, model.architecture)
+    serve = settings.serve(cut.draft, bool(model.config.get("num_nextn_predict_layers")))
+    return Answer(model.name, settings, "engine", why, details, stored, backends, serve, notes)
 
 
 def _cut(model: model_config.Model, settings: Settings) -> shrink.Cut:
@@ -132,7 +118,7 @@ def _cut(model: model_config.Model, settings: Settings) -> shrink.Cut:
 
 
 def _refuse(settings: Settings) -> None:
-    """Refuse what no engine can have or what cannot run here."""
+    """Refuse what no engine can have, and a provider that cannot run here."""
     ranks, shared = settings.tensor_parallel_size, settings.decode_context_parallel_size
     if ranks % shared:
         raise UserError(
@@ -148,6 +134,18 @@ def _refuse(settings: Settings) -> None:
         raise UserError(f"--provider: {needs}; the default, reference, needs nothing") from None
 
 
+def _prepare(settings: Settings) -> None:
+    """Refuse what only an engine needs, and make the folder of its dump."""
+    if settings.dump:
+        cli.require("depyf", purpose="--dump")
+        cli.make_folder(settings.dump, "--dump")
+    if (name := settings.kv_cache_dtype) not in (*_CPU_CACHES, "fp8"):
+        from vllm.config.cache import CacheDType
+
+        if name not in (known := get_args(CacheDType)):
+            raise UserError(f"unknown --kv-cache-dtype {name!r}; vLLM has {', '.join(known)}")
+
+
 def _cpu_lacks(settings: Settings, cut: shrink.Cut) -> str:
     """Why vLLM's CPU attention cannot run the cut model; empty if it can."""
     if cut.draft:
@@ -156,11 +154,6 @@ def _cpu_lacks(settings: Settings, cut: shrink.Cut) -> str:
         return f"takes a head size of {_CPU_HEAD_SIZE} (latent + rope), not {cut.head_size}"
     cache = settings.kv_cache_dtype
     return "" if cache in _CPU_CACHES else f"takes no {cache} cache"
-
-
-def _tell(details: list[str]) -> None:
-    """Print how the answer is found where the progress goes."""
-    print(*details, sep="\n", file=sys.stderr, flush=True)
 
 
 def _backends(settings: Settings, cut: shrink.Cut, architecture: str) -> dict[str, list[str]]:
@@ -173,22 +166,18 @@ def _backends(settings: Settings, cut: shrink.Cut, architecture: str) -> dict[st
         if compiled is None or platform in compiled
     }
     # AITER's decode is for AMD GPUs, and the portable one is not for vLLM's backends with AITER's.
+    amd = found.get("amd", [])
     if settings.attention == "aiter":
-        found = {"amd": [name for name in found.get("amd", []) if name == "ROCM_AITER_MLA"]}
-    elif settings.attention == "portable" and "amd" in found:
-        found["amd"] = [name for name in found["amd"] if "AITER" not in name]
+        found = {"amd": [name for name in amd if name == "ROCM_AITER_MLA"]}
+    elif settings.attention == "portable":
+        found["amd"] = [name for name in amd if "AITER" not in name]
     return {platform: names for platform, names in found.items() if names}
 
 
 def _ask_engine(
-    settings: Settings, cut: shrink.Cut, run_it: bool, details: list[str]
+    settings: Settings, cut: shrink.Cut, run_it: bool
 ) -> tuple[list[Decline], report.Report | None]:
     """(reasons, report) of an engine that runs the cut model with the flag on."""
-    if settings.dump:
-        cli.require("depyf", purpose="--dump")
-        cli.make_folder(settings.dump, "--dump")
-    _check_cache_type(settings.kv_cache_dtype)
-    _tell(details)
     with tempfile.TemporaryDirectory(prefix="mla-fusion-check-") as folder:
         work = Path(folder)
         try:
@@ -212,45 +201,25 @@ def _job(settings: Settings, cut: shrink.Cut, work: Path, run_it: bool) -> child
     )
     if settings.dump:
         engine["compilation_config"]["debug_dump_path"] = str(work / "depyf")
-    engine |= {
-        "model": str(model),
-        "load_format": "dummy",
-        "kv_cache_dtype": settings.kv_cache_dtype,
-        "max_num_seqs": settings.max_num_seqs,
-        # Above the bucket, so that a prefill graph is compiled too.
-        "max_num_batched_tokens": max(2048, 2 * settings.bucket),
-    }
+    engine |= {"model": str(model), "load_format": "dummy", "max_num_seqs": settings.max_num_seqs}
+    engine["kv_cache_dtype"] = settings.kv_cache_dtype
+    # Above the bucket, so that a prefill graph is compiled too.
+    engine["max_num_batched_tokens"] = max(2048, 2 * settings.bucket)
     if cut.draft:
         backend = {"attention_backend": "CPU_MLA"}  # as `child.engine_arguments` for the target
-        engine["speculative_config"] = {**settings.drafts("mtp"), **backend}
+        engine["speculative_config"] = settings.drafts("mtp") | backend
     return child.Job(
-        workdir=str(work),
-        cache=str(work / "cache"),
-        engine=engine,
-        prompts=_PROMPTS if run_it else [],
-        new_tokens=_NEW_TOKENS,
-        temporary=True,
-    )
+        str(work), str(work / "cache"), engine=engine, temporary=True,
+        prompts=_PROMPTS if run_it else [], new_tokens=_NEW_TOKENS,
+    )  # fmt: skip
 
 
 def _reasons(stored: report.Report | None, warnings: list[str]) -> list[Decline]:
-    """The first decline of each code in the report, or that of the warning that switched the flag
-    off."""
+    """Those of the report, or that of the warning that switched the flag off."""
     if stored:
-        declines = [decline for r in stored.decode_ranges() for decline in r.declined]
-        declines += [Decline("no-graph")] if stored.uncompiled else []
-        return [*{decline.code: decline for decline in reversed(declines)}.values()]
+        uncompiled = [Decline("no-graph")] if stored.uncompiled else []
+        return [*report.counted(stored.decode().declined, uncompiled)]
     return [found for text in warnings if (found := recognize(text))]
-
-
-def _check_cache_type(name: str) -> None:
-    if name in (*_CPU_CACHES, "fp8"):
-        return
-    from vllm.config.cache import CacheDType
-
-    known = typing.get_args(CacheDType)
-    if name not in known:
-        raise UserError(f"unknown --kv-cache-dtype {name!r}; vLLM has {', '.join(known)}")
 
 
 def _copy_dump(of_depyf: Path, folder: Path, stored: report.Report) -> None:

@@ -1,8 +1,7 @@
 """What a model's configuration and the source of the installed vLLM decide about fusion.
 
-vLLM is read, not imported: its registry says which file has a model class, and the file says
-whether the class is compiled; most attention backends cannot be imported without their GPU. The
-answer holds for the installed release, and takes no time.
+vLLM is read, not imported: that takes no time, and most attention backends cannot be imported
+without their GPU.
 """
 
 import functools
@@ -25,11 +24,8 @@ _MAY_BUILD_MLA = ("MLAAttention", "MultiHeadLatentAttention", "init_vllm_registe
 
 
 def decide(model: dict[str, Any], architecture: str) -> Decline | None:
-    """Why no layer can fuse; None if only an engine can say.
-
-    `model` is the content of config.json (of a multimodal model, its language part), and
-    `architecture` the class that vLLM would run.
-    """
+    """Why no layer can fuse; None if only an engine can say. `model` and `architecture` are those
+    of a `Model`."""
     # DeepSeek-V4's latent is compressed along the sequence and goes by another key.
     keys = ("kv_lora_rank", "qk_rope_head_dim", "compress_ratios")
     if all(model.get(key) is None for key in keys):
@@ -66,24 +62,21 @@ def may_build_mla(architecture: str) -> bool:
     multi-head attention.
     """
     modules = set(_registry().values())
-    seen = {_registry().get(architecture, "")}
-    waiting = [*seen]
-    while waiting:
-        text = _source(waiting.pop())
+    seen = [_registry().get(architecture, "")]
+    for module in seen:
+        text = _source(module)
         # No text: a class of another package, or one that vLLM does not know.
         if not text or any(name in text for name in _MAY_BUILD_MLA):
             return True
-        imported = {*re.findall(_IMPORT, text, re.M)} & modules - seen
-        waiting += imported
-        seen |= imported
+        seen += {*re.findall(_IMPORT, text, re.M)} & modules - {*seen}
     return False
 
 
 def knows_type(name: str) -> bool:
     """Whether vLLM or Transformers names a model type where they keep their configurations."""
     named = re.compile(rf'"{re.escape(name)}"|\b{re.escape(name)}="')
-    vllm, transformers = _folder("vllm"), _folder("transformers")
-    folders = vllm / "transformers_utils", vllm / "config", transformers / "models/auto"
+    folders = [_folder("vllm") / each for each in ("transformers_utils", "config")]
+    folders.append(_folder("transformers") / "models/auto")
     files = (file for folder in folders for file in folder.rglob("*.py"))
     return any(named.search(file.read_text()) for file in files)
 
@@ -103,7 +96,7 @@ def where_compiled(architecture: str) -> frozenset[str] | None:
     module = _registry().get(architecture, "")
     if "." not in module:
         return frozenset(PLATFORMS) if _DECORATOR in _source(module) else None
-    package = _folder(module.split(".")[0]).joinpath(*module.split(".")[1:])
+    package = _folder("vllm").parent.joinpath(*module.split("."))
     return frozenset(
         platform
         for platform in PLATFORMS
@@ -133,11 +126,8 @@ def _registry() -> dict[str, str]:
 
 def backends(platform: str, heads: int, head_size: int, cache: str) -> list[str]:
     """The MLA attention backends that take what the fused op writes, of those that vLLM chooses
-    from on one of `PLATFORMS`, sorted.
-
-    `heads` are the query heads of a rank; a backend that pads them is left out [padded-heads].
-    `head_size` is kv_lora_rank + qk_rope_head_dim, and `cache` as --kv-cache-dtype.
-    """
+    from on one of `PLATFORMS`, sorted. One that pads the query heads of a rank is left out
+    [padded-heads]. `head_size` is kv_lora_rank + qk_rope_head_dim, `cache` as --kv-cache-dtype."""
     registry = (_folder("vllm") / _FOLDER / "registry.py").read_text()
     paths = dict(re.findall(r'^    (\w+) = \(?\s*"vllm\.([\w.]+)"', registry, re.M))
     chosen_from = (_folder("vllm") / "platforms" / PLATFORMS[platform]).read_text()
@@ -146,9 +136,9 @@ def backends(platform: str, heads: int, head_size: int, cache: str) -> list[str]
 
 
 def _takes(path: str, heads: int, head_size: int, cache: str) -> bool:
-    module, _, backend = path.rpartition(".")
+    *folders, file, backend = path.split(".")
     sizes, caches = _inherited(backend, _HEAD_SIZES), _inherited(backend, _CACHES)
-    text = _folder("vllm").joinpath(*module.split(".")).with_suffix(".py").read_text()
+    text = _folder("vllm").joinpath(*folders, f"{file}.py").read_text()
     named = re.search(r"q_pad_num_heads=(\w+)", text)
     padded = named and re.search(rf"^{named[1]} = {heads}$", text, re.M) is None
     return not padded and f'"{cache}"' in caches and str(head_size) in (sizes or str(head_size))
@@ -167,7 +157,7 @@ def _inherited(name: str, pattern: str) -> str:
 def _classes() -> dict[str, tuple[str, str]]:
     """Class -> (its first base, its source)."""
     files = [*(_folder("vllm") / _FOLDER / "mla").glob("*.py")]
-    files += [_folder("vllm") / "model_executor/layers/attention/mla_attention.py"]
+    files.append(_folder("vllm") / "model_executor/layers/attention/mla_attention.py")
     text = "\n".join(file.read_text() for file in files)
     found = re.findall(r"^class (\w+Backend)\((\w+).*?:\n((?: .*\n|\n)+)", text, re.M)
     return {name: (base, source) for name, base, source in found}

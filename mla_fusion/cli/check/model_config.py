@@ -47,9 +47,8 @@ class Model:
 def read(model: Path) -> Model:
     """Read a config; `model` is the file or its folder. A UserError says that there is no file,
     that it is none of a model, or that a value is one of no model."""
-    path = model
-    if model.is_dir():
-        path = next((p for p in (model / "config.json", model / "params.json") if p.exists()), path)
+    files = (model / name for name in ("config.json", "params.json"))
+    path = next((file for file in files if file.exists()), model)
     content = _load(path)
     if "model_type" not in content and {"dim", "n_layers"} <= set(content):
         content = _translate(content, path)
@@ -112,12 +111,11 @@ def _refuse_odd(config: dict[str, Any], path: Path) -> None:
         elif key in _OBJECTS:
             fits, what = isinstance(value, dict), "a JSON object"
         else:
-            fits = isinstance(value, list) and all(map(_is_class, value))
             what = "a list of names of classes"
+            fits = isinstance(value, list) and all(
+                isinstance(name, str) and name.isidentifier() and len(name) <= _LONGEST_NAME
+                for name in value
+            )
         if value is not None and not fits:
             said = short(json.dumps(value, default=str))
             raise UserError(f"{path}: {key} must be {what}, not {said}")
-
-
-def _is_class(value: Any) -> bool:
-    return isinstance(value, str) and value.isidentifier() and len(value) <= _LONGEST_NAME

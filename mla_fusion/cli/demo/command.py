@@ -27,7 +27,6 @@ ARRIVALS = [(0, 5), (0, 40), (2, 1), (4, 2), (6, 3), (9, 100), (20, 2)]
 # One for all four engines, made anew by each demo. They share facts about the model class; their
 # graphs have different keys.
 _CACHE = "cache"
-_COUNTED = "range", "layers", "fused", "declined"
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -42,20 +41,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def compare(out: Path, names: Sequence[str] = tuple(tiny_models.MODELS)) -> bool:
-    """Run the models `names`, write `out`/tokens.json; whether all fused and no token differs.
-
-    The report of each is in its folder, and that of the last in `out`. A UserError says that an
-    engine failed or a package is missing.
-    """
+    """Run the models `names`, write `out`/tokens.json; whether all fused and no token differs. The
+    report of each is in its folder, and that of the last in `out`. A UserError says that an engine
+    failed or a package is missing."""
     require("vllm", "safetensors")
     make_folder(out, "--out")
     shutil.rmtree(out / _CACHE, ignore_errors=True)
     results, fused = [], True
-    for index, name in enumerate(names):
-        print(f"[{index + 1}/{len(names)}] {name}: random weights, greedy, real vLLM engines")
+    for index, name in enumerate(names, 1):
+        print(f"[{index}/{len(names)}] {name}: random weights, greedy, real vLLM engines")
         result, stored = _run_model(name, out / name)
         results.append(result)
-        fused &= stored.fused > 0 and not any(r.declined for r in stored.ranges)
+        fused &= stored.decode().fused > 0 and not any(r.declined for r in stored.ranges)
         report.store(out / "report.json", stored)
     (out / "tokens.json").write_text(json.dumps({"models": results}, indent=1))
     if not fused:
@@ -85,18 +82,18 @@ def _run_model(name: str, folder: Path) -> tuple[dict[str, Any], report.Report]:
     if not stored:
         raise UserError(f"{name}: no layer fused and there is no report; see {folder}")
     report.store(folder / "report.json", stored)
-    difference = first_difference(off.tokens, on.tokens)
-    if difference is None:
+    if difference := first_difference(off.tokens, on.tokens):
+        prompt, position = difference
+        unfused, fused = (run.tokens[prompt][position:][:4] for run in (off, on))
+        where = f"prompt {prompt} differs from token {position} on"
+        print(f"    tokens: {where}: {unfused} off, {fused} on")
+    else:
         bits = "bit-equal" if off.logprobs == on.logprobs else "not bit-equal"
         print(f"    tokens: equal; their log-probabilities: {bits}")
-    else:
-        prompt, position = difference
-        print(
-            f"    tokens: prompt {prompt} differs from token {position} on: "
-            f"{off.tokens[prompt][position:][:4]} off, {on.tokens[prompt][position:][:4]} on"
-        )
-    counted = [(r.range, r.layers, r.fused, sum(r.declined.values())) for r in stored.ranges]
-    ranges = [dict(zip(_COUNTED, each, strict=True)) for each in counted]
+    ranges = [
+        {"range": r.range, "layers": r.layers, "fused": r.fused,
+         "declined": sum(r.declined.values())} for r in stored.ranges
+    ]  # fmt: skip
     return {"name": name, "tokens_equal": difference is None, "ranges": ranges}, stored
 
 

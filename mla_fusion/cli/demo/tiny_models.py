@@ -10,65 +10,47 @@ from typing import Any
 
 import torch
 
-_COMMON: dict[str, Any] = {
-    "hidden_size": 256,
-    "intermediate_size": 256,
-    "num_hidden_layers": 3,
-    "first_k_dense_replace": 3,  # every layer dense: no experts are built
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
+_COMMON = {
+    "hidden_size": 256, "intermediate_size": 256, "vocab_size": 1024, "torch_dtype": "bfloat16",
+    "num_hidden_layers": 3, "first_k_dense_replace": 3,  # every layer dense: no experts are built
+    "num_attention_heads": 4, "num_key_value_heads": 4, "qk_nope_head_dim": 128, "v_head_dim": 128,
     # Those of DeepSeek's models; vLLM's CPU attention takes no other latent and rope sizes.
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 128,
-    "v_head_dim": 128,
-    "vocab_size": 1024,
-    "torch_dtype": "bfloat16",
-}
+    "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+}  # fmt: skip
+_YARN = {
+    "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096,
+    "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
-    "deepseek-v2-shaped": {
-        **_COMMON,
-        "model_type": "deepseek_v2",
-        "architectures": ["DeepseekV2ForCausalLM"],
-        "q_lora_rank": None,
-        "max_position_embeddings": 4096,
+    "deepseek-v2-shaped": _COMMON | {
+        "model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"],
+        "q_lora_rank": None, "max_position_embeddings": 4096,
     },
-    "deepseek-v3-shaped": {
-        **_COMMON,
-        "model_type": "deepseek_v3",
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "q_lora_rank": 128,
-        "max_position_embeddings": 163840,
-        "rope_scaling": {
-            "type": "yarn",
-            "factor": 40,
-            "original_max_position_embeddings": 4096,
-            **{"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
-        },
+    "deepseek-v3-shaped": _COMMON | {
+        "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"],
+        "q_lora_rank": 128, "max_position_embeddings": 163840, "rope_scaling": _YARN,
     },
-}
+}  # fmt: skip
 
 
 def write(name: str, folder: Path, seed: int = 0, **changes: Any) -> Path:
-    """Write `MODELS[name]` with `changes` into `folder` as vLLM reads it, and return the folder."""
+    """Write `MODELS[name]` with `changes` into `folder`, and return the folder."""
     from safetensors.torch import save_file
 
     model = {**MODELS[name], **changes}
+    # A tokenizer with the words w0, w1, ...: a server takes text.
+    words = {f"w{token}": token for token in range(model["vocab_size"])}
+    kind = {"type": "WordLevel", "vocab": words, "unk_token": "w0"}
+    tokenizer = {"version": "1.0", "model": kind, "pre_tokenizer": {"type": "Whitespace"}}
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(model, indent=1))
-    for file, content in _tokenizer(model["vocab_size"]).items():
+    for file, content in {
+        "config.json": model,
+        "tokenizer.json": tokenizer | {"added_tokens": []},
+        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "w0"},
+    }.items():
         (folder / file).write_text(json.dumps(content))
     save_file(weights(model, seed), folder / "model.safetensors", metadata={"format": "pt"})
     return folder
-
-
-def _tokenizer(vocabulary: int) -> dict[str, Any]:
-    """The files of a tokenizer with the words w0, w1, ...: a server takes text."""
-    words = {f"w{token}": token for token in range(vocabulary)}
-    kind = {"type": "WordLevel", "vocab": words, "unk_token": "w0"}
-    tokenizer = {"version": "1.0", "model": kind, "pre_tokenizer": {"type": "Whitespace"}}
-    named = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "w0"}
-    return {"tokenizer.json": tokenizer | {"added_tokens": []}, "tokenizer_config.json": named}
 
 
 def weights(model: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
@@ -90,10 +72,9 @@ def weights(model: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
         at = f"model.layers.{layer}."
         # Peaked attention: a token depends on the position and the content of its keys.
         query, sharp = heads * (nope + rope), 2.0
-        if model["q_lora_rank"] is None:
+        if (rank := model["q_lora_rank"]) is None:
             tensors[f"{at}self_attn.q_proj.weight"] = linear(query, hidden, sharp)
         else:
-            rank = model["q_lora_rank"]
             tensors[f"{at}self_attn.q_a_proj.weight"] = linear(rank, hidden)
             tensors[f"{at}self_attn.q_a_layernorm.weight"] = norm(rank)
             tensors[f"{at}self_attn.q_b_proj.weight"] = linear(query, rank, sharp)

@@ -1,8 +1,8 @@
-"""Combinations of versions, hardware and settings with known trouble, and where it is reported.
+"""Combinations of versions, hardware and settings with known trouble, as of September 2026.
 
-`known_issues.csv` lists them, as of September 2026: the conditions that `doctor` can see (all of a
-row must hold, an empty one always does), the public threads, and the trouble with its remedy. The
-text names the settings that `doctor` cannot see (a model, a flag of vLLM).
+A row of `known_issues.csv` has the conditions that `doctor` can see (all must hold, an empty one
+always does), the public threads, and the trouble with its remedy, which names the settings that it
+cannot see (a model, a flag of vLLM).
 """
 
 import csv
@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-# Column -> whether its value holds in an environment of `environment.probe`.
+# Column -> whether its value holds in an environment of `command.probe`.
 _CONDITIONS = {
     "platform": lambda e, names: e["platform"] in names.split(),
     "arch": lambda e, name: e["arch"] == name,

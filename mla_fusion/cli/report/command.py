@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from mla_fusion.cli import UserError, option, require, write
-from mla_fusion.report import Report, load, page, stored_reports, svg, text
+from mla_fusion.report import Report, load, stored_reports, views
 from mla_fusion.report.files import FormatError
 
 _NEWEST = 8  # reports that are printed; an engine stores one for each rank
@@ -23,10 +23,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", nargs="?", type=Path, metavar="PATH", help=what)
     what = "print the graph of one layer before and after"
     parser.add_argument("--graph", action="store_true", help=what)
-    what = (
-        "print the whole graphs before and after as Python; PATH is a folder to which they were "
-        "dumped (needs depyf when they are written)"
-    )
+    what = "print the whole graphs before and after as Python; PATH has their dump (needs depyf)"
     parser.add_argument("--python", action="store_true", help=what)
     option(parser, "--svg", "FILE", "draw that layer into FILE", kind=Path)
     option(parser, "--html", "FILE", "write all of it as one self-contained page", kind=Path)
@@ -35,22 +32,21 @@ def declare(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Show the reports; always 0."""
     root = arguments.path or cache_root()
-    views = arguments.graph or arguments.svg or arguments.html
+    asked = arguments.graph or arguments.svg or arguments.html
     if arguments.python:
         for stage, files in find_graphs(root).items():
             for file in files:
                 print(f"# {stage}: {file}\n{file.read_text()}")
-        if not views:
+        if not asked:
             return 0
-    named_file = arguments.path and not root.is_dir()
-    paths = [root] if named_file else stored_reports(root)
+    paths = [root] if arguments.path and not root.is_dir() else stored_reports(root)
     if not paths:
         raise UserError(
             f"no report under {root}: start vLLM once with "
             "-cc.pass_config.fuse_aiter_qk_rope_kvcache_mla=True; if you set VLLM_CACHE_ROOT "
             "there, give that folder as PATH"
         )
-    if views:
+    if asked:
         _show(paths[0], arguments)
         return 0
     for index, path in enumerate(paths[:_NEWEST]):
@@ -86,17 +82,15 @@ def _show(path: Path, arguments: argparse.Namespace) -> None:
     """The views of one report that were asked for."""
     report = _load(path)
     if arguments.graph or arguments.svg:
-        layer = next((r.layer for r in report.decode_ranges() if r.layer), None)
+        layer = report.decode().layer
         if layer is None:
-            raise UserError(
-                f"no layer fused in {path}, so there is no graph to show; see its reasons"
-            )
+            raise UserError(f"no layer fused in {path}: no graph to show; see its reasons")
         if arguments.graph:
-            print("\n".join(text.graph(layer)))
+            print("\n".join(views.text(layer)))
         if arguments.svg:
-            write(arguments.svg, svg.drawing(layer))
+            write(arguments.svg, views.drawing(layer))
     if arguments.html:
-        write(arguments.html, page.page(report))
+        write(arguments.html, views.page(report))
     for each in filter(None, (arguments.svg, arguments.html)):
         print(f"wrote {each}", file=sys.stderr)
 
