@@ -115,7 +115,7 @@ class TestPortable:
         """The portable decode of a GPU, which has none here."""
         attention.get_provider.cache_clear()
         monkeypatch.setattr(triton, "require", lambda: None)
-        monkeypatch.setattr(eligibility, "portable_provider", lambda device: "triton")
+        monkeypatch.setattr(attention, "portable_provider", lambda device: "triton")
         yield
         attention.get_provider.cache_clear()
 
