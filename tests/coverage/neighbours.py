@@ -19,7 +19,6 @@ _LAYERS = 3
 class Neighbour:
     """`engine` are arguments of EngineArgs, `imitate` functions of imitations.py.
 
-    `reason` is the code for which it must decline; then only its config is made, and no engine.
     `signs` say that the feature did something: the least number that a path in the result of each
     engine, with the flag off and on, leads to.
     """
@@ -27,7 +26,6 @@ class Neighbour:
     name: str
     engine: dict[str, Any] = field(default_factory=dict)
     imitate: tuple[str, ...] = ()
-    reason: str = ""
     refused: str = ""  # part of vLLM's own error on a CPU
     model: str = ""  # a folder below that of the model all others run
     signs: dict[str, int] = field(default_factory=dict)
@@ -35,17 +33,12 @@ class Neighbour:
 
     def jobs(self, folder):
         """The engine with the flag off, and on, as `engines.py` takes them."""
-        common = {
-            "folder": str(Path(folder, self.model)),
-            "engine": self.engine,
-            "imitate": self.imitate,
-            "prompts": self.times,
-            "config_only": bool(self.reason),
-        }
         return [
-            {"name": f"{self.name} ({'on' if flag else 'off'})", "flag": flag, **common}
-            for flag in ((True,) if self.reason else (False, True))
-        ]
+            {"name": f"{self.name} ({name})", "flag": name == "on", "prompts": self.times,
+             "folder": str(Path(folder, self.model)), "engine": self.engine,
+             "imitate": self.imitate}
+            for name in ("off", "on")
+        ]  # fmt: skip
 
 
 TERSE = "terse"
@@ -120,7 +113,6 @@ NEIGHBOURS = (
     Neighbour(
         "prefill context parallel 2",
         {"tensor_parallel_size": 2, "prefill_context_parallel_size": 2},
-        reason="context-parallel",
         refused="Model Runner V1 does not support: prefill context parallel",
     ),
 )
