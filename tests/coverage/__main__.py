@@ -17,7 +17,7 @@ from typing import Any
 
 from mla_fusion.cli.check import model_classes
 from tests import child as children
-from tests.coverage import classes, models, neighbours, page
+from tests.coverage import classes, jobs, page
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # else two ranks want two NUMA nodes
@@ -72,14 +72,13 @@ def main(command, arguments):
             raise SystemExit(f"coverage: {release} needs a column for {', '.join(sorted(own))}")
     elif command == "neighbours":
         with tempfile.TemporaryDirectory() as folder:
-            model = neighbours.write_model(Path(folder))
-            jobs = [job for n in neighbours.NEIGHBOURS for job in n.jobs(model)]
-            save("neighbours", page.stored("neighbours") | run(jobs, arguments))
+            results = run(jobs.of_neighbours(Path(folder)), arguments)
+            save("neighbours", page.stored("neighbours") | results)
     elif command == "models":
         import vllm
 
         version = str(vllm.__version__).split("+")[0]
-        engines = page.stored(version).get("engines", {}) | run(models.ENGINES, arguments)
+        engines = page.stored(version).get("engines", {}) | run(jobs.MODELS, arguments)
         save(version, {**read_sources(Path(vllm.__file__).parent), "engines": engines})
     else:
         raise SystemExit(__doc__)

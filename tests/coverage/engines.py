@@ -83,7 +83,7 @@ def _outcome(asked, folder):
         "classes": {name: _counts(graphs) for name, graphs in classes.items()},
         "reports": [_counts(report.load(path).decode_ranges()) for path in ranks],
         **generated,
-        "log": [line for line in lines if line.startswith(("decode range", "fuse_aiter"))],
+        "log": [line for line in lines if line.startswith(report.FLAG_LINE)],
     }
 
 

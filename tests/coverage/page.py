@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.coverage import tables
-from tests.coverage.neighbours import NEIGHBOURS
+from tests.coverage.jobs import NEIGHBOURS
 from tests.coverage.vllm_passes import ON_GRAPHS, SPECS
 
 RESULTS = Path(__file__).with_name("results")

@@ -13,7 +13,7 @@ from vllm.config import CompilationConfig, VllmConfig
 from mla_fusion import config, plugin, report
 from mla_fusion.cli.check import model_classes
 from mla_fusion.report.reasons import Decline
-from tests.coverage import models, neighbours, page, tables, vllm_passes
+from tests.coverage import jobs, page, tables, vllm_passes
 from tests.coverage.__main__ import read_sources, run
 from tests.models import DEEPSEEK_V2, write
 from tests.nightly import daily
@@ -188,7 +188,7 @@ def check_neighbour(neighbour, results):
     assert all(passes["fused"] > len(on["tokens"]) for passes in on["passes"])
 
 
-@pytest.mark.parametrize("neighbour", neighbours.NEIGHBOURS, ids=lambda n: n.name)
+@pytest.mark.parametrize("neighbour", jobs.NEIGHBOURS, ids=lambda n: n.name)
 def test_the_kept_results_of_a_neighbour(neighbour):
     """The engines of most of them run at night only."""
     check_neighbour(neighbour, page.stored("neighbours"))
@@ -199,7 +199,7 @@ def test_the_kept_results_of_a_neighbour(neighbour):
 @pytest.mark.timeout(3600)
 def test_all_engines():
     kept = page.stored(VERSION).get("engines") or page.stored(page.NEW)["engines"]
-    for name, result in run(models.ENGINES).items():
+    for name, result in run(jobs.MODELS).items():
         assert result.get("classes") == kept[name]["classes"], (name, result.get("error"))
         outside = [line for line in result["log"] if "[no-graph]" in line]
         assert len(outside) == (name in DRAFT_HEADS)
@@ -209,7 +209,6 @@ def test_all_engines():
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_all_neighbours(tmp_path):
-    model = neighbours.write_model(tmp_path)
-    results = run([job for n in neighbours.NEIGHBOURS for job in n.jobs(model)])
-    for neighbour in neighbours.NEIGHBOURS:
+    results = run(jobs.of_neighbours(tmp_path))
+    for neighbour in jobs.NEIGHBOURS:
         check_neighbour(neighbour, results)
