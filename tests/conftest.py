@@ -22,7 +22,7 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # The same graphs in every run of a profile: a red build is the change's, not the dice's.
 _IGNORED = HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.filter_too_much
 _COMMON = settings(deadline=None, derandomize=True, database=None, suppress_health_check=_IGNORED)
-for _profile, _examples in (("default", 250), ("nightly", 20_000), ("quick", 100)):
+for _profile, _examples in (("default", 250), ("nightly", 20_000)):
     settings.register_profile(_profile, _COMMON, max_examples=_examples)
 settings.load_profile("default")
 _DESELECTED = pytest.StashKey[int]()
