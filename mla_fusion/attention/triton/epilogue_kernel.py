@@ -22,7 +22,7 @@ import triton.language as tl
 
 from mla_fusion.attention.plan.device_code import LN2, LOG2E
 from mla_fusion.attention.triton.reduce_kernel import merge_step
-from mla_fusion.kernels.triton_cast import cast
+from mla_fusion.kernels.triton_rows import cast
 
 EPSILON = tl.constexpr(1e-10)
 
