@@ -174,7 +174,7 @@ class TestAiter:
     def test_each_shorter_query_needs_a_kernel_too(self, monkeypatch):
         monkeypatch.setattr(device, "architecture", lambda device: "gfx942")
         key = ("gfx942", "bf16", 16)
-        monkeypatch.setitem(selection._QUERY_LENS, key, (2,))
+        monkeypatch.setitem(selection._QUERY_LENS, key, ((2,), ()))
         assert not declined(layer(), "aiter", BF16, "aiter", 2)
         lens = selection.aiter_verdict
 

@@ -62,15 +62,10 @@ def made(target, heads, kind, sequences, length, units, page=64):
     rng, one = torch.Generator().manual_seed(heads), torch.ones(1)
     return Inputs(
         decodes.random(rng, sequences, heads, 576, dtype=query),
-        decodes.random(rng, 16, page, 576, dtype=types[kind]),
-        plan,
-        torch.randint(16, (sequences, -(-length // page)), generator=rng).int(),
-        decodes.SCALE,
-        one,
-        one,
-        torch.empty(sequences, heads, 512, dtype=BF16),
-        torch.empty(sequences, heads),
-    )
+        decodes.random(rng, 16, page, 576, dtype=types[kind]), plan,
+        torch.randint(16, (sequences, -(-length // page)), generator=rng).int(), decodes.SCALE,
+        one, one, torch.empty(sequences, heads, 512, dtype=BF16), torch.empty(sequences, heads),
+    )  # fmt: skip
 
 
 def kernel_of(portable):

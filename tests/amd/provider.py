@@ -5,7 +5,6 @@ grids are the library's.
 """
 
 import contextlib
-import functools
 from unittest import mock
 
 import torch
@@ -30,28 +29,21 @@ WRITABLE = {
     ),
 }  # fmt: skip
 KERNELS = (
-    (region_kernels, "prep_kernel"),
-    (decode_kernel, "kernel"),
-    (cdna_kernel, "kernel"),
-    (reduce_kernel, "kernel"),
-    (quantize_kernel, "kernel"),
-    (planner_triton, "plan_kernel"),
-)
+    (region_kernels, "prep_kernel"), (planner_triton, "plan_kernel"), (decode_kernel, "kernel"),
+    (cdna_kernel, "kernel"), (reduce_kernel, "kernel"), (quantize_kernel, "kernel"),
+)  # fmt: skip
 
 
 class _OnMachine:
     """Is launched as a Triton kernel is: `kernel[grid](*arguments, **options)`."""
 
-    def __init__(self, target, kernel, launches, run):
-        self.target, self.kernel, self.launches, self.run = target, kernel, launches, run
+    def __init__(self, target, kernel, run):
+        self.target, self.kernel, self.run = target, kernel, run
 
     def __getitem__(self, grid):
-        return functools.partial(self._launch, grid)
-
-    def _launch(self, grid, *arguments, **options):
-        given = compile.launch(self.target, self.kernel, arguments, options, grid)
-        self.launches.append(given)
-        self.run(given)
+        return lambda *arguments, **options: self.run(
+            compile.launch(self.target, self.kernel, arguments, options, grid)
+        )
 
 
 def machine(target, settings=None):
@@ -86,9 +78,14 @@ def launched(target, run=lambda given: None):
     """Within it, what the library launches is compiled for `target` and given to `run`; yields the
     list of launches."""
     launches = []
+
+    def keep(given):
+        launches.append(given)
+        run(given)
+
     with contextlib.ExitStack() as stack:
         for module, name in KERNELS:
-            kernel = _OnMachine(target, getattr(module, name), launches, run)
+            kernel = _OnMachine(target, getattr(module, name), keep)
             stack.enter_context(mock.patch.object(module, name, kernel))
         # The library asks torch whether it is on AMD, and for the tensors' architecture.
         stack.enter_context(mock.patch.object(torch.version, "hip", "7.0"))
