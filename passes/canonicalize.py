@@ -22,7 +22,7 @@ from mla_fusion import ops
 from mla_fusion.config.eligibility import LayerFacts
 from mla_fusion.passes.rewrite import PassResult, call, functionalized_call
 from mla_fusion.patterns import probe, spellings
-from mla_fusion.patterns.nodes import walk
+from mla_fusion.patterns.nodes import is_aten, walk
 from mla_fusion.patterns.rope import RopeMatch
 from mla_fusion.patterns.site import Site, attention_calls, naming, outputs, read_site
 from mla_fusion.report.reasons import Declined
@@ -55,7 +55,8 @@ class CanonicalizeMLARoPEPass:
 
 
 def _check_unshared(site: Site, match: RopeMatch) -> None:
-    """Raise Declined if more than the attention reads a rotated value or the cache update."""
+    """Raise Declined if more than the attention reads a rotated value or the cache update, dead
+    code aside."""
     allowed = {site.attention, site.cache_update}
 
     def readers(node: fx.Node) -> list[fx.Node]:
@@ -63,7 +64,9 @@ def _check_unshared(site: Site, match: RopeMatch) -> None:
 
     for node in walk(match.rotated, readers):
         for user in readers(node):
-            if user.target not in probe.PURE:
+            later = walk([user], lambda each: each.users)
+            seen = any(not is_aten(each) or each.is_impure() for each in later)
+            if seen and user.target not in probe.PURE:
                 raise Declined("shared-rotation", f"{node.name} is read by {user.name}")
     for written in outputs(site.cache_update, 0) or [site.cache_update]:
         for user in written.users:

@@ -195,6 +195,10 @@ def test_a_value_that_something_else_reads_is_kept(spec):
         module = build(spec)
         edits.read_also(module, edits.attention(module).kwargs[argument])
         assert_kept(module, spec, "shared-rotation")
+    module = build(spec)
+    call, end = edits.attention(module), module.graph.output_node()
+    edits.add(module, end, aten.abs.default, call.kwargs["q"])
+    assert fuse(module, spec).fused == 1  # what nothing reads does not count
     for name in [n.name for n in build(spec).graph.nodes if made_by(n) in inplace.OPS]:
         module = build(spec)
         output = edits.node_named(module, name)  # of which another getitem is read
