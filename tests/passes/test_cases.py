@@ -10,6 +10,7 @@ from torch import fx
 
 from mla_fusion import ops
 from mla_fusion.passes.fix_functionalization import MLAFixFunctionalizationPass
+from mla_fusion.passes.pipeline import by_argument
 from mla_fusion.passes.rewrite import PassResult
 from mla_fusion.patterns import inplace
 from mla_fusion.patterns.site import functionalized_op, made_by
@@ -225,7 +226,7 @@ def test_unchanged_graph_is_the_same_object(spec):
     module = build(spec)
     graph, nodes, before = module.graph, list(module.graph.nodes), printed(module)
     metas = [dict(node.meta) for node in nodes]
-    record = fuse(module, spec, facts={})
+    record = fuse(module, spec, by_argument({}))
     assert reasons(record) == ["unknown-layer"] * spec.layers
     assert module.graph is graph
     assert list(graph.nodes) == nodes

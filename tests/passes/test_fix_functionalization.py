@@ -6,14 +6,13 @@ goes through copy and slice_scatter, as in its own models, and raises on any oth
 
 import pytest
 import torch
-from torch import fx
 from vllm.compilation.passes.utility.fix_functionalization import FixFunctionalizationPass
 
 from mla_fusion import ops
 from mla_fusion.passes import fix_functionalization
 from mla_fusion.passes.fix_functionalization import MLAFixFunctionalizationPass
 from mla_fusion.patterns import probe
-from mla_fusion.patterns.site import functionalized_op, outputs
+from mla_fusion.patterns.site import outputs
 from tests.passes import edits, graphs
 from tests.passes.cuda_ops import define_cuda_ops
 from tests.passes.fake_engine import BATCHES, assert_same, fuse, run
@@ -58,15 +57,6 @@ def test_near_miss_scatter_elsewhere(plain_kernels):
     scatter.args = (*scatter.args[:3], 0, graphs.ROPE)
     fix_and_compare(module)
     assert find_all(module, aten.slice_scatter.default)
-
-
-def test_rest_of_the_ops_is_left_to_vllm():
-    """Whatever is not named here goes to the step that this pass wraps."""
-    seen: list[fx.Graph] = []
-    module = build(CAT)
-    MLAFixFunctionalizationPass(seen.append)(module.graph)
-    assert seen == [module.graph]
-    assert functionalized_op(edits.attention(module)) == edits.ATTENTION
 
 
 def test_missing_metadata_does_not_matter(plain_kernels):
