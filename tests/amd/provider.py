@@ -14,7 +14,6 @@ from mla_fusion.attention.plan import device, planner_triton
 from mla_fusion.attention.triton import decode_kernel, quantize_kernel, reduce_kernel
 from mla_fusion.kernels import dispatch
 from mla_fusion.kernels import triton_kernels as region_kernels
-from tests import tally
 from tests.amd import compile, execute
 
 # The parameters that a kernel may write.
@@ -52,16 +51,8 @@ def machine(target, settings=None):
     def run(given):
         outcome = execute.run(given, WRITABLE[given.kernel.program.name], settings)
         assert not outcome.faults, f"{outcome.faults}; the first: {outcome.first}"
-        tally.add("AMD machine code", launches=1, instructions_of_waves=outcome.executed)
 
     return launched(target, run)
-
-
-def compared(wrong, *tensors):
-    """Nothing is wrong with these tensors, whose bytes are counted."""
-    assert not wrong, wrong
-    compared = sum(x.numel() * x.element_size() for x in tensors)
-    tally.add("AMD machine code", bytes_compared=compared)
 
 
 def judged(bench, target, settings=None):
@@ -69,7 +60,7 @@ def judged(bench, target, settings=None):
     with machine(target, settings) as launches:
         bench.step()
     outcome = bench.judged(target)
-    compared("" if outcome.right else outcome, *bench.results())
+    assert outcome.right, outcome
     return launches
 
 

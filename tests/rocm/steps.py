@@ -206,10 +206,9 @@ def fuse(module, layer, provider, attention="auto", query_len=1):
     from mla_fusion.passes import pipeline
     from mla_fusion.patterns.site import attention_calls
 
-    calls = list(attention_calls(module.graph))
-    record = report.RangeReport((1, 64), layers=len(calls))
-    facts = {NAME: eligibility.facts(layer, provider, torch.bfloat16, attention, query_len)}
-    pipeline.fuse(module.graph, calls, facts, provider, record)
+    record = report.RangeReport((1, 64), layers=len(attention_calls(module.graph)))
+    facts = eligibility.facts(layer, provider, torch.bfloat16, attention, query_len)
+    pipeline.fuse(module.graph, lambda name: facts, provider, record)
     with pass_context(Range(start=1, end=64)):
         pipeline.LastStep(None)(module.graph)
     return record
