@@ -1,24 +1,19 @@
-"""Every kernel of the library by name: why it cannot run on this GPU, or its check.
-
-A name is what the command prints, and what a child process is asked for: python -m
-mla_fusion.cli.selftest.kernels NAME LIFELINE [thorough]. The child prints a line of JSON for each
-outcome; the last one is how it ended: {"end": reason}, empty if all cases ran. A kernel that never
-ends or ends the process takes only this process with it.
+"""Every kernel of the library by name: why it cannot run on this GPU, or its check, in a process
+of its own: a kernel that never ends or ends the process takes only that with it.
 """
 
 import dataclasses
 import functools
 import json
-import sys
-import traceback
 from collections.abc import Iterator
+from typing import TextIO
 
 import torch
 
 from mla_fusion.attention.cdna.fits import why_no_sparse
 from mla_fusion.attention.plan.device import cdna, has_hopper
 from mla_fusion.cli.bench.kit import fp8_type
-from mla_fusion.cli.child import end_with_parent
+from mla_fusion.cli.child import Job
 from mla_fusion.cli.selftest import decode, planner, region, sparse
 from mla_fusion.cli.selftest.decode import Shape
 from mla_fusion.cli.selftest.outcome import CannotRun, Outcome
@@ -109,26 +104,15 @@ def _type_of(kind: str) -> torch.dtype:
     return fp8_type()
 
 
-def main(name: str, thorough: bool) -> None:
-    """The child process: run the check of one kernel."""
-    reason = ""
+def run(job: Job, progress: TextIO) -> dict[str, str]:
+    """The work of a child process: a line of JSON for each outcome of a check; then why the kernel
+    cannot run here, "skipped", or why the check could not go on, "wrong"."""
     try:
-        for outcome in check(name, thorough):
-            say(dataclasses.asdict(outcome))
+        for outcome in check(**job.options):
+            print(json.dumps(dataclasses.asdict(outcome)), file=progress)
     except CannotRun as why:
-        reason = str(why)
+        return {"skipped": str(why)}
     except Exception as error:  # noqa: BLE001 - whatever it is, the kernel did not run
-        traceback.print_exc()
         problem = f"{type(error).__name__}: {error}".split("\n")[0][:300]
-        say(dataclasses.asdict(Outcome("the next case", 0.0, 0.0, problem)))
-    say({"end": reason})
-
-
-def say(line: dict[str, object]) -> None:
-    """One line for the parent."""
-    print(json.dumps(line), flush=True)
-
-
-if __name__ == "__main__":
-    end_with_parent(int(sys.argv[2]))
-    main(sys.argv[1], "thorough" in sys.argv[3:])
+        return {"wrong": f"the next case: {problem}"}
+    return {}

@@ -17,13 +17,11 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import torch
 
-from mla_fusion.cli.child import end, lifeline
+from mla_fusion.cli.child import EngineError, Job, result, start
 from mla_fusion.cli.selftest.outcome import Outcome
 
 MOST_JOBS, MEMORY = 8, 12 * 2**30  # processes at once, and bytes of GPU memory that one may take
 SILENCE = 150.0  # seconds; a case compiles kernels for up to half a minute
-# -P: the installed package, not one in the current folder.
-CHILD = (sys.executable, "-P", "-m", "mla_fusion.cli.selftest.kernels")
 
 
 @dataclasses.dataclass
@@ -87,38 +85,28 @@ def run_checks(names: Sequence[str], thorough: bool = False) -> list[Row]:
 
 
 def watch(name: str, thorough: bool, progress: Callable[[str], None]) -> Row:
-    """Run one child to its end: that of its last line, that of its process, or for its silence.
+    """Run the check of one kernel to its end, or to that of its process, or until it is silent.
     progress: called with the kernel at each of its cases."""
     row, began = Row(name), time.monotonic()
-    command = [*CHILD, name, str(lifeline()), *(["thorough"] if thorough else [])]
 
     def stop() -> None:
         why = f"killed after {SILENCE:.0f} s of silence behind case {row.cases}: a kernel waits for"
         row.wrong = row.wrong or f"{why} ever"
         os.killpg(process.pid, signal.SIGKILL)
 
-    with tempfile.TemporaryFile("w+", errors="replace") as log:
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=log, text=True,
-            start_new_session=True, pass_fds=[lifeline()],
-        )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"name": name, "thorough": thorough}
+        work = "mla_fusion.cli.selftest.kernels:run"
+        job = Job(folder, f"{folder}/cache", work, options=options, temporary=True)
+        process = start(job, stdout=subprocess.PIPE)
+        while text := _line(process, threading.Timer(SILENCE, stop)):
+            row.add(Outcome(**json.loads(text)))
+            progress(name)
         try:
-            while text := _line(process, threading.Timer(SILENCE, stop)):
-                said = json.loads(text) if text.startswith("{") else {}  # or a compiler's line
-                if "end" in said:
-                    row.skipped = said["end"]
-                    break
-                if said:
-                    row.add(Outcome(**said))
-                    progress(name)
-            else:
-                process.wait()
-                log.seek(0)
-                lines = [line for line in log.read().splitlines() if line.strip()]
-                why = f"the process ended with {process.returncode}: {(lines or [''])[-1][:300]}"
-                row.wrong = row.wrong or why
-        finally:
-            end(process)  # and those who compile for it
+            ended = result(job, process)
+        except EngineError as error:
+            ended = {"wrong": f"the process ended: {error.why}"}
+    row.skipped, row.wrong = ended.get("skipped", ""), row.wrong or ended.get("wrong", "")
     row.seconds = round(time.monotonic() - began, 1)
     return row
 
