@@ -124,10 +124,8 @@ def main() -> None:
     start, facts = time.monotonic(), kit.environment(options.commit, "benchmarks/epilogue.py")
     print(facts, flush=True)
     torch.manual_seed(0)
-    torch.set_default_device("cuda")
-    cases = bench_epilogue.grid(
-        options.tokens, options.heads, options.splits, options.values, options.quantization
-    )
+    sizes = options.tokens, options.heads, options.splits
+    cases = bench_epilogue.grid(sizes, options.values, options.quantization)
     compile_all(cases, options.whole)
     print(f"compiled after {time.monotonic() - start:.0f} s", flush=True)
     in_time = itertools.takewhile(lambda _: time.monotonic() - start < options.seconds, cases)

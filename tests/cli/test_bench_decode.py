@@ -58,7 +58,7 @@ def gpu(monkeypatch, on_cpu):
     }
 
     def interleave(graphs, count, rounds):
-        return {name: [times.get(name, 3.0)] * rounds for name in graphs}
+        return {name: dict.fromkeys(kit.TIMES, times.get(name, 3.0)) for name in graphs}
 
     for module, name, value in (
         (bench, "require_gpu", lambda: None),
@@ -67,9 +67,9 @@ def gpu(monkeypatch, on_cpu):
         (bench, "environment", lambda commit: dict.fromkeys(kit.FACTS, commit)),
         (bench, "measure_ceilings", lambda: kit.Ceilings(4000.0, 800.0)),
         (peers, "CANDIDATES", offered),
-        (peers, "capture_calls", lambda call, count: call),
+        (kit, "capture_calls", lambda call, count: call),
         (kit, "interleave", interleave),
-        (bench_decode, "compile_ahead", lambda launch, cases: [launch(each) for each in cases]),
+        (bench_decode, "compile_ours", lambda cases: peers.launch_ours([*cases])),
     ):
         monkeypatch.setattr(module, name, value)
     return SimpleNamespace(offered=offered, times=times)
@@ -153,15 +153,13 @@ def test_a_column_says_what_was_timed(gpu, capsys, tmp_path, words, values):
 
 @pytest.mark.parametrize(("words", "cap"), [([], -1), (["--max-split-per-batch", "3"], 3)])
 def test_splits_are_capped_as_asked(gpu, monkeypatch, tmp_path, words, cap):
-    caps, make_plan = set(), peers.make_plan
+    caps, allocate = set(), peers.PersistentDecodePlan.allocate
 
-    def making(*given):
-        plan = make_plan(*given)
-        caps.add(plan.settings.max_split_per_batch)
-        return plan
+    def allocating(**settings):
+        caps.add(settings["max_split_per_batch"])
+        return allocate(**settings)
 
-    monkeypatch.setattr(peers, "make_plan", making)
-    monkeypatch.setattr(bench_decode, "compile_ahead", lambda launch, cases: None)
+    monkeypatch.setattr(peers.PersistentDecodePlan, "allocate", allocating)
     status, rows = measured(tmp_path / "rows.csv", "--bf16", "--peers", "ours", *words)
     assert status == 0 and {row["candidate"] for row in rows} == {"ours"} and caps == {cap}
 

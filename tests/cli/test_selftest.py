@@ -10,7 +10,7 @@ import torch
 
 from mla_fusion import cli
 from mla_fusion.cli.child import Job
-from mla_fusion.cli.selftest import command, kernels, watch
+from mla_fusion.cli.selftest import command, kernels
 
 CHILD = """
 import json, sys, time
@@ -49,8 +49,8 @@ def on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (100 * 2**30, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(kernels, "NAMES", [*ENDS])
-    monkeypatch.setattr(watch, "start", start)
-    monkeypatch.setattr(watch, "SILENCE", 2.0)
+    monkeypatch.setattr(kernels, "start", start)
+    monkeypatch.setattr(kernels, "SILENCE", 2.0)
 
 
 def test_each_kernel_has_its_verdict(on_a_gpu, tmp_path, capsys):
@@ -89,6 +89,6 @@ def test_a_child_says_why_its_kernel_cannot_run(monkeypatch, tmp_path):
 
 def test_a_child_says_what_its_check_raised():
     """No kernel has this name."""
-    row = watch.watch("decode nothing", False, print)
+    row = kernels.watch("decode nothing", False, print)
     assert row.verdict == "WRONG" and row.cases == 0
     assert row.wrong.startswith("the next case: ValueError: not enough values")

@@ -13,7 +13,6 @@ import functools
 import itertools
 import statistics
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import torch
 
@@ -25,7 +24,7 @@ from mla_fusion.attention.triton import epilogue as epilogues
 from mla_fusion.attention.triton.epilogue import Shape
 from mla_fusion.cli import version_of
 from mla_fusion.cli.bench import kit
-from mla_fusion.cli.bench.kit import TIMES, Row, capture_calls, interleave, quantiles
+from mla_fusion.cli.bench.kit import TIMES, Row, capture_calls, interleave
 
 Step = Callable[[Inputs], None]
 KEY = ["tokens", "heads", "pieces", "values", "quantization", "place"]
@@ -56,61 +55,54 @@ class Case:
 
 
 def grid(
-    tokens: Iterable[int],
-    heads: Iterable[int],
-    pieces: Iterable[int],
-    values: int,
-    quantizations: Iterable[str] = ("none", "group"),
+    sizes: Iterable[Iterable[int]], values: int, quantizations: Iterable[str] = ("none", "group")
 ) -> list[Case]:
-    """Every case, in no more splits than a step has."""
-    every = itertools.product(tokens, heads, pieces, quantizations)
-    cases = (Case(t, h, min(s, MOST_PIECES // t), values, q) for t, h, s, q in every)
+    """Every case, in no more splits than a step has. sizes: tokens, heads and splits."""
+    every = itertools.product(itertools.product(*sizes), quantizations)
+    cases = (Case(t, h, min(s, MOST_PIECES // t), values, q) for (t, h, s), q in every)
     return list(dict.fromkeys(cases))
 
 
 def run(settings: argparse.Namespace, facts: Mapping[str, str], _: kit.Ceilings) -> bool:
     """Measure what the library launches; whether every result passed its check."""
     torch.manual_seed(0)
-    cases = grid(settings.tokens, settings.heads, settings.splits, GROUP)
+    cases = grid((settings.tokens, settings.heads, settings.splits), GROUP)
 
     def rows(case: Case) -> list[Row]:
         return measure(case, candidates(case), settings.rounds)
 
-    with torch.device("cuda"):
-        wrong = summary(kit.table(settings.csv, facts, RESULT, cases, rows))
+    wrong = summary(kit.table(settings.csv, facts, RESULT, cases, rows))
     print(f"microseconds per call; ! marks a failed check. Rows: {settings.csv}")
     return not wrong
 
 
 def make(case: Case, calls: int = 64) -> list[Inputs]:
-    """Up to so many calls that differ in W_UV, behind one plan; on the default device."""
+    """Up to so many calls that differ in W_UV, behind one plan."""
     tokens, heads, fold = case.tokens, case.heads, -(-case.heads // 64)
-    blocks, width, columns = 2 * case.pieces, LATENT + ROPE, heads * case.values
+    blocks = 2 * case.pieces
     # Planned on the host: every such plan would compile another planner. With half as many CTAs
     # again as splits, the planner gives each two blocks: one split.
-    with torch.device("cpu"):
-        plan = PersistentDecodePlan.allocate(
-            max_batch=tokens, max_query_len=1, num_heads=heads, q_dtype=FP8, kv_dtype=FP8,
-            device="cpu", v_head_dim=LATENT, ctas=-(-3 * tokens * fold * case.pieces // 2),
-            kv_granularity=PAGE, overhead=1, planner="portable",
-        )  # fmt: skip
-        lens, rows = torch.full((tokens,), PAGE * blocks).int(), torch.arange(tokens + 1).int()
-        plan.refresh(qo_indptr=rows, seq_lens=lens, num_tokens=tokens, max_query_len=1)
+    plan = PersistentDecodePlan.allocate(
+        max_batch=tokens, max_query_len=1, num_heads=heads, q_dtype=FP8, kv_dtype=FP8,
+        device="cpu", v_head_dim=LATENT, ctas=-(-3 * tokens * fold * case.pieces // 2),
+        kv_granularity=PAGE, overhead=1,
+    )  # fmt: skip
+    lens, rows = torch.full((tokens,), PAGE * blocks).int(), torch.arange(tokens + 1).int()
+    plan.refresh(qo_indptr=rows, seq_lens=lens, num_tokens=tokens, max_query_len=1)
     for name, tensor in plan.tensors().items():
         setattr(plan, name, tensor.cuda())
-    pages = torch.arange(tokens * blocks).int().view(tokens, blocks)
-    cache = torch.randn(tokens * blocks, PAGE, width, dtype=BF16).to(FP8)
-    q = torch.randn(tokens, heads, width, dtype=BF16).to(FP8)
-    latents, half = torch.empty(tokens, heads, LATENT, dtype=BF16), torch.full((1,), 0.5)
-    out = torch.empty(tokens, columns, dtype=BF16 if case.quantization == "none" else FP8)
-    scales = {"tensor": half, "group": torch.empty(columns // GROUP, tokens).T}
-    scale, made = scales.get(case.quantization), []
-    for _ in range(min(calls, max(8, WEIGHTS // (2 * columns * LATENT)))):
-        # As vLLM has it: dense in L.
-        w_uv = torch.randn(heads, case.values, LATENT, dtype=BF16) / LATENT**0.5
-        every = q, cache, plan, pages, width**-0.5, half, half, latents, None
-        made.append(Inputs(*every, Epilogue(w_uv.transpose(1, 2), out, scale)))
-    return made
+    device = "cuda"
+    pages = torch.arange(tokens * blocks, device=device).int().view(tokens, blocks)
+    cache = torch.randn(tokens * blocks, PAGE, LATENT + ROPE, device=device).to(FP8)
+    q = torch.randn(tokens, heads, LATENT + ROPE, device=device).to(FP8)
+    latents = torch.empty(tokens, heads, LATENT, device=device, dtype=BF16)
+    scale = torch.full((1,), 0.5, device=device)
+    every = q, cache, plan, pages, q.shape[2] ** -0.5, scale, scale, latents, None
+    weights = heads * LATENT * case.values * BF16.itemsize
+    count = min(calls, max(8, WEIGHTS // weights))
+    w_uv = [kit.make_w_uv(heads, LATENT, case.values) for _ in range(count)]
+    epilogue = kit.make_epilogue(w_uv[0], tokens, case.quantization)
+    return [Inputs(*every, dataclasses.replace(epilogue, w_uv=each)) for each in w_uv]
 
 
 def separate(given: Inputs) -> None:
@@ -184,18 +176,14 @@ def measure(case: Case, found: Mapping[str, Step], rounds: int) -> list[Row]:
     from triton.errors import TritonError
 
     calls, chosen = make(case), name_of(case.chosen())
-    graphs, errors = {}, {}
 
     def captured(*every: Step) -> torch.cuda.CUDAGraph:
-        def call(index: int) -> None:
-            for step in every:
-                step(calls[index])
-
-        return capture_calls(call, len(calls))
+        return capture_calls(lambda i: [step(calls[i]) for step in every], len(calls))
 
     provider.decode(calls[0])
     calls[0].plan.fresh = False
     pieces = int(calls[0].plan.reduce_indptr.diff().max())
+    graphs, errors = {"alone": captured(provider.decode)}, {}
     for name, step in found.items():
         try:
             errors[name] = worst_step(calls[0], step)
@@ -205,15 +193,14 @@ def measure(case: Case, found: Mapping[str, Step], rounds: int) -> list[Row]:
             if name in (SEPARATE, chosen):
                 raise
             print(f"{name} left out: {type(problem).__name__} {str(problem)[:200]}")
-    graphs["alone"] = captured(provider.decode)
     times = interleave(graphs, len(calls), rounds)
     assert not calls[0].plan.epilogue_counts.any(), "a slice was counted and never collected"
-    less, rows = {"back": 0.0, "behind": quantiles(times.pop("alone"))["p50_us"]}, []
-    for key, samples in times.items():
+    less, rows = {"back": 0.0, "behind": times.pop("alone")["p50_us"]}, []
+    for key, us_of in times.items():
         place, name = key.split()
         row = dataclasses.asdict(case) | {"pieces": pieces, "place": place, "candidate": name}
         row |= {"chosen": int(name == chosen), "worst_step": errors[name]}
-        rows.append(row | {q: round(us - less[place], 3) for q, us in quantiles(samples).items()})
+        rows.append(row | {quantile: us - less[place] for quantile, us in us_of.items()})
     show(rows)
     return rows
 
@@ -233,17 +220,14 @@ def show(rows: list[Row]) -> None:
 
 def summary(rows: list[Row]) -> list[Row]:
     """Print where what is chosen loses, and the mean against separate launches; wrong rows."""
-    cases: dict[tuple[Any, ...], dict[str, float]] = {}
-    ours: dict[tuple[Any, ...], float] = {}
-    for row in rows:
-        key = tuple(row[name] for name in KEY)
-        cases.setdefault(key, {})[row["candidate"]] = row["p50_us"]
-        ours |= {key: row["p50_us"]} if row["chosen"] else {}
-    gains = [found[SEPARATE] / ours[key] for key, found in cases.items()]
-    for key, found in cases.items():
+    chosen = kit.medians((row for row in rows if row["chosen"]), KEY)
+    gains = []
+    for key, found in kit.medians(rows, KEY).items():
+        [ours] = chosen[key].values()
+        gains.append(found[SEPARATE] / ours)
         best = min(found, key=found.__getitem__)
-        if found[best] < 0.97 * ours[key]:
-            print(f"{key}: chosen {ours[key]:.2f}, {best} {found[best]:.2f}")
+        if found[best] < 0.97 * ours:
+            print(f"{key}: chosen {ours:.2f}, {best} {found[best]:.2f}")
     mean = statistics.geometric_mean(gains)
     print(f"chosen against separate: geometric mean {mean:.2f}, least {min(gains):.2f}")
     wrong = [row for row in rows if row["worst_step"] > 1]
