@@ -31,7 +31,7 @@ def gpu(monkeypatch):
     peers = {name: lambda region, name=name: name for name in region.PEERS}
     own = {name: lambda region, name=name: f"own {name}" for name in region.OWN_ROUNDING}
     agreements = dict.fromkeys((*peers, *(f"own {name}" for name in own)), (1.0, 0))
-    times = dict.fromkeys(kit.TIMES, 2.0)
+    times = dict(zip(kit.TIMES, (1.23456789, 2.0, 3.0), strict=True))
     for module, name, value in (
         (bench, "require_gpu", lambda: None),
         (bench, "environment", lambda commit: dict.fromkeys(kit.FACTS, commit)),
@@ -60,7 +60,8 @@ def test_rows_and_what_is_missing(gpu, capsys, tmp_path):
     ours = [(r["tokens"], r["heads"]) for r in rows if r["candidate"] == "triton"]
     assert ours == [("1", "16"), ("8", "16")]
     assert {r["candidate"] for r in rows} == set(region.PEERS) - {"flashinfer"}
-    assert {(r["p50_us"], r["commit"], r["query"]) for r in rows} == {("2", "abc", "fp8")}
+    found = {(r["p20_us"], r["p50_us"], r["commit"], r["query"]) for r in rows}
+    assert found == {("1.23457", "2", "abc", "fp8")}
     assert {r["candidate"] for r in rows if r["equal"] == ""} == {*region.NOT_A_RESULT}
     assert {(r["nope"], r["rope"], r["latent"]) for r in rows} == {("64", "64", "256")}
 

@@ -2,6 +2,7 @@
 benchmarks/results/."""
 
 import csv
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -118,6 +119,27 @@ def test_a_step_has_no_more_tokens_than_a_gpu_holds(capsys):
     shapes = {(case.batch, case.context) for case in bench_decode.grid(settings, [peers.FP8])}
     assert shapes == {(256, 1024), (256, 65536), (512, 1024)}
     assert capsys.readouterr().out == "left out, more than 16777216 tokens: 512 x 65536\n"
+
+
+def test_every_layer_is_compiled_ahead_with_its_batches(monkeypatch, capsys):
+    """Where there are several; what fails is said."""
+    taken = []
+
+    def launch(cases):
+        taken.append([case.batch for case in cases])
+        if cases[0].heads == 8:
+            raise RuntimeError("no such layout")
+        return cases[0].name
+
+    monkeypatch.setattr(bench_decode, "ProcessPoolExecutor", ThreadPoolExecutor)
+    monkeypatch.setattr(peers, "launch_ours", launch)
+    cases = [peers.Case(b, n, h, peers.BF16) for h in (8, 16) for b in (1, 4) for n in (70, 90)]
+    bench_decode.compile_ours(cases)
+    bench_decode.compile_ours(cases[:4])
+    assert taken == [[1, 4]] * 2
+    printed = capsys.readouterr().out
+    assert "H=16 bf16 compiled, " in printed
+    assert "not compiled ahead: RuntimeError no such layout, " in printed
 
 
 def test_rows_lines_and_summary(gpu, capsys, tmp_path):
