@@ -11,7 +11,6 @@ import torch
 from mla_fusion import config
 from mla_fusion.attention import triton
 from mla_fusion.attention.aiter import selection
-from mla_fusion.attention.triton import epilogue as triton_epilogue
 from mla_fusion.cli.check.answer import Settings
 from mla_fusion.cli.check.shrink import Cut
 from mla_fusion.report.reasons import Declined
@@ -62,11 +61,7 @@ def _of_triton(settings: Settings, cut: Cut) -> list[str]:
     latent, rope = cut.config["kv_lora_rank"], cut.config["qk_rope_head_dim"]
     if why := triton.unsupported(torch.bfloat16, stored, latent, rope):
         raise Declined("portable-attention", f"triton: {why}")
-    layer = cut.config["num_attention_heads"], latent, cut.config["v_head_dim"]
-    measured = (row.slots for row in triton_epilogue.MEASURED)
-    rows = max((n for n in measured if triton_epilogue.choose(n, *layer)), default=0)
-    launch = f"with the merge in one launch for up to {rows} query rows" if rows else "on its own"
-    notes = [f"  epilogue of the decode: product with W_UV, {launch}"]
+    notes = ["  epilogue of the decode: product with W_UV"]
     if cut.quantization:
         notes += [f"  quantization in front of o_proj: {_quantizes(cut.quantization)}"]
     return notes
