@@ -13,7 +13,7 @@ from mla_fusion.attention import triton
 from mla_fusion.cli.bench import decode, kit
 from mla_fusion.cli.bench import decode_peers as peers
 from mla_fusion.cli.calibrate import command, measure
-from mla_fusion.cli.selftest.watch import Row
+from mla_fusion.cli.selftest.kernels import Row
 from mla_fusion.config import vllm_compat
 from mla_fusion.runtime import measured
 
