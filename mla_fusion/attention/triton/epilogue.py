@@ -82,8 +82,8 @@ class Cut:
 @dataclasses.dataclass(frozen=True)
 class Form:
     """What `epilogue_kernel` is compiled for. HEADS, FOLD: of the plan. ROWS, WHOLE: of a `Shape`.
-    A tile of VECTORS latents or more is loaded in vectors; 0: none is. WHOLE_CUT: of rows of up to
-    WHOLE splits."""
+    Of a tile of VECTORS latents or more a thread loads four neighbours; 0: of none. WHOLE_CUT: of
+    rows of up to WHOLE splits."""
 
     L: int
     V: int
@@ -217,13 +217,17 @@ def arguments(given: Inputs, shape: Shape) -> tuple[tuple[Any, ...], dict[str, A
         Cut(of.columns, of.slices, _latents(of.columns, latent // of.slices), of.splits)
         for of in (shape, shape.of_few_splits(latent, epilogue.quantization))
     )
-    # A warp of AMD's has 64 threads.
-    warps = max(1, shape.warps // 2) if torch.version.hip else shape.warps
+    warp = 64 if torch.version.hip else 32  # threads
+    warps = max(1, shape.warps * 32 // warp)
+    # Of a smaller tile of one split threads would be left over: they would take other splits, which
+    # meet through shared memory.
+    least = 4 * warp * warps
+    aligned = latents.data_ptr() % 8 == 0 and not any(n % 4 for n in latents.stride()[:2])
     kind, most, limit = _quantization(epilogue).values()
     form = Form(
         L=latent, V=w_uv.shape[2], HEADS=plan.layout.per_work, FOLD=plan.layout.fold,
         ROWS=shape.rows, DOT_ROWS=max(LEAST, shape.rows), CUT=cut, WHOLE=shape.whole,
-        WHOLE_CUT=whole_cut, VECTORS=_vectors(latents, warps), QUANTIZATION=kind, LARGEST=most,
+        WHOLE_CUT=whole_cut, VECTORS=least if aligned else 0, QUANTIZATION=kind, LARGEST=most,
         LSE=given.lse is not None, AMD=torch.version.hip is not None,
     )  # fmt: skip
     options = {"FORM": form, "LIMIT": limit, "num_warps": warps}
@@ -235,14 +239,6 @@ def _latents(columns: int, latent: int) -> int:
     through shared memory, of which gfx942 has 64 KiB; more registers spill."""
     most = 2**14 if torch.version.hip else 2**15
     return min(latent & -latent, most // columns)
-
-
-def _vectors(latents: torch.Tensor, warps: int) -> int:
-    """The least tile of latents of one split of which a thread loads four neighbours; 0: none.
-    Threads left over would take other splits of it, which meet through shared memory."""
-    warp = 64 if torch.version.hip else 32
-    aligned = latents.data_ptr() % 8 == 0 and not any(n % 4 for n in latents.stride()[:2])
-    return 4 * warp * warps if aligned else 0
 
 
 def quantize_arguments(

@@ -63,16 +63,6 @@ def read_rows(given, slot, form: tl.constexpr):
 
 
 @triton.jit
-def count_splits(given, slot, form: tl.constexpr):
-    """Splits of the sequence of one slot, for the head of this CTA; 0 behind the last one."""
-    sequence = slot // given.positions
-    in_batch = sequence < given.batch
-    tile = given.reduce_indptr_ptr + sequence * form.FOLD + tl.program_id(2) // form.HEADS
-    begin = tl.load(tile, mask=in_batch, other=0)
-    return tl.load(tile + 1, mask=in_batch, other=0) - begin
-
-
-@triton.jit
 def place(rows, reduce_partial_map_ptr, start, HEADS: tl.constexpr, SPLITS: tl.constexpr):
     """Rows of the partial tiles that hold splits `start` ... `start` + SPLITS - 1 of each row."""
     split = rows.begin[None, :] + start + tl.arange(0, SPLITS)[:, None]
@@ -129,17 +119,6 @@ def merged(
     lse = tl.where(l > 0.0, m + tl.log2(l), float("-inf"))
     acc *= tl.where(lse > float("-inf"), 1.0 / l, 0.0)[:, None]
     return tl.where(is_split[:, None], acc.to(whole.dtype), whole), lse
-
-
-@triton.jit
-def multiplied(w, x, sums, ROWS: tl.constexpr, DOT_ROWS: tl.constexpr):
-    """`sums` [COLUMNS, DOT_ROWS] plus W_UV [COLUMNS, n] times latents [ROWS, n], which repeat up to
-    the least width of a matrix instruction. One row too: for a sum of its products Triton moves
-    W_UV to the layout of the latents, after the wait."""
-    REPEATS: tl.constexpr = DOT_ROWS // ROWS
-    x = tl.broadcast_to(x[None], (REPEATS, ROWS, x.shape[1]))
-    x = tl.reshape(x, (DOT_ROWS, x.shape[2]))
-    return tl.dot(w, tl.trans(x), sums)
 
 
 @triton.jit
@@ -251,7 +230,10 @@ def compute(given, form: tl.constexpr, cut: tl.constexpr, LIMIT: tl.constexpr, P
         x, lse = merged(rows, given, latents, start + latent, form, cut.SPLITS, FOURS, PDL)
         if start > 0:
             w = tl.load(w_tile + (start + latent)[None, :] * given.w_row)
-        sums = multiplied(w, x, sums, ROWS, DOT_ROWS)
+        # Rows repeat up to the least width of a matrix instruction. One row too: for a sum of its
+        # products Triton moves W_UV to the layout of the latents, after the wait.
+        x = tl.broadcast_to(x[None], (DOT_ROWS // ROWS, ROWS, LATENTS))
+        sums = tl.dot(w, tl.trans(tl.reshape(x, (DOT_ROWS, LATENTS))), sums)
     if form.LSE:  # noqa: SIM102 (known when compiled; the other one is not)
         if tl.program_id(1) == 0:
             is_split = rows.end > rows.begin
@@ -291,10 +273,14 @@ def epilogue_kernel(
         positions, heads, latent_stride_t, latent_stride_h, w_head, w_row, w_column, out_stride_t,
         scale_stride_t, scale_stride_g,
     )  # fmt: skip
-    if FORM.WHOLE > 0:  # noqa: SIM102 (known when compiled; the other one is not)
+    if FORM.WHOLE > 0:
         # All CTAs of this slot and head read the same numbers: either each slice is counted or
         # none is, and the count is 0 again behind the launch.
-        if count_splits(given, tl.program_id(0), FORM) <= FORM.WHOLE:
+        sequence = tl.program_id(0) // positions
+        in_batch = sequence < batch
+        tile = reduce_indptr_ptr + sequence * FORM.FOLD + tl.program_id(2) // FORM.HEADS
+        begin = tl.load(tile, mask=in_batch, other=0)
+        if tl.load(tile + 1, mask=in_batch, other=0) - begin <= FORM.WHOLE:
             compute(given, FORM, FORM.WHOLE_CUT, LIMIT, PDL)
             return
     compute(given, FORM, FORM.CUT, LIMIT, PDL)
