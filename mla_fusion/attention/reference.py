@@ -78,11 +78,10 @@ def write(given: Inputs, tile: int, output: torch.Tensor, logsumexp: torch.Tenso
     """Store the rows of a tile, less its padded heads."""
     sequence, block = divmod(tile, given.plan.layout.fold)
     per_work, token = given.plan.layout.per_work, int(given.plan.qo_indptr[sequence])
-    first, tokens = block * per_work, slice(token, token + len(output))
-    last = min(first + per_work, given.plan.layout.heads)
-    given.out[tokens, first:last] = output[:, : last - first].to(given.out.dtype)
-    if given.lse is not None:
-        given.lse[tokens, first:last] = logsumexp[:, : last - first]
+    at = slice(token, token + len(output)), slice(block * per_work, (block + 1) * per_work)
+    for target, values in (given.out, output), (given.lse, logsumexp):
+        if target is not None:
+            target[at].copy_(values[:, : target[at].shape[1]])
 
 
 def merge(given: Inputs, partial_output: torch.Tensor, partial_lse: torch.Tensor) -> None:

@@ -200,7 +200,7 @@ class PlanBuffers:
     reduce_indptr: [B + 1] int32; tile t is merged from the splits reduce_indptr[t] ... [t + 1] - 1,
         none if it was not split; constant after the last sequence.
     reduce_final_map: [B, 2] int32, (qo_start, qo_end) of a split tile; not written for others.
-    reduce_partial_map: [P or more] int32, the first partial row of each split.
+    reduce_partial_map: [P or more] int32, the first partial row of each split; max_query_len apart.
     qo_indptr, kv_indptr: [max_batch + 1] int32, copies of the step's; constant after its batch.
     partial_output, partial_lse: fp32 [P * max_query_len, per_work (, v_head_dim)]: row r of a
         split and its natural-log LSE, normalized within the split; the LSE is -inf if the row

@@ -8,11 +8,10 @@ MAX_ROWS = 128
 
 @dataclasses.dataclass(frozen=True)
 class HeadLayout:
-    """`heads` of the query, padded to `padded`, in blocks of `per_work`: a sequence becomes `fold`
+    """Heads of the query, padded to `padded`, in blocks of `per_work`: a sequence becomes `fold`
     sequences, head block f with the heads f * per_work ... (f + 1) * per_work - 1.
     """
 
-    heads: int
     padded: int
     per_work: int
 
@@ -34,10 +33,10 @@ def layout(heads: int, max_query_len: int, per_work: int | None = None) -> HeadL
     if per_work is not None:
         if per_work < 16 or per_work % 16:
             raise ValueError(f"heads_per_work must be a multiple of 16, got {per_work}")
-        return HeadLayout(heads, -(-heads // per_work) * per_work, per_work)
+        return HeadLayout(-(-heads // per_work) * per_work, per_work)
     blocks = (min(padded, 64), 32, 16)
     fits = (n for n in blocks if padded % n == 0 and n * max_query_len <= MAX_ROWS)
-    return HeadLayout(heads, padded, next(fits, min(padded, 16)))
+    return HeadLayout(padded, next(fits, min(padded, 16)))
 
 
 def aiter_layout(heads: int, max_query_len: int, kind: str, arch: str) -> HeadLayout:
@@ -53,4 +52,4 @@ def aiter_layout(heads: int, max_query_len: int, kind: str, arch: str) -> HeadLa
         ("gfx950", "bf16"): True,
         (arch, "bf16 over fp8"): True,
     }.get((arch, kind), False)
-    return HeadLayout(heads, padded, padded if native else 16)
+    return HeadLayout(padded, padded if native else 16)

@@ -85,14 +85,9 @@ def fill(
 def fill_arrays(
     plan: Any, rules: Rules, qo_indptr: Numbers, seq_lens: Numbers, max_query_len: int
 ) -> None:
-    """Write the plan of one step, in place.
-
-    Args:
-        plan: has the buffers `PLANNED` as NumPy arrays.
-        qo_indptr: [batch + 1], first query row of each sequence, from 0; sequences without rows
-            cost nothing, and those at the end get no work item.
-        seq_lens: [batch], KV tokens of each sequence, those of the query rows included.
-        max_query_len: most query rows of a sequence; also the distance of partial rows.
+    """Write the plan of one step into the buffers `PLANNED` of `plan`, NumPy arrays. The step is as
+    `PersistentDecodePlan.refresh` has it. Sequences without rows cost nothing, and those at the end
+    get no work item.
     """
     kv_indptr = np.concatenate(([0], np.cumsum(seq_lens)))
     for buffer, values in (plan.qo_indptr, qo_indptr), (plan.kv_indptr, kv_indptr):
@@ -135,7 +130,7 @@ _Item = tuple[int, int, int, int, bool]
 
 
 class _Tile(NamedTuple):
-    """A head block of a sequence, and the fixed cost of its items; no query rows cost nothing."""
+    """A head block of a sequence; without query rows blocks and the fixed cost of an item are 0."""
 
     blocks: int
     tokens: int
