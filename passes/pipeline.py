@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -25,7 +24,7 @@ from torch import fx
 from torch._inductor.pattern_matcher import stable_topological_sort
 from vllm.compilation.passes.inductor_pass import InductorPass, get_pass_context
 
-from mla_fusion import ops, report, runtime
+from mla_fusion import logger, ops, report, runtime
 from mla_fusion.config import eligibility, vllm_compat
 from mla_fusion.config.identity import source_hash
 from mla_fusion.passes.canonicalize import CanonicalizeMLARoPEPass
@@ -38,12 +37,10 @@ from mla_fusion.passes.rewrite import Snapshot, drop_dead
 from mla_fusion.patterns.site import ATTENTION, attention_calls
 from mla_fusion.report.layer_graph import LayerGraph
 from mla_fusion.report.reasons import Decline, Declined
-from mla_fusion.runtime import step_plan
+from mla_fusion.runtime import decode_choice
 
 if TYPE_CHECKING:
     from vllm.config.utils import Range
-
-logger = logging.getLogger("vllm.mla_fusion")
 
 
 @dataclass(eq=False)
@@ -102,7 +99,7 @@ class MLAFusionPass(InductorPass):
         if ATTENTION in partition_ops and not {*ops.RUNTIME_OPS} <= {*partition_ops}:
             record.declined = {Decline("splitting-ops"): len(calls)}
         else:
-            layers = vllm_compat.mla_layers(vllm_compat.current_layers())
+            layers = vllm_compat.mla_layers(vllm_compat.forward_context().no_compile_layers)
             activation = _activation(calls)
             facts = {name: self._facts(layer, activation) for name, layer in layers.items()}
             fuse(graph, calls, facts, self.provider, record)
@@ -111,7 +108,8 @@ class MLAFusionPass(InductorPass):
     def _facts(self, layer: Any, activation: torch.dtype) -> eligibility.LayerFacts:
         attention = self.attention
         found = eligibility.facts(layer, self.provider, activation, attention, self.query_len)
-        if attention == "auto" and (planner := step_plan.planner(layer)):
+        planner = getattr(layer, decode_choice.ATTRIBUTE, decode_choice.Choice()).planner
+        if attention == "auto" and planner:
             # Chosen for this layer when the model was loaded.
             plain = eligibility.no_epilogue(layer, planner, activation)
             found = dataclasses.replace(found, plain_output=plain)
