@@ -9,7 +9,6 @@
 """
 
 import dataclasses
-import logging
 import operator
 import re
 import time
@@ -26,7 +25,7 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 from vllm.compilation.passes.inductor_pass import InductorPass, get_pass_context
 from vllm.config.utils import Range
 
-from mla_fusion import ops, report, runtime
+from mla_fusion import logger, ops, report, runtime
 from mla_fusion.config import eligibility, vllm_compat
 from mla_fusion.config.identity import source_hash
 from mla_fusion.passes.canonicalize import CanonicalizeMLARoPEPass
@@ -39,9 +38,8 @@ from mla_fusion.patterns.nodes import dtype_of, tensors
 from mla_fusion.patterns.site import ATTENTION, attention_calls, called
 from mla_fusion.report.layer_graph import LayerGraph, Node
 from mla_fusion.report.reasons import Decline, Declined
-from mla_fusion.runtime import step_plan
+from mla_fusion.runtime import decode_choice
 
-logger = logging.getLogger("vllm.mla_fusion")
 # What is cut from the name of a type for the report, in this order.
 _CUT = {"bfloat": "bf", "float": "fp", "uint": "u", "int": "i", "_e4m3fnuz": "fnuz", "_e4m3fn": ""}
 
@@ -102,7 +100,7 @@ class MLAFusionPass(InductorPass):
         if ATTENTION in partition_ops and not {*ops.RUNTIME_OPS} <= {*partition_ops}:
             record.declined = {Decline("splitting-ops"): len(calls)}
         else:
-            layers = vllm_compat.mla_layers(vllm_compat.current_layers())
+            layers = vllm_compat.mla_layers(vllm_compat.forward_context().no_compile_layers)
             # That of the latents; if none has metadata, pass 2 declines all.
             latents: list[Any] = [call.kwargs["kv_c_normed"] for call in calls]
             activation = next(filter(None, map(dtype_of, latents)), torch.get_default_dtype())
@@ -113,7 +111,8 @@ class MLAFusionPass(InductorPass):
     def _facts(self, layer: Any, activation: torch.dtype) -> eligibility.LayerFacts:
         given = layer, self.provider, activation, self.attention, self.query_len
         # With "auto" it was chosen for this layer when the model was loaded.
-        decode = step_plan.planner(layer) if self.attention == "auto" else self.attention
+        choice = getattr(layer, decode_choice.ATTRIBUTE, decode_choice.Choice())
+        decode = choice.planner if self.attention == "auto" else self.attention
         plain = eligibility.no_epilogue(layer, decode, activation)
         return dataclasses.replace(eligibility.facts(*given), plain_output=plain)
 

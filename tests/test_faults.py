@@ -153,11 +153,10 @@ def test_what_is_derived_from_buffers_follows_a_reload(make, method, monkeypatch
 
 def test_more_slots_than_query_rows(monkeypatch, plain_kernels):
     """A provider would read behind the query: an error, and no byte of the cache is written."""
-    layer, cache, q = SimpleNamespace(), torch.zeros(8), torch.zeros(2, 1, 8)
+    layer, cache, q = SimpleNamespace(layer_name="layer-0"), torch.zeros(8), torch.zeros(2, 1, 8)
     batch = SimpleNamespace(num_actual_tokens=3, num_decode_tokens=3)
     context = batch, layer, cache, torch.arange(3)
     monkeypatch.setattr(vllm_compat, "attention_context", lambda name: context)
-    monkeypatch.setattr(vllm_compat, "layer_name_str", str)
     with pytest.raises(ValueError, match="layer-0 has 2 query rows for 3 slots"):
         runtime.fused_decode_prep(
             q, q, q, q, None, None, None, q, "layer-0", "auto", "none", True, "reference"

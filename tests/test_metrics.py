@@ -17,12 +17,6 @@ from tests.test_docs import TEXT
 GROUP = "model.layers.0.self_attn.attn"
 
 
-def counter(report_, sizes, rank=0):
-    steps = metrics.StepCounter(rank)
-    steps.start(report_, sizes)
-    return steps
-
-
 def batch(tokens, decode):
     return SimpleNamespace(num_actual_tokens=tokens, num_decode_tokens=decode)
 
@@ -48,32 +42,35 @@ def fused_to(last):
     ],
 )
 def test_a_pass_is_fused_if_decode_only_and_in_range(tokens, decode, sizes, fused):
-    steps = counter(fused_to(8), sizes)
+    steps = metrics.StepCounter(0, fused_to(8), sizes)
     steps.count(GROUP, batch(tokens, decode))
     assert steps.snapshot() == {GROUP: {"fused": int(fused), "unfused": int(not fused)}}
 
 
-def test_the_warm_up_does_not_count_and_groups_count_apart():
-    steps = metrics.StepCounter(rank=0)
-    steps.count(GROUP, batch(4, 4))
+def test_groups_count_apart():
+    steps = metrics.StepCounter(0, fused_to(8), [])
     assert steps.snapshot() == {}
-    steps.start(fused_to(8), [])
     steps.count(GROUP, batch(4, 4))
     steps.count("draft", batch(4, 3))
     once = {"fused": 1, "unfused": 0}, {"fused": 0, "unfused": 1}
     assert steps.snapshot() == dict(zip((GROUP, "draft"), once, strict=True))
     # Another engine of the process, which fused nothing.
-    other = counter(report.Report("triton", 8, [report.RangeReport((1, 8), layers=2)]), [])
+    unfused = report.Report("triton", 8, [report.RangeReport((1, 8), layers=2)])
+    other = metrics.StepCounter(0, unfused, [])
     other.count(GROUP, batch(4, 4))
     assert other.snapshot() == {GROUP: once[1]} and steps.snapshot()[GROUP] == once[0]
 
 
-def engine(*names, steps):
-    """The config of an engine with these layers, which hold the counter of its worker."""
+def engine(*names):
+    """The config of an engine with these layers."""
     layers = {name: SimpleNamespace() for name in names}
-    for layer in layers.values() if steps else ():
-        setattr(layer, STEPS, steps)
     return SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+
+
+def warmed_up(config, steps):
+    """Its layers hold the counter of its worker."""
+    for layer in config.compilation_config.static_forward_context.values():
+        setattr(layer, STEPS, steps)
 
 
 def test_what_builders_of_vllm_build_is_counted_under_their_first_layers(monkeypatch):
@@ -83,16 +80,19 @@ def test_what_builders_of_vllm_build_is_counted_under_their_first_layers(monkeyp
     builder = MLACommonMetadataBuilder
     monkeypatch.setattr(builder, "__init__", lambda *args: None)
     monkeypatch.setattr(builder, "build", lambda *args, **kwargs: batch(4, 4))
-    older = builder(None, ["c.0"], engine("c.0", steps=None))
+    older = builder(None, ["c.0"], engine("c.0"))
     count_steps()
-    steps, others = counter(fused_to(8), []), counter(None, [])
+    steps, others = (metrics.StepCounter(0, given, []) for given in (fused_to(8), None))
     names = [["a.0", "a.1"], ["b.0", "b.1"], ["draft.0"]]
-    config = engine(*(name for group in names for name in group), steps=steps)
+    config = engine(*(name for group in names for name in group))
     # Made before its builders: a second engine of the process, and one whose flag is off.
-    second_engine = engine("a.0", steps=others)
+    second_engine = engine("a.0")
     first, second, draft = (builder(None, group, config) for group in names)
     elsewhere = builder(None, ["a.0"], second_engine)
-    off = builder(None, ["c.0"], engine("c.0", steps=None))
+    off = builder(None, ["c.0"], engine("c.0"))
+    first.build(0, None)  # a pass of the warm-up does not count
+    warmed_up(config, steps)
+    warmed_up(second_engine, others)
     for made in (first, first, second, elsewhere, off, older):
         assert made.build(0, None).num_decode_tokens == 4
     draft.build_for_drafting(None, 0)
@@ -122,8 +122,7 @@ from types import SimpleNamespace
 from mla_fusion import report
 from mla_fusion.runtime import metrics
 made = report.Report("triton", 8, [report.RangeReport((1, 8), layers=2, fused=2)])
-steps = metrics.StepCounter(rank=3)
-steps.start(made, [])
+steps = metrics.StepCounter(3, made, [])
 for decode in (4, 4, 0):
     steps.count({GROUP!r}, SimpleNamespace(num_actual_tokens=4, num_decode_tokens=decode))
 """

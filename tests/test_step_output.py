@@ -15,7 +15,7 @@ from mla_fusion.attention.plan.epilogue import in_groups
 from mla_fusion.ops import Quantization
 from mla_fusion.passes.fix_functionalization import MLAFixFunctionalizationPass
 from mla_fusion.passes.pipeline import MLAFusionPass
-from mla_fusion.runtime import step_plan
+from mla_fusion.runtime import decode_choice, step_plan
 from mla_fusion.runtime.output import QuantizedOutput
 from tests import test_step_plan
 from tests.aiter_double.uses import causal_attention
@@ -181,7 +181,7 @@ def test_with_auto_the_pass_asks_who_decodes_the_layer(engine):
     layer = engine.layers["a"]
     planned = MLAFusionPass("reference", 4)
     assert planned._facts(layer, SPEC.dtype).plain_output == ""
-    delattr(layer, step_plan.ATTRIBUTE)
+    delattr(layer, decode_choice.ATTRIBUTE)
     assert planned._facts(layer, SPEC.dtype).plain_output == "vLLM's backend decodes"
 
 

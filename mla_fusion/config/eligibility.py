@@ -21,11 +21,7 @@ FUSABLE_CACHES = {"auto", "fp8", "fp8_e4m3", *_CACHE_TYPES}
 def why_not(vllm_config: Any, partition_refused: bool = False) -> Decline | None:
     """Why the passes cannot fire in an engine whose flag is on, and whose operator switched
     Inductor's graph partition off if `partition_refused`. vLLM's defaults and its platform were
-    applied to its config.
-
-    Raises:
-        OptionError: as `read_options`.
-    """
+    applied to its config. Raises as `read_options`."""
     options = read_options(vllm_config.additional_config)
     version = vllm_compat.installed_version()
     if not vllm_compat.is_supported(version):
@@ -56,13 +52,11 @@ def why_not(vllm_config: Any, partition_refused: bool = False) -> Decline | None
             return Decline("context-parallel", "AITER leaves out queries of other ranks' tokens")
         if planned:
             return Decline("context-parallel", f"attention={options.attention}")
-    if partition_refused and compilation.splitting_ops != []:
+    whole, mode = compilation.splitting_ops == [], getattr(compilation.cudagraph_mode, "name", "")
+    if partition_refused and not whole:
         return Decline("graph-partition")
-    cudagraph_mode = getattr(compilation.cudagraph_mode, "name", None)
     # vLLM turns the second into FULL when there is nothing to split at.
-    if cudagraph_mode == "FULL" or (
-        cudagraph_mode == "FULL_AND_PIECEWISE" and compilation.splitting_ops == []
-    ):
+    if mode == "FULL" or (mode == "FULL_AND_PIECEWISE" and whole):
         return Decline("cudagraph-full")
     if compilation.inductor_compile_config.get("enable_auto_functionalized_v2"):
         return Decline("functionalization-v2")

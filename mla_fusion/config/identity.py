@@ -1,5 +1,6 @@
 """A hash of this library's source: compiled graphs must not outlive the code that wrote them."""
 
+import contextlib
 import functools
 import hashlib
 from collections.abc import Mapping
@@ -23,16 +24,11 @@ def source_hash() -> str:
 
 def graphs_hash() -> str:
     """`source_hash`, and what `mla-fusion calibrate` measured: who decodes may change a graph."""
-    files = sorted(vllm_compat.tables_folder().glob("*.json"))
-    tables = hashlib.sha256(b"".join(map(_content, files))).hexdigest()[:12]
-    return f"{source_hash()}-{tables}" if files else source_hash()
-
-
-def _content(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""  # attention=auto warns of it, and goes by the shipped measurements
+    files, tables = sorted(vllm_compat.tables_folder().glob("*.json")), hashlib.sha256()
+    for path in files:
+        with contextlib.suppress(OSError):  # attention=auto warns of it, and goes by the shipped
+            tables.update(path.read_bytes())
+    return f"{source_hash()}-{tables.hexdigest()[:12]}" if files else source_hash()
 
 
 def hash_of(packages: Mapping[str, Path]) -> str:

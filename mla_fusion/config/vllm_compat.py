@@ -1,8 +1,7 @@
 """The supported window of vLLM releases, and every name or behaviour that moved inside it.
 
-A release is admitted by the steps in CONTRIBUTING.md: `NEWEST` moves, and every difference becomes
-a function of this file, with the release in a comment. Other files call these functions and import
-nothing from vLLM; here it is imported where it is needed.
+CONTRIBUTING.md has the steps that admit a release. Other files import nothing from vLLM; here it is
+imported where it is needed.
 """
 
 import re
@@ -39,10 +38,9 @@ def _platform() -> Any:
 
 def versions() -> dict[str, str]:
     """The releases that compile a graph together, and the device they compile it for."""
-    platform = _platform()
-    device = str(platform.get_device_name()) if is_gpu() else platform.device_name
-    own = {"mla-fusion": __version__, "vLLM": installed_version()}
-    return own | {"torch": str(torch.__version__), "device": device}
+    device = _platform().get_device_name() if is_gpu() else _platform().device_name
+    found = {"mla-fusion": __version__, "vLLM": installed_version(), "torch": torch.__version__}
+    return {name: str(each) for name, each in (found | {"device": device}).items()}
 
 
 def is_rocm() -> bool:
@@ -57,9 +55,7 @@ def is_gpu() -> bool:
 
 def default_provider() -> str:
     """Who computes the fused op on vLLM's platform if none is named; empty where there is none."""
-    if is_rocm():
-        return "aiter"
-    return "triton" if _platform().is_cuda() else ""
+    return "aiter" if is_rocm() else "triton" if _platform().is_cuda() else ""
 
 
 def is_hopper() -> bool:
@@ -118,16 +114,12 @@ def layer_name_type() -> str:
     return get_opaque_type_name(LayerNameType)
 
 
-def layer_name_str(layer_name: Any) -> str:
-    """The layer's name, from a string or from vLLM's opaque LayerName."""
-    return layer_name if isinstance(layer_name, str) else layer_name.value
-
-
 def attention_context(layer_name: Any) -> tuple[Any, Any, torch.Tensor, torch.Tensor | None]:
-    """(metadata or None, layer, KV cache, slot mapping or None) of one layer in this step."""
+    """(metadata or None, layer, KV cache, slot mapping or None) of one layer in this step, whose
+    name is a string or vLLM's opaque LayerName."""
     from vllm.model_executor.layers.attention.attention import get_attention_context
 
-    return get_attention_context(layer_name_str(layer_name))
+    return get_attention_context(getattr(layer_name, "value", layer_name))
 
 
 def forward_context() -> Any:
@@ -180,8 +172,8 @@ def _dcp_group() -> Any:
 
 
 def context_parallel_ranks(layer: Any) -> int:
-    """Ranks of decode context parallelism, which each keep a part of every sequence's cache. vLLM
-    0.26 sets the number in the first `forward_impl`, which fused steps skip: so it is set here."""
+    """Ranks that each keep a part of every sequence's cache. vLLM 0.26 sets the number in the first
+    `forward_impl`, which fused steps skip: so it is set here."""
     if layer.impl.dcp_world_size == -1:
         layer.impl.dcp_world_size = _dcp_group().world_size
     return int(layer.impl.dcp_world_size)
@@ -220,24 +212,18 @@ def fp8_dtype() -> torch.dtype:
     return _platform().fp8_dtype()
 
 
-def absorb_weight(layer: Any) -> torch.Tensor | None:
-    """W_UK [H, P, L] of an MLA layer; None if it is not kept in the type of the activations.
-
-    Up to 0.33 `W_UK_T` is the tensor; vllm#55741 (open) puts an object with it as `weight` there.
-    """
-    return _plain_weight(layer, "W_UK_T")
-
-
-def value_weight(layer: Any) -> torch.Tensor | None:
-    """W_UV [H, L, V] of an MLA layer, of which the same holds as of `absorb_weight`."""
-    return None if packed_weight(layer) else _plain_weight(layer, "W_UV")
-
-
-def _plain_weight(layer: Any, name: str) -> torch.Tensor | None:
+def absorb_weight(layer: Any, name: str = "W_UK_T") -> torch.Tensor | None:
+    """W_UK [H, P, L] of an MLA layer, or another weight; None if it is packed. Up to 0.33 `W_UK_T`
+    is the tensor; vllm#55741 (open) puts an object with it as `weight` there."""
     kept = getattr(layer, name, None)
     weight = getattr(kept, "weight", kept)
     plain = isinstance(weight, torch.Tensor) and weight.dtype.itemsize > 1
     return weight if plain else None
+
+
+def value_weight(layer: Any) -> torch.Tensor | None:
+    """W_UV [H, L, V] of an MLA layer; None if it is packed."""
+    return None if packed_weight(layer) else absorb_weight(layer, "W_UV")
 
 
 def packed_weight(layer: Any) -> str:
@@ -257,18 +243,13 @@ def other_layers(layers: Mapping[str, Any]) -> int:
     """How many layers of vLLM's `static_forward_context` keep a state and are not MLA attention."""
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
-    stateful = {name for name, layer in layers.items() if isinstance(layer, AttentionLayerBase)}
-    return len(stateful - mla_layers(layers).keys())
-
-
-def current_layers() -> Mapping[str, Any]:
-    """All layers of the model that runs or compiles, by name."""
-    return forward_context().no_compile_layers
+    stateful = sum(isinstance(layer, AttentionLayerBase) for layer in layers.values())
+    return stateful - len(mla_layers(layers))
 
 
 def traced_layer_name(layer_name: Any) -> str | None:
-    """The layer's name in an argument of a graph, a string constant or a graph input that holds
-    vLLM's opaque LayerName; None if it is unknown."""
+    """The layer's name in an argument of a graph, a string or an input that holds vLLM's opaque
+    LayerName; None if it is unknown."""
     if isinstance(layer_name, str):
         return layer_name
     traced = getattr(layer_name, "meta", {}).get("val", layer_name)
@@ -290,8 +271,8 @@ def chose_sparse_backend(vllm_config: Any) -> bool:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     custom = AttentionBackendEnum.CUSTOM
-    asked = vllm_config.attention_config.backend is custom
-    return bool(asked and custom.is_overridden() and custom.get_path() == SPARSE_BACKEND)
+    asked = vllm_config.attention_config.backend is custom and custom.is_overridden()
+    return bool(asked and custom.get_path() == SPARSE_BACKEND)
 
 
 def may_have_sparse_layers(vllm_config: Any) -> bool:
@@ -339,9 +320,9 @@ def cache_slots(metadata: Any, chosen: torch.Tensor) -> torch.Tensor:
 def write_cache_slots(
     metadata: Any, chosen: torch.Tensor, starts: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """Write into `out` the slots of the positions [T, n] that an indexer chose, by the kernel of
-    vLLM's ROCM_AITER_MLA_SPARSE, which allocates nothing: those of token t to starts[t]:starts[t +
-    1], for -1 slot 0. From 0.32 on it also counts rows between blocks: not here."""
+    """Write the slots of such positions into `out`, by the kernel of vLLM's ROCM_AITER_MLA_SPARSE,
+    which allocates nothing: those of token t to starts[t]:starts[t + 1], for -1 slot 0. From 0.32
+    on it also counts rows between blocks: not here."""
     from vllm.v1.attention.backends.mla import rocm_aiter_mla_sparse as module
 
     tokens, width = chosen.shape

@@ -5,22 +5,13 @@ number of times, in any process. While the flag is off, nothing here changes wha
 little is imported: each module of this package imports what works for the flag where it is used.
 """
 
-import logging
 from typing import Any
 
+from mla_fusion import logger
 from mla_fusion.config import vllm_compat
 from mla_fusion.plugin import compilation, decision, flag, workers
 from mla_fusion.plugin.wrap import when_imported
 
-# Below vLLM's logger, so that its handlers and its level apply.
-logger = logging.getLogger("vllm.mla_fusion")
-
-# The changes to modules that only some processes import.
-_WHEN_IMPORTED = (
-    ("vllm.compilation.passes.pass_manager", compilation.add_passes),
-    ("vllm.compilation.backends", compilation.set_options_for_ranges),
-    ("vllm.v1.worker.worker_base", workers.prepare_workers),
-)
 _registered = False
 
 
@@ -47,8 +38,9 @@ def register() -> None:
         flag.add_fields(_restore)
         decision.decide_in_vllm_config()
         decision.keep_vllm_compile()
-        for module, change in _WHEN_IMPORTED:
-            when_imported(module, change)
+        when_imported("vllm.compilation.passes.pass_manager", compilation.add_passes)
+        when_imported("vllm.compilation.backends", compilation.set_options_for_ranges)
+        when_imported("vllm.v1.worker.worker_base", workers.prepare_workers)
         # vLLM's own registry: nothing is imported before an operator chooses CUSTOM.
         if not vllm_compat.register_sparse_backend():
             logger.debug("another plugin has the attention backend CUSTOM")

@@ -1,19 +1,17 @@
-"""Whether the flag applies to an engine, decided while vLLM makes the engine's config."""
+"""Whether the flag applies to an engine, decided while vLLM makes the engine's config, and what it
+switches on there."""
 
-import logging
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from mla_fusion import config
+from mla_fusion import config, logger
 from mla_fusion.config import vllm_compat
 from mla_fusion.plugin import flag
-from mla_fusion.plugin.wrap import WRAPPED, wrap
+from mla_fusion.plugin.wrap import wrap
 
 if TYPE_CHECKING:
     from mla_fusion.report.reasons import Decline
-
-logger = logging.getLogger("vllm.mla_fusion")
 
 _REFUSED = "_mla_fusion_refused"  # on a VllmConfig: the operator switched graph partition off
 _SINGLE_TRACE = 2  # CompilationMode.DYNAMO_TRACE_ONCE, an IntEnum
@@ -45,33 +43,31 @@ def keep_vllm_compile() -> None:
     """
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
-        return
-    platform = type(current_platform)
-    original = platform.check_and_update_config
-    if hasattr(platform, WRAPPED):
-        return
+    if current_platform.is_cpu():
+        wrap(type(current_platform), "check_and_update_config", _check_and_update_config)
 
-    def check_and_update_config(cls: type, vllm_config: Any) -> None:
-        compilation = vllm_config.compilation_config
-        asked = compilation.mode, compilation.backend, compilation.ir_enable_torch_wrap
-        original(vllm_config)
-        became = compilation.mode, compilation.backend, compilation.ir_enable_torch_wrap
-        compilation.mode, compilation.backend, compilation.ir_enable_torch_wrap = asked
-        on = became[0] == _SINGLE_TRACE and config.is_on(vllm_config)
-        if on and why_not(vllm_config) is None:
-            # vLLM would derive them from the sizes of CUDA graphs, which a CPU does not have.
-            compilation.compile_sizes = compilation.compile_sizes or []
-            logger.debug("%s needs compilation mode VLLM_COMPILE, kept on the CPU", config.FLAG)
-        else:
-            compilation.mode, compilation.backend, compilation.ir_enable_torch_wrap = became
 
-    platform.check_and_update_config = classmethod(check_and_update_config)
-    setattr(platform, WRAPPED, True)
+def _check_and_update_config(original: Callable[..., Any], vllm_config: Any) -> None:
+    compilation = vllm_config.compilation_config
+    asked = compilation.mode, compilation.backend, compilation.ir_enable_torch_wrap
+    original(vllm_config)
+    became = compilation.mode, compilation.backend, compilation.ir_enable_torch_wrap
+    compilation.mode, compilation.backend, compilation.ir_enable_torch_wrap = asked
+    on = became[0] == _SINGLE_TRACE and config.is_on(vllm_config)
+    if on and why_not(vllm_config) is None:
+        # vLLM would derive them from the sizes of CUDA graphs, which a CPU does not have.
+        compilation.compile_sizes = compilation.compile_sizes or []
+        logger.debug("%s needs compilation mode VLLM_COMPILE, kept on the CPU", config.FLAG)
+    else:
+        compilation.mode, compilation.backend, compilation.ir_enable_torch_wrap = became
 
 
 def _post_init(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
-    _adopt(self.compilation_config.pass_config)
+    passes = self.compilation_config.pass_config
+    if config.FLAG in vars(passes):  # set as an attribute: make vLLM's PassConfig one of ours
+        fields = {config.FLAG: False, config.THRESHOLD: None, **vars(passes)}
+        passes.__class__ = type(flag.instance(fields))
+        passes.__dict__ = fields
     if not config.is_on(self):
         _warn_of_no_effect(self)
         original(self, *args, **kwargs)
@@ -94,20 +90,8 @@ def _post_init(original: Callable[..., Any], self: Any, *args: Any, **kwargs: An
 
 def _set_compile_ranges(original: Callable[..., Any], self: Any) -> None:
     if config.is_on(self):
-        from mla_fusion.plugin import prerequisites
-
-        prerequisites.apply(self, why_not(self))
-        if not config.is_on(self):
-            _told[id(self.compilation_config)] = self.compilation_config
+        apply(self)
     original(self)
-
-
-def _adopt(pass_config: Any) -> None:
-    """Make vLLM's PassConfig one of ours if the flag was set on it as an attribute."""
-    if config.FLAG in vars(pass_config):
-        fields = {config.FLAG: False, config.THRESHOLD: None, **vars(pass_config)}
-        pass_config.__class__ = type(flag.instance(fields))
-        pass_config.__dict__ = fields
 
 
 def why_not(vllm_config: Any) -> "Decline | None":
@@ -115,6 +99,54 @@ def why_not(vllm_config: Any) -> "Decline | None":
     from mla_fusion.config import eligibility
 
     return eligibility.why_not(vllm_config, getattr(vllm_config, _REFUSED, False))
+
+
+def apply(vllm_config: Any) -> None:
+    """Switch on what the flag needs in an engine, or the flag off."""
+    from mla_fusion import report
+    from mla_fusion.runtime import decode_choice
+
+    compilation = vllm_config.compilation_config
+    pass_config = compilation.pass_config
+    if decline := why_not(vllm_config):
+        setattr(pass_config, config.FLAG, False)
+        setattr(pass_config, config.THRESHOLD, None)
+        _told[id(compilation)] = compilation
+        logger.warning("%s is switched off: %s", report.FLAG_LINE, decline.explain())
+        return
+    if compilation.splitting_ops != [] and not compilation.use_inductor_graph_partition:
+        compilation.use_inductor_graph_partition = True
+        said = "%s sets for the whole engine, prefill included: %s"
+        logger.info(said, report.FLAG_LINE, config.PARTITION)
+    if not vllm_compat.is_gpu():
+        # vLLM switches it on where RoPE and cache write share a graph, but its pass manager only
+        # imports that pass for GPUs.
+        pass_config.fuse_rope_kvcache_cat_mla = False
+    elif vllm_config.parallel_config.decode_context_parallel_size > 1:
+        # Its kernel takes a slot of -1 for padding and rotates neither query nor key there; under
+        # decode context parallelism that is the slot of another rank's token, also in prefill.
+        if pass_config.fuse_rope_kvcache_cat_mla:
+            logger.warning(
+                "mla-fusion: fuse_rope_kvcache_cat_mla is switched off: under decode context "
+                "parallelism it leaves the tokens of other ranks unrotated"
+            )
+        pass_config.fuse_rope_kvcache_cat_mla = False
+    decode_choice.choose_page(vllm_config)
+    asked, bucket = getattr(pass_config, config.THRESHOLD), config.decode_bucket(vllm_config)
+    if asked not in (None, bucket):
+        logger.warning(
+            "mla-fusion: %s=%d becomes %d: it is at least 2, vLLM's smallest compile range, and "
+            "at most max_num_batched_tokens",
+            config.THRESHOLD, asked, bucket,
+        )  # fmt: skip
+    # Kept: the bucket depends on the sizes of CUDA graphs, which vLLM may change later.
+    setattr(pass_config, config.THRESHOLD, bucket)
+    endpoints = set(compilation.compile_ranges_endpoints or [])
+    if bucket not in endpoints:
+        compilation.compile_ranges_endpoints = sorted({*endpoints, bucket})
+        provider = config.read_options(vllm_config.additional_config).provider
+        fused = "%s: graphs for up to %d tokens are fused by the %s provider"
+        logger.debug(fused, config.FLAG, bucket, provider)
 
 
 def _warn_of_no_effect(vllm_config: Any) -> None:

@@ -9,10 +9,8 @@ from mla_fusion.config import FLAG, THRESHOLD
 from mla_fusion.config.identity import graphs_hash
 from mla_fusion.plugin.wrap import WRAPPED
 
-Restore = Callable[[dict[str, Any]], Any]
 
-
-def add_fields(restore: Restore) -> None:
+def add_fields(restore: Callable[[dict[str, Any]], Any]) -> None:
     """Why: vLLM's PassConfig forbids unknown fields, so `pass_config.fuse_aiter_...` is an error.
 
     How: `PassConfig(...)` with one of the two fields makes an instance of a subclass that has them,
@@ -27,15 +25,9 @@ def add_fields(restore: Restore) -> None:
     if hasattr(base, WRAPPED):
         return
 
-    @functools.cache
-    def extended() -> type:
-        _show_subclass(compilation.CompilationConfig, base)
-        return _extend(base, restore)
-
     def new(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if cls is not base or {FLAG, THRESHOLD}.isdisjoint(kwargs):
-            return object.__new__(cls)
-        return object.__new__(extended())
+        ours = cls is base and not {FLAG, THRESHOLD}.isdisjoint(kwargs)
+        return object.__new__(_extended(base, restore) if ours else cls)
 
     base.__new__ = new
     setattr(base, WRAPPED, True)
@@ -50,9 +42,12 @@ def instance(fields: dict[str, Any]) -> Any:
     return made
 
 
-def _extend(base: Any, restore: Restore) -> type:
+@functools.cache
+def _extended(base: Any, restore: Callable[[dict[str, Any]], Any]) -> type:
     """`base`, vLLM's PassConfig, with the fields of this library."""
-    from pydantic import Field
+    from pydantic import Field, SerializeAsAny
+    from pydantic.dataclasses import rebuild_dataclass
+    from vllm.config.compilation import CompilationConfig
     from vllm.config.utils import config, get_hash_factors, hash_factors
 
     class PassConfig(base):
@@ -67,10 +62,8 @@ def _extend(base: Any, restore: Restore) -> type:
         max_num_seqs * (1 + num_speculative_tokens), padded to its CUDA graph (mla-fusion)."""
 
         def compute_hash(self) -> str:
-            """vLLM's hash while the flag is off; else it also covers this library's source.
-
-            vLLM finds compiled graphs by this hash, not by the uuid of its passes.
-            """
+            """vLLM's hash, by which it finds compiled graphs: with the flag also of this library's
+            source."""
             factors = get_hash_factors(self, {FLAG, THRESHOLD})
             if getattr(self, FLAG):
                 factors[FLAG] = [getattr(self, THRESHOLD), graphs_hash()]
@@ -82,16 +75,10 @@ def _extend(base: Any, restore: Restore) -> type:
             return restore, (dict(self.__dict__),)
 
     PassConfig.__qualname__, PassConfig.__module__ = base.__qualname__, base.__module__
+    # pydantic compiled the schema of vLLM's CompilationConfig for `base`, whose fields alone it
+    # would print and dump.
+    [declared] = [f for f in dataclasses.fields(CompilationConfig) if f.name == "pass_config"]
+    declared.type = SerializeAsAny[base]  # type: ignore[misc]
+    rebuild_dataclass(CompilationConfig, force=True)
     extended: type = config(PassConfig)
     return extended
-
-
-def _show_subclass(compilation_config: Any, base: type) -> None:
-    """Let vLLM's CompilationConfig print and dump all fields of its pass config: pydantic compiled
-    its schema for `base`, whose fields alone it would show."""
-    from pydantic import SerializeAsAny
-    from pydantic.dataclasses import rebuild_dataclass
-
-    [declared] = [f for f in dataclasses.fields(compilation_config) if f.name == "pass_config"]
-    declared.type = SerializeAsAny[base]  # type: ignore[misc, valid-type]
-    rebuild_dataclass(compilation_config, force=True)

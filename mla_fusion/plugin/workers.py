@@ -1,23 +1,29 @@
 """What a worker does once it has loaded its model, before its first request, and in each step."""
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
 from mla_fusion import config
 from mla_fusion.config import vllm_compat
-from mla_fusion.plugin import deepseek_v4
 from mla_fusion.plugin.wrap import wrap
 
 STEPS = "_mla_fusion_step_counter"  # on a worker and on its MLA layers
-_GROUP = "_mla_fusion_group"  # on a metadata builder: (its worker's counter, its first layer)
+_GROUP = "_mla_fusion_group"  # on a metadata builder: its first layer, and the name of that
+# By how a model's class begins: its package, and by how many tokens an entry of a layer stands for,
+# the kind of the layer.
+DEEPSEEK_V4 = {
+    "DeepseekV41": ("deepseek_v41", ((0, "swaonly"), (1, "c1a"), (2, "c2a"))),
+    "DeepseekV4": ("deepseek_v4", ((1, "swaonly"), (4, "c4a"), (128, "c128a"))),
+}
 
 
 def prepare_workers() -> None:
     """Why: a worker must know the ops, have its kernels compiled and its plans made before a
     request. The operator must read what fused, even from a warm compile cache.
 
-    How: register the ops and make a step counter when a worker is made; wrap methods of its class,
-    which overrides them. Every worker answers `collective_rpc("mla_fusion_steps")`, even if the
+    How: register the ops when a worker is made, and wrap methods of its class, which overrides
+    them. Every worker answers `collective_rpc("mla_fusion_steps")`, even if the
     flag was switched off: vLLM would raise NotImplementedError. Until: vLLM offers hooks after
     loading, reloading and compilation.
     """
@@ -32,8 +38,8 @@ def count_steps() -> None:
     the ops run no Python.
 
     How: count what `MLACommonMetadataBuilder.build` returns, under the name of the first layer the
-    builder was made for. That layer holds the counter of its worker. `runtime.metrics` says which
-    passes have no build. Until: vLLM lets a plugin observe steps.
+    builder was made for. After the warm-up that layer holds the counter of its worker.
+    `runtime.metrics` says which passes have no build. Until: vLLM lets a plugin observe steps.
     """
     from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
 
@@ -49,11 +55,9 @@ def _init(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) ->
     original(self, *args, **kwargs)
     if config.is_on(self.vllm_config):
         from mla_fusion import report, runtime
-        from mla_fusion.runtime import metrics
 
         # No pass registers the ops if a graph that calls them comes from a warm cache.
         runtime.register_ops()
-        setattr(self, STEPS, metrics.StepCounter(self.vllm_config.parallel_config.rank))
         count_steps()
         report.forget()
 
@@ -65,23 +69,54 @@ def mla_fusion_steps(self: Any) -> dict[str, dict[str, int]]:
 
 
 def prepare_layers(load_model: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """`load_model` of a worker, after which its layers have its step counter, and what persistent
-    and sparse decodes need: it must be there before vLLM measures what memory is left."""
-    deepseek_v4.take_layers(self.vllm_config)
+    """`load_model` of a worker, after which its layers have what persistent and sparse decodes
+    need: it must be there before vLLM measures what memory is left."""
+    take_deepseek_v4(self.vllm_config)
     result = load_model(self, *args, **kwargs)
     layers = self.vllm_config.compilation_config.static_forward_context
     if vllm_compat.may_have_sparse_layers(self.vllm_config):
-        from mla_fusion.runtime import sparse_layers
+        from mla_fusion.runtime import sparse_step
 
-        sparse_layers.attach(layers, self.vllm_config)
+        sparse_step.attach(layers, self.vllm_config)
     if config.is_on(self.vllm_config):
         from mla_fusion.runtime import step_plan
 
-        for layer in vllm_compat.mla_layers(layers).values():
-            setattr(layer, STEPS, getattr(self, STEPS))
         options = config.read_options(self.vllm_config.additional_config)
         step_plan.attach(layers, options, self.vllm_config)
     return result
+
+
+def take_deepseek_v4(vllm_config: Any) -> None:
+    """Why: the class of these layers is what a function of the model's module returns, which takes
+    the backend CUSTOM for its default.
+
+    How: before a worker of an engine with CUSTOM makes its model, that function is replaced: it
+    returns a subclass that decodes the steps of `runtime.deepseek_v4` here. An engine without
+    CUSTOM gets vLLM's class. Until: vLLM asks its registry of backends for these layers too.
+    """
+    from vllm.platforms import current_platform
+
+    if not (current_platform.is_cuda() and vllm_compat.chose_sparse_backend(vllm_config)):
+        return
+    name = vllm_config.model_config.architecture
+    found = next((each for start, each in DEEPSEEK_V4.items() if name.startswith(start)), None)
+    if found is None:
+        return
+    from mla_fusion.runtime import deepseek_v4
+
+    package, kinds = found
+    ops = importlib.import_module(f"vllm.models.{package}.common.ops")
+
+    def select(original: Callable[..., Any], vllm_config: Any) -> Any:
+        selected = original(vllm_config)
+        chosen = vllm_compat.chose_sparse_backend(vllm_config)
+        if not (chosen and hasattr(selected, "_forward_decode")):
+            return selected
+        slots = ops.compute_global_topk_indices_and_lens
+        return deepseek_v4.decoded_here(selected, kinds, slots)
+
+    model = importlib.import_module(f"vllm.models.{package}.nvidia.model")
+    wrap(model, "_select_dsv4_attn_cls", select)
 
 
 def warm_up_and_publish(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -90,20 +125,22 @@ def warm_up_and_publish(original: Callable[..., Any], self: Any, *args: Any, **k
     if not config.is_on(self.vllm_config):
         return original(self, *args, **kwargs)
     from mla_fusion import report
-    from mla_fusion.runtime import collectives
+    from mla_fusion.runtime import collectives, metrics
 
     made, cached = collectives.prepare(self.vllm_config)
     result = original(self, *args, **kwargs)
     if vllm_compat.is_first_rank():
         report.publish(made, self.vllm_config.model_config.architecture, cached)
-    sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes or []
-    getattr(self, STEPS).start(made, sizes)
+    compilation, rank = self.vllm_config.compilation_config, self.vllm_config.parallel_config.rank
+    steps = metrics.StepCounter(rank, made, compilation.cudagraph_capture_sizes or [])
+    layers = vllm_compat.mla_layers(compilation.static_forward_context)
+    for counted in (self, *layers.values()):
+        setattr(counted, STEPS, steps)
     return result
 
 
 def refresh_tables(load: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """`load`, a method of a worker after which weights or buffers may be others, and then what this
-    library derived from them."""
+    """`load`, after which weights or buffers may be others, and then what was derived from them."""
     result = load(self, *args, **kwargs)
     tags = kwargs.get("tags", args[0] if args else None) if load.__name__ == "wake_up" else None
     # Weights that still sleep have no memory.
@@ -120,12 +157,12 @@ def _init_builder(
 ) -> None:  # fmt: skip
     original(self, spec, layer_names, vllm_config, *args, **kwargs)
     layers = vllm_config.compilation_config.static_forward_context
-    setattr(self, _GROUP, (getattr(layers.get(layer_names[0]), STEPS, None), layer_names[0]))
+    setattr(self, _GROUP, (layers.get(layer_names[0]), layer_names[0]))
 
 
 def _build(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     metadata = original(self, *args, **kwargs)
-    steps, name = getattr(self, _GROUP, (None, ""))  # None: it is older than this wrapper
-    if steps is not None:
+    layer, name = getattr(self, _GROUP, (None, ""))  # None: it is older than this wrapper
+    if steps := getattr(layer, STEPS, None):
         steps.count(name, metadata)
     return metadata

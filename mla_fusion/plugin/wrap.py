@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -14,8 +15,8 @@ WRAPPED = "_mla_fusion_wrapped"  # on what was replaced, or on a class whose met
 
 
 def wrap(owner: Any, name: str, instead: Callable[..., Any]) -> None:
-    """Let calls of method `name` of `owner` be calls of `instead`, once, which gets the original
-    before their arguments."""
+    """Let calls of `name` of `owner`, a method or a function of a module, be calls of `instead`,
+    once, which gets the original, of a class method the bound one, before their arguments."""
     original = getattr(owner, name)
     if getattr(original, WRAPPED, False):
         return
@@ -25,7 +26,7 @@ def wrap(owner: Any, name: str, instead: Callable[..., Any]) -> None:
         return instead(original, *args, **kwargs)
 
     setattr(wrapper, WRAPPED, True)
-    setattr(owner, name, wrapper)
+    setattr(owner, name, staticmethod(wrapper) if inspect.ismethod(original) else wrapper)
 
 
 _waiting: dict[str, tuple[Callable[[], None], ...]] = {}

@@ -7,7 +7,6 @@ that a start from a warm compile cache, in which no pass runs, finds the same re
 """
 
 import json
-import logging
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -16,12 +15,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from mla_fusion import logger
 from mla_fusion.ops import Variant
 from mla_fusion.report.files import FormatError, read_bounded
 from mla_fusion.report.layer_graph import LayerGraph
 from mla_fusion.report.reasons import Decline
 
-logger = logging.getLogger("vllm.mla_fusion")
 # In front of each log line about the flag: whoever searches the log for one of them finds it.
 FLAG_LINE = "mla-fusion: fuse_aiter_qk_rope_kvcache_mla"
 _KINDS = {

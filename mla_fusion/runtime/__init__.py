@@ -33,7 +33,6 @@ def is_decode_only(metadata: Any) -> bool:
 
 
 def _is_fused(metadata: Any, slot_mapping: torch.Tensor | None) -> bool:
-    """Whether this step is fused."""
     return slot_mapping is not None and is_decode_only(metadata)
 
 
@@ -46,7 +45,7 @@ def fused_decode_prep(
     """Prepare the decode query into `prepared_q` [T, H, L + R], with zeros in padding rows, or
     rotate q and k_pe in place and scale q. Either way the KV cache is written.
 
-    k_pe is [T, 1, R]; other shapes are those of `mla_fusion.kernels.fused_mla_decode_prep`.
+    k_pe is [T, 1, R]; other shapes as in `mla_fusion.kernels.fused_mla_decode_prep`.
     """
     metadata, layer, kv_cache, slot_mapping = vllm_compat.attention_context(layer_name)
     if not _is_fused(metadata, slot_mapping):
@@ -59,10 +58,9 @@ def fused_decode_prep(
     # vLLM may pass fewer slots than padded rows; such rows are padding too.
     rows = slot_mapping.shape[0]
     if rows > q.shape[0]:
-        name = vllm_compat.layer_name_str(layer_name)
         raise ValueError(
-            f"{name} has {q.shape[0]} query rows for {rows} slots: tokens of the batch have no "
-            "query. That is a fault of vLLM's batch; run it without "
+            f"{layer.layer_name} has {q.shape[0]} query rows for {rows} slots: tokens of the batch "
+            "have no query. That is a fault of vLLM's batch; run it without "
             "pass_config.fuse_aiter_qk_rope_kvcache_mla, and report it"
         )
     if rows < prepared_q.shape[0]:
@@ -80,8 +78,7 @@ def fused_decode_prep(
         )  # fmt: skip
         kernels.get_provider(provider).fused_mla_decode_prep(inputs)
     except Exception as error:
-        name = vllm_compat.layer_name_str(layer_name)
-        _explain(error, provider, f"in a decode step of {rows} rows, in layer {name}")
+        _explain(error, provider, f"in a decode step of {rows} rows, in layer {layer.layer_name}")
         raise
 
 
@@ -161,11 +158,6 @@ def attention() -> Callable[..., None]:
     return vllm_compat.with_attention_hooks(_attention)
 
 
-def _attention_op(*args: Any) -> None:
-    # The last argument only orders; vLLM's KV-transfer hook finds layer_name by its position.
-    attention()(*args[:6])
-
-
 def _quantizing_attention_op(*args: Any) -> None:
     *common, quantized, scale, quantization = args
     attention()(*common, QuantizedOutput(quantized, scale, Quantization(quantization)))
@@ -201,9 +193,10 @@ def _attention(
 
 def register_ops() -> None:
     """Define the ops in this process, with the bodies of this module; see `ops.register`."""
+    # The seventh argument only orders; vLLM's KV-transfer hook finds layer_name by its position.
     bodies: dict[str, Callable[..., Any]] = {
         ops.ROPE_UPDATE: rope_and_cache_update, ops.Q_PREP: decode_q_prep,
-        ops.FUSED: fused_decode_prep, ops.ATTENTION: _attention_op,
+        ops.FUSED: fused_decode_prep, ops.ATTENTION: lambda *args: attention()(*args[:6]),
         ops.GROUP_ATTENTION: _quantizing_attention_op,
         ops.TENSOR_ATTENTION: _quantizing_attention_op,
     }  # fmt: skip
@@ -219,15 +212,13 @@ def warm_up(
     if not hasattr(module, "warmup"):
         return
     for variant in variants:
-        shapes = set()
+        own = variant.kv_cache_dtype, variant.rope_dim
+        alike: dict[Any, Any] = {}  # one layer of each shape
         for layer in vllm_compat.mla_layers(layers).values():
-            own = layer.kv_cache_dtype, layer.qk_rope_head_dim
-            if own != (variant.kv_cache_dtype, variant.rope_dim) or layer.kv_cache.numel() == 0:
-                continue
-            weight = _absorb_weight(layer)
-            if (shape := (type(weight), tuple(weight.shape))) in shapes:
-                continue
-            shapes.add(shape)
+            if own == (layer.kv_cache_dtype, layer.qk_rope_head_dim) and layer.kv_cache.numel():
+                weight = _absorb_weight(layer)
+                alike.setdefault((type(weight), tuple(weight.shape)), (layer, weight))
+        for layer, weight in alike.values():
             table = None
             if variant.table_dtype:
                 dtype = getattr(torch, variant.table_dtype)
@@ -256,12 +247,14 @@ def _show(progress: str) -> None:
 def warm_up_attention(layers: Mapping[str, Any], quantizations: Iterable[str] = ()) -> None:
     """Run every plan of the model `layers` once, and once for each kind of W_UV and for each of
     `quantizations` behind it, so that its kernels are compiled or loaded."""
-    planned: dict[Any, tuple[StepPlan, Any]] = {}
+    planned = {}
     for layer in layers.values():
-        plan = getattr(layer, step_plan.ATTRIBUTE, None)
+        plan: StepPlan | None = getattr(layer, step_plan.ATTRIBUTE, None)
         if plan is not None and layer.kv_cache.numel():
-            planned[plan, plan.variant(layer)] = plan, layer
-    for plan, layer in planned.values():
+            # Besides the plan, kernels depend on the width and strides of W_UV, if they read it.
+            weight = plan.weight(layer)
+            planned[plan, weight is not None and (weight.shape[2], *weight.stride())] = layer
+    for (plan, _), layer in planned.items():
         try:
             plan.warm_up(_cache_view(layer, layer.kv_cache), layer, quantizations)
         except Exception as error:

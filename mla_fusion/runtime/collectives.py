@@ -79,8 +79,7 @@ def report_path(vllm_config: Any) -> Path:
     """Where the report of an engine with this config is stored, beside vLLM's compile cache: its
     name covers what vLLM's cache key covers but the model's sources, so that an engine that takes
     graphs from the cache finds their report."""
-    parallel = vllm_config.parallel_config
     factors = (vllm_config.compute_hash(), vllm_compat.compile_environment())
     compiled = hashlib.sha256(repr(factors).encode()).hexdigest()[:10]
-    name = f"{compiled}-{graphs_hash()}-{parallel.data_parallel_index}.json"
+    name = f"{compiled}-{graphs_hash()}-{vllm_config.parallel_config.data_parallel_index}.json"
     return report.folder(vllm_compat.cache_root()) / name

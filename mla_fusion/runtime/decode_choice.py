@@ -1,19 +1,16 @@
 """Who decodes a layer: what the option `attention` comes to in an engine."""
 
 import dataclasses
-import logging
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from mla_fusion import config
+from mla_fusion import config, logger
 from mla_fusion.attention.aiter import selection
 from mla_fusion.attention.plan import device
 from mla_fusion.config import eligibility, vllm_compat
 from mla_fusion.runtime import measured
-
-logger = logging.getLogger("vllm.mla_fusion")
 
 ATTRIBUTE = "mla_fusion_decode_choice"  # of a layer: the choice that was made for it
 
@@ -38,19 +35,21 @@ class Choice:
 def choose(layer: Any, options: config.Options, vllm_config: Any) -> Choice:
     """The choice for an MLA layer whose weights are loaded."""
     most = int(vllm_config.scheduler_config.max_num_seqs)
-    if options.attention == "auto":
+    asked, rows = options.attention, config.query_rows(vllm_config)
+    if asked == "auto":
         return _measured(layer, options, vllm_config, most)
-    planned = options.attention in config.PLANNED
-    if not planned or _facts(layer, options, vllm_config, options.attention).decline:
+    activation = vllm_config.model_config.dtype
+    if asked not in config.PLANNED:
         return Choice()
-    if options.attention == "aiter" and backend_is_aiters(layer):
+    if eligibility.facts(layer, options.provider, activation, asked, rows).decline:
+        return Choice()
+    if asked == "aiter" and "AITER" in layer.attn_backend.get_name():
         return _beside_aiters(layer, vllm_config, most)
-    return Choice(options.attention, ((1, most),))
+    return Choice(asked, ((1, most),))
 
 
 def _beside_aiters(layer: Any, vllm_config: Any, most: int) -> Choice:
-    """AITER's decode, but for the steps in which its own table has another as faster, which vLLM's
-    backend for AITER takes."""
+    """AITER's decode, but for the steps that its own table has as slower: they are vLLM's."""
     rows = config.query_rows(vllm_config)
     cache = eligibility.cache_dtype(layer, vllm_config.model_config.dtype)
     arch, backend = device.architecture(layer._k_scale.device), layer.attn_backend.get_name()
@@ -63,34 +62,29 @@ def _beside_aiters(layer: Any, vllm_config: Any, most: int) -> Choice:
     return Choice("aiter", (run,), f"aiter, {backend} for {steps}", slower_from=first)
 
 
-def backend_is_aiters(layer: Any) -> bool:
-    """Whether vLLM's backend of a layer decodes with AITER, and lists the pages for it."""
-    return "AITER" in layer.attn_backend.get_name()
-
-
 def _measured(layer: Any, options: config.Options, vllm_config: Any, most: int) -> Choice:
     """With `auto`: ours for the batches in which it was measured not slower, on GPUs with rows."""
     gpu = vllm_compat.gpu_name()
     if not measured.has_measurements(gpu):
         return Choice()
-    backend = layer.attn_backend.get_name()
-    facts = _facts(layer, options, vllm_config, "portable")
-    dtype = facts.query_dtype(vllm_config.model_config.dtype)
-    kernel = _name(dtype), layer.num_heads, config.query_rows(vllm_config)
+    backend, rows = layer.attn_backend.get_name(), config.query_rows(vllm_config)
+    model = vllm_config.model_config
+    facts = eligibility.facts(layer, options.provider, model.dtype, "portable", rows)
+    dtype = facts.query_dtype(model.dtype)
+    kernel = _name(dtype), layer.num_heads, rows
     why = _engine_not_measured(options, vllm_config) or _not_measured(layer, vllm_config, facts)
     if why := why or measured.why_not_run(gpu, kernel):
         return Choice(why=f"{backend} (auto: {why})")
-    key, spans = (*kernel, backend), measured.spans(gpu, vllm_config.model_config.max_model_len)
+    key, spans = (*kernel, backend), measured.spans(gpu, model.max_model_len)
     runs = tuple((a, min(b, most)) for a, b in spans.get(key, ()) if a <= most)
+    source = measured.source(gpu, key)
     if not runs:
         found = "measured slower than it" if key in spans else "not measured against it"
-        if (where := measured.decided_by(gpu, key)) != "as measured":
-            found += f", {where.removeprefix('as measured, ')}"
         shape = f"{measured.heads_and_rows(kernel)} in {_name(dtype)}"
-        return Choice(why=f"{backend} (auto: {found} with {shape})")
+        return Choice(why=f"{backend} (auto: {found}{source} with {shape})")
     steps = f"with {measured.words(runs)} sequences"
     steps += "" if runs == ((1, most),) else f", {backend} else"
-    return Choice("portable", runs, f"portable {steps} (auto: {measured.decided_by(gpu, key)})")
+    return Choice("portable", runs, f"portable {steps} (auto: as measured{source})")
 
 
 def _engine_not_measured(options: config.Options, vllm_config: Any) -> str:
@@ -104,24 +98,16 @@ def _engine_not_measured(options: config.Options, vllm_config: Any) -> str:
 
 def _not_measured(layer: Any, vllm_config: Any, facts: eligibility.LayerFacts) -> str:
     """What of a layer the measurements do not cover; empty if they do."""
+    cache, dtype = vllm_config.cache_config, facts.query_dtype(vllm_config.model_config.dtype)
     if (widths := (layer.kv_lora_rank, layer.qk_rope_head_dim)) != measured.WIDTHS:
         return "not measured with {} + {}".format(*widths)
-    if (page := vllm_config.cache_config.block_size) % measured.PAGE:
-        return f"not measured with pages of {page} tokens"
+    if cache.block_size % measured.PAGE:
+        return f"not measured with pages of {cache.block_size} tokens"
     if facts.decline:
         return facts.decline.explain()
-    dtype = facts.query_dtype(vllm_config.model_config.dtype)
-    cache = str(vllm_config.cache_config.cache_dtype)
-    if cache.startswith("fp8") and dtype.itemsize > 1:
-        return f"not measured with a query in {_name(dtype)} and a cache in {cache}"
+    if str(cache.cache_dtype).startswith("fp8") and dtype.itemsize > 1:
+        return f"not measured with a query in {_name(dtype)} and a cache in {cache.cache_dtype}"
     return ""
-
-
-def _facts(
-    layer: Any, options: config.Options, vllm_config: Any, attention: str
-) -> eligibility.LayerFacts:
-    activation, rows = vllm_config.model_config.dtype, config.query_rows(vllm_config)
-    return eligibility.facts(layer, options.provider, activation, attention, rows)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -3,7 +3,7 @@
 vLLM's class gives decode tokens, each draft a row of its own, to `_forward_decode`: over a window
 of the last tokens, and in most layers over entries that stand for several tokens each, all of them
 or those that an indexer chose. A model has up to three kinds of layer. In a step all layers of a
-kind read as many entries, so each kind has a scratch. `plugin.deepseek_v4` replaces vLLM's class.
+kind read as many entries, so each kind has a scratch. `plugin.workers` replaces vLLM's class.
 """
 
 import functools
@@ -20,7 +20,6 @@ from mla_fusion.config import vllm_compat
 from mla_fusion.report.reasons import Decline
 from mla_fusion.runtime import sparse_step
 
-LATENT = FP8_DS_MLA_V4.latent
 WINDOW_ONLY, LISTED = "swaonly", "c128a"  # LISTED: vLLM's metadata has the slots of all entries
 # Most query heads of a rank, and most tokens of a step, that this library decodes in layers of any
 # kind; FlashMLA pads heads to 64. Measured on an H200 in vLLM's class of V4: 1.08 to 1.91 times as
@@ -31,12 +30,6 @@ MOST_HEADS, MOST_TOKENS = 16, 64
 class Step(sparse_step.Shared):
     """What layers of one kind share: in a forward pass they have the same lengths, although vLLM's
     metadata of each group of caches has its own."""
-
-    def __init__(
-        self, most: int, heads: int, kind: str, widths: tuple[int, ...], device: torch.device
-    ) -> None:
-        super().__init__(most, heads, widths, FP8_DS_MLA_V4, torch.float8_e4m3fn, device)
-        self.kind = kind
 
     def decode(
         self, layer: Any, q: torch.Tensor, cache: Any, window: Any, entries: Any, output: Any
@@ -50,8 +43,16 @@ class Step(sparse_step.Shared):
         slots = window.decode_swa_indices.squeeze(1)
         scopes = [Scope(layer.swa_cache_layer.kv_cache, slots, self.layout)]
         lengths = [window.decode_swa_lens]
+        if self.kind == LISTED:
+            slots = entries.c128a_global_decode_topk_indices.squeeze(1)
+            counts = entries.c128a_decode_topk_lens
+        elif self.kind != WINDOW_ONLY:
+            slots, counts = layer.mla_fusion_slots(
+                layer.topk_indices_buffer[:tokens], window.token_to_req_indices,
+                entries.block_table[: window.num_decodes],
+                entries.block_size // layer.compress_ratio, window.is_valid_token[:tokens],
+            )  # fmt: skip
         if self.kind != WINDOW_ONLY:
-            slots, counts = self._compressed(layer, tokens, window, entries)
             scopes.append(Scope(cache, slots, self.layout))
             lengths.append(counts)
         if self.begins(tokens):
@@ -60,20 +61,6 @@ class Step(sparse_step.Shared):
             q[:, :heads], scopes, self.scratch, softmax_scale=layer.scale,
             sink=layer.attn_sink[:heads], out=output[:, :heads],
         )  # fmt: skip
-
-    def _compressed(
-        self, layer: Any, tokens: int, window: Any, entries: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slots [T, n] of compressed entries, and how many of each row count."""
-        if self.kind == LISTED:
-            listed = entries.c128a_global_decode_topk_indices.squeeze(1)
-            return listed, entries.c128a_decode_topk_lens
-        slots, counts = layer.mla_fusion_slots(
-            layer.topk_indices_buffer[:tokens], window.token_to_req_indices,
-            entries.block_table[: window.num_decodes],
-            entries.block_size // layer.compress_ratio, window.is_valid_token[:tokens],
-        )  # fmt: skip
-        return slots, counts
 
 
 @functools.cache
@@ -86,6 +73,7 @@ def decoded_here(base: Any, kinds: tuple[tuple[int, str], ...], slots: Callable[
 
     class Layer(base):
         mla_fusion_step: Step | None = None
+        mla_fusion_shape, mla_fusion_why_not = shape, why_not
         mla_fusion_kinds: ClassVar[dict[int, str]] = dict(kinds)
         mla_fusion_slots = staticmethod(slots)
 
@@ -104,41 +92,32 @@ def decoded_here(base: Any, kinds: tuple[tuple[int, str], ...], slots: Callable[
 
 
 def shape(layer: Any, vllm_config: Any) -> tuple[Any, ...]:
-    """The arguments of `Step` for a layer that this library decodes."""
-    kind, heads = layer.mla_fusion_kinds[layer.compress_ratio], layer.n_local_heads
-    window = layer.window_size
+    """As `sparse_step.shape`."""
+    kind, window = layer.mla_fusion_kinds[layer.compress_ratio], layer.window_size
     if kind == WINDOW_ONLY:
         # Drafts that see each other (DSpark) count beside the window; vLLM rounds that up.
-        widths: tuple[int, ...] = (_up(window + config.query_rows(vllm_config) - 1, TILE),)
+        seen = window + config.query_rows(vllm_config) - 1
+        widths: tuple[int, ...] = (TILE * -(-seen // TILE),)
     elif kind == LISTED:
         longest = -(-vllm_config.model_config.max_model_len // layer.compress_ratio)
-        widths = window, _up(longest, 2 * TILE)
+        widths = window, 2 * TILE * -(-longest // (2 * TILE))
     else:
         widths = window, layer.topk_indices_buffer.shape[1]
-    return MOST_TOKENS, heads, kind, widths, layer.attn_sink.device
+    stored = FP8_DS_MLA_V4, torch.float8_e4m3fn, layer.attn_sink.device
+    return Step, MOST_TOKENS, layer.n_local_heads, widths, *stored, kind
 
 
 def why_not(layer: Any, vllm_config: Any) -> Decline | None:
     """Why no decode of a layer is this library's."""
     if not vllm_compat.is_hopper():
         return Decline("sparse-platform")
-    if decline := sparse_step.unavailable():
-        return decline
     size = getattr(layer, "swa_bytes_per_token", FP8_DS_MLA_V4.bytes)  # V4.1 has another on sm_100
-    widths = layer.head_dim, layer.rope_head_dim
+    widths, cache = (layer.head_dim, layer.rope_head_dim), layer.kv_cache_dtype
     found = {
-        "heads of {}, {} of them rotated".format(*widths): widths != (LATENT, WIDE),
-        f"kv_cache_dtype {layer.kv_cache_dtype}": layer.kv_cache_dtype != "fp8_ds_mla",
+        "heads of {}, {} of them rotated".format(*widths): widths != (FP8_DS_MLA_V4.latent, WIDE),
+        f"kv_cache_dtype {cache}": cache != "fp8_ds_mla",
         f"entries of {size} bytes": size != FP8_DS_MLA_V4.bytes,
-        **sparse_step.unserved(vllm_config),
     }
-    if named := [what for what, holds in found.items() if holds]:
-        return Decline("sparse-layer", ", ".join(named))
-    if layer.n_local_heads > MOST_HEADS:
-        return Decline("sparse-slower", f"{layer.n_local_heads} heads of a rank")
-    return None
-
-
-def _up(number: int, multiple: int) -> int:
-    """The least multiple that is not below a number."""
-    return -(-number // multiple) * multiple
+    heads = layer.n_local_heads
+    slower = f"{heads} heads of a rank" if heads > MOST_HEADS else ""
+    return sparse_step.declined(vllm_config, found, slower)

@@ -1,8 +1,8 @@
 """Where the portable decode was measured against vLLM's own: for `attention=auto`.
 
 `gpus/` has a JSON file for each GPU, which `benchmarks/figures.py` writes from the rows of
-`mla-fusion bench decode --values`: a decode and the product with W_UV behind it, for even and
-ragged sequences. A file is {"gpu": its name, "shapes": [...]} (`measured_file.py`); a shape has
+`mla-fusion bench decode --values`: a decode and the product with W_UV behind it. A file is
+{"gpu": its name, "shapes": [...]} (`measured_file.py`); a shape has
 
     dtype, heads, queries, backend   type of query and cache, heads of a rank, query rows of a
                                      sequence, and vLLM's backend that ours was measured against
@@ -18,17 +18,15 @@ engine that brings a newer one should not lose what was measured.
 """
 
 import functools
-import logging
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from mla_fusion import logger
 from mla_fusion.attention.plan.device import triton_version
 from mla_fusion.config import vllm_compat
 from mla_fusion.config.identity import source_hash
 from mla_fusion.report.files import read_bounded
-
-logger = logging.getLogger("vllm.mla_fusion")
 
 FOLDER = Path(__file__).parent / "gpus"
 WIDTHS = 512, 64  # latent and rotated part of a cache entry
@@ -67,27 +65,23 @@ def files(gpu: str) -> str:
     return own + ("shipped measurements" if _shipped(gpu) else "nothing: vLLM decodes")
 
 
-def decided_by(gpu: str, shape: Shape) -> str:
-    """For the report: what has a shape."""
-    return f"as measured, {own_file(gpu)}" if shape in _own(gpu) else "as measured"
+def source(gpu: str, shape: Shape) -> str:
+    """For the report: the file that has a shape, behind a comma; empty if it was shipped."""
+    return f", {own_file(gpu)}" if shape in _own(gpu) else ""
 
 
 @functools.cache
 def spans(gpu: str, max_model_len: int) -> dict[Shape, tuple[Span, ...]]:
     """With how many sequences of a step ours is not slower, for each measured shape; () for none.
-
-    max_model_len: the longest context, in tokens, that the engine can have.
-    """
+    Contexts of the engine have up to `max_model_len` tokens."""
     measured = _shipped(gpu) | _own(gpu) if gpu else {}
     return {shape: of_rows(rows, max_model_len) for shape, rows in measured.items()}
 
 
 def of_rows(rows: list[Row], max_model_len: int) -> tuple[Span, ...]:
     """The runs of measured numbers of sequences with which ours is not slower in the mean of the
-    contexts, nor by more than MOST_LOST in one.
-
-    Contexts up to twice `max_model_len` count, or the shortest: rows are a factor of 8 apart.
-    """
+    contexts, nor by more than MOST_LOST in one. Contexts up to twice `max_model_len` count, or the
+    shortest: rows are a factor of 8 apart."""
     longest = max(2 * max_model_len, min(context for _, context, *_ in rows))
     ratios: dict[int, list[float]] = {}
     for sequences, context, _, _, ours, _, _, theirs, _ in rows:
@@ -138,12 +132,10 @@ def read(path: Path, gpu: str, kernels: str = "") -> dict[Shape, list[Row]]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as problem:
-        damaged = "attention=auto: %s is damaged (%s) and ignored; %s"
-        logger.warning(damaged, path, problem, again)
+        logger.warning("attention=auto: %s is damaged (%s) and ignored; %s", path, problem, again)
         return {}
     if kernels and held.kernels != kernels:
-        other = "attention=auto: %s is ignored, since it is of other kernels; %s"
-        logger.warning(other, path, again)
+        logger.warning("attention=auto: %s is ignored, it is of other kernels; %s", path, again)
         return {}
     if kernels:
         logger.info("attention=auto: goes by %s", path)

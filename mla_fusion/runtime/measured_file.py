@@ -1,7 +1,5 @@
-"""The form of a GPU's file, as the docstring of `measured.py` has it: what is read, nothing else.
-
-It imports pydantic, which vLLM brings, so `measured.read` imports it when there is a file.
-"""
+"""The form of a GPU's file: what `measured.read` reads, which imports this, and with it pydantic,
+only when there is one."""
 
 from typing import Annotated
 
@@ -28,11 +26,7 @@ class Table(BaseModel, strict=True):
 
 
 def parse(content: bytes) -> Table:
-    """What a file holds.
-
-    Raises:
-        ValueError: it is not as it should be; one line says where.
-    """
+    """What a file holds; a ValueError of one line says where it is not as it should be."""
     try:
         return Table.model_validate_json(content)
     except ValidationError as error:

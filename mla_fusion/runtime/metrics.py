@@ -1,20 +1,15 @@
-"""How many forward passes ran fused: `mla_fusion_steps` in Python, `mla_fusion_steps_total` in
-Prometheus.
-
-vLLM's workers are usually other processes: `llm.collective_rpc("mla_fusion_steps")` asks them, and
-returns one `StepCounter.snapshot` for each rank.
+"""How many forward passes ran fused: `mla_fusion_steps_total` in Prometheus, and
+`llm.collective_rpc("mla_fusion_steps")`, one `StepCounter.snapshot` for each rank.
 
 Passes are counted where vLLM builds the attention metadata in Python, once for each group of layers
-that share it (a KV-cache group): the fused op cannot, since a replayed CUDA graph runs no Python.
-So a draft pass that reuses metadata (vLLM's V2 model runner, backends with
-`update_draft_decode_metadata`) is not counted. Nothing is read from the device.
+that share it (a KV-cache group): a replayed CUDA graph runs none. So a draft pass that reuses
+metadata (vLLM's V2 model runner, backends with `update_draft_decode_metadata`) is not counted.
 
-A pass is fused if `runtime.is_decode_only` says so and its token count, padded to the next CUDA
-graph, is in a compile range in which layers fused. Draft passes count, the warm-up does not.
+A pass is fused if it is decode-only and its token count, padded to the next CUDA graph, is in a
+compile range in which layers fused. Draft passes count, the warm-up does not.
 """
 
 import functools
-from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,41 +24,29 @@ _PATHS = ("fused", "unfused")
 
 
 class StepCounter:
-    """The counts of one worker. Nothing is counted before `start`, so the warm-up is not."""
+    """The counts of one worker, made when it has warmed up.
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank  # the label of the exported metric
-        self._started = False
-        self._ranges: list[tuple[int, int]] = []
-        self._capture_sizes: list[int] = []
-        self._counts: dict[str, list[int]] = {}  # in the order of _PATHS
+    rank: the label of the exported metric. report: what fused in which range, None if nothing did.
+    capture_sizes: the token counts of CUDA graphs.
+    """
 
-    def start(self, report: Report | None, capture_sizes: Sequence[int]) -> None:
-        """Forget all counts and count from now on, by what fused in which range (`report`, None if
-        nothing did) and the token counts of CUDA graphs."""
-        self._counts.clear()
+    def __init__(self, rank: int, report: Report | None, capture_sizes: Sequence[int]) -> None:
+        self._rank, self._capture_sizes = rank, capture_sizes
         self._ranges = [r.range for r in report.decode_ranges() if r.fused] if report else []
-        self._capture_sizes = sorted(capture_sizes)
-        self._started = True
+        self._counts: dict[str, list[int]] = {}  # in the order of _PATHS
 
     def count(self, group: str, metadata: Any) -> None:
         """Count one forward pass of the layers whose first is `group`."""
-        if not self._started:
-            return
         tokens = metadata.num_actual_tokens
-        path = 0 if is_decode_only(metadata) and self._in_fused_range(tokens) else 1
+        padded = min((n for n in self._capture_sizes if n >= tokens), default=tokens)
+        in_range = any(first <= padded <= last for first, last in self._ranges)
+        path = 0 if in_range and is_decode_only(metadata) else 1
         self._counts.setdefault(group, [0, 0])[path] += 1
         _exported().labels(group, _PATHS[path], str(self._rank)).inc()
 
     def snapshot(self) -> dict[str, dict[str, int]]:
         """{first layer of a group: {"fused": passes, "unfused": passes}}."""
         return {name: dict(zip(_PATHS, n, strict=True)) for name, n in self._counts.items()}
-
-    def _in_fused_range(self, tokens: int) -> bool:
-        sizes = self._capture_sizes
-        larger = bisect_left(sizes, tokens)
-        padded = sizes[larger] if larger < len(sizes) else tokens
-        return any(first <= padded <= last for first, last in self._ranges)
 
 
 @functools.cache

@@ -19,14 +19,13 @@ class SparseImpl(_Impl):
     """A layer. Until its step is attached, and where it is None, vLLM decodes every step."""
 
     mla_fusion_step: sparse_step.Step | None = None
+    mla_fusion_shape, mla_fusion_why_not = sparse_step.shape, sparse_step.why_not
 
     def forward_mqa(
         self, q: Any, kv_c_and_k_pe_cache: Any, attn_metadata: Any, layer: Any
     ) -> tuple[Any, Any]:
-        """Attention of absorbed queries [T, H, 512 + 64], or of both parts, over chosen entries.
-
-        In a captured graph T is the size that vLLM pads to, so the choice is one of the graph.
-        """
+        """Attention of absorbed queries [T, H, 512 + 64], or of both parts, over chosen entries. T
+        is padded in a captured graph, so the choice is one of the graph."""
         step, tokens = self.mla_fusion_step, (q[0] if isinstance(q, tuple) else q).shape[0]
         if step is None or not step.serves(tokens, attn_metadata):
             return super().forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)

@@ -1,8 +1,7 @@
 """A persistent decode inside vLLM: one plan for the layers of an engine that are shaped alike.
 
-Each layer that `decode_choice` leaves to a planner gets a `StepPlan` after the model is loaded,
-before vLLM measures free memory. The first attention of a forward pass refreshes it from the
-batch's metadata; the others of the same pass read it.
+A layer that `decode_choice` leaves to a planner gets a `StepPlan` before vLLM measures free memory.
+The first attention of a forward pass refreshes it from the batch's metadata; the others read it.
 
 In the CUDA graph of a whole decode step, which runs no Python at replay, the refresh is one or
 several kernels. They read lengths and query positions at the addresses that vLLM keeps for all
@@ -10,57 +9,44 @@ steps, so every replay plans anew; the padded batch and the longest query are co
 """
 
 import itertools
-import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
-from mla_fusion import attention, config
+from mla_fusion import attention, config, logger
 from mla_fusion.attention.plan.epilogue import GROUP, in_groups
 from mla_fusion.config import eligibility, vllm_compat
 from mla_fusion.runtime import decode_choice
-from mla_fusion.runtime.measured import Span
 from mla_fusion.runtime.output import QuantizedOutput
-
-logger = logging.getLogger("vllm.mla_fusion")
 
 ATTRIBUTE = "mla_fusion_step_plan"
 
 
 class StepPlan:
-    """A plan, the step it was refreshed for, and the buffer for the latents of a decode.
-
-    Its padding rows, which belong to no sequence, stay zero: so are their products with W_UV.
-    `runs` and `slower_from` are those of `decode_choice.Choice`; None: all that the scheduler puts
-    into a step.
+    """A plan for the steps of a choice, the step it was refreshed for, and the buffer for the
+    latents of a decode, whose padding rows, of no sequence, stay zero: so do their products.
     """
 
     def __init__(
         self, plan: attention.PersistentDecodePlan, out_dtype: torch.dtype,
-        runs: Sequence[Span] | None = None, slower_from: int = 0,
+        choice: decode_choice.Choice,
     ) -> None:  # fmt: skip
         settings = plan.settings
         rows = settings.max_batch * settings.max_query_len
         shape = (rows, settings.num_heads, settings.v_head_dim)
-        self.plan, self.runs, self.slower_from = plan, runs, slower_from
-        self.executor = plan.planner.PROVIDERS[0]
+        self.plan, self.choice, self.executor = plan, choice, plan.planner.PROVIDERS[0]
         self.out = torch.zeros(shape, dtype=out_dtype, device=plan.device)
         self._planned: tuple[Any, Any] = (None, None)
 
-    @property
-    def planner(self) -> str:
-        """Whose plan it is: "portable" or "aiter"."""
-        return "aiter" if self.executor == "aiter" else "portable"
-
     def epilogue(self, layer: Any) -> str:
         """Why the decode does not multiply with W_UV of this layer itself; empty if it does."""
-        return eligibility.no_epilogue(layer, self.planner, self.out.dtype)
+        return eligibility.no_epilogue(layer, self.choice.planner, self.out.dtype)
 
-    def variant(self, layer: Any) -> tuple[Any, ...]:
-        """What kernels depend on besides the plan: width and strides of W_UV, if they read it."""
-        weight = None if self.epilogue(layer) else vllm_compat.value_weight(layer)
-        return () if weight is None else (weight.shape[2], *weight.stride())
+    def weight(self, layer: Any) -> torch.Tensor | None:
+        """W_UV of this layer if the decode multiplies with it itself."""
+        return None if self.epilogue(layer) else vllm_compat.value_weight(layer)
 
     def describe(self, layers: int) -> str:
         """What it is for, in a line of the log; `layers` share it."""
@@ -83,10 +69,9 @@ class StepPlan:
         """Whether the plan decodes this decode-only batch; for some backends vLLM counts short
         prompts as decodes, whose queries are longer than those of a step with drafts."""
         sequences, rows = metadata.decode.seq_lens.shape[0], int(metadata.max_query_len)
-        if self.runs is not None and not any(a <= sequences <= b for a, b in self.runs):
-            return False
-        slower = rows == 1 and 0 < self.slower_from <= sequences
-        return not slower and rows <= self.plan.settings.max_query_len
+        slower = rows == 1 and 0 < self.choice.slower_from <= sequences
+        chosen = not slower and any(a <= sequences <= b for a, b in self.choice.runs)
+        return chosen and rows <= self.plan.settings.max_query_len
 
     def decode(
         self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, layer: Any,
@@ -97,7 +82,17 @@ class StepPlan:
         # A new context for each forward pass: drafts change the lengths in one metadata object.
         context = vllm_compat.forward_context()
         if self._planned[0] is not context or self._planned[1] is not metadata:
-            self._refresh(metadata, q.shape[0])
+            if not getattr(metadata, "causal", True):
+                raise RuntimeError(
+                    "the batch is not causal, which the persistent decode cannot compute: set "
+                    '"attention": "vllm" in additional_config["mla_fusion"]'
+                )
+            seq_lens = metadata.decode.seq_lens
+            self.plan.refresh(
+                qo_indptr=metadata.query_start_loc[: seq_lens.shape[0] + 1], seq_lens=seq_lens,
+                num_tokens=q.shape[0], max_query_len=metadata.max_query_len,
+            )  # fmt: skip
+            self.out[: q.shape[0]].zero_()
             self._planned = context, metadata
         if self.plan.aiter is not None:
             # Of vLLM's backend for AITER, whose graphs find it at one address.
@@ -108,8 +103,7 @@ class StepPlan:
         self, q: torch.Tensor, kv_cache: torch.Tensor, layer: Any, block_table: torch.Tensor,
         output: torch.Tensor, quantized: QuantizedOutput | None,
     ) -> None:  # fmt: skip
-        weight = None if self.epilogue(layer) else vllm_compat.value_weight(layer)
-        rows, epilogue = q.shape[0], None
+        rows, epilogue, weight = q.shape[0], None, self.weight(layer)
         out = self.out[:rows]
         if weight is not None and quantized is not None:
             epilogue = quantized.epilogue(weight, rows)
@@ -125,63 +119,43 @@ class StepPlan:
             if quantized is not None:
                 quantized.quantize(output)
 
-    def _refresh(self, metadata: Any, num_tokens: int) -> None:
-        if not getattr(metadata, "causal", True):
-            raise RuntimeError(
-                "the batch is not causal, which the persistent decode cannot compute: set "
-                '"attention": "vllm" in additional_config["mla_fusion"]'
-            )
-        seq_lens = metadata.decode.seq_lens
-        self.plan.refresh(
-            qo_indptr=metadata.query_start_loc[: seq_lens.shape[0] + 1], seq_lens=seq_lens,
-            num_tokens=num_tokens, max_query_len=metadata.max_query_len,
-        )  # fmt: skip
-        self.out[:num_tokens].zero_()
-
     def warm_up(
         self, kv_cache: torch.Tensor, layer: Any, quantizations: Iterable[str] = ()
     ) -> None:
         """Run it on the first block, for queries of every length, until every kernel that a step
         can launch is compiled or loaded; with the outputs of `quantizations` too."""
-        kinds = {"none"}
-        if not self.epilogue(layer):
-            kinds |= set(quantizations)
-        if self.plan.settings.num_heads * layer.v_head_dim % GROUP:
-            kinds = set(itertools.filterfalse(in_groups, kinds))  # some other layer's
-        for length in range(1, self.plan.settings.max_query_len + 1):
-            for kind in sorted(kinds):
-                self._warm_up(kv_cache, layer, length, kind)
-        self._planned = (None, None)
-
-    def _warm_up(self, kv_cache: torch.Tensor, layer: Any, length: int, kind: str) -> None:
-        """All batches of queries of one length; `kind` as `Epilogue.quantization`."""
-        settings, device = self.plan.settings, self.plan.device
-        executor = attention.get_provider(self.executor)
+        settings, device, kinds, values = self.plan.settings, self.plan.device, {"none"}, None
+        if self.weight(layer) is not None:
+            kinds, values = {"none", *quantizations}, layer.v_head_dim
         columns = settings.num_heads * layer.v_head_dim
-        values = None if self.epilogue(layer) else layer.v_head_dim
-        for batch in executor.warm_up_batches(self.plan, values):
-            tokens = batch * length
-            # Two tensors: part of one would be less aligned than those of a request.
-            qo_indptr = length * torch.arange(batch + 1, dtype=torch.int32, device=device)
-            seq_lens = torch.full((batch,), length, dtype=torch.int32, device=device)
-            shape = (tokens, settings.num_heads, kv_cache.shape[-1])
-            q = torch.zeros(shape, dtype=settings.q_dtype, device=device)
-            self.plan.refresh(
-                qo_indptr=qo_indptr, seq_lens=seq_lens, num_tokens=tokens, max_query_len=length
-            )
-            # A block may hold a single token.
-            table = torch.zeros((batch, length), dtype=torch.int32, device=device)
-            output = self.out.new_empty((tokens, columns))
-            quantized = QuantizedOutput.for_warm_up(output, kind, vllm_compat.fp8_dtype())
-            self._attend(q, kv_cache, layer, table, output, quantized)
+        if columns % GROUP:
+            kinds = set(itertools.filterfalse(in_groups, kinds))  # some other layer's
+        executor = attention.get_provider(self.executor)
+        lengths = range(1, settings.max_query_len + 1)
+        for length, kind in itertools.product(lengths, sorted(kinds)):
+            for batch in executor.warm_up_batches(self.plan, values):
+                tokens = batch * length
+                # Two tensors: part of one would be less aligned than those of a request.
+                qo_indptr = length * torch.arange(batch + 1, dtype=torch.int32, device=device)
+                seq_lens = torch.full((batch,), length, dtype=torch.int32, device=device)
+                shape = (tokens, settings.num_heads, kv_cache.shape[-1])
+                q = torch.zeros(shape, dtype=settings.q_dtype, device=device)
+                self.plan.refresh(
+                    qo_indptr=qo_indptr, seq_lens=seq_lens, num_tokens=tokens, max_query_len=length
+                )
+                # A block may hold a single token.
+                table = torch.zeros((batch, length), dtype=torch.int32, device=device)
+                output = self.out.new_empty((tokens, columns))
+                quantized = QuantizedOutput.for_warm_up(output, kind, vllm_compat.fp8_dtype())
+                self._attend(q, kv_cache, layer, table, output, quantized)
+        self._planned = (None, None)
 
 
 def attach(layers: Mapping[str, Any], options: config.Options, vllm_config: Any) -> None:
     """Give every MLA layer that `decode_choice` leaves to a planner the plan of its shape, and name
     each plan in the log: how many layers share it, and for what it is."""
-    activation = vllm_config.model_config.dtype
-    rows = config.query_rows(vllm_config)
-    shared: dict[StepPlan, int] = {}
+    activation, rows = vllm_config.model_config.dtype, config.query_rows(vllm_config)
+    shared: Counter[StepPlan] = Counter()
     plans: dict[tuple[Any, ...], StepPlan] = {}
     for layer in vllm_compat.mla_layers(layers).values():
         choice = decode_choice.choose(layer, options, vllm_config)
@@ -198,10 +172,9 @@ def attach(layers: Mapping[str, Any], options: config.Options, vllm_config: Any)
         key = *shape.values(), width, choice.runs, choice.slower_from
         if key not in plans:
             if choice.planner == "aiter":
-                listed = decode_choice.backend_is_aiters(layer)
-                longest = None if listed else vllm_config.model_config.max_model_len
-                cap = options.max_split_per_batch
-                settings = {"max_split_per_batch": cap, "max_kv_len": longest}
+                settings = {"max_split_per_batch": options.max_split_per_batch}
+                if "AITER" not in layer.attn_backend.get_name():  # those list the pages
+                    settings["max_kv_len"] = vllm_config.model_config.max_model_len
             else:
                 executor = attention.get_provider(attention.portable_provider(shape["device"]))
                 of = layer.num_heads, rows, shape["kv_dtype"], width, shape["device"]
@@ -209,25 +182,17 @@ def attach(layers: Mapping[str, Any], options: config.Options, vllm_config: Any)
             plan = attention.PersistentDecodePlan.allocate(
                 max_batch=choice.runs[-1][1], planner=choice.planner, **shape, **settings
             )
-            all_steps = ((1, vllm_config.scheduler_config.max_num_seqs),)
-            runs = None if choice.runs == all_steps else choice.runs
-            plans[key] = StepPlan(plan, activation, runs, choice.slower_from)
+            plans[key] = StepPlan(plan, activation, choice)
         setattr(layer, ATTRIBUTE, plans[key])
-        shared[plans[key]] = 1 + shared.get(plans[key], 0)
+        shared[plans[key]] += 1
     if vllm_compat.is_first_rank():
         for step_plan, count in shared.items():
             logger.info("attention=%s: %s", options.attention, step_plan.describe(count))
 
 
-def planner(layer: Any) -> str:
-    """Whose plan decodes a layer; empty where vLLM's backend does."""
-    plan: StepPlan | None = getattr(layer, ATTRIBUTE, None)
-    return "" if plan is None else plan.planner
-
-
 def epilogues(layers: Mapping[str, Any]) -> str:
     """For the report: what these layers' decodes do beyond the attention, or why not, each once;
     empty without plans."""
-    plans = [(getattr(layer, ATTRIBUTE, None), layer) for layer in layers.values()]
-    reasons = dict.fromkeys(plan.epilogue(layer) for plan, layer in plans if plan is not None)
+    planned = [layer for layer in layers.values() if hasattr(layer, ATTRIBUTE)]
+    reasons = dict.fromkeys(getattr(layer, ATTRIBUTE).epilogue(layer) for layer in planned)
     return "; ".join(f"none: {why}" if why else "W_UV" for why in reasons)

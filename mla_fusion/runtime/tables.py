@@ -31,7 +31,7 @@ class _Rounded(NamedTuple):
 def kept(layer: Any) -> dict[Any, Any]:
     """What the engine whose layer it is keeps, in the order made; it is in a forward pass."""
     if not hasattr(layer, ATTRIBUTE):
-        layers = vllm_compat.mla_layers(vllm_compat.current_layers()).values()
+        layers = vllm_compat.mla_layers(vllm_compat.forward_context().no_compile_layers).values()
         having = (getattr(each, ATTRIBUTE) for each in layers if hasattr(each, ATTRIBUTE))
         setattr(layer, ATTRIBUTE, next(having, {}))
     found: dict[Any, Any] = getattr(layer, ATTRIBUTE)

@@ -63,7 +63,7 @@ CACHED = " (graphs from vLLM's compile cache)"
 def own_log(result):
     """(level, message) of every line this library logged; each begins with one of these words."""
     words = "mla-fusion|mla_fusion|MLA fusion"
-    files = "__init__|prerequisites|decision|pipeline"
+    files = "__init__|decision|pipeline"
     line = rf"(INFO|WARNING|ERROR) \S+ \S+ \[(?:{files})\.py:\d+\] ((?:{words}).*)"
     return re.findall(line, result["log"])
 

@@ -108,12 +108,12 @@ def _configure_cpu(method):
     """
     from vllm.platforms.cpu import CpuPlatform
 
-    original = CpuPlatform.check_and_update_config.__func__
+    original = CpuPlatform.check_and_update_config
 
     def check(cls, vllm_config):
         compilation = vllm_config.compilation_config
         asked = compilation.mode, compilation.backend, compilation.ir_enable_torch_wrap
-        original(cls, vllm_config)
+        original(vllm_config)
         if method:
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = method
         else:

@@ -8,7 +8,7 @@ from vllm.config.utils import Range, replace
 
 from mla_fusion import config, ops
 from mla_fusion.config import vllm_compat
-from mla_fusion.plugin import compilation, decision, prerequisites
+from mla_fusion.plugin import compilation, decision
 from tests.plugin.configs import CHARGED, FLAG_ON, drafted, warnings
 
 
@@ -16,8 +16,7 @@ class TestWhatItSwitchesOn:
     def test_prerequisites_with_a_line_of_what_prefill_gets_too(self, make, caplog, monkeypatch):
         # A logger of its own: vLLM sets the levels of those below it anew while it starts.
         caplog.set_level(logging.DEBUG, logger="apart")
-        for module in (decision, prerequisites):
-            monkeypatch.setattr(module, "logger", logging.getLogger("apart"))
+        monkeypatch.setattr(decision, "logger", logging.getLogger("apart"))
         made = make(FLAG_ON)
         compilation = made.compilation_config
         assert compilation.mode == 3
@@ -134,7 +133,7 @@ class TestWhatItSwitchesOn:
         passes.fuse_rope_kvcache_cat_mla = given
         monkeypatch.setattr(vllm_compat, "is_gpu", lambda: True)
         log.clear()
-        prerequisites.apply(made, decision.why_not(made))
+        decision.apply(made)
         assert config.is_on(made)
         assert passes.fuse_rope_kvcache_cat_mla is (given and ranks == 1)
         said = ["fuse_rope_kvcache_cat_mla is switched off" in line for line in log.messages]

@@ -23,7 +23,7 @@ from mla_fusion.attention.plan.inputs import Scope
 from mla_fusion.config import vllm_compat
 from mla_fusion.kernels import ProviderUnavailable
 from mla_fusion.kernels import triton as region
-from mla_fusion.runtime import sparse_layers, sparse_step
+from mla_fusion.runtime import sparse_step
 from tests.attention import decodes
 from tests.attention.pages import V32, Cache
 
@@ -113,8 +113,11 @@ def layer(config, heads=16, cache="fp8_ds_mla"):
 
 
 def load(config, *impls):
-    layers = {str(i): types.SimpleNamespace(impl=impl) for i, impl in enumerate(impls)}
-    sparse_layers.attach(layers, config)
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    backend = AttentionBackendEnum.CUSTOM.get_class()
+    layers = [types.SimpleNamespace(impl=impl, attn_backend=backend) for impl in impls]
+    sparse_step.attach(dict(enumerate(layers)), config)
 
 
 @dataclasses.dataclass
@@ -214,15 +217,15 @@ def build(config, impl, batch, tables, builder=None):
 
     config.cache_config.cache_dtype = impl.kv_cache_dtype
     layers = config.compilation_config.static_forward_context
-    layers["layer"] = types.SimpleNamespace(prefill_backend=None, impl=impl)
+    backend = AttentionBackendEnum.CUSTOM.get_class()
+    layers["layer"] = types.SimpleNamespace(prefill_backend=None, impl=impl, attn_backend=backend)
     dtype = torch.uint8 if impl.kv_cache_dtype.startswith("fp8") else BF16
     spec = MLAAttentionSpec(
         block_size=PAGE, num_kv_heads=1, head_size=576, dtype=dtype,
         cache_dtype_str=impl.kv_cache_dtype,
     )  # fmt: skip
-    made = AttentionBackendEnum.CUSTOM.get_class().get_builder_cls()
     with set_current_vllm_config(config):
-        builder = builder or made(spec, ["layer"], config, torch.device("cpu"))
+        builder = builder or backend.get_builder_cls()(spec, ["layer"], config, torch.device("cpu"))
         return builder, builder.build(0, batch.common(tables))
 
 

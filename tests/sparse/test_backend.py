@@ -54,11 +54,12 @@ def test_a_worker_that_has_loaded_its_model_prepares_the_layers(config, make, mo
     impl = make()
     impl.mla_fusion_step = None
     layers = config.compilation_config.static_forward_context
+    made = types.SimpleNamespace(impl=impl, attn_backend=vllm_compat.sparse_backend()[0])
     worker = types.SimpleNamespace(vllm_config=config)
 
     def load_model(self):
         assert impl.mla_fusion_step is None
-        monkeypatch.setitem(layers, "of CUSTOM", types.SimpleNamespace(impl=impl))
+        monkeypatch.setitem(layers, "of CUSTOM", made)
         monkeypatch.setitem(layers, "other", types.SimpleNamespace(impl=object()))
         monkeypatch.setitem(layers, "without", object())
         return "result"

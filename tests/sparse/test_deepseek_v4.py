@@ -11,7 +11,7 @@ from mla_fusion import plugin
 from mla_fusion.attention import triton as provider
 from mla_fusion.config import vllm_compat
 from mla_fusion.plugin import workers
-from mla_fusion.runtime import deepseek_v4, sparse_layers
+from mla_fusion.runtime import deepseek_v4, sparse_step
 from tests.sparse import test_backend, v4
 from tests.sparse.layers import assert_declined, imitate, launched, plant, timed
 from tests.sparse.v4 import LAYERS, Step, layer
@@ -43,7 +43,7 @@ def launches(monkeypatch):
 def load(config, monkeypatch):
     """load(*layers): what happens when a model with these layers is loaded."""
     monkeypatch.setattr(config.model_config, "max_model_len", 65536)
-    return lambda *layers: sparse_layers.attach(dict(enumerate(layers)), config)
+    return lambda *layers: sparse_step.attach(dict(enumerate(layers)), config)
 
 
 @pytest.fixture

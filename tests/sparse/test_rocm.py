@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from mla_fusion import plugin
 from mla_fusion.attention import triton as provider
 from mla_fusion.config import vllm_compat
-from mla_fusion.runtime import sparse_layers
+from mla_fusion.runtime import sparse_step
 from tests import aiter_double
 from tests.sparse import layers, rocm, test_backend
 from tests.sparse.layers import Batch, Step, build, forward_pass, layer, load, run
@@ -206,7 +206,7 @@ def test_a_model_that_names_its_backend_is_said(engine, monkeypatch, said, asked
     sparse = types.SimpleNamespace(is_sparse=True)
     layer = types.SimpleNamespace(impl=sparse, attn_backend=backend)
     dense = types.SimpleNamespace(impl=types.SimpleNamespace(is_sparse=False))
-    sparse_layers.attach({"a": layer, "b": layer, "c": dense, "d": object()}, engine)
+    sparse_step.attach({"a": layer, "b": layer, "c": dense, "d": object()}, engine)
     assert len(said.messages) == asked
     if asked:
         assert "CUSTOM, 2 layers: every step is left to ROCM_AITER_MLA_SPARSE" in said.messages[0]

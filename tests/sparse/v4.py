@@ -10,7 +10,7 @@ import types
 import torch
 
 from mla_fusion.attention.plan.layouts import FP8_DS_MLA_V4, read_keys
-from mla_fusion.plugin.deepseek_v4 import MODELS
+from mla_fusion.plugin.workers import DEEPSEEK_V4
 from mla_fusion.runtime import deepseek_v4
 from tests.attention.decodes import SCALE, attention
 
@@ -20,7 +20,7 @@ BLOCKS = 12
 # (package, compression) of each kind of layer
 LAYERS = [
     (package, ratio)
-    for package, kinds in MODELS.values()
+    for package, kinds in DEEPSEEK_V4.values()
     for ratio, _ in kinds
     if importlib.util.find_spec(f"vllm.models.{package}")
 ]
@@ -55,7 +55,7 @@ def module(package="deepseek_v4"):
 def layer(ratio, heads=8, seed=0, package="deepseek_v4", **changes):
     """A layer, whose query is padded to 64 heads."""
     generator = torch.Generator().manual_seed(seed)
-    kinds = next(kinds for name, kinds in MODELS.values() if name == package)
+    kinds = next(kinds for name, kinds in DEEPSEEK_V4.values() if name == package)
     made = deepseek_v4.decoded_here(module(package).DeepseekV4FlashMLAAttention, kinds, to_slots)
     self = made.__new__(made)
     torch.nn.Module.__init__(self)
@@ -115,7 +115,7 @@ class Step:
             decode_swa_indices=window[:, None], decode_swa_lens=lens,
             num_decodes=len(positions), num_decode_tokens=rows,
         )  # fmt: skip
-        for _, kinds in MODELS.values():
+        for _, kinds in DEEPSEEK_V4.values():
             for _, kind in kinds:
                 setattr(self.window, f"tile_sched_{kind}", object())
         self.entries = DeepseekV4FlashMLAMetadata(
