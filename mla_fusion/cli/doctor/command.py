@@ -3,12 +3,15 @@ with what it finds. Exit status 0 if fusion can work here, else 1.
 """
 
 import argparse
+import csv
 import importlib
 import json
+import re
 import textwrap
 from collections.abc import Iterable
 from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +19,6 @@ import torch
 from mla_fusion import __version__, config, kernels
 from mla_fusion.attention.plan.device import architecture
 from mla_fusion.cli import INSTALL_VLLM, mend_vllm, short, version_of
-from mla_fusion.cli.doctor import known_issues
 from mla_fusion.config import vllm_compat
 from mla_fusion.kernels import aiter
 from mla_fusion.runtime import measured
@@ -24,6 +26,20 @@ from mla_fusion.runtime import measured
 _GROUP, _PLUGIN = "vllm.general_plugins", "mla_fusion"
 # The providers that serve on each platform; `reference` is plain torch, no faster than vLLM.
 _SERVING = {"rocm": ("aiter", "triton"), "cuda": ("triton",), "cpu": ("reference",)}
+# Known trouble as of September 2026. A row has the conditions that `probe` sees (all must hold, an
+# empty one always does), the public threads, and the trouble with its remedy, which names the
+# settings that it cannot see (a model, a flag of vLLM).
+with Path(__file__).with_name("known_issues.csv").open(newline="") as _file:
+    ISSUES = [*csv.DictReader(_file)]
+# Column -> whether its value holds in an environment of `probe`.
+_CONDITIONS = {
+    "platform": lambda e, names: e["platform"] in names.split(),
+    "arch": lambda e, name: e["arch"] == name,
+    "aiter before": lambda e, version: is_before(e["aiter"], version),
+    "triton before": lambda e, version: is_before(e["triton"], version),
+    "torch": lambda e, version: numbers(e["torch"])[:2] == numbers(version),
+    "vllm": lambda e, _: bool(e["vllm"]),
+}
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -124,6 +140,16 @@ def _why_no_plugin() -> str:
     return ""
 
 
+def numbers(version: str) -> tuple[int, ...]:
+    """The numbers of a version, for comparison: "0.1.19.post1" is (0, 1, 19, 1)."""
+    return tuple(int(n) for n in re.findall(r"\d+", version.partition("+")[0]))
+
+
+def is_before(version: str, limit: str) -> bool:
+    """Whether a version is older than `limit`; that of a missing package, empty, is not."""
+    return bool(version) and numbers(version) < numbers(limit)
+
+
 def examine() -> dict[str, Any]:
     """What `--json` prints: the environment, the problems that rule fusion out, known trouble."""
     found = probe()
@@ -151,8 +177,8 @@ def examine() -> dict[str, Any]:
         "serving_providers": serving,
         "issues": [
             {"threads": issue["threads"].split(), "text": issue["text"]}
-            for issue in known_issues.ISSUES
-            if known_issues.applies(issue, found)
+            for issue in ISSUES
+            if all(holds(found, issue[name]) for name, holds in _CONDITIONS.items() if issue[name])
         ],
     }
 
@@ -179,8 +205,13 @@ def lines(found: dict[str, Any]) -> list[str]:
     if works and found["default"] not in serving:
         chosen = json.dumps({config.OPTIONS_KEY: {"provider": serving[0]}})
         out.append(f"  name it beside the flag: --additional-config '{chosen}'")
-    if works and (what := unknown(device, found["triton"])):
-        out.append(f"  the kernels were not measured with {what}: run mla-fusion selftest first")
+    if works and device:
+        unknown = [] if measured.has_measurements(device) else [device]
+        if numbers(found["triton"])[:2] > measured.NEWEST_TRITON:
+            unknown.append(f"Triton {found['triton']}")
+        if unknown:
+            what = f"the kernels were not measured with {' and '.join(unknown)}"
+            out.append(f"  {what}: run mla-fusion selftest first")
     out += _wrapped("  problem: ", found["problems"])
     out += ["", *_columns(facts), "", "providers"]
     out += _columns({name: why or "available" for name, why in found["providers"].items()})
@@ -188,15 +219,6 @@ def lines(found: dict[str, Any]) -> list[str]:
         out += ["", "known trouble on this platform (as of September 2026)"]
         out += _wrapped("  ", (f"{', '.join(i['threads'])}: {i['text']}" for i in found["issues"]))
     return out
-
-
-def unknown(device: str, triton: str) -> str:
-    """What no measurement here is of, GPU or Triton; empty if both are known or there is no GPU."""
-    if not device:
-        return ""
-    what = [] if measured.has_measurements(device) else [device]
-    newer = known_issues.numbers(triton)[:2] > measured.NEWEST_TRITON
-    return " and ".join([*what, f"Triton {triton}"] if newer else what)
 
 
 def _columns(facts: dict[str, str]) -> list[str]:
