@@ -36,12 +36,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import engine_compare
-import engine_model
 import torch
 from engine_compare import layers_of
 from engine_complete import complete
 from engine_jobs import devices, job, run, write
 from engine_sparse import sparse
+from engine_worker import KERNELS
 
 from mla_fusion.cli.bench.kit import environment
 
@@ -134,23 +134,13 @@ def unfused(name: str, args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def portable_launches(asked: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Launches of `engine_worker.KERNELS` in a decode step of `portable`, by number of sequences.
-
-    One query row of 16 heads ends with the epilogue, and so do five whose output it quantizes in
-    groups. One row of 128 heads, and five or more of others, end with the reduction.
-    """
+    """Launches of `engine_worker.KERNELS` in a decode step of `portable` on Hopper, by number of
+    sequences."""
     # Each draft of MTP is a forward pass of its own, through a layer of the drafter.
     drafts = asked["drafts"] if asked["drafter"] == "mtp" else 0
     layers, passes = asked["layers"] + drafts, 1 + drafts
-    counts = {"prep_kernel": layers, "decode_kernel": layers, "plan_kernel": passes}
-    apart = {**counts, "reduce_kernel": layers, "epilogue_kernel": 0}
-    together = {**counts, "reduce_kernel": 0, "epilogue_kernel": layers}
-    if asked["drafts"]:
-        return {"5": apart}
-    model = engine_model.MODELS[asked["model"]]
-    in_groups = "quantization_config" in model
-    few = in_groups or model["num_attention_heads"] <= 32
-    return {"1": together if few else apart, "5": together if in_groups else apart}
+    counts: dict[str, float] = dict.fromkeys(KERNELS, layers) | {"plan_kernel": passes}
+    return dict.fromkeys(("5",) if asked["drafts"] else ("1", "5"), counts)
 
 
 def configurations(args: argparse.Namespace) -> dict[str, dict[str, Any]]:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from typing import TextIO
 
 # Kernels of this library: of the fused op; of a refresh, a decode and its reduction.
-KERNELS = ("prep_kernel", "plan_kernel", "decode_kernel", "reduce_kernel", "epilogue_kernel")
+KERNELS = ("prep_kernel", "plan_kernel", "decode_kernel", "reduce_kernel", "product_kernel")
 STEPS = 20  # of one measurement
 HELD = 400  # tokens of a request that is measured: more than its steps
 

@@ -129,8 +129,8 @@ def get_provider(name: str) -> Any:
     A provider module has `require() -> None`, which raises `ProviderUnavailable`. If it executes
     plans of the portable planner, it has `plan_settings(num_heads, max_query_len, kv_dtype, width,
     device)`, the arguments of `allocate` that suit its kernel for cache entries of `width` = L + R;
-    `warm_up_batches(plan, values, quantization)`, numbers of sequences that compile, together,
-    all that it launches, with an epilogue of `values` columns a head unless that is None; and
+    `warm_up_batches(plan, values)`, numbers of sequences that compile, together, all that it
+    launches, with an epilogue of `values` columns a head unless that is None; and
     `unsupported(q_dtype, kv_dtype, latent, rope)`, why it does not decode such queries over such a
     cache, or an empty string. And it has `persistent_mla_decode(given) -> None`, which gets
     validated `Inputs` and writes their `out`, `lse` and `epilogue.out` in place. It raises

@@ -25,7 +25,7 @@ def plan_settings(
     return {"ctas": 8}  # one after another: any number is as fast
 
 
-def warm_up_batches(plan: PlanBuffers, values: int | None, quantization: str) -> list[int]:
+def warm_up_batches(plan: PlanBuffers, values: int | None) -> list[int]:
     """Numbers of sequences to run before the first request: nothing is compiled."""
     return [1]
 

@@ -159,7 +159,7 @@ class StepPlan:
         executor = attention.get_provider(self.executor)
         columns = settings.num_heads * layer.v_head_dim
         values = None if self.epilogue(layer) else layer.v_head_dim
-        for batch in executor.warm_up_batches(self.plan, values, kind):
+        for batch in executor.warm_up_batches(self.plan, values):
             tokens = batch * length
             # Two tensors: part of one would be less aligned than those of a request.
             qo_indptr = length * torch.arange(batch + 1, dtype=torch.int32, device=device)

@@ -1,12 +1,13 @@
-"""The epilogue on the machine, against the formula that the interpreted one is compared with."""
+"""What follows a decode on the machine, against the formula that the interpreted one is compared
+with."""
 
-from mla_fusion.attention.triton import epilogue as epilogues
+from mla_fusion.attention import triton as provider
 from tests.amd.provider import compared, machine
 from tests.attention.epilogue_cases import Case, check_quantized, expected, make
 from tests.kernels.compiled import FP8
 
-# Of a step, with splits: none; those of whole rows, in one turn and in two; more, of which the last
-# turn has few and many; drafts, of which one is missing; padding, in a sequence's slot and behind.
+# Of a step, with splits: none; one turn of the reduction and two; more, of which the last turn has
+# few and many; drafts, of which one is missing; padding behind.
 STEPS = {
     "tokens": {"rows": (1, 1, 1, 1), "splits": (17, 0, 1, 128), "padding": 1},
     "drafts": {
@@ -15,43 +16,20 @@ STEPS = {
 }  # fmt: skip
 
 
-def case(shape, step="tokens", **more):
-    """A layer of DeepSeek's of which the rank has two heads: their number is not compiled in. That
-    of a work item is, and the same for every step.
-    """
-    given = {"shape": shape, "heads": 2, "values": 128, "latent": 512, "per_work": 16}
-    return Case(**{**given, **STEPS[step], **more})
-
-
-def wrong(inputs, wide, want):
-    """How many elements are wrong, by part; empty if none is."""
-    counts = int(inputs.plan.epilogue_counts.count_nonzero())
-    return want.wrong(wide, inputs) | ({"counts": counts} if counts else {})
-
-
-def check(target, given, settings=None):
-    """Execute an epilogue that does not quantize, compare it, and return its launches."""
-    wide, inputs = make(given, lse=True)
-    with machine(target, settings) as launches:
-        epilogues.launch(inputs, given.shape)
-    compared(wrong(inputs, wide, expected(inputs)), wide, inputs.lse)
-    return launches
-
-
-def check_quantization(target, given, quantization, settings=None):
-    """One that does not quantize, one that does, and the quantization alone: these two give what
-    a quantization of the first one's result does."""
-    wide, plain = make(given, lse=True)
-    _, fused = make(given, quantization, FP8[target])
-    _, separate = make(given, quantization, FP8[target])
-    plain.out[-1] = fused.out[-1] = 0  # a group whose maximum is zero
+def check(target, step="tokens", quantization="none", settings=None, **more):
+    """Execute the reduction, and the quantization of a product; its launches."""
+    # A layer of DeepSeek's of which the rank has two heads, whose number is not compiled in.
+    layer = {"heads": 2, "values": 128, "latent": 512, "per_work": 16}
+    case = Case(**STEPS[step] | layer | more)
+    wide, plain = make(case, lse=True)
     want = expected(plain)
     with machine(target, settings) as launches:
-        epilogues.launch(plain, given.shape)
-        epilogues.launch(fused, given.shape)
-        product = plain.epilogue.out.contiguous()
-        epilogues.quantize(product, separate.epilogue)
-    compared(wrong(plain, wide, want), wide, plain.lse)
-    for got in (fused.epilogue, separate.epilogue):
-        check_quantized(product, got, quantization)
+        provider.merge(plain)
+        provider.multiply(plain)
+        if quantization != "none":
+            _, quantized = make(case, quantization, FP8[target])
+            quantized.out.copy_(plain.out)
+            provider.multiply(quantized)
+            check_quantized(plain.epilogue.out.contiguous(), quantized.epilogue, quantization)
+    compared(want.wrong(wide, plain), wide, plain.lse)
     return launches

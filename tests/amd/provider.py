@@ -12,7 +12,7 @@ import torch
 
 from mla_fusion.attention.cdna import decode as cdna_kernel
 from mla_fusion.attention.plan import device, planner_triton
-from mla_fusion.attention.triton import decode_kernel, epilogue_kernel, reduce_kernel
+from mla_fusion.attention.triton import decode_kernel, quantize_kernel, reduce_kernel
 from mla_fusion.kernels import dispatch
 from mla_fusion.kernels import triton_kernels as region_kernels
 from tests import tally
@@ -23,7 +23,6 @@ WRITABLE = {
     "prep_kernel": ("out_ptr", "cache_ptr"),
     "decode_kernel": ("out_ptr", "lse_ptr", "partial_ptr", "partial_lse_ptr"),
     "reduce_kernel": ("out_ptr", "lse_ptr"),
-    "epilogue_kernel": ("lse_ptr", "sums_ptr", "count_ptr", "out_ptr", "scale_ptr"),
     "quantize_kernel": ("out_ptr", "scale_ptr"),
     "plan_kernel": (
         "work_indptr", "work_info_set", "reduce_indptr", "reduce_final_map", "reduce_partial_map",
@@ -35,8 +34,7 @@ KERNELS = (
     (decode_kernel, "kernel"),
     (cdna_kernel, "kernel"),
     (reduce_kernel, "kernel"),
-    (epilogue_kernel, "epilogue_kernel"),
-    (epilogue_kernel, "quantize_kernel"),
+    (quantize_kernel, "kernel"),
     (planner_triton, "plan_kernel"),
 )
 

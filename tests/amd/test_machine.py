@@ -9,9 +9,7 @@ pytest.importorskip("triton")
 
 from tests.amd import assembly, compile, epilogue
 from tests.amd.execute import Settings
-from tests.amd.test_epilogue import SOME
 
-SHAPE = SOME[0][1]  # in slices, of which the last reads what the others have stored
 NOP = assembly.instruction(0, "s_nop", "0")
 launch = compile.launch
 
@@ -35,18 +33,16 @@ def without(name):
     [
         ("s_waitcnt", "register without a wait"),
         ("s_barrier", "LDS race"),
-        ("buffer_wbl2", "'result'"),
-        ("buffer_inv", "'result'"),
     ],
 )
 def test_what_orders_memory_is_missed(name, found):
     with mock.patch.object(compile, "launch", without(name)), pytest.raises(AssertionError) as seen:
         for backwards in (False, True):
-            epilogue.check("gfx942", epilogue.case(SHAPE, "tokens"), Settings(backwards=backwards))
+            epilogue.check("gfx942", settings=Settings(backwards=backwards))
     seen.match(f"(?i){found}")
 
 
 def test_a_store_elsewhere_is_seen():
-    only = mock.patch.dict("tests.amd.provider.WRITABLE", epilogue_kernel=("lse_ptr", "sums_ptr"))
+    only = mock.patch.dict("tests.amd.provider.WRITABLE", reduce_kernel=("lse_ptr",))
     with only, pytest.raises(AssertionError, match="write of"):
-        epilogue.check("gfx942", epilogue.case(SHAPE, "tokens"), None)
+        epilogue.check("gfx942")

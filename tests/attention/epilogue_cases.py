@@ -1,4 +1,4 @@
-"""Inputs of an epilogue, made without a decode, and what it should make of them.
+"""Inputs of what follows a decode, made without one, and what it should make of them.
 
 Splits are random and made here, as many as a case says, so that the order of fp32 sums is the only
 freedom of a result.
@@ -12,13 +12,12 @@ import torch
 from mla_fusion.attention import reference
 from mla_fusion.attention.plan.epilogue import Epilogue, in_groups
 from mla_fusion.attention.plan.inputs import Inputs
-from mla_fusion.attention.triton.epilogue import Shape
 from mla_fusion.cli.bench.kit import agreement, poisoned, steps
 from tests.attention import decodes
 from tests.attention.decodes import BF16, FN
 
 LSE_TOLERANCE = 1e-5
-NOT_WRITTEN = 7.0  # an LSE that the decode has written, not the epilogue
+NOT_WRITTEN = 7.0  # an LSE that the decode has written, not the reduction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +31,6 @@ class Case:
 
     rows: tuple[int, ...]
     splits: tuple[int, ...]
-    shape: Shape
     heads: int = 2
     values: int = 64
     latent: int = 128
@@ -56,6 +54,8 @@ def make(case, quantization="none", fp8=FN, lse=False):
     decodes.refresh(plan, case.rows, [n + 9 for n in case.rows], tokens)
     counts = [n for n in case.splits for _ in range(plan.layout.fold)]
     plan.reduce_indptr = torch.tensor([0, *counts]).cumsum(0).int()
+    tiles = [(0, n) for n in case.rows for _ in range(plan.layout.fold)]
+    plan.reduce_final_map = torch.tensor(tiles).int()
     # In any order, and none in the first rows.
     order = 1 + torch.randperm(sum(counts), generator=g)
     plan.reduce_partial_map = (most * order).int()
@@ -92,9 +92,9 @@ def make(case, quantization="none", fp8=FN, lse=False):
         scale = torch.full((width // 128, tokens), torch.nan).T
     epilogue = Epilogue(w_uv, wide[:, :width], scale, quantization == "group_ue8m0")
     out_lse = torch.full((tokens, case.heads), NOT_WRITTEN) if lse else None
-    unused = torch.empty(0)
+    q, cache = torch.empty(tokens, case.heads, case.latent), torch.empty(1, 1, case.latent)
     return wide, Inputs(
-        unused, unused, plan, unused, 1.0, None, None, latents, out_lse, epilogue
+        q, cache, plan, torch.empty(0), 1.0, None, None, latents, out_lse, epilogue
     )  # fmt: skip
 
 

@@ -19,14 +19,18 @@ from triton.runtime.jit import JITFunction
 from tests.attention.gluon_ptx import assemble
 from tests.attention.gluon_values import TYPES, Pointer, Shared, Tensor, poison, raw, storage
 
-PLAN = ("work_indptr_ptr", "work_info_ptr", "qo_indptr_ptr", "kv_indptr_ptr")
+# What no kernel in front writes: the plan, whose kernel ends before, and a scale.
+PLAN = ("work_indptr_ptr", "work_info_ptr", "qo_indptr_ptr", "kv_indptr_ptr", "scale_ptr")
 
 
 def elementwise(function):
-    """The method of Gluon that is this function of torch."""
-    return lambda self, *given: Tensor(
-        function(*(torch.as_tensor(raw(each)) for each in given)), given[0].layout
-    )
+    """The method of Gluon that is this function of torch, of tensors and numbers."""
+
+    def method(self, *given):
+        layout = next(each.layout for each in given if isinstance(each, Tensor))
+        return Tensor(function(*(torch.as_tensor(raw(each)) for each in given)), layout)
+
+    return method
 
 
 class Program:
@@ -126,6 +130,9 @@ class Program:
 
     gl_abs, gl_exp2, gl_log2 = map(elementwise, (torch.abs, torch.exp2, torch.log2))
     gl_maximum, gl_minimum = map(elementwise, (torch.maximum, torch.minimum))
+    gl_div_rn = elementwise(torch.div)
+    gl_fma = elementwise(lambda a, b, c: (a.double() * b.double() + c.double()).float())
+    gl_full_like = elementwise(torch.full_like)
 
     def gl_max(self, a, axis):
         # NaN loses, as in the hardware's maximum.

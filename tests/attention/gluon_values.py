@@ -49,6 +49,9 @@ class Tensor:
     def __getitem__(self, key):
         return Tensor(self.data[key], self.layout)
 
+    def __neg__(self):
+        return Tensor(-self.data, self.layout)
+
     def reshape(self, shape):
         return Tensor(self.data.reshape(shape), self.layout)
 

@@ -83,7 +83,7 @@ def test_tiles_in_several_pages_are_copied_by_threads(strange):
 )
 def test_a_warm_up_compiles_every_reduction(heads, most, batches):
     plan = plan_for(max_batch=most, num_heads=heads, ctas=132)
-    assert provider.warm_up_batches(plan, None, "none") == batches
+    assert provider.warm_up_batches(plan, None) == batches
 
 
 def launch(plan, batch, refreshed=True):

@@ -1,12 +1,14 @@
 """Decodes without memory, for the compiler, and for what is chosen by shapes alone."""
 
+import dataclasses
 import functools
 
 import torch
 
+from mla_fusion.attention.plan.epilogue import GROUP, Epilogue, in_groups
 from mla_fusion.attention.plan.inputs import Inputs, Scope, Sparse
-from tests.attention.decodes import BF16, FP32, plan_for
-from tests.kernels.compiled import as_on, compile_report
+from tests.attention.decodes import BF16, FP32, plan_for, refresh
+from tests.kernels.compiled import FP8, as_on, compile_report
 
 DEEPSEEK = (512, 64)
 
@@ -31,6 +33,23 @@ def inputs(
         scope.table, 0.1, one, one, meta(tokens, heads, latent), meta(tokens, heads, dtype=FP32),
         layout=layout, sparse=second,
     )  # fmt: skip
+
+
+def behind(target, heads, *, values=128, latent=512, quantization="none", dense="latent"):
+    """What follows a decode of 8 tokens."""
+    w_uv = meta(heads, latent, values)
+    if dense == "latent":
+        w_uv = meta(heads, values, latent).transpose(1, 2)
+    out, scale = meta(8, heads * values), None
+    if quantization != "none":
+        out = meta(8, heads * values, dtype=FP8[target])
+        scale = meta(1, dtype=FP32)
+    if in_groups(quantization):
+        scale = meta(heads * values // GROUP, 8, dtype=FP32).T
+    given = inputs(heads, widths=(latent, 64), max_batch=8)
+    refresh(given.plan, [1] * 8, [9] * 8)
+    epilogue = Epilogue(w_uv, out, scale, quantization == "group_ue8m0")
+    return dataclasses.replace(given, lse=None, epilogue=epilogue)
 
 
 def arguments(target, module, *heads_and_type, **shape):

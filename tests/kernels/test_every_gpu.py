@@ -15,11 +15,10 @@ from mla_fusion.attention.aiter import entries_kernel
 from mla_fusion.attention.plan import planner_triton
 from mla_fusion.attention.plan.buffers import Step
 from mla_fusion.attention.plan.layouts import FP8_DS_MLA, FP8_DS_MLA_V4
-from mla_fusion.attention.triton import decode_kernel, epilogue, epilogue_kernel, reduce_kernel
+from mla_fusion.attention.triton import decode_kernel, quantize_kernel, reduce_kernel
 from mla_fusion.kernels import dispatch, triton_kernels
 from mla_fusion.kernels import triton as provider
 from mla_fusion.kernels.dispatch import Widths
-from tests.attention import test_epilogue_compiled as epilogues
 from tests.attention import without_memory
 from tests.attention.decodes import BF16, FP32, plan_for
 from tests.attention.without_memory import meta
@@ -27,13 +26,6 @@ from tests.kernels.compiled import AMD, FP8, LDS, NVIDIA, TARGETS, as_on, compil
 from tests.kernels.test_compiled import arguments
 
 LAYOUTS = {"V3.2": FP8_DS_MLA, "V4": FP8_DS_MLA_V4}
-SHAPES = {
-    "one row": epilogues.ONE_ROW, "rows": epilogues.ROWS, "whole": epilogues.WHOLE,
-    "chosen": epilogues.CHOSEN, "of 32": epilogues.CHOSEN_OF_32,
-    "of groups": epilogue.choose(1, 16, 512, 128, "group"),
-    "most rows": epilogue.choose(8, 8, 512, 128, "group"),
-}  # fmt: skip
-GROUPED = "of groups", "most rows"
 
 
 def region(target, dtype, tokens, heads=16, nope=128, rope=64, latent=512, also=""):
@@ -67,16 +59,12 @@ def reduction(target, dtype, heads, tiles):
     return reduce_kernel.kernel, *given
 
 
-def behind(target, dtype, shape, quantization="none", dense="latent"):
-    """What follows a decode, in one kernel."""
-    given = epilogues.arguments(target, 16, SHAPES[shape], quantization=quantization, dense=dense)
-    return epilogue_kernel.epilogue_kernel, *given
-
-
 def quantized(target, dtype, quantization):
     """The quantization alone."""
-    given = epilogues.inputs(target, 16, quantization=quantization).epilogue
-    return epilogue_kernel.quantize_kernel, *epilogue.quantize_arguments(meta(8, 2048), given)
+    epilogue = without_memory.behind(target, 16, quantization=quantization).epilogue
+    with as_on(target):
+        _, *given = quantize_kernel.arguments(meta(8, 2048), epilogue)
+    return quantize_kernel.kernel, *given
 
 
 def planner(target, dtype, max_batch, ctas, heads):
@@ -99,7 +87,7 @@ def entries(target, dtype, page):
 # What is launched, with which type of cache or result, and how.
 DAILY = [
     (region, "bf16", 8), (decode, "bf16", 16), (reduction, "bf16", 16, 8),
-    (behind, "bf16", "one row"), (planner, "bf16", 256, 264, 128), (quantized, "fp8", "tensor"),
+    (planner, "bf16", 256, 264, 128), (quantized, "fp8", "tensor"),
 ]  # fmt: skip
 # These by day on some GPUs too, where a mistake was found or is likely.
 SOME = {
@@ -114,8 +102,7 @@ SOME = {
     (decode, "fp8", 64): ("sm_89", "gfx950"),
     (decode, "fp8", 16, 512, 64, "V3.2"): ("gfx950",),
     (decode, "fp8", 16, 512, 64, "V4"): ("sm_90",),
-    (behind, "fp8", "of groups", "group"): ("sm_90",),
-    (behind, "fp8", "rows", "group", "values"): ("gfx942",),
+    (quantized, "fp8", "group"): ("gfx942",),
     (reduction, "bf16", 128, 256): ("sm_90",),
     (planner, "bf16", 1024, 264, 128): ("sm_90",),
     (entries, "bf16", 1): ("gfx942",),
@@ -134,9 +121,6 @@ NIGHTLY = [
         ("bf16", 16, 1024, 128))),
     *((decode, "fp8", 64, 512, 64, layout) for layout in LAYOUTS),
     *((reduction, "bf16", heads, tiles) for heads in (16, 128) for tiles in (1, 8, 32, 256)),
-    *((behind, "bf16", shape) for shape in SHAPES if shape not in ("one row", *GROUPED)),
-    (behind, "fp8", "chosen", "tensor", "values"), (behind, "fp8", "rows", "group_ue8m0"),
-    (behind, "fp8", "most rows", "group"),
     (quantized, "fp8", "group_ue8m0"),
     (planner, "bf16", 1024, 132, 16), (planner, "bf16", 1, 132, 16),
 ]  # fmt: skip
@@ -173,7 +157,7 @@ def test_it_compiles_and_fits(target, launch):
     if what is planner:
         # Only reductions: a few bytes for each warp. Lanes that change threads take 1 KiB and more.
         assert result.shared <= 512, result
-    if what in (region, decode, behind):
+    if what in (region, decode):
         assert result.wide_loads > 0, result
         assert bool(result.matrix) == (what is not region or how[0] > 1), result
     if what is region:

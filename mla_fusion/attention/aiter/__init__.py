@@ -19,7 +19,7 @@ from mla_fusion.kernels import aiter as fused_region
 LATENT, ENTRY = selection.LATENT, sum(selection.WIDTHS)
 
 
-def warm_up_batches(plan: PlanBuffers, values: int | None, quantization: str) -> list[int]:
+def warm_up_batches(plan: PlanBuffers, values: int | None) -> list[int]:
     """Numbers of sequences that load, together, all that AITER launches for steps of `plan`."""
     return [1]
 

@@ -1,10 +1,12 @@
-"""The product of merged latents with W_UV for Hopper (sm_90), in Gluon: y[t, h] = x[t, h] W_UV[h].
+"""The product of merged latents with W_UV for Hopper (sm_90), in Gluon: y[t, h] = x[t, h] W_UV[h],
+and its quantization, if there is one.
 
 It is launched before the reduction in front has ended, and has W_UV in shared memory when the
 latents are there. What is left is their trip, one chain of WGMMA and a store. `torch.bmm` is
 launched behind the reduction, and reads W_UV then.
 
-y^T [V, rows] = W_UV^T [V, L] x^T [L, rows] is computed: WGMMA needs M >= 64.
+y^T [V, rows] = W_UV^T [V, L] x^T [L, rows] is computed: WGMMA needs M >= 64. A CTA has all columns
+of a group, so it finds the group's maximum.
 """
 
 from __future__ import annotations
@@ -32,16 +34,17 @@ from mla_fusion.attention.hopper.copy import (
 )
 from mla_fusion.attention.hopper.fits import PRODUCT_COLUMNS, product_rows
 from mla_fusion.attention.hopper.fits import product as fits
+from mla_fusion.attention.plan.epilogue import EPSILON as LEAST_SCALE
+from mla_fusion.attention.plan.epilogue import largest
 
 if TYPE_CHECKING:
-    import torch
-
     from mla_fusion.attention.plan.inputs import Inputs
 
 __all__ = ["arguments", "fits", "kernel"]
 
 BOX = gl.constexpr(256)  # most rows of a copy by the tensor copy engine
 COLUMNS = gl.constexpr(PRODUCT_COLUMNS)
+EPSILON = gl.constexpr(LEAST_SCALE)
 
 
 @gluon.jit
@@ -68,18 +71,41 @@ def copy_latents(target, pointer, stride_t, left):
     barrier()
 
 
-# Do not specialize on one token: the warm-up would compile another variant.
-@gluon.jit(do_not_specialize=["tokens"])
+@gluon.jit
+def power_of_two(scale):
+    """The least power of two that is neither below `scale` (fp32) nor `EPSILON`."""
+    bits = gl.maximum(scale, EPSILON).to(gl.int32, bitcast=True)
+    return ((bits + 0x7FFFFF) & 0x7F800000).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def in_groups(y, QUANTIZATION: gl.constexpr, LARGEST: gl.constexpr):
+    """Columns of fp32 `y` [COLUMNS, rows] over their scales, and these [rows].
+
+    y * (1 / scale) and one Newton step are the rounded quotient (Markstein), without the branch of
+    a division for zeros, which padding has.
+    """
+    most = gl.maximum(gl.max(gl.abs(y), 0), EPSILON)
+    scale = gl.div_rn(most, gl.full_like(most, LARGEST))
+    if QUANTIZATION == "group_ue8m0":
+        scale = power_of_two(scale)
+    inverse = gl.div_rn(gl.full_like(scale, 1.0), scale)[None, :]
+    quotient = y * inverse
+    return gl.fma(gl.fma(-quotient, scale[None, :], y), inverse, quotient), scale
+
+
+# Do not specialize on one token, nor on a stride of 1: the warm-up would compile another variant.
+@gluon.jit(do_not_specialize=["tokens", "scale_ptr", "scale_stride_t", "scale_stride_g"])
 def product_kernel(
-    latent_ptr, w, out_ptr, tokens, latent_stride_t, latent_stride_h, out_stride_t, w_step,
-    L: gl.constexpr, V: gl.constexpr, ROWS: gl.constexpr, DENSE: gl.constexpr,
-    FOLLOWED: gl.constexpr,
+    latent_ptr, w, out_ptr, scale_ptr, tokens, latent_stride_t, latent_stride_h, out_stride_t,
+    scale_stride_t, scale_stride_g, w_step, L: gl.constexpr, V: gl.constexpr, ROWS: gl.constexpr,
+    DENSE: gl.constexpr, QUANTIZATION: gl.constexpr, LARGEST: gl.constexpr,
 ):  # fmt: skip
     """COLUMNS columns, block `program_id(0)`, of head `program_id(1)`; ROWS tokens.
 
     w: descriptor of W_UV as `weights_of` has it; w_step: rows or columns of it from head to head.
-    W_UV does not change between launches: only the latents wait for the kernel in front. FOLLOWED:
-    a quantization may be launched, as in `reduce_kernel`.
+    W_UV and a given scale do not change between launches: only the latents wait for the kernel in
+    front. QUANTIZATION: of an `Epilogue`; LARGEST: of its fp8 type. Conversions to that saturate.
     """
     TYPE: gl.constexpr = latent_ptr.dtype.element_ty
     WARPS: gl.constexpr = gl.num_warps()
@@ -94,9 +120,9 @@ def product_kernel(
     column = gl.program_id(0) * COLUMNS
     head = gl.program_id(1)
     copy_weights(weights, w, arrived, head * w_step + column, DENSE)
+    if QUANTIZATION == "tensor":
+        inverse = gl.div_rn(1.0, gl.load(scale_ptr))
     gdc.gdc_wait()
-    if FOLLOWED:
-        gdc.gdc_launch_dependents()
     first = gl.program_id(2) * ROWS
     pointer = latent_ptr + first.to(gl.int64) * latent_stride_t + head * latent_stride_h
     copy_latents(latents, pointer, latent_stride_t, tokens - first)
@@ -113,8 +139,16 @@ def product_kernel(
     y = gl.convert_layout(y.to(TYPE), stored)
     row = first + gl.arange(0, ROWS, gl.SliceLayout(0, stored))
     col = head * V + column + gl.arange(0, COLUMNS, gl.SliceLayout(1, stored))
-    pointers = out_ptr + (row.to(gl.int64) * out_stride_t)[None, :] + col[:, None]
-    gl.store(pointers, y, mask=(row < tokens)[None, :])
+    token = row.to(gl.int64)
+    if QUANTIZATION == "tensor":
+        y = y.to(gl.float32) * inverse
+    elif QUANTIZATION != "none":
+        y, scale = in_groups(y.to(gl.float32), QUANTIZATION, LARGEST)
+        group = (head * V + column) // COLUMNS
+        scales = scale_ptr + token * scale_stride_t + group * scale_stride_g
+        gl.store(scales, scale, mask=row < tokens)
+    pointers = out_ptr + (token * out_stride_t)[None, :] + col[:, None]
+    gl.store(pointers, y.to(out_ptr.dtype.element_ty), mask=(row < tokens)[None, :])
 
 
 kernel: Any = product_kernel
@@ -137,24 +171,21 @@ def weights_of(given: Inputs) -> tuple[TensorDescriptor, int, str]:
     return w, step, "L" if row == 1 else "V"
 
 
-def arguments(
-    given: Inputs, out: torch.Tensor
-) -> tuple[tuple[int, int, int], tuple[Any, ...], dict[str, Any]]:
-    """What the kernel is launched with (also for compiling without a GPU); out: [T, H * V]."""
+def arguments(given: Inputs) -> tuple[tuple[int, int, int], tuple[Any, ...], dict[str, Any]]:
+    """What the kernel is launched with (also for compiling without a GPU)."""
     epilogue, latents = given.epilogue, given.out
     assert epilogue is not None
-    tokens = len(latents)
+    out, tokens = epilogue.out, len(latents)
     heads, latent, values = epilogue.w_uv.shape
     w, step, dense = weights_of(given)
     rows = product_rows(tokens)
     options = {
-        "L": latent,
-        "V": values,
-        "ROWS": rows,
-        "DENSE": dense,
-        "FOLLOWED": epilogue.scale is not None,
-        "num_warps": PRODUCT_COLUMNS // 16,
-        "launch_pdl": True,
-    }
-    args = latents, w, out, tokens, *latents.stride()[:2], out.stride(0), step
+        "L": latent, "V": values, "ROWS": rows, "DENSE": dense,
+        "QUANTIZATION": epilogue.quantization, "LARGEST": largest(out.dtype),
+        "num_warps": PRODUCT_COLUMNS // 16, "launch_pdl": True,
+    }  # fmt: skip
+    args = (
+        latents, w, out, given.or_unused(epilogue.scale), tokens, *latents.stride()[:2],
+        out.stride(0), *epilogue.scale_strides, step,
+    )  # fmt: skip
     return (values // PRODUCT_COLUMNS, heads, -(-tokens // rows)), args, options

@@ -13,9 +13,6 @@ import torch
 from mla_fusion.attention.plan.device import sm_count
 from mla_fusion.attention.plan.heads import HeadLayout
 
-# fp32 sums of a head that an epilogue in slices keeps for its last CTA, and the fewest of them that
-# one counter is for: of one row, 16 columns and 2 slices.
-SUMS_PER_HEAD, SUMS_PER_COUNT = 2**14, 2**5
 MOST_TOKENS = 2**31 - 1  # of kv_indptr
 OVERHEAD = 16  # default fixed cost of a work item, in blocks: AITER's
 
@@ -208,10 +205,8 @@ class PlanBuffers:
         split and its natural-log LSE, normalized within the split; the LSE is -inf if the row
         sees no key of the split.
     planner_scratch: [max_batch + W] int64, workspace of the portable planner on a device.
-    epilogue_sums: fp32 [num_heads * SUMS_PER_HEAD], products of slices in an epilogue, and
-        epilogue_counts: int32, how many of them are stored: all zero between two launches.
 
-    If the plan is AITER's, the last five are empty: its decode has workspaces of its own, and no
+    If the plan is AITER's, the last three are empty: its decode has workspaces of its own, and no
     epilogue. fresh: no decode was launched since the last refresh, so the next one may directly
     follow the kernel that writes the plan. aiter: None if the plan is portable.
 
@@ -233,8 +228,6 @@ class PlanBuffers:
     partial_output: torch.Tensor
     partial_lse: torch.Tensor
     planner_scratch: torch.Tensor
-    epilogue_sums: torch.Tensor
-    epilogue_counts: torch.Tensor
     settings: Settings
     layout: HeadLayout
     rules: Rules
@@ -262,7 +255,6 @@ def common_buffers(settings: Settings, layout: HeadLayout, *, portable: bool) ->
 
     rules, batch = settings.rules(layout.fold), settings.max_batch
     rows = rules.max_partials(batch) * settings.max_query_len if portable else 0
-    sums = settings.num_heads * SUMS_PER_HEAD if portable else 0
     return {
         "settings": settings, "layout": layout, "rules": rules,
         "qo_indptr": zeros(batch + 1, dtype=torch.int32),
@@ -270,6 +262,4 @@ def common_buffers(settings: Settings, layout: HeadLayout, *, portable: bool) ->
         "partial_output": zeros(rows, layout.per_work, settings.v_head_dim),
         "partial_lse": zeros(rows, layout.per_work),
         "planner_scratch": zeros(batch + rules.ctas if portable else 0, dtype=torch.int64),
-        "epilogue_sums": zeros(sums),
-        "epilogue_counts": zeros(sums // SUMS_PER_COUNT, dtype=torch.int32),
     }  # fmt: skip

@@ -58,6 +58,11 @@ class Epilogue:
             return "none" if self.scale is None else "tensor"
         return "group_ue8m0" if self.ue8m0 else "group"
 
+    @property
+    def scale_strides(self) -> tuple[int, ...]:
+        """Of a token and of a group, in elements; 0 without scales of groups."""
+        return (0, 0) if self.scale is None or self.scale.dim() == 1 else self.scale.stride()
+
     def validate(
         self, tokens: int, heads: int, latent: int, check: Callable[[str, bool, str, object], None]
     ) -> dict[str, torch.Tensor]:

@@ -1,16 +1,19 @@
-"""The Triton provider: a persistent decode kernel, as `choice.py` says, and a reduction.
+"""The Triton provider: a persistent decode kernel, as `choice.py` says, a reduction, and the
+product with W_UV where there is an epilogue.
 
-All execute the same plan. Nothing is allocated here and nothing waits for the device.
+All execute the same plan. Nothing waits for the device.
 """
 
 from typing import Any
 
 import torch
 
-from mla_fusion.attention.hopper.fits import product_rows
+from mla_fusion.attention.hopper import fits as for_hopper
+from mla_fusion.attention.hopper.fits import PRODUCT_SIZE, product_rows, product_size
 from mla_fusion.attention.plan.buffers import PlanBuffers
+from mla_fusion.attention.plan.device import has_hopper
+from mla_fusion.attention.plan.epilogue import Epilogue
 from mla_fusion.attention.plan.inputs import Inputs
-from mla_fusion.attention.triton import epilogue as triton_epilogue
 from mla_fusion.attention.triton.choice import chosen
 from mla_fusion.attention.triton.choice import plan_settings as plan_settings
 from mla_fusion.kernels.arithmetic import FP8_DTYPES
@@ -56,12 +59,9 @@ def persistent_mla_decode(given: Inputs) -> None:
 def launch(given: Inputs) -> None:
     """The decode and what follows it; arguments are checked."""
     decode(given)
-    if (shape := triton_epilogue.chosen(given)) is not None:
-        triton_epilogue.launch(given, shape)
-    else:
-        merge(given)
-        if given.epilogue is not None:
-            triton_epilogue.multiply(given)
+    merge(given)
+    if given.epilogue is not None:
+        multiply(given)
     given.plan.fresh = False
 
 
@@ -81,23 +81,48 @@ def merge(given: Inputs) -> None:
     reduce_kernel.kernel[grid](*args, **options)
 
 
-def warm_up_batches(plan: PlanBuffers, values: int | None, quantization: str) -> list[int]:
+def multiply(given: Inputs) -> None:
+    """The product of the merged latents in `out` with W_UV, and a quantization: one launch on
+    Hopper where it is not slower, else `torch.bmm`, as in vLLM, and a kernel that quantizes."""
+    epilogue, latents = given.epilogue, given.out
+    assert epilogue is not None
+    if has_hopper(latents.device) and not for_hopper.product(given):
+        from mla_fusion.attention.hopper import product as hopper_product
+
+        grid, args, options = hopper_product.arguments(given)
+        hopper_product.kernel[grid](*args, **options)
+        return
+    (heads, _, values), product = epilogue.w_uv.shape, epilogue.out
+    if epilogue.scale is not None:
+        # torch.bmm cannot write fp8. Under capture this comes from the graph's own pool.
+        product = latents.new_empty((len(latents), heads * values))
+    target = product.view(-1, heads, values).transpose(0, 1)
+    torch.bmm(latents.transpose(0, 1), epilogue.w_uv, out=target)
+    if epilogue.scale is not None:
+        quantize(product, epilogue)
+
+
+def quantize(product: torch.Tensor, epilogue: Epilogue) -> None:
+    """The quantization of a dense product [T, H * V]."""
+    from mla_fusion.attention.triton import quantize_kernel
+
+    grid, args, options = quantize_kernel.arguments(product, epilogue)
+    quantize_kernel.kernel[grid](*args, **options)
+
+
+def warm_up_batches(plan: PlanBuffers, values: int | None) -> list[int]:
     """Numbers of sequences that compile, together, all that steps of `plan` launch, with an
-    epilogue of `values` columns a head and this quantization if there is one."""
+    epilogue of `values` columns a head if there is one."""
     batches: dict[Any, int] = {}
     from mla_fusion.attention.triton.reduce_kernel import reduction
 
     settings = plan.settings
-    layer = settings.num_heads, settings.v_head_dim
     of_work = plan.layout.per_work * settings.max_query_len
     for batch in range(1, settings.max_batch + 1):
         merged = reduction(batch * plan.layout.fold, of_work), batch < plan.rules.half_below
-        if values is None:
-            batches.setdefault(merged, batch)
-            continue
-        for rows in range(1, settings.max_query_len + 1):
-            tokens = batch * rows
-            shape = triton_epilogue.choose(tokens, *layer, values, quantization)
-            separate = merged[0], product_rows(tokens)
-            batches.setdefault((rows, shape or separate, merged[1]), batch)
+        batches.setdefault(merged, batch)
+        for length in range(1, settings.max_query_len + 1) if values else ():
+            tokens = batch * length
+            size = product_size(tokens, settings.num_heads, values or 0) / PRODUCT_SIZE
+            batches.setdefault((length, product_rows(tokens), size > 1, size > 2), batch)
     return sorted(set(batches.values()))

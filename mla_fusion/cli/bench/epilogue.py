@@ -1,15 +1,14 @@
-"""`mla-fusion bench epilogue`: what follows a decode, in one launch and in separate ones.
+"""`mla-fusion bench epilogue`: what follows a decode, as this library and as vLLM computes it.
 
-Separate are the reduction, torch.bmm and, where the result is fp8, a quantization: vLLM's op, or
-this library's where vLLM is missing. Calls have distinct W_UV, so that L2 does not hold what an
-engine would have to fetch. "back": calls follow each other. "behind": each follows a decode, less
-the same graph of the decode alone. A shape of the kernel is named rows x columns x slices x splits
-x warps, and w with the splits of whole rows.
+Ours are the reduction and, on Hopper where that was not slower, one kernel for product and
+quantization. vLLM's, behind the same reduction, are torch.bmm and, where the result is fp8, its
+quantization, or this library's where vLLM is missing. Calls have distinct W_UV, so that L2 does not
+hold what an engine would have to fetch. "back": calls follow each other. "behind": each follows a
+decode, less the same graph of the decode alone.
 """
 
 import argparse
 import dataclasses
-import functools
 import itertools
 import statistics
 from collections.abc import Callable, Iterable, Mapping
@@ -21,19 +20,17 @@ from mla_fusion.attention import PersistentDecodePlan, reference
 from mla_fusion.attention import triton as provider
 from mla_fusion.attention.plan.epilogue import GROUP, Epilogue
 from mla_fusion.attention.plan.inputs import Inputs
-from mla_fusion.attention.triton import epilogue as epilogues
-from mla_fusion.attention.triton.epilogue import Shape
 from mla_fusion.cli import version_of
 from mla_fusion.cli.bench import kit
 from mla_fusion.cli.bench.kit import TIMES, Row, capture_calls, interleave, quantiles
 
 Step = Callable[[Inputs], None]
 KEY = ["tokens", "heads", "pieces", "values", "quantization", "place"]
-RESULT = [*KEY, "candidate", "chosen", *TIMES, "worst_step"]
+RESULT = [*KEY, "candidate", *TIMES, "worst_step"]
 FP8, BF16, PAGE, LATENT, ROPE = torch.float8_e4m3fn, torch.bfloat16, 64, 512, 64
 WEIGHTS = 2**27  # bytes of W_UV that a graph walks over, at most: more than the L2 cache
 MOST_PIECES = 256  # of a step: about what two CTAs on each SM make
-SEPARATE = "separate"
+OURS, VLLM = "ours", "vllm"
 WRONG = 1 << 20  # steps of a result that is wrong as a whole
 DEFAULTS = {
     "tokens": (1, 2, 4, 8, 32, 128), "heads": (8, 16, 32, 128), "splits": (1, 16, 128), "rounds": 9
@@ -50,17 +47,13 @@ class Case:
     values: int
     quantization: str
 
-    def chosen(self) -> Shape | None:
-        """What the library launches for it."""
-        return epilogues.choose(self.tokens, self.heads, LATENT, self.values, self.quantization)
-
 
 def grid(
     tokens: Iterable[int],
     heads: Iterable[int],
     pieces: Iterable[int],
     values: int,
-    quantizations: Iterable[str] = ("none", "group"),
+    quantizations: Iterable[str] = ("none", "tensor", "group"),
 ) -> list[Case]:
     """Every case, in no more splits than a step has."""
     every = itertools.product(tokens, heads, pieces, quantizations)
@@ -69,12 +62,12 @@ def grid(
 
 
 def run(settings: argparse.Namespace, facts: Mapping[str, str], _: kit.Ceilings) -> bool:
-    """Measure what the library launches; whether every result passed its check."""
+    """Measure it; whether every result passed its check."""
     torch.manual_seed(0)
     cases = grid(settings.tokens, settings.heads, settings.splits, GROUP)
 
     def rows(case: Case) -> list[Row]:
-        return measure(case, candidates(case), settings.rounds)
+        return measure(case, settings.rounds)
 
     with torch.device("cuda"):
         wrong = summary(kit.table(settings.csv, facts, RESULT, cases, rows))
@@ -113,19 +106,31 @@ def make(case: Case, calls: int = 64) -> list[Inputs]:
     return made
 
 
-def separate(given: Inputs) -> None:
+def ours(given: Inputs) -> None:
     """Reduction, product and quantization."""
+    provider.merge(given)
+    provider.multiply(given)
+
+
+def vllm(given: Inputs) -> None:
+    """The same reduction, torch.bmm and vLLM's quantization."""
     epilogue = given.epilogue
     assert epilogue is not None
     provider.merge(given)
-    if epilogue.scale is None or not version_of("vllm"):
-        epilogues.multiply(given)
+    heads, _, values = epilogue.w_uv.shape
+    product = epilogue.out
+    if epilogue.scale is not None:
+        product = torch.empty_like(product, dtype=BF16)
+    target = product.view(-1, heads, values).transpose(0, 1)
+    torch.bmm(given.out.transpose(0, 1), epilogue.w_uv, out=target)
+    if epilogue.scale is None:
+        return
+    if not version_of("vllm"):
+        provider.quantize(product, epilogue)
         return
     from vllm import _custom_ops as ops
     from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
 
-    product = torch.empty_like(epilogue.out, dtype=BF16)
-    epilogues.multiply(dataclasses.replace(given, epilogue=Epilogue(epilogue.w_uv, product)))
     if epilogue.quantization == "tensor":
         ops.scaled_fp8_quant(product, epilogue.scale, output=epilogue.out)
         return
@@ -135,19 +140,7 @@ def separate(given: Inputs) -> None:
         epilogue.scale.copy_(scale)
 
 
-def name_of(shape: Shape | None) -> str:
-    """Of the candidate with this shape."""
-    if shape is None:
-        return SEPARATE
-    *sizes, whole = dataclasses.astuple(shape)
-    return "x".join(map(str, sizes)) + (f"w{whole}" if whole else "")
-
-
-def candidates(case: Case, shapes: Iterable[Shape] = ()) -> dict[str, Step]:
-    """Who computes what follows the decode: separate launches, what is chosen, and `shapes`."""
-    known = [*shapes, *([chosen] if (chosen := case.chosen()) else [])]
-    launches = {name_of(shape): functools.partial(epilogues.launch, shape=shape) for shape in known}
-    return {SEPARATE: separate, **launches}
+CANDIDATES: dict[str, Step] = {OURS: ours, VLLM: vllm}
 
 
 def worst_step(given: Inputs, step: Step) -> int:
@@ -175,16 +168,11 @@ def worst_step(given: Inputs, step: Step) -> int:
     return int(kit.steps(got, epilogue.out)[exact.abs() > 0.5 * exact.std()].max())
 
 
-def measure(case: Case, found: Mapping[str, Step], rounds: int) -> list[Row]:
-    """Rows of one case, and lines; a shape that cannot run is named and left out.
-
-    Raises:
-        Exception: what is chosen cannot run, or separate launches cannot.
-    """
-    from triton.errors import TritonError
-
-    calls, chosen = make(case), name_of(case.chosen())
-    graphs, errors = {}, {}
+def measure(case: Case, rounds: int) -> list[Row]:
+    """Rows of one case, and a line for each place."""
+    calls = make(case)
+    provider.decode(calls[0])
+    calls[0].plan.fresh = False
 
     def captured(*every: Step) -> torch.cuda.CUDAGraph:
         def call(index: int) -> None:
@@ -193,59 +181,45 @@ def measure(case: Case, found: Mapping[str, Step], rounds: int) -> list[Row]:
 
         return capture_calls(call, len(calls))
 
-    provider.decode(calls[0])
-    calls[0].plan.fresh = False
-    pieces = int(calls[0].plan.reduce_indptr.diff().max())
-    for name, step in found.items():
-        try:
-            errors[name] = worst_step(calls[0], step)
-            graphs[f"back {name}"] = captured(step)
-            graphs[f"behind {name}"] = captured(provider.decode, step)
-        except (RuntimeError, TritonError) as problem:
-            if name in (SEPARATE, chosen):
-                raise
-            print(f"{name} left out: {type(problem).__name__} {str(problem)[:200]}")
-    graphs["alone"] = captured(provider.decode)
-    times = interleave(graphs, len(calls), rounds)
-    assert not calls[0].plan.epilogue_counts.any(), "a slice was counted and never collected"
-    less, rows = {"back": 0.0, "behind": quantiles(times.pop("alone"))["p50_us"]}, []
-    for key, samples in times.items():
-        place, name = key.split()
-        row = dataclasses.asdict(case) | {"pieces": pieces, "place": place, "candidate": name}
-        row |= {"chosen": int(name == chosen), "worst_step": errors[name]}
-        rows.append(row | {q: round(us - less[place], 3) for q, us in quantiles(samples).items()})
+    errors = {name: worst_step(calls[0], step) for name, step in CANDIDATES.items()}
+    graphs = {("back", name): captured(step) for name, step in CANDIDATES.items()}
+    graphs |= {("behind", n): captured(provider.decode, step) for n, step in CANDIDATES.items()}
+    alone = "alone", ""
+    times = interleave({alone: captured(provider.decode), **graphs}, len(calls), rounds)
+    less = {"back": 0.0, "behind": quantiles(times.pop(alone))["p50_us"]}
+    known = dataclasses.asdict(case) | {"pieces": int(calls[0].plan.reduce_indptr.diff().max())}
+    rows: list[Row] = [
+        known | {"place": place, "candidate": name, "worst_step": errors[name]}
+        | {q: round(us - less[place], 3) for q, us in quantiles(samples).items()}
+        for (place, name), samples in times.items()
+    ]  # fmt: skip
     show(rows)
     return rows
 
 
 def show(rows: list[Row]) -> None:
-    """The five fastest of a case, what is chosen with a star, wrong results with a mark."""
-    for place in ("back", "behind"):
-        here = sorted((r for r in rows if r["place"] == place), key=lambda r: r["p50_us"])
+    """A line for each place of a case; ! marks a wrong result."""
+    for place, here in itertools.groupby(rows, lambda row: row["place"]):
         found = [
-            f"{r['candidate']}{'*' * r['chosen']} {r['p50_us']:.2f} ({r['p20_us']:.2f}-"
-            f"{r['p80_us']:.2f}){'!' * (r['worst_step'] > 1)}"
-            for r in here[:5]
+            f"{r['candidate']} {r['p50_us']:.2f} ({r['p20_us']:.2f}-{r['p80_us']:.2f})"
+            f"{'!' * (r['worst_step'] > 1)}"
+            for r in here
         ]
         case = "T={tokens} H={heads} S={pieces} {quantization}".format(**rows[0])
         print(f"{case} {place}: {' | '.join(found)}", flush=True)
 
 
 def summary(rows: list[Row]) -> list[Row]:
-    """Print where what is chosen loses, and the mean against separate launches; wrong rows."""
-    cases: dict[tuple[Any, ...], dict[str, float]] = {}
-    ours: dict[tuple[Any, ...], float] = {}
+    """Print the mean of vLLM's times over ours, and where ours takes longer; the wrong rows."""
+    us: dict[tuple[Any, ...], dict[str, float]] = {}
     for row in rows:
-        key = tuple(row[name] for name in KEY)
-        cases.setdefault(key, {})[row["candidate"]] = row["p50_us"]
-        ours |= {key: row["p50_us"]} if row["chosen"] else {}
-    gains = [found[SEPARATE] / ours[key] for key, found in cases.items()]
-    for key, found in cases.items():
-        best = min(found, key=found.__getitem__)
-        if found[best] < 0.97 * ours[key]:
-            print(f"{key}: chosen {ours[key]:.2f}, {best} {found[best]:.2f}")
-    mean = statistics.geometric_mean(gains)
-    print(f"chosen against separate: geometric mean {mean:.2f}, least {min(gains):.2f}")
+        us.setdefault(tuple(row[name] for name in KEY), {})[row["candidate"]] = row["p50_us"]
+    gains = {key: found[VLLM] / found[OURS] for key, found in us.items()}
+    for key, gain in gains.items():
+        if gain < 0.97:
+            print(f"{key}: ours {us[key][OURS]:.2f}, vllm {us[key][VLLM]:.2f}")
+    mean = statistics.geometric_mean(gains.values())
+    print(f"vllm over ours: geometric mean {mean:.2f}, least {min(gains.values()):.2f}")
     wrong = [row for row in rows if row["worst_step"] > 1]
     print(f"wrong rows: {wrong}")
     return wrong

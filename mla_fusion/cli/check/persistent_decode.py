@@ -6,7 +6,6 @@ import torch
 from mla_fusion import config
 from mla_fusion.attention import triton
 from mla_fusion.attention.aiter import selection
-from mla_fusion.attention.triton import epilogue as triton_epilogue
 from mla_fusion.cli.check.answer import Settings
 from mla_fusion.cli.check.model_config import Cut
 from mla_fusion.report.reasons import Declined
@@ -54,11 +53,7 @@ def _of_triton(settings: Settings, cut: Cut) -> list[str]:
     latent, rope = cut.config["kv_lora_rank"], cut.config["qk_rope_head_dim"]
     if why := triton.unsupported(torch.bfloat16, stored, latent, rope):
         raise Declined("portable-attention", f"triton: {why}")
-    layer = cut.config["num_attention_heads"], latent, cut.config["v_head_dim"]
-    measured = (row.slots for row in triton_epilogue.MEASURED)
-    rows = max((n for n in measured if triton_epilogue.choose(n, *layer)), default=0)
-    launch = f"with the merge in one launch for up to {rows} query rows" if rows else "on its own"
-    notes = [f"  epilogue of the decode: product with W_UV, {launch}"]
+    notes = ["  epilogue of the decode: product with W_UV"]
     if given := cut.quantization:
         where = "the server's report says whether it is in the epilogue"
         if given.get("quant_method") == "fp8" and given.get("weight_block_size"):

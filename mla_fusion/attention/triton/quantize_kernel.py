@@ -1,0 +1,66 @@
+"""The quantization of a product with W_UV that `torch.bmm` has made, in Triton."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from mla_fusion.attention.plan.epilogue import EPSILON, GROUP, Epilogue, largest
+from mla_fusion.kernels.triton_cast import cast
+
+LEAST_SCALE = tl.constexpr(EPSILON)
+
+
+@triton.jit
+def power_of_two(scale):
+    """The least power of two that is neither below `scale` (fp32) nor `LEAST_SCALE`."""
+    bits = tl.maximum(scale, LEAST_SCALE).to(tl.int32, bitcast=True)
+    return ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+
+
+# A stride of 1 is not specialized: the warm-up has scales in rows, a graph may have columns.
+@triton.jit(do_not_specialize=["scale_ptr", "scale_stride_t", "scale_stride_g"])
+def quantize_kernel(
+    y_ptr, out_ptr, scale_ptr, out_stride_t, scale_stride_t, scale_stride_g, WIDTH: tl.constexpr,
+    GROUP: tl.constexpr, QUANTIZATION: tl.constexpr, LARGEST: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """Quantize GROUP columns, `program_id(1)`, of row `program_id(0)` of a product [T, WIDTH].
+
+    QUANTIZATION: an `Epilogue.quantization`. LIMIT as `cast` has it."""
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    column = group * GROUP + tl.arange(0, GROUP)
+    inside = column < WIDTH
+    y = tl.load(y_ptr + token * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    if QUANTIZATION == "tensor":
+        y *= tl.div_rn(1.0, tl.load(scale_ptr))
+    else:
+        scale = tl.div_rn(tl.maximum(tl.max(tl.abs(y), 0), LEAST_SCALE), LARGEST)
+        if QUANTIZATION == "group_ue8m0":
+            scale = power_of_two(scale)
+        tl.store(scale_ptr + token * scale_stride_t + group * scale_stride_g, scale)
+        y = tl.div_rn(y, scale)
+    y = cast(y, 1.0, out_ptr.dtype.element_ty, LIMIT)
+    tl.store(out_ptr + token * out_stride_t + column, y, mask=inside)
+
+
+kernel: Any = quantize_kernel
+
+
+def arguments(
+    product: torch.Tensor, epilogue: Epilogue
+) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]:
+    """What the kernel is launched with for a dense product [T, H * V] (also for compiling)."""
+    out, (tokens, width) = epilogue.out, product.shape
+    most = largest(out.dtype)
+    # A negative LIMIT: the conversion clamps by itself.
+    limit = -most if out.is_cuda and torch.version.hip is None else most
+    args = product, out, epilogue.scale, out.stride(0), *epilogue.scale_strides
+    options = {
+        "WIDTH": width, "GROUP": GROUP, "QUANTIZATION": epilogue.quantization, "LARGEST": most,
+        "LIMIT": limit, "num_warps": 1,
+    }  # fmt: skip
+    return (tokens, -(-width // GROUP)), args, options
