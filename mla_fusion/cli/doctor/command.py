@@ -60,6 +60,8 @@ def probe() -> dict[str, Any]:
     """
     vllm, vllm_error = _import_vllm()
     device, arch = _device()
+    is_gpu = vllm_compat.is_gpu() if vllm else torch.cuda.is_available()
+    is_rocm = vllm_compat.is_rocm() if vllm else bool(torch.version.hip)
     providers = {name: _why_not(name) for name in kernels.PROVIDERS}
     # A distribution called aiter may be another project's; then the provider cannot run.
     other = "" if providers["aiter"] else version_of("aiter") or "unknown"
@@ -70,7 +72,8 @@ def probe() -> dict[str, Any]:
         "aiter": version_of("amd-aiter") or other,
         # Each feature that kernels/aiter.py looks for: is it there?
         "aiter_offers": {} if providers["aiter"] else aiter.capabilities(),
-        "platform": _platform(vllm),
+        # By vLLM if it is installed, else by torch.
+        "platform": ("rocm" if is_rocm else "cuda") if is_gpu else "cpu",
         "device": device,
         "arch": arch,  # such as "sm_90" or "gfx942"
         "fp8": str(vllm_compat.fp8_dtype()).removeprefix("torch.") if vllm else "",
@@ -92,15 +95,6 @@ def _import_vllm() -> tuple[str, str]:
     except Exception as error:  # noqa: BLE001 - a broken install may raise anything
         return "", f"{type(error).__name__}: {error}"
     return version, ""
-
-
-def _platform(vllm: str) -> str:
-    """ "cuda", "rocm" or "cpu", by vLLM if it is installed, else by torch."""
-    if vllm:
-        is_rocm, is_gpu = vllm_compat.is_rocm(), vllm_compat.is_gpu()
-    else:
-        is_rocm, is_gpu = bool(torch.version.hip), torch.cuda.is_available()
-    return ("rocm" if is_rocm else "cuda") if is_gpu else "cpu"
 
 
 def _device() -> tuple[str, str]:
